@@ -1,0 +1,46 @@
+# Flags that every target of the project shares, and tierflow_library(), tierflow_test().
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}")
+set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}")
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
+endif()
+
+find_program(TIERFLOW_CCACHE ccache)
+if(TIERFLOW_CCACHE)
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${TIERFLOW_CCACHE}")
+endif()
+
+add_library(tierflow_flags INTERFACE)
+# -ffp-contract=off: the optimizer's bits may not depend on which multiplications the compiler fuses.
+target_compile_options(tierflow_flags INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Werror -Wno-missing-field-initializers -ffp-contract=off>)
+if(TIERFLOW_SANITIZE)
+  target_compile_options(tierflow_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${TIERFLOW_SANITIZE} -fno-omit-frame-pointer -g>)
+  target_link_options(tierflow_flags INTERFACE -fsanitize=${TIERFLOW_SANITIZE})
+  if(TIERFLOW_SANITIZE STREQUAL "address")
+    target_compile_options(tierflow_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=undefined -fno-sanitize-recover=undefined>)
+    target_link_options(tierflow_flags INTERFACE -fsanitize=undefined)
+  endif()
+endif()
+
+# tierflow_library(NAME SOURCES... ): a static library rooted at the top of the tree, so that includes read "io/volume.h".
+function(tierflow_library name)
+  add_library(tierflow_${name} STATIC ${ARGN})
+  add_library(tierflow::${name} ALIAS tierflow_${name})
+  target_include_directories(tierflow_${name} PUBLIC "$<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}>" "$<INSTALL_INTERFACE:include/tierflow>")
+  target_link_libraries(tierflow_${name} PRIVATE $<BUILD_INTERFACE:tierflow_flags>)
+endfunction()
+
+# tierflow_test(NAME LIBRARIES lib... SOURCES file...): one GoogleTest program, one ctest entry for each of its tests.
+function(tierflow_test name)
+  cmake_parse_arguments(T "" "" "LIBRARIES;SOURCES" ${ARGN})
+  add_executable(${name} ${T_SOURCES})
+  target_link_libraries(${name} PRIVATE ${T_LIBRARIES} tierflow_flags GTest::gmock GTest::gtest_main)
+  target_include_directories(${name} PRIVATE "${CMAKE_SOURCE_DIR}")
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 600)
+endfunction()

@@ -1,0 +1,52 @@
+#pragma once
+// Move-only bytes. Whoever holds a Buffer owns its memory; a request in flight holds its Buffer, so that memory a device is still
+// writing to cannot be freed or handed out again.
+#include <cstddef>
+#include <span>
+#include <utility>
+
+namespace tierflow::io {
+
+class Buffer {
+ public:
+  // Called once with the memory when a Buffer that holds it is destroyed. Must not throw.
+  using Release = void (*)(std::byte* data, std::size_t size, void* owner) noexcept;
+
+  Buffer() = default;
+  Buffer(std::byte* data, std::size_t size, Release release, void* owner)
+      : data_(data), size_(size), release_(release), owner_(owner) {}
+  Buffer(Buffer&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)), release_(other.release_), owner_(other.owner_) {}
+  Buffer& operator=(Buffer&& other) noexcept {
+    if (this != &other) {
+      reset();
+      data_ = std::exchange(other.data_, nullptr);
+      size_ = std::exchange(other.size_, 0);
+      release_ = other.release_;
+      owner_ = other.owner_;
+    }
+    return *this;
+  }
+  ~Buffer() { reset(); }
+
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return size_; }
+  std::span<std::byte> bytes() const { return {data_, size_}; }
+  explicit operator bool() const { return data_ != nullptr; }
+  void reset() {
+    if (data_ != nullptr && release_ != nullptr) release_(data_, size_, owner_);
+    data_ = nullptr;
+    size_ = 0;
+  }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+  Release release_ = nullptr;
+  void* owner_ = nullptr;
+};
+
+// Page-aligned memory of its own (mmap), zeroed, freed with the Buffer; empty where the system refuses.
+Buffer allocate_buffer(std::size_t bytes);
+
+}  // namespace tierflow::io

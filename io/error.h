@@ -1,0 +1,58 @@
+#pragma once
+// The one error value of io and swap: what failed, where, with which errno. Crosses thread and folder boundaries by value.
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <variant>
+
+namespace tierflow::io {
+
+// The kind decides the exit code of the program (docs/errors.md) and nothing else.
+enum class ErrorKind : std::uint8_t {
+  none = 0,
+  usage = 2,        // the caller asked for something that cannot be
+  input = 3,        // a file given to us is not what it claims to be
+  environment = 4,  // the machine lacks what was asked: space, permission, a file system with O_DIRECT
+  io = 5,           // a read, write or flush failed
+  corruption = 6,   // bytes came back that were not the bytes written
+  numeric = 7,      // non-finite values where the run cannot go on
+  locked = 8,       // another process holds it
+  memory = 9,       // an allocation or a budget was exceeded
+  cancelled = 130,  // the user asked to stop
+};
+
+struct [[nodiscard]] Error {
+  ErrorKind kind = ErrorKind::none;
+  std::string operation;  // "read", "write", "open", "flush", ...
+  std::string path;       // the file or folder, empty where none is meant
+  std::uint64_t offset = 0;
+  std::uint64_t length = 0;  // bytes asked for; 0 where the operation has no length
+  int error_number = 0;      // errno, 0 where the system was not asked
+  std::string detail;        // what to do about it, in one sentence
+
+  explicit operator bool() const { return kind != ErrorKind::none; }
+  // One line: operation, path, offset and length where they apply, strerror, detail.
+  std::string message() const;
+};
+
+// A value or an Error. Reading the value of a failed Result is a programming error and terminates.
+template <class T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : content_(std::in_place_index<0>, std::move(value)) {}
+  Result(Error error) : content_(std::in_place_index<1>, std::move(error)) {}
+
+  bool ok() const { return content_.index() == 0; }
+  explicit operator bool() const { return ok(); }
+  T& value() & { return std::get<0>(content_); }
+  T&& value() && { return std::get<0>(std::move(content_)); }
+  const T& value() const& { return std::get<0>(content_); }
+  T& operator*() & { return value(); }
+  T* operator->() { return &value(); }
+  const Error& error() const { return std::get<1>(content_); }
+
+ private:
+  std::variant<T, Error> content_;
+};
+
+}  // namespace tierflow::io

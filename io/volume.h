@@ -1,0 +1,93 @@
+#pragma once
+// FRONT DOOR of io. A Volume is one linear space of bytes laid over one data file in each of several folders (on different drives).
+// Everything above io reads and writes through it.
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/buffer.h"
+#include "io/error.h"
+
+namespace tierflow::io {
+
+enum class Op : std::uint8_t { read, write };
+
+// Moves buffer.bytes().first(length) from or to [offset, offset + length) of the volume. offset and length are multiples of
+// Volume::alignment(), buffer.data() is aligned to it; anything else is a usage error in the completion.
+struct Request {
+  Op op = Op::read;
+  std::uint64_t offset = 0;
+  std::size_t length = 0;
+  Buffer buffer;
+};
+
+// Without an error every byte of the request was moved. The buffer comes back either way.
+struct Completion {
+  Buffer buffer;
+  Error error;
+};
+using Callback = std::function<void(Completion&&)>;
+
+enum class EngineKind : std::uint8_t { automatic, io_uring, libaio, threads };
+
+struct VolumeOptions {
+  std::vector<std::filesystem::path> directories;  // created where missing; one data file "<name>.tfv" in each
+  std::string name = "state";
+  std::uint64_t bytes = 0;  // size of the linear space; used by create() alone
+  EngineKind engine = EngineKind::automatic;
+  unsigned depth = 32;                 // requests in flight at the kernel, per drive
+  std::size_t block = std::size_t{1} << 20;  // largest single kernel request, and the stripe unit over several folders
+  bool allow_buffered = false;         // go on through the page cache where O_DIRECT is refused
+  bool allow_any_filesystem = false;   // accept tmpfs, NFS and the like, where the "drive" is RAM or remote
+};
+
+// What was achieved, not what was asked for.
+struct VolumeMode {
+  EngineKind engine = EngineKind::threads;
+  bool direct = false;              // O_DIRECT
+  bool registered_buffers = false;  // fixed buffers in use
+  bool registered_files = false;
+  std::size_t alignment = 4096;
+  std::vector<std::string> warnings;  // one line for each step down, with the remedy
+};
+
+struct DriveStats {
+  std::filesystem::path directory;
+  std::uint64_t bytes_read = 0, bytes_written = 0;
+  std::uint64_t reads = 0, writes = 0;
+};
+
+class Volume {
+ public:
+  // Creates (exclusively, mode 0600, preallocated, locked) or opens the data files. A folder that another process holds is an error
+  // of kind locked that names its pid; too little space names bytes needed and free. create() leaves nothing behind when it fails.
+  static Result<std::unique_ptr<Volume>> create(const VolumeOptions& options);
+  static Result<std::unique_ptr<Volume>> open(const VolumeOptions& options);
+
+  virtual ~Volume() = default;  // waits for everything in flight; callbacks still run
+
+  // Buffers inside `memory` then move without being pinned anew at each request. Call before the first submit; memory must outlive
+  // the Volume. A refusal is no error: mode() says so.
+  virtual void register_memory(std::span<std::byte> memory) = 0;
+
+  // Any thread; never blocks on the drive. `done` runs exactly once, on the volume's own thread, and must not block.
+  virtual void submit(Request request, Callback done) = 0;
+
+  // Any thread except the volume's own. Returns when every write completed before the call is durable. After a failed flush every
+  // later flush fails too: the data written since the last good one must be considered lost.
+  virtual Error flush() = 0;
+
+  // Removes the data files (after the Volume is gone nothing of it remains on the drives).
+  virtual void remove_files() = 0;
+
+  virtual std::uint64_t size() const = 0;
+  virtual std::size_t alignment() const = 0;
+  virtual VolumeMode mode() const = 0;
+  virtual std::vector<DriveStats> stats() const = 0;
+};
+
+}  // namespace tierflow::io

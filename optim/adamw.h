@@ -1,0 +1,64 @@
+#pragma once
+// FRONT DOOR of optim: AdamW (Loshchilov and Hutter 2019) on host spans. No threads, files or torch; the caller cuts the work.
+// Results are the same bits whatever the instruction set, and however the caller cuts at multiples of kBlock.
+#include <cstddef>
+#include <cstdint>
+
+namespace tierflow::optim {
+
+inline constexpr std::size_t kBlock = 256;             // elements that share one absmax
+inline constexpr std::size_t kNormSegment = 64 * 1024;  // elements that one partial sum of squares covers
+
+enum class MomentFormat : std::uint8_t { block8 = 1, f32 = 2, bf16 = 3 };
+enum class MasterFormat : std::uint8_t {
+  split = 1,    // fp32 master as hi (the bf16 weight, (bits + 0x8000) >> 16) and lo (bits & 0xffff)
+  bf16_sr = 2,  // hi alone, updated with stochastic rounding
+};
+
+// One moment of n elements. block8: `values` holds one code a byte and `absmax` one float a kBlock elements (the last may be partial);
+// f32, bf16: `values` holds the numbers and absmax is null.
+struct Moment {
+  MomentFormat format = MomentFormat::block8;
+  void* values = nullptr;
+  float* absmax = nullptr;
+};
+
+// State of n consecutive elements. Pointers are aligned to 64 bytes.
+struct State {
+  MasterFormat master = MasterFormat::split;
+  std::uint16_t* hi = nullptr;
+  std::uint16_t* lo = nullptr;  // null for bf16_sr
+  Moment m, v;                  // v is non-negative: block8 uses the unsigned map
+};
+
+struct AdamWParams {
+  float lr = 1e-5F;
+  float beta1 = 0.9F, beta2 = 0.999F;
+  float eps = 1e-8F;
+  float weight_decay = 0.0F;  // decoupled; 0 for tensors that are not decayed
+  std::int64_t step = 1;      // 1 for the first update: bias correction
+  float gradient_scale = 1.0F;  // applied to each gradient before use: the clip factor
+  std::uint64_t rounding_key = 0;   // bf16_sr: keys the generator together with step and element index
+  std::uint64_t first_element = 0;  // bf16_sr: index of element 0 of this call within the keyed tensor
+};
+
+// Updates n elements of `state` in place from bf16 gradients (aligned to 64 bytes). n is any length; where it is not a multiple of
+// kBlock the last block is partial.
+void adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& state, std::size_t n);
+
+// All-zero moments in `moment`'s format.
+void zero_moment(const Moment& moment, std::size_t n, bool is_signed);
+
+// sums[i] = sum of squares, in double and in a fixed order, of elements [i * kNormSegment, (i+1) * kNormSegment); returns false where
+// any element is not finite.
+bool gradient_norm_squared(const std::uint16_t* gradient, std::size_t n, double* sums);
+
+void split_master(const float* master, std::uint16_t* hi, std::uint16_t* lo, std::size_t n);
+void join_master(const std::uint16_t* hi, const std::uint16_t* lo, float* master, std::size_t n);
+std::uint16_t bf16_from_float(float value);  // the hi rule, NaN kept NaN
+float float_from_bf16(std::uint16_t bits);
+
+// The instruction set that the calls above use on this machine: "AVX3_SPR", "AVX2", "SCALAR", ...
+const char* instruction_set();
+
+}  // namespace tierflow::optim
