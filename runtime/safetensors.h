@@ -1,0 +1,68 @@
+#pragma once
+// Reading and writing safetensors, single file or sharded with model.safetensors.index.json. Headers are checked before anything is
+// allocated (length, offsets contiguous and inside the file, size = shape x dtype in checked arithmetic, no duplicate); data moves
+// by pread in the caller's pieces, never mapped. Pickles and other formats are refused by name and by magic with what to do instead.
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tierflow {
+
+enum class Dtype : std::uint8_t { f32, bf16, f16 };
+std::size_t dtype_size(Dtype dtype);
+
+struct TensorEntry {
+  Dtype dtype = Dtype::bf16;
+  std::vector<std::int64_t> shape;
+  int file = 0;              // index into Checkpoint::files()
+  std::uint64_t offset = 0;  // of its first byte in that file
+  std::uint64_t bytes = 0;
+};
+
+// The tensors of an HF model folder.
+class Checkpoint {
+ public:
+  // Throws Exception (kind input) naming file and tensor.
+  static Checkpoint open(const std::filesystem::path& folder);
+  Checkpoint(Checkpoint&&) noexcept;
+  Checkpoint& operator=(Checkpoint&&) noexcept;
+  ~Checkpoint();
+
+  const std::map<std::string, TensorEntry, std::less<>>& tensors() const;
+  const std::vector<std::filesystem::path>& files() const;
+  // Elements [first, first + out.size()) of a tensor, converted exactly to fp32.
+  void read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const;
+
+ private:
+  struct Impl;
+  explicit Checkpoint(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+struct TensorHeader {
+  std::string name;
+  Dtype dtype = Dtype::bf16;
+  std::vector<std::int64_t> shape;
+};
+
+// Writes tensors in the order given at construction, streamed: shards of at most shard_bytes, named as transformers names them, the
+// index written last, every file under a temporary name until finish() renames and syncs. Destroyed before finish(): nothing is left.
+class CheckpointWriter {
+ public:
+  CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors, std::uint64_t shard_bytes = std::uint64_t{5} << 30);
+  ~CheckpointWriter();
+  // The next bytes of the current tensor; tensors follow one another in order.
+  void write(std::span<const std::byte> bytes);
+  void finish();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tierflow
