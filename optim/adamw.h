@@ -1,6 +1,8 @@
 #pragma once
-// FRONT DOOR of optim: AdamW (Loshchilov and Hutter 2019) on host spans. No threads, files or torch; the caller cuts the work.
-// Results are the same bits whatever the instruction set, and however the caller cuts at multiples of kBlock.
+// FRONT DOOR of optim: AdamW (Loshchilov and Hutter 2019) and its relatives on host spans. No threads, files or torch; the caller cuts
+// the work. Results are the same bits whatever the instruction set, and however the caller cuts at multiples of kBlock.
+// Every call may run at the same time as others on other spans. Inside a call the floating-point environment is round-to-nearest with
+// subnormal numbers kept; the caller's is restored. Arguments that break a contract raise std::invalid_argument.
 #include <cstddef>
 #include <cstdint>
 
@@ -23,28 +25,59 @@ struct Moment {
   float* absmax = nullptr;
 };
 
-// State of n consecutive elements. Pointers are aligned to 64 bytes.
+// State of n consecutive elements. Pointers are aligned to 64 bytes (absmax: to 4).
 struct State {
   MasterFormat master = MasterFormat::split;
   std::uint16_t* hi = nullptr;
   std::uint16_t* lo = nullptr;  // null for bf16_sr
-  Moment m, v;                  // v is non-negative: block8 uses the unsigned map
+  Moment m, v;                  // v is non-negative: block8 uses the unsigned map. Lion and SGD leave v alone: it may be null
+};
+
+enum class Rule : std::uint8_t {
+  adamw = 1,  // decoupled decay
+  adam = 2,   // weight_decay * p is added to the gradient
+  lion = 3,   // Chen et al. 2023; decoupled decay
+  sgd = 4,    // heavy ball, m = beta1 m + g, p -= lr m; weight_decay * p is added to the gradient
 };
 
 struct AdamWParams {
   float lr = 1e-5F;
   float beta1 = 0.9F, beta2 = 0.999F;
-  float eps = 1e-8F;
+  float eps = 1e-8F;             // at least 2^-100 is used
   float weight_decay = 0.0F;  // decoupled; 0 for tensors that are not decayed
   std::int64_t step = 1;      // 1 for the first update: bias correction
   float gradient_scale = 1.0F;  // applied to each gradient before use: the clip factor
   std::uint64_t rounding_key = 0;   // bf16_sr: keys the generator together with step and element index
-  std::uint64_t first_element = 0;  // bf16_sr: index of element 0 of this call within the keyed tensor
+  std::uint64_t first_element = 0;  // bf16_sr: index of element 0 of this call within the keyed tensor, a multiple of kBlock
+  Rule rule = Rule::adamw;
+  // Adam and AdamW hold |m / (sqrt(v) + eps)|, before the correction of m, within this. 0: for 8-bit moments the bound that exact Adam
+  // never exceeds (v rounded to zero beside an m that is not would otherwise take outsized steps), none for others; infinity: none.
+  float update_bound = 0.0F;
+  // A block with a gradient that is not finite, or whose scaled magnitude reaches 2^60, is always left as it was. With this flag the
+  // whole call is: the gradients are looked through first.
+  bool skip_call_if_not_finite = false;
+};
+
+// What one block of a call saw; arrays of one entry a block, each may be null. Sums are in double and in a fixed order.
+struct BlockReports {
+  double* gradient_squares = nullptr;  // of the scaled gradients
+  double* update_squares = nullptr;    // of the change of the master; 0 for a block left as it was
+  std::uint8_t* finite = nullptr;      // 0 for a block left as it was
+};
+
+struct UpdateResult {
+  std::size_t updated = 0;  // elements
+  std::size_t skipped = 0;  // elements left as they were: of blocks with gradients that are not finite, or of the whole call
 };
 
 // Updates n elements of `state` in place from bf16 gradients (aligned to 64 bytes). n is any length; where it is not a multiple of
 // kBlock the last block is partial.
-void adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& state, std::size_t n);
+UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& state, std::size_t n);
+
+// The same from one set of buffers to another of the same formats: `from` is only read. Buffers are equal or do not overlap. Blocks
+// left as they were are copied.
+UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to, std::size_t n,
+                          const BlockReports& reports = {});
 
 // All-zero moments in `moment`'s format.
 void zero_moment(const Moment& moment, std::size_t n, bool is_signed);
@@ -57,6 +90,10 @@ void split_master(const float* master, std::uint16_t* hi, std::uint16_t* lo, std
 void join_master(const std::uint16_t* hi, const std::uint16_t* lo, float* master, std::size_t n);
 std::uint16_t bf16_from_float(float value);  // the hi rule, NaN kept NaN
 float float_from_bf16(std::uint16_t bits);
+
+// Moments to and from fp32: what the update stores and reads. `values` of block8 must be finite and, for v, not negative.
+void encode_moment(const float* values, const Moment& moment, std::size_t n, bool is_signed);
+void decode_moment(const Moment& moment, float* values, std::size_t n, bool is_signed);
 
 // The instruction set that the calls above use on this machine: "AVX3_SPR", "AVX2", "SCALAR", ...
 const char* instruction_set();

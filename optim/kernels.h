@@ -1,0 +1,55 @@
+#pragma once
+// Inside optim: what the front door hands to the kernels, and the scalar kernels that define the result.
+#include "optim/adamw.h"
+#include "optim/step.h"
+
+namespace tierflow::optim {
+
+// One update of whole and partial blocks. Offsets into the state are in elements from the first block of the call.
+struct Update {
+  Coefficients k;
+  Rule rule = Rule::adamw;
+  bool bounded = false;
+  const std::uint16_t* gradient = nullptr;
+  State from, to;
+  std::size_t n = 0;
+  std::uint64_t key = 0, step = 0, first_element = 0;  // of the rounding generator
+};
+
+// Magnitudes from here on, infinities and NaNs count as "not finite": m and v then stay far from overflow.
+inline constexpr float kLargestGradient = 0x1p60F;
+
+// `largest`: the largest gradient of some, as the bits of a bf16 without its sign. A negative scale counts by its magnitude.
+inline bool within(std::uint32_t largest, float scale) {
+  return ::fabsf(widened(static_cast<std::uint16_t>(largest)) * scale) < kLargestGradient;
+}
+bool all_within(const std::uint16_t* gradient, std::size_t n, float scale);
+
+// Updates blocks [begin, end) of `u` and returns the number of elements left as they were (copied), because a gradient of their block
+// is not finite. update_blocks picks the instruction set; the scalar one defines the result.
+std::size_t update_blocks(const Update& u, std::size_t begin, std::size_t end);
+std::size_t update_blocks_scalar(const Update& u, std::size_t begin, std::size_t end);
+
+// Copies the state of one block from `u.from` to `u.to`.
+void copy_block(const Update& u, std::size_t block);
+
+// `count` elements at `values`; count <= kBlock. `at` is the block's number.
+void load_moment_block(const Moment& moment, std::size_t at, std::size_t count, bool is_signed, float* values);
+void store_moment_block(const Moment& moment, std::size_t at, std::size_t count, bool is_signed, const float* values);
+
+// Sum of squares of one segment: 16 partial sums in double (element i goes to i mod 16), added pairwise: 8 apart, 4, 2, 1.
+double sum_of_squares(const float* values, std::size_t count);
+
+// Sets round-to-nearest and subnormal numbers kept, until the end of the scope.
+class FloatEnvironment {
+ public:
+  FloatEnvironment();
+  ~FloatEnvironment();
+  FloatEnvironment(const FloatEnvironment&) = delete;
+  FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+
+ private:
+  std::uint64_t saved_ = 0;
+};
+
+}  // namespace tierflow::optim
