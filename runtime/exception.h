@@ -24,6 +24,17 @@ T value_or_throw(io::Result<T> result) {
   if (!result.ok()) throw Exception(result.error());
   return std::move(result).value();
 }
+
+// Throws: `where` is the file or option that is wrong, `detail` what is wrong with it and what to do.
+[[noreturn]] inline void fail(io::ErrorKind kind, std::string where, std::string detail) {
+  throw Exception(io::Error{.kind = kind, .path = std::move(where), .detail = std::move(detail)});
+}
+[[noreturn]] inline void fail_input(std::string where, std::string detail) {
+  fail(io::ErrorKind::input, std::move(where), std::move(detail));
+}
+// The system call `operation` on `path` failed with `error_number`; `detail` may say what to do.
+[[noreturn]] void fail_system(std::string operation, std::string path, int error_number, std::string detail = {});
+
 inline void throw_if(const io::Error& error) {
   if (error) throw Exception(error);
 }

@@ -1,6 +1,7 @@
 #pragma once
-// What a model consists of, read from an HF config.json: its hyper-parameters, its tensors by HF name and shape, and how they are
-// grouped into the units that stream and the stages that compute. No torch here: planning and checking start at once.
+// What a model consists of, read from an HF config.json: its hyper-parameters, its tensors by HF name and shape, and
+// how they are grouped into the units that stream and the stages that compute. No torch here: planning and checking
+// start at once.
 #include <cstdint>
 #include <filesystem>
 #include <string>
@@ -38,7 +39,7 @@ struct ModelConfig {
   bool mlp_bias = false;
   bool qk_norm = false;  // RMS norm of each head's q and k (Qwen3)
   double embedding_dropout = 0, residual_dropout = 0, attention_dropout = 0;
-  // OPT: learned positions start at this index; norms may come after the sublayers (350m).
+  // OPT: learned positions start at this index; norms may come after the sublayers, and then there is no final norm.
   std::int64_t position_offset = 0;
   bool norm_before = true;
 };
@@ -52,7 +53,7 @@ struct TensorSpec {
   Init init = Init::normal;
   double init_std = 0.02;
   bool decays = true;       // weight decay applies: neither a norm nor a bias, as in HF Trainer
-  bool moments_32 = false;  // moments kept in fp32 under 8-bit policies: embeddings and norms
+  bool moments_32 = false;  // moments kept in fp32 under 8-bit policies: embeddings, norms and biases
   std::int64_t elements() const;
 };
 
@@ -66,7 +67,8 @@ struct UnitSpec {
 
 enum class StageKind : std::uint8_t { embedding, block, head };
 
-// One step of the forward pass. Its own unit comes first; a tied head also names the embedding's unit.
+// One step of the forward pass. Its own unit comes first; a tied head also names the embedding's unit, last. A tied
+// head without a final norm (OPT with norm_before false) has no unit of its own.
 struct StageSpec {
   StageKind kind = StageKind::block;
   std::int64_t block = -1;  // index of the block, -1 for embedding and head
@@ -81,7 +83,8 @@ struct ModelSpec {
   std::int64_t parameters() const;
 };
 
-// Reads and checks a config.json. Throws Exception (kind input) naming the file, the field and the supported architectures.
+// Reads and checks a config.json. Throws Exception (kind input) naming the file, the field and the supported
+// architectures.
 ModelSpec read_model_spec(const std::filesystem::path& config_json);
 ModelSpec parse_model_spec(const std::string& config_json, const std::string& where);
 

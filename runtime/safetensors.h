@@ -1,7 +1,8 @@
 #pragma once
-// Reading and writing safetensors, single file or sharded with model.safetensors.index.json. Headers are checked before anything is
-// allocated (length, offsets contiguous and inside the file, size = shape x dtype in checked arithmetic, no duplicate); data moves
-// by pread in the caller's pieces, never mapped. Pickles and other formats are refused by name and by magic with what to do instead.
+// Reading and writing safetensors, single file or sharded with model.safetensors.index.json. Headers are checked before
+// anything is allocated (length, offsets contiguous and inside the file, size = shape x dtype in checked arithmetic, no
+// duplicate); data moves by pread in the caller's pieces, never mapped. Pickles and other formats are refused by name
+// and by magic with what to do instead.
 #include <cstdint>
 #include <filesystem>
 #include <map>
@@ -24,7 +25,9 @@ struct TensorEntry {
   std::uint64_t bytes = 0;
 };
 
-// The tensors of an HF model folder.
+struct ModelSpec;
+
+// The tensors of an HF model folder. Tensors of other types than Dtype's (integers, 8-bit floats) are not listed.
 class Checkpoint {
  public:
   // Throws Exception (kind input) naming file and tensor.
@@ -35,14 +38,24 @@ class Checkpoint {
 
   const std::map<std::string, TensorEntry, std::less<>>& tensors() const;
   const std::vector<std::filesystem::path>& files() const;
-  // Elements [first, first + out.size()) of a tensor, converted exactly to fp32.
+  // The tensor of that name, or of one of its aliases (checkpoint_aliases); null where there is none.
+  const TensorEntry* find(std::string_view name) const;
+  // Elements [first, first + out.size()) of a tensor, converted exactly to fp32. Looks up as find() does. Any thread
+  // may call it.
   void read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const;
 
  private:
   struct Impl;
   explicit Checkpoint(std::unique_ptr<Impl> impl);
+  friend void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint);
   std::unique_ptr<Impl> impl_;
 };
+
+// Other names under which older checkpoints store the tensor that transformers now saves as `name`, most likely first.
+std::vector<std::string> checkpoint_aliases(std::string_view name);
+
+// Throws Exception (kind input) listing up to ten tensors that are missing, superfluous, or of the wrong shape or type.
+void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint);
 
 struct TensorHeader {
   std::string name;
@@ -50,11 +63,13 @@ struct TensorHeader {
   std::vector<std::int64_t> shape;
 };
 
-// Writes tensors in the order given at construction, streamed: shards of at most shard_bytes, named as transformers names them, the
-// index written last, every file under a temporary name until finish() renames and syncs. Destroyed before finish(): nothing is left.
+// Writes tensors in the order given at construction, streamed: shards of at most shard_bytes, named as transformers
+// names them, the index written last, every file under a temporary name until finish() renames and syncs. Destroyed
+// before finish(): nothing is left.
 class CheckpointWriter {
  public:
-  CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors, std::uint64_t shard_bytes = std::uint64_t{5} << 30);
+  CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors,
+                   std::uint64_t shard_bytes = std::uint64_t{5} << 30);
   ~CheckpointWriter();
   // The next bytes of the current tensor; tensors follow one another in order.
   void write(std::span<const std::byte> bytes);

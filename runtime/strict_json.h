@@ -1,0 +1,36 @@
+#pragma once
+// JSON from strangers: bounded depth, no duplicate names, valid UTF-8, no NaN; and typed access whose errors name file
+// and field.
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+namespace tierflow {
+
+using Json = nlohmann::json;
+
+// Throws Exception (kind input) naming `where`.
+Json parse_json(std::string_view text, const std::string& where, int max_depth = 32);
+
+// Reads the fields of one object.
+class JsonFields {
+ public:
+  JsonFields(const Json& object, std::string where) : object_(object), where_(std::move(where)) {}
+
+  const std::string& where() const { return where_; }
+  // The field, or null where it is absent or null.
+  const Json* find(const char* name) const;
+  std::int64_t integer(const char* name, std::int64_t least, std::int64_t most) const;
+  std::int64_t integer_or(const char* name, std::int64_t fallback, std::int64_t least, std::int64_t most) const;
+  double number_or(const char* name, double fallback, double least, double most) const;
+  bool boolean_or(const char* name, bool fallback) const;
+  std::string text_or(const char* name, const std::string& fallback) const;
+  [[noreturn]] void fail(const char* name, const std::string& detail) const;
+
+ private:
+  const Json& object_;
+  std::string where_;
+};
+
+}  // namespace tierflow
