@@ -1,0 +1,79 @@
+#include "runtime/layered_model.h"
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <utility>
+
+#include "runtime/exception.h"
+#include "runtime/models/gpt2.h"
+#include "runtime/models/llama.h"
+#include "runtime/models/opt.h"
+
+namespace tierflow {
+namespace {
+
+// Moves a leaf's gradient into its fp32 sum the moment it is complete.
+struct AddAndRelease final : torch::autograd::PostAccumulateGradHook {
+  explicit AddAndRelease(torch::Tensor sum) : sum_(std::move(sum)) {}
+  void operator()(const torch::Tensor& leaf) override {
+    const torch::NoGradGuard no_grad;
+    sum_.add_(leaf.grad());
+    leaf.mutable_grad().reset();
+  }
+  torch::Tensor sum_;
+};
+
+}  // namespace
+
+std::int64_t MicroBatch::target_tokens() const { return labels.ge(0).sum().item<std::int64_t>(); }
+
+Carry LayeredModel::backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry, const Shared& shared,
+                             const Carry& d_out) const {
+  const torch::AutoGradMode grad(true);
+  Weights leaves;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    leaves.push_back(weights[i].detach());
+    if (!gradients.at(i).defined()) continue;
+    leaves.back().requires_grad_();
+    torch::autograd::impl::set_post_acc_grad_hooks(leaves.back(), std::make_unique<AddAndRelease>(gradients[i]));
+  }
+  Carry inputs;
+  for (const torch::Tensor& part : carry) {
+    inputs.push_back(part.detach());
+    if (part.is_floating_point()) inputs.back().requires_grad_();
+  }
+  {
+    const Carry out = forward(stage, leaves, inputs, shared, /*training=*/true);
+    std::vector<torch::Tensor> roots, d_roots;
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      if (i >= d_out.size() || !d_out[i].defined() || !out[i].requires_grad()) continue;
+      roots.push_back(out[i]);
+      d_roots.push_back(d_out[i]);
+    }
+    if (!roots.empty()) torch::autograd::backward(roots, d_roots);
+  }
+  Carry d_carry;
+  for (const torch::Tensor& part : inputs) {
+    if (!part.requires_grad()) {
+      d_carry.emplace_back();
+    } else {
+      d_carry.push_back(part.grad().defined() ? part.grad() : torch::zeros_like(part));
+    }
+  }
+  return d_carry;
+}
+
+std::unique_ptr<LayeredModel> make_model(ModelSpec spec) {
+  switch (spec.config.family) {
+    case Family::llama:
+      return models::make_llama(std::move(spec));
+    case Family::gpt2:
+      return models::make_gpt2(std::move(spec));
+    case Family::opt:
+      return models::make_opt(std::move(spec));
+  }
+  throw Exception(io::ErrorKind::input, "no model for architecture '" + spec.config.architecture + "'");
+}
+
+}  // namespace tierflow

@@ -1,0 +1,179 @@
+#include "runtime/models/kernels.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+#define TIERFLOW_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define TIERFLOW_CLONES
+#endif
+
+namespace tierflow::models::kernels {
+namespace {
+
+// Independent partial sums, so that a reduction vectorises and its order is fixed on every instruction set.
+constexpr std::int64_t kLanes = 32;
+
+#define TIERFLOW_INLINE inline __attribute__((always_inline))
+
+TIERFLOW_INLINE float wide(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+
+// Nearest, ties to even; a NaN stays one.
+TIERFLOW_INLINE std::uint16_t narrow(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  const std::uint32_t nan = (bits >> 16) | 0x40u;
+  return static_cast<std::uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded);
+}
+
+// e^x within 2 ulp for x <= 88: 2^n times the Taylor polynomial of the rest, |rest| <= ln(2)/2; 0 below -87.3. A NaN stays one.
+TIERFLOW_INLINE float exp_fast(float x) {
+  constexpr float kLog2e = 1.44269504088896341F, kLn2High = 0.693359375F, kLn2Low = -2.12194440e-4F;
+  constexpr float kShift = 12582912.0F;  // 1.5 * 2^23: adding it rounds to an integer
+  const float clamped = x < -87.3F ? -87.3F : (x > 88.0F ? 88.0F : x);
+  const float shifted = clamped * kLog2e + kShift;
+  const float n = shifted - kShift;
+  const float r = (clamped - n * kLn2High) - n * kLn2Low;
+  float p = 1.0F / 5040.0F;
+  p = p * r + 1.0F / 720.0F;
+  p = p * r + 1.0F / 120.0F;
+  p = p * r + 1.0F / 24.0F;
+  p = p * r + 1.0F / 6.0F;
+  p = p * r + 0.5F;
+  p = p * r + 1.0F;
+  p = p * r + 1.0F;
+  const std::uint32_t exponent = (std::bit_cast<std::uint32_t>(shifted) - std::bit_cast<std::uint32_t>(kShift)) << 23;
+  const float scaled = std::bit_cast<float>(std::bit_cast<std::uint32_t>(p) + exponent);
+  return x < -87.3F ? 0.0F : (x != x ? x : scaled);
+}
+
+template <class Term>
+TIERFLOW_INLINE float sum_lanes(std::int64_t n, Term term) {
+  float lanes[kLanes] = {};
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (std::int64_t j = 0; j < kLanes; ++j) lanes[j] += term(i + j);
+  }
+  for (std::int64_t j = 0; i < n; ++i, ++j) lanes[j] += term(i);
+  for (std::int64_t width = kLanes / 2; width > 0; width /= 2) {
+    for (std::int64_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+  }
+  return lanes[0];
+}
+
+TIERFLOW_INLINE float largest(const std::uint16_t* x, std::int64_t n) {
+  float lanes[kLanes];
+  for (float& lane : lanes) lane = -INFINITY;
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (std::int64_t j = 0; j < kLanes; ++j) lanes[j] = lanes[j] > wide(x[i + j]) ? lanes[j] : wide(x[i + j]);
+  }
+  for (std::int64_t j = 0; i < n; ++i, ++j) lanes[j] = lanes[j] > wide(x[i]) ? lanes[j] : wide(x[i]);
+  float most = lanes[0];
+  for (float lane : lanes) most = most > lane ? most : lane;
+  return most;
+}
+
+}  // namespace
+
+TIERFLOW_CLONES void rms_norm(const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out, float* rstd, std::int64_t rows,
+                              std::int64_t n, float eps) {
+  for (std::int64_t row = 0; row < rows; ++row, x += n, out += n) {
+    const float squares = sum_lanes(n, [x](std::int64_t i) { return wide(x[i]) * wide(x[i]); });
+    const float r = 1.0F / std::sqrt(squares / static_cast<float>(n) + eps);
+    for (std::int64_t i = 0; i < n; ++i) out[i] = narrow(wide(w[i]) * wide(narrow(wide(x[i]) * r)));
+    if (rstd != nullptr) rstd[row] = r;
+  }
+}
+
+TIERFLOW_CLONES void rms_norm_backward(const std::uint16_t* d_out, const std::uint16_t* x, const float* rstd, const std::uint16_t* w,
+                                       const std::uint16_t* residual, std::uint16_t* d_x, float* d_w, std::int64_t rows, std::int64_t n) {
+  for (std::int64_t row = 0; row < rows; ++row, x += n, d_out += n, d_x += n) {
+    const float r = rstd[row];
+    const float dot = sum_lanes(n, [=](std::int64_t i) { return wide(d_out[i]) * wide(w[i]) * wide(x[i]); });
+    const float pull = dot * r * r / static_cast<float>(n);  // mean(d w xhat) * rstd
+    if (d_w != nullptr) {
+      for (std::int64_t i = 0; i < n; ++i) d_w[i] += wide(d_out[i]) * wide(narrow(wide(x[i]) * r));
+    }
+    if (residual != nullptr) {
+      for (std::int64_t i = 0; i < n; ++i) {
+        d_x[i] = narrow(r * (wide(d_out[i]) * wide(w[i]) - wide(x[i]) * pull) + wide(residual[i]));
+      }
+      residual += n;
+    } else {
+      for (std::int64_t i = 0; i < n; ++i) d_x[i] = narrow(r * (wide(d_out[i]) * wide(w[i]) - wide(x[i]) * pull));
+    }
+  }
+}
+
+TIERFLOW_CLONES void rope(std::uint16_t* x, const float* cos, const float* sin, std::int64_t first_row, std::int64_t rows,
+                          std::int64_t positions, std::int64_t heads, std::int64_t head_dim, float sign) {
+  const std::int64_t half = head_dim / 2;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const float* c = cos + (first_row + row) % positions * half;
+    const float* s = sin + (first_row + row) % positions * half;
+    for (std::int64_t head = 0; head < heads; ++head, x += head_dim) {
+      std::uint16_t* low = x;
+      std::uint16_t* high = x + half;
+#pragma GCC ivdep
+      for (std::int64_t i = 0; i < half; ++i) {
+        const float a = wide(low[i]), b = wide(high[i]), turn = sign * s[i];
+        low[i] = narrow(a * c[i] - b * turn);
+        high[i] = narrow(b * c[i] + a * turn);
+      }
+    }
+  }
+}
+
+TIERFLOW_CLONES void swiglu(const std::uint16_t* gate, const std::uint16_t* up, std::uint16_t* out, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float g = wide(gate[i]);
+    out[i] = narrow(g / (1.0F + exp_fast(-g)) * wide(up[i]));
+  }
+}
+
+TIERFLOW_CLONES void swiglu_backward(std::uint16_t* gate, std::uint16_t* up, std::uint16_t* d_out, std::int64_t n) {
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float g = wide(gate[i]), u = wide(up[i]), d = wide(d_out[i]);
+    const float sigmoid = 1.0F / (1.0F + exp_fast(-g));
+    const float silu = g * sigmoid;
+    gate[i] = narrow(d * u * (sigmoid + silu * (1.0F - sigmoid)));
+    up[i] = narrow(d * silu);
+    d_out[i] = narrow(silu * u);
+  }
+}
+
+TIERFLOW_CLONES void cross_entropy(std::uint16_t* logits, const std::int64_t* labels, double* loss, std::int64_t rows, std::int64_t vocab,
+                                   float scale, bool gradient) {
+  constexpr std::int64_t kBlock = 4096;  // summed in fp32, the blocks in double
+  for (std::int64_t row = 0; row < rows; ++row, logits += vocab) {
+    const std::int64_t label = labels[row];
+    if (label < 0) {
+      loss[row] = 0;
+      if (gradient) std::memset(logits, 0, static_cast<std::size_t>(vocab) * sizeof(*logits));
+      continue;
+    }
+    const float most = largest(logits, vocab);
+    double total = 0;
+    for (std::int64_t first = 0; first < vocab; first += kBlock) {
+      const std::uint16_t* block = logits + first;
+      total += sum_lanes(vocab - first < kBlock ? vocab - first : kBlock,
+                         [block, most](std::int64_t i) { return exp_fast(wide(block[i]) - most); });
+    }
+    loss[row] = std::log(total) + static_cast<double>(most) - static_cast<double>(wide(logits[label]));
+    if (!gradient) continue;
+    const float factor = static_cast<float>(static_cast<double>(scale) / total);
+    const float at_label = static_cast<float>((std::exp(-loss[row]) - 1.0) * static_cast<double>(scale));
+    for (std::int64_t i = 0; i < vocab; ++i) logits[i] = narrow(exp_fast(wide(logits[i]) - most) * factor);
+    logits[label] = narrow(at_label);
+  }
+}
+
+TIERFLOW_CLONES void add(float* sum, const float* a, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) sum[i] += a[i];
+}
+
+}  // namespace tierflow::models::kernels

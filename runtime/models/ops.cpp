@@ -1,0 +1,218 @@
+#include "runtime/models/ops.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "runtime/models/kernels.h"
+
+namespace tierflow::models {
+namespace {
+
+constexpr std::int64_t kGrain = 32768;           // elements worth a thread
+constexpr std::int64_t kTile = 1 << 22;          // elements of a weight-gradient tile
+constexpr std::int64_t kSoftmaxSlice = 1 << 22;  // fp32 logits at once where no kernel works in place
+
+at::ScalarType wide_type(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+// The kernels apply: bf16 on the CPU, dense, nothing to differentiate.
+template <class... Tensors>
+bool fused(const Tensors&... tensors) {
+  const auto plain = [](const Tensor& t) {
+    return !t.defined() || (t.is_cpu() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() &&
+                            !(t.requires_grad() && at::GradMode::is_enabled()));
+  };
+  return (plain(tensors) && ...);
+}
+
+std::uint16_t* bits(const Tensor& t) { return t.defined() ? static_cast<std::uint16_t*>(t.data_ptr()) : nullptr; }
+
+std::int64_t grain_rows(std::int64_t n) { return std::max<std::int64_t>(1, kGrain / std::max<std::int64_t>(1, n)); }
+
+}  // namespace
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, Tensor* rstd) {
+  if (!fused(x, weight)) {
+    const Tensor wide = x.to(wide_type(x));
+    const Tensor r = at::rsqrt(wide.pow(2).mean(-1, true) + eps);
+    if (rstd != nullptr) *rstd = r.detach();
+    return weight * (wide * r).to(x.scalar_type());
+  }
+  const std::int64_t n = x.size(-1), rows = x.numel() / n;
+  Tensor out = at::empty_like(x);
+  if (rstd != nullptr) *rstd = at::empty({rows}, x.options().dtype(at::kFloat));
+  float* r = rstd != nullptr ? rstd->mutable_data_ptr<float>() : nullptr;
+  at::parallel_for(0, rows, grain_rows(n), [&](std::int64_t begin, std::int64_t end) {
+    kernels::rms_norm(bits(x) + begin * n, bits(weight), bits(out) + begin * n, r != nullptr ? r + begin : nullptr, end - begin, n,
+                      static_cast<float>(eps));
+  });
+  return out;
+}
+
+Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight, const Tensor& sum,
+                         const Tensor& residual) {
+  const std::int64_t n = x.size(-1), rows = x.numel() / n;
+  if (!fused(d_out, x, weight, residual)) {
+    const Tensor r = rstd.view([&] {
+      auto shape = x.sizes().vec();
+      shape.back() = 1;
+      return shape;
+    }());
+    const Tensor xhat = x.to(wide_type(x)) * r;
+    const Tensor d = d_out.to(wide_type(x));
+    if (sum.defined()) sum.add_((d * xhat.to(x.scalar_type())).reshape({rows, n}).sum(0));
+    const Tensor dw = d * weight.to(wide_type(x));
+    Tensor d_x = (dw - xhat * (dw * xhat).mean(-1, true)) * r;
+    if (residual.defined()) d_x = d_x + residual;
+    return d_x.to(x.scalar_type());
+  }
+  Tensor d_x = at::empty_like(x);
+  // The weight's gradient is summed in blocks of rows set by the shape, then block after block: the same bits on any thread count.
+  const std::int64_t block = std::max<std::int64_t>(grain_rows(n), (rows + 63) / 64), blocks = (rows + block - 1) / block;
+  Tensor partial = sum.defined() ? at::zeros({blocks, n}, x.options().dtype(at::kFloat)) : Tensor();
+  float* partials = sum.defined() ? partial.mutable_data_ptr<float>() : nullptr;
+  const float* r = rstd.const_data_ptr<float>();
+  at::parallel_for(0, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t b = begin; b < end; ++b) {
+      const std::int64_t first = b * block, count = std::min(block, rows - first);
+      kernels::rms_norm_backward(bits(d_out) + first * n, bits(x) + first * n, r + first, bits(weight),
+                                 residual.defined() ? bits(residual) + first * n : nullptr, bits(d_x) + first * n,
+                                 partials != nullptr ? partials + b * n : nullptr, count, n);
+    }
+  });
+  if (partials != nullptr) {
+    for (std::int64_t b = 1; b < blocks; ++b) kernels::add(partials, partials + b * n, n);
+    sum.add_(partial[0]);
+  }
+  return d_x;
+}
+
+Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign) {
+  const std::int64_t positions = x.size(1), heads = x.size(2), dim = x.size(3);
+  // transformers rounds the tables to the model's type.
+  const Tensor c = cos.to(x.scalar_type()), s = sin.to(x.scalar_type());
+  if (!fused(x)) {
+    const Tensor cos_heads = c.unsqueeze(1), sin_heads = s.unsqueeze(1) * sign;
+    const Tensor low = x.narrow(-1, 0, dim / 2), high = x.narrow(-1, dim / 2, dim / 2);
+    return at::cat({low * cos_heads - high * sin_heads, high * cos_heads + low * sin_heads}, -1);
+  }
+  const Tensor cos32 = c.to(at::kFloat).contiguous(), sin32 = s.to(at::kFloat).contiguous();
+  const float* cp = cos32.const_data_ptr<float>();
+  const float* sp = sin32.const_data_ptr<float>();
+  at::parallel_for(0, x.size(0) * positions, grain_rows(heads * dim), [&](std::int64_t begin, std::int64_t end) {
+    kernels::rope(bits(x) + begin * heads * dim, cp, sp, begin, end - begin, positions, heads, dim, static_cast<float>(sign));
+  });
+  return x;
+}
+
+Tensor activate(const Tensor& x, Activation activation) {
+  switch (activation) {
+    case Activation::silu:
+      return at::silu(x);
+    case Activation::gelu:
+      return at::gelu(x);
+    case Activation::gelu_tanh:
+      return at::gelu(x, "tanh");
+    case Activation::relu:
+      break;
+  }
+  return at::relu(x);
+}
+
+Tensor swiglu(const Tensor& gate, const Tensor& up) {
+  if (!fused(gate, up)) return at::silu(gate) * up;
+  Tensor out = at::empty_like(gate);
+  at::parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+    kernels::swiglu(bits(gate) + begin, bits(up) + begin, bits(out) + begin, end - begin);
+  });
+  return out;
+}
+
+void swiglu_backward(Tensor& gate, Tensor& up, Tensor& d_out) {
+  if (!fused(gate, up, d_out)) {
+    const Tensor silu = at::silu(gate);
+    const Tensor out = silu * up;
+    gate = at::silu_backward(d_out * up, gate);
+    up = d_out * silu;
+    d_out = out;
+    return;
+  }
+  at::parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+    kernels::swiglu_backward(bits(gate) + begin, bits(up) + begin, bits(d_out) + begin, end - begin);
+  });
+}
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& allowed, double dropout) {
+  Tensor keys = k.transpose(1, 2), values = v.transpose(1, 2);
+  const std::int64_t groups = q.size(2) / k.size(2);
+  bool grouped = groups > 1;
+  // CUDA's kernels that take a mask know no grouped heads, and dropout on the CPU takes the expression that does not either.
+  if (grouped && (allowed.defined() || dropout > 0) && (!q.is_cpu() || dropout > 0)) {
+    const auto expand = [&](const Tensor& t) {
+      return t.unsqueeze(2).expand({t.size(0), t.size(1), groups, t.size(2), t.size(3)}).flatten(1, 2);
+    };
+    keys = expand(keys);
+    values = expand(values);
+    grouped = false;
+  }
+  std::optional<Tensor> mask;
+  if (allowed.defined()) mask = allowed;
+  return at::scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, dropout, /*is_causal=*/!mask.has_value(),
+                                          /*scale=*/std::nullopt, grouped)
+      .transpose(1, 2);
+}
+
+Tensor with_dropout(const Tensor& x, double p, bool training) {
+  if (!training || p <= 0) return x;
+  return std::get<0>(at::native_dropout(x, p, true));
+}
+
+void add_product(const Tensor& sum, const Tensor& a, const Tensor& b) {
+  if (!sum.defined()) return;
+  const std::int64_t m = a.size(1), n = b.size(1);
+  const std::int64_t tile = std::max<std::int64_t>(64, kTile / std::max<std::int64_t>(1, n));
+  Tensor product = at::empty({std::min(tile, m), n}, b.options());
+  for (std::int64_t row = 0; row < m; row += tile) {
+    const std::int64_t count = std::min(tile, m - row);
+    Tensor part = product.narrow(0, 0, count);
+    at::mm_out(part, a.narrow(1, row, count).t(), b);
+    sum.narrow(0, row, count).add_(part);
+  }
+}
+
+void add_rows(const Tensor& sum, const Tensor& a) {
+  if (sum.defined()) sum.add_(a.sum(at::IntArrayRef{0}, false, wide_type(a)));
+}
+
+void cross_entropy(Tensor& logits, const Tensor& labels, Tensor losses, double scale, bool gradient) {
+  const std::int64_t rows = logits.size(0), vocab = logits.size(1);
+  if (fused(logits)) {
+    const std::int64_t* label = labels.const_data_ptr<std::int64_t>();
+    TORCH_CHECK(std::all_of(label, label + rows, [&](std::int64_t l) { return l < vocab; }), "a label is beyond the vocabulary of ", vocab);
+    double* loss = losses.mutable_data_ptr<double>();
+    at::parallel_for(0, rows, grain_rows(vocab), [&](std::int64_t begin, std::int64_t end) {
+      kernels::cross_entropy(bits(logits) + begin * vocab, label + begin, loss + begin, end - begin, vocab, static_cast<float>(scale),
+                             gradient);
+    });
+    return;
+  }
+  const std::int64_t slice = std::max<std::int64_t>(1, kSoftmaxSlice / vocab);
+  for (std::int64_t first = 0; first < rows; first += slice) {
+    const std::int64_t count = std::min(slice, rows - first);
+    Tensor part = logits.narrow(0, first, count);
+    const Tensor label = labels.narrow(0, first, count).unsqueeze(1);
+    const Tensor counts = label.ge(0);
+    const Tensor index = label.clamp_min(0);
+    const Tensor wide = part.to(wide_type(part));
+    const Tensor norm = at::logsumexp(wide, at::IntArrayRef{1}, true);
+    losses.narrow(0, first, count).copy_(((norm - wide.gather(1, index)) * counts).squeeze(1));
+    if (!gradient) continue;
+    Tensor d = at::exp(wide - norm);
+    d.scatter_add_(1, index, at::full_like(norm, -1.0));
+    part.copy_(d.mul_(counts).mul_(scale));
+  }
+}
+
+}  // namespace tierflow::models

@@ -1,0 +1,27 @@
+#pragma once
+// Where a stage's tensors lie in its Weights, found once by name, so that blocks read weights by position.
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "runtime/model_spec.h"
+
+namespace tierflow::models {
+
+class TensorIndex {
+ public:
+  TensorIndex() = default;
+  // The tensors of the stage's units, unit after unit.
+  TensorIndex(const ModelSpec& spec, int stage);
+
+  // Position of the tensor whose checkpoint name is `end` or ends with "." + `end`; -1 where there is none.
+  int find(std::string_view end) const;
+  // The same; throws Exception (kind input) where there is none.
+  int at(std::string_view end) const;
+
+ private:
+  std::string stage_;
+  std::vector<std::string> names_;
+};
+
+}  // namespace tierflow::models
