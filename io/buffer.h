@@ -1,6 +1,6 @@
 #pragma once
-// Move-only bytes. Whoever holds a Buffer owns its memory; a request in flight holds its Buffer, so that memory a device is still
-// writing to cannot be freed or handed out again.
+// Move-only bytes. Whoever holds a Buffer owns its memory; a request in flight holds its Buffer, so that memory a
+// device is still writing to cannot be freed or handed out again.
 #include <cstddef>
 #include <span>
 #include <utility>
@@ -16,7 +16,10 @@ class Buffer {
   Buffer(std::byte* data, std::size_t size, Release release, void* owner)
       : data_(data), size_(size), release_(release), owner_(owner) {}
   Buffer(Buffer&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)), release_(other.release_), owner_(other.owner_) {}
+      : data_(std::exchange(other.data_, nullptr)),
+        size_(std::exchange(other.size_, 0)),
+        release_(other.release_),
+        owner_(other.owner_) {}
   Buffer& operator=(Buffer&& other) noexcept {
     if (this != &other) {
       reset();

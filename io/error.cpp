@@ -10,7 +10,8 @@ std::string Error::message() const {
   if (length != 0) text += " (offset " + std::to_string(offset) + ", " + std::to_string(length) + " bytes)";
   if (error_number != 0) {
     char reason[128];
-    text += std::string(": ") + strerror_r(error_number, reason, sizeof reason) + " (errno " + std::to_string(error_number) + ")";
+    text += std::string(": ") + strerror_r(error_number, reason, sizeof reason) + " (errno " +
+            std::to_string(error_number) + ")";
   }
   if (!detail.empty()) text += (text.empty() ? "" : ": ") + detail;
   return text;

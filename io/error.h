@@ -1,5 +1,6 @@
 #pragma once
-// The one error value of io and swap: what failed, where, with which errno. Crosses thread and folder boundaries by value.
+// The one error value of io and swap: what failed, where, with which errno. Crosses thread and folder boundaries by
+// value.
 #include <cstdint>
 #include <string>
 #include <utility>

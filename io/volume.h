@@ -1,6 +1,7 @@
 #pragma once
-// FRONT DOOR of io. A Volume is one linear space of bytes laid over one data file in each of several folders (on different drives).
-// Everything above io reads and writes through it.
+// FRONT DOOR of io. A Volume is one linear space of bytes laid over one data file in each of several folders (on
+// different drives). Everything above io reads and writes through it.
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -16,8 +17,8 @@ namespace tierflow::io {
 
 enum class Op : std::uint8_t { read, write };
 
-// Moves buffer.bytes().first(length) from or to [offset, offset + length) of the volume. offset and length are multiples of
-// Volume::alignment(), buffer.data() is aligned to it; anything else is a usage error in the completion.
+// Moves buffer.bytes().first(length) from or to [offset, offset + length) of the volume. offset and length are
+// multiples of Volume::alignment(), buffer.data() is aligned to it; anything else is a usage error in the completion.
 struct Request {
   Op op = Op::read;
   std::uint64_t offset = 0;
@@ -25,7 +26,9 @@ struct Request {
   Buffer buffer;
 };
 
-// Without an error every byte of the request was moved. The buffer comes back either way.
+// Without an error every byte of the request was moved. The buffer comes back either way, with one exception: where a
+// request outlives stall_limit (error ETIMEDOUT) the drive may still write to the memory, and the Completion's buffer
+// is empty. The volume keeps such a buffer until the drive answers, beyond the Volume's own life if need be.
 struct Completion {
   Buffer buffer;
   Error error;
@@ -34,15 +37,43 @@ using Callback = std::function<void(Completion&&)>;
 
 enum class EngineKind : std::uint8_t { automatic, io_uring, libaio, threads };
 
+// Something the user should hear of while the run goes on. Arrives on the volume's own thread; the receiver must not
+// block.
+struct Notice {
+  enum class Kind : std::uint8_t {
+    stalled,      // a request has waited longer than stall_warning; once for each stall
+    retried,      // a read failed at the drive and then succeeded
+    write_limit,  // write_limit was passed; once. Nothing is refused: stop at the next point where stopping is clean.
+  };
+  Kind kind = Kind::stalled;
+  std::string text;
+};
+
+class Backend;  // io/backend.h
+
 struct VolumeOptions {
   std::vector<std::filesystem::path> directories;  // created where missing; one data file "<name>.tfv" in each
   std::string name = "state";
   std::uint64_t bytes = 0;  // size of the linear space; used by create() alone
   EngineKind engine = EngineKind::automatic;
-  unsigned depth = 32;                 // requests in flight at the kernel, per drive
+  unsigned depth = 32;                       // requests in flight at the kernel, per drive
   std::size_t block = std::size_t{1} << 20;  // largest single kernel request, and the stripe unit over several folders
-  bool allow_buffered = false;         // go on through the page cache where O_DIRECT is refused
-  bool allow_any_filesystem = false;   // accept tmpfs, NFS and the like, where the "drive" is RAM or remote
+  bool allow_buffered = false;               // go on through the page cache where O_DIRECT is refused
+  bool allow_any_filesystem = false;         // accept tmpfs, NFS and the like, where the "drive" is RAM or remote
+
+  // Relative speeds of the drives, in the order of `directories`: the stripes are dealt out in this proportion. Empty:
+  // equal, unless measure_speeds asks create() to measure each drive first (about a second and 256 MiB written each).
+  std::vector<double> speeds;
+  bool measure_speeds = false;
+
+  std::chrono::milliseconds stall_warning{30'000};  // 0: none
+  // A request that the drive has not answered for so long fails the whole volume: see Completion. 0: wait for ever.
+  std::chrono::milliseconds stall_limit{300'000};
+  std::uint64_t write_limit = 0;  // bytes written by this Volume after which on_notice hears of it; 0: none
+  std::function<void(const Notice&)> on_notice;
+
+  // For tests: what this returns stands between the engine and the kernel. Called once for each engine that is tried.
+  std::function<std::unique_ptr<Backend>(std::unique_ptr<Backend>)> wrap_backend;
 };
 
 // What was achieved, not what was asked for.
@@ -63,22 +94,23 @@ struct DriveStats {
 
 class Volume {
  public:
-  // Creates (exclusively, mode 0600, preallocated, locked) or opens the data files. A folder that another process holds is an error
-  // of kind locked that names its pid; too little space names bytes needed and free. create() leaves nothing behind when it fails.
+  // Creates (exclusively, mode 0600, preallocated, locked) or opens the data files. A folder that another process holds
+  // is an error of kind locked that names its pid; too little space names bytes needed and free. create() leaves
+  // nothing behind when it fails.
   static Result<std::unique_ptr<Volume>> create(const VolumeOptions& options);
   static Result<std::unique_ptr<Volume>> open(const VolumeOptions& options);
 
   virtual ~Volume() = default;  // waits for everything in flight; callbacks still run
 
-  // Buffers inside `memory` then move without being pinned anew at each request. Call before the first submit; memory must outlive
-  // the Volume. A refusal is no error: mode() says so.
+  // Buffers inside `memory` then move without being pinned anew at each request. Call before the first submit; memory
+  // must outlive the Volume. A refusal is no error: mode() says so.
   virtual void register_memory(std::span<std::byte> memory) = 0;
 
   // Any thread; never blocks on the drive. `done` runs exactly once, on the volume's own thread, and must not block.
   virtual void submit(Request request, Callback done) = 0;
 
-  // Any thread except the volume's own. Returns when every write completed before the call is durable. After a failed flush every
-  // later flush fails too: the data written since the last good one must be considered lost.
+  // Any thread except the volume's own. Returns when every write completed before the call is durable. After a failed
+  // flush every later flush fails too: the data written since the last good one must be considered lost.
   virtual Error flush() = 0;
 
   // Removes the data files (after the Volume is gone nothing of it remains on the drives).

@@ -1,0 +1,66 @@
+#pragma once
+// The seam between io and the kernel. A Backend carries single operations to the kernel and brings back raw results;
+// short transfers, retries and errors are the Engine's business, so that they are right once for every backend.
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "io/error.h"
+#include "io/volume.h"
+
+namespace tierflow::io {
+
+enum class Action : std::uint8_t { read, write, flush };
+
+struct KernelOp {
+  Action action = Action::read;
+  bool patient = false;      // the kernel asked to try again before: use a path that may block, off the caller's thread
+  std::uint32_t file = 0;    // index into the registered files
+  std::uint32_t ticket = 0;  // comes back in the result
+  std::uint64_t offset = 0;
+  std::byte* data = nullptr;
+  std::size_t length = 0;
+};
+
+struct KernelResult {
+  std::uint32_t ticket = 0;
+  std::int64_t value = 0;  // bytes moved, or -errno
+};
+
+// One thread makes every call, wake() excepted. Each operation taken by push() yields exactly one result.
+class Backend {
+ public:
+  virtual ~Backend() = default;  // requires that every result was reaped
+
+  virtual EngineKind kind() const = 0;
+
+  // Once, before the first push. Where registration itself is refused the files still work, and registered_files() is
+  // false.
+  virtual Error register_files(std::span<const int> descriptors) = 0;
+  virtual bool registered_files() const { return false; }
+
+  // Replaces the registered regions. An error means none is registered; unregistered memory works all the same.
+  virtual Error register_memory(std::span<const std::span<std::byte>> regions) = 0;
+
+  // False where there is no room: reap first. Nothing need reach the kernel before the next reap().
+  virtual bool push(const KernelOp& op) = 0;
+
+  // Hands what was pushed to the kernel, waits until there is a result, a wake() or the timeout (0 does not wait,
+  // negative waits without limit), and appends the results.
+  virtual void reap(std::vector<KernelResult>& results, std::chrono::nanoseconds timeout) = 0;
+
+  // Any thread. The next or present reap() returns soon.
+  virtual void wake() = 0;
+};
+
+// `depth`: the most operations that will be in flight. An error says why the kernel does not offer it.
+Result<std::unique_ptr<Backend>> make_uring_backend(unsigned depth);
+Result<std::unique_ptr<Backend>> make_libaio_backend(unsigned depth);
+Result<std::unique_ptr<Backend>> make_threads_backend(unsigned depth);
+
+const char* engine_name(EngineKind kind);
+
+}  // namespace tierflow::io

@@ -1,0 +1,25 @@
+#include "io/buffer.h"
+
+#include <sys/mman.h>
+
+namespace tierflow::io {
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+void unmap(std::byte* data, std::size_t size, void*) noexcept {
+  munmap(data, size);
+}
+
+}  // namespace
+
+Buffer allocate_buffer(std::size_t bytes) {
+  if (bytes == 0) return {};
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) return {};
+  // Pinning is paid by the page; where the system has no huge pages this does nothing.
+  if (bytes >= 4 * kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
+  return Buffer(static_cast<std::byte*>(data), bytes, unmap, nullptr);
+}
+
+}  // namespace tierflow::io

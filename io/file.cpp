@@ -1,0 +1,332 @@
+#include "io/file.h"
+
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+#include <string_view>
+
+namespace tierflow::io {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr long kBtrfs = 0x9123683E;
+
+struct KnownFilesystem {
+  std::uint32_t magic;
+  std::string_view name;
+  std::string_view why;
+};
+constexpr std::string_view kRam = "it lives in RAM, where the state would defeat the purpose of storing it";
+constexpr std::string_view kRemote = "it is not a local drive";
+constexpr std::string_view kLayer = "it hides the drive behind another layer";
+constexpr std::array kRefused = {
+    KnownFilesystem{0x01021994, "tmpfs", kRam},     KnownFilesystem{0x858458F6, "ramfs", kRam},
+    KnownFilesystem{0x958458F6, "hugetlbfs", kRam}, KnownFilesystem{0x6969, "NFS", kRemote},
+    KnownFilesystem{0xFF534D42, "CIFS", kRemote},   KnownFilesystem{0xFE534D42, "SMB2", kRemote},
+    KnownFilesystem{0x517B, "SMB", kRemote},        KnownFilesystem{0x00C36400, "Ceph", kRemote},
+    KnownFilesystem{0x5346414F, "AFS", kRemote},    KnownFilesystem{0x01021997, "9p", kRemote},
+    KnownFilesystem{0x0BD00BD0, "Lustre", kRemote}, KnownFilesystem{0x47504653, "GPFS", kRemote},
+    KnownFilesystem{0x65735546, "FUSE", kLayer},    KnownFilesystem{0x794C7630, "overlay", kLayer}};
+
+Error make_error(ErrorKind kind, const char* operation, std::string path, int error_number, std::string detail = {}) {
+  return Error{.kind = kind,
+               .operation = operation,
+               .path = std::move(path),
+               .error_number = error_number,
+               .detail = std::move(detail)};
+}
+
+// The process that holds a flock on this inode, from /proc/locks; 0 where the kernel does not say.
+pid_t lock_holder(dev_t device, ino_t inode) {
+  std::ifstream locks("/proc/locks");
+  std::array<char, 64> wanted;
+  std::snprintf(wanted.data(), wanted.size(), "%02x:%02x:%lu", major(device), minor(device),
+                static_cast<unsigned long>(inode));
+  for (std::string line; std::getline(locks, line);) {
+    std::istringstream fields(line);
+    std::string number, type, mode, access, where;
+    pid_t pid = 0;
+    if (fields >> number >> type >> mode >> access >> pid >> where && type == "FLOCK" && where == wanted.data())
+      return pid;
+  }
+  return 0;
+}
+
+}  // namespace
+
+Error check_filesystem(const std::filesystem::path& directory) {
+  struct statfs info;
+  if (statfs(directory.c_str(), &info) != 0) {
+    return make_error(ErrorKind::environment, "statfs", directory.string(), errno);
+  }
+  for (const KnownFilesystem& known : kRefused) {
+    if (static_cast<std::uint32_t>(info.f_type) != known.magic) continue;
+    return make_error(ErrorKind::environment, "open", directory.string(), 0,
+                      "the file system is " + std::string(known.name) + ": " + std::string(known.why) +
+                          "; choose a folder on a local drive, or allow any file system");
+  }
+  return {};
+}
+
+Error sync_directory(const std::filesystem::path& directory) {
+  int descriptor = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) return make_error(ErrorKind::io, "open", directory.string(), errno);
+  int status = fsync(descriptor) == 0 ? 0 : errno;
+  close(descriptor);
+  // Some file systems (FUSE, for one) cannot flush a folder; there is nothing better to do then.
+  if (status != 0 && status != EINVAL && status != ENOSYS) {
+    return make_error(ErrorKind::io, "flush", directory.string(), status);
+  }
+  return {};
+}
+
+FileSizeSignalGuard::FileSizeSignalGuard() {
+  sigset_t set, old;
+  sigemptyset(&set);
+  sigaddset(&set, SIGXFSZ);
+  pthread_sigmask(SIG_BLOCK, &set, &old);
+  was_blocked_ = sigismember(&old, SIGXFSZ) == 1;
+}
+
+FileSizeSignalGuard::~FileSizeSignalGuard() {
+  if (was_blocked_) return;
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGXFSZ);
+  timespec none{};
+  while (sigtimedwait(&set, nullptr, &none) > 0) {
+  }
+  pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+}
+
+File::File(File&& other) noexcept
+    : descriptor_(std::exchange(other.descriptor_, -1)),
+      direct_(other.direct_),
+      alignment_(other.alignment_),
+      device_(other.device_),
+      inode_(other.inode_),
+      path_(std::move(other.path_)) {}
+
+File& File::operator=(File&& other) noexcept {
+  std::swap(descriptor_, other.descriptor_);
+  std::swap(direct_, other.direct_);
+  std::swap(alignment_, other.alignment_);
+  std::swap(device_, other.device_);
+  std::swap(inode_, other.inode_);
+  std::swap(path_, other.path_);
+  return *this;
+}
+
+File::~File() {
+  if (descriptor_ < 0) return;
+  // Closing alone would not do: a ring that had the file registered lets go of it some time after it was closed itself.
+  flock(descriptor_, LOCK_UN);
+  close(descriptor_);
+}
+
+Error File::failed(const char* operation, ErrorKind kind, int error_number, std::string detail) const {
+  return make_error(kind, operation, path_, error_number, std::move(detail));
+}
+
+Result<File> File::open_with(const std::filesystem::path& path, int flags, const FilePolicy& policy) {
+  if (!policy.allow_any_filesystem) {
+    if (Error error = check_filesystem(path.parent_path())) return error;
+  }
+  const bool creating = (flags & O_CREAT) != 0;
+  flags |= O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK;  // O_NONBLOCK: a pipe planted under the name must not hang us
+  bool direct = true;
+  int descriptor = ::open(path.c_str(), flags | O_DIRECT, 0600);
+  if (descriptor < 0 && errno == EINVAL) {
+    if (creating) unlink(path.c_str());  // some kernels leave the file behind when they refuse O_DIRECT
+    if (!policy.allow_buffered) {
+      return make_error(ErrorKind::environment, "open", path.string(), EINVAL,
+                        "the file system refuses O_DIRECT; choose another folder, or allow buffered I/O");
+    }
+    direct = false;
+    descriptor = ::open(path.c_str(), flags, 0600);
+  }
+  if (descriptor < 0) {
+    const int number = errno;
+    std::string detail;
+    if (number == EEXIST) detail = "remove it first, or open it";
+    if (number == ELOOP) detail = "it is a symbolic link, which is not followed";
+    const bool absent = number == ENOENT || number == ELOOP;
+    return make_error(absent ? ErrorKind::input : ErrorKind::environment, creating ? "create" : "open", path.string(),
+                      number, detail);
+  }
+  File file(descriptor, path.string());
+  file.direct_ = direct;
+  if (Error error = file.inspect()) {
+    if (creating) file.remove();
+    return error;
+  }
+  if (!file.direct_ && direct && !policy.allow_buffered) {
+    if (creating) file.remove();
+    return file.failed("open", ErrorKind::environment, EINVAL,
+                       "direct I/O is not possible on this file; choose another folder, or allow buffered I/O");
+  }
+  if (Error error = file.lock()) {
+    if (creating) file.remove();
+    return error;
+  }
+  return file;
+}
+
+Result<File> File::create(const std::filesystem::path& path, const FilePolicy& policy) {
+  Result<File> file = open_with(path, O_CREAT | O_EXCL, policy);
+  if (!file) return file;
+  fchmod(file->descriptor(), 0600);
+  // Copy on write would turn each overwrite of reserved space into a new allocation.
+  struct statfs info;
+  if (fstatfs(file->descriptor(), &info) == 0 && info.f_type == kBtrfs) {
+    int flags = 0;
+    if (ioctl(file->descriptor(), FS_IOC_GETFLAGS, &flags) == 0) {
+      flags |= FS_NOCOW_FL;
+      (void)ioctl(file->descriptor(), FS_IOC_SETFLAGS, &flags);
+    }
+  }
+  return file;
+}
+
+Result<File> File::open(const std::filesystem::path& path, const FilePolicy& policy) {
+  return open_with(path, 0, policy);
+}
+
+Error File::inspect() {
+  struct stat info;
+  if (fstat(descriptor_, &info) != 0) return failed("stat", ErrorKind::io, errno);
+  if (!S_ISREG(info.st_mode)) return failed("open", ErrorKind::environment, 0, "it is not a regular file");
+  if (info.st_uid != geteuid()) return failed("open", ErrorKind::environment, 0, "it belongs to another user");
+  if ((info.st_mode & 077) != 0 && info.st_size != 0) {
+    return failed("open", ErrorKind::environment, 0,
+                  "other users may reach it; run chmod 600 on it if you trust its content");
+  }
+  if (info.st_nlink > 1) return failed("open", ErrorKind::environment, 0, "the file has a second name (hard link)");
+  device_ = info.st_dev;
+  inode_ = info.st_ino;
+
+  std::size_t reported = kPage;
+#ifdef STATX_DIOALIGN
+  struct statx extended {};
+  if (statx(descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &extended) == 0 &&
+      (extended.stx_mask & STATX_DIOALIGN) != 0) {
+    if (extended.stx_dio_offset_align == 0 && direct_) {
+      direct_ = false;
+      if (fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) & ~O_DIRECT) != 0)
+        return failed("open", ErrorKind::io, errno);
+    }
+    reported = std::max<std::size_t>(extended.stx_dio_offset_align, extended.stx_dio_mem_align);
+  }
+#endif
+  // Never below a page: a volume keeps its layout when it moves to a drive with larger sectors.
+  alignment_ = kPage;
+  while (alignment_ < reported) alignment_ *= 2;
+  return {};
+}
+
+Error File::lock() {
+  if (flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return {};
+  if (errno != EWOULDBLOCK) return failed("lock", ErrorKind::environment, errno);
+  const pid_t holder = lock_holder(device_, inode_);
+  if (holder <= 0) return failed("lock", ErrorKind::locked, 0, "another process holds it");
+  std::string who = "process " + std::to_string(holder) + " holds it";
+  if (kill(holder, 0) != 0 && errno == ESRCH)
+    who += "; it has ended, but its last requests are still at the drive: try again soon";
+  return failed("lock", ErrorKind::locked, 0, who);
+}
+
+Result<bool> File::preallocate(std::uint64_t bytes) {
+  FileSizeSignalGuard guard;
+  int status;
+  do {
+    status = fallocate(descriptor_, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  } while (status == EINTR);
+  if (status == 0) return true;
+  if (status == EOPNOTSUPP || status == ENOSYS) {
+    if (ftruncate(descriptor_, static_cast<off_t>(bytes)) == 0) return false;
+    status = errno;
+  }
+  Error error = failed("preallocate", ErrorKind::environment, status);
+  error.length = bytes;
+  if (status == EFBIG) error.detail = "the file size limit (ulimit -f) or the file system's is smaller";
+  return error;
+}
+
+Result<std::uint64_t> File::size() const {
+  struct stat info;
+  if (fstat(descriptor_, &info) != 0) return failed("stat", ErrorKind::io, errno);
+  return static_cast<std::uint64_t>(info.st_size);
+}
+
+Error File::read(std::uint64_t offset, std::byte* data, std::size_t length) const {
+  std::size_t done = 0;
+  while (done < length) {
+    const ssize_t moved = pread(descriptor_, data + done, length - done, static_cast<off_t>(offset + done));
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved <= 0) {
+      Error error = failed("read", moved < 0 ? ErrorKind::io : ErrorKind::corruption, moved < 0 ? errno : 0,
+                           moved < 0 ? "" : "the file ends too early");
+      error.offset = offset;
+      error.length = length;
+      return error;
+    }
+    done += static_cast<std::size_t>(moved);
+  }
+  return {};
+}
+
+Error File::write(std::uint64_t offset, const std::byte* data, std::size_t length) const {
+  FileSizeSignalGuard guard;
+  std::size_t done = 0;
+  while (done < length) {
+    const ssize_t moved = pwrite(descriptor_, data + done, length - done, static_cast<off_t>(offset + done));
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved <= 0) {
+      Error error = failed("write", ErrorKind::io, moved < 0 ? errno : ENOSPC);
+      error.offset = offset;
+      error.length = length;
+      return error;
+    }
+    done += static_cast<std::size_t>(moved);
+  }
+  return {};
+}
+
+Error File::sync() const {
+  if (fsync(descriptor_) == 0) return {};
+  return failed("flush", ErrorKind::io, errno);
+}
+
+Error File::check_in_place(std::uint64_t expected_bytes) const {
+  struct stat held, named;
+  if (fstat(descriptor_, &held) != 0) return failed("stat", ErrorKind::io, errno);
+  if (lstat(path_.c_str(), &named) != 0 || named.st_ino != held.st_ino || named.st_dev != held.st_dev) {
+    return failed("check", ErrorKind::corruption, 0, "the data file was deleted, renamed or replaced while in use");
+  }
+  if (static_cast<std::uint64_t>(held.st_size) != expected_bytes) {
+    return failed(
+        "check", ErrorKind::corruption, 0,
+        "the data file has " + std::to_string(held.st_size) + " bytes and must have " + std::to_string(expected_bytes));
+  }
+  return {};
+}
+
+void File::remove() const {
+  struct stat named;
+  if (lstat(path_.c_str(), &named) == 0 && named.st_ino == inode_ && named.st_dev == device_) unlink(path_.c_str());
+}
+
+}  // namespace tierflow::io

@@ -1,0 +1,438 @@
+#include "io/volume_core.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "io/member.h"
+#include "io/probe.h"
+
+namespace tierflow::io {
+namespace {
+
+constexpr std::size_t kLargestRegion = std::size_t{1} << 30;
+
+}  // namespace
+
+VolumeCore::VolumeCore(std::vector<Member> members, Layout layout, const VolumeOptions& options,
+                       std::vector<std::string> warnings)
+    : members_(std::move(members)),
+      layout_(std::move(layout)),
+      options_(options),
+      alignment_(4096),
+      drives_(members_.size()) {
+  mode_.direct = true;
+  mode_.warnings = std::move(warnings);
+  for (const Member& member : members_) {
+    alignment_ = std::max(alignment_, member.file.alignment());
+    if (!member.file.direct()) mode_.direct = false;
+    stats_.push_back(DriveStats{.directory = member.directory});
+  }
+  mode_.alignment = alignment_;
+}
+
+VolumeCore::~VolumeCore() {
+  {
+    std::lock_guard lock(inbox_mutex_);
+    stopping_ = true;
+  }
+  if (engine_) engine_->wake();
+  if (thread_.joinable()) thread_.join();
+  if (engine_ && engine_->in_flight() != 0) {
+    // The drive has not answered within the limit. It may do so at any time: engine, buffers and files stay for ever.
+    engine_.release();
+    new std::vector<Member>(std::move(members_));
+  }
+}
+
+Error VolumeCore::start() {
+  std::promise<Error> started;
+  std::future<Error> result = started.get_future();
+  // The thread must neither receive the process's signals nor die of SIGXFSZ where a file limit is met.
+  sigset_t all, old;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  Error error;
+  try {
+    thread_ = std::thread([this, &started] { run(started); });
+  } catch (const std::system_error& failure) {
+    error = Error{.kind = ErrorKind::environment, .operation = "create thread", .error_number = failure.code().value()};
+  }
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  if (error) return error;
+  error = result.get();
+  if (error) thread_.join();
+  return error;
+}
+
+Error VolumeCore::start_engine() {
+  std::vector<EngineFile> files;
+  for (const Member& member : members_) files.push_back({member.file.descriptor(), member.file.path()});
+  ProbeOptions options;
+  options.wanted = options_.engine;
+  // One more a drive, so that a flush finds room beside a full queue.
+  options.depth = (options_.depth + 1) * static_cast<unsigned>(members_.size());
+  options.alignment = alignment_;
+  options.direct = mode_.direct;
+  options.scratch_offset = kScratchStart;
+  if (options_.stall_limit.count() > 0) {
+    options.limit =
+        std::max(std::chrono::seconds{1}, std::chrono::duration_cast<std::chrono::seconds>(options_.stall_limit));
+  }
+  options.wrap_backend = options_.wrap_backend;
+  Result<Probed> probed = probe_engine(files, options);
+  if (!probed) return probed.error();
+  engine_ = std::move(probed->engine);
+  std::lock_guard lock(report_mutex_);
+  mode_.engine = engine_->kind();
+  mode_.registered_files = engine_->registered_files();
+  mode_.warnings.insert(mode_.warnings.end(), probed->warnings.begin(), probed->warnings.end());
+  for (const Member& member : members_) {
+    if (member.file.direct()) continue;
+    mode_.warnings.push_back(
+        member.directory.string() +
+        " refuses O_DIRECT: its bytes go through the page cache, which costs memory and time; choose a folder "
+        "on a local drive with ext4 or xfs");
+  }
+  return {};
+}
+
+void VolumeCore::run(std::promise<Error>& started) {
+  pthread_setname_np(pthread_self(), "tierflow-vol");
+  Error error = start_engine();
+  const bool works = !error;
+  started.set_value(std::move(error));
+  if (!works) return;
+
+  std::vector<Posted> items;
+  std::vector<Outcome> outcomes;
+  for (;;) {
+    bool stop;
+    items.clear();
+    {
+      std::lock_guard lock(inbox_mutex_);
+      items.swap(inbox_);
+      stop = stopping_;
+    }
+    for (Posted& item : items) accept(item);
+    pump();
+    if (stop && idle()) {
+      std::lock_guard lock(inbox_mutex_);
+      if (inbox_.empty()) return;  // callbacks may have posted more
+    }
+    const bool busy = engine_->in_flight() != 0;
+    std::chrono::nanoseconds timeout{-1};
+    if (busy) timeout = watch_interval();
+    {
+      std::lock_guard lock(inbox_mutex_);
+      if (!inbox_.empty() || (stop && !busy)) {
+        timeout = std::chrono::nanoseconds{0};
+      } else {
+        asleep_ = true;
+      }
+    }
+    outcomes.clear();
+    engine_->wait(outcomes, timeout);
+    {
+      std::lock_guard lock(inbox_mutex_);
+      asleep_ = false;
+    }
+    for (Outcome& outcome : outcomes) settle(outcome);
+    outcomes.clear();
+    if (engine_->in_flight() != 0) watch_for_stalls();
+  }
+}
+
+bool VolumeCore::idle() const {
+  for (const Drive& drive : drives_) {
+    if (!drive.queue.empty() || !drive.flushes.empty()) return false;
+  }
+  return failed_ ? true : engine_->in_flight() == 0;
+}
+
+void VolumeCore::post(Posted item) {
+  bool wake;
+  {
+    std::lock_guard lock(inbox_mutex_);
+    inbox_.push_back(std::move(item));
+    wake = std::exchange(asleep_, false);
+  }
+  if (wake) engine_->wake();
+}
+
+void VolumeCore::accept(Posted& item) {
+  std::visit([this](auto& content) { accept(content); }, item);
+}
+
+Error VolumeCore::check(const Request& request) const {
+  Error error{.kind = ErrorKind::usage,
+              .operation = request.op == Op::read ? "read" : "write",
+              .path = members_.front().file.path(),
+              .offset = request.offset,
+              .length = request.length};
+  if (request.length > request.buffer.size()) {
+    error.detail = "the buffer is smaller than the request";
+  } else if (request.offset > layout_.bytes() || request.length > layout_.bytes() - request.offset) {
+    error.detail = "the request reaches beyond the volume's " + std::to_string(layout_.bytes()) + " bytes";
+  } else if (request.offset % alignment_ != 0 || request.length % alignment_ != 0 ||
+             reinterpret_cast<std::uintptr_t>(request.buffer.data()) % alignment_ != 0) {
+    error.detail = "offset, length and address must be multiples of " + std::to_string(alignment_);
+  } else {
+    return {};
+  }
+  return error;
+}
+
+void VolumeCore::accept(const std::shared_ptr<Pending>& pending) {
+  pending->error = failed_ ? failed_ : check(pending->request);
+  if (!pending->error) {
+    const Request& request = pending->request;
+    layout_.split(request.offset, request.length, options_.block, [&](const Piece& piece) {
+      const std::uint64_t begin = piece.volume_offset - request.offset;
+      drives_[piece.member].queue.push_back({.owner = pending,
+                                             .file_offset = members_[piece.member].data_start + piece.member_offset,
+                                             .bytes = request.buffer.bytes().subspan(begin, piece.length)});
+      ++pending->queued;
+    });
+  }
+  if (pending->queued == 0) answer(*pending);
+}
+
+void VolumeCore::accept(const std::shared_ptr<FlushCall>& call) {
+  call->error = failed_ ? failed_ : flush_failed_;
+  if (call->error) return call->result.set_value(call->error);
+  call->left = drives_.size();
+  for (Drive& drive : drives_) drive.flushes.push_back(call);
+}
+
+void VolumeCore::accept(const std::shared_ptr<RegisterCall>& call) {
+  // In regions of at most 1 GiB, the kernel's limit. A piece that lies across two of them goes unregistered.
+  for (std::size_t begin = 0; begin < call->memory.size(); begin += kLargestRegion) {
+    regions_.push_back(call->memory.subspan(begin, std::min(kLargestRegion, call->memory.size() - begin)));
+  }
+  Error error = engine_->register_memory(regions_);
+  {
+    std::lock_guard lock(report_mutex_);
+    mode_.registered_buffers = !error;
+    if (error && engine_->kind() == EngineKind::io_uring) {
+      std::size_t bytes = 0;
+      for (std::span<std::byte> region : regions_) bytes += region.size();
+      mode_.warnings.push_back(
+          "buffers are not registered with the kernel (" + error.message() +
+          "): every request pins its memory anew; raise the locked memory limit (ulimit -l) to at least " +
+          std::to_string((bytes >> 10) + 1024) + " KiB");
+    }
+  }
+  if (error) regions_.clear();
+  call->result.set_value();
+}
+
+void VolumeCore::pump() {
+  for (std::uint32_t index = 0; index < drives_.size(); ++index) pump(index);
+}
+
+void VolumeCore::pump(std::uint32_t index) {
+  Drive& drive = drives_[index];
+  if (!drive.flushing && !drive.flushes.empty()) {
+    Transfer transfer{.action = Action::flush, .file = index, .owner = drive.flushes.front()};
+    if (engine_->submit(transfer)) {
+      drive.flushing = true;
+      drive.flushes.pop_front();
+    }
+  }
+  while (!drive.queue.empty() && drive.in_flight < options_.depth) {
+    QueuedPiece& piece = drive.queue.front();
+    Pending& pending = *piece.owner;
+    if (pending.error) {  // no use in going on with a request that has failed
+      --pending.queued;
+      if (pending.queued == 0 && pending.in_flight == 0) answer(pending);
+      drive.queue.pop_front();
+      continue;
+    }
+    Transfer transfer{.action = pending.request.op == Op::read ? Action::read : Action::write,
+                      .file = index,
+                      .offset = piece.file_offset,
+                      .bytes = piece.bytes,
+                      .owner = piece.owner};
+    if (!engine_->submit(transfer)) return;
+    --pending.queued;
+    ++pending.in_flight;
+    ++drive.in_flight;
+    drive.queue.pop_front();
+  }
+}
+
+void VolumeCore::settle(Outcome& outcome) {
+  const Transfer& transfer = outcome.transfer;
+  if (transfer.action == Action::flush) return settle_flush(outcome);
+  --drives_[transfer.file].in_flight;
+  {
+    std::lock_guard lock(report_mutex_);
+    DriveStats& stats = stats_[transfer.file];
+    if (!outcome.error && transfer.action == Action::read) {
+      ++stats.reads;
+      stats.bytes_read += transfer.bytes.size();
+    } else if (!outcome.error) {
+      ++stats.writes;
+      stats.bytes_written += transfer.bytes.size();
+    }
+  }
+  if (!outcome.error && transfer.action == Action::write) {
+    written_ += transfer.bytes.size();
+    if (options_.write_limit != 0 && written_ >= options_.write_limit && !std::exchange(limit_noticed_, true)) {
+      notify(Notice::Kind::write_limit,
+             std::to_string(written_) + " bytes written, the limit is " + std::to_string(options_.write_limit));
+    }
+  }
+  const std::shared_ptr<Pending> pending = std::static_pointer_cast<Pending>(transfer.owner);
+  outcome.transfer.owner.reset();
+  --pending->in_flight;
+  if (outcome.error && !pending->error) pending->error = std::move(outcome.error);
+  if (pending->queued == 0 && pending->in_flight == 0) answer(*pending);
+}
+
+void VolumeCore::answer(Pending& pending) {
+  if (std::exchange(pending.answered, true)) return;
+  Callback done = std::move(pending.done);
+  Completion completion{.error = pending.error};
+  if (pending.in_flight == 0) completion.buffer = std::move(pending.request.buffer);
+  if (done) done(std::move(completion));
+}
+
+void VolumeCore::settle_flush(Outcome& outcome) {
+  drives_[outcome.transfer.file].flushing = false;
+  FlushCall& call = *std::static_pointer_cast<FlushCall>(outcome.transfer.owner);
+  if (call.left == 0) return;  // answered when the volume gave up
+  if (outcome.error) {
+    // The kernel forgets a failed flush: the next one would succeed without the lost data. So there is no next one.
+    if (!flush_failed_) {
+      flush_failed_ = outcome.error;
+      flush_failed_.detail =
+          "what was written since the last good flush must be considered lost; no later flush is attempted";
+    }
+    if (!call.error) call.error = flush_failed_;
+  }
+  if (--call.left == 0) call.result.set_value(call.error);
+}
+
+std::chrono::nanoseconds VolumeCore::watch_interval() const {
+  std::chrono::milliseconds interval{1000};
+  for (std::chrono::milliseconds limit : {options_.stall_warning, options_.stall_limit}) {
+    if (limit.count() > 0) interval = std::min(interval, limit / 4);
+  }
+  return std::max(interval, std::chrono::milliseconds{5});
+}
+
+void VolumeCore::watch_for_stalls() {
+  Clock::time_point since;
+  const Transfer* stuck = engine_->oldest(since);
+  if (stuck == nullptr) return;
+  const auto waited = Clock::now() - since;
+  if (options_.stall_limit.count() > 0 && waited >= options_.stall_limit && !failed_) {
+    return give_up(*stuck, std::chrono::duration_cast<std::chrono::seconds>(waited));
+  }
+  if (options_.stall_warning.count() > 0 && waited >= options_.stall_warning && warned_ != since) {
+    warned_ = since;
+    notify(Notice::Kind::stalled, members_[stuck->file].file.path() + " has not answered a request for " +
+                                      std::to_string(std::chrono::duration_cast<std::chrono::seconds>(waited).count()) +
+                                      " s");
+  }
+}
+
+void VolumeCore::give_up(const Transfer& stuck, std::chrono::seconds waited) {
+  failed_ = Error{.kind = ErrorKind::io,
+                  .operation = stuck.action == Action::read    ? "read"
+                               : stuck.action == Action::write ? "write"
+                                                               : "flush",
+                  .path = members_[stuck.file].file.path(),
+                  .offset = stuck.offset,
+                  .length = stuck.bytes.size(),
+                  .error_number = ETIMEDOUT,
+                  .detail = "the drive has not answered for " + std::to_string(waited.count()) + " s"};
+  std::vector<std::shared_ptr<void>> flying;
+  std::vector<std::shared_ptr<FlushCall>> flushes;
+  engine_->for_each_in_flight([&](const Transfer& transfer) {
+    if (transfer.action == Action::flush) {
+      flushes.push_back(std::static_pointer_cast<FlushCall>(transfer.owner));
+    } else {
+      flying.push_back(transfer.owner);
+    }
+  });
+  for (Drive& drive : drives_) {
+    flushes.insert(flushes.end(), drive.flushes.begin(), drive.flushes.end());
+    drive.flushes.clear();
+    std::deque<QueuedPiece> queue = std::move(drive.queue);
+    drive.queue.clear();
+    for (QueuedPiece& piece : queue) {
+      --piece.owner->queued;
+      if (!piece.owner->error) piece.owner->error = failed_;
+      if (piece.owner->queued == 0) answer(*piece.owner);
+    }
+  }
+  for (const std::shared_ptr<void>& owner : flying) {
+    auto pending = std::static_pointer_cast<Pending>(owner);
+    if (!pending->error) pending->error = failed_;
+    answer(*pending);
+  }
+  for (const std::shared_ptr<FlushCall>& call : flushes) {
+    if (call->left == 0) continue;
+    call->left = 0;
+    call->error = failed_;
+    call->result.set_value(failed_);
+  }
+}
+
+void VolumeCore::notify(Notice::Kind kind, std::string text) {
+  if (options_.on_notice) options_.on_notice(Notice{kind, std::move(text)});
+}
+
+void VolumeCore::register_memory(std::span<std::byte> memory) {
+  if (memory.empty() || std::this_thread::get_id() == thread_.get_id()) return;
+  auto call = std::make_shared<RegisterCall>();
+  call->memory = memory;
+  std::future<void> done = call->result.get_future();
+  post(call);
+  done.wait();
+}
+
+void VolumeCore::submit(Request request, Callback done) {
+  auto pending = std::make_shared<Pending>();
+  pending->request = std::move(request);
+  pending->done = std::move(done);
+  post(std::move(pending));
+}
+
+Error VolumeCore::flush() {
+  if (std::this_thread::get_id() == thread_.get_id()) {
+    return Error{.kind = ErrorKind::usage, .operation = "flush", .detail = "a callback must not wait for a flush"};
+  }
+  auto call = std::make_shared<FlushCall>();
+  std::future<Error> result = call->result.get_future();
+  post(call);
+  if (Error error = result.get()) return error;
+  for (const Member& member : members_) {
+    if (Error error = member.file.check_in_place(member.file_bytes)) return error;
+  }
+  return {};
+}
+
+void VolumeCore::remove_files() {
+  for (const Member& member : members_) {
+    member.file.remove();
+    (void)sync_directory(member.directory);
+  }
+}
+
+VolumeMode VolumeCore::mode() const {
+  std::lock_guard lock(report_mutex_);
+  return mode_;
+}
+
+std::vector<DriveStats> VolumeCore::stats() const {
+  std::lock_guard lock(report_mutex_);
+  return stats_;
+}
+
+}  // namespace tierflow::io

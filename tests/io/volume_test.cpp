@@ -1,0 +1,323 @@
+#include "io/volume.h"
+
+#include <gmock/gmock.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <fstream>
+#include <random>
+#include <thread>
+
+#include "tests/io/volume_fixture.h"
+
+namespace tierflow::io {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
+
+class VolumeTest : public ::testing::TestWithParam<std::tuple<EngineKind, unsigned>> {
+ protected:
+  VolumeOptions options(std::uint64_t bytes) {
+    VolumeOptions options = options_in(folder_, bytes);
+    options.engine = std::get<0>(GetParam());
+    options.directories.clear();
+    for (unsigned i = 0; i < std::get<1>(GetParam()); ++i) {
+      options.directories.push_back(folder_.path() / ("drive" + std::to_string(i)));
+    }
+    options.block = 64 << 10;
+    return options;
+  }
+  testing::TempDir folder_;
+};
+
+TEST_P(VolumeTest, KeepsBytesAcrossClosingAndOpening) {
+  VolumeOptions wanted = options(9 * kMiB + 12345);
+  {
+    auto volume = create(wanted);
+    ASSERT_TRUE(volume);
+    EXPECT_GE(volume->size(), wanted.bytes);
+    EXPECT_EQ(volume->size() % volume->alignment(), 0U);
+    EXPECT_FALSE(write_pattern(*volume, 0, volume->size(), 1));
+    EXPECT_FALSE(write_pattern(*volume, 3 * kMiB - 4096, kMiB + 8192, 2));
+    EXPECT_FALSE(volume->flush());
+  }
+  std::reverse(wanted.directories.begin(), wanted.directories.end());  // the order given at open does not matter
+  wanted.block = 1 << 20;                                              // nor does the block
+  Result<std::unique_ptr<Volume>> opened = Volume::open(wanted);
+  ASSERT_TRUE(opened.ok()) << opened.error().message();
+  Volume& volume = **opened;
+  EXPECT_TRUE(read_holds(volume, 0, 3 * kMiB - 4096, 1));
+  EXPECT_TRUE(read_holds(volume, 3 * kMiB - 4096, kMiB + 8192, 2));
+  EXPECT_TRUE(read_holds(volume, 4 * kMiB + 4096, volume.size() - 4 * kMiB - 4096, 1));
+}
+
+TEST_P(VolumeTest, ManyThreadsManyRequests) {
+  VolumeOptions wanted = options(32 * kMiB);
+  wanted.depth = 4;
+  auto volume = create(wanted);
+  ASSERT_TRUE(volume);
+  Buffer slab = allocate_buffer(kMiB);
+  volume->register_memory(slab.bytes());
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (unsigned t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937 random(t);
+      for (int round = 0; round < 40; ++round) {
+        const std::size_t length = (random() % 40 + 1) * 4096;
+        const std::uint64_t offset = t * 8 * kMiB + random() % (8 * kMiB - length) / 4096 * 4096;
+        const std::uint64_t seed = random();
+        if (write_pattern(*volume, offset, length, seed) || !read_holds(*volume, offset, length, seed)) ++wrong;
+        if (round % 10 == 0 && volume->flush()) ++wrong;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+  std::uint64_t read = 0, written = 0;
+  for (const DriveStats& drive : volume->stats()) {
+    read += drive.bytes_read;
+    written += drive.bytes_written;
+  }
+  EXPECT_EQ(read, written);
+  EXPECT_GT(read, 0U);
+}
+
+TEST_P(VolumeTest, DestructorDrainsAndCallbacksMaySubmit) {
+  std::atomic<int> completed{0};
+  {
+    auto volume = create(options(8 * kMiB));
+    ASSERT_TRUE(volume);
+    Volume* raw = volume.get();
+    for (std::uint64_t i = 0; i < 64; ++i) {
+      raw->submit(Request{.op = Op::write, .offset = i * 4096, .length = 4096, .buffer = allocate_buffer(4096)},
+                  [&completed, raw, i](Completion&& first) {
+                    EXPECT_FALSE(first.error);
+                    ++completed;
+                    raw->submit(
+                        Request{.op = Op::read, .offset = i * 4096, .length = 4096, .buffer = std::move(first.buffer)},
+                        [&completed](Completion&& second) {
+                          EXPECT_FALSE(second.error);
+                          EXPECT_EQ(second.buffer.size(), 4096U);
+                          ++completed;
+                        });
+                  });
+    }
+  }
+  EXPECT_EQ(completed, 128);
+}
+
+TEST_P(VolumeTest, BadRequestsAreUsageErrorsAndGiveTheBufferBack) {
+  auto volume = create(options(kMiB));
+  ASSERT_TRUE(volume);
+  const auto refused = [&](std::uint64_t offset, std::size_t length, std::size_t size) {
+    Completion completion = transfer(*volume, Op::read, offset, length, allocate_buffer(size));
+    EXPECT_EQ(completion.buffer.size(), size);
+    return completion.error.kind == ErrorKind::usage;
+  };
+  EXPECT_TRUE(refused(1, 4096, 8192));
+  EXPECT_TRUE(refused(0, 4095, 8192));
+  EXPECT_TRUE(refused(0, 8192, 4096));
+  EXPECT_TRUE(refused(kMiB, 4096, 4096));
+  EXPECT_TRUE(refused(~std::uint64_t{0} - 4095, 8192, 8192));
+  Completion empty = transfer(*volume, Op::write, 4096, 0, Buffer());
+  EXPECT_FALSE(empty.error);
+}
+
+std::string case_name(const ::testing::TestParamInfo<VolumeTest::ParamType>& info) {
+  constexpr const char* kNames[] = {"automatic", "io_uring", "libaio", "threads"};
+  return std::string(kNames[static_cast<int>(std::get<0>(info.param))]) + "_" + std::to_string(std::get<1>(info.param));
+}
+
+INSTANTIATE_TEST_SUITE_P(Engines, VolumeTest,
+                         ::testing::Combine(::testing::Values(EngineKind::io_uring, EngineKind::libaio,
+                                                              EngineKind::threads),
+                                            ::testing::Values(1U, 3U)),
+                         case_name);
+
+class VolumeFiles : public ::testing::Test {
+ protected:
+  VolumeOptions options() { return options_in(folder_, 2 * kMiB); }
+  std::filesystem::path file() { return folder_.path() / "drive" / "state.tfv"; }
+  Error open_error() {
+    Result<std::unique_ptr<Volume>> opened = Volume::open(options());
+    return opened ? Error{} : opened.error();
+  }
+  testing::TempDir folder_;
+};
+
+TEST_F(VolumeFiles, IsPrivateWhateverTheUmask) {
+  const mode_t old = umask(0);
+  auto volume = create(options());
+  umask(old);
+  struct stat info;
+  ASSERT_EQ(stat(file().c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 07777, 0600U);
+}
+
+TEST_F(VolumeFiles, SecondOwnerIsRefusedByNameOfTheFirst) {
+  auto volume = create(options());
+  const Error error = open_error();
+  EXPECT_EQ(error.kind, ErrorKind::locked);
+  EXPECT_THAT(error.message(), HasSubstr(std::to_string(getpid())));
+  volume.reset();
+  EXPECT_FALSE(open_error());
+}
+
+TEST_F(VolumeFiles, CreateRefusesWhatIsThereAndLeavesItAlone) {
+  {
+    auto volume = create(options());
+    EXPECT_FALSE(write_pattern(*volume, 0, 4096, 3));
+  }
+  Result<std::unique_ptr<Volume>> again = Volume::create(options());
+  ASSERT_FALSE(again.ok());
+  EXPECT_EQ(again.error().error_number, EEXIST);
+  auto opened = Volume::open(options());
+  ASSERT_TRUE(opened.ok());
+  EXPECT_TRUE(read_holds(**opened, 0, 4096, 3));
+}
+
+TEST_F(VolumeFiles, FailedCreateLeavesNothingBehind) {
+  VolumeOptions wanted = options();
+  std::filesystem::create_directories(folder_.path() / "second");
+  std::ofstream(folder_.path() / "second" / "state.tfv") << "in the way";
+  wanted.directories = {folder_.path() / "a" / "b", folder_.path() / "second"};
+  EXPECT_FALSE(Volume::create(wanted).ok());
+  EXPECT_FALSE(std::filesystem::exists(folder_.path() / "a"));
+  EXPECT_TRUE(std::filesystem::exists(folder_.path() / "second" / "state.tfv"));
+}
+
+TEST_F(VolumeFiles, TooLittleSpaceNamesNeededAndFree) {
+  VolumeOptions wanted = options();
+  wanted.bytes = std::uint64_t{1} << 50;
+  Result<std::unique_ptr<Volume>> volume = Volume::create(wanted);
+  ASSERT_FALSE(volume.ok());
+  EXPECT_EQ(volume.error().kind, ErrorKind::environment);
+  EXPECT_THAT(volume.error().message(), HasSubstr("bytes needed"));
+  EXPECT_FALSE(std::filesystem::exists(folder_.path() / "drive"));
+}
+
+TEST_F(VolumeFiles, LinksAreNotFollowed) {
+  create(options()).reset();
+  std::filesystem::rename(file(), folder_.path() / "elsewhere");
+  std::filesystem::create_symlink(folder_.path() / "elsewhere", file());
+  EXPECT_EQ(open_error().kind, ErrorKind::input);
+  EXPECT_FALSE(Volume::create(options()).ok());
+  std::filesystem::remove(file());
+  std::filesystem::create_hard_link(folder_.path() / "elsewhere", file());
+  EXPECT_EQ(open_error().kind, ErrorKind::environment);
+}
+
+TEST_F(VolumeFiles, FilesThatOthersCanReachAreRefused) {
+  create(options()).reset();
+  chmod(file().c_str(), 0644);
+  EXPECT_EQ(open_error().kind, ErrorKind::environment);
+}
+
+TEST_F(VolumeFiles, OddThingsUnderTheNameAreRefused) {
+  std::filesystem::create_directories(folder_.path() / "drive");
+  EXPECT_EQ(open_error().error_number, ENOENT);
+  ASSERT_EQ(mkfifo(file().c_str(), 0600), 0);
+  EXPECT_TRUE(open_error());
+  std::filesystem::remove(file());
+  std::ofstream(file()) << "short";
+  chmod(file().c_str(), 0600);
+  EXPECT_EQ(open_error().kind, ErrorKind::input);
+  std::filesystem::resize_file(file(), 4 * kMiB);
+  EXPECT_EQ(open_error().kind, ErrorKind::input);
+}
+
+TEST_F(VolumeFiles, DamagedHeaderAndWrongSizeAreCorruption) {
+  create(options()).reset();
+  std::filesystem::resize_file(file(), 2 * kMiB);
+  EXPECT_EQ(open_error().kind, ErrorKind::corruption);
+  std::filesystem::resize_file(file(), 3 * kMiB);
+  EXPECT_FALSE(open_error());
+  {
+    std::fstream bytes(file(), std::ios::in | std::ios::out | std::ios::binary);
+    bytes.seekp(45);
+    bytes.put('x');
+  }
+  EXPECT_EQ(open_error().kind, ErrorKind::corruption);
+}
+
+TEST_F(VolumeFiles, PartsOfDifferentVolumesDoNotMix) {
+  VolumeOptions a = options(), b = options();
+  a.directories = {folder_.path() / "a0", folder_.path() / "a1"};
+  b.directories = {folder_.path() / "b0", folder_.path() / "b1"};
+  create(a).reset();
+  create(b).reset();
+  VolumeOptions mixed = a;
+  mixed.directories = {folder_.path() / "a0", folder_.path() / "b1"};
+  Result<std::unique_ptr<Volume>> opened = Volume::open(mixed);
+  ASSERT_FALSE(opened.ok());
+  EXPECT_EQ(opened.error().kind, ErrorKind::input);
+  mixed.directories = {folder_.path() / "a0"};
+  EXPECT_FALSE(Volume::open(mixed).ok());
+  EXPECT_TRUE(Volume::open(a).ok());
+}
+
+TEST_F(VolumeFiles, FlushNoticesAFileThatWasReplacedOrCut) {
+  auto volume = create(options());
+  EXPECT_FALSE(volume->flush());
+  std::filesystem::resize_file(file(), 2 * kMiB);
+  EXPECT_EQ(volume->flush().kind, ErrorKind::corruption);
+  std::filesystem::resize_file(file(), 3 * kMiB);
+  EXPECT_FALSE(volume->flush());
+  std::filesystem::rename(file(), folder_.path() / "moved");
+  EXPECT_EQ(volume->flush().kind, ErrorKind::corruption);
+}
+
+TEST_F(VolumeFiles, RemovesItsFilesOnRequest) {
+  auto volume = create(options());
+  volume->remove_files();
+  volume.reset();
+  EXPECT_FALSE(std::filesystem::exists(file()));
+}
+
+TEST_F(VolumeFiles, WriteLimitIsAnnouncedOnce) {
+  std::atomic<int> announced{0};
+  VolumeOptions wanted = options();
+  wanted.write_limit = 100'000;
+  wanted.on_notice = [&](const Notice& notice) { announced += notice.kind == Notice::Kind::write_limit ? 1 : 0; };
+  auto volume = create(wanted);
+  EXPECT_FALSE(write_pattern(*volume, 0, 65536, 1));
+  EXPECT_EQ(announced, 0);
+  for (int i = 0; i < 3; ++i) EXPECT_FALSE(write_pattern(*volume, 0, 65536, 1));
+  volume.reset();
+  EXPECT_EQ(announced, 1);
+}
+
+TEST(VolumeOptionsTest, NonsenseIsAUsageError) {
+  testing::TempDir folder;
+  const auto kind = [](VolumeOptions options) {
+    Result<std::unique_ptr<Volume>> volume = Volume::create(options);
+    return volume ? ErrorKind::none : volume.error().kind;
+  };
+  VolumeOptions good = options_in(folder, kMiB);
+  VolumeOptions bad = good;
+  bad.directories.clear();
+  EXPECT_EQ(kind(bad), ErrorKind::usage);
+  bad = good;
+  bad.bytes = 0;
+  EXPECT_EQ(kind(bad), ErrorKind::usage);
+  bad = good;
+  bad.block = 5000;
+  EXPECT_EQ(kind(bad), ErrorKind::usage);
+  bad = good;
+  bad.depth = 0;
+  EXPECT_EQ(kind(bad), ErrorKind::usage);
+  bad = good;
+  bad.name = "../state";
+  EXPECT_EQ(kind(bad), ErrorKind::usage);
+  bad = good;
+  bad.speeds = {1.0, 2.0};
+  EXPECT_EQ(kind(bad), ErrorKind::usage);
+}
+
+}  // namespace
+}  // namespace tierflow::io
