@@ -1,0 +1,197 @@
+// Budgets into an arrangement: first what must be there, then what makes the pipeline overlap, then residency with the rest.
+#include <algorithm>
+#include <numeric>
+
+#include "swap/plan.h"
+
+namespace tierflow::swap {
+namespace {
+
+struct DeviceNeeds {
+  std::uint64_t weights = 0;         // of the most demanding stage
+  std::uint64_t all_weights = 0;
+  std::uint64_t block_weights = 0;   // of the largest unit that is neither first nor last
+  std::uint64_t gradient = 0;        // of the unit with most, tied ones apart
+  std::uint64_t block_gradient = 0;
+  std::uint64_t held = 0;            // of tied units
+  std::uint64_t carries = 0;         // saved inputs of all stages that save, all micro-batches
+  std::uint64_t largest_carry = 0;
+};
+
+DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train) {
+  DeviceNeeds needs;
+  const int stages = static_cast<int>(layout.stages().size());
+  for (int index = 0; index < stages; ++index) {
+    const StageShape& stage = layout.stages()[index];
+    std::uint64_t weights = 0;
+    for (int unit : stage.units) weights += 2 * layout.unit_elements(unit);
+    needs.weights = std::max(needs.weights, weights);
+    if (index > 0 && index + 1 < stages) {
+      needs.block_weights = std::max(needs.block_weights, weights);
+      needs.carries += stage.carry_bytes * micro_batches;
+      needs.largest_carry = std::max(needs.largest_carry, stage.carry_bytes);
+    }
+  }
+  for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
+    const std::uint64_t gradient = 4 * layout.unit_elements(unit);
+    needs.all_weights += 2 * layout.unit_elements(unit);
+    if (!layout.units()[unit].trainable) continue;
+    if (layout.users_of(unit) > 1) {
+      needs.held += gradient;
+      continue;
+    }
+    needs.gradient = std::max(needs.gradient, gradient);
+    if (unit > 0 && unit + 1 < static_cast<int>(layout.units().size())) needs.block_gradient = std::max(needs.block_gradient, gradient);
+  }
+  if (!train) needs.gradient = needs.held = needs.block_gradient = needs.carries = 0;
+  return needs;
+}
+
+std::string mib(std::uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + "MiB"; }
+
+io::Error too_small(const char* option, std::uint64_t given, std::uint64_t needed, const std::string& remedy) {
+  return {.kind = io::ErrorKind::usage,
+          .detail = std::string(option) + " " + mib(given) + " is too small: the smallest that works is " + mib(needed) + "; " + remedy};
+}
+
+}  // namespace
+
+std::uint64_t Arrangement::buffer_bytes(const Layout& layout) const {
+  return word_buffers * layout.max_word_bytes() + state_buffers * round_up(layout.max_state_bytes(), kSector);
+}
+
+std::uint64_t Arrangement::resident_bytes(const Layout& layout) const {
+  std::uint64_t bytes = 0;
+  for (std::size_t id = 0; id < layout.chunks().size(); ++id) {
+    const Chunk& chunk = layout.chunks()[id];
+    bytes += (hi_resident[id] ? chunk.word_bytes() : 0) + (state_resident[id] ? chunk.state_bytes : 0) +
+             (gradient_resident[id] ? chunk.word_bytes() : 0);
+  }
+  return bytes;
+}
+
+std::uint64_t Arrangement::carry_bytes(const Layout& layout) const {
+  std::uint64_t bytes = 0;
+  for (std::size_t stage = 0; stage < carry_on_host.size(); ++stage)
+    if (carry_on_host[stage]) bytes += round_up(layout.stages()[stage].carry_bytes, kSector) * micro_batches;
+  return bytes;
+}
+
+io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& request) {
+  Arrangement result;
+  result.staged = request.staged && request.train;
+  result.micro_batches = request.micro_batches;
+  const std::size_t chunks = layout.chunks().size(), stages = layout.stages().size();
+  result.hi_resident.assign(chunks, false);
+  result.state_resident.assign(chunks, false);
+  result.gradient_resident.assign(chunks, false);
+  result.carry_on_host.assign(stages, false);
+
+  // Device: one stage's weights, one unit's gradient, the tied ones; then saved carries, as many as fit; then slots for overlap.
+  const DeviceNeeds needs = device_needs(layout, request.micro_batches, request.train);
+  result.weight_ring = needs.weights;
+  result.gradient_ring = needs.gradient;
+  result.held_gradients = needs.held;
+  const std::uint64_t fixed = needs.weights + needs.gradient + needs.held + request.workspace;
+  const std::uint64_t slots = needs.carries == 0 ? 0 : 2 * needs.largest_carry;
+  const std::uint64_t smallest = fixed + std::min(slots, needs.carries);
+  if (request.device_budget < smallest)
+    return too_small("--device-memory", request.device_budget, smallest, "a smaller --micro-batch or --sequence-length needs less");
+  std::uint64_t left = request.device_budget - fixed;
+  if (needs.carries <= left) {
+    left -= needs.carries;
+  } else {
+    // The last stages' carries are the first to be read again: they stay.
+    result.carry_slots = 2;
+    result.carry_slot_bytes = needs.largest_carry;
+    left -= slots;
+    for (std::size_t stage = stages - 1; stage-- > 1;) {
+      const std::uint64_t bytes = layout.stages()[stage].carry_bytes * request.micro_batches;
+      if (bytes <= left)
+        left -= bytes;
+      else
+        result.carry_on_host[stage] = true;
+    }
+  }
+  const auto grow = [&left](std::uint64_t& pool, std::uint64_t by) {
+    if (by == 0 || by > left) return false;
+    pool += by;
+    left -= by;
+    return true;
+  };
+  grow(result.weight_ring, needs.block_weights);
+  grow(result.gradient_ring, needs.block_gradient);
+  grow(result.weight_ring, needs.block_weights);
+  if (result.weight_ring < needs.all_weights + needs.block_weights)
+    grow(result.weight_ring, std::min(left, needs.all_weights + needs.block_weights - result.weight_ring));
+  result.weight_ring = round_up(result.weight_ring, kSector);
+
+  // Host: the fewest buffers that work, host carries; then residency of everything, or a pipeline's worth of buffers and residency.
+  const std::uint64_t word = layout.max_word_bytes(), state = round_up(layout.max_state_bytes(), kSector);
+  const std::uint64_t carries = result.carry_bytes(layout);
+  std::uint64_t everything = carries;
+  for (const Chunk& chunk : layout.chunks()) {
+    everything += chunk.word_bytes();
+    if (!chunk.trainable || !request.train) continue;
+    everything += chunk.state_bytes + (result.staged ? chunk.word_bytes() : 0);
+  }
+  const int immediate_words = request.train && !result.staged ? 2 : 0;
+  everything += immediate_words * word;
+  if (everything <= request.host_budget) {
+    for (std::size_t id = 0; id < chunks; ++id) {
+      const bool trained = layout.chunks()[id].trainable && request.train;
+      result.hi_resident[id] = true;
+      result.state_resident[id] = trained;
+      result.gradient_resident[id] = trained && result.staged;
+    }
+    result.word_buffers = immediate_words;
+    if (request.train && !result.staged && everything + 2 * word <= request.host_budget) result.word_buffers += 2;
+    return result;
+  }
+  if (!request.storage)
+    return too_small("--host-memory", request.host_budget, everything, "or name a --storage folder to keep the state there");
+  const int words_least = request.train ? 2 : 1, states_least = request.train ? 1 : 0;
+  const std::uint64_t least = carries + words_least * word + states_least * state;
+  if (least > request.host_budget)
+    return too_small("--host-memory", request.host_budget, least, "a smaller --micro-batches keeps fewer activations in it");
+  std::uint64_t host_left = request.host_budget - least;
+  result.word_buffers = words_least;
+  result.state_buffers = states_least;
+  // Buffers for overlap take at most half of what is left: two units' worth of words, four chunks of state.
+  const std::uint64_t buffer_share = host_left / 2;
+  std::uint64_t spent = 0;
+  std::size_t unit_chunks = 1;
+  for (std::size_t unit = 1; unit + 1 < layout.units().size(); ++unit)
+    unit_chunks = std::max(unit_chunks, layout.chunks_of(static_cast<int>(unit)).size());
+  const int words_most = static_cast<int>(std::min<std::size_t>(4 * unit_chunks + 4, 64)), states_most = request.train ? 6 : 0;
+  for (bool grew = true; grew;) {
+    grew = false;
+    if (result.state_buffers < states_most && result.state_buffers * 3 <= result.word_buffers && spent + state <= buffer_share) {
+      ++result.state_buffers;
+      spent += state;
+      grew = true;
+    }
+    if (result.word_buffers < words_most && spent + word <= buffer_share) {
+      ++result.word_buffers;
+      spent += word;
+      grew = true;
+    }
+  }
+  host_left -= spent;
+  // Residency by value a byte: hi words are read twice and written once a step, staged gradients written and read once, the rest
+  // of the state read and written once.
+  const auto keep = [&](std::vector<bool>& resident, auto bytes_of) {
+    for (std::size_t id = 0; id < chunks; ++id) {
+      const std::uint64_t bytes = bytes_of(layout.chunks()[id]);
+      if (bytes == 0 || bytes > host_left) continue;
+      resident[id] = true;
+      host_left -= bytes;
+    }
+  };
+  keep(result.hi_resident, [](const Chunk& chunk) { return chunk.word_bytes(); });
+  if (result.staged) keep(result.gradient_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.word_bytes() : 0; });
+  if (request.train) keep(result.state_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.state_bytes : 0; });
+  return result;
+}
+
+}  // namespace tierflow::swap

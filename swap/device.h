@@ -1,0 +1,65 @@
+#pragma once
+// The device tier: memory, streams and events. One implementation is linked for the CPU (real asynchronous streams: a thread with a
+// queue each) and one for CUDA or its stub; nothing else in swap knows which it drives.
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "io/buffer.h"
+#include "io/error.h"
+
+namespace tierflow::swap {
+
+enum class StreamId : std::uint8_t { upload = 0, download = 1, compute = 2 };
+inline constexpr int kStreams = 3;
+
+// A point in a stream. Copyable; outlives what it marks.
+class Event {
+ public:
+  Event() = default;
+  explicit Event(std::shared_ptr<void> state) : state_(std::move(state)) {}
+  explicit operator bool() const { return state_ != nullptr; }
+  void* state() const { return state_.get(); }
+
+ private:
+  std::shared_ptr<void> state_;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual std::string name() const = 0;
+
+  // One allocation, held to the end: the arena that slots are cut from.
+  virtual io::Result<io::Buffer> allocate(std::size_t bytes) = 0;
+  // Makes host memory known for fast copies. A refusal is no error: copies get slower; the text says so (empty: pinned).
+  virtual std::string pin(std::span<std::byte> memory) = 0;
+  virtual void unpin(std::span<std::byte> memory) noexcept = 0;
+
+  // Enqueue on a stream and return. `upload` and `download` are driven by one thread at a time, each.
+  virtual void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
+  virtual void copy_to_host(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
+  // fp32 on the device to bf16 on the host, rounded to nearest even; NaN stays NaN.
+  virtual void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
+
+  virtual Event record(StreamId stream) = 0;
+  // Work enqueued on `stream` after this call starts after the event. For the CPU device's compute stream, which is the calling
+  // thread, this blocks.
+  virtual void wait(StreamId stream, const Event& event) = 0;
+  // Blocks, sleeping, until the event has happened; an error where work before it failed.
+  virtual io::Error synchronize(const Event& event) = 0;
+};
+
+struct CpuDeviceOptions {
+  // Non-zero: the device delays each copy by a random time and fills targets with NaN before copying, so that a missing wait shows.
+  std::uint64_t chaos_seed = 0;
+};
+std::unique_ptr<Device> open_cpu_device(const CpuDeviceOptions& options = {});
+
+// The CUDA device `index`; an error of kind environment where there is none or the build has no CUDA.
+io::Result<std::unique_ptr<Device>> open_cuda_device(int index);
+bool cuda_available();
+
+}  // namespace tierflow::swap

@@ -1,0 +1,88 @@
+#pragma once
+// FRONT DOOR of swap. Plays plans on lanes around computation that happens elsewhere: the client calls enter() before it computes a
+// stage for a micro-batch and leave() after; every other task runs on its own lane as soon as its dependencies and the order of its
+// lane allow. The first error wins: everything in flight drains, nothing new starts, and every later call returns that error.
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "io/error.h"
+#include "swap/device.h"
+#include "swap/layout.h"
+#include "swap/plan.h"
+#include "swap/store.h"
+
+namespace tierflow::swap {
+
+// What the update lane calls, one chunk at a time, on the lane's own thread.
+class HostWork {
+ public:
+  virtual ~HostWork() = default;
+  // gradient: chunk.elements bf16. Called once a chunk and step where gradients are staged.
+  virtual io::Error measure(const Chunk& chunk, std::span<const std::byte> gradient) = 0;
+  // words: chunk.elements hi words, state: chunk.state_bytes; both are updated in place.
+  virtual io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words, std::span<std::byte> state) = 0;
+};
+
+struct Entered {
+  const Visit* visit = nullptr;      // valid until leave()
+  std::byte* arena = nullptr;        // base of the visit's offsets
+  std::byte* carry = nullptr;        // device slot: in a forward pass, copy the stage's input here; in a backward pass, take it from here
+};
+
+struct LaneCounters {
+  std::uint64_t tasks = 0, bytes = 0;
+  double busy_seconds = 0;
+};
+
+// When a task ran, in seconds since the executor was made.
+struct TaskRecord {
+  TaskKind kind = TaskKind::compute;
+  Lane lane = Lane::compute;
+  Pass pass = Pass::forward;
+  int stage = -1, micro_batch = -1, chunk = -1;
+  double begin = 0, end = 0;
+};
+
+struct ExecutorOptions {
+  std::uint64_t chaos_seed = 0;  // non-zero: buffers are filled with NaN before each read, and lanes pause at random
+  bool record = false;           // keep a TaskRecord for each task
+};
+
+class Executor {
+ public:
+  // `store` is null where everything is resident. All outlive the executor. Allocates the device arena and the host slab.
+  static io::Result<std::unique_ptr<Executor>> create(Device& device, Store* store, const Layout& layout, const Arrangement& arrangement,
+                                                      const ExecutorOptions& options = {});
+  ~Executor();  // drains
+
+  // Continues the run with a plan; `work` serves its update lane. Never blocks.
+  void append(Plan plan, std::shared_ptr<HostWork> work);
+
+  // One client thread. Waits until the next compute task of the plan, which must be the one named, may start.
+  io::Result<Entered> enter(int stage, Pass pass, int micro_batch);
+  io::Error leave();
+
+  // Waits until every gradient that was planned so far is measured or applied.
+  io::Error finish_updates();
+  // Waits until everything planned so far is done. Compute tasks that were never entered count as an error of the client.
+  io::Error drain();
+
+  // Between plans: hands `use` the bytes of an extent, wherever it lives; writes == true stores what `use` left in them (their former
+  // content is not read). For loading a model, exporting and looking.
+  io::Error access(ExtentKind kind, int chunk, bool writes, const std::function<void(std::span<std::byte>)>& use);
+  std::array<LaneCounters, kLanes> counters() const;
+  std::vector<TaskRecord> take_records();
+  // Makes the error every later call returns: how a client stops the run.
+  void fail(io::Error error);
+
+ private:
+  struct Impl;
+  explicit Executor(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tierflow::swap

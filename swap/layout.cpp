@@ -1,0 +1,39 @@
+#include "swap/layout.h"
+
+#include <algorithm>
+
+namespace tierflow::swap {
+
+Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std::uint64_t chunk_elements)
+    : units_(std::move(units)), stages_(std::move(stages)), chunk_elements_(chunk_elements) {
+  const std::uint64_t state_limit = chunk_elements * 4 + chunk_elements / 256 * 8;
+  users_.assign(units_.size(), 0);
+  for (const StageShape& stage : stages_)
+    for (int unit : stage.units) ++users_[unit];
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    first_chunk_.push_back(static_cast<int>(chunks_.size()));
+    std::uint64_t first = 0;
+    int index = 0;
+    for (int group = 0; group < static_cast<int>(units_[unit].groups.size()); ++group) {
+      const GroupShape& shape = units_[unit].groups[group];
+      std::uint64_t limit = chunk_elements;
+      while (limit > kChunkQuantum && shape.state_bytes(limit) > round_up(state_limit, kSector)) limit -= kChunkQuantum;
+      for (std::uint64_t begin = 0; begin < shape.elements; begin += limit) {
+        const std::uint64_t n = std::min(limit, shape.elements - begin);
+        chunks_.push_back({.unit = unit, .index = index++, .group = group, .first = first + begin, .elements = n,
+                           .state_bytes = shape.state_bytes(n), .trainable = units_[unit].trainable});
+        max_word_bytes_ = std::max(max_word_bytes_, chunks_.back().word_bytes());
+        if (units_[unit].trainable) max_state_bytes_ = std::max(max_state_bytes_, chunks_.back().state_bytes);
+      }
+      first += shape.elements;
+    }
+    unit_elements_.push_back(first);
+  }
+  first_chunk_.push_back(static_cast<int>(chunks_.size()));
+}
+
+std::span<const Chunk> Layout::chunks_of(int unit) const {
+  return std::span(chunks_).subspan(first_chunk_[unit], first_chunk_[unit + 1] - first_chunk_[unit]);
+}
+
+}  // namespace tierflow::swap

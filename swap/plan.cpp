@@ -1,0 +1,21 @@
+#include "swap/plan.h"
+
+namespace tierflow::swap {
+
+const char* lane_name(Lane lane) {
+  static constexpr const char* kNames[kLanes] = {"disk_read", "disk_write", "upload", "download", "compute", "update"};
+  return kNames[static_cast<int>(lane)];
+}
+
+const char* task_name(TaskKind kind) {
+  static constexpr const char* kNames[] = {"read_hi",     "read_state",  "read_gradient",     "write_hi",   "write_state", "write_gradient", "upload_hi",
+                                           "download_hi", "download_gradient", "save_carry", "load_carry",  "compute",        "measure",   "update"};
+  return kNames[static_cast<int>(kind)];
+}
+
+const char* pass_name(Pass pass) {
+  static constexpr const char* kNames[] = {"forward", "head", "backward", "evaluate"};
+  return kNames[static_cast<int>(pass)];
+}
+
+}  // namespace tierflow::swap

@@ -1,0 +1,115 @@
+#pragma once
+// The plan as data: a list of tasks whose order is a correct sequential program. Each task says which bytes of which tier it reads and
+// writes; dependencies are derived from those hazards alone. Executor and simulator play the same list.
+#include <cstdint>
+#include <vector>
+
+#include "io/error.h"
+#include "swap/layout.h"
+
+namespace tierflow::swap {
+
+enum class Lane : std::uint8_t { disk_read, disk_write, upload, download, compute, update };
+inline constexpr int kLanes = 6;
+const char* lane_name(Lane lane);
+
+enum class TaskKind : std::uint8_t {
+  read_hi, read_state, read_gradient,      // storage -> host buffer
+  write_hi, write_state, write_gradient,   // host buffer -> storage
+  upload_hi,                               // host -> device weights
+  download_hi, download_gradient,          // device -> host; the gradient becomes bf16 on the way
+  save_carry, load_carry,                  // boundary activation: device slot -> host, host -> device slot
+  compute,                                 // external: between enter() and leave()
+  measure,                                 // squares and finiteness of a staged gradient
+  update,                                  // optimizer, in place on host bytes
+};
+const char* task_name(TaskKind kind);
+
+// head: forward and backward of the last stage in one visit.
+enum class Pass : std::uint8_t { forward, head, backward, evaluate };
+const char* pass_name(Pass pass);
+
+// Extents: what is stored, a chunk each.
+enum class ExtentKind : std::uint8_t { hi, state, gradient };
+
+// Host bytes of a task: a streaming buffer, an extent that is resident in RAM, or the host copy of a carry.
+struct HostRef {
+  enum class Where : std::uint8_t { none, word_buffer, state_buffer, resident_hi, resident_state, resident_gradient, carry };
+  Where where = Where::none;
+  int index = -1;  // of the buffer; the chunk; stage * micro_batches + micro-batch
+};
+
+// A range that a task reads or writes. Ranges of different spaces never meet.
+enum class Space : std::uint8_t { device, word_buffer, state_buffer, resident_hi, resident_state, resident_gradient, carry,
+                                  stored_hi, stored_state, stored_gradient };
+inline constexpr int kSpaces = 10;
+struct Access {
+  Space space = Space::device;
+  std::uint64_t begin = 0, end = 0;
+  bool writes = false;
+};
+
+using TaskId = std::uint64_t;  // counts on over all plans of a run
+
+struct Task {
+  TaskKind kind = TaskKind::compute;
+  Lane lane = Lane::compute;
+  Pass pass = Pass::forward;  // of the visit that the task serves
+  int stage = -1, micro_batch = -1;
+  int chunk = -1;
+  int visit = -1;                  // index into Plan::visits of the compute task
+  HostRef words, gradient, state;  // hi words or carry; gradient; optimizer state
+  std::uint64_t device_offset = 0; // in the device arena: source or target
+  std::uint64_t bytes = 0;         // moved; elements * 2 for update and measure
+  std::vector<Access> accesses;
+  std::vector<TaskId> dependencies;  // each smaller than the task's own id
+};
+
+// One stage visited in one pass: where its weights and gradients lie in the device arena, unit by unit.
+struct Visit {
+  int stage = 0;
+  Pass pass = Pass::forward;
+  std::vector<std::uint64_t> weights;    // offset of each unit's hi words; kNowhere where the pass does not need them
+  std::vector<std::uint64_t> gradients;  // offset of each unit's fp32 gradient; kNowhere in passes without
+  std::vector<bool> fresh_gradient;      // the gradient region holds nothing yet: zero it before the first addition
+};
+inline constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
+
+struct Plan {
+  TaskId first_id = 0;
+  std::vector<Task> tasks;
+  std::vector<Visit> visits;
+};
+
+// Where everything lives and how many buffers there are: what budgets decide. None of it changes a result.
+struct Arrangement {
+  std::vector<bool> hi_resident, state_resident, gradient_resident;  // by chunk
+  bool staged = true;  // gradients are kept until the global norm is known; updates run ahead of each unit's next forward
+  int micro_batches = 1;
+  int word_buffers = 0, state_buffers = 0;
+  std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0;  // bytes of the device arena, in this order
+  std::vector<bool> carry_on_host;  // by stage: the input of the stage, for every micro-batch
+  int carry_slots = 0;              // device slots through which those pass
+  std::uint64_t carry_slot_bytes = 0;
+
+  std::uint64_t device_bytes() const { return weight_ring + gradient_ring + held_gradients + carry_slots * carry_slot_bytes; }
+  std::uint64_t carry_slot_offset(int slot) const { return weight_ring + gradient_ring + held_gradients + slot * carry_slot_bytes; }
+  std::uint64_t buffer_bytes(const Layout& layout) const;
+  std::uint64_t resident_bytes(const Layout& layout) const;
+  std::uint64_t carry_bytes(const Layout& layout) const;
+  std::uint64_t host_bytes(const Layout& layout) const { return buffer_bytes(layout) + resident_bytes(layout) + carry_bytes(layout); }
+};
+
+struct ArrangeRequest {
+  std::uint64_t host_budget = 0;
+  std::uint64_t device_budget = 0;
+  std::uint64_t workspace = 0;  // of the device budget: what computing a stage takes besides weights and gradients
+  int micro_batches = 1;
+  bool staged = true;
+  bool storage = true;  // false: everything must be resident
+  bool train = true;    // false: forward only
+};
+// An arrangement within the budgets, or an error of kind usage that names the smallest budget that works.
+io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& request);
+
+}  // namespace tierflow::swap

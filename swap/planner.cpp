@@ -1,0 +1,370 @@
+#include "swap/planner.h"
+
+#include <algorithm>
+
+namespace tierflow::swap {
+namespace {
+
+constexpr int kLookahead = 4;  // visits fetched ahead, where the weight ring has room
+
+Access device_access(std::uint64_t begin, std::uint64_t bytes, bool writes) { return {Space::device, begin, begin + bytes, writes}; }
+Access cell_access(Space space, int index, bool writes) {
+  return {space, static_cast<std::uint64_t>(index), static_cast<std::uint64_t>(index) + 1, writes};
+}
+Space space_of(HostRef::Where where) {
+  switch (where) {
+    case HostRef::Where::word_buffer: return Space::word_buffer;
+    case HostRef::Where::state_buffer: return Space::state_buffer;
+    case HostRef::Where::resident_hi: return Space::resident_hi;
+    case HostRef::Where::resident_state: return Space::resident_state;
+    case HostRef::Where::resident_gradient: return Space::resident_gradient;
+    default: return Space::carry;
+  }
+}
+Access host_access(HostRef ref, bool writes) { return cell_access(space_of(ref.where), ref.index, writes); }
+
+int earliest(std::vector<TaskId>& last_use, TaskId now) {
+  const auto found = std::min_element(last_use.begin(), last_use.end());
+  *found = now;
+  return static_cast<int>(found - last_use.begin());
+}
+
+}  // namespace
+
+Planner::Planner(const Layout& layout, const Arrangement& arrangement) : layout_(layout), arrangement_(arrangement) {
+  const auto units = layout.units().size();
+  updated_.assign(units, false);
+  gradient_of_.assign(units, kNowhere);
+  held_offset_.assign(units, kNowhere);
+  std::uint64_t held = arrangement.weight_ring + arrangement.gradient_ring;
+  for (std::size_t unit = 0; unit < units; ++unit)
+    if (layout.units()[unit].trainable && layout.users_of(static_cast<int>(unit)) > 1) {
+      held_offset_[unit] = held;
+      held += 4 * layout.unit_elements(static_cast<int>(unit));
+    }
+  word_last_use_.assign(arrangement.word_buffers, 0);
+  state_last_use_.assign(arrangement.state_buffers, 0);
+}
+
+Task& Planner::emit(TaskKind kind, Lane lane, std::vector<Access> accesses) {
+  const TaskId id = next_id_++;
+  Task& task = plan_.tasks.emplace_back();
+  task.kind = kind;
+  task.lane = lane;
+  task.pass = pass_;
+  task.stage = stage_;
+  task.dependencies = hazards_.add(id, accesses);
+  task.accesses = std::move(accesses);
+  return task;
+}
+
+HostRef Planner::take_word_buffer() { return {HostRef::Where::word_buffer, earliest(word_last_use_, ++use_counter_)}; }
+HostRef Planner::take_state_buffer() { return {HostRef::Where::state_buffer, earliest(state_last_use_, ++use_counter_)}; }
+
+Plan Planner::train_step(bool pending) {
+  plan_ = {.first_id = next_id_};
+  pending_ = pending;
+  std::fill(updated_.begin(), updated_.end(), false);
+  std::fill(gradient_of_.begin(), gradient_of_.end(), kNowhere);
+  const int stages = static_cast<int>(layout_.stages().size());
+  for (int stage = 0; stage + 1 < stages; ++stage) plan_.visits.push_back({.stage = stage, .pass = Pass::forward});
+  plan_.visits.push_back({.stage = stages - 1, .pass = Pass::head});
+  for (int stage = stages - 2; stage >= 0; --stage) plan_.visits.push_back({.stage = stage, .pass = Pass::backward});
+  run_visits(arrangement_.micro_batches);
+  pending_ = false;
+  return std::move(plan_);
+}
+
+Plan Planner::evaluate(int micro_batches) {
+  plan_ = {.first_id = next_id_};
+  for (int stage = 0; stage < static_cast<int>(layout_.stages().size()); ++stage)
+    plan_.visits.push_back({.stage = stage, .pass = Pass::evaluate});
+  run_visits(micro_batches);
+  return std::move(plan_);
+}
+
+Plan Planner::flush() {
+  plan_ = {.first_id = next_id_};
+  pass_ = Pass::forward;
+  for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit) {
+    if (!layout_.units()[unit].trainable) continue;
+    invalidate(unit);
+    for (const Chunk& chunk : layout_.chunks_of(unit)) update_pending(chunk);
+  }
+  return std::move(plan_);
+}
+
+void Planner::run_visits(int micro_batches) {
+  const int visits = static_cast<int>(plan_.visits.size());
+  const auto from_host = [&](int visit) {
+    return plan_.visits[visit].pass == Pass::backward && arrangement_.carry_on_host[plan_.visits[visit].stage];
+  };
+  int fetched = 0;
+  int loads = 0;  // compute tasks, counted over visits and micro-batches, whose carry has been loaded
+  std::vector<std::uint64_t> slot_of(static_cast<std::size_t>(visits) * micro_batches, kNowhere);
+  const auto next_slot = [&] { return arrangement_.carry_slot_offset(next_carry_slot_++ % arrangement_.carry_slots); };
+  for (int visit = 0; visit < visits; ++visit) {
+    while (fetched < visits && fetched <= visit + kLookahead && fetch(fetched, fetched == visit)) ++fetched;
+    const int stage = plan_.visits[visit].stage;
+    for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch) {
+      const int item = visit * micro_batches + micro_batch;
+      for (; loads < std::min(item + std::max(1, arrangement_.carry_slots), visits * micro_batches); ++loads) {
+        const int of = loads / micro_batches;
+        if (!from_host(of)) continue;
+        pass_ = Pass::backward;
+        stage_ = plan_.visits[of].stage;
+        const HostRef carry{HostRef::Where::carry, stage_ * micro_batches + loads % micro_batches};
+        const std::uint64_t slot = slot_of[loads] = next_slot(), bytes = layout_.stages()[stage_].carry_bytes;
+        Task& load = emit(TaskKind::load_carry, Lane::upload, {host_access(carry, false), device_access(slot, bytes, true)});
+        load.micro_batch = loads % micro_batches;
+        load.words = carry;
+        load.device_offset = slot;
+        load.bytes = bytes;
+      }
+      pass_ = plan_.visits[visit].pass;
+      stage_ = stage;
+      const bool save = pass_ == Pass::forward && arrangement_.carry_on_host[stage];
+      if (save) slot_of[item] = next_slot();
+      compute(visit, micro_batch, slot_of[item]);
+      if (!save) continue;
+      const HostRef carry{HostRef::Where::carry, stage * micro_batches + micro_batch};
+      const std::uint64_t bytes = layout_.stages()[stage].carry_bytes;
+      Task& task = emit(TaskKind::save_carry, Lane::download, {device_access(slot_of[item], bytes, false), host_access(carry, true)});
+      task.micro_batch = micro_batch;
+      task.words = carry;
+      task.device_offset = slot_of[item];
+      task.bytes = bytes;
+    }
+    for (int unit : layout_.stages()[stage].units)
+      if (Region* region = find_region(unit); region != nullptr && region->busy > 0) --region->busy;
+    if (pass_ == Pass::backward || pass_ == Pass::head) take_gradients(plan_.visits[visit]);
+  }
+}
+
+bool Planner::fetch(int visit, bool forced) {
+  Visit& target = plan_.visits[visit];
+  const StageShape& stage = layout_.stages()[target.stage];
+  target.weights.assign(stage.units.size(), kNowhere);
+  target.gradients.assign(stage.units.size(), kNowhere);
+  target.fresh_gradient.assign(stage.units.size(), false);
+  if (target.pass == Pass::backward && !stage.backward_needs_weights) return true;
+
+  const auto owes_update = [&](int unit) { return pending_ && layout_.units()[unit].trainable && !updated_[unit]; };
+  std::vector<int> missing;
+  std::uint64_t bytes = 0;
+  for (int unit : stage.units) {
+    if (owes_update(unit)) invalidate(unit);
+    if (find_region(unit) != nullptr) continue;
+    missing.push_back(unit);
+    bytes += 2 * layout_.unit_elements(unit);
+  }
+  for (int unit : stage.units)
+    if (Region* region = find_region(unit)) ++region->busy;
+  std::uint64_t begin = missing.empty() ? 0 : allocate_weights(bytes);
+  if (begin == kNowhere) {
+    for (int unit : stage.units)
+      if (Region* region = find_region(unit)) --region->busy;
+    if (!forced) return false;
+    // What is cached stands in the way: give it up and fetch the whole stage into an empty ring.
+    regions_.clear();
+    ring_position_ = 0;
+    missing = stage.units;
+    bytes = 0;
+    for (int unit : missing) bytes += 2 * layout_.unit_elements(unit);
+    begin = allocate_weights(bytes);
+  }
+  pass_ = target.pass;
+  stage_ = target.stage;
+  for (int unit : missing) {
+    regions_.push_back({.unit = unit, .begin = begin, .end = begin + 2 * layout_.unit_elements(unit), .busy = 1});
+    for (const Chunk& chunk : layout_.chunks_of(unit)) {
+      const HostRef words = owes_update(unit) ? update_pending(chunk) : read_words(chunk);
+      const std::uint64_t to = begin + 2 * chunk.first;
+      Task& upload = emit(TaskKind::upload_hi, Lane::upload, {host_access(words, false), device_access(to, chunk.word_bytes(), true)});
+      upload.chunk = layout_.first_chunk(unit) + chunk.index;
+      upload.words = words;
+      upload.device_offset = to;
+      upload.bytes = chunk.word_bytes();
+    }
+    updated_[unit] = true;
+    begin += 2 * layout_.unit_elements(unit);
+  }
+  for (std::size_t i = 0; i < stage.units.size(); ++i) target.weights[i] = find_region(stage.units[i])->begin;
+  return true;
+}
+
+std::uint64_t Planner::allocate_weights(std::uint64_t bytes) {
+  for (const std::uint64_t begin : {ring_position_, std::uint64_t{0}}) {
+    if (begin + bytes > arrangement_.weight_ring) continue;
+    const auto overlaps = [&](const Region& region) { return region.begin < begin + bytes && begin < region.end; };
+    if (std::any_of(regions_.begin(), regions_.end(), [&](const Region& region) { return region.busy > 0 && overlaps(region); })) continue;
+    std::erase_if(regions_, overlaps);
+    ring_position_ = begin + bytes;
+    return begin;
+  }
+  return kNowhere;
+}
+
+Planner::Region* Planner::find_region(int unit) {
+  const auto found = std::find_if(regions_.begin(), regions_.end(), [&](const Region& region) { return region.unit == unit; });
+  return found == regions_.end() ? nullptr : &*found;
+}
+
+void Planner::invalidate(int unit) {
+  std::erase_if(regions_, [&](const Region& region) { return region.unit == unit; });
+}
+
+void Planner::compute(int visit, int micro_batch, std::uint64_t carry_slot) {
+  Visit& target = plan_.visits[visit];
+  const StageShape& stage = layout_.stages()[target.stage];
+  std::vector<Access> accesses;
+  for (std::size_t i = 0; i < stage.units.size(); ++i) {
+    const int unit = stage.units[i];
+    if (target.weights[i] != kNowhere) accesses.push_back(device_access(target.weights[i], 2 * layout_.unit_elements(unit), false));
+    if ((target.pass != Pass::backward && target.pass != Pass::head) || !layout_.units()[unit].trainable) continue;
+    if (target.gradients[i] == kNowhere) target.gradients[i] = gradient_region(unit, target.fresh_gradient, i);
+    accesses.push_back(device_access(target.gradients[i], 4 * layout_.unit_elements(unit), true));
+  }
+  if (carry_slot != kNowhere) accesses.push_back(device_access(carry_slot, stage.carry_bytes, target.pass == Pass::forward));
+  Task& task = emit(TaskKind::compute, Lane::compute, std::move(accesses));
+  task.visit = visit;
+  task.micro_batch = micro_batch;
+  task.device_offset = carry_slot;
+}
+
+std::uint64_t Planner::gradient_region(int unit, std::vector<bool>& fresh, std::size_t position) {
+  fresh[position] = gradient_of_[unit] == kNowhere;
+  if (!fresh[position]) return gradient_of_[unit];
+  if (held_offset_[unit] != kNowhere) return gradient_of_[unit] = held_offset_[unit];
+  const std::uint64_t bytes = 4 * layout_.unit_elements(unit);
+  if (gradient_position_ + bytes > arrangement_.gradient_ring) gradient_position_ = 0;
+  gradient_of_[unit] = arrangement_.weight_ring + gradient_position_;
+  gradient_position_ += bytes;
+  return gradient_of_[unit];
+}
+
+// After the last visit that adds to a unit's gradient: keep it for later, or update at once.
+void Planner::take_gradients(const Visit& visit) {
+  const StageShape& stage = layout_.stages()[visit.stage];
+  for (std::size_t i = 0; i < stage.units.size(); ++i) {
+    const int unit = stage.units[i];
+    if (!layout_.units()[unit].trainable) continue;
+    // Backward runs from the last stage to the first: the first stage that uses a unit is the last to add to its gradient.
+    const auto uses = [&](const StageShape& other) { return std::find(other.units.begin(), other.units.end(), unit) != other.units.end(); };
+    const auto first_user = std::find_if(layout_.stages().begin(), layout_.stages().end(), uses);
+    if (first_user - layout_.stages().begin() != visit.stage) continue;
+    for (const Chunk& chunk : layout_.chunks_of(unit)) {
+      const std::uint64_t from = visit.gradients[i] + 4 * chunk.first;
+      if (arrangement_.staged)
+        stage_gradient(chunk, from);
+      else
+        update_now(chunk, from, visit.weights[i] == kNowhere ? kNowhere : visit.weights[i] + 2 * chunk.first);
+    }
+    if (!arrangement_.staged) invalidate(unit);
+  }
+}
+
+HostRef Planner::download_gradient(const Chunk& chunk, std::uint64_t from) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  const HostRef to = arrangement_.staged && arrangement_.gradient_resident[id] ? HostRef{HostRef::Where::resident_gradient, id} : take_word_buffer();
+  Task& download = emit(TaskKind::download_gradient, Lane::download, {device_access(from, 4 * chunk.elements, false), host_access(to, true)});
+  download.chunk = id;
+  download.gradient = to;
+  download.device_offset = from;
+  download.bytes = chunk.word_bytes();
+  return to;
+}
+
+void Planner::stage_gradient(const Chunk& chunk, std::uint64_t from) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  const HostRef gradient = download_gradient(chunk, from);
+  Task& measure = emit(TaskKind::measure, Lane::update, {host_access(gradient, false)});
+  measure.chunk = id;
+  measure.gradient = gradient;
+  measure.bytes = chunk.word_bytes();
+  if (gradient.where != HostRef::Where::word_buffer) return;
+  // Declared as writing the buffer so that it follows measure(), which makes the checksum that goes with the data.
+  Task& write = emit(TaskKind::write_gradient, Lane::disk_write,
+                     {host_access(gradient, true), cell_access(Space::stored_gradient, id, true)});
+  write.chunk = id;
+  write.gradient = gradient;
+  write.bytes = chunk.word_bytes();
+}
+
+void Planner::update_now(const Chunk& chunk, std::uint64_t gradient_from, std::uint64_t words_from) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  const HostRef gradient = download_gradient(chunk, gradient_from);
+  HostRef words{HostRef::Where::resident_hi, id};
+  if (!arrangement_.hi_resident[id] && words_from != kNowhere) {
+    words = take_word_buffer();
+    Task& download = emit(TaskKind::download_hi, Lane::download, {device_access(words_from, chunk.word_bytes(), false), host_access(words, true)});
+    download.chunk = id;
+    download.words = words;
+    download.device_offset = words_from;
+    download.bytes = chunk.word_bytes();
+  } else {
+    words = read_words(chunk);
+  }
+  emit_update(chunk, words, gradient, read_state(chunk));
+}
+
+HostRef Planner::update_pending(const Chunk& chunk) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  HostRef gradient{HostRef::Where::resident_gradient, id};
+  const HostRef words = read_words(chunk);
+  if (!arrangement_.gradient_resident[id]) {
+    gradient = take_word_buffer();
+    Task& read = emit(TaskKind::read_gradient, Lane::disk_read, {cell_access(Space::stored_gradient, id, false), host_access(gradient, true)});
+    read.chunk = id;
+    read.gradient = gradient;
+    read.bytes = chunk.word_bytes();
+  }
+  emit_update(chunk, words, gradient, read_state(chunk));
+  return words;
+}
+
+HostRef Planner::read_words(const Chunk& chunk) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  if (arrangement_.hi_resident[id]) return {HostRef::Where::resident_hi, id};
+  const HostRef words = take_word_buffer();
+  Task& read = emit(TaskKind::read_hi, Lane::disk_read, {cell_access(Space::stored_hi, id, false), host_access(words, true)});
+  read.chunk = id;
+  read.words = words;
+  read.bytes = chunk.word_bytes();
+  return words;
+}
+
+HostRef Planner::read_state(const Chunk& chunk) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  if (arrangement_.state_resident[id]) return {HostRef::Where::resident_state, id};
+  const HostRef state = take_state_buffer();
+  Task& read = emit(TaskKind::read_state, Lane::disk_read, {cell_access(Space::stored_state, id, false), host_access(state, true)});
+  read.chunk = id;
+  read.state = state;
+  read.bytes = chunk.state_bytes;
+  return state;
+}
+
+void Planner::emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  Task& update = emit(TaskKind::update, Lane::update, {host_access(words, true), host_access(gradient, false), host_access(state, true)});
+  update.chunk = id;
+  update.words = words;
+  update.gradient = gradient;
+  update.state = state;
+  update.bytes = chunk.word_bytes();
+  if (!arrangement_.hi_resident[id]) {
+    Task& write = emit(TaskKind::write_hi, Lane::disk_write, {host_access(words, false), cell_access(Space::stored_hi, id, true)});
+    write.chunk = id;
+    write.words = words;
+    write.bytes = chunk.word_bytes();
+  }
+  if (!arrangement_.state_resident[id]) {
+    Task& write = emit(TaskKind::write_state, Lane::disk_write, {host_access(state, false), cell_access(Space::stored_state, id, true)});
+    write.chunk = id;
+    write.state = state;
+    write.bytes = chunk.state_bytes;
+  }
+}
+
+}  // namespace tierflow::swap

@@ -1,0 +1,70 @@
+#pragma once
+// Turns a layout and an arrangement into plans. Deterministic: the same sequence of calls gives the same tasks.
+#include <cstdint>
+#include <vector>
+
+#include "swap/hazards.h"
+#include "swap/layout.h"
+#include "swap/plan.h"
+
+namespace tierflow::swap {
+
+class Planner {
+ public:
+  Planner(const Layout& layout, const Arrangement& arrangement);
+
+  // Layer-major forward and backward over all micro-batches. In a staged arrangement `pending` says that gradients of the step
+  // before wait to be applied: each unit's update then runs ahead of its first forward.
+  Plan train_step(bool pending);
+  // Forward only, for one evaluation of `micro_batches` micro-batches.
+  Plan evaluate(int micro_batches);
+  // The updates that a staged arrangement still owes.
+  Plan flush();
+
+ private:
+  // A unit's weights on the device.
+  struct Region {
+    int unit = -1;
+    std::uint64_t begin = 0, end = 0;
+    int busy = 0;  // visits that are fetched and not yet computed
+  };
+
+  Task& emit(TaskKind kind, Lane lane, std::vector<Access> accesses);
+  void run_visits(int micro_batches);
+  // Emits what brings a visit's weights to the device; false where the ring has no room yet. A forced fetch succeeds.
+  bool fetch(int visit, bool forced);
+  std::uint64_t allocate_weights(std::uint64_t bytes);
+  Region* find_region(int unit);
+  void invalidate(int unit);
+  void compute(int visit, int micro_batch, std::uint64_t carry_slot);
+  std::uint64_t gradient_region(int unit, std::vector<bool>& fresh, std::size_t position);
+  void take_gradients(const Visit& visit);
+  HostRef download_gradient(const Chunk& chunk, std::uint64_t from);
+  void stage_gradient(const Chunk& chunk, std::uint64_t from);
+  void update_now(const Chunk& chunk, std::uint64_t gradient_from, std::uint64_t words_from);
+  HostRef update_pending(const Chunk& chunk);
+  HostRef read_words(const Chunk& chunk);
+  HostRef read_state(const Chunk& chunk);
+  void emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state);
+  HostRef take_word_buffer();
+  HostRef take_state_buffer();
+
+  const Layout& layout_;
+  const Arrangement& arrangement_;
+  HazardTracker hazards_;
+  TaskId next_id_ = 0;
+  Plan plan_;
+  Pass pass_ = Pass::forward;  // of the visit being fetched or run
+  int stage_ = -1;
+  bool pending_ = false;
+  std::vector<bool> updated_;  // by unit, in this step
+  std::vector<Region> regions_;
+  std::uint64_t ring_position_ = 0, gradient_position_ = 0;
+  std::vector<std::uint64_t> gradient_of_;  // by unit: offset of its gradient in this step, kNowhere before the first use
+  std::vector<std::uint64_t> held_offset_;  // by unit: place of a tied unit's gradient
+  std::vector<TaskId> word_last_use_, state_last_use_;
+  TaskId use_counter_ = 0;
+  int next_carry_slot_ = 0;
+};
+
+}  // namespace tierflow::swap

@@ -1,0 +1,224 @@
+#include "swap/store.h"
+
+#include <xxhash.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <random>
+
+namespace tierflow::swap {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::uint64_t kSuperblockSpacing = std::uint64_t{1} << 20;
+constexpr std::uint64_t kManifestBase = 2 * kSuperblockSpacing;
+constexpr int kVersion = 1;
+
+struct Superblock {
+  char magic[8] = {'T', 'F', 'S', 'T', 'O', 'R', 'E', '1'};
+  std::uint64_t version = kVersion;
+  std::uint64_t run_id = 0;
+  std::uint64_t generation = 0;
+  std::uint64_t manifest_offset = 0, manifest_length = 0, manifest_checksum = 0;
+  std::uint64_t checksum = 0;  // of the fields before it
+
+  std::uint64_t own_checksum() const { return XXH3_64bits(this, offsetof(Superblock, checksum)); }
+};
+
+const char* kind_name(ExtentKind kind) {
+  static constexpr const char* kNames[] = {"hi", "state", "gradient"};
+  return kNames[static_cast<int>(kind)];
+}
+
+io::Error corrupt(std::string detail) {
+  return {.kind = io::ErrorKind::corruption, .operation = "open the store", .detail = std::move(detail)};
+}
+
+}  // namespace
+
+Store::Store(StoreOptions options, const Layout& layout) : options_(std::move(options)), layout_(layout) {
+  const auto& chunks = layout.chunks();
+  for (int kind = 0; kind < 3; ++kind) {
+    records_[kind].resize(chunks.size());
+    pending_checksum_[kind].resize(chunks.size());
+  }
+  for (const Chunk& chunk : chunks) {
+    hi_offset_.push_back(hi_bytes_);
+    hi_bytes_ += chunk.word_bytes();
+    state_offset_.push_back(state_bytes_);
+    if (chunk.trainable) state_bytes_ += chunk.state_bytes;
+  }
+  manifest_bytes_ = round_up((std::uint64_t{1} << 20) + options_.identity.size() + 160 * chunks.size(), kSector);
+  total_bytes_ = kManifestBase + 2 * manifest_bytes_ + options_.generations * (hi_bytes_ + state_bytes_) +
+                 (options_.staged_gradients ? hi_bytes_ : 0);
+}
+
+std::uint64_t Store::bytes_needed(const StoreOptions& options, const Layout& layout) { return Store(options, layout).total_bytes_; }
+
+io::Result<std::unique_ptr<Store>> Store::create(StoreOptions options, const Layout& layout) {
+  std::unique_ptr<Store> store(new Store(std::move(options), layout));
+  std::random_device random;
+  store->run_id_ = (std::uint64_t{random()} << 32) | random();
+  io::VolumeOptions volume_options = store->options_.volume;
+  volume_options.bytes = store->total_bytes_;
+  auto volume = io::Volume::create(volume_options);
+  if (!volume.ok()) return volume.error();
+  store->volume_ = std::move(volume).value();
+  return store;
+}
+
+io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layout& layout) {
+  std::unique_ptr<Store> store(new Store(std::move(options), layout));
+  auto volume = io::Volume::open(store->options_.volume);
+  if (!volume.ok()) return volume.error();
+  store->volume_ = std::move(volume).value();
+  if (store->volume_->size() != store->total_bytes_) return corrupt("its size is not that of this model and these options");
+  io::Buffer buffer = io::allocate_buffer(store->manifest_bytes_);
+  std::vector<Superblock> found;
+  for (int copy = 0; copy < 2; ++copy) {
+    if (io::Error error = store->transfer(io::Op::read, copy * kSuperblockSpacing, buffer, kSector)) return error;
+    Superblock block;
+    std::memcpy(static_cast<void*>(&block), buffer.data(), sizeof block);
+    if (std::memcmp(block.magic, Superblock{}.magic, sizeof block.magic) == 0 && block.checksum == block.own_checksum() &&
+        block.version == kVersion && block.manifest_length <= store->manifest_bytes_)
+      found.push_back(block);
+  }
+  std::sort(found.begin(), found.end(), [](const Superblock& a, const Superblock& b) { return a.generation > b.generation; });
+  for (const Superblock& block : found) {
+    if (io::Error error = store->transfer(io::Op::read, block.manifest_offset, buffer, round_up(block.manifest_length, kSector))) return error;
+    if (XXH3_64bits(buffer.data(), block.manifest_length) != block.manifest_checksum) continue;
+    store->run_id_ = block.run_id;
+    store->generation_ = block.generation;
+    if (io::Error error = store->load_manifest(std::string(reinterpret_cast<const char*>(buffer.data()), block.manifest_length))) return error;
+    return store;
+  }
+  return corrupt("it holds no committed generation: nothing was committed to it before the run ended");
+}
+
+std::uint64_t Store::extent_bytes(ExtentKind kind, int chunk) const {
+  return kind == ExtentKind::state ? layout_.chunks()[chunk].state_bytes : layout_.chunks()[chunk].word_bytes();
+}
+
+std::uint64_t Store::offset(ExtentKind kind, int chunk, int slot) const {
+  const std::uint64_t base = kManifestBase + 2 * manifest_bytes_;
+  switch (kind) {
+    case ExtentKind::hi: return base + slot * hi_bytes_ + hi_offset_[chunk];
+    case ExtentKind::state: return base + options_.generations * hi_bytes_ + slot * state_bytes_ + state_offset_[chunk];
+    default: return base + options_.generations * (hi_bytes_ + state_bytes_) + hi_offset_[chunk];
+  }
+}
+
+std::uint64_t Store::checksum(ExtentKind kind, int chunk, std::uint64_t generation, std::span<const std::byte> bytes) const {
+  const std::uint64_t identity[4] = {run_id_, static_cast<std::uint64_t>(kind), static_cast<std::uint64_t>(chunk), generation};
+  return XXH3_64bits_withSeed(bytes.data(), bytes.size(), XXH3_64bits(identity, sizeof identity));
+}
+
+void Store::read(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done) {
+  volume_->submit({.op = io::Op::read, .offset = offset(kind, chunk, record(kind, chunk).slot), .length = extent_bytes(kind, chunk),
+                   .buffer = std::move(buffer)},
+                  std::move(done));
+}
+
+void Store::stamp(ExtentKind kind, int chunk, std::span<const std::byte> bytes) {
+  pending_checksum_[static_cast<int>(kind)][chunk] = checksum(kind, chunk, generation_ + 1, bytes);
+}
+
+void Store::write(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done) {
+  Record& at = record(kind, chunk);
+  // A slot that the newest durable generation refers to is not written while there is another.
+  if (at.written && at.generation <= generation_ && options_.generations == 2 && kind != ExtentKind::gradient) at.slot ^= 1;
+  at.checksum = pending_checksum_[static_cast<int>(kind)][chunk];
+  at.generation = generation_ + 1;
+  at.written = true;
+  volume_->submit({.op = io::Op::write, .offset = offset(kind, chunk, at.slot), .length = extent_bytes(kind, chunk), .buffer = std::move(buffer)},
+                  std::move(done));
+}
+
+io::Error Store::verify(ExtentKind kind, int chunk, std::span<const std::byte> bytes) const {
+  const Record& at = record(kind, chunk);
+  if (at.written && checksum(kind, chunk, at.generation, bytes) == at.checksum) return {};
+  const Chunk& shape = layout_.chunks()[chunk];
+  return {.kind = io::ErrorKind::corruption, .operation = "verify", .path = layout_.units()[shape.unit].name,
+          .offset = offset(kind, chunk, at.slot), .length = bytes.size(),
+          .detail = std::string("the ") + kind_name(kind) + " of chunk " + std::to_string(shape.index) +
+                    (at.written ? " is not what was written" : " was never written") + ": the drive or another program changed it"};
+}
+
+std::string Store::manifest(const std::string& progress) const {
+  json records = json::array();
+  for (int kind = 0; kind < 2; ++kind)
+    for (const Record& at : records_[kind]) records.push_back({at.written, at.slot, at.generation, at.checksum});
+  json units = json::array();
+  for (const UnitShape& unit : layout_.units()) {
+    json groups = json::array();
+    for (const GroupShape& group : unit.groups) groups.push_back({{"elements", group.elements}, {"precision", group.precision}});
+    units.push_back({{"name", unit.name}, {"groups", groups}});
+  }
+  return json{{"version", kVersion}, {"chunk_elements", layout_.chunk_elements()}, {"generations", options_.generations},
+              {"units", units},      {"identity", options_.identity},                {"progress", progress},
+              {"records", records}}
+      .dump();
+}
+
+io::Error Store::load_manifest(const std::string& text) {
+  const json manifest = json::parse(text, nullptr, false);
+  const std::size_t chunks = layout_.chunks().size();
+  if (!manifest.is_object() || !manifest.contains("records") || manifest["records"].size() != 2 * chunks ||
+      manifest.value("chunk_elements", std::uint64_t{0}) != layout_.chunk_elements())
+    return corrupt("its manifest is of another model or another version");
+  for (std::size_t index = 0; index < 2 * chunks; ++index) {
+    const json& entry = manifest["records"][index];
+    records_[index / chunks][index % chunks] = {.checksum = entry[3], .generation = entry[2], .slot = entry[1], .written = entry[0]};
+  }
+  options_.identity = manifest.value("identity", "");
+  progress_ = manifest.value("progress", "");
+  return {};
+}
+
+io::Error Store::commit(const std::string& progress) {
+  const std::string text = manifest(progress);
+  if (text.size() > manifest_bytes_)
+    return {.kind = io::ErrorKind::io, .operation = "commit", .length = text.size(), .detail = "the manifest outgrew its place"};
+  const int copy = static_cast<int>((generation_ + 1) % 2);
+  io::Buffer buffer = io::allocate_buffer(round_up(text.size(), kSector));
+  if (!buffer) return {.kind = io::ErrorKind::memory, .operation = "commit", .length = text.size()};
+  std::memcpy(buffer.data(), text.data(), text.size());
+  Superblock block;
+  block.run_id = run_id_;
+  block.generation = generation_ + 1;
+  block.manifest_offset = kManifestBase + copy * manifest_bytes_;
+  block.manifest_length = text.size();
+  block.manifest_checksum = XXH3_64bits(text.data(), text.size());
+  block.checksum = block.own_checksum();
+  if (io::Error error = transfer(io::Op::write, block.manifest_offset, buffer, buffer.size())) return error;
+  if (io::Error error = volume_->flush()) return error;
+  std::memset(buffer.data(), 0, kSector);
+  std::memcpy(buffer.data(), &block, sizeof block);
+  if (io::Error error = transfer(io::Op::write, copy * kSuperblockSpacing, buffer, kSector)) return error;
+  if (io::Error error = volume_->flush()) return error;
+  ++generation_;
+  progress_ = progress;
+  return {};
+}
+
+io::Error Store::transfer(io::Op op, std::uint64_t offset, io::Buffer& buffer, std::size_t length) {
+  std::mutex mutex;
+  std::condition_variable arrived;
+  bool done = false;
+  io::Error error;
+  volume_->submit({.op = op, .offset = offset, .length = length, .buffer = std::move(buffer)}, [&](io::Completion&& completion) {
+    std::lock_guard lock(mutex);
+    buffer = std::move(completion.buffer);
+    error = std::move(completion.error);
+    done = true;
+    arrived.notify_one();
+  });
+  std::unique_lock lock(mutex);
+  arrived.wait(lock, [&] { return done; });
+  return error;
+}
+
+}  // namespace tierflow::swap

@@ -1,0 +1,76 @@
+#pragma once
+// Where each extent lives on the volume, with a record each: slot, generation, checksum. Bytes on the volume: docs/store.md.
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/volume.h"
+#include "swap/layout.h"
+#include "swap/plan.h"
+
+namespace tierflow::swap {
+
+struct StoreOptions {
+  io::VolumeOptions volume;  // bytes is computed
+  int generations = 1;       // 2: a commit leaves the generation before it intact until the next one is durable
+  bool staged_gradients = true;
+  std::string identity;  // JSON of the client's: what the state belongs to; kept in the manifest and given back on open
+};
+
+class Store {
+ public:
+  static io::Result<std::unique_ptr<Store>> create(StoreOptions options, const Layout& layout);
+  // Opens the newest valid generation. The layout must be the one it was created with.
+  static io::Result<std::unique_ptr<Store>> open(StoreOptions options, const Layout& layout);
+  // Bytes that create() will take on the volume.
+  static std::uint64_t bytes_needed(const StoreOptions& options, const Layout& layout);
+
+  // Any thread; no two calls for one extent at a time.
+  void read(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done);
+  // Writes the extent into the generation at work. stamp() of the same bytes comes first.
+  void write(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done);
+  // Makes the checksum that the next write() of the extent records: call where the bytes are produced.
+  void stamp(ExtentKind kind, int chunk, std::span<const std::byte> bytes);
+  // Compares bytes that read() brought with the record: an error of kind corruption names the extent.
+  io::Error verify(ExtentKind kind, int chunk, std::span<const std::byte> bytes) const;
+
+  // Makes everything written so far the newest generation, durably. `progress` is the client's JSON (step, data position ...).
+  // No read or write may be in flight.
+  io::Error commit(const std::string& progress);
+
+  std::uint64_t extent_bytes(ExtentKind kind, int chunk) const;
+  const std::string& identity() const { return options_.identity; }
+  const std::string& progress() const { return progress_; }
+  std::uint64_t generation() const { return generation_; }
+  io::Volume& volume() { return *volume_; }
+
+ private:
+  struct Record {
+    std::uint64_t checksum = 0, generation = 0;
+    std::uint8_t slot = 0;
+    bool written = false;
+  };
+  Store(StoreOptions options, const Layout& layout);
+  Record& record(ExtentKind kind, int chunk) { return records_[static_cast<int>(kind)][chunk]; }
+  const Record& record(ExtentKind kind, int chunk) const { return records_[static_cast<int>(kind)][chunk]; }
+  std::uint64_t offset(ExtentKind kind, int chunk, int slot) const;
+  std::uint64_t checksum(ExtentKind kind, int chunk, std::uint64_t generation, std::span<const std::byte> bytes) const;
+  std::string manifest(const std::string& progress) const;
+  io::Error load_manifest(const std::string& text);
+  io::Error transfer(io::Op op, std::uint64_t offset, io::Buffer& buffer, std::size_t length);
+
+  StoreOptions options_;
+  const Layout& layout_;
+  std::unique_ptr<io::Volume> volume_;
+  std::vector<Record> records_[3];
+  std::vector<std::uint64_t> pending_checksum_[3];
+  std::vector<std::uint64_t> hi_offset_, state_offset_;  // by chunk, within a slot
+  std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, state_bytes_ = 0, total_bytes_ = 0;
+  std::uint64_t run_id_ = 0;
+  std::uint64_t generation_ = 0;  // newest durable one; work goes on in generation_ + 1
+  std::string progress_;
+};
+
+}  // namespace tierflow::swap

@@ -1,0 +1,387 @@
+// A toy model without torch: integers stand for weights and activations, so that a sequential loop gives the expected bits. The same
+// plans, stores, streams and buffers as a real run carry it.
+#include "swap/executor.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <bit>
+#include <cstring>
+#include <filesystem>
+#include <random>
+
+#include "swap/planner.h"
+
+namespace tierflow::swap {
+namespace {
+
+constexpr std::uint64_t kCarryBytes = 4096;
+
+float toy_gradient(std::uint16_t word, int stage, int micro_batch) { return static_cast<float>((word & 0x3fU) + 2 * stage + micro_batch); }
+std::uint16_t to_bf16(float value) { return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16); }  // small integers: exact
+std::uint16_t initial_word(int unit, std::uint64_t i) { return static_cast<std::uint16_t>((unit * 7919 + i * 31) & 0x7fff); }
+std::byte initial_state(int unit, std::uint64_t i) { return static_cast<std::byte>((unit * 13 + i * 7) & 0xff); }
+void toy_update(std::uint16_t& word, std::uint16_t gradient, std::byte& state) {
+  state = static_cast<std::byte>(static_cast<unsigned>(state) * 5 + (gradient & 0xffU));
+  word = static_cast<std::uint16_t>((word * 3 + gradient + static_cast<unsigned>(state)) & 0x7fff);
+}
+
+struct Toy {
+  std::vector<UnitShape> units;
+  std::vector<StageShape> stages;
+  std::uint64_t chunk_elements = kChunkQuantum;
+};
+
+Toy make_toy(bool tied, int blocks) {
+  Toy toy;
+  const auto unit = [&](const char* name, std::uint64_t matrix, std::uint64_t norms) {
+    toy.units.push_back({.name = name, .groups = {{.elements = matrix, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"},
+                                                  {.elements = norms, .state_bytes_element = 10, .state_bytes_block = 0, .precision = "b"}}});
+  };
+  unit("embedding", 150 * 1024, 2048);
+  toy.stages.push_back({.units = {0}, .backward_needs_weights = false});
+  for (int block = 0; block < blocks; ++block) {
+    unit("block", 180 * 1024 + 2048 * block, 4096);
+    toy.stages.push_back({.units = {1 + block}, .carry_bytes = kCarryBytes});
+  }
+  unit("head", tied ? 2048 : 140 * 1024, 2048);
+  toy.stages.push_back({.units = {1 + blocks}, .carry_bytes = kCarryBytes});
+  if (tied) toy.stages.back().units.push_back(0);
+  return toy;
+}
+
+// The expected result, by the plain loop: one unit's state byte an element stands for all of its state.
+struct Reference {
+  std::vector<std::vector<std::uint16_t>> words;
+  std::vector<std::vector<std::byte>> state;
+  std::vector<std::uint64_t> results;  // of each step and micro-batch
+};
+
+std::uint64_t mix(std::uint64_t value, std::uint64_t more) { return (value ^ more) * 0x9E3779B97F4A7C15ULL + (value >> 29); }
+
+std::uint64_t toy_forward(std::uint64_t carry, std::span<const std::uint16_t> words) {
+  for (std::size_t i = 0; i < words.size(); i += 97) carry = mix(carry, words[i]);
+  return mix(carry, words.back());
+}
+
+Reference run_reference(const Toy& toy, const Layout& layout, int steps, int micro_batches) {
+  Reference reference;
+  for (int unit = 0; unit < static_cast<int>(toy.units.size()); ++unit) {
+    reference.words.emplace_back(layout.unit_elements(unit));
+    reference.state.emplace_back(layout.unit_elements(unit));
+    for (std::uint64_t i = 0; i < layout.unit_elements(unit); ++i) {
+      reference.words[unit][i] = initial_word(unit, i);
+      reference.state[unit][i] = initial_state(unit, i);
+    }
+  }
+  for (int step = 0; step < steps; ++step) {
+    std::vector<std::vector<float>> gradients;
+    for (const auto& words : reference.words) gradients.emplace_back(words.size(), 0.0F);
+    for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch) {
+      std::uint64_t carry = step * 100 + micro_batch;
+      for (int stage = 0; stage < static_cast<int>(toy.stages.size()); ++stage)
+        for (int unit : toy.stages[stage].units) {
+          carry = toy_forward(carry, reference.words[unit]);
+          for (std::size_t i = 0; i < gradients[unit].size(); ++i) {
+            const bool embedding_backward = stage == 0;  // has no weights at hand
+            gradients[unit][i] += toy_gradient(embedding_backward ? 1 : reference.words[unit][i], stage, micro_batch);
+          }
+        }
+      reference.results.push_back(carry);
+    }
+    for (std::size_t unit = 0; unit < gradients.size(); ++unit)
+      for (std::size_t i = 0; i < gradients[unit].size(); ++i)
+        toy_update(reference.words[unit][i], to_bf16(gradients[unit][i]), reference.state[unit][i]);
+  }
+  return reference;
+}
+
+class ToyWork final : public HostWork {
+ public:
+  io::Error measure(const Chunk&, std::span<const std::byte>) override {
+    ++measured;
+    return {};
+  }
+  io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words, std::span<std::byte> state) override {
+    auto* word = reinterpret_cast<std::uint16_t*>(words.data());
+    const auto* grad = reinterpret_cast<const std::uint16_t*>(gradient.data());
+    for (std::uint64_t i = 0; i < chunk.elements; ++i) toy_update(word[i], grad[i], state[i]);
+    ++updated;
+    return {};
+  }
+  int measured = 0, updated = 0;
+};
+
+struct Case {
+  std::uint64_t host = 0, device = 0;
+  bool staged = true, tied = false;
+  int micro_batches = 2;
+  std::uint64_t chaos = 0;
+  int generations = 1;
+  io::EngineKind engine = io::EngineKind::threads;
+};
+
+class TemporaryFolder {
+ public:
+  TemporaryFolder() : path_(std::filesystem::current_path() / ("swap-test-" + std::to_string(::getpid()) + "-" + std::to_string(counter()++))) {
+    std::filesystem::create_directories(path_);
+  }
+  ~TemporaryFolder() { std::filesystem::remove_all(path_); }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  static int& counter() {
+    static int count = 0;
+    return count;
+  }
+  std::filesystem::path path_;
+};
+
+#define ASSERT_OK(expression)                         \
+  do {                                                \
+    const io::Error error_ = (expression);            \
+    ASSERT_FALSE(error_) << error_.message();         \
+  } while (false)
+
+class Run {
+ public:
+  Run(const Toy& toy, const Case& with) : case_(with), layout_(toy.units, toy.stages, toy.chunk_elements) {}
+
+  void prepare() {
+    auto arrangement = arrange(layout_, {.host_budget = case_.host, .device_budget = case_.device, .micro_batches = case_.micro_batches, .staged = case_.staged});
+    ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
+    arrangement_ = std::move(arrangement).value();
+    ASSERT_LE(arrangement_.host_bytes(layout_), case_.host);
+    ASSERT_LE(arrangement_.device_bytes(), case_.device);
+    device_ = open_cpu_device({.chaos_seed = case_.chaos});
+    auto store = Store::create({.volume = {.directories = {folder_.path()}, .engine = case_.engine, .allow_buffered = true, .allow_any_filesystem = true},
+                                .generations = case_.generations}, layout_);
+    ASSERT_TRUE(store.ok()) << store.error().message();
+    store_ = std::move(store).value();
+    auto executor = Executor::create(*device_, store_.get(), layout_, arrangement_, {.chaos_seed = case_.chaos});
+    ASSERT_TRUE(executor.ok()) << executor.error().message();
+    executor_ = std::move(executor).value();
+    planner_ = std::make_unique<Planner>(layout_, arrangement_);
+    for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id) {
+      const Chunk& chunk = layout_.chunks()[id];
+      ASSERT_OK(executor_->access(ExtentKind::hi, id, true, [&](std::span<std::byte> bytes) {
+        for (std::uint64_t i = 0; i < chunk.elements; ++i) {
+          const std::uint16_t word = initial_word(chunk.unit, chunk.first + i);
+          std::memcpy(bytes.data() + 2 * i, &word, 2);
+        }
+      }));
+      ASSERT_OK(executor_->access(ExtentKind::state, id, true, [&](std::span<std::byte> bytes) {
+        for (std::uint64_t i = 0; i < bytes.size(); ++i) bytes[i] = i < chunk.elements ? initial_state(chunk.unit, chunk.first + i) : std::byte{0};
+      }));
+    }
+  }
+
+  void train(int steps) {
+    for (int step = 0; step < steps; ++step) {
+      Plan plan = planner_->train_step(pending_);
+      if (mutate) mutate(plan);
+      for (const Task& task : plan.tasks)
+        for (TaskId dependency : task.dependencies) ASSERT_LT(dependency, plan.first_id + (&task - plan.tasks.data()));
+      executor_->append(std::move(plan), work_);
+      visits(step);
+      if (HasFatalFailure()) return;
+      ASSERT_OK(executor_->finish_updates());
+      pending_ = case_.staged;
+    }
+    if (case_.staged) executor_->append(planner_->flush(), work_);
+    ASSERT_OK(executor_->drain());
+  }
+
+  void compare(const Reference& reference, bool& equal) {
+    equal = results_ == reference.results;
+    for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id) {
+      const Chunk& chunk = layout_.chunks()[id];
+      ASSERT_OK(executor_->access(ExtentKind::hi, id, false, [&](std::span<std::byte> bytes) {
+        equal = equal && std::memcmp(bytes.data(), &reference.words[chunk.unit][chunk.first], bytes.size()) == 0;
+      }));
+      ASSERT_OK(executor_->access(ExtentKind::state, id, false, [&](std::span<std::byte> bytes) {
+        equal = equal && std::memcmp(bytes.data(), &reference.state[chunk.unit][chunk.first], chunk.elements) == 0;
+      }));
+    }
+  }
+
+  const Layout& layout() const { return layout_; }
+  const Arrangement& arrangement() const { return arrangement_; }
+  ToyWork& work() { return *work_; }
+  Store& store() { return *store_; }
+  std::function<void(Plan&)> mutate;
+
+ private:
+  static bool HasFatalFailure() { return testing::Test::HasFatalFailure(); }
+
+  void visits(int step) {
+    const int stages = static_cast<int>(layout_.stages().size());
+    std::vector<std::uint64_t> carry(case_.micro_batches);
+    std::vector<std::vector<std::uint64_t>> inputs(stages, std::vector<std::uint64_t>(case_.micro_batches));
+    for (int micro_batch = 0; micro_batch < case_.micro_batches; ++micro_batch) carry[micro_batch] = step * 100 + micro_batch;
+    for (int order = 0; order < 2 * stages - 1; ++order) {
+      const int stage = order < stages ? order : 2 * stages - 2 - order;
+      const Pass pass = order < stages - 1 ? Pass::forward : order == stages - 1 ? Pass::head : Pass::backward;
+      for (int micro_batch = 0; micro_batch < case_.micro_batches; ++micro_batch) {
+        auto entered = executor_->enter(stage, pass, micro_batch);
+        ASSERT_TRUE(entered.ok()) << entered.error().message();
+        const auto& units = layout_.stages()[stage].units;
+        if (pass == Pass::forward) inputs[stage][micro_batch] = carry[micro_batch];
+        if (entered->carry != nullptr && pass == Pass::forward) std::memcpy(entered->carry, &carry[micro_batch], 8);
+        if (entered->carry != nullptr && pass == Pass::backward) {
+          std::uint64_t saved = 0;
+          std::memcpy(&saved, entered->carry, 8);
+          if (saved != inputs[stage][micro_batch]) results_.push_back(0);  // shows as a difference
+        }
+        for (std::size_t u = 0; u < units.size(); ++u) {
+          const std::uint64_t n = layout_.unit_elements(units[u]);
+          const std::uint64_t at = entered->visit->weights[u];
+          const auto* words = at == kNowhere ? nullptr : reinterpret_cast<const std::uint16_t*>(entered->arena + at);
+          if (pass != Pass::backward) carry[micro_batch] = toy_forward(carry[micro_batch], {words, n});
+          if (pass == Pass::forward) continue;
+          auto* gradient = reinterpret_cast<float*>(entered->arena + entered->visit->gradients[u]);
+          if (micro_batch == 0 && entered->visit->fresh_gradient[u]) std::memset(gradient, 0, 4 * n);
+          for (std::uint64_t i = 0; i < n; ++i) gradient[i] += toy_gradient(stage == 0 ? 1 : words[i], stage, micro_batch);
+        }
+        ASSERT_OK(executor_->leave());
+        if (pass == Pass::head) results_.push_back(carry[micro_batch]);
+      }
+    }
+  }
+
+  const Case case_;
+  Layout layout_;
+  Arrangement arrangement_;
+  TemporaryFolder folder_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Store> store_;
+  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<Planner> planner_;
+  std::shared_ptr<ToyWork> work_ = std::make_shared<ToyWork>();
+  std::vector<std::uint64_t> results_;
+  bool pending_ = false;
+};
+
+constexpr std::uint64_t kMiB = 1 << 20;
+
+bool equals_plain_loop(const Case& with, int blocks, int steps, std::function<void(Plan&)> mutate = {}) {
+  const Toy toy = make_toy(with.tied, blocks);
+  Run run(toy, with);
+  run.prepare();
+  if (testing::Test::HasFatalFailure()) return false;
+  run.mutate = std::move(mutate);
+  run.train(steps);
+  if (testing::Test::HasFatalFailure()) return false;
+  const int chunks = static_cast<int>(run.layout().chunks().size());
+  EXPECT_EQ(run.work().updated, chunks * steps);
+  EXPECT_EQ(run.work().measured, with.staged ? chunks * steps : 0);
+  bool equal = false;
+  run.compare(run_reference(toy, run.layout(), steps, with.micro_batches), equal);
+  return equal;
+}
+
+TEST(Executor, EverythingResident) { EXPECT_TRUE(equals_plain_loop({.host = 200 * kMiB, .device = 100 * kMiB}, 3, 3)); }
+TEST(Executor, EverythingResidentImmediate) {
+  EXPECT_TRUE(equals_plain_loop({.host = 200 * kMiB, .device = 100 * kMiB, .staged = false}, 3, 3));
+}
+TEST(Executor, SmallestBudgets) { EXPECT_TRUE(equals_plain_loop({.host = 800 * 1024, .device = 1300 * 1024}, 3, 3)); }
+TEST(Executor, SmallestBudgetsImmediate) {
+  EXPECT_TRUE(equals_plain_loop({.host = 800 * 1024, .device = 1300 * 1024, .staged = false}, 3, 3));
+}
+TEST(Executor, Tied) { EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 3 * kMiB, .tied = true}, 3, 3)); }
+TEST(Executor, TiedImmediate) { EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 3 * kMiB, .staged = false, .tied = true}, 3, 3)); }
+TEST(Executor, TwoGenerations) { EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 2 * kMiB, .generations = 2}, 3, 3)); }
+TEST(Executor, ThreadsEngine) {
+  EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 2 * kMiB, .engine = io::EngineKind::threads}, 3, 3));
+}
+
+TEST(Executor, RandomBudgetsUnderChaos) {
+  std::minstd_rand random(20);
+  for (int round = 0; round < 40; ++round) {
+    const bool tied = random() % 2 == 0;
+    const Case with{.host = 900 * 1024 + random() % (4 * kMiB), .device = (tied ? 2500 : 1400) * 1024 + random() % (3 * kMiB),
+                    .staged = random() % 2 == 0, .tied = tied, .micro_batches = 1 + static_cast<int>(random() % 3), .chaos = 1 + random() % 1000,
+                    .generations = 1 + static_cast<int>(random() % 2)};
+    ASSERT_TRUE(equals_plain_loop(with, 1 + static_cast<int>(random() % 4), 2))
+        << "host " << with.host << " device " << with.device << " staged " << with.staged << " tied " << with.tied << " micro-batches "
+        << with.micro_batches << " chaos " << with.chaos << " generations " << with.generations;
+  }
+}
+
+// Negative controls: without one kind of wait the chaotic device must show a difference or an error.
+void expect_caught(const Case& with, TaskKind waiting, Lane forgets) {
+  bool caught = false;
+  for (std::uint64_t seed = 1; seed <= 8 && !caught; ++seed) {
+    Case chaotic = with;
+    chaotic.chaos = seed;
+    const Toy toy = make_toy(false, 4);
+    Run run(toy, chaotic);
+    run.prepare();
+    run.mutate = [&](Plan& plan) {
+      for (Task& task : plan.tasks) {
+        if (task.kind != waiting) continue;
+        std::erase_if(task.dependencies, [&](TaskId id) { return id >= plan.first_id && plan.tasks[id - plan.first_id].lane == forgets; });
+      }
+    };
+    run.train(2);
+    bool equal = false;
+    run.compare(run_reference(toy, run.layout(), 2, with.micro_batches), equal);
+    caught = !equal;
+  }
+  EXPECT_TRUE(caught) << task_name(waiting) << " no longer waits for " << lane_name(forgets);
+}
+const Case kSmall{.host = 1200 * 1024, .device = 3 * kMiB};
+TEST(NegativeControl, ComputeWithoutWaitingForUploads) { expect_caught(kSmall, TaskKind::compute, Lane::upload); }
+TEST(NegativeControl, GradientTakenBeforeItIsSummed) { expect_caught(kSmall, TaskKind::download_gradient, Lane::compute); }
+TEST(NegativeControl, UploadBeforeTheUpdate) { expect_caught(kSmall, TaskKind::upload_hi, Lane::update); }
+
+TEST(Arrange, NamesTheSmallestBudgetThatWorks) {
+  const Toy toy = make_toy(false, 3);
+  const Layout layout(toy.units, toy.stages, toy.chunk_elements);
+  for (const bool staged : {true, false}) {
+    ArrangeRequest request{.host_budget = 1, .device_budget = 64 * kMiB, .micro_batches = 2, .staged = staged};
+    const auto refused = arrange(layout, request);
+    ASSERT_FALSE(refused.ok());
+    EXPECT_EQ(refused.error().kind, io::ErrorKind::usage);
+    EXPECT_NE(refused.error().detail.find("the smallest that works is"), std::string::npos) << refused.error().detail;
+    request.device_budget = 1;
+    EXPECT_NE(arrange(layout, request).error().detail.find("--device-memory"), std::string::npos);
+  }
+}
+
+TEST(Store, CommittedGenerationIsFoundAgain) {
+  const Toy toy = make_toy(false, 2);
+  const Layout layout(toy.units, toy.stages, toy.chunk_elements);
+  TemporaryFolder folder;
+  const StoreOptions options{.volume = {.directories = {folder.path()}, .allow_buffered = true, .allow_any_filesystem = true}, .generations = 2, .identity = "{\"a\":1}"};
+  const Arrangement arrangement = arrange(layout, {.host_budget = kMiB, .device_budget = 8 * kMiB, .micro_batches = 1}).value();
+  const auto device = open_cpu_device();
+  const auto fill = [&](Executor& executor, int value) {
+    for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id)
+      for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+        ASSERT_OK(executor.access(kind, id, true, [&](std::span<std::byte> bytes) { std::memset(bytes.data(), value + id, bytes.size()); }));
+  };
+  {
+    auto store = Store::create(options, layout);
+    ASSERT_TRUE(store.ok()) << store.error().message();
+    auto executor = std::move(Executor::create(*device, store->get(), layout, arrangement)).value();
+    fill(*executor, 1);
+    ASSERT_OK((*store)->commit("{\"step\":1}"));
+    fill(*executor, 2);
+    ASSERT_OK((*store)->commit("{\"step\":2}"));
+    fill(*executor, 3);  // never committed
+  }
+  auto store = Store::open(options, layout);
+  ASSERT_TRUE(store.ok()) << store.error().message();
+  EXPECT_EQ((*store)->progress(), "{\"step\":2}");
+  EXPECT_EQ((*store)->identity(), "{\"a\":1}");
+  auto executor = std::move(Executor::create(*device, store->get(), layout, arrangement)).value();
+  for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id)
+    ASSERT_OK(executor->access(ExtentKind::state, id, false, [&](std::span<std::byte> bytes) {
+      EXPECT_EQ(bytes.front(), static_cast<std::byte>(2 + id));
+      EXPECT_EQ(bytes.back(), static_cast<std::byte>(2 + id));
+    }));
+}
+
+}  // namespace
+}  // namespace tierflow::swap
