@@ -48,14 +48,14 @@ std::size_t load_master(const State& state, std::size_t first, std::size_t count
   return count;
 }
 
-UpdateResult run_with_reports(const Update& u, const BlockReports& reports) {
+UpdateResult run_with_reports(const Kernels& kernels, const Update& u, const BlockReports& reports) {
   UpdateResult result;
   float before[kBlock], after[kBlock];
   for (std::size_t block = 0, first = 0; first < u.n; ++block, first += kBlock) {
     const std::size_t count = std::min(kBlock, u.n - first);
     if (reports.update_squares != nullptr) load_master(u.from, first, count, before);
     if (reports.gradient_squares != nullptr) reports.gradient_squares[block] = squares_of_gradient(u, block);
-    const std::size_t skipped = update_blocks(u, block, block + 1);
+    const std::size_t skipped = kernels.update_blocks(u, block, block + 1);
     (skipped > 0 ? result.skipped : result.updated) += count;
     if (reports.finite != nullptr) reports.finite[block] = skipped > 0 ? 0 : 1;
     if (reports.update_squares != nullptr) {
@@ -69,8 +69,8 @@ UpdateResult run_with_reports(const Update& u, const BlockReports& reports) {
 
 }  // namespace
 
-UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to, std::size_t n,
-                          const BlockReports& reports) {
+UpdateResult update_with(const Kernels& kernels, const AdamWParams& params, const std::uint16_t* gradient, const State& from,
+                         const State& to, std::size_t n, const BlockReports& reports) {
   if (n == 0) return {};
   const bool adam = params.rule == Rule::adamw || params.rule == Rule::adam;
   require(adam || params.rule == Rule::lion || params.rule == Rule::sgd, "unknown rule");
@@ -87,7 +87,6 @@ UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradie
   Update u;
   u.k = coefficients_of(params, eight_bit);
   u.rule = params.rule;
-  u.bounded = adam && std::isfinite(u.k.bound);
   u.gradient = gradient;
   u.from = from;
   u.to = to;
@@ -111,9 +110,14 @@ UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradie
     return {0, n};
   }
   if (reports.gradient_squares != nullptr || reports.update_squares != nullptr || reports.finite != nullptr)
-    return run_with_reports(u, reports);
-  const std::size_t skipped = update_blocks(u, 0, blocks);
+    return run_with_reports(kernels, u, reports);
+  const std::size_t skipped = kernels.update_blocks(u, 0, blocks);
   return {n - skipped, skipped};
+}
+
+UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to, std::size_t n,
+                          const BlockReports& reports) {
+  return update_with(kernels(), params, gradient, from, to, n, reports);
 }
 
 UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& state, std::size_t n) {
@@ -148,6 +152,16 @@ void decode_moment(const Moment& moment, float* values, std::size_t n, bool is_s
   for (std::size_t first = 0; first < n; first += kBlock)
     load_moment_block(moment, first / kBlock, std::min(kBlock, n - first), is_signed, values + first);
 }
+
+bool gradient_norm_squared(const std::uint16_t* gradient, std::size_t n, double* sums) {
+  const FloatEnvironment environment;
+  bool finite = true;
+  for (std::size_t first = 0; first < n; first += kNormSegment)
+    finite &= kernels().sum_segment(gradient + first, std::min(kNormSegment, n - first), sums + first / kNormSegment);
+  return finite;
+}
+
+const char* instruction_set() { return kernels().name; }
 
 std::uint16_t bf16_from_float(float value) { return narrowed(value); }
 float float_from_bf16(std::uint16_t bits) { return widened(bits); }

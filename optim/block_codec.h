@@ -141,7 +141,7 @@ template <bool Signed>
 struct Cells {
   static constexpr double kCells0 = Signed ? 1.0 : 2.0;  // cells of decade 0
   static constexpr int kTop = Signed ? 128 : 255;
-  static constexpr int kShift = Signed ? 0 : 1;  // rank = floor(line) - kShift
+  static constexpr int kShift = Signed ? 0 : 1;  // ranks of decade 0 begin at 1 in both maps
 
   static constexpr double power_of_ten(int exponent) {
     double power = 1;
@@ -155,8 +155,8 @@ struct Cells {
     return static_cast<float>((1 + 0.9 / cells(i - 1)) / power_of_ten(7 - i));
   }
   static constexpr float slope(int i) { return static_cast<float>(cells(i) * power_of_ten(6 - i) / 0.9); }
-  static constexpr float offset(int i) { return static_cast<float>(cells(i) * 8 / 9); }
-  static constexpr float last(int i) { return static_cast<float>(2 * cells(i) - 1); }  // floor(line) of the last cell
+  static constexpr float offset(int i) { return static_cast<float>(cells(i) * 8 / 9 - kShift); }
+  static constexpr float last(int i) { return static_cast<float>(2 * cells(i) - 1 - kShift); }  // the rank of the last cell
 };
 
 template <bool Signed>
@@ -164,14 +164,14 @@ TIERFLOW_HD int rank_of(float x) {
   using C = Cells<Signed>;
   constexpr float edges[8] = {C::edge(0), C::edge(1), C::edge(2), C::edge(3), C::edge(4), C::edge(5), C::edge(6), C::edge(7)};
   constexpr float slopes[7] = {C::slope(0), C::slope(1), C::slope(2), C::slope(3), C::slope(4), C::slope(5), C::slope(6)};
+  constexpr float offsets[7] = {C::offset(0), C::offset(1), C::offset(2), C::offset(3), C::offset(4), C::offset(5), C::offset(6)};
+  constexpr float lasts[7] = {C::last(0), C::last(1), C::last(2), C::last(3), C::last(4), C::last(5), C::last(6)};
   if (x < edges[0]) return 0;
   if (x >= edges[7]) return C::kTop;
   int i = 0;
   while (x >= edges[i + 1]) ++i;
-  const float cells = static_cast<float>((Signed ? 1 : 2) << i);
-  const float line = ::fmaf(x, slopes[i], cells * (8.0F / 9.0F));
-  const float last = 2 * cells - 1;
-  return static_cast<int>(line < last ? line : last) - C::kShift;
+  const float line = ::fmaf(x, slopes[i], offsets[i]);
+  return static_cast<int>(line < lasts[i] ? line : lasts[i]);
 }
 
 // 1 / absmax, or 0 for a block of zeros.

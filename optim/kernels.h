@@ -1,5 +1,7 @@
 #pragma once
 // Inside optim: what the front door hands to the kernels, and the scalar kernels that define the result.
+#include <span>
+
 #include "optim/adamw.h"
 #include "optim/step.h"
 
@@ -9,7 +11,6 @@ namespace tierflow::optim {
 struct Update {
   Coefficients k;
   Rule rule = Rule::adamw;
-  bool bounded = false;
   const std::uint16_t* gradient = nullptr;
   State from, to;
   std::size_t n = 0;
@@ -25,10 +26,26 @@ inline bool within(std::uint32_t largest, float scale) {
 }
 bool all_within(const std::uint16_t* gradient, std::size_t n, float scale);
 
-// Updates blocks [begin, end) of `u` and returns the number of elements left as they were (copied), because a gradient of their block
-// is not finite. update_blocks picks the instruction set; the scalar one defines the result.
-std::size_t update_blocks(const Update& u, std::size_t begin, std::size_t end);
+// The calls that depend on the instruction set. All sets give the same bits.
+struct Kernels {
+  const char* name;
+  // Updates blocks [begin, end) of `u` and returns the number of elements left as they were (copied), because a gradient of their
+  // block is not finite.
+  std::size_t (*update_blocks)(const Update& u, std::size_t begin, std::size_t end);
+  // *sum = sum of squares of count <= kNormSegment elements; false where one is not finite.
+  bool (*sum_segment)(const std::uint16_t* gradient, std::size_t count, double* sum);
+};
+
 std::size_t update_blocks_scalar(const Update& u, std::size_t begin, std::size_t end);
+bool sum_segment_scalar(const std::uint16_t* gradient, std::size_t count, double* sum);
+
+// All sets that this machine runs, best first; the last is the scalar one.
+std::span<const Kernels> all_kernels();
+inline const Kernels& kernels() { return all_kernels().front(); }
+
+// adamw_update with the given kernels.
+UpdateResult update_with(const Kernels& kernels, const AdamWParams& params, const std::uint16_t* gradient, const State& from,
+                         const State& to, std::size_t n, const BlockReports& reports = {});
 
 // Copies the state of one block from `u.from` to `u.to`.
 void copy_block(const Update& u, std::size_t block);
@@ -37,7 +54,8 @@ void copy_block(const Update& u, std::size_t block);
 void load_moment_block(const Moment& moment, std::size_t at, std::size_t count, bool is_signed, float* values);
 void store_moment_block(const Moment& moment, std::size_t at, std::size_t count, bool is_signed, const float* values);
 
-// Sum of squares of one segment: 16 partial sums in double (element i goes to i mod 16), added pairwise: 8 apart, 4, 2, 1.
+// Sums of squares: 16 partial sums in double (element i goes to i mod 16), added pairwise: 8 apart, 4, 2, 1.
+double pairwise_sum(double* partial);
 double sum_of_squares(const float* values, std::size_t count);
 
 // Sets round-to-nearest and subnormal numbers kept, until the end of the scope.

@@ -22,10 +22,10 @@ float store_codes(const float* values, std::size_t count, std::uint8_t* codes) {
   return absmax < kSmallestAbsmax ? 0.0F : absmax;
 }
 
-template <Rule R, bool Bounded>
+template <Rule R>
 void step_elements(const Coefficients& k, const float* g, float* p, float* m, float* v, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
-    const Element e = stepped<R, Bounded>(k, g[i], {p[i], m[i], v[i]});
+    const Element e = stepped<R>(k, g[i], {p[i], m[i], v[i]});
     p[i] = e.p;
     m[i] = e.m;
     v[i] = e.v;
@@ -34,12 +34,10 @@ void step_elements(const Coefficients& k, const float* g, float* p, float* m, fl
 
 void step_by_rule(const Update& u, const float* g, float* p, float* m, float* v, std::size_t count) {
   switch (u.rule) {
-    case Rule::adamw:
-      return u.bounded ? step_elements<Rule::adamw, true>(u.k, g, p, m, v, count) : step_elements<Rule::adamw, false>(u.k, g, p, m, v, count);
-    case Rule::adam:
-      return u.bounded ? step_elements<Rule::adam, true>(u.k, g, p, m, v, count) : step_elements<Rule::adam, false>(u.k, g, p, m, v, count);
-    case Rule::lion: return step_elements<Rule::lion, false>(u.k, g, p, m, v, count);
-    case Rule::sgd: return step_elements<Rule::sgd, false>(u.k, g, p, m, v, count);
+    case Rule::adamw: return step_elements<Rule::adamw>(u.k, g, p, m, v, count);
+    case Rule::adam: return step_elements<Rule::adam>(u.k, g, p, m, v, count);
+    case Rule::lion: return step_elements<Rule::lion>(u.k, g, p, m, v, count);
+    case Rule::sgd: return step_elements<Rule::sgd>(u.k, g, p, m, v, count);
   }
 }
 
@@ -134,12 +132,28 @@ void store_moment_block(const Moment& moment, std::size_t at, std::size_t count,
   }
 }
 
+double pairwise_sum(double* partial) {
+  for (std::size_t apart = 8; apart > 0; apart /= 2)
+    for (std::size_t i = 0; i < apart; ++i) partial[i] += partial[i + apart];
+  return partial[0];
+}
+
+bool sum_segment_scalar(const std::uint16_t* gradient, std::size_t count, double* sum) {
+  double partial[16] = {};
+  std::uint32_t largest = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const double g = widened(gradient[i]);
+    partial[i % 16] += g * g;
+    largest = std::max(largest, gradient[i] & 0x7fffU);
+  }
+  *sum = pairwise_sum(partial);
+  return largest < 0x7f80U;
+}
+
 double sum_of_squares(const float* values, std::size_t count) {
   double sums[16] = {};
   for (std::size_t i = 0; i < count; ++i) sums[i % 16] += static_cast<double>(values[i]) * values[i];
-  for (std::size_t apart = 8; apart > 0; apart /= 2)
-    for (std::size_t i = 0; i < apart; ++i) sums[i] += sums[i + apart];
-  return sums[0];
+  return pairwise_sum(sums);
 }
 
 }  // namespace tierflow::optim

@@ -27,8 +27,8 @@ struct Element {
   float p, m, v;
 };
 
-// `g` is the raw gradient. `Bounded`: the quotient is held within +-k.bound.
-template <Rule R, bool Bounded>
+// `g` is the raw gradient.
+template <Rule R>
 TIERFLOW_HD Element stepped(const Coefficients& k, float g, Element e) {
   g = g * k.scale;
   if constexpr (R == Rule::adam || R == Rule::sgd) g = ::fmaf(k.l2, e.p, g);
@@ -37,10 +37,8 @@ TIERFLOW_HD Element stepped(const Coefficients& k, float g, Element e) {
     e.m = ::fmaf(k.beta1, e.m, k.rest1 * g);
     e.v = ::fmaf(k.beta2, e.v, scaled * g);
     float u = e.m / ::fmaf(::sqrtf(e.v), k.root_correction2, k.eps);
-    if constexpr (Bounded) {
-      u = u < k.bound ? u : k.bound;
-      u = u > -k.bound ? u : -k.bound;
-    }
+    u = u < k.bound ? u : k.bound;
+    u = u > -k.bound ? u : -k.bound;
     e.p = ::fmaf(-k.step_size, u, R == Rule::adamw ? e.p * k.decay : e.p);
   } else if constexpr (R == Rule::lion) {
     const float direction = ::fmaf(k.beta1, e.m, k.rest1 * g);

@@ -1,29 +1,9 @@
-// The calls that read or write a stream once: norms, and the halves of the master.
+// The calls that read or write a stream once and need no instruction set of their own.
 #include <algorithm>
 
 #include "optim/kernels.h"
 
 namespace tierflow::optim {
-
-bool gradient_norm_squared(const std::uint16_t* gradient, std::size_t n, double* sums) {
-  const FloatEnvironment environment;
-  bool finite = true;
-  for (std::size_t first = 0; first < n; first += kNormSegment) {
-    const std::size_t count = std::min(kNormSegment, n - first);
-    double partial[16] = {};
-    std::uint32_t largest = 0;
-    for (std::size_t i = 0; i < count; ++i) {
-      const double g = widened(gradient[first + i]);
-      partial[i % 16] += g * g;
-      largest = std::max(largest, gradient[first + i] & 0x7fffU);
-    }
-    for (std::size_t apart = 8; apart > 0; apart /= 2)
-      for (std::size_t i = 0; i < apart; ++i) partial[i] += partial[i + apart];
-    sums[first / kNormSegment] = partial[0];
-    finite = finite && largest < 0x7f80U;
-  }
-  return finite;
-}
 
 bool all_within(const std::uint16_t* gradient, std::size_t n, float scale) {
   std::uint32_t largest = 0;

@@ -1,0 +1,219 @@
+// The codec of block_codec.h on vectors, once for each instruction set (no include guard by intent: see foreach_target.h of Highway).
+// A "unit" is two vectors of floats, a and b, and holds as many elements as one vector of 16-bit words. Within a unit the elements are
+// in "zipped" order: the order that interleaving two vectors of words block by block (of 128 bits) leaves, which costs one instruction
+// to make and, by packing, one to undo. Arithmetic is elementwise and does not care.
+#if defined(TIERFLOW_OPTIM_CODEC_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef TIERFLOW_OPTIM_CODEC_INL_H_
+#undef TIERFLOW_OPTIM_CODEC_INL_H_
+#else
+#define TIERFLOW_OPTIM_CODEC_INL_H_
+#endif
+
+#include <hwy/highway.h>
+
+#include "optim/block_codec.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tierflow::optim::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using F = hn::ScalableTag<float>;
+using I = hn::RebindToSigned<F>;
+using U = hn::RebindToUnsigned<F>;
+using Words = hn::Repartition<std::uint16_t, F>;
+using SignedWords = hn::Repartition<std::int16_t, F>;
+using Bytes = hn::Half<hn::Repartition<std::uint8_t, F>>;  // as many as Words
+using VF = hn::Vec<F>;
+using VI = hn::Vec<I>;
+using VU = hn::Vec<U>;
+using VW = hn::Vec<Words>;
+
+inline constexpr std::size_t kLanes = HWY_MAX_BYTES / 4;
+inline constexpr std::size_t kUnit = 2 * kLanes;  // elements
+
+struct Pair {
+  VF a, b;
+};
+
+HWY_INLINE VU bits(VF x) { return hn::BitCast(U(), x); }
+HWY_INLINE VF floats(VU x) { return hn::BitCast(F(), x); }
+
+// ---- what instruction sets have by different names -----------------------------------------------------------------------------------
+
+// 16 floats looked up by the low 4 bits of an index. With 8 lanes only the low 3 bits count: such callers treat entry 8 apart.
+#if HWY_TARGET <= HWY_AVX3
+HWY_INLINE VF lookup(VF table, VU index) { return VF{_mm512_permutexvar_ps(index.raw, table.raw)}; }
+HWY_INLINE VF load_table(const float* table) { return hn::Load(F(), table); }
+using Table = VF;
+inline constexpr bool kWideTable = true;
+HWY_INLINE VI truncated(VF x) { return VI{_mm512_cvttps_epi32(x.raw)}; }
+HWY_INLINE VW packed(VU a, VU b) { return VW{_mm512_packus_epi32(a.raw, b.raw)}; }
+HWY_INLINE VW signed_packed(VI a, VI b) { return VW{_mm512_packs_epi32(a.raw, b.raw)}; }
+HWY_INLINE VU high_product(VU a, VU b) { return VU{_mm512_mulhi_epu16(a.raw, b.raw)}; }
+HWY_INLINE VU next_where_ge(VU at, VF x, VF edge) {
+  return VU{_mm512_mask_add_epi32(at.raw, _mm512_cmp_ps_mask(x.raw, edge.raw, _CMP_GE_OQ), at.raw, _mm512_set1_epi32(1))};
+}
+HWY_INLINE Table scaled_table(const float* table, float factor, float*) { return hn::Mul(hn::Load(F(), table), hn::Set(F(), factor)); }
+#elif HWY_TARGET == HWY_AVX2
+HWY_INLINE VF lookup(VF table, VU index) { return VF{_mm256_permutevar8x32_ps(table.raw, index.raw)}; }
+HWY_INLINE VF load_table(const float* table) { return hn::Load(F(), table); }
+using Table = VF;
+inline constexpr bool kWideTable = false;
+HWY_INLINE VI truncated(VF x) { return VI{_mm256_cvttps_epi32(x.raw)}; }
+HWY_INLINE VW packed(VU a, VU b) { return VW{_mm256_packus_epi32(a.raw, b.raw)}; }
+HWY_INLINE VW signed_packed(VI a, VI b) { return VW{_mm256_packs_epi32(a.raw, b.raw)}; }
+HWY_INLINE VU high_product(VU a, VU b) { return VU{_mm256_mulhi_epu16(a.raw, b.raw)}; }
+HWY_INLINE VU next_where_ge(VU at, VF x, VF edge) { return hn::Sub(at, bits(hn::VecFromMask(F(), hn::Ge(x, edge)))); }
+HWY_INLINE Table scaled_table(const float* table, float factor, float*) { return hn::Mul(hn::Load(F(), table), hn::Set(F(), factor)); }
+#else  // blocks are whole vectors here
+using Table = const float*;
+inline constexpr bool kWideTable = true;
+HWY_INLINE VF lookup(const float* table, VU index) {
+  return hn::GatherIndex(F(), table, hn::BitCast(I(), hn::And(index, hn::Set(U(), 15))));
+}
+HWY_INLINE Table load_table(const float* table) { return table; }
+HWY_INLINE VI truncated(VF x) { return hn::ConvertTo(I(), x); }
+HWY_INLINE VW packed(VU a, VU b) { return hn::ConcatEven(Words(), hn::BitCast(Words(), b), hn::BitCast(Words(), a)); }
+HWY_INLINE VW signed_packed(VI a, VI b) { return packed(hn::BitCast(U(), a), hn::BitCast(U(), b)); }
+HWY_INLINE VU high_product(VU a, VU b) { return hn::ShiftRight<16>(hn::Mul(a, b)); }
+HWY_INLINE VU next_where_ge(VU at, VF x, VF edge) { return hn::Sub(at, bits(hn::VecFromMask(F(), hn::Ge(x, edge)))); }
+HWY_INLINE Table scaled_table(const float* table, float factor, float* room) {
+  for (int i = 0; i < 16; ++i) room[i] = table[i] * factor;
+  return room;
+}
+#endif
+
+// ---- words -----------------------------------------------------------------------------------------------------------------------------
+
+// Words in the upper halves of the lanes: as floats, bf16 widened.
+HWY_INLINE Pair widened_pair(VW words) {
+  const VW zero = hn::Zero(Words());
+  return {hn::BitCast(F(), hn::InterleaveLower(Words(), zero, words)), hn::BitCast(F(), hn::InterleaveUpper(Words(), zero, words))};
+}
+
+HWY_INLINE Pair joined_pair(VW hi, VW lo) {
+  const VW top = hn::Sub(hi, hn::ShiftRight<15>(lo));
+  return {hn::BitCast(F(), hn::InterleaveLower(Words(), lo, top)), hn::BitCast(F(), hn::InterleaveUpper(Words(), lo, top))};
+}
+
+HWY_INLINE VW hi_words(Pair p) {
+  const VU half = hn::Set(U(), 0x8000U);
+  return packed(hn::ShiftRight<16>(hn::Add(bits(p.a), half)), hn::ShiftRight<16>(hn::Add(bits(p.b), half)));
+}
+
+HWY_INLINE VW lo_words(Pair p) {
+  const VU low = hn::Set(U(), 0xffffU);
+  return packed(hn::And(bits(p.a), low), hn::And(bits(p.b), low));
+}
+
+HWY_INLINE VU narrowed_word(VF x) {
+  const VI magnitude = hn::BitCast(I(), hn::And(bits(x), hn::Set(U(), 0x7fffffffU)));
+  const auto nan = hn::RebindMask(U(), hn::Gt(magnitude, hn::Set(I(), 0x7f800000)));
+  const VU rounded = hn::ShiftRight<16>(hn::Add(bits(x), hn::Set(U(), 0x8000U)));
+  return hn::IfThenElse(nan, hn::ShiftRight<16>(hn::Or(bits(x), hn::Set(U(), 0x400000U))), rounded);
+}
+
+// `element`: the low 32 bits of each lane's index.
+HWY_INLINE VU stochastically_narrowed_word(VF x, RoundingKey key, VU element) {
+  VU r = hn::Xor(element, hn::Set(U(), key.before));
+  r = hn::Xor(hn::Mul(hn::Xor(r, hn::ShiftRight<16>(r)), hn::Set(U(), 0x7feb352dU)), hn::Set(U(), key.between));
+  r = hn::ShiftRight<16>(hn::Mul(hn::Xor(r, hn::ShiftRight<15>(r)), hn::Set(U(), 0x846ca68bU)));
+  const VU exponent = hn::Set(U(), 0x7f800000U);
+  const auto special = hn::Eq(hn::And(bits(x), exponent), exponent);
+  return hn::IfThenElse(special, narrowed_word(x), hn::ShiftRight<16>(hn::Add(bits(x), r)));
+}
+
+// ---- the dynamic code ------------------------------------------------------------------------------------------------------------------
+
+// Decoding: the exponent of a mark, modulo the table, finds its decade's factor times absmax. In a table of 8 zero and one share an
+// entry, and zeros are cleared.
+template <bool Signed>
+struct Decoder {
+  Table factors;
+  alignas(64) float room[16];
+
+  HWY_INLINE explicit Decoder(float absmax) {
+    alignas(64) static constexpr float kSigned[16] = {1e-7F, 1e-6F, 1e-5F, 1e-4F, 1e-3F, 1e-2F, 1e-1F, 1};
+    alignas(64) static constexpr float kUnsigned[16] = {kWideTable ? 0.0F : 1.0F, 1e-7F, 1e-6F, 1e-5F, 1e-4F, 1e-3F, 1e-2F, 1e-1F, 1};
+    factors = scaled_table(Signed ? kSigned : kUnsigned, absmax, room);
+  }
+
+  HWY_INLINE VF magnitude(VU mark) const {
+    const VF q = hn::ConvertTo(F(), hn::BitCast(I(), mark));
+    const VF g = floats(hn::OrAnd(hn::Set(U(), 0x3f800000U), bits(q), hn::Set(U(), 0x7fffffU)));
+    const VF place = hn::MulAdd(hn::Set(F(), 9.0F), g, hn::Set(F(), -8.0F));
+    const VF value = hn::Mul(place, lookup(factors, hn::ShiftRight<23>(bits(q))));
+    if constexpr (kWideTable) return value;
+    return hn::IfThenZeroElse(hn::Eq(q, hn::Set(F(), Signed ? 1.0F : 3.0F)), value);
+  }
+
+  HWY_INLINE Pair load(const std::uint8_t* codes) const {
+    const VW zero = hn::Zero(Words());
+    const VW c = hn::PromoteTo(Words(), hn::LoadU(Bytes(), codes));
+    const VW twice = hn::Add(c, c);
+    if constexpr (Signed) {
+      const auto t = hn::BitCast(SignedWords(), hn::Sub(twice, hn::Set(Words(), 2 * kZeroCodeSigned)));
+      VW mark = hn::Or(hn::BitCast(Words(), hn::Abs(t)), hn::Set(Words(), 1));
+      mark = hn::Min(mark, hn::Set(Words(), 256));
+      const VW sign = hn::BitCast(Words(), t);
+      const VU minus = hn::Set(U(), 0x80000000U);
+      const VF a = magnitude(hn::BitCast(U(), hn::InterleaveLower(Words(), mark, zero)));
+      const VF b = magnitude(hn::BitCast(U(), hn::InterleaveUpper(Words(), mark, zero)));
+      return {floats(hn::OrAnd(bits(a), minus, hn::BitCast(U(), hn::InterleaveLower(Words(), zero, sign)))),
+              floats(hn::OrAnd(bits(b), minus, hn::BitCast(U(), hn::InterleaveUpper(Words(), zero, sign))))};
+    } else {
+      const VW mark = hn::Min(hn::Add(twice, hn::Set(Words(), 3)), hn::Set(Words(), 512));
+      return {magnitude(hn::BitCast(U(), hn::InterleaveLower(Words(), mark, zero))),
+              magnitude(hn::BitCast(U(), hn::InterleaveUpper(Words(), mark, zero)))};
+    }
+  }
+};
+
+// Encoding: the class of x is 0 for zero, 1 + i for decade i, 8 for one. From the upper half of x's bits a product estimates the class
+// from below by at most one (checked for all x in the tests); one comparison settles it. Lines and last ranks are looked up by class.
+template <bool Signed>
+struct EncoderTables {
+  using C = Cells<Signed>;
+  static constexpr float kTop = C::kTop;
+  static constexpr float kFirst = kWideTable ? 0.0F : kTop;  // a table of 8: class 8 is at 0, and zeros are cleared
+  alignas(64) static constexpr float edges[16] = {C::edge(0), C::edge(1), C::edge(2), C::edge(3),
+                                                  C::edge(4), C::edge(5), C::edge(6), C::edge(7)};
+  alignas(64) static constexpr float slopes[16] = {0,           C::slope(0), C::slope(1), C::slope(2), C::slope(3),
+                                                   C::slope(4), C::slope(5), C::slope(6), 0};
+  alignas(64) static constexpr float offsets[16] = {kFirst,       C::offset(0), C::offset(1), C::offset(2), C::offset(3),
+                                                    C::offset(4), C::offset(5), C::offset(6), kTop};
+  alignas(64) static constexpr float lasts[16] = {kFirst,     C::last(0), C::last(1), C::last(2), C::last(3),
+                                                  C::last(4), C::last(5), C::last(6), kTop};
+};
+
+template <bool Signed>
+struct Encoder {
+  using T = EncoderTables<Signed>;
+  Table edges, slopes, offsets, lasts;
+
+  HWY_INLINE Encoder()
+      : edges(load_table(T::edges)), slopes(load_table(T::slopes)), offsets(load_table(T::offsets)), lasts(load_table(T::lasts)) {}
+
+  // Codes less 127 (signed, -128 where saturation makes it 0), codes (unsigned).
+  HWY_INLINE VI rank(VF value, VF inverse) const {
+    VF x = hn::Mul(Signed ? hn::Abs(value) : value, inverse);
+    if constexpr (kWideTable) x = hn::Max(x, hn::Set(F(), 0x1p-23F));
+    const VU estimate = high_product(hn::ShiftRight<16>(bits(x)), hn::Set(U(), 160));
+    const VU at = next_where_ge(estimate, x, lookup(edges, estimate));
+    VF r = hn::Min(hn::MulAdd(x, lookup(slopes, at), lookup(offsets, at)), lookup(lasts, at));
+    if constexpr (!kWideTable) r = hn::IfThenElseZero(hn::Ge(x, hn::Set(F(), T::edges[0])), r);
+    return truncated(Signed ? hn::CopySignToAbs(r, value) : r);
+  }
+
+  HWY_INLINE void store(Pair p, VF inverse, std::uint8_t* codes) const {
+    auto words = hn::BitCast(SignedWords(), signed_packed(rank(p.a, inverse), rank(p.b, inverse)));
+    if constexpr (Signed) words = hn::Add(words, hn::Set(SignedWords(), kZeroCodeSigned));
+    hn::StoreU(hn::DemoteTo(Bytes(), words), Bytes(), codes);
+  }
+};
+
+// NOLINTNEXTLINE(google-readability-namespace-comments)
+}  // namespace tierflow::optim::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // toggle

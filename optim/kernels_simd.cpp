@@ -1,0 +1,41 @@
+// The vector kernels, compiled once for each instruction set that has fused multiply-add.
+#include <array>
+#include <vector>
+
+// Sets without an advantage over their neighbours; those without fused multiply-add run the scalar kernels.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "optim/kernels_simd.cpp"
+#include <hwy/foreach_target.h>  // IWYU pragma: keep
+#include <hwy/highway.h>
+#include "optim/update-inl.h"
+
+#if HWY_ONCE
+namespace tierflow::optim {
+namespace {
+
+std::vector<Kernels> find_kernels() {
+  std::vector<Kernels> found;
+  [[maybe_unused]] const auto supported = hwy::SupportedTargets();
+#if HWY_TARGETS & HWY_AVX3
+  if ((supported & HWY_AVX3) != 0) found.push_back(N_AVX3::vector_kernels("AVX3"));
+#endif
+#if HWY_TARGETS & HWY_AVX2
+  if ((supported & HWY_AVX2) != 0) found.push_back(N_AVX2::vector_kernels("AVX2"));
+#endif
+#if HWY_TARGETS & HWY_NEON
+  if ((supported & HWY_NEON) != 0) found.push_back(N_NEON::vector_kernels("NEON"));
+#endif
+  found.push_back({"SCALAR", update_blocks_scalar, sum_segment_scalar});
+  return found;
+}
+
+}  // namespace
+
+std::span<const Kernels> all_kernels() {
+  static const std::vector<Kernels> found = find_kernels();
+  return found;
+}
+
+}  // namespace tierflow::optim
+#endif  // HWY_ONCE
