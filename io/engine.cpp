@@ -147,7 +147,8 @@ void Engine::finish(std::uint32_t index, Error error, std::vector<Outcome>& outc
   outcomes.push_back(Outcome{.transfer = std::move(slot.transfer),
                              .error = std::move(error),
                              .elapsed = Clock::now() - slot.started,
-                             .retries = slot.retries});
+                             .retries = slot.retries,
+                             .read_failures = slot.failures});
   slot = Slot{};
   free_.push_back(index);
   --in_flight_;

@@ -31,7 +31,8 @@ struct Outcome {
   Transfer transfer;
   Error error;
   std::chrono::nanoseconds elapsed{0};
-  std::uint32_t retries = 0;  // resubmissions after a short transfer, EAGAIN or a failed read
+  std::uint32_t retries = 0;        // resubmissions after a short transfer, EAGAIN or a failed read
+  std::uint32_t read_failures = 0;  // of these, reads that the drive had failed
 };
 
 // One thread makes every call, wake() excepted.

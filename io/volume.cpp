@@ -9,6 +9,7 @@
 #include <map>
 #include <optional>
 
+#include "io/bench.h"
 #include "io/member.h"
 #include "io/volume_core.h"
 
@@ -128,7 +129,13 @@ Result<std::unique_ptr<Volume>> Volume::create(const VolumeOptions& options) {
   if (Error error = largest_alignment(undo.members, options.block, alignment)) return error;
 
   std::vector<std::uint32_t> weights(undo.members.size(), 1);
-  if (!options.speeds.empty()) weights = weights_for(options.speeds);
+  if (!options.speeds.empty()) {
+    weights = weights_for(options.speeds);
+  } else if (options.measure_speeds && weights.size() > 1) {
+    Result<std::vector<double>> speeds = io::measure_speeds(options);
+    if (!speeds) return speeds.error();
+    weights = weights_for(*speeds);
+  }
   Layout layout((options.bytes + alignment - 1) / alignment * alignment, options.block, weights);
 
   MemberHeader header{.volume_bytes = layout.bytes(), .stripe_unit = layout.unit(), .weights = weights};

@@ -86,10 +86,23 @@ struct VolumeMode {
   std::vector<std::string> warnings;  // one line for each step down, with the remedy
 };
 
+struct Latency {
+  std::uint64_t count = 0;
+  std::chrono::nanoseconds p50{0}, p99{0}, longest{0};
+};
+
+// Since the Volume was made. Operations are kernel requests of at most VolumeOptions::block bytes.
 struct DriveStats {
   std::filesystem::path directory;
   std::uint64_t bytes_read = 0, bytes_written = 0;
   std::uint64_t reads = 0, writes = 0;
+  std::uint64_t flushes = 0;
+  std::uint64_t retries = 0;  // short transfers continued, and requests issued again
+  unsigned in_flight = 0;     // requests at the kernel now
+  unsigned peak_in_flight = 0;
+  double mean_in_flight = 0;         // while busy
+  std::chrono::nanoseconds busy{0};  // with at least one read or write in flight
+  Latency read_latency, write_latency, flush_latency;
 };
 
 class Volume {

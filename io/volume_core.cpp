@@ -28,7 +28,7 @@ VolumeCore::VolumeCore(std::vector<Member> members, Layout layout, const VolumeO
   for (const Member& member : members_) {
     alignment_ = std::max(alignment_, member.file.alignment());
     if (!member.file.direct()) mode_.direct = false;
-    stats_.push_back(DriveStats{.directory = member.directory});
+    meters_.emplace_back(member.directory);
   }
   mode_.alignment = alignment_;
 }
@@ -260,31 +260,30 @@ void VolumeCore::pump(std::uint32_t index) {
     --pending.queued;
     ++pending.in_flight;
     ++drive.in_flight;
+    std::lock_guard lock(report_mutex_);
+    meters_[index].start();
     drive.queue.pop_front();
   }
 }
 
 void VolumeCore::settle(Outcome& outcome) {
   const Transfer& transfer = outcome.transfer;
-  if (transfer.action == Action::flush) return settle_flush(outcome);
-  --drives_[transfer.file].in_flight;
   {
     std::lock_guard lock(report_mutex_);
-    DriveStats& stats = stats_[transfer.file];
-    if (!outcome.error && transfer.action == Action::read) {
-      ++stats.reads;
-      stats.bytes_read += transfer.bytes.size();
-    } else if (!outcome.error) {
-      ++stats.writes;
-      stats.bytes_written += transfer.bytes.size();
-    }
+    meters_[transfer.file].end(outcome);
   }
+  if (transfer.action == Action::flush) return settle_flush(outcome);
+  --drives_[transfer.file].in_flight;
   if (!outcome.error && transfer.action == Action::write) {
     written_ += transfer.bytes.size();
     if (options_.write_limit != 0 && written_ >= options_.write_limit && !std::exchange(limit_noticed_, true)) {
       notify(Notice::Kind::write_limit,
              std::to_string(written_) + " bytes written, the limit is " + std::to_string(options_.write_limit));
     }
+  }
+  if (!outcome.error && outcome.read_failures != 0) {
+    notify(Notice::Kind::retried, members_[transfer.file].file.path() + ": a read at offset " +
+                                      std::to_string(transfer.offset) + " failed and succeeded when tried again");
   }
   const std::shared_ptr<Pending> pending = std::static_pointer_cast<Pending>(transfer.owner);
   outcome.transfer.owner.reset();
@@ -315,73 +314,6 @@ void VolumeCore::settle_flush(Outcome& outcome) {
     if (!call.error) call.error = flush_failed_;
   }
   if (--call.left == 0) call.result.set_value(call.error);
-}
-
-std::chrono::nanoseconds VolumeCore::watch_interval() const {
-  std::chrono::milliseconds interval{1000};
-  for (std::chrono::milliseconds limit : {options_.stall_warning, options_.stall_limit}) {
-    if (limit.count() > 0) interval = std::min(interval, limit / 4);
-  }
-  return std::max(interval, std::chrono::milliseconds{5});
-}
-
-void VolumeCore::watch_for_stalls() {
-  Clock::time_point since;
-  const Transfer* stuck = engine_->oldest(since);
-  if (stuck == nullptr) return;
-  const auto waited = Clock::now() - since;
-  if (options_.stall_limit.count() > 0 && waited >= options_.stall_limit && !failed_) {
-    return give_up(*stuck, std::chrono::duration_cast<std::chrono::seconds>(waited));
-  }
-  if (options_.stall_warning.count() > 0 && waited >= options_.stall_warning && warned_ != since) {
-    warned_ = since;
-    notify(Notice::Kind::stalled, members_[stuck->file].file.path() + " has not answered a request for " +
-                                      std::to_string(std::chrono::duration_cast<std::chrono::seconds>(waited).count()) +
-                                      " s");
-  }
-}
-
-void VolumeCore::give_up(const Transfer& stuck, std::chrono::seconds waited) {
-  failed_ = Error{.kind = ErrorKind::io,
-                  .operation = stuck.action == Action::read    ? "read"
-                               : stuck.action == Action::write ? "write"
-                                                               : "flush",
-                  .path = members_[stuck.file].file.path(),
-                  .offset = stuck.offset,
-                  .length = stuck.bytes.size(),
-                  .error_number = ETIMEDOUT,
-                  .detail = "the drive has not answered for " + std::to_string(waited.count()) + " s"};
-  std::vector<std::shared_ptr<void>> flying;
-  std::vector<std::shared_ptr<FlushCall>> flushes;
-  engine_->for_each_in_flight([&](const Transfer& transfer) {
-    if (transfer.action == Action::flush) {
-      flushes.push_back(std::static_pointer_cast<FlushCall>(transfer.owner));
-    } else {
-      flying.push_back(transfer.owner);
-    }
-  });
-  for (Drive& drive : drives_) {
-    flushes.insert(flushes.end(), drive.flushes.begin(), drive.flushes.end());
-    drive.flushes.clear();
-    std::deque<QueuedPiece> queue = std::move(drive.queue);
-    drive.queue.clear();
-    for (QueuedPiece& piece : queue) {
-      --piece.owner->queued;
-      if (!piece.owner->error) piece.owner->error = failed_;
-      if (piece.owner->queued == 0) answer(*piece.owner);
-    }
-  }
-  for (const std::shared_ptr<void>& owner : flying) {
-    auto pending = std::static_pointer_cast<Pending>(owner);
-    if (!pending->error) pending->error = failed_;
-    answer(*pending);
-  }
-  for (const std::shared_ptr<FlushCall>& call : flushes) {
-    if (call->left == 0) continue;
-    call->left = 0;
-    call->error = failed_;
-    call->result.set_value(failed_);
-  }
 }
 
 void VolumeCore::notify(Notice::Kind kind, std::string text) {
@@ -432,7 +364,9 @@ VolumeMode VolumeCore::mode() const {
 
 std::vector<DriveStats> VolumeCore::stats() const {
   std::lock_guard lock(report_mutex_);
-  return stats_;
+  std::vector<DriveStats> result;
+  for (const Meter& meter : meters_) result.push_back(meter.stats());
+  return result;
 }
 
 }  // namespace tierflow::io

@@ -12,6 +12,7 @@
 #include "io/engine.h"
 #include "io/file.h"
 #include "io/layout.h"
+#include "io/meter.h"
 #include "io/volume.h"
 
 namespace tierflow::io {
@@ -120,7 +121,7 @@ class VolumeCore final : public Volume {
 
   mutable std::mutex report_mutex_;  // guards the next two
   VolumeMode mode_;
-  std::vector<DriveStats> stats_;
+  std::vector<Meter> meters_;
 };
 
 }  // namespace tierflow::io

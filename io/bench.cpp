@@ -1,0 +1,297 @@
+#include "io/bench.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <mutex>
+#include <sstream>
+
+#include "io/backend.h"
+
+namespace tierflow::io {
+namespace {
+
+constexpr std::uint64_t kSpeedBytes = std::uint64_t{256} << 20;
+
+enum class Pattern { write, read, mixed };
+
+double processor_seconds() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+struct Rate {
+  double gb_s = 0;
+  double cores_per_gb_s = 0;
+};
+
+// Keeps `lanes` requests in flight over the volume, each lane's next one submitted by the completion of its last.
+class Pass {
+ public:
+  Pass(Volume& volume, std::size_t block, unsigned lanes, Pattern pattern, double seconds)
+      : volume_(volume),
+        block_(block),
+        blocks_(volume.size() / block),
+        lanes_(lanes),
+        pattern_(pattern),
+        seconds_(seconds) {}
+
+  Error run(std::vector<Buffer>& buffers, Rate& rate) {
+    const double processor = processor_seconds();
+    started_ = std::chrono::steady_clock::now();
+    const unsigned lanes = static_cast<unsigned>(std::min<std::uint64_t>(lanes_, blocks_));
+    running_ = lanes;
+    for (unsigned lane = 0; lane < lanes; ++lane) next(std::move(buffers[lane]));
+    std::unique_lock lock(mutex_);
+    finished_.wait(lock, [this] { return running_ == 0; });
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - started_;
+    for (unsigned lane = 0; lane < lanes; ++lane) buffers[lane] = std::move(returned_[lane]);
+    if (error_) return error_;
+    rate.gb_s = 1e-9 * static_cast<double>(moved_) * static_cast<double>(block_) / elapsed.count();
+    rate.cores_per_gb_s = (processor_seconds() - processor) / elapsed.count() / rate.gb_s;
+    return {};
+  }
+
+ private:
+  bool more(std::uint64_t index) const {
+    if (index < blocks_) return true;
+    return seconds_ > 0 &&
+           std::chrono::duration<double>(std::chrono::steady_clock::now() - started_).count() < seconds_;
+  }
+
+  void next(Buffer buffer) {
+    const std::uint64_t index = issued_.fetch_add(1);
+    if (!more(index)) return end(std::move(buffer), {});
+    // Mixed: reads walk through one half and writes through the other, and change sides at each pass.
+    std::uint64_t position = index % blocks_;
+    Op op = pattern_ == Pattern::write ? Op::write : Op::read;
+    if (pattern_ == Pattern::mixed) {
+      op = index % 2 == 0 ? Op::read : Op::write;
+      position = (index / 2 + (index % 2) * (blocks_ / 2)) % blocks_;
+    }
+    volume_.submit(Request{.op = op, .offset = position * block_, .length = block_, .buffer = std::move(buffer)},
+                   [this](Completion&& completion) {
+                     if (completion.error) return end(std::move(completion.buffer), std::move(completion.error));
+                     moved_.fetch_add(1);
+                     next(std::move(completion.buffer));
+                   });
+  }
+
+  void end(Buffer buffer, Error error) {
+    std::lock_guard lock(mutex_);
+    returned_.push_back(std::move(buffer));
+    if (error && !error_) error_ = std::move(error);
+    if (--running_ == 0) finished_.notify_all();
+  }
+
+  Volume& volume_;
+  const std::size_t block_;
+  const std::uint64_t blocks_;
+  const unsigned lanes_;
+  const Pattern pattern_;
+  const double seconds_;
+  std::chrono::steady_clock::time_point started_;
+  std::atomic<std::uint64_t> issued_{0};
+  std::atomic<std::uint64_t> moved_{0};
+  std::mutex mutex_;
+  std::condition_variable finished_;
+  std::vector<Buffer> returned_;
+  Error error_;
+  unsigned running_ = 0;
+};
+
+VolumeOptions volume_options(const BenchOptions& options) {
+  VolumeOptions wanted;
+  wanted.directories = options.directories;
+  wanted.name = "tierflow-bench";
+  const std::uint64_t least = std::uint64_t{2} * options.block * options.directories.size();
+  wanted.bytes = std::max(options.bytes / options.block * options.block, least);
+  wanted.engine = options.engine;
+  wanted.depth = options.depth;
+  wanted.block = options.block;
+  wanted.allow_buffered = options.allow_buffered;
+  wanted.allow_any_filesystem = options.allow_any_filesystem;
+  wanted.speeds = options.speeds;
+  return wanted;
+}
+
+// A lane's buffer is a slice of one slab, which outlives the volume.
+std::vector<Buffer> slices(const Buffer& slab, std::size_t block) {
+  std::vector<Buffer> buffers;
+  for (std::size_t begin = 0; begin + block <= slab.size(); begin += block) {
+    buffers.emplace_back(slab.data() + begin, block, nullptr, nullptr);
+  }
+  return buffers;
+}
+
+Latency slowest(Latency a, const Latency& b) {
+  a.count += b.count;
+  a.p50 = std::max(a.p50, b.p50);
+  a.p99 = std::max(a.p99, b.p99);
+  a.longest = std::max(a.longest, b.longest);
+  return a;
+}
+
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  for (char c : text) {
+    if (c == '"' || c == '\\') result += '\\';
+    if (static_cast<unsigned char>(c) < 0x20) c = ' ';
+    result += c;
+  }
+  return result + "\"";
+}
+
+}  // namespace
+
+Result<BenchResult> bench_storage(const BenchOptions& options) {
+  if (options.directories.empty() || options.block == 0) {
+    return Error{
+        .kind = ErrorKind::usage, .operation = "bench", .detail = "name at least one directory and a block size"};
+  }
+  // The slab is freed after the volume: declared first.
+  const auto drives = static_cast<unsigned>(options.directories.size());
+  const unsigned lanes = drives == 1 ? options.depth : 2 * options.depth * drives;
+  const Buffer slab = allocate_buffer(options.block * lanes);
+  if (!slab) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = options.block * lanes};
+  for (std::size_t i = 0; i < slab.size(); i += 8) slab.data()[i] = static_cast<std::byte>(i * 2654435761U >> 13);
+
+  const VolumeOptions wanted = volume_options(options);
+  Result<std::unique_ptr<Volume>> made = Error{.kind = ErrorKind::usage};
+  bool fresh = true;
+  if (options.keep) {
+    made = Volume::open(wanted);
+    fresh = !made;
+    if (!made && made.error().error_number != ENOENT) return made.error();
+  }
+  if (fresh) made = Volume::create(wanted);
+  if (!made) return made.error();
+  const std::unique_ptr<Volume> volume = std::move(made).value();
+  struct Cleanup {
+    Volume& volume;
+    bool keep;
+    ~Cleanup() {
+      if (!keep) volume.remove_files();
+    }
+  } cleanup{*volume, options.keep};
+
+  if (options.register_memory) volume->register_memory(slab.bytes());
+  std::vector<Buffer> buffers = slices(slab, options.block);
+  Rate rate;
+  // Space that was only reserved reads as zeros without touching the drive, and its first write is dearer.
+  if (fresh) {
+    if (Error error = Pass(*volume, options.block, lanes, Pattern::write, 0).run(buffers, rate)) return error;
+    if (Error error = volume->flush()) return error;
+  }
+  const VolumeMode mode = volume->mode();
+  BenchResult result{.directories = options.directories,
+                     .engine = mode.engine,
+                     .direct = mode.direct,
+                     .registered_buffers = mode.registered_buffers,
+                     .registered_files = mode.registered_files,
+                     .bytes = volume->size(),
+                     .block = options.block,
+                     .depth = options.depth,
+                     .warnings = mode.warnings};
+  if (options.write) {
+    if (Error error = Pass(*volume, options.block, lanes, Pattern::write, options.seconds).run(buffers, rate))
+      return error;
+    result.write_gb_s = rate.gb_s;
+    result.write_cores_per_gb_s = rate.cores_per_gb_s;
+  }
+  if (options.read) {
+    if (Error error = Pass(*volume, options.block, lanes, Pattern::read, options.seconds).run(buffers, rate))
+      return error;
+    result.read_gb_s = rate.gb_s;
+    result.read_cores_per_gb_s = rate.cores_per_gb_s;
+  }
+  if (options.mixed) {
+    if (Error error = Pass(*volume, options.block, lanes, Pattern::mixed, options.seconds).run(buffers, rate))
+      return error;
+    result.mixed_gb_s = rate.gb_s;
+  }
+  for (const DriveStats& drive : volume->stats()) {
+    result.write_latency = slowest(result.write_latency, drive.write_latency);
+    result.read_latency = slowest(result.read_latency, drive.read_latency);
+  }
+  return result;
+}
+
+std::string BenchResult::json() const {
+  const auto microseconds = [](std::chrono::nanoseconds time) { return static_cast<double>(time.count()) * 1e-3; };
+  std::ostringstream text;
+  text.imbue(std::locale::classic());
+  text.precision(4);
+  text << R"({"engine":")" << engine_name(engine) << R"(","direct":)" << (direct ? "true" : "false");
+  text << R"(,"read_gb_s":)" << read_gb_s << R"(,"write_gb_s":)" << write_gb_s << R"(,"mixed_gb_s":)" << mixed_gb_s;
+  text << R"(,"directories":[)";
+  for (std::size_t i = 0; i < directories.size(); ++i) text << (i == 0 ? "" : ",") << quoted(directories[i].string());
+  text << R"(],"bytes":)" << bytes << R"(,"block":)" << block << R"(,"depth":)" << depth;
+  text << R"(,"registered_buffers":)" << (registered_buffers ? "true" : "false");
+  text << R"(,"registered_files":)" << (registered_files ? "true" : "false");
+  for (const auto& [name, latency] : {std::pair{"read", read_latency}, {"write", write_latency}}) {
+    text << ",\"" << name << R"(_latency_us":{"p50":)" << microseconds(latency.p50) << R"(,"p99":)"
+         << microseconds(latency.p99) << R"(,"max":)" << microseconds(latency.longest) << "}";
+  }
+  text << R"(,"read_cores_per_gb_s":)" << read_cores_per_gb_s << R"(,"write_cores_per_gb_s":)" << write_cores_per_gb_s;
+  text << R"(,"warnings":[)";
+  for (std::size_t i = 0; i < warnings.size(); ++i) text << (i == 0 ? "" : ",") << quoted(warnings[i]);
+  text << "]}";
+  return text.str();
+}
+
+Error bench_engines(const BenchOptions& options, const std::function<void(const BenchResult&)>& report) {
+  std::vector<EngineKind> engines = {options.engine};
+  if (options.engine == EngineKind::automatic)
+    engines = {EngineKind::io_uring, EngineKind::libaio, EngineKind::threads};
+  std::vector<std::vector<std::filesystem::path>> sets;
+  if (options.directories.size() > 1) {
+    for (const std::filesystem::path& directory : options.directories) sets.push_back({directory});
+  }
+  sets.push_back(options.directories);
+  for (const std::vector<std::filesystem::path>& set : sets) {
+    for (EngineKind engine : engines) {
+      BenchOptions one = options;
+      one.engine = engine;
+      one.directories = set;
+      if (set.size() != options.speeds.size()) one.speeds.clear();
+      Result<BenchResult> result = bench_storage(one);
+      if (result) {
+        report(*result);
+        continue;
+      }
+      const bool lacks_engine = options.engine == EngineKind::automatic &&
+                                result.error().kind == ErrorKind::environment && engine != EngineKind::threads;
+      if (!lacks_engine) return result.error();
+    }
+  }
+  return {};
+}
+
+Result<std::vector<double>> measure_speeds(const VolumeOptions& options) {
+  std::vector<double> speeds;
+  for (const std::filesystem::path& directory : options.directories) {
+    BenchOptions bench;
+    bench.directories = {directory};
+    bench.bytes = kSpeedBytes;
+    bench.block = options.block;
+    bench.depth = options.depth;
+    bench.engine = options.engine;
+    bench.mixed = false;
+    bench.allow_buffered = options.allow_buffered;
+    bench.allow_any_filesystem = options.allow_any_filesystem;
+    Result<BenchResult> result = bench_storage(bench);
+    if (!result) return result.error();
+    speeds.push_back(2e9 / (1 / result->write_gb_s + 1 / result->read_gb_s));
+  }
+  return speeds;
+}
+
+}  // namespace tierflow::io
