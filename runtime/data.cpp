@@ -11,45 +11,12 @@
 #include <cmath>
 
 #include "runtime/data_source.h"
+#include "runtime/document_sinks.h"
 #include "runtime/exception.h"
 #include "runtime/token_store.h"
 
 namespace tierflow {
 namespace {
-
-// Every byte is its own id; a zero byte stands between documents.
-class ByteSink : public DocumentSink {
- public:
-  explicit ByteSink(TokenStore& store) : store_(store) {}
-
-  void begin_document(const std::string& where) override {
-    where_ = where;
-    length_ = 0;
-  }
-  void text(std::string_view piece) override {
-    if (piece.empty()) return;
-    if (length_ == 0 && store_.size() != 0) store_.append_bytes(where_, std::array<std::uint8_t, 1>{0});
-    store_.append_bytes(where_, std::span(reinterpret_cast<const std::uint8_t*>(piece.data()), piece.size()));
-    length_ += piece.size();
-    content_ = content_ || piece.find_first_not_of(" \t\r\n") != std::string_view::npos;
-  }
-  void end_document() override {}
-  void tokens(const std::string& where, std::span<const std::uint32_t> ids) override {
-    store_.append(where, ids);
-    content_ = content_ || !ids.empty();
-  }
-  void skip() override { ++skipped_; }
-
-  bool content() const { return content_; }
-  std::int64_t skipped() const { return skipped_; }
-
- private:
-  TokenStore& store_;
-  std::string where_;
-  std::size_t length_ = 0;
-  bool content_ = false;
-  std::int64_t skipped_ = 0;
-};
 
 std::uint64_t mix(std::uint64_t value) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -147,11 +114,13 @@ Dataset Dataset::prepare(const DataOptions& options) {
     fail(io::ErrorKind::usage, "", "the vocabulary's size must be given");
   const std::vector<Source> sources = list_sources(options.paths);
   auto impl = std::make_unique<Impl>(options);
-  ByteSink sink(impl->store);
-  for (const Source& source : sources) read_source(source, options, sink);
+  const auto sink =
+      options.tokenizer.empty() ? make_byte_sink(impl->store) : make_tokenizer_sink(impl->store, impl->options);
+  for (const Source& source : sources) read_source(source, impl->options, *sink);
+  sink->finish();
   impl->store.seal();
-  impl->skipped = sink.skipped();
-  impl->divide(sink.content());
+  impl->skipped = sink->skipped();
+  impl->divide(sink->content());
   return Dataset(std::move(impl));
 }
 

@@ -58,11 +58,13 @@ std::vector<HeaderEntry> read_header(const File& file, const std::filesystem::pa
   const std::uint64_t size = file_size(file, path);
   std::byte head[32] = {};
   read_exactly(file, path, 0, std::span(head).first(std::min<std::uint64_t>(size, sizeof head)));
-  if (const std::string foreign = describe_foreign(head); !foreign.empty())
-    fail_input(where, fmt::format("is {}; only safetensors files are read", foreign));
-  if (size < 8) fail_input(where, fmt::format("is {} bytes long: not a safetensors file", size));
   std::uint64_t length = 0;
   std::memcpy(&length, head, sizeof length);
+  // A length may happen to begin as another format does.
+  if (size < 9 || length > size - 8 || head[8] != std::byte{'{'})
+    if (const std::string foreign = describe_foreign(head); !foreign.empty())
+      fail_input(where, fmt::format("is {}; only safetensors files are read", foreign));
+  if (size < 8) fail_input(where, fmt::format("is {} bytes long: not a safetensors file", size));
   if (length == 0 || length > size - 8)
     fail_input(where,
                fmt::format("says that its header has {} bytes, in a file of {}: truncated, or not a safetensors file",

@@ -12,6 +12,8 @@
 namespace tierflow {
 
 Json parse_json(std::string_view text, const std::string& where, int max_depth) {
+  // The parser takes a zero byte for the end of its input.
+  if (text.find('\0') != std::string_view::npos) fail_input(where, "is not valid JSON: it has a zero byte");
   std::vector<std::unordered_set<std::string>> names;
   const auto check = [&](int depth, Json::parse_event_t event, Json& value) {
     if (depth > max_depth) fail_input(where, fmt::format("nests deeper than {} levels", max_depth));
