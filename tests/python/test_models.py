@@ -1,0 +1,151 @@
+"""The torch models against transformers: the same weights and tokens give the same logits, losses and gradients.
+
+Each family is a small random model, saved by transformers and read by tests/runtime/model_probe.cpp. In fp32 the two agree to
+rounding; in bf16 our error, against transformers in fp32 on the same (bf16) weights, is held to that of transformers in bf16.
+"""
+
+import os
+import pathlib
+import subprocess
+
+import numpy
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from safetensors.torch import load_file  # noqa: E402
+
+BUILD = pathlib.Path(os.environ.get("TIERFLOW_BUILD", pathlib.Path(__file__).parents[2] / "build"))
+PROBE = BUILD / "model_probe"
+BATCH, LENGTH, VOCAB = 3, 40, 160
+
+SMALL = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=112,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    initializer_range=0.08,
+    pad_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+GPT2 = dict(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64, initializer_range=0.08, bos_token_id=1, eos_token_id=2)
+GPT2.update(embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)
+OPT = dict(SMALL, ffn_dim=112, word_embed_proj_dim=64, dropout=0.0, attention_dropout=0.0, init_std=0.08, pad_token_id=1)
+for unused in ("intermediate_size", "num_key_value_heads", "initializer_range"):
+    del OPT[unused]
+
+
+def llama3_rope():
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+
+
+CONFIGS = {
+    "llama2": lambda: transformers.LlamaConfig(**{**SMALL, "num_key_value_heads": 4}),
+    "llama3": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=llama3_rope()),
+    "llama_linear_rope_tied": lambda: transformers.LlamaConfig(
+        **SMALL, tie_word_embeddings=True, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    ),
+    "llama_biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, head_dim=24),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=None),
+    "mistral_window": lambda: transformers.MistralConfig(**SMALL, sliding_window=9),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL),
+    "qwen2_tied": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
+    "qwen3_tied": lambda: transformers.Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt2_untied": lambda: transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
+    "opt": lambda: transformers.OPTConfig(**OPT),
+    "opt_norm_after": lambda: transformers.OPTConfig(**OPT, do_layer_norm_before=False),
+    "opt_untied": lambda: transformers.OPTConfig(**OPT, tie_word_embeddings=False),
+}
+
+
+def randomised(config):
+    """A model whose every tensor is random, norms and biases included, at bf16 values."""
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.copy_(torch.randn_like(weight) * 0.1 + (1.0 if name.endswith("weight") else 0.0))
+            weight.copy_(weight.bfloat16().float())
+    return model.float().train()
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(8)
+    ids = torch.randint(2, VOCAB, (BATCH, LENGTH), generator=generator)  # 1 is OPT's padding
+    labels = torch.randint(2, VOCAB, (BATCH, LENGTH), generator=generator)
+    labels[1, 5:9] = -100
+    return ids, labels
+
+
+def reference(model, ids, labels):
+    """(loss of each token, tensors): gradients of the mean loss by name, and logits [tokens, vocab]."""
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits.float(), labels.flatten(), reduction="none")
+    (losses.sum() / (labels >= 0).sum()).backward()
+    tensors = {name: weight.grad.float().clone() for name, weight in model.named_parameters()}
+    return losses.detach(), {**tensors, "logits": logits.detach().float()}
+
+
+def probe(folder, ids, labels, dtype, out):
+    given = out.with_suffix(".tokens")
+    given.write_bytes(ids.numpy().tobytes() + labels.numpy().tobytes())
+    command = [PROBE, folder, given, BATCH, LENGTH, dtype, out]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = torch.from_numpy(numpy.fromfile(out / "losses.f64", dtype=numpy.float64))
+    return float(done.stdout), losses, load_file(out / "model.safetensors")
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm().clamp_min(1e-12)).item()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_parity(family, tmp_path):
+    if not PROBE.exists():
+        pytest.skip(f"{PROBE} is not built")
+    torch.manual_seed(11)
+    model = randomised(CONFIGS[family]())
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    ids, labels = tokens()
+    exact_losses, exact = reference(model, ids, labels)
+    counted = (labels >= 0).sum().item()
+
+    loss, losses, ours = probe(folder, ids, labels, "f32", tmp_path / "f32")
+    assert ours.keys() == exact.keys()
+    assert loss == pytest.approx(exact_losses.sum().item() / counted, rel=1e-5)
+    torch.testing.assert_close(losses.float(), exact_losses, rtol=1e-4, atol=1e-4)
+    for name, tensor in exact.items():
+        if name.endswith("k_proj.bias") and tensor.norm() < 1e-5:
+            continue  # softmax does not see it: rounding alone
+        assert distance(ours[name], tensor) < 1e-4, name
+
+    bf16_losses, bf16 = reference(model.bfloat16(), ids, labels)
+    loss, losses, ours = probe(folder, ids, labels, "bf16", tmp_path / "bf16")
+    assert loss == pytest.approx(bf16_losses.sum().item() / counted, rel=2e-3)
+    assert (losses.float() - exact_losses).abs().max() < 2 * (bf16_losses - exact_losses).abs().max() + 0.02
+    errors = []
+    for name, tensor in exact.items():
+        if name.endswith("k_proj.bias") and tensor.norm() < 1e-5:
+            continue
+        mine, theirs = distance(ours[name], tensor), distance(bf16[name], tensor)
+        errors.append((mine, theirs))
+        assert mine < 2 * theirs + 2e-3, f"{name}: transformers is off by {theirs}"  # few elements: rounding luck
+    mine, theirs = (sum(column) / len(errors) for column in zip(*errors))
+    print(f"{family}: mean relative error in bf16 {mine:.5f}, transformers {theirs:.5f}")
+    assert mine < 1.15 * theirs

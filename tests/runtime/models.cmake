@@ -1,0 +1,18 @@
+# Tests of the torch models. One ctest entry: LibTorch takes longer to load than the tests to run.
+add_executable(models_test
+  models_gradient_test.cpp
+  models_ops_test.cpp
+  models_step_test.cpp)
+target_link_libraries(models_test PRIVATE GTest::gmock GTest::gtest_main)
+add_test(NAME models_test COMMAND models_test)
+set_tests_properties(models_test PROPERTIES TIMEOUT 600)
+
+# Run by tests/python/test_models.py.
+add_executable(model_probe model_probe.cpp)
+
+foreach(program models_test model_probe)
+  target_link_libraries(${program} PRIVATE tierflow::models tierflow::core tierflow_flags)
+  target_include_directories(${program} PRIVATE "${CMAKE_SOURCE_DIR}")
+  target_compile_options(${program} PRIVATE -O1)  # torch headers: compile time over speed
+endforeach()
+target_precompile_headers(models_test PRIVATE <torch/torch.h> <gtest/gtest.h>)
