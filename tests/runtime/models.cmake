@@ -10,7 +10,12 @@ set_tests_properties(models_test PROPERTIES TIMEOUT 600)
 # Run by tests/python/test_models.py.
 add_executable(model_probe model_probe.cpp)
 
-foreach(program models_test model_probe)
+# Run by models_speed.py, by hand.
+find_package(fmt REQUIRED)
+add_executable(models_speed EXCLUDE_FROM_ALL models_speed.cpp)
+target_link_libraries(models_speed PRIVATE fmt::fmt-header-only)
+
+foreach(program models_test model_probe models_speed)
   target_link_libraries(${program} PRIVATE tierflow::models tierflow::core tierflow_flags)
   target_include_directories(${program} PRIVATE "${CMAKE_SOURCE_DIR}")
   target_compile_options(${program} PRIVATE -O1)  # torch headers: compile time over speed
