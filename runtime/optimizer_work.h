@@ -1,0 +1,59 @@
+#pragma once
+// The update lane's work: norms and AdamW over chunks, cut over the lane's own threads.
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "optim/adamw.h"
+#include "runtime/packing.h"
+#include "swap/executor.h"
+
+namespace tierflow {
+
+class UpdateThreads {
+ public:
+  explicit UpdateThreads(int threads);
+  ~UpdateThreads();
+  // Calls work(i) for i in [0, count) on the threads and returns when all are done.
+  void each(std::size_t count, const std::function<void(std::size_t)>& work);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// One step's work. With staged gradients the updates are those of the step before the measured gradients.
+class OptimizerWork final : public swap::HostWork {
+ public:
+  OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, optim::AdamWParams params, float weight_decay,
+                std::uint64_t seed);
+
+  io::Error measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) override;
+  // Measures too where measure() is never called; a non-finite gradient is then an error, for what was updated before it stays.
+  io::Error update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words, std::span<std::byte> state) override;
+
+  // Call before the first update: drop the updates of this step, so that state and weights stay as they are.
+  void skip_updates() { skip_ = true; }
+  // After the executor's finish_updates(). The norm of all gradients as applied (bf16), summed in an order that no cut changes.
+  double gradient_norm() const;
+  bool finite() const { return finite_; }
+  std::uint64_t updated_parameters() const { return updated_; }
+  bool immediate = false;  // update() measures
+
+ private:
+  int chunk_id(const swap::Chunk& chunk) const { return layout_.first_chunk(chunk.unit) + chunk.index; }
+
+  const PackedModel& model_;
+  const swap::Layout& layout_;
+  UpdateThreads& threads_;
+  const optim::AdamWParams params_;
+  const float weight_decay_;
+  const std::uint64_t seed_;
+  std::vector<std::vector<double>> squares_;  // by chunk, a sum each optim::kNormSegment
+  std::atomic<bool> skip_ = false;
+  std::atomic<bool> finite_ = true;
+  std::atomic<std::uint64_t> updated_ = 0;
+};
+
+}  // namespace tierflow

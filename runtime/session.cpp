@@ -1,0 +1,291 @@
+#include "runtime/session.h"
+
+#include <cmath>
+
+#include "runtime/session_impl.h"
+
+namespace tierflow {
+namespace {
+
+std::uint64_t mix(std::uint64_t value) {  // SplitMix64's finisher
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
+  return value ^ (value >> 31);
+}
+
+bool has_dropout(const ModelConfig& config) {
+  return config.embedding_dropout > 0 || config.residual_dropout > 0 || config.attention_dropout > 0;
+}
+
+// Turns what torch throws into an Exception and stops the executor, so that the session can be destroyed.
+template <class Work>
+auto guarded(swap::Executor& executor, Work work) {
+  try {
+    return work();
+  } catch (const Exception& error) {
+    executor.fail(error.error());
+    throw;
+  } catch (const c10::OutOfMemoryError& error) {
+    const io::Error failure{.kind = io::ErrorKind::memory, .operation = "compute",
+                            .detail = std::string(error.what_without_backtrace()) + "; use a smaller --micro-batch or --sequence-length, or a larger --device-memory"};
+    executor.fail(failure);
+    throw Exception(failure);
+  } catch (const c10::Error& error) {
+    const io::Error failure{.kind = io::ErrorKind::usage, .operation = "compute", .detail = error.what_without_backtrace()};
+    executor.fail(failure);
+    throw Exception(failure);
+  }
+}
+
+}  // namespace
+
+Session::Session(std::unique_ptr<LayeredModel> model, SessionOptions options, AdamW adamw, const WeightSource& weights, const Progress& progress)
+    : impl_(std::make_unique<Impl>(std::move(model), std::move(options), adamw)) {
+  impl_->set_up(weights, progress);
+}
+
+Session::~Session() {
+  impl_->executor.reset();
+  if (impl_->remove_store && impl_->store != nullptr) impl_->store->volume().remove_files();
+}
+
+StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
+  return guarded(*impl_->executor, [&] { return impl_->step(batches, lr); });
+}
+double Session::evaluate(const std::vector<MicroBatch>& batches) {
+  return guarded(*impl_->executor, [&] { return impl_->evaluate(batches); });
+}
+double Session::adamw_lr() const { return impl_->adamw.lr; }
+std::uint64_t Session::skipped_steps() const { return impl_->skipped; }
+std::uint64_t Session::parameters() const { return static_cast<std::uint64_t>(impl_->model->spec().parameters()); }
+std::array<swap::LaneCounters, swap::kLanes> Session::lanes() const { return impl_->executor->counters(); }
+const LayeredModel& Session::model() const { return *impl_->model; }
+void Session::remove_store() { impl_->remove_store = true; }
+
+std::optional<io::VolumeMode> Session::storage_mode() const {
+  if (impl_->store == nullptr) return std::nullopt;
+  return impl_->store->volume().mode();
+}
+
+std::vector<io::DriveStats> Session::drives() const {
+  return impl_->store == nullptr ? std::vector<io::DriveStats>{} : impl_->store->volume().stats();
+}
+
+MemoryUse Session::memory() const {
+  return {.device_budget = impl_->options.device_memory,
+          .device_peak = impl_->arrangement.device_bytes() + DeviceMemory::install().stats().peak_held,
+          .host_budget = impl_->options.host_memory, .host_used = impl_->arrangement.host_bytes(*impl_->layout),
+          .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->volume().size()};
+}
+
+StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
+  const auto started = std::chrono::steady_clock::now();
+  check_batches(batches, true);
+  const torch::NoGradGuard no_grad;
+  StepResult result{.step = ++steps};
+  std::int64_t targets = 0;
+  for (const MicroBatch& batch : batches) {
+    result.tokens += batch.ids.numel();
+    targets += batch.target_tokens();
+  }
+  const std::vector<Shared> shared = share(batches);
+  // Staged: this plan applies the gradients of the step before and measures its own. Immediate: it does both for its own.
+  const auto work = arrangement.staged ? make_work(pending_step, pending_lr, pending_scale) : make_work(updates_done + 1, lr, 1.0);
+  const bool applies = arrangement.staged ? pending : true;
+  executor->append(planner->train_step(pending), work);
+  forward_all(shared, swap::Pass::forward);
+  head_all(shared, 1.0 / static_cast<double>(std::max<std::int64_t>(targets, 1)), result, *work);
+  backward_all(shared);
+  throw_if(executor->finish_updates());
+  result.loss /= static_cast<double>(std::max<std::int64_t>(targets, 1));
+  result.grad_norm = work->gradient_norm();
+  result.skipped = !std::isfinite(result.loss) || !work->finite();
+  const bool applied = applies && !(result.skipped && !arrangement.staged);
+  if (applied && work->updated_parameters() != packed.trainable_parameters)
+    throw Exception(io::ErrorKind::numeric, "step " + std::to_string(result.step) + " updated " + std::to_string(work->updated_parameters()) + " of " +
+                                                std::to_string(packed.trainable_parameters) + " parameters");
+  if (result.skipped) ++skipped;
+  if (arrangement.staged) {
+    pending = !result.skipped;
+    if (pending) {
+      pending_step = ++updates_done;
+      pending_lr = lr;
+      pending_scale = options.clip && result.grad_norm > 0 ? std::min(1.0, *options.clip / (result.grad_norm + 1e-6)) : 1.0;
+    }
+  } else if (!result.skipped) {
+    ++updates_done;
+  }
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  return result;
+}
+
+std::shared_ptr<OptimizerWork> Session::Impl::make_work(std::int64_t step, double lr, double scale) {
+  const optim::AdamWParams params{.lr = static_cast<float>(lr), .beta1 = static_cast<float>(adamw.beta1), .beta2 = static_cast<float>(adamw.beta2),
+                                  .eps = static_cast<float>(adamw.eps), .step = std::max<std::int64_t>(step, 1),
+                                  .gradient_scale = static_cast<float>(scale)};
+  auto work = std::make_shared<OptimizerWork>(packed, *layout, threads, params, static_cast<float>(adamw.weight_decay), mix(options.seed));
+  work->immediate = !arrangement.staged;
+  return work;
+}
+
+void Session::Impl::flush() {
+  if (pending) {
+    const auto work = make_work(pending_step, pending_lr, pending_scale);
+    executor->append(planner->flush(), work);
+    throw_if(executor->drain());
+    if (work->updated_parameters() != packed.trainable_parameters)
+      throw Exception(io::ErrorKind::numeric, "the last step updated " + std::to_string(work->updated_parameters()) + " of " +
+                                                  std::to_string(packed.trainable_parameters) + " parameters");
+    pending = false;
+  }
+  throw_if(executor->drain());
+}
+
+swap::Entered Session::Impl::enter(int stage, swap::Pass pass, int micro_batch) {
+  return value_or_throw(executor->enter(stage, pass, micro_batch));
+}
+
+Weights Session::Impl::weights_of(const swap::Entered& entered) const {
+  Weights weights;
+  const swap::StageShape& stage = layout->stages()[entered.visit->stage];
+  for (std::size_t position = 0; position < stage.units.size(); ++position) {
+    const UnitSpec& unit = model->spec().units[stage.units[position]];
+    const PackedUnit& packed_unit = packed.units[stage.units[position]];
+    std::vector<torch::Tensor> tensors(unit.tensors.size());
+    for (const PackedTensor& tensor : packed_unit.tensors) {
+      const auto& shape = unit.tensors[tensor.tensor].shape;
+      const std::uint64_t at = entered.visit->weights[position];
+      if (at == swap::kNowhere) continue;  // an embedding's backward has no weights
+      tensors[tensor.tensor] = torch::from_blob(entered.arena + at + 2 * tensor.offset, shape,
+                                                torch::TensorOptions().dtype(torch::kBFloat16).device(torch_device));
+    }
+    for (torch::Tensor& tensor : tensors) weights.push_back(std::move(tensor));
+  }
+  return weights;
+}
+
+Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_batch) const {
+  Gradients gradients;
+  const swap::StageShape& stage = layout->stages()[entered.visit->stage];
+  const auto floats = torch::TensorOptions().dtype(torch::kFloat32).device(torch_device);
+  for (std::size_t position = 0; position < stage.units.size(); ++position) {
+    const int index = stage.units[position];
+    const UnitSpec& unit = model->spec().units[index];
+    std::vector<torch::Tensor> tensors(unit.tensors.size());
+    const std::uint64_t at = entered.visit->gradients[position];
+    if (at != swap::kNowhere) {
+      if (micro_batch == 0 && entered.visit->fresh_gradient[position])
+        torch::from_blob(entered.arena + at, {static_cast<std::int64_t>(layout->unit_elements(index))}, floats).zero_();
+      for (const PackedTensor& tensor : packed.units[index].tensors)
+        tensors[tensor.tensor] = torch::from_blob(entered.arena + at + 4 * tensor.offset, unit.tensors[tensor.tensor].shape, floats);
+    }
+    for (torch::Tensor& tensor : tensors) gradients.push_back(std::move(tensor));
+  }
+  return gradients;
+}
+
+std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches) const {
+  std::vector<Shared> shared;
+  for (const MicroBatch& batch : batches) shared.push_back(model->share(batch, torch_device));
+  return shared;
+}
+
+void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool train) const {
+  const auto wrong = [](const std::string& what) { throw Exception(io::ErrorKind::usage, what); };
+  if (train && !options.train) wrong("the session was made for evaluation");
+  if (train && static_cast<int>(batches.size()) != options.micro_batches)
+    wrong("a step takes " + std::to_string(options.micro_batches) + " micro-batches, " + std::to_string(batches.size()) + " were given");
+  for (const MicroBatch& batch : batches)
+    if (batch.ids.dim() != 2 || batch.ids.size(0) > options.micro_batch || batch.ids.size(1) > options.sequence_length ||
+        batch.labels.sizes() != batch.ids.sizes())
+      wrong("a micro-batch has ids and labels of at most " + std::to_string(options.micro_batch) + " x " + std::to_string(options.sequence_length) + " tokens");
+}
+
+void Session::Impl::seed_random(int stage, int micro_batch) const {
+  if (!has_dropout(model->spec().config)) return;
+  std::uint64_t key = mix(options.seed + 0x9e3779b97f4a7c15ULL);
+  for (const std::uint64_t part : {static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(micro_batch), static_cast<std::uint64_t>(stage)})
+    key = mix(key ^ (part + 0x9e3779b97f4a7c15ULL));
+  torch::manual_seed(key);
+}
+
+Carry Session::Impl::carry_in_slot(std::byte* slot) const {
+  Carry carry;
+  for (const TensorShape& shape : carry_shape)
+    carry.push_back(torch::from_blob(slot + shape.offset, shape.shape, torch::TensorOptions().dtype(shape.dtype).device(torch_device)));
+  return carry;
+}
+
+// Embedding and blocks, layer-major: all micro-batches pass a stage before the next one.
+void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pass) {
+  const int last = static_cast<int>(layout->stages().size()) - 1;
+  const bool train = pass == swap::Pass::forward;
+  carries.assign(shared.size(), {});
+  saved.assign(last, std::vector<Carry>(train ? shared.size() : 0));
+  for (int stage = 0; stage < last; ++stage)
+    for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
+      const swap::Entered entered = enter(stage, pass, micro_batch);
+      Carry& carry = carries[micro_batch];
+      if (entered.carry != nullptr) {
+        Carry slot = carry_in_slot(entered.carry);
+        for (std::size_t i = 0; i < slot.size(); ++i) slot[i].copy_(carry[i]);
+      } else if (train && stage > 0) {
+        saved[stage][micro_batch] = carry;
+      }
+      if (train) seed_random(stage, micro_batch);
+      carry = model->forward(stage, weights_of(entered), carry, shared[micro_batch], train);
+      leave();
+    }
+}
+
+void Session::Impl::head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work) {
+  const int last = static_cast<int>(layout->stages().size()) - 1;
+  for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
+    const swap::Entered entered = enter(last, swap::Pass::head, micro_batch);
+    seed_random(last, micro_batch);
+    HeadResult head = model->head_loss_and_backward(weights_of(entered), gradients_of(entered, micro_batch), carries[micro_batch], shared[micro_batch], scale);
+    result.loss += head.loss_sum;
+    carries[micro_batch] = std::move(head.d_carry);
+    // Before the last micro-batch leaves, no update of this step can have begun.
+    if (micro_batch + 1 == static_cast<int>(shared.size()) && !arrangement.staged && !std::isfinite(result.loss)) work.skip_updates();
+    leave();
+  }
+}
+
+void Session::Impl::backward_all(const std::vector<Shared>& shared) {
+  for (int stage = static_cast<int>(layout->stages().size()) - 2; stage >= 0; --stage)
+    for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
+      const swap::Entered entered = enter(stage, swap::Pass::backward, micro_batch);
+      Carry input = entered.carry != nullptr ? carry_in_slot(entered.carry) : std::move(saved[stage][micro_batch]);
+      seed_random(stage, micro_batch);
+      carries[micro_batch] = model->backward(stage, weights_of(entered), gradients_of(entered, micro_batch), input, shared[micro_batch], carries[micro_batch]);
+      leave();
+    }
+  carries.clear();
+}
+
+double Session::Impl::evaluate(const std::vector<MicroBatch>& batches) {
+  check_batches(batches, false);
+  const torch::NoGradGuard no_grad;
+  flush();
+  double loss = 0;
+  std::int64_t targets = 0;
+  const int last = static_cast<int>(layout->stages().size()) - 1;
+  for (std::size_t begin = 0; begin < batches.size(); begin += options.micro_batches) {
+    const std::vector<MicroBatch> part(batches.begin() + begin, batches.begin() + std::min(batches.size(), begin + options.micro_batches));
+    for (const MicroBatch& batch : part) targets += batch.target_tokens();
+    const std::vector<Shared> shared = share(part);
+    executor->append(planner->evaluate(static_cast<int>(part.size())), nullptr);
+    forward_all(shared, swap::Pass::evaluate);
+    for (int micro_batch = 0; micro_batch < static_cast<int>(part.size()); ++micro_batch) {
+      const swap::Entered entered = enter(last, swap::Pass::evaluate, micro_batch);
+      loss += model->head_loss(weights_of(entered), carries[micro_batch], shared[micro_batch]);
+      leave();
+    }
+    carries.clear();
+  }
+  throw_if(executor->drain());
+  return loss / static_cast<double>(std::max<std::int64_t>(targets, 1));
+}
+
+}  // namespace tierflow

@@ -1,0 +1,98 @@
+#pragma once
+// FRONT DOOR of training: a model whose state streams, and its steps. Throws Exception; after an exception from step() the session
+// can only be destroyed.
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/volume.h"
+#include "runtime/layered_model.h"
+#include "runtime/packing.h"
+#include "swap/executor.h"
+
+namespace tierflow {
+
+struct AdamW {
+  double lr = 1e-5;
+  double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
+  double weight_decay = 0.0;  // of matrices; norms and biases are not decayed
+};
+
+struct SessionOptions {
+  std::string device = "cpu";             // "cpu", "cuda"
+  std::uint64_t device_memory = 0;        // bytes: weights, gradients, activations and workspace
+  std::uint64_t host_memory = 0;          // bytes: streaming buffers and residency
+  std::vector<std::filesystem::path> storage;  // empty: everything must fit the host budget
+  io::EngineKind engine = io::EngineKind::automatic;
+  bool allow_buffered = false, allow_any_filesystem = false;
+  int generations = 1;
+  Precision precision = Precision::fp32_master_adam8;
+  std::optional<double> clip = 1.0;       // global gradient norm; none: updates run beside the backward
+  std::int64_t micro_batch = 1;           // sequences in a micro-batch
+  int micro_batches = 1;                  // in a step
+  std::int64_t sequence_length = 512;
+  std::uint64_t seed = 0;                 // of dropout and stochastic rounding
+  int update_threads = 0;                 // 0: as many as torch uses
+  bool train = true;                      // false: evaluate() and export alone
+  std::uint64_t chunk_elements = 0;       // 0: from the host budget
+  std::uint64_t chaos_seed = 0;           // CPU device: delays and poison, for tests
+};
+
+struct StepResult {
+  std::int64_t step = 0;  // counts from 1
+  double loss = 0;        // mean over the tokens that count, natural log
+  double grad_norm = 0;   // of the step's gradients as applied, before clipping
+  bool skipped = false;   // a loss or gradient was not finite: nothing was changed
+  std::int64_t tokens = 0;
+  double seconds = 0;
+};
+
+struct MemoryUse {
+  std::uint64_t device_budget = 0, device_peak = 0;  // arena and the most that torch held beside it
+  std::uint64_t host_budget = 0, host_used = 0;
+  std::uint64_t storage_bytes = 0;
+};
+
+// Fills elements [first, first + out.size()) of a tensor with its initial fp32 values. Called from several threads.
+using WeightSource = std::function<void(const TensorSpec& tensor, std::uint64_t first, std::span<float> out)>;
+using Progress = std::function<void(const char* phase, std::uint64_t done, std::uint64_t total)>;
+
+class Session {
+ public:
+  Session(std::unique_ptr<LayeredModel> model, SessionOptions options, AdamW adamw, const WeightSource& weights, const Progress& progress = {});
+  ~Session();
+
+  // One optimizer step over exactly options.micro_batches micro-batches.
+  StepResult step(const std::vector<MicroBatch>& batches, double lr);
+  StepResult step(const std::vector<MicroBatch>& batches) { return step(batches, adamw_lr()); }
+  // Mean loss over the micro-batches, forward only.
+  double evaluate(const std::vector<MicroBatch>& batches);
+
+  // An HF folder: config.json and bf16 safetensors, streamed. tokenizer files are the caller's to copy.
+  void export_hf(const std::filesystem::path& folder, const Progress& progress = {});
+  // fp32 master values of a tensor, for looking at.
+  std::vector<float> master(int unit, int tensor);
+
+  std::uint64_t skipped_steps() const;
+  std::uint64_t parameters() const;
+  MemoryUse memory() const;
+  std::array<swap::LaneCounters, swap::kLanes> lanes() const;
+  // Empty where everything is resident.
+  std::optional<io::VolumeMode> storage_mode() const;
+  std::vector<io::DriveStats> drives() const;
+  std::string describe() const;  // one paragraph: what lives where
+  const LayeredModel& model() const;
+  void remove_store();  // deletes the storage files when the session ends
+
+ private:
+  double adamw_lr() const;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tierflow

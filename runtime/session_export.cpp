@@ -1,0 +1,84 @@
+// What comes out of a session: HF folders, master weights, a description.
+#include <fstream>
+
+#include "runtime/safetensors.h"
+#include "runtime/session_impl.h"
+
+namespace tierflow {
+
+void Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
+  Impl& impl = *impl_;
+  impl.flush();
+  std::vector<TensorHeader> headers;
+  std::uint64_t done = 0, total = 0;
+  for (std::size_t index = 0; index < impl.packed.units.size(); ++index)
+    for (const PackedTensor& tensor : impl.packed.units[index].tensors) {
+      const TensorSpec& spec = impl.model->spec().units[index].tensors[tensor.tensor];
+      headers.push_back({.name = spec.name, .dtype = Dtype::bf16, .shape = spec.shape});
+      total += tensor.elements;
+    }
+  CheckpointWriter writer(folder, std::move(headers));
+  for (int id = 0; id < static_cast<int>(impl.layout->chunks().size()); ++id) {
+    const swap::Chunk& chunk = impl.layout->chunks()[id];
+    throw_if(impl.executor->access(swap::ExtentKind::hi, id, false, [&](std::span<std::byte> words) {
+      for_each_piece(impl.packed.units[chunk.unit], chunk, [&](const PackedTensor&, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
+        writer.write(words.subspan(2 * in_chunk, 2 * count));
+        done += count;
+      });
+    }));
+    if (progress) progress("exporting", done, total);
+  }
+  writer.finish();
+  const auto config = folder / "config.json";
+  std::ofstream file(config, std::ios::trunc);
+  file << impl.model->spec().config_json;
+  file.flush();
+  if (!file) throw Exception(io::Error{.kind = io::ErrorKind::io, .operation = "write", .path = config.string(), .error_number = errno});
+}
+
+std::vector<float> Session::master(int unit, int tensor) {
+  Impl& impl = *impl_;
+  impl.flush();
+  const PackedUnit& packed = impl.packed.units[unit];
+  std::vector<float> values(impl.model->spec().units[unit].tensors[tensor].elements());
+  const int first = impl.layout->first_chunk(unit);
+  for (const swap::Chunk& chunk : impl.layout->chunks_of(unit)) {
+    const int id = first + chunk.index;
+    std::vector<std::uint16_t> hi(chunk.elements), lo(chunk.elements);
+    throw_if(impl.executor->access(swap::ExtentKind::hi, id, false, [&](std::span<std::byte> bytes) { std::memcpy(hi.data(), bytes.data(), bytes.size()); }));
+    if (packed.formats[chunk.group].master == optim::MasterFormat::split && impl.options.train && chunk.trainable)
+      throw_if(impl.executor->access(swap::ExtentKind::state, id, false, [&](std::span<std::byte> bytes) { std::memcpy(lo.data(), bytes.data(), 2 * lo.size()); }));
+    const bool whole = packed.formats[chunk.group].master == optim::MasterFormat::split && impl.options.train && chunk.trainable;
+    for_each_piece(packed, chunk, [&](const PackedTensor& piece, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+      if (piece.tensor != tensor) return;
+      if (whole) return optim::join_master(hi.data() + in_chunk, lo.data() + in_chunk, values.data() + in_tensor, count);
+      for (std::uint64_t i = 0; i < count; ++i) values[in_tensor + i] = optim::float_from_bf16(hi[in_chunk + i]);
+    });
+  }
+  return values;
+}
+
+std::string Session::describe() const {
+  const Impl& impl = *impl_;
+  const auto mib = [](std::uint64_t bytes) { return std::to_string((bytes + (1 << 19)) >> 20) + " MiB"; };
+  const auto share = [&](const std::vector<bool>& resident) {
+    std::uint64_t kept = 0, all = 0;
+    for (std::size_t id = 0; id < resident.size(); ++id) {
+      all += impl.layout->chunks()[id].elements;
+      if (resident[id]) kept += impl.layout->chunks()[id].elements;
+    }
+    return std::to_string(all == 0 ? 0 : kept * 100 / all) + "%";
+  };
+  const std::size_t on_host = std::count(impl.arrangement.carry_on_host.begin(), impl.arrangement.carry_on_host.end(), true);
+  std::string text = std::to_string(parameters() / 1000000) + "M parameters, " + precision_name(impl.options.precision) + "; device: " +
+                     mib(impl.arrangement.device_bytes()) + " of slots and " + mib(impl.workspace) + " of workspace in " + mib(impl.options.device_memory) +
+                     "; host: " + mib(impl.arrangement.host_bytes(*impl.layout)) + " of " + mib(impl.options.host_memory) + ", in it " +
+                     share(impl.arrangement.hi_resident) + " of the weights";
+  if (impl.options.train) text += ", " + share(impl.arrangement.state_resident) + " of the optimizer state";
+  if (impl.arrangement.staged) text += ", " + share(impl.arrangement.gradient_resident) + " of the staged gradients";
+  if (on_host != 0) text += ", the boundary activations of " + std::to_string(on_host) + " layers";
+  if (impl.store != nullptr) text += "; storage: " + mib(impl.store->volume().size());
+  return text;
+}
+
+}  // namespace tierflow

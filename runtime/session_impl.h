@@ -1,0 +1,67 @@
+#pragma once
+// Inside of Session, shared by session*.cpp.
+#include "runtime/device_memory.h"
+#include "runtime/exception.h"
+#include "runtime/optimizer_work.h"
+#include "runtime/session.h"
+#include "swap/planner.h"
+
+namespace tierflow {
+
+struct TensorShape {
+  std::vector<std::int64_t> shape;
+  torch::ScalarType dtype = torch::kBFloat16;
+  std::uint64_t bytes = 0, offset = 0;  // offset in a carry slot
+};
+
+struct Session::Impl {
+  Impl(std::unique_ptr<LayeredModel> model, SessionOptions options, AdamW adamw);
+
+  // session_setup.cpp
+  void set_up(const WeightSource& weights, const Progress& progress);
+  std::uint64_t probe_workspace();
+  void load(const WeightSource& weights, const Progress& progress);
+  void load_chunk(int id, const WeightSource& weights);
+
+  // session.cpp
+  StepResult step(const std::vector<MicroBatch>& batches, double lr);
+  void forward_all(const std::vector<Shared>& shared, swap::Pass pass);
+  void head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work);
+  void backward_all(const std::vector<Shared>& shared);
+  double evaluate(const std::vector<MicroBatch>& batches);
+  void flush();
+  std::shared_ptr<OptimizerWork> make_work(std::int64_t step, double lr, double scale);
+  swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
+  void leave() { throw_if(executor->leave()); }
+  Weights weights_of(const swap::Entered& entered) const;
+  Gradients gradients_of(const swap::Entered& entered, int micro_batch) const;
+  std::vector<Shared> share(const std::vector<MicroBatch>& batches) const;
+  void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
+  void seed_random(int stage, int micro_batch) const;
+  Carry carry_in_slot(std::byte* slot) const;
+
+  std::unique_ptr<LayeredModel> model;
+  const SessionOptions options;
+  const AdamW adamw;
+  const torch::Device torch_device;
+  PackedModel packed;
+  std::unique_ptr<swap::Layout> layout;
+  swap::Arrangement arrangement;
+  std::unique_ptr<swap::Device> device;
+  std::unique_ptr<swap::Store> store;
+  UpdateThreads threads;
+  std::unique_ptr<swap::Planner> planner;
+  std::unique_ptr<swap::Executor> executor;  // last: drains before the rest goes
+  std::vector<TensorShape> carry_shape;
+  std::uint64_t workspace = 0;
+
+  std::vector<Carry> carries;             // by micro-batch: input of the stage at hand, then its gradient
+  std::vector<std::vector<Carry>> saved;  // by stage and micro-batch, where they stay on the device
+  std::int64_t steps = 0, skipped = 0;
+  bool pending = false;      // staged gradients wait for their update
+  std::int64_t pending_step = 0, updates_done = 0;
+  double pending_lr = 0, pending_scale = 1;
+  bool remove_store = false;
+};
+
+}  // namespace tierflow

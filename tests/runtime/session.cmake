@@ -1,0 +1,3 @@
+tierflow_test(session_test LIBRARIES tierflow::session SOURCES ${CMAKE_CURRENT_LIST_DIR}/session_test.cpp)
+target_precompile_headers(session_test PRIVATE <torch/torch.h> <gtest/gtest.h>)
+target_compile_options(session_test PRIVATE -O1)  # torch headers: compile time over speed

@@ -1,0 +1,204 @@
+// The first promise: state on storage under small budgets gives the bits of the run with everything resident.
+#include "runtime/session.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "runtime/device_memory.h"
+#include "runtime/exception.h"
+#include "runtime/init.h"
+#include "runtime/safetensors.h"
+#include "tests/runtime/models_fixture.h"
+
+namespace tierflow::testing {
+namespace {
+
+constexpr std::uint64_t kMiB = 1 << 20;
+constexpr int kSteps = 4;
+
+struct Folder {
+  Folder() : path(std::filesystem::current_path() / ("session-test-" + std::to_string(::getpid()))) { std::filesystem::remove_all(path); }
+  ~Folder() { std::filesystem::remove_all(path); }
+  std::filesystem::path path;
+};
+
+struct Outcome {
+  std::vector<double> losses, norms;
+  double evaluated = 0;
+  std::vector<std::vector<float>> masters;
+};
+
+std::vector<MicroBatch> batches(int count, int step) {
+  std::vector<MicroBatch> all;
+  for (int i = 0; i < count; ++i) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(100 * step + i);
+    const auto tokens = torch::randint(96, {2, 17}, generator, torch::kLong);
+    all.push_back({.ids = tokens.narrow(1, 0, 16).contiguous(), .labels = tokens.narrow(1, 1, 16).contiguous()});
+  }
+  return all;
+}
+
+WeightSource initial(std::uint64_t seed) {
+  return [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    initial_values(tensor, seed, first, out);
+    if (tensor.init == Init::normal)
+      for (float& value : out) value *= 8;  // larger than usual: small models then learn within a few steps
+  };
+}
+
+SessionOptions resident(int micro_batches) {
+  return {.device_memory = 64 * kMiB, .host_memory = 64 * kMiB, .micro_batch = 2, .micro_batches = micro_batches, .sequence_length = 16, .seed = 3};
+}
+
+SessionOptions streamed(SessionOptions options, const Folder& folder) {
+  options.storage = {folder.path};
+  options.allow_buffered = options.allow_any_filesystem = true;
+  options.host_memory = 150 * 1024;
+  options.device_memory = 5 * kMiB + 512 * 1024;
+  return options;
+}
+
+Outcome run(const Case& which, const SessionOptions& options, double spike = 0) {
+  Session session(make_model(parse_model_spec(which.json, which.name)), options, {.lr = 3e-3, .weight_decay = 0.1}, initial(11));
+  Outcome outcome;
+  for (int step = 0; step < kSteps; ++step) {
+    const StepResult result = session.step(batches(options.micro_batches, step), 3e-3 + spike);
+    outcome.losses.push_back(result.loss);
+    outcome.norms.push_back(result.grad_norm);
+  }
+  outcome.evaluated = session.evaluate(batches(3, 77));
+  if (!options.storage.empty()) {
+    const std::uint64_t parameters = session.parameters();
+    EXPECT_GT(session.drives().at(0).bytes_read, parameters * 2 * kSteps) << "the run was to stream";
+    EXPECT_GT(session.drives().at(0).bytes_written, parameters * 2 * kSteps);
+  }
+  const ModelSpec& spec = session.model().spec();
+  for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
+    for (std::size_t tensor = 0; tensor < spec.units[unit].tensors.size(); ++tensor)
+      outcome.masters.push_back(session.master(static_cast<int>(unit), static_cast<int>(tensor)));
+  session.remove_store();
+  return outcome;
+}
+
+void expect_same_bits(const Outcome& a, const Outcome& b) {
+  EXPECT_EQ(a.losses, b.losses);
+  EXPECT_EQ(a.norms, b.norms);
+  EXPECT_EQ(a.evaluated, b.evaluated);
+  ASSERT_EQ(a.masters.size(), b.masters.size());
+  for (std::size_t i = 0; i < a.masters.size(); ++i)
+    EXPECT_EQ(std::memcmp(a.masters[i].data(), b.masters[i].data(), 4 * a.masters[i].size()), 0) << "tensor " << i;
+}
+
+class Bitwise : public ::testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override { DeviceMemory::install(); }
+};
+
+TEST_P(Bitwise, StreamedIsResident) {
+  const Folder folder;
+  for (const std::optional<double> clip : {std::optional<double>(0.05), std::optional<double>()}) {
+    SessionOptions options = resident(2);
+    options.clip = clip;
+    const Outcome expected = run(GetParam(), options);
+    EXPECT_LT(expected.losses.back(), expected.losses.front() + 0.5);
+    for (const double loss : expected.losses) EXPECT_TRUE(std::isfinite(loss));
+    SessionOptions small = streamed(options, folder);
+    expect_same_bits(run(GetParam(), small), expected);
+    small.chaos_seed = 7;
+    small.engine = io::EngineKind::threads;
+    expect_same_bits(run(GetParam(), small), expected);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Bitwise, ::testing::ValuesIn(cases("0.1")), case_name);
+
+TEST(Session, EveryPrecisionIsTheSameBitsStreamed) {
+  DeviceMemory::install();
+  const Folder folder;
+  const Case llama = cases().front();
+  for (const Precision precision : {Precision::fp32_master_adam32, Precision::bf16_sr_adam8}) {
+    SessionOptions options = resident(1);
+    options.precision = precision;
+    expect_same_bits(run(llama, streamed(options, folder)), run(llama, options));
+  }
+}
+
+TEST(Session, ADifferenceShows) {  // negative control of the comparison
+  DeviceMemory::install();
+  const Case llama = cases().front();
+  EXPECT_NE(run(llama, resident(1)).masters, run(llama, resident(1), 1e-5).masters);
+}
+
+TEST(Session, LearnsARepeatedBatch) {
+  DeviceMemory::install();
+  Session session(make_model(parse_model_spec(cases().front().json, "llama")), resident(1), {}, initial(1));
+  const auto batch = batches(1, 0);
+  const double first = session.step(batch, 1e-2).loss;
+  double last = first;
+  for (int i = 0; i < 60; ++i) last = session.step(batch, 1e-2).loss;
+  EXPECT_LT(last, 0.3 * first);
+}
+
+TEST(Session, RefusesBudgetsThatCannotWorkAndNamesTheSmallest) {
+  DeviceMemory::install();
+  const auto attempt = [](const SessionOptions& options) {
+    try {
+      Session session(make_model(parse_model_spec(cases().front().json, "llama")), options, {}, initial(1));
+      return std::string();
+    } catch (const Exception& error) {
+      EXPECT_EQ(error.error().kind, io::ErrorKind::usage);
+      return std::string(error.what());
+    }
+  };
+  SessionOptions options = resident(1);
+  options.device_memory = kMiB;
+  EXPECT_NE(attempt(options).find("--device-memory 1MiB is too small: the smallest that works is"), std::string::npos) << attempt(options);
+  options = resident(1);
+  options.host_memory = 64 * 1024;
+  EXPECT_NE(attempt(options).find("--host-memory"), std::string::npos) << attempt(options);
+}
+
+TEST(Session, ANonFiniteGradientSkipsTheStepWhole) {
+  DeviceMemory::install();
+  const Case llama = cases().front();
+  SessionOptions options = resident(1);
+  const auto spoiled = [](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    initial(11)(tensor, first, out);
+    if (tensor.role.find("down_proj") != std::string::npos && first == 0) out[0] = INFINITY;
+  };
+  for (const std::optional<double> clip : {std::optional<double>(1.0), std::optional<double>()}) {
+    options.clip = clip;
+    Session session(make_model(parse_model_spec(llama.json, "llama")), options, {}, spoiled);
+    const auto before = session.master(1, 0);
+    const StepResult result = session.step(batches(1, 0), 1e-2);
+    EXPECT_TRUE(result.skipped);
+    EXPECT_EQ(session.skipped_steps(), 1U);
+    EXPECT_EQ(session.master(1, 0), before);
+  }
+}
+
+TEST(Session, ExportIsReadBackAndEvaluatesTheSame) {
+  DeviceMemory::install();
+  const Folder folder;
+  std::filesystem::create_directories(folder.path);
+  const Case llama = cases().front();
+  double trained = 0;
+  {
+    Session session(make_model(parse_model_spec(llama.json, "llama")), resident(1), {}, initial(2));
+    session.step(batches(1, 0), 1e-2);
+    trained = session.evaluate(batches(2, 5));
+    session.export_hf(folder.path / "out");
+  }
+  const Checkpoint checkpoint = Checkpoint::open(folder.path / "out");
+  SessionOptions options = resident(2);
+  options.train = false;
+  Session session(make_model(read_model_spec(folder.path / "out" / "config.json")), options, {},
+                  [&](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) { checkpoint.read_f32(tensor.name, first, out); });
+  EXPECT_EQ(session.evaluate(batches(2, 5)), trained);
+}
+
+}  // namespace
+}  // namespace tierflow::testing
