@@ -1,0 +1,86 @@
+#include "runtime/run_common.h"
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+
+#include <csignal>
+#include <filesystem>
+
+#include "runtime/device_memory.h"
+#include "runtime/exception.h"
+#include "runtime/init.h"
+
+namespace tierflow {
+namespace {
+
+volatile std::sig_atomic_t first_signal = 0;
+
+void on_signal(int number) {
+  if (first_signal != 0) {
+    std::signal(number, SIG_DFL);
+    std::raise(number);
+  }
+  first_signal = number;
+}
+
+io::EngineKind engine_kind(const std::string& name) {
+  if (name == "io_uring") return io::EngineKind::io_uring;
+  if (name == "libaio") return io::EngineKind::libaio;
+  if (name == "threads") return io::EngineKind::threads;
+  return io::EngineKind::automatic;
+}
+
+}  // namespace
+
+SessionOptions session_options(const RunOptions& options, TrainingLog& log) {
+  DeviceMemory::install();
+  if (options.threads > 0) at::set_num_threads(options.threads);
+  SessionOptions result;
+  result.device = options.device == "auto" ? (swap::cuda_available() ? "cuda" : "cpu") : options.device;
+  result.storage = options.storage;
+  result.engine = engine_kind(options.engine);
+  result.allow_buffered = options.allow_buffered;
+  result.allow_any_filesystem = options.allow_any_filesystem;
+  result.micro_batch = options.micro_batch;
+  result.sequence_length = options.sequence_length;
+  result.update_threads = options.threads;
+  const std::uint64_t available = memory_available();
+  result.device_memory = options.device_memory != 0 ? options.device_memory : available / 3;
+  result.host_memory = options.host_memory != 0 ? options.host_memory : available / 2;
+  if (options.device_memory == 0 || options.host_memory == 0)
+    log.say(fmt::format("budgets: device {}, host {} ({} are free)", human_bytes(result.device_memory), human_bytes(result.host_memory), human_bytes(available)));
+  const std::uint64_t needed = result.host_memory + (result.device == "cpu" ? result.device_memory : 0);
+  if (needed > available)
+    throw Exception(io::ErrorKind::usage, fmt::format("--host-memory and --device-memory ask for {} of RAM and {} are free: give less, or end other programs",
+                                                      human_bytes(needed), human_bytes(available)));
+  return result;
+}
+
+WeightSource checkpoint_weights(std::shared_ptr<const Checkpoint> checkpoint) {
+  return [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) { checkpoint->read_f32(tensor.name, first, out); };
+}
+
+WeightSource random_weights(std::uint64_t seed) {
+  return [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) { initial_values(tensor, seed, first, out); };
+}
+
+MicroBatch micro_batch(const SequenceReader& read, std::int64_t first, std::int64_t rows, std::int64_t length) {
+  MicroBatch batch{.ids = torch::empty({rows, length}, torch::kInt64), .labels = torch::full({rows, length}, -100, torch::kInt64)};
+  for (std::int64_t row = 0; row < rows; ++row) {
+    std::int64_t* ids = batch.ids.data_ptr<std::int64_t>() + row * length;
+    read(first + row, {ids, static_cast<std::size_t>(length)});
+    std::copy(ids + 1, ids + length, batch.labels.data_ptr<std::int64_t>() + row * length);
+  }
+  return batch;
+}
+
+void watch_signals() {
+  first_signal = 0;
+  std::signal(SIGINT, on_signal);
+  std::signal(SIGTERM, on_signal);
+  std::signal(SIGXFSZ, SIG_IGN);  // a write past a limit then fails with EFBIG
+}
+
+int signals_seen() { return first_signal; }
+
+}  // namespace tierflow

@@ -1,0 +1,28 @@
+#pragma once
+// What `train` and `eval` share: the device, budgets, weights and micro-batches that the options mean.
+#include <memory>
+
+#include "runtime/data.h"
+#include "runtime/options.h"
+#include "runtime/safetensors.h"
+#include "runtime/session.h"
+#include "runtime/training_log.h"
+
+namespace tierflow {
+
+// Device, budgets and storage of a session, chosen where the options leave them open. Sets torch's threads.
+SessionOptions session_options(const RunOptions& options, TrainingLog& log);
+
+// Reads tensors by name; the checkpoint is kept alive by the source.
+WeightSource checkpoint_weights(std::shared_ptr<const Checkpoint> checkpoint);
+WeightSource random_weights(std::uint64_t seed);
+
+// Micro-batches of `rows` sequences; labels are the ids shifted by one, the last position counts for nothing.
+using SequenceReader = std::function<void(std::int64_t index, std::span<std::int64_t> out)>;
+MicroBatch micro_batch(const SequenceReader& read, std::int64_t first, std::int64_t rows, std::int64_t length);
+
+// Counts SIGINT and SIGTERM from now on. The first lets the step at hand finish; the second ends the process at once.
+void watch_signals();
+int signals_seen();  // the number of the first, 0 where none came
+
+}  // namespace tierflow

@@ -1,0 +1,203 @@
+#include "runtime/train.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "runtime/exception.h"
+#include "runtime/run_common.h"
+
+namespace tierflow {
+namespace {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+// The schedules of transformers.get_scheduler: linear warm-up from 0, then the named decay to 0 at the last step.
+double learning_rate(const TrainOptions& options, std::int64_t step, std::int64_t steps) {
+  const auto done = static_cast<double>(step), warmup = static_cast<double>(options.warmup);
+  if (done < warmup) return options.lr * done / warmup;
+  if (options.lr_schedule == "constant") return options.lr;
+  const double share = (done - warmup) / std::max(1.0, static_cast<double>(steps) - warmup);
+  if (options.lr_schedule == "linear") return options.lr * std::max(0.0, 1.0 - share);
+  return options.lr * 0.5 * (1.0 + std::cos(M_PI * std::min(1.0, share)));
+}
+
+class Training {
+ public:
+  Training(const TrainOptions& options, TrainingLog& log)
+      : options_(options),
+        log_(log),
+        spec_(read_model_spec(options.config.empty() ? options.model / "config.json" : options.config)),
+        data_(Dataset::prepare(data_options(options, spec_, fs::temp_directory_path()))) {
+    if (options.sequence_length > spec_.config.max_positions && spec_.config.max_positions > 0)
+      throw Exception(io::ErrorKind::usage, fmt::format("--sequence-length {} exceeds the model's {} positions", options.sequence_length, spec_.config.max_positions));
+    per_step_ = options.micro_batch * options.micro_batches;
+    steps_ = options.steps;
+    if (steps_ == 0) steps_ = std::max<std::int64_t>(1, std::max<std::int64_t>(1, options.epochs) * data_.training_sequences() / per_step_);
+  }
+
+  int run() {
+    open_session();
+    evaluate(0, first_held_out_);
+    last_held_out_ = first_held_out_;
+    std::int64_t step = 0;
+    while (step < steps_ && signals_seen() == 0) {
+      train_step(step);
+      ++step;
+      if (options_.eval_every > 0 && step % options_.eval_every == 0 && step < steps_) evaluate(step, last_held_out_);
+    }
+    const int signal = signals_seen();
+    if (signal != 0) log_.say(fmt::format("stopped after step {} of {}; once more ends without writing the result", step, steps_));
+    if (step > 0 && (signal == 0 || options_.eval_every > 0)) evaluate(step, last_held_out_);
+    write_result();
+    summarise(step);
+    return signal == 0 ? 0 : 128 + signal;
+  }
+
+ private:
+  void open_session() {
+    SessionOptions session = session_options(options_, log_);
+    session.precision = parse_precision(options_.precision);
+    session.clip = options_.clip;
+    session.micro_batches = static_cast<int>(options_.micro_batches);
+    session.seed = options_.seed;
+    session.generations = options_.durability == "crash-safe" ? 2 : 1;
+    WeightSource weights = random_weights(options_.seed);
+    if (options_.config.empty()) {
+      auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(options_.model));
+      check_tensors(spec_, *checkpoint);
+      weights = checkpoint_weights(std::move(checkpoint));
+    }
+    const AdamW adamw{.lr = options_.lr, .beta1 = options_.beta1, .beta2 = options_.beta2, .eps = options_.eps, .weight_decay = options_.weight_decay};
+    session_ = std::make_unique<Session>(make_model(spec_), session, adamw, weights,
+                                         [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); });
+    session_->remove_store();
+    log_.say(session_->describe());
+    if (const auto mode = session_->storage_mode())
+      for (const std::string& warning : mode->warnings) log_.say("warning: " + warning);
+    log_.say(fmt::format("{} training sequences of {} tokens, {} held out; {} steps of {} tokens", data_.training_sequences(), options_.sequence_length,
+                         data_.held_out_sequences(), steps_, per_step_ * options_.sequence_length));
+  }
+
+  void train_step(std::int64_t step) {
+    const auto read = [this](std::int64_t index, std::span<std::int64_t> out) { data_.training_sequence(index, out); };
+    std::vector<MicroBatch> batches;
+    for (std::int64_t i = 0; i < options_.micro_batches; ++i)
+      batches.push_back(micro_batch(read, step * per_step_ + i * options_.micro_batch, options_.micro_batch, options_.sequence_length));
+    const double lr = learning_rate(options_, step, steps_);
+    const StepResult result = session_->step(batches, lr);
+    last_loss_ = result.loss;
+    log_.step(result, steps_, lr, *session_);
+  }
+
+  void evaluate(std::int64_t step, double& loss) {
+    std::int64_t count = data_.held_out_sequences();
+    if (options_.eval_sequences > 0) count = std::min(count, options_.eval_sequences);
+    if (count == 0) return;
+    const auto read = [this](std::int64_t index, std::span<std::int64_t> out) { data_.held_out_sequence(index, out); };
+    std::vector<MicroBatch> batches;
+    for (std::int64_t first = 0; first < count; first += options_.micro_batch)
+      batches.push_back(micro_batch(read, first, std::min(options_.micro_batch, count - first), options_.sequence_length));
+    loss = session_->evaluate(batches);
+    log_.evaluation(step, loss);
+  }
+
+  void write_result() {
+    if (options_.no_export) return;
+    session_->export_hf(options_.out, [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); });
+    const fs::path from = options_.config.empty() ? options_.model : options_.config.parent_path();
+    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json"}) {
+      std::error_code ignored;
+      if (fs::exists(from / name, ignored)) fs::copy_file(from / name, options_.out / name, fs::copy_options::overwrite_existing, ignored);
+    }
+    std::ofstream(options_.out / "tierflow_run.json") << effective_configuration(options_) << '\n';
+  }
+
+  void summarise(std::int64_t steps) {
+    const MemoryUse memory = session_->memory();
+    json lanes;
+    for (int i = 0; i < swap::kLanes; ++i) {
+      const auto counters = session_->lanes()[i];
+      lanes[swap::lane_name(static_cast<swap::Lane>(i))] = {{"bytes", counters.bytes}, {"busy_s", counters.busy_seconds}};
+    }
+    const auto or_null = [](double loss) { return std::isnan(loss) ? json() : json(loss); };
+    const json summary{{"steps", steps}, {"tokens_per_s", log_.tokens_per_second()}, {"training_s", log_.training_seconds()}, {"loss", or_null(last_loss_)},
+                       {"held_out_loss_before", or_null(first_held_out_)}, {"held_out_loss_after", or_null(last_held_out_)},
+                       {"skipped_steps", session_->skipped_steps()}, {"parameters", session_->parameters()}, {"limit", log_.limiting_lane(*session_)},
+                       {"device_memory_peak", memory.device_peak}, {"device_memory_budget", memory.device_budget}, {"host_memory", memory.host_used},
+                       {"host_memory_budget", memory.host_budget}, {"storage_bytes", memory.storage_bytes}, {"peak_rss", resident_set_peak()}, {"lanes", lanes},
+                       {"out", options_.no_export ? json() : json(fs::absolute(options_.out).string())}};
+    log_.object({{"summary", summary}});
+    const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
+    log_.say(fmt::format("\n{} steps in {:.1f} s: {:.0f} tokens/s, limited by {}", steps, log_.training_seconds(), log_.tokens_per_second(), log_.limiting_lane(*session_)));
+    log_.say(fmt::format("held-out loss {:.4f} before, {:.4f} after", first_held_out_, last_held_out_));
+    log_.say(fmt::format("device memory {} at most, budget {}; host memory {}, budget {}; process {} at most", human_bytes(memory.device_peak),
+                         human_bytes(memory.device_budget), human_bytes(memory.host_used), human_bytes(memory.host_budget), human_bytes(resident_set_peak())));
+    log_.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated on the CPU", moved("disk_read"), moved("disk_write"),
+                         moved("upload"), moved("download"), moved("update")));
+    if (session_->skipped_steps() > 0) log_.say(fmt::format("{} steps were skipped: a loss or gradient was not finite", session_->skipped_steps()));
+    if (!options_.no_export) log_.say("result: " + fs::absolute(options_.out).string());
+  }
+
+  const TrainOptions& options_;
+  TrainingLog& log_;
+  const ModelSpec spec_;
+  Dataset data_;
+  std::unique_ptr<Session> session_;
+  std::int64_t per_step_ = 1, steps_ = 0;
+  double first_held_out_ = NAN, last_held_out_ = NAN, last_loss_ = NAN;
+};
+
+}  // namespace
+
+int run_train(const TrainOptions& options) {
+  std::error_code ignored;
+  if (!options.no_export && fs::exists(options.out, ignored) && !(fs::is_directory(options.out, ignored) && fs::is_empty(options.out, ignored)))
+    throw Exception(io::Error{.kind = io::ErrorKind::usage, .path = options.out.string(), .detail = "--out exists and is not an empty folder: name another, or remove it"});
+  watch_signals();
+  TrainingLog log(options.log_json, options.json);
+  log.say(effective_configuration(options));
+  log.object({{"config", json::parse(effective_configuration(options))}});
+  return Training(options, log).run();
+}
+
+int run_eval(const EvalOptions& options) {
+  watch_signals();
+  TrainingLog log(options.log_json, false);
+  const ModelSpec spec = read_model_spec(options.model / "config.json");
+  auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(options.model));
+  check_tensors(spec, *checkpoint);
+  const Dataset data = Dataset::prepare(data_options(options, spec, fs::temp_directory_path()));
+  SessionOptions session_settings = session_options(options, log);
+  session_settings.train = false;
+  Session session(make_model(spec), session_settings, {}, checkpoint_weights(checkpoint),
+                  [&](const char* phase, std::uint64_t done, std::uint64_t total) { log.progress(phase, done, total); });
+  session.remove_store();
+  std::int64_t count = data.training_sequences();
+  if (options.max_sequences > 0) count = std::min(count, options.max_sequences);
+  const auto read = [&](std::int64_t index, std::span<std::int64_t> out) { data.training_sequence(index, out); };
+  double sum = 0;
+  std::int64_t targets = 0;
+  for (std::int64_t first = 0; first < count; first += options.micro_batch) {
+    if (signals_seen() != 0) return 128 + signals_seen();
+    const MicroBatch batch = micro_batch(read, first, std::min(options.micro_batch, count - first), options.sequence_length);
+    const std::int64_t tokens = batch.target_tokens();
+    sum += session.evaluate({batch}) * static_cast<double>(tokens);
+    targets += tokens;
+    log.progress("evaluating", first + options.micro_batch, std::max(count, first + options.micro_batch));
+  }
+  const double loss = sum / static_cast<double>(std::max<std::int64_t>(1, targets));
+  const json result{{"loss", loss}, {"perplexity", std::exp(loss)}, {"tokens", targets}, {"sequences", count}};
+  log.object(result);
+  if (options.json)
+    std::cout << result.dump() << std::endl;
+  else
+    std::cout << fmt::format("loss {:.6f}  perplexity {:.4f}  ({} tokens in {} sequences)", loss, std::exp(loss), targets, count) << std::endl;
+  return 0;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,157 @@
+#include "runtime/training_log.h"
+
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "runtime/exception.h"
+
+namespace tierflow {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using nlohmann::json;
+
+double seconds_since(Clock::time_point then) { return std::chrono::duration<double>(Clock::now() - then).count(); }
+
+std::uint64_t number_in(const char* path, const char* key) {
+  std::ifstream file(path);
+  std::string word;
+  while (file >> word)
+    if (*key == '\0' || word == key) {
+      if (*key != '\0' && !(file >> word)) break;
+      try {
+        return std::stoull(word);
+      } catch (const std::exception&) {
+        break;
+      }
+    }
+  return ~std::uint64_t{0};
+}
+
+}  // namespace
+
+std::string human_bytes(std::uint64_t bytes) {
+  if (bytes >= std::uint64_t{10} << 30) return fmt::format("{:.1f} GiB", bytes / 1073741824.0);
+  if (bytes >= std::uint64_t{1} << 30) return fmt::format("{:.2f} GiB", bytes / 1073741824.0);
+  return fmt::format("{:.0f} MiB", bytes / 1048576.0);
+}
+
+std::uint64_t resident_set_peak() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return static_cast<std::uint64_t>(usage.ru_maxrss) * 1024;
+}
+
+std::uint64_t memory_available() {
+  std::uint64_t available = number_in("/proc/meminfo", "MemAvailable:");
+  if (available != ~std::uint64_t{0}) available *= 1024;
+  for (const auto& [limit, used] : {std::pair{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"},
+                                    std::pair{"/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"}}) {
+    const std::uint64_t most = number_in(limit, ""), now = number_in(used, "");
+    if (most != ~std::uint64_t{0} && now != ~std::uint64_t{0} && most > now) available = std::min(available, most - now);
+  }
+  return available;
+}
+
+TrainingLog::TrainingLog(const std::filesystem::path& log_json, bool json_on_stdout)
+    : path_(log_json), json_on_stdout_(json_on_stdout), terminal_(::isatty(STDERR_FILENO) == 1) {
+  if (path_.empty()) return;
+  file_.open(path_, std::ios::trunc);
+  if (!file_)
+    throw Exception(io::Error{.kind = io::ErrorKind::environment, .operation = "open", .path = path_.string(), .error_number = errno,
+                              .detail = "--log-json must name a file that can be written"});
+}
+
+TrainingLog::~TrainingLog() {
+  if (live_shown_) std::cerr << '\n';
+}
+
+void TrainingLog::say(const std::string& line) {
+  if (live_shown_) std::cerr << (terminal_ ? "\r\033[K" : "");
+  live_shown_ = false;
+  std::cerr << line << std::endl;
+}
+
+// On a terminal the line replaces the one before; elsewhere one every ten seconds is kept.
+void TrainingLog::live(const std::string& line, bool last) {
+  if (!terminal_ && !last && live_shown_ && seconds_since(last_live_) < 10) return;
+  last_live_ = Clock::now();
+  if (terminal_ && !last) {
+    std::cerr << "\r\033[K" << line << std::flush;
+  } else {
+    std::cerr << (terminal_ ? "\r\033[K" : "") << line << std::endl;
+  }
+  live_shown_ = !(terminal_ && last);
+}
+
+void TrainingLog::progress(const char* phase, std::uint64_t done, std::uint64_t total) {
+  if (phase_ != phase) {
+    phase_ = phase;
+    phase_started_ = last_live_ = Clock::now();
+    live_shown_ = false;
+  }
+  if (seconds_since(phase_started_) < 2) return;
+  if (done < total && seconds_since(last_live_) < 0.5) return;
+  live(fmt::format("{}: {:.0f}%", phase, total == 0 ? 100.0 : 100.0 * done / total), done == total);
+}
+
+void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double lr, const Session& session) {
+  const auto now = session.lanes();
+  json lanes;
+  double busiest = -1;
+  const char* limit = "compute";
+  for (int i = 0; i < swap::kLanes; ++i) {
+    const char* name = swap::lane_name(static_cast<swap::Lane>(i));
+    const double busy = now[i].busy_seconds - lanes_[i].busy_seconds;
+    lanes[name] = {{"bytes", now[i].bytes - lanes_[i].bytes}, {"busy_s", busy}};
+    if (busy > busiest) {
+      busiest = busy;
+      limit = name;
+    }
+  }
+  lanes_ = now;
+  tokens_ += static_cast<double>(result.tokens);
+  training_seconds_ += result.seconds;
+  const double rate = result.tokens / result.seconds;
+  const MemoryUse memory = session.memory();
+  object({{"step", result.step}, {"loss", result.loss}, {"grad_norm", result.grad_norm}, {"lr", lr}, {"tokens", result.tokens},
+          {"tokens_per_s", rate}, {"step_s", result.seconds}, {"skipped", result.skipped}, {"lanes", lanes}, {"limit", limit},
+          {"device_memory_peak", memory.device_peak}, {"host_memory", memory.host_used}});
+  const double left = (of_steps - result.step) * training_seconds_ / static_cast<double>(result.step);
+  live(fmt::format("step {}/{} | loss {:.4f} | norm {:.3g} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device {}/{} host {}/{} | {} left{}", result.step,
+                   of_steps, result.loss, result.grad_norm, lr, rate, limit, 100 * busiest / result.seconds, human_bytes(memory.device_peak),
+                   human_bytes(memory.device_budget), human_bytes(memory.host_used), human_bytes(memory.host_budget),
+                   left >= 3600 ? fmt::format("{:.1f} h", left / 3600) : left >= 60 ? fmt::format("{:.0f} min", left / 60) : fmt::format("{:.0f} s", left),
+                   result.skipped ? " | SKIPPED: not finite" : ""),
+       result.skipped || result.step == of_steps);
+}
+
+std::string TrainingLog::limiting_lane(const Session& session) const {
+  const auto lanes = session.lanes();
+  int most = static_cast<int>(swap::Lane::compute);
+  for (int i = 0; i < swap::kLanes; ++i)
+    if (lanes[i].busy_seconds > lanes[most].busy_seconds) most = i;
+  return swap::lane_name(static_cast<swap::Lane>(most));
+}
+
+void TrainingLog::evaluation(std::int64_t step, double loss) {
+  object({{"step", step}, {"held_out_loss", loss}});
+  say(fmt::format("step {}: held-out loss {:.4f}", step, loss));
+}
+
+void TrainingLog::object(const json& object) {
+  if (json_on_stdout_) std::cout << object.dump() << std::endl;
+  if (path_.empty() || file_failed_) return;
+  file_ << object.dump() << '\n' << std::flush;
+  if (!file_) {
+    file_failed_ = true;
+    say("warning: " + path_.string() + " cannot be written any more; training goes on without it");
+  }
+}
+
+}  // namespace tierflow

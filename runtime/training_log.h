@@ -1,0 +1,53 @@
+#pragma once
+// What a run says while it goes: a live line on standard error, JSON lines in a file, the summary at the end.
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+
+#include "runtime/session.h"
+
+namespace tierflow {
+
+class TrainingLog {
+ public:
+  // log_json: empty for none; a file that cannot be written is an Exception here, and a warning later: the run goes on.
+  TrainingLog(const std::filesystem::path& log_json, bool json_on_stdout);
+  ~TrainingLog();
+
+  // A line that stays.
+  void say(const std::string& line);
+  // Phases that may take more than two seconds: shown from then on.
+  void progress(const char* phase, std::uint64_t done, std::uint64_t total);
+  void step(const StepResult& result, std::int64_t of_steps, double lr, const Session& session);
+  void evaluation(std::int64_t step, double loss);
+  void object(const nlohmann::json& object);
+  // The lane that was busy for the largest share of the run so far.
+  std::string limiting_lane(const Session& session) const;
+  double tokens_per_second() const { return training_seconds_ > 0 ? tokens_ / training_seconds_ : 0; }
+  double training_seconds() const { return training_seconds_; }
+
+ private:
+  void live(const std::string& line, bool last);
+
+  std::ofstream file_;
+  std::filesystem::path path_;
+  const bool json_on_stdout_, terminal_;
+  bool file_failed_ = false, live_shown_ = false;
+  std::chrono::steady_clock::time_point phase_started_, last_live_;
+  std::string phase_;
+  std::array<swap::LaneCounters, swap::kLanes> lanes_{};
+  double tokens_ = 0, training_seconds_ = 0;
+  double device_share_ = 0;
+};
+
+// Resident set of this process: now and at most, in bytes.
+std::uint64_t resident_set_peak();
+std::uint64_t memory_available();  // of the machine, or of the cgroup where that is less
+
+std::string human_bytes(std::uint64_t bytes);
+
+}  // namespace tierflow
