@@ -16,6 +16,9 @@ class CausalModel : public LayeredModel {
   double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const override;
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry, const Shared& shared,
                                     double scale) const override;
+  bool draws_random_numbers() const override {
+    return config().embedding_dropout > 0 || config().residual_dropout > 0 || config().attention_dropout > 0;
+  }
   const LossHead& head() const { return head_; }
 
  protected:

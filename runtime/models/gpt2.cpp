@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "runtime/models/attention.h"
 #include "runtime/models/causal_model.h"
 #include "runtime/models/ops.h"
 
@@ -50,7 +51,7 @@ class Gpt2Model final : public CausalModel {
     const Tensor x = hidden.reshape({-1, width});
     const Tensor qkv = apply(norm(x, at_.attention_norm), at_.qkv).view({batch, length, 3, config().heads, config().head_dim});
     const Tensor attended =
-        attention(qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2), {}, training ? config().attention_dropout : 0.0);
+        attention(qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2), /*window=*/0, training ? config().attention_dropout : 0.0);
     const Tensor middle = x + drop(apply(attended.reshape({-1, width}), at_.attention_out));
     const Tensor inner = activate(apply(norm(middle, at_.mlp_norm), at_.up), config().activation);
     return (middle + drop(apply(inner, at_.down))).view(hidden.sizes());

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "runtime/models/attention.h"
 #include "runtime/models/causal_model.h"
 #include "runtime/models/ops.h"
 #include "runtime/models/rope.h"
@@ -63,17 +64,11 @@ class LlamaModel final : public CausalModel {
                              "embed_tokens.weight")),
         at_(TensorIndex(spec, stage_of(spec, StageKind::block))) {}
 
-  // Tables: rotary cos and sin [sequence, head_dim / 2] fp32, and a mask where the sliding window is shorter than the sequence.
+  // Tables: rotary cos and sin [sequence, head_dim / 2] fp32.
   Shared share(const MicroBatch& batch, at::Device device) const override {
     Shared shared = CausalModel::share(batch, device);
-    const std::int64_t length = batch.ids.size(1), window = config().sliding_window;
-    const auto [cos, sin] = rope_tables(config().rope, config().head_dim, length, device);
+    const auto [cos, sin] = rope_tables(config().rope, config().head_dim, batch.ids.size(1), device);
     shared.tables = {cos, sin};
-    if (window > 0 && window < length) {
-      const Tensor position = at::arange(length, at::TensorOptions(device).dtype(at::kLong));
-      const Tensor behind = position.unsqueeze(1) - position.unsqueeze(0);
-      shared.tables.push_back(behind.ge(0).logical_and(behind.lt(window)));
-    }
     return shared;
   }
 
@@ -100,7 +95,6 @@ class LlamaModel final : public CausalModel {
   Tensor heads(const Tensor& x, std::int64_t count, const Tensor& like) const {
     return x.view({like.size(0), like.size(1), count, config().head_dim});
   }
-  static Tensor mask(const Shared& shared) { return shared.tables.size() > 2 ? shared.tables[2] : Tensor(); }
 
   // The attention sublayer of normed hidden states.
   Tensor attend(const Bound& bound, const Tensor& normed, const Shared& shared, bool training) const {
@@ -110,7 +104,7 @@ class LlamaModel final : public CausalModel {
     if (at_.k_norm >= 0) k = rms_norm(k, bound.weight(at_.k_norm), config().norm_eps);
     q = rope(std::move(q), shared.tables[0], shared.tables[1]);
     k = rope(std::move(k), shared.tables[0], shared.tables[1]);
-    const Tensor out = attention(q, k, v, mask(shared), training ? config().attention_dropout : 0.0);
+    const Tensor out = attention(q, k, v, config().sliding_window, training ? config().attention_dropout : 0.0);
     return bound.apply(at_.o, out.reshape({normed.size(0), normed.size(1), -1}));
   }
 
@@ -145,7 +139,7 @@ Carry LlamaModel::block_backward(int stage, const Weights& all_weights, const Gr
   Tensor attended;
   {
     const at::AutoGradMode grad(true);
-    attended = attention(q, k, v, mask(shared), config().attention_dropout);
+    attended = attention(q, k, v, config().sliding_window, config().attention_dropout);
   }
   Tensor flat = attended.detach().reshape({x.size(0), -1});
   const Tensor middle = x + bound.apply(at_.o, flat);

@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <optional>
 
 #include "runtime/models/kernels.h"
 
@@ -142,26 +141,6 @@ void swiglu_backward(Tensor& gate, Tensor& up, Tensor& d_out) {
   at::parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
     kernels::swiglu_backward(bits(gate) + begin, bits(up) + begin, bits(d_out) + begin, end - begin);
   });
-}
-
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& allowed, double dropout) {
-  Tensor keys = k.transpose(1, 2), values = v.transpose(1, 2);
-  const std::int64_t groups = q.size(2) / k.size(2);
-  bool grouped = groups > 1;
-  // CUDA's kernels that take a mask know no grouped heads, and dropout on the CPU takes the expression that does not either.
-  if (grouped && (allowed.defined() || dropout > 0) && (!q.is_cpu() || dropout > 0)) {
-    const auto expand = [&](const Tensor& t) {
-      return t.unsqueeze(2).expand({t.size(0), t.size(1), groups, t.size(2), t.size(3)}).flatten(1, 2);
-    };
-    keys = expand(keys);
-    values = expand(values);
-    grouped = false;
-  }
-  std::optional<Tensor> mask;
-  if (allowed.defined()) mask = allowed;
-  return at::scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, dropout, /*is_causal=*/!mask.has_value(),
-                                          /*scale=*/std::nullopt, grouped)
-      .transpose(1, 2);
 }
 
 Tensor with_dropout(const Tensor& x, double p, bool training) {

@@ -31,10 +31,6 @@ Tensor swiglu(const Tensor& gate, const Tensor& up);
 // Gradients of gate and up, written over them; d_out becomes silu(gate) * up.
 void swiglu_backward(Tensor& gate, Tensor& up, Tensor& d_out);
 
-// Causal attention of q [batch, sequence, heads, head_dim], k, v [batch, sequence, kv heads, head_dim], giving
-// [batch, sequence, heads, head_dim]. `allowed`: a bool mask [sequence, sequence] in place of the causal one, or undefined.
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& allowed, double dropout);
-
 // Zeroes with probability p and scales the rest by 1/(1-p); the mask depends on the generator's state and x's size alone, so that the
 // gradient is dropout of the gradient from the same state.
 Tensor with_dropout(const Tensor& x, double p, bool training);

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "runtime/models/attention.h"
 #include "runtime/models/causal_model.h"
 #include "runtime/models/ops.h"
 
@@ -57,7 +58,7 @@ class OptModel final : public CausalModel {
 
     const Tensor x = hidden.reshape({-1, width});
     const Tensor in = before ? norm(x, at_.attention_norm) : x;
-    const Tensor attended = attention(heads(apply(in, at_.q)), heads(apply(in, at_.k)), heads(apply(in, at_.v)), {},
+    const Tensor attended = attention(heads(apply(in, at_.q)), heads(apply(in, at_.k)), heads(apply(in, at_.v)), /*window=*/0,
                                       training ? config().attention_dropout : 0.0);
     Tensor middle = x + drop(apply(attended.reshape({-1, width}), at_.out));
     if (!before) middle = norm(middle, at_.attention_norm);

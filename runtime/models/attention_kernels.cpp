@@ -1,0 +1,160 @@
+#include "runtime/models/attention_kernels.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "runtime/models/kernel_math.h"
+
+namespace tierflow::models::kernels {
+
+TIERFLOW_CLONES void pack_transposed(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out,
+                                     std::int64_t width) {
+  constexpr std::int64_t kTile = 16;
+  std::uint32_t tile[kTile][kTile];
+  for (std::int64_t r0 = 0; r0 < width; r0 += kTile) {
+    for (std::int64_t c0 = 0; c0 < dim / 2; c0 += kTile) {
+      const std::int64_t columns = dim / 2 - c0 < kTile ? dim / 2 - c0 : kTile;
+      std::memset(tile, 0, sizeof(tile));
+      for (std::int64_t r = 0; r < kTile && r0 + r < rows; ++r) {
+        std::memcpy(tile[r], x + (r0 + r) * stride + 2 * c0, static_cast<std::size_t>(columns) * 4);
+      }
+      for (std::int64_t c = 0; c < columns; ++c) {
+        std::uint32_t line[kTile];
+        for (std::int64_t r = 0; r < kTile; ++r) line[r] = tile[r][c];
+        std::memcpy(out + 2 * ((c0 + c) * width + r0), line, sizeof(line));
+      }
+    }
+  }
+}
+
+TIERFLOW_CLONES void pack(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out,
+                          std::int64_t width) {
+  for (std::int64_t r = 0; r < width; r += 2, out += 2 * dim) {
+    if (r >= rows) {
+      std::memset(out, 0, static_cast<std::size_t>(dim) * 4);
+      continue;
+    }
+    const std::uint16_t* first = x + r * stride;
+    const std::uint16_t* second = first + stride;
+    if (r + 1 < rows) {
+      for (std::int64_t c = 0; c < dim; ++c) {
+        out[2 * c] = first[c];
+        out[2 * c + 1] = second[c];
+      }
+    } else {
+      for (std::int64_t c = 0; c < dim; ++c) {
+        out[2 * c] = first[c];
+        out[2 * c + 1] = 0;
+      }
+    }
+  }
+}
+
+TIERFLOW_CLONES void transpose(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out,
+                               std::int64_t width) {
+  for (std::int64_t c = 0; c < dim; ++c) {
+    for (std::int64_t r = 0; r < width; ++r) out[c * width + r] = r < rows ? x[r * stride + c] : std::uint16_t{0};
+  }
+}
+
+TIERFLOW_CLONES void softmax_step(float* scores, std::uint16_t* p, float* most, float* total, float* out, std::int64_t rows,
+                                  std::int64_t dim, float scale, const BlockPlace& place) {
+  for (std::int64_t i = 0; i < rows; ++i, scores += kKeys, p += kKeys, out += dim) {
+    const std::int64_t query = place.first_query + i;
+    const std::int64_t begin = query - place.window + 1 - place.first_key, end = query + 1 - place.first_key;
+    if (end <= 0 || begin >= kKeys) {
+      std::memset(p, 0, kKeys * sizeof(*p));
+      continue;
+    }
+    for (std::int64_t j = 0; j < begin; ++j) scores[j] = -INFINITY;
+    for (std::int64_t j = end; j < kKeys; ++j) scores[j] = -INFINITY;
+    float lanes[kLanes];
+    for (std::int64_t j = 0; j < kLanes; ++j) lanes[j] = scores[j];
+    for (std::int64_t j = kLanes; j < kKeys; j += kLanes) {
+      for (std::int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = lanes[lane] > scores[j + lane] ? lanes[lane] : scores[j + lane];
+    }
+    for (std::int64_t width = kLanes / 2; width > 0; width /= 2) {
+      for (std::int64_t j = 0; j < width; ++j) lanes[j] = lanes[j] > lanes[j + width] ? lanes[j] : lanes[j + width];
+    }
+    const float now = lanes[0] * scale > most[i] ? lanes[0] * scale : most[i];
+    float sums[kLanes] = {};
+    for (std::int64_t j = 0; j < kKeys; j += kLanes) {
+      for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+        const float e = exp_fast(scores[j + lane] * scale - now);
+        p[j + lane] = narrow(e);
+        sums[lane] += e;
+      }
+    }
+    const float sum = sum_lanes(kLanes, [&sums](std::int64_t j) { return sums[j]; });
+    const float alpha = exp_fast(most[i] - now);
+    most[i] = now;
+    total[i] = total[i] * alpha + sum;
+    if (alpha != 1.0F) {
+      for (std::int64_t j = 0; j < dim; ++j) out[j] *= alpha;
+    }
+  }
+}
+
+TIERFLOW_CLONES void softmax_end(const float* sums, const float* most, const float* total, std::uint16_t* out, std::int64_t stride,
+                                 float* lse, std::int64_t rows, std::int64_t dim) {
+  for (std::int64_t i = 0; i < rows; ++i, sums += dim, out += stride) {
+    const float factor = 1.0F / total[i];
+    for (std::int64_t j = 0; j < dim; ++j) out[j] = narrow(sums[j] * factor);
+    lse[i] = most[i] + std::log(total[i]);
+  }
+}
+
+TIERFLOW_CLONES void row_products(const std::uint16_t* d_out, std::int64_t d_stride, const std::uint16_t* out, std::int64_t stride,
+                                  float* delta, std::int64_t rows, std::int64_t dim) {
+  for (std::int64_t i = 0; i < rows; ++i, d_out += d_stride, out += stride) {
+    delta[i] = sum_lanes(dim, [=](std::int64_t j) { return wide(d_out[j]) * wide(out[j]); });
+  }
+}
+
+TIERFLOW_CLONES void attention_gradient(const float* scores, const float* d_p, const float* lse, const float* delta, std::uint16_t* p,
+                                        std::uint16_t* d_s, std::uint16_t* d_s_pairs, std::int64_t keys, float scale,
+                                        const BlockPlace& place) {
+  for (std::int64_t row = 0; row < keys; ++row) {
+    const float* s = scores + row * kQueries;
+    const float* d = d_p + row * kQueries;
+    std::uint16_t* p_row = p + row * kQueries;
+    std::uint16_t* d_row = d_s + row * kQueries;
+    const std::int64_t first = place.first_key + row - place.first_query;
+    const auto begin = static_cast<std::int32_t>(std::clamp<std::int64_t>(first, 0, kQueries));
+    const auto end = static_cast<std::int32_t>(std::clamp<std::int64_t>(first + place.window, 0, kQueries));
+#pragma GCC ivdep
+    for (std::int32_t j = 0; j < kQueries; ++j) {
+      const float e = exp_fast(s[j] * scale - lse[j]);
+      const float g = e * (d[j] - delta[j]) * scale;
+      const bool counts = (j >= begin) & (j < end);
+      p_row[j] = counts ? narrow(e) : std::uint16_t{0};
+      d_row[j] = counts ? narrow(g) : std::uint16_t{0};
+    }
+  }
+  std::memset(p + keys * kQueries, 0, static_cast<std::size_t>((kKeys - keys) * kQueries) * sizeof(*p));
+  std::memset(d_s + keys * kQueries, 0, static_cast<std::size_t>((kKeys - keys) * kQueries) * sizeof(*d_s));
+  for (std::int64_t row = 0; row < kKeys; row += 2) {
+    const std::uint16_t* first = d_s + row * kQueries;
+    const std::uint16_t* second = first + kQueries;
+    std::uint16_t* out = d_s_pairs + row * kQueries;
+#pragma GCC ivdep
+    for (std::int64_t j = 0; j < kQueries; ++j) {
+      out[2 * j] = first[j];
+      out[2 * j + 1] = second[j];
+    }
+  }
+}
+
+TIERFLOW_CLONES void round_rows(const float* x, std::uint16_t* out, std::int64_t stride, std::int64_t rows, std::int64_t dim) {
+  for (std::int64_t i = 0; i < rows; ++i, x += dim, out += stride) {
+    for (std::int64_t j = 0; j < dim; ++j) out[j] = narrow(x[j]);
+  }
+}
+
+TIERFLOW_CLONES void round_transposed(const float* x, std::uint16_t* out, std::int64_t stride, std::int64_t rows, std::int64_t dim) {
+  for (std::int64_t i = 0; i < rows; ++i, out += stride) {
+    for (std::int64_t j = 0; j < dim; ++j) out[j] = narrow(x[j * kQueries + i]);
+  }
+}
+
+}  // namespace tierflow::models::kernels
