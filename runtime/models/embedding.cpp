@@ -28,13 +28,8 @@ at::Tensor Embedding::forward(const Weights& weights, const at::Tensor& ids, boo
 }
 
 void Embedding::backward(const Gradients& gradients, const at::Tensor& ids, const at::Tensor& d_out) const {
-  const at::Tensor& tokens = gradients[static_cast<std::size_t>(tokens_)];
   const at::Tensor d = with_dropout(d_out, dropout_, true);
-  if (tokens.defined()) {
-    // index_add_ adds row after row in the order of the ids (on CUDA in deterministic mode).
-    const at::Tensor rows = d.reshape({-1, d.size(-1)}).to(tokens.scalar_type());
-    tokens.index_add_(0, ids.reshape({-1}), rows);
-  }
+  add_rows_at(gradients[static_cast<std::size_t>(tokens_)], ids.reshape({-1}), d.reshape({-1, d.size(-1)}).contiguous());
   if (positions_ >= 0 && gradients[static_cast<std::size_t>(positions_)].defined()) {
     const at::Tensor& positions = gradients[static_cast<std::size_t>(positions_)];
     positions.narrow(0, offset_, ids.size(1)).add_(d.sum(at::IntArrayRef{0}, false, positions.scalar_type()));

@@ -117,6 +117,14 @@ TIERFLOW_CLONES void cross_entropy(std::uint16_t* logits, const std::int64_t* la
   }
 }
 
+TIERFLOW_CLONES void add_rows_at(float* sum, const std::uint16_t* d, const std::int64_t* ids, std::int64_t tokens, std::int64_t stride,
+                                 std::int64_t begin, std::int64_t end) {
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    float* row = sum + ids[t] * stride;
+    for (std::int64_t i = begin; i < end; ++i) row[i] += wide(d[t * stride + i]);
+  }
+}
+
 TIERFLOW_CLONES void add(float* sum, const float* a, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) sum[i] += a[i];
 }

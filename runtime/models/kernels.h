@@ -30,6 +30,10 @@ void swiglu_backward(std::uint16_t* gate, std::uint16_t* up, std::uint16_t* d_ou
 void cross_entropy(std::uint16_t* logits, const std::int64_t* labels, double* loss, std::int64_t rows, std::int64_t vocab, float scale,
                    bool gradient);
 
+// Row ids[t] of sum, [.., stride] fp32, += row t of d, [tokens, stride], over the columns [begin, end), token after token.
+void add_rows_at(float* sum, const std::uint16_t* d, const std::int64_t* ids, std::int64_t tokens, std::int64_t stride,
+                 std::int64_t begin, std::int64_t end);
+
 // sum [n] += a [n], fp32.
 void add(float* sum, const float* a, std::int64_t n);
 

@@ -165,6 +165,22 @@ void add_rows(const Tensor& sum, const Tensor& a) {
   if (sum.defined()) sum.add_(a.sum(at::IntArrayRef{0}, false, wide_type(a)));
 }
 
+void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d) {
+  if (!sum.defined()) return;
+  if (!fused(d) || sum.scalar_type() != at::kFloat || !sum.is_contiguous()) {
+    sum.index_add_(0, ids, d.to(sum.scalar_type()));
+    return;
+  }
+  const Tensor index = ids.contiguous();
+  const std::int64_t* id = index.const_data_ptr<std::int64_t>();
+  const std::int64_t tokens = d.size(0), n = d.size(1), vocab = sum.size(0);
+  TORCH_CHECK_INDEX(std::all_of(id, id + tokens, [&](std::int64_t i) { return i >= 0 && i < vocab; }),
+                    "a token is beyond the vocabulary of ", vocab);
+  float* total = sum.mutable_data_ptr<float>();
+  at::parallel_for(0, n, std::max<std::int64_t>(16, kGrain / std::max<std::int64_t>(1, tokens)),
+                   [&](std::int64_t begin, std::int64_t end) { kernels::add_rows_at(total, bits(d), id, tokens, n, begin, end); });
+}
+
 void cross_entropy(Tensor& logits, const Tensor& labels, Tensor losses, double scale, bool gradient) {
   const std::int64_t rows = logits.size(0), vocab = logits.size(1);
   if (fused(logits)) {

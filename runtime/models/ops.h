@@ -40,6 +40,9 @@ void add_product(const Tensor& sum, const Tensor& a, const Tensor& b);
 // sum [n] += the rows of a [tokens, n].
 void add_rows(const Tensor& sum, const Tensor& a);
 
+// Rows ids [tokens] of sum [vocab, n] += the rows of d [tokens, n], in the order of the tokens (on CUDA in deterministic mode).
+void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d);
+
 // Softmax cross-entropy of a chunk. logits [rows, vocab], labels [rows] int64, -100 where none counts; losses [rows] fp64.
 // With `gradient`, logits are replaced by the gradient of scale * sum(losses).
 void cross_entropy(Tensor& logits, const Tensor& labels, Tensor losses, double scale, bool gradient);

@@ -122,6 +122,15 @@ TEST(Ops, products_add_into_fp32) {
   EXPECT_LT(relative_error(rows, a.to(torch::kDouble).sum(0)), 1e-6);
 }
 
+TEST(Ops, rows_add_at_their_tokens) {
+  const Tensor d = random({40, 33}), ids = torch::randint(5, {40}, torch::kLong);
+  const Tensor sum = torch::ones({5, 33}), exact = torch::ones({5, 33}, torch::kDouble);
+  models::add_rows_at(sum, ids, d);
+  models::add_rows_at(exact, ids, d);
+  EXPECT_LT(relative_error(sum, exact), 1e-6);
+  EXPECT_ANY_THROW(models::add_rows_at(sum, ids + 1, d));
+}
+
 // bf16 on the CPU, and torch's attention in fp64, against the textbook.
 TEST(Attention, is_the_textbooks_and_repeats) {
   struct Shape {

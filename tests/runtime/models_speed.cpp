@@ -1,6 +1,7 @@
-// Times one Llama block, forward and backward from its input, and counts the memory that torch asks for beside weights, gradients
-// and carry. Driven by models_speed.py: a line on standard input runs it once and prints "milliseconds peak-bytes".
-//   models_speed HIDDEN INTERMEDIATE HEADS KV_HEADS BATCH LENGTH
+// Times one Llama block (forward, and backward from its input), the head and the embedding, and counts the memory that torch asks for
+// beside weights, gradients and carry. Driven by models_speed.py: a line on standard input (block, default, forward, head, embedding)
+// runs it once and prints "milliseconds peak-bytes".
+//   models_speed HIDDEN INTERMEDIATE HEADS KV_HEADS BATCH LENGTH VOCAB
 #include <c10/core/CPUAllocator.h>
 #include <fmt/format.h>
 #include <malloc.h>
@@ -46,14 +47,15 @@ int run(char** arguments) {
   c10::SetCPUAllocator(&counter, /*priority=*/100);
   const auto number = [&](int i) { return std::stoll(arguments[i]); };
   const std::string json = fmt::format(
-      R"({{"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": {}, "intermediate_size": {},
+      R"({{"architectures": ["LlamaForCausalLM"], "vocab_size": {}, "hidden_size": {}, "intermediate_size": {},
       "num_hidden_layers": 1, "num_attention_heads": {}, "num_key_value_heads": {}, "max_position_embeddings": 65536}})",
-      number(1), number(2), number(3), number(4));
+      number(7), number(1), number(2), number(3), number(4));
   {
     ResidentModel m(parse_model_spec(json, "block"), torch::kBFloat16);
     m.randomise(1, 0.02);
     const std::int64_t rows = number(5), length = number(6);
-    const MicroBatch batch{.ids = torch::zeros({rows, length}, torch::kLong), .labels = {}};
+    const MicroBatch batch{.ids = torch::randint(number(7), {rows, length}, torch::kLong),
+                           .labels = torch::randint(number(7), {rows, length}, torch::kLong)};
     const Shared shared = m.model->share(batch, torch::kCPU);
     const Carry in = {torch::randn({rows, length, number(1)}).to(torch::kBFloat16)};
     const Carry d_out = {torch::randn_like(in[0]) * 0.01};
@@ -63,15 +65,16 @@ int run(char** arguments) {
       const std::int64_t before = counter.live();
       counter.restart();
       const auto start = std::chrono::steady_clock::now();
-      {
+      if (line == "head") {
+        m.model->head_loss_and_backward(m.bind(2, m.units), m.bind(2, m.gradients), in, shared, 1e-3);
+      } else if (line == "embedding") {
+        m.model->backward(0, m.bind(0, m.units), m.bind(0, m.gradients), {}, shared, d_out);
+      } else {
         const torch::NoGradGuard no_grad;
         m.model->forward(1, weights, in, shared, true);
       }
-      if (line == "default") {
-        m.model->LayeredModel::backward(1, weights, gradients, in, shared, d_out);
-      } else if (line != "forward") {
-        m.model->backward(1, weights, gradients, in, shared, d_out);
-      }
+      if (line == "default") m.model->LayeredModel::backward(1, weights, gradients, in, shared, d_out);
+      if (line == "block") m.model->backward(1, weights, gradients, in, shared, d_out);
       const std::chrono::duration<double, std::milli> elapsed = std::chrono::steady_clock::now() - start;
       std::cout << elapsed.count() << " " << counter.peak() - before << std::endl;
     }
@@ -83,8 +86,8 @@ int run(char** arguments) {
 }  // namespace tierflow::testing
 
 int main(int count, char** arguments) {
-  if (count != 7) {
-    std::cerr << "usage: models_speed HIDDEN INTERMEDIATE HEADS KV_HEADS BATCH LENGTH\n";
+  if (count != 8) {
+    std::cerr << "usage: models_speed HIDDEN INTERMEDIATE HEADS KV_HEADS BATCH LENGTH VOCAB\n";
     return 2;
   }
   return tierflow::testing::run(arguments);
