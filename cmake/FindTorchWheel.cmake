@@ -5,7 +5,7 @@ execute_process(COMMAND "${TIERFLOW_PYTHON}" -c "import importlib.util as u; pri
 if(NOT status EQUAL 0)
   message(FATAL_ERROR "no torch wheel in ${TIERFLOW_PYTHON}: run `make setup` first, or set TIERFLOW_PYTHON, or configure with -DTIERFLOW_TORCH=OFF")
 endif()
-add_library(tierflow_torch_wheel INTERFACE)
+add_library(tierflow_torch_wheel INTERFACE IMPORTED GLOBAL)
 target_include_directories(tierflow_torch_wheel SYSTEM INTERFACE "${TIERFLOW_TORCH_DIR}/include" "${TIERFLOW_TORCH_DIR}/include/torch/csrc/api/include")
 target_link_libraries(tierflow_torch_wheel INTERFACE "${TIERFLOW_TORCH_DIR}/lib/libtorch_cpu.so" "${TIERFLOW_TORCH_DIR}/lib/libc10.so")
 target_link_options(tierflow_torch_wheel INTERFACE "-Wl,-rpath,${TIERFLOW_TORCH_DIR}/lib")

@@ -15,6 +15,16 @@ if(TIERFLOW_CCACHE)
   set(CMAKE_CXX_COMPILER_LAUNCHER "${TIERFLOW_CCACHE}")
 endif()
 
+# The fastest linker at hand: the torch libraries make the default one slow.
+include(CheckLinkerFlag)
+foreach(linker mold lld)
+  check_linker_flag(CXX -fuse-ld=${linker} TIERFLOW_HAS_${linker})
+  if(TIERFLOW_HAS_${linker})
+    add_link_options($<$<LINK_LANGUAGE:CXX>:-fuse-ld=${linker}>)
+    break()
+  endif()
+endforeach()
+
 add_library(tierflow_flags INTERFACE)
 # -ffp-contract=off: the optimizer's bits may not depend on which multiplications the compiler fuses.
 target_compile_options(tierflow_flags INTERFACE

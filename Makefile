@@ -1,0 +1,55 @@
+# The front door. `make` lists what there is. Every target does its own set-up first.
+JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ { n = int($$2 / 2000000); print n < 1 ? 1 : n < cores ? n : cores }' /proc/meminfo)
+
+# build-preset PRESET,FOLDER: configures once (the build itself notices changed CMake files) and builds.
+define build-preset
+	@[ -f $(2)/build.ninja ] || cmake --preset $(1)
+	@cmake --build $(2) --parallel $(JOBS)
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev build test demo asan tsan test-gpu bench format lint install clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## install what is missing: packages with apt (as root or through sudo), Python packages into .venv
+	@tools/setup.sh
+
+setup-dev: ## the same and clang-format, clang-tidy and pre-commit, for contributors
+	@tools/setup.sh requirements-dev.txt
+
+build: setup ## build/tierflow
+	$(call build-preset,release,build)
+
+test: build ## every test: ctest, then pytest
+	@tools/test.sh build
+
+demo: build ## fine-tune a small Llama with its state on the drive; DATA=path for text of your own
+	@tools/demo.sh
+
+asan: setup ## the C++ tests under the address and undefined-behaviour sanitizers
+	$(call build-preset,asan,build-asan)
+	@ctest --preset asan
+
+tsan: setup ## the C++ tests below LibTorch under the thread sanitizer
+	$(call build-preset,tsan,build-tsan)
+	@ctest --preset tsan
+
+test-gpu: setup ## the tests that need an NVIDIA GPU; says so and does nothing where there is none
+	@tools/test_gpu.sh
+
+bench: build ## storage and optimizer of this machine, one JSON line a result; STORAGE=folder on the drive to measure
+	@tools/bench.sh build
+
+format: setup-dev ## clang-format on every C++ file
+	@git ls-files '*.h' '*.cpp' '*.cu' | xargs .venv/bin/clang-format -i
+
+lint: setup-dev build ## format, include directions, and clang-tidy on what needs no LibTorch
+	@tools/lint.sh build
+
+install: build ## headers, libraries and the program into PREFIX (default /usr/local)
+	@cmake --install build $(if $(PREFIX),--prefix $(PREFIX))
+
+clean: ## remove everything that was built, but not .venv
+	rm -rf build build-cpu build-cuda build-asan build-tsan demo .cache

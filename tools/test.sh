@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Runs every test of a build folder: ctest, then pytest; a failure of the first does not hide the second. Ends with one line of totals.
+set -uo pipefail
+build=$(realpath "$1")
+cd "$(dirname "$0")/.."
+reports=$build/test-reports
+mkdir -p "$reports"
+rm -f "$reports"/*.xml
+status=0
+
+ctest --test-dir "$build" --parallel "$(nproc)" --output-on-failure --no-tests=error --output-junit "$reports/ctest.xml" || status=1
+TIERFLOW_BUILD=$build .venv/bin/python -m pytest --junitxml="$reports/pytest.xml" || status=1
+.venv/bin/python tools/test_totals.py "$reports/ctest.xml" "$reports/pytest.xml" || status=1
+exit $status
