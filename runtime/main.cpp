@@ -1,0 +1,107 @@
+// The program `tierflow`. Errors are one line on standard error; the exit code is that of docs/errors.md.
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <exception>
+#include <filesystem>
+#include <iostream>
+#include <new>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "runtime/exception.h"
+#include "runtime/files.h"
+#include "runtime/init.h"
+#include "runtime/train.h"
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* usage =
+    "Tierflow trains language models larger than the GPU and larger than memory, with their state on NVMe.\n"
+    "\n"
+    "Usage: tierflow COMMAND [OPTIONS]\n"
+    "\n"
+    "  init   make a model folder with random weights from a config.json\n"
+    "  train  train a model on text and write the result as a Hugging Face model folder\n"
+    "  eval   print the loss and perplexity of a model on text\n"
+    "\n"
+    "tierflow COMMAND --help lists the options of a command. Exit codes: docs/errors.md\n";
+
+// The library beside the program (build tree), or in the lib folder beside its bin folder (installed).
+void* load_train_library() {
+  std::error_code ignored;
+  const fs::path here = fs::read_symlink("/proc/self/exe", ignored).parent_path();
+  const char* name = "libtierflow_train.so";
+  for (const fs::path& path :
+       {here / name, here.parent_path() / "lib" / name, here.parent_path() / "lib" / "x86_64-linux-gnu" / name}) {
+    if (!fs::exists(path, ignored)) continue;
+    if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL); library != nullptr) return library;
+    const char* reason = dlerror();
+    fail(io::ErrorKind::environment, path.string(),
+         "cannot be loaded: " + printable(reason == nullptr ? "" : reason, 300));
+  }
+  fail(io::ErrorKind::environment, (here / name).string(),
+       "is missing: this build has no LibTorch, without which nothing can be trained or evaluated");
+}
+
+template <class Options>
+int call(const char* name, const Options& options) {
+  void* entry = dlsym(load_train_library(), name);
+  if (entry == nullptr)
+    fail(io::ErrorKind::environment, name, "is not in libtierflow_train.so: it is of another version");
+  return reinterpret_cast<int (*)(const Options*)>(entry)(&options);
+}
+
+int run(const std::vector<std::string>& words) {
+  if (words.empty() || words[0] == "--help" || words[0] == "-h" || words[0] == "help") {
+    (words.empty() ? std::cerr : std::cout) << usage;
+    return words.empty() ? static_cast<int>(io::ErrorKind::usage) : 0;
+  }
+  if (words[0] == "--version") {
+    std::cout << "tierflow " TIERFLOW_VERSION "\n";
+    return 0;
+  }
+  const std::string& command = words[0];
+  if (command != "init" && command != "train" && command != "eval")
+    fail(io::ErrorKind::usage, "", "unknown command \"" + printable(command) + "\"; commands are init, train, eval");
+  const std::vector<std::string> rest(words.begin() + 1, words.end());
+  for (const std::string& word : rest)
+    if (word == "--help" || word == "-h") {
+      std::cout << help_of(command);
+      return 0;
+    }
+  if (command == "train") return call("tierflow_run_train", parse_train(rest));
+  if (command == "eval") return call("tierflow_run_eval", parse_eval(rest));
+  const InitOptions options = parse_init(rest);
+  init_checkpoint(options.config, options.out, options.seed, options.shard_size);
+  return 0;
+}
+
+int report(const std::string& line, io::ErrorKind kind) {
+  std::cout.flush();
+  std::fprintf(stderr, "tierflow: %s\n", line.c_str());
+  return static_cast<int>(kind);
+}
+
+}  // namespace
+}  // namespace tierflow
+
+int main(int argc, char** argv) {
+  using tierflow::io::ErrorKind;
+  try {
+    return tierflow::run({argv + 1, argv + argc});
+  } catch (const tierflow::Exception& error) {
+    return tierflow::report(error.what(), error.error().kind);
+  } catch (const std::bad_alloc&) {
+    return tierflow::report("memory ran out", ErrorKind::memory);
+  } catch (const std::exception& error) {
+    tierflow::report("internal error: " + tierflow::printable(error.what(), 500), ErrorKind::none);
+    return 1;
+  }
+}

@@ -1,0 +1,19 @@
+#pragma once
+// The commands that need LibTorch. They live in the shared library tierflow_train, which the program loads when one is
+// asked for.
+#include "runtime/options.h"
+
+namespace tierflow {
+
+// Print progress and results, write what the options ask for. Return the exit code; throw Exception on failure, leaving
+// nothing half-written behind.
+int run_train(const TrainOptions& options);
+int run_eval(const EvalOptions& options);
+
+}  // namespace tierflow
+
+// The names under which the program finds them (train_entry.cpp).
+extern "C" {
+int tierflow_run_train(const tierflow::TrainOptions* options);
+int tierflow_run_eval(const tierflow::EvalOptions* options);
+}

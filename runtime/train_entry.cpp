@@ -1,0 +1,10 @@
+#include "runtime/train.h"
+
+extern "C" {
+__attribute__((visibility("default"))) int tierflow_run_train(const tierflow::TrainOptions* options) {
+  return tierflow::run_train(*options);
+}
+__attribute__((visibility("default"))) int tierflow_run_eval(const tierflow::EvalOptions* options) {
+  return tierflow::run_eval(*options);
+}
+}
