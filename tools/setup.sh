@@ -66,7 +66,7 @@ python_packages() {
   wanted=$(cksum <"$list")
   [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
   say "installing into .venv what $list lists"
-  [ "$list" != requirements.txt ] || say "(torch and the libraries it brings: a download of 3 GB or so, 7 GB on disk)"
+  [ "$list" != requirements.txt ] || say "(torch and the libraries it brings: a download of 3 GB or so, 5 GB on disk)"
   rm -f "$stamp"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$list" ||
     die "pip could not install what $list lists; its own message is above." \
