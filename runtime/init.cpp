@@ -133,7 +133,7 @@ void initial_values(const TensorSpec& tensor, std::uint64_t seed, std::uint64_t 
 }
 
 void init_checkpoint(const std::filesystem::path& config_json, const std::filesystem::path& folder, std::uint64_t seed,
-                     std::uint64_t shard_bytes) {
+                     std::uint64_t shard_bytes, const std::function<bool()>& stop) {
   const ModelSpec spec = read_model_spec(config_json);
   check_target(spec, folder);
   std::vector<TensorHeader> headers;
@@ -147,6 +147,7 @@ void init_checkpoint(const std::filesystem::path& config_json, const std::filesy
     for (const TensorSpec& tensor : unit.tensors) {
       const auto elements = static_cast<std::uint64_t>(tensor.elements());
       for (std::uint64_t first = 0; first < elements; first += piece_elements) {
+        if (stop && stop()) fail(io::ErrorKind::cancelled, folder.string(), "stopped; nothing was kept");
         const std::size_t count = std::min<std::uint64_t>(piece_elements, elements - first);
         initial_values(tensor, seed, first, std::span(values).first(count));
         round_to_bf16(values.data(), halves.data(), count);

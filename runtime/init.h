@@ -3,6 +3,7 @@
 // any machine and any number of threads, has the same values.
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <span>
 
 #include "runtime/model_spec.h"
@@ -17,8 +18,9 @@ void initial_values(const TensorSpec& tensor, std::uint64_t seed, std::uint64_t 
 std::uint16_t to_bf16(float value);
 
 // Writes config.json and bf16 safetensors with initial values into the folder, in bounded memory. The config.json is
-// written last: a folder without it is not finished. Throws Exception.
+// written last: a folder without it is not finished. Where the weights cannot be written, or `stop` says so, what was
+// written is removed and an Exception thrown (cancelled, for `stop`).
 void init_checkpoint(const std::filesystem::path& config_json, const std::filesystem::path& folder, std::uint64_t seed,
-                     std::uint64_t shard_bytes = std::uint64_t{5} << 30);
+                     std::uint64_t shard_bytes = std::uint64_t{5} << 30, const std::function<bool()>& stop = {});
 
 }  // namespace tierflow

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
@@ -21,6 +22,8 @@ namespace tierflow {
 namespace {
 
 namespace fs = std::filesystem;
+
+volatile std::sig_atomic_t stop_asked = 0;
 
 constexpr const char* usage =
     "Tierflow trains language models larger than the GPU and larger than memory, with their state on NVMe.\n"
@@ -79,7 +82,8 @@ int run(const std::vector<std::string>& words) {
   if (command == "train") return call("tierflow_run_train", parse_train(rest));
   if (command == "eval") return call("tierflow_run_eval", parse_eval(rest));
   const InitOptions options = parse_init(rest);
-  init_checkpoint(options.config, options.out, options.seed, options.shard_size);
+  for (const int number : {SIGINT, SIGTERM, SIGHUP}) std::signal(number, [](int) { stop_asked = 1; });
+  init_checkpoint(options.config, options.out, options.seed, options.shard_size, [] { return stop_asked != 0; });
   return 0;
 }
 

@@ -1,0 +1,53 @@
+// Shows the Python tests what the C++ side reads: `check FOLDER` prints every parameter's elements, sum and first
+// value; `tokens TOKENIZER PYTHON FILE` prints token ids, one a line.
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "runtime/data.h"
+#include "runtime/exception.h"
+#include "runtime/model_spec.h"
+#include "runtime/safetensors.h"
+
+namespace {
+
+void check(const std::filesystem::path& folder) {
+  const auto spec = tierflow::read_model_spec(folder / "config.json");
+  const auto checkpoint = tierflow::Checkpoint::open(folder);
+  tierflow::check_tensors(spec, checkpoint);
+  for (const auto& unit : spec.units)
+    for (const auto& tensor : unit.tensors) {
+      std::vector<float> values(static_cast<std::size_t>(tensor.elements()));
+      checkpoint.read_f32(tensor.name, 0, values);
+      double sum = 0;
+      for (const float value : values) sum += value;
+      std::printf("%s %zu %.17g %.9g\n", tensor.name.c_str(), values.size(), sum, static_cast<double>(values[0]));
+    }
+}
+
+void tokens(const std::string& tokenizer, const std::string& python, const std::string& file) {
+  tierflow::DataOptions options{.paths = {file},
+                                .tokenizer = tokenizer,
+                                .python = python,
+                                .vocab_size = 1 << 20,
+                                .sequence_length = 2,
+                                .held_out = 0};
+  options.sequence_length = tierflow::Dataset::prepare(options).tokens();
+  std::vector<std::int64_t> ids(static_cast<std::size_t>(options.sequence_length));
+  tierflow::Dataset::prepare(options).training_sequence(0, ids);
+  for (const auto id : ids) std::printf("%lld\n", static_cast<long long>(id));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  try {
+    if (words.size() == 2 && words[0] == "check") return check(words[1]), 0;
+    if (words.size() == 4 && words[0] == "tokens") return tokens(words[1], words[2], words[3]), 0;
+    return 2;
+  } catch (const tierflow::Exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return static_cast<int>(error.error().kind);
+  }
+}
