@@ -1,12 +1,13 @@
 # LibTorch from the torch wheel: imported target tierflow_torch_wheel. torch's own CMake package insists on a CUDA toolkit when the
 # wheel carries CUDA; linking its libraries directly does not, so a machine without nvcc still builds.
-execute_process(COMMAND "${TIERFLOW_PYTHON}" -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
-  OUTPUT_VARIABLE TIERFLOW_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE status ERROR_QUIET)
+execute_process(COMMAND "${TIERFLOW_PYTHON}" -c "import importlib.util as u, importlib.metadata as m; print(m.version('torch'), u.find_spec('torch').submodule_search_locations[0], sep=';')"
+  OUTPUT_VARIABLE found OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE status ERROR_QUIET)
 if(NOT status EQUAL 0)
   message(FATAL_ERROR "no torch wheel in ${TIERFLOW_PYTHON}: run `make setup` first, or set TIERFLOW_PYTHON, or configure with -DTIERFLOW_TORCH=OFF")
 endif()
+list(POP_FRONT found TIERFLOW_TORCH_VERSION TIERFLOW_TORCH_DIR)
 add_library(tierflow_torch_wheel INTERFACE IMPORTED GLOBAL)
 target_include_directories(tierflow_torch_wheel SYSTEM INTERFACE "${TIERFLOW_TORCH_DIR}/include" "${TIERFLOW_TORCH_DIR}/include/torch/csrc/api/include")
 target_link_libraries(tierflow_torch_wheel INTERFACE "${TIERFLOW_TORCH_DIR}/lib/libtorch_cpu.so" "${TIERFLOW_TORCH_DIR}/lib/libc10.so")
 target_link_options(tierflow_torch_wheel INTERFACE "-Wl,-rpath,${TIERFLOW_TORCH_DIR}/lib")
-message(STATUS "LibTorch: ${TIERFLOW_TORCH_DIR}")
+message(STATUS "LibTorch ${TIERFLOW_TORCH_VERSION}: ${TIERFLOW_TORCH_DIR}")
