@@ -61,6 +61,4 @@ Result<std::unique_ptr<Backend>> make_uring_backend(unsigned depth);
 Result<std::unique_ptr<Backend>> make_libaio_backend(unsigned depth);
 Result<std::unique_ptr<Backend>> make_threads_backend(unsigned depth);
 
-const char* engine_name(EngineKind kind);
-
 }  // namespace tierflow::io

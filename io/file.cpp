@@ -83,7 +83,7 @@ Error check_filesystem(const std::filesystem::path& directory) {
 
 Error sync_directory(const std::filesystem::path& directory) {
   int descriptor = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) return make_error(ErrorKind::io, "open", directory.string(), errno);
+  if (descriptor < 0) return make_error(ErrorKind::environment, "open", directory.string(), errno);
   int status = fsync(descriptor) == 0 ? 0 : errno;
   close(descriptor);
   // Some file systems (FUSE, for one) cannot flush a folder; there is nothing better to do then.

@@ -36,6 +36,7 @@ struct Completion {
 using Callback = std::function<void(Completion&&)>;
 
 enum class EngineKind : std::uint8_t { automatic, io_uring, libaio, threads };
+const char* engine_name(EngineKind kind);
 
 // Something the user should hear of while the run goes on. Arrives on the volume's own thread; the receiver must not
 // block.

@@ -1,0 +1,225 @@
+// What containers and resource limits take away: the volume steps down or refuses, says so, and never dies of a signal.
+#include <gmock/gmock.h>
+#include <linux/capability.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+
+#include <cstddef>
+#include <iostream>
+
+#include "tests/io/volume_fixture.h"
+#include "tests/support/child.h"
+
+namespace tierflow::io {
+namespace {
+
+using testing::in_child;
+
+// Makes the named system calls end in `action` for this process and its later threads.
+bool forbid(std::vector<long> calls, std::uint32_t action) {
+  std::vector<sock_filter> program;
+  program.push_back(BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)));
+  for (long call : calls) {
+    program.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<std::uint32_t>(call), 0, 1));
+    program.push_back(BPF_STMT(BPF_RET | BPF_K, action));
+  }
+  program.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW));
+  sock_fprog filter{.len = static_cast<unsigned short>(program.size()), .filter = program.data()};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+}
+
+class LimitsTest : public ::testing::Test {
+ protected:
+  VolumeOptions options(EngineKind engine = EngineKind::automatic) {
+    VolumeOptions options = options_in(folder_, 4 << 20);
+    options.engine = engine;
+    return options;
+  }
+  // In a child: a volume under the present limits moves bytes; 0 where it used `expected` and warned `warnings` times.
+  static int works(const VolumeOptions& options, EngineKind expected, std::size_t warnings) {
+    Result<std::unique_ptr<Volume>> made = Volume::create(options);
+    if (!made) {
+      std::cerr << made.error().message() << "\n";
+      return 10;
+    }
+    Volume& volume = **made;
+    if (write_pattern(volume, 0, 1 << 20, 1) || !read_holds(volume, 0, 1 << 20, 1) || volume.flush()) return 11;
+    const VolumeMode mode = volume.mode();
+    if (mode.engine != expected) return 12;
+    if (mode.warnings.size() != warnings) {
+      for (const std::string& warning : mode.warnings) std::cerr << warning << "\n";
+      return 13;
+    }
+    return 0;
+  }
+  static constexpr std::uint32_t deny(int number) { return SECCOMP_RET_ERRNO | static_cast<std::uint32_t>(number); }
+  bool direct() {
+    auto volume = create(options());
+    const bool result = volume && volume->mode().direct;
+    if (volume) volume->remove_files();
+    return result;
+  }
+
+  testing::TempDir folder_;
+};
+
+TEST_F(LimitsTest, WithoutIoUringTheNextEngineServes) {
+  const EngineKind next = direct() ? EngineKind::libaio : EngineKind::threads;
+  for (int number : {EPERM, ENOSYS, ENOMEM}) {
+    EXPECT_EQ(in_child([&] {
+                VolumeOptions wanted = options();
+                wanted.name = "errno" + std::to_string(number);
+                return forbid({SYS_io_uring_setup}, deny(number)) ? works(wanted, next, 1) : 9;
+              }),
+              0);
+  }
+}
+
+TEST_F(LimitsTest, ARingThatCanBeMadeButNotUsedIsNotTrusted) {
+  const EngineKind next = direct() ? EngineKind::libaio : EngineKind::threads;
+  for (long call : {static_cast<long>(SYS_io_uring_enter), static_cast<long>(SYS_io_uring_register)}) {
+    EXPECT_EQ(in_child([&] {
+                VolumeOptions wanted = options();
+                wanted.name = "call" + std::to_string(call);
+                return forbid({call}, deny(EPERM)) ? works(wanted, next, 1) : 9;
+              }),
+              0);
+  }
+}
+
+TEST_F(LimitsTest, WithoutAnyAsynchronousInterfaceThreadsServe) {
+  const std::size_t warnings = direct() ? 2 : 1;
+  EXPECT_EQ(in_child([&] {
+              return forbid({SYS_io_uring_setup, SYS_io_setup}, deny(EPERM))
+                         ? works(options(), EngineKind::threads, warnings)
+                         : 9;
+            }),
+            0);
+}
+
+TEST_F(LimitsTest, AnEngineThatWasAskedForIsNotReplaced) {
+  EXPECT_EQ(in_child([&] {
+              if (!forbid({SYS_io_uring_setup}, deny(EPERM))) return 9;
+              Result<std::unique_ptr<Volume>> made = Volume::create(options(EngineKind::io_uring));
+              if (made) return 1;
+              return made.error().kind == ErrorKind::environment && !std::filesystem::exists(folder_.path() / "drive")
+                         ? 0
+                         : 2;
+            }),
+            0);
+}
+
+TEST_F(LimitsTest, ThreadsNeverTouchWhatAKillingProfileForbids) {
+  const std::vector<long> calls = {SYS_io_uring_setup, SYS_io_uring_enter, SYS_io_uring_register, SYS_io_setup,
+                                   SYS_io_submit};
+  EXPECT_EQ(in_child([&] {
+              return forbid(calls, SECCOMP_RET_KILL_PROCESS)
+                         ? works(options(EngineKind::threads), EngineKind::threads, 0)
+                         : 9;
+            }),
+            0);
+  // The control: the automatic choice does touch them.
+  EXPECT_EQ(in_child([&] {
+              rlimit none{0, 0};
+              setrlimit(RLIMIT_CORE, &none);
+              VolumeOptions wanted = options();
+              wanted.name = "control";
+              return forbid(calls, SECCOMP_RET_KILL_PROCESS) ? works(wanted, EngineKind::threads, 0) : 9;
+            }),
+            128 + SIGSYS);
+}
+
+TEST_F(LimitsTest, TooLittleLockedMemoryCostsRegistrationOnly) {
+  EXPECT_EQ(in_child([&] {
+              rlimit limit{64 << 10, 64 << 10};
+              if (setrlimit(RLIMIT_MEMLOCK, &limit) != 0) return 9;
+              __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
+              __user_cap_data_struct data[2] = {};
+              if (syscall(SYS_capset, &header, data) != 0) return 9;
+              VolumeOptions wanted = options();
+              Result<std::unique_ptr<Volume>> made = Volume::create(wanted);
+              if (!made) return 10;
+              Volume& volume = **made;
+              if (volume.mode().engine != EngineKind::io_uring) return 0;  // nothing to lose
+              Buffer slab = allocate_buffer(8 << 20);
+              volume.register_memory(slab.bytes());
+              if (volume.mode().registered_buffers || volume.mode().warnings.empty()) return 11;
+              if (volume.mode().warnings.back().find("ulimit -l") == std::string::npos) return 12;
+              Buffer part(slab.data(), 1 << 20, nullptr, nullptr);
+              fill(part.bytes(), 0, 4);
+              if (transfer(volume, Op::write, 0, 1 << 20, std::move(part)).error) return 13;
+              const bool right = read_holds(volume, 0, 1 << 20, 4);
+              made = Error{.kind = ErrorKind::usage};  // the volume goes before the slab
+              return right ? 0 : 14;
+            }),
+            0);
+}
+
+TEST_F(LimitsTest, AFileSizeLimitIsAnErrorAndNoSignal) {
+  EXPECT_EQ(in_child([&] {
+              rlimit limit{1 << 20, 1 << 20};
+              setrlimit(RLIMIT_FSIZE, &limit);
+              Result<std::unique_ptr<Volume>> made = Volume::create(options());
+              if (made) return 1;
+              std::cerr << made.error().message() << "\n";
+              return made.error().kind == ErrorKind::environment && made.error().error_number == EFBIG ? 0 : 2;
+            }),
+            0);
+}
+
+TEST_F(LimitsTest, ALimitThatShrinksInTheRunShortensAWriteAndThenEndsIt) {
+  for (EngineKind engine : {EngineKind::io_uring, EngineKind::libaio, EngineKind::threads}) {
+    EXPECT_EQ(in_child([&] {
+                VolumeOptions wanted = options(engine);
+                wanted.name = "engine" + std::to_string(static_cast<int>(engine));
+                Result<std::unique_ptr<Volume>> made = Volume::create(wanted);
+                if (!made) return 10;
+                // The limit lies inside the third block of what will be written: a true short write, then EFBIG.
+                rlimit limit{(1 << 20) + 40960, (1 << 20) + 40960};
+                setrlimit(RLIMIT_FSIZE, &limit);
+                if (write_pattern(**made, 0, 32 << 10, 1)) return 11;
+                const Error error = write_pattern(**made, 32 << 10, 64 << 10, 2);
+                std::cerr << error.message() << "\n";
+                if (error.kind != ErrorKind::io || error.error_number != EFBIG) return 12;
+                return read_holds(**made, 0, 32 << 10, 1) ? 0 : 13;
+              }),
+              0)
+        << static_cast<int>(engine);
+  }
+}
+
+TEST_F(LimitsTest, TooFewDescriptorsIsAnError) {
+  EXPECT_EQ(in_child([&] {
+              rlimit limit{4, 4};
+              setrlimit(RLIMIT_NOFILE, &limit);
+              Result<std::unique_ptr<Volume>> made = Volume::create(options());
+              if (made) return made.value()->mode().engine == EngineKind::threads ? 0 : 1;
+              return made.error().kind == ErrorKind::environment ? 0 : 2;
+            }),
+            0);
+}
+
+TEST_F(LimitsTest, AKilledOwnerLeavesTheLockFree) {
+  const int code = in_child([&] {
+    Result<std::unique_ptr<Volume>> made = Volume::create(options());
+    if (!made || write_pattern(**made, 0, 1 << 20, 9)) return 1;
+    kill(getpid(), SIGKILL);
+    return 2;
+  });
+  EXPECT_EQ(code, 128 + SIGKILL);
+  // The ring of the dead holds the file until the kernel has wound it up.
+  Result<std::unique_ptr<Volume>> opened = Error{.kind = ErrorKind::locked};
+  for (int i = 0; i < 200 && !opened && opened.error().kind == ErrorKind::locked; ++i) {
+    opened = Volume::open(options());
+    if (!opened) usleep(10'000);
+  }
+  ASSERT_TRUE(opened.ok()) << opened.error().message();
+  EXPECT_TRUE(read_holds(**opened, 0, 1 << 20, 9));
+}
+
+}  // namespace
+}  // namespace tierflow::io

@@ -1,0 +1,106 @@
+#pragma once
+// Real file systems for tests that run as root: a small ext4 on a loop device, and ramfs. Where the machine does not
+// allow them the object is not ready, and the test skips itself.
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+namespace tierflow::testing {
+
+// Runs a shell command; its first line of output, or "!" where it failed.
+inline std::string shell(const std::string& command) {
+  std::FILE* pipe = popen((command + " 2>/dev/null").c_str(), "r");
+  if (pipe == nullptr) return "!";
+  std::array<char, 256> line{};
+  const bool any = std::fgets(line.data(), line.size(), pipe) != nullptr;
+  if (pclose(pipe) != 0) return "!";
+  std::string text = any ? line.data() : "";
+  while (!text.empty() && text.back() == '\n') text.pop_back();
+  return text;
+}
+
+// An ext4 of `bytes` on a loop device with sectors of `sector` bytes, mounted below `folder`.
+class LoopDisk {
+ public:
+  LoopDisk(const std::filesystem::path& folder, std::uint64_t bytes, unsigned sector = 512)
+      : image_(folder / "image"), mount_(folder / "mount") {
+    if (geteuid() != 0) return;
+    std::ofstream(image_).close();
+    std::filesystem::resize_file(image_, bytes);
+    std::filesystem::create_directory(mount_);
+    device_ =
+        shell("losetup --find --show --direct-io=on --sector-size " + std::to_string(sector) + " " + image_.string());
+    if (device_ == "!" || device_.empty()) {
+      device_.clear();
+      return;
+    }
+    if (shell("mkfs.ext4 -q -F -E lazy_itable_init=0 " + device_) == "!") return;
+    ready_ = ::mount(device_.c_str(), mount_.c_str(), "ext4", 0, nullptr) == 0;
+  }
+  ~LoopDisk() {
+    if (ready_) umount2(mount_.c_str(), MNT_DETACH);
+    if (!device_.empty()) shell("losetup --detach " + device_);
+  }
+  LoopDisk(const LoopDisk&) = delete;
+  LoopDisk& operator=(const LoopDisk&) = delete;
+
+  bool ready() const { return ready_; }
+  const std::filesystem::path& path() const { return mount_; }
+  std::string name() const { return device_.substr(device_.rfind('/') + 1); }  // "loop3"
+
+  // The medium is gone from here on: reads and writes beyond `bytes` fail with EIO.
+  void lose_medium(std::uint64_t bytes) {
+    std::filesystem::resize_file(image_, bytes);
+    const int descriptor = ::open(device_.c_str(), O_RDONLY | O_CLOEXEC);
+    if (descriptor >= 0) close(descriptor);
+  }
+  // Writes wait until thaw().
+  bool freeze() { return control(FIFREEZE); }
+  bool thaw() { return control(FITHAW); }
+
+ private:
+  bool control(unsigned long request) const {
+    const int descriptor = ::open(mount_.c_str(), O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0) return false;
+    const bool done = ioctl(descriptor, request, 0) == 0;
+    close(descriptor);
+    return done;
+  }
+
+  std::filesystem::path image_;
+  std::filesystem::path mount_;
+  std::string device_;
+  bool ready_ = false;
+};
+
+// A file system of a kind that needs no device ("ramfs", "tmpfs"), mounted below `folder`.
+class PlainMount {
+ public:
+  PlainMount(const std::filesystem::path& folder, const char* kind) : path_(folder / kind) {
+    std::filesystem::create_directory(path_);
+    ready_ = geteuid() == 0 && ::mount("none", path_.c_str(), kind, 0, "mode=700") == 0;
+  }
+  ~PlainMount() {
+    if (ready_) umount2(path_.c_str(), MNT_DETACH);
+  }
+  PlainMount(const PlainMount&) = delete;
+  PlainMount& operator=(const PlainMount&) = delete;
+
+  bool ready() const { return ready_; }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  bool ready_ = false;
+};
+
+}  // namespace tierflow::testing
