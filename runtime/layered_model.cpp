@@ -26,17 +26,25 @@ struct AddAndRelease final : torch::autograd::PostAccumulateGradHook {
 
 }  // namespace
 
-std::int64_t MicroBatch::target_tokens() const { return labels.ge(0).sum().item<std::int64_t>(); }
+std::int64_t MicroBatch::target_tokens() const {
+  return labels.ge(0).sum().item<std::int64_t>();
+}
 
-Carry LayeredModel::backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry, const Shared& shared,
-                             const Carry& d_out) const {
-  const torch::AutoGradMode grad(true);
+Carry LayeredModel::backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                             const Shared& shared, const Carry& d_out) const {
   Weights leaves;
-  for (std::size_t i = 0; i < weights.size(); ++i) {
-    leaves.push_back(weights[i].detach());
-    if (!gradients.at(i).defined()) continue;
-    leaves.back().requires_grad_();
-    torch::autograd::impl::set_post_acc_grad_hooks(leaves.back(), std::make_unique<AddAndRelease>(gradients[i]));
+  for (const torch::Tensor& weight : weights) leaves.push_back(weight.detach());
+  return differentiate(leaves, gradients, carry, d_out,
+                       [&](const Carry& inputs) { return forward(stage, leaves, inputs, shared, /*training=*/true); });
+}
+
+Carry LayeredModel::differentiate(const Weights& leaves, const Gradients& gradients, const Carry& carry,
+                                  const Carry& d_out, const std::function<Carry(const Carry&)>& forward) {
+  const torch::AutoGradMode grad(true);
+  for (std::size_t i = 0; i < leaves.size(); ++i) {
+    leaves[i].requires_grad_(gradients.at(i).defined());
+    if (gradients[i].defined())
+      torch::autograd::impl::set_post_acc_grad_hooks(leaves[i], std::make_unique<AddAndRelease>(gradients[i]));
   }
   Carry inputs;
   for (const torch::Tensor& part : carry) {
@@ -44,7 +52,7 @@ Carry LayeredModel::backward(int stage, const Weights& weights, const Gradients&
     if (part.is_floating_point()) inputs.back().requires_grad_();
   }
   {
-    const Carry out = forward(stage, leaves, inputs, shared, /*training=*/true);
+    const Carry out = forward(inputs);
     std::vector<torch::Tensor> roots, d_roots;
     for (std::size_t i = 0; i < out.size(); ++i) {
       if (i >= d_out.size() || !d_out[i].defined() || !out[i].requires_grad()) continue;

@@ -22,7 +22,8 @@ using kernels::kQueries;
 using Bits = std::uint16_t;
 
 // c [m, n] (+)= a [m, k] b, with b in pairs [k / 2][n][2]; c dense.
-void multiply(std::int64_t m, std::int64_t n, std::int64_t k, const Bits* a, std::int64_t a_stride, const Bits* b, float* c, bool add) {
+void multiply(std::int64_t m, std::int64_t n, std::int64_t k, const Bits* a, std::int64_t a_stride, const Bits* b,
+              float* c, bool add) {
   at::native::cpublas::brgemm(m, n, k, a_stride, n, n, add, reinterpret_cast<const at::BFloat16*>(a),
                               reinterpret_cast<const at::BFloat16*>(b), c, /*is_vnni=*/true);
 }
@@ -32,7 +33,10 @@ struct Heads {
   Bits* data;
   std::int64_t batch_stride, stride, head_stride;
   explicit Heads(const Tensor& x)
-      : data(static_cast<Bits*>(x.data_ptr())), batch_stride(x.stride(0)), stride(x.stride(1)), head_stride(x.stride(2)) {}
+      : data(static_cast<Bits*>(x.data_ptr())),
+        batch_stride(x.stride(0)),
+        stride(x.stride(1)),
+        head_stride(x.stride(2)) {}
   Bits* at(std::int64_t batch, std::int64_t head, std::int64_t row = 0) const {
     return data + batch * batch_stride + head * head_stride + row * stride;
   }
@@ -56,9 +60,13 @@ struct Shape {
   }
 };
 
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+std::size_t size(std::int64_t n) {
+  return static_cast<std::size_t>(n);
+}
 
-Tensor dense_rows(const Tensor& x) { return x.stride(3) == 1 && x.stride(2) % 2 == 0 ? x : x.contiguous(); }
+Tensor dense_rows(const Tensor& x) {
+  return x.stride(3) == 1 && x.stride(2) % 2 == 0 ? x : x.contiguous();
+}
 
 }  // namespace
 
@@ -99,13 +107,15 @@ BlockAttention attention_in_blocks(const Tensor& q_in, const Tensor& k_in, const
     for (std::int64_t i = begin; i < end; ++i) {
       for (std::int64_t first = 0; first < s.length; first += kKeys) {
         const std::int64_t rows = std::min(kKeys, s.length - first), b = i / s.kv_heads, head = i % s.kv_heads;
-        kernels::pack_transposed(ks.at(b, head, first), ks.stride, rows, s.dim, key_pairs + i * packed + first * s.dim, kKeys);
+        kernels::pack_transposed(ks.at(b, head, first), ks.stride, rows, s.dim, key_pairs + i * packed + first * s.dim,
+                                 kKeys);
         kernels::pack(vs.at(b, head, first), vs.stride, rows, s.dim, value_pairs + i * packed + first * s.dim, kKeys);
       }
     }
   });
   at::parallel_for(0, s.batch * s.heads * s.query_blocks(), 1, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<float> scores(size(kQueries * kKeys)), sums(size(kQueries * s.dim)), most(size(kQueries)), total(size(kQueries));
+    std::vector<float> scores(size(kQueries * kKeys)), sums(size(kQueries * s.dim)), most(size(kQueries)),
+        total(size(kQueries));
     std::vector<Bits> p(size(kQueries * kKeys));
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t first = i % s.query_blocks() * kQueries, head = i / s.query_blocks() % s.heads,
@@ -130,25 +140,28 @@ BlockAttention attention_in_blocks(const Tensor& q_in, const Tensor& k_in, const
   return {out, lse};
 }
 
-AttentionGradient attention_in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                                               const BlockAttention& forward, std::int64_t window) {
+AttentionGradient attention_in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in, const Tensor& k_in,
+                                               const Tensor& v_in, const BlockAttention& forward, std::int64_t window) {
   const Tensor d_out = dense_rows(d_out_in), q = dense_rows(q_in), k = dense_rows(k_in), v = dense_rows(v_in);
   const Shape s(q, k, window);
   AttentionGradient gradient{.q = at::empty({s.batch, s.length, s.heads, s.dim}, q.options()),
                              .k = at::empty({s.batch, s.length, s.kv_heads, s.dim}, q.options()),
                              .v = at::empty({s.batch, s.length, s.kv_heads, s.dim}, q.options())};
-  const Heads qs(q), ks(k), vs(v), outs(forward.out), d_outs(d_out), d_qs(gradient.q), d_ks(gradient.k), d_vs(gradient.v);
+  const Heads qs(q), ks(k), vs(v), outs(forward.out), d_outs(d_out), d_qs(gradient.q), d_ks(gradient.k),
+      d_vs(gradient.v);
   const float* lses = forward.lse.const_data_ptr<float>();
   const std::int64_t group = s.heads / s.kv_heads, padded = s.key_blocks() * kKeys;
 
-  // A thread owns whole heads of keys: their sums over queries and grouped heads have one order. Products are of transposed scores
-  // [keys, queries], so that only the gradient of the scores is needed both ways.
+  // A thread owns whole heads of keys: their sums over queries and grouped heads have one order. Products are of
+  // transposed scores [keys, queries], so that only the gradient of the scores is needed both ways.
   at::parallel_for(0, s.batch * s.kv_heads, 1, [&](std::int64_t begin, std::int64_t end) {
     const auto floats = [](std::int64_t n) { return std::vector<float>(size(n)); };
     const auto words = [](std::int64_t n) { return std::vector<Bits>(size(n)); };
     auto d_k = floats(padded * s.dim), d_v = floats(padded * s.dim), d_q = floats(s.dim * kQueries);
-    auto scores = floats(kKeys * kQueries), d_p = floats(kKeys * kQueries), lse = floats(kQueries), delta = floats(kQueries);
-    auto keys = words(padded * s.dim), p = words(kKeys * kQueries), d_s = words(kKeys * kQueries), d_s_pairs = words(kKeys * kQueries);
+    auto scores = floats(kKeys * kQueries), d_p = floats(kKeys * kQueries), lse = floats(kQueries),
+         delta = floats(kQueries);
+    auto keys = words(padded * s.dim), p = words(kKeys * kQueries), d_s = words(kKeys * kQueries),
+         d_s_pairs = words(kKeys * kQueries);
     auto q_across = words(s.dim * kQueries), d_across = words(s.dim * kQueries);  // right operands over dim
     auto q_down = words(s.dim * kQueries), d_down = words(s.dim * kQueries);      // right operands over queries
     for (std::int64_t i = begin; i < end; ++i) {
@@ -156,7 +169,8 @@ AttentionGradient attention_in_blocks_backward(const Tensor& d_out_in, const Ten
       std::fill(d_k.begin(), d_k.end(), 0.0F);
       std::fill(d_v.begin(), d_v.end(), 0.0F);
       for (std::int64_t first = 0; first < s.length; first += kKeys) {
-        kernels::transpose(ks.at(b, kv, first), ks.stride, std::min(kKeys, s.length - first), s.dim, keys.data() + first * s.dim, kKeys);
+        kernels::transpose(ks.at(b, kv, first), ks.stride, std::min(kKeys, s.length - first), s.dim,
+                           keys.data() + first * s.dim, kKeys);
       }
       for (std::int64_t head = kv * group; head < (kv + 1) * group; ++head) {
         for (std::int64_t first = 0; first < s.length; first += kQueries) {
@@ -168,15 +182,16 @@ AttentionGradient attention_in_blocks_backward(const Tensor& d_out_in, const Ten
           std::fill(lse.begin(), lse.end(), std::numeric_limits<float>::infinity());
           std::copy_n(lses + (b * s.heads + head) * s.length + first, rows, lse.begin());
           std::fill(delta.begin(), delta.end(), 0.0F);
-          kernels::row_products(d_outs.at(b, head, first), d_outs.stride, outs.at(b, head, first), outs.stride, delta.data(), rows, s.dim);
+          kernels::row_products(d_outs.at(b, head, first), d_outs.stride, outs.at(b, head, first), outs.stride,
+                                delta.data(), rows, s.dim);
           std::fill(d_q.begin(), d_q.end(), 0.0F);
           const auto [key_begin, key_end] = s.keys_of(first, rows);
           for (std::int64_t block = key_begin; block < key_end; ++block) {
             const std::int64_t key = block * kKeys, count = std::min(kKeys, s.length - key);
             multiply(count, kQueries, s.dim, ks.at(b, kv, key), ks.stride, q_across.data(), scores.data(), false);
             multiply(count, kQueries, s.dim, vs.at(b, kv, key), vs.stride, d_across.data(), d_p.data(), false);
-            kernels::attention_gradient(scores.data(), d_p.data(), lse.data(), delta.data(), p.data(), d_s.data(), d_s_pairs.data(),
-                                        count, s.scale(), {first, key, s.window});
+            kernels::attention_gradient(scores.data(), d_p.data(), lse.data(), delta.data(), p.data(), d_s.data(),
+                                        d_s_pairs.data(), count, s.scale(), {first, key, s.window});
             multiply(count, s.dim, kQueries, p.data(), kQueries, d_down.data(), d_v.data() + key * s.dim, true);
             multiply(count, s.dim, kQueries, d_s.data(), kQueries, q_down.data(), d_k.data() + key * s.dim, true);
             multiply(s.dim, kQueries, kKeys, keys.data() + key * s.dim, kKeys, d_s_pairs.data(), d_q.data(), true);
@@ -202,7 +217,8 @@ struct BlockAttentionFunction : torch::autograd::Function<BlockAttentionFunction
     context->saved_data["window"] = window;
     return result.out;
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& d_out) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& d_out) {
     const auto saved = context->get_saved_variables();
     AttentionGradient d = attention_in_blocks_backward(d_out[0], saved[0], saved[1], saved[2], {saved[3], saved[4]},
                                                        context->saved_data["window"].toInt());
@@ -230,17 +246,19 @@ Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::i
     values = expand(values);
     grouped = false;
   }
-  return at::scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, dropout, /*is_causal=*/!mask, /*scale=*/std::nullopt,
-                                          grouped)
+  return at::scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, dropout, /*is_causal=*/!mask,
+                                          /*scale=*/std::nullopt, grouped)
       .transpose(1, 2);
 }
 
 }  // namespace
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::int64_t window, double dropout) {
-  const bool blocks = q.is_cpu() && q.scalar_type() == at::kBFloat16 && dropout <= 0 && q.size(3) % 2 == 0 && attention_in_blocks_supported();
+  const bool blocks = q.is_cpu() && q.scalar_type() == at::kBFloat16 && dropout <= 0 && q.size(3) % 2 == 0 &&
+                      attention_in_blocks_supported();
   if (!blocks) return torch_attention(q, k, v, window, dropout);
-  const bool differentiate = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+  const bool differentiate =
+      at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
   return differentiate ? BlockAttentionFunction::apply(q, k, v, window) : attention_in_blocks(q, k, v, window).out;
 }
 

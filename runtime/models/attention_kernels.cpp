@@ -7,8 +7,8 @@
 
 namespace tierflow::models::kernels {
 
-TIERFLOW_CLONES void pack_transposed(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out,
-                                     std::int64_t width) {
+TIERFLOW_CLONES void pack_transposed(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim,
+                                     std::uint16_t* out, std::int64_t width) {
   constexpr std::int64_t kTile = 16;
   std::uint32_t tile[kTile][kTile];
   for (std::int64_t r0 = 0; r0 < width; r0 += kTile) {
@@ -27,8 +27,8 @@ TIERFLOW_CLONES void pack_transposed(const std::uint16_t* x, std::int64_t stride
   }
 }
 
-TIERFLOW_CLONES void pack(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out,
-                          std::int64_t width) {
+TIERFLOW_CLONES void pack(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim,
+                          std::uint16_t* out, std::int64_t width) {
   for (std::int64_t r = 0; r < width; r += 2, out += 2 * dim) {
     if (r >= rows) {
       std::memset(out, 0, static_cast<std::size_t>(dim) * 4);
@@ -50,15 +50,15 @@ TIERFLOW_CLONES void pack(const std::uint16_t* x, std::int64_t stride, std::int6
   }
 }
 
-TIERFLOW_CLONES void transpose(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out,
-                               std::int64_t width) {
+TIERFLOW_CLONES void transpose(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim,
+                               std::uint16_t* out, std::int64_t width) {
   for (std::int64_t c = 0; c < dim; ++c) {
     for (std::int64_t r = 0; r < width; ++r) out[c * width + r] = r < rows ? x[r * stride + c] : std::uint16_t{0};
   }
 }
 
-TIERFLOW_CLONES void softmax_step(float* scores, std::uint16_t* p, float* most, float* total, float* out, std::int64_t rows,
-                                  std::int64_t dim, float scale, const BlockPlace& place) {
+TIERFLOW_CLONES void softmax_step(float* scores, std::uint16_t* p, float* most, float* total, float* out,
+                                  std::int64_t rows, std::int64_t dim, float scale, const BlockPlace& place) {
   for (std::int64_t i = 0; i < rows; ++i, scores += kKeys, p += kKeys, out += dim) {
     const std::int64_t query = place.first_query + i;
     const std::int64_t begin = query - place.window + 1 - place.first_key, end = query + 1 - place.first_key;
@@ -71,7 +71,8 @@ TIERFLOW_CLONES void softmax_step(float* scores, std::uint16_t* p, float* most, 
     float lanes[kLanes];
     for (std::int64_t j = 0; j < kLanes; ++j) lanes[j] = scores[j];
     for (std::int64_t j = kLanes; j < kKeys; j += kLanes) {
-      for (std::int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = lanes[lane] > scores[j + lane] ? lanes[lane] : scores[j + lane];
+      for (std::int64_t lane = 0; lane < kLanes; ++lane)
+        lanes[lane] = lanes[lane] > scores[j + lane] ? lanes[lane] : scores[j + lane];
     }
     for (std::int64_t width = kLanes / 2; width > 0; width /= 2) {
       for (std::int64_t j = 0; j < width; ++j) lanes[j] = lanes[j] > lanes[j + width] ? lanes[j] : lanes[j + width];
@@ -95,8 +96,8 @@ TIERFLOW_CLONES void softmax_step(float* scores, std::uint16_t* p, float* most, 
   }
 }
 
-TIERFLOW_CLONES void softmax_end(const float* sums, const float* most, const float* total, std::uint16_t* out, std::int64_t stride,
-                                 float* lse, std::int64_t rows, std::int64_t dim) {
+TIERFLOW_CLONES void softmax_end(const float* sums, const float* most, const float* total, std::uint16_t* out,
+                                 std::int64_t stride, float* lse, std::int64_t rows, std::int64_t dim) {
   for (std::int64_t i = 0; i < rows; ++i, sums += dim, out += stride) {
     const float factor = 1.0F / total[i];
     for (std::int64_t j = 0; j < dim; ++j) out[j] = narrow(sums[j] * factor);
@@ -104,16 +105,16 @@ TIERFLOW_CLONES void softmax_end(const float* sums, const float* most, const flo
   }
 }
 
-TIERFLOW_CLONES void row_products(const std::uint16_t* d_out, std::int64_t d_stride, const std::uint16_t* out, std::int64_t stride,
-                                  float* delta, std::int64_t rows, std::int64_t dim) {
+TIERFLOW_CLONES void row_products(const std::uint16_t* d_out, std::int64_t d_stride, const std::uint16_t* out,
+                                  std::int64_t stride, float* delta, std::int64_t rows, std::int64_t dim) {
   for (std::int64_t i = 0; i < rows; ++i, d_out += d_stride, out += stride) {
     delta[i] = sum_lanes(dim, [=](std::int64_t j) { return wide(d_out[j]) * wide(out[j]); });
   }
 }
 
-TIERFLOW_CLONES void attention_gradient(const float* scores, const float* d_p, const float* lse, const float* delta, std::uint16_t* p,
-                                        std::uint16_t* d_s, std::uint16_t* d_s_pairs, std::int64_t keys, float scale,
-                                        const BlockPlace& place) {
+TIERFLOW_CLONES void attention_gradient(const float* scores, const float* d_p, const float* lse, const float* delta,
+                                        std::uint16_t* p, std::uint16_t* d_s, std::uint16_t* d_s_pairs,
+                                        std::int64_t keys, float scale, const BlockPlace& place) {
   for (std::int64_t row = 0; row < keys; ++row) {
     const float* s = scores + row * kQueries;
     const float* d = d_p + row * kQueries;
@@ -145,13 +146,15 @@ TIERFLOW_CLONES void attention_gradient(const float* scores, const float* d_p, c
   }
 }
 
-TIERFLOW_CLONES void round_rows(const float* x, std::uint16_t* out, std::int64_t stride, std::int64_t rows, std::int64_t dim) {
+TIERFLOW_CLONES void round_rows(const float* x, std::uint16_t* out, std::int64_t stride, std::int64_t rows,
+                                std::int64_t dim) {
   for (std::int64_t i = 0; i < rows; ++i, x += dim, out += stride) {
     for (std::int64_t j = 0; j < dim; ++j) out[j] = narrow(x[j]);
   }
 }
 
-TIERFLOW_CLONES void round_transposed(const float* x, std::uint16_t* out, std::int64_t stride, std::int64_t rows, std::int64_t dim) {
+TIERFLOW_CLONES void round_transposed(const float* x, std::uint16_t* out, std::int64_t stride, std::int64_t rows,
+                                      std::int64_t dim) {
   for (std::int64_t i = 0; i < rows; ++i, out += stride) {
     for (std::int64_t j = 0; j < dim; ++j) out[j] = narrow(x[j * kQueries + i]);
   }

@@ -1,6 +1,7 @@
 #pragma once
-// The parts of attention in blocks between its matrix products. bf16 travels as std::uint16_t; `stride` counts elements between rows.
-// "Pairs" is how products want their right operand: [rows / 2][columns][2], neighbouring rows side by side.
+// The parts of attention in blocks between its matrix products. bf16 travels as std::uint16_t; `stride` counts elements
+// between rows. "Pairs" is how products want their right operand: [rows / 2][columns][2], neighbouring rows side by
+// side.
 #include <cstdint>
 
 namespace tierflow::models::kernels {
@@ -13,28 +14,31 @@ struct BlockPlace {
 };
 
 // out, pairs of x^T: [dim / 2][width][2] from x [rows, dim]; columns from `rows` to `width` are zero.
-void pack_transposed(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out,
-                     std::int64_t width);
+void pack_transposed(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim,
+                     std::uint16_t* out, std::int64_t width);
 // out, pairs of x: [width / 2][dim][2] from x [rows, dim]; rows from `rows` to `width` are zero.
-void pack(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out, std::int64_t width);
+void pack(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out,
+          std::int64_t width);
 // out [dim, width] = x^T, likewise.
-void transpose(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out, std::int64_t width);
+void transpose(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out,
+               std::int64_t width);
 
-// Takes scores [rows, kKeys] into the running softmax: p [rows, kKeys] = exp(scale scores - most), most and total [rows] updated, out
-// [rows, dim] rescaled to the new most. Scores that do not count become -infinity.
-void softmax_step(float* scores, std::uint16_t* p, float* most, float* total, float* out, std::int64_t rows, std::int64_t dim, float scale,
-                  const BlockPlace& place);
+// Takes scores [rows, kKeys] into the running softmax: p [rows, kKeys] = exp(scale scores - most), most and total
+// [rows] updated, out [rows, dim] rescaled to the new most. Scores that do not count become -infinity.
+void softmax_step(float* scores, std::uint16_t* p, float* most, float* total, float* out, std::int64_t rows,
+                  std::int64_t dim, float scale, const BlockPlace& place);
 // out [rows, dim] = sums / total; lse [rows] = most + log(total).
-void softmax_end(const float* sums, const float* most, const float* total, std::uint16_t* out, std::int64_t stride, float* lse,
-                 std::int64_t rows, std::int64_t dim);
+void softmax_end(const float* sums, const float* most, const float* total, std::uint16_t* out, std::int64_t stride,
+                 float* lse, std::int64_t rows, std::int64_t dim);
 
 // delta [rows] = sum of d_out * out along dim.
-void row_products(const std::uint16_t* d_out, std::int64_t d_stride, const std::uint16_t* out, std::int64_t stride, float* delta,
-                  std::int64_t rows, std::int64_t dim);
+void row_products(const std::uint16_t* d_out, std::int64_t d_stride, const std::uint16_t* out, std::int64_t stride,
+                  float* delta, std::int64_t rows, std::int64_t dim);
 // From scores and their probabilities' gradient, both [kKeys, kQueries] with rows up to `keys` filled:
 // p = exp(scale scores - lse), d_s = p (d_p - delta) scale, zero where nothing counts, and d_s again in pairs.
-void attention_gradient(const float* scores, const float* d_p, const float* lse, const float* delta, std::uint16_t* p, std::uint16_t* d_s,
-                        std::uint16_t* d_s_pairs, std::int64_t keys, float scale, const BlockPlace& place);
+void attention_gradient(const float* scores, const float* d_p, const float* lse, const float* delta, std::uint16_t* p,
+                        std::uint16_t* d_s, std::uint16_t* d_s_pairs, std::int64_t keys, float scale,
+                        const BlockPlace& place);
 
 // out [rows, dim] = x [rows, dim] rounded.
 void round_rows(const float* x, std::uint16_t* out, std::int64_t stride, std::int64_t rows, std::int64_t dim);

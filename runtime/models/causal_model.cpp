@@ -15,19 +15,23 @@ int CausalModel::stage_of(const ModelSpec& spec, StageKind kind) {
 }
 
 Shared CausalModel::share(const MicroBatch& batch, at::Device device) const {
-  return {.ids = batch.ids.to(device), .labels = batch.labels.defined() ? batch.labels.to(device) : at::Tensor(), .tables = {}};
+  return {.ids = batch.ids.to(device),
+          .labels = batch.labels.defined() ? batch.labels.to(device) : at::Tensor(),
+          .tables = {}};
 }
 
-Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared, bool training) const {
+Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
+                           bool training) const {
   if (kind(stage) == StageKind::embedding) return {embedding_.forward(weights, shared.ids, training)};
   if (kind(stage) == StageKind::block) return {block(weights, carry.at(0), shared, training)};
   throw Exception(io::ErrorKind::usage, "the head has no carry to give: call head_loss");
 }
 
-Carry CausalModel::backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry, const Shared& shared,
-                            const Carry& d_out) const {
+Carry CausalModel::backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                            const Shared& shared, const Carry& d_out) const {
   if (kind(stage) == StageKind::block) return block_backward(stage, weights, gradients, carry, shared, d_out);
-  if (kind(stage) == StageKind::head) throw Exception(io::ErrorKind::usage, "the head's gradient is head_loss_and_backward");
+  if (kind(stage) == StageKind::head)
+    throw Exception(io::ErrorKind::usage, "the head's gradient is head_loss_and_backward");
   const at::NoGradGuard no_grad;
   embedding_.backward(gradients, shared.ids, d_out.at(0));
   return {};

@@ -7,7 +7,8 @@
 
 namespace tierflow::models {
 
-Embedding::Embedding(const ModelConfig& config, const TensorIndex& index, std::string_view tokens, std::string_view positions)
+Embedding::Embedding(const ModelConfig& config, const TensorIndex& index, std::string_view tokens,
+                     std::string_view positions)
     : tokens_(index.at(tokens)),
       positions_(positions.empty() ? -1 : index.at(positions)),
       offset_(config.position_offset),
@@ -29,7 +30,8 @@ at::Tensor Embedding::forward(const Weights& weights, const at::Tensor& ids, boo
 
 void Embedding::backward(const Gradients& gradients, const at::Tensor& ids, const at::Tensor& d_out) const {
   const at::Tensor d = with_dropout(d_out, dropout_, true);
-  add_rows_at(gradients[static_cast<std::size_t>(tokens_)], ids.reshape({-1}), d.reshape({-1, d.size(-1)}).contiguous());
+  add_rows_at(gradients[static_cast<std::size_t>(tokens_)], ids.reshape({-1}),
+              d.reshape({-1, d.size(-1)}).contiguous());
   if (positions_ >= 0 && gradients[static_cast<std::size_t>(positions_)].defined()) {
     const at::Tensor& positions = gradients[static_cast<std::size_t>(positions_)];
     positions.narrow(0, offset_, ids.size(1)).add_(d.sum(at::IntArrayRef{0}, false, positions.scalar_type()));

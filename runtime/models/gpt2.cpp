@@ -19,7 +19,8 @@ struct Gpt2Block {
 
   explicit Gpt2Block(const TensorIndex& index) {
     const auto pair = [&](const std::string& name) {
-      return Pair{.weight = static_cast<std::size_t>(index.at(name + ".weight")), .bias = static_cast<std::size_t>(index.at(name + ".bias"))};
+      return Pair{.weight = static_cast<std::size_t>(index.at(name + ".weight")),
+                  .bias = static_cast<std::size_t>(index.at(name + ".bias"))};
     };
     attention_norm = pair("ln_1");
     qkv = pair("attn.c_attn");
@@ -33,9 +34,11 @@ struct Gpt2Block {
 class Gpt2Model final : public CausalModel {
  public:
   explicit Gpt2Model(ModelSpec spec)
-      : CausalModel(spec, Embedding(spec.config, TensorIndex(spec, stage_of(spec, StageKind::embedding)), "wte.weight", "wpe.weight"),
-                    LossHead(NormKind::layer, spec.config.norm_eps, TensorIndex(spec, stage_of(spec, StageKind::head)), "ln_f",
-                             "wte.weight")),
+      : CausalModel(
+            spec,
+            Embedding(spec.config, TensorIndex(spec, stage_of(spec, StageKind::embedding)), "wte.weight", "wpe.weight"),
+            LossHead(NormKind::layer, spec.config.norm_eps, TensorIndex(spec, stage_of(spec, StageKind::head)), "ln_f",
+                     "wte.weight")),
         at_(TensorIndex(spec, stage_of(spec, StageKind::block))) {}
 
  protected:
@@ -49,9 +52,10 @@ class Gpt2Model final : public CausalModel {
     const auto drop = [&](const Tensor& x) { return with_dropout(x, config().residual_dropout, training); };
 
     const Tensor x = hidden.reshape({-1, width});
-    const Tensor qkv = apply(norm(x, at_.attention_norm), at_.qkv).view({batch, length, 3, config().heads, config().head_dim});
-    const Tensor attended =
-        attention(qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2), /*window=*/0, training ? config().attention_dropout : 0.0);
+    const Tensor qkv =
+        apply(norm(x, at_.attention_norm), at_.qkv).view({batch, length, 3, config().heads, config().head_dim});
+    const Tensor attended = attention(qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2), /*window=*/0,
+                                      training ? config().attention_dropout : 0.0);
     const Tensor middle = x + drop(apply(attended.reshape({-1, width}), at_.attention_out));
     const Tensor inner = activate(apply(norm(middle, at_.mlp_norm), at_.up), config().activation);
     return (middle + drop(apply(inner, at_.down))).view(hidden.sizes());
@@ -63,6 +67,8 @@ class Gpt2Model final : public CausalModel {
 
 }  // namespace
 
-std::unique_ptr<LayeredModel> make_gpt2(ModelSpec spec) { return std::make_unique<Gpt2Model>(std::move(spec)); }
+std::unique_ptr<LayeredModel> make_gpt2(ModelSpec spec) {
+  return std::make_unique<Gpt2Model>(std::move(spec));
+}
 
 }  // namespace tierflow::models

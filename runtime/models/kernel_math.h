@@ -4,7 +4,8 @@
 #include <cmath>
 #include <cstdint>
 
-// One version of a function for each instruction set, chosen when the program starts (sanitizers' start-up does not stand that).
+// One version of a function for each instruction set, chosen when the program starts (sanitizers' start-up does not
+// stand that).
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define TIERFLOW_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -18,7 +19,9 @@ namespace tierflow::models::kernels {
 // Independent partial sums, so that a reduction vectorises and its order is fixed on every instruction set.
 constexpr std::int64_t kLanes = 32;
 
-TIERFLOW_INLINE float wide(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+TIERFLOW_INLINE float wide(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
 
 // Nearest, ties to even; a NaN stays one.
 TIERFLOW_INLINE std::uint16_t narrow(float value) {
@@ -28,7 +31,8 @@ TIERFLOW_INLINE std::uint16_t narrow(float value) {
   return static_cast<std::uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded);
 }
 
-// e^x within 2 ulp for x <= 88: 2^n times the Taylor polynomial of the rest, |rest| <= ln(2)/2; 0 below -87.3. A NaN stays one.
+// e^x within 2 ulp for x <= 88: 2^n times the Taylor polynomial of the rest, |rest| <= ln(2)/2; 0 below -87.3. A NaN
+// stays one.
 TIERFLOW_INLINE float exp_fast(float x) {
   constexpr float kLog2e = 1.44269504088896341F, kLn2High = 0.693359375F, kLn2Low = -2.12194440e-4F;
   constexpr float kShift = 12582912.0F;  // 1.5 * 2^23: adding it rounds to an integer

@@ -23,8 +23,8 @@ TIERFLOW_INLINE float largest(const std::uint16_t* x, std::int64_t n) {
 
 }  // namespace
 
-TIERFLOW_CLONES void rms_norm(const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out, float* rstd, std::int64_t rows,
-                              std::int64_t n, float eps) {
+TIERFLOW_CLONES void rms_norm(const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out, float* rstd,
+                              std::int64_t rows, std::int64_t n, float eps) {
   for (std::int64_t row = 0; row < rows; ++row, x += n, out += n) {
     const float squares = sum_lanes(n, [x](std::int64_t i) { return wide(x[i]) * wide(x[i]); });
     const float r = 1.0F / std::sqrt(squares / static_cast<float>(n) + eps);
@@ -33,8 +33,9 @@ TIERFLOW_CLONES void rms_norm(const std::uint16_t* x, const std::uint16_t* w, st
   }
 }
 
-TIERFLOW_CLONES void rms_norm_backward(const std::uint16_t* d_out, const std::uint16_t* x, const float* rstd, const std::uint16_t* w,
-                                       const std::uint16_t* residual, std::uint16_t* d_x, float* d_w, std::int64_t rows, std::int64_t n) {
+TIERFLOW_CLONES void rms_norm_backward(const std::uint16_t* d_out, const std::uint16_t* x, const float* rstd,
+                                       const std::uint16_t* w, const std::uint16_t* residual, std::uint16_t* d_x,
+                                       float* d_w, std::int64_t rows, std::int64_t n) {
   for (std::int64_t row = 0; row < rows; ++row, x += n, d_out += n, d_x += n) {
     const float r = rstd[row];
     const float dot = sum_lanes(n, [=](std::int64_t i) { return wide(d_out[i]) * wide(w[i]) * wide(x[i]); });
@@ -53,8 +54,9 @@ TIERFLOW_CLONES void rms_norm_backward(const std::uint16_t* d_out, const std::ui
   }
 }
 
-TIERFLOW_CLONES void rope(std::uint16_t* x, const float* cos, const float* sin, std::int64_t first_row, std::int64_t rows,
-                          std::int64_t positions, std::int64_t heads, std::int64_t head_dim, float sign) {
+TIERFLOW_CLONES void rope(std::uint16_t* x, const float* cos, const float* sin, std::int64_t first_row,
+                          std::int64_t rows, std::int64_t positions, std::int64_t heads, std::int64_t head_dim,
+                          float sign) {
   const std::int64_t half = head_dim / 2;
   for (std::int64_t row = 0; row < rows; ++row) {
     const float* c = cos + (first_row + row) % positions * half;
@@ -91,8 +93,8 @@ TIERFLOW_CLONES void swiglu_backward(std::uint16_t* gate, std::uint16_t* up, std
   }
 }
 
-TIERFLOW_CLONES void cross_entropy(std::uint16_t* logits, const std::int64_t* labels, double* loss, std::int64_t rows, std::int64_t vocab,
-                                   float scale, bool gradient) {
+TIERFLOW_CLONES void cross_entropy(std::uint16_t* logits, const std::int64_t* labels, double* loss, std::int64_t rows,
+                                   std::int64_t vocab, float scale, bool gradient) {
   constexpr std::int64_t kBlock = 4096;  // summed in fp32, the blocks in double
   for (std::int64_t row = 0; row < rows; ++row, logits += vocab) {
     const std::int64_t label = labels[row];
@@ -117,8 +119,8 @@ TIERFLOW_CLONES void cross_entropy(std::uint16_t* logits, const std::int64_t* la
   }
 }
 
-TIERFLOW_CLONES void add_rows_at(float* sum, const std::uint16_t* d, const std::int64_t* ids, std::int64_t tokens, std::int64_t stride,
-                                 std::int64_t begin, std::int64_t end) {
+TIERFLOW_CLONES void add_rows_at(float* sum, const std::uint16_t* d, const std::int64_t* ids, std::int64_t tokens,
+                                 std::int64_t stride, std::int64_t begin, std::int64_t end) {
   for (std::int64_t t = 0; t < tokens; ++t) {
     float* row = sum + ids[t] * stride;
     for (std::int64_t i = begin; i < end; ++i) row[i] += wide(d[t * stride + i]);

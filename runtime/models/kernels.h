@@ -1,36 +1,39 @@
 #pragma once
-// Row kernels of the CPU path: bf16 in and out, fp32 inside, one rounding a result. Plain loops that the compiler vectorises, one
-// version for each instruction set. No torch and no threads here: ops.cpp splits the rows, and every row's result is independent
-// of that split. bf16 travels as std::uint16_t.
+// Row kernels of the CPU path: bf16 in and out, fp32 inside, one rounding a result. Plain loops that the compiler
+// vectorises, one version for each instruction set. No torch and no threads here: ops.cpp splits the rows, and every
+// row's result is independent of that split. bf16 travels as std::uint16_t.
 #include <cstdint>
 
 namespace tierflow::models::kernels {
 
-// out = w * bf16(x * rstd), rstd = 1 / sqrt(mean(x^2) + eps): transformers' rule, which rounds before the weight. rstd: [rows], may be null.
-void rms_norm(const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out, float* rstd, std::int64_t rows, std::int64_t n,
-              float eps);
+// out = w * bf16(x * rstd), rstd = 1 / sqrt(mean(x^2) + eps): transformers' rule, which rounds before the weight. rstd:
+// [rows], may be null.
+void rms_norm(const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out, float* rstd, std::int64_t rows,
+              std::int64_t n, float eps);
 
-// d_x = rstd * (d w - xhat mean(d w xhat)) + residual, with xhat = x * rstd; d_w [n] += sum over rows of d * bf16(xhat).
-// residual and d_w may be null; d_x may be d_out or residual.
+// d_x = rstd * (d w - xhat mean(d w xhat)) + residual, with xhat = x * rstd; d_w [n] += sum over rows of d *
+// bf16(xhat). residual and d_w may be null; d_x may be d_out or residual.
 void rms_norm_backward(const std::uint16_t* d_out, const std::uint16_t* x, const float* rstd, const std::uint16_t* w,
-                       const std::uint16_t* residual, std::uint16_t* d_x, float* d_w, std::int64_t rows, std::int64_t n);
+                       const std::uint16_t* residual, std::uint16_t* d_x, float* d_w, std::int64_t rows,
+                       std::int64_t n);
 
-// Rotates x [rows, heads, head_dim] in place; row r uses table row (first_row + r) % positions. cos, sin: [positions, head_dim / 2];
-// `sign` -1 rotates back (the gradient).
-void rope(std::uint16_t* x, const float* cos, const float* sin, std::int64_t first_row, std::int64_t rows, std::int64_t positions,
-          std::int64_t heads, std::int64_t head_dim, float sign);
+// Rotates x [rows, heads, head_dim] in place; row r uses table row (first_row + r) % positions. cos, sin: [positions,
+// head_dim / 2]; `sign` -1 rotates back (the gradient).
+void rope(std::uint16_t* x, const float* cos, const float* sin, std::int64_t first_row, std::int64_t rows,
+          std::int64_t positions, std::int64_t heads, std::int64_t head_dim, float sign);
 
 // out = silu(gate) * up, n elements.
 void swiglu(const std::uint16_t* gate, const std::uint16_t* up, std::uint16_t* out, std::int64_t n);
 // Replaces gate and up by their gradients, and d_out by silu(gate) * up.
 void swiglu_backward(std::uint16_t* gate, std::uint16_t* up, std::uint16_t* d_out, std::int64_t n);
 
-// loss [rows]: log(sum exp(logits)) - logits[label], 0 where the label is negative. With `gradient`, logits [rows, vocab] become
-// (softmax - onehot) * scale, zeros where the label is negative. Labels are below vocab.
-void cross_entropy(std::uint16_t* logits, const std::int64_t* labels, double* loss, std::int64_t rows, std::int64_t vocab, float scale,
-                   bool gradient);
+// loss [rows]: log(sum exp(logits)) - logits[label], 0 where the label is negative. With `gradient`, logits [rows,
+// vocab] become (softmax - onehot) * scale, zeros where the label is negative. Labels are below vocab.
+void cross_entropy(std::uint16_t* logits, const std::int64_t* labels, double* loss, std::int64_t rows,
+                   std::int64_t vocab, float scale, bool gradient);
 
-// Row ids[t] of sum, [.., stride] fp32, += row t of d, [tokens, stride], over the columns [begin, end), token after token.
+// Row ids[t] of sum, [.., stride] fp32, += row t of d, [tokens, stride], over the columns [begin, end), token after
+// token.
 void add_rows_at(float* sum, const std::uint16_t* d, const std::int64_t* ids, std::int64_t tokens, std::int64_t stride,
                  std::int64_t begin, std::int64_t end);
 

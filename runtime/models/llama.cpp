@@ -58,10 +58,11 @@ struct Bound {
 class LlamaModel final : public CausalModel {
  public:
   explicit LlamaModel(ModelSpec spec)
-      : CausalModel(spec,
-                    Embedding(spec.config, TensorIndex(spec, stage_of(spec, StageKind::embedding)), "embed_tokens.weight", {}),
-                    LossHead(NormKind::rms, spec.config.norm_eps, TensorIndex(spec, stage_of(spec, StageKind::head)), "model.norm",
-                             "embed_tokens.weight")),
+      : CausalModel(
+            spec,
+            Embedding(spec.config, TensorIndex(spec, stage_of(spec, StageKind::embedding)), "embed_tokens.weight", {}),
+            LossHead(NormKind::rms, spec.config.norm_eps, TensorIndex(spec, stage_of(spec, StageKind::head)),
+                     "model.norm", "embed_tokens.weight")),
         at_(TensorIndex(spec, stage_of(spec, StageKind::block))) {}
 
   // Tables: rotary cos and sin [sequence, head_dim / 2] fp32.
@@ -75,7 +76,8 @@ class LlamaModel final : public CausalModel {
  protected:
   Tensor block(const Weights& weights, const Tensor& hidden, const Shared& shared, bool training) const override {
     const Bound bound{weights, {}};
-    Tensor middle = hidden + attend(bound, rms_norm(hidden, weights[index(at_.attention_norm)], config().norm_eps), shared, training);
+    Tensor middle = hidden + attend(bound, rms_norm(hidden, weights[index(at_.attention_norm)], config().norm_eps),
+                                    shared, training);
     const Tensor normed = rms_norm(middle, weights[index(at_.mlp_norm)], config().norm_eps);
     Tensor inner = bound.apply(at_.gate, normed);
     if (config().activation == Activation::silu) {
@@ -86,8 +88,8 @@ class LlamaModel final : public CausalModel {
     return middle + bound.apply(at_.down, inner);
   }
 
-  Carry block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry, const Shared& shared,
-                       const Carry& d_out) const override;
+  Carry block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                       const Shared& shared, const Carry& d_out) const override;
 
  private:
   static std::size_t index(int i) { return static_cast<std::size_t>(i); }
@@ -98,7 +100,8 @@ class LlamaModel final : public CausalModel {
 
   // The attention sublayer of normed hidden states.
   Tensor attend(const Bound& bound, const Tensor& normed, const Shared& shared, bool training) const {
-    Tensor q = heads(bound.apply(at_.q, normed), config().heads, normed), k = heads(bound.apply(at_.k, normed), config().kv_heads, normed);
+    Tensor q = heads(bound.apply(at_.q, normed), config().heads, normed),
+           k = heads(bound.apply(at_.k, normed), config().kv_heads, normed);
     const Tensor v = heads(bound.apply(at_.v, normed), config().kv_heads, normed);
     if (at_.q_norm >= 0) q = rms_norm(q, bound.weight(at_.q_norm), config().norm_eps);
     if (at_.k_norm >= 0) k = rms_norm(k, bound.weight(at_.k_norm), config().norm_eps);
@@ -111,11 +114,13 @@ class LlamaModel final : public CausalModel {
   const LlamaBlock at_;
 };
 
-// The block again from its input, then its gradient by hand: everything is released at its last use, gradients of weights go straight
-// into the sums, and the last product of the forward, which nothing needs, is left out. Attention alone is autograd's.
-Carry LlamaModel::block_backward(int stage, const Weights& all_weights, const Gradients& gradients, const Carry& carry, const Shared& shared,
-                                 const Carry& d_out) const {
-  if (config().activation != Activation::silu) return LayeredModel::backward(stage, all_weights, gradients, carry, shared, d_out);
+// The block again from its input, then its gradient by hand: everything is released at its last use, gradients of
+// weights go straight into the sums, and the last product of the forward, which nothing needs, is left out. Attention
+// alone is autograd's.
+Carry LlamaModel::block_backward(int stage, const Weights& all_weights, const Gradients& gradients, const Carry& carry,
+                                 const Shared& shared, const Carry& d_out) const {
+  if (config().activation != Activation::silu)
+    return LayeredModel::backward(stage, all_weights, gradients, carry, shared, d_out);
   const at::NoGradGuard no_grad;
   Weights weights;
   for (const Tensor& weight : all_weights) weights.push_back(weight.detach());
@@ -128,7 +133,8 @@ Carry LlamaModel::block_backward(int stage, const Weights& all_weights, const Gr
   // Attention forward; q, k: before their norms where there are any.
   Tensor rstd, q_rstd, k_rstd;
   Tensor normed = rms_norm(x, bound.weight(at_.attention_norm), eps, &rstd);
-  Tensor q = heads(bound.apply(at_.q, normed), config().heads, like), k = heads(bound.apply(at_.k, normed), config().kv_heads, like);
+  Tensor q = heads(bound.apply(at_.q, normed), config().heads, like),
+         k = heads(bound.apply(at_.k, normed), config().kv_heads, like);
   Tensor v = heads(bound.apply(at_.v, normed), config().kv_heads, like);
   Tensor q_in = at_.q_norm >= 0 ? q : Tensor(), k_in = at_.k_norm >= 0 ? k : Tensor();
   if (q_in.defined()) q = rms_norm(q, bound.weight(at_.q_norm), eps, &q_rstd);
@@ -159,7 +165,8 @@ Carry LlamaModel::block_backward(int stage, const Weights& all_weights, const Gr
   gate.reset();
   d_normed.addmm_(up, bound.weight(at_.up.weight));
   up.reset();
-  const Tensor d_middle = rms_norm_backward(d_normed, middle, mlp_rstd, bound.weight(at_.mlp_norm), bound.sum(at_.mlp_norm), d_y);
+  const Tensor d_middle =
+      rms_norm_backward(d_normed, middle, mlp_rstd, bound.weight(at_.mlp_norm), bound.sum(at_.mlp_norm), d_y);
   d_y.reset();
 
   // Attention backward.
@@ -182,12 +189,15 @@ Carry LlamaModel::block_backward(int stage, const Weights& all_weights, const Gr
   d_normed = at::mm(d_q, bound.weight(at_.q.weight));
   d_normed.addmm_(d_k, bound.weight(at_.k.weight));
   d_normed.addmm_(d_v, bound.weight(at_.v.weight));
-  const Tensor d_x = rms_norm_backward(d_normed, x, rstd, bound.weight(at_.attention_norm), bound.sum(at_.attention_norm), d_middle);
+  const Tensor d_x =
+      rms_norm_backward(d_normed, x, rstd, bound.weight(at_.attention_norm), bound.sum(at_.attention_norm), d_middle);
   return {d_x.view(like.sizes())};
 }
 
 }  // namespace
 
-std::unique_ptr<LayeredModel> make_llama(ModelSpec spec) { return std::make_unique<LlamaModel>(std::move(spec)); }
+std::unique_ptr<LayeredModel> make_llama(ModelSpec spec) {
+  return std::make_unique<LlamaModel>(std::move(spec));
+}
 
 }  // namespace tierflow::models

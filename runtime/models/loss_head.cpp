@@ -9,8 +9,8 @@
 namespace tierflow::models {
 namespace {
 
-// 16-bit logits of a chunk: 16 MiB on the CPU; on CUDA more rows, so that the weight gradient's product has enough work for each
-// element of the fp32 sum it reads and writes.
+// 16-bit logits of a chunk: 16 MiB on the CPU; on CUDA more rows, so that the weight gradient's product has enough work
+// for each element of the fp32 sum it reads and writes.
 constexpr std::int64_t kCpuLogits = std::int64_t{8} << 20, kCudaLogits = std::int64_t{64} << 20;
 
 at::Tensor at_or_none(const std::vector<at::Tensor>& tensors, int position) {
@@ -68,7 +68,8 @@ double LossHead::loss(const Weights& weights, const at::Tensor& hidden, const at
   const at::NoGradGuard no_grad;
   const at::Tensor normed = normalise(weights, hidden).out;
   const at::Tensor output = at_or_none(weights, output_), flat = labels.reshape({-1}).contiguous();
-  const std::int64_t tokens = normed.size(0), chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
+  const std::int64_t tokens = normed.size(0),
+                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
   for (std::int64_t first = 0; first < tokens; first += chunk) {
     const std::int64_t rows = std::min(chunk, tokens - first);
@@ -85,7 +86,8 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
   const Normed normed = normalise(weights, hidden);
   const at::Tensor output = at_or_none(weights, output_), flat = labels.reshape({-1}).contiguous();
   const at::Tensor d_output = at_or_none(gradients, output_);
-  const std::int64_t tokens = normed.out.size(0), chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
+  const std::int64_t tokens = normed.out.size(0),
+                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
   at::Tensor each = at::zeros({tokens}, normed.out.options().dtype(at::kDouble));
   at::Tensor d = at::empty_like(normed.out);
   at::Tensor buffer = at::empty({std::min(chunk, tokens), output.size(0)}, normed.out.options());
@@ -103,8 +105,8 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
   if (kind_ == NormKind::rms) {
     d = rms_norm_backward(d, normed.in, normed.rstd, normed.weight, at_or_none(gradients, norm_weight_));
   } else if (kind_ == NormKind::layer) {
-    const auto [d_in, d_weight, d_bias] = at::native_layer_norm_backward(d, normed.in, {normed.in.size(1)}, normed.mean, normed.rstd,
-                                                                         normed.weight, normed.bias, {true, true, true});
+    const auto [d_in, d_weight, d_bias] = at::native_layer_norm_backward(
+        d, normed.in, {normed.in.size(1)}, normed.mean, normed.rstd, normed.weight, normed.bias, {true, true, true});
     d = d_in;
     if (const at::Tensor sum = at_or_none(gradients, norm_weight_); sum.defined()) sum.add_(d_weight);
     if (const at::Tensor sum = at_or_none(gradients, norm_bias_); sum.defined()) sum.add_(d_bias);

@@ -14,7 +14,9 @@ constexpr std::int64_t kGrain = 32768;           // elements worth a thread
 constexpr std::int64_t kTile = 1 << 22;          // elements of a weight-gradient tile
 constexpr std::int64_t kSoftmaxSlice = 1 << 22;  // fp32 logits at once where no kernel works in place
 
-at::ScalarType wide_type(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+at::ScalarType wide_type(const Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 // The kernels apply: bf16 on the CPU, dense, nothing to differentiate.
 template <class... Tensors>
@@ -26,9 +28,13 @@ bool fused(const Tensors&... tensors) {
   return (plain(tensors) && ...);
 }
 
-std::uint16_t* bits(const Tensor& t) { return t.defined() ? static_cast<std::uint16_t*>(t.data_ptr()) : nullptr; }
+std::uint16_t* bits(const Tensor& t) {
+  return t.defined() ? static_cast<std::uint16_t*>(t.data_ptr()) : nullptr;
+}
 
-std::int64_t grain_rows(std::int64_t n) { return std::max<std::int64_t>(1, kGrain / std::max<std::int64_t>(1, n)); }
+std::int64_t grain_rows(std::int64_t n) {
+  return std::max<std::int64_t>(1, kGrain / std::max<std::int64_t>(1, n));
+}
 
 }  // namespace
 
@@ -44,14 +50,14 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, Tensor* rstd)
   if (rstd != nullptr) *rstd = at::empty({rows}, x.options().dtype(at::kFloat));
   float* r = rstd != nullptr ? rstd->mutable_data_ptr<float>() : nullptr;
   at::parallel_for(0, rows, grain_rows(n), [&](std::int64_t begin, std::int64_t end) {
-    kernels::rms_norm(bits(x) + begin * n, bits(weight), bits(out) + begin * n, r != nullptr ? r + begin : nullptr, end - begin, n,
-                      static_cast<float>(eps));
+    kernels::rms_norm(bits(x) + begin * n, bits(weight), bits(out) + begin * n, r != nullptr ? r + begin : nullptr,
+                      end - begin, n, static_cast<float>(eps));
   });
   return out;
 }
 
-Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight, const Tensor& sum,
-                         const Tensor& residual) {
+Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
+                         const Tensor& sum, const Tensor& residual) {
   const std::int64_t n = x.size(-1), rows = x.numel() / n;
   if (!fused(d_out, x, weight, residual)) {
     const Tensor r = rstd.view([&] {
@@ -68,8 +74,10 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
     return d_x.to(x.scalar_type());
   }
   Tensor d_x = at::empty_like(x);
-  // The weight's gradient is summed in blocks of rows set by the shape, then block after block: the same bits on any thread count.
-  const std::int64_t block = std::max<std::int64_t>(grain_rows(n), (rows + 63) / 64), blocks = (rows + block - 1) / block;
+  // The weight's gradient is summed in blocks of rows set by the shape, then block after block: the same bits on any
+  // thread count.
+  const std::int64_t block = std::max<std::int64_t>(grain_rows(n), (rows + 63) / 64),
+                     blocks = (rows + block - 1) / block;
   Tensor partial = sum.defined() ? at::zeros({blocks, n}, x.options().dtype(at::kFloat)) : Tensor();
   float* partials = sum.defined() ? partial.mutable_data_ptr<float>() : nullptr;
   const float* r = rstd.const_data_ptr<float>();
@@ -101,7 +109,8 @@ Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign) {
   const float* cp = cos32.const_data_ptr<float>();
   const float* sp = sin32.const_data_ptr<float>();
   at::parallel_for(0, x.size(0) * positions, grain_rows(heads * dim), [&](std::int64_t begin, std::int64_t end) {
-    kernels::rope(bits(x) + begin * heads * dim, cp, sp, begin, end - begin, positions, heads, dim, static_cast<float>(sign));
+    kernels::rope(bits(x) + begin * heads * dim, cp, sp, begin, end - begin, positions, heads, dim,
+                  static_cast<float>(sign));
   });
   return x;
 }
@@ -177,19 +186,21 @@ void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d) {
   TORCH_CHECK_INDEX(std::all_of(id, id + tokens, [&](std::int64_t i) { return i >= 0 && i < vocab; }),
                     "a token is beyond the vocabulary of ", vocab);
   float* total = sum.mutable_data_ptr<float>();
-  at::parallel_for(0, n, std::max<std::int64_t>(16, kGrain / std::max<std::int64_t>(1, tokens)),
-                   [&](std::int64_t begin, std::int64_t end) { kernels::add_rows_at(total, bits(d), id, tokens, n, begin, end); });
+  at::parallel_for(
+      0, n, std::max<std::int64_t>(16, kGrain / std::max<std::int64_t>(1, tokens)),
+      [&](std::int64_t begin, std::int64_t end) { kernels::add_rows_at(total, bits(d), id, tokens, n, begin, end); });
 }
 
 void cross_entropy(Tensor& logits, const Tensor& labels, Tensor losses, double scale, bool gradient) {
   const std::int64_t rows = logits.size(0), vocab = logits.size(1);
   if (fused(logits)) {
     const std::int64_t* label = labels.const_data_ptr<std::int64_t>();
-    TORCH_CHECK(std::all_of(label, label + rows, [&](std::int64_t l) { return l < vocab; }), "a label is beyond the vocabulary of ", vocab);
+    TORCH_CHECK(std::all_of(label, label + rows, [&](std::int64_t l) { return l < vocab; }),
+                "a label is beyond the vocabulary of ", vocab);
     double* loss = losses.mutable_data_ptr<double>();
     at::parallel_for(0, rows, grain_rows(vocab), [&](std::int64_t begin, std::int64_t end) {
-      kernels::cross_entropy(bits(logits) + begin * vocab, label + begin, loss + begin, end - begin, vocab, static_cast<float>(scale),
-                             gradient);
+      kernels::cross_entropy(bits(logits) + begin * vocab, label + begin, loss + begin, end - begin, vocab,
+                             static_cast<float>(scale), gradient);
     });
     return;
   }

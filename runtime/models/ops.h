@@ -1,12 +1,13 @@
 #pragma once
-// The operations blocks are made of, each following transformers' arithmetic. Functions named *_backward are explicit gradients and
-// run without autograd; the others are differentiable where autograd is on. On the CPU in bf16 and without autograd they run fused
-// kernels (kernels.h); elsewhere they are ATen expressions of the same formulas.
+// The operations blocks are made of, each following transformers' arithmetic. Functions named *_backward are explicit
+// gradients and run without autograd; the others are differentiable where autograd is on. On the CPU in bf16 and
+// without autograd they run fused kernels (kernels.h); elsewhere they are ATen expressions of the same formulas.
 //
 // Accumulators: a gradient goes into `sum` (fp32 beside a bf16 weight), which may be undefined: then nobody wants it.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+
 #include "runtime/model_spec.h"
 
 namespace tierflow::models {
@@ -17,11 +18,11 @@ using at::Tensor;
 // rstd, where wanted: fp32 (fp64 for fp64), one for each row.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, Tensor* rstd = nullptr);
 // The gradient of x, plus `residual` where defined; adds the weight's to `sum`.
-Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight, const Tensor& sum,
-                         const Tensor& residual = {});
+Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
+                         const Tensor& sum, const Tensor& residual = {});
 
-// Rotary embedding of x [batch, sequence, heads, head_dim]; cos, sin: fp32 [sequence, head_dim / 2]. Without autograd x itself is
-// rotated and returned. The gradient is the rotation by -1.
+// Rotary embedding of x [batch, sequence, heads, head_dim]; cos, sin: fp32 [sequence, head_dim / 2]. Without autograd x
+// itself is rotated and returned. The gradient is the rotation by -1.
 Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign = 1.0);
 
 Tensor activate(const Tensor& x, Activation activation);
@@ -31,20 +32,22 @@ Tensor swiglu(const Tensor& gate, const Tensor& up);
 // Gradients of gate and up, written over them; d_out becomes silu(gate) * up.
 void swiglu_backward(Tensor& gate, Tensor& up, Tensor& d_out);
 
-// Zeroes with probability p and scales the rest by 1/(1-p); the mask depends on the generator's state and x's size alone, so that the
-// gradient is dropout of the gradient from the same state.
+// Zeroes with probability p and scales the rest by 1/(1-p); the mask depends on the generator's state and x's size
+// alone, so that the gradient is dropout of the gradient from the same state.
 Tensor with_dropout(const Tensor& x, double p, bool training);
 
-// sum [m, n] += a^T b for a [tokens, m], b [tokens, n]: in row tiles, each product rounded to a's type before it is added.
+// sum [m, n] += a^T b for a [tokens, m], b [tokens, n]: in row tiles, each product rounded to a's type before it is
+// added.
 void add_product(const Tensor& sum, const Tensor& a, const Tensor& b);
 // sum [n] += the rows of a [tokens, n].
 void add_rows(const Tensor& sum, const Tensor& a);
 
-// Rows ids [tokens] of sum [vocab, n] += the rows of d [tokens, n], in the order of the tokens (on CUDA in deterministic mode).
+// Rows ids [tokens] of sum [vocab, n] += the rows of d [tokens, n], in the order of the tokens (on CUDA in
+// deterministic mode).
 void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d);
 
-// Softmax cross-entropy of a chunk. logits [rows, vocab], labels [rows] int64, -100 where none counts; losses [rows] fp64.
-// With `gradient`, logits are replaced by the gradient of scale * sum(losses).
+// Softmax cross-entropy of a chunk. logits [rows, vocab], labels [rows] int64, -100 where none counts; losses [rows]
+// fp64. With `gradient`, logits are replaced by the gradient of scale * sum(losses).
 void cross_entropy(Tensor& logits, const Tensor& labels, Tensor losses, double scale, bool gradient);
 
 }  // namespace tierflow::models

@@ -35,11 +35,12 @@ struct OptBlock {
 class OptModel final : public CausalModel {
  public:
   explicit OptModel(ModelSpec spec)
-      : CausalModel(spec,
-                    Embedding(spec.config, TensorIndex(spec, stage_of(spec, StageKind::embedding)), "embed_tokens.weight",
-                              "embed_positions.weight"),
-                    LossHead(spec.config.norm_before ? NormKind::layer : NormKind::none, spec.config.norm_eps,
-                             TensorIndex(spec, stage_of(spec, StageKind::head)), "final_layer_norm", "embed_tokens.weight")),
+      : CausalModel(
+            spec,
+            Embedding(spec.config, TensorIndex(spec, stage_of(spec, StageKind::embedding)), "embed_tokens.weight",
+                      "embed_positions.weight"),
+            LossHead(spec.config.norm_before ? NormKind::layer : NormKind::none, spec.config.norm_eps,
+                     TensorIndex(spec, stage_of(spec, StageKind::head)), "final_layer_norm", "embed_tokens.weight")),
         at_(TensorIndex(spec, stage_of(spec, StageKind::block))) {}
 
  protected:
@@ -58,8 +59,8 @@ class OptModel final : public CausalModel {
 
     const Tensor x = hidden.reshape({-1, width});
     const Tensor in = before ? norm(x, at_.attention_norm) : x;
-    const Tensor attended = attention(heads(apply(in, at_.q)), heads(apply(in, at_.k)), heads(apply(in, at_.v)), /*window=*/0,
-                                      training ? config().attention_dropout : 0.0);
+    const Tensor attended = attention(heads(apply(in, at_.q)), heads(apply(in, at_.k)), heads(apply(in, at_.v)),
+                                      /*window=*/0, training ? config().attention_dropout : 0.0);
     Tensor middle = x + drop(apply(attended.reshape({-1, width}), at_.out));
     if (!before) middle = norm(middle, at_.attention_norm);
     const Tensor inner = activate(apply(before ? norm(middle, at_.mlp_norm) : middle, at_.up), config().activation);
@@ -74,6 +75,8 @@ class OptModel final : public CausalModel {
 
 }  // namespace
 
-std::unique_ptr<LayeredModel> make_opt(ModelSpec spec) { return std::make_unique<OptModel>(std::move(spec)); }
+std::unique_ptr<LayeredModel> make_opt(ModelSpec spec) {
+  return std::make_unique<OptModel>(std::move(spec));
+}
 
 }  // namespace tierflow::models

@@ -1,5 +1,6 @@
 #pragma once
-// OPT: learned positions that start at 2, ReLU, layer norms before the sublayers or (norm_before false) after the residual sums.
+// OPT: learned positions that start at 2, ReLU, layer norms before the sublayers or (norm_before false) after the
+// residual sums.
 #include <memory>
 
 #include "runtime/layered_model.h"

@@ -11,6 +11,7 @@ namespace tierflow::models {
 // Inverse frequencies, fp32 [head_dim / 2]. Throws Exception for an unknown type.
 at::Tensor inverse_frequencies(const RopeSpec& rope, std::int64_t head_dim);
 // cos and sin, fp32 [positions, head_dim / 2] on `device`.
-std::pair<at::Tensor, at::Tensor> rope_tables(const RopeSpec& rope, std::int64_t head_dim, std::int64_t positions, at::Device device);
+std::pair<at::Tensor, at::Tensor> rope_tables(const RopeSpec& rope, std::int64_t head_dim, std::int64_t positions,
+                                              at::Device device);
 
 }  // namespace tierflow::models

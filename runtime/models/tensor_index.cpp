@@ -24,7 +24,8 @@ int TensorIndex::find(std::string_view end) const {
 
 int TensorIndex::at(std::string_view end) const {
   const int position = find(end);
-  if (position < 0) throw Exception(io::ErrorKind::input, "unit '" + stage_ + "' has no tensor '" + std::string(end) + "'");
+  if (position < 0)
+    throw Exception(io::ErrorKind::input, "unit '" + stage_ + "' has no tensor '" + std::string(end) + "'");
   return position;
 }
 

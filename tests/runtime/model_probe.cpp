@@ -1,7 +1,7 @@
 // Runs a model folder once on given tokens and writes what came out, for the tests that compare with transformers:
 //   model_probe MODEL TOKENS BATCH LENGTH bf16|f32 OUT
-// TOKENS: int64 ids [BATCH, LENGTH], then labels likewise, raw. OUT receives losses.f64 (raw, of each token), logits and gradients as
-// safetensors of scale 1/(labels that count), fp32.
+// TOKENS: int64 ids [BATCH, LENGTH], then labels likewise, raw. OUT receives losses.f64 (raw, of each token), logits
+// and gradients as safetensors of scale 1/(labels that count), fp32.
 #include <torch/torch.h>
 
 #include <filesystem>
@@ -34,9 +34,11 @@ void load(ResidentModel& m, const std::filesystem::path& folder) {
   }
 }
 
-void write_tensors(const std::filesystem::path& folder, const std::vector<std::pair<std::string, torch::Tensor>>& tensors) {
+void write_tensors(const std::filesystem::path& folder,
+                   const std::vector<std::pair<std::string, torch::Tensor>>& tensors) {
   std::vector<TensorHeader> headers;
-  for (const auto& [name, tensor] : tensors) headers.push_back({.name = name, .dtype = Dtype::f32, .shape = tensor.sizes().vec()});
+  for (const auto& [name, tensor] : tensors)
+    headers.push_back({.name = name, .dtype = Dtype::f32, .shape = tensor.sizes().vec()});
   CheckpointWriter writer(folder, headers);
   for (const auto& [name, tensor] : tensors) {
     const torch::Tensor value = tensor.to(torch::kFloat).contiguous();

@@ -21,14 +21,19 @@ struct Case {
 };
 
 inline std::vector<Case> cases(const std::string& dropout = "0.0") {
-  const std::string gpt2 = R"({"architectures": ["GPT2LMHeadModel"], "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4,
-    "n_positions": 64, "embd_pdrop": )" + dropout + R"(, "resid_pdrop": )" + dropout + R"(, "attn_pdrop": )" + dropout;
+  const std::string gpt2 =
+      R"({"architectures": ["GPT2LMHeadModel"], "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4,
+    "n_positions": 64, "embd_pdrop": )" +
+      dropout + R"(, "resid_pdrop": )" + dropout + R"(, "attn_pdrop": )" + dropout;
   const std::string opt = R"({"architectures": ["OPTForCausalLM"], "vocab_size": 96, "hidden_size": 32, "ffn_dim": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": )" + dropout;
+    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": )" +
+                          dropout;
   return {
-      {"llama", llama_json("LlamaForCausalLM", R"(, "rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
+      {"llama", llama_json("LlamaForCausalLM",
+                           R"(, "rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32})")},
-      {"llama_biases", llama_json("LlamaForCausalLM", R"(, "attention_bias": true, "mlp_bias": true, "tie_word_embeddings": true)")},
+      {"llama_biases",
+       llama_json("LlamaForCausalLM", R"(, "attention_bias": true, "mlp_bias": true, "tie_word_embeddings": true)")},
       {"llama_gelu", llama_json("LlamaForCausalLM", R"(, "hidden_act": "gelu")")},
       {"mistral", llama_json("MistralForCausalLM", R"(, "sliding_window": 7, "attention_dropout": )" + dropout)},
       {"qwen2", llama_json("Qwen2ForCausalLM", R"(, "tie_word_embeddings": true)")},
@@ -63,6 +68,8 @@ inline double relative_error(const torch::Tensor& a, const torch::Tensor& b) {
 
 class EveryModel : public ::testing::TestWithParam<Case> {};
 
-inline std::string case_name(const ::testing::TestParamInfo<Case>& info) { return info.param.name; }
+inline std::string case_name(const ::testing::TestParamInfo<Case>& info) {
+  return info.param.name;
+}
 
 }  // namespace tierflow::testing

@@ -5,7 +5,8 @@ namespace tierflow::testing {
 namespace {
 
 // The loss by the textbook: every stage differentiable, logits whole.
-torch::Tensor plain_loss(const ResidentModel& m, const std::vector<Weights>& units, const MicroBatch& batch, std::uint64_t seed) {
+torch::Tensor plain_loss(const ResidentModel& m, const std::vector<Weights>& units, const MicroBatch& batch,
+                         std::uint64_t seed) {
   const Shared shared = m.model->share(batch, torch::kCPU);
   Carry carry;
   const int last = m.stages() - 1;
@@ -67,14 +68,18 @@ void expect_plain_gradients(const Case& which, double scale, std::uint64_t seed)
   }
 }
 
-TEST_P(Gradient, is_plain_autograds) { expect_plain_gradients(GetParam(), 0.25, 0); }
+TEST_P(Gradient, is_plain_autograds) {
+  expect_plain_gradients(GetParam(), 0.25, 0);
+}
 
 INSTANTIATE_TEST_SUITE_P(models, Gradient, ::testing::ValuesIn(cases()), case_name);
 
 class DropoutGradient : public EveryModel {};
 
 // The same seeds give the same masks in the forward and in the recomputation.
-TEST_P(DropoutGradient, is_plain_autograds) { expect_plain_gradients(GetParam(), 1.0, 40); }
+TEST_P(DropoutGradient, is_plain_autograds) {
+  expect_plain_gradients(GetParam(), 1.0, 40);
+}
 
 INSTANTIATE_TEST_SUITE_P(models, DropoutGradient, ::testing::ValuesIn(cases("0.3")), case_name);
 

@@ -1,9 +1,8 @@
 // The fused CPU operations in bf16 against their formulas in fp64.
-#include "runtime/models/ops.h"
-
 #include <ATen/Parallel.h>
 
 #include "runtime/models/attention.h"
+#include "runtime/models/ops.h"
 #include "tests/runtime/models_fixture.h"
 
 namespace tierflow::testing {
@@ -11,8 +10,12 @@ namespace {
 
 using models::Tensor;
 
-Tensor random(at::IntArrayRef shape, double scale = 1.0) { return (torch::randn(shape) * scale).to(torch::kBFloat16); }
-Tensor leaf(const Tensor& x) { return x.to(torch::kDouble).requires_grad_(); }
+Tensor random(at::IntArrayRef shape, double scale = 1.0) {
+  return (torch::randn(shape) * scale).to(torch::kBFloat16);
+}
+Tensor leaf(const Tensor& x) {
+  return x.to(torch::kDouble).requires_grad_();
+}
 
 // Within one rounding to bf16 of each element, and a little for cancellation.
 void expect_rounded(const Tensor& got, const Tensor& exact, double roundings = 1.0) {
@@ -59,7 +62,8 @@ TEST_P(Widths, rope) {
   const std::int64_t dim = 2 * GetParam();
   const Tensor x = random({2, 9, 3, dim}), d = random({2, 9, 3, dim});
   const Tensor angle = torch::rand({9, dim / 2}) * 6;
-  const Tensor cos = angle.cos().to(torch::kBFloat16).to(torch::kFloat), sin = angle.sin().to(torch::kBFloat16).to(torch::kFloat);
+  const Tensor cos = angle.cos().to(torch::kBFloat16).to(torch::kFloat),
+               sin = angle.sin().to(torch::kBFloat16).to(torch::kFloat);
   const Tensor x64 = leaf(x);
   const Tensor exact = models::rope(x64, cos, sin);
   exact.backward(d.to(torch::kDouble));
@@ -137,8 +141,9 @@ TEST(Attention, is_the_textbooks_and_repeats) {
     std::int64_t batch, length, heads, kv_heads, dim, window;
   };
   torch::manual_seed(4);
-  for (const Shape& s : {Shape{2, 70, 4, 4, 16, 0}, Shape{2, 70, 4, 2, 16, 9}, Shape{1, 300, 6, 1, 64, 0}, Shape{1, 300, 2, 2, 64, 100},
-                         Shape{3, 1, 2, 1, 8, 0}, Shape{1, 257, 3, 3, 80, 300}, Shape{2, 129, 4, 2, 128, 1}, Shape{1, 64, 2, 2, 2, 64}}) {
+  for (const Shape& s : {Shape{2, 70, 4, 4, 16, 0}, Shape{2, 70, 4, 2, 16, 9}, Shape{1, 300, 6, 1, 64, 0},
+                         Shape{1, 300, 2, 2, 64, 100}, Shape{3, 1, 2, 1, 8, 0}, Shape{1, 257, 3, 3, 80, 300},
+                         Shape{2, 129, 4, 2, 128, 1}, Shape{1, 64, 2, 2, 2, 64}}) {
     SCOPED_TRACE(::testing::Message() << "length " << s.length << " dim " << s.dim << " window " << s.window);
     const Tensor qkv = random({s.batch, s.length, s.heads + 2 * s.kv_heads, s.dim});
     const Tensor d = random({s.batch, s.length, s.heads, s.dim});
@@ -146,24 +151,28 @@ TEST(Attention, is_the_textbooks_and_repeats) {
     const Tensor allowed = distance.ge(0).logical_and(distance.lt(s.window > 0 ? s.window : s.length));
     const auto textbook = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
       const std::int64_t group = s.heads / s.kv_heads;
-      const Tensor keys = k.repeat_interleave(group, 2).transpose(1, 2), values = v.repeat_interleave(group, 2).transpose(1, 2);
+      const Tensor keys = k.repeat_interleave(group, 2).transpose(1, 2),
+                   values = v.repeat_interleave(group, 2).transpose(1, 2);
       const Tensor scores = q.transpose(1, 2).matmul(keys.transpose(2, 3)) / std::sqrt(static_cast<double>(s.dim));
       return scores.masked_fill(~allowed, -INFINITY).softmax(-1).matmul(values).transpose(1, 2);
     };
     // Heads as slices of one tensor: rows are not dense.
     const auto run = [&](torch::ScalarType type, bool book) {
       const Tensor all = qkv.to(type).clone().requires_grad_();
-      const Tensor q = all.narrow(2, 0, s.heads), k = all.narrow(2, s.heads, s.kv_heads), v = all.narrow(2, s.heads + s.kv_heads, s.kv_heads);
+      const Tensor q = all.narrow(2, 0, s.heads), k = all.narrow(2, s.heads, s.kv_heads),
+                   v = all.narrow(2, s.heads + s.kv_heads, s.kv_heads);
       const Tensor out = book ? textbook(q, k, v) : models::attention(q, k, v, s.window, 0.0);
       out.backward(d.to(type));
       const auto part = [&](std::int64_t first, std::int64_t count) { return all.grad().narrow(2, first, count); };
-      return std::vector<Tensor>{out.detach(), part(0, s.heads), part(s.heads, s.kv_heads), part(s.heads + s.kv_heads, s.kv_heads)};
+      return std::vector<Tensor>{out.detach(), part(0, s.heads), part(s.heads, s.kv_heads),
+                                 part(s.heads + s.kv_heads, s.kv_heads)};
     };
     const auto exact = run(torch::kDouble, true), torchs = run(torch::kDouble, false);
     const auto once = run(torch::kBFloat16, false), again = run(torch::kBFloat16, false);
+    const int threads = at::get_num_threads();
     at::set_num_threads(1);
     const auto alone = run(torch::kBFloat16, false);
-    at::set_num_threads(2);
+    at::set_num_threads(threads);
     for (std::size_t i = 0; i < exact.size(); ++i) {
       SCOPED_TRACE(i);
       EXPECT_TRUE(torch::equal(once[i], again[i]));

@@ -10,7 +10,7 @@ namespace tierflow::testing {
 
 struct ResidentModel {
   std::unique_ptr<LayeredModel> model;
-  std::vector<Weights> units;       // of each unit
+  std::vector<Weights> units;        // of each unit
   std::vector<Gradients> gradients;  // fp32 (fp64 beside fp64 weights), the same shapes
 
   ResidentModel(const ModelSpec& spec, torch::ScalarType type) : model(make_model(spec)) {
@@ -71,11 +71,13 @@ struct ResidentModel {
     const Shared shared = model->share(batch, torch::kCPU);
     const std::vector<Carry> inputs = forward(shared, training, seed);
     const int last = stages() - 1;
-    HeadResult head = model->head_loss_and_backward(bind(last, units), bind(last, gradients), inputs.back(), shared, scale);
+    HeadResult head =
+        model->head_loss_and_backward(bind(last, units), bind(last, gradients), inputs.back(), shared, scale);
     Carry d = std::move(head.d_carry);
     for (int stage = last - 1; stage >= 0; --stage) {
       torch::manual_seed(seed + static_cast<std::uint64_t>(stage));
-      d = model->backward(stage, bind(stage, units), bind(stage, gradients), inputs[static_cast<std::size_t>(stage)], shared, d);
+      d = model->backward(stage, bind(stage, units), bind(stage, gradients), inputs[static_cast<std::size_t>(stage)],
+                          shared, d);
     }
     return head.loss_sum;
   }

@@ -1,6 +1,6 @@
-// Times one Llama block (forward, and backward from its input), the head and the embedding, and counts the memory that torch asks for
-// beside weights, gradients and carry. Driven by models_speed.py: a line on standard input (block, default, forward, head, embedding)
-// runs it once and prints "milliseconds peak-bytes".
+// Times one Llama block (forward, and backward from its input), the head and the embedding, and counts the memory that
+// torch asks for beside weights, gradients and carry. Driven by models_speed.py: a line on standard input (block,
+// default, forward, head, embedding) runs it once and prints "milliseconds peak-bytes".
 //   models_speed HIDDEN INTERMEDIATE HEADS KV_HEADS BATCH LENGTH VOCAB
 #include <c10/core/CPUAllocator.h>
 #include <fmt/format.h>

@@ -27,7 +27,8 @@ TEST_P(Step, repeats_its_bits) {
   }
 }
 
-// One slot for all blocks, overwritten after each call, as the session streams them: the gradients are those of resident weights.
+// One slot for all blocks, overwritten after each call, as the session streams them: the gradients are those of
+// resident weights.
 TEST_P(Step, blocks_may_share_one_slot) {
   ResidentModel m = resident(GetParam(), torch::kBFloat16);
   const MicroBatch tokens = batch(2, 24);
@@ -57,7 +58,8 @@ TEST_P(Step, blocks_may_share_one_slot) {
   for (auto& unit : head) {
     for (auto& gradient : unit) gradient = torch::zeros_like(gradient);
   }
-  HeadResult result = m.model->head_loss_and_backward(m.bind(last, m.units), m.bind(last, head), inputs.back(), shared, 1.0);
+  HeadResult result =
+      m.model->head_loss_and_backward(m.bind(last, m.units), m.bind(last, head), inputs.back(), shared, 1.0);
   EXPECT_EQ(loss, result.loss_sum);
   Carry d = result.d_carry;
   for (int stage = last - 1; stage > 0; --stage) {
@@ -85,7 +87,8 @@ TEST_P(Step, evaluation_is_trainings_loss) {
   const MicroBatch tokens = batch(2, 24);
   const Shared shared = m.model->share(tokens, torch::kCPU);
   const auto inputs = m.forward(shared, true, 9);
-  EXPECT_EQ(m.model->head_loss(m.bind(m.stages() - 1, m.units), inputs.back(), shared), m.forward_backward(tokens, 1.0, true, 9));
+  EXPECT_EQ(m.model->head_loss(m.bind(m.stages() - 1, m.units), inputs.back(), shared),
+            m.forward_backward(tokens, 1.0, true, 9));
 }
 
 INSTANTIATE_TEST_SUITE_P(models, Step, ::testing::ValuesIn(cases("0.2")), case_name);
@@ -94,7 +97,8 @@ TEST(LossHead, chunks_do_not_matter) {
   const Case which = cases()[0];
   const ModelSpec spec = parse_model_spec(which.json, which.name);
   const int stage = static_cast<int>(spec.stages.size()) - 1;
-  const models::LossHead head(models::NormKind::rms, 1e-5, models::TensorIndex(spec, stage), "model.norm", "embed_tokens.weight");
+  const models::LossHead head(models::NormKind::rms, 1e-5, models::TensorIndex(spec, stage), "model.norm",
+                              "embed_tokens.weight");
   for (const auto type : {torch::kDouble, torch::kBFloat16}) {
     ResidentModel m = resident(which, type);
     const MicroBatch tokens = batch(3, 33);
@@ -103,7 +107,8 @@ TEST(LossHead, chunks_do_not_matter) {
     std::vector<torch::Tensor> losses, d_hidden, d_output;
     for (const std::int64_t rows : {0, 16, 40, 99}) {
       m.zero_gradients();
-      const HeadResult result = head.loss_and_backward(weights, m.bind(stage, m.gradients), hidden, tokens.labels, 0.1, rows);
+      const HeadResult result =
+          head.loss_and_backward(weights, m.bind(stage, m.gradients), hidden, tokens.labels, 0.1, rows);
       torch::Tensor each;
       EXPECT_DOUBLE_EQ(result.loss_sum, head.loss(weights, hidden, tokens.labels, &each, rows));
       EXPECT_NEAR(each.sum().item<double>(), result.loss_sum, 1e-9 * result.loss_sum);
@@ -138,7 +143,9 @@ TEST(LossHead, labels_that_do_not_count_give_nothing) {
   }
 }
 
-TEST(MicroBatch, counts_its_targets) { EXPECT_EQ(batch(2, 16).target_tokens(), 2 * 16 - 3); }
+TEST(MicroBatch, counts_its_targets) {
+  EXPECT_EQ(batch(2, 16).target_tokens(), 2 * 16 - 3);
+}
 
 TEST(Embedding, refuses_sequences_beyond_its_positions) {
   const ResidentModel m = resident(cases()[6], torch::kBFloat16);
