@@ -1,7 +1,6 @@
 // The codec of block_codec.h on vectors, once for each instruction set (no include guard by intent: see foreach_target.h of Highway).
-// A "unit" is two vectors of floats, a and b, and holds as many elements as one vector of 16-bit words. Within a unit the elements are
-// in "zipped" order: the order that interleaving two vectors of words block by block (of 128 bits) leaves, which costs one instruction
-// to make and, by packing, one to undo. Arithmetic is elementwise and does not care.
+// A "unit" is two vectors of floats: a holds the elements of even index, b those of odd index, of one vector of 16-bit words. That
+// order needs shifts and masks to make and to undo, and no shuffles. Arithmetic is elementwise and does not care.
 #if defined(TIERFLOW_OPTIM_CODEC_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TIERFLOW_OPTIM_CODEC_INL_H_
 #undef TIERFLOW_OPTIM_CODEC_INL_H_
@@ -47,8 +46,11 @@ HWY_INLINE VF load_table(const float* table) { return hn::Load(F(), table); }
 using Table = VF;
 inline constexpr bool kWideTable = true;
 HWY_INLINE VI truncated(VF x) { return VI{_mm512_cvttps_epi32(x.raw)}; }
-HWY_INLINE VW packed(VU a, VU b) { return VW{_mm512_packus_epi32(a.raw, b.raw)}; }
-HWY_INLINE VW signed_packed(VI a, VI b) { return VW{_mm512_packs_epi32(a.raw, b.raw)}; }
+// Codes of two vectors of words, in memory order; below 0 becomes 0.
+HWY_INLINE void store_codes(VW first, VW second, std::uint8_t* codes) {
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  _mm512_storeu_si512(codes, _mm512_permutexvar_epi64(order, _mm512_packus_epi16(first.raw, second.raw)));
+}
 HWY_INLINE VU high_product(VU a, VU b) { return VU{_mm512_mulhi_epu16(a.raw, b.raw)}; }
 HWY_INLINE VU next_where_ge(VU at, VF x, VF edge) {
   return VU{_mm512_mask_add_epi32(at.raw, _mm512_cmp_ps_mask(x.raw, edge.raw, _CMP_GE_OQ), at.raw, _mm512_set1_epi32(1))};
@@ -60,12 +62,14 @@ HWY_INLINE VF load_table(const float* table) { return hn::Load(F(), table); }
 using Table = VF;
 inline constexpr bool kWideTable = false;
 HWY_INLINE VI truncated(VF x) { return VI{_mm256_cvttps_epi32(x.raw)}; }
-HWY_INLINE VW packed(VU a, VU b) { return VW{_mm256_packus_epi32(a.raw, b.raw)}; }
-HWY_INLINE VW signed_packed(VI a, VI b) { return VW{_mm256_packs_epi32(a.raw, b.raw)}; }
+HWY_INLINE void store_codes(VW first, VW second, std::uint8_t* codes) {
+  const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(first.raw, second.raw), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), bytes);
+}
 HWY_INLINE VU high_product(VU a, VU b) { return VU{_mm256_mulhi_epu16(a.raw, b.raw)}; }
 HWY_INLINE VU next_where_ge(VU at, VF x, VF edge) { return hn::Sub(at, bits(hn::VecFromMask(F(), hn::Ge(x, edge)))); }
 HWY_INLINE Table scaled_table(const float* table, float factor, float*) { return hn::Mul(hn::Load(F(), table), hn::Set(F(), factor)); }
-#else  // blocks are whole vectors here
+#else
 using Table = const float*;
 inline constexpr bool kWideTable = true;
 HWY_INLINE VF lookup(const float* table, VU index) {
@@ -73,8 +77,10 @@ HWY_INLINE VF lookup(const float* table, VU index) {
 }
 HWY_INLINE Table load_table(const float* table) { return table; }
 HWY_INLINE VI truncated(VF x) { return hn::ConvertTo(I(), x); }
-HWY_INLINE VW packed(VU a, VU b) { return hn::ConcatEven(Words(), hn::BitCast(Words(), b), hn::BitCast(Words(), a)); }
-HWY_INLINE VW signed_packed(VI a, VI b) { return packed(hn::BitCast(U(), a), hn::BitCast(U(), b)); }
+HWY_INLINE void store_codes(VW first, VW second, std::uint8_t* codes) {
+  hn::StoreU(hn::DemoteTo(Bytes(), hn::BitCast(SignedWords(), first)), Bytes(), codes);
+  hn::StoreU(hn::DemoteTo(Bytes(), hn::BitCast(SignedWords(), second)), Bytes(), codes + kUnit);
+}
 HWY_INLINE VU high_product(VU a, VU b) { return hn::ShiftRight<16>(hn::Mul(a, b)); }
 HWY_INLINE VU next_where_ge(VU at, VF x, VF edge) { return hn::Sub(at, bits(hn::VecFromMask(F(), hn::Ge(x, edge)))); }
 HWY_INLINE Table scaled_table(const float* table, float factor, float* room) {
@@ -85,26 +91,32 @@ HWY_INLINE Table scaled_table(const float* table, float factor, float* room) {
 
 // ---- words -----------------------------------------------------------------------------------------------------------------------------
 
-// Words in the upper halves of the lanes: as floats, bf16 widened.
+HWY_INLINE VU low_mask() { return hn::Set(U(), 0x0000ffffU); }
+HWY_INLINE VU high_mask() { return hn::Set(U(), 0xffff0000U); }
+
+// Words to the upper halves of the lanes: bf16 widened.
 HWY_INLINE Pair widened_pair(VW words) {
-  const VW zero = hn::Zero(Words());
-  return {hn::BitCast(F(), hn::InterleaveLower(Words(), zero, words)), hn::BitCast(F(), hn::InterleaveUpper(Words(), zero, words))};
+  const VU w = hn::BitCast(U(), words);
+  return {floats(hn::ShiftLeft<16>(w)), floats(hn::And(w, high_mask()))};
 }
 
+// The words in the upper halves of both.
+HWY_INLINE VW upper_words(VU a, VU b) { return hn::BitCast(Words(), hn::OrAnd(hn::ShiftRight<16>(a), b, high_mask())); }
+
+// The words in the lower halves of both.
+HWY_INLINE VW lower_words(VU a, VU b) { return hn::BitCast(Words(), hn::OrAnd(hn::ShiftLeft<16>(b), a, low_mask())); }
+
 HWY_INLINE Pair joined_pair(VW hi, VW lo) {
-  const VW top = hn::Sub(hi, hn::ShiftRight<15>(lo));
-  return {hn::BitCast(F(), hn::InterleaveLower(Words(), lo, top)), hn::BitCast(F(), hn::InterleaveUpper(Words(), lo, top))};
+  const VU top = hn::BitCast(U(), hn::Sub(hi, hn::ShiftRight<15>(lo))), low = hn::BitCast(U(), lo);
+  return {floats(hn::OrAnd(hn::ShiftLeft<16>(top), low, low_mask())), floats(hn::OrAnd(hn::ShiftRight<16>(low), top, high_mask()))};
 }
 
 HWY_INLINE VW hi_words(Pair p) {
   const VU half = hn::Set(U(), 0x8000U);
-  return packed(hn::ShiftRight<16>(hn::Add(bits(p.a), half)), hn::ShiftRight<16>(hn::Add(bits(p.b), half)));
+  return upper_words(hn::Add(bits(p.a), half), hn::Add(bits(p.b), half));
 }
 
-HWY_INLINE VW lo_words(Pair p) {
-  const VU low = hn::Set(U(), 0xffffU);
-  return packed(hn::And(bits(p.a), low), hn::And(bits(p.b), low));
-}
+HWY_INLINE VW lo_words(Pair p) { return lower_words(bits(p.a), bits(p.b)); }
 
 HWY_INLINE VU narrowed_word(VF x) {
   const VI magnitude = hn::BitCast(I(), hn::And(bits(x), hn::Set(U(), 0x7fffffffU)));
@@ -138,39 +150,35 @@ struct Decoder {
     factors = scaled_table(Signed ? kSigned : kUnsigned, absmax, room);
   }
 
-  HWY_INLINE VF magnitude(VU mark) const {
+  // `mark`: a mark in the lower (unsigned) or the upper half (signed, with its sign) of each lane. 2^16 more or less in the mark is 16
+  // more or less in the exponent, which the lookup does not see.
+  HWY_INLINE VF value(VU mark) const {
     const VF q = hn::ConvertTo(F(), hn::BitCast(I(), mark));
     const VF g = floats(hn::OrAnd(hn::Set(U(), 0x3f800000U), bits(q), hn::Set(U(), 0x7fffffU)));
     const VF place = hn::MulAdd(hn::Set(F(), 9.0F), g, hn::Set(F(), -8.0F));
-    const VF value = hn::Mul(place, lookup(factors, hn::ShiftRight<23>(bits(q))));
-    if constexpr (kWideTable) return value;
-    return hn::IfThenZeroElse(hn::Eq(q, hn::Set(F(), Signed ? 1.0F : 3.0F)), value);
+    VF value = hn::Mul(place, lookup(factors, hn::ShiftRight<23>(bits(q))));
+    if constexpr (!kWideTable) value = hn::IfThenZeroElse(hn::Eq(q, hn::Set(F(), Signed ? 65536.0F : 3.0F)), value);
+    return Signed ? floats(hn::OrAnd(bits(value), hn::Set(U(), 0x80000000U), bits(q))) : value;
   }
 
   HWY_INLINE Pair load(const std::uint8_t* codes) const {
-    const VW zero = hn::Zero(Words());
     const VW c = hn::PromoteTo(Words(), hn::LoadU(Bytes(), codes));
     const VW twice = hn::Add(c, c);
     if constexpr (Signed) {
       const auto t = hn::BitCast(SignedWords(), hn::Sub(twice, hn::Set(Words(), 2 * kZeroCodeSigned)));
-      VW mark = hn::Or(hn::BitCast(Words(), hn::Abs(t)), hn::Set(Words(), 1));
-      mark = hn::Min(mark, hn::Set(Words(), 256));
-      const VW sign = hn::BitCast(Words(), t);
-      const VU minus = hn::Set(U(), 0x80000000U);
-      const VF a = magnitude(hn::BitCast(U(), hn::InterleaveLower(Words(), mark, zero)));
-      const VF b = magnitude(hn::BitCast(U(), hn::InterleaveUpper(Words(), mark, zero)));
-      return {floats(hn::OrAnd(bits(a), minus, hn::BitCast(U(), hn::InterleaveLower(Words(), zero, sign)))),
-              floats(hn::OrAnd(bits(b), minus, hn::BitCast(U(), hn::InterleaveUpper(Words(), zero, sign))))};
+      const auto away = hn::Add(t, hn::Or(hn::ShiftRight<15>(t), hn::Set(SignedWords(), 1)));
+      const VU mark = hn::BitCast(U(), hn::Min(away, hn::Set(SignedWords(), 256)));
+      return {value(hn::ShiftLeft<16>(mark)), value(hn::And(mark, high_mask()))};
     } else {
-      const VW mark = hn::Min(hn::Add(twice, hn::Set(Words(), 3)), hn::Set(Words(), 512));
-      return {magnitude(hn::BitCast(U(), hn::InterleaveLower(Words(), mark, zero))),
-              magnitude(hn::BitCast(U(), hn::InterleaveUpper(Words(), mark, zero)))};
+      const VU mark = hn::BitCast(U(), hn::Min(hn::Add(twice, hn::Set(Words(), 3)), hn::Set(Words(), 512)));
+      return {value(hn::And(mark, low_mask())), value(hn::ShiftRight<16>(mark))};
     }
   }
 };
 
 // Encoding: the class of x is 0 for zero, 1 + i for decade i, 8 for one. From the upper half of x's bits a product estimates the class
-// from below by at most one (checked for all x in the tests); one comparison settles it. Lines and last ranks are looked up by class.
+// from below by at most one (checked for all x in the tests); one comparison settles it. Slopes and offsets are looked up by class; the last rank of a
+// decade is (9/4 offset) and a little, which leaves the classes of zero and one alone.
 template <bool Signed>
 struct EncoderTables {
   using C = Cells<Signed>;
@@ -182,17 +190,15 @@ struct EncoderTables {
                                                    C::slope(4), C::slope(5), C::slope(6), 0};
   alignas(64) static constexpr float offsets[16] = {kFirst,       C::offset(0), C::offset(1), C::offset(2), C::offset(3),
                                                     C::offset(4), C::offset(5), C::offset(6), kTop};
-  alignas(64) static constexpr float lasts[16] = {kFirst,     C::last(0), C::last(1), C::last(2), C::last(3),
-                                                  C::last(4), C::last(5), C::last(6), kTop};
+  static constexpr float kBeyond = Signed ? -0.5F : 0.75F;  // truncated, 9/4 offset + kBeyond is the last rank
 };
 
 template <bool Signed>
 struct Encoder {
   using T = EncoderTables<Signed>;
-  Table edges, slopes, offsets, lasts;
+  Table edges, slopes, offsets;
 
-  HWY_INLINE Encoder()
-      : edges(load_table(T::edges)), slopes(load_table(T::slopes)), offsets(load_table(T::offsets)), lasts(load_table(T::lasts)) {}
+  HWY_INLINE Encoder() : edges(load_table(T::edges)), slopes(load_table(T::slopes)), offsets(load_table(T::offsets)) {}
 
   // Codes less 127 (signed, -128 where saturation makes it 0), codes (unsigned).
   HWY_INLINE VI rank(VF value, VF inverse) const {
@@ -200,15 +206,21 @@ struct Encoder {
     if constexpr (kWideTable) x = hn::Max(x, hn::Set(F(), 0x1p-23F));
     const VU estimate = high_product(hn::ShiftRight<16>(bits(x)), hn::Set(U(), 160));
     const VU at = next_where_ge(estimate, x, lookup(edges, estimate));
-    VF r = hn::Min(hn::MulAdd(x, lookup(slopes, at), lookup(offsets, at)), lookup(lasts, at));
+    const VF offset = lookup(offsets, at);
+    VF r = hn::MulAdd(x, lookup(slopes, at), offset);
+    r = hn::Min(r, hn::MulAdd(offset, hn::Set(F(), 2.25F), hn::Set(F(), T::kBeyond)));
     if constexpr (!kWideTable) r = hn::IfThenElseZero(hn::Ge(x, hn::Set(F(), T::edges[0])), r);
     return truncated(Signed ? hn::CopySignToAbs(r, value) : r);
   }
 
-  HWY_INLINE void store(Pair p, VF inverse, std::uint8_t* codes) const {
-    auto words = hn::BitCast(SignedWords(), signed_packed(rank(p.a, inverse), rank(p.b, inverse)));
-    if constexpr (Signed) words = hn::Add(words, hn::Set(SignedWords(), kZeroCodeSigned));
-    hn::StoreU(hn::DemoteTo(Bytes(), words), Bytes(), codes);
+  HWY_INLINE VW words(Pair p, VF inverse) const {
+    const VW w = lower_words(hn::BitCast(U(), rank(p.a, inverse)), hn::BitCast(U(), rank(p.b, inverse)));
+    return Signed ? hn::Add(w, hn::Set(Words(), kZeroCodeSigned)) : w;
+  }
+
+  // Two units.
+  HWY_INLINE void store(Pair first, Pair second, VF inverse, std::uint8_t* codes) const {
+    store_codes(words(first, inverse), words(second, inverse), codes);
   }
 };
 

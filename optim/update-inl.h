@@ -62,34 +62,28 @@ struct Stepper {
   }
 };
 
-// The zipped order of a unit in memory.
-HWY_INLINE VU zipped_index(bool upper) {
-  const VW iota = hn::Iota(Words(), 0), zero = hn::Zero(Words());
-  return hn::BitCast(U(), upper ? hn::InterleaveUpper(Words(), iota, zero) : hn::InterleaveLower(Words(), iota, zero));
-}
-
-// Floats in memory order to zipped order and back, through words would lose bits: by 64-bit halves of blocks.
+// Floats in memory to a unit and back.
 HWY_INLINE Pair load_floats(const float* at) {
   const VF x = hn::Load(F(), at), y = hn::Load(F(), at + kLanes);
-#if HWY_TARGET <= HWY_AVX3
-  return {VF{_mm512_shuffle_f32x4(x.raw, y.raw, 0x88)}, VF{_mm512_shuffle_f32x4(x.raw, y.raw, 0xdd)}};
-#elif HWY_TARGET == HWY_AVX2
-  return {VF{_mm256_permute2f128_ps(x.raw, y.raw, 0x20)}, VF{_mm256_permute2f128_ps(x.raw, y.raw, 0x31)}};
-#else
-  return {x, y};
-#endif
+  return {hn::ConcatEven(F(), y, x), hn::ConcatOdd(F(), y, x)};
 }
 
 HWY_INLINE void store_floats(Pair p, float* at) {
 #if HWY_TARGET <= HWY_AVX3
-  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  const __m512d a = _mm512_castps_pd(p.a.raw), b = _mm512_castps_pd(p.b.raw);
-  p = {VF{_mm512_castpd_ps(_mm512_permutex2var_pd(a, first, b))}, VF{_mm512_castpd_ps(_mm512_permutex2var_pd(a, second, b))}};
-#elif HWY_TARGET == HWY_AVX2
-  p = {VF{_mm256_permute2f128_ps(p.a.raw, p.b.raw, 0x20)}, VF{_mm256_permute2f128_ps(p.a.raw, p.b.raw, 0x31)}};
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  hn::Store(VF{_mm512_permutex2var_ps(p.a.raw, first, p.b.raw)}, F(), at);
+  hn::Store(VF{_mm512_permutex2var_ps(p.a.raw, second, p.b.raw)}, F(), at + kLanes);
+#else
+  const VF low = hn::InterleaveLower(F(), p.a, p.b), high = hn::InterleaveUpper(F(), p.a, p.b);
+#if HWY_TARGET == HWY_AVX2
+  hn::Store(hn::ConcatLowerLower(F(), high, low), F(), at);
+  hn::Store(hn::ConcatUpperUpper(F(), high, low), F(), at + kLanes);
+#else
+  hn::Store(low, F(), at);
+  hn::Store(high, F(), at + kLanes);
 #endif
-  hn::Store(p.a, F(), at);
-  hn::Store(p.b, F(), at + kLanes);
+#endif
 }
 
 // One moment of one block: decoded unit by unit; for block8, kept as floats until the block's absmax is known and encoded beside the
@@ -118,7 +112,7 @@ struct MomentBlocks {
     if constexpr (M == MomentFormat::f32)
       store_floats(p, static_cast<float*>(to.values) + element);
     else
-      hn::Store(packed(narrowed_word(p.a), narrowed_word(p.b)), Words(), static_cast<std::uint16_t*>(to.values) + element);
+      hn::Store(lower_words(narrowed_word(p.a), narrowed_word(p.b)), Words(), static_cast<std::uint16_t*>(to.values) + element);
   }
 };
 
@@ -132,9 +126,12 @@ struct Pending {
     hn::Store(p.a, F(), values + unit * kUnit);
     hn::Store(p.b, F(), values + unit * kUnit + kLanes);
   }
+  HWY_INLINE Pair get(std::size_t unit) const {
+    return {hn::Load(F(), values + unit * kUnit), hn::Load(F(), values + unit * kUnit + kLanes)};
+  }
+  // Units `unit` and the next.
   HWY_INLINE void encode(const Encoder<Signed>& encoder, std::size_t unit, std::uint8_t* codes) const {
-    encoder.store({hn::Load(F(), values + unit * kUnit), hn::Load(F(), values + unit * kUnit + kLanes)}, hn::Set(F(), inverse),
-                  codes + unit * kUnit);
+    encoder.store(get(unit), get(unit + 1), hn::Set(F(), inverse), codes + unit * kUnit);
   }
 };
 
@@ -210,7 +207,7 @@ class BlockUpdate {
   }
 
   HWY_INLINE void flush(std::size_t block) {
-    for (std::size_t unit = 0; unit < kUnits; ++unit) encode(block, unit);
+    for (std::size_t unit = 0; unit < kUnits; unit += 2) encode(block, unit);
   }
 
   HWY_INLINE void encode(std::size_t block, std::size_t unit) {
@@ -229,10 +226,11 @@ class BlockUpdate {
       hn::Store(hi_words(p), Words(), u_.to.hi + element);
       hn::Store(lo_words(p), Words(), u_.to.lo + element);
     } else {
-      const VU first = hn::Set(U(), static_cast<std::uint32_t>(u_.first_element + element));
-      const VU a = stochastically_narrowed_word(p.a, key, hn::Add(first, zipped_index(false)));
-      const VU b = stochastically_narrowed_word(p.b, key, hn::Add(first, zipped_index(true)));
-      hn::Store(packed(a, b), Words(), u_.to.hi + element);
+      const VU iota = hn::Iota(U(), 0), even = hn::Add(iota, iota), one = hn::Set(U(), 1);
+      const VU index = hn::Add(hn::Set(U(), static_cast<std::uint32_t>(u_.first_element + element)), even);
+      const VU a = stochastically_narrowed_word(p.a, key, index);
+      const VU b = stochastically_narrowed_word(p.b, key, hn::Add(index, one));
+      hn::Store(lower_words(a, b), Words(), u_.to.hi + element);
     }
   }
 
@@ -240,55 +238,63 @@ class BlockUpdate {
     hwy::Prefetch(reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(at) + kAhead));
   }
 
+  // What a block's units share.
+  struct Running {
+    const Decoder<true> decode_m;
+    const Decoder<false> decode_v;
+    RoundingKey key;
+    Largest largest_m, largest_v;
+
+    HWY_INLINE Running(float m, float v) : decode_m(m), decode_v(v) {}
+  };
+
+  HWY_INLINE void update_unit(std::size_t block, std::size_t unit, Running& r) {
+    const std::size_t element = block * kBlock + unit * kUnit;
+    fetch(u_.gradient + element);
+    fetch(u_.from.hi + element);
+    if constexpr (P == MasterFormat::split) fetch(u_.from.lo + element);
+    const Pair g = widened_pair(hn::Load(Words(), u_.gradient + element));
+    Pair p = load_master(element), m, v{hn::Zero(F()), hn::Zero(F())};
+    if constexpr (k8) {
+      m = r.decode_m.load(codes(u_.from.m, block) + unit * kUnit);
+      if constexpr (kV) v = r.decode_v.load(codes(u_.from.v, block) + unit * kUnit);
+    } else {
+      m = m_.load(element);
+      if constexpr (kV) v = v_.load(element);
+    }
+    stepper_.step(g.a, p.a, m.a, v.a);
+    stepper_.step(g.b, p.b, m.b, v.b);
+    store_master(p, element, r.key);
+    if constexpr (k8) {
+      pending_m_[block % 2].put(unit, m);
+      r.largest_m.template take<true>(m);
+      if constexpr (kV) {
+        pending_v_[block % 2].put(unit, v);
+        r.largest_v.template take<false>(v);
+      }
+    } else {
+      m_.store(m, element);
+      if constexpr (kV) v_.store(v, element);
+    }
+  }
+
   // Updates one block and, with `Encode`, writes the codes of the block before it.
   template <bool Encode>
   HWY_INLINE void compute(std::size_t block) {
-    const std::size_t first = block * kBlock;
-    const Decoder<true> decode_m(k8 ? u_.from.m.absmax[block] : 0.0F);
-    const Decoder<false> decode_v(k8 && kV ? u_.from.v.absmax[block] : 0.0F);
-    RoundingKey key;
-    if constexpr (P == MasterFormat::bf16_sr) key = rounding_key(u_.key, u_.step, u_.first_element + first);
-    Largest largest_m, largest_v;
-    for (std::size_t unit = 0; unit < kUnits; ++unit) {
-      const std::size_t element = first + unit * kUnit;
-      fetch(u_.gradient + element);
-      fetch(u_.from.hi + element);
-      if constexpr (P == MasterFormat::split) fetch(u_.from.lo + element);
+    Running r(k8 ? u_.from.m.absmax[block] : 0.0F, k8 && kV ? u_.from.v.absmax[block] : 0.0F);
+    if constexpr (P == MasterFormat::bf16_sr) r.key = rounding_key(u_.key, u_.step, u_.first_element + block * kBlock);
+    for (std::size_t unit = 0; unit < kUnits; unit += 2) {
       if constexpr (k8) {
-        if (unit % 2 == 0) {
-          fetch(codes(u_.from.m, block) + unit * kUnit);
-          if constexpr (kV) fetch(codes(u_.from.v, block) + unit * kUnit);
-        }
+        fetch(codes(u_.from.m, block) + unit * kUnit);
+        if constexpr (kV) fetch(codes(u_.from.v, block) + unit * kUnit);
+        if constexpr (Encode) encode(block - 1, unit);
       }
-      if constexpr (Encode && k8) encode(block - 1, unit);
-
-      const Pair g = widened_pair(hn::Load(Words(), u_.gradient + element));
-      Pair p = load_master(element), m, v{hn::Zero(F()), hn::Zero(F())};
-      if constexpr (k8) {
-        m = decode_m.load(codes(u_.from.m, block) + unit * kUnit);
-        if constexpr (kV) v = decode_v.load(codes(u_.from.v, block) + unit * kUnit);
-      } else {
-        m = m_.load(element);
-        if constexpr (kV) v = v_.load(element);
-      }
-      stepper_.step(g.a, p.a, m.a, v.a);
-      stepper_.step(g.b, p.b, m.b, v.b);
-      store_master(p, element, key);
-      if constexpr (k8) {
-        pending_m_[block % 2].put(unit, m);
-        largest_m.template take<true>(m);
-        if constexpr (kV) {
-          pending_v_[block % 2].put(unit, v);
-          largest_v.template take<false>(v);
-        }
-      } else {
-        m_.store(m, element);
-        if constexpr (kV) v_.store(v, element);
-      }
+      update_unit(block, unit, r);
+      update_unit(block, unit + 1, r);
     }
     if constexpr (k8) {
-      finish(pending_m_[block % 2], u_.to.m, block, largest_m.value());
-      if constexpr (kV) finish(pending_v_[block % 2], u_.to.v, block, largest_v.value());
+      finish(pending_m_[block % 2], u_.to.m, block, r.largest_m.value());
+      if constexpr (kV) finish(pending_v_[block % 2], u_.to.v, block, r.largest_v.value());
     }
   }
 
