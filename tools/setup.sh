@@ -37,7 +37,7 @@ installed() { [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = i
 system_packages() {
   local name purpose missing=()
   command -v dpkg-query >/dev/null && command -v apt-get >/dev/null ||
-    die "this machine has no apt. Install the equivalents of these Debian packages, then run again with TIERFLOW_SKIP_APT=1:" "${packages//$'\n'/$'\nsetup: '}"
+    die "this machine has no apt. Install the equivalents of these Debian packages, then run again with TIERFLOW_SKIP_APT=1:" "$(sed 's/^/    /; s/|/: /' <<<"$packages")"
   while IFS='|' read -r name purpose; do
     installed "$name" && continue
     missing+=("$name")
