@@ -68,7 +68,9 @@ python_packages() {
   say "installing into .venv what $list lists"
   [ "$list" != requirements.txt ] || say "(torch and the libraries it brings: a download of 3 GB or so, 5 GB on disk)"
   rm -f "$stamp"
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$list" ||
+  local quiet=--quiet
+  [ ! -t 1 ] || quiet=--progress-bar=on
+  .venv/bin/python -m pip install "$quiet" --disable-pip-version-check -r "$list" ||
     die "pip could not install what $list lists; its own message is above." \
       "Behind a proxy or a mirror, set HTTPS_PROXY or pip's own configuration, then run the same command again."
   printf '%s\n' "$wanted" >"$stamp"
@@ -80,6 +82,7 @@ python_environment() {
     usable_python || die "$python is not Python 3.11 or newer with the modules venv and ensurepip; name one with PYTHON=path"
     rm -rf .venv  # half made, or of a Python that is gone
     say "making .venv with $("$python" --version)"
+    command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ] || say "no nvcc here: the build will be for the CPU device alone"
     "$python" -m venv .venv || die "$python could not make a virtual environment in $PWD/.venv; its own message is above"
   fi
   for list in "$@"; do python_packages "$list"; done
@@ -87,6 +90,3 @@ python_environment() {
 
 [ -n "${TIERFLOW_SKIP_APT:-}" ] || system_packages
 python_environment requirements.txt "$@"
-if ! command -v nvcc >/dev/null && [ ! -x /usr/local/cuda/bin/nvcc ]; then
-  say "no nvcc: the build will have no CUDA device (with it: the CUDA toolkit from your system or from NVIDIA)"
-fi
