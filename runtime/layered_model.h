@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -52,10 +53,19 @@ class LayeredModel {
   virtual Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry, const Shared& shared,
                          const Carry& d_out) const;
 
+  // Whether forward() draws from torch's default generator when training.
+  virtual bool draws_random_numbers() const { return true; }
+
   // The head: final norm, logits and cross-entropy, in chunks whose size comes from shapes alone, so that the logits never exist whole.
   virtual double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const = 0;
   virtual HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry, const Shared& shared,
                                             double scale) const = 0;
+
+ protected:
+  // What backward() does: runs `forward` on a copy of `carry` with autograd on, differentiates towards `leaves` and the carry, and moves
+  // each leaf's gradient into its sum as soon as it is complete. Leaves without a defined gradient are constants.
+  static Carry differentiate(const Weights& leaves, const Gradients& gradients, const Carry& carry, const Carry& d_out,
+                             const std::function<Carry(const Carry&)>& forward);
 };
 
 // The model of a specification: one of the families of model_spec.h.

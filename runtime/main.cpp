@@ -55,6 +55,8 @@ void* load_train_library() {
 
 template <class Options>
 int call(const char* name, const Options& options) {
+  // Waiting threads sleep: torch's team shares the cores with the update, the copies and the drives. Read when libgomp is loaded.
+  setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0);
   void* entry = dlsym(load_train_library(), name);
   if (entry == nullptr)
     fail(io::ErrorKind::environment, name, "is not in libtierflow_train.so: it is of another version");

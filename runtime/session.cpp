@@ -13,10 +13,6 @@ std::uint64_t mix(std::uint64_t value) {  // SplitMix64's finisher
   return value ^ (value >> 31);
 }
 
-bool has_dropout(const ModelConfig& config) {
-  return config.embedding_dropout > 0 || config.residual_dropout > 0 || config.attention_dropout > 0;
-}
-
 // Turns what torch throws into an Exception and stops the executor, so that the session can be destroyed.
 template <class Work>
 auto guarded(swap::Executor& executor, Work work) {
@@ -39,9 +35,9 @@ auto guarded(swap::Executor& executor, Work work) {
 
 }  // namespace
 
-Session::Session(std::unique_ptr<LayeredModel> model, SessionOptions options, AdamW adamw, const WeightSource& weights, const Progress& progress)
-    : impl_(std::make_unique<Impl>(std::move(model), std::move(options), adamw)) {
-  impl_->set_up(weights, progress);
+Session::Session(Model model, SessionOptions options, AdamW adamw, const Progress& progress)
+    : impl_(std::make_unique<Impl>(std::move(model.layers), std::move(options), adamw)) {
+  impl_->set_up(model.weights, progress);
 }
 
 Session::~Session() {
@@ -116,6 +112,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     ++updates_done;
   }
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  result.tokens_per_s = static_cast<double>(result.tokens) / result.seconds;
   return result;
 }
 
@@ -202,16 +199,16 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
 }
 
 void Session::Impl::seed_random(int stage, int micro_batch) const {
-  if (!has_dropout(model->spec().config)) return;
+  if (!model->draws_random_numbers()) return;
   std::uint64_t key = mix(options.seed + 0x9e3779b97f4a7c15ULL);
   for (const std::uint64_t part : {static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(micro_batch), static_cast<std::uint64_t>(stage)})
     key = mix(key ^ (part + 0x9e3779b97f4a7c15ULL));
   torch::manual_seed(key);
 }
 
-Carry Session::Impl::carry_in_slot(std::byte* slot) const {
+Carry Session::Impl::carry_in_slot(int stage, std::byte* slot) const {
   Carry carry;
-  for (const TensorShape& shape : carry_shape)
+  for (const TensorShape& shape : carry_shapes[stage])
     carry.push_back(torch::from_blob(slot + shape.offset, shape.shape, torch::TensorOptions().dtype(shape.dtype).device(torch_device)));
   return carry;
 }
@@ -227,7 +224,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
       const swap::Entered entered = enter(stage, pass, micro_batch);
       Carry& carry = carries[micro_batch];
       if (entered.carry != nullptr) {
-        Carry slot = carry_in_slot(entered.carry);
+        Carry slot = carry_in_slot(stage, entered.carry);
         for (std::size_t i = 0; i < slot.size(); ++i) slot[i].copy_(carry[i]);
       } else if (train && stage > 0) {
         saved[stage][micro_batch] = carry;
@@ -256,7 +253,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared) {
   for (int stage = static_cast<int>(layout->stages().size()) - 2; stage >= 0; --stage)
     for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
       const swap::Entered entered = enter(stage, swap::Pass::backward, micro_batch);
-      Carry input = entered.carry != nullptr ? carry_in_slot(entered.carry) : std::move(saved[stage][micro_batch]);
+      Carry input = entered.carry != nullptr ? carry_in_slot(stage, entered.carry) : std::move(saved[stage][micro_batch]);
       seed_random(stage, micro_batch);
       carries[micro_batch] = model->backward(stage, weights_of(entered), gradients_of(entered, micro_batch), input, shared[micro_batch], carries[micro_batch]);
       leave();

@@ -50,6 +50,7 @@ struct StepResult {
   bool skipped = false;   // a loss or gradient was not finite: nothing was changed
   std::int64_t tokens = 0;
   double seconds = 0;
+  double tokens_per_s = 0;
 };
 
 struct MemoryUse {
@@ -60,11 +61,18 @@ struct MemoryUse {
 
 // Fills elements [first, first + out.size()) of a tensor with its initial fp32 values. Called from several threads.
 using WeightSource = std::function<void(const TensorSpec& tensor, std::uint64_t first, std::span<float> out)>;
+
+// A model and where its weights come from: what load() and Layers give to a session.
+struct Model {
+  std::shared_ptr<LayeredModel> layers;
+  WeightSource weights;
+};
+
 using Progress = std::function<void(const char* phase, std::uint64_t done, std::uint64_t total)>;
 
 class Session {
  public:
-  Session(std::unique_ptr<LayeredModel> model, SessionOptions options, AdamW adamw, const WeightSource& weights, const Progress& progress = {});
+  Session(Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {});
   ~Session();
 
   // One optimizer step over exactly options.micro_batches micro-batches.

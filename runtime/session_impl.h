@@ -15,11 +15,12 @@ struct TensorShape {
 };
 
 struct Session::Impl {
-  Impl(std::unique_ptr<LayeredModel> model, SessionOptions options, AdamW adamw);
+  Impl(std::shared_ptr<LayeredModel> model, SessionOptions options, AdamW adamw);
 
   // session_setup.cpp
   void set_up(const WeightSource& weights, const Progress& progress);
   std::uint64_t probe_workspace();
+  Carry probe_stage(int stage, const Carry& carry, const Shared& shared, std::uint64_t& most);
   void load(const WeightSource& weights, const Progress& progress);
   void load_chunk(int id, const WeightSource& weights);
 
@@ -38,9 +39,9 @@ struct Session::Impl {
   std::vector<Shared> share(const std::vector<MicroBatch>& batches) const;
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
   void seed_random(int stage, int micro_batch) const;
-  Carry carry_in_slot(std::byte* slot) const;
+  Carry carry_in_slot(int stage, std::byte* slot) const;
 
-  std::unique_ptr<LayeredModel> model;
+  std::shared_ptr<LayeredModel> model;
   const SessionOptions options;
   const AdamW adamw;
   const torch::Device torch_device;
@@ -52,7 +53,7 @@ struct Session::Impl {
   UpdateThreads threads;
   std::unique_ptr<swap::Planner> planner;
   std::unique_ptr<swap::Executor> executor;  // last: drains before the rest goes
-  std::vector<TensorShape> carry_shape;
+  std::vector<std::vector<TensorShape>> carry_shapes;  // by stage: of its input
   std::uint64_t workspace = 0;
 
   std::vector<Carry> carries;             // by micro-batch: input of the stage at hand, then its gradient

@@ -18,7 +18,7 @@ std::uint64_t bytes_of(const Tensors& tensors) {
 
 }  // namespace
 
-Session::Impl::Impl(std::unique_ptr<LayeredModel> model_, SessionOptions options_, AdamW adamw_)
+Session::Impl::Impl(std::shared_ptr<LayeredModel> model_, SessionOptions options_, AdamW adamw_)
     : model(std::move(model_)),
       options(std::move(options_)),
       adamw(adamw_),
@@ -34,8 +34,9 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   std::vector<swap::UnitShape> shapes;
   for (const PackedUnit& unit : packed.units) shapes.push_back(unit.shape);
   std::vector<swap::StageShape> stages = packed.stages;
-  const std::uint64_t carry_bytes = carry_shape.empty() ? 0 : swap::round_up(carry_shape.back().offset + carry_shape.back().bytes, swap::kSector);
-  for (std::size_t stage = 1; stage < stages.size(); ++stage) stages[stage].carry_bytes = carry_bytes;
+  for (std::size_t stage = 1; stage < stages.size(); ++stage)
+    if (const auto& shapes_of = carry_shapes[stage]; !shapes_of.empty())
+      stages[stage].carry_bytes = swap::round_up(shapes_of.back().offset + shapes_of.back().bytes, swap::kSector);
   const std::uint64_t chunk_elements = options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory);
   layout = std::make_unique<swap::Layout>(std::move(shapes), std::move(stages), chunk_elements);
   arrangement = value_or_throw(swap::arrange(*layout, {.host_budget = options.host_memory, .device_budget = options.device_memory, .workspace = workspace,
@@ -68,81 +69,83 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   }
 }
 
-// Runs each kind of stage once for one micro-batch on memory of its own and sees what it takes beside weights and gradients.
+// One stage for one micro-batch, forward and backward, on memory of its own: raises `most` to what it takes beside weights and
+// gradients, and gives what it passes on.
+Carry Session::Impl::probe_stage(int stage, const Carry& carry, const Shared& shared, std::uint64_t& most) {
+  DeviceMemory& memory = DeviceMemory::install();
+  const auto on_device = torch::TensorOptions().device(torch_device);
+  Weights weights;
+  Gradients gradients;
+  for (int unit : model->spec().stages[stage].units)
+    for (const TensorSpec& tensor : model->spec().units[unit].tensors) {
+      weights.push_back(torch::zeros(tensor.shape, on_device.dtype(torch::kBFloat16)));
+      const bool trained = options.train && model->spec().units[unit].trainable;
+      gradients.push_back(trained ? torch::zeros(tensor.shape, on_device.dtype(torch::kFloat32)) : torch::Tensor());
+    }
+  const std::uint64_t fixed = memory.stats().used;
+  memory.reset_peak();
+  Carry out;
+  if (stage + 1 < static_cast<int>(model->spec().stages.size())) {
+    out = model->forward(stage, weights, carry, shared, options.train);
+    if (options.train) {
+      Carry d_out;
+      for (const torch::Tensor& part : out) d_out.push_back(part.is_floating_point() ? torch::zeros_like(part) : torch::Tensor());
+      model->backward(stage, weights, gradients, carry, shared, d_out);
+    }
+  } else if (options.train) {
+    model->head_loss_and_backward(weights, gradients, carry, shared, 1.0);
+  } else {
+    model->head_loss(weights, carry, shared);
+  }
+  most = std::max(most, memory.stats().peak_used - fixed);
+  return out;
+}
+
+// Measures each kind of stage once; stages with the same tensors and the same input are of one kind.
 std::uint64_t Session::Impl::probe_workspace() {
   DeviceMemory& memory = DeviceMemory::install();
   memory.release_kept();
   memory.set_cap(options.device_memory);
   const torch::NoGradGuard no_grad;
-  const auto on_device = torch::TensorOptions().device(torch_device);
-  const auto ids = torch::zeros({options.micro_batch, options.sequence_length}, on_device.dtype(torch::kInt64));
-  const MicroBatch batch{.ids = ids, .labels = ids};
-  std::uint64_t most = 0;
-  std::map<std::vector<std::vector<std::int64_t>>, bool> seen;  // blocks by their tensors' shapes
-  Shared shared;
-  Carry carry;
-  std::uint64_t shared_bytes = 0;
-  const int stages = static_cast<int>(model->spec().stages.size());
-  const auto probe = [&](int stage) {
-    Weights weights;
-    Gradients gradients;
-    const auto stage_units = model->spec().stages[stage].units;
-    std::vector<std::vector<std::int64_t>> key;
-    for (int unit : stage_units)
-      for (const TensorSpec& tensor : model->spec().units[unit].tensors) key.push_back(tensor.shape);
-    if (stage > 0 && stage + 1 < stages && !seen.emplace(key, true).second) return;
-    for (int unit : stage_units)
-      for (const TensorSpec& tensor : model->spec().units[unit].tensors) {
-        weights.push_back(torch::zeros(tensor.shape, on_device.dtype(torch::kBFloat16)));
-        const bool trained = options.train && model->spec().units[unit].trainable;
-        gradients.push_back(trained ? torch::zeros(tensor.shape, on_device.dtype(torch::kFloat32)) : torch::Tensor());
+  const auto ids = torch::zeros({options.micro_batch, options.sequence_length}, torch::TensorOptions().device(torch_device).dtype(torch::kInt64));
+  using Kind = std::vector<std::vector<std::int64_t>>;
+  const auto measure = [&] {
+    std::uint64_t most = 0, carries = 0;
+    std::map<Kind, Carry> seen;
+    const Shared shared = model->share({.ids = ids, .labels = ids}, torch_device);
+    Carry carry;
+    carry_shapes.clear();
+    for (int stage = 0; stage < static_cast<int>(model->spec().stages.size()); ++stage) {
+      Kind kind;
+      for (int unit : model->spec().stages[stage].units)
+        for (const TensorSpec& tensor : model->spec().units[unit].tensors) kind.push_back(tensor.shape);
+      std::uint64_t offset = 0;
+      carry_shapes.emplace_back();
+      for (const torch::Tensor& part : carry) {
+        kind.push_back(part.sizes().vec());
+        carry_shapes.back().push_back({.shape = part.sizes().vec(), .dtype = part.scalar_type(), .bytes = part.nbytes(), .offset = offset});
+        offset += swap::round_up(part.nbytes(), kCarryAlign);
       }
-    const std::uint64_t fixed = memory.stats().used;
-    memory.reset_peak();
-    if (stage + 1 == stages) {
-      if (options.train)
-        model->head_loss_and_backward(weights, gradients, carry, shared, 1.0);
-      else
-        model->head_loss(weights, carry, shared);
-    } else {
-      const Carry out = model->forward(stage, weights, carry, shared, options.train);
-      if (options.train) {
-        Carry d_out;
-        for (const torch::Tensor& part : out) d_out.push_back(torch::zeros_like(part));
-        model->backward(stage, weights, gradients, carry, shared, d_out);
-      }
-      if (stage == 0) carry = out;
+      carries = std::max(carries, bytes_of(carry));
+      const bool edge = stage == 0 || stage + 1 == static_cast<int>(model->spec().stages.size());
+      if (edge) kind.push_back({stage});
+      if (!seen.contains(kind)) seen[kind] = probe_stage(stage, carry, shared, most);
+      carry = seen[kind];
     }
-    most = std::max(most, memory.stats().peak_used - fixed);
+    // Live beside the stage at hand: every micro-batch's carry and its gradient, and what layers share. An eighth more for blocks
+    // that are reused although a little too large.
+    return most + most / 8 + options.micro_batches * (2 * carries + bytes_of(shared.tables) + 2 * ids.nbytes()) + (std::uint64_t{4} << 20);
   };
-  const auto all = [&] {
-    seen.clear();
-    most = 0;
-    carry.clear();
-    shared = model->share(batch, torch_device);
-    shared_bytes = bytes_of(shared.tables) + 2 * ids.nbytes();
-    for (int stage = 0; stage < stages; ++stage) probe(stage);
-  };
+  std::uint64_t bytes = 0;
   try {
-    all();
+    bytes = measure();
   } catch (const c10::OutOfMemoryError&) {
     // Too small a budget: measure anyway, so that the refusal can name the smallest one that works.
     memory.set_cap(~std::uint64_t{0} / 2);
-    all();
+    bytes = measure();
   }
-  carry_shape.clear();
-  std::uint64_t offset = 0;
-  for (const torch::Tensor& part : carry) {
-    carry_shape.push_back({.shape = part.sizes().vec(), .dtype = part.scalar_type(), .bytes = part.nbytes(), .offset = offset});
-    offset += swap::round_up(part.nbytes(), kCarryAlign);
-  }
-  // Live beside the stage at hand: every micro-batch's carry and its gradient, and what layers share. An eighth more for blocks that
-  // are reused although a little too large.
-  const std::uint64_t live = options.micro_batches * (2 * bytes_of(carry) + shared_bytes);
-  carry.clear();
-  shared = {};
   memory.release_kept();
-  return most + most / 8 + live + (std::uint64_t{4} << 20);
+  return bytes;
 }
 
 void Session::Impl::load(const WeightSource& weights, const Progress& progress) {

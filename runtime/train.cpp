@@ -73,7 +73,7 @@ class Training {
       weights = checkpoint_weights(std::move(checkpoint));
     }
     const AdamW adamw{.lr = options_.lr, .beta1 = options_.beta1, .beta2 = options_.beta2, .eps = options_.eps, .weight_decay = options_.weight_decay};
-    session_ = std::make_unique<Session>(make_model(spec_), session, adamw, weights,
+    session_ = std::make_unique<Session>(Model{make_model(spec_), weights}, session, adamw,
                                          [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); });
     session_->remove_store();
     log_.say(session_->describe());
@@ -103,7 +103,7 @@ class Training {
     for (std::int64_t first = 0; first < count; first += options_.micro_batch)
       batches.push_back(micro_batch(read, first, std::min(options_.micro_batch, count - first), options_.sequence_length));
     loss = session_->evaluate(batches);
-    log_.evaluation(step, loss);
+    log_.evaluation(step, loss, *session_);
   }
 
   void write_result() {
@@ -124,12 +124,15 @@ class Training {
       const auto counters = session_->lanes()[i];
       lanes[swap::lane_name(static_cast<swap::Lane>(i))] = {{"bytes", counters.bytes}, {"busy_s", counters.busy_seconds}};
     }
+    json storage;
+    if (const auto mode = session_->storage_mode())
+      storage = {{"engine", io::engine_name(mode->engine)}, {"direct", mode->direct}, {"registered_buffers", mode->registered_buffers}, {"alignment", mode->alignment}};
     const auto or_null = [](double loss) { return std::isnan(loss) ? json() : json(loss); };
     const json summary{{"steps", steps}, {"tokens_per_s", log_.tokens_per_second()}, {"training_s", log_.training_seconds()}, {"loss", or_null(last_loss_)},
                        {"held_out_loss_before", or_null(first_held_out_)}, {"held_out_loss_after", or_null(last_held_out_)},
                        {"skipped_steps", session_->skipped_steps()}, {"parameters", session_->parameters()}, {"limit", log_.limiting_lane(*session_)},
                        {"device_memory_peak", memory.device_peak}, {"device_memory_budget", memory.device_budget}, {"host_memory", memory.host_used},
-                       {"host_memory_budget", memory.host_budget}, {"storage_bytes", memory.storage_bytes}, {"peak_rss", resident_set_peak()}, {"lanes", lanes},
+                       {"host_memory_budget", memory.host_budget}, {"storage_bytes", memory.storage_bytes}, {"storage_mode", storage}, {"peak_rss", resident_set_peak()}, {"lanes", lanes},
                        {"out", options_.no_export ? json() : json(fs::absolute(options_.out).string())}};
     log_.object({{"summary", summary}});
     const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
@@ -174,7 +177,7 @@ int run_eval(const EvalOptions& options) {
   const Dataset data = Dataset::prepare(data_options(options, spec, fs::temp_directory_path()));
   SessionOptions session_settings = session_options(options, log);
   session_settings.train = false;
-  Session session(make_model(spec), session_settings, {}, checkpoint_weights(checkpoint),
+  Session session(Model{make_model(spec), checkpoint_weights(checkpoint)}, session_settings, {},
                   [&](const char* phase, std::uint64_t done, std::uint64_t total) { log.progress(phase, done, total); });
   session.remove_store();
   std::int64_t count = data.training_sequences();

@@ -139,7 +139,8 @@ std::string TrainingLog::limiting_lane(const Session& session) const {
   return swap::lane_name(static_cast<swap::Lane>(most));
 }
 
-void TrainingLog::evaluation(std::int64_t step, double loss) {
+void TrainingLog::evaluation(std::int64_t step, double loss, const Session& session) {
+  lanes_ = session.lanes();  // what evaluation moved is no step's
   object({{"step", step}, {"held_out_loss", loss}});
   say(fmt::format("step {}: held-out loss {:.4f}", step, loss));
 }

@@ -23,7 +23,7 @@ class TrainingLog {
   // Phases that may take more than two seconds: shown from then on.
   void progress(const char* phase, std::uint64_t done, std::uint64_t total);
   void step(const StepResult& result, std::int64_t of_steps, double lr, const Session& session);
-  void evaluation(std::int64_t step, double loss);
+  void evaluation(std::int64_t step, double loss, const Session& session);
   void object(const nlohmann::json& object);
   // The lane that was busy for the largest share of the run so far.
   std::string limiting_lane(const Session& session) const;
@@ -41,7 +41,6 @@ class TrainingLog {
   std::string phase_;
   std::array<swap::LaneCounters, swap::kLanes> lanes_{};
   double tokens_ = 0, training_seconds_ = 0;
-  double device_share_ = 0;
 };
 
 // Resident set of this process: now and at most, in bytes.

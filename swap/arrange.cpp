@@ -47,11 +47,15 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train) {
   return needs;
 }
 
-std::string mib(std::uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + "MiB"; }
+// Rounded up, so that the number given back as an option works.
+std::string size_text(std::uint64_t bytes) {
+  if (bytes < std::uint64_t{16} << 20) return std::to_string((bytes + 1023) >> 10) + "KiB";
+  return std::to_string((bytes + (1 << 20) - 1) >> 20) + "MiB";
+}
 
 io::Error too_small(const char* option, std::uint64_t given, std::uint64_t needed, const std::string& remedy) {
   return {.kind = io::ErrorKind::usage,
-          .detail = std::string(option) + " " + mib(given) + " is too small: the smallest that works is " + mib(needed) + "; " + remedy};
+          .detail = std::string(option) + " " + size_text(given) + " is too small: the smallest that works is " + size_text(needed) + "; " + remedy};
 }
 
 }  // namespace

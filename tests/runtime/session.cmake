@@ -1,3 +1,6 @@
-tierflow_test(session_test LIBRARIES tierflow::session SOURCES ${CMAKE_CURRENT_LIST_DIR}/session_test.cpp)
+tierflow_test(session_test LIBRARIES tierflow::session SOURCES ${CMAKE_CURRENT_LIST_DIR}/session_test.cpp ${CMAKE_CURRENT_LIST_DIR}/reference_test.cpp)
 target_precompile_headers(session_test PRIVATE <torch/torch.h> <gtest/gtest.h>)
 target_compile_options(session_test PRIVATE -O1)  # torch headers: compile time over speed
+
+add_executable(bare_torch ${CMAKE_CURRENT_LIST_DIR}/bare_torch.cpp)
+target_link_libraries(bare_torch PRIVATE tierflow_torch_wheel)

@@ -62,7 +62,7 @@ SessionOptions streamed(SessionOptions options, const Folder& folder) {
 }
 
 Outcome run(const Case& which, const SessionOptions& options, double spike = 0) {
-  Session session(make_model(parse_model_spec(which.json, which.name)), options, {.lr = 3e-3, .weight_decay = 0.1}, initial(11));
+  Session session({make_model(parse_model_spec(which.json, which.name)), initial(11)}, options, {.lr = 3e-3, .weight_decay = 0.1});
   Outcome outcome;
   for (int step = 0; step < kSteps; ++step) {
     const StepResult result = session.step(batches(options.micro_batches, step), 3e-3 + spike);
@@ -134,7 +134,7 @@ TEST(Session, ADifferenceShows) {  // negative control of the comparison
 
 TEST(Session, LearnsARepeatedBatch) {
   DeviceMemory::install();
-  Session session(make_model(parse_model_spec(cases().front().json, "llama")), resident(1), {}, initial(1));
+  Session session({make_model(parse_model_spec(cases().front().json, "llama")), initial(1)}, resident(1));
   const auto batch = batches(1, 0);
   const double first = session.step(batch, 1e-2).loss;
   double last = first;
@@ -146,7 +146,7 @@ TEST(Session, RefusesBudgetsThatCannotWorkAndNamesTheSmallest) {
   DeviceMemory::install();
   const auto attempt = [](const SessionOptions& options) {
     try {
-      Session session(make_model(parse_model_spec(cases().front().json, "llama")), options, {}, initial(1));
+      Session session({make_model(parse_model_spec(cases().front().json, "llama")), initial(1)}, options);
       return std::string();
     } catch (const Exception& error) {
       EXPECT_EQ(error.error().kind, io::ErrorKind::usage);
@@ -155,10 +155,14 @@ TEST(Session, RefusesBudgetsThatCannotWorkAndNamesTheSmallest) {
   };
   SessionOptions options = resident(1);
   options.device_memory = kMiB;
-  EXPECT_NE(attempt(options).find("--device-memory 1MiB is too small: the smallest that works is"), std::string::npos) << attempt(options);
+  EXPECT_NE(attempt(options).find("--device-memory 1024KiB is too small: the smallest that works is"), std::string::npos) << attempt(options);
   options = resident(1);
-  options.host_memory = 64 * 1024;
-  EXPECT_NE(attempt(options).find("--host-memory"), std::string::npos) << attempt(options);
+  options.host_memory = 4 * 1024;
+  const std::string refusal = attempt(options);
+  const std::string before = "the smallest that works is ";
+  ASSERT_NE(refusal.find("--host-memory 4KiB is too small: " + before), std::string::npos) << refusal;
+  options.host_memory = std::stoull(refusal.substr(refusal.find(before) + before.size())) * 1024;
+  EXPECT_EQ(attempt(options), "");
 }
 
 TEST(Session, ANonFiniteGradientSkipsTheStepWhole) {
@@ -171,7 +175,7 @@ TEST(Session, ANonFiniteGradientSkipsTheStepWhole) {
   };
   for (const std::optional<double> clip : {std::optional<double>(1.0), std::optional<double>()}) {
     options.clip = clip;
-    Session session(make_model(parse_model_spec(llama.json, "llama")), options, {}, spoiled);
+    Session session({make_model(parse_model_spec(llama.json, "llama")), spoiled}, options);
     const auto before = session.master(1, 0);
     const StepResult result = session.step(batches(1, 0), 1e-2);
     EXPECT_TRUE(result.skipped);
@@ -187,7 +191,7 @@ TEST(Session, ExportIsReadBackAndEvaluatesTheSame) {
   const Case llama = cases().front();
   double trained = 0;
   {
-    Session session(make_model(parse_model_spec(llama.json, "llama")), resident(1), {}, initial(2));
+    Session session({make_model(parse_model_spec(llama.json, "llama")), initial(2)}, resident(1));
     session.step(batches(1, 0), 1e-2);
     trained = session.evaluate(batches(2, 5));
     session.export_hf(folder.path / "out");
@@ -195,8 +199,9 @@ TEST(Session, ExportIsReadBackAndEvaluatesTheSame) {
   const Checkpoint checkpoint = Checkpoint::open(folder.path / "out");
   SessionOptions options = resident(2);
   options.train = false;
-  Session session(make_model(read_model_spec(folder.path / "out" / "config.json")), options, {},
-                  [&](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) { checkpoint.read_f32(tensor.name, first, out); });
+  Session session({make_model(read_model_spec(folder.path / "out" / "config.json")),
+                   [&](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) { checkpoint.read_f32(tensor.name, first, out); }},
+                  options);
   EXPECT_EQ(session.evaluate(batches(2, 5)), trained);
 }
 

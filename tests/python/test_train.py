@@ -1,0 +1,179 @@
+"""The program from the outside: what a user types, and what must then hold."""
+import ctypes
+import json
+import os
+import pathlib
+import subprocess
+import time
+
+import numpy
+import pytest
+
+BUILD = pathlib.Path(os.environ.get("TIERFLOW_BUILD", pathlib.Path(__file__).parents[2] / "build"))
+PROGRAM = BUILD / "tierflow"
+pytestmark = pytest.mark.skipif(not (BUILD / "libtierflow_train.so").exists(), reason="built without LibTorch")
+
+MIB = 1 << 20
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+
+
+def config(hidden=64, layers=2, vocab=256, **more):
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden,
+            "intermediate_size": hidden * 11 // 4 // 32 * 32, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
+            "torch_dtype": "bfloat16", **more}
+
+
+@pytest.fixture
+def work(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config()))
+    text = "".join(p.read_text(errors="replace") for p in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20])
+    (tmp_path / "text.txt").write_text(text)
+    return tmp_path
+
+
+def run(work, *words, ok=True, timeout=300):
+    done = subprocess.run([str(PROGRAM), *map(str, words)], cwd=work, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT)
+    assert not ok or done.returncode == 0, done.stderr
+    return done
+
+
+def small(*more):
+    return ["--device", "cpu", "--device-memory", "64MiB", "--host-memory", "64MiB", "--sequence-length", "128", "--micro-batch", "2", *more]
+
+
+def steps_of(path):
+    return [record for record in map(json.loads, path.read_text().splitlines()) if "loss" in record]
+
+
+def test_result_loads_in_transformers_and_gives_the_loss_that_eval_prints(work):
+    run(work, "train", "--config", "config.json", "--data", "text.txt", "--out", "out", *small("--steps", "8", "--lr", "1e-3"))
+    tokens = numpy.frombuffer((work / "text.txt").read_bytes()[:128 * 40], dtype=numpy.uint8).astype("<u2")
+    tokens.tofile(work / "tokens.bin")
+    printed = json.loads(run(work, "eval", "--model", "out", "--data", "tokens.bin", "--json", *small()).stdout)
+
+    import torch
+    import transformers
+    model = transformers.AutoModelForCausalLM.from_pretrained(work / "out", dtype=torch.bfloat16).eval()
+    ids = torch.from_numpy(tokens.astype("int64")).view(-1, 128)
+    with torch.no_grad():
+        losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in ids]
+    assert printed["sequences"] == len(losses) == 40
+    assert printed["loss"] == pytest.approx(sum(losses) / len(losses), rel=2e-3)
+
+
+def test_budgets_storage_and_engine_do_not_change_a_bit(work):
+    (work / "config.json").write_text(json.dumps(config(hidden=128, layers=3)))
+    common = ["train", "--config", "config.json", "--data", "text.txt", "--no-export", "--steps", "6", "--lr", "1e-3", "--micro-batches", "2",
+              "--device", "cpu", "--sequence-length", "128", "--micro-batch", "2"]
+    run(work, *common, "--device-memory", "256MiB", "--host-memory", "256MiB", "--log-json", "resident.json")
+    run(work, *common, "--device-memory", "24MiB", "--host-memory", "1MiB", "--storage", "store", "--log-json", "streamed.json")
+    run(work, *common, "--device-memory", "64MiB", "--host-memory", "2MiB", "--storage", "store,store2", "--engine", "threads", "--log-json", "threads.json")
+    resident = [(r["loss"], r["grad_norm"]) for r in steps_of(work / "resident.json")]
+    assert len(resident) == 6
+    for other in "streamed.json", "threads.json":
+        assert [(r["loss"], r["grad_norm"]) for r in steps_of(work / other)] == resident, other
+        assert steps_of(work / other)[-1]["lanes"]["disk_read"]["bytes"] > 0
+    assert not [*work.glob("store*/*")], "the storage folders are left empty"
+
+
+def resident_share(path):
+    """The share of a file's pages that the page cache holds."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        address = libc.mmap(None, size, 1, 1, file.fileno(), 0)
+        pages = (size + 4095) // 4096
+        flags = (ctypes.c_ubyte * pages)()
+        libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), flags)
+        libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+        return sum(flag & 1 for flag in flags) / pages
+
+
+def peak_rss(process):
+    status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def test_memory_stays_within_the_budgets_and_the_state_out_of_the_page_cache(work):
+    host, device = 12 * MIB, 112 * MIB
+    (work / "config.json").write_text(json.dumps(config(hidden=512, layers=6)))
+    bare = int(subprocess.run([str(BUILD / "bare_torch")], capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
+    process = subprocess.Popen(
+        [str(PROGRAM), "train", "--config", "config.json", "--data", "text.txt", "--no-export", "--steps", "4", "--device", "cpu", "--device-memory",
+         str(device), "--host-memory", str(host), "--storage", "store", "--sequence-length", "128", "--micro-batch", "2", "--log-json", "log.json"],
+        cwd=work, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    peak, cached = 0, 0.0
+    while process.poll() is None:
+        try:
+            peak = max(peak, peak_rss(process))
+            for path in work.glob("store/*.tfv"):
+                if (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 2:
+                    cached = max(cached, resident_share(path))
+        except (FileNotFoundError, ProcessLookupError, IndexError, OSError):
+            pass
+        time.sleep(0.02)
+    assert process.returncode == 0, process.stderr.read()
+    summary = [json.loads(line) for line in (work / "log.json").read_text().splitlines()][-1]["summary"]
+    assert summary["parameters"] * 6.03 > 8 * host, "the state is to be at least eight times the host budget"
+    assert summary["host_memory"] <= host and summary["device_memory_peak"] <= device
+    assert max(peak, summary["peak_rss"]) <= bare + host + device + 300 * MIB
+    if summary["storage_mode"]["direct"]:
+        assert cached < 0.05
+    else:
+        pytest.skip("the file system refuses O_DIRECT: the page cache was not looked at")
+
+
+def test_adam8_follows_adam32_within_a_percent(work):
+    losses = {}
+    for precision in "fp32-master+adam32", "fp32-master+adam8":
+        run(work, "train", "--config", "config.json", "--data", "text.txt", "--no-export", "--precision", precision, "--log-json", "log.json",
+            *small("--steps", "200", "--lr", "2e-3", "--warmup", "10"))
+        losses[precision] = [record["loss"] for record in steps_of(work / "log.json")]
+    exact, eight_bits = (numpy.array(losses[key]) for key in ("fp32-master+adam32", "fp32-master+adam8"))
+    assert exact[-20:].mean() < 0.7 * exact[0]
+    window = numpy.ones(20) / 20
+    difference = numpy.convolve(eight_bits, window, "valid") / numpy.convolve(exact, window, "valid") - 1
+    assert numpy.abs(difference).max() < 0.01
+
+
+def test_gradient_clipping_and_schedule_are_logged(work):
+    run(work, "train", "--config", "config.json", "--data", "text.txt", "--no-export", "--log-json", "log.json",
+        *small("--steps", "6", "--lr", "1e-3", "--warmup", "2", "--lr-schedule", "linear", "--clip", "none"))
+    records = [json.loads(line) for line in (work / "log.json").read_text().splitlines()]
+    assert "summary" in records[-1]
+    steps = [r for r in records if "loss" in r]
+    assert [r["lr"] for r in steps] == pytest.approx([0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    for key in "step", "loss", "tokens_per_s", "step_s", "lr", "grad_norm", "lanes":
+        assert all(key in r for r in steps), key
+
+
+@pytest.mark.parametrize("words, code, says", [
+    (["--host-memory", "64KiB", "--storage", "store"], 2, "smallest that works"),
+    (["--device-memory", "1MiB"], 2, "smallest that works"),
+    (["--sequence-length", "4096"], 2, "positions"),
+    (["--no-such-option"], 2, "no-such-option"),
+    (["--data", "absent.txt"], 3, "absent.txt"),
+    (["--precision", "fp8"], 2, "fp8"),
+])
+def test_bad_input_is_one_line_and_leaves_nothing(work, words, code, says):
+    done = run(work, "train", "--config", "config.json", "--data", "text.txt", "--out", "out", *small("--steps", "2"), *words, ok=False)
+    assert done.returncode == code, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("tierflow: ")]
+    assert len(errors) == 1 and says in errors[0], done.stderr
+    assert not (work / "out").exists() and not [*work.glob("store/*")]
+
+
+def test_an_interrupt_ends_after_the_step_with_the_result_written(work):
+    process = subprocess.Popen(
+        [str(PROGRAM), "train", "--config", "config.json", "--data", "text.txt", "--out", "out", *small("--steps", "100000", "--storage", "store"), "--log-json", "log.json"],
+        cwd=work, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    deadline = time.time() + 60
+    while time.time() < deadline and not ((work / "log.json").exists() and steps_of(work / "log.json")):
+        time.sleep(0.1)
+    process.send_signal(2)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert (work / "out" / "model.safetensors").exists() and not [*work.glob("store/*")]
