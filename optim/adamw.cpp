@@ -149,8 +149,12 @@ void decode_moment(const Moment& moment, float* values, std::size_t n, bool is_s
   if (n == 0) return;
   check(moment);
   const FloatEnvironment environment;
-  for (std::size_t first = 0; first < n; first += kBlock)
-    load_moment_block(moment, first / kBlock, std::min(kBlock, n - first), is_signed, values + first);
+  for (std::size_t first = 0; first < n; first += kBlock) {
+    if (moment.format == MomentFormat::block8 && n - first >= kBlock)
+      kernels().decode_block(static_cast<const std::uint8_t*>(moment.values) + first, is_signed, moment.absmax[first / kBlock], values + first);
+    else
+      load_moment_block(moment, first / kBlock, std::min(kBlock, n - first), is_signed, values + first);
+  }
 }
 
 bool gradient_norm_squared(const std::uint16_t* gradient, std::size_t n, double* sums) {

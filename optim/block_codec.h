@@ -143,20 +143,20 @@ struct Cells {
   static constexpr int kTop = Signed ? 128 : 255;
   static constexpr int kShift = Signed ? 0 : 1;  // ranks of decade 0 begin at 1 in both maps
 
-  static constexpr double power_of_ten(int exponent) {
+  TIERFLOW_HD static constexpr double power_of_ten(int exponent) {
     double power = 1;
     for (int i = 0; i < (exponent < 0 ? -exponent : exponent); ++i) power *= 10;
     return exponent < 0 ? 1 / power : power;
   }
-  static constexpr double cells(int i) { return kCells0 * static_cast<double>(1 << i); }
-  static constexpr float edge(int i) {
+  TIERFLOW_HD static constexpr double cells(int i) { return kCells0 * static_cast<double>(1 << i); }
+  TIERFLOW_HD static constexpr float edge(int i) {
     if (i == 0) return static_cast<float>(0.5e-6 * (0.1 + 0.45 / kCells0));
     if (i == 7) return static_cast<float>(1 - 0.225 / cells(6));
     return static_cast<float>((1 + 0.9 / cells(i - 1)) / power_of_ten(7 - i));
   }
-  static constexpr float slope(int i) { return static_cast<float>(cells(i) * power_of_ten(6 - i) / 0.9); }
-  static constexpr float offset(int i) { return static_cast<float>(cells(i) * 8 / 9 - kShift); }
-  static constexpr float last(int i) { return static_cast<float>(2 * cells(i) - 1 - kShift); }  // the rank of the last cell
+  TIERFLOW_HD static constexpr float slope(int i) { return static_cast<float>(cells(i) * power_of_ten(6 - i) / 0.9); }
+  TIERFLOW_HD static constexpr float offset(int i) { return static_cast<float>(cells(i) * 8 / 9 - kShift); }
+  TIERFLOW_HD static constexpr float last(int i) { return static_cast<float>(2 * cells(i) - 1 - kShift); }  // the rank of the last cell
 };
 
 template <bool Signed>

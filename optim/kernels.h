@@ -34,10 +34,15 @@ struct Kernels {
   std::size_t (*update_blocks)(const Update& u, std::size_t begin, std::size_t end);
   // *sum = sum of squares of count <= kNormSegment elements; false where one is not finite.
   bool (*sum_segment)(const std::uint16_t* gradient, std::size_t count, double* sum);
+  // kBlock codes of values times `inverse`, and kBlock values of codes.
+  void (*encode_block)(const float* values, bool is_signed, float inverse, std::uint8_t* codes);
+  void (*decode_block)(const std::uint8_t* codes, bool is_signed, float absmax, float* values);
 };
 
 std::size_t update_blocks_scalar(const Update& u, std::size_t begin, std::size_t end);
 bool sum_segment_scalar(const std::uint16_t* gradient, std::size_t count, double* sum);
+void encode_block_scalar(const float* values, bool is_signed, float inverse, std::uint8_t* codes);
+void decode_block_scalar(const std::uint8_t* codes, bool is_signed, float absmax, float* values);
 
 // All sets that this machine runs, best first; the last is the scalar one.
 std::span<const Kernels> all_kernels();

@@ -26,7 +26,7 @@ std::vector<Kernels> find_kernels() {
 #if HWY_TARGETS & HWY_NEON
   if ((supported & HWY_NEON) != 0) found.push_back(N_NEON::vector_kernels("NEON"));
 #endif
-  found.push_back({"SCALAR", update_blocks_scalar, sum_segment_scalar});
+  found.push_back({"SCALAR", update_blocks_scalar, sum_segment_scalar, encode_block_scalar, decode_block_scalar});
   return found;
 }
 

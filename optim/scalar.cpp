@@ -132,6 +132,14 @@ void store_moment_block(const Moment& moment, std::size_t at, std::size_t count,
   }
 }
 
+void encode_block_scalar(const float* values, bool is_signed, float inverse, std::uint8_t* codes) {
+  for (std::size_t i = 0; i < kBlock; ++i) codes[i] = is_signed ? encoded<true>(values[i], inverse) : encoded<false>(values[i], inverse);
+}
+
+void decode_block_scalar(const std::uint8_t* codes, bool is_signed, float absmax, float* values) {
+  is_signed ? load_codes<true>(codes, absmax, kBlock, values) : load_codes<false>(codes, absmax, kBlock, values);
+}
+
 double pairwise_sum(double* partial) {
   for (std::size_t apart = 8; apart > 0; apart /= 2)
     for (std::size_t i = 0; i < apart; ++i) partial[i] += partial[i + apart];

@@ -64,7 +64,7 @@ struct Stepper {
 
 // Floats in memory to a unit and back.
 HWY_INLINE Pair load_floats(const float* at) {
-  const VF x = hn::Load(F(), at), y = hn::Load(F(), at + kLanes);
+  const VF x = hn::LoadU(F(), at), y = hn::LoadU(F(), at + kLanes);
   return {hn::ConcatEven(F(), y, x), hn::ConcatOdd(F(), y, x)};
 }
 
@@ -72,16 +72,16 @@ HWY_INLINE void store_floats(Pair p, float* at) {
 #if HWY_TARGET <= HWY_AVX3
   const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  hn::Store(VF{_mm512_permutex2var_ps(p.a.raw, first, p.b.raw)}, F(), at);
-  hn::Store(VF{_mm512_permutex2var_ps(p.a.raw, second, p.b.raw)}, F(), at + kLanes);
+  hn::StoreU(VF{_mm512_permutex2var_ps(p.a.raw, first, p.b.raw)}, F(), at);
+  hn::StoreU(VF{_mm512_permutex2var_ps(p.a.raw, second, p.b.raw)}, F(), at + kLanes);
 #else
   const VF low = hn::InterleaveLower(F(), p.a, p.b), high = hn::InterleaveUpper(F(), p.a, p.b);
 #if HWY_TARGET == HWY_AVX2
-  hn::Store(hn::ConcatLowerLower(F(), high, low), F(), at);
-  hn::Store(hn::ConcatUpperUpper(F(), high, low), F(), at + kLanes);
+  hn::StoreU(hn::ConcatLowerLower(F(), high, low), F(), at);
+  hn::StoreU(hn::ConcatUpperUpper(F(), high, low), F(), at + kLanes);
 #else
-  hn::Store(low, F(), at);
-  hn::Store(high, F(), at + kLanes);
+  hn::StoreU(low, F(), at);
+  hn::StoreU(high, F(), at + kLanes);
 #endif
 #endif
 }
@@ -348,7 +348,60 @@ inline std::size_t update_blocks(const Update& u, std::size_t begin, std::size_t
   return update(u, begin, whole) + update_blocks_scalar(u, whole, end);
 }
 
-inline Kernels vector_kernels(const char* name) { return {name, update_blocks, sum_segment_scalar}; }
+// Sums of 16 elements' lanes: lane i of the 16 partial sums takes elements i modulo 16, as in the scalar kernel. Squares of bf16 are
+// exact in double, so the fused sum rounds once as the separate one does.
+inline bool sum_segment(const std::uint16_t* gradient, std::size_t count, double* sum) {
+  const hn::ScalableTag<double> d;
+  const hn::Half<F> half;
+  const hn::Rebind<std::uint16_t, decltype(half)> words;
+  const hn::Rebind<std::uint32_t, decltype(half)> wide;
+  constexpr std::size_t kDoubles = HWY_MAX_BYTES / 8, kVectors = 16 / kDoubles;
+  hn::Vec<decltype(d)> partial[kVectors];
+  for (auto& p : partial) p = hn::Zero(d);
+  auto largest = hn::Zero(wide);
+  const std::size_t whole = count / 16 * 16;
+  for (std::size_t i = 0; i < whole; i += 16) {
+    for (std::size_t k = 0; k < kVectors; ++k) {
+      const auto bits = hn::ShiftLeft<16>(hn::PromoteTo(wide, hn::LoadU(words, gradient + i + k * kDoubles)));
+      largest = hn::Max(largest, hn::And(bits, hn::Set(wide, 0x7fff0000U)));
+      const auto g = hn::PromoteTo(d, hn::BitCast(half, bits));
+      partial[k] = hn::MulAdd(g, g, partial[k]);
+    }
+  }
+  alignas(64) double sums[16];
+  for (std::size_t k = 0; k < kVectors; ++k) hn::Store(partial[k], d, sums + k * kDoubles);
+  std::uint32_t rest = hn::GetLane(hn::MaxOfLanes(wide, largest)) >> 16;
+  for (std::size_t i = whole; i < count; ++i) {
+    const double g = widened(gradient[i]);
+    sums[i % 16] += g * g;
+    rest = std::max(rest, gradient[i] & 0x7fffU);
+  }
+  *sum = pairwise_sum(sums);
+  return rest < 0x7f80U;
+}
+
+template <bool Signed>
+void encode_codes(const float* values, float inverse, std::uint8_t* codes) {
+  const Encoder<Signed> encoder;
+  for (std::size_t i = 0; i < kBlock; i += 2 * kUnit)
+    encoder.store(load_floats(values + i), load_floats(values + i + kUnit), hn::Set(F(), inverse), codes + i);
+}
+
+template <bool Signed>
+void decode_codes(const std::uint8_t* codes, float absmax, float* values) {
+  const Decoder<Signed> decoder(absmax);
+  for (std::size_t i = 0; i < kBlock; i += kUnit) store_floats(decoder.load(codes + i), values + i);
+}
+
+inline void encode_block(const float* values, bool is_signed, float inverse, std::uint8_t* codes) {
+  is_signed ? encode_codes<true>(values, inverse, codes) : encode_codes<false>(values, inverse, codes);
+}
+
+inline void decode_block(const std::uint8_t* codes, bool is_signed, float absmax, float* values) {
+  is_signed ? decode_codes<true>(codes, absmax, values) : decode_codes<false>(codes, absmax, values);
+}
+
+inline Kernels vector_kernels(const char* name) { return {name, update_blocks, sum_segment, encode_block, decode_block}; }
 
 // NOLINTNEXTLINE(google-readability-namespace-comments)
 }  // namespace tierflow::optim::HWY_NAMESPACE

@@ -79,6 +79,69 @@ std::string name_of(const testing::TestParamInfo<Variant>& info) {
 
 INSTANTIATE_TEST_SUITE_P(All, Parity, testing::ValuesIn(variants()), name_of);
 
+// The boundaries of the rule, by bisection of the scalar codec: edge[r] is the smallest x in [0, 1] with a rank of r.
+template <bool Signed>
+std::vector<std::uint32_t> boundaries() {
+  std::vector<std::uint32_t> edges{0};
+  for (int r = 1; r <= Cells<Signed>::kTop; ++r) {
+    std::uint32_t low = edges.back(), high = 0x3f800001U;
+    while (high - low > 1) {
+      const std::uint32_t middle = (low + high) / 2;
+      (rank_of<Signed>(float_of(middle)) >= r ? high : low) = middle;
+    }
+    edges.push_back(high);
+  }
+  return edges;
+}
+
+// Every float from 0 to 1 and the next, on both sides of zero for the signed map, in each vector kernel.
+template <bool Signed>
+void encode_all() {
+  const auto edges = boundaries<Signed>();
+  alignas(64) float x[kBlock];
+  alignas(64) std::uint8_t codes[kBlock];
+  for (const Kernels& set : all_kernels().first(all_kernels().size() - 1)) {
+    std::size_t rank = 0;
+    for (std::uint32_t base = 0; base < 0x3f800100U; base += kBlock) {
+      for (std::uint32_t i = 0; i < kBlock; ++i) {
+        const bool minus = Signed && (base >> 8 & 1) != 0;  // blocks alternate; next to every boundary both signs are tested below
+        const std::uint32_t b = std::min(base + i, 0x3f800001U) | (minus ? 0x80000000U : 0);
+        std::memcpy(&x[i], &b, 4);
+      }
+      set.encode_block(x, Signed, 1.0F, codes);
+      const bool boundary = rank + 1 < edges.size() && edges[rank + 1] <= base + kBlock - 1;
+      if (!boundary) {
+        std::uint8_t expected = encoded<Signed>(x[0], 1.0F);
+        for (std::uint32_t i = 0; i < kBlock; ++i) ASSERT_EQ(codes[i], expected) << set.name << " " << x[i];
+        continue;
+      }
+      for (int sign = 0; sign < (Signed ? 2 : 1); ++sign) {
+        for (float& value : x) value = sign == 0 ? std::fabs(value) : -std::fabs(value);
+        set.encode_block(x, Signed, 1.0F, codes);
+        for (std::uint32_t i = 0; i < kBlock; ++i) ASSERT_EQ(codes[i], encoded<Signed>(x[i], 1.0F)) << set.name << " " << x[i];
+      }
+      while (rank + 1 < edges.size() && edges[rank + 1] <= base + kBlock - 1) ++rank;
+    }
+    EXPECT_EQ(rank, edges.size() - 1);
+  }
+}
+
+TEST(ParityOfCodes, EncodesEverySignedFloat) { encode_all<true>(); }
+TEST(ParityOfCodes, EncodesEveryUnsignedFloat) { encode_all<false>(); }
+
+TEST(ParityOfCodes, DecodesEveryCode) {
+  alignas(64) float expected[kBlock], got[kBlock];
+  std::uint8_t codes[kBlock];
+  for (std::size_t i = 0; i < kBlock; ++i) codes[i] = static_cast<std::uint8_t>(i * 37 + 11);
+  for (const Kernels& set : all_kernels())
+    for (bool is_signed : {false, true})
+      for (float absmax : {0.0F, 1.0F, 0x1p-96F, 1.234e-5F, 6.7e30F, 0x1p-140F}) {
+        decode_block_scalar(codes, is_signed, absmax, expected);
+        set.decode_block(codes, is_signed, absmax, got);
+        EXPECT_EQ(std::memcmp(expected, got, sizeof(got)), 0) << set.name << " " << absmax;
+      }
+}
+
 TEST(ParityOfSums, SameBitsAsScalar) {
   const Kernels& scalar = all_kernels().back();
   for (const Kernels& set : all_kernels())
