@@ -10,6 +10,8 @@
 
 #include <hwy/highway.h>
 
+#include <bit>
+
 #include "optim/block_codec.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -51,16 +53,23 @@ HWY_INLINE void store_codes(VW first, VW second, std::uint8_t* codes) {
   const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
   _mm512_storeu_si512(codes, _mm512_permutexvar_epi64(order, _mm512_packus_epi16(first.raw, second.raw)));
 }
-HWY_INLINE VU high_product(VU a, VU b) { return VU{_mm512_mulhi_epu16(a.raw, b.raw)}; }
-HWY_INLINE VU next_where_ge(VU at, VF x, VF edge) {
-  return VU{_mm512_mask_add_epi32(at.raw, _mm512_cmp_ps_mask(x.raw, edge.raw, _CMP_GE_OQ), at.raw, _mm512_set1_epi32(1))};
+// 32 entries, by the low 5 bits.
+HWY_INLINE VF lookup(const float* table, VU index) {
+  return VF{_mm512_permutex2var_ps(_mm512_load_ps(table), index.raw, _mm512_load_ps(table + 16))};
 }
+HWY_INLINE VU lookup(const std::uint32_t* table, VU index) {
+  return VU{_mm512_permutex2var_epi32(_mm512_load_si512(table), index.raw, _mm512_load_si512(table + 16))};
+}
+// The operand of smaller, of larger magnitude, with the sign of the first.
+HWY_INLINE VF smaller(VF x, VF y) { return VF{_mm512_range_ps(x.raw, y.raw, 2)}; }
+HWY_INLINE VF larger(VF x, VF y) { return VF{_mm512_range_ps(x.raw, y.raw, 3)}; }
 HWY_INLINE Table scaled_table(const float* table, float factor, float*) { return hn::Mul(hn::Load(F(), table), hn::Set(F(), factor)); }
 #elif HWY_TARGET == HWY_AVX2
 HWY_INLINE VF lookup(VF table, VU index) { return VF{_mm256_permutevar8x32_ps(table.raw, index.raw)}; }
 HWY_INLINE VF load_table(const float* table) { return hn::Load(F(), table); }
 using Table = VF;
 inline constexpr bool kWideTable = false;
+HWY_INLINE VF smaller(VF x, VF bound) { return hn::Max(hn::Min(x, bound), hn::Neg(bound)); }
 HWY_INLINE VI truncated(VF x) { return VI{_mm256_cvttps_epi32(x.raw)}; }
 HWY_INLINE void store_codes(VW first, VW second, std::uint8_t* codes) {
   const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(first.raw, second.raw), 0xd8);
@@ -76,6 +85,7 @@ HWY_INLINE VF lookup(const float* table, VU index) {
   return hn::GatherIndex(F(), table, hn::BitCast(I(), hn::And(index, hn::Set(U(), 15))));
 }
 HWY_INLINE Table load_table(const float* table) { return table; }
+HWY_INLINE VF smaller(VF x, VF bound) { return hn::Max(hn::Min(x, bound), hn::Neg(bound)); }
 HWY_INLINE VI truncated(VF x) { return hn::ConvertTo(I(), x); }
 HWY_INLINE void store_codes(VW first, VW second, std::uint8_t* codes) {
   hn::StoreU(hn::DemoteTo(Bytes(), hn::BitCast(SignedWords(), first)), Bytes(), codes);
@@ -176,21 +186,71 @@ struct Decoder {
   }
 };
 
-// Encoding: the class of x is 0 for zero, 1 + i for decade i, 8 for one. From the upper half of x's bits a product estimates the class
-// from below by at most one (checked for all x in the tests); one comparison settles it. Slopes and offsets are looked up by class; the last rank of a
+// Encoding: the class of x is 0 for zero, 1 + i for decade i, 8 for one. Slopes and offsets are looked up by class; the last rank of a
 // decade is (9/4 offset) and a little, which leaves the classes of zero and one alone.
+template <bool Signed>
+struct EncoderRule {
+  using C = Cells<Signed>;
+  static constexpr float kTop = C::kTop;
+  static constexpr float kBeyond = Signed ? -0.5F : 0.75F;  // truncated, 9/4 offset + kBeyond is the last rank
+  static constexpr float slope(int at) { return at >= 1 && at <= 7 ? C::slope(at - 1) : 0.0F; }
+  static constexpr float offset(int at) { return at == 8 ? kTop : at >= 1 && at <= 7 ? C::offset(at - 1) : 0.0F; }
+};
+
+#if HWY_TARGET <= HWY_AVX3
+// No binade holds two edges, and no binade with an edge follows another. So x's biased exponent, plus one where x is on or above its
+// binade's edge, names the class; adding `steps` to the bits carries into the exponent exactly there. Five bits of the exponent tell
+// the binades from 2^-23 on apart; smaller x are zeros as well.
+template <bool Signed>
+struct EncoderTables {
+  std::uint32_t steps[32] = {};
+  float slopes[32] = {}, offsets[32] = {};
+
+  constexpr EncoderTables() {
+    std::uint32_t edges[8] = {};
+    for (int j = 0; j < 8; ++j) edges[j] = std::bit_cast<std::uint32_t>(Cells<Signed>::edge(j));
+    for (std::uint32_t exponent = 104; exponent < 128; ++exponent) {
+      int at = 0;
+      for (std::uint32_t edge : edges) {
+        if (edge >> 23 == exponent) steps[exponent % 32] = 0x800000U - (edge & 0x7fffffU);
+        at += edge >> 23 < exponent ? 1 : 0;
+      }
+      slopes[exponent % 32] = EncoderRule<Signed>::slope(at);
+      offsets[exponent % 32] = EncoderRule<Signed>::offset(at);
+    }
+  }
+};
+
+template <bool Signed>
+struct Encoder {
+  alignas(64) static constexpr EncoderTables<Signed> kTables{};
+
+  HWY_INLINE Encoder() {}
+
+  // Rank with the sign of the value.
+  HWY_INLINE VI rank(VF value, VF inverse) const {
+    const VF product = hn::Mul(value, inverse), tiny = hn::Set(F(), 0x1p-23F);
+    const VF x = Signed ? larger(product, tiny) : hn::Max(product, tiny);
+    const VU at = hn::ShiftRight<23>(hn::Add(bits(x), lookup(kTables.steps, hn::ShiftRight<23>(bits(x)))));
+    const VF offset = lookup(kTables.offsets, at), slope = lookup(kTables.slopes, at);
+    const VF last = hn::MulAdd(offset, hn::Set(F(), 2.25F), hn::Set(F(), EncoderRule<Signed>::kBeyond));
+    if constexpr (!Signed) return truncated(hn::Min(hn::MulAdd(x, slope, offset), last));
+    const VF signed_offset = floats(hn::OrAnd(bits(offset), hn::Set(U(), 0x80000000U), bits(x)));
+    return truncated(smaller(hn::MulAdd(x, slope, signed_offset), last));
+  }
+#else
+// From the upper half of x's bits a product estimates the class from below by at most one (checked for all x in the tests); one
+// comparison settles it. In a table of 8 the class of one is at 0, and zeros are cleared.
 template <bool Signed>
 struct EncoderTables {
   using C = Cells<Signed>;
-  static constexpr float kTop = C::kTop;
-  static constexpr float kFirst = kWideTable ? 0.0F : kTop;  // a table of 8: class 8 is at 0, and zeros are cleared
+  using R = EncoderRule<Signed>;
   alignas(64) static constexpr float edges[16] = {C::edge(0), C::edge(1), C::edge(2), C::edge(3),
                                                   C::edge(4), C::edge(5), C::edge(6), C::edge(7)};
-  alignas(64) static constexpr float slopes[16] = {0,           C::slope(0), C::slope(1), C::slope(2), C::slope(3),
-                                                   C::slope(4), C::slope(5), C::slope(6), 0};
-  alignas(64) static constexpr float offsets[16] = {kFirst,       C::offset(0), C::offset(1), C::offset(2), C::offset(3),
-                                                    C::offset(4), C::offset(5), C::offset(6), kTop};
-  static constexpr float kBeyond = Signed ? -0.5F : 0.75F;  // truncated, 9/4 offset + kBeyond is the last rank
+  alignas(64) static constexpr float slopes[16] = {0,           R::slope(1), R::slope(2), R::slope(3), R::slope(4),
+                                                   R::slope(5), R::slope(6), R::slope(7), 0};
+  alignas(64) static constexpr float offsets[16] = {kWideTable ? 0.0F : R::kTop, R::offset(1), R::offset(2), R::offset(3), R::offset(4),
+                                                    R::offset(5), R::offset(6), R::offset(7), R::kTop};
 };
 
 template <bool Signed>
@@ -200,7 +260,7 @@ struct Encoder {
 
   HWY_INLINE Encoder() : edges(load_table(T::edges)), slopes(load_table(T::slopes)), offsets(load_table(T::offsets)) {}
 
-  // Codes less 127 (signed, -128 where saturation makes it 0), codes (unsigned).
+  // Rank with the sign of the value.
   HWY_INLINE VI rank(VF value, VF inverse) const {
     VF x = hn::Mul(Signed ? hn::Abs(value) : value, inverse);
     if constexpr (kWideTable) x = hn::Max(x, hn::Set(F(), 0x1p-23F));
@@ -208,10 +268,11 @@ struct Encoder {
     const VU at = next_where_ge(estimate, x, lookup(edges, estimate));
     const VF offset = lookup(offsets, at);
     VF r = hn::MulAdd(x, lookup(slopes, at), offset);
-    r = hn::Min(r, hn::MulAdd(offset, hn::Set(F(), 2.25F), hn::Set(F(), T::kBeyond)));
+    r = hn::Min(r, hn::MulAdd(offset, hn::Set(F(), 2.25F), hn::Set(F(), EncoderRule<Signed>::kBeyond)));
     if constexpr (!kWideTable) r = hn::IfThenElseZero(hn::Ge(x, hn::Set(F(), T::edges[0])), r);
     return truncated(Signed ? hn::CopySignToAbs(r, value) : r);
   }
+#endif
 
   HWY_INLINE VW words(Pair p, VF inverse) const {
     const VW w = lower_words(hn::BitCast(U(), rank(p.a, inverse)), hn::BitCast(U(), rank(p.b, inverse)));

@@ -24,7 +24,7 @@ inline constexpr std::size_t kAhead = 4096;  // bytes of prefetch; beyond the en
 
 template <Rule R>
 struct Stepper {
-  VF scale, beta1, rest1, beta2, rest2, root_correction2, eps, bound, minus_bound, minus_step_size, decay, l2;
+  VF scale, beta1, rest1, beta2, rest2, root_correction2, eps, bound, minus_step_size, decay, l2;
 
   HWY_INLINE explicit Stepper(const Coefficients& k)
       : scale(hn::Set(F(), k.scale)),
@@ -35,7 +35,6 @@ struct Stepper {
         root_correction2(hn::Set(F(), k.root_correction2)),
         eps(hn::Set(F(), k.eps)),
         bound(hn::Set(F(), k.bound)),
-        minus_bound(hn::Set(F(), -k.bound)),
         minus_step_size(hn::Set(F(), -k.step_size)),
         decay(hn::Set(F(), k.decay)),
         l2(hn::Set(F(), k.l2)) {}
@@ -46,8 +45,7 @@ struct Stepper {
     if constexpr (R == Rule::adamw || R == Rule::adam) {
       m = hn::MulAdd(beta1, m, hn::Mul(rest1, g));
       v = hn::MulAdd(beta2, v, hn::Mul(hn::Mul(rest2, g), g));
-      VF u = hn::Div(m, hn::MulAdd(hn::Sqrt(v), root_correction2, eps));
-      u = hn::Max(hn::Min(u, bound), minus_bound);
+      const VF u = smaller(hn::Div(m, hn::MulAdd(hn::Sqrt(v), root_correction2, eps)), bound);
       p = hn::MulAdd(minus_step_size, u, R == Rule::adamw ? hn::Mul(p, decay) : p);
     } else if constexpr (R == Rule::lion) {
       const VF direction = hn::MulAdd(beta1, m, hn::Mul(rest1, g));
