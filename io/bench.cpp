@@ -6,7 +6,9 @@
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
+#include <random>
 #include <sstream>
 
 #include "io/backend.h"
@@ -161,7 +163,12 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
   const unsigned lanes = drives == 1 ? options.depth : 2 * options.depth * drives;
   const Buffer slab = allocate_buffer(options.block * lanes);
   if (!slab) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = options.block * lanes};
-  for (std::size_t i = 0; i < slab.size(); i += 8) slab.data()[i] = static_cast<std::byte>(i * 2654435761U >> 13);
+  // Bytes that no drive can compress or share.
+  std::mt19937_64 random(1);
+  for (std::size_t i = 0; i + 8 <= slab.size(); i += 8) {
+    const std::uint64_t value = random();
+    std::memcpy(slab.data() + i, &value, sizeof value);
+  }
 
   const VolumeOptions wanted = volume_options(options);
   Result<std::unique_ptr<Volume>> made = Error{.kind = ErrorKind::usage};

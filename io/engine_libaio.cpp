@@ -1,5 +1,6 @@
 // Linux asynchronous I/O through its system calls: for kernels and containers without io_uring. Asynchronous only for
-// direct I/O. One eventfd announces both completions and wake-ups.
+// direct I/O. One eventfd announces both completions and wake-ups. Submission itself blocks on a frozen file system or
+// a full device queue: there the volume cannot keep its stall limit, one reason why io_uring comes first.
 #include <linux/aio_abi.h>
 #include <poll.h>
 #include <sys/eventfd.h>
