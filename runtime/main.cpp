@@ -33,6 +33,7 @@ constexpr const char* usage =
     "  init   make a model folder with random weights from a config.json\n"
     "  train  train a model on text and write the result as a Hugging Face model folder\n"
     "  eval   print the loss and perplexity of a model on text\n"
+    "  export write what a training run left in its store as a Hugging Face model folder\n"
     "\n"
     "tierflow COMMAND --help lists the options of a command. Exit codes: docs/errors.md\n";
 
@@ -73,8 +74,8 @@ int run(const std::vector<std::string>& words) {
     return 0;
   }
   const std::string& command = words[0];
-  if (command != "init" && command != "train" && command != "eval")
-    fail(io::ErrorKind::usage, "", "unknown command \"" + printable(command) + "\"; commands are init, train, eval");
+  if (command != "init" && command != "train" && command != "eval" && command != "export")
+    fail(io::ErrorKind::usage, "", "unknown command \"" + printable(command) + "\"; commands are init, train, eval, export");
   const std::vector<std::string> rest(words.begin() + 1, words.end());
   for (const std::string& word : rest)
     if (word == "--help" || word == "-h") {
@@ -83,6 +84,7 @@ int run(const std::vector<std::string>& words) {
     }
   if (command == "train") return call("tierflow_run_train", parse_train(rest));
   if (command == "eval") return call("tierflow_run_eval", parse_eval(rest));
+  if (command == "export") return call("tierflow_run_export", parse_export(rest));
   const InitOptions options = parse_init(rest);
   for (const int number : {SIGINT, SIGTERM, SIGHUP}) std::signal(number, [](int) { stop_asked = 1; });
   init_checkpoint(options.config, options.out, options.seed, options.shard_size, [] { return stop_asked != 0; });

@@ -113,6 +113,13 @@ OptionTable init_table(InitOptions& o) {
   return table;
 }
 
+OptionTable export_table(ExportOptions& o) {
+  OptionTable table("export");
+  table.paths("storage", o.storage, true, "the folders that `tierflow train --no-export` was given, in that order");
+  table.path("out", o.out, "DIR", "folder to write");
+  return table;
+}
+
 OptionTable train_table(TrainOptions& o) {
   OptionTable table("train");
   add_run_rows(table, o);
@@ -234,6 +241,14 @@ InitOptions parse_init(const std::vector<std::string>& words) {
   return options;
 }
 
+ExportOptions parse_export(const std::vector<std::string>& words) {
+  ExportOptions options;
+  const OptionTable table = export_table(options);
+  Words(table).apply(words);
+  if (options.storage.empty() || options.out.empty()) fail_usage("`tierflow export` needs --storage and --out");
+  return options;
+}
+
 TrainOptions parse_train(const std::vector<std::string>& words) {
   TrainOptions options;
   const OptionTable table = train_table(options);
@@ -259,11 +274,13 @@ EvalOptions parse_eval(const std::vector<std::string>& words) {
 
 std::string help_of(const std::string& command) {
   InitOptions init;
+  ExportOptions exported;
   TrainOptions train;
   EvalOptions eval;
-  const OptionTable table = command == "init"    ? init_table(init)
-                            : command == "train" ? train_table(train)
-                                                 : eval_table(eval);
+  const OptionTable table = command == "init"     ? init_table(init)
+                            : command == "train"  ? train_table(train)
+                            : command == "export" ? export_table(exported)
+                                                  : eval_table(eval);
   return Words(table).help();
 }
 

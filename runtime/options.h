@@ -18,6 +18,11 @@ struct InitOptions {
   std::uint64_t shard_size = std::uint64_t{5} << 30;
 };
 
+struct ExportOptions {
+  std::vector<std::filesystem::path> storage;
+  std::filesystem::path out;
+};
+
 // What training and evaluation have in common.
 struct RunOptions {
   std::filesystem::path model;  // an HF folder
@@ -73,9 +78,10 @@ std::string format_bytes(std::uint64_t bytes);
 // The command's words after its name, and those of its configuration file where --config-file names one (the command
 // line wins). Throws Exception (kind usage; input for the file) on anything unknown, malformed or contradictory.
 InitOptions parse_init(const std::vector<std::string>& words);
+ExportOptions parse_export(const std::vector<std::string>& words);
 TrainOptions parse_train(const std::vector<std::string>& words);
 EvalOptions parse_eval(const std::vector<std::string>& words);
-// The help text of "init", "train", "eval".
+// The help text of "init", "train", "eval", "export".
 std::string help_of(const std::string& command);
 
 // Every option with its value, as a JSON object that --config-file reads back.

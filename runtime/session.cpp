@@ -42,7 +42,7 @@ Session::Session(Model model, SessionOptions options, AdamW adamw, const Progres
 
 Session::~Session() {
   impl_->executor.reset();
-  if (impl_->remove_store && impl_->store != nullptr) impl_->store->volume().remove_files();
+  if (!impl_->committed && impl_->store != nullptr) impl_->store->volume().remove_files();
 }
 
 StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
@@ -56,7 +56,6 @@ std::uint64_t Session::skipped_steps() const { return impl_->skipped; }
 std::uint64_t Session::parameters() const { return static_cast<std::uint64_t>(impl_->model->spec().parameters()); }
 std::array<swap::LaneCounters, swap::kLanes> Session::lanes() const { return impl_->executor->counters(); }
 const LayeredModel& Session::model() const { return *impl_->model; }
-void Session::remove_store() { impl_->remove_store = true; }
 
 std::optional<io::VolumeMode> Session::storage_mode() const {
   if (impl_->store == nullptr) return std::nullopt;

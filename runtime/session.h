@@ -38,6 +38,7 @@ struct SessionOptions {
   std::int64_t sequence_length = 512;
   std::uint64_t seed = 0;                 // of dropout and stochastic rounding
   int update_threads = 0;                 // 0: as many as torch uses
+  bool keep_store = false;                // the state outlives the session in `storage`: see commit() and export_store()
   bool train = true;                      // false: evaluate() and export alone
   std::uint64_t chunk_elements = 0;       // 0: from the host budget
   std::uint64_t chaos_seed = 0;           // CPU device: delays and poison, for tests
@@ -95,12 +96,16 @@ class Session {
   std::vector<io::DriveStats> drives() const;
   std::string describe() const;  // one paragraph: what lives where
   const LayeredModel& model() const;
-  void remove_store();  // deletes the storage files when the session ends
+  // With keep_store: makes the state as it is now the one that the storage folders hold, durably.
+  void commit();
 
  private:
   double adamw_lr() const;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+// Writes the committed weights of a store that a session kept as an HF folder.
+void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder, const Progress& progress = {});
 
 }  // namespace tierflow

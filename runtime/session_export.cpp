@@ -1,39 +1,84 @@
 // What comes out of a session: HF folders, master weights, a description.
 #include <fstream>
+#include <nlohmann/json.hpp>
 
 #include "runtime/safetensors.h"
 #include "runtime/session_impl.h"
 
 namespace tierflow {
 
-void Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
-  Impl& impl = *impl_;
-  impl.flush();
+namespace {
+
+using ReadWords = std::function<void(int chunk, const std::function<void(std::span<std::byte>)>& use)>;
+
+// Tensors in the order in which their units' chunks hold them, each chunk read once.
+void export_words(const ModelSpec& spec, const PackedModel& packed, const swap::Layout& layout, const std::filesystem::path& folder, const ReadWords& read,
+                  const Progress& progress) {
   std::vector<TensorHeader> headers;
   std::uint64_t done = 0, total = 0;
-  for (std::size_t index = 0; index < impl.packed.units.size(); ++index)
-    for (const PackedTensor& tensor : impl.packed.units[index].tensors) {
-      const TensorSpec& spec = impl.model->spec().units[index].tensors[tensor.tensor];
-      headers.push_back({.name = spec.name, .dtype = Dtype::bf16, .shape = spec.shape});
+  for (std::size_t index = 0; index < packed.units.size(); ++index)
+    for (const PackedTensor& tensor : packed.units[index].tensors) {
+      const TensorSpec& of = spec.units[index].tensors[tensor.tensor];
+      headers.push_back({.name = of.name, .dtype = Dtype::bf16, .shape = of.shape});
       total += tensor.elements;
     }
   CheckpointWriter writer(folder, std::move(headers));
-  for (int id = 0; id < static_cast<int>(impl.layout->chunks().size()); ++id) {
-    const swap::Chunk& chunk = impl.layout->chunks()[id];
-    throw_if(impl.executor->access(swap::ExtentKind::hi, id, false, [&](std::span<std::byte> words) {
-      for_each_piece(impl.packed.units[chunk.unit], chunk, [&](const PackedTensor&, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
+  for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
+    const swap::Chunk& chunk = layout.chunks()[id];
+    read(id, [&](std::span<std::byte> words) {
+      for_each_piece(packed.units[chunk.unit], chunk, [&](const PackedTensor&, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
         writer.write(words.subspan(2 * in_chunk, 2 * count));
         done += count;
       });
-    }));
+    });
     if (progress) progress("exporting", done, total);
   }
   writer.finish();
   const auto config = folder / "config.json";
   std::ofstream file(config, std::ios::trunc);
-  file << impl.model->spec().config_json;
+  file << spec.config_json;
   file.flush();
   if (!file) throw Exception(io::Error{.kind = io::ErrorKind::io, .operation = "write", .path = config.string(), .error_number = errno});
+}
+
+}  // namespace
+
+void Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
+  Impl& impl = *impl_;
+  impl.flush();
+  export_words(impl.model->spec(), impl.packed, *impl.layout, folder,
+               [&](int chunk, const auto& use) { throw_if(impl.executor->access(swap::ExtentKind::hi, chunk, false, use)); }, progress);
+}
+
+void Session::commit() {
+  Impl& impl = *impl_;
+  if (impl.store == nullptr || !impl.options.keep_store)
+    throw Exception(io::ErrorKind::usage, "the session was made without keep_store: it has no state that outlives it");
+  impl.flush();
+  throw_if(impl.executor->write_back());
+  throw_if(impl.store->commit(nlohmann::json{{"step", impl.steps}, {"updates", impl.updates_done}}.dump()));
+  impl.committed = true;
+}
+
+void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder, const Progress& progress) {
+  swap::StoreOptions options{.volume = {.directories = storage, .allow_buffered = true, .allow_any_filesystem = true}};
+  const auto contents = value_or_throw(swap::Store::inspect(options.volume));
+  const auto identity = nlohmann::json::parse(contents.identity, nullptr, false);
+  if (!identity.is_object() || !identity.contains("config"))
+    throw Exception(io::Error{.kind = io::ErrorKind::corruption, .path = storage.front().string(), .detail = "the store does not say which model it holds"});
+  const ModelSpec spec = parse_model_spec(identity.value("config", ""), storage.front().string());
+  const PackedModel packed = pack(spec, parse_precision(identity.value("precision", "")));
+  std::vector<swap::UnitShape> shapes;
+  for (const PackedUnit& unit : packed.units) shapes.push_back(unit.shape);
+  const swap::Layout layout(std::move(shapes), packed.stages, contents.chunk_elements);
+  options.generations = contents.generations;
+  options.staged_gradients = contents.staged_gradients;
+  options.identity = contents.identity;
+  const auto store = value_or_throw(swap::Store::open(std::move(options), layout));
+  export_words(spec, packed, layout, folder, [&](int chunk, const auto& use) {
+    io::Buffer buffer = value_or_throw(store->fetch(swap::ExtentKind::hi, chunk));
+    use(buffer.bytes());
+  }, progress);
 }
 
 std::vector<float> Session::master(int unit, int tensor) {

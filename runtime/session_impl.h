@@ -62,7 +62,7 @@ struct Session::Impl {
   bool pending = false;      // staged gradients wait for their update
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;
-  bool remove_store = false;
+  bool committed = false;
 };
 
 }  // namespace tierflow

@@ -1,5 +1,6 @@
 // How a session comes to be: measure what a stage needs, arrange the budgets, make the store, fill it.
 #include <map>
+#include <nlohmann/json.hpp>
 
 #include "runtime/session_impl.h"
 
@@ -48,10 +49,11 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   std::vector<bool> stored(layout->chunks().size());
   for (std::size_t id = 0; id < stored.size(); ++id)
     stored[id] = !arrangement.hi_resident[id] || (options.train && layout->chunks()[id].trainable && !arrangement.state_resident[id]);
-  if (any(stored)) {
+  if (any(stored) || options.keep_store) {
     swap::StoreOptions store_options{.volume = {.directories = options.storage, .engine = options.engine, .allow_buffered = options.allow_buffered,
                                                 .allow_any_filesystem = options.allow_any_filesystem},
-                                     .generations = options.generations, .staged_gradients = arrangement.staged};
+                                     .generations = options.generations, .staged_gradients = arrangement.staged,
+                                     .identity = nlohmann::json{{"config", model->spec().config_json}, {"precision", precision_name(options.precision)}}.dump()};
     store = value_or_throw(swap::Store::create(std::move(store_options), *layout));
   }
   executor = value_or_throw(swap::Executor::create(*device, store.get(), *layout, arrangement, {.chaos_seed = options.chaos_seed}));

@@ -65,6 +65,7 @@ class Training {
     session.clip = options_.clip;
     session.micro_batches = static_cast<int>(options_.micro_batches);
     session.seed = options_.seed;
+    session.keep_store = options_.no_export;
     session.generations = options_.durability == "crash-safe" ? 2 : 1;
     WeightSource weights = random_weights(options_.seed);
     if (options_.config.empty()) {
@@ -75,7 +76,6 @@ class Training {
     const AdamW adamw{.lr = options_.lr, .beta1 = options_.beta1, .beta2 = options_.beta2, .eps = options_.eps, .weight_decay = options_.weight_decay};
     session_ = std::make_unique<Session>(Model{make_model(spec_), weights}, session, adamw,
                                          [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); });
-    session_->remove_store();
     log_.say(session_->describe());
     if (const auto mode = session_->storage_mode())
       for (const std::string& warning : mode->warnings) log_.say("warning: " + warning);
@@ -107,7 +107,7 @@ class Training {
   }
 
   void write_result() {
-    if (options_.no_export) return;
+    if (options_.no_export) return session_->commit();
     session_->export_hf(options_.out, [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); });
     const fs::path from = options_.config.empty() ? options_.model : options_.config.parent_path();
     for (const char* name : {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json"}) {
@@ -143,7 +143,10 @@ class Training {
     log_.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated on the CPU", moved("disk_read"), moved("disk_write"),
                          moved("upload"), moved("download"), moved("update")));
     if (session_->skipped_steps() > 0) log_.say(fmt::format("{} steps were skipped: a loss or gradient was not finite", session_->skipped_steps()));
-    if (!options_.no_export) log_.say("result: " + fs::absolute(options_.out).string());
+    if (options_.no_export)
+      log_.say("result: in the store; `tierflow export --storage ... --out ...` writes it as a model folder");
+    else
+      log_.say("result: " + fs::absolute(options_.out).string());
   }
 
   const TrainOptions& options_;
@@ -155,12 +158,16 @@ class Training {
   double first_held_out_ = NAN, last_held_out_ = NAN, last_loss_ = NAN;
 };
 
+void check_out(const fs::path& out) {
+  std::error_code ignored;
+  if (fs::exists(out, ignored) && !(fs::is_directory(out, ignored) && fs::is_empty(out, ignored)))
+    throw Exception(io::Error{.kind = io::ErrorKind::usage, .path = out.string(), .detail = "--out exists and is not an empty folder: name another, or remove it"});
+}
+
 }  // namespace
 
 int run_train(const TrainOptions& options) {
-  std::error_code ignored;
-  if (!options.no_export && fs::exists(options.out, ignored) && !(fs::is_directory(options.out, ignored) && fs::is_empty(options.out, ignored)))
-    throw Exception(io::Error{.kind = io::ErrorKind::usage, .path = options.out.string(), .detail = "--out exists and is not an empty folder: name another, or remove it"});
+  if (!options.no_export) check_out(options.out);
   watch_signals();
   TrainingLog log(options.log_json, options.json);
   log.say(effective_configuration(options));
@@ -179,7 +186,6 @@ int run_eval(const EvalOptions& options) {
   session_settings.train = false;
   Session session(Model{make_model(spec), checkpoint_weights(checkpoint)}, session_settings, {},
                   [&](const char* phase, std::uint64_t done, std::uint64_t total) { log.progress(phase, done, total); });
-  session.remove_store();
   std::int64_t count = data.training_sequences();
   if (options.max_sequences > 0) count = std::min(count, options.max_sequences);
   const auto read = [&](std::int64_t index, std::span<std::int64_t> out) { data.training_sequence(index, out); };
@@ -200,6 +206,14 @@ int run_eval(const EvalOptions& options) {
     std::cout << result.dump() << std::endl;
   else
     std::cout << fmt::format("loss {:.6f}  perplexity {:.4f}  ({} tokens in {} sequences)", loss, std::exp(loss), targets, count) << std::endl;
+  return 0;
+}
+
+int run_export(const ExportOptions& options) {
+  check_out(options.out);
+  TrainingLog log({}, false);
+  export_store(options.storage, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) { log.progress(phase, done, total); });
+  log.say("result: " + fs::absolute(options.out).string());
   return 0;
 }
 

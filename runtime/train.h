@@ -9,6 +9,7 @@ namespace tierflow {
 // nothing half-written behind.
 int run_train(const TrainOptions& options);
 int run_eval(const EvalOptions& options);
+int run_export(const ExportOptions& options);
 
 }  // namespace tierflow
 
@@ -16,4 +17,5 @@ int run_eval(const EvalOptions& options);
 extern "C" {
 int tierflow_run_train(const tierflow::TrainOptions* options);
 int tierflow_run_eval(const tierflow::EvalOptions* options);
+int tierflow_run_export(const tierflow::ExportOptions* options);
 }

@@ -7,4 +7,7 @@ __attribute__((visibility("default"))) int tierflow_run_train(const tierflow::Tr
 __attribute__((visibility("default"))) int tierflow_run_eval(const tierflow::EvalOptions* options) {
   return tierflow::run_eval(*options);
 }
+__attribute__((visibility("default"))) int tierflow_run_export(const tierflow::ExportOptions* options) {
+  return tierflow::run_export(*options);
+}
 }

@@ -28,6 +28,7 @@ struct Node {
 };
 
 constexpr std::size_t kEventsKept = 256;
+constexpr int kWritesBack = 4;  // in flight at once
 
 std::size_t index_of(Lane lane) { return static_cast<std::size_t>(lane); }
 
@@ -483,6 +484,33 @@ io::Error Executor::access(ExtentKind kind, int chunk, bool writes, const std::f
   if (io::Error wrong = impl.store->verify(kind, chunk, bytes)) return wrong;
   use(bytes);
   return {};
+}
+
+io::Error Executor::write_back() {
+  Impl& impl = *impl_;
+  io::Error first;
+  int outstanding = 0;
+  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+    for (int chunk = 0; chunk < static_cast<int>(impl.layout.chunks().size()); ++chunk) {
+      const auto bytes = impl.residents[static_cast<int>(kind)][chunk];
+      if (bytes.empty()) continue;
+      {
+        std::unique_lock lock(impl.mutex);
+        impl.client_wakes.wait(lock, [&] { return outstanding < kWritesBack; });
+        if (first) break;
+        ++outstanding;
+      }
+      impl.store->stamp(kind, chunk, bytes);
+      impl.store->write(kind, chunk, io::Buffer(bytes.data(), bytes.size(), nullptr, nullptr), [&](io::Completion&& completion) {
+        std::lock_guard lock(impl.mutex);
+        if (completion.error && !first) first = std::move(completion.error);
+        --outstanding;
+        impl.client_wakes.notify_all();
+      });
+    }
+  std::unique_lock lock(impl.mutex);
+  impl.client_wakes.wait(lock, [&] { return outstanding == 0; });
+  return first;
 }
 
 std::array<LaneCounters, kLanes> Executor::counters() const {

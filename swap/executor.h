@@ -74,6 +74,8 @@ class Executor {
   // Between plans: hands `use` the bytes of an extent, wherever it lives; writes == true stores what `use` left in them (their former
   // content is not read). For loading a model, exporting and looking.
   io::Error access(ExtentKind kind, int chunk, bool writes, const std::function<void(std::span<std::byte>)>& use);
+  // Between plans: writes what is resident to the store, so that a commit there covers it.
+  io::Error write_back();
   std::array<LaneCounters, kLanes> counters() const;
   std::vector<TaskRecord> take_records();
   // Makes the error every later call returns: how a client stops the run.

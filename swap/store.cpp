@@ -2,6 +2,7 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -37,6 +38,50 @@ io::Error corrupt(std::string detail) {
   return {.kind = io::ErrorKind::corruption, .operation = "open the store", .detail = std::move(detail)};
 }
 
+io::Error transfer(io::Volume& volume, io::Op op, std::uint64_t offset, io::Buffer& buffer, std::size_t length) {
+  std::mutex mutex;
+  std::condition_variable arrived;
+  bool done = false;
+  io::Error error;
+  volume.submit({.op = op, .offset = offset, .length = length, .buffer = std::move(buffer)}, [&](io::Completion&& completion) {
+    std::lock_guard lock(mutex);
+    buffer = std::move(completion.buffer);
+    error = std::move(completion.error);
+    done = true;
+    arrived.notify_one();
+  });
+  std::unique_lock lock(mutex);
+  arrived.wait(lock, [&] { return done; });
+  return error;
+}
+
+struct Found {
+  Superblock block;
+  std::string text;  // of the manifest
+};
+
+io::Result<Found> newest_manifest(io::Volume& volume) {
+  std::vector<Superblock> blocks;
+  io::Buffer sector = io::allocate_buffer(kSector);
+  for (int copy = 0; copy < 2 && volume.size() >= kManifestBase; ++copy) {
+    if (io::Error error = transfer(volume, io::Op::read, copy * kSuperblockSpacing, sector, kSector)) return error;
+    Superblock block;
+    std::memcpy(static_cast<void*>(&block), sector.data(), sizeof block);
+    if (std::memcmp(block.magic, Superblock{}.magic, sizeof block.magic) == 0 && block.checksum == block.own_checksum() && block.version == kVersion &&
+        block.manifest_length < volume.size() && block.manifest_offset <= volume.size() - round_up(block.manifest_length, kSector))
+      blocks.push_back(block);
+  }
+  std::sort(blocks.begin(), blocks.end(), [](const Superblock& a, const Superblock& b) { return a.generation > b.generation; });
+  for (const Superblock& block : blocks) {
+    io::Buffer buffer = io::allocate_buffer(round_up(block.manifest_length, kSector));
+    if (!buffer) return io::Error{.kind = io::ErrorKind::memory, .operation = "open the store", .length = block.manifest_length};
+    if (io::Error error = transfer(volume, io::Op::read, block.manifest_offset, buffer, buffer.size())) return error;
+    if (XXH3_64bits(buffer.data(), block.manifest_length) == block.manifest_checksum)
+      return Found{block, std::string(reinterpret_cast<const char*>(buffer.data()), block.manifest_length)};
+  }
+  return corrupt("it holds no committed generation: the run that made it ended before its first commit");
+}
+
 }  // namespace
 
 Store::Store(StoreOptions options, const Layout& layout) : options_(std::move(options)), layout_(layout) {
@@ -70,32 +115,29 @@ io::Result<std::unique_ptr<Store>> Store::create(StoreOptions options, const Lay
   return store;
 }
 
+io::Result<Store::Contents> Store::inspect(const io::VolumeOptions& options) {
+  auto volume = io::Volume::open(options);
+  if (!volume.ok()) return volume.error();
+  auto found = newest_manifest(**volume);
+  if (!found.ok()) return found.error();
+  const json manifest = json::parse(found->text, nullptr, false);
+  if (!manifest.is_object()) return corrupt("its manifest cannot be read");
+  return Contents{.identity = manifest.value("identity", ""), .progress = manifest.value("progress", ""), .chunk_elements = manifest.value("chunk_elements", std::uint64_t{0}),
+                  .generations = manifest.value("generations", 1), .staged_gradients = manifest.value("staged_gradients", false)};
+}
+
 io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layout& layout) {
   std::unique_ptr<Store> store(new Store(std::move(options), layout));
   auto volume = io::Volume::open(store->options_.volume);
   if (!volume.ok()) return volume.error();
   store->volume_ = std::move(volume).value();
   if (store->volume_->size() != store->total_bytes_) return corrupt("its size is not that of this model and these options");
-  io::Buffer buffer = io::allocate_buffer(store->manifest_bytes_);
-  std::vector<Superblock> found;
-  for (int copy = 0; copy < 2; ++copy) {
-    if (io::Error error = store->transfer(io::Op::read, copy * kSuperblockSpacing, buffer, kSector)) return error;
-    Superblock block;
-    std::memcpy(static_cast<void*>(&block), buffer.data(), sizeof block);
-    if (std::memcmp(block.magic, Superblock{}.magic, sizeof block.magic) == 0 && block.checksum == block.own_checksum() &&
-        block.version == kVersion && block.manifest_length <= store->manifest_bytes_)
-      found.push_back(block);
-  }
-  std::sort(found.begin(), found.end(), [](const Superblock& a, const Superblock& b) { return a.generation > b.generation; });
-  for (const Superblock& block : found) {
-    if (io::Error error = store->transfer(io::Op::read, block.manifest_offset, buffer, round_up(block.manifest_length, kSector))) return error;
-    if (XXH3_64bits(buffer.data(), block.manifest_length) != block.manifest_checksum) continue;
-    store->run_id_ = block.run_id;
-    store->generation_ = block.generation;
-    if (io::Error error = store->load_manifest(std::string(reinterpret_cast<const char*>(buffer.data()), block.manifest_length))) return error;
-    return store;
-  }
-  return corrupt("it holds no committed generation: nothing was committed to it before the run ended");
+  auto found = newest_manifest(*store->volume_);
+  if (!found.ok()) return found.error();
+  store->run_id_ = found->block.run_id;
+  store->generation_ = found->block.generation;
+  if (io::Error error = store->load_manifest(found->text)) return error;
+  return store;
 }
 
 std::uint64_t Store::extent_bytes(ExtentKind kind, int chunk) const {
@@ -120,6 +162,15 @@ void Store::read(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback don
   volume_->submit({.op = io::Op::read, .offset = offset(kind, chunk, record(kind, chunk).slot), .length = extent_bytes(kind, chunk),
                    .buffer = std::move(buffer)},
                   std::move(done));
+}
+
+io::Result<io::Buffer> Store::fetch(ExtentKind kind, int chunk) {
+  const std::uint64_t bytes = extent_bytes(kind, chunk);
+  io::Buffer buffer = io::allocate_buffer(bytes);
+  if (!buffer) return io::Error{.kind = io::ErrorKind::memory, .operation = "fetch", .length = bytes};
+  if (io::Error error = transfer(*volume_, io::Op::read, offset(kind, chunk, record(kind, chunk).slot), buffer, bytes)) return error;
+  if (io::Error error = verify(kind, chunk, buffer.bytes().first(bytes))) return error;
+  return buffer;
 }
 
 void Store::stamp(ExtentKind kind, int chunk, std::span<const std::byte> bytes) {
@@ -158,6 +209,7 @@ std::string Store::manifest(const std::string& progress) const {
     units.push_back({{"name", unit.name}, {"groups", groups}});
   }
   return json{{"version", kVersion}, {"chunk_elements", layout_.chunk_elements()}, {"generations", options_.generations},
+              {"staged_gradients", options_.staged_gradients},
               {"units", units},      {"identity", options_.identity},                {"progress", progress},
               {"records", records}}
       .dump();
@@ -193,32 +245,15 @@ io::Error Store::commit(const std::string& progress) {
   block.manifest_length = text.size();
   block.manifest_checksum = XXH3_64bits(text.data(), text.size());
   block.checksum = block.own_checksum();
-  if (io::Error error = transfer(io::Op::write, block.manifest_offset, buffer, buffer.size())) return error;
+  if (io::Error error = transfer(*volume_, io::Op::write, block.manifest_offset, buffer, buffer.size())) return error;
   if (io::Error error = volume_->flush()) return error;
   std::memset(buffer.data(), 0, kSector);
   std::memcpy(buffer.data(), &block, sizeof block);
-  if (io::Error error = transfer(io::Op::write, copy * kSuperblockSpacing, buffer, kSector)) return error;
+  if (io::Error error = transfer(*volume_, io::Op::write, copy * kSuperblockSpacing, buffer, kSector)) return error;
   if (io::Error error = volume_->flush()) return error;
   ++generation_;
   progress_ = progress;
   return {};
-}
-
-io::Error Store::transfer(io::Op op, std::uint64_t offset, io::Buffer& buffer, std::size_t length) {
-  std::mutex mutex;
-  std::condition_variable arrived;
-  bool done = false;
-  io::Error error;
-  volume_->submit({.op = op, .offset = offset, .length = length, .buffer = std::move(buffer)}, [&](io::Completion&& completion) {
-    std::lock_guard lock(mutex);
-    buffer = std::move(completion.buffer);
-    error = std::move(completion.error);
-    done = true;
-    arrived.notify_one();
-  });
-  std::unique_lock lock(mutex);
-  arrived.wait(lock, [&] { return done; });
-  return error;
 }
 
 }  // namespace tierflow::swap

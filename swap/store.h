@@ -24,6 +24,15 @@ class Store {
   static io::Result<std::unique_ptr<Store>> create(StoreOptions options, const Layout& layout);
   // Opens the newest valid generation. The layout must be the one it was created with.
   static io::Result<std::unique_ptr<Store>> open(StoreOptions options, const Layout& layout);
+  // What create() was given as identity and commit() as progress, of the newest valid generation: enough to build the layout that open()
+  // needs.
+  struct Contents {
+    std::string identity, progress;
+    std::uint64_t chunk_elements = 0;
+    int generations = 1;
+    bool staged_gradients = false;
+  };
+  static io::Result<Contents> inspect(const io::VolumeOptions& volume);
   // Bytes that create() will take on the volume.
   static std::uint64_t bytes_needed(const StoreOptions& options, const Layout& layout);
 
@@ -31,6 +40,8 @@ class Store {
   void read(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done);
   // Writes the extent into the generation at work. stamp() of the same bytes comes first.
   void write(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done);
+  // Reads an extent into memory of its own, verified. Blocks.
+  io::Result<io::Buffer> fetch(ExtentKind kind, int chunk);
   // Makes the checksum that the next write() of the extent records: call where the bytes are produced.
   void stamp(ExtentKind kind, int chunk, std::span<const std::byte> bytes);
   // Compares bytes that read() brought with the record: an error of kind corruption names the extent.
@@ -59,7 +70,6 @@ class Store {
   std::uint64_t checksum(ExtentKind kind, int chunk, std::uint64_t generation, std::span<const std::byte> bytes) const;
   std::string manifest(const std::string& progress) const;
   io::Error load_manifest(const std::string& text);
-  io::Error transfer(io::Op op, std::uint64_t offset, io::Buffer& buffer, std::size_t length);
 
   StoreOptions options_;
   const Layout& layout_;

@@ -39,7 +39,9 @@ def run(work, *words, ok=True, timeout=300):
 
 
 def small(*more):
-    return ["--device", "cpu", "--device-memory", "64MiB", "--host-memory", "64MiB", "--sequence-length", "128", "--micro-batch", "2", *more]
+    """Options of a small run; those in `more` replace them."""
+    options = {"--device": "cpu", "--device-memory": "64MiB", "--host-memory": "64MiB", "--sequence-length": "128", "--micro-batch": "2"}
+    return [*(word for option, value in options.items() if option not in more for word in (option, value)), *more]
 
 
 def steps_of(path):
@@ -64,17 +66,30 @@ def test_result_loads_in_transformers_and_gives_the_loss_that_eval_prints(work):
 
 def test_budgets_storage_and_engine_do_not_change_a_bit(work):
     (work / "config.json").write_text(json.dumps(config(hidden=128, layers=3)))
-    common = ["train", "--config", "config.json", "--data", "text.txt", "--no-export", "--steps", "6", "--lr", "1e-3", "--micro-batches", "2",
+    common = ["train", "--config", "config.json", "--data", "text.txt", "--steps", "6", "--lr", "1e-3", "--micro-batches", "2",
               "--device", "cpu", "--sequence-length", "128", "--micro-batch", "2"]
-    run(work, *common, "--device-memory", "256MiB", "--host-memory", "256MiB", "--log-json", "resident.json")
-    run(work, *common, "--device-memory", "24MiB", "--host-memory", "1MiB", "--storage", "store", "--log-json", "streamed.json")
-    run(work, *common, "--device-memory", "64MiB", "--host-memory", "2MiB", "--storage", "store,store2", "--engine", "threads", "--log-json", "threads.json")
+    run(work, *common, "--out", "resident", "--device-memory", "256MiB", "--host-memory", "256MiB", "--log-json", "resident.json")
+    run(work, *common, "--out", "streamed", "--device-memory", "24MiB", "--host-memory", "1MiB", "--storage", "store", "--log-json", "streamed.json")
+    run(work, *common, "--out", "threads", "--device-memory", "64MiB", "--host-memory", "2MiB", "--storage", "store,store2", "--engine", "threads", "--log-json", "threads.json")
     resident = [(r["loss"], r["grad_norm"]) for r in steps_of(work / "resident.json")]
     assert len(resident) == 6
     for other in "streamed.json", "threads.json":
         assert [(r["loss"], r["grad_norm"]) for r in steps_of(work / other)] == resident, other
         assert steps_of(work / other)[-1]["lanes"]["disk_read"]["bytes"] > 0
+        assert (work / other.split(".")[0] / "model.safetensors").read_bytes() == (work / "resident" / "model.safetensors").read_bytes()
     assert not [*work.glob("store*/*")], "the storage folders are left empty"
+
+
+def test_a_kept_store_exports_what_the_run_would_have(work):
+    common = ["train", "--config", "config.json", "--data", "text.txt", "--steps", "4", "--lr", "1e-3"]
+    run(work, *common, *small("--out", "direct"))
+    kept = [*common, *small("--no-export", "--storage", "store", "--host-memory", "1MiB")]
+    run(work, *kept)
+    run(work, "export", "--storage", "store", "--out", "exported")
+    for name in "model.safetensors", "config.json":
+        assert (work / "exported" / name).read_bytes() == (work / "direct" / name).read_bytes()
+    again = run(work, *kept, ok=False)
+    assert again.returncode != 0 and "store" in again.stderr.splitlines()[-1], "a kept store is not overwritten"
 
 
 def resident_share(path):
@@ -129,7 +144,7 @@ def test_memory_stays_within_the_budgets_and_the_state_out_of_the_page_cache(wor
 def test_adam8_follows_adam32_within_a_percent(work):
     losses = {}
     for precision in "fp32-master+adam32", "fp32-master+adam8":
-        run(work, "train", "--config", "config.json", "--data", "text.txt", "--no-export", "--precision", precision, "--log-json", "log.json",
+        run(work, "train", "--config", "config.json", "--data", "text.txt", "--out", f"out-{precision[-2:]}", "--precision", precision, "--log-json", "log.json",
             *small("--steps", "200", "--lr", "2e-3", "--warmup", "10"))
         losses[precision] = [record["loss"] for record in steps_of(work / "log.json")]
     exact, eight_bits = (numpy.array(losses[key]) for key in ("fp32-master+adam32", "fp32-master+adam8"))
@@ -140,7 +155,7 @@ def test_adam8_follows_adam32_within_a_percent(work):
 
 
 def test_gradient_clipping_and_schedule_are_logged(work):
-    run(work, "train", "--config", "config.json", "--data", "text.txt", "--no-export", "--log-json", "log.json",
+    run(work, "train", "--config", "config.json", "--data", "text.txt", "--out", "out", "--log-json", "log.json",
         *small("--steps", "6", "--lr", "1e-3", "--warmup", "2", "--lr-schedule", "linear", "--clip", "none"))
     records = [json.loads(line) for line in (work / "log.json").read_text().splitlines()]
     assert "summary" in records[-1]
@@ -155,11 +170,10 @@ def test_gradient_clipping_and_schedule_are_logged(work):
     (["--device-memory", "1MiB"], 2, "smallest that works"),
     (["--sequence-length", "4096"], 2, "positions"),
     (["--no-such-option"], 2, "no-such-option"),
-    (["--data", "absent.txt"], 3, "absent.txt"),
     (["--precision", "fp8"], 2, "fp8"),
 ])
 def test_bad_input_is_one_line_and_leaves_nothing(work, words, code, says):
-    done = run(work, "train", "--config", "config.json", "--data", "text.txt", "--out", "out", *small("--steps", "2"), *words, ok=False)
+    done = run(work, "train", "--config", "config.json", "--data", "text.txt", "--out", "out", "--steps", "2", *small(*words), ok=False)
     assert done.returncode == code, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("tierflow: ")]
     assert len(errors) == 1 and says in errors[0], done.stderr

@@ -269,8 +269,7 @@ TEST(OwnModules, StreamedIsResidentWithDropout) {
     std::vector<double> losses;
     for (int step = 1; step <= kSteps; ++step) losses.push_back(session.step({some_batch(step, 0), some_batch(step, 1)}).loss);
     losses.push_back(session.evaluate({some_batch(50, 0)}));
-    session.remove_store();
-    if (stream) {
+      if (stream) {
       EXPECT_GT(session.drives().at(0).bytes_read, 0U);
     }
     return losses;

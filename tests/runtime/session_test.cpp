@@ -79,7 +79,6 @@ Outcome run(const Case& which, const SessionOptions& options, double spike = 0) 
   for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
     for (std::size_t tensor = 0; tensor < spec.units[unit].tensors.size(); ++tensor)
       outcome.masters.push_back(session.master(static_cast<int>(unit), static_cast<int>(tensor)));
-  session.remove_store();
   return outcome;
 }
 
