@@ -3,10 +3,11 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <regex>
 #include <set>
 #include <system_error>
 
@@ -33,6 +34,13 @@ std::uint64_t bytes_of(const TensorHeader& tensor, const std::string& where) {
       fail(io::ErrorKind::usage, where,
            fmt::format("the tensor \"{}\" has an impossible shape", printable(tensor.name)));
   return bytes;
+}
+
+// model.safetensors, model-00001-of-00003.safetensors.
+bool is_weights_name(std::string name) {
+  std::replace_if(
+      name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c) != 0; }, '#');
+  return name == "model.safetensors" || name == "model-#####-of-#####.safetensors";
 }
 
 struct Shard {
@@ -159,11 +167,10 @@ struct CheckpointWriter::Impl {
       temporaries.erase(temporary(i));
       ours.insert(shards[i].name);
     }
-    static const std::regex shard_name("model(-[0-9]{5}-of-[0-9]{5})?\\.safetensors");
     std::vector<std::filesystem::path> stale;
     for (const auto& entry : std::filesystem::directory_iterator(folder)) {
       const std::string name = entry.path().filename().string();
-      if (ours.count(name) == 0 && std::regex_match(name, shard_name)) stale.push_back(entry.path());
+      if (ours.count(name) == 0 && is_weights_name(name)) stale.push_back(entry.path());
     }
     for (const auto& path : stale) unlink(path.c_str());
   }

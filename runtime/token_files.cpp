@@ -1,9 +1,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cctype>
+#include <charconv>
 #include <cstring>
-#include <regex>
+#include <string_view>
 
 #include "runtime/data_source.h"
 #include "runtime/exception.h"
@@ -38,6 +38,15 @@ struct NpyHeader {
   std::uint64_t count = 0, data_start = 0;
 };
 
+// What stands in `text` between `before` and the next `end`; empty where it does not.
+std::string after(std::string_view text, std::string_view before, char end) {
+  const auto start = text.find(before);
+  if (start == std::string_view::npos) return {};
+  text.remove_prefix(start + before.size());
+  const auto stop = text.find(end);
+  return stop == std::string_view::npos ? std::string() : std::string(text.substr(0, stop));
+}
+
 NpyHeader read_npy_header(const File& file, const std::filesystem::path& path) {
   const std::string where = path.string();
   const std::uint64_t size = file_size(file, path);
@@ -55,13 +64,16 @@ NpyHeader read_npy_header(const File& file, const std::filesystem::path& path) {
   std::string text(length, '\0');
   read_exactly(file, path, start, std::as_writable_bytes(std::span(text.data(), text.size())));
 
-  static const std::regex type_form("'descr': *'([<|=>]?[a-z][0-9]+)'"), order_form("'fortran_order': *False"),
-      shape_form("'shape': *\\(([0-9]{1,18}),? *\\)");
-  std::smatch type, shape;
-  if (!std::regex_search(text, type, type_form)) fail_input(where, "holds no plain array of numbers");
-  if (!std::regex_search(text, order_form) || !std::regex_search(text, shape, shape_form))
+  // A Python dictionary: {'descr': '<u2', 'fortran_order': False, 'shape': (8,), }.
+  const std::string type = after(text, "'descr': '", '\''), order = after(text, "'fortran_order': ", ',');
+  const std::string shape = after(text, "'shape': (", ')');
+  if (type.empty()) fail_input(where, "holds no plain array of numbers");
+  std::uint64_t count = 0;
+  const auto [rest, error] = std::from_chars(shape.data(), shape.data() + shape.size(), count);
+  const std::string_view tail(rest, static_cast<std::size_t>(shape.data() + shape.size() - rest));
+  if (order != "False" || error != std::errc() || (!tail.empty() && tail != ","))
     fail_input(where, "does not hold a one-dimensional array; save the tokens flattened, with numpy.ravel");
-  return {.type = type[1], .count = std::stoull(shape[1]), .data_start = start + length};
+  return {.type = type, .count = count, .data_start = start + length};
 }
 
 }  // namespace
@@ -73,7 +85,7 @@ void read_npy(const std::filesystem::path& path, DocumentSink& sink) {
   const auto read = [&]<class Word>(Word) {
     if (header.count > available / sizeof(Word) || header.count * sizeof(Word) != available)
       fail_input(path.string(), fmt::format("holds {} bytes of data, not {} elements of type {}: truncated?", available,
-                                            header.count, header.type));
+                                            header.count, printable(header.type)));
     read_words<Word>(file, path, header.data_start, header.data_start + available, sink);
   };
   if (header.type == "|u1") return read(std::uint8_t{});
