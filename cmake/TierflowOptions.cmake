@@ -46,11 +46,12 @@ function(tierflow_library name)
   target_link_libraries(tierflow_${name} PRIVATE $<BUILD_INTERFACE:tierflow_flags>)
 endfunction()
 
-# tierflow_test(NAME LIBRARIES lib... SOURCES file...): one GoogleTest program, one ctest entry for each of its tests.
+# tierflow_test(NAME [LABELS label] LIBRARIES lib... SOURCES file...): one GoogleTest program, one ctest entry for each of its tests.
 function(tierflow_test name)
-  cmake_parse_arguments(T "" "" "LIBRARIES;SOURCES" ${ARGN})
+  cmake_parse_arguments(T "" "LABELS" "LIBRARIES;SOURCES" ${ARGN})
   add_executable(${name} ${T_SOURCES})
   target_link_libraries(${name} PRIVATE ${T_LIBRARIES} tierflow_flags GTest::gmock GTest::gtest_main)
   target_include_directories(${name} PRIVATE "${CMAKE_SOURCE_DIR}")
-  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 600 ENVIRONMENT OMP_WAIT_POLICY=passive)
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 600 ENVIRONMENT OMP_WAIT_POLICY=passive
+    LABELS "${T_LABELS}")
 endfunction()

@@ -118,18 +118,16 @@ class CappedAllocator final : public c10::Allocator {
 }  // namespace
 
 DeviceMemory& DeviceMemory::install() {
-  static DeviceMemory memory;
-  static const bool installed = [] {
-    c10::SetCPUAllocator(&CappedAllocator::instance(), /*priority=*/100);
-    return true;
-  }();
-  static_cast<void>(installed);
+  class Installed final : public DeviceMemory {
+   public:
+    Installed() { c10::SetCPUAllocator(&CappedAllocator::instance(), /*priority=*/100); }
+    void set_cap(std::uint64_t bytes) override { CappedAllocator::instance().set_cap(bytes); }
+    void release_kept() override { CappedAllocator::instance().release_kept(); }
+    void reset_peak() override { CappedAllocator::instance().reset_peak(); }
+    DeviceMemoryStats stats() const override { return CappedAllocator::instance().stats(); }
+  };
+  static Installed memory;
   return memory;
 }
-
-void DeviceMemory::set_cap(std::uint64_t bytes) { CappedAllocator::instance().set_cap(bytes); }
-void DeviceMemory::release_kept() { CappedAllocator::instance().release_kept(); }
-void DeviceMemory::reset_peak() { CappedAllocator::instance().reset_peak(); }
-DeviceMemoryStats DeviceMemory::stats() const { return CappedAllocator::instance().stats(); }
 
 }  // namespace tierflow

@@ -1,6 +1,6 @@
 #pragma once
-// torch's CPU allocator with a cap: on the CPU device it is what makes the device budget hard. Large blocks are kept for reuse inside
-// the cap and given back to the system before an allocation is refused.
+// torch's allocator under a cap: what makes the device budget hard. On the CPU device it is an allocator of ours, exact; on CUDA torch's
+// caching allocator, told its share of the card.
 #include <cstddef>
 #include <cstdint>
 
@@ -13,18 +13,19 @@ struct DeviceMemoryStats {
   std::uint64_t peak_held = 0;
 };
 
-// Installs the allocator for all CPU tensors made from now on; once a process, before torch is used. An allocation beyond the cap
-// raises c10::OutOfMemoryError.
 class DeviceMemory {
  public:
+  // Installs the allocator for all CPU tensors made from now on; once a process, before torch is used. Large blocks are kept for reuse
+  // inside the cap and given back to the system before an allocation is refused with c10::OutOfMemoryError.
   static DeviceMemory& install();
-  void set_cap(std::uint64_t bytes);
-  void release_kept();
-  void reset_peak();
-  DeviceMemoryStats stats() const;
+  // CUDA's. Loads torch's CUDA library; an Exception of kind environment where that cannot be.
+  static DeviceMemory& cuda();
 
- private:
-  DeviceMemory() = default;
+  virtual ~DeviceMemory() = default;
+  virtual void set_cap(std::uint64_t bytes) = 0;
+  virtual void release_kept() = 0;
+  virtual void reset_peak() = 0;
+  virtual DeviceMemoryStats stats() const = 0;
 };
 
 }  // namespace tierflow

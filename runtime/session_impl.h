@@ -45,6 +45,7 @@ struct Session::Impl {
   const SessionOptions options;
   const AdamW adamw;
   const torch::Device torch_device;
+  DeviceMemory& torch_memory;
   PackedModel packed;
   std::unique_ptr<swap::Layout> layout;
   swap::Arrangement arrangement;

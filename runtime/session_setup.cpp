@@ -24,6 +24,7 @@ Session::Impl::Impl(std::shared_ptr<LayeredModel> model_, SessionOptions options
       options(std::move(options_)),
       adamw(adamw_),
       torch_device(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
+      torch_memory(options.device == "cuda" ? DeviceMemory::cuda() : DeviceMemory::install()),
       packed(pack(model->spec(), options.precision)),
       threads(options.update_threads > 0 ? options.update_threads : at::get_num_threads()) {}
 
@@ -58,10 +59,9 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   }
   executor = value_or_throw(swap::Executor::create(*device, store.get(), *layout, arrangement, {.chaos_seed = options.chaos_seed}));
   planner = std::make_unique<swap::Planner>(*layout, arrangement);
-  DeviceMemory& memory = DeviceMemory::install();
-  memory.release_kept();
-  memory.set_cap(options.device == "cuda" ? ~std::uint64_t{0} / 2 : options.device_memory - arrangement.device_bytes());
-  memory.reset_peak();
+  torch_memory.release_kept();
+  torch_memory.set_cap(options.device_memory - arrangement.device_bytes());
+  torch_memory.reset_peak();
   try {
     load(weights, progress);
   } catch (...) {
@@ -74,7 +74,6 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
 // One stage for one micro-batch, forward and backward, on memory of its own: raises `most` to what it takes beside weights and
 // gradients, and gives what it passes on.
 Carry Session::Impl::probe_stage(int stage, const Carry& carry, const Shared& shared, std::uint64_t& most) {
-  DeviceMemory& memory = DeviceMemory::install();
   const auto on_device = torch::TensorOptions().device(torch_device);
   Weights weights;
   Gradients gradients;
@@ -84,8 +83,8 @@ Carry Session::Impl::probe_stage(int stage, const Carry& carry, const Shared& sh
       const bool trained = options.train && model->spec().units[unit].trainable;
       gradients.push_back(trained ? torch::zeros(tensor.shape, on_device.dtype(torch::kFloat32)) : torch::Tensor());
     }
-  const std::uint64_t fixed = memory.stats().used;
-  memory.reset_peak();
+  const std::uint64_t fixed = torch_memory.stats().used;
+  torch_memory.reset_peak();
   Carry out;
   if (stage + 1 < static_cast<int>(model->spec().stages.size())) {
     out = model->forward(stage, weights, carry, shared, options.train);
@@ -99,15 +98,14 @@ Carry Session::Impl::probe_stage(int stage, const Carry& carry, const Shared& sh
   } else {
     model->head_loss(weights, carry, shared);
   }
-  most = std::max(most, memory.stats().peak_used - fixed);
+  most = std::max(most, torch_memory.stats().peak_used - fixed);
   return out;
 }
 
 // Measures each kind of stage once; stages with the same tensors and the same input are of one kind.
 std::uint64_t Session::Impl::probe_workspace() {
-  DeviceMemory& memory = DeviceMemory::install();
-  memory.release_kept();
-  memory.set_cap(options.device_memory);
+  torch_memory.release_kept();
+  torch_memory.set_cap(options.device_memory);
   const torch::NoGradGuard no_grad;
   const auto ids = torch::zeros({options.micro_batch, options.sequence_length}, torch::TensorOptions().device(torch_device).dtype(torch::kInt64));
   using Kind = std::vector<std::vector<std::int64_t>>;
@@ -143,10 +141,10 @@ std::uint64_t Session::Impl::probe_workspace() {
     bytes = measure();
   } catch (const c10::OutOfMemoryError&) {
     // Too small a budget: measure anyway, so that the refusal can name the smallest one that works.
-    memory.set_cap(~std::uint64_t{0} / 2);
+    torch_memory.set_cap(~std::uint64_t{0} / 2);
     bytes = measure();
   }
-  memory.release_kept();
+  torch_memory.release_kept();
   return bytes;
 }
 

@@ -2,5 +2,9 @@ tierflow_test(session_test LIBRARIES tierflow::session SOURCES ${CMAKE_CURRENT_L
 target_precompile_headers(session_test PRIVATE <torch/torch.h> <gtest/gtest.h>)
 target_compile_options(session_test PRIVATE -O1)  # torch headers: compile time over speed
 
+tierflow_test(gpu_test LABELS gpu LIBRARIES tierflow::session SOURCES ${CMAKE_CURRENT_LIST_DIR}/gpu_test.cpp)
+target_precompile_headers(gpu_test REUSE_FROM session_test)
+target_compile_options(gpu_test PRIVATE -O1)
+
 add_executable(bare_torch ${CMAKE_CURRENT_LIST_DIR}/bare_torch.cpp)
 target_link_libraries(bare_torch PRIVATE tierflow_torch_wheel)

@@ -1,0 +1,21 @@
+# Enables CUDA where nvcc is found, on the PATH or where its packages put it; TIERFLOW_HAS_CUDA says whether.
+find_program(TIERFLOW_NVCC nvcc HINTS /usr/local/cuda/bin)
+if(TIERFLOW_NVCC)
+  set(CMAKE_CUDA_COMPILER "${TIERFLOW_NVCC}")
+  set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90-real 120)
+  endif()
+  enable_language(CUDA)
+  # CMake 3.25 does not know how newer releases of nvcc take the standard.
+  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
+  endif()
+  set(TIERFLOW_HAS_CUDA ON)
+  # --fmad=false: the optimizer's bits may not depend on which multiplications the compiler fuses.
+  set(TIERFLOW_CUDA_FLAGS --fmad=false -Werror=all-warnings -Xcompiler=-Wall,-Wextra,-Werror,-Wno-missing-field-initializers)
+  message(STATUS "CUDA: ${TIERFLOW_NVCC}")
+else()
+  message(STATUS "CUDA: no nvcc was found; this build runs on the CPU device alone")
+endif()

@@ -1,0 +1,102 @@
+// One contract over every device: the CPU's, the CPU's with delays and poison, and CUDA's where there is one.
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "swap/device.h"
+#include "swap/host_memory.h"
+
+namespace tierflow::swap {
+namespace {
+
+class DeviceContract : public ::testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override {
+    if (GetParam() == "cuda") {
+      if (!cuda_available()) GTEST_SKIP() << "no CUDA device here";
+      auto opened = open_cuda_device(0);
+      ASSERT_TRUE(opened.ok()) << opened.error().message();
+      device_ = std::move(opened).value();
+    } else {
+      device_ = open_cpu_device({.chaos_seed = GetParam() == "cpu_chaos" ? 5U : 0U});
+    }
+    auto memory = HostMemory::create(kBytes * 4, *device_);
+    ASSERT_TRUE(memory.ok());
+    memory_ = std::move(memory).value();
+    arena_ = device_->allocate(kBytes * 2).value();
+  }
+  static constexpr std::size_t kBytes = 3 << 20;
+
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<HostMemory> memory_;
+  io::Buffer arena_;
+};
+
+TEST_P(DeviceContract, BytesComeBackThroughBothStreams) {
+  const auto out = memory_->cut(kBytes), back = memory_->cut(kBytes);
+  for (int round = 0; round < 5; ++round) {
+    for (std::size_t i = 0; i < kBytes; ++i) out[i] = static_cast<std::byte>(i * 7 + round);
+    device_->copy_to_device(StreamId::upload, arena_.data(), out.data(), kBytes);
+    device_->wait(StreamId::download, device_->record(StreamId::upload));
+    device_->copy_to_host(StreamId::download, back.data(), arena_.data(), kBytes);
+    const Event arrived = device_->record(StreamId::download);
+    ASSERT_FALSE(device_->synchronize(arrived));
+    ASSERT_EQ(std::memcmp(out.data(), back.data(), kBytes), 0) << "round " << round;
+  }
+}
+
+TEST_P(DeviceContract, ComputeWaitsForUploads) {
+  const auto out = memory_->cut(kBytes), back = memory_->cut(kBytes);
+  std::fill(out.begin(), out.end(), std::byte{42});
+  device_->copy_to_device(StreamId::upload, arena_.data(), out.data(), kBytes);
+  device_->wait(StreamId::compute, device_->record(StreamId::upload));
+  device_->copy_to_host(StreamId::compute, back.data(), arena_.data(), kBytes);
+  ASSERT_FALSE(device_->synchronize(device_->record(StreamId::compute)));
+  EXPECT_EQ(back.front(), std::byte{42});
+  EXPECT_EQ(back.back(), std::byte{42});
+}
+
+TEST_P(DeviceContract, GradientsRoundToNearestEven) {
+  std::vector<float> values;
+  std::mt19937 random(3);
+  for (int i = 0; i < 100003; ++i) values.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(random())));
+  for (const float special : {0.0F, -0.0F, INFINITY, -INFINITY, std::nanf(""), 1.00390625F, 1.01171875F, std::numeric_limits<float>::denorm_min(),
+                              std::numeric_limits<float>::max()})
+    values.push_back(special);
+  const auto out = memory_->cut(4 * values.size());
+  const auto back = memory_->cut(2 * values.size());
+  std::memcpy(out.data(), values.data(), out.size());
+  device_->copy_to_device(StreamId::upload, arena_.data(), out.data(), out.size());
+  device_->wait(StreamId::download, device_->record(StreamId::upload));
+  device_->gradient_to_host(StreamId::download, reinterpret_cast<std::uint16_t*>(back.data()), reinterpret_cast<const float*>(arena_.data()), values.size());
+  ASSERT_FALSE(device_->synchronize(device_->record(StreamId::download)));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    std::uint16_t got = 0;
+    std::memcpy(&got, back.data() + 2 * i, 2);
+    const float rounded = std::bit_cast<float>(static_cast<std::uint32_t>(got) << 16);
+    if (std::isnan(values[i])) {
+      ASSERT_TRUE(std::isnan(rounded));
+      continue;
+    }
+    // The nearest of the two neighbours in double; a tie goes to the even one.
+    const std::uint32_t down_bits = std::bit_cast<std::uint32_t>(values[i]) & 0xffff0000U;
+    const double exact = values[i], down = std::bit_cast<float>(down_bits);
+    const float up_value = std::bit_cast<float>(down_bits + 0x10000U);
+    const double up = std::isinf(up_value) && std::isfinite(exact) ? std::copysign(std::ldexp(1.0, 128), exact) : up_value;
+    const double to_down = std::abs(exact - down), to_up = std::abs(up - exact);
+    const bool takes_down = !std::isfinite(exact) || to_down < to_up || (to_down == to_up && (down_bits >> 16) % 2 == 0);
+    ASSERT_EQ(got, (takes_down ? down_bits : down_bits + 0x10000U) >> 16) << values[i];
+  }
+}
+
+TEST_P(DeviceContract, AnEmptyAllocationIsFine) { EXPECT_TRUE(device_->allocate(0).ok()); }
+
+INSTANTIATE_TEST_SUITE_P(Devices, DeviceContract, ::testing::Values("cpu", "cpu_chaos", "cuda"), [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace tierflow::swap
