@@ -80,12 +80,10 @@ int main(int argc, char** argv) try {
   bool learned = false;
   {
     tierflow::Session own(layers.build(), options(argv[1], 16_MiB, 1_MiB), {.lr = 3e-3});
-    own.remove_store();
     learned = learn(own, "own modules", 30);
   }
 
   tierflow::Session loaded(tierflow::load(argv[2]), options(argv[1], 32_MiB, 1_MiB), {.lr = 3e-3});
-  loaded.remove_store();
   learned = learn(loaded, "loaded", 30) && learned;
   loaded.export_hf(argv[3]);
   return learned ? 0 : 1;

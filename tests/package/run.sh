@@ -3,13 +3,14 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 build=$(realpath "$1")
+export OMP_NUM_THREADS=1  # small matrices
 work=$build/package-test
 rm -rf "$work"
 mkdir -p "$work/source"
 cp "$here"/CMakeLists.txt "$here"/main.cpp "$here"/config.json "$work/source"
 
 cmake --install "$build" --prefix "$work/prefix" >/dev/null
-cmake -S "$work/source" -B "$work/build" -G Ninja -DCMAKE_PREFIX_PATH="$work/prefix" -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS=-O1
+cmake -S "$work/source" -B "$work/build" -G Ninja -DCMAKE_PREFIX_PATH="$work/prefix" -DCMAKE_BUILD_TYPE=Debug
 cmake --build "$work/build"
 
 "$work/prefix/bin/tierflow" init --config "$work/source/config.json" --out "$work/model" --seed 3
