@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Tokens a second of Tierflow, state on storage, beside plain PyTorch with everything resident: the two in turn, medians and ratio.
+
+    .venv/bin/python benchmarks/step/compare.py --storage DIR [--shape 1x512 4x512 4x4x512]
+
+A shape is MICRO_BATCHxSEQUENCE or MICRO_BATCHESxMICRO_BATCHxSEQUENCE. One JSON line a shape and clip setting."""
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = ROOT / "benchmarks/step/llama-152m.json"
+
+
+def tierflow(args, shape, clip, folder):
+    count, rows, length = shape
+    log = pathlib.Path(folder) / "log.jsonl"
+    command = [args.program, "train", "--config", CONFIG, "--data", args.data, "--out", pathlib.Path(folder) / "out", "--storage", args.storage, "--device", "cpu",
+               "--device-memory", args.device_memory, "--host-memory", args.host_memory, "--sequence-length", length, "--micro-batch", rows, "--micro-batches", count,
+               "--steps", args.steps, "--clip", clip, "--eval-sequences", 1, "--log-json", log]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(done.stderr)
+    subprocess.run(["rm", "-rf", pathlib.Path(folder) / "out"], check=True)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = [r for r in records if "loss" in r and "step" in r][1:]
+    exposed = statistics.median(r["step_s"] - r["lanes"]["compute"]["busy_s"] for r in steps) / statistics.median(r["step_s"] for r in steps)
+    return statistics.median(r["tokens_per_s"] for r in steps), records[-1]["summary"]["peak_rss"] // 2**20, exposed
+
+
+def resident(args, shape, clip):
+    count, rows, length = shape
+    command = [sys.executable, ROOT / "benchmarks/step/resident.py", "--config", CONFIG, "--sequence-length", length, "--micro-batch", rows, "--micro-batches", count,
+               "--steps", args.steps, "--clip", 0 if clip == "none" else clip, *(["--no-checkpointing"] if args.no_checkpointing else [])]
+    line = json.loads(subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    return line["tokens_per_s"], line["peak_rss_mib"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storage", required=True, help="folder on the drive to measure")
+    parser.add_argument("--program", default=ROOT / "build/tierflow")
+    parser.add_argument("--data", default=pathlib.Path(os.__file__).parent / "json", help="text; its content does not matter")
+    parser.add_argument("--shape", nargs="+", default=["1x512", "4x512", "4x4x512"])
+    parser.add_argument("--clip", nargs="+", default=["1.0", "none"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--host-memory", default="512MiB")
+    parser.add_argument("--device-memory", default="2GiB")
+    parser.add_argument("--no-checkpointing", action="store_true", help="compare with PyTorch that keeps activations")
+    args = parser.parse_args()
+    for text in args.shape:
+        numbers = [int(word) for word in text.split("x")]
+        shape = tuple([1] * (3 - len(numbers)) + numbers)
+        for clip in args.clip:
+            ours, theirs = [], []
+            with tempfile.TemporaryDirectory() as folder:
+                for _ in range(args.rounds):
+                    ours.append(tierflow(args, shape, clip, folder))
+                    theirs.append(resident(args, shape, clip))
+            print(json.dumps({"shape": text, "clip": clip, "tierflow_tokens_per_s": round(statistics.median(o[0] for o in ours), 1),
+                              "resident_tokens_per_s": round(statistics.median(t[0] for t in theirs), 1),
+                              "ratio": round(statistics.median(o[0] / t[0] for o, t in zip(ours, theirs)), 3),
+                              "outside_compute": round(statistics.median(o[2] for o in ours), 3),
+                              "tierflow_rss_mib": max(o[1] for o in ours), "resident_rss_mib": max(t[1] for t in theirs)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
