@@ -68,8 +68,9 @@ class CappedAllocator final : public c10::Allocator {
     }
     if (data == nullptr) {
       if (stats_.held + size > cap_) release_kept_locked();
-      TORCH_CHECK_WITH(OutOfMemoryError, stats_.held + size <= cap_, "the device budget leaves ", cap_ >> 20, " MiB for computation, ",
-                       stats_.held >> 20, " MiB are in use and ", (size >> 20) + 1, " MiB more were asked for");
+      TORCH_CHECK_WITH(OutOfMemoryError, stats_.held + size <= cap_, "the device budget leaves ", cap_ >> 20,
+                       " MiB for computation, ", stats_.held >> 20, " MiB are in use and ", (size >> 20) + 1,
+                       " MiB more were asked for");
       data = large ? map(size) : std::aligned_alloc(64, (size + 63) / 64 * 64);
       TORCH_CHECK_WITH(OutOfMemoryError, data != nullptr, "the system refused ", size >> 20, " MiB");
       stats_.held += size;

@@ -1,6 +1,6 @@
 #pragma once
-// torch's allocator under a cap: what makes the device budget hard. On the CPU device it is an allocator of ours, exact; on CUDA torch's
-// caching allocator, told its share of the card.
+// torch's allocator under a cap: what makes the device budget hard. On the CPU device it is an allocator of ours,
+// exact; on CUDA torch's caching allocator, told its share of the card.
 #include <cstddef>
 #include <cstdint>
 
@@ -15,8 +15,9 @@ struct DeviceMemoryStats {
 
 class DeviceMemory {
  public:
-  // Installs the allocator for all CPU tensors made from now on; once a process, before torch is used. Large blocks are kept for reuse
-  // inside the cap and given back to the system before an allocation is refused with c10::OutOfMemoryError.
+  // Installs the allocator for all CPU tensors made from now on; once a process, before torch is used. Large blocks are
+  // kept for reuse inside the cap and given back to the system before an allocation is refused with
+  // c10::OutOfMemoryError.
   static DeviceMemory& install();
   // CUDA's. Loads torch's CUDA library; an Exception of kind environment where that cannot be.
   static DeviceMemory& cuda();

@@ -1,4 +1,5 @@
-// torch's CUDA allocator through c10's device-neutral interface, so that nothing here links against CUDA: its library is loaded when asked for.
+// torch's CUDA allocator through c10's device-neutral interface, so that nothing here links against CUDA: its library
+// is loaded when asked for.
 #include <ATen/Context.h>
 #include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -19,22 +20,27 @@ class CudaMemory final : public DeviceMemory {
  public:
   CudaMemory() {
     if (dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr)
-      throw Exception(io::Error{.kind = io::ErrorKind::environment, .operation = "load torch's CUDA library",
-                                .detail = std::string(dlerror()) + "; the torch wheel of this build has no CUDA: use --device cpu"});
+      throw Exception(io::Error{
+          .kind = io::ErrorKind::environment,
+          .operation = "load torch's CUDA library",
+          .detail = std::string(dlerror()) + "; the torch wheel of this build has no CUDA: use --device cpu"});
     at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
     allocator_ = c10::getDeviceAllocator(c10::DeviceType::CUDA);
   }
   void set_cap(std::uint64_t bytes) override {
     const double share = static_cast<double>(bytes) / static_cast<double>(allocator_->getMemoryInfo(0).second);
-    c10::CachingAllocator::setAllocatorSettings("per_process_memory_fraction:" + std::to_string(std::clamp(share, 0.0, 1.0)));
+    c10::CachingAllocator::setAllocatorSettings("per_process_memory_fraction:" +
+                                                std::to_string(std::clamp(share, 0.0, 1.0)));
   }
   void release_kept() override { allocator_->emptyCache(); }
   void reset_peak() override { allocator_->resetPeakStats(0); }
   DeviceMemoryStats stats() const override {
     const auto stats = allocator_->getDeviceStats(0);
     const auto count = [](std::int64_t bytes) { return static_cast<std::uint64_t>(bytes); };
-    return {.used = count(stats.allocated_bytes[kAll].current), .held = count(stats.reserved_bytes[kAll].current),
-            .peak_used = count(stats.allocated_bytes[kAll].peak), .peak_held = count(stats.reserved_bytes[kAll].peak)};
+    return {.used = count(stats.allocated_bytes[kAll].current),
+            .held = count(stats.reserved_bytes[kAll].current),
+            .peak_used = count(stats.allocated_bytes[kAll].peak),
+            .peak_held = count(stats.reserved_bytes[kAll].peak)};
   }
 
  private:

@@ -1,7 +1,7 @@
 #pragma once
-// A model as the session drives it: stages that turn a carry into a carry, given the weights of their units. The session binds the
-// weights (views of a device slot that is reused for layer after layer), so nothing here may keep a weight, or a graph that saved
-// one, beyond the call.
+// A model as the session drives it: stages that turn a carry into a carry, given the weights of their units. The
+// session binds the weights (views of a device slot that is reused for layer after layer), so nothing here may keep a
+// weight, or a graph that saved one, beyond the call.
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -15,14 +15,16 @@ namespace tierflow {
 
 // What flows from layer to layer; element 0 is the hidden states [micro-batch, sequence, hidden], bf16.
 using Carry = std::vector<torch::Tensor>;
-// Weights of a stage: the tensors of its units in UnitSpec order, unit after unit; bf16 in the model, in the checkpoint's shapes.
+// Weights of a stage: the tensors of its units in UnitSpec order, unit after unit; bf16 in the model, in the
+// checkpoint's shapes.
 using Weights = std::vector<torch::Tensor>;
 // fp32 accumulators, one beside each weight, the same shapes.
 using Gradients = std::vector<torch::Tensor>;
 
 struct MicroBatch {
-  torch::Tensor ids;     // [micro-batch, sequence] int64
-  torch::Tensor labels;  // the same shape: the token that each position predicts (already shifted), -100 where none counts
+  torch::Tensor ids;  // [micro-batch, sequence] int64
+  torch::Tensor
+      labels;  // the same shape: the token that each position predicts (already shifted), -100 where none counts
   std::int64_t target_tokens() const;  // labels that count
 };
 
@@ -44,26 +46,30 @@ class LayeredModel {
   // Tables are computed on `device`.
   virtual Shared share(const MicroBatch& batch, torch::Device device) const = 0;
 
-  // Embedding (the carry is empty) and blocks. Differentiable where autograd is on. `training` turns dropout on; random numbers come
-  // from torch's default generator, which the session seeds by (seed, step, micro-batch, stage) before each call, recomputation included.
-  virtual Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared, bool training) const = 0;
+  // Embedding (the carry is empty) and blocks. Differentiable where autograd is on. `training` turns dropout on; random
+  // numbers come from torch's default generator, which the session seeds by (seed, step, micro-batch, stage) before
+  // each call, recomputation included.
+  virtual Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
+                        bool training) const = 0;
 
-  // Adds the gradient of every weight to `gradients` and returns the gradient of `carry` (empty for the embedding). Default:
-  // recompute with autograd on from `carry`, differentiate, release each bf16 gradient as soon as it is added.
-  virtual Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry, const Shared& shared,
-                         const Carry& d_out) const;
+  // Adds the gradient of every weight to `gradients` and returns the gradient of `carry` (empty for the embedding).
+  // Default: recompute with autograd on from `carry`, differentiate, release each bf16 gradient as soon as it is added.
+  virtual Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                         const Shared& shared, const Carry& d_out) const;
 
   // Whether forward() draws from torch's default generator when training.
   virtual bool draws_random_numbers() const { return true; }
 
-  // The head: final norm, logits and cross-entropy, in chunks whose size comes from shapes alone, so that the logits never exist whole.
+  // The head: final norm, logits and cross-entropy, in chunks whose size comes from shapes alone, so that the logits
+  // never exist whole.
   virtual double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const = 0;
-  virtual HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry, const Shared& shared,
-                                            double scale) const = 0;
+  virtual HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
+                                            const Shared& shared, double scale) const = 0;
 
  protected:
-  // What backward() does: runs `forward` on a copy of `carry` with autograd on, differentiates towards `leaves` and the carry, and moves
-  // each leaf's gradient into its sum as soon as it is complete. Leaves without a defined gradient are constants.
+  // What backward() does: runs `forward` on a copy of `carry` with autograd on, differentiates towards `leaves` and the
+  // carry, and moves each leaf's gradient into its sum as soon as it is complete. Leaves without a defined gradient are
+  // constants.
   static Carry differentiate(const Weights& leaves, const Gradients& gradients, const Carry& carry, const Carry& d_out,
                              const std::function<Carry(const Carry&)>& forward);
 };

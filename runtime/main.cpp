@@ -56,7 +56,8 @@ void* load_train_library() {
 
 template <class Options>
 int call(const char* name, const Options& options) {
-  // Waiting threads sleep: torch's team shares the cores with the update, the copies and the drives. Read when libgomp is loaded.
+  // Waiting threads sleep: torch's team shares the cores with the update, the copies and the drives. Read when libgomp
+  // is loaded.
   setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0);
   void* entry = dlsym(load_train_library(), name);
   if (entry == nullptr)
@@ -75,7 +76,8 @@ int run(const std::vector<std::string>& words) {
   }
   const std::string& command = words[0];
   if (command != "init" && command != "train" && command != "eval" && command != "export")
-    fail(io::ErrorKind::usage, "", "unknown command \"" + printable(command) + "\"; commands are init, train, eval, export");
+    fail(io::ErrorKind::usage, "",
+         "unknown command \"" + printable(command) + "\"; commands are init, train, eval, export");
   const std::vector<std::string> rest(words.begin() + 1, words.end());
   for (const std::string& word : rest)
     if (word == "--help" || word == "-h") {

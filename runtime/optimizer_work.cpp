@@ -20,8 +20,8 @@ void UpdateThreads::each(std::size_t count, const std::function<void(std::size_t
   impl_->arena.execute([&] { tbb::parallel_for(std::size_t{0}, count, work); });
 }
 
-OptimizerWork::OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, optim::AdamWParams params,
-                             float weight_decay, std::uint64_t seed)
+OptimizerWork::OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads,
+                             optim::AdamWParams params, float weight_decay, std::uint64_t seed)
     : model_(model), layout_(layout), threads_(threads), params_(params), weight_decay_(weight_decay), seed_(seed) {
   squares_.resize(layout.chunks().size());
 }
@@ -32,23 +32,31 @@ io::Error OptimizerWork::measure(const swap::Chunk& chunk, std::span<const std::
   squares.assign((chunk.elements + optim::kNormSegment - 1) / optim::kNormSegment, 0.0);
   threads_.each(squares.size(), [&](std::size_t segment) {
     const std::uint64_t first = segment * optim::kNormSegment;
-    if (!optim::gradient_norm_squared(words + first, std::min<std::uint64_t>(optim::kNormSegment, chunk.elements - first), &squares[segment])) finite_ = false;
+    if (!optim::gradient_norm_squared(
+            words + first, std::min<std::uint64_t>(optim::kNormSegment, chunk.elements - first), &squares[segment]))
+      finite_ = false;
   });
   return {};
 }
 
-io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words, std::span<std::byte> state) {
+io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::byte> gradient,
+                                std::span<std::byte> words, std::span<std::byte> state) {
   if (immediate) {
     if (io::Error error = measure(chunk, gradient)) return error;
     if (!finite_ && !skip_)
-      return {.kind = io::ErrorKind::numeric, .operation = "update", .path = layout_.units()[chunk.unit].name,
-              .detail = "a gradient is not finite, and without clipping other layers of this step are updated already: the state is torn; "
-                        "start again from the last export, with --clip, a lower --lr or a longer --warmup"};
+      return {.kind = io::ErrorKind::numeric,
+              .operation = "update",
+              .path = layout_.units()[chunk.unit].name,
+              .detail =
+                  "a gradient is not finite, and without clipping other layers of this step are updated already: the "
+                  "state is torn; "
+                  "start again from the last export, with --clip, a lower --lr or a longer --warmup"};
   }
   const PackedUnit& unit = model_.units[chunk.unit];
   const StateFormat& format = unit.formats[chunk.group];
   const auto* gradients = reinterpret_cast<const std::uint16_t*>(gradient.data());
-  const optim::State view = state_view(format, chunk.elements, reinterpret_cast<std::uint16_t*>(words.data()), state.data());
+  const optim::State view =
+      state_view(format, chunk.elements, reinterpret_cast<std::uint16_t*>(words.data()), state.data());
 
   struct Piece {
     std::uint64_t in_chunk, in_tensor, elements;
@@ -56,10 +64,13 @@ io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::b
     bool decays;
   };
   std::vector<Piece> pieces;
-  for_each_piece(unit, chunk, [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-    for (std::uint64_t at = 0; at < count; at += optim::kNormSegment)
-      pieces.push_back({in_chunk + at, in_tensor + at, std::min<std::uint64_t>(optim::kNormSegment, count - at), tensor.tensor, tensor.decays});
-  });
+  for_each_piece(
+      unit, chunk,
+      [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+        for (std::uint64_t at = 0; at < count; at += optim::kNormSegment)
+          pieces.push_back({in_chunk + at, in_tensor + at, std::min<std::uint64_t>(optim::kNormSegment, count - at),
+                            tensor.tensor, tensor.decays});
+      });
   if (skip_) return {};
   const std::uint64_t moment_bytes = format.moments == optim::MomentFormat::block8 ? 1 : 4;
   threads_.each(pieces.size(), [&](std::size_t index) {
@@ -71,10 +82,14 @@ io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::b
     };
     optim::AdamWParams params = params_;
     params.weight_decay = piece.decays ? weight_decay_ : 0.0F;
-    params.rounding_key = seed_ ^ (static_cast<std::uint64_t>(chunk.unit) << 32 | static_cast<std::uint64_t>(piece.tensor));
+    params.rounding_key =
+        seed_ ^ (static_cast<std::uint64_t>(chunk.unit) << 32 | static_cast<std::uint64_t>(piece.tensor));
     params.first_element = piece.in_tensor;
-    const optim::State part{.master = view.master, .hi = view.hi + piece.in_chunk, .lo = view.lo == nullptr ? nullptr : view.lo + piece.in_chunk,
-                            .m = shifted(view.m), .v = shifted(view.v)};
+    const optim::State part{.master = view.master,
+                            .hi = view.hi + piece.in_chunk,
+                            .lo = view.lo == nullptr ? nullptr : view.lo + piece.in_chunk,
+                            .m = shifted(view.m),
+                            .v = shifted(view.v)};
     updated_ += optim::adamw_update(params, gradients + piece.in_chunk, part, piece.elements).updated;
   });
   return {};

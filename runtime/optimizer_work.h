@@ -26,16 +26,19 @@ class UpdateThreads {
 // One step's work. With staged gradients the updates are those of the step before the measured gradients.
 class OptimizerWork final : public swap::HostWork {
  public:
-  OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, optim::AdamWParams params, float weight_decay,
-                std::uint64_t seed);
+  OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, optim::AdamWParams params,
+                float weight_decay, std::uint64_t seed);
 
   io::Error measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) override;
-  // Measures too where measure() is never called; a non-finite gradient is then an error, for what was updated before it stays.
-  io::Error update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words, std::span<std::byte> state) override;
+  // Measures too where measure() is never called; a non-finite gradient is then an error, for what was updated before
+  // it stays.
+  io::Error update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
+                   std::span<std::byte> state) override;
 
   // Call before the first update: drop the updates of this step, so that state and weights stay as they are.
   void skip_updates() { skip_ = true; }
-  // After the executor's finish_updates(). The norm of all gradients as applied (bf16), summed in an order that no cut changes.
+  // After the executor's finish_updates(). The norm of all gradients as applied (bf16), summed in an order that no cut
+  // changes.
   double gradient_norm() const;
   bool finite() const { return finite_; }
   std::uint64_t updated_parameters() const { return updated_; }

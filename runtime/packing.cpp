@@ -18,8 +18,11 @@ StateFormat format_of(const TensorSpec& tensor, Precision precision) {
 }
 
 swap::GroupShape group_of(const StateFormat& format, std::uint64_t elements) {
-  const bool eight_bits = format.moments == optim::MomentFormat::block8, split = format.master == optim::MasterFormat::split;
-  return {.elements = elements, .state_bytes_element = (split ? 2U : 0U) + (eight_bits ? 2U : 8U), .state_bytes_block = eight_bits ? 8U : 0U,
+  const bool eight_bits = format.moments == optim::MomentFormat::block8,
+             split = format.master == optim::MasterFormat::split;
+  return {.elements = elements,
+          .state_bytes_element = (split ? 2U : 0U) + (eight_bits ? 2U : 8U),
+          .state_bytes_block = eight_bits ? 8U : 0U,
           .precision = std::string(split ? "fp32-master" : "bf16-sr") + (eight_bits ? "+adam8" : "+adam32")};
 }
 
@@ -28,10 +31,13 @@ swap::GroupShape group_of(const StateFormat& format, std::uint64_t elements) {
 Precision parse_precision(std::string_view name) {
   for (int i = 0; i < 3; ++i)
     if (name == kPrecisionNames[i]) return static_cast<Precision>(i);
-  throw Exception(io::ErrorKind::usage, "--precision " + std::string(name) + " is unknown: use fp32-master+adam8, fp32-master+adam32 or bf16-sr+adam8");
+  throw Exception(io::ErrorKind::usage, "--precision " + std::string(name) +
+                                            " is unknown: use fp32-master+adam8, fp32-master+adam32 or bf16-sr+adam8");
 }
 
-const char* precision_name(Precision precision) { return kPrecisionNames[static_cast<int>(precision)]; }
+const char* precision_name(Precision precision) {
+  return kPrecisionNames[static_cast<int>(precision)];
+}
 
 PackedModel pack(const ModelSpec& spec, Precision precision) {
   PackedModel model;
@@ -86,7 +92,8 @@ optim::State state_view(const StateFormat& format, std::uint64_t elements, std::
 }
 
 std::uint64_t chunk_elements_for(std::uint64_t host_budget) {
-  // Ten bytes an element pass through buffers at once; a chunk takes at most a twentieth of the budget, between 64 Ki and 8 Mi elements.
+  // Ten bytes an element pass through buffers at once; a chunk takes at most a twentieth of the budget, between 64 Ki
+  // and 8 Mi elements.
   const std::uint64_t elements = host_budget / 200 / swap::kChunkQuantum * swap::kChunkQuantum;
   return std::clamp<std::uint64_t>(elements, swap::kChunkQuantum, 128 * swap::kChunkQuantum);
 }

@@ -1,6 +1,6 @@
 #pragma once
-// How the tensors of a model lie in the units that stream: offsets, groups of one precision, and the swap layout that follows. No
-// torch here.
+// How the tensors of a model lie in the units that stream: offsets, groups of one precision, and the swap layout that
+// follows. No torch here.
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -46,8 +46,8 @@ PackedModel pack(const ModelSpec& spec, Precision precision);
 // Typed pointers into one chunk's state bytes: lo | m | v | absmax of m | absmax of v.
 optim::State state_view(const StateFormat& format, std::uint64_t elements, std::uint16_t* words, std::byte* state);
 
-// Calls use(tensor, offset in tensor, offset in chunk, count) for each tensor that has elements in the chunk, in order. `count` is
-// without padding.
+// Calls use(tensor, offset in tensor, offset in chunk, count) for each tensor that has elements in the chunk, in order.
+// `count` is without padding.
 template <class Use>
 void for_each_piece(const PackedUnit& unit, const swap::Chunk& chunk, Use use) {
   for (const PackedTensor& tensor : unit.tensors) {

@@ -48,24 +48,33 @@ SessionOptions session_options(const RunOptions& options, TrainingLog& log) {
   result.device_memory = options.device_memory != 0 ? options.device_memory : available / 3;
   result.host_memory = options.host_memory != 0 ? options.host_memory : available / 2;
   if (options.device_memory == 0 || options.host_memory == 0)
-    log.say(fmt::format("budgets: device {}, host {} ({} are free)", human_bytes(result.device_memory), human_bytes(result.host_memory), human_bytes(available)));
+    log.say(fmt::format("budgets: device {}, host {} ({} are free)", human_bytes(result.device_memory),
+                        human_bytes(result.host_memory), human_bytes(available)));
   const std::uint64_t needed = result.host_memory + (result.device == "cpu" ? result.device_memory : 0);
   if (needed > available)
-    throw Exception(io::ErrorKind::usage, fmt::format("--host-memory and --device-memory ask for {} of RAM and {} are free: give less, or end other programs",
-                                                      human_bytes(needed), human_bytes(available)));
+    throw Exception(
+        io::ErrorKind::usage,
+        fmt::format(
+            "--host-memory and --device-memory ask for {} of RAM and {} are free: give less, or end other programs",
+            human_bytes(needed), human_bytes(available)));
   return result;
 }
 
 WeightSource checkpoint_weights(std::shared_ptr<const Checkpoint> checkpoint) {
-  return [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) { checkpoint->read_f32(tensor.name, first, out); };
+  return [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    checkpoint->read_f32(tensor.name, first, out);
+  };
 }
 
 WeightSource random_weights(std::uint64_t seed) {
-  return [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) { initial_values(tensor, seed, first, out); };
+  return [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    initial_values(tensor, seed, first, out);
+  };
 }
 
 MicroBatch micro_batch(const SequenceReader& read, std::int64_t first, std::int64_t rows, std::int64_t length) {
-  MicroBatch batch{.ids = torch::empty({rows, length}, torch::kInt64), .labels = torch::full({rows, length}, -100, torch::kInt64)};
+  MicroBatch batch{.ids = torch::empty({rows, length}, torch::kInt64),
+                   .labels = torch::full({rows, length}, -100, torch::kInt64)};
   for (std::int64_t row = 0; row < rows; ++row) {
     std::int64_t* ids = batch.ids.data_ptr<std::int64_t>() + row * length;
     read(first + row, {ids, static_cast<std::size_t>(length)});
@@ -81,6 +90,8 @@ void watch_signals() {
   std::signal(SIGXFSZ, SIG_IGN);  // a write past a limit then fails with EFBIG
 }
 
-int signals_seen() { return first_signal; }
+int signals_seen() {
+  return first_signal;
+}
 
 }  // namespace tierflow

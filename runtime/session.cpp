@@ -22,12 +22,16 @@ auto guarded(swap::Executor& executor, Work work) {
     executor.fail(error.error());
     throw;
   } catch (const c10::OutOfMemoryError& error) {
-    const io::Error failure{.kind = io::ErrorKind::memory, .operation = "compute",
-                            .detail = std::string(error.what_without_backtrace()) + "; use a smaller --micro-batch or --sequence-length, or a larger --device-memory"};
+    const io::Error failure{
+        .kind = io::ErrorKind::memory,
+        .operation = "compute",
+        .detail = std::string(error.what_without_backtrace()) +
+                  "; use a smaller --micro-batch or --sequence-length, or a larger --device-memory"};
     executor.fail(failure);
     throw Exception(failure);
   } catch (const c10::Error& error) {
-    const io::Error failure{.kind = io::ErrorKind::usage, .operation = "compute", .detail = error.what_without_backtrace()};
+    const io::Error failure{
+        .kind = io::ErrorKind::usage, .operation = "compute", .detail = error.what_without_backtrace()};
     executor.fail(failure);
     throw Exception(failure);
   }
@@ -51,11 +55,21 @@ StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
 double Session::evaluate(const std::vector<MicroBatch>& batches) {
   return guarded(*impl_->executor, [&] { return impl_->evaluate(batches); });
 }
-double Session::adamw_lr() const { return impl_->adamw.lr; }
-std::uint64_t Session::skipped_steps() const { return impl_->skipped; }
-std::uint64_t Session::parameters() const { return static_cast<std::uint64_t>(impl_->model->spec().parameters()); }
-std::array<swap::LaneCounters, swap::kLanes> Session::lanes() const { return impl_->executor->counters(); }
-const LayeredModel& Session::model() const { return *impl_->model; }
+double Session::adamw_lr() const {
+  return impl_->adamw.lr;
+}
+std::uint64_t Session::skipped_steps() const {
+  return impl_->skipped;
+}
+std::uint64_t Session::parameters() const {
+  return static_cast<std::uint64_t>(impl_->model->spec().parameters());
+}
+std::array<swap::LaneCounters, swap::kLanes> Session::lanes() const {
+  return impl_->executor->counters();
+}
+const LayeredModel& Session::model() const {
+  return *impl_->model;
+}
 
 std::optional<io::VolumeMode> Session::storage_mode() const {
   if (impl_->store == nullptr) return std::nullopt;
@@ -69,7 +83,8 @@ std::vector<io::DriveStats> Session::drives() const {
 MemoryUse Session::memory() const {
   return {.device_budget = impl_->options.device_memory,
           .device_peak = impl_->arrangement.device_bytes() + impl_->torch_memory.stats().peak_held,
-          .host_budget = impl_->options.host_memory, .host_used = impl_->arrangement.host_bytes(*impl_->layout),
+          .host_budget = impl_->options.host_memory,
+          .host_used = impl_->arrangement.host_bytes(*impl_->layout),
           .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->volume().size()};
 }
 
@@ -84,8 +99,10 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     targets += batch.target_tokens();
   }
   const std::vector<Shared> shared = share(batches);
-  // Staged: this plan applies the gradients of the step before and measures its own. Immediate: it does both for its own.
-  const auto work = arrangement.staged ? make_work(pending_step, pending_lr, pending_scale) : make_work(updates_done + 1, lr, 1.0);
+  // Staged: this plan applies the gradients of the step before and measures its own. Immediate: it does both for its
+  // own.
+  const auto work =
+      arrangement.staged ? make_work(pending_step, pending_lr, pending_scale) : make_work(updates_done + 1, lr, 1.0);
   const bool applies = arrangement.staged ? pending : true;
   executor->append(planner->train_step(pending), work);
   forward_all(shared, swap::Pass::forward);
@@ -97,7 +114,8 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   result.skipped = !std::isfinite(result.loss) || !work->finite();
   const bool applied = applies && !(result.skipped && !arrangement.staged);
   if (applied && work->updated_parameters() != packed.trainable_parameters)
-    throw Exception(io::ErrorKind::numeric, "step " + std::to_string(result.step) + " updated " + std::to_string(work->updated_parameters()) + " of " +
+    throw Exception(io::ErrorKind::numeric, "step " + std::to_string(result.step) + " updated " +
+                                                std::to_string(work->updated_parameters()) + " of " +
                                                 std::to_string(packed.trainable_parameters) + " parameters");
   if (result.skipped) ++skipped;
   if (arrangement.staged) {
@@ -105,7 +123,8 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     if (pending) {
       pending_step = ++updates_done;
       pending_lr = lr;
-      pending_scale = options.clip && result.grad_norm > 0 ? std::min(1.0, *options.clip / (result.grad_norm + 1e-6)) : 1.0;
+      pending_scale =
+          options.clip && result.grad_norm > 0 ? std::min(1.0, *options.clip / (result.grad_norm + 1e-6)) : 1.0;
     }
   } else if (!result.skipped) {
     ++updates_done;
@@ -116,10 +135,14 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
 }
 
 std::shared_ptr<OptimizerWork> Session::Impl::make_work(std::int64_t step, double lr, double scale) {
-  const optim::AdamWParams params{.lr = static_cast<float>(lr), .beta1 = static_cast<float>(adamw.beta1), .beta2 = static_cast<float>(adamw.beta2),
-                                  .eps = static_cast<float>(adamw.eps), .step = std::max<std::int64_t>(step, 1),
+  const optim::AdamWParams params{.lr = static_cast<float>(lr),
+                                  .beta1 = static_cast<float>(adamw.beta1),
+                                  .beta2 = static_cast<float>(adamw.beta2),
+                                  .eps = static_cast<float>(adamw.eps),
+                                  .step = std::max<std::int64_t>(step, 1),
                                   .gradient_scale = static_cast<float>(scale)};
-  auto work = std::make_shared<OptimizerWork>(packed, *layout, threads, params, static_cast<float>(adamw.weight_decay), mix(options.seed));
+  auto work = std::make_shared<OptimizerWork>(packed, *layout, threads, params, static_cast<float>(adamw.weight_decay),
+                                              mix(options.seed));
   work->immediate = !arrangement.staged;
   return work;
 }
@@ -130,8 +153,8 @@ void Session::Impl::flush() {
     executor->append(planner->flush(), work);
     throw_if(executor->drain());
     if (work->updated_parameters() != packed.trainable_parameters)
-      throw Exception(io::ErrorKind::numeric, "the last step updated " + std::to_string(work->updated_parameters()) + " of " +
-                                                  std::to_string(packed.trainable_parameters) + " parameters");
+      throw Exception(io::ErrorKind::numeric, "the last step updated " + std::to_string(work->updated_parameters()) +
+                                                  " of " + std::to_string(packed.trainable_parameters) + " parameters");
     pending = false;
   }
   throw_if(executor->drain());
@@ -173,7 +196,8 @@ Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_ba
       if (micro_batch == 0 && entered.visit->fresh_gradient[position])
         torch::from_blob(entered.arena + at, {static_cast<std::int64_t>(layout->unit_elements(index))}, floats).zero_();
       for (const PackedTensor& tensor : packed.units[index].tensors)
-        tensors[tensor.tensor] = torch::from_blob(entered.arena + at + 4 * tensor.offset, unit.tensors[tensor.tensor].shape, floats);
+        tensors[tensor.tensor] =
+            torch::from_blob(entered.arena + at + 4 * tensor.offset, unit.tensors[tensor.tensor].shape, floats);
     }
     for (torch::Tensor& tensor : tensors) gradients.push_back(std::move(tensor));
   }
@@ -190,17 +214,20 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
   const auto wrong = [](const std::string& what) { throw Exception(io::ErrorKind::usage, what); };
   if (train && !options.train) wrong("the session was made for evaluation");
   if (train && static_cast<int>(batches.size()) != options.micro_batches)
-    wrong("a step takes " + std::to_string(options.micro_batches) + " micro-batches, " + std::to_string(batches.size()) + " were given");
+    wrong("a step takes " + std::to_string(options.micro_batches) + " micro-batches, " +
+          std::to_string(batches.size()) + " were given");
   for (const MicroBatch& batch : batches)
-    if (batch.ids.dim() != 2 || batch.ids.size(0) > options.micro_batch || batch.ids.size(1) > options.sequence_length ||
-        batch.labels.sizes() != batch.ids.sizes())
-      wrong("a micro-batch has ids and labels of at most " + std::to_string(options.micro_batch) + " x " + std::to_string(options.sequence_length) + " tokens");
+    if (batch.ids.dim() != 2 || batch.ids.size(0) > options.micro_batch ||
+        batch.ids.size(1) > options.sequence_length || batch.labels.sizes() != batch.ids.sizes())
+      wrong("a micro-batch has ids and labels of at most " + std::to_string(options.micro_batch) + " x " +
+            std::to_string(options.sequence_length) + " tokens");
 }
 
 void Session::Impl::seed_random(int stage, int micro_batch) const {
   if (!model->draws_random_numbers()) return;
   std::uint64_t key = mix(options.seed + 0x9e3779b97f4a7c15ULL);
-  for (const std::uint64_t part : {static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(micro_batch), static_cast<std::uint64_t>(stage)})
+  for (const std::uint64_t part :
+       {static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(micro_batch), static_cast<std::uint64_t>(stage)})
     key = mix(key ^ (part + 0x9e3779b97f4a7c15ULL));
   torch::manual_seed(key);
 }
@@ -208,7 +235,8 @@ void Session::Impl::seed_random(int stage, int micro_batch) const {
 Carry Session::Impl::carry_in_slot(int stage, std::byte* slot) const {
   Carry carry;
   for (const TensorShape& shape : carry_shapes[stage])
-    carry.push_back(torch::from_blob(slot + shape.offset, shape.shape, torch::TensorOptions().dtype(shape.dtype).device(torch_device)));
+    carry.push_back(torch::from_blob(slot + shape.offset, shape.shape,
+                                     torch::TensorOptions().dtype(shape.dtype).device(torch_device)));
   return carry;
 }
 
@@ -239,11 +267,13 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, double scale, St
   for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
     const swap::Entered entered = enter(last, swap::Pass::head, micro_batch);
     seed_random(last, micro_batch);
-    HeadResult head = model->head_loss_and_backward(weights_of(entered), gradients_of(entered, micro_batch), carries[micro_batch], shared[micro_batch], scale);
+    HeadResult head = model->head_loss_and_backward(weights_of(entered), gradients_of(entered, micro_batch),
+                                                    carries[micro_batch], shared[micro_batch], scale);
     result.loss += head.loss_sum;
     carries[micro_batch] = std::move(head.d_carry);
     // Before the last micro-batch leaves, no update of this step can have begun.
-    if (micro_batch + 1 == static_cast<int>(shared.size()) && !arrangement.staged && !std::isfinite(result.loss)) work.skip_updates();
+    if (micro_batch + 1 == static_cast<int>(shared.size()) && !arrangement.staged && !std::isfinite(result.loss))
+      work.skip_updates();
     leave();
   }
 }
@@ -252,9 +282,11 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared) {
   for (int stage = static_cast<int>(layout->stages().size()) - 2; stage >= 0; --stage)
     for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
       const swap::Entered entered = enter(stage, swap::Pass::backward, micro_batch);
-      Carry input = entered.carry != nullptr ? carry_in_slot(stage, entered.carry) : std::move(saved[stage][micro_batch]);
+      Carry input =
+          entered.carry != nullptr ? carry_in_slot(stage, entered.carry) : std::move(saved[stage][micro_batch]);
       seed_random(stage, micro_batch);
-      carries[micro_batch] = model->backward(stage, weights_of(entered), gradients_of(entered, micro_batch), input, shared[micro_batch], carries[micro_batch]);
+      carries[micro_batch] = model->backward(stage, weights_of(entered), gradients_of(entered, micro_batch), input,
+                                             shared[micro_batch], carries[micro_batch]);
       leave();
     }
   carries.clear();
@@ -268,7 +300,8 @@ double Session::Impl::evaluate(const std::vector<MicroBatch>& batches) {
   std::int64_t targets = 0;
   const int last = static_cast<int>(layout->stages().size()) - 1;
   for (std::size_t begin = 0; begin < batches.size(); begin += options.micro_batches) {
-    const std::vector<MicroBatch> part(batches.begin() + begin, batches.begin() + std::min(batches.size(), begin + options.micro_batches));
+    const std::vector<MicroBatch> part(batches.begin() + begin,
+                                       batches.begin() + std::min(batches.size(), begin + options.micro_batches));
     for (const MicroBatch& batch : part) targets += batch.target_tokens();
     const std::vector<Shared> shared = share(part);
     executor->append(planner->evaluate(static_cast<int>(part.size())), nullptr);

@@ -1,6 +1,6 @@
 #pragma once
-// FRONT DOOR of training: a model whose state streams, and its steps. Throws Exception; after an exception from step() the session
-// can only be destroyed.
+// FRONT DOOR of training: a model whose state streams, and its steps. Throws Exception; after an exception from step()
+// the session can only be destroyed.
 #include <array>
 #include <cstdint>
 #include <filesystem>
@@ -24,24 +24,24 @@ struct AdamW {
 };
 
 struct SessionOptions {
-  std::string device = "cpu";             // "cpu", "cuda"
-  std::uint64_t device_memory = 0;        // bytes: weights, gradients, activations and workspace
-  std::uint64_t host_memory = 0;          // bytes: streaming buffers and residency
+  std::string device = "cpu";                  // "cpu", "cuda"
+  std::uint64_t device_memory = 0;             // bytes: weights, gradients, activations and workspace
+  std::uint64_t host_memory = 0;               // bytes: streaming buffers and residency
   std::vector<std::filesystem::path> storage;  // empty: everything must fit the host budget
   io::EngineKind engine = io::EngineKind::automatic;
   bool allow_buffered = false, allow_any_filesystem = false;
   int generations = 1;
   Precision precision = Precision::fp32_master_adam8;
-  std::optional<double> clip = 1.0;       // global gradient norm; none: updates run beside the backward
-  std::int64_t micro_batch = 1;           // sequences in a micro-batch
-  int micro_batches = 1;                  // in a step
+  std::optional<double> clip = 1.0;  // global gradient norm; none: updates run beside the backward
+  std::int64_t micro_batch = 1;      // sequences in a micro-batch
+  int micro_batches = 1;             // in a step
   std::int64_t sequence_length = 512;
-  std::uint64_t seed = 0;                 // of dropout and stochastic rounding
-  int update_threads = 0;                 // 0: as many as torch uses
-  bool keep_store = false;                // the state outlives the session in `storage`: see commit() and export_store()
-  bool train = true;                      // false: evaluate() and export alone
-  std::uint64_t chunk_elements = 0;       // 0: from the host budget
-  std::uint64_t chaos_seed = 0;           // CPU device: delays and poison, for tests
+  std::uint64_t seed = 0;            // of dropout and stochastic rounding
+  int update_threads = 0;            // 0: as many as torch uses
+  bool keep_store = false;           // the state outlives the session in `storage`: see commit() and export_store()
+  bool train = true;                 // false: evaluate() and export alone
+  std::uint64_t chunk_elements = 0;  // 0: from the host budget
+  std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests
 };
 
 struct StepResult {
@@ -106,6 +106,7 @@ class Session {
 };
 
 // Writes the committed weights of a store that a session kept as an HF folder.
-void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder, const Progress& progress = {});
+void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
+                  const Progress& progress = {});
 
 }  // namespace tierflow

@@ -12,8 +12,8 @@ namespace {
 using ReadWords = std::function<void(int chunk, const std::function<void(std::span<std::byte>)>& use)>;
 
 // Tensors in the order in which their units' chunks hold them, each chunk read once.
-void export_words(const ModelSpec& spec, const PackedModel& packed, const swap::Layout& layout, const std::filesystem::path& folder, const ReadWords& read,
-                  const Progress& progress) {
+void export_words(const ModelSpec& spec, const PackedModel& packed, const swap::Layout& layout,
+                  const std::filesystem::path& folder, const ReadWords& read, const Progress& progress) {
   std::vector<TensorHeader> headers;
   std::uint64_t done = 0, total = 0;
   for (std::size_t index = 0; index < packed.units.size(); ++index)
@@ -26,10 +26,11 @@ void export_words(const ModelSpec& spec, const PackedModel& packed, const swap::
   for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
     const swap::Chunk& chunk = layout.chunks()[id];
     read(id, [&](std::span<std::byte> words) {
-      for_each_piece(packed.units[chunk.unit], chunk, [&](const PackedTensor&, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
-        writer.write(words.subspan(2 * in_chunk, 2 * count));
-        done += count;
-      });
+      for_each_piece(packed.units[chunk.unit], chunk,
+                     [&](const PackedTensor&, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
+                       writer.write(words.subspan(2 * in_chunk, 2 * count));
+                       done += count;
+                     });
     });
     if (progress) progress("exporting", done, total);
   }
@@ -38,7 +39,9 @@ void export_words(const ModelSpec& spec, const PackedModel& packed, const swap::
   std::ofstream file(config, std::ios::trunc);
   file << spec.config_json;
   file.flush();
-  if (!file) throw Exception(io::Error{.kind = io::ErrorKind::io, .operation = "write", .path = config.string(), .error_number = errno});
+  if (!file)
+    throw Exception(
+        io::Error{.kind = io::ErrorKind::io, .operation = "write", .path = config.string(), .error_number = errno});
 }
 
 }  // namespace
@@ -46,8 +49,10 @@ void export_words(const ModelSpec& spec, const PackedModel& packed, const swap::
 void Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
   Impl& impl = *impl_;
   impl.flush();
-  export_words(impl.model->spec(), impl.packed, *impl.layout, folder,
-               [&](int chunk, const auto& use) { throw_if(impl.executor->access(swap::ExtentKind::hi, chunk, false, use)); }, progress);
+  export_words(
+      impl.model->spec(), impl.packed, *impl.layout, folder,
+      [&](int chunk, const auto& use) { throw_if(impl.executor->access(swap::ExtentKind::hi, chunk, false, use)); },
+      progress);
 }
 
 void Session::commit() {
@@ -60,12 +65,15 @@ void Session::commit() {
   impl.committed = true;
 }
 
-void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder, const Progress& progress) {
+void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
+                  const Progress& progress) {
   swap::StoreOptions options{.volume = {.directories = storage, .allow_buffered = true, .allow_any_filesystem = true}};
   const auto contents = value_or_throw(swap::Store::inspect(options.volume));
   const auto identity = nlohmann::json::parse(contents.identity, nullptr, false);
   if (!identity.is_object() || !identity.contains("config"))
-    throw Exception(io::Error{.kind = io::ErrorKind::corruption, .path = storage.front().string(), .detail = "the store does not say which model it holds"});
+    throw Exception(io::Error{.kind = io::ErrorKind::corruption,
+                              .path = storage.front().string(),
+                              .detail = "the store does not say which model it holds"});
   const ModelSpec spec = parse_model_spec(identity.value("config", ""), storage.front().string());
   const PackedModel packed = pack(spec, parse_precision(identity.value("precision", "")));
   std::vector<swap::UnitShape> shapes;
@@ -75,10 +83,13 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
   options.staged_gradients = contents.staged_gradients;
   options.identity = contents.identity;
   const auto store = value_or_throw(swap::Store::open(std::move(options), layout));
-  export_words(spec, packed, layout, folder, [&](int chunk, const auto& use) {
-    io::Buffer buffer = value_or_throw(store->fetch(swap::ExtentKind::hi, chunk));
-    use(buffer.bytes());
-  }, progress);
+  export_words(
+      spec, packed, layout, folder,
+      [&](int chunk, const auto& use) {
+        io::Buffer buffer = value_or_throw(store->fetch(swap::ExtentKind::hi, chunk));
+        use(buffer.bytes());
+      },
+      progress);
 }
 
 std::vector<float> Session::master(int unit, int tensor) {
@@ -90,15 +101,23 @@ std::vector<float> Session::master(int unit, int tensor) {
   for (const swap::Chunk& chunk : impl.layout->chunks_of(unit)) {
     const int id = first + chunk.index;
     std::vector<std::uint16_t> hi(chunk.elements), lo(chunk.elements);
-    throw_if(impl.executor->access(swap::ExtentKind::hi, id, false, [&](std::span<std::byte> bytes) { std::memcpy(hi.data(), bytes.data(), bytes.size()); }));
+    throw_if(impl.executor->access(swap::ExtentKind::hi, id, false, [&](std::span<std::byte> bytes) {
+      std::memcpy(hi.data(), bytes.data(), bytes.size());
+    }));
     if (packed.formats[chunk.group].master == optim::MasterFormat::split && impl.options.train && chunk.trainable)
-      throw_if(impl.executor->access(swap::ExtentKind::state, id, false, [&](std::span<std::byte> bytes) { std::memcpy(lo.data(), bytes.data(), 2 * lo.size()); }));
-    const bool whole = packed.formats[chunk.group].master == optim::MasterFormat::split && impl.options.train && chunk.trainable;
-    for_each_piece(packed, chunk, [&](const PackedTensor& piece, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-      if (piece.tensor != tensor) return;
-      if (whole) return optim::join_master(hi.data() + in_chunk, lo.data() + in_chunk, values.data() + in_tensor, count);
-      for (std::uint64_t i = 0; i < count; ++i) values[in_tensor + i] = optim::float_from_bf16(hi[in_chunk + i]);
-    });
+      throw_if(impl.executor->access(swap::ExtentKind::state, id, false, [&](std::span<std::byte> bytes) {
+        std::memcpy(lo.data(), bytes.data(), 2 * lo.size());
+      }));
+    const bool whole =
+        packed.formats[chunk.group].master == optim::MasterFormat::split && impl.options.train && chunk.trainable;
+    for_each_piece(
+        packed, chunk,
+        [&](const PackedTensor& piece, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+          if (piece.tensor != tensor) return;
+          if (whole)
+            return optim::join_master(hi.data() + in_chunk, lo.data() + in_chunk, values.data() + in_tensor, count);
+          for (std::uint64_t i = 0; i < count; ++i) values[in_tensor + i] = optim::float_from_bf16(hi[in_chunk + i]);
+        });
   }
   return values;
 }
@@ -114,11 +133,14 @@ std::string Session::describe() const {
     }
     return std::to_string(all == 0 ? 0 : kept * 100 / all) + "%";
   };
-  const std::size_t on_host = std::count(impl.arrangement.carry_on_host.begin(), impl.arrangement.carry_on_host.end(), true);
-  std::string text = std::to_string(parameters() / 1000000) + "M parameters, " + precision_name(impl.options.precision) + "; device: " +
-                     mib(impl.arrangement.device_bytes()) + " of slots and " + mib(impl.workspace) + " of workspace in " + mib(impl.options.device_memory) +
-                     "; host: " + mib(impl.arrangement.host_bytes(*impl.layout)) + " of " + mib(impl.options.host_memory) + ", in it " +
-                     share(impl.arrangement.hi_resident) + " of the weights";
+  const std::size_t on_host =
+      std::count(impl.arrangement.carry_on_host.begin(), impl.arrangement.carry_on_host.end(), true);
+  std::string text = std::to_string(parameters() / 1000000) + "M parameters, " +
+                     precision_name(impl.options.precision) + "; device: " + mib(impl.arrangement.device_bytes()) +
+                     " of slots and " + mib(impl.workspace) + " of workspace in " + mib(impl.options.device_memory) +
+                     "; host: " + mib(impl.arrangement.host_bytes(*impl.layout)) + " of " +
+                     mib(impl.options.host_memory) + ", in it " + share(impl.arrangement.hi_resident) +
+                     " of the weights";
   if (impl.options.train) text += ", " + share(impl.arrangement.state_resident) + " of the optimizer state";
   if (impl.arrangement.staged) text += ", " + share(impl.arrangement.gradient_resident) + " of the staged gradients";
   if (on_host != 0) text += ", the boundary activations of " + std::to_string(on_host) + " layers";

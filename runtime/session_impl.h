@@ -53,14 +53,14 @@ struct Session::Impl {
   std::unique_ptr<swap::Store> store;
   UpdateThreads threads;
   std::unique_ptr<swap::Planner> planner;
-  std::unique_ptr<swap::Executor> executor;  // last: drains before the rest goes
+  std::unique_ptr<swap::Executor> executor;            // last: drains before the rest goes
   std::vector<std::vector<TensorShape>> carry_shapes;  // by stage: of its input
   std::uint64_t workspace = 0;
 
   std::vector<Carry> carries;             // by micro-batch: input of the stage at hand, then its gradient
   std::vector<std::vector<Carry>> saved;  // by stage and micro-batch, where they stay on the device
   std::int64_t steps = 0, skipped = 0;
-  bool pending = false;      // staged gradients wait for their update
+  bool pending = false;  // staged gradients wait for their update
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;
   bool committed = false;

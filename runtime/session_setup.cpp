@@ -39,25 +39,40 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   for (std::size_t stage = 1; stage < stages.size(); ++stage)
     if (const auto& shapes_of = carry_shapes[stage]; !shapes_of.empty())
       stages[stage].carry_bytes = swap::round_up(shapes_of.back().offset + shapes_of.back().bytes, swap::kSector);
-  const std::uint64_t chunk_elements = options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory);
+  const std::uint64_t chunk_elements =
+      options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory);
   layout = std::make_unique<swap::Layout>(std::move(shapes), std::move(stages), chunk_elements);
-  arrangement = value_or_throw(swap::arrange(*layout, {.host_budget = options.host_memory, .device_budget = options.device_memory, .workspace = workspace,
-                                                       .micro_batches = options.micro_batches, .staged = options.clip.has_value(),
-                                                       .storage = !options.storage.empty(), .train = options.train}));
-  device = options.device == "cuda" ? value_or_throw(swap::open_cuda_device(0)) : swap::open_cpu_device({.chaos_seed = options.chaos_seed});
+  arrangement = value_or_throw(swap::arrange(*layout, {.host_budget = options.host_memory,
+                                                       .device_budget = options.device_memory,
+                                                       .workspace = workspace,
+                                                       .micro_batches = options.micro_batches,
+                                                       .staged = options.clip.has_value(),
+                                                       .storage = !options.storage.empty(),
+                                                       .train = options.train}));
+  device = options.device == "cuda" ? value_or_throw(swap::open_cuda_device(0))
+                                    : swap::open_cpu_device({.chaos_seed = options.chaos_seed});
 
-  const auto any = [](const std::vector<bool>& flags) { return std::find(flags.begin(), flags.end(), true) != flags.end(); };
+  const auto any = [](const std::vector<bool>& flags) {
+    return std::find(flags.begin(), flags.end(), true) != flags.end();
+  };
   std::vector<bool> stored(layout->chunks().size());
   for (std::size_t id = 0; id < stored.size(); ++id)
-    stored[id] = !arrangement.hi_resident[id] || (options.train && layout->chunks()[id].trainable && !arrangement.state_resident[id]);
+    stored[id] = !arrangement.hi_resident[id] ||
+                 (options.train && layout->chunks()[id].trainable && !arrangement.state_resident[id]);
   if (any(stored) || options.keep_store) {
-    swap::StoreOptions store_options{.volume = {.directories = options.storage, .engine = options.engine, .allow_buffered = options.allow_buffered,
+    swap::StoreOptions store_options{.volume = {.directories = options.storage,
+                                                .engine = options.engine,
+                                                .allow_buffered = options.allow_buffered,
                                                 .allow_any_filesystem = options.allow_any_filesystem},
-                                     .generations = options.generations, .staged_gradients = arrangement.staged,
-                                     .identity = nlohmann::json{{"config", model->spec().config_json}, {"precision", precision_name(options.precision)}}.dump()};
+                                     .generations = options.generations,
+                                     .staged_gradients = arrangement.staged,
+                                     .identity = nlohmann::json{{"config", model->spec().config_json},
+                                                                {"precision", precision_name(options.precision)}}
+                                                     .dump()};
     store = value_or_throw(swap::Store::create(std::move(store_options), *layout));
   }
-  executor = value_or_throw(swap::Executor::create(*device, store.get(), *layout, arrangement, {.chaos_seed = options.chaos_seed}));
+  executor = value_or_throw(
+      swap::Executor::create(*device, store.get(), *layout, arrangement, {.chaos_seed = options.chaos_seed}));
   planner = std::make_unique<swap::Planner>(*layout, arrangement);
   torch_memory.release_kept();
   torch_memory.set_cap(options.device_memory - arrangement.device_bytes());
@@ -71,8 +86,8 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   }
 }
 
-// One stage for one micro-batch, forward and backward, on memory of its own: raises `most` to what it takes beside weights and
-// gradients, and gives what it passes on.
+// One stage for one micro-batch, forward and backward, on memory of its own: raises `most` to what it takes beside
+// weights and gradients, and gives what it passes on.
 Carry Session::Impl::probe_stage(int stage, const Carry& carry, const Shared& shared, std::uint64_t& most) {
   const auto on_device = torch::TensorOptions().device(torch_device);
   Weights weights;
@@ -90,7 +105,8 @@ Carry Session::Impl::probe_stage(int stage, const Carry& carry, const Shared& sh
     out = model->forward(stage, weights, carry, shared, options.train);
     if (options.train) {
       Carry d_out;
-      for (const torch::Tensor& part : out) d_out.push_back(part.is_floating_point() ? torch::zeros_like(part) : torch::Tensor());
+      for (const torch::Tensor& part : out)
+        d_out.push_back(part.is_floating_point() ? torch::zeros_like(part) : torch::Tensor());
       model->backward(stage, weights, gradients, carry, shared, d_out);
     }
   } else if (options.train) {
@@ -107,7 +123,8 @@ std::uint64_t Session::Impl::probe_workspace() {
   torch_memory.release_kept();
   torch_memory.set_cap(options.device_memory);
   const torch::NoGradGuard no_grad;
-  const auto ids = torch::zeros({options.micro_batch, options.sequence_length}, torch::TensorOptions().device(torch_device).dtype(torch::kInt64));
+  const auto ids = torch::zeros({options.micro_batch, options.sequence_length},
+                                torch::TensorOptions().device(torch_device).dtype(torch::kInt64));
   using Kind = std::vector<std::vector<std::int64_t>>;
   const auto measure = [&] {
     std::uint64_t most = 0, carries = 0;
@@ -123,7 +140,8 @@ std::uint64_t Session::Impl::probe_workspace() {
       carry_shapes.emplace_back();
       for (const torch::Tensor& part : carry) {
         kind.push_back(part.sizes().vec());
-        carry_shapes.back().push_back({.shape = part.sizes().vec(), .dtype = part.scalar_type(), .bytes = part.nbytes(), .offset = offset});
+        carry_shapes.back().push_back(
+            {.shape = part.sizes().vec(), .dtype = part.scalar_type(), .bytes = part.nbytes(), .offset = offset});
         offset += swap::round_up(part.nbytes(), kCarryAlign);
       }
       carries = std::max(carries, bytes_of(carry));
@@ -132,9 +150,10 @@ std::uint64_t Session::Impl::probe_workspace() {
       if (!seen.contains(kind)) seen[kind] = probe_stage(stage, carry, shared, most);
       carry = seen[kind];
     }
-    // Live beside the stage at hand: every micro-batch's carry and its gradient, and what layers share. An eighth more for blocks
-    // that are reused although a little too large.
-    return most + most / 8 + options.micro_batches * (2 * carries + bytes_of(shared.tables) + 2 * ids.nbytes()) + (std::uint64_t{4} << 20);
+    // Live beside the stage at hand: every micro-batch's carry and its gradient, and what layers share. An eighth more
+    // for blocks that are reused although a little too large.
+    return most + most / 8 + options.micro_batches * (2 * carries + bytes_of(shared.tables) + 2 * ids.nbytes()) +
+           (std::uint64_t{4} << 20);
   };
   std::uint64_t bytes = 0;
   try {
@@ -167,16 +186,19 @@ void Session::Impl::load_chunk(int id, const WeightSource& weights) {
     std::uint64_t in_tensor, in_chunk, elements;
   };
   std::vector<Piece> pieces;
-  for_each_piece(unit, chunk, [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-    for (std::uint64_t at = 0; at < count; at += swap::kChunkQuantum)
-      pieces.push_back({&spec.tensors[tensor.tensor], in_tensor + at, in_chunk + at, std::min<std::uint64_t>(swap::kChunkQuantum, count - at)});
-  });
+  for_each_piece(unit, chunk,
+                 [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+                   for (std::uint64_t at = 0; at < count; at += swap::kChunkQuantum)
+                     pieces.push_back({&spec.tensors[tensor.tensor], in_tensor + at, in_chunk + at,
+                                       std::min<std::uint64_t>(swap::kChunkQuantum, count - at)});
+                 });
   const auto fill = [&](std::uint16_t* hi, std::uint16_t* lo) {
     threads.each(pieces.size(), [&](std::size_t index) {
       const Piece& piece = pieces[index];
       std::vector<float> values(piece.elements);
       weights(*piece.tensor, piece.in_tensor, values);
-      if (lo != nullptr) return optim::split_master(values.data(), hi + piece.in_chunk, lo + piece.in_chunk, piece.elements);
+      if (lo != nullptr)
+        return optim::split_master(values.data(), hi + piece.in_chunk, lo + piece.in_chunk, piece.elements);
       for (std::uint64_t i = 0; i < piece.elements; ++i) hi[piece.in_chunk + i] = optim::bf16_from_float(values[i]);
     });
   };

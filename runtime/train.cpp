@@ -34,10 +34,13 @@ class Training {
         spec_(read_model_spec(options.config.empty() ? options.model / "config.json" : options.config)),
         data_(Dataset::prepare(data_options(options, spec_, fs::temp_directory_path()))) {
     if (options.sequence_length > spec_.config.max_positions && spec_.config.max_positions > 0)
-      throw Exception(io::ErrorKind::usage, fmt::format("--sequence-length {} exceeds the model's {} positions", options.sequence_length, spec_.config.max_positions));
+      throw Exception(io::ErrorKind::usage, fmt::format("--sequence-length {} exceeds the model's {} positions",
+                                                        options.sequence_length, spec_.config.max_positions));
     per_step_ = options.micro_batch * options.micro_batches;
     steps_ = options.steps;
-    if (steps_ == 0) steps_ = std::max<std::int64_t>(1, std::max<std::int64_t>(1, options.epochs) * data_.training_sequences() / per_step_);
+    if (steps_ == 0)
+      steps_ =
+          std::max<std::int64_t>(1, std::max<std::int64_t>(1, options.epochs) * data_.training_sequences() / per_step_);
   }
 
   int run() {
@@ -51,7 +54,8 @@ class Training {
       if (options_.eval_every > 0 && step % options_.eval_every == 0 && step < steps_) evaluate(step, last_held_out_);
     }
     const int signal = signals_seen();
-    if (signal != 0) log_.say(fmt::format("stopped after step {} of {}; once more ends without writing the result", step, steps_));
+    if (signal != 0)
+      log_.say(fmt::format("stopped after step {} of {}; once more ends without writing the result", step, steps_));
     if (step > 0 && (signal == 0 || options_.eval_every > 0)) evaluate(step, last_held_out_);
     write_result();
     summarise(step);
@@ -73,21 +77,28 @@ class Training {
       check_tensors(spec_, *checkpoint);
       weights = checkpoint_weights(std::move(checkpoint));
     }
-    const AdamW adamw{.lr = options_.lr, .beta1 = options_.beta1, .beta2 = options_.beta2, .eps = options_.eps, .weight_decay = options_.weight_decay};
-    session_ = std::make_unique<Session>(Model{make_model(spec_), weights}, session, adamw,
-                                         [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); });
+    const AdamW adamw{.lr = options_.lr,
+                      .beta1 = options_.beta1,
+                      .beta2 = options_.beta2,
+                      .eps = options_.eps,
+                      .weight_decay = options_.weight_decay};
+    session_ = std::make_unique<Session>(
+        Model{make_model(spec_), weights}, session, adamw,
+        [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); });
     log_.say(session_->describe());
     if (const auto mode = session_->storage_mode())
       for (const std::string& warning : mode->warnings) log_.say("warning: " + warning);
-    log_.say(fmt::format("{} training sequences of {} tokens, {} held out; {} steps of {} tokens", data_.training_sequences(), options_.sequence_length,
-                         data_.held_out_sequences(), steps_, per_step_ * options_.sequence_length));
+    log_.say(fmt::format("{} training sequences of {} tokens, {} held out; {} steps of {} tokens",
+                         data_.training_sequences(), options_.sequence_length, data_.held_out_sequences(), steps_,
+                         per_step_ * options_.sequence_length));
   }
 
   void train_step(std::int64_t step) {
     const auto read = [this](std::int64_t index, std::span<std::int64_t> out) { data_.training_sequence(index, out); };
     std::vector<MicroBatch> batches;
     for (std::int64_t i = 0; i < options_.micro_batches; ++i)
-      batches.push_back(micro_batch(read, step * per_step_ + i * options_.micro_batch, options_.micro_batch, options_.sequence_length));
+      batches.push_back(micro_batch(read, step * per_step_ + i * options_.micro_batch, options_.micro_batch,
+                                    options_.sequence_length));
     const double lr = learning_rate(options_, step, steps_);
     const StepResult result = session_->step(batches, lr);
     last_loss_ = result.loss;
@@ -101,18 +112,23 @@ class Training {
     const auto read = [this](std::int64_t index, std::span<std::int64_t> out) { data_.held_out_sequence(index, out); };
     std::vector<MicroBatch> batches;
     for (std::int64_t first = 0; first < count; first += options_.micro_batch)
-      batches.push_back(micro_batch(read, first, std::min(options_.micro_batch, count - first), options_.sequence_length));
+      batches.push_back(
+          micro_batch(read, first, std::min(options_.micro_batch, count - first), options_.sequence_length));
     loss = session_->evaluate(batches);
     log_.evaluation(step, loss, *session_);
   }
 
   void write_result() {
     if (options_.no_export) return session_->commit();
-    session_->export_hf(options_.out, [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); });
+    session_->export_hf(options_.out, [this](const char* phase, std::uint64_t done, std::uint64_t total) {
+      log_.progress(phase, done, total);
+    });
     const fs::path from = options_.config.empty() ? options_.model : options_.config.parent_path();
-    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json"}) {
+    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
+                             "merges.txt", "tokenizer.model", "generation_config.json"}) {
       std::error_code ignored;
-      if (fs::exists(from / name, ignored)) fs::copy_file(from / name, options_.out / name, fs::copy_options::overwrite_existing, ignored);
+      if (fs::exists(from / name, ignored))
+        fs::copy_file(from / name, options_.out / name, fs::copy_options::overwrite_existing, ignored);
     }
     std::ofstream(options_.out / "tierflow_run.json") << effective_configuration(options_) << '\n';
   }
@@ -122,27 +138,47 @@ class Training {
     json lanes;
     for (int i = 0; i < swap::kLanes; ++i) {
       const auto counters = session_->lanes()[i];
-      lanes[swap::lane_name(static_cast<swap::Lane>(i))] = {{"bytes", counters.bytes}, {"busy_s", counters.busy_seconds}};
+      lanes[swap::lane_name(static_cast<swap::Lane>(i))] = {{"bytes", counters.bytes},
+                                                            {"busy_s", counters.busy_seconds}};
     }
     json storage;
     if (const auto mode = session_->storage_mode())
-      storage = {{"engine", io::engine_name(mode->engine)}, {"direct", mode->direct}, {"registered_buffers", mode->registered_buffers}, {"alignment", mode->alignment}};
+      storage = {{"engine", io::engine_name(mode->engine)},
+                 {"direct", mode->direct},
+                 {"registered_buffers", mode->registered_buffers},
+                 {"alignment", mode->alignment}};
     const auto or_null = [](double loss) { return std::isnan(loss) ? json() : json(loss); };
-    const json summary{{"steps", steps}, {"tokens_per_s", log_.tokens_per_second()}, {"training_s", log_.training_seconds()}, {"loss", or_null(last_loss_)},
-                       {"held_out_loss_before", or_null(first_held_out_)}, {"held_out_loss_after", or_null(last_held_out_)},
-                       {"skipped_steps", session_->skipped_steps()}, {"parameters", session_->parameters()}, {"limit", log_.limiting_lane(*session_)},
-                       {"device_memory_peak", memory.device_peak}, {"device_memory_budget", memory.device_budget}, {"host_memory", memory.host_used},
-                       {"host_memory_budget", memory.host_budget}, {"storage_bytes", memory.storage_bytes}, {"storage_mode", storage}, {"peak_rss", resident_set_peak()}, {"lanes", lanes},
+    const json summary{{"steps", steps},
+                       {"tokens_per_s", log_.tokens_per_second()},
+                       {"training_s", log_.training_seconds()},
+                       {"loss", or_null(last_loss_)},
+                       {"held_out_loss_before", or_null(first_held_out_)},
+                       {"held_out_loss_after", or_null(last_held_out_)},
+                       {"skipped_steps", session_->skipped_steps()},
+                       {"parameters", session_->parameters()},
+                       {"limit", log_.limiting_lane(*session_)},
+                       {"device_memory_peak", memory.device_peak},
+                       {"device_memory_budget", memory.device_budget},
+                       {"host_memory", memory.host_used},
+                       {"host_memory_budget", memory.host_budget},
+                       {"storage_bytes", memory.storage_bytes},
+                       {"storage_mode", storage},
+                       {"peak_rss", resident_set_peak()},
+                       {"lanes", lanes},
                        {"out", options_.no_export ? json() : json(fs::absolute(options_.out).string())}};
     log_.object({{"summary", summary}});
     const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
-    log_.say(fmt::format("\n{} steps in {:.1f} s: {:.0f} tokens/s, limited by {}", steps, log_.training_seconds(), log_.tokens_per_second(), log_.limiting_lane(*session_)));
+    log_.say(fmt::format("\n{} steps in {:.1f} s: {:.0f} tokens/s, limited by {}", steps, log_.training_seconds(),
+                         log_.tokens_per_second(), log_.limiting_lane(*session_)));
     log_.say(fmt::format("held-out loss {:.4f} before, {:.4f} after", first_held_out_, last_held_out_));
-    log_.say(fmt::format("device memory {} at most, budget {}; host memory {}, budget {}; process {} at most", human_bytes(memory.device_peak),
-                         human_bytes(memory.device_budget), human_bytes(memory.host_used), human_bytes(memory.host_budget), human_bytes(resident_set_peak())));
-    log_.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated on the CPU", moved("disk_read"), moved("disk_write"),
-                         moved("upload"), moved("download"), moved("update")));
-    if (session_->skipped_steps() > 0) log_.say(fmt::format("{} steps were skipped: a loss or gradient was not finite", session_->skipped_steps()));
+    log_.say(fmt::format("device memory {} at most, budget {}; host memory {}, budget {}; process {} at most",
+                         human_bytes(memory.device_peak), human_bytes(memory.device_budget),
+                         human_bytes(memory.host_used), human_bytes(memory.host_budget),
+                         human_bytes(resident_set_peak())));
+    log_.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated on the CPU",
+                         moved("disk_read"), moved("disk_write"), moved("upload"), moved("download"), moved("update")));
+    if (session_->skipped_steps() > 0)
+      log_.say(fmt::format("{} steps were skipped: a loss or gradient was not finite", session_->skipped_steps()));
     if (options_.no_export)
       log_.say("result: in the store; `tierflow export --storage ... --out ...` writes it as a model folder");
     else
@@ -161,7 +197,9 @@ class Training {
 void check_out(const fs::path& out) {
   std::error_code ignored;
   if (fs::exists(out, ignored) && !(fs::is_directory(out, ignored) && fs::is_empty(out, ignored)))
-    throw Exception(io::Error{.kind = io::ErrorKind::usage, .path = out.string(), .detail = "--out exists and is not an empty folder: name another, or remove it"});
+    throw Exception(io::Error{.kind = io::ErrorKind::usage,
+                              .path = out.string(),
+                              .detail = "--out exists and is not an empty folder: name another, or remove it"});
 }
 
 }  // namespace
@@ -184,8 +222,9 @@ int run_eval(const EvalOptions& options) {
   const Dataset data = Dataset::prepare(data_options(options, spec, fs::temp_directory_path()));
   SessionOptions session_settings = session_options(options, log);
   session_settings.train = false;
-  Session session(Model{make_model(spec), checkpoint_weights(checkpoint)}, session_settings, {},
-                  [&](const char* phase, std::uint64_t done, std::uint64_t total) { log.progress(phase, done, total); });
+  Session session(
+      Model{make_model(spec), checkpoint_weights(checkpoint)}, session_settings, {},
+      [&](const char* phase, std::uint64_t done, std::uint64_t total) { log.progress(phase, done, total); });
   std::int64_t count = data.training_sequences();
   if (options.max_sequences > 0) count = std::min(count, options.max_sequences);
   const auto read = [&](std::int64_t index, std::span<std::int64_t> out) { data.training_sequence(index, out); };
@@ -193,7 +232,8 @@ int run_eval(const EvalOptions& options) {
   std::int64_t targets = 0;
   for (std::int64_t first = 0; first < count; first += options.micro_batch) {
     if (signals_seen() != 0) return 128 + signals_seen();
-    const MicroBatch batch = micro_batch(read, first, std::min(options.micro_batch, count - first), options.sequence_length);
+    const MicroBatch batch =
+        micro_batch(read, first, std::min(options.micro_batch, count - first), options.sequence_length);
     const std::int64_t tokens = batch.target_tokens();
     sum += session.evaluate({batch}) * static_cast<double>(tokens);
     targets += tokens;
@@ -205,14 +245,17 @@ int run_eval(const EvalOptions& options) {
   if (options.json)
     std::cout << result.dump() << std::endl;
   else
-    std::cout << fmt::format("loss {:.6f}  perplexity {:.4f}  ({} tokens in {} sequences)", loss, std::exp(loss), targets, count) << std::endl;
+    std::cout << fmt::format("loss {:.6f}  perplexity {:.4f}  ({} tokens in {} sequences)", loss, std::exp(loss),
+                             targets, count)
+              << std::endl;
   return 0;
 }
 
 int run_export(const ExportOptions& options) {
   check_out(options.out);
   TrainingLog log({}, false);
-  export_store(options.storage, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) { log.progress(phase, done, total); });
+  export_store(options.storage, options.out,
+               [&](const char* phase, std::uint64_t done, std::uint64_t total) { log.progress(phase, done, total); });
   log.say("result: " + fs::absolute(options.out).string());
   return 0;
 }

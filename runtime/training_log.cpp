@@ -16,7 +16,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using nlohmann::json;
 
-double seconds_since(Clock::time_point then) { return std::chrono::duration<double>(Clock::now() - then).count(); }
+double seconds_since(Clock::time_point then) {
+  return std::chrono::duration<double>(Clock::now() - then).count();
+}
 
 std::uint64_t number_in(const char* path, const char* key) {
   std::ifstream file(path);
@@ -50,10 +52,12 @@ std::uint64_t resident_set_peak() {
 std::uint64_t memory_available() {
   std::uint64_t available = number_in("/proc/meminfo", "MemAvailable:");
   if (available != ~std::uint64_t{0}) available *= 1024;
-  for (const auto& [limit, used] : {std::pair{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"},
-                                    std::pair{"/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"}}) {
+  for (const auto& [limit, used] :
+       {std::pair{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"},
+        std::pair{"/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"}}) {
     const std::uint64_t most = number_in(limit, ""), now = number_in(used, "");
-    if (most != ~std::uint64_t{0} && now != ~std::uint64_t{0} && most > now) available = std::min(available, most - now);
+    if (most != ~std::uint64_t{0} && now != ~std::uint64_t{0} && most > now)
+      available = std::min(available, most - now);
   }
   return available;
 }
@@ -63,7 +67,10 @@ TrainingLog::TrainingLog(const std::filesystem::path& log_json, bool json_on_std
   if (path_.empty()) return;
   file_.open(path_, std::ios::trunc);
   if (!file_)
-    throw Exception(io::Error{.kind = io::ErrorKind::environment, .operation = "open", .path = path_.string(), .error_number = errno,
+    throw Exception(io::Error{.kind = io::ErrorKind::environment,
+                              .operation = "open",
+                              .path = path_.string(),
+                              .error_number = errno,
                               .detail = "--log-json must name a file that can be written"});
 }
 
@@ -119,14 +126,27 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
   training_seconds_ += result.seconds;
   const double rate = result.tokens / result.seconds;
   const MemoryUse memory = session.memory();
-  object({{"step", result.step}, {"loss", result.loss}, {"grad_norm", result.grad_norm}, {"lr", lr}, {"tokens", result.tokens},
-          {"tokens_per_s", rate}, {"step_s", result.seconds}, {"skipped", result.skipped}, {"lanes", lanes}, {"limit", limit},
-          {"device_memory_peak", memory.device_peak}, {"host_memory", memory.host_used}});
+  object({{"step", result.step},
+          {"loss", result.loss},
+          {"grad_norm", result.grad_norm},
+          {"lr", lr},
+          {"tokens", result.tokens},
+          {"tokens_per_s", rate},
+          {"step_s", result.seconds},
+          {"skipped", result.skipped},
+          {"lanes", lanes},
+          {"limit", limit},
+          {"device_memory_peak", memory.device_peak},
+          {"host_memory", memory.host_used}});
   const double left = (of_steps - result.step) * training_seconds_ / static_cast<double>(result.step);
-  live(fmt::format("step {}/{} | loss {:.4f} | norm {:.3g} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device {}/{} host {}/{} | {} left{}", result.step,
-                   of_steps, result.loss, result.grad_norm, lr, rate, limit, 100 * busiest / result.seconds, human_bytes(memory.device_peak),
-                   human_bytes(memory.device_budget), human_bytes(memory.host_used), human_bytes(memory.host_budget),
-                   left >= 3600 ? fmt::format("{:.1f} h", left / 3600) : left >= 60 ? fmt::format("{:.0f} min", left / 60) : fmt::format("{:.0f} s", left),
+  live(fmt::format("step {}/{} | loss {:.4f} | norm {:.3g} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
+                   "{}/{} host {}/{} | {} left{}",
+                   result.step, of_steps, result.loss, result.grad_norm, lr, rate, limit,
+                   100 * busiest / result.seconds, human_bytes(memory.device_peak), human_bytes(memory.device_budget),
+                   human_bytes(memory.host_used), human_bytes(memory.host_budget),
+                   left >= 3600 ? fmt::format("{:.1f} h", left / 3600)
+                   : left >= 60 ? fmt::format("{:.0f} min", left / 60)
+                                : fmt::format("{:.0f} s", left),
                    result.skipped ? " | SKIPPED: not finite" : ""),
        result.skipped || result.step == of_steps);
 }

@@ -1,4 +1,5 @@
-// Budgets into an arrangement: first what must be there, then what makes the pipeline overlap, then residency with the rest.
+// Budgets into an arrangement: first what must be there, then what makes the pipeline overlap, then residency with the
+// rest.
 #include <algorithm>
 #include <numeric>
 
@@ -8,13 +9,13 @@ namespace tierflow::swap {
 namespace {
 
 struct DeviceNeeds {
-  std::uint64_t weights = 0;         // of the most demanding stage
+  std::uint64_t weights = 0;  // of the most demanding stage
   std::uint64_t all_weights = 0;
-  std::uint64_t block_weights = 0;   // of the largest unit that is neither first nor last
-  std::uint64_t gradient = 0;        // of the unit with most, tied ones apart
+  std::uint64_t block_weights = 0;  // of the largest unit that is neither first nor last
+  std::uint64_t gradient = 0;       // of the unit with most, tied ones apart
   std::uint64_t block_gradient = 0;
-  std::uint64_t held = 0;            // of tied units
-  std::uint64_t carries = 0;         // saved inputs of all stages that save, all micro-batches
+  std::uint64_t held = 0;     // of tied units
+  std::uint64_t carries = 0;  // saved inputs of all stages that save, all micro-batches
   std::uint64_t largest_carry = 0;
 };
 
@@ -41,7 +42,8 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train) {
       continue;
     }
     needs.gradient = std::max(needs.gradient, gradient);
-    if (unit > 0 && unit + 1 < static_cast<int>(layout.units().size())) needs.block_gradient = std::max(needs.block_gradient, gradient);
+    if (unit > 0 && unit + 1 < static_cast<int>(layout.units().size()))
+      needs.block_gradient = std::max(needs.block_gradient, gradient);
   }
   if (!train) needs.gradient = needs.held = needs.block_gradient = needs.carries = 0;
   return needs;
@@ -55,7 +57,8 @@ std::string size_text(std::uint64_t bytes) {
 
 io::Error too_small(const char* option, std::uint64_t given, std::uint64_t needed, const std::string& remedy) {
   return {.kind = io::ErrorKind::usage,
-          .detail = std::string(option) + " " + size_text(given) + " is too small: the smallest that works is " + size_text(needed) + "; " + remedy};
+          .detail = std::string(option) + " " + size_text(given) + " is too small: the smallest that works is " +
+                    size_text(needed) + "; " + remedy};
 }
 
 }  // namespace
@@ -91,7 +94,8 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   result.gradient_resident.assign(chunks, false);
   result.carry_on_host.assign(stages, false);
 
-  // Device: one stage's weights, one unit's gradient, the tied ones; then saved carries, as many as fit; then slots for overlap.
+  // Device: one stage's weights, one unit's gradient, the tied ones; then saved carries, as many as fit; then slots for
+  // overlap.
   const DeviceNeeds needs = device_needs(layout, request.micro_batches, request.train);
   result.weight_ring = needs.weights;
   result.gradient_ring = needs.gradient;
@@ -100,7 +104,8 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   const std::uint64_t slots = needs.carries == 0 ? 0 : 2 * needs.largest_carry;
   const std::uint64_t smallest = fixed + std::min(slots, needs.carries);
   if (request.device_budget < smallest)
-    return too_small("--device-memory", request.device_budget, smallest, "a smaller --micro-batch or --sequence-length needs less");
+    return too_small("--device-memory", request.device_budget, smallest,
+                     "a smaller --micro-batch or --sequence-length needs less");
   std::uint64_t left = request.device_budget - fixed;
   if (needs.carries <= left) {
     left -= needs.carries;
@@ -130,7 +135,8 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     grow(result.weight_ring, std::min(left, needs.all_weights + needs.block_weights - result.weight_ring));
   result.weight_ring = round_up(result.weight_ring, kSector);
 
-  // Host: the fewest buffers that work, host carries; then residency of everything, or a pipeline's worth of buffers and residency.
+  // Host: the fewest buffers that work, host carries; then residency of everything, or a pipeline's worth of buffers
+  // and residency.
   const std::uint64_t word = layout.max_word_bytes(), state = round_up(layout.max_state_bytes(), kSector);
   const std::uint64_t carries = result.carry_bytes(layout);
   std::uint64_t everything = carries;
@@ -153,11 +159,13 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     return result;
   }
   if (!request.storage)
-    return too_small("--host-memory", request.host_budget, everything, "or name a --storage folder to keep the state there");
+    return too_small("--host-memory", request.host_budget, everything,
+                     "or name a --storage folder to keep the state there");
   const int words_least = request.train ? 2 : 1, states_least = request.train ? 1 : 0;
   const std::uint64_t least = carries + words_least * word + states_least * state;
   if (least > request.host_budget)
-    return too_small("--host-memory", request.host_budget, least, "a smaller --micro-batches keeps fewer activations in it");
+    return too_small("--host-memory", request.host_budget, least,
+                     "a smaller --micro-batches keeps fewer activations in it");
   std::uint64_t host_left = request.host_budget - least;
   result.word_buffers = words_least;
   result.state_buffers = states_least;
@@ -167,10 +175,12 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   std::size_t unit_chunks = 1;
   for (std::size_t unit = 1; unit + 1 < layout.units().size(); ++unit)
     unit_chunks = std::max(unit_chunks, layout.chunks_of(static_cast<int>(unit)).size());
-  const int words_most = static_cast<int>(std::min<std::size_t>(4 * unit_chunks + 4, 64)), states_most = request.train ? 6 : 0;
+  const int words_most = static_cast<int>(std::min<std::size_t>(4 * unit_chunks + 4, 64)),
+            states_most = request.train ? 6 : 0;
   for (bool grew = true; grew;) {
     grew = false;
-    if (result.state_buffers < states_most && result.state_buffers * 3 <= result.word_buffers && spent + state <= buffer_share) {
+    if (result.state_buffers < states_most && result.state_buffers * 3 <= result.word_buffers &&
+        spent + state <= buffer_share) {
       ++result.state_buffers;
       spent += state;
       grew = true;
@@ -182,8 +192,8 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     }
   }
   host_left -= spent;
-  // Residency by value a byte: hi words are read twice and written once a step, staged gradients written and read once, the rest
-  // of the state read and written once.
+  // Residency by value a byte: hi words are read twice and written once a step, staged gradients written and read once,
+  // the rest of the state read and written once.
   const auto keep = [&](std::vector<bool>& resident, auto bytes_of) {
     for (std::size_t id = 0; id < chunks; ++id) {
       const std::uint64_t bytes = bytes_of(layout.chunks()[id]);
@@ -193,8 +203,10 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     }
   };
   keep(result.hi_resident, [](const Chunk& chunk) { return chunk.word_bytes(); });
-  if (result.staged) keep(result.gradient_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.word_bytes() : 0; });
-  if (request.train) keep(result.state_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.state_bytes : 0; });
+  if (result.staged)
+    keep(result.gradient_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.word_bytes() : 0; });
+  if (request.train)
+    keep(result.state_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.state_bytes : 0; });
   return result;
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-// The device tier: memory, streams and events. One implementation is linked for the CPU (real asynchronous streams: a thread with a
-// queue each) and one for CUDA or its stub; nothing else in swap knows which it drives.
+// The device tier: memory, streams and events. One implementation is linked for the CPU (real asynchronous streams: a
+// thread with a queue each) and one for CUDA or its stub; nothing else in swap knows which it drives.
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -34,7 +34,8 @@ class Device {
 
   // One allocation, held to the end: the arena that slots are cut from.
   virtual io::Result<io::Buffer> allocate(std::size_t bytes) = 0;
-  // Makes host memory known for fast copies. A refusal is no error: copies get slower; the text says so (empty: pinned).
+  // Makes host memory known for fast copies. A refusal is no error: copies get slower; the text says so (empty:
+  // pinned).
   virtual std::string pin(std::span<std::byte> memory) = 0;
   virtual void unpin(std::span<std::byte> memory) noexcept = 0;
 
@@ -45,15 +46,16 @@ class Device {
   virtual void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
 
   virtual Event record(StreamId stream) = 0;
-  // Work enqueued on `stream` after this call starts after the event. For the CPU device's compute stream, which is the calling
-  // thread, this blocks.
+  // Work enqueued on `stream` after this call starts after the event. For the CPU device's compute stream, which is the
+  // calling thread, this blocks.
   virtual void wait(StreamId stream, const Event& event) = 0;
   // Blocks, sleeping, until the event has happened; an error where work before it failed.
   virtual io::Error synchronize(const Event& event) = 0;
 };
 
 struct CpuDeviceOptions {
-  // Non-zero: the device delays each copy by a random time and fills targets with NaN before copying, so that a missing wait shows.
+  // Non-zero: the device delays each copy by a random time and fills targets with NaN before copying, so that a missing
+  // wait shows.
   std::uint64_t chaos_seed = 0;
 };
 std::unique_ptr<Device> open_cpu_device(const CpuDeviceOptions& options = {});

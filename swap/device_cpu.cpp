@@ -1,4 +1,5 @@
-// The CPU device: "device memory" is host memory, each copy stream a thread with a queue, events a flag behind a condition variable.
+// The CPU device: "device memory" is host memory, each copy stream a thread with a queue, events a flag behind a
+// condition variable.
 #include <bit>
 #include <condition_variable>
 #include <cstring>
@@ -32,7 +33,8 @@ struct CpuEvent {
 // Runs closures in order on a thread of its own.
 class CpuStream {
  public:
-  explicit CpuStream(std::uint64_t chaos_seed) : chaos_(chaos_seed != 0), random_(chaos_seed), thread_([this] { run(); }) {}
+  explicit CpuStream(std::uint64_t chaos_seed)
+      : chaos_(chaos_seed != 0), random_(chaos_seed), thread_([this] { run(); }) {}
   ~CpuStream() {
     {
       std::lock_guard lock(mutex_);
@@ -91,15 +93,22 @@ class CpuDevice final : public Device {
   io::Result<io::Buffer> allocate(std::size_t bytes) override {
     io::Buffer buffer = io::allocate_buffer(bytes);
     if (!buffer && bytes != 0)
-      return io::Error{.kind = io::ErrorKind::memory, .operation = "allocate device memory", .length = bytes, .detail = "the system refused"};
+      return io::Error{.kind = io::ErrorKind::memory,
+                       .operation = "allocate device memory",
+                       .length = bytes,
+                       .detail = "the system refused"};
     if (chaos_ && bytes != 0) std::memset(buffer.data(), 0xff, bytes);
     return buffer;
   }
   std::string pin(std::span<std::byte>) override { return {}; }
   void unpin(std::span<std::byte>) noexcept override {}
 
-  void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) override { copy(stream, to, from, bytes); }
-  void copy_to_host(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) override { copy(stream, to, from, bytes); }
+  void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
+    copy(stream, to, from, bytes);
+  }
+  void copy_to_host(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
+    copy(stream, to, from, bytes);
+  }
   void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) override {
     run(stream, [to, from, elements] {
       for (std::size_t i = 0; i < elements; ++i) to[i] = bf16_nearest_even(from[i]);
@@ -142,6 +151,8 @@ class CpuDevice final : public Device {
 
 }  // namespace
 
-std::unique_ptr<Device> open_cpu_device(const CpuDeviceOptions& options) { return std::make_unique<CpuDevice>(options); }
+std::unique_ptr<Device> open_cpu_device(const CpuDeviceOptions& options) {
+  return std::make_unique<CpuDevice>(options);
+}
 
 }  // namespace tierflow::swap

@@ -1,5 +1,6 @@
-// The CUDA device: copies on streams of their own, events without timing, host memory registered in pieces of at most 1 GiB. The compute
-// stream is the legacy default stream, on which torch runs unless it is told otherwise; the copy streams do not synchronise with it.
+// The CUDA device: copies on streams of their own, events without timing, host memory registered in pieces of at most 1
+// GiB. The compute stream is the legacy default stream, on which torch runs unless it is told otherwise; the copy
+// streams do not synchronise with it.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -16,7 +17,10 @@ constexpr std::size_t kBounceElements = std::size_t{4} << 20;
 
 io::Error cuda_error(const char* operation, cudaError_t status, std::uint64_t length = 0) {
   const bool memory = status == cudaErrorMemoryAllocation;
-  return {.kind = memory ? io::ErrorKind::memory : io::ErrorKind::io, .operation = operation, .path = "the CUDA device", .length = length,
+  return {.kind = memory ? io::ErrorKind::memory : io::ErrorKind::io,
+          .operation = operation,
+          .path = "the CUDA device",
+          .length = length,
           .detail = std::string(cudaGetErrorName(status)) + ": " + cudaGetErrorString(status)};
 }
 
@@ -27,14 +31,20 @@ __device__ std::uint16_t bf16_nearest_even(float value) {
   return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
 
-// Eight elements a thread and turn: 32 bytes read on the device, 16 bytes written, over the bus where `to` is mapped host memory.
+// Eight elements a thread and turn: 32 bytes read on the device, 16 bytes written, over the bus where `to` is mapped
+// host memory.
 __global__ void gradient_to_bf16(std::uint16_t* to, const float* from, std::size_t elements) {
   const std::size_t stride = std::size_t{8} * gridDim.x * blockDim.x;
-  for (std::size_t first = 8 * (std::size_t{blockIdx.x} * blockDim.x + threadIdx.x); first < elements; first += stride) {
+  for (std::size_t first = 8 * (std::size_t{blockIdx.x} * blockDim.x + threadIdx.x); first < elements;
+       first += stride) {
     if (first + 8 <= elements) {
-      const float4 a = *reinterpret_cast<const float4*>(from + first), b = *reinterpret_cast<const float4*>(from + first + 4);
-      const auto pair = [](float low, float high) { return bf16_nearest_even(low) | static_cast<std::uint32_t>(bf16_nearest_even(high)) << 16; };
-      *reinterpret_cast<uint4*>(to + first) = make_uint4(pair(a.x, a.y), pair(a.z, a.w), pair(b.x, b.y), pair(b.z, b.w));
+      const float4 a = *reinterpret_cast<const float4*>(from + first),
+                   b = *reinterpret_cast<const float4*>(from + first + 4);
+      const auto pair = [](float low, float high) {
+        return bf16_nearest_even(low) | static_cast<std::uint32_t>(bf16_nearest_even(high)) << 16;
+      };
+      *reinterpret_cast<uint4*>(to + first) =
+          make_uint4(pair(a.x, a.y), pair(a.z, a.w), pair(b.x, b.y), pair(b.z, b.w));
     } else {
       for (std::size_t i = first; i < elements; ++i) to[i] = bf16_nearest_even(from[i]);
     }
@@ -47,10 +57,12 @@ class CudaDevice final : public Device {
     std::unique_ptr<CudaDevice> device(new CudaDevice(index));
     if (const cudaError_t status = cudaSetDevice(index); status != cudaSuccess) return cuda_error("open", status);
     cudaDeviceProp properties{};
-    if (const cudaError_t status = cudaGetDeviceProperties(&properties, index); status != cudaSuccess) return cuda_error("open", status);
+    if (const cudaError_t status = cudaGetDeviceProperties(&properties, index); status != cudaSuccess)
+      return cuda_error("open", status);
     device->name_ = properties.name;
     for (cudaStream_t* stream : {&device->upload_, &device->download_})
-      if (const cudaError_t status = cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking); status != cudaSuccess) return cuda_error("make a stream", status);
+      if (const cudaError_t status = cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking); status != cudaSuccess)
+        return cuda_error("make a stream", status);
     return std::unique_ptr<Device>(std::move(device));
   }
   ~CudaDevice() override {
@@ -66,19 +78,24 @@ class CudaDevice final : public Device {
     if (bytes == 0) return io::Buffer();
     cudaSetDevice(index_);
     void* data = nullptr;
-    if (const cudaError_t status = cudaMalloc(&data, bytes); status != cudaSuccess) return cuda_error("allocate device memory", status, bytes);
-    return io::Buffer(static_cast<std::byte*>(data), bytes, [](std::byte* memory, std::size_t, void*) noexcept { cudaFree(memory); }, nullptr);
+    if (const cudaError_t status = cudaMalloc(&data, bytes); status != cudaSuccess)
+      return cuda_error("allocate device memory", status, bytes);
+    return io::Buffer(
+        static_cast<std::byte*>(data), bytes, [](std::byte* memory, std::size_t, void*) noexcept { cudaFree(memory); },
+        nullptr);
   }
 
   std::string pin(std::span<std::byte> memory) override {
     cudaSetDevice(index_);
     for (std::size_t begin = 0; begin < memory.size(); begin += kRegistration) {
       const auto piece = memory.subspan(begin, std::min(kRegistration, memory.size() - begin));
-      const cudaError_t status = cudaHostRegister(piece.data(), piece.size(), cudaHostRegisterPortable | cudaHostRegisterMapped);
+      const cudaError_t status =
+          cudaHostRegister(piece.data(), piece.size(), cudaHostRegisterPortable | cudaHostRegisterMapped);
       if (status == cudaSuccess) continue;
       cudaGetLastError();
       for (std::size_t done = 0; done < begin; done += kRegistration) cudaHostUnregister(memory.data() + done);
-      return std::string("host memory could not be pinned (") + cudaGetErrorString(status) + "): copies are slower; under WSL2 a smaller --host-memory fits its limit";
+      return std::string("host memory could not be pinned (") + cudaGetErrorString(status) +
+             "): copies are slower; under WSL2 a smaller --host-memory fits its limit";
     }
     pinned_ = memory;
     return {};
@@ -86,7 +103,8 @@ class CudaDevice final : public Device {
   void unpin(std::span<std::byte> memory) noexcept override {
     if (pinned_.data() != memory.data()) return;
     cudaSetDevice(index_);
-    for (std::size_t begin = 0; begin < memory.size(); begin += kRegistration) cudaHostUnregister(memory.data() + begin);
+    for (std::size_t begin = 0; begin < memory.size(); begin += kRegistration)
+      cudaHostUnregister(memory.data() + begin);
     pinned_ = {};
   }
 
@@ -141,8 +159,10 @@ class CudaDevice final : public Device {
     return stream == StreamId::compute ? cudaStreamLegacy : stream == StreamId::upload ? upload_ : download_;
   }
   void launch(std::uint16_t* to, const float* from, std::size_t elements, cudaStream_t stream) {
-    constexpr unsigned kThreads = 256, kBlocks = 64;  // enough to fill the bus, few enough to leave the device to its work
-    const auto blocks = static_cast<unsigned>(std::min<std::size_t>(kBlocks, (elements + 8 * kThreads - 1) / (8 * kThreads)));
+    constexpr unsigned kThreads = 256,
+                       kBlocks = 64;  // enough to fill the bus, few enough to leave the device to its work
+    const auto blocks =
+        static_cast<unsigned>(std::min<std::size_t>(kBlocks, (elements + 8 * kThreads - 1) / (8 * kThreads)));
     if (elements != 0) gradient_to_bf16<<<blocks, kThreads, 0, stream>>>(to, from, elements);
     note(cudaGetLastError());
   }
@@ -168,8 +188,10 @@ io::Result<std::unique_ptr<Device>> open_cuda_device(int index) {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess || index >= count)
-    return io::Error{.kind = io::ErrorKind::environment, .operation = "open the CUDA device",
-                     .detail = std::string(status != cudaSuccess ? cudaGetErrorString(status) : "there is none") + "; use --device cpu, or install the NVIDIA driver"};
+    return io::Error{.kind = io::ErrorKind::environment,
+                     .operation = "open the CUDA device",
+                     .detail = std::string(status != cudaSuccess ? cudaGetErrorString(status) : "there is none") +
+                               "; use --device cpu, or install the NVIDIA driver"};
   return CudaDevice::open(index);
 }
 

@@ -1,7 +1,8 @@
 #pragma once
-// FRONT DOOR of swap. Plays plans on lanes around computation that happens elsewhere: the client calls enter() before it computes a
-// stage for a micro-batch and leave() after; every other task runs on its own lane as soon as its dependencies and the order of its
-// lane allow. The first error wins: everything in flight drains, nothing new starts, and every later call returns that error.
+// FRONT DOOR of swap. Plays plans on lanes around computation that happens elsewhere: the client calls enter() before
+// it computes a stage for a micro-batch and leave() after; every other task runs on its own lane as soon as its
+// dependencies and the order of its lane allow. The first error wins: everything in flight drains, nothing new starts,
+// and every later call returns that error.
 #include <array>
 #include <cstdint>
 #include <functional>
@@ -24,13 +25,15 @@ class HostWork {
   // gradient: chunk.elements bf16. Called once a chunk and step where gradients are staged.
   virtual io::Error measure(const Chunk& chunk, std::span<const std::byte> gradient) = 0;
   // words: chunk.elements hi words, state: chunk.state_bytes; both are updated in place.
-  virtual io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words, std::span<std::byte> state) = 0;
+  virtual io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
+                           std::span<std::byte> state) = 0;
 };
 
 struct Entered {
-  const Visit* visit = nullptr;      // valid until leave()
-  std::byte* arena = nullptr;        // base of the visit's offsets
-  std::byte* carry = nullptr;        // device slot: in a forward pass, copy the stage's input here; in a backward pass, take it from here
+  const Visit* visit = nullptr;  // valid until leave()
+  std::byte* arena = nullptr;    // base of the visit's offsets
+  std::byte* carry =
+      nullptr;  // device slot: in a forward pass, copy the stage's input here; in a backward pass, take it from here
 };
 
 struct LaneCounters {
@@ -54,8 +57,10 @@ struct ExecutorOptions {
 
 class Executor {
  public:
-  // `store` is null where everything is resident. All outlive the executor. Allocates the device arena and the host slab.
-  static io::Result<std::unique_ptr<Executor>> create(Device& device, Store* store, const Layout& layout, const Arrangement& arrangement,
+  // `store` is null where everything is resident. All outlive the executor. Allocates the device arena and the host
+  // slab.
+  static io::Result<std::unique_ptr<Executor>> create(Device& device, Store* store, const Layout& layout,
+                                                      const Arrangement& arrangement,
                                                       const ExecutorOptions& options = {});
   ~Executor();  // drains
 
@@ -68,11 +73,12 @@ class Executor {
 
   // Waits until every gradient that was planned so far is measured or applied.
   io::Error finish_updates();
-  // Waits until everything planned so far is done. Compute tasks that were never entered count as an error of the client.
+  // Waits until everything planned so far is done. Compute tasks that were never entered count as an error of the
+  // client.
   io::Error drain();
 
-  // Between plans: hands `use` the bytes of an extent, wherever it lives; writes == true stores what `use` left in them (their former
-  // content is not read). For loading a model, exporting and looking.
+  // Between plans: hands `use` the bytes of an extent, wherever it lives; writes == true stores what `use` left in them
+  // (their former content is not read). For loading a model, exporting and looking.
   io::Error access(ExtentKind kind, int chunk, bool writes, const std::function<void(std::span<std::byte>)>& use);
   // Between plans: writes what is resident to the store, so that a commit there covers it.
   io::Error write_back();

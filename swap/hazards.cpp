@@ -28,7 +28,8 @@ void HazardTracker::add_range(TaskId id, const Access& access, std::vector<TaskI
       kept.push_back(record);
       continue;
     }
-    // A later access of the overwritten part depends on this task, which depends on the record: only what is left over stays.
+    // A later access of the overwritten part depends on this task, which depends on the record: only what is left over
+    // stays.
     if (record.begin < access.begin) kept.push_back({record.begin, access.begin, record.task, record.writes});
     if (access.end < record.end) kept.push_back({access.end, record.end, record.task, record.writes});
   }

@@ -1,6 +1,6 @@
 #pragma once
-// Dependencies from hazards, in the order of a sequential program: a read follows the last write of its bytes, a write follows the
-// last write and every read since.
+// Dependencies from hazards, in the order of a sequential program: a read follows the last write of its bytes, a write
+// follows the last write and every read since.
 #include <cstdint>
 #include <vector>
 

@@ -1,5 +1,6 @@
 #pragma once
-// The host budget as one slab: page aligned, allocated once, known to the device for fast copies; everything on the host is cut from it.
+// The host budget as one slab: page aligned, allocated once, known to the device for fast copies; everything on the
+// host is cut from it.
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -18,8 +19,8 @@ class HostMemory {
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
 
-  // Bytes no one else has; empty where the slab is used up. No cut crosses a multiple of 1 GiB unless it is larger itself, so that
-  // registrations of at most 1 GiB cover each.
+  // Bytes no one else has; empty where the slab is used up. No cut crosses a multiple of 1 GiB unless it is larger
+  // itself, so that registrations of at most 1 GiB cover each.
   std::span<std::byte> cut(std::size_t bytes);
   std::span<std::byte> all() const { return slab_.bytes(); }
   // Why the device could not pin the slab; empty where it could.

@@ -20,8 +20,13 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
       while (limit > kChunkQuantum && shape.state_bytes(limit) > round_up(state_limit, kSector)) limit -= kChunkQuantum;
       for (std::uint64_t begin = 0; begin < shape.elements; begin += limit) {
         const std::uint64_t n = std::min(limit, shape.elements - begin);
-        chunks_.push_back({.unit = unit, .index = index++, .group = group, .first = first + begin, .elements = n,
-                           .state_bytes = shape.state_bytes(n), .trainable = units_[unit].trainable});
+        chunks_.push_back({.unit = unit,
+                           .index = index++,
+                           .group = group,
+                           .first = first + begin,
+                           .elements = n,
+                           .state_bytes = shape.state_bytes(n),
+                           .trainable = units_[unit].trainable});
         max_word_bytes_ = std::max(max_word_bytes_, chunks_.back().word_bytes());
         if (units_[unit].trainable) max_state_bytes_ = std::max(max_state_bytes_, chunks_.back().state_bytes);
       }

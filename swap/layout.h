@@ -1,6 +1,7 @@
 #pragma once
-// How parameters are cut for streaming: units (what is fetched and updated together) into chunks (what one buffer carries), and the
-// extents that hold them in storage. Sizes in elements are padded; nothing here depends on where anything is placed.
+// How parameters are cut for streaming: units (what is fetched and updated together) into chunks (what one buffer
+// carries), and the extents that hold them in storage. Sizes in elements are padded; nothing here depends on where
+// anything is placed.
 #include <cstdint>
 #include <span>
 #include <string>
@@ -8,20 +9,25 @@
 
 namespace tierflow::swap {
 
-inline constexpr std::uint64_t kElementsPad = 2048;         // groups are padded to it: hi words of a chunk fill whole 4 KiB sectors
-inline constexpr std::uint64_t kChunkQuantum = 64 * 1024;   // chunks start at multiples of it within their group
+inline constexpr std::uint64_t kElementsPad =
+    2048;  // groups are padded to it: hi words of a chunk fill whole 4 KiB sectors
+inline constexpr std::uint64_t kChunkQuantum = 64 * 1024;  // chunks start at multiples of it within their group
 inline constexpr std::uint64_t kSector = 4096;
 
-constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 // Consecutive elements of a unit whose optimizer state has one format.
 struct GroupShape {
-  std::uint64_t elements = 0;              // multiple of kElementsPad
-  std::uint32_t state_bytes_element = 0;   // optimizer state and low master words, a parameter
-  std::uint32_t state_bytes_block = 0;     // and a block of 256
-  std::string precision;                   // named in the manifest
+  std::uint64_t elements = 0;             // multiple of kElementsPad
+  std::uint32_t state_bytes_element = 0;  // optimizer state and low master words, a parameter
+  std::uint32_t state_bytes_block = 0;    // and a block of 256
+  std::string precision;                  // named in the manifest
 
-  std::uint64_t state_bytes(std::uint64_t n) const { return round_up(n * state_bytes_element + n / 256 * state_bytes_block, kSector); }
+  std::uint64_t state_bytes(std::uint64_t n) const {
+    return round_up(n * state_bytes_element + n / 256 * state_bytes_block, kSector);
+  }
 };
 
 struct UnitShape {
@@ -31,14 +37,14 @@ struct UnitShape {
 };
 
 struct StageShape {
-  std::vector<int> units;               // own unit first
-  bool backward_needs_weights = true;   // false for an embedding: its gradient depends on the ids alone
-  std::uint64_t carry_bytes = 0;        // of its input for one micro-batch; 0 for the first stage
+  std::vector<int> units;              // own unit first
+  bool backward_needs_weights = true;  // false for an embedding: its gradient depends on the ids alone
+  std::uint64_t carry_bytes = 0;       // of its input for one micro-batch; 0 for the first stage
 };
 
 struct Chunk {
   int unit = 0, index = 0, group = 0;
-  std::uint64_t first = 0;     // element offset in the unit
+  std::uint64_t first = 0;  // element offset in the unit
   std::uint64_t elements = 0;
   std::uint64_t state_bytes = 0;
   bool trainable = true;
@@ -49,8 +55,8 @@ struct Chunk {
 // Shapes plus their cut. Chunk ids number all chunks of all units in order.
 class Layout {
  public:
-  // chunk_elements: multiple of kChunkQuantum; the largest chunk of a group whose state is 4 bytes an element. Groups with more state
-  // are cut finer so that no chunk's state exceeds max_state_bytes().
+  // chunk_elements: multiple of kChunkQuantum; the largest chunk of a group whose state is 4 bytes an element. Groups
+  // with more state are cut finer so that no chunk's state exceeds max_state_bytes().
   Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std::uint64_t chunk_elements);
 
   const std::vector<UnitShape>& units() const { return units_; }

@@ -1,6 +1,7 @@
 #pragma once
-// The plan as data: a list of tasks whose order is a correct sequential program. Each task says which bytes of which tier it reads and
-// writes; dependencies are derived from those hazards alone. Executor and simulator play the same list.
+// The plan as data: a list of tasks whose order is a correct sequential program. Each task says which bytes of which
+// tier it reads and writes; dependencies are derived from those hazards alone. Executor and simulator play the same
+// list.
 #include <cstdint>
 #include <vector>
 
@@ -14,14 +15,20 @@ inline constexpr int kLanes = 6;
 const char* lane_name(Lane lane);
 
 enum class TaskKind : std::uint8_t {
-  read_hi, read_state, read_gradient,      // storage -> host buffer
-  write_hi, write_state, write_gradient,   // host buffer -> storage
-  upload_hi,                               // host -> device weights
-  download_hi, download_gradient,          // device -> host; the gradient becomes bf16 on the way
-  save_carry, load_carry,                  // boundary activation: device slot -> host, host -> device slot
-  compute,                                 // external: between enter() and leave()
-  measure,                                 // squares and finiteness of a staged gradient
-  update,                                  // optimizer, in place on host bytes
+  read_hi,
+  read_state,
+  read_gradient,  // storage -> host buffer
+  write_hi,
+  write_state,
+  write_gradient,  // host buffer -> storage
+  upload_hi,       // host -> device weights
+  download_hi,
+  download_gradient,  // device -> host; the gradient becomes bf16 on the way
+  save_carry,
+  load_carry,  // boundary activation: device slot -> host, host -> device slot
+  compute,     // external: between enter() and leave()
+  measure,     // squares and finiteness of a staged gradient
+  update,      // optimizer, in place on host bytes
 };
 const char* task_name(TaskKind kind);
 
@@ -34,14 +41,32 @@ enum class ExtentKind : std::uint8_t { hi, state, gradient };
 
 // Host bytes of a task: a streaming buffer, an extent that is resident in RAM, or the host copy of a carry.
 struct HostRef {
-  enum class Where : std::uint8_t { none, word_buffer, state_buffer, resident_hi, resident_state, resident_gradient, carry };
+  enum class Where : std::uint8_t {
+    none,
+    word_buffer,
+    state_buffer,
+    resident_hi,
+    resident_state,
+    resident_gradient,
+    carry
+  };
   Where where = Where::none;
   int index = -1;  // of the buffer; the chunk; stage * micro_batches + micro-batch
 };
 
 // A range that a task reads or writes. Ranges of different spaces never meet.
-enum class Space : std::uint8_t { device, word_buffer, state_buffer, resident_hi, resident_state, resident_gradient, carry,
-                                  stored_hi, stored_state, stored_gradient };
+enum class Space : std::uint8_t {
+  device,
+  word_buffer,
+  state_buffer,
+  resident_hi,
+  resident_state,
+  resident_gradient,
+  carry,
+  stored_hi,
+  stored_state,
+  stored_gradient
+};
 inline constexpr int kSpaces = 10;
 struct Access {
   Space space = Space::device;
@@ -57,10 +82,10 @@ struct Task {
   Pass pass = Pass::forward;  // of the visit that the task serves
   int stage = -1, micro_batch = -1;
   int chunk = -1;
-  int visit = -1;                  // index into Plan::visits of the compute task
-  HostRef words, gradient, state;  // hi words or carry; gradient; optimizer state
-  std::uint64_t device_offset = 0; // in the device arena: source or target
-  std::uint64_t bytes = 0;         // moved; elements * 2 for update and measure
+  int visit = -1;                   // index into Plan::visits of the compute task
+  HostRef words, gradient, state;   // hi words or carry; gradient; optimizer state
+  std::uint64_t device_offset = 0;  // in the device arena: source or target
+  std::uint64_t bytes = 0;          // moved; elements * 2 for update and measure
   std::vector<Access> accesses;
   std::vector<TaskId> dependencies;  // each smaller than the task's own id
 };
@@ -84,7 +109,8 @@ struct Plan {
 // Where everything lives and how many buffers there are: what budgets decide. None of it changes a result.
 struct Arrangement {
   std::vector<bool> hi_resident, state_resident, gradient_resident;  // by chunk
-  bool staged = true;  // gradients are kept until the global norm is known; updates run ahead of each unit's next forward
+  bool staged =
+      true;  // gradients are kept until the global norm is known; updates run ahead of each unit's next forward
   int micro_batches = 1;
   int word_buffers = 0, state_buffers = 0;
   std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0;  // bytes of the device arena, in this order
@@ -92,12 +118,18 @@ struct Arrangement {
   int carry_slots = 0;              // device slots through which those pass
   std::uint64_t carry_slot_bytes = 0;
 
-  std::uint64_t device_bytes() const { return weight_ring + gradient_ring + held_gradients + carry_slots * carry_slot_bytes; }
-  std::uint64_t carry_slot_offset(int slot) const { return weight_ring + gradient_ring + held_gradients + slot * carry_slot_bytes; }
+  std::uint64_t device_bytes() const {
+    return weight_ring + gradient_ring + held_gradients + carry_slots * carry_slot_bytes;
+  }
+  std::uint64_t carry_slot_offset(int slot) const {
+    return weight_ring + gradient_ring + held_gradients + slot * carry_slot_bytes;
+  }
   std::uint64_t buffer_bytes(const Layout& layout) const;
   std::uint64_t resident_bytes(const Layout& layout) const;
   std::uint64_t carry_bytes(const Layout& layout) const;
-  std::uint64_t host_bytes(const Layout& layout) const { return buffer_bytes(layout) + resident_bytes(layout) + carry_bytes(layout); }
+  std::uint64_t host_bytes(const Layout& layout) const {
+    return buffer_bytes(layout) + resident_bytes(layout) + carry_bytes(layout);
+  }
 };
 
 struct ArrangeRequest {

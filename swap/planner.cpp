@@ -7,21 +7,31 @@ namespace {
 
 constexpr int kLookahead = 4;  // visits fetched ahead, where the weight ring has room
 
-Access device_access(std::uint64_t begin, std::uint64_t bytes, bool writes) { return {Space::device, begin, begin + bytes, writes}; }
+Access device_access(std::uint64_t begin, std::uint64_t bytes, bool writes) {
+  return {Space::device, begin, begin + bytes, writes};
+}
 Access cell_access(Space space, int index, bool writes) {
   return {space, static_cast<std::uint64_t>(index), static_cast<std::uint64_t>(index) + 1, writes};
 }
 Space space_of(HostRef::Where where) {
   switch (where) {
-    case HostRef::Where::word_buffer: return Space::word_buffer;
-    case HostRef::Where::state_buffer: return Space::state_buffer;
-    case HostRef::Where::resident_hi: return Space::resident_hi;
-    case HostRef::Where::resident_state: return Space::resident_state;
-    case HostRef::Where::resident_gradient: return Space::resident_gradient;
-    default: return Space::carry;
+    case HostRef::Where::word_buffer:
+      return Space::word_buffer;
+    case HostRef::Where::state_buffer:
+      return Space::state_buffer;
+    case HostRef::Where::resident_hi:
+      return Space::resident_hi;
+    case HostRef::Where::resident_state:
+      return Space::resident_state;
+    case HostRef::Where::resident_gradient:
+      return Space::resident_gradient;
+    default:
+      return Space::carry;
   }
 }
-Access host_access(HostRef ref, bool writes) { return cell_access(space_of(ref.where), ref.index, writes); }
+Access host_access(HostRef ref, bool writes) {
+  return cell_access(space_of(ref.where), ref.index, writes);
+}
 
 int earliest(std::vector<TaskId>& last_use, TaskId now) {
   const auto found = std::min_element(last_use.begin(), last_use.end());
@@ -58,8 +68,12 @@ Task& Planner::emit(TaskKind kind, Lane lane, std::vector<Access> accesses) {
   return task;
 }
 
-HostRef Planner::take_word_buffer() { return {HostRef::Where::word_buffer, earliest(word_last_use_, ++use_counter_)}; }
-HostRef Planner::take_state_buffer() { return {HostRef::Where::state_buffer, earliest(state_last_use_, ++use_counter_)}; }
+HostRef Planner::take_word_buffer() {
+  return {HostRef::Where::word_buffer, earliest(word_last_use_, ++use_counter_)};
+}
+HostRef Planner::take_state_buffer() {
+  return {HostRef::Where::state_buffer, earliest(state_last_use_, ++use_counter_)};
+}
 
 Plan Planner::train_step(bool pending) {
   plan_ = {.first_id = next_id_};
@@ -115,7 +129,8 @@ void Planner::run_visits(int micro_batches) {
         stage_ = plan_.visits[of].stage;
         const HostRef carry{HostRef::Where::carry, stage_ * micro_batches + loads % micro_batches};
         const std::uint64_t slot = slot_of[loads] = next_slot(), bytes = layout_.stages()[stage_].carry_bytes;
-        Task& load = emit(TaskKind::load_carry, Lane::upload, {host_access(carry, false), device_access(slot, bytes, true)});
+        Task& load =
+            emit(TaskKind::load_carry, Lane::upload, {host_access(carry, false), device_access(slot, bytes, true)});
         load.micro_batch = loads % micro_batches;
         load.words = carry;
         load.device_offset = slot;
@@ -129,7 +144,8 @@ void Planner::run_visits(int micro_batches) {
       if (!save) continue;
       const HostRef carry{HostRef::Where::carry, stage * micro_batches + micro_batch};
       const std::uint64_t bytes = layout_.stages()[stage].carry_bytes;
-      Task& task = emit(TaskKind::save_carry, Lane::download, {device_access(slot_of[item], bytes, false), host_access(carry, true)});
+      Task& task = emit(TaskKind::save_carry, Lane::download,
+                        {device_access(slot_of[item], bytes, false), host_access(carry, true)});
       task.micro_batch = micro_batch;
       task.words = carry;
       task.device_offset = slot_of[item];
@@ -180,7 +196,8 @@ bool Planner::fetch(int visit, bool forced) {
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
       const HostRef words = owes_update(unit) ? update_pending(chunk) : read_words(chunk);
       const std::uint64_t to = begin + 2 * chunk.first;
-      Task& upload = emit(TaskKind::upload_hi, Lane::upload, {host_access(words, false), device_access(to, chunk.word_bytes(), true)});
+      Task& upload = emit(TaskKind::upload_hi, Lane::upload,
+                          {host_access(words, false), device_access(to, chunk.word_bytes(), true)});
       upload.chunk = layout_.first_chunk(unit) + chunk.index;
       upload.words = words;
       upload.device_offset = to;
@@ -197,7 +214,9 @@ std::uint64_t Planner::allocate_weights(std::uint64_t bytes) {
   for (const std::uint64_t begin : {ring_position_, std::uint64_t{0}}) {
     if (begin + bytes > arrangement_.weight_ring) continue;
     const auto overlaps = [&](const Region& region) { return region.begin < begin + bytes && begin < region.end; };
-    if (std::any_of(regions_.begin(), regions_.end(), [&](const Region& region) { return region.busy > 0 && overlaps(region); })) continue;
+    if (std::any_of(regions_.begin(), regions_.end(),
+                    [&](const Region& region) { return region.busy > 0 && overlaps(region); }))
+      continue;
     std::erase_if(regions_, overlaps);
     ring_position_ = begin + bytes;
     return begin;
@@ -206,7 +225,8 @@ std::uint64_t Planner::allocate_weights(std::uint64_t bytes) {
 }
 
 Planner::Region* Planner::find_region(int unit) {
-  const auto found = std::find_if(regions_.begin(), regions_.end(), [&](const Region& region) { return region.unit == unit; });
+  const auto found =
+      std::find_if(regions_.begin(), regions_.end(), [&](const Region& region) { return region.unit == unit; });
   return found == regions_.end() ? nullptr : &*found;
 }
 
@@ -220,12 +240,14 @@ void Planner::compute(int visit, int micro_batch, std::uint64_t carry_slot) {
   std::vector<Access> accesses;
   for (std::size_t i = 0; i < stage.units.size(); ++i) {
     const int unit = stage.units[i];
-    if (target.weights[i] != kNowhere) accesses.push_back(device_access(target.weights[i], 2 * layout_.unit_elements(unit), false));
+    if (target.weights[i] != kNowhere)
+      accesses.push_back(device_access(target.weights[i], 2 * layout_.unit_elements(unit), false));
     if ((target.pass != Pass::backward && target.pass != Pass::head) || !layout_.units()[unit].trainable) continue;
     if (target.gradients[i] == kNowhere) target.gradients[i] = gradient_region(unit, target.fresh_gradient, i);
     accesses.push_back(device_access(target.gradients[i], 4 * layout_.unit_elements(unit), true));
   }
-  if (carry_slot != kNowhere) accesses.push_back(device_access(carry_slot, stage.carry_bytes, target.pass == Pass::forward));
+  if (carry_slot != kNowhere)
+    accesses.push_back(device_access(carry_slot, stage.carry_bytes, target.pass == Pass::forward));
   Task& task = emit(TaskKind::compute, Lane::compute, std::move(accesses));
   task.visit = visit;
   task.micro_batch = micro_batch;
@@ -249,8 +271,11 @@ void Planner::take_gradients(const Visit& visit) {
   for (std::size_t i = 0; i < stage.units.size(); ++i) {
     const int unit = stage.units[i];
     if (!layout_.units()[unit].trainable) continue;
-    // Backward runs from the last stage to the first: the first stage that uses a unit is the last to add to its gradient.
-    const auto uses = [&](const StageShape& other) { return std::find(other.units.begin(), other.units.end(), unit) != other.units.end(); };
+    // Backward runs from the last stage to the first: the first stage that uses a unit is the last to add to its
+    // gradient.
+    const auto uses = [&](const StageShape& other) {
+      return std::find(other.units.begin(), other.units.end(), unit) != other.units.end();
+    };
     const auto first_user = std::find_if(layout_.stages().begin(), layout_.stages().end(), uses);
     if (first_user - layout_.stages().begin() != visit.stage) continue;
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
@@ -266,8 +291,11 @@ void Planner::take_gradients(const Visit& visit) {
 
 HostRef Planner::download_gradient(const Chunk& chunk, std::uint64_t from) {
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
-  const HostRef to = arrangement_.staged && arrangement_.gradient_resident[id] ? HostRef{HostRef::Where::resident_gradient, id} : take_word_buffer();
-  Task& download = emit(TaskKind::download_gradient, Lane::download, {device_access(from, 4 * chunk.elements, false), host_access(to, true)});
+  const HostRef to = arrangement_.staged && arrangement_.gradient_resident[id]
+                         ? HostRef{HostRef::Where::resident_gradient, id}
+                         : take_word_buffer();
+  Task& download = emit(TaskKind::download_gradient, Lane::download,
+                        {device_access(from, 4 * chunk.elements, false), host_access(to, true)});
   download.chunk = id;
   download.gradient = to;
   download.device_offset = from;
@@ -297,7 +325,8 @@ void Planner::update_now(const Chunk& chunk, std::uint64_t gradient_from, std::u
   HostRef words{HostRef::Where::resident_hi, id};
   if (!arrangement_.hi_resident[id] && words_from != kNowhere) {
     words = take_word_buffer();
-    Task& download = emit(TaskKind::download_hi, Lane::download, {device_access(words_from, chunk.word_bytes(), false), host_access(words, true)});
+    Task& download = emit(TaskKind::download_hi, Lane::download,
+                          {device_access(words_from, chunk.word_bytes(), false), host_access(words, true)});
     download.chunk = id;
     download.words = words;
     download.device_offset = words_from;
@@ -314,7 +343,8 @@ HostRef Planner::update_pending(const Chunk& chunk) {
   const HostRef words = read_words(chunk);
   if (!arrangement_.gradient_resident[id]) {
     gradient = take_word_buffer();
-    Task& read = emit(TaskKind::read_gradient, Lane::disk_read, {cell_access(Space::stored_gradient, id, false), host_access(gradient, true)});
+    Task& read = emit(TaskKind::read_gradient, Lane::disk_read,
+                      {cell_access(Space::stored_gradient, id, false), host_access(gradient, true)});
     read.chunk = id;
     read.gradient = gradient;
     read.bytes = chunk.word_bytes();
@@ -327,7 +357,8 @@ HostRef Planner::read_words(const Chunk& chunk) {
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
   if (arrangement_.hi_resident[id]) return {HostRef::Where::resident_hi, id};
   const HostRef words = take_word_buffer();
-  Task& read = emit(TaskKind::read_hi, Lane::disk_read, {cell_access(Space::stored_hi, id, false), host_access(words, true)});
+  Task& read =
+      emit(TaskKind::read_hi, Lane::disk_read, {cell_access(Space::stored_hi, id, false), host_access(words, true)});
   read.chunk = id;
   read.words = words;
   read.bytes = chunk.word_bytes();
@@ -338,7 +369,8 @@ HostRef Planner::read_state(const Chunk& chunk) {
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
   if (arrangement_.state_resident[id]) return {HostRef::Where::resident_state, id};
   const HostRef state = take_state_buffer();
-  Task& read = emit(TaskKind::read_state, Lane::disk_read, {cell_access(Space::stored_state, id, false), host_access(state, true)});
+  Task& read = emit(TaskKind::read_state, Lane::disk_read,
+                    {cell_access(Space::stored_state, id, false), host_access(state, true)});
   read.chunk = id;
   read.state = state;
   read.bytes = chunk.state_bytes;
@@ -347,20 +379,23 @@ HostRef Planner::read_state(const Chunk& chunk) {
 
 void Planner::emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state) {
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
-  Task& update = emit(TaskKind::update, Lane::update, {host_access(words, true), host_access(gradient, false), host_access(state, true)});
+  Task& update = emit(TaskKind::update, Lane::update,
+                      {host_access(words, true), host_access(gradient, false), host_access(state, true)});
   update.chunk = id;
   update.words = words;
   update.gradient = gradient;
   update.state = state;
   update.bytes = chunk.word_bytes();
   if (!arrangement_.hi_resident[id]) {
-    Task& write = emit(TaskKind::write_hi, Lane::disk_write, {host_access(words, false), cell_access(Space::stored_hi, id, true)});
+    Task& write = emit(TaskKind::write_hi, Lane::disk_write,
+                       {host_access(words, false), cell_access(Space::stored_hi, id, true)});
     write.chunk = id;
     write.words = words;
     write.bytes = chunk.word_bytes();
   }
   if (!arrangement_.state_resident[id]) {
-    Task& write = emit(TaskKind::write_state, Lane::disk_write, {host_access(state, false), cell_access(Space::stored_state, id, true)});
+    Task& write = emit(TaskKind::write_state, Lane::disk_write,
+                       {host_access(state, false), cell_access(Space::stored_state, id, true)});
     write.chunk = id;
     write.state = state;
     write.bytes = chunk.state_bytes;

@@ -13,8 +13,8 @@ class Planner {
  public:
   Planner(const Layout& layout, const Arrangement& arrangement);
 
-  // Layer-major forward and backward over all micro-batches. In a staged arrangement `pending` says that gradients of the step
-  // before wait to be applied: each unit's update then runs ahead of its first forward.
+  // Layer-major forward and backward over all micro-batches. In a staged arrangement `pending` says that gradients of
+  // the step before wait to be applied: each unit's update then runs ahead of its first forward.
   Plan train_step(bool pending);
   // Forward only, for one evaluation of `micro_batches` micro-batches.
   Plan evaluate(int micro_batches);
@@ -60,7 +60,8 @@ class Planner {
   std::vector<bool> updated_;  // by unit, in this step
   std::vector<Region> regions_;
   std::uint64_t ring_position_ = 0, gradient_position_ = 0;
-  std::vector<std::uint64_t> gradient_of_;  // by unit: offset of its gradient in this step, kNowhere before the first use
+  std::vector<std::uint64_t>
+      gradient_of_;  // by unit: offset of its gradient in this step, kNowhere before the first use
   std::vector<std::uint64_t> held_offset_;  // by unit: place of a tied unit's gradient
   std::vector<TaskId> word_last_use_, state_last_use_;
   TaskId use_counter_ = 0;

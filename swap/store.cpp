@@ -9,6 +9,8 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "io/checksum.h"
+
 namespace tierflow::swap {
 namespace {
 
@@ -43,13 +45,14 @@ io::Error transfer(io::Volume& volume, io::Op op, std::uint64_t offset, io::Buff
   std::condition_variable arrived;
   bool done = false;
   io::Error error;
-  volume.submit({.op = op, .offset = offset, .length = length, .buffer = std::move(buffer)}, [&](io::Completion&& completion) {
-    std::lock_guard lock(mutex);
-    buffer = std::move(completion.buffer);
-    error = std::move(completion.error);
-    done = true;
-    arrived.notify_one();
-  });
+  volume.submit({.op = op, .offset = offset, .length = length, .buffer = std::move(buffer)},
+                [&](io::Completion&& completion) {
+                  std::lock_guard lock(mutex);
+                  buffer = std::move(completion.buffer);
+                  error = std::move(completion.error);
+                  done = true;
+                  arrived.notify_one();
+                });
   std::unique_lock lock(mutex);
   arrived.wait(lock, [&] { return done; });
   return error;
@@ -67,14 +70,17 @@ io::Result<Found> newest_manifest(io::Volume& volume) {
     if (io::Error error = transfer(volume, io::Op::read, copy * kSuperblockSpacing, sector, kSector)) return error;
     Superblock block;
     std::memcpy(static_cast<void*>(&block), sector.data(), sizeof block);
-    if (std::memcmp(block.magic, Superblock{}.magic, sizeof block.magic) == 0 && block.checksum == block.own_checksum() && block.version == kVersion &&
-        block.manifest_length < volume.size() && block.manifest_offset <= volume.size() - round_up(block.manifest_length, kSector))
+    if (std::memcmp(block.magic, Superblock{}.magic, sizeof block.magic) == 0 &&
+        block.checksum == block.own_checksum() && block.version == kVersion && block.manifest_length < volume.size() &&
+        block.manifest_offset <= volume.size() - round_up(block.manifest_length, kSector))
       blocks.push_back(block);
   }
-  std::sort(blocks.begin(), blocks.end(), [](const Superblock& a, const Superblock& b) { return a.generation > b.generation; });
+  std::sort(blocks.begin(), blocks.end(),
+            [](const Superblock& a, const Superblock& b) { return a.generation > b.generation; });
   for (const Superblock& block : blocks) {
     io::Buffer buffer = io::allocate_buffer(round_up(block.manifest_length, kSector));
-    if (!buffer) return io::Error{.kind = io::ErrorKind::memory, .operation = "open the store", .length = block.manifest_length};
+    if (!buffer)
+      return io::Error{.kind = io::ErrorKind::memory, .operation = "open the store", .length = block.manifest_length};
     if (io::Error error = transfer(volume, io::Op::read, block.manifest_offset, buffer, buffer.size())) return error;
     if (XXH3_64bits(buffer.data(), block.manifest_length) == block.manifest_checksum)
       return Found{block, std::string(reinterpret_cast<const char*>(buffer.data()), block.manifest_length)};
@@ -101,7 +107,9 @@ Store::Store(StoreOptions options, const Layout& layout) : options_(std::move(op
                  (options_.staged_gradients ? hi_bytes_ : 0);
 }
 
-std::uint64_t Store::bytes_needed(const StoreOptions& options, const Layout& layout) { return Store(options, layout).total_bytes_; }
+std::uint64_t Store::bytes_needed(const StoreOptions& options, const Layout& layout) {
+  return Store(options, layout).total_bytes_;
+}
 
 io::Result<std::unique_ptr<Store>> Store::create(StoreOptions options, const Layout& layout) {
   std::unique_ptr<Store> store(new Store(std::move(options), layout));
@@ -122,8 +130,11 @@ io::Result<Store::Contents> Store::inspect(const io::VolumeOptions& options) {
   if (!found.ok()) return found.error();
   const json manifest = json::parse(found->text, nullptr, false);
   if (!manifest.is_object()) return corrupt("its manifest cannot be read");
-  return Contents{.identity = manifest.value("identity", ""), .progress = manifest.value("progress", ""), .chunk_elements = manifest.value("chunk_elements", std::uint64_t{0}),
-                  .generations = manifest.value("generations", 1), .staged_gradients = manifest.value("staged_gradients", false)};
+  return Contents{.identity = manifest.value("identity", ""),
+                  .progress = manifest.value("progress", ""),
+                  .chunk_elements = manifest.value("chunk_elements", std::uint64_t{0}),
+                  .generations = manifest.value("generations", 1),
+                  .staged_gradients = manifest.value("staged_gradients", false)};
 }
 
 io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layout& layout) {
@@ -131,7 +142,8 @@ io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layou
   auto volume = io::Volume::open(store->options_.volume);
   if (!volume.ok()) return volume.error();
   store->volume_ = std::move(volume).value();
-  if (store->volume_->size() != store->total_bytes_) return corrupt("its size is not that of this model and these options");
+  if (store->volume_->size() != store->total_bytes_)
+    return corrupt("its size is not that of this model and these options");
   auto found = newest_manifest(*store->volume_);
   if (!found.ok()) return found.error();
   store->run_id_ = found->block.run_id;
@@ -147,19 +159,26 @@ std::uint64_t Store::extent_bytes(ExtentKind kind, int chunk) const {
 std::uint64_t Store::offset(ExtentKind kind, int chunk, int slot) const {
   const std::uint64_t base = kManifestBase + 2 * manifest_bytes_;
   switch (kind) {
-    case ExtentKind::hi: return base + slot * hi_bytes_ + hi_offset_[chunk];
-    case ExtentKind::state: return base + options_.generations * hi_bytes_ + slot * state_bytes_ + state_offset_[chunk];
-    default: return base + options_.generations * (hi_bytes_ + state_bytes_) + hi_offset_[chunk];
+    case ExtentKind::hi:
+      return base + slot * hi_bytes_ + hi_offset_[chunk];
+    case ExtentKind::state:
+      return base + options_.generations * hi_bytes_ + slot * state_bytes_ + state_offset_[chunk];
+    default:
+      return base + options_.generations * (hi_bytes_ + state_bytes_) + hi_offset_[chunk];
   }
 }
 
-std::uint64_t Store::checksum(ExtentKind kind, int chunk, std::uint64_t generation, std::span<const std::byte> bytes) const {
-  const std::uint64_t identity[4] = {run_id_, static_cast<std::uint64_t>(kind), static_cast<std::uint64_t>(chunk), generation};
-  return XXH3_64bits_withSeed(bytes.data(), bytes.size(), XXH3_64bits(identity, sizeof identity));
+std::uint64_t Store::checksum(ExtentKind kind, int chunk, std::uint64_t generation,
+                              std::span<const std::byte> bytes) const {
+  const std::uint64_t extent =
+      static_cast<std::uint64_t>(kind) * layout_.chunks().size() + static_cast<std::uint64_t>(chunk);
+  return io::extent_checksum(run_id_, extent, generation, bytes);
 }
 
 void Store::read(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done) {
-  volume_->submit({.op = io::Op::read, .offset = offset(kind, chunk, record(kind, chunk).slot), .length = extent_bytes(kind, chunk),
+  volume_->submit({.op = io::Op::read,
+                   .offset = offset(kind, chunk, record(kind, chunk).slot),
+                   .length = extent_bytes(kind, chunk),
                    .buffer = std::move(buffer)},
                   std::move(done));
 }
@@ -168,7 +187,8 @@ io::Result<io::Buffer> Store::fetch(ExtentKind kind, int chunk) {
   const std::uint64_t bytes = extent_bytes(kind, chunk);
   io::Buffer buffer = io::allocate_buffer(bytes);
   if (!buffer) return io::Error{.kind = io::ErrorKind::memory, .operation = "fetch", .length = bytes};
-  if (io::Error error = transfer(*volume_, io::Op::read, offset(kind, chunk, record(kind, chunk).slot), buffer, bytes)) return error;
+  if (io::Error error = transfer(*volume_, io::Op::read, offset(kind, chunk, record(kind, chunk).slot), buffer, bytes))
+    return error;
   if (io::Error error = verify(kind, chunk, buffer.bytes().first(bytes))) return error;
   return buffer;
 }
@@ -180,11 +200,15 @@ void Store::stamp(ExtentKind kind, int chunk, std::span<const std::byte> bytes) 
 void Store::write(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done) {
   Record& at = record(kind, chunk);
   // A slot that the newest durable generation refers to is not written while there is another.
-  if (at.written && at.generation <= generation_ && options_.generations == 2 && kind != ExtentKind::gradient) at.slot ^= 1;
+  if (at.written && at.generation <= generation_ && options_.generations == 2 && kind != ExtentKind::gradient)
+    at.slot ^= 1;
   at.checksum = pending_checksum_[static_cast<int>(kind)][chunk];
   at.generation = generation_ + 1;
   at.written = true;
-  volume_->submit({.op = io::Op::write, .offset = offset(kind, chunk, at.slot), .length = extent_bytes(kind, chunk), .buffer = std::move(buffer)},
+  volume_->submit({.op = io::Op::write,
+                   .offset = offset(kind, chunk, at.slot),
+                   .length = extent_bytes(kind, chunk),
+                   .buffer = std::move(buffer)},
                   std::move(done));
 }
 
@@ -192,10 +216,14 @@ io::Error Store::verify(ExtentKind kind, int chunk, std::span<const std::byte> b
   const Record& at = record(kind, chunk);
   if (at.written && checksum(kind, chunk, at.generation, bytes) == at.checksum) return {};
   const Chunk& shape = layout_.chunks()[chunk];
-  return {.kind = io::ErrorKind::corruption, .operation = "verify", .path = layout_.units()[shape.unit].name,
-          .offset = offset(kind, chunk, at.slot), .length = bytes.size(),
+  return {.kind = io::ErrorKind::corruption,
+          .operation = "verify",
+          .path = layout_.units()[shape.unit].name,
+          .offset = offset(kind, chunk, at.slot),
+          .length = bytes.size(),
           .detail = std::string("the ") + kind_name(kind) + " of chunk " + std::to_string(shape.index) +
-                    (at.written ? " is not what was written" : " was never written") + ": the drive or another program changed it"};
+                    (at.written ? " is not what was written" : " was never written") +
+                    ": the drive or another program changed it"};
 }
 
 std::string Store::manifest(const std::string& progress) const {
@@ -205,12 +233,17 @@ std::string Store::manifest(const std::string& progress) const {
   json units = json::array();
   for (const UnitShape& unit : layout_.units()) {
     json groups = json::array();
-    for (const GroupShape& group : unit.groups) groups.push_back({{"elements", group.elements}, {"precision", group.precision}});
+    for (const GroupShape& group : unit.groups)
+      groups.push_back({{"elements", group.elements}, {"precision", group.precision}});
     units.push_back({{"name", unit.name}, {"groups", groups}});
   }
-  return json{{"version", kVersion}, {"chunk_elements", layout_.chunk_elements()}, {"generations", options_.generations},
+  return json{{"version", kVersion},
+              {"chunk_elements", layout_.chunk_elements()},
+              {"generations", options_.generations},
               {"staged_gradients", options_.staged_gradients},
-              {"units", units},      {"identity", options_.identity},                {"progress", progress},
+              {"units", units},
+              {"identity", options_.identity},
+              {"progress", progress},
               {"records", records}}
       .dump();
 }
@@ -223,7 +256,8 @@ io::Error Store::load_manifest(const std::string& text) {
     return corrupt("its manifest is of another model or another version");
   for (std::size_t index = 0; index < 2 * chunks; ++index) {
     const json& entry = manifest["records"][index];
-    records_[index / chunks][index % chunks] = {.checksum = entry[3], .generation = entry[2], .slot = entry[1], .written = entry[0]};
+    records_[index / chunks][index % chunks] = {
+        .checksum = entry[3], .generation = entry[2], .slot = entry[1], .written = entry[0]};
   }
   options_.identity = manifest.value("identity", "");
   progress_ = manifest.value("progress", "");
@@ -233,7 +267,10 @@ io::Error Store::load_manifest(const std::string& text) {
 io::Error Store::commit(const std::string& progress) {
   const std::string text = manifest(progress);
   if (text.size() > manifest_bytes_)
-    return {.kind = io::ErrorKind::io, .operation = "commit", .length = text.size(), .detail = "the manifest outgrew its place"};
+    return {.kind = io::ErrorKind::io,
+            .operation = "commit",
+            .length = text.size(),
+            .detail = "the manifest outgrew its place"};
   const int copy = static_cast<int>((generation_ + 1) % 2);
   io::Buffer buffer = io::allocate_buffer(round_up(text.size(), kSector));
   if (!buffer) return {.kind = io::ErrorKind::memory, .operation = "commit", .length = text.size()};

@@ -1,5 +1,6 @@
 #pragma once
-// Where each extent lives on the volume, with a record each: slot, generation, checksum. Bytes on the volume: docs/store.md.
+// Where each extent lives on the volume, with a record each: slot, generation, checksum. Bytes on the volume:
+// docs/store.md.
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -24,8 +25,8 @@ class Store {
   static io::Result<std::unique_ptr<Store>> create(StoreOptions options, const Layout& layout);
   // Opens the newest valid generation. The layout must be the one it was created with.
   static io::Result<std::unique_ptr<Store>> open(StoreOptions options, const Layout& layout);
-  // What create() was given as identity and commit() as progress, of the newest valid generation: enough to build the layout that open()
-  // needs.
+  // What create() was given as identity and commit() as progress, of the newest valid generation: enough to build the
+  // layout that open() needs.
   struct Contents {
     std::string identity, progress;
     std::uint64_t chunk_elements = 0;
@@ -47,8 +48,8 @@ class Store {
   // Compares bytes that read() brought with the record: an error of kind corruption names the extent.
   io::Error verify(ExtentKind kind, int chunk, std::span<const std::byte> bytes) const;
 
-  // Makes everything written so far the newest generation, durably. `progress` is the client's JSON (step, data position ...).
-  // No read or write may be in flight.
+  // Makes everything written so far the newest generation, durably. `progress` is the client's JSON (step, data
+  // position ...). No read or write may be in flight.
   io::Error commit(const std::string& progress);
 
   std::uint64_t extent_bytes(ExtentKind kind, int chunk) const;

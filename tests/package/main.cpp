@@ -14,7 +14,9 @@ constexpr int kVocabulary = 64, kWidth = 96, kLength = 32, kRows = 8;
 
 struct Embed : tierflow::Layer {
   torch::nn::Embedding table = register_module("table", torch::nn::Embedding(kVocabulary, kWidth));
-  tierflow::Carry forward(const tierflow::Carry&, const tierflow::Shared& shared) override { return {table(shared.ids)}; }
+  tierflow::Carry forward(const tierflow::Carry&, const tierflow::Shared& shared) override {
+    return {table(shared.ids)};
+  }
 };
 
 struct Block : tierflow::Layer {

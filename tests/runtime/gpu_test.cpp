@@ -18,7 +18,12 @@ struct Outcome {
 };
 
 Outcome run(const Case& which, bool stream, std::optional<double> clip) {
-  SessionOptions options{.device = "cuda", .device_memory = 1024 * kMiB, .host_memory = 64 * kMiB, .clip = clip, .micro_batch = 2, .micro_batches = 2,
+  SessionOptions options{.device = "cuda",
+                         .device_memory = 1024 * kMiB,
+                         .host_memory = 64 * kMiB,
+                         .clip = clip,
+                         .micro_batch = 2,
+                         .micro_batches = 2,
                          .sequence_length = 16};
   if (stream) {
     options.storage = {std::filesystem::current_path() / "gpu-test"};
@@ -26,7 +31,9 @@ Outcome run(const Case& which, bool stream, std::optional<double> clip) {
     options.host_memory = 150 * 1024;
   }
   Session session({make_model(parse_model_spec(which.json, which.name)),
-                   [](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) { initial_values(tensor, 11, first, out); }},
+                   [](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+                     initial_values(tensor, 11, first, out);
+                   }},
                   options, {.lr = 3e-3});
   Outcome outcome;
   for (int step = 0; step < 4; ++step) {

@@ -19,7 +19,9 @@ inline std::string llama_json(const std::string& model_class, const std::string&
 struct Case {
   std::string name, json;
 };
-inline void PrintTo(const Case& which, std::ostream* out) { *out << which.name; }
+inline void PrintTo(const Case& which, std::ostream* out) {
+  *out << which.name;
+}
 
 inline std::vector<Case> cases(const std::string& dropout = "0.0") {
   const std::string gpt2 =

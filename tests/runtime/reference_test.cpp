@@ -1,5 +1,6 @@
-// fp32-master+adam32 against the plain loop: fp32 masters, weights cast by the hi rule, fp32 sums of micro-batch gradients rounded to
-// bf16, the norm over those, AdamW. Bit for bit with the same optimizer arithmetic, and within rounding of torch.optim.AdamW.
+// fp32-master+adam32 against the plain loop: fp32 masters, weights cast by the hi rule, fp32 sums of micro-batch
+// gradients rounded to bf16, the norm over those, AdamW. Bit for bit with the same optimizer arithmetic, and within
+// rounding of torch.optim.AdamW.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -39,7 +40,8 @@ void update(std::vector<Parameter>& parameters, const std::vector<torch::Tensor>
   for (const torch::Tensor& sum : sums) {
     rounded.push_back(sum.to(torch::kBFloat16).contiguous());
     std::vector<double> segments((sum.numel() + optim::kNormSegment - 1) / optim::kNormSegment);
-    optim::gradient_norm_squared(static_cast<const std::uint16_t*>(rounded.back().data_ptr()), sum.numel(), segments.data());
+    optim::gradient_norm_squared(static_cast<const std::uint16_t*>(rounded.back().data_ptr()), sum.numel(),
+                                 segments.data());
     for (const double segment : segments) squares += segment;
   }
   const double scale = std::min(1.0, kClip / (std::sqrt(squares) + 1e-6));
@@ -49,9 +51,13 @@ void update(std::vector<Parameter>& parameters, const std::vector<torch::Tensor>
     auto hi = torch::empty({parameter.master.numel()}, torch::kInt16), lo = torch::empty_like(hi);
     const auto words = [](torch::Tensor& tensor) { return static_cast<std::uint16_t*>(tensor.data_ptr()); };
     optim::split_master(parameter.master.data_ptr<float>(), words(hi), words(lo), n);
-    const optim::State state{.hi = words(hi), .lo = words(lo), .m = {optim::MomentFormat::f32, parameter.m.data_ptr()},
+    const optim::State state{.hi = words(hi),
+                             .lo = words(lo),
+                             .m = {optim::MomentFormat::f32, parameter.m.data_ptr()},
                              .v = {optim::MomentFormat::f32, parameter.v.data_ptr()}};
-    optim::adamw_update({.lr = static_cast<float>(kLr), .weight_decay = parameter.decays ? static_cast<float>(kDecay) : 0.0F, .step = step,
+    optim::adamw_update({.lr = static_cast<float>(kLr),
+                         .weight_decay = parameter.decays ? static_cast<float>(kDecay) : 0.0F,
+                         .step = step,
                          .gradient_scale = static_cast<float>(scale)},
                         static_cast<const std::uint16_t*>(rounded[i].data_ptr()), state, n);
     optim::join_master(words(hi), words(lo), parameter.master.data_ptr<float>(), n);
@@ -59,8 +65,13 @@ void update(std::vector<Parameter>& parameters, const std::vector<torch::Tensor>
 }
 
 SessionOptions options() {
-  return {.device_memory = 64 * kMiB, .host_memory = 64 * kMiB, .precision = Precision::fp32_master_adam32, .clip = kClip, .micro_batch = 2,
-          .micro_batches = 2, .sequence_length = 16};
+  return {.device_memory = 64 * kMiB,
+          .host_memory = 64 * kMiB,
+          .precision = Precision::fp32_master_adam32,
+          .clip = kClip,
+          .micro_batch = 2,
+          .micro_batches = 2,
+          .sequence_length = 16};
 }
 
 MicroBatch some_batch(int step, int index) {
@@ -97,9 +108,12 @@ TEST_P(PlainLoop, SameBits) {
       (tensor.decays ? decayed : undecayed).push_back(torch_parameters.back());
     }
   }
-  torch::optim::AdamW reference({torch::optim::OptimizerParamGroup(decayed, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(kLr).weight_decay(kDecay))),
-                                 torch::optim::OptimizerParamGroup(undecayed, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(kLr).weight_decay(0)))},
-                                torch::optim::AdamWOptions(kLr));
+  torch::optim::AdamW reference(
+      {torch::optim::OptimizerParamGroup(
+           decayed, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(kLr).weight_decay(kDecay))),
+       torch::optim::OptimizerParamGroup(
+           undecayed, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(kLr).weight_decay(0)))},
+      torch::optim::AdamWOptions(kLr));
   for (int step = 1; step <= kSteps; ++step) {
     const std::vector<MicroBatch> batches{some_batch(step, 0), some_batch(step, 1)};
     const StepResult streamed = session.step(batches);
@@ -145,15 +159,18 @@ TEST_P(PlainLoop, SameBits) {
       torch_parameters[i].mutable_grad() = sums[i].to(torch::kBFloat16).to(torch::kFloat32);
       squares += torch_parameters[i].grad().to(torch::kDouble).square().sum().item<double>();
     }
-    for (torch::Tensor& parameter : torch_parameters) parameter.mutable_grad().mul_(std::min(1.0, kClip / (std::sqrt(squares) + 1e-6)));
+    for (torch::Tensor& parameter : torch_parameters)
+      parameter.mutable_grad().mul_(std::min(1.0, kClip / (std::sqrt(squares) + 1e-6)));
     reference.step();
   }
   for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
     for (std::size_t t = 0; t < spec.units[unit].tensors.size(); ++t) {
       const std::vector<float> streamed = session.master(static_cast<int>(unit), static_cast<int>(t));
       const torch::Tensor& plain = parameters[first_of_unit[unit] + t].master;
-      EXPECT_EQ(std::memcmp(streamed.data(), plain.data_ptr(), 4 * streamed.size()), 0) << spec.units[unit].tensors[t].name;
-      EXPECT_LT((plain - torch_parameters[first_of_unit[unit] + t]).abs().max().item<double>(), 2e-6) << spec.units[unit].tensors[t].name;
+      EXPECT_EQ(std::memcmp(streamed.data(), plain.data_ptr(), 4 * streamed.size()), 0)
+          << spec.units[unit].tensors[t].name;
+      EXPECT_LT((plain - torch_parameters[first_of_unit[unit] + t]).abs().max().item<double>(), 2e-6)
+          << spec.units[unit].tensors[t].name;
     }
 }
 
@@ -166,7 +183,9 @@ struct OwnEmbedding : Layer {
   torch::nn::Embedding table;
 };
 struct OwnBlock : Layer {
-  OwnBlock() : up(register_module("up", torch::nn::Linear(24, 48))), down(register_module("down", torch::nn::Linear(48, 24))) {}
+  OwnBlock()
+      : up(register_module("up", torch::nn::Linear(24, 48))),
+        down(register_module("down", torch::nn::Linear(48, 24))) {}
   Carry forward(const Carry& carry, const Shared&) override {
     return {carry[0] + down->forward(torch::dropout(torch::tanh(up->forward(carry[0])), dropout, is_training()))};
   }
@@ -180,19 +199,21 @@ struct OwnOutput : Layer {
 };
 struct OwnLoss : Layer {  // a last layer without parameters
   Carry forward(const Carry& carry, const Shared& shared) override {
-    return {torch::nn::functional::cross_entropy(carry[0].to(torch::kFloat32).flatten(0, 1), shared.labels.flatten(),
-                                                 torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum))};
+    return {
+        torch::nn::functional::cross_entropy(carry[0].to(torch::kFloat32).flatten(0, 1), shared.labels.flatten(),
+                                             torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum))};
   }
 };
 
 Layers own_layers(double dropout = 0) {
   Layers layers;
   layers.add("embedding", [] { return std::make_shared<OwnEmbedding>(); })
-      .repeat(3, "blocks", [dropout] {
-        auto block = std::make_shared<OwnBlock>();
-        block->dropout = dropout;
-        return block;
-      })
+      .repeat(3, "blocks",
+              [dropout] {
+                auto block = std::make_shared<OwnBlock>();
+                block->dropout = dropout;
+                return block;
+              })
       .add("output", [] { return std::make_shared<OwnOutput>(); })
       .add("loss", [] { return std::make_shared<OwnLoss>(); });
   return layers;
@@ -203,9 +224,10 @@ TEST(OwnModules, SameBitsAsAWholeGraph) {
   Session session(own_layers().build(9), options(), {.lr = kLr, .weight_decay = kDecay});
 
   std::vector<std::shared_ptr<Layer>> modules;
-  const std::vector<LayerFactory> factories{[] { return std::make_shared<OwnEmbedding>(); }, [] { return std::make_shared<OwnBlock>(); },
-                                            [] { return std::make_shared<OwnBlock>(); }, [] { return std::make_shared<OwnBlock>(); },
-                                            [] { return std::make_shared<OwnOutput>(); }, [] { return std::make_shared<OwnLoss>(); }};
+  const std::vector<LayerFactory> factories{
+      [] { return std::make_shared<OwnEmbedding>(); }, [] { return std::make_shared<OwnBlock>(); },
+      [] { return std::make_shared<OwnBlock>(); },     [] { return std::make_shared<OwnBlock>(); },
+      [] { return std::make_shared<OwnOutput>(); },    [] { return std::make_shared<OwnLoss>(); }};
   std::vector<Parameter> parameters;
   for (std::size_t i = 0; i < factories.size(); ++i) {
     torch::manual_seed(9 + i);
@@ -216,7 +238,8 @@ TEST(OwnModules, SameBitsAsAWholeGraph) {
     }
     modules.back()->to(torch::kBFloat16);
   }
-  EXPECT_FALSE(torch::equal(modules[1]->parameters()[0], modules[2]->parameters()[0])) << "layers must differ for the test to mean anything";
+  EXPECT_FALSE(torch::equal(modules[1]->parameters()[0], modules[2]->parameters()[0]))
+      << "layers must differ for the test to mean anything";
   for (int step = 1; step <= kSteps; ++step) {
     const std::vector<MicroBatch> batches{some_batch(step, 0), some_batch(step, 1)};
     const StepResult streamed = session.step(batches);
@@ -251,7 +274,8 @@ TEST(OwnModules, SameBitsAsAWholeGraph) {
   for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
     for (std::size_t t = 0; t < spec.units[unit].tensors.size(); ++t, ++next) {
       const std::vector<float> streamed = session.master(static_cast<int>(unit), static_cast<int>(t));
-      EXPECT_EQ(std::memcmp(streamed.data(), parameters[next].master.data_ptr(), 4 * streamed.size()), 0) << spec.units[unit].tensors[t].name;
+      EXPECT_EQ(std::memcmp(streamed.data(), parameters[next].master.data_ptr(), 4 * streamed.size()), 0)
+          << spec.units[unit].tensors[t].name;
     }
 }
 
@@ -267,9 +291,10 @@ TEST(OwnModules, StreamedIsResidentWithDropout) {
     }
     Session session(own_layers(0.2).build(9), with, {.lr = kLr});
     std::vector<double> losses;
-    for (int step = 1; step <= kSteps; ++step) losses.push_back(session.step({some_batch(step, 0), some_batch(step, 1)}).loss);
+    for (int step = 1; step <= kSteps; ++step)
+      losses.push_back(session.step({some_batch(step, 0), some_batch(step, 1)}).loss);
     losses.push_back(session.evaluate({some_batch(50, 0)}));
-      if (stream) {
+    if (stream) {
       EXPECT_GT(session.drives().at(0).bytes_read, 0U);
     }
     return losses;

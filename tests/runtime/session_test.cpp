@@ -20,7 +20,9 @@ constexpr std::uint64_t kMiB = 1 << 20;
 constexpr int kSteps = 4;
 
 struct Folder {
-  Folder() : path(std::filesystem::current_path() / ("session-test-" + std::to_string(::getpid()))) { std::filesystem::remove_all(path); }
+  Folder() : path(std::filesystem::current_path() / ("session-test-" + std::to_string(::getpid()))) {
+    std::filesystem::remove_all(path);
+  }
   ~Folder() { std::filesystem::remove_all(path); }
   std::filesystem::path path;
 };
@@ -50,7 +52,12 @@ WeightSource initial(std::uint64_t seed) {
 }
 
 SessionOptions resident(int micro_batches) {
-  return {.device_memory = 64 * kMiB, .host_memory = 64 * kMiB, .micro_batch = 2, .micro_batches = micro_batches, .sequence_length = 16, .seed = 3};
+  return {.device_memory = 64 * kMiB,
+          .host_memory = 64 * kMiB,
+          .micro_batch = 2,
+          .micro_batches = micro_batches,
+          .sequence_length = 16,
+          .seed = 3};
 }
 
 SessionOptions streamed(SessionOptions options, const Folder& folder) {
@@ -62,7 +69,8 @@ SessionOptions streamed(SessionOptions options, const Folder& folder) {
 }
 
 Outcome run(const Case& which, const SessionOptions& options, double spike = 0) {
-  Session session({make_model(parse_model_spec(which.json, which.name)), initial(11)}, options, {.lr = 3e-3, .weight_decay = 0.1});
+  Session session({make_model(parse_model_spec(which.json, which.name)), initial(11)}, options,
+                  {.lr = 3e-3, .weight_decay = 0.1});
   Outcome outcome;
   for (int step = 0; step < kSteps; ++step) {
     const StepResult result = session.step(batches(options.micro_batches, step), 3e-3 + spike);
@@ -154,7 +162,9 @@ TEST(Session, RefusesBudgetsThatCannotWorkAndNamesTheSmallest) {
   };
   SessionOptions options = resident(1);
   options.device_memory = kMiB;
-  EXPECT_NE(attempt(options).find("--device-memory 1024KiB is too small: the smallest that works is"), std::string::npos) << attempt(options);
+  EXPECT_NE(attempt(options).find("--device-memory 1024KiB is too small: the smallest that works is"),
+            std::string::npos)
+      << attempt(options);
   options = resident(1);
   options.host_memory = 4 * 1024;
   const std::string refusal = attempt(options);
@@ -199,7 +209,9 @@ TEST(Session, ExportIsReadBackAndEvaluatesTheSame) {
   SessionOptions options = resident(2);
   options.train = false;
   Session session({make_model(read_model_spec(folder.path / "out" / "config.json")),
-                   [&](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) { checkpoint.read_f32(tensor.name, first, out); }},
+                   [&](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+                     checkpoint.read_f32(tensor.name, first, out);
+                   }},
                   options);
   EXPECT_EQ(session.evaluate(batches(2, 5)), trained);
 }

@@ -65,15 +65,16 @@ TEST_P(DeviceContract, GradientsRoundToNearestEven) {
   std::vector<float> values;
   std::mt19937 random(3);
   for (int i = 0; i < 100003; ++i) values.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(random())));
-  for (const float special : {0.0F, -0.0F, INFINITY, -INFINITY, std::nanf(""), 1.00390625F, 1.01171875F, std::numeric_limits<float>::denorm_min(),
-                              std::numeric_limits<float>::max()})
+  for (const float special : {0.0F, -0.0F, INFINITY, -INFINITY, std::nanf(""), 1.00390625F, 1.01171875F,
+                              std::numeric_limits<float>::denorm_min(), std::numeric_limits<float>::max()})
     values.push_back(special);
   const auto out = memory_->cut(4 * values.size());
   const auto back = memory_->cut(2 * values.size());
   std::memcpy(out.data(), values.data(), out.size());
   device_->copy_to_device(StreamId::upload, arena_.data(), out.data(), out.size());
   device_->wait(StreamId::download, device_->record(StreamId::upload));
-  device_->gradient_to_host(StreamId::download, reinterpret_cast<std::uint16_t*>(back.data()), reinterpret_cast<const float*>(arena_.data()), values.size());
+  device_->gradient_to_host(StreamId::download, reinterpret_cast<std::uint16_t*>(back.data()),
+                            reinterpret_cast<const float*>(arena_.data()), values.size());
   ASSERT_FALSE(device_->synchronize(device_->record(StreamId::download)));
   for (std::size_t i = 0; i < values.size(); ++i) {
     std::uint16_t got = 0;
@@ -87,16 +88,21 @@ TEST_P(DeviceContract, GradientsRoundToNearestEven) {
     const std::uint32_t down_bits = std::bit_cast<std::uint32_t>(values[i]) & 0xffff0000U;
     const double exact = values[i], down = std::bit_cast<float>(down_bits);
     const float up_value = std::bit_cast<float>(down_bits + 0x10000U);
-    const double up = std::isinf(up_value) && std::isfinite(exact) ? std::copysign(std::ldexp(1.0, 128), exact) : up_value;
+    const double up =
+        std::isinf(up_value) && std::isfinite(exact) ? std::copysign(std::ldexp(1.0, 128), exact) : up_value;
     const double to_down = std::abs(exact - down), to_up = std::abs(up - exact);
-    const bool takes_down = !std::isfinite(exact) || to_down < to_up || (to_down == to_up && (down_bits >> 16) % 2 == 0);
+    const bool takes_down =
+        !std::isfinite(exact) || to_down < to_up || (to_down == to_up && (down_bits >> 16) % 2 == 0);
     ASSERT_EQ(got, (takes_down ? down_bits : down_bits + 0x10000U) >> 16) << values[i];
   }
 }
 
-TEST_P(DeviceContract, AnEmptyAllocationIsFine) { EXPECT_TRUE(device_->allocate(0).ok()); }
+TEST_P(DeviceContract, AnEmptyAllocationIsFine) {
+  EXPECT_TRUE(device_->allocate(0).ok());
+}
 
-INSTANTIATE_TEST_SUITE_P(Devices, DeviceContract, ::testing::Values("cpu", "cpu_chaos", "cuda"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Devices, DeviceContract, ::testing::Values("cpu", "cpu_chaos", "cuda"),
+                         [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace tierflow::swap

@@ -1,5 +1,5 @@
-// A toy model without torch: integers stand for weights and activations, so that a sequential loop gives the expected bits. The same
-// plans, stores, streams and buffers as a real run carry it.
+// A toy model without torch: integers stand for weights and activations, so that a sequential loop gives the expected
+// bits. The same plans, stores, streams and buffers as a real run carry it.
 #include "swap/executor.h"
 
 #include <gtest/gtest.h>
@@ -17,10 +17,18 @@ namespace {
 
 constexpr std::uint64_t kCarryBytes = 4096;
 
-float toy_gradient(std::uint16_t word, int stage, int micro_batch) { return static_cast<float>((word & 0x3fU) + 2 * stage + micro_batch); }
-std::uint16_t to_bf16(float value) { return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16); }  // small integers: exact
-std::uint16_t initial_word(int unit, std::uint64_t i) { return static_cast<std::uint16_t>((unit * 7919 + i * 31) & 0x7fff); }
-std::byte initial_state(int unit, std::uint64_t i) { return static_cast<std::byte>((unit * 13 + i * 7) & 0xff); }
+float toy_gradient(std::uint16_t word, int stage, int micro_batch) {
+  return static_cast<float>((word & 0x3fU) + 2 * stage + micro_batch);
+}
+std::uint16_t to_bf16(float value) {
+  return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
+}  // small integers: exact
+std::uint16_t initial_word(int unit, std::uint64_t i) {
+  return static_cast<std::uint16_t>((unit * 7919 + i * 31) & 0x7fff);
+}
+std::byte initial_state(int unit, std::uint64_t i) {
+  return static_cast<std::byte>((unit * 13 + i * 7) & 0xff);
+}
 void toy_update(std::uint16_t& word, std::uint16_t gradient, std::byte& state) {
   state = static_cast<std::byte>(static_cast<unsigned>(state) * 5 + (gradient & 0xffU));
   word = static_cast<std::uint16_t>((word * 3 + gradient + static_cast<unsigned>(state)) & 0x7fff);
@@ -35,8 +43,10 @@ struct Toy {
 Toy make_toy(bool tied, int blocks) {
   Toy toy;
   const auto unit = [&](const char* name, std::uint64_t matrix, std::uint64_t norms) {
-    toy.units.push_back({.name = name, .groups = {{.elements = matrix, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"},
-                                                  {.elements = norms, .state_bytes_element = 10, .state_bytes_block = 0, .precision = "b"}}});
+    toy.units.push_back(
+        {.name = name,
+         .groups = {{.elements = matrix, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"},
+                    {.elements = norms, .state_bytes_element = 10, .state_bytes_block = 0, .precision = "b"}}});
   };
   unit("embedding", 150 * 1024, 2048);
   toy.stages.push_back({.units = {0}, .backward_needs_weights = false});
@@ -57,7 +67,9 @@ struct Reference {
   std::vector<std::uint64_t> results;  // of each step and micro-batch
 };
 
-std::uint64_t mix(std::uint64_t value, std::uint64_t more) { return (value ^ more) * 0x9E3779B97F4A7C15ULL + (value >> 29); }
+std::uint64_t mix(std::uint64_t value, std::uint64_t more) {
+  return (value ^ more) * 0x9E3779B97F4A7C15ULL + (value >> 29);
+}
 
 std::uint64_t toy_forward(std::uint64_t carry, std::span<const std::uint16_t> words) {
   for (std::size_t i = 0; i < words.size(); i += 97) carry = mix(carry, words[i]);
@@ -102,7 +114,8 @@ class ToyWork final : public HostWork {
     ++measured;
     return {};
   }
-  io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words, std::span<std::byte> state) override {
+  io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
+                   std::span<std::byte> state) override {
     auto* word = reinterpret_cast<std::uint16_t*>(words.data());
     const auto* grad = reinterpret_cast<const std::uint16_t*>(gradient.data());
     for (std::uint64_t i = 0; i < chunk.elements; ++i) toy_update(word[i], grad[i], state[i]);
@@ -123,7 +136,9 @@ struct Case {
 
 class TemporaryFolder {
  public:
-  TemporaryFolder() : path_(std::filesystem::current_path() / ("swap-test-" + std::to_string(::getpid()) + "-" + std::to_string(counter()++))) {
+  TemporaryFolder()
+      : path_(std::filesystem::current_path() /
+              ("swap-test-" + std::to_string(::getpid()) + "-" + std::to_string(counter()++))) {
     std::filesystem::create_directories(path_);
   }
   ~TemporaryFolder() { std::filesystem::remove_all(path_); }
@@ -137,10 +152,10 @@ class TemporaryFolder {
   std::filesystem::path path_;
 };
 
-#define ASSERT_OK(expression)                         \
-  do {                                                \
-    const io::Error error_ = (expression);            \
-    ASSERT_FALSE(error_) << error_.message();         \
+#define ASSERT_OK(expression)                 \
+  do {                                        \
+    const io::Error error_ = (expression);    \
+    ASSERT_FALSE(error_) << error_.message(); \
   } while (false)
 
 class Run {
@@ -148,14 +163,21 @@ class Run {
   Run(const Toy& toy, const Case& with) : case_(with), layout_(toy.units, toy.stages, toy.chunk_elements) {}
 
   void prepare() {
-    auto arrangement = arrange(layout_, {.host_budget = case_.host, .device_budget = case_.device, .micro_batches = case_.micro_batches, .staged = case_.staged});
+    auto arrangement = arrange(layout_, {.host_budget = case_.host,
+                                         .device_budget = case_.device,
+                                         .micro_batches = case_.micro_batches,
+                                         .staged = case_.staged});
     ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
     arrangement_ = std::move(arrangement).value();
     ASSERT_LE(arrangement_.host_bytes(layout_), case_.host);
     ASSERT_LE(arrangement_.device_bytes(), case_.device);
     device_ = open_cpu_device({.chaos_seed = case_.chaos});
-    auto store = Store::create({.volume = {.directories = {folder_.path()}, .engine = case_.engine, .allow_buffered = true, .allow_any_filesystem = true},
-                                .generations = case_.generations}, layout_);
+    auto store = Store::create({.volume = {.directories = {folder_.path()},
+                                           .engine = case_.engine,
+                                           .allow_buffered = true,
+                                           .allow_any_filesystem = true},
+                                .generations = case_.generations},
+                               layout_);
     ASSERT_TRUE(store.ok()) << store.error().message();
     store_ = std::move(store).value();
     auto executor = Executor::create(*device_, store_.get(), layout_, arrangement_, {.chaos_seed = case_.chaos});
@@ -171,7 +193,8 @@ class Run {
         }
       }));
       ASSERT_OK(executor_->access(ExtentKind::state, id, true, [&](std::span<std::byte> bytes) {
-        for (std::uint64_t i = 0; i < bytes.size(); ++i) bytes[i] = i < chunk.elements ? initial_state(chunk.unit, chunk.first + i) : std::byte{0};
+        for (std::uint64_t i = 0; i < bytes.size(); ++i)
+          bytes[i] = i < chunk.elements ? initial_state(chunk.unit, chunk.first + i) : std::byte{0};
       }));
     }
   }
@@ -218,7 +241,8 @@ class Run {
     const int stages = static_cast<int>(layout_.stages().size());
     std::vector<std::uint64_t> carry(case_.micro_batches);
     std::vector<std::vector<std::uint64_t>> inputs(stages, std::vector<std::uint64_t>(case_.micro_batches));
-    for (int micro_batch = 0; micro_batch < case_.micro_batches; ++micro_batch) carry[micro_batch] = step * 100 + micro_batch;
+    for (int micro_batch = 0; micro_batch < case_.micro_batches; ++micro_batch)
+      carry[micro_batch] = step * 100 + micro_batch;
     for (int order = 0; order < 2 * stages - 1; ++order) {
       const int stage = order < stages ? order : 2 * stages - 2 - order;
       const Pass pass = order < stages - 1 ? Pass::forward : order == stages - 1 ? Pass::head : Pass::backward;
@@ -241,7 +265,8 @@ class Run {
           if (pass == Pass::forward) continue;
           auto* gradient = reinterpret_cast<float*>(entered->arena + entered->visit->gradients[u]);
           if (micro_batch == 0 && entered->visit->fresh_gradient[u]) std::memset(gradient, 0, 4 * n);
-          for (std::uint64_t i = 0; i < n; ++i) gradient[i] += toy_gradient(stage == 0 ? 1 : words[i], stage, micro_batch);
+          for (std::uint64_t i = 0; i < n; ++i)
+            gradient[i] += toy_gradient(stage == 0 ? 1 : words[i], stage, micro_batch);
         }
         ASSERT_OK(executor_->leave());
         if (pass == Pass::head) results_.push_back(carry[micro_batch]);
@@ -280,17 +305,27 @@ bool equals_plain_loop(const Case& with, int blocks, int steps, std::function<vo
   return equal;
 }
 
-TEST(Executor, EverythingResident) { EXPECT_TRUE(equals_plain_loop({.host = 200 * kMiB, .device = 100 * kMiB}, 3, 3)); }
+TEST(Executor, EverythingResident) {
+  EXPECT_TRUE(equals_plain_loop({.host = 200 * kMiB, .device = 100 * kMiB}, 3, 3));
+}
 TEST(Executor, EverythingResidentImmediate) {
   EXPECT_TRUE(equals_plain_loop({.host = 200 * kMiB, .device = 100 * kMiB, .staged = false}, 3, 3));
 }
-TEST(Executor, SmallestBudgets) { EXPECT_TRUE(equals_plain_loop({.host = 800 * 1024, .device = 1300 * 1024}, 3, 3)); }
+TEST(Executor, SmallestBudgets) {
+  EXPECT_TRUE(equals_plain_loop({.host = 800 * 1024, .device = 1300 * 1024}, 3, 3));
+}
 TEST(Executor, SmallestBudgetsImmediate) {
   EXPECT_TRUE(equals_plain_loop({.host = 800 * 1024, .device = 1300 * 1024, .staged = false}, 3, 3));
 }
-TEST(Executor, Tied) { EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 3 * kMiB, .tied = true}, 3, 3)); }
-TEST(Executor, TiedImmediate) { EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 3 * kMiB, .staged = false, .tied = true}, 3, 3)); }
-TEST(Executor, TwoGenerations) { EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 2 * kMiB, .generations = 2}, 3, 3)); }
+TEST(Executor, Tied) {
+  EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 3 * kMiB, .tied = true}, 3, 3));
+}
+TEST(Executor, TiedImmediate) {
+  EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 3 * kMiB, .staged = false, .tied = true}, 3, 3));
+}
+TEST(Executor, TwoGenerations) {
+  EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 2 * kMiB, .generations = 2}, 3, 3));
+}
 TEST(Executor, ThreadsEngine) {
   EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 2 * kMiB, .engine = io::EngineKind::threads}, 3, 3));
 }
@@ -299,12 +334,16 @@ TEST(Executor, RandomBudgetsUnderChaos) {
   std::minstd_rand random(20);
   for (int round = 0; round < 40; ++round) {
     const bool tied = random() % 2 == 0;
-    const Case with{.host = 900 * 1024 + random() % (4 * kMiB), .device = (tied ? 2500 : 1400) * 1024 + random() % (3 * kMiB),
-                    .staged = random() % 2 == 0, .tied = tied, .micro_batches = 1 + static_cast<int>(random() % 3), .chaos = 1 + random() % 1000,
+    const Case with{.host = 900 * 1024 + random() % (4 * kMiB),
+                    .device = (tied ? 2500 : 1400) * 1024 + random() % (3 * kMiB),
+                    .staged = random() % 2 == 0,
+                    .tied = tied,
+                    .micro_batches = 1 + static_cast<int>(random() % 3),
+                    .chaos = 1 + random() % 1000,
                     .generations = 1 + static_cast<int>(random() % 2)};
     ASSERT_TRUE(equals_plain_loop(with, 1 + static_cast<int>(random() % 4), 2))
-        << "host " << with.host << " device " << with.device << " staged " << with.staged << " tied " << with.tied << " micro-batches "
-        << with.micro_batches << " chaos " << with.chaos << " generations " << with.generations;
+        << "host " << with.host << " device " << with.device << " staged " << with.staged << " tied " << with.tied
+        << " micro-batches " << with.micro_batches << " chaos " << with.chaos << " generations " << with.generations;
   }
 }
 
@@ -323,7 +362,8 @@ void expect_caught(const Case& with, TaskKind waiting, Lane forgets) {
     run.mutate = [&](Plan& plan) {
       for (Task& task : plan.tasks) {
         if (task.kind != waiting) continue;
-        std::erase_if(task.dependencies, [&](TaskId id) { return id >= plan.first_id && plan.tasks[id - plan.first_id].lane == forgets; });
+        std::erase_if(task.dependencies,
+                      [&](TaskId id) { return id >= plan.first_id && plan.tasks[id - plan.first_id].lane == forgets; });
       }
     };
     run.train(2);
@@ -334,9 +374,15 @@ void expect_caught(const Case& with, TaskKind waiting, Lane forgets) {
   EXPECT_TRUE(caught) << task_name(waiting) << " no longer waits for " << lane_name(forgets);
 }
 const Case kSmall{.host = 1200 * 1024, .device = 3 * kMiB};
-TEST(NegativeControl, ComputeWithoutWaitingForUploads) { expect_caught(kSmall, TaskKind::compute, Lane::upload); }
-TEST(NegativeControl, GradientTakenBeforeItIsSummed) { expect_caught(kSmall, TaskKind::download_gradient, Lane::compute); }
-TEST(NegativeControl, UploadBeforeTheUpdate) { expect_caught(kSmall, TaskKind::upload_hi, Lane::update); }
+TEST(NegativeControl, ComputeWithoutWaitingForUploads) {
+  expect_caught(kSmall, TaskKind::compute, Lane::upload);
+}
+TEST(NegativeControl, GradientTakenBeforeItIsSummed) {
+  expect_caught(kSmall, TaskKind::download_gradient, Lane::compute);
+}
+TEST(NegativeControl, UploadBeforeTheUpdate) {
+  expect_caught(kSmall, TaskKind::upload_hi, Lane::update);
+}
 
 TEST(Arrange, NamesTheSmallestBudgetThatWorks) {
   const Toy toy = make_toy(false, 3);
@@ -356,13 +402,18 @@ TEST(Store, CommittedGenerationIsFoundAgain) {
   const Toy toy = make_toy(false, 2);
   const Layout layout(toy.units, toy.stages, toy.chunk_elements);
   TemporaryFolder folder;
-  const StoreOptions options{.volume = {.directories = {folder.path()}, .allow_buffered = true, .allow_any_filesystem = true}, .generations = 2, .identity = "{\"a\":1}"};
-  const Arrangement arrangement = arrange(layout, {.host_budget = kMiB, .device_budget = 8 * kMiB, .micro_batches = 1}).value();
+  const StoreOptions options{
+      .volume = {.directories = {folder.path()}, .allow_buffered = true, .allow_any_filesystem = true},
+      .generations = 2,
+      .identity = "{\"a\":1}"};
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = kMiB, .device_budget = 8 * kMiB, .micro_batches = 1}).value();
   const auto device = open_cpu_device();
   const auto fill = [&](Executor& executor, int value) {
     for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id)
       for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
-        ASSERT_OK(executor.access(kind, id, true, [&](std::span<std::byte> bytes) { std::memset(bytes.data(), value + id, bytes.size()); }));
+        ASSERT_OK(executor.access(
+            kind, id, true, [&](std::span<std::byte> bytes) { std::memset(bytes.data(), value + id, bytes.size()); }));
   };
   {
     auto store = Store::create(options, layout);

@@ -1,0 +1,100 @@
+#pragma once
+// Inside of Executor: the window of tasks, their lanes and the memory they work on. Included by executor*.cpp alone.
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "swap/executor.h"
+#include "swap/host_memory.h"
+
+namespace tierflow::swap {
+
+using Clock = std::chrono::steady_clock;
+
+struct Node {
+  Task task;
+  std::shared_ptr<HostWork> work;
+  std::shared_ptr<const std::vector<Visit>> visits;
+  int waiting = 0;
+  std::vector<TaskId> dependents;
+  TaskId compute_dependency = 0;  // newest compute task it follows, plus one; 0: none
+  double begin = 0;
+  bool done = false;
+};
+
+constexpr std::size_t kEventsKept = 256;
+constexpr int kWritesBack = 4;  // in flight at once
+
+inline std::size_t index_of(Lane lane) {
+  return static_cast<std::size_t>(lane);
+}
+
+struct Executor::Impl {
+  Impl(Device& device_, Store* store_, const Layout& layout_, const Arrangement& arrangement_,
+       const ExecutorOptions& options_)
+      : device(device_), store(store_), layout(layout_), arrangement(arrangement_), options(options_) {}
+
+  io::Error allocate();
+  void start();
+  void stop();
+
+  // Scheduling; all under `mutex`.
+  Node& node(TaskId id) { return window[id - base]; }
+  bool ready(Lane lane) {
+    auto& queue = queues[index_of(lane)];
+    return !queue.empty() && (error || node(queue.front()).waiting == 0);
+  }
+  void finish_locked(TaskId id);
+  void finish(TaskId id, io::Error task_error);
+  io::Error forget_old_events();
+  double now() const { return std::chrono::duration<double>(Clock::now() - started).count(); }
+
+  void lane_loop(Lane lane);
+  void verify_loop();
+  void run(Lane lane, TaskId id, Node& at);
+  io::Error copy(Node& at);
+  void start_read(TaskId id, Node& at);
+  void start_write(TaskId id, Node& at);
+  io::Error work(Node& at);
+  std::span<std::byte> host(const HostRef& ref, std::size_t bytes);
+  io::Buffer& buffer(const HostRef& ref) {
+    return ref.where == HostRef::Where::state_buffer ? state_buffers[ref.index] : word_buffers[ref.index];
+  }
+
+  Device& device;
+  Store* store;
+  const Layout& layout;
+  const Arrangement& arrangement;
+  const ExecutorOptions options;
+  const Clock::time_point started = Clock::now();
+
+  io::Buffer arena;
+  std::unique_ptr<HostMemory> memory;
+  std::vector<io::Buffer> word_buffers, state_buffers;
+  // The same memory: an upload may read what a write in flight, which holds the Buffer, reads as well.
+  std::vector<std::span<std::byte>> word_bytes, state_bytes;
+  std::vector<std::span<std::byte>> residents[3];
+  std::vector<std::span<std::byte>> carries;
+
+  mutable std::mutex mutex;
+  std::condition_variable lane_wakes[kLanes], verify_wakes, client_wakes;
+  std::deque<Node> window;  // tasks not yet retired, by id from `base`
+  TaskId base = 0;
+  std::deque<TaskId> queues[kLanes];
+  std::deque<TaskId> verify_queue;
+  std::map<TaskId, Event> compute_events;
+  std::size_t unfinished = 0, unfinished_updates = 0, in_flight = 0;
+  TaskId entered = 0;
+  bool inside = false, stopping = false;
+  io::Error error;
+  std::array<LaneCounters, kLanes> counters{};
+  int disk_outstanding[2] = {0, 0};
+  double disk_since[2] = {0, 0};
+  std::vector<TaskRecord> records;
+  std::vector<std::thread> threads;
+};
+
+}  // namespace tierflow::swap

@@ -1,0 +1,178 @@
+// The lanes of the executor: what each kind of task does.
+#include <algorithm>
+#include <random>
+
+#include "swap/executor_impl.h"
+
+namespace tierflow::swap {
+
+void Executor::Impl::lane_loop(Lane lane) {
+  std::minstd_rand random(options.chaos_seed + static_cast<std::uint64_t>(lane));
+  std::unique_lock lock(mutex);
+  for (;;) {
+    lane_wakes[index_of(lane)].wait(lock, [&] { return stopping || ready(lane); });
+    if (stopping) return;
+    const TaskId id = queues[index_of(lane)].front();
+    queues[index_of(lane)].pop_front();
+    Node& at = node(id);
+    at.begin = now();
+    if (error) {
+      finish_locked(id);
+      continue;
+    }
+    ++in_flight;
+    lock.unlock();
+    if (options.chaos_seed != 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+    run(lane, id, at);
+    lock.lock();
+  }
+}
+
+void Executor::Impl::run(Lane lane, TaskId id, Node& at) {
+  switch (lane) {
+    case Lane::disk_read:
+      return start_read(id, at);
+    case Lane::disk_write:
+      return start_write(id, at);
+    case Lane::update:
+      return finish(id, work(at));
+    default:
+      return finish(id, copy(at));
+  }
+}
+
+std::span<std::byte> Executor::Impl::host(const HostRef& ref, std::size_t bytes) {
+  switch (ref.where) {
+    case HostRef::Where::word_buffer:
+      return word_bytes[ref.index].first(bytes);
+    case HostRef::Where::state_buffer:
+      return state_bytes[ref.index].first(bytes);
+    case HostRef::Where::resident_hi:
+      return residents[0][ref.index];
+    case HostRef::Where::resident_state:
+      return residents[1][ref.index];
+    case HostRef::Where::resident_gradient:
+      return residents[2][ref.index];
+    case HostRef::Where::carry:
+      return carries[ref.index];
+    default:
+      return {};
+  }
+}
+
+io::Error Executor::Impl::copy(Node& at) {
+  const Task& task = at.task;
+  const StreamId stream = task.lane == Lane::upload ? StreamId::upload : StreamId::download;
+  Event follows;
+  if (at.compute_dependency != 0) {
+    std::lock_guard lock(mutex);
+    const auto found = compute_events.find(at.compute_dependency - 1);
+    if (found != compute_events.end()) follows = found->second;
+  }
+  device.wait(stream, follows);
+  std::byte* on_device = arena.data() + task.device_offset;
+  switch (task.kind) {
+    case TaskKind::upload_hi:
+    case TaskKind::load_carry:
+      device.copy_to_device(stream, on_device, host(task.words, task.bytes).data(), task.bytes);
+      break;
+    case TaskKind::download_hi:
+    case TaskKind::save_carry:
+      device.copy_to_host(stream, host(task.words, task.bytes).data(), on_device, task.bytes);
+      break;
+    default:
+      device.gradient_to_host(stream, reinterpret_cast<std::uint16_t*>(host(task.gradient, task.bytes).data()),
+                              reinterpret_cast<const float*>(on_device), task.bytes / 2);
+  }
+  return device.synchronize(device.record(stream));
+}
+
+namespace {
+
+// The extent that a disk task moves and the buffer it moves through.
+std::pair<ExtentKind, const HostRef*> extent_of(const Task& task) {
+  switch (task.kind) {
+    case TaskKind::read_hi:
+    case TaskKind::write_hi:
+      return {ExtentKind::hi, &task.words};
+    case TaskKind::read_state:
+    case TaskKind::write_state:
+      return {ExtentKind::state, &task.state};
+    default:
+      return {ExtentKind::gradient, &task.gradient};
+  }
+}
+
+}  // namespace
+
+void Executor::Impl::start_read(TaskId id, Node& at) {
+  const auto [kind, ref] = extent_of(at.task);
+  {
+    std::lock_guard lock(mutex);
+    if (disk_outstanding[0]++ == 0) disk_since[0] = now();
+  }
+  io::Buffer& home = buffer(*ref);
+  if (options.chaos_seed != 0) std::fill(home.bytes().begin(), home.bytes().end(), std::byte{0xff});
+  store->read(kind, at.task.chunk, std::move(home), [this, id, &home](io::Completion&& completion) {
+    home = std::move(completion.buffer);
+    std::unique_lock lock(mutex);
+    if (--disk_outstanding[0] == 0) counters[0].busy_seconds += now() - disk_since[0];
+    if (completion.error) {
+      lock.unlock();
+      return finish(id, std::move(completion.error));
+    }
+    verify_queue.push_back(id);
+    verify_wakes.notify_one();
+  });
+}
+
+void Executor::Impl::start_write(TaskId id, Node& at) {
+  const auto [kind, ref] = extent_of(at.task);
+  {
+    std::lock_guard lock(mutex);
+    if (disk_outstanding[1]++ == 0) disk_since[1] = now();
+  }
+  io::Buffer& home = buffer(*ref);
+  store->write(kind, at.task.chunk, std::move(home), [this, id, &home](io::Completion&& completion) {
+    home = std::move(completion.buffer);
+    {
+      std::lock_guard lock(mutex);
+      if (--disk_outstanding[1] == 0) counters[1].busy_seconds += now() - disk_since[1];
+    }
+    finish(id, std::move(completion.error));
+  });
+}
+
+void Executor::Impl::verify_loop() {
+  std::unique_lock lock(mutex);
+  for (;;) {
+    verify_wakes.wait(lock, [this] { return stopping || !verify_queue.empty(); });
+    if (verify_queue.empty()) return;
+    const TaskId id = verify_queue.front();
+    verify_queue.pop_front();
+    Node& at = node(id);
+    lock.unlock();
+    const auto [kind, ref] = extent_of(at.task);
+    finish(id, store->verify(kind, at.task.chunk, host(*ref, at.task.bytes)));
+    lock.lock();
+  }
+}
+
+io::Error Executor::Impl::work(Node& at) {
+  const Task& task = at.task;
+  const Chunk& chunk = layout.chunks()[task.chunk];
+  const auto gradient = host(task.gradient, chunk.word_bytes());
+  if (task.kind == TaskKind::measure) {
+    if (io::Error failed = at.work->measure(chunk, gradient)) return failed;
+    if (task.gradient.where == HostRef::Where::word_buffer) store->stamp(ExtentKind::gradient, task.chunk, gradient);
+    return {};
+  }
+  const auto words = host(task.words, chunk.word_bytes());
+  const auto state = host(task.state, chunk.state_bytes);
+  if (io::Error failed = at.work->update(chunk, gradient, words, state)) return failed;
+  if (task.words.where == HostRef::Where::word_buffer) store->stamp(ExtentKind::hi, task.chunk, words);
+  if (task.state.where == HostRef::Where::state_buffer) store->stamp(ExtentKind::state, task.chunk, state);
+  return {};
+}
+
+}  // namespace tierflow::swap
