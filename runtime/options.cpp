@@ -99,8 +99,7 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
                 "steps between evaluations; 0: before the first step and after the last");
   table.number("held-out", o.held_out, 0, 1, "share of the sequences kept for evaluation");
   table.integer("eval-sequences", o.eval_sequences, 0, "held-out sequences in one evaluation at most; 0: all");
-  table.choice("durability", o.durability, {"export-only", "crash-safe"},
-               "export-only: a crash loses the state; crash-safe: twice the storage");
+  table.choice("durability", o.durability, {"export-only"}, "export-only: a crash loses the state, the end exports it");
   table.flag("no-export", o.no_export, "leave the result in the store");
 }
 

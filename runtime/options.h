@@ -66,7 +66,7 @@ struct TrainOptions : RunOptions {
   std::int64_t eval_every = 0;             // steps; 0: before the first and after the last
   double held_out = 0.01;                  // share of the sequences
   std::int64_t eval_sequences = 64;        // at most that many held-out ones in each evaluation; 0: all
-  std::string durability = "export-only";  // export-only: state is lost on a crash; crash-safe: two generations
+  std::string durability = "export-only";  // the state of an unfinished run is lost
   bool no_export = false;
 };
 

@@ -70,7 +70,6 @@ class Training {
     session.micro_batches = static_cast<int>(options_.micro_batches);
     session.seed = options_.seed;
     session.keep_store = options_.no_export;
-    session.generations = options_.durability == "crash-safe" ? 2 : 1;
     WeightSource weights = random_weights(options_.seed);
     if (options_.config.empty()) {
       auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(options_.model));

@@ -191,3 +191,39 @@ def test_an_interrupt_ends_after_the_step_with_the_result_written(work):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert (work / "out" / "model.safetensors").exists() and not [*work.glob("store/*")]
+
+
+def test_adam32_follows_transformers_with_torch_adamw(work):
+    """Same weights, same sequences in every step: the reference is a transformers model whose fp32 masters torch.optim.AdamW updates."""
+    import torch
+    import transformers
+    rows, length, steps, lr = 8, 64, 20, 2e-3
+    run(work, "init", "--config", "config.json", "--out", "model", "--seed", "4")
+    tokens = numpy.frombuffer((work / "text.txt").read_bytes()[:rows * length], dtype=numpy.uint8).astype("<u2")
+    tokens.tofile(work / "tokens.bin")
+    run(work, "train", "--model", "model", "--data", "tokens.bin", "--held-out", "0", "--out", "out", "--log-json", "log.json", "--micro-batches", "2",
+        "--precision", "fp32-master+adam32", "--lr", lr, "--lr-schedule", "constant", "--weight-decay", "0.1", "--steps", steps,
+        *small("--micro-batch", "4", "--sequence-length", str(length)))
+    ours = [record["loss"] for record in steps_of(work / "log.json")]
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.bfloat16).train()
+    parameters = list(model.parameters())
+    masters = [parameter.detach().float().clone() for parameter in parameters]
+    optimizer = torch.optim.AdamW([{"params": [m for m in masters if m.dim() >= 2], "weight_decay": 0.1},
+                                   {"params": [m for m in masters if m.dim() < 2], "weight_decay": 0.0}], lr=lr)
+    ids = torch.from_numpy(tokens.astype("int64")).view(rows, length)
+    reference = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        reference.append(loss.item())
+        for master, parameter in zip(masters, parameters):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, parameters):
+                parameter.copy_(((master.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32))
+    assert reference[-1] < 0.6 * reference[0]
+    assert ours == pytest.approx(reference, rel=1e-2)

@@ -69,7 +69,7 @@ TEST(Options, TheWholeCommandLine) {
                                                     "18446744073709551615",
                                                     "--json",
                                                     "--durability",
-                                                    "crash-safe"});
+                                                    "export-only"});
   EXPECT_EQ(o.data.size(), 2u);
   EXPECT_EQ(o.device_memory, std::uint64_t{2} << 30);
   EXPECT_EQ(o.host_memory, std::uint64_t{512} << 20);
