@@ -70,6 +70,7 @@ HWY_INLINE VF load_table(const float* table) { return hn::Load(F(), table); }
 using Table = VF;
 inline constexpr bool kWideTable = false;
 HWY_INLINE VF smaller(VF x, VF bound) { return hn::Max(hn::Min(x, bound), hn::Neg(bound)); }
+HWY_INLINE VI with_sign(VI rank, VF value) { return VI{_mm256_sign_epi32(rank.raw, _mm256_castps_si256(value.raw))}; }
 HWY_INLINE VI truncated(VF x) { return VI{_mm256_cvttps_epi32(x.raw)}; }
 HWY_INLINE void store_codes(VW first, VW second, std::uint8_t* codes) {
   const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(first.raw, second.raw), 0xd8);
@@ -86,6 +87,10 @@ HWY_INLINE VF lookup(const float* table, VU index) {
 }
 HWY_INLINE Table load_table(const float* table) { return table; }
 HWY_INLINE VF smaller(VF x, VF bound) { return hn::Max(hn::Min(x, bound), hn::Neg(bound)); }
+HWY_INLINE VI with_sign(VI rank, VF value) {
+  const VI minus = hn::BroadcastSignBit(hn::BitCast(I(), value));
+  return hn::Sub(hn::Xor(rank, minus), minus);
+}
 HWY_INLINE VI truncated(VF x) { return hn::ConvertTo(I(), x); }
 HWY_INLINE void store_codes(VW first, VW second, std::uint8_t* codes) {
   hn::StoreU(hn::DemoteTo(Bytes(), hn::BitCast(SignedWords(), first)), Bytes(), codes);
@@ -270,7 +275,7 @@ struct Encoder {
     VF r = hn::MulAdd(x, lookup(slopes, at), offset);
     r = hn::Min(r, hn::MulAdd(offset, hn::Set(F(), 2.25F), hn::Set(F(), EncoderRule<Signed>::kBeyond)));
     if constexpr (!kWideTable) r = hn::IfThenElseZero(hn::Ge(x, hn::Set(F(), T::edges[0])), r);
-    return truncated(Signed ? hn::CopySignToAbs(r, value) : r);
+    return Signed ? with_sign(truncated(r), value) : truncated(r);
   }
 #endif
 
