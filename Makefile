@@ -39,7 +39,7 @@ tsan: setup ## the C++ tests below LibTorch under the thread sanitizer
 test-gpu: setup ## the tests that need an NVIDIA GPU; says so and does nothing where there is none
 	@tools/test_gpu.sh
 
-bench: build ## storage and optimizer of this machine, one JSON line a result; STORAGE=folder on the drive to measure
+bench: build ## storage and optimizer of this machine; STORAGE=folder on the drive to measure
 	@tools/bench.sh build
 
 format: setup-dev ## clang-format on every C++ file

@@ -1,12 +1,14 @@
 #include "io/bench.h"
 
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <random>
 #include <sstream>
@@ -17,8 +19,11 @@ namespace tierflow::io {
 namespace {
 
 constexpr std::uint64_t kSpeedBytes = std::uint64_t{256} << 20;
+constexpr std::uint64_t kLeastSpeedBytes = std::uint64_t{8} << 20;
 
 enum class Pattern { write, read, mixed };
+
+const Error kStopped{.kind = ErrorKind::cancelled, .operation = "bench", .detail = "stopped; its files are removed"};
 
 double processor_seconds() {
   rusage usage{};
@@ -37,13 +42,14 @@ struct Rate {
 // Keeps `lanes` requests in flight over the volume, each lane's next one submitted by the completion of its last.
 class Pass {
  public:
-  Pass(Volume& volume, std::size_t block, unsigned lanes, Pattern pattern, double seconds)
+  Pass(Volume& volume, const BenchOptions& options, unsigned lanes, Pattern pattern, double seconds)
       : volume_(volume),
-        block_(block),
-        blocks_(volume.size() / block),
+        block_(options.block),
+        blocks_(volume.size() / options.block),
         lanes_(lanes),
         pattern_(pattern),
-        seconds_(seconds) {}
+        seconds_(seconds),
+        stop_(options.stop) {}
 
   Error run(std::vector<Buffer>& buffers, Rate& rate) {
     const double processor = processor_seconds();
@@ -69,6 +75,7 @@ class Pass {
   }
 
   void next(Buffer buffer) {
+    if (stop_ && stop_()) return end(std::move(buffer), kStopped);
     const std::uint64_t index = issued_.fetch_add(1);
     if (!more(index)) return end(std::move(buffer), {});
     // Mixed: reads walk through one half and writes through the other, and change sides at each pass.
@@ -99,6 +106,7 @@ class Pass {
   const unsigned lanes_;
   const Pattern pattern_;
   const double seconds_;
+  const std::function<bool()>& stop_;
   std::chrono::steady_clock::time_point started_;
   std::atomic<std::uint64_t> issued_{0};
   std::atomic<std::uint64_t> moved_{0};
@@ -122,6 +130,34 @@ VolumeOptions volume_options(const BenchOptions& options) {
   wanted.allow_any_filesystem = options.allow_any_filesystem;
   wanted.speeds = options.speeds;
   return wanted;
+}
+
+std::string joined(const std::vector<std::filesystem::path>& paths) {
+  std::string text;
+  for (const std::filesystem::path& path : paths) {
+    if (!text.empty()) text += ',';
+    text += path.string();
+  }
+  return text;
+}
+
+// One block a lane, of bytes that no drive can compress or share.
+Result<Buffer> random_slab(std::size_t block, unsigned lanes) {
+  const auto memory = static_cast<std::uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::uint64_t>(getpagesize());
+  if (block > memory / 4 / std::max(lanes, 1U)) {
+    return Error{.kind = ErrorKind::usage,
+                 .operation = "bench",
+                 .detail = std::to_string(lanes) + " blocks of " + std::to_string(block) +
+                           " bytes in flight are more than a quarter of the memory: choose a smaller block or depth"};
+  }
+  Buffer slab = allocate_buffer(block * lanes);
+  if (!slab) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = block * lanes};
+  std::mt19937_64 random(1);
+  for (std::size_t i = 0; i + 8 <= slab.size(); i += 8) {
+    const std::uint64_t value = random();
+    std::memcpy(slab.data() + i, &value, sizeof value);
+  }
+  return slab;
 }
 
 // A lane's buffer is a slice of one slab, which outlives the volume.
@@ -161,14 +197,9 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
   // The slab is freed after the volume: declared first.
   const auto drives = static_cast<unsigned>(options.directories.size());
   const unsigned lanes = drives == 1 ? options.depth : 2 * options.depth * drives;
-  const Buffer slab = allocate_buffer(options.block * lanes);
-  if (!slab) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = options.block * lanes};
-  // Bytes that no drive can compress or share.
-  std::mt19937_64 random(1);
-  for (std::size_t i = 0; i + 8 <= slab.size(); i += 8) {
-    const std::uint64_t value = random();
-    std::memcpy(slab.data() + i, &value, sizeof value);
-  }
+  const Result<Buffer> made_slab = random_slab(options.block, lanes);
+  if (!made_slab) return made_slab.error();
+  const Buffer& slab = made_slab.value();
 
   const VolumeOptions wanted = volume_options(options);
   Result<std::unique_ptr<Volume>> made = Error{.kind = ErrorKind::usage};
@@ -189,14 +220,7 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
     }
   } cleanup{*volume, options.keep};
 
-  if (options.register_memory) volume->register_memory(slab.bytes());
-  std::vector<Buffer> buffers = slices(slab, options.block);
-  Rate rate;
-  // Space that was only reserved reads as zeros without touching the drive, and its first write is dearer.
-  if (fresh) {
-    if (Error error = Pass(*volume, options.block, lanes, Pattern::write, 0).run(buffers, rate)) return error;
-    if (Error error = volume->flush()) return error;
-  }
+  volume->register_memory(slab.bytes());
   const VolumeMode mode = volume->mode();
   BenchResult result{.directories = options.directories,
                      .engine = mode.engine,
@@ -206,22 +230,32 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
                      .bytes = volume->size(),
                      .block = options.block,
                      .depth = options.depth,
+                     .speeds = options.speeds,
                      .warnings = mode.warnings};
+  std::vector<Buffer> buffers = slices(slab, options.block);
+  const auto measure = [&](const char* phase, Pattern pattern, double seconds, Rate& rate) {
+    if (options.progress)
+      options.progress(std::string(engine_name(mode.engine)) + " on " + joined(options.directories) + ": " + phase);
+    return Pass(*volume, options, lanes, pattern, seconds).run(buffers, rate);
+  };
+  Rate rate;
+  // Space that was only reserved reads as zeros without touching the drive, and its first write is dearer.
+  if (fresh) {
+    if (Error error = measure("filling", Pattern::write, 0, rate)) return error;
+    if (Error error = volume->flush()) return error;
+  }
   if (options.write) {
-    if (Error error = Pass(*volume, options.block, lanes, Pattern::write, options.seconds).run(buffers, rate))
-      return error;
+    if (Error error = measure("writing", Pattern::write, options.seconds, rate)) return error;
     result.write_gb_s = rate.gb_s;
     result.write_cores_per_gb_s = rate.cores_per_gb_s;
   }
   if (options.read) {
-    if (Error error = Pass(*volume, options.block, lanes, Pattern::read, options.seconds).run(buffers, rate))
-      return error;
+    if (Error error = measure("reading", Pattern::read, options.seconds, rate)) return error;
     result.read_gb_s = rate.gb_s;
     result.read_cores_per_gb_s = rate.cores_per_gb_s;
   }
   if (options.mixed) {
-    if (Error error = Pass(*volume, options.block, lanes, Pattern::mixed, options.seconds).run(buffers, rate))
-      return error;
+    if (Error error = measure("both at once", Pattern::mixed, options.seconds, rate)) return error;
     result.mixed_gb_s = rate.gb_s;
   }
   for (const DriveStats& drive : volume->stats()) {
@@ -240,6 +274,10 @@ std::string BenchResult::json() const {
   text << R"(,"read_gb_s":)" << read_gb_s << R"(,"write_gb_s":)" << write_gb_s << R"(,"mixed_gb_s":)" << mixed_gb_s;
   text << R"(,"directories":[)";
   for (std::size_t i = 0; i < directories.size(); ++i) text << (i == 0 ? "" : ",") << quoted(directories[i].string());
+  if (!speeds.empty()) {
+    text << R"(],"speeds":[)";
+    for (std::size_t i = 0; i < speeds.size(); ++i) text << (i == 0 ? "" : ",") << speeds[i];
+  }
   text << R"(],"bytes":)" << bytes << R"(,"block":)" << block << R"(,"depth":)" << depth;
   text << R"(,"registered_buffers":)" << (registered_buffers ? "true" : "false");
   text << R"(,"registered_files":)" << (registered_files ? "true" : "false");
@@ -263,14 +301,20 @@ Error bench_engines(const BenchOptions& options, const std::function<void(const 
     for (const std::filesystem::path& directory : options.directories) sets.push_back({directory});
   }
   sets.push_back(options.directories);
+  std::map<EngineKind, std::vector<double>> alone;  // what each folder reached, in their order
   for (const std::vector<std::filesystem::path>& set : sets) {
     for (EngineKind engine : engines) {
       BenchOptions one = options;
       one.engine = engine;
       one.directories = set;
-      if (set.size() != options.speeds.size()) one.speeds.clear();
+      if (set.size() == 1) {
+        one.speeds.clear();
+      } else if (one.speeds.empty() && alone[engine].size() == set.size()) {
+        one.speeds = alone[engine];
+      }
       Result<BenchResult> result = bench_storage(one);
       if (result) {
+        if (set.size() < options.directories.size()) alone[engine].push_back(result->speed());
         report(*result);
         continue;
       }
@@ -282,12 +326,18 @@ Error bench_engines(const BenchOptions& options, const std::function<void(const 
   return {};
 }
 
+double BenchResult::speed() const {
+  if (read_gb_s > 0 && write_gb_s > 0) return 2 / (1 / write_gb_s + 1 / read_gb_s);
+  return std::max({read_gb_s, write_gb_s, mixed_gb_s});
+}
+
 Result<std::vector<double>> measure_speeds(const VolumeOptions& options) {
   std::vector<double> speeds;
   for (const std::filesystem::path& directory : options.directories) {
     BenchOptions bench;
     bench.directories = {directory};
-    bench.bytes = kSpeedBytes;
+    bench.bytes =
+        std::min(kSpeedBytes, std::max<std::uint64_t>(options.bytes / options.directories.size(), kLeastSpeedBytes));
     bench.block = options.block;
     bench.depth = options.depth;
     bench.engine = options.engine;
@@ -296,7 +346,7 @@ Result<std::vector<double>> measure_speeds(const VolumeOptions& options) {
     bench.allow_any_filesystem = options.allow_any_filesystem;
     Result<BenchResult> result = bench_storage(bench);
     if (!result) return result.error();
-    speeds.push_back(2e9 / (1 / result->write_gb_s + 1 / result->read_gb_s));
+    speeds.push_back(1e9 * result->speed());
   }
   return speeds;
 }

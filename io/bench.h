@@ -15,13 +15,16 @@ struct BenchOptions {
   std::size_t block = std::size_t{1} << 20;
   unsigned depth = 32;
   EngineKind engine = EngineKind::automatic;
-  bool register_memory = true;
   bool write = true, read = true, mixed = true;  // what to measure
   double seconds = 0;                            // pass over the file again until so much time has gone; 0: one pass
   bool allow_buffered = false;
   bool allow_any_filesystem = false;
   std::vector<double> speeds;  // as in VolumeOptions
   bool keep = false;           // reuse the file of an earlier run, and leave it behind
+
+  // Asked before each request: true ends with an error of kind cancelled, the files removed. Any thread.
+  std::function<bool()> stop;
+  std::function<void(const std::string& phase)> progress;  // what is about to be measured
 };
 
 struct BenchResult {
@@ -31,23 +34,26 @@ struct BenchResult {
   std::uint64_t bytes = 0;
   std::size_t block = 0;
   unsigned depth = 0;
+  std::vector<double> speeds;                                // by which the stripes were dealt; empty: equally
   double write_gb_s = 0, read_gb_s = 0, mixed_gb_s = 0;      // 10^9 bytes a second; 0 where not measured
   double write_cores_per_gb_s = 0, read_cores_per_gb_s = 0;  // processor time of the whole process
   Latency write_latency, read_latency;                       // of the slowest drive, all passes together
   std::vector<std::string> warnings;
 
+  double speed() const;      // reading and writing combined as 2/(1/w + 1/r), GB/s; where only one was measured, that
   std::string json() const;  // one line, one object
 };
 
-// Blocks until done. The files are created for the purpose and removed.
+// Blocks until done. The files, and folders that did not exist, are created for the purpose and removed, whatever the
+// outcome.
 Result<BenchResult> bench_storage(const BenchOptions& options);
 
 // Every engine that works here when options.engine is automatic, else that one; for several folders each alone, then
-// all together. `report` gets each result as it is there. The first error ends it; an engine that this machine lacks is
-// no error.
+// all together, striped by what each alone reached unless options.speeds says otherwise. `report` gets each result as
+// it is there. The first error ends it; an engine that this machine lacks is no error.
 Error bench_engines(const BenchOptions& options, const std::function<void(const BenchResult&)>& report);
 
-// Write and read bandwidth of each folder combined as 2/(1/w + 1/r), in bytes a second, for VolumeOptions::speeds.
+// BenchResult::speed() of each folder, in bytes a second, for VolumeOptions::speeds.
 Result<std::vector<double>> measure_speeds(const VolumeOptions& options);
 
 }  // namespace tierflow::io

@@ -175,7 +175,8 @@ Result<std::unique_ptr<Volume>> Volume::create(const VolumeOptions& options) {
   for (const fs::path& directory : undo.directories) {
     if (Error error = sync_directory(directory.parent_path())) return error;
   }
-  auto core = std::make_unique<VolumeCore>(std::move(undo.members), std::move(layout), options, std::move(warnings));
+  auto core = std::make_unique<VolumeCore>(std::move(undo.members), std::move(layout), options, std::move(warnings),
+                                           undo.directories);
   if (Error error = core->start()) {
     core->remove_files();
     return error;
@@ -227,7 +228,8 @@ Result<std::unique_ptr<Volume>> Volume::open(const VolumeOptions& options) {
   }
   std::size_t alignment;
   if (Error error = largest_alignment(members, options.block, alignment)) return error;
-  auto core = std::make_unique<VolumeCore>(std::move(members), std::move(layout), options, std::vector<std::string>{});
+  auto core = std::make_unique<VolumeCore>(std::move(members), std::move(layout), options, std::vector<std::string>{},
+                                           std::vector<fs::path>{});
   if (Error error = core->start()) return error;
   return std::unique_ptr<Volume>(std::move(core));
 }

@@ -63,7 +63,7 @@ struct VolumeOptions {
   bool allow_any_filesystem = false;         // accept tmpfs, NFS and the like, where the "drive" is RAM or remote
 
   // Relative speeds of the drives, in the order of `directories`: the stripes are dealt out in this proportion. Empty:
-  // equal, unless measure_speeds asks create() to measure each drive first (about a second and 256 MiB written each).
+  // equal, unless measure_speeds asks create() to measure each drive first (at most 256 MiB, written twice and read).
   std::vector<double> speeds;
   bool measure_speeds = false;
 
@@ -127,7 +127,8 @@ class Volume {
   // flush every later flush fails too: the data written since the last good one must be considered lost.
   virtual Error flush() = 0;
 
-  // Removes the data files (after the Volume is gone nothing of it remains on the drives).
+  // Removes the data files, and the folders that create() made where nothing else lies in them (after the Volume is
+  // gone nothing of it remains on the drives).
   virtual void remove_files() = 0;
 
   virtual std::uint64_t size() const = 0;

@@ -17,8 +17,9 @@ constexpr std::size_t kLargestRegion = std::size_t{1} << 30;
 }  // namespace
 
 VolumeCore::VolumeCore(std::vector<Member> members, Layout layout, const VolumeOptions& options,
-                       std::vector<std::string> warnings)
+                       std::vector<std::string> warnings, std::vector<std::filesystem::path> made)
     : members_(std::move(members)),
+      made_(std::move(made)),
       layout_(std::move(layout)),
       options_(options),
       alignment_(4096),
@@ -355,6 +356,8 @@ void VolumeCore::remove_files() {
     member.file.remove();
     (void)sync_directory(member.directory);
   }
+  std::error_code in_use;
+  for (auto it = made_.rbegin(); it != made_.rend(); ++it) std::filesystem::remove(*it, in_use);
 }
 
 VolumeMode VolumeCore::mode() const {

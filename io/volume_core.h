@@ -26,9 +26,10 @@ struct Member {
 
 class VolumeCore final : public Volume {
  public:
-  // `members` in the order of the layout. start() must succeed before anything else is called.
+  // `members` in the order of the layout; `made`: folders that exist because of this volume, outer ones first. start()
+  // must succeed before anything else is called.
   VolumeCore(std::vector<Member> members, Layout layout, const VolumeOptions& options,
-             std::vector<std::string> warnings);
+             std::vector<std::string> warnings, std::vector<std::filesystem::path> made);
   ~VolumeCore() override;
 
   Error start();
@@ -99,6 +100,7 @@ class VolumeCore final : public Volume {
   bool idle() const;
 
   std::vector<Member> members_;
+  const std::vector<std::filesystem::path> made_;
   Layout layout_;
   VolumeOptions options_;
   std::size_t alignment_;

@@ -149,6 +149,20 @@ void make_folder(const std::filesystem::path& folder) {
   if (!std::filesystem::is_directory(folder, error)) fail_input(folder.string(), "exists and is not a folder");
 }
 
+BorrowedFolder::BorrowedFolder(const std::filesystem::path& folder) {
+  std::error_code ignored;
+  auto path = std::filesystem::absolute(folder, ignored).lexically_normal();
+  if (!path.has_filename()) path = path.parent_path();
+  for (; path.has_filename() && !std::filesystem::exists(path, ignored); path = path.parent_path())
+    made_.push_back(path);
+  make_folder(folder);
+}
+
+BorrowedFolder::~BorrowedFolder() {
+  std::error_code in_use;
+  for (const auto& path : made_) std::filesystem::remove(path, in_use);
+}
+
 std::string printable(std::string_view text, std::size_t limit) {
   std::string line;
   for (const char c : text.substr(0, limit)) line += c >= 0x20 && c < 0x7f ? c : '?';

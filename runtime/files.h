@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 namespace tierflow {
 
@@ -57,6 +58,18 @@ void sync_folder(const std::filesystem::path& folder);
 
 // Creates the folder and those above it. Throws Exception naming it.
 void make_folder(const std::filesystem::path& folder);
+
+// Makes the folder like make_folder(). At the end of its life it removes what it made, as far as that is empty.
+class BorrowedFolder {
+ public:
+  explicit BorrowedFolder(const std::filesystem::path& folder);
+  ~BorrowedFolder();
+  BorrowedFolder(const BorrowedFolder&) = delete;
+  BorrowedFolder& operator=(const BorrowedFolder&) = delete;
+
+ private:
+  std::vector<std::filesystem::path> made_;  // inner ones first
+};
 
 // Text of unknown origin made fit for one line of a message: control and non-ASCII bytes as '?', cut at `limit`
 // characters.

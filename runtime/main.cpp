@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <csignal>
 #include <cstdio>
@@ -13,6 +14,7 @@
 #include <system_error>
 #include <vector>
 
+#include "runtime/bench_command.h"
 #include "runtime/exception.h"
 #include "runtime/files.h"
 #include "runtime/init.h"
@@ -34,6 +36,7 @@ constexpr const char* usage =
     "  train  train a model on text and write the result as a Hugging Face model folder\n"
     "  eval   print the loss and perplexity of a model on text\n"
     "  export write what a training run left in its store as a Hugging Face model folder\n"
+    "  bench  measure the drives (bench storage) and the update (bench optimizer) of this machine\n"
     "\n"
     "tierflow COMMAND --help lists the options of a command. Exit codes: docs/errors.md\n";
 
@@ -65,6 +68,37 @@ int call(const char* name, const Options& options) {
   return reinterpret_cast<int (*)(const Options*)>(entry)(&options);
 }
 
+void watch_signals() {
+  for (const int number : {SIGINT, SIGTERM, SIGHUP})
+    std::signal(number, [](int again) {
+      if (stop_asked != 0) {
+        std::signal(again, SIG_DFL);
+        std::raise(again);
+      }
+      stop_asked = 1;
+    });
+}
+
+int run_bench(const std::vector<std::string>& words, bool help) {
+  const std::string what = words.empty() ? "" : words[0];
+  if (help) {
+    std::cout << bench_help(what);
+    return 0;
+  }
+  if (what != "storage" && what != "optimizer")
+    fail(io::ErrorKind::usage, "",
+         "`tierflow bench` measures storage or optimizer, not \"" + printable(what) + "\"; see tierflow bench --help");
+  const std::vector<std::string> rest(words.begin() + 1, words.end());
+  if (what == "optimizer") {
+    bench_optimizer(parse_bench_optimizer(rest));
+    return 0;
+  }
+  const BenchStorageOptions options = parse_bench_storage(rest);
+  watch_signals();
+  bench_storage(options, [] { return stop_asked != 0; });
+  return 0;
+}
+
 int run(const std::vector<std::string>& words) {
   if (words.empty() || words[0] == "--help" || words[0] == "-h" || words[0] == "help") {
     (words.empty() ? std::cerr : std::cout) << usage;
@@ -75,20 +109,21 @@ int run(const std::vector<std::string>& words) {
     return 0;
   }
   const std::string& command = words[0];
-  if (command != "init" && command != "train" && command != "eval" && command != "export")
+  if (command != "init" && command != "train" && command != "eval" && command != "export" && command != "bench")
     fail(io::ErrorKind::usage, "",
-         "unknown command \"" + printable(command) + "\"; commands are init, train, eval, export");
+         "unknown command \"" + printable(command) + "\"; commands are init, train, eval, export, bench");
   const std::vector<std::string> rest(words.begin() + 1, words.end());
-  for (const std::string& word : rest)
-    if (word == "--help" || word == "-h") {
-      std::cout << help_of(command);
-      return 0;
-    }
+  const bool help = std::any_of(rest.begin(), rest.end(), [](const auto& w) { return w == "--help" || w == "-h"; });
+  if (command == "bench") return run_bench(rest, help);
+  if (help) {
+    std::cout << help_of(command);
+    return 0;
+  }
   if (command == "train") return call("tierflow_run_train", parse_train(rest));
   if (command == "eval") return call("tierflow_run_eval", parse_eval(rest));
   if (command == "export") return call("tierflow_run_export", parse_export(rest));
   const InitOptions options = parse_init(rest);
-  for (const int number : {SIGINT, SIGTERM, SIGHUP}) std::signal(number, [](int) { stop_asked = 1; });
+  watch_signals();
   init_checkpoint(options.config, options.out, options.seed, options.shard_size, [] { return stop_asked != 0; });
   return 0;
 }

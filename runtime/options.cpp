@@ -2,9 +2,9 @@
 
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 
+#include "runtime/command_line.h"
 #include "runtime/exception.h"
 #include "runtime/files.h"
 #include "runtime/option_table.h"
@@ -133,69 +133,6 @@ OptionTable eval_table(EvalOptions& o) {
   return table;
 }
 
-std::string default_of(const OptionRow& row) {
-  const OrderedJson value = row.get();
-  if (row.flag || value.is_null() || (value.is_array() && value.empty())) return {};
-  if (!value.is_array()) return value.is_string() ? value.get<std::string>() : value.dump();
-  std::string joined;
-  for (const auto& item : value) joined += (joined.empty() ? "" : ",") + item.dump();
-  return joined;
-}
-
-// The command line, taken apart by CLI11 but not yet given meaning.
-class Words {
- public:
-  explicit Words(const OptionTable& table) : table_(table), app_("", "tierflow " + table.command()) {
-    app_.allow_extras();
-    app_.set_help_flag("-h,--help", "print this help and exit");
-    for (const OptionRow& row : table.rows()) {
-      if (row.flag) {
-        app_.add_flag_callback(
-            "--" + row.name, [this, &row] { values_[row.name] = {"true"}; }, row.help);
-        continue;
-      }
-      auto* option = app_.add_option_function<std::vector<std::string>>(
-          "--" + row.name, [this, &row](const std::vector<std::string>& words) { values_[row.name] = words; },
-          row.help);
-      option->type_name(row.value_name)->expected(1, row.most > 2 ? CLI::detail::expected_max_vector_size : row.most);
-      if (row.commas) option->delimiter(',');
-      if (const std::string value = default_of(row); !value.empty()) option->default_str(value);
-    }
-    app_.add_option("--config-file", config_file_,
-                    "TOML or JSON file of these options, without the dashes; the command line wins")
-        ->type_name("FILE");
-  }
-
-  std::string help() { return app_.help(); }
-
-  // Sets the table's options from the configuration file, then from the words.
-  void apply(std::vector<std::string> words) {
-    std::reverse(words.begin(), words.end());  // as CLI11 wants them
-    try {
-      app_.parse(words);
-    } catch (const CLI::ParseError& error) {
-      fail_usage(printable(error.what(), 300));
-    }
-    for (const std::string& extra : app_.remaining()) refuse(extra);
-    if (!config_file_.empty()) table_.apply(read_config_file(config_file_, table_), config_file_);
-    table_.apply(values_, "");
-  }
-
- private:
-  [[noreturn]] void refuse(const std::string& word) const {
-    if (word.substr(0, 2) != "--")
-      fail_usage(fmt::format("unexpected word \"{}\" after `tierflow {}`", printable(word), table_.command()));
-    const std::string name = word.substr(2, word.find('=') - 2);
-    fail_usage(fmt::format("unknown option --{} of `tierflow {}`{}", printable(name), table_.command(),
-                           table_.suggestion(name)));
-  }
-
-  const OptionTable& table_;
-  CLI::App app_;
-  OptionValues values_;
-  std::string config_file_;
-};
-
 void check_run(const RunOptions& o, const char* command) {
   if (o.data.empty()) fail_usage(fmt::format("`tierflow {}` needs --data", command));
   if (o.tokenizer.empty()) fail_usage("--tokenizer is empty; give auto, bytes or a tokenizer.json");
@@ -231,10 +168,16 @@ DataOptions common_data_options(const RunOptions& o, const ModelSpec& spec, cons
 
 }  // namespace
 
+io::EngineKind engine_kind(const std::string& name) {
+  for (const io::EngineKind kind : {io::EngineKind::io_uring, io::EngineKind::libaio, io::EngineKind::threads})
+    if (name == io::engine_name(kind)) return kind;
+  return io::EngineKind::automatic;
+}
+
 InitOptions parse_init(const std::vector<std::string>& words) {
   InitOptions options;
   const OptionTable table = init_table(options);
-  Words(table).apply(words);
+  CommandLine(table).apply(words);
   if (options.config.empty() || options.out.empty()) fail_usage("`tierflow init` needs --config and --out");
   if (options.shard_size == 0) fail_usage("--shard-size must be above 0");
   return options;
@@ -243,7 +186,7 @@ InitOptions parse_init(const std::vector<std::string>& words) {
 ExportOptions parse_export(const std::vector<std::string>& words) {
   ExportOptions options;
   const OptionTable table = export_table(options);
-  Words(table).apply(words);
+  CommandLine(table).apply(words);
   if (options.storage.empty() || options.out.empty()) fail_usage("`tierflow export` needs --storage and --out");
   return options;
 }
@@ -251,7 +194,7 @@ ExportOptions parse_export(const std::vector<std::string>& words) {
 TrainOptions parse_train(const std::vector<std::string>& words) {
   TrainOptions options;
   const OptionTable table = train_table(options);
-  Words(table).apply(words);
+  CommandLine(table).apply(words);
   check_run(options, "train");
   if (options.model.empty() == options.config.empty()) fail_usage("`tierflow train` needs either --model or --config");
   if (options.out.empty() && !options.no_export) fail_usage("`tierflow train` needs --out, or --no-export");
@@ -265,7 +208,7 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
 EvalOptions parse_eval(const std::vector<std::string>& words) {
   EvalOptions options;
   const OptionTable table = eval_table(options);
-  Words(table).apply(words);
+  CommandLine(table).apply(words);
   check_run(options, "eval");
   if (options.model.empty()) fail_usage("`tierflow eval` needs --model");
   return options;
@@ -280,7 +223,7 @@ std::string help_of(const std::string& command) {
                             : command == "train"  ? train_table(train)
                             : command == "export" ? export_table(exported)
                                                   : eval_table(eval);
-  return Words(table).help();
+  return CommandLine(table).help();
 }
 
 std::string effective_configuration(const TrainOptions& options) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "io/volume.h"
 #include "runtime/data.h"
 #include "runtime/model_spec.h"
 
@@ -69,6 +70,9 @@ struct TrainOptions : RunOptions {
   std::string durability = "export-only";  // the state of an unfinished run is lost
   bool no_export = false;
 };
+
+// What --engine names.
+io::EngineKind engine_kind(const std::string& name);
 
 // 512, 20GiB, 1.5 MiB, 3GB (powers of 1000): bytes. Throws Exception (kind usage) naming `option`.
 std::uint64_t parse_bytes(const std::string& text, const std::string& option);

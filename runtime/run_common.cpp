@@ -23,13 +23,6 @@ void on_signal(int number) {
   first_signal = number;
 }
 
-io::EngineKind engine_kind(const std::string& name) {
-  if (name == "io_uring") return io::EngineKind::io_uring;
-  if (name == "libaio") return io::EngineKind::libaio;
-  if (name == "threads") return io::EngineKind::threads;
-  return io::EngineKind::automatic;
-}
-
 }  // namespace
 
 SessionOptions session_options(const RunOptions& options, TrainingLog& log) {

@@ -38,10 +38,10 @@ struct TokenStore::Hasher {
 
 TokenStore::TokenStore(std::filesystem::path folder, std::int64_t vocab_size)
     : folder_(folder.empty() ? std::filesystem::temp_directory_path() : std::move(folder)),
+      borrowed_(folder_),
       vocab_size_(vocab_size),
       width_(token_width(vocab_size)),
       hasher_(std::make_unique<Hasher>()) {
-  make_folder(folder_);
   file_ = create_nameless(folder_);
   pending_.reserve(flush_bytes + 4);
 }

@@ -1,5 +1,6 @@
 #pragma once
-// The packed token file of a dataset: written once, then read at random. It has no name, so nothing is left behind.
+// The packed token file of a dataset: written once, then read at random. It has no name, and a folder made for
+// it goes with it, so nothing is left behind.
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -32,6 +33,7 @@ class TokenStore {
   void flush();
 
   std::filesystem::path folder_;
+  BorrowedFolder borrowed_;
   std::int64_t vocab_size_;
   int width_;
   File file_;

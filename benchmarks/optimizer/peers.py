@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The optimizer beside its peers, alternating in one process: JSON lines {"name", "mparam_s", "ratio_to_ours"}, medians.
+"""The optimizer beside its peers, alternating in one process, medians: a table, or JSON lines {"name", "mparam_s", "ratio_to_ours"}.
 
-peers.py [--build DIR] [--elements N] [--threads T] [--repeats R]. Needs torch; DeepSpeed, bitsandbytes and torchao where installed.
+peers.py [--build DIR] [--elements N] [--threads T] [--repeats R] [--json]. Needs torch; DeepSpeed, bitsandbytes and torchao where installed.
 `ratio_to_ours` is the median over the repeats of our speed divided by the peer's in the same repeat."""
 import argparse
 import concurrent.futures
@@ -90,12 +90,22 @@ def contenders(args):
     yield "torchao AdamW8bit", n // 8, torchao
 
 
+def report(line, as_json):
+    if as_json:
+        print(json.dumps(line), flush=True)
+    elif "error" in line:
+        print(f"{line['name']:44} {line['error']}", flush=True)
+    else:
+        print(f"{line['name']:44} {line['mparam_s']:9.0f} Mparam/s   ours / this {line['ratio_to_ours']:.2f}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", default=str(ROOT / "build"))
     parser.add_argument("--elements", type=int, default=64 * 2**20)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.elements = args.elements // (args.threads * BLOCK * 8) * args.threads * BLOCK * 8
     torch.set_num_threads(args.threads)
@@ -106,7 +116,7 @@ def main():
             step()
             runs.append((name, elements, step, []))
         except Exception as error:  # a peer that does not build is reported, not hidden
-            print(json.dumps({"name": name, "error": repr(error)[:300]}), flush=True)
+            report({"name": name, "error": repr(error)[:300]}, args.json)
     for repeat in range(args.repeats):
         for name, elements, step, speeds in runs:
             start = time.perf_counter()
@@ -114,7 +124,7 @@ def main():
             speeds.append(elements / (time.perf_counter() - start) / 1e6)
     for name, _, _, speeds in runs:
         ratio = statistics.median(a / b for a, b in zip(runs[0][3], speeds))
-        print(json.dumps({"name": name, "mparam_s": round(statistics.median(speeds), 1), "ratio_to_ours": round(ratio, 2)}), flush=True)
+        report({"name": name, "mparam_s": round(statistics.median(speeds), 1), "ratio_to_ours": round(ratio, 2)}, args.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Storage bandwidth against fio: the same file, size, block and depth, the two sides alternating, medians.
 
-    benchmarks/storage/compare_fio.py --bench build/storage_bench --dir /mnt/nvme [--size 2G] [--blocks 256K,1M,4M,16M]
+    benchmarks/storage/compare_fio.py --program build/tierflow --dir /mnt/nvme [--size 2G] [--blocks 256K,1M,4M,16M]
 
 Our buffers lie in transparent huge pages where the system has them; for a comparison of equals give fio the same with
 --fio-memory shmhuge, because a virtual drive may be twice as fast with them.
@@ -22,10 +22,10 @@ def size(text):
     return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
 
 
-def ours(args, phase, block, engine="automatic"):
+def ours(args, phase, block):
     out = subprocess.run(
-        [args.bench, "--dir", args.dir, "--size", str(size(args.size)), "--block", str(block), "--depth", str(args.depth),
-         "--engine", engine, "--phase", phase, "--keep", "--seconds", str(args.seconds)],
+        [args.program, "bench", "storage", "--json", "--dir", args.dir, "--size", str(size(args.size)), "--block", str(block),
+         "--depth", str(args.depth), "--engine", args.engine, "--measure", phase, "--keep", "--seconds", str(args.seconds)],
         check=True, capture_output=True, text=True).stdout
     line = json.loads(out.splitlines()[0])
     return line[{"write": "write_gb_s", "read": "read_gb_s", "mixed": "mixed_gb_s"}[phase]]
@@ -47,7 +47,8 @@ def fio(args, phase, block, engine):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bench", required=True)
+    parser.add_argument("--program", required=True)
+    parser.add_argument("--engine", default="io_uring", help="ours")
     parser.add_argument("--dir", required=True)
     parser.add_argument("--size", default="2G")
     parser.add_argument("--blocks", default="256K,1M,4M,16M")

@@ -279,6 +279,26 @@ TEST_F(VolumeFiles, RemovesItsFilesOnRequest) {
   EXPECT_FALSE(std::filesystem::exists(file()));
 }
 
+TEST_F(VolumeFiles, RemovesTheFoldersItMadeAndNoOthers) {
+  VolumeOptions wanted = options();
+  for (const bool used : {false, true}) {
+    wanted.directories = {folder_.path() / "new" / "drive"};
+    auto volume = create(wanted);
+    ASSERT_TRUE(volume);
+    if (used) std::ofstream(folder_.path() / "new" / "notes.txt") << "a stranger's";
+    volume->remove_files();
+    volume.reset();
+    EXPECT_FALSE(std::filesystem::exists(wanted.directories[0]));
+    EXPECT_EQ(std::filesystem::exists(folder_.path() / "new"), used);
+  }
+  std::filesystem::create_directory(wanted.directories[0]);
+  auto volume = create(wanted);
+  ASSERT_TRUE(volume);
+  volume->remove_files();
+  volume.reset();
+  EXPECT_TRUE(std::filesystem::exists(wanted.directories[0]));
+}
+
 TEST_F(VolumeFiles, WriteLimitIsAnnouncedOnce) {
   std::atomic<int> announced{0};
   VolumeOptions wanted = options();

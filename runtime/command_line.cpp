@@ -1,0 +1,91 @@
+#include "runtime/command_line.h"
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+
+#include "runtime/exception.h"
+#include "runtime/files.h"
+
+namespace tierflow {
+namespace {
+
+using OrderedJson = nlohmann::ordered_json;
+
+[[noreturn]] void fail_usage(const std::string& detail) {
+  fail(io::ErrorKind::usage, "", detail);
+}
+
+std::string default_of(const OptionRow& row) {
+  const OrderedJson value = row.get();
+  if (row.flag || value.is_null() || (value.is_array() && value.empty())) return {};
+  if (!value.is_array()) return value.is_string() ? value.get<std::string>() : value.dump();
+  std::string joined;
+  for (const auto& item : value) joined += (joined.empty() ? "" : ",") + item.dump();
+  return joined;
+}
+
+}  // namespace
+
+// CLI11 takes the words apart; the table gives them meaning.
+struct CommandLine::Impl {
+  explicit Impl(const OptionTable& t) : table(t), app("", "tierflow " + t.command()) {}
+
+  const OptionTable& table;
+  CLI::App app;
+  OptionValues values;
+  std::string config_file;
+
+  [[noreturn]] void refuse(const std::string& word) const {
+    if (word.substr(0, 2) != "--")
+      fail_usage(fmt::format("unexpected word \"{}\" after `tierflow {}`", printable(word), table.command()));
+    const std::string name = word.substr(2, word.find('=') - 2);
+    fail_usage(fmt::format("unknown option --{} of `tierflow {}`{}", printable(name), table.command(),
+                           table.suggestion(name)));
+  }
+};
+
+CommandLine::CommandLine(const OptionTable& table) : impl_(std::make_unique<Impl>(table)) {
+  CLI::App& app = impl_->app;
+  app.allow_extras();
+  app.set_help_flag("-h,--help", "print this help and exit");
+  OptionValues& values = impl_->values;
+  for (const OptionRow& row : table.rows()) {
+    if (row.flag) {
+      app.add_flag_callback(
+          "--" + row.name, [&values, &row] { values[row.name] = {"true"}; }, row.help);
+      continue;
+    }
+    auto* option = app.add_option_function<std::vector<std::string>>(
+        "--" + row.name, [&values, &row](const std::vector<std::string>& words) { values[row.name] = words; },
+        row.help);
+    option->type_name(row.value_name)->expected(1, row.most > 2 ? CLI::detail::expected_max_vector_size : row.most);
+    if (row.commas) option->delimiter(',');
+    if (const std::string value = default_of(row); !value.empty()) option->default_str(value);
+  }
+  app.add_option("--config-file", impl_->config_file,
+                 "TOML or JSON file of these options, without the dashes; the command line wins")
+      ->type_name("FILE");
+}
+
+CommandLine::~CommandLine() = default;
+
+std::string CommandLine::help() {
+  return impl_->app.help();
+}
+
+void CommandLine::apply(std::vector<std::string> words) {
+  std::reverse(words.begin(), words.end());  // as CLI11 wants them
+  try {
+    impl_->app.parse(words);
+  } catch (const CLI::ParseError& error) {
+    fail_usage(printable(error.what(), 300));
+  }
+  for (const std::string& extra : impl_->app.remaining()) impl_->refuse(extra);
+  if (!impl_->config_file.empty())
+    impl_->table.apply(read_config_file(impl_->config_file, impl_->table), impl_->config_file);
+  impl_->table.apply(impl_->values, "");
+}
+
+}  // namespace tierflow
