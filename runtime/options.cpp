@@ -99,6 +99,8 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
                 "steps between evaluations; 0: before the first step and after the last");
   table.number("held-out", o.held_out, 0, 1, "share of the sequences kept for evaluation");
   table.integer("eval-sequences", o.eval_sequences, 0, "held-out sequences in one evaluation at most; 0: all");
+  table.number("max-tb-written", o.max_tb_written, 0, 1e9,
+               "stop before the step that would bring what storage has written above X * 10^12 bytes; 0: never");
   table.choice("durability", o.durability, {"export-only"}, "export-only: a crash loses the state, the end exports it");
   table.flag("no-export", o.no_export, "leave the result in the store");
 }

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <csignal>
+#include <cstdio>
 #include <filesystem>
 
 #include "runtime/device_memory.h"
@@ -37,6 +38,11 @@ SessionOptions session_options(const RunOptions& options, TrainingLog& log) {
   result.micro_batch = options.micro_batch;
   result.sequence_length = options.sequence_length;
   result.update_threads = options.threads;
+  result.on_notice = [](const io::Notice& notice) {
+    // One call: other threads write there too.
+    const std::string line = "warning: " + notice.text + "\n";
+    std::fwrite(line.data(), 1, line.size(), stderr);
+  };
   const std::uint64_t available = memory_available();
   result.device_memory = options.device_memory != 0 ? options.device_memory : available / 3;
   result.host_memory = options.host_memory != 0 ? options.host_memory : available / 2;

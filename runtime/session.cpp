@@ -88,6 +88,22 @@ MemoryUse Session::memory() const {
           .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->volume().size()};
 }
 
+std::uint64_t Session::bytes_written() const {
+  std::uint64_t sum = 0;
+  for (const io::DriveStats& drive : drives()) sum += drive.bytes_written;
+  return sum;
+}
+
+std::uint64_t Session::bytes_written_after_next_step() const {
+  return bytes_written() + impl_->writes_of_next_step();
+}
+
+std::uint64_t Session::Impl::writes_of_next_step() const {
+  // Staged: the update of the step before, if one waits, then this step's gradients and, before anything leaves the
+  // session, its own update.
+  return (pending ? 2 : 1) * writes.update + writes.gradients + writes.commit;
+}
+
 StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
   const auto started = std::chrono::steady_clock::now();
   check_batches(batches, true);

@@ -30,6 +30,11 @@ struct SessionOptions {
   std::vector<std::filesystem::path> storage;  // empty: everything must fit the host budget
   io::EngineKind engine = io::EngineKind::automatic;
   bool allow_buffered = false, allow_any_filesystem = false;
+  // Bytes that storage may be given to write in the session's life; 0: any number. A limit that loading and the first
+  // step would pass is refused; after that the client asks bytes_written_after_next_step().
+  std::uint64_t write_limit = 0;
+  std::function<void(const io::Notice&)>
+      on_notice;  // what the drives have to say; on a thread of theirs, must not block
   int generations = 1;
   Precision precision = Precision::fp32_master_adam8;
   std::optional<double> clip = 1.0;  // global gradient norm; none: updates run beside the backward
@@ -94,6 +99,9 @@ class Session {
   // Empty where everything is resident.
   std::optional<io::VolumeMode> storage_mode() const;
   std::vector<io::DriveStats> drives() const;
+  std::uint64_t bytes_written() const;  // to storage, loading included
+  // What bytes_written() will be when the next step is done and its state exported, or committed with keep_store.
+  std::uint64_t bytes_written_after_next_step() const;
   std::string describe() const;  // one paragraph: what lives where
   const LayeredModel& model() const;
   // With keep_store: makes the state as it is now the one that the storage folders hold, durably.

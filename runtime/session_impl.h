@@ -14,6 +14,11 @@ struct TensorShape {
   std::uint64_t bytes = 0, offset = 0;  // offset in a carry slot
 };
 
+// Bytes that storage writes for each thing done once.
+struct WriteCost {
+  std::uint64_t load = 0, gradients = 0, update = 0, commit = 0;
+};
+
 struct Session::Impl {
   Impl(std::shared_ptr<LayeredModel> model, SessionOptions options, AdamW adamw);
 
@@ -21,6 +26,8 @@ struct Session::Impl {
   void set_up(const WeightSource& weights, const Progress& progress);
   std::uint64_t probe_workspace();
   Carry probe_stage(int stage, const Carry& carry, const Shared& shared, std::uint64_t& most);
+  void count_writes();
+  std::uint64_t writes_of_next_step() const;  // those of bringing its state out included
   void load(const WeightSource& weights, const Progress& progress);
   void load_chunk(int id, const WeightSource& weights);
 
@@ -56,6 +63,7 @@ struct Session::Impl {
   std::unique_ptr<swap::Executor> executor;            // last: drains before the rest goes
   std::vector<std::vector<TensorShape>> carry_shapes;  // by stage: of its input
   std::uint64_t workspace = 0;
+  WriteCost writes;
 
   std::vector<Carry> carries;             // by micro-batch: input of the stage at hand, then its gradient
   std::vector<std::vector<Carry>> saved;  // by stage and micro-batch, where they stay on the device

@@ -17,6 +17,13 @@ std::uint64_t bytes_of(const Tensors& tensors) {
   return bytes;
 }
 
+// In 10^12 bytes, rounded up to what an option reads back as no less.
+std::string terabytes(std::uint64_t bytes) {
+  std::string digits = std::to_string(bytes / 1'000'000 + 1);
+  if (digits.size() < 7) digits.insert(0, 7 - digits.size(), '0');
+  return digits.insert(digits.size() - 6, ".");
+}
+
 }  // namespace
 
 Session::Impl::Impl(std::shared_ptr<LayeredModel> model_, SessionOptions options_, AdamW adamw_)
@@ -60,11 +67,14 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
     stored[id] = !arrangement.hi_resident[id] ||
                  (options.train && layout->chunks()[id].trainable && !arrangement.state_resident[id]);
   if (any(stored) || options.keep_store) {
+    count_writes();
     swap::StoreOptions store_options{.volume = {.directories = options.storage,
                                                 .engine = options.engine,
                                                 .allow_buffered = options.allow_buffered,
                                                 .allow_any_filesystem = options.allow_any_filesystem,
-                                                .measure_speeds = options.storage.size() > 1},
+                                                .measure_speeds = options.storage.size() > 1,
+                                                .write_limit = options.write_limit,
+                                                .on_notice = options.on_notice},
                                      .generations = options.generations,
                                      .staged_gradients = arrangement.staged,
                                      .identity = nlohmann::json{{"config", model->spec().config_json},
@@ -85,6 +95,28 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
     if (store != nullptr) store->volume().remove_files();
     throw;
   }
+}
+
+void Session::Impl::count_writes() {
+  for (std::size_t id = 0; id < layout->chunks().size(); ++id) {
+    const swap::Chunk& chunk = layout->chunks()[id];
+    const bool trained = options.train && chunk.trainable;
+    const auto extent = [&](bool resident, std::uint64_t bytes, bool updated) {
+      (resident ? writes.commit : writes.load) += bytes;
+      if (!resident && updated) writes.update += bytes;
+    };
+    extent(arrangement.hi_resident[id], chunk.word_bytes(), trained);
+    if (!trained) continue;
+    extent(arrangement.state_resident[id], chunk.state_bytes, true);
+    if (arrangement.staged && !arrangement.gradient_resident[id]) writes.gradients += chunk.word_bytes();
+  }
+  if (!options.keep_store) writes.commit = 0;
+  const std::uint64_t least = writes.load + writes_of_next_step();
+  if (options.write_limit != 0 && least > options.write_limit)
+    throw Exception(io::ErrorKind::usage, "--max-tb-written allows no step: loading writes " +
+                                              std::to_string(writes.load) + " bytes to storage and a step " +
+                                              std::to_string(least - writes.load) + "; the smallest that works is " +
+                                              terabytes(least));
 }
 
 // One stage for one micro-batch, forward and backward, on memory of its own: raises `most` to what it takes beside

@@ -48,18 +48,23 @@ class Training {
     evaluate(0, first_held_out_);
     last_held_out_ = first_held_out_;
     std::int64_t step = 0;
-    while (step < steps_ && signals_seen() == 0) {
+    bool at_limit = false;
+    while (step < steps_ && signals_seen() == 0 && !(at_limit = next_step_passes_limit())) {
       train_step(step);
       ++step;
       if (options_.eval_every > 0 && step % options_.eval_every == 0 && step < steps_) evaluate(step, last_held_out_);
     }
     const int signal = signals_seen();
+    if (at_limit)
+      log_.say(fmt::format("stopped after step {} of {}: the next one would pass --max-tb-written {}", step, steps_,
+                           options_.max_tb_written));
     if (signal != 0)
       log_.say(fmt::format("stopped after step {} of {}; once more ends without writing the result", step, steps_));
-    if (step > 0 && (signal == 0 || options_.eval_every > 0)) evaluate(step, last_held_out_);
+    if (step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0)) evaluate(step, last_held_out_);
     write_result();
     summarise(step);
-    return signal == 0 ? 0 : 128 + signal;
+    if (signal != 0) return 128 + signal;
+    return at_limit ? kStoppedAtLimit : 0;
   }
 
  private:
@@ -70,6 +75,7 @@ class Training {
     session.micro_batches = static_cast<int>(options_.micro_batches);
     session.seed = options_.seed;
     session.keep_store = options_.no_export;
+    session.write_limit = write_limit();
     WeightSource weights = random_weights(options_.seed);
     if (options_.config.empty()) {
       auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(options_.model));
@@ -90,6 +96,12 @@ class Training {
     log_.say(fmt::format("{} training sequences of {} tokens, {} held out; {} steps of {} tokens",
                          data_.training_sequences(), options_.sequence_length, data_.held_out_sequences(), steps_,
                          per_step_ * options_.sequence_length));
+  }
+
+  std::uint64_t write_limit() const { return static_cast<std::uint64_t>(std::llround(1e12 * options_.max_tb_written)); }
+
+  bool next_step_passes_limit() const {
+    return options_.max_tb_written > 0 && session_->bytes_written_after_next_step() > write_limit();
   }
 
   void train_step(std::int64_t step) {
@@ -161,6 +173,8 @@ class Training {
                        {"host_memory", memory.host_used},
                        {"host_memory_budget", memory.host_budget},
                        {"storage_bytes", memory.storage_bytes},
+                       {"tb_written", 1e-12 * static_cast<double>(session_->bytes_written())},
+                       {"tb_written_per_step", log_.terabytes_a_step()},
                        {"storage_mode", storage},
                        {"peak_rss", resident_set_peak()},
                        {"lanes", lanes},
@@ -176,6 +190,9 @@ class Training {
                          human_bytes(resident_set_peak())));
     log_.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated on the CPU",
                          moved("disk_read"), moved("disk_write"), moved("upload"), moved("download"), moved("update")));
+    if (storage.is_object())
+      log_.say(fmt::format("storage wrote {:.3g} TB in this run, {:.3g} TB a step",
+                           1e-12 * static_cast<double>(session_->bytes_written()), log_.terabytes_a_step()));
     if (session_->skipped_steps() > 0)
       log_.say(fmt::format("{} steps were skipped: a loss or gradient was not finite", session_->skipped_steps()));
     if (options_.no_export)

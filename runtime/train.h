@@ -7,6 +7,9 @@ namespace tierflow {
 
 // Print progress and results, write what the options ask for. Return the exit code; throw Exception on failure, leaving
 // nothing half-written behind.
+// The exit code of a run that ended at --max-tb-written, its result written.
+inline constexpr int kStoppedAtLimit = 10;
+
 int run_train(const TrainOptions& options);
 int run_eval(const EvalOptions& options);
 int run_export(const ExportOptions& options);

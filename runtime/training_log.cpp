@@ -121,6 +121,10 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
       limit = name;
     }
   }
+  const auto disk_write = static_cast<std::size_t>(swap::Lane::disk_write);
+  const double terabytes = 1e-12 * static_cast<double>(now[disk_write].bytes - lanes_[disk_write].bytes);
+  terabytes_ += terabytes;
+  ++steps_;
   lanes_ = now;
   tokens_ += static_cast<double>(result.tokens);
   training_seconds_ += result.seconds;
@@ -134,6 +138,7 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
           {"tokens_per_s", rate},
           {"step_s", result.seconds},
           {"skipped", result.skipped},
+          {"tb_written", terabytes},
           {"lanes", lanes},
           {"limit", limit},
           {"device_memory_peak", memory.device_peak},

@@ -29,6 +29,7 @@ class TrainingLog {
   std::string limiting_lane(const Session& session) const;
   double tokens_per_second() const { return training_seconds_ > 0 ? tokens_ / training_seconds_ : 0; }
   double training_seconds() const { return training_seconds_; }
+  double terabytes_a_step() const { return steps_ > 0 ? terabytes_ / static_cast<double>(steps_) : 0; }
 
  private:
   void live(const std::string& line, bool last);
@@ -40,7 +41,8 @@ class TrainingLog {
   std::chrono::steady_clock::time_point phase_started_, last_live_;
   std::string phase_;
   std::array<swap::LaneCounters, swap::kLanes> lanes_{};
-  double tokens_ = 0, training_seconds_ = 0;
+  double tokens_ = 0, training_seconds_ = 0, terabytes_ = 0;  // of the steps alone
+  std::int64_t steps_ = 0;
 };
 
 // Resident set of this process: now and at most, in bytes.

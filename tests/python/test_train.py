@@ -227,3 +227,36 @@ def test_adam32_follows_transformers_with_torch_adamw(work):
                 parameter.copy_(((master.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32))
     assert reference[-1] < 0.6 * reference[0]
     assert ours == pytest.approx(reference, rel=1e-2)
+
+
+def test_the_write_limit_ends_the_run_with_the_result_of_the_steps_before(work):
+    common = ["train", "--config", "config.json", "--data", "text.txt", "--lr-schedule", "constant", "--lr", "1e-3", "--held-out", "0",
+              "--storage", "store", *small("--host-memory", "1MiB")]
+
+    def summary(name):
+        return json.loads((work / name).read_text().splitlines()[-1])["summary"]
+
+    run(work, *common, "--steps", "3", "--out", "three", "--log-json", "three.json")
+    three = summary("three.json")
+    per_step = [r["tb_written"] for r in steps_of(work / "three.json")]
+    assert len(per_step) == 3 and min(per_step[1:]) > 0 and three["tb_written"] > sum(per_step)
+    assert three["tb_written_per_step"] == pytest.approx(sum(per_step) / 3)
+
+    limit = three["tb_written"] + per_step[-1] / 2
+    done = run(work, *common, "--steps", "100", "--out", "limited", "--log-json", "limited.json", "--max-tb-written", f"{limit:.15f}", ok=False)
+    assert done.returncode == 10, done.stderr
+    assert "after step 3 of 100" in done.stderr
+    assert summary("limited.json")["steps"] == 3 and summary("limited.json")["tb_written"] == three["tb_written"] < limit
+    assert (work / "limited" / "model.safetensors").read_bytes() == (work / "three" / "model.safetensors").read_bytes()
+    assert not (work / "store").exists()
+
+    kept = [*common, "--steps", "100", "--no-export", "--max-tb-written", f"{limit:.15f}"]
+    assert run(work, *kept, ok=False).returncode == 10
+    run(work, "export", "--storage", "store", "--out", "exported")
+    assert (work / "exported" / "model.safetensors").exists()
+
+    common[common.index("store")] = "other"
+    refused = run(work, *common, "--steps", "1", "--out", "out", "--max-tb-written", "0.0000001", ok=False)
+    assert refused.returncode == 2 and not (work / "other").exists()
+    least = refused.stderr.split("smallest that works is ")[1].split()[0]
+    assert run(work, *common, "--steps", "9", "--out", "least", "--max-tb-written", least, ok=False).returncode == 10
