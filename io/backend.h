@@ -1,6 +1,7 @@
 #pragma once
 // The seam between io and the kernel. A Backend carries single operations to the kernel and brings back raw results;
 // short transfers, retries and errors are the Engine's business, so that they are right once for every backend.
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -54,6 +55,21 @@ class Backend {
 
   // Any thread. The next or present reap() returns soon.
   virtual void wake() = 0;
+};
+
+// What the backends share that know their files by descriptor and have no way to register memory.
+class PlainBackend : public Backend {
+ public:
+  Error register_files(std::span<const int> descriptors) override {
+    descriptors_.assign(descriptors.begin(), descriptors.end());
+    return {};
+  }
+  Error register_memory(std::span<const std::span<std::byte>>) override {
+    return Error{.kind = ErrorKind::environment, .operation = "register", .error_number = EOPNOTSUPP};
+  }
+
+ protected:
+  std::vector<int> descriptors_;
 };
 
 // `depth`: the most operations that will be in flight. An error says why the kernel does not offer it.

@@ -160,11 +160,10 @@ Result<Buffer> random_slab(std::size_t block, unsigned lanes) {
   return slab;
 }
 
-// A lane's buffer is a slice of one slab, which outlives the volume.
-std::vector<Buffer> slices(const Buffer& slab, std::size_t block) {
+std::vector<Buffer> slices(const std::shared_ptr<const Buffer>& slab, std::size_t block) {
   std::vector<Buffer> buffers;
-  for (std::size_t begin = 0; begin + block <= slab.size(); begin += block) {
-    buffers.emplace_back(slab.data() + begin, block, nullptr, nullptr);
+  for (std::size_t begin = 0; begin + block <= slab->size(); begin += block) {
+    buffers.push_back(part_of(slab, slab->bytes().subspan(begin, block)));
   }
   return buffers;
 }
@@ -197,9 +196,9 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
   // The slab is freed after the volume: declared first.
   const auto drives = static_cast<unsigned>(options.directories.size());
   const unsigned lanes = drives == 1 ? options.depth : 2 * options.depth * drives;
-  const Result<Buffer> made_slab = random_slab(options.block, lanes);
+  Result<Buffer> made_slab = random_slab(options.block, lanes);
   if (!made_slab) return made_slab.error();
-  const Buffer& slab = made_slab.value();
+  const auto slab = std::make_shared<const Buffer>(std::move(made_slab).value());
 
   const VolumeOptions wanted = volume_options(options);
   Result<std::unique_ptr<Volume>> made = Error{.kind = ErrorKind::usage};
@@ -220,7 +219,7 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
     }
   } cleanup{*volume, options.keep};
 
-  volume->register_memory(slab.bytes());
+  volume->register_memory(slab->bytes());
   const VolumeMode mode = volume->mode();
   BenchResult result{.directories = options.directories,
                      .engine = mode.engine,

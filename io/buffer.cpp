@@ -22,4 +22,12 @@ Buffer allocate_buffer(std::size_t bytes) {
   return Buffer(static_cast<std::byte*>(data), bytes, unmap, nullptr);
 }
 
+Buffer part_of(std::shared_ptr<const Buffer> slab, std::span<std::byte> part) {
+  using Owner = std::shared_ptr<const Buffer>;
+  return Buffer(
+      part.data(), part.size(),
+      [](std::byte*, std::size_t, void* owner) noexcept { delete static_cast<Owner*>(owner); },
+      new Owner(std::move(slab)));
+}
+
 }  // namespace tierflow::io

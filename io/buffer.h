@@ -2,6 +2,7 @@
 // Move-only bytes. Whoever holds a Buffer owns its memory; a request in flight holds its Buffer, so that memory a
 // device is still writing to cannot be freed or handed out again.
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <utility>
 
@@ -51,5 +52,9 @@ class Buffer {
 
 // Page-aligned memory of its own (mmap), zeroed, freed with the Buffer; empty where the system refuses.
 Buffer allocate_buffer(std::size_t bytes);
+
+// A Buffer over a part of `slab`. The slab lives until the last of these is gone, wherever it went: a drive that never
+// answers keeps the Buffer of its request, and with it the memory.
+Buffer part_of(std::shared_ptr<const Buffer> slab, std::span<std::byte> part);
 
 }  // namespace tierflow::io

@@ -1,27 +1,35 @@
 // Linux asynchronous I/O through its system calls: for kernels and containers without io_uring. Asynchronous only for
-// direct I/O. One eventfd announces both completions and wake-ups. Submission itself blocks on a frozen file system or
-// a full device queue: there the volume cannot keep its stall limit, one reason why io_uring comes first.
+// direct I/O. Submission itself blocks on a frozen file system or a full device queue, so a thread of its own submits:
+// the caller's goes on keeping the time. One eventfd announces completions, refusals and wake-ups.
 #include <linux/aio_abi.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
+#include <condition_variable>
 #include <deque>
+#include <mutex>
 #include <thread>
 
 #include "io/backend.h"
+#include "io/thread.h"
 
 namespace tierflow::io {
 namespace {
 
-constexpr int kSubmitAttempts = 1000;
-
-class LibaioBackend final : public Backend {
+class LibaioBackend final : public PlainBackend {
  public:
   ~LibaioBackend() override {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    handed_over_.notify_one();
+    if (submitter_.joinable()) submitter_.join();
     if (context_ != 0) syscall(SYS_io_destroy, context_);
     if (event_ >= 0) close(event_);
   }
@@ -36,19 +44,10 @@ class LibaioBackend final : public Backend {
       return error;
     }
     blocks_.resize(depth);
-    return {};
+    return start_thread(submitter_, "tierflow-aio", [this] { submit_all(); });
   }
 
   EngineKind kind() const override { return EngineKind::libaio; }
-
-  Error register_files(std::span<const int> descriptors) override {
-    descriptors_.assign(descriptors.begin(), descriptors.end());
-    return {};
-  }
-
-  Error register_memory(std::span<const std::span<std::byte>>) override {
-    return Error{.kind = ErrorKind::environment, .operation = "register", .error_number = EOPNOTSUPP};
-  }
 
   bool push(const KernelOp& op) override {
     if (op.ticket >= blocks_.size()) return false;
@@ -72,16 +71,18 @@ class LibaioBackend final : public Backend {
         block.aio_lio_opcode = IOCB_CMD_FDSYNC;
         break;
     }
-    unsubmitted_.push_back(&block);
+    pushed_.push_back(&block);
     return true;
   }
 
   void reap(std::vector<KernelResult>& results, std::chrono::nanoseconds timeout) override {
-    submit();
-    if (!failed_.empty()) {
-      results.insert(results.end(), failed_.begin(), failed_.end());
-      failed_.clear();
-      timeout = std::chrono::nanoseconds{0};
+    if (!pushed_.empty()) {
+      {
+        std::lock_guard lock(mutex_);
+        queue_.insert(queue_.end(), pushed_.begin(), pushed_.end());
+      }
+      pushed_.clear();
+      handed_over_.notify_one();
     }
     if (timeout.count() != 0) {
       pollfd wanted{.fd = event_, .events = POLLIN, .revents = 0};
@@ -91,6 +92,11 @@ class LibaioBackend final : public Backend {
         while (read(event_, &count, sizeof count) < 0 && errno == EINTR) {
         }
       }
+    }
+    {
+      std::lock_guard lock(mutex_);
+      results.insert(results.end(), refused_.begin(), refused_.end());
+      refused_.clear();
     }
     collect(results);
   }
@@ -106,35 +112,32 @@ class LibaioBackend final : public Backend {
     return Error{.kind = ErrorKind::environment, .operation = operation, .error_number = errno};
   }
 
-  void submit() {
-    for (int attempt = 0; !unsubmitted_.empty(); ++attempt) {
+  // The submitting thread.
+  void submit_all() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      handed_over_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+      if (queue_.empty()) return;
       std::array<iocb*, 256> batch;
-      std::size_t count = 0;
-      for (iocb* block : unsubmitted_) {
-        if (count == batch.size()) break;
-        batch[count++] = block;
-      }
+      const std::size_t count = std::min(batch.size(), queue_.size());
+      std::copy_n(queue_.begin(), count, batch.begin());
+      lock.unlock();
       const long taken = syscall(SYS_io_submit, context_, static_cast<long>(count), batch.data());
-      if (taken > 0) {
-        unsubmitted_.erase(unsubmitted_.begin(), unsubmitted_.begin() + taken);
-        attempt = 0;
-        continue;
-      }
       const int number = taken == 0 ? EAGAIN : errno;
-      if (number == EINTR) continue;
-      if (number == EAGAIN && attempt < kSubmitAttempts) {
-        if (attempt > 2) return;  // the next call tries again, after completions made room
-        std::this_thread::yield();
-        continue;
-      }
-      // The kernel refuses the first of the batch; flushes it cannot do asynchronously are done here.
-      iocb* first = unsubmitted_.front();
-      unsubmitted_.pop_front();
       std::int64_t value = -number;
-      if (first->aio_lio_opcode == IOCB_CMD_FDSYNC && number == EINVAL) {
-        value = fdatasync(static_cast<int>(first->aio_fildes)) == 0 ? 0 : -errno;
+      if (taken <= 0 && number == EAGAIN) std::this_thread::sleep_for(std::chrono::milliseconds{1});
+      // The kernel refuses the first of the batch; flushes that it cannot do asynchronously are done here.
+      if (taken < 0 && number == EINVAL && batch[0]->aio_lio_opcode == IOCB_CMD_FDSYNC) {
+        value = fdatasync(static_cast<int>(batch[0]->aio_fildes)) == 0 ? 0 : -errno;
       }
-      failed_.push_back({static_cast<std::uint32_t>(first->aio_data), value});
+      lock.lock();
+      if (taken > 0) {
+        queue_.erase(queue_.begin(), queue_.begin() + taken);
+      } else if (number != EAGAIN && number != EINTR) {
+        queue_.pop_front();
+        refused_.push_back({static_cast<std::uint32_t>(batch[0]->aio_data), value});
+        wake();
+      }
     }
   }
 
@@ -151,10 +154,15 @@ class LibaioBackend final : public Backend {
 
   aio_context_t context_ = 0;
   int event_ = -1;
-  std::vector<int> descriptors_;
-  std::vector<iocb> blocks_;  // by ticket; the kernel copies them at submission
-  std::deque<iocb*> unsubmitted_;
-  std::vector<KernelResult> failed_;
+  std::vector<iocb> blocks_;   // by ticket; the kernel copies each at its submission
+  std::vector<iocb*> pushed_;  // since the last reap
+  std::thread submitter_;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable handed_over_;
+  std::deque<iocb*> queue_;
+  std::vector<KernelResult> refused_;
+  bool stopping_ = false;
 };
 
 }  // namespace

@@ -1,6 +1,4 @@
 // pread and pwrite on a pool of threads: works everywhere, uses no system call that a container forbids.
-#include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,17 +6,17 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 #include "io/backend.h"
+#include "io/thread.h"
 
 namespace tierflow::io {
 namespace {
 
 constexpr unsigned kMostThreads = 64;
 
-class ThreadsBackend final : public Backend {
+class ThreadsBackend final : public PlainBackend {
  public:
   explicit ThreadsBackend(unsigned depth) : most_(std::clamp(depth, 1U, kMostThreads)) {}
 
@@ -34,15 +32,6 @@ class ThreadsBackend final : public Backend {
   Error start() { return add_thread(); }
 
   EngineKind kind() const override { return EngineKind::threads; }
-
-  Error register_files(std::span<const int> descriptors) override {
-    descriptors_.assign(descriptors.begin(), descriptors.end());
-    return {};
-  }
-
-  Error register_memory(std::span<const std::span<std::byte>>) override {
-    return Error{.kind = ErrorKind::environment, .operation = "register", .error_number = EOPNOTSUPP};
-  }
 
   bool push(const KernelOp& op) override {
     bool crowded;
@@ -80,25 +69,13 @@ class ThreadsBackend final : public Backend {
 
  private:
   Error add_thread() {
-    // The threads must not receive the process's signals, nor die of SIGXFSZ where a file limit is met.
-    sigset_t all, old;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
-    Error error;
-    try {
-      threads_.emplace_back([this] { run(); });
-    } catch (const std::system_error& failure) {
-      error = Error{.kind = ErrorKind::environment,
-                    .operation = "create thread",
-                    .error_number = failure.code().value(),
-                    .detail = "the limit on threads (ulimit -u, pids of the cgroup) is reached"};
-    }
-    pthread_sigmask(SIG_SETMASK, &old, nullptr);
-    return error;
+    std::thread thread;
+    if (Error error = start_thread(thread, "tierflow-io", [this] { run(); })) return error;
+    threads_.push_back(std::move(thread));
+    return {};
   }
 
   void run() {
-    pthread_setname_np(pthread_self(), "tierflow-io");
     std::unique_lock lock(mutex_);
     for (;;) {
       ++idle_;
@@ -133,7 +110,6 @@ class ThreadsBackend final : public Backend {
   }
 
   unsigned most_;
-  std::vector<int> descriptors_;
   std::vector<std::thread> threads_;
 
   std::mutex mutex_;  // guards what follows

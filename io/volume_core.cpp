@@ -1,13 +1,11 @@
 #include "io/volume_core.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <cerrno>
 
 #include "io/member.h"
 #include "io/probe.h"
+#include "io/thread.h"
 
 namespace tierflow::io {
 namespace {
@@ -51,19 +49,8 @@ VolumeCore::~VolumeCore() {
 Error VolumeCore::start() {
   std::promise<Error> started;
   std::future<Error> result = started.get_future();
-  // The thread must neither receive the process's signals nor die of SIGXFSZ where a file limit is met.
-  sigset_t all, old;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old);
-  Error error;
-  try {
-    thread_ = std::thread([this, &started] { run(started); });
-  } catch (const std::system_error& failure) {
-    error = Error{.kind = ErrorKind::environment, .operation = "create thread", .error_number = failure.code().value()};
-  }
-  pthread_sigmask(SIG_SETMASK, &old, nullptr);
-  if (error) return error;
-  error = result.get();
+  if (Error error = start_thread(thread_, "tierflow-vol", [this, &started] { run(started); })) return error;
+  Error error = result.get();
   if (error) thread_.join();
   return error;
 }
@@ -101,7 +88,6 @@ Error VolumeCore::start_engine() {
 }
 
 void VolumeCore::run(std::promise<Error>& started) {
-  pthread_setname_np(pthread_self(), "tierflow-vol");
   Error error = start_engine();
   const bool works = !error;
   started.set_value(std::move(error));

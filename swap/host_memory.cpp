@@ -21,7 +21,7 @@ io::Result<std::unique_ptr<HostMemory>> HostMemory::create(std::size_t bytes, De
 }
 
 HostMemory::~HostMemory() {
-  if (slab_) device_.unpin(all());
+  if (*slab_) device_.unpin(all());
 }
 
 std::span<std::byte> HostMemory::cut(std::size_t bytes) {
@@ -29,7 +29,7 @@ std::span<std::byte> HostMemory::cut(std::size_t bytes) {
   std::size_t begin = used_;
   if (size <= kRegistration && begin / kRegistration != (begin + size - 1) / kRegistration)
     begin = round_up(begin, kRegistration);
-  if (size == 0 || begin + size > slab_.size()) return {};
+  if (size == 0 || begin + size > slab_->size()) return {};
   used_ = begin + size;
   return all().subspan(begin, bytes);
 }

@@ -198,8 +198,7 @@ TEST_P(FrozenTest, WarnsAndEndsAtTheLimit) {
   EXPECT_TRUE(Volume::open(options).ok());
 }
 
-// libaio is not here: its submission itself blocks on a frozen file system, so the limit cannot be kept there.
-INSTANTIATE_TEST_SUITE_P(Engines, FrozenTest, ::testing::Values(EngineKind::io_uring, EngineKind::threads),
+INSTANTIATE_TEST_SUITE_P(Engines, FrozenTest, ::testing::ValuesIn(kEngines),
                          [](const auto& info) { return engine_name(info.param); });
 
 }  // namespace

@@ -1,0 +1,163 @@
+// A drive that stops answering: the run ends with that one error, nothing hangs or crashes, and the memory that the
+// drive may still write to outlives the executor.
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <chrono>
+#include <thread>
+
+#include "swap/executor.h"
+#include "swap/planner.h"
+#include "tests/support/faulty_backend.h"
+#include "tests/support/temp_dir.h"
+
+namespace tierflow::swap {
+namespace {
+
+using testing::Fault;
+using testing::FaultPlan;
+
+std::vector<UnitShape> units() {
+  std::vector<UnitShape> units;
+  for (const char* name : {"embedding", "block", "block", "head"})
+    units.push_back({.name = name, .groups = {{.elements = 128 * 1024, .state_bytes_element = 4, .precision = "a"}}});
+  return units;
+}
+
+std::vector<StageShape> stages() {
+  std::vector<StageShape> stages{{.units = {0}, .backward_needs_weights = false}};
+  for (int unit = 1; unit < 4; ++unit) stages.push_back({.units = {unit}, .carry_bytes = 4096});
+  return stages;
+}
+
+class IdleWork final : public HostWork {
+ public:
+  io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
+  io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
+    return {};
+  }
+};
+
+bool mapped(const std::byte* page) {
+  return ::msync(const_cast<std::byte*>(page), 4096, MS_ASYNC) == 0;
+}
+
+class StallTest : public ::testing::TestWithParam<io::EngineKind> {
+ protected:
+  void SetUp() override {
+    arrangement_ =
+        arrange(layout_, {.host_budget = 1 << 20, .device_budget = 4 << 20, .micro_batches = 1, .staged = true})
+            .value();
+    auto store = Store::create({.volume = {.directories = {folder_.path()},
+                                           .engine = GetParam(),
+                                           .allow_buffered = true,
+                                           .allow_any_filesystem = true,
+                                           .stall_warning = std::chrono::milliseconds{50},
+                                           .stall_limit = std::chrono::milliseconds{300},
+                                           .wrap_backend = testing::faults(plan_)}},
+                               layout_);
+    ASSERT_TRUE(store.ok()) << store.error().message();
+    store_ = std::move(store).value();
+    executor_ = std::move(Executor::create(*device_, store_.get(), layout_, arrangement_)).value();
+    planner_ = std::make_unique<Planner>(layout_, arrangement_);
+    for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id)
+      for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+        ASSERT_FALSE(executor_->access(kind, id, true, [&](std::span<std::byte> bytes) {
+          std::fill(bytes.begin(), bytes.end(), std::byte{1});
+          if (kind != ExtentKind::state || arrangement_.state_resident[id]) return;
+          stored_ = id;
+          page_ = bytes.data();
+        }));
+    ASSERT_GE(stored_, 0);
+  }
+
+  void TearDown() override {
+    executor_.reset();
+    plan_->release();
+    store_.reset();
+  }
+
+  // Plays one step without computing anything, up to the first error.
+  io::Error step() {
+    executor_->append(planner_->train_step(pending_), std::make_shared<IdleWork>());
+    pending_ = true;
+    const int last = static_cast<int>(layout_.stages().size()) - 1;
+    for (int order = 0; order <= 2 * last; ++order) {
+      const int stage = order <= last ? order : 2 * last - order;
+      const Pass pass = order < last ? Pass::forward : order == last ? Pass::head : Pass::backward;
+      const auto entered = executor_->enter(stage, pass, 0);
+      if (!entered.ok()) return entered.error();
+      if (io::Error error = executor_->leave()) return error;
+    }
+    return executor_->finish_updates();
+  }
+
+  void expect_over() {
+    EXPECT_EQ(executor_->drain().error_number, ETIMEDOUT);
+    EXPECT_EQ(executor_->finish_updates().error_number, ETIMEDOUT);
+    EXPECT_EQ(executor_->enter(0, Pass::forward, 0).error().error_number, ETIMEDOUT);
+    for (const bool writes : {false, true}) {
+      const io::Error error = executor_->access(ExtentKind::state, stored_, writes,
+                                                [](std::span<std::byte>) { ADD_FAILURE() << "there is no buffer"; });
+      EXPECT_EQ(error.error_number, ETIMEDOUT) << error.message();
+    }
+  }
+
+  testing::TempDir folder_;
+  std::shared_ptr<FaultPlan> plan_ = std::make_shared<FaultPlan>();
+  const Layout layout_{units(), stages(), kChunkQuantum};
+  Arrangement arrangement_;
+  std::unique_ptr<Device> device_ = open_cpu_device();
+  std::unique_ptr<Store> store_;
+  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<Planner> planner_;
+  int stored_ = -1;                  // a chunk whose state is in storage
+  const std::byte* page_ = nullptr;  // where it passes through
+  bool pending_ = false;
+};
+
+TEST_P(StallTest, ANormalStepIsNone) {
+  for (int i = 0; i < 2; ++i) EXPECT_FALSE(step());
+  EXPECT_FALSE(executor_->drain());
+}
+
+TEST_P(StallTest, EndsTheRunAtAnyRequest) {
+  const io::Action action = GetParam() == io::EngineKind::libaio ? io::Action::write : io::Action::read;
+  plan_->set({.kind = Fault::Kind::hold, .action = action, .nth = 5});
+  io::Error error;
+  for (int i = 0; i < 4 && !error; ++i) error = step();
+  EXPECT_EQ(error.kind, io::ErrorKind::io);
+  EXPECT_EQ(error.error_number, ETIMEDOUT) << error.message();
+  expect_over();
+}
+
+TEST_P(StallTest, EndsLoadingAndExporting) {
+  plan_->set({.kind = Fault::Kind::hold, .action = io::Action::read});
+  const io::Error error = executor_->access(ExtentKind::state, stored_, false, [](std::span<std::byte>) {});
+  EXPECT_EQ(error.error_number, ETIMEDOUT) << error.message();
+  expect_over();
+}
+
+TEST_P(StallTest, KeepsTheMemoryUntilTheDriveAnswers) {
+  ASSERT_TRUE(mapped(page_));
+  plan_->set({.kind = Fault::Kind::hold, .action = io::Action::read});
+  EXPECT_TRUE(executor_->access(ExtentKind::state, stored_, false, [](std::span<std::byte>) {}));
+  executor_.reset();
+  EXPECT_TRUE(mapped(page_));
+  plan_->release();
+  for (int i = 0; i < 500 && mapped(page_); ++i) std::this_thread::sleep_for(std::chrono::milliseconds{10});
+  EXPECT_FALSE(mapped(page_));
+}
+
+TEST_P(StallTest, WithoutAStallTheMemoryGoesWithTheExecutor) {
+  EXPECT_FALSE(executor_->access(ExtentKind::state, stored_, false, [](std::span<std::byte>) {}));
+  executor_.reset();
+  EXPECT_FALSE(mapped(page_));
+}
+
+INSTANTIATE_TEST_SUITE_P(AllEngines, StallTest,
+                         ::testing::Values(io::EngineKind::io_uring, io::EngineKind::libaio, io::EngineKind::threads),
+                         [](const auto& info) { return io::engine_name(info.param); });
+
+}  // namespace
+}  // namespace tierflow::swap
