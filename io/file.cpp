@@ -72,8 +72,12 @@ Error check_filesystem(const std::filesystem::path& directory) {
   if (statfs(directory.c_str(), &info) != 0) {
     return make_error(ErrorKind::environment, "statfs", directory.string(), errno);
   }
+  return check_filesystem_type(static_cast<std::uint32_t>(info.f_type), directory);
+}
+
+Error check_filesystem_type(std::uint32_t type, const std::filesystem::path& directory) {
   for (const KnownFilesystem& known : kRefused) {
-    if (static_cast<std::uint32_t>(info.f_type) != known.magic) continue;
+    if (type != known.magic) continue;
     return make_error(ErrorKind::environment, "open", directory.string(), 0,
                       "the file system is " + std::string(known.name) + ": " + std::string(known.why) +
                           "; choose a folder on a local drive, or allow any file system");

@@ -68,6 +68,8 @@ class File {
 
 // An error of kind environment where `directory` lies in RAM, on a network or behind a layer that hides the drive.
 Error check_filesystem(const std::filesystem::path& directory);
+// The same for a file system that statfs() calls `type`.
+Error check_filesystem_type(std::uint32_t type, const std::filesystem::path& directory);
 
 // Makes a new or removed name in `directory` survive a power cut.
 Error sync_directory(const std::filesystem::path& directory);

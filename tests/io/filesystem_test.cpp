@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "io/backend.h"
+#include "io/file.h"
 #include "tests/io/volume_fixture.h"
 #include "tests/support/child.h"
 #include "tests/support/mounts.h"
@@ -101,6 +102,32 @@ TEST(FilesystemTest, RamIsNoDriveUnlessForced) {
     ASSERT_TRUE(forced);
     EXPECT_FALSE(write_pattern(*forced, 0, 2 * kMiB, 3));
     EXPECT_TRUE(read_holds(*forced, 0, 2 * kMiB, 3));
+  }
+}
+
+TEST(FilesystemTest, ALayerOverTheDriveIsRefusedAndLeftAsItWas) {
+  testing::TempDir folder;
+  PlainMount mount(folder.path(), "overlay");
+  NEED(mount);
+  Result<std::unique_ptr<Volume>> volume = Volume::create(on(mount.path(), 2 * kMiB));
+  ASSERT_FALSE(volume.ok());
+  EXPECT_EQ(volume.error().kind, ErrorKind::environment);
+  EXPECT_THAT(volume.error().message(), HasSubstr("overlay"));
+  EXPECT_TRUE(std::filesystem::is_empty(mount.path()));
+}
+
+// The kinds that this machine cannot mount, by the number that statfs() gives for them.
+TEST(FilesystemTest, OtherMachinesAndLayersAreRefusedByName) {
+  const std::pair<std::uint32_t, const char*> kinds[] = {
+      {0x6969, "NFS"},    {0xFF534D42, "CIFS"}, {0xFE534D42, "SMB2"},   {0x00C36400, "Ceph"},
+      {0x01021997, "9p"}, {0x65735546, "FUSE"}, {0x794C7630, "overlay"}};
+  for (const auto& [type, name] : kinds) {
+    const Error error = check_filesystem_type(type, "/mnt/somewhere");
+    EXPECT_EQ(error.kind, ErrorKind::environment);
+    EXPECT_THAT(error.message(), ::testing::AllOf(HasSubstr(name), HasSubstr("/mnt/somewhere"), HasSubstr("local")));
+  }
+  for (const std::uint32_t local : {0xEF53U, 0x58465342U, 0x9123683EU}) {  // ext4, xfs, btrfs
+    EXPECT_FALSE(check_filesystem_type(local, "/mnt/somewhere"));
   }
 }
 

@@ -28,23 +28,21 @@ inline std::string shell(const std::string& command) {
   return text;
 }
 
-// An ext4 of `bytes` on a loop device with sectors of `sector` bytes, mounted below `folder`.
+// An ext4 on a loop device with sectors of `sector` bytes, mounted as `folder`/mount.
 class LoopDisk {
  public:
+  // On an image of `bytes` in `folder`.
   LoopDisk(const std::filesystem::path& folder, std::uint64_t bytes, unsigned sector = 512)
       : image_(folder / "image"), mount_(folder / "mount") {
     if (geteuid() != 0) return;
     std::ofstream(image_).close();
     std::filesystem::resize_file(image_, bytes);
-    std::filesystem::create_directory(mount_);
-    device_ =
-        shell("losetup --find --show --direct-io=on --sector-size " + std::to_string(sector) + " " + image_.string());
-    if (device_ == "!" || device_.empty()) {
-      device_.clear();
-      return;
-    }
-    if (shell("mkfs.ext4 -q -F -E lazy_itable_init=0 " + device_) == "!") return;
-    ready_ = ::mount(device_.c_str(), mount_.c_str(), "ext4", 0, nullptr) == 0;
+    attach(sector);
+  }
+  // On an image that is there.
+  LoopDisk(const std::filesystem::path& folder, const std::filesystem::path& image)
+      : image_(image), mount_(folder / "mount") {
+    if (geteuid() == 0 && std::filesystem::exists(image_)) attach(512);
   }
   ~LoopDisk() {
     if (ready_) umount2(mount_.c_str(), MNT_DETACH);
@@ -68,6 +66,18 @@ class LoopDisk {
   bool thaw() { return control(FITHAW); }
 
  private:
+  void attach(unsigned sector) {
+    std::filesystem::create_directory(mount_);
+    device_ =
+        shell("losetup --find --show --direct-io=on --sector-size " + std::to_string(sector) + " " + image_.string());
+    if (device_ == "!" || device_.empty()) {
+      device_.clear();
+      return;
+    }
+    if (shell("mkfs.ext4 -q -F -E lazy_itable_init=0 " + device_) == "!") return;
+    ready_ = ::mount(device_.c_str(), mount_.c_str(), "ext4", 0, nullptr) == 0;
+  }
+
   bool control(unsigned long request) const {
     const int descriptor = ::open(mount_.c_str(), O_RDONLY | O_CLOEXEC);
     if (descriptor < 0) return false;
@@ -82,12 +92,18 @@ class LoopDisk {
   bool ready_ = false;
 };
 
-// A file system of a kind that needs no device ("ramfs", "tmpfs"), mounted below `folder`.
+// A file system of a kind that needs no device ("ramfs", "tmpfs", "overlay"), mounted below `folder`.
 class PlainMount {
  public:
-  PlainMount(const std::filesystem::path& folder, const char* kind) : path_(folder / kind) {
+  PlainMount(const std::filesystem::path& folder, const std::string& kind) : path_(folder / kind) {
+    std::string options = "mode=700";
     std::filesystem::create_directory(path_);
-    ready_ = geteuid() == 0 && ::mount("none", path_.c_str(), kind, 0, "mode=700") == 0;
+    if (kind == "overlay") {
+      for (const char* part : {"lower", "upper", "work"}) std::filesystem::create_directory(folder / part);
+      options = "lowerdir=" + (folder / "lower").string() + ",upperdir=" + (folder / "upper").string() +
+                ",workdir=" + (folder / "work").string();
+    }
+    ready_ = geteuid() == 0 && ::mount("none", path_.c_str(), kind.c_str(), 0, options.c_str()) == 0;
   }
   ~PlainMount() {
     if (ready_) umount2(path_.c_str(), MNT_DETACH);
