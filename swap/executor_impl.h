@@ -23,6 +23,7 @@ struct Node {
   TaskId compute_dependency = 0;  // newest compute task it follows, plus one; 0: none
   double begin = 0;
   bool done = false;
+  bool read_again = false;  // what was read first did not match its checksum
 };
 
 constexpr std::size_t kEventsKept = 256;

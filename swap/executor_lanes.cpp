@@ -1,6 +1,7 @@
 // The lanes of the executor: what each kind of task does.
 #include <algorithm>
 #include <random>
+#include <utility>
 
 #include "swap/executor_impl.h"
 
@@ -153,7 +154,13 @@ void Executor::Impl::verify_loop() {
     Node& at = node(id);
     lock.unlock();
     const auto [kind, ref] = extent_of(at.task);
-    finish(id, store->verify(kind, at.task.chunk, host(*ref, at.task.bytes)));
+    io::Error wrong = store->verify(kind, at.task.chunk, host(*ref, at.task.bytes));
+    if (wrong && !std::exchange(at.read_again, true)) {
+      store->report_second_reading(wrong);
+      start_read(id, at);
+    } else {
+      finish(id, std::move(wrong));
+    }
     lock.lock();
   }
 }

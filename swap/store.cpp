@@ -187,10 +187,21 @@ io::Result<io::Buffer> Store::fetch(ExtentKind kind, int chunk) {
   const std::uint64_t bytes = extent_bytes(kind, chunk);
   io::Buffer buffer = io::allocate_buffer(bytes);
   if (!buffer) return io::Error{.kind = io::ErrorKind::memory, .operation = "fetch", .length = bytes};
-  if (io::Error error = transfer(*volume_, io::Op::read, offset(kind, chunk, record(kind, chunk).slot), buffer, bytes))
-    return error;
-  if (io::Error error = verify(kind, chunk, buffer.bytes().first(bytes))) return error;
+  for (bool again : {false, true}) {
+    if (io::Error error =
+            transfer(*volume_, io::Op::read, offset(kind, chunk, record(kind, chunk).slot), buffer, bytes))
+      return error;
+    const io::Error wrong = verify(kind, chunk, buffer.bytes().first(bytes));
+    if (!wrong) break;
+    if (again) return wrong;
+    report_second_reading(wrong);
+  }
   return buffer;
+}
+
+void Store::report_second_reading(const io::Error& wrong) const {
+  if (options_.volume.on_notice)
+    options_.volume.on_notice({io::Notice::Kind::retried, wrong.message() + "; it is read once more"});
 }
 
 void Store::stamp(ExtentKind kind, int chunk, std::span<const std::byte> bytes) {

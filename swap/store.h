@@ -41,12 +41,15 @@ class Store {
   void read(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done);
   // Writes the extent into the generation at work. stamp() of the same bytes comes first.
   void write(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done);
-  // Reads an extent into memory of its own, verified. Blocks.
+  // Reads an extent into memory of its own, verified, a second time where the first does not match. Blocks.
   io::Result<io::Buffer> fetch(ExtentKind kind, int chunk);
   // Makes the checksum that the next write() of the extent records: call where the bytes are produced.
   void stamp(ExtentKind kind, int chunk, std::span<const std::byte> bytes);
   // Compares bytes that read() brought with the record: an error of kind corruption names the extent.
   io::Error verify(ExtentKind kind, int chunk, std::span<const std::byte> bytes) const;
+
+  // What verify() found may have gone wrong on the way from the drive: tells the user that it is read once more.
+  void report_second_reading(const io::Error& wrong) const;
 
   // Makes everything written so far the newest generation, durably. `progress` is the client's JSON (step, data
   // position ...). No read or write may be in flight.

@@ -260,3 +260,9 @@ def test_the_write_limit_ends_the_run_with_the_result_of_the_steps_before(work):
     assert refused.returncode == 2 and not (work / "other").exists()
     least = refused.stderr.split("smallest that works is ")[1].split()[0]
     assert run(work, *common, "--steps", "9", "--out", "least", "--max-tb-written", least, ok=False).returncode == 10
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(work):
+    done = run(work, "train", "--config", "config.json", "--data", "text.txt", "--out", "out", "--log-json", "/dev/full", *small("--steps", "2"))
+    assert "/dev/full cannot be written" in done.stderr
+    assert (work / "out" / "model.safetensors").exists()

@@ -1,8 +1,10 @@
-// A drive that stops answering: the run ends with that one error, nothing hangs or crashes, and the memory that the
-// drive may still write to outlives the executor.
+// A drive that gives wrong bytes: they are read once more and never computed with. A drive that stops answering: the
+// run ends with that one error, nothing hangs or crashes, and the memory that the drive may still write to outlives the
+// executor.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <chrono>
 #include <thread>
 
@@ -42,7 +44,7 @@ bool mapped(const std::byte* page) {
   return ::msync(const_cast<std::byte*>(page), 4096, MS_ASYNC) == 0;
 }
 
-class StallTest : public ::testing::TestWithParam<io::EngineKind> {
+class DriveFaultTest : public ::testing::TestWithParam<io::EngineKind> {
  protected:
   void SetUp() override {
     arrangement_ =
@@ -54,6 +56,10 @@ class StallTest : public ::testing::TestWithParam<io::EngineKind> {
                                            .allow_any_filesystem = true,
                                            .stall_warning = std::chrono::milliseconds{50},
                                            .stall_limit = std::chrono::milliseconds{300},
+                                           .on_notice =
+                                               [this](const io::Notice& notice) {
+                                                 if (notice.kind == io::Notice::Kind::retried) ++second_readings_;
+                                               },
                                            .wrap_backend = testing::faults(plan_)}},
                                layout_);
     ASSERT_TRUE(store.ok()) << store.error().message();
@@ -111,17 +117,44 @@ class StallTest : public ::testing::TestWithParam<io::EngineKind> {
   std::unique_ptr<Store> store_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Planner> planner_;
+  std::atomic<int> second_readings_{0};
   int stored_ = -1;                  // a chunk whose state is in storage
   const std::byte* page_ = nullptr;  // where it passes through
   bool pending_ = false;
 };
 
-TEST_P(StallTest, ANormalStepIsNone) {
+TEST_P(DriveFaultTest, ANormalStepIsNone) {
   for (int i = 0; i < 2; ++i) EXPECT_FALSE(step());
   EXPECT_FALSE(executor_->drain());
 }
 
-TEST_P(StallTest, EndsTheRunAtAnyRequest) {
+TEST_P(DriveFaultTest, AFlipOnTheWayIsReadAgain) {
+  for (std::uint64_t nth = 1; nth <= 12; ++nth) {
+    plan_->set({.kind = Fault::Kind::flip, .action = io::Action::read, .nth = nth});
+    const io::Error error = step();
+    EXPECT_FALSE(error) << error.message();
+    EXPECT_EQ(plan_->hits(), 1U);
+    EXPECT_EQ(second_readings_, static_cast<int>(nth));
+  }
+  EXPECT_FALSE(executor_->drain());
+  plan_->set({.kind = Fault::Kind::flip, .action = io::Action::read});
+  EXPECT_FALSE(executor_->access(ExtentKind::state, stored_, false, [](std::span<std::byte>) {}));
+  EXPECT_EQ(plan_->hits(), 1U);
+  plan_->set({.kind = Fault::Kind::flip, .action = io::Action::read});
+  EXPECT_TRUE(store_->fetch(ExtentKind::state, stored_).ok());
+  EXPECT_EQ(plan_->hits(), 1U);
+}
+
+TEST_P(DriveFaultTest, BytesThatStayWrongEndTheRun) {
+  plan_->set({.kind = Fault::Kind::flip, .action = io::Action::read, .nth = 5, .sticky = true});
+  EXPECT_EQ(store_->fetch(ExtentKind::state, stored_).ok(), true);
+  io::Error error;
+  for (int i = 0; i < 4 && !error; ++i) error = step();
+  EXPECT_EQ(error.kind, io::ErrorKind::corruption) << error.message();
+  EXPECT_EQ(store_->fetch(ExtentKind::state, stored_).error().kind, io::ErrorKind::corruption);
+}
+
+TEST_P(DriveFaultTest, EndsTheRunAtAnyRequest) {
   const io::Action action = GetParam() == io::EngineKind::libaio ? io::Action::write : io::Action::read;
   plan_->set({.kind = Fault::Kind::hold, .action = action, .nth = 5});
   io::Error error;
@@ -131,14 +164,14 @@ TEST_P(StallTest, EndsTheRunAtAnyRequest) {
   expect_over();
 }
 
-TEST_P(StallTest, EndsLoadingAndExporting) {
+TEST_P(DriveFaultTest, EndsLoadingAndExporting) {
   plan_->set({.kind = Fault::Kind::hold, .action = io::Action::read});
   const io::Error error = executor_->access(ExtentKind::state, stored_, false, [](std::span<std::byte>) {});
   EXPECT_EQ(error.error_number, ETIMEDOUT) << error.message();
   expect_over();
 }
 
-TEST_P(StallTest, KeepsTheMemoryUntilTheDriveAnswers) {
+TEST_P(DriveFaultTest, KeepsTheMemoryUntilTheDriveAnswers) {
   ASSERT_TRUE(mapped(page_));
   plan_->set({.kind = Fault::Kind::hold, .action = io::Action::read});
   EXPECT_TRUE(executor_->access(ExtentKind::state, stored_, false, [](std::span<std::byte>) {}));
@@ -149,13 +182,13 @@ TEST_P(StallTest, KeepsTheMemoryUntilTheDriveAnswers) {
   EXPECT_FALSE(mapped(page_));
 }
 
-TEST_P(StallTest, WithoutAStallTheMemoryGoesWithTheExecutor) {
+TEST_P(DriveFaultTest, WithoutAStallTheMemoryGoesWithTheExecutor) {
   EXPECT_FALSE(executor_->access(ExtentKind::state, stored_, false, [](std::span<std::byte>) {}));
   executor_.reset();
   EXPECT_FALSE(mapped(page_));
 }
 
-INSTANTIATE_TEST_SUITE_P(AllEngines, StallTest,
+INSTANTIATE_TEST_SUITE_P(AllEngines, DriveFaultTest,
                          ::testing::Values(io::EngineKind::io_uring, io::EngineKind::libaio, io::EngineKind::threads),
                          [](const auto& info) { return io::engine_name(info.param); });
 
