@@ -8,7 +8,7 @@ define build-preset
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev build test demo asan tsan test-gpu bench format lint install clean
+.PHONY: help setup setup-dev build test demo asan tsan soak-io test-gpu bench format lint install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,11 @@ asan: setup ## the C++ tests under the address and undefined-behaviour sanitizer
 tsan: setup ## the C++ tests below LibTorch under the thread sanitizer
 	$(call build-preset,tsan,build-tsan)
 	@ctest --preset tsan
+
+soak-io: setup ## random volumes, requests and faults for MINUTES (10); SEED=n plays one round again, STORAGE=folder says where
+	@[ -f build/build.ninja ] || cmake --preset release
+	@cmake --build build --parallel $(JOBS) --target io_soak
+	@tools/soak_io.sh build
 
 test-gpu: setup ## the tests that need an NVIDIA GPU; says so and does nothing where there is none
 	@tools/test_gpu.sh
