@@ -191,6 +191,11 @@ Result<File> File::open_with(const std::filesystem::path& path, int flags, const
 
 Result<File> File::create(const std::filesystem::path& path, const FilePolicy& policy) {
   Result<File> file = open_with(path, O_CREAT | O_EXCL, policy);
+  if (!file && file.error().error_number == EEXIST) {
+    // Whose is it? Nobody should be told to remove the file of a run that is going on.
+    Result<File> other = open(path, policy);
+    if (!other && other.error().kind == ErrorKind::locked) return other;
+  }
   if (!file) return file;
   fchmod(file->descriptor(), 0600);
   // Copy on write would turn each overwrite of reserved space into a new allocation.

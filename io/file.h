@@ -22,7 +22,8 @@ struct FilePolicy {
 // until the last request of a killed process has left the drive, so the next owner cannot be overwritten by the dead.
 class File {
  public:
-  // A new file, mode 0600 whatever the umask. EEXIST where the name is taken, by a link too.
+  // A new file, mode 0600 whatever the umask. EEXIST where the name is taken, by a link too; an error of kind
+  // locked where another process holds the file of that name.
   static Result<File> create(const std::filesystem::path& path, const FilePolicy& policy);
   // An existing regular file of ours that nobody else may touch; anything else is refused.
   static Result<File> open(const std::filesystem::path& path, const FilePolicy& policy);

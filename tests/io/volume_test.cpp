@@ -168,6 +168,15 @@ TEST_F(VolumeFiles, SecondOwnerIsRefusedByNameOfTheFirst) {
   EXPECT_FALSE(open_error());
 }
 
+TEST_F(VolumeFiles, CreatingOverTheFileOfAnotherRunNamesThatRun) {
+  auto volume = create(options());
+  const Result<std::unique_ptr<Volume>> second = Volume::create(options());
+  ASSERT_FALSE(second.ok());
+  EXPECT_EQ(second.error().kind, ErrorKind::locked);
+  EXPECT_THAT(second.error().message(), HasSubstr(std::to_string(getpid())));
+  EXPECT_FALSE(volume->flush());
+}
+
 TEST_F(VolumeFiles, CreateRefusesWhatIsThereAndLeavesItAlone) {
   {
     auto volume = create(options());

@@ -266,3 +266,49 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(work):
     done = run(work, "train", "--config", "config.json", "--data", "text.txt", "--out", "out", "--log-json", "/dev/full", *small("--steps", "2"))
     assert "/dev/full cannot be written" in done.stderr
     assert (work / "out" / "model.safetensors").exists()
+
+
+@pytest.fixture
+def loop_drive(tmp_path):
+    """An ext4 of 96 MiB on a loop device: its folder and a function that takes the medium away."""
+    image, mount, device = tmp_path / "image", tmp_path / "mount", ""
+
+    def shell(*words):
+        return subprocess.run([*map(str, words)], check=True, capture_output=True, text=True).stdout.strip()
+
+    def lose():
+        os.truncate(image, MIB)
+        shell("losetup", "--set-capacity", device)
+
+    try:
+        image.touch()
+        os.truncate(image, 96 * MIB)
+        mount.mkdir()
+        device = shell("losetup", "--find", "--show", "--direct-io=on", image)
+        shell("mkfs.ext4", "-q", "-F", device)
+        shell("mount", device, mount)
+    except (OSError, subprocess.CalledProcessError) as error:
+        if device:
+            shell("losetup", "--detach", device)
+        pytest.skip(f"this machine does not let us mount a loop device: {error}")
+    yield mount, lose
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+    subprocess.run(["losetup", "--detach", device], check=True)
+
+
+def test_a_lost_drive_ends_the_run_with_one_line(work, loop_drive):
+    mount, lose = loop_drive
+    process = subprocess.Popen(
+        [str(PROGRAM), "train", "--config", "config.json", "--data", "text.txt", "--out", "out", "--log-json", "log.json",
+         *small("--steps", "100000", "--held-out", "0", "--storage", str(mount / "store"), "--host-memory", "1MiB")],
+        cwd=work, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    deadline = time.time() + 60
+    while time.time() < deadline and not ((work / "log.json").exists() and steps_of(work / "log.json")):
+        time.sleep(0.05)
+    lose()
+    lost = time.time()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 5 and time.time() - lost < 10, errors
+    last = errors.splitlines()[-1]
+    assert last.startswith("tierflow: ") and "state.tfv" in last and len([line for line in errors.splitlines() if line.startswith("tierflow: ")]) == 1
+    assert not (work / "out").exists()
