@@ -23,7 +23,7 @@ constexpr std::uint64_t kLeastSpeedBytes = std::uint64_t{8} << 20;
 
 enum class Pattern { write, read, mixed };
 
-const Error kStopped{.kind = ErrorKind::cancelled, .operation = "bench", .detail = "stopped; its files are removed"};
+const Error kStopped{.kind = ErrorKind::cancelled, .operation = "bench", .detail = "stopped"};
 
 double processor_seconds() {
   rusage usage{};

@@ -3,11 +3,12 @@
 
     benchmarks/storage/compare_fio.py --program build/tierflow --dir /mnt/nvme [--size 2G] [--blocks 256K,1M,4M,16M]
 
-Our buffers lie in transparent huge pages where the system has them; for a comparison of equals give fio the same with
---fio-memory shmhuge, because a virtual drive may be twice as fast with them.
+Our buffers lie in transparent huge pages where the system has them, and a virtual drive may be twice as fast with them. A comparison of
+equals therefore takes them from us (--pages small) or gives fio the same (--pages huge, with enough of them in vm.nr_hugepages).
 
 Prints one JSON object a line: block, phase, ours and fio in GB/s (10^9 bytes), ratio of the medians, fio's engine."""
 import argparse
+import ctypes
 import json
 import pathlib
 import statistics
@@ -20,6 +21,11 @@ DATA_START = 1 << 20  # the header of the data file is left alone
 def size(text):
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
+
+
+def small_pages():
+    if ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) != 0:  # PR_SET_THP_DISABLE, inherited by what is run
+        raise OSError("transparent huge pages cannot be turned off for this process")
 
 
 def ours(args, phase, block):
@@ -36,7 +42,7 @@ def fio(args, phase, block, engine):
            f"--bs={block}", f"--iodepth={args.depth}", f"--offset={DATA_START}", f"--size={size(args.size)}",
            "--output-format=json", "--allow_file_create=0", "--overwrite=1", "--fallocate=none", "--thread"]
     job.append("--rw=" + {"write": "write", "read": "read", "mixed": "rw"}[phase])
-    job.append("--iomem=" + args.fio_memory)
+    job.append("--iomem=" + ("shmhuge" if args.pages == "huge" else "malloc"))
     if args.seconds > 0:
         job += ["--time_based", f"--runtime={args.seconds}"]
     if engine == "io_uring":
@@ -57,8 +63,10 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0)
     parser.add_argument("--fio-engines", default="io_uring,libaio")
-    parser.add_argument("--fio-memory", default="malloc", help="shmhuge: huge pages for fio too (reserve them: vm.nr_hugepages)")
+    parser.add_argument("--pages", choices=("small", "huge", "each"), default="small", help="each: ours huge where possible, fio's small")
     args = parser.parse_args()
+    if args.pages == "small":
+        small_pages()
     pathlib.Path(args.dir).mkdir(parents=True, exist_ok=True)
     data = pathlib.Path(args.dir) / "tierflow-bench.tfv"
     if data.exists():
@@ -78,7 +86,7 @@ def main():
                 medians = {name: statistics.median(values) for name, values in seen.items()}
                 best = max((name for name in medians if name != "ours"), key=medians.get)
                 print(json.dumps({
-                    "block": block, "phase": phase, "depth": args.depth, "ours_gb_s": round(medians["ours"], 3),
+                    "block": block, "phase": phase, "depth": args.depth, "pages": args.pages, "ours_gb_s": round(medians["ours"], 3),
                     "fio_gb_s": round(medians[best], 3), "fio_engine": best, "ratio": round(medians["ours"] / medians[best], 3),
                     "ours_all": [round(v, 2) for v in seen["ours"]], "fio_all": [round(v, 2) for v in seen[best]]}), flush=True)
             data.unlink(missing_ok=True)
