@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "runtime/exception.h"
@@ -18,9 +19,25 @@ struct AddAndRelease final : torch::autograd::PostAccumulateGradHook {
   explicit AddAndRelease(torch::Tensor sum) : sum_(std::move(sum)) {}
   void operator()(const torch::Tensor& leaf) override {
     const torch::NoGradGuard no_grad;
-    sum_.add_(leaf.grad());
+    add_rows(leaf.grad());
     leaf.mutable_grad().reset();
   }
+
+ private:
+  // In slices: torch would widen a gradient whole before it adds it.
+  void add_rows(const torch::Tensor& gradient) {
+    constexpr std::int64_t kSlice = 1 << 22;  // elements
+    if (gradient.numel() <= kSlice) {
+      sum_.add_(gradient);
+      return;
+    }
+    const std::int64_t rows = gradient.size(0), slice = std::max<std::int64_t>(1, kSlice / (gradient.numel() / rows));
+    for (std::int64_t row = 0; row < rows; row += slice) {
+      const std::int64_t count = std::min(slice, rows - row);
+      sum_.narrow(0, row, count).add_(gradient.narrow(0, row, count));
+    }
+  }
+
   torch::Tensor sum_;
 };
 
