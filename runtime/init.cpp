@@ -122,6 +122,7 @@ void initial_values(const TensorSpec& tensor, std::uint64_t seed, std::uint64_t 
     std::fill(out.begin(), out.end(), tensor.init == Init::ones ? 1.0f : 0.0f);
     return;
   }
+  first += static_cast<std::uint64_t>(tensor.first_element());
   while (!out.empty()) {
     const std::uint64_t left_in_run = (std::uint64_t{1} << 32) - (first & 0xffffffffu);
     const std::size_t count = std::min<std::uint64_t>(out.size(), left_in_run);
@@ -134,7 +135,7 @@ void initial_values(const TensorSpec& tensor, std::uint64_t seed, std::uint64_t 
 
 void init_checkpoint(const std::filesystem::path& config_json, const std::filesystem::path& folder, std::uint64_t seed,
                      std::uint64_t shard_bytes, const std::function<bool()>& stop) {
-  const ModelSpec spec = read_model_spec(config_json);
+  const ModelSpec spec = read_model_spec(config_json, Tiling::none());  // files hold whole tensors
   check_target(spec, folder);
   std::vector<TensorHeader> headers;
   for (const UnitSpec& unit : spec.units)

@@ -190,7 +190,7 @@ Model load(const std::filesystem::path& folder) {
   check_tensors(spec, *checkpoint);
   return {make_model(std::move(spec)),
           [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-            checkpoint->read_f32(tensor.name, first, out);
+            checkpoint->read_f32(tensor, first, out);
           }};
 }
 

@@ -245,6 +245,16 @@ std::int64_t TensorSpec::elements() const {
   return count;
 }
 
+std::int64_t TensorSpec::first_element() const {
+  return first_row == 0 ? 0 : first_row * (elements() / shape.front());
+}
+
+std::vector<std::int64_t> TensorSpec::checkpoint_shape() const {
+  std::vector<std::int64_t> whole = shape;
+  if (all_rows != 0) whole.front() = all_rows;
+  return whole;
+}
+
 std::int64_t UnitSpec::parameters() const {
   std::int64_t count = 0;
   for (const TensorSpec& tensor : tensors) count += tensor.elements();
@@ -257,7 +267,7 @@ std::int64_t ModelSpec::parameters() const {
   return count;
 }
 
-ModelSpec parse_model_spec(const std::string& config_json, const std::string& where) {
+ModelSpec parse_model_spec(const std::string& config_json, const std::string& where, const Tiling& tiling) {
   if (config_json.size() > config_limit) fail_input(where, "is too long for a config.json");
   const Json root = parse_json(config_json, where);
   if (!root.is_object()) fail_input(where, "must hold one JSON object");
@@ -268,6 +278,7 @@ ModelSpec parse_model_spec(const std::string& config_json, const std::string& wh
                 "is set: weights of this checkpoint are quantised; give the model it was made from");
   ModelSpec spec;
   spec.config_json = config_json;
+  spec.tiling = tiling;
   ModelConfig& config = spec.config;
   config.family = architecture.family;
   config.architecture = architecture.name;
@@ -281,8 +292,8 @@ ModelSpec parse_model_spec(const std::string& config_json, const std::string& wh
   return spec;
 }
 
-ModelSpec read_model_spec(const std::filesystem::path& config_json) {
-  return parse_model_spec(read_text(config_json, config_limit), config_json.string());
+ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling) {
+  return parse_model_spec(read_text(config_json, config_limit), config_json.string(), tiling);
 }
 
 }  // namespace tierflow

@@ -64,108 +64,182 @@ std::string layer_name(std::int64_t layer) {
   return "layers." + std::to_string(layer);
 }
 
-void build_llama(ModelSpec& spec) {
-  const ModelConfig& c = spec.config;
-  const double std = c.initializer_range;
-  UnitBuilder embedding("embedding", "model.", std);
-  embedding.embedding("embed_tokens.weight", c.vocab_size, c.hidden_size);
-  spec.units.push_back(embedding.take());
-  for (std::int64_t i = 0; i < c.layers; ++i) {
-    UnitBuilder block(layer_name(i), "model." + layer_name(i) + ".", std);
-    block.linear("self_attn.q_proj", c.heads * c.head_dim, c.hidden_size, c.qkv_bias);
-    block.linear("self_attn.k_proj", c.kv_heads * c.head_dim, c.hidden_size, c.qkv_bias);
-    block.linear("self_attn.v_proj", c.kv_heads * c.head_dim, c.hidden_size, c.qkv_bias);
-    block.linear("self_attn.o_proj", c.hidden_size, c.heads * c.head_dim, c.output_bias);
-    if (c.qk_norm) {
-      block.rms_norm("self_attn.q_norm", c.head_dim);
-      block.rms_norm("self_attn.k_norm", c.head_dim);
-    }
-    block.linear("mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias);
-    block.linear("mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias);
-    block.linear("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias);
-    block.rms_norm("input_layernorm", c.hidden_size);
-    block.rms_norm("post_attention_layernorm", c.hidden_size);
-    spec.units.push_back(block.take());
+// What a family calls the tensors outside its blocks; `positions` and `norm` are empty where it has none.
+struct Edges {
+  std::string prefix, tokens, positions, norm;
+  std::int64_t position_rows = 0;
+  bool layer_norm = true;  // the final norm, with a bias
+};
+
+Edges edges_of(const ModelConfig& c) {
+  switch (c.family) {
+    case Family::gpt2:
+      return {.prefix = "transformer.",
+              .tokens = "wte.weight",
+              .positions = "wpe.weight",
+              .norm = "transformer.ln_f",
+              .position_rows = c.max_positions};
+    case Family::opt:
+      return {.prefix = "model.decoder.",
+              .tokens = "embed_tokens.weight",
+              .positions = "embed_positions.weight",
+              .norm = c.norm_before ? "model.decoder.final_layer_norm" : "",
+              .position_rows = c.max_positions + c.position_offset};
+    case Family::llama:
+      break;
   }
-  UnitBuilder head("head", "", std);
-  if (!c.tie_word_embeddings) head.matrix("lm_head.weight", c.vocab_size, c.hidden_size);
-  head.rms_norm("model.norm", c.hidden_size);
-  spec.units.push_back(head.take());
+  return {.prefix = "model.", .tokens = "embed_tokens.weight", .norm = "model.norm", .layer_norm = false};
 }
 
-void build_gpt2(ModelSpec& spec) {
-  const ModelConfig& c = spec.config;
+// Each adds a block's attention to one unit and its MLP to the other; both may be the same.
+void llama_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
+  attention.linear("self_attn.q_proj", c.heads * c.head_dim, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.k_proj", c.kv_heads * c.head_dim, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.v_proj", c.kv_heads * c.head_dim, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.o_proj", c.hidden_size, c.heads * c.head_dim, c.output_bias);
+  if (c.qk_norm) {
+    attention.rms_norm("self_attn.q_norm", c.head_dim);
+    attention.rms_norm("self_attn.k_norm", c.head_dim);
+  }
+  mlp.linear("mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias);
+  mlp.linear("mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias);
+  mlp.linear("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias);
+  attention.rms_norm("input_layernorm", c.hidden_size);
+  mlp.rms_norm("post_attention_layernorm", c.hidden_size);
+}
+
+void gpt2_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
   const double std = c.initializer_range;
   // Two projections a block end on the residual path.
   const double residual_std = std / std::sqrt(2.0 * static_cast<double>(c.layers));
-  UnitBuilder embedding("embedding", "transformer.", std);
-  embedding.embedding("wte.weight", c.vocab_size, c.hidden_size);
-  embedding.embedding("wpe.weight", c.max_positions, c.hidden_size);
-  spec.units.push_back(embedding.take());
-  for (std::int64_t i = 0; i < c.layers; ++i) {
-    UnitBuilder block(layer_name(i), "transformer.h." + std::to_string(i) + ".", std);
-    block.layer_norm("ln_1", c.hidden_size);
-    block.conv1d("attn.c_attn", 3 * c.hidden_size, c.hidden_size, std);
-    block.conv1d("attn.c_proj", c.hidden_size, c.hidden_size, residual_std);
-    block.layer_norm("ln_2", c.hidden_size);
-    block.conv1d("mlp.c_fc", c.intermediate_size, c.hidden_size, std);
-    block.conv1d("mlp.c_proj", c.hidden_size, c.intermediate_size, residual_std);
-    spec.units.push_back(block.take());
-  }
-  UnitBuilder head("head", "", std);
-  if (!c.tie_word_embeddings) head.matrix("lm_head.weight", c.vocab_size, c.hidden_size);
-  head.layer_norm("transformer.ln_f", c.hidden_size);
-  spec.units.push_back(head.take());
+  attention.layer_norm("ln_1", c.hidden_size);
+  attention.conv1d("attn.c_attn", 3 * c.hidden_size, c.hidden_size, std);
+  attention.conv1d("attn.c_proj", c.hidden_size, c.hidden_size, residual_std);
+  mlp.layer_norm("ln_2", c.hidden_size);
+  mlp.conv1d("mlp.c_fc", c.intermediate_size, c.hidden_size, std);
+  mlp.conv1d("mlp.c_proj", c.hidden_size, c.intermediate_size, residual_std);
 }
 
-void build_opt(ModelSpec& spec) {
+void opt_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
+  attention.linear("self_attn.k_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.v_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.q_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.out_proj", c.hidden_size, c.hidden_size, c.output_bias);
+  attention.layer_norm("self_attn_layer_norm", c.hidden_size);
+  mlp.linear("fc1", c.intermediate_size, c.hidden_size, c.mlp_bias);
+  mlp.linear("fc2", c.hidden_size, c.intermediate_size, c.mlp_bias);
+  mlp.layer_norm("final_layer_norm", c.hidden_size);
+}
+
+int add_unit(ModelSpec& spec, UnitSpec unit) {
+  spec.units.push_back(std::move(unit));
+  return static_cast<int>(spec.units.size()) - 1;
+}
+
+// The first rows of the tiles of a [vocabulary, hidden] table, and the vocabulary's end.
+std::vector<std::int64_t> tile_rows(const ModelSpec& spec) {
   const ModelConfig& c = spec.config;
-  const double std = c.initializer_range;
-  UnitBuilder embedding("embedding", "model.decoder.", std);
-  embedding.embedding("embed_tokens.weight", c.vocab_size, c.hidden_size);
-  embedding.embedding("embed_positions.weight", c.max_positions + c.position_offset, c.hidden_size);
-  spec.units.push_back(embedding.take());
-  for (std::int64_t i = 0; i < c.layers; ++i) {
-    UnitBuilder block(layer_name(i), "model.decoder." + layer_name(i) + ".", std);
-    block.linear("self_attn.k_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
-    block.linear("self_attn.v_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
-    block.linear("self_attn.q_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
-    block.linear("self_attn.out_proj", c.hidden_size, c.hidden_size, c.output_bias);
-    block.layer_norm("self_attn_layer_norm", c.hidden_size);
-    block.linear("fc1", c.intermediate_size, c.hidden_size, c.mlp_bias);
-    block.linear("fc2", c.hidden_size, c.intermediate_size, c.mlp_bias);
-    block.layer_norm("final_layer_norm", c.hidden_size);
-    spec.units.push_back(block.take());
+  const std::int64_t most = std::max<std::int64_t>(1, spec.tiling.vocabulary_elements / c.hidden_size);
+  if (c.vocab_size <= most) return {0, c.vocab_size};
+  const std::int64_t tiles = (c.vocab_size + most - 1) / most, even = (c.vocab_size + tiles - 1) / tiles;
+  const std::int64_t rows = std::min(most, (even + 15) / 16 * 16);
+  std::vector<std::int64_t> first;
+  for (std::int64_t row = 0; row < c.vocab_size; row += rows) first.push_back(row);
+  first.push_back(c.vocab_size);
+  return first;
+}
+
+void make_tile(TensorSpec& tensor, std::int64_t first, std::int64_t all) {
+  if (tensor.shape.front() == all) return;
+  tensor.first_row = first;
+  tensor.all_rows = all;
+}
+
+void add_embedding(ModelSpec& spec, const Edges& edges) {
+  const ModelConfig& c = spec.config;
+  const std::vector<std::int64_t> rows = tile_rows(spec);
+  const std::size_t tiles = rows.size() - 1;
+  for (std::size_t tile = 0; tile < tiles; ++tile) {
+    UnitBuilder builder(tiles == 1 ? "embedding" : "embedding." + std::to_string(tile), edges.prefix,
+                        c.initializer_range);
+    builder.embedding(edges.tokens, rows[tile + 1] - rows[tile], c.hidden_size);
+    if (tile + 1 == tiles && !edges.positions.empty())
+      builder.embedding(edges.positions, edges.position_rows, c.hidden_size);
+    UnitSpec unit = builder.take();
+    make_tile(unit.tensors.front(), rows[tile], c.vocab_size);
+    spec.stages.push_back({.kind = StageKind::embedding,
+                           .units = {add_unit(spec, std::move(unit))},
+                           .first_row = rows[tile],
+                           .backward_needs_input = false,
+                           .backward_needs_weights = false});
   }
-  UnitBuilder head("head", "", std);
-  if (!c.tie_word_embeddings) head.matrix("lm_head.weight", c.vocab_size, c.hidden_size);
-  if (c.norm_before) head.layer_norm("model.decoder.final_layer_norm", c.hidden_size);
-  UnitSpec unit = head.take();
-  if (!unit.tensors.empty()) spec.units.push_back(std::move(unit));
+}
+
+void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
+               void (*describe)(const ModelConfig&, UnitBuilder&, UnitBuilder&)) {
+  const std::string name = layer_name(index);
+  const double std = spec.config.initializer_range;
+  UnitBuilder whole(name, prefix, std);
+  describe(spec.config, whole, whole);
+  if (UnitSpec unit = whole.take(); unit.parameters() <= spec.tiling.block_elements) {
+    spec.stages.push_back({.kind = StageKind::block, .block = index, .units = {add_unit(spec, std::move(unit))}});
+    return;
+  }
+  UnitBuilder attention(name + ".attention", prefix, std), mlp(name + ".mlp", prefix, std);
+  describe(spec.config, attention, mlp);
+  spec.stages.push_back({.kind = StageKind::attention, .block = index, .units = {add_unit(spec, attention.take())}});
+  spec.stages.push_back({.kind = StageKind::mlp, .block = index, .units = {add_unit(spec, mlp.take())}});
+}
+
+void add_head(ModelSpec& spec, const Edges& edges) {
+  const ModelConfig& c = spec.config;
+  const std::vector<std::int64_t> rows = tile_rows(spec);
+  const std::size_t tiles = rows.size() - 1;
+  const auto add_norm = [&](UnitBuilder& builder) {
+    if (edges.norm.empty()) return;
+    if (edges.layer_norm)
+      builder.layer_norm(edges.norm, c.hidden_size);
+    else
+      builder.rms_norm(edges.norm, c.hidden_size);
+  };
+  const auto own_unit = [&](UnitBuilder& builder) {
+    UnitSpec unit = builder.take();
+    return unit.tensors.empty() ? std::vector<int>{} : std::vector<int>{add_unit(spec, std::move(unit))};
+  };
+  if (tiles > 1) {
+    UnitBuilder norm("head.norm", "", c.initializer_range);
+    add_norm(norm);
+    spec.stages.push_back({.kind = StageKind::norm, .units = own_unit(norm)});
+  }
+  for (std::size_t tile = 0; tile < tiles; ++tile) {
+    UnitBuilder builder(tiles == 1 ? "head" : "head." + std::to_string(tile), "", c.initializer_range);
+    if (!c.tie_word_embeddings) builder.matrix("lm_head.weight", rows[tile + 1] - rows[tile], c.hidden_size);
+    if (tiles == 1) add_norm(builder);
+    StageSpec stage{.kind = tile + 1 == tiles ? StageKind::head : StageKind::head_tile,
+                    .units = own_unit(builder),
+                    .first_row = rows[tile],
+                    .backward_needs_input = false};
+    if (c.tie_word_embeddings)
+      stage.units.push_back(static_cast<int>(tile));  // the embedding's units come first
+    else
+      make_tile(spec.units.back().tensors.front(), rows[tile], c.vocab_size);
+    spec.stages.push_back(std::move(stage));
+  }
 }
 
 }  // namespace
 
 void build_units(ModelSpec& spec) {
-  switch (spec.config.family) {
-    case Family::llama:
-      build_llama(spec);
-      break;
-    case Family::gpt2:
-      build_gpt2(spec);
-      break;
-    case Family::opt:
-      build_opt(spec);
-      break;
+  const Edges edges = edges_of(spec.config);
+  add_embedding(spec, edges);
+  for (std::int64_t i = 0; i < spec.config.layers; ++i) {
+    if (spec.config.family == Family::gpt2)
+      add_block(spec, i, edges.prefix + "h." + std::to_string(i) + ".", gpt2_block);
+    else
+      add_block(spec, i, edges.prefix + layer_name(i) + ".",
+                spec.config.family == Family::llama ? llama_block : opt_block);
   }
-  spec.stages.push_back({.kind = StageKind::embedding, .units = {0}});
-  for (std::int64_t i = 0; i < spec.config.layers; ++i)
-    spec.stages.push_back({.kind = StageKind::block, .block = i, .units = {static_cast<int>(i) + 1}});
-  StageSpec head{.kind = StageKind::head};
-  const int own = static_cast<int>(spec.config.layers) + 1;
-  if (own < static_cast<int>(spec.units.size())) head.units.push_back(own);
-  if (spec.config.tie_word_embeddings) head.units.push_back(0);
-  spec.stages.push_back(std::move(head));
+  add_head(spec, edges);
 }
 
 }  // namespace tierflow

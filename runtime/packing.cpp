@@ -68,7 +68,7 @@ PackedModel pack(const ModelSpec& spec, Precision precision) {
     model.units.push_back(std::move(packed));
   }
   for (const StageSpec& stage : spec.stages)
-    model.stages.push_back({.units = stage.units, .backward_needs_weights = stage.kind != StageKind::embedding});
+    model.stages.push_back({.units = stage.units, .backward_needs_weights = stage.backward_needs_weights});
   return model;
 }
 

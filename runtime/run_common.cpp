@@ -61,7 +61,7 @@ SessionOptions session_options(const RunOptions& options, TrainingLog& log) {
 
 WeightSource checkpoint_weights(std::shared_ptr<const Checkpoint> checkpoint) {
   return [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-    checkpoint->read_f32(tensor.name, first, out);
+    checkpoint->read_f32(tensor, first, out);
   };
 }
 

@@ -26,6 +26,7 @@ struct TensorEntry {
 };
 
 struct ModelSpec;
+struct TensorSpec;
 
 // The tensors of an HF model folder. Tensors of other types than Dtype's (integers, 8-bit floats) are not listed.
 class Checkpoint {
@@ -43,6 +44,8 @@ class Checkpoint {
   // Elements [first, first + out.size()) of a tensor, converted exactly to fp32. Looks up as find() does. Any thread
   // may call it.
   void read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const;
+  // The same of a tensor that may be a tile: elements count from its first row.
+  void read_f32(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) const;
 
  private:
   struct Impl;

@@ -256,7 +256,7 @@ Carry Session::Impl::carry_in_slot(int stage, std::byte* slot) const {
   return carry;
 }
 
-// Embedding and blocks, layer-major: all micro-batches pass a stage before the next one.
+// Every stage but the last, layer-major: all micro-batches pass a stage before the next one.
 void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pass) {
   const int last = static_cast<int>(layout->stages().size()) - 1;
   const bool train = pass == swap::Pass::forward;
@@ -269,7 +269,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
       if (entered.carry != nullptr) {
         Carry slot = carry_in_slot(stage, entered.carry);
         for (std::size_t i = 0; i < slot.size(); ++i) slot[i].copy_(carry[i]);
-      } else if (train && stage > 0) {
+      } else if (train && stage > 0 && model->spec().stages[stage].backward_needs_input) {
         saved[stage][micro_batch] = carry;
       }
       if (train) seed_random(stage, micro_batch);

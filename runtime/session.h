@@ -89,8 +89,10 @@ class Session {
 
   // An HF folder: config.json and bf16 safetensors, streamed. tokenizer files are the caller's to copy.
   void export_hf(const std::filesystem::path& folder, const Progress& progress = {});
-  // fp32 master values of a tensor, for looking at.
+  // fp32 master values of a tensor, for looking at: of one in the specification's units, or of the checkpoint's by
+  // name, its tiles put together.
   std::vector<float> master(int unit, int tensor);
+  std::vector<float> master(const std::string& name);
 
   std::uint64_t skipped_steps() const;
   std::uint64_t parameters() const;

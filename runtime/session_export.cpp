@@ -19,7 +19,8 @@ void export_words(const ModelSpec& spec, const PackedModel& packed, const swap::
   for (std::size_t index = 0; index < packed.units.size(); ++index)
     for (const PackedTensor& tensor : packed.units[index].tensors) {
       const TensorSpec& of = spec.units[index].tensors[tensor.tensor];
-      headers.push_back({.name = of.name, .dtype = Dtype::bf16, .shape = of.shape});
+      if (of.first_row == 0)  // its other tiles follow
+        headers.push_back({.name = of.name, .dtype = Dtype::bf16, .shape = of.checkpoint_shape()});
       total += tensor.elements;
     }
   CheckpointWriter writer(folder, std::move(headers));
@@ -44,7 +45,24 @@ void export_words(const ModelSpec& spec, const PackedModel& packed, const swap::
         io::Error{.kind = io::ErrorKind::io, .operation = "write", .path = config.string(), .error_number = errno});
 }
 
+ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) {
+  const auto tiling = identity.find("tiling");
+  if (!identity.is_object() || !identity.contains("config") || tiling == identity.end() || !tiling->is_array() ||
+      tiling->size() != 2 || !(*tiling)[0].is_number_integer() || !(*tiling)[1].is_number_integer())
+    throw Exception(io::Error{
+        .kind = io::ErrorKind::corruption, .path = where, .detail = "the store does not say which model it holds"});
+  return parse_model_spec(identity.value("config", ""), where,
+                          {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1]});
+}
+
 }  // namespace
+
+std::string store_identity(const ModelSpec& spec, Precision precision) {
+  return nlohmann::json{{"config", spec.config_json},
+                        {"precision", precision_name(precision)},
+                        {"tiling", {spec.tiling.vocabulary_elements, spec.tiling.block_elements}}}
+      .dump();
+}
 
 void Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
   Impl& impl = *impl_;
@@ -70,11 +88,7 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
   swap::StoreOptions options{.volume = {.directories = storage, .allow_buffered = true, .allow_any_filesystem = true}};
   const auto contents = value_or_throw(swap::Store::inspect(options.volume));
   const auto identity = nlohmann::json::parse(contents.identity, nullptr, false);
-  if (!identity.is_object() || !identity.contains("config"))
-    throw Exception(io::Error{.kind = io::ErrorKind::corruption,
-                              .path = storage.front().string(),
-                              .detail = "the store does not say which model it holds"});
-  const ModelSpec spec = parse_model_spec(identity.value("config", ""), storage.front().string());
+  const ModelSpec spec = stored_spec(identity, storage.front().string());
   const PackedModel packed = pack(spec, parse_precision(identity.value("precision", "")));
   std::vector<swap::UnitShape> shapes;
   for (const PackedUnit& unit : packed.units) shapes.push_back(unit.shape);
@@ -119,6 +133,19 @@ std::vector<float> Session::master(int unit, int tensor) {
           for (std::uint64_t i = 0; i < count; ++i) values[in_tensor + i] = optim::float_from_bf16(hi[in_chunk + i]);
         });
   }
+  return values;
+}
+
+std::vector<float> Session::master(const std::string& name) {
+  const std::vector<UnitSpec>& units = impl_->model->spec().units;
+  std::vector<float> values;
+  for (std::size_t unit = 0; unit < units.size(); ++unit)
+    for (std::size_t tensor = 0; tensor < units[unit].tensors.size(); ++tensor) {
+      if (units[unit].tensors[tensor].name != name) continue;
+      const auto part = master(static_cast<int>(unit), static_cast<int>(tensor));
+      values.insert(values.end(), part.begin(), part.end());
+    }
+  if (values.empty()) throw Exception(io::ErrorKind::usage, "the model has no tensor " + name);
   return values;
 }
 

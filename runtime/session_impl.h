@@ -25,7 +25,9 @@ struct Session::Impl {
   // session_setup.cpp
   void set_up(const WeightSource& weights, const Progress& progress);
   std::uint64_t probe_workspace();
-  Carry probe_stage(int stage, const Carry& carry, const Shared& shared, std::uint64_t& most);
+  std::uint64_t measure_workspace();
+  template <class Work>
+  auto probe_stage(int stage, bool backward, std::uint64_t& most, Work work);
   void count_writes();
   std::uint64_t writes_of_next_step() const;  // those of bringing its state out included
   void load(const WeightSource& weights, const Progress& progress);
@@ -73,5 +75,8 @@ struct Session::Impl {
   double pending_lr = 0, pending_scale = 1;
   bool committed = false;
 };
+
+// What a store says of the model in it: enough to read it back without the session.
+std::string store_identity(const ModelSpec& spec, Precision precision);
 
 }  // namespace tierflow

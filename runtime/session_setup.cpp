@@ -44,7 +44,8 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   for (const PackedUnit& unit : packed.units) shapes.push_back(unit.shape);
   std::vector<swap::StageShape> stages = packed.stages;
   for (std::size_t stage = 1; stage < stages.size(); ++stage)
-    if (const auto& shapes_of = carry_shapes[stage]; !shapes_of.empty())
+    if (const auto& shapes_of = carry_shapes[stage];
+        !shapes_of.empty() && model->spec().stages[stage].backward_needs_input)
       stages[stage].carry_bytes = swap::round_up(shapes_of.back().offset + shapes_of.back().bytes, swap::kSector);
   const std::uint64_t chunk_elements =
       options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory);
@@ -77,9 +78,7 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
                                                 .on_notice = options.on_notice},
                                      .generations = options.generations,
                                      .staged_gradients = arrangement.staged,
-                                     .identity = nlohmann::json{{"config", model->spec().config_json},
-                                                                {"precision", precision_name(options.precision)}}
-                                                     .dump()};
+                                     .identity = store_identity(model->spec(), options.precision)};
     store = value_or_throw(swap::Store::create(std::move(store_options), *layout));
   }
   executor = value_or_throw(
@@ -119,82 +118,91 @@ void Session::Impl::count_writes() {
                                               terabytes(least));
 }
 
-// One stage for one micro-batch, forward and backward, on memory of its own: raises `most` to what it takes beside
-// weights and gradients, and gives what it passes on.
-Carry Session::Impl::probe_stage(int stage, const Carry& carry, const Shared& shared, std::uint64_t& most) {
+// Runs one stage on weights, and gradients where it has some, of its own: raises `most` to what that takes beside them.
+template <class Work>
+auto Session::Impl::probe_stage(int stage, bool backward, std::uint64_t& most, Work work) {
   const auto on_device = torch::TensorOptions().device(torch_device);
+  torch_memory.release_kept();  // blocks of the stage before, which this one may not be able to reuse
   Weights weights;
   Gradients gradients;
   for (int unit : model->spec().stages[stage].units)
     for (const TensorSpec& tensor : model->spec().units[unit].tensors) {
       weights.push_back(torch::zeros(tensor.shape, on_device.dtype(torch::kBFloat16)));
-      const bool trained = options.train && model->spec().units[unit].trainable;
+      const bool trained = backward && model->spec().units[unit].trainable;
       gradients.push_back(trained ? torch::zeros(tensor.shape, on_device.dtype(torch::kFloat32)) : torch::Tensor());
     }
   const std::uint64_t fixed = torch_memory.stats().used;
   torch_memory.reset_peak();
-  Carry out;
-  if (stage + 1 < static_cast<int>(model->spec().stages.size())) {
-    out = model->forward(stage, weights, carry, shared, options.train);
-    if (options.train) {
-      Carry d_out;
-      for (const torch::Tensor& part : out)
-        d_out.push_back(part.is_floating_point() ? torch::zeros_like(part) : torch::Tensor());
-      model->backward(stage, weights, gradients, carry, shared, d_out);
-    }
-  } else if (options.train) {
-    model->head_loss_and_backward(weights, gradients, carry, shared, 1.0);
-  } else {
-    model->head_loss(weights, carry, shared);
-  }
+  auto out = work(weights, gradients);
   most = std::max(most, torch_memory.stats().peak_used - fixed);
   return out;
 }
 
-// Measures each kind of stage once; stages with the same tensors and the same input are of one kind.
+// What a step takes beside weights, gradients and saved carries: measured on one micro-batch, forward and backward,
+// once for each kind of stage. Stages of one kind have the same tensors and the same input.
+std::uint64_t Session::Impl::measure_workspace() {
+  using Kind = std::vector<std::vector<std::int64_t>>;
+  const std::vector<StageSpec>& stages = model->spec().stages;
+  const int last = static_cast<int>(stages.size()) - 1;
+  const auto ids = torch::zeros({options.micro_batch, options.sequence_length},
+                                torch::TensorOptions().device(torch_device).dtype(torch::kInt64));
+  const Shared shared = model->share({.ids = ids, .labels = ids}, torch_device);
+  std::uint64_t most = 0, carry_bytes = 0;
+  std::vector<Kind> kinds;
+  std::vector<Carry> inputs(1);
+  std::map<Kind, Carry> seen;
+  carry_shapes.clear();
+  for (int stage = 0; stage <= last; ++stage) {
+    kinds.push_back({{static_cast<std::int64_t>(stages[stage].kind), stage == 0 ? 0 : stage == last ? 2 : 1}});
+    for (int unit : stages[stage].units)
+      for (const TensorSpec& tensor : model->spec().units[unit].tensors) kinds[stage].push_back(tensor.shape);
+    std::uint64_t offset = 0;
+    carry_shapes.emplace_back();
+    for (const torch::Tensor& part : inputs[stage]) {
+      kinds[stage].push_back(part.sizes().vec());
+      carry_shapes.back().push_back(
+          {.shape = part.sizes().vec(), .dtype = part.scalar_type(), .bytes = part.nbytes(), .offset = offset});
+      offset += swap::round_up(part.nbytes(), kCarryAlign);
+    }
+    carry_bytes = std::max(carry_bytes, bytes_of(inputs[stage]));
+    if (stage == last) break;
+    if (!seen.contains(kinds[stage]))
+      seen[kinds[stage]] = probe_stage(stage, false, most, [&](const Weights& weights, const Gradients&) {
+        return model->forward(stage, weights, inputs[stage], shared, options.train);
+      });
+    inputs.push_back(seen[kinds[stage]]);
+  }
+  seen.clear();
+  Carry d_carry = probe_stage(last, options.train, most, [&](const Weights& weights, const Gradients& gradients) {
+    if (options.train) return model->head_loss_and_backward(weights, gradients, inputs[last], shared, 1.0).d_carry;
+    model->head_loss(weights, inputs[last], shared);
+    return Carry();
+  });
+  for (int stage = last - 1; stage >= 0 && options.train; --stage) {
+    carry_bytes = std::max(carry_bytes, bytes_of(d_carry));
+    if (!seen.contains(kinds[stage]))
+      seen[kinds[stage]] = probe_stage(stage, true, most, [&](const Weights& weights, const Gradients& gradients) {
+        return model->backward(stage, weights, gradients, inputs[stage], shared, d_carry);
+      });
+    d_carry = seen[kinds[stage]];
+  }
+  // Live beside the stage at hand: every micro-batch's carry and its gradient, and what layers share. An eighth more
+  // for blocks that are reused although a little too large.
+  return most + most / 8 + options.micro_batches * (2 * carry_bytes + bytes_of(shared.tables) + 2 * ids.nbytes()) +
+         (std::uint64_t{4} << 20);
+}
+
 std::uint64_t Session::Impl::probe_workspace() {
   torch_memory.release_kept();
   torch_memory.set_cap(options.device_memory);
   const torch::NoGradGuard no_grad;
-  const auto ids = torch::zeros({options.micro_batch, options.sequence_length},
-                                torch::TensorOptions().device(torch_device).dtype(torch::kInt64));
-  using Kind = std::vector<std::vector<std::int64_t>>;
-  const auto measure = [&] {
-    std::uint64_t most = 0, carries = 0;
-    std::map<Kind, Carry> seen;
-    const Shared shared = model->share({.ids = ids, .labels = ids}, torch_device);
-    Carry carry;
-    carry_shapes.clear();
-    for (int stage = 0; stage < static_cast<int>(model->spec().stages.size()); ++stage) {
-      Kind kind;
-      for (int unit : model->spec().stages[stage].units)
-        for (const TensorSpec& tensor : model->spec().units[unit].tensors) kind.push_back(tensor.shape);
-      std::uint64_t offset = 0;
-      carry_shapes.emplace_back();
-      for (const torch::Tensor& part : carry) {
-        kind.push_back(part.sizes().vec());
-        carry_shapes.back().push_back(
-            {.shape = part.sizes().vec(), .dtype = part.scalar_type(), .bytes = part.nbytes(), .offset = offset});
-        offset += swap::round_up(part.nbytes(), kCarryAlign);
-      }
-      carries = std::max(carries, bytes_of(carry));
-      const bool edge = stage == 0 || stage + 1 == static_cast<int>(model->spec().stages.size());
-      if (edge) kind.push_back({stage});
-      if (!seen.contains(kind)) seen[kind] = probe_stage(stage, carry, shared, most);
-      carry = seen[kind];
-    }
-    // Live beside the stage at hand: every micro-batch's carry and its gradient, and what layers share. An eighth more
-    // for blocks that are reused although a little too large.
-    return most + most / 8 + options.micro_batches * (2 * carries + bytes_of(shared.tables) + 2 * ids.nbytes()) +
-           (std::uint64_t{4} << 20);
-  };
   std::uint64_t bytes = 0;
   try {
-    bytes = measure();
+    bytes = measure_workspace();
   } catch (const c10::OutOfMemoryError&) {
     // Too small a budget: measure anyway, so that the refusal can name the smallest one that works.
     torch_memory.set_cap(~std::uint64_t{0} / 2);
-    bytes = measure();
+    bytes = measure_workspace();
   }
   torch_memory.release_kept();
   return bytes;

@@ -3,13 +3,32 @@
 #include "runtime/exception.h"
 
 namespace tierflow::models {
+namespace {
 
-CausalModel::CausalModel(ModelSpec spec, Embedding embedding, LossHead head)
-    : spec_(std::move(spec)), embedding_(embedding), head_(head) {}
+[[noreturn]] void fail_head() {
+  throw Exception(io::ErrorKind::usage, "the head gives a loss and no carry: call head_loss or head_loss_and_backward");
+}
 
-int CausalModel::stage_of(const ModelSpec& spec, StageKind kind) {
+}  // namespace
+
+CausalModel::CausalModel(ModelSpec spec, const EdgeNames& names) : spec_(std::move(spec)) {
+  const int last = static_cast<int>(spec_.stages.size()) - 1;
+  int norm_stage = last;
+  for (int stage = 0; stage < last; ++stage) {
+    if (kind(stage) == StageKind::embedding) embeddings_.emplace_back(spec_, stage, names.tokens, names.positions);
+    if (kind(stage) == StageKind::norm) norm_stage = stage;
+  }
+  const FinalNorm norm(names.norm_kind, config().norm_eps, TensorIndex(spec_, norm_stage), names.norm);
+  if (norm_stage == last) {
+    head_.emplace(norm, TensorIndex(spec_, last), names.tokens);
+  } else {
+    tiled_head_.emplace(spec_, norm_stage, norm, names.tokens);
+  }
+}
+
+TensorIndex CausalModel::index_of(const ModelSpec& spec, StageKind kind, StageKind or_kind) {
   for (std::size_t i = 0; i < spec.stages.size(); ++i) {
-    if (spec.stages[i].kind == kind) return static_cast<int>(i);
+    if (spec.stages[i].kind == kind || spec.stages[i].kind == or_kind) return {spec, static_cast<int>(i)};
   }
   throw Exception(io::ErrorKind::input, "a model needs an embedding, at least one block and a head");
 }
@@ -22,19 +41,44 @@ Shared CausalModel::share(const MicroBatch& batch, at::Device device) const {
 
 Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                            bool training) const {
-  if (kind(stage) == StageKind::embedding) return {embedding_.forward(weights, shared.ids, training)};
-  if (kind(stage) == StageKind::block) return {block(weights, carry.at(0), shared, training)};
-  throw Exception(io::ErrorKind::usage, "the head has no carry to give: call head_loss");
+  switch (kind(stage)) {
+    case StageKind::embedding:
+      return {embeddings_[static_cast<std::size_t>(stage)].forward(weights, carry, shared.ids, training)};
+    case StageKind::block:
+      return {mlp_half(weights, attention_half(weights, carry.at(0), shared, training), training)};
+    case StageKind::attention:
+      return {attention_half(weights, carry.at(0), shared, training)};
+    case StageKind::mlp:
+      return {mlp_half(weights, carry.at(0), training)};
+    case StageKind::norm:
+      return tiled_head_->normalise(weights, carry.at(0));
+    case StageKind::head_tile:
+      return tiled_head_->forward(stage, weights, carry, shared.labels);
+    case StageKind::head:
+      break;
+  }
+  fail_head();
 }
 
 Carry CausalModel::backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                             const Shared& shared, const Carry& d_out) const {
-  if (kind(stage) == StageKind::block) return block_backward(stage, weights, gradients, carry, shared, d_out);
-  if (kind(stage) == StageKind::head)
-    throw Exception(io::ErrorKind::usage, "the head's gradient is head_loss_and_backward");
-  const at::NoGradGuard no_grad;
-  embedding_.backward(gradients, shared.ids, d_out.at(0));
-  return {};
+  switch (kind(stage)) {
+    case StageKind::embedding: {
+      const at::NoGradGuard no_grad;
+      return embeddings_[static_cast<std::size_t>(stage)].backward(gradients, shared.ids, d_out.at(0));
+    }
+    case StageKind::block:
+    case StageKind::attention:
+    case StageKind::mlp:
+      return block_backward(stage, weights, gradients, carry, shared, d_out);
+    case StageKind::norm:
+      return tiled_head_->normalise_backward(weights, gradients, carry.at(0), d_out);
+    case StageKind::head_tile:
+      return tiled_head_->backward(stage, weights, gradients, d_out, shared.labels);
+    case StageKind::head:
+      break;
+  }
+  fail_head();
 }
 
 Carry CausalModel::block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
@@ -43,12 +87,14 @@ Carry CausalModel::block_backward(int stage, const Weights& weights, const Gradi
 }
 
 double CausalModel::head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const {
-  return head_.loss(weights, carry.at(0), shared.labels);
+  return tiled_head_ ? tiled_head_->loss(weights, carry, shared.labels)
+                     : head_->loss(weights, carry.at(0), shared.labels);
 }
 
 HeadResult CausalModel::head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                                const Shared& shared, double scale) const {
-  return head_.loss_and_backward(weights, gradients, carry.at(0), shared.labels, scale);
+  return tiled_head_ ? tiled_head_->loss_and_backward(weights, gradients, carry, shared.labels, scale)
+                     : head_->loss_and_backward(weights, gradients, carry.at(0), shared.labels, scale);
 }
 
 }  // namespace tierflow::models

@@ -1,10 +1,19 @@
 #pragma once
-// What the families have in common: embedding, blocks of one shape, loss head.
+// What the families have in common: embedding, blocks of one shape, loss head; and the tiles of each.
+#include <optional>
+
 #include "runtime/layered_model.h"
 #include "runtime/models/embedding.h"
 #include "runtime/models/loss_head.h"
+#include "runtime/models/tiled_head.h"
 
 namespace tierflow::models {
+
+// What a family calls the tensors outside its blocks; `positions` is empty where it has none.
+struct EdgeNames {
+  std::string_view tokens, positions, norm;
+  NormKind norm_kind = NormKind::layer;
+};
 
 class CausalModel : public LayeredModel {
  public:
@@ -20,27 +29,31 @@ class CausalModel : public LayeredModel {
   bool draws_random_numbers() const override {
     return config().embedding_dropout > 0 || config().residual_dropout > 0 || config().attention_dropout > 0;
   }
-  const LossHead& head() const { return head_; }
+  // Of a model whose head is one stage.
+  const LossHead& head() const { return head_.value(); }
 
  protected:
-  CausalModel(ModelSpec spec, Embedding embedding, LossHead head);
+  CausalModel(ModelSpec spec, const EdgeNames& names);
 
-  // The position of a stage's kind in the specification. Throws Exception (kind input) where there is none.
-  static int stage_of(const ModelSpec& spec, StageKind kind);
+  // The tensors of the first stage of one of these kinds. Throws Exception (kind input) where there is none.
+  static TensorIndex index_of(const ModelSpec& spec, StageKind kind, StageKind or_kind);
   const ModelConfig& config() const { return spec_.config; }
 
-  // hidden [batch, sequence, hidden] -> the same shape; differentiable where autograd is on.
-  virtual at::Tensor block(const Weights& weights, const at::Tensor& hidden, const Shared& shared,
-                           bool training) const = 0;
-  // LayeredModel::backward of a block; by default that one.
+  // The two halves of a block, each with its residual: hidden [batch, sequence, hidden] -> the same shape;
+  // differentiable where autograd is on.
+  virtual at::Tensor attention_half(const Weights& weights, const at::Tensor& hidden, const Shared& shared,
+                                    bool training) const = 0;
+  virtual at::Tensor mlp_half(const Weights& weights, const at::Tensor& hidden, bool training) const = 0;
+  // LayeredModel::backward of a block or of a half; by default that one.
   virtual Carry block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                                const Shared& shared, const Carry& d_out) const;
   StageKind kind(int stage) const { return spec_.stages.at(static_cast<std::size_t>(stage)).kind; }
 
  private:
   ModelSpec spec_;
-  Embedding embedding_;
-  LossHead head_;
+  std::vector<Embedding> embeddings_;  // by stage
+  std::optional<LossHead> head_;
+  std::optional<TiledHead> tiled_head_;
 };
 
 }  // namespace tierflow::models

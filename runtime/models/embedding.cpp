@@ -7,16 +7,34 @@
 
 namespace tierflow::models {
 
-Embedding::Embedding(const ModelConfig& config, const TensorIndex& index, std::string_view tokens,
-                     std::string_view positions)
-    : tokens_(index.at(tokens)),
-      positions_(positions.empty() ? -1 : index.at(positions)),
-      offset_(config.position_offset),
-      max_positions_(config.max_positions),
-      dropout_(config.embedding_dropout) {}
+Embedding::Embedding(const ModelSpec& spec, int stage, std::string_view tokens, std::string_view positions)
+    : offset_(spec.config.position_offset), max_positions_(spec.config.max_positions) {
+  const TensorIndex index(spec, stage);
+  const StageSpec& of = spec.stages.at(static_cast<std::size_t>(stage));
+  tokens_ = index.at(tokens);
+  first_row_ = of.first_row;
+  rows_ = spec.units.at(static_cast<std::size_t>(of.units.front()))
+              .tensors.at(static_cast<std::size_t>(tokens_))
+              .shape.front();
+  vocab_ = spec.config.vocab_size;
+  if (first_row_ + rows_ < vocab_) return;
+  if (!positions.empty()) positions_ = index.at(positions);
+  dropout_ = spec.config.embedding_dropout;
+}
 
-at::Tensor Embedding::forward(const Weights& weights, const at::Tensor& ids, bool training) const {
-  at::Tensor hidden = at::embedding(weights[static_cast<std::size_t>(tokens_)], ids);
+at::Tensor Embedding::look_up(const at::Tensor& table, const Carry& carry, const at::Tensor& ids) const {
+  if (rows_ == vocab_) return at::embedding(table, ids);
+  if (first_row_ == 0 && ids.numel() > 0 &&
+      (ids.min().item<std::int64_t>() < 0 || ids.max().item<std::int64_t>() >= vocab_))
+    throw Exception(io::ErrorKind::usage, "a token is beyond the vocabulary of " + std::to_string(vocab_));
+  const at::Tensor row = ids - first_row_;
+  const at::Tensor here = row.ge(0).logical_and(row.lt(rows_)).unsqueeze(-1);
+  const at::Tensor found = at::embedding(table, row.clamp(0, rows_ - 1));
+  return at::where(here, found, carry.empty() ? at::zeros_like(found) : carry[0]);
+}
+
+at::Tensor Embedding::forward(const Weights& weights, const Carry& carry, const at::Tensor& ids, bool training) const {
+  at::Tensor hidden = look_up(weights[static_cast<std::size_t>(tokens_)], carry, ids);
   if (positions_ >= 0) {
     const std::int64_t length = ids.size(1);
     if (length > max_positions_) {
@@ -28,14 +46,21 @@ at::Tensor Embedding::forward(const Weights& weights, const at::Tensor& ids, boo
   return with_dropout(hidden, dropout_, training);
 }
 
-void Embedding::backward(const Gradients& gradients, const at::Tensor& ids, const at::Tensor& d_out) const {
+Carry Embedding::backward(const Gradients& gradients, const at::Tensor& ids, const at::Tensor& d_out) const {
   const at::Tensor d = with_dropout(d_out, dropout_, true);
-  add_rows_at(gradients[static_cast<std::size_t>(tokens_)], ids.reshape({-1}),
-              d.reshape({-1, d.size(-1)}).contiguous());
+  const at::Tensor flat = d.reshape({-1, d.size(-1)}).contiguous(), row = ids.reshape({-1}) - first_row_;
+  const at::Tensor& sum = gradients[static_cast<std::size_t>(tokens_)];
+  if (rows_ == vocab_) {
+    add_rows_at(sum, row, flat);
+  } else {
+    const at::Tensor here = row.ge(0).logical_and(row.lt(rows_)).nonzero().squeeze(1);
+    add_rows_at(sum, row.index_select(0, here), flat.index_select(0, here));
+  }
   if (positions_ >= 0 && gradients[static_cast<std::size_t>(positions_)].defined()) {
     const at::Tensor& positions = gradients[static_cast<std::size_t>(positions_)];
     positions.narrow(0, offset_, ids.size(1)).add_(d.sum(at::IntArrayRef{0}, false, positions.scalar_type()));
   }
+  return first_row_ == 0 ? Carry{} : Carry{d};
 }
 
 }  // namespace tierflow::models

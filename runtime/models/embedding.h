@@ -1,5 +1,6 @@
 #pragma once
-// Token embedding, learned positions where the family has them, dropout.
+// Token embedding, learned positions where the family has them, dropout. A table in tiles is a stage each: every stage
+// fills in the tokens of its rows, the last adds positions and dropout.
 #include <ATen/core/Tensor.h>
 
 #include "runtime/layered_model.h"
@@ -9,18 +10,22 @@ namespace tierflow::models {
 
 class Embedding {
  public:
-  // Tensors `tokens` [vocab, hidden] and, unless the name is empty, `positions` [position_offset + max_positions,
-  // hidden].
-  Embedding(const ModelConfig& config, const TensorIndex& index, std::string_view tokens, std::string_view positions);
+  // The stage's tensor `tokens` [rows, hidden] and, in the last stage and unless the name is empty, `positions`
+  // [position_offset + max_positions, hidden].
+  Embedding(const ModelSpec& spec, int stage, std::string_view tokens, std::string_view positions);
 
-  // Hidden states [batch, sequence, hidden]. Throws Exception (kind usage) for a sequence longer than the positions.
-  at::Tensor forward(const Weights& weights, const at::Tensor& ids, bool training) const;
-  // Adds the gradients of the tables in fp32; the dropout mask comes from the generator in the state that forward found
-  // it in.
-  void backward(const Gradients& gradients, const at::Tensor& ids, const at::Tensor& d_out) const;
+  // Hidden states [batch, sequence, hidden], complete after the last stage; `carry` is what the stage before gave.
+  // Throws Exception (kind usage) for a sequence longer than the positions.
+  at::Tensor forward(const Weights& weights, const Carry& carry, const at::Tensor& ids, bool training) const;
+  // Adds the gradients of the tables in fp32 and gives what the stage before takes; the dropout mask comes from the
+  // generator in the state that forward found it in.
+  Carry backward(const Gradients& gradients, const at::Tensor& ids, const at::Tensor& d_out) const;
 
  private:
+  at::Tensor look_up(const at::Tensor& table, const Carry& carry, const at::Tensor& ids) const;
+
   int tokens_ = 0, positions_ = -1;
+  std::int64_t first_row_ = 0, rows_ = 0, vocab_ = 0;
   std::int64_t offset_ = 0, max_positions_ = 0;
   double dropout_ = 0;
 };

@@ -14,55 +14,59 @@ struct Pair {
   std::size_t weight = 0, bias = 0;
 };
 
-struct Gpt2Block {
-  Pair attention_norm, qkv, attention_out, mlp_norm, up, down;
+Pair pair(const TensorIndex& index, const std::string& name) {
+  return {.weight = static_cast<std::size_t>(index.at(name + ".weight")),
+          .bias = static_cast<std::size_t>(index.at(name + ".bias"))};
+}
 
-  explicit Gpt2Block(const TensorIndex& index) {
-    const auto pair = [&](const std::string& name) {
-      return Pair{.weight = static_cast<std::size_t>(index.at(name + ".weight")),
-                  .bias = static_cast<std::size_t>(index.at(name + ".bias"))};
-    };
-    attention_norm = pair("ln_1");
-    qkv = pair("attn.c_attn");
-    attention_out = pair("attn.c_proj");
-    mlp_norm = pair("ln_2");
-    up = pair("mlp.c_fc");
-    down = pair("mlp.c_proj");
-  }
+struct Attention {
+  Pair norm, qkv, out;
+  explicit Attention(const TensorIndex& index)
+      : norm(pair(index, "ln_1")), qkv(pair(index, "attn.c_attn")), out(pair(index, "attn.c_proj")) {}
+};
+
+struct Mlp {
+  Pair norm, up, down;
+  explicit Mlp(const TensorIndex& index)
+      : norm(pair(index, "ln_2")), up(pair(index, "mlp.c_fc")), down(pair(index, "mlp.c_proj")) {}
 };
 
 class Gpt2Model final : public CausalModel {
  public:
   explicit Gpt2Model(ModelSpec spec)
-      : CausalModel(
-            spec,
-            Embedding(spec.config, TensorIndex(spec, stage_of(spec, StageKind::embedding)), "wte.weight", "wpe.weight"),
-            LossHead(NormKind::layer, spec.config.norm_eps, TensorIndex(spec, stage_of(spec, StageKind::head)), "ln_f",
-                     "wte.weight")),
-        at_(TensorIndex(spec, stage_of(spec, StageKind::block))) {}
+      : CausalModel(spec, {.tokens = "wte.weight", .positions = "wpe.weight", .norm = "ln_f"}),
+        attention_(index_of(spec, StageKind::block, StageKind::attention)),
+        mlp_(index_of(spec, StageKind::block, StageKind::mlp)) {}
 
  protected:
-  Tensor block(const Weights& weights, const Tensor& hidden, const Shared&, bool training) const override {
-    const std::int64_t batch = hidden.size(0), length = hidden.size(1), width = config().hidden_size;
-    const auto norm = [&](const Tensor& x, const Pair& p) {
-      return at::layer_norm(x, {width}, weights[p.weight], weights[p.bias], config().norm_eps);
-    };
-    // y = x W + b on the flat tokens.
-    const auto apply = [&](const Tensor& x, const Pair& p) { return at::addmm(weights[p.bias], x, weights[p.weight]); };
-    const auto drop = [&](const Tensor& x) { return with_dropout(x, config().residual_dropout, training); };
-
-    const Tensor x = hidden.reshape({-1, width});
-    const Tensor qkv =
-        apply(norm(x, at_.attention_norm), at_.qkv).view({batch, length, 3, config().heads, config().head_dim});
+  Tensor attention_half(const Weights& weights, const Tensor& hidden, const Shared&, bool training) const override {
+    const Tensor x = flat(hidden);
+    const Tensor qkv = apply(weights, attention_.qkv, norm(weights, attention_.norm, x))
+                           .view({hidden.size(0), hidden.size(1), 3, config().heads, config().head_dim});
     const Tensor attended = attention(qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2), /*window=*/0,
                                       training ? config().attention_dropout : 0.0);
-    const Tensor middle = x + drop(apply(attended.reshape({-1, width}), at_.attention_out));
-    const Tensor inner = activate(apply(norm(middle, at_.mlp_norm), at_.up), config().activation);
-    return (middle + drop(apply(inner, at_.down))).view(hidden.sizes());
+    return (x + drop(apply(weights, attention_.out, flat(attended)), training)).view(hidden.sizes());
+  }
+
+  Tensor mlp_half(const Weights& weights, const Tensor& hidden, bool training) const override {
+    const Tensor x = flat(hidden);
+    const Tensor inner = activate(apply(weights, mlp_.up, norm(weights, mlp_.norm, x)), config().activation);
+    return (x + drop(apply(weights, mlp_.down, inner), training)).view(hidden.sizes());
   }
 
  private:
-  const Gpt2Block at_;
+  Tensor flat(const Tensor& x) const { return x.reshape({-1, config().hidden_size}); }
+  Tensor norm(const Weights& weights, const Pair& p, const Tensor& x) const {
+    return at::layer_norm(x, {config().hidden_size}, weights[p.weight], weights[p.bias], config().norm_eps);
+  }
+  // y = x W + b on the flat tokens.
+  Tensor apply(const Weights& weights, const Pair& p, const Tensor& x) const {
+    return at::addmm(weights[p.bias], x, weights[p.weight]);
+  }
+  Tensor drop(const Tensor& x, bool training) const { return with_dropout(x, config().residual_dropout, training); }
+
+  const Attention attention_;
+  const Mlp mlp_;
 };
 
 }  // namespace

@@ -21,6 +21,18 @@ TIERFLOW_INLINE float largest(const std::uint16_t* x, std::int64_t n) {
   return most;
 }
 
+// Sum of exp(x - most) over n: blocks in fp32, the sum of the blocks in double.
+TIERFLOW_INLINE double sum_exponentials(const std::uint16_t* x, std::int64_t n, float most) {
+  constexpr std::int64_t kBlock = 4096;
+  double total = 0;
+  for (std::int64_t first = 0; first < n; first += kBlock) {
+    const std::uint16_t* block = x + first;
+    total += sum_lanes(n - first < kBlock ? n - first : kBlock,
+                       [block, most](std::int64_t i) { return exp_fast(wide(block[i]) - most); });
+  }
+  return total;
+}
+
 }  // namespace
 
 TIERFLOW_CLONES void rms_norm(const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out, float* rstd,
@@ -95,7 +107,6 @@ TIERFLOW_CLONES void swiglu_backward(std::uint16_t* gate, std::uint16_t* up, std
 
 TIERFLOW_CLONES void cross_entropy(std::uint16_t* logits, const std::int64_t* labels, double* loss, std::int64_t rows,
                                    std::int64_t vocab, float scale, bool gradient) {
-  constexpr std::int64_t kBlock = 4096;  // summed in fp32, the blocks in double
   for (std::int64_t row = 0; row < rows; ++row, logits += vocab) {
     const std::int64_t label = labels[row];
     if (label < 0) {
@@ -104,18 +115,44 @@ TIERFLOW_CLONES void cross_entropy(std::uint16_t* logits, const std::int64_t* la
       continue;
     }
     const float most = largest(logits, vocab);
-    double total = 0;
-    for (std::int64_t first = 0; first < vocab; first += kBlock) {
-      const std::uint16_t* block = logits + first;
-      total += sum_lanes(vocab - first < kBlock ? vocab - first : kBlock,
-                         [block, most](std::int64_t i) { return exp_fast(wide(block[i]) - most); });
-    }
+    const double total = sum_exponentials(logits, vocab, most);
     loss[row] = std::log(total) + static_cast<double>(most) - static_cast<double>(wide(logits[label]));
     if (!gradient) continue;
     const float factor = static_cast<float>(static_cast<double>(scale) / total);
     const float at_label = static_cast<float>((std::exp(-loss[row]) - 1.0) * static_cast<double>(scale));
     for (std::int64_t i = 0; i < vocab; ++i) logits[i] = narrow(exp_fast(wide(logits[i]) - most) * factor);
     logits[label] = narrow(at_label);
+  }
+}
+
+TIERFLOW_CLONES void softmax_sums(const std::uint16_t* logits, const std::int64_t* labels, double* sums,
+                                  std::int64_t rows, std::int64_t first, std::int64_t width) {
+  for (std::int64_t row = 0; row < rows; ++row, logits += width, sums += 3) {
+    if (labels[row] < 0) continue;
+    const double before = sums[0];
+    const auto old = static_cast<float>(before);
+    const float here = largest(logits, width), most = old > here ? old : here;
+    sums[0] = static_cast<double>(most);
+    sums[1] = sums[1] * std::exp(before - sums[0]) + sum_exponentials(logits, width, most);
+    const std::int64_t label = labels[row] - first;
+    if (label >= 0 && label < width) sums[2] = static_cast<double>(wide(logits[label]));
+  }
+}
+
+TIERFLOW_CLONES void softmax_gradient(std::uint16_t* logits, const std::int64_t* labels, const double* factors,
+                                      std::int64_t rows, std::int64_t first, std::int64_t width) {
+  for (std::int64_t row = 0; row < rows; ++row, logits += width, factors += 3) {
+    if (labels[row] < 0) {
+      std::memset(logits, 0, static_cast<std::size_t>(width) * sizeof(*logits));
+      continue;
+    }
+    const auto most = static_cast<float>(factors[0]), factor = static_cast<float>(factors[1]);
+    const std::int64_t label = labels[row] - first;
+    const bool here = label >= 0 && label < width;
+    const double at_label =
+        here ? std::exp(static_cast<double>(wide(logits[label])) - factors[0]) * factors[1] - factors[2] : 0;
+    for (std::int64_t i = 0; i < width; ++i) logits[i] = narrow(exp_fast(wide(logits[i]) - most) * factor);
+    if (here) logits[label] = narrow(static_cast<float>(at_label));
   }
 }
 

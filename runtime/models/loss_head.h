@@ -4,20 +4,19 @@
 #include <ATen/core/Tensor.h>
 
 #include "runtime/layered_model.h"
-#include "runtime/models/tensor_index.h"
+#include "runtime/models/final_norm.h"
 
 namespace tierflow::models {
 
-enum class NormKind : std::uint8_t { none, rms, layer };
-
 // Tokens whose logits exist at once.
 std::int64_t head_chunk_rows(std::int64_t vocab, bool cuda);
+// The sum of the losses of tokens [tokens] fp64, one after the other.
+double sum_in_order(const at::Tensor& losses);
 
 class LossHead {
  public:
-  // Tensors `norm`.weight (and .bias for a layer norm) and "lm_head.weight", else `tied`, the embedding's [vocab,
-  // hidden].
-  LossHead(NormKind kind, double eps, const TensorIndex& index, std::string_view norm, std::string_view tied);
+  // Tensor "lm_head.weight", else `tied`, the embedding's [vocab, hidden].
+  LossHead(const FinalNorm& norm, const TensorIndex& index, std::string_view tied);
 
   // -sum of log probabilities of the labels that count. `losses`, where wanted: of each token [tokens] fp64, 0 where
   // none counts.
@@ -31,12 +30,8 @@ class LossHead {
   at::Tensor logits(const Weights& weights, const at::Tensor& hidden) const;
 
  private:
-  struct Normed;  // the final norm's result and what its gradient needs
-  Normed normalise(const Weights& weights, const at::Tensor& hidden) const;
-
-  NormKind kind_;
-  double eps_;
-  int norm_weight_ = -1, norm_bias_ = -1, output_ = -1;
+  FinalNorm norm_;
+  int output_ = -1;
 };
 
 }  // namespace tierflow::models

@@ -14,63 +14,76 @@ struct Pair {
   int weight = -1, bias = -1;
 };
 
-struct OptBlock {
-  Pair attention_norm, q, k, v, out, mlp_norm, up, down;
+Pair pair(const TensorIndex& index, const std::string& name) {
+  return {.weight = index.at(name + ".weight"), .bias = index.find(name + ".bias")};
+}
 
-  explicit OptBlock(const TensorIndex& index) {
-    const auto pair = [&](const std::string& name) {
-      return Pair{.weight = index.at(name + ".weight"), .bias = index.find(name + ".bias")};
-    };
-    attention_norm = pair("self_attn_layer_norm");
-    q = pair("self_attn.q_proj");
-    k = pair("self_attn.k_proj");
-    v = pair("self_attn.v_proj");
-    out = pair("self_attn.out_proj");
-    mlp_norm = pair("final_layer_norm");
-    up = pair("fc1");
-    down = pair("fc2");
-  }
+struct Attention {
+  Pair norm, q, k, v, out;
+  explicit Attention(const TensorIndex& index)
+      : norm(pair(index, "self_attn_layer_norm")),
+        q(pair(index, "self_attn.q_proj")),
+        k(pair(index, "self_attn.k_proj")),
+        v(pair(index, "self_attn.v_proj")),
+        out(pair(index, "self_attn.out_proj")) {}
+};
+
+struct Mlp {
+  Pair norm, up, down;
+  explicit Mlp(const TensorIndex& index)
+      : norm(pair(index, "final_layer_norm")), up(pair(index, "fc1")), down(pair(index, "fc2")) {}
 };
 
 class OptModel final : public CausalModel {
  public:
   explicit OptModel(ModelSpec spec)
-      : CausalModel(
-            spec,
-            Embedding(spec.config, TensorIndex(spec, stage_of(spec, StageKind::embedding)), "embed_tokens.weight",
-                      "embed_positions.weight"),
-            LossHead(spec.config.norm_before ? NormKind::layer : NormKind::none, spec.config.norm_eps,
-                     TensorIndex(spec, stage_of(spec, StageKind::head)), "final_layer_norm", "embed_tokens.weight")),
-        at_(TensorIndex(spec, stage_of(spec, StageKind::block))) {}
+      : CausalModel(spec, {.tokens = "embed_tokens.weight",
+                           .positions = "embed_positions.weight",
+                           .norm = "final_layer_norm",
+                           .norm_kind = spec.config.norm_before ? NormKind::layer : NormKind::none}),
+        attention_(index_of(spec, StageKind::block, StageKind::attention)),
+        mlp_(index_of(spec, StageKind::block, StageKind::mlp)) {}
 
  protected:
-  Tensor block(const Weights& weights, const Tensor& hidden, const Shared&, bool training) const override {
-    const std::int64_t batch = hidden.size(0), length = hidden.size(1), width = config().hidden_size;
-    const bool before = config().norm_before;
-    const auto tensor = [&](int i) { return i < 0 ? Tensor() : weights[static_cast<std::size_t>(i)]; };
-    const auto norm = [&](const Tensor& x, const Pair& p) {
-      return at::layer_norm(x, {width}, tensor(p.weight), tensor(p.bias), config().norm_eps);
+  Tensor attention_half(const Weights& weights, const Tensor& hidden, const Shared&, bool training) const override {
+    const Tensor x = flat(hidden);
+    const Tensor in = config().norm_before ? norm(weights, attention_.norm, x) : x;
+    const auto heads = [&](const Pair& p) {
+      return apply(weights, p, in).view({hidden.size(0), hidden.size(1), config().heads, config().head_dim});
     };
-    const auto apply = [&](const Tensor& x, const Pair& p) {
-      return p.bias < 0 ? at::linear(x, tensor(p.weight)) : at::linear(x, tensor(p.weight), tensor(p.bias));
-    };
-    const auto drop = [&](const Tensor& x) { return with_dropout(x, config().residual_dropout, training); };
-    const auto heads = [&](const Tensor& x) { return x.view({batch, length, config().heads, config().head_dim}); };
+    const Tensor attended = attention(heads(attention_.q), heads(attention_.k), heads(attention_.v), /*window=*/0,
+                                      training ? config().attention_dropout : 0.0);
+    Tensor middle = x + drop(apply(weights, attention_.out, flat(attended)), training);
+    if (!config().norm_before) middle = norm(weights, attention_.norm, middle);
+    return middle.view(hidden.sizes());
+  }
 
-    const Tensor x = hidden.reshape({-1, width});
-    const Tensor in = before ? norm(x, at_.attention_norm) : x;
-    const Tensor attended = attention(heads(apply(in, at_.q)), heads(apply(in, at_.k)), heads(apply(in, at_.v)),
-                                      /*window=*/0, training ? config().attention_dropout : 0.0);
-    Tensor middle = x + drop(apply(attended.reshape({-1, width}), at_.out));
-    if (!before) middle = norm(middle, at_.attention_norm);
-    const Tensor inner = activate(apply(before ? norm(middle, at_.mlp_norm) : middle, at_.up), config().activation);
-    Tensor result = middle + drop(apply(inner, at_.down));
-    if (!before) result = norm(result, at_.mlp_norm);
+  Tensor mlp_half(const Weights& weights, const Tensor& hidden, bool training) const override {
+    const Tensor x = flat(hidden);
+    const Tensor in = config().norm_before ? norm(weights, mlp_.norm, x) : x;
+    const Tensor inner = activate(apply(weights, mlp_.up, in), config().activation);
+    Tensor result = x + drop(apply(weights, mlp_.down, inner), training);
+    if (!config().norm_before) result = norm(weights, mlp_.norm, result);
     return result.view(hidden.sizes());
   }
 
  private:
-  const OptBlock at_;
+  Tensor flat(const Tensor& x) const { return x.reshape({-1, config().hidden_size}); }
+  static Tensor tensor(const Weights& weights, int i) {
+    return i < 0 ? Tensor() : weights[static_cast<std::size_t>(i)];
+  }
+  Tensor norm(const Weights& weights, const Pair& p, const Tensor& x) const {
+    return at::layer_norm(x, {config().hidden_size}, tensor(weights, p.weight), tensor(weights, p.bias),
+                          config().norm_eps);
+  }
+  Tensor apply(const Weights& weights, const Pair& p, const Tensor& x) const {
+    return p.bias < 0 ? at::linear(x, tensor(weights, p.weight))
+                      : at::linear(x, tensor(weights, p.weight), tensor(weights, p.bias));
+  }
+  Tensor drop(const Tensor& x, bool training) const { return with_dropout(x, config().residual_dropout, training); }
+
+  const Attention attention_;
+  const Mlp mlp_;
 };
 
 }  // namespace

@@ -93,5 +93,16 @@ TEST(Init, AFolderThatIsAModel) {
   EXPECT_NO_THROW(init_checkpoint(config, dir.path(), 7));  // beside the config itself
 }
 
+TEST(Init, ATileHasTheValuesOfItsRows) {
+  TensorSpec whole{.name = "lm_head.weight", .shape = {40, 8}, .init_std = 1.0}, tile = whole;
+  tile.shape[0] = 10;
+  tile.first_row = 30;
+  tile.all_rows = 40;
+  std::vector<float> all(320), part(80);
+  initial_values(whole, 7, 0, all);
+  initial_values(tile, 7, 5, std::span(part).first(75));
+  for (std::size_t i = 0; i < 75; ++i) ASSERT_EQ(part[i], all[240 + 5 + i]);
+}
+
 }  // namespace
 }  // namespace tierflow

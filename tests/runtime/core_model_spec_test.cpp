@@ -77,6 +77,82 @@ TEST(ModelSpec, LlamaUnitsAndStages) {
   EXPECT_EQ(tied.parameters(), 19616 - 64 * 32);
 }
 
+std::vector<std::string> names(const ModelSpec& spec) {
+  std::vector<std::string> result;
+  for (const UnitSpec& unit : spec.units) result.push_back(unit.name);
+  return result;
+}
+
+// 64 rows of 32: tiles of 26 rows hold at most as many elements; three of 22 are even, rounded up to 26.
+constexpr Tiling kRows{.vocabulary_elements = 26 * 32 + 31};
+
+TEST(ModelSpec, LargeVocabulariesComeInTiles) {
+  const ModelSpec spec = parse_model_spec(llama().dump(), "config.json", kRows);
+  EXPECT_EQ(names(spec), (std::vector<std::string>{"embedding.0", "embedding.1", "embedding.2", "layers.0", "layers.1",
+                                                   "head.norm", "head.0", "head.1", "head.2"}));
+  std::int64_t row = 0;
+  for (const int unit : {0, 1, 2, 6, 7, 8}) {
+    const TensorSpec& tensor = spec.units[unit].tensors.at(0);
+    EXPECT_EQ(tensor.name, unit < 3 ? "model.embed_tokens.weight" : "lm_head.weight");
+    EXPECT_EQ(tensor.first_row, row);
+    EXPECT_EQ(tensor.first_element(), 32 * row);
+    EXPECT_EQ(tensor.checkpoint_shape(), (std::vector<std::int64_t>{64, 32}));
+    EXPECT_LE(tensor.elements(), kRows.vocabulary_elements);
+    row = (row + tensor.shape[0]) % 64;
+  }
+  EXPECT_EQ(row, 0);
+  EXPECT_EQ(spec.parameters(), parse(llama()).parameters());
+  ASSERT_EQ(spec.stages.size(), 9u);
+  for (std::size_t stage = 0; stage < 9; ++stage) {
+    EXPECT_EQ(spec.stages[stage].units, (std::vector<int>{static_cast<int>(stage)}));
+    EXPECT_EQ(spec.stages[stage].backward_needs_input, stage >= 3 && stage < 6) << stage;
+    EXPECT_EQ(spec.stages[stage].backward_needs_weights, stage >= 3) << stage;
+  }
+  EXPECT_EQ(spec.stages[5].kind, StageKind::norm);
+  EXPECT_EQ(spec.stages[7].kind, StageKind::head_tile);
+  EXPECT_EQ(spec.stages[7].first_row, spec.units[7].tensors[0].first_row);
+  EXPECT_EQ(spec.stages[8].kind, StageKind::head);
+}
+
+TEST(ModelSpec, TiedTilesAreSharedAndPositionsComeWithTheLast) {
+  for (const Json& config : {gpt2(), opt(), with(opt(), "do_layer_norm_before", false)}) {
+    const ModelSpec spec = parse_model_spec(config.dump(), "config.json", kRows);
+    EXPECT_EQ(spec.units[0].tensors.size(), 1u);
+    EXPECT_EQ(spec.units[2].tensors.size(), 2u);
+    EXPECT_EQ(spec.units[2].tensors[1].all_rows, 0);
+    const std::size_t stages = spec.stages.size();
+    for (int tile = 0; tile < 3; ++tile)
+      EXPECT_EQ(spec.stages[stages - 3 + tile].units, (std::vector<int>{tile})) << "the norm has a stage of its own";
+    EXPECT_EQ(spec.stages[stages - 4].units.empty(), !spec.config.norm_before);
+    EXPECT_EQ(spec.parameters(), parse(config).parameters());
+  }
+}
+
+TEST(ModelSpec, LargeBlocksAreTwoStages) {
+  for (const Json& config : {llama(), gpt2(), opt()}) {
+    const ModelSpec whole = parse(config);
+    const std::int64_t block = whole.units[1].parameters();
+    EXPECT_EQ(names(parse_model_spec(config.dump(), "config.json", {.block_elements = block})), names(whole));
+    const ModelSpec spec = parse_model_spec(config.dump(), "config.json", {.block_elements = block - 1});
+    EXPECT_EQ(spec.units[1].name, "layers.0.attention");
+    EXPECT_EQ(spec.units[2].name, "layers.0.mlp");
+    EXPECT_EQ(spec.units[1].parameters() + spec.units[2].parameters(), block);
+    auto parts = shapes(spec.units[1]);
+    parts.merge(shapes(spec.units[2]));
+    EXPECT_EQ(parts, shapes(whole.units[1]));
+    EXPECT_EQ(spec.stages[1].kind, StageKind::attention);
+    EXPECT_EQ(spec.stages[2].kind, StageKind::mlp);
+    EXPECT_EQ(spec.stages[2].block, 0);
+  }
+}
+
+TEST(ModelSpec, SmallModelsStayWhole) {
+  // 152 million parameters; its vocabulary times sixteen, and a block of half a billion, are still whole.
+  Json config = with(with(llama(), "vocab_size", 131072), "hidden_size", 1024);
+  EXPECT_EQ(parse(config).units.size(), 4u);
+  EXPECT_EQ(parse(with(config, "vocab_size", 131073)).units.size(), 7u);
+}
+
 TEST(ModelSpec, MatricesComeBeforeNormsAndBiases) {
   for (const Json& config : {llama(), gpt2(), opt(), with(with(llama(), "attention_bias", true), "mlp_bias", true)})
     for (const UnitSpec& unit : parse(config).units) {

@@ -1,7 +1,8 @@
 // Runs a model folder once on given tokens and writes what came out, for the tests that compare with transformers:
-//   model_probe MODEL TOKENS BATCH LENGTH bf16|f32 OUT
+//   model_probe MODEL TOKENS BATCH LENGTH bf16|f32 OUT [ELEMENTS]
 // TOKENS: int64 ids [BATCH, LENGTH], then labels likewise, raw. OUT receives losses.f64 (raw, of each token), logits
-// and gradients as safetensors of scale 1/(labels that count), fp32.
+// and gradients as safetensors of scale 1/(labels that count), fp32. With ELEMENTS the vocabulary comes in tiles of at
+// most as many, blocks in halves, and OUT receives the gradients alone.
 #include <torch/torch.h>
 
 #include <filesystem>
@@ -27,7 +28,7 @@ void load(ResidentModel& m, const std::filesystem::path& folder) {
   for (std::size_t u = 0; u < m.units.size(); ++u) {
     for (std::size_t t = 0; t < m.units[u].size(); ++t) {
       torch::Tensor value = torch::empty(m.units[u][t].sizes(), torch::kFloat);
-      checkpoint.read_f32(m.spec().units[u].tensors[t].name, 0,
+      checkpoint.read_f32(m.spec().units[u].tensors[t], 0,
                           {value.mutable_data_ptr<float>(), static_cast<std::size_t>(value.numel())});
       m.units[u][t].copy_(value);
     }
@@ -47,10 +48,12 @@ void write_tensors(const std::filesystem::path& folder,
   writer.finish();
 }
 
-int run(char** arguments) {
+int run(int count, char** arguments) {
   const std::filesystem::path folder = arguments[1], out = arguments[6];
   const auto type = std::string(arguments[5]) == "bf16" ? torch::kBFloat16 : torch::kFloat;
-  ResidentModel m(read_model_spec(folder / "config.json"), type);
+  const bool tiled = count > 7;
+  const Tiling tiling = tiled ? Tiling{.vocabulary_elements = std::stoll(arguments[7]), .block_elements = 1} : Tiling{};
+  ResidentModel m(read_model_spec(folder / "config.json", tiling), type);
   load(m, folder);
   std::ifstream tokens(arguments[2], std::ios::binary);
   const std::int64_t rows = std::stoll(arguments[3]), length = std::stoll(arguments[4]);
@@ -62,8 +65,19 @@ int run(char** arguments) {
   std::vector<std::pair<std::string, torch::Tensor>> tensors;
   for (std::size_t u = 0; u < m.gradients.size(); ++u) {
     for (std::size_t t = 0; t < m.gradients[u].size(); ++t) {
-      tensors.emplace_back(m.spec().units[u].tensors[t].name, m.gradients[u][t]);
+      const TensorSpec& tensor = m.spec().units[u].tensors[t];
+      if (tensor.first_row == 0)
+        tensors.emplace_back(tensor.name, m.gradients[u][t]);
+      else  // tiles follow one another
+        tensors.back().second = torch::cat({tensors.back().second, m.gradients[u][t]});
     }
+  }
+  std::cout.precision(17);
+  std::cout << loss * scale << "\n";
+  std::filesystem::create_directories(out);
+  if (tiled) {
+    write_tensors(out, tensors);
+    return 0;
   }
   const Shared shared = m.model->share(batch, torch::kCPU);
   const torch::Tensor hidden = m.forward(shared, false).back()[0];
@@ -72,12 +86,9 @@ int run(char** arguments) {
   torch::Tensor losses;
   head.loss(weights, hidden, batch.labels, &losses);
   tensors.emplace_back("logits", head.logits(weights, hidden.flatten(0, 1)));
-  std::filesystem::create_directories(out);
   write_tensors(out, tensors);
   std::ofstream(out / "losses.f64", std::ios::binary)
       .write(static_cast<const char*>(losses.const_data_ptr()), static_cast<std::streamsize>(losses.nbytes()));
-  std::cout.precision(17);
-  std::cout << loss * scale << "\n";
   return 0;
 }
 
@@ -85,12 +96,12 @@ int run(char** arguments) {
 }  // namespace tierflow::testing
 
 int main(int count, char** arguments) {
-  if (count != 7) {
-    std::cerr << "usage: model_probe MODEL TOKENS BATCH LENGTH bf16|f32 OUT\n";
+  if (count != 7 && count != 8) {
+    std::cerr << "usage: model_probe MODEL TOKENS BATCH LENGTH bf16|f32 OUT [ELEMENTS]\n";
     return 2;
   }
   try {
-    return tierflow::testing::run(arguments);
+    return tierflow::testing::run(count, arguments);
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
     return 1;

@@ -2,7 +2,8 @@
 add_executable(models_test
   models_gradient_test.cpp
   models_ops_test.cpp
-  models_step_test.cpp)
+  models_step_test.cpp
+  models_tiles_test.cpp)
 target_link_libraries(models_test PRIVATE GTest::gmock GTest::gtest_main)
 add_test(NAME models_test COMMAND models_test)
 # Many small parallel regions: on a busy machine threads that spin at their ends would wait for one another.

@@ -49,8 +49,12 @@ inline std::vector<Case> cases(const std::string& dropout = "0.0") {
   };
 }
 
-inline ResidentModel resident(const Case& which, torch::ScalarType type, double scale = 0.2) {
-  ResidentModel model(parse_model_spec(which.json, which.name), type);
+// Cuts the small models' vocabulary into tiles of 30, 30, 30 and 6 rows, and their blocks in two.
+inline constexpr Tiling kTiled{.vocabulary_elements = 32 * 30, .block_elements = 1};
+
+inline ResidentModel resident(const Case& which, torch::ScalarType type, double scale = 0.2,
+                              const Tiling& tiling = {}) {
+  ResidentModel model(parse_model_spec(which.json, which.name, tiling), type);
   model.randomise(17, scale);
   return model;
 }

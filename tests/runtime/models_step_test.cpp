@@ -97,7 +97,8 @@ TEST(LossHead, chunks_do_not_matter) {
   const Case which = cases()[0];
   const ModelSpec spec = parse_model_spec(which.json, which.name);
   const int stage = static_cast<int>(spec.stages.size()) - 1;
-  const models::LossHead head(models::NormKind::rms, 1e-5, models::TensorIndex(spec, stage), "model.norm",
+  const models::TensorIndex index(spec, stage);
+  const models::LossHead head(models::FinalNorm(models::NormKind::rms, 1e-5, index, "model.norm"), index,
                               "embed_tokens.weight");
   for (const auto type : {torch::kDouble, torch::kBFloat16}) {
     ResidentModel m = resident(which, type);

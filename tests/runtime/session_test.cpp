@@ -68,8 +68,8 @@ SessionOptions streamed(SessionOptions options, const Folder& folder) {
   return options;
 }
 
-Outcome run(const Case& which, const SessionOptions& options, double spike = 0) {
-  Session session({make_model(parse_model_spec(which.json, which.name)), initial(11)}, options,
+Outcome run(const Case& which, const SessionOptions& options, double spike = 0, const Tiling& tiling = {}) {
+  Session session({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options,
                   {.lr = 3e-3, .weight_decay = 0.1});
   Outcome outcome;
   for (int step = 0; step < kSteps; ++step) {
@@ -104,20 +104,28 @@ class Bitwise : public ::testing::TestWithParam<Case> {
   void SetUp() override { DeviceMemory::install(); }
 };
 
-TEST_P(Bitwise, StreamedIsResident) {
+void expect_streamed_is_resident(const Case& which, const Tiling& tiling) {
   const Folder folder;
   for (const std::optional<double> clip : {std::optional<double>(0.05), std::optional<double>()}) {
     SessionOptions options = resident(2);
     options.clip = clip;
-    const Outcome expected = run(GetParam(), options);
+    const Outcome expected = run(which, options, 0, tiling);
     EXPECT_LT(expected.losses.back(), expected.losses.front() + 0.5);
     for (const double loss : expected.losses) EXPECT_TRUE(std::isfinite(loss));
     SessionOptions small = streamed(options, folder);
-    expect_same_bits(run(GetParam(), small), expected);
+    expect_same_bits(run(which, small, 0, tiling), expected);
     small.chaos_seed = 7;
     small.engine = io::EngineKind::threads;
-    expect_same_bits(run(GetParam(), small), expected);
+    expect_same_bits(run(which, small, 0, tiling), expected);
   }
+}
+
+TEST_P(Bitwise, StreamedIsResident) {
+  expect_streamed_is_resident(GetParam(), {});
+}
+
+TEST_P(Bitwise, StreamedIsResidentInTiles) {
+  expect_streamed_is_resident(GetParam(), kTiled);
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, Bitwise, ::testing::ValuesIn(cases("0.1")), case_name);
@@ -193,27 +201,130 @@ TEST(Session, ANonFiniteGradientSkipsTheStepWhole) {
   }
 }
 
-TEST(Session, ExportIsReadBackAndEvaluatesTheSame) {
-  DeviceMemory::install();
+void expect_export_is_read_back(const Tiling& tiling, const Tiling& read_with) {
   const Folder folder;
   std::filesystem::create_directories(folder.path);
   const Case llama = cases().front();
   double trained = 0;
   {
-    Session session({make_model(parse_model_spec(llama.json, "llama")), initial(2)}, resident(1));
+    Session session({make_model(parse_model_spec(llama.json, "llama", tiling)), initial(2)}, resident(1));
     session.step(batches(1, 0), 1e-2);
     trained = session.evaluate(batches(2, 5));
     session.export_hf(folder.path / "out");
   }
   const Checkpoint checkpoint = Checkpoint::open(folder.path / "out");
+  const ModelSpec spec = read_model_spec(folder.path / "out" / "config.json", read_with);
+  check_tensors(spec, checkpoint);
   SessionOptions options = resident(2);
   options.train = false;
-  Session session({make_model(read_model_spec(folder.path / "out" / "config.json")),
-                   [&](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-                     checkpoint.read_f32(tensor.name, first, out);
-                   }},
+  Session session({make_model(spec), [&](const TensorSpec& tensor, std::uint64_t first,
+                                         std::span<float> out) { checkpoint.read_f32(tensor, first, out); }},
                   options);
-  EXPECT_EQ(session.evaluate(batches(2, 5)), trained);
+  if (tiling.block_elements == read_with.block_elements)
+    EXPECT_EQ(session.evaluate(batches(2, 5)), trained);
+  else
+    EXPECT_NEAR(session.evaluate(batches(2, 5)), trained, 1e-4 * trained);
+}
+
+TEST(Session, ExportIsReadBackAndEvaluatesTheSame) {
+  DeviceMemory::install();
+  expect_export_is_read_back({}, {});
+  expect_export_is_read_back(kTiled, kTiled);
+  expect_export_is_read_back(kTiled, {});
+  expect_export_is_read_back({}, kTiled);
+}
+
+// Tensors of a model folder by name.
+std::map<std::string, std::vector<float>> tensors_of(const std::filesystem::path& folder) {
+  const Checkpoint checkpoint = Checkpoint::open(folder);
+  std::map<std::string, std::vector<float>> tensors;
+  for (const auto& [name, entry] : checkpoint.tensors()) {
+    auto& values = tensors[name];
+    values.resize(entry.bytes / dtype_size(entry.dtype));
+    checkpoint.read_f32(name, 0, values);
+  }
+  return tensors;
+}
+
+TEST(Session, TilesDoNotShowInExportOrMaster) {
+  DeviceMemory::install();
+  const Folder folder;
+  std::filesystem::create_directories(folder.path);
+  for (const Case& which : cases()) {
+    std::vector<std::map<std::string, std::vector<float>>> exported, masters;
+    for (const Tiling& tiling : {Tiling{}, kTiled}) {
+      SessionOptions options = streamed(resident(1), folder);
+      options.storage = {folder.path / "store"};
+      options.keep_store = true;
+      const ModelSpec spec = parse_model_spec(which.json, which.name, tiling);
+      {
+        Session session({make_model(spec), initial(2)}, options);
+        session.export_hf(folder.path / "direct");
+        masters.emplace_back();
+        for (const UnitSpec& unit : spec.units)
+          for (const TensorSpec& tensor : unit.tensors) masters.back()[tensor.name] = session.master(tensor.name);
+        EXPECT_THROW(session.master("nobody"), Exception);
+        session.commit();
+      }
+      export_store(options.storage, folder.path / "kept");
+      exported.push_back(tensors_of(folder.path / "direct"));
+      EXPECT_EQ(tensors_of(folder.path / "kept"), exported.back());
+      for (const char* used : {"store", "direct", "kept"}) std::filesystem::remove_all(folder.path / used);
+    }
+    EXPECT_EQ(exported[0], exported[1]) << which.name;
+    EXPECT_EQ(masters[0], masters[1]) << which.name;
+  }
+}
+
+// Beside the bf16 gradient of one matrix there is room for a slice of it in fp32, not for all of it.
+TEST(LayeredModel, BackwardWidensGradientsInSlices) {
+  DeviceMemory& memory = DeviceMemory::install();
+  memory.set_cap(1024 * kMiB);
+  const auto model = make_model(parse_model_spec(R"({"architectures": ["OPTForCausalLM"], "vocab_size": 16,
+      "hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 1, "num_attention_heads": 16,
+      "max_position_embeddings": 64, "word_embed_proj_dim": 2048})",
+                                                 "opt"));
+  Weights weights;
+  Gradients gradients;
+  for (const TensorSpec& tensor : model->spec().units[1].tensors) {
+    weights.push_back(torch::zeros(tensor.shape, torch::kBFloat16));
+    gradients.push_back(torch::zeros(tensor.shape));
+  }
+  const auto tokens = torch::zeros({1, 16}, torch::kLong);
+  const Carry hidden{torch::zeros({1, 16, 2048}, torch::kBFloat16)};
+  memory.release_kept();
+  memory.reset_peak();
+  const std::uint64_t before = memory.stats().used;
+  model->backward(1, weights, gradients, hidden, model->share({.ids = tokens, .labels = tokens}, torch::kCPU), hidden);
+  EXPECT_LT(memory.stats().peak_used - before, 2 * 2048 * 8192 * 2) << "twice the largest bf16 gradient";
+}
+
+// What makes the large models fit: with the defaults, no unit dictates the device budget.
+TEST(Tiling, BudgetsOfLargeModels) {
+  constexpr std::uint64_t kGiB = 1024 * kMiB;
+  struct Large {
+    const char *name, *json;
+    std::uint64_t host, device, workspace;
+  };
+  const Large models[] = {
+      {"Qwen2.5-7B", R"({"architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 3584,
+          "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4})",
+       6 * kGiB, 3 * kGiB, kGiB / 2},
+      {"GPT-3 175B", R"({"architectures": ["OPTForCausalLM"], "vocab_size": 50272, "hidden_size": 12288,
+          "ffn_dim": 49152, "num_hidden_layers": 96, "num_attention_heads": 96, "word_embed_proj_dim": 12288})",
+       4 * kGiB, 12 * kGiB, kGiB},
+  };
+  for (const Large& large : models)
+    for (const bool tiled : {true, false}) {
+      const ModelSpec spec = parse_model_spec(large.json, large.name, tiled ? Tiling{} : Tiling::none());
+      const PackedModel packed = pack(spec, Precision::fp32_master_adam8);
+      std::vector<swap::UnitShape> units;
+      for (const PackedUnit& unit : packed.units) units.push_back(unit.shape);
+      const swap::Layout layout(std::move(units), packed.stages, chunk_elements_for(large.host));
+      const auto arrangement = swap::arrange(
+          layout, {.host_budget = large.host, .device_budget = large.device, .workspace = large.workspace});
+      EXPECT_EQ(arrangement.ok(), tiled) << large.name;
+    }
 }
 
 }  // namespace

@@ -1,0 +1,109 @@
+// Softmax cross-entropy over a vocabulary in tiles: a running largest logit and sum of exponentials, then the gradient
+// tile by tile from the complete sums.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "runtime/models/kernels.h"
+#include "runtime/models/ops.h"
+
+namespace tierflow::models {
+namespace {
+
+constexpr std::int64_t kGrain = 32768;           // elements worth a thread
+constexpr std::int64_t kSoftmaxSlice = 1 << 22;  // wide logits at once where no kernel works in place
+
+bool has_kernel(const Tensor& logits) {
+  return logits.is_cpu() && logits.scalar_type() == at::kBFloat16 && logits.is_contiguous();
+}
+
+std::int64_t grain_rows(std::int64_t width) {
+  return std::max<std::int64_t>(1, kGrain / width);
+}
+
+// Calls use(first row, rows) for slices of the rows.
+template <class Use>
+void for_each_slice(const Tensor& logits, Use use) {
+  const std::int64_t rows = logits.size(0), slice = std::max<std::int64_t>(1, kSoftmaxSlice / logits.size(1));
+  for (std::int64_t row = 0; row < rows; row += slice) use(row, std::min(slice, rows - row));
+}
+
+at::ScalarType wide_type(const Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Where a row's label lies among the tile's columns: whether it does, and its column [rows, 1].
+struct Place {
+  Tensor inside, column;
+};
+Place place(const Tensor& labels, std::int64_t first, std::int64_t width) {
+  const Tensor label = labels.unsqueeze(1) - first;
+  return {.inside = labels.unsqueeze(1).ge(0).logical_and(label.ge(0)).logical_and(label.lt(width)),
+          .column = label.clamp(0, width - 1)};
+}
+
+}  // namespace
+
+Tensor no_softmax_sums(std::int64_t rows, at::Device device) {
+  Tensor sums = at::zeros({rows, 3}, at::TensorOptions().dtype(at::kDouble).device(device));
+  sums.select(1, 0).fill_(-std::numeric_limits<double>::infinity());
+  return sums;
+}
+
+void softmax_sums(const Tensor& logits, const Tensor& labels, std::int64_t first, const Tensor& sums) {
+  const std::int64_t width = logits.size(1);
+  if (has_kernel(logits)) {
+    const auto* words = static_cast<const std::uint16_t*>(logits.const_data_ptr());
+    const std::int64_t* label = labels.const_data_ptr<std::int64_t>();
+    double* sum = sums.mutable_data_ptr<double>();
+    at::parallel_for(0, logits.size(0), grain_rows(width), [&](std::int64_t begin, std::int64_t end) {
+      kernels::softmax_sums(words + begin * width, label + begin, sum + 3 * begin, end - begin, first, width);
+    });
+    return;
+  }
+  for_each_slice(logits, [&](std::int64_t row, std::int64_t rows) {
+    const Tensor wide = logits.narrow(0, row, rows).to(wide_type(logits));
+    const Place at = place(labels.narrow(0, row, rows), first, width);
+    const Tensor part = sums.narrow(0, row, rows);
+    const Tensor most = at::maximum(part.narrow(1, 0, 1), wide.amax(1, true).to(at::kDouble));
+    const Tensor here = at::exp(wide - most.to(wide.scalar_type())).sum(at::IntArrayRef{1}, true, at::kDouble);
+    part.narrow(1, 1, 1).mul_(at::exp(part.narrow(1, 0, 1) - most)).add_(here);
+    part.narrow(1, 0, 1).copy_(most);
+    part.narrow(1, 2, 1).copy_(at::where(at.inside, wide.gather(1, at.column).to(at::kDouble), part.narrow(1, 2, 1)));
+  });
+}
+
+Tensor softmax_losses(const Tensor& sums, const Tensor& labels) {
+  const Tensor loss = at::log(sums.select(1, 1)) + sums.select(1, 0) - sums.select(1, 2);
+  return at::where(labels.ge(0), loss, at::zeros_like(loss));
+}
+
+Tensor softmax_factors(const Tensor& sums, const Tensor& labels, double scale) {
+  const Tensor share = labels.ge(0).to(at::kDouble) * scale;  // 0 where no label counts
+  return at::stack({sums.select(1, 0), at::where(labels.ge(0), share / sums.select(1, 1), share), share}, 1);
+}
+
+void softmax_gradient(Tensor& logits, const Tensor& labels, std::int64_t first, const Tensor& factors) {
+  const std::int64_t width = logits.size(1);
+  if (has_kernel(logits)) {
+    auto* words = static_cast<std::uint16_t*>(logits.mutable_data_ptr());
+    const std::int64_t* label = labels.const_data_ptr<std::int64_t>();
+    const double* factor = factors.const_data_ptr<double>();
+    at::parallel_for(0, logits.size(0), grain_rows(width), [&](std::int64_t begin, std::int64_t end) {
+      kernels::softmax_gradient(words + begin * width, label + begin, factor + 3 * begin, end - begin, first, width);
+    });
+    return;
+  }
+  for_each_slice(logits, [&](std::int64_t row, std::int64_t rows) {
+    Tensor part = logits.narrow(0, row, rows);
+    const Place at = place(labels.narrow(0, row, rows), first, width);
+    const Tensor wide = factors.narrow(0, row, rows).to(wide_type(logits));
+    Tensor d = at::exp(part.to(wide.scalar_type()) - wide.narrow(1, 0, 1)).mul_(wide.narrow(1, 1, 1));
+    d.scatter_add_(1, at.column, wide.narrow(1, 2, 1).neg() * at.inside);
+    part.copy_(d);
+  });
+}
+
+}  // namespace tierflow::models

@@ -1,0 +1,130 @@
+#include "runtime/models/tiled_head.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "runtime/exception.h"
+#include "runtime/models/loss_head.h"
+#include "runtime/models/ops.h"
+
+namespace tierflow::models {
+namespace {
+
+// Calls use(first token, tokens, their logits in the tile), the logits to be overwritten.
+template <class Use>
+void for_each_chunk(const Tensor& normed, const Tensor& output, Use use) {
+  const std::int64_t tokens = normed.size(0),
+                     chunk = std::min(tokens, head_chunk_rows(output.size(0), output.is_cuda()));
+  const Tensor buffer = at::empty({chunk, output.size(0)}, normed.options());
+  for (std::int64_t first = 0; first < tokens; first += chunk) {
+    const std::int64_t rows = std::min(chunk, tokens - first);
+    Tensor logits = buffer.narrow(0, 0, rows);
+    at::mm_out(logits, normed.narrow(0, first, rows), output.t());
+    use(first, rows, logits);
+  }
+}
+
+Tensor flat(const Tensor& labels) {
+  return labels.reshape({-1}).contiguous();
+}
+
+void check_labels(const Tensor& labels, std::int64_t vocab) {
+  if (labels.numel() > 0 && labels.max().item<std::int64_t>() >= vocab)
+    throw Exception(io::ErrorKind::usage, "a label is beyond the vocabulary of " + std::to_string(vocab));
+}
+
+// A chunk of a tile whose logits hold their gradient already: adds to the gradient of the weights, and writes the
+// hidden states' with what the tiles after this one have summed.
+void add_gradients(const Tensor& d_logits, const Tensor& output, const Tensor& d_output, const Tensor& normed,
+                   const Tensor& before, const Tensor& d) {
+  const Tensor here = at::mm(d_logits, output);
+  if (before.defined()) {
+    Tensor sum = d;
+    at::add_out(sum, before, here);
+  } else {
+    d.copy_(here);
+  }
+  add_product(d_output, d_logits, normed);
+}
+
+Tensor empty_sum(const Tensor& normed) {
+  return at::empty_like(normed, normed.options().dtype(normed.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+}
+
+}  // namespace
+
+TiledHead::TiledHead(const ModelSpec& spec, int norm_stage, const FinalNorm& norm, std::string_view tied)
+    : norm_(norm), norm_stage_(norm_stage) {
+  for (int stage = norm_stage + 1; stage < static_cast<int>(spec.stages.size()); ++stage) {
+    const TensorIndex index(spec, stage);
+    const int own = index.find("lm_head.weight");
+    tiles_.push_back(
+        {.output = own >= 0 ? own : index.at(tied), .first = spec.stages[static_cast<std::size_t>(stage)].first_row});
+  }
+}
+
+Carry TiledHead::normalise(const Weights& weights, const Tensor& hidden) const {
+  const at::NoGradGuard no_grad;
+  const Tensor out = norm_.forward(weights, hidden).out;
+  return {out, no_softmax_sums(out.size(0), out.device())};
+}
+
+Carry TiledHead::normalise_backward(const Weights& weights, const Gradients& gradients, const Tensor& hidden,
+                                    const Carry& d_out) const {
+  const at::NoGradGuard no_grad;
+  const FinalNorm::Normed normed = norm_.forward(weights, hidden);
+  return {norm_.backward(normed, gradients, d_out.at(0).to(hidden.scalar_type())).view(hidden.sizes())};
+}
+
+Carry TiledHead::forward(int stage, const Weights& weights, const Carry& carry, const Tensor& all_labels) const {
+  const at::NoGradGuard no_grad;
+  const Tensor labels = flat(all_labels), sums = carry.at(1).clone();
+  for_each_chunk(carry[0], at_or_none(weights, tile(stage).output),
+                 [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
+                   softmax_sums(logits, labels.narrow(0, first, rows), tile(stage).first, sums.narrow(0, first, rows));
+                 });
+  return {carry[0], sums};
+}
+
+Carry TiledHead::backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& d_out,
+                          const Tensor& all_labels) const {
+  const at::NoGradGuard no_grad;
+  const Tensor &before = d_out.at(0), &normed = d_out.at(1), &factors = d_out.at(2), labels = flat(all_labels);
+  const Tensor output = at_or_none(weights, tile(stage).output), d_output = at_or_none(gradients, tile(stage).output);
+  const Tensor d = at::empty_like(before);
+  for_each_chunk(normed, output, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
+    softmax_gradient(logits, labels.narrow(0, first, rows), tile(stage).first, factors.narrow(0, first, rows));
+    add_gradients(logits, output, d_output, normed.narrow(0, first, rows), before.narrow(0, first, rows),
+                  d.narrow(0, first, rows));
+  });
+  return {d, normed, factors};
+}
+
+double TiledHead::loss(const Weights& weights, const Carry& carry, const Tensor& labels) const {
+  const at::NoGradGuard no_grad;
+  const int last = norm_stage_ + static_cast<int>(tiles_.size());
+  check_labels(labels, tiles_.back().first + weights[static_cast<std::size_t>(tiles_.back().output)].size(0));
+  return sum_in_order(softmax_losses(forward(last, weights, carry, labels).at(1), flat(labels)));
+}
+
+HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
+                                        const Tensor& all_labels, double scale) const {
+  const at::NoGradGuard no_grad;
+  const Tile& last = tiles_.back();
+  const Tensor &normed = carry.at(0), labels = flat(all_labels), sums = carry.at(1).clone();
+  const Tensor output = at_or_none(weights, last.output), d_output = at_or_none(gradients, last.output);
+  check_labels(labels, last.first + output.size(0));
+  const Tensor factors = at::empty_like(sums), d = empty_sum(normed);
+  for_each_chunk(normed, output, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
+    const Tensor chunk_labels = labels.narrow(0, first, rows), chunk_sums = sums.narrow(0, first, rows);
+    softmax_sums(logits, chunk_labels, last.first, chunk_sums);
+    const Tensor chunk_factors = factors.narrow(0, first, rows);
+    chunk_factors.copy_(softmax_factors(chunk_sums, chunk_labels, scale));
+    softmax_gradient(logits, chunk_labels, last.first, chunk_factors);
+    add_gradients(logits, output, d_output, normed.narrow(0, first, rows), {}, d.narrow(0, first, rows));
+  });
+  return {.loss_sum = sum_in_order(softmax_losses(sums, labels)), .d_carry = {d, normed, factors}};
+}
+
+}  // namespace tierflow::models

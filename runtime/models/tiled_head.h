@@ -1,0 +1,43 @@
+#pragma once
+// The head whose vocabulary comes in tiles, each a stage: first the final norm, then forward over the tiles with
+// running sums of the softmax, then, from the last tile back to the first, logits again and gradients. Nothing but the
+// norm's input is kept for the backward. A token's logits in one tile are those that the whole head computes.
+//
+// Carries: forward {normed hidden [tokens, hidden], sums [tokens, 3]}; backward {its gradient in fp32 (fp64 beside
+// fp64), summed over the tiles so far, normed hidden, factors [tokens, 3]}; sums and factors as in ops.h.
+#include <vector>
+
+#include "runtime/models/final_norm.h"
+
+namespace tierflow::models {
+
+class TiledHead {
+ public:
+  // The stages from the final norm to the last tile. Output weights as in LossHead.
+  TiledHead(const ModelSpec& spec, int norm_stage, const FinalNorm& norm, std::string_view tied);
+
+  Carry normalise(const Weights& weights, const at::Tensor& hidden) const;
+  Carry normalise_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,
+                           const Carry& d_out) const;
+
+  Carry forward(int stage, const Weights& weights, const Carry& carry, const at::Tensor& labels) const;
+  Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& d_out,
+                 const at::Tensor& labels) const;
+
+  // The last tile. Throws (kind usage) for a label beyond the vocabulary.
+  double loss(const Weights& weights, const Carry& carry, const at::Tensor& labels) const;
+  HeadResult loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
+                               const at::Tensor& labels, double scale) const;
+
+ private:
+  struct Tile {
+    int output = -1;  // of its weights
+    std::int64_t first = 0;
+  };
+  const Tile& tile(int stage) const { return tiles_.at(static_cast<std::size_t>(stage - norm_stage_ - 1)); }
+  FinalNorm norm_;
+  int norm_stage_;
+  std::vector<Tile> tiles_;
+};
+
+}  // namespace tierflow::models
