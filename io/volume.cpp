@@ -105,6 +105,11 @@ Error check_space(const std::vector<Member>& members) {
   return {};
 }
 
+bool on_several_drives(const std::vector<Member>& members) {
+  return std::any_of(members.begin(), members.end(),
+                     [&](const Member& member) { return member.file.device() != members.front().file.device(); });
+}
+
 Error largest_alignment(const std::vector<Member>& members, std::uint64_t unit, std::size_t& alignment) {
   alignment = 4096;
   for (const Member& member : members) alignment = std::max(alignment, member.file.alignment());
@@ -131,7 +136,7 @@ Result<std::unique_ptr<Volume>> Volume::create(const VolumeOptions& options) {
   std::vector<std::uint32_t> weights(undo.members.size(), 1);
   if (!options.speeds.empty()) {
     weights = weights_for(options.speeds);
-  } else if (options.measure_speeds && weights.size() > 1) {
+  } else if (options.measure_speeds && on_several_drives(undo.members)) {
     Result<std::vector<double>> speeds = io::measure_speeds(options);
     if (!speeds) return speeds.error();
     weights = weights_for(*speeds);

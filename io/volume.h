@@ -63,7 +63,8 @@ struct VolumeOptions {
   bool allow_any_filesystem = false;         // accept tmpfs, NFS and the like, where the "drive" is RAM or remote
 
   // Relative speeds of the drives, in the order of `directories`: the stripes are dealt out in this proportion. Empty:
-  // equal, unless measure_speeds asks create() to measure each drive first (at most 256 MiB, written twice and read).
+  // equal, unless measure_speeds asks create() to measure each drive first (at most 256 MiB, written twice and
+  // read). Folders on one drive are equal without measuring.
   std::vector<double> speeds;
   bool measure_speeds = false;
 

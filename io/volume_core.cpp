@@ -41,7 +41,7 @@ VolumeCore::~VolumeCore() {
   if (thread_.joinable()) thread_.join();
   if (engine_ && engine_->in_flight() != 0) {
     // The drive has not answered within the limit. It may do so at any time: engine, buffers and files stay for ever.
-    engine_.release();
+    (void)engine_.release();
     new std::vector<Member>(std::move(members_));
   }
 }

@@ -2,6 +2,8 @@
 
 #include <gmock/gmock.h>
 
+#include <fstream>
+
 #include "tests/io/volume_fixture.h"
 
 namespace tierflow::io {
@@ -65,6 +67,20 @@ TEST(BenchTest, MeasuredSpeedsShapeTheStripes) {
   ASSERT_TRUE(volume);
   EXPECT_EQ(std::filesystem::file_size(folder.path() / "a" / "state.tfv"), 3U << 20);  // 1 MiB header, 2 MiB data
   EXPECT_EQ(std::filesystem::file_size(folder.path() / "b" / "state.tfv"), 7U << 20);
+}
+
+TEST(BenchTest, FoldersOnOneDriveAreEqualAndNotMeasured) {
+  testing::TempDir folder;
+  VolumeOptions options = options_in(folder, 8 << 20);
+  options.directories = {folder.path() / "a", folder.path() / "b"};
+  options.measure_speeds = true;
+  // A measurement would refuse to overwrite this.
+  std::filesystem::create_directory(folder.path() / "a");
+  std::ofstream(folder.path() / "a" / "tierflow-bench.tfv") << "in the way";
+  auto volume = create(options);
+  ASSERT_TRUE(volume);
+  for (const char* name : {"a", "b"})
+    EXPECT_EQ(std::filesystem::file_size(folder.path() / name / "state.tfv"), 5U << 20);
 }
 
 }  // namespace

@@ -70,6 +70,26 @@ TEST(FilesystemTest, AfterTheStartAFullDriveDoesNotMatter) {
   }
 }
 
+TEST(FilesystemTest, SeveralDrivesAreMeasuredBeforeTheyAreStriped) {
+  testing::TempDir folder;
+  std::filesystem::create_directory(folder.path() / "one");
+  std::filesystem::create_directory(folder.path() / "two");
+  LoopDisk one(folder.path() / "one", 64 * kMiB), two(folder.path() / "two", 64 * kMiB);
+  NEED(one);
+  NEED(two);
+  VolumeOptions options = on(one.path(), 16 * kMiB);
+  options.directories = {one.path(), two.path()};
+  options.measure_speeds = true;
+  options.block = 64 << 10;
+  std::ofstream(two.path() / "tierflow-bench.tfv") << "in the way of a measurement";
+  EXPECT_FALSE(Volume::create(options).ok());
+  std::filesystem::remove(two.path() / "tierflow-bench.tfv");
+  auto volume = create(options);
+  ASSERT_TRUE(volume);
+  EXPECT_FALSE(write_pattern(*volume, 0, 16 * kMiB, 5));
+  EXPECT_TRUE(read_holds(*volume, 0, 16 * kMiB, 5));
+}
+
 TEST(FilesystemTest, LargeSectorsAreRespected) {
   testing::TempDir folder;
   LoopDisk disk(folder.path(), 64 * kMiB, 4096);
