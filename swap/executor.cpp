@@ -76,8 +76,17 @@ void Executor::Impl::finish_locked(TaskId id) {
   const double end = now();
   if (at.task.lane != Lane::disk_read && at.task.lane != Lane::disk_write) counter.busy_seconds += end - at.begin;
   if (options.record)
-    records.push_back(
-        {at.task.kind, at.task.lane, at.task.pass, at.task.stage, at.task.micro_batch, at.task.chunk, at.begin, end});
+    records.push_back({.id = id,
+                       .kind = at.task.kind,
+                       .lane = at.task.lane,
+                       .pass = at.task.pass,
+                       .stage = at.task.stage,
+                       .micro_batch = at.task.micro_batch,
+                       .chunk = at.task.chunk,
+                       .bytes = at.task.bytes,
+                       .dependencies = at.task.dependencies,
+                       .begin = at.begin,
+                       .end = end});
   for (TaskId dependent : at.dependents) {
     Node& next = node(dependent);
     if (--next.waiting != 0) continue;
@@ -288,6 +297,10 @@ io::Error Executor::write_back() {
 std::array<LaneCounters, kLanes> Executor::counters() const {
   std::lock_guard lock(impl_->mutex);
   return impl_->counters;
+}
+
+double Executor::now() const {
+  return impl_->now();
 }
 
 std::vector<TaskRecord> Executor::take_records() {

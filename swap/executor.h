@@ -15,6 +15,7 @@
 #include "swap/layout.h"
 #include "swap/plan.h"
 #include "swap/store.h"
+#include "swap/timeline.h"
 
 namespace tierflow::swap {
 
@@ -39,15 +40,6 @@ struct Entered {
 struct LaneCounters {
   std::uint64_t tasks = 0, bytes = 0;
   double busy_seconds = 0;
-};
-
-// When a task ran, in seconds since the executor was made.
-struct TaskRecord {
-  TaskKind kind = TaskKind::compute;
-  Lane lane = Lane::compute;
-  Pass pass = Pass::forward;
-  int stage = -1, micro_batch = -1, chunk = -1;
-  double begin = 0, end = 0;
 };
 
 struct ExecutorOptions {
@@ -83,7 +75,9 @@ class Executor {
   // Between plans: writes what is resident to the store, so that a commit there covers it.
   io::Error write_back();
   std::array<LaneCounters, kLanes> counters() const;
+  // What ran since the last call, where options.record asks for it; times in seconds since the executor was made.
   std::vector<TaskRecord> take_records();
+  double now() const;  // on that clock
   // Makes the error every later call returns: how a client stops the run.
   void fail(io::Error error);
 

@@ -1,0 +1,308 @@
+#include "swap/check.h"
+
+#include <algorithm>
+
+namespace tierflow::swap {
+
+PlanChecker::PlanChecker(const Layout& layout, const Arrangement& arrangement)
+    : layout_(layout), arrangement_(arrangement) {
+  const std::size_t chunks = layout.chunks().size();
+  words_.resize(arrangement.word_buffers);
+  states_.resize(arrangement.state_buffers);
+  carries_.resize(layout.stages().size() * arrangement.micro_batches);
+  for (auto* list : {&resident_[0], &resident_[1], &resident_[2], &stored_[0], &stored_[1], &stored_[2]})
+    list->resize(chunks);
+  version_.assign(chunks, 0);
+  for (int id = 0; id < static_cast<int>(chunks); ++id) {
+    (arrangement.hi_resident[id] ? resident_[0][id] : stored_[0][id]).content = {What::words, id};
+    (arrangement.state_resident[id] ? resident_[1][id] : stored_[1][id]).content = {What::state, id};
+  }
+}
+
+io::Error PlanChecker::train_step(const Plan& plan, bool pending) {
+  ++step_;
+  const bool staged = arrangement_.staged;
+  gradient_of_ = staged ? step_ - 1 : step_;
+  // Computed with: the weights after every update that is owed, before this step's own.
+  play(plan, staged && pending ? 1 : 0);
+  return expect_each_chunk(staged ? (pending ? 1 : 0) : 1, staged ? 1 : 0);
+}
+
+io::Error PlanChecker::flush(const Plan& plan) {
+  gradient_of_ = step_;
+  play(plan, 1);
+  return expect_each_chunk(1, 0);
+}
+
+io::Error PlanChecker::evaluate(const Plan& plan) {
+  play(plan, 0);
+  return expect_each_chunk(0, 0);
+}
+
+io::Error PlanChecker::expect_each_chunk(int updates, int measurements) {
+  task_text_ = "at the end of the plan";
+  for (std::size_t id = 0; id < updated_.size(); ++id) {
+    const bool trained = layout_.chunks()[id].trainable;
+    if (updated_[id] != (trained ? updates : 0))
+      wrong("chunk " + std::to_string(id) + " was updated " + std::to_string(updated_[id]) + " times");
+    if (measured_[id] != (trained ? measurements : 0))
+      wrong("chunk " + std::to_string(id) + " was measured " + std::to_string(measured_[id]) + " times");
+  }
+  if (problem_.empty()) return {};
+  return {.kind = io::ErrorKind::corruption, .operation = "check the plan", .detail = problem_};
+}
+
+void PlanChecker::play(const Plan& plan, int updates_due) {
+  problem_.clear();
+  due_ = version_;
+  for (std::size_t id = 0; id < due_.size(); ++id)
+    if (layout_.chunks()[id].trainable) due_[id] += updates_due;
+  updated_.assign(version_.size(), 0);
+  measured_.assign(version_.size(), 0);
+  if (dependencies_.empty()) first_id_ = plan.first_id;
+  id_ = plan.first_id;
+  for (const Task& task : plan.tasks) {
+    dependencies_.push_back(task.dependencies);
+    task_text_ = "task " + std::to_string(id_) + " (" + task_name(task.kind) + ", stage " + std::to_string(task.stage) +
+                 ", chunk " + std::to_string(task.chunk) + ")";
+    for (TaskId dependency : task.dependencies)
+      if (dependency >= id_) wrong("depends on a later task: the lanes would deadlock");
+    if (task.kind == TaskKind::compute)
+      compute(task, plan);
+    else if (task.kind == TaskKind::update || task.kind == TaskKind::measure)
+      update(task);
+    else
+      move(task);
+    if (!problem_.empty()) return;
+    ++id_;
+  }
+}
+
+void PlanChecker::move(const Task& task) {
+  const bool carries = task.kind == TaskKind::save_carry || task.kind == TaskKind::load_carry;
+  if (!carries && (task.chunk < 0 || task.chunk >= static_cast<int>(version_.size()))) return wrong("names no chunk");
+  const Content words{What::words, task.chunk, carries ? 0 : version_[task.chunk]},
+      state{What::state, task.chunk, carries ? 0 : version_[task.chunk]},
+      carry{What::carry, task.stage, step_, task.micro_batch};
+  const auto stage_in = [&](ExtentKind kind, const HostRef& to, const Content& content) {
+    read(stored(kind, task.chunk), content, "storage");
+    write(host(to), content);
+  };
+  const auto stage_out = [&](const HostRef& from, ExtentKind kind, const Content& content) {
+    read(host(from), content, "the host buffer");
+    write(stored(kind, task.chunk), content);
+  };
+  switch (task.kind) {
+    case TaskKind::read_hi:
+      return stage_in(ExtentKind::hi, task.words, words);
+    case TaskKind::read_state:
+      return stage_in(ExtentKind::state, task.state, state);
+    case TaskKind::read_gradient:
+      return stage_in(ExtentKind::gradient, task.gradient, {What::gradient, task.chunk, gradient_of_});
+    case TaskKind::write_hi:
+      return stage_out(task.words, ExtentKind::hi, words);
+    case TaskKind::write_state:
+      return stage_out(task.state, ExtentKind::state, state);
+    case TaskKind::write_gradient:
+      if (measured_[task.chunk] == 0) wrong("the gradient has not been measured");
+      return stage_out(task.gradient, ExtentKind::gradient, {What::gradient, task.chunk, step_});
+    case TaskKind::upload_hi:
+      read(host(task.words), words, "the host buffer");
+      return write_device(task.device_offset, task.bytes, words);
+    case TaskKind::download_hi:
+      read_device(task.device_offset, task.bytes, words);
+      return write(host(task.words), words);
+    case TaskKind::download_gradient: {
+      const int unit = layout_.chunks()[task.chunk].unit;
+      read_device(task.device_offset, 2 * task.bytes,
+                  {What::sum, unit, step_, layout_.users_of(unit) * arrangement_.micro_batches});
+      return write(host(task.gradient), {What::gradient, task.chunk, step_});
+    }
+    case TaskKind::save_carry:
+      read_device(task.device_offset, task.bytes, carry);
+      return write(host(task.words), carry);
+    default:
+      read(host(task.words), carry, "the host copy");
+      return write_device(task.device_offset, task.bytes, carry);
+  }
+}
+
+void PlanChecker::compute(const Task& task, const Plan& plan) {
+  if (task.visit < 0 || task.visit >= static_cast<int>(plan.visits.size())) return wrong("belongs to no visit");
+  const Visit& visit = plan.visits[task.visit];
+  const StageShape& stage = layout_.stages()[task.stage];
+  const bool gradients = task.pass == Pass::backward || task.pass == Pass::head;
+  const bool weights = task.pass != Pass::backward || stage.backward_needs_weights;
+  for (std::size_t position = 0; position < stage.units.size(); ++position) {
+    const int unit = stage.units[position];
+    if (weights && visit.weights[position] == kNowhere) return wrong("the visit has no weights");
+    if (weights)
+      for (const Chunk& chunk : layout_.chunks_of(unit)) {
+        const int id = layout_.first_chunk(unit) + chunk.index;
+        read_device(visit.weights[position] + 2 * chunk.first, chunk.word_bytes(), {What::words, id, due_[id]});
+      }
+    if (gradients && layout_.units()[unit].trainable) sum_gradient(task, visit, position, unit);
+  }
+  if (task.device_offset == kNowhere) return;
+  const Content carry{What::carry, task.stage, step_, task.micro_batch};
+  if (task.pass == Pass::forward)
+    write_device(task.device_offset, stage.carry_bytes, carry);
+  else
+    read_device(task.device_offset, stage.carry_bytes, carry);
+}
+
+// A gradient grows by one part a micro-batch; the first of a fresh one starts from nothing.
+void PlanChecker::sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit) {
+  const std::uint64_t begin = visit.gradients[position], bytes = 4 * layout_.unit_elements(unit);
+  if (begin == kNowhere) return wrong("the visit has no place for the gradient of unit " + std::to_string(unit));
+  Content sum{What::sum, unit, step_, 0};
+  if (task.micro_batch != 0 || !visit.fresh_gradient[position]) {
+    const auto found = device_.find(begin);
+    if (found != device_.end()) sum.parts = found->second.content.parts;
+    read_device(begin, bytes, sum);
+  }
+  ++sum.parts;
+  write_device(begin, bytes, sum);
+}
+
+void PlanChecker::update(const Task& task) {
+  if (task.chunk < 0 || task.chunk >= static_cast<int>(version_.size())) return wrong("names no chunk");
+  Held& gradient = host(task.gradient);
+  if (task.kind == TaskKind::measure) {
+    const Content measured{What::gradient, task.chunk, step_};
+    ++measured_[task.chunk];
+    read(gradient, measured, "the gradient");
+    return write(gradient, measured);  // what writes it to storage takes the checksum made here along
+  }
+  read(gradient, {What::gradient, task.chunk, gradient_of_}, "the gradient");
+  const int before = version_[task.chunk]++;
+  ++updated_[task.chunk];
+  for (const auto& [ref, what] : {std::pair{&task.words, What::words}, std::pair{&task.state, What::state}}) {
+    Held& held = host(*ref);
+    read(held, {what, task.chunk, before}, what == What::words ? "the words" : "the state");
+    write(held, {what, task.chunk, before + 1});
+  }
+}
+
+void PlanChecker::wrong(const std::string& detail) {
+  if (problem_.empty()) problem_ = task_text_ + ": " + detail;
+}
+
+PlanChecker::Held& PlanChecker::host(const HostRef& ref) {
+  std::vector<Held>* list = nullptr;
+  const std::vector<bool>* exists = nullptr;
+  switch (ref.where) {
+    case HostRef::Where::word_buffer:
+      list = &words_;
+      break;
+    case HostRef::Where::state_buffer:
+      list = &states_;
+      break;
+    case HostRef::Where::resident_hi:
+      list = &resident_[0];
+      exists = &arrangement_.hi_resident;
+      break;
+    case HostRef::Where::resident_state:
+      list = &resident_[1];
+      exists = &arrangement_.state_resident;
+      break;
+    case HostRef::Where::resident_gradient:
+      list = &resident_[2];
+      exists = &arrangement_.gradient_resident;
+      break;
+    case HostRef::Where::carry:
+      list = &carries_;
+      break;
+    case HostRef::Where::none:
+      break;
+  }
+  if (list == nullptr || ref.index < 0 || ref.index >= static_cast<int>(list->size()) ||
+      (exists != nullptr && !(*exists)[ref.index])) {
+    wrong("names host memory that does not exist");
+    return nowhere_;
+  }
+  return (*list)[ref.index];
+}
+
+// Whether the task at hand waits for `earlier`, directly or through others.
+bool PlanChecker::follows(TaskId earlier) const {
+  std::vector<TaskId> open{id_};
+  std::vector<TaskId> seen;
+  while (!open.empty()) {
+    const TaskId at = open.back();
+    open.pop_back();
+    for (TaskId dependency : dependencies_[at - first_id_]) {
+      if (dependency == earlier) return true;
+      if (dependency < earlier || std::find(seen.begin(), seen.end(), dependency) != seen.end()) continue;
+      seen.push_back(dependency);
+      open.push_back(dependency);
+    }
+  }
+  return false;
+}
+
+void PlanChecker::read(Held& held, const Content& expected, const char* where) {
+  if (held.content != expected) wrong(std::string(where) + " does not hold what it needs");
+  if (held.written && held.writer != id_ && !follows(held.writer))
+    wrong("does not wait for task " + std::to_string(held.writer) + ", which writes what it reads");
+  held.readers.push_back(id_);
+}
+
+void PlanChecker::write(Held& held, const Content& content) {
+  if (held.written && held.writer != id_ && !follows(held.writer))
+    wrong("does not wait for task " + std::to_string(held.writer) + ", which writes the same bytes");
+  for (TaskId reader : held.readers)
+    if (reader != id_ && !follows(reader))
+      wrong("overwrites what task " + std::to_string(reader) + " may still be reading");
+  held.content = content;
+  held.written = true;
+  held.writer = id_;
+  held.readers.clear();
+}
+
+bool PlanChecker::in_arena(std::uint64_t begin, std::uint64_t bytes) {
+  const bool inside = begin <= arrangement_.device_bytes() && bytes <= arrangement_.device_bytes() - begin;
+  if (!inside) wrong("reaches beyond the device arena");
+  return inside;
+}
+
+void PlanChecker::split(std::uint64_t at) {
+  auto next = device_.upper_bound(at);
+  if (next == device_.begin()) return;
+  const auto found = std::prev(next);
+  if (found->first == at || found->second.end <= at) return;
+  Range tail = found->second;
+  tail.content = {};  // part of something is nothing to rely on
+  found->second.content = {};
+  found->second.end = at;
+  device_.emplace(at, std::move(tail));
+}
+
+void PlanChecker::read_device(std::uint64_t begin, std::uint64_t bytes, const Content& expected) {
+  if (!in_arena(begin, bytes)) return;
+  // A chunk's part of a gradient sum is read by itself.
+  auto at = device_.upper_bound(begin);
+  if (at == device_.begin()) return wrong("reads device memory that nothing has written");
+  for (at = std::prev(at); at != device_.end() && at->first < begin + bytes; ++at)
+    read(at->second, expected, "the device");
+  if (std::prev(at)->second.end < begin + bytes) wrong("reads device memory that nothing has written");
+}
+
+void PlanChecker::write_device(std::uint64_t begin, std::uint64_t bytes, const Content& content) {
+  if (!in_arena(begin, bytes) || bytes == 0) return;
+  split(begin);
+  split(begin + bytes);
+  Range range;
+  auto at = device_.lower_bound(begin);
+  while (at != device_.end() && at->first < begin + bytes) {
+    write(at->second, content);
+    at = device_.erase(at);
+  }
+  range.content = content;
+  range.written = true;
+  range.writer = id_;
+  range.end = begin + bytes;
+  device_.emplace(begin, std::move(range));
+}
+
+}  // namespace tierflow::swap

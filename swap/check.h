@@ -1,0 +1,80 @@
+#pragma once
+// Proves a sequence of plans before anything is allocated, from what each task says it moves and not from what the
+// planner thought of while it made them:
+//  - every buffer, slot and resident extent that a task names exists, and every range lies in the device arena;
+//  - two tasks that touch the same bytes, one of them writing, are ordered by dependencies;
+//  - dependencies point backwards, so that lanes in plan order cannot deadlock;
+//  - played in order, every task finds the bytes it is for: the chunk it names, updated as often as steps have passed,
+//    the gradient of the step with every micro-batch in it;
+//  - every trainable chunk is updated once a step, and measured once where gradients are staged.
+#include <map>
+#include <string>
+#include <vector>
+
+#include "io/error.h"
+#include "swap/plan.h"
+
+namespace tierflow::swap {
+
+class PlanChecker {
+ public:
+  // Both outlive the checker.
+  PlanChecker(const Layout& layout, const Arrangement& arrangement);
+
+  // The next plan of the run, as Planner made it with the same arguments. What is returned names the task and what is
+  // wrong with it; it is a defect of the planner (kind corruption), never of the user.
+  io::Error train_step(const Plan& plan, bool pending);
+  io::Error flush(const Plan& plan);
+  io::Error evaluate(const Plan& plan);
+
+ private:
+  enum class What : std::uint8_t { nothing, words, state, gradient, sum, carry };
+  struct Content {
+    What what = What::nothing;
+    int of = -1;      // chunk; unit of a sum on the device; stage of a carry
+    int version = 0;  // updates applied to the chunk; of gradients and carries the step they belong to
+    int parts = 0;    // micro-batches added to a sum; the micro-batch of a carry
+    bool operator==(const Content&) const = default;
+  };
+  struct Held {
+    Content content;
+    TaskId writer = 0;
+    bool written = false;
+    std::vector<TaskId> readers;
+  };
+  struct Range : Held {
+    std::uint64_t end = 0;
+  };
+
+  void play(const Plan& plan, int updates_due);
+  void move(const Task& task);
+  void compute(const Task& task, const Plan& plan);
+  void sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit);
+  void update(const Task& task);
+  io::Error expect_each_chunk(int updates, int measurements);
+
+  void wrong(const std::string& detail);
+  void read(Held& held, const Content& expected, const char* where);
+  void write(Held& held, const Content& content);
+  void read_device(std::uint64_t begin, std::uint64_t bytes, const Content& expected);
+  void write_device(std::uint64_t begin, std::uint64_t bytes, const Content& content);
+  bool in_arena(std::uint64_t begin, std::uint64_t bytes);
+  void split(std::uint64_t at);
+  Held& host(const HostRef& ref);
+  Held& stored(ExtentKind kind, int chunk) { return stored_[static_cast<int>(kind)][chunk]; }
+  bool follows(TaskId earlier) const;
+
+  const Layout& layout_;
+  const Arrangement& arrangement_;
+  std::vector<Held> words_, states_, resident_[3], stored_[3], carries_;
+  Held nowhere_;
+  std::map<std::uint64_t, Range> device_;
+  std::vector<int> version_, due_, updated_, measured_;  // by chunk; the last two in this plan
+  std::vector<std::vector<TaskId>> dependencies_;        // of every task so far
+  TaskId first_id_ = 0, id_ = 0;
+  int step_ = 0;         // training steps planned
+  int gradient_of_ = 0;  // the step whose gradients this plan's updates apply
+  std::string problem_, task_text_;
+};
+
+}  // namespace tierflow::swap
