@@ -24,7 +24,7 @@ io::Error Executor::Impl::allocate() {
   const auto cut_buffers = [&](auto& buffers, auto& spans, int count, std::size_t size) {
     for (int i = 0; i < count; ++i) {
       spans.push_back(memory->cut(round_up(size, kSector)));
-      buffers.emplace_back(spans.back().data(), spans.back().size(), nullptr, nullptr);
+      buffers.push_back(memory->lend(spans.back()));
     }
   };
   cut_buffers(word_buffers, word_bytes, arrangement.word_buffers, layout.max_word_bytes());
@@ -230,6 +230,10 @@ void Executor::fail(io::Error error) {
 io::Error Executor::access(ExtentKind kind, int chunk, bool writes,
                            const std::function<void(std::span<std::byte>)>& use) {
   Impl& impl = *impl_;
+  {
+    std::lock_guard lock(impl.mutex);
+    if (impl.error) return impl.error;  // the buffers may be gone with a drive that does not answer
+  }
   if (const auto resident = impl.residents[static_cast<int>(kind)][chunk]; !resident.empty()) {
     use(resident);
     return {};
@@ -253,15 +257,24 @@ io::Error Executor::access(ExtentKind kind, int chunk, bool writes,
     done = true;
     impl.client_wakes.notify_all();
   };
-  if (writes)
-    impl.store->write(kind, chunk, std::move(home), arrived);
-  else
-    impl.store->read(kind, chunk, std::move(home), arrived);
-  std::unique_lock lock(impl.mutex);
-  impl.client_wakes.wait(lock, [&] { return done; });
-  lock.unlock();
+  const auto move = [&] {
+    done = false;
+    if (writes)
+      impl.store->write(kind, chunk, std::move(home), arrived);
+    else
+      impl.store->read(kind, chunk, std::move(home), arrived);
+    std::unique_lock lock(impl.mutex);
+    impl.client_wakes.wait(lock, [&] { return done; });
+    if (error && !impl.error) impl.error = error;
+  };
+  move();
   if (error || writes) return error;
-  if (io::Error wrong = impl.store->verify(kind, chunk, bytes)) return wrong;
+  if (const io::Error wrong = impl.store->verify(kind, chunk, bytes)) {
+    impl.store->report_second_reading(wrong);
+    move();
+    if (error) return error;
+    if (io::Error again = impl.store->verify(kind, chunk, bytes)) return again;
+  }
   use(bytes);
   return {};
 }
@@ -281,13 +294,12 @@ io::Error Executor::write_back() {
         ++outstanding;
       }
       impl.store->stamp(kind, chunk, bytes);
-      impl.store->write(kind, chunk, io::Buffer(bytes.data(), bytes.size(), nullptr, nullptr),
-                        [&](io::Completion&& completion) {
-                          std::lock_guard lock(impl.mutex);
-                          if (completion.error && !first) first = std::move(completion.error);
-                          --outstanding;
-                          impl.client_wakes.notify_all();
-                        });
+      impl.store->write(kind, chunk, impl.memory->lend(bytes), [&](io::Completion&& completion) {
+        std::lock_guard lock(impl.mutex);
+        if (completion.error && !first) first = std::move(completion.error);
+        --outstanding;
+        impl.client_wakes.notify_all();
+      });
     }
   std::unique_lock lock(impl.mutex);
   impl.client_wakes.wait(lock, [&] { return outstanding == 0; });
