@@ -1,0 +1,39 @@
+"""Documents that name tests name tests that exist."""
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAMS = ("io_test", "swap_test")
+
+
+def listed(program):
+    names, suite = set(), ""
+    for line in subprocess.run([program, "--gtest_list_tests"], capture_output=True, text=True, check=True).stdout.splitlines():
+        word = line.split("#")[0].split()
+        if word and not line.startswith(" "):
+            suite = word[0].rstrip(".").split("/")[-1]
+        elif word:
+            names.add(f"{suite}.{word[0].split('/')[0]}")
+    return names
+
+
+def test_every_fault_has_the_test_that_its_row_names(tierflow):
+    programs = [tierflow.parent / name for name in PROGRAMS]
+    if not all(program.exists() for program in programs):
+        pytest.skip("a test program is not built")
+    known = set().union(*(listed(program) for program in programs))
+    rows = [line for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line.startswith("| ") and "`" in line]
+    assert len(rows) > 30
+    for row in rows:
+        suite, named = "", 0
+        for first, test in re.findall(r"`(\w*)\.(\w+)`", row):
+            suite = first or suite
+            assert f"{suite}.{test}" in known, row
+            named += 1
+        for file, test in re.findall(r"`(\w+\.py)::(\w+)`", row):
+            assert f"def {test}(" in (ROOT / "tests" / "python" / file).read_text(), row
+            named += 1
+        assert named, row
