@@ -31,7 +31,6 @@ struct Session::Impl {
   void count_writes();
   std::uint64_t writes_of_next_step() const;  // those of bringing its state out included
   void load(const WeightSource& weights, const Progress& progress);
-  void load_chunk(int id, const WeightSource& weights);
 
   // session.cpp
   StepResult step(const std::vector<MicroBatch>& batches, double lr);

@@ -2,6 +2,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "runtime/chunk_io.h"
 #include "runtime/session_impl.h"
 
 namespace tierflow {
@@ -212,52 +213,10 @@ void Session::Impl::load(const WeightSource& weights, const Progress& progress) 
   std::uint64_t done = 0, total = 0;
   for (const swap::Chunk& chunk : layout->chunks()) total += chunk.elements;
   for (int id = 0; id < static_cast<int>(layout->chunks().size()); ++id) {
-    load_chunk(id, weights);
+    load_chunk(*executor, *layout, packed, model->spec().units, id, options.train, threads, weights);
     done += layout->chunks()[id].elements;
     if (progress) progress("loading weights", done, total);
   }
-}
-
-void Session::Impl::load_chunk(int id, const WeightSource& weights) {
-  const swap::Chunk& chunk = layout->chunks()[id];
-  const PackedUnit& unit = packed.units[chunk.unit];
-  const UnitSpec& spec = model->spec().units[chunk.unit];
-  struct Piece {
-    const TensorSpec* tensor;
-    std::uint64_t in_tensor, in_chunk, elements;
-  };
-  std::vector<Piece> pieces;
-  for_each_piece(unit, chunk,
-                 [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-                   for (std::uint64_t at = 0; at < count; at += swap::kChunkQuantum)
-                     pieces.push_back({&spec.tensors[tensor.tensor], in_tensor + at, in_chunk + at,
-                                       std::min<std::uint64_t>(swap::kChunkQuantum, count - at)});
-                 });
-  const auto fill = [&](std::uint16_t* hi, std::uint16_t* lo) {
-    threads.each(pieces.size(), [&](std::size_t index) {
-      const Piece& piece = pieces[index];
-      std::vector<float> values(piece.elements);
-      weights(*piece.tensor, piece.in_tensor, values);
-      if (lo != nullptr)
-        return optim::split_master(values.data(), hi + piece.in_chunk, lo + piece.in_chunk, piece.elements);
-      for (std::uint64_t i = 0; i < piece.elements; ++i) hi[piece.in_chunk + i] = optim::bf16_from_float(values[i]);
-    });
-  };
-  io::Error inner;
-  const io::Error outer = executor->access(swap::ExtentKind::hi, id, true, [&](std::span<std::byte> words) {
-    std::fill(words.begin(), words.end(), std::byte{0});
-    auto* hi = reinterpret_cast<std::uint16_t*>(words.data());
-    if (!options.train || !chunk.trainable) return fill(hi, nullptr);
-    inner = executor->access(swap::ExtentKind::state, id, true, [&](std::span<std::byte> state) {
-      std::fill(state.begin(), state.end(), std::byte{0});
-      const optim::State view = state_view(unit.formats[chunk.group], chunk.elements, hi, state.data());
-      optim::zero_moment(view.m, chunk.elements, true);
-      optim::zero_moment(view.v, chunk.elements, false);
-      fill(hi, view.lo);
-    });
-  });
-  throw_if(inner);
-  throw_if(outer);
 }
 
 }  // namespace tierflow

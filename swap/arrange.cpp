@@ -19,13 +19,18 @@ struct DeviceNeeds {
   std::uint64_t largest_carry = 0;
 };
 
-DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train) {
+// sums: no gradient stays on the device beyond its visit, and a visit's gradients lie there together.
+DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bool sums) {
   DeviceNeeds needs;
   const int stages = static_cast<int>(layout.stages().size());
   for (int index = 0; index < stages; ++index) {
     const StageShape& stage = layout.stages()[index];
-    std::uint64_t weights = 0;
-    for (int unit : stage.units) weights += 2 * layout.unit_elements(unit);
+    std::uint64_t weights = 0, gradients = 0;
+    for (int unit : stage.units) {
+      weights += 2 * layout.unit_elements(unit);
+      if (layout.units()[unit].trainable) gradients += 4 * layout.unit_elements(unit);
+    }
+    if (sums) needs.gradient = std::max(needs.gradient, gradients);
     needs.weights = std::max(needs.weights, weights);
     if (index > 0 && index + 1 < stages) {
       needs.block_weights = std::max(needs.block_weights, weights);
@@ -37,7 +42,7 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train) {
     const std::uint64_t gradient = 4 * layout.unit_elements(unit);
     needs.all_weights += 2 * layout.unit_elements(unit);
     if (!layout.units()[unit].trainable) continue;
-    if (layout.users_of(unit) > 1) {
+    if (layout.users_of(unit) > 1 && !sums) {
       needs.held += gradient;
       continue;
     }
@@ -72,7 +77,8 @@ std::uint64_t Arrangement::resident_bytes(const Layout& layout) const {
   for (std::size_t id = 0; id < layout.chunks().size(); ++id) {
     const Chunk& chunk = layout.chunks()[id];
     bytes += (hi_resident[id] ? chunk.word_bytes() : 0) + (state_resident[id] ? chunk.state_bytes : 0) +
-             (gradient_resident[id] ? chunk.word_bytes() : 0);
+             (gradient_resident[id] ? chunk.word_bytes() : 0) +
+             (!gradient_low_resident.empty() && gradient_low_resident[id] ? chunk.word_bytes() : 0);
   }
   return bytes;
 }
@@ -92,11 +98,12 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   result.hi_resident.assign(chunks, false);
   result.state_resident.assign(chunks, false);
   result.gradient_resident.assign(chunks, false);
+  if (request.sums) result.gradient_low_resident.assign(chunks, false);
   result.carry_on_host.assign(stages, false);
 
   // Device: one stage's weights, one unit's gradient, the tied ones; then saved carries, as many as fit; then slots for
   // overlap.
-  const DeviceNeeds needs = device_needs(layout, request.micro_batches, request.train);
+  const DeviceNeeds needs = device_needs(layout, request.micro_batches, request.train, request.sums);
   result.weight_ring = needs.weights;
   result.gradient_ring = needs.gradient;
   result.held_gradients = needs.held;
@@ -143,9 +150,10 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   for (const Chunk& chunk : layout.chunks()) {
     everything += chunk.word_bytes();
     if (!chunk.trainable || !request.train) continue;
-    everything += chunk.state_bytes + (result.staged ? chunk.word_bytes() : 0);
+    everything +=
+        chunk.state_bytes + (result.staged ? chunk.word_bytes() : 0) + (request.sums ? chunk.word_bytes() : 0);
   }
-  const int immediate_words = request.train && !result.staged ? 2 : 0;
+  const int immediate_words = request.train && (!result.staged || request.sums) ? 2 : 0;
   everything += immediate_words * word;
   if (everything <= request.host_budget) {
     for (std::size_t id = 0; id < chunks; ++id) {
@@ -153,6 +161,7 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
       result.hi_resident[id] = true;
       result.state_resident[id] = trained;
       result.gradient_resident[id] = trained && result.staged;
+      if (request.sums) result.gradient_low_resident[id] = trained;
     }
     result.word_buffers = immediate_words;
     if (request.train && !result.staged && everything + 2 * word <= request.host_budget) result.word_buffers += 2;
@@ -161,7 +170,7 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   if (!request.storage)
     return too_small("--host-memory", request.host_budget, everything,
                      "or name a --storage folder to keep the state there");
-  const int words_least = request.train ? 2 : 1, states_least = request.train ? 1 : 0;
+  const int words_least = request.sums ? 4 : request.train ? 2 : 1, states_least = request.train ? 1 : 0;
   const std::uint64_t least = carries + words_least * word + states_least * state;
   if (least > request.host_budget)
     return too_small("--host-memory", request.host_budget, least,
@@ -205,6 +214,8 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   keep(result.hi_resident, [](const Chunk& chunk) { return chunk.word_bytes(); });
   if (result.staged)
     keep(result.gradient_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.word_bytes() : 0; });
+  if (request.sums)
+    keep(result.gradient_low_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.word_bytes() : 0; });
   if (request.train)
     keep(result.state_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.state_bytes : 0; });
   return result;

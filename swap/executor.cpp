@@ -35,6 +35,8 @@ io::Error Executor::Impl::allocate() {
     if (arrangement.hi_resident[id]) residents[0][id] = memory->cut(chunk.word_bytes());
     if (arrangement.state_resident[id]) residents[1][id] = memory->cut(chunk.state_bytes);
     if (arrangement.gradient_resident[id]) residents[2][id] = memory->cut(chunk.word_bytes());
+    if (!arrangement.gradient_low_resident.empty() && arrangement.gradient_low_resident[id])
+      residents[3][id] = memory->cut(chunk.word_bytes());
   }
   carries.resize(arrangement.carry_on_host.size() * arrangement.micro_batches);
   for (std::size_t stage = 0; stage < arrangement.carry_on_host.size(); ++stage)

@@ -28,6 +28,12 @@ class HostWork {
   // words: chunk.elements hi words, state: chunk.state_bytes; both are updated in place.
   virtual io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                            std::span<std::byte> state) = 0;
+  // Adds bf16 `incoming` to the fp32 sum whose high and low words are given; where `first` the sum is what `high` holds
+  // as bf16, and `low` holds nothing yet. Called instead of measure(), which its result needs as well.
+  virtual io::Error accumulate(const Chunk& chunk, std::span<const std::byte> incoming, std::span<std::byte> high,
+                               std::span<std::byte> low, bool first);
+  // Turns a sum into the bf16 gradient that update() takes, in place in `high`.
+  virtual io::Error round_sum(const Chunk& chunk, std::span<std::byte> high, std::span<const std::byte> low);
 };
 
 struct Entered {

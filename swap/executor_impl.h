@@ -77,7 +77,7 @@ struct Executor::Impl {
   std::vector<io::Buffer> word_buffers, state_buffers;
   // The same memory: an upload may read what a write in flight, which holds the Buffer, reads as well.
   std::vector<std::span<std::byte>> word_bytes, state_bytes;
-  std::vector<std::span<std::byte>> residents[3];
+  std::vector<std::span<std::byte>> residents[kExtentKinds];
   std::vector<std::span<std::byte>> carries;
 
   mutable std::mutex mutex;

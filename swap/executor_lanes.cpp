@@ -7,6 +7,20 @@
 
 namespace tierflow::swap {
 
+namespace {
+io::Error keeps_no_sums() {
+  return {.kind = io::ErrorKind::usage, .operation = "update", .detail = "this run keeps no gradient sums"};
+}
+}  // namespace
+
+io::Error HostWork::accumulate(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>,
+                               bool) {
+  return keeps_no_sums();
+}
+io::Error HostWork::round_sum(const Chunk&, std::span<std::byte>, std::span<const std::byte>) {
+  return keeps_no_sums();
+}
+
 void Executor::Impl::lane_loop(Lane lane) {
   std::minstd_rand random(options.chaos_seed + static_cast<std::uint64_t>(lane));
   std::unique_lock lock(mutex);
@@ -54,6 +68,8 @@ std::span<std::byte> Executor::Impl::host(const HostRef& ref, std::size_t bytes)
       return residents[1][ref.index];
     case HostRef::Where::resident_gradient:
       return residents[2][ref.index];
+    case HostRef::Where::resident_gradient_low:
+      return residents[3][ref.index];
     case HostRef::Where::carry:
       return carries[ref.index];
     default:
@@ -99,6 +115,9 @@ std::pair<ExtentKind, const HostRef*> extent_of(const Task& task) {
     case TaskKind::read_state:
     case TaskKind::write_state:
       return {ExtentKind::state, &task.state};
+    case TaskKind::read_gradient_low:
+    case TaskKind::write_gradient_low:
+      return {ExtentKind::gradient_low, &task.gradient_low};
     default:
       return {ExtentKind::gradient, &task.gradient};
   }
@@ -174,6 +193,17 @@ io::Error Executor::Impl::work(Node& at) {
     if (task.gradient.where == HostRef::Where::word_buffer) store->stamp(ExtentKind::gradient, task.chunk, gradient);
     return {};
   }
+  const auto low = host(task.gradient_low, chunk.word_bytes());
+  if (task.kind == TaskKind::accumulate) {
+    if (io::Error failed =
+            at.work->accumulate(chunk, host(task.incoming, chunk.word_bytes()), gradient, low, task.first_sum))
+      return failed;
+    if (task.gradient.where == HostRef::Where::word_buffer) store->stamp(ExtentKind::gradient, task.chunk, gradient);
+    if (task.gradient_low.where == HostRef::Where::word_buffer) store->stamp(ExtentKind::gradient_low, task.chunk, low);
+    return {};
+  }
+  if (!low.empty())
+    if (io::Error failed = at.work->round_sum(chunk, gradient, low)) return failed;
   const auto words = host(task.words, chunk.word_bytes());
   const auto state = host(task.state, chunk.state_bytes);
   if (io::Error failed = at.work->update(chunk, gradient, words, state)) return failed;

@@ -9,8 +9,9 @@ const char* lane_name(Lane lane) {
 
 const char* task_name(TaskKind kind) {
   static constexpr const char* kNames[] = {
-      "read_hi",     "read_state",        "read_gradient", "write_hi",   "write_state", "write_gradient", "upload_hi",
-      "download_hi", "download_gradient", "save_carry",    "load_carry", "compute",     "measure",        "update"};
+      "read_hi",   "read_state",  "read_gradient",     "write_hi",           "write_state", "write_gradient",
+      "upload_hi", "download_hi", "download_gradient", "save_carry",         "load_carry",  "compute",
+      "measure",   "update",      "read_gradient_low", "write_gradient_low", "accumulate"};
   return kNames[static_cast<int>(kind)];
 }
 

@@ -29,6 +29,10 @@ enum class TaskKind : std::uint8_t {
   compute,     // external: between enter() and leave()
   measure,     // squares and finiteness of a staged gradient
   update,      // optimizer, in place on host bytes
+  // Sums of several visits' gradients, kept in fp32 as high and low words (VisitPlanner alone).
+  read_gradient_low,
+  write_gradient_low,
+  accumulate,  // adds a downloaded gradient to the sum
 };
 const char* task_name(TaskKind kind);
 
@@ -37,7 +41,9 @@ enum class Pass : std::uint8_t { forward, head, backward, evaluate };
 const char* pass_name(Pass pass);
 
 // Extents: what is stored, a chunk each.
-enum class ExtentKind : std::uint8_t { hi, state, gradient };
+// gradient: bf16, or the high words of an fp32 sum whose low words are gradient_low.
+enum class ExtentKind : std::uint8_t { hi, state, gradient, gradient_low };
+inline constexpr int kExtentKinds = 4;
 
 // Host bytes of a task: a streaming buffer, an extent that is resident in RAM, or the host copy of a carry.
 struct HostRef {
@@ -48,6 +54,7 @@ struct HostRef {
     resident_hi,
     resident_state,
     resident_gradient,
+    resident_gradient_low,
     carry
   };
   Where where = Where::none;
@@ -62,12 +69,14 @@ enum class Space : std::uint8_t {
   resident_hi,
   resident_state,
   resident_gradient,
+  resident_gradient_low,
   carry,
   stored_hi,
   stored_state,
-  stored_gradient
+  stored_gradient,
+  stored_gradient_low
 };
-inline constexpr int kSpaces = 10;
+inline constexpr int kSpaces = 12;
 struct Access {
   Space space = Space::device;
   std::uint64_t begin = 0, end = 0;
@@ -84,6 +93,9 @@ struct Task {
   int chunk = -1;
   int visit = -1;                   // index into Plan::visits of the compute task
   HostRef words, gradient, state;   // hi words or carry; gradient; optimizer state
+  HostRef gradient_low;             // of a sum; none where the gradient is bf16
+  HostRef incoming;                 // accumulate: the gradient to add
+  bool first_sum = false;           // accumulate: the sum so far is bf16, its low words are zero and not read
   std::uint64_t device_offset = 0;  // in the device arena: source or target
   std::uint64_t bytes = 0;          // moved; elements * 2 for update and measure
   std::vector<Access> accesses;
@@ -109,6 +121,7 @@ struct Plan {
 // Where everything lives and how many buffers there are: what budgets decide. None of it changes a result.
 struct Arrangement {
   std::vector<bool> hi_resident, state_resident, gradient_resident;  // by chunk
+  std::vector<bool> gradient_low_resident;                           // by chunk; empty where no sums are kept
   bool staged =
       true;  // gradients are kept until the global norm is known; updates run ahead of each unit's next forward
   int micro_batches = 1;
@@ -140,6 +153,7 @@ struct ArrangeRequest {
   bool staged = true;
   bool storage = true;  // false: everything must be resident
   bool train = true;    // false: forward only
+  bool sums = false;    // for VisitPlanner: gradients of several visits add up on the host
 };
 // An arrangement within the budgets, or an error of kind usage that names the smallest budget that works.
 io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& request);

@@ -2,36 +2,12 @@
 
 #include <algorithm>
 
+#include "swap/access.h"
+
 namespace tierflow::swap {
 namespace {
 
 constexpr int kLookahead = 4;  // visits fetched ahead, where the weight ring has room
-
-Access device_access(std::uint64_t begin, std::uint64_t bytes, bool writes) {
-  return {Space::device, begin, begin + bytes, writes};
-}
-Access cell_access(Space space, int index, bool writes) {
-  return {space, static_cast<std::uint64_t>(index), static_cast<std::uint64_t>(index) + 1, writes};
-}
-Space space_of(HostRef::Where where) {
-  switch (where) {
-    case HostRef::Where::word_buffer:
-      return Space::word_buffer;
-    case HostRef::Where::state_buffer:
-      return Space::state_buffer;
-    case HostRef::Where::resident_hi:
-      return Space::resident_hi;
-    case HostRef::Where::resident_state:
-      return Space::resident_state;
-    case HostRef::Where::resident_gradient:
-      return Space::resident_gradient;
-    default:
-      return Space::carry;
-  }
-}
-Access host_access(HostRef ref, bool writes) {
-  return cell_access(space_of(ref.where), ref.index, writes);
-}
 
 int earliest(std::vector<TaskId>& last_use, TaskId now) {
   const auto found = std::min_element(last_use.begin(), last_use.end());
@@ -377,10 +353,13 @@ HostRef Planner::read_state(const Chunk& chunk) {
   return state;
 }
 
-void Planner::emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state) {
+void Planner::emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state, HostRef low) {
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
-  Task& update = emit(TaskKind::update, Lane::update,
-                      {host_access(words, true), host_access(gradient, false), host_access(state, true)});
+  const bool sum = low.where != HostRef::Where::none;
+  std::vector<Access> accesses{host_access(words, true), host_access(gradient, sum), host_access(state, true)};
+  if (sum) accesses.push_back(host_access(low, false));
+  Task& update = emit(TaskKind::update, Lane::update, std::move(accesses));
+  update.gradient_low = low;
   update.chunk = id;
   update.words = words;
   update.gradient = gradient;

@@ -11,6 +11,7 @@ namespace tierflow::swap {
 
 class Planner {
  public:
+  virtual ~Planner() = default;
   Planner(const Layout& layout, const Arrangement& arrangement);
 
   // Layer-major forward and backward over all micro-batches. In a staged arrangement `pending` says that gradients of
@@ -21,7 +22,7 @@ class Planner {
   // The updates that a staged arrangement still owes.
   Plan flush();
 
- private:
+ protected:  // VisitPlanner builds on it
   // A unit's weights on the device.
   struct Region {
     int unit = -1;
@@ -42,10 +43,11 @@ class Planner {
   HostRef download_gradient(const Chunk& chunk, std::uint64_t from);
   void stage_gradient(const Chunk& chunk, std::uint64_t from);
   void update_now(const Chunk& chunk, std::uint64_t gradient_from, std::uint64_t words_from);
-  HostRef update_pending(const Chunk& chunk);
+  virtual HostRef update_pending(const Chunk& chunk);
   HostRef read_words(const Chunk& chunk);
   HostRef read_state(const Chunk& chunk);
-  void emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state);
+  // low: of a gradient that is a sum.
+  void emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state, HostRef low = {});
   HostRef take_word_buffer();
   HostRef take_state_buffer();
 

@@ -32,7 +32,7 @@ struct Superblock {
 };
 
 const char* kind_name(ExtentKind kind) {
-  static constexpr const char* kNames[] = {"hi", "state", "gradient"};
+  static constexpr const char* kNames[] = {"hi", "state", "gradient", "gradient sum"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -92,7 +92,7 @@ io::Result<Found> newest_manifest(io::Volume& volume) {
 
 Store::Store(StoreOptions options, const Layout& layout) : options_(std::move(options)), layout_(layout) {
   const auto& chunks = layout.chunks();
-  for (int kind = 0; kind < 3; ++kind) {
+  for (int kind = 0; kind < kExtentKinds; ++kind) {
     records_[kind].resize(chunks.size());
     pending_checksum_[kind].resize(chunks.size());
   }
@@ -104,7 +104,7 @@ Store::Store(StoreOptions options, const Layout& layout) : options_(std::move(op
   }
   manifest_bytes_ = round_up((std::uint64_t{1} << 20) + options_.identity.size() + 160 * chunks.size(), kSector);
   total_bytes_ = kManifestBase + 2 * manifest_bytes_ + options_.generations * (hi_bytes_ + state_bytes_) +
-                 (options_.staged_gradients ? hi_bytes_ : 0);
+                 (options_.staged_gradients ? hi_bytes_ : 0) + (options_.gradient_sums ? hi_bytes_ : 0);
 }
 
 std::uint64_t Store::bytes_needed(const StoreOptions& options, const Layout& layout) {
@@ -164,7 +164,8 @@ std::uint64_t Store::offset(ExtentKind kind, int chunk, int slot) const {
     case ExtentKind::state:
       return base + options_.generations * hi_bytes_ + slot * state_bytes_ + state_offset_[chunk];
     default:
-      return base + options_.generations * (hi_bytes_ + state_bytes_) + hi_offset_[chunk];
+      return base + options_.generations * (hi_bytes_ + state_bytes_) +
+             (kind == ExtentKind::gradient_low ? hi_bytes_ : 0) + hi_offset_[chunk];
   }
 }
 
@@ -211,7 +212,8 @@ void Store::stamp(ExtentKind kind, int chunk, std::span<const std::byte> bytes) 
 void Store::write(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done) {
   Record& at = record(kind, chunk);
   // A slot that the newest durable generation refers to is not written while there is another.
-  if (at.written && at.generation <= generation_ && options_.generations == 2 && kind != ExtentKind::gradient)
+  if (at.written && at.generation <= generation_ && options_.generations == 2 &&
+      (kind == ExtentKind::hi || kind == ExtentKind::state))
     at.slot ^= 1;
   at.checksum = pending_checksum_[static_cast<int>(kind)][chunk];
   at.generation = generation_ + 1;

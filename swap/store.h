@@ -17,6 +17,7 @@ struct StoreOptions {
   io::VolumeOptions volume;  // bytes is computed
   int generations = 1;       // 2: a commit leaves the generation before it intact until the next one is durable
   bool staged_gradients = true;
+  bool gradient_sums = false;  // room for their low words too
   std::string identity;  // JSON of the client's: what the state belongs to; kept in the manifest and given back on open
 };
 
@@ -78,8 +79,8 @@ class Store {
   StoreOptions options_;
   const Layout& layout_;
   std::unique_ptr<io::Volume> volume_;
-  std::vector<Record> records_[3];
-  std::vector<std::uint64_t> pending_checksum_[3];
+  std::vector<Record> records_[kExtentKinds];
+  std::vector<std::uint64_t> pending_checksum_[kExtentKinds];
   std::vector<std::uint64_t> hi_offset_, state_offset_;  // by chunk, within a slot
   std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, state_bytes_ = 0, total_bytes_ = 0;
   std::uint64_t run_id_ = 0;

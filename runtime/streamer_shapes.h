@@ -1,0 +1,22 @@
+#pragma once
+// What a Streamer's budgets come to: packing, layout and arrangement. Shared by streamer*.cpp.
+#include <memory>
+
+#include "runtime/streamer.h"
+#include "swap/plan.h"
+#include "swap/store.h"
+
+namespace tierflow {
+
+struct StreamShapes {
+  StreamShapes(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,
+               const StreamerOptions& options);
+  bool needs_store() const;
+  swap::StoreOptions store_options(const StreamerOptions& options) const;
+
+  PackedModel packed;
+  std::unique_ptr<swap::Layout> layout;
+  swap::Arrangement arrangement;
+};
+
+}  // namespace tierflow

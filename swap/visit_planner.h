@@ -1,0 +1,75 @@
+#pragma once
+// Plans visit by visit, for a client whose order is its own: each call gives the tasks of one visit and fetches what
+// followed it the last time. Nothing is committed further ahead than that, so a client that departs from its former
+// order costs time and nothing else. Gradients of a unit add up on the host until they are owed as an update or
+// dropped.
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "swap/planner.h"
+
+namespace tierflow::swap {
+
+struct VisitRequest {
+  int stage = 0;
+  Pass pass = Pass::forward;    // forward, backward or evaluate
+  std::vector<bool> gradients;  // backward, by unit of the stage: whether the visit adds to its gradient; of trainable
+                                // units alone
+  // backward: the next visit is the same one for another micro-batch. Their gradients then add up in fp32 on the device
+  // and leave it once, rounded to bf16; otherwise what leaves it is rounded to bf16 visit by visit and added up in
+  // fp32.
+  bool keep = false;
+};
+
+// The arrangement must have been made with `sums` and be staged.
+class VisitPlanner : private Planner {
+ public:
+  VisitPlanner(const Layout& layout, const Arrangement& arrangement);
+
+  // The tasks of one visit, its compute task among them, and those that fetch what is expected to follow.
+  Plan visit(const VisitRequest& request);
+  // A gradient kept on the device leaves it: for a client that breaks off.
+  Plan close();
+
+  // Visits whose gradient the unit's sum holds; 0 after owe() or drop().
+  int gradients_of(int unit) const { return contributions_[unit]; }
+  // Low words belong to the unit's gradient, which is a sum of several visits'.
+  bool is_sum(int unit) const { return contributions_[unit] > 1; }
+  // These units' gradients become an update each, ahead of the unit's next visit. Fetches what is expected to follow.
+  Plan owe(const std::vector<int>& units);
+  bool owes(int unit) const { return !updated_[unit]; }
+  // Forgets a unit's gradient; not one that is owed already.
+  void drop(int unit) { contributions_[unit] = 0; }
+  // The update that a unit owes, now.
+  Plan settle(int unit);
+  // Something else wrote the unit's words: copies on the device are stale.
+  void changed(int unit) { invalidate(unit); }
+  // How often a visit came that was not the expected one.
+  std::uint64_t departures() const { return departures_; }
+
+ private:
+  HostRef update_pending(const Chunk& chunk) override;
+  void observe(int key);
+  void prefetch();
+  void release_holds();
+  void open_gradients(const VisitRequest& request, Visit& visit);
+  void close_gradients();
+  void accumulate(const Chunk& chunk, std::uint64_t from);
+  // A host place for a gradient's high or low words: resident, or a buffer filled from storage where `holds` says that
+  // there is something.
+  HostRef gradient_words(TaskKind read, int chunk, bool resident, bool holds);
+
+  std::vector<int> contributions_;  // by unit
+  std::vector<bool> owed_sum_;      // by unit: the owed gradient is a sum
+  std::vector<int> holds_;          // stages fetched ahead and not visited yet
+  Visit open_;                      // whose gradients are on the device; stage -1: none
+  std::vector<bool> open_units_;    // by unit of its stage
+  // What came after two visits in a row, the last time; consecutive visits of one stage and pass count as one.
+  std::map<std::pair<int, int>, int> next_;
+  int before_ = -1, last_ = -1;
+  std::uint64_t departures_ = 0;
+};
+
+}  // namespace tierflow::swap
