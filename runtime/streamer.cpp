@@ -1,7 +1,6 @@
 #include "runtime/streamer.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "runtime/chunk_io.h"
 #include "runtime/exception.h"
@@ -188,6 +187,10 @@ torch::Tensor Streamer::gradient(int unit, int tensor) {
 void Streamer::drop_gradient(int unit) {
   impl_->planner->drop(unit);
   std::fill(impl_->touched[unit].begin(), impl_->touched[unit].end(), false);
+}
+
+void Streamer::forget(int unit, int tensor) {
+  impl_->touched[unit][tensor] = false;
 }
 
 void Streamer::step(std::vector<std::pair<int, std::vector<TensorUpdate>>> updates) {

@@ -65,7 +65,9 @@ class Streamer {
   bool finite(int unit);
   // fp32, before scaling. Between turns.
   torch::Tensor gradient(int unit, int tensor);
+  // Forgets the gradient of a unit, or of one tensor of it, which is then not updated.
   void drop_gradient(int unit);
+  void forget(int unit, int tensor);
   // The gradients of these units become updates, each ahead of its unit's next turn.
   void step(std::vector<std::pair<int, std::vector<TensorUpdate>>> updates);
   // Waits until no unit owes an update; throws where one did not reach every parameter it was asked for.

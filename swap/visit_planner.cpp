@@ -27,7 +27,8 @@ VisitPlanner::VisitPlanner(const Layout& layout, const Arrangement& arrangement)
 Plan VisitPlanner::visit(const VisitRequest& request) {
   plan_ = {.first_id = next_id_};
   observe(key_of(request.stage, request.pass));
-  if (open_.stage != -1 && (open_.stage != request.stage || request.pass != Pass::backward)) close_gradients();
+  const bool adds = request.pass == Pass::backward || request.pass == Pass::head;
+  if (open_.stage != -1 && (open_.stage != request.stage || !adds)) close_gradients();
   plan_.visits.push_back({.stage = request.stage, .pass = request.pass});
   fetch(0, /*forced=*/true);
   Visit& visit = plan_.visits.front();
@@ -37,7 +38,7 @@ Plan VisitPlanner::visit(const VisitRequest& request) {
   std::vector<Access> accesses;
   for (std::size_t i = 0; i < stage.units.size(); ++i)
     accesses.push_back(device_access(visit.weights[i], 2 * layout_.unit_elements(stage.units[i]), false));
-  if (request.pass == Pass::backward) open_gradients(request, visit);
+  if (adds) open_gradients(request, visit);
   for (std::size_t i = 0; i < stage.units.size(); ++i)
     if (visit.gradients[i] != kNowhere)
       accesses.push_back(device_access(visit.gradients[i], 4 * layout_.unit_elements(stage.units[i]), true));

@@ -14,10 +14,10 @@ namespace tierflow::swap {
 
 struct VisitRequest {
   int stage = 0;
-  Pass pass = Pass::forward;    // forward, backward or evaluate
-  std::vector<bool> gradients;  // backward, by unit of the stage: whether the visit adds to its gradient; of trainable
+  Pass pass = Pass::forward;    // head: forward and backward in one visit
+  std::vector<bool> gradients;  // backward and head, by unit of the stage: whether the visit adds to its gradient; of trainable
                                 // units alone
-  // backward: the next visit is the same one for another micro-batch. Their gradients then add up in fp32 on the device
+  // backward and head: the next visit is the same one for another micro-batch. Their gradients then add up in fp32 on the device
   // and leave it once, rounded to bf16; otherwise what leaves it is rounded to bf16 visit by visit and added up in
   // fp32.
   bool keep = false;

@@ -1,0 +1,20 @@
+#pragma once
+// Python dictionaries to the runtime's options, and its errors to Python exceptions.
+#include <torch/extension.h>
+
+#include <vector>
+
+#include "runtime/streamer.h"
+
+namespace tierflow::bindings {
+
+// {"name", "trainable", "tensors": [{"name", "shape", "moments_32"}]}
+std::vector<UnitSpec> units_of(const pybind11::list& units);
+StreamerOptions options_of(const pybind11::dict& options);
+// Where weights come from: tensors in memory and names in a checkpoint folder, by tensor name.
+WeightSource source_of(const pybind11::dict& tensors, const std::string& folder, const pybind11::dict& stored_names);
+
+// Defines tierflow.Error and a class for each kind; from then on C++ exceptions arrive as these.
+void register_errors(pybind11::module_& module);
+
+}  // namespace tierflow::bindings

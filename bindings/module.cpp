@@ -1,0 +1,162 @@
+// The extension module tierflow._native: Streamer and planning as Python sees them. Conversion alone; waits release the
+// interpreter's lock.
+#include <torch/extension.h>
+
+#include "bindings/convert.h"
+#include "runtime/exception.h"
+#include "runtime/safetensors.h"
+#include "swap/device.h"
+
+namespace py = pybind11;
+
+namespace tierflow::bindings {
+namespace {
+
+using Released = py::call_guard<py::gil_scoped_release>;
+
+swap::Pass pass_of(const std::string& name) {
+  for (const swap::Pass pass : {swap::Pass::forward, swap::Pass::head, swap::Pass::backward, swap::Pass::evaluate})
+    if (name == swap::pass_name(pass)) return pass;
+  throw Exception(io::ErrorKind::usage, "no pass is named " + name);
+}
+
+// Python's signals are seen between the pieces of long work.
+Progress watched() {
+  return [](const char*, std::uint64_t, std::uint64_t) {
+    const py::gil_scoped_acquire locked;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  };
+}
+
+std::unique_ptr<Streamer> make_streamer(const py::list& units, std::vector<std::vector<int>> turns,
+                                        const py::dict& tensors, const std::string& folder,
+                                        const py::dict& stored_names, const py::dict& options) {
+  auto specs = units_of(units);
+  const StreamerOptions parsed = options_of(options);
+  const WeightSource source = source_of(tensors, folder, stored_names);
+  const py::gil_scoped_release released;
+  return std::make_unique<Streamer>(std::move(specs), std::move(turns), source, parsed, watched());
+}
+
+py::dict memory_of(const Streamer& streamer) {
+  const MemoryUse use = streamer.memory();
+  py::dict result;
+  result["device_budget"] = use.device_budget;
+  result["device_used"] = use.device_peak;
+  result["host_budget"] = use.host_budget;
+  result["host_used"] = use.host_used;
+  result["storage_bytes"] = use.storage_bytes;
+  return result;
+}
+
+// {lane: {"tasks", "bytes", "busy_seconds"}}
+py::dict lanes_of(const Streamer& streamer) {
+  py::dict result;
+  const auto counters = streamer.lanes();
+  for (int lane = 0; lane < swap::kLanes; ++lane) {
+    py::dict entry;
+    entry["tasks"] = counters[lane].tasks;
+    entry["bytes"] = counters[lane].bytes;
+    entry["busy_seconds"] = counters[lane].busy_seconds;
+    result[swap::lane_name(static_cast<swap::Lane>(lane))] = entry;
+  }
+  return result;
+}
+
+py::dict plan_of(const py::list& units, const std::vector<std::vector<int>>& turns, const py::dict& options,
+                 int micro_batches) {
+  const StreamPlan plan = plan_stream(units_of(units), turns, options_of(options), micro_batches);
+  py::dict result;
+  result["parameters"] = plan.parameters;
+  result["trainable_parameters"] = plan.trainable_parameters;
+  result["state_bytes"] = plan.state_bytes;
+  result["gradient_bytes"] = plan.gradient_bytes;
+  result["device_bytes"] = plan.device_bytes;
+  result["host_bytes"] = plan.host_bytes;
+  result["storage_bytes"] = plan.storage_bytes;
+  result["hi_resident"] = plan.hi_resident;
+  result["state_resident"] = plan.state_resident;
+  result["gradient_resident"] = plan.gradient_resident;
+  result["layer_major_read"] = plan.layer_major_read;
+  result["layer_major_write"] = plan.layer_major_write;
+  result["layer_major_link"] = plan.layer_major_link;
+  result["loop_read"] = plan.loop_read;
+  result["loop_write"] = plan.loop_write;
+  result["loop_link"] = plan.loop_link;
+  return result;
+}
+
+// {name: shape} of a folder's safetensors.
+py::dict stored_tensors(const std::string& folder) {
+  py::dict result;
+  const Checkpoint checkpoint = Checkpoint::open(std::filesystem::path(folder));
+  for (const auto& [name, entry] : checkpoint.tensors()) result[py::str(name)] = py::cast(entry.shape);
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  register_errors(module);
+  module.attr("torch_version") = TIERFLOW_TORCH_VERSION;
+  py::class_<TensorUpdate>(module, "TensorUpdate")
+      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, std::int64_t step,
+                       double scale) {
+             return TensorUpdate{.active = true,
+                                 .lr = lr,
+                                 .beta1 = beta1,
+                                 .beta2 = beta2,
+                                 .eps = eps,
+                                 .weight_decay = weight_decay,
+                                 .step = step,
+                                 .scale = scale};
+           }),
+           py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+           py::arg("step"), py::arg("scale"))
+      .def(py::init([] { return TensorUpdate{}; }));
+  py::class_<Streamer>(module, "Streamer")
+      .def(py::init(&make_streamer))
+      .def("enter",
+           [](Streamer& self, int turn, const std::string& pass, const std::vector<bool>& gradients, bool keep) {
+             const swap::Pass parsed = pass_of(pass);
+             const py::gil_scoped_release released;
+             return self.enter(turn, parsed, gradients, keep);
+           })
+      .def("add",
+           [](Streamer& self, const std::vector<std::optional<torch::Tensor>>& gradients) {
+             Gradients given;
+             for (const auto& gradient : gradients) given.push_back(gradient.value_or(torch::Tensor()));
+             const py::gil_scoped_release released;
+             self.add(given);
+           })
+      .def("leave", &Streamer::leave, Released())
+      .def_property_readonly("inside", &Streamer::inside)
+      .def("owns", [](const Streamer& self,
+                      std::uintptr_t address) { return self.owns(reinterpret_cast<const void*>(address)); })
+      .def("gradients_of", &Streamer::gradients_of)
+      .def("touched", &Streamer::touched)
+      .def("squares", &Streamer::squares, Released())
+      .def("finite", &Streamer::finite, Released())
+      .def("gradient", &Streamer::gradient, Released())
+      .def("drop_gradient", &Streamer::drop_gradient)
+      .def("forget", &Streamer::forget)
+      .def("step", &Streamer::step, Released())
+      .def("settle", &Streamer::settle, Released())
+      .def("read", &Streamer::read, Released())
+      .def("write", &Streamer::write, Released())
+      .def("save",
+           [](Streamer& self, const std::string& folder, const ExtraTensors& extra, std::uint64_t shard_bytes) {
+             const py::gil_scoped_release released;
+             self.save(folder, extra, shard_bytes, watched());
+           })
+      .def("memory", &memory_of)
+      .def("lanes", &lanes_of)
+      .def_property_readonly("departures", &Streamer::departures)
+      .def("describe", &Streamer::describe);
+  module.def("plan", &plan_of);
+  module.def("stored_tensors", &stored_tensors);
+  module.def("checkpoint_aliases", [](const std::string& name) { return checkpoint_aliases(name); });
+  module.def("cuda_available", &swap::cuda_available);
+}
+
+}  // namespace tierflow::bindings

@@ -1,0 +1,37 @@
+"""Tierflow: models larger than memory, trained with their state on NVMe.
+
+    plan = tierflow.plan("path/to/model", budget=tierflow.Budget(device="20GiB", host="64GiB", storage=["/mnt/a"]))
+    model = tierflow.load("path/to/model", plan)
+    opt = tierflow.optim.AdamW(model.parameters(), lr=1e-5)
+
+Then train as usual, or with tierflow.Trainer(model, opt), which fetches each layer once a step.
+"""
+
+import torch as _torch  # before _native: it brings the libraries that _native is linked to
+
+from . import _native, optim
+from ._native import (
+    CancelledError,
+    CorruptionError,
+    EnvironmentError,
+    Error,
+    InputError,
+    LockedError,
+    NumericError,
+    OutOfMemoryError,
+    StorageError,
+    UsageError,
+)
+from .budget import Budget, Plan
+from .model import close, load, plan, save, stats, wrap
+from .trainer import StepResult, Trainer
+from .units import init_empty
+
+if _torch.__version__.split("+")[0] != _native.torch_version.split("+")[0]:
+    raise ImportError(f"tierflow was built with torch {_native.torch_version}; this is {_torch.__version__}: build it again (pip install .)")
+
+__all__ = [
+    "Budget", "CancelledError", "CorruptionError", "EnvironmentError", "Error", "InputError", "LockedError", "NumericError", "OutOfMemoryError", "Plan",
+    "StepResult", "StorageError", "Trainer", "UsageError", "close", "init_empty", "load", "optim", "plan", "save", "stats", "wrap",
+]  # fmt: skip
+__version__ = "0.1.0"

@@ -1,0 +1,136 @@
+"""Budgets and plans: how much memory a model may take, and what a step then costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from . import _native
+
+_UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size: an int, or text such as "20GiB", "512 MiB", "1.5TB"."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?\s*", size.upper())
+    if match is None or match[2] not in _UNITS:
+        raise _native.UsageError(f"{size!r} is no size: write an int of bytes, or text such as '20GiB'")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def human(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def memory_available() -> int:
+    """Bytes of RAM that are free, or could be freed without swapping."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+@dataclasses.dataclass
+class Budget:
+    """What Tierflow may take of each tier.
+
+    device: bytes of device memory for weights and gradients on their way. `activations`, a share of it, is left to what the model itself
+        computes; on the CPU device nothing enforces that share in your process.
+    host: bytes of RAM for streaming buffers and for state that stays there.
+    storage: folders for the state, one a drive. Without any, all of it must fit `host`. Files are removed when the model goes.
+    """
+
+    device: int | str
+    host: int | str
+    storage: Sequence[str | os.PathLike] = ()
+    activations: float = 0.5
+
+    def __post_init__(self) -> None:
+        if isinstance(self.storage, (str, os.PathLike)):
+            self.storage = [self.storage]
+        self.storage = [os.fspath(folder) for folder in self.storage]
+        self.device = parse_size(self.device)
+        self.host = parse_size(self.host)
+        if not 0 <= self.activations < 1:
+            raise _native.UsageError("Budget(activations=...) is a share of the device budget, at least 0 and less than 1")
+
+    @classmethod
+    def auto(cls, storage: Sequence[str | os.PathLike] = ()) -> Budget:
+        """A third of what RAM is free for the (CPU) device, half for the host."""
+        free = memory_available()
+        return cls(device=free // 3, host=free // 2, storage=storage)
+
+
+@dataclasses.dataclass
+class Plan:
+    """How a model is to be streamed. `print(plan)` says what it costs.
+
+    precision: "fp32-master+adam8" (6.03 bytes a parameter), "fp32-master+adam32" (12, the reference), "bf16-sr+adam8" (4.03).
+    blocks: names of module classes that stream as one, where the elements of `ModuleList`s are not the right cut.
+    trainable: False keeps a frozen base: no optimizer state, never written again. For LoRA.
+    device: "cpu" or "cuda".
+    micro_batches: for the prices that are printed.
+    """
+
+    budget: Budget
+    precision: str = "fp32-master+adam8"
+    blocks: Sequence[str] = ()
+    trainable: bool = True
+    device: str = "cpu"
+    micro_batches: int = 1
+    seed: int = 0
+    allow_any_filesystem: bool = False
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    estimate: dict[str, Any] | None = None
+
+    def options(self) -> dict[str, Any]:
+        budget = self.budget
+        return {
+            "device": self.device,
+            "device_memory": budget.device,
+            "workspace": int(budget.device * budget.activations),
+            "host_memory": budget.host,
+            "storage": budget.storage,
+            "precision": self.precision,
+            "seed": self.seed,
+            "allow_buffered": self.allow_any_filesystem,
+            "allow_any_filesystem": self.allow_any_filesystem,
+            **self.extra,
+        }
+
+    def __str__(self) -> str:
+        text = [f"Tierflow plan: {self.precision}, device {human(self.budget.device)}, host {human(self.budget.host)}"]
+        if self.estimate is None:
+            return text[0]
+        e, passes = self.estimate, self.micro_batches
+        text.append(
+            f"  {e['parameters']:,} parameters, {e['trainable_parameters']:,} of them trained: "
+            f"{human(e['state_bytes'])} of state, {human(e['gradient_bytes'])} of gradients"
+        )
+        text.append(
+            f"  device: {human(e['device_bytes'])} of slots; host: {human(e['host_bytes'])}, in it {e['hi_resident']:.0%} of the weights, "
+            f"{e['state_resident']:.0%} of the optimizer state; storage: {human(e['storage_bytes'])}"
+        )
+        text.append(
+            f"  a step of {passes} micro-batch{'es' * (passes > 1)}, storage read + written, and copied to and from the device:"
+        )
+        for name, key in (("tierflow.Trainer", "layer_major"), ("your own loop", "loop")):
+            text.append(
+                f"    {name:17} {human(e[key + '_read'])} + {human(e[key + '_write'])}, {human(e[key + '_link'])} on the link"
+            )
+        if passes > 1 and e["trainable_parameters"]:
+            text.append(
+                f"  (your own loop passes the weights {passes} times, and keeps gradient sums in fp32: "
+                f"{human(4 * e['trainable_parameters'])}, read and written each micro-batch)"
+            )
+        return "\n".join(text)

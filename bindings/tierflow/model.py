@@ -1,0 +1,199 @@
+"""Models in and out: planning, loading, wrapping, saving."""
+
+from __future__ import annotations
+
+import gc
+import os
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _native
+from .budget import Budget, Plan, parse_size
+from .engine import Engine
+from .parameter import StreamedParameter
+from .units import Cut, check_real, cut, init_empty
+
+
+def plan(
+    source: str | os.PathLike | nn.Module,
+    budget: Budget | str = "auto",
+    *,
+    storage: Sequence[str | os.PathLike] = (),
+    micro_batches: int = 1,
+    **options: Any,
+) -> Plan:
+    """Plans how a model streams under a budget, and what a step costs: `print(plan)`.
+
+    source: a model folder (config.json), or a module. budget: a Budget, or "auto" for shares of what memory is free; `storage` goes with "auto".
+    options: the other fields of Plan. Raises UsageError naming the smallest budget that works.
+    """
+    if isinstance(budget, str):
+        if budget != "auto":
+            raise _native.UsageError(f"budget is a tierflow.Budget or 'auto', not {budget!r}")
+        budget = Budget.auto(storage)
+    elif storage:
+        raise _native.UsageError("give storage in the Budget")
+    made = Plan(budget=budget, micro_batches=micro_batches, **options)
+    module = source if isinstance(source, nn.Module) else _build(Path(source))
+    units, turns = cut(module, made.blocks, made.trainable).describe()
+    made.estimate = _native.plan(units, turns, made.options(), micro_batches)
+    return made
+
+
+def load(path: str | os.PathLike, plan: Plan | Budget, *, model_class: Any = None) -> Any:
+    """The transformers model in a folder, its parameters streaming; in eval mode, as from_pretrained() leaves it.
+
+    Weights go from safetensors to storage without being in RAM at once. model_class: where config.json names none, or another.
+    The model's save_pretrained() streams as well. Raises InputError naming tensors that the folder lacks.
+    """
+    path = Path(path)
+    model = _build(path, model_class)
+    wrap(model, plan, checkpoint=path)
+    generation = path / "generation_config.json"
+    if generation.exists() and getattr(model, "generation_config", None) is not None:
+        model.generation_config = type(model.generation_config).from_pretrained(path)
+    model.config._name_or_path = str(path)
+    return model.eval()
+
+
+def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLike | None = None) -> Any:
+    """Makes a module's parameters stream, in place, and returns it.
+
+    Weights are then computed with in bf16 (their fp32 values become the master): feed it what a bf16 model takes. Buffers stay as they are.
+    checkpoint: a folder of safetensors with the module's parameters, for one made under tierflow.init_empty().
+    """
+    if isinstance(plan, Budget):
+        plan = Plan(budget=plan)
+    if isinstance(getattr(module, "_tierflow", None), Engine) or any(isinstance(p, StreamedParameter) for p in module.parameters()):
+        raise _native.UsageError("the module streams already")
+    check_real(module)
+    if plan.budget.storage:
+        gc.collect()  # models that nobody refers to any more give their files up
+    cut_ = cut(module, plan.blocks, plan.trainable)
+    stored = _stored_names(module, cut_, Path(checkpoint)) if checkpoint is not None else {}
+    tensors = {}
+    for unit in cut_.units:
+        for tensor in unit.tensors:
+            if tensor.names[0] in stored:
+                continue
+            if tensor.parameter.device.type == "meta":
+                raise _native.InputError(f"{tensor.names[0]} has no values: name a folder that has them, wrap(..., checkpoint=folder)")
+            tensors[tensor.names[0]] = tensor.parameter.data
+    units, turns = cut_.describe()
+    native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, plan.options())
+    object.__setattr__(module, "_tierflow", Engine(module, cut_, native, plan.device))
+    _fit_transformers(module)
+    return module
+
+
+def engine_of(module: nn.Module) -> Engine:
+    """The engine of a streamed module, or of one that holds it (a PEFT model)."""
+    for parameter in module.parameters():
+        if isinstance(parameter, StreamedParameter):
+            return parameter.engine
+    raise _native.UsageError("the module does not stream: make it with tierflow.load() or tierflow.wrap()")
+
+
+def close(module: nn.Module) -> None:
+    """Ends a streamed module now: memory and files are given back, its weights are gone. A module that nobody refers to any more does so by itself."""
+    engine_of(module).close()
+
+
+def stats(module: nn.Module) -> dict[str, Any]:
+    """What a streamed module did so far: memory by tier, bytes and busy seconds by lane, skipped steps, changed orders."""
+    engine = engine_of(module)
+    return {
+        "memory": engine.native.memory(),
+        "lanes": engine.native.lanes(),
+        "skipped_steps": engine.skipped,
+        "departures": engine.native.departures,
+        "where": engine.native.describe(),
+    }
+
+
+def save(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
+    """Streams the module's weights (bf16) and floating-point buffers as safetensors into a folder, pending updates included."""
+    engine = engine_of(module)
+    extra = []
+    streamed = {handle.label for handles in engine.handles for handle in handles}
+    seen: set[int] = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, StreamedParameter) or name in streamed or not torch.is_floating_point(value) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        extra.append((name, value.detach()))
+    os.makedirs(folder, exist_ok=True)
+    engine.native.save(os.fspath(folder), extra, parse_size(max_shard_size))
+
+
+def _build(path: Path, model_class: Any = None) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise _native.UsageError("loading a model folder takes the transformers package: pip install transformers") from error
+    if not (path / "config.json").is_file():
+        raise _native.InputError(f"{path}: no config.json there")
+    config = transformers.AutoConfig.from_pretrained(path)
+    if model_class is None:
+        names = getattr(config, "architectures", None) or []
+        model_class = getattr(transformers, names[0], None) if names else None
+    if model_class is None:
+        raise _native.InputError(f"{path}/config.json: transformers has no class for it; pass model_class=")
+    with init_empty():
+        if hasattr(model_class, "_from_config"):
+            return model_class._from_config(config, dtype=torch.bfloat16)
+        return model_class.from_config(config, dtype=torch.bfloat16)
+
+
+def _stored_names(module: nn.Module, cut_: Cut, folder: Path) -> dict[str, str]:
+    stored = _native.stored_tensors(str(folder))
+    prefix = getattr(module, "base_model_prefix", "")
+    found, missing = {}, []
+    for unit in cut_.units:
+        for tensor in unit.tensors:
+            candidates = []
+            for name in tensor.names:
+                candidates += [name, *_native.checkpoint_aliases(name)]
+                if prefix:
+                    candidates += [name.removeprefix(prefix + "."), f"{prefix}.{name}"]
+            name = next((c for c in candidates if c in stored), None)
+            if name is None:
+                missing.append(tensor.names[0])
+            elif stored[name] != list(tensor.parameter.shape):
+                raise _native.InputError(f"{folder}: {name} has the shape {stored[name]}, the model wants {list(tensor.parameter.shape)}")
+            else:
+                found[tensor.names[0]] = name
+    if missing:
+        raise _native.InputError(f"{folder} has no {', '.join(missing[:10])}{' ...' if len(missing) > 10 else ''}: another model's weights?")
+    return found
+
+
+def _fit_transformers(module: nn.Module) -> None:
+    """What a transformers model has to know: caches do not go with recomputation, and saving streams."""
+    config = getattr(module, "config", None)
+    if config is None or not hasattr(module, "save_pretrained"):
+        return
+    for of in (config, getattr(config, "text_config", None)):
+        if getattr(of, "use_cache", None):
+            of.use_cache = False
+
+    def save_pretrained(self, save_directory, *, max_shard_size="5GB", **ignored):
+        """Writes config.json and streams the weights as safetensors. Other arguments of transformers' save_pretrained() have no meaning here."""
+        os.makedirs(save_directory, exist_ok=True)
+        save(self, save_directory, max_shard_size)
+        self.config.architectures = [type(self).__name__]
+        self.config.dtype = torch.bfloat16
+        self.config.save_pretrained(save_directory)
+        if self.can_generate() and getattr(self, "generation_config", None) is not None:
+            self.generation_config.save_pretrained(save_directory)
+
+    def gradient_checkpointing_enable(self, *_, **__):
+        """Nothing to do: a streamed module keeps no activations but its inputs."""
+
+    module.save_pretrained = types.MethodType(save_pretrained, module)
+    module.gradient_checkpointing_enable = types.MethodType(gradient_checkpointing_enable, module)

@@ -1,0 +1,108 @@
+"""The optimizer of streamed models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .engine import Engine
+from .parameter import StreamedParameter
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (decoupled weight decay) over streamed parameters, and over ordinary ones among them (LoRA adapters, say).
+
+    Moments of streamed parameters live where the plan puts them. step() does not wait for the updates: each is done before its module's next forward().
+    A step with a gradient that is not finite is skipped whole. params, lr, betas, eps and weight_decay are those of torch.optim.AdamW, and may differ
+    by parameter group; schedulers work as usual. As in torch, weight_decay applies to every parameter of its group.
+
+    state_dict() holds groups and step counts, not the streamed moments.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("AdamW: lr, eps and weight_decay are at least 0, betas at least 0 and less than 1")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The models whose parameters this optimizer has."""
+        found: dict[int, Engine] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p, StreamedParameter):
+                    found[id(p.engine)] = p.engine
+        return list(found.values())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Turns gradients into updates. closure: computes the loss anew, as in torch."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        how: dict[Engine, dict[tuple[int, int], dict[str, Any]]] = {engine: {} for engine in self.engines}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p, StreamedParameter) and p.engine.native.touched(p.unit, p.index):
+                    how[p.engine][(p.unit, p.index)] = {
+                        "lr": float(group["lr"]),
+                        "beta1": group["betas"][0],
+                        "beta2": group["betas"][1],
+                        "eps": group["eps"],
+                        "weight_decay": group["weight_decay"],
+                        "step": int(self.state[p].get("step", 0)) + 1,
+                    }
+        applied = [engine.step(entries) for engine, entries in how.items()]
+        if not all(applied):
+            return loss
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p, StreamedParameter):
+                    entry = how[p.engine].get((p.unit, p.index))
+                    if entry is not None:
+                        self.state[p]["step"] = entry["step"]
+            self._step_ordinary(group)
+        return loss
+
+    def _step_ordinary(self, group: dict[str, Any]) -> None:
+        params = [p for p in group["params"] if not isinstance(p, StreamedParameter) and p.grad is not None]
+        if not params:
+            return
+        for p in params:
+            if not self.state[p]:
+                self.state[p].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        states = [self.state[p] for p in params]
+        torch.optim.adamw.adamw(
+            params,
+            [p.grad for p in params],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients; the streamed ones whatever set_to_none says."""
+        for engine in self.engines:
+            engine.zero_grad()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not isinstance(p, StreamedParameter) and p.grad is not None:
+                    p.grad = None if set_to_none else p.grad.detach().zero_()

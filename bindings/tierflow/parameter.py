@@ -1,0 +1,208 @@
+"""Parameters and gradients that live elsewhere: tensors without memory that know where their values are."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from . import _native
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+aten = torch.ops.aten
+_SAME_SHAPE = {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
+               aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}  # fmt: skip
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """The arguments that the operator writes to."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    found = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        found.extend(value if isinstance(value, (list, tuple)) else [value])
+    return found
+
+
+class _Streamed(torch.Tensor):
+    """A tensor whose values are the engine's: fetched where an operator reads them."""
+
+    engine: Engine
+    unit: int
+    index: int
+    label: str
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def make(cls, engine: Engine, unit: int, index: int, name: str, shape: Any, requires_grad: bool = False) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=torch.bfloat16, device=engine.device, requires_grad=requires_grad
+        )
+        made.engine, made.unit, made.index, made.label = engine, unit, index, name
+        return made
+
+    def alias(self) -> Any:
+        return type(self).make(self.engine, self.unit, self.index, self.label, self.shape)
+
+    def fetch(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def write(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0].alias()
+        if func in _SAME_SHAPE and isinstance(args[0], _Streamed):
+            stand_in = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            return func(stand_in, *args[1:], **kwargs)
+        for target in _written(func, args, kwargs):
+            if isinstance(target, _Streamed):
+                return target.write(func, args, kwargs)
+        args, kwargs = tree_map(lambda x: x.fetch() if isinstance(x, _Streamed) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def numpy(self, *args, **kwargs):
+        return self.fetch().numpy(*args, **kwargs)
+
+    def __array__(self, *args, **kwargs):
+        return self.fetch().__array__(*args, **kwargs)
+
+    def tolist(self):
+        return self.fetch().tolist()
+
+    def __reduce_ex__(self, protocol):
+        return self.fetch().__reduce_ex__(protocol)
+
+
+class StreamedParameter(_Streamed):
+    """A parameter of a streamed module: bf16, with an fp32 master behind it.
+
+    Inside its module's forward() the module holds the real weight. Elsewhere an operator that reads the parameter fetches it, and one that writes it
+    in place (`copy_`, `mul_`, `torch.nn.init`) writes the fp32 master back; inside another module's forward() both raise tierflow.UsageError.
+    """
+
+    _is_param = True
+
+    def fetch(self) -> torch.Tensor:
+        return self.engine.read(self)
+
+    def master(self) -> torch.Tensor:
+        """The fp32 master values, on the host."""
+        return self.engine.read(self, master=True)
+
+    def write(self, func, args, kwargs):
+        """Runs the operator on the fp32 master and stores the result."""
+        master = self.master()
+
+        def real(x):
+            if isinstance(x, StreamedParameter):
+                return master if (x.unit, x.index, x.engine) == (self.unit, self.index, self.engine) else x.master()
+            return x.fetch() if isinstance(x, _Streamed) else x
+
+        func(*tree_map(real, args), **tree_map(real, kwargs))
+        self.engine.write(self, master)
+        return self
+
+    @property
+    def data(self):
+        return self.alias()
+
+    @data.setter
+    def data(self, value):
+        if isinstance(value, StreamedParameter):
+            if (value.engine, value.unit, value.index) == (self.engine, self.unit, self.index):
+                return
+            value = value.master()
+        if value.shape != self.shape or not value.is_floating_point():
+            raise _native.UsageError(f"{self.label}: .data of a streamed parameter keeps its shape {tuple(self.shape)}; assign such a tensor")
+        if value.dtype != self.dtype or value.device != self.device:
+            raise _native.UsageError(
+                f"{self.label}: a streamed model stays in {self.dtype} on {self.device} (an fp32 master is behind it); leave out .to(), .half(), "
+                ".float() and .cuda(), or choose the device in tierflow.plan(device=...)"
+            )
+        self.engine.write(self, value.float())
+
+    @property
+    def grad(self):
+        return self.engine.grad(self)
+
+    @grad.setter
+    def grad(self, value):
+        self.engine.set_grad(self, value)
+
+    def __deepcopy__(self, memo):
+        raise _native.UsageError(
+            f"{self.label}: a streamed model cannot be copied: its state would have to be twice on the drives; save_pretrained() and load it again"
+        )
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"StreamedParameter({self.label!r}, {tuple(self.shape)}, requires_grad={self.requires_grad})"
+
+
+class StreamedGradient(_Streamed):
+    """The gradient of a streamed parameter, summed over the backward passes so far. Its norm is known and scaling it is free; other reads fetch it."""
+
+    def key(self) -> tuple[int, int]:
+        return self.unit, self.index
+
+    def fetch(self) -> torch.Tensor:
+        return self.engine.read_grad(self)
+
+    def norm_value(self) -> torch.Tensor:
+        return torch.tensor(self.engine.grad_norm(self), dtype=torch.float64, device=self.device)
+
+    def scale(self, factor: Any) -> None:
+        factor = float(factor)
+        if not math.isfinite(factor):
+            factor = math.nan  # the step is then skipped whole
+        self.engine.scale_grad(self, factor)
+
+    def write(self, func, args, kwargs):
+        def pairs(values, factors):
+            return zip(values, factors if isinstance(factors, (list, tuple)) else [factors] * len(values), strict=True)
+
+        if func in (aten.mul_.Tensor, aten.mul_.Scalar) and torch.as_tensor(args[1]).numel() == 1:
+            self.scale(args[1])
+        elif func in (aten.div_.Tensor, aten.div_.Scalar) and torch.as_tensor(args[1]).numel() == 1:
+            self.scale(1.0 / float(args[1]))
+        elif func in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_mul_.ScalarList):
+            for gradient, factor in pairs(args[0], args[1]):
+                gradient.mul_(factor)
+        elif func in (aten._foreach_div_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.ScalarList):
+            for gradient, factor in pairs(args[0], args[1]):
+                gradient.div_(factor)
+        elif func in (aten.zero_.default, aten._foreach_zero_.default):
+            for gradient in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
+                gradient.engine.set_grad(gradient, None)
+        else:
+            raise _native.UsageError(
+                f"the gradient of {self.label} can be scaled in place (mul_, div_) and read; {func} would have to rewrite it in storage"
+            )
+        return args[0]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        order = (args[1] if len(args) > 1 else kwargs.get("ord", 2)) if func in _NORMS else None
+        if func is aten.linalg_vector_norm.default and order == 2 and len(args) <= 2 and not kwargs.get("dim"):
+            return args[0].norm_value()
+        if func is aten._foreach_norm.Scalar and order == 2:
+            return [g.norm_value() if isinstance(g, StreamedGradient) else torch.linalg.vector_norm(g, 2) for g in args[0]]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"StreamedGradient({self.label!r}, {tuple(self.shape)})"
+
+
+_NORMS = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)

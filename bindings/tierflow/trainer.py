@@ -1,0 +1,276 @@
+"""The layer-major step: every micro-batch passes a module before the next module is fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _native
+from .engine import Frame, Turn, _autocast, _autocast_state, _differentiate, _local
+from .model import engine_of
+from .optim import AdamW
+
+log = logging.getLogger("tierflow")
+
+
+@dataclasses.dataclass
+class StepResult:
+    """loss: the mean over micro-batches, before the update. grad_norm: global, before clipping. skipped: something was not finite."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    seconds: float
+
+
+class _Stop(BaseException):
+    """Unwinds a micro-batch whose step has failed elsewhere."""
+
+
+@dataclasses.dataclass
+class _Call:
+    """One turn of one micro-batch: what it read (with the graph that leads there) and what came out, as new leaves."""
+
+    frame: Frame
+    inputs: list[torch.Tensor]
+    outs: list[torch.Tensor]
+
+
+class _Lane:
+    """A micro-batch: a thread that runs the model's own code, stopping at every turn. One lane runs at a time; turns are taken by the driver."""
+
+    def __init__(self) -> None:
+        self._go, self._came = threading.Semaphore(0), threading.Semaphore(0)
+        self._work: Callable[[], Any] | None = None
+        self.frame: Frame | None = None  # the turn it waits for
+        self.answer: Any = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.stopping = False
+        self.calls: list[_Call] = []
+        threading.Thread(target=self._run, name="tierflow micro-batch", daemon=True).start()
+
+    def _run(self) -> None:
+        _local.lane = self
+        while True:
+            self._go.acquire()
+            if self._work is None:
+                return
+            try:
+                self.result = self._work()
+            except _Stop:
+                pass
+            except BaseException as error:
+                self.error = error
+            self._came.release()
+
+    def begin(self, work: Callable[[], Any]) -> None:
+        self._work, self.frame, self.result, self.error, self.stopping, self.calls = work, None, None, None, False, []
+        self.go_on()
+
+    def go_on(self, answer: Any = None) -> None:
+        """Runs until the next turn, or the end."""
+        self.frame, self.answer = None, answer
+        self._go.release()
+        self._came.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def call(self, frame: Frame) -> Any:
+        """In the lane's thread: a turn."""
+        self.frame = frame
+        self._came.release()
+        self._go.acquire()
+        if self.stopping:
+            raise _Stop
+        return self.answer
+
+    def stop(self) -> None:
+        if self.frame is not None:
+            self.stopping, self.frame = True, None
+            self._go.release()
+            self._came.acquire()
+        self.error, self.calls = None, []
+
+    def end(self) -> None:
+        self._work = None
+        self._go.release()
+
+
+class Trainer:
+    """Steps over several micro-batches for which each module's weights are fetched once in each direction, whatever their number.
+
+    The model's code is unchanged: each micro-batch runs in a thread of its own, stopped at every streamed module; one runs at a time, so nothing in the
+    model needs to be thread-safe, but what one forward() leaves in the model for a later call may not be its own. Losses and gradients are bit for bit
+    those of a loop that calls `(loss / len(micro_batches)).backward()` for each micro-batch in turn; where one parameter is used by several modules (tied
+    weights) its contributions add up in another order.
+
+    model: streamed, or a PEFT model over one. opt: a tierflow.optim.AdamW. loss: called with (model, micro_batch) and returns the micro-batch's loss;
+    default `model(**micro_batch).loss`. clip: largest global gradient norm; None: no clipping.
+    """
+
+    def __init__(
+        self, model: nn.Module, opt: AdamW, *, loss: Callable[[nn.Module, Any], torch.Tensor] | None = None, clip: float | None = 1.0
+    ) -> None:
+        self.model, self.opt, self.clip = model, opt, clip
+        self.engine = engine_of(model)
+        self._loss = loss or (lambda model, batch: model(**batch).loss)
+        self._lanes: list[_Lane] = []
+        self._head: int | None = None  # the turn that came last in the step before
+        self._multiple: set[int] = set()
+
+    def step(self, micro_batches: Sequence[Mapping[str, Any] | Any]) -> StepResult:
+        """One optimizer step over the micro-batches. Ends with the gradients dropped, as after zero_grad(); put the model into train() mode yourself."""
+        started = time.monotonic()
+        loss = self.backward(micro_batches)
+        norm = self._clip()
+        skipped = self.engine.skipped
+        self.opt.step()
+        self.opt.zero_grad()
+        return StepResult(loss, norm, self.engine.skipped != skipped, time.monotonic() - started)
+
+    def backward(self, micro_batches: Sequence[Any]) -> float:
+        """Forward and backward alone: gradients are there afterwards, as after a loop of backward(). Returns the mean loss."""
+        if not micro_batches:
+            raise _native.UsageError("a step takes at least one micro-batch")
+        while len(self._lanes) < len(micro_batches):
+            self._lanes.append(_Lane())
+        lanes = self._lanes[: len(micro_batches)]
+        try:
+            return self._run(lanes, micro_batches)
+        except BaseException:
+            for lane in lanes:
+                lane.stop()
+            self.engine.broken = self.engine.broken or "a layer-major step was broken off"
+            raise
+
+    def _clip(self) -> float:
+        parameters = [p for group in self.opt.param_groups for p in group["params"]]
+        if self.clip is not None:
+            return float(torch.nn.utils.clip_grad_norm_(parameters, self.clip))
+        return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+    def _run(self, lanes: list[_Lane], micro_batches: Sequence[Any]) -> float:
+        autocast, count = _autocast_state(self.engine.device.type), len(micro_batches)
+
+        def work(batch: Any) -> Callable[[], torch.Tensor]:
+            def run() -> torch.Tensor:
+                with torch.enable_grad(), _autocast(autocast):
+                    return self._loss(self.model, batch)
+
+            return run
+
+        losses: dict[int, float] = {}
+        for lane, batch in zip(lanes, micro_batches, strict=True):
+            lane.begin(work(batch))
+            self._finish(lane, lanes, losses, count)
+        while waiting := [lane for lane in lanes if lane.frame is not None]:
+            turn = min(waiting, key=lambda lane: len(lane.calls)).frame.turn
+            for lane in waiting:
+                if lane.frame.turn is not turn:
+                    continue
+                if turn.number == self._head and lane.frame.needs_graph:
+                    self._take_head(turn, lane, lanes, losses, count)
+                else:
+                    lane.go_on(self._take(lane))
+                    self._finish(lane, lanes, losses, count)
+        self._learn(lanes)
+        while waiting := [lane for lane in lanes if lane.calls]:
+            turn = max(waiting, key=lambda lane: len(lane.calls)).calls[-1].frame.turn
+            group = [lane for lane in waiting if lane.calls[-1].frame.turn is turn]
+            for position, lane in enumerate(group):
+                self._back(lane.calls.pop(), keep=self._keeps(turn) and position + 1 < len(group))
+        return sum(losses.values()) / count
+
+    def _take(self, lane: _Lane) -> Any:
+        """A forward visit for one micro-batch."""
+        frame = lane.frame
+        if not frame.needs_graph:
+            return frame.call()
+        with torch.no_grad():
+            outs = frame.forward([t.detach() for t in frame.tensors])
+        return self._record(lane, frame, outs)
+
+    def _record(self, lane: _Lane, frame: Frame, outs: list[torch.Tensor]) -> Any:
+        leaves = [out.detach().requires_grad_(out.is_floating_point()) for out in outs]
+        lane.calls.append(_Call(frame, frame.tensors, leaves))
+        frame.tensors = []
+        return frame.result(leaves)
+
+    def _take_head(self, turn: Turn, lane: _Lane, lanes: list[_Lane], losses: dict[int, float], count: int) -> None:
+        """The last module: forward, loss and backward of one micro-batch in one visit, without recomputation."""
+        frame = lane.frame
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in frame.tensors]
+        frame.remember_random()
+        later = any(other.frame is not None and other.frame.turn is turn for other in lanes if other is not lane)
+        with self.engine.turn(turn, "head", self._keeps(turn) and later) as weights:
+            with torch.enable_grad(), _autocast(frame.autocast):
+                outs = frame.compute(inputs)
+            answer = self._record(lane, frame, outs)
+            call = lane.calls[-1]
+            self.engine.active = None  # the lane's own code may not take turns now; if it asks for one, it waits
+            lane.go_on(answer)
+            self.engine.active = turn
+            if lane.frame is not None:  # not the last after all: this call is an ordinary one
+                self._head = None
+                self.engine.native.add([None] * len(weights))
+                return
+            self._finish(lane, lanes, losses, count)
+            _differentiate(outs, [leaf.grad for leaf in call.outs])
+            self.engine.native.add([weight.grad for weight in weights])
+        lane.calls.pop()
+        self._pass_on(call, [t.grad for t in inputs])
+
+    def _finish(self, lane: _Lane, lanes: list[_Lane], losses: dict[int, float], count: int) -> None:
+        """Where the micro-batch has its loss: its gradient, back to the last module's output."""
+        if lane.frame is not None:
+            return
+        loss, lane.result = lane.result, None
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise _native.UsageError("the loss of a micro-batch is a tensor with one element; does the micro-batch have labels?")
+        losses[lanes.index(lane)] = float(loss.detach())
+        if not loss.requires_grad:
+            raise _native.UsageError("the loss needs no gradient: is every parameter frozen, or is the loss detached?")
+        (loss / count).backward(retain_graph=bool(lane.calls))
+
+    def _back(self, call: _Call, keep: bool) -> None:
+        grads = [leaf.grad for leaf in call.outs]
+        if all(grad is None for grad in grads):
+            return
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_autocast(call.frame.autocast))
+            self._pass_on(call, call.frame.backward(call.inputs, grads, keep))
+
+    def _pass_on(self, call: _Call, grads: list[torch.Tensor | None]) -> None:
+        """Gradients of a call's inputs, through the model's code between the modules, to the outputs they came from."""
+        pairs = [(t, grad) for t, grad in zip(call.inputs, grads, strict=True) if t.requires_grad and grad is not None]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [grad for _, grad in pairs], retain_graph=True)
+
+    def _keeps(self, turn: Turn) -> bool:
+        """Whether gradients of all micro-batches may add up on the device: nothing else adds to them."""
+        return turn.number not in self._multiple and not any(self.engine.shared[unit] for unit in turn.units)
+
+    def _learn(self, lanes: list[_Lane]) -> None:
+        """What the next step may rely on: modules that run once, and which comes last."""
+        self._multiple = set()
+        for lane in lanes:
+            seen: set[int] = set()
+            for call in lane.calls:
+                number = call.frame.turn.number
+                (self._multiple if number in seen else seen).add(number)
+        last = {lane.calls[-1].frame.turn.number for lane in lanes if lane.calls}
+        if self._head is None and len(last) == 1 and not last & self._multiple:
+            self._head = last.pop()
+
+    def __del__(self) -> None:
+        for lane in self._lanes:
+            lane.end()

@@ -1,0 +1,165 @@
+"""How a model is cut: which modules take turns, and which parameters stream together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _native
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclasses.dataclass
+class Tensor:
+    """A parameter: every name it has, and every place (module, attribute) that holds it."""
+
+    parameter: nn.Parameter
+    names: list[str]
+    places: list[tuple[nn.Module, str]]
+    moments_32: bool = False
+    turns: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Unit:
+    """Parameters that stream together."""
+
+    name: str
+    trainable: bool
+    tensors: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def describe(self) -> dict[str, Any]:
+        tensors = [{"name": t.names[0], "shape": list(t.parameter.shape), "moments_32": t.moments_32} for t in self.tensors]
+        return {"name": self.name, "trainable": self.trainable, "tensors": tensors}
+
+
+@dataclasses.dataclass
+class Cut:
+    """turns: the modules that run on their own, with their units; a module of None stands for parameters that are used outside of any."""
+
+    units: list[Unit]
+    turns: list[tuple[str, nn.Module | None, list[int]]]
+
+    def describe(self) -> tuple[list[dict[str, Any]], list[list[int]]]:
+        return [unit.describe() for unit in self.units], [units for _, _, units in self.turns]
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether the module has a forward() of its own: containers are only looked into."""
+    return not isinstance(module, _CONTAINERS) and type(module).forward is not nn.Module.forward
+
+
+def find_turns(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Elements of the outermost ModuleLists (or modules of the classes named in `blocks`); of the rest, each module that owns parameters."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def is_block(module: nn.Module) -> bool:
+        return type(module).__name__ in blocks
+
+    def holds_blocks(module: nn.Module) -> bool:
+        if blocks:
+            return any(is_block(m) for m in module.modules())
+        return any(isinstance(m, _CONTAINERS) and _owns_parameters(m) for m in module.modules())
+
+    def visit(name: str, module: nn.Module) -> None:
+        if not _owns_parameters(module) or any(module is seen for _, seen in found):
+            return
+        if is_block(module):
+            found.append((name, module))
+        elif isinstance(module, _CONTAINERS) and not blocks:
+            for child_name, child in module.named_children():
+                if _runs(child):
+                    if _owns_parameters(child) and not any(child is seen for _, seen in found):
+                        found.append((f"{name}.{child_name}", child))
+                else:
+                    visit(f"{name}.{child_name}", child)
+        elif not holds_blocks(module) and any(True for _ in module.parameters(recurse=False)):
+            found.append((name, module))
+        else:
+            for child_name, child in module.named_children():
+                visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit("", model)
+    if blocks and not any(is_block(m) for _, m in found):
+        raise _native.UsageError(f"blocks={list(blocks)}: the model has no module of such a class")
+    return found
+
+
+def cut(model: nn.Module, blocks: Sequence[str] = (), trainable: bool = True) -> Cut:
+    """Cuts a model. A parameter that several turns share, or none has, is a unit of its own."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise _native.UsageError(f"{name} is {parameter.dtype}: quantized and integer parameters cannot be streamed; load the model in bf16")
+    turns = find_turns(model, blocks)
+    tensors: dict[int, Tensor] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            entry = tensors.setdefault(id(parameter), Tensor(parameter, [], []))
+            entry.names.append(f"{module_name}.{name}" if module_name else name)
+            entry.places.append((module, name))
+            entry.moments_32 |= parameter.dim() < 2 or isinstance(module, nn.Embedding)
+    for number, (_, module) in enumerate(turns):
+        for parameter in module.parameters():
+            tensors[id(parameter)].turns.append(number)
+    units: list[Unit] = []
+    units_of: list[list[int]] = [[] for _ in turns]
+    loose: list[tuple[str, None, list[int]]] = []
+
+    def add(name: str, members: list[Tensor], users: list[int]) -> None:
+        for trained in (True, False):
+            group = [t for t in members if (trainable and t.parameter.requires_grad) == trained]
+            if not group:
+                continue
+            units.append(Unit(name if trained else f"{name} (frozen)", trained, group))
+            for user in users:
+                units_of[user].append(len(units) - 1)
+            if not users:
+                loose.append((name, None, [len(units) - 1]))
+
+    for number, (name, _) in enumerate(turns):
+        add(name or "model", [t for t in tensors.values() if t.turns == [number]], [number])
+    for tensor in tensors.values():
+        if len(tensor.turns) != 1:
+            add(tensor.names[0], [tensor], tensor.turns)
+    listed = [(name, module, own) for (name, module), own in zip(turns, units_of, strict=True)]
+    return Cut(units, listed + loose)
+
+
+class init_empty:
+    """Context in which modules are made without memory for their parameters; buffers are real. For models larger than RAM.
+
+        with tierflow.init_empty():
+            model = MyModel(...)
+        tierflow.wrap(model, plan, checkpoint="folder with safetensors")
+    """
+
+    def __enter__(self) -> init_empty:
+        original = self._original = nn.Module.register_parameter
+
+        def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            original(module, name, parameter)
+            if parameter is not None and parameter.device.type != "meta":
+                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+        nn.Module.register_parameter = register
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        nn.Module.register_parameter = self._original
+
+
+def check_real(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.device == torch.device("meta"):
+            raise _native.UsageError(f"the buffer {name} has no memory: make the model under tierflow.init_empty(), not torch.device('meta')")
