@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import sys
 
 import pytest
 
@@ -10,6 +11,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 BUILD = pathlib.Path(os.environ.get("TIERFLOW_BUILD", ROOT / "build"))
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(BUILD / "python"))  # the package, as the build makes it
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
