@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim.adamw import adamw as update_ordinary
 
 from .engine import Engine
 from .parameter import StreamedParameter
@@ -82,7 +83,7 @@ class AdamW(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         states = [self.state[p] for p in params]
-        torch.optim.adamw.adamw(
+        update_ordinary(
             params,
             [p.grad for p in params],
             [s["exp_avg"] for s in states],

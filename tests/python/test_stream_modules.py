@@ -1,0 +1,220 @@
+"""Modules of one's own, frozen parameters and adapters."""
+
+import pytest
+from streaming import PlainLoop, batches, make, masters, roomy, scarce, tierflow, torch, train
+
+nn = torch.nn
+LR = 1e-3
+
+
+class Node(nn.Module):
+    """A hand-written recursive module: each block runs its child and then itself again, on a tuple and a keyword."""
+
+    def __init__(self, width, depth):
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.child = Node(width, depth - 1) if depth else None
+
+    def forward(self, pair, *, scale):
+        x, residual = pair
+        if self.child is not None:
+            x, residual = self.child((x, residual), scale=scale)["pair"]
+        return {"pair": (torch.tanh(self.mix(self.norm(x))) * scale, residual + x), "note": "kept"}
+
+
+class Tree(nn.Module):
+    """Blocks of different sizes; one is called twice; a parameter of its own, and one that two modules share."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.embed = nn.Embedding(32, width)
+        self.start = nn.Parameter(torch.randn(width) * 0.1)
+        self.nodes = nn.ModuleList(Node(width, depth) for depth in (0, 1, 2))
+        self.rnn = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, 32, bias=False)
+        self.nodes[2].mix.weight = self.nodes[0].mix.weight
+        self.register_buffer("scale", torch.tensor(0.5, dtype=torch.bfloat16))
+        self.order = (0, 1, 1, 2)
+
+    def forward(self, ids):
+        pair = (self.embed(ids) + self.start, torch.zeros(1, dtype=torch.bfloat16))
+        for index in self.order:
+            out = self.nodes[index](pair, scale=self.scale)
+            assert out["note"] == "kept"
+            pair = out["pair"]
+        hidden, _ = self.rnn(pair[0] + pair[1])
+        return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.flatten())
+
+
+def tree():
+    torch.manual_seed(4)
+    return Tree().bfloat16()
+
+
+def inputs(count):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 32, (2, 10), generator=generator) for _ in range(count)]
+
+
+def test_recursive_module_matches_plain_torch(tmp_path):
+    """One micro-batch: gradients of what several calls share add up in another order than in autograd, so to rounding."""
+    plain, streamed = tree(), tierflow.wrap(tree(), scarce(tmp_path / "store"))
+    loop, opt = PlainLoop(plain, LR), tierflow.optim.AdamW(streamed.parameters(), lr=LR)
+    for ids in inputs(3):
+        expected, loss = plain(ids), streamed(ids)
+        torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+        loop.backward(expected)
+        loss.backward()
+        for name, p in streamed.named_parameters():
+            torch.testing.assert_close(p.grad + 0, loop.sums[name].bfloat16(), rtol=0.05, atol=2e-3, msg=lambda m, name=name: f"{name}: {m}")
+        loop.step()
+        opt.step()
+        opt.zero_grad()
+    assert set(masters(streamed)) == {name for name, _ in plain.named_parameters()}
+
+
+def test_recursive_module_layer_major_equals_the_loop(tmp_path):
+    runs = []
+    for plan in (roomy(), scarce(tmp_path / "store")):
+        for trainer in (False, True):
+            model = tierflow.wrap(tree(), plan)
+            opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+            layer_major = tierflow.Trainer(model, opt, loss=lambda m, ids: m(ids), clip=None)
+            for step in range(2):
+                data = inputs(6)[3 * step : 3 * step + 3]
+                if trainer:
+                    layer_major.backward(data)
+                else:
+                    for ids in data:
+                        (model(ids) / 3).backward()
+                opt.step()
+                opt.zero_grad()
+            runs.append((trainer, masters(model)))
+    for trainer, weights in runs[1:]:
+        for name, master in runs[0][1].items():
+            if trainer:  # what is used several times adds up in another order
+                torch.testing.assert_close(weights[name], master, rtol=1e-2, atol=3e-3)
+            else:
+                assert torch.equal(weights[name], master), name
+    assert all(torch.equal(runs[1][1][name], runs[3][1][name]) for name in runs[1][1])
+
+
+def test_a_changed_order_gives_the_same_result(tmp_path):
+    weights = []
+    for plan in (roomy(), scarce(tmp_path / "store")):
+        model = tierflow.wrap(tree(), plan)
+        opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+        for step, ids in enumerate(inputs(5)):
+            model.order = ((0, 1, 1, 2), (2, 0, 1), (1, 2))[step % 3]
+            model(ids).backward()
+            opt.step()
+            opt.zero_grad()
+        weights.append(masters(model))
+        assert tierflow.stats(model)["departures"] > 0
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_dropout_has_the_same_bits_in_the_recomputation():
+    """A block that returns its own mask: were the recomputed one another, the gradient would not be that of the loss."""
+
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x.float().square().mean()
+
+    def grads(model):
+        torch.manual_seed(9)
+        loss = model(torch.ones(4, 32, dtype=torch.bfloat16))
+        after = torch.rand(3)
+        loss.backward()
+        return loss.item(), [p.grad + 0 for p in model.parameters()], after
+
+    torch.manual_seed(0)
+    plain = Dropping().bfloat16()
+    torch.manual_seed(0)
+    streamed = tierflow.wrap(Dropping().bfloat16(), roomy())
+    expected, seen = grads(plain), grads(streamed)
+    assert seen[0] == expected[0] and torch.equal(seen[2], expected[2])
+    assert all(torch.equal(a, b) for a, b in zip(seen[1], expected[1], strict=True))
+
+
+@pytest.mark.parametrize("trainer", [False, True])
+def test_frozen_parameters_stay(trainer, tmp_path):
+    model = make("llama")
+    for name, p in model.named_parameters():
+        p.requires_grad = "layers.2" in name and "norm" not in name
+    before = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    model = tierflow.wrap(model, scarce(tmp_path / "store"))
+    train(model, "llama", opt=tierflow.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR), trainer=trainer)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.master(), before[name]) != p.requires_grad, name
+
+
+def test_freezing_after_wrapping_and_thawing_what_has_no_state():
+    model = tierflow.wrap(make("llama"), roomy())
+    model.model.layers[0].requires_grad_(False)
+    before = masters(model)
+    train(model, "llama", steps=1)
+    assert torch.equal(masters(model)["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
+    assert not torch.equal(masters(model)["model.layers.1.mlp.up_proj.weight"], before["model.layers.1.mlp.up_proj.weight"])
+    frozen = tierflow.wrap(make("llama"), roomy(trainable=False))
+    frozen.model.layers[1].requires_grad_(True)
+    with pytest.raises(tierflow.UsageError, match="has no optimizer state"):
+        frozen(**batches("llama", 1)[0]).loss.backward()
+
+
+@pytest.mark.parametrize("trainer", [False, True])
+def test_lora_over_a_frozen_streamed_base(trainer, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+
+    def adapted(base):
+        torch.manual_seed(5)
+        return peft.get_peft_model(base, config).train()
+
+    plain = adapted(make("llama"))
+    plan = scarce(tmp_path / "store", trainable=False)
+    plan.budget = tierflow.Budget(device="250KiB", host="200KiB", storage=[tmp_path / "store"], activations=0.0)
+    streamed = adapted(tierflow.wrap(make("llama"), plan))
+    expected = train(plain, "llama", opt=torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=LR, weight_decay=0.0))
+    seen = train(streamed, "llama", opt=tierflow.optim.AdamW([p for p in streamed.parameters() if p.requires_grad], lr=LR), trainer=trainer)
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    adapters = {name: p for name, p in streamed.named_parameters() if p.requires_grad}
+    assert len(adapters) == 12 and all("lora" in name for name in adapters)
+    for name, p in plain.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(adapters[name].detach(), p.detach(), rtol=1e-5, atol=1e-6)
+    written = tierflow.stats(streamed)["lanes"]["disk_write"]["bytes"]
+    assert written == 0 and tierflow.stats(streamed)["lanes"]["disk_read"]["bytes"] > 0
+    streamed.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 100_000
+
+
+def test_init_empty_takes_no_memory_and_loads_from_a_folder(tmp_path):
+    made = tree()
+    from safetensors.torch import save_file
+
+    (tmp_path / "weights").mkdir()
+    state = {name: p.detach().clone() for name, p in made.named_parameters()}
+    save_file(state, tmp_path / "weights" / "model.safetensors")
+    with tierflow.init_empty():
+        empty = Tree()
+    assert all(p.is_meta for p in empty.parameters()) and not empty.scale.is_meta
+    with pytest.raises(tierflow.InputError, match="has no values"):
+        tierflow.wrap(empty, roomy())
+    with tierflow.init_empty():
+        empty = Tree()
+    streamed = tierflow.wrap(empty, roomy(), checkpoint=tmp_path / "weights")
+    assert streamed(inputs(1)[0]).item() == made(inputs(1)[0]).item()
+    tierflow.save(streamed, tmp_path / "out")
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tuple(t.shape) for name, t in saved.items() if name != "scale"} == {name: tuple(t.shape) for name, t in state.items()}
+    assert all(torch.equal(saved[name], t) for name, t in state.items())
