@@ -306,6 +306,7 @@ class Engine:
             return None
         if key not in self._gradients:
             self._gradients[key] = StreamedGradient.make(self, *key, handle.label, handle.shape)
+            self._gradients[key].life = {"dropped": False}  # shared with its aliases
         return self._gradients[key]
 
     def set_grad(self, handle: StreamedParameter | StreamedGradient, value: Any) -> None:
@@ -315,7 +316,8 @@ class Engine:
                 return
             raise _native.UsageError(f"the gradient of {handle.label} comes from backward(); it can be scaled, or dropped by setting it to None")
         self._spent.discard(key)
-        self._gradients.pop(key, None)
+        if key in self._gradients:
+            self._gradients.pop(key).life["dropped"] = True
         self._scales.pop(key, None)
         self.native.forget(*key)
         if not any(self.native.touched(handle.unit, index) for index in range(len(self.handles[handle.unit]))):
@@ -327,16 +329,18 @@ class Engine:
             if self.trainable[unit]:
                 self.native.drop_gradient(unit)
         self._spent.clear()
+        for gradient in self._gradients.values():
+            gradient.life["dropped"] = True
         self._gradients.clear()
         self._scales.clear()
         self.broken = None
 
     def _live(self, gradient: StreamedGradient) -> tuple[int, int]:
         key = gradient.key()
+        if gradient.life["dropped"]:
+            raise _native.UsageError(f"the gradient of {gradient.label} was dropped by zero_grad()")
         if key in self._spent:
             raise _native.UsageError(f"the gradient of {gradient.label} was applied by step() and is gone: read it before")
-        if not self.native.touched(*key):
-            raise _native.UsageError(f"the gradient of {gradient.label} was dropped by zero_grad()")
         return key
 
     def read_grad(self, gradient: StreamedGradient) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.optim.adamw import adamw as update_ordinary
 from .engine import Engine
 from .parameter import StreamedParameter
 
+log = logging.getLogger("tierflow")
+
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (decoupled weight decay) over streamed parameters, and over ordinary ones among them (LoRA adapters, say).
@@ -19,7 +22,7 @@ class AdamW(torch.optim.Optimizer):
     A step with a gradient that is not finite is skipped whole. params, lr, betas, eps and weight_decay are those of torch.optim.AdamW, and may differ
     by parameter group; schedulers work as usual. As in torch, weight_decay applies to every parameter of its group.
 
-    state_dict() holds groups and step counts, not the streamed moments.
+    state_dict() holds groups, step counts and the state of ordinary parameters, not the moments of streamed ones: loaded into another run, those start anew.
     """
 
     def __init__(
@@ -98,6 +101,19 @@ class AdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Groups and step counts of another run's state_dict()."""
+        before = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if isinstance(p, StreamedParameter) and p in self.state}
+        super().load_state_dict(state_dict)
+        anew = False
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p, StreamedParameter) and self.state[p].get("step", 0) != before.get(p, {}).get("step", 0):
+                    self.state[p] = before.get(p, {})  # the count goes with the moments, which stay
+                    anew = True
+        if anew:
+            log.warning("the optimizer's moments are not part of a state_dict: those of streamed parameters, and their step counts, stay as they are here")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients; the streamed ones whatever set_to_none says."""

@@ -153,6 +153,13 @@ class StreamedParameter(_Streamed):
 class StreamedGradient(_Streamed):
     """The gradient of a streamed parameter, summed over the backward passes so far. Its norm is known and scaling it is free; other reads fetch it."""
 
+    life: dict[str, bool]
+
+    def alias(self) -> Any:
+        made = super().alias()
+        made.life = self.life
+        return made
+
     def key(self) -> tuple[int, int]:
         return self.unit, self.index
 
@@ -189,7 +196,7 @@ class StreamedGradient(_Streamed):
             raise _native.UsageError(
                 f"the gradient of {self.label} can be scaled in place (mul_, div_) and read; {func} would have to rewrite it in storage"
             )
-        return args[0]
+        return None if isinstance(args[0], (list, tuple)) else args[0]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

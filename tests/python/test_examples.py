@@ -1,0 +1,57 @@
+"""Every example runs, learns, and leaves no files but those it says it writes."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from streaming import BUILD, TEXT, torch, transformers
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples" / "python"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TEXT, "vocab_size": 256}, num_key_value_heads=2)).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def run(script, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(BUILD / "python"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, EXAMPLES / script, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", done.stdout)]
+    assert losses[-1] < 0.9 * losses[0], done.stdout
+    return losses
+
+
+def storage(tmp_path):
+    (tmp_path / "store").mkdir()
+    return ["--storage", tmp_path / "store", "--allow-any-filesystem"]
+
+
+def test_full_finetune_in_both_orders(model_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("all work and no play makes jack a dull boy\n" * 400)
+    options = [*storage(tmp_path), "--device", "2MiB", "--host", "2MiB", "--length", "32", "--lr", "5e-3", "--steps", "6", "--micro-batches", "2"]
+    free = run("full_finetune.py", model_folder, text, tmp_path / "a", *options)
+    layer_major = run("full_finetune.py", model_folder, text, tmp_path / "b", *options, "--layer-major")
+    assert free == layer_major
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
+    assert weights[0] == weights[1] and not list((tmp_path / "store").iterdir())
+    transformers.LlamaForCausalLM.from_pretrained(tmp_path / "a")
+
+
+def test_lora(model_folder, tmp_path):
+    pytest.importorskip("peft")
+    run("lora.py", model_folder, tmp_path / "out", *storage(tmp_path), "--device", "2MiB", "--host", "200KiB")
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists() and not list((tmp_path / "store").iterdir())
+
+
+def test_own_module(tmp_path):
+    run("own_module.py", *storage(tmp_path))
+    assert not list((tmp_path / "store").iterdir())

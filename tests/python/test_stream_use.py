@@ -1,0 +1,375 @@
+"""How the package is used, and how it is misused: what works gives what plain torch gives, the rest says what to do."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+from streaming import VOCAB, PlainLoop, batches, make, masters, roomy, scarce, tierflow, torch, train, transformers
+
+LR = 1e-3
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def model():
+    made = tierflow.wrap(make("llama"), roomy())
+    yield made
+    tierflow.close(made)
+
+
+@pytest.fixture
+def batch():
+    return batches("llama", 1)[0]
+
+
+# The optimizer.
+
+
+def test_groups_have_their_own_lr_and_decay(batch):
+    """Decay alone moves what it applies to: with lr * decay = 1, a step leaves nothing of the old weight."""
+    plain, streamed = make("llama"), tierflow.wrap(make("llama"), roomy())
+
+    def groups(model):
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        return [{"params": decayed, "lr": 2e-3, "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+
+    loops = {"matrices": PlainLoop(plain, 2e-3, 0.1), "vectors": PlainLoop(plain, LR, 0.0)}
+    opt = tierflow.optim.AdamW(groups(streamed), lr=LR)
+    expected = plain(**batch).loss
+    expected.backward()
+    streamed(**batch).loss.backward()
+    opt.step()
+    for name, p in plain.named_parameters():
+        loops["matrices" if p.dim() > 1 else "vectors"].sums[name] = p.grad.float()
+    for loop in loops.values():
+        loop.step()
+    for name, master in masters(streamed).items():
+        loop = loops["matrices" if "norm" not in name else "vectors"]
+        assert torch.equal(master.flatten(), loop.master(name)), name
+
+
+def test_schedulers_set_the_rate_of_the_step_that_follows(batch):
+    streamed, plain = tierflow.wrap(make("llama"), roomy()), make("llama")
+    loop = PlainLoop(plain, LR)
+    opt = tierflow.optim.AdamW(streamed.parameters(), lr=LR)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: [1.0, 0.5, 0.25, 0.0][step])
+    for factor in (1.0, 0.5, 0.25):
+        loop.lr = LR * factor
+        loop.backward(plain(**batch).loss)
+        loop.step()
+        streamed(**batch).loss.backward()
+        opt.step()
+        schedule.step()
+        opt.zero_grad()
+    assert all(torch.equal(master.flatten(), loop.master(name)) for name, master in masters(streamed).items())
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clip_grad_norm_is_exact(batch, foreach, model):
+    plain = make("llama")
+    (plain(**batch).loss * 3).backward()
+    (model(**batch).loss * 3).backward()
+    grads = [p.grad.float() for p in plain.parameters()]
+    expected = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.double()) for g in grads]))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-12) and norm > 0.5
+    scaled = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert scaled.item() == pytest.approx(0.5, rel=1e-5)
+    factor = 0.5 / (expected.item() + 1e-6)
+    torch.testing.assert_close(model.get_parameter(UP).grad + 0, (plain.get_parameter(UP).grad.float() * factor).bfloat16())
+
+
+def test_a_step_that_is_not_finite_is_skipped_whole(batch, model):
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    before = masters(model)
+    hook = model.model.layers[1].register_forward_hook(lambda module, args, out: out * float("inf"))
+    model(**batch).loss.backward()
+    hook.remove()
+    opt.step()
+    opt.zero_grad()
+    assert tierflow.stats(model)["skipped_steps"] == 1
+    assert all(torch.equal(master, before[name]) for name, master in masters(model).items())
+    result = tierflow.Trainer(model, opt).step([batch])
+    assert not result.skipped and not torch.equal(masters(model)[UP], before[UP])
+
+
+def test_dropped_gradients_leave_no_trace(batch):
+    runs = []
+    for extra in (False, True):
+        model = tierflow.wrap(make("llama"), roomy())
+        opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+        if extra:
+            model(**batches("llama", 2)[1]).loss.backward()
+            model.zero_grad()
+            assert model.get_parameter(UP).grad is None
+        model(**batch).loss.backward()
+        opt.step()
+        runs.append(masters(model))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_gradients_are_never_stale(batch, model):
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    p = model.get_parameter(UP)
+    assert p.grad is None
+    model(**batch).loss.backward()
+    gradient = p.grad
+    once = gradient + 0
+    model(**batch).loss.backward()
+    torch.testing.assert_close(p.grad + 0, once * 2)
+    with pytest.raises(tierflow.UsageError, match="scaled in place"):
+        torch.nn.utils.clip_grad_value_([p], 1e-9)
+    with pytest.raises(tierflow.UsageError, match="comes from backward"):
+        p.grad = torch.ones_like(once)
+    opt.step()
+    with pytest.raises(tierflow.UsageError, match="was applied by step"):
+        gradient + 0
+    with pytest.raises(tierflow.UsageError, match="without zero_grad"):
+        model(**batch).loss.backward()
+    opt.zero_grad()
+    model(**batch).loss.backward()
+    with pytest.raises(tierflow.UsageError, match="dropped by zero_grad"):
+        gradient + 0
+    assert not torch.equal(p.grad + 0, once)
+
+
+def test_state_dict_of_the_optimizer(batch, model, caplog):
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    train(model, "llama", opt=opt)
+    saved = copy.deepcopy(opt.state_dict())
+    saved["param_groups"][0]["lr"] = 7e-5
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["lr"] == 7e-5 and not caplog.records
+    fresh = tierflow.wrap(make("llama"), roomy())
+    other = tierflow.optim.AdamW(fresh.parameters(), lr=LR)
+    other.load_state_dict(saved)
+    assert "moments are not part of a state_dict" in caplog.text
+    assert other.param_groups[0]["lr"] == 7e-5 and not any(state.get("step") for state in other.state.values())
+
+
+# Parameters outside of their module's turn.
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_parameters_can_be_read_and_written(small, tmp_path):
+    model, plain = tierflow.wrap(make("llama"), scarce(tmp_path / "store") if small else roomy()), make("llama")
+    p, q = model.get_parameter(UP), plain.get_parameter(UP)
+    assert p.sum().item() == q.sum().item() and p.shape == q.shape and p.dtype == q.dtype and isinstance(p, torch.nn.Parameter)
+    assert torch.equal(p + 0, q) and torch.equal(p.detach().cpu() + 0, q) and p.detach().float().numpy().sum() == q.detach().float().numpy().sum()
+    with torch.no_grad():
+        p.mul_(3).add_(1)
+    torch.testing.assert_close(p.master(), q.detach().float() * 3 + 1, rtol=0, atol=1e-6)
+    p.data = q.detach() * 2
+    assert torch.equal(p + 0, q * 2)
+    p.data.copy_(q)
+    torch.nn.init.ones_(model.get_parameter("model.layers.1.mlp.up_proj.weight"))
+    torch.nn.init.ones_(plain.get_parameter("model.layers.1.mlp.up_proj.weight"))
+    batch = batches("llama", 1)[0]
+    assert model(**batch).loss.item() == plain(**batch).loss.item()
+    model.load_state_dict(make("llama").state_dict())
+    assert model(**batch).loss.item() == make("llama")(**batch).loss.item()
+
+
+def test_updates_are_there_when_a_parameter_is_read(batch, model):
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    before = model.get_parameter(UP) + 0
+    model(**batch).loss.backward()
+    opt.step()
+    assert not torch.equal(model.get_parameter(UP) + 0, before)
+
+
+def test_state_dict_streams_and_saves(model):
+    state = model.state_dict()
+    assert all(type(value).__name__ == "StreamedParameter" for name, value in state.items())
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    stream.seek(0)
+    loaded = torch.load(stream)
+    assert all(torch.equal(loaded[name], p) for name, p in make("llama").named_parameters())
+
+
+def test_save_pretrained_gives_a_model_that_transformers_loads(batch, tmp_path):
+    model = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))
+    train(model, "llama")
+    model.save_pretrained(tmp_path / "out", max_shard_size="200KB")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert all(torch.equal(p, model.get_parameter(name) + 0) for name, p in again.named_parameters())
+    reloaded = tierflow.load(tmp_path / "out", roomy())
+    assert reloaded(**batch).loss.item() == again(**batch).loss.item()
+
+
+def test_generate(model, batch):
+    prompt = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.eval().generate(**prompt), make("llama").eval().generate(**prompt))
+
+
+# What cannot be, and says so.
+
+
+@pytest.mark.parametrize(
+    "misuse, text",
+    [
+        (lambda m: copy.deepcopy(m), "cannot be copied"),
+        (lambda m: pickle.dumps(m), "cannot be pickled"),
+        (lambda m: m.half(), "stays in torch.bfloat16"),
+        (lambda m: m.float(), "leave out .to"),
+        (lambda m: setattr(m.get_parameter(UP), "data", torch.ones(3, dtype=torch.bfloat16)), "keeps its shape"),
+        (lambda m: tierflow.wrap(m, roomy()), "streams already"),
+        (lambda m: tierflow.Trainer(m, tierflow.optim.AdamW(m.parameters())).step([]), "at least one micro-batch"),
+        (lambda m: tierflow.Trainer(m, tierflow.optim.AdamW(m.parameters())).step([{"input_ids": torch.ones(1, 4, dtype=torch.long)}]), "labels"),
+        (lambda m: tierflow.plan(m, tierflow.Budget("1MiB", "1KiB", ["/tmp"])), "the smallest that works is"),
+        (lambda m: tierflow.Budget("12 parsecs", 1), "is no size"),
+        (lambda m: tierflow.wrap(torch.nn.Linear(2, 2), roomy(blocks=["Absent"])), "no module of such a class"),
+        (lambda m: tierflow.wrap(torch.nn.Linear(2, 2), roomy(precision="fp8")), "fp8 is unknown"),
+        (lambda m: tierflow.load("/nowhere", roomy()), "no config.json there"),
+    ],
+)  # fmt: skip
+def test_misuse_raises_what_to_do(misuse, text, model):
+    with pytest.raises(tierflow.Error, match=text):
+        misuse(model)
+
+
+def test_moves_that_change_nothing_work(model, batch):
+    expected = model(**batch).loss.item()
+    assert model.to("cpu").bfloat16().to(torch.bfloat16)(**batch).loss.item() == expected
+
+
+def test_a_model_that_is_not_the_checkpoints(model, tmp_path):
+    model.save_pretrained(tmp_path / "out")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    config.num_hidden_layers = 4
+    config.save_pretrained(tmp_path / "out")
+    with pytest.raises(tierflow.InputError, match="has no model.layers.3"):
+        tierflow.load(tmp_path / "out", roomy())
+
+
+def test_reading_another_modules_weight_inside_of_a_turn(model, batch):
+    mlp = model.model.layers[0].mlp
+    original = mlp.forward
+    mlp.forward = lambda x: original(x) + model.get_parameter("model.layers.1.mlp.up_proj.weight").sum()
+    with pytest.raises(tierflow.UsageError, match="while another module runs"):
+        model(**batch)
+    mlp.forward = original
+    assert model(**batch).loss.item() == make("llama")(**batch).loss.item()
+
+
+@pytest.mark.parametrize("trainer", [False, True])
+def test_an_interrupted_step_can_be_given_up(trainer, model, batch):
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    layer_major = tierflow.Trainer(model, opt)
+    mlp, calls = model.model.layers[1].mlp, []
+    original = mlp.forward
+
+    def interrupted(x):
+        calls.append(torch.is_grad_enabled())
+        if calls[-1]:
+            raise KeyboardInterrupt  # in the recomputation of the backward
+        return original(x)
+
+    before = masters(model)
+    mlp.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        layer_major.step([batch, batch]) if trainer else model(**batch).loss.backward()
+    mlp.forward = original
+    with pytest.raises(tierflow.UsageError, match="gradients are incomplete"):
+        opt.step()
+    opt.zero_grad()
+    assert all(torch.equal(master, before[name]) for name, master in masters(model).items())
+    fresh = tierflow.wrap(make("llama"), roomy())
+    other = tierflow.optim.AdamW(fresh.parameters(), lr=LR)
+    assert layer_major.step([batch]).loss == tierflow.Trainer(fresh, other).step([batch]).loss
+    assert all(torch.equal(master, masters(fresh)[name]) for name, master in masters(model).items())
+
+
+def test_files_go_with_the_model(tmp_path):
+    model = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))
+    assert list((tmp_path / "store").iterdir())
+    tierflow.close(model)
+    assert not list((tmp_path / "store").iterdir())
+    with pytest.raises(tierflow.UsageError, match="was closed"):
+        model(**batches("llama", 1)[0])
+
+
+def test_plan_prints_both_prices(tmp_path):
+    plan = tierflow.plan(make("llama"), tierflow.Budget("600KiB", "1MiB", [tmp_path], activations=0.0), micro_batches=4, precision="fp32-master+adam32")
+    text, e = str(plan), plan.estimate
+    assert "tierflow.Trainer" in text and "your own loop" in text and "4 micro-batches" in text
+    assert e["parameters"] == sum(p.numel() for p in make("llama").parameters())
+    assert e["loop_read"] > e["layer_major_read"] > 0 and e["loop_link"] > 3 * e["layer_major_link"]
+    streamed = tierflow.wrap(make("llama"), plan_with_files(plan))
+    counted = tierflow.stats(streamed)["memory"]
+    assert counted["device_used"] == e["device_bytes"] and counted["host_used"] == e["host_bytes"] and counted["storage_bytes"] >= e["storage_bytes"]
+    tierflow.close(streamed)
+
+
+def plan_with_files(plan):
+    plan.allow_any_filesystem = True
+    return plan
+
+
+def test_import_alone_is_quiet_and_starts_nothing():
+    script = f"import sys; sys.path[:0] = {sys.path!r}; import tierflow, threading; print(threading.active_count(), 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.stdout.split(), done.stderr) == (["1", "False"], "")
+
+
+# The trainers of others.
+
+
+class Examples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        ids = torch.randint(3, VOCAB, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_transformers_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    from tierflow.hf import TierflowCallback
+
+    runs = []
+    for streamed in (False, True):
+        model = make("llama")
+        options = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1, save_steps=4, report_to=[],
+                       use_cpu=True, disable_tqdm=True, eval_strategy="steps", eval_steps=2, max_grad_norm=1.0)  # fmt: skip
+        if streamed:
+            model = tierflow.wrap(model, scarce(tmp_path / "store"))
+            opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+        else:
+            opt = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+        args = transformers.TrainingArguments(output_dir=tmp_path / str(streamed), **options)
+        trainer = transformers.Trainer(model, args, train_dataset=Examples(), eval_dataset=Examples(), optimizers=(opt, None))
+        if streamed:
+            TierflowCallback().attach(trainer)
+        trainer.train()
+        runs.append([entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry])
+        if streamed:
+            logged = next(entry for entry in trainer.state.log_history if "tierflow/disk_read_gb" in entry)
+            assert logged["tierflow/disk_read_gb"] > 0
+    torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), rtol=2e-2, atol=2e-2)
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "True" / "checkpoint-4", dtype=torch.bfloat16)
+    assert all(torch.equal(p, model.get_parameter(name) + 0) for name, p in saved.named_parameters())
+
+
+def test_trl_sft_trainer(tmp_path, model):
+    trl = pytest.importorskip("trl")
+    import datasets
+    import tokenizers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w3")
+    data = datasets.Dataset.from_dict({"text": [" ".join(f"w{(i * 7 + j) % 150 + 5}" for j in range(20)) for i in range(16)]})
+    args = trl.SFTConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=3, logging_steps=1, report_to=[], save_strategy="no",
+                         disable_tqdm=True, max_length=32, bf16=False, use_cpu=True)  # fmt: skip
+    opt = tierflow.optim.AdamW(model.parameters(), lr=5e-3)
+    trainer = trl.SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, optimizers=(opt, None))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 3 and losses[-1] < losses[0]
