@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""Steps of a streamed transformers model with random weights: tokens a second, as one JSON line. What compare.py runs.
+
+    PYTHONPATH=build/python .venv/bin/python benchmarks/python/streamed.py --storage DIR --shape 1x1x512"""
+
+import argparse
+import json
+import pathlib
+import resource
+import statistics
+import tempfile
+import time
+
+import torch
+import transformers
+
+import tierflow
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default=pathlib.Path(__file__).parents[1] / "step/llama-152m.json")
+    parser.add_argument("--storage", required=True)
+    parser.add_argument("--shape", default="1x1x512", help="micro-batches x rows x length")
+    parser.add_argument("--order", choices=["loop", "layer-major"], default="loop")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--host-memory", default="512MiB")
+    parser.add_argument("--device-memory", default="2GiB")
+    args = parser.parse_args()
+    count, rows, length = (int(word) for word in args.shape.split("x"))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(args.config), dtype=torch.bfloat16)
+    with tempfile.TemporaryDirectory(dir=args.storage) as folder:
+        plan = tierflow.Plan(tierflow.Budget(args.device_memory, args.host_memory, [folder]), allow_any_filesystem=True)
+        tierflow.wrap(model, plan).train()
+        opt = tierflow.optim.AdamW(model.parameters(), lr=1e-5)
+        trainer = tierflow.Trainer(model, opt, clip=1.0)
+        seconds = []
+        for _ in range(args.steps):
+            ids = torch.randint(0, model.config.vocab_size, (count, rows, length))
+            began = time.monotonic()
+            if args.order == "layer-major":
+                trainer.step([{"input_ids": part, "labels": part} for part in ids])
+            else:
+                for part in ids:
+                    (model(input_ids=part, labels=part).loss / count).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                opt.step()
+                opt.zero_grad()
+            seconds.append(time.monotonic() - began)
+        lanes = {name: round(lane["busy_seconds"], 2) for name, lane in tierflow.stats(model)["lanes"].items()}
+        tierflow.close(model)
+    median = statistics.median(seconds[1:])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(json.dumps({"tokens_per_s": round(count * rows * length / median, 1), "step_s": round(median, 3), "peak_rss_mib": peak, "busy_s": lanes}))
+
+
+if __name__ == "__main__":
+    main()
