@@ -255,23 +255,28 @@ class Engine:
         wanted = turn.gradient_units() if adds else []
         if adds and self._spent and any((h.unit, h.index) in self._spent for h in turn.handles):
             raise _native.UsageError("backward() after step() without zero_grad() between: gradients of the last step are already applied")
-        weights = self.native.enter(turn.number, phase, wanted, keep)
-        self.active = turn
-        try:
+        if self.native.inside:
+            raise _native.UsageError("two streamed modules run at the same time: models stream in one thread")
+        weights: list[torch.Tensor] = []
+        try:  # from here on: a signal that comes while enter() waits is raised as it returns
+            weights = self.native.enter(turn.number, phase, wanted, keep)
+            self.active = turn
             if adds:
                 for handle, weight in zip(turn.handles, weights, strict=True):
                     weight.requires_grad_(handle.requires_grad)
             turn.bind(weights)
             yield weights
         except BaseException as error:
-            if adds:
-                self.native.add([None] * len(weights))
+            if adds and self.native.inside:
+                self.native.add([None] * len(turn.handles))
                 self.broken = f"backward() of {turn.name} ended with {type(error).__name__}"
             raise
         finally:
-            turn.unbind(weights)
             self.active = None
-            self.native.leave()
+            if weights:
+                turn.unbind(weights)
+            if self.native.inside:
+                self.native.leave()
             self._say_departures()
 
     def _say_departures(self) -> None:

@@ -285,6 +285,52 @@ def test_an_interrupted_step_can_be_given_up(trainer, model, batch):
     assert all(torch.equal(master, masters(fresh)[name]) for name, master in masters(model).items())
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_interrupt_while_waiting_for_weights(backward, model, batch):
+    """The signal is raised as the wait returns: the turn that was taken is given back."""
+    from tierflow.model import engine_of
+
+    engine, expected = engine_of(model), model(**batch).loss.item()
+
+    class Interrupting:
+        def __init__(self, native):
+            self.native, self.armed = native, True
+
+        def __getattr__(self, name):
+            return getattr(self.native, name)
+
+        def enter(self, turn, phase, *rest):
+            weights = self.native.enter(turn, phase, *rest)
+            if self.armed and (phase == "backward") == backward:
+                self.armed = False
+                raise KeyboardInterrupt
+            return weights
+
+    engine.native = Interrupting(engine.native)
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch).loss.backward()
+    engine.native = engine.native.native
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    opt.zero_grad()
+    assert model(**batch).loss.item() == expected
+    assert tierflow.Trainer(model, opt).step([batch]).loss == expected
+
+
+def test_workers_of_a_data_loader_leave_the_model_alone(tmp_path):
+    model = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))
+    loader = torch.utils.data.DataLoader(Examples(), batch_size=4, num_workers=1)
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    losses = []
+    for _ in range(2):  # workers end between the rounds
+        for batch in loader:
+            model(**batch).loss.backward()
+            opt.step()
+            opt.zero_grad()
+        losses.append(model(**batch).loss.item())
+    assert losses[1] < losses[0] and list((tmp_path / "store").iterdir())
+    tierflow.close(model)
+
+
 def test_files_go_with_the_model(tmp_path):
     model = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))
     assert list((tmp_path / "store").iterdir())
