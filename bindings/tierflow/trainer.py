@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from . import _native
-from .engine import Frame, Turn, _autocast, _autocast_state, _differentiate, _local
+from .ambient import autocast_as, autocast_state
 from .model import engine_of
 from .optim import AdamW
+from .turns import Frame, Turn, differentiate, local
 
 log = logging.getLogger("tierflow")
 
@@ -59,7 +60,7 @@ class _Lane:
         threading.Thread(target=self._run, name="tierflow micro-batch", daemon=True).start()
 
     def _run(self) -> None:
-        _local.lane = self
+        local.lane = self
         while True:
             self._go.acquire()
             if self._work is None:
@@ -159,11 +160,11 @@ class Trainer:
         return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
     def _run(self, lanes: list[_Lane], micro_batches: Sequence[Any]) -> float:
-        autocast, count = _autocast_state(self.engine.device.type), len(micro_batches)
+        autocast, count = autocast_state(self.engine.device.type), len(micro_batches)
 
         def work(batch: Any) -> Callable[[], torch.Tensor]:
             def run() -> torch.Tensor:
-                with torch.enable_grad(), _autocast(autocast):
+                with torch.enable_grad(), autocast_as(autocast):
                     return self._loss(self.model, batch)
 
             return run
@@ -212,7 +213,7 @@ class Trainer:
         frame.remember_random()
         later = any(other.frame is not None and other.frame.turn is turn for other in lanes if other is not lane)
         with self.engine.turn(turn, "head", self._keeps(turn) and later) as weights:
-            with torch.enable_grad(), _autocast(frame.autocast):
+            with torch.enable_grad(), autocast_as(frame.autocast):
                 outs = frame.compute(inputs)
             answer = self._record(lane, frame, outs)
             call = lane.calls[-1]
@@ -224,7 +225,7 @@ class Trainer:
                 self.engine.native.add([None] * len(weights))
                 return
             self._finish(lane, lanes, losses, count)
-            _differentiate(outs, [leaf.grad for leaf in call.outs])
+            differentiate(outs, [leaf.grad for leaf in call.outs])
             self.engine.native.add([weight.grad for weight in weights])
         lane.calls.pop()
         self._pass_on(call, [t.grad for t in inputs])
@@ -246,7 +247,7 @@ class Trainer:
         if all(grad is None for grad in grads):
             return
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_autocast(call.frame.autocast))
+            stack.enter_context(autocast_as(call.frame.autocast))
             self._pass_on(call, call.frame.backward(call.inputs, grads, keep))
 
     def _pass_on(self, call: _Call, grads: list[torch.Tensor | None]) -> None:

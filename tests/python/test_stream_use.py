@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from streaming import VOCAB, PlainLoop, batches, make, masters, roomy, scarce, tierflow, torch, train, transformers
+from streaming import PlainLoop, batches, make, masters, roomy, scarce, tierflow, torch, train, transformers
 
 LR = 1e-3
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -148,6 +148,37 @@ def test_state_dict_of_the_optimizer(batch, model, caplog):
     other.load_state_dict(saved)
     assert "moments are not part of a state_dict" in caplog.text
     assert other.param_groups[0]["lr"] == 7e-5 and not any(state.get("step") for state in other.state.values())
+
+
+def test_one_gradient_dropped_alone(batch, model):
+    """Sums are kept by unit: the next backward would add to what was dropped, so it raises."""
+    opt, p = tierflow.optim.AdamW(model.parameters(), lr=LR), model.get_parameter(UP)
+    model(**batch).loss.backward()
+    p.grad = None
+    assert p.grad is None and model.get_parameter("model.layers.0.mlp.down_proj.weight").grad is not None
+    with pytest.raises(tierflow.UsageError, match="dropped alone"):
+        model(**batch).loss.backward()
+    opt.zero_grad()
+    model(**batch).loss.backward()
+    p.grad = None
+    before = masters(model)[UP]
+    opt.step()
+    opt.zero_grad()
+    assert torch.equal(masters(model)[UP], before)
+    model(**batch).loss.backward()
+    opt.step()
+    assert not torch.equal(masters(model)[UP], before)
+
+
+def test_a_gradient_that_no_optimizer_takes_is_said(batch, model, caplog):
+    opt = tierflow.optim.AdamW([model.get_parameter(UP)], lr=LR)
+    before = masters(model)
+    for _ in range(2):
+        model(**batch).loss.backward()
+        opt.step()
+        opt.zero_grad()
+    assert len(caplog.records) == 1 and "is not in this optimizer" in caplog.text
+    assert [name for name, master in masters(model).items() if not torch.equal(master, before[name])] == [UP]
 
 
 # Parameters outside of their module's turn.
@@ -316,21 +347,6 @@ def test_an_interrupt_while_waiting_for_weights(backward, model, batch):
     assert tierflow.Trainer(model, opt).step([batch]).loss == expected
 
 
-def test_workers_of_a_data_loader_leave_the_model_alone(tmp_path):
-    model = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))
-    loader = torch.utils.data.DataLoader(Examples(), batch_size=4, num_workers=1)
-    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
-    losses = []
-    for _ in range(2):  # workers end between the rounds
-        for batch in loader:
-            model(**batch).loss.backward()
-            opt.step()
-            opt.zero_grad()
-        losses.append(model(**batch).loss.item())
-    assert losses[1] < losses[0] and list((tmp_path / "store").iterdir())
-    tierflow.close(model)
-
-
 def test_files_go_with_the_model(tmp_path):
     model = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))
     assert list((tmp_path / "store").iterdir())
@@ -361,61 +377,3 @@ def test_import_alone_is_quiet_and_starts_nothing():
     script = f"import sys; sys.path[:0] = {sys.path!r}; import tierflow, threading; print(threading.active_count(), 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.stdout.split(), done.stderr) == (["1", "False"], "")
-
-
-# The trainers of others.
-
-
-class Examples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        ids = torch.randint(3, VOCAB, (12,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
-def test_transformers_trainer(tmp_path):
-    pytest.importorskip("accelerate")
-    from tierflow.hf import TierflowCallback
-
-    runs = []
-    for streamed in (False, True):
-        model = make("llama")
-        options = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1, save_steps=4, report_to=[],
-                       use_cpu=True, disable_tqdm=True, eval_strategy="steps", eval_steps=2, max_grad_norm=1.0)  # fmt: skip
-        if streamed:
-            model = tierflow.wrap(model, scarce(tmp_path / "store"))
-            opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
-        else:
-            opt = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-        args = transformers.TrainingArguments(output_dir=tmp_path / str(streamed), **options)
-        trainer = transformers.Trainer(model, args, train_dataset=Examples(), eval_dataset=Examples(), optimizers=(opt, None))
-        if streamed:
-            TierflowCallback().attach(trainer)
-        trainer.train()
-        runs.append([entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry])
-        if streamed:
-            logged = next(entry for entry in trainer.state.log_history if "tierflow/disk_read_gb" in entry)
-            assert logged["tierflow/disk_read_gb"] > 0
-    torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), rtol=2e-2, atol=2e-2)
-    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "True" / "checkpoint-4", dtype=torch.bfloat16)
-    assert all(torch.equal(p, model.get_parameter(name) + 0) for name, p in saved.named_parameters())
-
-
-def test_trl_sft_trainer(tmp_path, model):
-    trl = pytest.importorskip("trl")
-    import datasets
-    import tokenizers
-
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w3")
-    data = datasets.Dataset.from_dict({"text": [" ".join(f"w{(i * 7 + j) % 150 + 5}" for j in range(20)) for i in range(16)]})
-    args = trl.SFTConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=3, logging_steps=1, report_to=[], save_strategy="no",
-                         disable_tqdm=True, max_length=32, bf16=False, use_cpu=True)  # fmt: skip
-    opt = tierflow.optim.AdamW(model.parameters(), lr=5e-3)
-    trainer = trl.SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, optimizers=(opt, None))
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 3 and losses[-1] < losses[0]

@@ -1,0 +1,42 @@
+"""What a recomputation has to find as the first computation did: autocast and random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def autocast_state(device: str) -> tuple[str, bool, torch.dtype]:
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def autocast_as(state: tuple[str, bool, torch.dtype]) -> Any:
+    device, enabled, dtype = state
+    return torch.autocast(device, dtype=dtype, enabled=enabled) if enabled or torch.is_autocast_enabled(device) else contextlib.nullcontext()
+
+
+def random_state(device: torch.device) -> Any:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def restored(state: Any, device: torch.device) -> Iterator[None]:
+    """Random numbers as they were at `state`; afterwards as they are now."""
+    if state is None:
+        yield
+        return
+    now = random_state(device)
+
+    def put(saved: Any) -> None:
+        torch.set_rng_state(saved[0])
+        if saved[1] is not None:
+            torch.cuda.set_rng_state(saved[1], device)
+
+    put(state)
+    try:
+        yield
+    finally:
+        put(now)

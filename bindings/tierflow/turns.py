@@ -1,0 +1,187 @@
+"""Turns: the moments in which a module holds its real weights, and what a call of it has to keep between forward and backward."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from . import _native
+from .ambient import autocast_as, autocast_state, random_state, restored
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+local = threading.local()  # .lane: the micro-batch of a layer-major step that this thread runs
+
+
+class Turn:
+    """A module and the units whose weights it needs while it runs."""
+
+    def __init__(self, engine: Engine, number: int, name: str, module: nn.Module | None, units: list[int]) -> None:
+        self.engine, self.number, self.name, self.module, self.units = engine, number, name, module, units
+        self.unit_set = set(units)
+        self.handles = [handle for unit in units for handle in engine.handles[unit]]
+        self.places = [place for unit in units for place in engine.places[unit]]
+        # Only places inside of this module are bound: another module's own copy of the name has its own turn.
+        inside = set() if module is None else {id(m) for m in module.modules()}
+        self.places = [[(m, name) for m, name in places if id(m) in inside] for places in self.places]
+        self.recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)] if module is not None else []
+        self.forward = None if module is None else module.forward
+        if module is not None:
+            module.forward = self.run  # type: ignore[method-assign]
+
+    def trains(self) -> bool:
+        return any(handle.requires_grad for handle in self.handles) or any(p.requires_grad for p in self.module.parameters())
+
+    def gradient_units(self) -> list[bool]:
+        """Which units get gradients now."""
+        wanted = []
+        for unit in self.units:
+            asks = any(handle.requires_grad for handle in self.engine.handles[unit])
+            if asks and not self.engine.trainable[unit]:
+                name = next(h.label for h in self.engine.handles[unit] if h.requires_grad)
+                raise _native.UsageError(
+                    f"{name} requires a gradient, but was frozen when the model was loaded and has no optimizer state: load it with "
+                    "plan(trainable=True), or set requires_grad before tierflow.wrap()"
+                )
+            wanted.append(asks)
+        return wanted
+
+    def bind(self, weights: list[torch.Tensor]) -> None:
+        for handle, places, weight in zip(self.handles, self.places, weights, strict=True):
+            for module, name in places:
+                if module._parameters.get(name) is handle:  # the user may have put a parameter of his own there
+                    module._parameters[name] = weight
+        self._tell_recurrent()
+
+    def unbind(self, weights: list[torch.Tensor]) -> None:
+        for handle, places, weight in zip(self.handles, self.places, weights, strict=True):
+            for module, name in places:
+                if module._parameters.get(name) is weight:
+                    module._parameters[name] = handle
+        self._tell_recurrent()
+
+    def _tell_recurrent(self) -> None:
+        for module in self.recurrent:
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What calling the module does."""
+        active = self.engine.active
+        if active is not None:
+            if self.unit_set <= active.unit_set:
+                return self.forward(*args, **kwargs)
+            raise _native.UsageError(
+                f"{self.name} runs inside of {active.name}: they have to stream as one; name the class of the outer module in plan(blocks=[...])"
+            )
+        frame = Frame(self, args, kwargs)
+        lane = getattr(local, "lane", None)
+        return lane.call(frame) if lane is not None else frame.call()
+
+
+class Frame:
+    """One call of a turn's module: its inputs as a list of tensors, and how to run it on others in their place."""
+
+    def __init__(self, turn: Turn, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.turn = turn
+        leaves, self.spec = tree_flatten((args, kwargs))
+        self.needs_graph = torch.is_grad_enabled()
+        self.leaves = [self._checked(leaf) for leaf in leaves]
+        self.where = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors = [self.leaves[i] for i in self.where]
+        for i in self.where:
+            self.leaves[i] = None
+        self.needs_graph = self.needs_graph and (any(t.requires_grad for t in self.tensors) or turn.trains())
+        self.out_spec: Any = None
+        self.out_leaves: list[Any] = []
+        self.out_where: list[int] = []
+        self.random: Any = None
+        self.autocast = autocast_state(turn.engine.device.type)
+
+    def _checked(self, leaf: Any) -> Any:
+        if self.needs_graph and hasattr(leaf, "get_seq_length") and hasattr(leaf, "update"):
+            # A key-value cache: the recomputation would fill it a second time. An empty one changes nothing.
+            if leaf.get_seq_length() == 0:
+                return None
+            raise _native.UsageError(f"{self.turn.name} was called with a filled cache while gradients are on: pass use_cache=False")
+        return leaf
+
+    def call(self) -> Any:
+        if not self.needs_graph:
+            with torch.no_grad(), self.turn.engine.turn(self.turn, "evaluate"):
+                outs = self.compute(self.tensors)
+        else:
+            outs = _Visit.apply(self, torch.empty(0, requires_grad=True), *self.tensors)
+        return self.result(outs)
+
+    def compute(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Runs the module, its weights bound, on tensors in the place of those it was called with."""
+        leaves = list(self.leaves)
+        for index, tensor in zip(self.where, tensors, strict=True):
+            leaves[index] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        out = self.turn.forward(*args, **kwargs)
+        self.out_leaves, self.out_spec = tree_flatten(out)
+        self.out_where = [i for i, leaf in enumerate(self.out_leaves) if isinstance(leaf, torch.Tensor)]
+        outs = [self.out_leaves[i] for i in self.out_where]
+        for i in self.out_where:
+            self.out_leaves[i] = None
+        owns = self.turn.engine.native.owns
+        return [out.clone() if owns(out.data_ptr()) else out for out in outs]
+
+    def result(self, outs: Any) -> Any:
+        leaves = list(self.out_leaves)
+        for index, tensor in zip(self.out_where, outs, strict=True):
+            leaves[index] = tensor
+        return tree_unflatten(leaves, self.out_spec)
+
+    def remember_random(self) -> None:
+        self.random = random_state(self.turn.engine.device) if self.turn.module.training else None
+
+    def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The forward visit: nothing is kept but what backward() recomputes from."""
+        self.remember_random()
+        with torch.no_grad(), self.turn.engine.turn(self.turn, "forward"):
+            return self.compute(tensors)
+
+    def backward(self, tensors: list[torch.Tensor], grads: list[torch.Tensor | None], keep: bool = False) -> list[torch.Tensor | None]:
+        """The backward visit: recomputes, adds the weights' gradients to their sums, returns those of the inputs."""
+        turn, engine = self.turn, self.turn.engine
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        with restored(self.random, engine.device), engine.turn(turn, "backward", keep) as weights:
+            with torch.enable_grad(), autocast_as(self.autocast):
+                outs = self.compute(inputs)
+            differentiate(outs, grads)
+            engine.native.add([weight.grad for weight in weights])
+        return [t.grad for t in inputs]
+
+
+def differentiate(outs: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
+    pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None and out.requires_grad]
+    if pairs:
+        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+
+
+class _Visit(torch.autograd.Function):
+    """A module in the free loop: forward without a graph, backward by recomputation, so that no graph outlives a visit."""
+
+    @staticmethod
+    def forward(ctx: Any, frame: Frame, always: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.frame = frame
+        ctx.save_for_backward(*tensors)
+        outs = frame.forward(list(tensors))
+        ctx.mark_non_differentiable(*[out for out in outs if not out.is_floating_point()])
+        frame.tensors = []  # saved above
+        return tuple(out.view_as(out) if any(out is t for t in tensors) else out for out in outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        tensors = list(ctx.saved_tensors)
+        inputs = ctx.frame.backward(tensors, list(grads))
+        return None, None, *inputs

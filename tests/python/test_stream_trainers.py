@@ -1,0 +1,83 @@
+"""The trainers and loaders of others over a streamed model."""
+
+import pytest
+from streaming import VOCAB, make, roomy, scarce, tierflow, torch, transformers
+
+LR = 1e-3
+
+
+@pytest.fixture
+def model():
+    made = tierflow.wrap(make("llama"), roomy())
+    yield made
+    tierflow.close(made)
+
+
+class Examples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        ids = torch.randint(3, VOCAB, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_transformers_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    from tierflow.hf import TierflowCallback
+
+    runs = []
+    for streamed in (False, True):
+        model = make("llama")
+        options = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1, save_steps=4, report_to=[],
+                       use_cpu=True, disable_tqdm=True, eval_strategy="steps", eval_steps=2, max_grad_norm=1.0)  # fmt: skip
+        if streamed:
+            model = tierflow.wrap(model, scarce(tmp_path / "store"))
+            opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+        else:
+            opt = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+        args = transformers.TrainingArguments(output_dir=tmp_path / str(streamed), **options)
+        trainer = transformers.Trainer(model, args, train_dataset=Examples(), eval_dataset=Examples(), optimizers=(opt, None))
+        if streamed:
+            TierflowCallback().attach(trainer)
+        trainer.train()
+        runs.append([entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry])
+        if streamed:
+            logged = next(entry for entry in trainer.state.log_history if "tierflow/disk_read_gb" in entry)
+            assert logged["tierflow/disk_read_gb"] > 0
+    torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), rtol=2e-2, atol=2e-2)
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "True" / "checkpoint-4", dtype=torch.bfloat16)
+    assert all(torch.equal(p, model.get_parameter(name) + 0) for name, p in saved.named_parameters())
+
+
+def test_trl_sft_trainer(tmp_path, model):
+    trl = pytest.importorskip("trl")
+    import datasets
+    import tokenizers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w3")
+    data = datasets.Dataset.from_dict({"text": [" ".join(f"w{(i * 7 + j) % 150 + 5}" for j in range(20)) for i in range(16)]})
+    args = trl.SFTConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=3, logging_steps=1, report_to=[], save_strategy="no",
+                         disable_tqdm=True, max_length=32, bf16=False, use_cpu=True)  # fmt: skip
+    opt = tierflow.optim.AdamW(model.parameters(), lr=5e-3)
+    trainer = trl.SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, optimizers=(opt, None))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+
+
+def test_workers_of_a_data_loader_leave_the_model_alone(tmp_path):
+    model = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))
+    loader = torch.utils.data.DataLoader(Examples(), batch_size=4, num_workers=1)
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    losses = []
+    for _ in range(2):  # workers end between the rounds
+        for batch in loader:
+            model(**batch).loss.backward()
+            opt.step()
+            opt.zero_grad()
+        losses.append(model(**batch).loss.item())
+    assert losses[1] < losses[0] and list((tmp_path / "store").iterdir())
+    tierflow.close(model)
