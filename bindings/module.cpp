@@ -129,6 +129,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              const py::gil_scoped_release released;
              self.add(given);
            })
+      .def("collect", &Streamer::collect, Released())
       .def("leave", &Streamer::leave, Released())
       .def_property_readonly("inside", &Streamer::inside)
       .def("owns", [](const Streamer& self,

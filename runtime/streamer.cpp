@@ -1,5 +1,8 @@
 #include "runtime/streamer.h"
 
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function_hook.h>
+
 #include <algorithm>
 
 #include "runtime/chunk_io.h"
@@ -9,6 +12,18 @@
 #include "swap/visit_planner.h"
 
 namespace tierflow {
+
+// Where a turn's gradient of one tensor adds up, on the device.
+struct Sum {
+  int unit = 0, tensor = 0;
+  torch::Tensor values;  // fp32; undefined where the turn takes no gradient
+  bool fresh = true;     // holds nothing yet
+
+  void add(const torch::Tensor& gradient) {
+    fresh ? values.copy_(gradient) : values.add_(gradient);
+    fresh = false;
+  }
+};
 
 struct Streamer::Impl {
   Impl(std::vector<UnitSpec> units_, const std::vector<std::vector<int>>& turns, StreamerOptions options_)
@@ -26,6 +41,13 @@ struct Streamer::Impl {
                       "a streamed parameter or gradient was read or written while another module runs: do it before or "
                       "after forward() and backward()");
     throw_if(executor->drain());
+  }
+  void open_sums();
+  void add(std::size_t weight, const torch::Tensor& gradient) {
+    Sum& sum = sums.at(weight);
+    if (!sum.values.defined()) return;
+    sum.add(gradient);
+    touched[sum.unit][sum.tensor] = true;
   }
   void finish_update(int unit) {
     if (planner->owes(unit)) executor->append(planner->settle(unit), work);
@@ -48,6 +70,7 @@ struct Streamer::Impl {
   std::shared_ptr<StreamWork> work;
   std::unique_ptr<swap::Executor> executor;  // last: drains before the rest goes
   swap::Entered turn;                        // visit: null outside of turns
+  std::vector<Sum> sums;                     // of the turn, a weight each
   std::vector<std::vector<bool>> touched;    // by unit and tensor
 };
 
@@ -94,6 +117,7 @@ Weights Streamer::enter(int turn, swap::Pass pass, const std::vector<bool>& grad
   impl.executor->append(impl.planner->visit({.stage = turn, .pass = pass, .gradients = gradients, .keep = keep}),
                         impl.work);
   impl.turn = value_or_throw(impl.executor->enter(turn, pass, 0));
+  impl.open_sums();
   const swap::StageShape& stage = impl.shapes.layout->stages()[turn];
   Weights weights;
   for (std::size_t position = 0; position < stage.units.size(); ++position) {
@@ -108,35 +132,51 @@ Weights Streamer::enter(int turn, swap::Pass pass, const std::vector<bool>& grad
   return weights;
 }
 
-void Streamer::add(const Gradients& gradients) {
-  Impl& impl = *impl_;
-  const torch::NoGradGuard no_grad;
-  if (impl.turn.visit == nullptr) throw Exception(io::ErrorKind::usage, "no turn is being taken");
-  const swap::Visit& visit = *impl.turn.visit;
-  const auto floats = torch::TensorOptions().dtype(torch::kFloat32).device(impl.torch_device);
-  std::size_t first = 0;
+void Streamer::Impl::open_sums() {
+  const swap::Visit& visit = *turn.visit;
+  const auto floats = torch::TensorOptions().dtype(torch::kFloat32).device(torch_device);
+  sums.clear();
   for (std::size_t position = 0; position < visit.gradients.size(); ++position) {
-    const int unit = impl.shapes.layout->stages()[visit.stage].units[position];
-    const std::uint64_t at = visit.gradients[position];
-    if (at != swap::kNowhere)
-      for (const PackedTensor& tensor : impl.shapes.packed.units[unit].tensors) {
-        const torch::Tensor sum =
-            torch::from_blob(impl.turn.arena + at + 4 * tensor.offset, impl.shape(unit, tensor.tensor), floats);
-        const torch::Tensor& gradient = gradients.at(first + tensor.tensor);
-        const bool fresh = visit.fresh_gradient[position];
-        if (gradient.defined()) {
-          impl.touched[unit][tensor.tensor] = true;
-          fresh ? sum.copy_(gradient) : sum.add_(gradient);
-        } else if (fresh) {
-          sum.zero_();
-        }
-      }
-    first += impl.units[unit].tensors.size();
+    const int unit = shapes.layout->stages()[visit.stage].units[position];
+    const std::size_t first = sums.size();
+    for (std::size_t tensor = 0; tensor < units[unit].tensors.size(); ++tensor)
+      sums.push_back({.unit = unit, .tensor = static_cast<int>(tensor), .fresh = visit.fresh_gradient[position]});
+    if (visit.gradients[position] == swap::kNowhere) continue;
+    for (const PackedTensor& tensor : shapes.packed.units[unit].tensors)
+      sums[first + tensor.tensor].values = torch::from_blob(turn.arena + visit.gradients[position] + 4 * tensor.offset,
+                                                            shape(unit, tensor.tensor), floats);
   }
+}
+
+void Streamer::collect(const Weights& leaves) {
+  struct Take final : torch::autograd::PostAccumulateGradHook {
+    Take(Impl& impl_, std::size_t weight_) : impl(impl_), weight(weight_) {}
+    void operator()(const torch::Tensor& leaf) override {
+      const torch::NoGradGuard no_grad;
+      if (impl.turn.visit != nullptr) impl.add(weight, leaf.grad());
+      leaf.mutable_grad().reset();
+    }
+    Impl& impl;
+    const std::size_t weight;
+  };
+  for (std::size_t i = 0; i < leaves.size(); ++i)
+    if (leaves[i].requires_grad())
+      torch::autograd::impl::set_post_acc_grad_hooks(leaves[i], std::make_unique<Take>(*impl_, i));
+}
+
+void Streamer::add(const Gradients& gradients) {
+  const torch::NoGradGuard no_grad;
+  if (impl_->turn.visit == nullptr) throw Exception(io::ErrorKind::usage, "no turn is being taken");
+  for (std::size_t i = 0; i < gradients.size(); ++i)
+    if (gradients[i].defined()) impl_->add(i, gradients[i]);
 }
 
 void Streamer::leave() {
   Impl& impl = *impl_;
+  const torch::NoGradGuard no_grad;
+  for (Sum& sum : impl.sums)
+    if (sum.values.defined() && sum.fresh) sum.values.zero_();
+  impl.sums.clear();
   impl.turn = {};
   throw_if(impl.executor->leave());
 }

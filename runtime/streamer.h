@@ -48,8 +48,10 @@ class Streamer {
   // leave(). pass: forward, backward or evaluate. gradients: backward, which of the turn's units get gradients
   // (trainable ones alone). keep: see swap::VisitRequest.
   Weights enter(int turn, swap::Pass pass, const std::vector<bool>& gradients, bool keep);
-  // Between enter() and leave() of a backward turn: the gradient of each weight that enter() returned, undefined where
-  // there is none. Once a turn.
+  // Between enter() and leave() of a backward turn: from now on each of these leaves, enter()'s weights, gives its
+  // gradient to its sum the moment autograd has it complete, and keeps none.
+  void collect(const Weights& leaves);
+  // The same by hand: the gradient of each weight, undefined where there is none.
   void add(const Gradients& gradients);
   void leave();
   bool inside() const;

@@ -95,11 +95,11 @@ class Engine:
             if adds:
                 for handle, weight in zip(turn.handles, weights, strict=True):
                     weight.requires_grad_(handle.requires_grad)
+                self.native.collect(weights)
             turn.bind(weights)
             yield weights
         except BaseException as error:
             if adds and self.native.inside:
-                self.native.add([None] * len(turn.handles))
                 self.broken = f"backward() of {turn.name} ended with {type(error).__name__}"
             raise
         finally:

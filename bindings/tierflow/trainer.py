@@ -212,7 +212,7 @@ class Trainer:
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in frame.tensors]
         frame.remember_random()
         later = any(other.frame is not None and other.frame.turn is turn for other in lanes if other is not lane)
-        with self.engine.turn(turn, "head", self._keeps(turn) and later) as weights:
+        with self.engine.turn(turn, "head", self._keeps(turn) and later):
             with torch.enable_grad(), autocast_as(frame.autocast):
                 outs = frame.compute(inputs)
             answer = self._record(lane, frame, outs)
@@ -222,11 +222,9 @@ class Trainer:
             self.engine.active = turn
             if lane.frame is not None:  # not the last after all: this call is an ordinary one
                 self._head = None
-                self.engine.native.add([None] * len(weights))
                 return
             self._finish(lane, lanes, losses, count)
             differentiate(outs, [leaf.grad for leaf in call.outs])
-            self.engine.native.add([weight.grad for weight in weights])
         lane.calls.pop()
         self._pass_on(call, [t.grad for t in inputs])
 

@@ -153,11 +153,10 @@ class Frame:
         """The backward visit: recomputes, adds the weights' gradients to their sums, returns those of the inputs."""
         turn, engine = self.turn, self.turn.engine
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        with restored(self.random, engine.device), engine.turn(turn, "backward", keep) as weights:
+        with restored(self.random, engine.device), engine.turn(turn, "backward", keep):
             with torch.enable_grad(), autocast_as(self.autocast):
                 outs = self.compute(inputs)
             differentiate(outs, grads)
-            engine.native.add([weight.grad for weight in weights])
         return [t.grad for t in inputs]
 
 
