@@ -32,6 +32,12 @@ if [ ! -x .venv/bin/python ] && ! usable_python; then
   python=/usr/bin/python3  # another python3 may come first in PATH and be the one that will not do
 fi
 
+# The Python package is an extension module: it takes the headers of the interpreter that .venv has, or will have.
+header_python=$python
+[ ! -x .venv/bin/python ] || header_python=.venv/bin/python
+"$header_python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' 2>/dev/null ||
+  packages+=$'\npython3-dev|headers for the Python package'
+
 installed() { [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
 
 system_packages() {
