@@ -66,7 +66,7 @@ void PlanChecker::play(const Plan& plan, int updates_due) {
     task_text_ = "task " + std::to_string(id_) + " (" + task_name(task.kind) + ", stage " + std::to_string(task.stage) +
                  ", chunk " + std::to_string(task.chunk) + ")";
     for (TaskId dependency : task.dependencies)
-      if (dependency >= id_) wrong("depends on a later task: the lanes would deadlock");
+      if (dependency >= id_) return wrong("depends on a later task: the lanes would deadlock");
     if (task.kind == TaskKind::compute)
       compute(task, plan);
     else if (task.kind == TaskKind::update || task.kind == TaskKind::measure)
@@ -172,7 +172,9 @@ void PlanChecker::update(const Task& task) {
     const Content measured{What::gradient, task.chunk, step_};
     ++measured_[task.chunk];
     read(gradient, measured, "the gradient");
-    return write(gradient, measured);  // what writes it to storage takes the checksum made here along
+    // What writes it to storage takes the checksum made here along.
+    if (task.gradient.where == HostRef::Where::word_buffer) write(gradient, measured);
+    return;
   }
   read(gradient, {What::gradient, task.chunk, gradient_of_}, "the gradient");
   const int before = version_[task.chunk]++;
@@ -213,6 +215,7 @@ PlanChecker::Held& PlanChecker::host(const HostRef& ref) {
     case HostRef::Where::carry:
       list = &carries_;
       break;
+    case HostRef::Where::resident_gradient_low:  // the visit planner's alone
     case HostRef::Where::none:
       break;
   }
@@ -241,19 +244,19 @@ bool PlanChecker::follows(TaskId earlier) const {
   return false;
 }
 
-void PlanChecker::read(Held& held, const Content& expected, const char* where) {
+void PlanChecker::read(Held& held, const Content& expected, const char* where, std::uint64_t begin, std::uint64_t end) {
   if (held.content != expected) wrong(std::string(where) + " does not hold what it needs");
   if (held.written && held.writer != id_ && !follows(held.writer))
     wrong("does not wait for task " + std::to_string(held.writer) + ", which writes what it reads");
-  held.readers.push_back(id_);
+  held.readers.push_back({id_, begin, end});
 }
 
-void PlanChecker::write(Held& held, const Content& content) {
+void PlanChecker::write(Held& held, const Content& content, std::uint64_t begin, std::uint64_t end) {
   if (held.written && held.writer != id_ && !follows(held.writer))
     wrong("does not wait for task " + std::to_string(held.writer) + ", which writes the same bytes");
-  for (TaskId reader : held.readers)
-    if (reader != id_ && !follows(reader))
-      wrong("overwrites what task " + std::to_string(reader) + " may still be reading");
+  for (const Reader& reader : held.readers)
+    if (reader.task != id_ && reader.begin < end && begin < reader.end && !follows(reader.task))
+      wrong("overwrites what task " + std::to_string(reader.task) + " may still be reading");
   held.content = content;
   held.written = true;
   held.writer = id_;
@@ -284,7 +287,7 @@ void PlanChecker::read_device(std::uint64_t begin, std::uint64_t bytes, const Co
   auto at = device_.upper_bound(begin);
   if (at == device_.begin()) return wrong("reads device memory that nothing has written");
   for (at = std::prev(at); at != device_.end() && at->first < begin + bytes; ++at)
-    read(at->second, expected, "the device");
+    read(at->second, expected, "the device", begin, begin + bytes);
   if (std::prev(at)->second.end < begin + bytes) wrong("reads device memory that nothing has written");
 }
 
@@ -295,7 +298,7 @@ void PlanChecker::write_device(std::uint64_t begin, std::uint64_t bytes, const C
   Range range;
   auto at = device_.lower_bound(begin);
   while (at != device_.end() && at->first < begin + bytes) {
-    write(at->second, content);
+    write(at->second, content, begin, begin + bytes);
     at = device_.erase(at);
   }
   range.content = content;

@@ -1,6 +1,6 @@
 #pragma once
-// Proves a sequence of plans before anything is allocated, from what each task says it moves and not from what the
-// planner thought of while it made them:
+// Proves a sequence of Planner's plans (layer-major) before anything is allocated, from what each task says it moves
+// and not from what the planner thought of while it made them:
 //  - every buffer, slot and resident extent that a task names exists, and every range lies in the device arena;
 //  - two tasks that touch the same bytes, one of them writing, are ordered by dependencies;
 //  - dependencies point backwards, so that lanes in plan order cannot deadlock;
@@ -36,11 +36,15 @@ class PlanChecker {
     int parts = 0;    // micro-batches added to a sum; the micro-batch of a carry
     bool operator==(const Content&) const = default;
   };
+  struct Reader {
+    TaskId task = 0;
+    std::uint64_t begin = 0, end = 0;  // bytes of the device; all of a host buffer
+  };
   struct Held {
     Content content;
     TaskId writer = 0;
     bool written = false;
-    std::vector<TaskId> readers;
+    std::vector<Reader> readers;
   };
   struct Range : Held {
     std::uint64_t end = 0;
@@ -54,8 +58,8 @@ class PlanChecker {
   io::Error expect_each_chunk(int updates, int measurements);
 
   void wrong(const std::string& detail);
-  void read(Held& held, const Content& expected, const char* where);
-  void write(Held& held, const Content& content);
+  void read(Held& held, const Content& expected, const char* where, std::uint64_t begin = 0, std::uint64_t end = 1);
+  void write(Held& held, const Content& content, std::uint64_t begin = 0, std::uint64_t end = 1);
   void read_device(std::uint64_t begin, std::uint64_t bytes, const Content& expected);
   void write_device(std::uint64_t begin, std::uint64_t bytes, const Content& content);
   bool in_arena(std::uint64_t begin, std::uint64_t bytes);

@@ -1,0 +1,304 @@
+// Plans as data: the checker proves random ones and refuses damaged ones, the simulator's clock obeys what can be
+// worked out by hand, and a timeline names what compute waited for.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "swap/check.h"
+#include "swap/planner.h"
+#include "swap/simulator.h"
+
+namespace tierflow::swap {
+namespace {
+
+struct Shapes {
+  std::vector<UnitShape> units;
+  std::vector<StageShape> stages;
+};
+
+Shapes random_shapes(std::minstd_rand& random) {
+  Shapes shapes;
+  const bool tied = random() % 3 == 0;
+  const int blocks = 1 + static_cast<int>(random() % 6);
+  const auto unit = [&](const char* name, std::uint64_t most, bool trainable) {
+    UnitShape shape{.name = name, .trainable = trainable};
+    const std::uint64_t matrix = kElementsPad * (1 + random() % (most / kElementsPad));
+    shape.groups.push_back({.elements = matrix, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"});
+    if (random() % 2 == 0)
+      shape.groups.push_back({.elements = kElementsPad, .state_bytes_element = 10, .precision = "b"});
+    shapes.units.push_back(std::move(shape));
+  };
+  const bool frozen = random() % 4 == 0;
+  unit("embedding", 400 * 1024, true);
+  shapes.stages.push_back({.units = {0}, .backward_needs_weights = false});
+  for (int block = 0; block < blocks; ++block) {
+    unit("block", 300 * 1024, !(frozen && random() % 2 == 0));
+    shapes.stages.push_back({.units = {1 + block}, .carry_bytes = kSector * (1 + random() % 8)});
+  }
+  unit("head", tied ? kElementsPad : 300 * 1024, true);
+  shapes.stages.push_back({.units = {1 + blocks}, .carry_bytes = kSector});
+  if (tied) shapes.stages.back().units.push_back(0);
+  return shapes;
+}
+
+struct Planned {
+  std::unique_ptr<Layout> layout;
+  Arrangement arrangement;
+};
+
+// Budgets from the smallest that works to more than enough.
+Planned random_arrangement(std::minstd_rand& random) {
+  Planned planned;
+  Shapes shapes = random_shapes(random);
+  planned.layout = std::make_unique<Layout>(std::move(shapes.units), std::move(shapes.stages), kChunkQuantum);
+  ArrangeRequest request{.micro_batches = 1 + static_cast<int>(random() % 4), .staged = random() % 2 == 0};
+  for (std::uint64_t mebibytes = 1;; mebibytes += 1 + random() % 2) {
+    request.host_budget = request.device_budget = (mebibytes << 20) + random() % (1 << 20);
+    if (random() % 2 == 0) request.host_budget += random() % (16 << 20);
+    if (random() % 2 == 0) request.device_budget += random() % (16 << 20);
+    auto result = arrange(*planned.layout, request);
+    if (!result.ok()) continue;
+    planned.arrangement = std::move(result).value();
+    return planned;
+  }
+}
+
+Rates rates_of(const Layout& layout) {
+  return {.machine = {.disk_read = 1e9,
+                      .disk_write = 5e8,
+                      .upload = 8e9,
+                      .download = 4e9,
+                      .update = 1e9,
+                      .measure = 4e9,
+                      .checksum = 8e9,
+                      .cores = 2},
+          .stages = std::vector<StageSeconds>(
+              layout.stages().size(), StageSeconds{.forward = 1e-3, .backward = 3e-3, .head = 4e-3, .evaluate = 1e-3})};
+}
+
+TEST(PlanChecker, ProvesThousandsOfRandomPlans) {
+  std::minstd_rand random(11);
+  int plans = 0;
+  for (int round = 0; round < 2500; ++round) {
+    const Planned planned = random_arrangement(random);
+    Planner planner(*planned.layout, planned.arrangement);
+    PlanChecker checker(*planned.layout, planned.arrangement);
+    bool pending = false;
+    for (int step = 0; step < 3; ++step) {
+      const io::Error error = checker.train_step(planner.train_step(pending), pending);
+      ASSERT_FALSE(error) << "round " << round << " step " << step << ": " << error.message();
+      // A step that is skipped leaves nothing to apply.
+      pending = planned.arrangement.staged && random() % 4 != 0;
+      ++plans;
+    }
+    if (pending) {
+      const io::Error error = checker.flush(planner.flush());
+      ASSERT_FALSE(error) << "round " << round << " flush: " << error.message();
+      ++plans;
+    }
+    const int micro_batches = 1 + static_cast<int>(random() % planned.arrangement.micro_batches);
+    const io::Error error = checker.evaluate(planner.evaluate(micro_batches));
+    ASSERT_FALSE(error) << "round " << round << " evaluate: " << error.message();
+    ++plans;
+  }
+  EXPECT_GT(plans, 10000);
+}
+
+// Damages plans in one way and counts in how many of the sequences that is noticed.
+int noticed(const std::function<bool(Plan&, std::minstd_rand&)>& damage, int rounds) {
+  std::minstd_rand random(5);
+  int found = 0, tried = 0;
+  while (tried < rounds) {
+    const Planned planned = random_arrangement(random);
+    Planner planner(*planned.layout, planned.arrangement);
+    PlanChecker checker(*planned.layout, planned.arrangement);
+    bool pending = false, damaged = false, error = false;
+    for (int step = 0; step < 3; ++step) {
+      Plan plan = planner.train_step(pending);
+      if (step == 1) damaged = damage(plan, random);
+      error = error || checker.train_step(plan, pending);
+      pending = planned.arrangement.staged;
+    }
+    if (!damaged) continue;
+    ++tried;
+    found += error ? 1 : 0;
+  }
+  return found;
+}
+
+Task* random_task(Plan& plan, std::minstd_rand& random, const std::function<bool(const Task&)>& suits) {
+  std::vector<Task*> suitable;
+  for (Task& task : plan.tasks)
+    if (suits(task)) suitable.push_back(&task);
+  return suitable.empty() ? nullptr : suitable[random() % suitable.size()];
+}
+
+TEST(PlanCheckerControl, NoticesAMissingDependency) {
+  // Every dependency that no other one implies.
+  EXPECT_EQ(noticed(
+                [](Plan& plan, std::minstd_rand& random) {
+                  Task* task = random_task(plan, random, [](const Task& t) {
+                    return t.kind == TaskKind::compute && !t.dependencies.empty();
+                  });
+                  if (task == nullptr) return false;
+                  task->dependencies.clear();
+                  return true;
+                },
+                20),
+            20);
+}
+TEST(PlanCheckerControl, NoticesAnUploadOfAnotherChunk) {
+  EXPECT_EQ(noticed(
+                [](Plan& plan, std::minstd_rand& random) {
+                  Task* task = random_task(plan, random, [](const Task& t) { return t.kind == TaskKind::upload_hi; });
+                  if (task == nullptr) return false;
+                  task->chunk = task->chunk == 0 ? 1 : 0;
+                  return true;
+                },
+                20),
+            20);
+}
+TEST(PlanCheckerControl, NoticesAnUpdateThatIsLeftOut) {
+  EXPECT_EQ(
+      noticed(
+          [](Plan& plan, std::minstd_rand& random) {
+            Task* task = random_task(plan, random, [](const Task& t) { return t.kind == TaskKind::update; });
+            if (task == nullptr) return false;
+            *task = {.kind = TaskKind::measure, .lane = Lane::update, .chunk = task->chunk, .gradient = task->gradient};
+            return true;
+          },
+          20),
+      20);
+}
+TEST(PlanCheckerControl, NoticesARangeBeyondTheArena) {
+  EXPECT_EQ(noticed(
+                [](Plan& plan, std::minstd_rand& random) {
+                  Task* task = random_task(plan, random, [](const Task& t) { return t.kind == TaskKind::upload_hi; });
+                  if (task == nullptr) return false;
+                  task->device_offset = std::uint64_t{1} << 40;
+                  return true;
+                },
+                20),
+            20);
+}
+TEST(PlanCheckerControl, NoticesALaterDependency) {
+  EXPECT_EQ(noticed(
+                [](Plan& plan, std::minstd_rand&) {
+                  plan.tasks.front().dependencies.push_back(plan.first_id + plan.tasks.size() - 1);
+                  return true;
+                },
+                20),
+            20);
+}
+
+TEST(Simulator, PlaysRandomPlansToTheirEnd) {
+  std::minstd_rand random(3);
+  for (int round = 0; round < 100; ++round) {
+    const Planned planned = random_arrangement(random);
+    Planner planner(*planned.layout, planned.arrangement);
+    Simulator simulator(*planned.layout, rates_of(*planned.layout));
+    bool pending = false;
+    std::size_t tasks = 0;
+    double before = 0;
+    for (int step = 0; step < 3; ++step) {
+      const Plan plan = planner.train_step(pending);
+      tasks += plan.tasks.size();
+      simulator.append(plan);
+      simulator.finish_updates();
+      EXPECT_GT(simulator.now(), before);
+      before = simulator.now();
+      pending = planned.arrangement.staged;
+    }
+    simulator.drain();
+    const auto records = simulator.take_records();
+    ASSERT_EQ(records.size(), tasks);
+    std::map<TaskId, double> ended;
+    for (const TaskRecord& record : records) ended[record.id] = record.end;
+    const Summary summary = summarise(records);
+    double compute = 0;
+    for (const TaskRecord& record : records) {
+      for (TaskId dependency : record.dependencies) ASSERT_LE(ended[dependency], record.begin + 1e-12);
+      if (record.lane == Lane::compute) compute += record.end - record.begin;
+    }
+    // One compute task at a time, and what is not compute is explained.
+    EXPECT_NEAR(summary.busy_seconds[static_cast<int>(Lane::compute)], compute, 1e-9);
+  }
+}
+
+// One block of one chunk, everything resident: the step is uploads, then compute, then download and measurement.
+TEST(Simulator, AddsUpWhatCannotOverlap) {
+  const Layout layout({{.name = "a", .groups = {{.elements = kElementsPad, .state_bytes_element = 4}}},
+                       {.name = "b", .groups = {{.elements = kElementsPad, .state_bytes_element = 4}}}},
+                      {{.units = {0}, .backward_needs_weights = false}, {.units = {1}, .carry_bytes = kSector}},
+                      kChunkQuantum);
+  const auto arrangement = arrange(layout, {.host_budget = 64 << 20, .device_budget = 64 << 20, .storage = false});
+  ASSERT_TRUE(arrangement.ok());
+  Planner planner(layout, arrangement.value());
+  Rates rates;
+  // No cores are shared, so that every duration stands alone; 2 ms an upload of a 4 KiB chunk.
+  rates.machine = {.upload = 2 * kElementsPad / 2e-3,
+                   .download = 4 * kElementsPad / 3e-3,
+                   .measure = kElementsPad / 1e-3,
+                   .cores = 1,
+                   .compute_on_cores = false};
+  rates.stages = {{.forward = 10e-3, .backward = 20e-3}, {.head = 40e-3}};
+  Simulator simulator(layout, rates);
+  simulator.append(planner.train_step(false));
+  simulator.finish_updates();
+  // Upload of a, forward of a (the upload of b beside it), head; the ring has room for one gradient, so b's leaves
+  // before the backward of a, whose own is downloaded and measured at the end.
+  EXPECT_NEAR(simulator.now(), 2e-3 + 10e-3 + 40e-3 + 3e-3 + 20e-3 + 3e-3 + 1e-3, 1e-9);
+  const Summary summary = summarise(simulator.take_records());
+  const auto causes = summary.stalled_by_cause();
+  ASSERT_EQ(causes.size(), 2U);
+  EXPECT_NEAR(causes.at("upload_hi"), 2e-3, 1e-9);
+  EXPECT_NEAR(causes.at("download_gradient"), 3e-3, 1e-9);
+}
+
+TEST(Simulator, SharesTheCoresBetweenComputeAndUpdate) {
+  std::minstd_rand random(8);
+  const Planned planned = random_arrangement(random);
+  const auto step_seconds = [&](bool shared) {
+    Planner planner(*planned.layout, planned.arrangement);
+    Rates rates = rates_of(*planned.layout);
+    rates.machine.compute_on_cores = shared;
+    Simulator simulator(*planned.layout, rates);
+    simulator.append(planner.train_step(false));
+    simulator.finish_updates();
+    return simulator.now();
+  };
+  EXPECT_GT(step_seconds(true), step_seconds(false));
+}
+
+TEST(Timeline, WritesATraceThatNamesLanesAndStalls) {
+  std::minstd_rand random(9);
+  const Planned planned = random_arrangement(random);
+  Planner planner(*planned.layout, planned.arrangement);
+  Simulator simulator(*planned.layout, rates_of(*planned.layout));
+  simulator.append(planner.train_step(false));
+  simulator.drain();
+  const auto records = simulator.take_records();
+  const auto path = std::filesystem::path(testing::TempDir()) / ("trace-" + std::to_string(::getpid()) + ".json");
+  const NamedTimeline timelines[] = {{"predicted", records}};
+  ASSERT_FALSE(write_trace(path, timelines));
+  std::ifstream file(path);
+  const auto trace = nlohmann::json::parse(file);
+  std::size_t slices = 0;
+  bool compute = false, stalls = false;
+  for (const auto& event : trace["traceEvents"]) {
+    slices += event["ph"] == "X" && event.contains("args") ? 1 : 0;
+    if (event["name"] != "thread_name") continue;
+    compute = compute || event["args"]["name"] == "compute";
+    stalls = stalls || event["args"]["name"] == "compute waits for";
+  }
+  EXPECT_EQ(slices, records.size());
+  EXPECT_TRUE(compute && stalls);
+  std::filesystem::remove(path);
+  EXPECT_TRUE(write_trace("/nowhere/trace.json", timelines));
+}
+
+}  // namespace
+}  // namespace tierflow::swap
