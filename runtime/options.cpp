@@ -103,6 +103,8 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
                "stop before the step that would bring what storage has written above X * 10^12 bytes; 0: never");
   table.choice("durability", o.durability, {"export-only"}, "export-only: a crash loses the state, the end exports it");
   table.flag("no-export", o.no_export, "leave the result in the store");
+  table.path("trace", o.trace, "FILE",
+             "write there when each task of the first steps ran, for https://ui.perfetto.dev");
 }
 
 OptionTable init_table(InitOptions& o) {

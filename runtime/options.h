@@ -70,6 +70,7 @@ struct TrainOptions : RunOptions {
   double max_tb_written = 0;               // 10^12 bytes that storage may be given to write; 0: any number
   std::string durability = "export-only";  // the state of an unfinished run is lost
   bool no_export = false;
+  std::filesystem::path trace;  // empty: none
 };
 
 // What --engine names.

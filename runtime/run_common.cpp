@@ -59,12 +59,6 @@ SessionOptions session_options(const RunOptions& options, TrainingLog& log) {
   return result;
 }
 
-WeightSource checkpoint_weights(std::shared_ptr<const Checkpoint> checkpoint) {
-  return [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-    checkpoint->read_f32(tensor, first, out);
-  };
-}
-
 WeightSource random_weights(std::uint64_t seed) {
   return [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
     initial_values(tensor, seed, first, out);

@@ -4,7 +4,6 @@
 
 #include "runtime/data.h"
 #include "runtime/options.h"
-#include "runtime/safetensors.h"
 #include "runtime/session.h"
 #include "runtime/training_log.h"
 
@@ -13,8 +12,6 @@ namespace tierflow {
 // Device, budgets and storage of a session, chosen where the options leave them open. Sets torch's threads.
 SessionOptions session_options(const RunOptions& options, TrainingLog& log);
 
-// Reads tensors by name; the checkpoint is kept alive by the source.
-WeightSource checkpoint_weights(std::shared_ptr<const Checkpoint> checkpoint);
 WeightSource random_weights(std::uint64_t seed);
 
 // Micro-batches of `rows` sequences; labels are the ids shifted by one, the last position counts for nothing.

@@ -67,6 +67,9 @@ std::uint64_t Session::parameters() const {
 std::array<swap::LaneCounters, swap::kLanes> Session::lanes() const {
   return impl_->executor->counters();
 }
+std::vector<swap::TaskRecord> Session::take_timeline() {
+  return impl_->executor->take_records();
+}
 const LayeredModel& Session::model() const {
   return *impl_->model;
 }

@@ -35,7 +35,6 @@ struct SessionOptions {
   std::uint64_t write_limit = 0;
   std::function<void(const io::Notice&)>
       on_notice;  // what the drives have to say; on a thread of theirs, must not block
-  int generations = 1;
   Precision precision = Precision::fp32_master_adam8;
   std::optional<double> clip = 1.0;  // global gradient norm; none: updates run beside the backward
   std::int64_t micro_batch = 1;      // sequences in a micro-batch
@@ -47,6 +46,7 @@ struct SessionOptions {
   bool train = true;                 // false: evaluate() and export alone
   std::uint64_t chunk_elements = 0;  // 0: from the host budget
   std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests
+  bool record = false;               // keep when each task ran: see take_timeline()
 };
 
 struct StepResult {
@@ -98,6 +98,8 @@ class Session {
   std::uint64_t parameters() const;
   MemoryUse memory() const;
   std::array<swap::LaneCounters, swap::kLanes> lanes() const;
+  // With record: the tasks that ended since the last call. Memory grows until it is called.
+  std::vector<swap::TaskRecord> take_timeline();
   // Empty where everything is resident.
   std::optional<io::VolumeMode> storage_mode() const;
   std::vector<io::DriveStats> drives() const;

@@ -118,12 +118,12 @@ std::vector<float> Session::master(int unit, int tensor) {
     throw_if(impl.executor->access(swap::ExtentKind::hi, id, false, [&](std::span<std::byte> bytes) {
       std::memcpy(hi.data(), bytes.data(), bytes.size());
     }));
-    if (packed.formats[chunk.group].master == optim::MasterFormat::split && impl.options.train && chunk.trainable)
+    const bool whole =
+        packed.formats[chunk.group].master == optim::MasterFormat::split && impl.options.train && chunk.trainable;
+    if (whole)
       throw_if(impl.executor->access(swap::ExtentKind::state, id, false, [&](std::span<std::byte> bytes) {
         std::memcpy(lo.data(), bytes.data(), 2 * lo.size());
       }));
-    const bool whole =
-        packed.formats[chunk.group].master == optim::MasterFormat::split && impl.options.train && chunk.trainable;
     for_each_piece(
         packed, chunk,
         [&](const PackedTensor& piece, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {

@@ -77,13 +77,12 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
                                                 .measure_speeds = options.storage.size() > 1,
                                                 .write_limit = options.write_limit,
                                                 .on_notice = options.on_notice},
-                                     .generations = options.generations,
                                      .staged_gradients = arrangement.staged,
                                      .identity = store_identity(model->spec(), options.precision)};
     store = value_or_throw(swap::Store::create(std::move(store_options), *layout));
   }
-  executor = value_or_throw(
-      swap::Executor::create(*device, store.get(), *layout, arrangement, {.chaos_seed = options.chaos_seed}));
+  executor = value_or_throw(swap::Executor::create(*device, store.get(), *layout, arrangement,
+                                                   {.chaos_seed = options.chaos_seed, .record = options.record}));
   planner = std::make_unique<swap::Planner>(*layout, arrangement);
   torch_memory.release_kept();
   torch_memory.set_cap(options.device_memory - arrangement.device_bytes());

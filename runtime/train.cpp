@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/exception.h"
+#include "runtime/layers.h"
 #include "runtime/run_common.h"
 
 namespace tierflow {
@@ -25,6 +26,8 @@ double learning_rate(const TrainOptions& options, std::int64_t step, std::int64_
   if (options.lr_schedule == "linear") return options.lr * std::max(0.0, 1.0 - share);
   return options.lr * 0.5 * (1.0 + std::cos(M_PI * std::min(1.0, share)));
 }
+
+constexpr std::int64_t kTracedSteps = 4;
 
 class Training {
  public:
@@ -52,8 +55,10 @@ class Training {
     while (step < steps_ && signals_seen() == 0 && !(at_limit = next_step_passes_limit())) {
       train_step(step);
       ++step;
+      trace(step);
       if (options_.eval_every > 0 && step % options_.eval_every == 0 && step < steps_) evaluate(step, last_held_out_);
     }
+    if (!options_.trace.empty() && step < kTracedSteps) write_trace(step);
     const int signal = signals_seen();
     if (at_limit)
       log_.say(fmt::format("stopped after step {} of {}: the next one would pass --max-tb-written {}", step, steps_,
@@ -76,19 +81,15 @@ class Training {
     session.seed = options_.seed;
     session.keep_store = options_.no_export;
     session.write_limit = write_limit();
-    WeightSource weights = random_weights(options_.seed);
-    if (options_.config.empty()) {
-      auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(options_.model));
-      check_tensors(spec_, *checkpoint);
-      weights = checkpoint_weights(std::move(checkpoint));
-    }
+    session.record = !options_.trace.empty();
     const AdamW adamw{.lr = options_.lr,
                       .beta1 = options_.beta1,
                       .beta2 = options_.beta2,
                       .eps = options_.eps,
                       .weight_decay = options_.weight_decay};
     session_ = std::make_unique<Session>(
-        Model{make_model(spec_), weights}, session, adamw,
+        options_.config.empty() ? load(options_.model) : Model{make_model(spec_), random_weights(options_.seed)},
+        session, adamw,
         [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); });
     log_.say(session_->describe());
     if (const auto mode = session_->storage_mode())
@@ -110,10 +111,38 @@ class Training {
     for (std::int64_t i = 0; i < options_.micro_batches; ++i)
       batches.push_back(micro_batch(read, step * per_step_ + i * options_.micro_batch, options_.micro_batch,
                                     options_.sequence_length));
+    if (!options_.trace.empty()) session_->take_timeline();  // of loading and evaluation
     const double lr = learning_rate(options_, step, steps_);
     const StepResult result = session_->step(batches, lr);
     last_loss_ = result.loss;
     log_.step(result, steps_, lr, *session_);
+  }
+
+  // Keeps the timeline of the first steps and drops what ran between them.
+  void trace(std::int64_t step) {
+    if (options_.trace.empty()) return;
+    std::vector<swap::TaskRecord> records = session_->take_timeline();
+    if (step > kTracedSteps) return;
+    const swap::Summary summary = swap::summarise(records);
+    traced_seconds_ += summary.end - summary.begin;
+    for (const auto& [cause, seconds] : summary.stalled_by_cause()) stalled_[cause] += seconds;
+    timeline_.insert(timeline_.end(), std::make_move_iterator(records.begin()), std::make_move_iterator(records.end()));
+    if (step == kTracedSteps) write_trace(step);
+  }
+
+  void write_trace(std::int64_t steps) {
+    const swap::NamedTimeline measured[] = {{"measured", timeline_}};
+    if (const io::Error error = swap::write_trace(options_.trace, measured))
+      return log_.say("warning: " + error.message());
+    std::string causes;
+    double stalled = 0;
+    for (const auto& [cause, seconds] : stalled_) {
+      causes += fmt::format("{}{:.2f} s for {}", causes.empty() ? ": " : ", ", seconds, cause);
+      stalled += seconds;
+    }
+    log_.say(fmt::format("trace of {} steps: {}; compute waited {:.2f} of {:.2f} s{}", steps, options_.trace.string(),
+                         stalled, traced_seconds_, causes));
+    timeline_ = {};
   }
 
   void evaluate(std::int64_t step, double& loss) {
@@ -207,6 +236,9 @@ class Training {
   Dataset data_;
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0;
+  std::vector<swap::TaskRecord> timeline_;
+  std::map<std::string, double> stalled_;  // by cause, in the traced steps
+  double traced_seconds_ = 0;
   double first_held_out_ = NAN, last_held_out_ = NAN, last_loss_ = NAN;
 };
 
@@ -218,10 +250,20 @@ void check_out(const fs::path& out) {
                               .detail = "--out exists and is not an empty folder: name another, or remove it"});
 }
 
+void check_trace(const fs::path& path) {
+  if (!std::ofstream(path))
+    throw Exception(io::Error{.kind = io::ErrorKind::environment,
+                              .operation = "open",
+                              .path = path.string(),
+                              .error_number = errno,
+                              .detail = "--trace must name a file that can be written"});
+}
+
 }  // namespace
 
 int run_train(const TrainOptions& options) {
   if (!options.no_export) check_out(options.out);
+  if (!options.trace.empty()) check_trace(options.trace);
   watch_signals();
   TrainingLog log(options.log_json, options.json);
   log.say(effective_configuration(options));
@@ -232,15 +274,14 @@ int run_train(const TrainOptions& options) {
 int run_eval(const EvalOptions& options) {
   watch_signals();
   TrainingLog log(options.log_json, false);
-  const ModelSpec spec = read_model_spec(options.model / "config.json");
-  auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(options.model));
-  check_tensors(spec, *checkpoint);
+  Model model = load(options.model);
+  const ModelSpec& spec = model.layers->spec();
   const Dataset data = Dataset::prepare(data_options(options, spec, fs::temp_directory_path()));
   SessionOptions session_settings = session_options(options, log);
   session_settings.train = false;
-  Session session(
-      Model{make_model(spec), checkpoint_weights(checkpoint)}, session_settings, {},
-      [&](const char* phase, std::uint64_t done, std::uint64_t total) { log.progress(phase, done, total); });
+  Session session(model, session_settings, {}, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+    log.progress(phase, done, total);
+  });
   std::int64_t count = data.training_sequences();
   if (options.max_sequences > 0) count = std::min(count, options.max_sequences);
   const auto read = [&](std::int64_t index, std::span<std::int64_t> out) { data.training_sequence(index, out); };

@@ -322,3 +322,20 @@ def test_a_lost_drive_ends_the_run_with_one_line(work, loop_drive):
     last = errors.splitlines()[-1]
     assert last.startswith("tierflow: ") and "state.tfv" in last and len([line for line in errors.splitlines() if line.startswith("tierflow: ")]) == 1
     assert not (work / "out").exists()
+
+
+def test_a_trace_shows_every_lane_and_what_compute_waited_for(work):
+    (work / "config.json").write_text(json.dumps(config(hidden=128, layers=6)))
+    common = ["train", "--config", "config.json", "--data", "text.txt", *small("--steps", "6", "--storage", "state", "--host-memory", "2MiB", "--device-memory", "24MiB")]
+    done = run(work, *common, "--out", "traced", "--trace", "trace.json")
+    assert "trace of 4 steps" in done.stderr + done.stdout and "compute waited" in done.stderr + done.stdout
+    events = json.loads((work / "trace.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"disk_read", "disk_write", "upload", "download", "compute", "update", "compute waits for"} <= lanes
+    computed = [event for event in events if event["ph"] == "X" and event["name"].startswith("head ")]
+    assert len(computed) == 4  # one visit of the head in each traced step
+
+    run(work, *common, "--out", "plain")
+    assert (work / "traced/model.safetensors").read_bytes() == (work / "plain/model.safetensors").read_bytes()
+    refused = run(work, *common, "--out", "refused", "--trace", "no/such/folder/trace.json", ok=False)
+    assert refused.returncode == 4 and "--trace" in refused.stderr and not (work / "refused").exists()
