@@ -216,10 +216,11 @@ TEST_P(FaultTest, AnyOrderOfResultsAndFullRingsGiveTheSameBytes) {
 
 TEST_P(FaultTest, AStuckRequestWarnsThenFailsAndItsMemoryIsKept) {
   VolumeOptions wanted = options();
-  wanted.stall_warning = std::chrono::milliseconds{40};
-  wanted.stall_limit = std::chrono::milliseconds{400};
+  wanted.stall_warning = std::chrono::milliseconds{250};
+  wanted.stall_limit = std::chrono::milliseconds{1500};
   auto volume = create(wanted);
   ASSERT_FALSE(write_all(*volume, 1));
+  const auto before = notices(Notice::Kind::stalled);  // of a drive that other programs keep busy
   plan_->set({.kind = Fault::Kind::hold, .action = Action::read, .nth = 2});
   static std::atomic<int> freed{0};
   freed = 0;
@@ -237,7 +238,7 @@ TEST_P(FaultTest, AStuckRequestWarnsThenFailsAndItsMemoryIsKept) {
   EXPECT_EQ(completion.error.error_number, ETIMEDOUT);
   EXPECT_FALSE(completion.buffer);
   EXPECT_EQ(freed, 0);
-  EXPECT_EQ(notices(Notice::Kind::stalled), 1U);
+  EXPECT_EQ(notices(Notice::Kind::stalled) - before, 1U);
   // The volume is over, cleanly: all later calls say so and give their buffers back.
   Completion later = transfer(*volume, Op::write, 0, 4096, allocate_buffer(4096));
   EXPECT_EQ(later.error.error_number, ETIMEDOUT);

@@ -88,7 +88,8 @@ def test_layer_major_fetches_weights_once_a_direction():
                     opt.step()
                     opt.zero_grad()
                 counts.append(tierflow.stats(model)["lanes"]["upload"]["bytes"])
-            uploads[trainer, passes] = counts[-1] - counts[-2]
+            # Over several steps: what is fetched ahead belongs to the step before or after it as the lanes happen to run.
+            uploads[trainer, passes] = (counts[-1] - counts[0]) / (len(counts) - 1)
     print(uploads)
     assert uploads[True, 4] <= 1.2 * uploads[True, 1]
     assert uploads[False, 4] >= 2 * uploads[False, 1]
