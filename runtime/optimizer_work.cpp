@@ -72,25 +72,15 @@ io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::b
                             tensor.tensor, tensor.decays});
       });
   if (skip_) return {};
-  const std::uint64_t moment_bytes = format.moments == optim::MomentFormat::block8 ? 1 : 4;
   threads_.each(pieces.size(), [&](std::size_t index) {
     const Piece& piece = pieces[index];
-    const auto shifted = [&](optim::Moment moment) {
-      moment.values = static_cast<std::byte*>(moment.values) + piece.in_chunk * moment_bytes;
-      if (moment.absmax != nullptr) moment.absmax += piece.in_chunk / optim::kBlock;
-      return moment;
-    };
     optim::AdamWParams params = params_;
     params.weight_decay = piece.decays ? weight_decay_ : 0.0F;
-    params.rounding_key =
-        seed_ ^ (static_cast<std::uint64_t>(chunk.unit) << 32 | static_cast<std::uint64_t>(piece.tensor));
+    params.rounding_key = rounding_key(seed_, chunk.unit, piece.tensor);
     params.first_element = piece.in_tensor;
-    const optim::State part{.master = view.master,
-                            .hi = view.hi + piece.in_chunk,
-                            .lo = view.lo == nullptr ? nullptr : view.lo + piece.in_chunk,
-                            .m = shifted(view.m),
-                            .v = shifted(view.v)};
-    updated_ += optim::adamw_update(params, gradients + piece.in_chunk, part, piece.elements).updated;
+    updated_ +=
+        optim::adamw_update(params, gradients + piece.in_chunk, state_from(view, piece.in_chunk), piece.elements)
+            .updated;
   });
   return {};
 }

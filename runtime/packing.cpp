@@ -91,6 +91,24 @@ optim::State state_view(const StateFormat& format, std::uint64_t elements, std::
   return view;
 }
 
+optim::State state_from(const optim::State& state, std::uint64_t first) {
+  const auto moment_from = [&](optim::Moment moment) {
+    moment.values =
+        static_cast<std::byte*>(moment.values) + first * (moment.format == optim::MomentFormat::block8 ? 1 : 4);
+    if (moment.absmax != nullptr) moment.absmax += first / optim::kBlock;
+    return moment;
+  };
+  return {.master = state.master,
+          .hi = state.hi + first,
+          .lo = state.lo == nullptr ? nullptr : state.lo + first,
+          .m = moment_from(state.m),
+          .v = moment_from(state.v)};
+}
+
+std::uint64_t rounding_key(std::uint64_t seed, int unit, int tensor) {
+  return seed ^ (static_cast<std::uint64_t>(unit) << 32 | static_cast<std::uint64_t>(tensor));
+}
+
 std::uint64_t chunk_elements_for(std::uint64_t host_budget) {
   // Ten bytes an element pass through buffers at once; a chunk takes at most a twentieth of the budget, between 64 Ki
   // and 8 Mi elements.

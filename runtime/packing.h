@@ -46,6 +46,11 @@ PackedModel pack(const ModelSpec& spec, Precision precision);
 // Typed pointers into one chunk's state bytes: lo | m | v | absmax of m | absmax of v.
 optim::State state_view(const StateFormat& format, std::uint64_t elements, std::uint16_t* words, std::byte* state);
 
+// The same state from element `first` on, a multiple of optim::kBlock.
+optim::State state_from(const optim::State& state, std::uint64_t first);
+// AdamWParams::rounding_key of a tensor of a unit.
+std::uint64_t rounding_key(std::uint64_t seed, int unit, int tensor);
+
 // Calls use(tensor, offset in tensor, offset in chunk, count) for each tensor that has elements in the chunk, in order.
 // `count` is without padding.
 template <class Use>

@@ -9,12 +9,6 @@ float sum_value(std::uint16_t high, std::uint16_t low) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(high) << 16 | low);
 }
 
-std::uint16_t round_to_bf16(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7fffffffU) > 0x7f800000U) return static_cast<std::uint16_t>((bits >> 16) | 0x40U);
-  return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
-}
-
 StreamWork::StreamWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, std::uint64_t seed)
     : model_(model), layout_(layout), threads_(threads), seed_(seed) {
   measured_.resize(layout.chunks().size());
@@ -38,17 +32,23 @@ std::vector<StreamWork::Piece> StreamWork::pieces_of(const swap::Chunk& chunk) c
   return pieces;
 }
 
-io::Error StreamWork::measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) {
-  const auto* words = reinterpret_cast<const std::uint16_t*>(gradient.data());
+void StreamWork::measure_pieces(const swap::Chunk& chunk,
+                                const std::function<bool(const Piece& piece, double& squares)>& measure_piece) {
   Measured& measured = measured_[chunk_id(chunk)];
   measured.pieces = pieces_of(chunk);
   measured.squares.assign(measured.pieces.size(), 0.0);
   std::atomic<bool> finite = true;
   threads_.each(measured.pieces.size(), [&](std::size_t index) {
-    const Piece& piece = measured.pieces[index];
-    if (!optim::gradient_norm_squared(words + piece.in_chunk, piece.elements, &measured.squares[index])) finite = false;
+    if (!measure_piece(measured.pieces[index], measured.squares[index])) finite = false;
   });
   measured.finite = finite;
+}
+
+io::Error StreamWork::measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) {
+  const auto* words = reinterpret_cast<const std::uint16_t*>(gradient.data());
+  measure_pieces(chunk, [&](const Piece& piece, double& squares) {
+    return optim::gradient_norm_squared(words + piece.in_chunk, piece.elements, &squares);
+  });
   return {};
 }
 
@@ -57,12 +57,7 @@ io::Error StreamWork::accumulate(const swap::Chunk& chunk, std::span<const std::
   const auto* added = reinterpret_cast<const std::uint16_t*>(incoming.data());
   auto* upper = reinterpret_cast<std::uint16_t*>(high.data());
   auto* lower = reinterpret_cast<std::uint16_t*>(low.data());
-  Measured& measured = measured_[chunk_id(chunk)];
-  measured.pieces = pieces_of(chunk);
-  measured.squares.assign(measured.pieces.size(), 0.0);
-  std::atomic<bool> finite = true;
-  threads_.each(measured.pieces.size(), [&](std::size_t index) {
-    const Piece& piece = measured.pieces[index];
+  measure_pieces(chunk, [&](const Piece& piece, double& squares) {
     alignas(64) thread_local std::uint16_t rounded[optim::kNormSegment];
     for (std::uint64_t i = 0; i < piece.elements; ++i) {
       const std::uint64_t at = piece.in_chunk + i;
@@ -70,11 +65,10 @@ io::Error StreamWork::accumulate(const swap::Chunk& chunk, std::span<const std::
       const auto bits = std::bit_cast<std::uint32_t>(sum);
       upper[at] = static_cast<std::uint16_t>(bits >> 16);
       lower[at] = static_cast<std::uint16_t>(bits);
-      rounded[i] = round_to_bf16(sum);
+      rounded[i] = swap::gradient_to_bf16(sum);
     }
-    if (!optim::gradient_norm_squared(rounded, piece.elements, &measured.squares[index])) finite = false;
+    return optim::gradient_norm_squared(rounded, piece.elements, &squares);
   });
-  measured.finite = finite;
   return {};
 }
 
@@ -85,7 +79,7 @@ io::Error StreamWork::round_sum(const swap::Chunk& chunk, std::span<std::byte> h
   threads_.each(pieces.size(), [&](std::size_t index) {
     const Piece& piece = pieces[index];
     for (std::uint64_t at = piece.in_chunk; at < piece.in_chunk + piece.elements; ++at)
-      upper[at] = round_to_bf16(sum_value(upper[at], lower[at]));
+      upper[at] = swap::gradient_to_bf16(sum_value(upper[at], lower[at]));
   });
   return {};
 }
@@ -98,16 +92,10 @@ io::Error StreamWork::update(const swap::Chunk& chunk, std::span<const std::byte
       state_view(format, chunk.elements, reinterpret_cast<std::uint16_t*>(words.data()), state.data());
   const std::vector<TensorUpdate>& updates = updates_[chunk.unit];
   const std::vector<Piece> pieces = pieces_of(chunk);
-  const std::uint64_t moment_bytes = format.moments == optim::MomentFormat::block8 ? 1 : 4;
   threads_.each(pieces.size(), [&](std::size_t index) {
     const Piece& piece = pieces[index];
     const TensorUpdate& how = updates[piece.tensor];
     if (!how.active) return;
-    const auto shifted = [&](optim::Moment moment) {
-      moment.values = static_cast<std::byte*>(moment.values) + piece.in_chunk * moment_bytes;
-      if (moment.absmax != nullptr) moment.absmax += piece.in_chunk / optim::kBlock;
-      return moment;
-    };
     const optim::AdamWParams params{.lr = static_cast<float>(how.lr),
                                     .beta1 = static_cast<float>(how.beta1),
                                     .beta2 = static_cast<float>(how.beta2),
@@ -115,15 +103,11 @@ io::Error StreamWork::update(const swap::Chunk& chunk, std::span<const std::byte
                                     .weight_decay = static_cast<float>(how.weight_decay),
                                     .step = how.step,
                                     .gradient_scale = static_cast<float>(how.scale),
-                                    .rounding_key = seed_ ^ (static_cast<std::uint64_t>(chunk.unit) << 32 |
-                                                             static_cast<std::uint64_t>(piece.tensor)),
+                                    .rounding_key = rounding_key(seed_, chunk.unit, piece.tensor),
                                     .first_element = piece.in_tensor};
-    const optim::State part{.master = view.master,
-                            .hi = view.hi + piece.in_chunk,
-                            .lo = view.lo == nullptr ? nullptr : view.lo + piece.in_chunk,
-                            .m = shifted(view.m),
-                            .v = shifted(view.v)};
-    updated_ += optim::adamw_update(params, gradients + piece.in_chunk, part, piece.elements).updated;
+    updated_ +=
+        optim::adamw_update(params, gradients + piece.in_chunk, state_from(view, piece.in_chunk), piece.elements)
+            .updated;
   });
   return {};
 }

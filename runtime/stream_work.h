@@ -46,6 +46,9 @@ class StreamWork final : public swap::HostWork {
     int tensor = 0;
   };
   std::vector<Piece> pieces_of(const swap::Chunk& chunk) const;
+  // Keeps what measure_piece finds in each piece: whether it is finite, and the sum of its squares. On the threads.
+  void measure_pieces(const swap::Chunk& chunk,
+                      const std::function<bool(const Piece& piece, double& squares)>& measure_piece);
   int chunk_id(const swap::Chunk& chunk) const { return layout_.first_chunk(chunk.unit) + chunk.index; }
 
   const PackedModel& model_;
@@ -63,8 +66,7 @@ class StreamWork final : public swap::HostWork {
   std::atomic<std::uint64_t> updated_ = 0;
 };
 
-// The sum whose words are given, and its rounding to bf16: nearest, ties to even; NaN stays NaN.
+// The sum whose words are given.
 float sum_value(std::uint16_t high, std::uint16_t low);
-std::uint16_t round_to_bf16(float value);
 
 }  // namespace tierflow

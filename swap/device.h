@@ -1,6 +1,7 @@
 #pragma once
 // The device tier: memory, streams and events. One implementation is linked for the CPU (real asynchronous streams: a
 // thread with a queue each) and one for CUDA or its stub; nothing else in swap knows which it drives.
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -27,6 +28,13 @@ class Event {
   std::shared_ptr<void> state_;
 };
 
+// How a gradient leaves a device: to the nearest, ties to even; NaN stays NaN.
+inline std::uint16_t gradient_to_bf16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  if ((bits & 0x7fffffffU) > 0x7f800000U) return static_cast<std::uint16_t>((bits >> 16) | 0x40U);
+  return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
+}
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -42,7 +50,7 @@ class Device {
   // Enqueue on a stream and return. `upload` and `download` are driven by one thread at a time, each.
   virtual void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
   virtual void copy_to_host(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
-  // fp32 on the device to bf16 on the host, rounded to nearest even; NaN stays NaN.
+  // fp32 on the device to bf16 on the host, by gradient_to_bf16.
   virtual void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
 
   virtual Event record(StreamId stream) = 0;

@@ -76,12 +76,6 @@ class CpuStream {
   std::thread thread_;
 };
 
-std::uint16_t bf16_nearest_even(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7fffffffU) > 0x7f800000U) return static_cast<std::uint16_t>((bits >> 16) | 0x40U);
-  return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
-}
-
 class CpuDevice final : public Device {
  public:
   explicit CpuDevice(const CpuDeviceOptions& options)
@@ -111,7 +105,7 @@ class CpuDevice final : public Device {
   }
   void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) override {
     run(stream, [to, from, elements] {
-      for (std::size_t i = 0; i < elements; ++i) to[i] = bf16_nearest_even(from[i]);
+      for (std::size_t i = 0; i < elements; ++i) to[i] = gradient_to_bf16(from[i]);
     });
   }
 

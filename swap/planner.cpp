@@ -7,8 +7,6 @@
 namespace tierflow::swap {
 namespace {
 
-constexpr int kLookahead = 4;  // visits fetched ahead, where the weight ring has room
-
 int earliest(std::vector<TaskId>& last_use, TaskId now) {
   const auto found = std::min_element(last_use.begin(), last_use.end());
   *found = now;
@@ -270,13 +268,17 @@ HostRef Planner::download_gradient(const Chunk& chunk, std::uint64_t from) {
   const HostRef to = arrangement_.staged && arrangement_.gradient_resident[id]
                          ? HostRef{HostRef::Where::resident_gradient, id}
                          : take_word_buffer();
+  download_gradient(chunk, from, to);
+  return to;
+}
+
+void Planner::download_gradient(const Chunk& chunk, std::uint64_t from, HostRef to) {
   Task& download = emit(TaskKind::download_gradient, Lane::download,
                         {device_access(from, 4 * chunk.elements, false), host_access(to, true)});
-  download.chunk = id;
+  download.chunk = layout_.first_chunk(chunk.unit) + chunk.index;
   download.gradient = to;
   download.device_offset = from;
   download.bytes = chunk.word_bytes();
-  return to;
 }
 
 void Planner::stage_gradient(const Chunk& chunk, std::uint64_t from) {

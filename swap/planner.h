@@ -22,7 +22,9 @@ class Planner {
   // The updates that a staged arrangement still owes.
   Plan flush();
 
- protected:  // VisitPlanner builds on it
+ protected:                             // VisitPlanner builds on it
+  static constexpr int kLookahead = 4;  // visits fetched ahead, where the weight ring has room
+
   // A unit's weights on the device.
   struct Region {
     int unit = -1;
@@ -41,6 +43,7 @@ class Planner {
   std::uint64_t gradient_region(int unit, std::vector<bool>& fresh, std::size_t position);
   void take_gradients(const Visit& visit);
   HostRef download_gradient(const Chunk& chunk, std::uint64_t from);
+  void download_gradient(const Chunk& chunk, std::uint64_t from, HostRef to);
   void stage_gradient(const Chunk& chunk, std::uint64_t from);
   void update_now(const Chunk& chunk, std::uint64_t gradient_from, std::uint64_t words_from);
   virtual HostRef update_pending(const Chunk& chunk);

@@ -5,7 +5,7 @@
 
 namespace tierflow::swap {
 
-Simulator::Simulator(const Layout& layout, Rates rates) : layout_(layout), rates_(std::move(rates)) {}
+Simulator::Simulator(Rates rates) : rates_(std::move(rates)) {}
 
 void Simulator::append(const Plan& plan) {
   if (nodes_.empty()) base_ = plan.first_id;

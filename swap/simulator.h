@@ -1,12 +1,10 @@
 #pragma once
 // Plays plans on a virtual clock: the executor's lanes, orders and waits, with measured rates in place of the work.
 // Nothing is allocated, read or computed. Deterministic.
-#include <array>
 #include <cstdint>
 #include <deque>
 #include <vector>
 
-#include "swap/layout.h"
 #include "swap/timeline.h"
 
 namespace tierflow::swap {
@@ -33,8 +31,7 @@ struct Rates {
 
 class Simulator {
  public:
-  // The layout outlives the simulator.
-  Simulator(const Layout& layout, Rates rates);
+  explicit Simulator(Rates rates);
 
   // As the executor's: the plan's tasks may start from now() on.
   void append(const Plan& plan);
@@ -66,7 +63,6 @@ class Simulator {
   double speed(Server server) const;
   void finish(TaskId id);
 
-  const Layout& layout_;
   const Rates rates_;
   double now_ = 0;
   std::deque<Node> nodes_;

@@ -56,12 +56,6 @@ constexpr int kTracksALane = 100;  // requests in flight at once on a disk lane 
 
 }  // namespace
 
-double Summary::stalled_seconds() const {
-  double sum = 0;
-  for (const Stall& stall : stalls) sum += stall.end - stall.begin;
-  return sum;
-}
-
 std::map<std::string, double> Summary::stalled_by_cause() const {
   std::map<std::string, double> causes;
   for (const Stall& stall : stalls) causes[task_name(stall.cause)] += stall.end - stall.begin;

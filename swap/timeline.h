@@ -38,7 +38,6 @@ struct Summary {
   std::array<double, kLanes> busy_seconds{};  // in which at least one task of the lane ran
   std::array<std::uint64_t, kLanes> bytes{};
   std::vector<Stall> stalls;
-  double stalled_seconds() const;
   std::map<std::string, double> stalled_by_cause() const;
 };
 

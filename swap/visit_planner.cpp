@@ -7,8 +7,7 @@
 namespace tierflow::swap {
 namespace {
 
-constexpr int kLookahead = 4;  // visits fetched ahead, where the weight ring has room
-constexpr int kStep = -2;      // observed between the last visit of a step and the first of the next
+constexpr int kStep = -2;  // observed between the last visit of a step and the first of the next
 
 int key_of(int stage, Pass pass) {
   return stage * 4 + static_cast<int>(pass);
@@ -157,12 +156,7 @@ void VisitPlanner::accumulate(const Chunk& chunk, std::uint64_t from) {
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
   const bool first_sum = contributions_[chunk.unit] == 1;
   const HostRef incoming = take_word_buffer();
-  Task& download = emit(TaskKind::download_gradient, Lane::download,
-                        {device_access(from, 4 * chunk.elements, false), host_access(incoming, true)});
-  download.chunk = id;
-  download.gradient = incoming;
-  download.device_offset = from;
-  download.bytes = chunk.word_bytes();
+  download_gradient(chunk, from, incoming);
   const HostRef high = gradient_words(TaskKind::read_gradient, id, arrangement_.gradient_resident[id], true);
   const HostRef low =
       gradient_words(TaskKind::read_gradient_low, id, arrangement_.gradient_low_resident[id], !first_sum);

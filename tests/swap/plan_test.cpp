@@ -6,6 +6,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <utility>
 
 #include "swap/check.h"
 #include "swap/planner.h"
@@ -129,60 +130,42 @@ int noticed(const std::function<bool(Plan&, std::minstd_rand&)>& damage, int rou
   return found;
 }
 
-Task* random_task(Plan& plan, std::minstd_rand& random, const std::function<bool(const Task&)>& suits) {
-  std::vector<Task*> suitable;
-  for (Task& task : plan.tasks)
-    if (suits(task)) suitable.push_back(&task);
-  return suitable.empty() ? nullptr : suitable[random() % suitable.size()];
+// The same of one task of a kind.
+int noticed_in(TaskKind kind, const std::function<bool(Task&)>& damage, int rounds) {
+  return noticed(
+      [&](Plan& plan, std::minstd_rand& random) {
+        std::vector<Task*> suitable;
+        for (Task& task : plan.tasks)
+          if (task.kind == kind) suitable.push_back(&task);
+        return !suitable.empty() && damage(*suitable[random() % suitable.size()]);
+      },
+      rounds);
 }
 
 TEST(PlanCheckerControl, NoticesAMissingDependency) {
-  // Every dependency that no other one implies.
-  EXPECT_EQ(noticed(
-                [](Plan& plan, std::minstd_rand& random) {
-                  Task* task = random_task(plan, random, [](const Task& t) {
-                    return t.kind == TaskKind::compute && !t.dependencies.empty();
-                  });
-                  if (task == nullptr) return false;
-                  task->dependencies.clear();
-                  return true;
-                },
-                20),
-            20);
+  const auto forget = [](Task& task) { return !std::exchange(task.dependencies, {}).empty(); };
+  EXPECT_EQ(noticed_in(TaskKind::compute, forget, 20), 20);
 }
 TEST(PlanCheckerControl, NoticesAnUploadOfAnotherChunk) {
-  EXPECT_EQ(noticed(
-                [](Plan& plan, std::minstd_rand& random) {
-                  Task* task = random_task(plan, random, [](const Task& t) { return t.kind == TaskKind::upload_hi; });
-                  if (task == nullptr) return false;
-                  task->chunk = task->chunk == 0 ? 1 : 0;
-                  return true;
-                },
-                20),
-            20);
+  const auto rename = [](Task& task) {
+    task.chunk = task.chunk == 0 ? 1 : 0;
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::upload_hi, rename, 20), 20);
 }
 TEST(PlanCheckerControl, NoticesAnUpdateThatIsLeftOut) {
-  EXPECT_EQ(
-      noticed(
-          [](Plan& plan, std::minstd_rand& random) {
-            Task* task = random_task(plan, random, [](const Task& t) { return t.kind == TaskKind::update; });
-            if (task == nullptr) return false;
-            *task = {.kind = TaskKind::measure, .lane = Lane::update, .chunk = task->chunk, .gradient = task->gradient};
-            return true;
-          },
-          20),
-      20);
+  const auto leave_out = [](Task& task) {
+    task = {.kind = TaskKind::measure, .lane = Lane::update, .chunk = task.chunk, .gradient = task.gradient};
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::update, leave_out, 20), 20);
 }
 TEST(PlanCheckerControl, NoticesARangeBeyondTheArena) {
-  EXPECT_EQ(noticed(
-                [](Plan& plan, std::minstd_rand& random) {
-                  Task* task = random_task(plan, random, [](const Task& t) { return t.kind == TaskKind::upload_hi; });
-                  if (task == nullptr) return false;
-                  task->device_offset = std::uint64_t{1} << 40;
-                  return true;
-                },
-                20),
-            20);
+  const auto move_away = [](Task& task) {
+    task.device_offset = std::uint64_t{1} << 40;
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::upload_hi, move_away, 20), 20);
 }
 TEST(PlanCheckerControl, NoticesALaterDependency) {
   EXPECT_EQ(noticed(
@@ -199,7 +182,7 @@ TEST(Simulator, PlaysRandomPlansToTheirEnd) {
   for (int round = 0; round < 100; ++round) {
     const Planned planned = random_arrangement(random);
     Planner planner(*planned.layout, planned.arrangement);
-    Simulator simulator(*planned.layout, rates_of(*planned.layout));
+    Simulator simulator(rates_of(*planned.layout));
     bool pending = false;
     std::size_t tasks = 0;
     double before = 0;
@@ -245,7 +228,7 @@ TEST(Simulator, AddsUpWhatCannotOverlap) {
                    .cores = 1,
                    .compute_on_cores = false};
   rates.stages = {{.forward = 10e-3, .backward = 20e-3}, {.head = 40e-3}};
-  Simulator simulator(layout, rates);
+  Simulator simulator(rates);
   simulator.append(planner.train_step(false));
   simulator.finish_updates();
   // Upload of a, forward of a (the upload of b beside it), head; the ring has room for one gradient, so b's leaves
@@ -265,7 +248,7 @@ TEST(Simulator, SharesTheCoresBetweenComputeAndUpdate) {
     Planner planner(*planned.layout, planned.arrangement);
     Rates rates = rates_of(*planned.layout);
     rates.machine.compute_on_cores = shared;
-    Simulator simulator(*planned.layout, rates);
+    Simulator simulator(rates);
     simulator.append(planner.train_step(false));
     simulator.finish_updates();
     return simulator.now();
@@ -277,7 +260,7 @@ TEST(Timeline, WritesATraceThatNamesLanesAndStalls) {
   std::minstd_rand random(9);
   const Planned planned = random_arrangement(random);
   Planner planner(*planned.layout, planned.arrangement);
-  Simulator simulator(*planned.layout, rates_of(*planned.layout));
+  Simulator simulator(rates_of(*planned.layout));
   simulator.append(planner.train_step(false));
   simulator.drain();
   const auto records = simulator.take_records();
