@@ -69,16 +69,16 @@ UpdateResult run_with_reports(const Kernels& kernels, const Update& u, const Blo
 
 }  // namespace
 
-UpdateResult update_with(const Kernels& kernels, const AdamWParams& params, const std::uint16_t* gradient, const State& from,
-                         const State& to, std::size_t n, const BlockReports& reports) {
-  if (n == 0) return {};
+Update digested(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to, std::size_t n) {
   const bool adam = params.rule == Rule::adamw || params.rule == Rule::adam;
   require(adam || params.rule == Rule::lion || params.rule == Rule::sgd, "unknown rule");
   require(params.step >= 1, "step counts from 1");
   require(params.first_element % kBlock == 0, "first_element must be a multiple of the block");
-  require(gradient != nullptr && aligned(gradient, 64), "the gradient must be aligned to 64 bytes");
-  check(from, adam);
-  check(to, adam);
+  require(n == 0 || (gradient != nullptr && aligned(gradient, 64)), "the gradient must be aligned to 64 bytes");
+  if (n > 0) {
+    check(from, adam);
+    check(to, adam);
+  }
   require(from.master == to.master && from.m.format == to.m.format && (!adam || from.v.format == to.v.format),
           "both states must have the same formats");
 
@@ -95,7 +95,14 @@ UpdateResult update_with(const Kernels& kernels, const AdamWParams& params, cons
   u.key = params.rounding_key;
   u.step = static_cast<std::uint64_t>(params.step);
   u.first_element = params.first_element;
+  return u;
+}
 
+UpdateResult update_with(const Kernels& kernels, const AdamWParams& params, const std::uint16_t* gradient, const State& from,
+                         const State& to, std::size_t n, const BlockReports& reports) {
+  if (n == 0) return {};
+  const Update u = digested(params, gradient, from, to, n);
+  const FloatEnvironment environment;
   const std::size_t blocks = (n + kBlock - 1) / kBlock;
   if (params.skip_call_if_not_finite && !all_within(gradient, n, u.k.scale)) {
     for (std::size_t block = 0; block < blocks; ++block) {

@@ -8,8 +8,10 @@
 
 #ifdef __CUDACC__
 #define TIERFLOW_HD __host__ __device__ inline
+#define TIERFLOW_LANES __device__ inline  // what lanes do together: on the device where there is one, else on the host
 #else
 #define TIERFLOW_HD inline
+#define TIERFLOW_LANES inline
 #endif
 
 namespace tierflow::optim {
@@ -168,10 +170,14 @@ TIERFLOW_HD int rank_of(float x) {
   constexpr float lasts[7] = {C::last(0), C::last(1), C::last(2), C::last(3), C::last(4), C::last(5), C::last(6)};
   if (x < edges[0]) return 0;
   if (x >= edges[7]) return C::kTop;
-  int i = 0;
-  while (x >= edges[i + 1]) ++i;
-  const float line = ::fmaf(x, slopes[i], offsets[i]);
-  return static_cast<int>(line < lasts[i] ? line : lasts[i]);
+  float slope = slopes[0], offset = offsets[0], last = lasts[0];
+  for (int i = 1; i < 7; ++i) {  // selections, not indices: a device keeps these numbers in its instructions
+    slope = x >= edges[i] ? slopes[i] : slope;
+    offset = x >= edges[i] ? offsets[i] : offset;
+    last = x >= edges[i] ? lasts[i] : last;
+  }
+  const float line = ::fmaf(x, slope, offset);
+  return static_cast<int>(line < last ? line : last);
 }
 
 // 1 / absmax, or 0 for a block of zeros.

@@ -21,7 +21,7 @@ struct Update {
 inline constexpr float kLargestGradient = 0x1p60F;
 
 // `largest`: the largest gradient of some, as the bits of a bf16 without its sign. A negative scale counts by its magnitude.
-inline bool within(std::uint32_t largest, float scale) {
+TIERFLOW_HD bool within(std::uint32_t largest, float scale) {
   return ::fabsf(widened(static_cast<std::uint16_t>(largest)) * scale) < kLargestGradient;
 }
 bool all_within(const std::uint16_t* gradient, std::size_t n, float scale);
@@ -51,6 +51,9 @@ inline const Kernels& kernels() { return all_kernels().front(); }
 // adamw_update with the given kernels.
 UpdateResult update_with(const Kernels& kernels, const AdamWParams& params, const std::uint16_t* gradient, const State& from,
                          const State& to, std::size_t n, const BlockReports& reports = {});
+
+// The update that the arguments describe; std::invalid_argument where they break the contract of adamw_update.
+Update digested(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to, std::size_t n);
 
 // Copies the state of one block from `u.from` to `u.to`.
 void copy_block(const Update& u, std::size_t block);

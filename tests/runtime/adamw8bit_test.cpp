@@ -148,6 +148,7 @@ TEST(AdamW8bit, RefusesWhatItCannotUpdate) {
   };
   refused(torch::ones({10}, torch::kFloat64));
   refused(torch::ones({4, 6}).t());
+  refused(torch::ones({10}, torch::kMeta));
   EXPECT_THROW(AdamW8bit({torch::ones({1})}, AdamW8bitOptions(-1.0)), Exception);
 }
 
