@@ -1,11 +1,14 @@
 #include "runtime/adamw8bit.h"
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 
 #include "optim/adamw.h"
+#include "optim/adamw_device.h"
 #include "runtime/exception.h"
 
 namespace tierflow {
@@ -30,8 +33,12 @@ void check_range(bool holds, const char* name, double value) {
 void check(const Tensor& parameter, const Tensor& gradient) {
   const auto type = parameter.scalar_type();
   const char* wrong = nullptr;
-  if (!parameter.is_cpu() || !gradient.is_cpu())
-    wrong = "is not on the CPU";
+  if (parameter.device() != gradient.device())
+    wrong = "and its gradient are on different devices";
+  else if (!parameter.is_cpu() && !parameter.is_cuda())
+    wrong = "is neither on the CPU nor on a CUDA device";
+  else if (parameter.is_cuda() && !optim::device_update_is_built())
+    wrong = "is on a CUDA device, for which this build has no kernel: configure it where nvcc is";
   else if (type != torch::kFloat32 && type != torch::kBFloat16)
     wrong = "is neither fp32 nor bf16";
   else if (!parameter.is_contiguous())
@@ -48,6 +55,25 @@ void check(const Tensor& parameter, const Tensor& gradient) {
 Tensor as_bf16(const Tensor& gradient) {
   const Tensor rounded = gradient.detach().to(torch::kBFloat16).contiguous();
   return aligned(rounded) ? rounded : rounded.clone();
+}
+
+// Where torch would enqueue work on the tensor's device.
+optim::DeviceQueue queue_of(const Tensor& tensor) {
+  const auto index = tensor.device().index();
+  return {.device = index, .stream = at::accelerator::getCurrentStream(index).native_handle()};
+}
+
+using FiniteWords = std::map<c10::DeviceIndex, Tensor>;
+
+// The word of the gradient's device becomes 1 where it is not finite; nothing is waited for.
+void look_through_on_device(const Tensor& gradient, FiniteWords& finite_words) {
+  Tensor& word = finite_words[gradient.device().index()];
+  if (!word.defined()) word = torch::zeros({1}, gradient.options().dtype(torch::kInt32));
+  const std::int64_t segments = (gradient.numel() + kSegment - 1) / kSegment;
+  const Tensor sums = torch::empty({segments}, gradient.options().dtype(torch::kFloat64));
+  optim::gradient_norm_squared_on_device(words(gradient), static_cast<std::size_t>(gradient.numel()),
+                                         sums.data_ptr<double>(), static_cast<std::uint32_t*>(word.data_ptr()),
+                                         queue_of(gradient));
 }
 
 bool finite(const Tensor& gradient) {
@@ -74,12 +100,24 @@ void start(AdamW8bitParamState& state, const Tensor& parameter, const AdamW8bitO
                                .values = values.data_ptr(),
                                .absmax = eight_bits ? absmax.data_ptr<float>() : nullptr};
     optim::zero_moment(moment, static_cast<std::size_t>(n), is_signed);
+    const Tensor there = values.to(parameter.device()),
+                 absmax_there = eight_bits ? absmax.to(parameter.device()) : Tensor();
     if (is_signed)
-      state.exp_avg(values).absmax(absmax);
+      state.exp_avg(there).absmax(absmax_there);
     else
-      state.exp_avg_sq(values).absmax_sq(absmax);
+      state.exp_avg_sq(there).absmax_sq(absmax_there);
   }
-  if (parameter.scalar_type() == torch::kBFloat16) state.master_low(torch::zeros({n}, torch::kInt16));
+  if (parameter.scalar_type() == torch::kBFloat16)
+    state.master_low(torch::zeros({n}, parameter.options().dtype(torch::kInt16).requires_grad(false)));
+}
+
+optim::AdamWParams params_of(const AdamW8bitParamState& state, const AdamW8bitOptions& options) {
+  return {.lr = static_cast<float>(options.lr()),
+          .beta1 = static_cast<float>(std::get<0>(options.betas())),
+          .beta2 = static_cast<float>(std::get<1>(options.betas())),
+          .eps = static_cast<float>(options.eps()),
+          .weight_decay = static_cast<float>(options.weight_decay()),
+          .step = state.step()};
 }
 
 optim::Moment part(const Tensor& values, const Tensor& absmax, std::int64_t first) {
@@ -93,12 +131,7 @@ optim::Moment part(const Tensor& values, const Tensor& absmax, std::int64_t firs
 void update(const Tensor& parameter, const Tensor& gradient, const AdamW8bitParamState& state,
             const AdamW8bitOptions& options) {
   const std::int64_t n = parameter.numel();
-  const optim::AdamWParams params{.lr = static_cast<float>(options.lr()),
-                                  .beta1 = static_cast<float>(std::get<0>(options.betas())),
-                                  .beta2 = static_cast<float>(std::get<1>(options.betas())),
-                                  .eps = static_cast<float>(options.eps()),
-                                  .weight_decay = static_cast<float>(options.weight_decay()),
-                                  .step = state.step()};
+  const optim::AdamWParams params = params_of(state, options);
   const bool in_place = parameter.scalar_type() == torch::kBFloat16 && aligned(parameter);
   at::parallel_for(0, (n + kSegment - 1) / kSegment, 1, [&](std::int64_t begin, std::int64_t end) {
     const Tensor buffer = in_place ? Tensor() : torch::empty({2, kSegment}, torch::kInt16);
@@ -121,6 +154,33 @@ void update(const Tensor& parameter, const Tensor& gradient, const AdamW8bitPara
         std::copy_n(view.hi, count, words(parameter) + first);
     }
   });
+}
+
+// The same on the parameter's device, enqueued: the bits do not depend on the cut, so it is not cut.
+void update_on_device(const Tensor& parameter, const Tensor& gradient, const AdamW8bitParamState& state,
+                      const AdamW8bitOptions& options) {
+  const auto n = static_cast<std::size_t>(parameter.numel());
+  const optim::DeviceQueue queue = queue_of(parameter);
+  const bool wide = parameter.scalar_type() == torch::kFloat32, in_place = !wide && aligned(parameter);
+  const auto shorts = gradient.options().dtype(torch::kInt16);
+  const Tensor report =
+      torch::empty({static_cast<std::int64_t>(sizeof(optim::DeviceReport))}, shorts.dtype(torch::kUInt8));
+  const Tensor hi = in_place ? parameter : torch::empty({parameter.numel()}, shorts),
+               lo = wide ? torch::empty({parameter.numel()}, shorts) : state.master_low();
+  if (wide)
+    optim::split_master_on_device(parameter.data_ptr<float>(), words(hi), words(lo), n, queue);
+  else if (!in_place)
+    hi.copy_(parameter.detach().view(torch::kInt16).view({-1}));
+  const optim::State view{.hi = words(hi),
+                          .lo = words(lo),
+                          .m = part(state.exp_avg(), state.absmax(), 0),
+                          .v = part(state.exp_avg_sq(), state.absmax_sq(), 0)};
+  optim::adamw_update_on_device(params_of(state, options), words(gradient), view, view, n,
+                                static_cast<optim::DeviceReport*>(report.data_ptr()), queue);
+  if (wide)
+    optim::join_master_on_device(words(hi), words(lo), parameter.data_ptr<float>(), n, queue);
+  else if (!in_place)
+    parameter.detach().view(torch::kInt16).view({-1}).copy_(hi);
 }
 
 }  // namespace
@@ -152,13 +212,18 @@ torch::Tensor AdamW8bit::step(LossClosure closure) {
   };
   std::vector<Item> items;
   bool all_finite = true;
+  FiniteWords finite_words;
   for (auto& group : param_groups_)
     for (const Tensor& parameter : group.params()) {
       if (!parameter.grad().defined() || parameter.numel() == 0) continue;
       check(parameter, parameter.grad());
       items.push_back({parameter, as_bf16(parameter.grad()), static_cast<const AdamW8bitOptions*>(&group.options())});
-      all_finite = all_finite && finite(items.back().gradient);
+      if (parameter.is_cuda())
+        look_through_on_device(items.back().gradient, finite_words);
+      else
+        all_finite = all_finite && finite(items.back().gradient);
     }
+  for (const auto& [device, word] : finite_words) all_finite = all_finite && word.item<std::int32_t>() == 0;
   if (!all_finite) {
     ++skipped_;
     return loss;
@@ -172,7 +237,7 @@ torch::Tensor AdamW8bit::step(LossClosure closure) {
     }
     auto& state = static_cast<AdamW8bitParamState&>(*held);
     state.step(state.step() + 1);
-    update(item.parameter, item.gradient, state, *item.options);
+    (item.parameter.is_cuda() ? update_on_device : update)(item.parameter, item.gradient, state, *item.options);
   }
   return loss;
 }

@@ -41,8 +41,10 @@ struct AdamW8bitParamState : torch::optim::OptimizerCloneableParamState<AdamW8bi
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-// Parameters are dense CPU tensors, fp32 or bf16; gradients of either type, rounded to bf16 before use. Others are an
-// Exception of kind usage from step(). The result does not depend on the number of threads.
+// Parameters are dense tensors on the CPU or a CUDA device, fp32 or bf16; gradients of either type, rounded to bf16
+// before use. Others are an Exception of kind usage from step(). The result depends neither on the number of threads
+// nor on the device. On a CUDA device the work is enqueued on torch's current stream, and step() waits once, for
+// whether all gradients are finite.
 class AdamW8bit : public torch::optim::Optimizer {
  public:
   explicit AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
