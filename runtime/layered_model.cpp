@@ -55,6 +55,18 @@ Carry LayeredModel::backward(int stage, const Weights& weights, const Gradients&
                        [&](const Carry& inputs) { return forward(stage, leaves, inputs, shared, /*training=*/true); });
 }
 
+std::unique_ptr<KeptActivations> LayeredModel::forward_keeping(int stage, const Weights& weights, Carry& carry,
+                                                               const Shared& shared) const {
+  carry = forward(stage, weights, carry, shared, /*training=*/true);
+  return nullptr;
+}
+
+Carry LayeredModel::backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                                  const Shared& shared, const Carry& d_out,
+                                  std::unique_ptr<KeptActivations> /*kept*/) const {
+  return backward(stage, weights, gradients, carry, shared, d_out);
+}
+
 Carry LayeredModel::differentiate(const Weights& leaves, const Gradients& gradients, const Carry& carry,
                                   const Carry& d_out, const std::function<Carry(const Carry&)>& forward) {
   const torch::AutoGradMode grad(true);

@@ -39,6 +39,12 @@ struct HeadResult {
   Carry d_carry;        // gradient of loss_sum * scale
 };
 
+// What a forward leaves on the device so that its backward need not compute it again. No weight is in it.
+class KeptActivations {
+ public:
+  virtual ~KeptActivations() = default;
+};
+
 class LayeredModel {
  public:
   virtual ~LayeredModel() = default;
@@ -56,6 +62,14 @@ class LayeredModel {
   // Default: recompute with autograd on from `carry`, differentiate, release each bf16 gradient as soon as it is added.
   virtual Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                          const Shared& shared, const Carry& d_out) const;
+
+  // For stages that can keep their activations: forward(), in training, with the same carry bit for bit, and
+  // backward() without the recomputation, with the same gradients bit for bit.
+  virtual bool can_keep(int /*stage*/) const { return false; }
+  virtual std::unique_ptr<KeptActivations> forward_keeping(int stage, const Weights& weights, Carry& carry,
+                                                           const Shared& shared) const;
+  virtual Carry backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                              const Shared& shared, const Carry& d_out, std::unique_ptr<KeptActivations> kept) const;
 
   // Whether forward() draws from torch's default generator when training.
   virtual bool draws_random_numbers() const { return true; }

@@ -70,6 +70,19 @@ struct Attended {
   Tensor out;
 };
 
+// What the gradient of the MLP takes from its forward.
+struct Gated {
+  Tensor x;             // its input [tokens, hidden]
+  Tensor normed, rstd;  // of x
+  Tensor gate, up;
+};
+
+// A block's or, in a half of one, the half's.
+struct KeptBlock final : KeptActivations {
+  Attended attended;
+  Gated gated;
+};
+
 class LlamaModel final : public CausalModel {
  public:
   explicit LlamaModel(ModelSpec spec)
@@ -85,6 +98,16 @@ class LlamaModel final : public CausalModel {
     shared.tables = {cos, sin};
     return shared;
   }
+
+  bool can_keep(int stage) const override {
+    const bool block =
+        kind(stage) == StageKind::block || kind(stage) == StageKind::attention || kind(stage) == StageKind::mlp;
+    return block && config().activation == Activation::silu;
+  }
+  std::unique_ptr<KeptActivations> forward_keeping(int stage, const Weights& weights, Carry& carry,
+                                                   const Shared& shared) const override;
+  Carry backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                      const Shared& shared, const Carry& d_out, std::unique_ptr<KeptActivations> kept) const override;
 
  protected:
   Tensor attention_half(const Weights& weights, const Tensor& hidden, const Shared& shared,
@@ -131,11 +154,22 @@ class LlamaModel final : public CausalModel {
   Attended attend_again(const Bound& bound, const Tensor& x, const Tensor& like, const Shared& shared) const;
   Tensor attention_backward(const Bound& bound, const Tensor& x, const Shared& shared, Attended attended,
                             const Tensor& d_middle) const;
-  Tensor mlp_backward(const Bound& bound, const Tensor& x, const Tensor& d_y) const;
+  Gated gate_again(const Bound& bound, const Tensor& x) const;
+  Tensor mlp_backward(const Bound& bound, Gated gated, const Tensor& d_y) const;
 
   const Attention attention_;
   const Mlp mlp_;
 };
+
+Weights without_graph(const Weights& weights) {
+  Weights detached;
+  for (const Tensor& weight : weights) detached.push_back(weight.detach());
+  return detached;
+}
+
+Tensor by_token(const Tensor& hidden, std::int64_t size) {
+  return hidden.detach().reshape({-1, size}).contiguous();
+}
 
 // The block, or half of it, again from its input, then its gradient by hand: everything is released at its last use,
 // gradients of weights go straight into the sums, and the last product of the forward, which nothing needs, is left
@@ -144,18 +178,45 @@ Carry LlamaModel::block_backward(int stage, const Weights& all_weights, const Gr
                                  const Shared& shared, const Carry& d_out) const {
   if (config().activation != Activation::silu)
     return LayeredModel::backward(stage, all_weights, gradients, carry, shared, d_out);
+  return backward_kept(stage, all_weights, gradients, carry, shared, d_out, nullptr);
+}
+
+std::unique_ptr<KeptActivations> LlamaModel::forward_keeping(int stage, const Weights& all_weights, Carry& carry,
+                                                             const Shared& shared) const {
   const at::NoGradGuard no_grad;
-  Weights weights;
-  for (const Tensor& weight : all_weights) weights.push_back(weight.detach());
+  const Weights weights = without_graph(all_weights);
+  const Bound bound{weights, {}};
+  const Tensor like = carry.at(0);
+  Tensor x = by_token(like, config().hidden_size);
+  auto kept = std::make_unique<KeptBlock>();
+  if (kind(stage) != StageKind::mlp) {
+    kept->attended = attend_again(bound, x, like, shared);
+    x = x + bound.apply(attention_.o, kept->attended.out.detach().reshape({x.size(0), -1}));
+  }
+  if (kind(stage) != StageKind::attention) {
+    kept->gated = gate_again(bound, x);
+    x = x + bound.apply(mlp_.down, swiglu(kept->gated.gate, kept->gated.up));
+  }
+  carry = {x.view(like.sizes())};
+  return kept;
+}
+
+Carry LlamaModel::backward_kept(int stage, const Weights& all_weights, const Gradients& gradients, const Carry& carry,
+                                const Shared& shared, const Carry& d_out,
+                                std::unique_ptr<KeptActivations> activations) const {
+  const at::NoGradGuard no_grad;
+  const Weights weights = without_graph(all_weights);
   const Bound bound{weights, gradients};
   const Tensor& like = carry.at(0);
-  const Tensor x = like.detach().reshape({-1, config().hidden_size}).contiguous();
+  const Tensor x = by_token(like, config().hidden_size);
   Tensor d = d_out.at(0).reshape({-1, config().hidden_size}).contiguous();
-  if (kind(stage) == StageKind::mlp) return {mlp_backward(bound, x, d).view(like.sizes())};
-  Attended attended = attend_again(bound, x, like, shared);
+  auto* kept = dynamic_cast<KeptBlock*>(activations.get());
+  if (kind(stage) == StageKind::mlp)
+    return {mlp_backward(bound, kept != nullptr ? std::move(kept->gated) : gate_again(bound, x), d).view(like.sizes())};
+  Attended attended = kept != nullptr ? std::move(kept->attended) : attend_again(bound, x, like, shared);
   if (kind(stage) == StageKind::block) {
-    const Tensor flat = attended.out.detach().reshape({x.size(0), -1});
-    d = mlp_backward(bound, x + bound.apply(attention_.o, flat), d);
+    const auto middle = [&] { return x + bound.apply(attention_.o, attended.out.detach().reshape({x.size(0), -1})); };
+    d = mlp_backward(bound, kept != nullptr ? std::move(kept->gated) : gate_again(bound, middle()), d);
   }
   return {attention_backward(bound, x, shared, std::move(attended), d).view(like.sizes())};
 }
@@ -183,22 +244,27 @@ Attended LlamaModel::attend_again(const Bound& bound, const Tensor& x, const Ten
   return a;
 }
 
-Tensor LlamaModel::mlp_backward(const Bound& bound, const Tensor& x, const Tensor& d_y) const {
-  Tensor rstd;
-  Tensor normed = rms_norm(x, bound.weight(mlp_.norm), config().norm_eps, &rstd);
-  Tensor gate = bound.apply(mlp_.gate, normed), up = bound.apply(mlp_.up, normed);
+Gated LlamaModel::gate_again(const Bound& bound, const Tensor& x) const {
+  Gated g{.x = x};
+  g.normed = rms_norm(x, bound.weight(mlp_.norm), config().norm_eps, &g.rstd);
+  g.gate = bound.apply(mlp_.gate, g.normed);
+  g.up = bound.apply(mlp_.up, g.normed);
+  return g;
+}
+
+Tensor LlamaModel::mlp_backward(const Bound& bound, Gated g, const Tensor& d_y) const {
   Tensor inner = at::mm(d_y, bound.weight(mlp_.down.weight));
-  swiglu_backward(gate, up, inner);
+  swiglu_backward(g.gate, g.up, inner);
   bound.add_gradient(mlp_.down, d_y, inner);
   inner.reset();
-  bound.add_gradient(mlp_.gate, gate, normed);
-  bound.add_gradient(mlp_.up, up, normed);
-  normed.reset();
-  Tensor d_normed = at::mm(gate, bound.weight(mlp_.gate.weight));
-  gate.reset();
-  d_normed.addmm_(up, bound.weight(mlp_.up.weight));
-  up.reset();
-  return rms_norm_backward(d_normed, x, rstd, bound.weight(mlp_.norm), bound.sum(mlp_.norm), d_y);
+  bound.add_gradient(mlp_.gate, g.gate, g.normed);
+  bound.add_gradient(mlp_.up, g.up, g.normed);
+  g.normed.reset();
+  Tensor d_normed = at::mm(g.gate, bound.weight(mlp_.gate.weight));
+  g.gate.reset();
+  d_normed.addmm_(g.up, bound.weight(mlp_.up.weight));
+  g.up.reset();
+  return rms_norm_backward(d_normed, g.x, g.rstd, bound.weight(mlp_.norm), bound.sum(mlp_.norm), d_y);
 }
 
 Tensor LlamaModel::attention_backward(const Bound& bound, const Tensor& x, const Shared& shared, Attended a,

@@ -74,6 +74,53 @@ TEST_P(Step, blocks_may_share_one_slot) {
   }
 }
 
+// What a block keeps changes no bit, and the weights may move between its forward and its backward.
+void expect_keeping_changes_nothing(const Case& which, torch::ScalarType type, const Tiling& tiling) {
+  ResidentModel m = resident(which, type, 0.2, tiling);
+  const Shared shared = m.model->share(batch(2, 40), torch::kCPU);
+  const std::vector<Carry> inputs = m.forward(shared, true, 11);
+  const torch::NoGradGuard no_grad;
+  int keeping = 0;
+  for (int stage = 1; stage + 1 < m.stages(); ++stage) {
+    if (!m.model->can_keep(stage)) continue;
+    ++keeping;
+    const auto at = static_cast<std::size_t>(stage);
+    const auto seed = [&] { torch::manual_seed(11 + at); };
+    const Carry d_out = {torch::randn(inputs[at + 1][0].sizes()).to(type)};
+    m.zero_gradients();
+    seed();
+    const Carry d =
+        m.model->backward(stage, m.bind(stage, m.units), m.bind(stage, m.gradients), inputs[at], shared, d_out);
+    std::vector<torch::Tensor> expected;
+    for (const torch::Tensor& gradient : m.bind(stage, m.gradients)) expected.push_back(gradient.clone());
+    m.zero_gradients();
+
+    Weights slot;
+    for (const torch::Tensor& weight : m.bind(stage, m.units)) slot.push_back(weight.clone());
+    Carry carry = inputs[at];
+    seed();
+    auto kept = m.model->forward_keeping(stage, slot, carry, shared);
+    ASSERT_NE(kept, nullptr);
+    EXPECT_TRUE(torch::equal(carry[0], inputs[at + 1][0]));
+    for (torch::Tensor& weight : slot) weight.fill_(NAN);
+    const Carry got = m.model->backward_kept(stage, m.bind(stage, m.units), m.bind(stage, m.gradients), inputs[at],
+                                             shared, d_out, std::move(kept));
+    EXPECT_TRUE(torch::equal(got[0], d[0]));
+    const std::vector<torch::Tensor> sums = m.bind(stage, m.gradients);
+    for (std::size_t t = 0; t < sums.size(); ++t) EXPECT_TRUE(torch::equal(sums[t], expected[t]));
+  }
+  const bool gated = which.name == "llama" || which.name == "llama_biases" || which.name == "mistral" ||
+                     which.name.starts_with("qwen");
+  EXPECT_EQ(keeping > 0, gated);
+}
+
+TEST_P(Step, keeping_activations_changes_no_bit) {
+  for (const auto type : {torch::kFloat, torch::kBFloat16}) {
+    expect_keeping_changes_nothing(GetParam(), type, {});
+    expect_keeping_changes_nothing(GetParam(), type, kTiled);
+  }
+}
+
 TEST_P(Step, evaluation_draws_no_random_numbers) {
   const ResidentModel m = resident(GetParam(), torch::kBFloat16);
   const Shared shared = m.model->share(batch(1, 24), torch::kCPU);
