@@ -21,17 +21,11 @@ auto guarded(swap::Executor& executor, Work work) {
   } catch (const Exception& error) {
     executor.fail(error.error());
     throw;
-  } catch (const c10::OutOfMemoryError& error) {
-    const io::Error failure{
-        .kind = io::ErrorKind::memory,
-        .operation = "compute",
-        .detail = std::string(error.what_without_backtrace()) +
-                  "; use a smaller --micro-batch or --sequence-length, or a larger --device-memory"};
-    executor.fail(failure);
-    throw Exception(failure);
   } catch (const c10::Error& error) {
-    const io::Error failure{
-        .kind = io::ErrorKind::usage, .operation = "compute", .detail = error.what_without_backtrace()};
+    const io::Error failure =
+        is_out_of_memory(error)
+            ? out_of_memory_error(error)
+            : io::Error{.kind = io::ErrorKind::usage, .operation = "compute", .detail = error.what_without_backtrace()};
     executor.fail(failure);
     throw Exception(failure);
   }
@@ -50,10 +44,17 @@ Session::~Session() {
 }
 
 StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
-  return guarded(*impl_->executor, [&] { return impl_->step(batches, lr); });
+  const StepResult result = guarded(*impl_->executor, [&] { return impl_->step(batches, lr); });
+  impl_->throw_if_out_of_memory();
+  return result;
 }
 double Session::evaluate(const std::vector<MicroBatch>& batches) {
-  return guarded(*impl_->executor, [&] { return impl_->evaluate(batches); });
+  const double loss = guarded(*impl_->executor, [&] { return impl_->evaluate(batches); });
+  impl_->throw_if_out_of_memory();
+  return loss;
+}
+bool Session::intact() const {
+  return !impl_->executor->failed();
 }
 double Session::adamw_lr() const {
   return impl_->adamw.lr;
@@ -112,12 +113,18 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   check_batches(batches, true);
   const torch::NoGradGuard no_grad;
   StepResult result{.step = ++steps};
+  const std::int64_t again = computed_again;
   std::int64_t targets = 0;
-  for (const MicroBatch& batch : batches) {
-    result.tokens += batch.ids.numel();
-    targets += batch.target_tokens();
+  std::vector<Shared> shared;
+  compute(true, [&] {
+    targets = 0;
+    for (const MicroBatch& batch : batches) targets += batch.target_tokens();
+    shared = share(batches);
+  });
+  if (out_of_memory) {
+    --steps;
+    return result;
   }
-  const std::vector<Shared> shared = share(batches);
   // Staged: this plan applies the gradients of the step before and measures its own. Immediate: it does both for its
   // own.
   const auto work =
@@ -126,15 +133,29 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   executor->append(planner->train_step(pending), work);
   forward_all(shared, swap::Pass::forward);
   head_all(shared, 1.0 / static_cast<double>(std::max<std::int64_t>(targets, 1)), result, *work);
-  backward_all(shared);
+  backward_all(shared, *work);
   throw_if(executor->finish_updates());
+  if (out_of_memory) {
+    drop_step(*work, applies);
+    return result;
+  }
+  for (const MicroBatch& batch : batches) result.tokens += batch.ids.numel();
   result.loss /= static_cast<double>(std::max<std::int64_t>(targets, 1));
-  result.grad_norm = work->gradient_norm();
-  result.skipped = !std::isfinite(result.loss) || !work->finite();
+  result.computed_again = computed_again - again;
+  settle(result, *work, applies, lr);
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  result.tokens_per_s = static_cast<double>(result.tokens) / result.seconds;
+  return result;
+}
+
+// After a step's computation and updates: what it amounts to.
+void Session::Impl::settle(StepResult& result, const OptimizerWork& work, bool applies, double lr) {
+  result.grad_norm = work.gradient_norm();
+  result.skipped = !std::isfinite(result.loss) || !work.finite();
   const bool applied = applies && !(result.skipped && !arrangement.staged);
-  if (applied && work->updated_parameters() != packed.trainable_parameters)
+  if (applied && work.updated_parameters() != packed.trainable_parameters)
     throw Exception(io::ErrorKind::numeric, "step " + std::to_string(result.step) + " updated " +
-                                                std::to_string(work->updated_parameters()) + " of " +
+                                                std::to_string(work.updated_parameters()) + " of " +
                                                 std::to_string(packed.trainable_parameters) + " parameters");
   if (result.skipped) ++skipped;
   if (arrangement.staged) {
@@ -148,9 +169,26 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   } else if (!result.skipped) {
     ++updates_done;
   }
-  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
-  result.tokens_per_s = static_cast<double>(result.tokens) / result.seconds;
-  return result;
+}
+
+// Memory ran out in this step: the model stands after the one before.
+void Session::Impl::drop_step(const OptimizerWork& work, bool applies) {
+  --steps;
+  if (arrangement.staged) {
+    if (applies && work.updated_parameters() != packed.trainable_parameters)
+      throw Exception(io::ErrorKind::numeric, "the step before updated " + std::to_string(work.updated_parameters()) +
+                                                  " of " + std::to_string(packed.trainable_parameters) + " parameters");
+    pending = false;
+  } else if (work.updated_parameters() != 0) {
+    out_of_memory->detail +=
+        "; without clipping, other layers of this step are updated already: the state is torn; start again from the "
+        "last export";
+    throw Exception(*out_of_memory);
+  }
+}
+
+void Session::Impl::throw_if_out_of_memory() {
+  if (out_of_memory) throw Exception(*std::exchange(out_of_memory, std::nullopt));
 }
 
 std::shared_ptr<OptimizerWork> Session::Impl::make_work(std::int64_t step, double lr, double scale) {
@@ -257,83 +295,6 @@ Carry Session::Impl::carry_in_slot(int stage, std::byte* slot) const {
     carry.push_back(torch::from_blob(slot + shape.offset, shape.shape,
                                      torch::TensorOptions().dtype(shape.dtype).device(torch_device)));
   return carry;
-}
-
-// Every stage but the last, layer-major: all micro-batches pass a stage before the next one.
-void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pass) {
-  const int last = static_cast<int>(layout->stages().size()) - 1;
-  const bool train = pass == swap::Pass::forward;
-  carries.assign(shared.size(), {});
-  saved.assign(last, std::vector<Carry>(train ? shared.size() : 0));
-  for (int stage = 0; stage < last; ++stage)
-    for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
-      const swap::Entered entered = enter(stage, pass, micro_batch);
-      Carry& carry = carries[micro_batch];
-      if (entered.carry != nullptr) {
-        Carry slot = carry_in_slot(stage, entered.carry);
-        for (std::size_t i = 0; i < slot.size(); ++i) slot[i].copy_(carry[i]);
-      } else if (train && stage > 0 && model->spec().stages[stage].backward_needs_input) {
-        saved[stage][micro_batch] = carry;
-      }
-      if (train) seed_random(stage, micro_batch);
-      carry = model->forward(stage, weights_of(entered), carry, shared[micro_batch], train);
-      leave();
-    }
-}
-
-void Session::Impl::head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work) {
-  const int last = static_cast<int>(layout->stages().size()) - 1;
-  for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
-    const swap::Entered entered = enter(last, swap::Pass::head, micro_batch);
-    seed_random(last, micro_batch);
-    HeadResult head = model->head_loss_and_backward(weights_of(entered), gradients_of(entered, micro_batch),
-                                                    carries[micro_batch], shared[micro_batch], scale);
-    result.loss += head.loss_sum;
-    carries[micro_batch] = std::move(head.d_carry);
-    // Before the last micro-batch leaves, no update of this step can have begun.
-    if (micro_batch + 1 == static_cast<int>(shared.size()) && !arrangement.staged && !std::isfinite(result.loss))
-      work.skip_updates();
-    leave();
-  }
-}
-
-void Session::Impl::backward_all(const std::vector<Shared>& shared) {
-  for (int stage = static_cast<int>(layout->stages().size()) - 2; stage >= 0; --stage)
-    for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
-      const swap::Entered entered = enter(stage, swap::Pass::backward, micro_batch);
-      Carry input =
-          entered.carry != nullptr ? carry_in_slot(stage, entered.carry) : std::move(saved[stage][micro_batch]);
-      seed_random(stage, micro_batch);
-      carries[micro_batch] = model->backward(stage, weights_of(entered), gradients_of(entered, micro_batch), input,
-                                             shared[micro_batch], carries[micro_batch]);
-      leave();
-    }
-  carries.clear();
-}
-
-double Session::Impl::evaluate(const std::vector<MicroBatch>& batches) {
-  check_batches(batches, false);
-  const torch::NoGradGuard no_grad;
-  flush();
-  double loss = 0;
-  std::int64_t targets = 0;
-  const int last = static_cast<int>(layout->stages().size()) - 1;
-  for (std::size_t begin = 0; begin < batches.size(); begin += options.micro_batches) {
-    const std::vector<MicroBatch> part(batches.begin() + begin,
-                                       batches.begin() + std::min(batches.size(), begin + options.micro_batches));
-    for (const MicroBatch& batch : part) targets += batch.target_tokens();
-    const std::vector<Shared> shared = share(part);
-    executor->append(planner->evaluate(static_cast<int>(part.size())), nullptr);
-    forward_all(shared, swap::Pass::evaluate);
-    for (int micro_batch = 0; micro_batch < static_cast<int>(part.size()); ++micro_batch) {
-      const swap::Entered entered = enter(last, swap::Pass::evaluate, micro_batch);
-      loss += model->head_loss(weights_of(entered), carries[micro_batch], shared[micro_batch]);
-      leave();
-    }
-    carries.clear();
-  }
-  throw_if(executor->drain());
-  return loss / static_cast<double>(std::max<std::int64_t>(targets, 1));
 }
 
 }  // namespace tierflow

@@ -1,6 +1,6 @@
 #pragma once
 // FRONT DOOR of training: a model whose state streams, and its steps. Throws Exception; after an exception from step()
-// the session can only be destroyed.
+// or evaluate() the session can only be destroyed, unless intact() says otherwise.
 #include <array>
 #include <cstdint>
 #include <filesystem>
@@ -55,6 +55,7 @@ struct StepResult {
   double grad_norm = 0;   // of the step's gradients as applied, before clipping
   bool skipped = false;   // a loss or gradient was not finite: nothing was changed
   std::int64_t tokens = 0;
+  std::int64_t computed_again = 0;  // stages that memory ran out in once, and that fitted when caches were freed
   double seconds = 0;
   double tokens_per_s = 0;
 };
@@ -81,7 +82,10 @@ class Session {
   Session(Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {});
   ~Session();
 
-  // One optimizer step over exactly options.micro_batches micro-batches.
+  // One optimizer step over exactly options.micro_batches micro-batches. Where device memory runs out in a stage,
+  // caches are freed and, unless gradients of it are added up already, the stage is computed once more; where that does
+  // not help, the step is dropped whole with an Exception of kind memory, and the session stays intact: the model
+  // stands after the step before. Without clipping that holds as long as no update of the step has run.
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
   StepResult step(const std::vector<MicroBatch>& batches) { return step(batches, adamw_lr()); }
   // Mean loss over the micro-batches, forward only.
@@ -94,6 +98,8 @@ class Session {
   std::vector<float> master(int unit, int tensor);
   std::vector<float> master(const std::string& name);
 
+  // False after an exception that leaves nothing to do but to destroy the session.
+  bool intact() const;
   std::uint64_t skipped_steps() const;
   std::uint64_t parameters() const;
   MemoryUse memory() const;

@@ -34,10 +34,9 @@ struct Session::Impl {
 
   // session.cpp
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
-  void forward_all(const std::vector<Shared>& shared, swap::Pass pass);
-  void head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work);
-  void backward_all(const std::vector<Shared>& shared);
-  double evaluate(const std::vector<MicroBatch>& batches);
+  void settle(StepResult& result, const OptimizerWork& work, bool applies, double lr);
+  void drop_step(const OptimizerWork& work, bool applies);
+  void throw_if_out_of_memory();
   void flush();
   std::shared_ptr<OptimizerWork> make_work(std::int64_t step, double lr, double scale);
   swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
@@ -48,6 +47,14 @@ struct Session::Impl {
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
   void seed_random(int stage, int micro_batch) const;
   Carry carry_in_slot(int stage, std::byte* slot) const;
+
+  // session_passes.cpp
+  void compute(bool repeatable, const std::function<void()>& work);
+  bool starts_afresh(const swap::Entered& entered, int micro_batch) const;
+  void forward_all(const std::vector<Shared>& shared, swap::Pass pass);
+  void head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work);
+  void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
+  double evaluate(const std::vector<MicroBatch>& batches);
 
   std::shared_ptr<LayeredModel> model;
   const SessionOptions options;
@@ -73,7 +80,14 @@ struct Session::Impl {
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;
   bool committed = false;
+  // Memory ran out and computing again did not help: the rest of the plan runs without computing.
+  std::optional<io::Error> out_of_memory;
+  std::int64_t computed_again = 0;
 };
+
+// Whether torch ran out of device memory, and the error of that.
+bool is_out_of_memory(const c10::Error& error);
+io::Error out_of_memory_error(const c10::Error& error);
 
 // What a store says of the model in it: enough to read it back without the session.
 std::string store_identity(const ModelSpec& spec, Precision precision);

@@ -51,13 +51,14 @@ class Training {
     evaluate(0, first_held_out_);
     last_held_out_ = first_held_out_;
     std::int64_t step = 0;
-    bool at_limit = false;
-    while (step < steps_ && signals_seen() == 0 && !(at_limit = next_step_passes_limit())) {
-      train_step(step);
-      ++step;
-      trace(step);
-      if (options_.eval_every > 0 && step % options_.eval_every == 0 && step < steps_) evaluate(step, last_held_out_);
-    }
+    bool at_limit = false, out_of_memory = false;
+    while (!out_of_memory && step < steps_ && signals_seen() == 0 && !(at_limit = next_step_passes_limit()))
+      out_of_memory = !within_memory(step, [&] {
+        train_step(step);
+        ++step;
+        trace(step);
+        if (options_.eval_every > 0 && step % options_.eval_every == 0 && step < steps_) evaluate(step, last_held_out_);
+      });
     if (!options_.trace.empty() && step < kTracedSteps) write_trace(step);
     const int signal = signals_seen();
     if (at_limit)
@@ -65,9 +66,11 @@ class Training {
                            options_.max_tb_written));
     if (signal != 0)
       log_.say(fmt::format("stopped after step {} of {}; once more ends without writing the result", step, steps_));
-    if (step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0)) evaluate(step, last_held_out_);
+    if (!out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0))
+      out_of_memory = !within_memory(step, [&] { evaluate(step, last_held_out_); });
     write_result();
     summarise(step);
+    if (out_of_memory) return static_cast<int>(io::ErrorKind::memory);
     if (signal != 0) return 128 + signal;
     return at_limit ? kStoppedAtLimit : 0;
   }
@@ -105,6 +108,26 @@ class Training {
     return options_.max_tb_written > 0 && session_->bytes_written_after_next_step() > write_limit();
   }
 
+  // False where device memory ran out and the session stands after `step` steps: the run ends there, with what was
+  // trained so far as its result.
+  template <class Work>
+  bool within_memory(const std::int64_t& step, Work work) {
+    const auto stop = [&](const char* why) {
+      log_.say(fmt::format("stopped after step {} of {}: {}", step, steps_, why));
+      return false;
+    };
+    try {
+      work();
+      return true;
+    } catch (const Exception& error) {
+      if (error.error().kind != io::ErrorKind::memory || !session_->intact() || step == 0) throw;
+      return stop(error.what());
+    } catch (const c10::OutOfMemoryError& error) {  // for a batch, between steps
+      if (step == 0) throw Exception(io::ErrorKind::memory, error.what_without_backtrace());
+      return stop(error.what_without_backtrace());
+    }
+  }
+
   void train_step(std::int64_t step) {
     const auto read = [this](std::int64_t index, std::span<std::int64_t> out) { data_.training_sequence(index, out); };
     std::vector<MicroBatch> batches;
@@ -115,6 +138,10 @@ class Training {
     const double lr = learning_rate(options_, step, steps_);
     const StepResult result = session_->step(batches, lr);
     last_loss_ = result.loss;
+    if (result.computed_again > 0)
+      log_.say(
+          fmt::format("warning: device memory ran out in step {}; computed again after caches were freed: {} stages",
+                      result.step, result.computed_again));
     log_.step(result, steps_, lr, *session_);
   }
 

@@ -138,6 +138,7 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
           {"tokens_per_s", rate},
           {"step_s", result.seconds},
           {"skipped", result.skipped},
+          {"computed_again", result.computed_again},
           {"tb_written", terabytes},
           {"lanes", lanes},
           {"limit", limit},

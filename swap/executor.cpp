@@ -317,6 +317,11 @@ double Executor::now() const {
   return impl_->now();
 }
 
+bool Executor::failed() const {
+  std::lock_guard lock(impl_->mutex);
+  return static_cast<bool>(impl_->error);
+}
+
 std::vector<TaskRecord> Executor::take_records() {
   std::lock_guard lock(impl_->mutex);
   return std::exchange(impl_->records, {});

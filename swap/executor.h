@@ -86,6 +86,7 @@ class Executor {
   double now() const;  // on that clock
   // Makes the error every later call returns: how a client stops the run.
   void fail(io::Error error);
+  bool failed() const;
 
  private:
   struct Impl;
