@@ -4,6 +4,7 @@
 
 #include "bindings/convert.h"
 #include "runtime/exception.h"
+#include "runtime/models/attention.h"
 #include "runtime/safetensors.h"
 #include "swap/device.h"
 
@@ -150,6 +151,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              const py::gil_scoped_release released;
              self.save(folder, extra, shard_bytes, watched());
            })
+      .def("save_state",
+           [](Streamer& self, const std::string& file) {
+             const py::gil_scoped_release released;
+             self.save_state(file, watched());
+           })
+      .def("load_state",
+           [](Streamer& self, const std::string& file) {
+             const py::gil_scoped_release released;
+             self.load_state(file, watched());
+           })
       .def("memory", &memory_of)
       .def("lanes", &lanes_of)
       .def_property_readonly("departures", &Streamer::departures)
@@ -157,6 +168,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("plan", &plan_of);
   module.def("stored_tensors", &stored_tensors);
   module.def("checkpoint_aliases", [](const std::string& name) { return checkpoint_aliases(name); });
+  module.def(
+      "attention",
+      [](const torch::Tensor& q, const torch::Tensor& k, const torch::Tensor& v) {
+        return models::attention(q, k, v, 0, 0.0);
+      },
+      Released());
   module.def("cuda_available", &swap::cuda_available);
 }
 

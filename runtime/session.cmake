@@ -1,6 +1,6 @@
 # The training session, and the library that the program loads when it trains.
 find_package(TBB REQUIRED)
-tierflow_library(session packing.cpp optimizer_work.cpp stream_work.cpp chunk_io.cpp streamer.cpp streamer_plan.cpp device_memory.cpp device_memory_cuda.cpp session.cpp session_passes.cpp session_setup.cpp session_export.cpp layers.cpp adamw8bit.cpp)
+tierflow_library(session packing.cpp optimizer_work.cpp stream_work.cpp chunk_io.cpp streamer.cpp streamer_plan.cpp stream_state.cpp device_memory.cpp device_memory_cuda.cpp session.cpp session_passes.cpp session_setup.cpp session_export.cpp layers.cpp adamw8bit.cpp)
 target_link_libraries(tierflow_session PUBLIC tierflow::models tierflow::swap tierflow::optim PRIVATE TBB::tbb)
 if(NOT TIERFLOW_SANITIZE STREQUAL "thread")
   target_compile_options(tierflow_session PRIVATE -fopenmp)  # as the models: their precompiled header serves here too

@@ -8,6 +8,7 @@
 #include "runtime/chunk_io.h"
 #include "runtime/exception.h"
 #include "runtime/safetensors.h"
+#include "runtime/stream_state.h"
 #include "runtime/streamer_shapes.h"
 #include "swap/visit_planner.h"
 
@@ -53,6 +54,7 @@ struct Streamer::Impl {
     if (planner->owes(unit)) executor->append(planner->settle(unit), work);
   }
   const std::vector<std::int64_t>& shape(int unit, int tensor) const { return units[unit].tensors[tensor].shape; }
+  void between_steps(const char* what) const;
   void check_updates() const {
     if (work->asked() != work->updated())
       throw Exception(io::ErrorKind::numeric, "updates reached " + std::to_string(work->updated()) + " of " +
@@ -80,16 +82,16 @@ Streamer::Streamer(std::vector<UnitSpec> units, std::vector<std::vector<int>> tu
   impl_->set_up(weights, progress);
 }
 
-Streamer::~Streamer() {
-  impl_->executor.reset();
-  if (impl_->store != nullptr) impl_->store->volume().remove_files();
-}
+Streamer::~Streamer() = default;
 
 void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progress) {
   const swap::Layout& layout = *shapes.layout;
   device = options.device == "cuda" ? value_or_throw(swap::open_cuda_device(0))
                                     : swap::open_cpu_device({.chaos_seed = options.chaos_seed});
-  if (shapes.needs_store()) store = value_or_throw(swap::Store::create(shapes.store_options(options), layout));
+  if (shapes.needs_store()) {
+    store = value_or_throw(swap::Store::create(shapes.store_options(options), layout));
+    store->volume().remove_files();  // their names: nothing is left of a process that is killed
+  }
   executor = value_or_throw(
       swap::Executor::create(*device, store.get(), layout, shapes.arrangement, {.chaos_seed = options.chaos_seed}));
   planner = std::make_unique<swap::VisitPlanner>(layout, shapes.arrangement);
@@ -97,16 +99,10 @@ void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progres
   for (const UnitSpec& unit : units) touched.emplace_back(unit.tensors.size(), false);
   std::uint64_t done = 0, total = 0;
   for (const swap::Chunk& chunk : layout.chunks()) total += chunk.elements;
-  try {
-    for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
-      load_chunk(*executor, layout, shapes.packed, units, id, true, threads, weights);
-      done += layout.chunks()[id].elements;
-      if (progress) progress("loading weights", done, total);
-    }
-  } catch (...) {
-    executor.reset();
-    if (store != nullptr) store->volume().remove_files();
-    throw;
+  for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
+    load_chunk(*executor, layout, shapes.packed, units, id, true, threads, weights);
+    done += layout.chunks()[id].elements;
+    if (progress) progress("loading weights", done, total);
   }
 }
 
@@ -326,6 +322,26 @@ void Streamer::save(const std::filesystem::path& folder, const ExtraTensors& ext
   for (const torch::Tensor& tensor : others)
     writer.write({static_cast<const std::byte*>(tensor.data_ptr()), static_cast<std::size_t>(tensor.nbytes())});
   writer.finish();
+}
+
+void Streamer::Impl::between_steps(const char* what) const {
+  for (int unit = 0; unit < static_cast<int>(units.size()); ++unit)
+    if (planner->gradients_of(unit) != 0)
+      throw Exception(io::ErrorKind::usage, std::string("training state is ") + what +
+                                                " between steps: call the optimizer's step() and zero_grad() first");
+}
+
+void Streamer::save_state(const std::filesystem::path& file, const Progress& progress) {
+  impl_->between_steps("saved");
+  settle();
+  save_stream_state(*impl_->executor, *impl_->shapes.layout, impl_->shapes.packed, impl_->units, file, progress);
+}
+
+void Streamer::load_state(const std::filesystem::path& file, const Progress& progress) {
+  impl_->between_steps("loaded");
+  settle();
+  load_stream_state(*impl_->executor, *impl_->shapes.layout, impl_->shapes.packed, impl_->units, file, progress);
+  for (int unit = 0; unit < static_cast<int>(impl_->units.size()); ++unit) impl_->planner->changed(unit);
 }
 
 MemoryUse Streamer::memory() const {

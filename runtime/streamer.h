@@ -83,6 +83,11 @@ class Streamer {
   void save(const std::filesystem::path& folder, const ExtraTensors& extra, std::uint64_t shard_bytes,
             const Progress& progress = {});
 
+  // Weights, masters and moments of everything that is trained, exactly, to one file and back (stream_state.h). Between
+  // steps: gradients are not in it.
+  void save_state(const std::filesystem::path& file, const Progress& progress = {});
+  void load_state(const std::filesystem::path& file, const Progress& progress = {});
+
   MemoryUse memory() const;
   std::array<swap::LaneCounters, swap::kLanes> lanes() const;
   std::optional<io::VolumeMode> storage_mode() const;

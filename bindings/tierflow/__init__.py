@@ -23,6 +23,7 @@ from ._native import (
     UsageError,
 )
 from .budget import Budget, Plan
+from .checkpoint import load_checkpoint, save_checkpoint
 from .model import close, load, plan, save, stats, wrap
 from .trainer import StepResult, Trainer
 from .units import init_empty
@@ -32,6 +33,7 @@ if _torch.__version__.split("+")[0] != _native.torch_version.split("+")[0]:
 
 __all__ = [
     "Budget", "CancelledError", "CorruptionError", "EnvironmentError", "Error", "InputError", "LockedError", "NumericError", "OutOfMemoryError", "Plan",
-    "StepResult", "StorageError", "Trainer", "UsageError", "close", "init_empty", "load", "optim", "plan", "save", "stats", "wrap",
+    "StepResult", "StorageError", "Trainer", "UsageError", "close", "init_empty", "load", "load_checkpoint", "optim", "plan", "save",
+    "save_checkpoint", "stats", "wrap",
 ]  # fmt: skip
 __version__ = "0.1.0"

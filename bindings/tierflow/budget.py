@@ -47,7 +47,7 @@ class Budget:
     device: bytes of device memory for weights and gradients on their way. `activations`, a share of it, is left to what the model itself
         computes; on the CPU device nothing enforces that share in your process.
     host: bytes of RAM for streaming buffers and for state that stays there.
-    storage: folders for the state, one a drive. Without any, all of it must fit `host`. Files are removed when the model goes.
+    storage: folders for the state, one a drive. Without any, all of it must fit `host`. Its files have no names and go with the process.
     """
 
     device: int | str

@@ -3,28 +3,54 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from .attention import register
+from .checkpoint import load_checkpoint, save_checkpoint
 from .model import stats
+
+register()
 
 
 class TierflowCallback(TrainerCallback):
-    """Adds what moved between the tiers to the Trainer's logs: GB since the log before, by lane, and the share of time each lane was busy.
+    """Makes a Trainer's checkpoints resume bit for bit, and adds what moved between the tiers to its logs: GB since the log before, by lane, and the share
+    of time each lane was busy.
 
-    TierflowCallback().attach(trainer), rather than callbacks=[...], puts it before the callbacks that write logs elsewhere (TensorBoard, W&B).
+    TierflowCallback().attach(trainer), not callbacks=[...]: it needs the trainer, and comes before the callbacks that write logs elsewhere (TensorBoard, W&B).
+    Each checkpoint folder then has a folder `tierflow` (tierflow.save_checkpoint()), which train(resume_from_checkpoint=...) loads again.
     """
 
     def __init__(self) -> None:
         self._before: dict[str, Any] | None = None
         self._since = 0.0
+        self._trainer: Any = None
+        self._resume: Path | None = None
 
     def attach(self, trainer: Any) -> None:
         """Adds itself to a transformers.Trainer as the first callback."""
+        self._trainer, train = trainer, trainer.train
         trainer.callback_handler.callbacks.insert(0, self)
 
+        def resuming(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+            last = get_last_checkpoint(trainer.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+            self._resume = Path(last) if last else None
+            return train(resume_from_checkpoint, *args, **kwargs)
+
+        trainer.train = resuming
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._trainer is not None and not args.save_only_model:
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            save_checkpoint(self._trainer.model, self._optimizer(), folder / "tierflow")
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self._resume is not None:
+            load_checkpoint(self._trainer.model, self._optimizer(), self._resume / "tierflow")
+            self._resume = None
         self._before, self._since = stats(model)["lanes"], time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -41,3 +67,7 @@ class TierflowCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(added)
         self._before, self._since = now["lanes"], time.monotonic()
+
+    def _optimizer(self) -> Any:
+        optimizer = self._trainer.optimizer
+        return getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has ours inside

@@ -45,14 +45,15 @@ def plan(
     return made
 
 
-def load(path: str | os.PathLike, plan: Plan | Budget, *, model_class: Any = None) -> Any:
+def load(path: str | os.PathLike, plan: Plan | Budget, *, model_class: Any = None, attn_implementation: str | None = None) -> Any:
     """The transformers model in a folder, its parameters streaming; in eval mode, as from_pretrained() leaves it.
 
     Weights go from safetensors to storage without being in RAM at once. model_class: where config.json names none, or another.
+    attn_implementation: as of from_pretrained(); "tierflow" is the program's own attention for the CPU device, which is faster there and has other bits.
     The model's save_pretrained() streams as well. Raises InputError naming tensors that the folder lacks.
     """
     path = Path(path)
-    model = _build(path, model_class)
+    model = _build(path, model_class, attn_implementation)
     wrap(model, plan, checkpoint=path)
     generation = path / "generation_config.json"
     if generation.exists() and getattr(model, "generation_config", None) is not None:
@@ -131,11 +132,13 @@ def save(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str
     engine.native.save(os.fspath(folder), extra, parse_size(max_shard_size))
 
 
-def _build(path: Path, model_class: Any = None) -> nn.Module:
+def _build(path: Path, model_class: Any = None, attn_implementation: str | None = None) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
         raise _native.UsageError("loading a model folder takes the transformers package: pip install transformers") from error
+    from .attention import register
+
     if not (path / "config.json").is_file():
         raise _native.InputError(f"{path}: no config.json there")
     config = transformers.AutoConfig.from_pretrained(path)
@@ -144,10 +147,13 @@ def _build(path: Path, model_class: Any = None) -> nn.Module:
         model_class = getattr(transformers, names[0], None) if names else None
     if model_class is None:
         raise _native.InputError(f"{path}/config.json: transformers has no class for it; pass model_class=")
+    register()
+    how: dict[str, Any] = {"dtype": torch.bfloat16}
+    if attn_implementation is not None:
+        how["attn_implementation"] = attn_implementation
     with init_empty():
-        if hasattr(model_class, "_from_config"):
-            return model_class._from_config(config, dtype=torch.bfloat16)
-        return model_class.from_config(config, dtype=torch.bfloat16)
+        make = model_class._from_config if hasattr(model_class, "_from_config") else model_class.from_config
+        return make(config, **how)
 
 
 def _stored_names(module: nn.Module, cut_: Cut, folder: Path) -> dict[str, str]:

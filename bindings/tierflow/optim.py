@@ -22,7 +22,7 @@ class AdamW(torch.optim.Optimizer):
     A step with a gradient that is not finite is skipped whole. params, lr, betas, eps and weight_decay are those of torch.optim.AdamW, and may differ
     by parameter group; schedulers work as usual. As in torch, weight_decay applies to every parameter of its group.
 
-    state_dict() holds groups, step counts and the state of ordinary parameters, not the moments of streamed ones: loaded into another run, those start anew.
+    state_dict() holds groups, step counts and the state of ordinary parameters, not the moments of streamed ones, which tierflow.save_checkpoint() streams.
     """
 
     def __init__(
@@ -113,7 +113,10 @@ class AdamW(torch.optim.Optimizer):
                     self.state[p] = before.get(p, {})  # the count goes with the moments, which stay
                     anew = True
         if anew:
-            log.warning("the optimizer's moments are not part of a state_dict: those of streamed parameters, and their step counts, stay as they are here")
+            log.warning(
+                "the optimizer's moments are not part of a state_dict: those of streamed parameters, and their step counts, stay as they are here; "
+                "tierflow.load_checkpoint() restores both (under transformers.Trainer, TierflowCallback().attach(trainer) does)"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients; the streamed ones whatever set_to_none says."""

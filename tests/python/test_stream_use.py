@@ -2,6 +2,8 @@
 
 import copy
 import io
+import os
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -347,11 +349,18 @@ def test_an_interrupt_while_waiting_for_weights(backward, model, batch):
     assert tierflow.Trainer(model, opt).step([batch]).loss == expected
 
 
-def test_files_go_with_the_model(tmp_path):
-    model = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))
-    assert list((tmp_path / "store").iterdir())
+def test_files_have_no_names_and_go_with_the_model(tmp_path):
+    def files():
+        links = [pathlib.Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        return [link for link in links if str(tmp_path / "store") in os.path.realpath(link)]
+
+    first = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))
+    model = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))  # the same folder serves both
+    assert len(files()) >= 2 and not list((tmp_path / "store").iterdir())
+    tierflow.close(first)
+    model(**batches("llama", 1)[0])
     tierflow.close(model)
-    assert not list((tmp_path / "store").iterdir())
+    assert not files()
     with pytest.raises(tierflow.UsageError, match="was closed"):
         model(**batches("llama", 1)[0])
 

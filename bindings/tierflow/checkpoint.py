@@ -1,0 +1,140 @@
+"""Checkpoints that a run resumes from bit for bit: streamed state from the tiers into one file, everything else beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from . import _native
+from .model import engine_of
+from .optim import AdamW
+from .parameter import StreamedParameter
+
+_STREAMED, _OTHERS, _RECORD = "streamed.safetensors", "others.safetensors", "checkpoint.json"
+_FORMAT = 1
+
+
+def save_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> None:
+    """Writes what training changes, exactly, between two steps: fp32 masters and moments of streamed parameters, every ordinary parameter and buffer, the
+    optimizer's groups and counts, and the state of torch's random numbers.
+
+    Frozen streamed weights are not in it: they come from the folder that the model was loaded from. RAM is needed for ordinary tensors alone. A checkpoint
+    that is in `folder` already is replaced once the new one is complete on the drive. Schedulers and data loaders have state_dict()s of their own.
+    """
+    engine, target = engine_of(model), Path(folder)
+    partial, old = target.with_name(target.name + ".partial"), target.with_name(target.name + ".old")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        engine.native.save_state(str(partial / _STREAMED))
+        tensors = {f"model.{name}": tensor for name, tensor in _ordinary(model)}
+        record = {"format": _FORMAT, "groups": _groups(model, opt), "steps": {}}
+        for name, p in _trained(model, opt):
+            for key, value in opt.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"opt.{key}.{name}"] = value
+                else:
+                    record["steps"][name] = value
+        tensors["random.cpu"] = torch.get_rng_state()
+        if engine.device.type == "cuda":
+            tensors["random.cuda"] = torch.cuda.get_rng_state(engine.device)
+        save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, partial / _OTHERS)
+        (partial / _RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        for name in (_OTHERS, _RECORD, "."):
+            _flush(partial / name)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    _flush(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> None:
+    """Puts a model and its optimizer, made as they were for save_checkpoint(), into the state that it saved. Budgets, storage and device may be others.
+
+    Raises InputError where the checkpoint belongs to another model, optimizer or precision; nothing has changed then.
+    """
+    engine, target = engine_of(model), Path(folder)
+    if not target.exists() and (old := target.with_name(target.name + ".old")).exists():
+        target = old  # the machine stopped between two renames
+    if not (target / _RECORD).is_file():
+        raise _native.InputError(f"{target}: no {_RECORD} there: not a checkpoint of tierflow.save_checkpoint()")
+    try:
+        record = json.loads((target / _RECORD).read_text(encoding="utf-8"))
+        groups, steps = record["groups"], record["steps"]
+        tensors = load_file(target / _OTHERS)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _native.InputError(f"{target}: cannot be read: {error}") from error
+    if record.get("format") != _FORMAT:
+        raise _native.InputError(f"{target}: format {record.get('format')} is not this version's, {_FORMAT}")
+    mine = _groups(model, opt)
+    if [g["params"] for g in mine] != [g["params"] for g in groups]:
+        raise _native.InputError(f"{target}: the optimizer's groups hold other parameters there")
+    ordinary = dict(_ordinary(model))
+    for name, tensor in ordinary.items():
+        found = tensors.get(f"model.{name}")
+        if found is None or found.shape != tensor.shape:
+            raise _native.InputError(f"{target}: {name} is missing there, or has another shape: another model's checkpoint")
+    engine.native.load_state(str(target / _STREAMED))
+    with torch.no_grad():
+        for name, tensor in ordinary.items():
+            tensor.copy_(tensors[f"model.{name}"])
+    for group, saved in zip(opt.param_groups, groups, strict=True):
+        group.update({key: tuple(value) if key == "betas" else value for key, value in saved.items() if key != "params"})
+    for name, p in _trained(model, opt):
+        opt.state[p] = {"step": steps[name]} if name in steps else {}
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            if (value := tensors.get(f"opt.{key}.{name}")) is not None:
+                opt.state[p][key] = value if key == "step" else value.to(p.device)
+        if not opt.state[p]:
+            del opt.state[p]
+    torch.set_rng_state(tensors["random.cpu"])
+    if engine.device.type == "cuda" and "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"], engine.device)
+
+
+def _ordinary(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters that do not stream, and buffers: also those that a state_dict() leaves out."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not isinstance(tensor, StreamedParameter):
+            yield name, tensor
+
+
+def _trained(model: nn.Module, opt: AdamW) -> list[tuple[str, Any]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = []
+    for group in opt.param_groups:
+        for p in group["params"]:
+            if id(p) not in names:
+                raise _native.UsageError("the optimizer has a parameter that the model does not: a checkpoint goes by the model's names")
+            found.append((names[id(p)], p))
+    return found
+
+
+def _groups(model: nn.Module, opt: AdamW) -> list[dict[str, Any]]:
+    names = {id(p): name for name, p in _trained(model, opt)}
+    made = []
+    for group in opt.param_groups:
+        plain = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items() if key != "params"}
+        made.append({**plain, "params": [names[id(p)] for p in group["params"]]})
+    return made
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,171 @@
+"""Checkpoints of streamed models: a run that was stopped, or killed, goes on with the bits of one that was not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from streaming import GPT2, GROUPED, TEXT, VOCAB, batches, make, masters, roomy, scarce, tierflow, torch, transformers
+
+LR = 1e-3
+
+
+def steps(model, opt, data):
+    losses = []
+    for batch in data:
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()))
+        opt.step()
+        opt.zero_grad()
+    return losses
+
+
+def tied_with_dropout(seed):
+    torch.manual_seed(seed)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, "resid_pdrop": 0.1})).bfloat16().train()
+
+
+@pytest.mark.parametrize("precision", ["fp32-master+adam8", "fp32-master+adam32", "bf16-sr+adam8"])
+def test_a_loop_resumes_with_its_bits_under_another_budget(precision, tmp_path):
+    data = batches("gpt2", 5)
+
+    def optimizer(model):
+        named = dict(model.named_parameters())
+        groups = [{"params": [p for n, p in named.items() if "bias" not in n], "weight_decay": 0.1}, {"params": [p for n, p in named.items() if "bias" in n]}]
+        return tierflow.optim.AdamW(groups, lr=LR)
+
+    model = tierflow.wrap(tied_with_dropout(0), scarce(tmp_path / "store", precision=precision))
+    opt = optimizer(model)
+    schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, 5)
+    steps(model, opt, data[:2])
+    schedule.step()
+    tierflow.save_checkpoint(model, opt, tmp_path / "checkpoint")
+    expected, weights = steps(model, opt, data[2:]), masters(model)
+    tierflow.close(model)
+
+    model = tierflow.wrap(tied_with_dropout(1), roomy(precision=precision))
+    opt = optimizer(model)
+    steps(model, opt, data[:1])  # device copies and moments that must go
+    tierflow.load_checkpoint(model, opt, tmp_path / "checkpoint")
+    assert opt.param_groups[0]["lr"] == schedule.get_last_lr()[0] != LR
+    assert steps(model, opt, data[2:]) == expected
+    assert all(torch.equal(master, weights[name]) for name, master in masters(model).items())
+    tierflow.close(model)
+
+
+def test_adapters_over_a_frozen_base_resume(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+
+    def adapted(seed):
+        base = tierflow.wrap(make("llama").requires_grad_(False), roomy(trainable=False))
+        torch.manual_seed(seed)
+        model = peft.get_peft_model(base, config).train()
+        return model, tierflow.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+
+    data = batches("llama", 4)
+    model, opt = adapted(0)
+    steps(model, opt, data[:2])
+    tierflow.save_checkpoint(model, opt, tmp_path / "checkpoint")
+    expected = steps(model, opt, data[2:])
+    model, opt = adapted(1)
+    tierflow.load_checkpoint(model, opt, tmp_path / "checkpoint")
+    assert steps(model, opt, data[2:]) == expected
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = tierflow.wrap(make("llama"), roomy())
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    steps(model, opt, batches("llama", 1))
+    tierflow.save_checkpoint(model, opt, tmp_path / "checkpoint")
+    yield model, opt, tmp_path / "checkpoint"
+    tierflow.close(model)
+
+
+def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(saved, tmp_path):
+    _, _, folder = saved
+    with pytest.raises(tierflow.InputError, match="no checkpoint.json"):
+        tierflow.load_checkpoint(*saved[:2], tmp_path / "nowhere")
+    cases = {
+        "other parameters": (make("qwen3"), {}),
+        "another type or shape": (transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**GROUPED, "intermediate_size": 96})).bfloat16(), {}),
+        "precision fp32-master.adam32": (make("llama"), {"precision": "fp32-master+adam8"}),
+    }
+    for text, (module, options) in cases.items():
+        model = tierflow.wrap(module, roomy(**options))
+        opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+        before = masters(model)
+        with pytest.raises(tierflow.InputError, match=text):
+            tierflow.load_checkpoint(model, opt, folder)
+        assert all(torch.equal(master, before[name]) for name, master in masters(model).items())
+        tierflow.close(model)
+    whole = (folder / "streamed.safetensors").read_bytes()
+    for cut in (4, 100, len(whole) // 2, len(whole) - 1):
+        (folder / "streamed.safetensors").write_bytes(whole[:cut])
+        with pytest.raises(tierflow.InputError, match="streamed.safetensors"):
+            tierflow.load_checkpoint(*saved[:2], folder)
+
+
+def test_saving_is_between_steps_and_all_or_nothing(saved, monkeypatch):
+    model, opt, folder = saved
+    before = json.loads((folder / "checkpoint.json").read_text())
+    model(**batches("llama", 1)[0]).loss.backward()
+    for call in (tierflow.save_checkpoint, tierflow.load_checkpoint):
+        with pytest.raises(tierflow.UsageError, match="between steps"):
+            call(model, opt, folder)
+    opt.step()
+    opt.zero_grad()
+    monkeypatch.setattr("tierflow.checkpoint.save_file", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        tierflow.save_checkpoint(model, opt, folder)
+    assert json.loads((folder / "checkpoint.json").read_text()) == before and [p.name for p in folder.parent.iterdir()] == ["checkpoint"]
+    monkeypatch.undo()
+    folder.rename(folder.with_name("checkpoint.old"))  # the machine stopped between two renames
+    tierflow.load_checkpoint(model, opt, folder)
+    tierflow.save_checkpoint(model, opt, folder)
+    assert json.loads((folder / "checkpoint.json").read_text())["steps"] == before["steps"]
+    assert [p.name for p in folder.parent.iterdir()] == ["checkpoint"]
+
+
+def run_trainer(folder, resume, kill_at=None):
+    """transformers.Trainer over a streamed model with dropout; its final masters as bytes. Kills the process before step kill_at."""
+    from tierflow.hf import TierflowCallback
+
+    torch.set_num_threads(1)
+    folder.mkdir(exist_ok=True)
+    model = tierflow.wrap(tied_with_dropout(0), scarce(folder / "store"))
+    args = transformers.TrainingArguments(output_dir=folder / "out", per_device_train_batch_size=2, max_steps=6, save_steps=2, logging_steps=1, report_to=[],
+                                          use_cpu=True, disable_tqdm=True, lr_scheduler_type="linear", warmup_steps=1, save_total_limit=2)  # fmt: skip
+    generator = torch.Generator().manual_seed(5)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, VOCAB, (16, 12), generator=generator)]
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    trainer = transformers.Trainer(model, args, train_dataset=rows, optimizers=(opt, None))
+    TierflowCallback().attach(trainer)
+
+    class Kill(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.add_callback(Kill())
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], masters(model), model
+
+
+def test_a_killed_transformers_trainer_resumes_with_its_bits(tmp_path):
+    pytest.importorskip("accelerate")
+    losses, expected, model = run_trainer(tmp_path / "whole", False)
+    tierflow.close(model)
+    script = f"import sys; sys.path[:0] = {sys.path!r}; import pathlib, test_stream_resume as t; t.run_trainer(pathlib.Path({str(tmp_path / 'killed')!r}), False, 5)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert sorted(p.name for p in (tmp_path / "killed" / "out").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert not list((tmp_path / "killed" / "store").glob("*"))  # nothing is left of the dead process
+    resumed, weights, model = run_trainer(tmp_path / "killed", True)
+    assert resumed == losses
+    assert all(torch.equal(master, expected[name]) for name, master in weights.items())
+    tierflow.close(model)
