@@ -53,7 +53,7 @@ bench: build ## storage and optimizer of this machine; STORAGE=folder on the dri
 format: setup-dev ## clang-format on every C++ file
 	@git ls-files '*.h' '*.cpp' '*.cu' | xargs .venv/bin/clang-format -i
 
-lint: setup-dev build ## format, include directions, and clang-tidy on what needs no LibTorch
+lint: setup-dev build ## format, include directions, Python types, and clang-tidy on what needs no LibTorch
 	@tools/lint.sh build
 
 install: build ## headers, libraries and the program into PREFIX (default /usr/local)

@@ -1,5 +1,6 @@
 // The extension module tierflow._native: Streamer and planning as Python sees them. Conversion alone; waits release the
 // interpreter's lock.
+#include <malloc.h>
 #include <torch/extension.h>
 
 #include "bindings/convert.h"
@@ -174,6 +175,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return models::attention(q, k, v, 0, 0.0);
       },
       Released());
+  // What malloc has given out, as it counts it: torch's tensors on the CPU among it, pools of Tierflow's not.
+  module.def("allocated_bytes", [] {
+    const struct mallinfo2 info = mallinfo2();
+    return info.uordblks + info.hblkhd;
+  });
   module.def("cuda_available", &swap::cuda_available);
 }
 

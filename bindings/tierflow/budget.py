@@ -45,7 +45,7 @@ class Budget:
     """What Tierflow may take of each tier.
 
     device: bytes of device memory for weights and gradients on their way. `activations`, a share of it, is left to what the model itself
-        computes; on the CPU device nothing enforces that share in your process.
+        computes; nothing enforces that share in your process: stats() says what was measured, and a warning where it was more.
     host: bytes of RAM for streaming buffers and for state that stays there.
     storage: folders for the state, one a drive. Without any, all of it must fit `host`. Its files have no names and go with the process.
     """
@@ -98,7 +98,7 @@ class Plan:
         return {
             "device": self.device,
             "device_memory": budget.device,
-            "workspace": int(budget.device * budget.activations),
+            "workspace": int(parse_size(budget.device) * budget.activations),
             "host_memory": budget.host,
             "storage": budget.storage,
             "precision": self.precision,
@@ -109,7 +109,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        text = [f"Tierflow plan: {self.precision}, device {human(self.budget.device)}, host {human(self.budget.host)}"]
+        text = [f"Tierflow plan: {self.precision}, device {human(parse_size(self.budget.device))}, host {human(parse_size(self.budget.host))}"]
         if self.estimate is None:
             return text[0]
         e, passes = self.estimate, self.micro_batches
@@ -120,6 +120,10 @@ class Plan:
         text.append(
             f"  device: {human(e['device_bytes'])} of slots; host: {human(e['host_bytes'])}, in it {e['hi_resident']:.0%} of the weights, "
             f"{e['state_resident']:.0%} of the optimizer state; storage: {human(e['storage_bytes'])}"
+        )
+        text.append(
+            f"  activations: {human(parse_size(self.budget.device) * self.budget.activations)} of the device budget are left to the model's own tensors; "
+            "measured as it runs (tierflow.stats), not enforced"
         )
         text.append(
             f"  a step of {passes} micro-batch{'es' * (passes > 1)}, storage read + written, and copied to and from the device:"

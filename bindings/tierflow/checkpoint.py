@@ -36,7 +36,7 @@ def save_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
     try:
         engine.native.save_state(str(partial / _STREAMED))
         tensors = {f"model.{name}": tensor for name, tensor in _ordinary(model)}
-        record = {"format": _FORMAT, "groups": _groups(model, opt), "steps": {}}
+        record: dict[str, Any] = {"format": _FORMAT, "groups": _groups(model, opt), "steps": {}}
         for name, p in _trained(model, opt):
             for key, value in opt.state.get(p, {}).items():
                 if isinstance(value, torch.Tensor):

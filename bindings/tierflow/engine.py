@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import _native
+from .budget import human
 from .parameter import StreamedGradient, StreamedParameter
 from .turns import Turn
 from .units import Cut
@@ -35,12 +36,36 @@ class _Closed:
         raise _native.UsageError("the streamed model was closed: its state is gone")
 
 
+class Activations:
+    """What the model's own tensors take, measured: nothing enforces their share in a user's process.
+
+    On the CPU device it is what malloc has given out since the model was made, looked at where a module's recomputation has just ended; on CUDA the peak that
+    torch's allocator counts.
+    """
+
+    def __init__(self, device: torch.device, share: int) -> None:
+        self.device, self.share, self.peak = device, share, 0
+        self._base = self._now()
+
+    def _now(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _native.allocated_bytes()
+
+    def look(self) -> None:
+        before, self.peak = self.peak, max(self.peak, self._now() - self._base)
+        if self.peak > self.share >= before:
+            log.warning(
+                f"activations take {human(self.peak)}, more than the {human(self.share)} that Budget(activations=...) leaves to them of the device budget: "
+                "nothing stops them; a smaller micro-batch needs less (said once)"
+            )
+
+
 class Engine:
     """The streamed parameters of one model. One thread at a time."""
 
-    def __init__(self, model: nn.Module, cut: Cut, native: Any, device: str) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, native: Any, device: str, workspace: int) -> None:
         self.native = native
         self.device = torch.device(device)
+        self.activations = Activations(self.device, workspace)
         self.active: Turn | None = None
         self.trainable = [unit.trainable for unit in cut.units]
         self.broken: str | None = None  # why this step's gradients cannot be applied
@@ -65,10 +90,10 @@ class Engine:
             self.places.append([tensor.places for tensor in unit.tensors])
         _open.add(self)
         self.turns = [Turn(self, number, name, module, units) for number, (name, module, units) in enumerate(cut.turns)]
-        self._loose = {unit: turn for turn in self.turns if turn.module is None for unit in turn.units}
+        self._loose = {unit: turn for turn in self.turns if turn.is_loose for unit in turn.units}
         self.shared = [sum(unit in turn.unit_set for turn in self.turns) > 1 for unit in range(len(cut.units))]
-        for unit in range(len(self.handles)):
-            for handle in self.handles[unit]:
+        for handles in self.handles:
+            for handle in handles:
                 if handle.requires_grad:
                     handle.register_post_accumulate_grad_hook(_take_outside_gradient)
 
@@ -250,7 +275,8 @@ class Engine:
 
 
 def _take_outside_gradient(handle: StreamedParameter) -> None:
-    stored = torch.Tensor.grad.__get__(handle)
-    torch.Tensor.grad.__set__(handle, None)
+    plain: Any = torch.Tensor.grad  # what autograd itself wrote
+    stored = plain.__get__(handle)
+    plain.__set__(handle, None)
     if stored is not None:
         handle.engine.add_outside(handle, stored)

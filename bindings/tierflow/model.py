@@ -53,7 +53,7 @@ def load(path: str | os.PathLike, plan: Plan | Budget, *, model_class: Any = Non
     The model's save_pretrained() streams as well. Raises InputError naming tensors that the folder lacks.
     """
     path = Path(path)
-    model = _build(path, model_class, attn_implementation)
+    model: Any = _build(path, model_class, attn_implementation)
     wrap(model, plan, checkpoint=path)
     generation = path / "generation_config.json"
     if generation.exists() and getattr(model, "generation_config", None) is not None:
@@ -87,7 +87,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
             tensors[tensor.names[0]] = tensor.parameter.data
     units, turns = cut_.describe()
     native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, plan.options())
-    object.__setattr__(module, "_tierflow", Engine(module, cut_, native, plan.device))
+    object.__setattr__(module, "_tierflow", Engine(module, cut_, native, plan.device, plan.options()["workspace"]))
     _fit_transformers(module)
     return module
 
@@ -106,10 +106,13 @@ def close(module: nn.Module) -> None:
 
 
 def stats(module: nn.Module) -> dict[str, Any]:
-    """What a streamed module did so far: memory by tier, bytes and busy seconds by lane, skipped steps, changed orders."""
+    """What a streamed module did so far: memory by tier, bytes and busy seconds by lane, skipped steps, changed orders.
+
+    activations_peak is measured, on the CPU where a module's recomputation ends: what the model's own tensors took, beside their share of the device budget.
+    """
     engine = engine_of(module)
     return {
-        "memory": engine.native.memory(),
+        "memory": {**engine.native.memory(), "activations_share": engine.activations.share, "activations_peak": engine.activations.peak},
         "lanes": engine.native.lanes(),
         "skipped_steps": engine.skipped,
         "departures": engine.native.departures,
@@ -159,7 +162,8 @@ def _build(path: Path, model_class: Any = None, attn_implementation: str | None 
 def _stored_names(module: nn.Module, cut_: Cut, folder: Path) -> dict[str, str]:
     stored = _native.stored_tensors(str(folder))
     prefix = getattr(module, "base_model_prefix", "")
-    found, missing = {}, []
+    found: dict[str, str] = {}
+    missing: list[str] = []
     for unit in cut_.units:
         for tensor in unit.tensors:
             candidates = []
@@ -167,8 +171,8 @@ def _stored_names(module: nn.Module, cut_: Cut, folder: Path) -> dict[str, str]:
                 candidates += [name, *_native.checkpoint_aliases(name)]
                 if prefix:
                     candidates += [name.removeprefix(prefix + "."), f"{prefix}.{name}"]
-            name = next((c for c in candidates if c in stored), None)
-            if name is None:
+            name = next((c for c in candidates if c in stored), "")
+            if not name:
                 missing.append(tensor.names[0])
             elif stored[name] != list(tensor.parameter.shape):
                 raise _native.InputError(f"{folder}: {name} has the shape {stored[name]}, the model wants {list(tensor.parameter.shape)}")
@@ -179,13 +183,13 @@ def _stored_names(module: nn.Module, cut_: Cut, folder: Path) -> dict[str, str]:
     return found
 
 
-def _fit_transformers(module: nn.Module) -> None:
+def _fit_transformers(module: Any) -> None:
     """What a transformers model has to know: caches do not go with recomputation, and saving streams."""
     config = getattr(module, "config", None)
     if config is None or not hasattr(module, "save_pretrained"):
         return
     for of in (config, getattr(config, "text_config", None)):
-        if getattr(of, "use_cache", None):
+        if of is not None and getattr(of, "use_cache", None):
             of.use_cache = False
 
     def save_pretrained(self, save_directory, *, max_shard_size="5GB", **ignored):

@@ -23,7 +23,7 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     schema = func._schema
     if not schema.is_mutable:
         return []
-    found = []
+    found: list[Any] = []
     for index, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -37,9 +37,9 @@ class _Streamed(torch.Tensor):
 
     engine: Engine
     unit: int
-    index: int
+    index: int  # type: ignore[assignment]
     label: str
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def make(cls, engine: Engine, unit: int, index: int, name: str, shape: Any, requires_grad: bool = False) -> Any:
@@ -59,7 +59,7 @@ class _Streamed(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         kwargs = kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
             return args[0].alias()
@@ -199,7 +199,7 @@ class StreamedGradient(_Streamed):
         return None if isinstance(args[0], (list, tuple)) else args[0]
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         kwargs = kwargs or {}
         order = (args[1] if len(args) > 1 else kwargs.get("ord", 2)) if func in _NORMS else None
         if func is aten.linalg_vector_norm.default and order == 2 and len(args) <= 2 and not kwargs.get("dim"):

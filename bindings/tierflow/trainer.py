@@ -85,6 +85,12 @@ class _Lane:
         if self.error is not None:
             raise self.error
 
+    def at(self) -> Frame:
+        """The turn that it waits for."""
+        if self.frame is None:
+            raise RuntimeError("the micro-batch is at its end")
+        return self.frame
+
     def call(self, frame: Frame) -> Any:
         """In the lane's thread: a turn."""
         self.frame = frame
@@ -174,11 +180,11 @@ class Trainer:
             lane.begin(work(batch))
             self._finish(lane, lanes, losses, count)
         while waiting := [lane for lane in lanes if lane.frame is not None]:
-            turn = min(waiting, key=lambda lane: len(lane.calls)).frame.turn
+            turn = min(waiting, key=lambda lane: len(lane.calls)).at().turn
             for lane in waiting:
-                if lane.frame.turn is not turn:
+                if lane.at().turn is not turn:
                     continue
-                if turn.number == self._head and lane.frame.needs_graph:
+                if turn.number == self._head and lane.at().needs_graph:
                     self._take_head(turn, lane, lanes, losses, count)
                 else:
                     lane.go_on(self._take(lane))
@@ -193,7 +199,7 @@ class Trainer:
 
     def _take(self, lane: _Lane) -> Any:
         """A forward visit for one micro-batch."""
-        frame = lane.frame
+        frame = lane.at()
         if not frame.needs_graph:
             return frame.call()
         with torch.no_grad():
@@ -208,13 +214,14 @@ class Trainer:
 
     def _take_head(self, turn: Turn, lane: _Lane, lanes: list[_Lane], losses: dict[int, float], count: int) -> None:
         """The last module: forward, loss and backward of one micro-batch in one visit, without recomputation."""
-        frame = lane.frame
+        frame = lane.at()
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in frame.tensors]
         frame.remember_random()
         later = any(other.frame is not None and other.frame.turn is turn for other in lanes if other is not lane)
         with self.engine.turn(turn, "head", self._keeps(turn) and later):
             with torch.enable_grad(), autocast_as(frame.autocast):
                 outs = frame.compute(inputs)
+            self.engine.activations.look()
             answer = self._record(lane, frame, outs)
             call = lane.calls[-1]
             self.engine.active = None  # the lane's own code may not take turns now; if it asks for one, it waits

@@ -23,17 +23,18 @@ class Turn:
     """A module and the units whose weights it needs while it runs."""
 
     def __init__(self, engine: Engine, number: int, name: str, module: nn.Module | None, units: list[int]) -> None:
-        self.engine, self.number, self.name, self.module, self.units = engine, number, name, module, units
+        self.engine, self.number, self.name, self.units = engine, number, name, units
+        self.is_loose = module is None  # stands for parameters that are used outside of any module's turn
+        self.module = nn.Module() if module is None else module
         self.unit_set = set(units)
         self.handles = [handle for unit in units for handle in engine.handles[unit]]
         self.places = [place for unit in units for place in engine.places[unit]]
         # Only places inside of this module are bound: another module's own copy of the name has its own turn.
-        inside = set() if module is None else {id(m) for m in module.modules()}
+        inside = {id(m) for m in self.module.modules()}
         self.places = [[(m, name) for m, name in places if id(m) in inside] for places in self.places]
-        self.recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)] if module is not None else []
-        self.forward = None if module is None else module.forward
-        if module is not None:
-            module.forward = self.run  # type: ignore[method-assign]
+        self.recurrent = [m for m in self.module.modules() if isinstance(m, nn.RNNBase)]
+        self.forward = self.module.forward
+        self.module.forward = self.run  # type: ignore[method-assign]
 
     def trains(self) -> bool:
         return any(handle.requires_grad for handle in self.handles) or any(p.requires_grad for p in self.module.parameters())
@@ -52,7 +53,7 @@ class Turn:
             wanted.append(asks)
         return wanted
 
-    def bind(self, weights: list[torch.Tensor]) -> None:
+    def bind(self, weights: list[Any]) -> None:
         for handle, places, weight in zip(self.handles, self.places, weights, strict=True):
             for module, name in places:
                 if module._parameters.get(name) is handle:  # the user may have put a parameter of his own there
@@ -62,8 +63,9 @@ class Turn:
     def unbind(self, weights: list[torch.Tensor]) -> None:
         for handle, places, weight in zip(self.handles, self.places, weights, strict=True):
             for module, name in places:
-                if module._parameters.get(name) is weight:
-                    module._parameters[name] = handle
+                held: dict[str, Any] = module._parameters
+                if held.get(name) is weight:
+                    held[name] = handle
         self._tell_recurrent()
 
     def _tell_recurrent(self) -> None:
@@ -156,6 +158,7 @@ class Frame:
         with restored(self.random, engine.device), engine.turn(turn, "backward", keep):
             with torch.enable_grad(), autocast_as(self.autocast):
                 outs = self.compute(inputs)
+            engine.activations.look()
             differentiate(outs, grads)
         return [t.grad for t in inputs]
 

@@ -114,7 +114,7 @@ def cut(model: nn.Module, blocks: Sequence[str] = (), trainable: bool = True) ->
             tensors[id(parameter)].turns.append(number)
     units: list[Unit] = []
     units_of: list[list[int]] = [[] for _ in turns]
-    loose: list[tuple[str, None, list[int]]] = []
+    loose: list[tuple[str, nn.Module | None, list[int]]] = []
 
     def add(name: str, members: list[Tensor], users: list[int]) -> None:
         for trained in (True, False):
@@ -132,7 +132,7 @@ def cut(model: nn.Module, blocks: Sequence[str] = (), trainable: bool = True) ->
     for tensor in tensors.values():
         if len(tensor.turns) != 1:
             add(tensor.names[0], [tensor], tensor.turns)
-    listed = [(name, module, own) for (name, module), own in zip(turns, units_of, strict=True)]
+    listed: list[tuple[str, nn.Module | None, list[int]]] = [(name, module, own) for (name, module), own in zip(turns, units_of, strict=True)]
     return Cut(units, listed + loose)
 
 
@@ -152,11 +152,11 @@ class init_empty:
             if parameter is not None and parameter.device.type != "meta":
                 module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-        nn.Module.register_parameter = register
+        setattr(nn.Module, "register_parameter", register)
         return self
 
     def __exit__(self, *_: object) -> None:
-        nn.Module.register_parameter = self._original
+        setattr(nn.Module, "register_parameter", self._original)
 
 
 def check_real(model: nn.Module) -> None:

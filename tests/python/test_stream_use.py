@@ -386,3 +386,30 @@ def test_import_alone_is_quiet_and_starts_nothing():
     script = f"import sys; sys.path[:0] = {sys.path!r}; import tierflow, threading; print(threading.active_count(), 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.stdout.split(), done.stderr) == (["1", "False"], "")
+
+
+def test_activations_are_measured_and_said_where_they_exceed_their_share(caplog):
+    nn, rows = torch.nn, 16384
+    needs = 2 * rows * (3 * 256 + 1024 + 1024 + 256)  # in bf16: the blocks' inputs and what one recomputation holds
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x.sum()
+
+    for share in (0.75, 0.05):
+        caplog.clear()
+        model = tierflow.wrap(Stack(), tierflow.Plan(tierflow.Budget("300MiB", "128MiB", activations=share)))
+        assert tierflow.stats(model)["memory"]["activations_peak"] == 0
+        for _ in range(2):
+            model(torch.ones(rows, 256, dtype=torch.bfloat16)).backward()
+        memory = tierflow.stats(model)["memory"]
+        assert 0.9 * needs < memory["activations_peak"] < 2 * needs
+        assert caplog.text.count("activations take") == (share < 0.5) == (memory["activations_peak"] > memory["activations_share"])
+        tierflow.close(model)
+    assert "not enforced" in str(tierflow.plan(make("llama"), tierflow.Budget("64MiB", "128MiB")))
