@@ -171,6 +171,10 @@ std::string Session::describe() const {
   if (impl.options.train) text += ", " + share(impl.arrangement.state_resident) + " of the optimizer state";
   if (impl.arrangement.staged) text += ", " + share(impl.arrangement.gradient_resident) + " of the staged gradients";
   if (on_host != 0) text += ", the boundary activations of " + std::to_string(on_host) + " layers";
+  if (impl.options.device != "cpu") {
+    const std::string note = impl.executor->pin_note();
+    text += "; " + (note.empty() ? "all of the host memory is pinned" : note);
+  }
   if (impl.store != nullptr) text += "; storage: " + mib(impl.store->volume().size());
   return text;
 }

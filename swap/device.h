@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -42,8 +43,8 @@ class Device {
 
   // One allocation, held to the end: the arena that slots are cut from.
   virtual io::Result<io::Buffer> allocate(std::size_t bytes) = 0;
-  // Makes host memory known for fast copies. A refusal is no error: copies get slower; the text says so (empty:
-  // pinned).
+  // Makes host memory, from its beginning, known for fast copies. A refusal is no error: copies of the rest get slower;
+  // the text says so (empty: all of it is pinned). One range at a time.
   virtual std::string pin(std::span<std::byte> memory) = 0;
   virtual void unpin(std::span<std::byte> memory) noexcept = 0;
 
@@ -54,6 +55,10 @@ class Device {
   virtual void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
 
   virtual Event record(StreamId stream) = 0;
+  // The same, of which seconds_between() can be asked once both have happened: the device's own clock. Nothing where
+  // the compute stream is the calling thread, whose clock is as good.
+  virtual Event record_timed(StreamId stream) { return record(stream); }
+  virtual std::optional<double> seconds_between(const Event&, const Event&) { return std::nullopt; }
   // Work enqueued on `stream` after this call starts after the event. For the CPU device's compute stream, which is the
   // calling thread, this blocks.
   virtual void wait(StreamId stream, const Event& event) = 0;
@@ -71,5 +76,16 @@ std::unique_ptr<Device> open_cpu_device(const CpuDeviceOptions& options = {});
 // The CUDA device `index`; an error of kind environment where there is none or the build has no CUDA.
 io::Result<std::unique_ptr<Device>> open_cuda_device(int index);
 bool cuda_available();
+
+struct CudaDeviceInfo {
+  std::string name;
+  int major = 0, minor = 0;  // compute capability
+  std::uint64_t bytes = 0;   // of memory
+  std::string pci_bus;       // "0000:65:00.0"
+};
+// Makes no context on the device.
+io::Result<CudaDeviceInfo> cuda_device_info(int index);
+// Bytes that nobody has, beside the context that this makes; 0 where that cannot be known.
+std::uint64_t cuda_bytes_free(int index);
 
 }  // namespace tierflow::swap

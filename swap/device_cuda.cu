@@ -1,6 +1,6 @@
-// The CUDA device: copies on streams of their own, events without timing, host memory registered in pieces of at most 1
-// GiB. The compute stream is the legacy default stream, on which torch runs unless it is told otherwise; the copy
-// streams do not synchronise with it.
+// The CUDA device: copies on streams of their own, events without timing unless a run is recorded, host memory
+// registered in pieces of at most 1 GiB. The compute stream is the legacy default stream, on which torch runs unless it
+// is told otherwise; the copy streams do not synchronise with it.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -8,11 +8,11 @@
 #include <mutex>
 
 #include "swap/device.h"
+#include "swap/pinning.h"
 
 namespace tierflow::swap {
 namespace {
 
-constexpr std::size_t kRegistration = std::size_t{1} << 30;
 constexpr std::size_t kBounceElements = std::size_t{4} << 20;
 
 io::Error cuda_error(const char* operation, cudaError_t status, std::uint64_t length = 0) {
@@ -87,37 +87,35 @@ class CudaDevice final : public Device {
 
   std::string pin(std::span<std::byte> memory) override {
     cudaSetDevice(index_);
-    for (std::size_t begin = 0; begin < memory.size(); begin += kRegistration) {
-      const auto piece = memory.subspan(begin, std::min(kRegistration, memory.size() - begin));
+    return pinned_.pin(memory, [](std::span<std::byte> piece) -> std::string {
       const cudaError_t status =
           cudaHostRegister(piece.data(), piece.size(), cudaHostRegisterPortable | cudaHostRegisterMapped);
-      if (status == cudaSuccess) continue;
-      cudaGetLastError();
-      for (std::size_t done = 0; done < begin; done += kRegistration) cudaHostUnregister(memory.data() + done);
-      return std::string("host memory could not be pinned (") + cudaGetErrorString(status) +
-             "): copies are slower; under WSL2 a smaller --host-memory fits its limit";
-    }
-    pinned_ = memory;
-    return {};
+      if (status == cudaSuccess) return {};
+      cudaGetLastError();  // a refusal is no failure of the device
+      return cudaGetErrorString(status);
+    });
   }
   void unpin(std::span<std::byte> memory) noexcept override {
-    if (pinned_.data() != memory.data()) return;
+    if (pinned_.begin() != memory.data()) return;
     cudaSetDevice(index_);
-    for (std::size_t begin = 0; begin < memory.size(); begin += kRegistration)
-      cudaHostUnregister(memory.data() + begin);
-    pinned_ = {};
+    pinned_.unpin([](std::span<std::byte> piece) { cudaHostUnregister(piece.data()); });
   }
 
   void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
-    note(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, of(stream)));
+    const cudaStream_t on = of(stream);
+    pinned_.split(from, bytes, [&](std::size_t offset, std::size_t part) {
+      note(cudaMemcpyAsync(to + offset, from + offset, part, cudaMemcpyHostToDevice, on));
+    });
   }
   void copy_to_host(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
-    note(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, of(stream)));
+    const cudaStream_t on = of(stream);
+    pinned_.split(to, bytes, [&](std::size_t offset, std::size_t part) {
+      note(cudaMemcpyAsync(to + offset, from + offset, part, cudaMemcpyDeviceToHost, on));
+    });
   }
   void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) override {
     const cudaStream_t on = of(stream);
-    const auto* bytes = reinterpret_cast<std::byte*>(to);
-    if (!pinned_.empty() && bytes >= pinned_.data() && bytes < pinned_.data() + pinned_.size()) {
+    if (pinned_.covers(reinterpret_cast<const std::byte*>(to), 2 * elements)) {
       void* mapped = nullptr;
       note(cudaHostGetDevicePointer(&mapped, to, 0));
       if (mapped != nullptr) launch(static_cast<std::uint16_t*>(mapped), from, elements, on);
@@ -127,17 +125,21 @@ class CudaDevice final : public Device {
     for (std::size_t begin = 0; begin < elements && bounce_ != nullptr; begin += kBounceElements) {
       const std::size_t count = std::min(kBounceElements, elements - begin);
       launch(static_cast<std::uint16_t*>(bounce_), from + begin, count, on);
-      note(cudaMemcpyAsync(to + begin, bounce_, 2 * count, cudaMemcpyDeviceToHost, on));
+      copy_to_host(stream, reinterpret_cast<std::byte*>(to + begin), static_cast<const std::byte*>(bounce_), 2 * count);
     }
   }
 
-  Event record(StreamId stream) override {
-    const cudaStream_t on = of(stream);
-    cudaEvent_t event = nullptr;
-    note(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync));
-    if (event == nullptr) return {};
-    note(cudaEventRecord(event, on));
-    return Event(std::shared_ptr<void>(event, [](void* state) { cudaEventDestroy(static_cast<cudaEvent_t>(state)); }));
+  Event record(StreamId stream) override { return record_with(stream, cudaEventDisableTiming | cudaEventBlockingSync); }
+  Event record_timed(StreamId stream) override { return record_with(stream, cudaEventBlockingSync); }
+  std::optional<double> seconds_between(const Event& from, const Event& to) override {
+    float milliseconds = 0;
+    if (!from || !to ||
+        cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(from.state()),
+                             static_cast<cudaEvent_t>(to.state())) != cudaSuccess) {
+      cudaGetLastError();
+      return std::nullopt;
+    }
+    return milliseconds / 1e3;
   }
   void wait(StreamId stream, const Event& event) override {
     const cudaStream_t on = of(stream);
@@ -153,6 +155,14 @@ class CudaDevice final : public Device {
  private:
   explicit CudaDevice(int index) : index_(index) {}
 
+  Event record_with(StreamId stream, unsigned flags) {
+    const cudaStream_t on = of(stream);
+    cudaEvent_t event = nullptr;
+    note(cudaEventCreateWithFlags(&event, flags));
+    if (event == nullptr) return {};
+    note(cudaEventRecord(event, on));
+    return Event(std::shared_ptr<void>(event, [](void* state) { cudaEventDestroy(static_cast<cudaEvent_t>(state)); }));
+  }
   // Lanes have threads of their own, each of which must name the device.
   cudaStream_t of(StreamId stream) {
     cudaSetDevice(index_);
@@ -177,7 +187,7 @@ class CudaDevice final : public Device {
   std::string name_;
   cudaStream_t upload_ = nullptr, download_ = nullptr;
   void* bounce_ = nullptr;  // device memory for hosts that cannot be mapped; the download stream's alone
-  std::span<std::byte> pinned_;
+  PinnedPieces pinned_;
   std::mutex mutex_;
   cudaError_t first_ = cudaSuccess;
 };
@@ -193,6 +203,25 @@ io::Result<std::unique_ptr<Device>> open_cuda_device(int index) {
                      .detail = std::string(status != cudaSuccess ? cudaGetErrorString(status) : "there is none") +
                                "; use --device cpu, or install the NVIDIA driver"};
   return CudaDevice::open(index);
+}
+
+io::Result<CudaDeviceInfo> cuda_device_info(int index) {
+  cudaDeviceProp properties{};
+  char bus[32] = {};
+  cudaError_t status = cudaGetDeviceProperties(&properties, index);
+  if (status == cudaSuccess) status = cudaDeviceGetPCIBusId(bus, sizeof(bus), index);
+  if (status != cudaSuccess) return cuda_error("look at", status);
+  return CudaDeviceInfo{.name = properties.name,
+                        .major = properties.major,
+                        .minor = properties.minor,
+                        .bytes = properties.totalGlobalMem,
+                        .pci_bus = bus};
+}
+
+std::uint64_t cuda_bytes_free(int index) {
+  std::size_t free = 0, total = 0;
+  if (cudaSetDevice(index) != cudaSuccess || cudaMemGetInfo(&free, &total) != cudaSuccess) return 0;
+  return free;
 }
 
 bool cuda_available() {

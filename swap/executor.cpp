@@ -130,6 +130,11 @@ io::Result<std::unique_ptr<Executor>> Executor::create(Device& device, Store* st
                                                        const Arrangement& arrangement, const ExecutorOptions& options) {
   auto impl = std::make_unique<Impl>(device, store, layout, arrangement, options);
   if (io::Error error = impl->allocate()) return error;
+  if (options.record) {
+    impl->zero = device.record_timed(StreamId::compute);
+    if (io::Error error = device.synchronize(impl->zero)) return error;
+    impl->zero_time = impl->now();
+  }
   impl->start();
   return std::unique_ptr<Executor>(new Executor(std::move(impl)));
 }
@@ -191,6 +196,7 @@ io::Result<Entered> Executor::enter(int stage, Pass pass, int micro_batch) {
   impl.inside = true;
   Node& at = impl.node(impl.entered);
   at.begin = impl.now();
+  if (impl.options.record) at.began = impl.device.record_timed(StreamId::compute);
   return Entered{.visit = &(*at.visits)[at.task.visit],
                  .arena = impl.arena.data(),
                  .carry = at.task.device_offset == kNowhere ? nullptr : impl.arena.data() + at.task.device_offset};
@@ -198,12 +204,14 @@ io::Result<Entered> Executor::enter(int stage, Pass pass, int micro_batch) {
 
 io::Error Executor::leave() {
   Impl& impl = *impl_;
-  const Event event = impl.device.record(StreamId::compute);
+  const Event event =
+      impl.options.record ? impl.device.record_timed(StreamId::compute) : impl.device.record(StreamId::compute);
   if (io::Error failed = impl.forget_old_events()) fail(failed);
   std::lock_guard lock(impl.mutex);
   if (!impl.inside) return {.kind = io::ErrorKind::usage, .operation = "leave", .detail = "enter() was not called"};
   impl.inside = false;
   impl.compute_events[impl.entered] = event;
+  if (impl.options.record) impl.timed.push_back({impl.records.size(), impl.node(impl.entered).began, event});
   impl.finish_locked(impl.entered);
   return impl.error;
 }
@@ -317,14 +325,33 @@ double Executor::now() const {
   return impl_->now();
 }
 
+std::string Executor::pin_note() const {
+  return impl_->memory->pin_note();
+}
+
 bool Executor::failed() const {
   std::lock_guard lock(impl_->mutex);
   return static_cast<bool>(impl_->error);
 }
 
 std::vector<TaskRecord> Executor::take_records() {
-  std::lock_guard lock(impl_->mutex);
-  return std::exchange(impl_->records, {});
+  Impl& impl = *impl_;
+  std::vector<TaskRecord> records;
+  std::vector<TimedByDevice> timed;
+  {
+    std::lock_guard lock(impl.mutex);
+    records = std::exchange(impl.records, {});
+    timed = std::exchange(impl.timed, {});
+  }
+  for (const TimedByDevice& task : timed) {
+    if (impl.device.synchronize(task.end)) break;  // the error is every later call's
+    const auto begin = impl.device.seconds_between(impl.zero, task.begin),
+               end = impl.device.seconds_between(impl.zero, task.end);
+    if (!begin || !end) continue;
+    records[task.record].begin = impl.zero_time + *begin;
+    records[task.record].end = impl.zero_time + *end;
+  }
+  return records;
 }
 
 }  // namespace tierflow::swap

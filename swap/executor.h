@@ -81,9 +81,12 @@ class Executor {
   // Between plans: writes what is resident to the store, so that a commit there covers it.
   io::Error write_back();
   std::array<LaneCounters, kLanes> counters() const;
-  // What ran since the last call, where options.record asks for it; times in seconds since the executor was made.
+  // What ran since the last call, where options.record asks for it; times in seconds since the executor was made, those
+  // of computation by the device's clock where it has one (then this waits for what was entered so far).
   std::vector<TaskRecord> take_records();
   double now() const;  // on that clock
+  // What kept host memory from being pinned whole; empty where nothing did.
+  std::string pin_note() const;
   // Makes the error every later call returns: how a client stops the run.
   void fail(io::Error error);
   bool failed() const;

@@ -22,8 +22,15 @@ struct Node {
   std::vector<TaskId> dependents;
   TaskId compute_dependency = 0;  // newest compute task it follows, plus one; 0: none
   double begin = 0;
+  Event began;  // of a compute task, where the run is recorded
   bool done = false;
   bool read_again = false;  // what was read first did not match its checksum
+};
+
+// A compute task whose time the device knows better than the thread that enqueued it.
+struct TimedByDevice {
+  std::size_t record = 0;  // index
+  Event begin, end;
 };
 
 constexpr std::size_t kEventsKept = 256;
@@ -95,6 +102,9 @@ struct Executor::Impl {
   int disk_outstanding[2] = {0, 0};
   double disk_since[2] = {0, 0};
   std::vector<TaskRecord> records;
+  std::vector<TimedByDevice> timed;
+  Event zero;  // where the device's clock is set against ours
+  double zero_time = 0;
   std::vector<std::thread> threads;
 };
 

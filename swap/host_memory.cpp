@@ -1,11 +1,9 @@
 #include "swap/host_memory.h"
 
 #include "swap/layout.h"
+#include "swap/pinning.h"
 
 namespace tierflow::swap {
-namespace {
-constexpr std::size_t kRegistration = std::size_t{1} << 30;
-}
 
 io::Result<std::unique_ptr<HostMemory>> HostMemory::create(std::size_t bytes, Device& device) {
   // Room for the gaps that keep cuts inside registrations.

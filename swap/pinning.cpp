@@ -1,0 +1,56 @@
+#include "swap/pinning.h"
+
+#include <algorithm>
+
+namespace tierflow::swap {
+
+std::string PinnedPieces::pin(std::span<std::byte> slab, const Register& register_piece) {
+  std::string reason;
+  std::size_t done = 0;
+  while (done < slab.size() && reason.empty()) {
+    std::size_t size = std::min(kRegistration, slab.size() - done);
+    for (;;) {
+      const std::string refused = register_piece(slab.subspan(done, size));
+      if (refused.empty()) {
+        pieces_.push_back(slab.subspan(done, size));
+        done += size;
+        break;
+      }
+      if (reason.empty()) reason = refused;
+      if (size / 2 < kLeastRegistration) break;
+      size = size / 2 / kLeastRegistration * kLeastRegistration;
+    }
+  }
+  if (done == slab.size()) return {};
+  const auto mib = [](std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
+  return "of " + mib(slab.size()) + " of host memory " + (done == 0 ? "none" : mib(done)) + " could be pinned (" +
+         reason + "): copies of the rest are slower; a higher limit on locked memory or a smaller --host-memory helps";
+}
+
+void PinnedPieces::unpin(const std::function<void(std::span<std::byte>)>& unregister_piece) {
+  for (const auto piece : pieces_) unregister_piece(piece);
+  pieces_.clear();
+}
+
+void PinnedPieces::split(const std::byte* at, std::size_t bytes,
+                         const std::function<void(std::size_t, std::size_t)>& copy) const {
+  std::size_t done = 0;
+  const auto until = [&](const std::byte* border) {
+    if (border <= at + done || done == bytes) return;
+    const std::size_t part = std::min(bytes - done, static_cast<std::size_t>(border - (at + done)));
+    copy(done, part);
+    done += part;
+  };
+  for (const auto piece : pieces_) {
+    until(piece.data());
+    until(piece.data() + piece.size());
+  }
+  until(at + bytes);
+}
+
+bool PinnedPieces::covers(const std::byte* at, std::size_t bytes) const {
+  return std::any_of(pieces_.begin(), pieces_.end(),
+                     [&](const auto piece) { return at >= piece.data() && at + bytes <= piece.data() + piece.size(); });
+}
+
+}  // namespace tierflow::swap

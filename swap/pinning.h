@@ -1,0 +1,38 @@
+#pragma once
+// Which bytes of the host slab a device knows for fast copies. Systems limit that (under WSL2 to a share of memory, in
+// containers by RLIMIT_MEMLOCK), so a slab may be pinned in part: from its beginning, where the streaming buffers are.
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace tierflow::swap {
+
+inline constexpr std::size_t kRegistration = std::size_t{1} << 30;        // bytes registered in one go, at most
+inline constexpr std::size_t kLeastRegistration = std::size_t{64} << 20;  // smaller pieces are not tried
+
+// Registered pieces, one after the other from the beginning of the slab.
+class PinnedPieces {
+ public:
+  // Empty where the piece is registered, else why not.
+  using Register = std::function<std::string(std::span<std::byte> piece)>;
+
+  // Registers as much of `slab` as it gets: pieces of kRegistration and, at the first refusal, half of the piece, a
+  // quarter of it and so on. Returns what to say: nothing where all of it is pinned.
+  std::string pin(std::span<std::byte> slab, const Register& register_piece);
+  // Gives the pieces back, in the order of their registration; none are left.
+  void unpin(const std::function<void(std::span<std::byte> piece)>& unregister_piece);
+
+  // Calls copy(offset, bytes) for consecutive parts of [at, at + bytes), none of which crosses the border of a
+  // registration: a copy must not.
+  void split(const std::byte* at, std::size_t bytes, const std::function<void(std::size_t, std::size_t)>& copy) const;
+  // Whether all of the range lies in one registration.
+  bool covers(const std::byte* at, std::size_t bytes) const;
+  const std::byte* begin() const { return pieces_.empty() ? nullptr : pieces_.front().data(); }
+
+ private:
+  std::vector<std::span<std::byte>> pieces_;
+};
+
+}  // namespace tierflow::swap
