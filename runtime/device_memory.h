@@ -27,6 +27,9 @@ class DeviceMemory {
   virtual void release_kept() = 0;
   virtual void reset_peak() = 0;
   virtual DeviceMemoryStats stats() const = 0;
+  // Bytes of the device that its use takes beside tensors: context, kernels, handles of libraries. Measured once; 0 on
+  // the CPU, and where the driver's library does not tell.
+  virtual std::uint64_t fixed() const { return 0; }
 };
 
 }  // namespace tierflow

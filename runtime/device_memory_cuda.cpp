@@ -1,6 +1,6 @@
 // torch's CUDA allocator through c10's device-neutral interface, so that nothing here links against CUDA: its library
 // is loaded when asked for.
-#include <ATen/Context.h>
+#include <ATen/ATen.h>
 #include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <dlfcn.h>
@@ -10,6 +10,8 @@
 
 #include "runtime/device_memory.h"
 #include "runtime/exception.h"
+#include "runtime/gpu_monitor.h"
+#include "swap/executor.h"
 
 namespace tierflow {
 namespace {
@@ -24,9 +26,21 @@ class CudaMemory final : public DeviceMemory {
           .kind = io::ErrorKind::environment,
           .operation = "load torch's CUDA library",
           .detail = std::string(dlerror()) + "; the torch wheel of this build has no CUDA: use --device cpu"});
+    const auto info = swap::cuda_device_info(0);
+    const auto gpu = info.ok() ? GpuMonitor::open(info.value().pci_bus) : nullptr;
+    const auto used = [&] { return gpu == nullptr ? std::nullopt : gpu->bytes_used(); };
+    const auto before = used();
     at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
     allocator_ = c10::getDeviceAllocator(c10::DeviceType::CUDA);
+    {  // brings the context up, and cuBLAS with its handle
+      const at::Tensor a = at::ones({16, 16}, at::device(at::kCUDA).dtype(at::kBFloat16));
+      at::mm(a, a).sum().item<float>();
+    }
+    const auto after = used();
+    const std::uint64_t held = stats().held;
+    if (before && after && *after > *before + held) fixed_ = *after - *before - held;
   }
+  std::uint64_t fixed() const override { return fixed_; }
   void set_cap(std::uint64_t bytes) override {
     const double share = static_cast<double>(bytes) / static_cast<double>(allocator_->getMemoryInfo(0).second);
     c10::CachingAllocator::setAllocatorSettings("per_process_memory_fraction:" +
@@ -45,6 +59,7 @@ class CudaMemory final : public DeviceMemory {
 
  private:
   c10::DeviceAllocator* allocator_ = nullptr;
+  std::uint64_t fixed_ = 0;
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 
 #include "runtime/device_memory.h"
 #include "runtime/exception.h"
@@ -22,6 +23,24 @@ void on_signal(int number) {
     std::raise(number);
   }
   first_signal = number;
+}
+
+// What the card is, said once; the log's steps then tell what it does.
+void watch_gpu(TrainingLog& log) {
+  const auto info = swap::cuda_device_info(0);
+  if (!info.ok()) return;
+  const swap::CudaDeviceInfo& card = info.value();
+  auto gpu = GpuMonitor::open(card.pci_bus);
+  const std::string link = gpu == nullptr ? "" : gpu->link(), capability = fmt::format("{}.{}", card.major, card.minor);
+  log.say(fmt::format("device: {}, compute capability {}, {}{}{}", card.name, capability, human_bytes(card.bytes),
+                      link.empty() ? "" : ", ", link));
+  log.object({{"device",
+               {{"name", card.name},
+                {"compute_capability", capability},
+                {"bytes", card.bytes},
+                {"pci_bus", card.pci_bus},
+                {"link", link}}}});
+  log.watch(std::move(gpu));
 }
 
 }  // namespace
@@ -45,6 +64,14 @@ SessionOptions session_options(const RunOptions& options, TrainingLog& log) {
   };
   const std::uint64_t available = memory_available();
   result.device_memory = options.device_memory != 0 ? options.device_memory : available / 3;
+  if (result.device == "cuda") {
+    const std::uint64_t fixed = DeviceMemory::cuda().fixed(), free = swap::cuda_bytes_free(0);
+    if (options.device_memory == 0 && free != 0) result.device_memory = fixed + free / 10 * 9;
+    watch_gpu(log);
+  } else if (options.device == "auto") {
+    const auto info = swap::cuda_device_info(0);
+    if (!info.ok()) log.say("device: CPU (" + info.error().detail + ")");
+  }
   result.host_memory = options.host_memory != 0 ? options.host_memory : available / 2;
   if (options.device_memory == 0 || options.host_memory == 0)
     log.say(fmt::format("budgets: device {}, host {} ({} are free)", human_bytes(result.device_memory),

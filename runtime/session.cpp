@@ -86,7 +86,8 @@ std::vector<io::DriveStats> Session::drives() const {
 
 MemoryUse Session::memory() const {
   return {.device_budget = impl_->options.device_memory,
-          .device_peak = impl_->arrangement.device_bytes() + impl_->torch_memory.stats().peak_held,
+          .device_peak =
+              impl_->arrangement.device_bytes() + impl_->torch_memory.fixed() + impl_->torch_memory.stats().peak_held,
           .host_budget = impl_->options.host_memory,
           .host_used = impl_->arrangement.host_bytes(*impl_->layout),
           .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->volume().size()};

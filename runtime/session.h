@@ -61,7 +61,7 @@ struct StepResult {
 };
 
 struct MemoryUse {
-  std::uint64_t device_budget = 0, device_peak = 0;  // arena and the most that torch held beside it
+  std::uint64_t device_budget = 0, device_peak = 0;  // arena, context, and the most that torch held beside them
   std::uint64_t host_budget = 0, host_used = 0;
   std::uint64_t storage_bytes = 0;
 };

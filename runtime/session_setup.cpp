@@ -53,7 +53,7 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   layout = std::make_unique<swap::Layout>(std::move(shapes), std::move(stages), chunk_elements);
   arrangement = value_or_throw(swap::arrange(*layout, {.host_budget = options.host_memory,
                                                        .device_budget = options.device_memory,
-                                                       .workspace = workspace,
+                                                       .workspace = workspace + torch_memory.fixed(),
                                                        .micro_batches = options.micro_batches,
                                                        .staged = options.clip.has_value(),
                                                        .storage = !options.storage.empty(),
@@ -85,7 +85,7 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
                                                    {.chaos_seed = options.chaos_seed, .record = options.record}));
   planner = std::make_unique<swap::Planner>(*layout, arrangement);
   torch_memory.release_kept();
-  torch_memory.set_cap(options.device_memory - arrangement.device_bytes());
+  torch_memory.set_cap(options.device_memory - arrangement.device_bytes() - torch_memory.fixed());
   torch_memory.reset_peak();
   try {
     load(weights, progress);

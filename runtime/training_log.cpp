@@ -107,6 +107,25 @@ void TrainingLog::progress(const char* phase, std::uint64_t done, std::uint64_t 
   live(fmt::format("{}: {:.0f}%", phase, total == 0 ? 100.0 : 100.0 * done / total), done == total);
 }
 
+void TrainingLog::watch(std::unique_ptr<GpuMonitor> gpu) {
+  gpu_ = std::move(gpu);
+  if (gpu_ != nullptr) energy_ = gpu_->sample().energy;
+}
+
+// Energy is that of the whole card, evaluation between steps apart.
+json TrainingLog::gpu_since_last_step(std::int64_t tokens) {
+  const GpuSample sample = gpu_->sample();
+  json gpu = json::object();
+  if (sample.utilisation) gpu["utilisation"] = *sample.utilisation;
+  if (sample.power) gpu["power_w"] = *sample.power;
+  if (sample.energy && energy_) {
+    gpu["energy_j"] = *sample.energy - *energy_;
+    gpu["energy_per_token_j"] = (*sample.energy - *energy_) / static_cast<double>(std::max<std::int64_t>(1, tokens));
+  }
+  energy_ = sample.energy;
+  return gpu;
+}
+
 void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double lr, const Session& session) {
   const auto now = session.lanes();
   json lanes;
@@ -130,20 +149,22 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
   training_seconds_ += result.seconds;
   const double rate = result.tokens / result.seconds;
   const MemoryUse memory = session.memory();
-  object({{"step", result.step},
-          {"loss", result.loss},
-          {"grad_norm", result.grad_norm},
-          {"lr", lr},
-          {"tokens", result.tokens},
-          {"tokens_per_s", rate},
-          {"step_s", result.seconds},
-          {"skipped", result.skipped},
-          {"computed_again", result.computed_again},
-          {"tb_written", terabytes},
-          {"lanes", lanes},
-          {"limit", limit},
-          {"device_memory_peak", memory.device_peak},
-          {"host_memory", memory.host_used}});
+  json line{{"step", result.step},
+            {"loss", result.loss},
+            {"grad_norm", result.grad_norm},
+            {"lr", lr},
+            {"tokens", result.tokens},
+            {"tokens_per_s", rate},
+            {"step_s", result.seconds},
+            {"skipped", result.skipped},
+            {"computed_again", result.computed_again},
+            {"tb_written", terabytes},
+            {"lanes", lanes},
+            {"limit", limit},
+            {"device_memory_peak", memory.device_peak},
+            {"host_memory", memory.host_used}};
+  if (gpu_ != nullptr) line["gpu"] = gpu_since_last_step(result.tokens);
+  object(line);
   const double left = (of_steps - result.step) * training_seconds_ / static_cast<double>(result.step);
   live(fmt::format("step {}/{} | loss {:.4f} | norm {:.3g} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
                    "{}/{} host {}/{} | {} left{}",
@@ -167,6 +188,7 @@ std::string TrainingLog::limiting_lane(const Session& session) const {
 
 void TrainingLog::evaluation(std::int64_t step, double loss, const Session& session) {
   lanes_ = session.lanes();  // what evaluation moved is no step's
+  if (gpu_ != nullptr) energy_ = gpu_->sample().energy;
   object({{"step", step}, {"held_out_loss", loss}});
   say(fmt::format("step {}: held-out loss {:.4f}", step, loss));
 }

@@ -8,6 +8,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
+#include "runtime/gpu_monitor.h"
 #include "runtime/session.h"
 
 namespace tierflow {
@@ -18,6 +19,8 @@ class TrainingLog {
   TrainingLog(const std::filesystem::path& log_json, bool json_on_stdout);
   ~TrainingLog();
 
+  // Steps from now on tell what the card did; null: nothing of it.
+  void watch(std::unique_ptr<GpuMonitor> gpu);
   // A line that stays.
   void say(const std::string& line);
   // Phases that may take more than two seconds: shown from then on.
@@ -33,6 +36,7 @@ class TrainingLog {
 
  private:
   void live(const std::string& line, bool last);
+  nlohmann::json gpu_since_last_step(std::int64_t tokens);
 
   std::ofstream file_;
   std::filesystem::path path_;
@@ -43,6 +47,8 @@ class TrainingLog {
   std::array<swap::LaneCounters, swap::kLanes> lanes_{};
   double tokens_ = 0, training_seconds_ = 0, terabytes_ = 0;  // of the steps alone
   std::int64_t steps_ = 0;
+  std::unique_ptr<GpuMonitor> gpu_;
+  std::optional<double> energy_;  // J, when it was last looked at
 };
 
 // Resident set of this process: now and at most, in bytes.

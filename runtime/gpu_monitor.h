@@ -1,0 +1,37 @@
+#pragma once
+// What the NVIDIA driver tells of a card: utilisation, power, energy, the link. Its library (NVML) is loaded when asked
+// for and belongs to the driver; a machine without it has no monitor and nothing else changes.
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace tierflow {
+
+// What the card does not tell is empty.
+struct GpuSample {
+  std::optional<double> utilisation;  // share of the last moments in which a kernel ran, 0 to 1
+  std::optional<double> power;        // W
+  std::optional<double> energy;       // J, since the driver was loaded
+};
+
+class GpuMonitor {
+ public:
+  // The card on that PCI bus; null where there is no NVML or it does not know the card.
+  static std::unique_ptr<GpuMonitor> open(const std::string& pci_bus, const char* library = "libnvidia-ml.so.1");
+  ~GpuMonitor();
+
+  GpuSample sample() const;
+  // "PCIe 5.0 x16", and what it is below where it is below; empty where unknown.
+  std::string link() const;
+  // Bytes that all processes, contexts included, have; empty where unknown.
+  std::optional<std::uint64_t> bytes_used() const;
+
+ private:
+  struct Library;
+  GpuMonitor(std::unique_ptr<Library> library, void* card);
+  std::unique_ptr<Library> library_;
+  void* card_;
+};
+
+}  // namespace tierflow
