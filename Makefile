@@ -8,7 +8,7 @@ define build-preset
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev build test demo asan tsan soak-io test-neon test-gpu bench format lint install clean
+.PHONY: help setup setup-dev build test demo asan tsan soak-io test-neon test-gpu bench-gpu bench format lint install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test-neon: setup ## the optimizer's tests as 64-bit ARM code in an emulator (g++
 
 test-gpu: setup ## the tests that need an NVIDIA GPU; says so and does nothing where there is none
 	@tools/test_gpu.sh
+
+bench-gpu: build ## training on an NVIDIA GPU beside PyTorch and DeepSpeed; says so and does nothing where there is none
+	@.venv/bin/python benchmarks/gpu/bench.py
 
 bench: build ## storage and optimizer of this machine; STORAGE=folder on the drive to measure
 	@tools/bench.sh build

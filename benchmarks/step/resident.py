@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, help="config.json of the model")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=1)
@@ -21,15 +22,17 @@ def main():
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     args = parser.parse_args()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**json.load(open(args.config)))).to(torch.bfloat16)
+    model = LlamaForCausalLM(LlamaConfig(**json.load(open(args.config)))).to(torch.bfloat16).to(args.device)
     if not args.no_checkpointing:
         model.gradient_checkpointing_enable()
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = (args.micro_batch, args.sequence_length)
+    wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     times = []
     for _ in range(args.steps):
-        batches = [torch.randint(0, model.config.vocab_size, shape) for _ in range(args.micro_batches)]
+        batches = [torch.randint(0, model.config.vocab_size, shape).to(args.device) for _ in range(args.micro_batches)]
+        wait()
         begin = time.perf_counter()
         for ids in batches:
             (model(input_ids=ids, labels=ids).loss / args.micro_batches).backward()
@@ -37,10 +40,12 @@ def main():
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         optimizer.zero_grad()
+        wait()
         times.append(time.perf_counter() - begin)
     tokens = args.micro_batch * args.micro_batches * args.sequence_length
     print(json.dumps({"name": "resident" if args.no_checkpointing else "resident with checkpointing", "tokens_per_step": tokens,
-                      "tokens_per_s": tokens / statistics.median(times[1:]), "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
+                      "tokens_per_s": tokens / statistics.median(times[1:]), **({"device_memory_peak": torch.cuda.max_memory_allocated()} if args.device == "cuda" else {}),
+                      "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
 
 
 if __name__ == "__main__":
