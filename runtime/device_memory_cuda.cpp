@@ -1,8 +1,8 @@
-// torch's CUDA allocator through c10's device-neutral interface, so that nothing here links against CUDA: its library
-// is loaded when asked for.
+// torch's CUDA allocator. Nothing here links against CUDA: torch's library is loaded when asked for, and the allocator
+// found in it by name. The cap is a call of its own interface; the setting of the same name in torch's configuration
+// counts only when the allocator is made.
 #include <ATen/ATen.h>
-#include <c10/core/AllocatorConfig.h>
-#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -16,22 +16,30 @@
 namespace tierflow {
 namespace {
 
+using Allocator = c10::cuda::CUDACachingAllocator::CUDAAllocator;
+
 constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+constexpr const char* kAllocator = "_ZN3c104cuda20CUDACachingAllocator9allocatorE";
 
 class CudaMemory final : public DeviceMemory {
  public:
   CudaMemory() {
-    if (dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr)
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
+    if (library == nullptr)
       throw Exception(io::Error{
           .kind = io::ErrorKind::environment,
           .operation = "load torch's CUDA library",
           .detail = std::string(dlerror()) + "; the torch wheel of this build has no CUDA: use --device cpu"});
-    const auto info = swap::cuda_device_info(0);
-    const auto gpu = info.ok() ? GpuMonitor::open(info.value().pci_bus) : nullptr;
+    const auto gpu = GpuMonitor::open(value_or_throw(swap::cuda_device_info(0)).pci_bus);
     const auto used = [&] { return gpu == nullptr ? std::nullopt : gpu->bytes_used(); };
     const auto before = used();
     at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
-    allocator_ = c10::getDeviceAllocator(c10::DeviceType::CUDA);
+    const auto* allocator = static_cast<std::atomic<Allocator*>*>(dlsym(library, kAllocator));
+    if (allocator == nullptr || allocator->load() == nullptr)
+      throw Exception(io::Error{.kind = io::ErrorKind::environment,
+                                .operation = "find torch's CUDA allocator",
+                                .detail = "this torch is not the one that Tierflow was built with: build again"});
+    allocator_ = allocator->load();
     {  // brings the context up, and cuBLAS with its handle
       const at::Tensor a = at::ones({16, 16}, at::device(at::kCUDA).dtype(at::kBFloat16));
       at::mm(a, a).sum().item<float>();
@@ -43,8 +51,7 @@ class CudaMemory final : public DeviceMemory {
   std::uint64_t fixed() const override { return fixed_; }
   void set_cap(std::uint64_t bytes) override {
     const double share = static_cast<double>(bytes) / static_cast<double>(allocator_->getMemoryInfo(0).second);
-    c10::CachingAllocator::setAllocatorSettings("per_process_memory_fraction:" +
-                                                std::to_string(std::clamp(share, 0.0, 1.0)));
+    allocator_->setMemoryFraction(std::clamp(share, 0.0, 1.0), 0);
   }
   void release_kept() override { allocator_->emptyCache(); }
   void reset_peak() override { allocator_->resetPeakStats(0); }
@@ -58,7 +65,7 @@ class CudaMemory final : public DeviceMemory {
   }
 
  private:
-  c10::DeviceAllocator* allocator_ = nullptr;
+  Allocator* allocator_ = nullptr;
   std::uint64_t fixed_ = 0;
 };
 

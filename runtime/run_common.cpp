@@ -70,7 +70,8 @@ SessionOptions session_options(const RunOptions& options, TrainingLog& log) {
     watch_gpu(log);
   } else if (options.device == "auto") {
     const auto info = swap::cuda_device_info(0);
-    if (!info.ok()) log.say("device: CPU (" + info.error().detail + ")");
+    if (!info.ok())
+      log.say("device: CPU; no CUDA device: " + info.error().detail.substr(0, info.error().detail.find(';')));
   }
   result.host_memory = options.host_memory != 0 ? options.host_memory : available / 2;
   if (options.device_memory == 0 || options.host_memory == 0)

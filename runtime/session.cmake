@@ -1,6 +1,15 @@
 # The training session, and the library that the program loads when it trains.
 find_package(TBB REQUIRED)
-tierflow_library(session packing.cpp optimizer_work.cpp stream_work.cpp chunk_io.cpp streamer.cpp streamer_plan.cpp stream_state.cpp device_memory.cpp device_memory_cuda.cpp session.cpp session_passes.cpp session_setup.cpp session_export.cpp layers.cpp adamw8bit.cpp)
+# torch's CUDA allocator or its stub, chosen here and nowhere else.
+if(TIERFLOW_HAS_CUDA AND EXISTS "${TIERFLOW_TORCH_DIR}/include/c10/cuda/CUDACachingAllocator.h")
+  find_package(CUDAToolkit REQUIRED)
+  set(TIERFLOW_DEVICE_MEMORY device_memory_cuda.cpp)
+  list(TRANSFORM CUDAToolkit_INCLUDE_DIRS PREPEND "-isystem" OUTPUT_VARIABLE cuda_headers)
+  set_source_files_properties(device_memory_cuda.cpp PROPERTIES COMPILE_OPTIONS "${cuda_headers}" SKIP_PRECOMPILE_HEADERS ON)
+else()
+  set(TIERFLOW_DEVICE_MEMORY device_memory_no_cuda.cpp)
+endif()
+tierflow_library(session packing.cpp optimizer_work.cpp stream_work.cpp chunk_io.cpp streamer.cpp streamer_plan.cpp stream_state.cpp device_memory.cpp ${TIERFLOW_DEVICE_MEMORY} session.cpp session_passes.cpp session_setup.cpp session_export.cpp layers.cpp adamw8bit.cpp)
 target_link_libraries(tierflow_session PUBLIC tierflow::models tierflow::swap tierflow::optim PRIVATE TBB::tbb)
 if(NOT TIERFLOW_SANITIZE STREQUAL "thread")
   target_compile_options(tierflow_session PRIVATE -fopenmp)  # as the models: their precompiled header serves here too

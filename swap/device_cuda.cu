@@ -194,18 +194,25 @@ class CudaDevice final : public Device {
 
 }  // namespace
 
-io::Result<std::unique_ptr<Device>> open_cuda_device(int index) {
+namespace {
+io::Error absent_device(int index) {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status != cudaSuccess || index >= count)
-    return io::Error{.kind = io::ErrorKind::environment,
-                     .operation = "open the CUDA device",
-                     .detail = std::string(status != cudaSuccess ? cudaGetErrorString(status) : "there is none") +
-                               "; use --device cpu, or install the NVIDIA driver"};
+  if (status == cudaSuccess && index < count) return {};
+  return {.kind = io::ErrorKind::environment,
+          .operation = "open the CUDA device",
+          .detail = std::string(status != cudaSuccess ? cudaGetErrorString(status) : "there is none") +
+                    "; use --device cpu, or install the NVIDIA driver"};
+}
+}  // namespace
+
+io::Result<std::unique_ptr<Device>> open_cuda_device(int index) {
+  if (io::Error absent = absent_device(index)) return absent;
   return CudaDevice::open(index);
 }
 
 io::Result<CudaDeviceInfo> cuda_device_info(int index) {
+  if (io::Error absent = absent_device(index)) return absent;
   cudaDeviceProp properties{};
   char bus[32] = {};
   cudaError_t status = cudaGetDeviceProperties(&properties, index);

@@ -86,16 +86,20 @@ def run(command, **more):
     return done.stdout
 
 
-def tierflow(args, name, config, folder, storage):
-    log, trace = folder / "log.jsonl", folder / "trace.json"
-    command = [args.program, "train", "--config", config, "--data", args.data, "--out", folder / "out", "--device", args.device, "--sequence-length", args.sequence_length,
-               "--micro-batch", args.micro_batch, "--micro-batches", args.micro_batches, "--steps", args.steps, "--eval-sequences", 1, "--log-json", log, "--trace", trace]
+def run_options(args, config, storage):
+    """What `train` and `plan` are both told."""
+    options = ["--config", config, "--device", args.device, "--sequence-length", args.sequence_length, "--micro-batch", args.micro_batch, "--micro-batches", args.micro_batches]
     if args.device_memory:
-        command += ["--device-memory", args.device_memory]
+        options += ["--device-memory", args.device_memory]
     if storage:
-        command += ["--storage", storage, "--host-memory", args.streaming_host_memory]
-    else:
-        command += ["--host-memory", args.host_memory or str(int(memory_available() * 0.85))]
+        return [*options, "--storage", storage, "--host-memory", args.streaming_host_memory]
+    return [*options, "--host-memory", args.host_memory or str(int(memory_available() * 0.85))]
+
+
+def tierflow(args, config, folder, storage):
+    log, trace = folder / "log.jsonl", folder / "trace.json"
+    command = [args.program, "train", *run_options(args, config, storage), "--data", args.data, "--out", folder / "out", "--steps", args.steps, "--eval-sequences", 1,
+               "--log-json", log, "--trace", trace]
     run(command)
     subprocess.run(["rm", "-rf", folder / "out"], check=True)
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -112,13 +116,13 @@ def peer(args, script, config):
     return json.loads(out.splitlines()[-1])
 
 
-def predicted(args, config):
-    """What `tierflow plan` says of the run, where this version has it."""
+def predicted(args, config, measured):
+    """What `tierflow plan` says of the run with its state in host memory, where this version has it."""
     try:
-        return json.loads(run([args.program, "plan", "--json", "--config", config, "--sequence-length", args.sequence_length, "--micro-batch", args.micro_batch,
-                               "--micro-batches", args.micro_batches]).splitlines()[-1])
-    except (RuntimeError, ValueError, IndexError) as error:
+        step = json.loads(run([args.program, "plan", "--json", *run_options(args, config, None)]).splitlines()[-1])["step"]["step_s"]
+    except (RuntimeError, ValueError, IndexError, KeyError) as error:
         return f"not verified: {error}"
+    return {"step_s": step, "measured_to_predicted": measured["step_s"] / step if measured else None}
 
 
 def product_rate(device, size):
@@ -180,9 +184,9 @@ def main():
             config = folder / "config.json"
             config.write_text(json.dumps(config_of(name)))
             parameters, results = parameters_of(name), {}
-            runs = [("tierflow, state in host memory", lambda: tierflow(args, name, config, folder, None))]
+            runs = [("tierflow, state in host memory", lambda: tierflow(args, config, folder, None))]
             if args.storage:
-                runs.append(("tierflow, state in storage", lambda: tierflow(args, name, config, folder, args.storage)))
+                runs.append(("tierflow, state in storage", lambda: tierflow(args, config, folder, args.storage)))
             runs += [("resident PyTorch", lambda: peer(args, "benchmarks/step/resident.py", config)),
                      ("DeepSpeed ZeRO-3 offload", lambda: peer(args, "benchmarks/gpu/zero3.py", config))]
             for label, measure in runs:
@@ -195,7 +199,7 @@ def main():
                 print(json.dumps({"model": name, "parameters": parameters, "run": label, **line}), flush=True)
             ours = results.get("tierflow, state in host memory")
             ratios = {label: ours["tokens_per_s"] / other["tokens_per_s"] for label, other in results.items() if ours and other is not ours}
-            print(json.dumps({"model": name, "ratio_to": ratios, "measured_product_tflops": rate / 1e12, "predicted": predicted(args, config)}), flush=True)
+            print(json.dumps({"model": name, "ratio_to": ratios, "measured_product_tflops": rate / 1e12, "predicted": predicted(args, config, ours)}), flush=True)
     return int(failed)
 
 

@@ -339,3 +339,17 @@ def test_a_trace_shows_every_lane_and_what_compute_waited_for(work):
     assert (work / "traced/model.safetensors").read_bytes() == (work / "plain/model.safetensors").read_bytes()
     refused = run(work, *common, "--out", "refused", "--trace", "no/such/folder/trace.json", ok=False)
     assert refused.returncode == 4 and "--trace" in refused.stderr and not (work / "refused").exists()
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_without_a_gpu_it_says_so(work, device):
+    done = subprocess.run([str(PROGRAM), "train", "--config", "config.json", "--data", "text.txt", "--out", "out", *small("--device", device, "--steps", "1")],
+                          cwd=work, capture_output=True, text=True, timeout=300, env={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""})
+    if device == "cuda":
+        assert done.returncode == 4
+        line = done.stderr.splitlines()[-1]
+        assert line.startswith("tierflow: open the CUDA device: ") and "--device cpu" in line
+        assert not (work / "out").exists()
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "device: CPU; no CUDA device: " in done.stderr

@@ -66,6 +66,7 @@ Outcome run(const Case& which, bool stream, std::optional<double> clip) {
 }
 
 bool install_memory(const std::string& device) {
+  setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 1);  // read when cuBLAS is first used
   DeviceMemory::install();
   if (device == "cuda") {
     if (!swap::cuda_available()) return false;
@@ -166,7 +167,6 @@ INSTANTIATE_TEST_SUITE_P(All, Devices, ::testing::Values("cpu", "cuda"), [](cons
 // What deterministic mode costs; said, not judged.
 TEST(OneGpu, CostOfDeterminism) {
   if (!install_memory("cuda")) GTEST_SKIP() << "no CUDA device here";
-  setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 1);
   double seconds[2] = {};
   for (const bool deterministic : {false, true}) {
     at::globalContext().setDeterministicAlgorithms(deterministic, false);
@@ -209,11 +209,8 @@ TEST(OneGpu, AdamW8bitHasTheBitsOfTheCpu) {
 class OnGpu : public ::testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
-    if (!swap::cuda_available()) GTEST_SKIP() << "no CUDA device here";
-    DeviceMemory::install();
-    DeviceMemory::cuda();
+    if (!install_memory("cuda")) GTEST_SKIP() << "no CUDA device here";
     at::globalContext().setDeterministicAlgorithms(true, false);
-    setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 1);
   }
 };
 
