@@ -23,6 +23,8 @@ std::string in_python(std::string text) {
       {"a smaller --micro-batch or --sequence-length needs less", "streamed blocks that are smaller need less"},
       {"a smaller --micro-batches keeps fewer activations in it", "name a storage folder"},
       {"or name a --storage folder", "or name a folder, Budget(storage=[...]),"},
+      {"use --device cpu", "plan with device=\"cpu\""},
+      {"--precision ", "precision "},
       {"--host-memory", "Budget(host=...) of"},
       {"--device-memory", "Budget(device=...) of"},
       {"--storage", "Budget(storage=[...])"}};

@@ -93,6 +93,10 @@ class Plan:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     estimate: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise _native.UsageError(f"device is 'cpu' or 'cuda', not {self.device!r}")
+
     def options(self) -> dict[str, Any]:
         budget = self.budget
         return {

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import math
+import os
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -31,9 +34,23 @@ def _close_all() -> None:
         engine.close()
 
 
-class _Closed:
+def _leave_to_parent() -> None:
+    """In a forked process: the threads that stream are the parent's. The object stays for ever: its end would wait for them."""
+    for engine in list(_open):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine.native))
+        engine.native = _Gone("the model streams in the process that made it, and this is a fork of it: make the model here, or use it there")
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class _Gone:
+    def __init__(self, why: str) -> None:
+        self._why = why
+
     def __getattr__(self, name: str) -> Any:
-        raise _native.UsageError("the streamed model was closed: its state is gone")
+        raise _native.UsageError(self._why)
 
 
 class Activations:
@@ -52,7 +69,7 @@ class Activations:
 
     def look(self) -> None:
         before, self.peak = self.peak, max(self.peak, self._now() - self._base)
-        if self.peak > self.share >= before:
+        if self.peak > self.share >= before and self.share > 0:
             log.warning(
                 f"activations take {human(self.peak)}, more than the {human(self.share)} that Budget(activations=...) leaves to them of the device budget: "
                 "nothing stops them; a smaller micro-batch needs less (said once)"
@@ -67,6 +84,8 @@ class Engine:
         self.device = torch.device(device)
         self.activations = Activations(self.device, workspace)
         self.active: Turn | None = None
+        self.active_thread = 0
+        self._entering = False
         self.trainable = [unit.trainable for unit in cut.units]
         self.broken: str | None = None  # why this step's gradients cannot be applied
         self.skipped = 0
@@ -99,7 +118,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the model: gives memory back and removes its files."""
-        self.native = _Closed()
+        self.native = _Gone("the streamed model was closed: its state is gone")
         _open.discard(self)
 
     @contextlib.contextmanager
@@ -111,12 +130,16 @@ class Engine:
             raise _native.UsageError("backward() after step() without zero_grad() between: gradients of the last step are already applied")
         if adds and self._alone and (alone := next((h for h in turn.handles if (h.unit, h.index) in self._alone), None)) is not None:
             raise _native.UsageError(f"the gradient of {alone.label} was dropped alone; its unit keeps one sum: call zero_grad() before the next backward()")
-        if self.native.inside:
+        if self.native.inside or self._entering:
             raise _native.UsageError("two streamed modules run at the same time: models stream in one thread")
         weights: list[torch.Tensor] = []
         try:  # from here on: a signal that comes while enter() waits is raised as it returns
-            weights = self.native.enter(turn.number, phase, wanted, keep)
-            self.active = turn
+            self._entering = True  # enter() lets other threads run while it waits
+            try:
+                weights = self.native.enter(turn.number, phase, wanted, keep)
+            finally:
+                self._entering = False
+            self.active, self.active_thread = turn, threading.get_ident()
             if adds:
                 for handle, weight in zip(turn.handles, weights, strict=True):
                     weight.requires_grad_(handle.requires_grad)

@@ -1,4 +1,6 @@
-"""For transformers.Trainer and trl.SFTTrainer, which take a streamed model as it is: pass `optimizers=(tierflow.optim.AdamW(...), None)`."""
+"""For transformers.Trainer, trl.SFTTrainer and accelerate, which take a streamed model as it is. To the trainers pass
+`optimizers=(tierflow.optim.AdamW(...), None)`; to accelerate.Accelerator.prepare() a tierflow.optim.AdamW.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from .attention import register
 from .checkpoint import load_checkpoint, save_checkpoint
 from .model import stats
+from .optim import AdamW
+from .parameter import StreamedParameter
 
 register()
 
@@ -71,3 +75,24 @@ class TierflowCallback(TrainerCallback):
     def _optimizer(self) -> Any:
         optimizer = self._trainer.optimizer
         return getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has ours inside
+
+
+def attach_accelerator(accelerator: Any, opt: AdamW) -> None:
+    """Lets accelerator.save_state() and load_state() stream the model that `opt` trains, a folder `tierflow` in theirs, so that a loop resumes bit for bit."""
+
+    def is_streamed(model: Any) -> bool:
+        return any(isinstance(p, StreamedParameter) for p in model.parameters())
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        for position in reversed(range(len(models))):
+            if is_streamed(models[position]):
+                save_checkpoint(models[position], opt, Path(folder) / "tierflow")
+                weights.pop(position)  # nothing of it is left for accelerate to write
+
+    def load(models: list[Any], folder: str) -> None:
+        for position in reversed(range(len(models))):
+            if is_streamed(models[position]):
+                load_checkpoint(models.pop(position), opt, Path(folder) / "tierflow")
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)

@@ -69,8 +69,10 @@ class _Streamed(torch.Tensor):
         for target in _written(func, args, kwargs):
             if isinstance(target, _Streamed):
                 return target.write(func, args, kwargs)
+        source = next((x for x in args if isinstance(x, _Streamed)), None)
         args, kwargs = tree_map(lambda x: x.fetch() if isinstance(x, _Streamed) else x, (args, kwargs))
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        return out if source is None else FetchedView.where_it_is(func, out, source.label)
 
     def numpy(self, *args, **kwargs):
         return self.fetch().numpy(*args, **kwargs)
@@ -81,8 +83,72 @@ class _Streamed(torch.Tensor):
     def tolist(self):
         return self.fetch().tolist()
 
+    def _no_memory(self, *_: Any) -> Any:
+        raise _native.UsageError(
+            f"{self.label} has no memory of its own while its module does not run: save a streamed model with save_pretrained() or tierflow.save_checkpoint(), "
+            "and read values with p + 0 or p.master()"
+        )
+
+    data_ptr = untyped_storage = storage = _typed_storage = share_memory_ = _no_memory
+
     def __reduce_ex__(self, protocol):
         return self.fetch().__reduce_ex__(protocol)
+
+
+class FetchedView(torch.Tensor):
+    """A view of values that were fetched: it reads as any tensor; writing to it would be lost, and raises."""
+
+    label: str
+    fetched: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, values: torch.Tensor, label: str) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device)
+        made.fetched, made.label = values, label
+        return made
+
+    @classmethod
+    def where_it_is(cls, func: Any, out: Any, label: str) -> Any:
+        """An operator's result, marked where it is a view of what the operator read."""
+        if all(r.alias_info is None for r in func._schema.returns):
+            return out
+        return tree_map(lambda x: cls.of(x, label) if isinstance(x, torch.Tensor) else x, out)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        kwargs = kwargs or {}
+        for target in _written(func, args, kwargs):
+            if isinstance(target, FetchedView):
+                raise _native.UsageError(f"a view of {target.label} was fetched: what is written to it would be lost; write to the parameter itself, as p[...] = ...")
+        source = next((x for x in args if isinstance(x, FetchedView)), None)
+        args, kwargs = tree_map(lambda x: x.fetched if isinstance(x, FetchedView) else x, (args, kwargs))
+        out = func(*args, **kwargs)
+        return out if source is None else cls.where_it_is(func, out, source.label)
+
+    def numpy(self, *args, **kwargs):
+        return self.fetched.numpy(*args, **kwargs)
+
+    def __array__(self, *args, **kwargs):
+        return self.fetched.__array__(*args, **kwargs)
+
+    def tolist(self):
+        return self.fetched.tolist()
+
+    def data_ptr(self):
+        return self.fetched.data_ptr()
+
+    def untyped_storage(self):
+        return self.fetched.untyped_storage()
+
+    def __reduce_ex__(self, protocol):
+        return self.fetched.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        return self.fetched.clone()
+
+    def __repr__(self, *, tensor_contents=None):
+        return repr(self.fetched)
 
 
 class StreamedParameter(_Streamed):
@@ -102,17 +168,29 @@ class StreamedParameter(_Streamed):
         return self.engine.read(self, master=True)
 
     def write(self, func, args, kwargs):
-        """Runs the operator on the fp32 master and stores the result."""
-        master = self.master()
+        """Runs the operator on fp32 masters and stores those that it wrote."""
+        masters: dict[tuple[Any, int, int], torch.Tensor] = {}
 
         def real(x):
             if isinstance(x, StreamedParameter):
-                return master if (x.unit, x.index, x.engine) == (self.unit, self.index, self.engine) else x.master()
+                key = (x.engine, x.unit, x.index)
+                if key not in masters:
+                    masters[key] = x.master()
+                return masters[key]
             return x.fetch() if isinstance(x, _Streamed) else x
 
         func(*tree_map(real, args), **tree_map(real, kwargs))
+        for target in _written(func, args, kwargs):
+            if isinstance(target, StreamedParameter):
+                target.engine.write(target, masters[target.engine, target.unit, target.index])
+        return None if isinstance(args[0], (list, tuple)) else self
+
+    def __setitem__(self, where, value):
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise _native.UsageError(f"{self.label} is trained: write to it under torch.no_grad()")
+        master = self.master()
+        master[where] = value.master() if isinstance(value, StreamedParameter) else value
         self.engine.write(self, master)
-        return self
 
     @property
     def data(self):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,11 +47,16 @@ class _Call:
 
 
 class _Lane:
-    """A micro-batch: a thread that runs the model's own code, stopping at every turn. One lane runs at a time; turns are taken by the driver."""
+    """A micro-batch: a thread that runs the model's own code, stopping at every turn. One lane runs at a time; turns are taken by the driver.
+
+    An interrupt reaches the driver wherever it is, so that it can leave a lane running: what counts is `resting`, not how often either side was woken.
+    """
 
     def __init__(self) -> None:
-        self._go, self._came = threading.Semaphore(0), threading.Semaphore(0)
+        self._go: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._work: Callable[[], Any] | None = None
+        self.resting = True  # the driver may touch it
         self.frame: Frame | None = None  # the turn it waits for
         self.answer: Any = None
         self.result: Any = None
@@ -62,7 +68,7 @@ class _Lane:
     def _run(self) -> None:
         local.lane = self
         while True:
-            self._go.acquire()
+            self._go.get()
             if self._work is None:
                 return
             try:
@@ -71,17 +77,30 @@ class _Lane:
                 pass
             except BaseException as error:
                 self.error = error
-            self._came.release()
+            self._rest()
+
+    def _rest(self) -> None:
+        self.resting = True
+        self._came.put(None)
+
+    def _wake(self) -> None:
+        self.resting = False
+        self._go.put(None)
+        self._wait()
+
+    def _wait(self) -> None:
+        while not self.resting:
+            self._came.get()
 
     def begin(self, work: Callable[[], Any]) -> None:
-        self._work, self.frame, self.result, self.error, self.stopping, self.calls = work, None, None, None, False, []
+        self.stop()  # an interrupt may have left it where it was
+        self._work, self.result, self.stopping = work, None, False
         self.go_on()
 
     def go_on(self, answer: Any = None) -> None:
         """Runs until the next turn, or the end."""
         self.frame, self.answer = None, answer
-        self._go.release()
-        self._came.acquire()
+        self._wake()
         if self.error is not None:
             raise self.error
 
@@ -93,23 +112,26 @@ class _Lane:
 
     def call(self, frame: Frame) -> Any:
         """In the lane's thread: a turn."""
+        if self.stopping:
+            raise _Stop
         self.frame = frame
-        self._came.release()
-        self._go.acquire()
+        self._rest()
+        self._go.get()
         if self.stopping:
             raise _Stop
         return self.answer
 
     def stop(self) -> None:
+        self.stopping = True
+        self._wait()
         if self.frame is not None:
-            self.stopping, self.frame = True, None
-            self._go.release()
-            self._came.acquire()
+            self.frame = None
+            self._wake()
         self.error, self.calls = None, []
 
     def end(self) -> None:
         self._work = None
-        self._go.release()
+        self._go.put(None)
 
 
 class Trainer:

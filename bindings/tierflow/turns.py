@@ -76,6 +76,8 @@ class Turn:
         """What calling the module does."""
         active = self.engine.active
         if active is not None:
+            if self.engine.active_thread != threading.get_ident():
+                raise _native.UsageError("two streamed modules run at the same time: models stream in one thread")
             if self.unit_set <= active.unit_set:
                 return self.forward(*args, **kwargs)
             raise _native.UsageError(

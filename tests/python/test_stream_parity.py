@@ -67,6 +67,22 @@ def test_tied_weights(tmp_path):
     assert runs[0][0][0][0] == runs[1][0][0][0] == expected[0][0]
 
 
+def test_tied_weights_and_dropout_have_the_same_bits_in_both_orders_with_one_micro_batch():
+    """With more, contributions of tied weights add up, and random numbers are drawn, in another order."""
+    import transformers
+    from streaming import GPT2
+
+    runs = []
+    for trainer in (False, True):
+        torch.manual_seed(4)
+        config = transformers.GPT2Config(**{**GPT2, "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1})
+        model = tierflow.wrap(transformers.GPT2LMHeadModel(config).bfloat16().train(), roomy())
+        runs.append((train(model, "gpt2", steps=4, passes=1, trainer=trainer, clip=1.0), masters(model)))
+        tierflow.close(model)
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(master, runs[1][1][name]) for name, master in runs[0][1].items())
+
+
 def test_layer_major_fetches_weights_once_a_direction():
     """Bytes that go up in a step do not grow with the micro-batches; in the free loop they do."""
     uploads = {}

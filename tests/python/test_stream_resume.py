@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from streaming import GPT2, GROUPED, TEXT, VOCAB, batches, make, masters, roomy, scarce, tierflow, torch, transformers
+from streaming import GPT2, GROUPED, VOCAB, batches, make, masters, roomy, scarce, tierflow, torch, transformers
 
 LR = 1e-3
 
@@ -74,6 +74,27 @@ def test_adapters_over_a_frozen_base_resume(tmp_path):
     model, opt = adapted(1)
     tierflow.load_checkpoint(model, opt, tmp_path / "checkpoint")
     assert steps(model, opt, data[2:]) == expected
+
+
+def test_accelerate_resumes_with_its_bits(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    from tierflow.hf import attach_accelerator
+
+    data, runs = batches("llama", 4), []
+    for resumed in (False, True):
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = tierflow.wrap(make("llama"), roomy())
+        model, opt = accelerator.prepare(model, tierflow.optim.AdamW(model.parameters(), lr=LR))
+        attach_accelerator(accelerator, opt.optimizer)
+        if resumed:
+            accelerator.load_state(tmp_path / "state")
+        else:
+            steps(model, opt, data[:2])
+            accelerator.save_state(tmp_path / "state")
+        runs.append((steps(model, opt, data[2:]), masters(model)))
+        tierflow.close(model)
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(master, runs[1][1][name]) for name, master in runs[0][1].items())
 
 
 @pytest.fixture
