@@ -155,6 +155,7 @@ void PlanChecker::compute(const Task& task, const Plan& plan) {
 void PlanChecker::sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit) {
   const std::uint64_t begin = visit.gradients[position], bytes = 4 * layout_.unit_elements(unit);
   if (begin == kNowhere) return wrong("the visit has no place for the gradient of unit " + std::to_string(unit));
+  if (bytes == 0) return;  // a unit without parameters
   Content sum{What::sum, unit, step_, 0};
   if (task.micro_batch != 0 || !visit.fresh_gradient[position]) {
     const auto found = device_.find(begin);

@@ -5,7 +5,21 @@
 
 namespace tierflow::swap {
 
-Simulator::Simulator(Rates rates) : rates_(std::move(rates)) {}
+namespace {
+
+double at_rate(double amount, double rate) {
+  return rate > 0 ? amount / rate : 0.0;
+}
+
+}  // namespace
+
+Simulator::Simulator(const Layout& layout, bool staged, Rates rates)
+    : layout_(layout), staged_(staged), rates_(std::move(rates)) {
+  for (const Chunk& chunk : layout.chunks()) {
+    const auto found = rates_.update.find(layout.units()[chunk.unit].groups[chunk.group].precision);
+    update_rates_.push_back(found == rates_.update.end() ? 0 : found->second);
+  }
+}
 
 void Simulator::append(const Plan& plan) {
   if (nodes_.empty()) base_ = plan.first_id;
@@ -21,6 +35,7 @@ void Simulator::append(const Plan& plan) {
                     .chunk = task.chunk,
                     .bytes = task.bytes,
                     .dependencies = task.dependencies};
+    added.phases = phases(task, plan);
     added.updates = task.lane == Lane::update;
     for (TaskId dependency : task.dependencies) {
       if (dependency < base_ || node(dependency).done) continue;
@@ -34,63 +49,67 @@ void Simulator::append(const Plan& plan) {
   }
 }
 
-double Simulator::seconds(Server server, const TaskRecord& task) const {
-  const MachineRates& machine = rates_.machine;
-  const auto bytes = static_cast<double>(task.bytes);
-  const auto at = [](double amount, double rate) { return rate > 0 ? amount / rate : 0.0; };
-  switch (server) {
-    case kRead:
-      return at(bytes, machine.disk_read);
-    case kWrite:
-      return at(bytes, machine.disk_write);
-    case kVerify:
-      return at(bytes, machine.checksum);
-    case kUpload:
-      return at(bytes, machine.upload);
-    case kDownload:
-      return at(task.kind == TaskKind::download_gradient ? 2 * bytes : bytes, machine.download);
-    case kUpdate:
-      return at(bytes / 2, task.kind == TaskKind::measure ? machine.measure : machine.update);
-    default:
-      break;
-  }
+double Simulator::compute_seconds(const Task& task, const Plan& plan) const {
   const StageSeconds& stage = rates_.stages[task.stage];
-  switch (task.pass) {
-    case Pass::forward:
-      return stage.forward;
-    case Pass::backward:
-      return stage.backward;
-    case Pass::head:
-      return stage.head;
-    default:
-      return stage.evaluate;
-  }
+  double seconds = task.pass == Pass::forward    ? stage.forward
+                   : task.pass == Pass::backward ? stage.backward
+                   : task.pass == Pass::head     ? stage.head
+                                                 : stage.evaluate;
+  if (task.micro_batch != 0) return seconds;
+  const Visit& visit = plan.visits[task.visit];
+  const auto& units = layout_.stages()[task.stage].units;
+  for (std::size_t position = 0; position < visit.fresh_gradient.size(); ++position)
+    if (visit.fresh_gradient[position])
+      seconds += at_rate(4.0 * static_cast<double>(layout_.unit_elements(units[position])), rates_.machine.fill);
+  return seconds;
 }
 
-double Simulator::cores_wanted(Server server) const {
-  switch (server) {
-    case kUpdate:
-      return rates_.machine.cores;
-    case kVerify:
-      return 1;
-    case kCompute:
-      return rates_.machine.compute_on_cores ? rates_.machine.cores : 0;
-    case kUpload:
-    case kDownload:
-      return rates_.machine.compute_on_cores ? 1 : 0;
-    default:
-      return 0;
+// What is read also has to be verified: that is the second phase, by another server.
+std::vector<Simulator::Phase> Simulator::phases(const Task& task, const Plan& plan) const {
+  const MachineRates& machine = rates_.machine;
+  const auto bytes = static_cast<double>(task.bytes), elements = bytes / 2;
+  const double copying = machine.compute_on_cores ? 1 : 0;
+  switch (task.lane) {
+    case Lane::disk_read:
+      return {{at_rate(bytes, machine.disk_read)}, {at_rate(bytes, machine.checksum), 1}};
+    case Lane::disk_write:
+      return {{at_rate(bytes, machine.disk_write)}};
+    case Lane::upload:
+      return {{at_rate(bytes, machine.upload), copying}};
+    case Lane::download:
+      return {{task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast)
+                                                        : at_rate(bytes, machine.download),
+               copying}};
+    case Lane::compute:
+      return {{compute_seconds(task, plan), machine.compute_on_cores ? static_cast<double>(machine.threads) : 0}};
+    case Lane::update:
+      break;
   }
+  const bool updates = task.kind == TaskKind::update;
+  double seconds = updates ? at_rate(elements, update_rates_[task.chunk]) : 0, stamped = 0;
+  if (!updates || !staged_) seconds += at_rate(elements, machine.measure);
+  if (updates && task.words.where == HostRef::Where::word_buffer) stamped += bytes;
+  if (updates && task.state.where == HostRef::Where::state_buffer)
+    stamped += static_cast<double>(layout_.chunks()[task.chunk].state_bytes);
+  if (!updates && task.gradient.where == HostRef::Where::word_buffer) stamped += bytes;
+  std::vector<Phase> both{{seconds, static_cast<double>(machine.threads)}};
+  if (stamped > 0) both.push_back({at_rate(stamped, machine.checksum), 1});
+  return both;
 }
 
 double Simulator::speed(Server server) const {
-  if (server == kRead) return servers_[kWrite].empty() ? 1.0 : 0.5;
-  if (server == kWrite) return servers_[kRead].empty() ? 1.0 : 0.5;
-  if (cores_wanted(server) == 0) return 1.0;
+  const MachineRates& machine = rates_.machine;
+  if (server == kRead || server == kWrite) {
+    if (servers_[server == kRead ? kWrite : kRead].empty()) return 1.0;
+    if (machine.disk_mixed <= 0 || machine.disk_read <= 0 || machine.disk_write <= 0) return 0.5;
+    return std::min(1.0, 0.25 * machine.disk_mixed * (1 / machine.disk_read + 1 / machine.disk_write));
+  }
+  const double own = servers_[server].front().phases.front().cores;
+  if (own == 0) return 1.0;
   double wanted = 0;
-  for (int other = 0; other < kServers; ++other)
-    if (!servers_[other].empty()) wanted += cores_wanted(static_cast<Server>(other));
-  return std::min(1.0, rates_.machine.cores / wanted);
+  for (int other = kVerify; other < kServers; ++other)
+    if (!servers_[other].empty()) wanted += servers_[other].front().phases.front().cores;
+  return std::min(1.0, machine.cores / wanted);
 }
 
 // Lets every lane begin what it may: its next task, once nothing of the lane runs (disks take the next at once).
@@ -103,7 +122,7 @@ void Simulator::start() {
     while (!waiting.empty() && node(waiting.front()).waiting == 0 && (queues || servers_[server].empty())) {
       Node& next = node(waiting.front());
       next.record.begin = now_;
-      servers_[server].push_back({waiting.front(), seconds(server, next.record)});
+      servers_[server].push_back({waiting.front(), next.phases});
       waiting.pop_front();
     }
   }
@@ -130,7 +149,7 @@ void Simulator::play(const std::size_t& remaining) {
     for (int server = 0; server < kServers; ++server) {
       if (servers_[server].empty()) continue;
       speeds[server] = speed(static_cast<Server>(server));
-      const double needed = servers_[server].front().left / speeds[server];
+      const double needed = servers_[server].front().phases.front().seconds / speeds[server];
       if (step < 0 || needed < step) step = needed;
     }
     if (step < 0) return;  // nothing runs and nothing can start: the plan has no more
@@ -138,14 +157,16 @@ void Simulator::play(const std::size_t& remaining) {
     for (int server = 0; server < kServers; ++server) {
       if (servers_[server].empty()) continue;
       Work& work = servers_[server].front();
-      work.left -= step * speeds[server];
-      if (work.left > 1e-12) continue;
-      const TaskId id = work.id;
+      work.phases.front().seconds -= step * speeds[server];
+      if (work.phases.front().seconds > 1e-12) continue;
+      work.phases.erase(work.phases.begin());
+      if (!work.phases.empty() && server != kRead) continue;
+      Work done = std::move(work);
       servers_[server].pop_front();
       if (server == kRead)
-        servers_[kVerify].push_back({id, seconds(kVerify, node(id).record)});
+        servers_[kVerify].push_back(std::move(done));
       else
-        finish(id);
+        finish(done.id);
     }
   }
 }

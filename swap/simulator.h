@@ -3,20 +3,26 @@
 // Nothing is allocated, read or computed. Deterministic.
 #include <cstdint>
 #include <deque>
+#include <map>
+#include <string>
 #include <vector>
 
 #include "swap/timeline.h"
 
 namespace tierflow::swap {
 
-// What the machine does when it does nothing else.
+// What the machine does when it does nothing else. A rate of 0 takes no time.
 struct MachineRates {
-  double disk_read = 0, disk_write = 0;  // bytes a second, of all drives together; half duplex
-  double upload = 0, download = 0;       // bytes a second; of a gradient, the fp32 bytes on the device
-  double update = 0, measure = 0;        // parameters a second, on all cores
+  double disk_read = 0, disk_write = 0;  // bytes a second, of all drives together
+  double disk_mixed = 0;                 // of both directions together, as many bytes each; 0: half duplex
+  double upload = 0, download = 0;       // bytes a second
+  double cast = 0;                       // parameters a second: fp32 gradients on the device to bf16 on the host
+  double fill = 0;                       // bytes a second: zeroing a gradient on the device
+  double measure = 0;                    // parameters a second, on all cores
   double checksum = 0;                   // bytes a second, on one core
-  int cores = 1;
-  bool compute_on_cores = true;  // the device is the CPU: computing and copying take cores from the update
+  int cores = 1;                         // of the machine
+  int threads = 1;                       // that compute with, and that update
+  bool compute_on_cores = true;          // the device is the CPU: computing and copying take cores from the update
 };
 
 // Seconds of one micro-batch in a stage; head: forward and backward of the last one.
@@ -26,12 +32,14 @@ struct StageSeconds {
 
 struct Rates {
   MachineRates machine;
+  std::map<std::string, double> update;  // parameters a second on all cores, by GroupShape::precision
   std::vector<StageSeconds> stages;
 };
 
 class Simulator {
  public:
-  explicit Simulator(Rates rates);
+  // The layout outlives the simulator. `staged` is the arrangement's: without it an update measures its gradient too.
+  Simulator(const Layout& layout, bool staged, Rates rates);
 
   // As the executor's: the plan's tasks may start from now() on.
   void append(const Plan& plan);
@@ -44,26 +52,34 @@ class Simulator {
  private:
   // Who works on a task. A disk serves its queue in order, as does the thread that verifies what was read.
   enum Server { kRead, kWrite, kVerify, kUpload, kDownload, kCompute, kUpdate, kServers };
+  // Work of one kind: so long at full speed, on so many cores.
+  struct Phase {
+    double seconds = 0, cores = 0;
+  };
   struct Node {
     TaskRecord record;
+    std::vector<Phase> phases;
     int waiting = 0;
     bool done = false, updates = false;
     std::vector<TaskId> dependents;
   };
   struct Work {
     TaskId id = 0;
-    double left = 0;  // seconds at full speed
+    std::vector<Phase> phases;  // the first is at work
   };
 
   Node& node(TaskId id) { return nodes_[id - base_]; }
   void start();
   void play(const std::size_t& remaining);
-  double seconds(Server server, const TaskRecord& task) const;
-  double cores_wanted(Server server) const;
+  std::vector<Phase> phases(const Task& task, const Plan& plan) const;
+  double compute_seconds(const Task& task, const Plan& plan) const;
   double speed(Server server) const;
   void finish(TaskId id);
 
+  const Layout& layout_;
+  const bool staged_;
   const Rates rates_;
+  std::vector<double> update_rates_;  // by chunk
   double now_ = 0;
   std::deque<Node> nodes_;
   TaskId base_ = 0;

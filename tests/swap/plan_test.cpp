@@ -26,17 +26,18 @@ Shapes random_shapes(std::minstd_rand& random) {
   const int blocks = 1 + static_cast<int>(random() % 6);
   const auto unit = [&](const char* name, std::uint64_t most, bool trainable) {
     UnitShape shape{.name = name, .trainable = trainable};
-    const std::uint64_t matrix = kElementsPad * (1 + random() % (most / kElementsPad));
+    const std::uint64_t matrix = kElementsPad * (1 + random() % std::max<std::uint64_t>(1, most / kElementsPad));
     shape.groups.push_back({.elements = matrix, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"});
     if (random() % 2 == 0)
       shape.groups.push_back({.elements = kElementsPad, .state_bytes_element = 10, .precision = "b"});
+    if (most == 0) shape.groups.clear();  // a layer without parameters
     shapes.units.push_back(std::move(shape));
   };
   const bool frozen = random() % 4 == 0;
   unit("embedding", 400 * 1024, true);
   shapes.stages.push_back({.units = {0}, .backward_needs_weights = false});
   for (int block = 0; block < blocks; ++block) {
-    unit("block", 300 * 1024, !(frozen && random() % 2 == 0));
+    unit("block", random() % 8 == 0 ? 0 : 300 * 1024, !(frozen && random() % 2 == 0));
     shapes.stages.push_back({.units = {1 + block}, .carry_bytes = kSector * (1 + random() % 8)});
   }
   unit("head", tied ? kElementsPad : 300 * 1024, true);
@@ -71,11 +72,14 @@ Rates rates_of(const Layout& layout) {
   return {.machine = {.disk_read = 1e9,
                       .disk_write = 5e8,
                       .upload = 8e9,
-                      .download = 4e9,
-                      .update = 1e9,
+                      .download = 8e9,
+                      .cast = 1e9,
+                      .fill = 2e10,
                       .measure = 4e9,
                       .checksum = 8e9,
-                      .cores = 2},
+                      .cores = 2,
+                      .threads = 2},
+          .update = {{"a", 1e9}, {"b", 2e9}},
           .stages = std::vector<StageSeconds>(
               layout.stages().size(), StageSeconds{.forward = 1e-3, .backward = 3e-3, .head = 4e-3, .evaluate = 1e-3})};
 }
@@ -182,7 +186,7 @@ TEST(Simulator, PlaysRandomPlansToTheirEnd) {
   for (int round = 0; round < 100; ++round) {
     const Planned planned = random_arrangement(random);
     Planner planner(*planned.layout, planned.arrangement);
-    Simulator simulator(rates_of(*planned.layout));
+    Simulator simulator(*planned.layout, planned.arrangement.staged, rates_of(*planned.layout));
     bool pending = false;
     std::size_t tasks = 0;
     double before = 0;
@@ -223,12 +227,12 @@ TEST(Simulator, AddsUpWhatCannotOverlap) {
   Rates rates;
   // No cores are shared, so that every duration stands alone; 2 ms an upload of a 4 KiB chunk.
   rates.machine = {.upload = 2 * kElementsPad / 2e-3,
-                   .download = 4 * kElementsPad / 3e-3,
+                   .cast = kElementsPad / 3e-3,
                    .measure = kElementsPad / 1e-3,
                    .cores = 1,
                    .compute_on_cores = false};
   rates.stages = {{.forward = 10e-3, .backward = 20e-3}, {.head = 40e-3}};
-  Simulator simulator(rates);
+  Simulator simulator(layout, /*staged=*/true, rates);
   simulator.append(planner.train_step(false));
   simulator.finish_updates();
   // Upload of a, forward of a (the upload of b beside it), head; the ring has room for one gradient, so b's leaves
@@ -241,6 +245,57 @@ TEST(Simulator, AddsUpWhatCannotOverlap) {
   EXPECT_NEAR(causes.at("download_gradient"), 3e-3, 1e-9);
 }
 
+// A unit of one chunk that streams, updated at once: what an update costs beside its arithmetic.
+TEST(Simulator, CountsWhatAnUpdateDoesBesideTheUpdate) {
+  const Layout layout(
+      {{.name = "a", .groups = {{.elements = kElementsPad, .state_bytes_element = 4, .precision = "p"}}},
+       {.name = "b", .groups = {{.elements = kElementsPad, .state_bytes_element = 4, .precision = "q"}}}},
+      {{.units = {0}, .backward_needs_weights = false}, {.units = {1}, .carry_bytes = kSector}}, kChunkQuantum);
+  // Room for buffers alone: every extent streams.
+  auto arranged = arrange(layout, {.host_budget = 16 << 10, .device_budget = 64 << 20, .staged = false});
+  ASSERT_TRUE(arranged.ok()) << arranged.error().message();
+  const Arrangement arrangement = std::move(arranged).value();
+  ASSERT_FALSE(arrangement.hi_resident[0] || arrangement.state_resident[0]);
+  const auto seconds = [&](const MachineRates& machine, const std::map<std::string, double>& update = {}) {
+    Planner planner(layout, arrangement);
+    Simulator simulator(layout, arrangement.staged, {.machine = machine, .update = update, .stages = {{}, {}}});
+    simulator.append(planner.train_step(false));
+    simulator.finish_updates();
+    return simulator.now();
+  };
+  EXPECT_EQ(seconds({}), 0);
+  // Each chunk at the rate of its own precision, one after the other.
+  EXPECT_NEAR(seconds({}, {{"p", kElementsPad / 2e-3}, {"q", kElementsPad / 3e-3}}), 5e-3, 1e-9);
+  // Unstaged updates measure their own gradient.
+  EXPECT_NEAR(seconds({.measure = kElementsPad / 1e-3}), 2e-3, 1e-9);
+  // Both gradients are zeroed before they are added to.
+  EXPECT_NEAR(seconds({.fill = 4 * kElementsPad / 4e-3}), 8e-3, 1e-9);
+  // Words and state are stamped after an update, and verified when they are read.
+  const double stamped = 2 * 6 * kElementsPad;
+  EXPECT_GT(seconds({.checksum = stamped / 6e-3}), 6e-3 - 1e-9);
+}
+
+TEST(Simulator, ReadsAndWritesShareTheDrive) {
+  std::minstd_rand random(21);
+  Planned planned = random_arrangement(random);
+  while (planned.arrangement.host_bytes(*planned.layout) == 0 || planned.arrangement.word_buffers == 0 ||
+         planned.arrangement.state_buffers == 0)
+    planned = random_arrangement(random);
+  const auto run_seconds = [&](double mixed) {
+    Planner planner(*planned.layout, planned.arrangement);
+    Rates rates{.machine = {.disk_read = 1e8, .disk_write = 1e8, .disk_mixed = mixed},
+                .stages = std::vector<StageSeconds>(planned.layout->stages().size())};
+    Simulator simulator(*planned.layout, planned.arrangement.staged, rates);
+    for (int step = 0; step < 4; ++step) simulator.append(planner.train_step(step > 0 && planned.arrangement.staged));
+    simulator.drain();
+    return simulator.now();
+  };
+  const double half_duplex = run_seconds(0);
+  EXPECT_NEAR(run_seconds(1e8), half_duplex, 1e-9);  // as much in both directions together as in one
+  EXPECT_LT(run_seconds(2e8), half_duplex);          // full duplex
+  EXPECT_GT(run_seconds(0.5e8), half_duplex);        // the two disturb each other
+}
+
 TEST(Simulator, SharesTheCoresBetweenComputeAndUpdate) {
   std::minstd_rand random(8);
   const Planned planned = random_arrangement(random);
@@ -248,7 +303,7 @@ TEST(Simulator, SharesTheCoresBetweenComputeAndUpdate) {
     Planner planner(*planned.layout, planned.arrangement);
     Rates rates = rates_of(*planned.layout);
     rates.machine.compute_on_cores = shared;
-    Simulator simulator(rates);
+    Simulator simulator(*planned.layout, planned.arrangement.staged, rates);
     simulator.append(planner.train_step(false));
     simulator.finish_updates();
     return simulator.now();
@@ -260,7 +315,7 @@ TEST(Timeline, WritesATraceThatNamesLanesAndStalls) {
   std::minstd_rand random(9);
   const Planned planned = random_arrangement(random);
   Planner planner(*planned.layout, planned.arrangement);
-  Simulator simulator(rates_of(*planned.layout));
+  Simulator simulator(*planned.layout, planned.arrangement.staged, rates_of(*planned.layout));
   simulator.append(planner.train_step(false));
   simulator.drain();
   const auto records = simulator.take_records();
