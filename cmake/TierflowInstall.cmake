@@ -6,7 +6,7 @@ set(package_folder "${CMAKE_INSTALL_LIBDIR}/cmake/tierflow")
 # tierflow::tierflow is everything that was built.
 add_library(tierflow INTERFACE)
 target_compile_features(tierflow INTERFACE cxx_std_20)
-set(libraries io optim swap core)
+set(libraries io optim swap core planning)
 if(TIERFLOW_TORCH)
   list(APPEND libraries models session)
 endif()

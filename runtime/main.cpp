@@ -18,12 +18,11 @@
 #include "runtime/exception.h"
 #include "runtime/files.h"
 #include "runtime/init.h"
+#include "runtime/plan_command.h"
 #include "runtime/train.h"
 
 namespace tierflow {
 namespace {
-
-namespace fs = std::filesystem;
 
 volatile std::sig_atomic_t stop_asked = 0;
 
@@ -34,27 +33,19 @@ constexpr const char* usage =
     "\n"
     "  init   make a model folder with random weights from a config.json\n"
     "  train  train a model on text and write the result as a Hugging Face model folder\n"
+    "  plan   say what training would take of memory, storage and time, without training\n"
     "  eval   print the loss and perplexity of a model on text\n"
     "  export write what a training run left in its store as a Hugging Face model folder\n"
     "  bench  measure the drives (bench storage) and the update (bench optimizer) of this machine\n"
     "\n"
     "tierflow COMMAND --help lists the options of a command. Exit codes: docs/errors.md\n";
 
-// The library beside the program (build tree), or in the lib folder beside its bin folder (installed).
 void* load_train_library() {
-  std::error_code ignored;
-  const fs::path here = fs::read_symlink("/proc/self/exe", ignored).parent_path();
-  const char* name = "libtierflow_train.so";
-  for (const fs::path& path :
-       {here / name, here.parent_path() / "lib" / name, here.parent_path() / "lib" / "x86_64-linux-gnu" / name}) {
-    if (!fs::exists(path, ignored)) continue;
-    if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL); library != nullptr) return library;
-    const char* reason = dlerror();
-    fail(io::ErrorKind::environment, path.string(),
-         "cannot be loaded: " + printable(reason == nullptr ? "" : reason, 300));
-  }
-  fail(io::ErrorKind::environment, (here / name).string(),
-       "is missing: this build has no LibTorch, without which nothing can be trained or evaluated");
+  const std::filesystem::path path = train_library();
+  if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL); library != nullptr) return library;
+  const char* reason = dlerror();
+  fail(io::ErrorKind::environment, path.string(),
+       "cannot be loaded: " + printable(reason == nullptr ? "" : reason, 300));
 }
 
 template <class Options>
@@ -109,9 +100,10 @@ int run(const std::vector<std::string>& words) {
     return 0;
   }
   const std::string& command = words[0];
-  if (command != "init" && command != "train" && command != "eval" && command != "export" && command != "bench")
+  if (command != "init" && command != "train" && command != "plan" && command != "eval" && command != "export" &&
+      command != "bench")
     fail(io::ErrorKind::usage, "",
-         "unknown command \"" + printable(command) + "\"; commands are init, train, eval, export, bench");
+         "unknown command \"" + printable(command) + "\"; commands are init, train, plan, eval, export, bench");
   const std::vector<std::string> rest(words.begin() + 1, words.end());
   const bool help = std::any_of(rest.begin(), rest.end(), [](const auto& w) { return w == "--help" || w == "-h"; });
   if (command == "bench") return run_bench(rest, help);
@@ -120,6 +112,8 @@ int run(const std::vector<std::string>& words) {
     return 0;
   }
   if (command == "train") return call("tierflow_run_train", parse_train(rest));
+  if (command == "plan")
+    return run_plan(parse_plan(rest), [](const ProfileJob& job) { call("tierflow_run_profile", job); });
   if (command == "eval") return call("tierflow_run_eval", parse_eval(rest));
   if (command == "export") return call("tierflow_run_export", parse_export(rest));
   const InitOptions options = parse_init(rest);

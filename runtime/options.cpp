@@ -130,6 +130,14 @@ OptionTable train_table(TrainOptions& o) {
   return table;
 }
 
+OptionTable plan_table(PlanOptions& o) {
+  OptionTable table("plan");
+  add_run_rows(table, o);
+  add_train_rows(table, o);
+  table.flag("refresh-profile", o.refresh_profile, "measure this machine and the model's stages again");
+  return table;
+}
+
 OptionTable eval_table(EvalOptions& o) {
   OptionTable table("eval");
   add_run_rows(table, o);
@@ -137,14 +145,18 @@ OptionTable eval_table(EvalOptions& o) {
   return table;
 }
 
-void check_run(const RunOptions& o, const char* command) {
-  if (o.data.empty()) fail_usage(fmt::format("`tierflow {}` needs --data", command));
-  if (o.tokenizer.empty()) fail_usage("--tokenizer is empty; give auto, bytes or a tokenizer.json");
-  if (o.jsonl_field.empty()) fail_usage("--jsonl-field is empty");
+void check_storage(const RunOptions& o) {
   auto sorted = o.storage;
   std::sort(sorted.begin(), sorted.end());
   if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
     fail_usage(fmt::format("--storage names {} twice", printable(twice->string())));
+}
+
+void check_run(const RunOptions& o, const char* command) {
+  if (o.data.empty()) fail_usage(fmt::format("`tierflow {}` needs --data", command));
+  if (o.tokenizer.empty()) fail_usage("--tokenizer is empty; give auto, bytes or a tokenizer.json");
+  if (o.jsonl_field.empty()) fail_usage("--jsonl-field is empty");
+  check_storage(o);
 }
 
 DataOptions common_data_options(const RunOptions& o, const ModelSpec& spec, const std::filesystem::path& folder) {
@@ -209,6 +221,15 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
   return options;
 }
 
+PlanOptions parse_plan(const std::vector<std::string>& words) {
+  PlanOptions options;
+  const OptionTable table = plan_table(options);
+  CommandLine(table).apply(words);
+  check_storage(options);
+  if (options.model.empty() == options.config.empty()) fail_usage("`tierflow plan` needs either --model or --config");
+  return options;
+}
+
 EvalOptions parse_eval(const std::vector<std::string>& words) {
   EvalOptions options;
   const OptionTable table = eval_table(options);
@@ -222,9 +243,11 @@ std::string help_of(const std::string& command) {
   InitOptions init;
   ExportOptions exported;
   TrainOptions train;
+  PlanOptions plan;
   EvalOptions eval;
   const OptionTable table = command == "init"     ? init_table(init)
                             : command == "train"  ? train_table(train)
+                            : command == "plan"   ? plan_table(plan)
                             : command == "export" ? export_table(exported)
                                                   : eval_table(eval);
   return CommandLine(table).help();

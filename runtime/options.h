@@ -73,6 +73,10 @@ struct TrainOptions : RunOptions {
   std::filesystem::path trace;  // empty: none
 };
 
+struct PlanOptions : TrainOptions {
+  bool refresh_profile = false;
+};
+
 // What --engine names.
 io::EngineKind engine_kind(const std::string& name);
 
@@ -86,8 +90,9 @@ std::string format_bytes(std::uint64_t bytes);
 InitOptions parse_init(const std::vector<std::string>& words);
 ExportOptions parse_export(const std::vector<std::string>& words);
 TrainOptions parse_train(const std::vector<std::string>& words);
+PlanOptions parse_plan(const std::vector<std::string>& words);
 EvalOptions parse_eval(const std::vector<std::string>& words);
-// The help text of "init", "train", "eval", "export".
+// The help text of "init", "train", "plan", "eval", "export".
 std::string help_of(const std::string& command);
 
 // Every option with its value, as a JSON object that --config-file reads back.

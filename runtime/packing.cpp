@@ -39,6 +39,16 @@ const char* precision_name(Precision precision) {
   return kPrecisionNames[static_cast<int>(precision)];
 }
 
+std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precision) {
+  std::vector<std::pair<StateFormat, std::string>> formats;
+  for (const bool moments_32 : {false, true}) {
+    const StateFormat format = format_of({.moments_32 = moments_32}, precision);
+    if (formats.empty() || formats.back().first.moments != format.moments)
+      formats.emplace_back(format, group_of(format, 0).precision);
+  }
+  return formats;
+}
+
 PackedModel pack(const ModelSpec& spec, Precision precision) {
   PackedModel model;
   model.precision = precision;

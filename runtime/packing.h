@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "optim/adamw.h"
@@ -42,6 +43,8 @@ struct PackedModel {
   std::uint64_t trainable_parameters = 0;
 };
 PackedModel pack(const ModelSpec& spec, Precision precision);
+// The formats that states have under a policy, by the name that a group of them carries (swap::GroupShape::precision).
+std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precision);
 
 // Typed pointers into one chunk's state bytes: lo | m | v | absmax of m | absmax of v.
 optim::State state_view(const StateFormat& format, std::uint64_t elements, std::uint16_t* words, std::byte* state);

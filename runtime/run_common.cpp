@@ -4,13 +4,12 @@
 #include <fmt/format.h>
 
 #include <csignal>
-#include <cstdio>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "runtime/device_memory.h"
 #include "runtime/exception.h"
 #include "runtime/init.h"
+#include "runtime/machine.h"
 
 namespace tierflow {
 namespace {
@@ -45,46 +44,20 @@ void watch_gpu(TrainingLog& log) {
 
 }  // namespace
 
-SessionOptions session_options(const RunOptions& options, TrainingLog& log) {
+std::uint64_t prepare_torch(const std::string& device, int threads) {
   DeviceMemory::install();
-  if (options.threads > 0) at::set_num_threads(options.threads);
-  SessionOptions result;
-  result.device = options.device == "auto" ? (swap::cuda_available() ? "cuda" : "cpu") : options.device;
-  result.storage = options.storage;
-  result.engine = engine_kind(options.engine);
-  result.allow_buffered = options.allow_buffered;
-  result.allow_any_filesystem = options.allow_any_filesystem;
-  result.micro_batch = options.micro_batch;
-  result.sequence_length = options.sequence_length;
-  result.update_threads = options.threads;
-  result.on_notice = [](const io::Notice& notice) {
-    // One call: other threads write there too.
-    const std::string line = "warning: " + notice.text + "\n";
-    std::fwrite(line.data(), 1, line.size(), stderr);
-  };
-  const std::uint64_t available = memory_available();
-  result.device_memory = options.device_memory != 0 ? options.device_memory : available / 3;
-  if (result.device == "cuda") {
-    const std::uint64_t fixed = DeviceMemory::cuda().fixed(), free = swap::cuda_bytes_free(0);
-    if (options.device_memory == 0 && free != 0) result.device_memory = fixed + free / 10 * 9;
+  if (threads > 0) at::set_num_threads(threads);
+  return device == "cuda" ? DeviceMemory::cuda().fixed() : 0;
+}
+
+void announce_device(const RunOptions& options, const SessionOptions& settings, TrainingLog& log) {
+  if (settings.device == "cuda") {
     watch_gpu(log);
   } else if (options.device == "auto") {
     const auto info = swap::cuda_device_info(0);
     if (!info.ok())
       log.say("device: CPU; no CUDA device: " + info.error().detail.substr(0, info.error().detail.find(';')));
   }
-  result.host_memory = options.host_memory != 0 ? options.host_memory : available / 2;
-  if (options.device_memory == 0 || options.host_memory == 0)
-    log.say(fmt::format("budgets: device {}, host {} ({} are free)", human_bytes(result.device_memory),
-                        human_bytes(result.host_memory), human_bytes(available)));
-  const std::uint64_t needed = result.host_memory + (result.device == "cpu" ? result.device_memory : 0);
-  if (needed > available)
-    throw Exception(
-        io::ErrorKind::usage,
-        fmt::format(
-            "--host-memory and --device-memory ask for {} of RAM and {} are free: give less, or end other programs",
-            human_bytes(needed), human_bytes(available)));
-  return result;
 }
 
 WeightSource random_weights(std::uint64_t seed) {

@@ -9,8 +9,11 @@
 
 namespace tierflow {
 
-// Device, budgets and storage of a session, chosen where the options leave them open. Sets torch's threads.
-SessionOptions session_options(const RunOptions& options, TrainingLog& log);
+// Puts torch's memory under the budget's allocator and sets its threads (0: as they are): before the first tensor.
+// Returns what the device's use takes of it beside tensors.
+std::uint64_t prepare_torch(const std::string& device, int threads);
+// Says which device it is; steps in the log tell what a card does from then on.
+void announce_device(const RunOptions& options, const SessionOptions& settings, TrainingLog& log);
 
 WeightSource random_weights(std::uint64_t seed);
 

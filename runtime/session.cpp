@@ -74,6 +74,9 @@ std::vector<swap::TaskRecord> Session::take_timeline() {
 const LayeredModel& Session::model() const {
   return *impl_->model;
 }
+const SessionPlan& Session::plan() const {
+  return impl_->plan;
+}
 
 std::optional<io::VolumeMode> Session::storage_mode() const {
   if (impl_->store == nullptr) return std::nullopt;
@@ -86,10 +89,10 @@ std::vector<io::DriveStats> Session::drives() const {
 
 MemoryUse Session::memory() const {
   return {.device_budget = impl_->options.device_memory,
-          .device_peak =
-              impl_->arrangement.device_bytes() + impl_->torch_memory.fixed() + impl_->torch_memory.stats().peak_held,
+          .device_peak = impl_->plan.arrangement.device_bytes() + impl_->torch_memory.fixed() +
+                         impl_->torch_memory.stats().peak_held,
           .host_budget = impl_->options.host_memory,
-          .host_used = impl_->arrangement.host_bytes(*impl_->layout),
+          .host_used = impl_->plan.arrangement.host_bytes(*impl_->plan.layout),
           .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->volume().size()};
 }
 
@@ -106,7 +109,7 @@ std::uint64_t Session::bytes_written_after_next_step() const {
 std::uint64_t Session::Impl::writes_of_next_step() const {
   // Staged: the update of the step before, if one waits, then this step's gradients and, before anything leaves the
   // session, its own update.
-  return (pending ? 2 : 1) * writes.update + writes.gradients + writes.commit;
+  return (pending ? 2 : 1) * plan.writes.update + plan.writes.gradients + plan.writes.commit;
 }
 
 StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
@@ -128,9 +131,9 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   }
   // Staged: this plan applies the gradients of the step before and measures its own. Immediate: it does both for its
   // own.
-  const auto work =
-      arrangement.staged ? make_work(pending_step, pending_lr, pending_scale) : make_work(updates_done + 1, lr, 1.0);
-  const bool applies = arrangement.staged ? pending : true;
+  const auto work = plan.arrangement.staged ? make_work(pending_step, pending_lr, pending_scale)
+                                            : make_work(updates_done + 1, lr, 1.0);
+  const bool applies = plan.arrangement.staged ? pending : true;
   executor->append(planner->train_step(pending), work);
   forward_all(shared, swap::Pass::forward);
   head_all(shared, 1.0 / static_cast<double>(std::max<std::int64_t>(targets, 1)), result, *work);
@@ -153,13 +156,13 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
 void Session::Impl::settle(StepResult& result, const OptimizerWork& work, bool applies, double lr) {
   result.grad_norm = work.gradient_norm();
   result.skipped = !std::isfinite(result.loss) || !work.finite();
-  const bool applied = applies && !(result.skipped && !arrangement.staged);
-  if (applied && work.updated_parameters() != packed.trainable_parameters)
+  const bool applied = applies && !(result.skipped && !plan.arrangement.staged);
+  if (applied && work.updated_parameters() != plan.packed.trainable_parameters)
     throw Exception(io::ErrorKind::numeric, "step " + std::to_string(result.step) + " updated " +
                                                 std::to_string(work.updated_parameters()) + " of " +
-                                                std::to_string(packed.trainable_parameters) + " parameters");
+                                                std::to_string(plan.packed.trainable_parameters) + " parameters");
   if (result.skipped) ++skipped;
-  if (arrangement.staged) {
+  if (plan.arrangement.staged) {
     pending = !result.skipped;
     if (pending) {
       pending_step = ++updates_done;
@@ -175,10 +178,11 @@ void Session::Impl::settle(StepResult& result, const OptimizerWork& work, bool a
 // Memory ran out in this step: the model stands after the one before.
 void Session::Impl::drop_step(const OptimizerWork& work, bool applies) {
   --steps;
-  if (arrangement.staged) {
-    if (applies && work.updated_parameters() != packed.trainable_parameters)
+  if (plan.arrangement.staged) {
+    if (applies && work.updated_parameters() != plan.packed.trainable_parameters)
       throw Exception(io::ErrorKind::numeric, "the step before updated " + std::to_string(work.updated_parameters()) +
-                                                  " of " + std::to_string(packed.trainable_parameters) + " parameters");
+                                                  " of " + std::to_string(plan.packed.trainable_parameters) +
+                                                  " parameters");
     pending = false;
   } else if (work.updated_parameters() != 0) {
     out_of_memory->detail +=
@@ -199,9 +203,9 @@ std::shared_ptr<OptimizerWork> Session::Impl::make_work(std::int64_t step, doubl
                                   .eps = static_cast<float>(adamw.eps),
                                   .step = std::max<std::int64_t>(step, 1),
                                   .gradient_scale = static_cast<float>(scale)};
-  auto work = std::make_shared<OptimizerWork>(packed, *layout, threads, params, static_cast<float>(adamw.weight_decay),
-                                              mix(options.seed));
-  work->immediate = !arrangement.staged;
+  auto work = std::make_shared<OptimizerWork>(plan.packed, *plan.layout, threads, params,
+                                              static_cast<float>(adamw.weight_decay), mix(options.seed));
+  work->immediate = !plan.arrangement.staged;
   return work;
 }
 
@@ -210,9 +214,10 @@ void Session::Impl::flush() {
     const auto work = make_work(pending_step, pending_lr, pending_scale);
     executor->append(planner->flush(), work);
     throw_if(executor->drain());
-    if (work->updated_parameters() != packed.trainable_parameters)
+    if (work->updated_parameters() != plan.packed.trainable_parameters)
       throw Exception(io::ErrorKind::numeric, "the last step updated " + std::to_string(work->updated_parameters()) +
-                                                  " of " + std::to_string(packed.trainable_parameters) + " parameters");
+                                                  " of " + std::to_string(plan.packed.trainable_parameters) +
+                                                  " parameters");
     pending = false;
   }
   throw_if(executor->drain());
@@ -224,10 +229,10 @@ swap::Entered Session::Impl::enter(int stage, swap::Pass pass, int micro_batch) 
 
 Weights Session::Impl::weights_of(const swap::Entered& entered) const {
   Weights weights;
-  const swap::StageShape& stage = layout->stages()[entered.visit->stage];
+  const swap::StageShape& stage = plan.layout->stages()[entered.visit->stage];
   for (std::size_t position = 0; position < stage.units.size(); ++position) {
     const UnitSpec& unit = model->spec().units[stage.units[position]];
-    const PackedUnit& packed_unit = packed.units[stage.units[position]];
+    const PackedUnit& packed_unit = plan.packed.units[stage.units[position]];
     std::vector<torch::Tensor> tensors(unit.tensors.size());
     for (const PackedTensor& tensor : packed_unit.tensors) {
       const auto& shape = unit.tensors[tensor.tensor].shape;
@@ -243,7 +248,7 @@ Weights Session::Impl::weights_of(const swap::Entered& entered) const {
 
 Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_batch) const {
   Gradients gradients;
-  const swap::StageShape& stage = layout->stages()[entered.visit->stage];
+  const swap::StageShape& stage = plan.layout->stages()[entered.visit->stage];
   const auto floats = torch::TensorOptions().dtype(torch::kFloat32).device(torch_device);
   for (std::size_t position = 0; position < stage.units.size(); ++position) {
     const int index = stage.units[position];
@@ -252,8 +257,9 @@ Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_ba
     const std::uint64_t at = entered.visit->gradients[position];
     if (at != swap::kNowhere) {
       if (micro_batch == 0 && entered.visit->fresh_gradient[position])
-        torch::from_blob(entered.arena + at, {static_cast<std::int64_t>(layout->unit_elements(index))}, floats).zero_();
-      for (const PackedTensor& tensor : packed.units[index].tensors)
+        torch::from_blob(entered.arena + at, {static_cast<std::int64_t>(plan.layout->unit_elements(index))}, floats)
+            .zero_();
+      for (const PackedTensor& tensor : plan.packed.units[index].tensors)
         tensors[tensor.tensor] =
             torch::from_blob(entered.arena + at + 4 * tensor.offset, unit.tensors[tensor.tensor].shape, floats);
     }

@@ -1,6 +1,7 @@
 #pragma once
-// FRONT DOOR of training: a model whose state streams, and its steps. Throws Exception; after an exception from step()
-// or evaluate() the session can only be destroyed, unless intact() says otherwise.
+// FRONT DOOR of training: a model whose state streams, and its steps. Throws Exception, or std::logic_error for a
+// defect of its own; after an exception from step() or evaluate() the session can only be destroyed, unless intact()
+// says otherwise.
 #include <array>
 #include <cstdint>
 #include <filesystem>
@@ -12,7 +13,8 @@
 
 #include "io/volume.h"
 #include "runtime/layered_model.h"
-#include "runtime/packing.h"
+#include "runtime/session_options.h"
+#include "runtime/session_plan.h"
 #include "swap/executor.h"
 
 namespace tierflow {
@@ -21,32 +23,6 @@ struct AdamW {
   double lr = 1e-5;
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
   double weight_decay = 0.0;  // of matrices; norms and biases are not decayed
-};
-
-struct SessionOptions {
-  std::string device = "cpu";                  // "cpu", "cuda"
-  std::uint64_t device_memory = 0;             // bytes: weights, gradients, activations and workspace
-  std::uint64_t host_memory = 0;               // bytes: streaming buffers and residency
-  std::vector<std::filesystem::path> storage;  // empty: everything must fit the host budget
-  io::EngineKind engine = io::EngineKind::automatic;
-  bool allow_buffered = false, allow_any_filesystem = false;
-  // Bytes that storage may be given to write in the session's life; 0: any number. A limit that loading and the first
-  // step would pass is refused; after that the client asks bytes_written_after_next_step().
-  std::uint64_t write_limit = 0;
-  std::function<void(const io::Notice&)>
-      on_notice;  // what the drives have to say; on a thread of theirs, must not block
-  Precision precision = Precision::fp32_master_adam8;
-  std::optional<double> clip = 1.0;  // global gradient norm; none: updates run beside the backward
-  std::int64_t micro_batch = 1;      // sequences in a micro-batch
-  int micro_batches = 1;             // in a step
-  std::int64_t sequence_length = 512;
-  std::uint64_t seed = 0;            // of dropout and stochastic rounding
-  int update_threads = 0;            // 0: as many as torch uses
-  bool keep_store = false;           // the state outlives the session in `storage`: see commit() and export_store()
-  bool train = true;                 // false: evaluate() and export alone
-  std::uint64_t chunk_elements = 0;  // 0: from the host budget
-  std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests
-  bool record = false;               // keep when each task ran: see take_timeline()
 };
 
 struct StepResult {
@@ -114,6 +90,7 @@ class Session {
   std::uint64_t bytes_written_after_next_step() const;
   std::string describe() const;  // one paragraph: what lives where
   const LayeredModel& model() const;
+  const SessionPlan& plan() const;
   // With keep_store: makes the state as it is now the one that the storage folders hold, durably.
   void commit();
 

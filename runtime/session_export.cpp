@@ -57,18 +57,11 @@ ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) 
 
 }  // namespace
 
-std::string store_identity(const ModelSpec& spec, Precision precision) {
-  return nlohmann::json{{"config", spec.config_json},
-                        {"precision", precision_name(precision)},
-                        {"tiling", {spec.tiling.vocabulary_elements, spec.tiling.block_elements}}}
-      .dump();
-}
-
 void Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
   Impl& impl = *impl_;
   impl.flush();
   export_words(
-      impl.model->spec(), impl.packed, *impl.layout, folder,
+      impl.model->spec(), impl.plan.packed, *impl.plan.layout, folder,
       [&](int chunk, const auto& use) { throw_if(impl.executor->access(swap::ExtentKind::hi, chunk, false, use)); },
       progress);
 }
@@ -109,10 +102,10 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
 std::vector<float> Session::master(int unit, int tensor) {
   Impl& impl = *impl_;
   impl.flush();
-  const PackedUnit& packed = impl.packed.units[unit];
+  const PackedUnit& packed = impl.plan.packed.units[unit];
   std::vector<float> values(impl.model->spec().units[unit].tensors[tensor].elements());
-  const int first = impl.layout->first_chunk(unit);
-  for (const swap::Chunk& chunk : impl.layout->chunks_of(unit)) {
+  const int first = impl.plan.layout->first_chunk(unit);
+  for (const swap::Chunk& chunk : impl.plan.layout->chunks_of(unit)) {
     const int id = first + chunk.index;
     std::vector<std::uint16_t> hi(chunk.elements), lo(chunk.elements);
     throw_if(impl.executor->access(swap::ExtentKind::hi, id, false, [&](std::span<std::byte> bytes) {
@@ -155,21 +148,22 @@ std::string Session::describe() const {
   const auto share = [&](const std::vector<bool>& resident) {
     std::uint64_t kept = 0, all = 0;
     for (std::size_t id = 0; id < resident.size(); ++id) {
-      all += impl.layout->chunks()[id].elements;
-      if (resident[id]) kept += impl.layout->chunks()[id].elements;
+      all += impl.plan.layout->chunks()[id].elements;
+      if (resident[id]) kept += impl.plan.layout->chunks()[id].elements;
     }
     return std::to_string(all == 0 ? 0 : kept * 100 / all) + "%";
   };
   const std::size_t on_host =
-      std::count(impl.arrangement.carry_on_host.begin(), impl.arrangement.carry_on_host.end(), true);
-  std::string text = std::to_string(parameters() / 1000000) + "M parameters, " +
-                     precision_name(impl.options.precision) + "; device: " + mib(impl.arrangement.device_bytes()) +
-                     " of slots and " + mib(impl.workspace) + " of workspace in " + mib(impl.options.device_memory) +
-                     "; host: " + mib(impl.arrangement.host_bytes(*impl.layout)) + " of " +
-                     mib(impl.options.host_memory) + ", in it " + share(impl.arrangement.hi_resident) +
-                     " of the weights";
-  if (impl.options.train) text += ", " + share(impl.arrangement.state_resident) + " of the optimizer state";
-  if (impl.arrangement.staged) text += ", " + share(impl.arrangement.gradient_resident) + " of the staged gradients";
+      std::count(impl.plan.arrangement.carry_on_host.begin(), impl.plan.arrangement.carry_on_host.end(), true);
+  std::string text =
+      std::to_string(parameters() / 1000000) + "M parameters, " + precision_name(impl.options.precision) +
+      "; device: " + mib(impl.plan.arrangement.device_bytes()) + " of slots and " + mib(impl.plan.workspace) +
+      " of workspace in " + mib(impl.options.device_memory) +
+      "; host: " + mib(impl.plan.arrangement.host_bytes(*impl.plan.layout)) + " of " + mib(impl.options.host_memory) +
+      ", in it " + share(impl.plan.arrangement.hi_resident) + " of the weights";
+  if (impl.options.train) text += ", " + share(impl.plan.arrangement.state_resident) + " of the optimizer state";
+  if (impl.plan.arrangement.staged)
+    text += ", " + share(impl.plan.arrangement.gradient_resident) + " of the staged gradients";
   if (on_host != 0) text += ", the boundary activations of " + std::to_string(on_host) + " layers";
   if (impl.options.device != "cpu") {
     const std::string note = impl.executor->pin_note();

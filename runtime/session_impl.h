@@ -1,34 +1,20 @@
 #pragma once
 // Inside of Session, shared by session*.cpp.
-#include "runtime/device_memory.h"
 #include "runtime/exception.h"
 #include "runtime/optimizer_work.h"
 #include "runtime/session.h"
+#include "runtime/stage_probe.h"
 #include "swap/planner.h"
 
 namespace tierflow {
-
-struct TensorShape {
-  std::vector<std::int64_t> shape;
-  torch::ScalarType dtype = torch::kBFloat16;
-  std::uint64_t bytes = 0, offset = 0;  // offset in a carry slot
-};
-
-// Bytes that storage writes for each thing done once.
-struct WriteCost {
-  std::uint64_t load = 0, gradients = 0, update = 0, commit = 0;
-};
 
 struct Session::Impl {
   Impl(std::shared_ptr<LayeredModel> model, SessionOptions options, AdamW adamw);
 
   // session_setup.cpp
   void set_up(const WeightSource& weights, const Progress& progress);
-  std::uint64_t probe_workspace();
-  std::uint64_t measure_workspace();
-  template <class Work>
-  auto probe_stage(int stage, bool backward, std::uint64_t& most, Work work);
-  void count_writes();
+  ProbedModel probe();
+  void check_write_limit() const;
   std::uint64_t writes_of_next_step() const;  // those of bringing its state out included
   void load(const WeightSource& weights, const Progress& progress);
 
@@ -61,17 +47,13 @@ struct Session::Impl {
   const AdamW adamw;
   const torch::Device torch_device;
   DeviceMemory& torch_memory;
-  PackedModel packed;
-  std::unique_ptr<swap::Layout> layout;
-  swap::Arrangement arrangement;
+  SessionPlan plan;
   std::unique_ptr<swap::Device> device;
   std::unique_ptr<swap::Store> store;
   UpdateThreads threads;
   std::unique_ptr<swap::Planner> planner;
   std::unique_ptr<swap::Executor> executor;            // last: drains before the rest goes
   std::vector<std::vector<TensorShape>> carry_shapes;  // by stage: of its input
-  std::uint64_t workspace = 0;
-  WriteCost writes;
 
   std::vector<Carry> carries;             // by micro-batch: input of the stage at hand, then its gradient
   std::vector<std::vector<Carry>> saved;  // by stage and micro-batch, where they stay on the device
@@ -88,8 +70,5 @@ struct Session::Impl {
 // Whether torch ran out of device memory, and the error of that.
 bool is_out_of_memory(const c10::Error& error);
 io::Error out_of_memory_error(const c10::Error& error);
-
-// What a store says of the model in it: enough to read it back without the session.
-std::string store_identity(const ModelSpec& spec, Precision precision);
 
 }  // namespace tierflow

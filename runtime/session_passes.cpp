@@ -49,7 +49,7 @@ void Session::Impl::compute(bool repeatable, const std::function<void()>& work) 
 
 // Every stage but the last, layer-major: all micro-batches pass a stage before the next one.
 void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pass) {
-  const int last = static_cast<int>(layout->stages().size()) - 1;
+  const int last = static_cast<int>(plan.layout->stages().size()) - 1;
   const bool train = pass == swap::Pass::forward;
   carries.assign(shared.size(), {});
   saved.assign(last, std::vector<Carry>(train ? shared.size() : 0));
@@ -72,7 +72,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
 }
 
 void Session::Impl::head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work) {
-  const int last = static_cast<int>(layout->stages().size()) - 1;
+  const int last = static_cast<int>(plan.layout->stages().size()) - 1;
   for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
     const swap::Entered entered = enter(last, swap::Pass::head, micro_batch);
     compute(starts_afresh(entered, micro_batch), [&] {
@@ -83,7 +83,7 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, double scale, St
       carries[micro_batch] = std::move(head.d_carry);
     });
     // Before the last micro-batch leaves, no update of this step can have begun.
-    if (micro_batch + 1 == static_cast<int>(shared.size()) && !arrangement.staged &&
+    if (micro_batch + 1 == static_cast<int>(shared.size()) && !plan.arrangement.staged &&
         (out_of_memory || !std::isfinite(result.loss)))
       work.skip_updates();
     leave();
@@ -91,7 +91,7 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, double scale, St
 }
 
 void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWork& work) {
-  for (int stage = static_cast<int>(layout->stages().size()) - 2; stage >= 0; --stage)
+  for (int stage = static_cast<int>(plan.layout->stages().size()) - 2; stage >= 0; --stage)
     for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
       const swap::Entered entered = enter(stage, swap::Pass::backward, micro_batch);
       compute(starts_afresh(entered, micro_batch), [&] {
@@ -101,7 +101,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
                                                shared[micro_batch], carries[micro_batch]);
         saved[stage][micro_batch].clear();
       });
-      if (out_of_memory && !arrangement.staged) work.skip_updates();
+      if (out_of_memory && !plan.arrangement.staged) work.skip_updates();
       leave();
     }
   carries.clear();
@@ -113,7 +113,7 @@ double Session::Impl::evaluate(const std::vector<MicroBatch>& batches) {
   flush();
   double loss = 0;
   std::int64_t targets = 0;
-  const int last = static_cast<int>(layout->stages().size()) - 1;
+  const int last = static_cast<int>(plan.layout->stages().size()) - 1;
   for (std::size_t begin = 0; begin < batches.size(); begin += options.micro_batches) {
     const std::vector<MicroBatch> part(batches.begin() + begin,
                                        batches.begin() + std::min(batches.size(), begin + options.micro_batches));

@@ -9,6 +9,9 @@
 
 #include "runtime/exception.h"
 #include "runtime/layers.h"
+#include "runtime/machine.h"
+#include "runtime/plan_report.h"
+#include "runtime/profiler.h"
 #include "runtime/run_common.h"
 
 namespace tierflow {
@@ -34,11 +37,8 @@ class Training {
   Training(const TrainOptions& options, TrainingLog& log)
       : options_(options),
         log_(log),
-        spec_(read_model_spec(options.config.empty() ? options.model / "config.json" : options.config)),
+        spec_(training_spec(options)),
         data_(Dataset::prepare(data_options(options, spec_, fs::temp_directory_path()))) {
-    if (options.sequence_length > spec_.config.max_positions && spec_.config.max_positions > 0)
-      throw Exception(io::ErrorKind::usage, fmt::format("--sequence-length {} exceeds the model's {} positions",
-                                                        options.sequence_length, spec_.config.max_positions));
     per_step_ = options.micro_batch * options.micro_batches;
     steps_ = options.steps;
     if (steps_ == 0)
@@ -77,14 +77,12 @@ class Training {
 
  private:
   void open_session() {
-    SessionOptions session = session_options(options_, log_);
-    session.precision = parse_precision(options_.precision);
-    session.clip = options_.clip;
-    session.micro_batches = static_cast<int>(options_.micro_batches);
-    session.seed = options_.seed;
-    session.keep_store = options_.no_export;
-    session.write_limit = write_limit();
+    const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
+    SessionOptions session =
+        train_settings(options_, device_fixed, [this](const std::string& line) { log_.say(line); });
     session.record = !options_.trace.empty();
+    write_limit_ = session.write_limit;
+    announce_device(options_, session, log_);
     const AdamW adamw{.lr = options_.lr,
                       .beta1 = options_.beta1,
                       .beta2 = options_.beta2,
@@ -95,6 +93,7 @@ class Training {
         session, adamw,
         [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); });
     log_.say(session_->describe());
+    predict_steps(session);
     if (const auto mode = session_->storage_mode())
       for (const std::string& warning : mode->warnings) log_.say("warning: " + warning);
     log_.say(fmt::format("{} training sequences of {} tokens, {} held out; {} steps of {} tokens",
@@ -102,10 +101,22 @@ class Training {
                          per_step_ * options_.sequence_length));
   }
 
-  std::uint64_t write_limit() const { return static_cast<std::uint64_t>(std::llround(1e12 * options_.max_tb_written)); }
+  // From what a plan measured before; nothing is measured here, for that would write to the drives.
+  void predict_steps(const SessionOptions& session) {
+    const ProfileCache cache(spec_, session, train_build(), [this](const std::string& line) { log_.say(line); });
+    const auto machine = cache.machine();
+    const auto model = cache.model();
+    if (!machine || !model || !model->covers(spec_))
+      return log_.say("no prediction: `tierflow plan` with these options measures this machine, once");
+    prediction_ = predict(session_->plan(), rates_of(spec_, *machine, *model), kTracedSteps);
+    predicted_memory_ = predicted_memory(session_->plan(), session, spec_, *model);
+    log_.say(fmt::format("predicted: {:.3g} s a step, {:.0f} tokens/s; the process {} at most",
+                         prediction_->step_seconds, per_step_ * options_.sequence_length / prediction_->step_seconds,
+                         human_bytes(predicted_memory_.process)));
+  }
 
   bool next_step_passes_limit() const {
-    return options_.max_tb_written > 0 && session_->bytes_written_after_next_step() > write_limit();
+    return options_.max_tb_written > 0 && session_->bytes_written_after_next_step() > write_limit_;
   }
 
   // False where device memory ran out and the session stands after `step` steps: the run ends there, with what was
@@ -158,8 +169,9 @@ class Training {
   }
 
   void write_trace(std::int64_t steps) {
-    const swap::NamedTimeline measured[] = {{"measured", timeline_}};
-    if (const io::Error error = swap::write_trace(options_.trace, measured))
+    std::vector<swap::NamedTimeline> timelines{{"measured", timeline_}};
+    if (prediction_) timelines.push_back({"predicted", prediction_->records});
+    if (const io::Error error = swap::write_trace(options_.trace, timelines))
       return log_.say("warning: " + error.message());
     std::string causes;
     double stalled = 0;
@@ -234,11 +246,16 @@ class Training {
                        {"storage_mode", storage},
                        {"peak_rss", resident_set_peak()},
                        {"lanes", lanes},
+                       {"predicted", predicted_json()},
                        {"out", options_.no_export ? json() : json(fs::absolute(options_.out).string())}};
     log_.object({{"summary", summary}});
     const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
     log_.say(fmt::format("\n{} steps in {:.1f} s: {:.0f} tokens/s, limited by {}", steps, log_.training_seconds(),
                          log_.tokens_per_second(), log_.limiting_lane(*session_)));
+    if (prediction_ && steps > 1)
+      log_.say(fmt::format("predicted {:.3g} s a step, measured {:.3g}: {:+.1f}%", prediction_->step_seconds,
+                           log_.typical_step_seconds(),
+                           100 * (prediction_->step_seconds / log_.typical_step_seconds() - 1)));
     log_.say(fmt::format("held-out loss {:.4f} before, {:.4f} after", first_held_out_, last_held_out_));
     log_.say(fmt::format("device memory {} at most, budget {}; host memory {}, budget {}; process {} at most",
                          human_bytes(memory.device_peak), human_bytes(memory.device_budget),
@@ -257,12 +274,29 @@ class Training {
       log_.say("result: " + fs::absolute(options_.out).string());
   }
 
+  json predicted_json() const {
+    if (!prediction_) return {};
+    json lanes;
+    for (int lane = 0; lane < swap::kLanes; ++lane)
+      lanes[swap::lane_name(static_cast<swap::Lane>(lane))] = {{"bytes", prediction_->bytes[lane]},
+                                                               {"busy_s", prediction_->step.busy_seconds[lane]}};
+    return {{"step_s", prediction_->step_seconds},
+            {"measured_step_s", log_.typical_step_seconds()},
+            {"lanes", lanes},
+            {"device_memory_peak", predicted_memory_.device},
+            {"host_memory", predicted_memory_.host},
+            {"peak_rss", predicted_memory_.process}};
+  }
+
   const TrainOptions& options_;
   TrainingLog& log_;
   const ModelSpec spec_;
   Dataset data_;
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0;
+  std::uint64_t write_limit_ = 0;
+  std::optional<Prediction> prediction_;
+  PredictedMemory predicted_memory_;
   std::vector<swap::TaskRecord> timeline_;
   std::map<std::string, double> stalled_;  // by cause, in the traced steps
   double traced_seconds_ = 0;
@@ -304,9 +338,11 @@ int run_eval(const EvalOptions& options) {
   Model model = load(options.model);
   const ModelSpec& spec = model.layers->spec();
   const Dataset data = Dataset::prepare(data_options(options, spec, fs::temp_directory_path()));
-  SessionOptions session_settings = session_options(options, log);
-  session_settings.train = false;
-  Session session(model, session_settings, {}, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+  const std::uint64_t device_fixed = prepare_torch(device_of(options), options.threads);
+  SessionOptions settings = session_settings(options, device_fixed, [&](const std::string& line) { log.say(line); });
+  settings.train = false;
+  announce_device(options, settings, log);
+  Session session(model, settings, {}, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
     log.progress(phase, done, total);
   });
   std::int64_t count = data.training_sequences();
@@ -332,6 +368,13 @@ int run_eval(const EvalOptions& options) {
     std::cout << fmt::format("loss {:.6f}  perplexity {:.4f}  ({} tokens in {} sequences)", loss, std::exp(loss),
                              targets, count)
               << std::endl;
+  return 0;
+}
+
+int run_profile(const ProfileJob& job) {
+  prepare_torch(job.options.device, job.options.update_threads);
+  if (job.machine != nullptr) *job.machine = measure_machine(job.options, job.say);
+  if (job.model != nullptr) *job.model = measure_model(job.spec, job.options, job.say);
   return 0;
 }
 

@@ -2,6 +2,8 @@
 // The commands that need LibTorch. They live in the shared library tierflow_train, which the program loads when one is
 // asked for.
 #include "runtime/options.h"
+#include "runtime/profile.h"
+#include "runtime/session_settings.h"
 
 namespace tierflow {
 
@@ -10,9 +12,19 @@ namespace tierflow {
 // The exit code of a run that ended at --max-tb-written, its result written.
 inline constexpr int kStoppedAtLimit = 10;
 
+// Measurements that a plan lacks.
+struct ProfileJob {
+  const ModelSpec& spec;
+  const SessionOptions& options;
+  MachineProfile* machine = nullptr;  // where they go; null: not asked for
+  ModelProfile* model = nullptr;
+  Say say;  // what is being measured
+};
+
 int run_train(const TrainOptions& options);
 int run_eval(const EvalOptions& options);
 int run_export(const ExportOptions& options);
+int run_profile(const ProfileJob& job);
 
 }  // namespace tierflow
 
@@ -21,4 +33,5 @@ extern "C" {
 int tierflow_run_train(const tierflow::TrainOptions* options);
 int tierflow_run_eval(const tierflow::EvalOptions* options);
 int tierflow_run_export(const tierflow::ExportOptions* options);
+int tierflow_run_profile(const tierflow::ProfileJob* job);
 }

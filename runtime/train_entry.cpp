@@ -10,4 +10,7 @@ __attribute__((visibility("default"))) int tierflow_run_eval(const tierflow::Eva
 __attribute__((visibility("default"))) int tierflow_run_export(const tierflow::ExportOptions* options) {
   return tierflow::run_export(*options);
 }
+__attribute__((visibility("default"))) int tierflow_run_profile(const tierflow::ProfileJob* job) {
+  return tierflow::run_profile(*job);
+}
 }

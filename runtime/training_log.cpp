@@ -1,7 +1,6 @@
 #include "runtime/training_log.h"
 
 #include <fmt/format.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/exception.h"
+#include "runtime/machine.h"
 
 namespace tierflow {
 namespace {
@@ -20,47 +20,7 @@ double seconds_since(Clock::time_point then) {
   return std::chrono::duration<double>(Clock::now() - then).count();
 }
 
-std::uint64_t number_in(const char* path, const char* key) {
-  std::ifstream file(path);
-  std::string word;
-  while (file >> word)
-    if (*key == '\0' || word == key) {
-      if (*key != '\0' && !(file >> word)) break;
-      try {
-        return std::stoull(word);
-      } catch (const std::exception&) {
-        break;
-      }
-    }
-  return ~std::uint64_t{0};
-}
-
 }  // namespace
-
-std::string human_bytes(std::uint64_t bytes) {
-  if (bytes >= std::uint64_t{10} << 30) return fmt::format("{:.1f} GiB", bytes / 1073741824.0);
-  if (bytes >= std::uint64_t{1} << 30) return fmt::format("{:.2f} GiB", bytes / 1073741824.0);
-  return fmt::format("{:.0f} MiB", bytes / 1048576.0);
-}
-
-std::uint64_t resident_set_peak() {
-  rusage usage{};
-  ::getrusage(RUSAGE_SELF, &usage);
-  return static_cast<std::uint64_t>(usage.ru_maxrss) * 1024;
-}
-
-std::uint64_t memory_available() {
-  std::uint64_t available = number_in("/proc/meminfo", "MemAvailable:");
-  if (available != ~std::uint64_t{0}) available *= 1024;
-  for (const auto& [limit, used] :
-       {std::pair{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"},
-        std::pair{"/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"}}) {
-    const std::uint64_t most = number_in(limit, ""), now = number_in(used, "");
-    if (most != ~std::uint64_t{0} && now != ~std::uint64_t{0} && most > now)
-      available = std::min(available, most - now);
-  }
-  return available;
-}
 
 TrainingLog::TrainingLog(const std::filesystem::path& log_json, bool json_on_stdout)
     : path_(log_json), json_on_stdout_(json_on_stdout), terminal_(::isatty(STDERR_FILENO) == 1) {
@@ -147,6 +107,7 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
   lanes_ = now;
   tokens_ += static_cast<double>(result.tokens);
   training_seconds_ += result.seconds;
+  step_seconds_.push_back(static_cast<float>(result.seconds));
   const double rate = result.tokens / result.seconds;
   const MemoryUse memory = session.memory();
   json line{{"step", result.step},
@@ -176,6 +137,14 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
                                 : fmt::format("{:.0f} s", left),
                    result.skipped ? " | SKIPPED: not finite" : ""),
        result.skipped || result.step == of_steps);
+}
+
+double TrainingLog::typical_step_seconds() const {
+  std::vector<float> seconds(step_seconds_.begin() + (step_seconds_.size() > 1 ? 1 : 0), step_seconds_.end());
+  if (seconds.empty()) return 0;
+  const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
+  std::nth_element(seconds.begin(), middle, seconds.end());
+  return *middle;
 }
 
 std::string TrainingLog::limiting_lane(const Session& session) const {

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <vector>
 
 #include "runtime/gpu_monitor.h"
 #include "runtime/session.h"
@@ -32,6 +33,8 @@ class TrainingLog {
   std::string limiting_lane(const Session& session) const;
   double tokens_per_second() const { return training_seconds_ > 0 ? tokens_ / training_seconds_ : 0; }
   double training_seconds() const { return training_seconds_; }
+  // The median, of all steps but the first where there are more.
+  double typical_step_seconds() const;
   double terabytes_a_step() const { return steps_ > 0 ? terabytes_ / static_cast<double>(steps_) : 0; }
 
  private:
@@ -49,12 +52,7 @@ class TrainingLog {
   std::int64_t steps_ = 0;
   std::unique_ptr<GpuMonitor> gpu_;
   std::optional<double> energy_;  // J, when it was last looked at
+  std::vector<float> step_seconds_;
 };
-
-// Resident set of this process: now and at most, in bytes.
-std::uint64_t resident_set_peak();
-std::uint64_t memory_available();  // of the machine, or of the cgroup where that is less
-
-std::string human_bytes(std::uint64_t bytes);
 
 }  // namespace tierflow

@@ -1,0 +1,14 @@
+#pragma once
+// What this process and this machine have of memory, and how sizes are written for people.
+#include <cstdint>
+#include <string>
+
+namespace tierflow {
+
+std::uint64_t resident_set_peak();  // of this process, in bytes
+std::uint64_t resident_set();       // now
+std::uint64_t memory_available();   // of the machine, or of the cgroup where that is less
+
+std::string human_bytes(std::uint64_t bytes);
+
+}  // namespace tierflow

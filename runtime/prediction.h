@@ -1,0 +1,25 @@
+#pragma once
+// What a session's plan will take: its tasks on the simulator's clock, at measured rates. No torch here.
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "runtime/profile.h"
+#include "runtime/session_plan.h"
+#include "swap/simulator.h"
+
+namespace tierflow {
+
+swap::Rates rates_of(const ModelSpec& spec, const MachineProfile& machine, const ModelProfile& model);
+
+struct Prediction {
+  double step_seconds = 0;                          // of a step in the middle of a run
+  swap::Summary step;                               // of that step's tasks
+  std::array<std::uint64_t, swap::kLanes> bytes{};  // that each lane moves in it
+  std::vector<swap::TaskRecord> records;            // of the run's first `steps`
+};
+
+// The first `steps` steps of a run (at least 2), the last of which counts.
+Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps = 4);
+
+}  // namespace tierflow

@@ -1,0 +1,67 @@
+#pragma once
+// What was measured of this machine and of a model's stages on it, and the files that keep it: measured once, used by
+// every plan until something that it depends on changes. No torch here; runtime/profiler.h measures.
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/model_spec.h"
+#include "runtime/session_options.h"
+#include "runtime/session_plan.h"
+#include "swap/simulator.h"
+
+namespace tierflow {
+
+// A line for the user about what goes on.
+using Say = std::function<void(const std::string& line)>;
+
+struct MachineProfile {
+  swap::MachineRates rates;
+  std::map<std::string, double> update;  // parameters a second on all cores, by the name of a state's precision
+};
+
+// Of one micro-batch in the stages of a model, whatever its depth.
+struct ModelProfile {
+  struct Stage {
+    std::uint64_t carry_bytes = 0;
+    swap::StageSeconds seconds;
+  };
+  std::map<std::string, Stage> stages;                                                   // by stage_class()
+  std::uint64_t stage_peak = 0, micro_batch_bytes = 0, device_fixed = 0, held_peak = 0;  // as in ComputeNeeds
+  std::uint64_t process_bytes = 0;  // resident besides budgets: the program and LibTorch
+
+  bool covers(const ModelSpec& spec) const;
+  // Of a model that it covers.
+  ComputeNeeds needs(const ModelSpec& spec) const;
+  std::vector<swap::StageSeconds> seconds(const ModelSpec& spec) const;
+};
+
+// The files, one for a machine and one for a model on it, in $XDG_CACHE_HOME/tierflow or ~/.cache/tierflow. A file is
+// used where everything that its content depends on is as it was: processor, cores, threads, device, drives, the build
+// of Tierflow; for a model also its shapes, micro-batch and sequence length.
+class ProfileCache {
+ public:
+  // `build` identifies what computes: the train library's size and time.
+  ProfileCache(const ModelSpec& spec, const SessionOptions& options, const std::string& build, Say warn);
+
+  // Nothing where the file is missing or of something else; one that cannot be read is warned of and counts as missing.
+  std::optional<MachineProfile> machine() const;
+  std::optional<ModelProfile> model() const;
+  // A folder that cannot be written is warned of: the next plan measures again.
+  void keep(const MachineProfile& profile) const;
+  void keep(const ModelProfile& profile) const;
+
+ private:
+  std::filesystem::path file(const char* what, const std::string& key) const;
+  void write(const char* what, const std::string& key, const std::string& content) const;
+  std::string read(const char* what, const std::string& key) const;
+
+  std::filesystem::path folder_;  // empty: there is none
+  std::string machine_key_, model_key_;
+  Say warn_;
+};
+
+}  // namespace tierflow

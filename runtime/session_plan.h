@@ -1,0 +1,57 @@
+#pragma once
+// What a model's shapes and a session's options come to: layout, arrangement, and the bytes that storage holds and
+// writes. Session and `tierflow plan` share it, so that what is predicted is what runs. No torch here.
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/model_spec.h"
+#include "runtime/packing.h"
+#include "runtime/session_options.h"
+#include "swap/layout.h"
+#include "swap/plan.h"
+#include "swap/store.h"
+
+namespace tierflow {
+
+// What computing takes on the device beside weights, gradients and saved carries, as StageProbe measured it.
+struct ComputeNeeds {
+  std::vector<std::uint64_t> carry_bytes;  // by stage: its input for one micro-batch, in a carry slot; 0 for the first
+  std::uint64_t stage_peak = 0;            // the most that one stage takes while it computes
+  std::uint64_t micro_batch_bytes = 0;     // alive beside that, a micro-batch: its carry, the gradient, ids and tables
+
+  std::uint64_t device_fixed = 0;  // whatever is computed: context, kernels, handles of libraries
+  std::uint64_t held_peak = 0;     // what torch then holds, blocks kept for reuse included; 0: not measured
+
+  // What is set aside of the device budget: an eighth more for blocks that are reused although a little too large.
+  std::uint64_t workspace(int micro_batches) const;
+  // What is likely used of it.
+  std::uint64_t expected(int micro_batches) const;
+};
+
+// Bytes that storage writes for each thing done once.
+struct WriteCost {
+  std::uint64_t load = 0, gradients = 0, update = 0, commit = 0;
+};
+
+struct SessionPlan {
+  PackedModel packed;
+  std::unique_ptr<swap::Layout> layout;
+  swap::Arrangement arrangement;
+  std::uint64_t workspace = 0;  // of the device budget
+  bool stored = false;          // storage holds anything at all
+  WriteCost writes;
+};
+
+// Throws Exception (usage) where a budget is too small, naming the smallest that works.
+SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
+
+// What a store says of the model in it: enough to read it back without the session.
+std::string store_identity(const ModelSpec& spec, Precision precision);
+swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& options, const SessionPlan& plan);
+
+// Proves the tasks of the first steps and the last update, where it trains, and of an evaluation. Throws
+// std::logic_error: a plan that is wrong is a defect of the planner.
+void prove(const SessionPlan& plan, bool train);
+
+}  // namespace tierflow

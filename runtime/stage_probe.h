@@ -1,0 +1,57 @@
+#pragma once
+// Computes one micro-batch in a stage of each class, on weights of its own: what that takes of the device's memory and,
+// where asked, of time.
+#include <vector>
+
+#include "runtime/device_memory.h"
+#include "runtime/layered_model.h"
+#include "runtime/session_plan.h"
+#include "swap/device.h"
+#include "swap/simulator.h"
+
+namespace tierflow {
+
+struct TensorShape {
+  std::vector<std::int64_t> shape;
+  torch::ScalarType dtype = torch::kBFloat16;
+  std::uint64_t bytes = 0, offset = 0;  // offset in a carry slot
+};
+
+struct ProbedModel {
+  ComputeNeeds needs;
+  std::vector<std::vector<TensorShape>> carry_shapes;  // by stage: of its input
+  std::vector<swap::StageSeconds> seconds;             // by stage, where they were asked for
+};
+
+class StageProbe {
+ public:
+  // `seconds_on`: also measure the time, with weights and gradients in memory of that device as a session has them.
+  StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device,
+             swap::Device* seconds_on = nullptr);
+
+  // One micro-batch of that shape. What torch throws where memory ends passes through.
+  ProbedModel measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train);
+
+ private:
+  struct Bound {
+    io::Buffer arena;
+    Weights weights;
+    Gradients gradients;
+  };
+  ProbedModel pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train);
+  Bound bind(int stage, bool backward);
+  template <class Work>
+  auto run(int stage, bool backward, double& seconds, Work work);
+  template <class Work>
+  double time(Work work);
+
+  const LayeredModel& model_;
+  DeviceMemory& memory_;
+  const torch::Device torch_device_;
+  swap::Device* const seconds_on_;
+  std::uint64_t peak_ = 0;
+  bool settled_ = false;  // as in the middle of a run: nothing is timed, and torch keeps what it has
+  torch::Tensor swept_;   // what evicts a stage's weights from the caches before it is timed
+};
+
+}  // namespace tierflow

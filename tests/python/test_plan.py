@@ -1,0 +1,148 @@
+"""`tierflow plan` from the outside, and its numbers beside what a run then does."""
+import json
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+from test_train import BUILD, PROGRAM, config
+
+pytestmark = pytest.mark.skipif(not (BUILD / "libtierflow_train.so").exists(), reason="built without LibTorch")
+
+SMALL = ["--device", "cpu", "--device-memory", "24MiB", "--host-memory", "2MiB", "--storage", "state", "--sequence-length", "128", "--micro-batch", "2",
+         "--allow-buffered", "--allow-any-filesystem"]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A small model and a cache that the tests of this file share: it is measured once."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "config.json").write_text(json.dumps(config(hidden=128, layers=6)))
+    text = "".join(p.read_text(errors="replace") for p in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20])
+    (folder / "text.txt").write_text(text)
+    return folder
+
+
+def run(work, *words, ok=True, **environment):
+    done = subprocess.run([str(PROGRAM), *map(str, words)], cwd=work, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_WAIT_POLICY": "passive", "XDG_CACHE_HOME": str(work / "cache"), **environment})
+    assert not ok or done.returncode == 0, done.stderr
+    return done
+
+
+def plan(work, *more):
+    return json.loads(run(work, "plan", "--config", "config.json", *SMALL, "--json", *more).stdout)
+
+
+def test_adds_up_and_shows_what_keeps_32_bit_moments(work):
+    planned = plan(work)
+    parameters = planned["model"]["parameters"]
+    layers = planned["precision"]["layers"]
+    assert sum(row["parameters"] for row in layers) == parameters
+    by_kind = {(row["layers"], row["precision"]): row for row in layers}
+    embedding = by_kind["embedding", "fp32-master+adam32"]
+    assert embedding["parameters"] == 256 * 128 and embedding["bytes"] == 12 * 256 * 128
+    assert by_kind["layers.*", "fp32-master+adam8"]["units"] == 6
+    norms = 13 * 128  # two a block, and the last one
+    assert planned["precision"]["moments_32"]["parameters"] >= embedding["parameters"] + norms
+    storage = planned["storage"]
+    assert storage["weights"] + storage["state"] == pytest.approx(sum(row["bytes"] for row in layers), rel=0.01)
+    assert storage["bytes"] >= storage["weights"] + storage["state"] + storage["staged_gradients"]
+    assert planned["host"]["used"] <= planned["host"]["budget"] and planned["memory"]["device_peak"] <= planned["device"]["budget"]
+    step = planned["step"]
+    assert step["tokens"] == 256 and step["tokens_per_s"] == pytest.approx(256 / step["step_s"])
+    assert step["limit"] in step["lanes"] and max(lane["busy_s"] for lane in step["lanes"].values()) <= step["step_s"] * 1.001
+    table = run(work, "plan", "--config", "config.json", *SMALL).stdout
+    assert "limited by " + step["limit"] in table and "fp32-master+adam32" in table and "clip" in table
+
+
+@pytest.mark.parametrize("clip", ["1.0", "none"])
+def test_a_run_moves_the_bytes_and_takes_the_memory_that_were_planned(work, clip):
+    planned = plan(work, "--clip", clip)
+    assert planned["clip"]["staged"] == (clip != "none")
+    assert (planned["storage"]["staged_gradients"] > 0) == (clip != "none")
+    done = run(work, "train", "--config", "config.json", "--data", "text.txt", *SMALL, "--clip", clip, "--steps", "5", "--held-out", "0",
+               "--out", f"out-{clip}", "--log-json", "log.json", "--trace", "trace.json")
+    records = [json.loads(line) for line in (work / "log.json").read_text().splitlines()]
+    last = [record for record in records if "step_s" in record][-1]
+    for lane, moved in planned["step"]["lanes"].items():
+        if lane != "disk_write":  # writes of one step may end in the next
+            assert moved["bytes"] == last["lanes"][lane]["bytes"], lane
+    summary = records[-1]["summary"]
+    assert summary["storage_bytes"] == planned["storage"]["bytes"]
+    assert summary["tb_written_per_step"] == pytest.approx(planned["wear"]["tb_written_per_step"], rel=0.3)
+    assert summary["host_memory"] == planned["host"]["used"] == planned["memory"]["host"]
+    assert summary["device_memory_peak"] == pytest.approx(planned["memory"]["device_peak"], rel=0.1)
+
+    # The run knew the prediction, compared it, and drew both.
+    assert summary["predicted"]["step_s"] == pytest.approx(planned["step"]["step_s"], rel=1e-6)
+    assert summary["predicted"]["measured_step_s"] > 0
+    assert "predicted: " in done.stderr and "measured" in done.stderr
+    events = json.loads((work / "trace.json").read_text())["traceEvents"]
+    processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert processes.keys() == {"measured", "predicted"}
+    computed = {pid: sum(event["ph"] == "X" and event["pid"] == pid and event["name"].startswith("backward") for event in events)
+                for pid in processes.values()}
+    assert len(set(computed.values())) == 1, "the same four steps in both"
+
+
+def test_measures_once_and_again_where_asked_or_where_the_cache_is_damaged(work):
+    first = plan(work)
+    cache = sorted((work / "cache" / "tierflow").iterdir())
+    assert [path.name.split("-")[0] for path in cache] == ["machine", "model"]
+    log = work / "loaded"
+    run(work, "plan", "--config", "config.json", *SMALL, "--micro-batches", "3", "--clip", "none", LD_DEBUG="files", LD_DEBUG_OUTPUT=str(log))
+    loaded = "".join(path.read_text(errors="replace") for path in work.glob("loaded.*"))
+    assert "libc.so" in loaded and "libtorch" not in loaded
+    again = plan(work)
+    assert again["machine"] == first["machine"] and again["step"] == first["step"]
+
+    before = [path.read_bytes() for path in cache]
+    run(work, "plan", "--config", "config.json", *SMALL, "--refresh-profile")
+    assert all(path.read_bytes() != old for path, old in zip(cache, before))
+
+    for damage in b"{", b'{"version":1,"key":', b"\x80\x05pickle", before[0].replace(b'"upload":', b'"upload":-'):
+        cache[0].write_bytes(damage)
+        done = run(work, "plan", "--config", "config.json", *SMALL)
+        assert done.stderr.count("warning") == 1 and cache[0].name in done.stderr, done.stderr
+        assert json.loads(cache[0].read_text())["version"] == 1
+        assert len([*(work / "cache" / "tierflow").iterdir()]) == 2
+
+
+def test_another_micro_batch_is_another_measurement_and_depth_is_not(work):
+    before = {*(work / "cache" / "tierflow").iterdir()}
+    (work / "deep.json").write_text(json.dumps(config(hidden=128, layers=60)))
+    deep = json.loads(run(work, "plan", "--config", "deep.json", *SMALL, "--json").stdout)
+    assert deep["model"]["stages"] == 62 and {*(work / "cache" / "tierflow").iterdir()} == before
+    run(work, "plan", "--config", "config.json", *SMALL[:-4], "--micro-batch", "1", *SMALL[-2:])
+    assert len({*(work / "cache" / "tierflow").iterdir()} - before) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(work):
+    done = run(work, "plan", "--config", "config.json", *SMALL[:8], "--sequence-length", "16", "--micro-batch", "1", *SMALL[-2:], XDG_CACHE_HOME="/proc/nowhere")
+    assert "warning: " in done.stderr and "measures again" in done.stderr and "step" in done.stdout
+
+
+def test_what_cannot_work_is_refused(work):
+    small = run(work, "plan", "--config", "config.json", *SMALL[:2], "--device-memory", "1MiB", *SMALL[4:], ok=False)
+    assert small.returncode == 2 and "--device-memory" in small.stderr and "smallest that works" in small.stderr and not small.stdout
+    assert run(work, "plan", *SMALL, ok=False).returncode == 2
+    assert run(work, "plan", "--config", "config.json", "--refresh", ok=False).returncode == 2
+    missing = run(work, "plan", "--config", "missing.json", ok=False)
+    assert missing.returncode == 3 and "missing.json" in missing.stderr
+    long = run(work, "plan", "--config", "config.json", "--sequence-length", "100000", ok=False)
+    assert long.returncode == 2 and "positions" in long.stderr
+    untraceable = run(work, "plan", "--config", "config.json", *SMALL, "--trace", "no/such/folder/t.json", ok=False)
+    assert untraceable.returncode == 4
+    assert not (work / "state").exists() and not (work / "out").exists()
+
+
+def test_reads_the_configuration_file_of_a_run(work):
+    (work / "run.json").write_text(json.dumps({"config": "config.json", "data": ["text.txt"], "out": "out", "steps": 3, "device": "cpu",
+                                               "device-memory": "24MiB", "host-memory": "2MiB", "storage": ["state"], "sequence-length": 128,
+                                               "micro-batch": 2, "allow-buffered": True, "allow-any-filesystem": True}))
+    done = json.loads(run(work, "plan", "--config-file", "run.json", "--json", "--trace", "predicted.json").stdout)
+    assert done["step"]["step_s"] == plan(work)["step"]["step_s"]
+    events = json.loads((work / "predicted.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"predicted"}

@@ -1,0 +1,90 @@
+// Planning without torch: which stages count as one, and what the cache gives back.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <set>
+
+#include "runtime/prediction.h"
+#include "runtime/profile.h"
+#include "runtime/stage_class.h"
+#include "support/temp_dir.h"
+
+namespace tierflow {
+namespace {
+
+ModelSpec spec_of(int layers, const Tiling& tiling = {}) {
+  return parse_model_spec(
+      R"({"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":512,"hidden_size":64,)"
+      R"("intermediate_size":96,"num_attention_heads":4,"num_key_value_heads":2,"max_position_embeddings":128,)"
+      R"("rms_norm_eps":1e-5,"tie_word_embeddings":false,"hidden_act":"silu","num_hidden_layers":)" +
+          std::to_string(layers) + "}",
+      "config.json", tiling);
+}
+
+std::set<std::string> classes(const ModelSpec& spec) {
+  std::set<std::string> all;
+  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage) all.insert(stage_class(spec, stage));
+  return all;
+}
+
+TEST(StageClass, DepthDoesNotMatterAndTilesOfOtherInputsDiffer) {
+  EXPECT_EQ(classes(spec_of(2)), classes(spec_of(40)));
+  EXPECT_EQ(classes(spec_of(2)).size(), 3U);
+  const ModelSpec tiled = spec_of(2, {.vocabulary_elements = 128 * 64, .block_elements = 1000});
+  // Embedding tiles: the first has no input. Head tiles: the first follows the norm; the last gives the loss.
+  EXPECT_EQ(classes(tiled).size(), 2U + 2U + 1U + 2U + 1U);
+}
+
+ModelProfile profile_of(const ModelSpec& spec) {
+  ModelProfile profile{.stage_peak = 1 << 20, .micro_batch_bytes = 1 << 16, .held_peak = 1 << 20};
+  for (const std::string& name : classes(spec))
+    profile.stages[name] = {.carry_bytes = 8192,
+                            .seconds = {.forward = 1e-3, .backward = 2e-3, .head = 4e-3, .evaluate = 1e-3}};
+  return profile;
+}
+
+TEST(ProfileCache, GivesBackWhatItKeptForTheSameMachineModelAndBuildAlone) {
+  const testing::TempDir folder;
+  ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
+  int warnings = 0;
+  const auto warn = [&](const std::string&) { ++warnings; };
+  const ModelSpec spec = spec_of(2);
+  const SessionOptions options{.storage = {folder.path()}};
+  const ProfileCache cache(spec, options, "build", warn);
+  EXPECT_FALSE(cache.machine() || cache.model());
+  MachineProfile machine{.rates = {.disk_read = 3e9, .cast = 0.1, .cores = 8, .threads = 4},
+                         .update = {{"p", 1e9 / 3}}};
+  cache.keep(machine);
+  cache.keep(profile_of(spec));
+  ASSERT_TRUE(cache.machine() && cache.model());
+  EXPECT_EQ(cache.machine()->rates.cast, 0.1);
+  EXPECT_EQ(cache.machine()->rates.threads, 4);
+  EXPECT_EQ(cache.machine()->update, machine.update);
+  EXPECT_TRUE(ProfileCache(spec_of(40), options, "build", warn).model()->covers(spec_of(40)));
+
+  EXPECT_FALSE(ProfileCache(spec, options, "other", warn).machine());
+  SessionOptions threads = options, longer = options;
+  threads.update_threads = 3;
+  longer.sequence_length = 1024;
+  EXPECT_FALSE(ProfileCache(spec, threads, "build", warn).machine());
+  EXPECT_FALSE(ProfileCache(spec, longer, "build", warn).model());
+  EXPECT_TRUE(ProfileCache(spec, longer, "build", warn).machine());
+  EXPECT_EQ(warnings, 0);
+}
+
+// Everything resident and no rate but the stages': a step takes what they take, micro-batch by micro-batch.
+TEST(Prediction, AddsUpTheStages) {
+  const ModelSpec spec = spec_of(3);
+  SessionOptions options{.device_memory = 64 << 20, .host_memory = 64 << 20, .micro_batches = 2};
+  const ModelProfile profile = profile_of(spec);
+  const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
+  EXPECT_FALSE(plan.stored);
+  EXPECT_NO_THROW(prove(plan, true));
+  const Prediction prediction = predict(plan, rates_of(spec, {}, profile));
+  EXPECT_NEAR(prediction.step_seconds, 2 * (4 * 1e-3 + 4e-3 + 4 * 2e-3), 1e-9);
+  EXPECT_EQ(prediction.bytes[static_cast<int>(swap::Lane::disk_read)], 0U);
+}
+
+}  // namespace
+}  // namespace tierflow
