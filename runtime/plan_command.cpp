@@ -49,7 +49,7 @@ std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptio
   session.clip.reset();
   try {
     const SessionPlan plan = plan_session(spec, session, profile.model.needs(spec));
-    return predict(plan, rates_of(spec, profile.machine, profile.model)).step_seconds;
+    return predict(plan, rates_of(spec, plan, profile.machine, profile.model)).step_seconds;
   } catch (const Exception&) {
     return std::nullopt;  // it takes other budgets
   }
@@ -79,7 +79,7 @@ int run_plan(const PlanOptions& options, const std::function<void(const ProfileJ
   if (options.device_memory == 0) session.device_memory += profile.model.device_fixed;  // as train adds it
   const SessionPlan plan = plan_session(spec, session, profile.model.needs(spec));
   prove(plan, /*train=*/true);
-  const Prediction prediction = predict(plan, rates_of(spec, profile.machine, profile.model));
+  const Prediction prediction = predict(plan, rates_of(spec, plan, profile.machine, profile.model));
   if (!options.trace.empty()) {
     const swap::NamedTimeline predicted[] = {{"predicted", prediction.records}};
     throw_if(swap::write_trace(options.trace, predicted));

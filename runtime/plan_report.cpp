@@ -86,6 +86,14 @@ std::uint64_t kept_carries(const SessionPlan& plan) {
   return bytes;
 }
 
+// Of the stages that keep theirs.
+std::uint64_t kept_activations(const SessionPlan& plan, const ComputeNeeds& needs) {
+  std::uint64_t bytes = 0;
+  for (std::size_t stage = 0; stage < plan.arrangement.keeps.size(); ++stage)
+    if (plan.arrangement.keeps[stage]) bytes += needs.activation_bytes[stage] * plan.arrangement.micro_batches;
+  return bytes;
+}
+
 Json storage_json(const PlannedRun& run) {
   std::uint64_t weights = 0, state = 0;
   for (const swap::Chunk& chunk : run.plan.layout->chunks()) {
@@ -170,8 +178,9 @@ std::string seconds(double s) {
 PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& session, const ModelSpec& spec,
                                  const ModelProfile& model) {
   PredictedMemory memory;
-  memory.device = plan.arrangement.device_bytes() + model.device_fixed +
-                  model.needs(spec).expected(plan.arrangement.micro_batches) + kept_carries(plan);
+  const ComputeNeeds needs = model.needs(spec);
+  memory.device = plan.arrangement.device_bytes() + model.device_fixed + needs.expected(plan.arrangement.micro_batches) +
+                  kept_carries(plan) + kept_activations(plan, needs);
   memory.device =
       std::min(memory.device, session.device_memory);  // torch gives back what it keeps before it takes more
   memory.host = plan.arrangement.host_bytes(*plan.layout);
@@ -221,7 +230,9 @@ Json plan_json(const PlannedRun& run) {
             {"budget", run.session.device_memory},
             {"weights", at.weight_ring},
             {"gradients", at.gradient_ring + at.held_gradients},
-            {"activations", kept_carries(run.plan) + at.carry_slots * at.carry_slot_bytes},
+            {"activations", kept_carries(run.plan) + at.carry_slots * at.carry_slot_bytes +
+                                kept_activations(run.plan, run.model.needs(run.spec))},
+            {"layers_keeping", std::count(at.keeps.begin(), at.keeps.end(), true)},
             {"layers_on_host", std::count(at.carry_on_host.begin(), at.carry_on_host.end(), true)},
             {"workspace", run.plan.workspace}}},
           {"clip", clip_json(run)},
@@ -271,6 +282,8 @@ std::string plan_text(const Json& plan) {
       fmt::format("{} of {} on {}: {} weights, {} gradients, {} activations, {} workspace", size(memory["device_peak"]),
                   size(device["budget"]), device["name"].get<std::string>(), size(device["weights"]),
                   size(device["gradients"]), size(device["activations"]), size(device["workspace"])));
+  row("", fmt::format("{} of {} stages keep their activations, the others compute them again",
+                      device["layers_keeping"].get<int>(), model["stages"].get<int>()));
   row("memory", fmt::format("the process {} at most", size(memory["process_peak"])));
   const double step_s = step["step_s"];
   row("step", fmt::format("{} tokens in {}: {:.0f} tokens/s, limited by {}", step["tokens"].get<std::int64_t>(),

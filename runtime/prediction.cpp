@@ -6,8 +6,9 @@
 
 namespace tierflow {
 
-swap::Rates rates_of(const ModelSpec& spec, const MachineProfile& machine, const ModelProfile& model) {
-  return {.machine = machine.rates, .update = machine.update, .stages = model.seconds(spec)};
+swap::Rates rates_of(const ModelSpec& spec, const SessionPlan& plan, const MachineProfile& machine,
+                     const ModelProfile& model) {
+  return {.machine = machine.rates, .update = machine.update, .stages = model.seconds(spec, plan.arrangement.keeps)};
 }
 
 Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps) {

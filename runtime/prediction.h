@@ -10,7 +10,8 @@
 
 namespace tierflow {
 
-swap::Rates rates_of(const ModelSpec& spec, const MachineProfile& machine, const ModelProfile& model);
+swap::Rates rates_of(const ModelSpec& spec, const SessionPlan& plan, const MachineProfile& machine,
+                     const ModelProfile& model);
 
 struct Prediction {
   double step_seconds = 0;                          // of a step in the middle of a run

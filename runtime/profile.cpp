@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 constexpr std::uint64_t kLargestFile = 4 << 20;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 60;
 constexpr double kMostSeconds = 1e6, kFastest = 1e18;
@@ -141,8 +141,11 @@ Json to_json(const ModelProfile& profile) {
   Json stages = Json::object();
   for (const auto& [name, stage] : profile.stages)
     stages[name] = {{"carry_bytes", stage.carry_bytes},
+                    {"activation_bytes", stage.activation_bytes},
                     {"forward", stage.seconds.forward},
                     {"backward", stage.seconds.backward},
+                    {"forward_keeping", stage.keeping.forward},
+                    {"backward_kept", stage.keeping.backward},
                     {"head", stage.seconds.head}};
   return {{"stages", stages},
           {"stage_peak", profile.stage_peak},
@@ -161,8 +164,12 @@ ModelProfile model_from(const Json& json, const std::string& where) {
     const double forward = needed(of, "forward");
     profile.stages[name] = {
         .carry_bytes = static_cast<std::uint64_t>(of.integer("carry_bytes", 0, kMostBytes)),
+        .activation_bytes = static_cast<std::uint64_t>(of.integer("activation_bytes", 0, kMostBytes)),
         .seconds = {
             .forward = forward, .backward = needed(of, "backward"), .head = needed(of, "head"), .evaluate = forward}};
+    profile.stages[name].keeping = profile.stages[name].seconds;
+    profile.stages[name].keeping.forward = needed(of, "forward_keeping");
+    profile.stages[name].keeping.backward = needed(of, "backward_kept");
   }
   profile.stage_peak = static_cast<std::uint64_t>(fields.integer("stage_peak", 0, kMostBytes));
   profile.micro_batch_bytes = static_cast<std::uint64_t>(fields.integer("micro_batch_bytes", 0, kMostBytes));
@@ -187,13 +194,16 @@ ComputeNeeds ModelProfile::needs(const ModelSpec& spec) const {
                      .held_peak = held_peak};
   for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
     needs.carry_bytes.push_back(stages.at(stage_class(spec, stage)).carry_bytes);
+  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
+    needs.activation_bytes.push_back(stages.at(stage_class(spec, stage)).activation_bytes);
   return needs;
 }
 
-std::vector<swap::StageSeconds> ModelProfile::seconds(const ModelSpec& spec) const {
+std::vector<swap::StageSeconds> ModelProfile::seconds(const ModelSpec& spec, const std::vector<bool>& keeps) const {
   std::vector<swap::StageSeconds> all;
   for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
-    all.push_back(stages.at(stage_class(spec, stage)).seconds);
+    all.push_back(keeps.at(stage) ? stages.at(stage_class(spec, stage)).keeping
+                                  : stages.at(stage_class(spec, stage)).seconds);
   return all;
 }
 

@@ -203,7 +203,9 @@ ModelProfile measure_model(const ModelSpec& spec, const SessionOptions& options,
     profile.micro_batch_bytes = probed.needs.micro_batch_bytes;
     for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
       profile.stages[stage_class(spec, stage)] = {.carry_bytes = probed.needs.carry_bytes[stage],
-                                                  .seconds = probed.seconds[stage]};
+                                                  .activation_bytes = probed.needs.activation_bytes[stage],
+                                                  .seconds = probed.seconds[stage],
+                                                  .keeping = probed.keeping[stage]};
   }
   memory.release_kept();
   profile.process_bytes = resident_set() - std::min(resident_set(), cuda ? 0 : memory.stats().held);

@@ -155,10 +155,12 @@ std::string Session::describe() const {
   };
   const std::size_t on_host =
       std::count(impl.plan.arrangement.carry_on_host.begin(), impl.plan.arrangement.carry_on_host.end(), true);
+  const auto keeping = std::count(impl.plan.arrangement.keeps.begin(), impl.plan.arrangement.keeps.end(), true);
   std::string text =
       std::to_string(parameters() / 1000000) + "M parameters, " + precision_name(impl.options.precision) +
       "; device: " + mib(impl.plan.arrangement.device_bytes()) + " of slots and " + mib(impl.plan.workspace) +
       " of workspace in " + mib(impl.options.device_memory) +
+      (keeping == 0 ? "" : ", " + std::to_string(keeping) + " layers keep their activations") +
       "; host: " + mib(impl.plan.arrangement.host_bytes(*impl.plan.layout)) + " of " + mib(impl.options.host_memory) +
       ", in it " + share(impl.plan.arrangement.hi_resident) + " of the weights";
   if (impl.options.train) text += ", " + share(impl.plan.arrangement.state_resident) + " of the optimizer state";

@@ -1,5 +1,7 @@
 #pragma once
 // Inside of Session, shared by session*.cpp.
+#include <map>
+
 #include "runtime/exception.h"
 #include "runtime/optimizer_work.h"
 #include "runtime/session.h"
@@ -57,6 +59,8 @@ struct Session::Impl {
 
   std::vector<Carry> carries;             // by micro-batch: input of the stage at hand, then its gradient
   std::vector<std::vector<Carry>> saved;  // by stage and micro-batch, where they stay on the device
+  // By stage and micro-batch: activations of stages that keep theirs.
+  std::map<std::pair<int, int>, std::unique_ptr<KeptActivations>> kept;
   std::int64_t steps = 0, skipped = 0;
   bool pending = false;  // staged gradients wait for their update
   std::int64_t pending_step = 0, updates_done = 0;

@@ -39,6 +39,7 @@ void Session::Impl::compute(bool repeatable, const std::function<void()>& work) 
         out_of_memory = out_of_memory_error(error);
         carries.assign(carries.size(), {});
         saved.assign(saved.size(), std::vector<Carry>(carries.size()));
+        kept.clear();
       } else {
         ++computed_again;
       }
@@ -53,10 +54,12 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
   const bool train = pass == swap::Pass::forward;
   carries.assign(shared.size(), {});
   saved.assign(last, std::vector<Carry>(train ? shared.size() : 0));
+  kept.clear();
   for (int stage = 0; stage < last; ++stage)
     for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
       const swap::Entered entered = enter(stage, pass, micro_batch);
       Carry& carry = carries[micro_batch];
+      bool keep = train && plan.arrangement.keeps[stage];
       compute(true, [&] {
         if (entered.carry != nullptr) {
           Carry slot = carry_in_slot(stage, entered.carry);
@@ -65,7 +68,11 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
           saved[stage][micro_batch] = carry;
         }
         if (train) seed_random(stage, micro_batch);
-        carry = model->forward(stage, weights_of(entered), carry, shared[micro_batch], train);
+        // Where what it keeps does not fit after all, a second run does without.
+        if (std::exchange(keep, false))
+          kept[{stage, micro_batch}] = model->forward_keeping(stage, weights_of(entered), carry, shared[micro_batch]);
+        else
+          carry = model->forward(stage, weights_of(entered), carry, shared[micro_batch], train);
       });
       leave();
     }
@@ -97,8 +104,14 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
       compute(starts_afresh(entered, micro_batch), [&] {
         const Carry input = entered.carry != nullptr ? carry_in_slot(stage, entered.carry) : saved[stage][micro_batch];
         seed_random(stage, micro_batch);
-        carries[micro_batch] = model->backward(stage, weights_of(entered), gradients_of(entered, micro_batch), input,
-                                               shared[micro_batch], carries[micro_batch]);
+        const Carry& d_out = carries[micro_batch];
+        auto activations = kept.extract({stage, micro_batch});
+        carries[micro_batch] =
+            activations.empty()
+                ? model->backward(stage, weights_of(entered), gradients_of(entered, micro_batch), input,
+                                  shared[micro_batch], d_out)
+                : model->backward_kept(stage, weights_of(entered), gradients_of(entered, micro_batch), input,
+                                       shared[micro_batch], d_out, std::move(activations.mapped()));
         saved[stage][micro_batch].clear();
       });
       if (out_of_memory && !plan.arrangement.staged) work.skip_updates();

@@ -53,6 +53,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
   plan.arrangement = value_or_throw(swap::arrange(*plan.layout, {.host_budget = options.host_memory,
                                                                  .device_budget = options.device_memory,
                                                                  .workspace = plan.workspace + needs.device_fixed,
+                                                                 .activation_bytes = needs.activation_bytes,
                                                                  .micro_batches = options.micro_batches,
                                                                  .staged = options.clip.has_value(),
                                                                  .storage = !options.storage.empty(),

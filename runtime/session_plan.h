@@ -17,8 +17,11 @@ namespace tierflow {
 // What computing takes on the device beside weights, gradients and saved carries, as StageProbe measured it.
 struct ComputeNeeds {
   std::vector<std::uint64_t> carry_bytes;  // by stage: its input for one micro-batch, in a carry slot; 0 for the first
-  std::uint64_t stage_peak = 0;            // the most that one stage takes while it computes
-  std::uint64_t micro_batch_bytes = 0;     // alive beside that, a micro-batch: its carry, the gradient, ids and tables
+  // By stage: what one micro-batch's activations take beside the carries where the stage can keep them; 0 where it
+  // cannot.
+  std::vector<std::uint64_t> activation_bytes;
+  std::uint64_t stage_peak = 0;         // the most that one stage takes while it computes
+  std::uint64_t micro_batch_bytes = 0;  // alive beside that, a micro-batch: its carry, the gradient, ids and tables
 
   std::uint64_t device_fixed = 0;  // whatever is computed: context, kernels, handles of libraries
   std::uint64_t held_peak = 0;     // what torch then holds, blocks kept for reuse included; 0: not measured

@@ -139,9 +139,24 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
   const Shared shared = model_.share({.ids = ids, .labels = ids}, torch_device_);
   ProbedModel result;
   result.seconds.resize(seconds_on_ == nullptr ? 0 : last + 1);
+  result.keeping.resize(result.seconds.size());
+  result.needs.activation_bytes.assign(last + 1, 0);
   swap::StageSeconds unused;
   const auto seconds_of = [&](int stage) -> swap::StageSeconds& {
     return seconds_on_ == nullptr ? unused : result.seconds[stage];
+  };
+  const auto keeping_of = [&](int stage) -> swap::StageSeconds& {
+    return seconds_on_ == nullptr ? unused : result.keeping[stage];
+  };
+  // What is kept is counted apart from the peak.
+  const auto run_keeping = [&](int stage, bool backward, double& seconds, auto work) {
+    const std::uint64_t peak = peak_;
+    try {
+      run(stage, backward, seconds, work);
+    } catch (const c10::OutOfMemoryError&) {
+      result.needs.activation_bytes[stage] = 0;  // does not fit even alone
+    }
+    peak_ = peak;
   };
   peak_ = 0;
   std::uint64_t carry_bytes = 0;
@@ -170,12 +185,23 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
     if (stage == last) break;
     if (const auto found = seen.find(kinds[stage]); found != seen.end()) {
       seconds_of(stage) = seconds_of(found->second.stage);
+      keeping_of(stage) = keeping_of(found->second.stage);
+      result.needs.activation_bytes[stage] = result.needs.activation_bytes[found->second.stage];
     } else {
       double& forward = seconds_of(stage).forward;
       Carry out = run(stage, false, forward, [&](const Weights& weights, const Gradients&) {
         return model_.forward(stage, weights, inputs[stage], shared, train);
       });
       seconds_of(stage).evaluate = forward;
+      keeping_of(stage) = seconds_of(stage);
+      if (train && !settled_ && model_.can_keep(stage))
+        run_keeping(stage, false, keeping_of(stage).forward, [&](const Weights& weights, const Gradients&) {
+          const std::uint64_t before = memory_.stats().used;
+          Carry through = inputs[stage];
+          const auto kept = model_.forward_keeping(stage, weights, through, shared);
+          result.needs.activation_bytes[stage] = memory_.stats().used - before - bytes_of(through);
+          return 0;
+        });
       seen[kinds[stage]] = {std::move(out), stage};
     }
     inputs.push_back(seen[kinds[stage]].out);
@@ -190,10 +216,21 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
     carry_bytes = std::max(carry_bytes, bytes_of(d_carry));
     if (const auto found = seen.find(kinds[stage]); found != seen.end()) {
       seconds_of(stage).backward = seconds_of(found->second.stage).backward;
+      keeping_of(stage).backward = keeping_of(found->second.stage).backward;
     } else {
       Carry out = run(stage, true, seconds_of(stage).backward, [&](const Weights& weights, const Gradients& gradients) {
         return model_.backward(stage, weights, gradients, inputs[stage], shared, d_carry);
       });
+      keeping_of(stage).backward = seconds_of(stage).backward;
+      if (seconds_on_ != nullptr && !settled_ && result.needs.activation_bytes[stage] != 0) {
+        double both = 0;
+        run_keeping(stage, true, both, [&](const Weights& weights, const Gradients& gradients) {
+          Carry through = inputs[stage];
+          auto kept = model_.forward_keeping(stage, weights, through, shared);
+          return model_.backward_kept(stage, weights, gradients, inputs[stage], shared, d_carry, std::move(kept));
+        });
+        keeping_of(stage).backward = std::max(0.0, both - keeping_of(stage).forward);
+      }
       seen[kinds[stage]] = {std::move(out), stage};
     }
     d_carry = seen[kinds[stage]].out;

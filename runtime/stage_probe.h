@@ -21,6 +21,7 @@ struct ProbedModel {
   ComputeNeeds needs;
   std::vector<std::vector<TensorShape>> carry_shapes;  // by stage: of its input
   std::vector<swap::StageSeconds> seconds;             // by stage, where they were asked for
+  std::vector<swap::StageSeconds> keeping;             // the same where the stage keeps its activations
 };
 
 class StageProbe {

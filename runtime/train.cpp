@@ -108,7 +108,7 @@ class Training {
     const auto model = cache.model();
     if (!machine || !model || !model->covers(spec_))
       return log_.say("no prediction: `tierflow plan` with these options measures this machine, once");
-    prediction_ = predict(session_->plan(), rates_of(spec_, *machine, *model), kTracedSteps);
+    prediction_ = predict(session_->plan(), rates_of(spec_, session_->plan(), *machine, *model), kTracedSteps);
     predicted_memory_ = predicted_memory(session_->plan(), session, spec_, *model);
     log_.say(fmt::format("predicted: {:.3g} s a step, {:.0f} tokens/s; the process {} at most",
                          prediction_->step_seconds, per_step_ * options_.sequence_length / prediction_->step_seconds,

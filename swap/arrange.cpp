@@ -138,6 +138,16 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   grow(result.weight_ring, needs.block_weights);
   grow(result.gradient_ring, needs.block_gradient);
   grow(result.weight_ring, needs.block_weights);
+  // Activations before more weights: a weight fetched again passes beside the computation, an activation made again is
+  // computation. The last stages' first, as for carries.
+  result.keeps.assign(stages, false);
+  for (std::size_t stage = std::min(request.activation_bytes.size(), stages); request.train && stage-- > 1;) {
+    std::uint64_t bytes = request.activation_bytes[stage] * request.micro_batches;
+    bytes += bytes / 8;  // for blocks that are reused although a little too large
+    if (bytes == 0 || bytes > left || result.carry_on_host[stage]) continue;
+    result.keeps[stage] = true;
+    left -= bytes;
+  }
   if (result.weight_ring < needs.all_weights + needs.block_weights)
     grow(result.weight_ring, std::min(left, needs.all_weights + needs.block_weights - result.weight_ring));
   result.weight_ring = round_up(result.weight_ring, kSector);

@@ -130,6 +130,9 @@ struct Arrangement {
   std::vector<bool> carry_on_host;  // by stage: the input of the stage, for every micro-batch
   int carry_slots = 0;              // device slots through which those pass
   std::uint64_t carry_slot_bytes = 0;
+  // By stage: what its forward computes stays on the device for its backward, beside the arena, so that nothing is
+  // computed again.
+  std::vector<bool> keeps;
 
   std::uint64_t device_bytes() const {
     return weight_ring + gradient_ring + held_gradients + carry_slots * carry_slot_bytes;
@@ -149,6 +152,8 @@ struct ArrangeRequest {
   std::uint64_t host_budget = 0;
   std::uint64_t device_budget = 0;
   std::uint64_t workspace = 0;  // of the device budget: what computing a stage takes besides weights and gradients
+  // By stage: bytes of one micro-batch's activations where the stage can keep them, 0 where it cannot. Empty: none can.
+  std::vector<std::uint64_t> activation_bytes;
   int micro_batches = 1;
   bool staged = true;
   bool storage = true;  // false: everything must be resident

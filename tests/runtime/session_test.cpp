@@ -104,6 +104,29 @@ class Bitwise : public ::testing::TestWithParam<Case> {
   void SetUp() override { DeviceMemory::install(); }
 };
 
+// As little device memory as works: nothing is kept there that can be computed again.
+SessionOptions least_device(SessionOptions options, const Case& which, const Tiling& tiling) {
+  options.device_memory = 1;
+  try {
+    const Session refused({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options);
+  } catch (const Exception& error) {
+    const std::string said = "the smallest that works is ", text = error.what();
+    options.device_memory = std::stoull(text.substr(text.find(said) + said.size())) * 1024;
+  }
+  return options;
+}
+
+bool can_keep(const Case& which, const Tiling& tiling) {
+  const auto model = make_model(parse_model_spec(which.json, which.name, tiling));
+  for (std::size_t stage = 0; stage < model->spec().stages.size(); ++stage)
+    if (model->can_keep(static_cast<int>(stage))) return true;
+  return false;
+}
+
+std::string described(const Case& which, const SessionOptions& options, const Tiling& tiling) {
+  return Session({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options).describe();
+}
+
 void expect_streamed_is_resident(const Case& which, const Tiling& tiling) {
   const Folder folder;
   for (const std::optional<double> clip : {std::optional<double>(0.05), std::optional<double>()}) {
@@ -112,6 +135,11 @@ void expect_streamed_is_resident(const Case& which, const Tiling& tiling) {
     const Outcome expected = run(which, options, 0, tiling);
     EXPECT_LT(expected.losses.back(), expected.losses.front() + 0.5);
     for (const double loss : expected.losses) EXPECT_TRUE(std::isfinite(loss));
+    const SessionOptions again = least_device(options, which, tiling);
+    const std::string keeps = "keep their activations";
+    EXPECT_EQ(described(which, again, tiling).find(keeps), std::string::npos);
+    EXPECT_EQ(described(which, options, tiling).find(keeps) != std::string::npos, can_keep(which, tiling));
+    expect_same_bits(run(which, again, 0, tiling), expected);
     SessionOptions small = streamed(options, folder);
     expect_same_bits(run(which, small, 0, tiling), expected);
     small.chaos_seed = 7;

@@ -398,6 +398,33 @@ TEST(Arrange, NamesTheSmallestBudgetThatWorks) {
   }
 }
 
+TEST(Arrange, KeepsTheLastStagesActivationsThatFit) {
+  const Toy toy = make_toy(false, 4);
+  const Layout layout(toy.units, toy.stages, toy.chunk_elements);
+  const std::size_t stages = layout.stages().size();
+  ArrangeRequest request{.host_budget = 64 * kMiB, .device_budget = 64 * kMiB, .micro_batches = 2};
+  EXPECT_EQ(arrange(layout, request).value().keeps, std::vector<bool>(stages, false));
+  request.activation_bytes.assign(stages, kMiB);
+  request.activation_bytes.front() = request.activation_bytes.back() = 0;
+  std::vector<bool> all(stages, true);
+  all.front() = all.back() = false;
+  EXPECT_EQ(arrange(layout, request).value().keeps, all);
+  request.train = false;
+  EXPECT_EQ(arrange(layout, request).value().keeps, std::vector<bool>(stages, false));
+  request.train = true;
+  std::size_t kept = 0;
+  for (; request.device_budget > kMiB; request.device_budget -= kMiB) {
+    const auto arranged = arrange(layout, request);
+    if (!arranged.ok()) break;
+    const std::vector<bool>& keeps = arranged.value().keeps;
+    kept = static_cast<std::size_t>(std::count(keeps.begin(), keeps.end(), true));
+    for (std::size_t stage = 0; stage < stages; ++stage)
+      EXPECT_EQ(keeps[stage], stage > 0 && stage + 1 < stages && stage + 1 + kept >= stages) << stage << " of " << kept;
+    EXPECT_LE(arranged.value().device_bytes() + kept * 2 * kMiB, request.device_budget);
+  }
+  EXPECT_EQ(kept, 0);
+}
+
 TEST(Store, CommittedGenerationIsFoundAgain) {
   const Toy toy = make_toy(false, 2);
   const Layout layout(toy.units, toy.stages, toy.chunk_elements);
