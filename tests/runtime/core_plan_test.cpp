@@ -81,9 +81,23 @@ TEST(Prediction, AddsUpTheStages) {
   const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
   EXPECT_FALSE(plan.stored);
   EXPECT_NO_THROW(prove(plan, true));
-  const Prediction prediction = predict(plan, rates_of(spec, {}, profile));
+  const Prediction prediction = predict(plan, rates_of(spec, plan, {}, profile));
   EXPECT_NEAR(prediction.step_seconds, 2 * (4 * 1e-3 + 4e-3 + 4 * 2e-3), 1e-9);
   EXPECT_EQ(prediction.bytes[static_cast<int>(swap::Lane::disk_read)], 0U);
+}
+
+// Blocks that keep their activations take the time that was measured of keeping.
+TEST(Prediction, KnowsWhichStagesKeep) {
+  const ModelSpec spec = spec_of(3);
+  SessionOptions options{.device_memory = 64 << 20, .host_memory = 64 << 20, .micro_batches = 2};
+  ModelProfile profile = profile_of(spec);
+  ModelProfile::Stage& block = profile.stages.at(stage_class(spec, 1));
+  block.activation_bytes = 1 << 20;
+  block.keeping = {.forward = 1.5e-3, .backward = 0.5e-3};
+  const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
+  EXPECT_EQ(plan.arrangement.keeps, (std::vector<bool>{false, true, true, true, false}));
+  EXPECT_NEAR(predict(plan, rates_of(spec, plan, {}, profile)).step_seconds,
+              2 * (1e-3 + 3 * 1.5e-3 + 4e-3 + 3 * 0.5e-3 + 2e-3), 1e-9);
 }
 
 }  // namespace

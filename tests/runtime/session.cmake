@@ -10,7 +10,7 @@ add_executable(bare_torch ${CMAKE_CURRENT_LIST_DIR}/bare_torch.cpp)
 target_link_libraries(bare_torch PRIVATE tierflow_torch_wheel)
 
 # The train command in the test's own process.
-tierflow_test(train_test LIBRARIES tierflow::session tierflow::options fmt::fmt-header-only nlohmann_json::nlohmann_json
+tierflow_test(train_test LIBRARIES tierflow::session tierflow::options tierflow::plan fmt::fmt-header-only nlohmann_json::nlohmann_json
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/train_test.cpp ${CMAKE_SOURCE_DIR}/runtime/train.cpp
           ${CMAKE_SOURCE_DIR}/runtime/run_common.cpp ${CMAKE_SOURCE_DIR}/runtime/training_log.cpp)
 target_precompile_headers(train_test REUSE_FROM session_test)
