@@ -15,10 +15,13 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(std::string("optim: ") + what);
 }
 
-bool aligned(const void* pointer, std::size_t alignment) { return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0; }
+bool aligned(const void* pointer, std::size_t alignment) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0;
+}
 
 void check(const Moment& moment) {
-  require(moment.format == MomentFormat::block8 || moment.format == MomentFormat::f32 || moment.format == MomentFormat::bf16,
+  require(moment.format == MomentFormat::block8 || moment.format == MomentFormat::f32 ||
+              moment.format == MomentFormat::bf16,
           "unknown moment format");
   require(moment.values != nullptr && aligned(moment.values, 64), "moment values must be aligned to 64 bytes");
   if (moment.format == MomentFormat::block8)
@@ -44,7 +47,8 @@ double squares_of_gradient(const Update& u, std::size_t block) {
 
 std::size_t load_master(const State& state, std::size_t first, std::size_t count, float* p) {
   for (std::size_t i = 0; i < count; ++i)
-    p[i] = state.master == MasterFormat::split ? float_of(joined(state.hi[first + i], state.lo[first + i])) : widened(state.hi[first + i]);
+    p[i] = state.master == MasterFormat::split ? float_of(joined(state.hi[first + i], state.lo[first + i]))
+                                               : widened(state.hi[first + i]);
   return count;
 }
 
@@ -69,7 +73,8 @@ UpdateResult run_with_reports(const Kernels& kernels, const Update& u, const Blo
 
 }  // namespace
 
-Update digested(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to, std::size_t n) {
+Update digested(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to,
+                std::size_t n) {
   const bool adam = params.rule == Rule::adamw || params.rule == Rule::adam;
   require(adam || params.rule == Rule::lion || params.rule == Rule::sgd, "unknown rule");
   require(params.step >= 1, "step counts from 1");
@@ -98,8 +103,8 @@ Update digested(const AdamWParams& params, const std::uint16_t* gradient, const 
   return u;
 }
 
-UpdateResult update_with(const Kernels& kernels, const AdamWParams& params, const std::uint16_t* gradient, const State& from,
-                         const State& to, std::size_t n, const BlockReports& reports) {
+UpdateResult update_with(const Kernels& kernels, const AdamWParams& params, const std::uint16_t* gradient,
+                         const State& from, const State& to, std::size_t n, const BlockReports& reports) {
   if (n == 0) return {};
   const Update u = digested(params, gradient, from, to, n);
   const FloatEnvironment environment;
@@ -122,8 +127,8 @@ UpdateResult update_with(const Kernels& kernels, const AdamWParams& params, cons
   return {n - skipped, skipped};
 }
 
-UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to, std::size_t n,
-                          const BlockReports& reports) {
+UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to,
+                          std::size_t n, const BlockReports& reports) {
   return update_with(kernels(), params, gradient, from, to, n, reports);
 }
 
@@ -139,8 +144,11 @@ void zero_moment(const Moment& moment, std::size_t n, bool is_signed) {
       std::memset(moment.values, is_signed ? kZeroCodeSigned : 0, n);
       std::fill_n(moment.absmax, (n + kBlock - 1) / kBlock, 0.0F);
       return;
-    case MomentFormat::f32: std::memset(moment.values, 0, 4 * n); return;
-    case MomentFormat::bf16: std::memset(moment.values, 0, 2 * n);
+    case MomentFormat::f32:
+      std::memset(moment.values, 0, 4 * n);
+      return;
+    case MomentFormat::bf16:
+      std::memset(moment.values, 0, 2 * n);
   }
 }
 
@@ -158,7 +166,8 @@ void decode_moment(const Moment& moment, float* values, std::size_t n, bool is_s
   const FloatEnvironment environment;
   for (std::size_t first = 0; first < n; first += kBlock) {
     if (moment.format == MomentFormat::block8 && n - first >= kBlock)
-      kernels().decode_block(static_cast<const std::uint8_t*>(moment.values) + first, is_signed, moment.absmax[first / kBlock], values + first);
+      kernels().decode_block(static_cast<const std::uint8_t*>(moment.values) + first, is_signed,
+                             moment.absmax[first / kBlock], values + first);
     else
       load_moment_block(moment, first / kBlock, std::min(kBlock, n - first), is_signed, values + first);
   }
@@ -172,9 +181,15 @@ bool gradient_norm_squared(const std::uint16_t* gradient, std::size_t n, double*
   return finite;
 }
 
-const char* instruction_set() { return kernels().name; }
+const char* instruction_set() {
+  return kernels().name;
+}
 
-std::uint16_t bf16_from_float(float value) { return narrowed(value); }
-float float_from_bf16(std::uint16_t bits) { return widened(bits); }
+std::uint16_t bf16_from_float(float value) {
+  return narrowed(value);
+}
+float float_from_bf16(std::uint16_t bits) {
+  return widened(bits);
+}
 
 }  // namespace tierflow::optim

@@ -1,14 +1,15 @@
 #pragma once
-// FRONT DOOR of optim: AdamW (Loshchilov and Hutter 2019) and its relatives on host spans. No threads, files or torch; the caller cuts
-// the work. Results are the same bits whatever the instruction set, and however the caller cuts at multiples of kBlock.
-// Every call may run at the same time as others on other spans. Inside a call the floating-point environment is round-to-nearest with
-// subnormal numbers kept; the caller's is restored. Arguments that break a contract raise std::invalid_argument.
+// FRONT DOOR of optim: AdamW (Loshchilov and Hutter 2019) and its relatives on host spans. No threads, files or torch;
+// the caller cuts the work. Results are the same bits whatever the instruction set, and however the caller cuts at
+// multiples of kBlock. Every call may run at the same time as others on other spans. Inside a call the floating-point
+// environment is round-to-nearest with subnormal numbers kept; the caller's is restored. Arguments that break a
+// contract raise std::invalid_argument.
 #include <cstddef>
 #include <cstdint>
 
 namespace tierflow::optim {
 
-inline constexpr std::size_t kBlock = 256;             // elements that share one absmax
+inline constexpr std::size_t kBlock = 256;              // elements that share one absmax
 inline constexpr std::size_t kNormSegment = 64 * 1024;  // elements that one partial sum of squares covers
 
 enum class MomentFormat : std::uint8_t { block8 = 1, f32 = 2, bf16 = 3 };
@@ -17,8 +18,8 @@ enum class MasterFormat : std::uint8_t {
   bf16_sr = 2,  // hi alone, updated with stochastic rounding
 };
 
-// One moment of n elements. block8: `values` holds one code a byte and `absmax` one float a kBlock elements (the last may be partial);
-// f32, bf16: `values` holds the numbers and absmax is null.
+// One moment of n elements. block8: `values` holds one code a byte and `absmax` one float a kBlock elements (the last
+// may be partial); f32, bf16: `values` holds the numbers and absmax is null.
 struct Moment {
   MomentFormat format = MomentFormat::block8;
   void* values = nullptr;
@@ -30,7 +31,7 @@ struct State {
   MasterFormat master = MasterFormat::split;
   std::uint16_t* hi = nullptr;
   std::uint16_t* lo = nullptr;  // null for bf16_sr
-  Moment m, v;                  // v is non-negative: block8 uses the unsigned map. Lion and SGD leave v alone: it may be null
+  Moment m, v;  // v is non-negative: block8 uses the unsigned map. Lion and SGD leave v alone: it may be null
 };
 
 enum class Rule : std::uint8_t {
@@ -43,18 +44,20 @@ enum class Rule : std::uint8_t {
 struct AdamWParams {
   float lr = 1e-5F;
   float beta1 = 0.9F, beta2 = 0.999F;
-  float eps = 1e-8F;             // at least 2^-100 is used
-  float weight_decay = 0.0F;  // decoupled; 0 for tensors that are not decayed
-  std::int64_t step = 1;      // 1 for the first update: bias correction
-  float gradient_scale = 1.0F;  // applied to each gradient before use: the clip factor
-  std::uint64_t rounding_key = 0;   // bf16_sr: keys the generator together with step and element index
-  std::uint64_t first_element = 0;  // bf16_sr: index of element 0 of this call within the keyed tensor, a multiple of kBlock
+  float eps = 1e-8F;               // at least 2^-100 is used
+  float weight_decay = 0.0F;       // decoupled; 0 for tensors that are not decayed
+  std::int64_t step = 1;           // 1 for the first update: bias correction
+  float gradient_scale = 1.0F;     // applied to each gradient before use: the clip factor
+  std::uint64_t rounding_key = 0;  // bf16_sr: keys the generator together with step and element index
+  std::uint64_t first_element =
+      0;  // bf16_sr: index of element 0 of this call within the keyed tensor, a multiple of kBlock
   Rule rule = Rule::adamw;
-  // Adam and AdamW hold |m / (sqrt(v) + eps)|, before the correction of m, within this. 0: for 8-bit moments the bound that exact Adam
-  // never exceeds (v rounded to zero beside an m that is not would otherwise take outsized steps), none for others; infinity: none.
+  // Adam and AdamW hold |m / (sqrt(v) + eps)|, before the correction of m, within this. 0: for 8-bit moments the bound
+  // that exact Adam never exceeds (v rounded to zero beside an m that is not would otherwise take outsized steps), none
+  // for others; infinity: none.
   float update_bound = 0.0F;
-  // A block with a gradient that is not finite, or whose scaled magnitude reaches 2^60, is always left as it was. With this flag the
-  // whole call is: the gradients are looked through first.
+  // A block with a gradient that is not finite, or whose scaled magnitude reaches 2^60, is always left as it was. With
+  // this flag the whole call is: the gradients are looked through first.
   bool skip_call_if_not_finite = false;
 };
 
@@ -67,23 +70,24 @@ struct BlockReports {
 
 struct UpdateResult {
   std::size_t updated = 0;  // elements
-  std::size_t skipped = 0;  // elements left as they were: of blocks with gradients that are not finite, or of the whole call
+  std::size_t skipped =
+      0;  // elements left as they were: of blocks with gradients that are not finite, or of the whole call
 };
 
-// Updates n elements of `state` in place from bf16 gradients (aligned to 64 bytes). n is any length; where it is not a multiple of
-// kBlock the last block is partial.
+// Updates n elements of `state` in place from bf16 gradients (aligned to 64 bytes). n is any length; where it is not a
+// multiple of kBlock the last block is partial.
 UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& state, std::size_t n);
 
-// The same from one set of buffers to another of the same formats: `from` is only read. Buffers are equal or do not overlap. Blocks
-// left as they were are copied.
-UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to, std::size_t n,
-                          const BlockReports& reports = {});
+// The same from one set of buffers to another of the same formats: `from` is only read. Buffers are equal or do not
+// overlap. Blocks left as they were are copied.
+UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to,
+                          std::size_t n, const BlockReports& reports = {});
 
 // All-zero moments in `moment`'s format.
 void zero_moment(const Moment& moment, std::size_t n, bool is_signed);
 
-// sums[i] = sum of squares, in double and in a fixed order, of elements [i * kNormSegment, (i+1) * kNormSegment); returns false where
-// any element is not finite.
+// sums[i] = sum of squares, in double and in a fixed order, of elements [i * kNormSegment, (i+1) * kNormSegment);
+// returns false where any element is not finite.
 bool gradient_norm_squared(const std::uint16_t* gradient, std::size_t n, double* sums);
 
 void split_master(const float* master, std::uint16_t* hi, std::uint16_t* lo, std::size_t n);
@@ -91,7 +95,8 @@ void join_master(const std::uint16_t* hi, const std::uint16_t* lo, float* master
 std::uint16_t bf16_from_float(float value);  // the hi rule, NaN kept NaN
 float float_from_bf16(std::uint16_t bits);
 
-// Moments to and from fp32: what the update stores and reads. `values` of block8 must be finite and, for v, not negative.
+// Moments to and from fp32: what the update stores and reads. `values` of block8 must be finite and, for v, not
+// negative.
 void encode_moment(const float* values, const Moment& moment, std::size_t n, bool is_signed);
 void decode_moment(const Moment& moment, float* values, std::size_t n, bool is_signed);
 

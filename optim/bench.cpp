@@ -15,22 +15,27 @@ namespace tierflow::optim {
 namespace {
 
 struct Freer {
-  void operator()(void* p) const { ::operator delete(p, std::align_val_t{4096}); }
+  void operator()(void* p) const { ::operator delete (p, std::align_val_t{4096}); }
 };
 
 // Page-aligned bytes. Consecutive arrays begin at different cache sets.
 class Bytes {
  public:
-  explicit Bytes(std::size_t size, std::size_t skew) : memory_(::operator new(size + 4096, std::align_val_t{4096})), skew_(skew % 4096) {}
+  explicit Bytes(std::size_t size, std::size_t skew)
+      : memory_(::operator new (size + 4096, std::align_val_t{4096})), skew_(skew % 4096) {}
   template <class T>
-  T* as() const { return reinterpret_cast<T*>(static_cast<char*>(memory_.get()) + skew_); }
+  T* as() const {
+    return reinterpret_cast<T*>(static_cast<char*>(memory_.get()) + skew_);
+  }
 
  private:
   std::unique_ptr<void, Freer> memory_;
   std::size_t skew_;
 };
 
-std::size_t size_of(MomentFormat format) { return format == MomentFormat::block8 ? 1 : format == MomentFormat::bf16 ? 2 : 4; }
+std::size_t size_of(MomentFormat format) {
+  return format == MomentFormat::block8 ? 1 : format == MomentFormat::bf16 ? 2 : 4;
+}
 
 // One thread's share of the parameters.
 struct Slice {
@@ -101,9 +106,12 @@ void stream(const Slice& s) {
 
 void stream_slice(const Slice& s) {
   switch (s.moments) {
-    case MomentFormat::block8: return stream<std::uint8_t>(s);
-    case MomentFormat::bf16: return stream<std::uint16_t>(s);
-    case MomentFormat::f32: return stream<std::uint32_t>(s);
+    case MomentFormat::block8:
+      return stream<std::uint8_t>(s);
+    case MomentFormat::bf16:
+      return stream<std::uint16_t>(s);
+    case MomentFormat::f32:
+      return stream<std::uint32_t>(s);
   }
 }
 
@@ -138,7 +146,8 @@ void bench_optimizer(const BenchOptions& options, const std::function<void(const
     std::vector<const Kernels*> sets;
     for (const Kernels& set : all_kernels()) {
       const std::string name = std::string(set.name) + " " + c.name;
-      if (name.find(options.only) != std::string::npos && (std::string(set.name) != "SCALAR" || !options.only.empty())) sets.push_back(&set);
+      if (name.find(options.only) != std::string::npos && (std::string(set.name) != "SCALAR" || !options.only.empty()))
+        sets.push_back(&set);
     }
     if (sets.empty()) continue;
     const int repeats = std::max(1, options.repeats);
@@ -190,10 +199,11 @@ void bench_optimizer(const BenchOptions& options, const std::function<void(const
 std::string json_of(const BenchLine& line) {
   char text[512];
   std::snprintf(text, sizeof(text),
-                "{\"name\": \"%s\", \"mparam_s\": %.1f, \"stream_share\": %.3f, \"best_mparam_s\": %.1f, \"stream_mparam_s\": %.1f, "
+                "{\"name\": \"%s\", \"mparam_s\": %.1f, \"stream_share\": %.3f, \"best_mparam_s\": %.1f, "
+                "\"stream_mparam_s\": %.1f, "
                 "\"bytes_per_parameter\": %d, \"threads\": %d}",
-                line.name.c_str(), line.mparam_s, line.stream_share, line.best_mparam_s, line.stream_mparam_s, line.bytes_per_parameter,
-                line.threads);
+                line.name.c_str(), line.mparam_s, line.stream_share, line.best_mparam_s, line.stream_mparam_s,
+                line.bytes_per_parameter, line.threads);
   return text;
 }
 

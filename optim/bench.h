@@ -15,12 +15,13 @@ struct BenchOptions {
 };
 
 struct BenchLine {
-  std::string name;            // instruction set, rule, formats
-  double mparam_s = 0;         // median over the repeats, 10^6 parameters a second, all threads together
+  std::string name;     // instruction set, rule, formats
+  double mparam_s = 0;  // median over the repeats, 10^6 parameters a second, all threads together
   double best_mparam_s = 0;
-  double stream_share = 0;     // median over the repeats of this kernel's speed / the stream's next to it
-  double stream_mparam_s = 0;  // the stream: every byte read and written that the update reads and writes, and no arithmetic to speak of
-  int bytes_per_parameter = 0; // read and written
+  double stream_share = 0;  // median over the repeats of this kernel's speed / the stream's next to it
+  double stream_mparam_s =
+      0;  // the stream: every byte read and written that the update reads and writes, and no arithmetic to speak of
+  int bytes_per_parameter = 0;  // read and written
   int threads = 0;
 };
 

@@ -1,7 +1,8 @@
 #pragma once
-// Arithmetic of the formats, element by element, for host and device: the dynamic 8-bit code, the hi/lo master, bf16, the rounding
-// generator. Everything else in this folder (vector kernels, a device kernel) must give the bits that these functions give. Only IEEE
-// operations are used (fma, multiply, divide), round to nearest even, subnormal numbers kept.
+// Arithmetic of the formats, element by element, for host and device: the dynamic 8-bit code, the hi/lo master, bf16,
+// the rounding generator. Everything else in this folder (vector kernels, a device kernel) must give the bits that
+// these functions give. Only IEEE operations are used (fma, multiply, divide), round to nearest even, subnormal numbers
+// kept.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -28,18 +29,26 @@ TIERFLOW_HD float float_of(std::uint32_t bits) {
   return value;
 }
 
-// ---- master halves ---------------------------------------------------------------------------------------------------------------
-// hi = top half rounded to nearest, ties up in bits; with lo it is a bijection of all 2^32 patterns (arithmetic modulo 2^32). A float
-// that rounds beyond the largest bf16 gets hi = infinity. NaN patterns with the top payload bits and a high low half (0x7fff8000 and
-// up), which no arithmetic produces, wrap: joining restores them, but hi alone reads as a zero.
+// ---- master halves
+// --------------------------------------------------------------------------------------------------------------- hi =
+// top half rounded to nearest, ties up in bits; with lo it is a bijection of all 2^32 patterns (arithmetic modulo
+// 2^32). A float that rounds beyond the largest bf16 gets hi = infinity. NaN patterns with the top payload bits and a
+// high low half (0x7fff8000 and up), which no arithmetic produces, wrap: joining restores them, but hi alone reads as a
+// zero.
 
-TIERFLOW_HD std::uint16_t hi_of(std::uint32_t bits) { return static_cast<std::uint16_t>((bits + 0x8000U) >> 16); }
-TIERFLOW_HD std::uint16_t lo_of(std::uint32_t bits) { return static_cast<std::uint16_t>(bits & 0xffffU); }
+TIERFLOW_HD std::uint16_t hi_of(std::uint32_t bits) {
+  return static_cast<std::uint16_t>((bits + 0x8000U) >> 16);
+}
+TIERFLOW_HD std::uint16_t lo_of(std::uint32_t bits) {
+  return static_cast<std::uint16_t>(bits & 0xffffU);
+}
 TIERFLOW_HD std::uint32_t joined(std::uint16_t hi, std::uint16_t lo) {
   return ((static_cast<std::uint32_t>(hi) - (lo >> 15)) << 16) | lo;
 }
 
-TIERFLOW_HD float widened(std::uint16_t bf16) { return float_of(static_cast<std::uint32_t>(bf16) << 16); }
+TIERFLOW_HD float widened(std::uint16_t bf16) {
+  return float_of(static_cast<std::uint32_t>(bf16) << 16);
+}
 
 // The hi rule for a number that stands alone: as hi_of, but every NaN stays a NaN (quiet, sign kept).
 TIERFLOW_HD std::uint16_t narrowed(float value) {
@@ -48,9 +57,11 @@ TIERFLOW_HD std::uint16_t narrowed(float value) {
   return hi_of(bits);
 }
 
-// ---- stochastic rounding ---------------------------------------------------------------------------------------------------------
-// A counter-based generator: the value depends on (key, step, element) alone. The 32-bit stage is Wellons' two-round xor-multiply
-// permutation "lowbias32" with a second key between its rounds; keys come from the splitmix64 finalizer (Steele, Lea, Flood 2014).
+// ---- stochastic rounding
+// --------------------------------------------------------------------------------------------------------- A
+// counter-based generator: the value depends on (key, step, element) alone. The 32-bit stage is Wellons' two-round
+// xor-multiply permutation "lowbias32" with a second key between its rounds; keys come from the splitmix64 finalizer
+// (Steele, Lea, Flood 2014).
 
 struct RoundingKey {
   std::uint32_t before = 0, between = 0;
@@ -77,21 +88,24 @@ TIERFLOW_HD std::uint32_t rounding_bits(RoundingKey key, std::uint32_t element) 
   return x >> 16;
 }
 
-// bf16 neighbour of `value` away from zero with probability equal to the fraction cut off. NaN stays NaN, infinity stays itself.
+// bf16 neighbour of `value` away from zero with probability equal to the fraction cut off. NaN stays NaN, infinity
+// stays itself.
 TIERFLOW_HD std::uint16_t stochastically_narrowed(float value, std::uint32_t random16) {
   const std::uint32_t bits = bits_of(value);
   if ((bits & 0x7f800000U) == 0x7f800000U) return narrowed(value);
   return static_cast<std::uint16_t>((bits + random16) >> 16);
 }
 
-// ---- the dynamic 8-bit code ------------------------------------------------------------------------------------------------------
-// Dettmers et al. 2022 (8-bit optimizers via block-wise quantization), as bitsandbytes stores it: 256 numbers in ascending order.
-// [0.1, 1) in each of the seven decades i = 0 (times 1e-6) .. 6 (times 1) is cut in 2^i (signed) or 2^(i+1) (unsigned) equal cells,
-// and the middle of each cell is a code's value; 0 and 1 complete the map. Signed: code 127 is 0, 127 + p and 127 - p are plus and
-// minus the p-th magnitude, 255 is 1, and there is no -1. Unsigned: code c is the c-th magnitude, 255 is 1.
+// ---- the dynamic 8-bit code
+// ------------------------------------------------------------------------------------------------------ Dettmers et
+// al. 2022 (8-bit optimizers via block-wise quantization), as bitsandbytes stores it: 256 numbers in ascending order.
+// [0.1, 1) in each of the seven decades i = 0 (times 1e-6) .. 6 (times 1) is cut in 2^i (signed) or 2^(i+1) (unsigned)
+// equal cells, and the middle of each cell is a code's value; 0 and 1 complete the map. Signed: code 127 is 0, 127 + p
+// and 127 - p are plus and minus the p-th magnitude, 255 is 1, and there is no -1. Unsigned: code c is the c-th
+// magnitude, 255 is 1.
 //
-// With "mark" q = 2p + 1 (signed) or 2c + 3 (unsigned), the binary exponent of q names the decade and its fraction f the place in the
-// decade: the magnitude is 10^(i-7) (1 + 9 f).
+// With "mark" q = 2p + 1 (signed) or 2c + 3 (unsigned), the binary exponent of q names the decade and its fraction f
+// the place in the decade: the magnitude is 10^(i-7) (1 + 9 f).
 
 inline constexpr int kZeroCodeSigned = 127;
 inline constexpr float kSmallestAbsmax = 0x1p-96F;  // a block whose absmax is below holds zeros
@@ -99,19 +113,29 @@ inline constexpr float kSmallestAbsmax = 0x1p-96F;  // a block whose absmax is b
 // Power-of-ten factor of the decade of a mark: exponent 0 is zero, `kTopExponent` is one.
 TIERFLOW_HD float decade_factor(int i) {
   switch (i) {
-    case 0: return 1e-7F;
-    case 1: return 1e-6F;
-    case 2: return 1e-5F;
-    case 3: return 1e-4F;
-    case 4: return 1e-3F;
-    case 5: return 1e-2F;
-    case 6: return 1e-1F;
-    case 7: return 1.0F;
-    default: return 0.0F;
+    case 0:
+      return 1e-7F;
+    case 1:
+      return 1e-6F;
+    case 2:
+      return 1e-5F;
+    case 3:
+      return 1e-4F;
+    case 4:
+      return 1e-3F;
+    case 5:
+      return 1e-2F;
+    case 6:
+      return 1e-1F;
+    case 7:
+      return 1.0F;
+    default:
+      return 0.0F;
   }
 }
 
-// Magnitude of mark `q` times absmax: (9 g - 8) * (10^(i-7) * absmax) with g = 1 + f, each product rounded once; 9 g - 8 is exact.
+// Magnitude of mark `q` times absmax: (9 g - 8) * (10^(i-7) * absmax) with g = 1 + f, each product rounded once; 9 g -
+// 8 is exact.
 template <bool Signed>
 TIERFLOW_HD float magnitude_of_mark(int q, float absmax) {
   const std::uint32_t bits = bits_of(static_cast<float>(q));
@@ -133,12 +157,13 @@ TIERFLOW_HD float decoded(std::uint8_t code, float absmax) {
   }
 }
 
-// THE RULE for the nearest code. x = |value| * (1 / absmax), both operations rounded. Decade i begins at edge(i), the float nearest to
-// the midpoint between the last value of decade i-1 and the first of decade i (edge(0): between 0 and the first value; edge(7): between
-// the last value and 1). A number on an edge belongs above it. Within decade i the rank is floor(fma(x, slope(i), offset(i))), not
-// more than the last rank of the decade: the cell that x lies in, and cells are the nearest-value regions. So ties go to the larger
-// magnitude, and each boundary is within 2^-15 of a cell of the exact midpoint.
-// The signed map has magnitudes 0..128, the unsigned map 0..255; a negative number never gets 128.
+// THE RULE for the nearest code. x = |value| * (1 / absmax), both operations rounded. Decade i begins at edge(i), the
+// float nearest to the midpoint between the last value of decade i-1 and the first of decade i (edge(0): between 0 and
+// the first value; edge(7): between the last value and 1). A number on an edge belongs above it. Within decade i the
+// rank is floor(fma(x, slope(i), offset(i))), not more than the last rank of the decade: the cell that x lies in, and
+// cells are the nearest-value regions. So ties go to the larger magnitude, and each boundary is within 2^-15 of a cell
+// of the exact midpoint. The signed map has magnitudes 0..128, the unsigned map 0..255; a negative number never gets
+// 128.
 template <bool Signed>
 struct Cells {
   static constexpr double kCells0 = Signed ? 1.0 : 2.0;  // cells of decade 0
@@ -158,15 +183,20 @@ struct Cells {
   }
   TIERFLOW_HD static constexpr float slope(int i) { return static_cast<float>(cells(i) * power_of_ten(6 - i) / 0.9); }
   TIERFLOW_HD static constexpr float offset(int i) { return static_cast<float>(cells(i) * 8 / 9 - kShift); }
-  TIERFLOW_HD static constexpr float last(int i) { return static_cast<float>(2 * cells(i) - 1 - kShift); }  // the rank of the last cell
+  TIERFLOW_HD static constexpr float last(int i) {
+    return static_cast<float>(2 * cells(i) - 1 - kShift);
+  }  // the rank of the last cell
 };
 
 template <bool Signed>
 TIERFLOW_HD int rank_of(float x) {
   using C = Cells<Signed>;
-  constexpr float edges[8] = {C::edge(0), C::edge(1), C::edge(2), C::edge(3), C::edge(4), C::edge(5), C::edge(6), C::edge(7)};
-  constexpr float slopes[7] = {C::slope(0), C::slope(1), C::slope(2), C::slope(3), C::slope(4), C::slope(5), C::slope(6)};
-  constexpr float offsets[7] = {C::offset(0), C::offset(1), C::offset(2), C::offset(3), C::offset(4), C::offset(5), C::offset(6)};
+  constexpr float edges[8] = {C::edge(0), C::edge(1), C::edge(2), C::edge(3),
+                              C::edge(4), C::edge(5), C::edge(6), C::edge(7)};
+  constexpr float slopes[7] = {C::slope(0), C::slope(1), C::slope(2), C::slope(3),
+                               C::slope(4), C::slope(5), C::slope(6)};
+  constexpr float offsets[7] = {C::offset(0), C::offset(1), C::offset(2), C::offset(3),
+                                C::offset(4), C::offset(5), C::offset(6)};
   constexpr float lasts[7] = {C::last(0), C::last(1), C::last(2), C::last(3), C::last(4), C::last(5), C::last(6)};
   if (x < edges[0]) return 0;
   if (x >= edges[7]) return C::kTop;
@@ -181,7 +211,9 @@ TIERFLOW_HD int rank_of(float x) {
 }
 
 // 1 / absmax, or 0 for a block of zeros.
-TIERFLOW_HD float inverse_absmax(float absmax) { return absmax < kSmallestAbsmax ? 0.0F : 1.0F / absmax; }
+TIERFLOW_HD float inverse_absmax(float absmax) {
+  return absmax < kSmallestAbsmax ? 0.0F : 1.0F / absmax;
+}
 
 template <bool Signed>
 TIERFLOW_HD std::uint8_t encoded(float value, float inverse) {

@@ -15,8 +15,9 @@ double power(double base, std::int64_t exponent) {
   return result;
 }
 
-// With m and v exact averages of g and g^2, Cauchy and Schwarz give |m| <= K sqrt(v), K^2 = (1-b1)^2 / ((1-b2) (1 - b1^2/b2)) where
-// b1^2 < b2, so |m / (sqrt(v) r + eps)| <= K / r. Infinite where the series diverges. The factor leaves room for rounding.
+// With m and v exact averages of g and g^2, Cauchy and Schwarz give |m| <= K sqrt(v), K^2 = (1-b1)^2 / ((1-b2) (1 -
+// b1^2/b2)) where b1^2 < b2, so |m / (sqrt(v) r + eps)| <= K / r. Infinite where the series diverges. The factor leaves
+// room for rounding.
 double exact_adam_bound(double beta1, double beta2, double root_correction2) {
   const double rest = 1 - beta1 * beta1 / beta2;
   if (!(beta2 > 0) || !(beta2 < 1) || !(rest > 0)) return std::numeric_limits<double>::infinity();
@@ -41,7 +42,8 @@ Coefficients coefficients_of(const AdamWParams& params, bool eight_bit) {
   k.step_size = static_cast<float>(adam ? lr / (1 - power(beta1, params.step)) : lr);
   k.decay = static_cast<float>(decoupled ? 1 - lr * params.weight_decay : 1.0);
   k.l2 = decoupled ? 0.0F : params.weight_decay;
-  const double automatic = eight_bit ? exact_adam_bound(beta1, beta2, root_correction2) : std::numeric_limits<double>::infinity();
+  const double automatic =
+      eight_bit ? exact_adam_bound(beta1, beta2, root_correction2) : std::numeric_limits<double>::infinity();
   k.bound = params.update_bound > 0 ? params.update_bound : static_cast<float>(automatic);
   return k;
 }

@@ -20,7 +20,8 @@ struct Update {
 // Magnitudes from here on, infinities and NaNs count as "not finite": m and v then stay far from overflow.
 inline constexpr float kLargestGradient = 0x1p60F;
 
-// `largest`: the largest gradient of some, as the bits of a bf16 without its sign. A negative scale counts by its magnitude.
+// `largest`: the largest gradient of some, as the bits of a bf16 without its sign. A negative scale counts by its
+// magnitude.
 TIERFLOW_HD bool within(std::uint32_t largest, float scale) {
   return ::fabsf(widened(static_cast<std::uint16_t>(largest)) * scale) < kLargestGradient;
 }
@@ -29,8 +30,8 @@ bool all_within(const std::uint16_t* gradient, std::size_t n, float scale);
 // The calls that depend on the instruction set. All sets give the same bits.
 struct Kernels {
   const char* name;
-  // Updates blocks [begin, end) of `u` and returns the number of elements left as they were (copied), because a gradient of their
-  // block is not finite.
+  // Updates blocks [begin, end) of `u` and returns the number of elements left as they were (copied), because a
+  // gradient of their block is not finite.
   std::size_t (*update_blocks)(const Update& u, std::size_t begin, std::size_t end);
   // *sum = sum of squares of count <= kNormSegment elements; false where one is not finite.
   bool (*sum_segment)(const std::uint16_t* gradient, std::size_t count, double* sum);
@@ -46,14 +47,17 @@ void decode_block_scalar(const std::uint8_t* codes, bool is_signed, float absmax
 
 // All sets that this machine runs, best first; the last is the scalar one.
 std::span<const Kernels> all_kernels();
-inline const Kernels& kernels() { return all_kernels().front(); }
+inline const Kernels& kernels() {
+  return all_kernels().front();
+}
 
 // adamw_update with the given kernels.
-UpdateResult update_with(const Kernels& kernels, const AdamWParams& params, const std::uint16_t* gradient, const State& from,
-                         const State& to, std::size_t n, const BlockReports& reports = {});
+UpdateResult update_with(const Kernels& kernels, const AdamWParams& params, const std::uint16_t* gradient,
+                         const State& from, const State& to, std::size_t n, const BlockReports& reports = {});
 
 // The update that the arguments describe; std::invalid_argument where they break the contract of adamw_update.
-Update digested(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to, std::size_t n);
+Update digested(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to,
+                std::size_t n);
 
 // Copies the state of one block from `u.from` to `u.to`.
 void copy_block(const Update& u, std::size_t block);

@@ -34,10 +34,14 @@ void step_elements(const Coefficients& k, const float* g, float* p, float* m, fl
 
 void step_by_rule(const Update& u, const float* g, float* p, float* m, float* v, std::size_t count) {
   switch (u.rule) {
-    case Rule::adamw: return step_elements<Rule::adamw>(u.k, g, p, m, v, count);
-    case Rule::adam: return step_elements<Rule::adam>(u.k, g, p, m, v, count);
-    case Rule::lion: return step_elements<Rule::lion>(u.k, g, p, m, v, count);
-    case Rule::sgd: return step_elements<Rule::sgd>(u.k, g, p, m, v, count);
+    case Rule::adamw:
+      return step_elements<Rule::adamw>(u.k, g, p, m, v, count);
+    case Rule::adam:
+      return step_elements<Rule::adam>(u.k, g, p, m, v, count);
+    case Rule::lion:
+      return step_elements<Rule::lion>(u.k, g, p, m, v, count);
+    case Rule::sgd:
+      return step_elements<Rule::sgd>(u.k, g, p, m, v, count);
   }
 }
 
@@ -45,7 +49,8 @@ void copy_moment(const Moment& from, const Moment& to, std::size_t block, std::s
   if (from.values == to.values || from.values == nullptr) return;
   const std::size_t size = from.format == MomentFormat::block8 ? 1 : from.format == MomentFormat::bf16 ? 2 : 4;
   const std::size_t offset = block * kBlock * size;
-  std::memcpy(static_cast<std::byte*>(to.values) + offset, static_cast<const std::byte*>(from.values) + offset, count * size);
+  std::memcpy(static_cast<std::byte*>(to.values) + offset, static_cast<const std::byte*>(from.values) + offset,
+              count * size);
   if (from.format == MomentFormat::block8) to.absmax[block] = from.absmax[block];
 }
 
@@ -106,9 +111,12 @@ void load_moment_block(const Moment& moment, std::size_t at, std::size_t count, 
   switch (moment.format) {
     case MomentFormat::block8: {
       const auto* codes = static_cast<const std::uint8_t*>(moment.values) + first;
-      return is_signed ? load_codes<true>(codes, moment.absmax[at], count, values) : load_codes<false>(codes, moment.absmax[at], count, values);
+      return is_signed ? load_codes<true>(codes, moment.absmax[at], count, values)
+                       : load_codes<false>(codes, moment.absmax[at], count, values);
     }
-    case MomentFormat::f32: std::memcpy(values, static_cast<const float*>(moment.values) + first, 4 * count); return;
+    case MomentFormat::f32:
+      std::memcpy(values, static_cast<const float*>(moment.values) + first, 4 * count);
+      return;
     case MomentFormat::bf16: {
       const auto* words = static_cast<const std::uint16_t*>(moment.values) + first;
       for (std::size_t i = 0; i < count; ++i) values[i] = widened(words[i]);
@@ -121,10 +129,13 @@ void store_moment_block(const Moment& moment, std::size_t at, std::size_t count,
   switch (moment.format) {
     case MomentFormat::block8: {
       auto* codes = static_cast<std::uint8_t*>(moment.values) + first;
-      moment.absmax[at] = is_signed ? store_codes<true>(values, count, codes) : store_codes<false>(values, count, codes);
+      moment.absmax[at] =
+          is_signed ? store_codes<true>(values, count, codes) : store_codes<false>(values, count, codes);
       return;
     }
-    case MomentFormat::f32: std::memcpy(static_cast<float*>(moment.values) + first, values, 4 * count); return;
+    case MomentFormat::f32:
+      std::memcpy(static_cast<float*>(moment.values) + first, values, 4 * count);
+      return;
     case MomentFormat::bf16: {
       auto* words = static_cast<std::uint16_t*>(moment.values) + first;
       for (std::size_t i = 0; i < count; ++i) words[i] = narrowed(values[i]);
@@ -133,7 +144,8 @@ void store_moment_block(const Moment& moment, std::size_t at, std::size_t count,
 }
 
 void encode_block_scalar(const float* values, bool is_signed, float inverse, std::uint8_t* codes) {
-  for (std::size_t i = 0; i < kBlock; ++i) codes[i] = is_signed ? encoded<true>(values[i], inverse) : encoded<false>(values[i], inverse);
+  for (std::size_t i = 0; i < kBlock; ++i)
+    codes[i] = is_signed ? encoded<true>(values[i], inverse) : encoded<false>(values[i], inverse);
 }
 
 void decode_block_scalar(const std::uint8_t* codes, bool is_signed, float absmax, float* values) {

@@ -10,7 +10,7 @@ namespace tierflow::optim {
 
 // AdamWParams, digested once a call (in double, then rounded to float).
 struct Coefficients {
-  float scale = 1;            // of the gradient
+  float scale = 1;             // of the gradient
   float beta1 = 0, rest1 = 0;  // rest = 1 - beta
   float beta2 = 0, rest2 = 0;
   float root_correction2 = 1;  // 1 / sqrt(1 - beta2^step)

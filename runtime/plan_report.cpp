@@ -179,8 +179,8 @@ PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& 
                                  const ModelProfile& model) {
   PredictedMemory memory;
   const ComputeNeeds needs = model.needs(spec);
-  memory.device = plan.arrangement.device_bytes() + model.device_fixed + needs.expected(plan.arrangement.micro_batches) +
-                  kept_carries(plan) + kept_activations(plan, needs);
+  memory.device = plan.arrangement.device_bytes() + model.device_fixed +
+                  needs.expected(plan.arrangement.micro_batches) + kept_carries(plan) + kept_activations(plan, needs);
   memory.device =
       std::min(memory.device, session.device_memory);  // torch gives back what it keeps before it takes more
   memory.host = plan.arrangement.host_bytes(*plan.layout);

@@ -15,11 +15,11 @@ namespace tierflow::swap {
 struct VisitRequest {
   int stage = 0;
   Pass pass = Pass::forward;    // head: forward and backward in one visit
-  std::vector<bool> gradients;  // backward and head, by unit of the stage: whether the visit adds to its gradient; of trainable
-                                // units alone
-  // backward and head: the next visit is the same one for another micro-batch. Their gradients then add up in fp32 on the device
-  // and leave it once, rounded to bf16; otherwise what leaves it is rounded to bf16 visit by visit and added up in
-  // fp32.
+  std::vector<bool> gradients;  // backward and head, by unit of the stage: whether the visit adds to its gradient; of
+                                // trainable units alone
+  // backward and head: the next visit is the same one for another micro-batch. Their gradients then add up in fp32 on
+  // the device and leave it once, rounded to bf16; otherwise what leaves it is rounded to bf16 visit by visit and added
+  // up in fp32.
   bool keep = false;
 };
 

@@ -123,7 +123,8 @@ TEST_P(AdamW, NonFiniteGradientsLeaveTheirBlockAlone) {
     g[2 * kBlock + 200] = bad;
     std::uint8_t finite[4];
     double squares[4];
-    const UpdateResult result = adamw_update(a, g.data(), s.view(), s.view(), n, {.update_squares = squares, .finite = finite});
+    const UpdateResult result =
+        adamw_update(a, g.data(), s.view(), s.view(), n, {.update_squares = squares, .finite = finite});
     EXPECT_EQ(result.skipped, kBlock);
     EXPECT_EQ(result.updated, n - kBlock);
     for (std::size_t i = 0; i < n; ++i) {
@@ -145,7 +146,9 @@ TEST_P(AdamW, NonFiniteGradientsLeaveTheirBlockAlone) {
 
 INSTANTIATE_TEST_SUITE_P(Formats, AdamW, testing::Values(MomentFormat::block8, MomentFormat::f32, MomentFormat::bf16),
                          [](const auto& info) {
-                           return info.param == MomentFormat::block8 ? "block8" : info.param == MomentFormat::f32 ? "f32" : "bf16";
+                           return info.param == MomentFormat::block8 ? "block8"
+                                  : info.param == MomentFormat::f32  ? "f32"
+                                                                     : "bf16";
                          });
 
 TEST(AdamWEdges, EveryBf16Gradient) {
@@ -204,7 +207,8 @@ TEST(AdamWEdges, VanishedVarianceIsBounded) {
   StateArrays free = s;
   adamw_update(a, g.data(), s.view(), n);
   const auto p = master_of(s, n);
-  for (std::size_t i = 1; i < n; ++i) EXPECT_NEAR(p[i], -a.lr * 7.27 * std::sqrt(1 - std::pow(0.999, 1000)), a.lr * 0.1);
+  for (std::size_t i = 1; i < n; ++i)
+    EXPECT_NEAR(p[i], -a.lr * 7.27 * std::sqrt(1 - std::pow(0.999, 1000)), a.lr * 0.1);
   a.update_bound = std::numeric_limits<float>::infinity();
   adamw_update(a, g.data(), free.view(), n);
   EXPECT_GT(std::abs(master_of(free, n)[1]), 1.0F);

@@ -8,7 +8,8 @@
 namespace tierflow::optim {
 namespace {
 
-// The map by its definition: the middles of equal cells of [0.1, 1) in each decade, both signs or one, then 0 and 1, sorted.
+// The map by its definition: the middles of equal cells of [0.1, 1) in each decade, both signs or one, then 0 and 1,
+// sorted.
 std::vector<double> dynamic_map(bool is_signed) {
   std::vector<double> map{0.0, 1.0};
   for (int decade = 0; decade < 7; ++decade) {
@@ -39,11 +40,13 @@ TYPED_TEST(DynamicCode, EveryValueEncodesToItself) {
   for (float absmax : {1.0F, 3e-5F, 7.123F, 0x1p-96F, 0x1p120F})
     for (int c = 0; c < 256; ++c) {
       const auto code = static_cast<std::uint8_t>(c);
-      EXPECT_EQ(encoded<TypeParam::value>(decoded<TypeParam::value>(code, absmax), inverse_absmax(absmax)), code) << absmax;
+      EXPECT_EQ(encoded<TypeParam::value>(decoded<TypeParam::value>(code, absmax), inverse_absmax(absmax)), code)
+          << absmax;
     }
 }
 
-// Around each midpoint of two neighbours: one boundary, within 2^-15 of a cell or 4 ulp of the midpoint, the nearest code on each side.
+// Around each midpoint of two neighbours: one boundary, within 2^-15 of a cell or 4 ulp of the midpoint, the nearest
+// code on each side.
 TYPED_TEST(DynamicCode, BoundariesAreMidpoints) {
   const auto map = dynamic_map(TypeParam::value);
   for (int c = 0; c < 255; ++c) {
@@ -72,8 +75,10 @@ TYPED_TEST(DynamicCode, BoundariesAreMidpoints) {
 // On the float nearest to a decade's edge the larger magnitude wins.
 TYPED_TEST(DynamicCode, EdgesBelongAbove) {
   using C = Cells<TypeParam::value>;
-  constexpr float edges[] = {C::edge(0), C::edge(1), C::edge(2), C::edge(3), C::edge(4), C::edge(5), C::edge(6), C::edge(7)};
-  for (float edge : edges) EXPECT_EQ(rank_of<TypeParam::value>(edge), rank_of<TypeParam::value>(std::nextafterf(edge, 0.0F)) + 1);
+  constexpr float edges[] = {C::edge(0), C::edge(1), C::edge(2), C::edge(3),
+                             C::edge(4), C::edge(5), C::edge(6), C::edge(7)};
+  for (float edge : edges)
+    EXPECT_EQ(rank_of<TypeParam::value>(edge), rank_of<TypeParam::value>(std::nextafterf(edge, 0.0F)) + 1);
 }
 
 TEST(DynamicCodeSigned, HasNoMinusOneAndIsOdd) {
@@ -82,14 +87,15 @@ TEST(DynamicCodeSigned, HasNoMinusOneAndIsOdd) {
   EXPECT_EQ(encoded<true>(0.0F, 1.0F), kZeroCodeSigned);
   EXPECT_EQ(encoded<true>(-0.0F, 1.0F), kZeroCodeSigned);
   for (int p = 0; p <= 127; ++p)
-    EXPECT_EQ(decoded<true>(static_cast<std::uint8_t>(127 - p), 0.37F), -decoded<true>(static_cast<std::uint8_t>(127 + p), 0.37F));
+    EXPECT_EQ(decoded<true>(static_cast<std::uint8_t>(127 - p), 0.37F),
+              -decoded<true>(static_cast<std::uint8_t>(127 + p), 0.37F));
 }
 
 TEST(Block, LargestElementIsExactAndZerosStayZero) {
   MomentArray m(MomentFormat::block8, 3 * kBlock, true);
   std::vector<float> in(3 * kBlock, 0.0F), out(3 * kBlock);
   in[10] = 0.123456F;
-  in[kBlock + 3] = 0x1p-97F;            // below the smallest absmax: a block of zeros
+  in[kBlock + 3] = 0x1p-97F;  // below the smallest absmax: a block of zeros
   in[2 * kBlock] = -0.0F;
   encode_moment(in.data(), m.view(), in.size(), true);
   decode_moment(m.view(), out.data(), in.size(), true);

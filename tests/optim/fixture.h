@@ -19,15 +19,17 @@ struct Aligned64 {
   Aligned64() = default;
   template <class U>
   Aligned64(const Aligned64<U>&) {}
-  T* allocate(std::size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t{64})); }
-  void deallocate(T* p, std::size_t) { ::operator delete(p, std::align_val_t{64}); }
+  T* allocate(std::size_t n) { return static_cast<T*>(::operator new (n * sizeof(T), std::align_val_t{64})); }
+  void deallocate(T* p, std::size_t) { ::operator delete (p, std::align_val_t{64}); }
   bool operator==(const Aligned64&) const { return true; }
 };
 
 template <class T>
 using Array = std::vector<T, Aligned64<T>>;
 
-inline std::size_t blocks_of(std::size_t n) { return (n + kBlock - 1) / kBlock; }
+inline std::size_t blocks_of(std::size_t n) {
+  return (n + kBlock - 1) / kBlock;
+}
 
 struct MomentArray {
   MomentFormat format;
@@ -39,7 +41,8 @@ struct MomentArray {
   }
   Moment view(std::size_t first = 0) {
     const std::size_t size = format == MomentFormat::block8 ? 1 : format == MomentFormat::bf16 ? 2 : 4;
-    return {format, bytes.data() + size * first, format == MomentFormat::block8 ? absmax.data() + first / kBlock : nullptr};
+    return {format, bytes.data() + size * first,
+            format == MomentFormat::block8 ? absmax.data() + first / kBlock : nullptr};
   }
   bool operator==(const MomentArray& o) const {
     return bytes == o.bytes && std::memcmp(absmax.data(), o.absmax.data(), 4 * absmax.size()) == 0;
@@ -54,12 +57,14 @@ struct StateArrays {
   StateArrays(MasterFormat f, MomentFormat moments, std::size_t n)
       : master(f), hi(n + 32), lo(n + 32), m(moments, n, true), v(moments, n, false) {}
   State view(std::size_t first = 0) {
-    return {master, hi.data() + first, master == MasterFormat::split ? lo.data() + first : nullptr, m.view(first), v.view(first)};
+    return {master, hi.data() + first, master == MasterFormat::split ? lo.data() + first : nullptr, m.view(first),
+            v.view(first)};
   }
   bool operator==(const StateArrays& o) const { return hi == o.hi && lo == o.lo && m == o.m && v == o.v; }
 };
 
-// Weights of scale 0.02, moments as some steps of training leave them: magnitudes over several decades, whole blocks of zeros.
+// Weights of scale 0.02, moments as some steps of training leave them: magnitudes over several decades, whole blocks of
+// zeros.
 inline void fill(StateArrays& s, std::size_t n, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
@@ -83,7 +88,8 @@ inline Array<std::uint16_t> gradients(std::size_t n, unsigned seed, float size =
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
   Array<std::uint16_t> g(n + 32);
-  for (std::size_t i = 0; i < n; ++i) g[i] = i % 11 == 3 ? 0 : bf16_from_float(size * std::exp(normal(random)) * normal(random));
+  for (std::size_t i = 0; i < n; ++i)
+    g[i] = i % 11 == 3 ? 0 : bf16_from_float(size * std::exp(normal(random)) * normal(random));
   return g;
 }
 

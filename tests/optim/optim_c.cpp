@@ -22,12 +22,17 @@ int optim_decode(std::uint8_t* codes, float* absmax, float* values, std::size_t 
   return 1;
 }
 
-void optim_split(const float* master, std::uint16_t* hi, std::uint16_t* lo, std::size_t n) { split_master(master, hi, lo, n); }
-void optim_join(const std::uint16_t* hi, const std::uint16_t* lo, float* master, std::size_t n) { join_master(hi, lo, master, n); }
+void optim_split(const float* master, std::uint16_t* hi, std::uint16_t* lo, std::size_t n) {
+  split_master(master, hi, lo, n);
+}
+void optim_join(const std::uint16_t* hi, const std::uint16_t* lo, float* master, std::size_t n) {
+  join_master(hi, lo, master, n);
+}
 
 // AdamW on hi/lo with block8 moments, or with fp32 moments where the absmax pointers are null.
-int optim_adamw(const std::uint16_t* gradient, std::uint16_t* hi, std::uint16_t* lo, void* m, float* m_absmax, void* v, float* v_absmax,
-                std::size_t n, std::int64_t step, float lr, float beta1, float beta2, float eps, float weight_decay, float bound) try {
+int optim_adamw(const std::uint16_t* gradient, std::uint16_t* hi, std::uint16_t* lo, void* m, float* m_absmax, void* v,
+                float* v_absmax, std::size_t n, std::int64_t step, float lr, float beta1, float beta2, float eps,
+                float weight_decay, float bound) try {
   AdamWParams params;
   params.lr = lr;
   params.beta1 = beta1;

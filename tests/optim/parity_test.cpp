@@ -12,9 +12,8 @@ class Parity : public testing::TestWithParam<Variant> {};
 TEST_P(Parity, SameBitsAsScalar) {
   const Kernels& scalar = all_kernels().back();
   const auto with = [](const Kernels& kernels) -> UpdateCall {
-    return [&kernels](const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to, std::size_t n) {
-      return update_with(kernels, params, gradient, from, to, n);
-    };
+    return [&kernels](const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to,
+                      std::size_t n) { return update_with(kernels, params, gradient, from, to, n); };
   };
   for (const Kernels& set : all_kernels().first(all_kernels().size() - 1)) {
     SCOPED_TRACE(set.name);
@@ -49,7 +48,8 @@ void encode_all() {
     std::size_t rank = 0;
     for (std::uint32_t base = 0; base < 0x3f800100U; base += kBlock) {
       for (std::uint32_t i = 0; i < kBlock; ++i) {
-        const bool minus = Signed && (base >> 8 & 1) != 0;  // blocks alternate; next to every boundary both signs are tested below
+        const bool minus =
+            Signed && (base >> 8 & 1) != 0;  // blocks alternate; next to every boundary both signs are tested below
         const std::uint32_t b = std::min(base + i, 0x3f800001U) | (minus ? 0x80000000U : 0);
         std::memcpy(&x[i], &b, 4);
       }
@@ -63,7 +63,8 @@ void encode_all() {
       for (int sign = 0; sign < (Signed ? 2 : 1); ++sign) {
         for (float& value : x) value = sign == 0 ? std::fabs(value) : -std::fabs(value);
         set.encode_block(x, Signed, 1.0F, codes);
-        for (std::uint32_t i = 0; i < kBlock; ++i) ASSERT_EQ(codes[i], encoded<Signed>(x[i], 1.0F)) << set.name << " " << x[i];
+        for (std::uint32_t i = 0; i < kBlock; ++i)
+          ASSERT_EQ(codes[i], encoded<Signed>(x[i], 1.0F)) << set.name << " " << x[i];
       }
       while (rank + 1 < edges.size() && edges[rank + 1] <= base + kBlock - 1) ++rank;
     }
@@ -71,8 +72,12 @@ void encode_all() {
   }
 }
 
-TEST(ParityOfCodes, EncodesEverySignedFloat) { encode_all<true>(); }
-TEST(ParityOfCodes, EncodesEveryUnsignedFloat) { encode_all<false>(); }
+TEST(ParityOfCodes, EncodesEverySignedFloat) {
+  encode_all<true>();
+}
+TEST(ParityOfCodes, EncodesEveryUnsignedFloat) {
+  encode_all<false>();
+}
 
 TEST(ParityOfCodes, DecodesEveryCode) {
   alignas(64) float expected[kBlock], got[kBlock];
