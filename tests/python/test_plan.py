@@ -102,11 +102,11 @@ def test_measures_once_and_again_where_asked_or_where_the_cache_is_damaged(work)
     run(work, "plan", "--config", "config.json", *SMALL, "--refresh-profile")
     assert all(path.read_bytes() != old for path, old in zip(cache, before))
 
-    for damage in b"{", b'{"version":1,"key":', b"\x80\x05pickle", before[0].replace(b'"upload":', b'"upload":-'):
+    for damage in b"{", before[0][:24], b"\x80\x05pickle", before[0].replace(b'"upload":', b'"upload":-'):
         cache[0].write_bytes(damage)
         done = run(work, "plan", "--config", "config.json", *SMALL)
         assert done.stderr.count("warning") == 1 and cache[0].name in done.stderr, done.stderr
-        assert json.loads(cache[0].read_text())["version"] == 1
+        assert json.loads(cache[0].read_text())["version"] == json.loads(before[0])["version"]
         assert len([*(work / "cache" / "tierflow").iterdir()]) == 2
 
 
