@@ -69,10 +69,13 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
         }
         if (train) seed_random(stage, micro_batch);
         // Where what it keeps does not fit after all, a second run does without.
-        if (std::exchange(keep, false))
-          kept[{stage, micro_batch}] = model->forward_keeping(stage, weights_of(entered), carry, shared[micro_batch]);
-        else
+        if (std::exchange(keep, false)) {
+          Carry through = carry;  // a second run starts from the same input
+          kept[{stage, micro_batch}] = model->forward_keeping(stage, weights_of(entered), through, shared[micro_batch]);
+          carry = std::move(through);
+        } else {
           carry = model->forward(stage, weights_of(entered), carry, shared[micro_batch], train);
+        }
       });
       leave();
     }

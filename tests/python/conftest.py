@@ -34,3 +34,20 @@ def pytest_runtest_makereport():
     report = (yield).get_result()
     if report.skipped and os.environ.get("CI") and re.search("is not built|built without", str(report.longrepr)):
         report.outcome = "failed"
+
+
+@pytest.fixture
+def model():
+    """A small streamed Llama with everything in memory."""
+    from streaming import make, roomy, tierflow
+
+    made = tierflow.wrap(make("llama"), roomy())
+    yield made
+    tierflow.close(made)
+
+
+@pytest.fixture
+def batch():
+    from streaming import batches
+
+    return batches("llama", 1)[0]

@@ -17,6 +17,8 @@ import tierflow  # noqa: E402
 torch.set_num_threads(1)  # small tensors; teams of threads would wait for a busy machine
 
 VOCAB, LENGTH = 160, 24
+LR = 1e-3
+UP = "model.layers.0.mlp.up_proj.weight"
 TEXT = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64,
             initializer_range=0.08, pad_token_id=None, bos_token_id=1, eos_token_id=2)  # fmt: skip
 GROUPED = dict(TEXT, num_key_value_heads=2)

@@ -9,23 +9,7 @@ import threading
 import time
 
 import pytest
-from streaming import batches, make, masters, roomy, tierflow, torch
-
-LR = 1e-3
-UP = "model.layers.0.mlp.up_proj.weight"
-
-
-@pytest.fixture
-def model():
-    made = tierflow.wrap(make("llama"), roomy())
-    yield made
-    tierflow.close(made)
-
-
-@pytest.fixture
-def batch():
-    return batches("llama", 1)[0]
-
+from streaming import LR, UP, batches, make, masters, roomy, tierflow, torch
 
 # The optimizer.
 

@@ -7,23 +7,7 @@ import pathlib
 import pickle
 
 import pytest
-from streaming import PlainLoop, batches, make, masters, roomy, scarce, tierflow, torch, train, transformers
-
-LR = 1e-3
-UP = "model.layers.0.mlp.up_proj.weight"
-
-
-@pytest.fixture
-def model():
-    made = tierflow.wrap(make("llama"), roomy())
-    yield made
-    tierflow.close(made)
-
-
-@pytest.fixture
-def batch():
-    return batches("llama", 1)[0]
-
+from streaming import LR, UP, PlainLoop, batches, make, masters, roomy, scarce, tierflow, torch, train, transformers
 
 # The optimizer.
 

@@ -1,7 +1,6 @@
 // Device memory runs out in a step: what is computed again has the same bits, and what cannot be leaves the model as
 // the step before left it.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <set>
@@ -10,12 +9,10 @@
 #include "runtime/exception.h"
 #include "runtime/init.h"
 #include "runtime/session.h"
-#include "tests/runtime/models_fixture.h"
+#include "tests/runtime/session_fixture.h"
 
 namespace tierflow::testing {
 namespace {
-
-constexpr std::uint64_t kMiB = 1 << 20;
 
 // A model whose calls fail with torch's error when a test says so, after all their work: sums that they added to have
 // been added to.
@@ -34,6 +31,15 @@ class Failing final : public LayeredModel {
   Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                  const Shared& shared, const Carry& d_out) const override {
     return counted(model_->backward(stage, weights, gradients, carry, shared, d_out));
+  }
+  bool can_keep(int stage) const override { return model_->can_keep(stage); }
+  std::unique_ptr<KeptActivations> forward_keeping(int stage, const Weights& weights, Carry& carry,
+                                                   const Shared& shared) const override {
+    return counted(model_->forward_keeping(stage, weights, carry, shared));
+  }
+  Carry backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                      const Shared& shared, const Carry& d_out, std::unique_ptr<KeptActivations> kept) const override {
+    return counted(model_->backward_kept(stage, weights, gradients, carry, shared, d_out, std::move(kept)));
   }
   double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const override {
     return counted(model_->head_loss(weights, carry, shared));
@@ -55,22 +61,6 @@ class Failing final : public LayeredModel {
   const std::unique_ptr<LayeredModel> model_;
 };
 
-struct Folder {
-  Folder() : path(std::filesystem::current_path() / ("memory-test-" + std::to_string(::getpid()))) {}
-  ~Folder() { std::filesystem::remove_all(path); }
-  std::filesystem::path path;
-};
-
-std::vector<MicroBatch> batches(int count, int step) {
-  std::vector<MicroBatch> all;
-  for (int i = 0; i < count; ++i) {
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(100 * step + i);
-    const auto tokens = torch::randint(96, {2, 17}, generator, torch::kLong);
-    all.push_back({.ids = tokens.narrow(1, 0, 16).contiguous(), .labels = tokens.narrow(1, 1, 16).contiguous()});
-  }
-  return all;
-}
-
 struct Trainee {
   Trainee(const Case& which, const SessionOptions& options, const Tiling& tiling = {})
       : model(std::make_shared<Failing>(make_model(parse_model_spec(which.json, which.name, tiling)))),
@@ -85,14 +75,7 @@ struct Trainee {
     model->failures = std::move(failures);
     return session.step(batches(micro_batches, number));
   }
-  std::vector<std::vector<float>> masters() {
-    std::vector<std::vector<float>> all;
-    const ModelSpec& spec = session.model().spec();
-    for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
-      for (std::size_t tensor = 0; tensor < spec.units[unit].tensors.size(); ++tensor)
-        all.push_back(session.master(static_cast<int>(unit), static_cast<int>(tensor)));
-    return all;
-  }
+  std::vector<std::vector<float>> masters() { return masters_of(session); }
 
   std::shared_ptr<Failing> model;
   Session session;
@@ -101,20 +84,8 @@ struct Trainee {
 
 SessionOptions in_memory(int micro_batches, std::optional<double> clip) {
   DeviceMemory::install();
-  return {.device_memory = 64 * kMiB,
-          .host_memory = 64 * kMiB,
-          .clip = clip,
-          .micro_batch = 2,
-          .micro_batches = micro_batches,
-          .sequence_length = 16,
-          .seed = 3};
-}
-
-SessionOptions streamed(SessionOptions options, const Folder& folder) {
-  options.storage = {folder.path};
-  options.allow_buffered = options.allow_any_filesystem = true;
-  options.host_memory = 150 * 1024;
-  options.device_memory = 5 * kMiB + 512 * 1024;
+  SessionOptions options = resident(micro_batches);
+  options.clip = clip;
   return options;
 }
 

@@ -2,7 +2,6 @@
 #include "runtime/session.h"
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <cstring>
@@ -11,21 +10,12 @@
 #include "runtime/exception.h"
 #include "runtime/init.h"
 #include "runtime/safetensors.h"
-#include "tests/runtime/models_fixture.h"
+#include "tests/runtime/session_fixture.h"
 
 namespace tierflow::testing {
 namespace {
 
-constexpr std::uint64_t kMiB = 1 << 20;
 constexpr int kSteps = 4;
-
-struct Folder {
-  Folder() : path(std::filesystem::current_path() / ("session-test-" + std::to_string(::getpid()))) {
-    std::filesystem::remove_all(path);
-  }
-  ~Folder() { std::filesystem::remove_all(path); }
-  std::filesystem::path path;
-};
 
 struct Outcome {
   std::vector<double> losses, norms;
@@ -33,39 +23,12 @@ struct Outcome {
   std::vector<std::vector<float>> masters;
 };
 
-std::vector<MicroBatch> batches(int count, int step) {
-  std::vector<MicroBatch> all;
-  for (int i = 0; i < count; ++i) {
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(100 * step + i);
-    const auto tokens = torch::randint(96, {2, 17}, generator, torch::kLong);
-    all.push_back({.ids = tokens.narrow(1, 0, 16).contiguous(), .labels = tokens.narrow(1, 1, 16).contiguous()});
-  }
-  return all;
-}
-
 WeightSource initial(std::uint64_t seed) {
   return [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
     initial_values(tensor, seed, first, out);
     if (tensor.init == Init::normal)
       for (float& value : out) value *= 8;  // larger than usual: small models then learn within a few steps
   };
-}
-
-SessionOptions resident(int micro_batches) {
-  return {.device_memory = 64 * kMiB,
-          .host_memory = 64 * kMiB,
-          .micro_batch = 2,
-          .micro_batches = micro_batches,
-          .sequence_length = 16,
-          .seed = 3};
-}
-
-SessionOptions streamed(SessionOptions options, const Folder& folder) {
-  options.storage = {folder.path};
-  options.allow_buffered = options.allow_any_filesystem = true;
-  options.host_memory = 150 * 1024;
-  options.device_memory = 5 * kMiB + 512 * 1024;
-  return options;
 }
 
 Outcome run(const Case& which, const SessionOptions& options, double spike = 0, const Tiling& tiling = {}) {
@@ -83,10 +46,7 @@ Outcome run(const Case& which, const SessionOptions& options, double spike = 0, 
     EXPECT_GT(session.drives().at(0).bytes_read, parameters * 2 * kSteps) << "the run was to stream";
     EXPECT_GT(session.drives().at(0).bytes_written, parameters * 2 * kSteps);
   }
-  const ModelSpec& spec = session.model().spec();
-  for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
-    for (std::size_t tensor = 0; tensor < spec.units[unit].tensors.size(); ++tensor)
-      outcome.masters.push_back(session.master(static_cast<int>(unit), static_cast<int>(tensor)));
+  outcome.masters = masters_of(session);
   return outcome;
 }
 

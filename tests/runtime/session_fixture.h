@@ -1,0 +1,58 @@
+#pragma once
+// Sessions of small models, everything in memory or streamed from a folder of the test's own.
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "runtime/session.h"
+#include "tests/runtime/models_fixture.h"
+
+namespace tierflow::testing {
+
+inline constexpr std::uint64_t kMiB = 1 << 20;
+
+struct Folder {
+  Folder() : path(std::filesystem::current_path() / ("session-test-" + std::to_string(::getpid()))) {
+    std::filesystem::remove_all(path);
+  }
+  ~Folder() { std::filesystem::remove_all(path); }
+  std::filesystem::path path;
+};
+
+inline std::vector<MicroBatch> batches(int count, int step) {
+  std::vector<MicroBatch> all;
+  for (int i = 0; i < count; ++i) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(100 * step + i);
+    const auto tokens = torch::randint(96, {2, 17}, generator, torch::kLong);
+    all.push_back({.ids = tokens.narrow(1, 0, 16).contiguous(), .labels = tokens.narrow(1, 1, 16).contiguous()});
+  }
+  return all;
+}
+
+inline SessionOptions resident(int micro_batches) {
+  return {.device_memory = 64 * kMiB,
+          .host_memory = 64 * kMiB,
+          .micro_batch = 2,
+          .micro_batches = micro_batches,
+          .sequence_length = 16,
+          .seed = 3};
+}
+
+inline SessionOptions streamed(SessionOptions options, const Folder& folder) {
+  options.storage = {folder.path};
+  options.allow_buffered = options.allow_any_filesystem = true;
+  options.host_memory = 150 * 1024;
+  options.device_memory = 5 * kMiB + 512 * 1024;
+  return options;
+}
+
+inline std::vector<std::vector<float>> masters_of(Session& session) {
+  std::vector<std::vector<float>> all;
+  const ModelSpec& spec = session.model().spec();
+  for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
+    for (std::size_t tensor = 0; tensor < spec.units[unit].tensors.size(); ++tensor)
+      all.push_back(session.master(static_cast<int>(unit), static_cast<int>(tensor)));
+  return all;
+}
+
+}  // namespace tierflow::testing
