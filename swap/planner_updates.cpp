@@ -1,0 +1,153 @@
+// How gradients leave the device and become updates: at once, or in the next step ahead of the unit's forward.
+#include <algorithm>
+
+#include "swap/access.h"
+#include "swap/planner.h"
+
+namespace tierflow::swap {
+
+// After the last visit that adds to a unit's gradient: keep it for later, or update at once.
+void Planner::take_gradients(const Visit& visit) {
+  const StageShape& stage = layout_.stages()[visit.stage];
+  for (std::size_t i = 0; i < stage.units.size(); ++i) {
+    const int unit = stage.units[i];
+    if (!layout_.units()[unit].trainable) continue;
+    // Backward runs from the last stage to the first: the first stage that uses a unit is the last to add to its
+    // gradient.
+    const auto uses = [&](const StageShape& other) {
+      return std::find(other.units.begin(), other.units.end(), unit) != other.units.end();
+    };
+    const auto first_user = std::find_if(layout_.stages().begin(), layout_.stages().end(), uses);
+    if (first_user - layout_.stages().begin() != visit.stage) continue;
+    for (const Chunk& chunk : layout_.chunks_of(unit)) {
+      const std::uint64_t from = visit.gradients[i] + 4 * chunk.first;
+      if (arrangement_.staged)
+        stage_gradient(chunk, from);
+      else
+        update_now(chunk, from, visit.weights[i] == kNowhere ? kNowhere : visit.weights[i] + 2 * chunk.first);
+    }
+    if (!arrangement_.staged) invalidate(unit);
+  }
+}
+
+HostRef Planner::download_gradient(const Chunk& chunk, std::uint64_t from) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  const HostRef to = arrangement_.staged && arrangement_.gradient_resident[id]
+                         ? HostRef{HostRef::Where::resident_gradient, id}
+                         : take_word_buffer();
+  download_gradient(chunk, from, to);
+  return to;
+}
+
+void Planner::download_gradient(const Chunk& chunk, std::uint64_t from, HostRef to) {
+  Task& download = emit(TaskKind::download_gradient, Lane::download,
+                        {device_access(from, 4 * chunk.elements, false), host_access(to, true)});
+  download.chunk = layout_.first_chunk(chunk.unit) + chunk.index;
+  download.gradient = to;
+  download.device_offset = from;
+  download.bytes = chunk.word_bytes();
+}
+
+void Planner::stage_gradient(const Chunk& chunk, std::uint64_t from) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  const HostRef gradient = download_gradient(chunk, from);
+  Task& measure = emit(TaskKind::measure, Lane::update, {host_access(gradient, false)});
+  measure.chunk = id;
+  measure.gradient = gradient;
+  measure.bytes = chunk.word_bytes();
+  if (gradient.where != HostRef::Where::word_buffer) return;
+  // Declared as writing the buffer so that it follows measure(), which makes the checksum that goes with the data.
+  Task& write = emit(TaskKind::write_gradient, Lane::disk_write,
+                     {host_access(gradient, true), cell_access(Space::stored_gradient, id, true)});
+  write.chunk = id;
+  write.gradient = gradient;
+  write.bytes = chunk.word_bytes();
+}
+
+void Planner::update_now(const Chunk& chunk, std::uint64_t gradient_from, std::uint64_t words_from) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  const HostRef gradient = download_gradient(chunk, gradient_from);
+  HostRef words{HostRef::Where::resident_hi, id};
+  if (!arrangement_.hi_resident[id] && words_from != kNowhere) {
+    words = take_word_buffer();
+    Task& download = emit(TaskKind::download_hi, Lane::download,
+                          {device_access(words_from, chunk.word_bytes(), false), host_access(words, true)});
+    download.chunk = id;
+    download.words = words;
+    download.device_offset = words_from;
+    download.bytes = chunk.word_bytes();
+  } else {
+    words = read_words(chunk);
+  }
+  emit_update(chunk, words, gradient, read_state(chunk));
+}
+
+HostRef Planner::update_pending(const Chunk& chunk) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  HostRef gradient{HostRef::Where::resident_gradient, id};
+  const HostRef words = read_words(chunk);
+  if (!arrangement_.gradient_resident[id]) {
+    gradient = take_word_buffer();
+    Task& read = emit(TaskKind::read_gradient, Lane::disk_read,
+                      {cell_access(Space::stored_gradient, id, false), host_access(gradient, true)});
+    read.chunk = id;
+    read.gradient = gradient;
+    read.bytes = chunk.word_bytes();
+  }
+  emit_update(chunk, words, gradient, read_state(chunk));
+  return words;
+}
+
+HostRef Planner::read_words(const Chunk& chunk) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  if (arrangement_.hi_resident[id]) return {HostRef::Where::resident_hi, id};
+  const HostRef words = take_word_buffer();
+  Task& read =
+      emit(TaskKind::read_hi, Lane::disk_read, {cell_access(Space::stored_hi, id, false), host_access(words, true)});
+  read.chunk = id;
+  read.words = words;
+  read.bytes = chunk.word_bytes();
+  return words;
+}
+
+HostRef Planner::read_state(const Chunk& chunk) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  if (arrangement_.state_resident[id]) return {HostRef::Where::resident_state, id};
+  const HostRef state = take_state_buffer();
+  Task& read = emit(TaskKind::read_state, Lane::disk_read,
+                    {cell_access(Space::stored_state, id, false), host_access(state, true)});
+  read.chunk = id;
+  read.state = state;
+  read.bytes = chunk.state_bytes;
+  return state;
+}
+
+void Planner::emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state, HostRef low) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  const bool sum = low.where != HostRef::Where::none;
+  std::vector<Access> accesses{host_access(words, true), host_access(gradient, sum), host_access(state, true)};
+  if (sum) accesses.push_back(host_access(low, false));
+  Task& update = emit(TaskKind::update, Lane::update, std::move(accesses));
+  update.gradient_low = low;
+  update.chunk = id;
+  update.words = words;
+  update.gradient = gradient;
+  update.state = state;
+  update.bytes = chunk.word_bytes();
+  if (!arrangement_.hi_resident[id]) {
+    Task& write = emit(TaskKind::write_hi, Lane::disk_write,
+                       {host_access(words, false), cell_access(Space::stored_hi, id, true)});
+    write.chunk = id;
+    write.words = words;
+    write.bytes = chunk.word_bytes();
+  }
+  if (!arrangement_.state_resident[id]) {
+    Task& write = emit(TaskKind::write_state, Lane::disk_write,
+                       {host_access(state, false), cell_access(Space::stored_state, id, true)});
+    write.chunk = id;
+    write.state = state;
+    write.bytes = chunk.state_bytes;
+  }
+}
+
+}  // namespace tierflow::swap
