@@ -21,8 +21,17 @@ void UpdateThreads::each(std::size_t count, const std::function<void(std::size_t
 }
 
 OptimizerWork::OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads,
-                             optim::AdamWParams params, float weight_decay, std::uint64_t seed)
-    : model_(model), layout_(layout), threads_(threads), params_(params), weight_decay_(weight_decay), seed_(seed) {
+                             const std::vector<bool>& deferred, bool skips_whole, optim::AdamWParams params,
+                             optim::AdamWParams deferred_params, float weight_decay, std::uint64_t seed)
+    : model_(model),
+      layout_(layout),
+      threads_(threads),
+      deferred_(deferred),
+      skips_whole_(skips_whole),
+      params_(params),
+      deferred_params_(deferred_params),
+      weight_decay_(weight_decay),
+      seed_(seed) {
   squares_.resize(layout.chunks().size());
 }
 
@@ -36,21 +45,22 @@ io::Error OptimizerWork::measure(const swap::Chunk& chunk, std::span<const std::
             words + first, std::min<std::uint64_t>(optim::kNormSegment, chunk.elements - first), &squares[segment]))
       finite_ = false;
   });
-  return {};
+  if (finite_ || skip_ || skips_whole_) return {};
+  return {.kind = io::ErrorKind::numeric,
+          .operation = "update",
+          .path = layout_.units()[chunk.unit].name,
+          .detail =
+              "a gradient is not finite, and without clipping other layers of this step are updated already: the "
+              "state is torn; "
+              "start again from the last export, with --clip, a lower --lr or a longer --warmup"};
 }
 
 io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::byte> gradient,
                                 std::span<std::byte> words, std::span<std::byte> state) {
-  if (immediate) {
+  const bool deferred = deferred_[chunk_id(chunk)];
+  if (!deferred) {
     if (io::Error error = measure(chunk, gradient)) return error;
-    if (!finite_ && !skip_)
-      return {.kind = io::ErrorKind::numeric,
-              .operation = "update",
-              .path = layout_.units()[chunk.unit].name,
-              .detail =
-                  "a gradient is not finite, and without clipping other layers of this step are updated already: the "
-                  "state is torn; "
-                  "start again from the last export, with --clip, a lower --lr or a longer --warmup"};
+    if (skip_) return {};
   }
   const PackedUnit& unit = model_.units[chunk.unit];
   const StateFormat& format = unit.formats[chunk.group];
@@ -71,16 +81,15 @@ io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::b
           pieces.push_back({in_chunk + at, in_tensor + at, std::min<std::uint64_t>(optim::kNormSegment, count - at),
                             tensor.tensor, tensor.decays});
       });
-  if (skip_) return {};
+  std::atomic<std::uint64_t>& updated = deferred ? updated_deferred_ : updated_;
   threads_.each(pieces.size(), [&](std::size_t index) {
     const Piece& piece = pieces[index];
-    optim::AdamWParams params = params_;
+    optim::AdamWParams params = deferred ? deferred_params_ : params_;
     params.weight_decay = piece.decays ? weight_decay_ : 0.0F;
     params.rounding_key = rounding_key(seed_, chunk.unit, piece.tensor);
     params.first_element = piece.in_tensor;
-    updated_ +=
-        optim::adamw_update(params, gradients + piece.in_chunk, state_from(view, piece.in_chunk), piece.elements)
-            .updated;
+    updated += optim::adamw_update(params, gradients + piece.in_chunk, state_from(view, piece.in_chunk), piece.elements)
+                   .updated;
   });
   return {};
 }

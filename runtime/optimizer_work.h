@@ -23,26 +23,31 @@ class UpdateThreads {
   std::unique_ptr<Impl> impl_;
 };
 
-// One step's work. With staged gradients the updates are those of the step before the measured gradients.
+// One step's work: the updates that the step before deferred, by `deferred_params`, and those of its own, which are not
+// deferred, by `params`.
 class OptimizerWork final : public swap::HostWork {
  public:
-  OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, optim::AdamWParams params,
-                float weight_decay, std::uint64_t seed);
+  // deferred: by chunk; outlives this, as the others do. skips_whole: no update of a step runs before all its gradients
+  // are measured, so that one which is not finite costs the step and no more. Otherwise it is an error, for what was
+  // updated before it stays.
+  OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads,
+                const std::vector<bool>& deferred, bool skips_whole, optim::AdamWParams params,
+                optim::AdamWParams deferred_params, float weight_decay, std::uint64_t seed);
 
   io::Error measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) override;
-  // Measures too where measure() is never called; a non-finite gradient is then an error, for what was updated before
-  // it stays.
+  // Measures too where the update is not deferred: measure() is then never called.
   io::Error update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                    std::span<std::byte> state) override;
 
-  // Call before the first update: drop the updates of this step, so that state and weights stay as they are.
+  // Call before the first gradient of this step: drops its updates, so that they leave state and weights as they are.
+  // Those that were deferred by the step before are not concerned.
   void skip_updates() { skip_ = true; }
   // After the executor's finish_updates(). The norm of all gradients as applied (bf16), summed in an order that no cut
   // changes.
   double gradient_norm() const;
   bool finite() const { return finite_; }
-  std::uint64_t updated_parameters() const { return updated_; }
-  bool immediate = false;  // update() measures
+  std::uint64_t updated_at_once() const { return updated_; }
+  std::uint64_t updated_deferred() const { return updated_deferred_; }
 
  private:
   int chunk_id(const swap::Chunk& chunk) const { return layout_.first_chunk(chunk.unit) + chunk.index; }
@@ -50,13 +55,15 @@ class OptimizerWork final : public swap::HostWork {
   const PackedModel& model_;
   const swap::Layout& layout_;
   UpdateThreads& threads_;
-  const optim::AdamWParams params_;
+  const std::vector<bool>& deferred_;
+  const bool skips_whole_;
+  const optim::AdamWParams params_, deferred_params_;
   const float weight_decay_;
   const std::uint64_t seed_;
   std::vector<std::vector<double>> squares_;  // by chunk, a sum each optim::kNormSegment
   std::atomic<bool> skip_ = false;
   std::atomic<bool> finite_ = true;
-  std::atomic<std::uint64_t> updated_ = 0;
+  std::atomic<std::uint64_t> updated_ = 0, updated_deferred_ = 0;
 };
 
 }  // namespace tierflow

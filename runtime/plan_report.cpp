@@ -94,34 +94,55 @@ std::uint64_t kept_activations(const SessionPlan& plan, const ComputeNeeds& need
   return bytes;
 }
 
+struct WaitingGradients {
+  std::uint64_t in_memory = 0, on_storage = 0;  // bytes
+};
+
+// Those of deferred updates.
+WaitingGradients waiting_gradients(const SessionPlan& plan) {
+  WaitingGradients waiting;
+  for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id)
+    if (plan.arrangement.deferred[id])
+      (plan.arrangement.gradient_resident[id] ? waiting.in_memory : waiting.on_storage) +=
+          plan.layout->chunks()[id].word_bytes();
+  return waiting;
+}
+
+// Without clipping: which updates wait for the next forward all the same, and what that gains.
+Json updates_json(const PlannedRun& run) {
+  const WaitingGradients waiting = waiting_gradients(run.plan);
+  return {{"deferred_share", static_cast<double>(run.plan.deferred_parameters) /
+                                 static_cast<double>(std::max<std::uint64_t>(1, run.plan.packed.trainable_parameters))},
+          {"gradients_in_memory", waiting.in_memory},
+          {"gradients_on_storage", waiting.on_storage},
+          {"step_s_at_once", run.step_seconds_at_once ? Json(*run.step_seconds_at_once) : Json()}};
+}
+
 Json storage_json(const PlannedRun& run) {
   std::uint64_t weights = 0, state = 0;
   for (const swap::Chunk& chunk : run.plan.layout->chunks()) {
     weights += chunk.word_bytes();
     state += chunk.trainable ? chunk.state_bytes : 0;
   }
+  const std::uint64_t gradients = waiting_gradients(run.plan).on_storage;
   const swap::StoreOptions options = store_options(run.spec, run.session, run.plan);
   const std::uint64_t bytes = run.plan.stored ? swap::Store::bytes_needed(options, *run.plan.layout) : 0;
   return {{"bytes", bytes},
           {"generations", options.generations},
           {"weights", run.plan.stored ? weights : 0},
           {"state", run.plan.stored ? state : 0},
-          {"staged_gradients", run.plan.stored && options.staged_gradients ? weights : 0},
+          {"staged_gradients", gradients},
           {"bytes_per_parameter", static_cast<double>(bytes) / static_cast<double>(run.spec.parameters())}};
 }
 
 Json clip_json(const PlannedRun& run) {
   Json clip{{"norm", run.session.clip ? Json(*run.session.clip) : Json("none")},
             {"staged", run.plan.arrangement.staged}};
-  std::uint64_t in_memory = 0, on_storage = 0;
-  for (std::size_t id = 0; id < run.plan.layout->chunks().size() && run.plan.arrangement.staged; ++id) {
-    const swap::Chunk& chunk = run.plan.layout->chunks()[id];
-    if (chunk.trainable) (run.plan.arrangement.gradient_resident[id] ? in_memory : on_storage) += chunk.word_bytes();
-  }
-  clip["gradients_in_memory"] = in_memory;
-  clip["gradients_on_storage"] = on_storage;
-  clip["extra_read"] = on_storage;
-  clip["extra_written"] = on_storage;
+  const WaitingGradients waiting = run.plan.arrangement.staged ? waiting_gradients(run.plan) : WaitingGradients{};
+  clip["gradients_in_memory"] = waiting.in_memory;
+  clip["gradients_on_storage"] = waiting.on_storage;
+  clip["extra_read"] = waiting.on_storage;
+  clip["extra_written"] = waiting.on_storage;
   clip["step_s_without"] = run.step_seconds_unclipped ? Json(*run.step_seconds_unclipped) : Json();
   return clip;
 }
@@ -236,6 +257,7 @@ Json plan_json(const PlannedRun& run) {
             {"layers_on_host", std::count(at.carry_on_host.begin(), at.carry_on_host.end(), true)},
             {"workspace", run.plan.workspace}}},
           {"clip", clip_json(run)},
+          {"updates", updates_json(run)},
           {"step", step_json(run)},
           {"wear",
            {{"tb_written_per_step", written}, {"tb_written_per_day", written * 86400 / run.prediction.step_seconds}}},
@@ -306,7 +328,16 @@ std::string plan_text(const Json& plan) {
     row("clip", fmt::format("gradients wait for the norm: {} in RAM, {} on storage, written and read again{}",
                             size(clip["gradients_in_memory"]), size(clip["gradients_on_storage"]), without()));
   else
-    row("clip", "none: updates run beside the backward, nothing is staged");
+    row("clip", "none: no update waits for a norm");
+  const Json& updates = plan["updates"];
+  if (!clip["staged"].get<bool>() && updates["deferred_share"] != 0)
+    row("updates",
+        fmt::format("{} of them wait for the next forward, with {} of gradients in RAM and {} on storage; with none "
+                    "waiting a step takes {}",
+                    percent(updates["deferred_share"]), size(updates["gradients_in_memory"]),
+                    size(updates["gradients_on_storage"]), seconds(updates["step_s_at_once"])));
+  else if (!clip["staged"].get<bool>())
+    row("updates", "all run beside the backward; letting some wait for the next forward gains nothing");
   if (storage["bytes"] != 0)
     row("wear",
         fmt::format("{:.3g} TB written a step, {:.3g} TB a day", plan["wear"]["tb_written_per_step"].get<double>(),

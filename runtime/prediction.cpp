@@ -13,7 +13,7 @@ swap::Rates rates_of(const ModelSpec& spec, const SessionPlan& plan, const Machi
 
 Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps) {
   swap::Planner planner(*plan.layout, plan.arrangement);
-  swap::Simulator simulator(*plan.layout, plan.arrangement.staged, rates);
+  swap::Simulator simulator(*plan.layout, plan.arrangement.deferred, rates);
   Prediction prediction;
   bool pending = false;
   for (int step = 0; step < steps; ++step) {
@@ -23,7 +23,7 @@ Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps)
       for (const swap::Task& task : tasks.tasks) prediction.bytes[static_cast<int>(task.lane)] += task.bytes;
     simulator.append(tasks);
     simulator.finish_updates();
-    pending = plan.arrangement.staged;
+    pending = plan.defers();
     prediction.step_seconds = simulator.now() - begin;
     std::vector<swap::TaskRecord> records = simulator.take_records();
     prediction.records.insert(prediction.records.end(), records.begin(), records.end());
@@ -33,6 +33,28 @@ Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps)
     prediction.step = swap::summarise(records);
   }
   return prediction;
+}
+
+DeferredChoice choose_deferred_share(const ModelSpec& spec, SessionOptions options, const MachineProfile& machine,
+                                     const ModelProfile& model) {
+  constexpr double kShares[] = {0.25, 0.5, 0.75, 1.0};
+  constexpr double kWorthwhile = 0.98;
+  const auto predicted = [&](double share) {
+    options.deferred_share = share;
+    const SessionPlan plan = plan_session(spec, options, model.needs(spec));
+    return predict(plan, rates_of(spec, plan, machine, model));
+  };
+  const Prediction at_once = predicted(0);
+  DeferredChoice choice{.step_seconds = at_once.step_seconds, .step_seconds_at_once = at_once.step_seconds};
+  const double computing = at_once.step.busy_seconds[static_cast<int>(swap::Lane::compute)];
+  if (computing > kWorthwhile * at_once.step_seconds) return choice;
+  for (const double share : kShares)
+    if (const double seconds = predicted(share).step_seconds;
+        seconds < std::min(choice.step_seconds, kWorthwhile * at_once.step_seconds)) {
+      choice.share = share;
+      choice.step_seconds = seconds;
+    }
+  return choice;
 }
 
 }  // namespace tierflow

@@ -107,9 +107,9 @@ std::uint64_t Session::bytes_written_after_next_step() const {
 }
 
 std::uint64_t Session::Impl::writes_of_next_step() const {
-  // Staged: the update of the step before, if one waits, then this step's gradients and, before anything leaves the
-  // session, its own update.
-  return (pending ? 2 : 1) * plan.writes.update + plan.writes.gradients + plan.writes.commit;
+  // The deferred updates of the step before, if they wait, then this step's gradients and, before anything leaves the
+  // session, all of its own updates.
+  return (pending ? plan.writes.deferred : 0) + plan.writes.update + plan.writes.gradients + plan.writes.commit;
 }
 
 StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
@@ -129,95 +129,90 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     --steps;
     return result;
   }
-  // Staged: this plan applies the gradients of the step before and measures its own. Immediate: it does both for its
-  // own.
-  const auto work = plan.arrangement.staged ? make_work(pending_step, pending_lr, pending_scale)
-                                            : make_work(updates_done + 1, lr, 1.0);
-  const bool applies = plan.arrangement.staged ? pending : true;
+  const auto work = make_work(lr);
   executor->append(planner->train_step(pending), work);
   forward_all(shared, swap::Pass::forward);
   head_all(shared, 1.0 / static_cast<double>(std::max<std::int64_t>(targets, 1)), result, *work);
   backward_all(shared, *work);
   throw_if(executor->finish_updates());
   if (out_of_memory) {
-    drop_step(*work, applies);
+    drop_step(*work);
     return result;
   }
   for (const MicroBatch& batch : batches) result.tokens += batch.ids.numel();
   result.loss /= static_cast<double>(std::max<std::int64_t>(targets, 1));
   result.computed_again = computed_again - again;
-  settle(result, *work, applies, lr);
+  settle(result, *work, lr);
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   result.tokens_per_s = static_cast<double>(result.tokens) / result.seconds;
   return result;
 }
 
 // After a step's computation and updates: what it amounts to.
-void Session::Impl::settle(StepResult& result, const OptimizerWork& work, bool applies, double lr) {
+void Session::Impl::settle(StepResult& result, const OptimizerWork& work, double lr) {
   result.grad_norm = work.gradient_norm();
   result.skipped = !std::isfinite(result.loss) || !work.finite();
-  const bool applied = applies && !(result.skipped && !plan.arrangement.staged);
-  if (applied && work.updated_parameters() != plan.packed.trainable_parameters)
+  check_deferred(work);
+  const std::uint64_t at_once = result.skipped ? 0 : plan.packed.trainable_parameters - plan.deferred_parameters;
+  if (work.updated_at_once() != at_once)
     throw Exception(io::ErrorKind::numeric, "step " + std::to_string(result.step) + " updated " +
-                                                std::to_string(work.updated_parameters()) + " of " +
-                                                std::to_string(plan.packed.trainable_parameters) + " parameters");
-  if (result.skipped) ++skipped;
-  if (plan.arrangement.staged) {
-    pending = !result.skipped;
-    if (pending) {
-      pending_step = ++updates_done;
-      pending_lr = lr;
-      pending_scale =
-          options.clip && result.grad_norm > 0 ? std::min(1.0, *options.clip / (result.grad_norm + 1e-6)) : 1.0;
-    }
-  } else if (!result.skipped) {
-    ++updates_done;
+                                                std::to_string(work.updated_at_once()) + " of " +
+                                                std::to_string(at_once) + " parameters");
+  pending = plan.defers() && !result.skipped;
+  if (result.skipped) {
+    ++skipped;
+    return;
   }
+  pending_step = ++updates_done;
+  pending_lr = lr;
+  pending_scale = options.clip && result.grad_norm > 0 ? std::min(1.0, *options.clip / (result.grad_norm + 1e-6)) : 1.0;
+}
+
+// Every parameter whose update the step before deferred has it now.
+void Session::Impl::check_deferred(const OptimizerWork& work) const {
+  const std::uint64_t due = pending ? plan.deferred_parameters : 0;
+  if (work.updated_deferred() != due)
+    throw Exception(io::ErrorKind::numeric, "the step before updated " + std::to_string(work.updated_deferred()) +
+                                                " of " + std::to_string(due) + " parameters that waited for it");
 }
 
 // Memory ran out in this step: the model stands after the one before.
-void Session::Impl::drop_step(const OptimizerWork& work, bool applies) {
+void Session::Impl::drop_step(const OptimizerWork& work) {
   --steps;
-  if (plan.arrangement.staged) {
-    if (applies && work.updated_parameters() != plan.packed.trainable_parameters)
-      throw Exception(io::ErrorKind::numeric, "the step before updated " + std::to_string(work.updated_parameters()) +
-                                                  " of " + std::to_string(plan.packed.trainable_parameters) +
-                                                  " parameters");
-    pending = false;
-  } else if (work.updated_parameters() != 0) {
-    out_of_memory->detail +=
-        "; without clipping, other layers of this step are updated already: the state is torn; start again from the "
-        "last export";
-    throw Exception(*out_of_memory);
-  }
+  check_deferred(work);
+  pending = false;
+  if (work.updated_at_once() == 0) return;
+  out_of_memory->detail +=
+      "; without clipping, other layers of this step are updated already: the state is torn; start again from the "
+      "last export";
+  throw Exception(*out_of_memory);
 }
 
 void Session::Impl::throw_if_out_of_memory() {
   if (out_of_memory) throw Exception(*std::exchange(out_of_memory, std::nullopt));
 }
 
-std::shared_ptr<OptimizerWork> Session::Impl::make_work(std::int64_t step, double lr, double scale) {
-  const optim::AdamWParams params{.lr = static_cast<float>(lr),
-                                  .beta1 = static_cast<float>(adamw.beta1),
-                                  .beta2 = static_cast<float>(adamw.beta2),
-                                  .eps = static_cast<float>(adamw.eps),
-                                  .step = std::max<std::int64_t>(step, 1),
-                                  .gradient_scale = static_cast<float>(scale)};
-  auto work = std::make_shared<OptimizerWork>(plan.packed, *plan.layout, threads, params,
-                                              static_cast<float>(adamw.weight_decay), mix(options.seed));
-  work->immediate = !plan.arrangement.staged;
-  return work;
+std::shared_ptr<OptimizerWork> Session::Impl::make_work(double lr) {
+  const auto params = [&](std::int64_t step, double rate, double scale) {
+    return optim::AdamWParams{.lr = static_cast<float>(rate),
+                              .beta1 = static_cast<float>(adamw.beta1),
+                              .beta2 = static_cast<float>(adamw.beta2),
+                              .eps = static_cast<float>(adamw.eps),
+                              .step = std::max<std::int64_t>(step, 1),
+                              .gradient_scale = static_cast<float>(scale)};
+  };
+  return std::make_shared<OptimizerWork>(plan.packed, *plan.layout, threads, plan.arrangement.deferred,
+                                         plan.arrangement.staged, params(updates_done + 1, lr, 1.0),
+                                         params(pending_step, pending_lr, pending_scale),
+                                         static_cast<float>(adamw.weight_decay), mix(options.seed));
 }
 
 void Session::Impl::flush() {
   if (pending) {
-    const auto work = make_work(pending_step, pending_lr, pending_scale);
+    const auto work = make_work(pending_lr);
     executor->append(planner->flush(), work);
     throw_if(executor->drain());
-    if (work->updated_parameters() != plan.packed.trainable_parameters)
-      throw Exception(io::ErrorKind::numeric, "the last step updated " + std::to_string(work->updated_parameters()) +
-                                                  " of " + std::to_string(plan.packed.trainable_parameters) +
-                                                  " parameters");
+    check_deferred(*work);
     pending = false;
   }
   throw_if(executor->drain());

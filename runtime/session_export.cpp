@@ -88,6 +88,7 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
   const swap::Layout layout(std::move(shapes), packed.stages, contents.chunk_elements);
   options.generations = contents.generations;
   options.staged_gradients = contents.staged_gradients;
+  options.gradient_chunks = contents.gradient_chunks;
   options.identity = contents.identity;
   const auto store = value_or_throw(swap::Store::open(std::move(options), layout));
   export_words(
@@ -166,6 +167,8 @@ std::string Session::describe() const {
   if (impl.options.train) text += ", " + share(impl.plan.arrangement.state_resident) + " of the optimizer state";
   if (impl.plan.arrangement.staged)
     text += ", " + share(impl.plan.arrangement.gradient_resident) + " of the staged gradients";
+  else if (impl.plan.defers())
+    text += "; " + share(impl.plan.arrangement.deferred) + " of the updates wait for the next forward";
   if (on_host != 0) text += ", the boundary activations of " + std::to_string(on_host) + " layers";
   if (impl.options.device != "cpu") {
     const std::string note = impl.executor->pin_note();

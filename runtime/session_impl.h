@@ -22,11 +22,13 @@ struct Session::Impl {
 
   // session.cpp
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
-  void settle(StepResult& result, const OptimizerWork& work, bool applies, double lr);
-  void drop_step(const OptimizerWork& work, bool applies);
+  void settle(StepResult& result, const OptimizerWork& work, double lr);
+  void drop_step(const OptimizerWork& work);
+  void check_deferred(const OptimizerWork& work) const;
   void throw_if_out_of_memory();
   void flush();
-  std::shared_ptr<OptimizerWork> make_work(std::int64_t step, double lr, double scale);
+  // Of a step with this learning rate: its updates, and the deferred ones of the step before.
+  std::shared_ptr<OptimizerWork> make_work(double lr);
   swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
   void leave() { throw_if(executor->leave()); }
   Weights weights_of(const swap::Entered& entered) const;
@@ -62,7 +64,7 @@ struct Session::Impl {
   // By stage and micro-batch: activations of stages that keep theirs.
   std::map<std::pair<int, int>, std::unique_ptr<KeptActivations>> kept;
   std::int64_t steps = 0, skipped = 0;
-  bool pending = false;  // staged gradients wait for their update
+  bool pending = false;  // deferred gradients wait for their update
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;
   bool committed = false;

@@ -26,8 +26,11 @@ struct SessionOptions {
       on_notice;  // what the drives have to say; on a thread of theirs, must not block
   Precision precision = Precision::fp32_master_adam8;
   std::optional<double> clip = 1.0;  // global gradient norm; none: updates run beside the backward
-  std::int64_t micro_batch = 1;      // sequences in a micro-batch
-  int micro_batches = 1;             // in a step
+  // Without clip: the share of the updates that waits for the next forward, each ahead of its own layer's. Changes no
+  // bit; choose_deferred_share() finds the fastest.
+  double deferred_share = 0;
+  std::int64_t micro_batch = 1;  // sequences in a micro-batch
+  int micro_batches = 1;         // in a step
   std::int64_t sequence_length = 512;
   std::uint64_t seed = 0;            // of dropout and stochastic rounding
   int update_threads = 0;            // 0: as many as torch uses

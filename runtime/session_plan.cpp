@@ -19,12 +19,14 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options) {
     const bool trained = options.train && chunk.trainable;
     const auto extent = [&](bool resident, std::uint64_t bytes, bool updated) {
       (resident ? writes.commit : writes.load) += bytes;
-      if (!resident && updated) writes.update += bytes;
+      if (resident || !updated) return;
+      writes.update += bytes;
+      if (at.deferred[id]) writes.deferred += bytes;
     };
     extent(at.hi_resident[id], chunk.word_bytes(), trained);
     if (!trained) continue;
     extent(at.state_resident[id], chunk.state_bytes, true);
-    if (at.staged && !at.gradient_resident[id]) writes.gradients += chunk.word_bytes();
+    if (at.deferred[id] && !at.gradient_resident[id]) writes.gradients += chunk.word_bytes();
   }
   if (!options.keep_store) writes.commit = 0;
   return writes;
@@ -56,9 +58,18 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
                                                                  .activation_bytes = needs.activation_bytes,
                                                                  .micro_batches = options.micro_batches,
                                                                  .staged = options.clip.has_value(),
+                                                                 .deferred_share = options.deferred_share,
                                                                  .storage = !options.storage.empty(),
                                                                  .train = options.train}));
   plan.writes = count_writes(plan, options);
+  for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
+    const swap::Chunk& chunk = plan.layout->chunks()[id];
+    if (plan.arrangement.deferred[id])
+      for_each_piece(plan.packed.units[chunk.unit], chunk,
+                     [&](const PackedTensor&, std::uint64_t, std::uint64_t, std::uint64_t count) {
+                       plan.deferred_parameters += count;
+                     });
+  }
   plan.stored = plan.writes.load != 0 || options.keep_store;
   return plan;
 }
@@ -71,15 +82,20 @@ std::string store_identity(const ModelSpec& spec, Precision precision) {
 }
 
 swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& options, const SessionPlan& plan) {
-  return {.volume = {.directories = options.storage,
-                     .engine = options.engine,
-                     .allow_buffered = options.allow_buffered,
-                     .allow_any_filesystem = options.allow_any_filesystem,
-                     .measure_speeds = options.storage.size() > 1,
-                     .write_limit = options.write_limit,
-                     .on_notice = options.on_notice},
-          .staged_gradients = plan.arrangement.staged,
-          .identity = store_identity(spec, options.precision)};
+  std::vector<bool> stored_gradients = plan.arrangement.deferred;
+  for (std::size_t id = 0; id < stored_gradients.size(); ++id)
+    if (plan.arrangement.gradient_resident[id]) stored_gradients[id] = false;
+  return {
+      .volume = {.directories = options.storage,
+                 .engine = options.engine,
+                 .allow_buffered = options.allow_buffered,
+                 .allow_any_filesystem = options.allow_any_filesystem,
+                 .measure_speeds = options.storage.size() > 1,
+                 .write_limit = options.write_limit,
+                 .on_notice = options.on_notice},
+      .staged_gradients = std::find(stored_gradients.begin(), stored_gradients.end(), true) != stored_gradients.end(),
+      .gradient_chunks = stored_gradients,
+      .identity = store_identity(spec, options.precision)};
 }
 
 void prove(const SessionPlan& plan, bool train) {
@@ -91,7 +107,7 @@ void prove(const SessionPlan& plan, bool train) {
   bool pending = false;
   for (int step = 0; step < 3 && train; ++step) {
     expect_right(checker.train_step(planner.train_step(pending), pending));
-    pending = plan.arrangement.staged;
+    pending = plan.defers();
   }
   if (pending) expect_right(checker.flush(planner.flush()));
   expect_right(checker.evaluate(planner.evaluate(plan.arrangement.micro_batches)));

@@ -32,18 +32,21 @@ struct ComputeNeeds {
   std::uint64_t expected(int micro_batches) const;
 };
 
-// Bytes that storage writes for each thing done once.
+// Bytes that storage writes for each thing done once. deferred: of `update`, what deferred updates write.
 struct WriteCost {
-  std::uint64_t load = 0, gradients = 0, update = 0, commit = 0;
+  std::uint64_t load = 0, gradients = 0, update = 0, deferred = 0, commit = 0;
 };
 
 struct SessionPlan {
   PackedModel packed;
   std::unique_ptr<swap::Layout> layout;
   swap::Arrangement arrangement;
-  std::uint64_t workspace = 0;  // of the device budget
-  bool stored = false;          // storage holds anything at all
+  std::uint64_t workspace = 0;            // of the device budget
+  bool stored = false;                    // storage holds anything at all
+  std::uint64_t deferred_parameters = 0;  // of the trainable ones: whose update is deferred
   WriteCost writes;
+
+  bool defers() const { return deferred_parameters != 0; }
 };
 
 // Throws Exception (usage) where a budget is too small, naming the smallest that works.

@@ -83,6 +83,7 @@ class Training {
     session.record = !options_.trace.empty();
     write_limit_ = session.write_limit;
     announce_device(options_, session, log_);
+    read_profile(session);
     const AdamW adamw{.lr = options_.lr,
                       .beta1 = options_.beta1,
                       .beta2 = options_.beta2,
@@ -101,15 +102,22 @@ class Training {
                          per_step_ * options_.sequence_length));
   }
 
-  // From what a plan measured before; nothing is measured here, for that would write to the drives.
-  void predict_steps(const SessionOptions& session) {
+  // What a plan measured before, and what it says about when to update; nothing is measured here, for that would write
+  // to the drives.
+  void read_profile(SessionOptions& session) {
     const ProfileCache cache(spec_, session, train_build(), [this](const std::string& line) { log_.say(line); });
-    const auto machine = cache.machine();
-    const auto model = cache.model();
-    if (!machine || !model || !model->covers(spec_))
-      return log_.say("no prediction: `tierflow plan` with these options measures this machine, once");
-    prediction_ = predict(session_->plan(), rates_of(spec_, session_->plan(), *machine, *model), kTracedSteps);
-    predicted_memory_ = predicted_memory(session_->plan(), session, spec_, *model);
+    auto machine = cache.machine();
+    auto model = cache.model();
+    if (!machine || !model || !model->covers(spec_)) return;
+    if (!session.clip) session.deferred_share = choose_deferred_share(spec_, session, *machine, *model).share;
+    profile_ = {*std::move(machine), *std::move(model)};
+  }
+
+  void predict_steps(const SessionOptions& session) {
+    if (!profile_) return log_.say("no prediction: `tierflow plan` with these options measures this machine, once");
+    const auto& [machine, model] = *profile_;
+    prediction_ = predict(session_->plan(), rates_of(spec_, session_->plan(), machine, model), kTracedSteps);
+    predicted_memory_ = predicted_memory(session_->plan(), session, spec_, model);
     log_.say(fmt::format("predicted: {:.3g} s a step, {:.0f} tokens/s; the process {} at most",
                          prediction_->step_seconds, per_step_ * options_.sequence_length / prediction_->step_seconds,
                          human_bytes(predicted_memory_.process)));
@@ -295,6 +303,7 @@ class Training {
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0;
   std::uint64_t write_limit_ = 0;
+  std::optional<std::pair<MachineProfile, ModelProfile>> profile_;
   std::optional<Prediction> prediction_;
   PredictedMemory predicted_memory_;
   std::vector<swap::TaskRecord> timeline_;

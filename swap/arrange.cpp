@@ -54,6 +54,22 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bo
   return needs;
 }
 
+// A share of the trainable elements by whole chunks, spread evenly: each unit then leaves as much for its next forward
+// as any other, so that neither pass has the lanes idle while the other waits for them.
+std::vector<bool> deferred_chunks(const Layout& layout, double share) {
+  std::vector<bool> deferred(layout.chunks().size(), false);
+  double owed = 0;
+  for (std::size_t id = deferred.size(); id-- > 0;) {
+    const Chunk& chunk = layout.chunks()[id];
+    if (!chunk.trainable) continue;
+    const auto elements = static_cast<double>(chunk.elements);
+    owed += share * elements;
+    deferred[id] = share >= 1 || (share > 0 && 2 * owed >= elements);
+    if (deferred[id]) owed -= elements;
+  }
+  return deferred;
+}
+
 // Rounded up, so that the number given back as an option works.
 std::string size_text(std::uint64_t bytes) {
   if (bytes < std::uint64_t{16} << 20) return std::to_string((bytes + 1023) >> 10) + "KiB";
@@ -98,6 +114,8 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   result.hi_resident.assign(chunks, false);
   result.state_resident.assign(chunks, false);
   result.gradient_resident.assign(chunks, false);
+  result.deferred = deferred_chunks(layout, request.train ? (request.staged ? 1.0 : request.deferred_share) : 0.0);
+  const bool defers_all = request.staged || request.deferred_share >= 1;
   if (request.sums) result.gradient_low_resident.assign(chunks, false);
   result.carry_on_host.assign(stages, false);
 
@@ -160,22 +178,28 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   for (const Chunk& chunk : layout.chunks()) {
     everything += chunk.word_bytes();
     if (!chunk.trainable || !request.train) continue;
-    everything +=
-        chunk.state_bytes + (result.staged ? chunk.word_bytes() : 0) + (request.sums ? chunk.word_bytes() : 0);
+    everything += chunk.state_bytes + (request.sums ? chunk.word_bytes() : 0);
   }
-  const int immediate_words = request.train && (!result.staged || request.sums) ? 2 : 0;
+  for (std::size_t id = 0; id < chunks; ++id)
+    if (result.deferred[id]) everything += layout.chunks()[id].word_bytes();
+  const int immediate_words = request.train && (!defers_all || request.sums) ? 2 : 0;
   everything += immediate_words * word;
   if (everything <= request.host_budget) {
     for (std::size_t id = 0; id < chunks; ++id) {
       const bool trained = layout.chunks()[id].trainable && request.train;
       result.hi_resident[id] = true;
       result.state_resident[id] = trained;
-      result.gradient_resident[id] = trained && result.staged;
+      result.gradient_resident[id] = result.deferred[id];
       if (request.sums) result.gradient_low_resident[id] = trained;
     }
     result.word_buffers = immediate_words;
-    if (request.train && !result.staged && everything + 2 * word <= request.host_budget) result.word_buffers += 2;
+    if (request.train && !defers_all && everything + 2 * word <= request.host_budget) result.word_buffers += 2;
     return result;
+  }
+  if (!request.storage && !request.staged && request.deferred_share > 0) {
+    ArrangeRequest at_once = request;
+    at_once.deferred_share = 0;
+    return arrange(layout, at_once);
   }
   if (!request.storage)
     return too_small("--host-memory", request.host_budget, everything,
@@ -215,19 +239,21 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   // the rest of the state read and written once.
   const auto keep = [&](std::vector<bool>& resident, auto bytes_of) {
     for (std::size_t id = 0; id < chunks; ++id) {
-      const std::uint64_t bytes = bytes_of(layout.chunks()[id]);
+      const std::uint64_t bytes = bytes_of(layout.chunks()[id], id);
       if (bytes == 0 || bytes > host_left) continue;
       resident[id] = true;
       host_left -= bytes;
     }
   };
-  keep(result.hi_resident, [](const Chunk& chunk) { return chunk.word_bytes(); });
-  if (result.staged)
-    keep(result.gradient_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.word_bytes() : 0; });
+  keep(result.hi_resident, [](const Chunk& chunk, std::size_t) { return chunk.word_bytes(); });
+  keep(result.gradient_resident,
+       [&](const Chunk& chunk, std::size_t id) { return result.deferred[id] ? chunk.word_bytes() : 0; });
   if (request.sums)
-    keep(result.gradient_low_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.word_bytes() : 0; });
+    keep(result.gradient_low_resident,
+         [](const Chunk& chunk, std::size_t) { return chunk.trainable ? chunk.word_bytes() : 0; });
   if (request.train)
-    keep(result.state_resident, [](const Chunk& chunk) { return chunk.trainable ? chunk.state_bytes : 0; });
+    keep(result.state_resident,
+         [](const Chunk& chunk, std::size_t) { return chunk.trainable ? chunk.state_bytes : 0; });
   return result;
 }
 

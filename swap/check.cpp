@@ -20,43 +20,41 @@ PlanChecker::PlanChecker(const Layout& layout, const Arrangement& arrangement)
 }
 
 io::Error PlanChecker::train_step(const Plan& plan, bool pending) {
-  ++step_;
-  const bool staged = arrangement_.staged;
-  gradient_of_ = staged ? step_ - 1 : step_;
+  deferred_step_ = step_++;
   // Computed with: the weights after every update that is owed, before this step's own.
-  play(plan, staged && pending ? 1 : 0);
-  return expect_each_chunk(staged ? (pending ? 1 : 0) : 1, staged ? 1 : 0);
+  play(plan, pending ? 1 : 0);
+  return expect_each_chunk(pending ? 1 : 0, 1, 1);
 }
 
 io::Error PlanChecker::flush(const Plan& plan) {
-  gradient_of_ = step_;
+  deferred_step_ = step_;
   play(plan, 1);
-  return expect_each_chunk(1, 0);
+  return expect_each_chunk(1, 0, 0);
 }
 
 io::Error PlanChecker::evaluate(const Plan& plan) {
   play(plan, 0);
-  return expect_each_chunk(0, 0);
+  return expect_each_chunk(0, 0, 0);
 }
 
-io::Error PlanChecker::expect_each_chunk(int updates, int measurements) {
+io::Error PlanChecker::expect_each_chunk(int deferred_updates, int updates, int measurements) {
   task_text_ = "at the end of the plan";
   for (std::size_t id = 0; id < updated_.size(); ++id) {
-    const bool trained = layout_.chunks()[id].trainable;
-    if (updated_[id] != (trained ? updates : 0))
+    const bool trained = layout_.chunks()[id].trainable, deferred = arrangement_.deferred[id];
+    if (updated_[id] != (deferred ? deferred_updates : trained ? updates : 0))
       wrong("chunk " + std::to_string(id) + " was updated " + std::to_string(updated_[id]) + " times");
-    if (measured_[id] != (trained ? measurements : 0))
+    if (measured_[id] != (deferred ? measurements : 0))
       wrong("chunk " + std::to_string(id) + " was measured " + std::to_string(measured_[id]) + " times");
   }
   if (problem_.empty()) return {};
   return {.kind = io::ErrorKind::corruption, .operation = "check the plan", .detail = problem_};
 }
 
-void PlanChecker::play(const Plan& plan, int updates_due) {
+void PlanChecker::play(const Plan& plan, int deferred_due) {
   problem_.clear();
   due_ = version_;
   for (std::size_t id = 0; id < due_.size(); ++id)
-    if (layout_.chunks()[id].trainable) due_[id] += updates_due;
+    if (arrangement_.deferred[id]) due_[id] += deferred_due;
   updated_.assign(version_.size(), 0);
   measured_.assign(version_.size(), 0);
   if (dependencies_.empty()) first_id_ = plan.first_id;
@@ -98,7 +96,7 @@ void PlanChecker::move(const Task& task) {
     case TaskKind::read_state:
       return stage_in(ExtentKind::state, task.state, state);
     case TaskKind::read_gradient:
-      return stage_in(ExtentKind::gradient, task.gradient, {What::gradient, task.chunk, gradient_of_});
+      return stage_in(ExtentKind::gradient, task.gradient, {What::gradient, task.chunk, gradient_of(task.chunk)});
     case TaskKind::write_hi:
       return stage_out(task.words, ExtentKind::hi, words);
     case TaskKind::write_state:
@@ -177,7 +175,7 @@ void PlanChecker::update(const Task& task) {
     if (task.gradient.where == HostRef::Where::word_buffer) write(gradient, measured);
     return;
   }
-  read(gradient, {What::gradient, task.chunk, gradient_of_}, "the gradient");
+  read(gradient, {What::gradient, task.chunk, gradient_of(task.chunk)}, "the gradient");
   const int before = version_[task.chunk]++;
   ++updated_[task.chunk];
   for (const auto& [ref, what] : {std::pair{&task.words, What::words}, std::pair{&task.state, What::state}}) {

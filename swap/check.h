@@ -6,7 +6,7 @@
 //  - dependencies point backwards, so that lanes in plan order cannot deadlock;
 //  - played in order, every task finds the bytes it is for: the chunk it names, updated as often as steps have passed,
 //    the gradient of the step with every micro-batch in it;
-//  - every trainable chunk is updated once a step, and measured once where gradients are staged.
+//  - every trainable chunk is updated once a step: deferred ones, which are measured once, ahead of the next forward.
 #include <map>
 #include <string>
 #include <vector>
@@ -50,12 +50,16 @@ class PlanChecker {
     std::uint64_t end = 0;
   };
 
-  void play(const Plan& plan, int updates_due);
+  // Deferred updates that are due, a chunk: one or none.
+  void play(const Plan& plan, int deferred_due);
   void move(const Task& task);
   void compute(const Task& task, const Plan& plan);
   void sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit);
   void update(const Task& task);
-  io::Error expect_each_chunk(int updates, int measurements);
+  // Of deferred chunks and of the others.
+  io::Error expect_each_chunk(int deferred_updates, int updates, int measurements);
+  // The step whose gradient this plan's update of the chunk applies.
+  int gradient_of(int chunk) const { return arrangement_.deferred[chunk] ? deferred_step_ : step_; }
 
   void wrong(const std::string& detail);
   void read(Held& held, const Content& expected, const char* where, std::uint64_t begin = 0, std::uint64_t end = 1);
@@ -76,8 +80,8 @@ class PlanChecker {
   std::vector<int> version_, due_, updated_, measured_;  // by chunk; the last two in this plan
   std::vector<std::vector<TaskId>> dependencies_;        // of every task so far
   TaskId first_id_ = 0, id_ = 0;
-  int step_ = 0;         // training steps planned
-  int gradient_of_ = 0;  // the step whose gradients this plan's updates apply
+  int step_ = 0;           // training steps planned
+  int deferred_step_ = 0;  // the step whose gradients this plan's deferred updates apply
   std::string problem_, task_text_;
 };
 

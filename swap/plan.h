@@ -122,8 +122,10 @@ struct Plan {
 struct Arrangement {
   std::vector<bool> hi_resident, state_resident, gradient_resident;  // by chunk
   std::vector<bool> gradient_low_resident;                           // by chunk; empty where no sums are kept
-  bool staged =
-      true;  // gradients are kept until the global norm is known; updates run ahead of each unit's next forward
+  bool staged = true;  // gradients are kept until the global norm is known: all of them are deferred
+  // By chunk: its gradient is kept on the host, and its update runs ahead of its unit's next forward instead of in the
+  // backward. Of trainable chunks alone.
+  std::vector<bool> deferred;
   int micro_batches = 1;
   int word_buffers = 0, state_buffers = 0;
   std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0;  // bytes of the device arena, in this order
@@ -156,6 +158,9 @@ struct ArrangeRequest {
   std::vector<std::uint64_t> activation_bytes;
   int micro_batches = 1;
   bool staged = true;
+  // Of the updates, where nothing is staged: which share is deferred, evenly in all units. Less where everything has to
+  // be resident and the gradients would not fit.
+  double deferred_share = 0;
   bool storage = true;  // false: everything must be resident
   bool train = true;    // false: forward only
   bool sums = false;    // for VisitPlanner: gradients of several visits add up on the host

@@ -18,6 +18,9 @@ int earliest(std::vector<TaskId>& last_use, TaskId now) {
 Planner::Planner(const Layout& layout, const Arrangement& arrangement) : layout_(layout), arrangement_(arrangement) {
   const auto units = layout.units().size();
   updated_.assign(units, false);
+  defers_.assign(units, false);
+  for (std::size_t id = 0; id < layout.chunks().size(); ++id)
+    if (arrangement.deferred[id]) defers_[layout.chunks()[id].unit] = true;
   gradient_of_.assign(units, kNowhere);
   held_offset_.assign(units, kNowhere);
   std::uint64_t held = arrangement.weight_ring + arrangement.gradient_ring;
@@ -75,9 +78,10 @@ Plan Planner::flush() {
   plan_ = {.first_id = next_id_};
   pass_ = Pass::forward;
   for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit) {
-    if (!layout_.units()[unit].trainable) continue;
+    if (!defers_[unit]) continue;
     invalidate(unit);
-    for (const Chunk& chunk : layout_.chunks_of(unit)) update_pending(chunk);
+    for (const Chunk& chunk : layout_.chunks_of(unit))
+      if (arrangement_.deferred[layout_.first_chunk(unit) + chunk.index]) update_pending(chunk);
   }
   return std::move(plan_);
 }
@@ -139,7 +143,7 @@ bool Planner::fetch(int visit, bool forced) {
   target.fresh_gradient.assign(stage.units.size(), false);
   if (target.pass == Pass::backward && !stage.backward_needs_weights) return true;
 
-  const auto owes_update = [&](int unit) { return pending_ && layout_.units()[unit].trainable && !updated_[unit]; };
+  const auto owes_update = [&](int unit) { return pending_ && defers_[unit] && !updated_[unit]; };
   std::vector<int> missing;
   std::uint64_t bytes = 0;
   for (int unit : stage.units) {
@@ -168,11 +172,12 @@ bool Planner::fetch(int visit, bool forced) {
   for (int unit : missing) {
     regions_.push_back({.unit = unit, .begin = begin, .end = begin + 2 * layout_.unit_elements(unit), .busy = 1});
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
-      const HostRef words = owes_update(unit) ? update_pending(chunk) : read_words(chunk);
+      const int id = layout_.first_chunk(unit) + chunk.index;
+      const HostRef words = owes_update(unit) && arrangement_.deferred[id] ? update_pending(chunk) : read_words(chunk);
       const std::uint64_t to = begin + 2 * chunk.first;
       Task& upload = emit(TaskKind::upload_hi, Lane::upload,
                           {host_access(words, false), device_access(to, chunk.word_bytes(), true)});
-      upload.chunk = layout_.first_chunk(unit) + chunk.index;
+      upload.chunk = id;
       upload.words = words;
       upload.device_offset = to;
       upload.bytes = chunk.word_bytes();

@@ -14,12 +14,12 @@ class Planner {
   virtual ~Planner() = default;
   Planner(const Layout& layout, const Arrangement& arrangement);
 
-  // Layer-major forward and backward over all micro-batches. In a staged arrangement `pending` says that gradients of
-  // the step before wait to be applied: each unit's update then runs ahead of its first forward.
+  // Layer-major forward and backward over all micro-batches. `pending` says that deferred gradients of the step before
+  // wait to be applied: their updates then run ahead of each unit's first forward.
   Plan train_step(bool pending);
   // Forward only, for one evaluation of `micro_batches` micro-batches.
   Plan evaluate(int micro_batches);
-  // The updates that a staged arrangement still owes.
+  // The deferred updates, which the step before still owes.
   Plan flush();
 
  protected:                             // VisitPlanner builds on it
@@ -62,7 +62,8 @@ class Planner {
   Pass pass_ = Pass::forward;  // of the visit being fetched or run
   int stage_ = -1;
   bool pending_ = false;
-  std::vector<bool> updated_;  // by unit, in this step
+  std::vector<bool> updated_;  // by unit, in this step: nothing deferred is owed any more
+  std::vector<bool> defers_;   // by unit: some of its chunks are deferred
   std::vector<Region> regions_;
   std::uint64_t ring_position_ = 0, gradient_position_ = 0;
   std::vector<std::uint64_t>

@@ -6,7 +6,7 @@
 
 namespace tierflow::swap {
 
-// After the last visit that adds to a unit's gradient: keep it for later, or update at once.
+// After the last visit that adds to a unit's gradient: keep it for later, or update at once, chunk by chunk.
 void Planner::take_gradients(const Visit& visit) {
   const StageShape& stage = layout_.stages()[visit.stage];
   for (std::size_t i = 0; i < stage.units.size(); ++i) {
@@ -19,22 +19,24 @@ void Planner::take_gradients(const Visit& visit) {
     };
     const auto first_user = std::find_if(layout_.stages().begin(), layout_.stages().end(), uses);
     if (first_user - layout_.stages().begin() != visit.stage) continue;
+    bool updated = false;
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
       const std::uint64_t from = visit.gradients[i] + 4 * chunk.first;
-      if (arrangement_.staged)
+      if (arrangement_.deferred[layout_.first_chunk(unit) + chunk.index]) {
         stage_gradient(chunk, from);
-      else
+      } else {
         update_now(chunk, from, visit.weights[i] == kNowhere ? kNowhere : visit.weights[i] + 2 * chunk.first);
+        updated = true;
+      }
     }
-    if (!arrangement_.staged) invalidate(unit);
+    if (updated) invalidate(unit);
   }
 }
 
 HostRef Planner::download_gradient(const Chunk& chunk, std::uint64_t from) {
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
-  const HostRef to = arrangement_.staged && arrangement_.gradient_resident[id]
-                         ? HostRef{HostRef::Where::resident_gradient, id}
-                         : take_word_buffer();
+  const HostRef to =
+      arrangement_.gradient_resident[id] ? HostRef{HostRef::Where::resident_gradient, id} : take_word_buffer();
   download_gradient(chunk, from, to);
   return to;
 }

@@ -13,8 +13,8 @@ double at_rate(double amount, double rate) {
 
 }  // namespace
 
-Simulator::Simulator(const Layout& layout, bool staged, Rates rates)
-    : layout_(layout), staged_(staged), rates_(std::move(rates)) {
+Simulator::Simulator(const Layout& layout, std::vector<bool> deferred, Rates rates)
+    : layout_(layout), deferred_(std::move(deferred)), rates_(std::move(rates)) {
   for (const Chunk& chunk : layout.chunks()) {
     const auto found = rates_.update.find(layout.units()[chunk.unit].groups[chunk.group].precision);
     update_rates_.push_back(found == rates_.update.end() ? 0 : found->second);
@@ -87,7 +87,7 @@ std::vector<Simulator::Phase> Simulator::phases(const Task& task, const Plan& pl
   }
   const bool updates = task.kind == TaskKind::update;
   double seconds = updates ? at_rate(elements, update_rates_[task.chunk]) : 0, stamped = 0;
-  if (!updates || !staged_) seconds += at_rate(elements, machine.measure);
+  if (!updates || !deferred_[task.chunk]) seconds += at_rate(elements, machine.measure);
   if (updates && task.words.where == HostRef::Where::word_buffer) stamped += bytes;
   if (updates && task.state.where == HostRef::Where::state_buffer)
     stamped += static_cast<double>(layout_.chunks()[task.chunk].state_bytes);

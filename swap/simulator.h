@@ -38,8 +38,8 @@ struct Rates {
 
 class Simulator {
  public:
-  // The layout outlives the simulator. `staged` is the arrangement's: without it an update measures its gradient too.
-  Simulator(const Layout& layout, bool staged, Rates rates);
+  // The layout outlives the simulator. `deferred` is the arrangement's: an update at once measures its gradient too.
+  Simulator(const Layout& layout, std::vector<bool> deferred, Rates rates);
 
   // As the executor's: the plan's tasks may start from now() on.
   void append(const Plan& plan);
@@ -77,7 +77,7 @@ class Simulator {
   void finish(TaskId id);
 
   const Layout& layout_;
-  const bool staged_;
+  const std::vector<bool> deferred_;
   const Rates rates_;
   std::vector<double> update_rates_;  // by chunk
   double now_ = 0;

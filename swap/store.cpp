@@ -101,10 +101,14 @@ Store::Store(StoreOptions options, const Layout& layout) : options_(std::move(op
     hi_bytes_ += chunk.word_bytes();
     state_offset_.push_back(state_bytes_);
     if (chunk.trainable) state_bytes_ += chunk.state_bytes;
+    gradient_offset_.push_back(gradient_bytes_);
+    const std::size_t id = gradient_offset_.size() - 1;
+    if (options_.staged_gradients && (options_.gradient_chunks.empty() || options_.gradient_chunks[id]))
+      gradient_bytes_ += chunk.word_bytes();
   }
   manifest_bytes_ = round_up((std::uint64_t{1} << 20) + options_.identity.size() + 160 * chunks.size(), kSector);
   total_bytes_ = kManifestBase + 2 * manifest_bytes_ + options_.generations * (hi_bytes_ + state_bytes_) +
-                 (options_.staged_gradients ? hi_bytes_ : 0) + (options_.gradient_sums ? hi_bytes_ : 0);
+                 gradient_bytes_ + (options_.gradient_sums ? hi_bytes_ : 0);
 }
 
 std::uint64_t Store::bytes_needed(const StoreOptions& options, const Layout& layout) {
@@ -134,7 +138,8 @@ io::Result<Store::Contents> Store::inspect(const io::VolumeOptions& options) {
                   .progress = manifest.value("progress", ""),
                   .chunk_elements = manifest.value("chunk_elements", std::uint64_t{0}),
                   .generations = manifest.value("generations", 1),
-                  .staged_gradients = manifest.value("staged_gradients", false)};
+                  .staged_gradients = manifest.value("staged_gradients", false),
+                  .gradient_chunks = manifest.value("gradient_chunks", std::vector<bool>{})};
 }
 
 io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layout& layout) {
@@ -163,9 +168,10 @@ std::uint64_t Store::offset(ExtentKind kind, int chunk, int slot) const {
       return base + slot * hi_bytes_ + hi_offset_[chunk];
     case ExtentKind::state:
       return base + options_.generations * hi_bytes_ + slot * state_bytes_ + state_offset_[chunk];
+    case ExtentKind::gradient:
+      return base + options_.generations * (hi_bytes_ + state_bytes_) + gradient_offset_[chunk];
     default:
-      return base + options_.generations * (hi_bytes_ + state_bytes_) +
-             (kind == ExtentKind::gradient_low ? hi_bytes_ : 0) + hi_offset_[chunk];
+      return base + options_.generations * (hi_bytes_ + state_bytes_) + gradient_bytes_ + hi_offset_[chunk];
   }
 }
 
@@ -254,6 +260,7 @@ std::string Store::manifest(const std::string& progress) const {
               {"chunk_elements", layout_.chunk_elements()},
               {"generations", options_.generations},
               {"staged_gradients", options_.staged_gradients},
+              {"gradient_chunks", options_.gradient_chunks},
               {"units", units},
               {"identity", options_.identity},
               {"progress", progress},

@@ -17,7 +17,8 @@ struct StoreOptions {
   io::VolumeOptions volume;  // bytes is computed
   int generations = 1;       // 2: a commit leaves the generation before it intact until the next one is durable
   bool staged_gradients = true;
-  bool gradient_sums = false;  // room for their low words too
+  std::vector<bool> gradient_chunks;  // by chunk: whose gradient there is room for; empty: all, where any are staged
+  bool gradient_sums = false;         // room for their low words too
   std::string identity;  // JSON of the client's: what the state belongs to; kept in the manifest and given back on open
 };
 
@@ -33,6 +34,7 @@ class Store {
     std::uint64_t chunk_elements = 0;
     int generations = 1;
     bool staged_gradients = false;
+    std::vector<bool> gradient_chunks;
   };
   static io::Result<Contents> inspect(const io::VolumeOptions& volume);
   // Bytes that create() will take on the volume.
@@ -82,7 +84,8 @@ class Store {
   std::vector<Record> records_[kExtentKinds];
   std::vector<std::uint64_t> pending_checksum_[kExtentKinds];
   std::vector<std::uint64_t> hi_offset_, state_offset_;  // by chunk, within a slot
-  std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, state_bytes_ = 0, total_bytes_ = 0;
+  std::vector<std::uint64_t> gradient_offset_;           // by chunk, from the first
+  std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, state_bytes_ = 0, gradient_bytes_ = 0, total_bytes_ = 0;
   std::uint64_t run_id_ = 0;
   std::uint64_t generation_ = 0;  // newest durable one; work goes on in generation_ + 1
   std::string progress_;

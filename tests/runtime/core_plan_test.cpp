@@ -100,5 +100,38 @@ TEST(Prediction, KnowsWhichStagesKeep) {
               2 * (1e-3 + 3 * 1.5e-3 + 4e-3 + 3 * 0.5e-3 + 2e-3), 1e-9);
 }
 
+// Blocks of 4M parameters whose updates take longer than the backward and less than a step: some of them wait.
+TEST(Prediction, DefersUpdatesThatTheBackwardHasNoTimeFor) {
+  const ModelSpec spec = parse_model_spec(
+      R"({"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":512,"hidden_size":512,)"
+      R"("intermediate_size":2048,"num_attention_heads":4,"num_key_value_heads":4,"max_position_embeddings":128,)"
+      R"("rms_norm_eps":1e-5,"tie_word_embeddings":false,"hidden_act":"silu","num_hidden_layers":12})",
+      "config.json");
+  SessionOptions options{.device_memory = 256 << 20, .host_memory = 2ULL << 30, .chunk_elements = 1 << 18};
+  options.clip.reset();
+  ModelProfile profile = profile_of(spec);
+  for (auto& [name, stage] : profile.stages)
+    stage.seconds = {.forward = 10e-3, .backward = 20e-3, .head = 30e-3, .evaluate = 10e-3};
+  const auto choose = [&](double update_seconds) {
+    MachineProfile machine{.rates = {.compute_on_cores = false}};
+    for (const char* name : {"fp32-master+adam8", "fp32-master+adam32"})
+      machine.update[name] = update_seconds == 0 ? 0 : 4.2e6 / update_seconds;  // a block's in so many seconds
+    return choose_deferred_share(spec, options, machine, profile);
+  };
+  const DeferredChoice fast = choose(0), slow = choose(28e-3);
+  EXPECT_EQ(fast.share, 0);
+  EXPECT_EQ(fast.step_seconds, fast.step_seconds_at_once);
+  EXPECT_GT(slow.share, 0);
+  EXPECT_LT(slow.share, 1);
+  EXPECT_LT(slow.step_seconds, 0.9 * slow.step_seconds_at_once);
+  // What was chosen is what a session with that share is predicted to take.
+  options.deferred_share = slow.share;
+  const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
+  EXPECT_NO_THROW(prove(plan, true));
+  EXPECT_NEAR(static_cast<double>(plan.deferred_parameters),
+              slow.share * static_cast<double>(plan.packed.trainable_parameters),
+              0.05 * static_cast<double>(plan.packed.trainable_parameters));
+}
+
 }  // namespace
 }  // namespace tierflow

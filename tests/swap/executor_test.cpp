@@ -132,6 +132,7 @@ struct Case {
   std::uint64_t chaos = 0;
   int generations = 1;
   io::EngineKind engine = io::EngineKind::automatic;
+  double deferred = 0;  // share, where nothing is staged
 };
 
 class TemporaryFolder {
@@ -166,17 +167,22 @@ class Run {
     auto arrangement = arrange(layout_, {.host_budget = case_.host,
                                          .device_budget = case_.device,
                                          .micro_batches = case_.micro_batches,
-                                         .staged = case_.staged});
+                                         .staged = case_.staged,
+                                         .deferred_share = case_.deferred});
     ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
     arrangement_ = std::move(arrangement).value();
     ASSERT_LE(arrangement_.host_bytes(layout_), case_.host);
     ASSERT_LE(arrangement_.device_bytes(), case_.device);
     device_ = open_cpu_device({.chaos_seed = case_.chaos});
+    std::vector<bool> stored_gradients = arrangement_.deferred;
+    for (std::size_t id = 0; id < stored_gradients.size(); ++id)
+      stored_gradients[id] = stored_gradients[id] && !arrangement_.gradient_resident[id];
     auto store = Store::create({.volume = {.directories = {folder_.path()},
                                            .engine = case_.engine,
                                            .allow_buffered = true,
                                            .allow_any_filesystem = true},
-                                .generations = case_.generations},
+                                .generations = case_.generations,
+                                .gradient_chunks = stored_gradients},
                                layout_);
     ASSERT_TRUE(store.ok()) << store.error().message();
     store_ = std::move(store).value();
@@ -209,9 +215,9 @@ class Run {
       visits(step);
       if (HasFatalFailure()) return;
       ASSERT_OK(executor_->finish_updates());
-      pending_ = case_.staged;
+      pending_ = deferred_chunks() != 0;
     }
-    if (case_.staged) executor_->append(planner_->flush(), work_);
+    if (pending_) executor_->append(planner_->flush(), work_);
     ASSERT_OK(executor_->drain());
   }
 
@@ -228,6 +234,9 @@ class Run {
     }
   }
 
+  int deferred_chunks() const {
+    return static_cast<int>(std::count(arrangement_.deferred.begin(), arrangement_.deferred.end(), true));
+  }
   const Layout& layout() const { return layout_; }
   const Arrangement& arrangement() const { return arrangement_; }
   ToyWork& work() { return *work_; }
@@ -299,7 +308,12 @@ bool equals_plain_loop(const Case& with, int blocks, int steps, std::function<vo
   if (testing::Test::HasFatalFailure()) return false;
   const int chunks = static_cast<int>(run.layout().chunks().size());
   EXPECT_EQ(run.work().updated, chunks * steps);
-  EXPECT_EQ(run.work().measured, with.staged ? chunks * steps : 0);
+  EXPECT_EQ(run.work().measured, run.deferred_chunks() * steps);
+  if (with.staged) {
+    EXPECT_EQ(run.deferred_chunks(), chunks);
+  } else {
+    EXPECT_NEAR(run.deferred_chunks(), with.deferred * chunks, 0.15 * chunks);
+  }
   bool equal = false;
   run.compare(run_reference(toy, run.layout(), steps, with.micro_batches), equal);
   return equal;
@@ -323,6 +337,15 @@ TEST(Executor, Tied) {
 TEST(Executor, TiedImmediate) {
   EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 3 * kMiB, .staged = false, .tied = true}, 3, 3));
 }
+TEST(Executor, AShareOfTheUpdatesInTheNextForward) {
+  for (const double share : {0.25, 0.5, 1.0})
+    for (const bool tied : {false, true}) {
+      EXPECT_TRUE(equals_plain_loop(
+          {.host = 200 * kMiB, .device = 100 * kMiB, .staged = false, .tied = tied, .deferred = share}, 3, 3));
+      EXPECT_TRUE(equals_plain_loop(
+          {.host = kMiB, .device = 3 * kMiB, .staged = false, .tied = tied, .deferred = share}, 3, 3));
+    }
+}
 TEST(Executor, TwoGenerations) {
   EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 2 * kMiB, .generations = 2}, 3, 3));
 }
@@ -340,10 +363,12 @@ TEST(Executor, RandomBudgetsUnderChaos) {
                     .tied = tied,
                     .micro_batches = 1 + static_cast<int>(random() % 3),
                     .chaos = 1 + random() % 1000,
-                    .generations = 1 + static_cast<int>(random() % 2)};
+                    .generations = 1 + static_cast<int>(random() % 2),
+                    .deferred = static_cast<double>(random() % 5) / 4};
     ASSERT_TRUE(equals_plain_loop(with, 1 + static_cast<int>(random() % 4), 2))
         << "host " << with.host << " device " << with.device << " staged " << with.staged << " tied " << with.tied
-        << " micro-batches " << with.micro_batches << " chaos " << with.chaos << " generations " << with.generations;
+        << " micro-batches " << with.micro_batches << " chaos " << with.chaos << " generations " << with.generations
+        << " deferred " << with.deferred;
   }
 }
 
