@@ -16,5 +16,7 @@ WeightSource source_of(const pybind11::dict& tensors, const std::string& folder,
 
 // Defines tierflow.Error and a class for each kind; from then on C++ exceptions arrive as these.
 void register_errors(pybind11::module_& module);
+// Defines what fused layers compute with (layers.cpp).
+void register_layers(pybind11::module_& module);
 
 }  // namespace tierflow::bindings

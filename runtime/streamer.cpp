@@ -167,6 +167,21 @@ void Streamer::add(const Gradients& gradients) {
     if (gradients[i].defined()) impl_->add(i, gradients[i]);
 }
 
+Gradients Streamer::sums(const Weights& leaves) {
+  const torch::NoGradGuard no_grad;
+  if (impl_->turn.visit == nullptr) throw Exception(io::ErrorKind::usage, "no turn is being taken");
+  Gradients given(leaves.size());
+  for (std::size_t i = 0; i < std::min(leaves.size(), impl_->sums.size()); ++i) {
+    Sum& sum = impl_->sums[i];
+    if (!sum.values.defined() || !leaves[i].requires_grad()) continue;
+    if (sum.fresh) sum.values.zero_();
+    sum.fresh = false;
+    impl_->touched[sum.unit][sum.tensor] = true;
+    given[i] = sum.values;
+  }
+  return given;
+}
+
 void Streamer::leave() {
   Impl& impl = *impl_;
   const torch::NoGradGuard no_grad;

@@ -53,6 +53,9 @@ class Streamer {
   void collect(const Weights& leaves);
   // The same by hand: the gradient of each weight, undefined where there is none.
   void add(const Gradients& gradients);
+  // The same for computation that adds as it goes: the fp32 sum beside each of enter()'s weights that requires a
+  // gradient, which counts as given; undefined beside the others. Memory as that of enter().
+  Gradients sums(const Weights& leaves);
   void leave();
   bool inside() const;
   // Whether an address is in memory that turns reuse.

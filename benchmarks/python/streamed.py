@@ -26,19 +26,21 @@ def main():
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--device-memory", default="2GiB")
+    parser.add_argument("--activations", type=float, default=0.5, help="share of the device memory that is left to them")
+    parser.add_argument("--fused-layers", action="store_true")
     args = parser.parse_args()
     count, rows, length = (int(word) for word in args.shape.split("x"))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(args.config), dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory(dir=args.storage) as folder:
-        plan = tierflow.Plan(tierflow.Budget(args.device_memory, args.host_memory, [folder]), allow_any_filesystem=True)
-        tierflow.wrap(model, plan).train()
+        plan = tierflow.Plan(tierflow.Budget(args.device_memory, args.host_memory, [folder], args.activations), allow_any_filesystem=True)
+        tierflow.wrap(model, plan, fused_layers=args.fused_layers).train()
         opt = tierflow.optim.AdamW(model.parameters(), lr=1e-5)
         trainer = tierflow.Trainer(model, opt, clip=1.0)
-        seconds = []
+        seconds, used = [], []
         for _ in range(args.steps):
             ids = torch.randint(0, model.config.vocab_size, (count, rows, length))
-            began = time.monotonic()
+            began, before = time.monotonic(), time.process_time()
             if args.order == "layer-major":
                 trainer.step([{"input_ids": part, "labels": part} for part in ids])
             else:
@@ -48,11 +50,16 @@ def main():
                 opt.step()
                 opt.zero_grad()
             seconds.append(time.monotonic() - began)
-        lanes = {name: round(lane["busy_seconds"], 2) for name, lane in tierflow.stats(model)["lanes"].items()}
+            used.append(time.process_time() - before)
+        stats = tierflow.stats(model)
+        lanes = {name: round(lane["busy_seconds"], 2) for name, lane in stats["lanes"].items()}
         tierflow.close(model)
-    median = statistics.median(seconds[1:])
+    half = len(seconds) // 2  # the first steps differ: kernels are compiled, memory is touched, room for activations is found
+    median, cpu = statistics.median(seconds[half:]), statistics.median(used[half:])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(json.dumps({"tokens_per_s": round(count * rows * length / median, 1), "step_s": round(median, 3), "peak_rss_mib": peak, "busy_s": lanes}))
+    activations = {name: stats["memory"][name] >> 20 for name in ("activations_share", "activations_peak")}
+    print(json.dumps({"tokens_per_s": round(count * rows * length / median, 1), "step_s": round(median, 3), "cpu_s": round(cpu, 3), "peak_rss_mib": peak,
+                      "activations_mib": activations, "busy_s": lanes}))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -56,19 +56,30 @@ class _Gone:
 class Activations:
     """What the model's own tensors take, measured: nothing enforces their share in a user's process.
 
-    On the CPU device it is what malloc has given out since the model was made, looked at where a module's recomputation has just ended; on CUDA the peak that
-    torch's allocator counts.
+    On the CPU device it is what malloc has given out since the model first ran, looked at where a module's recomputation has just ended; on CUDA the peak that
+    torch's allocator counts. `kept` of it are activations that wait for their backward, `rest` the peak of everything else.
     """
 
     def __init__(self, device: torch.device, share: int) -> None:
-        self.device, self.share, self.peak = device, share, 0
-        self._base = self._now()
+        self.device, self.share, self.peak, self.kept, self.rest = device, share, 0, 0, 0
+        self._base: int | None = None
+
+    def begin(self) -> None:
+        """The model is about to run: the values that it was made from are gone."""
+        if self._base is None:
+            self._base = self._now()
 
     def _now(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _native.allocated_bytes()
 
-    def look(self) -> None:
-        before, self.peak = self.peak, max(self.peak, self._now() - self._base)
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes more may be kept within the share: known once a backward has shown what everything else takes."""
+        return 0 < self.rest <= self.share - self.kept - size
+
+    def look(self, within: int = 0) -> None:
+        """within: bytes that what follows is going to take for a moment."""
+        taken = self._now() - (self._base or 0) + within
+        before, self.peak, self.rest = self.peak, max(self.peak, taken), max(self.rest, taken - self.kept)
         if self.peak > self.share >= before and self.share > 0:
             log.warning(
                 f"activations take {human(self.peak)}, more than the {human(self.share)} that Budget(activations=...) leaves to them of the device budget: "
@@ -79,8 +90,11 @@ class Activations:
 class Engine:
     """The streamed parameters of one model. One thread at a time."""
 
-    def __init__(self, model: nn.Module, cut: Cut, native: Any, device: str, workspace: int) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, native: Any, device: str, workspace: int, fused_layers: bool = False) -> None:
         self.native = native
+        self.fused_layers = fused_layers
+        self.judged: dict[int, Any] = {}  # what fused layers found about tensors that they share
+        self._said_departs: set[str] = set()
         self.device = torch.device(device)
         self.activations = Activations(self.device, workspace)
         self.active: Turn | None = None
@@ -132,6 +146,7 @@ class Engine:
             raise _native.UsageError(f"the gradient of {alone.label} was dropped alone; its unit keeps one sum: call zero_grad() before the next backward()")
         if self.native.inside or self._entering:
             raise _native.UsageError("two streamed modules run at the same time: models stream in one thread")
+        self.activations.begin()
         weights: list[torch.Tensor] = []
         try:  # from here on: a signal that comes while enter() waits is raised as it returns
             self._entering = True  # enter() lets other threads run while it waits
@@ -163,6 +178,11 @@ class Engine:
         if departures > _MANY_DEPARTURES >= self._departures:
             log.warning("modules run in another order than before: their weights are fetched when they are asked for (said once)")
         self._departures = departures
+
+    def say_departs(self, turn: Turn, why: str) -> None:
+        if why not in self._said_departs:
+            self._said_departs.add(why)
+            log.warning(f"fused_layers: {turn.name} runs its own code: {why} (a reason is said once)")
 
     # Parameters outside of their turn.
 

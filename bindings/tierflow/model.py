@@ -15,6 +15,7 @@ from torch import nn
 from . import _native
 from .budget import Budget, Plan, parse_size
 from .engine import Engine
+from .loss import fuse_loss
 from .parameter import StreamedParameter
 from .units import Cut, check_real, cut, init_empty
 
@@ -45,16 +46,19 @@ def plan(
     return made
 
 
-def load(path: str | os.PathLike, plan: Plan | Budget, *, model_class: Any = None, attn_implementation: str | None = None) -> Any:
+def load(
+    path: str | os.PathLike, plan: Plan | Budget, *, model_class: Any = None, attn_implementation: str | None = None, fused_layers: bool = False
+) -> Any:
     """The transformers model in a folder, its parameters streaming; in eval mode, as from_pretrained() leaves it.
 
     Weights go from safetensors to storage without being in RAM at once. model_class: where config.json names none, or another.
     attn_implementation: as of from_pretrained(); "tierflow" is the program's own attention for the CPU device, which is faster there and has other bits.
+    fused_layers: as of wrap().
     The model's save_pretrained() streams as well. Raises InputError naming tensors that the folder lacks.
     """
     path = Path(path)
     model: Any = _build(path, model_class, attn_implementation)
-    wrap(model, plan, checkpoint=path)
+    wrap(model, plan, checkpoint=path, fused_layers=fused_layers)
     generation = path / "generation_config.json"
     if generation.exists() and getattr(model, "generation_config", None) is not None:
         model.generation_config = type(model.generation_config).from_pretrained(path)
@@ -62,11 +66,13 @@ def load(path: str | os.PathLike, plan: Plan | Budget, *, model_class: Any = Non
     return model.eval()
 
 
-def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLike | None = None) -> Any:
+def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLike | None = None, fused_layers: bool = False) -> Any:
     """Makes a module's parameters stream, in place, and returns it.
 
     Weights are then computed with in bf16 (their fp32 values become the master): feed it what a bf16 model takes. Buffers stay as they are.
     checkpoint: a folder of safetensors with the module's parameters, for one made under tierflow.init_empty().
+    fused_layers: decoder layers of Llama, Mistral, Qwen2 and Qwen3, plain embeddings and heads, and transformers' causal loss are computed by the program's
+        own layers: faster, with other last bits. A call that these do not cover (padding, an adapter inside, dropout) runs the module's code, and says so once.
     """
     if isinstance(plan, Budget):
         plan = Plan(budget=plan)
@@ -87,8 +93,11 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
             tensors[tensor.names[0]] = tensor.parameter.data
     units, turns = cut_.describe()
     native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, plan.options())
-    object.__setattr__(module, "_tierflow", Engine(module, cut_, native, plan.device, plan.options()["workspace"]))
+    engine = Engine(module, cut_, native, plan.device, plan.options()["workspace"], fused_layers)
+    object.__setattr__(module, "_tierflow", engine)
     _fit_transformers(module)
+    if fused_layers:
+        fuse_loss(module, engine)
     return module
 
 

@@ -18,7 +18,7 @@ from . import _native
 from .ambient import autocast_as, autocast_state
 from .model import engine_of
 from .optim import AdamW
-from .turns import Frame, Turn, differentiate, local
+from .turns import Frame, Turn, local
 
 log = logging.getLogger("tierflow")
 
@@ -240,9 +240,9 @@ class Trainer:
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in frame.tensors]
         frame.remember_random()
         later = any(other.frame is not None and other.frame.turn is turn for other in lanes if other is not lane)
-        with self.engine.turn(turn, "head", self._keeps(turn) and later):
+        with self.engine.turn(turn, "head", self._keeps(turn) and later) as weights:
             with torch.enable_grad(), autocast_as(frame.autocast):
-                outs = frame.compute(inputs)
+                outs = frame.compute(inputs, weights, keep=True)
             self.engine.activations.look()
             answer = self._record(lane, frame, outs)
             call = lane.calls[-1]
@@ -253,9 +253,9 @@ class Trainer:
                 self._head = None
                 return
             self._finish(lane, lanes, losses, count)
-            differentiate(outs, [leaf.grad for leaf in call.outs])
+            grads = frame.differentiate(inputs, weights, outs, [leaf.grad for leaf in call.outs])
         lane.calls.pop()
-        self._pass_on(call, [t.grad for t in inputs])
+        self._pass_on(call, grads)
 
     def _finish(self, lane: _Lane, lanes: list[_Lane], losses: dict[int, float], count: int) -> None:
         """Where the micro-batch has its loss: its gradient, back to the last module's output."""

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import _native
 from .ambient import autocast_as, autocast_state, random_state, restored
+from .fused import Departs, Kept, Layer, layer_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -33,8 +34,25 @@ class Turn:
         inside = {id(m) for m in self.module.modules()}
         self.places = [[(m, name) for m, name in places if id(m) in inside] for places in self.places]
         self.recurrent = [m for m in self.module.modules() if isinstance(m, nn.RNNBase)]
+        self.layer = layer_of(self) if engine.fused_layers else None
         self.forward = self.module.forward
         self.module.forward = self.run  # type: ignore[method-assign]
+
+    def roles(self) -> list[str]:
+        """What each of the turn's parameters is called within its module."""
+        paths = {id(m): f"{path}." if path else "" for path, m in self.module.named_modules()}
+        return [next((paths[id(m)] + name for m, name in places), "") for places in self.places]
+
+    def fused(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        """What the turn's fused layer computes a call from; None where the module's own code has to run."""
+        if self.layer is None:
+            return None
+        try:
+            return self.layer.operands(args, kwargs)
+        except Departs as why:
+            if not why.silent:
+                self.engine.say_departs(self, str(why))
+            return None
 
     def trains(self) -> bool:
         return any(handle.requires_grad for handle in self.handles) or any(p.requires_grad for p in self.module.parameters())
@@ -98,6 +116,10 @@ class Frame:
         self.leaves = [self._checked(leaf) for leaf in leaves]
         self.where = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.tensors = [self.leaves[i] for i in self.where]
+        operands = turn.fused(*tree_unflatten(self.leaves, self.spec))
+        self.layer: Layer | None = turn.layer if operands is not None else None
+        self.operands = [next(i for i, t in enumerate(self.tensors) if t is operand) for operand in operands or []]
+        self.kept: Kept | None = None
         for i in self.where:
             self.leaves[i] = None
         self.needs_graph = self.needs_graph and (any(t.requires_grad for t in self.tensors) or turn.trains())
@@ -117,19 +139,23 @@ class Frame:
 
     def call(self) -> Any:
         if not self.needs_graph:
-            with torch.no_grad(), self.turn.engine.turn(self.turn, "evaluate"):
-                outs = self.compute(self.tensors)
+            with torch.no_grad(), self.turn.engine.turn(self.turn, "evaluate") as weights:
+                outs = self.compute(self.tensors, weights)
         else:
             outs = _Visit.apply(self, torch.empty(0, requires_grad=True), *self.tensors)
         return self.result(outs)
 
-    def compute(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs the module, its weights bound, on tensors in the place of those it was called with."""
-        leaves = list(self.leaves)
-        for index, tensor in zip(self.where, tensors, strict=True):
-            leaves[index] = tensor
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        out = self.turn.forward(*args, **kwargs)
+    def compute(self, tensors: list[torch.Tensor], weights: list[torch.Tensor], keep: bool = False) -> list[torch.Tensor]:
+        """Runs the module, its weights bound, on tensors in the place of those it was called with. keep: differentiate() follows."""
+        if self.layer is not None:
+            with torch.no_grad():
+                out, self.kept = self.layer.forward(weights, [tensors[i] for i in self.operands], keep)
+        else:
+            leaves = list(self.leaves)
+            for index, tensor in zip(self.where, tensors, strict=True):
+                leaves[index] = tensor
+            args, kwargs = tree_unflatten(leaves, self.spec)
+            out = self.turn.forward(*args, **kwargs)
         self.out_leaves, self.out_spec = tree_flatten(out)
         self.out_where = [i for i, leaf in enumerate(self.out_leaves) if isinstance(leaf, torch.Tensor)]
         outs = [self.out_leaves[i] for i in self.out_where]
@@ -150,25 +176,36 @@ class Frame:
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward visit: nothing is kept but what backward() recomputes from."""
         self.remember_random()
-        with torch.no_grad(), self.turn.engine.turn(self.turn, "forward"):
-            return self.compute(tensors)
+        with torch.no_grad(), self.turn.engine.turn(self.turn, "forward") as weights:
+            return self.compute(tensors, weights, keep=True)
 
     def backward(self, tensors: list[torch.Tensor], grads: list[torch.Tensor | None], keep: bool = False) -> list[torch.Tensor | None]:
-        """The backward visit: recomputes, adds the weights' gradients to their sums, returns those of the inputs."""
+        """The backward visit: adds the weights' gradients to their sums, returns those of the inputs. Computes again what was not kept."""
         turn, engine = self.turn, self.turn.engine
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        with restored(self.random, engine.device), engine.turn(turn, "backward", keep):
-            with torch.enable_grad(), autocast_as(self.autocast):
-                outs = self.compute(inputs)
-            engine.activations.look()
-            differentiate(outs, grads)
-        return [t.grad for t in inputs]
+        with restored(self.random, engine.device), engine.turn(turn, "backward", keep) as weights:
+            outs: list[torch.Tensor] = []
+            if self.layer is None:
+                with torch.enable_grad(), autocast_as(self.autocast):
+                    outs = self.compute(inputs, weights)
+                engine.activations.look()
+            return self.differentiate(inputs, weights, outs, grads)
 
-
-def differentiate(outs: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-    pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None and out.requires_grad]
-    if pairs:
-        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+    def differentiate(
+        self, tensors: list[torch.Tensor], weights: list[torch.Tensor], outs: list[torch.Tensor], grads: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Within a visit that computed `outs` from `tensors` (a fused layer need not have): the gradients of these from those of the results."""
+        if self.layer is None:
+            pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None and out.requires_grad]
+            if pairs:
+                torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+            return [t.grad for t in tensors]
+        found: list[torch.Tensor | None] = [None] * len(tensors)
+        if grads[0] is not None:
+            with torch.no_grad():
+                found[self.operands[0]] = self.layer.backward(weights, [tensors[i] for i in self.operands], grads[0], self.kept)
+        self.kept = None
+        return found
 
 
 class _Visit(torch.autograd.Function):

@@ -1,0 +1,92 @@
+// Layers that the program computes in the place of a model's own code. Gradients go into the sums of the turn that is
+// being taken; everything here releases the interpreter's lock.
+#include <torch/extension.h>
+
+#include "bindings/convert.h"
+#include "runtime/models/decoder_layer.h"
+
+namespace py = pybind11;
+
+namespace tierflow::bindings {
+namespace {
+
+using models::DecoderLayer;
+using models::DecoderShape;
+using Released = py::call_guard<py::gil_scoped_release>;
+
+struct Kept {
+  std::unique_ptr<KeptActivations> activations;
+};
+
+DecoderShape shape_of(const py::dict& shape) {
+  return {.hidden = py::cast<std::int64_t>(shape["hidden"]),
+          .intermediate = py::cast<std::int64_t>(shape["intermediate"]),
+          .heads = py::cast<std::int64_t>(shape["heads"]),
+          .kv_heads = py::cast<std::int64_t>(shape["kv_heads"]),
+          .head_dim = py::cast<std::int64_t>(shape["head_dim"]),
+          .window = py::cast<std::int64_t>(shape["window"]),
+          .norm_eps = py::cast<double>(shape["norm_eps"]),
+          .qkv_bias = py::cast<bool>(shape["qkv_bias"]),
+          .output_bias = py::cast<bool>(shape["output_bias"]),
+          .mlp_bias = py::cast<bool>(shape["mlp_bias"]),
+          .qk_norm = py::cast<bool>(shape["qk_norm"])};
+}
+
+torch::Tensor sum_at(const Gradients& sums, int position) {
+  return position < 0 ? torch::Tensor() : sums.at(static_cast<std::size_t>(position));
+}
+
+}  // namespace
+
+void register_layers(py::module_& module) {
+  py::class_<Kept>(module, "Kept");
+  py::class_<DecoderLayer>(module, "DecoderLayer")
+      .def(py::init([](const py::dict& shape, const std::vector<std::string>& roles) {
+        return std::make_unique<DecoderLayer>(shape_of(shape), roles);
+      }))
+      .def(
+          "forward",
+          [](const DecoderLayer& self, const Weights& weights, const torch::Tensor& hidden, const torch::Tensor& cos,
+             const torch::Tensor& sin) {
+            return self.forward(weights, {hidden, cos, sin});
+          },
+          Released())
+      .def(
+          "forward_keeping",
+          [](const DecoderLayer& self, const Weights& weights, const torch::Tensor& hidden, const torch::Tensor& cos,
+             const torch::Tensor& sin) {
+            auto kept = std::make_unique<Kept>();
+            torch::Tensor out = self.forward(weights, {hidden, cos, sin}, &kept->activations);
+            return std::pair(std::move(out), std::move(kept));
+          },
+          Released())
+      // kept: what forward_keeping() gave, which is used up; None: it is computed again.
+      .def(
+          "backward",
+          [](const DecoderLayer& self, Streamer& streamer, const Weights& weights, const torch::Tensor& hidden,
+             const torch::Tensor& cos, const torch::Tensor& sin, const torch::Tensor& d_out, Kept* kept) {
+            return self.backward(weights, streamer.sums(weights), {hidden, cos, sin}, d_out,
+                                 kept == nullptr ? nullptr : std::move(kept->activations));
+          },
+          Released())
+      .def("kept_bytes", &DecoderLayer::kept_bytes);
+  // Positions in `weights`; bias -1: none.
+  module.def(
+      "linear_backward",
+      [](Streamer& streamer, const Weights& weights, int weight, int bias, const torch::Tensor& x,
+         const torch::Tensor& d_y) {
+        const Gradients sums = streamer.sums(weights);
+        return models::linear_backward(weights.at(static_cast<std::size_t>(weight)), sum_at(sums, weight),
+                                       sum_at(sums, bias), x, d_y);
+      },
+      Released());
+  module.def(
+      "embedding_backward",
+      [](Streamer& streamer, const Weights& weights, int weight, const torch::Tensor& ids, const torch::Tensor& d,
+         std::int64_t padding) { models::embedding_backward(sum_at(streamer.sums(weights), weight), ids, d, padding); },
+      Released());
+  module.def("cross_entropy_sum", &models::cross_entropy_sum, Released());
+  module.def("cross_entropy_gradient", &models::cross_entropy_gradient, Released());
+}
+
+}  // namespace tierflow::bindings

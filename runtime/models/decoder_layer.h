@@ -1,0 +1,64 @@
+#pragma once
+// Single layers of a transformers model, for a client that drives the model itself: forward without a graph, and the
+// backward by hand, gradients of weights straight into their sums. What one backward adds to a sum is a bf16 value, so
+// that sums over micro-batches have the same bits wherever they are taken.
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/layered_model.h"
+
+namespace tierflow::models {
+
+struct DecoderShape {
+  std::int64_t hidden = 0, intermediate = 0, heads = 0, kv_heads = 0, head_dim = 0;
+  std::int64_t window = 0;  // keys that a query sees, itself among them; 0: all before it
+  double norm_eps = 1e-6;
+  bool qkv_bias = false, output_bias = false, mlp_bias = false;
+  bool qk_norm = false;  // RMS norm of each head's q and k
+};
+
+// A decoder layer of Llama, Mistral, Qwen2 or Qwen3: causal, silu, no dropout.
+class DecoderLayer {
+ public:
+  // roles: what the weights of each call are, in their order, as transformers names them within the layer
+  // ("self_attn.q_proj.weight"). Throws Exception (kind usage) where they are not the shape's.
+  DecoderLayer(const DecoderShape& shape, const std::vector<std::string>& roles);
+
+  // A call's tensors. hidden: bf16 [batch, sequence, hidden]; cos, sin: [sequence, head_dim / 2], rounded to bf16.
+  struct Input {
+    at::Tensor hidden, cos, sin;
+  };
+  // `kept`, where wanted: what backward() then need not compute again. The result's bits are the same.
+  at::Tensor forward(const Weights& weights, const Input& input,
+                     std::unique_ptr<KeptActivations>* kept = nullptr) const;
+  // The gradient of `hidden` from that of the result; adds the weights' to `sums` (fp32, undefined where unwanted).
+  at::Tensor backward(const Weights& weights, const Gradients& sums, const Input& input, const at::Tensor& d_out,
+                      std::unique_ptr<KeptActivations> kept) const;
+  // Bytes of what forward() keeps.
+  std::uint64_t kept_bytes(std::int64_t tokens) const;
+
+ private:
+  std::vector<at::Tensor> in_order(const std::vector<at::Tensor>& tensors) const;
+
+  DecoderShape shape_;
+  std::unique_ptr<LayeredModel> model_;
+  int stage_ = 0;
+  std::vector<std::size_t> order_;  // position in a call's weights, by position in the model's
+};
+
+// y = x W^T + b, x [.., in], d_y [.., out]: the gradient of x; adds those of W and b. Undefined sums are unwanted.
+at::Tensor linear_backward(const at::Tensor& weight, const at::Tensor& weight_sum, const at::Tensor& bias_sum,
+                           const at::Tensor& x, const at::Tensor& d_y);
+// Adds the gradient of rows `ids` of a table from that of the rows, d [.., width]; `padding` gets none.
+void embedding_backward(const at::Tensor& sum, const at::Tensor& ids, const at::Tensor& d, std::int64_t padding);
+
+// Softmax cross-entropy over logits, bf16 [tokens, vocab], and labels [tokens], negative where none counts: the sum of
+// the losses, and the gradient of scale times that sum.
+double cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels);
+at::Tensor cross_entropy_gradient(const at::Tensor& logits, const at::Tensor& labels, double scale);
+
+}  // namespace tierflow::models
