@@ -95,6 +95,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, plan.options())
     engine = Engine(module, cut_, native, plan.device, plan.options()["workspace"], fused_layers)
     object.__setattr__(module, "_tierflow", engine)
+    _stay_in_place(module, engine)
     _fit_transformers(module)
     if fused_layers:
         fuse_loss(module, engine)
@@ -190,6 +191,26 @@ def _stored_names(module: nn.Module, cut_: Cut, folder: Path) -> dict[str, str]:
     if missing:
         raise _native.InputError(f"{folder} has no {', '.join(missing[:10])}{' ...' if len(missing) > 10 else ''}: another model's weights?")
     return found
+
+
+def _stay_in_place(module: nn.Module, engine: Engine) -> None:
+    """Lets .to() and its like raise before they have changed anything: torch would put new parameters in the place of those that stream."""
+    sample = min((handle for handles in engine.handles for handle in handles), key=lambda handle: handle.numel(), default=None)
+    if sample is None:
+        return
+
+    def _apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            moved = fn(sample)
+        if (moved.device, moved.dtype) != (sample.device, sample.dtype) or not isinstance(moved, StreamedParameter):
+            raise _native.UsageError(
+                f"a streamed model stays in {sample.dtype} on {sample.device}, where its parameters have no memory of their own: leave out .to(), .to_empty(), .half(), "
+                ".float() and .cuda(), or choose the device in tierflow.plan(device=...); tierflow.close(model) gives memory and files back"
+            )
+        return type(self)._apply(self, fn, *args, **kwargs)
+
+    for part in module.modules():
+        object.__setattr__(part, "_apply", types.MethodType(_apply, part))
 
 
 def _fit_transformers(module: Any) -> None:

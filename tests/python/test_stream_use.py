@@ -232,6 +232,8 @@ def test_generate(model, batch):
         (lambda m: pickle.dumps(m), "cannot be pickled"),
         (lambda m: m.half(), "stays in torch.bfloat16"),
         (lambda m: m.float(), "leave out .to"),
+        (lambda m: m.to("meta"), "tierflow.close"),
+        (lambda m: m.model.layers[0].to_empty(device="cpu"), "leave out .to"),
         (lambda m: setattr(m.get_parameter(UP), "data", torch.ones(3, dtype=torch.bfloat16)), "keeps its shape"),
         (lambda m: tierflow.wrap(m, roomy()), "streams already"),
         (lambda m: tierflow.Trainer(m, tierflow.optim.AdamW(m.parameters())).step([]), "at least one micro-batch"),
@@ -246,6 +248,15 @@ def test_generate(model, batch):
 def test_misuse_raises_what_to_do(misuse, text, model):
     with pytest.raises(tierflow.Error, match=text):
         misuse(model)
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to("meta"), lambda m: m.to_empty(device="meta"), lambda m: m.double()])
+def test_a_move_that_is_refused_changes_nothing(move, model, batch):
+    expected = model(**batch).loss.item()
+    with pytest.raises(tierflow.UsageError):
+        move(model)
+    assert all(buffer.device.type == "cpu" and buffer.dtype != torch.float64 for buffer in model.buffers())
+    assert model(**batch).loss.item() == expected
 
 
 def test_moves_that_change_nothing_work(model, batch):
