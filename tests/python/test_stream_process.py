@@ -1,7 +1,10 @@
 """What interrupts a streamed model, and what it says of itself: Ctrl-C, forks and threads, plans and measured memory, writes that would be lost."""
 
+import code
 import copy
+import gc
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -9,7 +12,7 @@ import threading
 import time
 
 import pytest
-from streaming import LR, UP, batches, make, masters, roomy, tierflow, torch
+from streaming import LR, UP, batches, make, masters, roomy, scarce, tierflow, torch
 
 # The optimizer.
 
@@ -110,6 +113,44 @@ def test_plan_prints_both_prices(tmp_path):
 def plan_with_files(plan):
     plan.allow_any_filesystem = True
     return plan
+
+
+@pytest.mark.parametrize("fused_layers", [False, True])
+def test_a_notebook(fused_layers, tmp_path):
+    """Cells as they are typed: an interrupt in the middle of one, then on; and the model made again, under the same names and budget."""
+    make("llama").save_pretrained(tmp_path / "model")
+    cells = code.InteractiveConsole({"tierflow": tierflow, "batch": batches("llama", 1)[0], "folder": tmp_path / "model", "plan": scarce(tmp_path / "store")})
+
+    def cell(source):
+        """The kind of error that it ended with."""
+        sys.last_value = None
+        assert not cells.push(source)
+        return type(sys.last_value)
+
+    def files():
+        return sum(str(tmp_path / "store") in os.path.realpath(link) for link in pathlib.Path("/proc/self/fd").iterdir())
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    load = f"model = tierflow.load(folder, plan, fused_layers={fused_layers}).train(); opt = tierflow.optim.AdamW(model.parameters(), lr={LR})"
+    step = "loss = model(**batch).loss; loss.backward(); opt.step(); opt.zero_grad(); losses.append(loss.item())"
+    cells.locals.update(losses=[], stop=stop)
+    for _ in range(2):
+        assert cell(load) is type(None)
+        assert cell(step) is type(None)
+        assert cell("hook = model.model.layers[1].register_forward_pre_hook(stop)") is type(None)
+        assert cell(step) is KeyboardInterrupt
+        assert cell("hook.remove()") is type(None)
+        assert cell(step) is type(None)
+    assert cell("1 / 0") is ZeroDivisionError  # a console keeps the last error's frames, and through them its model
+    losses = cells.locals["losses"]
+    assert losses[:2] == losses[2:] and losses[0] != losses[1]
+    gc.collect()
+    assert files() == 1
+    assert cell("del model, opt, loss, hook") is type(None)
+    gc.collect()
+    assert files() == 0
 
 
 def test_import_alone_is_quiet_and_starts_nothing():
