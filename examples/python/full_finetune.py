@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--layer-major", action="store_true")
+    parser.add_argument("--fused-layers", action="store_true", help="faster where the model's layers are known; other last bits")
     parser.add_argument("--allow-any-filesystem", action="store_true", help="storage need not be a local drive")
     args = parser.parse_args()
 
@@ -45,7 +46,7 @@ def main() -> None:
     options = {} if args.device and args.host else {"storage": args.storage}
     plan = tierflow.plan(args.model, budget, micro_batches=args.micro_batches, allow_any_filesystem=args.allow_any_filesystem, **options)
     print(plan)
-    model = tierflow.load(args.model, plan).train()
+    model = tierflow.load(args.model, plan, fused_layers=args.fused_layers).train()
     opt = tierflow.optim.AdamW(model.parameters(), lr=args.lr)
     schedule = torch.optim.lr_scheduler.LinearLR(opt, start_factor=1.0, end_factor=0.1, total_iters=args.steps)
     data = sequences(args.model, args.text, args.length)

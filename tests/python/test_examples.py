@@ -34,10 +34,11 @@ def storage(tmp_path):
     return ["--storage", tmp_path / "store", "--allow-any-filesystem"]
 
 
-def test_full_finetune_in_both_orders(model_folder, tmp_path):
+@pytest.mark.parametrize("layers", [[], ["--fused-layers"]])
+def test_full_finetune_in_both_orders(layers, model_folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("all work and no play makes jack a dull boy\n" * 400)
-    options = [*storage(tmp_path), "--device", "2MiB", "--host", "2MiB", "--length", "32", "--lr", "5e-3", "--steps", "6", "--micro-batches", "2"]
+    options = [*storage(tmp_path), "--device", "2MiB", "--host", "2MiB", "--length", "32", "--lr", "5e-3", "--steps", "6", "--micro-batches", "2", *layers]
     free = run("full_finetune.py", model_folder, text, tmp_path / "a", *options)
     layer_major = run("full_finetune.py", model_folder, text, tmp_path / "b", *options, "--layer-major")
     assert free == layer_major
