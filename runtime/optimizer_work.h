@@ -38,6 +38,7 @@ class OptimizerWork final : public swap::HostWork {
   // Measures too where the update is not deferred: measure() is then never called.
   io::Error update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                    std::span<std::byte> state) override;
+  io::Error update_on_device(const swap::Chunk& chunk, swap::Device& device, const swap::DeviceUpdate& at) override;
 
   // Call before the first gradient of this step: drops its updates, so that they leave state and weights as they are.
   // Those that were deferred by the step before are not concerned.
@@ -50,6 +51,16 @@ class OptimizerWork final : public swap::HostWork {
   std::uint64_t updated_deferred() const { return updated_deferred_; }
 
  private:
+  // Part of a tensor in a chunk, of at most so many elements.
+  struct Piece {
+    std::uint64_t in_chunk = 0, in_tensor = 0, elements = 0;
+    int tensor = 0;
+    bool decays = false;
+  };
+  std::vector<Piece> pieces_of(const swap::Chunk& chunk, std::uint64_t most) const;
+  optim::AdamWParams params_of(const swap::Chunk& chunk, const Piece& piece) const;
+  // Whether what was measured of the chunk lets the step go on.
+  io::Error check_finite(const swap::Chunk& chunk) const;
   int chunk_id(const swap::Chunk& chunk) const { return layout_.first_chunk(chunk.unit) + chunk.index; }
 
   const PackedModel& model_;

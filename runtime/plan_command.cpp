@@ -48,7 +48,7 @@ std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptio
   if (!session.clip) return std::nullopt;
   session.clip.reset();
   try {
-    return choose_deferred_share(spec, session, profile.machine, profile.model).step_seconds;
+    return choose_updates(spec, session, profile.machine, profile.model).step_seconds;
   } catch (const Exception&) {
     return std::nullopt;  // it takes other budgets
   }
@@ -76,11 +76,9 @@ int run_plan(const PlanOptions& options, const std::function<void(const ProfileJ
   SessionOptions session = train_settings(options, 0, say);
   const Profile profile = profile_of(spec, session, options.refresh_profile, measure, say);
   if (options.device_memory == 0) session.device_memory += profile.model.device_fixed;  // as train adds it
-  std::optional<DeferredChoice> deferred;
-  if (!session.clip) {
-    deferred = choose_deferred_share(spec, session, profile.machine, profile.model);
-    session.deferred_share = deferred->share;
-  }
+  const UpdateChoice updates = choose_updates(spec, session, profile.machine, profile.model);
+  session.deferred_share = updates.deferred_share;
+  session.device_update_share = updates.device_share;
   const SessionPlan plan = plan_session(spec, session, profile.model.needs(spec));
   prove(plan, /*train=*/true);
   const Prediction prediction = predict(plan, rates_of(spec, plan, profile.machine, profile.model));
@@ -88,16 +86,15 @@ int run_plan(const PlanOptions& options, const std::function<void(const ProfileJ
     const swap::NamedTimeline predicted[] = {{"predicted", prediction.records}};
     throw_if(swap::write_trace(options.trace, predicted));
   }
-  nlohmann::ordered_json report =
-      plan_json({.options = options,
-                 .spec = spec,
-                 .session = session,
-                 .plan = plan,
-                 .machine = profile.machine,
-                 .model = profile.model,
-                 .prediction = prediction,
-                 .step_seconds_unclipped = step_seconds_unclipped(spec, session, profile),
-                 .step_seconds_at_once = deferred ? std::optional(deferred->step_seconds_at_once) : std::nullopt});
+  nlohmann::ordered_json report = plan_json({.options = options,
+                                             .spec = spec,
+                                             .session = session,
+                                             .plan = plan,
+                                             .machine = profile.machine,
+                                             .model = profile.model,
+                                             .prediction = prediction,
+                                             .step_seconds_unclipped = step_seconds_unclipped(spec, session, profile),
+                                             .step_seconds_plain = updates.step_seconds_plain});
   const std::uint64_t needed = report["storage"]["bytes"], free = free_on(session.storage);
   report["storage"]["free"] = free;
   std::cout << (options.json ? report.dump() + "\n" : plan_text(report)) << std::flush;

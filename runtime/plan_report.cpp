@@ -108,14 +108,18 @@ WaitingGradients waiting_gradients(const SessionPlan& plan) {
   return waiting;
 }
 
-// Without clipping: which updates wait for the next forward all the same, and what that gains.
+// Which updates wait for the next forward and which run on the device, and a step's time if none did that need not.
 Json updates_json(const PlannedRun& run) {
   const WaitingGradients waiting = waiting_gradients(run.plan);
-  return {{"deferred_share", static_cast<double>(run.plan.deferred_parameters) /
-                                 static_cast<double>(std::max<std::uint64_t>(1, run.plan.packed.trainable_parameters))},
+  const auto share = [&](std::uint64_t parameters) {
+    return static_cast<double>(parameters) /
+           static_cast<double>(std::max<std::uint64_t>(1, run.plan.packed.trainable_parameters));
+  };
+  return {{"deferred_share", share(run.plan.deferred_parameters)},
+          {"device_share", share(run.plan.device_updated_parameters)},
           {"gradients_in_memory", waiting.in_memory},
           {"gradients_on_storage", waiting.on_storage},
-          {"step_s_at_once", run.step_seconds_at_once ? Json(*run.step_seconds_at_once) : Json()}};
+          {"step_s_plain", run.step_seconds_plain}};
 }
 
 Json storage_json(const PlannedRun& run) {
@@ -174,10 +178,19 @@ Json step_json(const PlannedRun& run) {
 
 Json machine_json(const MachineProfile& machine) {
   const swap::MachineRates& r = machine.rates;
-  return {{"disk_read", r.disk_read}, {"disk_write", r.disk_write}, {"disk_mixed", r.disk_mixed},
-          {"upload", r.upload},       {"download", r.download},     {"cast", r.cast},
-          {"fill", r.fill},           {"measure", r.measure},       {"checksum", r.checksum},
-          {"cores", r.cores},         {"threads", r.threads},       {"update", machine.update}};
+  return {{"disk_read", r.disk_read},
+          {"disk_write", r.disk_write},
+          {"disk_mixed", r.disk_mixed},
+          {"upload", r.upload},
+          {"download", r.download},
+          {"cast", r.cast},
+          {"fill", r.fill},
+          {"measure", r.measure},
+          {"checksum", r.checksum},
+          {"cores", r.cores},
+          {"threads", r.threads},
+          {"update", machine.update},
+          {"device_update", machine.device_update}};
 }
 
 std::string count(double n) {
@@ -330,13 +343,17 @@ std::string plan_text(const Json& plan) {
   else
     row("clip", "none: no update waits for a norm");
   const Json& updates = plan["updates"];
-  if (!clip["staged"].get<bool>() && updates["deferred_share"] != 0)
-    row("updates",
-        fmt::format("{} of them wait for the next forward, with {} of gradients in RAM and {} on storage; with none "
-                    "waiting a step takes {}",
-                    percent(updates["deferred_share"]), size(updates["gradients_in_memory"]),
-                    size(updates["gradients_on_storage"]), seconds(updates["step_s_at_once"])));
-  else if (!clip["staged"].get<bool>())
+  const bool staged = clip["staged"].get<bool>(), deferred = !staged && updates["deferred_share"] != 0,
+             on_device = updates["device_share"] != 0;
+  std::string when;
+  if (deferred)
+    when = fmt::format("{} of them wait for the next forward, with {} of gradients in RAM and {} on storage; ",
+                       percent(updates["deferred_share"]), size(updates["gradients_in_memory"]),
+                       size(updates["gradients_on_storage"]));
+  if (on_device) when += fmt::format("{} of them run on the device; ", percent(updates["device_share"]));
+  if (!when.empty())
+    row("updates", when + fmt::format("otherwise a step takes {}", seconds(updates["step_s_plain"])));
+  else if (!staged)
     row("updates", "all run beside the backward; letting some wait for the next forward gains nothing");
   if (storage["bytes"] != 0)
     row("wear",

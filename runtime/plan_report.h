@@ -18,7 +18,7 @@ struct PlannedRun {
   const ModelProfile& model;
   const Prediction& prediction;
   std::optional<double> step_seconds_unclipped;  // of the same run with --clip none, where it clips and that works
-  std::optional<double> step_seconds_at_once;    // where it does not clip: with no update deferred
+  double step_seconds_plain = 0;                 // with no update deferred that need not be, and none on the device
 };
 
 // The most memory that the run is expected to use.

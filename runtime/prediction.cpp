@@ -8,7 +8,10 @@ namespace tierflow {
 
 swap::Rates rates_of(const ModelSpec& spec, const SessionPlan& plan, const MachineProfile& machine,
                      const ModelProfile& model) {
-  return {.machine = machine.rates, .update = machine.update, .stages = model.seconds(spec, plan.arrangement.keeps)};
+  return {.machine = machine.rates,
+          .update = machine.update,
+          .device_update = machine.device_update,
+          .stages = model.seconds(spec, plan.arrangement.keeps)};
 }
 
 Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps) {
@@ -35,23 +38,28 @@ Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps)
   return prediction;
 }
 
-DeferredChoice choose_deferred_share(const ModelSpec& spec, SessionOptions options, const MachineProfile& machine,
-                                     const ModelProfile& model) {
-  constexpr double kShares[] = {0.25, 0.5, 0.75, 1.0};
+UpdateChoice choose_updates(const ModelSpec& spec, SessionOptions options, const MachineProfile& machine,
+                            const ModelProfile& model) {
   constexpr double kWorthwhile = 0.98;
-  const auto predicted = [&](double share) {
-    options.deferred_share = share;
+  const auto predicted = [&](double deferred, double on_device) {
+    options.deferred_share = deferred;
+    options.device_update_share = on_device;
     const SessionPlan plan = plan_session(spec, options, model.needs(spec));
     return predict(plan, rates_of(spec, plan, machine, model));
   };
-  const Prediction at_once = predicted(0);
-  DeferredChoice choice{.step_seconds = at_once.step_seconds, .step_seconds_at_once = at_once.step_seconds};
-  const double computing = at_once.step.busy_seconds[static_cast<int>(swap::Lane::compute)];
-  if (computing > kWorthwhile * at_once.step_seconds) return choice;
-  for (const double share : kShares)
-    if (const double seconds = predicted(share).step_seconds;
-        seconds < std::min(choice.step_seconds, kWorthwhile * at_once.step_seconds)) {
-      choice.share = share;
+  const Prediction plain = predicted(0, 0);
+  UpdateChoice choice{.step_seconds = plain.step_seconds, .step_seconds_plain = plain.step_seconds};
+  const double computing = plain.step.busy_seconds[static_cast<int>(swap::Lane::compute)];
+  if (computing > kWorthwhile * plain.step_seconds) return choice;
+  const std::vector<double> deferred = options.clip ? std::vector{0.0} : std::vector{0.0, 0.25, 0.5, 0.75, 1.0},
+                            on_device = machine.device_update.empty() ? std::vector{0.0} : std::vector{0.0, 0.5, 1.0};
+  for (const double device_share : on_device)
+    for (const double deferred_share : deferred) {
+      if (deferred_share == 0 && device_share == 0) continue;
+      const double seconds = predicted(deferred_share, device_share).step_seconds;
+      if (seconds >= kWorthwhile * choice.step_seconds) continue;
+      choice.deferred_share = deferred_share;
+      choice.device_share = device_share;
       choice.step_seconds = seconds;
     }
   return choice;

@@ -20,16 +20,16 @@ struct Prediction {
   std::vector<swap::TaskRecord> records;            // of the run's first `steps`
 };
 
-// Which share of the updates to defer, and a step's time with it and without.
-struct DeferredChoice {
-  double share = 0;
-  double step_seconds = 0, step_seconds_at_once = 0;
+// When and where to update, and a step's time with that and with all updates at once (where nothing clips) on the CPU.
+struct UpdateChoice {
+  double deferred_share = 0, device_share = 0;  // SessionOptions::deferred_share, device_update_share
+  double step_seconds = 0, step_seconds_plain = 0;
 };
-// The fastest of a few shares on the simulator's clock; none where it would gain less than a fiftieth, for it costs
-// traffic and room. `options` is of a run without clipping; its own share does not matter. Throws Exception where the
-// budgets are too small.
-DeferredChoice choose_deferred_share(const ModelSpec& spec, SessionOptions options, const MachineProfile& machine,
-                                     const ModelProfile& model);
+// The fastest of a few shares on the simulator's clock. A larger one, which costs traffic and room, has to gain a
+// fiftieth. Nothing is updated on a device whose rate was not measured. The shares in `options` do not matter. Throws
+// Exception where the budgets are too small.
+UpdateChoice choose_updates(const ModelSpec& spec, SessionOptions options, const MachineProfile& machine,
+                            const ModelProfile& model);
 
 // The first `steps` steps of a run (at least 2), the last of which counts.
 Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps = 4);

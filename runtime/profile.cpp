@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kVersion = 2;
+constexpr int kVersion = 3;
 constexpr std::uint64_t kLargestFile = 4 << 20;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 60;
 constexpr double kMostSeconds = 1e6, kFastest = 1e18;
@@ -109,11 +109,20 @@ double needed(const JsonFields& fields, const char* name) {
 
 Json to_json(const MachineProfile& profile) {
   const swap::MachineRates& r = profile.rates;
-  return {{"disk_read", r.disk_read}, {"disk_write", r.disk_write}, {"disk_mixed", r.disk_mixed},
-          {"upload", r.upload},       {"download", r.download},     {"cast", r.cast},
-          {"fill", r.fill},           {"measure", r.measure},       {"checksum", r.checksum},
-          {"cores", r.cores},         {"threads", r.threads},       {"compute_on_cores", r.compute_on_cores},
-          {"update", profile.update}};
+  return {{"disk_read", r.disk_read},
+          {"disk_write", r.disk_write},
+          {"disk_mixed", r.disk_mixed},
+          {"upload", r.upload},
+          {"download", r.download},
+          {"cast", r.cast},
+          {"fill", r.fill},
+          {"measure", r.measure},
+          {"checksum", r.checksum},
+          {"cores", r.cores},
+          {"threads", r.threads},
+          {"compute_on_cores", r.compute_on_cores},
+          {"update", profile.update},
+          {"device_update", profile.device_update}};
 }
 
 MachineProfile machine_from(const Json& json, const std::string& where) {
@@ -131,9 +140,11 @@ MachineProfile machine_from(const Json& json, const std::string& where) {
                    .cores = static_cast<int>(fields.integer("cores", 1, 1 << 16)),
                    .threads = static_cast<int>(fields.integer("threads", 1, 1 << 16)),
                    .compute_on_cores = fields.boolean_or("compute_on_cores", true)};
-  const JsonFields update(object_in(fields, "update"), where);
-  for (const auto& [name, unused] : object_in(fields, "update").items())
-    profile.update[name] = rate(update, name.c_str());
+  for (const auto& [key, rates] :
+       {std::pair{"update", &profile.update}, std::pair{"device_update", &profile.device_update}}) {
+    const JsonFields of(object_in(fields, key), where);
+    for (const auto& [name, unused] : object_in(fields, key).items()) (*rates)[name] = rate(of, name.c_str());
+  }
   return profile;
 }
 

@@ -20,7 +20,9 @@ using Say = std::function<void(const std::string& line)>;
 
 struct MachineProfile {
   swap::MachineRates rates;
-  std::map<std::string, double> update;  // parameters a second on all cores, by the name of a state's precision
+  // Parameters a second on all cores and on the device, by the name of a state's precision. Where the device is the CPU
+  // there is no rate of its own.
+  std::map<std::string, double> update, device_update;
 };
 
 // Of one micro-batch in the stages of a model, whatever its depth.

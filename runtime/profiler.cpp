@@ -11,6 +11,7 @@
 #include "io/bench.h"
 #include "io/checksum.h"
 #include "optim/adamw.h"
+#include "optim/adamw_device.h"
 #include "runtime/device_memory.h"
 #include "runtime/exception.h"
 #include "runtime/machine.h"
@@ -119,6 +120,31 @@ double measure_update(const StateFormat& format, UpdateThreads& threads) {
   });
 }
 
+// The same on a CUDA device, where the state has come there.
+double measure_device_update(const StateFormat& format, swap::Device& device) {
+  constexpr auto on = swap::StreamId::update;
+  constexpr std::size_t kElements = std::size_t{8} << 20, kBytesEach = 16;  // words, gradient, state and a report
+  io::Buffer arena = value_or_throw(device.allocate(kBytesEach * kElements));
+  const std::vector<std::byte> zeros(kBytesEach * kElements);
+  device.copy_to_device(on, arena.data(), zeros.data(), zeros.size());
+  auto* words = reinterpret_cast<std::uint16_t*>(arena.data());
+  auto* report = reinterpret_cast<optim::DeviceReport*>(arena.data() + arena.size() - optim::kBlock);
+  const optim::State state = state_view(format, kElements, words, arena.data() + 4 * kElements);
+  return rate(static_cast<double>(kElements), [&] {
+    std::string refused;
+    device.enqueue(on, [&](const swap::DeviceQueue& queue) {
+      try {
+        optim::adamw_update_on_device({}, words + kElements, state, state, kElements, report,
+                                      {.device = queue.device, .stream = queue.stream});
+      } catch (const std::exception& error) {
+        refused = error.what();
+      }
+    });
+    throw_if(device.synchronize(device.record(on)));
+    if (!refused.empty()) fail(io::ErrorKind::environment, "the update on the device", refused);
+  });
+}
+
 double measure_norm(UpdateThreads& threads) {
   constexpr std::size_t kElements = kBytes / 2, kChunk = std::size_t{1} << 20;
   io::Buffer gradients = io::allocate_buffer(kBytes);
@@ -178,7 +204,10 @@ MachineProfile measure_machine(const SessionOptions& options, const Say& say) {
   for (const Precision precision :
        {Precision::fp32_master_adam8, Precision::fp32_master_adam32, Precision::bf16_sr_adam8})
     for (const auto& [format, name] : state_formats(precision))
-      if (!profile.update.contains(name)) profile.update[name] = measure_update(format, threads);
+      if (!profile.update.contains(name)) {
+        profile.update[name] = measure_update(format, threads);
+        if (options.device == "cuda") profile.device_update[name] = measure_device_update(format, *device);
+      }
   if (!options.storage.empty()) {
     say("measuring storage");
     measure_storage(options, rates);

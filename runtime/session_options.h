@@ -27,8 +27,10 @@ struct SessionOptions {
   Precision precision = Precision::fp32_master_adam8;
   std::optional<double> clip = 1.0;  // global gradient norm; none: updates run beside the backward
   // Without clip: the share of the updates that waits for the next forward, each ahead of its own layer's. Changes no
-  // bit; choose_deferred_share() finds the fastest.
+  // bit; choose_updates() finds the fastest.
   double deferred_share = 0;
+  // The share of the units whose updates run on the device, as far as it has room. Changes no bit either.
+  double device_update_share = 0;
   std::int64_t micro_batch = 1;  // sequences in a micro-batch
   int micro_batches = 1;         // in a step
   std::int64_t sequence_length = 512;

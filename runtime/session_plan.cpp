@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "runtime/exception.h"
+#include "runtime/update_scratch.h"
 #include "swap/check.h"
 #include "swap/planner.h"
 
@@ -52,23 +53,26 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
   plan.layout = std::make_unique<swap::Layout>(
       std::move(shapes), std::move(stages),
       options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory));
-  plan.arrangement = value_or_throw(swap::arrange(*plan.layout, {.host_budget = options.host_memory,
-                                                                 .device_budget = options.device_memory,
-                                                                 .workspace = plan.workspace + needs.device_fixed,
-                                                                 .activation_bytes = needs.activation_bytes,
-                                                                 .micro_batches = options.micro_batches,
-                                                                 .staged = options.clip.has_value(),
-                                                                 .deferred_share = options.deferred_share,
-                                                                 .storage = !options.storage.empty(),
-                                                                 .train = options.train}));
+  plan.arrangement =
+      value_or_throw(swap::arrange(*plan.layout, {.host_budget = options.host_memory,
+                                                  .device_budget = options.device_memory,
+                                                  .workspace = plan.workspace + needs.device_fixed,
+                                                  .activation_bytes = needs.activation_bytes,
+                                                  .micro_batches = options.micro_batches,
+                                                  .staged = options.clip.has_value(),
+                                                  .deferred_share = options.deferred_share,
+                                                  .device_update_share = options.device_update_share,
+                                                  .update_scratch = update_scratch_bytes(plan.packed, *plan.layout),
+                                                  .storage = !options.storage.empty(),
+                                                  .train = options.train}));
   plan.writes = count_writes(plan, options);
   for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
     const swap::Chunk& chunk = plan.layout->chunks()[id];
-    if (plan.arrangement.deferred[id])
-      for_each_piece(plan.packed.units[chunk.unit], chunk,
-                     [&](const PackedTensor&, std::uint64_t, std::uint64_t, std::uint64_t count) {
-                       plan.deferred_parameters += count;
-                     });
+    for_each_piece(plan.packed.units[chunk.unit], chunk,
+                   [&](const PackedTensor&, std::uint64_t, std::uint64_t, std::uint64_t count) {
+                     if (plan.arrangement.deferred[id]) plan.deferred_parameters += count;
+                     if (plan.arrangement.on_device[id]) plan.device_updated_parameters += count;
+                   });
   }
   plan.stored = plan.writes.load != 0 || options.keep_store;
   return plan;

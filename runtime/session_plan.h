@@ -41,9 +41,10 @@ struct SessionPlan {
   PackedModel packed;
   std::unique_ptr<swap::Layout> layout;
   swap::Arrangement arrangement;
-  std::uint64_t workspace = 0;            // of the device budget
-  bool stored = false;                    // storage holds anything at all
-  std::uint64_t deferred_parameters = 0;  // of the trainable ones: whose update is deferred
+  std::uint64_t workspace = 0;                  // of the device budget
+  bool stored = false;                          // storage holds anything at all
+  std::uint64_t deferred_parameters = 0;        // of the trainable ones: whose update is deferred
+  std::uint64_t device_updated_parameters = 0;  // and whose runs on the device
   WriteCost writes;
 
   bool defers() const { return deferred_parameters != 0; }

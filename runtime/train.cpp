@@ -102,14 +102,15 @@ class Training {
                          per_step_ * options_.sequence_length));
   }
 
-  // What a plan measured before, and what it says about when to update; nothing is measured here, for that would write
-  // to the drives.
+  // What a plan measured, and what follows for updates. Nothing is measured here: that would write to the drives.
   void read_profile(SessionOptions& session) {
     const ProfileCache cache(spec_, session, train_build(), [this](const std::string& line) { log_.say(line); });
     auto machine = cache.machine();
     auto model = cache.model();
     if (!machine || !model || !model->covers(spec_)) return;
-    if (!session.clip) session.deferred_share = choose_deferred_share(spec_, session, *machine, *model).share;
+    const UpdateChoice updates = choose_updates(spec_, session, *machine, *model);
+    session.deferred_share = updates.deferred_share;
+    session.device_update_share = updates.device_share;
     profile_ = {*std::move(machine), *std::move(model)};
   }
 

@@ -70,6 +70,42 @@ std::vector<bool> deferred_chunks(const Layout& layout, double share) {
   return deferred;
 }
 
+// Whole units, spread evenly, as far as their chunks have words on the device when they are updated.
+std::vector<bool> chunks_on_device(const Layout& layout, const std::vector<bool>& deferred, double share) {
+  std::vector<bool> on_device(layout.chunks().size(), false);
+  double owed = 0;
+  for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
+    if (!layout.units()[unit].trainable) continue;
+    const auto elements = static_cast<double>(layout.unit_elements(unit));
+    owed += share * elements;
+    if (share <= 0 || (share < 1 && 2 * owed < elements)) continue;
+    owed -= elements;
+    const auto last_visited =
+        std::find_if(layout.stages().begin(), layout.stages().end(), [unit](const StageShape& stage) {
+          return std::find(stage.units.begin(), stage.units.end(), unit) != stage.units.end();
+        });
+    for (const Chunk& chunk : layout.chunks_of(unit)) {
+      const int id = layout.first_chunk(unit) + chunk.index;
+      on_device[id] = deferred[id] || last_visited->backward_needs_weights;
+    }
+  }
+  return on_device;
+}
+
+UpdateSlots update_slots(const Layout& layout, const std::vector<bool>& on_device, std::uint64_t scratch) {
+  UpdateSlots slots;
+  std::uint64_t state = 0;
+  for (std::size_t id = 0; id < on_device.size(); ++id) {
+    if (!on_device[id]) continue;
+    slots.count = 3;  // one comes, one is updated, one goes
+    slots.state = std::max(slots.state, round_up(layout.chunks()[id].word_bytes(), kSector));
+    state = std::max(state, round_up(layout.chunks()[id].state_bytes, kSector));
+  }
+  slots.scratch = slots.state + state;
+  slots.bytes = slots.scratch + round_up(scratch, kSector);
+  return slots;
+}
+
 // Rounded up, so that the number given back as an option works.
 std::string size_text(std::uint64_t bytes) {
   if (bytes < std::uint64_t{16} << 20) return std::to_string((bytes + 1023) >> 10) + "KiB";
@@ -132,6 +168,15 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     return too_small("--device-memory", request.device_budget, smallest,
                      "a smaller --micro-batch or --sequence-length needs less");
   std::uint64_t left = request.device_budget - fixed;
+  result.on_device = chunks_on_device(layout, result.deferred, request.train ? request.device_update_share : 0.0);
+  const UpdateSlots updates = update_slots(layout, result.on_device, request.update_scratch);
+  const std::uint64_t update_bytes = static_cast<std::uint64_t>(updates.count) * updates.bytes + kSector;
+  if (updates.count == 0 || update_bytes > request.device_budget - smallest) {
+    result.on_device.assign(chunks, false);
+  } else {
+    result.update_slots = updates;
+    left -= update_bytes;
+  }
   if (needs.carries <= left) {
     left -= needs.carries;
   } else {

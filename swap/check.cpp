@@ -1,6 +1,7 @@
 #include "swap/check.h"
 
 #include <algorithm>
+#include <tuple>
 
 namespace tierflow::swap {
 
@@ -69,6 +70,8 @@ void PlanChecker::play(const Plan& plan, int deferred_due) {
       compute(task, plan);
     else if (task.kind == TaskKind::update || task.kind == TaskKind::measure)
       update(task);
+    else if (task.kind == TaskKind::update_on_device)
+      update_on_device(task);
     else
       move(task);
     if (!problem_.empty()) return;
@@ -110,6 +113,17 @@ void PlanChecker::move(const Task& task) {
     case TaskKind::download_hi:
       read_device(task.device_offset, task.bytes, words);
       return write(host(task.words), words);
+    case TaskKind::upload_state:
+      read(host(task.state), state, "the host buffer");
+      return write_device(task.device_offset, task.bytes, state);
+    case TaskKind::download_state:
+      read_device(task.device_offset, task.bytes, state);
+      return write(host(task.state), state);
+    case TaskKind::upload_gradient: {
+      const Content gradient{What::gradient, task.chunk, gradient_of(task.chunk)};
+      read(host(task.gradient), gradient, "the host buffer");
+      return write_device(task.device_offset, task.bytes, gradient);
+    }
     case TaskKind::download_gradient: {
       const int unit = layout_.chunks()[task.chunk].unit;
       read_device(task.device_offset, 2 * task.bytes,
@@ -183,6 +197,29 @@ void PlanChecker::update(const Task& task) {
     read(held, {what, task.chunk, before}, what == What::words ? "the words" : "the state");
     write(held, {what, task.chunk, before + 1});
   }
+}
+
+void PlanChecker::update_on_device(const Task& task) {
+  if (task.chunk < 0 || task.chunk >= static_cast<int>(version_.size())) return wrong("names no chunk");
+  const Chunk& chunk = layout_.chunks()[task.chunk];
+  const Content gradient{What::gradient, task.chunk, gradient_of(task.chunk)};
+  if (task.slot == kNowhere) return wrong("has no slot");
+  if (task.sum == kNowhere) {
+    read_device(task.slot, chunk.word_bytes(), gradient);
+  } else {
+    read_device(task.sum, 4 * chunk.elements,
+                {What::sum, chunk.unit, gradient.version, layout_.users_of(chunk.unit) * arrangement_.micro_batches});
+    write_device(task.slot, chunk.word_bytes(), gradient);
+  }
+  const int before = version_[task.chunk]++;
+  ++updated_[task.chunk];
+  const UpdateSlots& slots = arrangement_.update_slots;
+  for (const auto& [begin, bytes, what] : {std::tuple{task.device_offset, chunk.word_bytes(), What::words},
+                                           std::tuple{task.slot + slots.state, chunk.state_bytes, What::state}}) {
+    read_device(begin, bytes, {what, task.chunk, before});
+    write_device(begin, bytes, {what, task.chunk, before + 1});
+  }
+  write_device(task.slot + slots.scratch, slots.bytes - slots.scratch, {});
 }
 
 void PlanChecker::wrong(const std::string& detail) {

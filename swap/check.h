@@ -56,6 +56,7 @@ class PlanChecker {
   void compute(const Task& task, const Plan& plan);
   void sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit);
   void update(const Task& task);
+  void update_on_device(const Task& task);
   // Of deferred chunks and of the others.
   io::Error expect_each_chunk(int deferred_updates, int updates, int measurements);
   // The step whose gradient this plan's update of the chunk applies.

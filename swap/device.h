@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -14,8 +15,15 @@
 
 namespace tierflow::swap {
 
-enum class StreamId : std::uint8_t { upload = 0, download = 1, compute = 2 };
-inline constexpr int kStreams = 3;
+enum class StreamId : std::uint8_t { upload = 0, download = 1, compute = 2, update = 3 };
+
+// Where work that a client brings is done: the index of a CUDA device and its cudaStream_t. kHost: here and now, on
+// memory that the host can read.
+struct DeviceQueue {
+  static constexpr int kHost = -1;
+  int device = kHost;
+  void* stream = nullptr;
+};
 
 // A point in a stream. Copyable; outlives what it marks.
 class Event {
@@ -48,11 +56,16 @@ class Device {
   virtual std::string pin(std::span<std::byte> memory) = 0;
   virtual void unpin(std::span<std::byte> memory) noexcept = 0;
 
-  // Enqueue on a stream and return. `upload` and `download` are driven by one thread at a time, each.
+  // Enqueue on a stream and return. `upload`, `download` and `update` are driven by one thread at a time, each.
   virtual void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
   virtual void copy_to_host(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
   // fp32 on the device to bf16 on the host, by gradient_to_bf16.
   virtual void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
+  // The same from device to device.
+  virtual void round_gradient(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
+  // Work of the client's own, in the stream's order: called when it is its turn on the CPU device, at once on CUDA,
+  // where it enqueues kernels on the queue. It must not throw.
+  virtual void enqueue(StreamId stream, std::function<void(const DeviceQueue& queue)> work) = 0;
 
   virtual Event record(StreamId stream) = 0;
   // The same, of which seconds_between() can be asked once both have happened: the device's own clock. Nothing where

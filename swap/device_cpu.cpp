@@ -81,7 +81,8 @@ class CpuDevice final : public Device {
   explicit CpuDevice(const CpuDeviceOptions& options)
       : chaos_(options.chaos_seed != 0),
         upload_(options.chaos_seed),
-        download_(options.chaos_seed == 0 ? 0 : options.chaos_seed * 31 + 7) {}
+        download_(options.chaos_seed == 0 ? 0 : options.chaos_seed * 31 + 7),
+        update_(options.chaos_seed == 0 ? 0 : options.chaos_seed * 37 + 11) {}
 
   std::string name() const override { return "cpu"; }
   io::Result<io::Buffer> allocate(std::size_t bytes) override {
@@ -109,6 +110,13 @@ class CpuDevice final : public Device {
     });
   }
 
+  void round_gradient(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) override {
+    gradient_to_host(stream, to, from, elements);
+  }
+  void enqueue(StreamId stream, std::function<void(const DeviceQueue&)> work) override {
+    run(stream, [work = std::move(work)] { work({}); });
+  }
+
   Event record(StreamId stream) override {
     auto event = std::make_shared<CpuEvent>();
     run(stream, [event] { event->set(); });
@@ -133,14 +141,15 @@ class CpuDevice final : public Device {
   }
   // The compute stream is the calling thread.
   void run(StreamId stream, std::function<void()> task) {
-    if (stream == StreamId::compute)
-      task();
-    else
-      (stream == StreamId::upload ? upload_ : download_).enqueue(std::move(task));
+    if (stream == StreamId::compute) return task();
+    (stream == StreamId::upload     ? upload_
+     : stream == StreamId::download ? download_
+                                    : update_)
+        .enqueue(std::move(task));
   }
 
   const bool chaos_;
-  CpuStream upload_, download_;
+  CpuStream upload_, download_, update_;
 };
 
 }  // namespace

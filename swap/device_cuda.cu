@@ -60,7 +60,7 @@ class CudaDevice final : public Device {
     if (const cudaError_t status = cudaGetDeviceProperties(&properties, index); status != cudaSuccess)
       return cuda_error("open", status);
     device->name_ = properties.name;
-    for (cudaStream_t* stream : {&device->upload_, &device->download_})
+    for (cudaStream_t* stream : {&device->upload_, &device->download_, &device->update_})
       if (const cudaError_t status = cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking); status != cudaSuccess)
         return cuda_error("make a stream", status);
     return std::unique_ptr<Device>(std::move(device));
@@ -69,6 +69,7 @@ class CudaDevice final : public Device {
     cudaSetDevice(index_);
     if (upload_ != nullptr) cudaStreamDestroy(upload_);
     if (download_ != nullptr) cudaStreamDestroy(download_);
+    if (update_ != nullptr) cudaStreamDestroy(update_);
     if (bounce_ != nullptr) cudaFree(bounce_);
   }
 
@@ -129,6 +130,15 @@ class CudaDevice final : public Device {
     }
   }
 
+  void round_gradient(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) override {
+    const cudaStream_t on = of(stream);
+    launch(to, from, elements, on);
+  }
+  void enqueue(StreamId stream, std::function<void(const DeviceQueue&)> work) override {
+    const cudaStream_t on = of(stream);
+    work({.device = index_, .stream = on});
+  }
+
   Event record(StreamId stream) override { return record_with(stream, cudaEventDisableTiming | cudaEventBlockingSync); }
   Event record_timed(StreamId stream) override { return record_with(stream, cudaEventBlockingSync); }
   std::optional<double> seconds_between(const Event& from, const Event& to) override {
@@ -166,7 +176,16 @@ class CudaDevice final : public Device {
   // Lanes have threads of their own, each of which must name the device.
   cudaStream_t of(StreamId stream) {
     cudaSetDevice(index_);
-    return stream == StreamId::compute ? cudaStreamLegacy : stream == StreamId::upload ? upload_ : download_;
+    switch (stream) {
+      case StreamId::upload:
+        return upload_;
+      case StreamId::download:
+        return download_;
+      case StreamId::update:
+        return update_;
+      default:
+        return cudaStreamLegacy;
+    }
   }
   void launch(std::uint16_t* to, const float* from, std::size_t elements, cudaStream_t stream) {
     constexpr unsigned kThreads = 256,
@@ -185,7 +204,7 @@ class CudaDevice final : public Device {
 
   const int index_;
   std::string name_;
-  cudaStream_t upload_ = nullptr, download_ = nullptr;
+  cudaStream_t upload_ = nullptr, download_ = nullptr, update_ = nullptr;
   void* bounce_ = nullptr;  // device memory for hosts that cannot be mapped; the download stream's alone
   PinnedPieces pinned_;
   std::mutex mutex_;

@@ -19,6 +19,15 @@
 
 namespace tierflow::swap {
 
+// A chunk in an update slot of the device, all of it device memory. Updated in place.
+struct DeviceUpdate {
+  const float* sum = nullptr;         // the fp32 gradient; null: `gradient` holds it as bf16 already
+  std::uint16_t* gradient = nullptr;  // room for it as bf16
+  std::uint16_t* words = nullptr;
+  std::byte* state = nullptr;
+  std::byte* scratch = nullptr;  // ArrangeRequest::update_scratch bytes
+};
+
 // What the update lane calls, one chunk at a time, on the lane's own thread.
 class HostWork {
  public:
@@ -28,6 +37,9 @@ class HostWork {
   // words: chunk.elements hi words, state: chunk.state_bytes; both are updated in place.
   virtual io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                            std::span<std::byte> state) = 0;
+  // The same on the device, on its update stream; returns when it is done. What update() would have measured is
+  // measured.
+  virtual io::Error update_on_device(const Chunk& chunk, Device& device, const DeviceUpdate& at);
   // Adds bf16 `incoming` to the fp32 sum whose high and low words are given; where `first` the sum is what `high` holds
   // as bf16, and `low` holds nothing yet. Called instead of measure(), which its result needs as well.
   virtual io::Error accumulate(const Chunk& chunk, std::span<const std::byte> incoming, std::span<std::byte> high,

@@ -64,6 +64,8 @@ struct Executor::Impl {
   void verify_loop();
   void run(Lane lane, TaskId id, Node& at);
   io::Error copy(Node& at);
+  void follow_compute(StreamId stream, const Node& at);
+  io::Error update_on_device(Node& at);
   void start_read(TaskId id, Node& at);
   void start_write(TaskId id, Node& at);
   io::Error work(Node& at);

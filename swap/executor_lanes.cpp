@@ -13,6 +13,9 @@ io::Error keeps_no_sums() {
 }
 }  // namespace
 
+io::Error HostWork::update_on_device(const Chunk&, Device&, const DeviceUpdate&) {
+  return {.kind = io::ErrorKind::usage, .operation = "update", .detail = "this run's updates are the host's alone"};
+}
 io::Error HostWork::accumulate(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>,
                                bool) {
   return keeps_no_sums();
@@ -77,9 +80,8 @@ std::span<std::byte> Executor::Impl::host(const HostRef& ref, std::size_t bytes)
   }
 }
 
-io::Error Executor::Impl::copy(Node& at) {
-  const Task& task = at.task;
-  const StreamId stream = task.lane == Lane::upload ? StreamId::upload : StreamId::download;
+// What is enqueued on the stream from here on starts after the computation that the task depends on.
+void Executor::Impl::follow_compute(StreamId stream, const Node& at) {
   Event follows;
   if (at.compute_dependency != 0) {
     std::lock_guard lock(mutex);
@@ -87,11 +89,26 @@ io::Error Executor::Impl::copy(Node& at) {
     if (found != compute_events.end()) follows = found->second;
   }
   device.wait(stream, follows);
+}
+
+io::Error Executor::Impl::copy(Node& at) {
+  const Task& task = at.task;
+  const StreamId stream = task.lane == Lane::upload ? StreamId::upload : StreamId::download;
+  follow_compute(stream, at);
   std::byte* on_device = arena.data() + task.device_offset;
   switch (task.kind) {
     case TaskKind::upload_hi:
     case TaskKind::load_carry:
       device.copy_to_device(stream, on_device, host(task.words, task.bytes).data(), task.bytes);
+      break;
+    case TaskKind::upload_state:
+      device.copy_to_device(stream, on_device, host(task.state, task.bytes).data(), task.bytes);
+      break;
+    case TaskKind::upload_gradient:
+      device.copy_to_device(stream, on_device, host(task.gradient, task.bytes).data(), task.bytes);
+      break;
+    case TaskKind::download_state:
+      device.copy_to_host(stream, host(task.state, task.bytes).data(), on_device, task.bytes);
       break;
     case TaskKind::download_hi:
     case TaskKind::save_carry:
@@ -101,7 +118,26 @@ io::Error Executor::Impl::copy(Node& at) {
       device.gradient_to_host(stream, reinterpret_cast<std::uint16_t*>(host(task.gradient, task.bytes).data()),
                               reinterpret_cast<const float*>(on_device), task.bytes / 2);
   }
-  return device.synchronize(device.record(stream));
+  if (io::Error failed = device.synchronize(device.record(stream))) return failed;
+  if (!task.updated) return {};
+  if (task.words.where == HostRef::Where::word_buffer)
+    store->stamp(ExtentKind::hi, task.chunk, host(task.words, task.bytes));
+  if (task.state.where == HostRef::Where::state_buffer)
+    store->stamp(ExtentKind::state, task.chunk, host(task.state, task.bytes));
+  return {};
+}
+
+io::Error Executor::Impl::update_on_device(Node& at) {
+  const Task& task = at.task;
+  follow_compute(StreamId::update, at);
+  std::byte *base = arena.data(), *slot = base + task.slot;
+  return at.work->update_on_device(
+      layout.chunks()[task.chunk], device,
+      {.sum = task.sum == kNowhere ? nullptr : reinterpret_cast<const float*>(base + task.sum),
+       .gradient = reinterpret_cast<std::uint16_t*>(slot),
+       .words = reinterpret_cast<std::uint16_t*>(base + task.device_offset),
+       .state = slot + arrangement.update_slots.state,
+       .scratch = slot + arrangement.update_slots.scratch});
 }
 
 namespace {
@@ -186,6 +222,7 @@ void Executor::Impl::verify_loop() {
 
 io::Error Executor::Impl::work(Node& at) {
   const Task& task = at.task;
+  if (task.kind == TaskKind::update_on_device) return update_on_device(at);
   const Chunk& chunk = layout.chunks()[task.chunk];
   const auto gradient = host(task.gradient, chunk.word_bytes());
   if (task.kind == TaskKind::measure) {

@@ -33,6 +33,11 @@ enum class TaskKind : std::uint8_t {
   read_gradient_low,
   write_gradient_low,
   accumulate,  // adds a downloaded gradient to the sum
+  // Updates on the device, in an update slot of it.
+  upload_state,
+  upload_gradient,   // a deferred one
+  update_on_device,  // in place on the unit's words on the device and the state in the slot
+  download_state,
 };
 const char* task_name(TaskKind kind);
 
@@ -84,6 +89,7 @@ struct Access {
 };
 
 using TaskId = std::uint64_t;  // counts on over all plans of a run
+inline constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
 
 struct Task {
   TaskKind kind = TaskKind::compute;
@@ -96,8 +102,11 @@ struct Task {
   HostRef gradient_low;             // of a sum; none where the gradient is bf16
   HostRef incoming;                 // accumulate: the gradient to add
   bool first_sum = false;           // accumulate: the sum so far is bf16, its low words are zero and not read
-  std::uint64_t device_offset = 0;  // in the device arena: source or target
-  std::uint64_t bytes = 0;          // moved; elements * 2 for update and measure
+  std::uint64_t device_offset = 0;  // in the device arena: source or target; update_on_device: the hi words
+  std::uint64_t sum = kNowhere;     // update_on_device: offset of the fp32 gradient; kNowhere: it is in the slot
+  std::uint64_t slot = kNowhere;    // update_on_device: offset of the slot
+  bool updated = false;             // downloads: what an update on the device left, to be stamped before it is written
+  std::uint64_t bytes = 0;          // moved; elements * 2 for updates and measure
   std::vector<Access> accesses;
   std::vector<TaskId> dependencies;  // each smaller than the task's own id
 };
@@ -110,12 +119,18 @@ struct Visit {
   std::vector<std::uint64_t> gradients;  // offset of each unit's fp32 gradient; kNowhere in passes without
   std::vector<bool> fresh_gradient;      // the gradient region holds nothing yet: zero it before the first addition
 };
-inline constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
 
 struct Plan {
   TaskId first_id = 0;
   std::vector<Task> tasks;
   std::vector<Visit> visits;
+};
+
+// Memory of the device in which a chunk is updated: its bf16 gradient at the beginning, its state, and the client's
+// scratch.
+struct UpdateSlots {
+  int count = 0;
+  std::uint64_t state = 0, scratch = 0, bytes = 0;  // offsets within a slot, and its size
 };
 
 // Where everything lives and how many buffers there are: what budgets decide. None of it changes a result.
@@ -132,12 +147,17 @@ struct Arrangement {
   std::vector<bool> carry_on_host;  // by stage: the input of the stage, for every micro-batch
   int carry_slots = 0;              // device slots through which those pass
   std::uint64_t carry_slot_bytes = 0;
+  std::vector<bool> on_device;  // by chunk: it is updated on the device
+  UpdateSlots update_slots;     // at the end of the arena
   // By stage: what its forward computes stays on the device for its backward, beside the arena, so that nothing is
   // computed again.
   std::vector<bool> keeps;
 
   std::uint64_t device_bytes() const {
-    return weight_ring + gradient_ring + held_gradients + carry_slots * carry_slot_bytes;
+    return update_slots_begin() + static_cast<std::uint64_t>(update_slots.count) * update_slots.bytes;
+  }
+  std::uint64_t update_slots_begin() const {
+    return round_up(weight_ring + gradient_ring + held_gradients + carry_slots * carry_slot_bytes, kSector);
   }
   std::uint64_t carry_slot_offset(int slot) const {
     return weight_ring + gradient_ring + held_gradients + slot * carry_slot_bytes;
@@ -161,9 +181,13 @@ struct ArrangeRequest {
   // Of the updates, where nothing is staged: which share is deferred, evenly in all units. Less where everything has to
   // be resident and the gradients would not fit.
   double deferred_share = 0;
-  bool storage = true;  // false: everything must be resident
-  bool train = true;    // false: forward only
-  bool sums = false;    // for VisitPlanner: gradients of several visits add up on the host
+  // Of the units: whose updates run on the device where it has room. An update at once needs weights on the device in
+  // the backward, so that of an embedding is not concerned.
+  double device_update_share = 0;
+  std::uint64_t update_scratch = 0;  // bytes that the client needs in each update slot
+  bool storage = true;               // false: everything must be resident
+  bool train = true;                 // false: forward only
+  bool sums = false;                 // for VisitPlanner: gradients of several visits add up on the host
 };
 // An arrangement within the budgets, or an error of kind usage that names the smallest budget that works.
 io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& request);

@@ -173,7 +173,8 @@ bool Planner::fetch(int visit, bool forced) {
     regions_.push_back({.unit = unit, .begin = begin, .end = begin + 2 * layout_.unit_elements(unit), .busy = 1});
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
       const int id = layout_.first_chunk(unit) + chunk.index;
-      const HostRef words = owes_update(unit) && arrangement_.deferred[id] ? update_pending(chunk) : read_words(chunk);
+      const bool owed = owes_update(unit) && arrangement_.deferred[id], on_device = owed && arrangement_.on_device[id];
+      const HostRef words = owed && !on_device ? update_pending(chunk) : read_words(chunk);
       const std::uint64_t to = begin + 2 * chunk.first;
       Task& upload = emit(TaskKind::upload_hi, Lane::upload,
                           {host_access(words, false), device_access(to, chunk.word_bytes(), true)});
@@ -181,6 +182,7 @@ bool Planner::fetch(int visit, bool forced) {
       upload.words = words;
       upload.device_offset = to;
       upload.bytes = chunk.word_bytes();
+      if (on_device) update_on_device(chunk, to, kNowhere, words);
     }
     updated_[unit] = true;
     begin += 2 * layout_.unit_elements(unit);

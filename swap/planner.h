@@ -45,6 +45,11 @@ class Planner {
   HostRef download_gradient(const Chunk& chunk, std::uint64_t from);
   void download_gradient(const Chunk& chunk, std::uint64_t from, HostRef to);
   void stage_gradient(const Chunk& chunk, std::uint64_t from);
+  // Updates a chunk whose words are on the device at `words_at`; `sum` as in Task. `home` is where the words go then:
+  // none for a buffer to be taken.
+  void update_on_device(const Chunk& chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home);
+  HostRef read_gradient(const Chunk& chunk);
+  void write_updated(const Chunk& chunk, HostRef words, HostRef state);
   void update_now(const Chunk& chunk, std::uint64_t gradient_from, std::uint64_t words_from);
   virtual HostRef update_pending(const Chunk& chunk);
   HostRef read_words(const Chunk& chunk);
@@ -71,7 +76,7 @@ class Planner {
   std::vector<std::uint64_t> held_offset_;  // by unit: place of a tied unit's gradient
   std::vector<TaskId> word_last_use_, state_last_use_;
   TaskId use_counter_ = 0;
-  int next_carry_slot_ = 0;
+  int next_carry_slot_ = 0, next_update_slot_ = 0;
 };
 
 }  // namespace tierflow::swap

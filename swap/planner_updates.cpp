@@ -24,10 +24,13 @@ void Planner::take_gradients(const Visit& visit) {
       const std::uint64_t from = visit.gradients[i] + 4 * chunk.first;
       if (arrangement_.deferred[layout_.first_chunk(unit) + chunk.index]) {
         stage_gradient(chunk, from);
-      } else {
-        update_now(chunk, from, visit.weights[i] == kNowhere ? kNowhere : visit.weights[i] + 2 * chunk.first);
-        updated = true;
+        continue;
       }
+      updated = true;
+      if (arrangement_.on_device[layout_.first_chunk(unit) + chunk.index])
+        update_on_device(chunk, visit.weights[i] + 2 * chunk.first, from, {});
+      else
+        update_now(chunk, from, visit.weights[i] == kNowhere ? kNowhere : visit.weights[i] + 2 * chunk.first);
     }
     if (updated) invalidate(unit);
   }
@@ -85,19 +88,71 @@ void Planner::update_now(const Chunk& chunk, std::uint64_t gradient_from, std::u
 }
 
 HostRef Planner::update_pending(const Chunk& chunk) {
-  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
-  HostRef gradient{HostRef::Where::resident_gradient, id};
-  const HostRef words = read_words(chunk);
-  if (!arrangement_.gradient_resident[id]) {
-    gradient = take_word_buffer();
-    Task& read = emit(TaskKind::read_gradient, Lane::disk_read,
-                      {cell_access(Space::stored_gradient, id, false), host_access(gradient, true)});
-    read.chunk = id;
-    read.gradient = gradient;
-    read.bytes = chunk.word_bytes();
-  }
+  const HostRef words = read_words(chunk), gradient = read_gradient(chunk);
   emit_update(chunk, words, gradient, read_state(chunk));
   return words;
+}
+
+HostRef Planner::read_gradient(const Chunk& chunk) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  if (arrangement_.gradient_resident[id]) return {HostRef::Where::resident_gradient, id};
+  const HostRef gradient = take_word_buffer();
+  Task& read = emit(TaskKind::read_gradient, Lane::disk_read,
+                    {cell_access(Space::stored_gradient, id, false), host_access(gradient, true)});
+  read.chunk = id;
+  read.gradient = gradient;
+  read.bytes = chunk.word_bytes();
+  return gradient;
+}
+
+void Planner::update_on_device(const Chunk& chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
+  const UpdateSlots& slots = arrangement_.update_slots;
+  const std::uint64_t slot =
+      arrangement_.update_slots_begin() + static_cast<std::uint64_t>(next_update_slot_++ % slots.count) * slots.bytes;
+  const HostRef state = read_state(chunk);
+  Task& up = emit(TaskKind::upload_state, Lane::upload,
+                  {host_access(state, false), device_access(slot + slots.state, chunk.state_bytes, true)});
+  up.chunk = id;
+  up.state = state;
+  up.device_offset = slot + slots.state;
+  up.bytes = chunk.state_bytes;
+  std::vector<Access> accesses{device_access(words_at, chunk.word_bytes(), true),
+                               device_access(slot, slots.bytes, true)};
+  if (sum == kNowhere) {
+    const HostRef gradient = read_gradient(chunk);
+    Task& upload = emit(TaskKind::upload_gradient, Lane::upload,
+                        {host_access(gradient, false), device_access(slot, chunk.word_bytes(), true)});
+    upload.chunk = id;
+    upload.gradient = gradient;
+    upload.device_offset = slot;
+    upload.bytes = chunk.word_bytes();
+  } else {
+    accesses.push_back(device_access(sum, 4 * chunk.elements, false));
+  }
+  Task& update = emit(TaskKind::update_on_device, Lane::update, std::move(accesses));
+  update.chunk = id;
+  update.device_offset = words_at;
+  update.sum = sum;
+  update.slot = slot;
+  update.bytes = chunk.word_bytes();
+  Task& down = emit(TaskKind::download_state, Lane::download,
+                    {device_access(slot + slots.state, chunk.state_bytes, false), host_access(state, true)});
+  down.chunk = id;
+  down.state = state;
+  down.device_offset = slot + slots.state;
+  down.bytes = chunk.state_bytes;
+  down.updated = true;
+  if (home.where == HostRef::Where::none)
+    home = arrangement_.hi_resident[id] ? HostRef{HostRef::Where::resident_hi, id} : take_word_buffer();
+  Task& words = emit(TaskKind::download_hi, Lane::download,
+                     {device_access(words_at, chunk.word_bytes(), false), host_access(home, true)});
+  words.chunk = id;
+  words.words = home;
+  words.device_offset = words_at;
+  words.bytes = chunk.word_bytes();
+  words.updated = true;
+  write_updated(chunk, home, state);
 }
 
 HostRef Planner::read_words(const Chunk& chunk) {
@@ -136,6 +191,11 @@ void Planner::emit_update(const Chunk& chunk, HostRef words, HostRef gradient, H
   update.gradient = gradient;
   update.state = state;
   update.bytes = chunk.word_bytes();
+  write_updated(chunk, words, state);
+}
+
+void Planner::write_updated(const Chunk& chunk, HostRef words, HostRef state) {
+  const int id = layout_.first_chunk(chunk.unit) + chunk.index;
   if (!arrangement_.hi_resident[id]) {
     Task& write = emit(TaskKind::write_hi, Lane::disk_write,
                        {host_access(words, false), cell_access(Space::stored_hi, id, true)});

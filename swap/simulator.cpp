@@ -16,8 +16,12 @@ double at_rate(double amount, double rate) {
 Simulator::Simulator(const Layout& layout, std::vector<bool> deferred, Rates rates)
     : layout_(layout), deferred_(std::move(deferred)), rates_(std::move(rates)) {
   for (const Chunk& chunk : layout.chunks()) {
-    const auto found = rates_.update.find(layout.units()[chunk.unit].groups[chunk.group].precision);
-    update_rates_.push_back(found == rates_.update.end() ? 0 : found->second);
+    const auto rate = [&](const std::map<std::string, double>& rates) {
+      const auto found = rates.find(layout.units()[chunk.unit].groups[chunk.group].precision);
+      return found == rates.end() ? 0 : found->second;
+    };
+    update_rates_.push_back(rate(rates_.update));
+    device_rates_.push_back(rate(rates_.device_update));
   }
 }
 
@@ -76,15 +80,23 @@ std::vector<Simulator::Phase> Simulator::phases(const Task& task, const Plan& pl
       return {{at_rate(bytes, machine.disk_write)}};
     case Lane::upload:
       return {{at_rate(bytes, machine.upload), copying}};
-    case Lane::download:
-      return {{task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast)
-                                                        : at_rate(bytes, machine.download),
-               copying}};
+    case Lane::download: {
+      std::vector<Phase> both{{task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast)
+                                                                        : at_rate(bytes, machine.download),
+                               copying}};
+      if (task.updated &&
+          (task.words.where == HostRef::Where::word_buffer || task.state.where == HostRef::Where::state_buffer))
+        both.push_back({at_rate(bytes, machine.checksum), 1});
+      return both;
+    }
     case Lane::compute:
       return {{compute_seconds(task, plan), machine.compute_on_cores ? static_cast<double>(machine.threads) : 0}};
     case Lane::update:
       break;
   }
+  if (task.kind == TaskKind::update_on_device)
+    return {{at_rate(elements, device_rates_[task.chunk]),
+             machine.compute_on_cores ? static_cast<double>(machine.threads) : 0}};
   const bool updates = task.kind == TaskKind::update;
   double seconds = updates ? at_rate(elements, update_rates_[task.chunk]) : 0, stamped = 0;
   if (!updates || !deferred_[task.chunk]) seconds += at_rate(elements, machine.measure);

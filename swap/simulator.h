@@ -32,7 +32,8 @@ struct StageSeconds {
 
 struct Rates {
   MachineRates machine;
-  std::map<std::string, double> update;  // parameters a second on all cores, by GroupShape::precision
+  // Parameters a second, by GroupShape::precision: on all cores, and on the device.
+  std::map<std::string, double> update, device_update;
   std::vector<StageSeconds> stages;
 };
 
@@ -79,7 +80,7 @@ class Simulator {
   const Layout& layout_;
   const std::vector<bool> deferred_;
   const Rates rates_;
-  std::vector<double> update_rates_;  // by chunk
+  std::vector<double> update_rates_, device_rates_;  // by chunk
   double now_ = 0;
   std::deque<Node> nodes_;
   TaskId base_ = 0;

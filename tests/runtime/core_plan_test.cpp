@@ -54,13 +54,15 @@ TEST(ProfileCache, GivesBackWhatItKeptForTheSameMachineModelAndBuildAlone) {
   const ProfileCache cache(spec, options, "build", warn);
   EXPECT_FALSE(cache.machine() || cache.model());
   MachineProfile machine{.rates = {.disk_read = 3e9, .cast = 0.1, .cores = 8, .threads = 4},
-                         .update = {{"p", 1e9 / 3}}};
+                         .update = {{"p", 1e9 / 3}},
+                         .device_update = {{"p", 1e10 / 3}}};
   cache.keep(machine);
   cache.keep(profile_of(spec));
   ASSERT_TRUE(cache.machine() && cache.model());
   EXPECT_EQ(cache.machine()->rates.cast, 0.1);
   EXPECT_EQ(cache.machine()->rates.threads, 4);
   EXPECT_EQ(cache.machine()->update, machine.update);
+  EXPECT_EQ(cache.machine()->device_update, machine.device_update);
   EXPECT_TRUE(ProfileCache(spec_of(40), options, "build", warn).model()->covers(spec_of(40)));
 
   EXPECT_FALSE(ProfileCache(spec, options, "other", warn).machine());
@@ -116,21 +118,49 @@ TEST(Prediction, DefersUpdatesThatTheBackwardHasNoTimeFor) {
     MachineProfile machine{.rates = {.compute_on_cores = false}};
     for (const char* name : {"fp32-master+adam8", "fp32-master+adam32"})
       machine.update[name] = update_seconds == 0 ? 0 : 4.2e6 / update_seconds;  // a block's in so many seconds
-    return choose_deferred_share(spec, options, machine, profile);
+    return choose_updates(spec, options, machine, profile);
   };
-  const DeferredChoice fast = choose(0), slow = choose(28e-3);
-  EXPECT_EQ(fast.share, 0);
-  EXPECT_EQ(fast.step_seconds, fast.step_seconds_at_once);
-  EXPECT_GT(slow.share, 0);
-  EXPECT_LT(slow.share, 1);
-  EXPECT_LT(slow.step_seconds, 0.9 * slow.step_seconds_at_once);
+  const UpdateChoice fast = choose(0), slow = choose(28e-3);
+  EXPECT_EQ(fast.deferred_share, 0);
+  EXPECT_EQ(fast.step_seconds, fast.step_seconds_plain);
+  EXPECT_GT(slow.deferred_share, 0);
+  EXPECT_LT(slow.deferred_share, 1);
+  EXPECT_EQ(slow.device_share, 0);  // no rate of it is known
+  EXPECT_LT(slow.step_seconds, 0.9 * slow.step_seconds_plain);
   // What was chosen is what a session with that share is predicted to take.
-  options.deferred_share = slow.share;
+  options.deferred_share = slow.deferred_share;
   const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
   EXPECT_NO_THROW(prove(plan, true));
   EXPECT_NEAR(static_cast<double>(plan.deferred_parameters),
-              slow.share * static_cast<double>(plan.packed.trainable_parameters),
+              slow.deferred_share * static_cast<double>(plan.packed.trainable_parameters),
               0.05 * static_cast<double>(plan.packed.trainable_parameters));
+}
+
+// Updates far slower than the computation, a device that is fast at them, and links with time to spare: they go there,
+// clipped or not. Over a slow link they stay.
+TEST(Prediction, UpdatesOnTheDeviceWhereTheCpuIsTheLimit) {
+  const ModelSpec spec = spec_of(12);
+  SessionOptions options{.device_memory = 64 << 20, .host_memory = 64 << 20};
+  const ModelProfile profile = profile_of(spec);
+  const auto choose = [&](double link) {
+    MachineProfile machine{.rates = {.upload = link, .download = link, .compute_on_cores = false}};
+    for (const char* name : {"fp32-master+adam8", "fp32-master+adam32"}) {
+      machine.update[name] = 3e6;
+      machine.device_update[name] = 3e9;
+    }
+    return choose_updates(spec, options, machine, profile);
+  };
+  for (const std::optional<double> clip : {std::optional<double>(1.0), std::optional<double>()}) {
+    options.clip = clip;
+    const UpdateChoice fast = choose(1e10), slow = choose(1e6);
+    EXPECT_GT(fast.device_share, 0);
+    EXPECT_LT(fast.step_seconds, 0.7 * fast.step_seconds_plain);
+    EXPECT_EQ(slow.device_share, 0);
+    options.device_update_share = fast.device_share;
+    const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
+    EXPECT_GT(plan.device_updated_parameters, 0U);
+    EXPECT_NO_THROW(prove(plan, true));
+  }
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "runtime/device_memory.h"
 #include "runtime/exception.h"
 #include "runtime/init.h"
+#include "runtime/profiler.h"
 #include "runtime/session.h"
 #include "swap/device.h"
 #include "tests/runtime/models_fixture.h"
@@ -34,11 +35,12 @@ std::vector<MicroBatch> batches(int step) {
   return all;
 }
 
-Outcome run(const Case& which, bool stream, std::optional<double> clip) {
+Outcome run(const Case& which, bool stream, std::optional<double> clip, double device_update_share = 0) {
   SessionOptions options{.device = "cuda",
                          .device_memory = 2048 * kMiB,  // the context counts
                          .host_memory = 64 * kMiB,
                          .clip = clip,
+                         .device_update_share = device_update_share,
                          .micro_batch = 2,
                          .micro_batches = 2,
                          .sequence_length = 16};
@@ -181,6 +183,17 @@ TEST(OneGpu, CostOfDeterminism) {
               1e3 * seconds[1], seconds[1] / seconds[0]);
 }
 
+TEST(OneGpu, MeasuresItsUpdate) {
+  if (!install_memory("cuda")) GTEST_SKIP() << "no CUDA device here";
+  const MachineProfile profile = measure_machine({.device = "cuda"}, [](const std::string&) {});
+  EXPECT_EQ(profile.device_update.size(), profile.update.size());
+  for (const auto& [name, rate] : profile.device_update) {
+    EXPECT_GT(rate, 0) << name;
+    std::printf("updates of %s: %.2f G/s here, %.2f G/s on the host\n", name.c_str(), rate / 1e9,
+                profile.update.at(name) / 1e9);
+  }
+}
+
 TEST(OneGpu, AdamW8bitHasTheBitsOfTheCpu) {
   if (!install_memory("cuda")) GTEST_SKIP() << "no CUDA device here";
   for (const auto type : {torch::kFloat32, torch::kBFloat16}) {
@@ -220,6 +233,19 @@ TEST_P(OnGpu, StreamedIsResident) {
     EXPECT_EQ(streamed.losses, expected.losses);
     EXPECT_EQ(streamed.norms, expected.norms);
     EXPECT_EQ(streamed.masters, expected.masters);
+  }
+}
+
+// Updates on the card have the bits of those on the host, in memory and streamed.
+TEST_P(OnGpu, UpdatesHaveTheBitsOfTheHost) {
+  for (const std::optional<double> clip : {std::optional<double>(0.05), std::optional<double>()}) {
+    const Outcome expected = run(GetParam(), false, clip);
+    for (const bool stream : {false, true}) {
+      const Outcome there = run(GetParam(), stream, clip, 1);
+      EXPECT_EQ(there.losses, expected.losses);
+      EXPECT_EQ(there.norms, expected.norms);
+      EXPECT_EQ(there.masters, expected.masters);
+    }
   }
 }
 

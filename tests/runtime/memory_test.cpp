@@ -166,6 +166,7 @@ TEST(OutOfMemory, DropsTheStepWhole) {
   for (const double share : {0.5, 1.0}) {
     SessionOptions options = in_memory(1, std::nullopt);
     options.deferred_share = share;
+    options.device_update_share = 1 - share;
     expect_dropped_whole(cases("0.1").front(), options);
   }
 }

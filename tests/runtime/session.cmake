@@ -1,4 +1,4 @@
-tierflow_test(session_test LIBRARIES tierflow::session SOURCES ${CMAKE_CURRENT_LIST_DIR}/session_test.cpp ${CMAKE_CURRENT_LIST_DIR}/reference_test.cpp ${CMAKE_CURRENT_LIST_DIR}/adamw8bit_test.cpp ${CMAKE_CURRENT_LIST_DIR}/memory_test.cpp ${CMAKE_CURRENT_LIST_DIR}/deferred_test.cpp)
+tierflow_test(session_test LIBRARIES tierflow::session SOURCES ${CMAKE_CURRENT_LIST_DIR}/session_test.cpp ${CMAKE_CURRENT_LIST_DIR}/reference_test.cpp ${CMAKE_CURRENT_LIST_DIR}/adamw8bit_test.cpp ${CMAKE_CURRENT_LIST_DIR}/memory_test.cpp ${CMAKE_CURRENT_LIST_DIR}/updates_test.cpp)
 target_precompile_headers(session_test PRIVATE <torch/torch.h> <gtest/gtest.h>)
 target_compile_options(session_test PRIVATE -O1)  # torch headers: compile time over speed
 

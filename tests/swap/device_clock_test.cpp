@@ -25,6 +25,12 @@ class ClockedDevice final : public Device {
   void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) override {
     device_->gradient_to_host(stream, to, from, elements);
   }
+  void round_gradient(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) override {
+    device_->round_gradient(stream, to, from, elements);
+  }
+  void enqueue(StreamId stream, std::function<void(const DeviceQueue&)> work) override {
+    device_->enqueue(stream, std::move(work));
+  }
   Event record(StreamId stream) override { return device_->record(stream); }
   void wait(StreamId stream, const Event& event) override { device_->wait(stream, event); }
   io::Error synchronize(const Event& event) override {

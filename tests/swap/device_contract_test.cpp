@@ -97,6 +97,37 @@ TEST_P(DeviceContract, GradientsRoundToNearestEven) {
   }
 }
 
+// Rounded on the device as on the way from it, and what a client enqueues has its turn between.
+TEST_P(DeviceContract, TheUpdateStreamRoundsAndKeepsItsOrder) {
+  std::vector<float> values;
+  std::mt19937 random(4);
+  for (int i = 0; i < 100003; ++i) values.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(random())));
+  const auto out = memory_->cut(4 * values.size()), one = memory_->cut(2 * values.size()),
+             other = memory_->cut(2 * values.size());
+  std::memcpy(out.data(), values.data(), out.size());
+  const auto* sums = reinterpret_cast<const float*>(arena_.data());
+  std::byte* rounded = arena_.data() + (out.size() + 4095) / 4096 * 4096;
+  device_->copy_to_device(StreamId::upload, arena_.data(), out.data(), out.size());
+  const Event uploaded = device_->record(StreamId::upload);
+  device_->wait(StreamId::download, uploaded);
+  device_->gradient_to_host(StreamId::download, reinterpret_cast<std::uint16_t*>(one.data()), sums, values.size());
+  device_->wait(StreamId::update, uploaded);
+  device_->round_gradient(StreamId::update, reinterpret_cast<std::uint16_t*>(rounded), sums, values.size());
+  int calls = 0;
+  device_->enqueue(StreamId::update, [&](const DeviceQueue& queue) {
+    ++calls;
+    EXPECT_EQ(queue.device == DeviceQueue::kHost, GetParam() != "cuda");
+    EXPECT_EQ(queue.stream == nullptr, GetParam() != "cuda");
+    if (queue.device == DeviceQueue::kHost) rounded[0] ^= std::byte{1};
+  });
+  device_->copy_to_host(StreamId::update, other.data(), rounded, other.size());
+  ASSERT_FALSE(device_->synchronize(device_->record(StreamId::update)));
+  ASSERT_FALSE(device_->synchronize(device_->record(StreamId::download)));
+  EXPECT_EQ(calls, 1);
+  if (GetParam() != "cuda") other[0] ^= std::byte{1};
+  EXPECT_EQ(std::memcmp(one.data(), other.data(), one.size()), 0);
+}
+
 TEST_P(DeviceContract, AnEmptyAllocationIsFine) {
   EXPECT_TRUE(device_->allocate(0).ok());
 }

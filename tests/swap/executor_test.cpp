@@ -6,9 +6,11 @@
 #include <unistd.h>
 
 #include <bit>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <random>
+#include <thread>
 
 #include "swap/planner.h"
 
@@ -122,7 +124,16 @@ class ToyWork final : public HostWork {
     ++updated;
     return {};
   }
-  int measured = 0, updated = 0;
+  io::Error update_on_device(const Chunk& chunk, Device& device, const DeviceUpdate& at) override {
+    if (at.sum != nullptr) device.round_gradient(StreamId::update, at.gradient, at.sum, chunk.elements);
+    device.enqueue(StreamId::update, [n = chunk.elements, at](const DeviceQueue&) {
+      for (std::uint64_t i = 0; i < n; ++i) toy_update(at.words[i], at.gradient[i], at.state[i]);
+    });
+    ++updated;
+    ++on_device;
+    return device.synchronize(device.record(StreamId::update));
+  }
+  int measured = 0, updated = 0, on_device = 0;
 };
 
 struct Case {
@@ -132,7 +143,9 @@ struct Case {
   std::uint64_t chaos = 0;
   int generations = 1;
   io::EngineKind engine = io::EngineKind::automatic;
-  double deferred = 0;  // share, where nothing is staged
+  double deferred = 0;                 // share, where nothing is staged
+  double on_device = 0;                // share of the units
+  std::chrono::milliseconds pause{0};  // in each computation
 };
 
 class TemporaryFolder {
@@ -168,7 +181,8 @@ class Run {
                                          .device_budget = case_.device,
                                          .micro_batches = case_.micro_batches,
                                          .staged = case_.staged,
-                                         .deferred_share = case_.deferred});
+                                         .deferred_share = case_.deferred,
+                                         .device_update_share = case_.on_device});
     ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
     arrangement_ = std::move(arrangement).value();
     ASSERT_LE(arrangement_.host_bytes(layout_), case_.host);
@@ -266,6 +280,7 @@ class Run {
           std::memcpy(&saved, entered->carry, 8);
           if (saved != inputs[stage][micro_batch]) results_.push_back(0);  // shows as a difference
         }
+        if (case_.pause.count() != 0) std::this_thread::sleep_for(case_.pause);
         for (std::size_t u = 0; u < units.size(); ++u) {
           const std::uint64_t n = layout_.unit_elements(units[u]);
           const std::uint64_t at = entered->visit->weights[u];
@@ -309,6 +324,9 @@ bool equals_plain_loop(const Case& with, int blocks, int steps, std::function<vo
   const int chunks = static_cast<int>(run.layout().chunks().size());
   EXPECT_EQ(run.work().updated, chunks * steps);
   EXPECT_EQ(run.work().measured, run.deferred_chunks() * steps);
+  if (with.on_device > 0 && with.device >= 8 * kMiB) {
+    EXPECT_GT(run.work().on_device, 0);
+  }
   if (with.staged) {
     EXPECT_EQ(run.deferred_chunks(), chunks);
   } else {
@@ -346,6 +364,17 @@ TEST(Executor, AShareOfTheUpdatesInTheNextForward) {
           {.host = kMiB, .device = 3 * kMiB, .staged = false, .tied = tied, .deferred = share}, 3, 3));
     }
 }
+TEST(Executor, UpdatesOnTheDevice) {
+  for (const bool staged : {true, false})
+    for (const std::uint64_t host : {kMiB, 200 * kMiB}) {
+      Case with{.host = host, .device = 8 * kMiB, .staged = staged, .on_device = 1};
+      EXPECT_TRUE(equals_plain_loop(with, 3, 3));
+      with.tied = true;
+      with.on_device = 0.5;
+      with.deferred = 0.5;
+      EXPECT_TRUE(equals_plain_loop(with, 3, 3));
+    }
+}
 TEST(Executor, TwoGenerations) {
   EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 2 * kMiB, .generations = 2}, 3, 3));
 }
@@ -364,11 +393,12 @@ TEST(Executor, RandomBudgetsUnderChaos) {
                     .micro_batches = 1 + static_cast<int>(random() % 3),
                     .chaos = 1 + random() % 1000,
                     .generations = 1 + static_cast<int>(random() % 2),
-                    .deferred = static_cast<double>(random() % 5) / 4};
+                    .deferred = static_cast<double>(random() % 5) / 4,
+                    .on_device = static_cast<double>(random() % 3) / 2};
     ASSERT_TRUE(equals_plain_loop(with, 1 + static_cast<int>(random() % 4), 2))
         << "host " << with.host << " device " << with.device << " staged " << with.staged << " tied " << with.tied
         << " micro-batches " << with.micro_batches << " chaos " << with.chaos << " generations " << with.generations
-        << " deferred " << with.deferred;
+        << " deferred " << with.deferred << " on the device " << with.on_device;
   }
 }
 
@@ -407,6 +437,21 @@ TEST(NegativeControl, GradientTakenBeforeItIsSummed) {
 }
 TEST(NegativeControl, UploadBeforeTheUpdate) {
   expect_caught(kSmall, TaskKind::upload_hi, Lane::update);
+}
+
+const Case kOnDevice{.host = 1200 * 1024, .device = 8 * kMiB, .staged = false, .on_device = 1};
+TEST(NegativeControl, DeviceUpdateBeforeItsStateIsThere) {
+  expect_caught(kOnDevice, TaskKind::update_on_device, Lane::upload);
+}
+TEST(NegativeControl, DeviceUpdateBeforeTheGradientIsSummed) {
+  Case slow = kOnDevice;  // the state comes before the gradient
+  slow.host = 200 * kMiB;
+  slow.device = 100 * kMiB;
+  slow.pause = std::chrono::milliseconds(10);
+  expect_caught(slow, TaskKind::update_on_device, Lane::compute);
+}
+TEST(NegativeControl, DownloadBeforeTheDeviceUpdate) {
+  expect_caught(kOnDevice, TaskKind::download_state, Lane::update);
 }
 
 TEST(Arrange, NamesTheSmallestBudgetThatWorks) {

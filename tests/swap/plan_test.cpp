@@ -59,6 +59,8 @@ Planned random_arrangement(std::minstd_rand& random) {
   planned.layout = std::make_unique<Layout>(std::move(shapes.units), std::move(shapes.stages), kChunkQuantum);
   ArrangeRequest request{.micro_batches = 1 + static_cast<int>(random() % 4), .staged = random() % 2 == 0};
   if (random() % 2 == 0) request.deferred_share = static_cast<double>(random() % 5) / 4;
+  if (random() % 2 == 0) request.device_update_share = static_cast<double>(1 + random() % 4) / 4;
+  request.update_scratch = random() % 2 == 0 ? 0 : 1000;
   for (std::uint64_t mebibytes = 1;; mebibytes += 1 + random() % 2) {
     request.host_budget = request.device_budget = (mebibytes << 20) + random() % (1 << 20);
     if (random() % 2 == 0) request.host_budget += random() % (16 << 20);
@@ -176,6 +178,18 @@ TEST(PlanCheckerControl, NoticesARangeBeyondTheArena) {
     return true;
   };
   EXPECT_EQ(noticed_in(TaskKind::upload_hi, move_away, 20), 20);
+}
+TEST(PlanCheckerControl, NoticesADeviceUpdateThatDoesNotWait) {
+  const auto forget = [](Task& task) { return !std::exchange(task.dependencies, {}).empty(); };
+  EXPECT_EQ(noticed_in(TaskKind::update_on_device, forget, 20), 20);
+  EXPECT_EQ(noticed_in(TaskKind::download_state, forget, 20), 20);
+}
+TEST(PlanCheckerControl, NoticesADeviceUpdateInAnotherSlot) {
+  const auto move_away = [](Task& task) {
+    task.slot -= kSector;
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::update_on_device, move_away, 20), 20);
 }
 TEST(PlanCheckerControl, NoticesALaterDependency) {
   EXPECT_EQ(noticed(

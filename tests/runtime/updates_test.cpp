@@ -1,4 +1,5 @@
-// Updates that wait for the next forward: whichever share does, the run has the bits of the one in which none waits.
+// When and where updates run: whichever share waits for the next forward, and whichever runs on the device, the run has
+// the bits of the one in which none does.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -60,6 +61,7 @@ Outcome run(const Case& which, const SessionOptions& options) {
   Session session({model, [](const TensorSpec& tensor, std::uint64_t first,
                              std::span<float> out) { initial_values(tensor, 11, first, out); }},
                   options, {.weight_decay = 0.1});
+  EXPECT_EQ(session.plan().device_updated_parameters != 0, options.device_update_share != 0);
   Outcome outcome;
   for (int step = 0; step < 5; ++step) {
     model->spoiled_loss = step == 2;
@@ -118,6 +120,83 @@ TEST(Deferred, EveryPrecisionHasTheSameBits) {
   }
 }
 
+class UpdatedOnDevice : public ::testing::TestWithParam<Case> {};
+
+// Clipped and not, in memory and streamed, at once and in the next forward.
+TEST_P(UpdatedOnDevice, HasTheBitsOfTheHost) {
+  const Folder folder;
+  for (const bool clipped : {true, false}) {
+    SessionOptions options = unclipped(2, 0);
+    if (clipped) options.clip = 0.05;
+    const Outcome expected = run(GetParam(), options);
+    for (const double share : {0.5, 1.0}) {
+      SCOPED_TRACE(::testing::Message() << "clipped " << clipped << ", on the device " << share);
+      options.device_update_share = share;
+      options.deferred_share = 1 - share;
+      EXPECT_TRUE(run(GetParam(), options) == expected);
+      SessionOptions small = streamed(options, folder);
+      small.device_memory += 4 * kMiB;
+      EXPECT_TRUE(run(GetParam(), small) == expected);
+      for (const std::uint64_t seed : {5, 6}) {
+        small.chaos_seed = seed;
+        EXPECT_TRUE(run(GetParam(), small) == expected) << "chaos " << seed;
+      }
+    }
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Models, UpdatedOnDevice, ::testing::ValuesIn(some()), case_name);
+
+TEST(UpdatedOnDevice, EveryPrecisionHasTheBitsOfTheHost) {
+  const Folder folder;
+  for (const Precision precision : {Precision::fp32_master_adam32, Precision::bf16_sr_adam8})
+    for (const bool clipped : {true, false}) {
+      SessionOptions host = unclipped(1, 0);
+      host.precision = precision;
+      if (clipped) host.clip = 0.05;
+      SessionOptions device = streamed(host, folder);
+      device.device_memory += 4 * kMiB;
+      device.device_update_share = 1;
+      EXPECT_TRUE(run(cases().front(), device) == run(cases().front(), host));
+    }
+}
+
+// The comparisons above are of runs that do update on the device: what the plan says, and what the lanes moved.
+TEST(UpdatedOnDevice, StateCrossesTheLinkAndGradientsStay) {
+  const auto moved = [](const SessionOptions& options) {
+    Session session({make_model(parse_model_spec(cases().front().json, "llama")),
+                     [](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+                       initial_values(tensor, 11, first, out);
+                     }},
+                    options);
+    session.step(batches(1, 0));
+    session.evaluate(batches(1, 0));
+    const auto lanes = session.lanes();
+    EXPECT_EQ(session.plan().device_updated_parameters != 0, options.device_update_share != 0);
+    return std::pair{lanes[static_cast<int>(swap::Lane::upload)].bytes, session.plan().packed.trainable_parameters};
+  };
+  SessionOptions options = unclipped(1, 0);
+  const auto [host, parameters] = moved(options);
+  options.device_update_share = 1;
+  const auto [device, same] = moved(options);
+  EXPECT_EQ(parameters, same);
+  // lo words and two moments, of all but the embedding.
+  EXPECT_GT(device, host + 2 * parameters);
+  // A device without room for the slots updates on the host.
+  options.device_memory = 1;
+  try {
+    moved(options);
+  } catch (const Exception& error) {
+    const std::string said = "the smallest that works is ", text = error.what();
+    options.device_memory = std::stoull(text.substr(text.find(said) + said.size())) * 1024;
+  }
+  const Session smallest({make_model(parse_model_spec(cases().front().json, "llama")),
+                          [](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+                            initial_values(tensor, 11, first, out);
+                          }},
+                         options);
+  EXPECT_EQ(smallest.plan().device_updated_parameters, 0U);
+}
+
 // Some wait and some do not, and what is written in a step is what was said before it.
 TEST(Deferred, AShareWaitsAndItsWritesAreCounted) {
   const Folder folder;
@@ -155,10 +234,12 @@ TEST(Deferred, AShareWaitsAndItsWritesAreCounted) {
 TEST(Deferred, AGradientThatIsNotFiniteEndsTheRun) {
   for (const double share : {0.0, 0.5, 1.0})
     for (const int stage : {0, 1, 2}) {
+      SessionOptions options = unclipped(1, share);
+      options.device_update_share = stage == 1 ? 1 : 0;
       auto model = std::make_shared<Spoiling>(make_model(parse_model_spec(cases().front().json, "llama")));
       Session session({model, [](const TensorSpec& tensor, std::uint64_t first,
                                  std::span<float> out) { initial_values(tensor, 11, first, out); }},
-                      unclipped(1, share));
+                      options);
       session.step(batches(1, 0));
       model->spoiled_stage = stage;
       try {
