@@ -39,7 +39,7 @@ io::Error PlanChecker::evaluate(const Plan& plan) {
 }
 
 io::Error PlanChecker::expect_each_chunk(int deferred_updates, int updates, int measurements) {
-  task_text_ = "at the end of the plan";
+  task_ = nullptr;
   for (std::size_t id = 0; id < updated_.size(); ++id) {
     const bool trained = layout_.chunks()[id].trainable, deferred = arrangement_.deferred[id];
     if (updated_[id] != (deferred ? deferred_updates : trained ? updates : 0))
@@ -58,14 +58,19 @@ void PlanChecker::play(const Plan& plan, int deferred_due) {
     if (arrangement_.deferred[id]) due_[id] += deferred_due;
   updated_.assign(version_.size(), 0);
   measured_.assign(version_.size(), 0);
-  if (dependencies_.empty()) first_id_ = plan.first_id;
+  if (dependencies_begin_.empty()) {
+    first_id_ = plan.first_id;
+    dependencies_begin_ = {0};
+  }
   id_ = plan.first_id;
   for (const Task& task : plan.tasks) {
-    dependencies_.push_back(task.dependencies);
-    task_text_ = "task " + std::to_string(id_) + " (" + task_name(task.kind) + ", stage " + std::to_string(task.stage) +
-                 ", chunk " + std::to_string(task.chunk) + ")";
-    for (TaskId dependency : task.dependencies)
-      if (dependency >= id_) return wrong("depends on a later task: the lanes would deadlock");
+    task_ = &task;
+    const auto begin = dependencies_.insert(dependencies_.end(), task.dependencies.begin(), task.dependencies.end());
+    std::sort(begin, dependencies_.end());
+    dependencies_begin_.push_back(dependencies_.size());
+    seen_.push_back(0);
+    if (!task.dependencies.empty() && dependencies_.back() >= id_)
+      return wrong("depends on a later task: the lanes would deadlock");
     if (task.kind == TaskKind::compute)
       compute(task, plan);
     else if (task.kind == TaskKind::update || task.kind == TaskKind::measure)
@@ -223,7 +228,12 @@ void PlanChecker::update_on_device(const Task& task) {
 }
 
 void PlanChecker::wrong(const std::string& detail) {
-  if (problem_.empty()) problem_ = task_text_ + ": " + detail;
+  if (!problem_.empty()) return;
+  problem_ = "at the end of the plan: ";
+  if (task_ != nullptr)
+    problem_ = "task " + std::to_string(id_) + " (" + task_name(task_->kind) + ", stage " +
+               std::to_string(task_->stage) + ", chunk " + std::to_string(task_->chunk) + "): ";
+  problem_ += detail;
 }
 
 PlanChecker::Held& PlanChecker::host(const HostRef& ref) {
@@ -263,18 +273,27 @@ PlanChecker::Held& PlanChecker::host(const HostRef& ref) {
   return (*list)[ref.index];
 }
 
-// Whether the task at hand waits for `earlier`, directly or through others.
+std::span<const TaskId> PlanChecker::dependencies_of(TaskId task) const {
+  const std::size_t at = task - first_id_;
+  return std::span(dependencies_)
+      .subspan(dependencies_begin_[at], dependencies_begin_[at + 1] - dependencies_begin_[at]);
+}
+
+// Whether the task at hand waits for `earlier`, directly or through others: the search goes to the oldest first, for
+// what it looks for is older than all that it may pass.
 bool PlanChecker::follows(TaskId earlier) const {
-  std::vector<TaskId> open{id_};
-  std::vector<TaskId> seen;
-  while (!open.empty()) {
-    const TaskId at = open.back();
-    open.pop_back();
-    for (TaskId dependency : dependencies_[at - first_id_]) {
-      if (dependency == earlier) return true;
-      if (dependency < earlier || std::find(seen.begin(), seen.end(), dependency) != seen.end()) continue;
-      seen.push_back(dependency);
-      open.push_back(dependency);
+  ++search_;
+  open_.assign(1, id_);
+  while (!open_.empty()) {
+    const auto before = dependencies_of(open_.back());
+    open_.pop_back();
+    const auto nearest = std::lower_bound(before.begin(), before.end(), earlier);
+    if (nearest != before.end() && *nearest == earlier) return true;
+    for (std::size_t i = before.size(); i-- > static_cast<std::size_t>(nearest - before.begin());) {
+      std::uint32_t& seen = seen_[before[i] - first_id_];
+      if (seen == search_) continue;
+      seen = search_;
+      open_.push_back(before[i]);
     }
   }
   return false;

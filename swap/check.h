@@ -8,6 +8,7 @@
 //    the gradient of the step with every micro-batch in it;
 //  - every trainable chunk is updated once a step: deferred ones, which are measured once, ahead of the next forward.
 #include <map>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -72,6 +73,7 @@ class PlanChecker {
   Held& host(const HostRef& ref);
   Held& stored(ExtentKind kind, int chunk) { return stored_[static_cast<int>(kind)][chunk]; }
   bool follows(TaskId earlier) const;
+  std::span<const TaskId> dependencies_of(TaskId task) const;
 
   const Layout& layout_;
   const Arrangement& arrangement_;
@@ -79,11 +81,17 @@ class PlanChecker {
   Held nowhere_;
   std::map<std::uint64_t, Range> device_;
   std::vector<int> version_, due_, updated_, measured_;  // by chunk; the last two in this plan
-  std::vector<std::vector<TaskId>> dependencies_;        // of every task so far
+  // Of every task so far, each one's sorted: those of task i begin at dependencies_begin_[i - first_id_].
+  std::vector<TaskId> dependencies_;
+  std::vector<std::size_t> dependencies_begin_;
+  mutable std::vector<std::uint32_t> seen_;  // by task: the number of the last search that came by
+  mutable std::vector<TaskId> open_;
+  mutable std::uint32_t search_ = 0;
   TaskId first_id_ = 0, id_ = 0;
-  int step_ = 0;           // training steps planned
-  int deferred_step_ = 0;  // the step whose gradients this plan's deferred updates apply
-  std::string problem_, task_text_;
+  int step_ = 0;                // training steps planned
+  int deferred_step_ = 0;       // the step whose gradients this plan's deferred updates apply
+  const Task* task_ = nullptr;  // at hand; null at the end of a plan
+  std::string problem_;
 };
 
 }  // namespace tierflow::swap

@@ -19,22 +19,23 @@ std::vector<TaskId> HazardTracker::add(TaskId id, const std::vector<Access>& acc
 }
 
 void HazardTracker::add_range(TaskId id, const Access& access, std::vector<TaskId>& found) {
-  std::vector<Record> kept;
-  kept.reserve(device_.size() + 2);
+  left_over_.clear();
+  std::size_t kept = 0;
   for (const Record& record : device_) {
     const bool overlaps = record.begin < access.end && access.begin < record.end;
     if (overlaps && (record.writes || access.writes)) found.push_back(record.task);
     if (!overlaps || !access.writes) {
-      kept.push_back(record);
+      device_[kept++] = record;
       continue;
     }
     // A later access of the overwritten part depends on this task, which depends on the record: only what is left over
     // stays.
-    if (record.begin < access.begin) kept.push_back({record.begin, access.begin, record.task, record.writes});
-    if (access.end < record.end) kept.push_back({access.end, record.end, record.task, record.writes});
+    if (record.begin < access.begin) left_over_.push_back({record.begin, access.begin, record.task, record.writes});
+    if (access.end < record.end) left_over_.push_back({access.end, record.end, record.task, record.writes});
   }
-  kept.push_back({access.begin, access.end, id, access.writes});
-  device_ = std::move(kept);
+  device_.resize(kept);
+  device_.insert(device_.end(), left_over_.begin(), left_over_.end());
+  device_.push_back({access.begin, access.end, id, access.writes});
 }
 
 void HazardTracker::add_cell(TaskId id, const Access& access, std::vector<TaskId>& found) {

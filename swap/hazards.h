@@ -29,6 +29,7 @@ class HazardTracker {
   void add_cell(TaskId id, const Access& access, std::vector<TaskId>& found);
 
   std::vector<Record> device_;
+  std::vector<Record> left_over_;  // of an access at work
   std::vector<Cell> cells_[kSpaces];
 };
 
