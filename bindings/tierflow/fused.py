@@ -6,6 +6,7 @@ by hand, and adds gradients to the turn's fp32 sums as it goes.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import weakref
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .engine import Activations
     from .turns import Turn
 
+log = logging.getLogger("tierflow")
 _FAMILIES = {f"transformers.models.{name.lower()}.modeling_{name.lower()}": name for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 _NORMS = ["input_layernorm", "post_attention_layernorm"]
@@ -76,6 +78,11 @@ def layer_of(turn: Turn) -> Layer | None:
     return None
 
 
+def say_what_is_fused(turns: list[Turn]) -> None:
+    if not any(isinstance(turn.layer, _Decoder) for turn in turns):
+        log.warning("fused_layers: no decoder layer of Llama, Mistral, Qwen2 or Qwen3 takes a turn here: the model's layers run their own code")
+
+
 def _one_input(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
         raise Departs("it is called in an unusual way")
@@ -88,6 +95,12 @@ def _check_untouched(module: nn.Module, kind: type, name: str, outermost: bool =
         raise Departs(f"{what} is {type(module).__module__}.{type(module).__name__}, not {kind.__name__} as it was written")
     if not outermost and ("forward" in module.__dict__ or _watched(module)):
         raise Departs(f"{what} has hooks or a forward() of its own")
+
+
+def _check_autocast(turn: Turn) -> None:
+    device = turn.engine.device.type
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.bfloat16:
+        raise Departs("autocast is on, and not to bfloat16")
 
 
 def _watched(module: nn.Module) -> bool:
@@ -108,6 +121,7 @@ class _Linear(Layer):
         _check_untouched(self.turn.module, nn.Linear, "", outermost=True)
         if (x := _one_input(args, kwargs)).dtype != torch.bfloat16:
             raise Departs(f"its input is {x.dtype}, not bfloat16")
+        _check_autocast(self.turn)
         return [x]
 
     def _places(self) -> tuple[int, int]:
@@ -163,9 +177,7 @@ class _Decoder(Layer):
         hidden, tables = given.get("hidden_states"), given.get("position_embeddings")
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.dtype != torch.bfloat16 or not hidden.numel():
             raise Departs("its input is not bfloat16 [batch, sequence, hidden]")
-        device = self.turn.engine.device.type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.bfloat16:
-            raise Departs("autocast is on, and not to bfloat16")
+        _check_autocast(self.turn)
         if tables is None or not all(self._is_table(table, hidden) for table in tables):
             raise Departs("its rotary tables are not one for all rows, in the form of transformers' own")
         if (mask := given.get("attention_mask")) is not None and not self._is_causal(mask, hidden.shape[1]):

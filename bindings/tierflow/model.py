@@ -15,6 +15,7 @@ from torch import nn
 from . import _native
 from .budget import Budget, Plan, parse_size
 from .engine import Engine
+from .fused import say_what_is_fused
 from .loss import fuse_loss
 from .parameter import StreamedParameter
 from .units import Cut, check_real, cut, init_empty
@@ -98,6 +99,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     _stay_in_place(module, engine)
     _fit_transformers(module)
     if fused_layers:
+        say_what_is_fused(engine.turns)
         fuse_loss(module, engine)
     return module
 
@@ -232,8 +234,9 @@ def _fit_transformers(module: Any) -> None:
         if self.can_generate() and getattr(self, "generation_config", None) is not None:
             self.generation_config.save_pretrained(save_directory)
 
-    def gradient_checkpointing_enable(self, *_, **__):
-        """Nothing to do: a streamed module keeps no activations but its inputs."""
+    def nothing_to_checkpoint(self, *_, **__):
+        """Nothing to do: a streamed module keeps no activations but its inputs, and what its budget has room for."""
 
     module.save_pretrained = types.MethodType(save_pretrained, module)
-    module.gradient_checkpointing_enable = types.MethodType(gradient_checkpointing_enable, module)
+    for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable"):  # transformers 5 calls it by the second
+        setattr(module, name, types.MethodType(nothing_to_checkpoint, module))

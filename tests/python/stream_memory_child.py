@@ -10,7 +10,7 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 import tierflow  # noqa: E402
 
-FOLDER = pathlib.Path(sys.argv[2])
+FOLDER, FUSED = pathlib.Path(sys.argv[2]), sys.argv[3] == "True"
 
 
 def peak():
@@ -41,7 +41,7 @@ small(torch.ones(1, 64, dtype=torch.bfloat16)).float().sum().backward()
 opt.step()
 plan_ = plan("store")
 before = peak()
-model = tierflow.load(FOLDER / "model", plan_).train()
+model = tierflow.load(FOLDER / "model", plan_, fused_layers=FUSED).train()
 opt = tierflow.optim.AdamW(model.parameters(), lr=1e-4)
 for _ in range(2):
     step(model, opt)

@@ -171,6 +171,22 @@ def test_a_call_that_it_does_not_cover_runs_the_modules_own_code(counted, caplog
     tierflow.close(model)
 
 
+def test_a_model_without_such_layers_says_so_and_still_has_the_head_and_the_loss(caplog):
+    batch = batches("gpt2", 1)[0]
+    with caplog.at_level(logging.WARNING, "tierflow"):
+        model = fused("gpt2")
+    assert "run their own code" in caplog.text
+    plain = make("gpt2")
+    loss = model(**batch).loss
+    loss.backward()
+    expected = plain(**batch).loss
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and "CrossEntropy" in str(loss.grad_fn)
+    for name, p in plain.named_parameters():
+        assert close_to(model.get_parameter(name).grad + 0, p.grad), name
+    tierflow.close(model)
+
+
 def test_attentions_are_there_when_asked_for(counted):
     batch, model, plain = batches("llama", 1)[0], fused(), make("llama")
     for each in (model, plain):
@@ -216,6 +232,8 @@ def test_evaluation_generation_and_autocast(counted):
         loss.backward()
         losses.append(loss.item())
     assert len(counted) == 4 * LAYERS and losses[0] == losses[1]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(model(**batch).logits, plain(**batch).logits) and len(counted) == 4 * LAYERS
     tierflow.close(model)
 
 

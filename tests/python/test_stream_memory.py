@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 from streaming import BUILD
 
 SCRIPT = pathlib.Path(__file__).with_name("stream_memory_child.py")
@@ -14,10 +15,11 @@ CONFIG = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size
 MIB = 1 << 20
 
 
-def test_resident_memory_stays_within_the_budget(tierflow, tmp_path):
+@pytest.mark.parametrize("fused", [False, True])
+def test_resident_memory_stays_within_the_budget(fused, tierflow, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     subprocess.run([tierflow, "init", "--config", tmp_path / "config.json", "--out", tmp_path / "model"], check=True, capture_output=True, timeout=120)
-    done = subprocess.run([sys.executable, SCRIPT, BUILD / "python", tmp_path], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, SCRIPT, BUILD / "python", tmp_path, str(fused)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     budget = seen["device"] + seen["host"]

@@ -264,6 +264,12 @@ def test_moves_that_change_nothing_work(model, batch):
     assert model.to("cpu").bfloat16().to(torch.bfloat16)(**batch).loss.item() == expected
 
 
+def test_checkpointing_of_transformers_is_left_out(model):
+    for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable"):
+        getattr(model, name, lambda: None)()
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 def test_a_model_that_is_not_the_checkpoints(model, tmp_path):
     model.save_pretrained(tmp_path / "out")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
