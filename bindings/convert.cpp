@@ -21,7 +21,7 @@ struct ErrorClass {
 std::string in_python(std::string text) {
   static const std::pair<const char*, const char*> kSpelled[] = {
       {"a smaller --micro-batch or --sequence-length needs less", "streamed blocks that are smaller need less"},
-      {"a smaller --micro-batches keeps fewer activations in it", "name a storage folder"},
+      {"a smaller --micro-batch moves smaller activations through it", "name a storage folder"},
       {"or name a --storage folder", "or name a folder, Budget(storage=[...]),"},
       {"use --device cpu", "plan with device=\"cpu\""},
       {"--precision ", "precision "},

@@ -55,16 +55,22 @@ Carry LayeredModel::backward(int stage, const Weights& weights, const Gradients&
                        [&](const Carry& inputs) { return forward(stage, leaves, inputs, shared, /*training=*/true); });
 }
 
-std::unique_ptr<KeptActivations> LayeredModel::forward_keeping(int stage, const Weights& weights, Carry& carry,
-                                                               const Shared& shared) const {
-  carry = forward(stage, weights, carry, shared, /*training=*/true);
-  return nullptr;
+namespace {
+[[noreturn]] void cannot_keep(int stage) {
+  throw std::logic_error("stage " + std::to_string(stage) + " of the model keeps no activations");
 }
+}  // namespace
 
-Carry LayeredModel::backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                  const Shared& shared, const Carry& d_out,
-                                  std::unique_ptr<KeptActivations> /*kept*/) const {
-  return backward(stage, weights, gradients, carry, shared, d_out);
+std::unique_ptr<KeptActivations> LayeredModel::forward_keeping(int stage, const Weights&, Carry&, const Shared&) const {
+  cannot_keep(stage);
+}
+Carry LayeredModel::backward_kept(int stage, const Weights&, const Gradients&, const Carry&, const Shared&,
+                                  const Carry&, std::unique_ptr<KeptActivations>) const {
+  cannot_keep(stage);
+}
+std::unique_ptr<KeptActivations> LayeredModel::restore(int stage, const Weights&, const Carry&, const Shared&,
+                                                       std::vector<torch::Tensor>) const {
+  cannot_keep(stage);
 }
 
 Carry LayeredModel::differentiate(const Weights& leaves, const Gradients& gradients, const Carry& carry,

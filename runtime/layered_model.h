@@ -43,6 +43,9 @@ struct HeadResult {
 class KeptActivations {
  public:
   virtual ~KeptActivations() = default;
+  // Tensors from which the model restores the rest without a matrix product: what is worth moving where the device has
+  // no room. As many of the same shapes for each call of one stage with carries of one shape.
+  virtual std::vector<torch::Tensor> essentials() const = 0;
 };
 
 class LayeredModel {
@@ -70,6 +73,9 @@ class LayeredModel {
                                                            const Shared& shared) const;
   virtual Carry backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                               const Shared& shared, const Carry& d_out, std::unique_ptr<KeptActivations> kept) const;
+  // What forward_keeping() made from `carry`, bit for bit, of its essentials, whose memory it goes on to use.
+  virtual std::unique_ptr<KeptActivations> restore(int stage, const Weights& weights, const Carry& carry,
+                                                   const Shared& shared, std::vector<torch::Tensor> essentials) const;
 
   // Whether forward() draws from torch's default generator when training.
   virtual bool draws_random_numbers() const { return true; }

@@ -134,6 +134,9 @@ OptionTable plan_table(PlanOptions& o) {
   OptionTable table("plan");
   add_run_rows(table, o);
   add_train_rows(table, o);
+  table.integer(
+      "tokens-per-step", o.tokens_per_step, 0,
+      "choose --micro-batch and --micro-batches for so many tokens a step: those with the most tokens a second");
   table.flag("refresh-profile", o.refresh_profile, "measure this machine and the model's stages again");
   return table;
 }

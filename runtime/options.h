@@ -75,6 +75,7 @@ struct TrainOptions : RunOptions {
 
 struct PlanOptions : TrainOptions {
   bool refresh_profile = false;
+  std::int64_t tokens_per_step = 0;  // of which the plan chooses micro-batches; 0: those given
 };
 
 // What --engine names.

@@ -14,11 +14,7 @@ namespace tierflow {
 namespace {
 
 namespace fs = std::filesystem;
-
-struct Profile {
-  MachineProfile machine;
-  ModelProfile model;
-};
+using Json = nlohmann::ordered_json;
 
 // From the cache, and what that lacks by measuring.
 Profile profile_of(const ModelSpec& spec, const SessionOptions& session, bool refresh,
@@ -48,11 +44,79 @@ std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptio
   if (!session.clip) return std::nullopt;
   session.clip.reset();
   try {
-    return choose_updates(spec, session, profile.machine, profile.model).step_seconds;
+    return choose_placement(spec, session, profile).step_seconds;
   } catch (const Exception&) {
     return std::nullopt;  // it takes other budgets
   }
 }
+
+// A run with its session's options complete, and what is expected of it.
+struct Planned {
+  SessionOptions session;
+  Profile profile;
+  Placement placement;
+  SessionPlan plan;
+  Prediction prediction;
+};
+
+class Planning {
+ public:
+  Planning(const PlanOptions& options, const ModelSpec& spec, const std::function<void(const ProfileJob&)>& measure,
+           const Say& say)
+      : options_(options), spec_(spec), measure_(measure), say_(say), session_(train_settings(options, 0, say)) {}
+
+  Planned plan(std::int64_t micro_batch, int micro_batches) {
+    SessionOptions session = session_;
+    session.micro_batch = micro_batch;
+    session.micro_batches = micro_batches;
+    Profile profile = profile_of(spec_, session, options_.refresh_profile, measure_, say_);
+    if (options_.device_memory == 0) session.device_memory += profile.model.device_fixed;  // as train adds it
+    const Placement placement = choose_placement(spec_, session, profile);
+    SessionPlan plan = plan_session(spec_, session, profile.model.needs(spec_));
+    Prediction prediction = predict(plan, rates_of(spec_, profile));
+    return {std::move(session), std::move(profile), placement, std::move(plan), std::move(prediction)};
+  }
+
+  // The micro-batches of `tokens` a step with the most tokens a second; `shapes` is told of each.
+  Planned fastest(std::int64_t tokens, Json& shapes) {
+    const std::int64_t sequences = tokens / session_.sequence_length;
+    if (sequences < 1)
+      throw Exception(io::ErrorKind::usage, fmt::format("--tokens-per-step {} is less than one sequence of {} tokens",
+                                                        tokens, session_.sequence_length));
+    std::optional<Planned> best;
+    std::optional<Exception> refused;
+    for (std::int64_t micro_batch = 1, before = 0; micro_batch <= sequences; ++micro_batch) {
+      if (sequences % micro_batch != 0 || 2 * micro_batch < 3 * before) continue;
+      before = micro_batch;
+      Json shape{{"micro_batch", micro_batch}, {"micro_batches", sequences / micro_batch}};
+      try {
+        Planned planned = plan(micro_batch, static_cast<int>(sequences / micro_batch));
+        shape["step_s"] = planned.prediction.step_seconds;
+        shape["tokens_per_s"] =
+            static_cast<double>(sequences * session_.sequence_length) / planned.prediction.step_seconds;
+        shape["refused"] = nullptr;
+        if (!best || planned.prediction.step_seconds < best->prediction.step_seconds) best = std::move(planned);
+      } catch (const Exception& error) {
+        if (error.error().kind != io::ErrorKind::usage) throw;
+        shape["refused"] = error.what();
+        if (!refused) refused = error;
+      }
+      shapes.push_back(shape);
+      if (best && !shape["refused"].is_null()) break;  // larger ones need more memory
+    }
+    if (!best) throw *refused;
+    return *std::move(best);
+  }
+
+  Planned as_given() { return plan(options_.micro_batch, static_cast<int>(options_.micro_batches)); }
+
+ private:
+  const PlanOptions& options_;
+  const ModelSpec& spec_;
+  const std::function<void(const ProfileJob&)>& measure_;
+  const Say& say_;
+  const SessionOptions session_;
+};
 
 // What the storage folders have room for, each drive counted once.
 std::uint64_t free_on(const std::vector<fs::path>& folders) {
@@ -73,29 +137,25 @@ std::uint64_t free_on(const std::vector<fs::path>& folders) {
 int run_plan(const PlanOptions& options, const std::function<void(const ProfileJob&)>& measure) {
   const Say say = [](const std::string& line) { std::cerr << line << std::endl; };
   const ModelSpec spec = training_spec(options);
-  SessionOptions session = train_settings(options, 0, say);
-  const Profile profile = profile_of(spec, session, options.refresh_profile, measure, say);
-  if (options.device_memory == 0) session.device_memory += profile.model.device_fixed;  // as train adds it
-  const UpdateChoice updates = choose_updates(spec, session, profile.machine, profile.model);
-  session.deferred_share = updates.deferred_share;
-  session.device_update_share = updates.device_share;
-  const SessionPlan plan = plan_session(spec, session, profile.model.needs(spec));
-  prove(plan, /*train=*/true);
-  const Prediction prediction = predict(plan, rates_of(spec, plan, profile.machine, profile.model));
+  Planning planning(options, spec, measure, say);
+  Json shapes = Json::array();
+  const Planned planned =
+      options.tokens_per_step != 0 ? planning.fastest(options.tokens_per_step, shapes) : planning.as_given();
+  prove(planned.plan, /*train=*/true);
   if (!options.trace.empty()) {
-    const swap::NamedTimeline predicted[] = {{"predicted", prediction.records}};
+    const swap::NamedTimeline predicted[] = {{"predicted", planned.prediction.records}};
     throw_if(swap::write_trace(options.trace, predicted));
   }
-  nlohmann::ordered_json report = plan_json({.options = options,
-                                             .spec = spec,
-                                             .session = session,
-                                             .plan = plan,
-                                             .machine = profile.machine,
-                                             .model = profile.model,
-                                             .prediction = prediction,
-                                             .step_seconds_unclipped = step_seconds_unclipped(spec, session, profile),
-                                             .step_seconds_plain = updates.step_seconds_plain});
-  const std::uint64_t needed = report["storage"]["bytes"], free = free_on(session.storage);
+  Json report = plan_json({.options = options,
+                           .spec = spec,
+                           .session = planned.session,
+                           .plan = planned.plan,
+                           .profile = planned.profile,
+                           .prediction = planned.prediction,
+                           .placement = planned.placement,
+                           .step_seconds_unclipped = step_seconds_unclipped(spec, planned.session, planned.profile)});
+  report["step_shapes"] = shapes;
+  const std::uint64_t needed = report["storage"]["bytes"], free = free_on(planned.session.storage);
   report["storage"]["free"] = free;
   std::cout << (options.json ? report.dump() + "\n" : plan_text(report)) << std::flush;
   if (needed > free)

@@ -1,11 +1,8 @@
 #include "runtime/plan_report.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
-#include "runtime/machine.h"
 #include "swap/store.h"
 
 namespace tierflow {
@@ -81,16 +78,17 @@ double share(const std::vector<bool>& resident, const swap::Layout& layout) {
 std::uint64_t kept_carries(const SessionPlan& plan) {
   std::uint64_t bytes = 0;
   for (std::size_t stage = 1; stage + 1 < plan.layout->stages().size(); ++stage)
-    if (!plan.arrangement.carry_on_host[stage])
+    if (!plan.arrangement.input_leaves[stage])
       bytes += plan.layout->stages()[stage].carry_bytes * plan.arrangement.micro_batches;
   return bytes;
 }
 
-// Of the stages that keep theirs.
+// Of the items that keep theirs.
 std::uint64_t kept_activations(const SessionPlan& plan, const ComputeNeeds& needs) {
+  const swap::Arrangement& at = plan.arrangement;
   std::uint64_t bytes = 0;
-  for (std::size_t stage = 0; stage < plan.arrangement.keeps.size(); ++stage)
-    if (plan.arrangement.keeps[stage]) bytes += needs.activation_bytes[stage] * plan.arrangement.micro_batches;
+  for (int item = 0; item < at.items(); ++item)
+    if (at.activations[item] == swap::Activations::keep) bytes += needs.activation_bytes[item / at.micro_batches];
   return bytes;
 }
 
@@ -119,7 +117,26 @@ Json updates_json(const PlannedRun& run) {
           {"device_share", share(run.plan.device_updated_parameters)},
           {"gradients_in_memory", waiting.in_memory},
           {"gradients_on_storage", waiting.on_storage},
-          {"step_s_plain", run.step_seconds_plain}};
+          {"step_s_plain", run.placement.step_seconds_plain_updates}};
+}
+
+// What becomes of the activations of each micro-batch in each stage between the first and the last.
+Json activations_json(const PlannedRun& run) {
+  const swap::Arrangement& at = run.plan.arrangement;
+  int kept = 0, host = 0, storage = 0, again = 0;
+  for (int item = at.micro_batches; item < at.items() - at.micro_batches; ++item)
+    ++(at.activations[item] == swap::Activations::keep        ? kept
+       : at.activations[item] == swap::Activations::recompute ? again
+       : at.saved_on_storage[item]                            ? storage
+                                                              : host);
+  return {{"kept", kept},
+          {"swapped_to_host", host},
+          {"swapped_to_storage", storage},
+          {"recomputed", again},
+          {"layers_whose_input_leaves", std::count(at.input_leaves.begin(), at.input_leaves.end(), true)},
+          {"bytes_to_host", at.saved_on_host(*run.plan.layout)},
+          {"bytes_to_storage", run.plan.writes.activations},
+          {"step_s_without_swapping", run.placement.step_seconds_without_swaps}};
 }
 
 Json storage_json(const PlannedRun& run) {
@@ -193,28 +210,14 @@ Json machine_json(const MachineProfile& machine) {
           {"device_update", machine.device_update}};
 }
 
-std::string count(double n) {
-  return n >= 1e9 ? fmt::format("{:.2f}B", n / 1e9) : n >= 1e6 ? fmt::format("{:.1f}M", n / 1e6) : fmt::format("{}", n);
-}
-
-std::string size(const Json& bytes) {
-  return human_bytes(bytes.get<std::uint64_t>());
-}
-
-std::string seconds(double s) {
-  return s >= 100 ? fmt::format("{:.0f} s", s)
-         : s >= 1 ? fmt::format("{:.2f} s", s)
-                  : fmt::format("{:.0f} ms", s * 1e3);
-}
-
 }  // namespace
 
 PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& session, const ModelSpec& spec,
                                  const ModelProfile& model) {
   PredictedMemory memory;
   const ComputeNeeds needs = model.needs(spec);
-  memory.device = plan.arrangement.device_bytes() + model.device_fixed +
-                  needs.expected(plan.arrangement.micro_batches) + kept_carries(plan) + kept_activations(plan, needs);
+  memory.device = plan.arrangement.device_bytes() + model.device_fixed + needs.expected(plan.arrangement) +
+                  kept_carries(plan) + kept_activations(plan, needs);
   memory.device =
       std::min(memory.device, session.device_memory);  // torch gives back what it keeps before it takes more
   memory.host = plan.arrangement.host_bytes(*plan.layout);
@@ -230,8 +233,9 @@ Json plan_json(const PlannedRun& run) {
     tiles += stage.kind == StageKind::head_tile ? 1 : 0;
     halves += stage.kind == StageKind::attention ? 1 : 0;
   }
-  const PredictedMemory memory = predicted_memory(run.plan, run.session, run.spec, run.model);
-  const double written = 1e-12 * static_cast<double>(run.plan.writes.update + run.plan.writes.gradients);
+  const PredictedMemory memory = predicted_memory(run.plan, run.session, run.spec, run.profile.model);
+  const double written =
+      1e-12 * static_cast<double>(run.plan.writes.update + run.plan.writes.activations + run.plan.writes.gradients);
   std::vector<std::string> folders;
   for (const auto& folder : run.session.storage) folders.push_back(folder.string());
   Json storage = storage_json(run);
@@ -255,7 +259,7 @@ Json plan_json(const PlannedRun& run) {
             {"used", at.host_bytes(layout)},
             {"buffers", at.buffer_bytes(layout)},
             {"resident", at.resident_bytes(layout)},
-            {"activations", at.carry_bytes(layout)},
+            {"activations", at.saved_on_host(layout)},
             {"weights_resident", share(at.hi_resident, layout)},
             {"state_resident", share(at.state_resident, layout)},
             {"gradients_resident", at.staged ? share(at.gradient_resident, layout) : 0.0}}},
@@ -264,103 +268,18 @@ Json plan_json(const PlannedRun& run) {
             {"budget", run.session.device_memory},
             {"weights", at.weight_ring},
             {"gradients", at.gradient_ring + at.held_gradients},
-            {"activations", kept_carries(run.plan) + at.carry_slots * at.carry_slot_bytes +
-                                kept_activations(run.plan, run.model.needs(run.spec))},
-            {"layers_keeping", std::count(at.keeps.begin(), at.keeps.end(), true)},
-            {"layers_on_host", std::count(at.carry_on_host.begin(), at.carry_on_host.end(), true)},
+            {"activations", kept_carries(run.plan) + at.slots * at.slot_bytes +
+                                kept_activations(run.plan, run.profile.model.needs(run.spec))},
             {"workspace", run.plan.workspace}}},
+          {"activations", activations_json(run)},
           {"clip", clip_json(run)},
           {"updates", updates_json(run)},
           {"step", step_json(run)},
           {"wear",
            {{"tb_written_per_step", written}, {"tb_written_per_day", written * 86400 / run.prediction.step_seconds}}},
           {"memory", {{"device_peak", memory.device}, {"host", memory.host}, {"process_peak", memory.process}}},
-          {"machine", machine_json(run.machine)},
+          {"machine", machine_json(run.profile.machine)},
           {"checked", true}};
-}
-
-std::string plan_text(const Json& plan) {
-  std::string text;
-  const auto row = [&](const char* name, const std::string& value) { text += fmt::format("{:<10} {}\n", name, value); };
-  const Json &model = plan["model"], &precision = plan["precision"], &storage = plan["storage"], &host = plan["host"],
-             &device = plan["device"], &clip = plan["clip"], &step = plan["step"], &memory = plan["memory"];
-  std::string cut;
-  if (model["vocabulary_tiles"] != 1)
-    cut += fmt::format(", the vocabulary in {} tiles", model["vocabulary_tiles"].get<int>());
-  if (model["blocks_in_halves"] != 0) cut += ", blocks in halves";
-  row("model", fmt::format("{}, {} parameters, {} units in {} stages{}", model["architecture"].get<std::string>(),
-                           count(model["parameters"]), model["units"].get<int>(), model["stages"].get<int>(), cut));
-  row("precision", precision["policy"].get<std::string>());
-  for (const Json& layers : precision["layers"])
-    row("", fmt::format("{:<20} {:>4} {:>9}  {:<20} {:>10}", layers["layers"].get<std::string>(),
-                        layers["units"].get<int>(), count(layers["parameters"]), layers["precision"].get<std::string>(),
-                        size(layers["bytes"])));
-  if (precision["moments_32"]["parameters"] != 0)
-    row("", fmt::format("32-bit moments of {} parameters take {} more than 8-bit ones",
-                        count(precision["moments_32"]["parameters"]), size(precision["moments_32"]["extra_bytes"])));
-  if (storage["bytes"] == 0)
-    row("storage", "nothing: all state is resident");
-  else
-    row("storage", fmt::format("{}, {:.2f} bytes a parameter, {} generation: {} weights, {} state, {} staged gradients",
-                               size(storage["bytes"]), storage["bytes_per_parameter"].get<double>(),
-                               storage["generations"].get<int>(), size(storage["weights"]), size(storage["state"]),
-                               size(storage["staged_gradients"])));
-  const auto percent = [](const Json& part) { return fmt::format("{:.0f}%", 100 * part.get<double>()); };
-  row("host",
-      fmt::format(
-          "{} of {}: {} buffers, {} resident ({} of the weights, {} of the state{}), {} activations",
-          size(host["used"]), size(host["budget"]), size(host["buffers"]), size(host["resident"]),
-          percent(host["weights_resident"]), percent(host["state_resident"]),
-          clip["staged"].get<bool>() ? ", " + percent(host["gradients_resident"]) + " of the staged gradients" : "",
-          size(host["activations"])));
-  row("device",
-      fmt::format("{} of {} on {}: {} weights, {} gradients, {} activations, {} workspace", size(memory["device_peak"]),
-                  size(device["budget"]), device["name"].get<std::string>(), size(device["weights"]),
-                  size(device["gradients"]), size(device["activations"]), size(device["workspace"])));
-  row("", fmt::format("{} of {} stages keep their activations, the others compute them again",
-                      device["layers_keeping"].get<int>(), model["stages"].get<int>()));
-  row("memory", fmt::format("the process {} at most", size(memory["process_peak"])));
-  const double step_s = step["step_s"];
-  row("step", fmt::format("{} tokens in {}: {:.0f} tokens/s, limited by {}", step["tokens"].get<std::int64_t>(),
-                          seconds(step_s), step["tokens_per_s"].get<double>(), step["limit"].get<std::string>()));
-  for (const auto& [lane, of] : step["lanes"].items())
-    row("", lane == "compute" ? fmt::format("{:<10} {:>10} {:>10} {:>5.0f}%", lane, "", seconds(of["busy_s"]),
-                                            100 * of["busy_s"].get<double>() / step_s)
-                              : fmt::format("{:<10} {:>10} {:>10} {:>5.0f}%", lane, size(of["bytes"]),
-                                            seconds(of["busy_s"]), 100 * of["busy_s"].get<double>() / step_s));
-  std::string causes;
-  for (const auto& [cause, waited] : step["stalls"].items())
-    causes += fmt::format("{}{} for {}", causes.empty() ? ": " : ", ", seconds(waited), cause);
-  row("", fmt::format("compute waits {}{}", seconds(step["compute_waits_s"]), causes));
-  const auto without = [&] {
-    return clip["step_s_without"].is_null()
-               ? std::string()
-               : fmt::format("; with --clip none a step takes {}", seconds(clip["step_s_without"]));
-  };
-  if (clip["staged"].get<bool>())
-    row("clip", fmt::format("gradients wait for the norm: {} in RAM, {} on storage, written and read again{}",
-                            size(clip["gradients_in_memory"]), size(clip["gradients_on_storage"]), without()));
-  else
-    row("clip", "none: no update waits for a norm");
-  const Json& updates = plan["updates"];
-  const bool staged = clip["staged"].get<bool>(), deferred = !staged && updates["deferred_share"] != 0,
-             on_device = updates["device_share"] != 0;
-  std::string when;
-  if (deferred)
-    when = fmt::format("{} of them wait for the next forward, with {} of gradients in RAM and {} on storage; ",
-                       percent(updates["deferred_share"]), size(updates["gradients_in_memory"]),
-                       size(updates["gradients_on_storage"]));
-  if (on_device) when += fmt::format("{} of them run on the device; ", percent(updates["device_share"]));
-  if (!when.empty())
-    row("updates", when + fmt::format("otherwise a step takes {}", seconds(updates["step_s_plain"])));
-  else if (!staged)
-    row("updates", "all run beside the backward; letting some wait for the next forward gains nothing");
-  if (storage["bytes"] != 0)
-    row("wear",
-        fmt::format("{:.3g} TB written a step, {:.3g} TB a day", plan["wear"]["tb_written_per_step"].get<double>(),
-                    plan["wear"]["tb_written_per_day"].get<double>()));
-  row("checked", "every read finds what it is for, every parameter is updated once, nothing can deadlock");
-  return text;
 }
 
 }  // namespace tierflow

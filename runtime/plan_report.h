@@ -14,11 +14,10 @@ struct PlannedRun {
   const ModelSpec& spec;
   const SessionOptions& session;
   const SessionPlan& plan;
-  const MachineProfile& machine;
-  const ModelProfile& model;
+  const Profile& profile;
   const Prediction& prediction;
+  const Placement& placement;
   std::optional<double> step_seconds_unclipped;  // of the same run with --clip none, where it clips and that works
-  double step_seconds_plain = 0;                 // with no update deferred that need not be, and none on the device
 };
 
 // The most memory that the run is expected to use.

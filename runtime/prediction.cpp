@@ -2,16 +2,16 @@
 
 #include <algorithm>
 
+#include "runtime/exception.h"
 #include "swap/planner.h"
 
 namespace tierflow {
 
-swap::Rates rates_of(const ModelSpec& spec, const SessionPlan& plan, const MachineProfile& machine,
-                     const ModelProfile& model) {
-  return {.machine = machine.rates,
-          .update = machine.update,
-          .device_update = machine.device_update,
-          .stages = model.seconds(spec, plan.arrangement.keeps)};
+swap::Rates rates_of(const ModelSpec& spec, const Profile& profile) {
+  return {.machine = profile.machine.rates,
+          .update = profile.machine.update,
+          .device_update = profile.machine.device_update,
+          .stages = profile.model.seconds(spec)};
 }
 
 Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps) {
@@ -38,31 +38,93 @@ Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps)
   return prediction;
 }
 
-UpdateChoice choose_updates(const ModelSpec& spec, SessionOptions options, const MachineProfile& machine,
-                            const ModelProfile& model) {
+namespace {
+
+// Tries settings of `options` one after the other and leaves it with the fastest.
+class Search {
+ public:
+  Search(const ModelSpec& spec, SessionOptions& options, const Profile& profile)
+      : options_(options), spec_(spec), needs_(profile.model.needs(spec)), rates_(rates_of(spec, profile)) {
+    const SessionPlan plan = plan_session(spec, options, needs_);
+    arrangement = plan.arrangement;
+    prediction = predict(plan, rates_);
+  }
+
+  // Sets what `settings` does where the step is then shorter than `worthwhile` of the shortest so far.
+  template <class Settings>
+  void attempt(double worthwhile, Settings settings) {
+    const SessionOptions before = options_;
+    settings(options_);
+    try {
+      const SessionPlan plan = plan_session(spec_, options_, needs_);
+      Prediction tried = predict(plan, rates_);
+      if (tried.step_seconds < worthwhile * prediction.step_seconds) {
+        arrangement = plan.arrangement;
+        prediction = std::move(tried);
+        return;
+      }
+    } catch (const Exception&) {
+      // It takes more memory than there is.
+    }
+    options_ = before;
+  }
+
+  swap::Arrangement arrangement;
+  Prediction prediction;
+
+ private:
+  SessionOptions& options_;
+  const ModelSpec& spec_;
+  const ComputeNeeds needs_;
+  const swap::Rates rates_;
+};
+
+void choose_swaps(const SessionOptions& options, Search& search) {
+  constexpr int kShares = 4;
+  constexpr double kWorthwhile = 0.99;
+  const swap::Arrangement at = search.arrangement;
+  int computed_again = 0;
+  for (int item = 0; item < at.items(); ++item)
+    if (at.activations[item] == swap::Activations::recompute && at.swapped_bytes[item / at.micro_batches] != 0)
+      ++computed_again;
+  if (computed_again == 0) return;
+  // The last share is all there are: the slots take memory in which activations were kept.
+  const auto share = [&](int of) { return of == kShares ? at.items() : computed_again * of / kShares; };
+  for (int of = 1; of <= kShares; ++of)
+    search.attempt(kWorthwhile, [&](SessionOptions& tried) { tried.swap_to_host = share(of); });
+  for (int of = 1; of <= kShares && !options.storage.empty(); ++of)
+    search.attempt(kWorthwhile, [&](SessionOptions& tried) { tried.swap_to_storage = share(of); });
+}
+
+void choose_updates(const SessionOptions& options, const Profile& profile, Search& search) {
   constexpr double kWorthwhile = 0.98;
-  const auto predicted = [&](double deferred, double on_device) {
-    options.deferred_share = deferred;
-    options.device_update_share = on_device;
-    const SessionPlan plan = plan_session(spec, options, model.needs(spec));
-    return predict(plan, rates_of(spec, plan, machine, model));
-  };
-  const Prediction plain = predicted(0, 0);
-  UpdateChoice choice{.step_seconds = plain.step_seconds, .step_seconds_plain = plain.step_seconds};
-  const double computing = plain.step.busy_seconds[static_cast<int>(swap::Lane::compute)];
-  if (computing > kWorthwhile * plain.step_seconds) return choice;
+  const double computing = search.prediction.step.busy_seconds[static_cast<int>(swap::Lane::compute)];
+  if (computing > kWorthwhile * search.prediction.step_seconds) return;
   const std::vector<double> deferred = options.clip ? std::vector{0.0} : std::vector{0.0, 0.25, 0.5, 0.75, 1.0},
-                            on_device = machine.device_update.empty() ? std::vector{0.0} : std::vector{0.0, 0.5, 1.0};
+                            on_device =
+                                profile.machine.device_update.empty() ? std::vector{0.0} : std::vector{0.0, 0.5, 1.0};
   for (const double device_share : on_device)
     for (const double deferred_share : deferred) {
-      if (deferred_share == 0 && device_share == 0) continue;
-      const double seconds = predicted(deferred_share, device_share).step_seconds;
-      if (seconds >= kWorthwhile * choice.step_seconds) continue;
-      choice.deferred_share = deferred_share;
-      choice.device_share = device_share;
-      choice.step_seconds = seconds;
+      if (device_share == 0 && deferred_share == 0) continue;
+      search.attempt(kWorthwhile, [&](SessionOptions& tried) {
+        tried.deferred_share = deferred_share;
+        tried.device_update_share = device_share;
+      });
     }
-  return choice;
+}
+
+}  // namespace
+
+Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const Profile& profile) {
+  options.swap_to_host = options.swap_to_storage = 0;
+  options.deferred_share = options.device_update_share = 0;
+  Search search(spec, options, profile);
+  Placement placement{.step_seconds_without_swaps = search.prediction.step_seconds};
+  choose_swaps(options, search);
+  placement.step_seconds_plain_updates = search.prediction.step_seconds;
+  choose_updates(options, profile, search);
+  placement.step_seconds = search.prediction.step_seconds;
+  return placement;
 }
 
 }  // namespace tierflow

@@ -10,8 +10,7 @@
 
 namespace tierflow {
 
-swap::Rates rates_of(const ModelSpec& spec, const SessionPlan& plan, const MachineProfile& machine,
-                     const ModelProfile& model);
+swap::Rates rates_of(const ModelSpec& spec, const Profile& profile);
 
 struct Prediction {
   double step_seconds = 0;                          // of a step in the middle of a run
@@ -20,16 +19,17 @@ struct Prediction {
   std::vector<swap::TaskRecord> records;            // of the run's first `steps`
 };
 
-// When and where to update, and a step's time with that and with all updates at once (where nothing clips) on the CPU.
-struct UpdateChoice {
-  double deferred_share = 0, device_share = 0;  // SessionOptions::deferred_share, device_update_share
-  double step_seconds = 0, step_seconds_plain = 0;
+// What a session may do without changing a bit, and what that gains: see SessionOptions.
+struct Placement {
+  double step_seconds = 0;                // with all of it
+  double step_seconds_without_swaps = 0;  // nothing swapped, no update deferred that need not be, none on the device
+  double step_seconds_plain_updates = 0;  // swapped as with all of it, updates as without
 };
-// The fastest of a few shares on the simulator's clock. A larger one, which costs traffic and room, has to gain a
-// fiftieth. Nothing is updated on a device whose rate was not measured. The shares in `options` do not matter. Throws
-// Exception where the budgets are too small.
-UpdateChoice choose_updates(const ModelSpec& spec, SessionOptions options, const MachineProfile& machine,
-                            const ModelProfile& model);
+// Sets how many micro-batches of blocks swap their activations, then, without clipping, which share of the updates is
+// deferred, and which runs on the device, where its rate was measured: the fastest of a few on the simulator's clock. A
+// swap has to gain a hundredth of a step's time, the others a fiftieth, for they cost traffic and room. What `options`
+// had of them does not matter. Throws Exception where the budgets are too small.
+Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const Profile& profile);
 
 // The first `steps` steps of a run (at least 2), the last of which counts.
 Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps = 4);

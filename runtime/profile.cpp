@@ -155,11 +155,15 @@ Json to_json(const ModelProfile& profile) {
                     {"activation_bytes", stage.activation_bytes},
                     {"forward", stage.seconds.forward},
                     {"backward", stage.seconds.backward},
-                    {"forward_keeping", stage.keeping.forward},
-                    {"backward_kept", stage.keeping.backward},
+                    {"swapped_bytes", stage.swapped_bytes},
+                    {"forward_keeping", stage.seconds.forward_keeping},
+                    {"backward_kept", stage.seconds.backward_kept},
+                    {"forward_swapping", stage.seconds.forward_swapping},
+                    {"backward_swapped", stage.seconds.backward_swapped},
                     {"head", stage.seconds.head}};
   return {{"stages", stages},
           {"stage_peak", profile.stage_peak},
+          {"keeping_peak", profile.keeping_peak},
           {"micro_batch_bytes", profile.micro_batch_bytes},
           {"device_fixed", profile.device_fixed},
           {"held_peak", profile.held_peak},
@@ -176,13 +180,18 @@ ModelProfile model_from(const Json& json, const std::string& where) {
     profile.stages[name] = {
         .carry_bytes = static_cast<std::uint64_t>(of.integer("carry_bytes", 0, kMostBytes)),
         .activation_bytes = static_cast<std::uint64_t>(of.integer("activation_bytes", 0, kMostBytes)),
-        .seconds = {
-            .forward = forward, .backward = needed(of, "backward"), .head = needed(of, "head"), .evaluate = forward}};
-    profile.stages[name].keeping = profile.stages[name].seconds;
-    profile.stages[name].keeping.forward = needed(of, "forward_keeping");
-    profile.stages[name].keeping.backward = needed(of, "backward_kept");
+        .swapped_bytes = static_cast<std::uint64_t>(of.integer("swapped_bytes", 0, kMostBytes)),
+        .seconds = {.forward = forward,
+                    .backward = needed(of, "backward"),
+                    .head = needed(of, "head"),
+                    .evaluate = forward,
+                    .forward_keeping = needed(of, "forward_keeping"),
+                    .backward_kept = needed(of, "backward_kept"),
+                    .forward_swapping = needed(of, "forward_swapping"),
+                    .backward_swapped = needed(of, "backward_swapped")}};
   }
   profile.stage_peak = static_cast<std::uint64_t>(fields.integer("stage_peak", 0, kMostBytes));
+  profile.keeping_peak = static_cast<std::uint64_t>(fields.integer("keeping_peak", 0, kMostBytes));
   profile.micro_batch_bytes = static_cast<std::uint64_t>(fields.integer("micro_batch_bytes", 0, kMostBytes));
   profile.device_fixed = static_cast<std::uint64_t>(fields.integer("device_fixed", 0, kMostBytes));
   profile.held_peak = static_cast<std::uint64_t>(fields.integer("held_peak", 0, kMostBytes));
@@ -199,7 +208,8 @@ bool ModelProfile::covers(const ModelSpec& spec) const {
 }
 
 ComputeNeeds ModelProfile::needs(const ModelSpec& spec) const {
-  ComputeNeeds needs{.stage_peak = stage_peak,
+  ComputeNeeds needs{.keeping_peak = keeping_peak,
+                     .stage_peak = stage_peak,
                      .micro_batch_bytes = micro_batch_bytes,
                      .device_fixed = device_fixed,
                      .held_peak = held_peak};
@@ -207,14 +217,15 @@ ComputeNeeds ModelProfile::needs(const ModelSpec& spec) const {
     needs.carry_bytes.push_back(stages.at(stage_class(spec, stage)).carry_bytes);
   for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
     needs.activation_bytes.push_back(stages.at(stage_class(spec, stage)).activation_bytes);
+  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
+    needs.swapped_bytes.push_back(stages.at(stage_class(spec, stage)).swapped_bytes);
   return needs;
 }
 
-std::vector<swap::StageSeconds> ModelProfile::seconds(const ModelSpec& spec, const std::vector<bool>& keeps) const {
+std::vector<swap::StageSeconds> ModelProfile::seconds(const ModelSpec& spec) const {
   std::vector<swap::StageSeconds> all;
   for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
-    all.push_back(keeps.at(stage) ? stages.at(stage_class(spec, stage)).keeping
-                                  : stages.at(stage_class(spec, stage)).seconds);
+    all.push_back(stages.at(stage_class(spec, stage)).seconds);
   return all;
 }
 

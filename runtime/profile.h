@@ -28,19 +28,23 @@ struct MachineProfile {
 // Of one micro-batch in the stages of a model, whatever its depth.
 struct ModelProfile {
   struct Stage {
-    std::uint64_t carry_bytes = 0, activation_bytes = 0;
+    std::uint64_t carry_bytes = 0, activation_bytes = 0, swapped_bytes = 0;
     swap::StageSeconds seconds;
-    swap::StageSeconds keeping;  // where it keeps its activations
   };
-  std::map<std::string, Stage> stages;                                                   // by stage_class()
-  std::uint64_t stage_peak = 0, micro_batch_bytes = 0, device_fixed = 0, held_peak = 0;  // as in ComputeNeeds
+  std::map<std::string, Stage> stages;  // by stage_class()
+  // As in ComputeNeeds.
+  std::uint64_t stage_peak = 0, keeping_peak = 0, micro_batch_bytes = 0, device_fixed = 0, held_peak = 0;
   std::uint64_t process_bytes = 0;  // resident besides budgets: the program and LibTorch
 
   bool covers(const ModelSpec& spec) const;
   // Of a model that it covers.
   ComputeNeeds needs(const ModelSpec& spec) const;
-  // keeps: by stage.
-  std::vector<swap::StageSeconds> seconds(const ModelSpec& spec, const std::vector<bool>& keeps) const;
+  std::vector<swap::StageSeconds> seconds(const ModelSpec& spec) const;  // by stage
+};
+
+struct Profile {
+  MachineProfile machine;
+  ModelProfile model;
 };
 
 // The files, one for a machine and one for a model on it, in $XDG_CACHE_HOME/tierflow or ~/.cache/tierflow. A file is

@@ -227,14 +227,15 @@ ModelProfile measure_model(const ModelSpec& spec, const SessionOptions& options,
     const ProbedModel probed = StageProbe(*model, memory, cuda ? torch::kCUDA : torch::kCPU, device.get())
                                    .measure(options.micro_batch, options.sequence_length, /*train=*/true);
     profile.stage_peak = probed.needs.stage_peak;
+    profile.keeping_peak = probed.needs.keeping_peak;
     profile.device_fixed = probed.needs.device_fixed;
     profile.held_peak = probed.needs.held_peak;
     profile.micro_batch_bytes = probed.needs.micro_batch_bytes;
     for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
       profile.stages[stage_class(spec, stage)] = {.carry_bytes = probed.needs.carry_bytes[stage],
                                                   .activation_bytes = probed.needs.activation_bytes[stage],
-                                                  .seconds = probed.seconds[stage],
-                                                  .keeping = probed.keeping[stage]};
+                                                  .swapped_bytes = probed.needs.swapped_bytes[stage],
+                                                  .seconds = probed.seconds[stage]};
   }
   memory.release_kept();
   profile.process_bytes = resident_set() - std::min(resident_set(), cuda ? 0 : memory.stats().held);

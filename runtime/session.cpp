@@ -109,7 +109,8 @@ std::uint64_t Session::bytes_written_after_next_step() const {
 std::uint64_t Session::Impl::writes_of_next_step() const {
   // The deferred updates of the step before, if they wait, then this step's gradients and, before anything leaves the
   // session, all of its own updates.
-  return (pending ? plan.writes.deferred : 0) + plan.writes.update + plan.writes.gradients + plan.writes.commit;
+  return (pending ? plan.writes.deferred : 0) + plan.writes.update + plan.writes.activations + plan.writes.gradients +
+         plan.writes.commit;
 }
 
 StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
@@ -289,14 +290,6 @@ void Session::Impl::seed_random(int stage, int micro_batch) const {
        {static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(micro_batch), static_cast<std::uint64_t>(stage)})
     key = mix(key ^ (part + 0x9e3779b97f4a7c15ULL));
   torch::manual_seed(key);
-}
-
-Carry Session::Impl::carry_in_slot(int stage, std::byte* slot) const {
-  Carry carry;
-  for (const TensorShape& shape : carry_shapes[stage])
-    carry.push_back(torch::from_blob(slot + shape.offset, shape.shape,
-                                     torch::TensorOptions().dtype(shape.dtype).device(torch_device)));
-  return carry;
 }
 
 }  // namespace tierflow

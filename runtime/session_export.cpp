@@ -155,13 +155,16 @@ std::string Session::describe() const {
     return std::to_string(all == 0 ? 0 : kept * 100 / all) + "%";
   };
   const std::size_t on_host =
-      std::count(impl.plan.arrangement.carry_on_host.begin(), impl.plan.arrangement.carry_on_host.end(), true);
-  const auto keeping = std::count(impl.plan.arrangement.keeps.begin(), impl.plan.arrangement.keeps.end(), true);
+      std::count(impl.plan.arrangement.input_leaves.begin(), impl.plan.arrangement.input_leaves.end(), true);
+  const auto& activations = impl.plan.arrangement.activations;
+  const auto keeping = std::count(activations.begin(), activations.end(), swap::Activations::keep);
+  const auto swapping = std::count(activations.begin(), activations.end(), swap::Activations::swap);
   std::string text =
       std::to_string(parameters() / 1000000) + "M parameters, " + precision_name(impl.options.precision) +
       "; device: " + mib(impl.plan.arrangement.device_bytes()) + " of slots and " + mib(impl.plan.workspace) +
       " of workspace in " + mib(impl.options.device_memory) +
-      (keeping == 0 ? "" : ", " + std::to_string(keeping) + " layers keep their activations") +
+      (keeping == 0 ? "" : ", " + std::to_string(keeping) + " layers' micro-batches keep their activations") +
+      (swapping == 0 ? "" : ", " + std::to_string(swapping) + " swap theirs") +
       "; host: " + mib(impl.plan.arrangement.host_bytes(*impl.plan.layout)) + " of " + mib(impl.options.host_memory) +
       ", in it " + share(impl.plan.arrangement.hi_resident) + " of the weights";
   if (impl.options.train) text += ", " + share(impl.plan.arrangement.state_resident) + " of the optimizer state";

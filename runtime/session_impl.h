@@ -6,6 +6,7 @@
 #include "runtime/optimizer_work.h"
 #include "runtime/session.h"
 #include "runtime/stage_probe.h"
+#include "runtime/tensor_slot.h"
 #include "swap/planner.h"
 
 namespace tierflow {
@@ -36,10 +37,10 @@ struct Session::Impl {
   std::vector<Shared> share(const std::vector<MicroBatch>& batches) const;
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
   void seed_random(int stage, int micro_batch) const;
-  Carry carry_in_slot(int stage, std::byte* slot) const;
 
   // session_passes.cpp
   void compute(bool repeatable, const std::function<void()>& work);
+  std::byte* activations_in(std::byte* slot, int stage) const;
   bool starts_afresh(const swap::Entered& entered, int micro_batch) const;
   void forward_all(const std::vector<Shared>& shared, swap::Pass pass);
   void head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work);
@@ -56,13 +57,16 @@ struct Session::Impl {
   std::unique_ptr<swap::Store> store;
   UpdateThreads threads;
   std::unique_ptr<swap::Planner> planner;
-  std::unique_ptr<swap::Executor> executor;            // last: drains before the rest goes
-  std::vector<std::vector<TensorShape>> carry_shapes;  // by stage: of its input
+  std::unique_ptr<swap::Executor> executor;  // last: drains before the rest goes
 
   std::vector<Carry> carries;             // by micro-batch: input of the stage at hand, then its gradient
   std::vector<std::vector<Carry>> saved;  // by stage and micro-batch, where they stay on the device
-  // By stage and micro-batch: activations of stages that keep theirs.
+  // By stage and micro-batch: activations that stay on the device, and what lies in the slot of those that do not.
   std::map<std::pair<int, int>, std::unique_ptr<KeptActivations>> kept;
+  struct Saved {
+    std::vector<TensorShape> input, activations;
+  };
+  std::map<std::pair<int, int>, Saved> in_slot;
   std::int64_t steps = 0, skipped = 0;
   bool pending = false;  // deferred gradients wait for their update
   std::int64_t pending_step = 0, updates_done = 0;

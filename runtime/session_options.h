@@ -27,14 +27,17 @@ struct SessionOptions {
   Precision precision = Precision::fp32_master_adam8;
   std::optional<double> clip = 1.0;  // global gradient norm; none: updates run beside the backward
   // Without clip: the share of the updates that waits for the next forward, each ahead of its own layer's. Changes no
-  // bit; choose_updates() finds the fastest.
+  // bit; choose_placement() finds the fastest.
   double deferred_share = 0;
   // The share of the units whose updates run on the device, as far as it has room. Changes no bit either.
   double device_update_share = 0;
   std::int64_t micro_batch = 1;  // sequences in a micro-batch
   int micro_batches = 1;         // in a step
   std::int64_t sequence_length = 512;
-  std::uint64_t seed = 0;            // of dropout and stochastic rounding
+  std::uint64_t seed = 0;  // of dropout and stochastic rounding
+  // Of how many micro-batches of blocks the activations are swapped, to the host and to storage, instead of computed
+  // again. Changes no bit; choose_placement() finds the fastest.
+  int swap_to_host = 0, swap_to_storage = 0;
   int update_threads = 0;            // 0: as many as torch uses
   bool keep_store = false;           // the state outlives the session in `storage`: see commit() and export_store()
   bool train = true;                 // false: evaluate() and export alone

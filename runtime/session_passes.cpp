@@ -40,12 +40,18 @@ void Session::Impl::compute(bool repeatable, const std::function<void()>& work) 
         carries.assign(carries.size(), {});
         saved.assign(saved.size(), std::vector<Carry>(carries.size()));
         kept.clear();
+        in_slot.clear();
       } else {
         ++computed_again;
       }
     }
     torch_memory.release_kept();
   }
+}
+
+// Behind the stage's input, where that lies in the slot too.
+std::byte* Session::Impl::activations_in(std::byte* slot, int stage) const {
+  return slot + (plan.arrangement.input_leaves[stage] ? plan.layout->stages()[stage].carry_bytes : 0);
 }
 
 // Every stage but the last, layer-major: all micro-batches pass a stage before the next one.
@@ -55,27 +61,33 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
   carries.assign(shared.size(), {});
   saved.assign(last, std::vector<Carry>(train ? shared.size() : 0));
   kept.clear();
+  in_slot.clear();
   for (int stage = 0; stage < last; ++stage)
     for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
       const swap::Entered entered = enter(stage, pass, micro_batch);
       Carry& carry = carries[micro_batch];
-      bool keep = train && plan.arrangement.keeps[stage];
+      swap::Activations activations = entered.activations;
       compute(true, [&] {
-        if (entered.carry != nullptr) {
-          Carry slot = carry_in_slot(stage, entered.carry);
-          for (std::size_t i = 0; i < slot.size(); ++i) slot[i].copy_(carry[i]);
+        Saved* slot = entered.slot != nullptr ? &in_slot[{stage, micro_batch}] : nullptr;
+        if (plan.arrangement.input_leaves[stage] && slot != nullptr) {
+          slot->input = copy_to_slot(entered.slot, carry);
         } else if (train && stage > 0 && model->spec().stages[stage].backward_needs_input) {
           saved[stage][micro_batch] = carry;
         }
         if (train) seed_random(stage, micro_batch);
         // Where what it keeps does not fit after all, a second run does without.
-        if (std::exchange(keep, false)) {
-          Carry through = carry;  // a second run starts from the same input
-          kept[{stage, micro_batch}] = model->forward_keeping(stage, weights_of(entered), through, shared[micro_batch]);
-          carry = std::move(through);
-        } else {
+        const swap::Activations these = std::exchange(activations, swap::Activations::recompute);
+        if (these == swap::Activations::recompute) {
           carry = model->forward(stage, weights_of(entered), carry, shared[micro_batch], train);
+          return;
         }
+        Carry through = carry;  // a second run starts from the same input
+        auto made = model->forward_keeping(stage, weights_of(entered), through, shared[micro_batch]);
+        if (these == swap::Activations::keep)
+          kept[{stage, micro_batch}] = std::move(made);
+        else
+          slot->activations = copy_to_slot(activations_in(entered.slot, stage), made->essentials());
+        carry = std::move(through);
       });
       leave();
     }
@@ -105,16 +117,25 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
     for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
       const swap::Entered entered = enter(stage, swap::Pass::backward, micro_batch);
       compute(starts_afresh(entered, micro_batch), [&] {
-        const Carry input = entered.carry != nullptr ? carry_in_slot(stage, entered.carry) : saved[stage][micro_batch];
+        const std::pair item{stage, micro_batch};
+        const Weights weights = weights_of(entered);
+        const Carry input = plan.arrangement.input_leaves[stage] && entered.slot != nullptr
+                                ? tensors_in_slot(entered.slot, in_slot.at(item).input, torch_device)
+                                : saved[stage][micro_batch];
         seed_random(stage, micro_batch);
         const Carry& d_out = carries[micro_batch];
-        auto activations = kept.extract({stage, micro_batch});
+        // Each is used up by its use: a second run computes it again.
+        auto activations = kept.extract(item);
+        std::unique_ptr<KeptActivations> made = activations.empty() ? nullptr : std::move(activations.mapped());
+        if (const auto found = in_slot.find(item); found != in_slot.end() && !found->second.activations.empty())
+          made = model->restore(stage, weights, input, shared[micro_batch],
+                                tensors_in_slot(activations_in(entered.slot, stage),
+                                                std::exchange(found->second.activations, {}), torch_device));
+        const Gradients gradients = gradients_of(entered, micro_batch);
         carries[micro_batch] =
-            activations.empty()
-                ? model->backward(stage, weights_of(entered), gradients_of(entered, micro_batch), input,
-                                  shared[micro_batch], d_out)
-                : model->backward_kept(stage, weights_of(entered), gradients_of(entered, micro_batch), input,
-                                       shared[micro_batch], d_out, std::move(activations.mapped()));
+            made == nullptr
+                ? model->backward(stage, weights, gradients, input, shared[micro_batch], d_out)
+                : model->backward_kept(stage, weights, gradients, input, shared[micro_batch], d_out, std::move(made));
         saved[stage][micro_batch].clear();
       });
       if (out_of_memory && !plan.arrangement.staged) work.skip_updates();

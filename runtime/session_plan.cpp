@@ -29,6 +29,7 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options) {
     extent(at.state_resident[id], chunk.state_bytes, true);
     if (at.deferred[id] && !at.gradient_resident[id]) writes.gradients += chunk.word_bytes();
   }
+  for (const std::uint64_t bytes : at.stored_activations(*plan.layout)) writes.activations += bytes;
   if (!options.keep_store) writes.commit = 0;
   return writes;
 }
@@ -39,8 +40,16 @@ std::uint64_t ComputeNeeds::workspace(int micro_batches) const {
   return stage_peak + stage_peak / 8 + micro_batches * micro_batch_bytes + (std::uint64_t{4} << 20);
 }
 
-std::uint64_t ComputeNeeds::expected(int micro_batches) const {
-  return std::max(held_peak, stage_peak) + (micro_batches - 1) * micro_batch_bytes;
+std::uint64_t ComputeNeeds::swap_workspace() const {
+  const std::uint64_t more = keeping_peak - std::min(keeping_peak, stage_peak);
+  return more + more / 8;
+}
+
+std::uint64_t ComputeNeeds::expected(const swap::Arrangement& arrangement) const {
+  const auto& activations = arrangement.activations;
+  const bool swaps = std::find(activations.begin(), activations.end(), swap::Activations::swap) != activations.end();
+  return std::max({held_peak, stage_peak, swaps ? keeping_peak : 0}) +
+         (arrangement.micro_batches - 1) * micro_batch_bytes;
 }
 
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
@@ -58,6 +67,10 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
                                                   .device_budget = options.device_memory,
                                                   .workspace = plan.workspace + needs.device_fixed,
                                                   .activation_bytes = needs.activation_bytes,
+                                                  .swapped_bytes = needs.swapped_bytes,
+                                                  .swap_workspace = needs.swap_workspace(),
+                                                  .swap_to_host = options.swap_to_host,
+                                                  .swap_to_storage = options.swap_to_storage,
                                                   .micro_batches = options.micro_batches,
                                                   .staged = options.clip.has_value(),
                                                   .deferred_share = options.deferred_share,
@@ -74,7 +87,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
                      if (plan.arrangement.on_device[id]) plan.device_updated_parameters += count;
                    });
   }
-  plan.stored = plan.writes.load != 0 || options.keep_store;
+  plan.stored = plan.writes.load + plan.writes.activations != 0 || options.keep_store;
   return plan;
 }
 
@@ -99,6 +112,7 @@ swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& op
                  .on_notice = options.on_notice},
       .staged_gradients = std::find(stored_gradients.begin(), stored_gradients.end(), true) != stored_gradients.end(),
       .gradient_chunks = stored_gradients,
+      .activation_bytes = plan.arrangement.stored_activations(*plan.layout),
       .identity = store_identity(spec, options.precision)};
 }
 

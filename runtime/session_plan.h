@@ -20,6 +20,9 @@ struct ComputeNeeds {
   // By stage: what one micro-batch's activations take beside the carries where the stage can keep them; 0 where it
   // cannot.
   std::vector<std::uint64_t> activation_bytes;
+  // By stage: what is moved of them where they are swapped; 0 where they cannot be.
+  std::vector<std::uint64_t> swapped_bytes;
+  std::uint64_t keeping_peak = 0;       // as stage_peak, of a forward whose activations are kept to its end
   std::uint64_t stage_peak = 0;         // the most that one stage takes while it computes
   std::uint64_t micro_batch_bytes = 0;  // alive beside that, a micro-batch: its carry, the gradient, ids and tables
 
@@ -28,13 +31,14 @@ struct ComputeNeeds {
 
   // What is set aside of the device budget: an eighth more for blocks that are reused although a little too large.
   std::uint64_t workspace(int micro_batches) const;
+  std::uint64_t swap_workspace() const;  // more, where activations are swapped
   // What is likely used of it.
-  std::uint64_t expected(int micro_batches) const;
+  std::uint64_t expected(const swap::Arrangement& arrangement) const;
 };
 
 // Bytes that storage writes for each thing done once. deferred: of `update`, what deferred updates write.
 struct WriteCost {
-  std::uint64_t load = 0, gradients = 0, update = 0, deferred = 0, commit = 0;
+  std::uint64_t load = 0, activations = 0, gradients = 0, update = 0, deferred = 0, commit = 0;
 };
 
 struct SessionPlan {

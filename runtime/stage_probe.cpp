@@ -6,11 +6,11 @@
 
 #include "runtime/exception.h"
 #include "runtime/stage_class.h"
+#include "runtime/tensor_slot.h"
 
 namespace tierflow {
 namespace {
 
-constexpr std::uint64_t kCarryAlign = 256;
 constexpr std::int64_t kSweptBytes = 96 << 20;
 constexpr std::size_t kFewestRuns = 3, kMostRuns = 60;
 constexpr double kEnoughSeconds = 1.2, kTooLongSeconds = 2.0;
@@ -34,6 +34,10 @@ void fill(const torch::Tensor& tensor) {
     const std::int64_t count = std::min(kPattern, flat.numel() - at);
     flat.narrow(0, at, count).copy_(pattern.narrow(0, 0, count));
   }
+}
+
+std::byte* bytes_in(const torch::Tensor& slot) {
+  return static_cast<std::byte*>(slot.data_ptr());
 }
 
 }  // namespace
@@ -67,6 +71,11 @@ StageProbe::Bound StageProbe::bind(int stage, bool backward) {
       bound.gradients.push_back(trained ? make(tensor, gradient) : torch::Tensor());
     }
   return bound;
+}
+
+torch::Tensor StageProbe::slot_of(std::uint64_t bytes) const {
+  return torch::empty({static_cast<std::int64_t>(bytes)},
+                      torch::TensorOptions().device(torch_device_).dtype(torch::kUInt8));
 }
 
 template <class Work>
@@ -124,6 +133,58 @@ ProbedModel StageProbe::measure(std::int64_t micro_batch, std::int64_t sequence_
   return result;
 }
 
+// A stage that keeps its activations, and one that swaps them: what that takes, apart from the peak of those that
+// compute them again.
+void StageProbe::forward_keeping(int stage, const Carry& input, const Shared& shared, ComputeNeeds& needs,
+                                 swap::StageSeconds& seconds) {
+  const std::uint64_t peak = std::exchange(peak_, 0);
+  try {
+    run(stage, false, seconds.forward_keeping, [&](const Weights& weights, const Gradients&) {
+      const std::uint64_t before = memory_.stats().used;
+      Carry through = input;
+      const auto kept = model_.forward_keeping(stage, weights, through, shared);
+      needs.activation_bytes[stage] = memory_.stats().used - before - bytes_of(through);
+      needs.swapped_bytes[stage] = slot_bytes(shapes_in_slot(kept->essentials()));
+      return 0;
+    });
+    needs.keeping_peak = std::max(needs.keeping_peak, peak_);
+    if (seconds_on_ != nullptr) {
+      const torch::Tensor slot = slot_of(needs.swapped_bytes[stage]);
+      run(stage, false, seconds.forward_swapping, [&](const Weights& weights, const Gradients&) {
+        Carry through = input;
+        copy_to_slot(bytes_in(slot), model_.forward_keeping(stage, weights, through, shared)->essentials());
+        return 0;
+      });
+    }
+  } catch (const c10::OutOfMemoryError&) {
+    needs.activation_bytes[stage] = needs.swapped_bytes[stage] = 0;  // does not fit even alone
+  }
+  peak_ = peak;
+}
+
+// Their backwards, which take their forwards' results: timed with them.
+void StageProbe::backward_kept(int stage, const Carry& input, const Shared& shared, const Carry& d_out,
+                               std::uint64_t swapped, swap::StageSeconds& seconds) {
+  const std::uint64_t peak = peak_;
+  const torch::Tensor slot = slot_of(swapped);
+  double keeping = 0, swapping = 0;
+  run(stage, true, keeping, [&](const Weights& weights, const Gradients& gradients) {
+    Carry through = input;
+    auto kept = model_.forward_keeping(stage, weights, through, shared);
+    return model_.backward_kept(stage, weights, gradients, input, shared, d_out, std::move(kept));
+  });
+  run(stage, true, swapping, [&](const Weights& weights, const Gradients& gradients) {
+    Carry through = input;
+    const auto shapes =
+        copy_to_slot(bytes_in(slot), model_.forward_keeping(stage, weights, through, shared)->essentials());
+    auto kept = model_.restore(stage, weights, input, shared, tensors_in_slot(bytes_in(slot), shapes, torch_device_));
+    return model_.backward_kept(stage, weights, gradients, input, shared, d_out, std::move(kept));
+  });
+  seconds.backward_kept = std::max(0.0, keeping - seconds.forward_keeping);
+  seconds.backward_swapped = std::max(0.0, swapping - seconds.forward_swapping);
+  peak_ = peak;
+}
+
 // Every class of stages forward, and backward.
 ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train) {
   const torch::NoGradGuard no_grad;
@@ -139,24 +200,11 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
   const Shared shared = model_.share({.ids = ids, .labels = ids}, torch_device_);
   ProbedModel result;
   result.seconds.resize(seconds_on_ == nullptr ? 0 : last + 1);
-  result.keeping.resize(result.seconds.size());
   result.needs.activation_bytes.assign(last + 1, 0);
+  result.needs.swapped_bytes.assign(last + 1, 0);
   swap::StageSeconds unused;
   const auto seconds_of = [&](int stage) -> swap::StageSeconds& {
     return seconds_on_ == nullptr ? unused : result.seconds[stage];
-  };
-  const auto keeping_of = [&](int stage) -> swap::StageSeconds& {
-    return seconds_on_ == nullptr ? unused : result.keeping[stage];
-  };
-  // What is kept is counted apart from the peak.
-  const auto run_keeping = [&](int stage, bool backward, double& seconds, auto work) {
-    const std::uint64_t peak = peak_;
-    try {
-      run(stage, backward, seconds, work);
-    } catch (const c10::OutOfMemoryError&) {
-      result.needs.activation_bytes[stage] = 0;  // does not fit even alone
-    }
-    peak_ = peak;
   };
   peak_ = 0;
   std::uint64_t carry_bytes = 0;
@@ -169,39 +217,25 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
   std::map<std::string, Seen> seen;
   for (int stage = 0; stage <= last; ++stage) {
     kinds.push_back(stage_class(spec, stage));
-    std::uint64_t offset = 0;
-    result.carry_shapes.emplace_back();
     for (const torch::Tensor& part : inputs[stage]) {
       kinds[stage] += " <";
       for (const std::int64_t size : part.sizes()) kinds[stage].append(" ").append(std::to_string(size));
-      result.carry_shapes.back().push_back(
-          {.shape = part.sizes().vec(), .dtype = part.scalar_type(), .bytes = part.nbytes(), .offset = offset});
-      offset += swap::round_up(part.nbytes(), kCarryAlign);
     }
-    const auto& shapes = result.carry_shapes.back();
-    result.needs.carry_bytes.push_back(
-        shapes.empty() ? 0 : swap::round_up(shapes.back().offset + shapes.back().bytes, swap::kSector));
+    result.needs.carry_bytes.push_back(slot_bytes(shapes_in_slot(inputs[stage])));
     carry_bytes = std::max(carry_bytes, bytes_of(inputs[stage]));
     if (stage == last) break;
     if (const auto found = seen.find(kinds[stage]); found != seen.end()) {
       seconds_of(stage) = seconds_of(found->second.stage);
-      keeping_of(stage) = keeping_of(found->second.stage);
       result.needs.activation_bytes[stage] = result.needs.activation_bytes[found->second.stage];
+      result.needs.swapped_bytes[stage] = result.needs.swapped_bytes[found->second.stage];
     } else {
       double& forward = seconds_of(stage).forward;
       Carry out = run(stage, false, forward, [&](const Weights& weights, const Gradients&) {
         return model_.forward(stage, weights, inputs[stage], shared, train);
       });
       seconds_of(stage).evaluate = forward;
-      keeping_of(stage) = seconds_of(stage);
       if (train && !settled_ && model_.can_keep(stage))
-        run_keeping(stage, false, keeping_of(stage).forward, [&](const Weights& weights, const Gradients&) {
-          const std::uint64_t before = memory_.stats().used;
-          Carry through = inputs[stage];
-          const auto kept = model_.forward_keeping(stage, weights, through, shared);
-          result.needs.activation_bytes[stage] = memory_.stats().used - before - bytes_of(through);
-          return 0;
-        });
+        forward_keeping(stage, inputs[stage], shared, result.needs, seconds_of(stage));
       seen[kinds[stage]] = {std::move(out), stage};
     }
     inputs.push_back(seen[kinds[stage]].out);
@@ -215,22 +249,16 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
   for (int stage = last - 1; stage >= 0 && train; --stage) {
     carry_bytes = std::max(carry_bytes, bytes_of(d_carry));
     if (const auto found = seen.find(kinds[stage]); found != seen.end()) {
-      seconds_of(stage).backward = seconds_of(found->second.stage).backward;
-      keeping_of(stage).backward = keeping_of(found->second.stage).backward;
+      const swap::StageSeconds& of = seconds_of(found->second.stage);
+      seconds_of(stage).backward = of.backward;
+      seconds_of(stage).backward_kept = of.backward_kept;
+      seconds_of(stage).backward_swapped = of.backward_swapped;
     } else {
       Carry out = run(stage, true, seconds_of(stage).backward, [&](const Weights& weights, const Gradients& gradients) {
         return model_.backward(stage, weights, gradients, inputs[stage], shared, d_carry);
       });
-      keeping_of(stage).backward = seconds_of(stage).backward;
-      if (seconds_on_ != nullptr && !settled_ && result.needs.activation_bytes[stage] != 0) {
-        double both = 0;
-        run_keeping(stage, true, both, [&](const Weights& weights, const Gradients& gradients) {
-          Carry through = inputs[stage];
-          auto kept = model_.forward_keeping(stage, weights, through, shared);
-          return model_.backward_kept(stage, weights, gradients, inputs[stage], shared, d_carry, std::move(kept));
-        });
-        keeping_of(stage).backward = std::max(0.0, both - keeping_of(stage).forward);
-      }
+      if (seconds_on_ != nullptr && !settled_ && result.needs.activation_bytes[stage] != 0)
+        backward_kept(stage, inputs[stage], shared, d_carry, result.needs.swapped_bytes[stage], seconds_of(stage));
       seen[kinds[stage]] = {std::move(out), stage};
     }
     d_carry = seen[kinds[stage]].out;

@@ -11,17 +11,9 @@
 
 namespace tierflow {
 
-struct TensorShape {
-  std::vector<std::int64_t> shape;
-  torch::ScalarType dtype = torch::kBFloat16;
-  std::uint64_t bytes = 0, offset = 0;  // offset in a carry slot
-};
-
 struct ProbedModel {
   ComputeNeeds needs;
-  std::vector<std::vector<TensorShape>> carry_shapes;  // by stage: of its input
-  std::vector<swap::StageSeconds> seconds;             // by stage, where they were asked for
-  std::vector<swap::StageSeconds> keeping;             // the same where the stage keeps its activations
+  std::vector<swap::StageSeconds> seconds;  // by stage, where they were asked for
 };
 
 class StageProbe {
@@ -40,7 +32,12 @@ class StageProbe {
     Gradients gradients;
   };
   ProbedModel pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train);
+  void forward_keeping(int stage, const Carry& input, const Shared& shared, ComputeNeeds& needs,
+                       swap::StageSeconds& seconds);
+  void backward_kept(int stage, const Carry& input, const Shared& shared, const Carry& d_out, std::uint64_t swapped,
+                     swap::StageSeconds& seconds);
   Bound bind(int stage, bool backward);
+  torch::Tensor slot_of(std::uint64_t bytes) const;
   template <class Work>
   auto run(int stage, bool backward, double& seconds, Work work);
   template <class Work>

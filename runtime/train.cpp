@@ -102,23 +102,20 @@ class Training {
                          per_step_ * options_.sequence_length));
   }
 
-  // What a plan measured, and what follows for updates. Nothing is measured here: that would write to the drives.
+  // What a plan measured, and what follows from it. Nothing is measured here: that would write to the drives.
   void read_profile(SessionOptions& session) {
     const ProfileCache cache(spec_, session, train_build(), [this](const std::string& line) { log_.say(line); });
     auto machine = cache.machine();
     auto model = cache.model();
     if (!machine || !model || !model->covers(spec_)) return;
-    const UpdateChoice updates = choose_updates(spec_, session, *machine, *model);
-    session.deferred_share = updates.deferred_share;
-    session.device_update_share = updates.device_share;
-    profile_ = {*std::move(machine), *std::move(model)};
+    profile_ = Profile{*std::move(machine), *std::move(model)};
+    choose_placement(spec_, session, *profile_);
   }
 
   void predict_steps(const SessionOptions& session) {
     if (!profile_) return log_.say("no prediction: `tierflow plan` with these options measures this machine, once");
-    const auto& [machine, model] = *profile_;
-    prediction_ = predict(session_->plan(), rates_of(spec_, session_->plan(), machine, model), kTracedSteps);
-    predicted_memory_ = predicted_memory(session_->plan(), session, spec_, model);
+    prediction_ = predict(session_->plan(), rates_of(spec_, *profile_), kTracedSteps);
+    predicted_memory_ = predicted_memory(session_->plan(), session, spec_, profile_->model);
     log_.say(fmt::format("predicted: {:.3g} s a step, {:.0f} tokens/s; the process {} at most",
                          prediction_->step_seconds, per_step_ * options_.sequence_length / prediction_->step_seconds,
                          human_bytes(predicted_memory_.process)));
@@ -304,7 +301,7 @@ class Training {
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0;
   std::uint64_t write_limit_ = 0;
-  std::optional<std::pair<MachineProfile, ModelProfile>> profile_;
+  std::optional<Profile> profile_;
   std::optional<Prediction> prediction_;
   PredictedMemory predicted_memory_;
   std::vector<swap::TaskRecord> timeline_;

@@ -24,8 +24,10 @@ inline Space space_of(HostRef::Where where) {
       return Space::resident_gradient;
     case HostRef::Where::resident_gradient_low:
       return Space::resident_gradient_low;
+    case HostRef::Where::activation_buffer:
+      return Space::activation_buffer;
     default:
-      return Space::carry;
+      return Space::activations;
   }
 }
 inline Access host_access(HostRef ref, bool writes) {

@@ -8,6 +8,9 @@
 namespace tierflow::swap {
 namespace {
 
+constexpr int kSlots = 2;  // one at work, one on its way
+constexpr int kActivationBuffers = 4, kFewestActivationBuffers = 1;
+
 struct DeviceNeeds {
   std::uint64_t weights = 0;  // of the most demanding stage
   std::uint64_t all_weights = 0;
@@ -118,10 +121,123 @@ io::Error too_small(const char* option, std::uint64_t given, std::uint64_t neede
                     size_text(needed) + "; " + remedy};
 }
 
+// How often an item's activations leave the device, of those that do not stay: to the host first, then to storage.
+void choose_swaps(const ArrangeRequest& request, Arrangement& result) {
+  int to_host = request.swap_to_host, to_storage = request.storage ? request.swap_to_storage : 0;
+  for (int item = result.items(); item-- > request.micro_batches;) {
+    if (result.activations[item] == Activations::keep || result.swapped_bytes[item / request.micro_batches] == 0)
+      continue;
+    if (to_host <= 0 && to_storage <= 0) return;
+    result.activations[item] = Activations::swap;
+    result.saved_on_storage[item] = to_host <= 0;
+    --(to_host > 0 ? to_host : to_storage);
+  }
+}
+
+// Device: one stage's weights, one unit's gradient, the tied ones; slots, where something leaves; then carries and
+// activations, as many as fit; then more weights.
+io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Arrangement& result) {
+  const std::size_t stages = layout.stages().size();
+  const DeviceNeeds needs = device_needs(layout, request.micro_batches, request.train, request.sums);
+  result.weight_ring = needs.weights;
+  result.gradient_ring = needs.gradient;
+  result.held_gradients = needs.held;
+  result.input_leaves.assign(stages, false);
+  result.activations.assign(stages * request.micro_batches, Activations::recompute);
+  result.saved_on_storage.assign(stages * request.micro_batches, false);
+  result.swapped_bytes = request.swapped_bytes;
+  result.swapped_bytes.resize(stages, 0);
+  const std::uint64_t fixed = needs.weights + needs.gradient + needs.held + request.workspace;
+  const std::uint64_t slots = needs.carries == 0 ? 0 : kSlots * needs.largest_carry;
+  const std::uint64_t smallest = fixed + std::min(slots, needs.carries);
+  if (request.device_budget < smallest)
+    return too_small("--device-memory", request.device_budget, smallest,
+                     "a smaller --micro-batch or --sequence-length needs less");
+  std::uint64_t left = request.device_budget - fixed;
+  result.on_device = chunks_on_device(layout, result.deferred, request.train ? request.device_update_share : 0.0);
+  const UpdateSlots updates = update_slots(layout, result.on_device, request.update_scratch);
+  const std::uint64_t update_bytes = static_cast<std::uint64_t>(updates.count) * updates.bytes + kSector;
+  if (updates.count == 0 || update_bytes > request.device_budget - smallest) {
+    result.on_device.assign(layout.chunks().size(), false);
+  } else {
+    result.update_slots = updates;
+    left -= update_bytes;
+  }
+  std::uint64_t swapped = 0;  // the largest piece that a swap may move
+  for (std::size_t stage = 1; stage + 1 < stages; ++stage)
+    swapped = std::max(swapped, round_up(layout.stages()[stage].carry_bytes, kSector) +
+                                    round_up(result.swapped_bytes[stage], kSector));
+  const bool swaps = request.train && request.swap_to_host + request.swap_to_storage > 0 &&
+                     kSlots * swapped + request.swap_workspace <= left;
+  if (swaps || needs.carries > left) {
+    result.slots = kSlots;
+    result.slot_bytes = swaps ? swapped : needs.largest_carry;
+    left -= kSlots * result.slot_bytes + (swaps ? request.swap_workspace : 0);
+  }
+  // The last stages' inputs are the first to be read again: they stay.
+  const bool all_stay = needs.carries <= left;
+  for (std::size_t stage = stages - 1; stage-- > 1;) {
+    const std::uint64_t bytes = layout.stages()[stage].carry_bytes * request.micro_batches;
+    if (needs.carries == 0) break;
+    if (all_stay || bytes <= left)
+      left -= bytes;
+    else
+      result.input_leaves[stage] = true;
+  }
+  const auto grow = [&left](std::uint64_t& pool, std::uint64_t by) {
+    if (by == 0 || by > left) return false;
+    pool += by;
+    left -= by;
+    return true;
+  };
+  grow(result.weight_ring, needs.block_weights);
+  grow(result.gradient_ring, needs.block_gradient);
+  grow(result.weight_ring, needs.block_weights);
+  // Activations before more weights: a weight fetched again passes beside the computation, an activation made again is
+  // computation. The last items' first, as for inputs.
+  const int micro_batches = request.micro_batches;
+  for (int item = result.items(); request.train && item-- > micro_batches;) {
+    const std::size_t stage = item / micro_batches;
+    if (stage >= request.activation_bytes.size() || result.input_leaves[stage]) continue;
+    std::uint64_t bytes = request.activation_bytes[stage];
+    bytes += bytes / 8;  // for blocks that are reused although a little too large
+    if (bytes == 0 || bytes > left) continue;
+    result.activations[item] = Activations::keep;
+    left -= bytes;
+  }
+  if (swaps) {
+    choose_swaps(request, result);
+    if (std::count(result.activations.begin(), result.activations.end(), Activations::swap) == 0) {
+      ArrangeRequest without = request;
+      without.swap_to_host = without.swap_to_storage = 0;
+      result.slots = 0;
+      result.slot_bytes = 0;
+      return arrange_device(layout, without, result);
+    }
+  }
+  if (result.weight_ring < needs.all_weights + needs.block_weights)
+    grow(result.weight_ring, std::min(left, needs.all_weights + needs.block_weights - result.weight_ring));
+  result.weight_ring = round_up(result.weight_ring, kSector);
+  return {};
+}
+
 }  // namespace
 
+std::uint64_t Arrangement::saved_bytes(const Layout& layout, int item) const {
+  const int stage = item / micro_batches;
+  return round_up(input_leaves[stage] ? layout.stages()[stage].carry_bytes : 0, kSector) +
+         (activations[item] == Activations::swap ? round_up(swapped_bytes[stage], kSector) : 0);
+}
+
+std::vector<std::uint64_t> Arrangement::stored_activations(const Layout& layout) const {
+  std::vector<std::uint64_t> bytes;
+  for (int item = 0; item < items(); ++item) bytes.push_back(saved_on_storage[item] ? saved_bytes(layout, item) : 0);
+  return bytes;
+}
+
 std::uint64_t Arrangement::buffer_bytes(const Layout& layout) const {
-  return word_buffers * layout.max_word_bytes() + state_buffers * round_up(layout.max_state_bytes(), kSector);
+  return word_buffers * layout.max_word_bytes() + state_buffers * round_up(layout.max_state_bytes(), kSector) +
+         activation_buffers * slot_bytes;
 }
 
 std::uint64_t Arrangement::resident_bytes(const Layout& layout) const {
@@ -135,91 +251,57 @@ std::uint64_t Arrangement::resident_bytes(const Layout& layout) const {
   return bytes;
 }
 
-std::uint64_t Arrangement::carry_bytes(const Layout& layout) const {
+std::uint64_t Arrangement::saved_on_host(const Layout& layout) const {
   std::uint64_t bytes = 0;
-  for (std::size_t stage = 0; stage < carry_on_host.size(); ++stage)
-    if (carry_on_host[stage]) bytes += round_up(layout.stages()[stage].carry_bytes, kSector) * micro_batches;
+  for (int item = 0; item < items(); ++item)
+    if (!saved_on_storage[item]) bytes += saved_bytes(layout, item);
   return bytes;
 }
+
+namespace {
+
+bool any_on_storage(const Arrangement& arrangement) {
+  const auto& on_storage = arrangement.saved_on_storage;
+  return std::find(on_storage.begin(), on_storage.end(), true) != on_storage.end();
+}
+
+// Where `budget` has no room for what is saved beside `buffers`, the first stages' goes on to storage, through buffers
+// of its own.
+void move_to_storage(const Layout& layout, std::uint64_t budget, std::uint64_t buffers, Arrangement& result) {
+  std::uint64_t saved = result.saved_on_host(layout);
+  const auto fits = [&](int through) { return buffers + saved + through * result.slot_bytes <= budget; };
+  result.activation_buffers = any_on_storage(result) ? kActivationBuffers : 0;
+  if (fits(result.activation_buffers) || (!any_on_storage(result) && saved <= result.slot_bytes)) return;
+  result.activation_buffers = kFewestActivationBuffers;
+  for (int item = 0; item < result.items() && !fits(result.activation_buffers); ++item) {
+    const std::uint64_t bytes = result.saved_bytes(layout, item);
+    if (result.saved_on_storage[item] || bytes == 0) continue;
+    result.saved_on_storage[item] = true;
+    saved -= bytes;
+  }
+  if (fits(kActivationBuffers)) result.activation_buffers = kActivationBuffers;
+}
+
+}  // namespace
 
 io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& request) {
   Arrangement result;
   result.staged = request.staged && request.train;
   result.micro_batches = request.micro_batches;
-  const std::size_t chunks = layout.chunks().size(), stages = layout.stages().size();
+  const std::size_t chunks = layout.chunks().size();
   result.hi_resident.assign(chunks, false);
   result.state_resident.assign(chunks, false);
   result.gradient_resident.assign(chunks, false);
   result.deferred = deferred_chunks(layout, request.train ? (request.staged ? 1.0 : request.deferred_share) : 0.0);
   const bool defers_all = request.staged || request.deferred_share >= 1;
   if (request.sums) result.gradient_low_resident.assign(chunks, false);
-  result.carry_on_host.assign(stages, false);
-
-  // Device: one stage's weights, one unit's gradient, the tied ones; then saved carries, as many as fit; then slots for
-  // overlap.
-  const DeviceNeeds needs = device_needs(layout, request.micro_batches, request.train, request.sums);
-  result.weight_ring = needs.weights;
-  result.gradient_ring = needs.gradient;
-  result.held_gradients = needs.held;
-  const std::uint64_t fixed = needs.weights + needs.gradient + needs.held + request.workspace;
-  const std::uint64_t slots = needs.carries == 0 ? 0 : 2 * needs.largest_carry;
-  const std::uint64_t smallest = fixed + std::min(slots, needs.carries);
-  if (request.device_budget < smallest)
-    return too_small("--device-memory", request.device_budget, smallest,
-                     "a smaller --micro-batch or --sequence-length needs less");
-  std::uint64_t left = request.device_budget - fixed;
-  result.on_device = chunks_on_device(layout, result.deferred, request.train ? request.device_update_share : 0.0);
-  const UpdateSlots updates = update_slots(layout, result.on_device, request.update_scratch);
-  const std::uint64_t update_bytes = static_cast<std::uint64_t>(updates.count) * updates.bytes + kSector;
-  if (updates.count == 0 || update_bytes > request.device_budget - smallest) {
-    result.on_device.assign(chunks, false);
-  } else {
-    result.update_slots = updates;
-    left -= update_bytes;
-  }
-  if (needs.carries <= left) {
-    left -= needs.carries;
-  } else {
-    // The last stages' carries are the first to be read again: they stay.
-    result.carry_slots = 2;
-    result.carry_slot_bytes = needs.largest_carry;
-    left -= slots;
-    for (std::size_t stage = stages - 1; stage-- > 1;) {
-      const std::uint64_t bytes = layout.stages()[stage].carry_bytes * request.micro_batches;
-      if (bytes <= left)
-        left -= bytes;
-      else
-        result.carry_on_host[stage] = true;
-    }
-  }
-  const auto grow = [&left](std::uint64_t& pool, std::uint64_t by) {
-    if (by == 0 || by > left) return false;
-    pool += by;
-    left -= by;
-    return true;
-  };
-  grow(result.weight_ring, needs.block_weights);
-  grow(result.gradient_ring, needs.block_gradient);
-  grow(result.weight_ring, needs.block_weights);
-  // Activations before more weights: a weight fetched again passes beside the computation, an activation made again is
-  // computation. The last stages' first, as for carries.
-  result.keeps.assign(stages, false);
-  for (std::size_t stage = std::min(request.activation_bytes.size(), stages); request.train && stage-- > 1;) {
-    std::uint64_t bytes = request.activation_bytes[stage] * request.micro_batches;
-    bytes += bytes / 8;  // for blocks that are reused although a little too large
-    if (bytes == 0 || bytes > left || result.carry_on_host[stage]) continue;
-    result.keeps[stage] = true;
-    left -= bytes;
-  }
-  if (result.weight_ring < needs.all_weights + needs.block_weights)
-    grow(result.weight_ring, std::min(left, needs.all_weights + needs.block_weights - result.weight_ring));
-  result.weight_ring = round_up(result.weight_ring, kSector);
+  if (io::Error error = arrange_device(layout, request, result)) return error;
 
   // Host: the fewest buffers that work, host carries; then residency of everything, or a pipeline's worth of buffers
   // and residency.
   const std::uint64_t word = layout.max_word_bytes(), state = round_up(layout.max_state_bytes(), kSector);
-  const std::uint64_t carries = result.carry_bytes(layout);
-  std::uint64_t everything = carries;
+  std::uint64_t everything = result.saved_on_host(layout);
+  if (any_on_storage(result)) everything += kActivationBuffers * result.slot_bytes;
   for (const Chunk& chunk : layout.chunks()) {
     everything += chunk.word_bytes();
     if (!chunk.trainable || !request.train) continue;
@@ -238,6 +320,7 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
       if (request.sums) result.gradient_low_resident[id] = trained;
     }
     result.word_buffers = immediate_words;
+    if (any_on_storage(result)) result.activation_buffers = kActivationBuffers;
     if (request.train && !defers_all && everything + 2 * word <= request.host_budget) result.word_buffers += 2;
     return result;
   }
@@ -250,10 +333,12 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     return too_small("--host-memory", request.host_budget, everything,
                      "or name a --storage folder to keep the state there");
   const int words_least = request.sums ? 4 : request.train ? 2 : 1, states_least = request.train ? 1 : 0;
-  const std::uint64_t least = carries + words_least * word + states_least * state;
+  const std::uint64_t buffers = words_least * word + states_least * state;
+  move_to_storage(layout, request.host_budget, buffers, result);
+  const std::uint64_t least = buffers + result.saved_on_host(layout) + result.activation_buffers * result.slot_bytes;
   if (least > request.host_budget)
     return too_small("--host-memory", request.host_budget, least,
-                     "a smaller --micro-batches keeps fewer activations in it");
+                     "a smaller --micro-batch moves smaller activations through it");
   std::uint64_t host_left = request.host_budget - least;
   result.word_buffers = words_least;
   result.state_buffers = states_least;

@@ -10,7 +10,9 @@ PlanChecker::PlanChecker(const Layout& layout, const Arrangement& arrangement)
   const std::size_t chunks = layout.chunks().size();
   words_.resize(arrangement.word_buffers);
   states_.resize(arrangement.state_buffers);
-  carries_.resize(layout.stages().size() * arrangement.micro_batches);
+  saved_.resize(arrangement.items());
+  stored_saved_.resize(arrangement.items());
+  activation_buffers_.resize(arrangement.activation_buffers);
   for (auto* list : {&resident_[0], &resident_[1], &resident_[2], &stored_[0], &stored_[1], &stored_[2]})
     list->resize(chunks);
   version_.assign(chunks, 0);
@@ -85,11 +87,12 @@ void PlanChecker::play(const Plan& plan, int deferred_due) {
 }
 
 void PlanChecker::move(const Task& task) {
-  const bool carries = task.kind == TaskKind::save_carry || task.kind == TaskKind::load_carry;
-  if (!carries && (task.chunk < 0 || task.chunk >= static_cast<int>(version_.size()))) return wrong("names no chunk");
-  const Content words{What::words, task.chunk, carries ? 0 : version_[task.chunk]},
-      state{What::state, task.chunk, carries ? 0 : version_[task.chunk]},
-      carry{What::carry, task.stage, step_, task.micro_batch};
+  const bool saved = task.kind == TaskKind::save_activations || task.kind == TaskKind::load_activations ||
+                     task.kind == TaskKind::write_activations || task.kind == TaskKind::read_activations;
+  if (saved) return move_saved(task);
+  if (task.chunk < 0 || task.chunk >= static_cast<int>(version_.size())) return wrong("names no chunk");
+  const Content words{What::words, task.chunk, version_[task.chunk]},
+      state{What::state, task.chunk, version_[task.chunk]};
   const auto stage_in = [&](ExtentKind kind, const HostRef& to, const Content& content) {
     read(stored(kind, task.chunk), content, "storage");
     write(host(to), content);
@@ -135,13 +138,41 @@ void PlanChecker::move(const Task& task) {
                   {What::sum, unit, step_, layout_.users_of(unit) * arrangement_.micro_batches});
       return write(host(task.gradient), {What::gradient, task.chunk, step_});
     }
-    case TaskKind::save_carry:
-      read_device(task.device_offset, task.bytes, carry);
-      return write(host(task.words), carry);
     default:
-      read(host(task.words), carry, "the host copy");
-      return write_device(task.device_offset, task.bytes, carry);
+      return wrong("is of no kind that a layer-major plan has");
   }
+}
+
+// What a stage saves of a micro-batch, out and back.
+void PlanChecker::move_saved(const Task& task) {
+  const int item = item_of(task);
+  if (item < 0) return;
+  if (task.bytes != arrangement_.saved_bytes(layout_, item)) return wrong("moves another number of bytes");
+  const Content content{What::saved, task.stage, step_, task.micro_batch};
+  switch (task.kind) {
+    case TaskKind::save_activations:
+      read_device(task.device_offset, task.bytes, content);
+      return write(host(task.words), content);
+    case TaskKind::write_activations:
+      read(host(task.words), content, "the host buffer");
+      return write(stored_saved_[item], content);
+    case TaskKind::read_activations:
+      read(stored_saved_[item], content, "storage");
+      return write(host(task.words), content);
+    default:
+      read(host(task.words), content, "the host copy");
+      return write_device(task.device_offset, task.bytes, content);
+  }
+}
+
+// -1, and what is wrong is said, where the task names no stage and micro-batch.
+int PlanChecker::item_of(const Task& task) {
+  const int item = task.stage * arrangement_.micro_batches + task.micro_batch;
+  if (task.stage >= 0 && task.micro_batch >= 0 && task.micro_batch < arrangement_.micro_batches &&
+      item < arrangement_.items())
+    return item;
+  wrong("names no micro-batch of a stage");
+  return -1;
 }
 
 void PlanChecker::compute(const Task& task, const Plan& plan) {
@@ -160,12 +191,17 @@ void PlanChecker::compute(const Task& task, const Plan& plan) {
       }
     if (gradients && layout_.units()[unit].trainable) sum_gradient(task, visit, position, unit);
   }
-  if (task.device_offset == kNowhere) return;
-  const Content carry{What::carry, task.stage, step_, task.micro_batch};
-  if (task.pass == Pass::forward)
-    write_device(task.device_offset, stage.carry_bytes, carry);
-  else
-    read_device(task.device_offset, stage.carry_bytes, carry);
+  if (task.pass != Pass::forward && task.pass != Pass::backward) return;
+  const int item = item_of(task);
+  if (item < 0) return;
+  const std::uint64_t bytes = arrangement_.saved_bytes(layout_, item);
+  if (task.activations != arrangement_.activations[item]) return wrong("does not do as arranged with its activations");
+  if ((bytes == 0) != (task.device_offset == kNowhere)) return wrong("has no slot for what it saves");
+  if (bytes == 0) return;
+  const Content content{What::saved, task.stage, step_, task.micro_batch};
+  if (task.pass == Pass::backward) read_device(task.device_offset, bytes, content);
+  // The backward may use the slot's bytes for itself.
+  write_device(task.device_offset, bytes, task.pass == Pass::forward ? content : Content{});
 }
 
 // A gradient grows by one part a micro-batch; the first of a fresh one starts from nothing.
@@ -258,8 +294,11 @@ PlanChecker::Held& PlanChecker::host(const HostRef& ref) {
       list = &resident_[2];
       exists = &arrangement_.gradient_resident;
       break;
-    case HostRef::Where::carry:
-      list = &carries_;
+    case HostRef::Where::activation_buffer:
+      list = &activation_buffers_;
+      break;
+    case HostRef::Where::activations:
+      list = &saved_;
       break;
     case HostRef::Where::resident_gradient_low:  // the visit planner's alone
     case HostRef::Where::none:

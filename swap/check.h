@@ -29,12 +29,12 @@ class PlanChecker {
   io::Error evaluate(const Plan& plan);
 
  private:
-  enum class What : std::uint8_t { nothing, words, state, gradient, sum, carry };
+  enum class What : std::uint8_t { nothing, words, state, gradient, sum, saved };
   struct Content {
     What what = What::nothing;
-    int of = -1;      // chunk; unit of a sum on the device; stage of a carry
-    int version = 0;  // updates applied to the chunk; of gradients and carries the step they belong to
-    int parts = 0;    // micro-batches added to a sum; the micro-batch of a carry
+    int of = -1;      // chunk; unit of a sum on the device; stage of what is saved
+    int version = 0;  // updates applied to the chunk; of gradients and what is saved the step they belong to
+    int parts = 0;    // micro-batches added to a sum; the micro-batch of what is saved
     bool operator==(const Content&) const = default;
   };
   struct Reader {
@@ -54,6 +54,8 @@ class PlanChecker {
   // Deferred updates that are due, a chunk: one or none.
   void play(const Plan& plan, int deferred_due);
   void move(const Task& task);
+  void move_saved(const Task& task);
+  int item_of(const Task& task);
   void compute(const Task& task, const Plan& plan);
   void sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit);
   void update(const Task& task);
@@ -77,7 +79,7 @@ class PlanChecker {
 
   const Layout& layout_;
   const Arrangement& arrangement_;
-  std::vector<Held> words_, states_, resident_[3], stored_[3], carries_;
+  std::vector<Held> words_, states_, resident_[3], stored_[3], activation_buffers_, saved_, stored_saved_;
   Held nowhere_;
   std::map<std::uint64_t, Range> device_;
   std::vector<int> version_, due_, updated_, measured_;  // by chunk; the last two in this plan

@@ -14,7 +14,7 @@ io::Error Executor::Impl::allocate() {
 
   constexpr std::size_t kGibibyte = std::size_t{1} << 30;
   const std::size_t bytes = arrangement.host_bytes(layout),
-                    piece = std::max(layout.max_word_bytes(), layout.max_state_bytes());
+                    piece = std::max({layout.max_word_bytes(), layout.max_state_bytes(), arrangement.slot_bytes});
   auto slab = HostMemory::create(
       round_up(bytes + (bytes / kGibibyte + 1) * round_up(piece, kSector) * (bytes > kGibibyte), kSector), device);
   if (!slab.ok()) return slab.error();
@@ -29,6 +29,7 @@ io::Error Executor::Impl::allocate() {
   };
   cut_buffers(word_buffers, word_bytes, arrangement.word_buffers, layout.max_word_bytes());
   cut_buffers(state_buffers, state_bytes, arrangement.state_buffers, layout.max_state_bytes());
+  cut_buffers(activation_buffers, activation_bytes, arrangement.activation_buffers, arrangement.slot_bytes);
   for (auto& list : residents) list.resize(layout.chunks().size());
   for (std::size_t id = 0; id < layout.chunks().size(); ++id) {
     const Chunk& chunk = layout.chunks()[id];
@@ -38,11 +39,11 @@ io::Error Executor::Impl::allocate() {
     if (!arrangement.gradient_low_resident.empty() && arrangement.gradient_low_resident[id])
       residents[3][id] = memory->cut(chunk.word_bytes());
   }
-  carries.resize(arrangement.carry_on_host.size() * arrangement.micro_batches);
-  for (std::size_t stage = 0; stage < arrangement.carry_on_host.size(); ++stage)
-    for (int micro_batch = 0; arrangement.carry_on_host[stage] && micro_batch < arrangement.micro_batches;
-         ++micro_batch)
-      carries[stage * arrangement.micro_batches + micro_batch] = memory->cut(layout.stages()[stage].carry_bytes);
+  saved.resize(arrangement.items());
+  for (int item = 0; item < arrangement.items(); ++item)
+    if (const std::uint64_t size = arrangement.saved_bytes(layout, item);
+        size != 0 && !arrangement.saved_on_storage[item])
+      saved[item] = memory->cut(size);
   return {};
 }
 
@@ -199,7 +200,8 @@ io::Result<Entered> Executor::enter(int stage, Pass pass, int micro_batch) {
   if (impl.options.record) at.began = impl.device.record_timed(StreamId::compute);
   return Entered{.visit = &(*at.visits)[at.task.visit],
                  .arena = impl.arena.data(),
-                 .carry = at.task.device_offset == kNowhere ? nullptr : impl.arena.data() + at.task.device_offset};
+                 .slot = at.task.device_offset == kNowhere ? nullptr : impl.arena.data() + at.task.device_offset,
+                 .activations = at.task.activations};
 }
 
 io::Error Executor::leave() {

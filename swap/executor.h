@@ -51,8 +51,10 @@ class HostWork {
 struct Entered {
   const Visit* visit = nullptr;  // valid until leave()
   std::byte* arena = nullptr;    // base of the visit's offsets
-  std::byte* carry =
-      nullptr;  // device slot: in a forward pass, copy the stage's input here; in a backward pass, take it from here
+  // Device slot, where something leaves the device: in a forward pass, copy here what is saved of the item (see
+  // Arrangement); in a backward pass, take it from here.
+  std::byte* slot = nullptr;
+  Activations activations = Activations::recompute;
 };
 
 struct LaneCounters {

@@ -69,9 +69,17 @@ struct Executor::Impl {
   void start_read(TaskId id, Node& at);
   void start_write(TaskId id, Node& at);
   io::Error work(Node& at);
+  struct Extent {
+    ExtentKind kind;
+    int index;
+    HostRef through;
+  };
+  Extent extent_of(const Task& task) const;
   std::span<std::byte> host(const HostRef& ref, std::size_t bytes);
   io::Buffer& buffer(const HostRef& ref) {
-    return ref.where == HostRef::Where::state_buffer ? state_buffers[ref.index] : word_buffers[ref.index];
+    return ref.where == HostRef::Where::state_buffer        ? state_buffers[ref.index]
+           : ref.where == HostRef::Where::activation_buffer ? activation_buffers[ref.index]
+                                                            : word_buffers[ref.index];
   }
 
   Device& device;
@@ -83,11 +91,11 @@ struct Executor::Impl {
 
   io::Buffer arena;
   std::unique_ptr<HostMemory> memory;
-  std::vector<io::Buffer> word_buffers, state_buffers;
+  std::vector<io::Buffer> word_buffers, state_buffers, activation_buffers;
   // The same memory: an upload may read what a write in flight, which holds the Buffer, reads as well.
-  std::vector<std::span<std::byte>> word_bytes, state_bytes;
+  std::vector<std::span<std::byte>> word_bytes, state_bytes, activation_bytes;
   std::vector<std::span<std::byte>> residents[kExtentKinds];
-  std::vector<std::span<std::byte>> carries;
+  std::vector<std::span<std::byte>> saved;  // by item
 
   mutable std::mutex mutex;
   std::condition_variable lane_wakes[kLanes], verify_wakes, client_wakes;

@@ -73,10 +73,32 @@ std::span<std::byte> Executor::Impl::host(const HostRef& ref, std::size_t bytes)
       return residents[2][ref.index];
     case HostRef::Where::resident_gradient_low:
       return residents[3][ref.index];
-    case HostRef::Where::carry:
-      return carries[ref.index];
+    case HostRef::Where::activation_buffer:
+      return activation_bytes[ref.index].first(bytes);
+    case HostRef::Where::activations:
+      return saved[ref.index];
     default:
       return {};
+  }
+}
+
+// The extent that a disk task moves and the buffer it moves through.
+Executor::Impl::Extent Executor::Impl::extent_of(const Task& task) const {
+  switch (task.kind) {
+    case TaskKind::read_hi:
+    case TaskKind::write_hi:
+      return {ExtentKind::hi, task.chunk, task.words};
+    case TaskKind::read_state:
+    case TaskKind::write_state:
+      return {ExtentKind::state, task.chunk, task.state};
+    case TaskKind::read_gradient_low:
+    case TaskKind::write_gradient_low:
+      return {ExtentKind::gradient_low, task.chunk, task.gradient_low};
+    case TaskKind::read_gradient:
+    case TaskKind::write_gradient:
+      return {ExtentKind::gradient, task.chunk, task.gradient};
+    default:
+      return {ExtentKind::activations, task.stage * arrangement.micro_batches + task.micro_batch, task.words};
   }
 }
 
@@ -98,7 +120,7 @@ io::Error Executor::Impl::copy(Node& at) {
   std::byte* on_device = arena.data() + task.device_offset;
   switch (task.kind) {
     case TaskKind::upload_hi:
-    case TaskKind::load_carry:
+    case TaskKind::load_activations:
       device.copy_to_device(stream, on_device, host(task.words, task.bytes).data(), task.bytes);
       break;
     case TaskKind::upload_state:
@@ -111,7 +133,7 @@ io::Error Executor::Impl::copy(Node& at) {
       device.copy_to_host(stream, host(task.state, task.bytes).data(), on_device, task.bytes);
       break;
     case TaskKind::download_hi:
-    case TaskKind::save_carry:
+    case TaskKind::save_activations:
       device.copy_to_host(stream, host(task.words, task.bytes).data(), on_device, task.bytes);
       break;
     default:
@@ -119,6 +141,8 @@ io::Error Executor::Impl::copy(Node& at) {
                               reinterpret_cast<const float*>(on_device), task.bytes / 2);
   }
   if (io::Error failed = device.synchronize(device.record(stream))) return failed;
+  if (task.kind == TaskKind::save_activations && task.words.where == HostRef::Where::activation_buffer)
+    store->stamp(ExtentKind::activations, extent_of(task).index, host(task.words, task.bytes));
   if (!task.updated) return {};
   if (task.words.where == HostRef::Where::word_buffer)
     store->stamp(ExtentKind::hi, task.chunk, host(task.words, task.bytes));
@@ -140,36 +164,15 @@ io::Error Executor::Impl::update_on_device(Node& at) {
        .scratch = slot + arrangement.update_slots.scratch});
 }
 
-namespace {
-
-// The extent that a disk task moves and the buffer it moves through.
-std::pair<ExtentKind, const HostRef*> extent_of(const Task& task) {
-  switch (task.kind) {
-    case TaskKind::read_hi:
-    case TaskKind::write_hi:
-      return {ExtentKind::hi, &task.words};
-    case TaskKind::read_state:
-    case TaskKind::write_state:
-      return {ExtentKind::state, &task.state};
-    case TaskKind::read_gradient_low:
-    case TaskKind::write_gradient_low:
-      return {ExtentKind::gradient_low, &task.gradient_low};
-    default:
-      return {ExtentKind::gradient, &task.gradient};
-  }
-}
-
-}  // namespace
-
 void Executor::Impl::start_read(TaskId id, Node& at) {
-  const auto [kind, ref] = extent_of(at.task);
+  const auto [kind, index, ref] = extent_of(at.task);
   {
     std::lock_guard lock(mutex);
     if (disk_outstanding[0]++ == 0) disk_since[0] = now();
   }
-  io::Buffer& home = buffer(*ref);
+  io::Buffer& home = buffer(ref);
   if (options.chaos_seed != 0) std::fill(home.bytes().begin(), home.bytes().end(), std::byte{0xff});
-  store->read(kind, at.task.chunk, std::move(home), [this, id, &home](io::Completion&& completion) {
+  store->read(kind, index, std::move(home), [this, id, &home](io::Completion&& completion) {
     home = std::move(completion.buffer);
     std::unique_lock lock(mutex);
     if (--disk_outstanding[0] == 0) counters[0].busy_seconds += now() - disk_since[0];
@@ -183,13 +186,13 @@ void Executor::Impl::start_read(TaskId id, Node& at) {
 }
 
 void Executor::Impl::start_write(TaskId id, Node& at) {
-  const auto [kind, ref] = extent_of(at.task);
+  const auto [kind, index, ref] = extent_of(at.task);
   {
     std::lock_guard lock(mutex);
     if (disk_outstanding[1]++ == 0) disk_since[1] = now();
   }
-  io::Buffer& home = buffer(*ref);
-  store->write(kind, at.task.chunk, std::move(home), [this, id, &home](io::Completion&& completion) {
+  io::Buffer& home = buffer(ref);
+  store->write(kind, index, std::move(home), [this, id, &home](io::Completion&& completion) {
     home = std::move(completion.buffer);
     {
       std::lock_guard lock(mutex);
@@ -208,8 +211,8 @@ void Executor::Impl::verify_loop() {
     verify_queue.pop_front();
     Node& at = node(id);
     lock.unlock();
-    const auto [kind, ref] = extent_of(at.task);
-    io::Error wrong = store->verify(kind, at.task.chunk, host(*ref, at.task.bytes));
+    const auto [kind, index, ref] = extent_of(at.task);
+    io::Error wrong = store->verify(kind, index, host(ref, at.task.bytes));
     if (wrong && !std::exchange(at.read_again, true)) {
       store->report_second_reading(wrong);
       start_read(id, at);

@@ -9,10 +9,11 @@ const char* lane_name(Lane lane) {
 
 const char* task_name(TaskKind kind) {
   static constexpr const char* kNames[] = {
-      "read_hi",         "read_state",       "read_gradient",     "write_hi",           "write_state", "write_gradient",
-      "upload_hi",       "download_hi",      "download_gradient", "save_carry",         "load_carry",  "compute",
-      "measure",         "update",           "read_gradient_low", "write_gradient_low", "accumulate",  "upload_state",
-      "upload_gradient", "update_on_device", "download_state"};
+      "read_hi",          "read_state",        "read_gradient",      "write_hi",          "write_state",
+      "write_gradient",   "upload_hi",         "download_hi",        "download_gradient", "save_activations",
+      "load_activations", "read_activations",  "write_activations",  "compute",           "measure",
+      "update",           "read_gradient_low", "write_gradient_low", "accumulate",        "upload_state",
+      "upload_gradient",  "update_on_device",  "download_state"};
   return kNames[static_cast<int>(kind)];
 }
 

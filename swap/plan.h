@@ -24,11 +24,13 @@ enum class TaskKind : std::uint8_t {
   upload_hi,       // host -> device weights
   download_hi,
   download_gradient,  // device -> host; the gradient becomes bf16 on the way
-  save_carry,
-  load_carry,  // boundary activation: device slot -> host, host -> device slot
-  compute,     // external: between enter() and leave()
-  measure,     // squares and finiteness of a staged gradient
-  update,      // optimizer, in place on host bytes
+  save_activations,
+  load_activations,  // device slot -> host, host -> device slot
+  read_activations,
+  write_activations,  // storage -> host buffer, host buffer -> storage
+  compute,            // external: between enter() and leave()
+  measure,            // squares and finiteness of a staged gradient
+  update,             // optimizer, in place on host bytes
   // Sums of several visits' gradients, kept in fp32 as high and low words (VisitPlanner alone).
   read_gradient_low,
   write_gradient_low,
@@ -41,16 +43,21 @@ enum class TaskKind : std::uint8_t {
 };
 const char* task_name(TaskKind kind);
 
+// What becomes of what a stage's forward computes for one micro-batch, beside the carries: computed again in the
+// backward; kept on the device, by whoever computes; or swapped, through a slot, to the host and perhaps to storage.
+enum class Activations : std::uint8_t { recompute, keep, swap };
+
 // head: forward and backward of the last stage in one visit.
 enum class Pass : std::uint8_t { forward, head, backward, evaluate };
 const char* pass_name(Pass pass);
 
 // Extents: what is stored, a chunk each.
 // gradient: bf16, or the high words of an fp32 sum whose low words are gradient_low.
-enum class ExtentKind : std::uint8_t { hi, state, gradient, gradient_low };
-inline constexpr int kExtentKinds = 4;
+// activations: what a stage saved of a micro-batch, an extent for each.
+enum class ExtentKind : std::uint8_t { hi, state, gradient, gradient_low, activations };
+inline constexpr int kExtentKinds = 5;
 
-// Host bytes of a task: a streaming buffer, an extent that is resident in RAM, or the host copy of a carry.
+// Host bytes of a task: a streaming buffer, an extent that is resident in RAM, or what a stage saved of a micro-batch.
 struct HostRef {
   enum class Where : std::uint8_t {
     none,
@@ -60,7 +67,8 @@ struct HostRef {
     resident_state,
     resident_gradient,
     resident_gradient_low,
-    carry
+    activation_buffer,
+    activations
   };
   Where where = Where::none;
   int index = -1;  // of the buffer; the chunk; stage * micro_batches + micro-batch
@@ -75,13 +83,15 @@ enum class Space : std::uint8_t {
   resident_state,
   resident_gradient,
   resident_gradient_low,
-  carry,
+  activation_buffer,
+  activations,
   stored_hi,
   stored_state,
   stored_gradient,
-  stored_gradient_low
+  stored_gradient_low,
+  stored_activations
 };
-inline constexpr int kSpaces = 12;
+inline constexpr int kSpaces = 14;
 struct Access {
   Space space = Space::device;
   std::uint64_t begin = 0, end = 0;
@@ -97,11 +107,12 @@ struct Task {
   Pass pass = Pass::forward;  // of the visit that the task serves
   int stage = -1, micro_batch = -1;
   int chunk = -1;
-  int visit = -1;                   // index into Plan::visits of the compute task
-  HostRef words, gradient, state;   // hi words or carry; gradient; optimizer state
-  HostRef gradient_low;             // of a sum; none where the gradient is bf16
-  HostRef incoming;                 // accumulate: the gradient to add
-  bool first_sum = false;           // accumulate: the sum so far is bf16, its low words are zero and not read
+  int visit = -1;                  // index into Plan::visits of the compute task
+  HostRef words, gradient, state;  // hi words or what a stage saved; gradient; optimizer state
+  HostRef gradient_low;            // of a sum; none where the gradient is bf16
+  HostRef incoming;                // accumulate: the gradient to add
+  bool first_sum = false;          // accumulate: the sum so far is bf16, its low words are zero and not read
+  Activations activations = Activations::recompute;  // of a compute task, forward and backward
   std::uint64_t device_offset = 0;  // in the device arena: source or target; update_on_device: the hi words
   std::uint64_t sum = kNowhere;     // update_on_device: offset of the fp32 gradient; kNowhere: it is in the slot
   std::uint64_t slot = kNowhere;    // update_on_device: offset of the slot
@@ -144,29 +155,36 @@ struct Arrangement {
   int micro_batches = 1;
   int word_buffers = 0, state_buffers = 0;
   std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0;  // bytes of the device arena, in this order
-  std::vector<bool> carry_on_host;  // by stage: the input of the stage, for every micro-batch
-  int carry_slots = 0;              // device slots through which those pass
-  std::uint64_t carry_slot_bytes = 0;
+  // What the backward wants of the forward. An item is stage * micro_batches + micro-batch; what leaves the device of
+  // it is saved in one piece: first the stage's input, where that leaves, then the activations, where they are swapped.
+  std::vector<bool> input_leaves;            // by stage, for every micro-batch
+  std::vector<Activations> activations;      // by item
+  std::vector<bool> saved_on_storage;        // by item: goes on to storage
+  std::vector<std::uint64_t> swapped_bytes;  // by stage: of one micro-batch's activations, swapped
+  int slots = 0;                             // of the device, through which all that passes
+  std::uint64_t slot_bytes = 0;
+  int activation_buffers = 0;  // of the host, through which it passes to storage, as large as a slot
+
   std::vector<bool> on_device;  // by chunk: it is updated on the device
   UpdateSlots update_slots;     // at the end of the arena
-  // By stage: what its forward computes stays on the device for its backward, beside the arena, so that nothing is
-  // computed again.
-  std::vector<bool> keeps;
 
   std::uint64_t device_bytes() const {
     return update_slots_begin() + static_cast<std::uint64_t>(update_slots.count) * update_slots.bytes;
   }
   std::uint64_t update_slots_begin() const {
-    return round_up(weight_ring + gradient_ring + held_gradients + carry_slots * carry_slot_bytes, kSector);
+    return round_up(weight_ring + gradient_ring + held_gradients + slots * slot_bytes, kSector);
   }
-  std::uint64_t carry_slot_offset(int slot) const {
-    return weight_ring + gradient_ring + held_gradients + slot * carry_slot_bytes;
-  }
+  std::uint64_t slot_offset(int slot) const { return weight_ring + gradient_ring + held_gradients + slot * slot_bytes; }
+  int items() const { return static_cast<int>(activations.size()); }
+  // Of what is saved of an item, 0 where nothing leaves the device.
+  std::uint64_t saved_bytes(const Layout& layout, int item) const;
   std::uint64_t buffer_bytes(const Layout& layout) const;
   std::uint64_t resident_bytes(const Layout& layout) const;
-  std::uint64_t carry_bytes(const Layout& layout) const;
+  std::uint64_t saved_on_host(const Layout& layout) const;
+  // By item, as StoreOptions::activation_bytes.
+  std::vector<std::uint64_t> stored_activations(const Layout& layout) const;
   std::uint64_t host_bytes(const Layout& layout) const {
-    return buffer_bytes(layout) + resident_bytes(layout) + carry_bytes(layout);
+    return buffer_bytes(layout) + resident_bytes(layout) + saved_on_host(layout);
   }
 };
 
@@ -176,6 +194,12 @@ struct ArrangeRequest {
   std::uint64_t workspace = 0;  // of the device budget: what computing a stage takes besides weights and gradients
   // By stage: bytes of one micro-batch's activations where the stage can keep them, 0 where it cannot. Empty: none can.
   std::vector<std::uint64_t> activation_bytes;
+  // By stage: bytes of what is swapped of them, 0 where they cannot be. Empty: none can.
+  std::vector<std::uint64_t> swapped_bytes;
+  std::uint64_t swap_workspace = 0;  // what computing a stage takes more where its activations are swapped
+  // How many items swap their activations to the host and to storage, of those that do not keep them. The last ones
+  // stay on the device, those before them go to the host, those before to storage: as many as there are and fit.
+  int swap_to_host = 0, swap_to_storage = 0;
   int micro_batches = 1;
   bool staged = true;
   // Of the updates, where nothing is staged: which share is deferred, evenly in all units. Less where everything has to

@@ -31,6 +31,7 @@ Planner::Planner(const Layout& layout, const Arrangement& arrangement) : layout_
     }
   word_last_use_.assign(arrangement.word_buffers, 0);
   state_last_use_.assign(arrangement.state_buffers, 0);
+  activation_last_use_.assign(arrangement.activation_buffers, 0);
 }
 
 Task& Planner::emit(TaskKind kind, Lane lane, std::vector<Access> accesses) {
@@ -50,6 +51,9 @@ HostRef Planner::take_word_buffer() {
 }
 HostRef Planner::take_state_buffer() {
   return {HostRef::Where::state_buffer, earliest(state_last_use_, ++use_counter_)};
+}
+HostRef Planner::take_activation_buffer() {
+  return {HostRef::Where::activation_buffer, earliest(activation_last_use_, ++use_counter_)};
 }
 
 Plan Planner::train_step(bool pending) {
@@ -84,55 +88,6 @@ Plan Planner::flush() {
       if (arrangement_.deferred[layout_.first_chunk(unit) + chunk.index]) update_pending(chunk);
   }
   return std::move(plan_);
-}
-
-void Planner::run_visits(int micro_batches) {
-  const int visits = static_cast<int>(plan_.visits.size());
-  const auto from_host = [&](int visit) {
-    return plan_.visits[visit].pass == Pass::backward && arrangement_.carry_on_host[plan_.visits[visit].stage];
-  };
-  int fetched = 0;
-  int loads = 0;  // compute tasks, counted over visits and micro-batches, whose carry has been loaded
-  std::vector<std::uint64_t> slot_of(static_cast<std::size_t>(visits) * micro_batches, kNowhere);
-  const auto next_slot = [&] { return arrangement_.carry_slot_offset(next_carry_slot_++ % arrangement_.carry_slots); };
-  for (int visit = 0; visit < visits; ++visit) {
-    while (fetched < visits && fetched <= visit + kLookahead && fetch(fetched, fetched == visit)) ++fetched;
-    const int stage = plan_.visits[visit].stage;
-    for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch) {
-      const int item = visit * micro_batches + micro_batch;
-      for (; loads < std::min(item + std::max(1, arrangement_.carry_slots), visits * micro_batches); ++loads) {
-        const int of = loads / micro_batches;
-        if (!from_host(of)) continue;
-        pass_ = Pass::backward;
-        stage_ = plan_.visits[of].stage;
-        const HostRef carry{HostRef::Where::carry, stage_ * micro_batches + loads % micro_batches};
-        const std::uint64_t slot = slot_of[loads] = next_slot(), bytes = layout_.stages()[stage_].carry_bytes;
-        Task& load =
-            emit(TaskKind::load_carry, Lane::upload, {host_access(carry, false), device_access(slot, bytes, true)});
-        load.micro_batch = loads % micro_batches;
-        load.words = carry;
-        load.device_offset = slot;
-        load.bytes = bytes;
-      }
-      pass_ = plan_.visits[visit].pass;
-      stage_ = stage;
-      const bool save = pass_ == Pass::forward && arrangement_.carry_on_host[stage];
-      if (save) slot_of[item] = next_slot();
-      compute(visit, micro_batch, slot_of[item]);
-      if (!save) continue;
-      const HostRef carry{HostRef::Where::carry, stage * micro_batches + micro_batch};
-      const std::uint64_t bytes = layout_.stages()[stage].carry_bytes;
-      Task& task = emit(TaskKind::save_carry, Lane::download,
-                        {device_access(slot_of[item], bytes, false), host_access(carry, true)});
-      task.micro_batch = micro_batch;
-      task.words = carry;
-      task.device_offset = slot_of[item];
-      task.bytes = bytes;
-    }
-    for (int unit : layout_.stages()[stage].units)
-      if (Region* region = find_region(unit); region != nullptr && region->busy > 0) --region->busy;
-    if (pass_ == Pass::backward || pass_ == Pass::head) take_gradients(plan_.visits[visit]);
-  }
 }
 
 bool Planner::fetch(int visit, bool forced) {
@@ -213,26 +168,6 @@ Planner::Region* Planner::find_region(int unit) {
 
 void Planner::invalidate(int unit) {
   std::erase_if(regions_, [&](const Region& region) { return region.unit == unit; });
-}
-
-void Planner::compute(int visit, int micro_batch, std::uint64_t carry_slot) {
-  Visit& target = plan_.visits[visit];
-  const StageShape& stage = layout_.stages()[target.stage];
-  std::vector<Access> accesses;
-  for (std::size_t i = 0; i < stage.units.size(); ++i) {
-    const int unit = stage.units[i];
-    if (target.weights[i] != kNowhere)
-      accesses.push_back(device_access(target.weights[i], 2 * layout_.unit_elements(unit), false));
-    if ((target.pass != Pass::backward && target.pass != Pass::head) || !layout_.units()[unit].trainable) continue;
-    if (target.gradients[i] == kNowhere) target.gradients[i] = gradient_region(unit, target.fresh_gradient, i);
-    accesses.push_back(device_access(target.gradients[i], 4 * layout_.unit_elements(unit), true));
-  }
-  if (carry_slot != kNowhere)
-    accesses.push_back(device_access(carry_slot, stage.carry_bytes, target.pass == Pass::forward));
-  Task& task = emit(TaskKind::compute, Lane::compute, std::move(accesses));
-  task.visit = visit;
-  task.micro_batch = micro_batch;
-  task.device_offset = carry_slot;
 }
 
 std::uint64_t Planner::gradient_region(int unit, std::vector<bool>& fresh, std::size_t position) {

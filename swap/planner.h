@@ -39,7 +39,14 @@ class Planner {
   std::uint64_t allocate_weights(std::uint64_t bytes);
   Region* find_region(int unit);
   void invalidate(int unit);
-  void compute(int visit, int micro_batch, std::uint64_t carry_slot);
+  // planner_visits.cpp
+  struct Saved;
+  void compute(int visit, int micro_batch, std::uint64_t slot);
+  void save(int item, std::uint64_t slot);
+  void bring_back(Saved& saved);
+  Task& move_saved(TaskKind kind, Lane lane, int item, HostRef words, Access from, Access to);
+  std::uint64_t next_slot();
+
   std::uint64_t gradient_region(int unit, std::vector<bool>& fresh, std::size_t position);
   void take_gradients(const Visit& visit);
   HostRef download_gradient(const Chunk& chunk, std::uint64_t from);
@@ -58,6 +65,7 @@ class Planner {
   void emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state, HostRef low = {});
   HostRef take_word_buffer();
   HostRef take_state_buffer();
+  HostRef take_activation_buffer();
 
   const Layout& layout_;
   const Arrangement& arrangement_;
@@ -74,9 +82,9 @@ class Planner {
   std::vector<std::uint64_t>
       gradient_of_;  // by unit: offset of its gradient in this step, kNowhere before the first use
   std::vector<std::uint64_t> held_offset_;  // by unit: place of a tied unit's gradient
-  std::vector<TaskId> word_last_use_, state_last_use_;
+  std::vector<TaskId> word_last_use_, state_last_use_, activation_last_use_;
   TaskId use_counter_ = 0;
-  int next_carry_slot_ = 0, next_update_slot_ = 0;
+  int next_slot_ = 0, next_update_slot_ = 0;
 };
 
 }  // namespace tierflow::swap

@@ -55,10 +55,14 @@ void Simulator::append(const Plan& plan) {
 
 double Simulator::compute_seconds(const Task& task, const Plan& plan) const {
   const StageSeconds& stage = rates_.stages[task.stage];
-  double seconds = task.pass == Pass::forward    ? stage.forward
-                   : task.pass == Pass::backward ? stage.backward
-                   : task.pass == Pass::head     ? stage.head
-                                                 : stage.evaluate;
+  const auto by_activations = [&](double recompute, double keep, double swap) {
+    return task.activations == Activations::keep ? keep : task.activations == Activations::swap ? swap : recompute;
+  };
+  double seconds =
+      task.pass == Pass::forward    ? by_activations(stage.forward, stage.forward_keeping, stage.forward_swapping)
+      : task.pass == Pass::backward ? by_activations(stage.backward, stage.backward_kept, stage.backward_swapped)
+      : task.pass == Pass::head     ? stage.head
+                                    : stage.evaluate;
   if (task.micro_batch != 0) return seconds;
   const Visit& visit = plan.visits[task.visit];
   const auto& units = layout_.stages()[task.stage].units;
@@ -84,8 +88,9 @@ std::vector<Simulator::Phase> Simulator::phases(const Task& task, const Plan& pl
       std::vector<Phase> both{{task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast)
                                                                         : at_rate(bytes, machine.download),
                                copying}};
-      if (task.updated &&
-          (task.words.where == HostRef::Where::word_buffer || task.state.where == HostRef::Where::state_buffer))
+      if (task.words.where == HostRef::Where::activation_buffer ||
+          (task.updated &&
+           (task.words.where == HostRef::Where::word_buffer || task.state.where == HostRef::Where::state_buffer)))
         both.push_back({at_rate(bytes, machine.checksum), 1});
       return both;
     }

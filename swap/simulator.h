@@ -28,6 +28,8 @@ struct MachineRates {
 // Seconds of one micro-batch in a stage; head: forward and backward of the last one.
 struct StageSeconds {
   double forward = 0, backward = 0, head = 0, evaluate = 0;
+  // Where the activations are kept; where they are swapped, with the copies into and out of the slot.
+  double forward_keeping = 0, backward_kept = 0, forward_swapping = 0, backward_swapped = 0;
 };
 
 struct Rates {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <random>
 
 #include "io/checksum.h"
@@ -32,7 +33,7 @@ struct Superblock {
 };
 
 const char* kind_name(ExtentKind kind) {
-  static constexpr const char* kNames[] = {"hi", "state", "gradient", "gradient sum"};
+  static constexpr const char* kNames[] = {"hi", "state", "gradient", "gradient sum", "activations"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -109,6 +110,13 @@ Store::Store(StoreOptions options, const Layout& layout) : options_(std::move(op
   manifest_bytes_ = round_up((std::uint64_t{1} << 20) + options_.identity.size() + 160 * chunks.size(), kSector);
   total_bytes_ = kManifestBase + 2 * manifest_bytes_ + options_.generations * (hi_bytes_ + state_bytes_) +
                  gradient_bytes_ + (options_.gradient_sums ? hi_bytes_ : 0);
+  const auto activations = static_cast<int>(ExtentKind::activations);
+  records_[activations].resize(options_.activation_bytes.size());
+  pending_checksum_[activations].resize(options_.activation_bytes.size());
+  for (const std::uint64_t bytes : options_.activation_bytes) {
+    activation_offset_.push_back(total_bytes_);
+    total_bytes_ += bytes;
+  }
 }
 
 std::uint64_t Store::bytes_needed(const StoreOptions& options, const Layout& layout) {
@@ -143,12 +151,11 @@ io::Result<Store::Contents> Store::inspect(const io::VolumeOptions& options) {
 }
 
 io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layout& layout) {
+  options.activation_bytes.clear();
   std::unique_ptr<Store> store(new Store(std::move(options), layout));
   auto volume = io::Volume::open(store->options_.volume);
   if (!volume.ok()) return volume.error();
   store->volume_ = std::move(volume).value();
-  if (store->volume_->size() != store->total_bytes_)
-    return corrupt("its size is not that of this model and these options");
   auto found = newest_manifest(*store->volume_);
   if (!found.ok()) return found.error();
   store->run_id_ = found->block.run_id;
@@ -157,48 +164,51 @@ io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layou
   return store;
 }
 
-std::uint64_t Store::extent_bytes(ExtentKind kind, int chunk) const {
-  return kind == ExtentKind::state ? layout_.chunks()[chunk].state_bytes : layout_.chunks()[chunk].word_bytes();
+std::uint64_t Store::extent_bytes(ExtentKind kind, int index) const {
+  if (kind == ExtentKind::activations) return options_.activation_bytes[index];
+  return kind == ExtentKind::state ? layout_.chunks()[index].state_bytes : layout_.chunks()[index].word_bytes();
 }
 
-std::uint64_t Store::offset(ExtentKind kind, int chunk, int slot) const {
+std::uint64_t Store::offset(ExtentKind kind, int index, int slot) const {
   const std::uint64_t base = kManifestBase + 2 * manifest_bytes_;
   switch (kind) {
     case ExtentKind::hi:
-      return base + slot * hi_bytes_ + hi_offset_[chunk];
+      return base + slot * hi_bytes_ + hi_offset_[index];
     case ExtentKind::state:
-      return base + options_.generations * hi_bytes_ + slot * state_bytes_ + state_offset_[chunk];
+      return base + options_.generations * hi_bytes_ + slot * state_bytes_ + state_offset_[index];
     case ExtentKind::gradient:
-      return base + options_.generations * (hi_bytes_ + state_bytes_) + gradient_offset_[chunk];
+      return base + options_.generations * (hi_bytes_ + state_bytes_) + gradient_offset_[index];
+    case ExtentKind::activations:
+      return activation_offset_[index];
     default:
-      return base + options_.generations * (hi_bytes_ + state_bytes_) + gradient_bytes_ + hi_offset_[chunk];
+      return base + options_.generations * (hi_bytes_ + state_bytes_) + gradient_bytes_ + hi_offset_[index];
   }
 }
 
-std::uint64_t Store::checksum(ExtentKind kind, int chunk, std::uint64_t generation,
+std::uint64_t Store::checksum(ExtentKind kind, int index, std::uint64_t generation,
                               std::span<const std::byte> bytes) const {
   const std::uint64_t extent =
-      static_cast<std::uint64_t>(kind) * layout_.chunks().size() + static_cast<std::uint64_t>(chunk);
+      static_cast<std::uint64_t>(kind) * layout_.chunks().size() + static_cast<std::uint64_t>(index);
   return io::extent_checksum(run_id_, extent, generation, bytes);
 }
 
-void Store::read(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done) {
+void Store::read(ExtentKind kind, int index, io::Buffer buffer, io::Callback done) {
   volume_->submit({.op = io::Op::read,
-                   .offset = offset(kind, chunk, record(kind, chunk).slot),
-                   .length = extent_bytes(kind, chunk),
+                   .offset = offset(kind, index, record(kind, index).slot),
+                   .length = extent_bytes(kind, index),
                    .buffer = std::move(buffer)},
                   std::move(done));
 }
 
-io::Result<io::Buffer> Store::fetch(ExtentKind kind, int chunk) {
-  const std::uint64_t bytes = extent_bytes(kind, chunk);
+io::Result<io::Buffer> Store::fetch(ExtentKind kind, int index) {
+  const std::uint64_t bytes = extent_bytes(kind, index);
   io::Buffer buffer = io::allocate_buffer(bytes);
   if (!buffer) return io::Error{.kind = io::ErrorKind::memory, .operation = "fetch", .length = bytes};
   for (bool again : {false, true}) {
     if (io::Error error =
-            transfer(*volume_, io::Op::read, offset(kind, chunk, record(kind, chunk).slot), buffer, bytes))
+            transfer(*volume_, io::Op::read, offset(kind, index, record(kind, index).slot), buffer, bytes))
       return error;
-    const io::Error wrong = verify(kind, chunk, buffer.bytes().first(bytes));
+    const io::Error wrong = verify(kind, index, buffer.bytes().first(bytes));
     if (!wrong) break;
     if (again) return wrong;
     report_second_reading(wrong);
@@ -211,36 +221,41 @@ void Store::report_second_reading(const io::Error& wrong) const {
     options_.volume.on_notice({io::Notice::Kind::retried, wrong.message() + "; it is read once more"});
 }
 
-void Store::stamp(ExtentKind kind, int chunk, std::span<const std::byte> bytes) {
-  pending_checksum_[static_cast<int>(kind)][chunk] = checksum(kind, chunk, generation_ + 1, bytes);
+void Store::stamp(ExtentKind kind, int index, std::span<const std::byte> bytes) {
+  pending_checksum_[static_cast<int>(kind)][index] = checksum(kind, index, generation_ + 1, bytes);
 }
 
-void Store::write(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done) {
-  Record& at = record(kind, chunk);
+void Store::write(ExtentKind kind, int index, io::Buffer buffer, io::Callback done) {
+  Record& at = record(kind, index);
   // A slot that the newest durable generation refers to is not written while there is another.
   if (at.written && at.generation <= generation_ && options_.generations == 2 &&
       (kind == ExtentKind::hi || kind == ExtentKind::state))
     at.slot ^= 1;
-  at.checksum = pending_checksum_[static_cast<int>(kind)][chunk];
+  at.checksum = pending_checksum_[static_cast<int>(kind)][index];
   at.generation = generation_ + 1;
   at.written = true;
   volume_->submit({.op = io::Op::write,
-                   .offset = offset(kind, chunk, at.slot),
-                   .length = extent_bytes(kind, chunk),
+                   .offset = offset(kind, index, at.slot),
+                   .length = extent_bytes(kind, index),
                    .buffer = std::move(buffer)},
                   std::move(done));
 }
 
-io::Error Store::verify(ExtentKind kind, int chunk, std::span<const std::byte> bytes) const {
-  const Record& at = record(kind, chunk);
-  if (at.written && checksum(kind, chunk, at.generation, bytes) == at.checksum) return {};
-  const Chunk& shape = layout_.chunks()[chunk];
+io::Error Store::verify(ExtentKind kind, int index, std::span<const std::byte> bytes) const {
+  const Record& at = record(kind, index);
+  if (at.written && checksum(kind, index, at.generation, bytes) == at.checksum) return {};
+  std::string whose = "item " + std::to_string(index), path;
+  if (kind != ExtentKind::activations) {
+    const Chunk& chunk = layout_.chunks()[index];
+    whose = "chunk " + std::to_string(chunk.index);
+    path = layout_.units()[chunk.unit].name;
+  }
   return {.kind = io::ErrorKind::corruption,
           .operation = "verify",
-          .path = layout_.units()[shape.unit].name,
-          .offset = offset(kind, chunk, at.slot),
+          .path = path,
+          .offset = offset(kind, index, at.slot),
           .length = bytes.size(),
-          .detail = std::string("the ") + kind_name(kind) + " of chunk " + std::to_string(shape.index) +
+          .detail = std::string("the ") + kind_name(kind) + " of " + whose +
                     (at.written ? " is not what was written" : " was never written") +
                     ": the drive or another program changed it"};
 }
@@ -261,6 +276,8 @@ std::string Store::manifest(const std::string& progress) const {
               {"generations", options_.generations},
               {"staged_gradients", options_.staged_gradients},
               {"gradient_chunks", options_.gradient_chunks},
+              {"activation_bytes",
+               std::accumulate(options_.activation_bytes.begin(), options_.activation_bytes.end(), std::uint64_t{0})},
               {"units", units},
               {"identity", options_.identity},
               {"progress", progress},
@@ -271,6 +288,8 @@ std::string Store::manifest(const std::string& progress) const {
 io::Error Store::load_manifest(const std::string& text) {
   const json manifest = json::parse(text, nullptr, false);
   const std::size_t chunks = layout_.chunks().size();
+  if (manifest.is_object() && volume_->size() != total_bytes_ + manifest.value("activation_bytes", std::uint64_t{0}))
+    return corrupt("its size is not that of this model and these options");
   if (!manifest.is_object() || !manifest.contains("records") || manifest["records"].size() != 2 * chunks ||
       manifest.value("chunk_elements", std::uint64_t{0}) != layout_.chunk_elements())
     return corrupt("its manifest is of another model or another version");

@@ -19,13 +19,15 @@ struct StoreOptions {
   bool staged_gradients = true;
   std::vector<bool> gradient_chunks;  // by chunk: whose gradient there is room for; empty: all, where any are staged
   bool gradient_sums = false;         // room for their low words too
+  std::vector<std::uint64_t> activation_bytes;  // of each extent of activations, multiples of kSector; 0: not stored
   std::string identity;  // JSON of the client's: what the state belongs to; kept in the manifest and given back on open
 };
 
 class Store {
  public:
   static io::Result<std::unique_ptr<Store>> create(StoreOptions options, const Layout& layout);
-  // Opens the newest valid generation. The layout must be the one it was created with.
+  // Opens the newest valid generation, for reading: without activations. The layout must be the one it was created
+  // with.
   static io::Result<std::unique_ptr<Store>> open(StoreOptions options, const Layout& layout);
   // What create() was given as identity and commit() as progress, of the newest valid generation: enough to build the
   // layout that open() needs.
@@ -40,16 +42,16 @@ class Store {
   // Bytes that create() will take on the volume.
   static std::uint64_t bytes_needed(const StoreOptions& options, const Layout& layout);
 
-  // Any thread; no two calls for one extent at a time.
-  void read(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done);
+  // An extent is a chunk's, or of activations an item's. Any thread; no two calls for one extent at a time.
+  void read(ExtentKind kind, int index, io::Buffer buffer, io::Callback done);
   // Writes the extent into the generation at work. stamp() of the same bytes comes first.
-  void write(ExtentKind kind, int chunk, io::Buffer buffer, io::Callback done);
+  void write(ExtentKind kind, int index, io::Buffer buffer, io::Callback done);
   // Reads an extent into memory of its own, verified, a second time where the first does not match. Blocks.
-  io::Result<io::Buffer> fetch(ExtentKind kind, int chunk);
+  io::Result<io::Buffer> fetch(ExtentKind kind, int index);
   // Makes the checksum that the next write() of the extent records: call where the bytes are produced.
-  void stamp(ExtentKind kind, int chunk, std::span<const std::byte> bytes);
+  void stamp(ExtentKind kind, int index, std::span<const std::byte> bytes);
   // Compares bytes that read() brought with the record: an error of kind corruption names the extent.
-  io::Error verify(ExtentKind kind, int chunk, std::span<const std::byte> bytes) const;
+  io::Error verify(ExtentKind kind, int index, std::span<const std::byte> bytes) const;
 
   // What verify() found may have gone wrong on the way from the drive: tells the user that it is read once more.
   void report_second_reading(const io::Error& wrong) const;
@@ -58,7 +60,7 @@ class Store {
   // position ...). No read or write may be in flight.
   io::Error commit(const std::string& progress);
 
-  std::uint64_t extent_bytes(ExtentKind kind, int chunk) const;
+  std::uint64_t extent_bytes(ExtentKind kind, int index) const;
   const std::string& identity() const { return options_.identity; }
   const std::string& progress() const { return progress_; }
   std::uint64_t generation() const { return generation_; }
@@ -71,10 +73,10 @@ class Store {
     bool written = false;
   };
   Store(StoreOptions options, const Layout& layout);
-  Record& record(ExtentKind kind, int chunk) { return records_[static_cast<int>(kind)][chunk]; }
-  const Record& record(ExtentKind kind, int chunk) const { return records_[static_cast<int>(kind)][chunk]; }
-  std::uint64_t offset(ExtentKind kind, int chunk, int slot) const;
-  std::uint64_t checksum(ExtentKind kind, int chunk, std::uint64_t generation, std::span<const std::byte> bytes) const;
+  Record& record(ExtentKind kind, int index) { return records_[static_cast<int>(kind)][index]; }
+  const Record& record(ExtentKind kind, int index) const { return records_[static_cast<int>(kind)][index]; }
+  std::uint64_t offset(ExtentKind kind, int index, int slot) const;
+  std::uint64_t checksum(ExtentKind kind, int index, std::uint64_t generation, std::span<const std::byte> bytes) const;
   std::string manifest(const std::string& progress) const;
   io::Error load_manifest(const std::string& text);
 
@@ -85,6 +87,7 @@ class Store {
   std::vector<std::uint64_t> pending_checksum_[kExtentKinds];
   std::vector<std::uint64_t> hi_offset_, state_offset_;  // by chunk, within a slot
   std::vector<std::uint64_t> gradient_offset_;           // by chunk, from the first
+  std::vector<std::uint64_t> activation_offset_;
   std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, state_bytes_ = 0, gradient_bytes_ = 0, total_bytes_ = 0;
   std::uint64_t run_id_ = 0;
   std::uint64_t generation_ = 0;  // newest durable one; work goes on in generation_ + 1

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Tokens a second of Tierflow, state on storage, beside plain PyTorch with everything resident: the two in turn, medians and ratio.
+"""Tokens a second of Tierflow, state on storage, beside plain PyTorch with everything resident and, with --zero-infinity PYTHON, beside DeepSpeed
+ZeRO-Infinity with parameters and optimizer state in files: all in turn, medians and ratios.
 
-    .venv/bin/python benchmarks/step/compare.py --storage DIR [--shape 1x512 4x512 4x4x512]
+    .venv/bin/python benchmarks/step/compare.py --storage DIR [--shape 1x512 4x512 4x4x512] [--zero-infinity PEER_VENV/bin/python]
 
-A shape is MICRO_BATCHxSEQUENCE or MICRO_BATCHESxMICRO_BATCHxSEQUENCE. One JSON line a shape and clip setting."""
+A shape is MICRO_BATCHxSEQUENCE or MICRO_BATCHESxMICRO_BATCHxSEQUENCE. One JSON line a shape and clip setting. Each starts with `tierflow plan`, which measures
+the machine where it has not."""
 import argparse
 import json
 import os
@@ -17,15 +19,20 @@ ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ROOT / "benchmarks/step/llama-152m.json"
 
 
-def tierflow(args, shape, clip, folder):
-    count, rows, length = shape
-    log = pathlib.Path(folder) / "log.jsonl"
-    command = [args.program, "train", "--config", CONFIG, "--data", args.data, "--out", pathlib.Path(folder) / "out", "--storage", args.storage, "--device", "cpu",
-               "--device-memory", args.device_memory, "--host-memory", args.host_memory, "--sequence-length", length, "--micro-batch", rows, "--micro-batches", count,
-               "--steps", args.steps, "--clip", clip, "--eval-sequences", 1, "--log-json", log]
+def checked(command):
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(done.stderr)
+    return done.stdout
+
+
+def tierflow(args, shape, clip, folder):
+    count, rows, length = shape
+    log = pathlib.Path(folder) / "log.jsonl"
+    run = ["--config", CONFIG, "--storage", args.storage, "--device", "cpu", "--device-memory", args.device_memory, "--host-memory", args.host_memory,
+           "--sequence-length", length, "--micro-batch", rows, "--micro-batches", count, "--clip", clip]
+    checked([args.program, "plan", *run])
+    checked([args.program, "train", *run, "--data", args.data, "--out", pathlib.Path(folder) / "out", "--steps", args.steps, "--eval-sequences", 1, "--log-json", log])
     subprocess.run(["rm", "-rf", pathlib.Path(folder) / "out"], check=True)
     records = [json.loads(line) for line in log.read_text().splitlines()]
     steps = [r for r in records if "loss" in r and "step" in r][1:]
@@ -33,11 +40,11 @@ def tierflow(args, shape, clip, folder):
     return statistics.median(r["tokens_per_s"] for r in steps), records[-1]["summary"]["peak_rss"] // 2**20, exposed
 
 
-def resident(args, shape, clip):
+def peer(args, shape, clip, python, script, *more):
     count, rows, length = shape
-    command = [sys.executable, ROOT / "benchmarks/step/resident.py", "--config", CONFIG, "--sequence-length", length, "--micro-batch", rows, "--micro-batches", count,
-               "--steps", args.steps, "--clip", 0 if clip == "none" else clip, *(["--no-checkpointing"] if args.no_checkpointing else [])]
-    line = json.loads(subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    command = [python, ROOT / "benchmarks/step" / script, "--config", CONFIG, "--sequence-length", length, "--micro-batch", rows, "--micro-batches", count,
+               "--steps", args.steps, "--clip", 0 if clip == "none" else clip, *more]
+    line = json.loads(checked(command).splitlines()[-1])
     return line["tokens_per_s"], line["peak_rss_mib"]
 
 
@@ -53,21 +60,27 @@ def main():
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--device-memory", default="2GiB")
     parser.add_argument("--no-checkpointing", action="store_true", help="compare with PyTorch that keeps activations")
+    parser.add_argument("--zero-infinity", metavar="PYTHON", help="interpreter with deepspeed: compare with ZeRO-Infinity too")
     args = parser.parse_args()
+    peers = {"resident": (sys.executable, "resident.py", *(["--no-checkpointing"] if args.no_checkpointing else []))}
+    if args.zero_infinity:
+        peers["zero_infinity"] = (args.zero_infinity, "zero_infinity.py", "--storage", args.storage)
     for text in args.shape:
         numbers = [int(word) for word in text.split("x")]
         shape = tuple([1] * (3 - len(numbers)) + numbers)
         for clip in args.clip:
-            ours, theirs = [], []
+            ours, theirs = [], {name: [] for name in peers}
             with tempfile.TemporaryDirectory() as folder:
                 for _ in range(args.rounds):
                     ours.append(tierflow(args, shape, clip, folder))
-                    theirs.append(resident(args, shape, clip))
-            print(json.dumps({"shape": text, "clip": clip, "tierflow_tokens_per_s": round(statistics.median(o[0] for o in ours), 1),
-                              "resident_tokens_per_s": round(statistics.median(t[0] for t in theirs), 1),
-                              "ratio": round(statistics.median(o[0] / t[0] for o, t in zip(ours, theirs)), 3),
-                              "outside_compute": round(statistics.median(o[2] for o in ours), 3),
-                              "tierflow_rss_mib": max(o[1] for o in ours), "resident_rss_mib": max(t[1] for t in theirs)}), flush=True)
+                    for name, of in peers.items():
+                        theirs[name].append(peer(args, shape, clip, *of))
+            line = {"shape": text, "clip": clip, "tierflow_tokens_per_s": round(statistics.median(o[0] for o in ours), 1), "tierflow_rss_mib": max(o[1] for o in ours),
+                    "outside_compute": round(statistics.median(o[2] for o in ours), 3)}
+            for name, runs in theirs.items():
+                line |= {f"{name}_tokens_per_s": round(statistics.median(t[0] for t in runs), 1), f"{name}_rss_mib": max(t[1] for t in runs),
+                         f"ratio_to_{name}": round(statistics.median(o[0] / t[0] for o, t in zip(ours, runs)), 3)}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -253,10 +253,13 @@ Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::i
 
 }  // namespace
 
+bool attention_is_in_blocks(const Tensor& q, double dropout) {
+  return q.is_cpu() && q.scalar_type() == at::kBFloat16 && dropout <= 0 && q.size(3) % 2 == 0 &&
+         attention_in_blocks_supported();
+}
+
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::int64_t window, double dropout) {
-  const bool blocks = q.is_cpu() && q.scalar_type() == at::kBFloat16 && dropout <= 0 && q.size(3) % 2 == 0 &&
-                      attention_in_blocks_supported();
-  if (!blocks) return torch_attention(q, k, v, window, dropout);
+  if (!attention_is_in_blocks(q, dropout)) return torch_attention(q, k, v, window, dropout);
   const bool differentiate =
       at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
   return differentiate ? BlockAttentionFunction::apply(q, k, v, window) : attention_in_blocks(q, k, v, window).out;

@@ -13,6 +13,9 @@ namespace tierflow::models {
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std::int64_t window,
                      double dropout);
 
+// Whether attention() computes these as attention in blocks.
+bool attention_is_in_blocks(const at::Tensor& q, double dropout);
+
 // Attention in blocks of queries and keys with a running softmax (Dao et al., FlashAttention-2): scores and sums in
 // fp32, probabilities rounded to bf16 before they multiply. The same bits on any number of threads.
 bool attention_in_blocks_supported();

@@ -65,9 +65,10 @@ struct Bound {
 // What the gradient of attention takes from its forward.
 struct Attended {
   Tensor normed, rstd;                // of the input [tokens, hidden]
-  Tensor q, k, v;                     // leaves of the graph that ends in `out`
   Tensor q_in, k_in, q_rstd, k_rstd;  // before their norms, where there are any
+  Tensor q, k, v;
   Tensor out;
+  Tensor lse;  // of attention in blocks; without it `out` ends a graph whose leaves are q, k and v
 };
 
 // What the gradient of the MLP takes from its forward.
@@ -81,6 +82,20 @@ struct Gated {
 struct KeptBlock final : KeptActivations {
   Attended attended;
   Gated gated;
+
+  std::vector<Tensor> essentials() const override {
+    std::vector<Tensor> tensors;
+    const bool attends = attended.q.defined();
+    if (attends) {
+      tensors = {attended.q_in.defined() ? attended.q_in : attended.q,
+                 attended.k_in.defined() ? attended.k_in : attended.k, attended.v};
+      if (attended.lse.defined()) tensors.insert(tensors.end(), {attended.out, attended.lse});
+    }
+    if (!gated.gate.defined()) return tensors;
+    if (attends) tensors.push_back(gated.x);
+    tensors.insert(tensors.end(), {gated.gate, gated.up});
+    return tensors;
+  }
 };
 
 class LlamaModel final : public CausalModel {
@@ -108,6 +123,8 @@ class LlamaModel final : public CausalModel {
                                                    const Shared& shared) const override;
   Carry backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                       const Shared& shared, const Carry& d_out, std::unique_ptr<KeptActivations> kept) const override;
+  std::unique_ptr<KeptActivations> restore(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
+                                           std::vector<Tensor> essentials) const override;
 
  protected:
   Tensor attention_half(const Weights& weights, const Tensor& hidden, const Shared& shared,
@@ -152,6 +169,8 @@ class LlamaModel final : public CausalModel {
 
   // By hand, for x, d_y, d_middle [tokens, hidden]; `like` has the shape of the hidden states.
   Attended attend_again(const Bound& bound, const Tensor& x, const Tensor& like, const Shared& shared) const;
+  void norm_and_rotate(const Bound& bound, const Shared& shared, Attended& a) const;
+  void attend_to_queries(Attended& a) const;
   Tensor attention_backward(const Bound& bound, const Tensor& x, const Shared& shared, Attended attended,
                             const Tensor& d_middle) const;
   Gated gate_again(const Bound& bound, const Tensor& x) const;
@@ -225,23 +244,66 @@ Attended LlamaModel::attend_again(const Bound& bound, const Tensor& x, const Ten
   const double eps = config().norm_eps;
   Attended a;
   a.normed = rms_norm(x, bound.weight(attention_.norm), eps, &a.rstd);
-  Tensor q = heads(bound.apply(attention_.q, a.normed), config().heads, like),
-         k = heads(bound.apply(attention_.k, a.normed), config().kv_heads, like);
+  a.q_in = heads(bound.apply(attention_.q, a.normed), config().heads, like);
+  a.k_in = heads(bound.apply(attention_.k, a.normed), config().kv_heads, like);
   a.v = heads(bound.apply(attention_.v, a.normed), config().kv_heads, like);
-  if (attention_.q_norm >= 0) {
-    a.q_in = q;
-    q = rms_norm(q, bound.weight(attention_.q_norm), eps, &a.q_rstd);
+  norm_and_rotate(bound, shared, a);
+  attend_to_queries(a);
+  return a;
+}
+
+// q and k of q_in and k_in, which stay where norms lie between.
+void LlamaModel::norm_and_rotate(const Bound& bound, const Shared& shared, Attended& a) const {
+  const auto rotated = [&](Tensor& in, int norm, Tensor& rstd) {
+    Tensor x = norm < 0 ? std::exchange(in, {}) : rms_norm(in, bound.weight(norm), config().norm_eps, &rstd);
+    return rope(std::move(x), shared.tables[0], shared.tables[1]);
+  };
+  a.q = rotated(a.q_in, attention_.q_norm, a.q_rstd);
+  a.k = rotated(a.k_in, attention_.k_norm, a.k_rstd);
+}
+
+void LlamaModel::attend_to_queries(Attended& a) const {
+  if (attention_is_in_blocks(a.q, config().attention_dropout)) {
+    BlockAttention result = attention_in_blocks(a.q, a.k, a.v, config().sliding_window);
+    a.out = std::move(result.out);
+    a.lse = std::move(result.lse);
+    return;
   }
-  if (attention_.k_norm >= 0) {
-    a.k_in = k;
-    k = rms_norm(k, bound.weight(attention_.k_norm), eps, &a.k_rstd);
-  }
-  a.q = rope(std::move(q), shared.tables[0], shared.tables[1]).requires_grad_();
-  a.k = rope(std::move(k), shared.tables[0], shared.tables[1]).requires_grad_();
-  a.v.requires_grad_();
+  for (Tensor* leaf : {&a.q, &a.k, &a.v}) leaf->requires_grad_();
   const at::AutoGradMode grad(true);
   a.out = attention(a.q, a.k, a.v, config().sliding_window, config().attention_dropout);
-  return a;
+}
+
+std::unique_ptr<KeptActivations> LlamaModel::restore(int stage, const Weights& all_weights, const Carry& carry,
+                                                     const Shared& shared, std::vector<Tensor> essentials) const {
+  const at::NoGradGuard no_grad;
+  const Weights weights = without_graph(all_weights);
+  const Bound bound{weights, {}};
+  auto next = essentials.begin();
+  auto kept = std::make_unique<KeptBlock>();
+  const Tensor input = by_token(carry.at(0), config().hidden_size);
+  if (kind(stage) != StageKind::mlp) {
+    Attended& a = kept->attended;
+    a.normed = rms_norm(input, bound.weight(attention_.norm), config().norm_eps, &a.rstd);
+    (attention_.q_norm >= 0 ? a.q_in : a.q) = *next++;
+    (attention_.k_norm >= 0 ? a.k_in : a.k) = *next++;
+    a.v = *next++;
+    if (attention_.q_norm >= 0) norm_and_rotate(bound, shared, a);
+    if (attention_is_in_blocks(a.q, config().attention_dropout)) {
+      a.out = *next++;
+      a.lse = *next++;
+    } else {
+      attend_to_queries(a);
+    }
+  }
+  if (kind(stage) != StageKind::attention) {
+    Gated& g = kept->gated;
+    g.x = kind(stage) == StageKind::mlp ? input : *next++;
+    g.normed = rms_norm(g.x, bound.weight(mlp_.norm), config().norm_eps, &g.rstd);
+    g.gate = *next++;
+    g.up = *next++;
+  }
+  return kept;
 }
 
 Gated LlamaModel::gate_again(const Bound& bound, const Tensor& x) const {
@@ -271,12 +333,18 @@ Tensor LlamaModel::attention_backward(const Bound& bound, const Tensor& x, const
                                       const Tensor& d_middle) const {
   bound.add_gradient(attention_.o, d_middle, a.out.detach().reshape({x.size(0), -1}));
   Tensor d_out = at::mm(d_middle, bound.weight(attention_.o.weight)).view(a.out.sizes());
-  auto d_qkv = torch::autograd::grad({a.out}, {a.q, a.k, a.v}, {d_out});
-  for (Tensor* used : {&a.out, &d_out, &a.q, &a.k, &a.v}) used->reset();
-  Tensor d_q = rope(d_qkv[0].contiguous(), shared.tables[0], shared.tables[1], -1.0);
-  Tensor d_k = rope(d_qkv[1].contiguous(), shared.tables[0], shared.tables[1], -1.0);
-  const Tensor d_v = d_qkv[2].reshape({x.size(0), -1});
-  d_qkv.clear();
+  AttentionGradient d;
+  if (a.lse.defined()) {
+    d = attention_in_blocks_backward(d_out, a.q, a.k, a.v, {a.out, a.lse}, config().sliding_window);
+  } else {
+    auto d_qkv = torch::autograd::grad({a.out}, {a.q, a.k, a.v}, {d_out});
+    d = {.q = d_qkv[0].contiguous(), .k = d_qkv[1].contiguous(), .v = d_qkv[2]};
+  }
+  for (Tensor* used : {&a.out, &a.lse, &d_out, &a.q, &a.k, &a.v}) used->reset();
+  Tensor d_q = rope(std::move(d.q), shared.tables[0], shared.tables[1], -1.0);
+  Tensor d_k = rope(std::move(d.k), shared.tables[0], shared.tables[1], -1.0);
+  const Tensor d_v = d.v.reshape({x.size(0), -1});
+  d.v.reset();
   if (a.q_in.defined())
     d_q = rms_norm_backward(d_q, a.q_in, a.q_rstd, bound.weight(attention_.q_norm), bound.sum(attention_.q_norm));
   if (a.k_in.defined())

@@ -10,8 +10,16 @@ from test_train import BUILD, PROGRAM, config
 
 pytestmark = pytest.mark.skipif(not (BUILD / "libtierflow_train.so").exists(), reason="built without LibTorch")
 
-SMALL = ["--device", "cpu", "--device-memory", "24MiB", "--host-memory", "2MiB", "--storage", "state", "--sequence-length", "128", "--micro-batch", "2",
-         "--allow-buffered", "--allow-any-filesystem"]
+
+
+def options(**given):
+    """A run that streams on the CPU; options given replace those here, None leaves one out."""
+    usual = dict(device="cpu", device_memory="24MiB", host_memory="2MiB", storage="state", sequence_length="128", micro_batch="2")
+    words = [word for name, value in {**usual, **given}.items() if value is not None for word in ("--" + name.replace("_", "-"), str(value))]
+    return [*words, "--allow-buffered", "--allow-any-filesystem"]
+
+
+SMALL = options()
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +39,8 @@ def run(work, *words, ok=True, **environment):
     return done
 
 
-def plan(work, *more):
-    return json.loads(run(work, "plan", "--config", "config.json", *SMALL, "--json", *more).stdout)
+def plan(work, *more, of=SMALL):
+    return json.loads(run(work, "plan", "--config", "config.json", *of, "--json", *more).stdout)
 
 
 def test_adds_up_and_shows_what_keeps_32_bit_moments(work):
@@ -115,17 +123,17 @@ def test_another_micro_batch_is_another_measurement_and_depth_is_not(work):
     (work / "deep.json").write_text(json.dumps(config(hidden=128, layers=60)))
     deep = json.loads(run(work, "plan", "--config", "deep.json", *SMALL, "--json").stdout)
     assert deep["model"]["stages"] == 62 and {*(work / "cache" / "tierflow").iterdir()} == before
-    run(work, "plan", "--config", "config.json", *SMALL[:-4], "--micro-batch", "1", *SMALL[-2:])
+    run(work, "plan", "--config", "config.json", *options(micro_batch=1))
     assert len({*(work / "cache" / "tierflow").iterdir()} - before) == 1
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(work):
-    done = run(work, "plan", "--config", "config.json", *SMALL[:8], "--sequence-length", "16", "--micro-batch", "1", *SMALL[-2:], XDG_CACHE_HOME="/proc/nowhere")
+    done = run(work, "plan", "--config", "config.json", *options(sequence_length=16, micro_batch=1), XDG_CACHE_HOME="/proc/nowhere")
     assert "warning: " in done.stderr and "measures again" in done.stderr and "step" in done.stdout
 
 
 def test_what_cannot_work_is_refused(work):
-    small = run(work, "plan", "--config", "config.json", *SMALL[:2], "--device-memory", "1MiB", *SMALL[4:], ok=False)
+    small = run(work, "plan", "--config", "config.json", *options(device_memory="1MiB"), ok=False)
     assert small.returncode == 2 and "--device-memory" in small.stderr and "smallest that works" in small.stderr and not small.stdout
     assert run(work, "plan", *SMALL, ok=False).returncode == 2
     assert run(work, "plan", "--config", "config.json", "--refresh", ok=False).returncode == 2
@@ -146,3 +154,17 @@ def test_reads_the_configuration_file_of_a_run(work):
     assert done["step"]["step_s"] == plan(work)["step"]["step_s"]
     events = json.loads((work / "predicted.json").read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"predicted"}
+
+
+def test_chooses_micro_batches_for_so_many_tokens(work):
+    planned = plan(work, "--tokens-per-step", 1100)
+    shapes = {(shape["micro_batch"], shape["micro_batches"]): shape for shape in planned["step_shapes"]}
+    assert set(shapes) == {(1, 8), (2, 4), (4, 2), (8, 1)}
+    fastest = max(shapes.values(), key=lambda shape: shape["tokens_per_s"])
+    assert planned["step"]["tokens"] == 1024 and planned["step"]["tokens_per_s"] == pytest.approx(fastest["tokens_per_s"])
+    again = plan(work, "--micro-batches", fastest["micro_batches"], of=options(micro_batch=fastest["micro_batch"]))
+    assert again["step"]["step_s"] == pytest.approx(planned["step"]["step_s"]) and again["step_shapes"] == []
+    tight = plan(work, "--tokens-per-step", 1024, of=options(device_memory="9MiB"))["step_shapes"]
+    assert tight[0]["refused"] is None and "--device-memory" in tight[-1]["refused"]
+    refused = run(work, "plan", "--config", "config.json", *SMALL, "--tokens-per-step", "100", ok=False)
+    assert refused.returncode == 2 and "one sequence of 128 tokens" in refused.stderr

@@ -44,6 +44,12 @@ ModelProfile profile_of(const ModelSpec& spec) {
   return profile;
 }
 
+Profile on_any_machine(const ModelProfile& model) {
+  Profile profile;
+  profile.model = model;
+  return profile;
+}
+
 TEST(ProfileCache, GivesBackWhatItKeptForTheSameMachineModelAndBuildAlone) {
   const testing::TempDir folder;
   ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
@@ -83,7 +89,7 @@ TEST(Prediction, AddsUpTheStages) {
   const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
   EXPECT_FALSE(plan.stored);
   EXPECT_NO_THROW(prove(plan, true));
-  const Prediction prediction = predict(plan, rates_of(spec, plan, {}, profile));
+  const Prediction prediction = predict(plan, rates_of(spec, on_any_machine(profile)));
   EXPECT_NEAR(prediction.step_seconds, 2 * (4 * 1e-3 + 4e-3 + 4 * 2e-3), 1e-9);
   EXPECT_EQ(prediction.bytes[static_cast<int>(swap::Lane::disk_read)], 0U);
 }
@@ -95,10 +101,12 @@ TEST(Prediction, KnowsWhichStagesKeep) {
   ModelProfile profile = profile_of(spec);
   ModelProfile::Stage& block = profile.stages.at(stage_class(spec, 1));
   block.activation_bytes = 1 << 20;
-  block.keeping = {.forward = 1.5e-3, .backward = 0.5e-3};
+  block.seconds.forward_keeping = 1.5e-3;
+  block.seconds.backward_kept = 0.5e-3;
   const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
-  EXPECT_EQ(plan.arrangement.keeps, (std::vector<bool>{false, true, true, true, false}));
-  EXPECT_NEAR(predict(plan, rates_of(spec, plan, {}, profile)).step_seconds,
+  for (int item = 0; item < plan.arrangement.items(); ++item)
+    EXPECT_EQ(plan.arrangement.activations[item] == swap::Activations::keep, item >= 2 && item < 8) << item;
+  EXPECT_NEAR(predict(plan, rates_of(spec, on_any_machine(profile))).step_seconds,
               2 * (1e-3 + 3 * 1.5e-3 + 4e-3 + 3 * 0.5e-3 + 2e-3), 1e-9);
 }
 
@@ -111,28 +119,28 @@ TEST(Prediction, DefersUpdatesThatTheBackwardHasNoTimeFor) {
       "config.json");
   SessionOptions options{.device_memory = 256 << 20, .host_memory = 2ULL << 30, .chunk_elements = 1 << 18};
   options.clip.reset();
-  ModelProfile profile = profile_of(spec);
-  for (auto& [name, stage] : profile.stages)
+  Profile profile = on_any_machine(profile_of(spec));
+  profile.machine.rates.compute_on_cores = false;
+  for (auto& [name, stage] : profile.model.stages)
     stage.seconds = {.forward = 10e-3, .backward = 20e-3, .head = 30e-3, .evaluate = 10e-3};
   const auto choose = [&](double update_seconds) {
-    MachineProfile machine{.rates = {.compute_on_cores = false}};
     for (const char* name : {"fp32-master+adam8", "fp32-master+adam32"})
-      machine.update[name] = update_seconds == 0 ? 0 : 4.2e6 / update_seconds;  // a block's in so many seconds
-    return choose_updates(spec, options, machine, profile);
+      profile.machine.update[name] = update_seconds == 0 ? 0 : 4.2e6 / update_seconds;  // a block's in so many seconds
+    return choose_placement(spec, options, profile);
   };
-  const UpdateChoice fast = choose(0), slow = choose(28e-3);
-  EXPECT_EQ(fast.deferred_share, 0);
-  EXPECT_EQ(fast.step_seconds, fast.step_seconds_plain);
-  EXPECT_GT(slow.deferred_share, 0);
-  EXPECT_LT(slow.deferred_share, 1);
-  EXPECT_EQ(slow.device_share, 0);  // no rate of it is known
-  EXPECT_LT(slow.step_seconds, 0.9 * slow.step_seconds_plain);
+  const Placement fast = choose(0);
+  EXPECT_EQ(options.deferred_share, 0);
+  EXPECT_EQ(fast.step_seconds, fast.step_seconds_plain_updates);
+  const Placement slow = choose(28e-3);
+  EXPECT_GT(options.deferred_share, 0);
+  EXPECT_LT(options.deferred_share, 1);
+  EXPECT_EQ(options.device_update_share, 0);  // no rate of it is known
+  EXPECT_LT(slow.step_seconds, 0.9 * slow.step_seconds_plain_updates);
   // What was chosen is what a session with that share is predicted to take.
-  options.deferred_share = slow.deferred_share;
-  const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
+  const SessionPlan plan = plan_session(spec, options, profile.model.needs(spec));
   EXPECT_NO_THROW(prove(plan, true));
   EXPECT_NEAR(static_cast<double>(plan.deferred_parameters),
-              slow.deferred_share * static_cast<double>(plan.packed.trainable_parameters),
+              options.deferred_share * static_cast<double>(plan.packed.trainable_parameters),
               0.05 * static_cast<double>(plan.packed.trainable_parameters));
 }
 
@@ -141,26 +149,66 @@ TEST(Prediction, DefersUpdatesThatTheBackwardHasNoTimeFor) {
 TEST(Prediction, UpdatesOnTheDeviceWhereTheCpuIsTheLimit) {
   const ModelSpec spec = spec_of(12);
   SessionOptions options{.device_memory = 64 << 20, .host_memory = 64 << 20};
-  const ModelProfile profile = profile_of(spec);
+  Profile profile = on_any_machine(profile_of(spec));
+  for (const char* name : {"fp32-master+adam8", "fp32-master+adam32"}) {
+    profile.machine.update[name] = 3e6;
+    profile.machine.device_update[name] = 3e9;
+  }
   const auto choose = [&](double link) {
-    MachineProfile machine{.rates = {.upload = link, .download = link, .compute_on_cores = false}};
-    for (const char* name : {"fp32-master+adam8", "fp32-master+adam32"}) {
-      machine.update[name] = 3e6;
-      machine.device_update[name] = 3e9;
-    }
-    return choose_updates(spec, options, machine, profile);
+    profile.machine.rates = {.upload = link, .download = link, .compute_on_cores = false};
+    return choose_placement(spec, options, profile);
   };
   for (const std::optional<double> clip : {std::optional<double>(1.0), std::optional<double>()}) {
     options.clip = clip;
-    const UpdateChoice fast = choose(1e10), slow = choose(1e6);
-    EXPECT_GT(fast.device_share, 0);
-    EXPECT_LT(fast.step_seconds, 0.7 * fast.step_seconds_plain);
-    EXPECT_EQ(slow.device_share, 0);
-    options.device_update_share = fast.device_share;
-    const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
+    choose(1e6);
+    EXPECT_EQ(options.device_update_share, 0);
+    const Placement fast = choose(1e10);
+    EXPECT_GT(options.device_update_share, 0);
+    EXPECT_LT(fast.step_seconds, 0.7 * fast.step_seconds_plain_updates);
+    const SessionPlan plan = plan_session(spec, options, profile.model.needs(spec));
     EXPECT_GT(plan.device_updated_parameters, 0U);
     EXPECT_NO_THROW(prove(plan, true));
   }
+}
+
+// Where the device has no room for activations they are swapped if that is faster than computing them again: to the
+// host while it has room, then to storage; not at all where the links are slow.
+TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
+  const ModelSpec spec = spec_of(6);
+  SessionOptions options{
+      .device_memory = 8 << 20, .host_memory = 64 << 20, .storage = {"somewhere"}, .micro_batches = 2};
+  Profile profile = on_any_machine(profile_of(spec));
+  ModelProfile::Stage& block = profile.model.stages.at(stage_class(spec, 1));
+  block.activation_bytes = 3 << 20;
+  block.swapped_bytes = 1 << 20;
+  block.seconds.forward_keeping = block.seconds.backward_kept = 1e-3;
+  block.seconds.forward_swapping = block.seconds.backward_swapped = 1e-3;
+  profile.machine.rates = {
+      .disk_read = 10e9, .disk_write = 10e9, .upload = 10e9, .download = 10e9, .compute_on_cores = false};
+  const auto planned = [&] {
+    SessionPlan plan = plan_session(spec, options, profile.model.needs(spec));
+    EXPECT_NO_THROW(prove(plan, true));
+    return plan;
+  };
+  const Placement to_host = choose_placement(spec, options, profile);
+  EXPECT_GE(options.swap_to_host, 12);
+  EXPECT_EQ(options.swap_to_storage, 0);
+  EXPECT_LT(to_host.step_seconds, 0.8 * to_host.step_seconds_without_swaps);
+  const SessionPlan on_host = planned();
+  EXPECT_EQ(on_host.arrangement.saved_on_host(*on_host.layout), 12U << 20);
+  EXPECT_NEAR(predict(on_host, rates_of(spec, profile)).step_seconds, to_host.step_seconds, 1e-12);
+
+  options.host_memory = 8 << 20;
+  const Placement to_storage = choose_placement(spec, options, profile);
+  const SessionPlan on_storage = planned();
+  EXPECT_GT(on_storage.writes.activations, 0U);
+  EXPECT_LE(on_storage.arrangement.host_bytes(*on_storage.layout), options.host_memory);
+  EXPECT_LT(to_storage.step_seconds, 0.9 * to_storage.step_seconds_without_swaps);
+
+  profile.machine.rates.upload = profile.machine.rates.disk_read = 1e8;
+  const Placement slow = choose_placement(spec, options, profile);
+  EXPECT_EQ(options.swap_to_host + options.swap_to_storage, 0);
+  EXPECT_EQ(slow.step_seconds, slow.step_seconds_without_swaps);
 }
 
 }  // namespace

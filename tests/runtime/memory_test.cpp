@@ -41,6 +41,10 @@ class Failing final : public LayeredModel {
                       const Shared& shared, const Carry& d_out, std::unique_ptr<KeptActivations> kept) const override {
     return counted(model_->backward_kept(stage, weights, gradients, carry, shared, d_out, std::move(kept)));
   }
+  std::unique_ptr<KeptActivations> restore(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
+                                           std::vector<torch::Tensor> essentials) const override {
+    return counted(model_->restore(stage, weights, carry, shared, std::move(essentials)));
+  }
   double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const override {
     return counted(model_->head_loss(weights, carry, shared));
   }
@@ -115,6 +119,35 @@ TEST_P(ComputedAgain, GivesTheSameBits) {
     }
 }
 
+// What was swapped and cannot be used, or could not be kept to be swapped, is computed again.
+class SwappedAgain : public ComputedAgain {};
+TEST_P(SwappedAgain, GivesTheSameBits) {
+  const Folder folder;
+  for (const auto& clip : kClips)
+    for (const SessionOptions& options : {swapping(in_memory(1, clip), GetParam(), {}),
+                                          swapping(streamed(in_memory(1, clip), folder), GetParam(), {})}) {
+      std::vector<std::vector<float>> expected;
+      std::vector<double> losses;
+      for (const bool fails : {false, true}) {
+        Trainee run(GetParam(), options);
+        for (int step = 0; step < 3; ++step) {
+          std::set<int> every_third;
+          for (int call = step; fails && call < 200; call += 3) every_third.insert(call);
+          const StepResult result = run.step(step, every_third);
+          EXPECT_EQ(result.computed_again > 3, fails);
+          if (!fails)
+            losses.push_back(result.loss);
+          else
+            EXPECT_EQ(result.loss, losses[step]);
+        }
+        if (!fails)
+          expected = run.masters();
+        else
+          EXPECT_TRUE(run.masters() == expected);
+      }
+    }
+}
+
 std::vector<Case> untied() {
   std::vector<Case> chosen;
   for (const Case& which : cases("0.1"))
@@ -122,6 +155,12 @@ std::vector<Case> untied() {
       chosen.push_back(which);
   return chosen;
 }
+std::vector<Case> keeping() {
+  std::vector<Case> chosen = untied();
+  std::erase_if(chosen, [](const Case& which) { return !can_keep(which, {}); });
+  return chosen;
+}
+INSTANTIATE_TEST_SUITE_P(Models, SwappedAgain, ::testing::ValuesIn(keeping()), case_name);
 INSTANTIATE_TEST_SUITE_P(Models, ComputedAgain, ::testing::ValuesIn(untied()), case_name);
 
 // Wherever in the third step memory runs out for good, the model is that of two steps; the third, tried again, has the

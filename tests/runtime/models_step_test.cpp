@@ -74,7 +74,8 @@ TEST_P(Step, blocks_may_share_one_slot) {
   }
 }
 
-// What a block keeps changes no bit, and the weights may move between its forward and its backward.
+// What a block keeps changes no bit, whole or restored of what is essential, and the weights may move between its
+// forward and its backward.
 void expect_keeping_changes_nothing(const Case& which, torch::ScalarType type, const Tiling& tiling) {
   ResidentModel m = resident(which, type, 0.2, tiling);
   const Shared shared = m.model->share(batch(2, 40), torch::kCPU);
@@ -93,21 +94,29 @@ void expect_keeping_changes_nothing(const Case& which, torch::ScalarType type, c
         m.model->backward(stage, m.bind(stage, m.units), m.bind(stage, m.gradients), inputs[at], shared, d_out);
     std::vector<torch::Tensor> expected;
     for (const torch::Tensor& gradient : m.bind(stage, m.gradients)) expected.push_back(gradient.clone());
-    m.zero_gradients();
-
-    Weights slot;
-    for (const torch::Tensor& weight : m.bind(stage, m.units)) slot.push_back(weight.clone());
-    Carry carry = inputs[at];
-    seed();
-    auto kept = m.model->forward_keeping(stage, slot, carry, shared);
-    ASSERT_NE(kept, nullptr);
-    EXPECT_TRUE(torch::equal(carry[0], inputs[at + 1][0]));
-    for (torch::Tensor& weight : slot) weight.fill_(NAN);
-    const Carry got = m.model->backward_kept(stage, m.bind(stage, m.units), m.bind(stage, m.gradients), inputs[at],
-                                             shared, d_out, std::move(kept));
-    EXPECT_TRUE(torch::equal(got[0], d[0]));
-    const std::vector<torch::Tensor> sums = m.bind(stage, m.gradients);
-    for (std::size_t t = 0; t < sums.size(); ++t) EXPECT_TRUE(torch::equal(sums[t], expected[t]));
+    for (const bool restored : {false, true}) {
+      m.zero_gradients();
+      Weights slot;
+      for (const torch::Tensor& weight : m.bind(stage, m.units)) slot.push_back(weight.clone());
+      Carry carry = inputs[at];
+      seed();
+      auto kept = m.model->forward_keeping(stage, slot, carry, shared);
+      ASSERT_NE(kept, nullptr);
+      EXPECT_TRUE(torch::equal(carry[0], inputs[at + 1][0]));
+      for (torch::Tensor& weight : slot) weight.fill_(NAN);
+      if (restored) {
+        std::vector<torch::Tensor> moved;
+        for (const torch::Tensor& essential : kept->essentials()) moved.push_back(essential.detach().clone());
+        kept.reset();
+        seed();
+        kept = m.model->restore(stage, m.bind(stage, m.units), inputs[at], shared, moved);
+      }
+      const Carry got = m.model->backward_kept(stage, m.bind(stage, m.units), m.bind(stage, m.gradients), inputs[at],
+                                               shared, d_out, std::move(kept));
+      EXPECT_TRUE(torch::equal(got[0], d[0]));
+      const std::vector<torch::Tensor> sums = m.bind(stage, m.gradients);
+      for (std::size_t t = 0; t < sums.size(); ++t) EXPECT_TRUE(torch::equal(sums[t], expected[t]));
+    }
   }
   const bool gated = which.name == "llama" || which.name == "llama_biases" || which.name == "mistral" ||
                      which.name.starts_with("qwen");

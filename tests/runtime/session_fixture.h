@@ -4,6 +4,8 @@
 
 #include <filesystem>
 
+#include "runtime/exception.h"
+#include "runtime/init.h"
 #include "runtime/session.h"
 #include "tests/runtime/models_fixture.h"
 
@@ -53,6 +55,46 @@ inline std::vector<std::vector<float>> masters_of(Session& session) {
     for (std::size_t tensor = 0; tensor < spec.units[unit].tensors.size(); ++tensor)
       all.push_back(session.master(static_cast<int>(unit), static_cast<int>(tensor)));
   return all;
+}
+
+inline WeightSource initial(std::uint64_t seed) {
+  return [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    initial_values(tensor, seed, first, out);
+    if (tensor.init == Init::normal)
+      for (float& value : out) value *= 8;  // larger than usual: small models then learn within a few steps
+  };
+}
+
+// As little device memory as works: nothing is kept there that can be computed again.
+inline SessionOptions least_device(SessionOptions options, const Case& which, const Tiling& tiling) {
+  options.device_memory = 1;
+  try {
+    const Session refused({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options);
+  } catch (const Exception& error) {
+    const std::string said = "the smallest that works is ", text = error.what();
+    options.device_memory = std::stoull(text.substr(text.find(said) + said.size())) * 1024;
+  }
+  return options;
+}
+
+inline bool can_keep(const Case& which, const Tiling& tiling) {
+  const auto model = make_model(parse_model_spec(which.json, which.name, tiling));
+  for (std::size_t stage = 0; stage < model->spec().stages.size(); ++stage)
+    if (model->can_keep(static_cast<int>(stage))) return true;
+  return false;
+}
+
+inline std::string described(const Case& which, const SessionOptions& options, const Tiling& tiling) {
+  return Session({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options).describe();
+}
+
+// So little device memory that activations are swapped: of two micro-batches to the host, of the others to storage.
+inline SessionOptions swapping(SessionOptions options, const Case& which, const Tiling& tiling) {
+  options = least_device(options, which, tiling);
+  options.swap_to_host = 2;
+  options.swap_to_storage = options.storage.empty() ? 0 : 100;
+  while (described(which, options, tiling).find("swap theirs") == std::string::npos) options.device_memory += 8 * 1024;
+  return options;
 }
 
 }  // namespace tierflow::testing

@@ -23,14 +23,6 @@ struct Outcome {
   std::vector<std::vector<float>> masters;
 };
 
-WeightSource initial(std::uint64_t seed) {
-  return [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-    initial_values(tensor, seed, first, out);
-    if (tensor.init == Init::normal)
-      for (float& value : out) value *= 8;  // larger than usual: small models then learn within a few steps
-  };
-}
-
 Outcome run(const Case& which, const SessionOptions& options, double spike = 0, const Tiling& tiling = {}) {
   Session session({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options,
                   {.lr = 3e-3, .weight_decay = 0.1});
@@ -64,29 +56,6 @@ class Bitwise : public ::testing::TestWithParam<Case> {
   void SetUp() override { DeviceMemory::install(); }
 };
 
-// As little device memory as works: nothing is kept there that can be computed again.
-SessionOptions least_device(SessionOptions options, const Case& which, const Tiling& tiling) {
-  options.device_memory = 1;
-  try {
-    const Session refused({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options);
-  } catch (const Exception& error) {
-    const std::string said = "the smallest that works is ", text = error.what();
-    options.device_memory = std::stoull(text.substr(text.find(said) + said.size())) * 1024;
-  }
-  return options;
-}
-
-bool can_keep(const Case& which, const Tiling& tiling) {
-  const auto model = make_model(parse_model_spec(which.json, which.name, tiling));
-  for (std::size_t stage = 0; stage < model->spec().stages.size(); ++stage)
-    if (model->can_keep(static_cast<int>(stage))) return true;
-  return false;
-}
-
-std::string described(const Case& which, const SessionOptions& options, const Tiling& tiling) {
-  return Session({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options).describe();
-}
-
 void expect_streamed_is_resident(const Case& which, const Tiling& tiling) {
   const Folder folder;
   for (const std::optional<double> clip : {std::optional<double>(0.05), std::optional<double>()}) {
@@ -105,6 +74,7 @@ void expect_streamed_is_resident(const Case& which, const Tiling& tiling) {
     small.chaos_seed = 7;
     small.engine = io::EngineKind::threads;
     expect_same_bits(run(which, small, 0, tiling), expected);
+    if (can_keep(which, tiling)) expect_same_bits(run(which, swapping(small, which, tiling), 0, tiling), expected);
   }
 }
 

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "swap/planner.h"
@@ -146,6 +147,8 @@ struct Case {
   double deferred = 0;                 // share, where nothing is staged
   double on_device = 0;                // share of the units
   std::chrono::milliseconds pause{0};  // in each computation
+  int swap_to_host = 0, swap_to_storage = 0;
+  int fewest_swapped = 0;  // visits that must find activations in their slot
 };
 
 class TemporaryFolder {
@@ -177,8 +180,13 @@ class Run {
   Run(const Toy& toy, const Case& with) : case_(with), layout_(toy.units, toy.stages, toy.chunk_elements) {}
 
   void prepare() {
+    std::vector<std::uint64_t> swapped(layout_.stages().size(), 0);
+    for (std::size_t stage = 1; stage + 1 < swapped.size(); ++stage) swapped[stage] = kSector * (1 + stage);
     auto arrangement = arrange(layout_, {.host_budget = case_.host,
                                          .device_budget = case_.device,
+                                         .swapped_bytes = swapped,
+                                         .swap_to_host = case_.swap_to_host,
+                                         .swap_to_storage = case_.swap_to_storage,
                                          .micro_batches = case_.micro_batches,
                                          .staged = case_.staged,
                                          .deferred_share = case_.deferred,
@@ -196,7 +204,9 @@ class Run {
                                            .allow_buffered = true,
                                            .allow_any_filesystem = true},
                                 .generations = case_.generations,
-                                .gradient_chunks = stored_gradients},
+                                .gradient_chunks = stored_gradients,
+
+                                .activation_bytes = arrangement_.stored_activations(layout_)},
                                layout_);
     ASSERT_TRUE(store.ok()) << store.error().message();
     store_ = std::move(store).value();
@@ -256,6 +266,7 @@ class Run {
   ToyWork& work() { return *work_; }
   Store& store() { return *store_; }
   std::function<void(Plan&)> mutate;
+  int swapped = 0;  // visits with activations in a slot
 
  private:
   static bool HasFatalFailure() { return testing::Test::HasFatalFailure(); }
@@ -274,11 +285,17 @@ class Run {
         ASSERT_TRUE(entered.ok()) << entered.error().message();
         const auto& units = layout_.stages()[stage].units;
         if (pass == Pass::forward) inputs[stage][micro_batch] = carry[micro_batch];
-        if (entered->carry != nullptr && pass == Pass::forward) std::memcpy(entered->carry, &carry[micro_batch], 8);
-        if (entered->carry != nullptr && pass == Pass::backward) {
-          std::uint64_t saved = 0;
-          std::memcpy(&saved, entered->carry, 8);
-          if (saved != inputs[stage][micro_batch]) results_.push_back(0);  // shows as a difference
+        if (entered->slot != nullptr) {
+          // All of it a function of the item: what comes back from another item, or in part, shows as a difference.
+          const std::uint64_t bytes = arrangement_.saved_bytes(layout_, stage * case_.micro_batches + micro_batch);
+          auto* slot = reinterpret_cast<std::uint64_t*>(entered->slot);
+          std::uint64_t value = mix(inputs[stage][micro_batch], stage);
+          for (std::uint64_t i = 0; i < bytes / 8; ++i) {
+            value = mix(value, i);
+            if (pass == Pass::backward && slot[i] != value) results_.push_back(0);
+            slot[i] = pass == Pass::forward ? value : 0;
+          }
+          swapped += entered->activations == Activations::swap ? 1 : 0;
         }
         if (case_.pause.count() != 0) std::this_thread::sleep_for(case_.pause);
         for (std::size_t u = 0; u < units.size(); ++u) {
@@ -332,6 +349,7 @@ bool equals_plain_loop(const Case& with, int blocks, int steps, std::function<vo
   } else {
     EXPECT_NEAR(run.deferred_chunks(), with.deferred * chunks, 0.15 * chunks);
   }
+  EXPECT_GE(run.swapped, with.fewest_swapped);
   bool equal = false;
   run.compare(run_reference(toy, run.layout(), steps, with.micro_batches), equal);
   return equal;
@@ -382,6 +400,20 @@ TEST(Executor, ThreadsEngine) {
   EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 2 * kMiB, .engine = io::EngineKind::threads}, 3, 3));
 }
 
+TEST(Executor, ActivationsGoToTheHostAndToStorage) {
+  for (const bool staged : {true, false}) {
+    Case with{.host = 2 * kMiB, .device = 4 * kMiB, .staged = staged, .swap_to_host = 3, .swap_to_storage = 3};
+    with.fewest_swapped = 6 * 2 * 3;  // items, there and back, in each step
+    EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+    with.swap_to_host = 0;
+    with.swap_to_storage = 8;
+    with.chaos = 3;
+    with.fewest_swapped = 8 * 2 * 3;
+    EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+    with = {.host = 200 * kMiB, .device = 100 * kMiB, .staged = staged, .swap_to_host = 6, .fewest_swapped = 6 * 2 * 3};
+    EXPECT_TRUE(equals_plain_loop(with, 3, 3));
+  }
+}
 TEST(Executor, RandomBudgetsUnderChaos) {
   std::minstd_rand random(20);
   for (int round = 0; round < 40; ++round) {
@@ -394,7 +426,10 @@ TEST(Executor, RandomBudgetsUnderChaos) {
                     .chaos = 1 + random() % 1000,
                     .generations = 1 + static_cast<int>(random() % 2),
                     .deferred = static_cast<double>(random() % 5) / 4,
-                    .on_device = static_cast<double>(random() % 3) / 2};
+                    .on_device = static_cast<double>(random() % 3) / 2,
+
+                    .swap_to_host = static_cast<int>(random() % 4),
+                    .swap_to_storage = static_cast<int>(random() % 4)};
     ASSERT_TRUE(equals_plain_loop(with, 1 + static_cast<int>(random() % 4), 2))
         << "host " << with.host << " device " << with.device << " staged " << with.staged << " tied " << with.tied
         << " micro-batches " << with.micro_batches << " chaos " << with.chaos << " generations " << with.generations
@@ -435,6 +470,17 @@ TEST(NegativeControl, ComputeWithoutWaitingForUploads) {
 TEST(NegativeControl, GradientTakenBeforeItIsSummed) {
   expect_caught(kSmall, TaskKind::download_gradient, Lane::compute);
 }
+TEST(NegativeControl, ActivationsSavedBeforeTheyAreComputed) {
+  Case with = kSmall;
+  with.swap_to_host = 100;
+  expect_caught(with, TaskKind::save_activations, Lane::compute);
+}
+TEST(NegativeControl, ActivationsComputedWithBeforeTheyAreBack) {
+  Case with = kSmall;
+  with.swap_to_storage = 100;
+  expect_caught(with, TaskKind::compute, Lane::upload);
+  expect_caught(with, TaskKind::load_activations, Lane::disk_read);
+}
 TEST(NegativeControl, UploadBeforeTheUpdate) {
   expect_caught(kSmall, TaskKind::upload_hi, Lane::update);
 }
@@ -468,31 +514,66 @@ TEST(Arrange, NamesTheSmallestBudgetThatWorks) {
   }
 }
 
-TEST(Arrange, KeepsTheLastStagesActivationsThatFit) {
+TEST(Arrange, KeepsTheLastActivationsThatFitAndSwapsThoseBefore) {
   const Toy toy = make_toy(false, 4);
   const Layout layout(toy.units, toy.stages, toy.chunk_elements);
-  const std::size_t stages = layout.stages().size();
+  const int stages = static_cast<int>(layout.stages().size()), items = 2 * stages;
   ArrangeRequest request{.host_budget = 64 * kMiB, .device_budget = 64 * kMiB, .micro_batches = 2};
-  EXPECT_EQ(arrange(layout, request).value().keeps, std::vector<bool>(stages, false));
+  EXPECT_EQ(arrange(layout, request).value().activations, std::vector<Activations>(items, Activations::recompute));
   request.activation_bytes.assign(stages, kMiB);
   request.activation_bytes.front() = request.activation_bytes.back() = 0;
-  std::vector<bool> all(stages, true);
-  all.front() = all.back() = false;
-  EXPECT_EQ(arrange(layout, request).value().keeps, all);
+  request.swapped_bytes.assign(stages, kMiB / 4);
+  request.swapped_bytes.front() = request.swapped_bytes.back() = 0;
+  std::vector<Activations> all(items, Activations::keep);
+  for (const int item : {0, 1, items - 2, items - 1}) all[item] = Activations::recompute;
+  EXPECT_EQ(arrange(layout, request).value().activations, all);
   request.train = false;
-  EXPECT_EQ(arrange(layout, request).value().keeps, std::vector<bool>(stages, false));
+  EXPECT_EQ(arrange(layout, request).value().activations, std::vector<Activations>(items, Activations::recompute));
   request.train = true;
-  std::size_t kept = 0;
+  request.swap_to_host = request.swap_to_storage = 2;
+  request.swap_workspace = kMiB;
+  std::set<std::ptrdiff_t> kept_counts;
   for (; request.device_budget > kMiB; request.device_budget -= kMiB) {
     const auto arranged = arrange(layout, request);
     if (!arranged.ok()) break;
-    const std::vector<bool>& keeps = arranged.value().keeps;
-    kept = static_cast<std::size_t>(std::count(keeps.begin(), keeps.end(), true));
-    for (std::size_t stage = 0; stage < stages; ++stage)
-      EXPECT_EQ(keeps[stage], stage > 0 && stage + 1 < stages && stage + 1 + kept >= stages) << stage << " of " << kept;
-    EXPECT_LE(arranged.value().device_bytes() + kept * 2 * kMiB, request.device_budget);
+    const Arrangement& at = arranged.value();
+    const auto count = [&](Activations what) { return std::count(at.activations.begin(), at.activations.end(), what); };
+    const std::ptrdiff_t kept = count(Activations::keep), swapped = count(Activations::swap);
+    kept_counts.insert(kept);
+    // From the last block's items to the first's: kept, to the host, to storage, computed again.
+    for (int item = 2, from_last = items - 5; item < items - 2; ++item, --from_last) {
+      const Activations expected = from_last < kept             ? Activations::keep
+                                   : from_last < kept + swapped ? Activations::swap
+                                                                : Activations::recompute;
+      EXPECT_EQ(at.activations[item], expected) << item << " of " << kept << " and " << swapped;
+      EXPECT_EQ(at.saved_on_storage[item], expected == Activations::swap && from_last >= kept + 2) << item;
+    }
+    EXPECT_TRUE(swapped == std::min<std::ptrdiff_t>(4, items - 4 - kept) || swapped == 0);
+    EXPECT_LE(at.device_bytes() + kept * kMiB + (swapped != 0 ? request.swap_workspace : 0), request.device_budget);
+    EXPECT_LE(at.host_bytes(layout), request.host_budget);
   }
-  EXPECT_EQ(kept, 0);
+  EXPECT_GT(kept_counts.size(), 4U);
+}
+
+// Inputs that leave the device go on to storage where the host has no room for them.
+TEST(Arrange, SavesOnStorageWhatTheHostHasNoRoomFor) {
+  Toy toy = make_toy(false, 4);
+  for (StageShape& stage : toy.stages)
+    if (stage.carry_bytes != 0) stage.carry_bytes = kMiB;
+  const Layout layout(toy.units, toy.stages, toy.chunk_elements);
+  ArrangeRequest request{.host_budget = 6 * kMiB, .device_budget = 4 * kMiB, .micro_batches = 4};
+  const auto on_host = [&](std::uint64_t budget) {
+    request.host_budget = budget;
+    const auto arranged = arrange(layout, request);
+    EXPECT_TRUE(arranged.ok()) << arranged.error().message();
+    EXPECT_LE(arranged.value().host_bytes(layout), budget);
+    return arranged.value().saved_on_host(layout);
+  };
+  EXPECT_EQ(on_host(40 * kMiB), 16 * kMiB);
+  EXPECT_LT(on_host(12 * kMiB), 12 * kMiB);
+  EXPECT_EQ(on_host(2 * kMiB + 512 * 1024), 0U);
+  request.storage = false;
+  EXPECT_FALSE(arrange(layout, request).ok());
 }
 
 TEST(Store, CommittedGenerationIsFoundAgain) {

@@ -61,6 +61,16 @@ Planned random_arrangement(std::minstd_rand& random) {
   if (random() % 2 == 0) request.deferred_share = static_cast<double>(random() % 5) / 4;
   if (random() % 2 == 0) request.device_update_share = static_cast<double>(1 + random() % 4) / 4;
   request.update_scratch = random() % 2 == 0 ? 0 : 1000;
+  if (random() % 2 == 0) {
+    for (std::size_t stage = 0; stage < planned.layout->stages().size(); ++stage) {
+      const bool block = stage > 0 && stage + 1 < planned.layout->stages().size();
+      request.activation_bytes.push_back(block && random() % 4 != 0 ? random() % (1 << 20) : 0);
+      request.swapped_bytes.push_back(request.activation_bytes.back() / 2);
+    }
+    request.swap_to_host = static_cast<int>(random() % 6);
+    request.swap_to_storage = static_cast<int>(random() % 6);
+    request.swap_workspace = random() % (1 << 20);
+  }
   for (std::uint64_t mebibytes = 1;; mebibytes += 1 + random() % 2) {
     request.host_budget = request.device_budget = (mebibytes << 20) + random() % (1 << 20);
     if (random() % 2 == 0) request.host_budget += random() % (16 << 20);
@@ -95,13 +105,16 @@ Rates rates_of(const Layout& layout) {
 TEST(PlanChecker, ProvesThousandsOfRandomPlans) {
   std::minstd_rand random(11);
   int plans = 0;
+  std::map<TaskKind, int> of_kind;
   for (int round = 0; round < 2500; ++round) {
     const Planned planned = random_arrangement(random);
     Planner planner(*planned.layout, planned.arrangement);
     PlanChecker checker(*planned.layout, planned.arrangement);
     bool pending = false;
     for (int step = 0; step < 3; ++step) {
-      const io::Error error = checker.train_step(planner.train_step(pending), pending);
+      const Plan plan = planner.train_step(pending);
+      for (const Task& task : plan.tasks) ++of_kind[task.kind];
+      const io::Error error = checker.train_step(plan, pending);
       ASSERT_FALSE(error) << "round " << round << " step " << step << ": " << error.message();
       // A step that is skipped leaves nothing to apply.
       pending = defers(planned.arrangement) && random() % 4 != 0;
@@ -118,6 +131,9 @@ TEST(PlanChecker, ProvesThousandsOfRandomPlans) {
     ++plans;
   }
   EXPECT_GT(plans, 10000);
+  for (const TaskKind kind : {TaskKind::save_activations, TaskKind::load_activations, TaskKind::read_activations,
+                              TaskKind::write_activations})
+    EXPECT_GT(of_kind[kind], 1000) << task_name(kind);
 }
 
 // Damages plans in one way and counts in how many of the sequences that is noticed.
@@ -164,6 +180,20 @@ TEST(PlanCheckerControl, NoticesAnUploadOfAnotherChunk) {
     return true;
   };
   EXPECT_EQ(noticed_in(TaskKind::upload_hi, rename, 20), 20);
+}
+TEST(PlanCheckerControl, NoticesActivationsOfAnotherMicroBatch) {
+  const auto rename = [](Task& task) {
+    task.stage += task.stage == 1 ? 1 : -1;
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::read_activations, rename, 20), 20);
+  EXPECT_EQ(noticed_in(TaskKind::load_activations, rename, 20), 20);
+}
+TEST(PlanCheckerControl, NoticesActivationsThatAreNotSwappedAsArranged) {
+  const auto recompute = [](Task& task) {
+    return std::exchange(task.activations, Activations::recompute) == Activations::swap;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::compute, recompute, 20), 20);
 }
 TEST(PlanCheckerControl, NoticesAnUpdateThatIsLeftOut) {
   const auto leave_out = [](Task& task) {
