@@ -120,15 +120,18 @@ Json updates_json(const PlannedRun& run) {
           {"step_s_plain", run.placement.step_seconds_plain_updates}};
 }
 
-// What becomes of the activations of each micro-batch in each stage between the first and the last.
+// What becomes of the activations of each micro-batch in each block or half of one.
 Json activations_json(const PlannedRun& run) {
   const swap::Arrangement& at = run.plan.arrangement;
   int kept = 0, host = 0, storage = 0, again = 0;
-  for (int item = at.micro_batches; item < at.items() - at.micro_batches; ++item)
+  for (int item = 0; item < at.items(); ++item) {
+    const StageKind kind = run.spec.stages[item / at.micro_batches].kind;
+    if (kind != StageKind::block && kind != StageKind::attention && kind != StageKind::mlp) continue;
     ++(at.activations[item] == swap::Activations::keep        ? kept
        : at.activations[item] == swap::Activations::recompute ? again
        : at.saved_on_storage[item]                            ? storage
                                                               : host);
+  }
   return {{"kept", kept},
           {"swapped_to_host", host},
           {"swapped_to_storage", storage},
