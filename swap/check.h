@@ -19,6 +19,7 @@ namespace tierflow::swap {
 
 class PlanChecker {
  public:
+  virtual ~PlanChecker() = default;
   // Both outlive the checker.
   PlanChecker(const Layout& layout, const Arrangement& arrangement);
 
@@ -28,8 +29,9 @@ class PlanChecker {
   io::Error flush(const Plan& plan);
   io::Error evaluate(const Plan& plan);
 
- private:
-  enum class What : std::uint8_t { nothing, words, state, gradient, sum, saved };
+ protected:  // VisitChecker builds on it
+  // incoming, low: the visit planner's alone, a gradient that is to be added to a sum and the sum's low words.
+  enum class What : std::uint8_t { nothing, words, state, gradient, sum, saved, incoming, low };
   struct Content {
     What what = What::nothing;
     int of = -1;      // chunk; unit of a sum on the device; stage of what is saved
@@ -53,12 +55,12 @@ class PlanChecker {
 
   // Deferred updates that are due, a chunk: one or none.
   void play(const Plan& plan, int deferred_due);
-  void move(const Task& task);
+  virtual void move(const Task& task);
   void move_saved(const Task& task);
   int item_of(const Task& task);
-  void compute(const Task& task, const Plan& plan);
+  virtual void compute(const Task& task, const Plan& plan);
   void sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit);
-  void update(const Task& task);
+  virtual void update(const Task& task);
   void update_on_device(const Task& task);
   // Of deferred chunks and of the others.
   io::Error expect_each_chunk(int deferred_updates, int updates, int measurements);
@@ -72,7 +74,7 @@ class PlanChecker {
   void write_device(std::uint64_t begin, std::uint64_t bytes, const Content& content);
   bool in_arena(std::uint64_t begin, std::uint64_t bytes);
   void split(std::uint64_t at);
-  Held& host(const HostRef& ref);
+  virtual Held& host(const HostRef& ref);
   Held& stored(ExtentKind kind, int chunk) { return stored_[static_cast<int>(kind)][chunk]; }
   bool follows(TaskId earlier) const;
   std::span<const TaskId> dependencies_of(TaskId task) const;

@@ -1,0 +1,248 @@
+#include "swap/visit_check.h"
+
+#include <algorithm>
+
+namespace tierflow::swap {
+
+VisitChecker::VisitChecker(const Layout& layout, const Arrangement& arrangement) : PlanChecker(layout, arrangement) {
+  const std::size_t chunks = layout.chunks().size();
+  sums_.resize(layout.units().size());
+  for (auto* list : {&taken_, &taken_serial_, &due_version_}) list->assign(chunks, 0);
+  lows_.resize(chunks);
+  stored_lows_.resize(chunks);
+}
+
+io::Error VisitChecker::visit(const Plan& plan, const VisitRequest& request) {
+  open_stage_ = request.keep ? request.stage : -1;
+  return finish(plan, &request);
+}
+
+io::Error VisitChecker::close(const Plan& plan) {
+  open_stage_ = -1;
+  return finish(plan, nullptr);
+}
+
+io::Error VisitChecker::owe(const Plan& plan, const std::vector<int>& units) {
+  for (const int unit : units) {
+    Sum& sum = sums_[unit];
+    if (sum.owed || sum.visits == 0 || sum.parts != 0)
+      return {.kind = io::ErrorKind::corruption,
+              .operation = "check the plan",
+              .detail = "unit " + std::to_string(unit) + " has no gradient that could be owed"};
+    sum.owed = Owed{sum.epoch, sum.visits};
+    drop(unit);
+    for (const Chunk& chunk : layout_.chunks_of(unit)) ++due_version_[layout_.first_chunk(unit) + chunk.index];
+  }
+  return finish(plan, nullptr);
+}
+
+io::Error VisitChecker::settle(const Plan& plan, int unit) {
+  io::Error error = finish(plan, nullptr);
+  if (!error && sums_[unit].owed)
+    error = {.kind = io::ErrorKind::corruption,
+             .operation = "check the plan",
+             .detail = "unit " + std::to_string(unit) + " still owes its update"};
+  return error;
+}
+
+void VisitChecker::drop(int unit) {
+  ++sums_[unit].epoch;
+  sums_[unit].visits = 0;
+  for (const Chunk& chunk : layout_.chunks_of(unit)) taken_[layout_.first_chunk(unit) + chunk.index] = 0;
+}
+
+void VisitChecker::changed(int unit) {
+  for (const Chunk& chunk : layout_.chunks_of(unit)) {
+    const int id = layout_.first_chunk(unit) + chunk.index;
+    ++due_version_[id];
+    ++version_[id];
+    home(ExtentKind::hi, id).content.version = home(ExtentKind::state, id).content.version = version_[id];
+  }
+}
+
+PlanChecker::Held& VisitChecker::home(ExtentKind kind, int chunk) {
+  switch (kind) {
+    case ExtentKind::hi:
+      return arrangement_.hi_resident[chunk] ? resident_[0][chunk] : stored_[0][chunk];
+    case ExtentKind::state:
+      return arrangement_.state_resident[chunk] ? resident_[1][chunk] : stored_[1][chunk];
+    case ExtentKind::gradient:
+      return arrangement_.gradient_resident[chunk] ? resident_[2][chunk] : stored_[2][chunk];
+    default:
+      return arrangement_.gradient_low_resident[chunk] ? lows_[chunk] : stored_lows_[chunk];
+  }
+}
+
+PlanChecker::Held& VisitChecker::host(const HostRef& ref) {
+  if (ref.where != HostRef::Where::resident_gradient_low) return PlanChecker::host(ref);
+  if (ref.index >= 0 && ref.index < static_cast<int>(lows_.size()) && arrangement_.gradient_low_resident[ref.index])
+    return lows_[ref.index];
+  wrong("names host memory that does not exist");
+  return nowhere_;
+}
+
+io::Error VisitChecker::finish(const Plan& plan, const VisitRequest* request) {
+  request_ = request;
+  computed_ = 0;
+  play(plan, 0);
+  task_ = nullptr;
+  if (computed_ != (request == nullptr ? 0 : 1)) wrong("computes " + std::to_string(computed_) + " visits");
+  for (int unit = 0; unit < static_cast<int>(sums_.size()); ++unit) {
+    Sum& sum = sums_[unit];
+    const auto chunks = layout_.chunks_of(unit);
+    const auto updated = static_cast<std::size_t>(std::count_if(chunks.begin(), chunks.end(), [&](const Chunk& chunk) {
+      return updated_[layout_.first_chunk(unit) + chunk.index] == 1;
+    }));
+    if (updated != 0 && updated != chunks.size()) wrong("updates a part of unit " + std::to_string(unit));
+    if (updated != 0) sum.owed.reset();
+    const std::vector<int> none, &open = open_stage_ == -1 ? none : layout_.stages()[open_stage_].units;
+    if (sum.parts == 0)
+      expect_at_home(unit);
+    else if (std::find(open.begin(), open.end(), unit) == open.end())
+      wrong("leaves a gradient of unit " + std::to_string(unit) + " on the device");
+  }
+  if (problem_.empty()) return {};
+  return {.kind = io::ErrorKind::corruption, .operation = "check the plan", .detail = problem_};
+}
+
+// All that visits added is in the sum on the host, what is owed until it is applied.
+void VisitChecker::expect_at_home(int unit) {
+  const Sum& sum = sums_[unit];
+  // A sum that follows one that is owed would overwrite it: its update comes first.
+  const int epoch = sum.visits != 0 ? sum.epoch
+                    : sum.owed      ? sum.owed->epoch
+                                    : 0,
+            visits = sum.visits != 0 ? sum.visits
+                     : sum.owed      ? sum.owed->visits
+                                     : 0;
+  if (visits == 0) return;
+  if (sum.visits != 0 && sum.owed) wrong("adds to a gradient whose update is owed, unit " + std::to_string(unit));
+  for (const Chunk& chunk : layout_.chunks_of(unit)) {
+    const int id = layout_.first_chunk(unit) + chunk.index;
+    if (home(ExtentKind::gradient, id).content != Content{What::gradient, id, epoch, visits} ||
+        (visits > 1 && home(ExtentKind::gradient_low, id).content != Content{What::low, id, epoch, visits}))
+      wrong("the gradient of chunk " + std::to_string(id) + " is not where it belongs");
+  }
+}
+
+void VisitChecker::compute(const Task& task, const Plan& plan) {
+  ++computed_;
+  if (request_ == nullptr || task.visit < 0 || task.visit >= static_cast<int>(plan.visits.size()))
+    return wrong("belongs to no visit");
+  const Visit& visit = plan.visits[task.visit];
+  if (visit.stage != request_->stage || visit.pass != request_->pass) return wrong("is not the visit asked for");
+  const std::vector<int>& units = layout_.stages()[visit.stage].units;
+  const bool adds = visit.pass == Pass::backward || visit.pass == Pass::head;
+  for (std::size_t position = 0; position < units.size(); ++position) {
+    const int unit = units[position];
+    if (visit.weights[position] == kNowhere) return wrong("the visit has no weights");
+    for (const Chunk& chunk : layout_.chunks_of(unit)) {
+      const int id = layout_.first_chunk(unit) + chunk.index;
+      read_device(visit.weights[position] + 2 * chunk.first, chunk.word_bytes(), {What::words, id, due_version_[id]});
+    }
+    if (!adds || !request_->gradients[position]) continue;
+    const std::uint64_t begin = visit.gradients[position], bytes = 4 * layout_.unit_elements(unit);
+    if (begin == kNowhere) return wrong("the visit has no place for the gradient of unit " + std::to_string(unit));
+    Sum& sum = sums_[unit];
+    if (visit.fresh_gradient[position]) {
+      if (sum.parts != 0) return wrong("starts a gradient afresh while one has not left the device");
+      ++sum.serial;
+      ++sum.visits;
+    } else {
+      read_device(begin, bytes, {What::sum, unit, sum.serial, sum.parts});
+    }
+    write_device(begin, bytes, {What::sum, unit, sum.serial, ++sum.parts});
+  }
+}
+
+void VisitChecker::move(const Task& task) {
+  if (task.chunk < 0 || task.chunk >= static_cast<int>(version_.size())) return wrong("names no chunk");
+  switch (task.kind) {
+    case TaskKind::download_gradient:
+      return take_gradient(task);
+    case TaskKind::accumulate:
+      return accumulate(task);
+    case TaskKind::read_gradient:
+      return copy(stored(ExtentKind::gradient, task.chunk), host(task.gradient), "storage", What::gradient, task.chunk);
+    case TaskKind::write_gradient:
+      if (host(task.gradient).content.parts == 1 && measured_[task.chunk] == 0)
+        wrong("the gradient has not been measured");
+      return copy(host(task.gradient), stored(ExtentKind::gradient, task.chunk), "the host buffer", What::gradient,
+                  task.chunk);
+    case TaskKind::read_gradient_low:
+      return copy(stored_lows_[task.chunk], host(task.gradient_low), "storage", What::low, task.chunk);
+    case TaskKind::write_gradient_low:
+      return copy(host(task.gradient_low), stored_lows_[task.chunk], "the host buffer", What::low, task.chunk);
+    case TaskKind::read_hi:
+    case TaskKind::read_state:
+    case TaskKind::write_hi:
+    case TaskKind::write_state:
+    case TaskKind::upload_hi:
+      return PlanChecker::move(task);
+    default:
+      return wrong("is of no kind that a visit has");
+  }
+}
+
+// Which sum it is of, whoever uses it will ask.
+void VisitChecker::copy(Held& from, Held& to, const char* where, What what, int chunk) {
+  const Content content = from.content;
+  if (content.what != what || content.of != chunk) wrong(std::string(where) + " does not hold what it needs");
+  read(from, content, where);
+  write(to, content);
+}
+
+void VisitChecker::take_gradient(const Task& task) {
+  const Chunk& chunk = layout_.chunks()[task.chunk];
+  Sum& sum = sums_[chunk.unit];
+  if (taken_serial_[task.chunk] == sum.serial) return wrong("takes a gradient for a second time");
+  read_device(task.device_offset, 2 * task.bytes, {What::sum, chunk.unit, sum.serial, sum.parts});
+  taken_serial_[task.chunk] = sum.serial;
+  const int visits = ++taken_[task.chunk];
+  write(host(task.gradient), {visits == 1 ? What::gradient : What::incoming, task.chunk, sum.epoch, visits});
+  const auto chunks = layout_.chunks_of(chunk.unit);
+  if (std::all_of(chunks.begin(), chunks.end(), [&](const Chunk& other) {
+        return taken_serial_[layout_.first_chunk(chunk.unit) + other.index] == sum.serial;
+      }))
+    sum.parts = 0;
+}
+
+void VisitChecker::accumulate(const Task& task) {
+  const int visits = taken_[task.chunk], epoch = sums_[layout_.chunks()[task.chunk].unit].epoch;
+  if (task.first_sum != (visits == 2)) return wrong("takes a bf16 gradient for a sum, or a sum for one");
+  read(host(task.incoming), {What::incoming, task.chunk, epoch, visits}, "the gradient to add");
+  read(host(task.gradient), {What::gradient, task.chunk, epoch, visits - 1}, "the sum");
+  if (!task.first_sum) read(host(task.gradient_low), {What::low, task.chunk, epoch, visits - 1}, "its low words");
+  write(host(task.gradient), {What::gradient, task.chunk, epoch, visits});
+  write(host(task.gradient_low), {What::low, task.chunk, epoch, visits});
+}
+
+void VisitChecker::update(const Task& task) {
+  if (task.chunk < 0 || task.chunk >= static_cast<int>(version_.size())) return wrong("names no chunk");
+  const Sum& sum = sums_[layout_.chunks()[task.chunk].unit];
+  Held& gradient = host(task.gradient);
+  if (task.kind == TaskKind::measure) {
+    const Content measured{What::gradient, task.chunk, sum.epoch, 1};
+    ++measured_[task.chunk];
+    read(gradient, measured, "the gradient");
+    if (task.gradient.where == HostRef::Where::word_buffer) write(gradient, measured);
+    return;
+  }
+  if (!sum.owed || updated_[task.chunk] != 0) return wrong("no update is owed");
+  read(gradient, {What::gradient, task.chunk, sum.owed->epoch, sum.owed->visits}, "the gradient");
+  if ((sum.owed->visits > 1) != (task.gradient_low.where != HostRef::Where::none))
+    return wrong("takes a bf16 gradient for a sum, or a sum for one");
+  if (sum.owed->visits > 1) {
+    read(host(task.gradient_low), {What::low, task.chunk, sum.owed->epoch, sum.owed->visits}, "its low words");
+    write(gradient, {});  // rounded in place
+  }
+  const int before = version_[task.chunk]++;
+  ++updated_[task.chunk];
+  for (const auto& [ref, what] : {std::pair{&task.words, What::words}, std::pair{&task.state, What::state}}) {
+    Held& held = host(*ref);
+    read(held, {what, task.chunk, before}, what == What::words ? "the words" : "the state");
+    write(held, {what, task.chunk, before + 1});
+  }
+}
+
+}  // namespace tierflow::swap

@@ -1,0 +1,203 @@
+// Plans for a client whose order is its own: random clients' are proved, damaged ones are refused.
+#include "swap/visit_check.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <random>
+#include <utility>
+
+namespace tierflow::swap {
+namespace {
+
+struct Planned {
+  std::unique_ptr<Layout> layout;
+  Arrangement arrangement;
+};
+
+// Units of a few chunks, some frozen, some shared by two stages; budgets from the smallest that works to enough.
+Planned random_arrangement(std::minstd_rand& random) {
+  std::vector<UnitShape> units;
+  std::vector<StageShape> stages;
+  const int count = 2 + static_cast<int>(random() % 5);
+  for (int unit = 0; unit < count; ++unit) {
+    units.push_back({.name = "unit",
+                     .groups = {{.elements = kElementsPad * (1 + random() % 120), .state_bytes_element = 4}},
+                     .trainable = random() % 5 != 0});
+    stages.push_back({.units = {unit}});
+  }
+  stages[random() % stages.size()].units.push_back(count);
+  units.push_back({.name = "small", .groups = {{.elements = kElementsPad, .state_bytes_element = 4}}});
+  stages.push_back({.units = {0}});
+  Planned planned;
+  planned.layout = std::make_unique<Layout>(std::move(units), std::move(stages), kChunkQuantum);
+  for (std::uint64_t kibibytes = 512;; kibibytes += 256) {
+    ArrangeRequest request{.host_budget = (kibibytes << 10) + random() % (4 << 20),
+                           .device_budget = (kibibytes << 10) + random() % (4 << 20),
+                           .sums = true};
+    auto result = arrange(*planned.layout, request);
+    if (!result.ok()) continue;
+    planned.arrangement = std::move(result).value();
+    return planned;
+  }
+}
+
+// A client of no habits: what it does next is drawn. Each plan goes through `damage` before it is checked.
+class Client {
+ public:
+  Client(const Planned& planned, std::minstd_rand& random)
+      : layout_(*planned.layout),
+        planner_(layout_, planned.arrangement),
+        checker_(layout_, planned.arrangement),
+        random_(random) {}
+
+  io::Error act(const std::function<void(Plan&)>& damage = {}) {
+    const auto damaged = [&](Plan plan) {
+      if (damage) damage(plan);
+      return plan;
+    };
+    const int units = static_cast<int>(layout_.units().size());
+    switch (random_() % 12) {
+      case 0:
+        if (io::Error error = checker_.close(damaged(planner_.close()))) return error;
+        return owe_some(damaged);
+      case 1: {
+        const int unit = static_cast<int>(random_() % units);
+        return checker_.settle(damaged(planner_.settle(unit)), unit);
+      }
+      case 2: {
+        if (io::Error error = checker_.close(damaged(planner_.close()))) return error;
+        const int unit = static_cast<int>(random_() % units);
+        if (random_() % 4 == 0) {
+          planner_.drop(unit);
+          checker_.drop(unit);
+        } else if (random_() % 4 == 0 && !planner_.owes(unit)) {
+          planner_.changed(unit);
+          checker_.changed(unit);
+        }
+        return {};
+      }
+      default:
+        return visit(damaged);
+    }
+  }
+
+ private:
+  template <class Damaged>
+  io::Error owe_some(const Damaged& damaged) {
+    std::vector<int> owed;
+    for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit)
+      if (planner_.gradients_of(unit) != 0 && random_() % 4 != 0) owed.push_back(unit);
+    return checker_.owe(damaged(planner_.owe(owed)), owed);
+  }
+  template <class Damaged>
+  io::Error visit(const Damaged& damaged) {
+    VisitRequest request{.stage = static_cast<int>(random_() % layout_.stages().size()),
+                         .pass = random_() % 2 == 0 ? Pass::forward : Pass::backward};
+    if (random_() % 3 != 0) request.stage = next_++ % static_cast<int>(layout_.stages().size());
+    for (const int unit : layout_.stages()[request.stage].units)
+      request.gradients.push_back(request.pass == Pass::backward && layout_.units()[unit].trainable);
+    request.keep = request.pass == Pass::backward && random_() % 3 == 0;
+    return checker_.visit(damaged(planner_.visit(request)), request);
+  }
+
+  const Layout& layout_;
+  VisitPlanner planner_;
+  VisitChecker checker_;
+  std::minstd_rand& random_;
+  int next_ = 0;
+};
+
+TEST(VisitChecker, ProvesThousandsOfPlansOfRandomClients) {
+  std::minstd_rand random(13);
+  for (int round = 0; round < 1000; ++round) {
+    const Planned planned = random_arrangement(random);
+    Client client(planned, random);
+    for (int act = 0; act < 60; ++act) {
+      const io::Error error = client.act();
+      ASSERT_FALSE(error) << "round " << round << " act " << act << ": " << error.message();
+    }
+  }
+}
+
+// Damages the first suitable task after a while; counts in how many runs that is noticed, then or later.
+int noticed_in(TaskKind kind, const std::function<bool(Task&)>& damage, int runs) {
+  std::minstd_rand random(17);
+  int found = 0;
+  for (int tried = 0; tried < runs;) {
+    const Planned planned = random_arrangement(random);
+    Client client(planned, random);
+    bool done = false, error = false;
+    for (int act = 0; act < 120 && !error; ++act)
+      error = static_cast<bool>(client.act([&](Plan& plan) {
+        for (Task& task : plan.tasks)
+          if (!done && act > 20 && task.kind == kind) done = damage(task);
+      }));
+    if (!done) continue;
+    ++tried;
+    found += error ? 1 : 0;
+  }
+  return found;
+}
+
+bool forget(Task& task) {
+  return !std::exchange(task.dependencies, {}).empty();
+}
+bool rename_chunk(Task& task) {
+  task.chunk = task.chunk == 0 ? 1 : 0;
+  return true;
+}
+
+TEST(VisitCheckerControl, NoticesAMissingDependency) {
+  for (const TaskKind kind : {TaskKind::compute, TaskKind::accumulate, TaskKind::update, TaskKind::download_gradient})
+    EXPECT_EQ(noticed_in(kind, forget, 10), 10) << task_name(kind);
+}
+TEST(VisitCheckerControl, NoticesAnotherChunk) {
+  for (const TaskKind kind : {TaskKind::upload_hi, TaskKind::accumulate, TaskKind::update, TaskKind::measure})
+    EXPECT_EQ(noticed_in(kind, rename_chunk, 10), 10) << task_name(kind);
+}
+TEST(VisitCheckerControl, NoticesASumTakenForAGradient) {
+  EXPECT_EQ(noticed_in(
+                TaskKind::accumulate,
+                [](Task& task) {
+                  task.first_sum = !task.first_sum;
+                  return true;
+                },
+                10),
+            10);
+  EXPECT_EQ(
+      noticed_in(
+          TaskKind::update,
+          [](Task& task) { return std::exchange(task.gradient_low, HostRef{}).where != HostRef::Where::none; }, 10),
+      10);
+}
+TEST(VisitCheckerControl, NoticesAGradientThatIsNotAdded) {
+  const auto leave_out = [](Task& task) {
+    task.kind = TaskKind::measure;
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::accumulate, leave_out, 10), 10);
+  EXPECT_EQ(noticed_in(TaskKind::update, leave_out, 10), 10);
+}
+// Weights from before the step: what the client changed in between is not seen.
+TEST(VisitCheckerControl, NoticesStaleWeights) {
+  std::minstd_rand random(19);
+  int noticed = 0, tried = 0;
+  while (tried < 20) {
+    const Planned planned = random_arrangement(random);
+    const Layout& layout = *planned.layout;
+    if (!layout.units()[1].trainable) continue;
+    VisitPlanner planner(layout, planned.arrangement);
+    VisitChecker checker(layout, planned.arrangement);
+    const VisitRequest request{
+        .stage = 1, .pass = Pass::backward, .gradients = std::vector<bool>(layout.stages()[1].units.size(), true)};
+    ASSERT_FALSE(checker.visit(planner.visit(request), request));
+    ++tried;
+    checker.changed(1);  // the planner is not told
+    noticed += checker.visit(planner.visit(request), request) ? 1 : 0;
+  }
+  EXPECT_EQ(noticed, tried);
+}
+
+}  // namespace
+}  // namespace tierflow::swap
