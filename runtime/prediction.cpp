@@ -21,10 +21,10 @@ Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps)
   bool pending = false;
   for (int step = 0; step < steps; ++step) {
     const double begin = simulator.now();
-    const swap::Plan tasks = planner.train_step(pending);
+    swap::Plan tasks = planner.train_step(pending);
     if (step + 1 == steps)
       for (const swap::Task& task : tasks.tasks) prediction.bytes[static_cast<int>(task.lane)] += task.bytes;
-    simulator.append(tasks);
+    simulator.append(std::move(tasks));
     simulator.finish_updates();
     pending = plan.defers();
     prediction.step_seconds = simulator.now() - begin;

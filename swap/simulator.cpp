@@ -25,10 +25,10 @@ Simulator::Simulator(const Layout& layout, std::vector<bool> deferred, Rates rat
   }
 }
 
-void Simulator::append(const Plan& plan) {
+void Simulator::append(Plan plan) {
   if (nodes_.empty()) base_ = plan.first_id;
   TaskId id = plan.first_id;
-  for (const Task& task : plan.tasks) {
+  for (Task& task : plan.tasks) {
     Node& added = nodes_.emplace_back();
     added.record = {.id = id,
                     .kind = task.kind,
@@ -37,8 +37,7 @@ void Simulator::append(const Plan& plan) {
                     .stage = task.stage,
                     .micro_batch = task.micro_batch,
                     .chunk = task.chunk,
-                    .bytes = task.bytes,
-                    .dependencies = task.dependencies};
+                    .bytes = task.bytes};
     added.phases = phases(task, plan);
     added.updates = task.lane == Lane::update;
     for (TaskId dependency : task.dependencies) {
@@ -46,6 +45,7 @@ void Simulator::append(const Plan& plan) {
       node(dependency).dependents.push_back(id);
       ++added.waiting;
     }
+    added.record.dependencies = std::move(task.dependencies);
     lanes_[static_cast<int>(task.lane)].push_back(id);
     ++unfinished_;
     if (added.updates) ++unfinished_updates_;
@@ -73,7 +73,7 @@ double Simulator::compute_seconds(const Task& task, const Plan& plan) const {
 }
 
 // What is read also has to be verified: that is the second phase, by another server.
-std::vector<Simulator::Phase> Simulator::phases(const Task& task, const Plan& plan) const {
+Simulator::Phases Simulator::phases(const Task& task, const Plan& plan) const {
   const MachineRates& machine = rates_.machine;
   const auto bytes = static_cast<double>(task.bytes), elements = bytes / 2;
   const double copying = machine.compute_on_cores ? 1 : 0;
@@ -85,9 +85,9 @@ std::vector<Simulator::Phase> Simulator::phases(const Task& task, const Plan& pl
     case Lane::upload:
       return {{at_rate(bytes, machine.upload), copying}};
     case Lane::download: {
-      std::vector<Phase> both{{task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast)
-                                                                        : at_rate(bytes, machine.download),
-                               copying}};
+      Phases both{{task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast)
+                                                            : at_rate(bytes, machine.download),
+                   copying}};
       if (task.words.where == HostRef::Where::activation_buffer ||
           (task.updated &&
            (task.words.where == HostRef::Where::word_buffer || task.state.where == HostRef::Where::state_buffer)))
@@ -109,7 +109,7 @@ std::vector<Simulator::Phase> Simulator::phases(const Task& task, const Plan& pl
   if (updates && task.state.where == HostRef::Where::state_buffer)
     stamped += static_cast<double>(layout_.chunks()[task.chunk].state_bytes);
   if (!updates && task.gradient.where == HostRef::Where::word_buffer) stamped += bytes;
-  std::vector<Phase> both{{seconds, static_cast<double>(machine.threads)}};
+  Phases both{{seconds, static_cast<double>(machine.threads)}};
   if (stamped > 0) both.push_back({at_rate(stamped, machine.checksum), 1});
   return both;
 }
@@ -176,7 +176,7 @@ void Simulator::play(const std::size_t& remaining) {
       Work& work = servers_[server].front();
       work.phases.front().seconds -= step * speeds[server];
       if (work.phases.front().seconds > 1e-12) continue;
-      work.phases.erase(work.phases.begin());
+      work.phases.pop_front();
       if (!work.phases.empty() && server != kRead) continue;
       Work done = std::move(work);
       servers_[server].pop_front();

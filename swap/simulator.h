@@ -1,8 +1,10 @@
 #pragma once
 // Plays plans on a virtual clock: the executor's lanes, orders and waits, with measured rates in place of the work.
 // Nothing is allocated, read or computed. Deterministic.
+#include <array>
 #include <cstdint>
 #include <deque>
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <vector>
@@ -45,7 +47,7 @@ class Simulator {
   Simulator(const Layout& layout, std::vector<bool> deferred, Rates rates);
 
   // As the executor's: the plan's tasks may start from now() on.
-  void append(const Plan& plan);
+  void append(Plan plan);
   // Plays until every update and measurement, or everything, is done.
   void finish_updates();
   void drain();
@@ -59,22 +61,38 @@ class Simulator {
   struct Phase {
     double seconds = 0, cores = 0;
   };
+  // At most two, the first of which is at work; without memory of their own, for there are very many.
+  class Phases {
+   public:
+    Phases(std::initializer_list<Phase> phases) {
+      for (const Phase& phase : phases) push_back(phase);
+    }
+    void push_back(const Phase& phase) { phases_.at(end_++) = phase; }
+    void pop_front() { ++begin_; }
+    bool empty() const { return begin_ == end_; }
+    Phase& front() { return phases_[begin_]; }
+    const Phase& front() const { return phases_[begin_]; }
+
+   private:
+    std::array<Phase, 2> phases_;
+    std::uint8_t begin_ = 0, end_ = 0;
+  };
   struct Node {
     TaskRecord record;
-    std::vector<Phase> phases;
+    Phases phases{};
     int waiting = 0;
     bool done = false, updates = false;
     std::vector<TaskId> dependents;
   };
   struct Work {
     TaskId id = 0;
-    std::vector<Phase> phases;  // the first is at work
+    Phases phases;
   };
 
   Node& node(TaskId id) { return nodes_[id - base_]; }
   void start();
   void play(const std::size_t& remaining);
-  std::vector<Phase> phases(const Task& task, const Plan& plan) const;
+  Phases phases(const Task& task, const Plan& plan) const;
   double compute_seconds(const Task& task, const Plan& plan) const;
   double speed(Server server) const;
   void finish(TaskId id);
