@@ -169,11 +169,11 @@ struct Arrangement {
   UpdateSlots update_slots;     // at the end of the arena
 
   std::uint64_t device_bytes() const {
-    return update_slots_begin() + static_cast<std::uint64_t>(update_slots.count) * update_slots.bytes;
+    return update_slots.count == 0
+               ? slot_offset(slots)
+               : update_slots_begin() + static_cast<std::uint64_t>(update_slots.count) * update_slots.bytes;
   }
-  std::uint64_t update_slots_begin() const {
-    return round_up(weight_ring + gradient_ring + held_gradients + slots * slot_bytes, kSector);
-  }
+  std::uint64_t update_slots_begin() const { return round_up(slot_offset(slots), kSector); }
   std::uint64_t slot_offset(int slot) const { return weight_ring + gradient_ring + held_gradients + slot * slot_bytes; }
   int items() const { return static_cast<int>(activations.size()); }
   // Of what is saved of an item, 0 where nothing leaves the device.
