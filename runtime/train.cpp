@@ -267,7 +267,7 @@ class Training {
                          human_bytes(memory.device_peak), human_bytes(memory.device_budget),
                          human_bytes(memory.host_used), human_bytes(memory.host_budget),
                          human_bytes(resident_set_peak())));
-    log_.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated on the CPU",
+    log_.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated",
                          moved("disk_read"), moved("disk_write"), moved("upload"), moved("download"), moved("update")));
     if (storage.is_object())
       log_.say(fmt::format("storage wrote {:.3g} TB in this run, {:.3g} TB a step",
