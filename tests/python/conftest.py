@@ -3,12 +3,15 @@
 import os
 import pathlib
 import re
+import signal
 import sys
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 BUILD = pathlib.Path(os.environ.get("TIERFLOW_BUILD", ROOT / "build"))
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and tests interrupt themselves
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(BUILD / "python"))  # the package, as the build makes it
