@@ -63,6 +63,11 @@ class Planner {
   HostRef read_state(const Chunk& chunk);
   // low: of a gradient that is a sum.
   void emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state, HostRef low = {});
+  // Between storage and the host, of a chunk; not for activations. follows_readers: waits for what reads `from` as
+  // well.
+  HostRef read_extent(ExtentKind kind, int chunk, HostRef to);
+  void write_extent(ExtentKind kind, int chunk, HostRef from, bool follows_readers = false);
+  void fill_in(Task& task, ExtentKind kind, int chunk, HostRef place) const;
   HostRef take_word_buffer();
   HostRef take_state_buffer();
   HostRef take_activation_buffer();

@@ -5,6 +5,21 @@
 #include "swap/planner.h"
 
 namespace tierflow::swap {
+namespace {
+
+// How a chunk's extent of each kind moves between storage and the host.
+struct ExtentTasks {
+  TaskKind read, write;
+  Space stored;
+  HostRef Task::*place;
+};
+constexpr ExtentTasks kExtentTasks[] = {
+    {TaskKind::read_hi, TaskKind::write_hi, Space::stored_hi, &Task::words},
+    {TaskKind::read_state, TaskKind::write_state, Space::stored_state, &Task::state},
+    {TaskKind::read_gradient, TaskKind::write_gradient, Space::stored_gradient, &Task::gradient},
+    {TaskKind::read_gradient_low, TaskKind::write_gradient_low, Space::stored_gradient_low, &Task::gradient_low}};
+
+}  // namespace
 
 // After the last visit that adds to a unit's gradient: keep it for later, or update at once, chunk by chunk.
 void Planner::take_gradients(const Visit& visit) {
@@ -61,12 +76,8 @@ void Planner::stage_gradient(const Chunk& chunk, std::uint64_t from) {
   measure.gradient = gradient;
   measure.bytes = chunk.word_bytes();
   if (gradient.where != HostRef::Where::word_buffer) return;
-  // Declared as writing the buffer so that it follows measure(), which makes the checksum that goes with the data.
-  Task& write = emit(TaskKind::write_gradient, Lane::disk_write,
-                     {host_access(gradient, true), cell_access(Space::stored_gradient, id, true)});
-  write.chunk = id;
-  write.gradient = gradient;
-  write.bytes = chunk.word_bytes();
+  // It follows measure(), which makes the checksum that goes with the data.
+  write_extent(ExtentKind::gradient, id, gradient, /*follows_readers=*/true);
 }
 
 void Planner::update_now(const Chunk& chunk, std::uint64_t gradient_from, std::uint64_t words_from) {
@@ -96,13 +107,7 @@ HostRef Planner::update_pending(const Chunk& chunk) {
 HostRef Planner::read_gradient(const Chunk& chunk) {
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
   if (arrangement_.gradient_resident[id]) return {HostRef::Where::resident_gradient, id};
-  const HostRef gradient = take_word_buffer();
-  Task& read = emit(TaskKind::read_gradient, Lane::disk_read,
-                    {cell_access(Space::stored_gradient, id, false), host_access(gradient, true)});
-  read.chunk = id;
-  read.gradient = gradient;
-  read.bytes = chunk.word_bytes();
-  return gradient;
+  return read_extent(ExtentKind::gradient, id, take_word_buffer());
 }
 
 void Planner::update_on_device(const Chunk& chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home) {
@@ -158,25 +163,13 @@ void Planner::update_on_device(const Chunk& chunk, std::uint64_t words_at, std::
 HostRef Planner::read_words(const Chunk& chunk) {
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
   if (arrangement_.hi_resident[id]) return {HostRef::Where::resident_hi, id};
-  const HostRef words = take_word_buffer();
-  Task& read =
-      emit(TaskKind::read_hi, Lane::disk_read, {cell_access(Space::stored_hi, id, false), host_access(words, true)});
-  read.chunk = id;
-  read.words = words;
-  read.bytes = chunk.word_bytes();
-  return words;
+  return read_extent(ExtentKind::hi, id, take_word_buffer());
 }
 
 HostRef Planner::read_state(const Chunk& chunk) {
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
   if (arrangement_.state_resident[id]) return {HostRef::Where::resident_state, id};
-  const HostRef state = take_state_buffer();
-  Task& read = emit(TaskKind::read_state, Lane::disk_read,
-                    {cell_access(Space::stored_state, id, false), host_access(state, true)});
-  read.chunk = id;
-  read.state = state;
-  read.bytes = chunk.state_bytes;
-  return state;
+  return read_extent(ExtentKind::state, id, take_state_buffer());
 }
 
 void Planner::emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state, HostRef low) {
@@ -196,20 +189,28 @@ void Planner::emit_update(const Chunk& chunk, HostRef words, HostRef gradient, H
 
 void Planner::write_updated(const Chunk& chunk, HostRef words, HostRef state) {
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
-  if (!arrangement_.hi_resident[id]) {
-    Task& write = emit(TaskKind::write_hi, Lane::disk_write,
-                       {host_access(words, false), cell_access(Space::stored_hi, id, true)});
-    write.chunk = id;
-    write.words = words;
-    write.bytes = chunk.word_bytes();
-  }
-  if (!arrangement_.state_resident[id]) {
-    Task& write = emit(TaskKind::write_state, Lane::disk_write,
-                       {host_access(state, false), cell_access(Space::stored_state, id, true)});
-    write.chunk = id;
-    write.state = state;
-    write.bytes = chunk.state_bytes;
-  }
+  if (!arrangement_.hi_resident[id]) write_extent(ExtentKind::hi, id, words);
+  if (!arrangement_.state_resident[id]) write_extent(ExtentKind::state, id, state);
+}
+
+HostRef Planner::read_extent(ExtentKind kind, int chunk, HostRef to) {
+  const ExtentTasks& of = kExtentTasks[static_cast<int>(kind)];
+  fill_in(emit(of.read, Lane::disk_read, {cell_access(of.stored, chunk, false), host_access(to, true)}), kind, chunk,
+          to);
+  return to;
+}
+
+void Planner::write_extent(ExtentKind kind, int chunk, HostRef from, bool follows_readers) {
+  const ExtentTasks& of = kExtentTasks[static_cast<int>(kind)];
+  fill_in(emit(of.write, Lane::disk_write, {host_access(from, follows_readers), cell_access(of.stored, chunk, true)}),
+          kind, chunk, from);
+}
+
+void Planner::fill_in(Task& task, ExtentKind kind, int chunk, HostRef place) const {
+  const Chunk& shape = layout_.chunks()[chunk];
+  task.chunk = chunk;
+  task.*kExtentTasks[static_cast<int>(kind)].place = place;
+  task.bytes = kind == ExtentKind::state ? shape.state_bytes : shape.word_bytes();
 }
 
 }  // namespace tierflow::swap

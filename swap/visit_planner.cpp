@@ -138,18 +138,10 @@ void VisitPlanner::close_gradients() {
   open_.stage = -1;
 }
 
-HostRef VisitPlanner::gradient_words(TaskKind read, int chunk, bool resident, bool holds) {
-  const bool low = read == TaskKind::read_gradient_low;
-  if (resident) return {low ? HostRef::Where::resident_gradient_low : HostRef::Where::resident_gradient, chunk};
+HostRef VisitPlanner::low_words(int chunk, bool holds) {
+  if (arrangement_.gradient_low_resident[chunk]) return {HostRef::Where::resident_gradient_low, chunk};
   const HostRef words = take_word_buffer();
-  if (!holds) return words;
-  Task& task = emit(
-      read, Lane::disk_read,
-      {cell_access(low ? Space::stored_gradient_low : Space::stored_gradient, chunk, false), host_access(words, true)});
-  task.chunk = chunk;
-  (low ? task.gradient_low : task.gradient) = words;
-  task.bytes = layout_.chunks()[chunk].word_bytes();
-  return words;
+  return holds ? read_extent(ExtentKind::gradient_low, chunk, words) : words;
 }
 
 void VisitPlanner::accumulate(const Chunk& chunk, std::uint64_t from) {
@@ -157,9 +149,7 @@ void VisitPlanner::accumulate(const Chunk& chunk, std::uint64_t from) {
   const bool first_sum = contributions_[chunk.unit] == 1;
   const HostRef incoming = take_word_buffer();
   download_gradient(chunk, from, incoming);
-  const HostRef high = gradient_words(TaskKind::read_gradient, id, arrangement_.gradient_resident[id], true);
-  const HostRef low =
-      gradient_words(TaskKind::read_gradient_low, id, arrangement_.gradient_low_resident[id], !first_sum);
+  const HostRef high = read_gradient(chunk), low = low_words(id, !first_sum);
   Task& sum = emit(TaskKind::accumulate, Lane::update,
                    {host_access(incoming, false), host_access(high, true), host_access(low, true)});
   sum.chunk = id;
@@ -168,15 +158,8 @@ void VisitPlanner::accumulate(const Chunk& chunk, std::uint64_t from) {
   sum.gradient_low = low;
   sum.first_sum = first_sum;
   sum.bytes = chunk.word_bytes();
-  const auto store = [&](TaskKind kind, HostRef words, Space space) {
-    if (words.where != HostRef::Where::word_buffer) return;
-    Task& write = emit(kind, Lane::disk_write, {host_access(words, false), cell_access(space, id, true)});
-    write.chunk = id;
-    (kind == TaskKind::write_gradient ? write.gradient : write.gradient_low) = words;
-    write.bytes = chunk.word_bytes();
-  };
-  store(TaskKind::write_gradient, high, Space::stored_gradient);
-  store(TaskKind::write_gradient_low, low, Space::stored_gradient_low);
+  if (high.where == HostRef::Where::word_buffer) write_extent(ExtentKind::gradient, id, high);
+  if (low.where == HostRef::Where::word_buffer) write_extent(ExtentKind::gradient_low, id, low);
 }
 
 Plan VisitPlanner::owe(const std::vector<int>& units) {
@@ -206,8 +189,7 @@ HostRef VisitPlanner::update_pending(const Chunk& chunk) {
   if (!owed_sum_[chunk.unit]) return Planner::update_pending(chunk);
   const int id = layout_.first_chunk(chunk.unit) + chunk.index;
   const HostRef words = read_words(chunk);
-  const HostRef high = gradient_words(TaskKind::read_gradient, id, arrangement_.gradient_resident[id], true);
-  const HostRef low = gradient_words(TaskKind::read_gradient_low, id, arrangement_.gradient_low_resident[id], true);
+  const HostRef high = read_gradient(chunk), low = low_words(id, true);
   emit_update(chunk, words, high, read_state(chunk), low);
   return words;
 }

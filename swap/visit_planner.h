@@ -57,9 +57,9 @@ class VisitPlanner : private Planner {
   void open_gradients(const VisitRequest& request, Visit& visit);
   void close_gradients();
   void accumulate(const Chunk& chunk, std::uint64_t from);
-  // A host place for a gradient's high or low words: resident, or a buffer filled from storage where `holds` says that
-  // there is something.
-  HostRef gradient_words(TaskKind read, int chunk, bool resident, bool holds);
+  // A host place for the low words of a sum: resident, or a buffer filled from storage where `holds` says that there is
+  // something.
+  HostRef low_words(int chunk, bool holds);
 
   std::vector<int> contributions_;  // by unit
   std::vector<bool> owed_sum_;      // by unit: the owed gradient is a sum
