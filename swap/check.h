@@ -61,6 +61,8 @@ class PlanChecker {
   virtual void compute(const Task& task, const Plan& plan);
   void sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit);
   virtual void update(const Task& task);
+  void measure(const Task& task, const Content& content);
+  void renew(const Task& task);
   void update_on_device(const Task& task);
   // Of deferred chunks and of the others.
   io::Error expect_each_chunk(int deferred_updates, int updates, int measurements);

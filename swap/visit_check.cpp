@@ -220,15 +220,9 @@ void VisitChecker::accumulate(const Task& task) {
 void VisitChecker::update(const Task& task) {
   if (task.chunk < 0 || task.chunk >= static_cast<int>(version_.size())) return wrong("names no chunk");
   const Sum& sum = sums_[layout_.chunks()[task.chunk].unit];
-  Held& gradient = host(task.gradient);
-  if (task.kind == TaskKind::measure) {
-    const Content measured{What::gradient, task.chunk, sum.epoch, 1};
-    ++measured_[task.chunk];
-    read(gradient, measured, "the gradient");
-    if (task.gradient.where == HostRef::Where::word_buffer) write(gradient, measured);
-    return;
-  }
+  if (task.kind == TaskKind::measure) return measure(task, {What::gradient, task.chunk, sum.epoch, 1});
   if (!sum.owed || updated_[task.chunk] != 0) return wrong("no update is owed");
+  Held& gradient = host(task.gradient);
   read(gradient, {What::gradient, task.chunk, sum.owed->epoch, sum.owed->visits}, "the gradient");
   if ((sum.owed->visits > 1) != (task.gradient_low.where != HostRef::Where::none))
     return wrong("takes a bf16 gradient for a sum, or a sum for one");
@@ -236,13 +230,7 @@ void VisitChecker::update(const Task& task) {
     read(host(task.gradient_low), {What::low, task.chunk, sum.owed->epoch, sum.owed->visits}, "its low words");
     write(gradient, {});  // rounded in place
   }
-  const int before = version_[task.chunk]++;
-  ++updated_[task.chunk];
-  for (const auto& [ref, what] : {std::pair{&task.words, What::words}, std::pair{&task.state, What::state}}) {
-    Held& held = host(*ref);
-    read(held, {what, task.chunk, before}, what == What::words ? "the words" : "the state");
-    write(held, {what, task.chunk, before + 1});
-  }
+  renew(task);
 }
 
 }  // namespace tierflow::swap
