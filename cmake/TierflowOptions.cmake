@@ -13,6 +13,9 @@ endif()
 find_program(TIERFLOW_CCACHE ccache)
 if(TIERFLOW_CCACHE)
   set(CMAKE_CXX_COMPILER_LAUNCHER "${TIERFLOW_CCACHE}")
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)  # without it ccache leaves out what uses a precompiled header
+  endif()
 endif()
 
 # The fastest linker at hand: the torch libraries make the default one slow.
