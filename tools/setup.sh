@@ -14,12 +14,14 @@ cmake|configures the build
 ninja-build|runs the build
 pkg-config|finds liburing and xxhash
 liburing-dev|io_uring: storage reads and writes
+libaio-dev|the same where the kernel has or allows no io_uring
 libxxhash-dev|checksums of stored state
 libhwy-dev|vector instructions, chosen at run time, in the optimizer
 libtbb-dev|threads that update the state
 libfmt-dev|formatted text
 nlohmann-json3-dev|config.json, safetensors headers, logs
 libcli11-dev|the command line
+libtomlplusplus-dev|settings in a TOML file
 libgtest-dev|tests
 libgmock-dev|tests
 ca-certificates|pip downloads over TLS'
