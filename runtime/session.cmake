@@ -17,7 +17,7 @@ endif()
 target_precompile_headers(tierflow_session REUSE_FROM tierflow_models)
 set_source_files_properties(optimizer_work.cpp stream_work.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
 
-add_library(tierflow_train SHARED train_entry.cpp train.cpp run_common.cpp training_log.cpp)
+add_library(tierflow_train SHARED train_entry.cpp train.cpp eval.cpp run_common.cpp run_result.cpp run_summary.cpp step_trace.cpp training_log.cpp)
 target_link_libraries(tierflow_train PRIVATE tierflow::session tierflow::plan tierflow::options tierflow_flags fmt::fmt-header-only nlohmann_json::nlohmann_json)
 if(NOT TIERFLOW_SANITIZE STREQUAL "thread")
   target_compile_options(tierflow_train PRIVATE -fopenmp)
