@@ -8,7 +8,7 @@ define build-preset
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev build test demo asan tsan soak-io test-neon test-gpu bench-gpu bench format lint install clean
+.PHONY: help setup setup-dev build test demo asan tsan soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ soak-io: setup ## random volumes, requests and faults for MINUTES (10); SEED=n p
 	@cmake --build build --parallel $(JOBS) --target io_soak
 	@tools/soak_io.sh build
 
+mutants: setup-dev ## do the tests notice wrong code? Of FOLDER (all), for MINUTES (20) each; SEED=n draws the same again
+	@.venv/bin/python tools/mutants.py $(FOLDER) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
+
 test-neon: setup ## the optimizer's tests as 64-bit ARM code in an emulator (g++-aarch64-linux-gnu, qemu-user)
 	@tools/test_neon.sh
 
@@ -63,4 +66,4 @@ install: build ## headers, libraries and the program into PREFIX (default /usr/l
 	@cmake --install build $(if $(PREFIX),--prefix $(PREFIX))
 
 clean: ## remove everything that was built, but not .venv
-	rm -rf build build-cpu build-cuda build-asan build-tsan build-neon demo .cache
+	rm -rf build build-cpu build-cuda build-asan build-tsan build-neon build-mutants demo .cache

@@ -1,0 +1,218 @@
+"""Where mutants live: a copy of the source beside the checkout, its builds, and runs of its test programs.
+
+The checkout is read, never written. A mutant costs the compilation of what depends on its file, a link of the test program and the
+tests up to the first that fails; afterwards the original objects are put back, so that the next mutant starts from the original.
+"""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+MEMORY = 16 << 30  # address space of a test program: a mutant may ask for anything
+COMPILE_SECONDS = 600
+
+
+class ToolError(Exception):
+    """The tool cannot go on; one line says why."""
+
+
+class Build:
+    """One build folder of the copy: what depends on what, and compiling it."""
+
+    def __init__(self, folder, source, settings, targets=()):
+        self.folder, self.source, self.settings, self.targets = folder, source, settings, targets
+        self.sources = {}  # object -> files of the copy that it is made from
+        self.linked = []  # libraries and programs
+        self.inputs = {}  # program -> everything that ninja builds it from
+
+    def ninja(self, *arguments, seconds=None, capture=True):
+        environment = dict(os.environ, CCACHE_DISABLE="1") if self.sources else None  # mutants would fill it
+        return run(["ninja", *arguments], self.folder, seconds, environment, capture)
+
+    def prepare(self):
+        """Configures, builds the original and reads ninja's graph."""
+        if not (self.folder / "build.ninja").exists():
+            code, text = run(["cmake", "-G", "Ninja", "-S", self.source, "-B", self.folder, *self.settings], self.source)
+            if code != 0:
+                raise ToolError(f"cmake refuses the copy:\n{text}")
+        self.sources = {}
+        code, text = self.ninja("-j", str(os.cpu_count()), *self.targets)
+        if code != 0:
+            raise ToolError(f"the original does not build:\n{tail(text)}")
+        self.read_graph()
+
+    def read_graph(self):
+        self.sources, current = {}, None
+        for line in self.ninja("-t", "deps")[1].splitlines():
+            if line and not line[0].isspace() and ": #deps" in line:
+                current = self.sources.setdefault(line.split(":")[0], set())
+            elif current is not None and line.strip():
+                path = pathlib.Path(os.path.normpath(self.folder / line.strip()))
+                if path.is_relative_to(self.source) and not path.is_relative_to(self.folder):
+                    current.add(str(path.relative_to(self.source)))
+        rules = r"(.*): CXX_(?:STATIC_LIBRARY|EXECUTABLE|SHARED_LIBRARY|MODULE_LIBRARY)_LINKER"
+        self.linked = re.findall(rules, self.ninja("-t", "targets", "all")[1])
+
+    def inputs_of(self, program):
+        if program not in self.inputs:
+            self.inputs[program] = set(self.ninja("-t", "inputs", program)[1].split("\n"))
+        return self.inputs[program]
+
+    def objects_of(self, files):
+        return [made for made, sources in self.sources.items() if not sources.isdisjoint(files)]
+
+
+class Tree:
+    """The copy. `changed()` lends it in a changed state."""
+
+    def __init__(self, checkout, folder):
+        self.checkout, self.folder, self.source = checkout, folder, folder / "tree"
+        self.scratch = folder / "scratch"
+        self.refresh()
+
+    def refresh(self):
+        """Makes the copy equal to the checkout as it stands, new files included; what is equal keeps its time."""
+        listed = run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], self.checkout)[1].split("\0")
+        wanted = {name for name in listed if name and (self.checkout / name).is_file()}
+        self.source.mkdir(parents=True, exist_ok=True)
+        environment = self.source / ".venv"  # under the same name as in the checkout: the compiler's cache knows its paths
+        if not environment.is_symlink() and (self.checkout / ".venv").exists():
+            environment.symlink_to(self.checkout / ".venv")
+        for top in [p for p in self.source.iterdir() if p != environment and not p.name.startswith("build")]:
+            for path in [p for p in (top.rglob("*") if top.is_dir() else [top]) if p.is_file() or p.is_symlink()]:
+                if str(path.relative_to(self.source)) not in wanted:
+                    path.unlink()
+        for name in wanted:
+            original, copy = self.checkout / name, self.source / name
+            if not copy.exists() or copy.read_bytes() != original.read_bytes():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(original, copy)
+
+    @contextlib.contextmanager
+    def changed(self, build, files, change):
+        """Calls `change()`, which alters `files` of the copy, with the objects made from them laid aside. Yields {object: original}."""
+        start = time.time_ns()
+        before = {name: ((self.source / name).read_bytes(), (self.source / name).stat()) for name in files if (self.source / name).exists()}
+        aside = {}
+        try:
+            change()
+            for name in build.objects_of(files):
+                aside[name] = build.folder / (name + ".original")
+                os.rename(build.folder / name, aside[name])
+            yield aside
+        finally:
+            for name in files:
+                (self.source / name).unlink(missing_ok=True)
+            for name, (content, times) in before.items():
+                (self.source / name).write_bytes(content)
+                os.utime(self.source / name, ns=(times.st_atime_ns, times.st_mtime_ns))
+            for name, original in aside.items():
+                os.replace(original, build.folder / name)
+            for linked in (build.folder / name for name in build.linked):
+                if linked.exists() and linked.stat().st_mtime_ns >= start - 10**8:
+                    linked.unlink()  # the next that needs it links it again, from the original objects
+
+    def apply(self, patch):
+        """Applies a patch file to the copy, or says why not."""
+        outside = dict(os.environ, GIT_CEILING_DIRECTORIES=str(self.folder))  # no repository: paths begin at the copy
+        code, text = run(["git", "apply", "--whitespace=nowarn", patch], self.source, environment=outside)
+        if code != 0:
+            raise ToolError(f"{patch.name} no longer applies: renew or remove it\n{text.strip()}")
+
+    def run_tests(self, command, seconds, shards=1):
+        """Runs a test program, in shards beside each other, to the first failure: ("passed" | "failed" | "timed out", its name)."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        running = []
+        for shard in range(shards):
+            here = self.scratch / str(shard)
+            here.mkdir(parents=True)
+            environment = dict(os.environ, TMPDIR=str(here), OMP_WAIT_POLICY="passive", GTEST_TOTAL_SHARDS=str(shards), GTEST_SHARD_INDEX=str(shard))
+            output = open(here.parent / f"{shard}.txt", "w+b")
+            process = subprocess.Popen(
+                [*own_mounts(), *command], cwd=here, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=limits)
+            running.append((process, output))
+        end, verdict, name = time.monotonic() + seconds, "passed", ""
+        left = list(running)
+        while left and verdict == "passed":
+            for process, output in list(left):
+                if process.poll() is None:
+                    continue
+                left.remove((process, output))
+                if process.returncode != 0:
+                    verdict, name = "failed", first_failure(output, process.returncode)
+                    break
+            if left and verdict == "passed":
+                if time.monotonic() > end:
+                    verdict, name = "timed out", f"after {seconds:.0f} s in {last_started(left[0][1])}"
+                time.sleep(0.02)
+        for process, output in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            output.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        return verdict, name
+
+
+def limits():
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def own_mounts():
+    """Mounts that a mutant leaves behind go with it, where the machine allows that."""
+    if not hasattr(own_mounts, "prefix"):
+        prefix = ["unshare", "--mount"]
+        works = os.geteuid() == 0 and shutil.which("unshare") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
+        own_mounts.prefix = prefix if works else []
+    return own_mounts.prefix
+
+
+def first_failure(output, code):
+    output.seek(0)
+    text = output.read().decode(errors="replace")
+    found = re.search(r"^\[  FAILED  \] ([^\s,]+)|^FAILED (\S+)", text, re.MULTILINE)
+    return (found[1] or found[2]) if found else f"code {code} in {last_started(output)}"
+
+
+def last_started(output):
+    output.seek(0)
+    found = re.findall(r"^\[ RUN      \] (\S+)", output.read().decode(errors="replace"), re.MULTILINE)
+    return found[-1] if found else "no test"
+
+
+def run(command, folder, seconds=None, environment=None, capture=True):
+    """(exit code, output); a command that takes longer is ended, with all that it started: code 124."""
+    process = subprocess.Popen(
+        [str(word) for word in command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if capture else None, stderr=subprocess.STDOUT if capture else None, start_new_session=True)
+    try:
+        text, _ = process.communicate(timeout=seconds)
+        return process.returncode, (text or b"").decode(errors="replace")
+    except BaseException as stopped:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if isinstance(stopped, subprocess.TimeoutExpired):
+            return 124, f"stopped after {seconds:.0f} s"
+        raise
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).digest() if path.exists() else None
+
+
+def tail(text, lines=20):
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def say(text):
+    print(text, flush=True, file=sys.stderr)
