@@ -1,14 +1,14 @@
 # The front door. `make` lists what there is. Every target does its own set-up first.
 JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ { n = int($$2 / 2000000); print n < 1 ? 1 : n < cores ? n : cores }' /proc/meminfo)
 
-# build-preset PRESET,FOLDER: configures once (the build itself notices changed CMake files) and builds.
+# build-preset PRESET,FOLDER[,TARGET]: configures once (the build itself notices changed CMake files) and builds.
 define build-preset
 	@[ -f $(2)/build.ninja ] || cmake --preset $(1)
-	@cmake --build $(2) --parallel $(JOBS)
+	@cmake --build $(2) --parallel $(JOBS) $(if $(3),--target $(3))
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev build test demo asan tsan soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
+.PHONY: help setup setup-dev program build test demo asan tsan soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,13 +19,17 @@ setup: ## install what is missing: packages with apt (as root or through sudo), 
 setup-dev: ## the same and clang-format, clang-tidy and pre-commit, for contributors
 	@tools/setup.sh requirements-dev.txt
 
-build: setup ## build/tierflow
+program: ## build/tierflow alone, and no more set-up than that takes
+	@tools/setup.sh --program
+	$(call build-preset,release,build,tierflow_program)
+
+build: setup ## all there is to build: the program, the libraries, the Python package, the tests
 	$(call build-preset,release,build)
 
 test: build ## every test: ctest, then pytest
 	@tools/test.sh build
 
-demo: build ## fine-tune a small Llama with its state on the drive; DATA=path for text of your own
+demo: program ## fine-tune a small Llama with its state on the drive; DATA=path for text of your own
 	@tools/demo.sh
 
 asan: setup ## the C++ tests under the address and undefined-behaviour sanitizers
@@ -53,7 +57,7 @@ test-gpu: setup ## the tests that need an NVIDIA GPU; says so and does nothing w
 bench-gpu: build ## training on an NVIDIA GPU beside PyTorch and DeepSpeed; says so and does nothing where there is none
 	@.venv/bin/python benchmarks/gpu/bench.py
 
-bench: build ## storage and optimizer of this machine; STORAGE=folder on the drive to measure
+bench: program ## storage and optimizer of this machine; STORAGE=folder on the drive to measure
 	@tools/bench.sh build
 
 format: setup-dev ## clang-format on every C++ file

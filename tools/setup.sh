@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs what building and testing Tierflow takes: system packages through apt, and a Python environment in .venv. Quick where
 # nothing is missing. PYTHON=path chooses the interpreter (3.11 or newer); arguments are further requirements files.
+# With --program first, Python packages for the program alone, not for the tests. --list-packages names the system packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,13 +25,26 @@ libcli11-dev|the command line
 libtomlplusplus-dev|settings in a TOML file
 libgtest-dev|tests
 libgmock-dev|tests
+mount|tests: file systems on loop devices
+e2fsprogs|tests: the same
 ca-certificates|pip downloads over TLS'
+# Where no other Python serves.
+python_packages='python3|runs the tests and the tokenizer
+python3-venv|makes .venv'
+header_packages='python3-dev|headers for the Python package'
+
+lists=(requirements.txt requirements-test.txt)
+case ${1:-} in
+  --program) lists=(requirements.txt); shift ;;
+  --list-packages) printf '%s\n' "$packages" "$python_packages" "$header_packages" | cut -d '|' -f 1; exit ;;
+esac
 
 python=${PYTHON:-python3}
 usable_python() { "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+unusable_python() { die "$python is $("$python" --version 2>&1 || true), and Tierflow needs 3.11 or newer with the modules venv and ensurepip: install one and name it, PYTHON=path make ..."; }
 if [ ! -x .venv/bin/python ] && ! usable_python; then
-  [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON is not Python 3.11 or newer with the modules venv and ensurepip"
-  packages+=$'\npython3|runs the tests and the tokenizer\npython3-venv|makes .venv'
+  [ -z "${PYTHON:-}" ] || unusable_python
+  packages+=$'\n'$python_packages
   python=/usr/bin/python3  # another python3 may come first in PATH and be the one that will not do
 fi
 
@@ -38,7 +52,7 @@ fi
 header_python=$python
 [ ! -x .venv/bin/python ] || header_python=.venv/bin/python
 "$header_python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' 2>/dev/null ||
-  packages+=$'\npython3-dev|headers for the Python package'
+  packages+=$'\n'$header_packages
 
 installed() { [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
 
@@ -58,8 +72,7 @@ system_packages() {
     as_root=(sudo)
     [ -t 0 ] || as_root+=(-n)  # nobody there to type a password
     command -v sudo >/dev/null && "${as_root[@]}" -v 2>/dev/null ||
-      die "no right to install packages here (not root, and sudo is absent or refuses). Ask an administrator to run:" \
-        "    apt-get update && apt-get install -y --no-install-recommends ${missing[*]}" "then run the same command again."
+      die "not root, and sudo is absent or refuses: have an administrator run \`apt-get update && apt-get install -y --no-install-recommends ${missing[*]}\`, then run the same command again"
   fi
   local apt=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q)
   say "installing ${missing[*]}"
@@ -68,26 +81,41 @@ system_packages() {
     die "apt-get could not install: ${missing[*]}" "its own message is above; fix that, then run the same command again."
 }
 
+# torch and the libraries it brings take 5 GB, and their archives 3 GB beside them until all is unpacked.
+room_for_torch() {
+  local needed=9 free
+  free=$(df --output=avail --block-size=1GB . | tail -n 1)
+  [ "$free" -ge "$needed" ] ||
+    die "$PWD has room for $free GB; PyTorch takes 5 GB and, while it is installed, $needed: free some or clone to a larger drive, then run the same command again"
+}
+
 # Installs what a requirements file lists, once for each content of the file.
 python_packages() {
   local list=$1 stamp=.venv/installed-$1 wanted
   wanted=$(cksum <"$list")
   [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
-  say "installing into .venv what $list lists"
-  [ "$list" != requirements.txt ] || say "(torch and the libraries it brings: a download of 3 GB or so, 5 GB on disk)"
-  rm -f "$stamp"
+  if [ "$list" = requirements.txt ] && ! .venv/bin/python -m pip show --quiet torch 2>/dev/null; then
+    room_for_torch
+    say "installing into .venv what $list lists (torch and the libraries it brings: a download of 3 GB or so, 5 GB on disk)"
+  else
+    say "installing into .venv what $list lists"
+  fi
+  rm -rf "$stamp" .venv/tmp
+  mkdir .venv/tmp  # on the drive that was looked at: /tmp may be small
   local quiet=--quiet
   [ ! -t 1 ] || quiet=--progress-bar=on
-  .venv/bin/python -m pip install "$quiet" --disable-pip-version-check -r "$list" ||
+  # --no-compile: pip would compile every module of torch and transformers; Python does so with those that are imported.
+  TMPDIR=$PWD/.venv/tmp .venv/bin/python -m pip install "$quiet" --no-compile --disable-pip-version-check -r "$list" ||
     die "pip could not install what $list lists; its own message is above." \
       "Behind a proxy or a mirror, set HTTPS_PROXY or pip's own configuration, then run the same command again."
+  rm -rf .venv/tmp
   printf '%s\n' "$wanted" >"$stamp"
 }
 
 python_environment() {
   local list
   if ! .venv/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    usable_python || die "$python is not Python 3.11 or newer with the modules venv and ensurepip; name one with PYTHON=path"
+    usable_python || unusable_python
     rm -rf .venv  # half made, or of a Python that is gone
     say "making .venv with $("$python" --version)"
     command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ] || say "no nvcc here: the build will be for the CPU device alone"
@@ -97,4 +125,4 @@ python_environment() {
 }
 
 [ -n "${TIERFLOW_SKIP_APT:-}" ] || system_packages
-python_environment requirements.txt "$@"
+python_environment "${lists[@]}" "$@"
