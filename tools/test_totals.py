@@ -1,30 +1,72 @@
-"""Adds up JUnit reports into one line. Fails where a report is missing or holds a failure."""
+"""Adds up JUnit reports into one line, the last. Fails where a report is missing, holds a failure, or holds a skip for want
+of something that tools/setup.sh installs or `make build` builds."""
 
+import os
 import pathlib
+import re
+import shutil
 import sys
 import xml.etree.ElementTree as tree
 
+# What a machine may lack through no fault of its set-up. Any other reason to skip is a failure.
+ALLOWED = (
+    r"no CUDA device here|needs? an NVIDIA GPU",
+    r"this build has CUDA",
+    r"this machine does not let us (mount|serve)",
+    r"this file system punches no holes|the file system refuses O_DIRECT|no way to break this ext4",
+    r"which the sanitizer reports as it should",
+    r"no dpkg here",
+)
+MOUNTING = ("losetup", "mount", "umount", "mkfs.ext4")  # programs that the tests of real file systems run
+
+
+def reason(case):
+    """Why a test was skipped; "" where it was not."""
+    skipped = case.find("skipped")
+    if skipped is None:
+        return ""
+    lines = (case.findtext("system-out") or "").splitlines()
+    given = [after for line, after in zip(lines, lines[1:]) if line.endswith(": Skipped")]  # GoogleTest's, in ctest's report
+    given += [line for line in lines if line.startswith("SKIPPED: ")]
+    return " ".join([*given, skipped.get("message") or "", skipped.text or ""]).strip() or "no reason given"
+
+
+def wanting(why):
+    """What a skipped test lacks that the set-up should have brought; None where the machine may lack it."""
+    if not any(re.search(pattern, why) for pattern in ALLOWED):
+        return why
+    if "does not let us" in why:
+        path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+        absent = [program for program in MOUNTING if shutil.which(program, path=path) is None]
+        if absent:
+            return f"{' and '.join(absent)} not installed: {why}"
+    return None
+
 
 def count(path):
-    """(passed, failed, skipped) of a report."""
+    """(passed, failed, skipped) of a report, and what its skipped tests want."""
     cases = list(tree.parse(path).getroot().iter("testcase"))
     failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    return len(cases) - failed - skipped, failed, skipped
+    why = {f"{case.get('classname')}.{case.get('name')}": reason(case) for case in cases if case.find("skipped") is not None}
+    wants = {name: wanting(text) for name, text in why.items() if wanting(text)}
+    return (len(cases) - failed - len(why), failed + len(wants), len(why) - len(wants)), wants
 
 
 def main(paths):
     totals, parts, broken = [0, 0, 0], [], False
     for path in map(pathlib.Path, paths):
         try:
-            counts = count(path)
+            counts, wants = count(path)
         except (OSError, tree.ParseError) as error:
             print(f"{path.stem}: no report: {error}")
             broken = True
             continue
+        for name, want in wants.items():
+            print(f"{path.stem}: {name} was skipped, which counts as a failure (make setup, make build): {want}")
         totals = [a + b for a, b in zip(totals, counts)]
         parts.append(f"{path.stem} {sum(counts)}")
     print(f"all tests: {totals[0]} passed, {totals[1]} failed, {totals[2]} skipped ({', '.join(parts)})")
+    print(f"{totals[0]} passed, {totals[1]} failed, {totals[2]} skipped")
     return int(broken or totals[1] > 0)
 
 

@@ -1,31 +1,23 @@
-"""The 8-bit states beside bitsandbytes' on the same inputs. Needs bitsandbytes, and the test library of a build
-(TIERFLOW_BUILD_DIR, or build*/ in the source tree); skips where one is missing."""
+"""The 8-bit states beside bitsandbytes' on the same inputs, through the test library of the build."""
 import ctypes
-import os
-import pathlib
 
-import pytest
-
-np = pytest.importorskip("numpy")
-torch = pytest.importorskip("torch")
-bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: the 8-bit format is not compared with it")
+import bitsandbytes as bnb
 import bitsandbytes.functional as F
+import numpy as np
+import pytest
+import torch
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from conftest import BUILD
+
 BLOCK = 256
-
-
-def library():
-    folders = [pathlib.Path(os.environ["TIERFLOW_BUILD_DIR"])] if "TIERFLOW_BUILD_DIR" in os.environ else sorted(ROOT.glob("build*"))
-    for folder in folders:
-        for path in folder.glob("libtierflow_optim_c.so"):
-            return ctypes.CDLL(str(path))
-    pytest.skip("libtierflow_optim_c.so is not built")
 
 
 @pytest.fixture(scope="module")
 def optim():
-    return library()
+    path = BUILD / "libtierflow_optim_c.so"
+    if not path.exists():
+        pytest.skip(f"{path} is not built")
+    return ctypes.CDLL(str(path))
 
 
 def aligned(n, dtype):
