@@ -77,11 +77,12 @@ else
 fi
 chown -R "$(chroot "$root" id -u "$user"):$(chroot "$root" id -g "$user")" "$source"
 
-# Settings of this environment that name servers and certificates; files that they name are there as well.
+# Settings of this environment that name servers and certificates; the files and folders that they name are there as well.
 passed=()
 while IFS='=' read -r name value; do
   passed+=("$name=$value")
   [ ! -f "$value" ] || [ -e "$root$value" ] || install -D -m 644 "$value" "$root$value"
+  [ ! -d "$value" ] || [ -e "$root$value" ] || binds+=("$value")
 done < <(env | grep -E '^(PIP_[A-Z_]*|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|(HTTPS?|https?|NO|no|ALL|all)_(PROXY|proxy)|CI|TERM|JOBS|STEPS)=')
 
 unshare --mount --propagation private --pid --fork --kill-child bash -c '

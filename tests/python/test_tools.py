@@ -1,0 +1,124 @@
+"""What tools/setup.sh says where it cannot go on, and which skipped tests tools/test_totals.py lets pass. Nothing is installed."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A clone's folder with a machine of stand-ins: runs setup there, each program of `stands` replaced by a line of shell."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/setup.sh", tmp_path / "tools")
+    for list_ in ROOT.glob("requirements*.txt"):
+        shutil.copy(list_, tmp_path)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+
+    def run(*words, environment={}, **stands):
+        for name, line in {"dpkg_query": "echo installed", "apt_get": "exit 1", **stands}.items():
+            program = programs / name.replace("_", "-")
+            program.write_text(f"#!/bin/sh\n{line}\n")
+            program.chmod(0o755)
+        path = f"{programs}:/usr/bin:/bin"
+        return subprocess.run([tmp_path / "tools/setup.sh", *words], capture_output=True, text=True, timeout=60, env={"PATH": path, **environment})
+
+    return run
+
+
+# A Python that makes its .venv of a stand-in, which has no torch and whose pip fails.
+PYTHON = """case "$*" in
+  *"-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+  *"pip show"*) exit 1 ;;
+  *"pip install"*) echo "installing $*" >>log; exit ${PIP_STATUS:-0} ;;
+  *--version*) echo Python 3.11.2 ;;
+esac"""
+
+
+def refusal(done):
+    assert done.returncode == 1, done
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_without_root_and_sudo_it_says_what_to_ask_for(machine):
+    said = refusal(machine(dpkg_query='[ "$3" = libaio-dev ] || echo installed', id="echo 1000", sudo="exit 1", python3=PYTHON))
+    assert "not root" in said and "apt-get install -y --no-install-recommends libaio-dev" in said and "then run the same command again" in said
+
+
+def test_without_room_nothing_is_downloaded(machine, tmp_path):
+    said = refusal(machine(df="echo Avail; echo 4", python3=PYTHON))
+    assert "room for 4 GB" in said and "free some or clone to a larger drive" in said
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_python_too_old_is_named(machine, tmp_path):
+    old = 'case "$*" in *--version*) echo Python 3.9.2 ;; *) exit 1 ;; esac'
+    said = refusal(machine(python3=old, environment={"PYTHON": str(tmp_path / "programs/python3")}))
+    assert "Python 3.9.2" in said and "3.11 or newer" in said and "PYTHON=path" in said
+
+
+def test_lists_are_installed_once_and_the_tests_packages_for_tests_alone(machine, tmp_path):
+    room = {"df": "echo Avail; echo 40", "python3": PYTHON}
+    log = lambda: (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
+    assert machine("--program", **room).returncode == 0
+    assert [line.split()[-1] for line in log()] == ["requirements.txt"]
+    assert machine(**room).returncode == 0 and machine(**room).returncode == 0
+    assert [line.split()[-1] for line in log()] == ["requirements.txt", "requirements-test.txt"]
+    with open(tmp_path / "requirements-test.txt", "a") as file:
+        file.write("# another content\n")
+    assert machine(environment={"PIP_STATUS": "1"}, **room).returncode == 1
+    assert machine(**room).returncode == 0, "what failed is tried again"
+    assert len(log()) == 4 and not (tmp_path / ".venv/tmp").exists()
+
+
+def report(tmp_path, *cases):
+    path = tmp_path / "report.xml"
+    path.write_text("<testsuite>" + "".join(f'<testcase classname="a" name="{i}">{case}</testcase>' for i, case in enumerate(cases)) + "</testsuite>")
+    return path
+
+
+def totals(*paths, **environment):
+    done = subprocess.run([sys.executable, ROOT / "tools/test_totals.py", *paths], capture_output=True, text=True, env={**os.environ, **environment})
+    return done.returncode, done.stdout
+
+
+def test_a_skip_for_want_of_a_gpu_or_of_privilege_passes(tmp_path):
+    gtest = "<skipped message='SKIP_REGULAR_EXPRESSION_MATCHED'/><system-out>[ RUN ] a\nx.cpp:1: Skipped\nno CUDA device here\n</system-out>"
+    code, said = totals(report(tmp_path, "", gtest, "<skipped message='needs an NVIDIA GPU'/>"))
+    assert code == 0 and said.splitlines()[-1] == "1 passed, 0 failed, 2 skipped"
+
+
+@pytest.mark.parametrize("case", [
+    "<skipped message=\"could not import 'peft': No module named 'peft'\"/>",
+    "<skipped message='SKIP_REGULAR_EXPRESSION_MATCHED'/><system-out>x.cpp:1: Skipped\nno Python with the package `tokenizers`\n</system-out>",
+    "<skipped message='Unable to find executable: /build/io_test'/>",
+    "<skipped message='/build/core_probe is not built'/>",
+    "<failure/>",
+])
+def test_a_skip_for_want_of_what_setup_brings_is_a_failure(tmp_path, case):
+    code, said = totals(report(tmp_path, "", case))
+    assert code == 1 and said.splitlines()[-1] == "1 passed, 1 failed, 0 skipped"
+
+
+def test_a_mount_that_lacks_its_programs_is_a_failure(tmp_path, monkeypatch):
+    sys.path.insert(0, str(ROOT / "tools"))
+    import test_totals as tool
+
+    case = report(tmp_path, "<skipped message='this machine does not let us mount (needs root)'/>")
+    monkeypatch.setattr(tool.shutil, "which", lambda name, path: None if name == "mkfs.ext4" else name)
+    assert tool.count(case)[0] == (0, 1, 0)
+    monkeypatch.setattr(tool.shutil, "which", lambda name, path: name)
+    assert tool.count(case)[0] == (0, 0, 1)
+
+
+def test_a_report_that_is_missing_is_a_failure(tmp_path):
+    code, said = totals(report(tmp_path, ""), tmp_path / "absent.xml")
+    assert code == 1 and said.splitlines()[-1] == "1 passed, 1 failed, 0 skipped"
