@@ -1,10 +1,9 @@
-// Linux asynchronous I/O through its system calls: for kernels and containers without io_uring. Asynchronous only for
-// direct I/O. Submission itself blocks on a frozen file system or a full device queue, so a thread of its own submits:
+// Linux asynchronous I/O through libaio: for kernels and containers without io_uring. Asynchronous only for direct I/O.
+// Submission itself blocks on a frozen file system or a full device queue, so a thread of its own submits:
 // the caller's goes on keeping the time. One eventfd announces completions, refusals and wake-ups.
-#include <linux/aio_abi.h>
+#include <libaio.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -30,17 +29,17 @@ class LibaioBackend final : public PlainBackend {
     }
     handed_over_.notify_one();
     if (submitter_.joinable()) submitter_.join();
-    if (context_ != 0) syscall(SYS_io_destroy, context_);
+    if (context_ != nullptr) io_destroy(context_);
     if (event_ >= 0) close(event_);
   }
 
   Error start(unsigned depth) {
     event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (event_ < 0) return refused("eventfd");
-    if (syscall(SYS_io_setup, depth, &context_) != 0) {
-      Error error = refused("io_setup");
+    if (event_ < 0) return refused("eventfd", errno);
+    if (const int status = io_setup(static_cast<int>(depth), &context_); status != 0) {
+      context_ = nullptr;
+      Error error = refused("io_setup", -status);
       if (error.error_number == EAGAIN) error.detail = "raise fs.aio-max-nr";
-      context_ = 0;
       return error;
     }
     blocks_.resize(depth);
@@ -52,25 +51,20 @@ class LibaioBackend final : public PlainBackend {
   bool push(const KernelOp& op) override {
     if (op.ticket >= blocks_.size()) return false;
     iocb& block = blocks_[op.ticket];
-    block = iocb{};
-    block.aio_data = op.ticket;
-    block.aio_fildes = static_cast<std::uint32_t>(descriptors_[op.file]);
-    block.aio_buf = reinterpret_cast<std::uint64_t>(op.data);
-    block.aio_nbytes = op.length;
-    block.aio_offset = static_cast<std::int64_t>(op.offset);
-    block.aio_flags = IOCB_FLAG_RESFD;
-    block.aio_resfd = static_cast<std::uint32_t>(event_);
+    const int descriptor = descriptors_[op.file];
     switch (op.action) {
       case Action::read:
-        block.aio_lio_opcode = IOCB_CMD_PREAD;
+        io_prep_pread(&block, descriptor, op.data, op.length, static_cast<long long>(op.offset));
         break;
       case Action::write:
-        block.aio_lio_opcode = IOCB_CMD_PWRITE;
+        io_prep_pwrite(&block, descriptor, op.data, op.length, static_cast<long long>(op.offset));
         break;
       case Action::flush:
-        block.aio_lio_opcode = IOCB_CMD_FDSYNC;
+        io_prep_fdsync(&block, descriptor);
         break;
     }
+    io_set_eventfd(&block, event_);
+    block.data = reinterpret_cast<void*>(std::uintptr_t{op.ticket});
     pushed_.push_back(&block);
     return true;
   }
@@ -108,8 +102,11 @@ class LibaioBackend final : public PlainBackend {
   }
 
  private:
-  static Error refused(const char* operation) {
-    return Error{.kind = ErrorKind::environment, .operation = operation, .error_number = errno};
+  static Error refused(const char* operation, int error_number) {
+    return Error{.kind = ErrorKind::environment, .operation = operation, .error_number = error_number};
+  }
+  static std::uint32_t ticket_of(const void* data) {
+    return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(data));
   }
 
   // The submitting thread.
@@ -122,20 +119,20 @@ class LibaioBackend final : public PlainBackend {
       const std::size_t count = std::min(batch.size(), queue_.size());
       std::copy_n(queue_.begin(), count, batch.begin());
       lock.unlock();
-      const long taken = syscall(SYS_io_submit, context_, static_cast<long>(count), batch.data());
-      const int number = taken == 0 ? EAGAIN : errno;
+      const int taken = io_submit(context_, static_cast<long>(count), batch.data());
+      const int number = taken == 0 ? EAGAIN : -taken;
       std::int64_t value = -number;
       if (taken <= 0 && number == EAGAIN) std::this_thread::sleep_for(std::chrono::milliseconds{1});
       // The kernel refuses the first of the batch; flushes that it cannot do asynchronously are done here.
-      if (taken < 0 && number == EINVAL && batch[0]->aio_lio_opcode == IOCB_CMD_FDSYNC) {
-        value = fdatasync(static_cast<int>(batch[0]->aio_fildes)) == 0 ? 0 : -errno;
+      if (taken < 0 && number == EINVAL && batch[0]->aio_lio_opcode == IO_CMD_FDSYNC) {
+        value = fdatasync(batch[0]->aio_fildes) == 0 ? 0 : -errno;
       }
       lock.lock();
       if (taken > 0) {
         queue_.erase(queue_.begin(), queue_.begin() + taken);
       } else if (number != EAGAIN && number != EINTR) {
         queue_.pop_front();
-        refused_.push_back({static_cast<std::uint32_t>(batch[0]->aio_data), value});
+        refused_.push_back({ticket_of(batch[0]->data), value});
         wake();
       }
     }
@@ -145,14 +142,14 @@ class LibaioBackend final : public PlainBackend {
     std::array<io_event, 64> events;
     timespec none{};
     for (;;) {
-      const long count =
-          syscall(SYS_io_getevents, context_, 0L, static_cast<long>(events.size()), events.data(), &none);
-      for (long i = 0; i < count; ++i) results.push_back({static_cast<std::uint32_t>(events[i].data), events[i].res});
-      if (count < static_cast<long>(events.size())) return;
+      const int count = io_getevents(context_, 0, static_cast<long>(events.size()), events.data(), &none);
+      for (int i = 0; i < count; ++i)
+        results.push_back({ticket_of(events[i].data), static_cast<std::int64_t>(events[i].res)});
+      if (count < static_cast<int>(events.size())) return;
     }
   }
 
-  aio_context_t context_ = 0;
+  io_context_t context_ = nullptr;
   int event_ = -1;
   std::vector<iocb> blocks_;   // by ticket; the kernel copies each at its submission
   std::vector<iocb*> pushed_;  // since the last reap
