@@ -27,6 +27,8 @@ std::string in_python(std::string text) {
       {"--precision ", "precision "},
       {"--host-memory", "Budget(host=...) of"},
       {"--device-memory", "Budget(device=...) of"},
+      {"--allow-any-filesystem", "Budget(allow_any_filesystem=True)"},
+      {"--allow-buffered", "Budget(allow_any_filesystem=True)"},
       {"--storage", "Budget(storage=[...])"}};
   for (const auto& [from, to] : kSpelled)
     if (const auto at = text.find(from); at != std::string::npos) text.replace(at, std::strlen(from), to);

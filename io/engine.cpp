@@ -112,10 +112,7 @@ void Engine::settle(const KernelResult& result, std::vector<Outcome>& outcomes) 
       ++slot.retries;
       return push(result.ticket);
     }
-    std::string detail;
-    if (number == ENOSPC || number == EDQUOT) detail = "the drive ran out of space that was reserved";
-    if (number == EFBIG) detail = "the file size limit (ulimit -f) is smaller than the file";
-    return finish(result.ticket, failure(slot, ErrorKind::io, number, detail), outcomes);
+    return finish(result.ticket, failure(slot, ErrorKind::io, number, advice(number)), outcomes);
   }
   if (transfer.action == Action::flush) return finish(result.ticket, {}, outcomes);
 

@@ -223,7 +223,11 @@ class UringBackend final : public Backend {
   // One io_uring_enter where the kernel is willing. What it did not take stays in the ring for the next call.
   void enter(std::chrono::nanoseconds timeout) {
     for (int attempt = 0;; ++attempt) {
-      if (broken_ != 0) return;
+      if (broken_ != 0) {
+        // Submits nothing: what was given up must not reach the kernel. What it has taken may be done by now.
+        (void)io_uring_get_events(&ring_);
+        return;
+      }
       const unsigned before = io_uring_sq_ready(&ring_);
       int status;
       if (timeout.count() == 0) {
@@ -252,10 +256,10 @@ class UringBackend final : public Backend {
 
   // The kernel takes no more: what it never saw fails here, what it has taken still completes.
   void fail_unsubmitted(int error_number) {
-    broken_ = error_number;
+    broken_ = error_number == EAGAIN ? EIO : error_number;
     for (std::uint64_t tag : unsubmitted_) {
-      if (tag != kWakeTag)
-        failed_.push_back({static_cast<std::uint32_t>(tag), -error_number == -EAGAIN ? -EIO : -error_number});
+      if (tag != kWakeTag) failed_.push_back({static_cast<std::uint32_t>(tag), -broken_});
+      if (tag == kWakeTag) wake_armed_ = false;
     }
     unsubmitted_.clear();
   }

@@ -1,5 +1,6 @@
 #include "io/error.h"
 
+#include <cerrno>
 #include <cstring>
 
 namespace tierflow::io {
@@ -15,6 +16,26 @@ std::string Error::message() const {
   }
   if (!detail.empty()) text += (text.empty() ? "" : ": ") + detail;
   return text;
+}
+
+std::string advice(int error_number) {
+  switch (error_number) {
+    case EIO:
+    case ENODEV:
+    case ENXIO:
+      return "the drive failed or went away; the kernel's log (dmesg) says more; name a folder on another drive with "
+             "--storage";
+    case EROFS:
+      return "the file system has become read-only, as it does after an error of its drive; the kernel's log (dmesg) "
+             "says more; name a folder on another drive with --storage";
+    case ENOSPC:
+    case EDQUOT:
+      return "the drive ran out of space that was reserved";
+    case EFBIG:
+      return "the file size limit (ulimit -f) is smaller than the file";
+    default:
+      return {};
+  }
 }
 
 }  // namespace tierflow::io

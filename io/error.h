@@ -36,6 +36,9 @@ struct [[nodiscard]] Error {
   std::string message() const;
 };
 
+// What the user can do about an errno of a read, write or flush; empty where the errno says enough.
+std::string advice(int error_number);
+
 // A value or an Error. Reading the value of a failed Result is a programming error and terminates.
 template <class T>
 class [[nodiscard]] Result {

@@ -16,30 +16,13 @@
 #include <cstdio>
 #include <fstream>
 #include <sstream>
-#include <string_view>
+
+#include "io/filesystem.h"
 
 namespace tierflow::io {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr long kBtrfs = 0x9123683E;
-
-struct KnownFilesystem {
-  std::uint32_t magic;
-  std::string_view name;
-  std::string_view why;
-};
-constexpr std::string_view kRam = "it lives in RAM, where the state would defeat the purpose of storing it";
-constexpr std::string_view kRemote = "it is not a local drive";
-constexpr std::string_view kLayer = "it hides the drive behind another layer";
-constexpr std::array kRefused = {
-    KnownFilesystem{0x01021994, "tmpfs", kRam},     KnownFilesystem{0x858458F6, "ramfs", kRam},
-    KnownFilesystem{0x958458F6, "hugetlbfs", kRam}, KnownFilesystem{0x6969, "NFS", kRemote},
-    KnownFilesystem{0xFF534D42, "CIFS", kRemote},   KnownFilesystem{0xFE534D42, "SMB2", kRemote},
-    KnownFilesystem{0x517B, "SMB", kRemote},        KnownFilesystem{0x00C36400, "Ceph", kRemote},
-    KnownFilesystem{0x5346414F, "AFS", kRemote},    KnownFilesystem{0x01021997, "9p", kRemote},
-    KnownFilesystem{0x0BD00BD0, "Lustre", kRemote}, KnownFilesystem{0x47504653, "GPFS", kRemote},
-    KnownFilesystem{0x65735546, "FUSE", kLayer},    KnownFilesystem{0x794C7630, "overlay", kLayer}};
 
 Error make_error(ErrorKind kind, const char* operation, std::string path, int error_number, std::string detail = {}) {
   return Error{.kind = kind,
@@ -67,36 +50,6 @@ pid_t lock_holder(dev_t device, ino_t inode) {
 
 }  // namespace
 
-Error check_filesystem(const std::filesystem::path& directory) {
-  struct statfs info;
-  if (statfs(directory.c_str(), &info) != 0) {
-    return make_error(ErrorKind::environment, "statfs", directory.string(), errno);
-  }
-  return check_filesystem_type(static_cast<std::uint32_t>(info.f_type), directory);
-}
-
-Error check_filesystem_type(std::uint32_t type, const std::filesystem::path& directory) {
-  for (const KnownFilesystem& known : kRefused) {
-    if (type != known.magic) continue;
-    return make_error(ErrorKind::environment, "open", directory.string(), 0,
-                      "the file system is " + std::string(known.name) + ": " + std::string(known.why) +
-                          "; choose a folder on a local drive, or allow any file system");
-  }
-  return {};
-}
-
-Error sync_directory(const std::filesystem::path& directory) {
-  int descriptor = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) return make_error(ErrorKind::environment, "open", directory.string(), errno);
-  int status = fsync(descriptor) == 0 ? 0 : errno;
-  close(descriptor);
-  // Some file systems (FUSE, for one) cannot flush a folder; there is nothing better to do then.
-  if (status != 0 && status != EINVAL && status != ENOSYS) {
-    return make_error(ErrorKind::io, "flush", directory.string(), status);
-  }
-  return {};
-}
-
 FileSizeSignalGuard::FileSizeSignalGuard() {
   sigset_t set, old;
   sigemptyset(&set);
@@ -122,7 +75,8 @@ File::File(File&& other) noexcept
       alignment_(other.alignment_),
       device_(other.device_),
       inode_(other.inode_),
-      path_(std::move(other.path_)) {}
+      path_(std::move(other.path_)),
+      warnings_(std::move(other.warnings_)) {}
 
 File& File::operator=(File&& other) noexcept {
   std::swap(descriptor_, other.descriptor_);
@@ -131,6 +85,7 @@ File& File::operator=(File&& other) noexcept {
   std::swap(device_, other.device_);
   std::swap(inode_, other.inode_);
   std::swap(path_, other.path_);
+  std::swap(warnings_, other.warnings_);
   return *this;
 }
 
@@ -142,6 +97,7 @@ File::~File() {
 }
 
 Error File::failed(const char* operation, ErrorKind kind, int error_number, std::string detail) const {
+  if (detail.empty()) detail = advice(error_number);
   return make_error(kind, operation, path_, error_number, std::move(detail));
 }
 
@@ -156,8 +112,10 @@ Result<File> File::open_with(const std::filesystem::path& path, int flags, const
   if (descriptor < 0 && errno == EINVAL) {
     if (creating) unlink(path.c_str());  // some kernels leave the file behind when they refuse O_DIRECT
     if (!policy.allow_buffered) {
-      return make_error(ErrorKind::environment, "open", path.string(), EINVAL,
-                        "the file system refuses O_DIRECT; choose another folder, or allow buffered I/O");
+      return make_error(
+          ErrorKind::environment, "open", path.string(), EINVAL,
+          "the file system refuses O_DIRECT; name a folder on ext4 or xfs with --storage, or go through the page "
+          "cache with --allow-buffered");
     }
     direct = false;
     descriptor = ::open(path.c_str(), flags, 0600);
@@ -197,21 +155,33 @@ Result<File> File::create(const std::filesystem::path& path, const FilePolicy& p
     if (!other && other.error().kind == ErrorKind::locked) return other;
   }
   if (!file) return file;
-  fchmod(file->descriptor(), 0600);
-  // Copy on write would turn each overwrite of reserved space into a new allocation.
-  struct statfs info;
-  if (fstatfs(file->descriptor(), &info) == 0 && info.f_type == kBtrfs) {
-    int flags = 0;
-    if (ioctl(file->descriptor(), FS_IOC_GETFLAGS, &flags) == 0) {
-      flags |= FS_NOCOW_FL;
-      (void)ioctl(file->descriptor(), FS_IOC_SETFLAGS, &flags);
-    }
-  }
+  file->claim();
   return file;
 }
 
 Result<File> File::open(const std::filesystem::path& path, const FilePolicy& policy) {
   return open_with(path, 0, policy);
+}
+
+// What the file system refuses here costs the user something, and no more: it is said.
+void File::claim() {
+  struct stat info;
+  if (fchmod(descriptor_, 0600) != 0 || fstat(descriptor_, &info) != 0 || (info.st_mode & 077) != 0) {
+    warnings_.push_back(path_ +
+                        ": the file system does not keep permissions, so other users may reach the state; name a "
+                        "folder on ext4 or xfs with --storage, or mount this one with umask=077");
+  }
+  struct statfs system;
+  if (fstatfs(descriptor_, &system) != 0 || !copies_on_write(static_cast<std::uint32_t>(system.f_type))) return;
+  // Copy on write would turn each overwrite of reserved space into a new allocation.
+  int flags = 0;
+  if (ioctl(descriptor_, FS_IOC_GETFLAGS, &flags) == 0) {
+    flags |= FS_NOCOW_FL;
+    if (ioctl(descriptor_, FS_IOC_SETFLAGS, &flags) == 0) return;
+  }
+  warnings_.push_back(path_ +
+                      ": copy on write cannot be turned off, so overwriting takes new space and a full drive would end "
+                      "the run; run chattr +C on the empty folder, or name one on ext4 or xfs with --storage");
 }
 
 Error File::inspect() {
@@ -221,11 +191,17 @@ Error File::inspect() {
   if (info.st_uid != geteuid()) return failed("open", ErrorKind::environment, 0, "it belongs to another user");
   if ((info.st_mode & 077) != 0 && info.st_size != 0) {
     return failed("open", ErrorKind::environment, 0,
-                  "other users may reach it; run chmod 600 on it if you trust its content");
+                  "other users may reach it; if you trust its content, run chmod 600 on it or, where the file system "
+                  "keeps no permissions, mount it with umask=077");
   }
   if (info.st_nlink > 1) return failed("open", ErrorKind::environment, 0, "the file has a second name (hard link)");
   device_ = info.st_dev;
   inode_ = info.st_ino;
+  struct statfs system;
+  if (fstatfs(descriptor_, &system) == 0) {
+    const std::string remark = filesystem_remark(static_cast<std::uint32_t>(system.f_type));
+    if (!remark.empty()) warnings_.push_back(path_ + ": " + remark);
+  }
 
   std::size_t reported = kPage;
 #ifdef STATX_DIOALIGN

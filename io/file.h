@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "io/error.h"
 
@@ -37,6 +38,8 @@ class File {
   std::size_t alignment() const { return alignment_; }  // of offsets, lengths and addresses; a power of two
   const std::string& path() const { return path_; }
   dev_t device() const { return device_; }
+  // What the file system does not do for this file, one line each with the remedy.
+  const std::vector<std::string>& warnings() const { return warnings_; }
 
   // Reserves the space on the drive, so that no later write can meet a full disk. False in the value: the file system
   // cannot reserve, the file has its size all the same.
@@ -55,6 +58,7 @@ class File {
  private:
   File(int descriptor, std::string path) : descriptor_(descriptor), path_(std::move(path)) {}
   static Result<File> open_with(const std::filesystem::path& path, int flags, const FilePolicy& policy);
+  void claim();
   Error inspect();
   Error lock();
   Error failed(const char* operation, ErrorKind kind, int error_number, std::string detail = {}) const;
@@ -65,15 +69,8 @@ class File {
   dev_t device_ = 0;
   ino_t inode_ = 0;
   std::string path_;
+  std::vector<std::string> warnings_;
 };
-
-// An error of kind environment where `directory` lies in RAM, on a network or behind a layer that hides the drive.
-Error check_filesystem(const std::filesystem::path& directory);
-// The same for a file system that statfs() calls `type`.
-Error check_filesystem_type(std::uint32_t type, const std::filesystem::path& directory);
-
-// Makes a new or removed name in `directory` survive a power cut.
-Error sync_directory(const std::filesystem::path& directory);
 
 // While it lives, writing beyond RLIMIT_FSIZE in this thread is the error EFBIG and not a signal that ends the process.
 class FileSizeSignalGuard {

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "io/bench.h"
+#include "io/filesystem.h"
 #include "io/member.h"
 #include "io/volume_core.h"
 
@@ -165,8 +166,10 @@ Result<std::unique_ptr<Volume>> Volume::create(const VolumeOptions& options) {
       return error;
     }
     if (!*reserved) {
-      warnings.push_back(member.directory.string() +
-                         ": the file system cannot reserve space, a full drive would end the run; choose ext4 or xfs");
+      warnings.push_back(
+          member.directory.string() +
+          ": the file system cannot reserve space, a full drive would end the run; name a folder on ext4 or xfs "
+          "with --storage");
     }
   }
   for (std::uint32_t index = 0; index < undo.members.size(); ++index) {

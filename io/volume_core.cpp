@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "io/filesystem.h"
 #include "io/member.h"
 #include "io/probe.h"
 #include "io/thread.h"
@@ -78,11 +79,13 @@ Error VolumeCore::start_engine() {
   mode_.registered_files = engine_->registered_files();
   mode_.warnings.insert(mode_.warnings.end(), probed->warnings.begin(), probed->warnings.end());
   for (const Member& member : members_) {
+    const std::vector<std::string>& lacks = member.file.warnings();
+    mode_.warnings.insert(mode_.warnings.end(), lacks.begin(), lacks.end());
     if (member.file.direct()) continue;
     mode_.warnings.push_back(
         member.directory.string() +
-        " refuses O_DIRECT: its bytes go through the page cache, which costs memory and time; choose a folder "
-        "on a local drive with ext4 or xfs");
+        " refuses O_DIRECT: its bytes go through the page cache, which costs memory and time; name a folder on ext4 "
+        "or xfs with --storage");
   }
   return {};
 }
@@ -291,15 +294,22 @@ void VolumeCore::settle_flush(Outcome& outcome) {
   drives_[outcome.transfer.file].flushing = false;
   FlushCall& call = *std::static_pointer_cast<FlushCall>(outcome.transfer.owner);
   if (call.left == 0) return;  // answered when the volume gave up
-  if (outcome.error) {
-    // The kernel forgets a failed flush: the next one would succeed without the lost data. So there is no next one.
-    if (!flush_failed_) {
-      flush_failed_ = outcome.error;
-      flush_failed_.detail =
-          "what was written since the last good flush must be considered lost; no later flush is attempted";
+  if (outcome.error && !flush_failed_) {
+    flush_failed_ = outcome.error;
+    flush_failed_.detail =
+        "what was written since the last good flush must be considered lost; no later flush is attempted" +
+        (flush_failed_.detail.empty() ? "" : "; " + flush_failed_.detail);
+    // The kernel forgets a failed flush: the next one would succeed without the lost data. So there is no next one, nor
+    // one of those that wait here.
+    for (Drive& drive : drives_) {
+      for (const std::shared_ptr<FlushCall>& waiting : std::exchange(drive.flushes, {})) answer_flush(*waiting);
     }
-    if (!call.error) call.error = flush_failed_;
   }
+  answer_flush(call);
+}
+
+void VolumeCore::answer_flush(FlushCall& call) {
+  if (!call.error) call.error = flush_failed_;
   if (--call.left == 0) call.result.set_value(call.error);
 }
 

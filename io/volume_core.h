@@ -93,6 +93,7 @@ class VolumeCore final : public Volume {
   void settle(Outcome& outcome);
   void settle_flush(Outcome& outcome);
   void answer(Pending& pending);
+  void answer_flush(FlushCall& call);  // of one drive
   std::chrono::nanoseconds watch_interval() const;
   void watch_for_stalls();
   void give_up(const Transfer& stuck, std::chrono::seconds waited);

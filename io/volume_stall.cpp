@@ -6,6 +6,13 @@
 #include "io/volume_core.h"
 
 namespace tierflow::io {
+namespace {
+
+std::string seconds_of(std::chrono::nanoseconds time) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
+}
+
+}  // namespace
 
 std::chrono::nanoseconds VolumeCore::watch_interval() const {
   std::chrono::milliseconds interval{1000};
@@ -25,9 +32,10 @@ void VolumeCore::watch_for_stalls() {
   }
   if (options_.stall_warning.count() > 0 && waited >= options_.stall_warning && warned_ != since) {
     warned_ = since;
-    notify(Notice::Kind::stalled, members_[stuck->file].file.path() + " has not answered a request for " +
-                                      std::to_string(std::chrono::duration_cast<std::chrono::seconds>(waited).count()) +
-                                      " s");
+    notify(Notice::Kind::stalled,
+           members_[stuck->file].file.path() + " has not answered a request for " + seconds_of(waited) +
+               "; look at the kernel's log (dmesg)" +
+               (options_.stall_limit.count() > 0 ? "; the run ends at " + seconds_of(options_.stall_limit) : ""));
   }
 }
 
@@ -40,7 +48,9 @@ void VolumeCore::give_up(const Transfer& stuck, std::chrono::seconds waited) {
                   .offset = stuck.offset,
                   .length = stuck.bytes.size(),
                   .error_number = ETIMEDOUT,
-                  .detail = "the drive has not answered for " + std::to_string(waited.count()) + " s"};
+                  .detail = "the drive has not answered for " + seconds_of(waited) +
+                            "; where the kernel's log (dmesg) tells of errors or resets, name a folder on another "
+                            "drive with --storage; where it is silent, try --engine threads"};
   std::vector<std::shared_ptr<void>> flying;
   std::vector<std::shared_ptr<FlushCall>> flushes;
   engine_->for_each_in_flight([&](const Transfer& transfer) {

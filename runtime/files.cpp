@@ -11,6 +11,7 @@
 #include <cstring>
 #include <system_error>
 
+#include "io/filesystem.h"
 #include "runtime/exception.h"
 
 namespace tierflow {
@@ -137,9 +138,7 @@ void write_text(const std::filesystem::path& path, std::string_view text) {
 }
 
 void sync_folder(const std::filesystem::path& folder) {
-  File file(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!file) fail_system("open", folder.string(), errno);
-  if (fsync(file.fd()) != 0) fail_system("flush", folder.string(), errno);
+  if (io::Error error = io::sync_directory(folder)) throw Exception(std::move(error));
 }
 
 void make_folder(const std::filesystem::path& folder) {

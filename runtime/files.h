@@ -53,7 +53,7 @@ std::string read_text(const File& file, const std::filesystem::path& path, std::
 // whole new one.
 void write_text(const std::filesystem::path& path, std::string_view text);
 
-// Flushes the folder's own entries to the drive.
+// Flushes the folder's own entries to the drive, where its file system can do that.
 void sync_folder(const std::filesystem::path& folder);
 
 // Creates the folder and those above it. Throws Exception naming it.

@@ -68,9 +68,19 @@ TEST_F(FaultControl, IgnoringFaultsLosesBytes) {
 }
 
 TEST_F(FaultControl, ASecondFlushWouldSucceedWithoutTheLostData) {
+  plan_->cache_writes();
+  Buffer data = allocate_buffer(kBytes), back = allocate_buffer(kBytes);
+  fill(data.bytes(), 0, 1);
+  EXPECT_EQ(perform(Action::write, data.bytes()), static_cast<std::int64_t>(kBytes));
+  EXPECT_EQ(perform(Action::flush, {}), 0);
+  fill(data.bytes(), 0, 2);
+  EXPECT_EQ(perform(Action::write, data.bytes()), static_cast<std::int64_t>(kBytes));
   plan_->set({.kind = Fault::Kind::error, .action = Action::flush});
   EXPECT_EQ(perform(Action::flush, {}), -EIO);
-  EXPECT_EQ(perform(Action::flush, {}), 0);
+  EXPECT_EQ(perform(Action::flush, {}), 0);  // a drive that says all is well
+  perform(Action::read, back.bytes());
+  EXPECT_FALSE(holds(back.bytes(), 0, 2));
+  EXPECT_TRUE(holds(back.bytes(), 0, 1));
 }
 
 TEST_F(FaultControl, ResultsReallyComeInAnotherOrder) {

@@ -4,8 +4,10 @@
 #include <sys/resource.h>
 
 #include <atomic>
+#include <future>
 #include <thread>
 
+#include "io/member.h"
 #include "tests/io/volume_fixture.h"
 #include "tests/support/faulty_backend.h"
 
@@ -80,7 +82,9 @@ TEST_P(FaultTest, OneFailedReadIsReadAgain) {
 }
 
 TEST_P(FaultTest, ADeadDriveIsAnErrorThatNamesTheSpot) {
-  auto volume = create(options());
+  VolumeOptions wanted = options();
+  wanted.depth = 1;  // the first that fails is then the n-th
+  auto volume = create(wanted);
   ASSERT_FALSE(write_all(*volume, 1));
   for (std::uint64_t nth = 1; nth <= kOperations; ++nth) {
     plan_->set({.kind = Fault::Kind::error, .action = Action::read, .nth = nth, .sticky = true});
@@ -89,8 +93,11 @@ TEST_P(FaultTest, ADeadDriveIsAnErrorThatNamesTheSpot) {
     EXPECT_EQ(error.kind, ErrorKind::io);
     EXPECT_EQ(error.operation, "read");
     EXPECT_EQ(error.error_number, EIO);
+    EXPECT_EQ(error.offset, kDataStart + (nth - 1) * kBlock);
     EXPECT_EQ(error.length, kBlock);
     EXPECT_THAT(error.path, HasSubstr("state.tfv"));
+    EXPECT_THAT(error.message(), ::testing::AllOf(HasSubstr("dmesg"), HasSubstr("--storage")));
+    EXPECT_EQ(plan_->hits(), 3U);  // read three times, and the other pieces not at all
   }
   plan_->clear();
   Error error;
@@ -136,6 +143,39 @@ TEST_P(FaultTest, AFailedFlushIsFinal) {
   EXPECT_TRUE(read_all(*volume, 1, error));
 }
 
+// Several threads flush at once: those that wait behind the one that fails must not ask the drive again.
+TEST_P(FaultTest, AFlushThatWaitsBehindOneThatFailsFailsToo) {
+  VolumeOptions wanted = options();
+  testing::TempDir second;
+  wanted.directories.push_back(second.path());
+  auto volume = create(wanted);
+  ASSERT_FALSE(write_all(*volume, 1));
+  const std::uint64_t asked = plan_->seen(Action::flush);
+  plan_->set({.kind = Fault::Kind::error, .action = Action::flush, .delay = std::chrono::milliseconds{300}});
+  auto first = std::async(std::launch::async, [&] { return volume->flush(); });
+  while (plan_->hits() == 0) std::this_thread::sleep_for(std::chrono::milliseconds{1});
+  std::vector<std::future<Error>> waiting;
+  for (int i = 0; i < 3; ++i) waiting.push_back(std::async(std::launch::async, [&] { return volume->flush(); }));
+  EXPECT_EQ(first.get().error_number, EIO);
+  for (std::future<Error>& flush : waiting) EXPECT_EQ(flush.get().error_number, EIO);
+  // The failing drive was asked once, the other one at most once for each call.
+  EXPECT_LE(plan_->seen(Action::flush) - asked, 5U);
+  EXPECT_EQ(volume->stats().front().flushes + volume->stats().back().flushes, plan_->seen(Action::flush) - asked);
+  EXPECT_EQ(std::min(volume->stats().front().flushes, volume->stats().back().flushes), 1U);
+}
+
+TEST_P(FaultTest, AFailedFlushLosesWhatTheDriveHadInItsCacheAndIsNotRepeated) {
+  plan_->cache_writes();
+  auto volume = create(options());
+  ASSERT_FALSE(write_all(*volume, 1));
+  ASSERT_FALSE(volume->flush());
+  ASSERT_FALSE(write_all(*volume, 2));
+  plan_->set({.kind = Fault::Kind::error, .action = Action::flush});
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(volume->flush().error_number, EIO);
+  Error error;
+  EXPECT_TRUE(read_all(*volume, 1, error)) << "what the last good flush covered";
+}
+
 TEST_P(FaultTest, ShortTransfersGoOnWhereTheyStopped) {
   auto volume = create(options());
   for (const std::size_t keep : {std::size_t{4096}, std::size_t{8192}, std::size_t{12288}}) {
@@ -149,6 +189,21 @@ TEST_P(FaultTest, ShortTransfersGoOnWhereTheyStopped) {
       EXPECT_EQ(plan_->hits(), 1U);
     }
   }
+}
+
+TEST_P(FaultTest, ATransferThatEndsInsideASectorGoesOnAtItsStart) {
+  auto volume = create(options());
+  const std::uint64_t before = plan_->unaligned();
+  for (const std::size_t keep : {std::size_t{5000}, std::size_t{4097}, std::size_t{12287}}) {
+    for (Action action : {Action::write, Action::read}) {
+      plan_->set({.kind = Fault::Kind::cut, .action = action, .nth = 3, .keep = keep});
+      ASSERT_FALSE(write_all(*volume, keep));
+      Error error;
+      ASSERT_TRUE(read_all(*volume, keep, error)) << error.message();
+      EXPECT_EQ(plan_->hits(), 1U);
+    }
+  }
+  EXPECT_EQ(plan_->unaligned(), before);
 }
 
 TEST_P(FaultTest, EveryTransferShortStillMovesEveryByte) {
@@ -236,6 +291,9 @@ TEST_P(FaultTest, AStuckRequestWarnsThenFailsAndItsMemoryIsKept) {
   EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds{5});
   EXPECT_EQ(completion.error.kind, ErrorKind::io);
   EXPECT_EQ(completion.error.error_number, ETIMEDOUT);
+  EXPECT_EQ(completion.error.offset, kDataStart + kBlock);
+  EXPECT_THAT(completion.error.message(),
+              ::testing::AllOf(HasSubstr("has not answered"), HasSubstr("--storage"), HasSubstr("--engine threads")));
   EXPECT_FALSE(completion.buffer);
   EXPECT_EQ(freed, 0);
   EXPECT_EQ(notices(Notice::Kind::stalled) - before, 1U);

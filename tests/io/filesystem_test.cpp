@@ -1,12 +1,13 @@
 // Volumes on real file systems that are full, of another kind, with large sectors, frozen, or lose their medium. Needs
 // root and loop devices; skips itself visibly elsewhere.
+#include "io/filesystem.h"
+
 #include <gmock/gmock.h>
 
 #include <fstream>
 #include <thread>
 
 #include "io/backend.h"
-#include "io/file.h"
 #include "tests/io/volume_fixture.h"
 #include "tests/support/child.h"
 #include "tests/support/mounts.h"
@@ -146,6 +147,12 @@ TEST(FilesystemTest, OtherMachinesAndLayersAreRefusedByName) {
     EXPECT_EQ(error.kind, ErrorKind::environment);
     EXPECT_THAT(error.message(), ::testing::AllOf(HasSubstr(name), HasSubstr("/mnt/somewhere"), HasSubstr("local")));
   }
+  // Where people meet these: the remedy is spelled out.
+  EXPECT_THAT(check_filesystem_type(0x01021997, "/mnt/c/state").message(),
+              ::testing::AllOf(HasSubstr("WSL2"), HasSubstr("/mnt/c"), HasSubstr("--storage")));
+  EXPECT_THAT(check_filesystem_type(0x794C7630, "/state").message(),
+              ::testing::AllOf(HasSubstr("docker run -v"), HasSubstr("--storage /state")));
+  EXPECT_THAT(check_filesystem_type(0x01021994, "/tmp").message(), HasSubstr("--allow-any-filesystem"));
   for (const std::uint32_t local : {0xEF53U, 0x58465342U, 0x9123683EU}) {  // ext4, xfs, btrfs
     EXPECT_FALSE(check_filesystem_type(local, "/mnt/somewhere"));
   }

@@ -2,6 +2,8 @@
 // A kernel that misbehaves on request: stands between an engine and the real backend and fails, shortens, delays,
 // keeps, reorders or spoils chosen operations. Faults are set while the volume runs; counting starts when a fault is
 // set.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -21,8 +23,8 @@ namespace tierflow::testing {
 
 struct Fault {
   enum class Kind {
-    error,  // the operation fails with error_number; nothing is moved
-    cut,    // only `keep` bytes are moved (really)
+    error,  // the operation fails with error_number, `delay` late; nothing is moved
+    cut,    // only `keep` bytes are moved
     hold,   // the operation does not end before FaultPlan::release()
     delay,  // the result comes `delay` late
     flip,   // one bit of what was read is wrong
@@ -62,6 +64,17 @@ class FaultPlan {
     std::lock_guard lock(mutex_);
     return hit_;
   }
+  // The drive keeps what is written in a cache of its own until a flush, and loses it with a flush that fails, as the
+  // kernel's page cache does. Call it before the backend is made.
+  void cache_writes() {
+    std::lock_guard lock(mutex_);
+    caching_ = true;
+  }
+  // Operations whose offset, length or address is no multiple of 4096.
+  std::uint64_t unaligned() const {
+    std::lock_guard lock(mutex_);
+    return unaligned_;
+  }
   // Operations of this action that reached the backend since the plan was made, faulty or not.
   std::uint64_t seen(io::Action action) const {
     std::lock_guard lock(mutex_);
@@ -73,6 +86,7 @@ class FaultPlan {
   std::optional<Fault> fault_for(const io::KernelOp& op) {
     std::lock_guard lock(mutex_);
     ++seen_[static_cast<std::size_t>(op.action)];
+    if ((op.offset | op.length | reinterpret_cast<std::uintptr_t>(op.data)) % kSector != 0) ++unaligned_;
     if (!fault_ || fault_->action != op.action) return {};
     ++matched_;
     if (matched_ != fault_->nth && !(fault_->sticky && matched_ > fault_->nth)) return {};
@@ -82,6 +96,10 @@ class FaultPlan {
   bool released() const {
     std::lock_guard lock(mutex_);
     return released_;
+  }
+  bool caching() const {
+    std::lock_guard lock(mutex_);
+    return caching_;
   }
   // A number below `limit`, or nothing where results are not to be shuffled.
   std::optional<std::size_t> draw(std::size_t limit) {
@@ -93,9 +111,10 @@ class FaultPlan {
   mutable std::mutex mutex_;
   std::optional<Fault> fault_;
   std::optional<std::mt19937_64> random_;
-  std::uint64_t matched_ = 0, hit_ = 0;
+  static constexpr std::size_t kSector = 4096;
+  std::uint64_t matched_ = 0, hit_ = 0, unaligned_ = 0;
   std::uint64_t seen_[3] = {};
-  bool released_ = false;
+  bool released_ = false, caching_ = false;
 };
 
 class FaultyBackend final : public io::Backend {
@@ -104,7 +123,10 @@ class FaultyBackend final : public io::Backend {
       : inner_(std::move(inner)), plan_(std::move(plan)) {}
 
   io::EngineKind kind() const override { return inner_->kind(); }
-  io::Error register_files(std::span<const int> descriptors) override { return inner_->register_files(descriptors); }
+  io::Error register_files(std::span<const int> descriptors) override {
+    descriptors_.assign(descriptors.begin(), descriptors.end());
+    return inner_->register_files(descriptors);
+  }
   bool registered_files() const override { return inner_->registered_files(); }
   io::Error register_memory(std::span<const std::span<std::byte>> regions) override {
     return inner_->register_memory(regions);
@@ -114,14 +136,18 @@ class FaultyBackend final : public io::Backend {
     if (outstanding_ != 0 && plan_->draw(4) == 0) return false;
     const std::optional<Fault> fault = plan_->fault_for(op);
     ++outstanding_;
+    if (!fault && plan_->caching() && op.action != io::Action::read) return cache(op);
     if (!fault) return forward(op);
     switch (fault->kind) {
       case Fault::Kind::error:
-        late_.push_back({Clock::now(), {op.ticket, -fault->error_number}});
+        if (op.action == io::Action::flush) cached_.clear();
+        late_.push_back({Clock::now() + fault->delay, {op.ticket, -fault->error_number}});
         return true;
       case Fault::Kind::cut: {
         io::KernelOp shorter = op;
-        shorter.length = std::min(op.length, fault->keep);
+        shorter.length =
+            std::min(op.length, (fault->keep + FaultPlan::kSector - 1) / FaultPlan::kSector * FaultPlan::kSector);
+        if (shorter.length > fault->keep) shortened_.emplace_back(op.ticket, fault->keep);
         if (shorter.length != 0) return forward(shorter);
         late_.push_back({Clock::now(), {op.ticket, 0}});
         return true;
@@ -174,7 +200,30 @@ class FaultyBackend final : public io::Backend {
     return true;
   }
 
-  void take(const io::KernelResult& result) {
+  // The drive's own cache. Reads before the next flush would miss what is in it: nobody makes any.
+  bool cache(const io::KernelOp& op) {
+    if (op.action == io::Action::write) {
+      cached_.push_back({op.file, op.offset, {op.data, op.data + op.length}});
+      late_.push_back({Clock::now(), {op.ticket, static_cast<std::int64_t>(op.length)}});
+      return true;
+    }
+    std::erase_if(cached_, [&](const Cached& written) {
+      if (written.file != op.file) return false;
+      io::Buffer aligned = io::allocate_buffer(written.bytes.size());
+      std::copy(written.bytes.begin(), written.bytes.end(), aligned.data());
+      return ::pwrite(descriptors_[op.file], aligned.data(), aligned.size(), static_cast<off_t>(written.offset)) ==
+             static_cast<ssize_t>(aligned.size());
+    });
+    return forward(op);
+  }
+
+  void take(io::KernelResult result) {
+    for (auto it = shortened_.begin(); it != shortened_.end(); ++it) {
+      if (it->first != result.ticket) continue;
+      result.value = std::min(result.value, static_cast<std::int64_t>(it->second));
+      shortened_.erase(it);
+      break;
+    }
     for (auto it = delayed_.begin(); it != delayed_.end(); ++it) {
       if (it->first != result.ticket) continue;
       late_.push_back({Clock::now() + it->second, result});
@@ -201,8 +250,17 @@ class FaultyBackend final : public io::Backend {
     }
   }
 
+  struct Cached {
+    std::uint32_t file;
+    std::uint64_t offset;
+    std::vector<std::byte> bytes;
+  };
+
   std::unique_ptr<io::Backend> inner_;
   std::shared_ptr<FaultPlan> plan_;
+  std::vector<int> descriptors_;
+  std::vector<Cached> cached_;
+  std::vector<std::pair<std::uint32_t, std::size_t>> shortened_;
   std::vector<io::KernelOp> held_, refused_, spoiled_;
   std::vector<std::pair<std::uint32_t, std::chrono::milliseconds>> delayed_;
   std::vector<std::pair<Clock::time_point, io::KernelResult>> late_;

@@ -1,0 +1,24 @@
+#pragma once
+// What is known of file systems: which are no place for a data file, what others do not do for it, and how to flush a
+// folder on any of them.
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+#include "io/error.h"
+
+namespace tierflow::io {
+
+// An error of kind environment where `directory` lies in RAM, on a network or behind a layer that hides the drive.
+Error check_filesystem(const std::filesystem::path& directory);
+// The same for a file system that statfs() calls `type`.
+Error check_filesystem_type(std::uint32_t type, const std::filesystem::path& directory);
+
+// What such a file system promises and does not hold, with the remedy; empty for all others.
+std::string filesystem_remark(std::uint32_t type);
+bool copies_on_write(std::uint32_t type);  // unless a file says otherwise (FS_NOCOW_FL)
+
+// Makes a new or removed name in `directory` survive a power cut, where the file system can flush a folder at all.
+Error sync_directory(const std::filesystem::path& directory);
+
+}  // namespace tierflow::io
