@@ -5,6 +5,7 @@ tests up to the first that fails; afterwards the original objects are put back, 
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import pathlib
@@ -33,9 +34,8 @@ class Build:
         self.linked = []  # libraries and programs
         self.inputs = {}  # program -> everything that ninja builds it from
 
-    def ninja(self, *arguments, seconds=None, capture=True):
-        environment = dict(os.environ, CCACHE_DISABLE="1") if self.sources else None  # mutants would fill it
-        return run(["ninja", *arguments], self.folder, seconds, environment, capture)
+    def ninja(self, *arguments, seconds=None):
+        return run(["ninja", *arguments], self.folder, seconds)
 
     def prepare(self):
         """Configures, builds the original and reads ninja's graph."""
@@ -43,6 +43,9 @@ class Build:
             code, text = run(["cmake", "-G", "Ninja", "-S", self.source, "-B", self.folder, *self.settings], self.source)
             if code != 0:
                 raise ToolError(f"cmake refuses the copy:\n{text}")
+        for original in self.folder.rglob("*.original"):  # a run was killed: what it had changed is compiled again
+            original.with_suffix("").unlink(missing_ok=True)
+            original.unlink()
         self.sources = {}
         code, text = self.ninja("-j", str(os.cpu_count()), *self.targets)
         if code != 0:
@@ -76,6 +79,12 @@ class Tree:
     def __init__(self, checkout, folder):
         self.checkout, self.folder, self.source = checkout, folder, folder / "tree"
         self.scratch = folder / "scratch"
+        folder.mkdir(exist_ok=True)
+        self.lock = open(folder / "lock", "w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ToolError(f"another run works in {folder}") from None
         self.refresh()
 
     def refresh(self):
@@ -105,8 +114,9 @@ class Tree:
         try:
             change()
             for name in build.objects_of(files):
-                aside[name] = build.folder / (name + ".original")
-                os.rename(build.folder / name, aside[name])
+                original = build.folder / (name + ".original")
+                os.rename(build.folder / name, original)
+                aside[name] = original
             yield aside
         finally:
             for name in files:
@@ -190,14 +200,14 @@ def last_started(output):
     return found[-1] if found else "no test"
 
 
-def run(command, folder, seconds=None, environment=None, capture=True):
+def run(command, folder, seconds=None, environment=None):
     """(exit code, output); a command that takes longer is ended, with all that it started: code 124."""
     process = subprocess.Popen(
         [str(word) for word in command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if capture else None, stderr=subprocess.STDOUT if capture else None, start_new_session=True)
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         text, _ = process.communicate(timeout=seconds)
-        return process.returncode, (text or b"").decode(errors="replace")
+        return process.returncode, text.decode(errors="replace")
     except BaseException as stopped:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
