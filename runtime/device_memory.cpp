@@ -2,6 +2,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
 
@@ -10,6 +11,8 @@
 #include <map>
 #include <mutex>
 #include <unordered_map>
+
+#include "runtime/exception.h"
 
 namespace tierflow {
 namespace {
@@ -129,6 +132,13 @@ DeviceMemory& DeviceMemory::install() {
   };
   static Installed memory;
   return memory;
+}
+
+void expect_default_stream(c10::Device device) {
+  const c10::impl::VirtualGuardImpl torch(device.type());
+  if (torch.getStream(device) != torch.getDefaultStream(device))
+    throw Exception(io::ErrorKind::usage,
+                    "a streamed model computes on torch's default stream: call it outside of torch.cuda.stream(...)");
 }
 
 }  // namespace tierflow

@@ -1,6 +1,8 @@
 #pragma once
 // torch's allocator under a cap: what makes the device budget hard. On the CPU device it is an allocator of ours,
 // exact; on CUDA torch's caching allocator, told its share of the card.
+#include <c10/core/Device.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -31,5 +33,9 @@ class DeviceMemory {
   // the CPU, and where the driver's library does not tell.
   virtual std::uint64_t fixed() const { return 0; }
 };
+
+// Throws Exception where the calling thread computes on another stream of the card than torch's default one: what waits
+// for weights and takes gradients waits for that one alone.
+void expect_default_stream(c10::Device device);
 
 }  // namespace tierflow

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <string>
@@ -21,10 +22,19 @@ using Allocator = c10::cuda::CUDACachingAllocator::CUDAAllocator;
 constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 constexpr const char* kAllocator = "_ZN3c104cuda20CUDACachingAllocator9allocatorE";
 
+void* load_torch_cuda() {
+  return dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
+}
+
+// ATen asks for CUDA's hooks once, at the first torch::manual_seed for one, and goes without them for good where the
+// library is not there by then: where a card exists it is loaded before main().
+[[maybe_unused]] void* const loaded_early =
+    access("/dev/nvidiactl", F_OK) == 0 || access("/dev/dxg", F_OK) == 0 ? load_torch_cuda() : nullptr;
+
 class CudaMemory final : public DeviceMemory {
  public:
   CudaMemory() {
-    void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
+    void* library = load_torch_cuda();
     if (library == nullptr)
       throw Exception(io::Error{
           .kind = io::ErrorKind::environment,

@@ -265,6 +265,7 @@ Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_ba
 }
 
 std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches) const {
+  if (torch_device.is_cuda()) expect_default_stream({c10::DeviceType::CUDA, 0});
   std::vector<Shared> shared;
   for (const MicroBatch& batch : batches) shared.push_back(model->share(batch, torch_device));
   return shared;
