@@ -1,7 +1,10 @@
 #include "bindings/convert.h"
 
+#include <algorithm>
 #include <cstring>
+#include <deque>
 #include <map>
+#include <mutex>
 
 #include "runtime/exception.h"
 #include "runtime/safetensors.h"
@@ -35,6 +38,42 @@ std::string in_python(std::string text) {
   return text;
 }
 
+// A tensor of the checkpoint within one that several make up; end: of its elements there.
+struct StoredPart {
+  std::string name;
+  std::uint64_t end = 0;
+};
+
+// Tensors that Python makes, each when it is first asked for. The two made last are kept, more where they are small:
+// neighbours are asked for in turns.
+class MadeTensors {
+ public:
+  void add(std::string name, py::function make) { makers_.emplace(std::move(name), std::move(make)); }
+
+  torch::Tensor get(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [held, values] : held_)
+      if (held == name) return values;
+    torch::Tensor values;
+    {
+      const py::gil_scoped_acquire locked;
+      values = py::cast<torch::Tensor>(makers_.at(name)()).detach().to(torch::kCPU).contiguous();
+    }
+    held_.emplace_back(name, values);
+    std::size_t bytes = 0;
+    for (const auto& [held, of] : held_) bytes += of.nbytes();
+    for (; held_.size() > 2 && bytes > kHeldBytes; held_.pop_front()) bytes -= held_.front().second.nbytes();
+    return values;
+  }
+
+ private:
+  static constexpr std::size_t kHeldBytes = 64 << 20;
+
+  std::map<std::string, py::function> makers_;
+  std::mutex mutex_;
+  std::deque<std::pair<std::string, torch::Tensor>> held_;
+};
+
 }  // namespace
 
 std::vector<UnitSpec> units_of(const py::list& units) {
@@ -64,8 +103,8 @@ StreamerOptions options_of(const py::dict& options) {
       result.device = py::cast<std::string>(value);
     } else if (name == "device_memory") {
       result.device_memory = py::cast<std::uint64_t>(value);
-    } else if (name == "workspace") {
-      result.workspace = py::cast<std::uint64_t>(value);
+    } else if (name == "workspace_share") {
+      result.workspace_share = py::cast<double>(value);
     } else if (name == "host_memory") {
       result.host_memory = py::cast<std::uint64_t>(value);
     } else if (name == "storage") {
@@ -90,22 +129,45 @@ StreamerOptions options_of(const py::dict& options) {
 }
 
 WeightSource source_of(const py::dict& tensors, const std::string& folder, const py::dict& stored_names) {
+  auto made = std::make_shared<MadeTensors>();
   std::map<std::string, torch::Tensor> in_memory;
-  for (const auto& [name, tensor] : tensors)
-    in_memory[py::cast<std::string>(name)] = py::cast<torch::Tensor>(tensor).detach().to(torch::kCPU).contiguous();
-  std::map<std::string, std::string> names;
-  for (const auto& [name, stored] : stored_names) names[py::cast<std::string>(name)] = py::cast<std::string>(stored);
+  for (const auto& [key, value] : tensors) {
+    const auto name = py::cast<std::string>(key);
+    if (py::isinstance<py::function>(value)) {
+      made->add(name, py::reinterpret_borrow<py::function>(value));
+    } else {
+      in_memory[name] = py::cast<torch::Tensor>(value).detach().to(torch::kCPU).contiguous();
+    }
+  }
   const auto checkpoint =
       folder.empty() ? nullptr : std::make_shared<const Checkpoint>(Checkpoint::open(std::filesystem::path(folder)));
-  return [in_memory, names, checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-    if (const auto found = in_memory.find(tensor.name); found != in_memory.end()) {
-      const torch::NoGradGuard no_grad;
-      const auto count = static_cast<std::int64_t>(out.size());
-      torch::from_blob(out.data(), {count}, torch::kFloat32)
-          .copy_(found->second.view({-1}).narrow(0, static_cast<std::int64_t>(first), count));
+  std::map<std::string, std::vector<StoredPart>> stored;
+  for (const auto& [key, value] : stored_names) {
+    std::vector<StoredPart>& parts = stored[py::cast<std::string>(key)];
+    std::uint64_t end = 0;
+    for (const auto& name : py::cast<std::vector<std::string>>(value)) {
+      end += static_cast<std::uint64_t>(c10::multiply_integers(checkpoint->find(name)->shape));
+      parts.push_back({.name = name, .end = end});
+    }
+  }
+  return [in_memory, stored, checkpoint, made](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    if (const auto found = stored.find(tensor.name); found != stored.end()) {
+      auto part = std::upper_bound(found->second.begin(), found->second.end(), first,
+                                   [](std::uint64_t at, const StoredPart& candidate) { return at < candidate.end; });
+      for (std::uint64_t begin = part == found->second.begin() ? 0 : (part - 1)->end; !out.empty(); ++part) {
+        const auto count = std::min<std::uint64_t>(out.size(), part->end - first);
+        checkpoint->read_f32(part->name, first - begin, out.first(count));
+        out = out.subspan(count);
+        first = begin = part->end;
+      }
       return;
     }
-    checkpoint->read_f32(names.at(tensor.name), first, out);
+    const auto found = in_memory.find(tensor.name);
+    const torch::Tensor values = found != in_memory.end() ? found->second : made->get(tensor.name);
+    const torch::NoGradGuard no_grad;
+    const auto count = static_cast<std::int64_t>(out.size());
+    torch::from_blob(out.data(), {count}, torch::kFloat32)
+        .copy_(values.view({-1}).narrow(0, static_cast<std::int64_t>(first), count));
   };
 }
 

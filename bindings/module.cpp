@@ -88,11 +88,48 @@ py::dict plan_of(const py::list& units, const std::vector<std::vector<int>>& tur
   return result;
 }
 
-// {name: shape} of a folder's safetensors.
+SavedPart part_of(const py::handle& name, const py::handle& shape) {
+  return {.name = py::cast<std::string>(name), .shape = py::cast<std::vector<std::int64_t>>(shape)};
+}
+
+// By unit and tensor: [(name, shape)].
+SavedParts parts_of(const py::list& units) {
+  SavedParts result;
+  for (const py::handle unit : units) {
+    auto& tensors = result.emplace_back();
+    for (const py::handle tensor : py::cast<py::list>(unit)) {
+      auto& parts = tensors.emplace_back();
+      for (const py::handle part : py::cast<py::list>(tensor)) {
+        const auto pair = py::cast<py::tuple>(part);
+        parts.push_back(part_of(pair[0], pair[1]));
+      }
+    }
+  }
+  return result;
+}
+
+// [(name, a tensor that shows shape and type, function that makes it)]
+std::vector<ExtraTensor> extra_of(const py::list& tensors) {
+  std::vector<ExtraTensor> result;
+  for (const py::handle item : tensors) {
+    const auto entry = py::cast<py::tuple>(item);
+    const auto like = py::cast<torch::Tensor>(entry[1]);
+    const auto make = py::cast<py::function>(entry[2]);
+    result.push_back(
+        {.as = part_of(entry[0], py::cast(like.sizes().vec())), .type = like.scalar_type(), .values = [make] {
+           const py::gil_scoped_acquire locked;
+           return py::cast<torch::Tensor>(make());
+         }});
+  }
+  return result;
+}
+
+// {name: (shape, file)} of a folder's safetensors.
 py::dict stored_tensors(const std::string& folder) {
   py::dict result;
   const Checkpoint checkpoint = Checkpoint::open(std::filesystem::path(folder));
-  for (const auto& [name, entry] : checkpoint.tensors()) result[py::str(name)] = py::cast(entry.shape);
+  for (const auto& [name, entry] : checkpoint.tensors())
+    result[py::str(name)] = py::make_tuple(entry.shape, checkpoint.files()[entry.file].string());
   return result;
 }
 
@@ -148,9 +185,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("read", &Streamer::read, Released())
       .def("write", &Streamer::write, Released())
       .def("save",
-           [](Streamer& self, const std::string& folder, const ExtraTensors& extra, std::uint64_t shard_bytes) {
+           [](Streamer& self, const std::string& folder, const py::list& parts, const py::list& extra,
+              std::uint64_t shard_bytes) {
+             const SavedParts saved = parts_of(parts);
+             const std::vector<ExtraTensor> others = extra_of(extra);
              const py::gil_scoped_release released;
-             self.save(folder, extra, shard_bytes, watched());
+             self.save(folder, saved, others, shard_bytes, watched());
            })
       .def("save_state",
            [](Streamer& self, const std::string& file) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "runtime/chunk_io.h"
+#include "runtime/device_memory.h"
 #include "runtime/exception.h"
 #include "runtime/safetensors.h"
 #include "runtime/stream_state.h"
@@ -110,6 +111,7 @@ Weights Streamer::enter(int turn, swap::Pass pass, const std::vector<bool>& grad
   Impl& impl = *impl_;
   if (impl.turn.visit != nullptr)
     throw Exception(io::ErrorKind::usage, "two streamed modules run at the same time: one calls the other");
+  if (impl.torch_device.is_cuda()) expect_default_stream({c10::DeviceType::CUDA, 0});
   impl.executor->append(impl.planner->visit({.stage = turn, .pass = pass, .gradients = gradients, .keep = keep}),
                         impl.work);
   impl.turn = value_or_throw(impl.executor->enter(turn, pass, 0));
@@ -297,8 +299,8 @@ void Streamer::write(int unit, int tensor, const torch::Tensor& values) {
   impl.planner->changed(unit);
 }
 
-void Streamer::save(const std::filesystem::path& folder, const ExtraTensors& extra, std::uint64_t shard_bytes,
-                    const Progress& progress) {
+void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts, const std::vector<ExtraTensor>& extra,
+                    std::uint64_t shard_bytes, const Progress& progress) {
   Impl& impl = *impl_;
   settle();
   const swap::Layout& layout = *impl.shapes.layout;
@@ -306,36 +308,44 @@ void Streamer::save(const std::filesystem::path& folder, const ExtraTensors& ext
   std::uint64_t done = 0, total = 0;
   for (std::size_t unit = 0; unit < impl.units.size(); ++unit)
     for (const PackedTensor& tensor : impl.shapes.packed.units[unit].tensors) {
-      const TensorSpec& spec = impl.units[unit].tensors[tensor.tensor];
-      headers.push_back({.name = spec.name, .dtype = Dtype::bf16, .shape = spec.shape});
+      std::uint64_t elements = 0;
+      for (const SavedPart& part : parts.at(unit).at(tensor.tensor)) {
+        headers.push_back({.name = part.name, .dtype = Dtype::bf16, .shape = part.shape});
+        elements += static_cast<std::uint64_t>(c10::multiply_integers(part.shape));
+      }
+      if (elements != 0 && elements != tensor.elements)
+        throw Exception(io::ErrorKind::usage,
+                        impl.units[unit].tensors[tensor.tensor].name + " is saved in parts that are not the whole");
       total += tensor.elements;
     }
-  std::vector<torch::Tensor> others;
-  for (const auto& [name, tensor] : extra) {
-    const auto type = tensor.scalar_type();
+  for (const ExtraTensor& tensor : extra) {
+    const auto type = tensor.type;
     if (type != torch::kFloat32 && type != torch::kBFloat16 && type != torch::kFloat16)
-      throw Exception(io::ErrorKind::usage, name + " is neither float32, bfloat16 nor float16: it cannot be saved");
-    headers.push_back({.name = name,
+      throw Exception(io::ErrorKind::usage,
+                      tensor.as.name + " is neither float32, bfloat16 nor float16: it cannot be saved");
+    headers.push_back({.name = tensor.as.name,
                        .dtype = type == torch::kFloat32    ? Dtype::f32
                                 : type == torch::kBFloat16 ? Dtype::bf16
                                                            : Dtype::f16,
-                       .shape = tensor.sizes().vec()});
-    others.push_back(tensor.detach().to(torch::kCPU).contiguous());
+                       .shape = tensor.as.shape});
   }
   CheckpointWriter writer(folder, std::move(headers), shard_bytes);
   for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
     const swap::Chunk& chunk = layout.chunks()[id];
     throw_if(impl.executor->access(swap::ExtentKind::hi, id, false, [&](std::span<std::byte> words) {
       for_each_piece(impl.shapes.packed.units[chunk.unit], chunk,
-                     [&](const PackedTensor&, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
-                       writer.write(words.subspan(2 * in_chunk, 2 * count));
+                     [&](const PackedTensor& tensor, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
+                       if (!parts[chunk.unit][tensor.tensor].empty())
+                         writer.write(words.subspan(2 * in_chunk, 2 * count));
                        done += count;
                      });
     }));
     if (progress) progress("saving", done, total);
   }
-  for (const torch::Tensor& tensor : others)
-    writer.write({static_cast<const std::byte*>(tensor.data_ptr()), static_cast<std::size_t>(tensor.nbytes())});
+  for (const ExtraTensor& tensor : extra) {
+    const torch::Tensor values = tensor.values().detach().to(torch::kCPU, tensor.type).contiguous();
+    writer.write({static_cast<const std::byte*>(values.data_ptr()), static_cast<std::size_t>(values.nbytes())});
+  }
   writer.finish();
 }
 

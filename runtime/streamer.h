@@ -6,6 +6,7 @@
 
 #include <array>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -21,8 +22,8 @@ namespace tierflow {
 
 struct StreamerOptions {
   std::string device = "cpu";                  // "cpu", "cuda"
-  std::uint64_t device_memory = 0;             // bytes, of which `workspace` is left to the caller's own tensors
-  std::uint64_t workspace = 0;                 // bytes
+  std::uint64_t device_memory = 0;             // bytes
+  double workspace_share = 0;                  // of it, left to the caller's own tensors
   std::uint64_t host_memory = 0;               // bytes: streaming buffers and residency
   std::vector<std::filesystem::path> storage;  // empty: everything must fit the host budget
   io::EngineKind engine = io::EngineKind::automatic;
@@ -34,8 +35,20 @@ struct StreamerOptions {
   std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests
 };
 
-// A tensor that save() writes beside the streamed ones.
-using ExtraTensors = std::vector<std::pair<std::string, torch::Tensor>>;
+// A tensor that save() writes as such, or a part of one: the elements in order.
+struct SavedPart {
+  std::string name;
+  std::vector<std::int64_t> shape;
+};
+// The tensors that save() cuts each streamed one into, by unit and tensor; none: it is not written.
+using SavedParts = std::vector<std::vector<std::vector<SavedPart>>>;
+
+// A tensor that save() writes beside the streamed ones; `values` is asked for when it is its turn.
+struct ExtraTensor {
+  SavedPart as;
+  torch::ScalarType type;
+  std::function<torch::Tensor()> values;
+};
 
 class Streamer {
  public:
@@ -82,9 +95,9 @@ class Streamer {
   torch::Tensor read(int unit, int tensor, bool master);
   // Overwrites them, master included; moments stay. values: fp32, of the tensor's shape.
   void write(int unit, int tensor, const torch::Tensor& values);
-  // Streamed safetensors in `folder`, tensors in unit order under the names of UnitSpec: bf16. No config.json.
-  void save(const std::filesystem::path& folder, const ExtraTensors& extra, std::uint64_t shard_bytes,
-            const Progress& progress = {});
+  // Streamed safetensors in `folder`, tensors in unit order: bf16. No config.json.
+  void save(const std::filesystem::path& folder, const SavedParts& parts, const std::vector<ExtraTensor>& extra,
+            std::uint64_t shard_bytes, const Progress& progress = {});
 
   // Weights, masters and moments of everything that is trained, exactly, to one file and back (stream_state.h). Between
   // steps: gradients are not in it.

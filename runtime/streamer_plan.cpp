@@ -6,24 +6,88 @@
 
 namespace tierflow {
 
+namespace {
+
+constexpr std::uint64_t kPlenty = std::uint64_t{1} << 50;
+
+// Sizes as options write them: whole KiB below 16 MiB, whole MiB from there.
+std::uint64_t unit_of(std::uint64_t bytes) {
+  return bytes < std::uint64_t{16} << 20 ? 1 << 10 : 1 << 20;
+}
+std::string text_of(std::uint64_t bytes) {
+  const std::uint64_t unit = unit_of(bytes);
+  return std::to_string((bytes + unit - 1) / unit) + (unit == 1 << 10 ? "KiB" : "MiB");
+}
+
+// The smallest size above `given`, which does not work, that does; whole units.
+template <class Works>
+std::uint64_t smallest(std::uint64_t given, const Works& works) {
+  std::uint64_t below = given, at = std::max<std::uint64_t>(given, 1 << 10);
+  while (at < kPlenty && !works(at)) {
+    below = at;
+    at *= 2;
+  }
+  while (at - below > unit_of(at)) {
+    const std::uint64_t middle = below + (at - below) / 2;
+    (works(middle) ? at : below) = middle;
+  }
+  at = (at + unit_of(at) - 1) / unit_of(at) * unit_of(at);
+  while (at < kPlenty && !works(at)) at += unit_of(at);
+  return at;
+}
+
+}  // namespace
+
 StreamShapes::StreamShapes(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,
                            const StreamerOptions& options) {
   ModelSpec spec;
   spec.units = units;
   for (const std::vector<int>& turn : turns) spec.stages.push_back({.kind = StageKind::block, .units = turn});
   packed = pack(spec, options.precision);
+  if (fits(options)) return;
+  // Both budgets at once, so that the numbers given back work.
+  const auto with = [&](std::uint64_t device, std::uint64_t host) {
+    StreamerOptions tried = options;
+    tried.device_memory = device;
+    tried.host_memory = host;
+    return fits(tried);
+  };
+  std::string text;
+  std::uint64_t device = options.device_memory, host = options.host_memory;
+  const auto says = [&](const char* option, std::uint64_t given, std::uint64_t needed) {
+    text += (text.empty() ? "" : "; and ") + std::string(option) + " " + text_of(given) +
+            " is too small: the smallest that works is " + text_of(needed);
+  };
+  if (!with(device, kPlenty)) {
+    device = smallest(device, [&](std::uint64_t bytes) { return with(bytes, kPlenty); });
+    says("--device-memory", options.device_memory, device);
+  }
+  if (!with(device, host)) {
+    host = smallest(host, [&](std::uint64_t bytes) { return with(device, bytes); });
+    says("--host-memory", options.host_memory, host);
+    if (options.storage.empty()) text += "; or name a --storage folder to keep the state there";
+  }
+  throw Exception(io::ErrorKind::usage, text);
+}
+
+bool StreamShapes::fits(const StreamerOptions& options) {
   std::vector<swap::UnitShape> shapes;
   for (const PackedUnit& unit : packed.units) shapes.push_back(unit.shape);
   const bool trains = packed.trainable_parameters != 0;
   layout = std::make_unique<swap::Layout>(
       std::move(shapes), packed.stages,
       options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory));
-  arrangement = value_or_throw(swap::arrange(*layout, {.host_budget = options.host_memory,
-                                                       .device_budget = options.device_memory,
-                                                       .workspace = options.workspace,
-                                                       .storage = !options.storage.empty(),
-                                                       .train = trains,
-                                                       .sums = trains}));
+  auto arranged = swap::arrange(
+      *layout,
+      {.host_budget = options.host_memory,
+       .device_budget = options.device_memory,
+       .workspace = static_cast<std::uint64_t>(options.workspace_share * static_cast<double>(options.device_memory)),
+       .storage = !options.storage.empty(),
+       .train = trains,
+       .sums = trains});
+  if (!arranged.ok()) return false;
+  arrangement = std::move(arranged).value();
+  return true;
 }
 
 bool StreamShapes::needs_store() const {

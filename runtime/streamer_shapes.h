@@ -9,8 +9,11 @@
 namespace tierflow {
 
 struct StreamShapes {
+  // An Exception of kind usage where the budgets are too small names the smallest that work.
   StreamShapes(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,
                const StreamerOptions& options);
+  // Lays out and arranges; false where the budgets are too small.
+  bool fits(const StreamerOptions& options);
   bool needs_store() const;
   swap::StoreOptions store_options(const StreamerOptions& options) const;
 

@@ -102,7 +102,7 @@ class Plan:
         return {
             "device": self.device,
             "device_memory": budget.device,
-            "workspace": int(parse_size(budget.device) * budget.activations),
+            "workspace_share": budget.activations,
             "host_memory": budget.host,
             "storage": budget.storage,
             "precision": self.precision,

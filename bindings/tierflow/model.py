@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from . import _native
 from .budget import Budget, Plan, parse_size
 from .engine import Engine
 from .fused import say_what_is_fused
+from .keys import Make, loaded_from, saved_as
 from .loss import fuse_loss
 from .parameter import StreamedParameter
 from .units import Cut, check_real, cut, init_empty
@@ -83,18 +86,18 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     if plan.budget.storage:
         gc.collect()  # models that nobody refers to any more give their files up
     cut_ = cut(module, plan.blocks, plan.trainable)
-    stored = _stored_names(module, cut_, Path(checkpoint)) if checkpoint is not None else {}
-    tensors = {}
+    stored, made = _stored(module, cut_, Path(checkpoint)) if checkpoint is not None else ({}, {})
+    tensors: dict[str, Any] = dict(made)
     for unit in cut_.units:
         for tensor in unit.tensors:
-            if tensor.names[0] in stored:
+            if tensor.names[0] in stored or tensor.names[0] in made:
                 continue
             if tensor.parameter.device.type == "meta":
                 raise _native.InputError(f"{tensor.names[0]} has no values: name a folder that has them, wrap(..., checkpoint=folder)")
             tensors[tensor.names[0]] = tensor.parameter.data
     units, turns = cut_.describe()
     native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, plan.options())
-    engine = Engine(module, cut_, native, plan.device, plan.options()["workspace"], fused_layers)
+    engine = Engine(module, cut_, native, plan.device, int(parse_size(plan.budget.device) * plan.budget.activations), fused_layers)
     object.__setattr__(module, "_tierflow", engine)
     _stay_in_place(module, engine)
     _fit_transformers(module)
@@ -133,18 +136,30 @@ def stats(module: nn.Module) -> dict[str, Any]:
 
 
 def save(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
-    """Streams the module's weights (bf16) and floating-point buffers as safetensors into a folder, pending updates included."""
+    """Streams the module's weights (bf16) and floating-point buffers as safetensors into a folder, pending updates included: what it computes with now, under
+    the names of its state_dict()."""
+    _write(module, folder, max_shard_size, lambda state: ({name: [(name, list(tensor.shape))] for name, tensor in state.items()}, []))
+
+
+def _write(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str, named: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     engine = engine_of(module)
-    extra = []
-    streamed = {handle.label for handles in engine.handles for handle in handles}
-    seen: set[int] = set()
+    state: dict[str, torch.Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, StreamedParameter) or name in streamed or not torch.is_floating_point(value) or id(value) in seen:
+        if torch.is_floating_point(value) and not any(value is seen for seen in state.values()):
+            state[name] = value
+        if isinstance(value, StreamedParameter) and value.engine is not engine:
+            raise _native.UsageError(f"{name} belongs to another streamed model: save each of them on its own")
+    parts, extra = named(state)
+    streamed: list[list[Any]] = [[[] for _ in handles] for handles in engine.handles]
+    for name, own in parts.items():
+        value = state[name]
+        if isinstance(value, StreamedParameter):
+            streamed[value.unit][value.index] = own
             continue
-        seen.add(id(value))
-        extra.append((name, value.detach()))
+        pieces = value.detach().flatten().split([math.prod(shape) for _, shape in own])
+        extra += [(new, piece.view(shape), piece.clone) for (new, shape), piece in zip(own, pieces, strict=True)]
     os.makedirs(folder, exist_ok=True)
-    engine.native.save(os.fspath(folder), extra, parse_size(max_shard_size))
+    engine.native.save(os.fspath(folder), streamed, extra, parse_size(max_shard_size))
 
 
 def _build(path: Path, model_class: Any = None, attn_implementation: str | None = None) -> nn.Module:
@@ -171,28 +186,50 @@ def _build(path: Path, model_class: Any = None, attn_implementation: str | None 
         return make(config, **how)
 
 
-def _stored_names(module: nn.Module, cut_: Cut, folder: Path) -> dict[str, str]:
+def _stored(module: nn.Module, cut_: Cut, folder: Path) -> tuple[dict[str, list[str]], dict[str, Make]]:
+    """Where a folder has each parameter: the tensors that follow one another in it, or what makes it of them. Loads buffers."""
     stored = _native.stored_tensors(str(folder))
     prefix = getattr(module, "base_model_prefix", "")
-    found: dict[str, str] = {}
+    parts, whole = loaded_from(module, stored)
+    found: dict[str, list[str]] = {}
+    made: dict[str, Make] = {}
     missing: list[str] = []
+
+    def look_up(names: list[str]) -> tuple[list[str], list[int]]:
+        """Stored names, and the shape that they have together."""
+        if own := next((parts[name] for name in names if name in parts), None):
+            return own, stored[own[0]][0] if len(own) == 1 else []
+        for name in names:
+            for candidate in (name, *_native.checkpoint_aliases(name), *([name.removeprefix(prefix + "."), f"{prefix}.{name}"] if prefix else [])):
+                if candidate in stored:
+                    return [candidate], stored[candidate][0]
+        return [], []
+
+    buffers = {id(buffer): name for name, buffer in module.named_buffers()}
+    for name, value in module.state_dict(keep_vars=True).items():
+        own, shape = look_up([name]) if id(value) in buffers and value.is_floating_point() else ([], [])
+        if own and shape == list(value.shape):
+            with safe_open(stored[own[0]][1], framework="pt") as file, torch.no_grad():
+                value.copy_(file.get_tensor(own[0]))
+        elif own:
+            raise _native.InputError(f"{folder}: {own[0]} has the shape {shape}, the model wants {list(value.shape)}")
     for unit in cut_.units:
         for tensor in unit.tensors:
-            candidates = []
-            for name in tensor.names:
-                candidates += [name, *_native.checkpoint_aliases(name)]
-                if prefix:
-                    candidates += [name.removeprefix(prefix + "."), f"{prefix}.{name}"]
-            name = next((c for c in candidates if c in stored), "")
-            if not name:
-                missing.append(tensor.names[0])
-            elif stored[name] != list(tensor.parameter.shape):
-                raise _native.InputError(f"{folder}: {name} has the shape {stored[name]}, the model wants {list(tensor.parameter.shape)}")
+            first, wanted = tensor.names[0], list(tensor.parameter.shape)
+            own, shape = look_up(tensor.names)
+            if making := next((whole[name] for name in tensor.names if name in whole), None):
+                shape, made[first] = making
+            elif own:
+                found[first] = own
             else:
-                found[tensor.names[0]] = name
+                missing.append(first)
+                continue
+            elements = sum(math.prod(stored[name][0]) for name in own)
+            if (shape or wanted) != wanted or (own and elements != math.prod(wanted)):
+                raise _native.InputError(f"{folder}: {(own or tensor.names)[0]} has the shape {shape or [elements]}, the model wants {wanted}")
     if missing:
         raise _native.InputError(f"{folder} has no {', '.join(missing[:10])}{' ...' if len(missing) > 10 else ''}: another model's weights?")
-    return found
+    return found, made
 
 
 def _stay_in_place(module: nn.Module, engine: Engine) -> None:
@@ -226,13 +263,39 @@ def _fit_transformers(module: Any) -> None:
 
     def save_pretrained(self, save_directory, *, max_shard_size="5GB", **ignored):
         """Writes config.json and streams the weights as safetensors. Other arguments of transformers' save_pretrained() have no meaning here."""
+        if any(".base_layer." in name for name, _ in self.named_parameters()):
+            raise _native.UsageError("an adapter is inside of the model: save_pretrained() of the PEFT model writes the adapter; to write both as one, merge_and_unload() first")
         os.makedirs(save_directory, exist_ok=True)
-        save(self, save_directory, max_shard_size)
+        _write(self, save_directory, max_shard_size, lambda state: saved_as(self, state))
         self.config.architectures = [type(self).__name__]
         self.config.dtype = torch.bfloat16
         self.config.save_pretrained(save_directory)
         if self.can_generate() and getattr(self, "generation_config", None) is not None:
             self.generation_config.save_pretrained(save_directory)
+
+    tie = module.tie_weights
+
+    def tie_weights(self, *args, **kwargs):
+        places = {(owner, name): p for owner in self.modules() for name, p in owner._parameters.items()}
+        tied = tie(*args, **kwargs)
+        moved = [(owner, name, p) for (owner, name), p in places.items() if owner._parameters.get(name) is not p]
+        for owner, name, p in moved:
+            owner._parameters[name] = p
+        if moved:
+            raise _native.UsageError("weights of a streamed model are tied before it streams: set config.tie_word_embeddings in the model's folder, or tie, then tierflow.wrap()")
+        return tied
+
+    def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs):
+        embeddings = self.get_input_embeddings()
+        if new_num_tokens is None or new_num_tokens == embeddings.weight.shape[0]:
+            return embeddings
+        raise _native.UsageError(
+            f"a streamed model keeps its {embeddings.weight.shape[0]} token embeddings: resize the model that from_pretrained() loads, save_pretrained() it, and "
+            "tierflow.load() that folder; or resize, then tierflow.wrap()"
+        )
+
+    module.tie_weights = types.MethodType(tie_weights, module)
+    module.resize_token_embeddings = types.MethodType(resize_token_embeddings, module)
 
     def nothing_to_checkpoint(self, *_, **__):
         """Nothing to do: a streamed module keeps no activations but its inputs, and what its budget has room for."""

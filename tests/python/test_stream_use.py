@@ -5,6 +5,7 @@ import io
 import os
 import pathlib
 import pickle
+import re
 
 import pytest
 from streaming import LR, UP, PlainLoop, batches, make, masters, roomy, scarce, tierflow, torch, train, transformers
@@ -248,6 +249,26 @@ def test_generate(model, batch):
 def test_misuse_raises_what_to_do(misuse, text, model):
     with pytest.raises(tierflow.Error, match=text):
         misuse(model)
+
+
+@pytest.mark.parametrize("activations", [0.0, 0.5, 0.95])
+@pytest.mark.parametrize("embedding", [1000, 200_000])
+def test_the_smallest_budgets_are_named_at_once(embedding, activations, tmp_path):
+    """And they work, and nothing smaller does: for a module with an embedding much larger than its blocks as well."""
+    with tierflow.init_empty():
+        module = torch.nn.ModuleDict({"embed": torch.nn.Embedding(embedding, 64), "blocks": torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))})
+    given = [1 << 10, 1 << 10]
+    with pytest.raises(tierflow.UsageError) as error:
+        tierflow.plan(module, tierflow.Budget(*given, [tmp_path], activations))
+    found = re.findall(r"Budget\((\w+)=\.\.\.\) of 1KiB is too small: the smallest that works is (\d+[KM]iB)", str(error.value))
+    assert [name for name, _ in found] == ["device", "host"]
+    least = [tierflow.Budget(size, 0).device for _, size in found]
+    tierflow.plan(module, tierflow.Budget(*least, [tmp_path], activations))
+    for tier, bytes_ in enumerate(least):
+        less = list(least)
+        less[tier] -= 1 << 10 if bytes_ < 16 << 20 else 1 << 20
+        with pytest.raises(tierflow.UsageError, match="the smallest that works is"):
+            tierflow.plan(module, tierflow.Budget(*less, [tmp_path], activations))
 
 
 @pytest.mark.parametrize("move", [lambda m: m.to("meta"), lambda m: m.to_empty(device="meta"), lambda m: m.double()])

@@ -1,0 +1,147 @@
+"""What a folder holds: the names that transformers gives it, and what the model computes with now."""
+
+import pytest
+from safetensors.torch import load_file, save_file
+from streaming import GROUPED, LR, TEXT, UP, batches, make, roomy, scarce, tierflow, torch, train, transformers
+
+MOE = dict(GROUPED, num_hidden_layers=2)
+VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8)
+SMALL_VISION = dict(depth=2, embed_dim=32, num_heads=2, hidden_size=64, patch_size=8)
+ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+
+# Their weights have other names in files than in the model, or are several tensors there.
+CONVERTED = {
+    "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**MOE, num_local_experts=4)),
+    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**MOE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16)
+    ),
+    "llava": lambda: transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=transformers.CLIPVisionConfig(**VISION), text_config=transformers.LlamaConfig(**MOE), image_token_index=150)
+    ),
+    "qwen2_vl": lambda: transformers.Qwen2VLForConditionalGeneration(
+        transformers.Qwen2VLConfig(text_config=dict(MOE, rope_parameters=ROPE), vision_config=SMALL_VISION)
+    ),
+}
+
+
+def read(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(params=CONVERTED)
+def written(request, tmp_path):
+    """A folder as transformers writes it, and the model that it wrote."""
+    torch.manual_seed(2)
+    model = CONVERTED[request.param]().bfloat16().eval()
+    model.save_pretrained(tmp_path / "theirs")
+    return model, tmp_path / "theirs"
+
+
+def test_folders_of_transformers_are_loaded_and_written(written, tmp_path):
+    plain, folder = written
+    model = tierflow.load(folder, roomy())
+    assert all(torch.equal(p, model.get_parameter(name) + 0) for name, p in plain.named_parameters())
+    batch = batches("llama", 1)[0]
+    plain = type(plain).from_pretrained(folder, dtype=torch.bfloat16)
+    assert model(**batch).loss.item() == plain(**batch).loss.item()
+    model.train()
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    model(**batch).loss.backward()
+    opt.step()
+    model.save_pretrained(tmp_path / "ours", max_shard_size="100KB")
+    ours, theirs = read(tmp_path / "ours"), read(folder)
+    assert {name: tensor.shape for name, tensor in ours.items()} == {name: tensor.shape for name, tensor in theirs.items()}
+    again, info = type(plain).from_pretrained(tmp_path / "ours", dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(info.values())
+    changed = 0
+    for name, p in again.named_parameters():
+        assert torch.equal(p, model.get_parameter(name) + 0), name
+        changed += not torch.equal(p, plain.get_parameter(name))
+    assert changed > 10
+
+
+def test_a_conversion_that_rearranges_elements(tmp_path, monkeypatch):
+    """Not one after the other in the file: made through transformers' own operations, one parameter at a time."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
+
+    mapping = [
+        WeightConverter("mlp.turned.weight", "mlp.down_proj.weight", operations=[Transpose(0, 1)]),
+        WeightConverter(["mlp.left", "mlp.right"], "mlp.up_proj.weight", operations=[Concatenate(dim=1)]),
+    ]
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # their table is made by the first look
+    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "llama", mapping)
+    plain = make("llama")
+    plain.save_pretrained(tmp_path / "theirs")
+    assert "model.layers.1.mlp.left" in read(tmp_path / "theirs") and "model.layers.1.mlp.down_proj.weight" not in read(tmp_path / "theirs")
+    model = tierflow.load(tmp_path / "theirs", scarce(tmp_path / "store"))
+    assert all(torch.equal(p, model.get_parameter(name) + 0) for name, p in plain.named_parameters())
+    model.save_pretrained(tmp_path / "ours")
+    ours, theirs = read(tmp_path / "ours"), read(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_buffers_come_from_the_folder(tmp_path):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+            self.register_buffer("scale", torch.ones(8))
+
+        def forward(self, x):
+            return self.linear(x) * self.scale
+
+    made = Scaled().bfloat16()
+    made.scale.fill_(3.0)
+    (tmp_path / "folder").mkdir()
+    save_file(made.state_dict(), tmp_path / "folder" / "model.safetensors")
+    with tierflow.init_empty():
+        empty = Scaled()
+    model = tierflow.wrap(empty, roomy(), checkpoint=tmp_path / "folder")
+    assert torch.equal(model.scale, torch.full((8,), 3.0))
+
+
+def test_a_module_put_in_another_ones_place_is_saved(model, tmp_path):
+    model.lm_head = torch.nn.Linear(64, 160, bias=False).bfloat16()
+    model.model.layers[0].mlp.up_proj = torch.nn.Linear(64, 112, bias=False).bfloat16()
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    train(model, "llama", opt=opt)
+    for save in (lambda to: model.save_pretrained(to), lambda to: tierflow.save(model, to)):
+        save(tmp_path / "out")
+        saved = read(tmp_path / "out")
+        assert torch.equal(saved["lm_head.weight"], model.lm_head.weight) and torch.equal(saved[UP], model.get_parameter(UP))
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert all(torch.equal(p, model.get_parameter(name) + 0) for name, p in again.named_parameters())
+
+
+def test_a_model_within_another_is_saved_under_the_outer_names(model, tmp_path):
+    tierflow.save(torch.nn.ModuleDict({"inner": model}), tmp_path / "out")
+    assert set(read(tmp_path / "out")) == {f"inner.{name}" for name, _ in model.named_parameters()}
+
+
+def test_a_model_with_adapters_inside_says_how_to_save_it(model, tmp_path):
+    peft = pytest.importorskip("peft")
+    before = model.get_parameter(UP) + 0
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False))
+    with pytest.raises(tierflow.UsageError, match="merge_and_unload"):
+        adapted.base_model.model.save_pretrained(tmp_path / "out")
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "out")
+    saved = read(tmp_path / "out")[UP]
+    assert torch.equal(saved, merged.get_parameter(UP) + 0) and not torch.equal(saved, before)
+
+
+def test_ties_and_sizes_are_those_it_was_loaded_with(model, batch):
+    expected = model(**batch).loss.item()
+    model.tie_weights()  # nothing is tied
+    assert model.resize_token_embeddings(160) is model.get_input_embeddings()
+    model.config.tie_word_embeddings = True
+    with pytest.raises(tierflow.UsageError, match="before it streams"):
+        model.tie_weights()
+    with pytest.raises(tierflow.UsageError, match="resize the model that from_pretrained"):
+        model.resize_token_embeddings(200)
+    assert model(**batch).loss.item() == expected
+    torch.manual_seed(11)
+    tied = tierflow.wrap(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, tie_word_embeddings=True)).bfloat16(), roomy())
+    tied.tie_weights()
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
