@@ -23,7 +23,7 @@ from .turns import Turn
 from .units import Cut
 
 log = logging.getLogger("tierflow")
-_MANY_DEPARTURES = 8  # changes between training and evaluation, say, are nothing to speak of
+_WHILE = 64  # turns after which the order is looked at
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -106,8 +106,11 @@ class Engine:
         self._scales: dict[tuple[int, int], float] = {}
         self._gradients: dict[tuple[int, int], StreamedGradient] = {}
         self._spent: set[tuple[int, int]] = set()  # gradients that step() took and nobody cleared
+        self._lost: set[tuple[int, int]] = set()  # gradients that the step() of an optimizer took that is not theirs
         self._alone: set[tuple[int, int]] = set()  # gradients dropped while others of their unit stay: their sums still hold them
-        self._departures = 0
+        self._departures = self._visits = 0
+        self._said_departures = False
+        self._fetches = native.memory()["storage_bytes"] > 0
         self._said_unused = False
         self.handles: list[list[StreamedParameter]] = []
         self.places: list[list[list[tuple[nn.Module, str]]]] = []
@@ -128,7 +131,7 @@ class Engine:
         for handles in self.handles:
             for handle in handles:
                 if handle.requires_grad:
-                    handle.register_post_accumulate_grad_hook(_take_outside_gradient)
+                    torch.Tensor.register_post_accumulate_grad_hook(handle, _take_outside_gradient)
 
     def close(self) -> None:
         """Ends the model: gives memory back and removes its files."""
@@ -174,10 +177,14 @@ class Engine:
             self._say_departures()
 
     def _say_departures(self) -> None:
-        departures = self.native.departures
-        if departures > _MANY_DEPARTURES >= self._departures:
-            log.warning("modules run in another order than before: their weights are fetched when they are asked for (said once)")
-        self._departures = departures
+        """Where weights are fetched from storage and most turns of a while came unforeseen: changes between training and evaluation, say, cost nothing to speak of."""
+        self._visits += 1
+        if self._said_departures or self._visits % _WHILE:
+            return
+        before, self._departures = self._departures, self.native.departures
+        if self._departures - before > _WHILE // 4 and self._fetches:
+            self._said_departures = True
+            log.warning("modules run in another order each time: their weights are fetched from storage when they are asked for, not ahead (said once)")
 
     def say_departs(self, turn: Turn, why: str) -> None:
         if why not in self._said_departs:
@@ -220,6 +227,7 @@ class Engine:
                 return
             raise _native.UsageError(f"the gradient of {handle.label} comes from backward(); it can be scaled, or dropped by setting it to None")
         self._spent.discard(key)
+        self._lost.discard(key)
         if key in self._gradients:
             self._gradients.pop(key).life["dropped"] = True
         self._scales.pop(key, None)
@@ -239,15 +247,19 @@ class Engine:
         self.native.drop_gradient(unit)
         self._alone -= {(unit, index) for index in range(len(self.handles[unit]))}
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, trained: set[tuple[int, int]], others: set[tuple[int, int]]) -> None:
+        """Drops the gradients of an optimizer that trains these tensors, and those that none of the other optimizers trains."""
+        if self.broken is not None:
+            others = set()
+        spared = {unit for unit, _ in others} - {unit for unit, _ in trained}
         for unit in range(len(self.handles)):
-            if self.trainable[unit]:
+            if self.trainable[unit] and unit not in spared:
                 self._drop(unit)
-        self._spent.clear()
-        for gradient in self._gradients.values():
-            gradient.life["dropped"] = True
-        self._gradients.clear()
-        self._scales.clear()
+        self._spent = {key for key in self._spent if key[0] in spared}
+        self._lost -= trained if others else self._lost
+        for key in [key for key in self._gradients if key[0] not in spared]:
+            self._gradients.pop(key).life["dropped"] = True
+            self._scales.pop(key, None)
         self.broken = None
 
     def _live(self, gradient: StreamedGradient) -> tuple[int, int]:
@@ -271,15 +283,22 @@ class Engine:
         key = self._live(gradient)
         self._scales[key] = self._scales.get(key, 1.0) * factor
 
-    def step(self, how: dict[tuple[int, int], dict[str, Any]]) -> bool:
-        """Gradients become updates, each ahead of its unit's next turn. how: by tensor, TensorUpdate's arguments without scale.
+    def step(self, how: dict[tuple[int, int], dict[str, Any]], trained: set[tuple[int, int]], others: set[tuple[int, int]]) -> bool:
+        """Gradients become updates, each ahead of its unit's next turn. how: by tensor, TensorUpdate's arguments without scale. trained: what this optimizer
+        trains, others: what the other ones do, whose units keep their gradients.
 
         False, and nothing changes, where a gradient is not finite.
         """
         if self.broken is not None:
             raise _native.UsageError(f"{self.broken}: this step's gradients are incomplete; call the optimizer's zero_grad() and go on")
-        units = [unit for unit in range(len(self.handles)) if self.native.gradients_of(unit)]
-        finite = all(self.native.finite(unit) for unit in units) and all(map(math.isfinite, self._scales.values()))
+        if lost := next((key for key in trained if key in self._lost), None):
+            raise _native.UsageError(
+                f"another optimizer's step() took the gradients of {self.handles[lost[0]][lost[1]].label} with those of its module, which streams as one: "
+                "put the parameters of a module into groups of one optimizer"
+            )
+        spared = {unit for unit, _ in others} - {unit for unit, _ in trained}
+        units = [unit for unit in range(len(self.handles)) if self.native.gradients_of(unit) and unit not in spared]
+        finite = all(self.native.finite(unit) for unit in units) and all(math.isfinite(s) for (unit, _), s in self._scales.items() if unit not in spared)
         updates = []
         for unit in units:
             entries = []
@@ -288,13 +307,16 @@ class Engine:
                 active = finite and key in how and self.native.touched(*key)
                 if self.native.touched(*key):
                     self._spent.add(key)
-                    self._say_unused(handle, key in how)
+                    if key in others and key not in trained:
+                        self._lost.add(key)
+                    else:
+                        self._say_unused(handle, key in how)
                 entries.append(_native.TensorUpdate(**how[key], scale=self._scales.get(key, 1.0)) if active else _native.TensorUpdate())
             updates.append((unit, entries))
-        self._scales.clear()
+        self._scales = {key: scale for key, scale in self._scales.items() if key[0] in spared}
         if finite:
             self.native.step(updates)
-            self._alone.clear()
+            self._alone = {key for key in self._alone if key[0] in spared}
             return True
         for unit in units:
             self._drop(unit)
@@ -306,9 +328,7 @@ class Engine:
     def _say_unused(self, handle: StreamedParameter, used: bool) -> None:
         if not used and not self._said_unused:
             self._said_unused = True
-            log.warning(
-                f"{handle.label} has a gradient and is not in this optimizer: the step drops it (a streamed model has one optimizer; freeze what it does not train)"
-            )
+            log.warning(f"{handle.label} has a gradient and is not in this optimizer: the step drops it (freeze what is not trained)")
 
     def __reduce__(self) -> Any:
         raise _native.UsageError("a streamed model cannot be pickled or copied: use save_pretrained() or tierflow.save(), or its state_dict()")

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw as update_ordinary
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from . import _native
 from .engine import Engine
 from .parameter import StreamedParameter
 
 log = logging.getLogger("tierflow")
+
+
+_made: weakref.WeakSet[AdamW] = weakref.WeakSet()
+
+
+def _refuse_others(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Before the step of any optimizer: one that is not made for streamed parameters would keep its state in RAM, in bf16."""
+    if isinstance(getattr(optimizer, "optimizer", optimizer), AdamW):  # accelerate's wrapper has it inside
+        return
+    if any(isinstance(p, StreamedParameter) and p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise _native.UsageError(
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot train streamed parameters: use tierflow.optim.AdamW(model.parameters(), lr=...); for a "
+            "transformers or trl trainer, Trainer(..., optimizers=(tierflow.optim.AdamW(model.parameters(), lr=...), None))"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_others)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -36,6 +56,15 @@ class AdamW(torch.optim.Optimizer):
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError("AdamW: lr, eps and weight_decay are at least 0, betas at least 0 and less than 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        _made.add(self)
+
+    def trains(self, engine: Engine) -> set[tuple[int, int]]:
+        """The streamed tensors of a model that this optimizer has."""
+        params = (p for group in self.param_groups for p in group["params"])
+        return {(p.unit, p.index) for p in params if isinstance(p, StreamedParameter) and p.engine is engine}
+
+    def _others_train(self, engine: Engine) -> set[tuple[int, int]]:
+        return {key for other in _made if other is not self for key in other.trains(engine)}
 
     @property
     def engines(self) -> list[Engine]:
@@ -66,7 +95,7 @@ class AdamW(torch.optim.Optimizer):
                         "weight_decay": group["weight_decay"],
                         "step": int(self.state[p].get("step", 0)) + 1,
                     }
-        applied = [engine.step(entries) for engine, entries in how.items()]
+        applied = [engine.step(entries, self.trains(engine), self._others_train(engine)) for engine, entries in how.items()]
         if not all(applied):
             return loss
         for group in self.param_groups:
@@ -121,7 +150,7 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients; the streamed ones whatever set_to_none says."""
         for engine in self.engines:
-            engine.zero_grad()
+            engine.zero_grad(self.trains(engine), self._others_train(engine))
         for group in self.param_groups:
             for p in group["params"]:
                 if not isinstance(p, StreamedParameter) and p.grad is not None:

@@ -18,6 +18,9 @@ _SAME_SHAPE = {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.
                aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}  # fmt: skip
 
 
+NO_DATA_PARALLELISM = "streamed models train in one process (no DistributedDataParallel, no FSDP): start it without torchrun, and take more micro-batches a step"
+
+
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     """The arguments that the operator writes to."""
     schema = func._schema
@@ -39,7 +42,14 @@ class _Streamed(torch.Tensor):
     unit: int
     index: int  # type: ignore[assignment]
     label: str
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if func is torch.autograd.grad:
+            raise _native.UsageError(
+                "torch.autograd.grad towards streamed parameters is not there: their gradients add up where the parameters are; call backward() and read p.grad"
+            )
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
     def make(cls, engine: Engine, unit: int, index: int, name: str, shape: Any, requires_grad: bool = False) -> Any:
@@ -66,6 +76,8 @@ class _Streamed(torch.Tensor):
         if func in _SAME_SHAPE and isinstance(args[0], _Streamed):
             stand_in = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
             return func(stand_in, *args[1:], **kwargs)
+        if func.namespace == "c10d":
+            raise _native.UsageError(f"torch.distributed cannot reach streamed tensors: {NO_DATA_PARALLELISM}")
         for target in _written(func, args, kwargs):
             if isinstance(target, _Streamed):
                 return target.write(func, args, kwargs)
@@ -219,6 +231,14 @@ class StreamedParameter(_Streamed):
     def grad(self, value):
         self.engine.set_grad(self, value)
 
+    def register_hook(self, hook):
+        raise _native.UsageError(
+            f"{self.label}: a hook on a streamed parameter would never be called, as its gradient adds up elsewhere: scale or read p.grad between backward() and "
+            "step(), or hook the module (register_full_backward_hook)"
+        )
+
+    register_post_accumulate_grad_hook = register_hook
+
     def __deepcopy__(self, memo):
         raise _native.UsageError(
             f"{self.label}: a streamed model cannot be copied: its state would have to be twice on the drives; save_pretrained() and load it again"
@@ -267,6 +287,15 @@ class StreamedGradient(_Streamed):
         elif func in (aten._foreach_div_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.ScalarList):
             for gradient, factor in pairs(args[0], args[1]):
                 gradient.div_(factor)
+        elif func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # of torch.amp.GradScaler
+            ordinary = [gradient for gradient in args[0] if not isinstance(gradient, StreamedGradient)]
+            if ordinary:
+                func(ordinary, *args[1:])
+            for gradient in args[0]:
+                if isinstance(gradient, StreamedGradient):
+                    if not math.isfinite(gradient.engine.grad_norm(gradient)):
+                        args[1].fill_(1.0)
+                    gradient.scale(args[2])
         elif func in (aten.zero_.default, aten._foreach_zero_.default):
             for gradient in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
                 gradient.engine.set_grad(gradient, None)
@@ -291,3 +320,13 @@ class StreamedGradient(_Streamed):
 
 
 _NORMS = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
+
+
+def _refuse_replicas(outer: torch.nn.Module, name: str, inner: torch.nn.Module | None) -> None:
+    """As a wrapper of torch.distributed takes a model, before it overwrites masters with another process's bf16 weights."""
+    if type(outer).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") and inner is not None:
+        if any(isinstance(p, StreamedParameter) for p in inner.parameters()):
+            raise _native.UsageError(f"{type(outer).__name__}: {NO_DATA_PARALLELISM}")
+
+
+torch.nn.modules.module.register_module_module_registration_hook(_refuse_replicas)

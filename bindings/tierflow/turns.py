@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import _native
@@ -127,6 +128,7 @@ class Frame:
         self.out_leaves: list[Any] = []
         self.out_where: list[int] = []
         self.random: Any = None
+        self.sink: Any = None  # what a backward() that adds gradients runs to, and torch.autograd.grad() does not
         self.autocast = autocast_state(turn.engine.device.type)
 
     def _checked(self, leaf: Any) -> Any:
@@ -142,7 +144,9 @@ class Frame:
             with torch.no_grad(), self.turn.engine.turn(self.turn, "evaluate") as weights:
                 outs = self.compute(self.tensors, weights)
         else:
-            outs = _Visit.apply(self, torch.empty(0, requires_grad=True), *self.tensors)
+            always = torch.empty(0, requires_grad=True)
+            self.sink = get_gradient_edge(always).node
+            outs = _Visit.apply(self, always, *self.tensors)
         return self.result(outs)
 
     def compute(self, tensors: list[torch.Tensor], weights: list[torch.Tensor], keep: bool = False) -> list[torch.Tensor]:
@@ -224,5 +228,10 @@ class _Visit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         tensors = list(ctx.saved_tensors)
+        if not torch._C._will_engine_execute_node(ctx.frame.sink):
+            raise _native.UsageError(
+                f"torch.autograd.grad through {ctx.frame.turn.name} is not there, nor backward(inputs=...): the gradients of its weights would be added as well; "
+                "call backward(), read .grad of what you need, and drop the weights' with zero_grad()"
+            )
         inputs = ctx.frame.backward(tensors, list(grads))
         return None, None, *inputs
