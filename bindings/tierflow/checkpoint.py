@@ -53,8 +53,8 @@ def save_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
+    if target.exists():  # where it is not, the machine stopped between two renames, and what can be loaded is `old`
+        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     partial.rename(target)
     _flush(target.parent)

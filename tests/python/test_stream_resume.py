@@ -1,7 +1,10 @@
 """Checkpoints of streamed models: a run that was stopped, or killed, goes on with the bits of one that was not."""
 
+import contextlib
 import json
 import os
+import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +153,45 @@ def test_saving_is_between_steps_and_all_or_nothing(saved, monkeypatch):
     tierflow.save_checkpoint(model, opt, folder)
     assert json.loads((folder / "checkpoint.json").read_text())["steps"] == before["steps"]
     assert [p.name for p in folder.parent.iterdir()] == ["checkpoint"]
+
+
+class Crash(BaseException):
+    """The machine stops."""
+
+
+@pytest.mark.parametrize("first", range(1, 6))
+def test_a_folder_loads_through_two_crashes_in_a_row(first, saved, monkeypatch, tmp_path):
+    """Each crash comes at one of the renames and removals, which it leaves half done."""
+    model, opt, folder = saved
+    left = 0
+
+    def crashing(function):
+        def call(path, *args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left != 0:
+                return function(path, *args, **kwargs)
+            if function is rmtree:
+                (pathlib.Path(path) / "checkpoint.json").unlink(missing_ok=True)
+            raise Crash
+
+        return call
+
+    rmtree = shutil.rmtree
+    for second in range(1, 6):
+        shutil.copytree(folder, folder.with_name("copy"))
+        monkeypatch.setattr("tierflow.checkpoint._flush", lambda path: None)
+        monkeypatch.setattr(pathlib.Path, "rename", crashing(pathlib.Path.rename))
+        monkeypatch.setattr("tierflow.checkpoint.shutil.rmtree", crashing(rmtree))
+        for crash in (first, second):
+            left = crash
+            with contextlib.suppress(Crash):
+                tierflow.save_checkpoint(model, opt, folder)
+        monkeypatch.undo()
+        tierflow.load_checkpoint(model, opt, folder)
+        for name in (".partial", ".old", ""):
+            rmtree(folder.with_name(folder.name + name), ignore_errors=True)
+        folder.with_name("copy").rename(folder)
 
 
 def run_trainer(folder, resume, kill_at=None):
