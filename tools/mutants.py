@@ -7,11 +7,8 @@ noticed. The others are drawn by a seed from what universalmutator makes of the 
 """
 
 import argparse
-import collections
-import contextlib
 import dataclasses
 import difflib
-import io
 import json
 import os
 import pathlib
@@ -23,6 +20,7 @@ import sys
 import time
 import tomllib
 
+from mutant_sampling import Mutant, candidates, sample
 from mutant_tree import COMPILE_SECONDS, Build, ToolError, Tree, digest, run, say, tail
 
 GOAL = 85
@@ -50,17 +48,6 @@ OUTCOMES = ["killed", "timed out", "survived", "not compiled", "equivalent"]
 
 
 @dataclasses.dataclass
-class Mutant:
-    file: str
-    line: int
-    old: str
-    new: str
-
-    def key(self):
-        return self.file, self.old.strip(), self.new.strip()
-
-
-@dataclasses.dataclass
 class Result:
     name: str
     folder: str
@@ -69,34 +56,6 @@ class Result:
     diff: str = ""
     seconds: float = 0
     listed: bool = False  # written by hand
-
-
-def candidates(source, file):
-    """Every mutant of a file, in the order of its lines."""
-    from universalmutator import mutator  # only sampling needs it: requirements-dev.txt
-
-    lines = (source / file).read_text(encoding="utf-8").splitlines(keepends=True)
-    rules = ["universal.rules", "c_like.rules", "cpp.rules"]
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells what it does
-        made = mutator.mutants_regexp(lines, rules, ignorePatterns=[r"^\s*//", r"^#"], ignoreStringOnly=True)
-    return [Mutant(file, number, lines[number - 1], new) for number, new, *_ in made if new.split() != lines[number - 1].split()]
-
-
-def sample(mutants, seed):
-    """The mutants in an order that the seed decides: lines are drawn evenly, and none twice before each came once."""
-    draw = random.Random(seed)
-    lines = collections.defaultdict(list)
-    for mutant in mutants:
-        lines[mutant.file, mutant.line].append(mutant)
-    for of_line in lines.values():
-        draw.shuffle(of_line)
-    while lines:
-        order = sorted(lines)
-        draw.shuffle(order)
-        for line in order:
-            yield lines[line].pop()
-            if not lines[line]:
-                del lines[line]
 
 
 def read_equivalents(path):

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
+import mutant_sampling as sampling
 import mutants
 
 SOURCE = """int larger(int a, int b) {
@@ -120,3 +121,19 @@ def test_the_score_counts_what_a_test_could_notice():
 def test_every_mutation_of_the_lists_applies():
     assert list(mutants.patch_faults(ROOT)) == []
     assert list(mutants.faults_of_equivalents(ROOT, mutants.read_equivalents(ROOT / "tests/mutants/equivalent.toml"))) == []
+
+
+def test_what_cannot_compile_is_not_drawn():
+    lines = ["for (int i = 0; i < n; ++i) {\n", "  sum += a * i;\n", "}\n", "const float* p = begin_of(pending);\n"]
+
+    def may(line, new):
+        return bool(sampling.may_compile(mutants.Mutant("f", line, lines[line - 1], new), lines))
+
+    assert may(2, "  sum += a + i;\n") and may(2, "  /*sum += a * i;*/\n") and may(2, "  sum += a * i;\n  break;\n")
+    assert may(1, "for (int i = 0; i <= n; ++i) {\n") and may(1, "for (int i = 1; i < n; ++i) {\n")
+    assert not may(1, "for (int i = 0; i < n; %+i) {\n") and not may(3, "/*}*/\n")
+    assert not may(4, lines[3] + "break;\n"), "in no loop"
+    assert not may(4, "const float+ p = begin_of(pending);\n"), "a pointer is no product"
+    assert not may(4, "const float* p = begin_of(pbegining);\n"), "part of a name"
+    assert not may(4, "/*const float* p = begin_of(pending);*/\n"), "a declaration"
+    assert not may(4, "const float* p = begin_of((pending);\n"), "half of a pair"
