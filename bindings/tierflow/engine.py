@@ -193,10 +193,19 @@ class Engine:
 
     # Parameters outside of their turn.
 
+    def _expect_rest(self, handle: StreamedParameter) -> None:
+        if self.active is not None:
+            raise _native.UsageError(
+                f"{handle.label} was read or written while another module runs ({self.active.name}): do it before or after forward() and backward(); modules share "
+                "weights, and weights are reparametrized (pruning, weight_norm), before tierflow.wrap()"
+            )
+
     def read(self, handle: StreamedParameter, master: bool = False) -> torch.Tensor:
+        self._expect_rest(handle)
         return self.native.read(handle.unit, handle.index, master).to(self.device if not master else "cpu")
 
     def write(self, handle: StreamedParameter, values: torch.Tensor) -> None:
+        self._expect_rest(handle)
         self.native.write(handle.unit, handle.index, values.detach().float())
 
     def add_outside(self, handle: StreamedParameter, grad: torch.Tensor) -> None:

@@ -177,6 +177,8 @@ def _build(path: Path, model_class: Any = None, attn_implementation: str | None 
         model_class = getattr(transformers, names[0], None) if names else None
     if model_class is None:
         raise _native.InputError(f"{path}/config.json: transformers has no class for it; pass model_class=")
+    if getattr(config, "quantization_config", None) is not None:
+        raise _native.InputError(f"{path}/config.json: the weights are quantized; a streamed model is made from a folder in bf16, fp16 or fp32")
     register()
     how: dict[str, Any] = {"dtype": torch.bfloat16}
     if attn_implementation is not None:
@@ -232,6 +234,11 @@ def _stored(module: nn.Module, cut_: Cut, folder: Path) -> tuple[dict[str, list[
     return found, made
 
 
+def _no_assign(part: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise _native.UsageError("load_state_dict(assign=True) would put ordinary parameters in the place of those that stream: leave out assign=True")
+
+
 def _stay_in_place(module: nn.Module, engine: Engine) -> None:
     """Lets .to() and its like raise before they have changed anything: torch would put new parameters in the place of those that stream."""
     sample = min((handle for handles in engine.handles for handle in handles), key=lambda handle: handle.numel(), default=None)
@@ -250,6 +257,7 @@ def _stay_in_place(module: nn.Module, engine: Engine) -> None:
 
     for part in module.modules():
         object.__setattr__(part, "_apply", types.MethodType(_apply, part))
+        part.register_load_state_dict_pre_hook(_no_assign)
 
 
 def _fit_transformers(module: Any) -> None:
@@ -263,6 +271,8 @@ def _fit_transformers(module: Any) -> None:
 
     def save_pretrained(self, save_directory, *, max_shard_size="5GB", **ignored):
         """Writes config.json and streams the weights as safetensors. Other arguments of transformers' save_pretrained() have no meaning here."""
+        if ignored.get("push_to_hub") or ignored.get("variant"):
+            raise _native.UsageError("a streamed model's save_pretrained() has neither push_to_hub nor variant: upload the folder that it writes")
         if any(".base_layer." in name for name, _ in self.named_parameters()):
             raise _native.UsageError("an adapter is inside of the model: save_pretrained() of the PEFT model writes the adapter; to write both as one, merge_and_unload() first")
         os.makedirs(save_directory, exist_ok=True)

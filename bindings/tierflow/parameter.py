@@ -171,6 +171,7 @@ class StreamedParameter(_Streamed):
     """
 
     _is_param = True
+    stands_apart = False  # an entry of a state_dict(), .data, .detach(): its copy is a tensor in memory
 
     def fetch(self) -> torch.Tensor:
         return self.engine.read(self)
@@ -239,7 +240,14 @@ class StreamedParameter(_Streamed):
 
     register_post_accumulate_grad_hook = register_hook
 
+    def alias(self) -> Any:
+        made = super().alias()
+        made.stands_apart = True
+        return made
+
     def __deepcopy__(self, memo):
+        if self.stands_apart:
+            return self.fetch()
         raise _native.UsageError(
             f"{self.label}: a streamed model cannot be copied: its state would have to be twice on the drives; save_pretrained() and load it again"
         )

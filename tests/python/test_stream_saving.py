@@ -1,5 +1,7 @@
 """What a folder holds: the names that transformers gives it, and what the model computes with now."""
 
+import json
+
 import pytest
 from safetensors.torch import load_file, save_file
 from streaming import GROUPED, LR, TEXT, UP, batches, make, roomy, scarce, tierflow, torch, train, transformers
@@ -79,6 +81,14 @@ def test_a_conversion_that_rearranges_elements(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "ours")
     ours, theirs = read(tmp_path / "ours"), read(tmp_path / "theirs")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_quantized_folder_says_so(tmp_path):
+    make("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(tierflow.InputError, match="are quantized"):
+        tierflow.load(tmp_path, roomy())
 
 
 def test_buffers_come_from_the_folder(tmp_path):

@@ -207,6 +207,20 @@ def test_state_dict_streams_and_saves(model):
     assert all(torch.equal(loaded[name], p) for name, p in make("llama").named_parameters())
 
 
+def test_a_copy_of_a_state_dict_is_in_memory(model, batch):
+    best = copy.deepcopy(model.state_dict())
+    train(model, "llama")
+    assert all(torch.equal(best[name], p) for name, p in make("llama").named_parameters())
+    model.load_state_dict(best)
+    assert model(**batch).loss.item() == make("llama")(**batch).loss.item()
+
+
+def test_sharing_a_weight_after_loading_says_when_to(model, batch):
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(tierflow.UsageError, match=r"lm_head.*before tierflow.wrap"):
+        model(**batch)
+
+
 def test_save_pretrained_gives_a_model_that_transformers_loads(batch, tmp_path):
     model = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))
     train(model, "llama")
@@ -231,6 +245,9 @@ def test_generate(model, batch):
     [
         (lambda m: copy.deepcopy(m), "cannot be copied"),
         (lambda m: pickle.dumps(m), "cannot be pickled"),
+        (lambda m: m.load_state_dict(make("llama").state_dict(), assign=True), "leave out assign"),
+        (lambda m: m.model.layers[0].load_state_dict(make("llama").model.layers[0].state_dict(), assign=True), "leave out assign"),
+        (lambda m: m.save_pretrained("/nowhere", push_to_hub=True), "upload the folder"),
         (lambda m: m.half(), "stays in torch.bfloat16"),
         (lambda m: m.float(), "leave out .to"),
         (lambda m: m.to("meta"), "tierflow.close"),
