@@ -28,16 +28,16 @@ done
 [ "$(id -u)" = 0 ] || cannot "needs root: sudo $0 ..."
 command -v mmdebstrap >/dev/null || cannot "needs mmdebstrap: apt-get install mmdebstrap"
 unshare --mount --pid --fork true 2>/dev/null || cannot "this machine does not let root make namespaces"
-# What a run that was killed left behind. (Nothing can be mounted beneath it but by hand.)
-remove() { rm -rf --one-file-system "$root"; }
-mkdir -p "$(dirname "$root")"
-root=$(cd "$(dirname "$root")" && pwd)/$(basename "$root")
-{ [ -n "$keep" ] && [ -e "$root/etc/made" ]; } || remove
+mkdir -p "$root"
+root=$(cd "$root" && pwd)
+exec 9<"$root"
+flock --nonblock 9 || cannot "another run is in $root: name a folder with --root"
+remove() { find "$root" -xdev -mindepth 1 -delete; }  # nothing is mounted beneath it, but by hand
+{ [ -n "$keep" ] && [ -e "$root/etc/made" ]; } || remove  # what a run that was killed left
 inside=
 finish() {
-  [ -z "$inside" ] || kill -KILL "$inside" 2>/dev/null || true  # and with it all that runs inside
-  wait || true
-  [ -n "$keep" ] || remove
+  [ -z "$inside" ] || { kill -KILL "$inside" && wait; } 2>/dev/null || true  # and with it all that runs inside
+  [ -n "$keep" ] || { remove && rmdir "$root"; }
 }
 trap finish EXIT
 trap 'exit 130' INT
@@ -85,7 +85,7 @@ while IFS='=' read -r name value; do
   [ ! -d "$value" ] || [ -e "$root$value" ] || binds+=("$value")
 done < <(env | grep -E '^(PIP_[A-Z_]*|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|(HTTPS?|https?|NO|no|ALL|all)_(PROXY|proxy)|CI|TERM|JOBS|STEPS)=')
 
-unshare --mount --propagation private --pid --fork --kill-child bash -c '
+setpriv --pdeathsig KILL unshare --mount --propagation private --pid --fork --kill-child bash -c '
   set -e
   root=$1 user=$2 count=$3; shift 3
   mount -t proc proc "$root/proc"
