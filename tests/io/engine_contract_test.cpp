@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <random>
 #include <thread>
 
@@ -209,25 +210,90 @@ TEST_P(EngineContract, ReportsAFileThatCannotBeWritten) {
   ::close(read_only);
 }
 
-TEST_P(EngineContract, WakesAWaiterFromAnotherThread) {
+TEST_P(EngineContract, WaitsUntilAnotherThreadWakesIt) {
   auto engine = make(2, 4 * kBlock);
-  for (int round = 0; round < 20; ++round) {
-    std::thread other([&engine, round] {
-      if (round % 2 == 1) std::this_thread::sleep_for(std::chrono::milliseconds{2});
-      engine->wake();
-    });
-    std::vector<Outcome> outcomes;
-    engine->wait(outcomes, std::chrono::seconds{30});  // the ctest limit would tell
-    EXPECT_TRUE(outcomes.empty());
-    other.join();
+  for (const std::chrono::seconds limit : {std::chrono::seconds{-1}, std::chrono::seconds{60}}) {
+    for (int round = 0; round < 5; ++round) {
+      std::atomic<bool> woken{false};
+      std::thread other([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds{10 * round});
+        woken = true;
+        engine->wake();
+      });
+      std::vector<Outcome> outcomes;
+      const auto started = Engine::Clock::now();
+      engine->wait(outcomes, limit);
+      EXPECT_TRUE(woken);  // it waited
+      EXPECT_LT(Engine::Clock::now() - started, std::chrono::seconds{30});
+      EXPECT_TRUE(outcomes.empty());
+      other.join();
+    }
   }
+}
+
+TEST_P(EngineContract, AWakeBeforeTheWaitIsNotLost) {
+  auto engine = make(2, 4 * kBlock);
+  std::vector<Outcome> outcomes;
+  engine->wait(outcomes, std::chrono::milliseconds{1});
+  for (int round = 0; round < 3; ++round) {
+    engine->wake();
+    engine->wait(outcomes, std::chrono::nanoseconds{-1});
+  }
+  EXPECT_TRUE(outcomes.empty());
+}
+
+TEST_P(EngineContract, WaitsAsLongAsItIsToldTo) {
+  auto engine = make(2, 4 * kBlock);
+  std::vector<Outcome> outcomes;
+  for (const std::chrono::milliseconds limit : {std::chrono::milliseconds{5}, std::chrono::milliseconds{60}}) {
+    const auto started = Engine::Clock::now();
+    engine->wait(outcomes, limit);
+    EXPECT_GE(Engine::Clock::now() - started, limit - std::chrono::milliseconds{1});
+    EXPECT_LT(Engine::Clock::now() - started, limit + std::chrono::seconds{20});
+  }
+  const auto started = Engine::Clock::now();
+  engine->wait(outcomes, std::chrono::milliseconds{1100});
+  EXPECT_GE(Engine::Clock::now() - started, std::chrono::milliseconds{1099});
 }
 
 TEST_P(EngineContract, PollNeverWaits) {
   auto engine = make(2, 4 * kBlock);
   std::vector<Outcome> outcomes;
-  engine->poll(outcomes);
+  const auto started = Engine::Clock::now();
+  for (int i = 0; i < 100; ++i) engine->poll(outcomes);  // with nothing to wait for, waiting would not end
   EXPECT_TRUE(outcomes.empty());
+  auto memory = std::make_shared<Buffer>(allocate_buffer(kBlock));
+  Transfer transfer = of(Action::read, 0, memory->bytes(), memory);
+  ASSERT_TRUE(engine->submit(transfer));
+  while (outcomes.empty()) engine->poll(outcomes);  // it brings what is there
+  EXPECT_FALSE(outcomes.front().error);
+  EXPECT_LT(Engine::Clock::now() - started, std::chrono::seconds{50});
+}
+
+TEST_P(EngineContract, KnowsWhatHasWaitedLongest) {
+  auto engine = make(4, 16 * kBlock);
+  Engine::Clock::time_point since;
+  EXPECT_EQ(engine->oldest(since), nullptr);
+  auto memory = std::make_shared<Buffer>(allocate_buffer(3 * kBlock));
+  const auto before = Engine::Clock::now();
+  for (std::size_t i = 0; i < 3; ++i) {
+    Transfer transfer = of(Action::read, (3 - i) * kBlock, memory->bytes().subspan(i * kBlock, kBlock), memory);
+    ASSERT_TRUE(engine->submit(transfer));
+    std::this_thread::sleep_for(std::chrono::milliseconds{2});
+  }
+  const Transfer* oldest = engine->oldest(since);
+  ASSERT_NE(oldest, nullptr);
+  EXPECT_EQ(oldest->offset, 3 * kBlock);
+  EXPECT_GE(since, before);
+  EXPECT_LT(since, before + std::chrono::seconds{20});
+  int visited = 0;
+  engine->for_each_in_flight([&](const Transfer&) { ++visited; });
+  EXPECT_EQ(visited, 3);
+  EXPECT_EQ(engine->in_flight(), 3U);
+  std::vector<Outcome> outcomes;
+  while (outcomes.size() < 3) engine->wait(outcomes, std::chrono::seconds{10});
+  for (const Outcome& outcome : outcomes) EXPECT_GT(outcome.elapsed.count(), 0);
+  EXPECT_EQ(engine->oldest(since), nullptr);
 }
 
 INSTANTIATE_TEST_SUITE_P(AllEngines, EngineContract,

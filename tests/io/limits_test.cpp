@@ -9,6 +9,7 @@
 #include <sys/syscall.h>
 
 #include <cstddef>
+#include <fstream>
 #include <iostream>
 
 #include "tests/io/volume_fixture.h"
@@ -192,15 +193,83 @@ TEST_F(LimitsTest, ALimitThatShrinksInTheRunShortensAWriteAndThenEndsIt) {
   }
 }
 
+// With every number of descriptors left, from none: an error that says so and leaves nothing, until there are enough.
 TEST_F(LimitsTest, TooFewDescriptorsIsAnError) {
+  for (EngineKind engine : {EngineKind::io_uring, EngineKind::libaio, EngineKind::threads}) {
+    EXPECT_EQ(in_child([&] {
+                rlimit was{};
+                getrlimit(RLIMIT_NOFILE, &was);
+                const int next = dup(0);  // the lowest one that is free
+                close(next);
+                int refused = 0;
+                for (int left = 0; left <= 16; ++left) {
+                  rlimit limit{static_cast<rlim_t>(next + left), was.rlim_max};
+                  if (setrlimit(RLIMIT_NOFILE, &limit) != 0) return 9;
+                  Result<std::unique_ptr<Volume>> made = Volume::create(options(engine));
+                  setrlimit(RLIMIT_NOFILE, &was);
+                  if (made) return refused > 0 && made.value()->mode().engine == engine ? 0 : 1;
+                  ++refused;
+                  std::cerr << made.error().message() << "\n";
+                  if (made.error().error_number != EMFILE || made.error().kind != ErrorKind::environment) return 2;
+                  if (std::filesystem::exists(folder_.path() / "drive")) return 3;
+                }
+                return 4;
+              }),
+              0)
+        << engine_name(engine);
+    std::filesystem::remove_all(folder_.path() / "drive");
+  }
+}
+
+TEST_F(LimitsTest, WithoutThreadsThereIsNoVolumeAndItSaysWhy) {
   EXPECT_EQ(in_child([&] {
-              rlimit limit{4, 4};
-              setrlimit(RLIMIT_NOFILE, &limit);
+              if (!forbid({SYS_clone, SYS_clone3}, deny(EAGAIN))) return 9;
               Result<std::unique_ptr<Volume>> made = Volume::create(options());
-              if (made) return made.value()->mode().engine == EngineKind::threads ? 0 : 1;
-              return made.error().kind == ErrorKind::environment ? 0 : 2;
+              if (made) return 1;
+              if (made.error().kind != ErrorKind::environment || made.error().error_number != EAGAIN) return 2;
+              if (made.error().message().find("ulimit -u") == std::string::npos) return 3;
+              return std::filesystem::exists(folder_.path() / "drive") ? 4 : 0;
             }),
             0);
+}
+
+TEST_F(LimitsTest, ThreadsThatExistGoOnWhereTheSystemGivesNoMore) {
+  EXPECT_EQ(in_child([&] {
+              Result<std::unique_ptr<Volume>> made = Volume::create(options(EngineKind::threads));
+              if (!made || !forbid({SYS_clone, SYS_clone3}, deny(EAGAIN))) return 9;
+              if (write_pattern(**made, 0, 4 << 20, 1)) return 1;
+              return read_holds(**made, 0, 4 << 20, 1) ? 0 : 2;
+            }),
+            0);
+}
+
+// A signal belongs to the program's own threads: ours never take one.
+TEST_F(LimitsTest, ThreadsOfIoTakeNoSignals) {
+  for (EngineKind engine : {EngineKind::io_uring, EngineKind::libaio, EngineKind::threads}) {
+    VolumeOptions wanted = options(engine);
+    wanted.name = engine_name(engine);
+    auto volume = create(wanted);
+    ASSERT_TRUE(volume);
+    EXPECT_FALSE(write_pattern(*volume, 0, 1 << 20, 1));
+    int ours = 0;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::ifstream status(task.path() / "status");
+      std::string line, blocked;
+      bool mine = false;
+      while (std::getline(status, line)) {
+        if (line.starts_with("Name:\ttierflow-")) mine = true;
+        if (line.starts_with("SigBlk:")) blocked = line;
+      }
+      if (!mine) continue;
+      ++ours;
+      const std::uint64_t mask = std::stoull(blocked.substr(7), nullptr, 16);
+      for (const int signal : {SIGHUP, SIGINT, SIGTERM, SIGXFSZ}) EXPECT_NE(mask >> (signal - 1) & 1, 0U) << signal;
+    }
+    EXPECT_GE(ours, 1);
+    sigset_t now;
+    pthread_sigmask(SIG_SETMASK, nullptr, &now);
+    EXPECT_EQ(sigismember(&now, SIGTERM), 0);  // the maker's own mask is as it was
+  }
 }
 
 TEST_F(LimitsTest, AKilledOwnerLeavesTheLockFree) {

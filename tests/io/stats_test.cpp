@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "io/histogram.h"
+#include "io/meter.h"
 #include "tests/io/volume_fixture.h"
 
 namespace tierflow::io {
@@ -27,6 +28,79 @@ TEST(HistogramTest, TakesAnyDuration) {
   histogram.add(std::chrono::nanoseconds::max());
   EXPECT_EQ(histogram.percentile(0.0).count(), 0);
   EXPECT_EQ(histogram.percentile(1.0), std::chrono::nanoseconds::max());
+}
+
+TEST(HistogramTest, BucketsAreExactWhereTheyAreNarrow) {
+  for (int value : {0, 1, 7, 8, 15}) {
+    Histogram one;
+    one.add(std::chrono::nanoseconds{value});
+    one.add(std::chrono::nanoseconds{1'000'000});
+    EXPECT_EQ(one.percentile(0.0).count(), value);
+    EXPECT_EQ(one.percentile(0.49).count(), value);
+    EXPECT_EQ(one.percentile(0.5).count(), 1'000'000);
+  }
+  Histogram wide;
+  wide.add(std::chrono::nanoseconds{16});
+  wide.add(std::chrono::nanoseconds{1000});
+  EXPECT_EQ(wide.percentile(0.0).count(), 17);  // 16 and 17 share one
+}
+
+Outcome outcome(Action action, std::span<std::byte> bytes, std::chrono::microseconds elapsed, Error error = {}) {
+  Outcome made;
+  made.transfer.action = action;
+  made.transfer.bytes = bytes;
+  made.error = std::move(error);
+  made.elapsed = elapsed;
+  made.retries = 2;
+  return made;
+}
+
+TEST(MeterTest, CountsReadsWritesFlushesFailuresAndWhatIsUnderWay) {
+  std::vector<std::byte> bytes(4096);
+  Meter meter("/drive");
+  meter.start();
+  meter.start();
+  meter.start();
+  EXPECT_EQ(meter.stats().in_flight, 3U);
+  meter.end(outcome(Action::read, bytes, std::chrono::microseconds{30}));
+  meter.end(outcome(Action::write, bytes, std::chrono::microseconds{50}));
+  meter.end(outcome(Action::read, bytes, std::chrono::microseconds{10}, Error{.kind = ErrorKind::io}));
+  meter.end(outcome(Action::flush, {}, std::chrono::microseconds{70}));  // never start()ed
+  const DriveStats stats = meter.stats();
+  EXPECT_EQ(stats.directory, "/drive");
+  EXPECT_EQ(stats.in_flight, 0U);
+  EXPECT_EQ(stats.peak_in_flight, 3U);
+  EXPECT_EQ(stats.reads, 1U);
+  EXPECT_EQ(stats.bytes_read, 4096U);
+  EXPECT_EQ(stats.writes, 1U);
+  EXPECT_EQ(stats.bytes_written, 4096U);
+  EXPECT_EQ(stats.flushes, 1U);
+  EXPECT_EQ(stats.retries, 8U);
+  EXPECT_EQ(stats.read_latency.count, 2U);
+  EXPECT_EQ(stats.read_latency.longest, std::chrono::microseconds{30});
+  EXPECT_EQ(stats.write_latency.longest, std::chrono::microseconds{50});
+  EXPECT_EQ(stats.flush_latency.longest, std::chrono::microseconds{70});
+  EXPECT_LT(stats.read_latency.p50, stats.flush_latency.p50);
+  EXPECT_EQ(meter.stats().busy, stats.busy);  // nothing is under way: it does not grow
+  EXPECT_NEAR(stats.mean_in_flight * static_cast<double>(stats.busy.count()), 90'000.0, 1.0);
+}
+
+TEST(MeterTest, IsBusyWhileSomethingIsUnderWay) {
+  Meter meter("/drive");
+  EXPECT_EQ(meter.stats().busy.count(), 0);
+  EXPECT_EQ(meter.stats().mean_in_flight, 0.0);
+  meter.start();
+  const auto first = meter.stats().busy;
+  while (meter.stats().busy == first) {
+  }
+  EXPECT_GT(meter.stats().busy, first);
+  std::vector<std::byte> bytes(8);
+  meter.end(outcome(Action::read, bytes, std::chrono::microseconds{1}));
+  const auto then = meter.stats().busy;
+  meter.start();  // the time between is not busy
+  meter.end(outcome(Action::read, bytes, std::chrono::microseconds{1}));
+  EXPECT_GE(meter.stats().busy, then);
+  EXPECT_EQ(meter.stats().peak_in_flight, 1U);
 }
 
 TEST(StatsTest, CountWhatWasMoved) {

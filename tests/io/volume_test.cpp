@@ -124,6 +124,18 @@ TEST_P(VolumeTest, BadRequestsAreUsageErrorsAndGiveTheBufferBack) {
   EXPECT_TRUE(refused(0, 8192, 4096));
   EXPECT_TRUE(refused(kMiB, 4096, 4096));
   EXPECT_TRUE(refused(~std::uint64_t{0} - 4095, 8192, 8192));
+  Buffer memory = allocate_buffer(16384);
+  const Completion crooked = transfer(*volume, Op::read, 0, 4096, Buffer(memory.data() + 512, 8192, nullptr, nullptr));
+  EXPECT_EQ(crooked.error.kind, ErrorKind::usage);
+  EXPECT_THAT(crooked.error.message(), HasSubstr("multiples of"));
+  // The last bytes are there, the next are not.
+  EXPECT_FALSE(transfer(*volume, Op::read, volume->size() - 4096, 4096, allocate_buffer(4096)).error);
+  const Completion beyond = transfer(*volume, Op::write, volume->size() - 4096, 8192, allocate_buffer(8192));
+  EXPECT_EQ(beyond.error.kind, ErrorKind::usage);
+  EXPECT_EQ(beyond.error.operation, "write");
+  EXPECT_EQ(beyond.error.offset, volume->size() - 4096);
+  EXPECT_EQ(beyond.error.length, 8192U);
+  EXPECT_THAT(beyond.error.message(), HasSubstr("beyond"));
   Completion empty = transfer(*volume, Op::write, 4096, 0, Buffer());
   EXPECT_FALSE(empty.error);
 }
@@ -321,6 +333,77 @@ TEST_F(VolumeFiles, WriteLimitIsAnnouncedOnce) {
   EXPECT_EQ(announced, 1);
 }
 
+TEST_F(VolumeFiles, APartOfTheVolumeMayNotBeNamedTwiceOrLeftOut) {
+  VolumeOptions wanted = options();
+  wanted.directories = {folder_.path() / "a", folder_.path() / "b"};
+  create(wanted).reset();
+  const auto detail = [&](std::vector<std::filesystem::path> folders) {
+    VolumeOptions other = wanted;
+    other.directories = std::move(folders);
+    Result<std::unique_ptr<Volume>> opened = Volume::open(other);
+    return opened ? std::string("opened") : opened.error().message();
+  };
+  EXPECT_THAT(detail({folder_.path() / "a"}), HasSubstr("has 2 folders, 1 were named"));
+  std::filesystem::copy(folder_.path() / "a", folder_.path() / "copy");
+  EXPECT_THAT(detail({folder_.path() / "a", folder_.path() / "copy"}), HasSubstr("part 0 of the volume is here twice"));
+  EXPECT_EQ(detail({folder_.path() / "b", folder_.path() / "a"}), "opened");
+}
+
+TEST_F(VolumeFiles, ReservesItsSpaceAndIsNoLargerThanItSays) {
+  VolumeOptions wanted = options();
+  wanted.bytes = 3 * kMiB + 1;
+  auto volume = create(wanted);
+  EXPECT_EQ(volume->size(), 3 * kMiB + 4096);
+  struct stat info;
+  ASSERT_EQ(stat(file().c_str(), &info), 0);
+  EXPECT_EQ(static_cast<std::uint64_t>(info.st_size), volume->size() + kMiB);
+  if (volume->mode().warnings.empty()) {
+    EXPECT_GE(static_cast<std::uint64_t>(info.st_blocks) * 512, 3 * kMiB);
+  }
+}
+
+TEST_F(VolumeFiles, CallbacksMayNotWaitForFlushes) {
+  auto volume = create(options());
+  std::promise<Error> said;
+  volume->submit(Request{.op = Op::read, .length = 4096, .buffer = allocate_buffer(4096)},
+                 [&](Completion&&) { said.set_value(volume->flush()); });
+  EXPECT_EQ(said.get_future().get().kind, ErrorKind::usage);
+}
+
+TEST_F(VolumeFiles, WhatLiesBesideTheDataFileStays) {
+  std::filesystem::create_directories(folder_.path() / "drive");
+  std::ofstream(folder_.path() / "drive" / "notes.txt") << "mine";
+  auto volume = create(options());
+  // Somebody put another file under the name: it is not ours to remove.
+  std::filesystem::rename(file(), folder_.path() / "moved");
+  std::ofstream(file()) << "a stranger's";
+  volume->remove_files();
+  volume.reset();
+  EXPECT_TRUE(std::filesystem::exists(file()));
+  EXPECT_TRUE(std::filesystem::exists(folder_.path() / "drive" / "notes.txt"));
+}
+
+TEST_F(VolumeFiles, MemoryIsRegisteredInPiecesAndSaidToBe) {
+  VolumeOptions wanted = options();
+  wanted.engine = EngineKind::io_uring;
+  auto volume = create(wanted);
+  ASSERT_TRUE(volume);
+  EXPECT_TRUE(volume->mode().registered_files);
+  EXPECT_FALSE(volume->mode().registered_buffers);
+  Buffer first = allocate_buffer(kMiB), second = allocate_buffer(kMiB);
+  volume->register_memory({});
+  EXPECT_FALSE(volume->mode().registered_buffers);
+  volume->register_memory(first.bytes());
+  volume->register_memory(second.bytes());
+  EXPECT_TRUE(volume->mode().registered_buffers);
+  for (Buffer* slab : {&first, &second}) {
+    fill(slab->bytes(), 0, 5);
+    EXPECT_FALSE(transfer(*volume, Op::write, 0, kMiB, Buffer(slab->data(), kMiB, nullptr, nullptr)).error);
+    EXPECT_TRUE(read_holds(*volume, 0, kMiB, 5));
+  }
+  volume.reset();
+}
+
 TEST(VolumeOptionsTest, NonsenseIsAUsageError) {
   testing::TempDir folder;
   const auto kind = [](VolumeOptions options) {
@@ -331,21 +414,43 @@ TEST(VolumeOptionsTest, NonsenseIsAUsageError) {
   VolumeOptions bad = good;
   bad.directories.clear();
   EXPECT_EQ(kind(bad), ErrorKind::usage);
+  for (const std::uint64_t bytes : {std::uint64_t{0}, (std::uint64_t{1} << 60) + 1}) {
+    bad = good;
+    bad.bytes = bytes;
+    EXPECT_EQ(kind(bad), ErrorKind::usage) << bytes;
+  }
   bad = good;
-  bad.bytes = 0;
-  EXPECT_EQ(kind(bad), ErrorKind::usage);
+  bad.bytes = std::uint64_t{1} << 60;  // absurd enough for the drive
+  EXPECT_EQ(kind(bad), ErrorKind::environment);
   bad = good;
-  bad.block = 5000;
+  bad.directories.assign(65, folder.path() / "many");
   EXPECT_EQ(kind(bad), ErrorKind::usage);
-  bad = good;
-  bad.depth = 0;
-  EXPECT_EQ(kind(bad), ErrorKind::usage);
-  bad = good;
-  bad.name = "../state";
-  EXPECT_EQ(kind(bad), ErrorKind::usage);
-  bad = good;
-  bad.speeds = {1.0, 2.0};
-  EXPECT_EQ(kind(bad), ErrorKind::usage);
+  for (const std::size_t block :
+       {std::size_t{0}, std::size_t{2048}, std::size_t{5000}, (std::size_t{1} << 30) + 4096}) {
+    bad = good;
+    bad.block = block;
+    EXPECT_EQ(kind(bad), ErrorKind::usage) << block;
+  }
+  for (const unsigned depth : {0U, 4097U}) {
+    bad = good;
+    bad.depth = depth;
+    EXPECT_EQ(kind(bad), ErrorKind::usage) << depth;
+  }
+  for (const char* name : {"../state", "", "a/b"}) {
+    bad = good;
+    bad.name = name;
+    EXPECT_EQ(kind(bad), ErrorKind::usage) << name;
+  }
+  for (const std::vector<double>& speeds : std::vector<std::vector<double>>{{1.0, 2.0}, {0.0}, {-1.0}, {1e31}}) {
+    bad = good;
+    bad.speeds = speeds;
+    EXPECT_EQ(kind(bad), ErrorKind::usage);
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder.path() / "drive"));  // nothing was made for any of them
+  good.block = 4096;
+  good.depth = 1;
+  good.speeds = {1e30};
+  EXPECT_EQ(kind(good), ErrorKind::none);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -32,12 +33,23 @@ std::vector<StageShape> stages() {
   return stages;
 }
 
+bool all_ones(std::span<const std::byte> bytes) {
+  return std::all_of(bytes.begin(), bytes.end(), [](std::byte value) { return value == std::byte{1}; });
+}
+
+// Updates nothing, and looks at what it is given: every byte of the state is 1.
 class IdleWork final : public HostWork {
  public:
+  explicit IdleWork(std::atomic<int>& wrong) : wrong_(wrong) {}
   io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
-  io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
+  io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte> words,
+                   std::span<std::byte> state) override {
+    if (!all_ones(words) || !all_ones(state)) ++wrong_;
     return {};
   }
+
+ private:
+  std::atomic<int>& wrong_;
 };
 
 bool mapped(const std::byte* page) {
@@ -88,7 +100,7 @@ class DriveFaultTest : public ::testing::TestWithParam<io::EngineKind> {
 
   // Plays one step without computing anything, up to the first error.
   io::Error step() {
-    executor_->append(planner_->train_step(pending_), std::make_shared<IdleWork>());
+    executor_->append(planner_->train_step(pending_), std::make_shared<IdleWork>(wrong_));
     pending_ = true;
     const int last = static_cast<int>(layout_.stages().size()) - 1;
     for (int order = 0; order <= 2 * last; ++order) {
@@ -121,6 +133,7 @@ class DriveFaultTest : public ::testing::TestWithParam<io::EngineKind> {
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Planner> planner_;
   std::atomic<int> second_readings_{0};
+  std::atomic<int> wrong_{0};        // chunks that were updated from other bytes than were written
   int stored_ = -1;                  // a chunk whose state is in storage
   const std::byte* page_ = nullptr;  // where it passes through
   bool pending_ = false;
@@ -140,12 +153,26 @@ TEST_P(DriveFaultTest, AFlipOnTheWayIsReadAgain) {
     EXPECT_EQ(second_readings_, static_cast<int>(nth));
   }
   EXPECT_FALSE(executor_->drain());
+  EXPECT_EQ(wrong_, 0);
   plan_->set({.kind = Fault::Kind::flip, .action = io::Action::read});
-  EXPECT_FALSE(executor_->access(ExtentKind::state, stored_, false, [](std::span<std::byte>) {}));
+  bool read = false;
+  EXPECT_FALSE(executor_->access(ExtentKind::state, stored_, false, [&read](std::span<std::byte> bytes) {
+    read = true;
+    EXPECT_TRUE(all_ones(bytes));
+  }));
+  EXPECT_TRUE(read);
   EXPECT_EQ(plan_->hits(), 1U);
   plan_->set({.kind = Fault::Kind::flip, .action = io::Action::read});
-  EXPECT_TRUE(store_->fetch(ExtentKind::state, stored_).ok());
+  const auto fetched = store_->fetch(ExtentKind::state, stored_);
+  ASSERT_TRUE(fetched.ok());
+  EXPECT_TRUE(all_ones(fetched.value().bytes()));
   EXPECT_EQ(plan_->hits(), 1U);
+  plan_->clear();
+  // Nothing wrong was written back either.
+  for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id)
+    for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+      EXPECT_FALSE(
+          executor_->access(kind, id, false, [](std::span<std::byte> bytes) { EXPECT_TRUE(all_ones(bytes)); }));
 }
 
 TEST_P(DriveFaultTest, BytesThatStayWrongEndTheRun) {

@@ -1,0 +1,213 @@
+// The backends under a kernel that refuses, interrupts or takes only part of what it is given.
+#include "io/backend.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <unistd.h>
+
+#include "io/file.h"
+#include "tests/io/volume_fixture.h"
+#include "tests/support/system_calls.h"
+
+namespace tierflow::io {
+namespace {
+
+using testing::failing;
+using testing::SystemCall;
+using testing::SystemCalls;
+
+constexpr std::size_t kBlock = 4096;
+
+class BackendTest : public ::testing::Test {
+ protected:
+  BackendTest()
+      : file_(File::create(folder_.path() / "file", {.allow_buffered = true, .allow_any_filesystem = true}).value()) {
+    EXPECT_TRUE(file_.preallocate(64 * kBlock).ok());
+  }
+  ~BackendTest() override {
+    for (const int end : pipe_)
+      if (end >= 0) close(end);
+  }
+
+  std::unique_ptr<Backend> open(Result<std::unique_ptr<Backend>> made, int descriptor) {
+    EXPECT_TRUE(made.ok());
+    if (!made) return nullptr;
+    EXPECT_FALSE((*made)->register_files({&descriptor, 1}));
+    return std::move(made).value();
+  }
+  // Writes `count` blocks and reads them back into other memory; whether every result and byte is right.
+  bool moves(Backend& backend, unsigned count) {
+    Buffer data = allocate_buffer(count * kBlock), back = allocate_buffer(count * kBlock);
+    fill(data.bytes(), 0, count);
+    for (const auto& [action, memory] : {std::pair{Action::write, &data}, {Action::read, &back}}) {
+      std::vector<KernelResult> results;
+      for (unsigned i = 0; i < count; ++i) {
+        while (!backend.push({.action = action,
+                              .ticket = i,
+                              .offset = i * kBlock,
+                              .data = memory->data() + i * kBlock,
+                              .length = kBlock}))
+          backend.reap(results, std::chrono::seconds{1});
+      }
+      for (int round = 0; results.size() < count && round < 100; ++round)
+        backend.reap(results, std::chrono::seconds{1});
+      if (results.size() != count) return false;
+      for (const KernelResult& result : results)
+        if (result.value != static_cast<std::int64_t>(kBlock)) return false;
+    }
+    return holds(back.bytes(), 0, count);
+  }
+  std::int64_t one(Backend& backend, Action action, std::span<std::byte> bytes = {}) {
+    EXPECT_TRUE(backend.push({.action = action, .ticket = 3, .data = bytes.data(), .length = bytes.size()}));
+    std::vector<KernelResult> results;
+    for (int round = 0; results.empty() && round < 100; ++round) backend.reap(results, std::chrono::seconds{1});
+    EXPECT_EQ(results.size(), 1U);
+    if (results.size() != 1) return 1 << 30;
+    EXPECT_EQ(results[0].ticket, 3U);
+    return results[0].value;
+  }
+
+  testing::TempDir folder_;
+  File file_;
+  int pipe_[2] = {-1, -1};
+};
+
+using Make = Result<std::unique_ptr<Backend>> (*)(unsigned);
+constexpr Make kMakers[] = {make_uring_backend, make_libaio_backend, make_threads_backend};
+
+// A pipe cannot be flushed: only a flush that reaches the kernel finds out.
+TEST_F(BackendTest, AFlushReachesTheKernel) {
+  ASSERT_EQ(pipe2(pipe_, O_CLOEXEC), 0);
+  for (const Make make : kMakers) {
+    auto backend = open(make(4), pipe_[0]);
+    EXPECT_EQ(one(*backend, Action::flush), -EINVAL) << engine_name(backend->kind());
+    backend = open(make(4), file_.descriptor());
+    EXPECT_EQ(one(*backend, Action::flush), 0) << engine_name(backend->kind());
+  }
+}
+
+TEST_F(BackendTest, ARingThatTakesNoMoreHandsOutWhatItCompleted) {
+  ASSERT_EQ(pipe2(pipe_, O_CLOEXEC), 0);
+  auto ring = open(make_uring_backend(4), pipe_[0]);
+  Buffer memory = allocate_buffer(2 * kBlock);
+  std::vector<KernelResult> results;
+  ASSERT_TRUE(ring->push({.action = Action::read, .ticket = 0, .data = memory.data(), .length = kBlock}));
+  ring->reap(results, std::chrono::nanoseconds{0});
+  ASSERT_TRUE(results.empty());  // the kernel has it
+  {
+    SystemCalls calls(failing("io_uring_enter", EFAULT));
+    for (std::uint32_t ticket : {1U, 2U}) {
+      ASSERT_TRUE(
+          ring->push({.action = Action::read, .ticket = ticket, .data = memory.data() + kBlock, .length = kBlock}));
+      ring->reap(results, std::chrono::nanoseconds{0});
+      ASSERT_EQ(results.size(), 1U);
+      EXPECT_EQ(results[0].ticket, ticket);
+      EXPECT_EQ(results[0].value, -EFAULT);
+      results.clear();
+    }
+  }
+  ASSERT_EQ(write(pipe_[1], memory.data(), 100), 100);
+  for (int round = 0; results.empty() && round < 1000; ++round) ring->reap(results, std::chrono::milliseconds{1});
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_EQ(results[0].ticket, 0U);
+  EXPECT_EQ(results[0].value, 100);
+  // What was given up never reaches the kernel: the rest of the pipe is still there.
+  ASSERT_EQ(write(pipe_[1], memory.data(), 50), 50);
+  for (int round = 0; round < 20; ++round) ring->reap(results, std::chrono::milliseconds{1});
+  EXPECT_EQ(results.size(), 1U);
+  EXPECT_EQ(read(pipe_[0], memory.data(), 100), 50);
+}
+
+TEST_F(BackendTest, ARingIsEnteredAgainWhereTheKernelIsBusyOrInterrupted) {
+  for (const int number : {EAGAIN, EBUSY, ENOMEM, EINTR}) {
+    auto ring = open(make_uring_backend(8), file_.descriptor());
+    SystemCalls calls(failing("io_uring_enter", number, "", 3));
+    EXPECT_TRUE(moves(*ring, 20)) << number;
+    EXPECT_GE(calls.count("io_uring_enter"), 4U);
+  }
+}
+
+TEST_F(BackendTest, ARingThatNeverTakesAnythingFailsWhatWaits) {
+  auto ring = open(make_uring_backend(4), file_.descriptor());
+  Buffer memory = allocate_buffer(kBlock);
+  SystemCalls calls(failing("io_uring_enter", EAGAIN));
+  EXPECT_EQ(one(*ring, Action::read, memory.bytes()), -EIO);
+  EXPECT_EQ(one(*ring, Action::read, memory.bytes()), -EIO);
+}
+
+TEST_F(BackendTest, ARegisteredRingUsesNoMemoryThatWasTakenBack) {
+  auto ring = open(make_uring_backend(8), file_.descriptor());
+  EXPECT_TRUE(ring->registered_files());
+  Buffer slab = allocate_buffer(8 * kBlock);
+  const std::span<std::byte> region[] = {slab.bytes()};
+  for (int round = 0; round < 3; ++round) {
+    ASSERT_FALSE(ring->register_memory(region));  // replaces what was registered
+    fill(slab.bytes(), 0, 9);
+    EXPECT_EQ(one(*ring, Action::write, slab.bytes()), static_cast<std::int64_t>(8 * kBlock));
+  }
+  ASSERT_FALSE(ring->register_memory({}));
+  EXPECT_EQ(one(*ring, Action::read, slab.bytes()), static_cast<std::int64_t>(8 * kBlock));
+  EXPECT_TRUE(moves(*ring, 8));
+}
+
+TEST_F(BackendTest, LibaioSubmitsTheRestOfWhatTheKernelTookOnlyPartOf) {
+  auto backend = open(make_libaio_backend(16), file_.descriptor());
+  int round = 0;
+  SystemCalls calls([&round](const SystemCall& call) -> std::optional<long> {
+    if (call.name != "io_submit") return {};
+    constexpr long kAnswers[] = {1, -EAGAIN, 2, -EINTR, 0};
+    return kAnswers[round++ % 5];
+  });
+  EXPECT_TRUE(moves(*backend, 16));
+}
+
+TEST_F(BackendTest, LibaioReportsTheRequestThatTheKernelRefuses) {
+  auto backend = open(make_libaio_backend(4), file_.descriptor());
+  Buffer memory = allocate_buffer(kBlock);
+  {
+    SystemCalls calls(failing("io_submit", EINVAL, "", 1));
+    EXPECT_EQ(one(*backend, Action::read, memory.bytes()), -EINVAL);
+  }
+  {
+    // A flush that the kernel cannot do asynchronously is done all the same, and its failure told.
+    SystemCalls calls(failing("io_submit", EINVAL, "", 1));
+    EXPECT_EQ(one(*backend, Action::flush), 0);
+    EXPECT_EQ(calls.count("fdatasync"), 1U);
+  }
+  SystemCalls calls([](const SystemCall& call) -> std::optional<long> {
+    if (call.name == "io_submit") return -EINVAL;
+    if (call.name == "fdatasync") return -ENOSPC;
+    return {};
+  });
+  EXPECT_EQ(one(*backend, Action::flush), -ENOSPC);
+}
+
+TEST_F(BackendTest, LibaioWithoutRoomInTheKernelNamesTheSetting) {
+  SystemCalls calls(failing("io_setup", EAGAIN));
+  const auto backend = make_libaio_backend(4);
+  ASSERT_FALSE(backend.ok());
+  EXPECT_EQ(backend.error().kind, ErrorKind::environment);
+  EXPECT_EQ(backend.error().error_number, EAGAIN);
+  EXPECT_THAT(backend.error().message(), ::testing::HasSubstr("fs.aio-max-nr"));
+}
+
+TEST_F(BackendTest, ThreadsReportWhatTheSystemSays) {
+  auto backend = open(make_threads_backend(4), file_.descriptor());
+  Buffer memory = allocate_buffer(kBlock);
+  for (const auto& [name, action] : {std::pair{"pread", Action::read}, {"pwrite", Action::write}}) {
+    SystemCalls calls(failing(name, EROFS));
+    EXPECT_EQ(one(*backend, action, memory.bytes()), -EROFS);
+  }
+  SystemCalls calls(failing("fdatasync", EIO));
+  EXPECT_EQ(one(*backend, Action::flush), -EIO);
+}
+
+TEST_F(BackendTest, ManyMoreRequestsThanTheDepthAllArrive) {
+  for (const Make make : kMakers) {
+    auto backend = open(make(64), file_.descriptor());
+    EXPECT_TRUE(moves(*backend, 64)) << engine_name(backend->kind());
+  }
+}
+
+}  // namespace
+}  // namespace tierflow::io

@@ -1,0 +1,67 @@
+#include "io/buffer.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace tierflow::io {
+namespace {
+
+int released = 0;
+void count_release(std::byte*, std::size_t, void*) noexcept {
+  ++released;
+}
+
+TEST(BufferTest, IsAlignedZeroedAndItsOwn) {
+  for (const std::size_t size : {std::size_t{1}, std::size_t{4096}, std::size_t{9 << 20}}) {
+    const Buffer buffer = allocate_buffer(size);
+    ASSERT_TRUE(buffer);
+    EXPECT_EQ(buffer.size(), size);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(buffer.data()) % 4096, 0U);
+    EXPECT_TRUE(
+        std::all_of(buffer.bytes().begin(), buffer.bytes().end(), [](std::byte b) { return b == std::byte{}; }));
+  }
+  EXPECT_FALSE(allocate_buffer(0));
+  EXPECT_FALSE(allocate_buffer(std::size_t{1} << 62));  // refused, not thrown
+}
+
+TEST(BufferTest, IsReleasedOnceByItsLastHolder) {
+  released = 0;
+  std::byte memory[8];
+  {
+    Buffer first(memory, sizeof memory, count_release, nullptr);
+    Buffer second(std::move(first));
+    EXPECT_FALSE(first);
+    EXPECT_EQ(first.size(), 0U);
+    Buffer third;
+    third = std::move(second);
+    EXPECT_FALSE(second);
+    EXPECT_EQ(second.size(), 0U);
+    EXPECT_EQ(third.size(), 8U);
+    Buffer& same = third;
+    third = std::move(same);
+    EXPECT_EQ(third.data(), memory);
+    EXPECT_EQ(released, 0);
+    third = Buffer(memory, 4, count_release, nullptr);  // lets go of what it held
+    EXPECT_EQ(released, 1);
+  }
+  EXPECT_EQ(released, 2);
+}
+
+TEST(BufferTest, PartsKeepTheirSlab) {
+  released = 0;
+  std::byte memory[64];
+  auto slab = std::make_shared<const Buffer>(memory, sizeof memory, count_release, nullptr);
+  Buffer a = part_of(slab, slab->bytes().first(16)), b = part_of(slab, slab->bytes().last(16));
+  EXPECT_EQ(b.data(), memory + 48);
+  EXPECT_EQ(b.size(), 16U);
+  slab.reset();
+  a.reset();
+  EXPECT_EQ(released, 0);
+  b.reset();
+  EXPECT_EQ(released, 1);
+}
+
+}  // namespace
+}  // namespace tierflow::io
