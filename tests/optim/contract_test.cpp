@@ -272,5 +272,30 @@ TEST(Environment, NeitherMattersNorChanges) {
   }
 }
 
+TEST(Environment, SubnormalNumbersAreKept) {
+  const std::size_t n = kBlock + 3;  // in vectors, and in the rest
+  StateArrays s(MasterFormat::split, MomentFormat::f32, n);
+  const std::vector<float> m(n, 0x1p-140F), p(n, 0x1p-133F);
+  split_master(p.data(), s.hi.data(), s.lo.data(), n);
+  encode_moment(m.data(), s.m.view(), n, true);
+  Array<std::uint16_t> g(n, 0);
+  AdamWParams a;
+  a.rule = Rule::sgd;
+  a.lr = 1;
+  a.beta1 = 0.5F;
+  adamw_update(a, g.data(), s.view(), n);
+  std::vector<float> m2(n);
+  decode_moment(s.m.view(), m2.data(), n, true);
+  const auto p2 = master_of(s, n);
+  for (std::size_t i = 0; i < n; ++i) {
+    ASSERT_EQ(m2[i], 0x1p-141F) << i;
+    ASSERT_EQ(p2[i], 0x1p-133F - 0x1p-141F) << i;
+  }
+  std::fill(g.begin(), g.end(), 1);  // 2^-133
+  double sum = 0;
+  EXPECT_TRUE(gradient_norm_squared(g.data(), n, &sum));
+  EXPECT_EQ(sum, static_cast<double>(n) * 0x1p-266);
+}
+
 }  // namespace
 }  // namespace tierflow::optim
