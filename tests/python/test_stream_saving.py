@@ -62,6 +62,20 @@ def test_folders_of_transformers_are_loaded_and_written(written, tmp_path):
     assert changed > 10
 
 
+def test_tensors_follow_one_another_in_the_order_of_the_patterns():
+    from tierflow.keys import Group
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+    def rows(names, dim=1):
+        converter = WeightConverter(["x.*.second", "x.*.first"], "x.both", operations=[MergeModulelist(0), Concatenate(dim)])
+        members = [(pattern, name) for name in names for pattern in converter.source_patterns if name.endswith(pattern.split(".")[-1])]
+        return Group(converter, "x.both", members).rows()
+
+    names = [f"x.{expert}.{which}" for expert in range(2) for which in ("first", "second")]
+    assert rows(names) == ["x.0.second", "x.0.first", "x.1.second", "x.1.first"]
+    assert rows(names[:3]) is None and rows(names, dim=2) is None
+
+
 def test_a_conversion_that_rearranges_elements(tmp_path, monkeypatch):
     """Not one after the other in the file: made through transformers' own operations, one parameter at a time."""
     from transformers import conversion_mapping
