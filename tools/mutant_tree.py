@@ -29,7 +29,7 @@ class Build:
     """One build folder of the copy: what depends on what, and compiling it."""
 
     def __init__(self, folder, source, settings, targets=()):
-        self.folder, self.source, self.settings, self.targets = folder, source, settings, targets
+        self.folder, self.source, self.settings, self.targets = folder, source, settings, set(targets)  # no targets: all
         self.sources = {}  # object -> files of the copy that it is made from
         self.linked = []  # libraries and programs
         self.inputs = {}  # program -> everything that ninja builds it from
@@ -46,7 +46,7 @@ class Build:
         for original in self.folder.rglob("*.original"):  # a run was killed: what it had changed is compiled again
             original.with_suffix("").unlink(missing_ok=True)
             original.unlink()
-        self.sources = {}
+        self.sources, self.inputs = {}, {}
         code, text = self.ninja("-j", str(os.cpu_count()), *self.targets)
         if code != 0:
             raise ToolError(f"the original does not build:\n{tail(text)}")

@@ -105,13 +105,14 @@ class Harness:
         source = self.tree.source
         # -w: a warning is the compiler's finding, not the tests'. No ccache: nothing is compiled twice.
         fast = ["-DTIERFLOW_TORCH=OFF", "-DTIERFLOW_CCACHE=", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -w -fmax-errors=1", "-DCMAKE_GTEST_DISCOVER_TESTS_DISCOVERY_MODE=PRE_TEST"]
-        programs = sorted({tests.split()[0] for folder in folders for tests in PLAIN[folder]})
+        programs = {tests.split()[0] for folder in folders for tests in PLAIN[folder]}
         self.plain = Build(source / "build-plain", source, ["-DTIERFLOW_CUDA=OFF", *fast], programs)
         self.with_torch = Build(source / "build-torch", source, ["-DTIERFLOW_CUDA=OFF"])
         self.usual = {}  # command -> seconds
 
-    def prepare(self, build):
-        if not build.sources:
+    def prepare(self, build, programs=()):
+        if not build.sources or (build.targets and not build.targets.issuperset(programs)):
+            build.targets |= set(programs)
             say(f"building the original, {'with' if build is self.with_torch else 'without'} LibTorch")
             build.prepare()
         return build
@@ -181,9 +182,12 @@ class Harness:
         return Result(f"{mutant.file}:{mutant.line}", folder, outcome, by, diff, time.monotonic() - start)
 
     def try_patch(self, folder, patch):
-        build, tests = self.prepare(self.plain), patch.tests or PLAIN.get(folder, [])
-        known = set().union(*build.sources.values())
-        if not known.issuperset(patch.files) or any(shlex.split(one)[0] not in build.targets for one in tests):
+        tests = patch.tests or PLAIN[folder]
+        programs = {shlex.split(one)[0] for one in tests}
+        build = self.plain
+        if programs <= {one.split()[0] for each in PLAIN.values() for one in each}:
+            self.prepare(build, programs)
+        if not build.sources or not set().union(*build.sources.values()).issuperset(patch.files):
             build, tests = self.prepare(self.with_torch), patch.tests or WITH_TORCH
         start = time.monotonic()
         outcome, by = self.judge(build, tests, patch.files, lambda: self.tree.apply(patch.path))
