@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <set>
 
 #include "io/file.h"
@@ -55,7 +56,7 @@ class SystemCallsTest : public ::testing::Test {
   testing::TempDir folder_;
 };
 
-// The place of the last (or first) call of this name for a path that ends in `end`; -1 where there is none.
+// The place of the last call of this name for a path that ends in `end`; -1 where there is none.
 std::ptrdiff_t last(const std::vector<SystemCall>& calls, std::string_view name, const std::string& end) {
   for (std::size_t i = calls.size(); i-- > 0;)
     if (calls[i].name == name && calls[i].path.ends_with(end)) return static_cast<std::ptrdiff_t>(i);
@@ -71,19 +72,20 @@ TEST_F(SystemCallsTest, ANewVolumeIsFlushedWithTheFoldersThatLeadToIt) {
     ASSERT_TRUE(create(wanted));
     seen = calls.seen();
   }
-  std::ptrdiff_t probe = 0;
-  while (seen[probe].name != "fdatasync") ++probe;  // the probe's own: all of this comes before it
+  const auto first = [&seen](std::string_view name, const std::string& end) {
+    return std::find_if(seen.begin(), seen.end(),
+                        [&](const SystemCall& call) { return call.name == name && call.path.ends_with(end); }) -
+           seen.begin();
+  };
   for (const char* name : {"/a", "/b"}) {
     const std::string file = std::string(name) + "/state.tfv";
     const auto flushed = last(seen, "fsync", file);
-    std::ptrdiff_t header = 0;
-    while (seen[header].name != "pwrite" || !seen[header].path.ends_with(file)) ++header;
-    EXPECT_GT(flushed, header) << name;
+    EXPECT_GT(flushed, first("pwrite", file)) << name;
     EXPECT_GT(last(seen, "fsync", name), flushed) << "the folder of " << name;
   }
   EXPECT_GT(last(seen, "fsync", "/new"), 0);                     // holds the new name "a"
   EXPECT_GT(last(seen, "fsync", folder_.path().filename()), 0);  // holds "new" and "b"
-  EXPECT_LT(last(seen, "fsync", ""), probe);
+  EXPECT_LT(last(seen, "fsync", ""), first("fdatasync", ""));    // the probe's: all of this comes before it
 }
 
 TEST_F(SystemCallsTest, RemovingFilesIsFlushedToo) {
