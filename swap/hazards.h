@@ -1,6 +1,8 @@
 #pragma once
-// Dependencies from hazards, in the order of a sequential program: a read follows the last write of its bytes, a write
-// follows the last write and every read since.
+// Dependencies from hazards, in the order of a sequential program: a read follows the last write of its bytes and its
+// lane's read of them before, a write follows the last write and every read since. What is remembered depends on how
+// many different ranges were named, not on how often: bytes that are only read, by however many tasks, take one record
+// a lane.
 #include <cstdint>
 #include <vector>
 
@@ -10,23 +12,31 @@ namespace tierflow::swap {
 
 class HazardTracker {
  public:
-  // The tasks that `accesses`, made by task `id`, must wait for: sorted, each once. Ids must grow from call to call.
-  std::vector<TaskId> add(TaskId id, const std::vector<Access>& accesses);
+  // The tasks that `accesses`, made by task `id` of `lane`, must wait for: sorted, each once. Ids must grow from call
+  // to call.
+  std::vector<TaskId> add(TaskId id, Lane lane, const std::vector<Access>& accesses);
+  // How many accesses are remembered.
+  std::size_t records() const;
 
  private:
   struct Record {
     std::uint64_t begin, end;
     TaskId task;
+    Lane lane;
     bool writes;
+  };
+  struct Reader {
+    TaskId task;
+    Lane lane;
   };
   // Buffers, extents and carries are single numbers: a table each. The device arena is cut into ranges: a list.
   struct Cell {
     bool written = false;
     TaskId writer = 0;
-    std::vector<TaskId> readers;
+    std::vector<Reader> readers;  // one a lane at most
   };
-  void add_range(TaskId id, const Access& access, std::vector<TaskId>& found);
-  void add_cell(TaskId id, const Access& access, std::vector<TaskId>& found);
+  void add_range(TaskId id, Lane lane, const Access& access, std::vector<TaskId>& found);
+  void add_cell(TaskId id, Lane lane, const Access& access, std::vector<TaskId>& found);
 
   std::vector<Record> device_;
   std::vector<Record> left_over_;  // of an access at work

@@ -41,7 +41,7 @@ Task& Planner::emit(TaskKind kind, Lane lane, std::vector<Access> accesses) {
   task.lane = lane;
   task.pass = pass_;
   task.stage = stage_;
-  task.dependencies = hazards_.add(id, accesses);
+  task.dependencies = hazards_.add(id, lane, accesses);
   task.accesses = std::move(accesses);
   return task;
 }
