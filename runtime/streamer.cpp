@@ -51,6 +51,10 @@ struct Streamer::Impl {
     sum.add(gradient);
     touched[sum.unit][sum.tensor] = true;
   }
+  // What a broken-off step left on the device joins its sum.
+  void close_kept() {
+    if (planner->keeps()) executor->append(planner->close(), work);
+  }
   void finish_update(int unit) {
     if (planner->owes(unit)) executor->append(planner->settle(unit), work);
   }
@@ -212,17 +216,20 @@ bool Streamer::touched(int unit, int tensor) const {
 }
 
 double Streamer::squares(int unit, int tensor) {
+  impl_->close_kept();
   throw_if(impl_->executor->finish_updates());
   return impl_->work->squares(unit, tensor);
 }
 
 bool Streamer::finite(int unit) {
+  impl_->close_kept();
   throw_if(impl_->executor->finish_updates());
   return impl_->work->finite(unit);
 }
 
 torch::Tensor Streamer::gradient(int unit, int tensor) {
   Impl& impl = *impl_;
+  impl.close_kept();
   impl.quiet();
   const torch::Tensor values = torch::zeros(impl.shape(unit, tensor), torch::kFloat32);
   const bool is_sum = impl.planner->is_sum(unit);
@@ -248,6 +255,7 @@ void Streamer::forget(int unit, int tensor) {
 
 void Streamer::step(std::vector<std::pair<int, std::vector<TensorUpdate>>> updates) {
   Impl& impl = *impl_;
+  impl.close_kept();
   std::vector<int> units;
   for (auto& [unit, how] : updates) {
     impl.finish_update(unit);  // one at a time is owed

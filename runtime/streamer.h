@@ -83,7 +83,8 @@ class Streamer {
   bool finite(int unit);
   // fp32, before scaling. Between turns.
   torch::Tensor gradient(int unit, int tensor);
-  // Forgets the gradient of a unit, or of one tensor of it, which is then not updated.
+  // Forgets the gradient of a unit, wherever a step that was broken off left it, or of one tensor of it, which is then
+  // not updated.
   void drop_gradient(int unit);
   void forget(int unit, int tensor);
   // The gradients of these units become updates, each ahead of its unit's next turn.

@@ -48,6 +48,7 @@ io::Error VisitChecker::settle(const Plan& plan, int unit) {
 void VisitChecker::drop(int unit) {
   ++sums_[unit].epoch;
   sums_[unit].visits = 0;
+  sums_[unit].parts = 0;  // what is on the device of it is nobody's any more
   for (const Chunk& chunk : layout_.chunks_of(unit)) taken_[layout_.first_chunk(unit) + chunk.index] = 0;
 }
 

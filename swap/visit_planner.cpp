@@ -138,6 +138,24 @@ void VisitPlanner::close_gradients() {
   open_.stage = -1;
 }
 
+int VisitPlanner::kept_at(int unit) const {
+  if (open_.stage == -1) return -1;
+  const std::vector<int>& units = layout_.stages()[open_.stage].units;
+  for (std::size_t i = 0; i < units.size(); ++i)
+    if (units[i] == unit && open_.gradients[i] != kNowhere) return static_cast<int>(i);
+  return -1;
+}
+
+void VisitPlanner::drop(int unit) {
+  contributions_[unit] = 0;
+  const int position = kept_at(unit);
+  if (position == -1) return;
+  // The stage's next visit wants other gradients than those that are left: it starts all of them afresh.
+  open_.gradients[position] = kNowhere;
+  open_units_[position] = false;
+  if (std::find(open_units_.begin(), open_units_.end(), true) == open_units_.end()) open_.stage = -1;
+}
+
 HostRef VisitPlanner::low_words(int chunk, bool holds) {
   if (arrangement_.gradient_low_resident[chunk]) return {HostRef::Where::resident_gradient_low, chunk};
   const HostRef words = take_word_buffer();

@@ -30,18 +30,21 @@ class VisitPlanner : private Planner {
 
   // The tasks of one visit, its compute task among them, and those that fetch what is expected to follow.
   Plan visit(const VisitRequest& request);
-  // A gradient kept on the device leaves it: for a client that breaks off.
+  // A gradient kept on the device leaves it: for a client that breaks off and wants what is there.
   Plan close();
+  // Whether a gradient is kept on the device.
+  bool keeps() const { return open_.stage != -1; }
 
-  // Visits whose gradient the unit's sum holds; 0 after owe() or drop().
-  int gradients_of(int unit) const { return contributions_[unit]; }
+  // Visits whose gradient the unit's sum holds, those that are kept on the device as one; 0 after owe() or drop().
+  int gradients_of(int unit) const { return contributions_[unit] + (kept_at(unit) != -1 ? 1 : 0); }
   // Low words belong to the unit's gradient, which is a sum of several visits'.
   bool is_sum(int unit) const { return contributions_[unit] > 1; }
-  // These units' gradients become an update each, ahead of the unit's next visit. Fetches what is expected to follow.
+  // These units' gradients, none of them kept on the device, become an update each, ahead of the unit's next visit.
+  // Fetches what is expected to follow.
   Plan owe(const std::vector<int>& units);
   bool owes(int unit) const { return !updated_[unit]; }
-  // Forgets a unit's gradient; not one that is owed already.
-  void drop(int unit) { contributions_[unit] = 0; }
+  // Forgets a unit's gradient, wherever it is; not one that is owed already.
+  void drop(int unit);
   // The update that a unit owes, now.
   Plan settle(int unit);
   // Something else wrote the unit's words: copies on the device are stale.
@@ -56,6 +59,8 @@ class VisitPlanner : private Planner {
   void release_holds();
   void open_gradients(const VisitRequest& request, Visit& visit);
   void close_gradients();
+  // Position in its stage of a unit whose gradient is kept on the device; -1: it is not.
+  int kept_at(int unit) const;
   void accumulate(const Chunk& chunk, std::uint64_t from);
   // A host place for the low words of a sum: resident, or a buffer filled from storage where `holds` says that there is
   // something.

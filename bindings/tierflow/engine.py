@@ -100,6 +100,7 @@ class Engine:
         self.active: Turn | None = None
         self.active_thread = 0
         self._entering = False
+        self._bound: tuple[Turn, list[torch.Tensor]] | None = None  # of the turn that is being taken
         self.trainable = [unit.trainable for unit in cut.units]
         self.broken: str | None = None  # why this step's gradients cannot be applied
         self.skipped = 0
@@ -162,6 +163,7 @@ class Engine:
                 for handle, weight in zip(turn.handles, weights, strict=True):
                     weight.requires_grad_(handle.requires_grad)
                 self.native.collect(weights)
+            self._bound = (turn, weights)
             turn.bind(weights)
             yield weights
         except BaseException as error:
@@ -170,11 +172,17 @@ class Engine:
             raise
         finally:
             self.active = None
-            if weights:
-                turn.unbind(weights)
-            if self.native.inside:
-                self.native.leave()
+            self._leave()
             self._say_departures()
+
+    def _leave(self) -> None:
+        """Ends the turn that is being taken. An interrupt between two of these lines leaves the rest to zero_grad()."""
+        if self._bound is not None:
+            turn, weights = self._bound
+            turn.unbind(weights)
+            self._bound = None
+        if self.native.inside:
+            self.native.leave()
 
     def _say_departures(self) -> None:
         """Where weights are fetched from storage and most turns of a while came unforeseen: changes between training and evaluation, say, cost nothing to speak of."""
@@ -258,6 +266,9 @@ class Engine:
 
     def zero_grad(self, trained: set[tuple[int, int]], others: set[tuple[int, int]]) -> None:
         """Drops the gradients of an optimizer that trains these tensors, and those that none of the other optimizers trains."""
+        if self.active is None or self.active_thread == threading.get_ident():
+            self.active = None
+            self._leave()
         if self.broken is not None:
             others = set()
         spared = {unit for unit, _ in others} - {unit for unit, _ in trained}

@@ -67,6 +67,7 @@ class Work final : public HostWork {
 struct Case {
   std::uint64_t host = 0, device = 0, chaos = 0;
   bool random_order = false;
+  bool breaks_off = false;  // steps, at every visit
 };
 
 class VisitPlannerTest : public ::testing::TestWithParam<Case> {
@@ -167,7 +168,35 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
     (*executor)->append(planner.owe(owed), work);
   };
   const int stages = static_cast<int>(layout_.stages().size());
+  const auto drop_all = [&] {
+    for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit) {
+      planner.drop(unit);
+      EXPECT_EQ(planner.gradients_of(unit), 0);
+      sums[unit].clear();
+    }
+  };
+  // A step of which `visits` happen, each for several micro-batches in a row, and then the client gives up: after the
+  // last one's first or second micro-batch, whose gradient stays on the device.
+  const auto break_off = [&](int visits, int micro_batches) {
+    for (int stage = 0; stage < stages; ++stage) visit(stage, Pass::forward);
+    for (int i = 0; i < visits; ++i) {
+      const int stage = stages - 1 - i;
+      for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch)
+        visit(stage, Pass::backward, i + 1 == visits || micro_batch + 1 < micro_batches);
+    }
+    const auto& last = layout_.stages()[stages - visits].units;
+    EXPECT_GE(planner.gradients_of(last.front()), layout_.units()[last.front()].trainable ? 1 : 0);
+    drop_all();
+    EXPECT_FALSE(planner.keeps());
+  };
   for (int round = 0; round < 4; ++round) {
+    for (int visits = 1; budgets.breaks_off && visits <= stages; ++visits) {
+      break_off(visits, 1 + round % 2);
+      // The first visit of the step that follows is sometimes the one that was broken off.
+      if (visits % 2 == 0) visit(stages - visits, Pass::backward);
+      if (HasFatalFailure()) return;
+    }
+    if (budgets.breaks_off && round % 2 == 1) drop_all();
     for (int pass = 0; pass < 3; ++pass) {
       if (budgets.random_order) {
         for (int i = 0; i < 12; ++i)
@@ -178,10 +207,7 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
       for (int stage = stages - 1; stage >= 0; --stage) visit(stage, Pass::backward);
     }
     if (round == 2) {  // dropped gradients leave no trace
-      for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit) {
-        planner.drop(unit);
-        sums[unit].clear();
-      }
+      drop_all();
       visit(1, Pass::backward, /*keep=*/true);
       visit(1, Pass::backward, /*keep=*/false);
       EXPECT_EQ(planner.gradients_of(1), 1);
@@ -200,10 +226,11 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
             << "unit " << unit;
       }));
     }
-  if (budgets.random_order)
+  if (budgets.random_order) {
     EXPECT_GT(planner.departures(), 20U);
-  else
+  } else if (!budgets.breaks_off) {
     EXPECT_LE(planner.departures(), 2U);  // around the two visits that repeat one
+  }
   executor->reset();
   store.value()->volume().remove_files();
 }
@@ -212,8 +239,37 @@ INSTANTIATE_TEST_SUITE_P(Budgets, VisitPlannerTest,
                          ::testing::Values(Case{.host = 64 << 20, .device = 64 << 20},
                                            Case{.host = 3 << 20, .device = 2 << 20},
                                            Case{.host = 3 << 20, .device = 3 << 20, .random_order = true},
+                                           Case{.host = 64 << 20, .device = 64 << 20, .breaks_off = true},
+                                           Case{.host = 3 << 20, .device = 2 << 20, .chaos = 3, .breaks_off = true},
                                            Case{.host = 2 << 20, .device = 1300 << 10, .chaos = 5},
                                            Case{.host = 4 << 20, .device = 2 << 20, .chaos = 9, .random_order = true}));
+
+// Units that share a stage: one is dropped, the other's gradient stays what it was.
+TEST(VisitPlannerDrop, LeavesTheOtherUnitsOfTheStage) {
+  std::vector<UnitShape> units;
+  for (int unit = 0; unit < 3; ++unit)
+    units.push_back({.name = "unit", .groups = {{.elements = 4096, .state_bytes_element = 4, .precision = "a"}}});
+  const Layout layout(std::move(units), {{.units = {0}}, {.units = {1, 2}}}, kChunkQuantum);
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 << 20, .sums = true}).value();
+  for (const int dropped : {1, 2}) {
+    VisitPlanner planner(layout, arrangement);
+    const VisitRequest request{.stage = 1, .pass = Pass::backward, .gradients = {true, true}, .keep = true};
+    planner.visit(request);
+    EXPECT_TRUE(planner.keeps());
+    EXPECT_EQ(planner.gradients_of(0), 0);
+    planner.drop(0);  // has none
+    planner.drop(dropped);
+    EXPECT_TRUE(planner.keeps());
+    EXPECT_EQ(planner.gradients_of(dropped), 0);
+    EXPECT_EQ(planner.gradients_of(3 - dropped), 1);
+    const Plan plan = planner.visit({.stage = 1, .pass = Pass::backward, .gradients = {true, true}});
+    EXPECT_EQ(plan.visits.front().fresh_gradient, (std::vector<bool>{true, true}));
+    EXPECT_EQ(planner.gradients_of(dropped), 1);
+    EXPECT_EQ(planner.gradients_of(3 - dropped), 2);
+    EXPECT_FALSE(planner.keeps());
+  }
+}
 
 }  // namespace
 }  // namespace tierflow::swap
