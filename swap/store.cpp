@@ -1,44 +1,21 @@
 #include "swap/store.h"
 
-#include <xxhash.h>
-
-#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
-#include <nlohmann/json.hpp>
 #include <numeric>
+#include <optional>
 #include <random>
+#include <string_view>
 
 #include "io/checksum.h"
 
 namespace tierflow::swap {
 namespace {
 
-using nlohmann::json;
-
-constexpr std::uint64_t kSuperblockSpacing = std::uint64_t{1} << 20;
-constexpr std::uint64_t kManifestBase = 2 * kSuperblockSpacing;
-constexpr int kVersion = 1;
-
-struct Superblock {
-  char magic[8] = {'T', 'F', 'S', 'T', 'O', 'R', 'E', '1'};
-  std::uint64_t version = kVersion;
-  std::uint64_t run_id = 0;
-  std::uint64_t generation = 0;
-  std::uint64_t manifest_offset = 0, manifest_length = 0, manifest_checksum = 0;
-  std::uint64_t checksum = 0;  // of the fields before it
-
-  std::uint64_t own_checksum() const { return XXH3_64bits(this, offsetof(Superblock, checksum)); }
-};
-
 const char* kind_name(ExtentKind kind) {
   static constexpr const char* kNames[] = {"hi", "state", "gradient", "gradient sum", "activations"};
   return kNames[static_cast<int>(kind)];
-}
-
-io::Error corrupt(std::string detail) {
-  return {.kind = io::ErrorKind::corruption, .operation = "open the store", .detail = std::move(detail)};
 }
 
 io::Error transfer(io::Volume& volume, io::Op op, std::uint64_t offset, io::Buffer& buffer, std::size_t length) {
@@ -59,34 +36,86 @@ io::Error transfer(io::Volume& volume, io::Op op, std::uint64_t offset, io::Buff
   return error;
 }
 
-struct Found {
-  Superblock block;
-  std::string text;  // of the manifest
+bool is_committed(ExtentKind kind) {
+  return kind == ExtentKind::hi || kind == ExtentKind::state;
+}
+
+io::Result<io::Buffer> read_at(io::Volume& volume, std::uint64_t offset, std::uint64_t bytes) {
+  io::Buffer buffer = io::allocate_buffer(round_up(bytes, kSector));
+  if (!buffer) return io::Error{.kind = io::ErrorKind::memory, .operation = "open the store", .length = bytes};
+  if (io::Error error = transfer(volume, io::Op::read, offset, buffer, buffer.size())) return error;
+  return buffer;
+}
+
+// A place where a superblock stands, and what is there.
+struct Copy {
+  std::optional<Superblock> block;
+  bool blank = false;
+  std::string trouble;  // why there is no block
+  io::Error error;      // of reading it
 };
 
-io::Result<Found> newest_manifest(io::Volume& volume) {
-  std::vector<Superblock> blocks;
-  io::Buffer sector = io::allocate_buffer(kSector);
-  for (int copy = 0; copy < 2 && volume.size() >= kManifestBase; ++copy) {
-    if (io::Error error = transfer(volume, io::Op::read, copy * kSuperblockSpacing, sector, kSector)) return error;
-    Superblock block;
-    std::memcpy(static_cast<void*>(&block), sector.data(), sizeof block);
-    if (std::memcmp(block.magic, Superblock{}.magic, sizeof block.magic) == 0 &&
-        block.checksum == block.own_checksum() && block.version == kVersion && block.manifest_length < volume.size() &&
-        block.manifest_offset <= volume.size() - round_up(block.manifest_length, kSector))
-      blocks.push_back(block);
+Copy read_copy(io::Volume& volume, int copy) {
+  const std::string name = copy == 0 ? "superblock A " : "superblock B ";
+  auto sector = read_at(volume, copy * kSuperblockSpacing, kSector);
+  if (!sector.ok()) return {.trouble = name + "cannot be read: " + sector.error().message(), .error = sector.error()};
+  Copy found{.block = parse_superblock(sector->bytes(), volume.size()), .blank = is_blank(sector->bytes())};
+  if (!found.block) found.trouble = name + why_no_superblock(sector->bytes());
+  return found;
+}
+
+io::Result<Manifest> read_manifest(io::Volume& volume, const Superblock& block) {
+  auto buffer = read_at(volume, block.manifest_offset, block.manifest_length);
+  if (!buffer.ok()) return buffer.error();
+  const std::string_view text(reinterpret_cast<const char*>(buffer->data()), block.manifest_length);
+  if (!matches(block, text)) return store_damaged("its manifest is not what was written");
+  return parse_manifest(text);
+}
+
+struct Found {
+  Superblock block;
+  Manifest manifest;
+  std::string passed_over;  // why it may not be the newest that was committed; empty: it is
+};
+
+// Whether nothing newer than `block` was ever committed: the other copy is its predecessor, or never was written.
+bool is_newest(io::Volume& volume, const Superblock& block, const Copy& other) {
+  if (other.block) return other.block->run_id == block.run_id && other.block->generation + 1 == block.generation;
+  if (block.generation != 1 || !other.blank) return false;
+  // A second generation's manifest would lie before this one.
+  auto before = read_at(volume, kManifestBase, kSector);
+  return before.ok() && is_blank(before->bytes());
+}
+
+io::Result<Found> newest_generation(io::Volume& volume) {
+  if (volume.size() < kManifestBase) return store_damaged("it is too small to be a store");
+  Copy copies[] = {read_copy(volume, 0), read_copy(volume, 1)};
+  if (copies[0].blank && copies[1].blank)
+    return store_damaged("it holds no committed generation: the run that made it ended before its first commit");
+  const int first =
+      copies[0].block && (!copies[1].block || copies[0].block->generation > copies[1].block->generation) ? 0 : 1;
+  std::string troubles;
+  io::Error unreadable;
+  const auto note = [&](const std::string& trouble, const io::Error& error) {
+    if (!trouble.empty()) troubles += (troubles.empty() ? "" : "; ") + trouble;
+    if (!unreadable && error.kind != io::ErrorKind::corruption) unreadable = error;
+  };
+  for (const Copy& copy : copies)
+    if (!copy.blank) note(copy.trouble, copy.error);
+  for (const int at : {first, 1 - first}) {
+    if (!copies[at].block) continue;
+    const Superblock& block = *copies[at].block;
+    auto manifest = read_manifest(volume, block);
+    if (manifest.ok()) {
+      if (is_newest(volume, block, copies[1 - at])) return Found{block, std::move(manifest).value(), {}};
+      if (troubles.empty()) troubles = "the other superblock is not the one before it";
+      return Found{block, std::move(manifest).value(), troubles};
+    }
+    note("generation " + std::to_string(block.generation) + ": " + manifest.error().message(), manifest.error());
   }
-  std::sort(blocks.begin(), blocks.end(),
-            [](const Superblock& a, const Superblock& b) { return a.generation > b.generation; });
-  for (const Superblock& block : blocks) {
-    io::Buffer buffer = io::allocate_buffer(round_up(block.manifest_length, kSector));
-    if (!buffer)
-      return io::Error{.kind = io::ErrorKind::memory, .operation = "open the store", .length = block.manifest_length};
-    if (io::Error error = transfer(volume, io::Op::read, block.manifest_offset, buffer, buffer.size())) return error;
-    if (XXH3_64bits(buffer.data(), block.manifest_length) == block.manifest_checksum)
-      return Found{block, std::string(reinterpret_cast<const char*>(buffer.data()), block.manifest_length)};
-  }
-  return corrupt("it holds no committed generation: the run that made it ended before its first commit");
+  if (!unreadable) return store_damaged("it holds no generation that can be read: " + troubles);
+  unreadable.detail = "the store holds no generation that can be read: " + troubles;
+  return unreadable;
 }
 
 }  // namespace
@@ -126,7 +155,7 @@ std::uint64_t Store::bytes_needed(const StoreOptions& options, const Layout& lay
 io::Result<std::unique_ptr<Store>> Store::create(StoreOptions options, const Layout& layout) {
   std::unique_ptr<Store> store(new Store(std::move(options), layout));
   std::random_device random;
-  store->run_id_ = (std::uint64_t{random()} << 32) | random();
+  store->run_id_ = store->options_.run_id != 0 ? store->options_.run_id : (std::uint64_t{random()} << 32) | random();
   io::VolumeOptions volume_options = store->options_.volume;
   volume_options.bytes = store->total_bytes_;
   auto volume = io::Volume::create(volume_options);
@@ -138,16 +167,15 @@ io::Result<std::unique_ptr<Store>> Store::create(StoreOptions options, const Lay
 io::Result<Store::Contents> Store::inspect(const io::VolumeOptions& options) {
   auto volume = io::Volume::open(options);
   if (!volume.ok()) return volume.error();
-  auto found = newest_manifest(**volume);
+  auto found = newest_generation(**volume);
   if (!found.ok()) return found.error();
-  const json manifest = json::parse(found->text, nullptr, false);
-  if (!manifest.is_object()) return corrupt("its manifest cannot be read");
-  return Contents{.identity = manifest.value("identity", ""),
-                  .progress = manifest.value("progress", ""),
-                  .chunk_elements = manifest.value("chunk_elements", std::uint64_t{0}),
-                  .generations = manifest.value("generations", 1),
-                  .staged_gradients = manifest.value("staged_gradients", false),
-                  .gradient_chunks = manifest.value("gradient_chunks", std::vector<bool>{})};
+  Manifest& manifest = found->manifest;
+  return Contents{.identity = std::move(manifest.identity),
+                  .progress = std::move(manifest.progress),
+                  .chunk_elements = manifest.chunk_elements,
+                  .generations = manifest.generations,
+                  .staged_gradients = manifest.staged_gradients,
+                  .gradient_chunks = std::move(manifest.gradient_chunks)};
 }
 
 io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layout& layout) {
@@ -156,11 +184,19 @@ io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layou
   auto volume = io::Volume::open(store->options_.volume);
   if (!volume.ok()) return volume.error();
   store->volume_ = std::move(volume).value();
-  auto found = newest_manifest(*store->volume_);
+  auto found = newest_generation(*store->volume_);
   if (!found.ok()) return found.error();
   store->run_id_ = found->block.run_id;
-  store->generation_ = found->block.generation;
-  if (io::Error error = store->load_manifest(found->text)) return error;
+  if (io::Error error = store->take_over(found->block.generation, found->manifest)) return error;
+  if (found->passed_over.empty()) return store;
+  const std::string generation = "generation " + std::to_string(store->generation_);
+  if (const io::Error wrong = store->verify_all())
+    return store_damaged("its newest generation cannot be read (" + found->passed_over + "), and " + generation +
+                         ", which can, is not whole any more: the run had begun to overwrite it (" + wrong.message() +
+                         "). What is left is what was exported before");
+  if (store->options_.volume.on_notice)
+    store->options_.volume.on_notice({io::Notice::Kind::retried, "the store is opened at " + generation +
+                                                                     ", which is whole; " + found->passed_over});
   return store;
 }
 
@@ -226,14 +262,28 @@ void Store::stamp(ExtentKind kind, int index, std::span<const std::byte> bytes) 
 }
 
 void Store::write(ExtentKind kind, int index, io::Buffer buffer, io::Callback done) {
-  Record& at = record(kind, index);
+  io::Error refused;
+  {
+    std::lock_guard lock(mutex_);
+    refused = refused_;
+    if (!refused && is_committed(kind)) ++writes_in_flight_;
+  }
+  if (refused) return done({.buffer = std::move(buffer), .error = std::move(refused)});
+  ExtentRecord& at = record(kind, index);
   // A slot that the newest durable generation refers to is not written while there is another.
-  if (at.written && at.generation <= generation_ && options_.generations == 2 &&
-      (kind == ExtentKind::hi || kind == ExtentKind::state))
-    at.slot ^= 1;
+  if (at.written && at.generation <= generation_ && options_.generations == 2 && is_committed(kind)) at.slot ^= 1;
   at.checksum = pending_checksum_[static_cast<int>(kind)][index];
   at.generation = generation_ + 1;
   at.written = true;
+  if (is_committed(kind))
+    done = [this, done = std::move(done)](io::Completion&& completion) {
+      {
+        std::lock_guard lock(mutex_);
+        --writes_in_flight_;
+        if (completion.error && !refused_) refused_ = completion.error;
+      }
+      done(std::move(completion));
+    };
   volume_->submit({.op = io::Op::write,
                    .offset = offset(kind, index, at.slot),
                    .length = extent_bytes(kind, index),
@@ -242,7 +292,7 @@ void Store::write(ExtentKind kind, int index, io::Buffer buffer, io::Callback do
 }
 
 io::Error Store::verify(ExtentKind kind, int index, std::span<const std::byte> bytes) const {
-  const Record& at = record(kind, index);
+  const ExtentRecord& at = record(kind, index);
   if (at.written && checksum(kind, index, at.generation, bytes) == at.checksum) return {};
   std::string whose = "item " + std::to_string(index), path;
   if (kind != ExtentKind::activations) {
@@ -261,75 +311,92 @@ io::Error Store::verify(ExtentKind kind, int index, std::span<const std::byte> b
 }
 
 std::string Store::manifest(const std::string& progress) const {
-  json records = json::array();
-  for (int kind = 0; kind < 2; ++kind)
-    for (const Record& at : records_[kind]) records.push_back({at.written, at.slot, at.generation, at.checksum});
-  json units = json::array();
-  for (const UnitShape& unit : layout_.units()) {
-    json groups = json::array();
-    for (const GroupShape& group : unit.groups)
-      groups.push_back({{"elements", group.elements}, {"precision", group.precision}});
-    units.push_back({{"name", unit.name}, {"groups", groups}});
+  Manifest manifest{.chunk_elements = layout_.chunk_elements(),
+                    .generations = options_.generations,
+                    .staged_gradients = options_.staged_gradients,
+                    .gradient_chunks = options_.gradient_chunks,
+                    .activation_bytes = std::accumulate(options_.activation_bytes.begin(),
+                                                        options_.activation_bytes.end(), std::uint64_t{0}),
+                    .identity = options_.identity,
+                    .progress = progress};
+  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) {
+    const auto& records = records_[static_cast<int>(kind)];
+    manifest.records.insert(manifest.records.end(), records.begin(), records.end());
   }
-  return json{{"version", kVersion},
-              {"chunk_elements", layout_.chunk_elements()},
-              {"generations", options_.generations},
-              {"staged_gradients", options_.staged_gradients},
-              {"gradient_chunks", options_.gradient_chunks},
-              {"activation_bytes",
-               std::accumulate(options_.activation_bytes.begin(), options_.activation_bytes.end(), std::uint64_t{0})},
-              {"units", units},
-              {"identity", options_.identity},
-              {"progress", progress},
-              {"records", records}}
-      .dump();
+  return manifest.text(layout_.units());
 }
 
-io::Error Store::load_manifest(const std::string& text) {
-  const json manifest = json::parse(text, nullptr, false);
+io::Error Store::take_over(std::uint64_t generation, const Manifest& manifest) {
   const std::size_t chunks = layout_.chunks().size();
-  if (manifest.is_object() && volume_->size() != total_bytes_ + manifest.value("activation_bytes", std::uint64_t{0}))
-    return corrupt("its size is not that of this model and these options");
-  if (!manifest.is_object() || !manifest.contains("records") || manifest["records"].size() != 2 * chunks ||
-      manifest.value("chunk_elements", std::uint64_t{0}) != layout_.chunk_elements())
-    return corrupt("its manifest is of another model or another version");
+  if (manifest.records.size() != 2 * chunks || manifest.chunk_elements != layout_.chunk_elements())
+    return store_damaged("its manifest is of another model or another version");
+  if (manifest.generations != options_.generations || volume_->size() != total_bytes_ + manifest.activation_bytes)
+    return store_damaged("its size is not that of this model and these options");
   for (std::size_t index = 0; index < 2 * chunks; ++index) {
-    const json& entry = manifest["records"][index];
-    records_[index / chunks][index % chunks] = {
-        .checksum = entry[3], .generation = entry[2], .slot = entry[1], .written = entry[0]};
+    if (manifest.records[index].generation > generation)
+      return store_damaged("its manifest names a generation that is newer than itself");
+    records_[index / chunks][index % chunks] = manifest.records[index];
   }
-  options_.identity = manifest.value("identity", "");
-  progress_ = manifest.value("progress", "");
+  generation_ = generation;
+  options_.identity = manifest.identity;
+  progress_ = manifest.progress;
   return {};
 }
 
+io::Error Store::verify_all() {
+  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+    for (int index = 0; index < static_cast<int>(layout_.chunks().size()); ++index)
+      if (record(kind, index).written)
+        if (auto bytes = fetch(kind, index); !bytes.ok()) return bytes.error();
+  return {};
+}
+
+void Store::register_memory(std::shared_ptr<const io::Buffer> slab, std::span<const std::span<std::byte>> pieces) {
+  volume_->register_memory(pieces);
+  registered_.push_back(std::move(slab));
+}
+
+io::Error Store::refuse_from_now_on(io::Error why) {
+  std::lock_guard lock(mutex_);
+  if (!refused_) refused_ = std::move(why);
+  return refused_;
+}
+
 io::Error Store::commit(const std::string& progress) {
+  {
+    std::lock_guard lock(mutex_);
+    if (refused_) return refused_;
+    if (writes_in_flight_ != 0)
+      return {.kind = io::ErrorKind::usage, .operation = "commit", .detail = "writes are still in flight"};
+  }
   const std::string text = manifest(progress);
   if (text.size() > manifest_bytes_)
     return {.kind = io::ErrorKind::io,
             .operation = "commit",
             .length = text.size(),
             .detail = "the manifest outgrew its place"};
-  const int copy = static_cast<int>((generation_ + 1) % 2);
-  io::Buffer buffer = io::allocate_buffer(round_up(text.size(), kSector));
-  if (!buffer) return {.kind = io::ErrorKind::memory, .operation = "commit", .length = text.size()};
-  std::memcpy(buffer.data(), text.data(), text.size());
   Superblock block;
   block.run_id = run_id_;
   block.generation = generation_ + 1;
-  block.manifest_offset = kManifestBase + copy * manifest_bytes_;
-  block.manifest_length = text.size();
-  block.manifest_checksum = XXH3_64bits(text.data(), text.size());
-  block.checksum = block.own_checksum();
-  if (io::Error error = transfer(*volume_, io::Op::write, block.manifest_offset, buffer, buffer.size())) return error;
-  if (io::Error error = volume_->flush()) return error;
-  std::memset(buffer.data(), 0, kSector);
-  std::memcpy(buffer.data(), &block, sizeof block);
-  if (io::Error error = transfer(*volume_, io::Op::write, copy * kSuperblockSpacing, buffer, kSector)) return error;
-  if (io::Error error = volume_->flush()) return error;
-  ++generation_;
+  block.set_manifest(kManifestBase + copy_of(block.generation) * manifest_bytes_, text);
+  // The generation's number, and with it its slots, would be used a second time, while its superblock may be durable.
+  if (io::Error error = publish(block, text)) return refuse_from_now_on(std::move(error));
+  generation_ = block.generation;
   progress_ = progress;
   return {};
+}
+
+io::Error Store::publish(const Superblock& block, const std::string& manifest) {
+  io::Buffer buffer = io::allocate_buffer(round_up(manifest.size(), kSector));
+  io::Buffer sector = io::allocate_buffer(kSector);
+  if (!buffer || !sector) return {.kind = io::ErrorKind::memory, .operation = "commit", .length = manifest.size()};
+  std::memcpy(buffer.data(), manifest.data(), manifest.size());
+  std::memcpy(sector.data(), &block, sizeof block);
+  if (io::Error error = transfer(*volume_, io::Op::write, block.manifest_offset, buffer, buffer.size())) return error;
+  if (io::Error error = volume_->flush()) return error;
+  const std::uint64_t place = copy_of(block.generation) * kSuperblockSpacing;
+  if (io::Error error = transfer(*volume_, io::Op::write, place, sector, kSector)) return error;
+  return volume_->flush();
 }
 
 }  // namespace tierflow::swap

@@ -1,0 +1,70 @@
+#pragma once
+// What a store writes of its own beside the extents: superblocks and manifests (docs/store.md). Bytes and text in and
+// out; nothing here reads or writes a drive. Inside of swap alone.
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "io/error.h"
+#include "swap/layout.h"
+
+namespace tierflow::swap {
+
+inline constexpr std::uint64_t kSuperblockSpacing = std::uint64_t{1} << 20;
+inline constexpr std::uint64_t kManifestBase = 2 * kSuperblockSpacing;
+inline constexpr std::uint64_t kStoreVersion = 1;
+// Generation n stands in superblock n % 2 and manifest n % 2, so that the one before it stays what it is.
+constexpr int copy_of(std::uint64_t generation) {
+  return static_cast<int>(generation % 2);
+}
+
+struct Superblock {
+  std::array<char, 8> magic{'T', 'F', 'S', 'T', 'O', 'R', 'E', '1'};
+  std::uint64_t version = kStoreVersion;
+  std::uint64_t run_id = 0;
+  std::uint64_t generation = 0;
+  std::uint64_t manifest_offset = 0, manifest_length = 0, manifest_checksum = 0;
+  std::uint64_t checksum = 0;  // of the fields before it
+
+  std::uint64_t own_checksum() const;
+  void set_manifest(std::uint64_t offset, std::string_view text);
+};
+static_assert(sizeof(Superblock) == 64);
+
+// Of a sector that was read: the superblock in it; nothing where it is damaged, of another version, or none.
+// volume_size: its manifest lies within.
+std::optional<Superblock> parse_superblock(std::span<const std::byte> sector, std::uint64_t volume_size);
+// Why parse_superblock() gave nothing.
+std::string why_no_superblock(std::span<const std::byte> sector);
+bool is_blank(std::span<const std::byte> bytes);
+bool matches(const Superblock& block, std::string_view manifest);
+
+// What is known of the newest bytes of an extent.
+struct ExtentRecord {
+  std::uint64_t checksum = 0, generation = 0;
+  std::uint8_t slot = 0;
+  bool written = false;
+  bool operator==(const ExtentRecord&) const = default;
+};
+
+struct Manifest {
+  std::uint64_t chunk_elements = 0;
+  int generations = 1;
+  bool staged_gradients = false;
+  std::vector<bool> gradient_chunks;
+  std::uint64_t activation_bytes = 0;
+  std::string identity, progress;
+  std::vector<ExtentRecord> records;  // hi of every chunk, then state of every chunk
+
+  std::string text(const std::vector<UnitShape>& units) const;
+};
+// An error of kind corruption where the text is no manifest, whatever it is.
+io::Result<Manifest> parse_manifest(std::string_view text);
+
+io::Error store_damaged(std::string detail);
+
+}  // namespace tierflow::swap

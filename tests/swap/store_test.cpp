@@ -1,0 +1,718 @@
+// The store alone: what a commit leaves after a power cut, what opens when one copy is damaged, what a failed commit
+// does to those after it, and the bytes of every layout.
+#include "swap/store.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <random>
+#include <set>
+#include <sstream>
+
+#include "tests/support/faulty_backend.h"
+#include "tests/support/temp_dir.h"
+
+namespace tierflow::swap {
+namespace {
+
+using testing::Fault;
+using testing::FaultPlan;
+
+constexpr std::uint64_t kRunId = 0x0123456789abcdefULL;
+
+#define ASSERT_OK(expression)                 \
+  do {                                        \
+    const io::Error error_ = (expression);    \
+    ASSERT_FALSE(error_) << error_.message(); \
+  } while (false)
+
+Layout small_layout() {
+  std::vector<UnitShape> units;
+  units.push_back(
+      {.name = "embedding",
+       .groups = {{.elements = 70 * 1024, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"},
+                  {.elements = 2048, .state_bytes_element = 10, .precision = "b"}}});
+  units.push_back({.name = "head",
+                   .groups = {{.elements = 2048, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"}}});
+  return Layout(std::move(units), {{.units = {0}}, {.units = {1}}}, kChunkQuantum);
+}
+const Layout& layout() {
+  static const Layout layout = small_layout();
+  return layout;
+}
+int chunks() {
+  return static_cast<int>(layout().chunks().size());
+}
+
+StoreOptions options_in(const std::filesystem::path& folder, int generations,
+                        std::function<std::unique_ptr<io::Backend>(std::unique_ptr<io::Backend>)> wrap = {}) {
+  return {.volume = {.directories = {folder},
+                     .engine = io::EngineKind::threads,
+                     .allow_buffered = true,
+                     .allow_any_filesystem = true,
+                     .wrap_backend = std::move(wrap)},
+          .generations = generations,
+          .identity = R"({"model":"toy"})",
+          .run_id = kRunId};
+}
+
+// What an extent holds in a generation.
+std::byte byte_of(ExtentKind kind, int index, int value, std::uint64_t i) {
+  return static_cast<std::byte>(value * 37 + index * 11 + static_cast<int>(kind) * 101 + i % 251);
+}
+void fill(std::span<std::byte> bytes, ExtentKind kind, int index, int value) {
+  for (std::uint64_t i = 0; i < bytes.size(); ++i) bytes[i] = byte_of(kind, index, value, i);
+}
+
+template <class Submit>
+io::Error wait_for(Submit submit) {
+  std::mutex mutex;
+  std::condition_variable arrived;
+  bool done = false;
+  io::Error error;
+  submit([&](io::Completion&& completion) {
+    std::lock_guard lock(mutex);
+    error = std::move(completion.error);
+    done = true;
+    arrived.notify_one();
+  });
+  std::unique_lock lock(mutex);
+  arrived.wait(lock, [&] { return done; });
+  return error;
+}
+
+io::Error write_extent(Store& store, ExtentKind kind, int index, int value) {
+  io::Buffer buffer = io::allocate_buffer(store.extent_bytes(kind, index));
+  fill(buffer.bytes(), kind, index, value);
+  store.stamp(kind, index, buffer.bytes());
+  return wait_for([&](io::Callback done) { store.write(kind, index, std::move(buffer), std::move(done)); });
+}
+io::Error write_all(Store& store, int value) {
+  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+    for (int index = 0; index < chunks(); ++index)
+      if (io::Error error = write_extent(store, kind, index, value)) return error;
+  return {};
+}
+std::string step(int value) {
+  return "{\"step\":" + std::to_string(value) + "}";
+}
+io::Error write_and_commit(Store& store, int value) {
+  if (io::Error error = write_all(store, value)) return error;
+  return store.commit(step(value));
+}
+
+std::unique_ptr<Store> create(const StoreOptions& options) {
+  auto store = Store::create(options, layout());
+  EXPECT_TRUE(store.ok()) << store.error().message();
+  return std::move(store).value();
+}
+
+// Bit for bit the generation in which every extent has this value.
+void expect_holds(Store& store, int value) {
+  EXPECT_EQ(store.progress(), step(value));
+  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+    for (int index = 0; index < chunks(); ++index) {
+      auto bytes = store.fetch(kind, index);
+      ASSERT_TRUE(bytes.ok()) << bytes.error().message();
+      for (std::uint64_t i = 0; i < bytes->size(); ++i)
+        ASSERT_EQ(bytes->data()[i], byte_of(kind, index, value, i)) << "generation " << value;
+    }
+}
+void expect_opens_at(const StoreOptions& options, int value) {
+  auto store = Store::open(options, layout());
+  ASSERT_TRUE(store.ok()) << store.error().message();
+  EXPECT_EQ((*store)->generation(), static_cast<std::uint64_t>(value));
+  EXPECT_EQ((*store)->identity(), options.identity);
+  expect_holds(**store, value);
+}
+
+// Reads and writes the volume's own bytes.
+void with_volume(const StoreOptions& options, const std::function<void(io::Volume&)>& use) {
+  auto volume = io::Volume::open(options.volume);
+  ASSERT_TRUE(volume.ok()) << volume.error().message();
+  use(**volume);
+}
+std::vector<std::byte> bytes_at(io::Volume& volume, std::uint64_t offset, std::uint64_t length) {
+  std::vector<std::byte> bytes(length);
+  io::Buffer buffer = io::allocate_buffer(round_up(length, kSector));
+  const std::size_t size = buffer.size();
+  const io::Error error = wait_for([&](const io::Callback& done) {
+    volume.submit({.op = io::Op::read, .offset = offset, .length = size, .buffer = std::move(buffer)},
+                  [&, done](io::Completion&& completion) {
+                    if (completion.buffer) std::copy_n(completion.buffer.data(), length, bytes.begin());
+                    done(std::move(completion));
+                  });
+  });
+  EXPECT_FALSE(error) << error.message();
+  return bytes;
+}
+void put(io::Volume& volume, std::uint64_t offset, std::span<const std::byte> bytes) {
+  io::Buffer buffer = io::allocate_buffer(round_up(bytes.size(), kSector));
+  std::copy(bytes.begin(), bytes.end(), buffer.data());
+  const std::size_t size = buffer.size();
+  ASSERT_OK(wait_for([&](io::Callback done) {
+    volume.submit({.op = io::Op::write, .offset = offset, .length = size, .buffer = std::move(buffer)},
+                  std::move(done));
+  }));
+}
+void flip(io::Volume& volume, std::uint64_t offset) {
+  std::vector<std::byte> sector = bytes_at(volume, round_up(offset + 1, kSector) - kSector, kSector);
+  sector[offset % kSector] ^= std::byte{4};
+  put(volume, round_up(offset + 1, kSector) - kSector, sector);
+}
+
+constexpr std::uint64_t kSuperblockA = 0, kSuperblockB = 1 << 20, kManifestA = 2 << 20;
+
+// A drive with a cache that forgets: keeps each write until a flush that began after it.
+struct Cache {
+  struct Write {
+    std::uint64_t offset;
+    std::vector<std::byte> bytes;
+  };
+  std::mutex mutex;
+  std::vector<Write> writes;  // in their order
+  std::size_t durable = 0;    // of these, from the first
+};
+
+class CachingBackend final : public io::Backend {
+ public:
+  CachingBackend(std::unique_ptr<io::Backend> inner, std::shared_ptr<Cache> cache)
+      : inner_(std::move(inner)), cache_(std::move(cache)) {}
+  io::EngineKind kind() const override { return inner_->kind(); }
+  io::Error register_files(std::span<const int> files) override { return inner_->register_files(files); }
+  bool registered_files() const override { return inner_->registered_files(); }
+  io::Error register_memory(std::span<const std::span<std::byte>> regions) override {
+    return inner_->register_memory(regions);
+  }
+  bool push(const io::KernelOp& op) override {
+    if (!inner_->push(op)) return false;
+    std::lock_guard lock(cache_->mutex);
+    if (op.action == io::Action::write) cache_->writes.push_back({op.offset, {op.data, op.data + op.length}});
+    if (op.action == io::Action::flush) flushes_.emplace_back(op.ticket, cache_->writes.size());
+    return true;
+  }
+  void reap(std::vector<io::KernelResult>& results, std::chrono::nanoseconds timeout) override {
+    const std::size_t before = results.size();
+    inner_->reap(results, timeout);
+    std::lock_guard lock(cache_->mutex);
+    for (std::size_t i = before; i < results.size(); ++i)
+      for (const auto& [ticket, writes] : flushes_)
+        if (ticket == results[i].ticket && results[i].value >= 0) cache_->durable = std::max(cache_->durable, writes);
+  }
+  void wake() override { inner_->wake(); }
+
+ private:
+  std::unique_ptr<io::Backend> inner_;
+  std::shared_ptr<Cache> cache_;
+  std::vector<std::pair<std::uint32_t, std::size_t>> flushes_;  // and the writes pushed before
+};
+
+std::vector<char> read_file(const std::filesystem::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+// At every write of three commits the power goes: whatever part of the cache survives, the store opens at a generation
+// no older than the last that commit() acknowledged, and holds that generation's bits.
+TEST(StorePowerCut, KeepsEveryAcknowledgedGeneration) {
+  testing::TempDir folder, cut;
+  const auto cache = std::make_shared<Cache>();
+  const StoreOptions options = options_in(folder.path(), 2, [cache](std::unique_ptr<io::Backend> inner) {
+    return std::make_unique<CachingBackend>(std::move(inner), cache);
+  });
+  std::vector<std::size_t> acknowledged_at;  // writes so far, by generation
+  std::vector<char> image;
+  {
+    const auto store = create(options);
+    image = read_file(folder.path() / "state.tfv");
+    cache->writes.clear();
+    cache->durable = 0;
+    for (int value = 1; value <= 3; ++value) {
+      ASSERT_OK(write_and_commit(*store, value));
+      EXPECT_EQ(cache->durable, cache->writes.size()) << "acknowledged before it was durable";
+      acknowledged_at.push_back(cache->writes.size());
+    }
+    ASSERT_OK(write_all(*store, 4));
+  }
+  // Which writes a flush stood behind when write n was issued: all up to the commit's own flushes. Manifest and
+  // superblock are the last two of a commit.
+  const std::size_t all = cache->writes.size();
+  std::minstd_rand random(3);
+  int opened = 0;
+  for (std::size_t cut_at = 1; cut_at <= all; ++cut_at) {
+    int acknowledged = 0;
+    std::size_t durable = 0;
+    for (const std::size_t at : acknowledged_at) {
+      if (cut_at >= at) durable = at, ++acknowledged;
+      if (cut_at == at && cut_at != all) --acknowledged, durable = at - 1;  // the superblock's flush has not come yet
+    }
+    for (const std::size_t at : acknowledged_at)
+      if (cut_at == at) durable = at - 1;  // behind the manifest's flush
+    if (acknowledged == 0) continue;       // nothing is promised yet
+    for (int survivors = 0; survivors < 6; ++survivors) {
+      std::vector<char> drive = image;
+      const std::size_t spared = durable + random() % std::max<std::size_t>(1, cut_at - durable);
+      for (std::size_t i = 0; i < cut_at; ++i) {
+        const bool survives = i < durable || survivors == 0 || (survivors == 1 && i + 1 == cut_at) ||
+                              (survivors == 2 && i + 1 != cut_at) || (survivors == 3 && i != spared) ||
+                              (survivors == 4 && random() % 2 == 0);
+        if (survives)
+          std::memcpy(drive.data() + cache->writes[i].offset, cache->writes[i].bytes.data(),
+                      cache->writes[i].bytes.size());
+      }
+      std::ofstream(cut.path() / "state.tfv", std::ios::binary | std::ios::trunc)
+          .write(drive.data(), static_cast<std::streamsize>(drive.size()));
+      std::filesystem::permissions(cut.path() / "state.tfv", std::filesystem::perms(0600));
+      auto store = Store::open(options_in(cut.path(), 2), layout());
+      ASSERT_TRUE(store.ok()) << "cut at write " << cut_at << ", survivors " << survivors << ": "
+                              << store.error().message();
+      ASSERT_GE((*store)->generation(), static_cast<std::uint64_t>(acknowledged)) << "cut at write " << cut_at;
+      expect_holds(**store, static_cast<int>((*store)->generation()));
+      if (::testing::Test::HasFatalFailure()) return;
+      ++opened;
+    }
+  }
+  EXPECT_GT(opened, 60);
+}
+
+// The order that the test above takes for granted, as the drive sees it.
+TEST(StoreCommit, FlushesBeforeTheSuperblockAndAfter) {
+  testing::TempDir folder;
+  struct Seen {
+    std::mutex mutex;
+    std::string order;
+  };
+  const auto seen = std::make_shared<Seen>();
+  struct Watching final : public io::Backend {
+    Watching(std::unique_ptr<io::Backend> inner_, std::shared_ptr<Seen> seen_)
+        : inner(std::move(inner_)), seen(std::move(seen_)) {}
+    io::EngineKind kind() const override { return inner->kind(); }
+    io::Error register_files(std::span<const int> files) override { return inner->register_files(files); }
+    io::Error register_memory(std::span<const std::span<std::byte>> regions) override {
+      return inner->register_memory(regions);
+    }
+    bool push(const io::KernelOp& op) override {
+      if (!inner->push(op)) return false;
+      std::lock_guard lock(seen->mutex);
+      const bool superblock = op.action == io::Action::write && std::memcmp(op.data, Superblock{}.magic.data(), 8) == 0;
+      const bool manifest = op.action == io::Action::write && op.data[0] == std::byte{'{'};
+      seen->order += op.action == io::Action::read    ? 'r'
+                     : op.action == io::Action::flush ? 'f'
+                     : superblock                     ? 'S'
+                     : manifest                       ? 'M'
+                                                      : 'd';
+      return true;
+    }
+    void reap(std::vector<io::KernelResult>& results, std::chrono::nanoseconds timeout) override {
+      inner->reap(results, timeout);
+    }
+    void wake() override { inner->wake(); }
+    std::unique_ptr<io::Backend> inner;
+    std::shared_ptr<Seen> seen;
+  };
+  const auto store = create(options_in(folder.path(), 2, [seen](std::unique_ptr<io::Backend> inner) {
+    return std::make_unique<Watching>(std::move(inner), seen);
+  }));
+  const std::string data(2 * static_cast<std::size_t>(chunks()), 'd');
+  seen->order.clear();
+  ASSERT_OK(write_and_commit(*store, 0x7f));
+  EXPECT_EQ(seen->order, data + "MfSf");
+}
+
+TEST(StoreOpen, ADamagedCopyGivesWayToTheOneBefore) {
+  for (const std::uint64_t damage : {kSuperblockA + 20, kManifestA + 50}) {
+    testing::TempDir folder;
+    const StoreOptions options = options_in(folder.path(), 2);
+    {
+      const auto store = create(options);
+      ASSERT_OK(write_and_commit(*store, 1));
+      ASSERT_OK(write_and_commit(*store, 2));  // in copy A
+    }
+    expect_opens_at(options, 2);
+    with_volume(options, [&](io::Volume& volume) { flip(volume, damage); });
+    std::vector<std::string> said;
+    StoreOptions listening = options;
+    listening.volume.on_notice = [&](const io::Notice& notice) { said.push_back(notice.text); };
+    expect_opens_at(listening, 1);
+    ASSERT_EQ(said.size(), 1U);
+    EXPECT_NE(said.front().find("opened at generation 1"), std::string::npos) << said.front();
+    EXPECT_NE(said.front().find(damage < kManifestA ? "superblock A is damaged" : "generation 2"), std::string::npos)
+        << said.front();
+    EXPECT_EQ(Store::inspect(options.volume).value().progress, step(1));
+  }
+}
+
+// Which may hide that a newer generation was there: the damaged copy is the older one.
+TEST(StoreOpen, DamageOfTheOlderCopyChangesNothing) {
+  testing::TempDir folder;
+  const StoreOptions options = options_in(folder.path(), 2);
+  {
+    const auto store = create(options);
+    for (int value = 1; value <= 3; ++value) ASSERT_OK(write_and_commit(*store, value));  // 3 in copy B
+  }
+  with_volume(options, [&](io::Volume& volume) { flip(volume, kSuperblockA + 20); });
+  expect_opens_at(options, 3);
+}
+
+TEST(StoreOpen, AGenerationThatWasOverwrittenIsRefusedInWords) {
+  for (const std::uint64_t damage : {kSuperblockA + 20, kManifestA + 50})
+    for (const bool blank : {false, true})
+      for (const int generations : {1, 2}) {
+        testing::TempDir folder;
+        const StoreOptions options = options_in(folder.path(), generations);
+        {
+          const auto store = create(options);
+          ASSERT_OK(write_and_commit(*store, 1));
+          ASSERT_OK(write_and_commit(*store, 2));
+          // Of the two slots that generation 1 has: one extent of generation 3 is enough.
+          ASSERT_OK(write_extent(*store, ExtentKind::state, 1, 3));
+        }
+        if (generations == 2) expect_opens_at(options, 2);
+        with_volume(options, [&](io::Volume& volume) {
+          const std::vector<std::byte> nothing(kSector);
+          if (blank)
+            put(volume, damage / kSector * kSector, nothing);
+          else
+            flip(volume, damage);
+        });
+        const auto store = Store::open(options, layout());
+        ASSERT_FALSE(store.ok()) << damage << blank << generations;
+        EXPECT_EQ(store.error().kind, io::ErrorKind::corruption);
+        EXPECT_NE(store.error().detail.find("is not whole any more"), std::string::npos) << store.error().message();
+      }
+}
+
+TEST(StoreOpen, AnUnreadableCopyGivesWayAsWell) {
+  for (const std::uint64_t nth : {1, 2, 3}) {  // superblock A, superblock B, the manifest
+    testing::TempDir folder;
+    const auto plan = std::make_shared<FaultPlan>();
+    {
+      const auto store = create(options_in(folder.path(), 2));
+      ASSERT_OK(write_and_commit(*store, 1));
+      ASSERT_OK(write_and_commit(*store, 2));
+    }
+    // The engine tries a failed read a few times: find the request by counting those that succeed.
+    bool opened = false;
+    for (std::uint64_t first = nth; first < nth + 12 && !opened; ++first) {
+      const StoreOptions failing = options_in(folder.path(), 2, testing::faults(plan));
+      plan->set({.kind = Fault::Kind::error, .action = io::Action::read, .nth = first});
+      auto store = Store::open(failing, layout());
+      plan->clear();
+      ASSERT_TRUE(store.ok()) << "read " << first << ": " << store.error().message();
+      expect_holds(**store, static_cast<int>((*store)->generation()));
+      opened = true;
+    }
+  }
+}
+
+TEST(StoreOpen, NoGenerationIsSaidAsItIs) {
+  testing::TempDir folder;
+  const StoreOptions options = options_in(folder.path(), 2);
+  {
+    const auto store = create(options);
+    ASSERT_OK(write_all(*store, 1));
+  }
+  const auto refused = [&] {
+    const auto store = Store::open(options, layout());
+    EXPECT_FALSE(store.ok());
+    EXPECT_EQ(store.error().kind, io::ErrorKind::corruption);
+    return store.error().detail;
+  };
+  EXPECT_NE(refused().find("ended before its first commit"), std::string::npos);
+  with_volume(options, [&](io::Volume& volume) {
+    std::vector<std::byte> sector(kSector);
+    Superblock block;
+    block.version = 9;
+    block.checksum = block.own_checksum();
+    std::memcpy(sector.data(), &block, sizeof block);
+    put(volume, kSuperblockB, sector);
+  });
+  EXPECT_NE(refused().find("superblock B is of format version 9"), std::string::npos);
+}
+
+TEST(StoreCommit, AFailedOneIsTheLast) {
+  // By what fails: the manifest's write, the first flush, the superblock's write, the second flush.
+  for (const auto& [action, nth] : {std::pair{io::Action::write, 1}, std::pair{io::Action::flush, 1},
+                                    std::pair{io::Action::write, 2}, std::pair{io::Action::flush, 2}}) {
+    testing::TempDir folder;
+    const auto plan = std::make_shared<FaultPlan>();
+    {
+      const auto store = create(options_in(folder.path(), 2, testing::faults(plan)));
+      ASSERT_OK(write_and_commit(*store, 1));
+      ASSERT_OK(write_all(*store, 2));
+      plan->set({.kind = Fault::Kind::error,
+                 .action = action,
+                 .nth = static_cast<std::uint64_t>(nth),
+                 .sticky = action == io::Action::write});
+      const io::Error error = store->commit(step(2));
+      EXPECT_EQ(error.kind, io::ErrorKind::io) << error.message();
+      EXPECT_EQ(store->generation(), 1U);
+      EXPECT_EQ(store->progress(), step(1));
+      plan->clear();
+      // Its superblock may be on the drive: neither its slots nor those of generation 1 may change any more.
+      EXPECT_EQ(write_extent(*store, ExtentKind::hi, 0, 3).message(), error.message());
+      EXPECT_EQ(store->commit(step(3)).message(), error.message());
+    }
+    auto store = Store::open(options_in(folder.path(), 2), layout());
+    ASSERT_TRUE(store.ok()) << store.error().message();
+    expect_holds(**store, static_cast<int>((*store)->generation()));
+  }
+}
+
+TEST(StoreCommit, IsRefusedAfterAnExtentCouldNotBeWritten) {
+  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) {
+    testing::TempDir folder;
+    const auto plan = std::make_shared<FaultPlan>();
+    const auto store = create(options_in(folder.path(), 2, testing::faults(plan)));
+    ASSERT_OK(write_and_commit(*store, 1));
+    plan->set({.kind = Fault::Kind::error, .action = io::Action::write, .sticky = true});
+    EXPECT_EQ(write_extent(*store, kind, 0, 2).kind, io::ErrorKind::io);
+    plan->clear();
+    EXPECT_EQ(store->commit(step(2)).kind, io::ErrorKind::io);
+    EXPECT_EQ(store->generation(), 1U);
+  }
+}
+
+TEST(StoreCommit, IsRefusedWhileAWriteIsInFlight) {
+  testing::TempDir folder;
+  const auto plan = std::make_shared<FaultPlan>();
+  const auto store = create(options_in(folder.path(), 2, testing::faults(plan)));
+  ASSERT_OK(write_all(*store, 1));
+  plan->set({.kind = Fault::Kind::hold, .action = io::Action::write});
+  io::Buffer buffer = io::allocate_buffer(store->extent_bytes(ExtentKind::hi, 0));
+  fill(buffer.bytes(), ExtentKind::hi, 0, 1);
+  store->stamp(ExtentKind::hi, 0, buffer.bytes());
+  const io::Error late = wait_for([&](io::Callback done) {
+    store->write(ExtentKind::hi, 0, std::move(buffer), std::move(done));
+    EXPECT_EQ(store->commit(step(1)).kind, io::ErrorKind::usage);
+    plan->release();
+  });
+  EXPECT_FALSE(late) << late.message();
+  ASSERT_OK(store->commit(step(1)));
+}
+
+TEST(StoreExtents, OneGenerationHasOneSlotAndTwoHaveTwo) {
+  for (const int generations : {1, 2}) {
+    testing::TempDir folder;
+    const StoreOptions options = options_in(folder.path(), generations);
+    const auto store = create(options);
+    std::set<std::vector<std::byte>> seen;
+    EXPECT_EQ(Store::bytes_needed(options, layout()), store->volume().size());
+    ASSERT_OK(write_and_commit(*store, 1));
+    ASSERT_OK(write_and_commit(*store, 2));
+    // Twice in one generation: the second time over the first.
+    ASSERT_OK(write_extent(*store, ExtentKind::hi, 0, 3));
+    ASSERT_OK(write_extent(*store, ExtentKind::hi, 0, 4));
+    const auto bytes = store->fetch(ExtentKind::hi, 0);
+    ASSERT_TRUE(bytes.ok());
+    EXPECT_EQ(bytes.value().data()[5], byte_of(ExtentKind::hi, 0, 4, 5));
+    ASSERT_OK(store->commit(step(4)));
+  }
+}
+
+// Another place, another generation, another run: what lies there does not pass.
+TEST(StoreExtents, KnowWhereTheyBelong) {
+  testing::TempDir folder, other_folder;
+  const auto store = create(options_in(folder.path(), 2));
+  ASSERT_OK(write_and_commit(*store, 1));
+  auto bytes = store->fetch(ExtentKind::hi, 0);
+  ASSERT_TRUE(bytes.ok());
+  const auto same_length = static_cast<int>(std::find_if(layout().chunks().begin() + 1, layout().chunks().end(),
+                                                         [](const Chunk& chunk) { return chunk.elements == 2048; }) -
+                                            layout().chunks().begin());
+  ASSERT_LT(same_length + 1, chunks());
+  std::vector<std::byte> content(store->extent_bytes(ExtentKind::hi, same_length), std::byte{9});
+  for (const int index : {same_length, same_length + 1}) {
+    store->stamp(ExtentKind::hi, index, content);
+    io::Buffer buffer = io::allocate_buffer(content.size());
+    std::copy(content.begin(), content.end(), buffer.data());
+    ASSERT_OK(
+        wait_for([&](io::Callback done) { store->write(ExtentKind::hi, index, std::move(buffer), std::move(done)); }));
+    EXPECT_FALSE(store->verify(ExtentKind::hi, index, content));
+  }
+  content[100] ^= std::byte{1};
+  const io::Error wrong = store->verify(ExtentKind::hi, same_length, content);
+  EXPECT_EQ(wrong.kind, io::ErrorKind::corruption);
+  EXPECT_NE(wrong.detail.find("the hi of chunk"), std::string::npos) << wrong.message();
+  EXPECT_EQ(wrong.path, "embedding");
+  const io::Error never = store->verify(ExtentKind::gradient, 0, content);
+  EXPECT_NE(never.detail.find("was never written"), std::string::npos) << never.message();
+}
+
+TEST(StoreOpen, AnotherModelIsRefused) {
+  testing::TempDir folder;
+  const StoreOptions options = options_in(folder.path(), 1);
+  ASSERT_OK(write_and_commit(*create(options), 1));
+  const Layout finer({layout().units()[0], layout().units()[1]}, {{.units = {0}}, {.units = {1}}}, 2 * kChunkQuantum);
+  EXPECT_EQ(Store::open(options, finer).error().kind, io::ErrorKind::corruption);
+  StoreOptions two = options;
+  two.generations = 2;
+  EXPECT_EQ(Store::open(two, layout()).error().kind, io::ErrorKind::corruption);
+}
+
+TEST(StoreManifest, RefusesWhatIsNone) {
+  const std::string good = Manifest{.chunk_elements = 65536,
+                                    .generations = 2,
+                                    .identity = "i",
+                                    .progress = "p",
+                                    .records = {{.checksum = ~0ULL, .generation = 4, .slot = 1, .written = true}}}
+                               .text(layout().units());
+  const auto parsed = parse_manifest(good);
+  ASSERT_TRUE(parsed.ok()) << parsed.error().message();
+  EXPECT_EQ(parsed.value().records.front(), (ExtentRecord{~0ULL, 4, 1, true}));
+  for (const auto& [from, to] :
+       std::vector<std::pair<std::string, std::string>>{{"[true,1,", "[true,2,"},
+                                                        {"[true,1,", "[true,257,"},
+                                                        {"[true,1,", "[7,1,"},
+                                                        {"[[true,1,4,", "[[true,1,"},
+                                                        {"\"records\":[[", "\"records\":[{"},
+                                                        {"\"identity\":\"i\"", "\"identity\":5"},
+                                                        {"\"generations\":2", "\"generations\":1"},
+                                                        {"\"progress\"", "\"regress\""},
+                                                        {"\"chunk_elements\":65536", "\"chunk_elements\":\"x\""}}) {
+    std::string bad = good;
+    ASSERT_NE(bad.find(from), std::string::npos) << from;
+    bad.replace(bad.find(from), from.size(), to);
+    EXPECT_FALSE(parse_manifest(bad).ok()) << bad;
+  }
+  EXPECT_FALSE(parse_manifest("").ok());
+  EXPECT_FALSE(parse_manifest("[]").ok());
+}
+
+TEST(StoreSuperblock, RefusesWhatIsNone) {
+  Superblock block;
+  block.generation = 3;
+  block.set_manifest(2 << 20, "{}");
+  std::vector<std::byte> sector(kSector);
+  const auto parsed = [&](std::uint64_t volume) {
+    std::memcpy(sector.data(), &block, sizeof block);
+    return parse_superblock(sector, volume);
+  };
+  ASSERT_TRUE(parsed((2 << 20) + kSector));
+  EXPECT_FALSE(parsed((2 << 20) + kSector - 1));
+  EXPECT_FALSE(parsed(100));
+  for (std::size_t byte = 0; byte < sizeof block; ++byte)
+    for (const unsigned bit : {0U, 7U}) {
+      std::vector<std::byte> damaged = sector;
+      damaged[byte] ^= static_cast<std::byte>(1U << bit);
+      EXPECT_FALSE(parse_superblock(damaged, 1 << 30)) << byte;
+    }
+  for (const std::uint64_t length : {std::uint64_t{1} << 40, ~std::uint64_t{0}, ~std::uint64_t{0} - 4096}) {
+    block.manifest_length = length;
+    block.checksum = block.own_checksum();
+    EXPECT_FALSE(parsed(1 << 30)) << length;
+  }
+  block.set_manifest((2 << 20) + 8, "{}");
+  EXPECT_FALSE(parsed(1 << 30));
+}
+
+// The layouts on the drive, pinned: what this version writes is what tests/swap/golden holds, and that opens.
+// TIERFLOW_WRITE_GOLDEN=1 writes it anew.
+class StoreGolden : public ::testing::Test {
+ protected:
+  static std::filesystem::path file() { return std::filesystem::path(TIERFLOW_GOLDEN) / "store-v1.txt"; }
+  struct Region {
+    const char* name;
+    std::uint64_t offset, length;
+  };
+  // Offsets as numbers: they are what is pinned. m, of a manifest: 2^20 + 15 + 160 * 4, rounded up.
+  static constexpr std::uint64_t kArea = (1 << 20) + 4096, kExtents = (2 << 20) + 2 * kArea, kHi = 2 * 74 * 1024 + 8192;
+  static std::string hex(std::span<const std::byte> bytes) {
+    static constexpr char kDigits[] = "0123456789abcdef";
+    std::string text;
+    for (const std::byte byte : bytes) {
+      text += kDigits[static_cast<unsigned>(byte) >> 4];
+      text += kDigits[static_cast<unsigned>(byte) & 15];
+    }
+    return text;
+  }
+};
+
+TEST_F(StoreGolden, WhatIsWrittenIsPinnedAndOpens) {
+  testing::TempDir folder, made;
+  const StoreOptions options = options_in(folder.path(), 2);
+  const std::uint64_t size = Store::bytes_needed(options, layout());
+  {
+    const auto store = create(options);
+    ASSERT_OK(write_and_commit(*store, 1));
+    ASSERT_OK(write_and_commit(*store, 2));
+  }
+  std::map<std::string, std::string> written;
+  with_volume(options, [&](io::Volume& volume) {
+    written["superblock_a"] = hex(bytes_at(volume, 0, 64));
+    written["superblock_b"] = hex(bytes_at(volume, 1 << 20, 64));
+    for (const auto& [name, offset] :
+         {std::pair{"manifest_a", std::uint64_t{2 << 20}}, std::pair{"manifest_b", (2 << 20) + kArea}}) {
+      const std::vector<std::byte> bytes = bytes_at(volume, offset, kArea);
+      const auto end = std::find(bytes.begin(), bytes.end(), std::byte{0});
+      written[name] = std::string(reinterpret_cast<const char*>(bytes.data()), end - bytes.begin());
+      EXPECT_TRUE(std::all_of(end, bytes.end(), [](std::byte byte) { return byte == std::byte{0}; }));
+    }
+    // The extents: the first bytes of each, at the offset that the golden file names.
+    for (const int generation : {1, 2})
+      for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+        for (int index = 0; index < chunks(); ++index) {
+          const std::uint64_t bytes =
+              kind == ExtentKind::hi ? layout().chunks()[index].word_bytes() : layout().chunks()[index].state_bytes;
+          std::vector<std::byte> expected(bytes);
+          fill(expected, kind, index, generation);
+          for (std::uint64_t at = kExtents; at + bytes <= volume.size(); at += kSector)
+            if (bytes_at(volume, at, 16) == std::vector(expected.begin(), expected.begin() + 16) &&
+                bytes_at(volume, at, bytes) == expected) {
+              written["extent_" + std::to_string(generation) + (kind == ExtentKind::hi ? "_hi_" : "_state_") +
+                      std::to_string(index)] = std::to_string(at);
+              break;
+            }
+        }
+    written["size"] = std::to_string(volume.size());
+  });
+  if (std::getenv("TIERFLOW_WRITE_GOLDEN") != nullptr) {
+    std::ofstream out(file());
+    for (const auto& [name, text] : written) out << name << ' ' << text << '\n';
+  }
+  std::map<std::string, std::string> golden;
+  std::ifstream in(file());
+  for (std::string name, text; in >> name && std::getline(in >> std::ws, text);) golden[name] = text;
+  EXPECT_EQ(golden.size(), 21U);
+  for (const auto& [name, text] : golden) EXPECT_EQ(written[name], text) << name;
+  EXPECT_EQ(written.size(), golden.size());
+
+  // A store put together from the golden file alone.
+  const StoreOptions from_golden = options_in(made.path(), 2);
+  {
+    io::VolumeOptions volume_options = from_golden.volume;
+    volume_options.bytes = size;
+    auto volume = io::Volume::create(volume_options);
+    ASSERT_TRUE(volume.ok()) << volume.error().message();
+    for (const auto& [name, offset] :
+         {std::pair{"superblock_a", std::uint64_t{0}}, std::pair{"superblock_b", std::uint64_t{1} << 20}}) {
+      std::vector<std::byte> sector(kSector);
+      for (std::size_t i = 0; i < golden[name].size() / 2; ++i)
+        sector[i] = static_cast<std::byte>(std::stoi(golden[name].substr(2 * i, 2), nullptr, 16));
+      put(**volume, offset, sector);
+    }
+    for (const auto& [name, offset] :
+         {std::pair{"manifest_a", std::uint64_t{2 << 20}}, std::pair{"manifest_b", (2 << 20) + kArea}})
+      put(**volume, offset, std::as_bytes(std::span(golden[name])));
+    for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+      for (int index = 0; index < chunks(); ++index) {
+        std::vector<std::byte> bytes(kind == ExtentKind::hi ? layout().chunks()[index].word_bytes()
+                                                            : layout().chunks()[index].state_bytes);
+        fill(bytes, kind, index, 2);
+        put(**volume,
+            std::stoull(golden[std::string("extent_2") + (kind == ExtentKind::hi ? "_hi_" : "_state_") +
+                               std::to_string(index)]),
+            bytes);
+      }
+  }
+  expect_opens_at(from_golden, 2);
+}
+
+}  // namespace
+}  // namespace tierflow::swap
