@@ -11,6 +11,7 @@ namespace tierflow::io {
 // The kind decides the exit code of the program (docs/errors.md) and nothing else.
 enum class ErrorKind : std::uint8_t {
   none = 0,
+  internal = 1,     // a defect of ours: an exception that nobody expected
   usage = 2,        // the caller asked for something that cannot be
   input = 3,        // a file given to us is not what it claims to be
   environment = 4,  // the machine lacks what was asked: space, permission, a file system with O_DIRECT

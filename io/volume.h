@@ -117,9 +117,11 @@ class Volume {
 
   virtual ~Volume() = default;  // waits for everything in flight; callbacks still run
 
-  // Buffers inside `memory` then move without being pinned anew at each request. Call before the first submit; memory
-  // must outlive the Volume. A refusal is no error: mode() says so.
-  virtual void register_memory(std::span<std::byte> memory) = 0;
+  // Buffers inside one of these pieces then move without being pinned anew at each request; a piece above 1 GiB counts
+  // as several of 1 GiB, from its beginning. Call before the first submit; the memory must outlive the Volume. A
+  // refusal is no error: mode() says so.
+  virtual void register_memory(std::span<const std::span<std::byte>> pieces) = 0;
+  void register_memory(std::span<std::byte> memory) { register_memory({&memory, 1}); }
 
   // Any thread; never blocks on the drive. `done` runs exactly once, on the volume's own thread, and must not block.
   virtual void submit(Request request, Callback done) = 0;

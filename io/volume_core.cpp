@@ -198,9 +198,11 @@ void VolumeCore::accept(const std::shared_ptr<FlushCall>& call) {
 }
 
 void VolumeCore::accept(const std::shared_ptr<RegisterCall>& call) {
-  // In regions of at most 1 GiB, the kernel's limit. A piece that lies across two of them goes unregistered.
-  for (std::size_t begin = 0; begin < call->memory.size(); begin += kLargestRegion) {
-    regions_.push_back(call->memory.subspan(begin, std::min(kLargestRegion, call->memory.size() - begin)));
+  // In regions of at most 1 GiB, the kernel's limit. What lies across two of them goes unregistered.
+  for (const std::span<std::byte> piece : call->pieces) {
+    for (std::size_t begin = 0; begin < piece.size(); begin += kLargestRegion) {
+      regions_.push_back(piece.subspan(begin, std::min(kLargestRegion, piece.size() - begin)));
+    }
   }
   Error error = engine_->register_memory(regions_);
   {
@@ -317,10 +319,10 @@ void VolumeCore::notify(Notice::Kind kind, std::string text) {
   if (options_.on_notice) options_.on_notice(Notice{kind, std::move(text)});
 }
 
-void VolumeCore::register_memory(std::span<std::byte> memory) {
-  if (memory.empty() || std::this_thread::get_id() == thread_.get_id()) return;
+void VolumeCore::register_memory(std::span<const std::span<std::byte>> pieces) {
+  if (pieces.empty() || std::this_thread::get_id() == thread_.get_id()) return;
   auto call = std::make_shared<RegisterCall>();
-  call->memory = memory;
+  call->pieces.assign(pieces.begin(), pieces.end());
   std::future<void> done = call->result.get_future();
   post(call);
   done.wait();

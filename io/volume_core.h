@@ -34,7 +34,7 @@ class VolumeCore final : public Volume {
 
   Error start();
 
-  void register_memory(std::span<std::byte> memory) override;
+  void register_memory(std::span<const std::span<std::byte>> pieces) override;
   void submit(Request request, Callback done) override;
   Error flush() override;
   void remove_files() override;
@@ -67,7 +67,7 @@ class VolumeCore final : public Volume {
     std::size_t left = 0;  // drives that have not answered
   };
   struct RegisterCall {
-    std::span<std::byte> memory;
+    std::vector<std::span<std::byte>> pieces;
     std::promise<void> result;
   };
   struct Drive {

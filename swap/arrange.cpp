@@ -38,7 +38,7 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bo
     if (index > 0 && index + 1 < stages) {
       needs.block_weights = std::max(needs.block_weights, weights);
       needs.carries += stage.carry_bytes * micro_batches;
-      needs.largest_carry = std::max(needs.largest_carry, stage.carry_bytes);
+      needs.largest_carry = std::max(needs.largest_carry, round_up(stage.carry_bytes, kSector));
     }
   }
   for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
@@ -249,6 +249,27 @@ std::uint64_t Arrangement::resident_bytes(const Layout& layout) const {
              (!gradient_low_resident.empty() && gradient_low_resident[id] ? chunk.word_bytes() : 0);
   }
   return bytes;
+}
+
+std::vector<HostBuffer> Arrangement::host_buffers(const Layout& layout) const {
+  using Where = HostRef::Where;
+  std::vector<HostBuffer> all;
+  const auto add = [&](Where where, int index, std::uint64_t bytes) { all.push_back({{where, index}, bytes}); };
+  for (int i = 0; i < word_buffers; ++i) add(Where::word_buffer, i, layout.max_word_bytes());
+  for (int i = 0; i < state_buffers; ++i) add(Where::state_buffer, i, round_up(layout.max_state_bytes(), kSector));
+  for (int i = 0; i < activation_buffers; ++i) add(Where::activation_buffer, i, slot_bytes);
+  for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
+    const Chunk& chunk = layout.chunks()[id];
+    if (hi_resident[id]) add(Where::resident_hi, id, chunk.word_bytes());
+    if (state_resident[id]) add(Where::resident_state, id, chunk.state_bytes);
+    if (gradient_resident[id]) add(Where::resident_gradient, id, chunk.word_bytes());
+    if (!gradient_low_resident.empty() && gradient_low_resident[id])
+      add(Where::resident_gradient_low, id, chunk.word_bytes());
+  }
+  for (int item = 0; item < items(); ++item)
+    if (const std::uint64_t bytes = saved_bytes(layout, item); bytes != 0 && !saved_on_storage[item])
+      add(Where::activations, item, bytes);
+  return all;
 }
 
 std::uint64_t Arrangement::saved_on_host(const Layout& layout) const {

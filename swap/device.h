@@ -51,9 +51,10 @@ class Device {
 
   // One allocation, held to the end: the arena that slots are cut from.
   virtual io::Result<io::Buffer> allocate(std::size_t bytes) = 0;
-  // Makes host memory, from its beginning, known for fast copies. A refusal is no error: copies of the rest get slower;
-  // the text says so (empty: all of it is pinned). One range at a time.
-  virtual std::string pin(std::span<std::byte> memory) = 0;
+  // Makes consecutive pieces of host memory, from the first one, known for fast copies; each is a registration, of at
+  // most kRegistration (pinning.h). A refusal is no error: copies of the rest get slower; the text says so (empty: all
+  // of it is pinned). One memory at a time.
+  virtual std::string pin(std::span<const std::span<std::byte>> pieces) = 0;
   virtual void unpin(std::span<std::byte> memory) noexcept = 0;
 
   // Enqueue on a stream and return. `upload`, `download` and `update` are driven by one thread at a time, each.

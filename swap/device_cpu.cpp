@@ -95,7 +95,7 @@ class CpuDevice final : public Device {
     if (chaos_ && bytes != 0) std::memset(buffer.data(), 0xff, bytes);
     return buffer;
   }
-  std::string pin(std::span<std::byte>) override { return {}; }
+  std::string pin(std::span<const std::span<std::byte>>) override { return {}; }
   void unpin(std::span<std::byte>) noexcept override {}
 
   void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) override {

@@ -86,9 +86,9 @@ class CudaDevice final : public Device {
         nullptr);
   }
 
-  std::string pin(std::span<std::byte> memory) override {
+  std::string pin(std::span<const std::span<std::byte>> pieces) override {
     cudaSetDevice(index_);
-    return pinned_.pin(memory, [](std::span<std::byte> piece) -> std::string {
+    return pinned_.pin(pieces, [](std::span<std::byte> piece) -> std::string {
       const cudaError_t status =
           cudaHostRegister(piece.data(), piece.size(), cudaHostRegisterPortable | cudaHostRegisterMapped);
       if (status == cudaSuccess) return {};

@@ -12,38 +12,49 @@ io::Error Executor::Impl::allocate() {
   if (!device_memory.ok()) return device_memory.error();
   arena = std::move(device_memory).value();
 
-  constexpr std::size_t kGibibyte = std::size_t{1} << 30;
-  const std::size_t bytes = arrangement.host_bytes(layout),
-                    piece = std::max({layout.max_word_bytes(), layout.max_state_bytes(), arrangement.slot_bytes});
-  auto slab = HostMemory::create(
-      round_up(bytes + (bytes / kGibibyte + 1) * round_up(piece, kSector) * (bytes > kGibibyte), kSector), device);
-  if (!slab.ok()) return slab.error();
-  memory = std::move(slab).value();
-  if (store != nullptr && bytes != 0) store->volume().register_memory(memory->all());
+  const std::vector<HostBuffer> places = arrangement.host_buffers(layout);
+  std::vector<std::size_t> sizes;
+  for (const HostBuffer& place : places) sizes.push_back(place.bytes);
+  auto host_memory = HostMemory::create(sizes, device);
+  if (!host_memory.ok()) return host_memory.error();
+  memory = std::move(host_memory).value();
+  if (store != nullptr && !places.empty()) store->register_memory(memory->slab(), memory->registrations());
 
-  const auto cut_buffers = [&](auto& buffers, auto& spans, int count, std::size_t size) {
-    for (int i = 0; i < count; ++i) {
-      spans.push_back(memory->cut(round_up(size, kSector)));
-      buffers.push_back(memory->lend(spans.back()));
-    }
-  };
-  cut_buffers(word_buffers, word_bytes, arrangement.word_buffers, layout.max_word_bytes());
-  cut_buffers(state_buffers, state_bytes, arrangement.state_buffers, layout.max_state_bytes());
-  cut_buffers(activation_buffers, activation_bytes, arrangement.activation_buffers, arrangement.slot_bytes);
   for (auto& list : residents) list.resize(layout.chunks().size());
-  for (std::size_t id = 0; id < layout.chunks().size(); ++id) {
-    const Chunk& chunk = layout.chunks()[id];
-    if (arrangement.hi_resident[id]) residents[0][id] = memory->cut(chunk.word_bytes());
-    if (arrangement.state_resident[id]) residents[1][id] = memory->cut(chunk.state_bytes);
-    if (arrangement.gradient_resident[id]) residents[2][id] = memory->cut(chunk.word_bytes());
-    if (!arrangement.gradient_low_resident.empty() && arrangement.gradient_low_resident[id])
-      residents[3][id] = memory->cut(chunk.word_bytes());
-  }
   saved.resize(arrangement.items());
-  for (int item = 0; item < arrangement.items(); ++item)
-    if (const std::uint64_t size = arrangement.saved_bytes(layout, item);
-        size != 0 && !arrangement.saved_on_storage[item])
-      saved[item] = memory->cut(size);
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const std::span<std::byte> bytes = memory->buffer(i);
+    const auto streams_through = [&](auto& buffers, auto& spans) {
+      spans.push_back(bytes);
+      buffers.push_back(memory->lend(bytes));
+    };
+    const int index = places[i].place.index;
+    switch (places[i].place.where) {
+      case HostRef::Where::word_buffer:
+        streams_through(word_buffers, word_bytes);
+        break;
+      case HostRef::Where::state_buffer:
+        streams_through(state_buffers, state_bytes);
+        break;
+      case HostRef::Where::activation_buffer:
+        streams_through(activation_buffers, activation_bytes);
+        break;
+      case HostRef::Where::resident_hi:
+        residents[0][index] = bytes;
+        break;
+      case HostRef::Where::resident_state:
+        residents[1][index] = bytes;
+        break;
+      case HostRef::Where::resident_gradient:
+        residents[2][index] = bytes;
+        break;
+      case HostRef::Where::resident_gradient_low:
+        residents[3][index] = bytes;
+        break;
+      default:
+        saved[index] = bytes;
+    }
+  }
   return {};
 }
 
@@ -105,16 +116,19 @@ void Executor::Impl::finish_locked(TaskId id) {
   client_wakes.notify_all();
 }
 
-// Called by the client's thread alone, the only one that adds events.
+// Called by the client's thread alone, the only one that adds events. Until the event has happened, whoever follows it
+// must find it.
 io::Error Executor::Impl::forget_old_events() {
   Event oldest;
   {
     std::lock_guard lock(mutex);
     if (compute_events.size() < kEventsKept) return {};
     oldest = compute_events.begin()->second;
-    compute_events.erase(compute_events.begin());
   }
-  return device.synchronize(oldest);
+  if (io::Error failed = device.synchronize(oldest)) return failed;
+  std::lock_guard lock(mutex);
+  compute_events.erase(compute_events.begin());
+  return {};
 }
 
 void Executor::Impl::finish(TaskId id, io::Error task_error) {
@@ -294,6 +308,10 @@ io::Error Executor::access(ExtentKind kind, int chunk, bool writes,
 io::Error Executor::write_back() {
   Impl& impl = *impl_;
   io::Error first;
+  {
+    std::lock_guard lock(impl.mutex);
+    if (impl.error) return impl.error;
+  }
   int outstanding = 0;
   for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
     for (int chunk = 0; chunk < static_cast<int>(impl.layout.chunks().size()); ++chunk) {

@@ -28,7 +28,8 @@ struct DeviceUpdate {
   std::byte* scratch = nullptr;  // ArrangeRequest::update_scratch bytes
 };
 
-// What the update lane calls, one chunk at a time, on the lane's own thread.
+// What the update lane calls, one chunk at a time, on the lane's own thread. What it throws ends the run, as an error
+// of kind internal (memory, where that ran out).
 class HostWork {
  public:
   virtual ~HostWork() = default;
@@ -70,7 +71,7 @@ struct ExecutorOptions {
 class Executor {
  public:
   // `store` is null where everything is resident. All outlive the executor. Allocates the device arena and the host
-  // slab.
+  // slab, which the store keeps for as long as its volume knows it.
   static io::Result<std::unique_ptr<Executor>> create(Device& device, Store* store, const Layout& layout,
                                                       const Arrangement& arrangement,
                                                       const ExecutorOptions& options = {});

@@ -62,6 +62,7 @@ struct Executor::Impl {
 
   void lane_loop(Lane lane);
   void verify_loop();
+  void verify(TaskId id, Node& at);
   void run(Lane lane, TaskId id, Node& at);
   io::Error copy(Node& at);
   void follow_compute(StreamId stream, const Node& at);

@@ -1,5 +1,6 @@
 // The lanes of the executor: what each kind of task does.
 #include <algorithm>
+#include <new>
 #include <random>
 #include <utility>
 
@@ -10,6 +11,22 @@ namespace tierflow::swap {
 namespace {
 io::Error keeps_no_sums() {
   return {.kind = io::ErrorKind::usage, .operation = "update", .detail = "this run keeps no gradient sums"};
+}
+
+// The exception being handled, as the error that ends the run.
+io::Error thrown_in(const Task& task) {
+  io::Error error{.kind = io::ErrorKind::internal, .operation = task_name(task.kind)};
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    error.kind = io::ErrorKind::memory;
+    error.detail = "the system has no memory left";
+  } catch (const std::exception& thrown) {
+    error.detail = thrown.what();
+  } catch (...) {
+    error.detail = "an exception of no known type";
+  }
+  return error;
 }
 }  // namespace
 
@@ -47,16 +64,23 @@ void Executor::Impl::lane_loop(Lane lane) {
 }
 
 void Executor::Impl::run(Lane lane, TaskId id, Node& at) {
-  switch (lane) {
-    case Lane::disk_read:
-      return start_read(id, at);
-    case Lane::disk_write:
-      return start_write(id, at);
-    case Lane::update:
-      return finish(id, work(at));
-    default:
-      return finish(id, copy(at));
+  io::Error failed;
+  try {
+    switch (lane) {
+      case Lane::disk_read:
+        return start_read(id, at);
+      case Lane::disk_write:
+        return start_write(id, at);
+      case Lane::update:
+        failed = work(at);
+        break;
+      default:
+        failed = copy(at);
+    }
+  } catch (...) {
+    failed = thrown_in(at.task);
   }
+  finish(id, std::move(failed));
 }
 
 std::span<std::byte> Executor::Impl::host(const HostRef& ref, std::size_t bytes) {
@@ -211,16 +235,24 @@ void Executor::Impl::verify_loop() {
     verify_queue.pop_front();
     Node& at = node(id);
     lock.unlock();
-    const auto [kind, index, ref] = extent_of(at.task);
-    io::Error wrong = store->verify(kind, index, host(ref, at.task.bytes));
-    if (wrong && !std::exchange(at.read_again, true)) {
-      store->report_second_reading(wrong);
-      start_read(id, at);
-    } else {
-      finish(id, std::move(wrong));
-    }
+    verify(id, at);
     lock.lock();
   }
+}
+
+void Executor::Impl::verify(TaskId id, Node& at) {
+  io::Error wrong;
+  try {
+    const auto [kind, index, ref] = extent_of(at.task);
+    wrong = store->verify(kind, index, host(ref, at.task.bytes));
+    if (wrong && !std::exchange(at.read_again, true)) {
+      store->report_second_reading(wrong);
+      return start_read(id, at);
+    }
+  } catch (...) {
+    wrong = thrown_in(at.task);
+  }
+  finish(id, std::move(wrong));
 }
 
 io::Error Executor::Impl::work(Node& at) {

@@ -1,35 +1,35 @@
 #include "swap/host_memory.h"
 
-#include "swap/layout.h"
+#include <numeric>
+
 #include "swap/pinning.h"
 
 namespace tierflow::swap {
 
-io::Result<std::unique_ptr<HostMemory>> HostMemory::create(std::size_t bytes, Device& device) {
-  // Room for the gaps that keep cuts inside registrations.
+io::Result<std::unique_ptr<HostMemory>> HostMemory::create(std::span<const std::size_t> buffers, Device& device) {
+  const std::size_t bytes = std::accumulate(buffers.begin(), buffers.end(), std::size_t{0});
   io::Buffer slab = io::allocate_buffer(bytes);
   if (!slab && bytes != 0)
     return io::Error{.kind = io::ErrorKind::memory,
                      .operation = "allocate host memory",
                      .length = bytes,
                      .detail = "the system refused; a smaller --host-memory may fit"};
-  std::unique_ptr<HostMemory> memory(new HostMemory(std::move(slab), device));
-  if (bytes != 0) memory->pin_note_ = device.pin(memory->all());
-  return memory;
+  return std::unique_ptr<HostMemory>(new HostMemory(std::move(slab), buffers, device));
+}
+
+HostMemory::HostMemory(io::Buffer slab, std::span<const std::size_t> buffers, Device& device)
+    : slab_(std::make_shared<const io::Buffer>(std::move(slab))), begins_(1, 0), device_(device) {
+  for (const std::size_t bytes : buffers) begins_.push_back(begins_.back() + bytes);
+  std::size_t begin = 0;
+  for (const std::size_t bytes : registrations_for(buffers)) {
+    registrations_.push_back(slab_->bytes().subspan(begin, bytes));
+    begin += bytes;
+  }
+  if (!registrations_.empty()) pin_note_ = device_.pin(registrations_);
 }
 
 HostMemory::~HostMemory() {
-  if (*slab_) device_.unpin(all());
-}
-
-std::span<std::byte> HostMemory::cut(std::size_t bytes) {
-  const std::size_t size = round_up(bytes, kSector);
-  std::size_t begin = used_;
-  if (size <= kRegistration && begin / kRegistration != (begin + size - 1) / kRegistration)
-    begin = round_up(begin, kRegistration);
-  if (size == 0 || begin + size > slab_->size()) return {};
-  used_ = begin + size;
-  return all().subspan(begin, bytes);
+  if (!registrations_.empty()) device_.unpin(slab_->bytes());
 }
 
 }  // namespace tierflow::swap

@@ -1,10 +1,12 @@
 #pragma once
 // The host budget as one slab: page aligned, allocated once, known to the device for fast copies; everything on the
-// host is cut from it.
+// host is a buffer in it. Buffers lie one after the other without gaps, so that the slab is as large as their sum, and
+// registrations of at most 1 GiB end where buffers end (registrations_for in pinning.h).
 #include <cstddef>
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "io/buffer.h"
 #include "io/error.h"
@@ -14,27 +16,30 @@ namespace tierflow::swap {
 
 class HostMemory {
  public:
-  static io::Result<std::unique_ptr<HostMemory>> create(std::size_t bytes, Device& device);
+  // buffers: their sizes, multiples of kSector.
+  static io::Result<std::unique_ptr<HostMemory>> create(std::span<const std::size_t> buffers, Device& device);
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
 
-  // Bytes no one else has; empty where the slab is used up. No cut crosses a multiple of 1 GiB unless it is larger
-  // itself, so that registrations of at most 1 GiB cover each.
-  std::span<std::byte> cut(std::size_t bytes);
-  std::span<std::byte> all() const { return slab_->bytes(); }
-  // A cut as a request takes it: whoever holds the Buffer keeps the whole slab alive, also beyond the HostMemory.
-  io::Buffer lend(std::span<std::byte> cut) const { return io::part_of(slab_, cut); }
+  std::span<std::byte> buffer(std::size_t index) const {
+    return slab_->bytes().subspan(begins_[index], begins_[index + 1] - begins_[index]);
+  }
+  // All of it, in pieces that are registered in one go.
+  const std::vector<std::span<std::byte>>& registrations() const { return registrations_; }
+  // A buffer as a request takes it: whoever holds it keeps the whole slab alive, also beyond the HostMemory.
+  io::Buffer lend(std::span<std::byte> buffer) const { return io::part_of(slab_, buffer); }
+  const std::shared_ptr<const io::Buffer>& slab() const { return slab_; }
   // Why the device could not pin the slab; empty where it could.
   const std::string& pin_note() const { return pin_note_; }
 
  private:
-  HostMemory(io::Buffer slab, Device& device)
-      : slab_(std::make_shared<const io::Buffer>(std::move(slab))), device_(device) {}
+  HostMemory(io::Buffer slab, std::span<const std::size_t> buffers, Device& device);
   std::shared_ptr<const io::Buffer> slab_;
+  std::vector<std::size_t> begins_;  // of the buffers, and the end
+  std::vector<std::span<std::byte>> registrations_;
   Device& device_;
   std::string pin_note_;
-  std::size_t used_ = 0;
 };
 
 }  // namespace tierflow::swap

@@ -1,30 +1,43 @@
 #include "swap/pinning.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace tierflow::swap {
 
-std::string PinnedPieces::pin(std::span<std::byte> slab, const Register& register_piece) {
+std::vector<std::size_t> registrations_for(std::span<const std::size_t> buffers) {
+  std::vector<std::size_t> sizes;
+  std::size_t open = 0;
+  for (std::size_t buffer : buffers) {
+    if (open != 0 && open + buffer > kRegistration) sizes.push_back(std::exchange(open, 0));
+    for (; buffer > kRegistration; buffer -= kRegistration) sizes.push_back(kRegistration);
+    open += buffer;
+  }
+  if (open != 0) sizes.push_back(open);
+  return sizes;
+}
+
+std::string PinnedPieces::pin(std::span<const std::span<std::byte>> pieces, const Register& register_piece) {
   std::string reason;
-  std::size_t done = 0;
-  while (done < slab.size() && reason.empty()) {
-    std::size_t size = std::min(kRegistration, slab.size() - done);
-    for (;;) {
-      const std::string refused = register_piece(slab.subspan(done, size));
+  std::size_t done = 0, total = 0;
+  for (const auto piece : pieces) total += piece.size();
+  for (const auto piece : pieces) {
+    if (!reason.empty()) break;
+    for (std::size_t size = piece.size();; size = size / 2 / kLeastRegistration * kLeastRegistration) {
+      const std::string refused = register_piece(piece.first(size));
       if (refused.empty()) {
-        pieces_.push_back(slab.subspan(done, size));
+        pieces_.push_back(piece.first(size));
         done += size;
         break;
       }
       if (reason.empty()) reason = refused;
       if (size / 2 < kLeastRegistration) break;
-      size = size / 2 / kLeastRegistration * kLeastRegistration;
     }
   }
-  if (done == slab.size()) return {};
+  if (done == total) return {};
   const auto mib = [](std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
-  return "of " + mib(slab.size()) + " of host memory " + (done == 0 ? "none" : mib(done)) + " could be pinned (" +
-         reason + "): copies of the rest are slower; a higher limit on locked memory or a smaller --host-memory helps";
+  return "of " + mib(total) + " of host memory " + (done == 0 ? "none" : mib(done)) + " could be pinned (" + reason +
+         "): copies of the rest are slower; a higher limit on locked memory or a smaller --host-memory helps";
 }
 
 void PinnedPieces::unpin(const std::function<void(std::span<std::byte>)>& unregister_piece) {

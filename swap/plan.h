@@ -74,6 +74,11 @@ struct HostRef {
   int index = -1;  // of the buffer; the chunk; stage * micro_batches + micro-batch
 };
 
+struct HostBuffer {
+  HostRef place;
+  std::uint64_t bytes = 0;
+};
+
 // A range that a task reads or writes. Ranges of different spaces never meet.
 enum class Space : std::uint8_t {
   device,
@@ -186,6 +191,9 @@ struct Arrangement {
   std::uint64_t host_bytes(const Layout& layout) const {
     return buffer_bytes(layout) + resident_bytes(layout) + saved_on_host(layout);
   }
+  // All host memory that a run takes, buffer by buffer in the order in which it lies there: host_bytes() in sum. Sizes
+  // are multiples of kSector. Streaming buffers come first, each kind in the order of their indices.
+  std::vector<HostBuffer> host_buffers(const Layout& layout) const;
 };
 
 struct ArrangeRequest {

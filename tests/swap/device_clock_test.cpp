@@ -14,7 +14,7 @@ class ClockedDevice final : public Device {
  public:
   std::string name() const override { return "clocked"; }
   io::Result<io::Buffer> allocate(std::size_t bytes) override { return device_->allocate(bytes); }
-  std::string pin(std::span<std::byte> memory) override { return device_->pin(memory); }
+  std::string pin(std::span<const std::span<std::byte>> pieces) override { return device_->pin(pieces); }
   void unpin(std::span<std::byte> memory) noexcept override { device_->unpin(memory); }
   void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
     device_->copy_to_device(stream, to, from, bytes);

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 namespace tierflow::swap {
 namespace {
@@ -31,6 +33,14 @@ struct Limited {
   std::size_t limit, pinned = 0;
 };
 
+// The slab as it is registered where no buffer is in the way.
+std::vector<std::span<std::byte>> by_the_gibibyte(std::span<std::byte> slab) {
+  std::vector<std::span<std::byte>> pieces;
+  for (std::size_t at = 0; at < slab.size(); at += kRegistration)
+    pieces.push_back(slab.subspan(at, std::min(kRegistration, slab.size() - at)));
+  return pieces;
+}
+
 using Parts = std::vector<std::pair<std::size_t, std::size_t>>;
 Parts parts(const PinnedPieces& pieces, const std::byte* at, std::size_t bytes) {
   Parts all;
@@ -43,7 +53,7 @@ TEST(Pinning, AllOfItInPiecesOfAGibibyte) {
   Limited system{1 << 30};
   system.limit = ~std::size_t{0} / 2;
   PinnedPieces pieces;
-  EXPECT_EQ(pieces.pin(slab.memory, std::ref(system)), "");
+  EXPECT_EQ(pieces.pin(by_the_gibibyte(slab.memory), std::ref(system)), "");
   EXPECT_EQ(system.pinned, slab.memory.size());
   const std::byte* at = slab.memory.data();
   EXPECT_TRUE(pieces.covers(at, 1024 * kMiB));
@@ -62,7 +72,7 @@ TEST(Pinning, AsMuchAsTheSystemAllows) {
   const Slab slab(3000 * kMiB);
   Limited system{1600 * kMiB};
   PinnedPieces pieces;
-  const std::string note = pieces.pin(slab.memory, std::ref(system));
+  const std::string note = pieces.pin(by_the_gibibyte(slab.memory), std::ref(system));
   EXPECT_EQ(system.pinned, 1536 * kMiB);  // one piece, and half of the next
   EXPECT_NE(note.find("of 3000 MiB of host memory 1536 MiB could be pinned (limit reached)"), std::string::npos)
       << note;
@@ -78,9 +88,25 @@ TEST(Pinning, NothingWhereNothingIsAllowed) {
   const Slab slab(300 * kMiB);
   Limited system{10 * kMiB};
   PinnedPieces pieces;
-  EXPECT_NE(pieces.pin(slab.memory, std::ref(system)).find("none could be pinned"), std::string::npos);
+  EXPECT_NE(pieces.pin(by_the_gibibyte(slab.memory), std::ref(system)).find("none could be pinned"), std::string::npos);
   EXPECT_EQ(system.pinned, 0U);
   EXPECT_FALSE(pieces.covers(slab.memory.data(), 1));
+}
+
+TEST(Pinning, RegistrationsEndWhereBuffersEnd) {
+  const auto sizes = [](std::vector<std::size_t> mebibytes) {
+    for (std::size_t& size : mebibytes) size *= kMiB;
+    std::vector<std::size_t> found = registrations_for(mebibytes);
+    for (std::size_t& size : found) size /= kMiB;
+    return found;
+  };
+  using Sizes = std::vector<std::size_t>;
+  EXPECT_EQ(sizes({}), Sizes{});
+  EXPECT_EQ(sizes({1024}), Sizes{1024});
+  EXPECT_EQ(sizes({512, 512, 512}), (Sizes{1024, 512}));
+  EXPECT_EQ(sizes({600, 600, 400, 100}), (Sizes{600, 1000, 100}));
+  EXPECT_EQ(sizes({100, 1536, 500, 100}), (Sizes{100, 1024, 1012, 100}));  // a large one begins a registration
+  EXPECT_EQ(sizes({2048, 1}), (Sizes{1024, 1024, 1}));
 }
 
 }  // namespace

@@ -174,6 +174,7 @@ struct Cache {
   struct Write {
     std::uint64_t offset;
     std::vector<std::byte> bytes;
+    std::size_t durable;  // of the writes before it, when it was issued
   };
   std::mutex mutex;
   std::vector<Write> writes;  // in their order
@@ -193,7 +194,8 @@ class CachingBackend final : public io::Backend {
   bool push(const io::KernelOp& op) override {
     if (!inner_->push(op)) return false;
     std::lock_guard lock(cache_->mutex);
-    if (op.action == io::Action::write) cache_->writes.push_back({op.offset, {op.data, op.data + op.length}});
+    if (op.action == io::Action::write)
+      cache_->writes.push_back({op.offset, {op.data, op.data + op.length}, cache_->durable});
     if (op.action == io::Action::flush) flushes_.emplace_back(op.ticket, cache_->writes.size());
     return true;
   }
@@ -240,21 +242,14 @@ TEST(StorePowerCut, KeepsEveryAcknowledgedGeneration) {
     }
     ASSERT_OK(write_all(*store, 4));
   }
-  // Which writes a flush stood behind when write n was issued: all up to the commit's own flushes. Manifest and
-  // superblock are the last two of a commit.
   const std::size_t all = cache->writes.size();
   std::minstd_rand random(3);
   int opened = 0;
-  for (std::size_t cut_at = 1; cut_at <= all; ++cut_at) {
-    int acknowledged = 0;
-    std::size_t durable = 0;
-    for (const std::size_t at : acknowledged_at) {
-      if (cut_at >= at) durable = at, ++acknowledged;
-      if (cut_at == at && cut_at != all) --acknowledged, durable = at - 1;  // the superblock's flush has not come yet
-    }
-    for (const std::size_t at : acknowledged_at)
-      if (cut_at == at) durable = at - 1;  // behind the manifest's flush
-    if (acknowledged == 0) continue;       // nothing is promised yet
+  for (std::size_t cut_at = 1; cut_at <= all; ++cut_at) {  // as soon as so many writes were issued
+    const auto acknowledged =
+        std::count_if(acknowledged_at.begin(), acknowledged_at.end(), [&](std::size_t at) { return at < cut_at; });
+    const std::size_t durable = cache->writes[cut_at - 1].durable;
+    if (acknowledged == 0) continue;  // nothing is promised yet
     for (int survivors = 0; survivors < 6; ++survivors) {
       std::vector<char> drive = image;
       const std::size_t spared = durable + random() % std::max<std::size_t>(1, cut_at - durable);

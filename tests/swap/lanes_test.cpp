@@ -1,0 +1,335 @@
+// What goes wrong in a lane is the run's error: exceptions, events, and what cannot be written back.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+
+#include "swap/executor.h"
+#include "swap/planner.h"
+#include "tests/support/faulty_backend.h"
+#include "tests/support/forwarding_device.h"
+#include "tests/support/temp_dir.h"
+
+namespace tierflow::swap {
+namespace {
+
+using testing::Fault;
+using testing::FaultPlan;
+
+Layout small_layout() {
+  std::vector<UnitShape> units;
+  std::vector<StageShape> stages;
+  for (int unit = 0; unit < 3; ++unit) {
+    units.push_back({.name = "unit", .groups = {{.elements = 70 * 1024, .state_bytes_element = 4, .precision = "a"}}});
+    stages.push_back({.units = {unit}, .carry_bytes = unit == 0 ? 0 : kSector});
+  }
+  return Layout(std::move(units), std::move(stages), kChunkQuantum);
+}
+
+struct Work final : HostWork {
+  std::function<void()> measuring = [] {};
+  std::function<void()> updating = [] {};
+  io::Error measure(const Chunk&, std::span<const std::byte>) override {
+    measuring();
+    return {};
+  }
+  io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
+    updating();
+    return {};
+  }
+};
+
+struct ThrowingDevice final : testing::ForwardingDevice {
+  bool up = false, down = false;
+  void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
+    if (up) throw std::runtime_error("the upload broke");
+    ForwardingDevice::copy_to_device(stream, to, from, bytes);
+  }
+  void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) override {
+    if (down) throw std::runtime_error("the download broke");
+    ForwardingDevice::gradient_to_host(stream, to, from, elements);
+  }
+};
+
+class Lanes : public ::testing::Test {
+ protected:
+  void prepare(std::uint64_t host_budget, std::function<void(const io::Notice&)> on_notice = {}) {
+    arrangement_ = arrange(layout_, {.host_budget = host_budget, .device_budget = 8 << 20, .micro_batches = 1}).value();
+    auto store = Store::create({.volume = {.directories = {folder_.path()},
+                                           .engine = io::EngineKind::threads,
+                                           .allow_buffered = true,
+                                           .allow_any_filesystem = true,
+                                           .on_notice = std::move(on_notice),
+                                           .wrap_backend = testing::faults(plan_)},
+                                .generations = 2},
+                               layout_);
+    ASSERT_TRUE(store.ok()) << store.error().message();
+    store_ = std::move(store).value();
+    executor_ = std::move(Executor::create(device_, store_.get(), layout_, arrangement_)).value();
+    planner_ = std::make_unique<Planner>(layout_, arrangement_);
+    for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id)
+      for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+        ASSERT_FALSE(executor_->access(
+            kind, id, true, [&](std::span<std::byte> bytes) { std::fill(bytes.begin(), bytes.end(), std::byte{1}); }));
+  }
+  io::Error step(bool pending) {
+    executor_->append(planner_->train_step(pending), work_);
+    const int last = static_cast<int>(layout_.stages().size()) - 1;
+    for (int order = 0; order <= 2 * last; ++order) {
+      const int stage = order <= last ? order : 2 * last - order;
+      const Pass pass = order < last ? Pass::forward : order == last ? Pass::head : Pass::backward;
+      const auto entered = executor_->enter(stage, pass, 0);
+      if (!entered.ok()) return entered.error();
+      if (io::Error error = executor_->leave()) return error;
+    }
+    return executor_->finish_updates();
+  }
+  // One step, another one that applies the first one's gradients.
+  io::Error run() {
+    if (io::Error error = step(false)) return error;
+    if (io::Error error = step(true)) return error;
+    return executor_->drain();
+  }
+  void expect_over(io::ErrorKind kind, const std::string& text) {
+    const io::Error error = run();
+    EXPECT_EQ(error.kind, kind) << error.message();
+    EXPECT_NE(error.message().find(text), std::string::npos) << error.message();
+    EXPECT_TRUE(executor_->failed());
+    EXPECT_EQ(executor_->drain().message(), error.message());
+    EXPECT_EQ(executor_->write_back().message(), error.message());
+    EXPECT_EQ(executor_->enter(0, Pass::forward, 0).error().message(), error.message());
+    executor_.reset();  // nothing hangs
+  }
+
+  testing::TempDir folder_;
+  std::shared_ptr<FaultPlan> plan_ = std::make_shared<FaultPlan>();
+  const Layout layout_ = small_layout();
+  Arrangement arrangement_;
+  ThrowingDevice device_;
+  std::unique_ptr<Store> store_;
+  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<Planner> planner_;
+  std::shared_ptr<Work> work_ = std::make_shared<Work>();
+};
+
+TEST_F(Lanes, WithoutATroubleTheRunGoesOn) {
+  prepare(1 << 20);
+  const io::Error error = run();
+  EXPECT_FALSE(error) << error.message();
+}
+TEST_F(Lanes, WhatTheUpdateThrowsEndsTheRun) {
+  prepare(1 << 20);
+  work_->updating = [] { throw std::runtime_error("no such thing"); };
+  expect_over(io::ErrorKind::internal, "no such thing");
+}
+TEST_F(Lanes, WhatTheMeasurementThrowsEndsTheRun) {
+  prepare(1 << 20);
+  work_->measuring = [] { throw 7; };
+  expect_over(io::ErrorKind::internal, "measure");
+}
+TEST_F(Lanes, MemoryThatRanOutIsSaidAsThat) {
+  prepare(1 << 20);
+  work_->updating = [] { throw std::bad_alloc(); };
+  expect_over(io::ErrorKind::memory, "no memory left");
+}
+TEST_F(Lanes, WhatAnUploadThrowsEndsTheRun) {
+  prepare(1 << 20);
+  device_.up = true;
+  expect_over(io::ErrorKind::internal, "the upload broke");
+}
+TEST_F(Lanes, WhatADownloadThrowsEndsTheRun) {
+  prepare(64 << 20);
+  device_.down = true;
+  expect_over(io::ErrorKind::internal, "the download broke");
+}
+TEST_F(Lanes, WhatTheReceiverOfANoticeThrowsEndsTheRun) {
+  prepare(1 << 20, [](const io::Notice&) { throw std::runtime_error("said too much"); });
+  plan_->set({.kind = Fault::Kind::flip, .action = io::Action::read, .nth = 2});
+  expect_over(io::ErrorKind::internal, "said too much");
+}
+
+TEST_F(Lanes, WriteBackSaysWhatWasNotWritten) {
+  for (const std::uint64_t nth : {1, 2, 5, 9}) {
+    plan_->clear();
+    executor_.reset();
+    store_.reset();
+    std::filesystem::remove_all(folder_.path());
+    prepare(64 << 20);
+    const auto chunks = static_cast<std::uint64_t>(layout_.chunks().size());
+    ASSERT_EQ(chunks, 6U);
+    ASSERT_FALSE(executor_->write_back());
+    ASSERT_FALSE(store_->commit("1"));
+    plan_->set({.kind = Fault::Kind::error, .action = io::Action::write, .nth = nth, .sticky = true});
+    const io::Error error = executor_->write_back();
+    EXPECT_EQ(error.kind, io::ErrorKind::io) << error.message();
+    plan_->clear();
+    EXPECT_TRUE(store_->commit("2"));
+    EXPECT_EQ(store_->generation(), 1U);
+  }
+}
+
+TEST_F(Lanes, WriteBackWritesAllThatIsResident) {
+  prepare(64 << 20);
+  ASSERT_FALSE(executor_->write_back());
+  for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id)
+    for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) {
+      const auto bytes = store_->fetch(kind, id);
+      ASSERT_TRUE(bytes.ok()) << bytes.error().message();
+      EXPECT_EQ(bytes.value().data()[bytes.value().size() - 1], std::byte{1});
+    }
+}
+
+TEST_F(Lanes, ClientsThatDepartAreTold) {
+  prepare(1 << 20);
+  EXPECT_EQ(executor_->leave().kind, io::ErrorKind::usage);
+  EXPECT_NE(executor_->enter(0, Pass::forward, 0).error().detail.find("at its end"), std::string::npos);
+  executor_->append(planner_->train_step(false), work_);
+  EXPECT_EQ(executor_->drain().kind, io::ErrorKind::usage);
+  for (const auto& [stage, pass, micro_batch] :
+       {std::tuple{1, Pass::forward, 0}, std::tuple{0, Pass::evaluate, 0}, std::tuple{0, Pass::forward, 1}})
+    EXPECT_NE(executor_->enter(stage, pass, micro_batch).error().detail.find("departs from the plan"),
+              std::string::npos);
+  ASSERT_TRUE(executor_->enter(0, Pass::forward, 0).ok());
+  EXPECT_NE(executor_->enter(1, Pass::forward, 0).error().detail.find("leave() was not called"), std::string::npos);
+  EXPECT_FALSE(executor_->leave());
+  executor_->fail({.kind = io::ErrorKind::cancelled, .detail = "enough"});
+  EXPECT_EQ(executor_->enter(1, Pass::forward, 0).error().kind, io::ErrorKind::cancelled);
+  EXPECT_EQ(executor_->finish_updates().kind, io::ErrorKind::cancelled);
+}
+
+// Computation whose end the test decides.
+class EventfulDevice final : public testing::ForwardingDevice {
+ public:
+  Event record(StreamId stream) override {
+    if (stream != StreamId::compute) return ForwardingDevice::record(stream);
+    const auto state = std::make_shared<int>(static_cast<int>(computed_.size()));
+    std::lock_guard lock(mutex_);
+    computed_[state.get()] = *state;
+    return Event(state);
+  }
+  void wait(StreamId stream, const Event& event) override {
+    {
+      std::lock_guard lock(mutex_);
+      const auto found = computed_.find(event.state());
+      if (stream == StreamId::download) {
+        waited_for_ = found == computed_.end() ? -1 : found->second;
+        waited_ = true;
+        changed_.notify_all();
+      }
+      if (found != computed_.end()) return;
+    }
+    ForwardingDevice::wait(stream, event);
+  }
+  io::Error synchronize(const Event& event) override {
+    {
+      std::unique_lock lock(mutex_);
+      const auto found = computed_.find(event.state());
+      if (found != computed_.end()) {
+        lock.unlock();
+        return finished(found->second);
+      }
+    }
+    return ForwardingDevice::synchronize(event);
+  }
+  // -1: for none; -2: nobody came.
+  int wait_for_the_download() {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::seconds(20), [this] { return waited_; }) ? waited_for_ : -2;
+  }
+  std::function<io::Error(int)> finished = [](int) { return io::Error{}; };
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<void*, int> computed_;
+  int waited_for_ = -1;
+  bool waited_ = false;
+};
+
+// The oldest event is forgotten when 256 are kept. A download that starts while that event is being waited for follows
+// it all the same.
+class Events : public ::testing::Test {
+ protected:
+  static constexpr int kComputations = 300;
+  io::Error run() {
+    arrangement_ = arrange(layout_, {.host_budget = 64 << 20, .device_budget = 8 << 20, .micro_batches = 1}).value();
+    auto executor = std::move(Executor::create(device_, nullptr, layout_, arrangement_)).value();
+    Plan plan;
+    plan.visits.push_back({.stage = 0});
+    for (int i = 0; i < kComputations; ++i) {
+      Task& task = plan.tasks.emplace_back();
+      task.stage = task.micro_batch = task.visit = 0;
+      task.device_offset = kNowhere;
+    }
+    Task& measure = plan.tasks.emplace_back();
+    measure.kind = TaskKind::measure;
+    measure.lane = Lane::update;
+    measure.chunk = 1;
+    measure.gradient = {HostRef::Where::resident_gradient, 1};
+    Task& download = plan.tasks.emplace_back();
+    download.kind = TaskKind::download_gradient;
+    download.lane = Lane::download;
+    download.chunk = 0;
+    download.gradient = {HostRef::Where::resident_gradient, 0};
+    download.device_offset = arrangement_.weight_ring;
+    download.bytes = layout_.chunks()[0].word_bytes();
+    download.dependencies = {0, kComputations};
+    executor->append(std::move(plan), work_);
+    for (int i = 0; i < kComputations; ++i) {
+      const auto entered = executor->enter(0, Pass::forward, 0);
+      if (!entered.ok()) return entered.error();
+      if (io::Error error = executor->leave()) return error;
+    }
+    return executor->drain();
+  }
+
+  const Layout layout_ = small_layout();
+  Arrangement arrangement_;
+  EventfulDevice device_;
+  std::shared_ptr<Work> work_ = std::make_shared<Work>();
+};
+
+TEST_F(Events, AreForgottenOnlyAfterTheyHappened) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool may_download = false;
+  work_->measuring = [&] {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return may_download; });
+  };
+  int followed = -3;
+  std::vector<int> forgotten;
+  device_.finished = [&](int number) {
+    forgotten.push_back(number);
+    if (number == 0) {
+      {
+        std::lock_guard lock(mutex);
+        may_download = true;
+      }
+      changed.notify_all();
+      followed = device_.wait_for_the_download();
+    }
+    return io::Error{};
+  };
+  const io::Error error = run();
+  EXPECT_FALSE(error) << error.message();
+  EXPECT_EQ(followed, 0);
+  ASSERT_EQ(forgotten.size(), static_cast<std::size_t>(kComputations - 256));
+  EXPECT_EQ(forgotten.back(), kComputations - 257);
+}
+
+TEST_F(Events, ThatFailEndTheRun) {
+  device_.finished = [](int number) {
+    return number == 3 ? io::Error{.kind = io::ErrorKind::io, .operation = "compute", .detail = "the device is gone"}
+                       : io::Error{};
+  };
+  EXPECT_EQ(run().detail, "the device is gone");
+}
+
+}  // namespace
+}  // namespace tierflow::swap
