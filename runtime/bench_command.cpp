@@ -146,16 +146,16 @@ BenchOptimizerOptions parse_bench_optimizer(const std::vector<std::string>& word
   return options;
 }
 
-std::string bench_help(const std::string& what) {
+std::string bench_help(const std::string& what, std::size_t columns) {
   BenchStorageOptions storage;
   BenchOptimizerOptions optimizer;
   if (what == "storage") {
     const OptionTable table = storage_table(storage);
-    return CommandLine(table).help();
+    return CommandLine(table).help(columns);
   }
   if (what == "optimizer") {
     const OptionTable table = optimizer_table(optimizer);
-    return CommandLine(table).help();
+    return CommandLine(table).help(columns);
   }
   return "Usage: tierflow bench storage --dir DIR[,DIR...] [OPTIONS]\n"
          "       tierflow bench optimizer [OPTIONS]\n"

@@ -34,7 +34,7 @@ struct BenchOptimizerOptions {
 BenchStorageOptions parse_bench_storage(const std::vector<std::string>& words);
 BenchOptimizerOptions parse_bench_optimizer(const std::vector<std::string>& words);
 // The help text of "storage" or "optimizer"; of both and how they differ for anything else.
-std::string bench_help(const std::string& what);
+std::string bench_help(const std::string& what, std::size_t columns);
 
 // Print each result on standard output as it is there: a row of a table, or a JSON object a line. What is being
 // measured goes to standard error. Throw Exception. Files of the measurement are removed on every way out, also when

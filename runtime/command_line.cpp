@@ -7,6 +7,7 @@
 
 #include "runtime/exception.h"
 #include "runtime/files.h"
+#include "runtime/terminal.h"
 
 namespace tierflow {
 namespace {
@@ -49,30 +50,44 @@ struct CommandLine::Impl {
 CommandLine::CommandLine(const OptionTable& table) : impl_(std::make_unique<Impl>(table)) {
   CLI::App& app = impl_->app;
   app.allow_extras();
-  app.set_help_flag("-h,--help", "print this help and exit");
+  app.set_help_flag();
   OptionValues& values = impl_->values;
   for (const OptionRow& row : table.rows()) {
     if (row.flag) {
-      app.add_flag_callback(
-          "--" + row.name, [&values, &row] { values[row.name] = {"true"}; }, row.help);
+      app.add_flag_callback("--" + row.name, [&values, &row] { values[row.name] = {"true"}; });
       continue;
     }
     auto* option = app.add_option_function<std::vector<std::string>>(
-        "--" + row.name, [&values, &row](const std::vector<std::string>& words) { values[row.name] = words; },
-        row.help);
-    option->type_name(row.value_name)->expected(1, row.most > 2 ? CLI::detail::expected_max_vector_size : row.most);
+        "--" + row.name, [&values, &row](const std::vector<std::string>& words) { values[row.name] = words; });
+    option->expected(1, row.most > 2 ? CLI::detail::expected_max_vector_size : row.most);
     if (row.commas) option->delimiter(',');
-    if (const std::string value = default_of(row); !value.empty()) option->default_str(value);
   }
-  app.add_option("--config-file", impl_->config_file,
-                 "TOML or JSON file of these options, without the dashes; the command line wins")
-      ->type_name("FILE");
+  app.add_option("--config-file", impl_->config_file);
 }
 
 CommandLine::~CommandLine() = default;
 
-std::string CommandLine::help() {
-  return impl_->app.help();
+std::string CommandLine::help(std::size_t columns) const {
+  constexpr std::size_t indent = 26;
+  const auto line = [&](const std::string& words, std::string text) {
+    const std::string start = "  " + words;
+    const bool beside = start.size() + 2 <= indent;
+    return start + (beside ? std::string(indent - start.size(), ' ') : "\n" + std::string(indent, ' ')) +
+           wrapped(text, columns, indent) + "\n";
+  };
+  std::vector<std::pair<std::string, std::string>> groups;  // in the order in which they begin
+  for (const OptionRow& row : impl_->table.rows()) {
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g.first == row.group; });
+    if (group == groups.end()) group = groups.insert(groups.end(), {row.group, ""});
+    const std::string value = default_of(row);
+    group->second += line("--" + row.name + (row.flag ? "" : " " + row.value_name) + (row.most > 2 ? " ..." : ""),
+                          row.help + (value.empty() ? "" : " [" + value + "]"));
+  }
+  std::string text = "Usage: tierflow " + impl_->table.command() + " [OPTIONS]\n";
+  for (const auto& [heading, rows] : groups) text += "\n" + heading + ":\n" + rows;
+  return text + "\nOther:\n" +
+         line("--config-file FILE", "TOML or JSON file of these options, without the dashes; the command line wins") +
+         line("-h, --help", "print this help and exit");
 }
 
 void CommandLine::apply(std::vector<std::string> words) {

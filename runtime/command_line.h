@@ -13,7 +13,8 @@ class CommandLine {
   explicit CommandLine(const OptionTable& table);  // the table must outlive it
   ~CommandLine();
 
-  std::string help();
+  // The options by group, in lines of at most that many columns, with their defaults in brackets.
+  std::string help(std::size_t columns) const;
   // Sets the table's options from the configuration file that --config-file names, if any, then from the words. Throws
   // Exception (kind usage; input for the file) on anything unknown or malformed.
   void apply(std::vector<std::string> words);

@@ -71,10 +71,14 @@ struct Dataset::Impl {
     return j + low;
   }
 
-  void divide(bool content) {
+  void divide(const TokenSink& sink) {
     const std::int64_t length = options.sequence_length;
     const std::string first = options.paths.front().string();
-    if (store.size() == 0 || !content) fail_input(first, "holds no text: every file is empty or blank");
+    const bool empty = store.size() == 0 || !sink.content();
+    if (empty && sink.skipped() != 0)
+      fail_input(first, fmt::format("holds no text: all of its records were passed over, {} of them. The first: {}",
+                                    sink.skipped(), sink.first_skipped().message()));
+    if (empty) fail_input(first, "holds no text: every file is empty or blank");
     sequences = store.size() / length;
     if (sequences == 0)
       fail_input(
@@ -120,7 +124,7 @@ Dataset Dataset::prepare(const DataOptions& options) {
   sink->finish();
   impl->store.seal();
   impl->skipped = sink->skipped();
-  impl->divide(sink->content());
+  impl->divide(*sink);
   return Dataset(std::move(impl));
 }
 

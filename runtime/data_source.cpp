@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <optional>
 #include <system_error>
+#include <utility>
 
 #include "runtime/exception.h"
 #include "runtime/files.h"
 #include "runtime/strict_json.h"
+#include "runtime/utf8.h"
 
 namespace tierflow {
 namespace {
@@ -44,9 +46,22 @@ void walk(const std::filesystem::path& folder, std::size_t depth, std::vector<So
   }
 }
 
-// Calls `take` with the file's bytes, piece by piece.
+// By its byte-order mark.
+void refuse_utf16(const std::string& where, std::string_view start) {
+  if (start.starts_with("\xff\xfe") || start.starts_with("\xfe\xff"))
+    fail_input(where, "is UTF-16 text, not UTF-8: convert it, with iconv -f UTF-16 -t UTF-8");
+}
+
+[[noreturn]] void fail_not_utf8(const std::string& where, std::uint64_t at) {
+  fail_input(where,
+             fmt::format("is not UTF-8 text at byte {}: convert it (iconv -t UTF-8), or pass over such documents "
+                         "with --skip-bad-records",
+                         at));
+}
+
+// Calls `take` with the file's bytes, piece by piece; returns how many there are.
 template <class Take>
-void read_pieces(const std::filesystem::path& path, Take take) {
+std::uint64_t read_pieces(const std::filesystem::path& path, Take take) {
   const File file = open_regular(path);
   const std::uint64_t size = file_size(file, path);
   std::string piece;
@@ -55,11 +70,45 @@ void read_pieces(const std::filesystem::path& path, Take take) {
     read_exactly(file, path, offset, std::as_writable_bytes(std::span(piece.data(), piece.size())));
     take(std::string_view(piece));
   }
+  return size;
 }
 
-void read_text_document(const std::filesystem::path& path, DocumentSink& sink) {
+constexpr std::string_view utf8_mark = "\xef\xbb\xbf";
+
+// Throws where the file is no text: what else it may be, and how it becomes text.
+void check_text(const std::filesystem::path& path) {
+  const std::string where = path.string();
+  std::string text;  // the bytes before that may begin a character, then a piece
+  std::uint64_t at = 0;
+  const std::uint64_t size = read_pieces(path, [&](std::string_view piece) {
+    if (at == 0) refuse_utf16(where, piece);
+    text += piece;
+    const std::size_t zero = text.find('\0'), invalid = find_invalid_utf8(text);
+    if (zero < invalid)
+      fail_input(where, fmt::format("has a zero byte at {}: it is binary, or UTF-16 text. Convert text with iconv -t "
+                                    "UTF-8; tokens go into .npy or .bin files",
+                                    at + zero));
+    if (invalid != std::string_view::npos && text.size() - invalid >= 4) fail_not_utf8(where, at + invalid);
+    const std::size_t whole = std::min(invalid, text.size());
+    text.erase(0, whole);
+    at += whole;
+  });
+  if (at != size) fail_not_utf8(where, at);
+}
+
+void read_text_document(const std::filesystem::path& path, const DataOptions& options, DocumentSink& sink) {
+  try {
+    check_text(path);
+  } catch (const Exception& error) {
+    if (!options.skip_bad_records || error.error().kind != io::ErrorKind::input) throw;
+    return sink.skip(error.error());
+  }
   sink.begin_document(path.string());
-  read_pieces(path, [&](std::string_view piece) { sink.text(piece); });
+  bool first = true;
+  read_pieces(path, [&](std::string_view piece) {
+    if (std::exchange(first, false) && piece.starts_with(utf8_mark)) piece.remove_prefix(utf8_mark.size());
+    sink.text(piece);
+  });
   sink.end_document();
 }
 
@@ -80,13 +129,13 @@ class JsonLines {
   }
 
   void finish_line() {
-    if (number_ == 1 && line_.substr(0, 3) == "\xef\xbb\xbf") line_.erase(0, 3);
+    if (number_ == 1 && line_.starts_with(utf8_mark)) line_.erase(0, utf8_mark.size());
     if (line_.find_first_not_of(" \t\r") != std::string::npos) {
       try {
         emit();
       } catch (const Exception& error) {
         if (!options_.skip_bad_records || error.error().kind != io::ErrorKind::input || emitting_) throw;
-        sink_.skip();
+        sink_.skip(error.error());
       }
     }
     line_.clear();
@@ -97,6 +146,7 @@ class JsonLines {
   std::string where() const { return fmt::format("{}:{}", path_.string(), number_); }
 
   void emit() {
+    if (number_ == 1) refuse_utf16(where(), line_);
     const Json record = parse_json(line_, where());
     const auto field = record.is_object() ? record.find(options_.jsonl_field) : record.end();
     if (field == record.end() || !field->is_string())
@@ -144,7 +194,7 @@ std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths
 void read_source(const Source& source, const DataOptions& options, DocumentSink& sink) {
   switch (source.kind) {
     case SourceKind::text:
-      read_text_document(source.path, sink);
+      read_text_document(source.path, options, sink);
       break;
     case SourceKind::jsonl: {
       JsonLines lines(source.path, options, sink);

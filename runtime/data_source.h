@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "io/error.h"
 #include "runtime/data.h"
 
 namespace tierflow {
@@ -26,16 +27,18 @@ std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths
 class DocumentSink {
  public:
   virtual ~DocumentSink() = default;
-  // A document: any number of text() calls, then end_document(). `where` is the file, and the line where there are
-  // lines.
+  // A document: any number of text() calls with valid UTF-8 between them, then end_document(). `where` is the file, and
+  // the line where there are lines.
   virtual void begin_document(const std::string& where) = 0;
   virtual void text(std::string_view piece) = 0;
   virtual void end_document() = 0;
   virtual void tokens(const std::string& where, std::span<const std::uint32_t> ids) = 0;
-  // A record was passed over (skip_bad_records).
-  virtual void skip() = 0;
+  // A record was passed over (skip_bad_records), because of this.
+  virtual void skip(const io::Error& why) = 0;
 };
 
+// A text file is UTF-8 without zero bytes, checked whole before any of it is given on; a byte-order mark is not part of
+// its text.
 void read_source(const Source& source, const DataOptions& options, DocumentSink& sink);
 
 // Token files: a one-dimensional array of integers, or raw little-endian words of `width` bytes.

@@ -52,22 +52,15 @@ class TokenizerSink : public TokenSink {
  public:
   TokenizerSink(TokenStore& store, const DataOptions& options) : store_(store), options_(options) {}
 
-  void begin_document(const std::string& where) override {
-    where_ = where;
-    text_.clear();
-    taken_ = 0;
-    bad_ = false;
-  }
+  void begin_document(const std::string&) override { text_.clear(); }
 
   void text(std::string_view piece) override {
-    if (bad_) return;
     text_ += piece;
-    if (taken_ == 0 && text_.size() >= 3 && text_.compare(0, 3, "\xef\xbb\xbf") == 0) take(3, false, false);
-    while (!bad_ && text_.size() > piece_bytes) take(cut(), true, false);
+    while (text_.size() > piece_bytes) take(cut(), false);
   }
 
   void end_document() override {
-    if (!bad_ && !text_.empty()) take(text_.size(), true, true);
+    if (!text_.empty()) take(text_.size(), true);
   }
 
   void tokens(const std::string& where, std::span<const std::uint32_t> ids) override {
@@ -88,28 +81,13 @@ class TokenizerSink : public TokenSink {
     return length;
   }
 
-  // The first `length` bytes go to the tokenizer, or (a byte-order mark) nowhere.
-  void take(std::size_t length, bool keep, bool ends_document) {
-    const std::size_t invalid = find_invalid_utf8(std::string_view(text_).substr(0, length));
-    if (invalid != std::string_view::npos) return refuse(invalid);
-    if (keep) {
-      content_ = content_ || has_content(std::string_view(text_).substr(0, length));
-      pending_bytes_ += length;
-      pending_.push_back({text_.substr(0, length), ends_document});
-    }
+  // The first `length` bytes go to the tokenizer.
+  void take(std::size_t length, bool ends_document) {
+    content_ = content_ || has_content(std::string_view(text_).substr(0, length));
+    pending_bytes_ += length;
+    pending_.push_back({text_.substr(0, length), ends_document});
     text_.erase(0, length);
-    taken_ += length;
     if (pending_bytes_ >= batch_bytes || pending_.size() >= batch_pieces) flush();
-  }
-
-  void refuse(std::size_t invalid) {
-    if (!options_.skip_bad_records)
-      fail_input(
-          where_,
-          fmt::format("is not UTF-8 text at byte {}; convert it, or pass over such documents with --skip-bad-records",
-                      taken_ + invalid));
-    bad_ = true;
-    ++skipped_;
   }
 
   void flush() {
@@ -125,41 +103,10 @@ class TokenizerSink : public TokenSink {
   std::unique_ptr<TokenizerProcess> process_;
   std::vector<TextPiece> pending_;
   std::size_t pending_bytes_ = 0;
-  std::string where_, text_;
-  std::size_t taken_ = 0;
-  bool bad_ = false;
+  std::string text_;
 };
 
 }  // namespace
-
-std::size_t find_invalid_utf8(std::string_view text) {
-  std::size_t at = 0;
-  const auto byte = [&](std::size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
-  while (at < text.size()) {
-    const unsigned lead = byte(at);
-    if (lead < 0x80) {
-      ++at;
-      continue;
-    }
-    const std::size_t length = lead >= 0xc2 && lead < 0xe0   ? 2
-                               : lead >= 0xe0 && lead < 0xf0 ? 3
-                               : lead >= 0xf0 && lead < 0xf5 ? 4
-                                                             : 0;
-    if (length == 0) return at;
-    // Overlong forms, surrogates and what lies beyond U+10FFFF show in the second byte.
-    const unsigned least = lead == 0xe0   ? 0xa0
-                           : lead == 0xf0 ? 0x90
-                                          : 0x80,
-                   most = lead == 0xed   ? 0x9f
-                          : lead == 0xf4 ? 0x8f
-                                         : 0xbf;
-    if (byte(at + 1) < least || byte(at + 1) > most) return at;
-    for (std::size_t i = 2; i < length; ++i)
-      if ((byte(at + i) & 0xc0) != 0x80) return at;
-    at += length;
-  }
-  return std::string_view::npos;
-}
 
 std::unique_ptr<TokenSink> make_byte_sink(TokenStore& store) {
   return std::make_unique<ByteSink>(store);

@@ -14,19 +14,20 @@ class TokenSink : public DocumentSink {
   // Anything besides white space has come.
   bool content() const { return content_; }
   std::int64_t skipped() const { return skipped_; }
-  void skip() override { ++skipped_; }
+  // Why the first of them was passed over.
+  const io::Error& first_skipped() const { return first_skipped_; }
+  void skip(const io::Error& why) override {
+    if (skipped_++ == 0) first_skipped_ = why;
+  }
 
  protected:
   bool content_ = false;
   std::int64_t skipped_ = 0;
+  io::Error first_skipped_;
 };
 
 std::unique_ptr<TokenSink> make_byte_sink(TokenStore& store);
 // The tokenizer's process starts with the first text.
 std::unique_ptr<TokenSink> make_tokenizer_sink(TokenStore& store, const DataOptions& options);
-
-// Where the first byte of `text` lies that is not part of valid UTF-8; npos where all is valid. A sequence that `text`
-// ends in the middle of counts as invalid, from its first byte.
-std::size_t find_invalid_utf8(std::string_view text);
 
 }  // namespace tierflow

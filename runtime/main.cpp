@@ -19,6 +19,7 @@
 #include "runtime/files.h"
 #include "runtime/init.h"
 #include "runtime/plan_command.h"
+#include "runtime/terminal.h"
 #include "runtime/train.h"
 
 namespace tierflow {
@@ -27,18 +28,19 @@ namespace {
 volatile std::sig_atomic_t stop_asked = 0;
 
 constexpr const char* usage =
-    "Tierflow trains language models larger than the GPU and larger than memory, with their state on NVMe.\n"
+    "Tierflow trains language models larger than the GPU and larger than memory,\n"
+    "with their state on NVMe.\n"
     "\n"
     "Usage: tierflow COMMAND [OPTIONS]\n"
     "\n"
     "  init   make a model folder with random weights from a config.json\n"
-    "  train  train a model on text and write the result as a Hugging Face model folder\n"
-    "  plan   say what training would take of memory, storage and time, without training\n"
+    "  train  train a model on text and write a Hugging Face model folder\n"
+    "  plan   say what training would take of memory, storage and time\n"
     "  eval   print the loss and perplexity of a model on text\n"
-    "  export write what a training run left in its store as a Hugging Face model folder\n"
-    "  bench  measure the drives (bench storage) and the update (bench optimizer) of this machine\n"
+    "  export write what a training run left in its store as a model folder\n"
+    "  bench  measure the drives (bench storage) and the update (bench optimizer)\n"
     "\n"
-    "tierflow COMMAND --help lists the options of a command. Exit codes: docs/errors.md\n";
+    "tierflow help COMMAND lists its options. Exit codes: docs/errors.md\n";
 
 void* load_train_library() {
   const std::filesystem::path path = train_library();
@@ -59,6 +61,15 @@ int call(const char* name, const Options& options) {
   return reinterpret_cast<int (*)(const Options*)>(entry)(&options);
 }
 
+// Names in options may be relative to it.
+void check_working_folder() {
+  std::error_code error;
+  const std::filesystem::path folder = std::filesystem::current_path(error);
+  if (error || folder.empty())
+    fail(io::ErrorKind::environment, "the working folder",
+         "cannot be read (" + error.message() + "): change into one that exists, with cd");
+}
+
 void watch_signals() {
   for (const int number : {SIGINT, SIGTERM, SIGHUP})
     std::signal(number, [](int again) {
@@ -73,7 +84,7 @@ void watch_signals() {
 int run_bench(const std::vector<std::string>& words, bool help) {
   const std::string what = words.empty() ? "" : words[0];
   if (help) {
-    std::cout << bench_help(what);
+    std::cout << bench_help(what, columns_of(STDOUT_FILENO));
     return 0;
   }
   if (what != "storage" && what != "optimizer")
@@ -90,8 +101,17 @@ int run_bench(const std::vector<std::string>& words, bool help) {
   return 0;
 }
 
-int run(const std::vector<std::string>& words) {
-  if (words.empty() || words[0] == "--help" || words[0] == "-h" || words[0] == "help") {
+bool asks_for_help(const std::string& word) {
+  return word == "--help" || word == "-h";
+}
+
+int run(std::vector<std::string> words) {
+  // `tierflow help train` and `tierflow train --help` are one.
+  if (words.size() > 1 && words[0] == "help") {
+    words.erase(words.begin());
+    words.emplace_back("--help");
+  }
+  if (words.empty() || asks_for_help(words[0]) || words[0] == "help") {
     (words.empty() ? std::cerr : std::cout) << usage;
     return words.empty() ? static_cast<int>(io::ErrorKind::usage) : 0;
   }
@@ -105,12 +125,13 @@ int run(const std::vector<std::string>& words) {
     fail(io::ErrorKind::usage, "",
          "unknown command \"" + printable(command) + "\"; commands are init, train, plan, eval, export, bench");
   const std::vector<std::string> rest(words.begin() + 1, words.end());
-  const bool help = std::any_of(rest.begin(), rest.end(), [](const auto& w) { return w == "--help" || w == "-h"; });
+  const bool help = std::any_of(rest.begin(), rest.end(), asks_for_help);
   if (command == "bench") return run_bench(rest, help);
   if (help) {
-    std::cout << help_of(command);
+    std::cout << help_of(command, columns_of(STDOUT_FILENO));
     return 0;
   }
+  check_working_folder();
   if (command == "train") return call("tierflow_run_train", parse_train(rest));
   if (command == "plan")
     return run_plan(parse_plan(rest), [](const ProfileJob& job) { call("tierflow_run_profile", job); });
@@ -139,6 +160,8 @@ int main(int argc, char** argv) {
     return tierflow::report(error.what(), error.error().kind);
   } catch (const std::bad_alloc&) {
     return tierflow::report("memory ran out", ErrorKind::memory);
+  } catch (const std::filesystem::filesystem_error& error) {
+    return tierflow::report(tierflow::printable(error.what(), 500), ErrorKind::environment);
   } catch (const std::exception& error) {
     tierflow::report("internal error: " + tierflow::printable(error.what(), 500), ErrorKind::none);
     return 1;

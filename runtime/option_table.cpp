@@ -11,6 +11,7 @@
 #include "runtime/exception.h"
 #include "runtime/files.h"
 #include "runtime/options.h"
+#include "runtime/utf8.h"
 
 namespace tierflow {
 namespace {
@@ -129,7 +130,13 @@ void OptionTable::bytes(const std::string& name, std::uint64_t& value, const std
   add({.name = name,
        .value_name = "SIZE",
        .help = help,
-       .set = [&value, name](const auto& words) { value = words[0] == "auto" ? 0 : parse_bytes(words[0], name); },
+       .set =
+           [&value, name](const auto& words) {
+             const std::uint64_t bytes = words[0] == "auto" ? 0 : parse_bytes(words[0], name);
+             if (bytes == 0 && words[0] != "auto")
+               fail_option(name, fmt::format("is {}; give a size such as 512MiB, or auto", printable(words[0])));
+             value = bytes;
+           },
        .get = [&value] { return OrderedJson(value == 0 ? "auto" : format_bytes(value)); }});
 }
 
@@ -148,15 +155,16 @@ void OptionTable::choice(const std::string& name, std::string& value, std::vecto
        .get = [&value] { return OrderedJson(value); }});
 }
 
-void OptionTable::integer(const std::string& name, std::int64_t& value, std::int64_t least, const std::string& help) {
+void OptionTable::integer(const std::string& name, std::int64_t& value, std::int64_t least, const std::string& help,
+                          std::int64_t most) {
   add({.name = name,
        .value_name = "N",
        .help = help,
        .set =
-           [&value, name, least](const auto& words) {
+           [&value, name, least, most](const auto& words) {
              const std::int64_t number = parse_integer(words[0], name);
-             if (number < least || number > std::int64_t{1} << 40)
-               fail_option(name, fmt::format("is {}; it must be between {} and 2^40", number, least));
+             if (number < least || number > most)
+               fail_option(name, fmt::format("is {}; it must be between {} and {}", number, least, most));
              value = number;
            },
        .get = [&value] { return OrderedJson(value); }});
@@ -214,6 +222,11 @@ void OptionTable::flag(const std::string& name, bool& value, const std::string& 
        .get = [&value] { return OrderedJson(value); }});
 }
 
+void OptionTable::add(OptionRow row) {
+  row.group = group_;
+  rows_.push_back(std::move(row));
+}
+
 const OptionRow* OptionTable::find(const std::string& name) const {
   const auto found = std::find_if(rows_.begin(), rows_.end(), [&](const OptionRow& row) { return row.name == name; });
   return found == rows_.end() ? nullptr : &*found;
@@ -245,6 +258,11 @@ void OptionTable::apply(const OptionValues& values, const std::string& where) co
         fail_option(name, row->least == row->most
                               ? fmt::format("takes {} value{}, not {}", row->most, row->most == 1 ? "" : "s", count)
                               : "needs a value");
+      for (const std::string& word : words)
+        if (const std::size_t bad = find_invalid_utf8(word); bad != std::string::npos)
+          fail_option(name, fmt::format("is \"{}\", which is not UTF-8 from byte {} on: rename the file, or name it "
+                                        "through a link",
+                                        printable(word), bad));
       row->set(words);
     }
   } catch (const Exception& error) {

@@ -14,6 +14,7 @@ using OptionValues = std::map<std::string, std::vector<std::string>>;  // by nam
 
 struct OptionRow {
   std::string name, value_name, help;
+  std::string group;  // heading of the help under which it stands; set by OptionTable::add
   bool flag = false;
   int least = 1, most = 1;  // values
   bool commas = false;      // values may be joined by commas
@@ -30,15 +31,20 @@ class OptionTable {
   void path(const std::string& name, std::filesystem::path& value, const std::string& value_name,
             const std::string& help);
   void paths(const std::string& name, std::vector<std::filesystem::path>& value, bool commas, const std::string& help);
+  // A size of at least one byte, or "auto", which is 0.
   void bytes(const std::string& name, std::uint64_t& value, const std::string& help);
   void choice(const std::string& name, std::string& value, std::vector<std::string> choices, const std::string& help);
-  void integer(const std::string& name, std::int64_t& value, std::int64_t least, const std::string& help);
+  // Within [least, most].
+  void integer(const std::string& name, std::int64_t& value, std::int64_t least, const std::string& help,
+               std::int64_t most = std::int64_t{1} << 40);
   void integer(const std::string& name, int& value, int least, const std::string& help);
   void seed(const std::string& name, std::uint64_t& value, const std::string& help);
   // Within [least, most).
   void number(const std::string& name, double& value, double least, double most, const std::string& help);
   void flag(const std::string& name, bool& value, const std::string& help);
-  void add(OptionRow row) { rows_.push_back(std::move(row)); }
+  // Rows added from now on stand under that heading.
+  void group(const std::string& heading) { group_ = heading; }
+  void add(OptionRow row);
 
   const std::string& command() const { return command_; }
   const std::vector<OptionRow>& rows() const { return rows_; }
@@ -51,7 +57,7 @@ class OptionTable {
   nlohmann::ordered_json effective() const;
 
  private:
-  std::string command_;
+  std::string command_, group_ = "Options";
   std::vector<OptionRow> rows_;
 };
 

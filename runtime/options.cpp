@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
+#include <thread>
 
 #include "runtime/command_line.h"
 #include "runtime/exception.h"
@@ -18,27 +20,41 @@ using OrderedJson = nlohmann::ordered_json;
   fail(io::ErrorKind::usage, "", detail);
 }
 
+constexpr const char* kData = "Model and data";
+constexpr const char* kMachine = "Machine, budgets and storage";
+constexpr const char* kTraining = "Training";
+constexpr const char* kEvaluation = "Evaluation";
+constexpr const char* kResult = "Result and log";
+
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;  // in a step
+
 void add_run_rows(OptionTable& table, RunOptions& o) {
+  table.group(kData);
   table.path("model", o.model, "DIR", "Hugging Face model folder (config.json and safetensors)");
   table.paths("data", o.data, false, "text (.txt .py .md .jsonl) or token files (.npy .bin), or folders of them");
+  table.group(kMachine);
   table.choice("device", o.device, {"auto", "cpu", "cuda"}, "where to compute");
   table.bytes("device-memory", o.device_memory,
               "budget for weights, gradients, activations and workspace on the device");
   table.bytes("host-memory", o.host_memory, "budget for pinned buffers and resident state");
   table.paths("storage", o.storage, true,
               "folders for the training state, on NVMe, one a drive; none: all in host memory");
-  table.integer("sequence-length", o.sequence_length, 2, "tokens in a sequence");
-  table.integer("micro-batch", o.micro_batch, 1, "sequences that go through a layer together");
+  table.group(kTraining);
+  table.integer("sequence-length", o.sequence_length, 2, "tokens in a sequence", kMostTokens);
+  table.integer("micro-batch", o.micro_batch, 1, "sequences that go through a layer together", kMostTokens);
+  table.group(kMachine);
   table.choice("engine", o.engine, {"auto", "io_uring", "libaio", "threads"}, "how storage is read and written");
   table.integer("threads", o.threads, 0, "CPU threads; 0: all");
   table.flag("allow-buffered", o.allow_buffered,
              "use storage whose file system has no O_DIRECT, through the page cache");
   table.flag("allow-any-filesystem", o.allow_any_filesystem, "use storage on a network, overlay or memory file system");
+  table.group(kData);
   table.text("jsonl-field", o.jsonl_field, "field of a .jsonl line that holds the text");
   table.text("tokenizer", o.tokenizer, "auto: the model's tokenizer.json, else bytes; bytes; or a tokenizer.json");
   table.path("python", o.python, "FILE", "Python with the package `tokenizers`");
   table.flag("skip-bad-records", o.skip_bad_records,
              "pass over text that is not UTF-8 and malformed .jsonl lines, and count them");
+  table.group(kResult);
   table.path("log-json", o.log_json, "FILE", "write one JSON object a step there, and a summary");
   table.flag("json", o.json, "print results as JSON and nothing else");
 }
@@ -79,9 +95,12 @@ void add_clip(OptionTable& table, TrainOptions& o) {
 }
 
 void add_train_rows(OptionTable& table, TrainOptions& o) {
+  table.group(kData);
   table.path("config", o.config, "FILE", "config.json, in place of --model: start from random weights");
+  table.group(kResult);
   table.path("out", o.out, "DIR", "folder for the trained model");
-  table.integer("micro-batches", o.micro_batches, 1, "micro-batches in a step");
+  table.group(kTraining);
+  table.integer("micro-batches", o.micro_batches, 1, "micro-batches in a step", kMostTokens);
   table.integer("steps", o.steps, 0, "optimizer steps");
   table.integer("epochs", o.epochs, 0, "passes over the data, in place of --steps (default 1)");
   table.number("lr", o.lr, 0, 1e6, "highest learning rate");
@@ -95,12 +114,15 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
   table.choice("precision", o.precision, {"fp32-master+adam8", "fp32-master+adam32", "bf16-sr+adam8"},
                "how the state is stored");
   table.seed("seed", o.seed, "of random weights, shuffling, dropout and stochastic rounding");
+  table.group(kEvaluation);
   table.integer("eval-every", o.eval_every, 0,
                 "steps between evaluations; 0: before the first step and after the last");
   table.number("held-out", o.held_out, 0, 1, "share of the sequences kept for evaluation");
   table.integer("eval-sequences", o.eval_sequences, 0, "held-out sequences in one evaluation at most; 0: all");
+  table.group(kMachine);
   table.number("max-tb-written", o.max_tb_written, 0, 1e9,
                "stop before the step that would bring what storage has written above X * 10^12 bytes; 0: never");
+  table.group(kResult);
   table.choice("durability", o.durability, {"export-only"}, "export-only: a crash loses the state, the end exports it");
   table.flag("no-export", o.no_export, "leave the result in the store");
   table.path("trace", o.trace, "FILE",
@@ -134,6 +156,7 @@ OptionTable plan_table(PlanOptions& o) {
   OptionTable table("plan");
   add_run_rows(table, o);
   add_train_rows(table, o);
+  table.group("Plan");
   table.integer(
       "tokens-per-step", o.tokens_per_step, 0,
       "choose --micro-batch and --micro-batches for so many tokens a step: those with the most tokens a second");
@@ -144,22 +167,56 @@ OptionTable plan_table(PlanOptions& o) {
 OptionTable eval_table(EvalOptions& o) {
   OptionTable table("eval");
   add_run_rows(table, o);
+  table.group(kEvaluation);
   table.integer("max-sequences", o.max_sequences, 0, "sequences to evaluate at most; 0: all");
   return table;
 }
 
+// Two names of one folder, by links or dots too.
 void check_storage(const RunOptions& o) {
-  auto sorted = o.storage;
-  std::sort(sorted.begin(), sorted.end());
-  if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
-    fail_usage(fmt::format("--storage names {} twice", printable(twice->string())));
+  std::map<std::filesystem::path, std::filesystem::path> seen;
+  for (const auto& folder : o.storage) {
+    std::error_code ignored;
+    auto real = std::filesystem::weakly_canonical(std::filesystem::absolute(folder, ignored), ignored);
+    if (!real.has_filename()) real = real.parent_path();  // a slash at the end
+    const auto [before, is_new] = seen.emplace(real, folder);
+    if (!is_new && before->second == folder)
+      fail_usage(fmt::format("--storage names {} twice", printable(folder.string())));
+    if (!is_new)
+      fail_usage(fmt::format("--storage names one folder twice: {} and {}", printable(before->second.string()),
+                             printable(folder.string())));
+  }
+}
+
+void check_threads(int threads) {
+  const int cpus = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+  if (threads > std::max(64, 4 * cpus))
+    fail_usage(fmt::format("--threads is {}; this machine has {} CPUs: give at most {}, or 0 for all of them", threads,
+                           cpus, std::max(64, 4 * cpus)));
+}
+
+void check_tokens(const RunOptions& o, std::int64_t micro_batches) {
+  std::int64_t tokens = o.sequence_length;  // no factor is above kMostTokens: a product of two does not overflow
+  for (const std::int64_t factor : {o.micro_batch, micro_batches}) {
+    tokens *= factor;
+    if (tokens > kMostTokens)
+      fail_usage(
+          fmt::format("--micro-batches {} x --micro-batch {} x --sequence-length {} are more than 2^31 tokens a "
+                      "step: give less",
+                      micro_batches, o.micro_batch, o.sequence_length));
+  }
 }
 
 void check_run(const RunOptions& o, const char* command) {
   if (o.data.empty()) fail_usage(fmt::format("`tierflow {}` needs --data", command));
   if (o.tokenizer.empty()) fail_usage("--tokenizer is empty; give auto, bytes or a tokenizer.json");
   if (o.jsonl_field.empty()) fail_usage("--jsonl-field is empty");
+}
+
+void check_sizes(const RunOptions& o, std::int64_t micro_batches) {
   check_storage(o);
+  check_threads(o.threads);
+  check_tokens(o, micro_batches);
 }
 
 DataOptions common_data_options(const RunOptions& o, const ModelSpec& spec, const std::filesystem::path& folder) {
@@ -215,6 +272,7 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
   const OptionTable table = train_table(options);
   CommandLine(table).apply(words);
   check_run(options, "train");
+  check_sizes(options, options.micro_batches);
   if (options.model.empty() == options.config.empty()) fail_usage("`tierflow train` needs either --model or --config");
   if (options.out.empty() && !options.no_export) fail_usage("`tierflow train` needs --out, or --no-export");
   if (options.no_export && options.storage.empty())
@@ -228,7 +286,7 @@ PlanOptions parse_plan(const std::vector<std::string>& words) {
   PlanOptions options;
   const OptionTable table = plan_table(options);
   CommandLine(table).apply(words);
-  check_storage(options);
+  check_sizes(options, options.micro_batches);
   if (options.model.empty() == options.config.empty()) fail_usage("`tierflow plan` needs either --model or --config");
   return options;
 }
@@ -238,11 +296,12 @@ EvalOptions parse_eval(const std::vector<std::string>& words) {
   const OptionTable table = eval_table(options);
   CommandLine(table).apply(words);
   check_run(options, "eval");
+  check_sizes(options, 1);
   if (options.model.empty()) fail_usage("`tierflow eval` needs --model");
   return options;
 }
 
-std::string help_of(const std::string& command) {
+std::string help_of(const std::string& command, std::size_t columns) {
   InitOptions init;
   ExportOptions exported;
   TrainOptions train;
@@ -253,7 +312,24 @@ std::string help_of(const std::string& command) {
                             : command == "plan"   ? plan_table(plan)
                             : command == "export" ? export_table(exported)
                                                   : eval_table(eval);
-  return CommandLine(table).help();
+  return CommandLine(table).help(columns);
+}
+
+std::string describe(const TrainOptions& o) {
+  std::vector<std::string> data;
+  for (const auto& path : o.data) data.push_back(path.string());
+  std::string text = o.config.empty() ? fmt::format("training {}", o.model.string())
+                                      : fmt::format("training {} from random weights", o.config.string());
+  text += fmt::format(" on {}: ", fmt::join(data, ", "));
+  text += o.steps != 0 ? fmt::format("{} steps", o.steps) : fmt::format("{} epochs", o.epochs);
+  text += fmt::format(" of {} x {} sequences of {} tokens; AdamW with learning rate {} ({}", o.micro_batches,
+                      o.micro_batch, o.sequence_length, o.lr, o.lr_schedule);
+  if (o.warmup != 0) text += fmt::format(", warm-up {} steps", o.warmup);
+  text += fmt::format("), weight decay {}, clip {}; {}, seed {}; ", o.weight_decay,
+                      o.clip ? fmt::format("{}", *o.clip) : "none", o.precision, o.seed);
+  text += o.no_export ? std::string("the result stays in the store") : "result in " + o.out.string();
+  return text + (o.log_json.empty() ? ". --log-json keeps all options and every step"
+                                    : ". All options: first line of " + o.log_json.string());
 }
 
 std::string effective_configuration(const TrainOptions& options) {

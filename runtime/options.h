@@ -93,8 +93,10 @@ ExportOptions parse_export(const std::vector<std::string>& words);
 TrainOptions parse_train(const std::vector<std::string>& words);
 PlanOptions parse_plan(const std::vector<std::string>& words);
 EvalOptions parse_eval(const std::vector<std::string>& words);
-// The help text of "init", "train", "plan", "eval", "export".
-std::string help_of(const std::string& command);
+// The help text of "init", "train", "plan", "eval", "export", in lines of at most that many columns.
+std::string help_of(const std::string& command, std::size_t columns);
+// What training is asked for, in one paragraph.
+std::string describe(const TrainOptions& options);
 
 // Every option with its value, as a JSON object that --config-file reads back.
 std::string effective_configuration(const TrainOptions& options);

@@ -13,6 +13,7 @@
 
 #include "runtime/exception.h"
 #include "runtime/files.h"
+#include "runtime/machine.h"
 #include "runtime/safetensors.h"
 #include "runtime/strict_json.h"
 
@@ -97,8 +98,8 @@ struct CheckpointWriter::Impl {
     const double free = static_cast<double>(status.f_bavail) * static_cast<double>(status.f_frsize);
     if (free < static_cast<double>(total))
       fail(io::ErrorKind::environment, folder.string(),
-           fmt::format("has {:.2f} GiB free, but the model takes {:.2f} GiB: free some space or give another folder",
-                       free / 0x1p30, static_cast<double>(total) / 0x1p30));
+           fmt::format("has {} free, but the model takes {}: free some space or give another folder",
+                       human_bytes(static_cast<std::uint64_t>(free)), human_bytes(total)));
   }
 
   void open_shard() {

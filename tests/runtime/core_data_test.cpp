@@ -7,7 +7,7 @@
 
 #include "core_expect.h"
 #include "runtime/data.h"
-#include "runtime/document_sinks.h"
+#include "runtime/utf8.h"
 #include "support/temp_dir.h"
 
 namespace tierflow {
@@ -191,7 +191,35 @@ TEST_F(Data, HostileTextIsRefused) {
     options_.paths.clear();
     Dataset::prepare(options_);
   });
-  EXPECT_NO_THROW(prepare("nul.txt", std::string(40, '\0') + "\xff\xfe"));  // as bytes, anything goes
+}
+
+TEST_F(Data, WhatIsNoTextIsRefusedWithTheRemedy) {
+  const std::string text = numbers(100);
+  std::string utf16;
+  for (const char c : text) (utf16 += c) += '\0';
+  refused("a.txt", "\xff\xfe" + utf16, {"a.txt", "UTF-16", "iconv"});
+  refused("b.txt", std::string("\xfe\xff\0a", 4) + utf16, {"b.txt", "UTF-16", "iconv"});
+  refused("c.txt", utf16, {"c.txt", "zero byte at 1", "UTF-16", ".bin"});
+  refused("d.txt", text + std::string(1, '\0'), {"d.txt", "zero byte at 100"});
+  refused("e.txt", text + "\xe9t\xe9" + text, {"e.txt", "byte 100", "iconv", "--skip-bad-records"});
+  refused("f.txt", text + "\xe2\x82", {"f.txt", "byte 100"});
+  refused("f.jsonl", "\xff\xfe{\0}\0", {"f.jsonl:1", "UTF-16"});
+  // Where a piece ends, in the middle of a character; and what is wrong far behind.
+  const std::string piece((1 << 20) - 1, 'a');
+  EXPECT_EQ(prepare("g.txt", piece + "\xe2\x82\xac" + text).tokens(), (1 << 20) + 102);
+  refused("h.txt", piece + "\xe2\x82" + text, {"byte 1048575"});
+  refused("i.txt", piece + "aaa" + text + std::string(1, '\0') + text, {"zero byte at 1048678"});
+  EXPECT_EQ(prepare("j.txt", "\xef\xbb\xbf" + text).tokens(), 100);
+
+  options_.skip_bad_records = true;
+  fs::create_directory(dir_.path() / "mixed");
+  write_file(dir_.path() / "mixed" / "a.txt", text + "\xff");
+  write_file(dir_.path() / "mixed" / "b.txt", text);
+  options_.paths = {dir_.path() / "mixed"};
+  const Dataset mixed = Dataset::prepare(options_);
+  EXPECT_EQ(mixed.tokens(), 100);  // nothing of what came before the bad byte
+  EXPECT_EQ(mixed.skipped_records(), 1);
+  refused("k.jsonl", "junk\n{\"text\":7}\n", {"k.jsonl", "all of its records", "2 of them", "k.jsonl:1", "JSON"});
 }
 
 TEST(Utf8, InvalidBytesAreFoundWhereTheyAre) {

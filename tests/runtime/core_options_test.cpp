@@ -1,7 +1,11 @@
 #include <gtest/gtest.h>
 
+#include <sstream>
+
 #include "core_expect.h"
+#include "runtime/machine.h"
 #include "runtime/options.h"
+#include "runtime/terminal.h"
 #include "support/temp_dir.h"
 
 namespace tierflow {
@@ -101,7 +105,27 @@ TEST(Options, BadWordsGetOneLineAndTheNearestName) {
   refused({"--precision", "fp8"}, {"fp8", "fp32-master+adam8"});
   refused({"--steps", "1", "--epochs", "1"}, {"not both"});
   refused({"--config", "c"}, {"either --model or --config"});
-  refused({"--storage", "a,a"}, {"twice"});
+  refused({"--storage", "a,a"}, {"--storage", "a twice"});
+  refused({"--storage", "st", "./st"}, {"one folder twice", "st and ./st"});
+  refused({"--storage", "b,st/,x/../st"}, {"one folder twice", "st/ and x/../st"});
+  EXPECT_EQ(parse_train(needed + Words{"--storage", "st,st2"}).storage.size(), 2u);
+  refused({"--host-memory", "0"}, {"--host-memory is 0", "auto"});
+  refused({"--device-memory", "0MiB"}, {"--device-memory is 0MiB", "auto"});
+  refused({"--device-memory", "0.1"}, {"--device-memory"});
+  EXPECT_EQ(parse_train(needed + Words{"--host-memory", "auto"}).host_memory, 0u);
+  refused({"--threads", "1000"}, {"--threads is 1000", "CPUs", "at most"});
+  EXPECT_EQ(parse_train(needed + Words{"--threads", "64"}).threads, 64);
+  refused({"--micro-batch", "99999999999"}, {"--micro-batch is 99999999999", "between 1 and 2147483648"});
+  refused({"--micro-batches", "1000000000000"}, {"--micro-batches is 1000000000000", "2147483648"});
+  refused({"--micro-batches", "2147483648", "--sequence-length", "2147483648", "--micro-batch", "2147483648"},
+          {"2^31 tokens", "--micro-batch 2147483648"});
+  refused({"--micro-batch", "4194305"}, {"2^31 tokens"});
+  EXPECT_EQ(parse_train(needed + Words{"--micro-batch", "4194304"}).micro_batch, 4194304);
+  refused({"--micro-batches", "4194305"}, {"--micro-batches 4194305", "2^31 tokens"});
+  for (const char* option : {"--model", "--out", "--data", "--storage", "--tokenizer", "--log-json"})
+    expect_refusal(io::ErrorKind::usage, {option, "not UTF-8 from byte 2 on", "/?x"}, [&] {
+      parse_train(Words{option, "a/\xe9x"});
+    });
   refused({"--no-export"}, {"--storage"});
   refused({"--lr", "1", "--lr", "2"}, {"--lr"});
   expect_refusal(io::ErrorKind::usage, {"--data"}, [] { parse_train({"--model", "m", "--out", "o"}); });
@@ -111,6 +135,74 @@ TEST(Options, BadWordsGetOneLineAndTheNearestName) {
     parse_eval({"--model", "m", "--data", "d", "--lr", "1"});
   });
   expect_refusal(io::ErrorKind::usage, {"--config"}, [] { parse_init({"--out", "d"}); });
+}
+
+TEST(Options, HelpIsGroupedAndFitsItsLines) {
+  for (const std::size_t columns : {60, 80, 132})
+    for (const char* command : {"init", "train", "plan", "eval", "export"}) {
+      std::istringstream lines(help_of(command, columns));
+      std::size_t longest = 0;
+      for (std::string line; std::getline(lines, line);) {
+        EXPECT_EQ(line.find_last_not_of(' ') + 1, line.size()) << line;
+        if (line.find("  --") != 0) {  // an option's name is not broken
+          EXPECT_LE(line.size(), columns) << line;
+        }
+        longest = std::max(longest, line.size());
+      }
+      if (std::string_view(command) == "train") {
+        EXPECT_GT(longest, columns - 20);
+      }
+    }
+  const std::string help = help_of("train", 80);
+  std::size_t at = 0;
+  for (const char* expected :
+       {"Usage: tierflow train [OPTIONS]\n", "\nModel and data:\n  --model DIR ", "\nMachine, budgets",
+        "\n  --host-memory SIZE ", "\nTraining:\n", "\n  --lr X                  highest learning rate [1e-05]\n",
+        "\nResult and log:\n", "\nEvaluation:\n", "\nOther:\n  --config-file FILE"}) {
+    const std::size_t found = help.find(expected, at);
+    ASSERT_NE(found, std::string::npos) << expected << " after:\n" << help.substr(0, at);
+    at = found;
+  }
+  // Each option once.
+  for (const char* option : {"--model", "--held-out", "--threads", "--json", "--no-export", "--micro-batches"})
+    EXPECT_EQ(help.find(std::string("\n  ") + option + " "), help.rfind(std::string("\n  ") + option + " ")) << option;
+}
+
+TEST(Options, ProseIsBrokenBetweenWords) {
+  EXPECT_EQ(wrapped("one two three", 80), "one two three");
+  EXPECT_EQ(wrapped("one two three", 7), "one two\nthree");
+  EXPECT_EQ(wrapped("one two three", 6), "one\ntwo\nthree");
+  EXPECT_EQ(wrapped("one two three", 9, 2), "one two\n  three");
+  EXPECT_EQ(wrapped("a extraordinarily b", 5), "a\nextraordinarily\nb");
+  EXPECT_EQ(wrapped("", 5), "");
+  EXPECT_EQ(columns_of(-1), 80u);
+}
+
+TEST(Options, TrainingIsDescribedInAParagraph) {
+  TrainOptions o = parse_train(needed + Words{"--steps", "7", "--micro-batches", "3", "--clip", "none", "--lr", "0.5"});
+  EXPECT_EQ(
+      describe(o),
+      "training m on a, b: 7 steps of 3 x 1 sequences of 512 tokens; AdamW with learning rate 0.5 (cosine), weight "
+      "decay 0, clip none; fp32-master+adam8, seed 0; result in o. --log-json keeps all options and every step");
+  o = parse_train(
+      {"--config", "c", "--data", "d", "--no-export", "--storage", "s", "--warmup", "2", "--log-json", "l"});
+  EXPECT_EQ(
+      describe(o),
+      "training c from random weights on d: 1 epochs of 1 x 1 sequences of 512 tokens; AdamW with learning rate "
+      "1e-05 (cosine, warm-up 2 steps), weight decay 0, clip 1; fp32-master+adam8, seed 0; the result stays in the "
+      "store. All options: first line of l");
+}
+
+TEST(Options, SizesForPeopleAreNeverRoundedToNothing) {
+  EXPECT_EQ(human_bytes(0), "0 bytes");
+  EXPECT_EQ(human_bytes(1023), "1023 bytes");
+  EXPECT_EQ(human_bytes(1024), "1 KiB");
+  EXPECT_EQ(human_bytes(300 << 10), "300 KiB");
+  EXPECT_EQ(human_bytes((1 << 20) + (1 << 19)), "1.5 MiB");
+  EXPECT_EQ(human_bytes(10 << 20), "10 MiB");
+  EXPECT_EQ(human_bytes(1000 << 20), "1000 MiB");
+  EXPECT_EQ(human_bytes(std::uint64_t{5} << 30), "5.00 GiB");
+  EXPECT_EQ(human_bytes(std::uint64_t{10} << 30), "10.0 GiB");
 }
 
 class ConfigFile : public ::testing::Test {

@@ -1,0 +1,12 @@
+#pragma once
+// Which text is UTF-8, as RFC 3629 has it.
+#include <cstddef>
+#include <string_view>
+
+namespace tierflow {
+
+// Where the first byte of `text` lies that is not part of valid UTF-8; npos where all is valid. A sequence that `text`
+// ends in the middle of counts as invalid, from its first byte.
+std::size_t find_invalid_utf8(std::string_view text);
+
+}  // namespace tierflow
