@@ -6,18 +6,14 @@
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
-#include <sys/sysmacros.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <cstdio>
-#include <fstream>
-#include <sstream>
 
 #include "io/filesystem.h"
+#include "io/lock_holder.h"
 
 namespace tierflow::io {
 namespace {
@@ -30,22 +26,6 @@ Error make_error(ErrorKind kind, const char* operation, std::string path, int er
                .path = std::move(path),
                .error_number = error_number,
                .detail = std::move(detail)};
-}
-
-// The process that holds a flock on this inode, from /proc/locks; 0 where the kernel does not say.
-pid_t lock_holder(dev_t device, ino_t inode) {
-  std::ifstream locks("/proc/locks");
-  std::array<char, 64> wanted;
-  std::snprintf(wanted.data(), wanted.size(), "%02x:%02x:%lu", major(device), minor(device),
-                static_cast<unsigned long>(inode));
-  for (std::string line; std::getline(locks, line);) {
-    std::istringstream fields(line);
-    std::string number, type, mode, access, where;
-    pid_t pid = 0;
-    if (fields >> number >> type >> mode >> access >> pid >> where && type == "FLOCK" && where == wanted.data())
-      return pid;
-  }
-  return 0;
 }
 
 }  // namespace
@@ -225,7 +205,7 @@ Error File::inspect() {
 Error File::lock() {
   if (flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return {};
   if (errno != EWOULDBLOCK) return failed("lock", ErrorKind::environment, errno);
-  const pid_t holder = lock_holder(device_, inode_);
+  const pid_t holder = lock_holder(descriptor_);
   if (holder <= 0) return failed("lock", ErrorKind::locked, 0, "another process holds it");
   std::string who = "process " + std::to_string(holder) + " holds it";
   if (kill(holder, 0) != 0 && errno == ESRCH)

@@ -7,6 +7,7 @@
 
 #include "runtime/layers.h"
 #include "runtime/run_common.h"
+#include "runtime/signals.h"
 #include "runtime/train.h"
 
 namespace tierflow {
@@ -25,15 +26,17 @@ int run_eval(const EvalOptions& options) {
   settings.train = false;
   announce_device(options, settings, log);
   Session session(model, settings, {}, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+    throw_if_stopped();
     log.progress(phase, done, total);
   });
+  log.begin();
   std::int64_t count = data.training_sequences();
   if (options.max_sequences > 0) count = std::min(count, options.max_sequences);
   const auto read = [&](std::int64_t index, std::span<std::int64_t> out) { data.training_sequence(index, out); };
   double sum = 0;
   std::int64_t targets = 0;
   for (std::int64_t first = 0; first < count; first += options.micro_batch) {
-    if (signals_seen() != 0) return 128 + signals_seen();
+    throw_if_stopped();
     const MicroBatch batch =
         micro_batch(read, first, std::min(options.micro_batch, count - first), options.sequence_length);
     const std::int64_t tokens = batch.target_tokens();

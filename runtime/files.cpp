@@ -35,6 +35,22 @@ File checked_regular(File file, const std::filesystem::path& path) {
   return file;
 }
 
+// A reader sees the old file or the whole new one: `fill` writes beside it, then a flush, then the rename.
+template <class Fill>
+void replace_file(const std::filesystem::path& path, Fill fill) {
+  const std::filesystem::path temporary = path.string() + ".partial";
+  const File file(open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0644));
+  if (!file) fail_system("create", temporary.string(), errno);
+  try {
+    fill(file, temporary);
+    if (fsync(file.fd()) != 0) fail_system("flush", temporary.string(), errno);
+    if (rename(temporary.c_str(), path.c_str()) != 0) fail_system("rename", path.string(), errno);
+  } catch (...) {
+    unlink(temporary.c_str());
+    throw;
+  }
+}
+
 }  // namespace
 
 File::~File() {
@@ -124,17 +140,21 @@ std::string read_text(const std::filesystem::path& path, std::uint64_t limit) {
 }
 
 void write_text(const std::filesystem::path& path, std::string_view text) {
-  const std::filesystem::path temporary = path.string() + ".partial";
-  File file(open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0644));
-  if (!file) fail_system("create", temporary.string(), errno);
-  try {
+  replace_file(path, [&](const File& file, const std::filesystem::path& temporary) {
     write_exactly(file, temporary, std::as_bytes(std::span(text.data(), text.size())));
-    if (fsync(file.fd()) != 0) fail_system("flush", temporary.string(), errno);
-    if (rename(temporary.c_str(), path.c_str()) != 0) fail_system("rename", path.string(), errno);
-  } catch (...) {
-    unlink(temporary.c_str());
-    throw;
-  }
+  });
+}
+
+void write_copy(const std::filesystem::path& path, const File& from, const std::filesystem::path& from_path) {
+  std::vector<std::byte> piece(std::size_t{1} << 20);
+  const std::uint64_t size = file_size(from, from_path);
+  replace_file(path, [&](const File& file, const std::filesystem::path& temporary) {
+    for (std::uint64_t offset = 0; offset < size; offset += piece.size()) {
+      const auto bytes = std::span(piece).first(std::min<std::uint64_t>(piece.size(), size - offset));
+      read_exactly(from, from_path, offset, bytes);
+      write_exactly(file, temporary, bytes);
+    }
+  });
 }
 
 void sync_folder(const std::filesystem::path& folder) {

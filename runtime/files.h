@@ -53,6 +53,9 @@ std::string read_text(const File& file, const std::filesystem::path& path, std::
 // whole new one.
 void write_text(const std::filesystem::path& path, std::string_view text);
 
+// The same with the content of an open file, from its beginning.
+void write_copy(const std::filesystem::path& path, const File& from, const std::filesystem::path& from_path);
+
 // Flushes the folder's own entries to the drive, where its file system can do that.
 void sync_folder(const std::filesystem::path& folder);
 

@@ -155,9 +155,7 @@ void init_checkpoint(const std::filesystem::path& config_json, const std::filesy
         writer.write(std::as_bytes(std::span(halves).first(count)));
       }
     }
-  writer.finish();
-  write_text(folder / "config.json", spec.config_json);
-  sync_folder(folder);
+  writer.finish(spec.config_json);
 }
 
 }  // namespace tierflow

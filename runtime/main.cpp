@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
@@ -19,13 +18,12 @@
 #include "runtime/files.h"
 #include "runtime/init.h"
 #include "runtime/plan_command.h"
+#include "runtime/signals.h"
 #include "runtime/terminal.h"
 #include "runtime/train.h"
 
 namespace tierflow {
 namespace {
-
-volatile std::sig_atomic_t stop_asked = 0;
 
 constexpr const char* usage =
     "Tierflow trains language models larger than the GPU and larger than memory,\n"
@@ -70,17 +68,6 @@ void check_working_folder() {
          "cannot be read (" + error.message() + "): change into one that exists, with cd");
 }
 
-void watch_signals() {
-  for (const int number : {SIGINT, SIGTERM, SIGHUP})
-    std::signal(number, [](int again) {
-      if (stop_asked != 0) {
-        std::signal(again, SIG_DFL);
-        std::raise(again);
-      }
-      stop_asked = 1;
-    });
-}
-
 int run_bench(const std::vector<std::string>& words, bool help) {
   const std::string what = words.empty() ? "" : words[0];
   if (help) {
@@ -97,7 +84,7 @@ int run_bench(const std::vector<std::string>& words, bool help) {
   }
   const BenchStorageOptions options = parse_bench_storage(rest);
   watch_signals();
-  bench_storage(options, [] { return stop_asked != 0; });
+  bench_storage(options, [] { return stop_signal() != 0; });
   return 0;
 }
 
@@ -139,31 +126,43 @@ int run(std::vector<std::string> words) {
   if (command == "export") return call("tierflow_run_export", parse_export(rest));
   const InitOptions options = parse_init(rest);
   watch_signals();
-  init_checkpoint(options.config, options.out, options.seed, options.shard_size, [] { return stop_asked != 0; });
+  init_checkpoint(options.config, options.out, options.seed, options.shard_size, [] { return stop_signal() != 0; });
   return 0;
 }
 
-int report(const std::string& line, io::ErrorKind kind) {
+int report(const std::string& line, int code) {
   std::cout.flush();
   std::fprintf(stderr, "tierflow: %s\n", line.c_str());
-  return static_cast<int>(kind);
+  return code;
+}
+
+int code_of(const Exception& error) {
+  if (const auto* stopped = dynamic_cast<const Stopped*>(&error)) return 128 + stopped->signal();
+  if (error.error().kind == io::ErrorKind::cancelled && stop_signal() != 0) return 128 + stop_signal();
+  return static_cast<int>(error.error().kind);
+}
+
+// What a command prints is its result: half of it is none.
+int checked_output(int code) {
+  std::cout.flush();
+  if (code != 0 || std::cout) return code;
+  return report("standard output cannot be written: the result is not whole", static_cast<int>(io::ErrorKind::io));
 }
 
 }  // namespace
 }  // namespace tierflow
 
 int main(int argc, char** argv) {
-  using tierflow::io::ErrorKind;
   try {
-    return tierflow::run({argv + 1, argv + argc});
+    return tierflow::checked_output(tierflow::run({argv + 1, argv + argc}));
   } catch (const tierflow::Exception& error) {
-    return tierflow::report(error.what(), error.error().kind);
+    return tierflow::report(error.what(), tierflow::code_of(error));
   } catch (const std::bad_alloc&) {
-    return tierflow::report("memory ran out", ErrorKind::memory);
+    return tierflow::report("memory ran out", static_cast<int>(tierflow::io::ErrorKind::memory));
   } catch (const std::filesystem::filesystem_error& error) {
-    return tierflow::report(tierflow::printable(error.what(), 500), ErrorKind::environment);
+    return tierflow::report(tierflow::printable(error.what(), 500),
+                            static_cast<int>(tierflow::io::ErrorKind::environment));
   } catch (const std::exception& error) {
-    tierflow::report("internal error: " + tierflow::printable(error.what(), 500), ErrorKind::none);
-    return 1;
+    return tierflow::report("internal error: " + tierflow::printable(error.what(), 500), 1);
   }
 }

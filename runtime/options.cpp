@@ -48,6 +48,7 @@ void add_run_rows(OptionTable& table, RunOptions& o) {
   table.flag("allow-buffered", o.allow_buffered,
              "use storage whose file system has no O_DIRECT, through the page cache");
   table.flag("allow-any-filesystem", o.allow_any_filesystem, "use storage on a network, overlay or memory file system");
+  table.flag("fresh", o.fresh, "discard what an earlier run left in the storage folders");
   table.group(kData);
   table.text("jsonl-field", o.jsonl_field, "field of a .jsonl line that holds the text");
   table.text("tokenizer", o.tokenizer, "auto: the model's tokenizer.json, else bytes; bytes; or a tokenizer.json");

@@ -37,6 +37,7 @@ struct RunOptions {
   std::string engine = "auto";  // auto, io_uring, libaio, threads
   int threads = 0;              // 0: as many as the machine has
   bool allow_buffered = false, allow_any_filesystem = false;
+  bool fresh = false;  // what an earlier run left in the storage folders is discarded
   std::string jsonl_field = "text";
   std::string tokenizer = "auto";  // auto: the model folder's tokenizer.json, else bytes; bytes; or a tokenizer.json
   std::filesystem::path python;    // empty: the one found when the program was built, else python3

@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 
-#include <csignal>
 #include <nlohmann/json.hpp>
 
 #include "runtime/device_memory.h"
@@ -13,16 +12,6 @@
 
 namespace tierflow {
 namespace {
-
-volatile std::sig_atomic_t first_signal = 0;
-
-void on_signal(int number) {
-  if (first_signal != 0) {
-    std::signal(number, SIG_DFL);
-    std::raise(number);
-  }
-  first_signal = number;
-}
 
 // What the card is, said once; the log's steps then tell what it does.
 void watch_gpu(TrainingLog& log) {
@@ -75,17 +64,6 @@ MicroBatch micro_batch(const SequenceReader& read, std::int64_t first, std::int6
     std::copy(ids + 1, ids + length, batch.labels.data_ptr<std::int64_t>() + row * length);
   }
   return batch;
-}
-
-void watch_signals() {
-  first_signal = 0;
-  std::signal(SIGINT, on_signal);
-  std::signal(SIGTERM, on_signal);
-  std::signal(SIGXFSZ, SIG_IGN);  // a write past a limit then fails with EFBIG
-}
-
-int signals_seen() {
-  return first_signal;
 }
 
 }  // namespace tierflow

@@ -21,8 +21,4 @@ WeightSource random_weights(std::uint64_t seed);
 using SequenceReader = std::function<void(std::int64_t index, std::span<std::int64_t> out)>;
 MicroBatch micro_batch(const SequenceReader& read, std::int64_t first, std::int64_t rows, std::int64_t length);
 
-// Counts SIGINT and SIGTERM from now on. The first lets the step at hand finish; the second ends the process at once.
-void watch_signals();
-int signals_seen();  // the number of the first, 0 where none came
-
 }  // namespace tierflow

@@ -1,40 +1,87 @@
 #include "runtime/run_result.h"
 
-#include <fstream>
+#include <fmt/format.h>
 
 #include "runtime/exception.h"
+#include "runtime/left_store.h"
+#include "runtime/signals.h"
 #include "runtime/train.h"
 #include "runtime/training_log.h"
 
 namespace tierflow {
+namespace {
 
 namespace fs = std::filesystem;
 
-void check_out(const fs::path& out) {
-  std::error_code ignored;
-  if (fs::exists(out, ignored) && !(fs::is_directory(out, ignored) && fs::is_empty(out, ignored)))
-    throw Exception(io::Error{.kind = io::ErrorKind::usage,
-                              .path = out.string(),
-                              .detail = "--out exists and is not an empty folder: name another, or remove it"});
+// Headers of the weights, and the run's options.
+constexpr std::uint64_t kBesideWeights = std::uint64_t{1} << 20;
+
+[[noreturn]] void fail_with(const Exception& failed, const std::string& state) {
+  io::Error error = failed.error();
+  error.detail += (error.detail.empty() ? "" : "; ") + state;
+  throw Exception(std::move(error));
 }
 
-void write_result_folder(Session& session, const TrainOptions& options, const Progress& progress) {
-  session.export_hf(options.out, progress);
-  const fs::path from = options.config.empty() ? options.model : options.config.parent_path();
-  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
-                           "merges.txt", "tokenizer.model", "generation_config.json"}) {
-    std::error_code ignored;
-    if (fs::exists(from / name, ignored))
-      fs::copy_file(from / name, options.out / name, fs::copy_options::overwrite_existing, ignored);
+// The error that ended the export, and where the state is now.
+[[noreturn]] void fail_with_state_kept(const Exception& failed, Session& session, const TrainOptions& options) {
+  std::string state = "the state was in memory alone and is lost";
+  if (session.storage_mode()) {
+    try {
+      session.commit();
+      state = fmt::format("the state stays: {} writes it as a model folder", export_command(options.storage));
+    } catch (const Exception& also) {
+      state = fmt::format("the state could not be kept either: {}", also.what());
+    }
   }
-  std::ofstream(options.out / "tierflow_run.json") << effective_configuration(options) << '\n';
+  fail_with(failed, state);
+}
+
+}  // namespace
+
+RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec) : options_(options) {
+  if (options.no_export) return;
+  companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
+  folder_.emplace(options.out);
+  check_space(spec);
+}
+
+void RunResult::check_space(const ModelSpec& spec) const {
+  if (!folder_) return;
+  std::uint64_t elements = 0;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) elements += static_cast<std::uint64_t>(tensor.elements());
+  folder_->check_space(2 * elements + companions_->bytes() + kBesideWeights);
+}
+
+void RunResult::write(Session& session, const Progress& progress) {
+  try {
+    if (folder_)
+      write_folder(session, progress);
+    else
+      session.commit();
+  } catch (const Exception& error) {
+    if (folder_) fail_with_state_kept(error, session, options_);
+    fail_with(error, fmt::format("what was written stays: {} says whether it can be opened",
+                                 export_command(options_.storage)));
+  }
+}
+
+void RunResult::write_folder(Session& session, const Progress& progress) {
+  companions_->copy_to(folder_->path());
+  write_text(folder_->path() / "tierflow_run.json", effective_configuration(options_) + "\n");
+  session.export_hf(folder_->path(), progress);
+  folder_->finish();
 }
 
 int run_export(const ExportOptions& options) {
-  check_out(options.out);
+  watch_signals();
+  ResultFolder out(options.out);
   TrainingLog log({}, false);
-  export_store(options.storage, options.out,
-               [&](const char* phase, std::uint64_t done, std::uint64_t total) { log.progress(phase, done, total); });
+  export_store(options.storage, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+    throw_if_stopped();
+    log.progress(phase, done, total);
+  });
+  out.finish();
   log.say("result: " + fs::absolute(options.out).string());
   return 0;
 }

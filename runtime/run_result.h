@@ -1,16 +1,31 @@
 #pragma once
-// The model folder that a run writes.
-#include <filesystem>
+// The model folder that a run writes at its end, and what becomes of the state where it cannot.
+#include <optional>
 
 #include "runtime/options.h"
+#include "runtime/result_folder.h"
 #include "runtime/session.h"
 
 namespace tierflow {
 
-// Throws Exception where `out` is something else than a new or an empty folder.
-void check_out(const std::filesystem::path& out);
+class RunResult {
+ public:
+  // Claims --out, where there has to be room, and opens the files that go there with the weights, before the work
+  // begins. With --no-export there is no folder: the result is the store.
+  RunResult(const TrainOptions& options, const ModelSpec& spec);
 
-// The folder --out: weights, config.json, the tokenizer's files of the model trained, and the run's options.
-void write_result_folder(Session& session, const TrainOptions& options, const Progress& progress);
+  // Throws Exception (kind environment) where --out has no room for weights of the model and what goes with them.
+  void check_space(const ModelSpec& spec) const;
+  // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. Where that
+  // fails the state stays in the storage folders, and the Exception says how it is got out.
+  void write(Session& session, const Progress& progress);
+
+ private:
+  void write_folder(Session& session, const Progress& progress);
+
+  const TrainOptions& options_;
+  std::optional<ResultFolder> folder_;
+  std::optional<CompanionFiles> companions_;
+};
 
 }  // namespace tierflow

@@ -60,6 +60,9 @@ std::vector<std::string> checkpoint_aliases(std::string_view name);
 // Throws Exception (kind input) listing up to ten tensors that are missing, superfluous, or of the wrong shape or type.
 void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint);
 
+// model.safetensors, model-00001-of-00003.safetensors, and the index of such.
+bool is_weights_name(const std::string& name);
+
 struct TensorHeader {
   std::string name;
   Dtype dtype = Dtype::bf16;
@@ -67,8 +70,9 @@ struct TensorHeader {
 };
 
 // Writes tensors in the order given at construction, streamed: shards of at most shard_bytes, named as transformers
-// names them, the index written last, every file under a temporary name until finish() renames and syncs. Destroyed
-// before finish(): nothing is left.
+// names them, every file under a temporary name until finish() flushes and renames it; the index comes after the
+// shards, and config.json, where finish() is given one, when all else is durable. Unless finish() came to its end
+// nothing is left, of a folder that held no model before.
 class CheckpointWriter {
  public:
   CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors,
@@ -76,7 +80,7 @@ class CheckpointWriter {
   ~CheckpointWriter();
   // The next bytes of the current tensor; tensors follow one another in order.
   void write(std::span<const std::byte> bytes);
-  void finish();
+  void finish(std::string_view config_json = {});
 
  private:
   struct Impl;

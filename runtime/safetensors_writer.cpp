@@ -21,6 +21,7 @@ namespace tierflow {
 namespace {
 
 constexpr const char* index_name = "model.safetensors.index.json";
+constexpr const char* config_name = "config.json";
 // Written pages are pushed out and dropped in windows of this size, so that an export does not fill the page cache.
 constexpr std::uint64_t window = 64 << 20;
 
@@ -37,8 +38,7 @@ std::uint64_t bytes_of(const TensorHeader& tensor, const std::string& where) {
   return bytes;
 }
 
-// model.safetensors, model-00001-of-00003.safetensors.
-bool is_weights_name(std::string name) {
+bool is_shard_name(std::string name) {
   std::replace_if(
       name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c) != 0; }, '#');
   return name == "model.safetensors" || name == "model-#####-of-#####.safetensors";
@@ -52,6 +52,10 @@ struct Shard {
 
 }  // namespace
 
+bool is_weights_name(const std::string& name) {
+  return name == index_name || is_shard_name(name);
+}
+
 struct CheckpointWriter::Impl {
   std::filesystem::path folder;
   std::vector<TensorHeader> tensors;
@@ -61,12 +65,14 @@ struct CheckpointWriter::Impl {
   std::size_t shard = 0, tensor = 0;
   std::uint64_t in_tensor = 0, in_file = 0, pushed = 0;
   File file;
-  std::set<std::filesystem::path> temporaries;
-  bool made_folder = false, finished = false;
+  std::set<std::filesystem::path> temporaries, in_place;
+  bool made_folder = false, replaces = false, finished = false;
 
   ~Impl() {
     file = File();
     for (const auto& path : temporaries) unlink(path.c_str());
+    if (!finished && !replaces)
+      for (const auto& path : in_place) unlink(path.c_str());
     if (made_folder && !finished) rmdir(folder.c_str());
   }
 
@@ -166,22 +172,31 @@ struct CheckpointWriter::Impl {
       const auto path = folder / shards[i].name;
       if (rename(temporary(i).c_str(), path.c_str()) != 0) fail_system("rename", path.string(), errno);
       temporaries.erase(temporary(i));
+      in_place.insert(path);
       ours.insert(shards[i].name);
     }
     std::vector<std::filesystem::path> stale;
     for (const auto& entry : std::filesystem::directory_iterator(folder)) {
       const std::string name = entry.path().filename().string();
-      if (ours.count(name) == 0 && is_weights_name(name)) stale.push_back(entry.path());
+      if (ours.count(name) == 0 && is_shard_name(name)) stale.push_back(entry.path());
     }
     for (const auto& path : stale) unlink(path.c_str());
   }
 
-  void write_index() const {
+  bool holds_weights() const {
+    std::error_code ignored;
+    for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
+      if (is_weights_name(entry.path().filename().string())) return true;
+    return false;
+  }
+
+  void write_index() {
     Json index;
     index["metadata"]["total_size"] = total;
     Json& map = index["weight_map"] = Json::object();
     for (const Shard& current : shards)
       for (std::size_t i = current.first; i < current.last; ++i) map[tensors[i].name] = current.name;
+    in_place.insert(folder / index_name);
     write_text(folder / index_name, index.dump(2) + "\n");
   }
 };
@@ -195,6 +210,7 @@ CheckpointWriter::CheckpointWriter(std::filesystem::path folder, std::vector<Ten
   std::error_code ignored;
   impl_->made_folder = !std::filesystem::exists(impl_->folder, ignored);
   make_folder(impl_->folder);
+  impl_->replaces = impl_->holds_weights();
   impl_->check_space();
   impl_->settle();
 }
@@ -216,13 +232,17 @@ void CheckpointWriter::write(std::span<const std::byte> bytes) {
   }
 }
 
-void CheckpointWriter::finish() {
+void CheckpointWriter::finish(std::string_view config_json) {
   if (impl_->shard != impl_->shards.size())
     fail(io::ErrorKind::usage, impl_->folder.string(),
          "the tensor " + impl_->tensors[impl_->tensor].name + " was not written to its end");
   impl_->put_in_place();
   if (impl_->shards.size() > 1) impl_->write_index();
-  sync_folder(impl_->folder);
+  sync_folder(impl_->folder);  // what says that the model is whole comes when everything else is durable
+  if (!config_json.empty()) {
+    write_text(impl_->folder / config_name, config_json);
+    sync_folder(impl_->folder);
+  }
   impl_->finished = true;
 }
 

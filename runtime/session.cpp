@@ -38,10 +38,7 @@ Session::Session(Model model, SessionOptions options, AdamW adamw, const Progres
   impl_->set_up(model.weights, progress);
 }
 
-Session::~Session() {
-  impl_->executor.reset();
-  if (!impl_->committed && impl_->store != nullptr) impl_->store->volume().remove_files();
-}
+Session::~Session() = default;
 
 StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
   const StepResult result = guarded(*impl_->executor, [&] { return impl_->step(batches, lr); });

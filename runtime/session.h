@@ -91,7 +91,8 @@ class Session {
   std::string describe() const;  // one paragraph: what lives where
   const LayeredModel& model() const;
   const SessionPlan& plan() const;
-  // With keep_store: makes the state as it is now the one that the storage folders hold, durably.
+  // Makes the state as it is now the one that the storage folders hold, durably: it outlives the session. Throws
+  // Exception (kind usage) where everything is resident without keep_store.
   void commit();
 
  private:

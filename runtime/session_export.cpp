@@ -1,5 +1,4 @@
 // What comes out of a session: HF folders, master weights, a description.
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "runtime/safetensors.h"
@@ -35,14 +34,7 @@ void export_words(const ModelSpec& spec, const PackedModel& packed, const swap::
     });
     if (progress) progress("exporting", done, total);
   }
-  writer.finish();
-  const auto config = folder / "config.json";
-  std::ofstream file(config, std::ios::trunc);
-  file << spec.config_json;
-  file.flush();
-  if (!file)
-    throw Exception(
-        io::Error{.kind = io::ErrorKind::io, .operation = "write", .path = config.string(), .error_number = errno});
+  writer.finish(spec.config_json);
 }
 
 ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) {
@@ -68,12 +60,12 @@ void Session::export_hf(const std::filesystem::path& folder, const Progress& pro
 
 void Session::commit() {
   Impl& impl = *impl_;
-  if (impl.store == nullptr || !impl.options.keep_store)
-    throw Exception(io::ErrorKind::usage, "the session was made without keep_store: it has no state that outlives it");
+  if (impl.store == nullptr)
+    throw Exception(io::ErrorKind::usage, "the session has no storage: there is no state that outlives it");
+  impl.committed = true;  // of a commit that fails nobody knows how far it came: nothing is removed
   impl.flush();
   throw_if(impl.executor->write_back());
   throw_if(impl.store->commit(nlohmann::json{{"step", impl.steps}, {"updates", impl.updates_done}}.dump()));
-  impl.committed = true;
 }
 
 void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,

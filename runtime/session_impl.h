@@ -13,11 +13,13 @@ namespace tierflow {
 
 struct Session::Impl {
   Impl(std::shared_ptr<LayeredModel> model, SessionOptions options, AdamW adamw);
+  ~Impl();  // removes the store, also of a session that failed to start, unless it was committed
 
   // session_setup.cpp
   void set_up(const WeightSource& weights, const Progress& progress);
   ProbedModel probe();
   void check_write_limit() const;
+  void make_store();
   std::uint64_t writes_of_next_step() const;  // those of bringing its state out included
   void load(const WeightSource& weights, const Progress& progress);
 

@@ -39,7 +39,8 @@ struct SessionOptions {
   // again. Changes no bit; choose_placement() finds the fastest.
   int swap_to_host = 0, swap_to_storage = 0;
   int update_threads = 0;            // 0: as many as torch uses
-  bool keep_store = false;           // the state outlives the session in `storage`: see commit() and export_store()
+  bool keep_store = false;           // a store is made in any case: see commit() and export_store()
+  bool fresh = false;                // what an earlier session left in `storage` is removed
   bool train = true;                 // false: evaluate() and export alone
   std::uint64_t chunk_elements = 0;  // 0: from the host budget
   std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests

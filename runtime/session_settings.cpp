@@ -23,6 +23,7 @@ SessionOptions session_settings(const RunOptions& options, std::uint64_t device_
   result.storage = options.storage;
   result.engine = engine_kind(options.engine);
   result.allow_buffered = options.allow_buffered;
+  result.fresh = options.fresh;
   result.allow_any_filesystem = options.allow_any_filesystem;
   result.micro_batch = options.micro_batch;
   result.sequence_length = options.sequence_length;

@@ -1,5 +1,6 @@
 // How a session comes to be: measure what a stage needs, arrange the budgets, make the store, fill it.
 #include "runtime/chunk_io.h"
+#include "runtime/left_store.h"
 #include "runtime/session_impl.h"
 
 namespace tierflow {
@@ -32,7 +33,7 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
                                     : swap::open_cpu_device({.chaos_seed = options.chaos_seed});
   if (plan.stored) {
     check_write_limit();
-    store = value_or_throw(swap::Store::create(store_options(model->spec(), options, plan), *plan.layout));
+    make_store();
   }
   executor = value_or_throw(swap::Executor::create(*device, store.get(), *plan.layout, plan.arrangement,
                                                    {.chaos_seed = options.chaos_seed, .record = options.record}));
@@ -40,13 +41,21 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   torch_memory.release_kept();
   torch_memory.set_cap(options.device_memory - plan.arrangement.device_bytes() - torch_memory.fixed());
   torch_memory.reset_peak();
-  try {
-    load(weights, progress);
-  } catch (...) {
-    executor.reset();
-    if (store != nullptr) store->volume().remove_files();
-    throw;
-  }
+  load(weights, progress);
+}
+
+Session::Impl::~Impl() {
+  executor.reset();
+  if (committed || store == nullptr) return;
+  remove_note(options.storage);
+  store->volume().remove_files();
+}
+
+void Session::Impl::make_store() {
+  if (options.fresh) discard_store(options.storage);
+  refuse_left_store(options.storage);
+  store = value_or_throw(swap::Store::create(store_options(model->spec(), options, plan), *plan.layout));
+  leave_note(options.storage);
 }
 
 void Session::Impl::check_write_limit() const {

@@ -13,6 +13,7 @@
 
 #include "runtime/data_source.h"
 #include "runtime/exception.h"
+#include "runtime/signals.h"
 
 namespace tierflow {
 namespace {
@@ -49,6 +50,7 @@ TokenStore::TokenStore(std::filesystem::path folder, std::int64_t vocab_size)
 TokenStore::~TokenStore() = default;
 
 void TokenStore::flush() {
+  throw_if_stopped();
   if (pending_.empty()) return;
   XXH3_64bits_update(&hasher_->state, pending_.data(), pending_.size());
   try {

@@ -16,6 +16,7 @@
 #include <cstring>
 
 #include "runtime/exception.h"
+#include "runtime/signals.h"
 #include "runtime/tokenizer_script.h"
 
 extern char** environ;
@@ -107,8 +108,7 @@ void TokenizerProcess::wait_for(short events) {
   pollfd waiting{.fd = socket_.fd(), .events = events, .revents = 0};
   const int timeout = static_cast<int>(std::clamp(patience_ * 1000, 1.0, 2e9));
   int ready = 0;
-  while ((ready = poll(&waiting, 1, timeout)) < 0 && errno == EINTR) {
-  }
+  while ((ready = poll(&waiting, 1, timeout)) < 0 && errno == EINTR) throw_if_stopped();
   if (ready < 0) fail_system("wait for the tokenizer", path_, errno);
   if (ready == 0) {
     stop();
@@ -146,6 +146,7 @@ void TokenizerProcess::receive(std::span<std::byte> out) {
 }
 
 void TokenizerProcess::fail_ended() {
+  throw_if_stopped();  // Ctrl-C reaches the tokenizer too
   int status = 0;
   while (waitpid(process_, &status, 0) < 0 && errno == EINTR) {
   }

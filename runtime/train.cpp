@@ -7,11 +7,13 @@
 
 #include "runtime/exception.h"
 #include "runtime/layers.h"
+#include "runtime/left_store.h"
 #include "runtime/machine.h"
 #include "runtime/profiler.h"
 #include "runtime/run_common.h"
 #include "runtime/run_result.h"
 #include "runtime/run_summary.h"
+#include "runtime/signals.h"
 #include "runtime/step_trace.h"
 
 namespace tierflow {
@@ -34,8 +36,9 @@ class Training {
   Training(const TrainOptions& options, TrainingLog& log)
       : options_(options),
         log_(log),
-        trace_(options.trace, log),
         spec_(training_spec(options)),
+        out_(options, spec_),
+        trace_(options.trace, log),
         data_(Dataset::prepare(data_options(options, spec_, fs::temp_directory_path()))) {
     per_step_ = options.micro_batch * options.micro_batches;
     steps_ = options.steps;
@@ -46,11 +49,13 @@ class Training {
 
   int run() {
     open_session();
+    out_.check_space(spec_);  // once more: the store lies on the same drive, it may be
+    log_.begin();
     evaluate(0, result_.held_out_before);
     result_.held_out_after = result_.held_out_before;
     std::int64_t step = 0;
     bool at_limit = false, out_of_memory = false;
-    while (!out_of_memory && step < steps_ && signals_seen() == 0 && !(at_limit = next_step_passes_limit()))
+    while (!out_of_memory && step < steps_ && stop_signal() == 0 && !(at_limit = next_step_passes_limit()))
       out_of_memory = !within_memory(step, [&] {
         train_step(step);
         ++step;
@@ -59,18 +64,16 @@ class Training {
           evaluate(step, result_.held_out_after);
       });
     trace_.finish(step, result_.prediction);
-    const int signal = signals_seen();
+    const int signal = stop_signal();
     if (at_limit)
       log_.say(fmt::format("stopped after step {} of {}: the next one would pass --max-tb-written {}", step, steps_,
                            options_.max_tb_written));
+    if (step == 0) throw_if_stopped();
     if (signal != 0)
       log_.say(fmt::format("stopped after step {} of {}; once more ends without writing the result", step, steps_));
+    out_.write(*session_, progress());
     if (!out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0))
-      out_of_memory = !within_memory(step, [&] { evaluate(step, result_.held_out_after); });
-    if (options_.no_export)
-      session_->commit();
-    else
-      write_result_folder(*session_, options_, progress());
+      out_of_memory = !evaluate_result(step);
     result_.steps = step;
     report(result_, *session_, log_);
     if (out_of_memory) return static_cast<int>(io::ErrorKind::memory);
@@ -94,7 +97,10 @@ class Training {
                       .weight_decay = options_.weight_decay};
     session_ = std::make_unique<Session>(
         options_.config.empty() ? load(options_.model) : Model{make_model(spec_), random_weights(options_.seed)},
-        session, adamw, progress());
+        session, adamw, [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
+          throw_if_stopped();
+          show(phase, done, total);
+        });
     log_.say(session_->describe());
     predict_steps(session);
     if (const auto mode = session_->storage_mode())
@@ -152,6 +158,18 @@ class Training {
     }
   }
 
+  // The result is written by now: an evaluation that fails costs no training.
+  bool evaluate_result(const std::int64_t& step) {
+    try {
+      return within_memory(step, [&] { evaluate(step, result_.held_out_after); });
+    } catch (const Exception& failed) {
+      io::Error error = failed.error();
+      error.detail +=
+          (error.detail.empty() ? "" : "; ") + std::string("the last evaluation failed; the result is whole");
+      throw Exception(std::move(error));
+    }
+  }
+
   void train_step(std::int64_t step) {
     const auto read = [this](std::int64_t index, std::span<std::int64_t> out) { data_.training_sequence(index, out); };
     std::vector<MicroBatch> batches;
@@ -184,8 +202,9 @@ class Training {
 
   const TrainOptions& options_;
   TrainingLog& log_;
-  StepTrace trace_;
   const ModelSpec spec_;
+  RunResult out_;
+  StepTrace trace_;
   Dataset data_;
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0;
@@ -197,8 +216,8 @@ class Training {
 }  // namespace
 
 int run_train(const TrainOptions& options) {
-  if (!options.no_export) check_out(options.out);
   watch_signals();
+  if (!options.fresh) refuse_left_store(options.storage);
   TrainingLog log(options.log_json, options.json);
   log.say(effective_configuration(options));
   log.object({{"config", nlohmann::json::parse(effective_configuration(options))}});
@@ -206,9 +225,16 @@ int run_train(const TrainOptions& options) {
 }
 
 int run_profile(const ProfileJob& job) {
+  watch_signals();
+  const Say say = [&](const std::string& line) {
+    throw_if_stopped();
+    job.say(line);
+  };
   prepare_torch(job.options.device, job.options.update_threads);
-  if (job.machine != nullptr) *job.machine = measure_machine(job.options, job.say);
-  if (job.model != nullptr) *job.model = measure_model(job.spec, job.options, job.say);
+  if (job.machine != nullptr) *job.machine = measure_machine(job.options, say);
+  throw_if_stopped();
+  if (job.model != nullptr) *job.model = measure_model(job.spec, job.options, say);
+  throw_if_stopped();
   return 0;
 }
 

@@ -4,8 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <system_error>
+#include <utility>
 
 #include "runtime/exception.h"
 #include "runtime/machine.h"
@@ -20,39 +23,71 @@ double seconds_since(Clock::time_point then) {
   return std::chrono::duration<double>(Clock::now() - then).count();
 }
 
+[[noreturn]] void fail_to_open(const std::filesystem::path& path, int error_number) {
+  throw Exception(io::Error{.kind = io::ErrorKind::environment,
+                            .operation = "open",
+                            .path = path.string(),
+                            .error_number = error_number,
+                            .detail = "--log-json must name a file that can be written"});
+}
+
 }  // namespace
 
 TrainingLog::TrainingLog(const std::filesystem::path& log_json, bool json_on_stdout)
     : path_(log_json), json_on_stdout_(json_on_stdout), terminal_(::isatty(STDERR_FILENO) == 1) {
   if (path_.empty()) return;
-  file_.open(path_, std::ios::trunc);
-  if (!file_)
-    throw Exception(io::Error{.kind = io::ErrorKind::environment,
-                              .operation = "open",
-                              .path = path_.string(),
-                              .error_number = errno,
-                              .detail = "--log-json must name a file that can be written"});
+  const auto folder = path_.has_parent_path() ? path_.parent_path() : std::filesystem::path(".");
+  std::error_code ignored;
+  const bool there = std::filesystem::exists(path_, ignored);
+  if (::access(there ? path_.c_str() : folder.c_str(), W_OK) != 0) fail_to_open(path_, errno);
+  if (std::filesystem::is_directory(path_, ignored)) fail_to_open(path_, EISDIR);
 }
 
 TrainingLog::~TrainingLog() {
-  if (live_shown_) std::cerr << '\n';
+  if (live_shown_) show("\n");
+}
+
+void TrainingLog::begin() {
+  if (path_.empty()) return;
+  keep_earlier_log();
+  errno = 0;
+  file_.open(path_, std::ios::app);
+  if (!file_) fail_to_open(path_, errno);
+  begun_ = true;
+  write(std::exchange(waiting_, {}));
+}
+
+// The name is linked before it is taken away, so that no file that came to lie under the new name is replaced.
+void TrainingLog::keep_earlier_log() {
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path_, error) || std::filesystem::is_empty(path_, error)) return;
+  for (int number = 1;; ++number) {
+    const std::string kept = path_.string() + '.' + std::to_string(number);
+    std::filesystem::create_hard_link(path_, kept, error);
+    if (error == std::errc::file_exists) continue;
+    if (error) return;  // no links on this file system: the new lines follow the earlier ones
+    std::filesystem::remove(path_, error);
+    return say("the log of an earlier run is kept as " + kept);
+  }
+}
+
+// What cannot be written costs itself, not the run: the next line is tried anew.
+void TrainingLog::show(const std::string& text) {
+  std::cerr << text << std::flush;
+  if (!std::cerr) std::cerr.clear();
 }
 
 void TrainingLog::say(const std::string& line) {
-  if (live_shown_) std::cerr << (terminal_ ? "\r\033[K" : "");
+  if (live_shown_ && terminal_) show("\r\033[K");
   live_shown_ = false;
-  std::cerr << line << std::endl;
+  show(line + '\n');
 }
 
 // On a terminal the line replaces the one before; elsewhere one every ten seconds is kept.
 void TrainingLog::live(const std::string& line, bool last) {
   if (!terminal_ && !last && live_shown_ && seconds_since(last_live_) < 10) return;
   last_live_ = Clock::now();
-  if (terminal_ && !last) {
-    std::cerr << "\r\033[K" << line << std::flush;
-  } else {
-    std::cerr << (terminal_ ? "\r\033[K" : "") << line << std::endl;
-  }
+  show((terminal_ ? "\r\033[K" : "") + line + (terminal_ && !last ? "" : "\n"));
   live_shown_ = !(terminal_ && last);
 }
 
@@ -163,13 +198,27 @@ void TrainingLog::evaluation(std::int64_t step, double loss, const Session& sess
 }
 
 void TrainingLog::object(const json& object) {
-  if (json_on_stdout_) std::cout << object.dump() << std::endl;
-  if (path_.empty() || file_failed_) return;
-  file_ << object.dump() << '\n' << std::flush;
-  if (!file_) {
-    file_failed_ = true;
-    say("warning: " + path_.string() + " cannot be written any more; training goes on without it");
+  const std::string line = object.dump() + '\n';
+  if (json_on_stdout_ && !stdout_failed_) {
+    std::cout << line << std::flush;
+    if (!std::cout) {
+      stdout_failed_ = true;
+      std::cout.clear();
+      say("warning: standard output cannot be written any more; training goes on without it");
+    }
   }
+  if (path_.empty() || file_failed_) return;
+  if (begun_)
+    write(line);
+  else
+    waiting_ += line;
+}
+
+void TrainingLog::write(const std::string& lines) {
+  file_ << lines << std::flush;
+  if (file_) return;
+  file_failed_ = true;
+  say("warning: " + path_.string() + " cannot be written any more; training goes on without it");
 }
 
 }  // namespace tierflow

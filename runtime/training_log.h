@@ -16,9 +16,14 @@ namespace tierflow {
 
 class TrainingLog {
  public:
-  // log_json: empty for none; a file that cannot be written is an Exception here, and a warning later: the run goes on.
+  // log_json: empty for none. A file that could not be written is an Exception; nothing is changed on the drive yet.
   TrainingLog(const std::filesystem::path& log_json, bool json_on_stdout);
   ~TrainingLog();
+
+  // The run is sure to start: opens the file, with the objects that came before. One of an earlier run keeps its
+  // content under the first free name of FILE.1, FILE.2 and so on. From here on what cannot be written is a warning:
+  // the run goes on without it.
+  void begin();
 
   // Steps from now on tell what the card did; null: nothing of it.
   void watch(std::unique_ptr<GpuMonitor> gpu);
@@ -39,12 +44,16 @@ class TrainingLog {
 
  private:
   void live(const std::string& line, bool last);
+  void show(const std::string& text);
+  void keep_earlier_log();
+  void write(const std::string& lines);
   nlohmann::json gpu_since_last_step(std::int64_t tokens);
 
   std::ofstream file_;
   std::filesystem::path path_;
+  std::string waiting_;  // lines from before begin()
   const bool json_on_stdout_, terminal_;
-  bool file_failed_ = false, live_shown_ = false;
+  bool begun_ = false, file_failed_ = false, stdout_failed_ = false, live_shown_ = false;
   std::chrono::steady_clock::time_point phase_started_, last_live_;
   std::string phase_;
   std::array<swap::LaneCounters, swap::kLanes> lanes_{};

@@ -43,7 +43,7 @@ PLAIN = {
     "swap": ["swap_test", "device_test", "core_test Prediction.*"],
     "runtime": ["core_test -Tokenizer.*", "core_test Tokenizer.*"],  # the latter start Python
 }
-WITH_TORCH = ["train_test", "session_test", "gpu_test", "pytest tests/python/test_train.py"]
+WITH_TORCH = ["train_test", "session_test", "gpu_test", "pytest tests/python/test_train.py", "pytest tests/python/test_run_end.py"]
 OUTCOMES = ["killed", "timed out", "survived", "not compiled", "equivalent"]
 
 

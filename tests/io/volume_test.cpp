@@ -10,6 +10,7 @@
 #include <random>
 #include <thread>
 
+#include "io/discard.h"
 #include "tests/io/volume_fixture.h"
 
 namespace tierflow::io {
@@ -202,6 +203,22 @@ TEST_F(VolumeFiles, CreateRefusesWhatIsThereAndLeavesItAlone) {
   EXPECT_TRUE(read_holds(**opened, 0, 4096, 3));
 }
 
+TEST_F(VolumeFiles, DiscardingTakesWhatIsThereUnlessSomebodyHoldsIt) {
+  VolumeOptions both = options();
+  both.directories = {folder_.path() / "cut", folder_.path() / "drive", folder_.path() / "missing"};
+  std::filesystem::create_directories(folder_.path() / "cut");
+  std::ofstream(folder_.path() / "cut" / "state.tfv").close();
+  auto volume = create(options());
+  EXPECT_EQ(discard(both).kind, ErrorKind::locked);
+  EXPECT_TRUE(std::filesystem::exists(folder_.path() / "cut" / "state.tfv"));
+  EXPECT_TRUE(std::filesystem::exists(file()));
+  volume.reset();
+  EXPECT_FALSE(discard(both));
+  EXPECT_FALSE(std::filesystem::exists(folder_.path() / "cut" / "state.tfv"));
+  EXPECT_FALSE(std::filesystem::exists(file()));
+  EXPECT_FALSE(discard(both));
+}
+
 TEST_F(VolumeFiles, FailedCreateLeavesNothingBehind) {
   VolumeOptions wanted = options();
   std::filesystem::create_directories(folder_.path() / "second");
@@ -391,7 +408,7 @@ TEST_F(VolumeFiles, MemoryIsRegisteredInPiecesAndSaidToBe) {
   EXPECT_TRUE(volume->mode().registered_files);
   EXPECT_FALSE(volume->mode().registered_buffers);
   Buffer first = allocate_buffer(kMiB), second = allocate_buffer(kMiB);
-  volume->register_memory({});
+  volume->register_memory(std::span<std::byte>{});
   EXPECT_FALSE(volume->mode().registered_buffers);
   volume->register_memory(first.bytes());
   volume->register_memory(second.bytes());

@@ -50,7 +50,7 @@ def test_storage_keeps_the_file_only_where_asked(tierflow, tmp_path):
     assert (tmp_path / "a" / "tierflow-bench.tfv").exists(), "a file that was there before is not removed"
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 130)])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_stopped_measurement_leaves_nothing(tierflow, tmp_path, number, code):
     process = subprocess.Popen([str(tierflow), "bench", "storage", "--dir", "a", *SMALL, "--seconds", "300"], cwd=tmp_path,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -9,44 +9,10 @@ import time
 
 import numpy
 import pytest
+from program import BUILD, ENVIRONMENT, MIB, PROGRAM, config, needs_torch, run, small, steps_of
+from program import work as work  # a fixture
 
-BUILD = pathlib.Path(os.environ.get("TIERFLOW_BUILD", pathlib.Path(__file__).parents[2] / "build"))
-PROGRAM = BUILD / "tierflow"
-pytestmark = pytest.mark.skipif(not (BUILD / "libtierflow_train.so").exists(), reason="built without LibTorch")
-
-MIB = 1 << 20
-ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-
-
-def config(hidden=64, layers=2, vocab=256, **more):
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden,
-            "intermediate_size": hidden * 11 // 4 // 32 * 32, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
-            "torch_dtype": "bfloat16", **more}
-
-
-@pytest.fixture
-def work(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config()))
-    text = "".join(p.read_text(errors="replace") for p in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20])
-    (tmp_path / "text.txt").write_text(text)
-    return tmp_path
-
-
-def run(work, *words, ok=True, timeout=300):
-    done = subprocess.run([str(PROGRAM), *map(str, words)], cwd=work, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT)
-    assert not ok or done.returncode == 0, done.stderr
-    return done
-
-
-def small(*more):
-    """Options of a small run; those in `more` replace them."""
-    options = {"--device": "cpu", "--device-memory": "64MiB", "--host-memory": "64MiB", "--sequence-length": "128", "--micro-batch": "2"}
-    return [*(word for option, value in options.items() if option not in more for word in (option, value)), *more]
-
-
-def steps_of(path):
-    return [record for record in map(json.loads, path.read_text().splitlines()) if "loss" in record]
+pytestmark = needs_torch
 
 
 def test_result_loads_in_transformers_and_gives_the_loss_that_eval_prints(work):
@@ -179,19 +145,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(work, words, code, says):
     errors = [line for line in done.stderr.splitlines() if line.startswith("tierflow: ")]
     assert len(errors) == 1 and says in errors[0], done.stderr
     assert not (work / "out").exists() and not (work / "store").exists()
-
-
-def test_an_interrupt_ends_after_the_step_with_the_result_written(work):
-    process = subprocess.Popen(
-        [str(PROGRAM), "train", "--config", "config.json", "--data", "text.txt", "--out", "out", *small("--steps", "100000", "--storage", "store"), "--log-json", "log.json"],
-        cwd=work, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    deadline = time.time() + 60
-    while time.time() < deadline and not ((work / "log.json").exists() and steps_of(work / "log.json")):
-        time.sleep(0.1)
-    process.send_signal(2)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert (work / "out" / "model.safetensors").exists() and not [*work.glob("store/*")]
 
 
 def test_adam32_follows_transformers_with_torch_adamw(work):

@@ -75,6 +75,7 @@ TEST(TrainingLogOfAGpu, StepsTellPowerAndEnergyOfEachToken) {
   const fs::path path = fs::current_path() / ("gpu-log-test-" + std::to_string(::getpid()));
   {
     TrainingLog log(path, false);
+    log.begin();
     log.step({.step = 1, .tokens = 16, .seconds = 1}, 3, 1e-3, session);
     log.watch(GpuMonitor::open("0000:65:00.0", TIERFLOW_FAKE_NVML));
     log.step({.step = 2, .tokens = 16, .seconds = 1}, 3, 1e-3, session);

@@ -1,0 +1,66 @@
+"""The program from the outside: small runs of `tierflow`, and what they wrote."""
+import json
+import os
+import pathlib
+import subprocess
+import time
+
+import pytest
+
+BUILD = pathlib.Path(os.environ.get("TIERFLOW_BUILD", pathlib.Path(__file__).parents[2] / "build"))
+PROGRAM = BUILD / "tierflow"
+needs_torch = pytest.mark.skipif(not (BUILD / "libtierflow_train.so").exists(), reason="built without LibTorch")
+
+MIB = 1 << 20
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+
+
+def config(hidden=64, layers=2, vocab=256, **more):
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden,
+            "intermediate_size": hidden * 11 // 4 // 32 * 32, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
+            "torch_dtype": "bfloat16", **more}
+
+
+@pytest.fixture
+def work(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config()))
+    text = "".join(p.read_text(errors="replace") for p in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20])
+    (tmp_path / "text.txt").write_text(text)
+    return tmp_path
+
+
+def run(work, *words, ok=True, timeout=300, env=None, **more):
+    more = {"capture_output": True, **more}
+    done = subprocess.run([str(PROGRAM), *map(str, words)], cwd=work, text=True, timeout=timeout, env={**ENVIRONMENT, **(env or {})}, **more)
+    assert not ok or done.returncode == 0, done.stderr
+    return done
+
+
+def start(work, *words, env=None, **more):
+    more = {"stderr": subprocess.PIPE, **more}
+    return subprocess.Popen([str(PROGRAM), *map(str, words)], cwd=work, text=True, env={**ENVIRONMENT, **(env or {})}, **more)
+
+
+def small(*more):
+    """Options of a small run; those in `more` replace them."""
+    options = {"--device": "cpu", "--device-memory": "64MiB", "--host-memory": "64MiB", "--sequence-length": "128", "--micro-batch": "2"}
+    return [*(word for option, value in options.items() if option not in more for word in (option, value)), *more]
+
+
+def steps_of(path):
+    return [record for record in map(json.loads, path.read_text().splitlines()) if "loss" in record]
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "it never came to that"
+        time.sleep(0.02)
+
+
+def the_error(stderr):
+    """The one line that a failure is."""
+    lines = [line for line in stderr.splitlines() if line.startswith("tierflow: ")]
+    assert len(lines) == 1, stderr
+    return lines[0]
