@@ -51,7 +51,8 @@ double rate(double amount, Pass pass) {
 void measure_copies(swap::Device& device, swap::MachineRates& rates) {
   io::Buffer arena = value_or_throw(device.allocate(kBytes)), host = io::allocate_buffer(kBytes);
   if (!host) fail(io::ErrorKind::memory, "", "the system refused 128 MiB to measure with");
-  const bool pinned = device.pin(host.bytes()).empty();
+  const std::span<std::byte> all = host.bytes();
+  const bool pinned = device.pin({&all, 1}).empty();
   const auto each = [&](swap::StreamId stream, std::size_t bytes, const auto& copy) {
     for (std::size_t at = 0; at < bytes; at += kPiece) {
       copy(at);
@@ -78,7 +79,7 @@ void measure_copies(swap::Device& device, swap::MachineRates& rates) {
       sum += io::extent_checksum(1, at, 1, host.bytes().subspan(at, kPiece));
     std::memcpy(host.data(), &sum, sizeof sum);
   });
-  if (pinned) device.unpin(host.bytes());
+  if (pinned) device.unpin(all);
 }
 
 double measure_fill(swap::Device& device, torch::Device torch_device) {

@@ -343,6 +343,25 @@ TEST(StoreOpen, ADamagedCopyGivesWayToTheOneBefore) {
   }
 }
 
+// JSON all the same, and another number in it.
+TEST(StoreOpen, AManifestIsWhatWasCommittedBitForBit) {
+  testing::TempDir folder;
+  const StoreOptions options = options_in(folder.path(), 2);
+  {
+    const auto store = create(options);
+    ASSERT_OK(write_and_commit(*store, 1));
+    ASSERT_OK(write_and_commit(*store, 2));
+  }
+  with_volume(options, [&](io::Volume& volume) {
+    const std::vector<std::byte> bytes = bytes_at(volume, kManifestA, kSector);
+    const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    const std::size_t number = text.find("step\\\":2");
+    ASSERT_NE(number, std::string_view::npos);
+    flip(volume, kManifestA + number + 7);  // 2 becomes 6
+  });
+  expect_opens_at(options, 1);
+}
+
 // Which may hide that a newer generation was there: the damaged copy is the older one.
 TEST(StoreOpen, DamageOfTheOlderCopyChangesNothing) {
   testing::TempDir folder;
