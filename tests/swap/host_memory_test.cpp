@@ -87,21 +87,23 @@ TEST(HostMemory, OfA405BIsWhatTheBudgetCounts) {
 
 TEST(HostMemory, OfOddSizesAsWell) {
   // A carry that is no multiple of a sector: what is saved of it is rounded up, and so is the slot that it passes.
-  const Layout layout = model(4, 300 * 1024, 500 * 1024, 200 * 1024, 1, 5000, kChunkQuantum);
-  int exact = 0;
+  const Layout layout = model(4, 300 * 1024, 500 * 1024, 200 * 1024, 1, 500'001, kChunkQuantum);
+  int exact = 0, slots = 0;
   for (std::uint64_t kibibytes = 900; kibibytes < 40'000; kibibytes += 777) {
     const auto arranged = arrange(layout, {.host_budget = kibibytes << 10,
                                            .device_budget = 6700 << 10,
                                            .swapped_bytes = std::vector<std::uint64_t>(10, 9000),
-                                           .swap_to_host = static_cast<int>(kibibytes % 5),
-                                           .swap_to_storage = static_cast<int>(kibibytes % 3),
+                                           .swap_to_host = static_cast<int>(kibibytes % 2),
+                                           .swap_to_storage = static_cast<int>(kibibytes % 2),
                                            .micro_batches = 3});
     if (!arranged.ok()) continue;
     ++exact;
+    slots += arranged.value().slots != 0 && arranged.value().saved_on_host(layout) != 0 ? 1 : 0;
     EXPECT_EQ(arranged.value().slot_bytes % kSector, 0U);
     expect_exact(layout, arranged.value(), kibibytes << 10);
   }
   EXPECT_GT(exact, 30);
+  EXPECT_GT(slots, 10);
 }
 
 TEST(HostMemory, BuffersLieOneAfterTheOther) {
