@@ -124,7 +124,9 @@ void VolumeCore::run(std::promise<Error>& started) {
       }
     }
     outcomes.clear();
+    const Clock::time_point before = Clock::now();
     engine_->wait(outcomes, timeout);
+    if (busy) note_absence(Clock::now() - before);
     {
       std::lock_guard lock(inbox_mutex_);
       asleep_ = false;
@@ -207,7 +209,7 @@ void VolumeCore::accept(const std::shared_ptr<RegisterCall>& call) {
   Error error = engine_->register_memory(regions_);
   {
     std::lock_guard lock(report_mutex_);
-    mode_.registered_buffers = !error;
+    mode_.registered_buffers = !error && !regions_.empty();
     if (error && engine_->kind() == EngineKind::io_uring) {
       std::size_t bytes = 0;
       for (std::span<std::byte> region : regions_) bytes += region.size();

@@ -95,6 +95,8 @@ class VolumeCore final : public Volume {
   void answer(Pending& pending);
   void answer_flush(FlushCall& call);  // of one drive
   std::chrono::nanoseconds watch_interval() const;
+  // A wait far beyond watch_interval() means that this process did not run: what is in flight counts from its return.
+  void note_absence(std::chrono::nanoseconds waited);
   void watch_for_stalls();
   void give_up(const Transfer& stuck, std::chrono::seconds waited);
   void notify(Notice::Kind kind, std::string text);
@@ -111,8 +113,9 @@ class VolumeCore final : public Volume {
   std::unique_ptr<Engine> engine_;
   std::vector<Drive> drives_;
   std::vector<std::span<std::byte>> regions_;
-  Error failed_;        // a stall ended the volume
-  Error flush_failed_;  // flushes cannot be trusted any more
+  Clock::time_point returned_{};  // the end of the last absence
+  Error failed_;                  // a stall ended the volume
+  Error flush_failed_;            // flushes cannot be trusted any more
   Clock::time_point warned_{};
   bool limit_noticed_ = false;
   std::uint64_t written_ = 0;

@@ -22,11 +22,16 @@ std::chrono::nanoseconds VolumeCore::watch_interval() const {
   return std::max(interval, std::chrono::milliseconds{5});
 }
 
+void VolumeCore::note_absence(std::chrono::nanoseconds waited) {
+  constexpr int kIntervals = 4;
+  if (waited > kIntervals * watch_interval()) returned_ = Clock::now();
+}
+
 void VolumeCore::watch_for_stalls() {
   Clock::time_point since;
   const Transfer* stuck = engine_->oldest(since);
   if (stuck == nullptr) return;
-  const auto waited = Clock::now() - since;
+  const auto waited = Clock::now() - std::max(since, returned_);
   if (options_.stall_limit.count() > 0 && waited >= options_.stall_limit && !failed_) {
     return give_up(*stuck, std::chrono::duration_cast<std::chrono::seconds>(waited));
   }

@@ -1,7 +1,10 @@
 // Every fault a drive or kernel can show through one operation, at every operation of a small run, once and for ever
 // after: never a wrong byte, never a hang, and an error that says what failed.
 #include <gmock/gmock.h>
+#include <signal.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <future>
@@ -308,6 +311,37 @@ TEST_P(FaultTest, AStuckRequestWarnsThenFailsAndItsMemoryIsKept) {
   EXPECT_EQ(freed, 1);
   volume.reset();
   memory.reset();
+}
+
+TEST_P(FaultTest, TimeInWhichTheProcessIsStoppedIsNotTheDrives) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        VolumeOptions wanted = options();
+        wanted.stall_warning = std::chrono::milliseconds{0};
+        wanted.stall_limit = std::chrono::milliseconds{1200};
+        auto volume = create(wanted);
+        const bool written = !write_all(*volume, 1);
+        plan_->set({.kind = Fault::Kind::hold, .action = Action::read});
+        std::promise<Completion> promise;
+        volume->submit(Request{.op = Op::read, .offset = 0, .length = kExtent, .buffer = allocate_buffer(kExtent)},
+                       [&promise](Completion&& completion) { promise.set_value(std::move(completion)); });
+        std::this_thread::sleep_for(std::chrono::milliseconds{50});
+        if (fork() == 0) {
+          usleep(2'000'000);
+          kill(getppid(), SIGCONT);
+          _exit(0);
+        }
+        raise(SIGSTOP);
+        std::this_thread::sleep_for(std::chrono::milliseconds{100});
+        plan_->release();
+        const bool answered = !promise.get_future().get().error;
+        wait(nullptr);
+        volume.reset();
+        std::filesystem::remove_all(folder_.path());  // no destructor will
+        std::_Exit(written && answered ? 0 : 1);
+      },
+      ::testing::ExitedWithCode(0), "");
 }
 
 TEST_P(FaultTest, AStuckFlushEndsTheWait) {
