@@ -93,6 +93,19 @@ TEST(Init, AFolderThatIsAModel) {
   EXPECT_NO_THROW(init_checkpoint(config, dir.path(), 7));  // beside the config itself
 }
 
+TEST(Init, StopsWhenItIsToldToAndLeavesNothing) {
+  testing::TempDir dir;
+  const fs::path config = dir.path() / "config.json", out = dir.path() / "out";
+  testing::write_file(config,
+                      R"({"architectures":["LlamaForCausalLM"],"vocab_size":300,"hidden_size":64,"intermediate_size":96,
+    "num_hidden_layers":2,"num_attention_heads":4})");
+  int asked = 0;
+  testing::expect_refusal(io::ErrorKind::cancelled, {"stopped"},
+                          [&] { init_checkpoint(config, out, 7, 60000, [&] { return ++asked == 5; }); });
+  EXPECT_EQ(asked, 5);
+  EXPECT_FALSE(fs::exists(out));
+}
+
 TEST(Init, ATileHasTheValuesOfItsRows) {
   TensorSpec whole{.name = "lm_head.weight", .shape = {40, 8}, .init_std = 1.0}, tile = whole;
   tile.shape[0] = 10;
