@@ -25,7 +25,7 @@ class DeviceContract : public ::testing::TestWithParam<std::string> {
     } else {
       device_ = open_cpu_device({.chaos_seed = GetParam() == "cpu_chaos" ? 5U : 0U});
     }
-    auto memory = HostMemory::create(kBytes * 4, *device_);
+    auto memory = HostMemory::create(std::vector<std::size_t>(3, kBytes), *device_);
     ASSERT_TRUE(memory.ok());
     memory_ = std::move(memory).value();
     arena_ = device_->allocate(kBytes * 2).value();
@@ -38,7 +38,7 @@ class DeviceContract : public ::testing::TestWithParam<std::string> {
 };
 
 TEST_P(DeviceContract, BytesComeBackThroughBothStreams) {
-  const auto out = memory_->cut(kBytes), back = memory_->cut(kBytes);
+  const auto out = memory_->buffer(0), back = memory_->buffer(1);
   for (int round = 0; round < 5; ++round) {
     for (std::size_t i = 0; i < kBytes; ++i) out[i] = static_cast<std::byte>(i * 7 + round);
     device_->copy_to_device(StreamId::upload, arena_.data(), out.data(), kBytes);
@@ -51,7 +51,7 @@ TEST_P(DeviceContract, BytesComeBackThroughBothStreams) {
 }
 
 TEST_P(DeviceContract, ComputeWaitsForUploads) {
-  const auto out = memory_->cut(kBytes), back = memory_->cut(kBytes);
+  const auto out = memory_->buffer(0), back = memory_->buffer(1);
   std::fill(out.begin(), out.end(), std::byte{42});
   device_->copy_to_device(StreamId::upload, arena_.data(), out.data(), kBytes);
   device_->wait(StreamId::compute, device_->record(StreamId::upload));
@@ -68,8 +68,8 @@ TEST_P(DeviceContract, GradientsRoundToNearestEven) {
   for (const float special : {0.0F, -0.0F, INFINITY, -INFINITY, std::nanf(""), 1.00390625F, 1.01171875F,
                               std::numeric_limits<float>::denorm_min(), std::numeric_limits<float>::max()})
     values.push_back(special);
-  const auto out = memory_->cut(4 * values.size());
-  const auto back = memory_->cut(2 * values.size());
+  const auto out = memory_->buffer(0).first(4 * values.size());
+  const auto back = memory_->buffer(1).first(2 * values.size());
   std::memcpy(out.data(), values.data(), out.size());
   device_->copy_to_device(StreamId::upload, arena_.data(), out.data(), out.size());
   device_->wait(StreamId::download, device_->record(StreamId::upload));
@@ -102,8 +102,8 @@ TEST_P(DeviceContract, TheUpdateStreamRoundsAndKeepsItsOrder) {
   std::vector<float> values;
   std::mt19937 random(4);
   for (int i = 0; i < 100003; ++i) values.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(random())));
-  const auto out = memory_->cut(4 * values.size()), one = memory_->cut(2 * values.size()),
-             other = memory_->cut(2 * values.size());
+  const auto out = memory_->buffer(0).first(4 * values.size()), one = memory_->buffer(1).first(2 * values.size()),
+             other = memory_->buffer(2).first(2 * values.size());
   std::memcpy(out.data(), values.data(), out.size());
   const auto* sums = reinterpret_cast<const float*>(arena_.data());
   std::byte* rounded = arena_.data() + (out.size() + 4095) / 4096 * 4096;
