@@ -158,7 +158,7 @@ void write_copy(const std::filesystem::path& path, const File& from, const std::
 }
 
 void sync_folder(const std::filesystem::path& folder) {
-  if (io::Error error = io::sync_directory(folder)) throw Exception(std::move(error));
+  if (const io::Error error = io::sync_directory(folder)) fail_system("flush", folder.string(), error.error_number);
 }
 
 void make_folder(const std::filesystem::path& folder) {

@@ -99,7 +99,7 @@ class Engine:
         self.activations = Activations(self.device, workspace)
         self.active: Turn | None = None
         self.active_thread = 0
-        self._entering = False
+        self._entering: int | None = None  # the thread that waits in enter()
         self._bound: tuple[Turn, list[torch.Tensor]] | None = None  # of the turn that is being taken
         self.trainable = [unit.trainable for unit in cut.units]
         self.broken: str | None = None  # why this step's gradients cannot be applied
@@ -148,17 +148,18 @@ class Engine:
             raise _native.UsageError("backward() after step() without zero_grad() between: gradients of the last step are already applied")
         if adds and self._alone and (alone := next((h for h in turn.handles if (h.unit, h.index) in self._alone), None)) is not None:
             raise _native.UsageError(f"the gradient of {alone.label} was dropped alone; its unit keeps one sum: call zero_grad() before the next backward()")
-        if self.native.inside or self._entering:
+        here = threading.get_ident()
+        if self.native.inside or self._entering not in (None, here):  # here: what an interrupt left
             raise _native.UsageError("two streamed modules run at the same time: models stream in one thread")
         self.activations.begin()
         weights: list[torch.Tensor] = []
         try:  # from here on: a signal that comes while enter() waits is raised as it returns
-            self._entering = True  # enter() lets other threads run while it waits
+            self._entering = here  # enter() lets other threads run while it waits
             try:
                 weights = self.native.enter(turn.number, phase, wanted, keep)
             finally:
-                self._entering = False
-            self.active, self.active_thread = turn, threading.get_ident()
+                self._entering = None
+            self.active, self.active_thread = turn, here
             if adds:
                 for handle, weight in zip(turn.handles, weights, strict=True):
                     weight.requires_grad_(handle.requires_grad)

@@ -49,14 +49,17 @@ class _Call:
 class _Lane:
     """A micro-batch: a thread that runs the model's own code, stopping at every turn. One lane runs at a time; turns are taken by the driver.
 
-    An interrupt reaches the driver wherever it is, so that it can leave a lane running: what counts is `resting`, not how often either side was woken.
+    An interrupt reaches the driver between any two lines, so that it can leave a lane running, or asked and not woken: what counts are the two numbers,
+    each of which one side alone writes; what the queues bring only says that they may have changed.
     """
 
     def __init__(self) -> None:
         self._go: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._work: Callable[[], Any] | None = None
-        self.resting = True  # the driver may touch it
+        self._asked = 0  # by the driver: how often it was to run
+        self._served = 0  # by the lane: how often it did. Equal: it rests, and the driver may touch it
+        self._unfinished = False  # by the lane: it rests within its work
         self.frame: Frame | None = None  # the turn it waits for
         self.answer: Any = None
         self.result: Any = None
@@ -68,28 +71,34 @@ class _Lane:
     def _run(self) -> None:
         local.lane = self
         while True:
-            self._go.get()
+            self._sleep()
             if self._work is None:
                 return
+            self._unfinished = True
             try:
                 self.result = self._work()
             except _Stop:
                 pass
             except BaseException as error:
                 self.error = error
+            self._unfinished = False
             self._rest()
 
+    def _sleep(self) -> None:
+        while self._served == self._asked:
+            self._go.get()
+
     def _rest(self) -> None:
-        self.resting = True
+        self._served += 1
         self._came.put(None)
 
     def _wake(self) -> None:
-        self.resting = False
-        self._go.put(None)
+        self._asked = self._served + 1
         self._wait()
 
     def _wait(self) -> None:
-        while not self.resting:
+        self._go.put(None)
+        while self._served != self._asked:
             self._came.get()
 
     def begin(self, work: Callable[[], Any]) -> None:
@@ -116,7 +125,7 @@ class _Lane:
             raise _Stop
         self.frame = frame
         self._rest()
-        self._go.get()
+        self._sleep()
         if self.stopping:
             raise _Stop
         return self.answer
@@ -124,13 +133,13 @@ class _Lane:
     def stop(self) -> None:
         self.stopping = True
         self._wait()
-        if self.frame is not None:
-            self.frame = None
+        while self._unfinished:
             self._wake()
-        self.error, self.calls = None, []
+        self.frame, self.error, self.calls = None, None, []
 
     def end(self) -> None:
         self._work = None
+        self._asked = self._served + 1
         self._go.put(None)
 
 

@@ -114,7 +114,7 @@ def test_init_stopped_half_way_leaves_nothing(tierflow, tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     line = process.communicate(timeout=60)[1]
-    assert process.returncode == 130 and line.count("\n") == 1 and "nothing was kept" in line
+    assert process.returncode == 143 and line.count("\n") == 1 and "nothing was kept" in line
     assert not (tmp_path / "out").exists()
 
 

@@ -90,8 +90,10 @@ def test_broken_off_at_every_visit(tmp_path, kind, micro_batches):
                 raise RuntimeError("broken off")
 
     run.engine.turn = turn
-    run.trainer.backward(run.data[0])
-    run.opt.zero_grad()
+    for _ in range(2):  # the first one of all makes visits that no later one makes
+        visits = 0
+        run.trainer.backward(run.data[0])
+        run.opt.zero_grad()
     every = visits
     assert every >= 9 * micro_batches
     for number in range(STEPS):
@@ -111,12 +113,13 @@ def test_broken_off_at_every_visit(tmp_path, kind, micro_batches):
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_ctrl_c_at_any_line(micro_batches):
     run = Run(roomy(), micro_batches)
-    with Interrupt() as never:
-        run.trainer.backward(run.data[0])
-    run.opt.zero_grad()
+    for _ in range(2):  # the first one of all runs lines that no later one runs
+        with Interrupt() as never:
+            run.trainer.backward(run.data[0])
+        run.opt.zero_grad()
     assert never.count > 500
     for number in range(STEPS):
-        for at in range(1 + 17 * number, never.count, 1 + never.count // 40):
+        for at in range(1 + 17 * number, never.count, 1 + never.count // 25):
             with pytest.raises(KeyboardInterrupt), Interrupt(at):
                 run.trainer.backward(run.data[number])
             run.opt.zero_grad()
