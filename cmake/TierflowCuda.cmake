@@ -23,6 +23,10 @@ if(TIERFLOW_NVCC)
     set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
     set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
   endif()
+  # CMake 3.25 sets a property of this target, whose library CUDA 13 has no more.
+  if(NOT TARGET CUDA::nvToolsExt)
+    add_library(CUDA::nvToolsExt INTERFACE IMPORTED GLOBAL)
+  endif()
   set(TIERFLOW_HAS_CUDA ON)
   # The optimizer's bits may not depend on which multiplications the compiler fuses, nor on approximate division and roots.
   set(TIERFLOW_CUDA_FLAGS --fmad=false --prec-div=true --prec-sqrt=true --ftz=false -Werror=all-warnings -Xcompiler=-Wall,-Wextra,-Werror,-Wno-missing-field-initializers)
