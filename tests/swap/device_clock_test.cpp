@@ -5,36 +5,18 @@
 
 #include "swap/executor.h"
 #include "swap/planner.h"
+#include "tests/support/forwarding_device.h"
 
 namespace tierflow::swap {
 namespace {
 
 // A CPU device with a clock of its own, which a test sets.
-class ClockedDevice final : public Device {
+class ClockedDevice final : public testing::ForwardingDevice {
  public:
   std::string name() const override { return "clocked"; }
-  io::Result<io::Buffer> allocate(std::size_t bytes) override { return device_->allocate(bytes); }
-  std::string pin(std::span<const std::span<std::byte>> pieces) override { return device_->pin(pieces); }
-  void unpin(std::span<std::byte> memory) noexcept override { device_->unpin(memory); }
-  void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
-    device_->copy_to_device(stream, to, from, bytes);
-  }
-  void copy_to_host(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
-    device_->copy_to_host(stream, to, from, bytes);
-  }
-  void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) override {
-    device_->gradient_to_host(stream, to, from, elements);
-  }
-  void round_gradient(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) override {
-    device_->round_gradient(stream, to, from, elements);
-  }
-  void enqueue(StreamId stream, std::function<void(const DeviceQueue&)> work) override {
-    device_->enqueue(stream, std::move(work));
-  }
-  Event record(StreamId stream) override { return device_->record(stream); }
-  void wait(StreamId stream, const Event& event) override { device_->wait(stream, event); }
   io::Error synchronize(const Event& event) override {
-    return event.state() == nullptr || times_.contains(event.state()) ? io::Error{} : device_->synchronize(event);
+    return event.state() == nullptr || times_.contains(event.state()) ? io::Error{}
+                                                                      : ForwardingDevice::synchronize(event);
   }
   Event record_timed(StreamId) override {
     const auto time = std::make_shared<double>(clock);
@@ -47,7 +29,6 @@ class ClockedDevice final : public Device {
   double clock = 1000;
 
  private:
-  std::unique_ptr<Device> device_ = open_cpu_device();
   std::set<void*> times_;
 };
 
