@@ -115,6 +115,8 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
   table.choice("precision", o.precision, {"fp32-master+adam8", "fp32-master+adam32", "bf16-sr+adam8"},
                "how the state is stored");
   table.seed("seed", o.seed, "of random weights, shuffling, dropout and stochastic rounding");
+  table.integer("max-skipped", o.max_skipped, 0,
+                "end the run after so many steps in a row whose loss or gradient is not finite; 0: never");
   table.group(kEvaluation);
   table.integer("eval-every", o.eval_every, 0,
                 "steps between evaluations; 0: before the first step and after the last");

@@ -68,6 +68,7 @@ struct TrainOptions : RunOptions {
   std::int64_t eval_every = 0;             // steps; 0: before the first and after the last
   double held_out = 0.01;                  // share of the sequences
   std::int64_t eval_sequences = 64;        // at most that many held-out ones in each evaluation; 0: all
+  std::int64_t max_skipped = 20;           // skipped steps in a row that end the run; 0: any number
   double max_tb_written = 0;               // 10^12 bytes that storage may be given to write; 0: any number
   std::string durability = "export-only";  // the state of an unfinished run is lost
   bool no_export = false;

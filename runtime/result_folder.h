@@ -23,6 +23,8 @@ class ResultFolder {
   void check_space(std::uint64_t bytes) const;
   // The result is whole and flushed: it stays.
   void finish() { finished_ = true; }
+  // It is no result after all: it goes with this object.
+  void withdraw() { finished_ = false; }
 
  private:
   void claim();

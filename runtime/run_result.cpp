@@ -66,6 +66,11 @@ void RunResult::write(Session& session, const Progress& progress) {
   }
 }
 
+void RunResult::refuse(Session& session, const std::string& why) {
+  if (folder_) folder_->withdraw();
+  fail_with_state_kept(Exception(io::ErrorKind::numeric, why), session, options_);
+}
+
 void RunResult::write_folder(Session& session, const Progress& progress) {
   companions_->copy_to(folder_->path());
   write_text(folder_->path() / "tierflow_run.json", effective_configuration(options_) + "\n");

@@ -19,6 +19,9 @@ class RunResult {
   // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. Where that
   // fails the state stays in the storage folders, and the Exception says how it is got out.
   void write(Session& session, const Progress& progress);
+  // The model is no result: what was written of it is removed, and its state stays in the storage folders. Throws
+  // Exception (kind numeric) that says why, and how the state is got out.
+  [[noreturn]] void refuse(Session& session, const std::string& why);
 
  private:
   void write_folder(Session& session, const Progress& progress);

@@ -40,7 +40,8 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                {"direct", mode->direct},
                {"registered_buffers", mode->registered_buffers},
                {"alignment", mode->alignment}};
-  const auto or_null = [](double loss) { return std::isnan(loss) ? json() : json(loss); };
+  const auto or_null = [](double loss) { return std::isfinite(loss) ? json(loss) : json(); };
+  const bool written = run.usable && !run.out.empty();
   const json summary{{"steps", run.steps},
                      {"tokens_per_s", log.tokens_per_second()},
                      {"training_s", log.training_seconds()},
@@ -61,7 +62,7 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                      {"peak_rss", resident_set_peak()},
                      {"lanes", lanes},
                      {"predicted", predicted_json(run, log)},
-                     {"out", run.out.empty() ? json() : json(std::filesystem::absolute(run.out).string())}};
+                     {"out", written ? json(std::filesystem::absolute(run.out).string()) : json()}};
   log.object({{"summary", summary}});
   const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
   log.say(fmt::format("\n{} steps in {:.1f} s: {:.0f} tokens/s, limited by {}", run.steps, log.training_seconds(),
@@ -70,7 +71,9 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
     log.say(fmt::format("predicted {:.3g} s a step, measured {:.3g}: {:+.1f}%", run.prediction->step_seconds,
                         log.typical_step_seconds(),
                         100 * (run.prediction->step_seconds / log.typical_step_seconds() - 1)));
-  log.say(fmt::format("held-out loss {:.4f} before, {:.4f} after", run.held_out_before, run.held_out_after));
+  if (run.evaluated)
+    log.say(fmt::format("held-out loss {} before, {} after", loss_text(run.held_out_before),
+                        loss_text(run.held_out_after)));
   log.say(fmt::format("device memory {} at most, budget {}; host memory {}, budget {}; process {} at most",
                       human_bytes(memory.device_peak), human_bytes(memory.device_budget), human_bytes(memory.host_used),
                       human_bytes(memory.host_budget), human_bytes(resident_set_peak())));
@@ -81,6 +84,7 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                         1e-12 * static_cast<double>(session.bytes_written()), log.terabytes_a_step()));
   if (session.skipped_steps() > 0)
     log.say(fmt::format("{} steps were skipped: a loss or gradient was not finite", session.skipped_steps()));
+  if (!run.usable) return;
   if (run.out.empty())
     log.say("result: in the store; `tierflow export --storage ... --out ...` writes it as a model folder");
   else

@@ -17,6 +17,8 @@ struct RunSummary {
   double last_loss = NAN, held_out_before = NAN, held_out_after = NAN;  // NaN: there is none
   std::optional<Prediction> prediction;
   PredictedMemory predicted_memory;
+  bool evaluated = false;
+  bool usable = true;         // false: the loss is not finite, and nothing is written
   std::filesystem::path out;  // empty: the result stays in the store
 };
 

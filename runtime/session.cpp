@@ -46,7 +46,10 @@ StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
   return result;
 }
 double Session::evaluate(const std::vector<MicroBatch>& batches) {
-  const double loss = guarded(*impl_->executor, [&] { return impl_->evaluate(batches); });
+  return evaluate(static_cast<std::int64_t>(batches.size()), [&](std::int64_t index) { return batches[index]; });
+}
+double Session::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make) {
+  const double loss = guarded(*impl_->executor, [&] { return impl_->evaluate(count, make); });
   impl_->throw_if_out_of_memory();
   return loss;
 }

@@ -66,6 +66,9 @@ class Session {
   StepResult step(const std::vector<MicroBatch>& batches) { return step(batches, adamw_lr()); }
   // Mean loss over the micro-batches, forward only.
   double evaluate(const std::vector<MicroBatch>& batches);
+  // The same, to the bit, over `count` micro-batches made as they are needed: options.micro_batches of them exist at
+  // once.
+  double evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make);
 
   // An HF folder: config.json and bf16 safetensors, streamed. tokenizer files are the caller's to copy.
   void export_hf(const std::filesystem::path& folder, const Progress& progress = {});

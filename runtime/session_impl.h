@@ -47,7 +47,7 @@ struct Session::Impl {
   void forward_all(const std::vector<Shared>& shared, swap::Pass pass);
   void head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work);
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
-  double evaluate(const std::vector<MicroBatch>& batches);
+  double evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make);
 
   std::shared_ptr<LayeredModel> model;
   const SessionOptions options;

@@ -144,20 +144,22 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
   carries.clear();
 }
 
-double Session::Impl::evaluate(const std::vector<MicroBatch>& batches) {
-  check_batches(batches, false);
+double Session::Impl::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make) {
   const torch::NoGradGuard no_grad;
   flush();
   double loss = 0;
   std::int64_t targets = 0;
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
-  for (std::size_t begin = 0; begin < batches.size(); begin += options.micro_batches) {
-    const std::vector<MicroBatch> part(batches.begin() + begin,
-                                       batches.begin() + std::min(batches.size(), begin + options.micro_batches));
+  for (std::int64_t begin = 0; begin < count; begin += options.micro_batches) {
+    const std::int64_t end = std::min(count, begin + options.micro_batches);
+    std::vector<MicroBatch> part;
     std::vector<Shared> shared;
     std::int64_t counted = 0;
     compute(true, [&] {
       counted = 0;
+      part.clear();
+      for (std::int64_t index = begin; index < end; ++index) part.push_back(make(index));
+      check_batches(part, false);
       for (const MicroBatch& batch : part) counted += batch.target_tokens();
       shared = share(part);
     });

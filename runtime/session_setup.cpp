@@ -1,6 +1,9 @@
 // How a session comes to be: measure what a stage needs, arrange the budgets, make the store, fill it.
+#include <algorithm>
+
 #include "runtime/chunk_io.h"
 #include "runtime/left_store.h"
+#include "runtime/machine.h"
 #include "runtime/session_impl.h"
 
 namespace tierflow {
@@ -11,6 +14,21 @@ std::string terabytes(std::uint64_t bytes) {
   std::string digits = std::to_string(bytes / 1'000'000 + 1);
   if (digits.size() < 7) digits.insert(0, 7 - digits.size(), '0');
   return digits.insert(digits.size() - 6, ".");
+}
+
+constexpr std::uint64_t kBeyondBudget = 128 << 20;  // what measuring may take where the budget is too small anyway
+
+// From what one micro-batch of `from` sequences needs to what one of `to` does, in proportion.
+void scale(ProbedModel& probed, std::int64_t to, std::int64_t from) {
+  const auto more = [&](std::uint64_t& bytes) {
+    bytes =
+        static_cast<std::uint64_t>(static_cast<double>(bytes) * static_cast<double>(to) / static_cast<double>(from));
+  };
+  if (to == from) return;
+  ComputeNeeds& needs = probed.needs;
+  for (auto* stages : {&needs.carry_bytes, &needs.activation_bytes, &needs.swapped_bytes})
+    std::for_each(stages->begin(), stages->end(), more);
+  for (auto* bytes : {&needs.stage_peak, &needs.keeping_peak, &needs.held_peak, &needs.micro_batch_bytes}) more(*bytes);
 }
 
 }  // namespace
@@ -68,22 +86,35 @@ void Session::Impl::check_write_limit() const {
 }
 
 ProbedModel Session::Impl::probe() {
-  torch_memory.release_kept();
-  torch_memory.set_cap(options.device_memory);
-  const auto measure = [&] {
-    return StageProbe(*model, torch_memory, torch_device)
-        .measure(options.micro_batch, options.sequence_length, options.train);
+  const auto measure = [&](std::int64_t micro_batch, std::uint64_t cap) -> std::optional<ProbedModel> {
+    torch_memory.release_kept();
+    torch_memory.set_cap(cap);
+    try {
+      return StageProbe(*model, torch_memory, torch_device)
+          .measure(micro_batch, options.sequence_length, options.train);
+    } catch (const c10::OutOfMemoryError&) {
+      return std::nullopt;
+    }
   };
-  ProbedModel probed;
-  try {
-    probed = measure();
-  } catch (const c10::OutOfMemoryError&) {
-    // Too small a budget: measure anyway, so that the refusal can name the smallest one that works.
-    torch_memory.set_cap(~std::uint64_t{0} / 2);
-    probed = measure();
-  }
+  std::optional<ProbedModel> probed = measure(options.micro_batch, options.device_memory);
+  // Too small a budget: measure with a little more, and where that is too little still, fewer sequences, so that the
+  // refusal can name the smallest budget that works.
+  const std::uint64_t beyond = options.device_memory + kBeyondBudget;
+  bool estimated = false;  // what is estimated is too large for the budget: it was tried
+  for (std::int64_t fewer = options.micro_batch; !probed && fewer >= 1; fewer /= 2)
+    if ((probed = measure(fewer, beyond))) {
+      scale(*probed, options.micro_batch, fewer);
+      estimated = fewer != options.micro_batch;
+    }
+  if (!probed && (probed = measure(1, options.device == "cuda" ? ~std::uint64_t{0} / 2 : memory_available())))
+    scale(*probed, options.micro_batch, 1);
   torch_memory.release_kept();
-  return probed;
+  if (probed && estimated) probed->needs.stage_peak = std::max(probed->needs.stage_peak, options.device_memory);
+  if (!probed)
+    throw Exception(io::ErrorKind::memory,
+                    "this machine has no memory to compute one sequence in the model's largest layer: use a smaller "
+                    "--sequence-length, or a machine with more");
+  return *std::move(probed);
 }
 
 void Session::Impl::load(const WeightSource& weights, const Progress& progress) {

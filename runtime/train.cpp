@@ -1,6 +1,7 @@
 #include "runtime/train.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <nlohmann/json.hpp>
@@ -15,6 +16,7 @@
 #include "runtime/run_summary.h"
 #include "runtime/signals.h"
 #include "runtime/step_trace.h"
+#include "runtime/terminal.h"
 
 namespace tierflow {
 namespace {
@@ -55,7 +57,8 @@ class Training {
     result_.held_out_after = result_.held_out_before;
     std::int64_t step = 0;
     bool at_limit = false, out_of_memory = false;
-    while (!out_of_memory && step < steps_ && stop_signal() == 0 && !(at_limit = next_step_passes_limit()))
+    while (!out_of_memory && step < steps_ && stop_signal() == 0 && !too_many_skipped() &&
+           !(at_limit = next_step_passes_limit()))
       out_of_memory = !within_memory(step, [&] {
         train_step(step);
         ++step;
@@ -71,13 +74,25 @@ class Training {
     if (step == 0) throw_if_stopped();
     if (signal != 0)
       log_.say(fmt::format("stopped after step {} of {}; once more ends without writing the result", step, steps_));
+    if (too_many_skipped())
+      log_.say(fmt::format("stopped after step {} of {}: a loss or gradient was not finite in the last {} steps", step,
+                           steps_, skipped_in_a_row_));
+    // A step whose loss is not finite changed nothing; whether the model is sound, an evaluation tells.
+    const bool doubtful = step > 0 && !std::isfinite(result_.last_loss);
+    if (doubtful && !out_of_memory) {
+      out_of_memory = !within_memory(step, [&] { evaluate(step, result_.held_out_after); });
+      if (!out_of_memory) refuse_unless_finite(step);
+    }
     out_.write(*session_, progress());
-    if (!out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0))
+    if (!doubtful && !out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0)) {
       out_of_memory = !evaluate_result(step);
+      if (!out_of_memory) refuse_unless_finite(step);
+    }
     result_.steps = step;
     report(result_, *session_, log_);
     if (out_of_memory) return static_cast<int>(io::ErrorKind::memory);
     if (signal != 0) return 128 + signal;
+    if (too_many_skipped()) return static_cast<int>(io::ErrorKind::numeric);
     return at_limit ? kStoppedAtLimit : 0;
   }
 
@@ -101,7 +116,7 @@ class Training {
           throw_if_stopped();
           show(phase, done, total);
         });
-    log_.say(session_->describe());
+    log_.say(wrapped(session_->describe(), columns_of(STDERR_FILENO)));
     predict_steps(session);
     if (const auto mode = session_->storage_mode())
       for (const std::string& warning : mode->warnings) log_.say("warning: " + warning);
@@ -132,6 +147,19 @@ class Training {
                          result_.prediction->step_seconds,
                          per_step_ * options_.sequence_length / result_.prediction->step_seconds,
                          human_bytes(result_.predicted_memory.process)));
+  }
+
+  bool too_many_skipped() const { return options_.max_skipped > 0 && skipped_in_a_row_ >= options_.max_skipped; }
+
+  // A model that gives no finite loss, when last looked at, is no result.
+  void refuse_unless_finite(std::int64_t step) {
+    if (std::isfinite(result_.evaluated ? result_.held_out_after : result_.last_loss)) return;
+    result_.steps = step;
+    result_.usable = false;
+    report(result_, *session_, log_);
+    out_.refuse(*session_, fmt::format("there is no result: the loss is not finite after step {} of {}; the weights or "
+                                       "the data are broken, or --lr is too high",
+                                       step, steps_));
   }
 
   bool next_step_passes_limit() const {
@@ -180,6 +208,7 @@ class Training {
     const double lr = learning_rate(options_, step, steps_);
     const StepResult result = session_->step(batches, lr);
     result_.last_loss = result.loss;
+    skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
     if (result.computed_again > 0)
       log_.say(
           fmt::format("warning: device memory ran out in step {}; computed again after caches were freed: {} stages",
@@ -192,11 +221,11 @@ class Training {
     if (options_.eval_sequences > 0) count = std::min(count, options_.eval_sequences);
     if (count == 0) return;
     const auto read = [this](std::int64_t index, std::span<std::int64_t> out) { data_.held_out_sequence(index, out); };
-    std::vector<MicroBatch> batches;
-    for (std::int64_t first = 0; first < count; first += options_.micro_batch)
-      batches.push_back(
-          micro_batch(read, first, std::min(options_.micro_batch, count - first), options_.sequence_length));
-    loss = session_->evaluate(batches);
+    const std::int64_t rows = options_.micro_batch;
+    loss = session_->evaluate((count + rows - 1) / rows, [&](std::int64_t index) {
+      return micro_batch(read, index * rows, std::min(rows, count - index * rows), options_.sequence_length);
+    });
+    result_.evaluated = true;
     log_.evaluation(step, loss, *session_);
   }
 
@@ -207,7 +236,7 @@ class Training {
   StepTrace trace_;
   Dataset data_;
   std::unique_ptr<Session> session_;
-  std::int64_t per_step_ = 1, steps_ = 0;
+  std::int64_t per_step_ = 1, steps_ = 0, skipped_in_a_row_ = 0;
   std::uint64_t write_limit_ = 0;
   std::optional<Profile> profile_;
   RunSummary result_;
@@ -219,7 +248,7 @@ int run_train(const TrainOptions& options) {
   watch_signals();
   if (!options.fresh) refuse_left_store(options.storage);
   TrainingLog log(options.log_json, options.json);
-  log.say(effective_configuration(options));
+  log.say(wrapped(describe(options), columns_of(STDERR_FILENO)));
   log.object({{"config", nlohmann::json::parse(effective_configuration(options))}});
   return Training(options, log).run();
 }

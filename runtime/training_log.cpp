@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <system_error>
@@ -12,6 +13,7 @@
 
 #include "runtime/exception.h"
 #include "runtime/machine.h"
+#include "runtime/terminal.h"
 
 namespace tierflow {
 namespace {
@@ -32,6 +34,10 @@ double seconds_since(Clock::time_point then) {
 }
 
 }  // namespace
+
+std::string loss_text(double loss) {
+  return std::isfinite(loss) ? fmt::format("{:.4f}", loss) : "not finite";
+}
 
 TrainingLog::TrainingLog(const std::filesystem::path& log_json, bool json_on_stdout)
     : path_(log_json), json_on_stdout_(json_on_stdout), terminal_(::isatty(STDERR_FILENO) == 1) {
@@ -83,10 +89,12 @@ void TrainingLog::say(const std::string& line) {
   show(line + '\n');
 }
 
-// On a terminal the line replaces the one before; elsewhere one every ten seconds is kept.
-void TrainingLog::live(const std::string& line, bool last) {
+// On a terminal the line replaces the one before, and is cut where a second one would begin; elsewhere one every ten
+// seconds is kept.
+void TrainingLog::live(std::string line, bool last) {
   if (!terminal_ && !last && live_shown_ && seconds_since(last_live_) < 10) return;
   last_live_ = Clock::now();
+  if (terminal_) line.resize(std::min(line.size(), columns_of(STDERR_FILENO) - 1));
   show((terminal_ ? "\r\033[K" : "") + line + (terminal_ && !last ? "" : "\n"));
   live_shown_ = !(terminal_ && last);
 }
@@ -162,9 +170,9 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
   if (gpu_ != nullptr) line["gpu"] = gpu_since_last_step(result.tokens);
   object(line);
   const double left = (of_steps - result.step) * training_seconds_ / static_cast<double>(result.step);
-  live(fmt::format("step {}/{} | loss {:.4f} | norm {:.3g} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
+  live(fmt::format("step {}/{} | loss {} | norm {:.3g} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
                    "{}/{} host {}/{} | {} left{}",
-                   result.step, of_steps, result.loss, result.grad_norm, lr, rate, limit,
+                   result.step, of_steps, loss_text(result.loss), result.grad_norm, lr, rate, limit,
                    100 * busiest / result.seconds, human_bytes(memory.device_peak), human_bytes(memory.device_budget),
                    human_bytes(memory.host_used), human_bytes(memory.host_budget),
                    left >= 3600 ? fmt::format("{:.1f} h", left / 3600)
@@ -194,7 +202,7 @@ void TrainingLog::evaluation(std::int64_t step, double loss, const Session& sess
   lanes_ = session.lanes();  // what evaluation moved is no step's
   if (gpu_ != nullptr) energy_ = gpu_->sample().energy;
   object({{"step", step}, {"held_out_loss", loss}});
-  say(fmt::format("step {}: held-out loss {:.4f}", step, loss));
+  say(fmt::format("step {}: held-out loss {}", step, loss_text(loss)));
 }
 
 void TrainingLog::object(const json& object) {

@@ -14,6 +14,9 @@
 
 namespace tierflow {
 
+// As people read it: with four decimals, or that it is not finite.
+std::string loss_text(double loss);
+
 class TrainingLog {
  public:
   // log_json: empty for none. A file that could not be written is an Exception; nothing is changed on the drive yet.
@@ -43,7 +46,7 @@ class TrainingLog {
   double terabytes_a_step() const { return steps_ > 0 ? terabytes_ / static_cast<double>(steps_) : 0; }
 
  private:
-  void live(const std::string& line, bool last);
+  void live(std::string line, bool last);
   void show(const std::string& text);
   void keep_earlier_log();
   void write(const std::string& lines);

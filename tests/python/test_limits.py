@@ -1,0 +1,151 @@
+"""What is asked of the program and cannot be: one right line, before anything is made. And what is not finite."""
+
+import json
+import os
+import pathlib
+import resource
+import subprocess
+
+import numpy
+import pytest
+
+from test_train import BUILD, MIB, PROGRAM, config, run, small, steps_of, work  # noqa: F401 (work is a fixture)
+
+pytestmark = pytest.mark.skipif(not (BUILD / "libtierflow_train.so").exists(), reason="built without LibTorch")
+TRAIN = ["train", "--config", "config.json", "--data", "text.txt", "--out", "out"]
+
+
+def refusal(done, code):
+    """The one line."""
+    assert done.returncode == code, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("tierflow: ")]
+    assert len(lines) == 1 and "internal error" not in lines[0] and "Exception raised" not in done.stderr, done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--micro-batch", "1000000000"], "2^31 tokens a step"),
+    (["--micro-batches", "1000000000000"], "--micro-batches is 1000000000000"),
+    (["--micro-batches", "16777216"], "smallest that works"),
+    (["--threads", "1000"], "--threads is 1000"),
+    (["--host-memory", "0"], "--host-memory is 0"),
+    (["--storage", "st", "./st"], "one folder twice"),
+    (["--json", "stray"], 'unexpected word "stray"'),
+    (["-x"], 'unexpected word "-x"'),
+    (["--max-skipped", "-1"], "--max-skipped"),
+])  # fmt: skip
+def test_sizes_and_words_are_refused_in_a_line(work, words, says):  # noqa: F811
+    before = {path.name for path in work.iterdir()}
+    assert says in refusal(run(work, *TRAIN, "--steps", "1", *small(*words), ok=False, timeout=60), 2)
+    assert {path.name for path in work.iterdir()} == before
+
+
+@pytest.mark.parametrize("micro_batch", [2000, 5000, 1000000])
+def test_a_micro_batch_beyond_the_budget_is_not_made(work, micro_batch):  # noqa: F811
+    bare = int(subprocess.run([str(BUILD / "bare_torch")], capture_output=True, text=True, check=True).stdout)
+    most = bare + 3 * 64 * MIB + 300 * MIB
+
+    process = subprocess.Popen([str(PROGRAM), *TRAIN, *small("--steps", "1", "--micro-batch", str(micro_batch))],
+                               cwd=work, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    errors = process.stderr.read()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    line = refusal(subprocess.CompletedProcess([], process.returncode, "", errors), 2)
+    assert "--device-memory 64MiB is too small: the smallest that works is" in line
+    assert used.ru_maxrss * 1024 < most, f"{used.ru_maxrss >> 10} MiB"
+
+
+def test_paths_that_are_not_utf8_and_a_folder_that_is_gone(work):  # noqa: F811
+    (work / "caf\udce9.txt").write_bytes(b"x")
+    line = refusal(run(work, "train", "--config", "config.json", "--data", "caf\udce9.txt", "--out", "out", *small(), ok=False), 2)
+    assert "--data" in line and "not UTF-8" in line
+    gone = work / "gone"
+    gone.mkdir()
+    for words in (["train", "--config", "../config.json", "--data", "../text.txt", "--out", "out"], ["plan", "--config", "../config.json"],
+                  ["eval", "--model", "m", "--data", "d"], ["export", "--storage", "s", "--out", "o"], ["init", "--config", "c", "--out", "o"]):  # fmt: skip
+        done = subprocess.run(["sh", "-c", 'rmdir ../gone; exec "$@"', "sh", str(PROGRAM), *words], cwd=gone, capture_output=True, text=True, timeout=60)
+        assert "the working folder" in refusal(done, 4)
+        gone.mkdir()
+
+
+def test_a_temporary_folder_that_is_none(work):  # noqa: F811
+    done = subprocess.run([str(PROGRAM), *TRAIN, *small()], cwd=work, capture_output=True, text=True, env={**os.environ, "TMPDIR": "/no/such"}, timeout=60)
+    assert "/no/such" in refusal(done, 4)
+
+
+def test_text_that_is_none(work):  # noqa: F811
+    text = (work / "text.txt").read_text()
+    (work / "text.txt").write_bytes(text.encode("utf-16"))
+    assert "UTF-16" in (line := refusal(run(work, *TRAIN, *small(), ok=False), 3)) and "iconv" in line
+    (work / "text.txt").write_bytes(pathlib.Path(PROGRAM).read_bytes()[:100000])
+    assert "text.txt" in refusal(run(work, *TRAIN, *small(), ok=False), 3)
+    (work / "bad.jsonl").write_text("nothing\n" * 5)
+    words = ["train", "--config", "config.json", "--data", "bad.jsonl", "--out", "out", "--skip-bad-records"]
+    assert "5 of them" in refusal(run(work, *words, *small(), ok=False), 3)
+    assert not (work / "out").exists()
+
+
+def spoil(folder):
+    """Puts a NaN into the largest weight of a model folder."""
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    header = int.from_bytes(data[:8], "little")
+    tensors = {name: entry for name, entry in json.loads(data[8 : 8 + header]).items() if name != "__metadata__"}
+    begin = max(tensors.values(), key=lambda entry: entry["data_offsets"][1] - entry["data_offsets"][0])["data_offsets"][0]
+    data[8 + header + begin : 8 + header + begin + 2] = numpy.array([0x7FC0], dtype="<u2").tobytes()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("storage", [[], ["--storage", "store", "--host-memory", "1MiB"]])
+def test_weights_that_are_not_finite_end_the_run(work, storage):  # noqa: F811
+    run(work, "init", "--config", "config.json", "--out", "model")
+    spoil(work / "model")
+    words = ["train", "--model", "model", "--data", "text.txt", "--out", "out", "--log-json", "log.json", "--steps", "50"]
+    done = run(work, *words, *small("--max-skipped", "3", *storage), ok=False)
+    line = refusal(done, 7)
+    assert "there is no result" in line and "after step 3 of 50" in line and "nan" not in done.stderr
+    records = [json.loads(text) for text in (work / "log.json").read_text().splitlines()]
+    assert [record["skipped"] for record in records if "skipped" in record] == [True] * 3
+    assert records[-1]["summary"]["steps"] == 3 and records[-1]["summary"]["out"] is None
+    assert not (work / "out").exists()
+    if storage:
+        assert "the state stays: `tierflow export --storage store --out FOLDER`" in line
+        run(work, "export", "--storage", "store", "--out", "kept")
+        assert (work / "kept" / "config.json").exists()
+    else:
+        assert "export" not in line
+    default = run(work, *words[:-2], "--steps", "30", *small("--storage", "other", "--host-memory", "1MiB"), ok=False)
+    assert "after step 20 of 30" in refusal(default, 7)
+
+
+def test_an_evaluation_of_all_that_is_held_out_streams(work):  # noqa: F811
+    """Its ids and labels take 16 bytes a token: with the whole set in memory it would not fit the device budget."""
+    (work / "config.json").write_text(json.dumps(config(hidden=32, layers=1)))
+    tokens = numpy.arange(2 << 20, dtype="<u2") % 256
+    tokens.tofile(work / "tokens.bin")
+    words = ["train", "--config", "config.json", "--data", "tokens.bin", "--out", "out", "--steps", "1", "--held-out", "0.9", "--eval-sequences", "0",
+             "--log-json", "log.json", *small("--device-memory", "16MiB", "--micro-batch", "16")]  # fmt: skip
+    run(work, *words)
+    assert 0.9 * tokens.size * 16 > 16 * MIB
+    losses = [record["held_out_loss"] for record in map(json.loads, (work / "log.json").read_text().splitlines()) if "held_out_loss" in record]
+    assert len(losses) == 2 and all(5 < loss < 6 for loss in losses)
+
+
+def test_the_terminal_gets_a_paragraph_and_the_log_every_option(work):  # noqa: F811
+    done = run(work, *TRAIN, *small("--steps", "1", "--log-json", "log.json"))
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("training config.json from random weights on text.txt: 1 steps") and not any('"lr-schedule"' in line for line in lines)
+    paragraph = lines[: next(i for i, line in enumerate(lines) if line.endswith("log.json")) + 1]
+    assert len(paragraph) <= 5 and max(map(len, paragraph)) <= 80
+    logged = json.loads((work / "log.json").read_text().splitlines()[0])["config"]
+    assert logged["lr-schedule"] == "cosine" and len(logged) > 30
+
+
+def test_help_is_grouped_and_fits(work):  # noqa: F811
+    asked = run(work, "help", "train").stdout
+    assert asked == run(work, "train", "--help").stdout
+    assert max(map(len, asked.splitlines())) <= 80 and "\nTraining:\n" in asked and "--max-skipped" in asked
+    assert max(map(len, run(work, "--help").stdout.splitlines())) <= 80
+    assert run(work, "help").stdout == run(work, "--help").stdout
+    assert "bench storage" in run(work, "help", "bench", "storage").stdout
+    assert "unknown command" in refusal(run(work, "help", "trian", ok=False), 2)
