@@ -5,6 +5,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "runtime/files.h"
 #include "runtime/layers.h"
 #include "runtime/run_common.h"
 #include "runtime/signals.h"
@@ -13,14 +14,13 @@
 namespace tierflow {
 
 using nlohmann::json;
-namespace fs = std::filesystem;
 
 int run_eval(const EvalOptions& options) {
   watch_signals();
   TrainingLog log(options.log_json, false);
   Model model = load(options.model);
   const ModelSpec& spec = model.layers->spec();
-  const Dataset data = Dataset::prepare(data_options(options, spec, fs::temp_directory_path()));
+  const Dataset data = Dataset::prepare(data_options(options, spec, temporary_folder()));
   const std::uint64_t device_fixed = prepare_torch(device_of(options), options.threads);
   SessionOptions settings = session_settings(options, device_fixed, [&](const std::string& line) { log.say(line); });
   settings.train = false;

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <system_error>
 
@@ -159,6 +160,18 @@ void write_copy(const std::filesystem::path& path, const File& from, const std::
 
 void sync_folder(const std::filesystem::path& folder) {
   if (const io::Error error = io::sync_directory(folder)) fail_system("flush", folder.string(), error.error_number);
+}
+
+std::filesystem::path temporary_folder() {
+  const char* named = std::getenv("TMPDIR");
+  const std::filesystem::path folder = named != nullptr && *named != '\0' ? named : "/tmp";
+  std::error_code error;
+  if (std::filesystem::is_directory(folder, error)) return folder;
+  throw Exception(io::Error{.kind = io::ErrorKind::environment,
+                            .operation = "use",
+                            .path = folder.string(),
+                            .error_number = error ? error.value() : ENOTDIR,
+                            .detail = "temporary files go there: set TMPDIR to a folder"});
 }
 
 void make_folder(const std::filesystem::path& folder) {

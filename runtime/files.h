@@ -62,6 +62,9 @@ void sync_folder(const std::filesystem::path& folder);
 // Creates the folder and those above it. Throws Exception naming it.
 void make_folder(const std::filesystem::path& folder);
 
+// The folder for temporary files, TMPDIR or /tmp. Throws Exception of kind environment where that is no folder.
+std::filesystem::path temporary_folder();
+
 // Makes the folder like make_folder(). At the end of its life it removes what it made, as far as that is empty.
 class BorrowedFolder {
  public:

@@ -38,7 +38,7 @@ struct TokenStore::Hasher {
 };
 
 TokenStore::TokenStore(std::filesystem::path folder, std::int64_t vocab_size)
-    : folder_(folder.empty() ? std::filesystem::temp_directory_path() : std::move(folder)),
+    : folder_(folder.empty() ? temporary_folder() : std::move(folder)),
       borrowed_(folder_),
       vocab_size_(vocab_size),
       width_(token_width(vocab_size)),

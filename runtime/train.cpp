@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/exception.h"
+#include "runtime/files.h"
 #include "runtime/layers.h"
 #include "runtime/left_store.h"
 #include "runtime/machine.h"
@@ -21,7 +22,6 @@
 namespace tierflow {
 namespace {
 
-namespace fs = std::filesystem;
 
 // The schedules of transformers.get_scheduler: linear warm-up from 0, then the named decay to 0 at the last step.
 double learning_rate(const TrainOptions& options, std::int64_t step, std::int64_t steps) {
@@ -41,7 +41,7 @@ class Training {
         spec_(training_spec(options)),
         out_(options, spec_),
         trace_(options.trace, log),
-        data_(Dataset::prepare(data_options(options, spec_, fs::temp_directory_path()))) {
+        data_(Dataset::prepare(data_options(options, spec_, temporary_folder()))) {
     per_step_ = options.micro_batch * options.micro_batches;
     steps_ = options.steps;
     if (steps_ == 0)

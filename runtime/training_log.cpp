@@ -39,6 +39,10 @@ std::string loss_text(double loss) {
   return std::isfinite(loss) ? fmt::format("{:.4f}", loss) : "not finite";
 }
 
+std::string norm_text(double norm) {
+  return std::isfinite(norm) ? fmt::format("{:.3g}", norm) : "not finite";
+}
+
 TrainingLog::TrainingLog(const std::filesystem::path& log_json, bool json_on_stdout)
     : path_(log_json), json_on_stdout_(json_on_stdout), terminal_(::isatty(STDERR_FILENO) == 1) {
   if (path_.empty()) return;
@@ -170,9 +174,9 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
   if (gpu_ != nullptr) line["gpu"] = gpu_since_last_step(result.tokens);
   object(line);
   const double left = (of_steps - result.step) * training_seconds_ / static_cast<double>(result.step);
-  live(fmt::format("step {}/{} | loss {} | norm {:.3g} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
+  live(fmt::format("step {}/{} | loss {} | norm {} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
                    "{}/{} host {}/{} | {} left{}",
-                   result.step, of_steps, loss_text(result.loss), result.grad_norm, lr, rate, limit,
+                   result.step, of_steps, loss_text(result.loss), norm_text(result.grad_norm), lr, rate, limit,
                    100 * busiest / result.seconds, human_bytes(memory.device_peak), human_bytes(memory.device_budget),
                    human_bytes(memory.host_used), human_bytes(memory.host_budget),
                    left >= 3600 ? fmt::format("{:.1f} h", left / 3600)

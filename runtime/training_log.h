@@ -16,6 +16,7 @@ namespace tierflow {
 
 // As people read it: with four decimals, or that it is not finite.
 std::string loss_text(double loss);
+std::string norm_text(double norm);
 
 class TrainingLog {
  public:
