@@ -26,7 +26,13 @@ Profile profile_of(const ModelSpec& spec, const SessionOptions& session, bool re
     machine = cache.machine();
     model = cache.model();
   }
-  const bool has_machine = machine.has_value(), has_model = model.has_value() && model->covers(spec);
+  // A run takes less time to measure than a plan does: what it had to scale and no step has corrected since is measured
+  // again.
+  const auto enough = [&] {
+    return model->covers(spec) &&
+           (model->width == 1 || model->readings.corrected || model->seconds_allowed >= kProfileSeconds);
+  };
+  const bool has_machine = machine.has_value(), has_model = model.has_value() && enough();
   if (!has_machine) machine.emplace();
   if (!has_model) model.emplace();
   if (!has_machine || !has_model)

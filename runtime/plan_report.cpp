@@ -213,6 +213,19 @@ Json machine_json(const MachineProfile& machine) {
           {"device_update", machine.device_update}};
 }
 
+Json readings_json(const Readings& readings) {
+  return {{"spread", readings.spread}, {"other_cores", readings.other_cores}, {"corrected", readings.corrected}};
+}
+
+// How far the numbers can be trusted.
+Json profile_json(const Profile& profile) {
+  const std::string doubt = doubt_of(profile);
+  return {{"machine", readings_json(profile.machine.readings)},
+          {"stages", readings_json(profile.model.readings)},
+          {"scaled_from_width", profile.model.width < 1 ? Json(profile.model.width) : Json()},
+          {"doubt", doubt.empty() ? Json() : Json(doubt)}};
+}
+
 }  // namespace
 
 PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& session, const ModelSpec& spec,
@@ -282,6 +295,7 @@ Json plan_json(const PlannedRun& run) {
            {{"tb_written_per_step", written}, {"tb_written_per_day", written * 86400 / run.prediction.step_seconds}}},
           {"memory", {{"device_peak", memory.device}, {"host", memory.host}, {"process_peak", memory.process}}},
           {"machine", machine_json(run.profile.machine)},
+          {"profile", profile_json(run.profile)},
           {"checked", true}};
 }
 

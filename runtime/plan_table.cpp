@@ -125,6 +125,11 @@ std::string plan_text(const Json& plan) {
     row("wear",
         fmt::format("{:.3g} TB written a step, {:.3g} TB a day", plan["wear"]["tb_written_per_step"].get<double>(),
                     plan["wear"]["tb_written_per_day"].get<double>()));
+  const Json& profile = plan["profile"];
+  row("profile", profile["doubt"].is_null()
+                     ? fmt::format("readings {:.0f}% apart{}", 100 * profile["stages"]["spread"].get<double>(),
+                                   profile["stages"]["corrected"].get<bool>() ? ", corrected by a run" : "")
+                     : profile["doubt"].get<std::string>() + "; --refresh-profile measures again");
   row("checked", "every read finds what it is for, every parameter is updated once, nothing can deadlock");
   return text;
 }

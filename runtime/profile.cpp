@@ -1,5 +1,6 @@
 #include "runtime/profile.h"
 
+#include <fmt/format.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
@@ -19,10 +20,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kVersion = 3;
+constexpr int kVersion = 4;
 constexpr std::uint64_t kLargestFile = 4 << 20;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 60;
 constexpr double kMostSeconds = 1e6, kFastest = 1e18;
+constexpr double kSteadySpread = 0.15, kSteadyLoad = 0.15;  // the latter of all cores
 
 fs::path default_folder() {
   if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache != nullptr && cache[0] == '/')
@@ -107,6 +109,17 @@ double needed(const JsonFields& fields, const char* name) {
   return value;
 }
 
+Json to_json(const Readings& readings) {
+  return {{"spread", readings.spread}, {"other_cores", readings.other_cores}, {"corrected", readings.corrected}};
+}
+
+Readings readings_from(const JsonFields& fields, const std::string& where) {
+  const JsonFields of(object_in(fields, "readings"), where);
+  return {.spread = needed(of, "spread"),
+          .other_cores = needed(of, "other_cores"),
+          .corrected = of.boolean_or("corrected", false)};
+}
+
 Json to_json(const MachineProfile& profile) {
   const swap::MachineRates& r = profile.rates;
   return {{"disk_read", r.disk_read},
@@ -122,7 +135,8 @@ Json to_json(const MachineProfile& profile) {
           {"threads", r.threads},
           {"compute_on_cores", r.compute_on_cores},
           {"update", profile.update},
-          {"device_update", profile.device_update}};
+          {"device_update", profile.device_update},
+          {"readings", to_json(profile.readings)}};
 }
 
 MachineProfile machine_from(const Json& json, const std::string& where) {
@@ -145,6 +159,7 @@ MachineProfile machine_from(const Json& json, const std::string& where) {
     const JsonFields of(object_in(fields, key), where);
     for (const auto& [name, unused] : object_in(fields, key).items()) (*rates)[name] = rate(of, name.c_str());
   }
+  profile.readings = readings_from(fields, where);
   return profile;
 }
 
@@ -167,7 +182,10 @@ Json to_json(const ModelProfile& profile) {
           {"micro_batch_bytes", profile.micro_batch_bytes},
           {"device_fixed", profile.device_fixed},
           {"held_peak", profile.held_peak},
-          {"process_bytes", profile.process_bytes}};
+          {"process_bytes", profile.process_bytes},
+          {"width", profile.width},
+          {"seconds_allowed", profile.seconds_allowed},
+          {"readings", to_json(profile.readings)}};
 }
 
 ModelProfile model_from(const Json& json, const std::string& where) {
@@ -196,10 +214,33 @@ ModelProfile model_from(const Json& json, const std::string& where) {
   profile.device_fixed = static_cast<std::uint64_t>(fields.integer("device_fixed", 0, kMostBytes));
   profile.held_peak = static_cast<std::uint64_t>(fields.integer("held_peak", 0, kMostBytes));
   profile.process_bytes = static_cast<std::uint64_t>(fields.integer("process_bytes", 0, kMostBytes));
+  profile.width = needed(fields, "width");
+  profile.seconds_allowed = needed(fields, "seconds_allowed");
+  profile.readings = readings_from(fields, where);
   return profile;
 }
 
 }  // namespace
+
+bool Readings::steady(int cores) const {
+  return corrected || (spread <= kSteadySpread && other_cores <= kSteadyLoad * cores);
+}
+
+std::string doubt_of(const Profile& profile) {
+  const int cores = profile.machine.rates.cores;
+  std::string doubt;
+  const auto add = [&](const std::string& text) { doubt += (doubt.empty() ? "" : "; ") + text; };
+  if (profile.model.width < 1)
+    add(fmt::format("the stages were measured at {:.0f}% of their width and scaled", 100 * profile.model.width));
+  const auto judge = [&](const Readings& of, const char* what) {
+    if (of.steady(cores)) return;
+    add(fmt::format("{} was measured while other programs took {:.1f} of {} cores, readings {:.0f}% apart", what,
+                    of.other_cores, cores, 100 * of.spread));
+  };
+  judge(profile.machine.readings, "the machine");
+  judge(profile.model.readings, "the model");
+  return doubt;
+}
 
 bool ModelProfile::covers(const ModelSpec& spec) const {
   for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)

@@ -18,11 +18,21 @@ namespace tierflow {
 // A line for the user about what goes on.
 using Say = std::function<void(const std::string& line)>;
 
+// How far what was measured can be trusted.
+struct Readings {
+  double spread = 0;       // of repeated readings: between their quartiles, as a share of the median, on average
+  double other_cores = 0;  // that other programs took meanwhile
+  bool corrected = false;  // by what a run showed since
+
+  bool steady(int cores) const;  // enough to be trusted
+};
+
 struct MachineProfile {
   swap::MachineRates rates;
   // Parameters a second on all cores and on the device, by the name of a state's precision. Where the device is the CPU
   // there is no rate of its own.
   std::map<std::string, double> update, device_update;
+  Readings readings;
 };
 
 // Of one micro-batch in the stages of a model, whatever its depth.
@@ -35,6 +45,10 @@ struct ModelProfile {
   // As in ComputeNeeds.
   std::uint64_t stage_peak = 0, keeping_peak = 0, micro_batch_bytes = 0, device_fixed = 0, held_peak = 0;
   std::uint64_t process_bytes = 0;  // resident besides budgets: the program and LibTorch
+  // The share of the model's width that was measured: less than 1 where all of it would have taken longer than was
+  // allowed, and what stands here is scaled from that.
+  double width = 1, seconds_allowed = 0;
+  Readings readings;
 
   bool covers(const ModelSpec& spec) const;
   // Of a model that it covers.
@@ -46,6 +60,8 @@ struct Profile {
   MachineProfile machine;
   ModelProfile model;
 };
+// Why what is predicted from it may be off, in a few words; empty where all was measured on a machine at rest.
+std::string doubt_of(const Profile& profile);
 
 // The files, one for a machine and one for a model on it, in $XDG_CACHE_HOME/tierflow or ~/.cache/tierflow. A file is
 // used where everything that its content depends on is as it was: processor, cores, threads, device, drives, the build

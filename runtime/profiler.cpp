@@ -14,10 +14,9 @@
 #include "optim/adamw_device.h"
 #include "runtime/device_memory.h"
 #include "runtime/exception.h"
-#include "runtime/machine.h"
+#include "runtime/load_meter.h"
 #include "runtime/optimizer_work.h"
-#include "runtime/stage_class.h"
-#include "runtime/stage_probe.h"
+#include "runtime/repeat.h"
 
 namespace tierflow {
 namespace {
@@ -25,7 +24,7 @@ namespace {
 constexpr std::size_t kBytes = std::size_t{128} << 20;  // beyond the caches
 constexpr std::size_t kPiece = std::size_t{4} << 20;    // about what a chunk's words take
 constexpr double kEnoughSeconds = 0.25;
-constexpr std::size_t kFewestPasses = 3;
+constexpr std::size_t kFewestPasses = 3, kMostPasses = 10'000;
 constexpr std::uint64_t kFirstPass = std::uint64_t{64} << 20, kSecondPass = std::uint64_t{512} << 20;
 constexpr double kFastFirstPass = 1.0;  // seconds: a slower drive is not asked for the second pass
 
@@ -33,22 +32,27 @@ double seconds_since(std::chrono::steady_clock::time_point started) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
 }
 
-// `amount` a second that `pass` moves, of the median pass.
-template <class Pass>
-double rate(double amount, Pass pass) {
-  pass();  // pages and clocks
-  std::vector<double> passes;
-  for (double sum = 0; passes.size() < kFewestPasses || sum < kEnoughSeconds; sum += passes.back()) {
-    const auto started = std::chrono::steady_clock::now();
-    pass();
-    passes.push_back(seconds_since(started));
+// Rates of repeated passes, and how far those lay apart.
+class RateMeter {
+ public:
+  // `amount` a second that `pass` moves, of the median pass.
+  template <class Pass>
+  double rate(double amount, Pass pass) {
+    pass();  // pages and clocks
+    const Reading reading = repeat(
+        {.fewest = kFewestPasses, .most = kMostPasses, .seconds = kEnoughSeconds}, [] {}, pass);
+    spread_ += reading.spread;
+    ++readings_;
+    return amount / reading.seconds;
   }
-  const auto middle = passes.begin() + static_cast<std::ptrdiff_t>(passes.size() / 2);
-  std::nth_element(passes.begin(), middle, passes.end());
-  return amount / *middle;
-}
+  double spread() const { return readings_ == 0 ? 0 : spread_ / readings_; }
 
-void measure_copies(swap::Device& device, swap::MachineRates& rates) {
+ private:
+  double spread_ = 0;
+  int readings_ = 0;
+};
+
+void measure_copies(swap::Device& device, RateMeter& meter, swap::MachineRates& rates) {
   io::Buffer arena = value_or_throw(device.allocate(kBytes)), host = io::allocate_buffer(kBytes);
   if (!host) fail(io::ErrorKind::memory, "", "the system refused 128 MiB to measure with");
   const std::span<std::byte> all = host.bytes();
@@ -61,19 +65,19 @@ void measure_copies(swap::Device& device, swap::MachineRates& rates) {
   };
   constexpr auto up = swap::StreamId::upload, down = swap::StreamId::download;
   const auto amount = static_cast<double>(kBytes);
-  rates.upload = rate(amount, [&] {
+  rates.upload = meter.rate(amount, [&] {
     each(up, kBytes, [&](std::size_t at) { device.copy_to_device(up, arena.data() + at, host.data() + at, kPiece); });
   });
-  rates.download = rate(amount, [&] {
+  rates.download = meter.rate(amount, [&] {
     each(down, kBytes, [&](std::size_t at) { device.copy_to_host(down, host.data() + at, arena.data() + at, kPiece); });
   });
-  rates.cast = rate(amount / 4, [&] {
+  rates.cast = meter.rate(amount / 4, [&] {
     each(down, kBytes, [&](std::size_t at) {
       device.gradient_to_host(down, reinterpret_cast<std::uint16_t*>(host.data() + at / 2),
                               reinterpret_cast<const float*>(arena.data() + at), kPiece / 4);
     });
   });
-  rates.checksum = rate(amount, [&] {
+  rates.checksum = meter.rate(amount, [&] {
     std::uint64_t sum = 0;
     for (std::size_t at = 0; at < kBytes; at += kPiece)
       sum += io::extent_checksum(1, at, 1, host.bytes().subspan(at, kPiece));
@@ -82,18 +86,18 @@ void measure_copies(swap::Device& device, swap::MachineRates& rates) {
   if (pinned) device.unpin(all);
 }
 
-double measure_fill(swap::Device& device, torch::Device torch_device) {
+double measure_fill(swap::Device& device, torch::Device torch_device, RateMeter& meter) {
   io::Buffer arena = value_or_throw(device.allocate(kBytes));
   const auto floats = torch::from_blob(arena.data(), {static_cast<std::int64_t>(kBytes / 4)},
                                        torch::TensorOptions().dtype(torch::kFloat32).device(torch_device));
-  return rate(static_cast<double>(kBytes), [&] {
+  return meter.rate(static_cast<double>(kBytes), [&] {
     floats.zero_();
     if (torch_device.is_cuda()) torch::cuda::synchronize();
   });
 }
 
 // Updates `state` of n elements as OptimizerWork does a chunk.
-double measure_update(const StateFormat& format, UpdateThreads& threads) {
+double measure_update(const StateFormat& format, UpdateThreads& threads, RateMeter& meter) {
   const bool eight_bits = format.moments == optim::MomentFormat::block8;
   constexpr std::size_t kChunk = std::size_t{1} << 20, kElements = std::size_t{8} << 20;
   const std::size_t state_bytes = eight_bits ? 5 * kChunk : 10 * kChunk;  // at least what lo, m, v and scales take
@@ -109,7 +113,7 @@ double measure_update(const StateFormat& format, UpdateThreads& threads) {
     hi[i] = static_cast<std::uint16_t>(0x3c00U + (random >> 20 & 0xffU));
   }
   optim::AdamWParams params;
-  return rate(static_cast<double>(kElements), [&] {
+  return meter.rate(static_cast<double>(kElements), [&] {
     ++params.step;
     for (std::size_t chunk = 0; chunk < kElements / kChunk; ++chunk) {
       const optim::State state = state_view(format, kChunk, hi + chunk * kChunk, states.data() + chunk * state_bytes);
@@ -122,7 +126,7 @@ double measure_update(const StateFormat& format, UpdateThreads& threads) {
 }
 
 // The same on a CUDA device, where the state has come there.
-double measure_device_update(const StateFormat& format, swap::Device& device) {
+double measure_device_update(const StateFormat& format, swap::Device& device, RateMeter& meter) {
   constexpr auto on = swap::StreamId::update;
   constexpr std::size_t kElements = std::size_t{8} << 20, kBytesEach = 16;  // words, gradient, state and a report
   io::Buffer arena = value_or_throw(device.allocate(kBytesEach * kElements));
@@ -131,7 +135,7 @@ double measure_device_update(const StateFormat& format, swap::Device& device) {
   auto* words = reinterpret_cast<std::uint16_t*>(arena.data());
   auto* report = reinterpret_cast<optim::DeviceReport*>(arena.data() + arena.size() - optim::kBlock);
   const optim::State state = state_view(format, kElements, words, arena.data() + 4 * kElements);
-  return rate(static_cast<double>(kElements), [&] {
+  return meter.rate(static_cast<double>(kElements), [&] {
     std::string refused;
     device.enqueue(on, [&](const swap::DeviceQueue& queue) {
       try {
@@ -146,12 +150,12 @@ double measure_device_update(const StateFormat& format, swap::Device& device) {
   });
 }
 
-double measure_norm(UpdateThreads& threads) {
+double measure_norm(UpdateThreads& threads, RateMeter& meter) {
   constexpr std::size_t kElements = kBytes / 2, kChunk = std::size_t{1} << 20;
   io::Buffer gradients = io::allocate_buffer(kBytes);
   if (!gradients) fail(io::ErrorKind::memory, "", "the system refused memory to measure with");
   const auto* gradient = reinterpret_cast<const std::uint16_t*>(gradients.data());
-  return rate(static_cast<double>(kElements), [&] {
+  return meter.rate(static_cast<double>(kElements), [&] {
     for (std::size_t chunk = 0; chunk < kElements; chunk += kChunk)
       threads.each(kChunk / optim::kNormSegment, [&](std::size_t segment) {
         double squares = 0;
@@ -160,7 +164,7 @@ double measure_norm(UpdateThreads& threads) {
   });
 }
 
-void measure_storage(const SessionOptions& options, swap::MachineRates& rates) {
+void measure_storage(const SessionOptions& options, Length length, swap::MachineRates& rates) {
   io::BenchOptions bench{.directories = options.storage,
                          .bytes = kFirstPass * options.storage.size(),
                          .engine = options.engine,
@@ -174,7 +178,7 @@ void measure_storage(const SessionOptions& options, swap::MachineRates& rates) {
                                                       .allow_any_filesystem = options.allow_any_filesystem}));
   const auto started = std::chrono::steady_clock::now();
   io::BenchResult result = value_or_throw(io::bench_storage(bench));
-  if (seconds_since(started) < kFastFirstPass) {
+  if (length == Length::whole && seconds_since(started) < kFastFirstPass) {
     bench.bytes = kSecondPass * options.storage.size();
     if (auto longer = io::bench_storage(bench); longer.ok()) result = std::move(longer).value();
   }
@@ -183,63 +187,39 @@ void measure_storage(const SessionOptions& options, swap::MachineRates& rates) {
   rates.disk_mixed = 1e9 * result.mixed_gb_s;
 }
 
+}  // namespace
+
 std::unique_ptr<swap::Device> open_device(const SessionOptions& options) {
   return options.device == "cuda" ? value_or_throw(swap::open_cuda_device(0)) : swap::open_cpu_device();
 }
 
-}  // namespace
-
-MachineProfile measure_machine(const SessionOptions& options, const Say& say) {
+MachineProfile measure_machine(const SessionOptions& options, Length length, const Say& say) {
   const torch::NoGradGuard no_grad;
   MachineProfile profile;
   swap::MachineRates& rates = profile.rates;
   rates.cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
   rates.threads = options.update_threads > 0 ? options.update_threads : at::get_num_threads();
   rates.compute_on_cores = options.device != "cuda";
-  say("measuring copies and updates");
+  say("measuring copies and updates: about 3 s");
+  const LoadMeter load;
+  RateMeter meter;
   const auto device = open_device(options);
-  measure_copies(*device, rates);
-  rates.fill = measure_fill(*device, options.device == "cuda" ? torch::kCUDA : torch::kCPU);
+  measure_copies(*device, meter, rates);
+  rates.fill = measure_fill(*device, options.device == "cuda" ? torch::kCUDA : torch::kCPU, meter);
   UpdateThreads threads(rates.threads);
-  rates.measure = measure_norm(threads);
+  rates.measure = measure_norm(threads, meter);
   for (const Precision precision :
        {Precision::fp32_master_adam8, Precision::fp32_master_adam32, Precision::bf16_sr_adam8})
     for (const auto& [format, name] : state_formats(precision))
       if (!profile.update.contains(name)) {
-        profile.update[name] = measure_update(format, threads);
-        if (options.device == "cuda") profile.device_update[name] = measure_device_update(format, *device);
+        profile.update[name] = measure_update(format, threads, meter);
+        if (options.device == "cuda") profile.device_update[name] = measure_device_update(format, *device, meter);
       }
+  profile.readings = {.spread = meter.spread(), .other_cores = load.other_cores()};
   if (!options.storage.empty()) {
     say("measuring storage");
-    measure_storage(options, rates);
+    measure_storage(options, length, rates);
   }
-  return profile;
-}
-
-ModelProfile measure_model(const ModelSpec& spec, const SessionOptions& options, const Say& say) {
-  say("measuring the model's stages");
-  const bool cuda = options.device == "cuda";
-  DeviceMemory& memory = cuda ? DeviceMemory::cuda() : DeviceMemory::install();
-  memory.set_cap(~std::uint64_t{0} / 2);
-  const auto device = open_device(options);
-  ModelProfile profile;
-  {
-    const std::unique_ptr<LayeredModel> model = make_model(spec);
-    const ProbedModel probed = StageProbe(*model, memory, cuda ? torch::kCUDA : torch::kCPU, device.get())
-                                   .measure(options.micro_batch, options.sequence_length, /*train=*/true);
-    profile.stage_peak = probed.needs.stage_peak;
-    profile.keeping_peak = probed.needs.keeping_peak;
-    profile.device_fixed = probed.needs.device_fixed;
-    profile.held_peak = probed.needs.held_peak;
-    profile.micro_batch_bytes = probed.needs.micro_batch_bytes;
-    for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
-      profile.stages[stage_class(spec, stage)] = {.carry_bytes = probed.needs.carry_bytes[stage],
-                                                  .activation_bytes = probed.needs.activation_bytes[stage],
-                                                  .swapped_bytes = probed.needs.swapped_bytes[stage],
-                                                  .seconds = probed.seconds[stage]};
-  }
-  memory.release_kept();
-  profile.process_bytes = resident_set() - std::min(resident_set(), cuda ? 0 : memory.stats().held);
   return profile;
 }
 

@@ -9,7 +9,7 @@ if(TIERFLOW_HAS_CUDA AND EXISTS "${TIERFLOW_TORCH_DIR}/include/c10/cuda/CUDACach
 else()
   set(TIERFLOW_DEVICE_MEMORY device_memory_no_cuda.cpp)
 endif()
-tierflow_library(session stage_probe.cpp tensor_slot.cpp profiler.cpp optimizer_work.cpp stream_work.cpp chunk_io.cpp streamer.cpp streamer_plan.cpp stream_state.cpp device_memory.cpp ${TIERFLOW_DEVICE_MEMORY} session.cpp session_passes.cpp session_setup.cpp session_export.cpp layers.cpp adamw8bit.cpp)
+tierflow_library(session stage_probe.cpp tensor_slot.cpp profiler.cpp stage_profiler.cpp optimizer_work.cpp stream_work.cpp chunk_io.cpp streamer.cpp streamer_plan.cpp stream_state.cpp device_memory.cpp ${TIERFLOW_DEVICE_MEMORY} session.cpp session_passes.cpp session_setup.cpp session_export.cpp layers.cpp adamw8bit.cpp)
 target_link_libraries(tierflow_session PUBLIC tierflow::models tierflow::planning tierflow::swap tierflow::optim PRIVATE TBB::tbb)
 if(NOT TIERFLOW_SANITIZE STREQUAL "thread")
   target_compile_options(tierflow_session PRIVATE -fopenmp)  # as the models: their precompiled header serves here too
@@ -17,7 +17,7 @@ endif()
 target_precompile_headers(tierflow_session REUSE_FROM tierflow_models)
 set_source_files_properties(optimizer_work.cpp stream_work.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
 
-add_library(tierflow_train SHARED train_entry.cpp train.cpp eval.cpp run_common.cpp run_result.cpp run_summary.cpp step_trace.cpp training_log.cpp)
+add_library(tierflow_train SHARED train_entry.cpp train.cpp eval.cpp forecast.cpp run_common.cpp run_result.cpp run_summary.cpp step_trace.cpp training_log.cpp)
 target_link_libraries(tierflow_train PRIVATE tierflow::session tierflow::plan tierflow::options tierflow_flags fmt::fmt-header-only nlohmann_json::nlohmann_json)
 if(NOT TIERFLOW_SANITIZE STREQUAL "thread")
   target_compile_options(tierflow_train PRIVATE -fopenmp)

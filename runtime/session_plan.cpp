@@ -91,6 +91,17 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
   return plan;
 }
 
+SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
+  try {
+    return plan_session(spec, options, needs);
+  } catch (const Exception&) {
+    SessionOptions plain = options;
+    plain.swap_to_host = plain.swap_to_storage = 0;
+    plain.deferred_share = plain.device_update_share = 0;
+    return plan_session(spec, plain, needs);
+  }
+}
+
 std::string store_identity(const ModelSpec& spec, Precision precision) {
   return nlohmann::json{{"config", spec.config_json},
                         {"precision", precision_name(precision)},

@@ -57,6 +57,10 @@ struct SessionPlan {
 // Throws Exception (usage) where a budget is too small, naming the smallest that works.
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
 
+// The same where what choose_placement() chose does not fit after all, because its profile was scaled from another
+// model's: then nothing of that is chosen, which changes no bit.
+SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
+
 // What a store says of the model in it: enough to read it back without the session.
 std::string store_identity(const ModelSpec& spec, Precision precision);
 swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& options, const SessionPlan& plan);

@@ -45,7 +45,7 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
     throw Exception(io::ErrorKind::usage, "--micro-batch, --micro-batches and --sequence-length are at least 1");
   const ProbedModel probed = probe();
-  plan = plan_session(model->spec(), options, probed.needs);
+  plan = plan_that_fits(model->spec(), options, probed.needs);
   prove(plan, options.train);
   device = options.device == "cuda" ? value_or_throw(swap::open_cuda_device(0))
                                     : swap::open_cpu_device({.chaos_seed = options.chaos_seed});

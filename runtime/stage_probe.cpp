@@ -5,6 +5,7 @@
 #include <map>
 
 #include "runtime/exception.h"
+#include "runtime/repeat.h"
 #include "runtime/stage_class.h"
 #include "runtime/tensor_slot.h"
 
@@ -13,7 +14,6 @@ namespace {
 
 constexpr std::int64_t kSweptBytes = 96 << 20;
 constexpr std::size_t kFewestRuns = 3, kMostRuns = 60;
-constexpr double kEnoughSeconds = 1.2, kTooLongSeconds = 2.0;
 
 template <class Tensors>
 std::uint64_t bytes_of(const Tensors& tensors) {
@@ -42,9 +42,12 @@ std::byte* bytes_in(const torch::Tensor& slot) {
 
 }  // namespace
 
-StageProbe::StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device,
-                       swap::Device* seconds_on)
-    : model_(model), memory_(memory), torch_device_(torch_device), seconds_on_(seconds_on) {}
+StageProbe::StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device, StageTiming timing)
+    : model_(model),
+      memory_(memory),
+      torch_device_(torch_device),
+      timing_(std::move(timing)),
+      seconds_on_(timing_.device) {}
 
 // Where times count, in memory of the device and not of torch: its pages are those that a session computes on.
 StageProbe::Bound StageProbe::bind(int stage, bool backward) {
@@ -85,20 +88,19 @@ double StageProbe::time(Work work) {
   const auto wait = [&] {
     if (torch_device_.is_cuda()) torch::cuda::synchronize();
   };
-  std::vector<double> runs;
-  double sum = 0;
-  while (runs.size() < kMostRuns && (runs.size() < kFewestRuns || sum < kEnoughSeconds) && sum < kTooLongSeconds) {
-    swept_.add_(1);
-    wait();
-    const auto started = std::chrono::steady_clock::now();
-    work();
-    wait();
-    runs.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count());
-    sum += runs.back();
-  }
-  const auto middle = runs.begin() + static_cast<std::ptrdiff_t>(runs.size() / 2);
-  std::nth_element(runs.begin(), middle, runs.end());
-  return *middle;
+  const Reading reading = repeat(
+      {.fewest = kFewestRuns, .most = kMostRuns, .seconds = timing_.seconds_each},
+      [&] {
+        swept_.add_(1);
+        wait();
+      },
+      [&] {
+        work();
+        wait();
+      });
+  timed_seconds_ += reading.seconds;
+  spread_seconds_ += reading.seconds * reading.spread;
+  return reading.seconds;
 }
 
 // Runs a stage on weights, and gradients where it has some, of its own: raises the peak to what that takes beside them.
@@ -110,12 +112,13 @@ auto StageProbe::run(int stage, bool backward, double& seconds, Work work) {
   if (!settled_) memory_.reset_peak();
   auto out = work(bound.weights, bound.gradients);
   if (settled_) return out;
-  peak_ = std::max(peak_, memory_.stats().peak_used - fixed);
+  peaks_[stage] = std::max(peaks_[stage], memory_.stats().peak_used - fixed);
   if (seconds_on_ == nullptr) return out;
   for (const torch::Tensor& weight : bound.weights) fill(weight);
   for (const torch::Tensor& gradient : bound.gradients)
     if (gradient.defined()) gradient.zero_();
   seconds = time([&] { work(bound.weights, bound.gradients); });
+  timing_.done(stage, backward);
   return out;
 }
 
@@ -135,9 +138,10 @@ ProbedModel StageProbe::measure(std::int64_t micro_batch, std::int64_t sequence_
 
 // A stage that keeps its activations, and one that swaps them: what that takes, apart from the peak of those that
 // compute them again.
-void StageProbe::forward_keeping(int stage, const Carry& input, const Shared& shared, ComputeNeeds& needs,
+void StageProbe::forward_keeping(int stage, const Carry& input, const Shared& shared, ProbedModel& result,
                                  swap::StageSeconds& seconds) {
-  const std::uint64_t peak = std::exchange(peak_, 0);
+  ComputeNeeds& needs = result.needs;
+  const std::uint64_t peak = std::exchange(peaks_[stage], 0);
   try {
     run(stage, false, seconds.forward_keeping, [&](const Weights& weights, const Gradients&) {
       const std::uint64_t before = memory_.stats().used;
@@ -147,7 +151,8 @@ void StageProbe::forward_keeping(int stage, const Carry& input, const Shared& sh
       needs.swapped_bytes[stage] = slot_bytes(shapes_in_slot(kept->essentials()));
       return 0;
     });
-    needs.keeping_peak = std::max(needs.keeping_peak, peak_);
+    result.keeping_peaks[stage] = peaks_[stage];
+    needs.keeping_peak = std::max(needs.keeping_peak, peaks_[stage]);
     if (seconds_on_ != nullptr) {
       const torch::Tensor slot = slot_of(needs.swapped_bytes[stage]);
       run(stage, false, seconds.forward_swapping, [&](const Weights& weights, const Gradients&) {
@@ -159,13 +164,13 @@ void StageProbe::forward_keeping(int stage, const Carry& input, const Shared& sh
   } catch (const c10::OutOfMemoryError&) {
     needs.activation_bytes[stage] = needs.swapped_bytes[stage] = 0;  // does not fit even alone
   }
-  peak_ = peak;
+  peaks_[stage] = peak;
 }
 
 // Their backwards, which take their forwards' results: timed with them.
 void StageProbe::backward_kept(int stage, const Carry& input, const Shared& shared, const Carry& d_out,
                                std::uint64_t swapped, swap::StageSeconds& seconds) {
-  const std::uint64_t peak = peak_;
+  const std::uint64_t peak = peaks_[stage];
   const torch::Tensor slot = slot_of(swapped);
   double keeping = 0, swapping = 0;
   run(stage, true, keeping, [&](const Weights& weights, const Gradients& gradients) {
@@ -182,7 +187,7 @@ void StageProbe::backward_kept(int stage, const Carry& input, const Shared& shar
   });
   seconds.backward_kept = std::max(0.0, keeping - seconds.forward_keeping);
   seconds.backward_swapped = std::max(0.0, swapping - seconds.forward_swapping);
-  peak_ = peak;
+  peaks_[stage] = peak;
 }
 
 // Every class of stages forward, and backward.
@@ -206,7 +211,8 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
   const auto seconds_of = [&](int stage) -> swap::StageSeconds& {
     return seconds_on_ == nullptr ? unused : result.seconds[stage];
   };
-  peak_ = 0;
+  result.keeping_peaks.assign(last + 1, 0);
+  peaks_.assign(last + 1, 0);
   std::uint64_t carry_bytes = 0;
   std::vector<std::string> kinds;
   std::vector<Carry> inputs(1);
@@ -235,7 +241,7 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
       });
       seconds_of(stage).evaluate = forward;
       if (train && !settled_ && model_.can_keep(stage))
-        forward_keeping(stage, inputs[stage], shared, result.needs, seconds_of(stage));
+        forward_keeping(stage, inputs[stage], shared, result, seconds_of(stage));
       seen[kinds[stage]] = {std::move(out), stage};
     }
     inputs.push_back(seen[kinds[stage]].out);
@@ -264,7 +270,9 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
     d_carry = seen[kinds[stage]].out;
   }
   result.needs.device_fixed = memory_.fixed();
-  result.needs.stage_peak = peak_;
+  result.stage_peaks = peaks_;
+  result.needs.stage_peak = *std::max_element(peaks_.begin(), peaks_.end());
+  result.spread = timed_seconds_ > 0 ? spread_seconds_ / timed_seconds_ : 0;
   result.needs.micro_batch_bytes = 2 * carry_bytes + bytes_of(shared.tables) + 2 * ids.nbytes();
   return result;
 }

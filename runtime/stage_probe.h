@@ -1,26 +1,27 @@
 #pragma once
 // Computes one micro-batch in a stage of each class, on weights of its own: what that takes of the device's memory and,
 // where asked, of time.
+#include <functional>
 #include <vector>
 
 #include "runtime/device_memory.h"
 #include "runtime/layered_model.h"
-#include "runtime/session_plan.h"
+#include "runtime/probed_model.h"
 #include "swap/device.h"
-#include "swap/simulator.h"
 
 namespace tierflow {
 
-struct ProbedModel {
-  ComputeNeeds needs;
-  std::vector<swap::StageSeconds> seconds;  // by stage, where they were asked for
+struct StageTiming {
+  swap::Device* device = nullptr;  // null: only memory is measured
+  double seconds_each = 1.2;       // a reading is repeated for so long, three times at least
+  // After each reading: of that stage, its backward or not.
+  std::function<void(int stage, bool backward)> done = [](int, bool) {};
 };
 
 class StageProbe {
  public:
-  // `seconds_on`: also measure the time, with weights and gradients in memory of that device as a session has them.
-  StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device,
-             swap::Device* seconds_on = nullptr);
+  // `timing`: also measure the time, with weights and gradients in memory of its device as a session has them.
+  StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device, StageTiming timing = {});
 
   // One micro-batch of that shape. What torch throws where memory ends passes through.
   ProbedModel measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train);
@@ -32,7 +33,7 @@ class StageProbe {
     Gradients gradients;
   };
   ProbedModel pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train);
-  void forward_keeping(int stage, const Carry& input, const Shared& shared, ComputeNeeds& needs,
+  void forward_keeping(int stage, const Carry& input, const Shared& shared, ProbedModel& result,
                        swap::StageSeconds& seconds);
   void backward_kept(int stage, const Carry& input, const Shared& shared, const Carry& d_out, std::uint64_t swapped,
                      swap::StageSeconds& seconds);
@@ -46,8 +47,10 @@ class StageProbe {
   const LayeredModel& model_;
   DeviceMemory& memory_;
   const torch::Device torch_device_;
+  const StageTiming timing_;
   swap::Device* const seconds_on_;
-  std::uint64_t peak_ = 0;
+  std::vector<std::uint64_t> peaks_;               // by stage
+  double timed_seconds_ = 0, spread_seconds_ = 0;  // of the readings, and how far they lay apart
   bool settled_ = false;  // as in the middle of a run: nothing is timed, and torch keeps what it has
   torch::Tensor swept_;   // what evicts a stage's weights from the caches before it is timed
 };

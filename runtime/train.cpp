@@ -8,9 +8,9 @@
 
 #include "runtime/exception.h"
 #include "runtime/files.h"
+#include "runtime/forecast.h"
 #include "runtime/layers.h"
 #include "runtime/left_store.h"
-#include "runtime/machine.h"
 #include "runtime/profiler.h"
 #include "runtime/run_common.h"
 #include "runtime/run_result.h"
@@ -21,7 +21,6 @@
 
 namespace tierflow {
 namespace {
-
 
 // The schedules of transformers.get_scheduler: linear warm-up from 0, then the named decay to 0 at the last step.
 double learning_rate(const TrainOptions& options, std::int64_t step, std::int64_t steps) {
@@ -39,6 +38,7 @@ class Training {
       : options_(options),
         log_(log),
         spec_(training_spec(options)),
+        forecast_(options_, spec_, log),
         out_(options, spec_),
         trace_(options.trace, log),
         data_(Dataset::prepare(data_options(options, spec_, temporary_folder()))) {
@@ -67,6 +67,7 @@ class Training {
           evaluate(step, result_.held_out_after);
       });
     trace_.finish(step, result_.prediction);
+    forecast_.finish(*session_);
     const int signal = stop_signal();
     if (at_limit)
       log_.say(fmt::format("stopped after step {} of {}: the next one would pass --max-tb-written {}", step, steps_,
@@ -104,7 +105,7 @@ class Training {
     session.record = trace_.wanted();
     write_limit_ = session.write_limit;
     announce_device(options_, session, log_);
-    read_profile(session);
+    forecast_.choose(session, steps_);
     const AdamW adamw{.lr = options_.lr,
                       .beta1 = options_.beta1,
                       .beta2 = options_.beta2,
@@ -117,7 +118,7 @@ class Training {
           show(phase, done, total);
         });
     log_.say(wrapped(session_->describe(), columns_of(STDERR_FILENO)));
-    predict_steps(session);
+    forecast_.predict_steps(*session_, session, result_);
     if (const auto mode = session_->storage_mode())
       for (const std::string& warning : mode->warnings) log_.say("warning: " + warning);
     log_.say(fmt::format("{} training sequences of {} tokens, {} held out; {} steps of {} tokens",
@@ -125,28 +126,8 @@ class Training {
                          per_step_ * options_.sequence_length));
   }
 
-  // What a plan measured, and what follows from it. Nothing is measured here: that would write to the drives.
-  void read_profile(SessionOptions& session) {
-    const ProfileCache cache(spec_, session, train_build(), [this](const std::string& line) { log_.say(line); });
-    auto machine = cache.machine();
-    auto model = cache.model();
-    if (!machine || !model || !model->covers(spec_)) return;
-    profile_ = Profile{*std::move(machine), *std::move(model)};
-    choose_placement(spec_, session, *profile_);
-  }
-
   Progress progress() {
     return [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); };
-  }
-
-  void predict_steps(const SessionOptions& session) {
-    if (!profile_) return log_.say("no prediction: `tierflow plan` with these options measures this machine, once");
-    result_.prediction = predict(session_->plan(), rates_of(spec_, *profile_), kTracedSteps);
-    result_.predicted_memory = predicted_memory(session_->plan(), session, spec_, profile_->model);
-    log_.say(fmt::format("predicted: {:.3g} s a step, {:.0f} tokens/s; the process {} at most",
-                         result_.prediction->step_seconds,
-                         per_step_ * options_.sequence_length / result_.prediction->step_seconds,
-                         human_bytes(result_.predicted_memory.process)));
   }
 
   bool too_many_skipped() const { return options_.max_skipped > 0 && skipped_in_a_row_ >= options_.max_skipped; }
@@ -206,7 +187,9 @@ class Training {
                                     options_.sequence_length));
     trace_.begin_step(*session_);
     const double lr = learning_rate(options_, step, steps_);
+    forecast_.begin_step(*session_);
     const StepResult result = session_->step(batches, lr);
+    forecast_.end_step(*session_, result);
     result_.last_loss = result.loss;
     skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
     if (result.computed_again > 0)
@@ -232,13 +215,13 @@ class Training {
   const TrainOptions& options_;
   TrainingLog& log_;
   const ModelSpec spec_;
+  Forecast forecast_;
   RunResult out_;
   StepTrace trace_;
   Dataset data_;
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0, skipped_in_a_row_ = 0;
   std::uint64_t write_limit_ = 0;
-  std::optional<Profile> profile_;
   RunSummary result_;
 };
 
@@ -260,9 +243,9 @@ int run_profile(const ProfileJob& job) {
     job.say(line);
   };
   prepare_torch(job.options.device, job.options.update_threads);
-  if (job.machine != nullptr) *job.machine = measure_machine(job.options, say);
+  if (job.machine != nullptr) *job.machine = measure_machine(job.options, Length::whole, say);
   throw_if_stopped();
-  if (job.model != nullptr) *job.model = measure_model(job.spec, job.options, say);
+  if (job.model != nullptr) *job.model = measure_model(job.spec, job.options, job.seconds, say);
   throw_if_stopped();
   return 0;
 }

@@ -12,13 +12,17 @@ namespace tierflow {
 // The exit code of a run that ended at --max-tb-written, its result written.
 inline constexpr int kStoppedAtLimit = 10;
 
+// What a plan takes at most, about, to measure a model's stages.
+inline constexpr double kProfileSeconds = 60;
+
 // Measurements that a plan lacks.
 struct ProfileJob {
   const ModelSpec& spec;
   const SessionOptions& options;
   MachineProfile* machine = nullptr;  // where they go; null: not asked for
   ModelProfile* model = nullptr;
-  Say say;  // what is being measured
+  double seconds = kProfileSeconds;  // for the model's stages: larger ones are scaled
+  Say say;                           // what is being measured
 };
 
 int run_train(const TrainOptions& options);

@@ -2,7 +2,10 @@
 import json
 import os
 import pathlib
+import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 
@@ -119,6 +122,7 @@ def test_measures_once_and_again_where_asked_or_where_the_cache_is_damaged(work)
 
 
 def test_another_micro_batch_is_another_measurement_and_depth_is_not(work):
+    plan(work)
     before = {*(work / "cache" / "tierflow").iterdir()}
     (work / "deep.json").write_text(json.dumps(config(hidden=128, layers=60)))
     deep = json.loads(run(work, "plan", "--config", "deep.json", *SMALL, "--json").stdout)
@@ -168,3 +172,132 @@ def test_chooses_micro_batches_for_so_many_tokens(work):
     assert tight[0]["refused"] is None and "--device-memory" in tight[-1]["refused"]
     refused = run(work, "plan", "--config", "config.json", *SMALL, "--tokens-per-step", "100", ok=False)
     assert refused.returncode == 2 and "one sequence of 128 tokens" in refused.stderr
+
+
+def cached(cache, what):
+    """The one file of what was measured."""
+    (path,) = (cache / "tierflow").glob(f"{what}-*.json")
+    return path
+
+
+def change(path, edit):
+    content = json.loads(path.read_text())
+    edit(content["profile"])
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def measured(work, tmp_path):
+    """A copy of the cache, with a profile of SMALL, for a test that writes to it; and the environment that names it."""
+    plan(work)
+    (tmp_path / "cache" / "tierflow").mkdir(parents=True)
+    for path in (work / "cache" / "tierflow").iterdir():
+        key = json.loads(path.read_text())["key"]
+        if (key.get("micro_batch", 2), key.get("sequence_length", 128)) == (2, 128):
+            shutil.copy(path, tmp_path / "cache" / "tierflow")
+    return tmp_path / "cache", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+def readings(spread, other_cores):
+    return {"spread": spread, "other_cores": other_cores, "corrected": False}
+
+
+def measures_the_stages(work, *words, **environment):
+    """Whether the plan says so, and how long it will take; it is not waited for."""
+    with subprocess.Popen([str(PROGRAM), "plan", "--config", "config.json", *words], cwd=work, stdout=subprocess.DEVNULL,
+                          stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
+        try:
+            return any("measuring the model's stages: about " in line for line in process.stderr)
+        finally:
+            process.kill()
+
+
+def test_says_how_far_the_profile_can_be_trusted(work, measured):
+    cache, environment = measured
+    model, machine = cached(cache, "model"), cached(cache, "machine")
+    for file in model, machine:
+        change(file, lambda p: p.update(readings=readings(0.01, 0.0)))
+    profile = json.loads(run(work, "plan", "--config", "config.json", *SMALL, "--json", **environment).stdout)["profile"]
+    assert profile["scaled_from_width"] is None and profile["doubt"] is None and not profile["stages"]["corrected"]
+    assert profile["machine"] == profile["stages"] == readings(0.01, 0.0)
+
+    change(model, lambda p: p.update(width=0.25, seconds_allowed=60))
+    change(machine, lambda p: p.update(readings=readings(0.5, 1.5)))
+    done = run(work, "plan", "--config", "config.json", *SMALL, "--json", **environment)
+    profile = json.loads(done.stdout)["profile"]
+    assert "measuring" not in done.stderr and profile["scaled_from_width"] == 0.25
+    assert "25% of their width" in profile["doubt"] and "other programs took 1.5 of" in profile["doubt"] and "50% apart" in profile["doubt"]
+    assert "the model was measured" not in profile["doubt"]
+    table = run(work, "plan", "--config", "config.json", *SMALL, **environment).stdout
+    assert profile["doubt"] + "; --refresh-profile measures again" in table
+
+    # What a run scaled for want of time is measured again by a plan.
+    change(model, lambda p: p.update(seconds_allowed=8))
+    assert measures_the_stages(work, *SMALL, **environment)
+
+
+def test_a_run_corrects_the_profile_that_it_contradicts(work, measured, tmp_path):
+    cache, environment = measured
+    before = json.loads(run(work, "plan", "--config", "config.json", *SMALL, "--json", **environment).stdout)
+
+    def slow(profile):  # measured beside very many other programs
+        profile["readings"] = readings(10.0, 1000.0)
+        for stage in profile["stages"].values():
+            for name in stage:
+                stage[name] *= 1 if name.endswith("_bytes") else 100
+    change(cached(cache, "model"), slow)
+    words = ["train", "--config", "config.json", "--data", "text.txt", *SMALL, "--held-out", "0", "--log-json", "corrected.json"]
+    done = run(work, *words, "--steps", "12", "--out", tmp_path / "out", **environment)
+    assert done.stderr.count("the profile is corrected") == 1 and "that is rough" in done.stderr, done.stderr
+    measured = [json.loads(line) for line in (work / "corrected.json").read_text().splitlines()][-1]["summary"]["predicted"]["measured_step_s"]
+    after = json.loads(run(work, "plan", "--config", "config.json", *SMALL, "--json", **environment).stdout)
+    assert after["profile"]["stages"]["corrected"] and after["profile"]["machine"]["corrected"]
+    assert measured / 3 < after["step"]["step_s"] < 3 * measured
+    assert after["step"]["step_s"] < 20 * before["step"]["step_s"]
+    # Two steps are too few to judge by.
+    change(cached(cache, "model"), slow)
+    assert "the profile is corrected" not in run(work, *words, "--steps", "2", "--out", tmp_path / "two", **environment).stderr
+
+
+SHORT = options(sequence_length=32, micro_batch=1)
+
+
+def test_a_long_run_without_a_profile_measures_this_machine_first(work, tmp_path):
+    losses = {}
+
+    def logged(name):
+        path = tmp_path / f"{name}.json"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line)["loss"] for line in lines if '"grad_norm"' in line and line.endswith("}")][:3]
+
+    def words(name):
+        return ["train", "--config", "config.json", "--data", "text.txt", *SHORT, "--held-out", "0", "--lr-schedule", "constant",
+                "--out", tmp_path / name, "--log-json", tmp_path / f"{name}.json"]
+
+    def train(name, *more):
+        """Three steps of a long run; what it said."""
+        with open(tmp_path / f"{name}.err", "w") as said:
+            process = subprocess.Popen([str(PROGRAM), *map(str, words(name)), "--steps", "100000000", *more], cwd=work, stderr=said,
+                                       env={**os.environ, "OMP_WAIT_POLICY": "passive", "XDG_CACHE_HOME": str(tmp_path / "cache")})
+            end = time.monotonic() + 200
+            while len(logged(name)) < 3 and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            code = process.wait(timeout=100)
+        losses[name] = logged(name)
+        text = (tmp_path / f"{name}.err").read_text()
+        assert code == 130, text
+        return text
+
+    limited = train("limited", "--max-tb-written", "1000")
+    assert "measuring" not in limited and not (tmp_path / "cache").exists(), "under a limit nothing is written to measure"
+    first = train("first")
+    assert "this machine has no profile for this run yet" in first and "predicted: " in first
+    assert {path.name.split("-")[0] for path in (tmp_path / "cache" / "tierflow").iterdir()} == {"machine", "model"}
+    assert not (work / "state").exists()
+    again = train("again")
+    assert "predicted: " in again and "measuring" not in again
+    short = run(work, *words("short"), "--steps", "3", XDG_CACHE_HOME=str(tmp_path / "empty"))
+    assert "no prediction" in short.stderr and not (tmp_path / "empty").exists(), "a short run does not pay for it"
+    losses["short"] = logged("short")
+    assert len(losses["short"]) == 3 and losses["first"] == losses["again"] == losses["short"]

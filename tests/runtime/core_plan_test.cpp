@@ -3,8 +3,10 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <set>
 
+#include "runtime/files.h"
 #include "runtime/prediction.h"
 #include "runtime/profile.h"
 #include "runtime/stage_class.h"
@@ -61,14 +63,26 @@ TEST(ProfileCache, GivesBackWhatItKeptForTheSameMachineModelAndBuildAlone) {
   EXPECT_FALSE(cache.machine() || cache.model());
   MachineProfile machine{.rates = {.disk_read = 3e9, .cast = 0.1, .cores = 8, .threads = 4},
                          .update = {{"p", 1e9 / 3}},
-                         .device_update = {{"p", 1e10 / 3}}};
+                         .device_update = {{"p", 1e10 / 3}},
+                         .readings = {.spread = 0.25, .other_cores = 1.5, .corrected = true}};
   cache.keep(machine);
-  cache.keep(profile_of(spec));
+  ModelProfile narrow = profile_of(spec);
+  narrow.width = 0.25;
+  narrow.seconds_allowed = 60;
+  narrow.readings = {.spread = 0.125, .other_cores = 0.5};
+  cache.keep(narrow);
   ASSERT_TRUE(cache.machine() && cache.model());
   EXPECT_EQ(cache.machine()->rates.cast, 0.1);
   EXPECT_EQ(cache.machine()->rates.threads, 4);
   EXPECT_EQ(cache.machine()->update, machine.update);
   EXPECT_EQ(cache.machine()->device_update, machine.device_update);
+  EXPECT_EQ(cache.machine()->readings.spread, 0.25);
+  EXPECT_EQ(cache.machine()->readings.other_cores, 1.5);
+  EXPECT_TRUE(cache.machine()->readings.corrected);
+  EXPECT_EQ(cache.model()->width, 0.25);
+  EXPECT_EQ(cache.model()->seconds_allowed, 60);
+  EXPECT_EQ(cache.model()->readings.spread, 0.125);
+  EXPECT_FALSE(cache.model()->readings.corrected);
   EXPECT_TRUE(ProfileCache(spec_of(40), options, "build", warn).model()->covers(spec_of(40)));
 
   EXPECT_FALSE(ProfileCache(spec, options, "other", warn).machine());
@@ -78,6 +92,35 @@ TEST(ProfileCache, GivesBackWhatItKeptForTheSameMachineModelAndBuildAlone) {
   EXPECT_FALSE(ProfileCache(spec, threads, "build", warn).machine());
   EXPECT_FALSE(ProfileCache(spec, longer, "build", warn).model());
   EXPECT_TRUE(ProfileCache(spec, longer, "build", warn).machine());
+  EXPECT_EQ(warnings, 0);
+}
+
+// A file under the right name whose key or version is another's is as good as none.
+TEST(ProfileCache, BelievesNoFileOfAnotherKeyOrVersion) {
+  const testing::TempDir folder;
+  ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
+  int warnings = 0;
+  const auto warn = [&](const std::string&) { ++warnings; };
+  const ModelSpec spec = spec_of(2);
+  const SessionOptions options{.storage = {folder.path()}};
+  const ProfileCache one(spec, options, "one", warn), other(spec, options, "other", warn);
+  one.keep(MachineProfile{.rates = {.disk_read = 1}});
+  const auto only_file = [&] { return std::filesystem::directory_iterator(folder.path() / "tierflow")->path(); };
+  const std::filesystem::path of_one = only_file();
+  const std::string content = read_text(of_one, 1 << 20);
+  std::filesystem::remove(of_one);
+  other.keep(MachineProfile{.rates = {.disk_read = 2}});
+  ASSERT_TRUE(other.machine());
+  const std::filesystem::path of_other = only_file();
+  ASSERT_NE(of_other, of_one);
+  std::ofstream(of_other) << content;
+  EXPECT_FALSE(other.machine());
+  std::ofstream(of_one) << content;
+  ASSERT_TRUE(one.machine());
+  const std::string version = "\"version\":";
+  ASSERT_EQ(content.substr(1, version.size()), version);
+  std::ofstream(of_one) << "{" << version << "1" << content.substr(content.find(',', version.size()));
+  EXPECT_FALSE(one.machine());
   EXPECT_EQ(warnings, 0);
 }
 

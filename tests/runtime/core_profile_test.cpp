@@ -25,7 +25,10 @@ ModelProfile distinct(const ModelSpec& spec) {
                        .micro_batch_bytes = 103,
                        .device_fixed = 104,
                        .held_peak = 105,
-                       .process_bytes = 106};
+                       .process_bytes = 106,
+                       .width = 0.107,
+                       .seconds_allowed = 108.5,
+                       .readings = {.spread = 0.109, .other_cores = 110.5, .corrected = true}};
   std::uint64_t n = 1000;
   for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage, n += 100)
     profile.stages[stage_class(spec, stage)] = {.carry_bytes = n + 1,
@@ -51,6 +54,12 @@ void expect_equal(const swap::StageSeconds& a, const swap::StageSeconds& b) {
   EXPECT_EQ(a.backward_kept, b.backward_kept);
   EXPECT_EQ(a.forward_swapping, b.forward_swapping);
   EXPECT_EQ(a.backward_swapped, b.backward_swapped);
+}
+
+void expect_equal(const Readings& a, const Readings& b) {
+  EXPECT_EQ(a.spread, b.spread);
+  EXPECT_EQ(a.other_cores, b.other_cores);
+  EXPECT_EQ(a.corrected, b.corrected);
 }
 
 TEST(Profile, EveryNumberOfAModelReachesThePlan) {
@@ -86,7 +95,7 @@ TEST(Profile, EveryNumberIsKept) {
   std::string said;
   const ModelSpec spec = small();
   const ProfileCache cache(spec, {.storage = {folder.path()}}, "build", [&](const std::string& line) { said += line; });
-  const ModelProfile model = distinct(spec);
+  ModelProfile model = distinct(spec);
   MachineProfile machine{.rates = {.disk_read = 1.5,
                                    .disk_write = 2.5,
                                    .disk_mixed = 3.5,
@@ -100,9 +109,12 @@ TEST(Profile, EveryNumberIsKept) {
                                    .threads = 11,
                                    .compute_on_cores = true},
                          .update = {{"a", 12.5}, {"b", 13.5}},
-                         .device_update = {{"a", 14.5}}};
-  for (const bool on_cores : {true, false}) {
-    machine.rates.compute_on_cores = on_cores;
+                         .device_update = {{"a", 14.5}},
+                         .readings = {.spread = 15.5, .other_cores = 16.5}};
+  for (const bool yes : {true, false}) {  // what is no number
+    machine.rates.compute_on_cores = yes;
+    machine.readings.corrected = yes;
+    model.readings.corrected = !yes;
     cache.keep(model);
     cache.keep(machine);
     const auto kept = cache.model();
@@ -113,6 +125,9 @@ TEST(Profile, EveryNumberIsKept) {
     EXPECT_EQ(kept->device_fixed, 104U);
     EXPECT_EQ(kept->held_peak, 105U);
     EXPECT_EQ(kept->process_bytes, 106U);
+    EXPECT_EQ(kept->width, 0.107);
+    EXPECT_EQ(kept->seconds_allowed, 108.5);
+    expect_equal(kept->readings, model.readings);
     ASSERT_EQ(kept->stages.size(), model.stages.size());
     for (const auto& [name, stage] : model.stages) {
       EXPECT_EQ(kept->stages.at(name).carry_bytes, stage.carry_bytes);
@@ -133,9 +148,10 @@ TEST(Profile, EveryNumberIsKept) {
     EXPECT_EQ(again->rates.checksum, 9.5);
     EXPECT_EQ(again->rates.cores, 10);
     EXPECT_EQ(again->rates.threads, 11);
-    EXPECT_EQ(again->rates.compute_on_cores, on_cores);
+    EXPECT_EQ(again->rates.compute_on_cores, yes);
     EXPECT_EQ(again->update, machine.update);
     EXPECT_EQ(again->device_update, machine.device_update);
+    expect_equal(again->readings, machine.readings);
   }
   EXPECT_EQ(said, "");
 }
