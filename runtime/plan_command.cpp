@@ -16,14 +16,16 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
-// From the cache, and what that lacks by measuring.
+// From the cache, and what that lacks by measuring. `refreshed` was measured in this very command, whatever is asked
+// for.
 Profile profile_of(const ModelSpec& spec, const SessionOptions& session, bool refresh,
-                   const std::function<void(const ProfileJob&)>& measure, const Say& say) {
+                   std::optional<MachineProfile> refreshed, const std::function<void(const ProfileJob&)>& measure,
+                   const Say& say) {
   const ProfileCache cache(spec, session, train_build(), say);
-  std::optional<MachineProfile> machine;
+  std::optional<MachineProfile> machine = std::move(refreshed);
   std::optional<ModelProfile> model;
   if (!refresh) {
-    machine = cache.machine();
+    if (!machine) machine = cache.machine();
     model = cache.model();
   }
   // A run takes less time to measure than a plan does: what it had to scale and no step has corrected since is measured
@@ -50,7 +52,7 @@ std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptio
   if (!session.clip) return std::nullopt;
   session.clip.reset();
   try {
-    return choose_placement(spec, session, profile).step_seconds;
+    return choose_placement(spec, session, profile).prediction.step_seconds;
   } catch (const Exception&) {
     return std::nullopt;  // it takes other budgets
   }
@@ -61,8 +63,6 @@ struct Planned {
   SessionOptions session;
   Profile profile;
   Placement placement;
-  SessionPlan plan;
-  Prediction prediction;
 };
 
 class Planning {
@@ -75,12 +75,11 @@ class Planning {
     SessionOptions session = session_;
     session.micro_batch = micro_batch;
     session.micro_batches = micro_batches;
-    Profile profile = profile_of(spec_, session, options_.refresh_profile, measure_, say_);
+    Profile profile = profile_of(spec_, session, options_.refresh_profile, machine_, measure_, say_);
+    machine_ = profile.machine;                                                            // the same for every shape
     if (options_.device_memory == 0) session.device_memory += profile.model.device_fixed;  // as train adds it
-    const Placement placement = choose_placement(spec_, session, profile);
-    SessionPlan plan = plan_session(spec_, session, profile.model.needs(spec_));
-    Prediction prediction = predict(plan, rates_of(spec_, profile));
-    return {std::move(session), std::move(profile), placement, std::move(plan), std::move(prediction)};
+    Placement placement = choose_placement(spec_, session, profile);
+    return {std::move(session), std::move(profile), std::move(placement)};
   }
 
   // The micro-batches of `tokens` a step with the most tokens a second; `shapes` is told of each.
@@ -97,11 +96,11 @@ class Planning {
       Json shape{{"micro_batch", micro_batch}, {"micro_batches", sequences / micro_batch}};
       try {
         Planned planned = plan(micro_batch, static_cast<int>(sequences / micro_batch));
-        shape["step_s"] = planned.prediction.step_seconds;
-        shape["tokens_per_s"] =
-            static_cast<double>(sequences * session_.sequence_length) / planned.prediction.step_seconds;
+        const double step_seconds = planned.placement.prediction.step_seconds;
+        shape["step_s"] = step_seconds;
+        shape["tokens_per_s"] = static_cast<double>(sequences * session_.sequence_length) / step_seconds;
         shape["refused"] = nullptr;
-        if (!best || planned.prediction.step_seconds < best->prediction.step_seconds) best = std::move(planned);
+        if (!best || step_seconds < best->placement.prediction.step_seconds) best = std::move(planned);
       } catch (const Exception& error) {
         if (error.error().kind != io::ErrorKind::usage) throw;
         shape["refused"] = error.what();
@@ -122,6 +121,7 @@ class Planning {
   const std::function<void(const ProfileJob&)>& measure_;
   const Say& say_;
   const SessionOptions session_;
+  std::optional<MachineProfile> machine_;
 };
 
 // What the storage folders have room for, each drive counted once.
@@ -147,17 +147,15 @@ int run_plan(const PlanOptions& options, const std::function<void(const ProfileJ
   Json shapes = Json::array();
   const Planned planned =
       options.tokens_per_step != 0 ? planning.fastest(options.tokens_per_step, shapes) : planning.as_given();
-  prove(planned.plan, /*train=*/true);
+  prove(planned.placement.plan, /*train=*/true);
   if (!options.trace.empty()) {
-    const swap::NamedTimeline predicted[] = {{"predicted", planned.prediction.records}};
+    const swap::NamedTimeline predicted[] = {{"predicted", planned.placement.prediction.records}};
     throw_if(swap::write_trace(options.trace, predicted));
   }
   Json report = plan_json({.options = options,
                            .spec = spec,
                            .session = planned.session,
-                           .plan = planned.plan,
                            .profile = planned.profile,
-                           .prediction = planned.prediction,
                            .placement = planned.placement,
                            .step_seconds_unclipped = step_seconds_unclipped(spec, planned.session, planned.profile)});
   report["step_shapes"] = shapes;

@@ -108,13 +108,13 @@ WaitingGradients waiting_gradients(const SessionPlan& plan) {
 
 // Which updates wait for the next forward and which run on the device, and a step's time if none did that need not.
 Json updates_json(const PlannedRun& run) {
-  const WaitingGradients waiting = waiting_gradients(run.plan);
+  const WaitingGradients waiting = waiting_gradients(run.placement.plan);
   const auto share = [&](std::uint64_t parameters) {
     return static_cast<double>(parameters) /
-           static_cast<double>(std::max<std::uint64_t>(1, run.plan.packed.trainable_parameters));
+           static_cast<double>(std::max<std::uint64_t>(1, run.placement.plan.packed.trainable_parameters));
   };
-  return {{"deferred_share", share(run.plan.deferred_parameters)},
-          {"device_share", share(run.plan.device_updated_parameters)},
+  return {{"deferred_share", share(run.placement.plan.deferred_parameters)},
+          {"device_share", share(run.placement.plan.device_updated_parameters)},
           {"gradients_in_memory", waiting.in_memory},
           {"gradients_on_storage", waiting.on_storage},
           {"step_s_plain", run.placement.step_seconds_plain_updates}};
@@ -122,7 +122,7 @@ Json updates_json(const PlannedRun& run) {
 
 // What becomes of the activations of each micro-batch in each block or half of one.
 Json activations_json(const PlannedRun& run) {
-  const swap::Arrangement& at = run.plan.arrangement;
+  const swap::Arrangement& at = run.placement.plan.arrangement;
   int kept = 0, host = 0, storage = 0, again = 0;
   for (int item = 0; item < at.items(); ++item) {
     const StageKind kind = run.spec.stages[item / at.micro_batches].kind;
@@ -137,32 +137,34 @@ Json activations_json(const PlannedRun& run) {
           {"swapped_to_storage", storage},
           {"recomputed", again},
           {"layers_whose_input_leaves", std::count(at.input_leaves.begin(), at.input_leaves.end(), true)},
-          {"bytes_to_host", at.saved_on_host(*run.plan.layout)},
-          {"bytes_to_storage", run.plan.writes.activations},
+          {"bytes_to_host", at.saved_on_host(*run.placement.plan.layout)},
+          {"bytes_to_storage", run.placement.plan.writes.activations},
           {"step_s_without_swapping", run.placement.step_seconds_without_swaps}};
 }
 
 Json storage_json(const PlannedRun& run) {
   std::uint64_t weights = 0, state = 0;
-  for (const swap::Chunk& chunk : run.plan.layout->chunks()) {
+  for (const swap::Chunk& chunk : run.placement.plan.layout->chunks()) {
     weights += chunk.word_bytes();
     state += chunk.trainable ? chunk.state_bytes : 0;
   }
-  const std::uint64_t gradients = waiting_gradients(run.plan).on_storage;
-  const swap::StoreOptions options = store_options(run.spec, run.session, run.plan);
-  const std::uint64_t bytes = run.plan.stored ? swap::Store::bytes_needed(options, *run.plan.layout) : 0;
+  const std::uint64_t gradients = waiting_gradients(run.placement.plan).on_storage;
+  const swap::StoreOptions options = store_options(run.spec, run.session, run.placement.plan);
+  const std::uint64_t bytes =
+      run.placement.plan.stored ? swap::Store::bytes_needed(options, *run.placement.plan.layout) : 0;
   return {{"bytes", bytes},
           {"generations", options.generations},
-          {"weights", run.plan.stored ? weights : 0},
-          {"state", run.plan.stored ? state : 0},
+          {"weights", run.placement.plan.stored ? weights : 0},
+          {"state", run.placement.plan.stored ? state : 0},
           {"staged_gradients", gradients},
           {"bytes_per_parameter", static_cast<double>(bytes) / static_cast<double>(run.spec.parameters())}};
 }
 
 Json clip_json(const PlannedRun& run) {
   Json clip{{"norm", run.session.clip ? Json(*run.session.clip) : Json("none")},
-            {"staged", run.plan.arrangement.staged}};
-  const WaitingGradients waiting = run.plan.arrangement.staged ? waiting_gradients(run.plan) : WaitingGradients{};
+            {"staged", run.placement.plan.arrangement.staged}};
+  const WaitingGradients waiting =
+      run.placement.plan.arrangement.staged ? waiting_gradients(run.placement.plan) : WaitingGradients{};
   clip["gradients_in_memory"] = waiting.in_memory;
   clip["gradients_on_storage"] = waiting.on_storage;
   clip["extra_read"] = waiting.on_storage;
@@ -172,7 +174,7 @@ Json clip_json(const PlannedRun& run) {
 }
 
 Json step_json(const PlannedRun& run) {
-  const Prediction& prediction = run.prediction;
+  const Prediction& prediction = run.placement.prediction;
   const auto tokens = run.session.micro_batch * run.session.micro_batches * run.session.sequence_length;
   Json lanes;
   int busiest = 0;
@@ -242,16 +244,17 @@ PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& 
 }
 
 Json plan_json(const PlannedRun& run) {
-  const swap::Arrangement& at = run.plan.arrangement;
-  const swap::Layout& layout = *run.plan.layout;
+  const swap::Arrangement& at = run.placement.plan.arrangement;
+  const swap::Layout& layout = *run.placement.plan.layout;
   std::size_t tiles = 0, halves = 0;
   for (const StageSpec& stage : run.spec.stages) {
     tiles += stage.kind == StageKind::head_tile ? 1 : 0;
     halves += stage.kind == StageKind::attention ? 1 : 0;
   }
-  const PredictedMemory memory = predicted_memory(run.plan, run.session, run.spec, run.profile.model);
+  const PredictedMemory memory = predicted_memory(run.placement.plan, run.session, run.spec, run.profile.model);
   const double written =
-      1e-12 * static_cast<double>(run.plan.writes.update + run.plan.writes.activations + run.plan.writes.gradients);
+      1e-12 * static_cast<double>(run.placement.plan.writes.update + run.placement.plan.writes.activations +
+                                  run.placement.plan.writes.gradients);
   std::vector<std::string> folders;
   for (const auto& folder : run.session.storage) folders.push_back(folder.string());
   Json storage = storage_json(run);
@@ -267,8 +270,8 @@ Json plan_json(const PlannedRun& run) {
             {"chunks", layout.chunks().size()}}},
           {"precision",
            {{"policy", precision_name(run.session.precision)},
-            {"layers", layers_json(run.plan.packed)},
-            {"moments_32", moments_32_json(run.plan.packed)}}},
+            {"layers", layers_json(run.placement.plan.packed)},
+            {"moments_32", moments_32_json(run.placement.plan.packed)}}},
           {"storage", storage},
           {"host",
            {{"budget", run.session.host_memory},
@@ -284,15 +287,16 @@ Json plan_json(const PlannedRun& run) {
             {"budget", run.session.device_memory},
             {"weights", at.weight_ring},
             {"gradients", at.gradient_ring + at.held_gradients},
-            {"activations", kept_carries(run.plan) + at.slots * at.slot_bytes +
-                                kept_activations(run.plan, run.profile.model.needs(run.spec))},
-            {"workspace", run.plan.workspace}}},
+            {"activations", kept_carries(run.placement.plan) + at.slots * at.slot_bytes +
+                                kept_activations(run.placement.plan, run.profile.model.needs(run.spec))},
+            {"workspace", run.placement.plan.workspace}}},
           {"activations", activations_json(run)},
           {"clip", clip_json(run)},
           {"updates", updates_json(run)},
           {"step", step_json(run)},
           {"wear",
-           {{"tb_written_per_step", written}, {"tb_written_per_day", written * 86400 / run.prediction.step_seconds}}},
+           {{"tb_written_per_step", written},
+            {"tb_written_per_day", written * 86400 / run.placement.prediction.step_seconds}}},
           {"memory", {{"device_peak", memory.device}, {"host", memory.host}, {"process_peak", memory.process}}},
           {"machine", machine_json(run.profile.machine)},
           {"profile", profile_json(run.profile)},

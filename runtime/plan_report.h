@@ -13,9 +13,7 @@ struct PlannedRun {
   const TrainOptions& options;
   const ModelSpec& spec;
   const SessionOptions& session;
-  const SessionPlan& plan;
   const Profile& profile;
-  const Prediction& prediction;
   const Placement& placement;
   std::optional<double> step_seconds_unclipped;  // of the same run with --clip none, where it clips and that works
 };

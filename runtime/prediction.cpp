@@ -42,13 +42,19 @@ namespace {
 
 // Tries settings of `options` one after the other and leaves it with the fastest.
 class Search {
+  SessionOptions& options_;
+  const ModelSpec& spec_;
+  const ComputeNeeds needs_;
+  const swap::Rates rates_;
+
  public:
   Search(const ModelSpec& spec, SessionOptions& options, const Profile& profile)
-      : options_(options), spec_(spec), needs_(profile.model.needs(spec)), rates_(rates_of(spec, profile)) {
-    const SessionPlan plan = plan_session(spec, options, needs_);
-    arrangement = plan.arrangement;
-    prediction = predict(plan, rates_);
-  }
+      : options_(options),
+        spec_(spec),
+        needs_(profile.model.needs(spec)),
+        rates_(rates_of(spec, profile)),
+        plan(plan_session(spec, options, needs_)),
+        prediction(predict(plan, rates_)) {}
 
   // Sets what `settings` does where the step is then shorter than `worthwhile` of the shortest so far.
   template <class Settings>
@@ -56,11 +62,11 @@ class Search {
     const SessionOptions before = options_;
     settings(options_);
     try {
-      const SessionPlan plan = plan_session(spec_, options_, needs_);
-      Prediction tried = predict(plan, rates_);
-      if (tried.step_seconds < worthwhile * prediction.step_seconds) {
-        arrangement = plan.arrangement;
-        prediction = std::move(tried);
+      SessionPlan tried = plan_session(spec_, options_, needs_);
+      Prediction of_tried = predict(tried, rates_);
+      if (of_tried.step_seconds < worthwhile * prediction.step_seconds) {
+        plan = std::move(tried);
+        prediction = std::move(of_tried);
         return;
       }
     } catch (const Exception&) {
@@ -69,27 +75,22 @@ class Search {
     options_ = before;
   }
 
-  swap::Arrangement arrangement;
+  SessionPlan plan;
   Prediction prediction;
-
- private:
-  SessionOptions& options_;
-  const ModelSpec& spec_;
-  const ComputeNeeds needs_;
-  const swap::Rates rates_;
 };
 
 void choose_swaps(const SessionOptions& options, Search& search) {
   constexpr int kShares = 4;
   constexpr double kWorthwhile = 0.99;
-  const swap::Arrangement at = search.arrangement;
+  const swap::Arrangement& at = search.plan.arrangement;
+  const int items = at.items();
   int computed_again = 0;
-  for (int item = 0; item < at.items(); ++item)
+  for (int item = 0; item < items; ++item)
     if (at.activations[item] == swap::Activations::recompute && at.swapped_bytes[item / at.micro_batches] != 0)
       ++computed_again;
   if (computed_again == 0) return;
   // The last share is all there are: the slots take memory in which activations were kept.
-  const auto share = [&](int of) { return of == kShares ? at.items() : computed_again * of / kShares; };
+  const auto share = [&](int of) { return of == kShares ? items : computed_again * of / kShares; };
   for (int of = 1; of <= kShares; ++of)
     search.attempt(kWorthwhile, [&](SessionOptions& tried) { tried.swap_to_host = share(of); });
   for (int of = 1; of <= kShares && !options.storage.empty(); ++of)
@@ -119,12 +120,14 @@ Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const
   options.swap_to_host = options.swap_to_storage = 0;
   options.deferred_share = options.device_update_share = 0;
   Search search(spec, options, profile);
-  Placement placement{.step_seconds_without_swaps = search.prediction.step_seconds};
+  const double without_swaps = search.prediction.step_seconds;
   choose_swaps(options, search);
-  placement.step_seconds_plain_updates = search.prediction.step_seconds;
+  const double plain_updates = search.prediction.step_seconds;
   choose_updates(options, profile, search);
-  placement.step_seconds = search.prediction.step_seconds;
-  return placement;
+  return {.plan = std::move(search.plan),
+          .prediction = std::move(search.prediction),
+          .step_seconds_without_swaps = without_swaps,
+          .step_seconds_plain_updates = plain_updates};
 }
 
 }  // namespace tierflow

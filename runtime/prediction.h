@@ -21,7 +21,8 @@ struct Prediction {
 
 // What a session may do without changing a bit, and what that gains: see SessionOptions.
 struct Placement {
-  double step_seconds = 0;                // with all of it
+  SessionPlan plan;  // with all of it
+  Prediction prediction;
   double step_seconds_without_swaps = 0;  // nothing swapped, no update deferred that need not be, none on the device
   double step_seconds_plain_updates = 0;  // swapped as with all of it, updates as without
 };

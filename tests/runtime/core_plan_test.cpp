@@ -173,12 +173,12 @@ TEST(Prediction, DefersUpdatesThatTheBackwardHasNoTimeFor) {
   };
   const Placement fast = choose(0);
   EXPECT_EQ(options.deferred_share, 0);
-  EXPECT_EQ(fast.step_seconds, fast.step_seconds_plain_updates);
+  EXPECT_EQ(fast.prediction.step_seconds, fast.step_seconds_plain_updates);
   const Placement slow = choose(28e-3);
   EXPECT_GT(options.deferred_share, 0);
   EXPECT_LT(options.deferred_share, 1);
   EXPECT_EQ(options.device_update_share, 0);  // no rate of it is known
-  EXPECT_LT(slow.step_seconds, 0.9 * slow.step_seconds_plain_updates);
+  EXPECT_LT(slow.prediction.step_seconds, 0.9 * slow.step_seconds_plain_updates);
   // What was chosen is what a session with that share is predicted to take.
   const SessionPlan plan = plan_session(spec, options, profile.model.needs(spec));
   EXPECT_NO_THROW(prove(plan, true));
@@ -207,7 +207,7 @@ TEST(Prediction, UpdatesOnTheDeviceWhereTheCpuIsTheLimit) {
     EXPECT_EQ(options.device_update_share, 0);
     const Placement fast = choose(1e10);
     EXPECT_GT(options.device_update_share, 0);
-    EXPECT_LT(fast.step_seconds, 0.7 * fast.step_seconds_plain_updates);
+    EXPECT_LT(fast.prediction.step_seconds, 0.7 * fast.step_seconds_plain_updates);
     const SessionPlan plan = plan_session(spec, options, profile.model.needs(spec));
     EXPECT_GT(plan.device_updated_parameters, 0U);
     EXPECT_NO_THROW(prove(plan, true));
@@ -236,22 +236,24 @@ TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
   const Placement to_host = choose_placement(spec, options, profile);
   EXPECT_GE(options.swap_to_host, 12);
   EXPECT_EQ(options.swap_to_storage, 0);
-  EXPECT_LT(to_host.step_seconds, 0.8 * to_host.step_seconds_without_swaps);
+  EXPECT_LT(to_host.prediction.step_seconds, 0.8 * to_host.step_seconds_without_swaps);
   const SessionPlan on_host = planned();
   EXPECT_EQ(on_host.arrangement.saved_on_host(*on_host.layout), 12U << 20);
-  EXPECT_NEAR(predict(on_host, rates_of(spec, profile)).step_seconds, to_host.step_seconds, 1e-12);
+  EXPECT_EQ(to_host.plan.arrangement.activations, on_host.arrangement.activations);
+  EXPECT_NEAR(predict(on_host, rates_of(spec, profile)).step_seconds, to_host.prediction.step_seconds, 1e-12);
 
   options.host_memory = 8 << 20;
   const Placement to_storage = choose_placement(spec, options, profile);
   const SessionPlan on_storage = planned();
   EXPECT_GT(on_storage.writes.activations, 0U);
+  EXPECT_EQ(to_storage.plan.writes.activations, on_storage.writes.activations);
   EXPECT_LE(on_storage.arrangement.host_bytes(*on_storage.layout), options.host_memory);
-  EXPECT_LT(to_storage.step_seconds, 0.9 * to_storage.step_seconds_without_swaps);
+  EXPECT_LT(to_storage.prediction.step_seconds, 0.9 * to_storage.step_seconds_without_swaps);
 
   profile.machine.rates.upload = profile.machine.rates.disk_read = 1e8;
   const Placement slow = choose_placement(spec, options, profile);
   EXPECT_EQ(options.swap_to_host + options.swap_to_storage, 0);
-  EXPECT_EQ(slow.step_seconds, slow.step_seconds_without_swaps);
+  EXPECT_EQ(slow.prediction.step_seconds, slow.step_seconds_without_swaps);
 }
 
 }  // namespace
