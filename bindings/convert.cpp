@@ -6,8 +6,8 @@
 #include <map>
 #include <mutex>
 
-#include "runtime/exception.h"
-#include "runtime/safetensors.h"
+#include "runtime/base/exception.h"
+#include "runtime/checkpoint/safetensors.h"
 
 namespace py = pybind11;
 

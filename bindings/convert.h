@@ -1,10 +1,10 @@
 #pragma once
 // Python dictionaries to the runtime's options, and its errors to Python exceptions.
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <vector>
 
-#include "runtime/streamer.h"
+#include "runtime/stream/streamer.h"
 
 namespace tierflow::bindings {
 

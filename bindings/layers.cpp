@@ -1,6 +1,6 @@
 // Layers that the program computes in the place of a model's own code. Gradients go into the sums of the turn that is
 // being taken; everything here releases the interpreter's lock.
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "bindings/convert.h"
 #include "runtime/models/decoder_layer.h"

@@ -1,12 +1,12 @@
 // The extension module tierflow._native: Streamer and planning as Python sees them. Conversion alone; waits release the
 // interpreter's lock.
 #include <malloc.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "bindings/convert.h"
-#include "runtime/exception.h"
+#include "runtime/base/exception.h"
+#include "runtime/checkpoint/safetensors.h"
 #include "runtime/models/attention.h"
-#include "runtime/safetensors.h"
 #include "swap/device.h"
 
 namespace py = pybind11;

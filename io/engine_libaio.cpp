@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "io/backend.h"
+#include "io/descriptor.h"
 #include "io/thread.h"
 
 namespace tierflow::io {
@@ -30,12 +31,11 @@ class LibaioBackend final : public PlainBackend {
     handed_over_.notify_one();
     if (submitter_.joinable()) submitter_.join();
     if (context_ != nullptr) io_destroy(context_);
-    if (event_ >= 0) close(event_);
   }
 
   Error start(unsigned depth) {
-    event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (event_ < 0) return refused("eventfd", errno);
+    event_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!event_) return refused("eventfd", errno);
     if (const int status = io_setup(static_cast<int>(depth), &context_); status != 0) {
       context_ = nullptr;
       Error error = refused("io_setup", -status);
@@ -63,7 +63,7 @@ class LibaioBackend final : public PlainBackend {
         io_prep_fdsync(&block, descriptor);
         break;
     }
-    io_set_eventfd(&block, event_);
+    io_set_eventfd(&block, event_.fd());
     block.data = reinterpret_cast<void*>(std::uintptr_t{op.ticket});
     pushed_.push_back(&block);
     return true;
@@ -79,11 +79,11 @@ class LibaioBackend final : public PlainBackend {
       handed_over_.notify_one();
     }
     if (timeout.count() != 0) {
-      pollfd wanted{.fd = event_, .events = POLLIN, .revents = 0};
+      pollfd wanted{.fd = event_.fd(), .events = POLLIN, .revents = 0};
       timespec limit{.tv_sec = timeout.count() / 1'000'000'000, .tv_nsec = timeout.count() % 1'000'000'000};
       if (ppoll(&wanted, 1, timeout.count() < 0 ? nullptr : &limit, nullptr) > 0) {
         std::uint64_t count = 0;
-        while (read(event_, &count, sizeof count) < 0 && errno == EINTR) {
+        while (read(event_.fd(), &count, sizeof count) < 0 && errno == EINTR) {
         }
       }
     }
@@ -97,7 +97,7 @@ class LibaioBackend final : public PlainBackend {
 
   void wake() override {
     const std::uint64_t one = 1;
-    while (write(event_, &one, sizeof one) < 0 && errno == EINTR) {
+    while (write(event_.fd(), &one, sizeof one) < 0 && errno == EINTR) {
     }
   }
 
@@ -150,7 +150,7 @@ class LibaioBackend final : public PlainBackend {
   }
 
   io_context_t context_ = nullptr;
-  int event_ = -1;
+  Descriptor event_;
   std::vector<iocb> blocks_;   // by ticket; the kernel copies each at its submission
   std::vector<iocb*> pushed_;  // since the last reap
   std::thread submitter_;

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "io/backend.h"
+#include "io/descriptor.h"
 
 namespace tierflow::io {
 namespace {
@@ -37,12 +38,11 @@ class UringBackend final : public Backend {
       collect(none);
     }
     if (ready_) io_uring_queue_exit(&ring_);
-    if (event_ >= 0) close(event_);
   }
 
   Error start(unsigned depth) {
-    event_ = eventfd(0, EFD_CLOEXEC);
-    if (event_ < 0) return refused("eventfd", errno);
+    event_ = Descriptor(eventfd(0, EFD_CLOEXEC));
+    if (!event_) return refused("eventfd", errno);
     // From the best set of flags to none: older kernels refuse what they do not know.
     constexpr unsigned kFlags[] = {IORING_SETUP_R_DISABLED | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
                                    IORING_SETUP_R_DISABLED | IORING_SETUP_COOP_TASKRUN, IORING_SETUP_R_DISABLED, 0};
@@ -148,7 +148,7 @@ class UringBackend final : public Backend {
 
   void wake() override {
     const std::uint64_t one = 1;
-    while (write(event_, &one, sizeof one) < 0 && errno == EINTR) {
+    while (write(event_.fd(), &one, sizeof one) < 0 && errno == EINTR) {
     }
   }
 
@@ -212,7 +212,7 @@ class UringBackend final : public Backend {
       entry = io_uring_get_sqe(&ring_);
       if (entry == nullptr) return;
     }
-    io_uring_prep_read(entry, event_, &event_value_, sizeof event_value_, 0);
+    io_uring_prep_read(entry, event_.fd(), &event_value_, sizeof event_value_, 0);
     io_uring_sqe_set_data64(entry, kWakeTag);
     unsubmitted_.push_back(kWakeTag);
     wake_armed_ = true;
@@ -284,7 +284,7 @@ class UringBackend final : public Backend {
   bool files_registered_ = false;
   bool wake_armed_ = false;
   int broken_ = 0;
-  int event_ = -1;
+  Descriptor event_;
   std::uint64_t event_value_ = 0;  // the kernel writes here while the wake-up read is armed
   std::vector<int> descriptors_;
   std::vector<Region> regions_;

@@ -49,31 +49,10 @@ FileSizeSignalGuard::~FileSizeSignalGuard() {
   pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
 }
 
-File::File(File&& other) noexcept
-    : descriptor_(std::exchange(other.descriptor_, -1)),
-      direct_(other.direct_),
-      alignment_(other.alignment_),
-      device_(other.device_),
-      inode_(other.inode_),
-      path_(std::move(other.path_)),
-      warnings_(std::move(other.warnings_)) {}
-
-File& File::operator=(File&& other) noexcept {
-  std::swap(descriptor_, other.descriptor_);
-  std::swap(direct_, other.direct_);
-  std::swap(alignment_, other.alignment_);
-  std::swap(device_, other.device_);
-  std::swap(inode_, other.inode_);
-  std::swap(path_, other.path_);
-  std::swap(warnings_, other.warnings_);
-  return *this;
-}
-
 File::~File() {
-  if (descriptor_ < 0) return;
+  if (!descriptor_) return;
   // Closing alone would not do: a ring that had the file registered lets go of it some time after it was closed itself.
-  flock(descriptor_, LOCK_UN);
-  close(descriptor_);
+  flock(descriptor_.fd(), LOCK_UN);
 }
 
 Error File::failed(const char* operation, ErrorKind kind, int error_number, std::string detail) const {
@@ -109,7 +88,7 @@ Result<File> File::open_with(const std::filesystem::path& path, int flags, const
     return make_error(absent ? ErrorKind::input : ErrorKind::environment, creating ? "create" : "open", path.string(),
                       number, detail);
   }
-  File file(descriptor, path.string());
+  File file(Descriptor(descriptor), path.string());
   file.direct_ = direct;
   if (Error error = file.inspect()) {
     if (creating) file.remove();
@@ -146,18 +125,18 @@ Result<File> File::open(const std::filesystem::path& path, const FilePolicy& pol
 // What the file system refuses here costs the user something, and no more: it is said.
 void File::claim() {
   struct stat info;
-  if (fchmod(descriptor_, 0600) != 0 || fstat(descriptor_, &info) != 0 || (info.st_mode & 077) != 0) {
+  if (fchmod(descriptor_.fd(), 0600) != 0 || fstat(descriptor_.fd(), &info) != 0 || (info.st_mode & 077) != 0) {
     warnings_.push_back(path_ +
                         ": the file system does not keep permissions, so other users may reach the state; name a "
                         "folder on ext4 or xfs with --storage, or mount this one with umask=077");
   }
   struct statfs system;
-  if (fstatfs(descriptor_, &system) != 0 || !copies_on_write(static_cast<std::uint32_t>(system.f_type))) return;
+  if (fstatfs(descriptor_.fd(), &system) != 0 || !copies_on_write(static_cast<std::uint32_t>(system.f_type))) return;
   // Copy on write would turn each overwrite of reserved space into a new allocation.
   int flags = 0;
-  if (ioctl(descriptor_, FS_IOC_GETFLAGS, &flags) == 0) {
+  if (ioctl(descriptor_.fd(), FS_IOC_GETFLAGS, &flags) == 0) {
     flags |= FS_NOCOW_FL;
-    if (ioctl(descriptor_, FS_IOC_SETFLAGS, &flags) == 0) return;
+    if (ioctl(descriptor_.fd(), FS_IOC_SETFLAGS, &flags) == 0) return;
   }
   warnings_.push_back(path_ +
                       ": copy on write cannot be turned off, so overwriting takes new space and a full drive would end "
@@ -166,7 +145,7 @@ void File::claim() {
 
 Error File::inspect() {
   struct stat info;
-  if (fstat(descriptor_, &info) != 0) return failed("stat", ErrorKind::io, errno);
+  if (fstat(descriptor_.fd(), &info) != 0) return failed("stat", ErrorKind::io, errno);
   if (!S_ISREG(info.st_mode)) return failed("open", ErrorKind::environment, 0, "it is not a regular file");
   if (info.st_uid != geteuid()) return failed("open", ErrorKind::environment, 0, "it belongs to another user");
   if ((info.st_mode & 077) != 0 && info.st_size != 0) {
@@ -178,7 +157,7 @@ Error File::inspect() {
   device_ = info.st_dev;
   inode_ = info.st_ino;
   struct statfs system;
-  if (fstatfs(descriptor_, &system) == 0) {
+  if (fstatfs(descriptor_.fd(), &system) == 0) {
     const std::string remark = filesystem_remark(static_cast<std::uint32_t>(system.f_type));
     if (!remark.empty()) warnings_.push_back(path_ + ": " + remark);
   }
@@ -186,11 +165,11 @@ Error File::inspect() {
   std::size_t reported = kPage;
 #ifdef STATX_DIOALIGN
   struct statx extended {};
-  if (statx(descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &extended) == 0 &&
+  if (statx(descriptor_.fd(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &extended) == 0 &&
       (extended.stx_mask & STATX_DIOALIGN) != 0) {
     if (extended.stx_dio_offset_align == 0 && direct_) {
       direct_ = false;
-      if (fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) & ~O_DIRECT) != 0)
+      if (fcntl(descriptor_.fd(), F_SETFL, fcntl(descriptor_.fd(), F_GETFL) & ~O_DIRECT) != 0)
         return failed("open", ErrorKind::io, errno);
     }
     reported = std::max<std::size_t>(extended.stx_dio_offset_align, extended.stx_dio_mem_align);
@@ -203,9 +182,9 @@ Error File::inspect() {
 }
 
 Error File::lock() {
-  if (flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return {};
+  if (flock(descriptor_.fd(), LOCK_EX | LOCK_NB) == 0) return {};
   if (errno != EWOULDBLOCK) return failed("lock", ErrorKind::environment, errno);
-  const pid_t holder = lock_holder(descriptor_);
+  const pid_t holder = lock_holder(descriptor_.fd());
   if (holder <= 0) return failed("lock", ErrorKind::locked, 0, "another process holds it");
   std::string who = "process " + std::to_string(holder) + " holds it";
   if (kill(holder, 0) != 0 && errno == ESRCH)
@@ -217,11 +196,11 @@ Result<bool> File::preallocate(std::uint64_t bytes) {
   FileSizeSignalGuard guard;
   int status;
   do {
-    status = fallocate(descriptor_, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+    status = fallocate(descriptor_.fd(), 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   } while (status == EINTR);
   if (status == 0) return true;
   if (status == EOPNOTSUPP || status == ENOSYS) {
-    if (ftruncate(descriptor_, static_cast<off_t>(bytes)) == 0) return false;
+    if (ftruncate(descriptor_.fd(), static_cast<off_t>(bytes)) == 0) return false;
     status = errno;
   }
   Error error = failed("preallocate", ErrorKind::environment, status);
@@ -232,52 +211,37 @@ Result<bool> File::preallocate(std::uint64_t bytes) {
 
 Result<std::uint64_t> File::size() const {
   struct stat info;
-  if (fstat(descriptor_, &info) != 0) return failed("stat", ErrorKind::io, errno);
+  if (fstat(descriptor_.fd(), &info) != 0) return failed("stat", ErrorKind::io, errno);
   return static_cast<std::uint64_t>(info.st_size);
 }
 
+Error File::transferred(const char* operation, const Moved& moved, std::uint64_t offset, std::size_t length) const {
+  if (moved.bytes == length) return {};
+  const bool ended = moved.error_number == 0;
+  Error error = failed(operation, ended ? ErrorKind::corruption : ErrorKind::io, moved.error_number,
+                       ended ? "the file ends too early" : "");
+  error.offset = offset;
+  error.length = length;
+  return error;
+}
+
 Error File::read(std::uint64_t offset, std::byte* data, std::size_t length) const {
-  std::size_t done = 0;
-  while (done < length) {
-    const ssize_t moved = pread(descriptor_, data + done, length - done, static_cast<off_t>(offset + done));
-    if (moved < 0 && errno == EINTR) continue;
-    if (moved <= 0) {
-      Error error = failed("read", moved < 0 ? ErrorKind::io : ErrorKind::corruption, moved < 0 ? errno : 0,
-                           moved < 0 ? "" : "the file ends too early");
-      error.offset = offset;
-      error.length = length;
-      return error;
-    }
-    done += static_cast<std::size_t>(moved);
-  }
-  return {};
+  return transferred("read", read_all(descriptor_.fd(), offset, {data, length}), offset, length);
 }
 
 Error File::write(std::uint64_t offset, const std::byte* data, std::size_t length) const {
   FileSizeSignalGuard guard;
-  std::size_t done = 0;
-  while (done < length) {
-    const ssize_t moved = pwrite(descriptor_, data + done, length - done, static_cast<off_t>(offset + done));
-    if (moved < 0 && errno == EINTR) continue;
-    if (moved <= 0) {
-      Error error = failed("write", ErrorKind::io, moved < 0 ? errno : ENOSPC);
-      error.offset = offset;
-      error.length = length;
-      return error;
-    }
-    done += static_cast<std::size_t>(moved);
-  }
-  return {};
+  return transferred("write", write_all(descriptor_.fd(), offset, {data, length}), offset, length);
 }
 
 Error File::sync() const {
-  if (fsync(descriptor_) == 0) return {};
+  if (fsync(descriptor_.fd()) == 0) return {};
   return failed("flush", ErrorKind::io, errno);
 }
 
 Error File::check_in_place(std::uint64_t expected_bytes) const {
   struct stat held, named;
-  if (fstat(descriptor_, &held) != 0) return failed("stat", ErrorKind::io, errno);
+  if (fstat(descriptor_.fd(), &held) != 0) return failed("stat", ErrorKind::io, errno);
   if (lstat(path_.c_str(), &named) != 0 || named.st_ino != held.st_ino || named.st_dev != held.st_dev) {
     return failed("check", ErrorKind::corruption, 0, "the data file was deleted, renamed or replaced while in use");
   }

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "io/descriptor.h"
 #include "io/error.h"
 
 namespace tierflow::io {
@@ -29,11 +30,11 @@ class File {
   // An existing regular file of ours that nobody else may touch; anything else is refused.
   static Result<File> open(const std::filesystem::path& path, const FilePolicy& policy);
 
-  File(File&& other) noexcept;
-  File& operator=(File&& other) noexcept;
+  File(File&&) noexcept = default;
+  File& operator=(File&&) noexcept = default;
   ~File();
 
-  int descriptor() const { return descriptor_; }
+  int descriptor() const { return descriptor_.fd(); }
   bool direct() const { return direct_; }
   std::size_t alignment() const { return alignment_; }  // of offsets, lengths and addresses; a power of two
   const std::string& path() const { return path_; }
@@ -56,14 +57,15 @@ class File {
   void remove() const;
 
  private:
-  File(int descriptor, std::string path) : descriptor_(descriptor), path_(std::move(path)) {}
+  File(Descriptor descriptor, std::string path) : descriptor_(std::move(descriptor)), path_(std::move(path)) {}
   static Result<File> open_with(const std::filesystem::path& path, int flags, const FilePolicy& policy);
   void claim();
   Error inspect();
   Error lock();
+  Error transferred(const char* operation, const Moved& moved, std::uint64_t offset, std::size_t length) const;
   Error failed(const char* operation, ErrorKind kind, int error_number, std::string detail = {}) const;
 
-  int descriptor_ = -1;
+  Descriptor descriptor_;
   bool direct_ = false;
   std::size_t alignment_ = 4096;
   dev_t device_ = 0;

@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <string_view>
 
+#include "io/descriptor.h"
+
 namespace tierflow::io {
 namespace {
 
@@ -83,10 +85,9 @@ bool copies_on_write(std::uint32_t type) {
 }
 
 Error sync_directory(const std::filesystem::path& directory) {
-  const int descriptor = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) return make_error(ErrorKind::environment, "open", directory, errno);
-  const int status = fsync(descriptor) == 0 ? 0 : errno;
-  close(descriptor);
+  const Descriptor descriptor(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!descriptor) return make_error(ErrorKind::environment, "open", directory, errno);
+  const int status = fsync(descriptor.fd()) == 0 ? 0 : errno;
   // Some file systems cannot flush a folder, and each says so in its own way; there is nothing better to do then.
   for (const int cannot : {EINVAL, ENOTSUP, ENOSYS, EBADF}) {
     if (status == cannot) return {};

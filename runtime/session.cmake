@@ -3,25 +3,32 @@ find_package(TBB REQUIRED)
 # torch's CUDA allocator or its stub, chosen here and nowhere else.
 if(TIERFLOW_HAS_CUDA AND EXISTS "${TIERFLOW_TORCH_DIR}/include/c10/cuda/CUDACachingAllocator.h")
   find_package(CUDAToolkit REQUIRED)
-  set(TIERFLOW_DEVICE_MEMORY device_memory_cuda.cpp)
+  set(TIERFLOW_DEVICE_MEMORY device/device_memory_cuda.cpp)
   list(TRANSFORM CUDAToolkit_INCLUDE_DIRS PREPEND "-isystem" OUTPUT_VARIABLE cuda_headers)
-  set_source_files_properties(device_memory_cuda.cpp PROPERTIES COMPILE_OPTIONS "${cuda_headers}" SKIP_PRECOMPILE_HEADERS ON)
+  set_source_files_properties(device/device_memory_cuda.cpp PROPERTIES COMPILE_OPTIONS "${cuda_headers}" SKIP_PRECOMPILE_HEADERS ON)
 else()
-  set(TIERFLOW_DEVICE_MEMORY device_memory_no_cuda.cpp)
+  set(TIERFLOW_DEVICE_MEMORY device/device_memory_no_cuda.cpp)
 endif()
-tierflow_library(session stage_probe.cpp tensor_slot.cpp profiler.cpp stage_profiler.cpp optimizer_work.cpp stream_work.cpp chunk_io.cpp streamer.cpp streamer_plan.cpp stream_state.cpp device_memory.cpp ${TIERFLOW_DEVICE_MEMORY} session.cpp session_passes.cpp session_setup.cpp session_export.cpp layers.cpp adamw8bit.cpp)
+tierflow_library(session
+  device/device_memory.cpp device/tensor_slot.cpp ${TIERFLOW_DEVICE_MEMORY}
+  optimizer/adamw8bit.cpp
+  session/layers.cpp session/profiler.cpp session/session.cpp session/session_export.cpp session/session_passes.cpp session/session_setup.cpp
+  session/stage_probe.cpp session/stage_profiler.cpp
+  state/chunk_io.cpp state/optimizer_work.cpp
+  stream/stream_state.cpp stream/stream_work.cpp stream/streamer.cpp stream/streamer_plan.cpp)
 target_link_libraries(tierflow_session PUBLIC tierflow::models tierflow::planning tierflow::swap tierflow::optim PRIVATE TBB::tbb)
 if(NOT TIERFLOW_SANITIZE STREQUAL "thread")
   target_compile_options(tierflow_session PRIVATE -fopenmp)  # as the models: their precompiled header serves here too
 endif()
 target_precompile_headers(tierflow_session REUSE_FROM tierflow_models)
-set_source_files_properties(optimizer_work.cpp stream_work.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+set_source_files_properties(state/optimizer_work.cpp stream/stream_work.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
 
-add_library(tierflow_train SHARED train_entry.cpp train.cpp eval.cpp forecast.cpp run_common.cpp run_result.cpp run_summary.cpp step_trace.cpp training_log.cpp)
+add_library(tierflow_train SHARED program/eval.cpp program/forecast.cpp program/run_common.cpp program/run_result.cpp program/run_summary.cpp
+  program/step_trace.cpp program/train.cpp program/train_entry.cpp program/training_log.cpp)
 target_link_libraries(tierflow_train PRIVATE tierflow::session tierflow::plan tierflow::options tierflow_flags fmt::fmt-header-only nlohmann_json::nlohmann_json)
 if(NOT TIERFLOW_SANITIZE STREQUAL "thread")
   target_compile_options(tierflow_train PRIVATE -fopenmp)
 endif()
 target_precompile_headers(tierflow_train REUSE_FROM tierflow_models)
-set_source_files_properties(train_entry.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+set_source_files_properties(program/train_entry.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
 add_dependencies(tierflow_program tierflow_train)

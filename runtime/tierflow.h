@@ -1,6 +1,8 @@
 #pragma once
 // Everything a LibTorch program needs: load() or Layers for the model, Session for its training.
-#include "runtime/adamw8bit.h"
-#include "runtime/exception.h"
-#include "runtime/layers.h"
-#include "runtime/session.h"
+#include <torch/torch.h>
+
+#include "runtime/base/exception.h"
+#include "runtime/optimizer/adamw8bit.h"
+#include "runtime/session/layers.h"
+#include "runtime/session/session.h"

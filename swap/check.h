@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "io/error.h"
-#include "swap/plan.h"
+#include "swap/arrangement.h"
 
 namespace tierflow::swap {
 

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "io/error.h"
+#include "swap/arrangement.h"
 #include "swap/device.h"
 #include "swap/layout.h"
-#include "swap/plan.h"
 #include "swap/store.h"
 #include "swap/timeline.h"
 

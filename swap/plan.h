@@ -5,9 +5,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "io/error.h"
-#include "swap/layout.h"
-
 namespace tierflow::swap {
 
 enum class Lane : std::uint8_t { disk_read, disk_write, upload, download, compute, update };
@@ -74,11 +71,6 @@ struct HostRef {
   int index = -1;  // of the buffer; the chunk; stage * micro_batches + micro-batch
 };
 
-struct HostBuffer {
-  HostRef place;
-  std::uint64_t bytes = 0;
-};
-
 // A range that a task reads or writes. Ranges of different spaces never meet.
 enum class Space : std::uint8_t {
   device,
@@ -141,87 +133,5 @@ struct Plan {
   std::vector<Task> tasks;
   std::vector<Visit> visits;
 };
-
-// Memory of the device in which a chunk is updated: its bf16 gradient at the beginning, its state, and the client's
-// scratch.
-struct UpdateSlots {
-  int count = 0;
-  std::uint64_t state = 0, scratch = 0, bytes = 0;  // offsets within a slot, and its size
-};
-
-// Where everything lives and how many buffers there are: what budgets decide. None of it changes a result.
-struct Arrangement {
-  std::vector<bool> hi_resident, state_resident, gradient_resident;  // by chunk
-  std::vector<bool> gradient_low_resident;                           // by chunk; empty where no sums are kept
-  bool staged = true;  // gradients are kept until the global norm is known: all of them are deferred
-  // By chunk: its gradient is kept on the host, and its update runs ahead of its unit's next forward instead of in the
-  // backward. Of trainable chunks alone.
-  std::vector<bool> deferred;
-  int micro_batches = 1;
-  int word_buffers = 0, state_buffers = 0;
-  std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0;  // bytes of the device arena, in this order
-  // What the backward wants of the forward. An item is stage * micro_batches + micro-batch; what leaves the device of
-  // it is saved in one piece: first the stage's input, where that leaves, then the activations, where they are swapped.
-  std::vector<bool> input_leaves;            // by stage, for every micro-batch
-  std::vector<Activations> activations;      // by item
-  std::vector<bool> saved_on_storage;        // by item: goes on to storage
-  std::vector<std::uint64_t> swapped_bytes;  // by stage: of one micro-batch's activations, swapped
-  int slots = 0;                             // of the device, through which all that passes
-  std::uint64_t slot_bytes = 0;
-  int activation_buffers = 0;  // of the host, through which it passes to storage, as large as a slot
-
-  std::vector<bool> on_device;  // by chunk: it is updated on the device
-  UpdateSlots update_slots;     // at the end of the arena
-
-  std::uint64_t device_bytes() const {
-    return update_slots.count == 0
-               ? slot_offset(slots)
-               : update_slots_begin() + static_cast<std::uint64_t>(update_slots.count) * update_slots.bytes;
-  }
-  std::uint64_t update_slots_begin() const { return round_up(slot_offset(slots), kSector); }
-  std::uint64_t slot_offset(int slot) const { return weight_ring + gradient_ring + held_gradients + slot * slot_bytes; }
-  int items() const { return static_cast<int>(activations.size()); }
-  // Of what is saved of an item, 0 where nothing leaves the device.
-  std::uint64_t saved_bytes(const Layout& layout, int item) const;
-  std::uint64_t buffer_bytes(const Layout& layout) const;
-  std::uint64_t resident_bytes(const Layout& layout) const;
-  std::uint64_t saved_on_host(const Layout& layout) const;
-  // By item, as StoreOptions::activation_bytes.
-  std::vector<std::uint64_t> stored_activations(const Layout& layout) const;
-  std::uint64_t host_bytes(const Layout& layout) const {
-    return buffer_bytes(layout) + resident_bytes(layout) + saved_on_host(layout);
-  }
-  // All host memory that a run takes, buffer by buffer in the order in which it lies there: host_bytes() in sum. Sizes
-  // are multiples of kSector. Streaming buffers come first, each kind in the order of their indices.
-  std::vector<HostBuffer> host_buffers(const Layout& layout) const;
-};
-
-struct ArrangeRequest {
-  std::uint64_t host_budget = 0;
-  std::uint64_t device_budget = 0;
-  std::uint64_t workspace = 0;  // of the device budget: what computing a stage takes besides weights and gradients
-  // By stage: bytes of one micro-batch's activations where the stage can keep them, 0 where it cannot. Empty: none can.
-  std::vector<std::uint64_t> activation_bytes;
-  // By stage: bytes of what is swapped of them, 0 where they cannot be. Empty: none can.
-  std::vector<std::uint64_t> swapped_bytes;
-  std::uint64_t swap_workspace = 0;  // what computing a stage takes more where its activations are swapped
-  // How many items swap their activations to the host and to storage, of those that do not keep them. The last ones
-  // stay on the device, those before them go to the host, those before to storage: as many as there are and fit.
-  int swap_to_host = 0, swap_to_storage = 0;
-  int micro_batches = 1;
-  bool staged = true;
-  // Of the updates, where nothing is staged: which share is deferred, evenly in all units. Less where everything has to
-  // be resident and the gradients would not fit.
-  double deferred_share = 0;
-  // Of the units: whose updates run on the device where it has room. An update at once needs weights on the device in
-  // the backward, so that of an embedding is not concerned.
-  double device_update_share = 0;
-  std::uint64_t update_scratch = 0;  // bytes that the client needs in each update slot
-  bool storage = true;               // false: everything must be resident
-  bool train = true;                 // false: forward only
-  bool sums = false;                 // for VisitPlanner: gradients of several visits add up on the host
-};
-// An arrangement within the budgets, or an error of kind usage that names the smallest budget that works.
-io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& request);
 
 }  // namespace tierflow::swap

@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "swap/arrangement.h"
 #include "swap/hazards.h"
 #include "swap/layout.h"
-#include "swap/plan.h"
 
 namespace tierflow::swap {
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "swap/layout.h"
 #include "swap/timeline.h"
 
 namespace tierflow::swap {

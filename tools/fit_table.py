@@ -17,7 +17,7 @@ MODELS = [
 
 WITH_8BIT = 2 + 2 + 1 + 1 + 2 * 4 / 256  # hi, lo, m, v, two scales a block of 256
 WITH_32BIT = 2 + 2 + 4 + 4  # embeddings keep 32-bit moments
-VOCABULARY_TILE, WHOLE_BLOCK = 2**27, 2**29  # runtime/model_spec.h, Tiling: elements
+VOCABULARY_TILE, WHOLE_BLOCK = 2**27, 2**29  # runtime/spec/model_spec.h, Tiling: elements
 
 
 def sizes(blocks, hidden, inner, heads, kv_heads, head, vocabulary, matrices, tied):

@@ -167,7 +167,10 @@ class Tree:
         for process, output in running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired as error:
+                raise ToolError(f"{command[0]} cannot be killed: it waits for a drive; the machine has to be looked at") from error
             output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
         return verdict, name

@@ -10,16 +10,15 @@ import logging
 import math
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import _native
-
-if TYPE_CHECKING:
-    from .engine import Activations
-    from .turns import Turn
+from .activations import Activations
+from .protocols import ModuleTurn
 
 log = logging.getLogger("tierflow")
 _FAMILIES = {f"transformers.models.{name.lower()}.modeling_{name.lower()}": name for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
@@ -49,7 +48,7 @@ class Kept:
 class Layer:
     """What a turn's module is computed with. Weights are those of the turn, in its order."""
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: ModuleTurn) -> None:
         self.turn = turn
         self.roles = turn.roles()
 
@@ -66,7 +65,7 @@ class Layer:
         raise NotImplementedError
 
 
-def layer_of(turn: Turn) -> Layer | None:
+def layer_of(turn: ModuleTurn) -> Layer | None:
     """What can compute the turn's module, should its calls allow it."""
     kind = type(turn.module)
     if kind is nn.Linear:
@@ -78,7 +77,7 @@ def layer_of(turn: Turn) -> Layer | None:
     return None
 
 
-def say_what_is_fused(turns: list[Turn]) -> None:
+def say_what_is_fused(turns: Sequence[ModuleTurn]) -> None:
     if not any(isinstance(turn.layer, _Decoder) for turn in turns):
         log.warning("fused_layers: no decoder layer of Llama, Mistral, Qwen2 or Qwen3 takes a turn here: the model's layers run their own code")
 
@@ -97,7 +96,7 @@ def _check_untouched(module: nn.Module, kind: type, name: str, outermost: bool =
         raise Departs(f"{what} has hooks or a forward() of its own")
 
 
-def _check_autocast(turn: Turn) -> None:
+def _check_autocast(turn: ModuleTurn) -> None:
     device = turn.engine.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.bfloat16:
         raise Departs("autocast is on, and not to bfloat16")
@@ -158,7 +157,7 @@ class _Embedding(Layer):
 class _Decoder(Layer):
     """A decoder layer of Llama, Mistral, Qwen2 or Qwen3."""
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: ModuleTurn) -> None:
         super().__init__(turn)
         self._shape: dict[str, Any] = {}
         self._layer: Any = None

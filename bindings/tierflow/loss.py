@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from . import _native
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .activations import Activations
 
 
 class _CrossEntropy(torch.autograd.Function):
     """logits: bf16 [tokens, vocab]; labels [tokens], negative where none counts. The sum of the losses over `items`, fp32."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, items: float, engine: Engine) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, items: float, activations: Activations) -> torch.Tensor:
         ctx.save_for_backward(logits, labels)
-        ctx.items, ctx.engine = items, engine
+        ctx.items, ctx.activations = items, activations
         total = _native.cross_entropy_sum(logits, labels)
         return torch.tensor(total, dtype=torch.float64, device=logits.device).div(items).float()
 
@@ -28,11 +26,11 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, labels = ctx.saved_tensors
         gradient = _native.cross_entropy_gradient(logits, labels, float(grads[0]) / ctx.items if ctx.items else 0.0)
-        ctx.engine.activations.look()
+        ctx.activations.look()
         return gradient, None, None, None
 
 
-def fuse_loss(model: Any, engine: Engine) -> None:
+def fuse_loss(model: Any, activations: Activations) -> None:
     """Lets a transformers model whose loss is the usual causal one compute it so."""
     losses = sys.modules.get("transformers.loss.loss_utils")
     theirs = getattr(model, "loss_function", None)
@@ -56,6 +54,6 @@ def fuse_loss(model: Any, engine: Engine) -> None:
         if not ours or ignore_index >= 0:
             return theirs(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others)
         items = float(counted.sum() if num_items_in_batch is None else num_items_in_batch)
-        return _CrossEntropy.apply(logits.reshape(-1, vocab_size), targets, items, engine)
+        return _CrossEntropy.apply(logits.reshape(-1, vocab_size), targets, items, activations)
 
     model.loss_function = loss_function

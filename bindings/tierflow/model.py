@@ -8,7 +8,7 @@ import os
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -103,7 +103,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     _fit_transformers(module)
     if fused_layers:
         say_what_is_fused(engine.turns)
-        fuse_loss(module, engine)
+        fuse_loss(module, engine.activations)
     return module
 
 
@@ -111,7 +111,7 @@ def engine_of(module: nn.Module) -> Engine:
     """The engine of a streamed module, or of one that holds it (a PEFT model)."""
     for parameter in module.parameters():
         if isinstance(parameter, StreamedParameter):
-            return parameter.engine
+            return cast(Engine, parameter.engine)
     raise _native.UsageError("the module does not stream: make it with tierflow.load() or tierflow.wrap()")
 
 

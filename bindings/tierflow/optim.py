@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.adamw import adamw as update_ordinary
@@ -73,7 +73,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if isinstance(p, StreamedParameter):
-                    found[id(p.engine)] = p.engine
+                    found[id(p.engine)] = cast(Engine, p.engine)
         return list(found.values())
 
     @torch.no_grad()
@@ -86,8 +86,8 @@ class AdamW(torch.optim.Optimizer):
         how: dict[Engine, dict[tuple[int, int], dict[str, Any]]] = {engine: {} for engine in self.engines}
         for group in self.param_groups:
             for p in group["params"]:
-                if isinstance(p, StreamedParameter) and p.engine.native.touched(p.unit, p.index):
-                    how[p.engine][(p.unit, p.index)] = {
+                if isinstance(p, StreamedParameter) and (engine := cast(Engine, p.engine)).native.touched(p.unit, p.index):
+                    how[engine][(p.unit, p.index)] = {
                         "lr": float(group["lr"]),
                         "beta1": group["betas"][0],
                         "beta2": group["betas"][1],
@@ -101,7 +101,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if isinstance(p, StreamedParameter):
-                    entry = how[p.engine].get((p.unit, p.index))
+                    entry = how[cast(Engine, p.engine)].get((p.unit, p.index))
                     if entry is not None:
                         self.state[p]["step"] = entry["step"]
             self._step_ordinary(group)

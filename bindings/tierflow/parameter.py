@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from . import _native
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .protocols import Values
 
 aten = torch.ops.aten
 _SAME_SHAPE = {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
@@ -38,7 +36,7 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
 class _Streamed(torch.Tensor):
     """A tensor whose values are the engine's: fetched where an operator reads them."""
 
-    engine: Engine
+    engine: Values
     unit: int
     index: int  # type: ignore[assignment]
     label: str
@@ -52,7 +50,7 @@ class _Streamed(torch.Tensor):
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
-    def make(cls, engine: Engine, unit: int, index: int, name: str, shape: Any, requires_grad: bool = False) -> Any:
+    def make(cls, engine: Values, unit: int, index: int, name: str, shape: Any, requires_grad: bool = False) -> Any:
         made = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=torch.bfloat16, device=engine.device, requires_grad=requires_grad
         )

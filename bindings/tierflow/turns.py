@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from . import _native
 from .ambient import autocast_as, autocast_state, random_state, restored
 from .fused import Departs, Kept, Layer, layer_of
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .protocols import TurnTaker
 
 local = threading.local()  # .lane: the micro-batch of a layer-major step that this thread runs
 
@@ -24,7 +22,7 @@ local = threading.local()  # .lane: the micro-batch of a layer-major step that t
 class Turn:
     """A module and the units whose weights it needs while it runs."""
 
-    def __init__(self, engine: Engine, number: int, name: str, module: nn.Module | None, units: list[int]) -> None:
+    def __init__(self, engine: TurnTaker, number: int, name: str, module: nn.Module | None, units: list[int]) -> None:
         self.engine, self.number, self.name, self.units = engine, number, name, units
         self.is_loose = module is None  # stands for parameters that are used outside of any module's turn
         self.module = nn.Module() if module is None else module

@@ -1,6 +1,6 @@
 #include "runtime/models/causal_model.h"
 
-#include "runtime/exception.h"
+#include "runtime/base/exception.h"
 
 namespace tierflow::models {
 namespace {

@@ -2,8 +2,8 @@
 // What the families have in common: embedding, blocks of one shape, loss head; and the tiles of each.
 #include <optional>
 
-#include "runtime/layered_model.h"
 #include "runtime/models/embedding.h"
+#include "runtime/models/layered_model.h"
 #include "runtime/models/loss_head.h"
 #include "runtime/models/tiled_head.h"
 

@@ -4,11 +4,11 @@
 
 #include <algorithm>
 
-#include "runtime/exception.h"
-#include "runtime/model_units.h"
+#include "runtime/base/exception.h"
 #include "runtime/models/llama.h"
 #include "runtime/models/loss_head.h"
 #include "runtime/models/ops.h"
+#include "runtime/spec/model_units.h"
 
 namespace tierflow::models {
 namespace {

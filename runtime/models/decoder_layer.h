@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/layered_model.h"
+#include "runtime/models/layered_model.h"
 
 namespace tierflow::models {
 

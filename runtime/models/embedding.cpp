@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "runtime/exception.h"
+#include "runtime/base/exception.h"
 #include "runtime/models/ops.h"
 
 namespace tierflow::models {

@@ -3,7 +3,7 @@
 // fills in the tokens of its rows, the last adds positions and dropout.
 #include <ATen/core/Tensor.h>
 
-#include "runtime/layered_model.h"
+#include "runtime/models/layered_model.h"
 #include "runtime/models/tensor_index.h"
 
 namespace tierflow::models {

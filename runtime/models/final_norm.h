@@ -4,7 +4,7 @@
 
 #include <string_view>
 
-#include "runtime/layered_model.h"
+#include "runtime/models/layered_model.h"
 #include "runtime/models/tensor_index.h"
 
 namespace tierflow::models {

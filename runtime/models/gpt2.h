@@ -2,7 +2,7 @@
 // GPT-2: learned positions, layer norms before the sublayers, weights [in, out].
 #include <memory>
 
-#include "runtime/layered_model.h"
+#include "runtime/models/layered_model.h"
 
 namespace tierflow::models {
 

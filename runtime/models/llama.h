@@ -2,7 +2,7 @@
 // The Llama family: Llama 2 and 3, Mistral (sliding window), Qwen2 (biases of q, k, v), Qwen3 (norms of q and k).
 #include <memory>
 
-#include "runtime/layered_model.h"
+#include "runtime/models/layered_model.h"
 
 namespace tierflow::models {
 

@@ -3,8 +3,8 @@
 // vocabulary and the kind of device alone, so that the bits do not depend on a budget.
 #include <ATen/core/Tensor.h>
 
-#include "runtime/layered_model.h"
 #include "runtime/models/final_norm.h"
+#include "runtime/models/layered_model.h"
 
 namespace tierflow::models {
 

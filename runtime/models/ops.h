@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "runtime/model_spec.h"
+#include "runtime/spec/model_spec.h"
 
 namespace tierflow::models {
 

@@ -3,7 +3,7 @@
 // residual sums.
 #include <memory>
 
-#include "runtime/layered_model.h"
+#include "runtime/models/layered_model.h"
 
 namespace tierflow::models {
 

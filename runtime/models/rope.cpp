@@ -4,7 +4,7 @@
 
 #include <numbers>
 
-#include "runtime/exception.h"
+#include "runtime/base/exception.h"
 
 namespace tierflow::models {
 

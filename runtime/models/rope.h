@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "runtime/model_spec.h"
+#include "runtime/spec/model_spec.h"
 
 namespace tierflow::models {
 

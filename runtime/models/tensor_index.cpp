@@ -1,6 +1,6 @@
 #include "runtime/models/tensor_index.h"
 
-#include "runtime/exception.h"
+#include "runtime/base/exception.h"
 
 namespace tierflow::models {
 

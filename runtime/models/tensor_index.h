@@ -4,7 +4,7 @@
 #include <string_view>
 #include <vector>
 
-#include "runtime/model_spec.h"
+#include "runtime/spec/model_spec.h"
 
 namespace tierflow::models {
 

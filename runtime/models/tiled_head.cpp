@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "runtime/exception.h"
+#include "runtime/base/exception.h"
 #include "runtime/models/loss_head.h"
 #include "runtime/models/ops.h"
 

@@ -1,10 +1,14 @@
 #include "io/bench.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 
+#include <cerrno>
 #include <fstream>
+#include <optional>
 
 #include "tests/io/volume_fixture.h"
+#include "tests/support/system_calls.h"
 
 namespace tierflow::io {
 namespace {
@@ -40,6 +44,133 @@ TEST(BenchTest, ReportsEveryEngineAloneAndTogetherAndLeavesNothing) {
   }
   EXPECT_EQ(results.back().directories.size(), 2U);
   EXPECT_FALSE(std::filesystem::exists(folder.path() / "a" / "tierflow-bench.tfv"));
+}
+
+// Bytes that were asked of the volume's files in blocks, by the kind of call.
+std::uint64_t moved(const testing::SystemCalls& calls, std::string_view name, std::size_t block) {
+  std::uint64_t bytes = 0;
+  for (const testing::SystemCall& call : calls.seen())
+    if (call.name == name && call.argument == static_cast<long>(block)) bytes += block;
+  return bytes;
+}
+
+TEST(BenchTest, EachPassReadsOrWritesWhatItsNameSays) {
+  testing::TempDir folder;
+  BenchOptions options = small(folder);
+  options.engine = EngineKind::threads;
+  options.keep = true;
+  std::vector<std::string> phases;
+  options.progress = [&](const std::string& phase) { phases.push_back(phase); };
+  const auto bench = [&](bool write, bool read, bool mixed) {
+    options.write = write;
+    options.read = read;
+    options.mixed = mixed;
+    testing::SystemCalls calls;
+    Result<BenchResult> result = bench_storage(options);
+    EXPECT_TRUE(result.ok());
+    EXPECT_EQ(result->write_gb_s > 0, write);
+    EXPECT_EQ(result->read_gb_s > 0, read);
+    EXPECT_EQ(result->mixed_gb_s > 0, mixed);
+    EXPECT_EQ(result->write_cores_per_gb_s != 0, write);
+    EXPECT_EQ(result->read_cores_per_gb_s != 0, read);
+    return std::pair(moved(calls, "pwrite", options.block), moved(calls, "pread", options.block));
+  };
+  const std::uint64_t all = options.bytes;
+  EXPECT_EQ(bench(false, false, false), std::pair(all, std::uint64_t{0}));  // the first fills
+  EXPECT_EQ(bench(false, false, false), std::pair(std::uint64_t{0}, std::uint64_t{0}));
+  EXPECT_EQ(bench(true, false, false), std::pair(all, std::uint64_t{0}));
+  EXPECT_EQ(bench(false, true, false), std::pair(std::uint64_t{0}, all));
+  EXPECT_EQ(bench(false, false, true), std::pair(all / 2, all / 2));
+  const std::string where =
+      "threads on " + (folder.path() / "a").string() + "," + (folder.path() / "b").string() + ": ";
+  EXPECT_THAT(phases,
+              ::testing::ElementsAre(where + "filling", where + "writing", where + "reading", where + "both at once"));
+}
+
+TEST(BenchTest, ALongerMeasurementGoesOnUntilItsTimeIsOver) {
+  testing::TempDir folder;
+  BenchOptions options = small(folder);
+  options.engine = EngineKind::threads;
+  options.seconds = 0.05;
+  options.read = options.mixed = false;
+  testing::SystemCalls calls;
+  ASSERT_TRUE(bench_storage(options).ok());
+  EXPECT_GT(moved(calls, "pwrite", options.block), 2 * options.bytes);
+}
+
+TEST(BenchTest, SpeedIsThatOfReadingAndWritingAsMuch) {
+  BenchResult result;
+  EXPECT_EQ(result.speed(), 0.0);
+  result.read_gb_s = 6;
+  EXPECT_EQ(result.speed(), 6.0);
+  result.write_gb_s = 2;
+  result.mixed_gb_s = 9;
+  EXPECT_DOUBLE_EQ(result.speed(), 3.0);
+}
+
+TEST(BenchTest, TheLineHasEveryField) {
+  BenchResult result{.directories = {"a \"b\"", "c\nd"},
+                     .engine = EngineKind::libaio,
+                     .direct = true,
+                     .registered_buffers = false,
+                     .registered_files = true,
+                     .bytes = 7,
+                     .block = 8,
+                     .depth = 9,
+                     .speeds = {1.5, 2.5},
+                     .warnings = {"slow", "old"}};
+  result.read_gb_s = 3.25;
+  result.write_gb_s = 4.25;
+  result.mixed_gb_s = 5.25;
+  result.read_cores_per_gb_s = 6.25;
+  result.write_cores_per_gb_s = 7.25;
+  using std::chrono::microseconds;
+  result.read_latency = {.count = 1, .p50 = microseconds(10), .p99 = microseconds(20), .longest = microseconds(30)};
+  result.write_latency = {.count = 1, .p50 = microseconds(40), .p99 = microseconds(50), .longest = microseconds(60)};
+  EXPECT_EQ(result.json(),
+            R"({"engine":"libaio","direct":true,"read_gb_s":3.25,"write_gb_s":4.25,"mixed_gb_s":5.25,)"
+            R"("directories":["a \"b\"","c d"],"speeds":[1.5,2.5],"bytes":7,"block":8,"depth":9,)"
+            R"("registered_buffers":false,"registered_files":true,"read_latency_us":{"p50":10,"p99":20,"max":30},)"
+            R"("write_latency_us":{"p50":40,"p99":50,"max":60},"read_cores_per_gb_s":6.25,"write_cores_per_gb_s":7.25,)"
+            R"("warnings":["slow","old"]})");
+}
+
+TEST(BenchTest, BlocksBeyondAQuarterOfTheMemoryAreRefused) {
+  testing::TempDir folder;
+  BenchOptions options = small(folder);
+  options.block = std::size_t{1} << 40;
+  const Result<BenchResult> refused = bench_storage(options);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.error().kind, ErrorKind::usage);
+  EXPECT_THAT(refused.error().message(), HasSubstr("choose a smaller block or depth"));
+}
+
+TEST(BenchTest, AStopEndsItWithoutAFile) {
+  testing::TempDir folder;
+  BenchOptions options = small(folder);
+  int asked = 0;
+  options.stop = [&] { return ++asked > 5; };
+  const Result<BenchResult> stopped = bench_storage(options);
+  ASSERT_FALSE(stopped.ok());
+  EXPECT_EQ(stopped.error().kind, ErrorKind::cancelled);
+  EXPECT_FALSE(std::filesystem::exists(folder.path() / "a" / "tierflow-bench.tfv"));
+}
+
+TEST(BenchTest, SpeedsOfFoldersAreMeasuredAsTheVolumeWillBeUsed) {
+  testing::TempDir folder;
+  VolumeOptions options = options_in(folder, 64 << 20);
+  options.directories = {folder.path() / "a", folder.path() / "b"};
+  options.allow_buffered = options.allow_any_filesystem = true;
+  testing::SystemCalls calls([&](const testing::SystemCall& call) -> std::optional<long> {
+    if (call.name == "open" && (call.argument & O_DIRECT) != 0) return -EINVAL;
+    return {};
+  });
+  Result<std::vector<double>> speeds = measure_speeds(options);
+  ASSERT_TRUE(speeds.ok());
+  ASSERT_EQ(speeds->size(), 2U);
+  for (const double speed : *speeds) EXPECT_GT(speed, 1e6);  // bytes a second
+  options.allow_buffered = false;
+  EXPECT_FALSE(measure_speeds(options).ok());
 }
 
 TEST(BenchTest, KeepsTheFileWhereAsked) {

@@ -280,6 +280,7 @@ TEST_F(SystemCallsTest, WithoutDirectIoItSaysHowToGoOn) {
   ASSERT_FALSE(refused.ok());
   EXPECT_EQ(refused.error().kind, ErrorKind::environment);
   EXPECT_THAT(refused.error().message(), HasSubstr("--allow-buffered"));
+  EXPECT_EQ(refused.error().operation, "open");
   auto volume = create(options());
   ASSERT_TRUE(volume);
   EXPECT_FALSE(volume->mode().direct);

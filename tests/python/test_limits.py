@@ -109,6 +109,8 @@ def test_weights_that_are_not_finite_end_the_run(work, storage):  # noqa: F811
     assert [record["skipped"] for record in records if "skipped" in record] == [True] * 3
     assert records[-1]["summary"]["steps"] == 3 and records[-1]["summary"]["out"] is None
     assert not (work / "out").exists()
+    done = run(work, "eval", "--model", "model", "--data", "text.txt", *small(), ok=False)
+    assert "the loss is not finite" in refusal(done, 7) and "nan" not in done.stdout
     if storage:
         assert "the state stays: `tierflow export --storage store --out FOLDER`" in line
         run(work, "export", "--storage", "store", "--out", "kept")

@@ -1,6 +1,6 @@
 """The torch models against transformers: the same weights and tokens give the same logits, losses and gradients.
 
-Each family is a small random model, saved by transformers and read by tests/runtime/model_probe.cpp. In fp32 the two agree to
+Each family is a small random model, saved by transformers and read by tests/runtime/models/model_probe.cpp. In fp32 the two agree to
 rounding; in bf16 our error, against transformers in fp32 on the same (bf16) weights, is held to that of transformers in bf16.
 """
 

@@ -1,7 +1,9 @@
 """What tools/setup.sh says where it cannot go on, and which skipped tests tools/test_totals.py lets pass. Nothing is installed."""
 
+import graphlib
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -122,3 +124,39 @@ def test_a_mount_that_lacks_its_programs_is_a_failure(tmp_path, monkeypatch):
 def test_a_report_that_is_missing_is_a_failure(tmp_path):
     code, said = totals(report(tmp_path, ""), tmp_path / "absent.xml")
     assert code == 1 and said.splitlines()[-1] == "1 passed, 1 failed, 0 skipped"
+
+
+def write(top, **files):
+    for name, text in files.items():
+        path = top / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("path, include, says", [
+    ("runtime/base/a.h", "runtime/spec/b.h", "runtime/base may not know spec"),
+    ("runtime/planning/a.cpp", "runtime/session/b.h", "runtime/planning may not know session"),
+    ("runtime/stream/a.cpp", "runtime/session/b.h", "runtime/stream may not know session"),
+    ("runtime/session/a.cpp", "runtime/data/b.h", "runtime/session may not know data"),
+    ("runtime/state/a.h", "runtime/tierflow.h", "runtime/state may not know tierflow.h"),
+    ("runtime/spec/a.h", "torch/types.h", "runtime/spec is below LibTorch and Python"),
+    ("runtime/a.h", "runtime/base/b.h", "lies in no room"),
+    ("runtime/cellar/a.h", "runtime/base/b.h", "lies in no room"),
+    ("io/a.h", "swap/b.h", "io may not know swap"),
+    ("swap/a.h", "optim/b.h", "swap may not know optim"),
+    ("optim/a.h", "ATen/ATen.h", "optim is below LibTorch and Python"),
+])  # fmt: skip
+def test_an_include_that_points_up_is_a_failure(tmp_path, path, include, says):
+    check = [sys.executable, str(ROOT / "tools/check_includes.py"), str(tmp_path)]
+    write(tmp_path, **{"runtime/session/door.h": '#include "runtime/base/b.h"\n#include "swap/c.h"\n#include <torch/types.h>\n', "runtime/tierflow.h": ""})
+    assert subprocess.run(check, capture_output=True).returncode == 0
+    write(tmp_path, **{path: f'#include "{include}"\n'})
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 1 and f"{path}: " in done.stdout and says in done.stdout
+
+
+def test_the_modules_of_the_package_import_in_one_direction():
+    package = ROOT / "bindings/tierflow"
+    imports = {path.stem: set(re.findall(r"^\s*from \.(\w+) import", path.read_text(), re.MULTILINE)) for path in package.glob("*.py")}
+    graphlib.TopologicalSorter({name: of & imports.keys() - {"__init__"} for name, of in imports.items()}).prepare()  # raises where there is a circle
+    assert imports["turns"] and imports["engine"]

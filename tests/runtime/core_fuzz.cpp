@@ -4,11 +4,11 @@
 #include <cstdint>
 #include <string>
 
-#include "runtime/exception.h"
-#include "runtime/model_spec.h"
-#include "runtime/safetensors_header.h"
-#include "runtime/strict_json.h"
-#include "runtime/utf8.h"
+#include "runtime/base/exception.h"
+#include "runtime/base/strict_json.h"
+#include "runtime/base/utf8.h"
+#include "runtime/checkpoint/safetensors_header.h"
+#include "runtime/spec/model_spec.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size < 3) return 0;

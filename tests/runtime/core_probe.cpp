@@ -4,10 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "runtime/data.h"
-#include "runtime/exception.h"
-#include "runtime/model_spec.h"
-#include "runtime/safetensors.h"
+#include "runtime/base/exception.h"
+#include "runtime/checkpoint/safetensors.h"
+#include "runtime/data/data.h"
+#include "runtime/spec/model_spec.h"
 
 namespace {
 

@@ -1,20 +1,20 @@
 # Tests of the torch models. One ctest entry: LibTorch takes longer to load than the tests to run.
 add_executable(models_test
-  models_gradient_test.cpp
-  models_ops_test.cpp
-  models_step_test.cpp
-  models_tiles_test.cpp)
+  models/gradient_test.cpp
+  models/ops_test.cpp
+  models/step_test.cpp
+  models/tiles_test.cpp)
 target_link_libraries(models_test PRIVATE GTest::gmock GTest::gtest_main)
 add_test(NAME models_test COMMAND models_test)
 # Many small parallel regions: on a busy machine threads that spin at their ends would wait for one another.
 set_tests_properties(models_test PROPERTIES TIMEOUT 600 ENVIRONMENT OMP_WAIT_POLICY=passive)
 
 # Run by tests/python/test_models.py.
-add_executable(model_probe model_probe.cpp)
+add_executable(model_probe models/model_probe.cpp)
 
-# Run by models_speed.py, by hand.
+# Run by models/speed.py, by hand.
 find_package(fmt REQUIRED)
-add_executable(models_speed EXCLUDE_FROM_ALL models_speed.cpp)
+add_executable(models_speed EXCLUDE_FROM_ALL models/speed.cpp)
 target_link_libraries(models_speed PRIVATE fmt::fmt-header-only)
 
 foreach(program models_test model_probe models_speed)

@@ -5,14 +5,17 @@
 #include <linux/fs.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <utility>
 
 namespace tierflow::testing {
 
@@ -45,8 +48,11 @@ class LoopDisk {
     if (geteuid() == 0 && std::filesystem::exists(image_)) attach(512);
   }
   ~LoopDisk() {
-    if (ready_) umount2(mount_.c_str(), MNT_DETACH);
-    if (!device_.empty()) shell("losetup --detach " + device_);
+    thaw();
+    if (ready_)
+      umount2(mount_.c_str(), MNT_DETACH);
+    else if (!device_.empty())
+      shell("losetup --detach " + device_);
   }
   LoopDisk(const LoopDisk&) = delete;
   LoopDisk& operator=(const LoopDisk&) = delete;
@@ -61,9 +67,34 @@ class LoopDisk {
     const int descriptor = ::open(device_.c_str(), O_RDONLY | O_CLOEXEC);
     if (descriptor >= 0) close(descriptor);
   }
-  // Writes wait until thaw().
-  bool freeze() { return control(FIFREEZE); }
-  bool thaw() { return control(FITHAW); }
+  // Writes wait until thaw(), or until this process ends, however it does: nobody could kill what waits for ever.
+  bool freeze() {
+    std::array<int, 2> ends{};
+    const int folder = ::open(mount_.c_str(), O_RDONLY | O_CLOEXEC);
+    if (folder < 0 || pipe2(ends.data(), O_CLOEXEC) != 0) return false;
+    guard_ = fork();
+    if (guard_ == 0) {
+      setsid();  // what ends the test's process group leaves it alone
+      close(ends[1]);
+      char none;
+      while (read(ends[0], &none, 1) < 0 && errno == EINTR) {
+      }
+      ioctl(folder, FITHAW, 0);
+      _exit(0);
+    }
+    close(ends[0]);
+    alive_ = ends[1];
+    const bool done = ioctl(folder, FIFREEZE, 0) == 0;
+    close(folder);
+    if (!done) thaw();
+    return done;
+  }
+  bool thaw() {
+    if (alive_ < 0) return false;
+    close(std::exchange(alive_, -1));
+    int status = 0;
+    return waitpid(guard_, &status, 0) == guard_;
+  }
 
  private:
   void attach(unsigned sector) {
@@ -76,20 +107,15 @@ class LoopDisk {
     }
     if (shell("mkfs.ext4 -q -F -E lazy_itable_init=0 " + device_) == "!") return;
     ready_ = ::mount(device_.c_str(), mount_.c_str(), "ext4", 0, nullptr) == 0;
-  }
-
-  bool control(unsigned long request) const {
-    const int descriptor = ::open(mount_.c_str(), O_RDONLY | O_CLOEXEC);
-    if (descriptor < 0) return false;
-    const bool done = ioctl(descriptor, request, 0) == 0;
-    close(descriptor);
-    return done;
+    if (ready_) shell("losetup --detach " + device_);  // when the mount goes, by whatever end
   }
 
   std::filesystem::path image_;
   std::filesystem::path mount_;
   std::string device_;
   bool ready_ = false;
+  pid_t guard_ = -1;  // thaws
+  int alive_ = -1;    // closed when this process ends
 };
 
 // A file system of a kind that needs no device ("ramfs", "tmpfs", "overlay"), mounted below `folder`.

@@ -1,7 +1,7 @@
 // Budgets into arrangements: what waits for the next forward.
-#include <gtest/gtest.h>
+#include "swap/arrange.h"
 
-#include "swap/plan.h"
+#include <gtest/gtest.h>
 
 namespace tierflow::swap {
 namespace {

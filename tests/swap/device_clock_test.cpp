@@ -3,6 +3,7 @@
 
 #include <set>
 
+#include "swap/arrange.h"
 #include "swap/executor.h"
 #include "swap/planner.h"
 #include "tests/support/forwarding_device.h"

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <thread>
 
+#include "swap/arrange.h"
 #include "swap/executor.h"
 #include "swap/planner.h"
 #include "tests/support/faulty_backend.h"

@@ -14,6 +14,7 @@
 #include <thread>
 #include <utility>
 
+#include "swap/arrange.h"
 #include "swap/planner.h"
 
 namespace tierflow::swap {

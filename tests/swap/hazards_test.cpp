@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "swap/arrange.h"
 #include "swap/planner.h"
 
 namespace tierflow::swap {

@@ -6,6 +6,7 @@
 
 #include <numeric>
 
+#include "swap/arrange.h"
 #include "swap/executor.h"
 #include "swap/pinning.h"
 

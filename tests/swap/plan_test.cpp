@@ -9,6 +9,7 @@
 #include <random>
 #include <utility>
 
+#include "swap/arrange.h"
 #include "swap/check.h"
 #include "swap/planner.h"
 #include "swap/simulator.h"

@@ -7,6 +7,8 @@
 #include <random>
 #include <utility>
 
+#include "swap/arrange.h"
+
 namespace tierflow::swap {
 namespace {
 

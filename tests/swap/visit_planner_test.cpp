@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <random>
 
+#include "swap/arrange.h"
 #include "swap/executor.h"
 
 namespace tierflow::swap {

@@ -1,0 +1,77 @@
+#pragma once
+// Files from strangers: opened without following a path out of its folder, never blocking on a pipe or a device, read
+// by pread, and bounded before anything is allocated.
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "io/descriptor.h"
+
+namespace tierflow {
+
+using File = io::Descriptor;
+
+// A regular file, for reading. Throws Exception: input where it is missing or is no regular file.
+File open_regular(const std::filesystem::path& path);
+
+// The regular file `name` (one path component) of `folder`, for reading. A symbolic link is followed only where it
+// stays inside the folder, or, in a folder of the Hugging Face cache (.../snapshots/REVISION), inside that model's
+// cache folder.
+File open_beneath(const std::filesystem::path& folder, const std::string& name);
+
+std::uint64_t file_size(const File& file, const std::filesystem::path& path);
+
+// All of `out`, from `offset`. A file that ends before is an error of kind corruption: it had that length when it was
+// opened.
+void read_exactly(const File& file, const std::filesystem::path& path, std::uint64_t offset, std::span<std::byte> out);
+// Where the file stands, or at `offset`.
+void write_exactly(const File& file, const std::filesystem::path& path, std::span<const std::byte> bytes,
+                   std::optional<std::uint64_t> offset = {});
+
+// The whole of a small text file; input error above `limit` bytes.
+std::string read_text(const std::filesystem::path& path, std::uint64_t limit);
+std::string read_text(const File& file, const std::filesystem::path& path, std::uint64_t limit);
+
+// Replaces `path` by `text` under a temporary name, flushed before it is renamed: a reader sees the old file or the
+// whole new one.
+void write_text(const std::filesystem::path& path, std::string_view text);
+
+// The same with the content of an open file, from its beginning.
+void write_copy(const std::filesystem::path& path, const File& from, const std::filesystem::path& from_path);
+
+// Flushes the folder's own entries to the drive, where its file system can do that.
+void sync_folder(const std::filesystem::path& folder);
+
+// Creates the folder and those above it. Throws Exception naming it.
+void make_folder(const std::filesystem::path& folder);
+
+// The folder for temporary files, TMPDIR or /tmp. Throws Exception of kind environment where that is no folder.
+std::filesystem::path temporary_folder();
+
+// Makes the folder like make_folder(). At the end of its life it removes what it made, as far as that is empty.
+class BorrowedFolder {
+ public:
+  explicit BorrowedFolder(const std::filesystem::path& folder);
+  ~BorrowedFolder();
+  BorrowedFolder(const BorrowedFolder&) = delete;
+  BorrowedFolder& operator=(const BorrowedFolder&) = delete;
+
+ private:
+  std::vector<std::filesystem::path> made_;  // inner ones first
+};
+
+// Text of unknown origin made fit for one line of a message: control and non-ASCII bytes as '?', cut at `limit`
+// characters.
+std::string printable(std::string_view text, std::size_t limit = 80);
+
+// What a file is, from its first bytes, where it is one of the formats mistaken for safetensors ("a pickle", "a zip
+// archive ..."); empty otherwise.
+std::string describe_foreign(std::span<const std::byte> head);
+
+}  // namespace tierflow

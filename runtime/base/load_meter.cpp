@@ -1,0 +1,38 @@
+#include "runtime/base/load_meter.h"
+
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <string>
+
+namespace tierflow {
+namespace {
+
+// Of all processors since the machine started; 0 where /proc does not say.
+double busy_seconds() {
+  std::ifstream file("/proc/stat");
+  std::string name;
+  double user = 0, nice = 0, system = 0, idle = 0, waiting = 0, interrupts = 0, soft_interrupts = 0, stolen = 0;
+  if (!(file >> name >> user >> nice >> system >> idle >> waiting >> interrupts >> soft_interrupts >> stolen)) return 0;
+  return (user + nice + system + interrupts + soft_interrupts + stolen) / static_cast<double>(::sysconf(_SC_CLK_TCK));
+}
+
+double own_seconds() {
+  timespec used{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+  return static_cast<double>(used.tv_sec) + 1e-9 * static_cast<double>(used.tv_nsec);
+}
+
+}  // namespace
+
+LoadMeter::LoadMeter() : started_(std::chrono::steady_clock::now()), busy_(busy_seconds()), own_(own_seconds()) {}
+
+double LoadMeter::other_cores() const {
+  const double passed = std::chrono::duration<double>(std::chrono::steady_clock::now() - started_).count();
+  const double others = busy_seconds() - busy_ - (own_seconds() - own_);
+  return passed > 0 ? std::max(0.0, others / passed) : 0;
+}
+
+}  // namespace tierflow

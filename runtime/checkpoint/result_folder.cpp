@@ -1,0 +1,147 @@
+#include "runtime/checkpoint/result_folder.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <system_error>
+
+#include "io/lock_holder.h"
+#include "runtime/base/exception.h"
+#include "runtime/checkpoint/safetensors.h"
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::array companions = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
+                                   "merges.txt",     "tokenizer.model",       "generation_config.json"};
+constexpr std::string_view partial = ".partial";
+// As long as the longest name that a result may have in it.
+constexpr const char* longest_name = "model-00001-of-00001.safetensors.partial";
+
+bool is_result_name(const std::string& name) {
+  return name == "config.json" || name == "tierflow_run.json" || is_weights_name(name) ||
+         std::find(companions.begin(), companions.end(), name) != companions.end();
+}
+
+[[noreturn]] void refuse_content(const fs::path& path) {
+  fail(io::ErrorKind::usage, path.string(), "--out exists and is not an empty folder: name another, or remove it");
+}
+
+fs::path checked(fs::path path) {
+  std::error_code ignored;
+  if (fs::exists(path, ignored) && !fs::is_directory(path, ignored)) refuse_content(path);
+  return path;
+}
+
+// Names in the folder that are a result's, followed by `suffix`.
+std::vector<fs::path> result_files(const fs::path& folder, std::string_view suffix, bool& others) {
+  std::vector<fs::path> found;
+  std::error_code error;
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    const bool ours = name.size() > suffix.size() && name.ends_with(suffix) &&
+                      is_result_name(name.substr(0, name.size() - suffix.size()));
+    if (ours)
+      found.push_back(entry->path());
+    else
+      others = true;
+  }
+  if (error) fail_system("read folder", folder.string(), error.value());
+  return found;
+}
+
+}  // namespace
+
+ResultFolder::ResultFolder(fs::path path) : path_(checked(std::move(path))), made_(path_) {
+  claim();
+  bool others = false;
+  const std::vector<fs::path> unfinished = result_files(path_, partial, others);
+  if (others) refuse_content(path_);
+  for (const fs::path& file : unfinished) unlink(file.c_str());
+  try_to_write();
+}
+
+ResultFolder::~ResultFolder() {
+  if (finished_) return;
+  try {
+    bool others = false;
+    for (const std::string_view suffix : {std::string_view(), partial})
+      for (const fs::path& file : result_files(path_, suffix, others)) unlink(file.c_str());
+  } catch (const Exception&) {  // a folder that cannot be read any more keeps what it has
+  }
+}
+
+void ResultFolder::claim() {
+  held_ = File(open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!held_) fail_system("open", path_.string(), errno, "--out must be a folder that can be read and written");
+  const auto locked = [&](const std::string& who) {
+    fail(io::ErrorKind::locked, path_.string(), who + ": name another folder as --out");
+  };
+  if (flock(held_.fd(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    const int holder = io::lock_holder(held_.fd());
+    locked(holder > 0 ? fmt::format("process {} writes its result there", holder)
+                      : "another process writes its result there");
+  }
+  // A file system that cannot lock folders leaves the run unguarded, no worse. One that was removed meanwhile is not
+  // ours.
+  struct stat held {
+  }, named{};
+  if (fstat(held_.fd(), &held) != 0 || stat(path_.c_str(), &named) != 0 || held.st_ino != named.st_ino ||
+      held.st_dev != named.st_dev)
+    locked("another process removed it just now");
+}
+
+// What cannot be written is to be known before the work: no right, a drive that is read-only or full, a path too long.
+void ResultFolder::try_to_write() const {
+  const fs::path probe = path_ / longest_name;
+  const auto refuse = [&](const char* operation, int error_number) {
+    unlink(probe.c_str());
+    fail_system(operation, probe.string(), error_number, "--out must be a folder that can be written");
+  };
+  const File file(open(probe.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0644));
+  if (!file) refuse("create", errno);
+  const std::array<std::byte, 4096> zeros{};
+  if (const ssize_t put = write(file.fd(), zeros.data(), zeros.size()); put != static_cast<ssize_t>(zeros.size()))
+    refuse("write", put < 0 ? errno : ENOSPC);
+  if (fsync(file.fd()) != 0) refuse("flush", errno);
+  unlink(probe.c_str());
+}
+
+void ResultFolder::check_space(std::uint64_t bytes) const {
+  struct statvfs status {};
+  if (statvfs(path_.c_str(), &status) != 0) fail_system("stat", path_.string(), errno);
+  const double free = static_cast<double>(status.f_bavail) * static_cast<double>(status.f_frsize);
+  if (free < static_cast<double>(bytes))
+    fail(io::ErrorKind::environment, path_.string(),
+         fmt::format("has {:.1f} MiB free, but the result takes {:.1f} MiB: free some space or give another --out",
+                     free / 0x1p20, static_cast<double>(bytes) / 0x1p20));
+}
+
+CompanionFiles::CompanionFiles(fs::path folder) : folder_(folder.empty() ? "." : std::move(folder)) {
+  for (const char* name : companions) {
+    std::error_code ignored;
+    if (fs::symlink_status(folder_ / name, ignored).type() == fs::file_type::not_found) continue;
+    files_.push_back({name, open_beneath(folder_, name)});
+  }
+}
+
+std::uint64_t CompanionFiles::bytes() const {
+  std::uint64_t sum = 0;
+  for (const Companion& each : files_) sum += file_size(each.file, folder_ / each.name);
+  return sum;
+}
+
+void CompanionFiles::copy_to(const fs::path& folder) const {
+  for (const Companion& each : files_) write_copy(folder / each.name, each.file, folder_ / each.name);
+}
+
+}  // namespace tierflow

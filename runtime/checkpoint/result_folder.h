@@ -1,0 +1,57 @@
+#pragma once
+// The folder that a command writes a model to: claimed before the work begins, filled at its end.
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "runtime/base/files.h"
+
+namespace tierflow {
+
+class ResultFolder {
+ public:
+  // Makes the folder and those above it, tries to write in it, and holds it: another process that wants it is refused
+  // (kind locked). Throws Exception (kind usage) where it holds anything but the unfinished files of a run that died.
+  explicit ResultFolder(std::filesystem::path path);
+  // Unless finish() ran, what a result consists of is removed, and then what the constructor made.
+  ~ResultFolder();
+  ResultFolder(const ResultFolder&) = delete;
+  ResultFolder& operator=(const ResultFolder&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  // Throws Exception (kind environment) where the drive has less room.
+  void check_space(std::uint64_t bytes) const;
+  // The result is whole and flushed: it stays.
+  void finish() { finished_ = true; }
+  // It is no result after all: it goes with this object.
+  void withdraw() { finished_ = false; }
+
+ private:
+  void claim();
+  void try_to_write() const;
+
+  const std::filesystem::path path_;
+  BorrowedFolder made_;
+  File held_;
+  bool finished_ = false;
+};
+
+// The files of a model folder that training does not change, the tokenizer's for the most part: opened when the run
+// begins, by the rules of open_beneath(), so that a missing right or a link out of the folder is known by then.
+class CompanionFiles {
+ public:
+  explicit CompanionFiles(std::filesystem::path folder);
+  std::uint64_t bytes() const;
+  // Each is flushed before it has its name.
+  void copy_to(const std::filesystem::path& folder) const;
+
+ private:
+  struct Companion {
+    std::string name;
+    File file;
+  };
+  const std::filesystem::path folder_;
+  std::vector<Companion> files_;
+};
+
+}  // namespace tierflow

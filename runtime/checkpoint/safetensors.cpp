@@ -1,0 +1,288 @@
+#include "runtime/checkpoint/safetensors.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <set>
+#include <system_error>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/strict_json.h"
+#include "runtime/checkpoint/safetensors_header.h"
+#include "runtime/spec/model_spec.h"
+
+namespace tierflow {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "safetensors and the state format are little-endian");
+
+constexpr std::size_t most_files = 4096;
+constexpr std::size_t piece_elements = 256 << 10;
+constexpr const char* single_name = "model.safetensors";
+constexpr const char* index_name = "model.safetensors.index.json";
+
+bool ends_with(std::string_view text, std::string_view suffix) {
+  return text.size() >= suffix.size() && text.substr(text.size() - suffix.size()) == suffix;
+}
+
+// What the folder holds in place of safetensors, for the error.
+[[noreturn]] void fail_without_model(const std::filesystem::path& folder) {
+  std::string pickle, gguf, other;
+  std::error_code error;
+  for (std::filesystem::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    if (ends_with(name, ".bin") || ends_with(name, ".pt") || ends_with(name, ".pth") || ends_with(name, ".ckpt"))
+      pickle = name;
+    if (ends_with(name, ".gguf")) gguf = name;
+    if (ends_with(name, ".safetensors")) other = name;
+  }
+  const std::string missing = fmt::format("holds neither {} nor {}", single_name, index_name);
+  if (!pickle.empty())
+    fail_input(folder.string(),
+               fmt::format("{}; {} looks like a pickle, which can run code when it is loaded and is never read here: "
+                           "convert it with transformers' save_pretrained(..., safe_serialization=True)",
+                           missing, printable(pickle)));
+  if (!gguf.empty())
+    fail_input(folder.string(),
+               fmt::format("{}; {} is a GGUF file: give the model it was made from", missing, printable(gguf)));
+  if (!other.empty())
+    fail_input(folder.string(), fmt::format("{}; {} is not named as transformers names it", missing, printable(other)));
+  fail_input(folder.string(), missing + ": not a Hugging Face model folder");
+}
+
+std::vector<HeaderEntry> read_header(const File& file, const std::filesystem::path& path, std::uint64_t& data_start) {
+  const std::string where = path.string();
+  const std::uint64_t size = file_size(file, path);
+  std::byte head[32] = {};
+  read_exactly(file, path, 0, std::span(head).first(std::min<std::uint64_t>(size, sizeof head)));
+  std::uint64_t length = 0;
+  std::memcpy(&length, head, sizeof length);
+  // A length may happen to begin as another format does.
+  if (size < 9 || length > size - 8 || head[8] != std::byte{'{'})
+    if (const std::string foreign = describe_foreign(head); !foreign.empty())
+      fail_input(where, fmt::format("is {}; only safetensors files are read", foreign));
+  if (size < 8) fail_input(where, fmt::format("is {} bytes long: not a safetensors file", size));
+  if (length == 0 || length > size - 8)
+    fail_input(where,
+               fmt::format("says that its header has {} bytes, in a file of {}: truncated, or not a safetensors file",
+                           length, size));
+  if (length > safetensors_header_limit)
+    fail_input(where, fmt::format("has a header of {} bytes; at most {} are read", length, safetensors_header_limit));
+  std::string json(length, '\0');
+  read_exactly(file, path, 8, std::as_writable_bytes(std::span(json.data(), json.size())));
+  data_start = 8 + length;
+  return parse_safetensors_header(json, size - data_start, where);
+}
+
+float from_bf16(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
+
+float from_f16(std::uint16_t bits) {
+  const std::uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
+  if (rest >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+  // Shifted into place, the exponent is 112 too low; the multiplication also normalises subnormals, exactly.
+  const float scaled = std::bit_cast<float>(rest << 13) * 0x1p112f;
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(scaled) | sign);
+}
+
+template <class Convert>
+void read_halves(const File& file, const std::filesystem::path& path, std::uint64_t offset, std::span<float> out,
+                 Convert convert) {
+  std::vector<std::uint16_t> scratch(std::min(out.size(), piece_elements));
+  while (!out.empty()) {
+    const std::size_t count = std::min(out.size(), piece_elements);
+    read_exactly(file, path, offset, std::as_writable_bytes(std::span(scratch).first(count)));
+    for (std::size_t i = 0; i < count; ++i) out[i] = convert(scratch[i]);
+    out = out.subspan(count);
+    offset += count * sizeof(std::uint16_t);
+  }
+}
+
+}  // namespace
+
+std::size_t dtype_size(Dtype dtype) {
+  return dtype == Dtype::f32 ? 4 : 2;
+}
+
+struct Checkpoint::Impl {
+  std::filesystem::path folder;
+  std::vector<std::filesystem::path> paths;
+  std::vector<File> files;
+  std::map<std::string, TensorEntry, std::less<>> tensors;
+  std::map<std::string, std::string, std::less<>> unreadable;  // name to dtype: integers, 8-bit floats, ...
+
+  // `wanted`: the tensors that the index places in this file; null takes all.
+  void add_file(const std::string& name, const std::set<std::string>* wanted) {
+    const int index = static_cast<int>(files.size());
+    paths.push_back(folder / name);
+    files.push_back(open_beneath(folder, name));
+    std::uint64_t data_start = 0;
+    std::size_t found = 0;
+    for (HeaderEntry& entry : read_header(files.back(), paths.back(), data_start)) {
+      if (wanted != nullptr && wanted->count(entry.name) == 0) continue;
+      ++found;
+      const bool known = entry.dtype == "F32" || entry.dtype == "BF16" || entry.dtype == "F16";
+      if (!known) {
+        unreadable.emplace(std::move(entry.name), std::move(entry.dtype));
+        continue;
+      }
+      const Dtype dtype = entry.dtype == "F32" ? Dtype::f32 : entry.dtype == "BF16" ? Dtype::bf16 : Dtype::f16;
+      tensors.emplace(std::move(entry.name), TensorEntry{.dtype = dtype,
+                                                         .shape = std::move(entry.shape),
+                                                         .file = index,
+                                                         .offset = data_start + entry.begin,
+                                                         .bytes = entry.end - entry.begin});
+    }
+    if (wanted == nullptr || found == wanted->size()) return;
+    for (const std::string& tensor : *wanted)
+      if (tensors.find(tensor) == tensors.end() && unreadable.find(tensor) == unreadable.end())
+        fail_input(paths.back().string(),
+                   fmt::format("lacks the tensor \"{}\", which {} places there", printable(tensor), index_name));
+  }
+
+  void add_index() {
+    const std::filesystem::path path = folder / index_name;
+    const Json root = parse_json(read_text(open_beneath(folder, index_name), path, 64 << 20), path.string());
+    const auto map = root.is_object() ? root.find("weight_map") : root.end();
+    if (map == root.end() || !map->is_object() || map->empty())
+      fail_input(path.string(), "has no weight_map from tensors to files");
+    std::map<std::string, std::set<std::string>> by_file;
+    for (const auto& [tensor, file] : map->items()) {
+      if (!file.is_string())
+        fail_input(path.string(), fmt::format("places the tensor \"{}\" in no file", printable(tensor)));
+      const auto& name = file.get_ref<const std::string&>();
+      if (name.find('/') != std::string::npos || name == "..")
+        fail_input(path.string(), fmt::format("places the tensor \"{}\" in \"{}\", outside the model's folder",
+                                              printable(tensor), printable(name)));
+      if (!ends_with(name, ".safetensors"))
+        fail_input(path.string(), fmt::format("places the tensor \"{}\" in \"{}\", which is not a .safetensors file",
+                                              printable(tensor), printable(name)));
+      by_file[name].insert(tensor);
+    }
+    if (by_file.size() > most_files)
+      fail_input(path.string(), fmt::format("names {} files, more than {}", by_file.size(), most_files));
+    for (const auto& [name, wanted] : by_file) add_file(name, &wanted);
+  }
+};
+
+Checkpoint::Checkpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Checkpoint::Checkpoint(Checkpoint&&) noexcept = default;
+Checkpoint& Checkpoint::operator=(Checkpoint&&) noexcept = default;
+Checkpoint::~Checkpoint() = default;
+
+Checkpoint Checkpoint::open(const std::filesystem::path& folder) {
+  std::error_code error;
+  if (!std::filesystem::is_directory(folder, error))
+    fail_input(folder.string(), std::filesystem::exists(folder, error)
+                                    ? "is not a folder; give the folder that holds config.json and the safetensors"
+                                    : "does not exist; give the folder of a Hugging Face model");
+  auto impl = std::make_unique<Impl>();
+  impl->folder = folder;
+  const auto present = [&](const char* name) {
+    return std::filesystem::exists(std::filesystem::symlink_status(folder / name, error));
+  };
+  if (present(single_name)) {
+    impl->add_file(single_name, nullptr);
+  } else if (present(index_name)) {
+    impl->add_index();
+  } else {
+    fail_without_model(folder);
+  }
+  return Checkpoint(std::move(impl));
+}
+
+const std::map<std::string, TensorEntry, std::less<>>& Checkpoint::tensors() const {
+  return impl_->tensors;
+}
+const std::vector<std::filesystem::path>& Checkpoint::files() const {
+  return impl_->paths;
+}
+
+const TensorEntry* Checkpoint::find(std::string_view name) const {
+  if (const auto exact = impl_->tensors.find(name); exact != impl_->tensors.end()) return &exact->second;
+  for (const std::string& alias : checkpoint_aliases(name))
+    if (const auto other = impl_->tensors.find(alias); other != impl_->tensors.end()) return &other->second;
+  return nullptr;
+}
+
+void Checkpoint::read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const {
+  const TensorEntry* entry = find(name);
+  if (entry == nullptr) {
+    const auto unread = impl_->unreadable.find(name);
+    fail_input(impl_->folder.string(), unread == impl_->unreadable.end()
+                                           ? fmt::format("has no tensor \"{}\"", printable(name))
+                                           : fmt::format("stores the tensor \"{}\" as {}; F32, BF16 and F16 are read",
+                                                         printable(name), unread->second));
+  }
+  const std::uint64_t size = dtype_size(entry->dtype), count = entry->bytes / size;
+  const auto& path = impl_->paths[static_cast<std::size_t>(entry->file)];
+  if (first > count || out.size() > count - first)
+    fail(io::ErrorKind::usage, path.string(),
+         fmt::format("elements {} to {} of the tensor \"{}\", which has {}", first, first + out.size(), printable(name),
+                     count));
+  const File& file = impl_->files[static_cast<std::size_t>(entry->file)];
+  const std::uint64_t offset = entry->offset + first * size;
+  if (entry->dtype == Dtype::f32) read_exactly(file, path, offset, std::as_writable_bytes(out));
+  if (entry->dtype == Dtype::bf16) read_halves(file, path, offset, out, from_bf16);
+  if (entry->dtype == Dtype::f16) read_halves(file, path, offset, out, from_f16);
+}
+
+void Checkpoint::read_f32(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) const {
+  read_f32(std::string_view(tensor.name), first + static_cast<std::uint64_t>(tensor.first_element()), out);
+}
+
+std::vector<std::string> checkpoint_aliases(std::string_view name) {
+  // Checkpoints saved from the bare model, without its language-modelling head, lack the first component; others have
+  // one more.
+  std::vector<std::string> aliases;
+  for (const std::string_view prefix : {"transformer.", "model."})
+    if (name.substr(0, prefix.size()) == prefix) aliases.emplace_back(name.substr(prefix.size()));
+  if (name.substr(0, 14) == "model.decoder.") {
+    aliases.emplace_back(name.substr(14));
+    aliases.emplace_back("model." + std::string(name));
+  }
+  return aliases;
+}
+
+void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint) {
+  constexpr int listed = 10;
+  std::vector<std::string> wrong;
+  const auto& unreadable = checkpoint.impl_->unreadable;
+  std::set<const TensorEntry*> used;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      if (tensor.first_row != 0) continue;  // looked at with its first tile
+      const std::vector<std::int64_t> shape = tensor.checkpoint_shape();
+      const TensorEntry* entry = checkpoint.find(tensor.name);
+      if (entry != nullptr) {
+        used.insert(entry);
+        if (entry->shape != shape)
+          wrong.push_back(fmt::format("{} has shape [{}], not [{}]", tensor.name, fmt::join(entry->shape, ", "),
+                                      fmt::join(shape, ", ")));
+      } else if (const auto unread = unreadable.find(tensor.name); unread != unreadable.end()) {
+        wrong.push_back(fmt::format("{} is stored as {}; F32, BF16 and F16 are read", tensor.name, unread->second));
+      } else {
+        wrong.push_back(tensor.name + " is missing");
+      }
+    }
+  // Tables that older versions of transformers saved, and the copy of a tied embedding, are no parameters.
+  const auto harmless = [&](std::string_view name) {
+    return ends_with(name, "rotary_emb.inv_freq") || ends_with(name, ".attn.bias") ||
+           ends_with(name, ".attn.masked_bias") ||
+           ((name == "lm_head.weight" || name == "model.lm_head.weight") && spec.config.tie_word_embeddings);
+  };
+  for (const auto& [name, entry] : checkpoint.tensors())
+    if (used.count(&entry) == 0 && !harmless(name))
+      wrong.push_back(printable(name) + " is not a parameter of the model");
+  if (wrong.empty()) return;
+  std::string text;
+  for (std::size_t i = 0; i < std::min<std::size_t>(wrong.size(), listed); ++i) text += (i == 0 ? "" : "; ") + wrong[i];
+  if (wrong.size() > listed) text += fmt::format("; and {} more", wrong.size() - listed);
+  fail_input(checkpoint.impl_->folder.string(), "does not fit its config.json: " + text);
+}
+
+}  // namespace tierflow

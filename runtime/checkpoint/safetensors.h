@@ -1,0 +1,90 @@
+#pragma once
+// FRONT DOOR of checkpoint. Reading and writing safetensors, single file or sharded with model.safetensors.index.json.
+// Headers are checked before anything is allocated (length, offsets contiguous and inside the file, size = shape x
+// dtype in checked arithmetic, no duplicate); data moves by pread in the caller's pieces, never mapped. Pickles and
+// other formats are refused by name and by magic with what to do instead.
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tierflow {
+
+enum class Dtype : std::uint8_t { f32, bf16, f16 };
+std::size_t dtype_size(Dtype dtype);
+
+struct TensorEntry {
+  Dtype dtype = Dtype::bf16;
+  std::vector<std::int64_t> shape;
+  int file = 0;              // index into Checkpoint::files()
+  std::uint64_t offset = 0;  // of its first byte in that file
+  std::uint64_t bytes = 0;
+};
+
+struct ModelSpec;
+struct TensorSpec;
+
+// The tensors of an HF model folder. Tensors of other types than Dtype's (integers, 8-bit floats) are not listed.
+class Checkpoint {
+ public:
+  // Throws Exception (kind input) naming file and tensor.
+  static Checkpoint open(const std::filesystem::path& folder);
+  Checkpoint(Checkpoint&&) noexcept;
+  Checkpoint& operator=(Checkpoint&&) noexcept;
+  ~Checkpoint();
+
+  const std::map<std::string, TensorEntry, std::less<>>& tensors() const;
+  const std::vector<std::filesystem::path>& files() const;
+  // The tensor of that name, or of one of its aliases (checkpoint_aliases); null where there is none.
+  const TensorEntry* find(std::string_view name) const;
+  // Elements [first, first + out.size()) of a tensor, converted exactly to fp32. Looks up as find() does. Any thread
+  // may call it.
+  void read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const;
+  // The same of a tensor that may be a tile: elements count from its first row.
+  void read_f32(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) const;
+
+ private:
+  struct Impl;
+  explicit Checkpoint(std::unique_ptr<Impl> impl);
+  friend void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint);
+  std::unique_ptr<Impl> impl_;
+};
+
+// Other names under which older checkpoints store the tensor that transformers now saves as `name`, most likely first.
+std::vector<std::string> checkpoint_aliases(std::string_view name);
+
+// Throws Exception (kind input) listing up to ten tensors that are missing, superfluous, or of the wrong shape or type.
+void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint);
+
+// model.safetensors, model-00001-of-00003.safetensors, and the index of such.
+bool is_weights_name(const std::string& name);
+
+struct TensorHeader {
+  std::string name;
+  Dtype dtype = Dtype::bf16;
+  std::vector<std::int64_t> shape;
+};
+
+// Writes tensors in the order given at construction, streamed: shards of at most shard_bytes, named as transformers
+// names them, every file under a temporary name until finish() flushes and renames it; the index comes after the
+// shards, and config.json, where finish() is given one, when all else is durable. Unless finish() came to its end
+// nothing is left, of a folder that held no model before.
+class CheckpointWriter {
+ public:
+  CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors,
+                   std::uint64_t shard_bytes = std::uint64_t{5} << 30);
+  ~CheckpointWriter();
+  // The next bytes of the current tensor; tensors follow one another in order.
+  void write(std::span<const std::byte> bytes);
+  void finish(std::string_view config_json = {});
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tierflow

@@ -1,0 +1,249 @@
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <set>
+#include <system_error>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/machine.h"
+#include "runtime/base/strict_json.h"
+#include "runtime/checkpoint/safetensors.h"
+
+namespace tierflow {
+namespace {
+
+constexpr const char* index_name = "model.safetensors.index.json";
+constexpr const char* config_name = "config.json";
+// Written pages are pushed out and dropped in windows of this size, so that an export does not fill the page cache.
+constexpr std::uint64_t window = 64 << 20;
+
+const char* dtype_name(Dtype dtype) {
+  return dtype == Dtype::f32 ? "F32" : dtype == Dtype::bf16 ? "BF16" : "F16";
+}
+
+std::uint64_t bytes_of(const TensorHeader& tensor, const std::string& where) {
+  std::uint64_t bytes = dtype_size(tensor.dtype);
+  for (const std::int64_t size : tensor.shape)
+    if (size < 0 || __builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes))
+      fail(io::ErrorKind::usage, where,
+           fmt::format("the tensor \"{}\" has an impossible shape", printable(tensor.name)));
+  return bytes;
+}
+
+bool is_shard_name(std::string name) {
+  std::replace_if(
+      name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c) != 0; }, '#');
+  return name == "model.safetensors" || name == "model-#####-of-#####.safetensors";
+}
+
+struct Shard {
+  std::size_t first = 0, last = 0;  // tensors [first, last)
+  std::uint64_t bytes = 0;
+  std::string name;
+};
+
+}  // namespace
+
+bool is_weights_name(const std::string& name) {
+  return name == index_name || is_shard_name(name);
+}
+
+struct CheckpointWriter::Impl {
+  std::filesystem::path folder;
+  std::vector<TensorHeader> tensors;
+  std::vector<std::uint64_t> sizes;
+  std::vector<Shard> shards;
+  std::uint64_t total = 0;
+  std::size_t shard = 0, tensor = 0;
+  std::uint64_t in_tensor = 0, in_file = 0, pushed = 0;
+  File file;
+  std::set<std::filesystem::path> temporaries, in_place;
+  bool made_folder = false, replaces = false, finished = false;
+
+  ~Impl() {
+    file = File();
+    for (const auto& path : temporaries) unlink(path.c_str());
+    if (!finished && !replaces)
+      for (const auto& path : in_place) unlink(path.c_str());
+    if (made_folder && !finished) rmdir(folder.c_str());
+  }
+
+  std::filesystem::path temporary(std::size_t index) const { return folder / (shards[index].name + ".partial"); }
+
+  void divide(std::uint64_t shard_bytes) {
+    std::set<std::string_view> names;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      if (!names.insert(tensors[i].name).second)
+        fail(io::ErrorKind::usage, folder.string(), "the tensor " + tensors[i].name + " is to be written twice");
+      sizes.push_back(bytes_of(tensors[i], folder.string()));
+      if (__builtin_add_overflow(total, sizes[i], &total))
+        fail(io::ErrorKind::usage, folder.string(), "the tensors' size overflows");
+      if (shards.empty() ||
+          (shards.back().bytes != 0 && sizes[i] > shard_bytes - std::min(shard_bytes, shards.back().bytes)))
+        shards.push_back({.first = i, .last = i});
+      shards.back().last = i + 1;
+      shards.back().bytes += sizes[i];
+    }
+    if (shards.empty()) shards.push_back({});
+    for (std::size_t i = 0; i < shards.size(); ++i)
+      shards[i].name = shards.size() == 1 ? "model.safetensors"
+                                          : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size());
+  }
+
+  void check_space() const {
+    struct statvfs status {};
+    if (statvfs(folder.c_str(), &status) != 0) fail_system("stat", folder.string(), errno);
+    const double free = static_cast<double>(status.f_bavail) * static_cast<double>(status.f_frsize);
+    if (free < static_cast<double>(total))
+      fail(io::ErrorKind::environment, folder.string(),
+           fmt::format("has {} free, but the model takes {}: free some space or give another folder",
+                       human_bytes(static_cast<std::uint64_t>(free)), human_bytes(total)));
+  }
+
+  void open_shard() {
+    const Shard& current = shards[shard];
+    const auto path = temporary(shard);
+    file = File(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0644));
+    if (!file) fail_system("create", path.string(), errno);
+    temporaries.insert(path);
+    Json header;
+    header["__metadata__"]["format"] = "pt";
+    std::uint64_t offset = 0;
+    for (std::size_t i = current.first; i < current.last; ++i) {
+      header[tensors[i].name] = {{"dtype", dtype_name(tensors[i].dtype)},
+                                 {"shape", tensors[i].shape},
+                                 {"data_offsets", {offset, offset + sizes[i]}}};
+      offset += sizes[i];
+    }
+    std::string text = header.dump();
+    text.append((8 - text.size() % 8) % 8, ' ');
+    const std::uint64_t length = text.size();
+    text.insert(0, reinterpret_cast<const char*>(&length), sizeof length);
+    write_exactly(file, path, std::as_bytes(std::span(text.data(), text.size())));
+    in_file = text.size();
+    pushed = 0;
+  }
+
+  void push_out() {
+    if (in_file - pushed < 2 * window) return;
+    // Waits for the window before the newest one, which is on its way to the drive.
+    sync_file_range(file.fd(), static_cast<off64_t>(pushed + window), static_cast<off64_t>(window),
+                    SYNC_FILE_RANGE_WRITE);
+    sync_file_range(file.fd(), static_cast<off64_t>(pushed), static_cast<off64_t>(window),
+                    SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+    posix_fadvise(file.fd(), static_cast<off_t>(pushed), static_cast<off_t>(window), POSIX_FADV_DONTNEED);
+    pushed += window;
+  }
+
+  void close_shard() {
+    const auto path = temporary(shard);
+    if (fsync(file.fd()) != 0) fail_system("flush", path.string(), errno);
+    posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED);
+    file = File();
+    ++shard;
+  }
+
+  // Goes past what needs no more bytes: full tensors, empty tensors, full shards.
+  void settle() {
+    while (shard < shards.size()) {
+      if (!file) open_shard();
+      while (tensor < shards[shard].last && in_tensor == sizes[tensor]) {
+        ++tensor;
+        in_tensor = 0;
+      }
+      if (tensor < shards[shard].last) return;
+      close_shard();
+    }
+  }
+
+  void put_in_place() {
+    std::set<std::string> ours;
+    // Without the index, a reader that comes in between finds no model rather than a mixture of two.
+    unlink((folder / index_name).c_str());
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      const auto path = folder / shards[i].name;
+      if (rename(temporary(i).c_str(), path.c_str()) != 0) fail_system("rename", path.string(), errno);
+      temporaries.erase(temporary(i));
+      in_place.insert(path);
+      ours.insert(shards[i].name);
+    }
+    std::vector<std::filesystem::path> stale;
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+      const std::string name = entry.path().filename().string();
+      if (ours.count(name) == 0 && is_shard_name(name)) stale.push_back(entry.path());
+    }
+    for (const auto& path : stale) unlink(path.c_str());
+  }
+
+  bool holds_weights() const {
+    std::error_code ignored;
+    for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
+      if (is_weights_name(entry.path().filename().string())) return true;
+    return false;
+  }
+
+  void write_index() {
+    Json index;
+    index["metadata"]["total_size"] = total;
+    Json& map = index["weight_map"] = Json::object();
+    for (const Shard& current : shards)
+      for (std::size_t i = current.first; i < current.last; ++i) map[tensors[i].name] = current.name;
+    in_place.insert(folder / index_name);
+    write_text(folder / index_name, index.dump(2) + "\n");
+  }
+};
+
+CheckpointWriter::CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors,
+                                   std::uint64_t shard_bytes)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->folder = std::move(folder);
+  impl_->tensors = std::move(tensors);
+  impl_->divide(shard_bytes);
+  std::error_code ignored;
+  impl_->made_folder = !std::filesystem::exists(impl_->folder, ignored);
+  make_folder(impl_->folder);
+  impl_->replaces = impl_->holds_weights();
+  impl_->check_space();
+  impl_->settle();
+}
+
+CheckpointWriter::~CheckpointWriter() = default;
+
+void CheckpointWriter::write(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    if (impl_->shard == impl_->shards.size())
+      fail(io::ErrorKind::usage, impl_->folder.string(), "more bytes were written than the tensors have");
+    const std::uint64_t room = impl_->sizes[impl_->tensor] - impl_->in_tensor;
+    const auto piece = bytes.first(std::min<std::uint64_t>({bytes.size(), room, window}));
+    write_exactly(impl_->file, impl_->temporary(impl_->shard), piece);
+    impl_->in_tensor += piece.size();
+    impl_->in_file += piece.size();
+    impl_->push_out();
+    impl_->settle();
+    bytes = bytes.subspan(piece.size());
+  }
+}
+
+void CheckpointWriter::finish(std::string_view config_json) {
+  if (impl_->shard != impl_->shards.size())
+    fail(io::ErrorKind::usage, impl_->folder.string(),
+         "the tensor " + impl_->tensors[impl_->tensor].name + " was not written to its end");
+  impl_->put_in_place();
+  if (impl_->shards.size() > 1) impl_->write_index();
+  sync_folder(impl_->folder);  // what says that the model is whole comes when everything else is durable
+  if (!config_json.empty()) {
+    write_text(impl_->folder / config_name, config_json);
+    sync_folder(impl_->folder);
+  }
+  impl_->finished = true;
+}
+
+}  // namespace tierflow

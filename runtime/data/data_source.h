@@ -1,0 +1,51 @@
+#pragma once
+// The files of a dataset, and what is in them: documents of text or spans of tokens.
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "io/error.h"
+#include "runtime/data/data.h"
+
+namespace tierflow {
+
+enum class SourceKind : std::uint8_t { text, jsonl, npy, bin };
+
+struct Source {
+  std::filesystem::path path;
+  SourceKind kind = SourceKind::text;
+};
+
+// The files of `paths` in the order given, folders walked in the order of their names. Inside a folder, hidden files,
+// symbolic links and files of other kinds are passed over; a file named itself must be of a known kind.
+std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths);
+
+// Takes what the files hold, in order.
+class DocumentSink {
+ public:
+  virtual ~DocumentSink() = default;
+  // A document: any number of text() calls with valid UTF-8 between them, then end_document(). `where` is the file, and
+  // the line where there are lines.
+  virtual void begin_document(const std::string& where) = 0;
+  virtual void text(std::string_view piece) = 0;
+  virtual void end_document() = 0;
+  virtual void tokens(const std::string& where, std::span<const std::uint32_t> ids) = 0;
+  // A record was passed over (skip_bad_records), because of this.
+  virtual void skip(const io::Error& why) = 0;
+};
+
+// A text file is UTF-8 without zero bytes, checked whole before any of it is given on; a byte-order mark is not part of
+// its text.
+void read_source(const Source& source, const DataOptions& options, DocumentSink& sink);
+
+// Token files: a one-dimensional array of integers, or raw little-endian words of `width` bytes.
+void read_npy(const std::filesystem::path& path, DocumentSink& sink);
+void read_bin(const std::filesystem::path& path, int width, DocumentSink& sink);
+
+// Bytes of one stored token: 2 where every id of the vocabulary fits, else 4.
+int token_width(std::int64_t vocab_size);
+
+}  // namespace tierflow

@@ -1,0 +1,41 @@
+#pragma once
+// FRONT DOOR of device. torch's allocator under a cap: what makes the device budget hard. On the CPU device it is an
+// allocator of ours, exact; on CUDA torch's caching allocator, told its share of the card.
+#include <c10/core/Device.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tierflow {
+
+struct DeviceMemoryStats {
+  std::uint64_t used = 0;       // by live tensors
+  std::uint64_t held = 0;       // used and kept for reuse: what counts against the cap
+  std::uint64_t peak_used = 0;  // since reset_peak()
+  std::uint64_t peak_held = 0;
+};
+
+class DeviceMemory {
+ public:
+  // Installs the allocator for all CPU tensors made from now on; once a process, before torch is used. Large blocks are
+  // kept for reuse inside the cap and given back to the system before an allocation is refused with
+  // c10::OutOfMemoryError.
+  static DeviceMemory& install();
+  // CUDA's. Loads torch's CUDA library; an Exception of kind environment where that cannot be.
+  static DeviceMemory& cuda();
+
+  virtual ~DeviceMemory() = default;
+  virtual void set_cap(std::uint64_t bytes) = 0;
+  virtual void release_kept() = 0;
+  virtual void reset_peak() = 0;
+  virtual DeviceMemoryStats stats() const = 0;
+  // Bytes of the device that its use takes beside tensors: context, kernels, handles of libraries. Measured once; 0 on
+  // the CPU, and where the driver's library does not tell.
+  virtual std::uint64_t fixed() const { return 0; }
+};
+
+// Throws Exception where the calling thread computes on another stream of the card than torch's default one: what waits
+// for weights and takes gradients waits for that one alone.
+void expect_default_stream(c10::Device device);
+
+}  // namespace tierflow

@@ -1,0 +1,122 @@
+#include "runtime/models/layered_model.h"
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "runtime/base/exception.h"
+#include "runtime/models/gpt2.h"
+#include "runtime/models/llama.h"
+#include "runtime/models/opt.h"
+
+namespace tierflow {
+namespace {
+
+// Moves a leaf's gradient into its fp32 sum the moment it is complete.
+struct AddAndRelease final : torch::autograd::PostAccumulateGradHook {
+  explicit AddAndRelease(torch::Tensor sum) : sum_(std::move(sum)) {}
+  void operator()(const torch::Tensor& leaf) override {
+    const torch::NoGradGuard no_grad;
+    add_rows(leaf.grad());
+    leaf.mutable_grad().reset();
+  }
+
+ private:
+  // In slices: torch would widen a gradient whole before it adds it.
+  void add_rows(const torch::Tensor& gradient) {
+    constexpr std::int64_t kSlice = 1 << 22;  // elements
+    if (gradient.numel() <= kSlice) {
+      sum_.add_(gradient);
+      return;
+    }
+    const std::int64_t rows = gradient.size(0), slice = std::max<std::int64_t>(1, kSlice / (gradient.numel() / rows));
+    for (std::int64_t row = 0; row < rows; row += slice) {
+      const std::int64_t count = std::min(slice, rows - row);
+      sum_.narrow(0, row, count).add_(gradient.narrow(0, row, count));
+    }
+  }
+
+  torch::Tensor sum_;
+};
+
+}  // namespace
+
+std::int64_t MicroBatch::target_tokens() const {
+  return labels.ge(0).sum().item<std::int64_t>();
+}
+
+Carry LayeredModel::backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                             const Shared& shared, const Carry& d_out) const {
+  Weights leaves;
+  for (const torch::Tensor& weight : weights) leaves.push_back(weight.detach());
+  return differentiate(leaves, gradients, carry, d_out,
+                       [&](const Carry& inputs) { return forward(stage, leaves, inputs, shared, /*training=*/true); });
+}
+
+namespace {
+[[noreturn]] void cannot_keep(int stage) {
+  throw std::logic_error("stage " + std::to_string(stage) + " of the model keeps no activations");
+}
+}  // namespace
+
+std::unique_ptr<KeptActivations> LayeredModel::forward_keeping(int stage, const Weights&, Carry&, const Shared&) const {
+  cannot_keep(stage);
+}
+Carry LayeredModel::backward_kept(int stage, const Weights&, const Gradients&, const Carry&, const Shared&,
+                                  const Carry&, std::unique_ptr<KeptActivations>) const {
+  cannot_keep(stage);
+}
+std::unique_ptr<KeptActivations> LayeredModel::restore(int stage, const Weights&, const Carry&, const Shared&,
+                                                       std::vector<torch::Tensor>) const {
+  cannot_keep(stage);
+}
+
+Carry LayeredModel::differentiate(const Weights& leaves, const Gradients& gradients, const Carry& carry,
+                                  const Carry& d_out, const std::function<Carry(const Carry&)>& forward) {
+  const torch::AutoGradMode grad(true);
+  for (std::size_t i = 0; i < leaves.size(); ++i) {
+    leaves[i].requires_grad_(gradients.at(i).defined());
+    if (gradients[i].defined())
+      torch::autograd::impl::set_post_acc_grad_hooks(leaves[i], std::make_unique<AddAndRelease>(gradients[i]));
+  }
+  Carry inputs;
+  for (const torch::Tensor& part : carry) {
+    inputs.push_back(part.detach());
+    if (part.is_floating_point()) inputs.back().requires_grad_();
+  }
+  {
+    const Carry out = forward(inputs);
+    std::vector<torch::Tensor> roots, d_roots;
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      if (i >= d_out.size() || !d_out[i].defined() || !out[i].requires_grad()) continue;
+      roots.push_back(out[i]);
+      d_roots.push_back(d_out[i]);
+    }
+    if (!roots.empty()) torch::autograd::backward(roots, d_roots);
+  }
+  Carry d_carry;
+  for (const torch::Tensor& part : inputs) {
+    if (!part.requires_grad()) {
+      d_carry.emplace_back();
+    } else {
+      d_carry.push_back(part.grad().defined() ? part.grad() : torch::zeros_like(part));
+    }
+  }
+  return d_carry;
+}
+
+std::unique_ptr<LayeredModel> make_model(ModelSpec spec) {
+  switch (spec.config.family) {
+    case Family::llama:
+      return models::make_llama(std::move(spec));
+    case Family::gpt2:
+      return models::make_gpt2(std::move(spec));
+    case Family::opt:
+      return models::make_opt(std::move(spec));
+  }
+  throw Exception(io::ErrorKind::input, "no model for architecture '" + spec.config.architecture + "'");
+}
+
+}  // namespace tierflow

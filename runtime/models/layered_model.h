@@ -1,0 +1,100 @@
+#pragma once
+// FRONT DOOR of models. A model as the session drives it: stages that turn a carry into a carry, given the weights of
+// their units. The session binds the weights (views of a device slot that is reused for layer after layer), so nothing
+// here may keep a weight, or a graph that saved one, beyond the call.
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "runtime/spec/model_spec.h"
+
+namespace tierflow {
+
+// What flows from layer to layer; element 0 is the hidden states [micro-batch, sequence, hidden], bf16.
+using Carry = std::vector<torch::Tensor>;
+// Weights of a stage: the tensors of its units in UnitSpec order, unit after unit; bf16 in the model, in the
+// checkpoint's shapes.
+using Weights = std::vector<torch::Tensor>;
+// fp32 accumulators, one beside each weight, the same shapes.
+using Gradients = std::vector<torch::Tensor>;
+
+struct MicroBatch {
+  torch::Tensor ids;  // [micro-batch, sequence] int64
+  torch::Tensor
+      labels;  // the same shape: the token that each position predicts (already shifted), -100 where none counts
+  std::int64_t target_tokens() const;  // labels that count
+};
+
+// What several layers read, the same for every layer of one micro-batch.
+struct Shared {
+  torch::Tensor ids, labels;
+  std::vector<torch::Tensor> tables;  // rotary cos and sin, positions, masks: the model's own
+};
+
+struct HeadResult {
+  double loss_sum = 0;  // over the tokens that count, natural log, summed in double
+  Carry d_carry;        // gradient of loss_sum * scale
+};
+
+// What a forward leaves on the device so that its backward need not compute it again. No weight is in it.
+class KeptActivations {
+ public:
+  virtual ~KeptActivations() = default;
+  // Tensors from which the model restores the rest without a matrix product: what is worth moving where the device has
+  // no room. As many of the same shapes for each call of one stage with carries of one shape.
+  virtual std::vector<torch::Tensor> essentials() const = 0;
+};
+
+class LayeredModel {
+ public:
+  virtual ~LayeredModel() = default;
+  virtual const ModelSpec& spec() const = 0;
+  // Tables are computed on `device`.
+  virtual Shared share(const MicroBatch& batch, torch::Device device) const = 0;
+
+  // Embedding (the carry is empty) and blocks. Differentiable where autograd is on. `training` turns dropout on; random
+  // numbers come from torch's default generator, which the session seeds by (seed, step, micro-batch, stage) before
+  // each call, recomputation included.
+  virtual Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
+                        bool training) const = 0;
+
+  // Adds the gradient of every weight to `gradients` and returns the gradient of `carry` (empty for the embedding).
+  // Default: recompute with autograd on from `carry`, differentiate, release each bf16 gradient as soon as it is added.
+  virtual Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                         const Shared& shared, const Carry& d_out) const;
+
+  // For stages that can keep their activations: forward(), in training, with the same carry bit for bit, and
+  // backward() without the recomputation, with the same gradients bit for bit.
+  virtual bool can_keep(int /*stage*/) const { return false; }
+  virtual std::unique_ptr<KeptActivations> forward_keeping(int stage, const Weights& weights, Carry& carry,
+                                                           const Shared& shared) const;
+  virtual Carry backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                              const Shared& shared, const Carry& d_out, std::unique_ptr<KeptActivations> kept) const;
+  // What forward_keeping() made from `carry`, bit for bit, of its essentials, whose memory it goes on to use.
+  virtual std::unique_ptr<KeptActivations> restore(int stage, const Weights& weights, const Carry& carry,
+                                                   const Shared& shared, std::vector<torch::Tensor> essentials) const;
+
+  // Whether forward() draws from torch's default generator when training.
+  virtual bool draws_random_numbers() const { return true; }
+
+  // The head: final norm, logits and cross-entropy, in chunks whose size comes from shapes alone, so that the logits
+  // never exist whole.
+  virtual double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const = 0;
+  virtual HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
+                                            const Shared& shared, double scale) const = 0;
+
+ protected:
+  // What backward() does: runs `forward` on a copy of `carry` with autograd on, differentiates towards `leaves` and the
+  // carry, and moves each leaf's gradient into its sum as soon as it is complete. Leaves without a defined gradient are
+  // constants.
+  static Carry differentiate(const Weights& leaves, const Gradients& gradients, const Carry& carry, const Carry& d_out,
+                             const std::function<Carry(const Carry&)>& forward);
+};
+
+// The model of a specification: one of the families of model_spec.h.
+std::unique_ptr<LayeredModel> make_model(ModelSpec spec);
+
+}  // namespace tierflow

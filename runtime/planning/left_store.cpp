@@ -1,0 +1,105 @@
+#include "runtime/planning/left_store.h"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <ctime>
+#include <nlohmann/json.hpp>
+
+#include "io/discard.h"
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "swap/store.h"
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+io::VolumeOptions volume_of(const Folders& storage) {
+  return {.directories = storage, .allow_buffered = true, .allow_any_filesystem = true};
+}
+
+fs::path note_in(const fs::path& folder) {
+  return folder / "state.tfv.owner";
+}
+
+std::string local_time(std::time_t when) {
+  std::array<char, 32> text{};
+  struct tm parts {};
+  localtime_r(&when, &parts);
+  return {text.data(), std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S", &parts)};
+}
+
+// "process 12 on HOST, which began at TIME; last written at TIME"
+std::string whose(const fs::path& folder, const fs::path& state) {
+  std::string text = "an earlier run";
+  try {
+    const json note = json::parse(read_text(note_in(folder), 1 << 16), nullptr, false);
+    if (note.is_object())
+      text = fmt::format("process {} on {}, which began at {}", note.value("pid", 0), printable(note.value("host", "")),
+                         local_time(note.value("began", std::time_t{0})));
+  } catch (const std::exception&) {  // no note, or not one of ours: the file's time is what is known
+  }
+  struct stat status {};
+  if (stat(state.c_str(), &status) == 0) text += "; last written at " + local_time(status.st_mtime);
+  return text;
+}
+
+}  // namespace
+
+std::string export_command(const Folders& storage) {
+  std::string text = "`tierflow export --storage ";
+  for (std::size_t i = 0; i < storage.size(); ++i) {
+    if (i > 0) text += ',';
+    text += storage[i].string();
+  }
+  return text + " --out FOLDER`";
+}
+
+void refuse_left_store(const Folders& storage) {
+  for (const fs::path& folder : storage) {
+    const fs::path state = folder / (io::VolumeOptions{}.name + ".tfv");
+    std::error_code ignored;
+    if (!fs::exists(fs::symlink_status(state, ignored))) continue;
+    auto contents = swap::Store::inspect(volume_of(storage));
+    const io::Error why = contents.ok() ? io::Error{} : contents.error();
+    if (why.kind == io::ErrorKind::locked) throw Exception(why);
+    std::string what;
+    if (contents.ok()) {
+      const json progress = json::parse(contents->progress, nullptr, false);
+      what = fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
+                         progress.is_object() ? progress.value("step", std::int64_t{0}) : 0,
+                         whose(storage.front(), state), export_command(storage));
+    } else {
+      what = fmt::format(
+          "is what {} left when it ended before its time, and nothing can be got out of it ({}): --fresh discards it",
+          whose(storage.front(), state), why.detail.empty() ? why.message() : why.detail);
+    }
+    fail(io::ErrorKind::environment, state.string(), what + "; or name another folder as --storage");
+  }
+}
+
+void discard_store(const Folders& storage) {
+  throw_if(io::discard(volume_of(storage)));
+  remove_note(storage);
+}
+
+void leave_note(const Folders& storage) {
+  std::string host(256, '\0');
+  if (gethostname(host.data(), host.size() - 1) != 0) host.clear();
+  const json note{{"pid", getpid()}, {"host", host.c_str()}, {"began", std::time(nullptr)}};
+  try {
+    write_text(note_in(storage.front()), note.dump() + "\n");
+  } catch (const Exception&) {  // the store itself is what counts
+  }
+}
+
+void remove_note(const Folders& storage) {
+  unlink(note_in(storage.front()).c_str());
+}
+
+}  // namespace tierflow

@@ -1,0 +1,133 @@
+#include "runtime/planning/prediction.h"
+
+#include <algorithm>
+
+#include "runtime/base/exception.h"
+#include "swap/planner.h"
+
+namespace tierflow {
+
+swap::Rates rates_of(const ModelSpec& spec, const Profile& profile) {
+  return {.machine = profile.machine.rates,
+          .update = profile.machine.update,
+          .device_update = profile.machine.device_update,
+          .stages = profile.model.seconds(spec)};
+}
+
+Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps) {
+  swap::Planner planner(*plan.layout, plan.arrangement);
+  swap::Simulator simulator(*plan.layout, plan.arrangement.deferred, rates);
+  Prediction prediction;
+  bool pending = false;
+  for (int step = 0; step < steps; ++step) {
+    const double begin = simulator.now();
+    swap::Plan tasks = planner.train_step(pending);
+    if (step + 1 == steps)
+      for (const swap::Task& task : tasks.tasks) prediction.bytes[static_cast<int>(task.lane)] += task.bytes;
+    simulator.append(std::move(tasks));
+    simulator.finish_updates();
+    pending = plan.defers();
+    prediction.step_seconds = simulator.now() - begin;
+    std::vector<swap::TaskRecord> records = simulator.take_records();
+    prediction.records.insert(prediction.records.end(), records.begin(), records.end());
+    if (step + 1 < steps) continue;
+    for (swap::TaskRecord& record : records)
+      record.begin = std::max(record.begin, begin);  // the step before left writes
+    prediction.step = swap::summarise(records);
+  }
+  return prediction;
+}
+
+namespace {
+
+// Tries settings of `options` one after the other and leaves it with the fastest.
+class Search {
+  SessionOptions& options_;
+  const ModelSpec& spec_;
+  const ComputeNeeds needs_;
+  const swap::Rates rates_;
+
+ public:
+  Search(const ModelSpec& spec, SessionOptions& options, const Profile& profile)
+      : options_(options),
+        spec_(spec),
+        needs_(profile.model.needs(spec)),
+        rates_(rates_of(spec, profile)),
+        plan(plan_session(spec, options, needs_)),
+        prediction(predict(plan, rates_)) {}
+
+  // Sets what `settings` does where the step is then shorter than `worthwhile` of the shortest so far.
+  template <class Settings>
+  void attempt(double worthwhile, Settings settings) {
+    const SessionOptions before = options_;
+    settings(options_);
+    try {
+      SessionPlan tried = plan_session(spec_, options_, needs_);
+      Prediction of_tried = predict(tried, rates_);
+      if (of_tried.step_seconds < worthwhile * prediction.step_seconds) {
+        plan = std::move(tried);
+        prediction = std::move(of_tried);
+        return;
+      }
+    } catch (const Exception&) {
+      // It takes more memory than there is.
+    }
+    options_ = before;
+  }
+
+  SessionPlan plan;
+  Prediction prediction;
+};
+
+void choose_swaps(const SessionOptions& options, Search& search) {
+  constexpr int kShares = 4;
+  constexpr double kWorthwhile = 0.99;
+  const swap::Arrangement& at = search.plan.arrangement;
+  const int items = at.items();
+  int computed_again = 0;
+  for (int item = 0; item < items; ++item)
+    if (at.activations[item] == swap::Activations::recompute && at.swapped_bytes[item / at.micro_batches] != 0)
+      ++computed_again;
+  if (computed_again == 0) return;
+  // The last share is all there are: the slots take memory in which activations were kept.
+  const auto share = [&](int of) { return of == kShares ? items : computed_again * of / kShares; };
+  for (int of = 1; of <= kShares; ++of)
+    search.attempt(kWorthwhile, [&](SessionOptions& tried) { tried.swap_to_host = share(of); });
+  for (int of = 1; of <= kShares && !options.storage.empty(); ++of)
+    search.attempt(kWorthwhile, [&](SessionOptions& tried) { tried.swap_to_storage = share(of); });
+}
+
+void choose_updates(const SessionOptions& options, const Profile& profile, Search& search) {
+  constexpr double kWorthwhile = 0.98;
+  const double computing = search.prediction.step.busy_seconds[static_cast<int>(swap::Lane::compute)];
+  if (computing > kWorthwhile * search.prediction.step_seconds) return;
+  const std::vector<double> deferred = options.clip ? std::vector{0.0} : std::vector{0.0, 0.25, 0.5, 0.75, 1.0},
+                            on_device =
+                                profile.machine.device_update.empty() ? std::vector{0.0} : std::vector{0.0, 0.5, 1.0};
+  for (const double device_share : on_device)
+    for (const double deferred_share : deferred) {
+      if (device_share == 0 && deferred_share == 0) continue;
+      search.attempt(kWorthwhile, [&](SessionOptions& tried) {
+        tried.deferred_share = deferred_share;
+        tried.device_update_share = device_share;
+      });
+    }
+}
+
+}  // namespace
+
+Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const Profile& profile) {
+  options.swap_to_host = options.swap_to_storage = 0;
+  options.deferred_share = options.device_update_share = 0;
+  Search search(spec, options, profile);
+  const double without_swaps = search.prediction.step_seconds;
+  choose_swaps(options, search);
+  const double plain_updates = search.prediction.step_seconds;
+  choose_updates(options, profile, search);
+  return {.plan = std::move(search.plan),
+          .prediction = std::move(search.prediction),
+          .step_seconds_without_swaps = without_swaps,
+          .step_seconds_plain_updates = plain_updates};
+}
+
+}  // namespace tierflow

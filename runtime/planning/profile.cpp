@@ -1,0 +1,346 @@
+#include "runtime/planning/profile.h"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <set>
+#include <thread>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/strict_json.h"
+#include "runtime/spec/stage_class.h"
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kVersion = 4;
+constexpr std::uint64_t kLargestFile = 4 << 20;
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 60;
+constexpr double kMostSeconds = 1e6, kFastest = 1e18;
+constexpr double kSteadySpread = 0.15, kSteadyLoad = 0.15;  // the latter of all cores
+
+fs::path default_folder() {
+  if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache != nullptr && cache[0] == '/')
+    return fs::path(cache) / "tierflow";
+  if (const char* home = std::getenv("HOME"); home != nullptr && home[0] == '/')
+    return fs::path(home) / ".cache/tierflow";
+  return {};
+}
+
+std::string processor() {
+  std::ifstream file("/proc/cpuinfo");
+  std::string line, text;
+  std::set<std::string> wanted{"model name", "cpu family", "model", "stepping"};
+  while (std::getline(file, line) && !wanted.empty())
+    if (wanted.erase(line.substr(0, line.find_last_not_of(" \t", line.find(':') - 1) + 1)) != 0)
+      text += (text.empty() ? "" : ", ") + printable(line.substr(std::min(line.size(), line.find(':') + 2)));
+  return text;
+}
+
+// The drive that a folder is on, or will be.
+std::string drive_of(fs::path folder) {
+  std::error_code error;
+  folder = fs::absolute(folder, error).lexically_normal();
+  struct stat found {};
+  while (::stat(folder.c_str(), &found) != 0 && folder.has_relative_path()) folder = folder.parent_path();
+  return std::to_string(major(found.st_dev)) + ":" + std::to_string(minor(found.st_dev));
+}
+
+Json machine_key(const SessionOptions& options, const std::string& build) {
+  Json drives = Json::array();
+  for (const fs::path& folder : options.storage) drives.push_back(drive_of(folder));
+  return {{"processor", processor()},
+          {"cores", std::thread::hardware_concurrency()},
+          {"threads", options.update_threads},
+          {"device", options.device},
+          {"drives", drives},
+          {"engine", io::engine_name(options.engine)},
+          {"buffered", options.allow_buffered},
+          {"build", build}};
+}
+
+Json model_key(const ModelSpec& spec, const SessionOptions& options, const std::string& build) {
+  const ModelConfig& c = spec.config;
+  std::set<std::string> classes;
+  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage) classes.insert(stage_class(spec, stage));
+  Json key = machine_key(options, build);
+  key.erase("drives");
+  key.erase("engine");
+  key.erase("buffered");
+  key["model"] = {{"type", c.model_type},
+                  {"hidden", c.hidden_size},
+                  {"heads", {c.heads, c.kv_heads, c.head_dim}},
+                  {"window", c.sliding_window},
+                  {"activation", static_cast<int>(c.activation)},
+                  {"dropout", {c.embedding_dropout, c.residual_dropout, c.attention_dropout}},
+                  {"norm_before", c.norm_before}};
+  key["stages"] = classes;
+  key["micro_batch"] = options.micro_batch;
+  key["sequence_length"] = options.sequence_length;
+  return key;
+}
+
+std::uint64_t hash(const std::string& text) {  // FNV-1a
+  std::uint64_t value = 0xcbf29ce484222325ULL;
+  for (const unsigned char byte : text) value = (value ^ byte) * 0x100000001b3ULL;
+  return value;
+}
+
+const Json& object_in(const JsonFields& fields, const char* name) {
+  const Json* found = fields.find(name);
+  if (found == nullptr || !found->is_object()) fields.fail(name, "must be an object");
+  return *found;
+}
+
+double rate(const JsonFields& fields, const char* name) {
+  return fields.number_or(name, 0, 0, kFastest);
+}
+
+double needed(const JsonFields& fields, const char* name) {
+  const double value = fields.number_or(name, -1, -1, kMostSeconds);
+  if (value < 0) fields.fail(name, "is missing or negative");
+  return value;
+}
+
+Json to_json(const Readings& readings) {
+  return {{"spread", readings.spread}, {"other_cores", readings.other_cores}, {"corrected", readings.corrected}};
+}
+
+Readings readings_from(const JsonFields& fields, const std::string& where) {
+  const JsonFields of(object_in(fields, "readings"), where);
+  return {.spread = needed(of, "spread"),
+          .other_cores = needed(of, "other_cores"),
+          .corrected = of.boolean_or("corrected", false)};
+}
+
+Json to_json(const MachineProfile& profile) {
+  const swap::MachineRates& r = profile.rates;
+  return {{"disk_read", r.disk_read},
+          {"disk_write", r.disk_write},
+          {"disk_mixed", r.disk_mixed},
+          {"upload", r.upload},
+          {"download", r.download},
+          {"cast", r.cast},
+          {"fill", r.fill},
+          {"measure", r.measure},
+          {"checksum", r.checksum},
+          {"cores", r.cores},
+          {"threads", r.threads},
+          {"compute_on_cores", r.compute_on_cores},
+          {"update", profile.update},
+          {"device_update", profile.device_update},
+          {"readings", to_json(profile.readings)}};
+}
+
+MachineProfile machine_from(const Json& json, const std::string& where) {
+  const JsonFields fields(json, where);
+  MachineProfile profile;
+  profile.rates = {.disk_read = rate(fields, "disk_read"),
+                   .disk_write = rate(fields, "disk_write"),
+                   .disk_mixed = rate(fields, "disk_mixed"),
+                   .upload = rate(fields, "upload"),
+                   .download = rate(fields, "download"),
+                   .cast = rate(fields, "cast"),
+                   .fill = rate(fields, "fill"),
+                   .measure = rate(fields, "measure"),
+                   .checksum = rate(fields, "checksum"),
+                   .cores = static_cast<int>(fields.integer("cores", 1, 1 << 16)),
+                   .threads = static_cast<int>(fields.integer("threads", 1, 1 << 16)),
+                   .compute_on_cores = fields.boolean_or("compute_on_cores", true)};
+  for (const auto& [key, rates] :
+       {std::pair{"update", &profile.update}, std::pair{"device_update", &profile.device_update}}) {
+    const JsonFields of(object_in(fields, key), where);
+    for (const auto& [name, unused] : object_in(fields, key).items()) (*rates)[name] = rate(of, name.c_str());
+  }
+  profile.readings = readings_from(fields, where);
+  return profile;
+}
+
+Json to_json(const ModelProfile& profile) {
+  Json stages = Json::object();
+  for (const auto& [name, stage] : profile.stages)
+    stages[name] = {{"carry_bytes", stage.carry_bytes},
+                    {"activation_bytes", stage.activation_bytes},
+                    {"forward", stage.seconds.forward},
+                    {"backward", stage.seconds.backward},
+                    {"swapped_bytes", stage.swapped_bytes},
+                    {"forward_keeping", stage.seconds.forward_keeping},
+                    {"backward_kept", stage.seconds.backward_kept},
+                    {"forward_swapping", stage.seconds.forward_swapping},
+                    {"backward_swapped", stage.seconds.backward_swapped},
+                    {"head", stage.seconds.head}};
+  return {{"stages", stages},
+          {"stage_peak", profile.stage_peak},
+          {"keeping_peak", profile.keeping_peak},
+          {"micro_batch_bytes", profile.micro_batch_bytes},
+          {"device_fixed", profile.device_fixed},
+          {"held_peak", profile.held_peak},
+          {"process_bytes", profile.process_bytes},
+          {"width", profile.width},
+          {"seconds_allowed", profile.seconds_allowed},
+          {"readings", to_json(profile.readings)}};
+}
+
+ModelProfile model_from(const Json& json, const std::string& where) {
+  const JsonFields fields(json, where);
+  ModelProfile profile;
+  for (const auto& [name, stage] : object_in(fields, "stages").items()) {
+    if (!stage.is_object()) fields.fail("stages", "must hold objects");
+    const JsonFields of(stage, where);
+    const double forward = needed(of, "forward");
+    profile.stages[name] = {
+        .carry_bytes = static_cast<std::uint64_t>(of.integer("carry_bytes", 0, kMostBytes)),
+        .activation_bytes = static_cast<std::uint64_t>(of.integer("activation_bytes", 0, kMostBytes)),
+        .swapped_bytes = static_cast<std::uint64_t>(of.integer("swapped_bytes", 0, kMostBytes)),
+        .seconds = {.forward = forward,
+                    .backward = needed(of, "backward"),
+                    .head = needed(of, "head"),
+                    .evaluate = forward,
+                    .forward_keeping = needed(of, "forward_keeping"),
+                    .backward_kept = needed(of, "backward_kept"),
+                    .forward_swapping = needed(of, "forward_swapping"),
+                    .backward_swapped = needed(of, "backward_swapped")}};
+  }
+  profile.stage_peak = static_cast<std::uint64_t>(fields.integer("stage_peak", 0, kMostBytes));
+  profile.keeping_peak = static_cast<std::uint64_t>(fields.integer("keeping_peak", 0, kMostBytes));
+  profile.micro_batch_bytes = static_cast<std::uint64_t>(fields.integer("micro_batch_bytes", 0, kMostBytes));
+  profile.device_fixed = static_cast<std::uint64_t>(fields.integer("device_fixed", 0, kMostBytes));
+  profile.held_peak = static_cast<std::uint64_t>(fields.integer("held_peak", 0, kMostBytes));
+  profile.process_bytes = static_cast<std::uint64_t>(fields.integer("process_bytes", 0, kMostBytes));
+  profile.width = needed(fields, "width");
+  profile.seconds_allowed = needed(fields, "seconds_allowed");
+  profile.readings = readings_from(fields, where);
+  return profile;
+}
+
+}  // namespace
+
+bool Readings::steady(int cores) const {
+  return corrected || (spread <= kSteadySpread && other_cores <= kSteadyLoad * cores);
+}
+
+std::string doubt_of(const Profile& profile) {
+  const int cores = profile.machine.rates.cores;
+  std::string doubt;
+  const auto add = [&](const std::string& text) { doubt += (doubt.empty() ? "" : "; ") + text; };
+  if (profile.model.width < 1)
+    add(fmt::format("the stages were measured at {:.0f}% of their width and scaled", 100 * profile.model.width));
+  const auto judge = [&](const Readings& of, const char* what) {
+    if (of.steady(cores)) return;
+    add(fmt::format("{} was measured while other programs took {:.1f} of {} cores, readings {:.0f}% apart", what,
+                    of.other_cores, cores, 100 * of.spread));
+  };
+  judge(profile.machine.readings, "the machine");
+  judge(profile.model.readings, "the model");
+  return doubt;
+}
+
+bool ModelProfile::covers(const ModelSpec& spec) const {
+  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
+    if (!stages.contains(stage_class(spec, stage))) return false;
+  return true;
+}
+
+ComputeNeeds ModelProfile::needs(const ModelSpec& spec) const {
+  ComputeNeeds needs{.keeping_peak = keeping_peak,
+                     .stage_peak = stage_peak,
+                     .micro_batch_bytes = micro_batch_bytes,
+                     .device_fixed = device_fixed,
+                     .held_peak = held_peak};
+  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
+    needs.carry_bytes.push_back(stages.at(stage_class(spec, stage)).carry_bytes);
+  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
+    needs.activation_bytes.push_back(stages.at(stage_class(spec, stage)).activation_bytes);
+  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
+    needs.swapped_bytes.push_back(stages.at(stage_class(spec, stage)).swapped_bytes);
+  return needs;
+}
+
+std::vector<swap::StageSeconds> ModelProfile::seconds(const ModelSpec& spec) const {
+  std::vector<swap::StageSeconds> all;
+  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
+    all.push_back(stages.at(stage_class(spec, stage)).seconds);
+  return all;
+}
+
+ProfileCache::ProfileCache(const ModelSpec& spec, const SessionOptions& options, const std::string& build, Say warn)
+    : folder_(default_folder()),
+      machine_key_(machine_key(options, build).dump()),
+      model_key_(model_key(spec, options, build).dump()),
+      warn_(std::move(warn)) {}
+
+fs::path ProfileCache::file(const char* what, const std::string& key) const {
+  char name[32];
+  std::snprintf(name, sizeof name, "%s-%016llx.json", what, static_cast<unsigned long long>(hash(key)));
+  return folder_ / name;
+}
+
+// The profile's own JSON; empty where there is none of that key.
+std::string ProfileCache::read(const char* what, const std::string& key) const {
+  std::error_code ignored;
+  const fs::path path = file(what, key);
+  if (folder_.empty() || !fs::exists(path, ignored)) return {};
+  try {
+    const Json content = parse_json(read_text(path, kLargestFile), path.string());
+    const JsonFields fields(content, path.string());
+    if (fields.integer("version", 0, 1 << 20) != kVersion || object_in(fields, "key").dump() != key) return {};
+    return object_in(fields, "profile").dump();
+  } catch (const Exception& error) {
+    warn_(std::string("warning: ") + error.what() + "; it is measured again");
+    return {};
+  }
+}
+
+void ProfileCache::write(const char* what, const std::string& key, const std::string& content) const {
+  if (folder_.empty()) return;
+  try {
+    make_folder(folder_);
+    // A name of this process's own: another one may be writing the same file.
+    const fs::path path = file(what, key), own = path.string() + "." + std::to_string(::getpid());
+    write_text(own, "{\"version\":" + std::to_string(kVersion) + ",\"key\":" + key + ",\"profile\":" + content + "}\n");
+    std::error_code error;
+    fs::rename(own, path, error);
+    if (error) fail_system("rename", own.string(), error.value());
+  } catch (const Exception& error) {
+    warn_(std::string("warning: ") + error.what() + "; the next plan measures again");
+  }
+}
+
+std::optional<MachineProfile> ProfileCache::machine() const {
+  const std::string text = read("machine", machine_key_);
+  if (text.empty()) return std::nullopt;
+  try {
+    return machine_from(Json::parse(text), file("machine", machine_key_).string());
+  } catch (const Exception& error) {
+    warn_(std::string("warning: ") + error.what() + "; it is measured again");
+    return std::nullopt;
+  }
+}
+
+std::optional<ModelProfile> ProfileCache::model() const {
+  const std::string text = read("model", model_key_);
+  if (text.empty()) return std::nullopt;
+  try {
+    return model_from(Json::parse(text), file("model", model_key_).string());
+  } catch (const Exception& error) {
+    warn_(std::string("warning: ") + error.what() + "; it is measured again");
+    return std::nullopt;
+  }
+}
+
+void ProfileCache::keep(const MachineProfile& profile) const {
+  write("machine", machine_key_, to_json(profile).dump());
+}
+
+void ProfileCache::keep(const ModelProfile& profile) const {
+  write("model", model_key_, to_json(profile).dump());
+}
+
+}  // namespace tierflow

@@ -1,0 +1,91 @@
+#pragma once
+// What was measured of this machine and of a model's stages on it, and the files that keep it: measured once, used by
+// every plan until something that it depends on changes. No torch here; runtime/session/profiler.h measures.
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/planning/session_options.h"
+#include "runtime/planning/session_plan.h"
+#include "runtime/spec/model_spec.h"
+#include "swap/simulator.h"
+
+namespace tierflow {
+
+// A line for the user about what goes on.
+using Say = std::function<void(const std::string& line)>;
+
+// How far what was measured can be trusted.
+struct Readings {
+  double spread = 0;       // of repeated readings: between their quartiles, as a share of the median, on average
+  double other_cores = 0;  // that other programs took meanwhile
+  bool corrected = false;  // by what a run showed since
+
+  bool steady(int cores) const;  // enough to be trusted
+};
+
+struct MachineProfile {
+  swap::MachineRates rates;
+  // Parameters a second on all cores and on the device, by the name of a state's precision. Where the device is the CPU
+  // there is no rate of its own.
+  std::map<std::string, double> update, device_update;
+  Readings readings;
+};
+
+// Of one micro-batch in the stages of a model, whatever its depth.
+struct ModelProfile {
+  struct Stage {
+    std::uint64_t carry_bytes = 0, activation_bytes = 0, swapped_bytes = 0;
+    swap::StageSeconds seconds;
+  };
+  std::map<std::string, Stage> stages;  // by stage_class()
+  // As in ComputeNeeds.
+  std::uint64_t stage_peak = 0, keeping_peak = 0, micro_batch_bytes = 0, device_fixed = 0, held_peak = 0;
+  std::uint64_t process_bytes = 0;  // resident besides budgets: the program and LibTorch
+  // The share of the model's width that was measured: less than 1 where all of it would have taken longer than was
+  // allowed, and what stands here is scaled from that.
+  double width = 1, seconds_allowed = 0;
+  Readings readings;
+
+  bool covers(const ModelSpec& spec) const;
+  // Of a model that it covers.
+  ComputeNeeds needs(const ModelSpec& spec) const;
+  std::vector<swap::StageSeconds> seconds(const ModelSpec& spec) const;  // by stage
+};
+
+struct Profile {
+  MachineProfile machine;
+  ModelProfile model;
+};
+// Why what is predicted from it may be off, in a few words; empty where all was measured on a machine at rest.
+std::string doubt_of(const Profile& profile);
+
+// The files, one for a machine and one for a model on it, in $XDG_CACHE_HOME/tierflow or ~/.cache/tierflow. A file is
+// used where everything that its content depends on is as it was: processor, cores, threads, device, drives, the build
+// of Tierflow; for a model also its shapes, micro-batch and sequence length.
+class ProfileCache {
+ public:
+  // `build` identifies what computes: the train library's size and time.
+  ProfileCache(const ModelSpec& spec, const SessionOptions& options, const std::string& build, Say warn);
+
+  // Nothing where the file is missing or of something else; one that cannot be read is warned of and counts as missing.
+  std::optional<MachineProfile> machine() const;
+  std::optional<ModelProfile> model() const;
+  // A folder that cannot be written is warned of: the next plan measures again.
+  void keep(const MachineProfile& profile) const;
+  void keep(const ModelProfile& profile) const;
+
+ private:
+  std::filesystem::path file(const char* what, const std::string& key) const;
+  void write(const char* what, const std::string& key, const std::string& content) const;
+  std::string read(const char* what, const std::string& key) const;
+
+  std::filesystem::path folder_;  // empty: there is none
+  std::string machine_key_, model_key_;
+  Say warn_;
+};
+
+}  // namespace tierflow

@@ -1,0 +1,145 @@
+#include "runtime/planning/session_plan.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "runtime/base/exception.h"
+#include "runtime/planning/update_scratch.h"
+#include "swap/check.h"
+#include "swap/planner.h"
+
+namespace tierflow {
+namespace {
+
+WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options) {
+  WriteCost writes;
+  const swap::Arrangement& at = plan.arrangement;
+  for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
+    const swap::Chunk& chunk = plan.layout->chunks()[id];
+    const bool trained = options.train && chunk.trainable;
+    const auto extent = [&](bool resident, std::uint64_t bytes, bool updated) {
+      (resident ? writes.commit : writes.load) += bytes;
+      if (resident || !updated) return;
+      writes.update += bytes;
+      if (at.deferred[id]) writes.deferred += bytes;
+    };
+    extent(at.hi_resident[id], chunk.word_bytes(), trained);
+    if (!trained) continue;
+    extent(at.state_resident[id], chunk.state_bytes, true);
+    if (at.deferred[id] && !at.gradient_resident[id]) writes.gradients += chunk.word_bytes();
+  }
+  for (const std::uint64_t bytes : at.stored_activations(*plan.layout)) writes.activations += bytes;
+  if (!options.keep_store) writes.commit = 0;
+  return writes;
+}
+
+}  // namespace
+
+std::uint64_t ComputeNeeds::workspace(int micro_batches) const {
+  return stage_peak + stage_peak / 8 + micro_batches * micro_batch_bytes + (std::uint64_t{4} << 20);
+}
+
+std::uint64_t ComputeNeeds::swap_workspace() const {
+  const std::uint64_t more = keeping_peak - std::min(keeping_peak, stage_peak);
+  return more + more / 8;
+}
+
+std::uint64_t ComputeNeeds::expected(const swap::Arrangement& arrangement) const {
+  const auto& activations = arrangement.activations;
+  const bool swaps = std::find(activations.begin(), activations.end(), swap::Activations::swap) != activations.end();
+  return std::max({held_peak, stage_peak, swaps ? keeping_peak : 0}) +
+         (arrangement.micro_batches - 1) * micro_batch_bytes;
+}
+
+SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
+  SessionPlan plan{.packed = pack(spec, options.precision), .workspace = needs.workspace(options.micro_batches)};
+  std::vector<swap::UnitShape> shapes;
+  for (const PackedUnit& unit : plan.packed.units) shapes.push_back(unit.shape);
+  std::vector<swap::StageShape> stages = plan.packed.stages;
+  for (std::size_t stage = 1; stage < stages.size(); ++stage)
+    if (spec.stages[stage].backward_needs_input) stages[stage].carry_bytes = needs.carry_bytes.at(stage);
+  plan.layout = std::make_unique<swap::Layout>(
+      std::move(shapes), std::move(stages),
+      options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory));
+  plan.arrangement =
+      value_or_throw(swap::arrange(*plan.layout, {.host_budget = options.host_memory,
+                                                  .device_budget = options.device_memory,
+                                                  .workspace = plan.workspace + needs.device_fixed,
+                                                  .activation_bytes = needs.activation_bytes,
+                                                  .swapped_bytes = needs.swapped_bytes,
+                                                  .swap_workspace = needs.swap_workspace(),
+                                                  .swap_to_host = options.swap_to_host,
+                                                  .swap_to_storage = options.swap_to_storage,
+                                                  .micro_batches = options.micro_batches,
+                                                  .staged = options.clip.has_value(),
+                                                  .deferred_share = options.deferred_share,
+                                                  .device_update_share = options.device_update_share,
+                                                  .update_scratch = update_scratch_bytes(plan.packed, *plan.layout),
+                                                  .storage = !options.storage.empty(),
+                                                  .train = options.train}));
+  plan.writes = count_writes(plan, options);
+  for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
+    const swap::Chunk& chunk = plan.layout->chunks()[id];
+    for_each_piece(plan.packed.units[chunk.unit], chunk,
+                   [&](const PackedTensor&, std::uint64_t, std::uint64_t, std::uint64_t count) {
+                     if (plan.arrangement.deferred[id]) plan.deferred_parameters += count;
+                     if (plan.arrangement.on_device[id]) plan.device_updated_parameters += count;
+                   });
+  }
+  plan.stored = plan.writes.load + plan.writes.activations != 0 || options.keep_store;
+  return plan;
+}
+
+SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
+  try {
+    return plan_session(spec, options, needs);
+  } catch (const Exception&) {
+    SessionOptions plain = options;
+    plain.swap_to_host = plain.swap_to_storage = 0;
+    plain.deferred_share = plain.device_update_share = 0;
+    return plan_session(spec, plain, needs);
+  }
+}
+
+std::string store_identity(const ModelSpec& spec, Precision precision) {
+  return nlohmann::json{{"config", spec.config_json},
+                        {"precision", precision_name(precision)},
+                        {"tiling", {spec.tiling.vocabulary_elements, spec.tiling.block_elements}}}
+      .dump();
+}
+
+swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& options, const SessionPlan& plan) {
+  std::vector<bool> stored_gradients = plan.arrangement.deferred;
+  for (std::size_t id = 0; id < stored_gradients.size(); ++id)
+    if (plan.arrangement.gradient_resident[id]) stored_gradients[id] = false;
+  return {
+      .volume = {.directories = options.storage,
+                 .engine = options.engine,
+                 .allow_buffered = options.allow_buffered,
+                 .allow_any_filesystem = options.allow_any_filesystem,
+                 .measure_speeds = options.storage.size() > 1,
+                 .write_limit = options.write_limit,
+                 .on_notice = options.on_notice},
+      .staged_gradients = std::find(stored_gradients.begin(), stored_gradients.end(), true) != stored_gradients.end(),
+      .gradient_chunks = stored_gradients,
+      .activation_bytes = plan.arrangement.stored_activations(*plan.layout),
+      .identity = store_identity(spec, options.precision)};
+}
+
+void prove(const SessionPlan& plan, bool train) {
+  const auto expect_right = [](const io::Error& wrong) {
+    if (wrong) throw std::logic_error(wrong.message());
+  };
+  swap::Planner planner(*plan.layout, plan.arrangement);
+  swap::PlanChecker checker(*plan.layout, plan.arrangement);
+  bool pending = false;
+  for (int step = 0; step < 3 && train; ++step) {
+    expect_right(checker.train_step(planner.train_step(pending), pending));
+    pending = plan.defers();
+  }
+  if (pending) expect_right(checker.flush(planner.flush()));
+  expect_right(checker.evaluate(planner.evaluate(plan.arrangement.micro_batches)));
+}
+
+}  // namespace tierflow

@@ -1,0 +1,73 @@
+#pragma once
+// FRONT DOOR of planning. What a model's shapes and a session's options come to: layout, arrangement, and the bytes
+// that storage holds and writes. Session and `tierflow plan` share it, so that what is predicted is what runs. No torch
+// here.
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/planning/session_options.h"
+#include "runtime/spec/model_spec.h"
+#include "runtime/spec/packing.h"
+#include "swap/arrange.h"
+#include "swap/layout.h"
+#include "swap/store.h"
+
+namespace tierflow {
+
+// What computing takes on the device beside weights, gradients and saved carries, as StageProbe measured it.
+struct ComputeNeeds {
+  std::vector<std::uint64_t> carry_bytes;  // by stage: its input for one micro-batch, in a carry slot; 0 for the first
+  // By stage: what one micro-batch's activations take beside the carries where the stage can keep them; 0 where it
+  // cannot.
+  std::vector<std::uint64_t> activation_bytes;
+  // By stage: what is moved of them where they are swapped; 0 where they cannot be.
+  std::vector<std::uint64_t> swapped_bytes;
+  std::uint64_t keeping_peak = 0;       // as stage_peak, of a forward whose activations are kept to its end
+  std::uint64_t stage_peak = 0;         // the most that one stage takes while it computes
+  std::uint64_t micro_batch_bytes = 0;  // alive beside that, a micro-batch: its carry, the gradient, ids and tables
+
+  std::uint64_t device_fixed = 0;  // whatever is computed: context, kernels, handles of libraries
+  std::uint64_t held_peak = 0;     // what torch then holds, blocks kept for reuse included; 0: not measured
+
+  // What is set aside of the device budget: an eighth more for blocks that are reused although a little too large.
+  std::uint64_t workspace(int micro_batches) const;
+  std::uint64_t swap_workspace() const;  // more, where activations are swapped
+  // What is likely used of it.
+  std::uint64_t expected(const swap::Arrangement& arrangement) const;
+};
+
+// Bytes that storage writes for each thing done once. deferred: of `update`, what deferred updates write.
+struct WriteCost {
+  std::uint64_t load = 0, activations = 0, gradients = 0, update = 0, deferred = 0, commit = 0;
+};
+
+struct SessionPlan {
+  PackedModel packed;
+  std::unique_ptr<swap::Layout> layout;
+  swap::Arrangement arrangement;
+  std::uint64_t workspace = 0;                  // of the device budget
+  bool stored = false;                          // storage holds anything at all
+  std::uint64_t deferred_parameters = 0;        // of the trainable ones: whose update is deferred
+  std::uint64_t device_updated_parameters = 0;  // and whose runs on the device
+  WriteCost writes;
+
+  bool defers() const { return deferred_parameters != 0; }
+};
+
+// Throws Exception (usage) where a budget is too small, naming the smallest that works.
+SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
+
+// The same where what choose_placement() chose does not fit after all, because its profile was scaled from another
+// model's: then nothing of that is chosen, which changes no bit.
+SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
+
+// What a store says of the model in it: enough to read it back without the session.
+std::string store_identity(const ModelSpec& spec, Precision precision);
+swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& options, const SessionPlan& plan);
+
+// Proves the tasks of the first steps and the last update, where it trains, and of an evaluation. Throws
+// std::logic_error: a plan that is wrong is a defect of the planner.
+void prove(const SessionPlan& plan, bool train);
+
+}  // namespace tierflow

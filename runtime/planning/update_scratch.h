@@ -1,0 +1,42 @@
+#pragma once
+// What an update on the device leaves for the host to read, one chunk's: a report a piece of a tensor, the partial sums
+// of the gradient's squares, and whether an element of it was not finite.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "optim/adamw_device.h"
+#include "runtime/spec/packing.h"
+
+namespace tierflow {
+
+struct UpdateScratch {
+  UpdateScratch(std::size_t pieces, std::uint64_t elements)
+      : segments((elements + optim::kNormSegment - 1) / optim::kNormSegment),
+        sums(pieces * sizeof(optim::DeviceReport)),
+        not_finite(sums + segments * sizeof(double)),
+        bytes(not_finite + sizeof(std::uint64_t)) {}
+
+  // Reports lie at the beginning.
+  optim::DeviceReport* reports_at(std::byte* scratch) const { return reinterpret_cast<optim::DeviceReport*>(scratch); }
+  double* sums_at(std::byte* scratch) const { return reinterpret_cast<double*>(scratch + sums); }
+  std::uint32_t* not_finite_at(std::byte* scratch) const {
+    return reinterpret_cast<std::uint32_t*>(scratch + not_finite);
+  }
+
+  std::size_t segments, sums, not_finite, bytes;
+};
+
+// What the most demanding chunk needs.
+inline std::uint64_t update_scratch_bytes(const PackedModel& model, const swap::Layout& layout) {
+  std::uint64_t most = 0;
+  for (const swap::Chunk& chunk : layout.chunks()) {
+    std::size_t pieces = 0;
+    for_each_piece(model.units[chunk.unit], chunk,
+                   [&](const PackedTensor&, std::uint64_t, std::uint64_t, std::uint64_t) { ++pieces; });
+    most = std::max<std::uint64_t>(most, UpdateScratch(pieces, chunk.elements).bytes);
+  }
+  return most;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,49 @@
+#pragma once
+// What a run expects of its steps, from the profile of this machine, and what its steps say of that profile. Nothing
+// here changes a bit of the run.
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "runtime/base/load_meter.h"
+#include "runtime/planning/correction.h"
+#include "runtime/program/options.h"
+#include "runtime/program/run_summary.h"
+
+namespace tierflow {
+
+class Forecast {
+ public:
+  // `options`, `spec` and `log` outlive it.
+  Forecast(const TrainOptions& options, const ModelSpec& spec, TrainingLog& log);
+
+  // Sets what choose_placement() finds with the profile in the cache. Where there is none and a run of so many steps
+  // pays for it, this machine is measured first and the profile kept: before the session takes its memory.
+  void choose(SessionOptions& session, std::int64_t steps);
+  // Says what the steps should take, where there is a profile.
+  void predict_steps(const Session& session, const SessionOptions& options, RunSummary& summary);
+
+  // Around each step.
+  void begin_step(const Session& session);
+  void end_step(const Session& session, const StepResult& result);
+  // The run is over, however short: corrects the profile in the cache where the steps contradict it. Also done once
+  // there are enough of them.
+  void finish(const Session& session);
+
+ private:
+  bool pays(const SessionOptions& session, std::int64_t steps) const;
+  void measure(const SessionOptions& session);
+
+  const TrainOptions& options_;
+  const ModelSpec& spec_;
+  TrainingLog& log_;
+  std::optional<ProfileCache> cache_;
+  std::optional<Profile> profile_;
+  std::array<swap::LaneCounters, swap::kLanes> before_{};
+  std::int64_t begun_ = 0;
+  std::optional<LoadMeter> load_;
+  std::vector<StepShown> shown_;
+  bool judged_ = false;
+};
+
+}  // namespace tierflow

@@ -1,0 +1,168 @@
+// The program `tierflow`. Errors are one line on standard error; the exit code is that of docs/errors.md.
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <exception>
+#include <filesystem>
+#include <iostream>
+#include <new>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/signals.h"
+#include "runtime/base/terminal.h"
+#include "runtime/checkpoint/init.h"
+#include "runtime/program/bench_command.h"
+#include "runtime/program/plan_command.h"
+#include "runtime/program/train.h"
+
+namespace tierflow {
+namespace {
+
+constexpr const char* usage =
+    "Tierflow trains language models larger than the GPU and larger than memory,\n"
+    "with their state on NVMe.\n"
+    "\n"
+    "Usage: tierflow COMMAND [OPTIONS]\n"
+    "\n"
+    "  init   make a model folder with random weights from a config.json\n"
+    "  train  train a model on text and write a Hugging Face model folder\n"
+    "  plan   say what training would take of memory, storage and time\n"
+    "  eval   print the loss and perplexity of a model on text\n"
+    "  export write what a training run left in its store as a model folder\n"
+    "  bench  measure the drives (bench storage) and the update (bench optimizer)\n"
+    "\n"
+    "tierflow help COMMAND lists its options. Exit codes: docs/errors.md\n";
+
+void* load_train_library() {
+  const std::filesystem::path path = train_library();
+  if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL); library != nullptr) return library;
+  const char* reason = dlerror();
+  fail(io::ErrorKind::environment, path.string(),
+       "cannot be loaded: " + printable(reason == nullptr ? "" : reason, 300));
+}
+
+template <class Options>
+int call(const char* name, const Options& options) {
+  // Waiting threads sleep: torch's team shares the cores with the update, the copies and the drives. Read when libgomp
+  // is loaded.
+  setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0);
+  void* entry = dlsym(load_train_library(), name);
+  if (entry == nullptr)
+    fail(io::ErrorKind::environment, name, "is not in libtierflow_train.so: it is of another version");
+  return reinterpret_cast<int (*)(const Options*)>(entry)(&options);
+}
+
+// Names in options may be relative to it.
+void check_working_folder() {
+  std::error_code error;
+  const std::filesystem::path folder = std::filesystem::current_path(error);
+  if (error || folder.empty())
+    fail(io::ErrorKind::environment, "the working folder",
+         "cannot be read (" + error.message() + "): change into one that exists, with cd");
+}
+
+int run_bench(const std::vector<std::string>& words, bool help) {
+  const std::string what = words.empty() ? "" : words[0];
+  if (help) {
+    std::cout << bench_help(what, columns_of(STDOUT_FILENO));
+    return 0;
+  }
+  if (what != "storage" && what != "optimizer")
+    fail(io::ErrorKind::usage, "",
+         "`tierflow bench` measures storage or optimizer, not \"" + printable(what) + "\"; see tierflow bench --help");
+  const std::vector<std::string> rest(words.begin() + 1, words.end());
+  if (what == "optimizer") {
+    bench_optimizer(parse_bench_optimizer(rest));
+    return 0;
+  }
+  const BenchStorageOptions options = parse_bench_storage(rest);
+  watch_signals();
+  bench_storage(options, [] { return stop_signal() != 0; });
+  return 0;
+}
+
+bool asks_for_help(const std::string& word) {
+  return word == "--help" || word == "-h";
+}
+
+int run(std::vector<std::string> words) {
+  // `tierflow help train` and `tierflow train --help` are one.
+  if (words.size() > 1 && words[0] == "help") {
+    words.erase(words.begin());
+    words.emplace_back("--help");
+  }
+  if (words.empty() || asks_for_help(words[0]) || words[0] == "help") {
+    (words.empty() ? std::cerr : std::cout) << usage;
+    return words.empty() ? static_cast<int>(io::ErrorKind::usage) : 0;
+  }
+  if (words[0] == "--version") {
+    std::cout << "tierflow " TIERFLOW_VERSION "\n";
+    return 0;
+  }
+  const std::string& command = words[0];
+  if (command != "init" && command != "train" && command != "plan" && command != "eval" && command != "export" &&
+      command != "bench")
+    fail(io::ErrorKind::usage, "",
+         "unknown command \"" + printable(command) + "\"; commands are init, train, plan, eval, export, bench");
+  const std::vector<std::string> rest(words.begin() + 1, words.end());
+  const bool help = std::any_of(rest.begin(), rest.end(), asks_for_help);
+  if (command == "bench") return run_bench(rest, help);
+  if (help) {
+    std::cout << help_of(command, columns_of(STDOUT_FILENO));
+    return 0;
+  }
+  check_working_folder();
+  if (command == "train") return call("tierflow_run_train", parse_train(rest));
+  if (command == "plan")
+    return run_plan(parse_plan(rest), [](const ProfileJob& job) { call("tierflow_run_profile", job); });
+  if (command == "eval") return call("tierflow_run_eval", parse_eval(rest));
+  if (command == "export") return call("tierflow_run_export", parse_export(rest));
+  const InitOptions options = parse_init(rest);
+  watch_signals();
+  init_checkpoint(options.config, options.out, options.seed, options.shard_size, [] { return stop_signal() != 0; });
+  return 0;
+}
+
+int report(const std::string& line, int code) {
+  std::cout.flush();
+  std::fprintf(stderr, "tierflow: %s\n", line.c_str());
+  return code;
+}
+
+int code_of(const Exception& error) {
+  if (const auto* stopped = dynamic_cast<const Stopped*>(&error)) return 128 + stopped->signal();
+  if (error.error().kind == io::ErrorKind::cancelled && stop_signal() != 0) return 128 + stop_signal();
+  return static_cast<int>(error.error().kind);
+}
+
+// What a command prints is its result: half of it is none.
+int checked_output(int code) {
+  std::cout.flush();
+  if (code != 0 || std::cout) return code;
+  return report("standard output cannot be written: the result is not whole", static_cast<int>(io::ErrorKind::io));
+}
+
+}  // namespace
+}  // namespace tierflow
+
+int main(int argc, char** argv) {
+  try {
+    return tierflow::checked_output(tierflow::run({argv + 1, argv + argc}));
+  } catch (const tierflow::Exception& error) {
+    return tierflow::report(error.what(), tierflow::code_of(error));
+  } catch (const std::bad_alloc&) {
+    return tierflow::report("memory ran out", static_cast<int>(tierflow::io::ErrorKind::memory));
+  } catch (const std::filesystem::filesystem_error& error) {
+    return tierflow::report(tierflow::printable(error.what(), 500),
+                            static_cast<int>(tierflow::io::ErrorKind::environment));
+  } catch (const std::exception& error) {
+    return tierflow::report("internal error: " + tierflow::printable(error.what(), 500), 1);
+  }
+}

@@ -1,0 +1,283 @@
+#include "runtime/program/option_table.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <filesystem>
+#include <numeric>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/utf8.h"
+#include "runtime/program/options.h"
+
+namespace tierflow {
+namespace {
+
+using OrderedJson = nlohmann::ordered_json;
+
+[[noreturn]] void fail_option(const std::string& option, const std::string& detail) {
+  fail(io::ErrorKind::usage, "", fmt::format("--{} {}", option, detail));
+}
+
+// Insertions, deletions, replacements and swaps of neighbours that turn one into the other.
+std::size_t distance(std::string_view a, std::string_view b) {
+  std::vector<std::vector<std::size_t>> d(a.size() + 1, std::vector<std::size_t>(b.size() + 1));
+  for (std::size_t i = 0; i <= a.size(); ++i)
+    for (std::size_t j = 0; j <= b.size(); ++j) {
+      if (i == 0 || j == 0) {
+        d[i][j] = i + j;
+        continue;
+      }
+      d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1)});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
+        d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
+    }
+  return d[a.size()][b.size()];
+}
+
+template <class T>
+T parse_all(const std::string& text, const std::string& option, const char* what) {
+  T value{};
+  const char* end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || rest != end || text.empty())
+    fail_option(option, fmt::format("is \"{}\"; it must be {}", printable(text), what));
+  return value;
+}
+
+}  // namespace
+
+std::int64_t parse_integer(const std::string& text, const std::string& option) {
+  return parse_all<std::int64_t>(text, option, "a whole number");
+}
+
+double parse_number(const std::string& text, const std::string& option) {
+  const double value = parse_all<double>(text, option, "a number");
+  if (!std::isfinite(value)) fail_option(option, fmt::format("is {}; it must be finite", printable(text)));
+  return value;
+}
+
+std::uint64_t parse_bytes(const std::string& text, const std::string& option) {
+  double value = 0;
+  const char* end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, value, std::chars_format::fixed);
+  std::string unit(rest, end);
+  unit.erase(0, unit.find_first_not_of(' '));
+  std::transform(unit.begin(), unit.end(), unit.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  static const std::map<std::string, double> units = {
+      {"", 1},         {"b", 1},      {"k", 0x1p10},   {"kib", 0x1p10}, {"m", 0x1p20}, {"mib", 0x1p20}, {"g", 0x1p30},
+      {"gib", 0x1p30}, {"t", 0x1p40}, {"tib", 0x1p40}, {"kb", 1e3},     {"mb", 1e6},   {"gb", 1e9},     {"tb", 1e12}};
+  const auto unit_found = units.find(unit);
+  const double bytes = error == std::errc() && unit_found != units.end() ? value * unit_found->second : -1;
+  if (!(bytes >= 0 && bytes < 0x1p62))
+    fail_option(option, fmt::format("is \"{}\"; it must be a size such as 512MiB or 20GiB", printable(text)));
+  return static_cast<std::uint64_t>(bytes);
+}
+
+std::string format_bytes(std::uint64_t bytes) {
+  for (const auto& [shift, unit] : {std::pair{40, "TiB"}, {30, "GiB"}, {20, "MiB"}, {10, "KiB"}})
+    if (bytes != 0 && bytes % (std::uint64_t{1} << shift) == 0) return fmt::format("{}{}", bytes >> shift, unit);
+  return std::to_string(bytes);
+}
+
+void OptionTable::text(const std::string& name, std::string& value, const std::string& help) {
+  add({.name = name,
+       .value_name = "TEXT",
+       .help = help,
+       .set = [&value](const auto& words) { value = words[0]; },
+       .get = [&value] { return OrderedJson(value); }});
+}
+
+void OptionTable::path(const std::string& name, std::filesystem::path& value, const std::string& value_name,
+                       const std::string& help) {
+  add({.name = name,
+       .value_name = value_name,
+       .help = help,
+       .set =
+           [&value, name](const auto& words) {
+             if (words[0].empty()) fail_option(name, "is empty");
+             value = words[0];
+           },
+       .get = [&value] { return value.empty() ? OrderedJson() : OrderedJson(value.string()); }});
+}
+
+void OptionTable::paths(const std::string& name, std::vector<std::filesystem::path>& value, bool commas,
+                        const std::string& help) {
+  add({.name = name,
+       .value_name = "PATH",
+       .help = help,
+       .most = 1 << 20,
+       .commas = commas,
+       .set =
+           [&value, name](const auto& words) {
+             value.assign(words.begin(), words.end());
+             for (const auto& path : value)
+               if (path.empty()) fail_option(name, "has an empty path");
+           },
+       .get =
+           [&value] {
+             auto list = OrderedJson::array();
+             for (const auto& path : value) list.push_back(path.string());
+             return list;
+           }});
+}
+
+void OptionTable::bytes(const std::string& name, std::uint64_t& value, const std::string& help) {
+  add({.name = name,
+       .value_name = "SIZE",
+       .help = help,
+       .set =
+           [&value, name](const auto& words) {
+             const std::uint64_t bytes = words[0] == "auto" ? 0 : parse_bytes(words[0], name);
+             if (bytes == 0 && words[0] != "auto")
+               fail_option(name, fmt::format("is {}; give a size such as 512MiB, or auto", printable(words[0])));
+             value = bytes;
+           },
+       .get = [&value] { return OrderedJson(value == 0 ? "auto" : format_bytes(value)); }});
+}
+
+void OptionTable::choice(const std::string& name, std::string& value, std::vector<std::string> choices,
+                         const std::string& help) {
+  const std::string all = fmt::format("{}", fmt::join(choices, ", "));
+  add({.name = name,
+       .value_name = fmt::format("{}", fmt::join(choices, "|")),
+       .help = help,
+       .set =
+           [&value, name, choices, all](const auto& words) {
+             if (std::find(choices.begin(), choices.end(), words[0]) == choices.end())
+               fail_option(name, fmt::format("is \"{}\"; it must be one of {}", printable(words[0]), all));
+             value = words[0];
+           },
+       .get = [&value] { return OrderedJson(value); }});
+}
+
+void OptionTable::integer(const std::string& name, std::int64_t& value, std::int64_t least, const std::string& help,
+                          std::int64_t most) {
+  add({.name = name,
+       .value_name = "N",
+       .help = help,
+       .set =
+           [&value, name, least, most](const auto& words) {
+             const std::int64_t number = parse_integer(words[0], name);
+             if (number < least || number > most)
+               fail_option(name, fmt::format("is {}; it must be between {} and {}", number, least, most));
+             value = number;
+           },
+       .get = [&value] { return OrderedJson(value); }});
+}
+
+void OptionTable::integer(const std::string& name, int& value, int least, const std::string& help) {
+  add({.name = name,
+       .value_name = "N",
+       .help = help,
+       .set =
+           [&value, name, least](const auto& words) {
+             const std::int64_t number = parse_integer(words[0], name);
+             if (number < least || number > 4096)
+               fail_option(name, fmt::format("is {}; it must be between {} and 4096", number, least));
+             value = static_cast<int>(number);
+           },
+       .get = [&value] { return OrderedJson(value); }});
+}
+
+void OptionTable::seed(const std::string& name, std::uint64_t& value, const std::string& help) {
+  add({.name = name,
+       .value_name = "N",
+       .help = help,
+       .set =
+           [&value, name](const auto& words) {
+             value = parse_all<std::uint64_t>(words[0], name, "a whole number from 0 to 2^64-1");
+           },
+       .get = [&value] { return OrderedJson(value); }});
+}
+
+void OptionTable::number(const std::string& name, double& value, double least, double most, const std::string& help) {
+  add({.name = name,
+       .value_name = "X",
+       .help = help,
+       .set =
+           [&value, name, least, most](const auto& words) {
+             const double number = parse_number(words[0], name);
+             if (!(number >= least && number < most))
+               fail_option(name, fmt::format("is {}; it must be at least {} and below {}", number, least, most));
+             value = number;
+           },
+       .get = [&value] { return OrderedJson(value); }});
+}
+
+void OptionTable::flag(const std::string& name, bool& value, const std::string& help) {
+  add({.name = name,
+       .help = help,
+       .flag = true,
+       .set =
+           [&value, name](const auto& words) {
+             if (words[0] != "true" && words[0] != "false")
+               fail_option(name, fmt::format("is \"{}\"; it must be true or false", printable(words[0])));
+             value = words[0] == "true";
+           },
+       .get = [&value] { return OrderedJson(value); }});
+}
+
+void OptionTable::add(OptionRow row) {
+  row.group = group_;
+  rows_.push_back(std::move(row));
+}
+
+const OptionRow* OptionTable::find(const std::string& name) const {
+  const auto found = std::find_if(rows_.begin(), rows_.end(), [&](const OptionRow& row) { return row.name == name; });
+  return found == rows_.end() ? nullptr : &*found;
+}
+
+std::string OptionTable::suggestion(const std::string& name) const {
+  if (name.size() > 64) return {};
+  const OptionRow* nearest = nullptr;
+  std::size_t least = std::max<std::size_t>(2, name.size() / 3) + 1;
+  for (const OptionRow& row : rows_) {
+    const bool extends = name.size() > 2 && row.name.find(name) == 0;
+    const std::size_t d = extends ? 1 : distance(name, row.name);
+    if (d < least) {
+      least = d;
+      nearest = &row;
+    }
+  }
+  return nearest == nullptr ? std::string() : fmt::format("; did you mean --{}?", nearest->name);
+}
+
+void OptionTable::apply(const OptionValues& values, const std::string& where) const {
+  try {
+    for (const auto& [name, words] : values) {
+      const OptionRow* row = find(name);
+      const auto count = static_cast<int>(words.size());
+      if (row == nullptr)
+        fail(io::ErrorKind::usage, "", fmt::format("unknown option --{}{}", printable(name), suggestion(name)));
+      if (count < row->least || count > row->most)
+        fail_option(name, row->least == row->most
+                              ? fmt::format("takes {} value{}, not {}", row->most, row->most == 1 ? "" : "s", count)
+                              : "needs a value");
+      for (const std::string& word : words)
+        if (const std::size_t bad = find_invalid_utf8(word); bad != std::string::npos)
+          fail_option(name, fmt::format("is \"{}\", which is not UTF-8 from byte {} on: rename the file, or name it "
+                                        "through a link",
+                                        printable(word), bad));
+      row->set(words);
+    }
+  } catch (const Exception& error) {
+    if (where.empty()) throw;
+    fail_input(where, error.error().detail);
+  }
+}
+
+nlohmann::ordered_json OptionTable::effective() const {
+  OrderedJson all = OrderedJson::object();
+  for (const OptionRow& row : rows_) {
+    const OrderedJson value = row.get ? row.get() : OrderedJson();
+    if (row.shown && !value.is_null() && !(value.is_array() && value.empty())) all[row.name] = value;
+  }
+  return all;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,365 @@
+#include "runtime/program/options.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <thread>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/program/command_line.h"
+#include "runtime/program/option_table.h"
+
+namespace tierflow {
+namespace {
+
+using OrderedJson = nlohmann::ordered_json;
+
+[[noreturn]] void fail_usage(const std::string& detail) {
+  fail(io::ErrorKind::usage, "", detail);
+}
+
+constexpr const char* kData = "Model and data";
+constexpr const char* kMachine = "Machine, budgets and storage";
+constexpr const char* kTraining = "Training";
+constexpr const char* kEvaluation = "Evaluation";
+constexpr const char* kResult = "Result and log";
+
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;  // in a step
+
+void add_run_rows(OptionTable& table, RunOptions& o) {
+  table.group(kData);
+  table.path("model", o.model, "DIR", "Hugging Face model folder (config.json and safetensors)");
+  table.paths("data", o.data, false, "text (.txt .py .md .jsonl) or token files (.npy .bin), or folders of them");
+  table.group(kMachine);
+  table.choice("device", o.device, {"auto", "cpu", "cuda"}, "where to compute");
+  table.bytes("device-memory", o.device_memory,
+              "budget for weights, gradients, activations and workspace on the device");
+  table.bytes("host-memory", o.host_memory, "budget for pinned buffers and resident state");
+  table.paths("storage", o.storage, true,
+              "folders for the training state, on NVMe, one a drive; none: all in host memory");
+  table.group(kTraining);
+  table.integer("sequence-length", o.sequence_length, 2, "tokens in a sequence", kMostTokens);
+  table.integer("micro-batch", o.micro_batch, 1, "sequences that go through a layer together", kMostTokens);
+  table.group(kMachine);
+  table.choice("engine", o.engine, {"auto", "io_uring", "libaio", "threads"}, "how storage is read and written");
+  table.integer("threads", o.threads, 0, "CPU threads; 0: all");
+  table.flag("allow-buffered", o.allow_buffered,
+             "use storage whose file system has no O_DIRECT, through the page cache");
+  table.flag("allow-any-filesystem", o.allow_any_filesystem, "use storage on a network, overlay or memory file system");
+  table.flag("fresh", o.fresh, "discard what an earlier run left in the storage folders");
+  table.for_one_run();
+  table.group(kData);
+  table.text("jsonl-field", o.jsonl_field, "field of a .jsonl line that holds the text");
+  table.text("tokenizer", o.tokenizer, "auto: the model's tokenizer.json, else bytes; bytes; or a tokenizer.json");
+  table.path("python", o.python, "FILE", "Python with the package `tokenizers`");
+  table.flag("skip-bad-records", o.skip_bad_records,
+             "pass over text that is not UTF-8 and malformed .jsonl lines, and count them");
+  table.group(kResult);
+  table.path("log-json", o.log_json, "FILE", "write one JSON object a step there, and a summary");
+  table.flag("json", o.json, "print results as JSON and nothing else");
+}
+
+void add_betas(OptionTable& table, TrainOptions& o) {
+  table.add({.name = "betas",
+             .value_name = "X,X",
+             .help = "decay of AdamW's moments",
+             .least = 2,
+             .most = 2,
+             .commas = true,
+             .set =
+                 [&o](const auto& words) {
+                   const double first = parse_number(words[0], "betas"), second = parse_number(words[1], "betas");
+                   if (!(first >= 0 && first < 1 && second >= 0 && second < 1))
+                     fail_usage("--betas must be at least 0 and below 1");
+                   o.beta1 = first;
+                   o.beta2 = second;
+                 },
+             .get =
+                 [&o] {
+                   return OrderedJson::array({o.beta1, o.beta2});
+                 }});
+}
+
+void add_clip(OptionTable& table, TrainOptions& o) {
+  table.add({.name = "clip",
+             .value_name = "X|none",
+             .help = "largest global gradient norm",
+             .set =
+                 [&o](const auto& words) {
+                   if (words[0] == "none") return o.clip.reset();
+                   const double norm = parse_number(words[0], "clip");
+                   if (!(norm > 0)) fail_usage(fmt::format("--clip is {}; it must be above 0, or none", norm));
+                   o.clip = norm;
+                 },
+             .get = [&o] { return o.clip ? OrderedJson(*o.clip) : OrderedJson("none"); }});
+}
+
+void add_train_rows(OptionTable& table, TrainOptions& o) {
+  table.group(kData);
+  table.path("config", o.config, "FILE", "config.json, in place of --model: start from random weights");
+  table.group(kResult);
+  table.path("out", o.out, "DIR", "folder for the trained model");
+  table.group(kTraining);
+  table.integer("micro-batches", o.micro_batches, 1, "micro-batches in a step", kMostTokens);
+  table.integer("steps", o.steps, 0, "optimizer steps");
+  table.integer("epochs", o.epochs, 0, "passes over the data, in place of --steps (default 1)");
+  table.number("lr", o.lr, 0, 1e6, "highest learning rate");
+  table.choice("lr-schedule", o.lr_schedule, {"cosine", "linear", "constant"},
+               "how the learning rate falls after warm-up");
+  table.integer("warmup", o.warmup, 0, "steps over which the learning rate rises");
+  table.number("weight-decay", o.weight_decay, 0, 1e6, "decoupled decay of matrices and embeddings");
+  add_betas(table, o);
+  table.number("eps", o.eps, 0, 1, "AdamW's epsilon");
+  add_clip(table, o);
+  table.choice("precision", o.precision, {"fp32-master+adam8", "fp32-master+adam32", "bf16-sr+adam8"},
+               "how the state is stored");
+  table.seed("seed", o.seed, "of random weights, shuffling, dropout and stochastic rounding");
+  table.integer("max-skipped", o.max_skipped, 0,
+                "end the run after so many steps in a row whose loss or gradient is not finite; 0: never");
+  table.group(kEvaluation);
+  table.integer("eval-every", o.eval_every, 0,
+                "steps between evaluations; 0: before the first step and after the last");
+  table.number("held-out", o.held_out, 0, 1, "share of the sequences kept for evaluation");
+  table.integer("eval-sequences", o.eval_sequences, 0, "held-out sequences in one evaluation at most; 0: all");
+  table.group(kMachine);
+  table.number("max-tb-written", o.max_tb_written, 0, 1e9,
+               "stop before the step that would bring what storage has written above X * 10^12 bytes; 0: never");
+  table.group(kResult);
+  table.choice("durability", o.durability, {"export-only"}, "export-only: a crash loses the state, the end exports it");
+  table.flag("no-export", o.no_export, "leave the result in the store");
+  table.path("trace", o.trace, "FILE",
+             "write there when each task of the first steps ran, for https://ui.perfetto.dev");
+}
+
+OptionTable init_table(InitOptions& o) {
+  OptionTable table("init");
+  table.path("config", o.config, "FILE", "config.json of the model");
+  table.path("out", o.out, "DIR", "new folder for the model");
+  table.seed("seed", o.seed, "of the random weights");
+  table.bytes("shard-size", o.shard_size, "largest size of one weights file");
+  return table;
+}
+
+OptionTable export_table(ExportOptions& o) {
+  OptionTable table("export");
+  table.paths("storage", o.storage, true, "the folders that `tierflow train --no-export` was given, in that order");
+  table.path("out", o.out, "DIR", "folder to write");
+  return table;
+}
+
+OptionTable train_table(TrainOptions& o) {
+  OptionTable table("train");
+  add_run_rows(table, o);
+  add_train_rows(table, o);
+  return table;
+}
+
+OptionTable plan_table(PlanOptions& o) {
+  OptionTable table("plan");
+  add_run_rows(table, o);
+  add_train_rows(table, o);
+  table.group("Plan");
+  table.integer(
+      "tokens-per-step", o.tokens_per_step, 0,
+      "choose --micro-batch and --micro-batches for so many tokens a step: those with the most tokens a second");
+  table.flag("refresh-profile", o.refresh_profile, "measure this machine and the model's stages again");
+  return table;
+}
+
+OptionTable eval_table(EvalOptions& o) {
+  OptionTable table("eval");
+  add_run_rows(table, o);
+  table.group(kEvaluation);
+  table.integer("max-sequences", o.max_sequences, 0, "sequences to evaluate at most; 0: all");
+  return table;
+}
+
+// Two names of one folder, by links or dots too.
+void check_storage(const RunOptions& o) {
+  std::map<std::filesystem::path, std::filesystem::path> seen;
+  for (const auto& folder : o.storage) {
+    std::error_code ignored;
+    auto real = std::filesystem::weakly_canonical(std::filesystem::absolute(folder, ignored), ignored);
+    if (!real.has_filename()) real = real.parent_path();  // a slash at the end
+    const auto [before, is_new] = seen.emplace(real, folder);
+    if (!is_new && before->second == folder)
+      fail_usage(fmt::format("--storage names {} twice", printable(folder.string())));
+    if (!is_new)
+      fail_usage(fmt::format("--storage names one folder twice: {} and {}", printable(before->second.string()),
+                             printable(folder.string())));
+  }
+}
+
+void check_threads(int threads) {
+  const int cpus = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+  if (threads > std::max(64, 4 * cpus))
+    fail_usage(fmt::format("--threads is {}; this machine has {} CPUs: give at most {}, or 0 for all of them", threads,
+                           cpus, std::max(64, 4 * cpus)));
+}
+
+void check_tokens(const RunOptions& o, std::int64_t micro_batches) {
+  std::int64_t tokens = o.sequence_length;  // no factor is above kMostTokens: a product of two does not overflow
+  for (const std::int64_t factor : {o.micro_batch, micro_batches}) {
+    tokens *= factor;
+    if (tokens > kMostTokens)
+      fail_usage(
+          fmt::format("--micro-batches {} x --micro-batch {} x --sequence-length {} are more than 2^31 tokens a "
+                      "step: give less",
+                      micro_batches, o.micro_batch, o.sequence_length));
+  }
+}
+
+void check_run(const RunOptions& o, const char* command) {
+  if (o.data.empty()) fail_usage(fmt::format("`tierflow {}` needs --data", command));
+  if (o.tokenizer.empty()) fail_usage("--tokenizer is empty; give auto, bytes or a tokenizer.json");
+  if (o.jsonl_field.empty()) fail_usage("--jsonl-field is empty");
+}
+
+void check_sizes(const RunOptions& o, std::int64_t micro_batches) {
+  check_storage(o);
+  check_threads(o.threads);
+  check_tokens(o, micro_batches);
+}
+
+DataOptions common_data_options(const RunOptions& o, const ModelSpec& spec, const std::filesystem::path& folder) {
+  DataOptions data;
+  data.paths = o.data;
+  data.jsonl_field = o.jsonl_field;
+  if (o.tokenizer == "auto") {
+    // Beside the model, or beside the config.json that a random model is made from.
+    const auto candidate = o.model / "tokenizer.json";
+    std::error_code ignored;
+    if (!o.model.empty() && std::filesystem::exists(candidate, ignored)) data.tokenizer = candidate;
+  } else if (o.tokenizer != "bytes") {
+    data.tokenizer = o.tokenizer;
+  }
+  std::error_code ignored;
+  data.python = o.python;
+  if (data.python.empty() && std::filesystem::exists(TIERFLOW_PYTHON, ignored)) data.python = TIERFLOW_PYTHON;
+  data.cache = o.storage.empty() ? folder : o.storage.front();
+  data.vocab_size = spec.config.vocab_size;
+  data.sequence_length = o.sequence_length;
+  data.held_out = 0;
+  data.skip_bad_records = o.skip_bad_records;
+  return data;
+}
+
+}  // namespace
+
+io::EngineKind engine_kind(const std::string& name) {
+  for (const io::EngineKind kind : {io::EngineKind::io_uring, io::EngineKind::libaio, io::EngineKind::threads})
+    if (name == io::engine_name(kind)) return kind;
+  return io::EngineKind::automatic;
+}
+
+InitOptions parse_init(const std::vector<std::string>& words) {
+  InitOptions options;
+  const OptionTable table = init_table(options);
+  CommandLine(table).apply(words);
+  if (options.config.empty() || options.out.empty()) fail_usage("`tierflow init` needs --config and --out");
+  if (options.shard_size == 0) fail_usage("--shard-size must be above 0");
+  return options;
+}
+
+ExportOptions parse_export(const std::vector<std::string>& words) {
+  ExportOptions options;
+  const OptionTable table = export_table(options);
+  CommandLine(table).apply(words);
+  if (options.storage.empty() || options.out.empty()) fail_usage("`tierflow export` needs --storage and --out");
+  return options;
+}
+
+TrainOptions parse_train(const std::vector<std::string>& words) {
+  TrainOptions options;
+  const OptionTable table = train_table(options);
+  CommandLine(table).apply(words);
+  check_run(options, "train");
+  check_sizes(options, options.micro_batches);
+  if (options.model.empty() == options.config.empty()) fail_usage("`tierflow train` needs either --model or --config");
+  if (options.out.empty() && !options.no_export) fail_usage("`tierflow train` needs --out, or --no-export");
+  if (options.no_export && options.storage.empty())
+    fail_usage("--no-export leaves the result in the store: it needs --storage");
+  if (options.steps != 0 && options.epochs != 0) fail_usage("give --steps or --epochs, not both");
+  if (options.steps == 0 && options.epochs == 0) options.epochs = 1;
+  return options;
+}
+
+PlanOptions parse_plan(const std::vector<std::string>& words) {
+  PlanOptions options;
+  const OptionTable table = plan_table(options);
+  CommandLine(table).apply(words);
+  check_sizes(options, options.micro_batches);
+  if (options.model.empty() == options.config.empty()) fail_usage("`tierflow plan` needs either --model or --config");
+  return options;
+}
+
+EvalOptions parse_eval(const std::vector<std::string>& words) {
+  EvalOptions options;
+  const OptionTable table = eval_table(options);
+  CommandLine(table).apply(words);
+  check_run(options, "eval");
+  check_sizes(options, 1);
+  if (options.model.empty()) fail_usage("`tierflow eval` needs --model");
+  return options;
+}
+
+std::string help_of(const std::string& command, std::size_t columns) {
+  InitOptions init;
+  ExportOptions exported;
+  TrainOptions train;
+  PlanOptions plan;
+  EvalOptions eval;
+  const OptionTable table = command == "init"     ? init_table(init)
+                            : command == "train"  ? train_table(train)
+                            : command == "plan"   ? plan_table(plan)
+                            : command == "export" ? export_table(exported)
+                                                  : eval_table(eval);
+  return CommandLine(table).help(columns);
+}
+
+std::string describe(const TrainOptions& o) {
+  std::vector<std::string> data;
+  for (const auto& path : o.data) data.push_back(path.string());
+  std::string text = o.config.empty() ? fmt::format("training {}", o.model.string())
+                                      : fmt::format("training {} from random weights", o.config.string());
+  text += fmt::format(" on {}: ", fmt::join(data, ", "));
+  text += o.steps != 0 ? fmt::format("{} steps", o.steps) : fmt::format("{} epochs", o.epochs);
+  text += fmt::format(" of {} x {} sequences of {} tokens; AdamW with learning rate {} ({}", o.micro_batches,
+                      o.micro_batch, o.sequence_length, o.lr, o.lr_schedule);
+  if (o.warmup != 0) text += fmt::format(", warm-up {} steps", o.warmup);
+  text += fmt::format("), weight decay {}, clip {}; {}, seed {}; ", o.weight_decay,
+                      o.clip ? fmt::format("{}", *o.clip) : "none", o.precision, o.seed);
+  text += o.no_export ? std::string("the result stays in the store") : "result in " + o.out.string();
+  return text + (o.log_json.empty() ? ". --log-json keeps all options and every step"
+                                    : ". All options: first line of " + o.log_json.string());
+}
+
+std::string effective_configuration(const TrainOptions& options) {
+  TrainOptions copy = options;
+  return train_table(copy).effective().dump(2) + "\n";
+}
+
+std::string effective_configuration(const EvalOptions& options) {
+  EvalOptions copy = options;
+  return eval_table(copy).effective().dump(2) + "\n";
+}
+
+DataOptions data_options(const TrainOptions& options, const ModelSpec& spec, const std::filesystem::path& folder) {
+  DataOptions data = common_data_options(options, spec, folder);
+  if (options.tokenizer == "auto" && data.tokenizer.empty() && !options.config.empty()) {
+    const auto candidate = options.config.parent_path() / "tokenizer.json";
+    std::error_code ignored;
+    if (std::filesystem::exists(candidate, ignored)) data.tokenizer = candidate;
+  }
+  data.held_out = options.held_out;
+  data.seed = options.seed;
+  return data;
+}
+
+DataOptions data_options(const EvalOptions& options, const ModelSpec& spec, const std::filesystem::path& folder) {
+  return common_data_options(options, spec, folder);
+}
+
+}  // namespace tierflow

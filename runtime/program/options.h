@@ -1,0 +1,112 @@
+#pragma once
+// What the program can be asked, with the defaults. One table (options.cpp) serves the command line, configuration
+// files and the printed configuration, so that the three cannot differ.
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/volume.h"
+#include "runtime/data/data.h"
+#include "runtime/spec/model_spec.h"
+
+namespace tierflow {
+
+struct InitOptions {
+  std::filesystem::path config, out;
+  std::uint64_t seed = 0;
+  std::uint64_t shard_size = std::uint64_t{5} << 30;
+};
+
+struct ExportOptions {
+  std::vector<std::filesystem::path> storage;
+  std::filesystem::path out;
+};
+
+// What training and evaluation have in common.
+struct RunOptions {
+  std::filesystem::path model;  // an HF folder
+  std::vector<std::filesystem::path> data;
+  std::string device = "auto";      // cpu, cuda, auto: cuda where there is one
+  std::uint64_t device_memory = 0;  // bytes; 0: chosen by the run
+  std::uint64_t host_memory = 0;    // bytes; 0: chosen by the run
+  std::vector<std::filesystem::path> storage;
+  std::int64_t sequence_length = 512;
+  std::int64_t micro_batch = 1;
+  std::string engine = "auto";  // auto, io_uring, libaio, threads
+  int threads = 0;              // 0: as many as the machine has
+  bool allow_buffered = false, allow_any_filesystem = false;
+  bool fresh = false;  // what an earlier run left in the storage folders is discarded
+  std::string jsonl_field = "text";
+  std::string tokenizer = "auto";  // auto: the model folder's tokenizer.json, else bytes; bytes; or a tokenizer.json
+  std::filesystem::path python;    // empty: the one found when the program was built, else python3
+  bool skip_bad_records = false;
+  std::filesystem::path log_json;  // empty: none
+  bool json = false;               // results on standard output as JSON, nothing else there
+};
+
+struct EvalOptions : RunOptions {
+  std::int64_t max_sequences = 0;  // 0: all
+};
+
+struct TrainOptions : RunOptions {
+  std::filesystem::path config;  // in place of model: random weights
+  std::filesystem::path out;
+  std::int64_t micro_batches = 1;
+  std::int64_t steps = 0;   // 0: as epochs says
+  std::int64_t epochs = 0;  // 0: as steps says; both 0 means one epoch
+  double lr = 1e-5;
+  std::string lr_schedule = "cosine";  // cosine, linear, constant
+  std::int64_t warmup = 0;             // steps
+  double weight_decay = 0;
+  double beta1 = 0.9, beta2 = 0.999;
+  double eps = 1e-8;
+  std::optional<double> clip = 1.0;             // of the global gradient norm
+  std::string precision = "fp32-master+adam8";  // fp32-master+adam32, bf16-sr+adam8
+  std::uint64_t seed = 0;
+  std::int64_t eval_every = 0;             // steps; 0: before the first and after the last
+  double held_out = 0.01;                  // share of the sequences
+  std::int64_t eval_sequences = 64;        // at most that many held-out ones in each evaluation; 0: all
+  std::int64_t max_skipped = 20;           // skipped steps in a row that end the run; 0: any number
+  double max_tb_written = 0;               // 10^12 bytes that storage may be given to write; 0: any number
+  std::string durability = "export-only";  // the state of an unfinished run is lost
+  bool no_export = false;
+  std::filesystem::path trace;  // empty: none
+};
+
+struct PlanOptions : TrainOptions {
+  bool refresh_profile = false;
+  std::int64_t tokens_per_step = 0;  // of which the plan chooses micro-batches; 0: those given
+};
+
+// What --engine names.
+io::EngineKind engine_kind(const std::string& name);
+
+// 512, 20GiB, 1.5 MiB, 3GB (powers of 1000): bytes. Throws Exception (kind usage) naming `option`.
+std::uint64_t parse_bytes(const std::string& text, const std::string& option);
+// The shortest text that parse_bytes reads back exactly.
+std::string format_bytes(std::uint64_t bytes);
+
+// The command's words after its name, and those of its configuration file where --config-file names one (the command
+// line wins). Throws Exception (kind usage; input for the file) on anything unknown, malformed or contradictory.
+InitOptions parse_init(const std::vector<std::string>& words);
+ExportOptions parse_export(const std::vector<std::string>& words);
+TrainOptions parse_train(const std::vector<std::string>& words);
+PlanOptions parse_plan(const std::vector<std::string>& words);
+EvalOptions parse_eval(const std::vector<std::string>& words);
+// The help text of "init", "train", "plan", "eval", "export", in lines of at most that many columns.
+std::string help_of(const std::string& command, std::size_t columns);
+// What training is asked for, in one paragraph.
+std::string describe(const TrainOptions& options);
+
+// Every option with its value, as a JSON object that --config-file reads back.
+std::string effective_configuration(const TrainOptions& options);
+std::string effective_configuration(const EvalOptions& options);
+
+// How the options' data are read for that model: tokenizer and interpreter resolved. The packed tokens go to the first
+// storage folder, else to `folder`.
+DataOptions data_options(const TrainOptions& options, const ModelSpec& spec, const std::filesystem::path& folder);
+DataOptions data_options(const EvalOptions& options, const ModelSpec& spec, const std::filesystem::path& folder);
+
+}  // namespace tierflow

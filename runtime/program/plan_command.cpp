@@ -1,0 +1,172 @@
+#include "runtime/program/plan_command.h"
+
+#include <fmt/format.h>
+
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/machine.h"
+#include "runtime/program/plan_report.h"
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+// From the cache, and what that lacks by measuring. `refreshed` was measured in this very command, whatever is asked
+// for.
+Profile profile_of(const ModelSpec& spec, const SessionOptions& session, bool refresh,
+                   std::optional<MachineProfile> refreshed, const std::function<void(const ProfileJob&)>& measure,
+                   const Say& say) {
+  const ProfileCache cache(spec, session, train_build(), say);
+  std::optional<MachineProfile> machine = std::move(refreshed);
+  std::optional<ModelProfile> model;
+  if (!refresh) {
+    if (!machine) machine = cache.machine();
+    model = cache.model();
+  }
+  // A run takes less time to measure than a plan does: what it had to scale and no step has corrected since is measured
+  // again.
+  const auto enough = [&] {
+    return model->covers(spec) &&
+           (model->width == 1 || model->readings.corrected || model->seconds_allowed >= kProfileSeconds);
+  };
+  const bool has_machine = machine.has_value(), has_model = model.has_value() && enough();
+  if (!has_machine) machine.emplace();
+  if (!has_model) model.emplace();
+  if (!has_machine || !has_model)
+    measure({.spec = spec,
+             .options = session,
+             .machine = has_machine ? nullptr : &*machine,
+             .model = has_model ? nullptr : &*model,
+             .say = say});
+  if (!has_machine) cache.keep(*machine);
+  if (!has_model) cache.keep(*model);
+  return {*std::move(machine), *std::move(model)};
+}
+
+std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptions session, const Profile& profile) {
+  if (!session.clip) return std::nullopt;
+  session.clip.reset();
+  try {
+    return choose_placement(spec, session, profile).prediction.step_seconds;
+  } catch (const Exception&) {
+    return std::nullopt;  // it takes other budgets
+  }
+}
+
+// A run with its session's options complete, and what is expected of it.
+struct Planned {
+  SessionOptions session;
+  Profile profile;
+  Placement placement;
+};
+
+class Planning {
+ public:
+  Planning(const PlanOptions& options, const ModelSpec& spec, const std::function<void(const ProfileJob&)>& measure,
+           const Say& say)
+      : options_(options), spec_(spec), measure_(measure), say_(say), session_(train_settings(options, 0, say)) {}
+
+  Planned plan(std::int64_t micro_batch, int micro_batches) {
+    SessionOptions session = session_;
+    session.micro_batch = micro_batch;
+    session.micro_batches = micro_batches;
+    Profile profile = profile_of(spec_, session, options_.refresh_profile, machine_, measure_, say_);
+    machine_ = profile.machine;                                                            // the same for every shape
+    if (options_.device_memory == 0) session.device_memory += profile.model.device_fixed;  // as train adds it
+    Placement placement = choose_placement(spec_, session, profile);
+    return {std::move(session), std::move(profile), std::move(placement)};
+  }
+
+  // The micro-batches of `tokens` a step with the most tokens a second; `shapes` is told of each.
+  Planned fastest(std::int64_t tokens, Json& shapes) {
+    const std::int64_t sequences = tokens / session_.sequence_length;
+    if (sequences < 1)
+      throw Exception(io::ErrorKind::usage, fmt::format("--tokens-per-step {} is less than one sequence of {} tokens",
+                                                        tokens, session_.sequence_length));
+    std::optional<Planned> best;
+    std::optional<Exception> refused;
+    for (std::int64_t micro_batch = 1, before = 0; micro_batch <= sequences; ++micro_batch) {
+      if (sequences % micro_batch != 0 || 2 * micro_batch < 3 * before) continue;
+      before = micro_batch;
+      Json shape{{"micro_batch", micro_batch}, {"micro_batches", sequences / micro_batch}};
+      try {
+        Planned planned = plan(micro_batch, static_cast<int>(sequences / micro_batch));
+        const double step_seconds = planned.placement.prediction.step_seconds;
+        shape["step_s"] = step_seconds;
+        shape["tokens_per_s"] = static_cast<double>(sequences * session_.sequence_length) / step_seconds;
+        shape["refused"] = nullptr;
+        if (!best || step_seconds < best->placement.prediction.step_seconds) best = std::move(planned);
+      } catch (const Exception& error) {
+        if (error.error().kind != io::ErrorKind::usage) throw;
+        shape["refused"] = error.what();
+        if (!refused) refused = error;
+      }
+      shapes.push_back(shape);
+      if (best && !shape["refused"].is_null()) break;  // larger ones need more memory
+    }
+    if (!best) throw *refused;
+    return *std::move(best);
+  }
+
+  Planned as_given() { return plan(options_.micro_batch, static_cast<int>(options_.micro_batches)); }
+
+ private:
+  const PlanOptions& options_;
+  const ModelSpec& spec_;
+  const std::function<void(const ProfileJob&)>& measure_;
+  const Say& say_;
+  const SessionOptions session_;
+  std::optional<MachineProfile> machine_;
+};
+
+// What the storage folders have room for, each drive counted once.
+std::uint64_t free_on(const std::vector<fs::path>& folders) {
+  std::uint64_t sum = 0;
+  std::set<std::pair<std::uintmax_t, std::uintmax_t>> seen;
+  for (fs::path folder : folders) {
+    std::error_code error;
+    folder = fs::absolute(folder, error).lexically_normal();
+    while (!fs::exists(folder, error) && folder.has_relative_path()) folder = folder.parent_path();
+    const fs::space_info space = fs::space(folder, error);
+    if (!error && seen.insert({space.capacity, space.available}).second) sum += space.available;
+  }
+  return sum;
+}
+
+}  // namespace
+
+int run_plan(const PlanOptions& options, const std::function<void(const ProfileJob&)>& measure) {
+  const Say say = [](const std::string& line) { std::cerr << line << std::endl; };
+  const ModelSpec spec = training_spec(options);
+  Planning planning(options, spec, measure, say);
+  Json shapes = Json::array();
+  const Planned planned =
+      options.tokens_per_step != 0 ? planning.fastest(options.tokens_per_step, shapes) : planning.as_given();
+  prove(planned.placement.plan, /*train=*/true);
+  if (!options.trace.empty()) {
+    const swap::NamedTimeline predicted[] = {{"predicted", planned.placement.prediction.records}};
+    throw_if(swap::write_trace(options.trace, predicted));
+  }
+  Json report = plan_json({.options = options,
+                           .spec = spec,
+                           .session = planned.session,
+                           .profile = planned.profile,
+                           .placement = planned.placement,
+                           .step_seconds_unclipped = step_seconds_unclipped(spec, planned.session, planned.profile)});
+  report["step_shapes"] = shapes;
+  const std::uint64_t needed = report["storage"]["bytes"], free = free_on(planned.session.storage);
+  report["storage"]["free"] = free;
+  std::cout << (options.json ? report.dump() + "\n" : plan_text(report)) << std::flush;
+  if (needed > free)
+    fail(io::ErrorKind::environment, "--storage",
+         fmt::format("needs {} and {} are free there: free some, or name further drives", human_bytes(needed),
+                     human_bytes(free)));
+  return 0;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,306 @@
+#include "runtime/program/plan_report.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "swap/store.h"
+
+namespace tierflow {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string name_of(Family family) {
+  return family == Family::gpt2 ? "gpt2" : family == Family::opt ? "opt" : "llama";
+}
+
+// "layers.12.mlp" -> "layers.*.mlp": what is alike in all layers of a kind.
+std::string kind_of(const std::string& unit) {
+  std::string kind;
+  for (const char c : unit) {
+    const bool digit = c >= '0' && c <= '9';
+    if (!digit) kind += c;
+    if (digit && (kind.empty() || kind.back() != '*')) kind += '*';
+  }
+  return kind;
+}
+
+// A row for each kind of layer and format of its state.
+Json layers_json(const PackedModel& packed) {
+  Json rows = Json::array();
+  for (const PackedUnit& unit : packed.units) {
+    std::uint64_t begin = 0;
+    for (const swap::GroupShape& group : unit.shape.groups) {
+      const std::uint64_t end = begin + group.elements;
+      std::uint64_t parameters = 0;
+      for (const PackedTensor& tensor : unit.tensors)
+        if (tensor.offset >= begin && tensor.offset < end) parameters += tensor.elements;
+      begin = end;
+      const std::string kind = kind_of(unit.shape.name);
+      auto row = std::find_if(rows.begin(), rows.end(), [&](const Json& other) {
+        return other["layers"] == kind && other["precision"] == group.precision;
+      });
+      if (row == rows.end()) {
+        rows.push_back(
+            {{"layers", kind}, {"units", 0}, {"precision", group.precision}, {"parameters", 0}, {"bytes", 0}});
+        row = std::prev(rows.end());
+      }
+      const std::uint64_t bytes = 2 * group.elements + (unit.shape.trainable ? group.state_bytes(group.elements) : 0);
+      (*row)["units"] = (*row)["units"].get<int>() + 1;
+      (*row)["parameters"] = (*row)["parameters"].get<std::uint64_t>() + parameters;
+      (*row)["bytes"] = (*row)["bytes"].get<std::uint64_t>() + bytes;
+    }
+  }
+  return rows;
+}
+
+// Parameters that keep 32-bit moments under a policy of 8-bit ones, and what that costs.
+Json moments_32_json(const PackedModel& packed) {
+  std::uint64_t elements = 0;
+  if (packed.precision != Precision::fp32_master_adam32)
+    for (const PackedUnit& unit : packed.units)
+      for (std::size_t group = 0; group < unit.formats.size(); ++group)
+        if (unit.formats[group].moments == optim::MomentFormat::f32 && unit.shape.trainable)
+          elements += unit.shape.groups[group].elements;
+  return {{"parameters", elements}, {"extra_bytes", elements * 6 - elements / 256 * 8}};
+}
+
+double share(const std::vector<bool>& resident, const swap::Layout& layout) {
+  double kept = 0, all = 0;
+  for (std::size_t id = 0; id < resident.size(); ++id) {
+    const auto elements = static_cast<double>(layout.chunks()[id].elements);
+    all += elements;
+    if (resident[id]) kept += elements;
+  }
+  return all == 0 ? 0 : kept / all;
+}
+
+std::uint64_t kept_carries(const SessionPlan& plan) {
+  std::uint64_t bytes = 0;
+  for (std::size_t stage = 1; stage + 1 < plan.layout->stages().size(); ++stage)
+    if (!plan.arrangement.input_leaves[stage])
+      bytes += plan.layout->stages()[stage].carry_bytes * plan.arrangement.micro_batches;
+  return bytes;
+}
+
+// Of the items that keep theirs.
+std::uint64_t kept_activations(const SessionPlan& plan, const ComputeNeeds& needs) {
+  const swap::Arrangement& at = plan.arrangement;
+  std::uint64_t bytes = 0;
+  for (int item = 0; item < at.items(); ++item)
+    if (at.activations[item] == swap::Activations::keep) bytes += needs.activation_bytes[item / at.micro_batches];
+  return bytes;
+}
+
+struct WaitingGradients {
+  std::uint64_t in_memory = 0, on_storage = 0;  // bytes
+};
+
+// Those of deferred updates.
+WaitingGradients waiting_gradients(const SessionPlan& plan) {
+  WaitingGradients waiting;
+  for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id)
+    if (plan.arrangement.deferred[id])
+      (plan.arrangement.gradient_resident[id] ? waiting.in_memory : waiting.on_storage) +=
+          plan.layout->chunks()[id].word_bytes();
+  return waiting;
+}
+
+// Which updates wait for the next forward and which run on the device, and a step's time if none did that need not.
+Json updates_json(const PlannedRun& run) {
+  const WaitingGradients waiting = waiting_gradients(run.placement.plan);
+  const auto share = [&](std::uint64_t parameters) {
+    return static_cast<double>(parameters) /
+           static_cast<double>(std::max<std::uint64_t>(1, run.placement.plan.packed.trainable_parameters));
+  };
+  return {{"deferred_share", share(run.placement.plan.deferred_parameters)},
+          {"device_share", share(run.placement.plan.device_updated_parameters)},
+          {"gradients_in_memory", waiting.in_memory},
+          {"gradients_on_storage", waiting.on_storage},
+          {"step_s_plain", run.placement.step_seconds_plain_updates}};
+}
+
+// What becomes of the activations of each micro-batch in each block or half of one.
+Json activations_json(const PlannedRun& run) {
+  const swap::Arrangement& at = run.placement.plan.arrangement;
+  int kept = 0, host = 0, storage = 0, again = 0;
+  for (int item = 0; item < at.items(); ++item) {
+    const StageKind kind = run.spec.stages[item / at.micro_batches].kind;
+    if (kind != StageKind::block && kind != StageKind::attention && kind != StageKind::mlp) continue;
+    ++(at.activations[item] == swap::Activations::keep        ? kept
+       : at.activations[item] == swap::Activations::recompute ? again
+       : at.saved_on_storage[item]                            ? storage
+                                                              : host);
+  }
+  return {{"kept", kept},
+          {"swapped_to_host", host},
+          {"swapped_to_storage", storage},
+          {"recomputed", again},
+          {"layers_whose_input_leaves", std::count(at.input_leaves.begin(), at.input_leaves.end(), true)},
+          {"bytes_to_host", at.saved_on_host(*run.placement.plan.layout)},
+          {"bytes_to_storage", run.placement.plan.writes.activations},
+          {"step_s_without_swapping", run.placement.step_seconds_without_swaps}};
+}
+
+Json storage_json(const PlannedRun& run) {
+  std::uint64_t weights = 0, state = 0;
+  for (const swap::Chunk& chunk : run.placement.plan.layout->chunks()) {
+    weights += chunk.word_bytes();
+    state += chunk.trainable ? chunk.state_bytes : 0;
+  }
+  const std::uint64_t gradients = waiting_gradients(run.placement.plan).on_storage;
+  const swap::StoreOptions options = store_options(run.spec, run.session, run.placement.plan);
+  const std::uint64_t bytes =
+      run.placement.plan.stored ? swap::Store::bytes_needed(options, *run.placement.plan.layout) : 0;
+  return {{"bytes", bytes},
+          {"generations", options.generations},
+          {"weights", run.placement.plan.stored ? weights : 0},
+          {"state", run.placement.plan.stored ? state : 0},
+          {"staged_gradients", gradients},
+          {"bytes_per_parameter", static_cast<double>(bytes) / static_cast<double>(run.spec.parameters())}};
+}
+
+Json clip_json(const PlannedRun& run) {
+  Json clip{{"norm", run.session.clip ? Json(*run.session.clip) : Json("none")},
+            {"staged", run.placement.plan.arrangement.staged}};
+  const WaitingGradients waiting =
+      run.placement.plan.arrangement.staged ? waiting_gradients(run.placement.plan) : WaitingGradients{};
+  clip["gradients_in_memory"] = waiting.in_memory;
+  clip["gradients_on_storage"] = waiting.on_storage;
+  clip["extra_read"] = waiting.on_storage;
+  clip["extra_written"] = waiting.on_storage;
+  clip["step_s_without"] = run.step_seconds_unclipped ? Json(*run.step_seconds_unclipped) : Json();
+  return clip;
+}
+
+Json step_json(const PlannedRun& run) {
+  const Prediction& prediction = run.placement.prediction;
+  const auto tokens = run.session.micro_batch * run.session.micro_batches * run.session.sequence_length;
+  Json lanes;
+  int busiest = 0;
+  for (int lane = 0; lane < swap::kLanes; ++lane) {
+    lanes[swap::lane_name(static_cast<swap::Lane>(lane))] = {{"bytes", prediction.bytes[lane]},
+                                                             {"busy_s", prediction.step.busy_seconds[lane]}};
+    if (prediction.step.busy_seconds[lane] > prediction.step.busy_seconds[busiest]) busiest = lane;
+  }
+  double waited = 0;
+  Json stalls = Json::object();
+  for (const auto& [cause, seconds] : prediction.step.stalled_by_cause()) {
+    stalls[cause] = seconds;
+    waited += seconds;
+  }
+  return {{"tokens", tokens},
+          {"step_s", prediction.step_seconds},
+          {"tokens_per_s", static_cast<double>(tokens) / prediction.step_seconds},
+          {"lanes", lanes},
+          {"limit", swap::lane_name(static_cast<swap::Lane>(busiest))},
+          {"compute_waits_s", waited},
+          {"stalls", stalls}};
+}
+
+Json machine_json(const MachineProfile& machine) {
+  const swap::MachineRates& r = machine.rates;
+  return {{"disk_read", r.disk_read},
+          {"disk_write", r.disk_write},
+          {"disk_mixed", r.disk_mixed},
+          {"upload", r.upload},
+          {"download", r.download},
+          {"cast", r.cast},
+          {"fill", r.fill},
+          {"measure", r.measure},
+          {"checksum", r.checksum},
+          {"cores", r.cores},
+          {"threads", r.threads},
+          {"update", machine.update},
+          {"device_update", machine.device_update}};
+}
+
+Json readings_json(const Readings& readings) {
+  return {{"spread", readings.spread}, {"other_cores", readings.other_cores}, {"corrected", readings.corrected}};
+}
+
+// How far the numbers can be trusted.
+Json profile_json(const Profile& profile) {
+  const std::string doubt = doubt_of(profile);
+  return {{"machine", readings_json(profile.machine.readings)},
+          {"stages", readings_json(profile.model.readings)},
+          {"scaled_from_width", profile.model.width < 1 ? Json(profile.model.width) : Json()},
+          {"doubt", doubt.empty() ? Json() : Json(doubt)}};
+}
+
+}  // namespace
+
+PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& session, const ModelSpec& spec,
+                                 const ModelProfile& model) {
+  PredictedMemory memory;
+  const ComputeNeeds needs = model.needs(spec);
+  memory.device = plan.arrangement.device_bytes() + model.device_fixed + needs.expected(plan.arrangement) +
+                  kept_carries(plan) + kept_activations(plan, needs);
+  memory.device =
+      std::min(memory.device, session.device_memory);  // torch gives back what it keeps before it takes more
+  memory.host = plan.arrangement.host_bytes(*plan.layout);
+  memory.process = model.process_bytes + memory.host + (session.device == "cuda" ? 0 : memory.device);
+  return memory;
+}
+
+Json plan_json(const PlannedRun& run) {
+  const swap::Arrangement& at = run.placement.plan.arrangement;
+  const swap::Layout& layout = *run.placement.plan.layout;
+  std::size_t tiles = 0, halves = 0;
+  for (const StageSpec& stage : run.spec.stages) {
+    tiles += stage.kind == StageKind::head_tile ? 1 : 0;
+    halves += stage.kind == StageKind::attention ? 1 : 0;
+  }
+  const PredictedMemory memory = predicted_memory(run.placement.plan, run.session, run.spec, run.profile.model);
+  const double written =
+      1e-12 * static_cast<double>(run.placement.plan.writes.update + run.placement.plan.writes.activations +
+                                  run.placement.plan.writes.gradients);
+  std::vector<std::string> folders;
+  for (const auto& folder : run.session.storage) folders.push_back(folder.string());
+  Json storage = storage_json(run);
+  storage["folders"] = folders;
+  return {{"model",
+           {{"architecture", run.spec.config.architecture},
+            {"family", name_of(run.spec.config.family)},
+            {"parameters", run.spec.parameters()},
+            {"units", run.spec.units.size()},
+            {"stages", run.spec.stages.size()},
+            {"vocabulary_tiles", tiles == 0 ? 1 : tiles + 1},
+            {"blocks_in_halves", halves},
+            {"chunks", layout.chunks().size()}}},
+          {"precision",
+           {{"policy", precision_name(run.session.precision)},
+            {"layers", layers_json(run.placement.plan.packed)},
+            {"moments_32", moments_32_json(run.placement.plan.packed)}}},
+          {"storage", storage},
+          {"host",
+           {{"budget", run.session.host_memory},
+            {"used", at.host_bytes(layout)},
+            {"buffers", at.buffer_bytes(layout)},
+            {"resident", at.resident_bytes(layout)},
+            {"activations", at.saved_on_host(layout)},
+            {"weights_resident", share(at.hi_resident, layout)},
+            {"state_resident", share(at.state_resident, layout)},
+            {"gradients_resident", at.staged ? share(at.gradient_resident, layout) : 0.0}}},
+          {"device",
+           {{"name", run.session.device},
+            {"budget", run.session.device_memory},
+            {"weights", at.weight_ring},
+            {"gradients", at.gradient_ring + at.held_gradients},
+            {"activations", kept_carries(run.placement.plan) + at.slots * at.slot_bytes +
+                                kept_activations(run.placement.plan, run.profile.model.needs(run.spec))},
+            {"workspace", run.placement.plan.workspace}}},
+          {"activations", activations_json(run)},
+          {"clip", clip_json(run)},
+          {"updates", updates_json(run)},
+          {"step", step_json(run)},
+          {"wear",
+           {{"tb_written_per_step", written},
+            {"tb_written_per_day", written * 86400 / run.placement.prediction.step_seconds}}},
+          {"memory", {{"device_peak", memory.device}, {"host", memory.host}, {"process_peak", memory.process}}},
+          {"machine", machine_json(run.profile.machine)},
+          {"profile", profile_json(run.profile)},
+          {"checked", true}};
+}
+
+}  // namespace tierflow

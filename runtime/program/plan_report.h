@@ -1,0 +1,31 @@
+#pragma once
+// A plan with its prediction as one JSON object, and as a table of the same numbers.
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+
+#include "runtime/planning/prediction.h"
+#include "runtime/program/options.h"
+
+namespace tierflow {
+
+struct PlannedRun {
+  const TrainOptions& options;
+  const ModelSpec& spec;
+  const SessionOptions& session;
+  const Profile& profile;
+  const Placement& placement;
+  std::optional<double> step_seconds_unclipped;  // of the same run with --clip none, where it clips and that works
+};
+
+// The most memory that the run is expected to use.
+struct PredictedMemory {
+  std::uint64_t device = 0, host = 0, process = 0;  // process: device too where that is the CPU
+};
+PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& session, const ModelSpec& spec,
+                                 const ModelProfile& model);
+
+nlohmann::ordered_json plan_json(const PlannedRun& run);
+std::string plan_text(const nlohmann::ordered_json& plan);
+
+}  // namespace tierflow

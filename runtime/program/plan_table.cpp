@@ -1,0 +1,137 @@
+// The plan as a table.
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "runtime/base/machine.h"
+#include "runtime/program/plan_report.h"
+
+namespace tierflow {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string count(double n) {
+  return n >= 1e9 ? fmt::format("{:.2f}B", n / 1e9) : n >= 1e6 ? fmt::format("{:.1f}M", n / 1e6) : fmt::format("{}", n);
+}
+
+std::string size(const Json& bytes) {
+  return human_bytes(bytes.get<std::uint64_t>());
+}
+
+std::string seconds(double s) {
+  return s >= 100 ? fmt::format("{:.0f} s", s)
+         : s >= 1 ? fmt::format("{:.2f} s", s)
+                  : fmt::format("{:.0f} ms", s * 1e3);
+}
+
+std::string activations_text(const Json& of, double step_s) {
+  const int host = of["swapped_to_host"], storage = of["swapped_to_storage"];
+  std::string text = fmt::format("activations (layers x micro-batches): {} kept, ", of["kept"].get<int>());
+  if (host != 0) text += fmt::format("{} swapped to the host, ", host);
+  if (storage != 0) text += fmt::format("{} to storage ({}), ", storage, size(of["bytes_to_storage"]));
+  text += fmt::format("{} computed again", of["recomputed"].get<int>());
+  const double without = of["step_s_without_swapping"];
+  if (host + storage != 0 && without > step_s)
+    text += fmt::format("; without swapping a step takes {}", seconds(without));
+  return text;
+}
+
+}  // namespace
+
+std::string plan_text(const Json& plan) {
+  std::string text;
+  const auto row = [&](const char* name, const std::string& value) { text += fmt::format("{:<10} {}\n", name, value); };
+  const Json &model = plan["model"], &precision = plan["precision"], &storage = plan["storage"], &host = plan["host"],
+             &device = plan["device"], &clip = plan["clip"], &step = plan["step"], &memory = plan["memory"];
+  std::string cut;
+  if (model["vocabulary_tiles"] != 1)
+    cut += fmt::format(", the vocabulary in {} tiles", model["vocabulary_tiles"].get<int>());
+  if (model["blocks_in_halves"] != 0) cut += ", blocks in halves";
+  row("model", fmt::format("{}, {} parameters, {} units in {} stages{}", model["architecture"].get<std::string>(),
+                           count(model["parameters"]), model["units"].get<int>(), model["stages"].get<int>(), cut));
+  row("precision", precision["policy"].get<std::string>());
+  for (const Json& layers : precision["layers"])
+    row("", fmt::format("{:<20} {:>4} {:>9}  {:<20} {:>10}", layers["layers"].get<std::string>(),
+                        layers["units"].get<int>(), count(layers["parameters"]), layers["precision"].get<std::string>(),
+                        size(layers["bytes"])));
+  if (precision["moments_32"]["parameters"] != 0)
+    row("", fmt::format("32-bit moments of {} parameters take {} more than 8-bit ones",
+                        count(precision["moments_32"]["parameters"]), size(precision["moments_32"]["extra_bytes"])));
+  if (storage["bytes"] == 0)
+    row("storage", "nothing: all state is resident");
+  else
+    row("storage", fmt::format("{}, {:.2f} bytes a parameter, {} generation: {} weights, {} state, {} staged gradients",
+                               size(storage["bytes"]), storage["bytes_per_parameter"].get<double>(),
+                               storage["generations"].get<int>(), size(storage["weights"]), size(storage["state"]),
+                               size(storage["staged_gradients"])));
+  const auto percent = [](const Json& part) { return fmt::format("{:.0f}%", 100 * part.get<double>()); };
+  row("host",
+      fmt::format(
+          "{} of {}: {} buffers, {} resident ({} of the weights, {} of the state{}), {} activations",
+          size(host["used"]), size(host["budget"]), size(host["buffers"]), size(host["resident"]),
+          percent(host["weights_resident"]), percent(host["state_resident"]),
+          clip["staged"].get<bool>() ? ", " + percent(host["gradients_resident"]) + " of the staged gradients" : "",
+          size(host["activations"])));
+  row("device",
+      fmt::format("{} of {} on {}: {} weights, {} gradients, {} activations, {} workspace", size(memory["device_peak"]),
+                  size(device["budget"]), device["name"].get<std::string>(), size(device["weights"]),
+                  size(device["gradients"]), size(device["activations"]), size(device["workspace"])));
+  row("", activations_text(plan["activations"], step["step_s"]));
+  for (const Json& shape : plan["step_shapes"]) {
+    const std::string of = fmt::format("--micro-batch {} --micro-batches {}: ", shape["micro_batch"].get<int>(),
+                                       shape["micro_batches"].get<int>());
+    row(&shape == &plan["step_shapes"].front() ? "shapes" : "",
+        of + (shape["refused"].is_null() ? fmt::format("{:.0f} tokens/s", shape["tokens_per_s"].get<double>())
+                                         : shape["refused"].get<std::string>()));
+  }
+  row("memory", fmt::format("the process {} at most", size(memory["process_peak"])));
+  const double step_s = step["step_s"];
+  row("step", fmt::format("{} tokens in {}: {:.0f} tokens/s, limited by {}", step["tokens"].get<std::int64_t>(),
+                          seconds(step_s), step["tokens_per_s"].get<double>(), step["limit"].get<std::string>()));
+  for (const auto& [lane, of] : step["lanes"].items())
+    row("", lane == "compute" ? fmt::format("{:<10} {:>10} {:>10} {:>5.0f}%", lane, "", seconds(of["busy_s"]),
+                                            100 * of["busy_s"].get<double>() / step_s)
+                              : fmt::format("{:<10} {:>10} {:>10} {:>5.0f}%", lane, size(of["bytes"]),
+                                            seconds(of["busy_s"]), 100 * of["busy_s"].get<double>() / step_s));
+  std::string causes;
+  for (const auto& [cause, waited] : step["stalls"].items())
+    causes += fmt::format("{}{} for {}", causes.empty() ? ": " : ", ", seconds(waited), cause);
+  row("", fmt::format("compute waits {}{}", seconds(step["compute_waits_s"]), causes));
+  const auto without = [&] {
+    return clip["step_s_without"].is_null()
+               ? std::string()
+               : fmt::format("; with --clip none a step takes {}", seconds(clip["step_s_without"]));
+  };
+  if (clip["staged"].get<bool>())
+    row("clip", fmt::format("gradients wait for the norm: {} in RAM, {} on storage, written and read again{}",
+                            size(clip["gradients_in_memory"]), size(clip["gradients_on_storage"]), without()));
+  else
+    row("clip", "none: no update waits for a norm");
+  const Json& updates = plan["updates"];
+  const bool staged = clip["staged"].get<bool>(), deferred = !staged && updates["deferred_share"] != 0,
+             on_device = updates["device_share"] != 0;
+  std::string when;
+  if (deferred)
+    when = fmt::format("{} of them wait for the next forward, with {} of gradients in RAM and {} on storage; ",
+                       percent(updates["deferred_share"]), size(updates["gradients_in_memory"]),
+                       size(updates["gradients_on_storage"]));
+  if (on_device) when += fmt::format("{} of them run on the device; ", percent(updates["device_share"]));
+  if (!when.empty())
+    row("updates", when + fmt::format("otherwise a step takes {}", seconds(updates["step_s_plain"])));
+  else if (!staged)
+    row("updates", "all run beside the backward; letting some wait for the next forward gains nothing");
+  if (storage["bytes"] != 0)
+    row("wear",
+        fmt::format("{:.3g} TB written a step, {:.3g} TB a day", plan["wear"]["tb_written_per_step"].get<double>(),
+                    plan["wear"]["tb_written_per_day"].get<double>()));
+  const Json& profile = plan["profile"];
+  row("profile", profile["doubt"].is_null()
+                     ? fmt::format("readings {:.0f}% apart{}", 100 * profile["stages"]["spread"].get<double>(),
+                                   profile["stages"]["corrected"].get<bool>() ? ", corrected by a run" : "")
+                     : profile["doubt"].get<std::string>() + "; --refresh-profile measures again");
+  row("checked", "every read finds what it is for, every parameter is updated once, nothing can deadlock");
+  return text;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,69 @@
+#include "runtime/program/run_common.h"
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/machine.h"
+#include "runtime/checkpoint/init.h"
+#include "runtime/device/device_memory.h"
+
+namespace tierflow {
+namespace {
+
+// What the card is, said once; the log's steps then tell what it does.
+void watch_gpu(TrainingLog& log) {
+  const auto info = swap::cuda_device_info(0);
+  if (!info.ok()) return;
+  const swap::CudaDeviceInfo& card = info.value();
+  auto gpu = GpuMonitor::open(card.pci_bus);
+  const std::string link = gpu == nullptr ? "" : gpu->link(), capability = fmt::format("{}.{}", card.major, card.minor);
+  log.say(fmt::format("device: {}, compute capability {}, {}{}{}", card.name, capability, human_bytes(card.bytes),
+                      link.empty() ? "" : ", ", link));
+  log.object({{"device",
+               {{"name", card.name},
+                {"compute_capability", capability},
+                {"bytes", card.bytes},
+                {"pci_bus", card.pci_bus},
+                {"link", link}}}});
+  log.watch(std::move(gpu));
+}
+
+}  // namespace
+
+std::uint64_t prepare_torch(const std::string& device, int threads) {
+  DeviceMemory::install();
+  if (threads > 0) at::set_num_threads(threads);
+  return device == "cuda" ? DeviceMemory::cuda().fixed() : 0;
+}
+
+void announce_device(const RunOptions& options, const SessionOptions& settings, TrainingLog& log) {
+  if (settings.device == "cuda") {
+    watch_gpu(log);
+  } else if (options.device == "auto") {
+    const auto info = swap::cuda_device_info(0);
+    if (!info.ok())
+      log.say("device: CPU; no CUDA device: " + info.error().detail.substr(0, info.error().detail.find(';')));
+  }
+}
+
+WeightSource random_weights(std::uint64_t seed) {
+  return [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    initial_values(tensor, seed, first, out);
+  };
+}
+
+MicroBatch micro_batch(const SequenceReader& read, std::int64_t first, std::int64_t rows, std::int64_t length) {
+  MicroBatch batch{.ids = torch::empty({rows, length}, torch::kInt64),
+                   .labels = torch::full({rows, length}, -100, torch::kInt64)};
+  for (std::int64_t row = 0; row < rows; ++row) {
+    std::int64_t* ids = batch.ids.data_ptr<std::int64_t>() + row * length;
+    read(first + row, {ids, static_cast<std::size_t>(length)});
+    std::copy(ids + 1, ids + length, batch.labels.data_ptr<std::int64_t>() + row * length);
+  }
+  return batch;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,24 @@
+#pragma once
+// What `train` and `eval` share: the device, budgets, weights and micro-batches that the options mean.
+#include <memory>
+
+#include "runtime/data/data.h"
+#include "runtime/program/options.h"
+#include "runtime/program/training_log.h"
+#include "runtime/session/session.h"
+
+namespace tierflow {
+
+// Puts torch's memory under the budget's allocator and sets its threads (0: as they are): before the first tensor.
+// Returns what the device's use takes of it beside tensors.
+std::uint64_t prepare_torch(const std::string& device, int threads);
+// Says which device it is; steps in the log tell what a card does from then on.
+void announce_device(const RunOptions& options, const SessionOptions& settings, TrainingLog& log);
+
+WeightSource random_weights(std::uint64_t seed);
+
+// Micro-batches of `rows` sequences; labels are the ids shifted by one, the last position counts for nothing.
+using SequenceReader = std::function<void(std::int64_t index, std::span<std::int64_t> out)>;
+MicroBatch micro_batch(const SequenceReader& read, std::int64_t first, std::int64_t rows, std::int64_t length);
+
+}  // namespace tierflow

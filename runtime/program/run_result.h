@@ -1,0 +1,34 @@
+#pragma once
+// The model folder that a run writes at its end, and what becomes of the state where it cannot.
+#include <optional>
+
+#include "runtime/checkpoint/result_folder.h"
+#include "runtime/program/options.h"
+#include "runtime/session/session.h"
+
+namespace tierflow {
+
+class RunResult {
+ public:
+  // Claims --out, where there has to be room, and opens the files that go there with the weights, before the work
+  // begins. With --no-export there is no folder: the result is the store.
+  RunResult(const TrainOptions& options, const ModelSpec& spec);
+
+  // Throws Exception (kind environment) where --out has no room for weights of the model and what goes with them.
+  void check_space(const ModelSpec& spec) const;
+  // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. Where that
+  // fails the state stays in the storage folders, and the Exception says how it is got out.
+  void write(Session& session, const Progress& progress);
+  // The model is no result: what was written of it is removed, and its state stays in the storage folders. Throws
+  // Exception (kind numeric) that says why, and how the state is got out.
+  [[noreturn]] void refuse(Session& session, const std::string& why);
+
+ private:
+  void write_folder(Session& session, const Progress& progress);
+
+  const TrainOptions& options_;
+  std::optional<ResultFolder> folder_;
+  std::optional<CompanionFiles> companions_;
+};
+
+}  // namespace tierflow

@@ -1,0 +1,94 @@
+#include "runtime/program/run_summary.h"
+
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "runtime/base/machine.h"
+
+namespace tierflow {
+namespace {
+
+using nlohmann::json;
+
+json predicted_json(const RunSummary& run, const TrainingLog& log) {
+  if (!run.prediction) return {};
+  json lanes;
+  for (int lane = 0; lane < swap::kLanes; ++lane)
+    lanes[swap::lane_name(static_cast<swap::Lane>(lane))] = {{"bytes", run.prediction->bytes[lane]},
+                                                             {"busy_s", run.prediction->step.busy_seconds[lane]}};
+  return {{"step_s", run.prediction->step_seconds},
+          {"measured_step_s", log.typical_step_seconds()},
+          {"lanes", lanes},
+          {"device_memory_peak", run.predicted_memory.device},
+          {"host_memory", run.predicted_memory.host},
+          {"peak_rss", run.predicted_memory.process}};
+}
+
+}  // namespace
+
+void report(const RunSummary& run, const Session& session, TrainingLog& log) {
+  const MemoryUse memory = session.memory();
+  json lanes;
+  for (int i = 0; i < swap::kLanes; ++i) {
+    const auto counters = session.lanes()[i];
+    lanes[swap::lane_name(static_cast<swap::Lane>(i))] = {{"bytes", counters.bytes}, {"busy_s", counters.busy_seconds}};
+  }
+  json storage;
+  if (const auto mode = session.storage_mode())
+    storage = {{"engine", io::engine_name(mode->engine)},
+               {"direct", mode->direct},
+               {"registered_buffers", mode->registered_buffers},
+               {"alignment", mode->alignment}};
+  const auto or_null = [](double loss) { return std::isfinite(loss) ? json(loss) : json(); };
+  const bool written = run.usable && !run.out.empty();
+  const json summary{{"steps", run.steps},
+                     {"tokens_per_s", log.tokens_per_second()},
+                     {"training_s", log.training_seconds()},
+                     {"loss", or_null(run.last_loss)},
+                     {"held_out_loss_before", or_null(run.held_out_before)},
+                     {"held_out_loss_after", or_null(run.held_out_after)},
+                     {"skipped_steps", session.skipped_steps()},
+                     {"parameters", session.parameters()},
+                     {"limit", log.limiting_lane(session)},
+                     {"device_memory_peak", memory.device_peak},
+                     {"device_memory_budget", memory.device_budget},
+                     {"host_memory", memory.host_used},
+                     {"host_memory_budget", memory.host_budget},
+                     {"storage_bytes", memory.storage_bytes},
+                     {"tb_written", 1e-12 * static_cast<double>(session.bytes_written())},
+                     {"tb_written_per_step", log.terabytes_a_step()},
+                     {"storage_mode", storage},
+                     {"peak_rss", resident_set_peak()},
+                     {"lanes", lanes},
+                     {"predicted", predicted_json(run, log)},
+                     {"out", written ? json(std::filesystem::absolute(run.out).string()) : json()}};
+  log.object({{"summary", summary}});
+  const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
+  log.say(fmt::format("\n{} steps in {:.1f} s: {:.0f} tokens/s, limited by {}", run.steps, log.training_seconds(),
+                      log.tokens_per_second(), log.limiting_lane(session)));
+  if (run.prediction && run.steps > 1)
+    log.say(fmt::format("predicted {:.3g} s a step, measured {:.3g}: {:+.1f}%", run.prediction->step_seconds,
+                        log.typical_step_seconds(),
+                        100 * (run.prediction->step_seconds / log.typical_step_seconds() - 1)));
+  if (run.evaluated)
+    log.say(fmt::format("held-out loss {} before, {} after", loss_text(run.held_out_before),
+                        loss_text(run.held_out_after)));
+  log.say(fmt::format("device memory {} at most, budget {}; host memory {}, budget {}; process {} at most",
+                      human_bytes(memory.device_peak), human_bytes(memory.device_budget), human_bytes(memory.host_used),
+                      human_bytes(memory.host_budget), human_bytes(resident_set_peak())));
+  log.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated",
+                      moved("disk_read"), moved("disk_write"), moved("upload"), moved("download"), moved("update")));
+  if (storage.is_object())
+    log.say(fmt::format("storage wrote {:.3g} TB in this run, {:.3g} TB a step",
+                        1e-12 * static_cast<double>(session.bytes_written()), log.terabytes_a_step()));
+  if (session.skipped_steps() > 0)
+    log.say(fmt::format("{} steps were skipped: a loss or gradient was not finite", session.skipped_steps()));
+  if (!run.usable) return;
+  if (run.out.empty())
+    log.say("result: in the store; `tierflow export --storage ... --out ...` writes it as a model folder");
+  else
+    log.say("result: " + std::filesystem::absolute(run.out).string());
+}
+
+}  // namespace tierflow

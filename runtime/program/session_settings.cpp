@@ -1,0 +1,92 @@
+#include "runtime/program/session_settings.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <cstdio>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/machine.h"
+#include "swap/device.h"
+
+namespace tierflow {
+
+namespace fs = std::filesystem;
+
+std::string device_of(const RunOptions& options) {
+  return options.device == "auto" ? (swap::cuda_available() ? "cuda" : "cpu") : options.device;
+}
+
+SessionOptions session_settings(const RunOptions& options, std::uint64_t device_fixed, const Say& say) {
+  SessionOptions result;
+  result.device = device_of(options);
+  result.storage = options.storage;
+  result.engine = engine_kind(options.engine);
+  result.allow_buffered = options.allow_buffered;
+  result.fresh = options.fresh;
+  result.allow_any_filesystem = options.allow_any_filesystem;
+  result.micro_batch = options.micro_batch;
+  result.sequence_length = options.sequence_length;
+  result.update_threads = options.threads;
+  result.on_notice = [](const io::Notice& notice) {
+    // One call: other threads write there too.
+    const std::string line = "warning: " + notice.text + "\n";
+    std::fwrite(line.data(), 1, line.size(), stderr);
+  };
+  const std::uint64_t available = memory_available();
+  result.device_memory = options.device_memory != 0 ? options.device_memory : available / 3;
+  if (result.device == "cuda" && options.device_memory == 0)
+    if (const std::uint64_t free = swap::cuda_bytes_free(0); free != 0)
+      result.device_memory = device_fixed + free / 10 * 9;
+  result.host_memory = options.host_memory != 0 ? options.host_memory : available / 2;
+  if (options.device_memory == 0 || options.host_memory == 0)
+    say(fmt::format("budgets: device {}, host {} ({} are free)", human_bytes(result.device_memory),
+                    human_bytes(result.host_memory), human_bytes(available)));
+  const std::uint64_t needed = result.host_memory + (result.device == "cpu" ? result.device_memory : 0);
+  if (needed > available)
+    throw Exception(
+        io::ErrorKind::usage,
+        fmt::format(
+            "--host-memory and --device-memory ask for {} of RAM and {} are free: give less, or end other programs",
+            human_bytes(needed), human_bytes(available)));
+  return result;
+}
+
+SessionOptions train_settings(const TrainOptions& options, std::uint64_t device_fixed, const Say& say) {
+  SessionOptions result = session_settings(options, device_fixed, say);
+  result.precision = parse_precision(options.precision);
+  result.clip = options.clip;
+  result.micro_batches = static_cast<int>(options.micro_batches);
+  result.seed = options.seed;
+  result.keep_store = options.no_export;
+  result.write_limit = static_cast<std::uint64_t>(std::llround(1e12 * options.max_tb_written));
+  return result;
+}
+
+ModelSpec training_spec(const TrainOptions& options) {
+  ModelSpec spec = read_model_spec(options.config.empty() ? options.model / "config.json" : options.config);
+  if (options.sequence_length > spec.config.max_positions && spec.config.max_positions > 0)
+    throw Exception(io::ErrorKind::usage, fmt::format("--sequence-length {} exceeds the model's {} positions",
+                                                      options.sequence_length, spec.config.max_positions));
+  return spec;
+}
+
+fs::path train_library() {
+  std::error_code ignored;
+  const fs::path here = fs::read_symlink("/proc/self/exe", ignored).parent_path();
+  const char* name = "libtierflow_train.so";
+  for (const fs::path& path :
+       {here / name, here.parent_path() / "lib" / name, here.parent_path() / "lib" / "x86_64-linux-gnu" / name})
+    if (fs::exists(path, ignored)) return path;
+  fail(io::ErrorKind::environment, (here / name).string(),
+       "is missing: this build has no LibTorch, without which nothing can be trained, evaluated or measured");
+}
+
+std::string train_build() {
+  std::error_code error;
+  const fs::path path = train_library();
+  const auto size = fs::file_size(path, error);
+  return fmt::format("{}-{}", size, fs::last_write_time(path, error).time_since_epoch().count());
+}
+
+}  // namespace tierflow

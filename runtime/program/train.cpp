@@ -1,0 +1,253 @@
+#include "runtime/program/train.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/signals.h"
+#include "runtime/base/terminal.h"
+#include "runtime/planning/left_store.h"
+#include "runtime/program/forecast.h"
+#include "runtime/program/run_common.h"
+#include "runtime/program/run_result.h"
+#include "runtime/program/run_summary.h"
+#include "runtime/program/step_trace.h"
+#include "runtime/session/layers.h"
+#include "runtime/session/profiler.h"
+
+namespace tierflow {
+namespace {
+
+// The schedules of transformers.get_scheduler: linear warm-up from 0, then the named decay to 0 at the last step.
+double learning_rate(const TrainOptions& options, std::int64_t step, std::int64_t steps) {
+  const auto done = static_cast<double>(step), warmup = static_cast<double>(options.warmup);
+  if (done < warmup) return options.lr * done / warmup;
+  if (options.lr_schedule == "constant") return options.lr;
+  const double share = (done - warmup) / std::max(1.0, static_cast<double>(steps) - warmup);
+  if (options.lr_schedule == "linear") return options.lr * std::max(0.0, 1.0 - share);
+  return options.lr * 0.5 * (1.0 + std::cos(M_PI * std::min(1.0, share)));
+}
+
+class Training {
+ public:
+  Training(const TrainOptions& options, TrainingLog& log)
+      : options_(options),
+        log_(log),
+        spec_(training_spec(options)),
+        forecast_(options_, spec_, log),
+        out_(options, spec_),
+        trace_(options.trace, log),
+        data_(Dataset::prepare(data_options(options, spec_, temporary_folder()))) {
+    per_step_ = options.micro_batch * options.micro_batches;
+    steps_ = options.steps;
+    if (steps_ == 0)
+      steps_ =
+          std::max<std::int64_t>(1, std::max<std::int64_t>(1, options.epochs) * data_.training_sequences() / per_step_);
+  }
+
+  int run() {
+    open_session();
+    out_.check_space(spec_);  // once more: the store lies on the same drive, it may be
+    log_.begin();
+    evaluate(0, result_.held_out_before);
+    result_.held_out_after = result_.held_out_before;
+    std::int64_t step = 0;
+    bool at_limit = false, out_of_memory = false;
+    while (!out_of_memory && step < steps_ && stop_signal() == 0 && !too_many_skipped() &&
+           !(at_limit = next_step_passes_limit()))
+      out_of_memory = !within_memory(step, [&] {
+        train_step(step);
+        ++step;
+        trace_.end_step(step, *session_, result_.prediction);
+        if (options_.eval_every > 0 && step % options_.eval_every == 0 && step < steps_)
+          evaluate(step, result_.held_out_after);
+      });
+    trace_.finish(step, result_.prediction);
+    forecast_.finish(*session_);
+    const int signal = stop_signal();
+    if (at_limit)
+      log_.say(fmt::format("stopped after step {} of {}: the next one would pass --max-tb-written {}", step, steps_,
+                           options_.max_tb_written));
+    if (step == 0) throw_if_stopped();
+    if (signal != 0)
+      log_.say(fmt::format("stopped after step {} of {}; once more ends without writing the result", step, steps_));
+    if (too_many_skipped())
+      log_.say(fmt::format("stopped after step {} of {}: a loss or gradient was not finite in the last {} steps", step,
+                           steps_, skipped_in_a_row_));
+    // A step whose loss is not finite changed nothing; whether the model is sound, an evaluation tells.
+    const bool doubtful = step > 0 && !std::isfinite(result_.last_loss);
+    if (doubtful && !out_of_memory) {
+      out_of_memory = !within_memory(step, [&] { evaluate(step, result_.held_out_after); });
+      if (!out_of_memory) refuse_unless_finite(step);
+    }
+    out_.write(*session_, progress());
+    if (!doubtful && !out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0)) {
+      out_of_memory = !evaluate_result(step);
+      if (!out_of_memory) refuse_unless_finite(step);
+    }
+    result_.steps = step;
+    report(result_, *session_, log_);
+    if (out_of_memory) return static_cast<int>(io::ErrorKind::memory);
+    if (signal != 0) return 128 + signal;
+    if (too_many_skipped()) return static_cast<int>(io::ErrorKind::numeric);
+    return at_limit ? kStoppedAtLimit : 0;
+  }
+
+ private:
+  void open_session() {
+    const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
+    SessionOptions session =
+        train_settings(options_, device_fixed, [this](const std::string& line) { log_.say(line); });
+    session.record = trace_.wanted();
+    write_limit_ = session.write_limit;
+    announce_device(options_, session, log_);
+    forecast_.choose(session, steps_);
+    const AdamW adamw{.lr = options_.lr,
+                      .beta1 = options_.beta1,
+                      .beta2 = options_.beta2,
+                      .eps = options_.eps,
+                      .weight_decay = options_.weight_decay};
+    session_ = std::make_unique<Session>(
+        options_.config.empty() ? load(options_.model) : Model{make_model(spec_), random_weights(options_.seed)},
+        session, adamw, [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
+          throw_if_stopped();
+          show(phase, done, total);
+        });
+    log_.say(wrapped(session_->describe(), columns_of(STDERR_FILENO)));
+    forecast_.predict_steps(*session_, session, result_);
+    if (const auto mode = session_->storage_mode())
+      for (const std::string& warning : mode->warnings) log_.say("warning: " + warning);
+    log_.say(fmt::format("{} training sequences of {} tokens, {} held out; {} steps of {} tokens",
+                         data_.training_sequences(), options_.sequence_length, data_.held_out_sequences(), steps_,
+                         per_step_ * options_.sequence_length));
+  }
+
+  Progress progress() {
+    return [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); };
+  }
+
+  bool too_many_skipped() const { return options_.max_skipped > 0 && skipped_in_a_row_ >= options_.max_skipped; }
+
+  // A model that gives no finite loss, when last looked at, is no result.
+  void refuse_unless_finite(std::int64_t step) {
+    if (std::isfinite(result_.evaluated ? result_.held_out_after : result_.last_loss)) return;
+    result_.steps = step;
+    result_.usable = false;
+    report(result_, *session_, log_);
+    out_.refuse(*session_, fmt::format("there is no result: the loss is not finite after step {} of {}; the weights or "
+                                       "the data are broken, or --lr is too high",
+                                       step, steps_));
+  }
+
+  bool next_step_passes_limit() const {
+    return options_.max_tb_written > 0 && session_->bytes_written_after_next_step() > write_limit_;
+  }
+
+  // False where device memory ran out and the session stands after `step` steps: the run ends there, with what was
+  // trained so far as its result.
+  template <class Work>
+  bool within_memory(const std::int64_t& step, Work work) {
+    const auto stop = [&](const char* why) {
+      log_.say(fmt::format("stopped after step {} of {}: {}", step, steps_, why));
+      return false;
+    };
+    try {
+      work();
+      return true;
+    } catch (const Exception& error) {
+      if (error.error().kind != io::ErrorKind::memory || !session_->intact() || step == 0) throw;
+      return stop(error.what());
+    } catch (const c10::OutOfMemoryError& error) {  // for a batch, between steps
+      if (step == 0) throw Exception(io::ErrorKind::memory, error.what_without_backtrace());
+      return stop(error.what_without_backtrace());
+    }
+  }
+
+  // The result is written by now: an evaluation that fails costs no training.
+  bool evaluate_result(const std::int64_t& step) {
+    try {
+      return within_memory(step, [&] { evaluate(step, result_.held_out_after); });
+    } catch (const Exception& failed) {
+      io::Error error = failed.error();
+      error.detail +=
+          (error.detail.empty() ? "" : "; ") + std::string("the last evaluation failed; the result is whole");
+      throw Exception(std::move(error));
+    }
+  }
+
+  void train_step(std::int64_t step) {
+    const auto read = [this](std::int64_t index, std::span<std::int64_t> out) { data_.training_sequence(index, out); };
+    std::vector<MicroBatch> batches;
+    for (std::int64_t i = 0; i < options_.micro_batches; ++i)
+      batches.push_back(micro_batch(read, step * per_step_ + i * options_.micro_batch, options_.micro_batch,
+                                    options_.sequence_length));
+    trace_.begin_step(*session_);
+    const double lr = learning_rate(options_, step, steps_);
+    forecast_.begin_step(*session_);
+    const StepResult result = session_->step(batches, lr);
+    forecast_.end_step(*session_, result);
+    result_.last_loss = result.loss;
+    skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
+    if (result.computed_again > 0)
+      log_.say(
+          fmt::format("warning: device memory ran out in step {}; computed again after caches were freed: {} stages",
+                      result.step, result.computed_again));
+    log_.step(result, steps_, lr, *session_);
+  }
+
+  void evaluate(std::int64_t step, double& loss) {
+    std::int64_t count = data_.held_out_sequences();
+    if (options_.eval_sequences > 0) count = std::min(count, options_.eval_sequences);
+    if (count == 0) return;
+    const auto read = [this](std::int64_t index, std::span<std::int64_t> out) { data_.held_out_sequence(index, out); };
+    const std::int64_t rows = options_.micro_batch;
+    loss = session_->evaluate((count + rows - 1) / rows, [&](std::int64_t index) {
+      return micro_batch(read, index * rows, std::min(rows, count - index * rows), options_.sequence_length);
+    });
+    result_.evaluated = true;
+    log_.evaluation(step, loss, *session_);
+  }
+
+  const TrainOptions& options_;
+  TrainingLog& log_;
+  const ModelSpec spec_;
+  Forecast forecast_;
+  RunResult out_;
+  StepTrace trace_;
+  Dataset data_;
+  std::unique_ptr<Session> session_;
+  std::int64_t per_step_ = 1, steps_ = 0, skipped_in_a_row_ = 0;
+  std::uint64_t write_limit_ = 0;
+  RunSummary result_;
+};
+
+}  // namespace
+
+int run_train(const TrainOptions& options) {
+  watch_signals();
+  if (!options.fresh) refuse_left_store(options.storage);
+  TrainingLog log(options.log_json, options.json);
+  log.say(wrapped(describe(options), columns_of(STDERR_FILENO)));
+  log.object({{"config", nlohmann::json::parse(effective_configuration(options))}});
+  return Training(options, log).run();
+}
+
+int run_profile(const ProfileJob& job) {
+  watch_signals();
+  const Say say = [&](const std::string& line) {
+    throw_if_stopped();
+    job.say(line);
+  };
+  prepare_torch(job.options.device, job.options.update_threads);
+  if (job.machine != nullptr) *job.machine = measure_machine(job.options, Length::whole, say);
+  throw_if_stopped();
+  if (job.model != nullptr) *job.model = measure_model(job.spec, job.options, job.seconds, say);
+  throw_if_stopped();
+  return 0;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,71 @@
+#pragma once
+// What a run says while it goes: a live line on standard error, JSON lines in a file, the summary at the end.
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "runtime/device/gpu_monitor.h"
+#include "runtime/session/session.h"
+
+namespace tierflow {
+
+// As people read it: with four decimals, or that it is not finite.
+std::string loss_text(double loss);
+std::string norm_text(double norm);
+
+class TrainingLog {
+ public:
+  // log_json: empty for none. A file that could not be written is an Exception; nothing is changed on the drive yet.
+  TrainingLog(const std::filesystem::path& log_json, bool json_on_stdout);
+  ~TrainingLog();
+
+  // The run is sure to start: opens the file, with the objects that came before. One of an earlier run keeps its
+  // content under the first free name of FILE.1, FILE.2 and so on. From here on what cannot be written is a warning:
+  // the run goes on without it.
+  void begin();
+
+  // Steps from now on tell what the card did; null: nothing of it.
+  void watch(std::unique_ptr<GpuMonitor> gpu);
+  // A line that stays.
+  void say(const std::string& line);
+  // Phases that may take more than two seconds: shown from then on.
+  void progress(const char* phase, std::uint64_t done, std::uint64_t total);
+  void step(const StepResult& result, std::int64_t of_steps, double lr, const Session& session);
+  void evaluation(std::int64_t step, double loss, const Session& session);
+  void object(const nlohmann::json& object);
+  // The lane that was busy for the largest share of the run so far.
+  std::string limiting_lane(const Session& session) const;
+  double tokens_per_second() const { return training_seconds_ > 0 ? tokens_ / training_seconds_ : 0; }
+  double training_seconds() const { return training_seconds_; }
+  // The median, of all steps but the first where there are more.
+  double typical_step_seconds() const;
+  double terabytes_a_step() const { return steps_ > 0 ? terabytes_ / static_cast<double>(steps_) : 0; }
+
+ private:
+  void live(std::string line, bool last);
+  void show(const std::string& text);
+  void keep_earlier_log();
+  void write(const std::string& lines);
+  nlohmann::json gpu_since_last_step(std::int64_t tokens);
+
+  std::ofstream file_;
+  std::filesystem::path path_;
+  std::string waiting_;  // lines from before begin()
+  const bool json_on_stdout_, terminal_;
+  bool begun_ = false, file_failed_ = false, stdout_failed_ = false, live_shown_ = false;
+  std::chrono::steady_clock::time_point phase_started_, last_live_;
+  std::string phase_;
+  std::array<swap::LaneCounters, swap::kLanes> lanes_{};
+  double tokens_ = 0, training_seconds_ = 0, terabytes_ = 0;  // of the steps alone
+  std::int64_t steps_ = 0;
+  std::unique_ptr<GpuMonitor> gpu_;
+  std::optional<double> energy_;  // J, when it was last looked at
+  std::vector<float> step_seconds_;
+};
+
+}  // namespace tierflow

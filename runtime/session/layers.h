@@ -1,0 +1,66 @@
+#pragma once
+// A model of one's own torch::nn::Modules. Each layer maps (carry, shared) to a carry; repeated layers share one
+// template module whose parameters are rebound to each layer's weights in turn, so they are never all constructed at
+// once.
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/session/session.h"
+
+namespace tierflow {
+
+// A layer: register parameters and submodules as usual and implement forward(). It computes in bf16 on weights that are
+// only there during the call: keep no tensor that shares storage or a graph with a parameter. The first layer gets an
+// empty carry and reads shared.ids; the last returns {loss}: the loss summed over the labels that count, a scalar.
+class Layer : public torch::nn::Module {
+ public:
+  virtual Carry forward(const Carry& carry, const Shared& shared) = 0;
+};
+
+using LayerFactory = std::function<std::shared_ptr<Layer>()>;
+
+class Layers {
+ public:
+  // One layer. Its initial weights are those that the factory's module has.
+  Layers& add(std::string name, const LayerFactory& factory);
+  // `count` layers of one shape, named "<name>.0" and so on. Buffers must be equal in all of them (rotary tables,
+  // masks).
+  Layers& repeat(int count, const std::string& name, const LayerFactory& factory);
+
+  // What a session takes. Factories run again while weights are loaded, under torch::manual_seed(seed + index of the
+  // layer).
+  Model build(std::uint64_t seed = 0) const;
+
+ private:
+  struct Entry {
+    std::string name;
+    LayerFactory factory;
+    int shape = 0;  // entries with the same number share a template
+  };
+  std::vector<Entry> entries_;
+  int shapes_ = 0;
+};
+
+// The model in an HF folder: config.json and safetensors. Throws Exception (kind input).
+Model load(const std::filesystem::path& folder);
+
+inline namespace literals {
+constexpr std::uint64_t operator""_KiB(unsigned long long n) {
+  return n << 10;
+}
+constexpr std::uint64_t operator""_MiB(unsigned long long n) {
+  return n << 20;
+}
+constexpr std::uint64_t operator""_GiB(unsigned long long n) {
+  return n << 30;
+}
+constexpr std::uint64_t operator""_TiB(unsigned long long n) {
+  return n << 40;
+}
+}  // namespace literals
+
+}  // namespace tierflow

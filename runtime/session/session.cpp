@@ -1,0 +1,296 @@
+#include "runtime/session/session.h"
+
+#include <cmath>
+
+#include "runtime/session/session_impl.h"
+
+namespace tierflow {
+namespace {
+
+std::uint64_t mix(std::uint64_t value) {  // SplitMix64's finisher
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
+  return value ^ (value >> 31);
+}
+
+// Turns what torch throws into an Exception and stops the executor, so that the session can be destroyed.
+template <class Work>
+auto guarded(swap::Executor& executor, Work work) {
+  try {
+    return work();
+  } catch (const Exception& error) {
+    executor.fail(error.error());
+    throw;
+  } catch (const c10::Error& error) {
+    const io::Error failure =
+        is_out_of_memory(error)
+            ? out_of_memory_error(error)
+            : io::Error{.kind = io::ErrorKind::usage, .operation = "compute", .detail = error.what_without_backtrace()};
+    executor.fail(failure);
+    throw Exception(failure);
+  }
+}
+
+}  // namespace
+
+Session::Session(Model model, SessionOptions options, AdamW adamw, const Progress& progress)
+    : impl_(std::make_unique<Impl>(std::move(model.layers), std::move(options), adamw)) {
+  impl_->set_up(model.weights, progress);
+}
+
+Session::~Session() = default;
+
+StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
+  const StepResult result = guarded(*impl_->executor, [&] { return impl_->step(batches, lr); });
+  impl_->throw_if_out_of_memory();
+  return result;
+}
+double Session::evaluate(const std::vector<MicroBatch>& batches) {
+  return evaluate(static_cast<std::int64_t>(batches.size()), [&](std::int64_t index) { return batches[index]; });
+}
+double Session::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make) {
+  const double loss = guarded(*impl_->executor, [&] { return impl_->evaluate(count, make); });
+  impl_->throw_if_out_of_memory();
+  return loss;
+}
+bool Session::intact() const {
+  return !impl_->executor->failed();
+}
+double Session::adamw_lr() const {
+  return impl_->adamw.lr;
+}
+std::uint64_t Session::skipped_steps() const {
+  return impl_->skipped;
+}
+std::uint64_t Session::parameters() const {
+  return static_cast<std::uint64_t>(impl_->model->spec().parameters());
+}
+std::array<swap::LaneCounters, swap::kLanes> Session::lanes() const {
+  return impl_->executor->counters();
+}
+std::vector<swap::TaskRecord> Session::take_timeline() {
+  return impl_->executor->take_records();
+}
+const LayeredModel& Session::model() const {
+  return *impl_->model;
+}
+const SessionPlan& Session::plan() const {
+  return impl_->plan;
+}
+
+std::optional<io::VolumeMode> Session::storage_mode() const {
+  if (impl_->store == nullptr) return std::nullopt;
+  return impl_->store->volume().mode();
+}
+
+std::vector<io::DriveStats> Session::drives() const {
+  return impl_->store == nullptr ? std::vector<io::DriveStats>{} : impl_->store->volume().stats();
+}
+
+MemoryUse Session::memory() const {
+  return {.device_budget = impl_->options.device_memory,
+          .device_peak = impl_->plan.arrangement.device_bytes() + impl_->torch_memory.fixed() +
+                         impl_->torch_memory.stats().peak_held,
+          .host_budget = impl_->options.host_memory,
+          .host_used = impl_->plan.arrangement.host_bytes(*impl_->plan.layout),
+          .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->volume().size()};
+}
+
+std::uint64_t Session::bytes_written() const {
+  std::uint64_t sum = 0;
+  for (const io::DriveStats& drive : drives()) sum += drive.bytes_written;
+  return sum;
+}
+
+std::uint64_t Session::bytes_written_after_next_step() const {
+  return bytes_written() + impl_->writes_of_next_step();
+}
+
+std::uint64_t Session::Impl::writes_of_next_step() const {
+  // The deferred updates of the step before, if they wait, then this step's gradients and, before anything leaves the
+  // session, all of its own updates.
+  return (pending ? plan.writes.deferred : 0) + plan.writes.update + plan.writes.activations + plan.writes.gradients +
+         plan.writes.commit;
+}
+
+StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
+  const auto started = std::chrono::steady_clock::now();
+  check_batches(batches, true);
+  const torch::NoGradGuard no_grad;
+  StepResult result{.step = ++steps};
+  const std::int64_t again = computed_again;
+  std::int64_t targets = 0;
+  std::vector<Shared> shared;
+  compute(true, [&] {
+    targets = 0;
+    for (const MicroBatch& batch : batches) targets += batch.target_tokens();
+    shared = share(batches);
+  });
+  if (out_of_memory) {
+    --steps;
+    return result;
+  }
+  const auto work = make_work(lr);
+  executor->append(planner->train_step(pending), work);
+  forward_all(shared, swap::Pass::forward);
+  head_all(shared, 1.0 / static_cast<double>(std::max<std::int64_t>(targets, 1)), result, *work);
+  backward_all(shared, *work);
+  throw_if(executor->finish_updates());
+  if (out_of_memory) {
+    drop_step(*work);
+    return result;
+  }
+  for (const MicroBatch& batch : batches) result.tokens += batch.ids.numel();
+  result.loss /= static_cast<double>(std::max<std::int64_t>(targets, 1));
+  result.computed_again = computed_again - again;
+  settle(result, *work, lr);
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  result.tokens_per_s = static_cast<double>(result.tokens) / result.seconds;
+  return result;
+}
+
+// After a step's computation and updates: what it amounts to.
+void Session::Impl::settle(StepResult& result, const OptimizerWork& work, double lr) {
+  result.grad_norm = work.gradient_norm();
+  result.skipped = !std::isfinite(result.loss) || !work.finite();
+  check_deferred(work);
+  const std::uint64_t at_once = result.skipped ? 0 : plan.packed.trainable_parameters - plan.deferred_parameters;
+  if (work.updated_at_once() != at_once)
+    throw Exception(io::ErrorKind::numeric, "step " + std::to_string(result.step) + " updated " +
+                                                std::to_string(work.updated_at_once()) + " of " +
+                                                std::to_string(at_once) + " parameters");
+  pending = plan.defers() && !result.skipped;
+  if (result.skipped) {
+    ++skipped;
+    return;
+  }
+  pending_step = ++updates_done;
+  pending_lr = lr;
+  pending_scale = options.clip && result.grad_norm > 0 ? std::min(1.0, *options.clip / (result.grad_norm + 1e-6)) : 1.0;
+}
+
+// Every parameter whose update the step before deferred has it now.
+void Session::Impl::check_deferred(const OptimizerWork& work) const {
+  const std::uint64_t due = pending ? plan.deferred_parameters : 0;
+  if (work.updated_deferred() != due)
+    throw Exception(io::ErrorKind::numeric, "the step before updated " + std::to_string(work.updated_deferred()) +
+                                                " of " + std::to_string(due) + " parameters that waited for it");
+}
+
+// Memory ran out in this step: the model stands after the one before.
+void Session::Impl::drop_step(const OptimizerWork& work) {
+  --steps;
+  check_deferred(work);
+  pending = false;
+  if (work.updated_at_once() == 0) return;
+  out_of_memory->detail +=
+      "; without clipping, other layers of this step are updated already: the state is torn; start again from the "
+      "last export";
+  throw Exception(*out_of_memory);
+}
+
+void Session::Impl::throw_if_out_of_memory() {
+  if (out_of_memory) throw Exception(*std::exchange(out_of_memory, std::nullopt));
+}
+
+std::shared_ptr<OptimizerWork> Session::Impl::make_work(double lr) {
+  const auto params = [&](std::int64_t step, double rate, double scale) {
+    return optim::AdamWParams{.lr = static_cast<float>(rate),
+                              .beta1 = static_cast<float>(adamw.beta1),
+                              .beta2 = static_cast<float>(adamw.beta2),
+                              .eps = static_cast<float>(adamw.eps),
+                              .step = std::max<std::int64_t>(step, 1),
+                              .gradient_scale = static_cast<float>(scale)};
+  };
+  return std::make_shared<OptimizerWork>(plan.packed, *plan.layout, threads, plan.arrangement.deferred,
+                                         plan.arrangement.staged, params(updates_done + 1, lr, 1.0),
+                                         params(pending_step, pending_lr, pending_scale),
+                                         static_cast<float>(adamw.weight_decay), mix(options.seed));
+}
+
+void Session::Impl::flush() {
+  if (pending) {
+    const auto work = make_work(pending_lr);
+    executor->append(planner->flush(), work);
+    throw_if(executor->drain());
+    check_deferred(*work);
+    pending = false;
+  }
+  throw_if(executor->drain());
+}
+
+swap::Entered Session::Impl::enter(int stage, swap::Pass pass, int micro_batch) {
+  return value_or_throw(executor->enter(stage, pass, micro_batch));
+}
+
+Weights Session::Impl::weights_of(const swap::Entered& entered) const {
+  Weights weights;
+  const swap::StageShape& stage = plan.layout->stages()[entered.visit->stage];
+  for (std::size_t position = 0; position < stage.units.size(); ++position) {
+    const UnitSpec& unit = model->spec().units[stage.units[position]];
+    const PackedUnit& packed_unit = plan.packed.units[stage.units[position]];
+    std::vector<torch::Tensor> tensors(unit.tensors.size());
+    for (const PackedTensor& tensor : packed_unit.tensors) {
+      const auto& shape = unit.tensors[tensor.tensor].shape;
+      const std::uint64_t at = entered.visit->weights[position];
+      if (at == swap::kNowhere) continue;  // an embedding's backward has no weights
+      tensors[tensor.tensor] = torch::from_blob(entered.arena + at + 2 * tensor.offset, shape,
+                                                torch::TensorOptions().dtype(torch::kBFloat16).device(torch_device));
+    }
+    for (torch::Tensor& tensor : tensors) weights.push_back(std::move(tensor));
+  }
+  return weights;
+}
+
+Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_batch) const {
+  Gradients gradients;
+  const swap::StageShape& stage = plan.layout->stages()[entered.visit->stage];
+  const auto floats = torch::TensorOptions().dtype(torch::kFloat32).device(torch_device);
+  for (std::size_t position = 0; position < stage.units.size(); ++position) {
+    const int index = stage.units[position];
+    const UnitSpec& unit = model->spec().units[index];
+    std::vector<torch::Tensor> tensors(unit.tensors.size());
+    const std::uint64_t at = entered.visit->gradients[position];
+    if (at != swap::kNowhere) {
+      if (micro_batch == 0 && entered.visit->fresh_gradient[position])
+        torch::from_blob(entered.arena + at, {static_cast<std::int64_t>(plan.layout->unit_elements(index))}, floats)
+            .zero_();
+      for (const PackedTensor& tensor : plan.packed.units[index].tensors)
+        tensors[tensor.tensor] =
+            torch::from_blob(entered.arena + at + 4 * tensor.offset, unit.tensors[tensor.tensor].shape, floats);
+    }
+    for (torch::Tensor& tensor : tensors) gradients.push_back(std::move(tensor));
+  }
+  return gradients;
+}
+
+std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches) const {
+  if (torch_device.is_cuda()) expect_default_stream({c10::DeviceType::CUDA, 0});
+  std::vector<Shared> shared;
+  for (const MicroBatch& batch : batches) shared.push_back(model->share(batch, torch_device));
+  return shared;
+}
+
+void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool train) const {
+  const auto wrong = [](const std::string& what) { throw Exception(io::ErrorKind::usage, what); };
+  if (train && !options.train) wrong("the session was made for evaluation");
+  if (train && static_cast<int>(batches.size()) != options.micro_batches)
+    wrong("a step takes " + std::to_string(options.micro_batches) + " micro-batches, " +
+          std::to_string(batches.size()) + " were given");
+  for (const MicroBatch& batch : batches)
+    if (batch.ids.dim() != 2 || batch.ids.size(0) > options.micro_batch ||
+        batch.ids.size(1) > options.sequence_length || batch.labels.sizes() != batch.ids.sizes())
+      wrong("a micro-batch has ids and labels of at most " + std::to_string(options.micro_batch) + " x " +
+            std::to_string(options.sequence_length) + " tokens");
+}
+
+void Session::Impl::seed_random(int stage, int micro_batch) const {
+  if (!model->draws_random_numbers()) return;
+  std::uint64_t key = mix(options.seed + 0x9e3779b97f4a7c15ULL);
+  for (const std::uint64_t part :
+       {static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(micro_batch), static_cast<std::uint64_t>(stage)})
+    key = mix(key ^ (part + 0x9e3779b97f4a7c15ULL));
+  torch::manual_seed(key);
+}
+
+}  // namespace tierflow

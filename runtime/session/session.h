@@ -1,0 +1,103 @@
+#pragma once
+// FRONT DOOR of session: a model whose state streams, and its steps. Throws Exception, or std::logic_error for a
+// defect of its own; after an exception from step() or evaluate() the session can only be destroyed, unless intact()
+// says otherwise.
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/volume.h"
+#include "runtime/base/progress.h"
+#include "runtime/checkpoint/weight_source.h"
+#include "runtime/models/layered_model.h"
+#include "runtime/planning/session_options.h"
+#include "runtime/planning/session_plan.h"
+#include "runtime/state/memory_use.h"
+#include "swap/executor.h"
+
+namespace tierflow {
+
+struct AdamW {
+  double lr = 1e-5;
+  double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
+  double weight_decay = 0.0;  // of matrices; norms and biases are not decayed
+};
+
+struct StepResult {
+  std::int64_t step = 0;  // counts from 1
+  double loss = 0;        // mean over the tokens that count, natural log
+  double grad_norm = 0;   // of the step's gradients as applied, before clipping
+  bool skipped = false;   // a loss or gradient was not finite: nothing was changed
+  std::int64_t tokens = 0;
+  std::int64_t computed_again = 0;  // stages that memory ran out in once, and that fitted when caches were freed
+  double seconds = 0;
+  double tokens_per_s = 0;
+};
+
+// A model and where its weights come from: what load() and Layers give to a session.
+struct Model {
+  std::shared_ptr<LayeredModel> layers;
+  WeightSource weights;
+};
+
+class Session {
+ public:
+  Session(Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {});
+  ~Session();
+
+  // One optimizer step over exactly options.micro_batches micro-batches. Where device memory runs out in a stage,
+  // caches are freed and, unless gradients of it are added up already, the stage is computed once more; where that does
+  // not help, the step is dropped whole with an Exception of kind memory, and the session stays intact: the model
+  // stands after the step before. Without clipping that holds as long as no update of the step has run.
+  StepResult step(const std::vector<MicroBatch>& batches, double lr);
+  StepResult step(const std::vector<MicroBatch>& batches) { return step(batches, adamw_lr()); }
+  // Mean loss over the micro-batches, forward only.
+  double evaluate(const std::vector<MicroBatch>& batches);
+  // The same, to the bit, over `count` micro-batches made as they are needed: options.micro_batches of them exist at
+  // once.
+  double evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make);
+
+  // An HF folder: config.json and bf16 safetensors, streamed. tokenizer files are the caller's to copy.
+  void export_hf(const std::filesystem::path& folder, const Progress& progress = {});
+  // fp32 master values of a tensor, for looking at: of one in the specification's units, or of the checkpoint's by
+  // name, its tiles put together.
+  std::vector<float> master(int unit, int tensor);
+  std::vector<float> master(const std::string& name);
+
+  // False after an exception that leaves nothing to do but to destroy the session.
+  bool intact() const;
+  std::uint64_t skipped_steps() const;
+  std::uint64_t parameters() const;
+  MemoryUse memory() const;
+  std::array<swap::LaneCounters, swap::kLanes> lanes() const;
+  // With record: the tasks that ended since the last call. Memory grows until it is called.
+  std::vector<swap::TaskRecord> take_timeline();
+  // Empty where everything is resident.
+  std::optional<io::VolumeMode> storage_mode() const;
+  std::vector<io::DriveStats> drives() const;
+  std::uint64_t bytes_written() const;  // to storage, loading included
+  // What bytes_written() will be when the next step is done and its state exported, or committed with keep_store.
+  std::uint64_t bytes_written_after_next_step() const;
+  std::string describe() const;  // one paragraph: what lives where
+  const LayeredModel& model() const;
+  const SessionPlan& plan() const;
+  // Makes the state as it is now the one that the storage folders hold, durably: it outlives the session. Throws
+  // Exception (kind usage) where everything is resident without keep_store.
+  void commit();
+
+ private:
+  double adamw_lr() const;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Writes the committed weights of a store that a session kept as an HF folder.
+void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
+                  const Progress& progress = {});
+
+}  // namespace tierflow

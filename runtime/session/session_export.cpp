@@ -1,0 +1,176 @@
+// What comes out of a session: HF folders, master weights, a description.
+#include <nlohmann/json.hpp>
+
+#include "runtime/checkpoint/safetensors.h"
+#include "runtime/session/session_impl.h"
+
+namespace tierflow {
+
+namespace {
+
+using ReadWords = std::function<void(int chunk, const std::function<void(std::span<std::byte>)>& use)>;
+
+// Tensors in the order in which their units' chunks hold them, each chunk read once.
+void export_words(const ModelSpec& spec, const PackedModel& packed, const swap::Layout& layout,
+                  const std::filesystem::path& folder, const ReadWords& read, const Progress& progress) {
+  std::vector<TensorHeader> headers;
+  std::uint64_t done = 0, total = 0;
+  for (std::size_t index = 0; index < packed.units.size(); ++index)
+    for (const PackedTensor& tensor : packed.units[index].tensors) {
+      const TensorSpec& of = spec.units[index].tensors[tensor.tensor];
+      if (of.first_row == 0)  // its other tiles follow
+        headers.push_back({.name = of.name, .dtype = Dtype::bf16, .shape = of.checkpoint_shape()});
+      total += tensor.elements;
+    }
+  CheckpointWriter writer(folder, std::move(headers));
+  for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
+    const swap::Chunk& chunk = layout.chunks()[id];
+    read(id, [&](std::span<std::byte> words) {
+      for_each_piece(packed.units[chunk.unit], chunk,
+                     [&](const PackedTensor&, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
+                       writer.write(words.subspan(2 * in_chunk, 2 * count));
+                       done += count;
+                     });
+    });
+    if (progress) progress("exporting", done, total);
+  }
+  writer.finish(spec.config_json);
+}
+
+ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) {
+  const auto tiling = identity.find("tiling");
+  if (!identity.is_object() || !identity.contains("config") || tiling == identity.end() || !tiling->is_array() ||
+      tiling->size() != 2 || !(*tiling)[0].is_number_integer() || !(*tiling)[1].is_number_integer())
+    throw Exception(io::Error{
+        .kind = io::ErrorKind::corruption, .path = where, .detail = "the store does not say which model it holds"});
+  return parse_model_spec(identity.value("config", ""), where,
+                          {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1]});
+}
+
+}  // namespace
+
+void Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
+  Impl& impl = *impl_;
+  impl.flush();
+  export_words(
+      impl.model->spec(), impl.plan.packed, *impl.plan.layout, folder,
+      [&](int chunk, const auto& use) { throw_if(impl.executor->access(swap::ExtentKind::hi, chunk, false, use)); },
+      progress);
+}
+
+void Session::commit() {
+  Impl& impl = *impl_;
+  if (impl.store == nullptr)
+    throw Exception(io::ErrorKind::usage, "the session has no storage: there is no state that outlives it");
+  impl.committed = true;  // of a commit that fails nobody knows how far it came: nothing is removed
+  impl.flush();
+  throw_if(impl.executor->write_back());
+  throw_if(impl.store->commit(nlohmann::json{{"step", impl.steps}, {"updates", impl.updates_done}}.dump()));
+}
+
+void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
+                  const Progress& progress) {
+  swap::StoreOptions options{.volume = {.directories = storage, .allow_buffered = true, .allow_any_filesystem = true}};
+  const auto contents = value_or_throw(swap::Store::inspect(options.volume));
+  const auto identity = nlohmann::json::parse(contents.identity, nullptr, false);
+  const ModelSpec spec = stored_spec(identity, storage.front().string());
+  const PackedModel packed = pack(spec, parse_precision(identity.value("precision", "")));
+  std::vector<swap::UnitShape> shapes;
+  for (const PackedUnit& unit : packed.units) shapes.push_back(unit.shape);
+  const swap::Layout layout(std::move(shapes), packed.stages, contents.chunk_elements);
+  options.generations = contents.generations;
+  options.staged_gradients = contents.staged_gradients;
+  options.gradient_chunks = contents.gradient_chunks;
+  options.identity = contents.identity;
+  const auto store = value_or_throw(swap::Store::open(std::move(options), layout));
+  export_words(
+      spec, packed, layout, folder,
+      [&](int chunk, const auto& use) {
+        io::Buffer buffer = value_or_throw(store->fetch(swap::ExtentKind::hi, chunk));
+        use(buffer.bytes());
+      },
+      progress);
+}
+
+std::vector<float> Session::master(int unit, int tensor) {
+  Impl& impl = *impl_;
+  impl.flush();
+  const PackedUnit& packed = impl.plan.packed.units[unit];
+  std::vector<float> values(impl.model->spec().units[unit].tensors[tensor].elements());
+  const int first = impl.plan.layout->first_chunk(unit);
+  for (const swap::Chunk& chunk : impl.plan.layout->chunks_of(unit)) {
+    const int id = first + chunk.index;
+    std::vector<std::uint16_t> hi(chunk.elements), lo(chunk.elements);
+    throw_if(impl.executor->access(swap::ExtentKind::hi, id, false, [&](std::span<std::byte> bytes) {
+      std::memcpy(hi.data(), bytes.data(), bytes.size());
+    }));
+    const bool whole =
+        packed.formats[chunk.group].master == optim::MasterFormat::split && impl.options.train && chunk.trainable;
+    if (whole)
+      throw_if(impl.executor->access(swap::ExtentKind::state, id, false, [&](std::span<std::byte> bytes) {
+        std::memcpy(lo.data(), bytes.data(), 2 * lo.size());
+      }));
+    for_each_piece(
+        packed, chunk,
+        [&](const PackedTensor& piece, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+          if (piece.tensor != tensor) return;
+          if (whole)
+            return optim::join_master(hi.data() + in_chunk, lo.data() + in_chunk, values.data() + in_tensor, count);
+          for (std::uint64_t i = 0; i < count; ++i) values[in_tensor + i] = optim::float_from_bf16(hi[in_chunk + i]);
+        });
+  }
+  return values;
+}
+
+std::vector<float> Session::master(const std::string& name) {
+  const std::vector<UnitSpec>& units = impl_->model->spec().units;
+  std::vector<float> values;
+  for (std::size_t unit = 0; unit < units.size(); ++unit)
+    for (std::size_t tensor = 0; tensor < units[unit].tensors.size(); ++tensor) {
+      if (units[unit].tensors[tensor].name != name) continue;
+      const auto part = master(static_cast<int>(unit), static_cast<int>(tensor));
+      values.insert(values.end(), part.begin(), part.end());
+    }
+  if (values.empty()) throw Exception(io::ErrorKind::usage, "the model has no tensor " + name);
+  return values;
+}
+
+std::string Session::describe() const {
+  const Impl& impl = *impl_;
+  const auto mib = [](std::uint64_t bytes) { return std::to_string((bytes + (1 << 19)) >> 20) + " MiB"; };
+  const auto share = [&](const std::vector<bool>& resident) {
+    std::uint64_t kept = 0, all = 0;
+    for (std::size_t id = 0; id < resident.size(); ++id) {
+      all += impl.plan.layout->chunks()[id].elements;
+      if (resident[id]) kept += impl.plan.layout->chunks()[id].elements;
+    }
+    return std::to_string(all == 0 ? 0 : kept * 100 / all) + "%";
+  };
+  const std::size_t on_host =
+      std::count(impl.plan.arrangement.input_leaves.begin(), impl.plan.arrangement.input_leaves.end(), true);
+  const auto& activations = impl.plan.arrangement.activations;
+  const auto keeping = std::count(activations.begin(), activations.end(), swap::Activations::keep);
+  const auto swapping = std::count(activations.begin(), activations.end(), swap::Activations::swap);
+  std::string text =
+      std::to_string(parameters() / 1000000) + "M parameters, " + precision_name(impl.options.precision) +
+      "; device: " + mib(impl.plan.arrangement.device_bytes()) + " of slots and " + mib(impl.plan.workspace) +
+      " of workspace in " + mib(impl.options.device_memory) +
+      (keeping == 0 ? "" : ", " + std::to_string(keeping) + " layers' micro-batches keep their activations") +
+      (swapping == 0 ? "" : ", " + std::to_string(swapping) + " swap theirs") +
+      "; host: " + mib(impl.plan.arrangement.host_bytes(*impl.plan.layout)) + " of " + mib(impl.options.host_memory) +
+      ", in it " + share(impl.plan.arrangement.hi_resident) + " of the weights";
+  if (impl.options.train) text += ", " + share(impl.plan.arrangement.state_resident) + " of the optimizer state";
+  if (impl.plan.arrangement.staged)
+    text += ", " + share(impl.plan.arrangement.gradient_resident) + " of the staged gradients";
+  else if (impl.plan.defers())
+    text += "; " + share(impl.plan.arrangement.deferred) + " of the updates wait for the next forward";
+  if (on_host != 0) text += ", the boundary activations of " + std::to_string(on_host) + " layers";
+  if (impl.options.device != "cpu") {
+    const std::string note = impl.executor->pin_note();
+    text += "; " + (note.empty() ? "all of the host memory is pinned" : note);
+  }
+  if (impl.store != nullptr) text += "; storage: " + mib(impl.store->volume().size());
+  return text;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,86 @@
+#pragma once
+// Inside of Session, shared by session*.cpp.
+#include <map>
+
+#include "runtime/base/exception.h"
+#include "runtime/device/tensor_slot.h"
+#include "runtime/session/session.h"
+#include "runtime/session/stage_probe.h"
+#include "runtime/state/optimizer_work.h"
+#include "swap/planner.h"
+
+namespace tierflow {
+
+struct Session::Impl {
+  Impl(std::shared_ptr<LayeredModel> model, SessionOptions options, AdamW adamw);
+  ~Impl();  // removes the store, also of a session that failed to start, unless it was committed
+
+  // session_setup.cpp
+  void set_up(const WeightSource& weights, const Progress& progress);
+  ProbedModel probe();
+  void check_write_limit() const;
+  void make_store();
+  std::uint64_t writes_of_next_step() const;  // those of bringing its state out included
+  void load(const WeightSource& weights, const Progress& progress);
+
+  // session.cpp
+  StepResult step(const std::vector<MicroBatch>& batches, double lr);
+  void settle(StepResult& result, const OptimizerWork& work, double lr);
+  void drop_step(const OptimizerWork& work);
+  void check_deferred(const OptimizerWork& work) const;
+  void throw_if_out_of_memory();
+  void flush();
+  // Of a step with this learning rate: its updates, and the deferred ones of the step before.
+  std::shared_ptr<OptimizerWork> make_work(double lr);
+  swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
+  void leave() { throw_if(executor->leave()); }
+  Weights weights_of(const swap::Entered& entered) const;
+  Gradients gradients_of(const swap::Entered& entered, int micro_batch) const;
+  std::vector<Shared> share(const std::vector<MicroBatch>& batches) const;
+  void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
+  void seed_random(int stage, int micro_batch) const;
+
+  // session_passes.cpp
+  void compute(bool repeatable, const std::function<void()>& work);
+  std::byte* activations_in(std::byte* slot, int stage) const;
+  bool starts_afresh(const swap::Entered& entered, int micro_batch) const;
+  void forward_all(const std::vector<Shared>& shared, swap::Pass pass);
+  void head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work);
+  void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
+  double evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make);
+
+  std::shared_ptr<LayeredModel> model;
+  const SessionOptions options;
+  const AdamW adamw;
+  const torch::Device torch_device;
+  DeviceMemory& torch_memory;
+  SessionPlan plan;
+  std::unique_ptr<swap::Device> device;
+  std::unique_ptr<swap::Store> store;
+  UpdateThreads threads;
+  std::unique_ptr<swap::Planner> planner;
+  std::unique_ptr<swap::Executor> executor;  // last: drains before the rest goes
+
+  std::vector<Carry> carries;             // by micro-batch: input of the stage at hand, then its gradient
+  std::vector<std::vector<Carry>> saved;  // by stage and micro-batch, where they stay on the device
+  // By stage and micro-batch: activations that stay on the device, and what lies in the slot of those that do not.
+  std::map<std::pair<int, int>, std::unique_ptr<KeptActivations>> kept;
+  struct Saved {
+    std::vector<TensorShape> input, activations;
+  };
+  std::map<std::pair<int, int>, Saved> in_slot;
+  std::int64_t steps = 0, skipped = 0;
+  bool pending = false;  // deferred gradients wait for their update
+  std::int64_t pending_step = 0, updates_done = 0;
+  double pending_lr = 0, pending_scale = 1;
+  bool committed = false;
+  // Memory ran out and computing again did not help: the rest of the plan runs without computing.
+  std::optional<io::Error> out_of_memory;
+  std::int64_t computed_again = 0;
+};
+
+// Whether torch ran out of device memory, and the error of that.
+bool is_out_of_memory(const c10::Error& error);
+io::Error out_of_memory_error(const c10::Error& error);
+
+}  // namespace tierflow

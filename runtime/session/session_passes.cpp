@@ -1,0 +1,181 @@
+// A session's passes over the model: each stage entered, computed and left, and what happens where memory runs out.
+#include <string_view>
+
+#include "runtime/session/session_impl.h"
+
+namespace tierflow {
+
+bool is_out_of_memory(const c10::Error& error) {
+  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
+         std::string_view(error.what_without_backtrace()).find("CUBLAS_STATUS_ALLOC_FAILED") != std::string_view::npos;
+}
+
+io::Error out_of_memory_error(const c10::Error& error) {
+  return {.kind = io::ErrorKind::memory,
+          .operation = "compute",
+          .detail = std::string(error.what_without_backtrace()) +
+                    "; use a smaller --micro-batch or --sequence-length, or a larger --device-memory"};
+}
+
+// Whether all that computing this visit changes is sums of gradients that it begins with zeros.
+bool Session::Impl::starts_afresh(const swap::Entered& entered, int micro_batch) const {
+  const swap::Visit& visit = *entered.visit;
+  for (std::size_t position = 0; position < visit.gradients.size(); ++position)
+    if (visit.gradients[position] != swap::kNowhere && (micro_batch != 0 || !visit.fresh_gradient[position]))
+      return false;
+  return true;
+}
+
+// Runs a visit's computation. Where memory runs out, caches are freed and it runs once more if it can (`repeatable`:
+// a second run leaves what a first would have); fragments that kept the first from fitting are gone then.
+void Session::Impl::compute(bool repeatable, const std::function<void()>& work) {
+  for (bool again = false; !out_of_memory; again = true) {
+    try {
+      work();
+      return;
+    } catch (const c10::Error& error) {
+      if (!is_out_of_memory(error)) throw;
+      if (again || !repeatable) {
+        out_of_memory = out_of_memory_error(error);
+        carries.assign(carries.size(), {});
+        saved.assign(saved.size(), std::vector<Carry>(carries.size()));
+        kept.clear();
+        in_slot.clear();
+      } else {
+        ++computed_again;
+      }
+    }
+    torch_memory.release_kept();
+  }
+}
+
+// Behind the stage's input, where that lies in the slot too.
+std::byte* Session::Impl::activations_in(std::byte* slot, int stage) const {
+  return slot + (plan.arrangement.input_leaves[stage] ? plan.layout->stages()[stage].carry_bytes : 0);
+}
+
+// Every stage but the last, layer-major: all micro-batches pass a stage before the next one.
+void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pass) {
+  const int last = static_cast<int>(plan.layout->stages().size()) - 1;
+  const bool train = pass == swap::Pass::forward;
+  carries.assign(shared.size(), {});
+  saved.assign(last, std::vector<Carry>(train ? shared.size() : 0));
+  kept.clear();
+  in_slot.clear();
+  for (int stage = 0; stage < last; ++stage)
+    for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
+      const swap::Entered entered = enter(stage, pass, micro_batch);
+      Carry& carry = carries[micro_batch];
+      swap::Activations activations = entered.activations;
+      compute(true, [&] {
+        Saved* slot = entered.slot != nullptr ? &in_slot[{stage, micro_batch}] : nullptr;
+        if (plan.arrangement.input_leaves[stage] && slot != nullptr) {
+          slot->input = copy_to_slot(entered.slot, carry);
+        } else if (train && stage > 0 && model->spec().stages[stage].backward_needs_input) {
+          saved[stage][micro_batch] = carry;
+        }
+        if (train) seed_random(stage, micro_batch);
+        // Where what it keeps does not fit after all, a second run does without.
+        const swap::Activations these = std::exchange(activations, swap::Activations::recompute);
+        if (these == swap::Activations::recompute) {
+          carry = model->forward(stage, weights_of(entered), carry, shared[micro_batch], train);
+          return;
+        }
+        Carry through = carry;  // a second run starts from the same input
+        auto made = model->forward_keeping(stage, weights_of(entered), through, shared[micro_batch]);
+        if (these == swap::Activations::keep)
+          kept[{stage, micro_batch}] = std::move(made);
+        else
+          slot->activations = copy_to_slot(activations_in(entered.slot, stage), made->essentials());
+        carry = std::move(through);
+      });
+      leave();
+    }
+}
+
+void Session::Impl::head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work) {
+  const int last = static_cast<int>(plan.layout->stages().size()) - 1;
+  for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
+    const swap::Entered entered = enter(last, swap::Pass::head, micro_batch);
+    compute(starts_afresh(entered, micro_batch), [&] {
+      seed_random(last, micro_batch);
+      HeadResult head = model->head_loss_and_backward(weights_of(entered), gradients_of(entered, micro_batch),
+                                                      carries[micro_batch], shared[micro_batch], scale);
+      result.loss += head.loss_sum;
+      carries[micro_batch] = std::move(head.d_carry);
+    });
+    // Before the last micro-batch leaves, no update of this step can have begun.
+    if (micro_batch + 1 == static_cast<int>(shared.size()) && !plan.arrangement.staged &&
+        (out_of_memory || !std::isfinite(result.loss)))
+      work.skip_updates();
+    leave();
+  }
+}
+
+void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWork& work) {
+  for (int stage = static_cast<int>(plan.layout->stages().size()) - 2; stage >= 0; --stage)
+    for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
+      const swap::Entered entered = enter(stage, swap::Pass::backward, micro_batch);
+      compute(starts_afresh(entered, micro_batch), [&] {
+        const std::pair item{stage, micro_batch};
+        const Weights weights = weights_of(entered);
+        const Carry input = plan.arrangement.input_leaves[stage] && entered.slot != nullptr
+                                ? tensors_in_slot(entered.slot, in_slot.at(item).input, torch_device)
+                                : saved[stage][micro_batch];
+        seed_random(stage, micro_batch);
+        const Carry& d_out = carries[micro_batch];
+        // Each is used up by its use: a second run computes it again.
+        auto activations = kept.extract(item);
+        std::unique_ptr<KeptActivations> made = activations.empty() ? nullptr : std::move(activations.mapped());
+        if (const auto found = in_slot.find(item); found != in_slot.end() && !found->second.activations.empty())
+          made = model->restore(stage, weights, input, shared[micro_batch],
+                                tensors_in_slot(activations_in(entered.slot, stage),
+                                                std::exchange(found->second.activations, {}), torch_device));
+        const Gradients gradients = gradients_of(entered, micro_batch);
+        carries[micro_batch] =
+            made == nullptr
+                ? model->backward(stage, weights, gradients, input, shared[micro_batch], d_out)
+                : model->backward_kept(stage, weights, gradients, input, shared[micro_batch], d_out, std::move(made));
+        saved[stage][micro_batch].clear();
+      });
+      if (out_of_memory && !plan.arrangement.staged) work.skip_updates();
+      leave();
+    }
+  carries.clear();
+}
+
+double Session::Impl::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make) {
+  const torch::NoGradGuard no_grad;
+  flush();
+  double loss = 0;
+  std::int64_t targets = 0;
+  const int last = static_cast<int>(plan.layout->stages().size()) - 1;
+  for (std::int64_t begin = 0; begin < count; begin += options.micro_batches) {
+    const std::int64_t end = std::min(count, begin + options.micro_batches);
+    std::vector<MicroBatch> part;
+    std::vector<Shared> shared;
+    std::int64_t counted = 0;
+    compute(true, [&] {
+      counted = 0;
+      part.clear();
+      for (std::int64_t index = begin; index < end; ++index) part.push_back(make(index));
+      check_batches(part, false);
+      for (const MicroBatch& batch : part) counted += batch.target_tokens();
+      shared = share(part);
+    });
+    targets += counted;
+    if (out_of_memory) break;
+    executor->append(planner->evaluate(static_cast<int>(part.size())), nullptr);
+    forward_all(shared, swap::Pass::evaluate);
+    for (int micro_batch = 0; micro_batch < static_cast<int>(part.size()); ++micro_batch) {
+      const swap::Entered entered = enter(last, swap::Pass::evaluate, micro_batch);
+      compute(true, [&] { loss += model->head_loss(weights_of(entered), carries[micro_batch], shared[micro_batch]); });
+      leave();
+    }
+    carries.clear();
+  }
+  throw_if(executor->drain());
+  return loss / static_cast<double>(std::max<std::int64_t>(targets, 1));
+}
+
+}  // namespace tierflow

@@ -1,0 +1,132 @@
+// How a session comes to be: measure what a stage needs, arrange the budgets, make the store, fill it.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#include "runtime/base/machine.h"
+#include "runtime/planning/left_store.h"
+#include "runtime/session/session_impl.h"
+#include "runtime/state/chunk_io.h"
+
+namespace tierflow {
+namespace {
+
+// In 10^12 bytes, rounded up to what an option reads back as no less.
+std::string terabytes(std::uint64_t bytes) {
+  std::string digits = std::to_string(bytes / 1'000'000 + 1);
+  if (digits.size() < 7) digits.insert(0, 7 - digits.size(), '0');
+  return digits.insert(digits.size() - 6, ".");
+}
+
+constexpr std::uint64_t kBeyondBudget = 128 << 20;  // what measuring may take where the budget is too small anyway
+
+// From what one micro-batch of `from` sequences needs to what one of `to` does, in proportion.
+void scale(ProbedModel& probed, std::int64_t to, std::int64_t from) {
+  const auto more = [&](std::uint64_t& bytes) {
+    bytes =
+        static_cast<std::uint64_t>(static_cast<double>(bytes) * static_cast<double>(to) / static_cast<double>(from));
+  };
+  if (to == from) return;
+  ComputeNeeds& needs = probed.needs;
+  for (auto* stages : {&needs.carry_bytes, &needs.activation_bytes, &needs.swapped_bytes})
+    std::for_each(stages->begin(), stages->end(), more);
+  for (auto* bytes : {&needs.stage_peak, &needs.keeping_peak, &needs.held_peak, &needs.micro_batch_bytes}) more(*bytes);
+}
+
+}  // namespace
+
+Session::Impl::Impl(std::shared_ptr<LayeredModel> model_, SessionOptions options_, AdamW adamw_)
+    : model(std::move(model_)),
+      options(std::move(options_)),
+      adamw(adamw_),
+      torch_device(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
+      torch_memory(options.device == "cuda" ? DeviceMemory::cuda() : DeviceMemory::install()),
+      threads(options.update_threads > 0 ? options.update_threads : at::get_num_threads()) {}
+
+void Session::Impl::set_up(const WeightSource& weights, const Progress& progress) {
+  if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
+    throw Exception(io::ErrorKind::usage, "--micro-batch, --micro-batches and --sequence-length are at least 1");
+  const ProbedModel probed = probe();
+  plan = plan_that_fits(model->spec(), options, probed.needs);
+  prove(plan, options.train);
+  device = options.device == "cuda" ? value_or_throw(swap::open_cuda_device(0))
+                                    : swap::open_cpu_device({.chaos_seed = options.chaos_seed});
+  if (plan.stored) {
+    check_write_limit();
+    make_store();
+  }
+  executor = value_or_throw(swap::Executor::create(*device, store.get(), *plan.layout, plan.arrangement,
+                                                   {.chaos_seed = options.chaos_seed, .record = options.record}));
+  planner = std::make_unique<swap::Planner>(*plan.layout, plan.arrangement);
+  torch_memory.release_kept();
+  torch_memory.set_cap(options.device_memory - plan.arrangement.device_bytes() - torch_memory.fixed());
+  torch_memory.reset_peak();
+  load(weights, progress);
+}
+
+Session::Impl::~Impl() {
+  executor.reset();
+  if (committed || store == nullptr) return;
+  remove_note(options.storage);
+  store->volume().remove_files();
+}
+
+void Session::Impl::make_store() {
+  if (options.fresh) discard_store(options.storage);
+  refuse_left_store(options.storage);
+  store = value_or_throw(swap::Store::create(store_options(model->spec(), options, plan), *plan.layout));
+  leave_note(options.storage);
+}
+
+void Session::Impl::check_write_limit() const {
+  const std::uint64_t least = plan.writes.load + writes_of_next_step();
+  if (options.write_limit != 0 && least > options.write_limit)
+    throw Exception(io::ErrorKind::usage, "--max-tb-written allows no step: loading writes " +
+                                              std::to_string(plan.writes.load) + " bytes to storage and a step " +
+                                              std::to_string(least - plan.writes.load) +
+                                              "; the smallest that works is " + terabytes(least));
+}
+
+ProbedModel Session::Impl::probe() {
+  const auto measure = [&](std::int64_t micro_batch, std::uint64_t cap) -> std::optional<ProbedModel> {
+    torch_memory.release_kept();
+    torch_memory.set_cap(cap);
+    try {
+      return StageProbe(*model, torch_memory, torch_device)
+          .measure(micro_batch, options.sequence_length, options.train);
+    } catch (const c10::OutOfMemoryError&) {
+      return std::nullopt;
+    }
+  };
+  std::optional<ProbedModel> probed = measure(options.micro_batch, options.device_memory);
+  // Too small a budget: measure with a little more, and where that is too little still, fewer sequences, so that the
+  // refusal can name the smallest budget that works.
+  const std::uint64_t beyond = options.device_memory + kBeyondBudget;
+  bool estimated = false;  // what is estimated is too large for the budget: it was tried
+  for (std::int64_t fewer = options.micro_batch; !probed && fewer >= 1; fewer /= 2)
+    if ((probed = measure(fewer, beyond))) {
+      scale(*probed, options.micro_batch, fewer);
+      estimated = fewer != options.micro_batch;
+    }
+  if (!probed && (probed = measure(1, options.device == "cuda" ? ~std::uint64_t{0} / 2 : memory_available())))
+    scale(*probed, options.micro_batch, 1);
+  torch_memory.release_kept();
+  if (probed && estimated) probed->needs.stage_peak = std::max(probed->needs.stage_peak, options.device_memory);
+  if (!probed)
+    throw Exception(io::ErrorKind::memory,
+                    "this machine has no memory to compute one sequence in the model's largest layer: use a smaller "
+                    "--sequence-length, or a machine with more");
+  return *std::move(probed);
+}
+
+void Session::Impl::load(const WeightSource& weights, const Progress& progress) {
+  std::uint64_t done = 0, total = 0;
+  for (const swap::Chunk& chunk : plan.layout->chunks()) total += chunk.elements;
+  for (int id = 0; id < static_cast<int>(plan.layout->chunks().size()); ++id) {
+    load_chunk(*executor, *plan.layout, plan.packed, model->spec().units, id, options.train, threads, weights);
+    done += plan.layout->chunks()[id].elements;
+    if (progress) progress("loading weights", done, total);
+  }
+}
+
+}  // namespace tierflow

@@ -1,0 +1,282 @@
+#include "runtime/session/stage_probe.h"
+
+#include <torch/cuda.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+
+#include "runtime/base/exception.h"
+#include "runtime/device/tensor_slot.h"
+#include "runtime/planning/repeat.h"
+#include "runtime/spec/stage_class.h"
+
+namespace tierflow {
+namespace {
+
+constexpr std::int64_t kSweptBytes = 96 << 20;
+constexpr std::size_t kFewestRuns = 3, kMostRuns = 60;
+
+template <class Tensors>
+std::uint64_t bytes_of(const Tensors& tensors) {
+  std::uint64_t bytes = 0;
+  for (const torch::Tensor& tensor : tensors)
+    if (tensor.defined()) bytes += tensor.nbytes();
+  return bytes;
+}
+
+// Small numbers of both signs, no two neighbours alike: as ordinary to the arithmetic as real weights.
+void fill(const torch::Tensor& tensor) {
+  constexpr std::int64_t kPattern = 8191;
+  const torch::Tensor flat = tensor.view(-1);
+  const torch::Tensor pattern =
+      (torch::arange(kPattern, tensor.options().dtype(torch::kFloat32)).mul_(1.7F).sin_().mul_(0.03F))
+          .to(tensor.dtype());
+  for (std::int64_t at = 0; at < flat.numel(); at += kPattern) {
+    const std::int64_t count = std::min(kPattern, flat.numel() - at);
+    flat.narrow(0, at, count).copy_(pattern.narrow(0, 0, count));
+  }
+}
+
+std::byte* bytes_in(const torch::Tensor& slot) {
+  return static_cast<std::byte*>(slot.data_ptr());
+}
+
+}  // namespace
+
+StageProbe::StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device, StageTiming timing)
+    : model_(model),
+      memory_(memory),
+      torch_device_(torch_device),
+      timing_(std::move(timing)),
+      seconds_on_(timing_.device) {}
+
+// Where times count, in memory of the device and not of torch: its pages are those that a session computes on.
+StageProbe::Bound StageProbe::bind(int stage, bool backward) {
+  const ModelSpec& spec = model_.spec();
+  const auto weight = torch::TensorOptions().device(torch_device_).dtype(torch::kBFloat16);
+  const auto gradient = weight.dtype(torch::kFloat32);
+  Bound bound;
+  std::uint64_t bytes = 0, at = 0;
+  for (int unit : spec.stages[stage].units)
+    for (const TensorSpec& tensor : spec.units[unit].tensors)
+      bytes += swap::round_up(2 * tensor.elements(), swap::kSector) +
+               (backward ? swap::round_up(4 * tensor.elements(), swap::kSector) : 0);
+  if (seconds_on_ != nullptr) bound.arena = value_or_throw(seconds_on_->allocate(bytes));
+  const auto make = [&](const TensorSpec& tensor, const torch::TensorOptions& options) {
+    if (seconds_on_ == nullptr) return torch::zeros(tensor.shape, options);
+    const torch::Tensor made = torch::from_blob(bound.arena.data() + at, tensor.shape, options);
+    at += swap::round_up(made.nbytes(), swap::kSector);
+    return made;
+  };
+  for (int unit : spec.stages[stage].units)
+    for (const TensorSpec& tensor : spec.units[unit].tensors) {
+      const bool trained = backward && spec.units[unit].trainable;
+      bound.weights.push_back(make(tensor, weight));
+      bound.gradients.push_back(trained ? make(tensor, gradient) : torch::Tensor());
+    }
+  return bound;
+}
+
+torch::Tensor StageProbe::slot_of(std::uint64_t bytes) const {
+  return torch::empty({static_cast<std::int64_t>(bytes)},
+                      torch::TensorOptions().device(torch_device_).dtype(torch::kUInt8));
+}
+
+template <class Work>
+double StageProbe::time(Work work) {
+  if (!swept_.defined())
+    swept_ = torch::zeros({kSweptBytes}, torch::TensorOptions().device(torch_device_).dtype(torch::kUInt8));
+  const auto wait = [&] {
+    if (torch_device_.is_cuda()) torch::cuda::synchronize();
+  };
+  const Reading reading = repeat(
+      {.fewest = kFewestRuns, .most = kMostRuns, .seconds = timing_.seconds_each},
+      [&] {
+        swept_.add_(1);
+        wait();
+      },
+      [&] {
+        work();
+        wait();
+      });
+  timed_seconds_ += reading.seconds;
+  spread_seconds_ += reading.seconds * reading.spread;
+  return reading.seconds;
+}
+
+// Runs a stage on weights, and gradients where it has some, of its own: raises the peak to what that takes beside them.
+template <class Work>
+auto StageProbe::run(int stage, bool backward, double& seconds, Work work) {
+  if (!settled_) memory_.release_kept();  // blocks of the stage before, which this one may not be able to reuse
+  const Bound bound = bind(stage, backward);
+  const std::uint64_t fixed = memory_.stats().used;
+  if (!settled_) memory_.reset_peak();
+  auto out = work(bound.weights, bound.gradients);
+  if (settled_) return out;
+  peaks_[stage] = std::max(peaks_[stage], memory_.stats().peak_used - fixed);
+  if (seconds_on_ == nullptr) return out;
+  for (const torch::Tensor& weight : bound.weights) fill(weight);
+  for (const torch::Tensor& gradient : bound.gradients)
+    if (gradient.defined()) gradient.zero_();
+  seconds = time([&] { work(bound.weights, bound.gradients); });
+  timing_.done(stage, backward);
+  return out;
+}
+
+ProbedModel StageProbe::measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train) {
+  ProbedModel result = pass(micro_batch, sequence_length, train);
+  if (seconds_on_ == nullptr) return result;
+  swept_.reset();
+  memory_.release_kept();
+  memory_.reset_peak();
+  const std::uint64_t before = memory_.stats().held;
+  settled_ = true;
+  pass(micro_batch, sequence_length, train);
+  settled_ = false;
+  result.needs.held_peak = memory_.stats().peak_held - before;
+  return result;
+}
+
+// A stage that keeps its activations, and one that swaps them: what that takes, apart from the peak of those that
+// compute them again.
+void StageProbe::forward_keeping(int stage, const Carry& input, const Shared& shared, ProbedModel& result,
+                                 swap::StageSeconds& seconds) {
+  ComputeNeeds& needs = result.needs;
+  const std::uint64_t peak = std::exchange(peaks_[stage], 0);
+  try {
+    run(stage, false, seconds.forward_keeping, [&](const Weights& weights, const Gradients&) {
+      const std::uint64_t before = memory_.stats().used;
+      Carry through = input;
+      const auto kept = model_.forward_keeping(stage, weights, through, shared);
+      needs.activation_bytes[stage] = memory_.stats().used - before - bytes_of(through);
+      needs.swapped_bytes[stage] = slot_bytes(shapes_in_slot(kept->essentials()));
+      return 0;
+    });
+    result.keeping_peaks[stage] = peaks_[stage];
+    needs.keeping_peak = std::max(needs.keeping_peak, peaks_[stage]);
+    if (seconds_on_ != nullptr) {
+      const torch::Tensor slot = slot_of(needs.swapped_bytes[stage]);
+      run(stage, false, seconds.forward_swapping, [&](const Weights& weights, const Gradients&) {
+        Carry through = input;
+        copy_to_slot(bytes_in(slot), model_.forward_keeping(stage, weights, through, shared)->essentials());
+        return 0;
+      });
+    }
+  } catch (const c10::OutOfMemoryError&) {
+    needs.activation_bytes[stage] = needs.swapped_bytes[stage] = 0;  // does not fit even alone
+  }
+  peaks_[stage] = peak;
+}
+
+// Their backwards, which take their forwards' results: timed with them.
+void StageProbe::backward_kept(int stage, const Carry& input, const Shared& shared, const Carry& d_out,
+                               std::uint64_t swapped, swap::StageSeconds& seconds) {
+  const std::uint64_t peak = peaks_[stage];
+  const torch::Tensor slot = slot_of(swapped);
+  double keeping = 0, swapping = 0;
+  run(stage, true, keeping, [&](const Weights& weights, const Gradients& gradients) {
+    Carry through = input;
+    auto kept = model_.forward_keeping(stage, weights, through, shared);
+    return model_.backward_kept(stage, weights, gradients, input, shared, d_out, std::move(kept));
+  });
+  run(stage, true, swapping, [&](const Weights& weights, const Gradients& gradients) {
+    Carry through = input;
+    const auto shapes =
+        copy_to_slot(bytes_in(slot), model_.forward_keeping(stage, weights, through, shared)->essentials());
+    auto kept = model_.restore(stage, weights, input, shared, tensors_in_slot(bytes_in(slot), shapes, torch_device_));
+    return model_.backward_kept(stage, weights, gradients, input, shared, d_out, std::move(kept));
+  });
+  seconds.backward_kept = std::max(0.0, keeping - seconds.forward_keeping);
+  seconds.backward_swapped = std::max(0.0, swapping - seconds.forward_swapping);
+  peaks_[stage] = peak;
+}
+
+// Every class of stages forward, and backward.
+ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train) {
+  const torch::NoGradGuard no_grad;
+  const ModelSpec& spec = model_.spec();
+  const int last = static_cast<int>(spec.stages.size()) - 1;
+  // Ids spread over the vocabulary as a text's are; where only memory counts, any will do.
+  const auto options = torch::TensorOptions().device(torch_device_).dtype(torch::kInt64);
+  const std::int64_t vocabulary = seconds_on_ == nullptr ? 1 : std::max<std::int64_t>(1, spec.config.vocab_size);
+  const auto ids = torch::arange(micro_batch * sequence_length, options)
+                       .mul_(7919)
+                       .remainder_(vocabulary)
+                       .view({micro_batch, sequence_length});
+  const Shared shared = model_.share({.ids = ids, .labels = ids}, torch_device_);
+  ProbedModel result;
+  result.seconds.resize(seconds_on_ == nullptr ? 0 : last + 1);
+  result.needs.activation_bytes.assign(last + 1, 0);
+  result.needs.swapped_bytes.assign(last + 1, 0);
+  swap::StageSeconds unused;
+  const auto seconds_of = [&](int stage) -> swap::StageSeconds& {
+    return seconds_on_ == nullptr ? unused : result.seconds[stage];
+  };
+  result.keeping_peaks.assign(last + 1, 0);
+  peaks_.assign(last + 1, 0);
+  std::uint64_t carry_bytes = 0;
+  std::vector<std::string> kinds;
+  std::vector<Carry> inputs(1);
+  struct Seen {
+    Carry out;
+    int stage = 0;
+  };
+  std::map<std::string, Seen> seen;
+  for (int stage = 0; stage <= last; ++stage) {
+    kinds.push_back(stage_class(spec, stage));
+    for (const torch::Tensor& part : inputs[stage]) {
+      kinds[stage] += " <";
+      for (const std::int64_t size : part.sizes()) kinds[stage].append(" ").append(std::to_string(size));
+    }
+    result.needs.carry_bytes.push_back(slot_bytes(shapes_in_slot(inputs[stage])));
+    carry_bytes = std::max(carry_bytes, bytes_of(inputs[stage]));
+    if (stage == last) break;
+    if (const auto found = seen.find(kinds[stage]); found != seen.end()) {
+      seconds_of(stage) = seconds_of(found->second.stage);
+      result.needs.activation_bytes[stage] = result.needs.activation_bytes[found->second.stage];
+      result.needs.swapped_bytes[stage] = result.needs.swapped_bytes[found->second.stage];
+    } else {
+      double& forward = seconds_of(stage).forward;
+      Carry out = run(stage, false, forward, [&](const Weights& weights, const Gradients&) {
+        return model_.forward(stage, weights, inputs[stage], shared, train);
+      });
+      seconds_of(stage).evaluate = forward;
+      if (train && !settled_ && model_.can_keep(stage))
+        forward_keeping(stage, inputs[stage], shared, result, seconds_of(stage));
+      seen[kinds[stage]] = {std::move(out), stage};
+    }
+    inputs.push_back(seen[kinds[stage]].out);
+  }
+  seen.clear();
+  Carry d_carry = run(last, train, seconds_of(last).head, [&](const Weights& weights, const Gradients& gradients) {
+    if (train) return model_.head_loss_and_backward(weights, gradients, inputs[last], shared, 1.0).d_carry;
+    model_.head_loss(weights, inputs[last], shared);
+    return Carry();
+  });
+  for (int stage = last - 1; stage >= 0 && train; --stage) {
+    carry_bytes = std::max(carry_bytes, bytes_of(d_carry));
+    if (const auto found = seen.find(kinds[stage]); found != seen.end()) {
+      const swap::StageSeconds& of = seconds_of(found->second.stage);
+      seconds_of(stage).backward = of.backward;
+      seconds_of(stage).backward_kept = of.backward_kept;
+      seconds_of(stage).backward_swapped = of.backward_swapped;
+    } else {
+      Carry out = run(stage, true, seconds_of(stage).backward, [&](const Weights& weights, const Gradients& gradients) {
+        return model_.backward(stage, weights, gradients, inputs[stage], shared, d_carry);
+      });
+      if (seconds_on_ != nullptr && !settled_ && result.needs.activation_bytes[stage] != 0)
+        backward_kept(stage, inputs[stage], shared, d_carry, result.needs.swapped_bytes[stage], seconds_of(stage));
+      seen[kinds[stage]] = {std::move(out), stage};
+    }
+    d_carry = seen[kinds[stage]].out;
+  }
+  result.needs.device_fixed = memory_.fixed();
+  result.stage_peaks = peaks_;
+  result.needs.stage_peak = *std::max_element(peaks_.begin(), peaks_.end());
+  result.spread = timed_seconds_ > 0 ? spread_seconds_ / timed_seconds_ : 0;
+  result.needs.micro_batch_bytes = 2 * carry_bytes + bytes_of(shared.tables) + 2 * ids.nbytes();
+  return result;
+}
+
+}  // namespace tierflow

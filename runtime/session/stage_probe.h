@@ -1,0 +1,58 @@
+#pragma once
+// Computes one micro-batch in a stage of each class, on weights of its own: what that takes of the device's memory and,
+// where asked, of time.
+#include <functional>
+#include <vector>
+
+#include "runtime/device/device_memory.h"
+#include "runtime/models/layered_model.h"
+#include "runtime/planning/probed_model.h"
+#include "swap/device.h"
+
+namespace tierflow {
+
+struct StageTiming {
+  swap::Device* device = nullptr;  // null: only memory is measured
+  double seconds_each = 1.2;       // a reading is repeated for so long, three times at least
+  // After each reading: of that stage, its backward or not.
+  std::function<void(int stage, bool backward)> done = [](int, bool) {};
+};
+
+class StageProbe {
+ public:
+  // `timing`: also measure the time, with weights and gradients in memory of its device as a session has them.
+  StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device, StageTiming timing = {});
+
+  // One micro-batch of that shape. What torch throws where memory ends passes through.
+  ProbedModel measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train);
+
+ private:
+  struct Bound {
+    io::Buffer arena;
+    Weights weights;
+    Gradients gradients;
+  };
+  ProbedModel pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train);
+  void forward_keeping(int stage, const Carry& input, const Shared& shared, ProbedModel& result,
+                       swap::StageSeconds& seconds);
+  void backward_kept(int stage, const Carry& input, const Shared& shared, const Carry& d_out, std::uint64_t swapped,
+                     swap::StageSeconds& seconds);
+  Bound bind(int stage, bool backward);
+  torch::Tensor slot_of(std::uint64_t bytes) const;
+  template <class Work>
+  auto run(int stage, bool backward, double& seconds, Work work);
+  template <class Work>
+  double time(Work work);
+
+  const LayeredModel& model_;
+  DeviceMemory& memory_;
+  const torch::Device torch_device_;
+  const StageTiming timing_;
+  swap::Device* const seconds_on_;
+  std::vector<std::uint64_t> peaks_;               // by stage
+  double timed_seconds_ = 0, spread_seconds_ = 0;  // of the readings, and how far they lay apart
+  bool settled_ = false;  // as in the middle of a run: nothing is timed, and torch keeps what it has
+  torch::Tensor swept_;   // what evicts a stage's weights from the caches before it is timed
+};
+
+}  // namespace tierflow

@@ -1,0 +1,245 @@
+#include "runtime/spec/model_units.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace tierflow {
+namespace {
+
+// Collects the tensors of one unit in the order of the model's code; take() puts matrices before norms and biases.
+class UnitBuilder {
+ public:
+  UnitBuilder(std::string name, std::string prefix, double std)
+      : unit_{.name = std::move(name)}, prefix_(std::move(prefix)), std_(std) {}
+
+  void matrix(const std::string& role, std::int64_t rows, std::int64_t columns) { matrix(role, rows, columns, std_); }
+  void matrix(const std::string& role, std::int64_t rows, std::int64_t columns, double std) {
+    unit_.tensors.push_back({.name = prefix_ + role, .role = role, .shape = {rows, columns}, .init_std = std});
+  }
+  void embedding(const std::string& role, std::int64_t rows, std::int64_t columns) {
+    matrix(role, rows, columns);
+    unit_.tensors.back().moments_32 = true;
+  }
+  void bias(const std::string& role, std::int64_t size) { vector(role, size, Init::zeros); }
+  void rms_norm(const std::string& role, std::int64_t size) { vector(role + ".weight", size, Init::ones); }
+  void layer_norm(const std::string& role, std::int64_t size) {
+    vector(role + ".weight", size, Init::ones);
+    vector(role + ".bias", size, Init::zeros);
+  }
+  // A torch.nn.Linear: weight [out, in].
+  void linear(const std::string& role, std::int64_t out, std::int64_t in, bool with_bias) {
+    matrix(role + ".weight", out, in);
+    if (with_bias) bias(role + ".bias", out);
+  }
+  // GPT-2's Conv1D: weight [in, out].
+  void conv1d(const std::string& role, std::int64_t out, std::int64_t in, double std) {
+    matrix(role + ".weight", in, out, std);
+    bias(role + ".bias", out);
+  }
+
+  UnitSpec take() {
+    std::stable_partition(unit_.tensors.begin(), unit_.tensors.end(),
+                          [](const TensorSpec& tensor) { return tensor.shape.size() > 1; });
+    return std::move(unit_);
+  }
+
+ private:
+  void vector(const std::string& role, std::int64_t size, Init init) {
+    unit_.tensors.push_back({.name = prefix_ + role,
+                             .role = role,
+                             .shape = {size},
+                             .init = init,
+                             .init_std = 0,
+                             .decays = false,
+                             .moments_32 = true});
+  }
+
+  UnitSpec unit_;
+  std::string prefix_;
+  double std_;
+};
+
+std::string layer_name(std::int64_t layer) {
+  return "layers." + std::to_string(layer);
+}
+
+// What a family calls the tensors outside its blocks; `positions` and `norm` are empty where it has none.
+struct Edges {
+  std::string prefix, tokens, positions, norm;
+  std::int64_t position_rows = 0;
+  bool layer_norm = true;  // the final norm, with a bias
+};
+
+Edges edges_of(const ModelConfig& c) {
+  switch (c.family) {
+    case Family::gpt2:
+      return {.prefix = "transformer.",
+              .tokens = "wte.weight",
+              .positions = "wpe.weight",
+              .norm = "transformer.ln_f",
+              .position_rows = c.max_positions};
+    case Family::opt:
+      return {.prefix = "model.decoder.",
+              .tokens = "embed_tokens.weight",
+              .positions = "embed_positions.weight",
+              .norm = c.norm_before ? "model.decoder.final_layer_norm" : "",
+              .position_rows = c.max_positions + c.position_offset};
+    case Family::llama:
+      break;
+  }
+  return {.prefix = "model.", .tokens = "embed_tokens.weight", .norm = "model.norm", .layer_norm = false};
+}
+
+// Each adds a block's attention to one unit and its MLP to the other; both may be the same.
+void llama_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
+  attention.linear("self_attn.q_proj", c.heads * c.head_dim, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.k_proj", c.kv_heads * c.head_dim, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.v_proj", c.kv_heads * c.head_dim, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.o_proj", c.hidden_size, c.heads * c.head_dim, c.output_bias);
+  if (c.qk_norm) {
+    attention.rms_norm("self_attn.q_norm", c.head_dim);
+    attention.rms_norm("self_attn.k_norm", c.head_dim);
+  }
+  mlp.linear("mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias);
+  mlp.linear("mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias);
+  mlp.linear("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias);
+  attention.rms_norm("input_layernorm", c.hidden_size);
+  mlp.rms_norm("post_attention_layernorm", c.hidden_size);
+}
+
+void gpt2_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
+  const double std = c.initializer_range;
+  // Two projections a block end on the residual path.
+  const double residual_std = std / std::sqrt(2.0 * static_cast<double>(c.layers));
+  attention.layer_norm("ln_1", c.hidden_size);
+  attention.conv1d("attn.c_attn", 3 * c.hidden_size, c.hidden_size, std);
+  attention.conv1d("attn.c_proj", c.hidden_size, c.hidden_size, residual_std);
+  mlp.layer_norm("ln_2", c.hidden_size);
+  mlp.conv1d("mlp.c_fc", c.intermediate_size, c.hidden_size, std);
+  mlp.conv1d("mlp.c_proj", c.hidden_size, c.intermediate_size, residual_std);
+}
+
+void opt_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
+  attention.linear("self_attn.k_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.v_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.q_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
+  attention.linear("self_attn.out_proj", c.hidden_size, c.hidden_size, c.output_bias);
+  attention.layer_norm("self_attn_layer_norm", c.hidden_size);
+  mlp.linear("fc1", c.intermediate_size, c.hidden_size, c.mlp_bias);
+  mlp.linear("fc2", c.hidden_size, c.intermediate_size, c.mlp_bias);
+  mlp.layer_norm("final_layer_norm", c.hidden_size);
+}
+
+int add_unit(ModelSpec& spec, UnitSpec unit) {
+  spec.units.push_back(std::move(unit));
+  return static_cast<int>(spec.units.size()) - 1;
+}
+
+// The first rows of the tiles of a [vocabulary, hidden] table, and the vocabulary's end.
+std::vector<std::int64_t> tile_rows(const ModelSpec& spec) {
+  const ModelConfig& c = spec.config;
+  const std::int64_t most = std::max<std::int64_t>(1, spec.tiling.vocabulary_elements / c.hidden_size);
+  if (c.vocab_size <= most) return {0, c.vocab_size};
+  const std::int64_t tiles = (c.vocab_size + most - 1) / most, even = (c.vocab_size + tiles - 1) / tiles;
+  const std::int64_t rows = std::min(most, (even + 15) / 16 * 16);
+  std::vector<std::int64_t> first;
+  for (std::int64_t row = 0; row < c.vocab_size; row += rows) first.push_back(row);
+  first.push_back(c.vocab_size);
+  return first;
+}
+
+void make_tile(TensorSpec& tensor, std::int64_t first, std::int64_t all) {
+  if (tensor.shape.front() == all) return;
+  tensor.first_row = first;
+  tensor.all_rows = all;
+}
+
+void add_embedding(ModelSpec& spec, const Edges& edges) {
+  const ModelConfig& c = spec.config;
+  const std::vector<std::int64_t> rows = tile_rows(spec);
+  const std::size_t tiles = rows.size() - 1;
+  for (std::size_t tile = 0; tile < tiles; ++tile) {
+    UnitBuilder builder(tiles == 1 ? "embedding" : "embedding." + std::to_string(tile), edges.prefix,
+                        c.initializer_range);
+    builder.embedding(edges.tokens, rows[tile + 1] - rows[tile], c.hidden_size);
+    if (tile + 1 == tiles && !edges.positions.empty())
+      builder.embedding(edges.positions, edges.position_rows, c.hidden_size);
+    UnitSpec unit = builder.take();
+    make_tile(unit.tensors.front(), rows[tile], c.vocab_size);
+    spec.stages.push_back({.kind = StageKind::embedding,
+                           .units = {add_unit(spec, std::move(unit))},
+                           .first_row = rows[tile],
+                           .backward_needs_input = false,
+                           .backward_needs_weights = false});
+  }
+}
+
+void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
+               void (*describe)(const ModelConfig&, UnitBuilder&, UnitBuilder&)) {
+  const std::string name = layer_name(index);
+  const double std = spec.config.initializer_range;
+  UnitBuilder whole(name, prefix, std);
+  describe(spec.config, whole, whole);
+  if (UnitSpec unit = whole.take(); unit.parameters() <= spec.tiling.block_elements) {
+    spec.stages.push_back({.kind = StageKind::block, .block = index, .units = {add_unit(spec, std::move(unit))}});
+    return;
+  }
+  UnitBuilder attention(name + ".attention", prefix, std), mlp(name + ".mlp", prefix, std);
+  describe(spec.config, attention, mlp);
+  spec.stages.push_back({.kind = StageKind::attention, .block = index, .units = {add_unit(spec, attention.take())}});
+  spec.stages.push_back({.kind = StageKind::mlp, .block = index, .units = {add_unit(spec, mlp.take())}});
+}
+
+void add_head(ModelSpec& spec, const Edges& edges) {
+  const ModelConfig& c = spec.config;
+  const std::vector<std::int64_t> rows = tile_rows(spec);
+  const std::size_t tiles = rows.size() - 1;
+  const auto add_norm = [&](UnitBuilder& builder) {
+    if (edges.norm.empty()) return;
+    if (edges.layer_norm)
+      builder.layer_norm(edges.norm, c.hidden_size);
+    else
+      builder.rms_norm(edges.norm, c.hidden_size);
+  };
+  const auto own_unit = [&](UnitBuilder& builder) {
+    UnitSpec unit = builder.take();
+    return unit.tensors.empty() ? std::vector<int>{} : std::vector<int>{add_unit(spec, std::move(unit))};
+  };
+  if (tiles > 1) {
+    UnitBuilder norm("head.norm", "", c.initializer_range);
+    add_norm(norm);
+    spec.stages.push_back({.kind = StageKind::norm, .units = own_unit(norm)});
+  }
+  for (std::size_t tile = 0; tile < tiles; ++tile) {
+    UnitBuilder builder(tiles == 1 ? "head" : "head." + std::to_string(tile), "", c.initializer_range);
+    if (!c.tie_word_embeddings) builder.matrix("lm_head.weight", rows[tile + 1] - rows[tile], c.hidden_size);
+    if (tiles == 1) add_norm(builder);
+    StageSpec stage{.kind = tile + 1 == tiles ? StageKind::head : StageKind::head_tile,
+                    .units = own_unit(builder),
+                    .first_row = rows[tile],
+                    .backward_needs_input = false};
+    if (c.tie_word_embeddings)
+      stage.units.push_back(static_cast<int>(tile));  // the embedding's units come first
+    else
+      make_tile(spec.units.back().tensors.front(), rows[tile], c.vocab_size);
+    spec.stages.push_back(std::move(stage));
+  }
+}
+
+}  // namespace
+
+void build_units(ModelSpec& spec) {
+  const Edges edges = edges_of(spec.config);
+  add_embedding(spec, edges);
+  for (std::int64_t i = 0; i < spec.config.layers; ++i) {
+    if (spec.config.family == Family::gpt2)
+      add_block(spec, i, edges.prefix + "h." + std::to_string(i) + ".", gpt2_block);
+    else
+      add_block(spec, i, edges.prefix + layer_name(i) + ".",
+                spec.config.family == Family::llama ? llama_block : opt_block);
+  }
+  add_head(spec, edges);
+}
+
+}  // namespace tierflow

@@ -1,0 +1,129 @@
+#include "runtime/spec/packing.h"
+
+#include <algorithm>
+
+#include "runtime/base/exception.h"
+
+namespace tierflow {
+namespace {
+
+constexpr const char* kPrecisionNames[] = {"fp32-master+adam8", "fp32-master+adam32", "bf16-sr+adam8"};
+
+StateFormat format_of(const TensorSpec& tensor, Precision precision) {
+  StateFormat format;
+  if (precision == Precision::bf16_sr_adam8) format.master = optim::MasterFormat::bf16_sr;
+  const bool eight_bits = precision != Precision::fp32_master_adam32 && !tensor.moments_32;
+  format.moments = eight_bits ? optim::MomentFormat::block8 : optim::MomentFormat::f32;
+  return format;
+}
+
+swap::GroupShape group_of(const StateFormat& format, std::uint64_t elements) {
+  const bool eight_bits = format.moments == optim::MomentFormat::block8,
+             split = format.master == optim::MasterFormat::split;
+  return {.elements = elements,
+          .state_bytes_element = (split ? 2U : 0U) + (eight_bits ? 2U : 8U),
+          .state_bytes_block = eight_bits ? 8U : 0U,
+          .precision = std::string(split ? "fp32-master" : "bf16-sr") + (eight_bits ? "+adam8" : "+adam32")};
+}
+
+}  // namespace
+
+Precision parse_precision(std::string_view name) {
+  for (int i = 0; i < 3; ++i)
+    if (name == kPrecisionNames[i]) return static_cast<Precision>(i);
+  throw Exception(io::ErrorKind::usage, "--precision " + std::string(name) +
+                                            " is unknown: use fp32-master+adam8, fp32-master+adam32 or bf16-sr+adam8");
+}
+
+const char* precision_name(Precision precision) {
+  return kPrecisionNames[static_cast<int>(precision)];
+}
+
+std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precision) {
+  std::vector<std::pair<StateFormat, std::string>> formats;
+  for (const bool moments_32 : {false, true}) {
+    const StateFormat format = format_of({.moments_32 = moments_32}, precision);
+    if (formats.empty() || formats.back().first.moments != format.moments)
+      formats.emplace_back(format, group_of(format, 0).precision);
+  }
+  return formats;
+}
+
+PackedModel pack(const ModelSpec& spec, Precision precision) {
+  PackedModel model;
+  model.precision = precision;
+  for (const UnitSpec& unit : spec.units) {
+    PackedUnit packed;
+    packed.shape.name = unit.name;
+    packed.shape.trainable = unit.trainable;
+    std::uint64_t offset = 0;
+    // 8-bit state first, then 32-bit: a group each, so that a chunk has one format.
+    for (const optim::MomentFormat moments : {optim::MomentFormat::block8, optim::MomentFormat::f32}) {
+      const std::uint64_t begin = offset;
+      StateFormat format;
+      for (int index = 0; index < static_cast<int>(unit.tensors.size()); ++index) {
+        const TensorSpec& tensor = unit.tensors[index];
+        if (format_of(tensor, precision).moments != moments) continue;
+        format = format_of(tensor, precision);
+        const auto elements = static_cast<std::uint64_t>(tensor.elements());
+        packed.tensors.push_back({.tensor = index, .offset = offset, .elements = elements, .decays = tensor.decays});
+        offset += swap::round_up(elements, optim::kBlock);
+      }
+      if (offset == begin) continue;
+      offset = begin + swap::round_up(offset - begin, swap::kElementsPad);
+      packed.formats.push_back(format);
+      packed.shape.groups.push_back(group_of(format, offset - begin));
+    }
+    if (unit.trainable) model.trainable_parameters += static_cast<std::uint64_t>(unit.parameters());
+    model.units.push_back(std::move(packed));
+  }
+  for (const StageSpec& stage : spec.stages)
+    model.stages.push_back({.units = stage.units, .backward_needs_weights = stage.backward_needs_weights});
+  return model;
+}
+
+optim::State state_view(const StateFormat& format, std::uint64_t elements, std::uint16_t* words, std::byte* state) {
+  optim::State view;
+  view.master = format.master;
+  view.hi = words;
+  if (format.master == optim::MasterFormat::split) {
+    view.lo = reinterpret_cast<std::uint16_t*>(state);
+    state += 2 * elements;
+  }
+  const bool eight_bits = format.moments == optim::MomentFormat::block8;
+  const std::uint64_t bytes = elements * (eight_bits ? 1 : 4);
+  view.m = {.format = format.moments, .values = state};
+  view.v = {.format = format.moments, .values = state + bytes};
+  if (eight_bits) {
+    view.m.absmax = reinterpret_cast<float*>(state + 2 * bytes);
+    view.v.absmax = view.m.absmax + elements / optim::kBlock;
+  }
+  return view;
+}
+
+optim::State state_from(const optim::State& state, std::uint64_t first) {
+  const auto moment_from = [&](optim::Moment moment) {
+    moment.values =
+        static_cast<std::byte*>(moment.values) + first * (moment.format == optim::MomentFormat::block8 ? 1 : 4);
+    if (moment.absmax != nullptr) moment.absmax += first / optim::kBlock;
+    return moment;
+  };
+  return {.master = state.master,
+          .hi = state.hi + first,
+          .lo = state.lo == nullptr ? nullptr : state.lo + first,
+          .m = moment_from(state.m),
+          .v = moment_from(state.v)};
+}
+
+std::uint64_t rounding_key(std::uint64_t seed, int unit, int tensor) {
+  return seed ^ (static_cast<std::uint64_t>(unit) << 32 | static_cast<std::uint64_t>(tensor));
+}
+
+std::uint64_t chunk_elements_for(std::uint64_t host_budget) {
+  // Ten bytes an element pass through buffers at once; a chunk takes at most a twentieth of the budget, between 64 Ki
+  // and 8 Mi elements.
+  const std::uint64_t elements = host_budget / 200 / swap::kChunkQuantum * swap::kChunkQuantum;
+  return std::clamp<std::uint64_t>(elements, swap::kChunkQuantum, 128 * swap::kChunkQuantum);
+}
+
+}  // namespace tierflow

@@ -1,0 +1,72 @@
+#pragma once
+// How the tensors of a model lie in the units that stream: offsets, groups of one precision, and the swap layout that
+// follows. No torch here.
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "optim/adamw.h"
+#include "runtime/spec/model_spec.h"
+#include "swap/layout.h"
+
+namespace tierflow {
+
+// Named policies for master weights and moments, kept in the store.
+enum class Precision : std::uint8_t { fp32_master_adam8, fp32_master_adam32, bf16_sr_adam8 };
+Precision parse_precision(std::string_view name);  // throws Exception (usage) with the known names
+const char* precision_name(Precision precision);
+
+struct PackedTensor {
+  int tensor = 0;              // index in UnitSpec::tensors
+  std::uint64_t offset = 0;    // first element within the unit: a multiple of optim::kBlock
+  std::uint64_t elements = 0;  // without padding
+  bool decays = true;
+};
+
+struct StateFormat {
+  optim::MasterFormat master = optim::MasterFormat::split;
+  optim::MomentFormat moments = optim::MomentFormat::block8;
+};
+
+struct PackedUnit {
+  std::vector<PackedTensor> tensors;  // ordered by offset
+  std::vector<StateFormat> formats;   // one a group of the swap layout
+  swap::UnitShape shape;
+};
+
+struct PackedModel {
+  std::vector<PackedUnit> units;
+  std::vector<swap::StageShape> stages;  // carry_bytes still 0
+  Precision precision = Precision::fp32_master_adam8;
+  std::uint64_t trainable_parameters = 0;
+};
+PackedModel pack(const ModelSpec& spec, Precision precision);
+// The formats that states have under a policy, by the name that a group of them carries (swap::GroupShape::precision).
+std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precision);
+
+// Typed pointers into one chunk's state bytes: lo | m | v | absmax of m | absmax of v.
+optim::State state_view(const StateFormat& format, std::uint64_t elements, std::uint16_t* words, std::byte* state);
+
+// The same state from element `first` on, a multiple of optim::kBlock.
+optim::State state_from(const optim::State& state, std::uint64_t first);
+// AdamWParams::rounding_key of a tensor of a unit.
+std::uint64_t rounding_key(std::uint64_t seed, int unit, int tensor);
+
+// Calls use(tensor, offset in tensor, offset in chunk, count) for each tensor that has elements in the chunk, in order.
+// `count` is without padding.
+template <class Use>
+void for_each_piece(const PackedUnit& unit, const swap::Chunk& chunk, Use use) {
+  for (const PackedTensor& tensor : unit.tensors) {
+    const std::uint64_t begin = tensor.offset > chunk.first ? tensor.offset : chunk.first;
+    const std::uint64_t tensor_end = tensor.offset + tensor.elements, chunk_end = chunk.first + chunk.elements;
+    const std::uint64_t end = tensor_end < chunk_end ? tensor_end : chunk_end;
+    if (begin < end) use(tensor, begin - tensor.offset, begin - chunk.first, end - begin);
+  }
+}
+
+// Elements of a chunk that keep a store's buffers within a host budget, a multiple of swap::kChunkQuantum.
+std::uint64_t chunk_elements_for(std::uint64_t host_budget);
+
+}  // namespace tierflow

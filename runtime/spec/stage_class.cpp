@@ -1,0 +1,23 @@
+#include "runtime/spec/stage_class.h"
+
+namespace tierflow {
+
+std::string stage_class(const ModelSpec& spec, int stage) {
+  static constexpr const char* kKinds[] = {"embedding", "block", "attention", "mlp", "norm", "head_tile", "head"};
+  const auto name = [&](int index) { return std::string(kKinds[static_cast<int>(spec.stages[index].kind)]); };
+  std::string text = name(stage);
+  // A tile passes on what it found beside the hidden states: the first one gets none.
+  const StageKind kind = spec.stages[stage].kind;
+  if (kind == StageKind::embedding || kind == StageKind::head_tile || kind == StageKind::head)
+    text.append(" after ").append(stage == 0 ? "nothing" : name(stage - 1));
+  for (int unit : spec.stages[stage].units) {
+    text += spec.units[unit].trainable ? " |" : " frozen |";
+    for (const TensorSpec& tensor : spec.units[unit].tensors) {
+      for (std::size_t i = 0; i < tensor.shape.size(); ++i)
+        text.append(i == 0 ? " " : "x").append(std::to_string(tensor.shape[i]));
+    }
+  }
+  return text;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,167 @@
+#include "runtime/state/optimizer_work.h"
+
+#include <tbb/parallel_for.h>
+#include <tbb/task_arena.h>
+
+#include <cmath>
+#include <exception>
+#include <string>
+
+#include "runtime/planning/update_scratch.h"
+
+namespace tierflow {
+
+struct UpdateThreads::Impl {
+  explicit Impl(int threads) : arena(threads) {}
+  tbb::task_arena arena;
+};
+
+UpdateThreads::UpdateThreads(int threads) : impl_(std::make_unique<Impl>(threads)) {}
+UpdateThreads::~UpdateThreads() = default;
+
+void UpdateThreads::each(std::size_t count, const std::function<void(std::size_t)>& work) {
+  if (count == 1) return work(0);
+  impl_->arena.execute([&] { tbb::parallel_for(std::size_t{0}, count, work); });
+}
+
+OptimizerWork::OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads,
+                             const std::vector<bool>& deferred, bool skips_whole, optim::AdamWParams params,
+                             optim::AdamWParams deferred_params, float weight_decay, std::uint64_t seed)
+    : model_(model),
+      layout_(layout),
+      threads_(threads),
+      deferred_(deferred),
+      skips_whole_(skips_whole),
+      params_(params),
+      deferred_params_(deferred_params),
+      weight_decay_(weight_decay),
+      seed_(seed) {
+  squares_.resize(layout.chunks().size());
+}
+
+io::Error OptimizerWork::measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) {
+  const auto* words = reinterpret_cast<const std::uint16_t*>(gradient.data());
+  std::vector<double>& squares = squares_[chunk_id(chunk)];
+  squares.assign((chunk.elements + optim::kNormSegment - 1) / optim::kNormSegment, 0.0);
+  threads_.each(squares.size(), [&](std::size_t segment) {
+    const std::uint64_t first = segment * optim::kNormSegment;
+    if (!optim::gradient_norm_squared(
+            words + first, std::min<std::uint64_t>(optim::kNormSegment, chunk.elements - first), &squares[segment]))
+      finite_ = false;
+  });
+  return check_finite(chunk);
+}
+
+io::Error OptimizerWork::check_finite(const swap::Chunk& chunk) const {
+  if (finite_ || skip_ || skips_whole_) return {};
+  return {.kind = io::ErrorKind::numeric,
+          .operation = "update",
+          .path = layout_.units()[chunk.unit].name,
+          .detail =
+              "a gradient is not finite, and without clipping other layers of this step are updated already: the "
+              "state is torn; "
+              "start again from the last export, with --clip, a lower --lr or a longer --warmup"};
+}
+
+std::vector<OptimizerWork::Piece> OptimizerWork::pieces_of(const swap::Chunk& chunk, std::uint64_t most) const {
+  std::vector<Piece> pieces;
+  for_each_piece(model_.units[chunk.unit], chunk,
+                 [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+                   for (std::uint64_t at = 0; at < count; at += most)
+                     pieces.push_back({in_chunk + at, in_tensor + at, std::min<std::uint64_t>(most, count - at),
+                                       tensor.tensor, tensor.decays});
+                 });
+  return pieces;
+}
+
+optim::AdamWParams OptimizerWork::params_of(const swap::Chunk& chunk, const Piece& piece) const {
+  optim::AdamWParams params = deferred_[chunk_id(chunk)] ? deferred_params_ : params_;
+  params.weight_decay = piece.decays ? weight_decay_ : 0.0F;
+  params.rounding_key = rounding_key(seed_, chunk.unit, piece.tensor);
+  params.first_element = piece.in_tensor;
+  return params;
+}
+
+io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::byte> gradient,
+                                std::span<std::byte> words, std::span<std::byte> state) {
+  const bool deferred = deferred_[chunk_id(chunk)];
+  if (!deferred) {
+    if (io::Error error = measure(chunk, gradient)) return error;
+    if (skip_) return {};
+  }
+  const auto* gradients = reinterpret_cast<const std::uint16_t*>(gradient.data());
+  const optim::State view = state_view(model_.units[chunk.unit].formats[chunk.group], chunk.elements,
+                                       reinterpret_cast<std::uint16_t*>(words.data()), state.data());
+  const std::vector<Piece> pieces = pieces_of(chunk, optim::kNormSegment);
+  std::atomic<std::uint64_t>& updated = deferred ? updated_deferred_ : updated_;
+  threads_.each(pieces.size(), [&](std::size_t index) {
+    const Piece& piece = pieces[index];
+    updated += optim::adamw_update(params_of(chunk, piece), gradients + piece.in_chunk,
+                                   state_from(view, piece.in_chunk), piece.elements)
+                   .updated;
+  });
+  return {};
+}
+
+io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device& device,
+                                          const swap::DeviceUpdate& at) {
+  constexpr auto on = swap::StreamId::update;
+  const bool deferred = deferred_[chunk_id(chunk)];
+  const std::vector<Piece> pieces = !deferred && skip_ ? std::vector<Piece>{} : pieces_of(chunk, chunk.elements);
+  const UpdateScratch scratch(pieces.size(), chunk.elements);
+  const optim::State state =
+      state_view(model_.units[chunk.unit].formats[chunk.group], chunk.elements, at.words, at.state);
+  std::vector<std::byte> found(scratch.bytes);
+  std::string refused;
+  if (at.sum != nullptr) device.round_gradient(on, at.gradient, at.sum, chunk.elements);
+  device.copy_to_device(on, at.scratch, found.data(), found.size());
+  device.enqueue(on, [&](const swap::DeviceQueue& queue) {
+    const bool here = queue.device == swap::DeviceQueue::kHost;
+    const optim::DeviceQueue there{.device = queue.device, .stream = queue.stream};
+    double* sums = scratch.sums_at(at.scratch);
+    optim::DeviceReport* reports = scratch.reports_at(at.scratch);
+    try {
+      if (!deferred && here)
+        *scratch.not_finite_at(at.scratch) = optim::gradient_norm_squared(at.gradient, chunk.elements, sums) ? 0 : 1;
+      else if (!deferred)
+        optim::gradient_norm_squared_on_device(at.gradient, chunk.elements, sums, scratch.not_finite_at(at.scratch),
+                                               there);
+      for (std::size_t i = 0; i < pieces.size(); ++i) {
+        const Piece& piece = pieces[i];
+        const optim::AdamWParams params = params_of(chunk, piece);
+        const std::uint16_t* gradient = at.gradient + piece.in_chunk;
+        const optim::State part = state_from(state, piece.in_chunk);
+        if (here)
+          reports[i].skipped = optim::adamw_update(params, gradient, part, piece.elements).skipped;
+        else
+          optim::adamw_update_on_device(params, gradient, part, part, piece.elements, reports + i, there);
+      }
+    } catch (const std::exception& error) {
+      refused = error.what();
+    }
+  });
+  device.copy_to_host(on, found.data(), at.scratch, found.size());
+  if (io::Error failed = device.synchronize(device.record(on))) return failed;
+  if (!refused.empty())
+    return {.kind = io::ErrorKind::io,
+            .operation = "update on the device",
+            .path = layout_.units()[chunk.unit].name,
+            .detail = refused};
+  if (!deferred) {
+    squares_[chunk_id(chunk)].assign(scratch.sums_at(found.data()), scratch.sums_at(found.data()) + scratch.segments);
+    if (*scratch.not_finite_at(found.data()) != 0) finite_ = false;
+    if (io::Error error = check_finite(chunk)) return error;
+  }
+  for (std::size_t i = 0; i < pieces.size(); ++i)
+    (deferred ? updated_deferred_ : updated_) += pieces[i].elements - scratch.reports_at(found.data())[i].skipped;
+  return {};
+}
+
+double OptimizerWork::gradient_norm() const {
+  double sum = 0;
+  for (const std::vector<double>& chunk : squares_)
+    for (const double segment : chunk) sum += segment;
+  return std::sqrt(sum);
+}
+
+}  // namespace tierflow

@@ -1,0 +1,72 @@
+#pragma once
+// The update lane's work for a Streamer: norms tensor by tensor, fp32 sums of gradients, and AdamW with parameters of
+// each tensor's own.
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "runtime/state/optimizer_work.h"
+
+namespace tierflow {
+
+// How one tensor is updated.
+struct TensorUpdate {
+  bool active = false;  // false: the tensor and its moments stay as they are
+  double lr = 0, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0;
+  std::int64_t step = 1;  // 1 for the tensor's first update
+  double scale = 1;       // of the gradient
+};
+
+class StreamWork final : public swap::HostWork {
+ public:
+  StreamWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, std::uint64_t seed);
+
+  io::Error measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) override;
+  io::Error accumulate(const swap::Chunk& chunk, std::span<const std::byte> incoming, std::span<std::byte> high,
+                       std::span<std::byte> low, bool first) override;
+  io::Error round_sum(const swap::Chunk& chunk, std::span<std::byte> high, std::span<const std::byte> low) override;
+  io::Error update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
+                   std::span<std::byte> state) override;
+
+  // The sum of squares of a tensor's gradient, rounded to bf16 as it is applied, in an order that no budget changes.
+  // After the executor's finish_updates().
+  double squares(int unit, int tensor) const;
+  bool finite(int unit) const;
+  // What the unit's next update does, an entry a tensor. Before the update is planned.
+  void set_updates(int unit, std::vector<TensorUpdate> updates);
+  // Elements that updates were asked for and that were updated, since the beginning.
+  std::uint64_t asked() const { return asked_; }
+  std::uint64_t updated() const { return updated_; }
+
+ private:
+  // Part of a tensor within one segment of a chunk.
+  struct Piece {
+    std::uint64_t in_chunk = 0, in_tensor = 0, elements = 0;
+    int tensor = 0;
+  };
+  std::vector<Piece> pieces_of(const swap::Chunk& chunk) const;
+  // Keeps what measure_piece finds in each piece: whether it is finite, and the sum of its squares. On the threads.
+  void measure_pieces(const swap::Chunk& chunk,
+                      const std::function<bool(const Piece& piece, double& squares)>& measure_piece);
+  int chunk_id(const swap::Chunk& chunk) const { return layout_.first_chunk(chunk.unit) + chunk.index; }
+
+  const PackedModel& model_;
+  const swap::Layout& layout_;
+  UpdateThreads& threads_;
+  const std::uint64_t seed_;
+  struct Measured {
+    std::vector<Piece> pieces;
+    std::vector<double> squares;  // one a piece
+    bool finite = true;
+  };
+  std::vector<Measured> measured_;                  // by chunk
+  std::vector<std::vector<TensorUpdate>> updates_;  // by unit
+  std::uint64_t asked_ = 0;
+  std::atomic<std::uint64_t> updated_ = 0;
+};
+
+// The sum whose words are given.
+float sum_value(std::uint16_t high, std::uint16_t low);
+
+}  // namespace tierflow

@@ -1,0 +1,138 @@
+#pragma once
+// FRONT DOOR of stream. Parameters that stream, for computation whose order its caller decides: modules of Python, a
+// loop of one's own. The caller takes a turn for each module it is about to run; what followed that turn the last time
+// is fetched meanwhile. Throws Exception. One thread at a time; waits sleep.
+#include <torch/types.h>
+
+#include <array>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/volume.h"
+#include "runtime/base/progress.h"
+#include "runtime/checkpoint/weight_source.h"
+#include "runtime/models/layered_model.h"
+#include "runtime/state/memory_use.h"
+#include "runtime/stream/stream_work.h"
+#include "swap/executor.h"
+
+namespace tierflow {
+
+struct StreamerOptions {
+  std::string device = "cpu";                  // "cpu", "cuda"
+  std::uint64_t device_memory = 0;             // bytes
+  double workspace_share = 0;                  // of it, left to the caller's own tensors
+  std::uint64_t host_memory = 0;               // bytes: streaming buffers and residency
+  std::vector<std::filesystem::path> storage;  // empty: everything must fit the host budget
+  io::EngineKind engine = io::EngineKind::automatic;
+  bool allow_buffered = false, allow_any_filesystem = false;
+  Precision precision = Precision::fp32_master_adam8;
+  std::uint64_t seed = 0;            // of stochastic rounding
+  int update_threads = 0;            // 0: as many as torch uses
+  std::uint64_t chunk_elements = 0;  // 0: from the host budget
+  std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests
+};
+
+// A tensor that save() writes as such, or a part of one: the elements in order.
+struct SavedPart {
+  std::string name;
+  std::vector<std::int64_t> shape;
+};
+// The tensors that save() cuts each streamed one into, by unit and tensor; none: it is not written.
+using SavedParts = std::vector<std::vector<std::vector<SavedPart>>>;
+
+// A tensor that save() writes beside the streamed ones; `values` is asked for when it is its turn.
+struct ExtraTensor {
+  SavedPart as;
+  torch::ScalarType type;
+  std::function<torch::Tensor()> values;
+};
+
+class Streamer {
+ public:
+  // turns: for each module that runs on its own, the units whose weights it needs. Every unit is in one at least.
+  Streamer(std::vector<UnitSpec> units, std::vector<std::vector<int>> turns, const WeightSource& weights,
+           StreamerOptions options, const Progress& progress = {});
+  ~Streamer();
+
+  // Waits for the weights of a turn: bf16, unit after unit, in UnitSpec order; views of memory that is there until
+  // leave(). pass: forward, backward or evaluate. gradients: backward, which of the turn's units get gradients
+  // (trainable ones alone). keep: see swap::VisitRequest.
+  Weights enter(int turn, swap::Pass pass, const std::vector<bool>& gradients, bool keep);
+  // Between enter() and leave() of a backward turn: from now on each of these leaves, enter()'s weights, gives its
+  // gradient to its sum the moment autograd has it complete, and keeps none.
+  void collect(const Weights& leaves);
+  // The same by hand: the gradient of each weight, undefined where there is none.
+  void add(const Gradients& gradients);
+  // The same for computation that adds as it goes: the fp32 sum beside each of enter()'s weights that requires a
+  // gradient, which counts as given; undefined beside the others. Memory as that of enter().
+  Gradients sums(const Weights& leaves);
+  void leave();
+  bool inside() const;
+  // Whether an address is in memory that turns reuse.
+  bool owns(const void* address) const;
+
+  // Backward turns that the unit's gradient sums up; 0 where it has none.
+  int gradients_of(int unit) const;
+  // Whether the tensor had a gradient in one of them.
+  bool touched(int unit, int tensor) const;
+  // Waits. Sum of squares of the tensor's gradient as it will be applied (bf16), before scaling.
+  double squares(int unit, int tensor);
+  bool finite(int unit);
+  // fp32, before scaling. Between turns.
+  torch::Tensor gradient(int unit, int tensor);
+  // Forgets the gradient of a unit, wherever a step that was broken off left it, or of one tensor of it, which is then
+  // not updated.
+  void drop_gradient(int unit);
+  void forget(int unit, int tensor);
+  // The gradients of these units become updates, each ahead of its unit's next turn.
+  void step(std::vector<std::pair<int, std::vector<TensorUpdate>>> updates);
+  // Waits until no unit owes an update; throws where one did not reach every parameter it was asked for.
+  void settle();
+
+  // The tensor's values between turns, updates included. master: fp32; else bf16.
+  torch::Tensor read(int unit, int tensor, bool master);
+  // Overwrites them, master included; moments stay. values: fp32, of the tensor's shape.
+  void write(int unit, int tensor, const torch::Tensor& values);
+  // Streamed safetensors in `folder`, tensors in unit order: bf16. No config.json.
+  void save(const std::filesystem::path& folder, const SavedParts& parts, const std::vector<ExtraTensor>& extra,
+            std::uint64_t shard_bytes, const Progress& progress = {});
+
+  // Weights, masters and moments of everything that is trained, exactly, to one file and back (stream_state.h). Between
+  // steps: gradients are not in it.
+  void save_state(const std::filesystem::path& file, const Progress& progress = {});
+  void load_state(const std::filesystem::path& file, const Progress& progress = {});
+
+  MemoryUse memory() const;
+  std::array<swap::LaneCounters, swap::kLanes> lanes() const;
+  std::optional<io::VolumeMode> storage_mode() const;
+  std::uint64_t departures() const;  // turns that came in another order than the last time
+  std::string describe() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// What a Streamer over these units would arrange: bytes by tier, without making anything. Throws as the constructor
+// does where the budgets are too small.
+struct StreamPlan {
+  std::uint64_t parameters = 0, trainable_parameters = 0;
+  std::uint64_t state_bytes = 0;     // weights and optimizer state
+  std::uint64_t gradient_bytes = 0;  // staged gradients, without the sums' low words
+  std::uint64_t device_bytes = 0, host_bytes = 0, storage_bytes = 0;
+  double hi_resident = 0, state_resident = 0, gradient_resident = 0;  // shares
+  // Bytes a step moves between storage and host: in layer-major order, and in a loop of `micro_batches` passes.
+  std::uint64_t layer_major_read = 0, layer_major_write = 0, loop_read = 0, loop_write = 0;
+  // And between host and device.
+  std::uint64_t layer_major_link = 0, loop_link = 0;
+};
+StreamPlan plan_stream(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,
+                       const StreamerOptions& options, int micro_batches);
+
+}  // namespace tierflow

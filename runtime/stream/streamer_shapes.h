@@ -1,0 +1,25 @@
+#pragma once
+// What a Streamer's budgets come to: packing, layout and arrangement. Shared by streamer*.cpp.
+#include <memory>
+
+#include "runtime/stream/streamer.h"
+#include "swap/arrange.h"
+#include "swap/store.h"
+
+namespace tierflow {
+
+struct StreamShapes {
+  // An Exception of kind usage where the budgets are too small names the smallest that work.
+  StreamShapes(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,
+               const StreamerOptions& options);
+  // Lays out and arranges; false where the budgets are too small.
+  bool fits(const StreamerOptions& options);
+  bool needs_store() const;
+  swap::StoreOptions store_options(const StreamerOptions& options) const;
+
+  PackedModel packed;
+  std::unique_ptr<swap::Layout> layout;
+  swap::Arrangement arrangement;
+};
+
+}  // namespace tierflow

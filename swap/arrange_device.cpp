@@ -1,0 +1,204 @@
+#include "swap/arrange_device.h"
+
+#include <algorithm>
+
+namespace tierflow::swap {
+namespace {
+
+constexpr int kSlots = 2;  // one at work, one on its way
+
+struct DeviceNeeds {
+  std::uint64_t weights = 0;  // of the most demanding stage
+  std::uint64_t all_weights = 0;
+  std::uint64_t block_weights = 0;  // of the largest unit that is neither first nor last
+  std::uint64_t gradient = 0;       // of the unit with most, tied ones apart
+  std::uint64_t block_gradient = 0;
+  std::uint64_t held = 0;     // of tied units
+  std::uint64_t carries = 0;  // saved inputs of all stages that save, all micro-batches
+  std::uint64_t largest_carry = 0;
+};
+
+// sums: no gradient stays on the device beyond its visit, and a visit's gradients lie there together.
+DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bool sums) {
+  DeviceNeeds needs;
+  const int stages = static_cast<int>(layout.stages().size());
+  for (int index = 0; index < stages; ++index) {
+    const StageShape& stage = layout.stages()[index];
+    std::uint64_t weights = 0, gradients = 0;
+    for (int unit : stage.units) {
+      weights += 2 * layout.unit_elements(unit);
+      if (layout.units()[unit].trainable) gradients += 4 * layout.unit_elements(unit);
+    }
+    if (sums) needs.gradient = std::max(needs.gradient, gradients);
+    needs.weights = std::max(needs.weights, weights);
+    if (index > 0 && index + 1 < stages) {
+      needs.block_weights = std::max(needs.block_weights, weights);
+      needs.carries += stage.carry_bytes * micro_batches;
+      needs.largest_carry = std::max(needs.largest_carry, round_up(stage.carry_bytes, kSector));
+    }
+  }
+  for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
+    const std::uint64_t gradient = 4 * layout.unit_elements(unit);
+    needs.all_weights += 2 * layout.unit_elements(unit);
+    if (!layout.units()[unit].trainable) continue;
+    if (layout.users_of(unit) > 1 && !sums) {
+      needs.held += gradient;
+      continue;
+    }
+    needs.gradient = std::max(needs.gradient, gradient);
+    if (unit > 0 && unit + 1 < static_cast<int>(layout.units().size()))
+      needs.block_gradient = std::max(needs.block_gradient, gradient);
+  }
+  if (!train) needs.gradient = needs.held = needs.block_gradient = needs.carries = 0;
+  return needs;
+}
+
+// Whole units, spread evenly, as far as their chunks have words on the device when they are updated.
+std::vector<bool> chunks_on_device(const Layout& layout, const std::vector<bool>& deferred, double share) {
+  std::vector<bool> on_device(layout.chunks().size(), false);
+  double owed = 0;
+  for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
+    if (!layout.units()[unit].trainable) continue;
+    const auto elements = static_cast<double>(layout.unit_elements(unit));
+    owed += share * elements;
+    if (share <= 0 || (share < 1 && 2 * owed < elements)) continue;
+    owed -= elements;
+    const auto last_visited =
+        std::find_if(layout.stages().begin(), layout.stages().end(), [unit](const StageShape& stage) {
+          return std::find(stage.units.begin(), stage.units.end(), unit) != stage.units.end();
+        });
+    for (const Chunk& chunk : layout.chunks_of(unit)) {
+      const int id = layout.first_chunk(unit) + chunk.index;
+      on_device[id] = deferred[id] || last_visited->backward_needs_weights;
+    }
+  }
+  return on_device;
+}
+
+UpdateSlots update_slots(const Layout& layout, const std::vector<bool>& on_device, std::uint64_t scratch) {
+  UpdateSlots slots;
+  std::uint64_t state = 0;
+  for (std::size_t id = 0; id < on_device.size(); ++id) {
+    if (!on_device[id]) continue;
+    slots.count = 3;  // one comes, one is updated, one goes
+    slots.state = std::max(slots.state, round_up(layout.chunks()[id].word_bytes(), kSector));
+    state = std::max(state, round_up(layout.chunks()[id].state_bytes, kSector));
+  }
+  slots.scratch = slots.state + state;
+  slots.bytes = slots.scratch + round_up(scratch, kSector);
+  return slots;
+}
+
+// How often an item's activations leave the device, of those that do not stay: to the host first, then to storage.
+void choose_swaps(const ArrangeRequest& request, Arrangement& result) {
+  int to_host = request.swap_to_host, to_storage = request.storage ? request.swap_to_storage : 0;
+  for (int item = result.items(); item-- > request.micro_batches;) {
+    if (result.activations[item] == Activations::keep || result.swapped_bytes[item / request.micro_batches] == 0)
+      continue;
+    if (to_host <= 0 && to_storage <= 0) return;
+    result.activations[item] = Activations::swap;
+    result.saved_on_storage[item] = to_host <= 0;
+    --(to_host > 0 ? to_host : to_storage);
+  }
+}
+
+// Rounded up, so that the number given back as an option works.
+std::string size_text(std::uint64_t bytes) {
+  if (bytes < std::uint64_t{16} << 20) return std::to_string((bytes + 1023) >> 10) + "KiB";
+  return std::to_string((bytes + (1 << 20) - 1) >> 20) + "MiB";
+}
+
+}  // namespace
+
+io::Error too_small(const char* option, std::uint64_t given, std::uint64_t needed, const std::string& remedy) {
+  return {.kind = io::ErrorKind::usage,
+          .detail = std::string(option) + " " + size_text(given) + " is too small: the smallest that works is " +
+                    size_text(needed) + "; " + remedy};
+}
+
+io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Arrangement& result) {
+  const std::size_t stages = layout.stages().size();
+  const DeviceNeeds needs = device_needs(layout, request.micro_batches, request.train, request.sums);
+  result.weight_ring = needs.weights;
+  result.gradient_ring = needs.gradient;
+  result.held_gradients = needs.held;
+  result.input_leaves.assign(stages, false);
+  result.activations.assign(stages * request.micro_batches, Activations::recompute);
+  result.saved_on_storage.assign(stages * request.micro_batches, false);
+  result.swapped_bytes = request.swapped_bytes;
+  result.swapped_bytes.resize(stages, 0);
+  const std::uint64_t fixed = needs.weights + needs.gradient + needs.held + request.workspace;
+  const std::uint64_t slots = needs.carries == 0 ? 0 : kSlots * needs.largest_carry;
+  const std::uint64_t smallest = fixed + std::min(slots, needs.carries);
+  if (request.device_budget < smallest)
+    return too_small("--device-memory", request.device_budget, smallest,
+                     "a smaller --micro-batch or --sequence-length needs less");
+  std::uint64_t left = request.device_budget - fixed;
+  result.on_device = chunks_on_device(layout, result.deferred, request.train ? request.device_update_share : 0.0);
+  const UpdateSlots updates = update_slots(layout, result.on_device, request.update_scratch);
+  const std::uint64_t update_bytes = static_cast<std::uint64_t>(updates.count) * updates.bytes + kSector;
+  if (updates.count == 0 || update_bytes > request.device_budget - smallest) {
+    result.on_device.assign(layout.chunks().size(), false);
+  } else {
+    result.update_slots = updates;
+    left -= update_bytes;
+  }
+  std::uint64_t swapped = 0;  // the largest piece that a swap may move
+  for (std::size_t stage = 1; stage + 1 < stages; ++stage)
+    swapped = std::max(swapped, round_up(layout.stages()[stage].carry_bytes, kSector) +
+                                    round_up(result.swapped_bytes[stage], kSector));
+  const bool swaps = request.train && request.swap_to_host + request.swap_to_storage > 0 &&
+                     kSlots * swapped + request.swap_workspace <= left;
+  if (swaps || needs.carries > left) {
+    result.slots = kSlots;
+    result.slot_bytes = swaps ? swapped : needs.largest_carry;
+    left -= kSlots * result.slot_bytes + (swaps ? request.swap_workspace : 0);
+  }
+  // The last stages' inputs are the first to be read again: they stay.
+  const bool all_stay = needs.carries <= left;
+  for (std::size_t stage = stages - 1; stage-- > 1;) {
+    const std::uint64_t bytes = layout.stages()[stage].carry_bytes * request.micro_batches;
+    if (needs.carries == 0) break;
+    if (all_stay || bytes <= left)
+      left -= bytes;
+    else
+      result.input_leaves[stage] = true;
+  }
+  const auto grow = [&left](std::uint64_t& pool, std::uint64_t by) {
+    if (by == 0 || by > left) return false;
+    pool += by;
+    left -= by;
+    return true;
+  };
+  grow(result.weight_ring, needs.block_weights);
+  grow(result.gradient_ring, needs.block_gradient);
+  grow(result.weight_ring, needs.block_weights);
+  // Activations before more weights: a weight fetched again passes beside the computation, an activation made again is
+  // computation. The last items' first, as for inputs.
+  const int micro_batches = request.micro_batches;
+  for (int item = result.items(); request.train && item-- > micro_batches;) {
+    const std::size_t stage = item / micro_batches;
+    if (stage >= request.activation_bytes.size() || result.input_leaves[stage]) continue;
+    std::uint64_t bytes = request.activation_bytes[stage];
+    bytes += bytes / 8;  // for blocks that are reused although a little too large
+    if (bytes == 0 || bytes > left) continue;
+    result.activations[item] = Activations::keep;
+    left -= bytes;
+  }
+  if (swaps) {
+    choose_swaps(request, result);
+    if (std::count(result.activations.begin(), result.activations.end(), Activations::swap) == 0) {
+      ArrangeRequest without = request;
+      without.swap_to_host = without.swap_to_storage = 0;
+      result.slots = 0;
+      result.slot_bytes = 0;
+      return arrange_device(layout, without, result);
+    }
+  }
+  if (result.weight_ring < needs.all_weights + needs.block_weights)
+    grow(result.weight_ring, std::min(left, needs.all_weights + needs.block_weights - result.weight_ring));
+  result.weight_ring = round_up(result.weight_ring, kSector);
+  return {};
+}
+
+}  // namespace tierflow::swap

@@ -1,0 +1,70 @@
+#pragma once
+// Where everything lives and how many buffers there are: what budgets decide, and nothing that changes a result.
+#include <cstdint>
+#include <vector>
+
+#include "swap/layout.h"
+#include "swap/plan.h"
+
+namespace tierflow::swap {
+
+struct HostBuffer {
+  HostRef place;
+  std::uint64_t bytes = 0;
+};
+
+// Memory of the device in which a chunk is updated: its bf16 gradient at the beginning, its state, and the client's
+// scratch.
+struct UpdateSlots {
+  int count = 0;
+  std::uint64_t state = 0, scratch = 0, bytes = 0;  // offsets within a slot, and its size
+};
+
+// Where everything lives and how many buffers there are: what budgets decide. None of it changes a result.
+struct Arrangement {
+  std::vector<bool> hi_resident, state_resident, gradient_resident;  // by chunk
+  std::vector<bool> gradient_low_resident;                           // by chunk; empty where no sums are kept
+  bool staged = true;  // gradients are kept until the global norm is known: all of them are deferred
+  // By chunk: its gradient is kept on the host, and its update runs ahead of its unit's next forward instead of in the
+  // backward. Of trainable chunks alone.
+  std::vector<bool> deferred;
+  int micro_batches = 1;
+  int word_buffers = 0, state_buffers = 0;
+  std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0;  // bytes of the device arena, in this order
+  // What the backward wants of the forward. An item is stage * micro_batches + micro-batch; what leaves the device of
+  // it is saved in one piece: first the stage's input, where that leaves, then the activations, where they are swapped.
+  std::vector<bool> input_leaves;            // by stage, for every micro-batch
+  std::vector<Activations> activations;      // by item
+  std::vector<bool> saved_on_storage;        // by item: goes on to storage
+  std::vector<std::uint64_t> swapped_bytes;  // by stage: of one micro-batch's activations, swapped
+  int slots = 0;                             // of the device, through which all that passes
+  std::uint64_t slot_bytes = 0;
+  int activation_buffers = 0;  // of the host, through which it passes to storage, as large as a slot
+
+  std::vector<bool> on_device;  // by chunk: it is updated on the device
+  UpdateSlots update_slots;     // at the end of the arena
+
+  std::uint64_t device_bytes() const {
+    return update_slots.count == 0
+               ? slot_offset(slots)
+               : update_slots_begin() + static_cast<std::uint64_t>(update_slots.count) * update_slots.bytes;
+  }
+  std::uint64_t update_slots_begin() const { return round_up(slot_offset(slots), kSector); }
+  std::uint64_t slot_offset(int slot) const { return weight_ring + gradient_ring + held_gradients + slot * slot_bytes; }
+  int items() const { return static_cast<int>(activations.size()); }
+  // Of what is saved of an item, 0 where nothing leaves the device.
+  std::uint64_t saved_bytes(const Layout& layout, int item) const;
+  std::uint64_t buffer_bytes(const Layout& layout) const;
+  std::uint64_t resident_bytes(const Layout& layout) const;
+  std::uint64_t saved_on_host(const Layout& layout) const;
+  // By item, as StoreOptions::activation_bytes.
+  std::vector<std::uint64_t> stored_activations(const Layout& layout) const;
+  std::uint64_t host_bytes(const Layout& layout) const {
+    return buffer_bytes(layout) + resident_bytes(layout) + saved_on_host(layout);
+  }
+  // All host memory that a run takes, buffer by buffer in the order in which it lies there: host_bytes() in sum. Sizes
+  // are multiples of kSector. Streaming buffers come first, each kind in the order of their indices.
+  std::vector<HostBuffer> host_buffers(const Layout& layout) const;
+};
+
+}  // namespace tierflow::swap

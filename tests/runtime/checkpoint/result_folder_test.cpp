@@ -1,0 +1,180 @@
+// The folder of a result, and signals: what the program's commands stand on when they begin and end.
+#include "runtime/checkpoint/result_folder.h"
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <csignal>
+
+#include "tests/runtime/expect.h"
+#include "runtime/base/signals.h"
+#include "runtime/checkpoint/safetensors.h"
+#include "support/child.h"
+#include "support/temp_dir.h"
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::expect_refusal;
+using testing::write_file;
+
+TEST(ResultFolder, HoldsItsFolderAgainstOthers) {
+  const testing::TempDir dir;
+  const fs::path out = dir.path() / "new" / "out";
+  {
+    const ResultFolder first(out);
+    expect_refusal(io::ErrorKind::locked, {"process " + std::to_string(getpid()) + " ", "--out"},
+                   [&] { const ResultFolder second(out); });
+    EXPECT_TRUE(fs::exists(out)) << "the refused one does not remove what is not its own";
+  }
+  EXPECT_FALSE(fs::exists(dir.path() / "new"));
+  EXPECT_NO_THROW(ResultFolder{out}) << "nobody holds it any more";
+}
+
+TEST(ResultFolder, KeepsAResultThatIsFinishedAndNoOther) {
+  const testing::TempDir dir;
+  const fs::path out = dir.path() / "out";
+  const auto fill = [&] {
+    for (const char* name : {"config.json", "model.safetensors", "model.safetensors.index.json", "merges.txt",
+                             "tierflow_run.json", "model-00001-of-00002.safetensors.partial"})
+      write_file(out / name, "x");
+  };
+  {
+    const ResultFolder unfinished(out);
+    fill();
+    write_file(out / "notes.txt", "somebody's");
+  }
+  EXPECT_EQ(std::distance(fs::directory_iterator(out), {}), 1) << "what is no part of a result is left alone";
+  fs::remove_all(out);
+  {
+    ResultFolder finished(out);
+    fill();
+    finished.finish();
+  }
+  EXPECT_EQ(std::distance(fs::directory_iterator(out), {}), 6);
+}
+
+TEST(ResultFolder, TakesAnEmptyFolderOrTheRemainsOfARunThatDied) {
+  const testing::TempDir dir;
+  const fs::path out = dir.path() / "out";
+  write_file(out / "model-00001-of-00002.safetensors.partial", "half");
+  write_file(out / "config.json.partial", "half");
+  {
+    const ResultFolder taken(out);
+    EXPECT_TRUE(fs::is_empty(out));
+  }
+  EXPECT_TRUE(fs::exists(out)) << "it was there before";
+  for (const char* name : {"thesis.tex.partial", "model.safetensors", "config.json", "anything"}) {
+    write_file(out / name, "mine");
+    expect_refusal(io::ErrorKind::usage, {"not an empty folder"}, [&] { const ResultFolder refused(out); });
+    EXPECT_TRUE(fs::exists(out / name));
+    fs::remove(out / name);
+  }
+}
+
+TEST(ResultFolder, KnowsItsRoom) {
+  const testing::TempDir dir;
+  const ResultFolder out(dir.path() / "out");
+  EXPECT_NO_THROW(out.check_space(1));
+  expect_refusal(io::ErrorKind::environment, {"free some space"}, [&] { out.check_space(std::uint64_t{1} << 60); });
+}
+
+TEST(ResultFolder, AFolderThatIsReadOnlyIsKnownAtOnce) {
+  if (geteuid() == 0) GTEST_SKIP() << "root may write everywhere";
+  const testing::TempDir dir;
+  const fs::path out = dir.path() / "out";
+  fs::create_directory(out);
+  chmod(out.c_str(), 0500);
+  expect_refusal(io::ErrorKind::environment, {"--out must be a folder that can be written"},
+                 [&] { const ResultFolder refused(out); });
+}
+
+TEST(CompanionFiles, ComeFromTheModelFolderAlone) {
+  const testing::TempDir dir;
+  const fs::path model = dir.path() / "model", out = dir.path() / "out";
+  std::string large(3'000'001, 'x');
+  large.back() = 'y';
+  write_file(model / "tokenizer.json", large);
+  write_file(model / "merges.txt", "");
+  write_file(model / "other.txt", "not one of them");
+  fs::create_directory(out);
+  const CompanionFiles files(model);
+  EXPECT_EQ(files.bytes(), large.size());
+  files.copy_to(out);
+  EXPECT_EQ(std::distance(fs::directory_iterator(out), {}), 2);
+  EXPECT_EQ(read_text(out / "tokenizer.json", 1 << 30), large);
+
+  write_file(dir.path() / "secret", "a secret");
+  fs::create_symlink("../secret", model / "vocab.json");
+  expect_refusal(io::ErrorKind::input, {"vocab.json", "leads out of its folder"},
+                 [&] { const CompanionFiles f(model); });
+  fs::remove(model / "vocab.json");
+  fs::create_symlink("nowhere", model / "vocab.json");
+  expect_refusal(io::ErrorKind::input, {"vocab.json"}, [&] { const CompanionFiles f(model); });
+  fs::remove(model / "vocab.json");
+  mkfifo((model / "vocab.json").c_str(), 0600);
+  expect_refusal(io::ErrorKind::input, {"not a regular file"}, [&] { const CompanionFiles f(model); });
+}
+
+TEST(CheckpointWriter, AFinishThatFailsLeavesNothing) {
+  const testing::TempDir dir;
+  const std::vector<std::byte> words(400);
+  const auto write = [&] {
+    CheckpointWriter writer(dir.path() / "model", {{.name = "a", .shape = {100}}, {.name = "b", .shape = {100}}}, 200);
+    writer.write(words);
+    writer.finish("{}");
+  };
+  // In the place of the file that comes last lies a folder that cannot be replaced.
+  write_file(dir.path() / "model" / "config.json" / "keep", "");
+  EXPECT_THROW(write(), Exception);
+  EXPECT_EQ(std::distance(fs::directory_iterator(dir.path() / "model"), {}), 1);
+  fs::remove_all(dir.path() / "model");
+  write();
+  EXPECT_EQ(read_text(dir.path() / "model" / "config.json", 100), "{}");
+}
+
+TEST(Signals, TheFirstIsCountedAndASecondEndsTheProcess) {
+  const auto raised = [](std::initializer_list<int> numbers) {
+    return testing::in_child([&] {
+      watch_signals();
+      for (const int number : numbers) std::raise(number);
+      return stop_signal();
+    });
+  };
+  EXPECT_EQ(raised({}), 0);
+  for (const int number : {SIGINT, SIGTERM, SIGHUP}) {
+    EXPECT_EQ(raised({number}), number);
+    EXPECT_EQ(raised({number, SIGTERM}), 128 + SIGTERM);
+    EXPECT_EQ(raised({number, SIGINT}), 128 + SIGINT);
+    EXPECT_EQ(raised({number, SIGHUP, SIGHUP}), number) << "a terminal that is closed may send two";
+    EXPECT_EQ(raised({number, SIGPIPE, SIGXFSZ}), number);
+  }
+}
+
+TEST(Signals, WhatIsStoppedSaysWithWhichCodeItEnds) {
+  EXPECT_EQ(testing::in_child([] {
+              watch_signals();
+              throw_if_stopped();
+              std::raise(SIGTERM);
+              try {
+                throw_if_stopped();
+              } catch (const Stopped& stopped) {
+                return stopped.error().kind == io::ErrorKind::cancelled ? stopped.signal() : 1;
+              }
+              return 2;
+            }),
+            SIGTERM);
+  EXPECT_EQ(testing::in_child([] {
+              std::signal(SIGHUP, SIG_IGN);
+              watch_signals();
+              std::raise(SIGHUP);
+              return stop_signal();
+            }),
+            0)
+      << "nohup";
+}
+
+}  // namespace
+}  // namespace tierflow

@@ -1,0 +1,82 @@
+#pragma once
+// Small specifications of every family, and batches for them.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "runtime/spec/model_spec.h"
+#include "tests/runtime/models/run.h"
+
+namespace tierflow::testing {
+
+inline std::string llama_json(const std::string& model_class, const std::string& more) {
+  return R"({"architectures": [")" + model_class +
+         R"("], "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5)" +
+         more + "}";
+}
+
+struct Case {
+  std::string name, json;
+};
+inline void PrintTo(const Case& which, std::ostream* out) {
+  *out << which.name;
+}
+
+inline std::vector<Case> cases(const std::string& dropout = "0.0") {
+  const std::string gpt2 =
+      R"({"architectures": ["GPT2LMHeadModel"], "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4,
+    "n_positions": 64, "embd_pdrop": )" +
+      dropout + R"(, "resid_pdrop": )" + dropout + R"(, "attn_pdrop": )" + dropout;
+  const std::string opt = R"({"architectures": ["OPTForCausalLM"], "vocab_size": 96, "hidden_size": 32, "ffn_dim": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": )" +
+                          dropout;
+  return {
+      {"llama", llama_json("LlamaForCausalLM",
+                           R"(, "rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32})")},
+      {"llama_biases",
+       llama_json("LlamaForCausalLM", R"(, "attention_bias": true, "mlp_bias": true, "tie_word_embeddings": true)")},
+      {"llama_gelu", llama_json("LlamaForCausalLM", R"(, "hidden_act": "gelu")")},
+      {"mistral", llama_json("MistralForCausalLM", R"(, "sliding_window": 7, "attention_dropout": )" + dropout)},
+      {"qwen2", llama_json("Qwen2ForCausalLM", R"(, "tie_word_embeddings": true)")},
+      {"qwen3", llama_json("Qwen3ForCausalLM", R"(, "head_dim": 16)")},
+      {"gpt2", gpt2 + "}"},
+      {"gpt2_untied", gpt2 + R"(, "tie_word_embeddings": false})"},
+      {"opt", opt + "}"},
+      {"opt_norm_after", opt + R"(, "do_layer_norm_before": false})"},
+      {"opt_untied", opt + R"(, "tie_word_embeddings": false, "enable_bias": false})"},
+  };
+}
+
+// Cuts the small models' vocabulary into tiles of 30, 30, 30 and 6 rows, and their blocks in two.
+inline constexpr Tiling kTiled{.vocabulary_elements = 32 * 30, .block_elements = 1};
+
+inline ResidentModel resident(const Case& which, torch::ScalarType type, double scale = 0.2,
+                              const Tiling& tiling = {}) {
+  ResidentModel model(parse_model_spec(which.json, which.name, tiling), type);
+  model.randomise(17, scale);
+  return model;
+}
+
+// Random tokens; some labels do not count.
+inline MicroBatch batch(std::int64_t rows, std::int64_t length, std::int64_t vocab = 96) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(5);
+  MicroBatch batch{.ids = torch::randint(vocab, {rows, length}, generator, torch::kLong),
+                   .labels = torch::randint(vocab, {rows, length}, generator, torch::kLong)};
+  batch.labels.index_put_({0, torch::indexing::Slice(2, 5)}, -100);
+  return batch;
+}
+
+inline double relative_error(const torch::Tensor& a, const torch::Tensor& b) {
+  const torch::Tensor x = a.to(torch::kDouble), y = b.to(torch::kDouble);
+  return ((x - y).norm() / (y.norm() + 1e-30)).item<double>();
+}
+
+class EveryModel : public ::testing::TestWithParam<Case> {};
+
+inline std::string case_name(const ::testing::TestParamInfo<Case>& info) {
+  return info.param.name;
+}
+
+}  // namespace tierflow::testing

@@ -1,0 +1,143 @@
+// Gradients of the stages against plain autograd over the whole model, in fp64.
+#include "tests/runtime/models/fixture.h"
+
+namespace tierflow::testing {
+namespace {
+
+// The loss by the textbook: every stage before the head differentiable, logits whole.
+torch::Tensor plain_loss(const ResidentModel& m, const std::vector<Weights>& units, const MicroBatch& batch,
+                         std::uint64_t seed) {
+  const Shared shared = m.model->share(batch, torch::kCPU);
+  Carry carry;
+  int stage = 0;
+  for (; m.spec().stages[static_cast<std::size_t>(stage)].kind < StageKind::norm; ++stage) {
+    torch::manual_seed(seed + static_cast<std::uint64_t>(stage));
+    carry = m.model->forward(stage, m.bind(stage, units), carry, shared, true);
+  }
+  torch::Tensor norm_weight, norm_bias;
+  std::vector<torch::Tensor> output, tokens;  // tiles of one table
+  for (; stage < m.stages(); ++stage) {
+    const Weights head = m.bind(stage, units);
+    std::size_t i = 0;
+    for (int unit : m.spec().stages[static_cast<std::size_t>(stage)].units) {
+      for (const TensorSpec& tensor : m.spec().units[static_cast<std::size_t>(unit)].tensors) {
+        const torch::Tensor value = head[i++];
+        if (tensor.name == "lm_head.weight") output.push_back(value);
+        if (tensor.name.ends_with("embed_tokens.weight") || tensor.name.ends_with("wte.weight"))
+          tokens.push_back(value);
+        if (tensor.init == Init::ones) norm_weight = value;
+        if (tensor.init == Init::zeros) norm_bias = value;
+      }
+    }
+  }
+  torch::Tensor x = carry[0];
+  if (norm_weight.defined()) {
+    if (norm_bias.defined()) {
+      x = torch::layer_norm(x, {x.size(-1)}, norm_weight, norm_bias, m.spec().config.norm_eps);
+    } else {
+      x = x * torch::rsqrt(x.square().mean(-1, true) + m.spec().config.norm_eps) * norm_weight;
+    }
+  }
+  const torch::Tensor logits = torch::matmul(x, torch::cat(output.empty() ? tokens : output).t());
+  return torch::nn::functional::cross_entropy(
+      logits.flatten(0, 1), batch.labels.flatten(),
+      torch::nn::functional::CrossEntropyFuncOptions().ignore_index(-100).reduction(torch::kSum));
+}
+
+class Gradient : public EveryModel {};
+
+void expect_plain_gradients(const Case& which, double scale, std::uint64_t seed, const Tiling& tiling = {}) {
+  ResidentModel m = resident(which, torch::kDouble, 0.2, tiling);
+  const MicroBatch tokens = batch(2, 24);
+  const double loss = m.forward_backward(tokens, scale, true, seed);
+
+  std::vector<Weights> leaves = m.units;
+  for (auto& unit : leaves) {
+    for (auto& weight : unit) weight = weight.detach().clone().requires_grad_();
+  }
+  const torch::Tensor plain = plain_loss(m, leaves, tokens, seed);
+  EXPECT_NEAR(loss, plain.item<double>(), 1e-9 * plain.item<double>());
+  (plain * scale).backward();
+  for (std::size_t u = 0; u < leaves.size(); ++u) {
+    for (std::size_t t = 0; t < leaves[u].size(); ++t) {
+      const std::string& name = m.spec().units[u].tensors[t].name;
+      ASSERT_TRUE(leaves[u][t].grad().defined()) << name;
+      // The bias of k moves every score of a query by the same amount: its gradient is nothing but rounding.
+      const double size = leaves[u][t].grad().norm().item<double>();
+      if (name.ends_with("k_proj.bias") && size < 1e-6) continue;
+      EXPECT_GT(size, 0) << name;
+      EXPECT_LT(relative_error(m.gradients[u][t], leaves[u][t].grad()), 1e-6) << name;
+    }
+  }
+}
+
+TEST_P(Gradient, is_plain_autograds) {
+  expect_plain_gradients(GetParam(), 0.25, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(models, Gradient, ::testing::ValuesIn(cases()), case_name);
+
+class DropoutGradient : public EveryModel {};
+
+// The same seeds give the same masks in the forward and in the recomputation.
+TEST_P(DropoutGradient, is_plain_autograds) {
+  expect_plain_gradients(GetParam(), 1.0, 40);
+}
+
+TEST_P(DropoutGradient, is_plain_autograds_in_tiles) {
+  expect_plain_gradients(GetParam(), 0.5, 60, kTiled);
+}
+
+INSTANTIATE_TEST_SUITE_P(models, DropoutGradient, ::testing::ValuesIn(cases("0.3")), case_name);
+
+// A block's own backward against the recomputation by autograd that every LayeredModel has.
+class BlockBackward : public EveryModel {};
+
+void expect_default_backward(ResidentModel m, std::size_t stage, torch::ScalarType type) {
+  const MicroBatch tokens = batch(2, 40);
+  const Shared shared = m.model->share(tokens, torch::kCPU);
+  const std::vector<Carry> inputs = m.forward(shared, true);
+  const Carry d_out = {torch::randn_like(inputs[stage + 1][0])};
+  const int s = static_cast<int>(stage);
+  const auto unit = static_cast<std::size_t>(m.spec().stages[stage].units.front());
+  const Carry own = m.model->backward(s, m.bind(s, m.units), m.bind(s, m.gradients), inputs[stage], shared, d_out);
+  const Gradients of_own = m.gradients[unit];
+  for (auto& gradient : m.gradients[unit]) gradient = torch::zeros_like(gradient);
+  const Carry plain =
+      m.model->LayeredModel::backward(s, m.bind(s, m.units), m.bind(s, m.gradients), inputs[stage], shared, d_out);
+  const double tolerance = type == torch::kFloat ? 1e-4 : 3e-2;
+  EXPECT_EQ(own[0].scalar_type(), type);
+  EXPECT_LT(relative_error(own[0], plain[0]), tolerance);
+  for (std::size_t t = 0; t < of_own.size(); ++t) {
+    const std::string& name = m.spec().units[unit].tensors[t].name;
+    if (name.ends_with("k_proj.bias")) continue;
+    EXPECT_LT(relative_error(of_own[t], m.gradients[unit][t]), tolerance) << name;
+  }
+}
+
+TEST_P(BlockBackward, is_the_default_in_fp32_and_bf16) {
+  for (const auto type : {torch::kFloat, torch::kBFloat16}) {
+    expect_default_backward(resident(GetParam(), type), 1, type);
+    for (const std::size_t stage : {4, 5})  // attention and MLP of the first block, after four tiles
+      expect_default_backward(resident(GetParam(), type, 0.2, kTiled), stage, type);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(models, BlockBackward, ::testing::ValuesIn(cases()), case_name);
+
+TEST(Gradients, undefined_ones_are_left_out) {
+  ResidentModel m = resident(cases()[0], torch::kDouble);
+  const MicroBatch tokens = batch(1, 16);
+  m.forward_backward(tokens, 1.0);
+  const std::vector<Gradients> all = m.gradients;
+  for (auto& unit : m.gradients) {
+    for (auto& gradient : unit) gradient = torch::zeros_like(gradient);
+  }
+  m.gradients[0][0] = torch::Tensor();
+  for (auto& gradient : m.gradients[1]) gradient = torch::Tensor();
+  m.forward_backward(tokens, 1.0);
+  for (std::size_t t = 0; t < all[2].size(); ++t) EXPECT_TRUE(torch::equal(m.gradients[2][t], all[2][t]));
+}
+
+}  // namespace
+}  // namespace tierflow::testing

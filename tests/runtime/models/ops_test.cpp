@@ -1,0 +1,202 @@
+// The fused CPU operations in bf16 against their formulas in fp64.
+#include "runtime/models/ops.h"
+
+#include <ATen/Parallel.h>
+
+#include "runtime/models/attention.h"
+#include "tests/runtime/models/fixture.h"
+
+namespace tierflow::testing {
+namespace {
+
+using models::Tensor;
+
+Tensor random(at::IntArrayRef shape, double scale = 1.0) {
+  return (torch::randn(shape) * scale).to(torch::kBFloat16);
+}
+Tensor leaf(const Tensor& x) {
+  return x.to(torch::kDouble).requires_grad_();
+}
+
+// Within one rounding to bf16 of each element, and a little for cancellation.
+void expect_rounded(const Tensor& got, const Tensor& exact, double roundings = 1.0) {
+  const Tensor g = got.to(torch::kDouble), e = exact.detach();
+  const Tensor allowed = e.abs() * (roundings * 0x1p-8) + 1e-3 * e.abs().max();
+  EXPECT_TRUE(((g - e).abs() <= allowed).all().item<bool>()) << "by " << (g - e).abs().max().item<double>();
+}
+
+class Widths : public ::testing::TestWithParam<std::int64_t> {
+ protected:
+  Widths() { torch::manual_seed(3); }
+};
+
+TEST_P(Widths, rms_norm) {
+  const std::int64_t n = GetParam();
+  const Tensor x = random({5, 7, n}), w = random({n}), d = random({5, 7, n}), residual = random({5, 7, n});
+  Tensor rstd;
+  const Tensor out = models::rms_norm(x, w, 1e-5, &rstd);
+  const Tensor x64 = leaf(x), w64 = leaf(w);
+  const Tensor exact = models::rms_norm(x64, w64, 1e-5);
+  expect_rounded(out, exact, 2.0);
+  exact.backward(d.to(torch::kDouble));
+  Tensor sum = torch::ones({n});
+  const Tensor d_x = models::rms_norm_backward(d, x, rstd, w, sum, residual);
+  expect_rounded(d_x, x64.grad() + residual.to(torch::kDouble));
+  EXPECT_LT(relative_error(sum - 1, w64.grad()), 4e-3);
+  expect_rounded(models::rms_norm_backward(d, x, rstd, w, {}), x64.grad());
+}
+
+TEST_P(Widths, swiglu) {
+  const std::int64_t n = GetParam();
+  Tensor gate = random({3, n}, 4.0), up = random({3, n}), d = random({3, n});
+  const Tensor gate64 = leaf(gate), up64 = leaf(up);
+  const Tensor exact = models::swiglu(gate64, up64);
+  expect_rounded(models::swiglu(gate, up), exact);
+  exact.backward(d.to(torch::kDouble));
+  models::swiglu_backward(gate, up, d);
+  expect_rounded(gate, gate64.grad());
+  expect_rounded(up, up64.grad());
+  expect_rounded(d, exact);
+}
+
+TEST_P(Widths, rope) {
+  const std::int64_t dim = 2 * GetParam();
+  const Tensor x = random({2, 9, 3, dim}), d = random({2, 9, 3, dim});
+  const Tensor angle = torch::rand({9, dim / 2}) * 6;
+  const Tensor cos = angle.cos().to(torch::kBFloat16).to(torch::kFloat),
+               sin = angle.sin().to(torch::kBFloat16).to(torch::kFloat);
+  const Tensor x64 = leaf(x);
+  const Tensor exact = models::rope(x64, cos, sin);
+  exact.backward(d.to(torch::kDouble));
+  expect_rounded(models::rope(x.clone(), cos, sin), exact);
+  expect_rounded(models::rope(d.clone(), cos, sin, -1.0), x64.grad());
+}
+
+TEST_P(Widths, cross_entropy) {
+  const std::int64_t vocab = GetParam();
+  Tensor logits = random({6, vocab}, 5.0);
+  Tensor labels = torch::randint(vocab, {6}, torch::kLong);
+  labels[2] = -100;
+  const Tensor logits64 = leaf(logits);
+  const Tensor exact = torch::nn::functional::cross_entropy(
+      logits64, labels, torch::nn::functional::CrossEntropyFuncOptions().ignore_index(-100).reduction(torch::kNone));
+  Tensor losses = torch::empty({6}, torch::kDouble);
+  models::cross_entropy(logits, labels, losses, 0.5, false);
+  EXPECT_TRUE(torch::allclose(losses, exact, 1e-6, 1e-6)) << (losses - exact).abs().max();
+  EXPECT_TRUE(torch::equal(logits.to(torch::kDouble), logits64)) << "evaluation leaves the logits";
+  (exact.sum() * 0.5).backward();
+  models::cross_entropy(logits, labels, losses, 0.5, true);
+  EXPECT_TRUE(torch::allclose(losses, exact, 1e-6, 1e-6));
+  EXPECT_TRUE(torch::allclose(logits.to(torch::kDouble), logits64.grad(), 0x1p-8, 1e-6));
+  EXPECT_TRUE((logits[2] == 0).all().item<bool>());
+  // The expression that runs where the kernel does not.
+  Tensor wide = logits64.detach().clone(), wide_losses = torch::empty({6}, torch::kDouble);
+  models::cross_entropy(wide, labels, wide_losses, 0.5, true);
+  EXPECT_TRUE(torch::allclose(wide, logits64.grad()));
+}
+
+INSTANTIATE_TEST_SUITE_P(models, Widths, ::testing::Values(1, 8, 31, 64, 100, 5000));
+
+TEST(Ops, non_finite_values_stay) {
+  Tensor logits = random({2, 64});
+  logits[0][3] = NAN;
+  logits[1][3] = INFINITY;
+  Tensor losses = torch::empty({2}, torch::kDouble);
+  models::cross_entropy(logits, torch::tensor({1, 2}), losses, 1.0, true);
+  EXPECT_FALSE(std::isfinite(losses[0].item<double>()));
+  EXPECT_FALSE(std::isfinite(losses[1].item<double>()));
+  Tensor x = random({1, 64}), w = random({64});
+  x[0][5] = NAN;
+  EXPECT_TRUE(models::rms_norm(x, w, 1e-5).isnan().all().item<bool>());
+  EXPECT_TRUE(models::swiglu(x, w.unsqueeze(0).contiguous())[0][5].isnan().item<bool>());
+}
+
+TEST(Ops, a_label_beyond_the_vocabulary_is_an_error) {
+  Tensor logits = random({2, 8}), losses = torch::empty({2}, torch::kDouble);
+  EXPECT_ANY_THROW(models::cross_entropy(logits, torch::tensor({1, 8}), losses, 1.0, true));
+}
+
+TEST(Ops, products_add_into_fp32) {
+  const Tensor a = random({50, 70}), b = random({50, 30});
+  Tensor sum = torch::full({70, 30}, 2.0);
+  models::add_product(sum, a, b);
+  const Tensor exact = a.to(torch::kDouble).t().mm(b.to(torch::kDouble));
+  EXPECT_LT(relative_error(sum - 2, exact), 4e-3);
+  Tensor rows = torch::zeros({70});
+  models::add_rows(rows, a);
+  EXPECT_LT(relative_error(rows, a.to(torch::kDouble).sum(0)), 1e-6);
+}
+
+TEST(Ops, rows_add_at_their_tokens) {
+  const Tensor d = random({40, 33}), ids = torch::randint(5, {40}, torch::kLong);
+  const Tensor sum = torch::ones({5, 33}), exact = torch::ones({5, 33}, torch::kDouble);
+  models::add_rows_at(sum, ids, d);
+  models::add_rows_at(exact, ids, d);
+  EXPECT_LT(relative_error(sum, exact), 1e-6);
+  EXPECT_ANY_THROW(models::add_rows_at(sum, ids + 1, d));
+}
+
+// bf16 on the CPU, and torch's attention in fp64, against the textbook.
+TEST(Attention, is_the_textbooks_and_repeats) {
+  struct Shape {
+    std::int64_t batch, length, heads, kv_heads, dim, window;
+  };
+  torch::manual_seed(4);
+  for (const Shape& s : {Shape{2, 70, 4, 4, 16, 0}, Shape{2, 70, 4, 2, 16, 9}, Shape{1, 300, 6, 1, 64, 0},
+                         Shape{1, 300, 2, 2, 64, 100}, Shape{3, 1, 2, 1, 8, 0}, Shape{1, 257, 3, 3, 80, 300},
+                         Shape{2, 129, 4, 2, 128, 1}, Shape{1, 64, 2, 2, 2, 64}}) {
+    SCOPED_TRACE(::testing::Message() << "length " << s.length << " dim " << s.dim << " window " << s.window);
+    const Tensor qkv = random({s.batch, s.length, s.heads + 2 * s.kv_heads, s.dim});
+    const Tensor d = random({s.batch, s.length, s.heads, s.dim});
+    const Tensor distance = torch::arange(s.length).unsqueeze(1) - torch::arange(s.length);
+    const Tensor allowed = distance.ge(0).logical_and(distance.lt(s.window > 0 ? s.window : s.length));
+    const auto textbook = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
+      const std::int64_t group = s.heads / s.kv_heads;
+      const Tensor keys = k.repeat_interleave(group, 2).transpose(1, 2),
+                   values = v.repeat_interleave(group, 2).transpose(1, 2);
+      const Tensor scores = q.transpose(1, 2).matmul(keys.transpose(2, 3)) / std::sqrt(static_cast<double>(s.dim));
+      return scores.masked_fill(~allowed, -INFINITY).softmax(-1).matmul(values).transpose(1, 2);
+    };
+    // Heads as slices of one tensor: rows are not dense.
+    const auto run = [&](torch::ScalarType type, bool book) {
+      const Tensor all = qkv.to(type).clone().requires_grad_();
+      const Tensor q = all.narrow(2, 0, s.heads), k = all.narrow(2, s.heads, s.kv_heads),
+                   v = all.narrow(2, s.heads + s.kv_heads, s.kv_heads);
+      const Tensor out = book ? textbook(q, k, v) : models::attention(q, k, v, s.window, 0.0);
+      out.backward(d.to(type));
+      const auto part = [&](std::int64_t first, std::int64_t count) { return all.grad().narrow(2, first, count); };
+      return std::vector<Tensor>{out.detach(), part(0, s.heads), part(s.heads, s.kv_heads),
+                                 part(s.heads + s.kv_heads, s.kv_heads)};
+    };
+    const auto exact = run(torch::kDouble, true), torchs = run(torch::kDouble, false);
+    const auto once = run(torch::kBFloat16, false), again = run(torch::kBFloat16, false);
+    const int threads = at::get_num_threads();
+    at::set_num_threads(1);
+    const auto alone = run(torch::kBFloat16, false);
+    at::set_num_threads(threads);
+    for (std::size_t i = 0; i < exact.size(); ++i) {
+      SCOPED_TRACE(i);
+      EXPECT_TRUE(torch::equal(once[i], again[i]));
+      EXPECT_TRUE(torch::equal(once[i], alone[i]));
+      // A single visible key leaves q and k without a gradient but for rounding.
+      if (exact[i].norm().item<double>() < 1e-9) {
+        EXPECT_LT(once[i].norm().item<double>(), 0.05 * std::sqrt(static_cast<double>(once[i].numel())));
+        continue;
+      }
+      EXPECT_LT(relative_error(torchs[i], exact[i]), 1e-10);
+      EXPECT_LT(relative_error(once[i], exact[i]), 8e-3);
+    }
+  }
+}
+
+TEST(Attention, a_bad_value_reaches_every_query_after_it) {
+  Tensor q = random({1, 200, 2, 64}), k = random({1, 200, 2, 64}), v = random({1, 200, 2, 64});
+  k[0][150][0][3] = NAN;
+  const Tensor out = models::attention(q, k, v, 0, 0.0);
+  EXPECT_TRUE(out[0].narrow(0, 150, 50).select(1, 0).isnan().all().item<bool>());
+  EXPECT_FALSE(out[0].narrow(0, 0, 150).isnan().any().item<bool>());
+  EXPECT_FALSE(out[0].select(1, 1).isnan().any().item<bool>());
+}
+
+}  // namespace
+}  // namespace tierflow::testing

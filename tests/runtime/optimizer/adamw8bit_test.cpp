@@ -1,0 +1,157 @@
+// The drop-in optimizer for loops that stay in memory.
+#include "runtime/optimizer/adamw8bit.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <limits>
+#include <sstream>
+
+#include "optim/adamw.h"
+#include "runtime/base/exception.h"
+
+namespace tierflow {
+namespace {
+
+torch::Tensor bf16_valued(std::initializer_list<std::int64_t> shape, std::int64_t seed) {
+  torch::manual_seed(seed);
+  return torch::randn(shape).to(torch::kBFloat16).to(torch::kFloat32);
+}
+
+bool same(const torch::Tensor& a, const torch::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && torch::equal(a, b);
+}
+
+TEST(AdamW8bit, In32BitsFollowsTorchsAdamW) {
+  const torch::Tensor start = bf16_valued({130, 300}, 1);
+  torch::Tensor ours = start.clone().requires_grad_(), theirs = start.clone().requires_grad_();
+  AdamW8bit optimizer({ours}, AdamW8bitOptions(1e-2).weight_decay(0.1).min_8bit_size(1 << 30));
+  torch::optim::AdamW reference({theirs}, torch::optim::AdamWOptions(1e-2).weight_decay(0.1));
+  for (int step = 0; step < 20; ++step) {
+    ours.mutable_grad() = bf16_valued({130, 300}, 100 + step);
+    theirs.mutable_grad() = ours.grad().clone();
+    optimizer.step();
+    reference.step();
+  }
+  EXPECT_LT((ours - theirs).abs().max().item<double>(), 2e-6);
+  EXPECT_GT((ours - start).abs().max().item<double>(), 1e-2);
+}
+
+// The same bits as the update of streamed training, whatever the number of threads.
+TEST(AdamW8bit, IsTheUpdateOfTheSpans) {
+  constexpr std::int64_t n = 3 * 64 * 1024 + 777;
+  const torch::Tensor start = bf16_valued({n}, 2);
+  std::vector<torch::Tensor> results;
+  for (const int threads : {1, 2}) {
+    at::set_num_threads(threads);
+    torch::Tensor parameter = start.clone().requires_grad_();
+    AdamW8bit optimizer({parameter}, AdamW8bitOptions(1e-2));
+    for (int step = 0; step < 3; ++step) {
+      parameter.mutable_grad() = bf16_valued({n}, 200 + step);
+      optimizer.step();
+    }
+    results.push_back(parameter.detach());
+  }
+  EXPECT_TRUE(same(results[0], results[1]));
+
+  const auto short_of = [](std::int64_t size) { return torch::zeros({size}, torch::kInt16); };
+  const torch::Tensor hi = short_of(n), lo = short_of(n), m = torch::zeros({n}, torch::kUInt8), v = m.clone(),
+                      m_max = torch::zeros({n / 256 + 1}), v_max = m_max.clone();
+  const auto at = [](const torch::Tensor& t) { return static_cast<std::uint16_t*>(t.data_ptr()); };
+  const optim::State state{.hi = at(hi),
+                           .lo = at(lo),
+                           .m = {.values = m.data_ptr(), .absmax = m_max.data_ptr<float>()},
+                           .v = {.values = v.data_ptr(), .absmax = v_max.data_ptr<float>()}};
+  optim::zero_moment(state.m, n, true);
+  optim::zero_moment(state.v, n, false);
+  optim::split_master(start.data_ptr<float>(), state.hi, state.lo, n);
+  for (int step = 0; step < 3; ++step) {
+    const torch::Tensor gradient = bf16_valued({n}, 200 + step).to(torch::kBFloat16);
+    optim::adamw_update({.lr = 1e-2F, .weight_decay = 1e-2F, .step = step + 1}, at(gradient), state, n);
+  }
+  torch::Tensor expected = torch::zeros({n});
+  optim::join_master(state.hi, state.lo, expected.data_ptr<float>(), n);
+  EXPECT_TRUE(same(results[0], expected));
+}
+
+// Steps too small for bf16 add up in the master.
+TEST(AdamW8bit, ABf16ParameterHasAnExactMaster) {
+  torch::Tensor narrow = torch::ones({5000}, torch::kBFloat16).requires_grad_(),
+                wide = torch::ones({5000}).requires_grad_();
+  AdamW8bit optimizer({narrow, wide}, AdamW8bitOptions(1e-4).weight_decay(0));
+  for (int step = 0; step < 100; ++step) {
+    narrow.mutable_grad() = torch::ones({5000}, torch::kBFloat16);
+    wide.mutable_grad() = torch::ones({5000});
+    optimizer.step();
+  }
+  EXPECT_NEAR(wide[0].item<double>(), 0.99, 1e-4);
+  EXPECT_NEAR(narrow[0].item<double>(), 0.99, 4e-3);
+  EXPECT_LT(narrow[0].item<double>(), 1.0);
+}
+
+TEST(AdamW8bit, GroupsSchedulersAndParametersWithoutGradients) {
+  torch::Tensor a = torch::ones({5000}).requires_grad_(), b = a.detach().clone().requires_grad_(),
+                idle = a.detach().clone().requires_grad_();
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector<torch::Tensor>{a, idle});
+  groups.emplace_back(std::vector<torch::Tensor>{b},
+                      std::make_unique<AdamW8bitOptions>(AdamW8bitOptions(0.5).weight_decay(0)));
+  AdamW8bit optimizer(groups, AdamW8bitOptions(0.1).weight_decay(0));
+  torch::optim::StepLR schedule(optimizer, 1, 0.1);
+  const auto moved = [](const torch::Tensor& t, double from) { return from - t[0].item<double>(); };
+  for (torch::Tensor* tensor : {&a, &b}) tensor->mutable_grad() = torch::ones({5000});
+  optimizer.step();
+  EXPECT_NEAR(moved(a, 1), 0.1, 1e-5);
+  EXPECT_NEAR(moved(b, 1), 0.5, 1e-5);
+  EXPECT_EQ(moved(idle, 1), 0);
+  const double before = a[0].item<double>();
+  for (int i = 0; i < 2; ++i) schedule.step();  // torch's first call keeps the rate
+  optimizer.step();
+  EXPECT_NEAR(moved(a, before), 0.01, 1e-4);
+}
+
+TEST(AdamW8bit, SavesAndLoads) {
+  torch::Tensor one = bf16_valued({6000}, 3).requires_grad_(), small = bf16_valued({10}, 4).requires_grad_();
+  AdamW8bit optimizer({one, small}, AdamW8bitOptions(1e-2));
+  const auto step = [](AdamW8bit& with, torch::Tensor& x, torch::Tensor& y, int seed) {
+    x.mutable_grad() = bf16_valued({6000}, seed);
+    y.mutable_grad() = bf16_valued({10}, seed);
+    with.step();
+  };
+  step(optimizer, one, small, 10);
+  std::stringstream file;
+  torch::save(optimizer, file);
+  torch::Tensor other = one.detach().clone().requires_grad_(), other_small = small.detach().clone().requires_grad_();
+  AdamW8bit loaded({other, other_small}, AdamW8bitOptions(0.5));
+  torch::load(loaded, file);
+  step(optimizer, one, small, 11);
+  step(loaded, other, other_small, 11);
+  EXPECT_TRUE(same(one, other) && same(small, other_small));
+}
+
+TEST(AdamW8bit, AGradientThatIsNotFiniteSkipsTheStepWhole) {
+  torch::Tensor a = torch::ones({5000}).requires_grad_(), b = a.detach().clone().requires_grad_();
+  AdamW8bit optimizer({a, b}, AdamW8bitOptions(0.1));
+  a.mutable_grad() = torch::ones({5000});
+  b.mutable_grad() = torch::ones({5000});
+  b.mutable_grad()[4321] = std::numeric_limits<float>::infinity();
+  optimizer.step();
+  EXPECT_EQ(optimizer.skipped_steps(), 1);
+  EXPECT_TRUE(same(a, torch::ones({5000})) && same(b, torch::ones({5000})));
+}
+
+TEST(AdamW8bit, RefusesWhatItCannotUpdate) {
+  const auto refused = [](torch::Tensor parameter) {
+    parameter.requires_grad_();
+    parameter.mutable_grad() = torch::ones_like(parameter);
+    AdamW8bit optimizer({parameter});
+    EXPECT_THROW(optimizer.step(), Exception);
+  };
+  refused(torch::ones({10}, torch::kFloat64));
+  refused(torch::ones({4, 6}).t());
+  refused(torch::ones({10}, torch::kMeta));
+  EXPECT_THROW(AdamW8bit({torch::ones({1})}, AdamW8bitOptions(-1.0)), Exception);
+}
+
+}  // namespace
+}  // namespace tierflow

@@ -1,0 +1,260 @@
+// Planning without torch: which stages count as one, and what the cache gives back.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <set>
+
+#include "runtime/base/files.h"
+#include "runtime/planning/prediction.h"
+#include "runtime/planning/profile.h"
+#include "runtime/spec/stage_class.h"
+#include "support/temp_dir.h"
+
+namespace tierflow {
+namespace {
+
+ModelSpec spec_of(int layers, const Tiling& tiling = {}) {
+  return parse_model_spec(
+      R"({"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":512,"hidden_size":64,)"
+      R"("intermediate_size":96,"num_attention_heads":4,"num_key_value_heads":2,"max_position_embeddings":128,)"
+      R"("rms_norm_eps":1e-5,"tie_word_embeddings":false,"hidden_act":"silu","num_hidden_layers":)" +
+          std::to_string(layers) + "}",
+      "config.json", tiling);
+}
+
+std::set<std::string> classes(const ModelSpec& spec) {
+  std::set<std::string> all;
+  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage) all.insert(stage_class(spec, stage));
+  return all;
+}
+
+TEST(StageClass, DepthDoesNotMatterAndTilesOfOtherInputsDiffer) {
+  EXPECT_EQ(classes(spec_of(2)), classes(spec_of(40)));
+  EXPECT_EQ(classes(spec_of(2)).size(), 3U);
+  const ModelSpec tiled = spec_of(2, {.vocabulary_elements = 128 * 64, .block_elements = 1000});
+  // Embedding tiles: the first has no input. Head tiles: the first follows the norm; the last gives the loss.
+  EXPECT_EQ(classes(tiled).size(), 2U + 2U + 1U + 2U + 1U);
+}
+
+ModelProfile profile_of(const ModelSpec& spec) {
+  ModelProfile profile{.stage_peak = 1 << 20, .micro_batch_bytes = 1 << 16, .held_peak = 1 << 20};
+  for (const std::string& name : classes(spec))
+    profile.stages[name] = {.carry_bytes = 8192,
+                            .seconds = {.forward = 1e-3, .backward = 2e-3, .head = 4e-3, .evaluate = 1e-3}};
+  return profile;
+}
+
+Profile on_any_machine(const ModelProfile& model) {
+  Profile profile;
+  profile.model = model;
+  return profile;
+}
+
+TEST(ProfileCache, GivesBackWhatItKeptForTheSameMachineModelAndBuildAlone) {
+  const testing::TempDir folder;
+  ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
+  int warnings = 0;
+  const auto warn = [&](const std::string&) { ++warnings; };
+  const ModelSpec spec = spec_of(2);
+  const SessionOptions options{.storage = {folder.path()}};
+  const ProfileCache cache(spec, options, "build", warn);
+  EXPECT_FALSE(cache.machine() || cache.model());
+  MachineProfile machine{.rates = {.disk_read = 3e9, .cast = 0.1, .cores = 8, .threads = 4},
+                         .update = {{"p", 1e9 / 3}},
+                         .device_update = {{"p", 1e10 / 3}},
+                         .readings = {.spread = 0.25, .other_cores = 1.5, .corrected = true}};
+  cache.keep(machine);
+  ModelProfile narrow = profile_of(spec);
+  narrow.width = 0.25;
+  narrow.seconds_allowed = 60;
+  narrow.readings = {.spread = 0.125, .other_cores = 0.5};
+  cache.keep(narrow);
+  ASSERT_TRUE(cache.machine() && cache.model());
+  EXPECT_EQ(cache.machine()->rates.cast, 0.1);
+  EXPECT_EQ(cache.machine()->rates.threads, 4);
+  EXPECT_EQ(cache.machine()->update, machine.update);
+  EXPECT_EQ(cache.machine()->device_update, machine.device_update);
+  EXPECT_EQ(cache.machine()->readings.spread, 0.25);
+  EXPECT_EQ(cache.machine()->readings.other_cores, 1.5);
+  EXPECT_TRUE(cache.machine()->readings.corrected);
+  EXPECT_EQ(cache.model()->width, 0.25);
+  EXPECT_EQ(cache.model()->seconds_allowed, 60);
+  EXPECT_EQ(cache.model()->readings.spread, 0.125);
+  EXPECT_FALSE(cache.model()->readings.corrected);
+  EXPECT_TRUE(ProfileCache(spec_of(40), options, "build", warn).model()->covers(spec_of(40)));
+
+  EXPECT_FALSE(ProfileCache(spec, options, "other", warn).machine());
+  SessionOptions threads = options, longer = options;
+  threads.update_threads = 3;
+  longer.sequence_length = 1024;
+  EXPECT_FALSE(ProfileCache(spec, threads, "build", warn).machine());
+  EXPECT_FALSE(ProfileCache(spec, longer, "build", warn).model());
+  EXPECT_TRUE(ProfileCache(spec, longer, "build", warn).machine());
+  EXPECT_EQ(warnings, 0);
+}
+
+// A file under the right name whose key or version is another's is as good as none.
+TEST(ProfileCache, BelievesNoFileOfAnotherKeyOrVersion) {
+  const testing::TempDir folder;
+  ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
+  int warnings = 0;
+  const auto warn = [&](const std::string&) { ++warnings; };
+  const ModelSpec spec = spec_of(2);
+  const SessionOptions options{.storage = {folder.path()}};
+  const ProfileCache one(spec, options, "one", warn), other(spec, options, "other", warn);
+  one.keep(MachineProfile{.rates = {.disk_read = 1}});
+  const auto only_file = [&] { return std::filesystem::directory_iterator(folder.path() / "tierflow")->path(); };
+  const std::filesystem::path of_one = only_file();
+  const std::string content = read_text(of_one, 1 << 20);
+  std::filesystem::remove(of_one);
+  other.keep(MachineProfile{.rates = {.disk_read = 2}});
+  ASSERT_TRUE(other.machine());
+  const std::filesystem::path of_other = only_file();
+  ASSERT_NE(of_other, of_one);
+  std::ofstream(of_other) << content;
+  EXPECT_FALSE(other.machine());
+  std::ofstream(of_one) << content;
+  ASSERT_TRUE(one.machine());
+  const std::string version = "\"version\":";
+  ASSERT_EQ(content.substr(1, version.size()), version);
+  std::ofstream(of_one) << "{" << version << "1" << content.substr(content.find(',', version.size()));
+  EXPECT_FALSE(one.machine());
+  EXPECT_EQ(warnings, 0);
+}
+
+// Everything resident and no rate but the stages': a step takes what they take, micro-batch by micro-batch.
+TEST(Prediction, AddsUpTheStages) {
+  const ModelSpec spec = spec_of(3);
+  SessionOptions options{.device_memory = 64 << 20, .host_memory = 64 << 20, .micro_batches = 2};
+  const ModelProfile profile = profile_of(spec);
+  const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
+  EXPECT_FALSE(plan.stored);
+  EXPECT_NO_THROW(prove(plan, true));
+  const Prediction prediction = predict(plan, rates_of(spec, on_any_machine(profile)));
+  EXPECT_NEAR(prediction.step_seconds, 2 * (4 * 1e-3 + 4e-3 + 4 * 2e-3), 1e-9);
+  EXPECT_EQ(prediction.bytes[static_cast<int>(swap::Lane::disk_read)], 0U);
+}
+
+// Blocks that keep their activations take the time that was measured of keeping.
+TEST(Prediction, KnowsWhichStagesKeep) {
+  const ModelSpec spec = spec_of(3);
+  SessionOptions options{.device_memory = 64 << 20, .host_memory = 64 << 20, .micro_batches = 2};
+  ModelProfile profile = profile_of(spec);
+  ModelProfile::Stage& block = profile.stages.at(stage_class(spec, 1));
+  block.activation_bytes = 1 << 20;
+  block.seconds.forward_keeping = 1.5e-3;
+  block.seconds.backward_kept = 0.5e-3;
+  const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
+  for (int item = 0; item < plan.arrangement.items(); ++item)
+    EXPECT_EQ(plan.arrangement.activations[item] == swap::Activations::keep, item >= 2 && item < 8) << item;
+  EXPECT_NEAR(predict(plan, rates_of(spec, on_any_machine(profile))).step_seconds,
+              2 * (1e-3 + 3 * 1.5e-3 + 4e-3 + 3 * 0.5e-3 + 2e-3), 1e-9);
+}
+
+// Blocks of 4M parameters whose updates take longer than the backward and less than a step: some of them wait.
+TEST(Prediction, DefersUpdatesThatTheBackwardHasNoTimeFor) {
+  const ModelSpec spec = parse_model_spec(
+      R"({"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":512,"hidden_size":512,)"
+      R"("intermediate_size":2048,"num_attention_heads":4,"num_key_value_heads":4,"max_position_embeddings":128,)"
+      R"("rms_norm_eps":1e-5,"tie_word_embeddings":false,"hidden_act":"silu","num_hidden_layers":12})",
+      "config.json");
+  SessionOptions options{.device_memory = 256 << 20, .host_memory = 2ULL << 30, .chunk_elements = 1 << 18};
+  options.clip.reset();
+  Profile profile = on_any_machine(profile_of(spec));
+  profile.machine.rates.compute_on_cores = false;
+  for (auto& [name, stage] : profile.model.stages)
+    stage.seconds = {.forward = 10e-3, .backward = 20e-3, .head = 30e-3, .evaluate = 10e-3};
+  const auto choose = [&](double update_seconds) {
+    for (const char* name : {"fp32-master+adam8", "fp32-master+adam32"})
+      profile.machine.update[name] = update_seconds == 0 ? 0 : 4.2e6 / update_seconds;  // a block's in so many seconds
+    return choose_placement(spec, options, profile);
+  };
+  const Placement fast = choose(0);
+  EXPECT_EQ(options.deferred_share, 0);
+  EXPECT_EQ(fast.prediction.step_seconds, fast.step_seconds_plain_updates);
+  const Placement slow = choose(28e-3);
+  EXPECT_GT(options.deferred_share, 0);
+  EXPECT_LT(options.deferred_share, 1);
+  EXPECT_EQ(options.device_update_share, 0);  // no rate of it is known
+  EXPECT_LT(slow.prediction.step_seconds, 0.9 * slow.step_seconds_plain_updates);
+  // What was chosen is what a session with that share is predicted to take.
+  const SessionPlan plan = plan_session(spec, options, profile.model.needs(spec));
+  EXPECT_NO_THROW(prove(plan, true));
+  EXPECT_NEAR(static_cast<double>(plan.deferred_parameters),
+              options.deferred_share * static_cast<double>(plan.packed.trainable_parameters),
+              0.05 * static_cast<double>(plan.packed.trainable_parameters));
+}
+
+// Updates far slower than the computation, a device that is fast at them, and links with time to spare: they go there,
+// clipped or not. Over a slow link they stay.
+TEST(Prediction, UpdatesOnTheDeviceWhereTheCpuIsTheLimit) {
+  const ModelSpec spec = spec_of(12);
+  SessionOptions options{.device_memory = 64 << 20, .host_memory = 64 << 20};
+  Profile profile = on_any_machine(profile_of(spec));
+  for (const char* name : {"fp32-master+adam8", "fp32-master+adam32"}) {
+    profile.machine.update[name] = 3e6;
+    profile.machine.device_update[name] = 3e9;
+  }
+  const auto choose = [&](double link) {
+    profile.machine.rates = {.upload = link, .download = link, .compute_on_cores = false};
+    return choose_placement(spec, options, profile);
+  };
+  for (const std::optional<double> clip : {std::optional<double>(1.0), std::optional<double>()}) {
+    options.clip = clip;
+    choose(1e6);
+    EXPECT_EQ(options.device_update_share, 0);
+    const Placement fast = choose(1e10);
+    EXPECT_GT(options.device_update_share, 0);
+    EXPECT_LT(fast.prediction.step_seconds, 0.7 * fast.step_seconds_plain_updates);
+    const SessionPlan plan = plan_session(spec, options, profile.model.needs(spec));
+    EXPECT_GT(plan.device_updated_parameters, 0U);
+    EXPECT_NO_THROW(prove(plan, true));
+  }
+}
+
+// Where the device has no room for activations they are swapped if that is faster than computing them again: to the
+// host while it has room, then to storage; not at all where the links are slow.
+TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
+  const ModelSpec spec = spec_of(6);
+  SessionOptions options{
+      .device_memory = 8 << 20, .host_memory = 64 << 20, .storage = {"somewhere"}, .micro_batches = 2};
+  Profile profile = on_any_machine(profile_of(spec));
+  ModelProfile::Stage& block = profile.model.stages.at(stage_class(spec, 1));
+  block.activation_bytes = 3 << 20;
+  block.swapped_bytes = 1 << 20;
+  block.seconds.forward_keeping = block.seconds.backward_kept = 1e-3;
+  block.seconds.forward_swapping = block.seconds.backward_swapped = 1e-3;
+  profile.machine.rates = {
+      .disk_read = 10e9, .disk_write = 10e9, .upload = 10e9, .download = 10e9, .compute_on_cores = false};
+  const auto planned = [&] {
+    SessionPlan plan = plan_session(spec, options, profile.model.needs(spec));
+    EXPECT_NO_THROW(prove(plan, true));
+    return plan;
+  };
+  const Placement to_host = choose_placement(spec, options, profile);
+  EXPECT_GE(options.swap_to_host, 12);
+  EXPECT_EQ(options.swap_to_storage, 0);
+  EXPECT_LT(to_host.prediction.step_seconds, 0.8 * to_host.step_seconds_without_swaps);
+  const SessionPlan on_host = planned();
+  EXPECT_EQ(on_host.arrangement.saved_on_host(*on_host.layout), 12U << 20);
+  EXPECT_EQ(to_host.plan.arrangement.activations, on_host.arrangement.activations);
+  EXPECT_NEAR(predict(on_host, rates_of(spec, profile)).step_seconds, to_host.prediction.step_seconds, 1e-12);
+
+  options.host_memory = 8 << 20;
+  const Placement to_storage = choose_placement(spec, options, profile);
+  const SessionPlan on_storage = planned();
+  EXPECT_GT(on_storage.writes.activations, 0U);
+  EXPECT_EQ(to_storage.plan.writes.activations, on_storage.writes.activations);
+  EXPECT_LE(on_storage.arrangement.host_bytes(*on_storage.layout), options.host_memory);
+  EXPECT_LT(to_storage.prediction.step_seconds, 0.9 * to_storage.step_seconds_without_swaps);
+
+  profile.machine.rates.upload = profile.machine.rates.disk_read = 1e8;
+  const Placement slow = choose_placement(spec, options, profile);
+  EXPECT_EQ(options.swap_to_host + options.swap_to_storage, 0);
+  EXPECT_EQ(slow.prediction.step_seconds, slow.step_seconds_without_swaps);
+}
+
+}  // namespace
+}  // namespace tierflow

@@ -1,0 +1,277 @@
+#include "runtime/program/options.h"
+
+#include <gtest/gtest.h>
+
+#include <sstream>
+
+#include "tests/runtime/expect.h"
+#include "runtime/base/machine.h"
+#include "runtime/base/terminal.h"
+#include "support/temp_dir.h"
+
+namespace tierflow {
+namespace {
+
+using testing::expect_refusal;
+using testing::write_file;
+using Words = std::vector<std::string>;
+
+Words operator+(Words words, const Words& more) {
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+const Words needed = {"--model", "m", "--data", "a", "b", "--out", "o"};
+
+void refused(const Words& words, std::initializer_list<std::string_view> texts) {
+  expect_refusal(io::ErrorKind::usage, texts, [&] { parse_train(needed + words); });
+}
+
+TEST(Options, SizesAreReadExactly) {
+  EXPECT_EQ(parse_bytes("0", "x"), 0u);
+  EXPECT_EQ(parse_bytes("512", "x"), 512u);
+  EXPECT_EQ(parse_bytes("20GiB", "x"), std::uint64_t{20} << 30);
+  EXPECT_EQ(parse_bytes("512 mib", "x"), std::uint64_t{512} << 20);
+  EXPECT_EQ(parse_bytes("1.5G", "x"), std::uint64_t{3} << 29);
+  EXPECT_EQ(parse_bytes("3GB", "x"), 3000000000u);
+  for (const char* bad : {"", "GiB", "-1", "1XiB", "1e400", "nan", "inf", "99999999TiB", "1 2", "0x10"})
+    expect_refusal(io::ErrorKind::usage, {"--x", "512MiB"}, [&] { parse_bytes(bad, "x"); });
+  for (const std::uint64_t bytes : {std::uint64_t{1}, std::uint64_t{1000}, std::uint64_t{3} << 29,
+                                    std::uint64_t{7} << 40, (std::uint64_t{1} << 50) + 1})
+    EXPECT_EQ(parse_bytes(format_bytes(bytes), "x"), bytes);
+}
+
+TEST(Options, TheWholeCommandLine) {
+  const TrainOptions o = parse_train(needed + Words{"--device",
+                                                    "cpu",
+                                                    "--device-memory",
+                                                    "2GiB",
+                                                    "--host-memory=512MiB",
+                                                    "--storage",
+                                                    "/a,/b",
+                                                    "--sequence-length",
+                                                    "128",
+                                                    "--micro-batch",
+                                                    "2",
+                                                    "--micro-batches",
+                                                    "4",
+                                                    "--steps",
+                                                    "10",
+                                                    "--lr",
+                                                    "3e-4",
+                                                    "--lr-schedule",
+                                                    "linear",
+                                                    "--warmup",
+                                                    "5",
+                                                    "--weight-decay",
+                                                    "0.1",
+                                                    "--betas",
+                                                    "0.9,0.95",
+                                                    "--eps",
+                                                    "1e-6",
+                                                    "--clip",
+                                                    "none",
+                                                    "--seed",
+                                                    "18446744073709551615",
+                                                    "--json",
+                                                    "--durability",
+                                                    "export-only"});
+  EXPECT_EQ(o.data.size(), 2u);
+  EXPECT_EQ(o.device_memory, std::uint64_t{2} << 30);
+  EXPECT_EQ(o.host_memory, std::uint64_t{512} << 20);
+  EXPECT_EQ(o.storage, (std::vector<std::filesystem::path>{"/a", "/b"}));
+  EXPECT_EQ(o.beta2, 0.95);
+  EXPECT_FALSE(o.clip);
+  EXPECT_EQ(o.seed, UINT64_MAX);
+  EXPECT_TRUE(o.json);
+  EXPECT_EQ(parse_train(needed).epochs, 1);
+  EXPECT_EQ(parse_train(needed + Words{"--betas", "0.8", "0.9"}).beta1, 0.8);
+}
+
+TEST(Options, BadWordsGetOneLineAndTheNearestName) {
+  refused({"--lr-shedule", "linear"}, {"--lr-shedule", "did you mean --lr-schedule?"});
+  refused({"--sequence", "8"}, {"--sequence", "did you mean --sequence-length?"});
+  refused({"--sequence_length=8"}, {"did you mean --sequence-length?"});
+  refused({"--zzzzzzzz"}, {"unknown option --zzzzzzzz"});
+  refused({"--json", "stray"}, {"stray"});
+  refused({"--lr", "x"}, {"--lr", "\"x\""});
+  refused({"--lr", "nan"}, {"--lr"});
+  refused({"--lr", "1,5"}, {"--lr"});
+  refused({"--steps", "-3"}, {"--steps"});
+  refused({"--steps", "99999999999999999999"}, {"--steps"});
+  refused({"--micro-batch", "0"}, {"--micro-batch", "between 1"});
+  refused({"--betas", "0.9"}, {"--betas", "2 values"});
+  refused({"--betas", "0.9,1"}, {"--betas"});
+  refused({"--clip", "0"}, {"--clip"});
+  refused({"--device", "tpu"}, {"tpu", "auto, cpu, cuda"});
+  refused({"--precision", "fp8"}, {"fp8", "fp32-master+adam8"});
+  refused({"--steps", "1", "--epochs", "1"}, {"not both"});
+  refused({"--config", "c"}, {"either --model or --config"});
+  refused({"--storage", "a,a"}, {"--storage", "a twice"});
+  refused({"--storage", "st", "./st"}, {"one folder twice", "st and ./st"});
+  refused({"--storage", "b,st/,x/../st"}, {"one folder twice", "st/ and x/../st"});
+  EXPECT_EQ(parse_train(needed + Words{"--storage", "st,st2"}).storage.size(), 2u);
+  refused({"--host-memory", "0"}, {"--host-memory is 0", "auto"});
+  refused({"--device-memory", "0MiB"}, {"--device-memory is 0MiB", "auto"});
+  refused({"--device-memory", "0.1"}, {"--device-memory"});
+  EXPECT_EQ(parse_train(needed + Words{"--host-memory", "auto"}).host_memory, 0u);
+  refused({"--threads", "1000"}, {"--threads is 1000", "CPUs", "at most"});
+  EXPECT_EQ(parse_train(needed + Words{"--threads", "64"}).threads, 64);
+  refused({"--micro-batch", "99999999999"}, {"--micro-batch is 99999999999", "between 1 and 2147483648"});
+  refused({"--micro-batches", "1000000000000"}, {"--micro-batches is 1000000000000", "2147483648"});
+  refused({"--micro-batches", "2147483648", "--sequence-length", "2147483648", "--micro-batch", "2147483648"},
+          {"2^31 tokens", "--micro-batch 2147483648"});
+  refused({"--micro-batch", "4194305"}, {"2^31 tokens"});
+  EXPECT_EQ(parse_train(needed + Words{"--micro-batch", "4194304"}).micro_batch, 4194304);
+  refused({"--micro-batches", "4194305"}, {"--micro-batches 4194305", "2^31 tokens"});
+  for (const char* option : {"--model", "--out", "--data", "--storage", "--tokenizer", "--log-json"})
+    expect_refusal(io::ErrorKind::usage, {option, "not UTF-8 from byte 2 on", "/?x"}, [&] {
+      parse_train(Words{option, "a/\xe9x"});
+    });
+  refused({"--no-export"}, {"--storage"});
+  refused({"--lr", "1", "--lr", "2"}, {"--lr"});
+  expect_refusal(io::ErrorKind::usage, {"--data"}, [] { parse_train({"--model", "m", "--out", "o"}); });
+  expect_refusal(io::ErrorKind::usage, {"--out"}, [] { parse_train({"--model", "m", "--data", "d"}); });
+  expect_refusal(io::ErrorKind::usage, {"--model"}, [] { parse_eval({"--data", "d"}); });
+  expect_refusal(io::ErrorKind::usage, {"--lr", "tierflow eval"}, [] {
+    parse_eval({"--model", "m", "--data", "d", "--lr", "1"});
+  });
+  expect_refusal(io::ErrorKind::usage, {"--config"}, [] { parse_init({"--out", "d"}); });
+}
+
+TEST(Options, HelpIsGroupedAndFitsItsLines) {
+  for (const std::size_t columns : {60, 80, 132})
+    for (const char* command : {"init", "train", "plan", "eval", "export"}) {
+      std::istringstream lines(help_of(command, columns));
+      std::size_t longest = 0;
+      for (std::string line; std::getline(lines, line);) {
+        EXPECT_EQ(line.find_last_not_of(' ') + 1, line.size()) << line;
+        if (line.find("  --") != 0) {  // an option's name is not broken
+          EXPECT_LE(line.size(), columns) << line;
+        }
+        longest = std::max(longest, line.size());
+      }
+      if (std::string_view(command) == "train") {
+        EXPECT_GT(longest, columns - 20);
+      }
+    }
+  const std::string help = help_of("train", 80);
+  std::size_t at = 0;
+  for (const char* expected :
+       {"Usage: tierflow train [OPTIONS]\n", "\nModel and data:\n  --model DIR ", "\nMachine, budgets",
+        "\n  --host-memory SIZE ", "\nTraining:\n", "\n  --lr X                  highest learning rate [1e-05]\n",
+        "\n  --max-skipped N ", "[20]", "\nResult and log:\n", "\nEvaluation:\n", "\nOther:\n  --config-file FILE"}) {
+    const std::size_t found = help.find(expected, at);
+    ASSERT_NE(found, std::string::npos) << expected << " after:\n" << help.substr(0, at);
+    at = found;
+  }
+  // Each option once.
+  for (const char* option : {"--model", "--held-out", "--threads", "--json", "--no-export", "--micro-batches"})
+    EXPECT_EQ(help.find(std::string("\n  ") + option + " "), help.rfind(std::string("\n  ") + option + " ")) << option;
+}
+
+TEST(Options, ProseIsBrokenBetweenWords) {
+  EXPECT_EQ(wrapped("one two three", 80), "one two three");
+  EXPECT_EQ(wrapped("one two three", 7), "one two\nthree");
+  EXPECT_EQ(wrapped("one two three", 6), "one\ntwo\nthree");
+  EXPECT_EQ(wrapped("one two three", 9, 2), "one two\n  three");
+  EXPECT_EQ(wrapped("a extraordinarily b", 5), "a\nextraordinarily\nb");
+  EXPECT_EQ(wrapped("", 5), "");
+  EXPECT_EQ(columns_of(-1), 80u);
+}
+
+TEST(Options, TrainingIsDescribedInAParagraph) {
+  TrainOptions o = parse_train(needed + Words{"--steps", "7", "--micro-batches", "3", "--clip", "none", "--lr", "0.5"});
+  EXPECT_EQ(
+      describe(o),
+      "training m on a, b: 7 steps of 3 x 1 sequences of 512 tokens; AdamW with learning rate 0.5 (cosine), weight "
+      "decay 0, clip none; fp32-master+adam8, seed 0; result in o. --log-json keeps all options and every step");
+  o = parse_train(
+      {"--config", "c", "--data", "d", "--no-export", "--storage", "s", "--warmup", "2", "--log-json", "l"});
+  EXPECT_EQ(
+      describe(o),
+      "training c from random weights on d: 1 epochs of 1 x 1 sequences of 512 tokens; AdamW with learning rate "
+      "1e-05 (cosine, warm-up 2 steps), weight decay 0, clip 1; fp32-master+adam8, seed 0; the result stays in the "
+      "store. All options: first line of l");
+}
+
+TEST(Options, SizesForPeopleAreNeverRoundedToNothing) {
+  EXPECT_EQ(human_bytes(0), "0 bytes");
+  EXPECT_EQ(human_bytes(1023), "1023 bytes");
+  EXPECT_EQ(human_bytes(1024), "1 KiB");
+  EXPECT_EQ(human_bytes(300 << 10), "300 KiB");
+  EXPECT_EQ(human_bytes((1 << 20) + (1 << 19)), "1.5 MiB");
+  EXPECT_EQ(human_bytes(10 << 20), "10 MiB");
+  EXPECT_EQ(human_bytes(1000 << 20), "1000 MiB");
+  EXPECT_EQ(human_bytes(std::uint64_t{5} << 30), "5.00 GiB");
+  EXPECT_EQ(human_bytes(std::uint64_t{10} << 30), "10.0 GiB");
+}
+
+class ConfigFile : public ::testing::Test {
+ protected:
+  TrainOptions parse(const std::string& name, const std::string& text, const Words& more = {}) {
+    write_file(dir_.path() / name, text);
+    return parse_train(Words{"--config-file", (dir_.path() / name).string()} + more);
+  }
+  void refused(const std::string& name, const std::string& text, std::initializer_list<std::string_view> words) {
+    SCOPED_TRACE(text);
+    expect_refusal(io::ErrorKind::input, words, [&] { parse(name, text, needed); });
+  }
+  testing::TempDir dir_;
+};
+
+TEST_F(ConfigFile, TomlAndJsonSayTheSame) {
+  const auto toml = parse("a.toml",
+                          "model = \"m\"\ndata = [\"a\", \"b\"]\nout = \"o\"\nlr = 1e-4\nbetas = [0.9, 0.95]\nclip = "
+                          "\"none\"\njson = true\n"
+                          "device_memory = \"2GiB\"\nseed = 7\n");
+  const auto json =
+      parse("a.json", R"({"model":"m","data":["a","b"],"out":"o","lr":1e-4,"betas":[0.9,0.95],"clip":"none","json":true,
+    "device-memory":"2GiB","seed":7,"python":null})");
+  EXPECT_EQ(effective_configuration(toml), effective_configuration(json));
+  EXPECT_EQ(toml.device_memory, std::uint64_t{2} << 30);
+  EXPECT_EQ(toml.lr, 1e-4);
+}
+
+TEST_F(ConfigFile, TheCommandLineWins) {
+  EXPECT_EQ(parse("a.toml", "lr = 1\nsteps = 3", needed + Words{"--lr", "2"}).lr, 2);
+  EXPECT_EQ(parse("a.toml", "lr = 1\nsteps = 3", needed).steps, 3);
+}
+
+TEST_F(ConfigFile, WhatWasMeantForOneRunIsNotRepeated) {
+  const TrainOptions o = parse("once.json", R"({"fresh": true, "steps": 3})", needed);
+  EXPECT_TRUE(o.fresh);
+  const std::string text = effective_configuration(o);
+  EXPECT_EQ(text.find("fresh"), std::string::npos);
+  EXPECT_NE(text.find("\"steps\": 3"), std::string::npos);
+}
+
+TEST_F(ConfigFile, TheEffectiveConfigurationReadsBack) {
+  const TrainOptions o = parse_train(
+      needed + Words{"--lr", "0.1", "--clip", "0.3", "--storage", "x,y", "--device-memory", "1000001", "--json"});
+  const std::string text = effective_configuration(o);
+  EXPECT_EQ(effective_configuration(parse("back.json", text)), text);
+}
+
+TEST_F(ConfigFile, BadFilesGetOneLine) {
+  refused("a.toml", "sequence_lenght = 5", {"a.toml", "sequence_lenght", "--sequence-length"});
+  refused("a.toml", "lr = = 5", {"a.toml", "line 1"});
+  refused("a.toml", "lr = \"fast\"", {"a.toml", "--lr", "fast"});
+  refused("a.toml", "lr = nan", {"a.toml", "--lr"});
+  refused("a.toml", "lr = 1979-05-27", {"a.toml", "lr"});
+  refused("a.toml", "[lr]\nx = 1", {"a.toml", "lr"});
+  refused("a.toml", "lr = [[1]]", {"a.toml", "lr"});
+  refused("a.toml", "lr = [1, 2]", {"a.toml", "--lr", "1 value"});
+  refused("a.toml", "data = []", {"a.toml", "--data"});
+  refused("a.toml", "json = \"yes\"", {"a.toml", "--json"});
+  refused("a.toml", "config-file = \"b\"", {"a.toml", "config-file"});
+  refused("a.toml", "lr = 1\nlr = 2", {"a.toml", "line 2"});
+  refused("a.toml", "device-memory = 1\ndevice_memory = 2", {"a.toml", "twice"});
+  refused("a.toml", "a = " + std::string(10000, '['), {"a.toml"});
+  refused("a.toml", std::string(2 << 20, '#'), {"a.toml", "bytes"});
+  refused("a.json", "[1]", {"a.json", "object"});
+  refused("a.json", "{\"lr\":1,\"lr\":2}", {"a.json", "twice"});
+  expect_refusal(io::ErrorKind::input, {"gone.toml"}, [] { parse_train({"--config-file", "/gone.toml"}); });
+}
+
+}  // namespace
+}  // namespace tierflow

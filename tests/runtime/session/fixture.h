@@ -1,0 +1,100 @@
+#pragma once
+// Sessions of small models, everything in memory or streamed from a folder of the test's own.
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "runtime/base/exception.h"
+#include "runtime/checkpoint/init.h"
+#include "runtime/session/session.h"
+#include "tests/runtime/models/fixture.h"
+
+namespace tierflow::testing {
+
+inline constexpr std::uint64_t kMiB = 1 << 20;
+
+struct Folder {
+  Folder() : path(std::filesystem::current_path() / ("session-test-" + std::to_string(::getpid()))) {
+    std::filesystem::remove_all(path);
+  }
+  ~Folder() { std::filesystem::remove_all(path); }
+  std::filesystem::path path;
+};
+
+inline std::vector<MicroBatch> batches(int count, int step) {
+  std::vector<MicroBatch> all;
+  for (int i = 0; i < count; ++i) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(100 * step + i);
+    const auto tokens = torch::randint(96, {2, 17}, generator, torch::kLong);
+    all.push_back({.ids = tokens.narrow(1, 0, 16).contiguous(), .labels = tokens.narrow(1, 1, 16).contiguous()});
+  }
+  return all;
+}
+
+inline SessionOptions resident(int micro_batches) {
+  return {.device_memory = 64 * kMiB,
+          .host_memory = 64 * kMiB,
+          .micro_batch = 2,
+          .micro_batches = micro_batches,
+          .sequence_length = 16,
+          .seed = 3};
+}
+
+inline SessionOptions streamed(SessionOptions options, const Folder& folder) {
+  options.storage = {folder.path};
+  options.allow_buffered = options.allow_any_filesystem = true;
+  options.host_memory = 150 * 1024;
+  options.device_memory = 5 * kMiB + 512 * 1024;
+  return options;
+}
+
+inline std::vector<std::vector<float>> masters_of(Session& session) {
+  std::vector<std::vector<float>> all;
+  const ModelSpec& spec = session.model().spec();
+  for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
+    for (std::size_t tensor = 0; tensor < spec.units[unit].tensors.size(); ++tensor)
+      all.push_back(session.master(static_cast<int>(unit), static_cast<int>(tensor)));
+  return all;
+}
+
+inline WeightSource initial(std::uint64_t seed) {
+  return [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    initial_values(tensor, seed, first, out);
+    if (tensor.init == Init::normal)
+      for (float& value : out) value *= 8;  // larger than usual: small models then learn within a few steps
+  };
+}
+
+// As little device memory as works: nothing is kept there that can be computed again.
+inline SessionOptions least_device(SessionOptions options, const Case& which, const Tiling& tiling) {
+  options.device_memory = 1;
+  try {
+    const Session refused({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options);
+  } catch (const Exception& error) {
+    const std::string said = "the smallest that works is ", text = error.what();
+    options.device_memory = std::stoull(text.substr(text.find(said) + said.size())) * 1024;
+  }
+  return options;
+}
+
+inline bool can_keep(const Case& which, const Tiling& tiling) {
+  const auto model = make_model(parse_model_spec(which.json, which.name, tiling));
+  for (std::size_t stage = 0; stage < model->spec().stages.size(); ++stage)
+    if (model->can_keep(static_cast<int>(stage))) return true;
+  return false;
+}
+
+inline std::string described(const Case& which, const SessionOptions& options, const Tiling& tiling) {
+  return Session({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options).describe();
+}
+
+// So little device memory that activations are swapped: of two micro-batches to the host, of the others to storage.
+inline SessionOptions swapping(SessionOptions options, const Case& which, const Tiling& tiling) {
+  options = least_device(options, which, tiling);
+  options.swap_to_host = 2;
+  options.swap_to_storage = options.storage.empty() ? 0 : 100;
+  while (described(which, options, tiling).find("swap theirs") == std::string::npos) options.device_memory += 8 * 1024;
+  return options;
+}
+
+}  // namespace tierflow::testing

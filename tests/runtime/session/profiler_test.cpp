@@ -1,0 +1,67 @@
+// What is measured of a model's stages, on the model itself and on a narrower one.
+#include "runtime/session/profiler.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "runtime/session/stage_probe.h"
+#include "runtime/spec/stage_class.h"
+
+namespace tierflow::testing {
+namespace {
+
+ModelSpec eight_heads() {
+  return parse_model_spec(
+      R"({"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":512,"hidden_size":256,)"
+      R"("intermediate_size":512,"num_attention_heads":8,"num_key_value_heads":4,"max_position_embeddings":128,)"
+      R"("rms_norm_eps":1e-5,"tie_word_embeddings":false,"hidden_act":"silu","num_hidden_layers":3})",
+      "config.json");
+}
+
+// No time at all is enough for three of four parts of the width; bytes come close to those of the whole.
+TEST(MeasureModel, ScalesWhatTakesTooLongAndSaysHowLongItTakes) {
+  const ModelSpec spec = eight_heads();
+  const SessionOptions options{.micro_batch = 2, .sequence_length = 64};
+  std::vector<std::string> lines;
+  const ModelProfile scaled =
+      measure_model(spec, options, /*seconds=*/1e-3, [&](const std::string& line) { lines.push_back(line); });
+  EXPECT_EQ(scaled.width, 0.75);
+  EXPECT_EQ(scaled.seconds_allowed, 1e-3);
+  ASSERT_FALSE(lines.empty());
+  EXPECT_NE(lines[0].find("about "), std::string::npos) << lines[0];
+  EXPECT_NE(lines[0].find("at 3/4 of their width"), std::string::npos) << lines[0];
+  ASSERT_TRUE(scaled.covers(spec));
+  const ComputeNeeds found = scaled.needs(spec);
+  const ComputeNeeds right =
+      StageProbe(*make_model(spec), DeviceMemory::install(), torch::kCPU).measure(2, 64, /*train=*/true).needs;
+  const auto near = [](std::uint64_t a, std::uint64_t b) {
+    EXPECT_NEAR(static_cast<double>(a), static_cast<double>(b), 0.05 * static_cast<double>(b) + 4096);
+  };
+  ASSERT_EQ(found.carry_bytes.size(), right.carry_bytes.size());
+  for (std::size_t stage = 0; stage < right.carry_bytes.size(); ++stage) {
+    near(found.carry_bytes[stage], right.carry_bytes[stage]);
+    near(found.activation_bytes[stage], right.activation_bytes[stage]);
+    near(found.swapped_bytes[stage], right.swapped_bytes[stage]);
+  }
+  near(found.stage_peak, right.stage_peak);
+  near(found.keeping_peak, right.keeping_peak);
+  near(found.micro_batch_bytes, right.micro_batch_bytes);
+  for (const auto& [name, stage] : scaled.stages)
+    if (stage.activation_bytes != 0) {
+      EXPECT_GT(stage.seconds.forward, 0) << name;
+      EXPECT_GT(stage.seconds.backward, 0) << name;
+    }
+}
+
+TEST(MeasureModel, MeasuresTheModelItselfWhereThereIsTime) {
+  const ModelSpec spec = eight_heads();
+  std::string said;
+  const ModelProfile whole = measure_model(spec, {.micro_batch = 1, .sequence_length = 16}, /*seconds=*/2,
+                                           [&](const std::string& line) { said += line; });
+  EXPECT_EQ(whole.width, 1);
+  EXPECT_EQ(said.find("width"), std::string::npos) << said;
+  EXPECT_GE(whole.readings.spread, 0);
+}
+
+}  // namespace
+}  // namespace tierflow::testing

@@ -1,0 +1,290 @@
+// The first promise: state on storage under small budgets gives the bits of the run with everything resident.
+#include "runtime/session/session.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "runtime/base/exception.h"
+#include "runtime/checkpoint/init.h"
+#include "runtime/checkpoint/safetensors.h"
+#include "runtime/device/device_memory.h"
+#include "swap/arrange.h"
+#include "tests/runtime/session/fixture.h"
+
+namespace tierflow::testing {
+namespace {
+
+constexpr int kSteps = 4;
+
+struct Outcome {
+  std::vector<double> losses, norms;
+  double evaluated = 0;
+  std::vector<std::vector<float>> masters;
+};
+
+Outcome run(const Case& which, const SessionOptions& options, double spike = 0, const Tiling& tiling = {}) {
+  Session session({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options,
+                  {.lr = 3e-3, .weight_decay = 0.1});
+  Outcome outcome;
+  for (int step = 0; step < kSteps; ++step) {
+    const StepResult result = session.step(batches(options.micro_batches, step), 3e-3 + spike);
+    outcome.losses.push_back(result.loss);
+    outcome.norms.push_back(result.grad_norm);
+  }
+  outcome.evaluated = session.evaluate(batches(3, 77));
+  if (!options.storage.empty()) {
+    const std::uint64_t parameters = session.parameters();
+    EXPECT_GT(session.drives().at(0).bytes_read, parameters * 2 * kSteps) << "the run was to stream";
+    EXPECT_GT(session.drives().at(0).bytes_written, parameters * 2 * kSteps);
+  }
+  outcome.masters = masters_of(session);
+  return outcome;
+}
+
+void expect_same_bits(const Outcome& a, const Outcome& b) {
+  EXPECT_EQ(a.losses, b.losses);
+  EXPECT_EQ(a.norms, b.norms);
+  EXPECT_EQ(a.evaluated, b.evaluated);
+  ASSERT_EQ(a.masters.size(), b.masters.size());
+  for (std::size_t i = 0; i < a.masters.size(); ++i)
+    EXPECT_EQ(std::memcmp(a.masters[i].data(), b.masters[i].data(), 4 * a.masters[i].size()), 0) << "tensor " << i;
+}
+
+class Bitwise : public ::testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override { DeviceMemory::install(); }
+};
+
+void expect_streamed_is_resident(const Case& which, const Tiling& tiling) {
+  const Folder folder;
+  for (const std::optional<double> clip : {std::optional<double>(0.05), std::optional<double>()}) {
+    SessionOptions options = resident(2);
+    options.clip = clip;
+    const Outcome expected = run(which, options, 0, tiling);
+    EXPECT_LT(expected.losses.back(), expected.losses.front() + 0.5);
+    for (const double loss : expected.losses) EXPECT_TRUE(std::isfinite(loss));
+    const SessionOptions again = least_device(options, which, tiling);
+    const std::string keeps = "keep their activations";
+    EXPECT_EQ(described(which, again, tiling).find(keeps), std::string::npos);
+    EXPECT_EQ(described(which, options, tiling).find(keeps) != std::string::npos, can_keep(which, tiling));
+    expect_same_bits(run(which, again, 0, tiling), expected);
+    SessionOptions small = streamed(options, folder);
+    expect_same_bits(run(which, small, 0, tiling), expected);
+    small.chaos_seed = 7;
+    small.engine = io::EngineKind::threads;
+    expect_same_bits(run(which, small, 0, tiling), expected);
+    if (can_keep(which, tiling)) expect_same_bits(run(which, swapping(small, which, tiling), 0, tiling), expected);
+  }
+}
+
+TEST_P(Bitwise, StreamedIsResident) {
+  expect_streamed_is_resident(GetParam(), {});
+}
+
+TEST_P(Bitwise, StreamedIsResidentInTiles) {
+  expect_streamed_is_resident(GetParam(), kTiled);
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Bitwise, ::testing::ValuesIn(cases("0.1")), case_name);
+
+TEST(Session, EveryPrecisionIsTheSameBitsStreamed) {
+  DeviceMemory::install();
+  const Folder folder;
+  const Case llama = cases().front();
+  for (const Precision precision : {Precision::fp32_master_adam32, Precision::bf16_sr_adam8}) {
+    SessionOptions options = resident(1);
+    options.precision = precision;
+    expect_same_bits(run(llama, streamed(options, folder)), run(llama, options));
+  }
+}
+
+TEST(Session, ADifferenceShows) {  // negative control of the comparison
+  DeviceMemory::install();
+  const Case llama = cases().front();
+  EXPECT_NE(run(llama, resident(1)).masters, run(llama, resident(1), 1e-5).masters);
+}
+
+TEST(Session, LearnsARepeatedBatch) {
+  DeviceMemory::install();
+  Session session({make_model(parse_model_spec(cases().front().json, "llama")), initial(1)}, resident(1));
+  const auto batch = batches(1, 0);
+  const double first = session.step(batch, 1e-2).loss;
+  double last = first;
+  for (int i = 0; i < 60; ++i) last = session.step(batch, 1e-2).loss;
+  EXPECT_LT(last, 0.3 * first);
+}
+
+TEST(Session, RefusesBudgetsThatCannotWorkAndNamesTheSmallest) {
+  DeviceMemory::install();
+  const auto attempt = [](const SessionOptions& options) {
+    try {
+      Session session({make_model(parse_model_spec(cases().front().json, "llama")), initial(1)}, options);
+      return std::string();
+    } catch (const Exception& error) {
+      EXPECT_EQ(error.error().kind, io::ErrorKind::usage);
+      return std::string(error.what());
+    }
+  };
+  SessionOptions options = resident(1);
+  options.device_memory = kMiB;
+  EXPECT_NE(attempt(options).find("--device-memory 1024KiB is too small: the smallest that works is"),
+            std::string::npos)
+      << attempt(options);
+  options = resident(1);
+  options.host_memory = 4 * 1024;
+  const std::string refusal = attempt(options);
+  const std::string before = "the smallest that works is ";
+  ASSERT_NE(refusal.find("--host-memory 4KiB is too small: " + before), std::string::npos) << refusal;
+  options.host_memory = std::stoull(refusal.substr(refusal.find(before) + before.size())) * 1024;
+  EXPECT_EQ(attempt(options), "");
+}
+
+TEST(Session, ANonFiniteGradientSkipsTheStepWhole) {
+  DeviceMemory::install();
+  const Case llama = cases().front();
+  SessionOptions options = resident(1);
+  const auto spoiled = [](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    initial(11)(tensor, first, out);
+    if (tensor.role.find("down_proj") != std::string::npos && first == 0) out[0] = INFINITY;
+  };
+  for (const std::optional<double> clip : {std::optional<double>(1.0), std::optional<double>()}) {
+    options.clip = clip;
+    Session session({make_model(parse_model_spec(llama.json, "llama")), spoiled}, options);
+    const auto before = session.master(1, 0);
+    const StepResult result = session.step(batches(1, 0), 1e-2);
+    EXPECT_TRUE(result.skipped);
+    EXPECT_EQ(session.skipped_steps(), 1U);
+    EXPECT_EQ(session.master(1, 0), before);
+  }
+}
+
+void expect_export_is_read_back(const Tiling& tiling, const Tiling& read_with) {
+  const Folder folder;
+  std::filesystem::create_directories(folder.path);
+  const Case llama = cases().front();
+  double trained = 0;
+  {
+    Session session({make_model(parse_model_spec(llama.json, "llama", tiling)), initial(2)}, resident(1));
+    session.step(batches(1, 0), 1e-2);
+    trained = session.evaluate(batches(2, 5));
+    session.export_hf(folder.path / "out");
+  }
+  const Checkpoint checkpoint = Checkpoint::open(folder.path / "out");
+  const ModelSpec spec = read_model_spec(folder.path / "out" / "config.json", read_with);
+  check_tensors(spec, checkpoint);
+  SessionOptions options = resident(2);
+  options.train = false;
+  Session session({make_model(spec), [&](const TensorSpec& tensor, std::uint64_t first,
+                                         std::span<float> out) { checkpoint.read_f32(tensor, first, out); }},
+                  options);
+  if (tiling.block_elements == read_with.block_elements)
+    EXPECT_EQ(session.evaluate(batches(2, 5)), trained);
+  else
+    EXPECT_NEAR(session.evaluate(batches(2, 5)), trained, 1e-4 * trained);
+}
+
+TEST(Session, ExportIsReadBackAndEvaluatesTheSame) {
+  DeviceMemory::install();
+  expect_export_is_read_back({}, {});
+  expect_export_is_read_back(kTiled, kTiled);
+  expect_export_is_read_back(kTiled, {});
+  expect_export_is_read_back({}, kTiled);
+}
+
+// Tensors of a model folder by name.
+std::map<std::string, std::vector<float>> tensors_of(const std::filesystem::path& folder) {
+  const Checkpoint checkpoint = Checkpoint::open(folder);
+  std::map<std::string, std::vector<float>> tensors;
+  for (const auto& [name, entry] : checkpoint.tensors()) {
+    auto& values = tensors[name];
+    values.resize(entry.bytes / dtype_size(entry.dtype));
+    checkpoint.read_f32(name, 0, values);
+  }
+  return tensors;
+}
+
+TEST(Session, TilesDoNotShowInExportOrMaster) {
+  DeviceMemory::install();
+  const Folder folder;
+  std::filesystem::create_directories(folder.path);
+  for (const Case& which : cases()) {
+    std::vector<std::map<std::string, std::vector<float>>> exported, masters;
+    for (const Tiling& tiling : {Tiling{}, kTiled}) {
+      SessionOptions options = streamed(resident(1), folder);
+      options.storage = {folder.path / "store"};
+      options.keep_store = true;
+      const ModelSpec spec = parse_model_spec(which.json, which.name, tiling);
+      {
+        Session session({make_model(spec), initial(2)}, options);
+        session.export_hf(folder.path / "direct");
+        masters.emplace_back();
+        for (const UnitSpec& unit : spec.units)
+          for (const TensorSpec& tensor : unit.tensors) masters.back()[tensor.name] = session.master(tensor.name);
+        EXPECT_THROW(session.master("nobody"), Exception);
+        session.commit();
+      }
+      export_store(options.storage, folder.path / "kept");
+      exported.push_back(tensors_of(folder.path / "direct"));
+      EXPECT_EQ(tensors_of(folder.path / "kept"), exported.back());
+      for (const char* used : {"store", "direct", "kept"}) std::filesystem::remove_all(folder.path / used);
+    }
+    EXPECT_EQ(exported[0], exported[1]) << which.name;
+    EXPECT_EQ(masters[0], masters[1]) << which.name;
+  }
+}
+
+// Beside the bf16 gradient of one matrix there is room for a slice of it in fp32, not for all of it.
+TEST(LayeredModel, BackwardWidensGradientsInSlices) {
+  DeviceMemory& memory = DeviceMemory::install();
+  memory.set_cap(1024 * kMiB);
+  const auto model = make_model(parse_model_spec(R"({"architectures": ["OPTForCausalLM"], "vocab_size": 16,
+      "hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 1, "num_attention_heads": 16,
+      "max_position_embeddings": 64, "word_embed_proj_dim": 2048})",
+                                                 "opt"));
+  Weights weights;
+  Gradients gradients;
+  for (const TensorSpec& tensor : model->spec().units[1].tensors) {
+    weights.push_back(torch::zeros(tensor.shape, torch::kBFloat16));
+    gradients.push_back(torch::zeros(tensor.shape));
+  }
+  const auto tokens = torch::zeros({1, 16}, torch::kLong);
+  const Carry hidden{torch::zeros({1, 16, 2048}, torch::kBFloat16)};
+  memory.release_kept();
+  memory.reset_peak();
+  const std::uint64_t before = memory.stats().used;
+  model->backward(1, weights, gradients, hidden, model->share({.ids = tokens, .labels = tokens}, torch::kCPU), hidden);
+  EXPECT_LT(memory.stats().peak_used - before, 2 * 2048 * 8192 * 2) << "twice the largest bf16 gradient";
+}
+
+// What makes the large models fit: with the defaults, no unit dictates the device budget.
+TEST(Tiling, BudgetsOfLargeModels) {
+  constexpr std::uint64_t kGiB = 1024 * kMiB;
+  struct Large {
+    const char *name, *json;
+    std::uint64_t host, device, workspace;
+  };
+  const Large models[] = {
+      {"Qwen2.5-7B", R"({"architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 3584,
+          "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4})",
+       6 * kGiB, 3 * kGiB, kGiB / 2},
+      {"GPT-3 175B", R"({"architectures": ["OPTForCausalLM"], "vocab_size": 50272, "hidden_size": 12288,
+          "ffn_dim": 49152, "num_hidden_layers": 96, "num_attention_heads": 96, "word_embed_proj_dim": 12288})",
+       4 * kGiB, 12 * kGiB, kGiB},
+  };
+  for (const Large& large : models)
+    for (const bool tiled : {true, false}) {
+      const ModelSpec spec = parse_model_spec(large.json, large.name, tiled ? Tiling{} : Tiling::none());
+      const PackedModel packed = pack(spec, Precision::fp32_master_adam8);
+      std::vector<swap::UnitShape> units;
+      for (const PackedUnit& unit : packed.units) units.push_back(unit.shape);
+      const swap::Layout layout(std::move(units), packed.stages, chunk_elements_for(large.host));
+      const auto arrangement = swap::arrange(
+          layout, {.host_budget = large.host, .device_budget = large.device, .workspace = large.workspace});
+      EXPECT_EQ(arrangement.ok(), tiled) << large.name;
+    }
+}
+
+}  // namespace
+}  // namespace tierflow::testing

@@ -1,0 +1,262 @@
+#include "runtime/spec/model_spec.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "tests/runtime/expect.h"
+#include "support/temp_dir.h"
+
+namespace tierflow {
+namespace {
+
+using Json = nlohmann::json;
+using testing::expect_refusal;
+
+Json llama() {
+  return {{"architectures", {"LlamaForCausalLM"}},
+          {"model_type", "llama"},
+          {"vocab_size", 64},
+          {"hidden_size", 32},
+          {"intermediate_size", 48},
+          {"num_hidden_layers", 2},
+          {"num_attention_heads", 4},
+          {"num_key_value_heads", 2}};
+}
+Json with(Json config, const std::string& key, Json value) {
+  config[key] = std::move(value);
+  return config;
+}
+Json gpt2() {
+  return {{"architectures", {"GPT2LMHeadModel"}},
+          {"vocab_size", 64},
+          {"n_embd", 32},
+          {"n_layer", 3},
+          {"n_head", 4},
+          {"n_positions", 128}};
+}
+Json opt() {
+  return {{"architectures", {"OPTForCausalLM"}},
+          {"vocab_size", 64},
+          {"hidden_size", 32},
+          {"ffn_dim", 48},
+          {"num_hidden_layers", 2},
+          {"num_attention_heads", 4},
+          {"max_position_embeddings", 128},
+          {"word_embed_proj_dim", 32}};
+}
+ModelSpec parse(const Json& config) {
+  return parse_model_spec(config.dump(), "config.json");
+}
+
+std::map<std::string, std::vector<std::int64_t>> shapes(const UnitSpec& unit) {
+  std::map<std::string, std::vector<std::int64_t>> result;
+  for (const auto& tensor : unit.tensors) result[tensor.name] = tensor.shape;
+  return result;
+}
+
+TEST(ModelSpec, LlamaUnitsAndStages) {
+  const ModelSpec spec = parse(llama());
+  ASSERT_EQ(spec.units.size(), 4u);
+  EXPECT_EQ(spec.units[0].name, "embedding");
+  EXPECT_EQ(spec.units[2].name, "layers.1");
+  EXPECT_EQ(spec.units[3].name, "head");
+  const std::map<std::string, std::vector<std::int64_t>> block = {
+      {"model.layers.1.self_attn.q_proj.weight", {32, 32}},    {"model.layers.1.self_attn.k_proj.weight", {16, 32}},
+      {"model.layers.1.self_attn.v_proj.weight", {16, 32}},    {"model.layers.1.self_attn.o_proj.weight", {32, 32}},
+      {"model.layers.1.mlp.gate_proj.weight", {48, 32}},       {"model.layers.1.mlp.up_proj.weight", {48, 32}},
+      {"model.layers.1.mlp.down_proj.weight", {32, 48}},       {"model.layers.1.input_layernorm.weight", {32}},
+      {"model.layers.1.post_attention_layernorm.weight", {32}}};
+  EXPECT_EQ(shapes(spec.units[2]), block);
+  ASSERT_EQ(spec.stages.size(), 4u);
+  EXPECT_EQ(spec.stages[3].kind, StageKind::head);
+  EXPECT_EQ(spec.stages[3].units, (std::vector<int>{3}));
+  EXPECT_EQ(spec.parameters(), 19616);
+  const auto tied = parse(with(llama(), "tie_word_embeddings", true));
+  EXPECT_EQ(tied.stages.back().units, (std::vector<int>{3, 0}));
+  EXPECT_EQ(tied.parameters(), 19616 - 64 * 32);
+}
+
+std::vector<std::string> names(const ModelSpec& spec) {
+  std::vector<std::string> result;
+  for (const UnitSpec& unit : spec.units) result.push_back(unit.name);
+  return result;
+}
+
+// 64 rows of 32: tiles of 26 rows hold at most as many elements; three of 22 are even, rounded up to 26.
+constexpr Tiling kRows{.vocabulary_elements = 26 * 32 + 31};
+
+TEST(ModelSpec, LargeVocabulariesComeInTiles) {
+  const ModelSpec spec = parse_model_spec(llama().dump(), "config.json", kRows);
+  EXPECT_EQ(names(spec), (std::vector<std::string>{"embedding.0", "embedding.1", "embedding.2", "layers.0", "layers.1",
+                                                   "head.norm", "head.0", "head.1", "head.2"}));
+  std::int64_t row = 0;
+  for (const int unit : {0, 1, 2, 6, 7, 8}) {
+    const TensorSpec& tensor = spec.units[unit].tensors.at(0);
+    EXPECT_EQ(tensor.name, unit < 3 ? "model.embed_tokens.weight" : "lm_head.weight");
+    EXPECT_EQ(tensor.first_row, row);
+    EXPECT_EQ(tensor.first_element(), 32 * row);
+    EXPECT_EQ(tensor.checkpoint_shape(), (std::vector<std::int64_t>{64, 32}));
+    EXPECT_LE(tensor.elements(), kRows.vocabulary_elements);
+    row = (row + tensor.shape[0]) % 64;
+  }
+  EXPECT_EQ(row, 0);
+  EXPECT_EQ(spec.parameters(), parse(llama()).parameters());
+  ASSERT_EQ(spec.stages.size(), 9u);
+  for (std::size_t stage = 0; stage < 9; ++stage) {
+    EXPECT_EQ(spec.stages[stage].units, (std::vector<int>{static_cast<int>(stage)}));
+    EXPECT_EQ(spec.stages[stage].backward_needs_input, stage >= 3 && stage < 6) << stage;
+    EXPECT_EQ(spec.stages[stage].backward_needs_weights, stage >= 3) << stage;
+  }
+  EXPECT_EQ(spec.stages[5].kind, StageKind::norm);
+  EXPECT_EQ(spec.stages[7].kind, StageKind::head_tile);
+  EXPECT_EQ(spec.stages[7].first_row, spec.units[7].tensors[0].first_row);
+  EXPECT_EQ(spec.stages[8].kind, StageKind::head);
+}
+
+TEST(ModelSpec, TiedTilesAreSharedAndPositionsComeWithTheLast) {
+  for (const Json& config : {gpt2(), opt(), with(opt(), "do_layer_norm_before", false)}) {
+    const ModelSpec spec = parse_model_spec(config.dump(), "config.json", kRows);
+    EXPECT_EQ(spec.units[0].tensors.size(), 1u);
+    EXPECT_EQ(spec.units[2].tensors.size(), 2u);
+    EXPECT_EQ(spec.units[2].tensors[1].all_rows, 0);
+    const std::size_t stages = spec.stages.size();
+    for (int tile = 0; tile < 3; ++tile)
+      EXPECT_EQ(spec.stages[stages - 3 + tile].units, (std::vector<int>{tile})) << "the norm has a stage of its own";
+    EXPECT_EQ(spec.stages[stages - 4].units.empty(), !spec.config.norm_before);
+    EXPECT_EQ(spec.parameters(), parse(config).parameters());
+  }
+}
+
+TEST(ModelSpec, LargeBlocksAreTwoStages) {
+  for (const Json& config : {llama(), gpt2(), opt()}) {
+    const ModelSpec whole = parse(config);
+    const std::int64_t block = whole.units[1].parameters();
+    EXPECT_EQ(names(parse_model_spec(config.dump(), "config.json", {.block_elements = block})), names(whole));
+    const ModelSpec spec = parse_model_spec(config.dump(), "config.json", {.block_elements = block - 1});
+    EXPECT_EQ(spec.units[1].name, "layers.0.attention");
+    EXPECT_EQ(spec.units[2].name, "layers.0.mlp");
+    EXPECT_EQ(spec.units[1].parameters() + spec.units[2].parameters(), block);
+    auto parts = shapes(spec.units[1]);
+    parts.merge(shapes(spec.units[2]));
+    EXPECT_EQ(parts, shapes(whole.units[1]));
+    EXPECT_EQ(spec.stages[1].kind, StageKind::attention);
+    EXPECT_EQ(spec.stages[2].kind, StageKind::mlp);
+    EXPECT_EQ(spec.stages[2].block, 0);
+  }
+}
+
+TEST(ModelSpec, SmallModelsStayWhole) {
+  // 152 million parameters; its vocabulary times sixteen, and a block of half a billion, are still whole.
+  Json config = with(with(llama(), "vocab_size", 131072), "hidden_size", 1024);
+  EXPECT_EQ(parse(config).units.size(), 4u);
+  EXPECT_EQ(parse(with(config, "vocab_size", 131073)).units.size(), 7u);
+}
+
+TEST(ModelSpec, MatricesComeBeforeNormsAndBiases) {
+  for (const Json& config : {llama(), gpt2(), opt(), with(with(llama(), "attention_bias", true), "mlp_bias", true)})
+    for (const UnitSpec& unit : parse(config).units) {
+      bool vectors = false;
+      for (const TensorSpec& tensor : unit.tensors) {
+        vectors = vectors || tensor.shape.size() == 1;
+        EXPECT_EQ(tensor.shape.size() == 1, vectors) << tensor.name;
+        EXPECT_EQ(tensor.decays, !vectors) << tensor.name;
+        EXPECT_EQ(tensor.name.substr(tensor.name.size() - tensor.role.size()), tensor.role);
+      }
+    }
+}
+
+TEST(ModelSpec, FamiliesDiffer) {
+  const auto qwen2 = parse(with(llama(), "architectures", {"Qwen2ForCausalLM"}));
+  EXPECT_TRUE(qwen2.config.qkv_bias && !qwen2.config.output_bias);
+  const auto qwen3 = parse(with(with(llama(), "architectures", {"Qwen3ForCausalLM"}), "head_dim", 16));
+  EXPECT_TRUE(qwen3.config.qk_norm);
+  EXPECT_EQ(shapes(qwen3.units[1]).at("model.layers.0.self_attn.o_proj.weight"), (std::vector<std::int64_t>{32, 64}));
+  EXPECT_EQ(shapes(qwen3.units[1]).at("model.layers.0.self_attn.q_norm.weight"), (std::vector<std::int64_t>{16}));
+  const auto mistral = parse(with(with(llama(), "architectures", {"MistralForCausalLM"}), "sliding_window", 16));
+  EXPECT_EQ(mistral.config.sliding_window, 16);
+  EXPECT_EQ(parse(with(llama(), "sliding_window", 16)).config.sliding_window, 0);
+  const auto small = parse(gpt2());
+  EXPECT_EQ(small.stages.back().units, (std::vector<int>{4, 0}));
+  EXPECT_EQ(small.config.intermediate_size, 128);
+  EXPECT_EQ(shapes(small.units[1]).at("transformer.h.0.attn.c_attn.weight"), (std::vector<std::int64_t>{32, 96}));
+  const auto facebook = parse(opt());
+  EXPECT_EQ(shapes(facebook.units[0]).at("model.decoder.embed_positions.weight"), (std::vector<std::int64_t>{130, 32}));
+  const auto post = parse(with(opt(), "do_layer_norm_before", false));
+  EXPECT_EQ(post.units.size(), 3u);  // tied and without a final norm: the head has nothing of its own
+  EXPECT_EQ(post.stages.back().units, (std::vector<int>{0}));
+}
+
+TEST(ModelSpec, RopeAsOldAndNewTransformersWriteIt) {
+  const Json scaled = {
+      {"factor", 8.0}, {"low_freq_factor", 1.0}, {"high_freq_factor", 4.0}, {"original_max_position_embeddings", 8192}};
+  Json old_style = with(llama(), "rope_theta", 5e5), new_style = llama();
+  old_style["rope_scaling"] = with(scaled, "rope_type", "llama3");
+  new_style["rope_parameters"] = with(with(scaled, "rope_type", "llama3"), "rope_theta", 5e5);
+  for (const Json& config : {old_style, new_style}) {
+    const RopeSpec rope = parse(config).config.rope;
+    EXPECT_EQ(rope.type, "llama3");
+    EXPECT_EQ(rope.theta, 5e5);
+    EXPECT_EQ(rope.factor, 8.0);
+    EXPECT_EQ(rope.original_max_positions, 8192);
+  }
+  EXPECT_EQ(parse(with(llama(), "rope_scaling", {{"type", "linear"}, {"factor", 2}})).config.rope.type, "linear");
+  EXPECT_EQ(parse(with(llama(), "rope_scaling", nullptr)).config.rope.type, "default");
+}
+
+TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
+  const auto refused = [](const Json& config, std::initializer_list<std::string_view> words) {
+    expect_refusal(io::ErrorKind::input, words, [&] { parse(config); });
+  };
+  refused(with(llama(), "architectures", {"BertModel"}),
+          {"config.json", "BertModel", "LlamaForCausalLM", "OPTForCausalLM"});
+  refused(with(llama(), "architectures", 5), {"architectures"});
+  refused(Json::object(), {"names no architecture"});
+  refused(Json::array(), {"one JSON object"});
+  for (const char* field : {"hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
+                            "num_key_value_heads", "intermediate_size"}) {
+    for (const Json& bad :
+         {Json(0), Json(-1), Json(UINT64_MAX), Json(INT64_MAX), Json(1.5), Json(1e300), Json("8"), Json::array()})
+      refused(with(llama(), field, bad), {"config.json", field});
+    if (std::string(field) != "num_key_value_heads") {
+      Json missing = llama();
+      missing.erase(field);
+      refused(missing, {field, "missing"});
+    }
+  }
+  refused(with(llama(), "num_hidden_layers", 1000000000), {"num_hidden_layers"});
+  refused(with(llama(), "num_attention_heads", 5), {"multiple"});
+  refused(with(llama(), "num_key_value_heads", 3), {"multiple"});
+  refused(with(llama(), "head_dim", 7), {"head_dim", "even"});
+  refused(with(with(llama(), "hidden_size", 1 << 20), "num_hidden_layers", 4096), {"absurd"});
+  refused(with(llama(), "hidden_act", "mish"), {"hidden_act", "mish"});
+  refused(with(llama(), "rms_norm_eps", -1), {"rms_norm_eps"});
+  refused(with(llama(), "rope_scaling", {{"rope_type", "yarn"}, {"factor", 4}}), {"yarn", "llama3"});
+  refused(with(llama(), "rope_scaling", {{"rope_type", "llama3"}, {"factor", 4}}), {"low_freq_factor"});
+  refused(with(llama(), "rope_scaling", "x"), {"rope_scaling"});
+  refused(with(llama(), "quantization_config", Json::object()), {"quantization_config"});
+  refused(with(opt(), "word_embed_proj_dim", 16), {"word_embed_proj_dim", "opt-350m"});
+  refused(with(opt(), "layer_norm_elementwise_affine", false), {"layer_norm_elementwise_affine"});
+  refused(with(gpt2(), "scale_attn_by_inverse_layer_idx", true), {"scale_attn_by_inverse_layer_idx"});
+  refused(with(gpt2(), "tie_word_embeddings", "yes"), {"tie_word_embeddings"});
+}
+
+TEST(ModelSpec, BrokenJsonIsRefused) {
+  const auto refused = [](const std::string& text, std::initializer_list<std::string_view> words) {
+    expect_refusal(io::ErrorKind::input, words, [&] { parse_model_spec(text, "config.json"); });
+  };
+  refused("", {"config.json"});
+  refused("{\"a\": NaN}", {"JSON"});
+  refused("{\"a\": 1e999}", {"JSON"});
+  refused("{\"a\": 1, \"a\": 2}", {"twice"});
+  refused(std::string(100000, '['), {"deep"});
+  refused("{\"a\": \"\xff\xfe\"}", {"JSON"});
+  refused("\x80\x04pickle", {"JSON"});
+  testing::TempDir dir;
+  expect_refusal(io::ErrorKind::input, {"config.json"}, [&] { read_model_spec(dir.path() / "config.json"); });
+  expect_refusal(io::ErrorKind::input, {"folder"}, [&] { read_model_spec(dir.path()); });
+}
+
+}  // namespace
+}  // namespace tierflow
