@@ -1,6 +1,6 @@
 #pragma once
 // The seam between io and the kernel. A Backend carries single operations to the kernel and brings back raw results;
-// short transfers, retries and errors are the Engine's business, so that they are right once for every backend.
+// the Engine handles short transfers, retries and errors, once for every backend.
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -18,7 +18,7 @@ enum class Action : std::uint8_t { read, write, flush };
 
 struct KernelOp {
   Action action = Action::read;
-  bool patient = false;      // the kernel asked to try again before: use a path that may block, off the caller's thread
+  bool patient = false;      // the kernel asked to try again: use a path that may block, on another thread
   std::uint32_t file = 0;    // index into the registered files
   std::uint32_t ticket = 0;  // comes back in the result
   std::uint64_t offset = 0;
@@ -57,7 +57,7 @@ class Backend {
   virtual void wake() = 0;
 };
 
-// What the backends share that know their files by descriptor and have no way to register memory.
+// Base of the backends that know their files by descriptor and cannot register memory.
 class PlainBackend : public Backend {
  public:
   Error register_files(std::span<const int> descriptors) override {

@@ -16,7 +16,7 @@ struct BenchOptions {
   unsigned depth = 32;
   EngineKind engine = EngineKind::automatic;
   bool write = true, read = true, mixed = true;  // what to measure
-  double seconds = 0;                            // pass over the file again until so much time has gone; 0: one pass
+  double seconds = 0;                            // repeat passes over the file for this long; 0: one pass
   bool allow_buffered = false;
   bool allow_any_filesystem = false;
   std::vector<double> speeds;  // as in VolumeOptions
@@ -40,7 +40,7 @@ struct BenchResult {
   Latency write_latency, read_latency;                       // of the slowest drive, all passes together
   std::vector<std::string> warnings;
 
-  double speed() const;      // reading and writing combined as 2/(1/w + 1/r), GB/s; where only one was measured, that
+  double speed() const;      // 2/(1/w + 1/r) of writing and reading, GB/s; if only one was measured, that one
   std::string json() const;  // one line, one object
 };
 
@@ -48,9 +48,9 @@ struct BenchResult {
 // outcome.
 Result<BenchResult> bench_storage(const BenchOptions& options);
 
-// Every engine that works here when options.engine is automatic, else that one; for several folders each alone, then
-// all together, striped by what each alone reached unless options.speeds says otherwise. `report` gets each result as
-// it is there. The first error ends it; an engine that this machine lacks is no error.
+// Measures every engine that works here if options.engine is automatic, else that one. With several folders, each is
+// measured alone, then all together, striped by what each alone reached unless options.speeds says otherwise. `report`
+// gets each result as soon as it is there. The first error ends it; an engine that this machine lacks is no error.
 Error bench_engines(const BenchOptions& options, const std::function<void(const BenchResult&)>& report);
 
 // BenchResult::speed() of each folder, in bytes a second, for VolumeOptions::speeds.

@@ -1,6 +1,6 @@
 #pragma once
-// Checksums that know what the bytes are: taken where data is produced, verified where it is consumed, so that bytes
-// that changed on the way, lie in the wrong place or belong to another run or generation are noticed.
+// Checksums that include what the bytes are. They are taken where data is produced and verified where it is used. So it
+// is noticed when bytes changed on the way, lie in the wrong place, or belong to another run or generation.
 #include <cstddef>
 #include <cstdint>
 #include <span>

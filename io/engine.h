@@ -1,6 +1,6 @@
 #pragma once
-// One contract over every way to reach the kernel: a Transfer that owns its memory goes in, and comes back in exactly
-// one Outcome when every byte was moved or when it is certain that not every byte can be.
+// One contract over every way to reach the kernel: a Transfer that owns its memory goes in. It comes back in exactly
+// one Outcome, when every byte was moved or when it is certain that not all can be.
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -56,8 +56,9 @@ class Engine {
   // False where `depth` transfers are in flight: wait, then try again. `transfer` is then untouched.
   bool submit(Transfer& transfer);
 
-  // Submissions are batched: they reach the kernel here at the latest. Appends outcomes. Returns at once where timeout
-  // is 0, else after an outcome, a wake() or the timeout (negative: none), or earlier with nothing: call it in a loop.
+  // Appends outcomes. Submissions are batched: they reach the kernel here at the latest. With timeout 0 it returns at
+  // once. Otherwise it returns after an outcome, a wake() or the timeout (negative: there is none). It may also return
+  // earlier with nothing: call it in a loop.
   void wait(std::vector<Outcome>& outcomes, std::chrono::nanoseconds timeout);
   void poll(std::vector<Outcome>& outcomes) { wait(outcomes, std::chrono::nanoseconds{0}); }
   void wake() { backend_->wake(); }

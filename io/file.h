@@ -42,8 +42,8 @@ class File {
   // What the file system does not do for this file, one line each with the remedy.
   const std::vector<std::string>& warnings() const { return warnings_; }
 
-  // Reserves the space on the drive, so that no later write can meet a full disk. False in the value: the file system
-  // cannot reserve, the file has its size all the same.
+  // Reserves the space on the drive, so that no later write can meet a full disk. The value is false where the file
+  // system cannot reserve space; the file still has its size then.
   Result<bool> preallocate(std::uint64_t bytes);
   Result<std::uint64_t> size() const;
 

@@ -1,6 +1,6 @@
 #pragma once
-// What is known of file systems: which are no place for a data file, what others do not do for it, and how to flush a
-// folder on any of them.
+// What is known of file systems: which of them cannot hold a data file, what others fail to do for it, and how to flush
+// a folder on any of them.
 #include <cstdint>
 #include <filesystem>
 #include <string>
@@ -14,7 +14,7 @@ Error check_filesystem(const std::filesystem::path& directory);
 // The same for a file system that statfs() calls `type`.
 Error check_filesystem_type(std::uint32_t type, const std::filesystem::path& directory);
 
-// What such a file system promises and does not hold, with the remedy; empty for all others.
+// What a file system of this type does not do although it says so, with the remedy; empty for all others.
 std::string filesystem_remark(std::uint32_t type);
 bool copies_on_write(std::uint32_t type);  // unless a file says otherwise (FS_NOCOW_FL)
 

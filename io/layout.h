@@ -52,8 +52,8 @@ class Layout {
   std::vector<Place> pattern_;
 };
 
-// Small integers in about the proportion of `speeds`, so that all members finish together to within 3% where that takes
-// no more than 16 units of the fastest.
+// Small integers in about the proportion of `speeds`: all members then finish within 3% of each other, if that needs no
+// more than 16 units of the fastest.
 std::vector<std::uint32_t> weights_for(std::span<const double> speeds);
 
 }  // namespace tierflow::io

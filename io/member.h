@@ -1,5 +1,5 @@
 #pragma once
-// The first block of every data file: which volume it belongs to, and which part of it it is.
+// The first block of every data file: which volume the file belongs to, and which member of that volume it is.
 //   byte 0      magic "TIERFLOW"            8
 //        8      format version              u32
 //       12      member index, member count  2 x u32

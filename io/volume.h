@@ -117,9 +117,9 @@ class Volume {
 
   virtual ~Volume() = default;  // waits for everything in flight; callbacks still run
 
-  // Buffers inside one of these pieces then move without being pinned anew at each request; a piece above 1 GiB counts
-  // as several of 1 GiB, from its beginning. Call before the first submit; the memory must outlive the Volume. A
-  // refusal is no error: mode() says so.
+  // Buffers inside one of these pieces then need not be pinned for each request. A piece above 1 GiB counts as several
+  // of 1 GiB, from its beginning. Call before the first submit; the memory must outlive the Volume. A refusal is no
+  // error: mode() says so.
   virtual void register_memory(std::span<const std::span<std::byte>> pieces) = 0;
   void register_memory(std::span<std::byte> memory) { register_memory({&memory, 1}); }
 
@@ -130,8 +130,8 @@ class Volume {
   // flush every later flush fails too: the data written since the last good one must be considered lost.
   virtual Error flush() = 0;
 
-  // Removes the data files, and the folders that create() made where nothing else lies in them (after the Volume is
-  // gone nothing of it remains on the drives).
+  // Removes the data files, and those folders that create() made and in which nothing else lies. Nothing of the Volume
+  // is on the drives once it is destroyed.
   virtual void remove_files() = 0;
 
   virtual std::uint64_t size() const = 0;

@@ -95,7 +95,8 @@ class VolumeCore final : public Volume {
   void answer(Pending& pending);
   void answer_flush(FlushCall& call);  // of one drive
   std::chrono::nanoseconds watch_interval() const;
-  // A wait far beyond watch_interval() means that this process did not run: what is in flight counts from its return.
+  // A wait far beyond watch_interval() means that this process was suspended: the time of what is in flight then counts
+  // from the end of that wait.
   void note_absence(std::chrono::nanoseconds waited);
   void watch_for_stalls();
   void give_up(const Transfer& stuck, std::chrono::seconds waited);

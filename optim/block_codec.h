@@ -29,12 +29,10 @@ TIERFLOW_HD float float_of(std::uint32_t bits) {
   return value;
 }
 
-// ---- master halves
-// --------------------------------------------------------------------------------------------------------------- hi =
-// top half rounded to nearest, ties up in bits; with lo it is a bijection of all 2^32 patterns (arithmetic modulo
-// 2^32). A float that rounds beyond the largest bf16 gets hi = infinity. NaN patterns with the top payload bits and a
-// high low half (0x7fff8000 and up), which no arithmetic produces, wrap: joining restores them, but hi alone reads as a
-// zero.
+// The master's halves. hi = top half rounded to nearest, ties up in bits. The pair (hi, lo) is a bijection of all 2^32
+// patterns (arithmetic modulo 2^32). A float that rounds beyond the largest bf16 gets hi = infinity. NaN patterns with
+// the top payload bits and a high low half (0x7fff8000 and up), which no arithmetic produces, wrap: joining restores
+// them, but hi alone reads as a zero.
 
 TIERFLOW_HD std::uint16_t hi_of(std::uint32_t bits) {
   return static_cast<std::uint16_t>((bits + 0x8000U) >> 16);
@@ -57,11 +55,9 @@ TIERFLOW_HD std::uint16_t narrowed(float value) {
   return hi_of(bits);
 }
 
-// ---- stochastic rounding
-// --------------------------------------------------------------------------------------------------------- A
-// counter-based generator: the value depends on (key, step, element) alone. The 32-bit stage is Wellons' two-round
-// xor-multiply permutation "lowbias32" with a second key between its rounds; keys come from the splitmix64 finalizer
-// (Steele, Lea, Flood 2014).
+// Stochastic rounding, by a counter-based generator: the value depends only on (key, step, element). The 32-bit stage
+// is Wellons' two-round xor-multiply permutation "lowbias32" with a second key between its rounds; keys come from the
+// splitmix64 finalizer (Steele, Lea, Flood 2014).
 
 struct RoundingKey {
   std::uint32_t before = 0, between = 0;
@@ -96,13 +92,11 @@ TIERFLOW_HD std::uint16_t stochastically_narrowed(float value, std::uint32_t ran
   return static_cast<std::uint16_t>((bits + random16) >> 16);
 }
 
-// ---- the dynamic 8-bit code
-// ------------------------------------------------------------------------------------------------------ Dettmers et
-// al. 2022 (8-bit optimizers via block-wise quantization), as bitsandbytes stores it: 256 numbers in ascending order.
-// [0.1, 1) in each of the seven decades i = 0 (times 1e-6) .. 6 (times 1) is cut in 2^i (signed) or 2^(i+1) (unsigned)
-// equal cells, and the middle of each cell is a code's value; 0 and 1 complete the map. Signed: code 127 is 0, 127 + p
-// and 127 - p are plus and minus the p-th magnitude, 255 is 1, and there is no -1. Unsigned: code c is the c-th
-// magnitude, 255 is 1.
+// The dynamic 8-bit code of Dettmers et al. 2022 (8-bit optimizers via block-wise quantization), as bitsandbytes stores
+// it: 256 numbers in ascending order. [0.1, 1) in each of the seven decades i = 0 (times 1e-6) .. 6 (times 1) is cut in
+// 2^i (signed) or 2^(i+1) (unsigned) equal cells, and the middle of each cell is a code's value; 0 and 1 complete the
+// map. Signed: code 127 is 0, 127 + p and 127 - p are plus and minus the p-th magnitude, 255 is 1, and there is no -1.
+// Unsigned: code c is the c-th magnitude, 255 is 1.
 //
 // With "mark" q = 2p + 1 (signed) or 2c + 3 (unsigned), the binary exponent of q names the decade and its fraction f
 // the place in the decade: the magnitude is 10^(i-7) (1 + 9 f).

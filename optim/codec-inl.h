@@ -45,7 +45,6 @@ HWY_INLINE VF floats(VU x) {
 }
 
 // ---- what instruction sets have by different names
-// -----------------------------------------------------------------------------------
 
 // 16 floats looked up by the low 4 bits of an index. With 8 lanes only the low 3 bits count: such callers treat entry 8
 // apart.
@@ -184,7 +183,6 @@ HWY_INLINE Table scaled_table(const float* table, float factor, float* room) {
 #endif
 
 // ---- words
-// -----------------------------------------------------------------------------------------------------------------------------
 
 // Lanes of a unit from the words of their upper and lower halves.
 HWY_INLINE Pair unit_of(VW upper, VW lower) {
@@ -228,7 +226,6 @@ HWY_INLINE VU stochastically_narrowed_word(VF x, RoundingKey key, VU element) {
 }
 
 // ---- the dynamic code
-// ------------------------------------------------------------------------------------------------------------------
 
 // Decoding: the exponent of a mark, modulo the table, finds its decade's factor times absmax. In a table of 8 zero and
 // one share an entry, and zeros are cleared.

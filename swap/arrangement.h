@@ -13,7 +13,7 @@ struct HostBuffer {
   std::uint64_t bytes = 0;
 };
 
-// Memory of the device in which a chunk is updated: its bf16 gradient at the beginning, its state, and the client's
+// Device memory in which a chunk is updated. A slot holds its bf16 gradient first, then its state, then the client's
 // scratch.
 struct UpdateSlots {
   int count = 0;
@@ -24,22 +24,23 @@ struct UpdateSlots {
 struct Arrangement {
   std::vector<bool> hi_resident, state_resident, gradient_resident;  // by chunk
   std::vector<bool> gradient_low_resident;                           // by chunk; empty where no sums are kept
-  bool staged = true;  // gradients are kept until the global norm is known: all of them are deferred
-  // By chunk: its gradient is kept on the host, and its update runs ahead of its unit's next forward instead of in the
-  // backward. Of trainable chunks alone.
+  bool staged = true;  // gradients wait until the global norm is known: all updates are deferred
+  // By chunk: its gradient waits on the host or on storage, and its update runs ahead of its unit's next forward
+  // instead of in the backward. True for trainable chunks only.
   std::vector<bool> deferred;
   int micro_batches = 1;
   int word_buffers = 0, state_buffers = 0;
   std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0;  // bytes of the device arena, in this order
-  // What the backward wants of the forward. An item is stage * micro_batches + micro-batch; what leaves the device of
-  // it is saved in one piece: first the stage's input, where that leaves, then the activations, where they are swapped.
+  // What the backward needs of the forward. An item is stage * micro_batches + micro-batch. What leaves the device for
+  // an item is saved in one piece: first the stage's input, where that leaves, then the activations, where they are
+  // swapped.
   std::vector<bool> input_leaves;            // by stage, for every micro-batch
   std::vector<Activations> activations;      // by item
   std::vector<bool> saved_on_storage;        // by item: goes on to storage
   std::vector<std::uint64_t> swapped_bytes;  // by stage: of one micro-batch's activations, swapped
-  int slots = 0;                             // of the device, through which all that passes
+  int slots = 0;                             // of the device; everything that is saved passes through them
   std::uint64_t slot_bytes = 0;
-  int activation_buffers = 0;  // of the host, through which it passes to storage, as large as a slot
+  int activation_buffers = 0;  // of the host, each as large as a slot; what goes to storage passes through them
 
   std::vector<bool> on_device;  // by chunk: it is updated on the device
   UpdateSlots update_slots;     // at the end of the arena
@@ -52,7 +53,7 @@ struct Arrangement {
   std::uint64_t update_slots_begin() const { return round_up(slot_offset(slots), kSector); }
   std::uint64_t slot_offset(int slot) const { return weight_ring + gradient_ring + held_gradients + slot * slot_bytes; }
   int items() const { return static_cast<int>(activations.size()); }
-  // Of what is saved of an item, 0 where nothing leaves the device.
+  // Bytes saved for an item; 0 where nothing leaves the device.
   std::uint64_t saved_bytes(const Layout& layout, int item) const;
   std::uint64_t buffer_bytes(const Layout& layout) const;
   std::uint64_t resident_bytes(const Layout& layout) const;

@@ -1,6 +1,6 @@
 #pragma once
-// Proves a sequence of Planner's plans (layer-major) before anything is allocated, from what each task says it moves
-// and not from what the planner thought of while it made them:
+// Proves a sequence of Planner's plans (layer-major) before anything is allocated, only from what each task says that
+// it moves, not from anything that the planner knows:
 //  - every buffer, slot and resident extent that a task names exists, and every range lies in the device arena;
 //  - two tasks that touch the same bytes, one of them writing, are ordered by dependencies;
 //  - dependencies point backwards, so that lanes in plan order cannot deadlock;
@@ -30,7 +30,7 @@ class PlanChecker {
   io::Error evaluate(const Plan& plan);
 
  protected:  // VisitChecker builds on it
-  // incoming, low: the visit planner's alone, a gradient that is to be added to a sum and the sum's low words.
+  // incoming, low: only in plans of VisitPlanner: a gradient that will be added to a sum, and the sum's low words.
   enum class What : std::uint8_t { nothing, words, state, gradient, sum, saved, incoming, low };
   struct Content {
     What what = What::nothing;
@@ -53,7 +53,7 @@ class PlanChecker {
     std::uint64_t end = 0;
   };
 
-  // Deferred updates that are due, a chunk: one or none.
+  // deferred_due: pending updates of each deferred chunk, one or none.
   void play(const Plan& plan, int deferred_due);
   virtual void move(const Task& task);
   void move_saved(const Task& task);

@@ -51,9 +51,9 @@ class Device {
 
   // One allocation, held to the end: the arena that slots are cut from.
   virtual io::Result<io::Buffer> allocate(std::size_t bytes) = 0;
-  // Makes consecutive pieces of host memory, from the first one, known for fast copies; each is a registration, of at
-  // most kRegistration (pinning.h). A refusal is no error: copies of the rest get slower; the text says so (empty: all
-  // of it is pinned). One memory at a time.
+  // Pins consecutive pieces of host memory, from the first one, so that copies are fast. Each piece is one registration
+  // of at most kRegistration bytes (pinning.h). A refusal is no error: copies of the rest are slower, and the text says
+  // so (empty: all is pinned). One memory at a time.
   virtual std::string pin(std::span<const std::span<std::byte>> pieces) = 0;
   virtual void unpin(std::span<std::byte> memory) noexcept = 0;
 
@@ -64,13 +64,13 @@ class Device {
   virtual void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
   // The same from device to device.
   virtual void round_gradient(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
-  // Work of the client's own, in the stream's order: called when it is its turn on the CPU device, at once on CUDA,
-  // where it enqueues kernels on the queue. It must not throw.
+  // The client's own work, in the stream's order. The CPU device calls it when its turn comes. CUDA calls it at once,
+  // and it enqueues kernels on the queue. It must not throw.
   virtual void enqueue(StreamId stream, std::function<void(const DeviceQueue& queue)> work) = 0;
 
   virtual Event record(StreamId stream) = 0;
-  // The same, of which seconds_between() can be asked once both have happened: the device's own clock. Nothing where
-  // the compute stream is the calling thread, whose clock is as good.
+  // The same, for seconds_between(): the seconds between two such events by the device's own clock, once both have
+  // happened. It gives nothing where the compute stream is the calling thread, whose clock is as good.
   virtual Event record_timed(StreamId stream) { return record(stream); }
   virtual std::optional<double> seconds_between(const Event&, const Event&) { return std::nullopt; }
   // Work enqueued on `stream` after this call starts after the event. For the CPU device's compute stream, which is the
@@ -99,7 +99,7 @@ struct CudaDeviceInfo {
 };
 // Makes no context on the device.
 io::Result<CudaDeviceInfo> cuda_device_info(int index);
-// Bytes that nobody has, beside the context that this makes; 0 where that cannot be known.
+// Free bytes of the device after this call has made a context on it; 0 where that cannot be known.
 std::uint64_t cuda_bytes_free(int index);
 
 }  // namespace tierflow::swap

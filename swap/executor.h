@@ -38,11 +38,10 @@ class HostWork {
   // words: chunk.elements hi words, state: chunk.state_bytes; both are updated in place.
   virtual io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                            std::span<std::byte> state) = 0;
-  // The same on the device, on its update stream; returns when it is done. What update() would have measured is
-  // measured.
+  // The same on the device, on its update stream; returns when it is done. Measures what update() would measure.
   virtual io::Error update_on_device(const Chunk& chunk, Device& device, const DeviceUpdate& at);
-  // Adds bf16 `incoming` to the fp32 sum whose high and low words are given; where `first` the sum is what `high` holds
-  // as bf16, and `low` holds nothing yet. Called instead of measure(), which its result needs as well.
+  // Adds bf16 `incoming` to the fp32 sum whose high and low words are given; if `first`, the sum so far is in `high` as
+  // bf16 and `low` holds nothing yet. Called instead of measure(): it also measures the result.
   virtual io::Error accumulate(const Chunk& chunk, std::span<const std::byte> incoming, std::span<std::byte> high,
                                std::span<std::byte> low, bool first);
   // Turns a sum into the bf16 gradient that update() takes, in place in `high`.
@@ -52,8 +51,8 @@ class HostWork {
 struct Entered {
   const Visit* visit = nullptr;  // valid until leave()
   std::byte* arena = nullptr;    // base of the visit's offsets
-  // Device slot, where something leaves the device: in a forward pass, copy here what is saved of the item (see
-  // Arrangement); in a backward pass, take it from here.
+  // Device slot; null where nothing leaves the device. In a forward pass, copy here what is saved for the item (see
+  // Arrangement). In a backward pass, take it from here.
   std::byte* slot = nullptr;
   Activations activations = Activations::recompute;
 };
@@ -96,13 +95,14 @@ class Executor {
   // Between plans: writes what is resident to the store, so that a commit there covers it.
   io::Error write_back();
   std::array<LaneCounters, kLanes> counters() const;
-  // What ran since the last call, where options.record asks for it; times in seconds since the executor was made, those
-  // of computation by the device's clock where it has one (then this waits for what was entered so far).
+  // The tasks that ended since the last call, if options.record is set. Times are in seconds since the executor was
+  // made. Computation is timed by the device's clock where it has one; this call then waits for what was entered so
+  // far.
   std::vector<TaskRecord> take_records();
   double now() const;  // on that clock
-  // What kept host memory from being pinned whole; empty where nothing did.
+  // Why part of the host memory is not pinned; empty where all of it is.
   std::string pin_note() const;
-  // Makes the error every later call returns: how a client stops the run.
+  // A client stops the run with this: every later call returns the error.
   void fail(io::Error error);
   bool failed() const;
 

@@ -1,8 +1,8 @@
 #pragma once
-// Dependencies from hazards, in the order of a sequential program: a read follows the last write of its bytes and its
-// lane's read of them before, a write follows the last write and every read since. What is remembered depends on how
-// many different ranges were named, not on how often: bytes that are only read, by however many tasks, take one record
-// a lane.
+// Dependencies from hazards, in the order of a sequential program: a read follows the last write of its bytes, and the
+// earlier read of them by its own lane. A write follows the last write and every read since. The memory that this takes
+// depends on how many different ranges were named, not on how often: bytes that are only read take one record for each
+// lane, however many tasks read them.
 #include <cstdint>
 #include <vector>
 

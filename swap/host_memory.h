@@ -25,7 +25,7 @@ class HostMemory {
   std::span<std::byte> buffer(std::size_t index) const {
     return slab_->bytes().subspan(begins_[index], begins_[index + 1] - begins_[index]);
   }
-  // All of it, in pieces that are registered in one go.
+  // All of the slab, cut into registrations.
   const std::vector<std::span<std::byte>>& registrations() const { return registrations_; }
   // A buffer as a request takes it: whoever holds it keeps the whole slab alive, also beyond the HostMemory.
   io::Buffer lend(std::span<std::byte> buffer) const { return io::part_of(slab_, buffer); }

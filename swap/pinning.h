@@ -12,8 +12,9 @@ namespace tierflow::swap {
 inline constexpr std::size_t kRegistration = std::size_t{1} << 30;        // bytes registered in one go, at most
 inline constexpr std::size_t kLeastRegistration = std::size_t{64} << 20;  // smaller pieces are not tried
 
-// How consecutive buffers of these sizes are registered: the size of each registration, kRegistration at most. None is
-// crossed by a buffer that is not larger itself; a larger one begins a registration of its own.
+// How consecutive buffers of these sizes are registered: the size of each registration, kRegistration at most. No
+// buffer crosses the border of two registrations unless it is larger than one. A larger buffer begins a registration of
+// its own.
 std::vector<std::size_t> registrations_for(std::span<const std::size_t> buffers);
 
 // Registered pieces, one after the other from the beginning of the slab.
@@ -22,8 +23,8 @@ class PinnedPieces {
   // Empty where the piece is registered, else why not.
   using Register = std::function<std::string(std::span<std::byte> piece)>;
 
-  // Registers as many of `pieces`, each of kRegistration at most, as it gets and, at the first refusal, half of the
-  // piece, a quarter of it and so on. Returns what to say: nothing where all of them are pinned.
+  // Registers `pieces`, each of kRegistration at most, until the first refusal. Then tries half of the refused piece, a
+  // quarter of it and so on. Returns what to tell the user; empty where all of them are pinned.
   std::string pin(std::span<const std::span<std::byte>> pieces, const Register& register_piece);
   // Gives the pieces back, in the order of their registration; none are left.
   void unpin(const std::function<void(std::span<std::byte> piece)>& unregister_piece);

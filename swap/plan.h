@@ -40,8 +40,8 @@ enum class TaskKind : std::uint8_t {
 };
 const char* task_name(TaskKind kind);
 
-// What becomes of what a stage's forward computes for one micro-batch, beside the carries: computed again in the
-// backward; kept on the device, by whoever computes; or swapped, through a slot, to the host and perhaps to storage.
+// What happens to the activations that a stage's forward computes for one micro-batch. They are computed again in the
+// backward; or kept on the device, by whoever computes; or swapped, through a slot, to the host and perhaps to storage.
 enum class Activations : std::uint8_t { recompute, keep, swap };
 
 // head: forward and backward of the last stage in one visit.
@@ -54,7 +54,7 @@ const char* pass_name(Pass pass);
 enum class ExtentKind : std::uint8_t { hi, state, gradient, gradient_low, activations };
 inline constexpr int kExtentKinds = 5;
 
-// Host bytes of a task: a streaming buffer, an extent that is resident in RAM, or what a stage saved of a micro-batch.
+// Host bytes of a task: a streaming buffer, an extent that is resident in RAM, or what is saved for an item.
 struct HostRef {
   enum class Where : std::uint8_t {
     none,
@@ -113,7 +113,7 @@ struct Task {
   std::uint64_t device_offset = 0;  // in the device arena: source or target; update_on_device: the hi words
   std::uint64_t sum = kNowhere;     // update_on_device: offset of the fp32 gradient; kNowhere: it is in the slot
   std::uint64_t slot = kNowhere;    // update_on_device: offset of the slot
-  bool updated = false;             // downloads: what an update on the device left, to be stamped before it is written
+  bool updated = false;             // downloads: bytes of an update on the device, stamped before they are written
   std::uint64_t bytes = 0;          // moved; elements * 2 for updates and measure
   std::vector<Access> accesses;
   std::vector<TaskId> dependencies;  // each smaller than the task's own id

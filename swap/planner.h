@@ -14,12 +14,12 @@ class Planner {
   virtual ~Planner() = default;
   Planner(const Layout& layout, const Arrangement& arrangement);
 
-  // Layer-major forward and backward over all micro-batches. `pending` says that deferred gradients of the step before
-  // wait to be applied: their updates then run ahead of each unit's first forward.
+  // Layer-major forward and backward over all micro-batches. `pending`: deferred updates of the step before have not
+  // run yet. They then run ahead of each unit's first forward.
   Plan train_step(bool pending);
   // Forward only, for one evaluation of `micro_batches` micro-batches.
   Plan evaluate(int micro_batches);
-  // The deferred updates, which the step before still owes.
+  // The pending updates of the step before, without a step.
   Plan flush();
 
  protected:                             // VisitPlanner builds on it
@@ -34,7 +34,8 @@ class Planner {
 
   Task& emit(TaskKind kind, Lane lane, std::vector<Access> accesses);
   void run_visits(int micro_batches);
-  // Emits what brings a visit's weights to the device; false where the ring has no room yet. A forced fetch succeeds.
+  // Emits the tasks that bring a visit's weights to the device. Returns false where the ring has no room yet; a forced
+  // fetch always succeeds.
   bool fetch(int visit, bool forced);
   std::uint64_t allocate_weights(std::uint64_t bytes);
   Region* find_region(int unit);
@@ -52,8 +53,8 @@ class Planner {
   HostRef download_gradient(const Chunk& chunk, std::uint64_t from);
   void download_gradient(const Chunk& chunk, std::uint64_t from, HostRef to);
   void stage_gradient(const Chunk& chunk, std::uint64_t from);
-  // Updates a chunk whose words are on the device at `words_at`; `sum` as in Task. `home` is where the words go then:
-  // none for a buffer to be taken.
+  // Updates a chunk whose words are on the device at `words_at`; `sum` as in Task. `home` is where the words go
+  // afterwards; none: a buffer is taken for them.
   void update_on_device(const Chunk& chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home);
   HostRef read_gradient(const Chunk& chunk);
   void write_updated(const Chunk& chunk, HostRef words, HostRef state);
@@ -63,8 +64,8 @@ class Planner {
   HostRef read_state(const Chunk& chunk);
   // low: of a gradient that is a sum.
   void emit_update(const Chunk& chunk, HostRef words, HostRef gradient, HostRef state, HostRef low = {});
-  // Between storage and the host, of a chunk; not for activations. follows_readers: waits for what reads `from` as
-  // well.
+  // Moves a chunk's extent between storage and the host; not for activations. follows_readers: the write also waits for
+  // tasks that read `from`.
   HostRef read_extent(ExtentKind kind, int chunk, HostRef to);
   void write_extent(ExtentKind kind, int chunk, HostRef from, bool follows_readers = false);
   void fill_in(Task& task, ExtentKind kind, int chunk, HostRef place) const;
@@ -80,7 +81,7 @@ class Planner {
   Pass pass_ = Pass::forward;  // of the visit being fetched or run
   int stage_ = -1;
   bool pending_ = false;
-  std::vector<bool> updated_;  // by unit, in this step: nothing deferred is owed any more
+  std::vector<bool> updated_;  // by unit: it owes no deferred update any more in this step
   std::vector<bool> defers_;   // by unit: some of its chunks are deferred
   std::vector<Region> regions_;
   std::uint64_t ring_position_ = 0, gradient_position_ = 0;

@@ -14,7 +14,7 @@
 
 namespace tierflow::swap {
 
-// What the machine does when it does nothing else. A rate of 0 takes no time.
+// How fast the machine does each kind of work while it does nothing else. Work with a rate of 0 takes no time.
 struct MachineRates {
   double disk_read = 0, disk_write = 0;  // bytes a second, of all drives together
   double disk_mixed = 0;                 // of both directions together, as many bytes each; 0: half duplex
@@ -58,11 +58,11 @@ class Simulator {
  private:
   // Who works on a task. A disk serves its queue in order, as does the thread that verifies what was read.
   enum Server { kRead, kWrite, kVerify, kUpload, kDownload, kCompute, kUpdate, kServers };
-  // Work of one kind: so long at full speed, on so many cores.
+  // Work of one kind: seconds at full speed, and the cores that it takes.
   struct Phase {
     double seconds = 0, cores = 0;
   };
-  // At most two, the first of which is at work; without memory of their own, for there are very many.
+  // At most two; the first is at work. Stored in place, because there are very many of them.
   class Phases {
    public:
     Phases(std::initializer_list<Phase> phases) {

@@ -32,8 +32,8 @@ class Store {
  public:
   static io::Result<std::unique_ptr<Store>> create(StoreOptions options, const Layout& layout);
   // Opens the newest valid generation, for reading: without activations. The layout must be the one it was created
-  // with. Where a newer one may have been committed and cannot be read, all of the one before it is read and verified
-  // first; it is refused where the run had begun to overwrite it.
+  // with. If a newer one may have been committed and cannot be read, the generation before it is read and verified
+  // whole. It is refused if the run had begun to overwrite it.
   static io::Result<std::unique_ptr<Store>> open(StoreOptions options, const Layout& layout);
   // What create() was given as identity and commit() as progress, of the newest valid generation: enough to build the
   // layout that open() needs.
@@ -50,8 +50,8 @@ class Store {
 
   // An extent is a chunk's, or of activations an item's. Any thread; no two calls for one extent at a time.
   void read(ExtentKind kind, int index, io::Buffer buffer, io::Callback done);
-  // Writes the extent into the generation at work. stamp() of the same bytes comes first. Where the store takes no more
-  // writes, `done` hears why before this returns.
+  // Writes the extent into the generation at work. stamp() of the same bytes comes first. If the store takes no more
+  // writes, `done` gets the reason before this call returns.
   void write(ExtentKind kind, int index, io::Buffer buffer, io::Callback done);
   // Reads an extent into memory of its own, verified, a second time where the first does not match. Blocks.
   io::Result<io::Buffer> fetch(ExtentKind kind, int index);
@@ -60,7 +60,7 @@ class Store {
   // Compares bytes that read() brought with the record: an error of kind corruption names the extent.
   io::Error verify(ExtentKind kind, int index, std::span<const std::byte> bytes) const;
 
-  // What verify() found may have gone wrong on the way from the drive: tells the user that it is read once more.
+  // Tells the user that an extent is read once more: what verify() found may have gone wrong on the way from the drive.
   void report_second_reading(const io::Error& wrong) const;
 
   // Makes everything written so far the newest generation, durably. `progress` is the client's JSON (step, data

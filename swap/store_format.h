@@ -17,7 +17,7 @@ namespace tierflow::swap {
 inline constexpr std::uint64_t kSuperblockSpacing = std::uint64_t{1} << 20;
 inline constexpr std::uint64_t kManifestBase = 2 * kSuperblockSpacing;
 inline constexpr std::uint64_t kStoreVersion = 1;
-// Generation n stands in superblock n % 2 and manifest n % 2, so that the one before it stays what it is.
+// Generation n is in superblock n % 2 and manifest n % 2, so that writing it leaves the generation before it intact.
 constexpr int copy_of(std::uint64_t generation) {
   return static_cast<int>(generation % 2);
 }

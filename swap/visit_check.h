@@ -1,7 +1,7 @@
 #pragma once
-// Proves VisitPlanner's plans as they come, by the rules of PlanChecker: whatever the client's order, a visit computes
-// with weights after every update that is owed, every gradient that a visit adds leaves the device once and is in the
-// sum that its update applies, and an update runs once.
+// Proves VisitPlanner's plans as they come, by the rules of PlanChecker. Whatever the client's order: a visit computes
+// with weights after every owed update; every gradient that a visit adds leaves the device once and is in the sum that
+// its update applies; an update runs once.
 #include <optional>
 #include <vector>
 
@@ -30,7 +30,7 @@ class VisitChecker : private PlanChecker {
   // What is known of a unit's gradient.
   struct Sum {
     int epoch = 0;   // how many sums were owed or dropped before
-    int visits = 0;  // that added to it, those for several micro-batches in a row as one
+    int visits = 0;  // that added to it; visits for several micro-batches in a row count as one
     int serial = 0;  // of the fp32 sum on the device
     int parts = 0;   // micro-batches in that; 0: it has left
     std::optional<Owed> owed;
@@ -43,7 +43,7 @@ class VisitChecker : private PlanChecker {
   void take_gradient(const Task& task);
   void accumulate(const Task& task);
   void copy(Held& from, Held& to, const char* where, What what, int chunk);
-  // Plays the plan; after it, gradients of the stage that is kept open alone may still be on the device.
+  // Plays the plan. After it, only gradients of the stage that is kept open may still be on the device.
   io::Error finish(const Plan& plan, const VisitRequest* request);
   void expect_at_home(int unit);
   Held& home(ExtentKind kind, int chunk);

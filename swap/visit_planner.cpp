@@ -49,7 +49,7 @@ Plan VisitPlanner::visit(const VisitRequest& request) {
   const int claims = held == holds_.end() ? 1 : 2;
   if (held != holds_.end()) holds_.erase(held);
   if (open_.stage != -1 && !request.keep) close_gradients();
-  prefetch();  // not in the place of this stage, which may be visited again
+  prefetch();  // must not evict this stage's weights: it may be visited again
   for (int unit : stage.units)
     if (Region* region = find_region(unit)) region->busy = std::max(0, region->busy - claims);
   return std::move(plan_);

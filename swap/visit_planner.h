@@ -1,8 +1,7 @@
 #pragma once
-// Plans visit by visit, for a client whose order is its own: each call gives the tasks of one visit and fetches what
-// followed it the last time. Nothing is committed further ahead than that, so a client that departs from its former
-// order costs time and nothing else. Gradients of a unit add up on the host until they are owed as an update or
-// dropped.
+// Plans visit by visit, for a client that chooses its own order. Each call gives the tasks of one visit and fetches
+// what followed it the last time. Nothing further ahead is fixed, so a client that departs from its former order only
+// loses time. Gradients of a unit add up on the host until an update is owed for them or they are dropped.
 #include <cstdint>
 #include <map>
 #include <utility>
@@ -17,9 +16,9 @@ struct VisitRequest {
   Pass pass = Pass::forward;    // head: forward and backward in one visit
   std::vector<bool> gradients;  // backward and head, by unit of the stage: whether the visit adds to its gradient; of
                                 // trainable units alone
-  // backward and head: the next visit is the same one for another micro-batch. Their gradients then add up in fp32 on
-  // the device and leave it once, rounded to bf16; otherwise what leaves it is rounded to bf16 visit by visit and added
-  // up in fp32.
+  // backward and head: the next visit is the same stage and pass for another micro-batch. The gradients of both then
+  // add up in fp32 on the device and leave it once, rounded to bf16. Without it, each visit's gradient is rounded to
+  // bf16 and leaves the device, and the host adds up in fp32.
   bool keep = false;
 };
 
@@ -30,17 +29,18 @@ class VisitPlanner : private Planner {
 
   // The tasks of one visit, its compute task among them, and those that fetch what is expected to follow.
   Plan visit(const VisitRequest& request);
-  // A gradient kept on the device leaves it: for a client that breaks off and wants what is there.
+  // A gradient kept on the device leaves it. For a client that stops in the middle and wants what is there.
   Plan close();
   // Whether a gradient is kept on the device.
   bool keeps() const { return open_.stage != -1; }
 
-  // Visits whose gradient the unit's sum holds, those that are kept on the device as one; 0 after owe() or drop().
+  // How many visits' gradients the unit's sum holds. Gradients still kept on the device count as one. 0 after owe() or
+  // drop().
   int gradients_of(int unit) const { return contributions_[unit] + (kept_at(unit) != -1 ? 1 : 0); }
-  // Low words belong to the unit's gradient, which is a sum of several visits'.
+  // The unit's gradient is a sum over several visits, so it has low words.
   bool is_sum(int unit) const { return contributions_[unit] > 1; }
-  // These units' gradients, none of them kept on the device, become an update each, ahead of the unit's next visit.
-  // Fetches what is expected to follow.
+  // Each of these units now owes an update with its gradient, which runs ahead of its next visit. None of the gradients
+  // may still be kept on the device. Fetches what is expected to follow.
   Plan owe(const std::vector<int>& units);
   bool owes(int unit) const { return !updated_[unit]; }
   // Forgets a unit's gradient, wherever it is; not one that is owed already.

@@ -1,6 +1,6 @@
 #pragma once
-// Files from strangers: opened without following a path out of its folder, never blocking on a pipe or a device, read
-// by pread, and bounded before anything is allocated.
+// Files from strangers. Opening one never follows a path out of its folder and never blocks on a pipe or a device. It
+// is read by pread, and its size is limited before anything is allocated.
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -70,7 +70,7 @@ class BorrowedFolder {
 // characters.
 std::string printable(std::string_view text, std::size_t limit = 80);
 
-// What a file is, from its first bytes, where it is one of the formats mistaken for safetensors ("a pickle", "a zip
+// What a file is, from its first bytes, if it has a format that people mistake for safetensors ("a pickle", "a zip
 // archive ..."); empty otherwise.
 std::string describe_foreign(std::span<const std::byte> head);
 

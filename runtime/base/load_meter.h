@@ -1,5 +1,5 @@
 #pragma once
-// What other programs take of the processors while something is measured.
+// How much of the processors other programs take while something is measured.
 #include <chrono>
 
 namespace tierflow {

@@ -10,7 +10,7 @@ namespace tierflow {
 
 class ResultFolder {
  public:
-  // Makes the folder and those above it, tries to write in it, and holds it: another process that wants it is refused
+  // Makes the folder and those above it, tries to write in it, and locks it: another process that wants it is refused
   // (kind locked). Throws Exception (kind usage) where it holds anything but the unfinished files of a run that died.
   explicit ResultFolder(std::filesystem::path path);
   // Unless finish() ran, what a result consists of is removed, and then what the constructor made.
@@ -37,7 +37,7 @@ class ResultFolder {
 };
 
 // The files of a model folder that training does not change, the tokenizer's for the most part: opened when the run
-// begins, by the rules of open_beneath(), so that a missing right or a link out of the folder is known by then.
+// begins, by the rules of open_beneath(), so that a missing permission or a link out of the folder is found early.
 class CompanionFiles {
  public:
   explicit CompanionFiles(std::filesystem::path folder);

@@ -1,6 +1,6 @@
 #pragma once
-// The Hugging Face tokenizers library, in a Python process of its own: what a hostile tokenizer.json does, it does
-// there, and within a time limit.
+// The Hugging Face tokenizers library, in a Python process of its own, with a time limit: a hostile tokenizer.json can
+// do harm only there.
 #include <sys/types.h>
 
 #include <cstdint>

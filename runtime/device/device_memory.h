@@ -1,5 +1,5 @@
 #pragma once
-// FRONT DOOR of device. torch's allocator under a cap: what makes the device budget hard. On the CPU device it is an
+// FRONT DOOR of device. torch's allocator under a cap: it enforces the device budget. On the CPU device it is an
 // allocator of ours, exact; on CUDA torch's caching allocator, told its share of the card.
 #include <c10/core/Device.h>
 
@@ -30,12 +30,12 @@ class DeviceMemory {
   virtual void reset_peak() = 0;
   virtual DeviceMemoryStats stats() const = 0;
   // Bytes of the device that its use takes beside tensors: context, kernels, handles of libraries. Measured once; 0 on
-  // the CPU, and where the driver's library does not tell.
+  // the CPU, and where the driver's library gives no answer.
   virtual std::uint64_t fixed() const { return 0; }
 };
 
-// Throws Exception where the calling thread computes on another stream of the card than torch's default one: what waits
-// for weights and takes gradients waits for that one alone.
+// Throws Exception where the calling thread does not compute on torch's default stream of the card: uploads and
+// downloads wait only for that stream.
 void expect_default_stream(c10::Device device);
 
 }  // namespace tierflow

@@ -1,6 +1,6 @@
 #pragma once
-// What the NVIDIA driver tells of a card: utilisation, power, energy, the link. Its library (NVML) is loaded when asked
-// for and belongs to the driver; a machine without it has no monitor and nothing else changes.
+// What the NVIDIA driver tells of a card: utilisation, power, energy, the link. Its library (NVML) belongs to the
+// driver and is loaded when a monitor is opened. A machine without it has no monitor; nothing else changes.
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -8,9 +8,9 @@
 
 namespace tierflow {
 
-// What the card does not tell is empty.
+// Values that the card does not report are empty.
 struct GpuSample {
-  std::optional<double> utilisation;  // share of the last moments in which a kernel ran, 0 to 1
+  std::optional<double> utilisation;  // share of the recent time in which a kernel ran, 0 to 1
   std::optional<double> power;        // W
   std::optional<double> energy;       // J, since the driver was loaded
 };
@@ -24,7 +24,7 @@ class GpuMonitor {
   GpuSample sample() const;
   // "PCIe 5.0 x16", and what it is below where it is below; empty where unknown.
   std::string link() const;
-  // Bytes that all processes, contexts included, have; empty where unknown.
+  // Bytes that all processes use, contexts included; empty where unknown.
   std::optional<std::uint64_t> bytes_used() const;
 
  private:

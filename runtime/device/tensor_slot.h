@@ -1,5 +1,5 @@
 #pragma once
-// Tensors side by side in one piece of device memory: how what is saved of a micro-batch lies in its slot.
+// Tensors side by side in one piece of device memory: how what is saved for an item lies in its slot.
 #include <torch/types.h>
 
 #include <cstddef>

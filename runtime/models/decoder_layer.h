@@ -1,7 +1,7 @@
 #pragma once
-// Single layers of a transformers model, for a client that drives the model itself: forward without a graph, and the
-// backward by hand, gradients of weights straight into their sums. What one backward adds to a sum is a bf16 value, so
-// that sums over micro-batches have the same bits wherever they are taken.
+// Single layers of a transformers model, for a client that drives the model itself: forward without a graph, and a
+// backward by hand that adds gradients of weights directly to their sums. What one backward adds to a sum is a bf16
+// value. So sums over micro-batches have the same bits wherever they are computed.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

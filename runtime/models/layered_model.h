@@ -39,12 +39,12 @@ struct HeadResult {
   Carry d_carry;        // gradient of loss_sum * scale
 };
 
-// What a forward leaves on the device so that its backward need not compute it again. No weight is in it.
+// What a forward leaves on the device so that its backward need not compute it again. It contains no weight.
 class KeptActivations {
  public:
   virtual ~KeptActivations() = default;
   // Tensors from which the model restores the rest without a matrix product: what is worth moving where the device has
-  // no room. As many of the same shapes for each call of one stage with carries of one shape.
+  // no room. For one stage and carries of one shape, their number and shapes are always the same.
   virtual std::vector<torch::Tensor> essentials() const = 0;
 };
 
@@ -66,14 +66,14 @@ class LayeredModel {
   virtual Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                          const Shared& shared, const Carry& d_out) const;
 
-  // For stages that can keep their activations: forward(), in training, with the same carry bit for bit, and
-  // backward() without the recomputation, with the same gradients bit for bit.
+  // For stages that can keep their activations. forward_keeping() is forward() in training, with the same carry bit for
+  // bit. backward_kept() is backward() without the recomputation, with the same gradients bit for bit.
   virtual bool can_keep(int /*stage*/) const { return false; }
   virtual std::unique_ptr<KeptActivations> forward_keeping(int stage, const Weights& weights, Carry& carry,
                                                            const Shared& shared) const;
   virtual Carry backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                               const Shared& shared, const Carry& d_out, std::unique_ptr<KeptActivations> kept) const;
-  // What forward_keeping() made from `carry`, bit for bit, of its essentials, whose memory it goes on to use.
+  // Restores from its essentials what forward_keeping() made from `carry`, bit for bit. The result uses their memory.
   virtual std::unique_ptr<KeptActivations> restore(int stage, const Weights& weights, const Carry& carry,
                                                    const Shared& shared, std::vector<torch::Tensor> essentials) const;
 

@@ -13,23 +13,23 @@ namespace tierflow {
 swap::Rates rates_of(const ModelSpec& spec, const Profile& profile);
 
 struct Prediction {
-  double step_seconds = 0;                          // of a step in the middle of a run
+  double step_seconds = 0;                          // of a warmed-up step: others ran before it
   swap::Summary step;                               // of that step's tasks
-  std::array<std::uint64_t, swap::kLanes> bytes{};  // that each lane moves in it
+  std::array<std::uint64_t, swap::kLanes> bytes{};  // that each lane moves in that step
   std::vector<swap::TaskRecord> records;            // of the run's first `steps`
 };
 
-// What a session may do without changing a bit, and what that gains: see SessionOptions.
+// Choices of a session that change no bit (see SessionOptions), and what they gain.
 struct Placement {
-  SessionPlan plan;  // with all of it
+  SessionPlan plan;  // with these choices
   Prediction prediction;
-  double step_seconds_without_swaps = 0;  // nothing swapped, no update deferred that need not be, none on the device
-  double step_seconds_plain_updates = 0;  // swapped as with all of it, updates as without
+  double step_seconds_without_swaps = 0;  // no swaps, only mandatory deferral, no update on the device
+  double step_seconds_plain_updates = 0;  // swaps as in `plan`; only mandatory deferral, no update on the device
 };
-// Sets how many micro-batches of blocks swap their activations, then, without clipping, which share of the updates is
-// deferred, and which runs on the device, where its rate was measured: the fastest of a few on the simulator's clock. A
-// swap has to gain a hundredth of a step's time, the others a fiftieth, for they cost traffic and room. What `options`
-// had of them does not matter. Throws Exception where the budgets are too small.
+// Sets in `options` how many micro-batches of blocks swap their activations; then, without clipping, which share of the
+// updates is deferred; and, where its rate was measured, which share runs on the device. It takes the fastest of a few
+// choices on the simulator's clock. Because they cost traffic and room, a swap must gain a hundredth of a step's time,
+// the others a fiftieth. Former values in `options` do not matter. Throws Exception where the budgets are too small.
 Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const Profile& profile);
 
 // The first `steps` steps of a run (at least 2), the last of which counts.

@@ -1,5 +1,5 @@
 #pragma once
-// What a probe of a model's stages found, and what probes of narrower models say of a wider one. No torch here.
+// What a probe of a model's stages found, and what probes of narrower models say about a wider one. No torch here.
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -17,12 +17,14 @@ struct ProbedModel {
   double spread = 0;                                      // of those: see Readings
 };
 
-// Floating-point operations of a stage's forward of one micro-batch, or what stands for them where it has no products.
+// Floating-point operations of a stage's forward for one micro-batch, or an equivalent for stages without matrix
+// products.
 double stage_operations(const ModelSpec& spec, int stage, std::int64_t micro_batch, std::int64_t sequence_length);
 
-// Into how many equal parts the model's width can be cut: heads and sizes are a multiple of it.
+// How many equal parts the model's width can be cut into: heads and sizes are multiples of it.
 int width_parts(const ModelSpec& spec);
-// The model with `parts` of those alone: fewer heads, narrower layers; as many layers, stages and vocabulary rows.
+// The model with only `parts` of these parts: fewer heads and narrower layers, the same layers, stages and vocabulary
+// rows.
 ModelSpec narrowed(const ModelSpec& spec, int parts);
 
 // What a probe of `spec` would find: bytes along a parabola through those of three narrower models, times of the widest

@@ -18,9 +18,9 @@ namespace tierflow {
 // A line for the user about what goes on.
 using Say = std::function<void(const std::string& line)>;
 
-// How far what was measured can be trusted.
+// How far the measurements can be trusted.
 struct Readings {
-  double spread = 0;       // of repeated readings: between their quartiles, as a share of the median, on average
+  double spread = 0;       // of repeated readings: distance of their quartiles as a share of the median, on average
   double other_cores = 0;  // that other programs took meanwhile
   bool corrected = false;  // by what a run showed since
 
@@ -45,8 +45,8 @@ struct ModelProfile {
   // As in ComputeNeeds.
   std::uint64_t stage_peak = 0, keeping_peak = 0, micro_batch_bytes = 0, device_fixed = 0, held_peak = 0;
   std::uint64_t process_bytes = 0;  // resident besides budgets: the program and LibTorch
-  // The share of the model's width that was measured: less than 1 where all of it would have taken longer than was
-  // allowed, and what stands here is scaled from that.
+  // The share of the model's width that was measured. It is less than 1 where the whole width would have taken longer
+  // than allowed; the values here are then scaled.
   double width = 1, seconds_allowed = 0;
   Readings readings;
 
@@ -60,21 +60,22 @@ struct Profile {
   MachineProfile machine;
   ModelProfile model;
 };
-// Why what is predicted from it may be off, in a few words; empty where all was measured on a machine at rest.
+// Why predictions from it may be wrong, in a few words; empty where everything was measured on a machine at rest.
 std::string doubt_of(const Profile& profile);
 
 // The files, one for a machine and one for a model on it, in $XDG_CACHE_HOME/tierflow or ~/.cache/tierflow. A file is
-// used where everything that its content depends on is as it was: processor, cores, threads, device, drives, the build
+// used while everything that its content depends on is unchanged: processor, cores, threads, device, drives, the build
 // of Tierflow; for a model also its shapes, micro-batch and sequence length.
 class ProfileCache {
  public:
   // `build` identifies what computes: the train library's size and time.
   ProfileCache(const ModelSpec& spec, const SessionOptions& options, const std::string& build, Say warn);
 
-  // Nothing where the file is missing or of something else; one that cannot be read is warned of and counts as missing.
+  // Empty where there is no file for this machine or model. A file that cannot be read causes a warning and counts as
+  // missing.
   std::optional<MachineProfile> machine() const;
   std::optional<ModelProfile> model() const;
-  // A folder that cannot be written is warned of: the next plan measures again.
+  // If the folder cannot be written there is a warning, and the next plan measures again.
   void keep(const MachineProfile& profile) const;
   void keep(const ModelProfile& profile) const;
 

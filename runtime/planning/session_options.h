@@ -1,5 +1,5 @@
 #pragma once
-// What a session is asked for. No torch: `tierflow plan` answers the same questions without one.
+// What a session is asked for. No torch here: `tierflow plan` uses the same options without it.
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -19,32 +19,32 @@ struct SessionOptions {
   std::vector<std::filesystem::path> storage;  // empty: everything must fit the host budget
   io::EngineKind engine = io::EngineKind::automatic;
   bool allow_buffered = false, allow_any_filesystem = false;
-  // Bytes that storage may be given to write in the session's life; 0: any number. A limit that loading and the first
-  // step would pass is refused; after that the client asks bytes_written_after_next_step().
+  // The most bytes that a session may write to storage; 0: any number. A limit that loading and the first step would
+  // exceed is refused. After that the client asks bytes_written_after_next_step().
   std::uint64_t write_limit = 0;
   std::function<void(const io::Notice&)>
-      on_notice;  // what the drives have to say; on a thread of theirs, must not block
+      on_notice;  // hears what the drives report; called on a thread of theirs, must not block
   Precision precision = Precision::fp32_master_adam8;
   std::optional<double> clip = 1.0;  // global gradient norm; none: updates run beside the backward
-  // Without clip: the share of the updates that waits for the next forward, each ahead of its own layer's. Changes no
-  // bit; choose_placement() finds the fastest.
+  // Without clip: the share of the updates that is deferred, each to run ahead of its own layer's next forward. Changes
+  // no bit; choose_placement() finds the fastest.
   double deferred_share = 0;
-  // The share of the units whose updates run on the device, as far as it has room. Changes no bit either.
+  // The share of the units whose updates run on the device, as far as it has room. It also changes no bit.
   double device_update_share = 0;
   std::int64_t micro_batch = 1;  // sequences in a micro-batch
   int micro_batches = 1;         // in a step
   std::int64_t sequence_length = 512;
   std::uint64_t seed = 0;  // of dropout and stochastic rounding
-  // Of how many micro-batches of blocks the activations are swapped, to the host and to storage, instead of computed
-  // again. Changes no bit; choose_placement() finds the fastest.
+  // How many items (micro-batches of blocks) swap their activations to the host, and how many to storage, instead of
+  // computing them again. Changes no bit; choose_placement() finds the fastest.
   int swap_to_host = 0, swap_to_storage = 0;
   int update_threads = 0;            // 0: as many as torch uses
-  bool keep_store = false;           // a store is made in any case: see commit() and export_store()
+  bool keep_store = false;           // make a store even if everything is resident: see commit() and export_store()
   bool fresh = false;                // what an earlier session left in `storage` is removed
   bool train = true;                 // false: evaluate() and export alone
   std::uint64_t chunk_elements = 0;  // 0: from the host budget
   std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests
-  bool record = false;               // keep when each task ran: see take_timeline()
+  bool record = false;               // record when each task ran: see take_timeline()
 };
 
 }  // namespace tierflow

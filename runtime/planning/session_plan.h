@@ -1,7 +1,7 @@
 #pragma once
-// FRONT DOOR of planning. What a model's shapes and a session's options come to: layout, arrangement, and the bytes
-// that storage holds and writes. Session and `tierflow plan` share it, so that what is predicted is what runs. No torch
-// here.
+// FRONT DOOR of planning. What follows from a model's shapes and a session's options: layout, arrangement, and the
+// bytes that storage holds and writes. Session and `tierflow plan` share it, so that what is predicted is what runs. No
+// torch here.
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -15,29 +15,30 @@
 
 namespace tierflow {
 
-// What computing takes on the device beside weights, gradients and saved carries, as StageProbe measured it.
+// Device memory that computing takes beside weights, gradients and saved inputs, as StageProbe measured it.
 struct ComputeNeeds {
-  std::vector<std::uint64_t> carry_bytes;  // by stage: its input for one micro-batch, in a carry slot; 0 for the first
-  // By stage: what one micro-batch's activations take beside the carries where the stage can keep them; 0 where it
-  // cannot.
+  std::vector<std::uint64_t> carry_bytes;  // by stage: its input for one micro-batch, as in a slot; 0 for the first
+  // By stage: bytes of one micro-batch's activations, besides the carries, if the stage can keep them; 0 if it cannot.
   std::vector<std::uint64_t> activation_bytes;
-  // By stage: what is moved of them where they are swapped; 0 where they cannot be.
+  // By stage: how many of those bytes move if they are swapped; 0 if they cannot be.
   std::vector<std::uint64_t> swapped_bytes;
   std::uint64_t keeping_peak = 0;       // as stage_peak, of a forward whose activations are kept to its end
   std::uint64_t stage_peak = 0;         // the most that one stage takes while it computes
-  std::uint64_t micro_batch_bytes = 0;  // alive beside that, a micro-batch: its carry, the gradient, ids and tables
+  std::uint64_t micro_batch_bytes = 0;  // in use besides, for each micro-batch: its carry, the gradient, ids and tables
 
-  std::uint64_t device_fixed = 0;  // whatever is computed: context, kernels, handles of libraries
-  std::uint64_t held_peak = 0;     // what torch then holds, blocks kept for reuse included; 0: not measured
+  std::uint64_t device_fixed = 0;  // always taken: context, kernels, handles of libraries
+  std::uint64_t held_peak = 0;     // what torch holds at that peak, with blocks cached for reuse; 0: not measured
 
-  // What is set aside of the device budget: an eighth more for blocks that are reused although a little too large.
+  // The part of the device budget that is set aside: an eighth more than measured, because torch reuses blocks that are
+  // a little too large.
   std::uint64_t workspace(int micro_batches) const;
   std::uint64_t swap_workspace() const;  // more, where activations are swapped
-  // What is likely used of it.
+  // How much of that is likely to be used.
   std::uint64_t expected(const swap::Arrangement& arrangement) const;
 };
 
-// Bytes that storage writes for each thing done once. deferred: of `update`, what deferred updates write.
+// Bytes that storage writes when each of these is done once. deferred: the part of `update` that deferred updates
+// write.
 struct WriteCost {
   std::uint64_t load = 0, activations = 0, gradients = 0, update = 0, deferred = 0, commit = 0;
 };
@@ -58,8 +59,8 @@ struct SessionPlan {
 // Throws Exception (usage) where a budget is too small, naming the smallest that works.
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
 
-// The same where what choose_placement() chose does not fit after all, because its profile was scaled from another
-// model's: then nothing of that is chosen, which changes no bit.
+// The same, but if what choose_placement() chose does not fit (its profile may be scaled from another model's), none of
+// these choices is used. That changes no bit.
 SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
 
 // What a store says of the model in it: enough to read it back without the session.

@@ -1,5 +1,5 @@
 #pragma once
-// What a run expects of its steps, from the profile of this machine, and what its steps say of that profile. Nothing
+// What a run expects of its steps, from the profile of this machine, and what its steps say about that profile. Nothing
 // here changes a bit of the run.
 #include <array>
 #include <optional>
@@ -17,8 +17,8 @@ class Forecast {
   // `options`, `spec` and `log` outlive it.
   Forecast(const TrainOptions& options, const ModelSpec& spec, TrainingLog& log);
 
-  // Sets what choose_placement() finds with the profile in the cache. Where there is none and a run of so many steps
-  // pays for it, this machine is measured first and the profile kept: before the session takes its memory.
+  // Sets what choose_placement() finds with the profile in the cache. If there is none and a run of `steps` steps pays
+  // for it, this machine is measured first, before the session takes its memory, and the profile is kept.
   void choose(SessionOptions& session, std::int64_t steps);
   // Says what the steps should take, where there is a profile.
   void predict_steps(const Session& session, const SessionOptions& options, RunSummary& summary);
@@ -26,8 +26,8 @@ class Forecast {
   // Around each step.
   void begin_step(const Session& session);
   void end_step(const Session& session, const StepResult& result);
-  // The run is over, however short: corrects the profile in the cache where the steps contradict it. Also done once
-  // there are enough of them.
+  // At the end of the run, however short: corrects the profile in the cache if the steps contradict it. end_step() does
+  // this earlier, once there are enough steps.
   void finish(const Session& session);
 
  private:

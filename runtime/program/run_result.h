@@ -1,5 +1,5 @@
 #pragma once
-// The model folder that a run writes at its end, and what becomes of the state where it cannot.
+// The model folder that a run writes at its end, and what happens to the state if it cannot be written.
 #include <optional>
 
 #include "runtime/checkpoint/result_folder.h"
@@ -16,11 +16,11 @@ class RunResult {
 
   // Throws Exception (kind environment) where --out has no room for weights of the model and what goes with them.
   void check_space(const ModelSpec& spec) const;
-  // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. Where that
-  // fails the state stays in the storage folders, and the Exception says how it is got out.
+  // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. If that
+  // fails the state stays in the storage folders, and the Exception gives the command that exports it.
   void write(Session& session, const Progress& progress);
   // The model is no result: what was written of it is removed, and its state stays in the storage folders. Throws
-  // Exception (kind numeric) that says why, and how the state is got out.
+  // Exception (kind numeric) that says why, and gives the command that exports the state.
   [[noreturn]] void refuse(Session& session, const std::string& why);
 
  private:

@@ -22,9 +22,9 @@ class StepTrace {
   bool wanted() const { return !path_.empty(); }
   // Drops what ran since the last step: loading and evaluation.
   void begin_step(Session& session);
-  // Keeps the timeline of a step that is among the first; with the last of those the file is written.
+  // Keeps the timeline of one of the first kTracedSteps steps; after the last of these the file is written.
   void end_step(std::int64_t step, Session& session, const std::optional<Prediction>& prediction);
-  // After a run of `steps` steps: writes what there is where the run was shorter than what is traced.
+  // After a run of `steps` steps: if the run was shorter than kTracedSteps, writes what there is.
   void finish(std::int64_t steps, const std::optional<Prediction>& prediction);
 
  private:

@@ -20,16 +20,16 @@ std::string norm_text(double norm);
 
 class TrainingLog {
  public:
-  // log_json: empty for none. A file that could not be written is an Exception; nothing is changed on the drive yet.
+  // log_json: empty for none. Throws Exception for a file that could not be written; changes nothing on the drive yet.
   TrainingLog(const std::filesystem::path& log_json, bool json_on_stdout);
   ~TrainingLog();
 
-  // The run is sure to start: opens the file, with the objects that came before. One of an earlier run keeps its
-  // content under the first free name of FILE.1, FILE.2 and so on. From here on what cannot be written is a warning:
-  // the run goes on without it.
+  // Call when nothing can keep the run from starting. Opens the file and writes the objects so far. The log of an
+  // earlier run keeps its content under the first free name of FILE.1, FILE.2 and so on. From here on, if the log
+  // cannot be written there is a warning, and the run goes on without it.
   void begin();
 
-  // Steps from now on tell what the card did; null: nothing of it.
+  // From now on, steps report what the card did; null: they do not.
   void watch(std::unique_ptr<GpuMonitor> gpu);
   // A line that stays.
   void say(const std::string& line);
@@ -42,7 +42,7 @@ class TrainingLog {
   std::string limiting_lane(const Session& session) const;
   double tokens_per_second() const { return training_seconds_ > 0 ? tokens_ / training_seconds_ : 0; }
   double training_seconds() const { return training_seconds_; }
-  // The median, of all steps but the first where there are more.
+  // The median of the steps, without the first one if there are others.
   double typical_step_seconds() const;
   double terabytes_a_step() const { return steps_ > 0 ? terabytes_ / static_cast<double>(steps_) : 0; }
 

@@ -1,7 +1,7 @@
 #pragma once
-// A model of one's own torch::nn::Modules. Each layer maps (carry, shared) to a carry; repeated layers share one
-// template module whose parameters are rebound to each layer's weights in turn, so they are never all constructed at
-// once.
+// A model of one's own torch::nn::Modules. Each layer maps (carry, shared) to a carry. Repeated layers share one
+// template module; its parameters are rebound to the weights of one layer after the other, so the layers are never all
+// constructed at once.
 #include <torch/nn/module.h>
 
 #include <functional>
@@ -13,8 +13,8 @@
 
 namespace tierflow {
 
-// A layer: register parameters and submodules as usual and implement forward(). It computes in bf16 on weights that are
-// only there during the call: keep no tensor that shares storage or a graph with a parameter. The first layer gets an
+// A layer: register parameters and submodules as usual and implement forward(). It computes in bf16 on weights that
+// exist only during the call: keep no tensor that shares storage or a graph with a parameter. The first layer gets an
 // empty carry and reads shared.ids; the last returns {loss}: the loss summed over the labels that count, a scalar.
 class Layer : public torch::nn::Module {
  public:

@@ -1,7 +1,6 @@
 #pragma once
-// FRONT DOOR of session: a model whose state streams, and its steps. Throws Exception, or std::logic_error for a
-// defect of its own; after an exception from step() or evaluate() the session can only be destroyed, unless intact()
-// says otherwise.
+// FRONT DOOR of session: a model whose state streams, and its steps. Throws Exception, or std::logic_error for a defect
+// of its own; after an exception from step() or evaluate() the session can only be destroyed, unless intact() is true.
 #include <array>
 #include <cstdint>
 #include <filesystem>
@@ -34,7 +33,7 @@ struct StepResult {
   double grad_norm = 0;   // of the step's gradients as applied, before clipping
   bool skipped = false;   // a loss or gradient was not finite: nothing was changed
   std::int64_t tokens = 0;
-  std::int64_t computed_again = 0;  // stages that memory ran out in once, and that fitted when caches were freed
+  std::int64_t computed_again = 0;  // stages in which memory ran out once and that fitted after caches were freed
   double seconds = 0;
   double tokens_per_s = 0;
 };
@@ -50,10 +49,10 @@ class Session {
   Session(Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {});
   ~Session();
 
-  // One optimizer step over exactly options.micro_batches micro-batches. Where device memory runs out in a stage,
-  // caches are freed and, unless gradients of it are added up already, the stage is computed once more; where that does
-  // not help, the step is dropped whole with an Exception of kind memory, and the session stays intact: the model
-  // stands after the step before. Without clipping that holds as long as no update of the step has run.
+  // One optimizer step over exactly options.micro_batches micro-batches. If device memory runs out in a stage, caches
+  // are freed and the stage is computed once more, unless some of its gradients are already added up. If that does not
+  // help, the whole step is dropped with an Exception of kind memory, and the session stays intact: the model is that
+  // of the step before. Without clipping this holds as long as no update of the step has run.
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
   StepResult step(const std::vector<MicroBatch>& batches) { return step(batches, adamw_lr()); }
   // Mean loss over the micro-batches, forward only.
@@ -64,30 +63,30 @@ class Session {
 
   // An HF folder: config.json and bf16 safetensors, streamed. tokenizer files are the caller's to copy.
   void export_hf(const std::filesystem::path& folder, const Progress& progress = {});
-  // fp32 master values of a tensor, for looking at: of one in the specification's units, or of the checkpoint's by
-  // name, its tiles put together.
+  // fp32 master values of a tensor, for inspection: a tensor of the specification's units, or a checkpoint's tensor by
+  // its name, with its tiles put together.
   std::vector<float> master(int unit, int tensor);
   std::vector<float> master(const std::string& name);
 
-  // False after an exception that leaves nothing to do but to destroy the session.
+  // False after an exception after which the session can only be destroyed.
   bool intact() const;
   std::uint64_t skipped_steps() const;
   std::uint64_t parameters() const;
   MemoryUse memory() const;
   std::array<swap::LaneCounters, swap::kLanes> lanes() const;
-  // With record: the tasks that ended since the last call. Memory grows until it is called.
+  // With SessionOptions::record: the tasks that ended since the last call. They take memory until then.
   std::vector<swap::TaskRecord> take_timeline();
   // Empty where everything is resident.
   std::optional<io::VolumeMode> storage_mode() const;
   std::vector<io::DriveStats> drives() const;
   std::uint64_t bytes_written() const;  // to storage, loading included
-  // What bytes_written() will be when the next step is done and its state exported, or committed with keep_store.
+  // What bytes_written() will be after the next step and an export of its state, or a commit with keep_store.
   std::uint64_t bytes_written_after_next_step() const;
   std::string describe() const;  // one paragraph: what lives where
   const LayeredModel& model() const;
   const SessionPlan& plan() const;
-  // Makes the state as it is now the one that the storage folders hold, durably: it outlives the session. Throws
-  // Exception (kind usage) where everything is resident without keep_store.
+  // Makes the present state durable in the storage folders, so that it outlives the session. Throws Exception (kind
+  // usage) where everything is resident without keep_store.
   void commit();
 
  private:

@@ -20,7 +20,7 @@ struct Session::Impl {
   ProbedModel probe();
   void check_write_limit() const;
   void make_store();
-  std::uint64_t writes_of_next_step() const;  // those of bringing its state out included
+  std::uint64_t writes_of_next_step() const;  // an export's or commit's included
   void load(const WeightSource& weights, const Progress& progress);
 
   // session.cpp
@@ -30,7 +30,7 @@ struct Session::Impl {
   void check_deferred(const OptimizerWork& work) const;
   void throw_if_out_of_memory();
   void flush();
-  // Of a step with this learning rate: its updates, and the deferred ones of the step before.
+  // The work of a step with this learning rate: its own updates, and the pending ones of the step before.
   std::shared_ptr<OptimizerWork> make_work(double lr);
   swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
   void leave() { throw_if(executor->leave()); }
@@ -62,15 +62,16 @@ struct Session::Impl {
   std::unique_ptr<swap::Executor> executor;  // last: drains before the rest goes
 
   std::vector<Carry> carries;             // by micro-batch: input of the stage at hand, then its gradient
-  std::vector<std::vector<Carry>> saved;  // by stage and micro-batch, where they stay on the device
-  // By stage and micro-batch: activations that stay on the device, and what lies in the slot of those that do not.
+  std::vector<std::vector<Carry>> saved;  // by stage and micro-batch: inputs that stay on the device
+  // By stage and micro-batch: activations that stay on the device, and the shapes of what lies in the slot for the
+  // others.
   std::map<std::pair<int, int>, std::unique_ptr<KeptActivations>> kept;
   struct Saved {
     std::vector<TensorShape> input, activations;
   };
   std::map<std::pair<int, int>, Saved> in_slot;
   std::int64_t steps = 0, skipped = 0;
-  bool pending = false;  // deferred gradients wait for their update
+  bool pending = false;  // deferred updates of the step before have not run yet
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;
   bool committed = false;

@@ -1,6 +1,6 @@
 #pragma once
-// Computes one micro-batch in a stage of each class, on weights of its own: what that takes of the device's memory and,
-// where asked, of time.
+// Computes one micro-batch in a stage of each class, on weights of its own, and measures the device memory that this
+// takes and, where asked, the time.
 #include <functional>
 #include <vector>
 
@@ -23,7 +23,7 @@ class StageProbe {
   // `timing`: also measure the time, with weights and gradients in memory of its device as a session has them.
   StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device, StageTiming timing = {});
 
-  // One micro-batch of that shape. What torch throws where memory ends passes through.
+  // One micro-batch of that shape. Where memory runs out, torch's exception passes through.
   ProbedModel measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train);
 
  private:
@@ -50,9 +50,9 @@ class StageProbe {
   const StageTiming timing_;
   swap::Device* const seconds_on_;
   std::vector<std::uint64_t> peaks_;               // by stage
-  double timed_seconds_ = 0, spread_seconds_ = 0;  // of the readings, and how far they lay apart
-  bool settled_ = false;  // as in the middle of a run: nothing is timed, and torch keeps what it has
-  torch::Tensor swept_;   // what evicts a stage's weights from the caches before it is timed
+  double timed_seconds_ = 0, spread_seconds_ = 0;  // of the readings, and their spread
+  bool settled_ = false;                           // warmed up: caches kept, untimed
+  torch::Tensor swept_;                            // what evicts a stage's weights from the caches before it is timed
 };
 
 }  // namespace tierflow

@@ -46,11 +46,11 @@ struct ModelConfig {
 
 enum class Init : std::uint8_t { zeros, ones, normal };
 
-// Where layers that would dictate the device budget are cut. Shapes decide, never a budget: every run of a model has
-// the same units and stages, and so the same bits.
+// Above which size a layer is cut, so that it does not dictate the device budget. Shapes decide, never a budget: every
+// run of a model has the same units and stages, and so the same bits.
 struct Tiling {
-  // An embedding or head with more elements becomes tiles of consecutive vocabulary rows, each with at most as many
-  // (and at least one row).
+  // An embedding or head with more elements becomes tiles of consecutive vocabulary rows. A tile has at most so many
+  // elements, and at least one row.
   std::int64_t vocabulary_elements = std::int64_t{1} << 27;
   // A block with more becomes two stages with a unit each: attention and MLP.
   std::int64_t block_elements = std::int64_t{1} << 29;
@@ -93,7 +93,7 @@ struct StageSpec {
   std::int64_t block = -1;             // index of the block, -1 for the others
   std::vector<int> units;              // indices into ModelSpec::units
   std::int64_t first_row = 0;          // of the vocabulary, in its tile
-  bool backward_needs_input = true;    // the backward takes the stage's input; where false, nobody keeps that
+  bool backward_needs_input = true;    // the backward takes the stage's input; if false, it is not saved
   bool backward_needs_weights = true;  // the backward takes the weights
 };
 

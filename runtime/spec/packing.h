@@ -43,7 +43,7 @@ struct PackedModel {
   std::uint64_t trainable_parameters = 0;
 };
 PackedModel pack(const ModelSpec& spec, Precision precision);
-// The formats that states have under a policy, by the name that a group of them carries (swap::GroupShape::precision).
+// The formats of states under a policy, each with the name that its groups have (swap::GroupShape::precision).
 std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precision);
 
 // Typed pointers into one chunk's state bytes: lo | m | v | absmax of m | absmax of v.

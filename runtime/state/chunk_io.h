@@ -1,6 +1,6 @@
 #pragma once
-// FRONT DOOR of state, which a session and a streamer share. Tensors to and from the extents of an executor, between
-// its plans. Throws Exception.
+// FRONT DOOR of state, which a session and a streamer share. Moves tensors to and from the extents of an executor,
+// between its plans. Throws Exception.
 #include <cstdint>
 #include <vector>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What a session or a streamer holds, beside what it may hold.
+// What a session or a streamer uses, and what it may use.
 #include <cstdint>
 
 namespace tierflow {

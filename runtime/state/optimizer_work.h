@@ -23,25 +23,25 @@ class UpdateThreads {
   std::unique_ptr<Impl> impl_;
 };
 
-// One step's work: the updates that the step before deferred, by `deferred_params`, and those of its own, which are not
-// deferred, by `params`.
+// One step's work: the deferred updates of the step before, with `deferred_params`, and the step's own updates that are
+// not deferred, with `params`.
 class OptimizerWork final : public swap::HostWork {
  public:
   // deferred: by chunk; outlives this, as the others do. skips_whole: no update of a step runs before all its gradients
-  // are measured, so that one which is not finite costs the step and no more. Otherwise it is an error, for what was
-  // updated before it stays.
+  // are measured. Then a gradient that is not finite only costs this step. Otherwise it is an error, because updates
+  // that ran before it cannot be undone.
   OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads,
                 const std::vector<bool>& deferred, bool skips_whole, optim::AdamWParams params,
                 optim::AdamWParams deferred_params, float weight_decay, std::uint64_t seed);
 
   io::Error measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) override;
-  // Measures too where the update is not deferred: measure() is then never called.
+  // Also measures if the update is not deferred: measure() is then never called.
   io::Error update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                    std::span<std::byte> state) override;
   io::Error update_on_device(const swap::Chunk& chunk, swap::Device& device, const swap::DeviceUpdate& at) override;
 
   // Call before the first gradient of this step: drops its updates, so that they leave state and weights as they are.
-  // Those that were deferred by the step before are not concerned.
+  // Deferred updates of the step before still run.
   void skip_updates() { skip_ = true; }
   // After the executor's finish_updates(). The norm of all gradients as applied (bf16), summed in an order that no cut
   // changes.
@@ -59,7 +59,7 @@ class OptimizerWork final : public swap::HostWork {
   };
   std::vector<Piece> pieces_of(const swap::Chunk& chunk, std::uint64_t most) const;
   optim::AdamWParams params_of(const swap::Chunk& chunk, const Piece& piece) const;
-  // Whether what was measured of the chunk lets the step go on.
+  // An error if the chunk's gradient is not finite and the step cannot be skipped.
   io::Error check_finite(const swap::Chunk& chunk) const;
   int chunk_id(const swap::Chunk& chunk) const { return layout_.first_chunk(chunk.unit) + chunk.index; }
 

@@ -16,8 +16,8 @@ namespace tierflow {
 void save_stream_state(swap::Executor& executor, const swap::Layout& layout, const PackedModel& packed,
                        const std::vector<UnitSpec>& units, const std::filesystem::path& path, const Progress& progress);
 
-// Nothing has changed where the file is refused: another model, shape or precision. An error of the file or of
-// storage later than that leaves the state torn.
+// If the file is refused (another model, shape or precision), nothing has changed. A later error of the file or of
+// storage leaves the state torn.
 void load_stream_state(swap::Executor& executor, const swap::Layout& layout, const PackedModel& packed,
                        const std::vector<UnitSpec>& units, const std::filesystem::path& path, const Progress& progress);
 

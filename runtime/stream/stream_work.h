@@ -1,6 +1,6 @@
 #pragma once
-// The update lane's work for a Streamer: norms tensor by tensor, fp32 sums of gradients, and AdamW with parameters of
-// each tensor's own.
+// The update lane's work for a Streamer: norms tensor by tensor, fp32 sums of gradients, and AdamW with its own
+// parameters for each tensor.
 #include <atomic>
 #include <cstdint>
 #include <mutex>
@@ -46,7 +46,7 @@ class StreamWork final : public swap::HostWork {
     int tensor = 0;
   };
   std::vector<Piece> pieces_of(const swap::Chunk& chunk) const;
-  // Keeps what measure_piece finds in each piece: whether it is finite, and the sum of its squares. On the threads.
+  // Runs measure_piece on the threads, and stores for each piece the sum of its squares, and whether all are finite.
   void measure_pieces(const swap::Chunk& chunk,
                       const std::function<bool(const Piece& piece, double& squares)>& measure_piece);
   int chunk_id(const swap::Chunk& chunk) const { return layout_.first_chunk(chunk.unit) + chunk.index; }

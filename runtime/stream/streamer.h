@@ -1,7 +1,7 @@
 #pragma once
-// FRONT DOOR of stream. Parameters that stream, for computation whose order its caller decides: modules of Python, a
-// loop of one's own. The caller takes a turn for each module it is about to run; what followed that turn the last time
-// is fetched meanwhile. Throws Exception. One thread at a time; waits sleep.
+// FRONT DOOR of stream. Parameters that stream, for computation in an order that the caller decides: modules of Python,
+// or the caller's own loop. The caller takes a turn for each module that it is about to run. What followed that turn
+// the last time is fetched meanwhile. Throws Exception. One thread at a time; waits sleep.
 #include <torch/types.h>
 
 #include <array>
@@ -38,15 +38,15 @@ struct StreamerOptions {
   std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests
 };
 
-// A tensor that save() writes as such, or a part of one: the elements in order.
+// A tensor as save() writes it: all elements of a streamed tensor, or a part of them, in order.
 struct SavedPart {
   std::string name;
   std::vector<std::int64_t> shape;
 };
-// The tensors that save() cuts each streamed one into, by unit and tensor; none: it is not written.
+// By unit and tensor: the tensors into which save() cuts each streamed one; none: it is not written.
 using SavedParts = std::vector<std::vector<std::vector<SavedPart>>>;
 
-// A tensor that save() writes beside the streamed ones; `values` is asked for when it is its turn.
+// A tensor that save() writes besides the streamed ones; `values` is called just before it is written.
 struct ExtraTensor {
   SavedPart as;
   torch::ScalarType type;
@@ -55,29 +55,30 @@ struct ExtraTensor {
 
 class Streamer {
  public:
-  // turns: for each module that runs on its own, the units whose weights it needs. Every unit is in one at least.
+  // turns: for each module that runs on its own, the units whose weights it needs. Every unit is in at least one of
+  // them.
   Streamer(std::vector<UnitSpec> units, std::vector<std::vector<int>> turns, const WeightSource& weights,
            StreamerOptions options, const Progress& progress = {});
   ~Streamer();
 
-  // Waits for the weights of a turn: bf16, unit after unit, in UnitSpec order; views of memory that is there until
-  // leave(). pass: forward, backward or evaluate. gradients: backward, which of the turn's units get gradients
-  // (trainable ones alone). keep: see swap::VisitRequest.
+  // Waits for the weights of a turn: bf16, unit after unit, in UnitSpec order; views of memory that is valid until
+  // leave(). pass: forward, backward or evaluate. gradients: in a backward, which of the turn's units get gradients
+  // (only trainable ones). keep: see swap::VisitRequest.
   Weights enter(int turn, swap::Pass pass, const std::vector<bool>& gradients, bool keep);
-  // Between enter() and leave() of a backward turn: from now on each of these leaves, enter()'s weights, gives its
-  // gradient to its sum the moment autograd has it complete, and keeps none.
+  // Between enter() and leave() of a backward turn: `leaves` are enter()'s weights. From now on, each leaf's gradient
+  // is added to its sum as soon as autograd has completed it, and is then freed.
   void collect(const Weights& leaves);
   // The same by hand: the gradient of each weight, undefined where there is none.
   void add(const Gradients& gradients);
-  // The same for computation that adds as it goes: the fp32 sum beside each of enter()'s weights that requires a
-  // gradient, which counts as given; undefined beside the others. Memory as that of enter().
+  // The same for computation that adds to the sums itself. Returns the fp32 sum for each of enter()'s weights that
+  // requires a gradient, undefined for the others. Each returned sum counts as added to. Valid until leave().
   Gradients sums(const Weights& leaves);
   void leave();
   bool inside() const;
   // Whether an address is in memory that turns reuse.
   bool owns(const void* address) const;
 
-  // Backward turns that the unit's gradient sums up; 0 where it has none.
+  // How many backward turns the unit's gradient sums up; 0 if it has none.
   int gradients_of(int unit) const;
   // Whether the tensor had a gradient in one of them.
   bool touched(int unit, int tensor) const;
@@ -86,7 +87,7 @@ class Streamer {
   bool finite(int unit);
   // fp32, before scaling. Between turns.
   torch::Tensor gradient(int unit, int tensor);
-  // Forgets the gradient of a unit, wherever a step that was broken off left it, or of one tensor of it, which is then
+  // Drops the gradient of a unit, wherever an interrupted step left it; or forgets that of one tensor, which is then
   // not updated.
   void drop_gradient(int unit);
   void forget(int unit, int tensor);
@@ -103,8 +104,8 @@ class Streamer {
   void save(const std::filesystem::path& folder, const SavedParts& parts, const std::vector<ExtraTensor>& extra,
             std::uint64_t shard_bytes, const Progress& progress = {});
 
-  // Weights, masters and moments of everything that is trained, exactly, to one file and back (stream_state.h). Between
-  // steps: gradients are not in it.
+  // Writes weights, masters and moments of everything that is trained to one file, exactly, and reads them back
+  // (stream_state.h). Call between steps: gradients are not in the file.
   void save_state(const std::filesystem::path& file, const Progress& progress = {});
   void load_state(const std::filesystem::path& file, const Progress& progress = {});
 

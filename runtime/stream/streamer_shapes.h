@@ -1,5 +1,5 @@
 #pragma once
-// What a Streamer's budgets come to: packing, layout and arrangement. Shared by streamer*.cpp.
+// What follows from a Streamer's units and budgets: packing, layout and arrangement. Shared by streamer*.cpp.
 #include <memory>
 
 #include "runtime/stream/streamer.h"
@@ -9,7 +9,7 @@
 namespace tierflow {
 
 struct StreamShapes {
-  // An Exception of kind usage where the budgets are too small names the smallest that work.
+  // Throws Exception (kind usage) where the budgets are too small, naming the smallest that work.
   StreamShapes(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,
                const StreamerOptions& options);
   // Lays out and arranges; false where the budgets are too small.
