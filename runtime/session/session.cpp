@@ -41,7 +41,7 @@ Session::Session(Model model, SessionOptions options, AdamW adamw, const Progres
 Session::~Session() = default;
 
 StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
-  const StepResult result = guarded(*impl_->executor, [&] { return impl_->step(batches, lr); });
+  const StepResult result = guarded(impl_->executor(), [&] { return impl_->step(batches, lr); });
   impl_->throw_if_out_of_memory();
   return result;
 }
@@ -49,12 +49,12 @@ double Session::evaluate(const std::vector<MicroBatch>& batches) {
   return evaluate(static_cast<std::int64_t>(batches.size()), [&](std::int64_t index) { return batches[index]; });
 }
 double Session::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make) {
-  const double loss = guarded(*impl_->executor, [&] { return impl_->evaluate(count, make); });
+  const double loss = guarded(impl_->executor(), [&] { return impl_->evaluate(count, make); });
   impl_->throw_if_out_of_memory();
   return loss;
 }
 bool Session::intact() const {
-  return !impl_->executor->failed();
+  return !impl_->executor().failed();
 }
 double Session::adamw_lr() const {
   return impl_->adamw.lr;
@@ -66,10 +66,10 @@ std::uint64_t Session::parameters() const {
   return static_cast<std::uint64_t>(impl_->model->spec().parameters());
 }
 std::array<swap::LaneCounters, swap::kLanes> Session::lanes() const {
-  return impl_->executor->counters();
+  return impl_->executor().counters();
 }
 std::vector<swap::TaskRecord> Session::take_timeline() {
-  return impl_->executor->take_records();
+  return impl_->executor().take_records();
 }
 const LayeredModel& Session::model() const {
   return *impl_->model;
@@ -131,11 +131,11 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     return result;
   }
   const auto work = make_work(lr);
-  executor->append(planner->train_step(pending), work);
+  executor().append(planner->train_step(pending), work);
   forward_all(shared, swap::Pass::forward);
   head_all(shared, 1.0 / static_cast<double>(std::max<std::int64_t>(targets, 1)), result, *work);
   backward_all(shared, *work);
-  throw_if(executor->finish_updates());
+  throw_if(executor().finish_updates());
   if (out_of_memory) {
     drop_step(*work);
     return result;
@@ -202,7 +202,7 @@ std::shared_ptr<OptimizerWork> Session::Impl::make_work(double lr) {
                               .step = std::max<std::int64_t>(step, 1),
                               .gradient_scale = static_cast<float>(scale)};
   };
-  return std::make_shared<OptimizerWork>(plan.packed, *plan.layout, threads, plan.arrangement.deferred,
+  return std::make_shared<OptimizerWork>(plan.packed, *plan.layout, state->threads(), plan.arrangement.deferred,
                                          plan.arrangement.staged, params(updates_done + 1, lr, 1.0),
                                          params(pending_step, pending_lr, pending_scale),
                                          static_cast<float>(adamw.weight_decay), mix(options.seed));
@@ -211,35 +211,16 @@ std::shared_ptr<OptimizerWork> Session::Impl::make_work(double lr) {
 void Session::Impl::flush() {
   if (pending) {
     const auto work = make_work(pending_lr);
-    executor->append(planner->flush(), work);
-    throw_if(executor->drain());
+    executor().append(planner->flush(), work);
+    throw_if(executor().drain());
     check_deferred(*work);
     pending = false;
   }
-  throw_if(executor->drain());
+  throw_if(executor().drain());
 }
 
 swap::Entered Session::Impl::enter(int stage, swap::Pass pass, int micro_batch) {
-  return value_or_throw(executor->enter(stage, pass, micro_batch));
-}
-
-Weights Session::Impl::weights_of(const swap::Entered& entered) const {
-  Weights weights;
-  const swap::StageShape& stage = plan.layout->stages()[entered.visit->stage];
-  for (std::size_t position = 0; position < stage.units.size(); ++position) {
-    const UnitSpec& unit = model->spec().units[stage.units[position]];
-    const PackedUnit& packed_unit = plan.packed.units[stage.units[position]];
-    std::vector<torch::Tensor> tensors(unit.tensors.size());
-    for (const PackedTensor& tensor : packed_unit.tensors) {
-      const auto& shape = unit.tensors[tensor.tensor].shape;
-      const std::uint64_t at = entered.visit->weights[position];
-      if (at == swap::kNowhere) continue;  // an embedding's backward has no weights
-      tensors[tensor.tensor] = torch::from_blob(entered.arena + at + 2 * tensor.offset, shape,
-                                                torch::TensorOptions().dtype(torch::kBFloat16).device(torch_device));
-    }
-    for (torch::Tensor& tensor : tensors) weights.push_back(std::move(tensor));
-  }
-  return weights;
+  return value_or_throw(executor().enter(stage, pass, micro_batch));
 }
 
 Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_batch) const {

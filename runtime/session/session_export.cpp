@@ -8,32 +8,22 @@ namespace tierflow {
 
 namespace {
 
-using ReadWords = std::function<void(int chunk, const std::function<void(std::span<std::byte>)>& use)>;
-
-// Tensors in the order in which their units' chunks hold them, each chunk read once.
-void export_words(const ModelSpec& spec, const PackedModel& packed, const swap::Layout& layout,
-                  const std::filesystem::path& folder, const ReadWords& read, const Progress& progress) {
+std::vector<TensorHeader> headers_of(const ModelSpec& spec, const PackedModel& packed) {
   std::vector<TensorHeader> headers;
-  std::uint64_t done = 0, total = 0;
   for (std::size_t index = 0; index < packed.units.size(); ++index)
     for (const PackedTensor& tensor : packed.units[index].tensors) {
       const TensorSpec& of = spec.units[index].tensors[tensor.tensor];
       if (of.first_row == 0)  // its other tiles follow
         headers.push_back({.name = of.name, .dtype = Dtype::bf16, .shape = of.checkpoint_shape()});
-      total += tensor.elements;
     }
-  CheckpointWriter writer(folder, std::move(headers));
-  for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
-    const swap::Chunk& chunk = layout.chunks()[id];
-    read(id, [&](std::span<std::byte> words) {
-      for_each_piece(packed.units[chunk.unit], chunk,
-                     [&](const PackedTensor&, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
-                       writer.write(words.subspan(2 * in_chunk, 2 * count));
-                       done += count;
-                     });
-    });
-    if (progress) progress("exporting", done, total);
-  }
+  return headers;
+}
+
+void export_weights(const ModelSpec& spec, const PackedModel& packed, const swap::Layout& layout,
+                    const std::filesystem::path& folder, const ReadChunk& read, const Progress& progress) {
+  CheckpointWriter writer(folder, headers_of(spec, packed));
+  write_weights(
+      writer, packed, layout, [](int, int) { return true; }, read, "exporting", progress);
   writer.finish(spec.config_json);
 }
 
@@ -52,10 +42,9 @@ ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) 
 void Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
   Impl& impl = *impl_;
   impl.flush();
-  export_words(
+  export_weights(
       impl.model->spec(), impl.plan.packed, *impl.plan.layout, folder,
-      [&](int chunk, const auto& use) { throw_if(impl.executor->access(swap::ExtentKind::hi, chunk, false, use)); },
-      progress);
+      [&](int chunk, const auto& use) { impl.state->read_chunk(chunk, use); }, progress);
 }
 
 void Session::commit() {
@@ -64,7 +53,7 @@ void Session::commit() {
     throw Exception(io::ErrorKind::usage, "the session has no storage: there is no state that outlives it");
   impl.committed = true;  // of a commit that fails nobody knows how far it came: nothing is removed
   impl.flush();
-  throw_if(impl.executor->write_back());
+  throw_if(impl.executor().write_back());
   throw_if(impl.store->commit(nlohmann::json{{"step", impl.steps}, {"updates", impl.updates_done}}.dump()));
 }
 
@@ -83,7 +72,7 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
   options.gradient_chunks = contents.gradient_chunks;
   options.identity = contents.identity;
   const auto store = value_or_throw(swap::Store::open(std::move(options), layout));
-  export_words(
+  export_weights(
       spec, packed, layout, folder,
       [&](int chunk, const auto& use) {
         io::Buffer buffer = value_or_throw(store->fetch(swap::ExtentKind::hi, chunk));
@@ -95,30 +84,8 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
 std::vector<float> Session::master(int unit, int tensor) {
   Impl& impl = *impl_;
   impl.flush();
-  const PackedUnit& packed = impl.plan.packed.units[unit];
   std::vector<float> values(impl.model->spec().units[unit].tensors[tensor].elements());
-  const int first = impl.plan.layout->first_chunk(unit);
-  for (const swap::Chunk& chunk : impl.plan.layout->chunks_of(unit)) {
-    const int id = first + chunk.index;
-    std::vector<std::uint16_t> hi(chunk.elements), lo(chunk.elements);
-    throw_if(impl.executor->access(swap::ExtentKind::hi, id, false, [&](std::span<std::byte> bytes) {
-      std::memcpy(hi.data(), bytes.data(), bytes.size());
-    }));
-    const bool whole =
-        packed.formats[chunk.group].master == optim::MasterFormat::split && impl.options.train && chunk.trainable;
-    if (whole)
-      throw_if(impl.executor->access(swap::ExtentKind::state, id, false, [&](std::span<std::byte> bytes) {
-        std::memcpy(lo.data(), bytes.data(), 2 * lo.size());
-      }));
-    for_each_piece(
-        packed, chunk,
-        [&](const PackedTensor& piece, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-          if (piece.tensor != tensor) return;
-          if (whole)
-            return optim::join_master(hi.data() + in_chunk, lo.data() + in_chunk, values.data() + in_tensor, count);
-          for (std::uint64_t i = 0; i < count; ++i) values[in_tensor + i] = optim::float_from_bf16(hi[in_chunk + i]);
-        });
-  }
+  impl.state->read_master(unit, tensor, values.data());
   return values;
 }
 
@@ -166,7 +133,7 @@ std::string Session::describe() const {
     text += "; " + share(impl.plan.arrangement.deferred) + " of the updates wait for the next forward";
   if (on_host != 0) text += ", the boundary activations of " + std::to_string(on_host) + " layers";
   if (impl.options.device != "cpu") {
-    const std::string note = impl.executor->pin_note();
+    const std::string note = impl.executor().pin_note();
     text += "; " + (note.empty() ? "all of the host memory is pinned" : note);
   }
   if (impl.store != nullptr) text += "; storage: " + mib(impl.store->volume().size());

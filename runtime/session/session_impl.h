@@ -6,7 +6,7 @@
 #include "runtime/device/tensor_slot.h"
 #include "runtime/session/session.h"
 #include "runtime/session/stage_probe.h"
-#include "runtime/state/optimizer_work.h"
+#include "runtime/state/streamed_state.h"
 #include "swap/planner.h"
 
 namespace tierflow {
@@ -21,7 +21,6 @@ struct Session::Impl {
   void check_write_limit() const;
   void make_store();
   std::uint64_t writes_of_next_step() const;  // an export's or commit's included
-  void load(const WeightSource& weights, const Progress& progress);
 
   // session.cpp
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
@@ -33,8 +32,7 @@ struct Session::Impl {
   // The work of a step with this learning rate: its own updates, and the pending ones of the step before.
   std::shared_ptr<OptimizerWork> make_work(double lr);
   swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
-  void leave() { throw_if(executor->leave()); }
-  Weights weights_of(const swap::Entered& entered) const;
+  void leave() { throw_if(executor().leave()); }
   Gradients gradients_of(const swap::Entered& entered, int micro_batch) const;
   std::vector<Shared> share(const std::vector<MicroBatch>& batches) const;
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
@@ -55,11 +53,10 @@ struct Session::Impl {
   const torch::Device torch_device;
   DeviceMemory& torch_memory;
   SessionPlan plan;
-  std::unique_ptr<swap::Device> device;
+  swap::Executor& executor() const { return state->executor(); }
   std::unique_ptr<swap::Store> store;
-  UpdateThreads threads;
   std::unique_ptr<swap::Planner> planner;
-  std::unique_ptr<swap::Executor> executor;  // last: drains before the rest goes
+  std::unique_ptr<StreamedState> state;  // last: drains before the rest goes
 
   std::vector<Carry> carries;             // by micro-batch: input of the stage at hand, then its gradient
   std::vector<std::vector<Carry>> saved;  // by stage and micro-batch: inputs that stay on the device

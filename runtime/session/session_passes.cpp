@@ -78,11 +78,11 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
         // Where what it keeps does not fit after all, a second run does without.
         const swap::Activations these = std::exchange(activations, swap::Activations::recompute);
         if (these == swap::Activations::recompute) {
-          carry = model->forward(stage, weights_of(entered), carry, shared[micro_batch], train);
+          carry = model->forward(stage, state->weights(entered), carry, shared[micro_batch], train);
           return;
         }
         Carry through = carry;  // a second run starts from the same input
-        auto made = model->forward_keeping(stage, weights_of(entered), through, shared[micro_batch]);
+        auto made = model->forward_keeping(stage, state->weights(entered), through, shared[micro_batch]);
         if (these == swap::Activations::keep)
           kept[{stage, micro_batch}] = std::move(made);
         else
@@ -99,7 +99,7 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, double scale, St
     const swap::Entered entered = enter(last, swap::Pass::head, micro_batch);
     compute(starts_afresh(entered, micro_batch), [&] {
       seed_random(last, micro_batch);
-      HeadResult head = model->head_loss_and_backward(weights_of(entered), gradients_of(entered, micro_batch),
+      HeadResult head = model->head_loss_and_backward(state->weights(entered), gradients_of(entered, micro_batch),
                                                       carries[micro_batch], shared[micro_batch], scale);
       result.loss += head.loss_sum;
       carries[micro_batch] = std::move(head.d_carry);
@@ -118,7 +118,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
       const swap::Entered entered = enter(stage, swap::Pass::backward, micro_batch);
       compute(starts_afresh(entered, micro_batch), [&] {
         const std::pair item{stage, micro_batch};
-        const Weights weights = weights_of(entered);
+        const Weights weights = state->weights(entered);
         const Carry input = plan.arrangement.input_leaves[stage] && entered.slot != nullptr
                                 ? tensors_in_slot(entered.slot, in_slot.at(item).input, torch_device)
                                 : saved[stage][micro_batch];
@@ -165,16 +165,17 @@ double Session::Impl::evaluate(std::int64_t count, const std::function<MicroBatc
     });
     targets += counted;
     if (out_of_memory) break;
-    executor->append(planner->evaluate(static_cast<int>(part.size())), nullptr);
+    executor().append(planner->evaluate(static_cast<int>(part.size())), nullptr);
     forward_all(shared, swap::Pass::evaluate);
     for (int micro_batch = 0; micro_batch < static_cast<int>(part.size()); ++micro_batch) {
       const swap::Entered entered = enter(last, swap::Pass::evaluate, micro_batch);
-      compute(true, [&] { loss += model->head_loss(weights_of(entered), carries[micro_batch], shared[micro_batch]); });
+      compute(true,
+              [&] { loss += model->head_loss(state->weights(entered), carries[micro_batch], shared[micro_batch]); });
       leave();
     }
     carries.clear();
   }
-  throw_if(executor->drain());
+  throw_if(executor().drain());
   return loss / static_cast<double>(std::max<std::int64_t>(targets, 1));
 }
 

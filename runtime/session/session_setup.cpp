@@ -1,12 +1,9 @@
 // How a session comes to be: measure what a stage needs, arrange the budgets, make the store, fill it.
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 
 #include "runtime/base/machine.h"
 #include "runtime/planning/left_store.h"
 #include "runtime/session/session_impl.h"
-#include "runtime/state/chunk_io.h"
 
 namespace tierflow {
 namespace {
@@ -40,8 +37,7 @@ Session::Impl::Impl(std::shared_ptr<LayeredModel> model_, SessionOptions options
       options(std::move(options_)),
       adamw(adamw_),
       torch_device(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
-      torch_memory(options.device == "cuda" ? DeviceMemory::cuda() : DeviceMemory::install()),
-      threads(options.update_threads > 0 ? options.update_threads : at::get_num_threads()) {}
+      torch_memory(options.device == "cuda" ? DeviceMemory::cuda() : DeviceMemory::install()) {}
 
 void Session::Impl::set_up(const WeightSource& weights, const Progress& progress) {
   if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
@@ -49,23 +45,25 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   const ProbedModel probed = probe();
   plan = plan_that_fits(model->spec(), options, probed.needs);
   prove(plan, options.train);
-  device = options.device == "cuda" ? value_or_throw(swap::open_cuda_device(0))
-                                    : swap::open_cpu_device({.chaos_seed = options.chaos_seed});
   if (plan.stored) {
     check_write_limit();
     make_store();
   }
-  executor = value_or_throw(swap::Executor::create(*device, store.get(), *plan.layout, plan.arrangement,
-                                                   {.chaos_seed = options.chaos_seed, .record = options.record}));
+  state = std::make_unique<StreamedState>(model->spec().units, plan.packed, *plan.layout, plan.arrangement, store.get(),
+                                          StreamedState::Options{.device = options.device,
+                                                                 .train = options.train,
+                                                                 .update_threads = options.update_threads,
+                                                                 .chaos_seed = options.chaos_seed,
+                                                                 .record = options.record});
   planner = std::make_unique<swap::Planner>(*plan.layout, plan.arrangement);
   torch_memory.release_kept();
   torch_memory.set_cap(options.device_memory - plan.arrangement.device_bytes() - torch_memory.fixed());
   torch_memory.reset_peak();
-  load(weights, progress);
+  state->load(weights, progress);
 }
 
 Session::Impl::~Impl() {
-  executor.reset();
+  state.reset();
   if (committed || store == nullptr) return;
   remove_note(options.storage);
   store->volume().remove_files();
@@ -117,16 +115,6 @@ ProbedModel Session::Impl::probe() {
                     "this machine has no memory to compute one sequence in the model's largest layer: use a smaller "
                     "--sequence-length, or a machine with more");
   return *std::move(probed);
-}
-
-void Session::Impl::load(const WeightSource& weights, const Progress& progress) {
-  std::uint64_t done = 0, total = 0;
-  for (const swap::Chunk& chunk : plan.layout->chunks()) total += chunk.elements;
-  for (int id = 0; id < static_cast<int>(plan.layout->chunks().size()); ++id) {
-    load_chunk(*executor, *plan.layout, plan.packed, model->spec().units, id, options.train, threads, weights);
-    done += plan.layout->chunks()[id].elements;
-    if (progress) progress("loading weights", done, total);
-  }
 }
 
 }  // namespace tierflow

@@ -151,10 +151,11 @@ void each_chunk(const swap::Layout& layout, const char* what, const Progress& pr
 
 }  // namespace
 
-void save_stream_state(swap::Executor& executor, const swap::Layout& layout, const PackedModel& packed,
-                       const std::vector<UnitSpec>& units, const std::filesystem::path& path,
-                       const Progress& progress) {
-  const StateFile plan(layout, packed, units);
+void save_stream_state(StreamedState& state, const std::filesystem::path& path, const Progress& progress) {
+  swap::Executor& executor = state.executor();
+  const swap::Layout& layout = state.layout();
+  const PackedModel& packed = state.packed();
+  const StateFile plan(layout, packed, state.units());
   const std::string header = plan.header();
   if (header.size() > safetensors_header_limit)
     fail(io::ErrorKind::usage, path.string(), "the model has too many tensors");
@@ -188,10 +189,11 @@ void save_stream_state(swap::Executor& executor, const swap::Layout& layout, con
   sync_folder(folder);
 }
 
-void load_stream_state(swap::Executor& executor, const swap::Layout& layout, const PackedModel& packed,
-                       const std::vector<UnitSpec>& units, const std::filesystem::path& path,
-                       const Progress& progress) {
-  StateFile plan(layout, packed, units);
+void load_stream_state(StreamedState& state, const std::filesystem::path& path, const Progress& progress) {
+  swap::Executor& executor = state.executor();
+  const swap::Layout& layout = state.layout();
+  const PackedModel& packed = state.packed();
+  StateFile plan(layout, packed, state.units());
   const File file = open_regular(path);
   const std::uint64_t size = file_size(file, path);
   std::uint64_t length = 0;

@@ -7,18 +7,15 @@
 #include <vector>
 
 #include "runtime/base/progress.h"
-#include "runtime/spec/packing.h"
-#include "swap/executor.h"
+#include "runtime/state/streamed_state.h"
 
 namespace tierflow {
 
 // Writes the file under a temporary name; durable, under its own name, when the call returns. Between plans.
-void save_stream_state(swap::Executor& executor, const swap::Layout& layout, const PackedModel& packed,
-                       const std::vector<UnitSpec>& units, const std::filesystem::path& path, const Progress& progress);
+void save_stream_state(StreamedState& state, const std::filesystem::path& path, const Progress& progress);
 
 // If the file is refused (another model, shape or precision), nothing has changed. A later error of the file or of
 // storage leaves the state torn.
-void load_stream_state(swap::Executor& executor, const swap::Layout& layout, const PackedModel& packed,
-                       const std::vector<UnitSpec>& units, const std::filesystem::path& path, const Progress& progress);
+void load_stream_state(StreamedState& state, const std::filesystem::path& path, const Progress& progress);
 
 }  // namespace tierflow

@@ -9,7 +9,6 @@
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
 #include "runtime/device/device_memory.h"
-#include "runtime/state/chunk_io.h"
 #include "runtime/stream/stream_state.h"
 #include "runtime/stream/streamer_shapes.h"
 #include "swap/visit_planner.h"
@@ -33,8 +32,7 @@ struct Streamer::Impl {
       : units(std::move(units_)),
         options(std::move(options_)),
         torch_device(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
-        shapes(units, turns, options),
-        threads(options.update_threads > 0 ? options.update_threads : at::get_num_threads()) {}
+        shapes(units, turns, options) {}
 
   void set_up(const WeightSource& weights, const Progress& progress);
   // Everything planned is done, nothing runs: extents may be accessed.
@@ -43,7 +41,7 @@ struct Streamer::Impl {
       throw Exception(io::ErrorKind::usage,
                       "a streamed parameter or gradient was read or written while another module runs: do it before or "
                       "after forward() and backward()");
-    throw_if(executor->drain());
+    throw_if(executor().drain());
   }
   void open_sums();
   void add(std::size_t weight, const torch::Tensor& gradient) {
@@ -54,10 +52,10 @@ struct Streamer::Impl {
   }
   // What a broken-off step left on the device joins its sum.
   void close_kept() {
-    if (planner->keeps()) executor->append(planner->close(), work);
+    if (planner->keeps()) executor().append(planner->close(), work);
   }
   void finish_update(int unit) {
-    if (planner->owes(unit)) executor->append(planner->settle(unit), work);
+    if (planner->owes(unit)) executor().append(planner->settle(unit), work);
   }
   const std::vector<std::int64_t>& shape(int unit, int tensor) const { return units[unit].tensors[tensor].shape; }
   void between_steps(const char* what) const;
@@ -71,15 +69,14 @@ struct Streamer::Impl {
   const StreamerOptions options;
   const torch::Device torch_device;
   StreamShapes shapes;  // packing, layout, arrangement
-  std::unique_ptr<swap::Device> device;
+  swap::Executor& executor() const { return state->executor(); }
   std::unique_ptr<swap::Store> store;
-  UpdateThreads threads;
   std::unique_ptr<swap::VisitPlanner> planner;
   std::shared_ptr<StreamWork> work;
-  std::unique_ptr<swap::Executor> executor;  // last: drains before the rest goes
-  swap::Entered turn;                        // visit: null outside of turns
-  std::vector<Sum> sums;                     // of the turn, a weight each
-  std::vector<std::vector<bool>> touched;    // by unit and tensor
+  std::unique_ptr<StreamedState> state;    // last: drains before the rest goes
+  swap::Entered turn;                      // visit: null outside of turns
+  std::vector<Sum> sums;                   // of the turn, a weight each
+  std::vector<std::vector<bool>> touched;  // by unit and tensor
 };
 
 Streamer::Streamer(std::vector<UnitSpec> units, std::vector<std::vector<int>> turns, const WeightSource& weights,
@@ -92,24 +89,18 @@ Streamer::~Streamer() = default;
 
 void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progress) {
   const swap::Layout& layout = *shapes.layout;
-  device = options.device == "cuda" ? value_or_throw(swap::open_cuda_device(0))
-                                    : swap::open_cpu_device({.chaos_seed = options.chaos_seed});
   if (shapes.needs_store()) {
     store = value_or_throw(swap::Store::create(shapes.store_options(options), layout));
     store->volume().remove_files();  // their names: nothing is left of a process that is killed
   }
-  executor = value_or_throw(
-      swap::Executor::create(*device, store.get(), layout, shapes.arrangement, {.chaos_seed = options.chaos_seed}));
+  state = std::make_unique<StreamedState>(
+      units, shapes.packed, layout, shapes.arrangement, store.get(),
+      StreamedState::Options{
+          .device = options.device, .update_threads = options.update_threads, .chaos_seed = options.chaos_seed});
   planner = std::make_unique<swap::VisitPlanner>(layout, shapes.arrangement);
-  work = std::make_shared<StreamWork>(shapes.packed, layout, threads, options.seed);
+  work = std::make_shared<StreamWork>(shapes.packed, layout, state->threads(), options.seed);
   for (const UnitSpec& unit : units) touched.emplace_back(unit.tensors.size(), false);
-  std::uint64_t done = 0, total = 0;
-  for (const swap::Chunk& chunk : layout.chunks()) total += chunk.elements;
-  for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
-    load_chunk(*executor, layout, shapes.packed, units, id, true, threads, weights);
-    done += layout.chunks()[id].elements;
-    if (progress) progress("loading weights", done, total);
-  }
+  state->load(weights, progress);
 }
 
 Weights Streamer::enter(int turn, swap::Pass pass, const std::vector<bool>& gradients, bool keep) {
@@ -117,22 +108,11 @@ Weights Streamer::enter(int turn, swap::Pass pass, const std::vector<bool>& grad
   if (impl.turn.visit != nullptr)
     throw Exception(io::ErrorKind::usage, "two streamed modules run at the same time: one calls the other");
   if (impl.torch_device.is_cuda()) expect_default_stream({c10::DeviceType::CUDA, 0});
-  impl.executor->append(impl.planner->visit({.stage = turn, .pass = pass, .gradients = gradients, .keep = keep}),
-                        impl.work);
-  impl.turn = value_or_throw(impl.executor->enter(turn, pass, 0));
+  impl.executor().append(impl.planner->visit({.stage = turn, .pass = pass, .gradients = gradients, .keep = keep}),
+                         impl.work);
+  impl.turn = value_or_throw(impl.executor().enter(turn, pass, 0));
   impl.open_sums();
-  const swap::StageShape& stage = impl.shapes.layout->stages()[turn];
-  Weights weights;
-  for (std::size_t position = 0; position < stage.units.size(); ++position) {
-    const int unit = stage.units[position];
-    std::vector<torch::Tensor> tensors(impl.units[unit].tensors.size());
-    for (const PackedTensor& tensor : impl.shapes.packed.units[unit].tensors)
-      tensors[tensor.tensor] = torch::from_blob(
-          impl.turn.arena + impl.turn.visit->weights[position] + 2 * tensor.offset, impl.shape(unit, tensor.tensor),
-          torch::TensorOptions().dtype(torch::kBFloat16).device(impl.torch_device));
-    for (torch::Tensor& tensor : tensors) weights.push_back(std::move(tensor));
-  }
-  return weights;
+  return impl.state->weights(impl.turn);
 }
 
 void Streamer::Impl::open_sums() {
@@ -196,7 +176,7 @@ void Streamer::leave() {
     if (sum.values.defined() && sum.fresh) sum.values.zero_();
   impl.sums.clear();
   impl.turn = {};
-  throw_if(impl.executor->leave());
+  throw_if(impl.executor().leave());
 }
 
 bool Streamer::inside() const {
@@ -218,13 +198,13 @@ bool Streamer::touched(int unit, int tensor) const {
 
 double Streamer::squares(int unit, int tensor) {
   impl_->close_kept();
-  throw_if(impl_->executor->finish_updates());
+  throw_if(impl_->executor().finish_updates());
   return impl_->work->squares(unit, tensor);
 }
 
 bool Streamer::finite(int unit) {
   impl_->close_kept();
-  throw_if(impl_->executor->finish_updates());
+  throw_if(impl_->executor().finish_updates());
   return impl_->work->finite(unit);
 }
 
@@ -236,7 +216,7 @@ torch::Tensor Streamer::gradient(int unit, int tensor) {
   const bool is_sum = impl.planner->is_sum(unit);
   std::vector<std::uint16_t> high(values.numel()), low(is_sum ? values.numel() : 0);
   const auto read = [&](swap::ExtentKind kind, std::vector<std::uint16_t>& words) {
-    read_words(*impl.executor, *impl.shapes.layout, impl.shapes.packed, unit, tensor, kind, words.data());
+    impl.state->read_words(unit, tensor, kind, words.data());
   };
   read(swap::ExtentKind::gradient, high);
   if (is_sum) read(swap::ExtentKind::gradient_low, low);
@@ -262,12 +242,12 @@ void Streamer::step(std::vector<std::pair<int, std::vector<TensorUpdate>>> updat
     impl.finish_update(unit);  // one at a time is owed
     units.push_back(unit);
   }
-  throw_if(impl.executor->finish_updates());
+  throw_if(impl.executor().finish_updates());
   for (auto& [unit, how] : updates) {
     impl.work->set_updates(unit, std::move(how));
     std::fill(impl.touched[unit].begin(), impl.touched[unit].end(), false);
   }
-  impl.executor->append(impl.planner->owe(units), impl.work);
+  impl.executor().append(impl.planner->owe(units), impl.work);
 }
 
 void Streamer::settle() {
@@ -281,20 +261,14 @@ torch::Tensor Streamer::read(int unit, int tensor, bool master) {
   Impl& impl = *impl_;
   impl.finish_update(unit);
   impl.quiet();
-  const auto fetch = [&](swap::ExtentKind kind, std::uint16_t* out) {
-    read_words(*impl.executor, *impl.shapes.layout, impl.shapes.packed, unit, tensor, kind, out);
-  };
+  if (master) {
+    const torch::Tensor values = torch::empty(impl.shape(unit, tensor), torch::kFloat32);
+    impl.state->read_master(unit, tensor, values.data_ptr<float>());
+    return values;
+  }
   const torch::Tensor words = torch::empty(impl.shape(unit, tensor), torch::kBFloat16);
-  auto* hi = reinterpret_cast<std::uint16_t*>(words.data_ptr());
-  fetch(swap::ExtentKind::hi, hi);
-  if (!master) return words;
-  if (!impl.units[unit].trainable || impl.options.precision == Precision::bf16_sr_adam8)
-    return words.to(torch::kFloat32);
-  std::vector<std::uint16_t> lo(words.numel());
-  fetch(swap::ExtentKind::state, lo.data());
-  const torch::Tensor values = torch::empty(impl.shape(unit, tensor), torch::kFloat32);
-  optim::join_master(hi, lo.data(), values.data_ptr<float>(), lo.size());
-  return values;
+  impl.state->read_words(unit, tensor, swap::ExtentKind::hi, reinterpret_cast<std::uint16_t*>(words.data_ptr()));
+  return words;
 }
 
 void Streamer::write(int unit, int tensor, const torch::Tensor& values) {
@@ -304,7 +278,7 @@ void Streamer::write(int unit, int tensor, const torch::Tensor& values) {
   impl.finish_update(unit);
   impl.quiet();
   const torch::Tensor floats = values.detach().to(torch::kCPU, torch::kFloat32).contiguous();
-  write_tensor(*impl.executor, *impl.shapes.layout, impl.shapes.packed, unit, tensor, floats.data_ptr<float>());
+  impl.state->write(unit, tensor, floats.data_ptr<float>());
   impl.planner->changed(unit);
 }
 
@@ -312,9 +286,7 @@ void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts
                     std::uint64_t shard_bytes, const Progress& progress) {
   Impl& impl = *impl_;
   settle();
-  const swap::Layout& layout = *impl.shapes.layout;
   std::vector<TensorHeader> headers;
-  std::uint64_t done = 0, total = 0;
   for (std::size_t unit = 0; unit < impl.units.size(); ++unit)
     for (const PackedTensor& tensor : impl.shapes.packed.units[unit].tensors) {
       std::uint64_t elements = 0;
@@ -325,7 +297,6 @@ void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts
       if (elements != 0 && elements != tensor.elements)
         throw Exception(io::ErrorKind::usage,
                         impl.units[unit].tensors[tensor.tensor].name + " is saved in parts that are not the whole");
-      total += tensor.elements;
     }
   for (const ExtraTensor& tensor : extra) {
     const auto type = tensor.type;
@@ -339,18 +310,10 @@ void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts
                        .shape = tensor.as.shape});
   }
   CheckpointWriter writer(folder, std::move(headers), shard_bytes);
-  for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
-    const swap::Chunk& chunk = layout.chunks()[id];
-    throw_if(impl.executor->access(swap::ExtentKind::hi, id, false, [&](std::span<std::byte> words) {
-      for_each_piece(impl.shapes.packed.units[chunk.unit], chunk,
-                     [&](const PackedTensor& tensor, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
-                       if (!parts[chunk.unit][tensor.tensor].empty())
-                         writer.write(words.subspan(2 * in_chunk, 2 * count));
-                       done += count;
-                     });
-    }));
-    if (progress) progress("saving", done, total);
-  }
+  write_weights(
+      writer, impl.shapes.packed, *impl.shapes.layout,
+      [&](int unit, int tensor) { return !parts[unit][tensor].empty(); },
+      [&](int chunk, const auto& use) { impl.state->read_chunk(chunk, use); }, "saving", progress);
   for (const ExtraTensor& tensor : extra) {
     const torch::Tensor values = tensor.values().detach().to(torch::kCPU, tensor.type).contiguous();
     writer.write({static_cast<const std::byte*>(values.data_ptr()), static_cast<std::size_t>(values.nbytes())});
@@ -368,13 +331,13 @@ void Streamer::Impl::between_steps(const char* what) const {
 void Streamer::save_state(const std::filesystem::path& file, const Progress& progress) {
   impl_->between_steps("saved");
   settle();
-  save_stream_state(*impl_->executor, *impl_->shapes.layout, impl_->shapes.packed, impl_->units, file, progress);
+  save_stream_state(*impl_->state, file, progress);
 }
 
 void Streamer::load_state(const std::filesystem::path& file, const Progress& progress) {
   impl_->between_steps("loaded");
   settle();
-  load_stream_state(*impl_->executor, *impl_->shapes.layout, impl_->shapes.packed, impl_->units, file, progress);
+  load_stream_state(*impl_->state, file, progress);
   for (int unit = 0; unit < static_cast<int>(impl_->units.size()); ++unit) impl_->planner->changed(unit);
 }
 
@@ -387,7 +350,7 @@ MemoryUse Streamer::memory() const {
 }
 
 std::array<swap::LaneCounters, swap::kLanes> Streamer::lanes() const {
-  return impl_->executor->counters();
+  return impl_->executor().counters();
 }
 std::optional<io::VolumeMode> Streamer::storage_mode() const {
   if (impl_->store == nullptr) return std::nullopt;

@@ -1,0 +1,182 @@
+#include "runtime/state/streamed_state.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#include "runtime/base/exception.h"
+
+namespace tierflow {
+
+StreamedState::StreamedState(const std::vector<UnitSpec>& units, const PackedModel& packed, const swap::Layout& layout,
+                             const swap::Arrangement& arrangement, swap::Store* store, const Options& options)
+    : units_(units),
+      packed_(packed),
+      layout_(layout),
+      train_(options.train),
+      torch_device_(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
+      device_(options.device == "cuda" ? value_or_throw(swap::open_cuda_device(0))
+                                       : swap::open_cpu_device({.chaos_seed = options.chaos_seed})),
+      threads_(options.update_threads > 0 ? options.update_threads : at::get_num_threads()),
+      executor_(value_or_throw(swap::Executor::create(*device_, store, layout, arrangement,
+                                                      {.chaos_seed = options.chaos_seed, .record = options.record}))) {}
+
+std::vector<torch::Tensor> StreamedState::weights(const swap::Entered& entered) const {
+  std::vector<torch::Tensor> weights;
+  const auto words = torch::TensorOptions().dtype(torch::kBFloat16).device(torch_device_);
+  const swap::StageShape& stage = layout_.stages()[entered.visit->stage];
+  for (std::size_t position = 0; position < stage.units.size(); ++position) {
+    const UnitSpec& unit = units_[stage.units[position]];
+    const std::uint64_t at = entered.visit->weights[position];
+    const std::size_t first = weights.size();
+    weights.resize(first + unit.tensors.size());
+    if (at == swap::kNowhere) continue;  // an embedding's backward has no weights
+    for (const PackedTensor& tensor : packed_.units[stage.units[position]].tensors)
+      weights[first + static_cast<std::size_t>(tensor.tensor)] =
+          torch::from_blob(entered.arena + at + 2 * tensor.offset, unit.tensors[tensor.tensor].shape, words);
+  }
+  return weights;
+}
+
+void StreamedState::load(const WeightSource& weights, const Progress& progress) {
+  std::uint64_t done = 0, total = 0;
+  for (const swap::Chunk& chunk : layout_.chunks()) total += chunk.elements;
+  for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id) {
+    load_chunk(id, weights);
+    done += layout_.chunks()[id].elements;
+    if (progress) progress("loading weights", done, total);
+  }
+}
+
+void StreamedState::load_chunk(int id, const WeightSource& weights) {
+  const swap::Chunk& chunk = layout_.chunks()[id];
+  const PackedUnit& unit = packed_.units[chunk.unit];
+  const UnitSpec& spec = units_[chunk.unit];
+  struct Piece {
+    const TensorSpec* tensor;
+    std::uint64_t in_tensor, in_chunk, elements;
+  };
+  std::vector<Piece> pieces;
+  for_each_piece(unit, chunk,
+                 [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+                   for (std::uint64_t at = 0; at < count; at += swap::kChunkQuantum)
+                     pieces.push_back({&spec.tensors[tensor.tensor], in_tensor + at, in_chunk + at,
+                                       std::min<std::uint64_t>(swap::kChunkQuantum, count - at)});
+                 });
+  const auto fill = [&](std::uint16_t* hi, std::uint16_t* lo) {
+    threads_.each(pieces.size(), [&](std::size_t index) {
+      const Piece& piece = pieces[index];
+      std::vector<float> values(piece.elements);
+      weights(*piece.tensor, piece.in_tensor, values);
+      if (lo != nullptr)
+        return optim::split_master(values.data(), hi + piece.in_chunk, lo + piece.in_chunk, piece.elements);
+      for (std::uint64_t i = 0; i < piece.elements; ++i) hi[piece.in_chunk + i] = optim::bf16_from_float(values[i]);
+    });
+  };
+  io::Error inner;
+  const io::Error outer = executor_->access(swap::ExtentKind::hi, id, true, [&](std::span<std::byte> words) {
+    std::fill(words.begin(), words.end(), std::byte{0});
+    auto* hi = reinterpret_cast<std::uint16_t*>(words.data());
+    if (!train_ || !chunk.trainable) return fill(hi, nullptr);
+    inner = executor_->access(swap::ExtentKind::state, id, true, [&](std::span<std::byte> state) {
+      std::fill(state.begin(), state.end(), std::byte{0});
+      const optim::State view = state_view(unit.formats[chunk.group], chunk.elements, hi, state.data());
+      optim::zero_moment(view.m, chunk.elements, true);
+      optim::zero_moment(view.v, chunk.elements, false);
+      fill(hi, view.lo);
+    });
+  });
+  throw_if(inner);
+  throw_if(outer);
+}
+
+bool StreamedState::has_low_words(const swap::Chunk& chunk) const {
+  return train_ && chunk.trainable &&
+         packed_.units[chunk.unit].formats[chunk.group].master == optim::MasterFormat::split;
+}
+
+template <class Use>
+void StreamedState::for_each_part(int unit, int tensor, Use use) const {
+  for (const swap::Chunk& chunk : layout_.chunks_of(unit))
+    for_each_piece(
+        packed_.units[unit], chunk,
+        [&](const PackedTensor& piece, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+          if (piece.tensor == tensor) use(chunk, in_tensor, in_chunk, count);
+        });
+}
+
+void StreamedState::read_words(int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out) {
+  for_each_part(unit, tensor,
+                [&](const swap::Chunk& chunk, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+                  const int id = layout_.first_chunk(unit) + chunk.index;
+                  throw_if(executor_->access(kind, id, false, [&](std::span<std::byte> bytes) {
+                    // The low words of the master come first in the state.
+                    std::copy_n(reinterpret_cast<const std::uint16_t*>(bytes.data()) + in_chunk, count,
+                                out + in_tensor);
+                  }));
+                });
+}
+
+void StreamedState::read_master(int unit, int tensor, float* out) {
+  const auto elements = static_cast<std::size_t>(units_[unit].tensors[tensor].elements());
+  std::vector<std::uint16_t> hi(elements), lo(elements);
+  read_words(unit, tensor, swap::ExtentKind::hi, hi.data());
+  bool whole = true;
+  for_each_part(unit, tensor, [&](const swap::Chunk& chunk, auto...) { whole = whole && has_low_words(chunk); });
+  if (!whole) {
+    std::transform(hi.begin(), hi.end(), out, optim::float_from_bf16);
+    return;
+  }
+  read_words(unit, tensor, swap::ExtentKind::state, lo.data());
+  optim::join_master(hi.data(), lo.data(), out, elements);
+}
+
+void StreamedState::write(int unit, int tensor, const float* values) {
+  for_each_part(unit, tensor,
+                [&](const swap::Chunk& chunk, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+                  const int id = layout_.first_chunk(unit) + chunk.index;
+                  // An extent is written whole: what the tensor does not cover comes from a copy.
+                  const auto rewrite = [&](swap::ExtentKind kind, const std::vector<std::uint16_t>& words) {
+                    std::vector<std::byte> copy;
+                    throw_if(executor_->access(
+                        kind, id, false, [&](std::span<std::byte> bytes) { copy.assign(bytes.begin(), bytes.end()); }));
+                    std::copy(words.begin(), words.end(), reinterpret_cast<std::uint16_t*>(copy.data()) + in_chunk);
+                    throw_if(executor_->access(kind, id, true, [&](std::span<std::byte> bytes) {
+                      std::copy_n(copy.begin(), bytes.size(), bytes.begin());
+                    }));
+                  };
+                  std::vector<std::uint16_t> hi(count), lo(count);
+                  const bool split = has_low_words(chunk);
+                  if (split)
+                    optim::split_master(values + in_tensor, hi.data(), lo.data(), count);
+                  else
+                    for (std::uint64_t i = 0; i < count; ++i) hi[i] = optim::bf16_from_float(values[in_tensor + i]);
+                  rewrite(swap::ExtentKind::hi, hi);
+                  if (split) rewrite(swap::ExtentKind::state, lo);
+                });
+}
+
+void StreamedState::read_chunk(int chunk, const std::function<void(std::span<std::byte> words)>& use) {
+  throw_if(executor_->access(swap::ExtentKind::hi, chunk, false, use));
+}
+
+void write_weights(CheckpointWriter& writer, const PackedModel& packed, const swap::Layout& layout,
+                   const std::function<bool(int unit, int tensor)>& wanted, const ReadChunk& read, const char* phase,
+                   const Progress& progress) {
+  std::uint64_t done = 0, total = 0;
+  for (const PackedUnit& unit : packed.units)
+    for (const PackedTensor& tensor : unit.tensors) total += tensor.elements;
+  for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
+    const swap::Chunk& chunk = layout.chunks()[id];
+    read(id, [&](std::span<std::byte> words) {
+      for_each_piece(packed.units[chunk.unit], chunk,
+                     [&](const PackedTensor& tensor, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
+                       if (wanted(chunk.unit, tensor.tensor)) writer.write(words.subspan(2 * in_chunk, 2 * count));
+                       done += count;
+                     });
+    });
+    if (progress) progress(phase, done, total);
+  }
+}
+
+}  // namespace tierflow

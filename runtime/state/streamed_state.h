@@ -1,0 +1,86 @@
+#pragma once
+// FRONT DOOR of state, which a session and a streamer share: a model's weights and optimizer state where an arrangement
+// puts them, and what is done with them besides computing and updating: loading, binding, reading, writing, export.
+// Throws Exception.
+#include <torch/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/base/progress.h"
+#include "runtime/checkpoint/safetensors.h"
+#include "runtime/checkpoint/weight_source.h"
+#include "runtime/spec/packing.h"
+#include "runtime/state/optimizer_work.h"
+#include "swap/executor.h"
+
+namespace tierflow {
+
+class StreamedState {
+ public:
+  struct Options {
+    std::string device = "cpu";  // "cpu", "cuda"
+    bool train = true;           // false: weights alone
+    int update_threads = 0;      // 0: as many as torch uses
+    std::uint64_t chaos_seed = 0;
+    bool record = false;  // see swap::ExecutorOptions
+  };
+  // store: null where everything is resident. What is referred to outlives this.
+  StreamedState(const std::vector<UnitSpec>& units, const PackedModel& packed, const swap::Layout& layout,
+                const swap::Arrangement& arrangement, swap::Store* store, const Options& options);
+
+  swap::Executor& executor() { return *executor_; }
+  const swap::Executor& executor() const { return *executor_; }
+  UpdateThreads& threads() { return threads_; }
+  const std::vector<UnitSpec>& units() const { return units_; }
+  const PackedModel& packed() const { return packed_; }
+  const swap::Layout& layout() const { return layout_; }
+
+  // Between the executor's enter() and leave(): views of the bf16 weights of the visited stage, unit after unit in
+  // UnitSpec order. Undefined where the pass needs none.
+  std::vector<torch::Tensor> weights(const swap::Entered& entered) const;
+
+  // All that follows: between the executor's plans.
+
+  // Every weight from its source, moments zero.
+  void load(const WeightSource& weights, const Progress& progress);
+  // The 16-bit words of a tensor: its bf16 weights (hi), the low words of its fp32 master (state, where it is split),
+  // its gradient. out: as many as the tensor has elements.
+  void read_words(int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out);
+  // The fp32 master, or the bf16 weights as fp32 where there is none.
+  void read_master(int unit, int tensor, float* out);
+  // Weights and fp32 master; the moments stay.
+  void write(int unit, int tensor, const float* values);
+  // The bf16 words of a chunk, for reading.
+  void read_chunk(int chunk, const std::function<void(std::span<std::byte> words)>& use);
+
+ private:
+  void load_chunk(int id, const WeightSource& weights);
+  bool has_low_words(const swap::Chunk& chunk) const;
+  // Calls use(chunk, in_tensor, in_chunk, count) for each part of the tensor.
+  template <class Use>
+  void for_each_part(int unit, int tensor, Use use) const;
+
+  const std::vector<UnitSpec>& units_;
+  const PackedModel& packed_;
+  const swap::Layout& layout_;
+  const bool train_;
+  const torch::Device torch_device_;
+  std::unique_ptr<swap::Device> device_;
+  UpdateThreads threads_;
+  std::unique_ptr<swap::Executor> executor_;  // last: drains before the rest goes
+};
+
+// How the words of a chunk come to an export.
+using ReadChunk = std::function<void(int chunk, const std::function<void(std::span<std::byte> words)>& use)>;
+
+// Writes the bf16 words of every tensor that is wanted, in the order in which the units' chunks hold them. Each chunk
+// is read once.
+void write_weights(CheckpointWriter& writer, const PackedModel& packed, const swap::Layout& layout,
+                   const std::function<bool(int unit, int tensor)>& wanted, const ReadChunk& read, const char* phase,
+                   const Progress& progress);
+
+}  // namespace tierflow
