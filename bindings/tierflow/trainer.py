@@ -182,9 +182,11 @@ class Trainer:
         while len(self._lanes) < len(micro_batches):
             self._lanes.append(_Lane())
         lanes = self._lanes[: len(micro_batches)]
+        grad_mode = torch.is_grad_enabled()
         try:
             return self._run(lanes, micro_batches)
         except BaseException:
+            torch.set_grad_enabled(grad_mode)  # Ctrl-C may come between a with statement's block and its end
             for lane in lanes:
                 lane.stop()
             self.engine.broken = self.engine.broken or "a layer-major step was broken off"
