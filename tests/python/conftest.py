@@ -10,7 +10,9 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 BUILD = pathlib.Path(os.environ.get("TIERFLOW_BUILD", ROOT / "build"))
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and tests interrupt themselves
+# A shell's background job ignores the first, and what nohup starts the second; tests send both, to themselves and to programs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(BUILD / "python"))  # the package, as the build makes it
