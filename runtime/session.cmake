@@ -14,14 +14,14 @@ tierflow_library(session
   optimizer/adamw8bit.cpp
   session/layers.cpp session/profiler.cpp session/session.cpp session/session_export.cpp session/session_passes.cpp session/session_setup.cpp
   session/stage_probe.cpp session/stage_profiler.cpp
-  state/optimizer_work.cpp state/streamed_state.cpp
+  state/chunk_work.cpp state/optimizer_work.cpp state/streamed_state.cpp
   stream/stream_state.cpp stream/stream_work.cpp stream/streamer.cpp stream/streamer_plan.cpp)
 target_link_libraries(tierflow_session PUBLIC tierflow::models tierflow::planning tierflow::swap tierflow::optim PRIVATE TBB::tbb)
 if(NOT TIERFLOW_SANITIZE STREQUAL "thread")
   target_compile_options(tierflow_session PRIVATE -fopenmp)  # as the models: their precompiled header serves here too
 endif()
 target_precompile_headers(tierflow_session REUSE_FROM tierflow_models)
-set_source_files_properties(state/optimizer_work.cpp stream/stream_work.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+set_source_files_properties(state/chunk_work.cpp state/optimizer_work.cpp stream/stream_work.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
 
 add_library(tierflow_train SHARED program/eval.cpp program/forecast.cpp program/run_common.cpp program/run_result.cpp program/run_summary.cpp
   program/step_trace.cpp program/train.cpp program/train_entry.cpp program/training_log.cpp)

@@ -1,8 +1,5 @@
 #include "runtime/state/optimizer_work.h"
 
-#include <tbb/parallel_for.h>
-#include <tbb/task_arena.h>
-
 #include <cmath>
 #include <exception>
 #include <string>
@@ -11,31 +8,15 @@
 
 namespace tierflow {
 
-struct UpdateThreads::Impl {
-  explicit Impl(int threads) : arena(threads) {}
-  tbb::task_arena arena;
-};
-
-UpdateThreads::UpdateThreads(int threads) : impl_(std::make_unique<Impl>(threads)) {}
-UpdateThreads::~UpdateThreads() = default;
-
-void UpdateThreads::each(std::size_t count, const std::function<void(std::size_t)>& work) {
-  if (count == 1) return work(0);
-  impl_->arena.execute([&] { tbb::parallel_for(std::size_t{0}, count, work); });
-}
-
 OptimizerWork::OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads,
                              const std::vector<bool>& deferred, bool skips_whole, optim::AdamWParams params,
                              optim::AdamWParams deferred_params, float weight_decay, std::uint64_t seed)
-    : model_(model),
-      layout_(layout),
-      threads_(threads),
+    : ChunkWork(model, layout, threads, seed),
       deferred_(deferred),
       skips_whole_(skips_whole),
       params_(params),
       deferred_params_(deferred_params),
-      weight_decay_(weight_decay),
-      seed_(seed) {
+      weight_decay_(weight_decay) {
   squares_.resize(layout.chunks().size());
 }
 
@@ -63,22 +44,9 @@ io::Error OptimizerWork::check_finite(const swap::Chunk& chunk) const {
               "start again from the last export, with --clip, a lower --lr or a longer --warmup"};
 }
 
-std::vector<OptimizerWork::Piece> OptimizerWork::pieces_of(const swap::Chunk& chunk, std::uint64_t most) const {
-  std::vector<Piece> pieces;
-  for_each_piece(model_.units[chunk.unit], chunk,
-                 [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-                   for (std::uint64_t at = 0; at < count; at += most)
-                     pieces.push_back({in_chunk + at, in_tensor + at, std::min<std::uint64_t>(most, count - at),
-                                       tensor.tensor, tensor.decays});
-                 });
-  return pieces;
-}
-
-optim::AdamWParams OptimizerWork::params_of(const swap::Chunk& chunk, const Piece& piece) const {
+optim::AdamWParams OptimizerWork::params_of(const swap::Chunk& chunk, const TensorPiece& piece) const {
   optim::AdamWParams params = deferred_[chunk_id(chunk)] ? deferred_params_ : params_;
   params.weight_decay = piece.decays ? weight_decay_ : 0.0F;
-  params.rounding_key = rounding_key(seed_, chunk.unit, piece.tensor);
-  params.first_element = piece.in_tensor;
   return params;
 }
 
@@ -89,17 +57,9 @@ io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::b
     if (io::Error error = measure(chunk, gradient)) return error;
     if (skip_) return {};
   }
-  const auto* gradients = reinterpret_cast<const std::uint16_t*>(gradient.data());
-  const optim::State view = state_view(model_.units[chunk.unit].formats[chunk.group], chunk.elements,
-                                       reinterpret_cast<std::uint16_t*>(words.data()), state.data());
-  const std::vector<Piece> pieces = pieces_of(chunk, optim::kNormSegment);
-  std::atomic<std::uint64_t>& updated = deferred ? updated_deferred_ : updated_;
-  threads_.each(pieces.size(), [&](std::size_t index) {
-    const Piece& piece = pieces[index];
-    updated += optim::adamw_update(params_of(chunk, piece), gradients + piece.in_chunk,
-                                   state_from(view, piece.in_chunk), piece.elements)
-                   .updated;
-  });
+  (deferred ? updated_deferred_ : updated_) +=
+      update_pieces(chunk, pieces_of(chunk, optim::kNormSegment, false), gradient, words, state,
+                    [&](const TensorPiece& piece) { return params_of(chunk, piece); });
   return {};
 }
 
@@ -107,10 +67,10 @@ io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device
                                           const swap::DeviceUpdate& at) {
   constexpr auto on = swap::StreamId::update;
   const bool deferred = deferred_[chunk_id(chunk)];
-  const std::vector<Piece> pieces = !deferred && skip_ ? std::vector<Piece>{} : pieces_of(chunk, chunk.elements);
+  const std::vector<TensorPiece> pieces =
+      !deferred && skip_ ? std::vector<TensorPiece>{} : pieces_of(chunk, chunk.elements, false);
   const UpdateScratch scratch(pieces.size(), chunk.elements);
-  const optim::State state =
-      state_view(model_.units[chunk.unit].formats[chunk.group], chunk.elements, at.words, at.state);
+  const optim::State state = state_view(format_of(chunk), chunk.elements, at.words, at.state);
   std::vector<std::byte> found(scratch.bytes);
   std::string refused;
   if (at.sum != nullptr) device.round_gradient(on, at.gradient, at.sum, chunk.elements);
@@ -127,8 +87,8 @@ io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device
         optim::gradient_norm_squared_on_device(at.gradient, chunk.elements, sums, scratch.not_finite_at(at.scratch),
                                                there);
       for (std::size_t i = 0; i < pieces.size(); ++i) {
-        const Piece& piece = pieces[i];
-        const optim::AdamWParams params = params_of(chunk, piece);
+        const TensorPiece& piece = pieces[i];
+        const optim::AdamWParams params = at_piece(params_of(chunk, piece), chunk, piece);
         const std::uint16_t* gradient = at.gradient + piece.in_chunk;
         const optim::State part = state_from(state, piece.in_chunk);
         if (here)

@@ -1,31 +1,16 @@
 #pragma once
-// The update lane's work: norms and AdamW over chunks, cut over the lane's own threads.
+// The update lane's work of a Session: the norm of all gradients, and AdamW over chunks, now or a step later.
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
-#include "optim/adamw.h"
-#include "runtime/spec/packing.h"
-#include "swap/executor.h"
+#include "runtime/state/chunk_work.h"
 
 namespace tierflow {
 
-class UpdateThreads {
- public:
-  explicit UpdateThreads(int threads);
-  ~UpdateThreads();
-  // Calls work(i) for i in [0, count) on the threads and returns when all are done.
-  void each(std::size_t count, const std::function<void(std::size_t)>& work);
-
- private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
-};
-
 // One step's work: the deferred updates of the step before, with `deferred_params`, and the step's own updates that are
 // not deferred, with `params`.
-class OptimizerWork final : public swap::HostWork {
+class OptimizerWork final : public ChunkWork {
  public:
   // deferred: by chunk; outlives this, as the others do. skips_whole: no update of a step runs before all its gradients
   // are measured. Then a gradient that is not finite only costs this step. Otherwise it is an error, because updates
@@ -51,26 +36,14 @@ class OptimizerWork final : public swap::HostWork {
   std::uint64_t updated_deferred() const { return updated_deferred_; }
 
  private:
-  // Part of a tensor in a chunk, of at most so many elements.
-  struct Piece {
-    std::uint64_t in_chunk = 0, in_tensor = 0, elements = 0;
-    int tensor = 0;
-    bool decays = false;
-  };
-  std::vector<Piece> pieces_of(const swap::Chunk& chunk, std::uint64_t most) const;
-  optim::AdamWParams params_of(const swap::Chunk& chunk, const Piece& piece) const;
+  optim::AdamWParams params_of(const swap::Chunk& chunk, const TensorPiece& piece) const;
   // An error if the chunk's gradient is not finite and the step cannot be skipped.
   io::Error check_finite(const swap::Chunk& chunk) const;
-  int chunk_id(const swap::Chunk& chunk) const { return layout_.first_chunk(chunk.unit) + chunk.index; }
 
-  const PackedModel& model_;
-  const swap::Layout& layout_;
-  UpdateThreads& threads_;
   const std::vector<bool>& deferred_;
   const bool skips_whole_;
   const optim::AdamWParams params_, deferred_params_;
   const float weight_decay_;
-  const std::uint64_t seed_;
   std::vector<std::vector<double>> squares_;  // by chunk, a sum each optim::kNormSegment
   std::atomic<bool> skip_ = false;
   std::atomic<bool> finite_ = true;

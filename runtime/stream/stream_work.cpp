@@ -10,32 +10,15 @@ float sum_value(std::uint16_t high, std::uint16_t low) {
 }
 
 StreamWork::StreamWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, std::uint64_t seed)
-    : model_(model), layout_(layout), threads_(threads), seed_(seed) {
+    : ChunkWork(model, layout, threads, seed) {
   measured_.resize(layout.chunks().size());
   updates_.resize(layout.units().size());
 }
 
-// Segments lie on a grid that starts with the chunk's group, so that the pieces are the same however it is cut.
-std::vector<StreamWork::Piece> StreamWork::pieces_of(const swap::Chunk& chunk) const {
-  std::vector<Piece> pieces;
-  for_each_piece(model_.units[chunk.unit], chunk,
-                 [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-                   while (count != 0) {
-                     const std::uint64_t part =
-                         std::min<std::uint64_t>(count, optim::kNormSegment - in_chunk % optim::kNormSegment);
-                     pieces.push_back({in_chunk, in_tensor, part, tensor.tensor});
-                     in_chunk += part;
-                     in_tensor += part;
-                     count -= part;
-                   }
-                 });
-  return pieces;
-}
-
 void StreamWork::measure_pieces(const swap::Chunk& chunk,
-                                const std::function<bool(const Piece& piece, double& squares)>& measure_piece) {
+                                const std::function<bool(const TensorPiece& piece, double& squares)>& measure_piece) {
   Measured& measured = measured_[chunk_id(chunk)];
-  measured.pieces = pieces_of(chunk);
+  measured.pieces = segments_of(chunk);
   measured.squares.assign(measured.pieces.size(), 0.0);
   std::atomic<bool> finite = true;
   threads_.each(measured.pieces.size(), [&](std::size_t index) {
@@ -46,7 +29,7 @@ void StreamWork::measure_pieces(const swap::Chunk& chunk,
 
 io::Error StreamWork::measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) {
   const auto* words = reinterpret_cast<const std::uint16_t*>(gradient.data());
-  measure_pieces(chunk, [&](const Piece& piece, double& squares) {
+  measure_pieces(chunk, [&](const TensorPiece& piece, double& squares) {
     return optim::gradient_norm_squared(words + piece.in_chunk, piece.elements, &squares);
   });
   return {};
@@ -57,7 +40,7 @@ io::Error StreamWork::accumulate(const swap::Chunk& chunk, std::span<const std::
   const auto* added = reinterpret_cast<const std::uint16_t*>(incoming.data());
   auto* upper = reinterpret_cast<std::uint16_t*>(high.data());
   auto* lower = reinterpret_cast<std::uint16_t*>(low.data());
-  measure_pieces(chunk, [&](const Piece& piece, double& squares) {
+  measure_pieces(chunk, [&](const TensorPiece& piece, double& squares) {
     alignas(64) thread_local std::uint16_t rounded[optim::kNormSegment];
     for (std::uint64_t i = 0; i < piece.elements; ++i) {
       const std::uint64_t at = piece.in_chunk + i;
@@ -75,9 +58,9 @@ io::Error StreamWork::accumulate(const swap::Chunk& chunk, std::span<const std::
 io::Error StreamWork::round_sum(const swap::Chunk& chunk, std::span<std::byte> high, std::span<const std::byte> low) {
   auto* upper = reinterpret_cast<std::uint16_t*>(high.data());
   const auto* lower = reinterpret_cast<const std::uint16_t*>(low.data());
-  const std::vector<Piece> pieces = pieces_of(chunk);
+  const std::vector<TensorPiece> pieces = segments_of(chunk);
   threads_.each(pieces.size(), [&](std::size_t index) {
-    const Piece& piece = pieces[index];
+    const TensorPiece& piece = pieces[index];
     for (std::uint64_t at = piece.in_chunk; at < piece.in_chunk + piece.elements; ++at)
       upper[at] = swap::gradient_to_bf16(sum_value(upper[at], lower[at]));
   });
@@ -86,29 +69,19 @@ io::Error StreamWork::round_sum(const swap::Chunk& chunk, std::span<std::byte> h
 
 io::Error StreamWork::update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                              std::span<std::byte> state) {
-  const StateFormat& format = model_.units[chunk.unit].formats[chunk.group];
-  const auto* gradients = reinterpret_cast<const std::uint16_t*>(gradient.data());
-  const optim::State view =
-      state_view(format, chunk.elements, reinterpret_cast<std::uint16_t*>(words.data()), state.data());
   const std::vector<TensorUpdate>& updates = updates_[chunk.unit];
-  const std::vector<Piece> pieces = pieces_of(chunk);
-  threads_.each(pieces.size(), [&](std::size_t index) {
-    const Piece& piece = pieces[index];
-    const TensorUpdate& how = updates[piece.tensor];
-    if (!how.active) return;
-    const optim::AdamWParams params{.lr = static_cast<float>(how.lr),
-                                    .beta1 = static_cast<float>(how.beta1),
-                                    .beta2 = static_cast<float>(how.beta2),
-                                    .eps = static_cast<float>(how.eps),
-                                    .weight_decay = static_cast<float>(how.weight_decay),
-                                    .step = how.step,
-                                    .gradient_scale = static_cast<float>(how.scale),
-                                    .rounding_key = rounding_key(seed_, chunk.unit, piece.tensor),
-                                    .first_element = piece.in_tensor};
-    updated_ +=
-        optim::adamw_update(params, gradients + piece.in_chunk, state_from(view, piece.in_chunk), piece.elements)
-            .updated;
-  });
+  updated_ += update_pieces(chunk, segments_of(chunk), gradient, words, state,
+                            [&](const TensorPiece& piece) -> std::optional<optim::AdamWParams> {
+                              const TensorUpdate& how = updates[piece.tensor];
+                              if (!how.active) return {};
+                              return optim::AdamWParams{.lr = static_cast<float>(how.lr),
+                                                        .beta1 = static_cast<float>(how.beta1),
+                                                        .beta2 = static_cast<float>(how.beta2),
+                                                        .eps = static_cast<float>(how.eps),
+                                                        .weight_decay = static_cast<float>(how.weight_decay),
+                                                        .step = how.step,
+                                                        .gradient_scale = static_cast<float>(how.scale)};
+                            });
   return {};
 }
 

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <vector>
 
-#include "runtime/state/optimizer_work.h"
+#include "runtime/state/chunk_work.h"
 
 namespace tierflow {
 
@@ -18,7 +18,7 @@ struct TensorUpdate {
   double scale = 1;       // of the gradient
 };
 
-class StreamWork final : public swap::HostWork {
+class StreamWork final : public ChunkWork {
  public:
   StreamWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, std::uint64_t seed);
 
@@ -40,23 +40,16 @@ class StreamWork final : public swap::HostWork {
   std::uint64_t updated() const { return updated_; }
 
  private:
-  // Part of a tensor within one segment of a chunk.
-  struct Piece {
-    std::uint64_t in_chunk = 0, in_tensor = 0, elements = 0;
-    int tensor = 0;
-  };
-  std::vector<Piece> pieces_of(const swap::Chunk& chunk) const;
+  // Segments lie on a grid that starts with the chunk's group, so that they are the same however the group is cut.
+  std::vector<TensorPiece> segments_of(const swap::Chunk& chunk) const {
+    return pieces_of(chunk, optim::kNormSegment, true);
+  }
   // Runs measure_piece on the threads, and stores for each piece the sum of its squares, and whether all are finite.
   void measure_pieces(const swap::Chunk& chunk,
-                      const std::function<bool(const Piece& piece, double& squares)>& measure_piece);
-  int chunk_id(const swap::Chunk& chunk) const { return layout_.first_chunk(chunk.unit) + chunk.index; }
+                      const std::function<bool(const TensorPiece& piece, double& squares)>& measure_piece);
 
-  const PackedModel& model_;
-  const swap::Layout& layout_;
-  UpdateThreads& threads_;
-  const std::uint64_t seed_;
   struct Measured {
-    std::vector<Piece> pieces;
+    std::vector<TensorPiece> pieces;
     std::vector<double> squares;  // one a piece
     bool finite = true;
   };

@@ -1,0 +1,63 @@
+#include "runtime/state/chunk_work.h"
+
+#include <tbb/parallel_for.h>
+#include <tbb/task_arena.h>
+
+#include <algorithm>
+
+namespace tierflow {
+
+struct UpdateThreads::Impl {
+  explicit Impl(int threads) : arena(threads) {}
+  tbb::task_arena arena;
+};
+
+UpdateThreads::UpdateThreads(int threads) : impl_(std::make_unique<Impl>(threads)) {}
+UpdateThreads::~UpdateThreads() = default;
+
+void UpdateThreads::each(std::size_t count, const std::function<void(std::size_t)>& work) {
+  if (count == 1) return work(0);
+  impl_->arena.execute([&] { tbb::parallel_for(std::size_t{0}, count, work); });
+}
+
+std::vector<TensorPiece> ChunkWork::pieces_of(const swap::Chunk& chunk, std::uint64_t most, bool on_grid) const {
+  std::vector<TensorPiece> pieces;
+  for_each_piece(model_.units[chunk.unit], chunk,
+                 [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+                   for (std::uint64_t at = 0; at < count;) {
+                     const std::uint64_t room = on_grid ? most - (in_chunk + at) % most : most;
+                     const std::uint64_t elements = std::min(room, count - at);
+                     pieces.push_back({in_chunk + at, in_tensor + at, elements, tensor.tensor, tensor.decays});
+                     at += elements;
+                   }
+                 });
+  return pieces;
+}
+
+optim::AdamWParams ChunkWork::at_piece(optim::AdamWParams params, const swap::Chunk& chunk,
+                                       const TensorPiece& piece) const {
+  params.rounding_key = rounding_key(seed_, chunk.unit, piece.tensor);
+  params.first_element = piece.in_tensor;
+  return params;
+}
+
+std::uint64_t ChunkWork::update_pieces(
+    const swap::Chunk& chunk, const std::vector<TensorPiece>& pieces, std::span<const std::byte> gradient,
+    std::span<std::byte> words, std::span<std::byte> state,
+    const std::function<std::optional<optim::AdamWParams>(const TensorPiece&)>& params_of) {
+  const auto* gradients = reinterpret_cast<const std::uint16_t*>(gradient.data());
+  const optim::State view =
+      state_view(format_of(chunk), chunk.elements, reinterpret_cast<std::uint16_t*>(words.data()), state.data());
+  std::atomic<std::uint64_t> updated = 0;
+  threads_.each(pieces.size(), [&](std::size_t index) {
+    const TensorPiece& piece = pieces[index];
+    const std::optional<optim::AdamWParams> params = params_of(piece);
+    if (!params) return;
+    updated += optim::adamw_update(at_piece(*params, chunk, piece), gradients + piece.in_chunk,
+                                   state_from(view, piece.in_chunk), piece.elements)
+                   .updated;
+  });
+  return updated;
+}
+
+}  // namespace tierflow
