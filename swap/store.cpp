@@ -1,14 +1,12 @@
 #include "swap/store.h"
 
-#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <numeric>
-#include <optional>
 #include <random>
-#include <string_view>
 
 #include "io/checksum.h"
+#include "swap/generations.h"
 
 namespace tierflow::swap {
 namespace {
@@ -18,104 +16,8 @@ const char* kind_name(ExtentKind kind) {
   return kNames[static_cast<int>(kind)];
 }
 
-io::Error transfer(io::Volume& volume, io::Op op, std::uint64_t offset, io::Buffer& buffer, std::size_t length) {
-  std::mutex mutex;
-  std::condition_variable arrived;
-  bool done = false;
-  io::Error error;
-  volume.submit({.op = op, .offset = offset, .length = length, .buffer = std::move(buffer)},
-                [&](io::Completion&& completion) {
-                  std::lock_guard lock(mutex);
-                  buffer = std::move(completion.buffer);
-                  error = std::move(completion.error);
-                  done = true;
-                  arrived.notify_one();
-                });
-  std::unique_lock lock(mutex);
-  arrived.wait(lock, [&] { return done; });
-  return error;
-}
-
 bool is_committed(ExtentKind kind) {
   return kind == ExtentKind::hi || kind == ExtentKind::state;
-}
-
-io::Result<io::Buffer> read_at(io::Volume& volume, std::uint64_t offset, std::uint64_t bytes) {
-  io::Buffer buffer = io::allocate_buffer(round_up(bytes, kSector));
-  if (!buffer) return io::Error{.kind = io::ErrorKind::memory, .operation = "open the store", .length = bytes};
-  if (io::Error error = transfer(volume, io::Op::read, offset, buffer, buffer.size())) return error;
-  return buffer;
-}
-
-// A place where a superblock stands, and what is there.
-struct Copy {
-  std::optional<Superblock> block;
-  bool blank = false;
-  std::string trouble;  // why there is no block
-  io::Error error;      // of reading it
-};
-
-Copy read_copy(io::Volume& volume, int copy) {
-  const std::string name = copy == 0 ? "superblock A " : "superblock B ";
-  auto sector = read_at(volume, copy * kSuperblockSpacing, kSector);
-  if (!sector.ok()) return {.trouble = name + "cannot be read: " + sector.error().message(), .error = sector.error()};
-  Copy found{.block = parse_superblock(sector->bytes(), volume.size()), .blank = is_blank(sector->bytes())};
-  if (!found.block) found.trouble = name + why_no_superblock(sector->bytes());
-  return found;
-}
-
-io::Result<Manifest> read_manifest(io::Volume& volume, const Superblock& block) {
-  auto buffer = read_at(volume, block.manifest_offset, block.manifest_length);
-  if (!buffer.ok()) return buffer.error();
-  const std::string_view text(reinterpret_cast<const char*>(buffer->data()), block.manifest_length);
-  if (!matches(block, text)) return store_damaged("its manifest is not what was written");
-  return parse_manifest(text);
-}
-
-struct Found {
-  Superblock block;
-  Manifest manifest;
-  std::string passed_over;  // why it may not be the newest that was committed; empty: it is
-};
-
-// Whether nothing newer than `block` was ever committed: the other copy is its predecessor, or never was written.
-bool is_newest(io::Volume& volume, const Superblock& block, const Copy& other) {
-  if (other.block) return other.block->run_id == block.run_id && other.block->generation + 1 == block.generation;
-  if (block.generation != 1 || !other.blank) return false;
-  // A second generation's manifest would lie before this one.
-  auto before = read_at(volume, kManifestBase, kSector);
-  return before.ok() && is_blank(before->bytes());
-}
-
-io::Result<Found> newest_generation(io::Volume& volume) {
-  if (volume.size() < kManifestBase) return store_damaged("it is too small to be a store");
-  Copy copies[] = {read_copy(volume, 0), read_copy(volume, 1)};
-  if (copies[0].blank && copies[1].blank)
-    return store_damaged("it holds no committed generation: the run that made it ended before its first commit");
-  const int first =
-      copies[0].block && (!copies[1].block || copies[0].block->generation > copies[1].block->generation) ? 0 : 1;
-  std::string troubles;
-  io::Error unreadable;
-  const auto note = [&](const std::string& trouble, const io::Error& error) {
-    if (!trouble.empty()) troubles += (troubles.empty() ? "" : "; ") + trouble;
-    if (!unreadable && error.kind != io::ErrorKind::corruption) unreadable = error;
-  };
-  for (const Copy& copy : copies)
-    if (!copy.blank) note(copy.trouble, copy.error);
-  for (const int at : {first, 1 - first}) {
-    if (!copies[at].block) continue;
-    const Superblock& block = *copies[at].block;
-    auto manifest = read_manifest(volume, block);
-    if (manifest.ok()) {
-      if (is_newest(volume, block, copies[1 - at])) return Found{block, std::move(manifest).value(), {}};
-      if (troubles.empty()) troubles = "the other superblock is not the one before it";
-      return Found{block, std::move(manifest).value(), troubles};
-    }
-    note("generation " + std::to_string(block.generation) + ": " + manifest.error().message(), manifest.error());
-  }
-  if (!unreadable) return store_damaged("it holds no generation that can be read: " + troubles);
-  unreadable.detail = "the store holds no generation that can be read: " + troubles;
-  return unreadable;
 }
 
 }  // namespace
@@ -380,23 +282,10 @@ io::Error Store::commit(const std::string& progress) {
   block.generation = generation_ + 1;
   block.set_manifest(kManifestBase + copy_of(block.generation) * manifest_bytes_, text);
   // The generation's number, and with it its slots, would be used a second time, while its superblock may be durable.
-  if (io::Error error = publish(block, text)) return refuse_from_now_on(std::move(error));
+  if (io::Error error = publish_generation(*volume_, block, text)) return refuse_from_now_on(std::move(error));
   generation_ = block.generation;
   progress_ = progress;
   return {};
-}
-
-io::Error Store::publish(const Superblock& block, const std::string& manifest) {
-  io::Buffer buffer = io::allocate_buffer(round_up(manifest.size(), kSector));
-  io::Buffer sector = io::allocate_buffer(kSector);
-  if (!buffer || !sector) return {.kind = io::ErrorKind::memory, .operation = "commit", .length = manifest.size()};
-  std::memcpy(buffer.data(), manifest.data(), manifest.size());
-  std::memcpy(sector.data(), &block, sizeof block);
-  if (io::Error error = transfer(*volume_, io::Op::write, block.manifest_offset, buffer, buffer.size())) return error;
-  if (io::Error error = volume_->flush()) return error;
-  const std::uint64_t place = copy_of(block.generation) * kSuperblockSpacing;
-  if (io::Error error = transfer(*volume_, io::Op::write, place, sector, kSector)) return error;
-  return volume_->flush();
 }
 
 }  // namespace tierflow::swap

@@ -84,7 +84,6 @@ class Store {
   std::uint64_t offset(ExtentKind kind, int index, int slot) const;
   std::uint64_t checksum(ExtentKind kind, int index, std::uint64_t generation, std::span<const std::byte> bytes) const;
   std::string manifest(const std::string& progress) const;
-  io::Error publish(const Superblock& block, const std::string& manifest);
   io::Error take_over(std::uint64_t generation, const Manifest& manifest);
   io::Error verify_all();
   // Makes `why` what every later write and commit returns; the first one stays.
