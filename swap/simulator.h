@@ -33,6 +33,13 @@ struct StageSeconds {
   double forward = 0, backward = 0, head = 0, evaluate = 0;
   // Where the activations are kept; where they are swapped, with the copies into and out of the slot.
   double forward_keeping = 0, backward_kept = 0, forward_swapping = 0, backward_swapped = 0;
+
+  StageSeconds& operator*=(double factor) {
+    for (double* seconds : {&forward, &backward, &head, &evaluate, &forward_keeping, &backward_kept, &forward_swapping,
+                            &backward_swapped})
+      *seconds *= factor;
+    return *this;
+  }
 };
 
 struct Rates {

@@ -102,12 +102,8 @@ ProbedModel widened(const ModelSpec& spec, const std::array<NarrowProbe, 3>& nar
   const ModelSpec narrow = narrowed(spec, high.parts);
   for (std::size_t stage = 0; stage < wide.seconds.size(); ++stage) {
     const int at = static_cast<int>(stage);
-    const double factor = stage_operations(spec, at, micro_batch, sequence_length) /
-                          stage_operations(narrow, at, micro_batch, sequence_length);
-    swap::StageSeconds& s = wide.seconds[stage];
-    for (double* seconds : {&s.forward, &s.backward, &s.head, &s.evaluate, &s.forward_keeping, &s.backward_kept,
-                            &s.forward_swapping, &s.backward_swapped})
-      *seconds *= factor;
+    wide.seconds[stage] *= stage_operations(spec, at, micro_batch, sequence_length) /
+                           stage_operations(narrow, at, micro_batch, sequence_length);
   }
   return wide;
 }
