@@ -18,7 +18,7 @@
 #include "runtime/base/load_meter.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/planning/repeat.h"
-#include "runtime/state/optimizer_work.h"
+#include "runtime/state/streamed_state.h"
 
 namespace tierflow {
 namespace {
@@ -191,10 +191,6 @@ void measure_storage(const SessionOptions& options, Length length, swap::Machine
 
 }  // namespace
 
-std::unique_ptr<swap::Device> open_device(const SessionOptions& options) {
-  return options.device == "cuda" ? value_or_throw(swap::open_cuda_device(0)) : swap::open_cpu_device();
-}
-
 MachineProfile measure_machine(const SessionOptions& options, Length length, const Say& say) {
   const torch::NoGradGuard no_grad;
   MachineProfile profile;
@@ -205,7 +201,7 @@ MachineProfile measure_machine(const SessionOptions& options, Length length, con
   say("measuring copies and updates: about 3 s");
   const LoadMeter load;
   RateMeter meter;
-  const auto device = open_device(options);
+  const auto device = open_device(options.device);
   measure_copies(*device, meter, rates);
   rates.fill = measure_fill(*device, options.device == "cuda" ? torch::kCUDA : torch::kCPU, meter);
   UpdateThreads threads(rates.threads);

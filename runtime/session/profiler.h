@@ -1,9 +1,6 @@
 #pragma once
 // Measures this machine and a model's stages as a session uses them: the same device, pages, threads and kernels.
-#include <memory>
-
 #include "runtime/planning/profile.h"
-#include "swap/device.h"
 
 namespace tierflow {
 
@@ -19,8 +16,5 @@ ModelProfile measure_model(const ModelSpec& spec, const SessionOptions& options,
 
 // Floating-point operations a second of one large product, on the session's device.
 double product_rate(const SessionOptions& options);
-
-// The device of a session with these options.
-std::unique_ptr<swap::Device> open_device(const SessionOptions& options);
 
 }  // namespace tierflow

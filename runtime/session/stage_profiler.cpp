@@ -15,6 +15,7 @@
 #include "runtime/session/profiler.h"
 #include "runtime/session/stage_probe.h"
 #include "runtime/spec/stage_class.h"
+#include "runtime/state/streamed_state.h"
 
 namespace tierflow {
 namespace {
@@ -143,7 +144,7 @@ ModelProfile measure_model(const ModelSpec& spec, const SessionOptions& options,
             " of their width: at all of it they would take " + time_left(Estimate(spec, options, rate, each).total());
   say(line);
   ProgressLines progress(say, estimate);
-  const auto device = open_device(options);
+  const auto device = open_device(options.device);
   const auto probe = [&](const ModelSpec& of, const StageTiming& timing) {
     const std::unique_ptr<LayeredModel> model = make_model(of);
     return StageProbe(*model, memory, torch_device, timing)

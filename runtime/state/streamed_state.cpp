@@ -8,6 +8,10 @@
 
 namespace tierflow {
 
+std::unique_ptr<swap::Device> open_device(const std::string& name, std::uint64_t chaos_seed) {
+  return name == "cuda" ? value_or_throw(swap::open_cuda_device(0)) : swap::open_cpu_device({.chaos_seed = chaos_seed});
+}
+
 StreamedState::StreamedState(const std::vector<UnitSpec>& units, const PackedModel& packed, const swap::Layout& layout,
                              const swap::Arrangement& arrangement, swap::Store* store, const Options& options)
     : units_(units),
@@ -15,8 +19,7 @@ StreamedState::StreamedState(const std::vector<UnitSpec>& units, const PackedMod
       layout_(layout),
       train_(options.train),
       torch_device_(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
-      device_(options.device == "cuda" ? value_or_throw(swap::open_cuda_device(0))
-                                       : swap::open_cpu_device({.chaos_seed = options.chaos_seed})),
+      device_(open_device(options.device, options.chaos_seed)),
       threads_(options.update_threads > 0 ? options.update_threads : at::get_num_threads()),
       executor_(value_or_throw(swap::Executor::create(*device_, store, layout, arrangement,
                                                       {.chaos_seed = options.chaos_seed, .record = options.record}))) {}

@@ -19,6 +19,9 @@
 
 namespace tierflow {
 
+// name: "cpu", "cuda". chaos_seed: of the CPU device, for tests. Throws Exception.
+std::unique_ptr<swap::Device> open_device(const std::string& name, std::uint64_t chaos_seed = 0);
+
 class StreamedState {
  public:
   struct Options {
