@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/openat2.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -146,6 +147,12 @@ void write_copy(const std::filesystem::path& path, const File& from, const std::
 
 void sync_folder(const std::filesystem::path& folder) {
   if (const io::Error error = io::sync_directory(folder)) fail_system("flush", folder.string(), error.error_number);
+}
+
+std::uint64_t free_space(const std::filesystem::path& folder) {
+  struct statvfs status {};
+  if (statvfs(folder.c_str(), &status) != 0) fail_system("stat", folder.string(), errno);
+  return std::uint64_t{status.f_bavail} * status.f_frsize;
 }
 
 std::filesystem::path temporary_folder() {

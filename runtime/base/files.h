@@ -51,6 +51,9 @@ void sync_folder(const std::filesystem::path& folder);
 // Creates the folder and those above it. Throws Exception naming it.
 void make_folder(const std::filesystem::path& folder);
 
+// Bytes that its file system has free for this user. Throws Exception naming it.
+std::uint64_t free_space(const std::filesystem::path& folder);
+
 // The folder for temporary files, TMPDIR or /tmp. Throws Exception of kind environment where that is no folder.
 std::filesystem::path temporary_folder();
 

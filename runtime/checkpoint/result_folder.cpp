@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <sys/file.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -117,13 +116,11 @@ void ResultFolder::try_to_write() const {
 }
 
 void ResultFolder::check_space(std::uint64_t bytes) const {
-  struct statvfs status {};
-  if (statvfs(path_.c_str(), &status) != 0) fail_system("stat", path_.string(), errno);
-  const double free = static_cast<double>(status.f_bavail) * static_cast<double>(status.f_frsize);
-  if (free < static_cast<double>(bytes))
+  const std::uint64_t free = free_space(path_);
+  if (free < bytes)
     fail(io::ErrorKind::environment, path_.string(),
          fmt::format("has {:.1f} MiB free, but the result takes {:.1f} MiB: free some space or give another --out",
-                     free / 0x1p20, static_cast<double>(bytes) / 0x1p20));
+                     static_cast<double>(free) / 0x1p20, static_cast<double>(bytes) / 0x1p20));
 }
 
 CompanionFiles::CompanionFiles(fs::path folder) : folder_(folder.empty() ? "." : std::move(folder)) {

@@ -1,6 +1,5 @@
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -99,13 +98,11 @@ struct CheckpointWriter::Impl {
   }
 
   void check_space() const {
-    struct statvfs status {};
-    if (statvfs(folder.c_str(), &status) != 0) fail_system("stat", folder.string(), errno);
-    const double free = static_cast<double>(status.f_bavail) * static_cast<double>(status.f_frsize);
-    if (free < static_cast<double>(total))
+    const std::uint64_t free = free_space(folder);
+    if (free < total)
       fail(io::ErrorKind::environment, folder.string(),
            fmt::format("has {} free, but the model takes {}: free some space or give another folder",
-                       human_bytes(static_cast<std::uint64_t>(free)), human_bytes(total)));
+                       human_bytes(free), human_bytes(total)));
   }
 
   void open_shard() {
