@@ -16,6 +16,28 @@
 #include "runtime/spec/stage_class.h"
 
 namespace tierflow {
+
+nlohmann::ordered_json to_json(const Readings& readings) {
+  return {{"spread", readings.spread}, {"other_cores", readings.other_cores}, {"corrected", readings.corrected}};
+}
+
+nlohmann::ordered_json rates_json(const MachineProfile& profile) {
+  const swap::MachineRates& r = profile.rates;
+  return {{"disk_read", r.disk_read},
+          {"disk_write", r.disk_write},
+          {"disk_mixed", r.disk_mixed},
+          {"upload", r.upload},
+          {"download", r.download},
+          {"cast", r.cast},
+          {"fill", r.fill},
+          {"measure", r.measure},
+          {"checksum", r.checksum},
+          {"cores", r.cores},
+          {"threads", r.threads},
+          {"update", profile.update},
+          {"device_update", profile.device_update}};
+}
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -109,10 +131,6 @@ double needed(const JsonFields& fields, const char* name) {
   return value;
 }
 
-Json to_json(const Readings& readings) {
-  return {{"spread", readings.spread}, {"other_cores", readings.other_cores}, {"corrected", readings.corrected}};
-}
-
 Readings readings_from(const JsonFields& fields, const std::string& where) {
   const JsonFields of(object_in(fields, "readings"), where);
   return {.spread = needed(of, "spread"),
@@ -121,22 +139,10 @@ Readings readings_from(const JsonFields& fields, const std::string& where) {
 }
 
 Json to_json(const MachineProfile& profile) {
-  const swap::MachineRates& r = profile.rates;
-  return {{"disk_read", r.disk_read},
-          {"disk_write", r.disk_write},
-          {"disk_mixed", r.disk_mixed},
-          {"upload", r.upload},
-          {"download", r.download},
-          {"cast", r.cast},
-          {"fill", r.fill},
-          {"measure", r.measure},
-          {"checksum", r.checksum},
-          {"cores", r.cores},
-          {"threads", r.threads},
-          {"compute_on_cores", r.compute_on_cores},
-          {"update", profile.update},
-          {"device_update", profile.device_update},
-          {"readings", to_json(profile.readings)}};
+  Json json = rates_json(profile);
+  json["compute_on_cores"] = profile.rates.compute_on_cores;
+  json["readings"] = to_json(profile.readings);
+  return json;
 }
 
 MachineProfile machine_from(const Json& json, const std::string& where) {
@@ -185,7 +191,7 @@ Json to_json(const ModelProfile& profile) {
           {"process_bytes", profile.process_bytes},
           {"width", profile.width},
           {"seconds_allowed", profile.seconds_allowed},
-          {"readings", to_json(profile.readings)}};
+          {"readings", Json(to_json(profile.readings))}};
 }
 
 ModelProfile model_from(const Json& json, const std::string& where) {

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -60,6 +61,10 @@ struct Profile {
   MachineProfile machine;
   ModelProfile model;
 };
+// What was measured, by name, as files and reports show it.
+nlohmann::ordered_json to_json(const Readings& readings);
+nlohmann::ordered_json rates_json(const MachineProfile& profile);
+
 // Why predictions from it may be wrong, in a few words; empty where everything was measured on a machine at rest.
 std::string doubt_of(const Profile& profile);
 

@@ -198,32 +198,11 @@ Json step_json(const PlannedRun& run) {
           {"stalls", stalls}};
 }
 
-Json machine_json(const MachineProfile& machine) {
-  const swap::MachineRates& r = machine.rates;
-  return {{"disk_read", r.disk_read},
-          {"disk_write", r.disk_write},
-          {"disk_mixed", r.disk_mixed},
-          {"upload", r.upload},
-          {"download", r.download},
-          {"cast", r.cast},
-          {"fill", r.fill},
-          {"measure", r.measure},
-          {"checksum", r.checksum},
-          {"cores", r.cores},
-          {"threads", r.threads},
-          {"update", machine.update},
-          {"device_update", machine.device_update}};
-}
-
-Json readings_json(const Readings& readings) {
-  return {{"spread", readings.spread}, {"other_cores", readings.other_cores}, {"corrected", readings.corrected}};
-}
-
 // How far the numbers can be trusted.
 Json profile_json(const Profile& profile) {
   const std::string doubt = doubt_of(profile);
-  return {{"machine", readings_json(profile.machine.readings)},
-          {"stages", readings_json(profile.model.readings)},
+  return {{"machine", to_json(profile.machine.readings)},
+          {"stages", to_json(profile.model.readings)},
           {"scaled_from_width", profile.model.width < 1 ? Json(profile.model.width) : Json()},
           {"doubt", doubt.empty() ? Json() : Json(doubt)}};
 }
@@ -298,7 +277,7 @@ Json plan_json(const PlannedRun& run) {
            {{"tb_written_per_step", written},
             {"tb_written_per_day", written * 86400 / run.placement.prediction.step_seconds}}},
           {"memory", {{"device_peak", memory.device}, {"host", memory.host}, {"process_peak", memory.process}}},
-          {"machine", machine_json(run.profile.machine)},
+          {"machine", rates_json(run.profile.machine)},
           {"profile", profile_json(run.profile)},
           {"checked", true}};
 }
