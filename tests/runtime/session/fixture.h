@@ -65,6 +65,55 @@ inline WeightSource initial(std::uint64_t seed) {
   };
 }
 
+// Another model's every call; `called` runs after each that computes.
+class ForwardingModel : public LayeredModel {
+ public:
+  explicit ForwardingModel(std::unique_ptr<LayeredModel> model) : model_(std::move(model)) {}
+  const ModelSpec& spec() const override { return model_->spec(); }
+  bool draws_random_numbers() const override { return model_->draws_random_numbers(); }
+  bool can_keep(int stage) const override { return model_->can_keep(stage); }
+  Shared share(const MicroBatch& batch, torch::Device device) const override {
+    return after(model_->share(batch, device));
+  }
+  Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
+                bool training) const override {
+    return after(model_->forward(stage, weights, carry, shared, training));
+  }
+  Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                 const Shared& shared, const Carry& d_out) const override {
+    return after(model_->backward(stage, weights, gradients, carry, shared, d_out));
+  }
+  std::unique_ptr<KeptActivations> forward_keeping(int stage, const Weights& weights, Carry& carry,
+                                                   const Shared& shared) const override {
+    return after(model_->forward_keeping(stage, weights, carry, shared));
+  }
+  Carry backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                      const Shared& shared, const Carry& d_out, std::unique_ptr<KeptActivations> kept) const override {
+    return after(model_->backward_kept(stage, weights, gradients, carry, shared, d_out, std::move(kept)));
+  }
+  std::unique_ptr<KeptActivations> restore(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
+                                           std::vector<torch::Tensor> essentials) const override {
+    return after(model_->restore(stage, weights, carry, shared, std::move(essentials)));
+  }
+  double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const override {
+    return after(model_->head_loss(weights, carry, shared));
+  }
+  HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
+                                    const Shared& shared, double scale) const override {
+    return after(model_->head_loss_and_backward(weights, gradients, carry, shared, scale));
+  }
+
+ private:
+  virtual void called() const {}
+  template <class Result>
+  Result after(Result result) const {
+    called();
+    return result;
+  }
+
+  const std::unique_ptr<LayeredModel> model_;
+};
+
 // As little device memory as works: nothing is kept there that can be computed again.
 inline SessionOptions least_device(SessionOptions options, const Case& which, const Tiling& tiling) {
   options.device_memory = 1;

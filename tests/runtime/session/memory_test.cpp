@@ -16,53 +16,16 @@ namespace {
 
 // A model whose calls fail with torch's error when a test says so, after all their work: sums that they added to have
 // been added to.
-class Failing final : public LayeredModel {
+class Failing final : public ForwardingModel {
  public:
-  explicit Failing(std::unique_ptr<LayeredModel> model) : model_(std::move(model)) {}
-  const ModelSpec& spec() const override { return model_->spec(); }
-  bool draws_random_numbers() const override { return model_->draws_random_numbers(); }
-  Shared share(const MicroBatch& batch, torch::Device device) const override {
-    return counted(model_->share(batch, device));
-  }
-  Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
-                bool training) const override {
-    return counted(model_->forward(stage, weights, carry, shared, training));
-  }
-  Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
-                 const Shared& shared, const Carry& d_out) const override {
-    return counted(model_->backward(stage, weights, gradients, carry, shared, d_out));
-  }
-  bool can_keep(int stage) const override { return model_->can_keep(stage); }
-  std::unique_ptr<KeptActivations> forward_keeping(int stage, const Weights& weights, Carry& carry,
-                                                   const Shared& shared) const override {
-    return counted(model_->forward_keeping(stage, weights, carry, shared));
-  }
-  Carry backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
-                      const Shared& shared, const Carry& d_out, std::unique_ptr<KeptActivations> kept) const override {
-    return counted(model_->backward_kept(stage, weights, gradients, carry, shared, d_out, std::move(kept)));
-  }
-  std::unique_ptr<KeptActivations> restore(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
-                                           std::vector<torch::Tensor> essentials) const override {
-    return counted(model_->restore(stage, weights, carry, shared, std::move(essentials)));
-  }
-  double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const override {
-    return counted(model_->head_loss(weights, carry, shared));
-  }
-  HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                    const Shared& shared, double scale) const override {
-    return counted(model_->head_loss_and_backward(weights, gradients, carry, shared, scale));
-  }
-
+  using ForwardingModel::ForwardingModel;
   mutable int calls = 0;
   std::set<int> failures;  // by call
 
  private:
-  template <class Result>
-  Result counted(Result result) const {
+  void called() const override {
     if (failures.contains(calls++)) TORCH_CHECK_WITH(OutOfMemoryError, false, "injected");
-    return result;
   }
-  const std::unique_ptr<LayeredModel> model_;
 };
 
 struct Trainee {

@@ -14,37 +14,25 @@ namespace tierflow::testing {
 namespace {
 
 // A model whose loss or whose gradient is not finite when a test says so.
-class Spoiling final : public LayeredModel {
+class Spoiling final : public ForwardingModel {
  public:
-  explicit Spoiling(std::unique_ptr<LayeredModel> model) : model_(std::move(model)) {}
-  const ModelSpec& spec() const override { return model_->spec(); }
-  bool draws_random_numbers() const override { return model_->draws_random_numbers(); }
-  Shared share(const MicroBatch& batch, torch::Device device) const override { return model_->share(batch, device); }
-  Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
-                bool training) const override {
-    return model_->forward(stage, weights, carry, shared, training);
-  }
+  using ForwardingModel::ForwardingModel;
+  bool can_keep(int) const override { return false; }
   Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                  const Shared& shared, const Carry& d_out) const override {
-    Carry d_in = model_->backward(stage, weights, gradients, carry, shared, d_out);
+    Carry d_in = ForwardingModel::backward(stage, weights, gradients, carry, shared, d_out);
     if (stage == spoiled_stage) gradients.back().view(-1)[0] = NAN;
     return d_in;
   }
-  double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const override {
-    return model_->head_loss(weights, carry, shared);
-  }
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                     const Shared& shared, double scale) const override {
-    HeadResult result = model_->head_loss_and_backward(weights, gradients, carry, shared, scale);
+    HeadResult result = ForwardingModel::head_loss_and_backward(weights, gradients, carry, shared, scale);
     if (spoiled_loss) result.loss_sum = INFINITY;
     return result;
   }
 
   bool spoiled_loss = false;
   int spoiled_stage = -1;
-
- private:
-  const std::unique_ptr<LayeredModel> model_;
 };
 
 struct Outcome {
