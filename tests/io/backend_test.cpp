@@ -3,6 +3,8 @@
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
+#include <linux/io_uring.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "io/file.h"
@@ -135,6 +137,24 @@ TEST_F(BackendTest, ARingThatNeverTakesAnythingFailsWhatWaits) {
   SystemCalls calls(failing("io_uring_enter", EAGAIN));
   EXPECT_EQ(one(*ring, Action::read, memory.bytes()), -EIO);
   EXPECT_EQ(one(*ring, Action::read, memory.bytes()), -EIO);
+}
+
+// Whoever takes over the process finds a ring that opens no files and starts no programs.
+TEST_F(BackendTest, ARingIsRestrictedToWhatIsUsed) {
+  auto ring = open(make_uring_backend(8), file_.descriptor());
+  ASSERT_TRUE(ring);
+  int found = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    if (std::filesystem::read_symlink(entry.path(), gone) != "anon_inode:[io_uring]") continue;
+    ++found;
+    // A personality would let requests run with other rights.
+    EXPECT_EQ(
+        syscall(SYS_io_uring_register, std::stoi(entry.path().filename()), IORING_REGISTER_PERSONALITY, nullptr, 0),
+        -1);
+    EXPECT_EQ(errno, EACCES);
+  }
+  EXPECT_EQ(found, 1);
 }
 
 TEST_F(BackendTest, ARegisteredRingUsesNoMemoryThatWasTakenBack) {
