@@ -5,18 +5,13 @@
 
 #include <algorithm>
 
+#include "runtime/models/grain.h"
 #include "runtime/models/kernels.h"
 
 namespace tierflow::models {
 namespace {
 
-constexpr std::int64_t kGrain = 32768;           // elements worth a thread
-constexpr std::int64_t kTile = 1 << 22;          // elements of a weight-gradient tile
-constexpr std::int64_t kSoftmaxSlice = 1 << 22;  // fp32 logits at once where no kernel works in place
-
-at::ScalarType wide_type(const Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
+constexpr std::int64_t kTile = 1 << 22;  // elements of a weight-gradient tile
 
 // The kernels apply: bf16 on the CPU, dense, nothing to differentiate.
 template <class... Tensors>
@@ -30,10 +25,6 @@ bool fused(const Tensors&... tensors) {
 
 std::uint16_t* bits(const Tensor& t) {
   return t.defined() ? static_cast<std::uint16_t*>(t.data_ptr()) : nullptr;
-}
-
-std::int64_t grain_rows(std::int64_t n) {
-  return std::max<std::int64_t>(1, kGrain / std::max<std::int64_t>(1, n));
 }
 
 }  // namespace

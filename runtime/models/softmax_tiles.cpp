@@ -6,21 +6,15 @@
 #include <algorithm>
 #include <limits>
 
+#include "runtime/models/grain.h"
 #include "runtime/models/kernels.h"
 #include "runtime/models/ops.h"
 
 namespace tierflow::models {
 namespace {
 
-constexpr std::int64_t kGrain = 32768;           // elements worth a thread
-constexpr std::int64_t kSoftmaxSlice = 1 << 22;  // wide logits at once where no kernel works in place
-
 bool has_kernel(const Tensor& logits) {
   return logits.is_cpu() && logits.scalar_type() == at::kBFloat16 && logits.is_contiguous();
-}
-
-std::int64_t grain_rows(std::int64_t width) {
-  return std::max<std::int64_t>(1, kGrain / width);
 }
 
 // Calls use(first row, rows) for slices of the rows.
@@ -28,10 +22,6 @@ template <class Use>
 void for_each_slice(const Tensor& logits, Use use) {
   const std::int64_t rows = logits.size(0), slice = std::max<std::int64_t>(1, kSoftmaxSlice / logits.size(1));
   for (std::int64_t row = 0; row < rows; row += slice) use(row, std::min(slice, rows - row));
-}
-
-at::ScalarType wide_type(const Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 // Where a row's label lies among the tile's columns: whether it does, and its column [rows, 1].
