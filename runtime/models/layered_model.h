@@ -2,13 +2,14 @@
 // FRONT DOOR of models. A model as the session drives it: stages that turn a carry into a carry, given the weights of
 // their units. The session binds the weights (views of a device slot that is reused for layer after layer), so nothing
 // here may keep a weight, or a graph that saved one, beyond the call.
-#include <torch/nn/module.h>
+#include <torch/types.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <vector>
 
+#include "runtime/models/micro_batch.h"
 #include "runtime/spec/model_spec.h"
 
 namespace tierflow {
@@ -20,13 +21,6 @@ using Carry = std::vector<torch::Tensor>;
 using Weights = std::vector<torch::Tensor>;
 // fp32 accumulators, one beside each weight, the same shapes.
 using Gradients = std::vector<torch::Tensor>;
-
-struct MicroBatch {
-  torch::Tensor ids;  // [micro-batch, sequence] int64
-  torch::Tensor
-      labels;  // the same shape: the token that each position predicts (already shifted), -100 where none counts
-  std::int64_t target_tokens() const;  // labels that count
-};
 
 // What several layers read, the same for every layer of one micro-batch.
 struct Shared {

@@ -10,7 +10,6 @@
 #include "runtime/base/signals.h"
 #include "runtime/program/run_common.h"
 #include "runtime/program/train.h"
-#include "runtime/session/layers.h"
 
 namespace tierflow {
 
@@ -20,7 +19,7 @@ int run_eval(const EvalOptions& options) {
   watch_signals();
   TrainingLog log(options.log_json, false);
   Model model = load(options.model);
-  const ModelSpec& spec = model.layers->spec();
+  const ModelSpec& spec = model.spec();
   const Dataset data = Dataset::prepare(data_options(options, spec, temporary_folder()));
   const std::uint64_t device_fixed = prepare_torch(device_of(options), options.threads);
   SessionOptions settings = session_settings(options, device_fixed, [&](const std::string& line) { log.say(line); });

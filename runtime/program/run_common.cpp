@@ -1,13 +1,14 @@
 #include "runtime/program/run_common.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <fmt/format.h>
 
 #include <nlohmann/json.hpp>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
-#include "runtime/checkpoint/init.h"
 #include "runtime/device/device_memory.h"
 
 namespace tierflow {
@@ -49,15 +50,8 @@ void announce_device(const RunOptions& options, const SessionOptions& settings, 
   }
 }
 
-WeightSource random_weights(std::uint64_t seed) {
-  return [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-    initial_values(tensor, seed, first, out);
-  };
-}
-
 MicroBatch micro_batch(const SequenceReader& read, std::int64_t first, std::int64_t rows, std::int64_t length) {
-  MicroBatch batch{.ids = torch::empty({rows, length}, torch::kInt64),
-                   .labels = torch::full({rows, length}, -100, torch::kInt64)};
+  MicroBatch batch{.ids = at::empty({rows, length}, at::kLong), .labels = at::full({rows, length}, -100, at::kLong)};
   for (std::int64_t row = 0; row < rows; ++row) {
     std::int64_t* ids = batch.ids.data_ptr<std::int64_t>() + row * length;
     read(first + row, {ids, static_cast<std::size_t>(length)});

@@ -1,5 +1,5 @@
 #pragma once
-// What `train` and `eval` share: the device, budgets, weights and micro-batches that the options mean.
+// What `train` and `eval` share: the device, budgets and micro-batches that the options mean.
 #include <memory>
 
 #include "runtime/data/data.h"
@@ -14,8 +14,6 @@ namespace tierflow {
 std::uint64_t prepare_torch(const std::string& device, int threads);
 // Says which device it is; steps in the log tell what a card does from then on.
 void announce_device(const RunOptions& options, const SessionOptions& settings, TrainingLog& log);
-
-WeightSource random_weights(std::uint64_t seed);
 
 // Micro-batches of `rows` sequences; labels are the ids shifted by one, the last position counts for nothing.
 using SequenceReader = std::function<void(std::int64_t index, std::span<std::int64_t> out)>;

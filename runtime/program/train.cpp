@@ -16,7 +16,6 @@
 #include "runtime/program/run_result.h"
 #include "runtime/program/run_summary.h"
 #include "runtime/program/step_trace.h"
-#include "runtime/session/layers.h"
 #include "runtime/session/profiler.h"
 
 namespace tierflow {
@@ -112,7 +111,7 @@ class Training {
                       .eps = options_.eps,
                       .weight_decay = options_.weight_decay};
     session_ = std::make_unique<Session>(
-        options_.config.empty() ? load(options_.model) : Model{make_model(spec_), random_weights(options_.seed)},
+        options_.config.empty() ? load(options_.model) : from_config(spec_, options_.seed),
         session, adamw, [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
           throw_if_stopped();
           show(phase, done, total);

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "runtime/base/exception.h"
+#include "runtime/checkpoint/init.h"
 #include "runtime/checkpoint/safetensors.h"
 #include "runtime/device/device_memory.h"
 
@@ -180,6 +181,16 @@ Model Layers::build(std::uint64_t seed) const {
   return {std::make_shared<ModuleModel>(std::move(spec), std::move(layers)),
           [weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
             weights->read(tensor, first, out);
+          }};
+}
+
+const ModelSpec& Model::spec() const {
+  return layers->spec();
+}
+
+Model from_config(const ModelSpec& spec, std::uint64_t seed) {
+  return {make_model(spec), [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+            initial_values(tensor, seed, first, out);
           }};
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/models/layered_model.h"
 #include "runtime/session/session.h"
 
 namespace tierflow {
@@ -44,9 +45,6 @@ class Layers {
   std::vector<Entry> entries_;
   int shapes_ = 0;
 };
-
-// The model in an HF folder: config.json and safetensors. Throws Exception (kind input).
-Model load(const std::filesystem::path& folder);
 
 inline namespace literals {
 constexpr std::uint64_t operator""_KiB(unsigned long long n) {

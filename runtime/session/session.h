@@ -13,7 +13,7 @@
 #include "io/volume.h"
 #include "runtime/base/progress.h"
 #include "runtime/checkpoint/weight_source.h"
-#include "runtime/models/layered_model.h"
+#include "runtime/models/micro_batch.h"
 #include "runtime/planning/session_options.h"
 #include "runtime/planning/session_plan.h"
 #include "runtime/state/memory_use.h"
@@ -38,11 +38,19 @@ struct StepResult {
   double tokens_per_s = 0;
 };
 
+class LayeredModel;
+
 // A model and where its weights come from: what load() and Layers give to a session.
 struct Model {
   std::shared_ptr<LayeredModel> layers;
   WeightSource weights;
+  const ModelSpec& spec() const;
 };
+
+// The model in an HF folder: config.json and safetensors. Throws Exception (kind input).
+Model load(const std::filesystem::path& folder);
+// A model with random weights, those of `tierflow init` with this seed.
+Model from_config(const ModelSpec& spec, std::uint64_t seed);
 
 class Session {
  public:

@@ -4,6 +4,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/device/tensor_slot.h"
+#include "runtime/models/layered_model.h"
 #include "runtime/session/session.h"
 #include "runtime/session/stage_probe.h"
 #include "runtime/state/streamed_state.h"
