@@ -3,7 +3,7 @@ JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ { n = int($$2 / 2000000);
 
 # build-preset PRESET,FOLDER[,TARGET]: configures once (the build itself notices changed CMake files) and builds.
 define build-preset
-	@[ -f $(2)/build.ninja ] || cmake --preset $(1)
+	@[ -f $(2)/build.ninja ] && [ ! -e $(2)/early ] || { cmake --preset $(1) $$([ ! -e $(2)/early ] || echo -DTIERFLOW_TORCH=ON) && rm -f $(2)/early; }
 	@cmake --build $(2) --parallel $(JOBS) $(if $(3),--target $(3))
 endef
 
@@ -20,8 +20,7 @@ setup-dev: ## the same and clang-format, clang-tidy and pre-commit, for contribu
 	@tools/setup.sh requirements-dev.txt
 
 program: ## build/tierflow alone, and no more set-up than that takes
-	@tools/setup.sh --program
-	$(call build-preset,release,build,tierflow_program)
+	@tools/program.sh $(JOBS)
 
 build: setup ## all there is to build: the program, the libraries, the Python package, the tests
 	$(call build-preset,release,build)

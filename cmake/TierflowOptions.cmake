@@ -49,6 +49,14 @@ function(tierflow_library name)
   target_link_libraries(tierflow_${name} PRIVATE $<BUILD_INTERFACE:tierflow_flags>)
 endfunction()
 
+# tierflow_together(NAME SOURCE...): these sources of the library compile as one unit.
+function(tierflow_together name)
+  list(GET ARGN 0 first)
+  string(MAKE_C_IDENTIFIER "${first}" group)
+  set_target_properties(tierflow_${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+  set_source_files_properties(${ARGN} PROPERTIES UNITY_GROUP ${group})
+endfunction()
+
 # tierflow_test(NAME [LABELS label] LIBRARIES lib... SOURCES file...): one GoogleTest program, one ctest entry for each of its tests.
 function(tierflow_test name)
   cmake_parse_arguments(T "" "LABELS" "LIBRARIES;SOURCES" ${ARGN})

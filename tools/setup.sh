@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what building and testing Tierflow takes: system packages through apt, and a Python environment in .venv. Quick where
 # nothing is missing. PYTHON=path chooses the interpreter (3.11 or newer); arguments are further requirements files.
-# With --program first, Python packages for the program alone, not for the tests. --list-packages names the system packages.
+# With --program first, Python packages for the program alone, not for the tests; with --system no Python packages. --list-packages
+# names the system packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -36,6 +37,7 @@ header_packages='python3-dev|headers for the Python package'
 lists=(requirements.txt requirements-test.txt)
 case ${1:-} in
   --program) lists=(requirements.txt); shift ;;
+  --system) lists=() ;;
   --list-packages) printf '%s\n' "$packages" "$python_packages" "$header_packages" | cut -d '|' -f 1; exit ;;
 esac
 
@@ -125,4 +127,4 @@ python_environment() {
 }
 
 [ -n "${TIERFLOW_SKIP_APT:-}" ] || system_packages
-python_environment "${lists[@]}" "$@"
+[ "${1:-}" = --system ] || python_environment "${lists[@]}" "$@"

@@ -101,8 +101,8 @@ struct CheckpointWriter::Impl {
     const std::uint64_t free = free_space(folder);
     if (free < total)
       fail(io::ErrorKind::environment, folder.string(),
-           fmt::format("has {} free, but the model takes {}: free some space or give another folder",
-                       human_bytes(free), human_bytes(total)));
+           fmt::format("has {} free, but the model takes {}: free some space or give another folder", human_bytes(free),
+                       human_bytes(total)));
   }
 
   void open_shard() {

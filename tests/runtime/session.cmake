@@ -8,11 +8,6 @@ add_executable(bare_torch session/bare_torch.cpp)
 target_link_libraries(bare_torch PRIVATE tierflow_torch_wheel)
 
 # The train command in the test's own process.
-tierflow_test(train_test LIBRARIES tierflow::session tierflow::options tierflow::plan fmt::fmt-header-only nlohmann_json::nlohmann_json
-  SOURCES program/train_test.cpp program/plan_command_test.cpp
-          ${CMAKE_SOURCE_DIR}/runtime/program/train.cpp
-          ${CMAKE_SOURCE_DIR}/runtime/program/run_common.cpp ${CMAKE_SOURCE_DIR}/runtime/program/run_result.cpp ${CMAKE_SOURCE_DIR}/runtime/program/run_summary.cpp
-          ${CMAKE_SOURCE_DIR}/runtime/program/step_trace.cpp ${CMAKE_SOURCE_DIR}/runtime/program/training_log.cpp ${CMAKE_SOURCE_DIR}/runtime/program/forecast.cpp)
-target_precompile_headers(train_test REUSE_FROM session_test)
+tierflow_test(train_test LIBRARIES tierflow_commands SOURCES program/train_test.cpp program/plan_command_test.cpp)
 add_dependencies(train_test fake_nvml tierflow_train)  # the latter identifies what was measured
 target_compile_definitions(train_test PRIVATE TIERFLOW_FAKE_NVML="$<TARGET_FILE:fake_nvml>")
