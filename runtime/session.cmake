@@ -20,14 +20,15 @@ target_link_libraries(tierflow_session PUBLIC tierflow::models tierflow::plannin
 if(NOT TIERFLOW_SANITIZE STREQUAL "thread")
   target_compile_options(tierflow_session PRIVATE -fopenmp)  # as the models: their precompiled header serves here too
 endif()
+target_precompile_headers(tierflow_session REUSE_FROM tierflow_models)
+set_source_files_properties(state/chunk_work.cpp state/optimizer_work.cpp stream/stream_work.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
 if(TIERFLOW_TOGETHER)
-  tierflow_together(session device/device_memory.cpp device/tensor_slot.cpp optimizer/adamw8bit.cpp session/layers.cpp
-    session/session.cpp session/session_export.cpp session/session_passes.cpp session/session_setup.cpp)
-  tierflow_together(session session/profiler.cpp session/stage_probe.cpp session/stage_profiler.cpp state/streamed_state.cpp
-    stream/stream_state.cpp stream/streamer.cpp stream/streamer_plan.cpp)
-else()
-  target_precompile_headers(tierflow_session REUSE_FROM tierflow_models)
-  set_source_files_properties(state/chunk_work.cpp state/optimizer_work.cpp stream/stream_work.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+  tierflow_together(session session/session.cpp session/session_setup.cpp)
+  tierflow_together(session session/session_export.cpp session/session_passes.cpp)
+  tierflow_together(session session/profiler.cpp session/stage_probe.cpp session/stage_profiler.cpp)
+  tierflow_together(session session/layers.cpp state/streamed_state.cpp)
+  tierflow_together(session stream/stream_state.cpp device/tensor_slot.cpp)
+  tierflow_together(session stream/streamer.cpp stream/streamer_plan.cpp)
 endif()
 
 # The bodies of the commands that train; a test links them into its own process.
@@ -36,12 +37,10 @@ add_library(tierflow_commands OBJECT program/eval.cpp program/forecast.cpp progr
 target_link_libraries(tierflow_commands PUBLIC tierflow::session tierflow::plan tierflow::options fmt::fmt-header-only nlohmann_json::nlohmann_json
   PRIVATE tierflow_flags)
 target_compile_options(tierflow_commands PRIVATE -O1)  # reads options and prints
-
+target_precompile_headers(tierflow_commands PRIVATE <ATen/core/Tensor.h> <fmt/format.h> <nlohmann/json.hpp>)
 if(TIERFLOW_TOGETHER)
-  tierflow_together(commands program/eval.cpp program/forecast.cpp program/run_common.cpp program/run_result.cpp program/run_summary.cpp
-    program/step_trace.cpp program/train.cpp program/training_log.cpp)
-else()
-  target_precompile_headers(tierflow_commands PRIVATE <ATen/core/Tensor.h> <fmt/format.h> <nlohmann/json.hpp>)
+  tierflow_together(commands program/eval.cpp program/forecast.cpp program/run_common.cpp program/run_result.cpp)
+  tierflow_together(commands program/run_summary.cpp program/step_trace.cpp program/train.cpp program/training_log.cpp)
 endif()
 
 add_library(tierflow_train SHARED program/train_entry.cpp)
