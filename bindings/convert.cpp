@@ -80,13 +80,15 @@ std::vector<UnitSpec> units_of(const py::list& units) {
   std::vector<UnitSpec> result;
   for (const py::handle item : units) {
     const auto unit = py::cast<py::dict>(item);
-    UnitSpec spec{.name = py::cast<std::string>(unit["name"]), .trainable = py::cast<bool>(unit["trainable"])};
+    UnitSpec spec{.name = py::cast<std::string>(unit["name"])};
+    const bool trainable = py::cast<bool>(unit["trainable"]);
     for (const py::handle entry : py::cast<py::list>(unit["tensors"])) {
       const auto tensor = py::cast<py::dict>(entry);
       TensorSpec of;
       of.name = py::cast<std::string>(tensor["name"]);
       of.role = of.name;
       of.shape = py::cast<std::vector<std::int64_t>>(tensor["shape"]);
+      of.trainable = trainable;
       of.moments_32 = py::cast<bool>(tensor["moments_32"]);
       spec.tensors.push_back(std::move(of));
     }

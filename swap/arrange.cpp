@@ -149,9 +149,7 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   if (request.sums)
     keep(result.gradient_low_resident,
          [](const Chunk& chunk, std::size_t) { return chunk.trainable ? chunk.word_bytes() : 0; });
-  if (request.train)
-    keep(result.state_resident,
-         [](const Chunk& chunk, std::size_t) { return chunk.trainable ? chunk.state_bytes : 0; });
+  if (request.train) keep(result.state_resident, [](const Chunk& chunk, std::size_t) { return chunk.state_bytes; });
   return result;
 }
 

@@ -27,7 +27,7 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bo
     std::uint64_t weights = 0, gradients = 0;
     for (int unit : stage.units) {
       weights += 2 * layout.unit_elements(unit);
-      if (layout.units()[unit].trainable) gradients += 4 * layout.unit_elements(unit);
+      gradients += layout.gradient_bytes(unit);
     }
     if (sums) needs.gradient = std::max(needs.gradient, gradients);
     needs.weights = std::max(needs.weights, weights);
@@ -38,9 +38,9 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bo
     }
   }
   for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
-    const std::uint64_t gradient = 4 * layout.unit_elements(unit);
+    const std::uint64_t gradient = layout.gradient_bytes(unit);
     needs.all_weights += 2 * layout.unit_elements(unit);
-    if (!layout.units()[unit].trainable) continue;
+    if (gradient == 0) continue;
     if (layout.users_of(unit) > 1 && !sums) {
       needs.held += gradient;
       continue;
@@ -58,8 +58,8 @@ std::vector<bool> chunks_on_device(const Layout& layout, const std::vector<bool>
   std::vector<bool> on_device(layout.chunks().size(), false);
   double owed = 0;
   for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
-    if (!layout.units()[unit].trainable) continue;
-    const auto elements = static_cast<double>(layout.unit_elements(unit));
+    if (layout.gradient_bytes(unit) == 0) continue;
+    const auto elements = static_cast<double>(layout.gradient_bytes(unit)) / 4;
     owed += share * elements;
     if (share <= 0 || (share < 1 && 2 * owed < elements)) continue;
     owed -= elements;
@@ -67,7 +67,7 @@ std::vector<bool> chunks_on_device(const Layout& layout, const std::vector<bool>
         std::find_if(layout.stages().begin(), layout.stages().end(), [unit](const StageShape& stage) {
           return std::find(stage.units.begin(), stage.units.end(), unit) != stage.units.end();
         });
-    for (const Chunk& chunk : layout.chunks_of(unit)) {
+    for (const Chunk& chunk : layout.trainable_chunks_of(unit)) {
       const int id = layout.first_chunk(unit) + chunk.index;
       on_device[id] = deferred[id] || last_visited->backward_needs_weights;
     }

@@ -189,7 +189,7 @@ void PlanChecker::compute(const Task& task, const Plan& plan) {
         const int id = layout_.first_chunk(unit) + chunk.index;
         read_device(visit.weights[position] + 2 * chunk.first, chunk.word_bytes(), {What::words, id, due_[id]});
       }
-    if (gradients && layout_.units()[unit].trainable) sum_gradient(task, visit, position, unit);
+    if (gradients && layout_.gradient_bytes(unit) != 0) sum_gradient(task, visit, position, unit);
   }
   if (task.pass != Pass::forward && task.pass != Pass::backward) return;
   const int item = item_of(task);
@@ -206,9 +206,8 @@ void PlanChecker::compute(const Task& task, const Plan& plan) {
 
 // A gradient grows by one part a micro-batch; the first of a fresh one starts from nothing.
 void PlanChecker::sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit) {
-  const std::uint64_t begin = visit.gradients[position], bytes = 4 * layout_.unit_elements(unit);
+  const std::uint64_t begin = visit.gradients[position], bytes = layout_.gradient_bytes(unit);
   if (begin == kNowhere) return wrong("the visit has no place for the gradient of unit " + std::to_string(unit));
-  if (bytes == 0) return;  // a unit without parameters
   Content sum{What::sum, unit, step_, 0};
   if (task.micro_batch != 0 || !visit.fresh_gradient[position]) {
     const auto found = device_.find(begin);

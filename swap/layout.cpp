@@ -1,6 +1,7 @@
 #include "swap/layout.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 namespace tierflow::swap {
 
@@ -12,10 +13,12 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
     for (int unit : stage.units) ++users_[unit];
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     first_chunk_.push_back(static_cast<int>(chunks_.size()));
-    std::uint64_t first = 0;
+    std::uint64_t first = 0, gradients = 0;
     int index = 0;
     for (int group = 0; group < static_cast<int>(units_[unit].groups.size()); ++group) {
       const GroupShape& shape = units_[unit].groups[group];
+      if (shape.trainable && gradients != first)
+        throw std::logic_error("unit " + units_[unit].name + " has a frozen group before a trainable one");
       std::uint64_t limit = chunk_elements;
       while (limit > kChunkQuantum && shape.state_bytes(limit) > round_up(state_limit, kSector)) limit -= kChunkQuantum;
       for (std::uint64_t begin = 0; begin < shape.elements; begin += limit) {
@@ -25,20 +28,27 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
                            .group = group,
                            .first = first + begin,
                            .elements = n,
-                           .state_bytes = shape.state_bytes(n),
-                           .trainable = units_[unit].trainable});
+                           .state_bytes = shape.trainable ? shape.state_bytes(n) : 0,
+                           .trainable = shape.trainable});
         max_word_bytes_ = std::max(max_word_bytes_, chunks_.back().word_bytes());
-        if (units_[unit].trainable) max_state_bytes_ = std::max(max_state_bytes_, chunks_.back().state_bytes);
+        max_state_bytes_ = std::max(max_state_bytes_, chunks_.back().state_bytes);
       }
       first += shape.elements;
+      if (shape.trainable) gradients = first;
     }
     unit_elements_.push_back(first);
+    gradient_bytes_.push_back(4 * gradients);
   }
   first_chunk_.push_back(static_cast<int>(chunks_.size()));
 }
 
 std::span<const Chunk> Layout::chunks_of(int unit) const {
   return std::span(chunks_).subspan(first_chunk_[unit], first_chunk_[unit + 1] - first_chunk_[unit]);
+}
+
+std::span<const Chunk> Layout::trainable_chunks_of(int unit) const {
+  const std::span<const Chunk> all = chunks_of(unit);
+  return all.first(std::ranges::partition_point(all, &Chunk::trainable) - all.begin());
 }
 
 }  // namespace tierflow::swap

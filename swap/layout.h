@@ -20,6 +20,7 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
 
 // Consecutive elements of a unit whose optimizer state has one format.
 struct GroupShape {
+  bool trainable = true;                  // false: never updated, without gradients and state
   std::uint64_t elements = 0;             // multiple of kElementsPad
   std::uint32_t state_bytes_element = 0;  // optimizer state and low master words, a parameter
   std::uint32_t state_bytes_block = 0;    // and a block of 256
@@ -32,8 +33,7 @@ struct GroupShape {
 
 struct UnitShape {
   std::string name;
-  std::vector<GroupShape> groups;
-  bool trainable = true;
+  std::vector<GroupShape> groups;  // trainable ones first
 };
 
 struct StageShape {
@@ -46,7 +46,7 @@ struct Chunk {
   int unit = 0, index = 0, group = 0;
   std::uint64_t first = 0;  // element offset in the unit
   std::uint64_t elements = 0;
-  std::uint64_t state_bytes = 0;
+  std::uint64_t state_bytes = 0;  // 0 where it is not trainable
   bool trainable = true;
 
   std::uint64_t word_bytes() const { return 2 * elements; }  // of hi words, and of a bf16 gradient
@@ -56,13 +56,18 @@ struct Chunk {
 class Layout {
  public:
   // chunk_elements: multiple of kChunkQuantum; the largest chunk of a group whose state is 4 bytes an element. Groups
-  // with more state are cut finer so that no chunk's state exceeds max_state_bytes().
+  // with more state are cut finer so that no chunk's state exceeds max_state_bytes(). Throws std::logic_error where a
+  // unit has a frozen group before a trainable one.
   Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std::uint64_t chunk_elements);
 
   const std::vector<UnitShape>& units() const { return units_; }
   const std::vector<StageShape>& stages() const { return stages_; }
   const std::vector<Chunk>& chunks() const { return chunks_; }
   std::span<const Chunk> chunks_of(int unit) const;
+  // Those of its trainable groups, which come first; none of a frozen unit.
+  std::span<const Chunk> trainable_chunks_of(int unit) const;
+  // Of the fp32 gradient of a unit's trainable elements, on the device; 0 for a frozen unit.
+  std::uint64_t gradient_bytes(int unit) const { return gradient_bytes_[unit]; }
   int first_chunk(int unit) const { return first_chunk_[unit]; }
   std::uint64_t unit_elements(int unit) const { return unit_elements_[unit]; }
   std::uint64_t chunk_elements() const { return chunk_elements_; }
@@ -76,7 +81,7 @@ class Layout {
   std::vector<StageShape> stages_;
   std::vector<Chunk> chunks_;
   std::vector<int> first_chunk_, users_;
-  std::vector<std::uint64_t> unit_elements_;
+  std::vector<std::uint64_t> unit_elements_, gradient_bytes_;
   std::uint64_t chunk_elements_ = 0, max_word_bytes_ = 0, max_state_bytes_ = 0;
 };
 

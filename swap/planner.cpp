@@ -25,9 +25,9 @@ Planner::Planner(const Layout& layout, const Arrangement& arrangement) : layout_
   held_offset_.assign(units, kNowhere);
   std::uint64_t held = arrangement.weight_ring + arrangement.gradient_ring;
   for (std::size_t unit = 0; unit < units; ++unit)
-    if (layout.units()[unit].trainable && layout.users_of(static_cast<int>(unit)) > 1) {
+    if (layout.gradient_bytes(static_cast<int>(unit)) != 0 && layout.users_of(static_cast<int>(unit)) > 1) {
       held_offset_[unit] = held;
-      held += 4 * layout.unit_elements(static_cast<int>(unit));
+      held += layout.gradient_bytes(static_cast<int>(unit));
     }
   word_last_use_.assign(arrangement.word_buffers, 0);
   state_last_use_.assign(arrangement.state_buffers, 0);
@@ -174,7 +174,7 @@ std::uint64_t Planner::gradient_region(int unit, std::vector<bool>& fresh, std::
   fresh[position] = gradient_of_[unit] == kNowhere;
   if (!fresh[position]) return gradient_of_[unit];
   if (held_offset_[unit] != kNowhere) return gradient_of_[unit] = held_offset_[unit];
-  const std::uint64_t bytes = 4 * layout_.unit_elements(unit);
+  const std::uint64_t bytes = layout_.gradient_bytes(unit);
   if (gradient_position_ + bytes > arrangement_.gradient_ring) gradient_position_ = 0;
   gradient_of_[unit] = arrangement_.weight_ring + gradient_position_;
   gradient_position_ += bytes;

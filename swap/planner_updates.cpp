@@ -26,7 +26,7 @@ void Planner::take_gradients(const Visit& visit) {
   const StageShape& stage = layout_.stages()[visit.stage];
   for (std::size_t i = 0; i < stage.units.size(); ++i) {
     const int unit = stage.units[i];
-    if (!layout_.units()[unit].trainable) continue;
+    if (layout_.gradient_bytes(unit) == 0) continue;
     // Backward runs from the last stage to the first: the first stage that uses a unit is the last to add to its
     // gradient.
     const auto uses = [&](const StageShape& other) {
@@ -35,7 +35,7 @@ void Planner::take_gradients(const Visit& visit) {
     const auto first_user = std::find_if(layout_.stages().begin(), layout_.stages().end(), uses);
     if (first_user - layout_.stages().begin() != visit.stage) continue;
     bool updated = false;
-    for (const Chunk& chunk : layout_.chunks_of(unit)) {
+    for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) {
       const std::uint64_t from = visit.gradients[i] + 4 * chunk.first;
       if (arrangement_.deferred[layout_.first_chunk(unit) + chunk.index]) {
         stage_gradient(chunk, from);

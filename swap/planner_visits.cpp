@@ -58,9 +58,9 @@ void Planner::compute(int visit, int micro_batch, std::uint64_t slot) {
     const int unit = stage.units[i];
     if (target.weights[i] != kNowhere)
       accesses.push_back(device_access(target.weights[i], 2 * layout_.unit_elements(unit), false));
-    if ((target.pass != Pass::backward && target.pass != Pass::head) || !layout_.units()[unit].trainable) continue;
+    if ((target.pass != Pass::backward && target.pass != Pass::head) || layout_.gradient_bytes(unit) == 0) continue;
     if (target.gradients[i] == kNowhere) target.gradients[i] = gradient_region(unit, target.fresh_gradient, i);
-    accesses.push_back(device_access(target.gradients[i], 4 * layout_.unit_elements(unit), true));
+    accesses.push_back(device_access(target.gradients[i], layout_.gradient_bytes(unit), true));
   }
   if (slot != kNowhere) accesses.push_back(device_access(slot, arrangement_.saved_bytes(layout_, item), true));
   Task& task = emit(TaskKind::compute, Lane::compute, std::move(accesses));

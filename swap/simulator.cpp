@@ -68,7 +68,7 @@ double Simulator::compute_seconds(const Task& task, const Plan& plan) const {
   const auto& units = layout_.stages()[task.stage].units;
   for (std::size_t position = 0; position < visit.fresh_gradient.size(); ++position)
     if (visit.fresh_gradient[position])
-      seconds += at_rate(4.0 * static_cast<double>(layout_.unit_elements(units[position])), rates_.machine.fill);
+      seconds += at_rate(static_cast<double>(layout_.gradient_bytes(units[position])), rates_.machine.fill);
   return seconds;
 }
 

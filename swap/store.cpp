@@ -32,15 +32,16 @@ Store::Store(StoreOptions options, const Layout& layout) : options_(std::move(op
     hi_offset_.push_back(hi_bytes_);
     hi_bytes_ += chunk.word_bytes();
     state_offset_.push_back(state_bytes_);
-    if (chunk.trainable) state_bytes_ += chunk.state_bytes;
+    state_bytes_ += chunk.state_bytes;
     gradient_offset_.push_back(gradient_bytes_);
     const std::size_t id = gradient_offset_.size() - 1;
-    if (options_.staged_gradients && (options_.gradient_chunks.empty() || options_.gradient_chunks[id]))
+    if (chunk.trainable && options_.staged_gradients &&
+        (options_.gradient_chunks.empty() || options_.gradient_chunks[id]))
       gradient_bytes_ += chunk.word_bytes();
   }
   manifest_bytes_ = round_up((std::uint64_t{1} << 20) + options_.identity.size() + 160 * chunks.size(), kSector);
   total_bytes_ = kManifestBase + 2 * manifest_bytes_ + options_.generations * (hi_bytes_ + state_bytes_) +
-                 gradient_bytes_ + (options_.gradient_sums ? hi_bytes_ : 0);
+                 gradient_bytes_ + (options_.gradient_sums ? gradient_bytes_ : 0);
   const auto activations = static_cast<int>(ExtentKind::activations);
   records_[activations].resize(options_.activation_bytes.size());
   pending_checksum_[activations].resize(options_.activation_bytes.size());
@@ -119,7 +120,7 @@ std::uint64_t Store::offset(ExtentKind kind, int index, int slot) const {
     case ExtentKind::activations:
       return activation_offset_[index];
     default:
-      return base + options_.generations * (hi_bytes_ + state_bytes_) + gradient_bytes_ + hi_offset_[index];
+      return base + options_.generations * (hi_bytes_ + state_bytes_) + gradient_bytes_ + gradient_offset_[index];
   }
 }
 

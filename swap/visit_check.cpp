@@ -31,7 +31,7 @@ io::Error VisitChecker::owe(const Plan& plan, const std::vector<int>& units) {
               .detail = "unit " + std::to_string(unit) + " has no gradient that could be owed"};
     sum.owed = Owed{sum.epoch, sum.visits};
     drop(unit);
-    for (const Chunk& chunk : layout_.chunks_of(unit)) ++due_version_[layout_.first_chunk(unit) + chunk.index];
+    for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) ++due_version_[layout_.first_chunk(unit) + chunk.index];
   }
   return finish(plan, nullptr);
 }
@@ -49,7 +49,7 @@ void VisitChecker::drop(int unit) {
   ++sums_[unit].epoch;
   sums_[unit].visits = 0;
   sums_[unit].parts = 0;  // what is on the device of it is nobody's any more
-  for (const Chunk& chunk : layout_.chunks_of(unit)) taken_[layout_.first_chunk(unit) + chunk.index] = 0;
+  for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) taken_[layout_.first_chunk(unit) + chunk.index] = 0;
 }
 
 void VisitChecker::changed(int unit) {
@@ -90,7 +90,7 @@ io::Error VisitChecker::finish(const Plan& plan, const VisitRequest* request) {
   if (computed_ != (request == nullptr ? 0 : 1)) wrong("computes " + std::to_string(computed_) + " visits");
   for (int unit = 0; unit < static_cast<int>(sums_.size()); ++unit) {
     Sum& sum = sums_[unit];
-    const auto chunks = layout_.chunks_of(unit);
+    const auto chunks = layout_.trainable_chunks_of(unit);
     const auto updated = static_cast<std::size_t>(std::count_if(chunks.begin(), chunks.end(), [&](const Chunk& chunk) {
       return updated_[layout_.first_chunk(unit) + chunk.index] == 1;
     }));
@@ -118,7 +118,7 @@ void VisitChecker::expect_at_home(int unit) {
                                      : 0;
   if (visits == 0) return;
   if (sum.visits != 0 && sum.owed) wrong("adds to a gradient whose update is owed, unit " + std::to_string(unit));
-  for (const Chunk& chunk : layout_.chunks_of(unit)) {
+  for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) {
     const int id = layout_.first_chunk(unit) + chunk.index;
     if (home(ExtentKind::gradient, id).content != Content{What::gradient, id, epoch, visits} ||
         (visits > 1 && home(ExtentKind::gradient_low, id).content != Content{What::low, id, epoch, visits}))
@@ -142,7 +142,7 @@ void VisitChecker::compute(const Task& task, const Plan& plan) {
       read_device(visit.weights[position] + 2 * chunk.first, chunk.word_bytes(), {What::words, id, due_version_[id]});
     }
     if (!adds || !request_->gradients[position]) continue;
-    const std::uint64_t begin = visit.gradients[position], bytes = 4 * layout_.unit_elements(unit);
+    const std::uint64_t begin = visit.gradients[position], bytes = layout_.gradient_bytes(unit);
     if (begin == kNowhere) return wrong("the visit has no place for the gradient of unit " + std::to_string(unit));
     Sum& sum = sums_[unit];
     if (visit.fresh_gradient[position]) {
@@ -201,7 +201,7 @@ void VisitChecker::take_gradient(const Task& task) {
   taken_serial_[task.chunk] = sum.serial;
   const int visits = ++taken_[task.chunk];
   write(host(task.gradient), {visits == 1 ? What::gradient : What::incoming, task.chunk, sum.epoch, visits});
-  const auto chunks = layout_.chunks_of(chunk.unit);
+  const auto chunks = layout_.trainable_chunks_of(chunk.unit);
   if (std::all_of(chunks.begin(), chunks.end(), [&](const Chunk& other) {
         return taken_serial_[layout_.first_chunk(chunk.unit) + other.index] == sum.serial;
       }))

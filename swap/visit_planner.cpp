@@ -40,7 +40,7 @@ Plan VisitPlanner::visit(const VisitRequest& request) {
   if (adds) open_gradients(request, visit);
   for (std::size_t i = 0; i < stage.units.size(); ++i)
     if (visit.gradients[i] != kNowhere)
-      accesses.push_back(device_access(visit.gradients[i], 4 * layout_.unit_elements(stage.units[i]), true));
+      accesses.push_back(device_access(visit.gradients[i], layout_.gradient_bytes(stage.units[i]), true));
   Task& task = emit(TaskKind::compute, Lane::compute, std::move(accesses));
   task.visit = 0;
   task.micro_batch = 0;
@@ -106,14 +106,14 @@ void VisitPlanner::open_gradients(const VisitRequest& request, Visit& visit) {
   }
   std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < stage.units.size(); ++i)
-    if (request.gradients[i]) bytes += 4 * layout_.unit_elements(stage.units[i]);
+    if (request.gradients[i]) bytes += layout_.gradient_bytes(stage.units[i]);
   if (bytes == 0) return;
   if (gradient_position_ + bytes > arrangement_.gradient_ring) gradient_position_ = 0;
   for (std::size_t i = 0; i < stage.units.size(); ++i) {
     if (!request.gradients[i]) continue;
     visit.gradients[i] = arrangement_.weight_ring + gradient_position_;
     visit.fresh_gradient[i] = true;
-    gradient_position_ += 4 * layout_.unit_elements(stage.units[i]);
+    gradient_position_ += layout_.gradient_bytes(stage.units[i]);
   }
   open_ = visit;
   open_units_ = request.gradients;
@@ -126,7 +126,7 @@ void VisitPlanner::close_gradients() {
   for (std::size_t i = 0; i < stage.units.size(); ++i) {
     if (open_.gradients[i] == kNowhere) continue;
     const int unit = stage.units[i];
-    for (const Chunk& chunk : layout_.chunks_of(unit)) {
+    for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) {
       const std::uint64_t from = open_.gradients[i] + 4 * chunk.first;
       if (contributions_[unit] == 0)
         stage_gradient(chunk, from);
@@ -198,7 +198,7 @@ Plan VisitPlanner::settle(int unit) {
   if (updated_[unit]) return std::move(plan_);
   pass_ = Pass::forward;
   invalidate(unit);
-  for (const Chunk& chunk : layout_.chunks_of(unit)) update_pending(chunk);
+  for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) update_pending(chunk);
   updated_[unit] = true;
   return std::move(plan_);
 }

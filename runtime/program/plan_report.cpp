@@ -45,7 +45,7 @@ Json layers_json(const PackedModel& packed) {
             {{"layers", kind}, {"units", 0}, {"precision", group.precision}, {"parameters", 0}, {"bytes", 0}});
         row = std::prev(rows.end());
       }
-      const std::uint64_t bytes = 2 * group.elements + (unit.shape.trainable ? group.state_bytes(group.elements) : 0);
+      const std::uint64_t bytes = 2 * group.elements + group.state_bytes(group.elements);
       (*row)["units"] = (*row)["units"].get<int>() + 1;
       (*row)["parameters"] = (*row)["parameters"].get<std::uint64_t>() + parameters;
       (*row)["bytes"] = (*row)["bytes"].get<std::uint64_t>() + bytes;
@@ -60,7 +60,7 @@ Json moments_32_json(const PackedModel& packed) {
   if (packed.precision != Precision::fp32_master_adam32)
     for (const PackedUnit& unit : packed.units)
       for (std::size_t group = 0; group < unit.formats.size(); ++group)
-        if (unit.formats[group].moments == optim::MomentFormat::f32 && unit.shape.trainable)
+        if (unit.formats[group].moments == optim::MomentFormat::f32 && unit.shape.groups[group].trainable)
           elements += unit.shape.groups[group].elements;
   return {{"parameters", elements}, {"extra_bytes", elements * 6 - elements / 256 * 8}};
 }
@@ -146,7 +146,7 @@ Json storage_json(const PlannedRun& run) {
   std::uint64_t weights = 0, state = 0;
   for (const swap::Chunk& chunk : run.placement.plan.layout->chunks()) {
     weights += chunk.word_bytes();
-    state += chunk.trainable ? chunk.state_bytes : 0;
+    state += chunk.state_bytes;
   }
   const std::uint64_t gradients = waiting_gradients(run.placement.plan).on_storage;
   const swap::StoreOptions options = store_options(run.spec, run.session, run.placement.plan);

@@ -234,11 +234,13 @@ Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_ba
     const std::uint64_t at = entered.visit->gradients[position];
     if (at != swap::kNowhere) {
       if (micro_batch == 0 && entered.visit->fresh_gradient[position])
-        torch::from_blob(entered.arena + at, {static_cast<std::int64_t>(plan.layout->unit_elements(index))}, floats)
+        torch::from_blob(entered.arena + at, {static_cast<std::int64_t>(plan.layout->gradient_bytes(index) / 4)},
+                         floats)
             .zero_();
       for (const PackedTensor& tensor : plan.packed.units[index].tensors)
-        tensors[tensor.tensor] =
-            torch::from_blob(entered.arena + at + 4 * tensor.offset, unit.tensors[tensor.tensor].shape, floats);
+        if (unit.tensors[tensor.tensor].trainable)
+          tensors[tensor.tensor] =
+              torch::from_blob(entered.arena + at + 4 * tensor.offset, unit.tensors[tensor.tensor].shape, floats);
     }
     for (torch::Tensor& tensor : tensors) gradients.push_back(std::move(tensor));
   }

@@ -71,7 +71,7 @@ StageProbe::Bound StageProbe::bind(int stage, bool backward) {
   };
   for (int unit : spec.stages[stage].units)
     for (const TensorSpec& tensor : spec.units[unit].tensors) {
-      const bool trained = backward && spec.units[unit].trainable;
+      const bool trained = backward && tensor.trainable;
       bound.weights.push_back(make(tensor, weight));
       bound.gradients.push_back(trained ? make(tensor, gradient) : torch::Tensor());
     }

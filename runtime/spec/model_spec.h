@@ -69,6 +69,7 @@ struct TensorSpec {
   double init_std = 0.02;
   bool decays = true;       // weight decay applies: neither a norm nor a bias, as in HF Trainer
   bool moments_32 = false;  // moments kept in fp32 under 8-bit policies: embeddings, norms and biases
+  bool trainable = true;    // false: kept as bf16 alone, never updated
   std::int64_t elements() const;
   std::int64_t first_element() const;  // of the checkpoint's tensor
   std::vector<std::int64_t> checkpoint_shape() const;
@@ -78,7 +79,6 @@ struct TensorSpec {
 struct UnitSpec {
   std::string name;  // "embedding", "layers.0", ..., "head"; with tiles "embedding.0", "layers.0.mlp", "head.norm"
   std::vector<TensorSpec> tensors;
-  bool trainable = true;
   std::int64_t parameters() const;
 };
 

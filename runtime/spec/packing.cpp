@@ -17,7 +17,8 @@ StateFormat format_of(const TensorSpec& tensor, Precision precision) {
   return format;
 }
 
-swap::GroupShape group_of(const StateFormat& format, std::uint64_t elements) {
+swap::GroupShape group_of(const StateFormat& format, bool trainable, std::uint64_t elements) {
+  if (!trainable) return {.trainable = false, .elements = elements, .precision = "bf16"};
   const bool eight_bits = format.moments == optim::MomentFormat::block8,
              split = format.master == optim::MasterFormat::split;
   return {.elements = elements,
@@ -44,7 +45,7 @@ std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precisi
   for (const bool moments_32 : {false, true}) {
     const StateFormat format = format_of({.moments_32 = moments_32}, precision);
     if (formats.empty() || formats.back().first.moments != format.moments)
-      formats.emplace_back(format, group_of(format, 0).precision);
+      formats.emplace_back(format, group_of(format, true, 0).precision);
   }
   return formats;
 }
@@ -55,26 +56,31 @@ PackedModel pack(const ModelSpec& spec, Precision precision) {
   for (const UnitSpec& unit : spec.units) {
     PackedUnit packed;
     packed.shape.name = unit.name;
-    packed.shape.trainable = unit.trainable;
     std::uint64_t offset = 0;
-    // 8-bit state first, then 32-bit: a group each, so that a chunk has one format.
-    for (const optim::MomentFormat moments : {optim::MomentFormat::block8, optim::MomentFormat::f32}) {
+    // 8-bit state first, then 32-bit, then what is frozen: a group each, so that a chunk has one format.
+    struct Group {
+      bool trainable;
+      optim::MomentFormat moments;
+    };
+    for (const Group group :
+         {Group{true, optim::MomentFormat::block8}, {true, optim::MomentFormat::f32}, {false, {}}}) {
       const std::uint64_t begin = offset;
       StateFormat format;
       for (int index = 0; index < static_cast<int>(unit.tensors.size()); ++index) {
         const TensorSpec& tensor = unit.tensors[index];
-        if (format_of(tensor, precision).moments != moments) continue;
+        if (tensor.trainable != group.trainable) continue;
+        if (group.trainable && format_of(tensor, precision).moments != group.moments) continue;
         format = format_of(tensor, precision);
         const auto elements = static_cast<std::uint64_t>(tensor.elements());
+        if (group.trainable) model.trainable_parameters += elements;
         packed.tensors.push_back({.tensor = index, .offset = offset, .elements = elements, .decays = tensor.decays});
         offset += swap::round_up(elements, optim::kBlock);
       }
       if (offset == begin) continue;
       offset = begin + swap::round_up(offset - begin, swap::kElementsPad);
       packed.formats.push_back(format);
-      packed.shape.groups.push_back(group_of(format, offset - begin));
+      packed.shape.groups.push_back(group_of(format, group.trainable, offset - begin));
     }
-    if (unit.trainable) model.trainable_parameters += static_cast<std::uint64_t>(unit.parameters());
     model.units.push_back(std::move(packed));
   }
   for (const StageSpec& stage : spec.stages)

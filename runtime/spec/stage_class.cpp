@@ -11,8 +11,9 @@ std::string stage_class(const ModelSpec& spec, int stage) {
   if (kind == StageKind::embedding || kind == StageKind::head_tile || kind == StageKind::head)
     text.append(" after ").append(stage == 0 ? "nothing" : name(stage - 1));
   for (int unit : spec.stages[stage].units) {
-    text += spec.units[unit].trainable ? " |" : " frozen |";
+    text += " |";
     for (const TensorSpec& tensor : spec.units[unit].tensors) {
+      if (!tensor.trainable) text += " frozen";
       for (std::size_t i = 0; i < tensor.shape.size(); ++i)
         text.append(i == 0 ? " " : "x").append(std::to_string(tensor.shape[i]));
     }

@@ -51,8 +51,7 @@ class StateFile {
     for (std::size_t unit = 0; unit < units.size(); ++unit) {
       first_.push_back(offsets_.size());
       offsets_.resize(offsets_.size() + units[unit].tensors.size());
-      if (!units[unit].trainable) continue;
-      for (const swap::Chunk& chunk : layout.chunks_of(static_cast<int>(unit)))
+      for (const swap::Chunk& chunk : layout.trainable_chunks_of(static_cast<int>(unit)))
         for_each_piece(packed.units[unit], chunk,
                        [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t, std::uint64_t) {
                          if (in_tensor == 0) add(units[unit].tensors[tensor.tensor], chunk, tensor);

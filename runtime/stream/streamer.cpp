@@ -126,8 +126,9 @@ void Streamer::Impl::open_sums() {
       sums.push_back({.unit = unit, .tensor = static_cast<int>(tensor), .fresh = visit.fresh_gradient[position]});
     if (visit.gradients[position] == swap::kNowhere) continue;
     for (const PackedTensor& tensor : shapes.packed.units[unit].tensors)
-      sums[first + tensor.tensor].values = torch::from_blob(turn.arena + visit.gradients[position] + 4 * tensor.offset,
-                                                            shape(unit, tensor.tensor), floats);
+      if (units[unit].tensors[tensor.tensor].trainable)
+        sums[first + tensor.tensor].values = torch::from_blob(
+            turn.arena + visit.gradients[position] + 4 * tensor.offset, shape(unit, tensor.tensor), floats);
   }
 }
 

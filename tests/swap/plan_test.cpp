@@ -27,11 +27,13 @@ Shapes random_shapes(std::minstd_rand& random) {
   const bool tied = random() % 3 == 0;
   const int blocks = 1 + static_cast<int>(random() % 6);
   const auto unit = [&](const char* name, std::uint64_t most, bool trainable) {
-    UnitShape shape{.name = name, .trainable = trainable};
+    UnitShape shape{.name = name};
     const std::uint64_t matrix = kElementsPad * (1 + random() % std::max<std::uint64_t>(1, most / kElementsPad));
     shape.groups.push_back({.elements = matrix, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"});
     if (random() % 2 == 0)
       shape.groups.push_back({.elements = kElementsPad, .state_bytes_element = 10, .precision = "b"});
+    for (GroupShape& group : shape.groups) group.trainable = trainable;
+    if (random() % 4 == 0) shape.groups.push_back({.trainable = false, .elements = kElementsPad * (1 + random() % 60)});
     if (most == 0) shape.groups.clear();  // a layer without parameters
     shapes.units.push_back(std::move(shape));
   };

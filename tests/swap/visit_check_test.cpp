@@ -24,8 +24,11 @@ Planned random_arrangement(std::minstd_rand& random) {
   const int count = 2 + static_cast<int>(random() % 5);
   for (int unit = 0; unit < count; ++unit) {
     units.push_back({.name = "unit",
-                     .groups = {{.elements = kElementsPad * (1 + random() % 120), .state_bytes_element = 4}},
-                     .trainable = random() % 5 != 0});
+                     .groups = {{.trainable = random() % 5 != 0,
+                                 .elements = kElementsPad * (1 + random() % 120),
+                                 .state_bytes_element = 4}}});
+    if (random() % 4 == 0)
+      units.back().groups.push_back({.trainable = false, .elements = kElementsPad * (1 + random() % 60)});
     stages.push_back({.units = {unit}});
   }
   stages[random() % stages.size()].units.push_back(count);
@@ -100,7 +103,7 @@ class Client {
                          .pass = random_() % 2 == 0 ? Pass::forward : Pass::backward};
     if (random_() % 3 != 0) request.stage = next_++ % static_cast<int>(layout_.stages().size());
     for (const int unit : layout_.stages()[request.stage].units)
-      request.gradients.push_back(request.pass == Pass::backward && layout_.units()[unit].trainable);
+      request.gradients.push_back(request.pass == Pass::backward && layout_.gradient_bytes(unit) != 0);
     request.keep = request.pass == Pass::backward && random_() % 3 == 0;
     return checker_.visit(damaged(planner_.visit(request)), request);
   }
@@ -190,7 +193,7 @@ TEST(VisitCheckerControl, NoticesStaleWeights) {
   while (tried < 20) {
     const Planned planned = random_arrangement(random);
     const Layout& layout = *planned.layout;
-    if (!layout.units()[1].trainable) continue;
+    if (layout.gradient_bytes(1) == 0) continue;
     VisitPlanner planner(layout, planned.arrangement);
     VisitChecker checker(layout, planned.arrangement);
     const VisitRequest request{

@@ -5,7 +5,9 @@
 
 #include <cmath>
 #include <cstring>
+#include <random>
 
+#include "optim/adamw.h"
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
 #include "runtime/checkpoint/safetensors.h"
@@ -52,10 +54,69 @@ void expect_same_bits(const Outcome& a, const Outcome& b) {
     EXPECT_EQ(std::memcmp(a.masters[i].data(), b.masters[i].data(), 4 * a.masters[i].size()), 0) << "tensor " << i;
 }
 
+// The weights after some steps with a part of the tensors frozen, chosen by `seed`; 0: none.
+struct Partial {
+  std::vector<std::vector<float>> masters;
+  std::vector<bool> frozen;
+  double first_loss = 0, first_norm = 0;
+};
+
+Partial run_partial(const Case& which, SessionOptions options, unsigned seed, int steps) {
+  options.clip.reset();  // whose scale would depend on what is frozen
+  ModelSpec spec = parse_model_spec(which.json, which.name);
+  std::minstd_rand random(seed);
+  Partial result;
+  for (UnitSpec& unit : spec.units) {
+    const bool whole = seed != 0 && random() % 4 == 0;
+    for (TensorSpec& tensor : unit.tensors) {
+      tensor.trainable = seed == 0 || (!whole && random() % 2 == 0);
+      result.frozen.push_back(!tensor.trainable);
+    }
+  }
+  Session session({make_model(std::move(spec)), initial(11)}, options, {.weight_decay = 0.1});
+  for (int step = 0; step < steps; ++step) {
+    const StepResult done = session.step(batches(options.micro_batches, step), 3e-3);
+    if (step == 0) {
+      result.first_loss = done.loss;
+      result.first_norm = done.grad_norm;
+    }
+  }
+  result.masters = masters_of(session);
+  return result;
+}
+
 class Bitwise : public ::testing::TestWithParam<Case> {
  protected:
   void SetUp() override { DeviceMemory::install(); }
 };
+
+// What is frozen stays as it was loaded; what is trained has the bits of a step that trains everything.
+TEST_P(Bitwise, FrozenTensorsChangeNothingElse) {
+  const Folder folder;
+  const SessionOptions options = resident(2);
+  const Partial before = run_partial(GetParam(), options, 0, 0), all = run_partial(GetParam(), options, 0, 1);
+  for (const unsigned seed : {1, 2, 3}) {
+    SCOPED_TRACE(seed);
+    const Partial part = run_partial(GetParam(), options, seed, 1);
+    EXPECT_EQ(part.first_loss, all.first_loss);
+    EXPECT_LT(part.first_norm, all.first_norm);
+    int frozen = 0, moved = 0;
+    for (std::size_t i = 0; i < part.frozen.size(); ++i) {
+      if (!part.frozen[i]) {
+        EXPECT_EQ(part.masters[i], all.masters[i]) << i;
+        moved += part.masters[i] != before.masters[i] ? 1 : 0;
+        continue;
+      }
+      ++frozen;
+      for (std::size_t n = 0; n < part.masters[i].size(); ++n)
+        ASSERT_EQ(part.masters[i][n], optim::float_from_bf16(optim::bf16_from_float(before.masters[i][n]))) << i;
+    }
+    EXPECT_GT(frozen, 0);
+    EXPECT_GT(moved, 0);
+    const Partial later = run_partial(GetParam(), options, seed, kSteps);
+    EXPECT_EQ(run_partial(GetParam(), streamed(options, folder), seed, kSteps).masters, later.masters);
+  }
+}
 
 void expect_streamed_is_resident(const Case& which, const Tiling& tiling) {
   const Folder folder;

@@ -1,0 +1,51 @@
+// The cut of units into chunks, and what frozen groups leave out.
+#include "swap/layout.h"
+
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+
+#include "swap/store.h"
+
+namespace tierflow::swap {
+namespace {
+
+constexpr std::uint64_t kTrained = 5 * kElementsPad, kFrozen = 40 * kElementsPad;
+
+UnitShape partly_frozen() {
+  return {.name = "a",
+          .groups = {{.elements = kTrained, .state_bytes_element = 4, .state_bytes_block = 8},
+                     {.trainable = false, .elements = kFrozen, .state_bytes_element = 4}}};
+}
+
+TEST(Layout, FrozenGroupsHaveNoStateAndNoGradient) {
+  const Layout layout({partly_frozen(), {.name = "b", .groups = {{.trainable = false, .elements = kFrozen}}}},
+                      {{.units = {0}}, {.units = {1}}}, kChunkQuantum);
+  EXPECT_EQ(layout.unit_elements(0), kTrained + kFrozen);
+  EXPECT_EQ(layout.gradient_bytes(0), 4 * kTrained);
+  EXPECT_EQ(layout.gradient_bytes(1), 0U);
+  EXPECT_EQ(layout.trainable_chunks_of(0).size(), 1U);
+  EXPECT_TRUE(layout.trainable_chunks_of(1).empty());
+  for (const Chunk& chunk : layout.chunks()) EXPECT_EQ(chunk.state_bytes != 0, chunk.trainable);
+}
+
+TEST(Layout, WhatIsTrainableComesFirst) {
+  UnitShape turned = partly_frozen();
+  std::swap(turned.groups[0], turned.groups[1]);
+  EXPECT_THROW(Layout({turned}, {{.units = {0}}}, kChunkQuantum), std::logic_error);
+}
+
+// Of frozen chunks, storage has the words alone: neither state nor gradients nor their sums.
+TEST(Layout, StorageHasOnlyTheWordsOfFrozenChunks) {
+  const auto bytes = [](bool frozen, bool gradients) {
+    std::vector<UnitShape> units{partly_frozen()};
+    if (!frozen) units[0].groups.pop_back();
+    const Layout layout(units, {{.units = {0}}}, kChunkQuantum);
+    return Store::bytes_needed({.staged_gradients = gradients, .gradient_sums = gradients}, layout);
+  };
+  EXPECT_EQ(bytes(true, true) - bytes(false, true), bytes(true, false) - bytes(false, false));
+  EXPECT_LT(bytes(true, true) - bytes(false, true), 2 * kFrozen + 2 * kSector);
+}
+
+}  // namespace
+}  // namespace tierflow::swap
