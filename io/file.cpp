@@ -96,8 +96,10 @@ Result<File> File::open_with(const std::filesystem::path& path, int flags, const
   }
   if (!file.direct_ && direct && !policy.allow_buffered) {
     if (creating) file.remove();
-    return file.failed("open", ErrorKind::environment, EINVAL,
-                       "direct I/O is not possible on this file; choose another folder, or allow buffered I/O");
+    return file.failed(
+        "open", ErrorKind::environment, EINVAL,
+        "direct I/O is not possible on this file; name another folder with --storage, or go through the page cache "
+        "with --allow-buffered");
   }
   if (Error error = file.lock()) {
     if (creating) file.remove();

@@ -117,7 +117,9 @@ TEST_F(BackendTest, ARingThatTakesNoMoreHandsOutWhatItCompleted) {
   EXPECT_EQ(results[0].value, 100);
   // What was given up never reaches the kernel: the rest of the pipe is still there.
   ASSERT_EQ(write(pipe_[1], memory.data(), 50), 50);
+  const auto begin = std::chrono::steady_clock::now();
   for (int round = 0; round < 20; ++round) ring->reap(results, std::chrono::milliseconds{1});
+  EXPECT_GE(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds{20}) << "asks without a pause";
   EXPECT_EQ(results.size(), 1U);
   EXPECT_EQ(read(pipe_[0], memory.data(), 100), 50);
 }
@@ -128,6 +130,33 @@ TEST_F(BackendTest, ARingIsEnteredAgainWhereTheKernelIsBusyOrInterrupted) {
     SystemCalls calls(failing("io_uring_enter", number, "", 3));
     EXPECT_TRUE(moves(*ring, 20)) << number;
     EXPECT_GE(calls.count("io_uring_enter"), 4U);
+  }
+}
+
+// The flags that an older kernel refuses cost the ring nothing but them.
+TEST_F(BackendTest, AnOlderKernelGivesAPlainerRing) {
+  for (const int refusals : {1, 2, 3}) {
+    SystemCalls calls(failing("io_uring_setup", EINVAL, "", refusals));
+    EXPECT_TRUE(moves(*open(make_uring_backend(8), file_.descriptor()), 20)) << refusals;
+    EXPECT_EQ(calls.count("io_uring_setup"), refusals + 1U);
+  }
+  SystemCalls calls(failing("io_uring_setup", EINVAL));
+  const auto none = make_uring_backend(8);
+  ASSERT_FALSE(none);
+  EXPECT_EQ(none.error().error_number, EINVAL);
+  EXPECT_EQ(calls.count("io_uring_setup"), 4U);
+}
+
+// Without a limit, a wait ends when there is a result, however often the kernel turns it away first.
+TEST_F(BackendTest, AWaitWithoutALimitLastsUntilThereIsAResult) {
+  for (const Make make : kMakers) {
+    auto backend = open(make(4), file_.descriptor());
+    SystemCalls calls(failing("io_uring_enter", EAGAIN, "", 2));
+    std::vector<KernelResult> results;
+    ASSERT_TRUE(backend->push({.action = Action::flush, .ticket = 7}));
+    backend->reap(results, std::chrono::nanoseconds{-1});
+    ASSERT_EQ(results.size(), 1U) << engine_name(backend->kind());
+    EXPECT_EQ(results[0].ticket, 7U);
   }
 }
 

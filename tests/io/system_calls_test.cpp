@@ -322,6 +322,12 @@ TEST_F(SystemCallsTest, DirectIoThatTheFileSystemTakesBackIsNotUsed) {
   File file = data_file();
   EXPECT_FALSE(file.direct());
   EXPECT_EQ(fcntl(file.descriptor(), F_GETFL) & O_DIRECT, 0);
+  VolumeOptions strict = options();
+  strict.allow_buffered = false;
+  const Result<std::unique_ptr<Volume>> refused = Volume::create(strict);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.error().operation, "open");
+  EXPECT_THAT(refused.error().message(), HasSubstr("--allow-buffered"));
 }
 #endif
 

@@ -106,6 +106,7 @@ int __real_fstatfs(int, struct statfs*);
 int __real_statx(int, const char*, int, unsigned, struct statx*);
 int __real_io_setup(int, io_context_t*);
 int __real_io_submit(io_context_t, long, iocb**);
+int __real_io_uring_queue_init_params(unsigned, io_uring*, io_uring_params*);
 int __real_io_uring_submit_and_get_events(io_uring*);
 int __real_io_uring_submit_and_wait(io_uring*, unsigned);
 int __real_io_uring_submit_and_wait_timeout(io_uring*, io_uring_cqe**, unsigned, __kernel_timespec*, sigset_t*);
@@ -200,6 +201,11 @@ int __wrap_io_submit(io_context_t context, long count, iocb** requests) {
   const auto answer = ask("io_submit", {}, count);
   if (answer && *answer <= 0) return static_cast<int>(*answer);
   return __real_io_submit(context, answer ? std::min(count, *answer) : count, requests);
+}
+
+int __wrap_io_uring_queue_init_params(unsigned entries, io_uring* ring, io_uring_params* params) {
+  if (const auto answer = ask("io_uring_setup", {}, params->flags)) return static_cast<int>(*answer);
+  return __real_io_uring_queue_init_params(entries, ring, params);
 }
 
 int __wrap_io_uring_submit_and_get_events(io_uring* ring) {

@@ -13,7 +13,7 @@ namespace tierflow::testing {
 struct SystemCall {
   std::string_view name;  // "fsync"
   std::string path;       // of the file, also where the call has a descriptor; empty for rings
-  long argument = 0;      // bytes, mode, lock operation or request
+  long argument = 0;      // bytes, mode, lock operation, flags of a ring, or request
 };
 
 // Nothing lets the call through. Less than 0 is -errno. Else:
