@@ -119,9 +119,9 @@ class Pass {
 
 VolumeOptions volume_options(const BenchOptions& options) {
   VolumeOptions wanted;
-  wanted.directories = options.directories;
+  wanted.folders = options.folders;
   wanted.name = "tierflow-bench";
-  const std::uint64_t least = std::uint64_t{2} * options.block * options.directories.size();
+  const std::uint64_t least = std::uint64_t{2} * options.block * options.folders.size();
   wanted.bytes = std::max(options.bytes / options.block * options.block, least);
   wanted.engine = options.engine;
   wanted.depth = options.depth;
@@ -189,12 +189,12 @@ std::string quoted(const std::string& text) {
 }  // namespace
 
 Result<BenchResult> bench_storage(const BenchOptions& options) {
-  if (options.directories.empty() || options.block == 0) {
+  if (options.folders.empty() || options.block == 0) {
     return Error{
         .kind = ErrorKind::usage, .operation = "bench", .detail = "name at least one directory and a block size"};
   }
   // The slab is freed after the volume: declared first.
-  const auto drives = static_cast<unsigned>(options.directories.size());
+  const auto drives = static_cast<unsigned>(options.folders.size());
   const unsigned lanes = drives == 1 ? options.depth : 2 * options.depth * drives;
   Result<Buffer> made_slab = random_slab(options.block, lanes);
   if (!made_slab) return made_slab.error();
@@ -221,7 +221,7 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
 
   volume->register_memory(slab->bytes());
   const VolumeMode mode = volume->mode();
-  BenchResult result{.directories = options.directories,
+  BenchResult result{.folders = options.folders,
                      .engine = mode.engine,
                      .direct = mode.direct,
                      .registered_buffers = mode.registered_buffers,
@@ -234,7 +234,7 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
   std::vector<Buffer> buffers = slices(slab, options.block);
   const auto measure = [&](const char* phase, Pattern pattern, double seconds, Rate& rate) {
     if (options.progress)
-      options.progress(std::string(engine_name(mode.engine)) + " on " + joined(options.directories) + ": " + phase);
+      options.progress(std::string(engine_name(mode.engine)) + " on " + joined(options.folders) + ": " + phase);
     return Pass(*volume, options, lanes, pattern, seconds).run(buffers, rate);
   };
   Rate rate;
@@ -271,8 +271,8 @@ std::string BenchResult::json() const {
   text.precision(4);
   text << R"({"engine":")" << engine_name(engine) << R"(","direct":)" << (direct ? "true" : "false");
   text << R"(,"read_gb_s":)" << read_gb_s << R"(,"write_gb_s":)" << write_gb_s << R"(,"mixed_gb_s":)" << mixed_gb_s;
-  text << R"(,"directories":[)";
-  for (std::size_t i = 0; i < directories.size(); ++i) text << (i == 0 ? "" : ",") << quoted(directories[i].string());
+  text << R"(,"folders":[)";
+  for (std::size_t i = 0; i < folders.size(); ++i) text << (i == 0 ? "" : ",") << quoted(folders[i].string());
   if (!speeds.empty()) {
     text << R"(],"speeds":[)";
     for (std::size_t i = 0; i < speeds.size(); ++i) text << (i == 0 ? "" : ",") << speeds[i];
@@ -296,16 +296,16 @@ Error bench_engines(const BenchOptions& options, const std::function<void(const 
   if (options.engine == EngineKind::automatic)
     engines = {EngineKind::io_uring, EngineKind::libaio, EngineKind::threads};
   std::vector<std::vector<std::filesystem::path>> sets;
-  if (options.directories.size() > 1) {
-    for (const std::filesystem::path& directory : options.directories) sets.push_back({directory});
+  if (options.folders.size() > 1) {
+    for (const std::filesystem::path& directory : options.folders) sets.push_back({directory});
   }
-  sets.push_back(options.directories);
+  sets.push_back(options.folders);
   std::map<EngineKind, std::vector<double>> alone;  // what each folder reached, in their order
   for (const std::vector<std::filesystem::path>& set : sets) {
     for (EngineKind engine : engines) {
       BenchOptions one = options;
       one.engine = engine;
-      one.directories = set;
+      one.folders = set;
       if (set.size() == 1) {
         one.speeds.clear();
       } else if (one.speeds.empty() && alone[engine].size() == set.size()) {
@@ -313,7 +313,7 @@ Error bench_engines(const BenchOptions& options, const std::function<void(const 
       }
       Result<BenchResult> result = bench_storage(one);
       if (result) {
-        if (set.size() < options.directories.size()) alone[engine].push_back(result->speed());
+        if (set.size() < options.folders.size()) alone[engine].push_back(result->speed());
         report(*result);
         continue;
       }
@@ -332,11 +332,11 @@ double BenchResult::speed() const {
 
 Result<std::vector<double>> measure_speeds(const VolumeOptions& options) {
   std::vector<double> speeds;
-  for (const std::filesystem::path& directory : options.directories) {
+  for (const std::filesystem::path& directory : options.folders) {
     BenchOptions bench;
-    bench.directories = {directory};
+    bench.folders = {directory};
     bench.bytes =
-        std::min(kSpeedBytes, std::max<std::uint64_t>(options.bytes / options.directories.size(), kLeastSpeedBytes));
+        std::min(kSpeedBytes, std::max<std::uint64_t>(options.bytes / options.folders.size(), kLeastSpeedBytes));
     bench.block = options.block;
     bench.depth = options.depth;
     bench.engine = options.engine;

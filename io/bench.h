@@ -10,7 +10,7 @@
 namespace tierflow::io {
 
 struct BenchOptions {
-  std::vector<std::filesystem::path> directories;
+  std::vector<std::filesystem::path> folders;
   std::uint64_t bytes = std::uint64_t{1} << 30;  // of the whole file or, over several folders, of all files together
   std::size_t block = std::size_t{1} << 20;
   unsigned depth = 32;
@@ -28,7 +28,7 @@ struct BenchOptions {
 };
 
 struct BenchResult {
-  std::vector<std::filesystem::path> directories;
+  std::vector<std::filesystem::path> folders;
   EngineKind engine = EngineKind::threads;
   bool direct = false, registered_buffers = false, registered_files = false;
   std::uint64_t bytes = 0;

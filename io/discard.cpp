@@ -10,7 +10,7 @@ namespace tierflow::io {
 
 Error discard(const VolumeOptions& options) {
   std::vector<File> files;
-  for (const std::filesystem::path& directory : options.directories) {
+  for (const std::filesystem::path& directory : options.folders) {
     Result<File> file =
         File::open(directory / (options.name + ".tfv"), {.allow_buffered = true, .allow_any_filesystem = true});
     if (file)

@@ -24,9 +24,8 @@ Error usage(std::string detail) {
 }
 
 Error check(const VolumeOptions& options, bool creating) {
-  if (options.directories.empty()) return usage("name at least one directory");
-  if (options.directories.size() > kMostMembers)
-    return usage("at most " + std::to_string(kMostMembers) + " directories");
+  if (options.folders.empty()) return usage("name at least one directory");
+  if (options.folders.size() > kMostMembers) return usage("at most " + std::to_string(kMostMembers) + " folders");
   if (options.name.empty() || options.name.find('/') != std::string::npos)
     return usage("the name must be a plain file name");
   if (options.block < 4096 || options.block > (std::size_t{1} << 30) || options.block % 4096 != 0) {
@@ -35,8 +34,8 @@ Error check(const VolumeOptions& options, bool creating) {
   if (options.depth < 1 || options.depth > 4096) return usage("the depth must be from 1 to 4096");
   if (creating && (options.bytes == 0 || options.bytes > (std::uint64_t{1} << 60)))
     return usage("the size is zero or absurd");
-  if (!options.speeds.empty() && options.speeds.size() != options.directories.size()) {
-    return usage("as many speeds as directories, or none");
+  if (!options.speeds.empty() && options.speeds.size() != options.folders.size()) {
+    return usage("as many speeds as folders, or none");
   }
   for (double speed : options.speeds) {
     if (!(speed > 0) || speed > 1e30) return usage("speeds must be positive");
@@ -55,12 +54,12 @@ class Undo {
     if (kept_) return;
     for (const Member& member : members) member.file.remove();
     std::error_code ignored;
-    for (auto it = directories.rbegin(); it != directories.rend(); ++it) fs::remove(*it, ignored);
+    for (auto it = folders.rbegin(); it != folders.rend(); ++it) fs::remove(*it, ignored);
   }
   void keep() { kept_ = true; }
 
   std::vector<Member> members;
-  std::vector<fs::path> directories;
+  std::vector<fs::path> folders;
 
  private:
   bool kept_ = false;
@@ -125,8 +124,8 @@ Result<std::unique_ptr<Volume>> Volume::create(const VolumeOptions& options) {
   const FilePolicy policy{.allow_buffered = options.allow_buffered,
                           .allow_any_filesystem = options.allow_any_filesystem};
   Undo undo;
-  for (const fs::path& directory : options.directories) {
-    if (Error error = make_directory(directory, undo.directories)) return error;
+  for (const fs::path& directory : options.folders) {
+    if (Error error = make_directory(directory, undo.folders)) return error;
     Result<File> file = File::create(data_path(options, directory), policy);
     if (!file) return file.error();
     undo.members.push_back(Member{.file = std::move(file).value(), .directory = directory});
@@ -180,11 +179,11 @@ Result<std::unique_ptr<Volume>> Volume::create(const VolumeOptions& options) {
     if (Error error = member.file.sync()) return error;
     if (Error error = sync_directory(member.directory)) return error;
   }
-  for (const fs::path& directory : undo.directories) {
+  for (const fs::path& directory : undo.folders) {
     if (Error error = sync_directory(directory.parent_path())) return error;
   }
   auto core = std::make_unique<VolumeCore>(std::move(undo.members), std::move(layout), options, std::move(warnings),
-                                           undo.directories);
+                                           undo.folders);
   if (Error error = core->start()) {
     core->remove_files();
     return error;
@@ -197,9 +196,9 @@ Result<std::unique_ptr<Volume>> Volume::open(const VolumeOptions& options) {
   if (Error error = check(options, false)) return error;
   const FilePolicy policy{.allow_buffered = options.allow_buffered,
                           .allow_any_filesystem = options.allow_any_filesystem};
-  std::vector<std::optional<Member>> found(options.directories.size());
+  std::vector<std::optional<Member>> found(options.folders.size());
   std::optional<MemberHeader> first;
-  for (const fs::path& directory : options.directories) {
+  for (const fs::path& directory : options.folders) {
     Result<File> file = File::open(data_path(options, directory), policy);
     if (!file) return file.error();
     Result<MemberHeader> header = MemberHeader::read(*file);
@@ -208,7 +207,7 @@ Result<std::unique_ptr<Volume>> Volume::open(const VolumeOptions& options) {
     std::string mismatch;
     if (header->volume_id != first->volume_id || header->weights != first->weights ||
         header->volume_bytes != first->volume_bytes || header->stripe_unit != first->stripe_unit) {
-      mismatch = "it belongs to another volume than " + data_path(options, options.directories.front()).string();
+      mismatch = "it belongs to another volume than " + data_path(options, options.folders.front()).string();
     } else if (header->weights.size() != found.size()) {
       mismatch = "the volume has " + std::to_string(header->weights.size()) + " folders, " +
                  std::to_string(found.size()) + " were named";

@@ -53,7 +53,7 @@ struct Notice {
 class Backend;  // io/backend.h
 
 struct VolumeOptions {
-  std::vector<std::filesystem::path> directories;  // created where missing; one data file "<name>.tfv" in each
+  std::vector<std::filesystem::path> folders;  // created where missing; one data file "<name>.tfv" in each
   std::string name = "state";
   std::uint64_t bytes = 0;  // size of the linear space; used by create() alone
   EngineKind engine = EngineKind::automatic;
@@ -62,7 +62,7 @@ struct VolumeOptions {
   bool allow_buffered = false;               // go on through the page cache where O_DIRECT is refused
   bool allow_any_filesystem = false;         // accept tmpfs, NFS and the like, where the "drive" is RAM or remote
 
-  // Relative speeds of the drives, in the order of `directories`: the stripes are dealt out in this proportion. Empty:
+  // Relative speeds of the drives, in the order of `folders`: the stripes are dealt out in this proportion. Empty:
   // equal, unless measure_speeds asks create() to measure each drive first (at most 256 MiB, written twice and
   // read). Folders on one drive are equal without measuring.
   std::vector<double> speeds;

@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 io::VolumeOptions volume_of(const Folders& storage) {
-  return {.directories = storage, .allow_buffered = true, .allow_any_filesystem = true};
+  return {.folders = storage, .allow_buffered = true, .allow_any_filesystem = true};
 }
 
 fs::path note_in(const fs::path& folder) {

@@ -114,7 +114,7 @@ swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& op
   for (std::size_t id = 0; id < stored_gradients.size(); ++id)
     if (plan.arrangement.gradient_resident[id]) stored_gradients[id] = false;
   return {
-      .volume = {.directories = options.storage,
+      .volume = {.folders = options.storage,
                  .engine = options.engine,
                  .allow_buffered = options.allow_buffered,
                  .allow_any_filesystem = options.allow_any_filesystem,

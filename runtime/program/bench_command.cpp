@@ -25,7 +25,7 @@ constexpr std::int64_t kBytesPerElement = 15;  // of the largest state that is m
 
 OptionTable storage_table(BenchStorageOptions& o) {
   OptionTable table("bench storage");
-  table.paths("dir", o.directories, true, "folders on the drives to measure, one a drive; made and removed if missing");
+  table.paths("dir", o.folders, true, "folders on the drives to measure, one a drive; made and removed if missing");
   table.bytes("size", o.size, "of the file; over several folders, of all files together");
   table.bytes("block", o.block, "of one request");
   table.integer("depth", o.depth, 1, "requests in flight at each drive");
@@ -75,7 +75,7 @@ void storage_row(const io::BenchResult& result) {
     return fmt::format("{:.2f} / {:.2f}", ms(l.p50), ms(l.p99));
   };
   std::vector<std::string> folders;
-  for (const fs::path& folder : result.directories) folders.push_back(folder.string());
+  for (const fs::path& folder : result.folders) folders.push_back(folder.string());
   std::cout << fmt::format("{:9} {:7} {:>9} {:>9} {:>9}  {:>16}  {:>16}  {}", io::engine_name(result.engine),
                            result.direct ? "yes" : "NO", rate(result.read_gb_s), rate(result.write_gb_s),
                            rate(result.mixed_gb_s), latency(result.read_latency), latency(result.write_latency),
@@ -125,11 +125,11 @@ BenchStorageOptions parse_bench_storage(const std::vector<std::string>& words) {
   const OptionTable table = storage_table(options);
   CommandLine(table).apply(words);
   const auto refuse = [](const std::string& detail) { fail(io::ErrorKind::usage, "", detail); };
-  if (options.directories.empty()) refuse("`tierflow bench storage` needs --dir");
+  if (options.folders.empty()) refuse("`tierflow bench storage` needs --dir");
   if (options.block == 0 || options.block % 4096 != 0 || options.block > std::uint64_t{1} << 30)
     refuse("--block must be a multiple of 4096 and at most 1GiB");
   if (options.size < options.block) refuse("--size must be at least one --block");
-  auto sorted = options.directories;
+  auto sorted = options.folders;
   std::sort(sorted.begin(), sorted.end());
   if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
     refuse("--dir names " + twice->string() + " twice");
@@ -171,7 +171,7 @@ void bench_storage(const BenchStorageOptions& options, const std::function<bool(
   std::signal(SIGPIPE, SIG_IGN);
   const Progress progress(true);
   io::BenchOptions bench;
-  bench.directories = options.directories;
+  bench.folders = options.folders;
   bench.bytes = options.size;
   bench.block = options.block;
   bench.depth = static_cast<unsigned>(options.depth);

@@ -9,7 +9,7 @@
 namespace tierflow {
 
 struct BenchStorageOptions {
-  std::vector<std::filesystem::path> directories;
+  std::vector<std::filesystem::path> folders;
   std::uint64_t size = std::uint64_t{1} << 30;  // bytes of the file, over several folders of all files together
   std::uint64_t block = std::uint64_t{1} << 20;
   int depth = 32;

@@ -167,13 +167,13 @@ double measure_norm(UpdateThreads& threads, RateMeter& meter) {
 }
 
 void measure_storage(const SessionOptions& options, Length length, swap::MachineRates& rates) {
-  io::BenchOptions bench{.directories = options.storage,
+  io::BenchOptions bench{.folders = options.storage,
                          .bytes = kFirstPass * options.storage.size(),
                          .engine = options.engine,
                          .allow_buffered = options.allow_buffered,
                          .allow_any_filesystem = options.allow_any_filesystem};
   if (options.storage.size() > 1)  // stripes as a session's
-    bench.speeds = value_or_throw(io::measure_speeds({.directories = options.storage,
+    bench.speeds = value_or_throw(io::measure_speeds({.folders = options.storage,
                                                       .name = "tierflow-bench",
                                                       .engine = options.engine,
                                                       .allow_buffered = options.allow_buffered,

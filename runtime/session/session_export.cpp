@@ -59,7 +59,7 @@ void Session::commit() {
 
 void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
                   const Progress& progress) {
-  swap::StoreOptions options{.volume = {.directories = storage, .allow_buffered = true, .allow_any_filesystem = true}};
+  swap::StoreOptions options{.volume = {.folders = storage, .allow_buffered = true, .allow_any_filesystem = true}};
   const auto contents = value_or_throw(swap::Store::inspect(options.volume));
   const auto identity = nlohmann::json::parse(contents.identity, nullptr, false);
   const ModelSpec spec = stored_spec(identity, storage.front().string());

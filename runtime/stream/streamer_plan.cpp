@@ -98,7 +98,7 @@ bool StreamShapes::needs_store() const {
 }
 
 swap::StoreOptions StreamShapes::store_options(const StreamerOptions& options) const {
-  return {.volume = {.directories = options.storage,
+  return {.volume = {.folders = options.storage,
                      .engine = options.engine,
                      .allow_buffered = options.allow_buffered,
                      .allow_any_filesystem = options.allow_any_filesystem},

@@ -17,7 +17,7 @@ using ::testing::HasSubstr;
 
 BenchOptions small(const testing::TempDir& folder) {
   BenchOptions options;
-  options.directories = {folder.path() / "a", folder.path() / "b"};
+  options.folders = {folder.path() / "a", folder.path() / "b"};
   options.bytes = 4 << 20;
   options.block = 256 << 10;
   options.depth = 4;
@@ -42,7 +42,7 @@ TEST(BenchTest, ReportsEveryEngineAloneAndTogetherAndLeavesNothing) {
     }
     EXPECT_EQ(line.find('\n'), std::string::npos);
   }
-  EXPECT_EQ(results.back().directories.size(), 2U);
+  EXPECT_EQ(results.back().folders.size(), 2U);
   EXPECT_FALSE(std::filesystem::exists(folder.path() / "a" / "tierflow-bench.tfv"));
 }
 
@@ -109,7 +109,7 @@ TEST(BenchTest, SpeedIsThatOfReadingAndWritingAsMuch) {
 }
 
 TEST(BenchTest, TheLineHasEveryField) {
-  BenchResult result{.directories = {"a \"b\"", "c\nd"},
+  BenchResult result{.folders = {"a \"b\"", "c\nd"},
                      .engine = EngineKind::libaio,
                      .direct = true,
                      .registered_buffers = false,
@@ -129,7 +129,7 @@ TEST(BenchTest, TheLineHasEveryField) {
   result.write_latency = {.count = 1, .p50 = microseconds(40), .p99 = microseconds(50), .longest = microseconds(60)};
   EXPECT_EQ(result.json(),
             R"({"engine":"libaio","direct":true,"read_gb_s":3.25,"write_gb_s":4.25,"mixed_gb_s":5.25,)"
-            R"("directories":["a \"b\"","c d"],"speeds":[1.5,2.5],"bytes":7,"block":8,"depth":9,)"
+            R"("folders":["a \"b\"","c d"],"speeds":[1.5,2.5],"bytes":7,"block":8,"depth":9,)"
             R"("registered_buffers":false,"registered_files":true,"read_latency_us":{"p50":10,"p99":20,"max":30},)"
             R"("write_latency_us":{"p50":40,"p99":50,"max":60},"read_cores_per_gb_s":6.25,"write_cores_per_gb_s":7.25,)"
             R"("warnings":["slow","old"]})");
@@ -159,7 +159,7 @@ TEST(BenchTest, AStopEndsItWithoutAFile) {
 TEST(BenchTest, SpeedsOfFoldersAreMeasuredAsTheVolumeWillBeUsed) {
   testing::TempDir folder;
   VolumeOptions options = options_in(folder, 64 << 20);
-  options.directories = {folder.path() / "a", folder.path() / "b"};
+  options.folders = {folder.path() / "a", folder.path() / "b"};
   options.allow_buffered = options.allow_any_filesystem = true;
   testing::SystemCalls calls([&](const testing::SystemCall& call) -> std::optional<long> {
     if (call.name == "open" && (call.argument & O_DIRECT) != 0) return -EINVAL;
@@ -185,14 +185,14 @@ TEST(BenchTest, KeepsTheFileWhereAsked) {
 TEST(BenchTest, BadFoldersAreErrors) {
   BenchOptions options;
   EXPECT_FALSE(bench_storage(options).ok());
-  options.directories = {"/proc/nowhere"};
+  options.folders = {"/proc/nowhere"};
   EXPECT_FALSE(bench_storage(options).ok());
 }
 
 TEST(BenchTest, MeasuredSpeedsShapeTheStripes) {
   testing::TempDir folder;
   VolumeOptions options = options_in(folder, 8 << 20);
-  options.directories = {folder.path() / "a", folder.path() / "b"};
+  options.folders = {folder.path() / "a", folder.path() / "b"};
   options.speeds = {1.0, 3.0};
   auto volume = create(options);
   ASSERT_TRUE(volume);
@@ -203,7 +203,7 @@ TEST(BenchTest, MeasuredSpeedsShapeTheStripes) {
 TEST(BenchTest, FoldersOnOneDriveAreEqualAndNotMeasured) {
   testing::TempDir folder;
   VolumeOptions options = options_in(folder, 8 << 20);
-  options.directories = {folder.path() / "a", folder.path() / "b"};
+  options.folders = {folder.path() / "a", folder.path() / "b"};
   options.measure_speeds = true;
   // A measurement would refuse to overwrite this.
   std::filesystem::create_directory(folder.path() / "a");

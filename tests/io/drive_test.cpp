@@ -27,7 +27,7 @@ class DriveTest : public ::testing::TestWithParam<EngineKind> {
  protected:
   static VolumeOptions options(const LoopDisk& disk) {
     VolumeOptions options;
-    options.directories = {disk.path() / "tierflow"};
+    options.folders = {disk.path() / "tierflow"};
     options.bytes = kBytes;
     options.engine = GetParam();
     return options;
@@ -141,7 +141,7 @@ TEST(ServedFolderTest, AFolderThatAProcessServesIsRefused) {
   FuseDisk drive(folder.path(), kMiB);
   NEED(drive);
   VolumeOptions options;
-  options.directories = {drive.folder()};
+  options.folders = {drive.folder()};
   options.bytes = kMiB;
   const Result<std::unique_ptr<Volume>> volume = Volume::create(options);
   ASSERT_FALSE(volume.ok());

@@ -111,7 +111,7 @@ TEST_P(FaultTest, AFailedWriteIsReportedAndNotRepeatedBehindTheCallersBack) {
   for (int number : {EIO, ENOSPC, EDQUOT, EFBIG, EROFS}) {
     testing::TempDir folder;
     VolumeOptions wanted = options();
-    wanted.directories = {folder.path()};
+    wanted.folders = {folder.path()};
     auto volume = create(wanted);
     for (std::uint64_t nth = 1; nth <= kOperations; nth += 5) {
       const std::uint64_t before = plan_->seen(Action::write);
@@ -150,7 +150,7 @@ TEST_P(FaultTest, AFailedFlushIsFinal) {
 TEST_P(FaultTest, AFlushThatWaitsBehindOneThatFailsFailsToo) {
   VolumeOptions wanted = options();
   testing::TempDir second;
-  wanted.directories.push_back(second.path());
+  wanted.folders.push_back(second.path());
   auto volume = create(wanted);
   ASSERT_FALSE(write_all(*volume, 1));
   const std::uint64_t asked = plan_->seen(Action::flush);

@@ -26,7 +26,7 @@ constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 
 VolumeOptions on(const std::filesystem::path& folder, std::uint64_t bytes, EngineKind engine = EngineKind::automatic) {
   VolumeOptions options;
-  options.directories = {folder / "tierflow"};
+  options.folders = {folder / "tierflow"};
   options.bytes = bytes;
   options.engine = engine;
   return options;
@@ -46,7 +46,7 @@ TEST(FilesystemTest, AFullDriveIsRefusedAtTheStartWithFigures) {
   EXPECT_FALSE(std::filesystem::exists(disk.path() / "tierflow"));
   // Two folders share the drive: each alone would fit.
   VolumeOptions two = on(disk.path(), 60 * kMiB);
-  two.directories = {disk.path() / "a", disk.path() / "b"};
+  two.folders = {disk.path() / "a", disk.path() / "b"};
   volume = Volume::create(two);
   ASSERT_FALSE(volume.ok());
   EXPECT_EQ(volume.error().error_number, ENOSPC);
@@ -79,7 +79,7 @@ TEST(FilesystemTest, SeveralDrivesAreMeasuredBeforeTheyAreStriped) {
   NEED(one);
   NEED(two);
   VolumeOptions options = on(one.path(), 16 * kMiB);
-  options.directories = {one.path(), two.path()};
+  options.folders = {one.path(), two.path()};
   options.measure_speeds = true;
   options.block = 64 << 10;
   std::ofstream(two.path() / "tierflow-bench.tfv") << "in the way of a measurement";

@@ -86,7 +86,7 @@ class Round {
     const EngineKind engines[] = {EngineKind::io_uring, EngineKind::libaio, EngineKind::threads};
     options.engine = engines[below(3)];
     for (std::uint64_t i = 0, n = 1 + below(3); i < n; ++i) {
-      options.directories.push_back(folder_ / ("drive" + std::to_string(i)));
+      options.folders.push_back(folder_ / ("drive" + std::to_string(i)));
       options.speeds.push_back(1.0 + static_cast<double>(below(4)));
     }
     options.block = std::size_t{4096} << below(9);

@@ -65,7 +65,7 @@ std::ptrdiff_t last(const std::vector<SystemCall>& calls, std::string_view name,
 
 TEST_F(SystemCallsTest, ANewVolumeIsFlushedWithTheFoldersThatLeadToIt) {
   VolumeOptions wanted = options();
-  wanted.directories = {folder_.path() / "new" / "a", folder_.path() / "b"};
+  wanted.folders = {folder_.path() / "new" / "a", folder_.path() / "b"};
   std::vector<SystemCall> seen;
   {
     SystemCalls calls;
@@ -97,7 +97,7 @@ TEST_F(SystemCallsTest, RemovingFilesIsFlushedToo) {
 
 TEST_F(SystemCallsTest, AFlushReachesEveryDrive) {
   VolumeOptions wanted = options();
-  wanted.directories = {folder_.path() / "a", folder_.path() / "b"};
+  wanted.folders = {folder_.path() / "a", folder_.path() / "b"};
   auto volume = create(wanted);
   SystemCalls calls;
   EXPECT_FALSE(volume->flush());

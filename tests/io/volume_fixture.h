@@ -13,7 +13,7 @@ namespace tierflow::io {
 
 inline VolumeOptions options_in(const testing::TempDir& folder, std::uint64_t bytes) {
   VolumeOptions options;
-  options.directories = {folder.path() / "drive"};
+  options.folders = {folder.path() / "drive"};
   options.bytes = bytes;
   options.allow_any_filesystem = true;  // the folder for tests may be anything
   options.allow_buffered = true;

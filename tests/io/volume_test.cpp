@@ -25,9 +25,9 @@ class VolumeTest : public ::testing::TestWithParam<std::tuple<EngineKind, unsign
   VolumeOptions options(std::uint64_t bytes) {
     VolumeOptions options = options_in(folder_, bytes);
     options.engine = std::get<0>(GetParam());
-    options.directories.clear();
+    options.folders.clear();
     for (unsigned i = 0; i < std::get<1>(GetParam()); ++i) {
-      options.directories.push_back(folder_.path() / ("drive" + std::to_string(i)));
+      options.folders.push_back(folder_.path() / ("drive" + std::to_string(i)));
     }
     options.block = 64 << 10;
     return options;
@@ -46,8 +46,8 @@ TEST_P(VolumeTest, KeepsBytesAcrossClosingAndOpening) {
     EXPECT_FALSE(write_pattern(*volume, 3 * kMiB - 4096, kMiB + 8192, 2));
     EXPECT_FALSE(volume->flush());
   }
-  std::reverse(wanted.directories.begin(), wanted.directories.end());  // the order given at open does not matter
-  wanted.block = 1 << 20;                                              // nor does the block
+  std::reverse(wanted.folders.begin(), wanted.folders.end());  // the order given at open does not matter
+  wanted.block = 1 << 20;                                      // nor does the block
   Result<std::unique_ptr<Volume>> opened = Volume::open(wanted);
   ASSERT_TRUE(opened.ok()) << opened.error().message();
   Volume& volume = **opened;
@@ -205,7 +205,7 @@ TEST_F(VolumeFiles, CreateRefusesWhatIsThereAndLeavesItAlone) {
 
 TEST_F(VolumeFiles, DiscardingTakesWhatIsThereUnlessSomebodyHoldsIt) {
   VolumeOptions both = options();
-  both.directories = {folder_.path() / "cut", folder_.path() / "drive", folder_.path() / "missing"};
+  both.folders = {folder_.path() / "cut", folder_.path() / "drive", folder_.path() / "missing"};
   std::filesystem::create_directories(folder_.path() / "cut");
   std::ofstream(folder_.path() / "cut" / "state.tfv").close();
   auto volume = create(options());
@@ -223,7 +223,7 @@ TEST_F(VolumeFiles, FailedCreateLeavesNothingBehind) {
   VolumeOptions wanted = options();
   std::filesystem::create_directories(folder_.path() / "second");
   std::ofstream(folder_.path() / "second" / "state.tfv") << "in the way";
-  wanted.directories = {folder_.path() / "a" / "b", folder_.path() / "second"};
+  wanted.folders = {folder_.path() / "a" / "b", folder_.path() / "second"};
   EXPECT_FALSE(Volume::create(wanted).ok());
   EXPECT_FALSE(std::filesystem::exists(folder_.path() / "a"));
   EXPECT_TRUE(std::filesystem::exists(folder_.path() / "second" / "state.tfv"));
@@ -285,16 +285,16 @@ TEST_F(VolumeFiles, DamagedHeaderAndWrongSizeAreCorruption) {
 
 TEST_F(VolumeFiles, PartsOfDifferentVolumesDoNotMix) {
   VolumeOptions a = options(), b = options();
-  a.directories = {folder_.path() / "a0", folder_.path() / "a1"};
-  b.directories = {folder_.path() / "b0", folder_.path() / "b1"};
+  a.folders = {folder_.path() / "a0", folder_.path() / "a1"};
+  b.folders = {folder_.path() / "b0", folder_.path() / "b1"};
   create(a).reset();
   create(b).reset();
   VolumeOptions mixed = a;
-  mixed.directories = {folder_.path() / "a0", folder_.path() / "b1"};
+  mixed.folders = {folder_.path() / "a0", folder_.path() / "b1"};
   Result<std::unique_ptr<Volume>> opened = Volume::open(mixed);
   ASSERT_FALSE(opened.ok());
   EXPECT_EQ(opened.error().kind, ErrorKind::input);
-  mixed.directories = {folder_.path() / "a0"};
+  mixed.folders = {folder_.path() / "a0"};
   EXPECT_FALSE(Volume::open(mixed).ok());
   EXPECT_TRUE(Volume::open(a).ok());
 }
@@ -320,21 +320,21 @@ TEST_F(VolumeFiles, RemovesItsFilesOnRequest) {
 TEST_F(VolumeFiles, RemovesTheFoldersItMadeAndNoOthers) {
   VolumeOptions wanted = options();
   for (const bool used : {false, true}) {
-    wanted.directories = {folder_.path() / "new" / "drive"};
+    wanted.folders = {folder_.path() / "new" / "drive"};
     auto volume = create(wanted);
     ASSERT_TRUE(volume);
     if (used) std::ofstream(folder_.path() / "new" / "notes.txt") << "a stranger's";
     volume->remove_files();
     volume.reset();
-    EXPECT_FALSE(std::filesystem::exists(wanted.directories[0]));
+    EXPECT_FALSE(std::filesystem::exists(wanted.folders[0]));
     EXPECT_EQ(std::filesystem::exists(folder_.path() / "new"), used);
   }
-  std::filesystem::create_directory(wanted.directories[0]);
+  std::filesystem::create_directory(wanted.folders[0]);
   auto volume = create(wanted);
   ASSERT_TRUE(volume);
   volume->remove_files();
   volume.reset();
-  EXPECT_TRUE(std::filesystem::exists(wanted.directories[0]));
+  EXPECT_TRUE(std::filesystem::exists(wanted.folders[0]));
 }
 
 TEST_F(VolumeFiles, WriteLimitIsAnnouncedOnce) {
@@ -352,11 +352,11 @@ TEST_F(VolumeFiles, WriteLimitIsAnnouncedOnce) {
 
 TEST_F(VolumeFiles, APartOfTheVolumeMayNotBeNamedTwiceOrLeftOut) {
   VolumeOptions wanted = options();
-  wanted.directories = {folder_.path() / "a", folder_.path() / "b"};
+  wanted.folders = {folder_.path() / "a", folder_.path() / "b"};
   create(wanted).reset();
   const auto detail = [&](std::vector<std::filesystem::path> folders) {
     VolumeOptions other = wanted;
-    other.directories = std::move(folders);
+    other.folders = std::move(folders);
     Result<std::unique_ptr<Volume>> opened = Volume::open(other);
     return opened ? std::string("opened") : opened.error().message();
   };
@@ -429,7 +429,7 @@ TEST(VolumeOptionsTest, NonsenseIsAUsageError) {
   };
   VolumeOptions good = options_in(folder, kMiB);
   VolumeOptions bad = good;
-  bad.directories.clear();
+  bad.folders.clear();
   EXPECT_EQ(kind(bad), ErrorKind::usage);
   for (const std::uint64_t bytes : {std::uint64_t{0}, (std::uint64_t{1} << 60) + 1}) {
     bad = good;
@@ -440,7 +440,7 @@ TEST(VolumeOptionsTest, NonsenseIsAUsageError) {
   bad.bytes = std::uint64_t{1} << 60;  // absurd enough for the drive
   EXPECT_EQ(kind(bad), ErrorKind::environment);
   bad = good;
-  bad.directories.assign(65, folder.path() / "many");
+  bad.folders.assign(65, folder.path() / "many");
   EXPECT_EQ(kind(bad), ErrorKind::usage);
   for (const std::size_t block :
        {std::size_t{0}, std::size_t{2048}, std::size_t{5000}, (std::size_t{1} << 30) + 4096}) {

@@ -21,7 +21,7 @@ def test_storage_reports_each_engine_and_the_volume(tierflow, tmp_path):
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     engines = {line["engine"] for line in lines}
     assert "threads" in engines and engines <= {"io_uring", "libaio", "threads"}
-    assert {tuple(line["directories"]) for line in lines} == {("a",), ("new/b",), ("a", "new/b")}
+    assert {tuple(line["folders"]) for line in lines} == {("a",), ("new/b",), ("a", "new/b")}
     assert len(lines) == 3 * len(engines)
     for line in lines:
         assert isinstance(line["direct"], bool)
@@ -29,7 +29,7 @@ def test_storage_reports_each_engine_and_the_volume(tierflow, tmp_path):
         for side in "read", "write":
             latency = line[f"{side}_latency_us"]
             assert 0 < latency["p50"] <= latency["p99"] <= latency["max"]
-        if len(line["directories"]) == 2:  # striped by what each folder reached alone
+        if len(line["folders"]) == 2:  # striped by what each folder reached alone
             assert len(line["speeds"]) == 2 and min(line["speeds"]) > 0
     assert not [*tmp_path.iterdir()], "files and folders of the measurement stay behind"
 

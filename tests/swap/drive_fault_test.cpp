@@ -70,7 +70,7 @@ class DriveFaultTest : public ::testing::TestWithParam<io::EngineKind> {
     arrangement_ =
         arrange(layout_, {.host_budget = 1 << 20, .device_budget = 4 << 20, .micro_batches = 1, .staged = true})
             .value();
-    auto store = Store::create({.volume = {.directories = {folder_.path()},
+    auto store = Store::create({.volume = {.folders = {folder_.path()},
                                            .engine = GetParam(),
                                            .allow_buffered = true,
                                            .allow_any_filesystem = true,

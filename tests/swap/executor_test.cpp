@@ -201,7 +201,7 @@ class Run {
     std::vector<bool> stored_gradients = arrangement_.deferred;
     for (std::size_t id = 0; id < stored_gradients.size(); ++id)
       stored_gradients[id] = stored_gradients[id] && !arrangement_.gradient_resident[id];
-    options_ = {.volume = {.directories = {folder_.path()},
+    options_ = {.volume = {.folders = {folder_.path()},
                            .engine = case_.engine,
                            .allow_buffered = true,
                            .allow_any_filesystem = true},
@@ -264,7 +264,7 @@ class Run {
     TemporaryFolder copy;
     std::filesystem::copy(folder_.path() / "state.tfv", copy.path() / "state.tfv");
     StoreOptions options = options_;
-    options.volume.directories = {copy.path()};
+    options.volume.folders = {copy.path()};
     auto store = Store::open(options, layout_);
     ASSERT_TRUE(store.ok()) << store.error().message();
     ASSERT_EQ((*store)->progress(), std::to_string(steps));

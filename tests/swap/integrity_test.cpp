@@ -50,7 +50,7 @@ class IntegrityTest : public ::testing::Test {
   }
 
   std::unique_ptr<Store> make(const std::filesystem::path& folder) {
-    auto made = Store::create({.volume = {.directories = {folder},
+    auto made = Store::create({.volume = {.folders = {folder},
                                           .allow_buffered = true,
                                           .allow_any_filesystem = true,
                                           .on_notice =
@@ -169,7 +169,7 @@ TEST_F(IntegrityTest, TheSameBytesOfAnotherRunAreSeen) {
   ASSERT_FALSE(store_->commit("{}"));
   store_.reset();
   const StoreOptions options{
-      .volume = {.directories = {folder_.path()}, .allow_buffered = true, .allow_any_filesystem = true}};
+      .volume = {.folders = {folder_.path()}, .allow_buffered = true, .allow_any_filesystem = true}};
   {
     auto opened = Store::open(options, layout_);
     ASSERT_TRUE(opened.ok()) << opened.error().message();

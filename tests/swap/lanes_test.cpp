@@ -61,7 +61,7 @@ class Lanes : public ::testing::Test {
  protected:
   void prepare(std::uint64_t host_budget, std::function<void(const io::Notice&)> on_notice = {}) {
     arrangement_ = arrange(layout_, {.host_budget = host_budget, .device_budget = 8 << 20, .micro_batches = 1}).value();
-    auto store = Store::create({.volume = {.directories = {folder_.path()},
+    auto store = Store::create({.volume = {.folders = {folder_.path()},
                                            .engine = io::EngineKind::threads,
                                            .allow_buffered = true,
                                            .allow_any_filesystem = true,

@@ -51,7 +51,7 @@ int chunks() {
 
 StoreOptions options_in(const std::filesystem::path& folder, int generations,
                         std::function<std::unique_ptr<io::Backend>(std::unique_ptr<io::Backend>)> wrap = {}) {
-  return {.volume = {.directories = {folder},
+  return {.volume = {.folders = {folder},
                      .engine = io::EngineKind::threads,
                      .allow_buffered = true,
                      .allow_any_filesystem = true,
