@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "io/wait.h"
 #include "swap/executor_impl.h"
 
 namespace tierflow::swap {
@@ -274,31 +275,22 @@ io::Error Executor::access(ExtentKind kind, int chunk, bool writes,
     use(bytes);
     impl.store->stamp(kind, chunk, bytes);
   }
-  bool done = false;
-  io::Error error;
-  const auto arrived = [&](io::Completion&& completion) {
-    std::lock_guard arrived_lock(impl.mutex);
-    home = std::move(completion.buffer);
-    error = std::move(completion.error);
-    done = true;
-    impl.client_wakes.notify_all();
-  };
   const auto move = [&] {
-    done = false;
-    if (writes)
-      impl.store->write(kind, chunk, std::move(home), arrived);
-    else
-      impl.store->read(kind, chunk, std::move(home), arrived);
-    std::unique_lock lock(impl.mutex);
-    impl.client_wakes.wait(lock, [&] { return done; });
-    if (error && !impl.error) impl.error = error;
+    io::Completion completion = io::wait_for([&](io::Callback done) {
+      if (writes)
+        impl.store->write(kind, chunk, std::move(home), std::move(done));
+      else
+        impl.store->read(kind, chunk, std::move(home), std::move(done));
+    });
+    home = std::move(completion.buffer);
+    std::lock_guard lock(impl.mutex);
+    if (completion.error && !impl.error) impl.error = completion.error;
+    return std::move(completion.error);
   };
-  move();
-  if (error || writes) return error;
+  if (io::Error error = move(); error || writes) return error;
   if (const io::Error wrong = impl.store->verify(kind, chunk, bytes)) {
     impl.store->report_second_reading(wrong);
-    move();
-    if (error) return error;
+    if (io::Error error = move()) return error;
     if (io::Error again = impl.store->verify(kind, chunk, bytes)) return again;
   }
   use(bytes);

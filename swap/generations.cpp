@@ -1,10 +1,10 @@
 #include "swap/generations.h"
 
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <optional>
 #include <string_view>
+
+#include "io/wait.h"
 
 namespace tierflow::swap {
 namespace {
@@ -46,21 +46,11 @@ bool is_newest(io::Volume& volume, const Superblock& block, const Copy& other) {
 }  // namespace
 
 io::Error transfer(io::Volume& volume, io::Op op, std::uint64_t offset, io::Buffer& buffer, std::size_t length) {
-  std::mutex mutex;
-  std::condition_variable arrived;
-  bool done = false;
-  io::Error error;
-  volume.submit({.op = op, .offset = offset, .length = length, .buffer = std::move(buffer)},
-                [&](io::Completion&& completion) {
-                  std::lock_guard lock(mutex);
-                  buffer = std::move(completion.buffer);
-                  error = std::move(completion.error);
-                  done = true;
-                  arrived.notify_one();
-                });
-  std::unique_lock lock(mutex);
-  arrived.wait(lock, [&] { return done; });
-  return error;
+  io::Completion completion = io::wait_for([&](io::Callback done) {
+    volume.submit({.op = op, .offset = offset, .length = length, .buffer = std::move(buffer)}, std::move(done));
+  });
+  buffer = std::move(completion.buffer);
+  return std::move(completion.error);
 }
 
 io::Result<io::Buffer> read_at(io::Volume& volume, std::uint64_t offset, std::uint64_t bytes) {

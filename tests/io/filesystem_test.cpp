@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 
 #include <fstream>
+#include <future>
 #include <thread>
 
 #include "io/backend.h"

@@ -3,10 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <future>
 #include <memory>
 
-#include "io/volume.h"
+#include "io/wait.h"
 #include "tests/support/temp_dir.h"
 
 namespace tierflow::io {
@@ -30,11 +29,9 @@ inline std::unique_ptr<Volume> create(const VolumeOptions& options) {
 }
 
 inline Completion transfer(Volume& volume, Op op, std::uint64_t offset, std::size_t length, Buffer buffer) {
-  std::promise<Completion> promise;
-  std::future<Completion> future = promise.get_future();
-  volume.submit(Request{.op = op, .offset = offset, .length = length, .buffer = std::move(buffer)},
-                [&promise](Completion&& completion) { promise.set_value(std::move(completion)); });
-  return future.get();
+  return wait_for([&](Callback done) {
+    volume.submit({.op = op, .offset = offset, .length = length, .buffer = std::move(buffer)}, std::move(done));
+  });
 }
 
 // Eight bytes at volume offset p hold a value that depends on p and `seed`.

@@ -5,15 +5,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <map>
-#include <mutex>
 #include <random>
 #include <sstream>
 
+#include "io/wait.h"
 #include "tests/support/faulty_backend.h"
 #include "tests/support/temp_dir.h"
 
@@ -69,21 +68,10 @@ void fill(std::span<std::byte> bytes, ExtentKind kind, int index, int value) {
   for (std::uint64_t i = 0; i < bytes.size(); ++i) bytes[i] = byte_of(kind, index, value, i);
 }
 
+// The error of one request that is waited for.
 template <class Submit>
 io::Error wait_for(Submit submit) {
-  std::mutex mutex;
-  std::condition_variable arrived;
-  bool done = false;
-  io::Error error;
-  submit([&](io::Completion&& completion) {
-    std::lock_guard lock(mutex);
-    error = std::move(completion.error);
-    done = true;
-    arrived.notify_one();
-  });
-  std::unique_lock lock(mutex);
-  arrived.wait(lock, [&] { return done; });
-  return error;
+  return io::wait_for(std::move(submit)).error;
 }
 
 io::Error write_extent(Store& store, ExtentKind kind, int index, int value) {
