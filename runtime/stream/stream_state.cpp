@@ -1,7 +1,6 @@
 #include "runtime/stream/stream_state.h"
 
 #include <fcntl.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -159,11 +158,8 @@ void save_stream_state(StreamedState& state, const std::filesystem::path& path, 
   if (header.size() > safetensors_header_limit)
     fail(io::ErrorKind::usage, path.string(), "the model has too many tensors");
   const std::uint64_t length = header.size(), data = sizeof length + header.size();
-  struct statvfs status {};
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
-  if (statvfs(folder.c_str(), &status) != 0) fail_system("stat", folder.string(), errno);
-  if (static_cast<double>(status.f_bavail) * static_cast<double>(status.f_frsize) <
-      static_cast<double>(data + plan.bytes()))
+  if (free_space(folder) < data + plan.bytes())
     fail(io::ErrorKind::environment, folder.string(),
          "has too little free space: the state takes " + std::to_string((data + plan.bytes()) >> 20) + " MiB");
   struct Partial {
