@@ -28,7 +28,7 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
                            .group = group,
                            .first = first + begin,
                            .elements = n,
-                           .state_bytes = shape.trainable ? shape.state_bytes(n) : 0,
+                           .state_bytes = shape.state_bytes(n),
                            .trainable = shape.trainable});
         max_word_bytes_ = std::max(max_word_bytes_, chunks_.back().word_bytes());
         max_state_bytes_ = std::max(max_state_bytes_, chunks_.back().state_bytes);

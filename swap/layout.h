@@ -27,6 +27,7 @@ struct GroupShape {
   std::string precision;                  // named in the manifest
 
   std::uint64_t state_bytes(std::uint64_t n) const {
+    if (!trainable) return 0;
     return round_up(n * state_bytes_element + n / 256 * state_bytes_block, kSector);
   }
 };

@@ -68,9 +68,9 @@ PackedModel pack(const ModelSpec& spec, Precision precision) {
       StateFormat format;
       for (int index = 0; index < static_cast<int>(unit.tensors.size()); ++index) {
         const TensorSpec& tensor = unit.tensors[index];
-        if (tensor.trainable != group.trainable) continue;
-        if (group.trainable && format_of(tensor, precision).moments != group.moments) continue;
-        format = format_of(tensor, precision);
+        const StateFormat wanted = format_of(tensor, precision);
+        if (tensor.trainable != group.trainable || (group.trainable && wanted.moments != group.moments)) continue;
+        format = wanted;
         const auto elements = static_cast<std::uint64_t>(tensor.elements());
         if (group.trainable) model.trainable_parameters += elements;
         packed.tensors.push_back({.tensor = index, .offset = offset, .elements = elements, .decays = tensor.decays});
