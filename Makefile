@@ -1,7 +1,8 @@
 # The front door. `make` lists what there is. Every target does its own set-up first.
 JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ { n = int($$2 / 2000000); print n < 1 ? 1 : n < cores ? n : cores }' /proc/meminfo)
 
-# build-preset PRESET,FOLDER[,TARGET]: configures once (the build itself notices changed CMake files) and builds.
+# build-preset PRESET,FOLDER[,TARGET]: configures once (the build itself notices changed CMake files), again where FOLDER/early says
+# that there was no LibTorch then (tools/setup_program.sh), and builds.
 define build-preset
 	@[ -f $(2)/build.ninja ] && [ ! -e $(2)/early ] || { cmake --preset $(1) $$([ ! -e $(2)/early ] || echo -DTIERFLOW_TORCH=ON) && rm -f $(2)/early; }
 	@cmake --build $(2) --parallel $(JOBS) $(if $(3),--target $(3))
@@ -20,7 +21,8 @@ setup-dev: ## the same and clang-format, clang-tidy and pre-commit, for contribu
 	@tools/setup.sh requirements-dev.txt
 
 program: ## build/tierflow alone, and no more set-up than that takes
-	@tools/program.sh $(JOBS)
+	@tools/setup_program.sh $(JOBS)
+	$(call build-preset,release,build,tierflow_program)
 
 build: setup ## all there is to build: the program, the libraries, the Python package, the tests
 	$(call build-preset,release,build)

@@ -1,12 +1,10 @@
 #!/usr/bin/env bash
-# Sets up what the program takes and builds it: tools/program.sh JOBS. On a machine without torch, what needs no LibTorch compiles
-# while pip downloads it.
+# Sets up what building the program takes: tools/setup_program.sh JOBS. On a machine without torch, what needs no LibTorch compiles in
+# build/ while pip downloads it; build/early then says that the folder was configured without.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 jobs=$1 early=
 
-# An early build knows no LibTorch; until it is configured anew, build/early says so.
-configure() { [ -f build/build.ninja ] && [ ! -e build/early ] || cmake --preset release "$@"; }
 if [ ! -e .venv/installed-requirements.txt ] && [ ! -e build/build.ninja ]; then
   tools/setup.sh --system
   mkdir -p build
@@ -19,10 +17,8 @@ if [ ! -e .venv/installed-requirements.txt ] && [ ! -e build/build.ninja ]; then
 fi
 tools/setup.sh --program
 if [ -n "$early" ]; then
-  echo 'program: building what needs no LibTorch, since torch began to download'
+  echo 'setup: building what needs no LibTorch, since torch began to download'
   wait "$early" || true  # what is wrong comes up again, and is shown then
   trap - EXIT
+  rm -f build/early.log
 fi
-configure -DTIERFLOW_TORCH=ON
-rm -f build/early build/early.log
-cmake --build build --parallel "$jobs" --target tierflow_program
