@@ -2,6 +2,21 @@
 
 namespace tierflow::swap {
 
+bool Arrangement::resident(ExtentKind kind, int chunk) const {
+  switch (kind) {
+    case ExtentKind::hi:
+      return hi_resident[chunk];
+    case ExtentKind::state:
+      return state_resident[chunk];
+    case ExtentKind::gradient:
+      return gradient_resident[chunk];
+    case ExtentKind::gradient_low:
+      return !gradient_low_resident.empty() && gradient_low_resident[chunk];
+    default:
+      return false;
+  }
+}
+
 std::uint64_t Arrangement::saved_bytes(const Layout& layout, int item) const {
   const int stage = item / micro_batches;
   return round_up(input_leaves[stage] ? layout.stages()[stage].carry_bytes : 0, kSector) +
@@ -21,12 +36,9 @@ std::uint64_t Arrangement::buffer_bytes(const Layout& layout) const {
 
 std::uint64_t Arrangement::resident_bytes(const Layout& layout) const {
   std::uint64_t bytes = 0;
-  for (std::size_t id = 0; id < layout.chunks().size(); ++id) {
-    const Chunk& chunk = layout.chunks()[id];
-    bytes += (hi_resident[id] ? chunk.word_bytes() : 0) + (state_resident[id] ? chunk.state_bytes : 0) +
-             (gradient_resident[id] ? chunk.word_bytes() : 0) +
-             (!gradient_low_resident.empty() && gradient_low_resident[id] ? chunk.word_bytes() : 0);
-  }
+  for (const Chunk& chunk : layout.chunks())
+    for (const ExtentKind kind : kChunkExtents)
+      if (resident(kind, chunk.id)) bytes += chunk.bytes(kind);
   return bytes;
 }
 
@@ -37,14 +49,9 @@ std::vector<HostBuffer> Arrangement::host_buffers(const Layout& layout) const {
   for (int i = 0; i < word_buffers; ++i) add(Where::word_buffer, i, layout.max_word_bytes());
   for (int i = 0; i < state_buffers; ++i) add(Where::state_buffer, i, round_up(layout.max_state_bytes(), kSector));
   for (int i = 0; i < activation_buffers; ++i) add(Where::activation_buffer, i, slot_bytes);
-  for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
-    const Chunk& chunk = layout.chunks()[id];
-    if (hi_resident[id]) add(Where::resident_hi, id, chunk.word_bytes());
-    if (state_resident[id]) add(Where::resident_state, id, chunk.state_bytes);
-    if (gradient_resident[id]) add(Where::resident_gradient, id, chunk.word_bytes());
-    if (!gradient_low_resident.empty() && gradient_low_resident[id])
-      add(Where::resident_gradient_low, id, chunk.word_bytes());
-  }
+  for (const Chunk& chunk : layout.chunks())
+    for (const ExtentKind kind : kChunkExtents)
+      if (resident(kind, chunk.id)) all.push_back({resident_place(kind, chunk.id), chunk.bytes(kind)});
   for (int item = 0; item < items(); ++item)
     if (const std::uint64_t bytes = saved_bytes(layout, item); bytes != 0 && !saved_on_storage[item])
       add(Where::activations, item, bytes);

@@ -8,6 +8,13 @@
 
 namespace tierflow::swap {
 
+// The place in RAM of an extent that is resident; not of activations.
+inline HostRef resident_place(ExtentKind kind, int chunk) {
+  constexpr HostRef::Where kPlaces[] = {HostRef::Where::resident_hi, HostRef::Where::resident_state,
+                                        HostRef::Where::resident_gradient, HostRef::Where::resident_gradient_low};
+  return {kPlaces[static_cast<int>(kind)], chunk};
+}
+
 struct HostBuffer {
   HostRef place;
   std::uint64_t bytes = 0;
@@ -52,7 +59,10 @@ struct Arrangement {
   }
   std::uint64_t update_slots_begin() const { return round_up(slot_offset(slots), kSector); }
   std::uint64_t slot_offset(int slot) const { return weight_ring + gradient_ring + held_gradients + slot * slot_bytes; }
+  // Whether the chunk's extent has a place in RAM for the whole run; not for activations.
+  bool resident(ExtentKind kind, int chunk) const;
   int items() const { return static_cast<int>(activations.size()); }
+  int item_of(int stage, int micro_batch) const { return stage * micro_batches + micro_batch; }
   // Bytes saved for an item; 0 where nothing leaves the device.
   std::uint64_t saved_bytes(const Layout& layout, int item) const;
   std::uint64_t buffer_bytes(const Layout& layout) const;

@@ -9,8 +9,10 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
     : units_(std::move(units)), stages_(std::move(stages)), chunk_elements_(chunk_elements) {
   const std::uint64_t state_limit = chunk_elements * 4 + chunk_elements / 256 * 8;
   users_.assign(units_.size(), 0);
-  for (const StageShape& stage : stages_)
-    for (int unit : stage.units) ++users_[unit];
+  first_user_.assign(units_.size(), -1);
+  for (int stage = 0; stage < static_cast<int>(stages_.size()); ++stage)
+    for (const int unit : stages_[stage].units)
+      if (users_[unit]++ == 0) first_user_[unit] = stage;
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     first_chunk_.push_back(static_cast<int>(chunks_.size()));
     std::uint64_t first = 0, gradients = 0;
@@ -23,7 +25,8 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
       while (limit > kChunkQuantum && shape.state_bytes(limit) > round_up(state_limit, kSector)) limit -= kChunkQuantum;
       for (std::uint64_t begin = 0; begin < shape.elements; begin += limit) {
         const std::uint64_t n = std::min(limit, shape.elements - begin);
-        chunks_.push_back({.unit = unit,
+        chunks_.push_back({.id = static_cast<int>(chunks_.size()),
+                           .unit = unit,
                            .index = index++,
                            .group = group,
                            .first = first + begin,

@@ -43,7 +43,16 @@ struct StageShape {
   std::uint64_t carry_bytes = 0;       // of its input for one micro-batch; 0 for the first stage
 };
 
+// Extents: what is stored, a chunk each.
+// gradient: bf16, or the high words of an fp32 sum whose low words are gradient_low.
+// activations: what a stage saved of a micro-batch, an extent for each.
+enum class ExtentKind : std::uint8_t { hi, state, gradient, gradient_low, activations };
+inline constexpr int kExtentKinds = 5;
+inline constexpr ExtentKind kChunkExtents[] = {ExtentKind::hi, ExtentKind::state, ExtentKind::gradient,
+                                               ExtentKind::gradient_low};
+
 struct Chunk {
+  int id = 0;  // among all chunks of the layout
   int unit = 0, index = 0, group = 0;
   std::uint64_t first = 0;  // element offset in the unit
   std::uint64_t elements = 0;
@@ -51,6 +60,7 @@ struct Chunk {
   bool trainable = true;
 
   std::uint64_t word_bytes() const { return 2 * elements; }  // of hi words, and of a bf16 gradient
+  std::uint64_t bytes(ExtentKind kind) const { return kind == ExtentKind::state ? state_bytes : word_bytes(); }
 };
 
 // Shapes plus their cut. Chunk ids number all chunks of all units in order.
@@ -76,12 +86,14 @@ class Layout {
   std::uint64_t max_state_bytes() const { return max_state_bytes_; }
   // Stages that use a unit; more than one where weights are tied.
   int users_of(int unit) const { return users_[unit]; }
+  // The first of them; -1 where there is none.
+  int first_user(int unit) const { return first_user_[unit]; }
 
  private:
   std::vector<UnitShape> units_;
   std::vector<StageShape> stages_;
   std::vector<Chunk> chunks_;
-  std::vector<int> first_chunk_, users_;
+  std::vector<int> first_chunk_, users_, first_user_;
   std::vector<std::uint64_t> unit_elements_, gradient_bytes_;
   std::uint64_t chunk_elements_ = 0, max_word_bytes_ = 0, max_state_bytes_ = 0;
 };

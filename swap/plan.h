@@ -48,12 +48,6 @@ enum class Activations : std::uint8_t { recompute, keep, swap };
 enum class Pass : std::uint8_t { forward, head, backward, evaluate };
 const char* pass_name(Pass pass);
 
-// Extents: what is stored, a chunk each.
-// gradient: bf16, or the high words of an fp32 sum whose low words are gradient_low.
-// activations: what a stage saved of a micro-batch, an extent for each.
-enum class ExtentKind : std::uint8_t { hi, state, gradient, gradient_low, activations };
-inline constexpr int kExtentKinds = 5;
-
 // Host bytes of a task: a streaming buffer, an extent that is resident in RAM, or what is saved for an item.
 struct HostRef {
   enum class Where : std::uint8_t {

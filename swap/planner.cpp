@@ -1,184 +1,195 @@
 #include "swap/planner.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "swap/access.h"
 
 namespace tierflow::swap {
-namespace {
 
-int earliest(std::vector<TaskId>& last_use, TaskId now) {
-  const auto found = std::min_element(last_use.begin(), last_use.end());
-  *found = now;
-  return static_cast<int>(found - last_use.begin());
-}
-
-}  // namespace
-
-Planner::Planner(const Layout& layout, const Arrangement& arrangement) : layout_(layout), arrangement_(arrangement) {
-  const auto units = layout.units().size();
-  updated_.assign(units, false);
-  defers_.assign(units, false);
-  for (std::size_t id = 0; id < layout.chunks().size(); ++id)
-    if (arrangement.deferred[id]) defers_[layout.chunks()[id].unit] = true;
-  gradient_of_.assign(units, kNowhere);
-  held_offset_.assign(units, kNowhere);
+Planner::Planner(const Layout& layout, const Arrangement& arrangement)
+    : layout_(layout),
+      arrangement_(arrangement),
+      emitter_(layout, arrangement),
+      fetcher_(layout, arrangement, emitter_),
+      gradients_(arrangement.weight_ring, arrangement.gradient_ring) {
+  const int units = static_cast<int>(layout.units().size());
+  held_.assign(units, kNowhere);
   std::uint64_t held = arrangement.weight_ring + arrangement.gradient_ring;
-  for (std::size_t unit = 0; unit < units; ++unit)
-    if (layout.gradient_bytes(static_cast<int>(unit)) != 0 && layout.users_of(static_cast<int>(unit)) > 1) {
-      held_offset_[unit] = held;
-      held += layout.gradient_bytes(static_cast<int>(unit));
-    }
-  word_last_use_.assign(arrangement.word_buffers, 0);
-  state_last_use_.assign(arrangement.state_buffers, 0);
-  activation_last_use_.assign(arrangement.activation_buffers, 0);
-}
-
-Task& Planner::emit(TaskKind kind, Lane lane, std::vector<Access> accesses) {
-  const TaskId id = next_id_++;
-  Task& task = plan_.tasks.emplace_back();
-  task.kind = kind;
-  task.lane = lane;
-  task.pass = pass_;
-  task.stage = stage_;
-  task.dependencies = hazards_.add(id, lane, accesses);
-  task.accesses = std::move(accesses);
-  return task;
-}
-
-HostRef Planner::take_word_buffer() {
-  return {HostRef::Where::word_buffer, earliest(word_last_use_, ++use_counter_)};
-}
-HostRef Planner::take_state_buffer() {
-  return {HostRef::Where::state_buffer, earliest(state_last_use_, ++use_counter_)};
-}
-HostRef Planner::take_activation_buffer() {
-  return {HostRef::Where::activation_buffer, earliest(activation_last_use_, ++use_counter_)};
+  for (int unit = 0; unit < units; ++unit) {
+    if (std::ranges::any_of(layout.chunks_of(unit), [&](const Chunk& chunk) { return arrangement.deferred[chunk.id]; }))
+      deferring_.push_back(unit);
+    if (layout.gradient_bytes(unit) == 0 || layout.users_of(unit) < 2) continue;
+    held_[unit] = held;
+    held += layout.gradient_bytes(unit);
+  }
 }
 
 Plan Planner::train_step(bool pending) {
-  plan_ = {.first_id = next_id_};
-  pending_ = pending;
-  std::fill(updated_.begin(), updated_.end(), false);
-  std::fill(gradient_of_.begin(), gradient_of_.end(), kNowhere);
+  for (const int unit : deferring_) fetcher_.owe(unit, pending ? Owed::gradient : Owed::nothing);
+  gradient_of_.assign(layout_.units().size(), kNowhere);
   const int stages = static_cast<int>(layout_.stages().size());
-  for (int stage = 0; stage + 1 < stages; ++stage) plan_.visits.push_back({.stage = stage, .pass = Pass::forward});
-  plan_.visits.push_back({.stage = stages - 1, .pass = Pass::head});
-  for (int stage = stages - 2; stage >= 0; --stage) plan_.visits.push_back({.stage = stage, .pass = Pass::backward});
-  run_visits(arrangement_.micro_batches);
-  pending_ = false;
-  return std::move(plan_);
+  std::vector<Visit> visits;
+  for (int stage = 0; stage + 1 < stages; ++stage) visits.push_back({.stage = stage, .pass = Pass::forward});
+  visits.push_back({.stage = stages - 1, .pass = Pass::head});
+  for (int stage = stages - 2; stage >= 0; --stage) visits.push_back({.stage = stage, .pass = Pass::backward});
+  return run(std::move(visits), arrangement_.micro_batches);
 }
 
 Plan Planner::evaluate(int micro_batches) {
-  plan_ = {.first_id = next_id_};
+  std::vector<Visit> visits;
   for (int stage = 0; stage < static_cast<int>(layout_.stages().size()); ++stage)
-    plan_.visits.push_back({.stage = stage, .pass = Pass::evaluate});
-  run_visits(micro_batches);
-  return std::move(plan_);
+    visits.push_back({.stage = stage, .pass = Pass::evaluate});
+  return run(std::move(visits), micro_batches);
 }
 
 Plan Planner::flush() {
-  plan_ = {.first_id = next_id_};
-  pass_ = Pass::forward;
-  for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit) {
-    if (!defers_[unit]) continue;
-    invalidate(unit);
-    for (const Chunk& chunk : layout_.chunks_of(unit))
-      if (arrangement_.deferred[layout_.first_chunk(unit) + chunk.index]) update_pending(chunk);
-  }
-  return std::move(plan_);
+  emitter_.serve(Pass::forward);
+  for (const int unit : deferring_) fetcher_.settle(unit);
+  return emitter_.take();
 }
 
-bool Planner::fetch(int visit, bool forced) {
-  Visit& target = plan_.visits[visit];
-  const StageShape& stage = layout_.stages()[target.stage];
-  target.weights.assign(stage.units.size(), kNowhere);
-  target.gradients.assign(stage.units.size(), kNowhere);
-  target.fresh_gradient.assign(stage.units.size(), false);
-  if (target.pass == Pass::backward && !stage.backward_needs_weights) return true;
-
-  const auto owes_update = [&](int unit) { return pending_ && defers_[unit] && !updated_[unit]; };
-  std::vector<int> missing;
-  std::uint64_t bytes = 0;
-  for (int unit : stage.units) {
-    if (owes_update(unit)) invalidate(unit);
-    if (find_region(unit) != nullptr) continue;
-    missing.push_back(unit);
-    bytes += 2 * layout_.unit_elements(unit);
-  }
-  for (int unit : stage.units)
-    if (Region* region = find_region(unit)) ++region->busy;
-  std::uint64_t begin = missing.empty() ? 0 : allocate_weights(bytes);
-  if (begin == kNowhere) {
-    for (int unit : stage.units)
-      if (Region* region = find_region(unit)) --region->busy;
-    if (!forced) return false;
-    // What is cached stands in the way: give it up and fetch the whole stage into an empty ring.
-    regions_.clear();
-    ring_position_ = 0;
-    missing = stage.units;
-    bytes = 0;
-    for (int unit : missing) bytes += 2 * layout_.unit_elements(unit);
-    begin = allocate_weights(bytes);
-  }
-  pass_ = target.pass;
-  stage_ = target.stage;
-  for (int unit : missing) {
-    regions_.push_back({.unit = unit, .begin = begin, .end = begin + 2 * layout_.unit_elements(unit), .busy = 1});
-    for (const Chunk& chunk : layout_.chunks_of(unit)) {
-      const int id = layout_.first_chunk(unit) + chunk.index;
-      const bool owed = owes_update(unit) && arrangement_.deferred[id], on_device = owed && arrangement_.on_device[id];
-      const HostRef words = owed && !on_device ? update_pending(chunk) : read_words(chunk);
-      const std::uint64_t to = begin + 2 * chunk.first;
-      Task& upload = emit(TaskKind::upload_hi, Lane::upload,
-                          {host_access(words, false), device_access(to, chunk.word_bytes(), true)});
-      upload.chunk = id;
-      upload.words = words;
-      upload.device_offset = to;
-      upload.bytes = chunk.word_bytes();
-      if (on_device) update_on_device(chunk, to, kNowhere, words);
+Plan Planner::run(std::vector<Visit> visits, int micro_batches) {
+  const int count = static_cast<int>(visits.size());
+  Saved saved{.buffer_of = std::vector<HostRef>(arrangement_.items()),
+              .slot_of = std::vector<std::uint64_t>(arrangement_.items(), kNowhere)};
+  for (const Visit& visit : visits)
+    for (int micro_batch = 0; visit.pass == Pass::backward && micro_batch < micro_batches; ++micro_batch)
+      if (const int item = arrangement_.item_of(visit.stage, micro_batch); arrangement_.saved_bytes(layout_, item) != 0)
+        saved.items.push_back(item);
+  int fetched = 0;
+  for (int index = 0; index < count; ++index) {
+    while (fetched < count && fetched <= index + kLookahead && fetcher_.fetch(visits[fetched], fetched == index))
+      ++fetched;
+    Visit& visit = visits[index];
+    const bool adds = visit.pass == Pass::head || visit.pass == Pass::backward;
+    if (adds) open_gradients(visit);
+    for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch) {
+      // From the head on nothing is saved any more: buffers and slots serve the way back.
+      if (adds) bring_back(saved);
+      compute(visit, index, micro_batch, saved);
     }
-    updated_[unit] = true;
-    begin += 2 * layout_.unit_elements(unit);
+    fetcher_.release(visit.stage);
+    if (adds) take_gradients(visit);
   }
-  for (std::size_t i = 0; i < stage.units.size(); ++i) target.weights[i] = find_region(stage.units[i])->begin;
-  return true;
+  return emitter_.take(std::move(visits));
 }
 
-std::uint64_t Planner::allocate_weights(std::uint64_t bytes) {
-  for (const std::uint64_t begin : {ring_position_, std::uint64_t{0}}) {
-    if (begin + bytes > arrangement_.weight_ring) continue;
-    const auto overlaps = [&](const Region& region) { return region.begin < begin + bytes && begin < region.end; };
-    if (std::any_of(regions_.begin(), regions_.end(),
-                    [&](const Region& region) { return region.busy > 0 && overlaps(region); }))
-      continue;
-    std::erase_if(regions_, overlaps);
-    ring_position_ = begin + bytes;
-    return begin;
+void Planner::compute(const Visit& visit, int index, int micro_batch, Saved& saved) {
+  if (visit.pass != Pass::forward && visit.pass != Pass::backward) {
+    emitter_.compute(visit, index, micro_batch);
+    return;
   }
-  return kNowhere;
+  const int item = arrangement_.item_of(visit.stage, micro_batch);
+  const std::uint64_t bytes = arrangement_.saved_bytes(layout_, item);
+  const bool saves = visit.pass == Pass::forward && bytes != 0;
+  if (saves) saved.slot_of[item] = next_slot();
+  const std::uint64_t slot = std::exchange(saved.slot_of[item], kNowhere);
+  emitter_.compute(visit, index, micro_batch, slot, bytes).activations = arrangement_.activations[item];
+  if (saves) save(item, slot);
+  if (visit.pass == Pass::backward && slot != kNowhere) --saved.in_slots;
 }
 
-Planner::Region* Planner::find_region(int unit) {
-  const auto found =
-      std::find_if(regions_.begin(), regions_.end(), [&](const Region& region) { return region.unit == unit; });
-  return found == regions_.end() ? nullptr : &*found;
+std::uint64_t Planner::next_slot() {
+  return arrangement_.slot_offset(next_slot_++ % arrangement_.slots);
 }
 
-void Planner::invalidate(int unit) {
-  std::erase_if(regions_, [&](const Region& region) { return region.unit == unit; });
+// A task that moves what was saved of an item. words: its place on the host.
+Task& Planner::move_saved(TaskKind kind, Lane lane, int item, HostRef words, Access from, Access to) {
+  const bool saves = kind == TaskKind::save_activations || kind == TaskKind::write_activations;
+  emitter_.serve(saves ? Pass::forward : Pass::backward, item / arrangement_.micro_batches);
+  Task& task = emitter_.emit(kind, lane, {from, to});
+  task.micro_batch = item % arrangement_.micro_batches;
+  task.words = words;
+  task.bytes = arrangement_.saved_bytes(layout_, item);
+  return task;
 }
 
-std::uint64_t Planner::gradient_region(int unit, std::vector<bool>& fresh, std::size_t position) {
-  fresh[position] = gradient_of_[unit] == kNowhere;
-  if (!fresh[position]) return gradient_of_[unit];
-  if (held_offset_[unit] != kNowhere) return gradient_of_[unit] = held_offset_[unit];
-  const std::uint64_t bytes = layout_.gradient_bytes(unit);
-  if (gradient_position_ + bytes > arrangement_.gradient_ring) gradient_position_ = 0;
-  gradient_of_[unit] = arrangement_.weight_ring + gradient_position_;
-  gradient_position_ += bytes;
-  return gradient_of_[unit];
+void Planner::save(int item, std::uint64_t slot) {
+  const bool on_storage = arrangement_.saved_on_storage[item];
+  const HostRef words =
+      on_storage ? emitter_.take_buffer(HostRef::Where::activation_buffer) : HostRef{HostRef::Where::activations, item};
+  move_saved(TaskKind::save_activations, Lane::download, item, words,
+             device_access(slot, arrangement_.saved_bytes(layout_, item), false), host_access(words, true))
+      .device_offset = slot;
+  if (on_storage)
+    move_saved(TaskKind::write_activations, Lane::disk_write, item, words, host_access(words, false),
+               cell_access(Space::stored_activations, item, true));
+}
+
+// As far ahead of the backward as buffers and slots allow.
+void Planner::bring_back(Saved& saved) {
+  const auto read = [&] {
+    for (; saved.next_read < saved.items.size(); ++saved.next_read) {
+      const int item = saved.items[saved.next_read];
+      if (!arrangement_.saved_on_storage[item]) {
+        saved.buffer_of[item] = {HostRef::Where::activations, item};
+        continue;
+      }
+      if (saved.in_buffers == arrangement_.activation_buffers) return;
+      const HostRef words = saved.buffer_of[item] = emitter_.take_buffer(HostRef::Where::activation_buffer);
+      move_saved(TaskKind::read_activations, Lane::disk_read, item, words,
+                 cell_access(Space::stored_activations, item, false), host_access(words, true));
+      ++saved.in_buffers;
+    }
+  };
+  read();
+  for (; saved.next_load < saved.items.size() && saved.in_slots < arrangement_.slots; ++saved.next_load) {
+    const int item = saved.items[saved.next_load];
+    const HostRef words = saved.buffer_of[item];
+    const std::uint64_t slot = saved.slot_of[item] = next_slot();
+    move_saved(TaskKind::load_activations, Lane::upload, item, words, host_access(words, false),
+               device_access(slot, arrangement_.saved_bytes(layout_, item), true))
+        .device_offset = slot;
+    ++saved.in_slots;
+    if (!arrangement_.saved_on_storage[item]) continue;
+    --saved.in_buffers;
+    read();
+  }
+}
+
+// Where the visit adds to the gradients of its units: each unit has one place a step.
+void Planner::open_gradients(Visit& visit) {
+  const std::vector<int>& units = layout_.stages()[visit.stage].units;
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    const std::uint64_t bytes = layout_.gradient_bytes(units[i]);
+    if (bytes == 0) continue;
+    std::uint64_t& place = gradient_of_[units[i]];
+    visit.fresh_gradient[i] = place == kNowhere;
+    if (place == kNowhere) place = held_[units[i]] != kNowhere ? held_[units[i]] : gradients_.allocate(bytes);
+    visit.gradients[i] = place;
+  }
+}
+
+// After the last visit that adds to a unit's gradient: keep it for later, or update at once, chunk by chunk. The
+// backward runs from the last stage to the first, so the first user of a unit is the last to add to its gradient.
+void Planner::take_gradients(const Visit& visit) {
+  const std::vector<int>& units = layout_.stages()[visit.stage].units;
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    if (layout_.first_user(units[i]) != visit.stage) continue;
+    bool updated = false;
+    for (const Chunk& chunk : layout_.trainable_chunks_of(units[i])) {
+      const int id = chunk.id;
+      const std::uint64_t gradient_at = visit.gradients[i] + 4 * chunk.first,
+                          words_at = visit.weights[i] == kNowhere ? kNowhere : visit.weights[i] + 2 * chunk.first;
+      if (arrangement_.deferred[id]) {
+        emitter_.stage_gradient(id, gradient_at);
+        continue;
+      }
+      updated = true;
+      if (arrangement_.on_device[id]) {
+        emitter_.update_on_device(id, words_at, gradient_at, emitter_.place(ExtentKind::hi, id));
+        continue;
+      }
+      const HostRef gradient = emitter_.place(ExtentKind::gradient, id);
+      emitter_.download(ExtentKind::gradient, id, gradient_at, gradient);
+      const bool on_its_way = arrangement_.resident(ExtentKind::hi, id) || words_at == kNowhere;
+      const HostRef words = on_its_way ? emitter_.read(ExtentKind::hi, id) : emitter_.place(ExtentKind::hi, id);
+      if (!on_its_way) emitter_.download(ExtentKind::hi, id, words_at, words);
+      emitter_.update(id, words, {gradient});
+    }
+    if (updated) fetcher_.invalidate(units[i]);
+  }
 }
 
 }  // namespace tierflow::swap

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "swap/planner.h"
+#include "swap/fetcher.h"
 
 namespace tierflow::swap {
 
@@ -23,8 +23,9 @@ struct VisitRequest {
 };
 
 // The arrangement must have been made with `sums` and be staged.
-class VisitPlanner : private Planner {
+class VisitPlanner {
  public:
+  // Both outlive the planner.
   VisitPlanner(const Layout& layout, const Arrangement& arrangement);
 
   // The tasks of one visit, its compute task among them, and those that fetch what is expected to follow.
@@ -42,18 +43,17 @@ class VisitPlanner : private Planner {
   // Each of these units now owes an update with its gradient, which runs ahead of its next visit. None of the gradients
   // may still be kept on the device. Fetches what is expected to follow.
   Plan owe(const std::vector<int>& units);
-  bool owes(int unit) const { return !updated_[unit]; }
+  bool owes(int unit) const { return fetcher_.owes(unit); }
   // Forgets a unit's gradient, wherever it is; not one that is owed already.
   void drop(int unit);
   // The update that a unit owes, now.
   Plan settle(int unit);
   // Something else wrote the unit's words: copies on the device are stale.
-  void changed(int unit) { invalidate(unit); }
+  void changed(int unit) { fetcher_.invalidate(unit); }
   // How often a visit came that was not the expected one.
   std::uint64_t departures() const { return departures_; }
 
  private:
-  HostRef update_pending(const Chunk& chunk) override;
   void observe(int key);
   void prefetch();
   void release_holds();
@@ -61,13 +61,12 @@ class VisitPlanner : private Planner {
   void close_gradients();
   // Position in its stage of a unit whose gradient is kept on the device; -1: it is not.
   int kept_at(int unit) const;
-  void accumulate(const Chunk& chunk, std::uint64_t from);
-  // A host place for the low words of a sum: resident, or a buffer filled from storage where `holds` says that there is
-  // something.
-  HostRef low_words(int chunk, bool holds);
 
+  const Layout& layout_;
+  TaskEmitter emitter_;
+  Fetcher fetcher_;
+  GradientRing gradients_;
   std::vector<int> contributions_;  // by unit
-  std::vector<bool> owed_sum_;      // by unit: the owed gradient is a sum
   std::vector<int> holds_;          // stages fetched ahead and not visited yet
   Visit open_;                      // whose gradients are on the device; stage -1: none
   std::vector<bool> open_units_;    // by unit of its stage

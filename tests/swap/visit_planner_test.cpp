@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
 #include <filesystem>
 #include <random>
@@ -269,6 +270,24 @@ TEST(VisitPlannerDrop, LeavesTheOtherUnitsOfTheStage) {
     EXPECT_EQ(planner.gradients_of(3 - dropped), 2);
     EXPECT_FALSE(planner.keeps());
   }
+}
+
+// The gradients that were kept leave ahead of a visit that wants others; the visit is still what was asked for.
+TEST(VisitPlannerKeep, AVisitThatWantsOtherGradientsIsOfItsOwnPass) {
+  std::vector<UnitShape> units;
+  for (int unit = 0; unit < 2; ++unit)
+    units.push_back({.name = "unit", .groups = {{.elements = 4096, .state_bytes_element = 4, .precision = "a"}}});
+  const Layout layout(std::move(units), {{.units = {0, 1}}}, kChunkQuantum);
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 << 20, .sums = true}).value();
+  VisitPlanner planner(layout, arrangement);
+  planner.visit({.stage = 0, .pass = Pass::head, .gradients = {true, true}, .keep = true});
+  const Plan plan = planner.visit({.stage = 0, .pass = Pass::head, .gradients = {true, false}, .keep = true});
+  const auto compute = std::ranges::find(plan.tasks, TaskKind::compute, &Task::kind);
+  ASSERT_NE(compute, plan.tasks.end());
+  EXPECT_EQ(compute->pass, Pass::head);
+  EXPECT_EQ(planner.gradients_of(0), 2);
+  EXPECT_EQ(planner.gradients_of(1), 1);
 }
 
 }  // namespace

@@ -1,0 +1,58 @@
+#pragma once
+// Which bytes of the device arena hold what: weights, which are cached until their room is needed, and gradients.
+// Offsets are of the arena. Nothing here waits: tasks that reuse bytes follow those that used them before.
+#include <cstdint>
+#include <vector>
+
+#include "swap/plan.h"
+
+namespace tierflow::swap {
+
+// The first `bytes` of the arena. A unit lies there in one piece. Units that are held stay where they are.
+class WeightRing {
+ public:
+  explicit WeightRing(std::uint64_t bytes) : bytes_(bytes) {}
+
+  // kNowhere: the unit is not there.
+  std::uint64_t find(int unit) const;
+  // One more hold on a unit; false where it is not there.
+  bool hold(int unit);
+  // Fewer holds, as far as there are any; of a unit that is not there, nothing.
+  void release(int unit, int holds = 1);
+  // Room beside everything that is held; what lay there is forgotten. kNowhere: there is none.
+  std::uint64_t allocate(std::uint64_t bytes);
+  // The unit lies in allocated room from now on, with one hold.
+  void add(int unit, std::uint64_t begin, std::uint64_t bytes);
+  // What is there of the unit is stale, held or not.
+  void invalidate(int unit);
+  // Forgets everything.
+  void clear();
+
+ private:
+  struct Region {
+    int unit = -1;
+    std::uint64_t begin = 0, end = 0;
+    int holds = 0;
+  };
+  std::vector<Region>::iterator region_of(int unit);
+
+  std::uint64_t bytes_ = 0, position_ = 0;
+  std::vector<Region> regions_;
+};
+
+// `bytes` of the arena from `begin`, given out in turn. A gradient is there until the ring comes round.
+class GradientRing {
+ public:
+  GradientRing(std::uint64_t begin, std::uint64_t bytes) : begin_(begin), bytes_(bytes) {}
+
+  std::uint64_t allocate(std::uint64_t bytes) {
+    if (position_ + bytes > bytes_) position_ = 0;
+    position_ += bytes;
+    return begin_ + position_ - bytes;
+  }
+
+ private:
+  std::uint64_t begin_ = 0, bytes_ = 0, position_ = 0;
+};
+
+}  // namespace tierflow::swap

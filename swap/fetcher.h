@@ -1,0 +1,47 @@
+#pragma once
+// Brings the weights of visits to the device. An update that a unit owes runs on the way: whoever computes with a unit
+// computes with what its update left.
+#include <cstdint>
+#include <vector>
+
+#include "swap/device_rings.h"
+#include "swap/task_emitter.h"
+
+namespace tierflow::swap {
+
+inline constexpr int kLookahead = 4;  // visits fetched ahead, where the weight ring has room
+
+// What the update of a unit that owes one applies. Of its chunks, the deferred ones owe it.
+enum class Owed : std::uint8_t { nothing, gradient, sum };
+
+class Fetcher {
+ public:
+  // All outlive the fetcher.
+  Fetcher(const Layout& layout, const Arrangement& arrangement, TaskEmitter& emitter);
+  Fetcher(const Fetcher&) = delete;
+
+  // Emits what brings the weights of the visit's stage to the device, says in the visit where they will be, and holds
+  // them there. False, and nothing emitted, where the ring has no room yet. A forced fetch always succeeds: it gives up
+  // what is cached, held or not.
+  bool fetch(Visit& visit, bool forced);
+  // The end of so many holds on a stage's weights, which from then on are merely cached.
+  void release(int stage, int holds = 1);
+  // Copies of the unit on the device are stale.
+  void invalidate(int unit) { ring_.invalidate(unit); }
+
+  void owe(int unit, Owed update) { owed_[unit] = update; }
+  bool owes(int unit) const { return owed_[unit] != Owed::nothing; }
+  // The update that the unit owes, now.
+  void settle(int unit);
+
+ private:
+  std::uint64_t bytes_of(const std::vector<int>& units) const;
+
+  const Layout& layout_;
+  const Arrangement& arrangement_;
+  TaskEmitter& emitter_;
+  WeightRing ring_;
+  std::vector<Owed> owed_;  // by unit
+};
+
+}  // namespace tierflow::swap

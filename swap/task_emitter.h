@@ -1,0 +1,74 @@
+#pragma once
+// Emits tasks in the order of a correct sequential program: what moves extents between storage, host and device, and
+// the updates made of such moves. It knows where each extent lives and takes streaming buffers round robin. When a task
+// is emitted is the choice of whoever calls. Deterministic: the same calls give the same tasks.
+#include <cstdint>
+#include <vector>
+
+#include "swap/arrangement.h"
+#include "swap/hazards.h"
+#include "swap/layout.h"
+#include "swap/plan.h"
+
+namespace tierflow::swap {
+
+class TaskEmitter {
+ public:
+  // A gradient on the host: bf16, or with low words the high words of an fp32 sum.
+  struct Gradient {
+    HostRef high, low;
+  };
+
+  // Both outlive the emitter.
+  TaskEmitter(const Layout& layout, const Arrangement& arrangement);
+
+  // What was emitted since the last call, each task with the tasks that it waits for.
+  Plan take(std::vector<Visit> visits = {});
+  // Tasks from here on serve a visit of this pass and stage.
+  void serve(Pass pass, int stage);
+  void serve(Pass pass) { pass_ = pass; }
+
+  Task& emit(TaskKind kind, Lane lane, std::vector<Access> accesses);
+  // The computation of one micro-batch in the visit, which will be number `index` of the plan. slot: of what is saved
+  // for the item.
+  Task& compute(const Visit& visit, int index, int micro_batch, std::uint64_t slot = kNowhere,
+                std::uint64_t slot_bytes = 0);
+  // The next streaming buffer of a kind.
+  HostRef take_buffer(HostRef::Where where);
+
+  // Chunk by chunk. Activations are no chunk's: these functions do not know them.
+
+  // The extent's resident place, or a buffer to fill.
+  HostRef place(ExtentKind kind, int chunk);
+  // The same with the extent's bytes in it.
+  HostRef read(ExtentKind kind, int chunk);
+  Gradient read_gradient(int chunk, bool is_sum);
+  // To storage, where the extent is not resident. follows_readers: the write also waits for tasks that read `from`.
+  void write(ExtentKind kind, int chunk, HostRef from, bool follows_readers = false);
+  // Between the host and an offset in the device arena. A gradient becomes bf16 on its way down.
+  Task& upload(ExtentKind kind, int chunk, HostRef from, std::uint64_t to);
+  Task& download(ExtentKind kind, int chunk, std::uint64_t from, HostRef to);
+
+  // An fp32 gradient leaves the device, is measured, and waits on the host or on storage for its update.
+  void stage_gradient(int chunk, std::uint64_t from);
+  // It leaves and is added to the one that waits; first_sum: that one is still bf16.
+  void accumulate(int chunk, std::uint64_t from, bool first_sum);
+  // The update on the host, with words that are there. Words and state go back to storage.
+  void update(int chunk, HostRef words, Gradient gradient);
+  // The update on the device, of words at `words_at`, which then go to `home`, and on to storage. `sum` as in Task.
+  void update_on_device(int chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home);
+
+ private:
+  Task& fill_in(Task& task, ExtentKind kind, int chunk, HostRef place) const;
+
+  const Layout& layout_;
+  const Arrangement& arrangement_;
+  HazardTracker hazards_;
+  TaskId next_id_ = 0;
+  std::vector<Task> tasks_;
+  Pass pass_ = Pass::forward;
+  int stage_ = -1;
+  int next_word_ = 0, next_state_ = 0, next_activation_ = 0, next_update_slot_ = 0;
+};
+
+}  // namespace tierflow::swap
