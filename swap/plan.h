@@ -65,6 +65,8 @@ struct HostRef {
   int index = -1;  // of the buffer; the chunk; stage * micro_batches + micro-batch
 };
 
+inline constexpr int kHostPlaces = 9;
+
 // A range that a task reads or writes. Ranges of different spaces never meet.
 enum class Space : std::uint8_t {
   device,

@@ -4,12 +4,10 @@
 
 namespace tierflow::swap {
 
-VisitChecker::VisitChecker(const Layout& layout, const Arrangement& arrangement) : PlanChecker(layout, arrangement) {
-  const std::size_t chunks = layout.chunks().size();
+VisitChecker::VisitChecker(const Layout& layout, const Arrangement& arrangement)
+    : layout_(layout), ledger_(layout, arrangement), rules_(layout, arrangement, ledger_) {
   sums_.resize(layout.units().size());
-  for (auto* list : {&taken_, &taken_serial_, &due_version_}) list->assign(chunks, 0);
-  lows_.resize(chunks);
-  stored_lows_.resize(chunks);
+  for (auto* list : {&taken_, &taken_serial_, &due_version_}) list->assign(layout.chunks().size(), 0);
 }
 
 io::Error VisitChecker::visit(const Plan& plan, const VisitRequest& request) {
@@ -31,7 +29,7 @@ io::Error VisitChecker::owe(const Plan& plan, const std::vector<int>& units) {
               .detail = "unit " + std::to_string(unit) + " has no gradient that could be owed"};
     sum.owed = Owed{sum.epoch, sum.visits};
     drop(unit);
-    for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) ++due_version_[layout_.first_chunk(unit) + chunk.index];
+    for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) ++due_version_[chunk.id];
   }
   return finish(plan, nullptr);
 }
@@ -49,61 +47,41 @@ void VisitChecker::drop(int unit) {
   ++sums_[unit].epoch;
   sums_[unit].visits = 0;
   sums_[unit].parts = 0;  // what is on the device of it is nobody's any more
-  for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) taken_[layout_.first_chunk(unit) + chunk.index] = 0;
+  for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) taken_[chunk.id] = 0;
 }
 
 void VisitChecker::changed(int unit) {
   for (const Chunk& chunk : layout_.chunks_of(unit)) {
-    const int id = layout_.first_chunk(unit) + chunk.index;
-    ++due_version_[id];
-    ++version_[id];
-    home(ExtentKind::hi, id).content.version = home(ExtentKind::state, id).content.version = version_[id];
+    ++due_version_[chunk.id];
+    rules_.changed(chunk.id);
   }
-}
-
-PlanChecker::Held& VisitChecker::home(ExtentKind kind, int chunk) {
-  switch (kind) {
-    case ExtentKind::hi:
-      return arrangement_.hi_resident[chunk] ? resident_[0][chunk] : stored_[0][chunk];
-    case ExtentKind::state:
-      return arrangement_.state_resident[chunk] ? resident_[1][chunk] : stored_[1][chunk];
-    case ExtentKind::gradient:
-      return arrangement_.gradient_resident[chunk] ? resident_[2][chunk] : stored_[2][chunk];
-    default:
-      return arrangement_.gradient_low_resident[chunk] ? lows_[chunk] : stored_lows_[chunk];
-  }
-}
-
-PlanChecker::Held& VisitChecker::host(const HostRef& ref) {
-  if (ref.where != HostRef::Where::resident_gradient_low) return PlanChecker::host(ref);
-  if (ref.index >= 0 && ref.index < static_cast<int>(lows_.size()) && arrangement_.gradient_low_resident[ref.index])
-    return lows_[ref.index];
-  wrong("names host memory that does not exist");
-  return nowhere_;
 }
 
 io::Error VisitChecker::finish(const Plan& plan, const VisitRequest* request) {
   request_ = request;
   computed_ = 0;
-  play(plan, 0);
-  task_ = nullptr;
-  if (computed_ != (request == nullptr ? 0 : 1)) wrong("computes " + std::to_string(computed_) + " visits");
+  rules_.begin_plan();
+  ledger_.play(plan, [&](const Task& task) {
+    if (task.kind == TaskKind::compute)
+      compute(task, plan);
+    else if (rules_.names_chunk(task))
+      task.kind == TaskKind::update ? update(task) : move(task);
+  });
+  if (computed_ != (request == nullptr ? 0 : 1)) ledger_.wrong("computes " + std::to_string(computed_) + " visits");
   for (int unit = 0; unit < static_cast<int>(sums_.size()); ++unit) {
     Sum& sum = sums_[unit];
     const auto chunks = layout_.trainable_chunks_of(unit);
-    const auto updated = static_cast<std::size_t>(std::count_if(chunks.begin(), chunks.end(), [&](const Chunk& chunk) {
-      return updated_[layout_.first_chunk(unit) + chunk.index] == 1;
-    }));
-    if (updated != 0 && updated != chunks.size()) wrong("updates a part of unit " + std::to_string(unit));
+    const auto updated = static_cast<std::size_t>(
+        std::count_if(chunks.begin(), chunks.end(), [&](const Chunk& chunk) { return rules_.updated(chunk.id) == 1; }));
+    if (updated != 0 && updated != chunks.size()) ledger_.wrong("updates a part of unit " + std::to_string(unit));
     if (updated != 0) sum.owed.reset();
     const std::vector<int> none, &open = open_stage_ == -1 ? none : layout_.stages()[open_stage_].units;
     if (sum.parts == 0)
       expect_at_home(unit);
     else if (std::find(open.begin(), open.end(), unit) == open.end())
-      wrong("leaves a gradient of unit " + std::to_string(unit) + " on the device");
+      ledger_.wrong("leaves a gradient of unit " + std::to_string(unit) + " on the device");
   }
-  if (problem_.empty()) return {};
-  return {.kind = io::ErrorKind::corruption, .operation = "check the plan", .detail = problem_};
+  return ledger_.error();
 }
 
 // All that visits added is in the sum on the host, what is owed until it is applied.
@@ -117,121 +95,128 @@ void VisitChecker::expect_at_home(int unit) {
                      : sum.owed      ? sum.owed->visits
                                      : 0;
   if (visits == 0) return;
-  if (sum.visits != 0 && sum.owed) wrong("adds to a gradient whose update is owed, unit " + std::to_string(unit));
+  if (sum.visits != 0 && sum.owed)
+    ledger_.wrong("adds to a gradient whose update is owed, unit " + std::to_string(unit));
   for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) {
-    const int id = layout_.first_chunk(unit) + chunk.index;
-    if (home(ExtentKind::gradient, id).content != Content{What::gradient, id, epoch, visits} ||
-        (visits > 1 && home(ExtentKind::gradient_low, id).content != Content{What::low, id, epoch, visits}))
-      wrong("the gradient of chunk " + std::to_string(id) + " is not where it belongs");
+    const int id = chunk.id;
+    if (ledger_.home(ExtentKind::gradient, id).content != Content{What::gradient, id, epoch, visits} ||
+        (visits > 1 && ledger_.home(ExtentKind::gradient_low, id).content != Content{What::low, id, epoch, visits}))
+      ledger_.wrong("the gradient of chunk " + std::to_string(id) + " is not where it belongs");
   }
 }
 
 void VisitChecker::compute(const Task& task, const Plan& plan) {
   ++computed_;
   if (request_ == nullptr || task.visit < 0 || task.visit >= static_cast<int>(plan.visits.size()))
-    return wrong("belongs to no visit");
+    return ledger_.wrong("belongs to no visit");
   const Visit& visit = plan.visits[task.visit];
-  if (visit.stage != request_->stage || visit.pass != request_->pass) return wrong("is not the visit asked for");
+  if (visit.stage != request_->stage || visit.pass != request_->pass || task.stage != visit.stage ||
+      task.pass != visit.pass)
+    return ledger_.wrong("is not the visit asked for");
   const std::vector<int>& units = layout_.stages()[visit.stage].units;
   const bool adds = visit.pass == Pass::backward || visit.pass == Pass::head;
   for (std::size_t position = 0; position < units.size(); ++position) {
     const int unit = units[position];
-    if (visit.weights[position] == kNowhere) return wrong("the visit has no weights");
+    if (visit.weights[position] == kNowhere) return ledger_.wrong("the visit has no weights");
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
-      const int id = layout_.first_chunk(unit) + chunk.index;
-      read_device(visit.weights[position] + 2 * chunk.first, chunk.word_bytes(), {What::words, id, due_version_[id]});
+      const int id = chunk.id;
+      ledger_.read_device(visit.weights[position] + 2 * chunk.first, chunk.word_bytes(),
+                          {What::words, id, due_version_[id]});
     }
     if (!adds || !request_->gradients[position]) continue;
     const std::uint64_t begin = visit.gradients[position], bytes = layout_.gradient_bytes(unit);
-    if (begin == kNowhere) return wrong("the visit has no place for the gradient of unit " + std::to_string(unit));
+    if (begin == kNowhere)
+      return ledger_.wrong("the visit has no place for the gradient of unit " + std::to_string(unit));
     Sum& sum = sums_[unit];
     if (visit.fresh_gradient[position]) {
-      if (sum.parts != 0) return wrong("starts a gradient afresh while one has not left the device");
+      if (sum.parts != 0) return ledger_.wrong("starts a gradient afresh while one has not left the device");
       ++sum.serial;
       ++sum.visits;
     } else {
-      read_device(begin, bytes, {What::sum, unit, sum.serial, sum.parts});
+      ledger_.read_device(begin, bytes, {What::sum, unit, sum.serial, sum.parts});
     }
-    write_device(begin, bytes, {What::sum, unit, sum.serial, ++sum.parts});
+    ledger_.write_device(begin, bytes, {What::sum, unit, sum.serial, ++sum.parts});
   }
 }
 
 void VisitChecker::move(const Task& task) {
-  if (task.chunk < 0 || task.chunk >= static_cast<int>(version_.size())) return wrong("names no chunk");
   switch (task.kind) {
+    case TaskKind::measure:
+      return rules_.measure(task,
+                            {What::gradient, task.chunk, sums_[layout_.chunks()[task.chunk].unit].epoch, /*parts=*/1});
     case TaskKind::download_gradient:
       return take_gradient(task);
     case TaskKind::accumulate:
       return accumulate(task);
     case TaskKind::read_gradient:
-      return copy(stored(ExtentKind::gradient, task.chunk), host(task.gradient), "storage", What::gradient, task.chunk);
+      return copy(ledger_.stored(ExtentKind::gradient, task.chunk), ledger_.host(task.gradient), "storage",
+                  What::gradient, task.chunk);
     case TaskKind::write_gradient:
-      if (host(task.gradient).content.parts == 1 && measured_[task.chunk] == 0)
-        wrong("the gradient has not been measured");
-      return copy(host(task.gradient), stored(ExtentKind::gradient, task.chunk), "the host buffer", What::gradient,
-                  task.chunk);
+      if (ledger_.host(task.gradient).content.parts == 1 && rules_.measured(task.chunk) == 0)
+        ledger_.wrong("the gradient has not been measured");
+      return copy(ledger_.host(task.gradient), ledger_.stored(ExtentKind::gradient, task.chunk), "the host buffer",
+                  What::gradient, task.chunk);
     case TaskKind::read_gradient_low:
-      return copy(stored_lows_[task.chunk], host(task.gradient_low), "storage", What::low, task.chunk);
+      return copy(ledger_.stored(ExtentKind::gradient_low, task.chunk), ledger_.host(task.gradient_low), "storage",
+                  What::low, task.chunk);
     case TaskKind::write_gradient_low:
-      return copy(host(task.gradient_low), stored_lows_[task.chunk], "the host buffer", What::low, task.chunk);
-    case TaskKind::read_hi:
-    case TaskKind::read_state:
-    case TaskKind::write_hi:
-    case TaskKind::write_state:
-    case TaskKind::upload_hi:
-      return PlanChecker::move(task);
+      return copy(ledger_.host(task.gradient_low), ledger_.stored(ExtentKind::gradient_low, task.chunk),
+                  "the host buffer", What::low, task.chunk);
     default:
-      return wrong("is of no kind that a visit has");
+      // Updates are the host's alone.
+      if (task.kind == TaskKind::download_hi || task.kind == TaskKind::upload_state ||
+          task.kind == TaskKind::download_state || !rules_.move(task))
+        ledger_.wrong("is of no kind that a visit has");
   }
 }
 
 // Which sum it is of, whoever uses it will ask.
-void VisitChecker::copy(Held& from, Held& to, const char* where, What what, int chunk) {
+void VisitChecker::copy(Ledger::Held& from, Ledger::Held& to, const char* where, What what, int chunk) {
   const Content content = from.content;
-  if (content.what != what || content.of != chunk) wrong(std::string(where) + " does not hold what it needs");
-  read(from, content, where);
-  write(to, content);
+  if (content.what != what || content.of != chunk) ledger_.wrong(std::string(where) + " does not hold what it needs");
+  ledger_.read(from, content, where);
+  ledger_.write(to, content);
 }
 
 void VisitChecker::take_gradient(const Task& task) {
   const Chunk& chunk = layout_.chunks()[task.chunk];
   Sum& sum = sums_[chunk.unit];
-  if (taken_serial_[task.chunk] == sum.serial) return wrong("takes a gradient for a second time");
-  read_device(task.device_offset, 2 * task.bytes, {What::sum, chunk.unit, sum.serial, sum.parts});
+  if (taken_serial_[task.chunk] == sum.serial) return ledger_.wrong("takes a gradient for a second time");
+  ledger_.read_device(task.device_offset, 2 * task.bytes, {What::sum, chunk.unit, sum.serial, sum.parts});
   taken_serial_[task.chunk] = sum.serial;
   const int visits = ++taken_[task.chunk];
-  write(host(task.gradient), {visits == 1 ? What::gradient : What::incoming, task.chunk, sum.epoch, visits});
+  ledger_.write(ledger_.host(task.gradient),
+                {visits == 1 ? What::gradient : What::incoming, task.chunk, sum.epoch, visits});
   const auto chunks = layout_.trainable_chunks_of(chunk.unit);
-  if (std::all_of(chunks.begin(), chunks.end(), [&](const Chunk& other) {
-        return taken_serial_[layout_.first_chunk(chunk.unit) + other.index] == sum.serial;
-      }))
+  if (std::all_of(chunks.begin(), chunks.end(),
+                  [&](const Chunk& other) { return taken_serial_[other.id] == sum.serial; }))
     sum.parts = 0;
 }
 
 void VisitChecker::accumulate(const Task& task) {
   const int visits = taken_[task.chunk], epoch = sums_[layout_.chunks()[task.chunk].unit].epoch;
-  if (task.first_sum != (visits == 2)) return wrong("takes a bf16 gradient for a sum, or a sum for one");
-  read(host(task.incoming), {What::incoming, task.chunk, epoch, visits}, "the gradient to add");
-  read(host(task.gradient), {What::gradient, task.chunk, epoch, visits - 1}, "the sum");
-  if (!task.first_sum) read(host(task.gradient_low), {What::low, task.chunk, epoch, visits - 1}, "its low words");
-  write(host(task.gradient), {What::gradient, task.chunk, epoch, visits});
-  write(host(task.gradient_low), {What::low, task.chunk, epoch, visits});
+  if (task.first_sum != (visits == 2)) return ledger_.wrong("takes a bf16 gradient for a sum, or a sum for one");
+  ledger_.read(ledger_.host(task.incoming), {What::incoming, task.chunk, epoch, visits}, "the gradient to add");
+  ledger_.read(ledger_.host(task.gradient), {What::gradient, task.chunk, epoch, visits - 1}, "the sum");
+  if (!task.first_sum)
+    ledger_.read(ledger_.host(task.gradient_low), {What::low, task.chunk, epoch, visits - 1}, "its low words");
+  ledger_.write(ledger_.host(task.gradient), {What::gradient, task.chunk, epoch, visits});
+  ledger_.write(ledger_.host(task.gradient_low), {What::low, task.chunk, epoch, visits});
 }
 
 void VisitChecker::update(const Task& task) {
-  if (task.chunk < 0 || task.chunk >= static_cast<int>(version_.size())) return wrong("names no chunk");
   const Sum& sum = sums_[layout_.chunks()[task.chunk].unit];
-  if (task.kind == TaskKind::measure) return measure(task, {What::gradient, task.chunk, sum.epoch, 1});
-  if (!sum.owed || updated_[task.chunk] != 0) return wrong("no update is owed");
-  Held& gradient = host(task.gradient);
-  read(gradient, {What::gradient, task.chunk, sum.owed->epoch, sum.owed->visits}, "the gradient");
+  if (!sum.owed || rules_.updated(task.chunk) != 0) return ledger_.wrong("no update is owed");
+  Ledger::Held& gradient = ledger_.host(task.gradient);
+  ledger_.read(gradient, {What::gradient, task.chunk, sum.owed->epoch, sum.owed->visits}, "the gradient");
   if ((sum.owed->visits > 1) != (task.gradient_low.where != HostRef::Where::none))
-    return wrong("takes a bf16 gradient for a sum, or a sum for one");
+    return ledger_.wrong("takes a bf16 gradient for a sum, or a sum for one");
   if (sum.owed->visits > 1) {
-    read(host(task.gradient_low), {What::low, task.chunk, sum.owed->epoch, sum.owed->visits}, "its low words");
-    write(gradient, {});  // rounded in place
+    ledger_.read(ledger_.host(task.gradient_low), {What::low, task.chunk, sum.owed->epoch, sum.owed->visits},
+                 "its low words");
+    ledger_.write(gradient, {});  // rounded in place
   }
-  renew(task);
+  rules_.update(task);
 }
 
 }  // namespace tierflow::swap

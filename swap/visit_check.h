@@ -1,19 +1,21 @@
 #pragma once
-// Proves VisitPlanner's plans as they come, by the rules of PlanChecker. Whatever the client's order: a visit computes
+// Proves VisitPlanner's plans as they come, from what each task says that it
+// moves. Whatever the client's order: a visit computes
 // with weights after every owed update; every gradient that a visit adds leaves the device once and is in the sum that
 // its update applies; an update runs once.
 #include <optional>
 #include <vector>
 
-#include "swap/check.h"
+#include "swap/update_rules.h"
 #include "swap/visit_planner.h"
 
 namespace tierflow::swap {
 
-class VisitChecker : private PlanChecker {
+class VisitChecker {
  public:
   // Both outlive the checker.
   VisitChecker(const Layout& layout, const Arrangement& arrangement);
+  VisitChecker(const VisitChecker&) = delete;
 
   // As the planner's, with what it gave; calls in the same order. Errors as PlanChecker's.
   io::Error visit(const Plan& plan, const VisitRequest& request);
@@ -36,23 +38,23 @@ class VisitChecker : private PlanChecker {
     std::optional<Owed> owed;
   };
 
-  void move(const Task& task) override;
-  void compute(const Task& task, const Plan& plan) override;
-  void update(const Task& task) override;
-  Held& host(const HostRef& ref) override;
+  void move(const Task& task);
+  void compute(const Task& task, const Plan& plan);
+  void update(const Task& task);
   void take_gradient(const Task& task);
   void accumulate(const Task& task);
-  void copy(Held& from, Held& to, const char* where, What what, int chunk);
+  void copy(Ledger::Held& from, Ledger::Held& to, const char* where, What what, int chunk);
   // Plays the plan. After it, only gradients of the stage that is kept open may still be on the device.
   io::Error finish(const Plan& plan, const VisitRequest* request);
   void expect_at_home(int unit);
-  Held& home(ExtentKind kind, int chunk);
 
+  const Layout& layout_;
+  Ledger ledger_;
+  UpdateRules rules_;
   std::vector<Sum> sums_;  // by unit
   std::vector<int> taken_,
-      taken_serial_;                      // by chunk: visits' gradients that left the device, and the last one's serial
-  std::vector<int> due_version_;          // by chunk: updates that whoever computes must see
-  std::vector<Held> lows_, stored_lows_;  // by chunk
+      taken_serial_;              // by chunk: visits' gradients that left the device, and the last one's serial
+  std::vector<int> due_version_;  // by chunk: updates that whoever computes must see
   const VisitRequest* request_ = nullptr;  // of the plan at hand
   int computed_ = 0;
   int open_stage_ = -1;

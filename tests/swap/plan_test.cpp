@@ -198,6 +198,13 @@ TEST(PlanCheckerControl, NoticesActivationsThatAreNotSwappedAsArranged) {
   };
   EXPECT_EQ(noticed_in(TaskKind::compute, recompute, 20), 20);
 }
+TEST(PlanCheckerControl, NoticesAComputationThatIsNotOfItsVisit) {
+  const auto rename = [](Task& task) {
+    task.pass = task.pass == Pass::head ? Pass::backward : Pass::head;
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::compute, rename, 20), 20);
+}
 TEST(PlanCheckerControl, NoticesAnUpdateThatIsLeftOut) {
   const auto leave_out = [](Task& task) {
     task = {.kind = TaskKind::measure, .lane = Lane::update, .chunk = task.chunk, .gradient = task.gradient};

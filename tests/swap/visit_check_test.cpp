@@ -163,6 +163,13 @@ TEST(VisitCheckerControl, NoticesAnotherChunk) {
   for (const TaskKind kind : {TaskKind::upload_hi, TaskKind::accumulate, TaskKind::update, TaskKind::measure})
     EXPECT_EQ(noticed_in(kind, rename_chunk, 10), 10) << task_name(kind);
 }
+TEST(VisitCheckerControl, NoticesAComputationThatIsNotOfItsVisit) {
+  const auto rename = [](Task& task) {
+    task.pass = task.pass == Pass::forward ? Pass::backward : Pass::forward;
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::compute, rename, 10), 10);
+}
 TEST(VisitCheckerControl, NoticesASumTakenForAGradient) {
   EXPECT_EQ(noticed_in(
                 TaskKind::accumulate,

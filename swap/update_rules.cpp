@@ -1,0 +1,93 @@
+#include "swap/update_rules.h"
+
+#include <tuple>
+
+namespace tierflow::swap {
+
+UpdateRules::UpdateRules(const Layout& layout, const Arrangement& arrangement, Ledger& ledger)
+    : layout_(layout), arrangement_(arrangement), ledger_(ledger), version_(layout.chunks().size(), 0) {
+  begin_plan();
+}
+
+void UpdateRules::begin_plan() {
+  updated_.assign(version_.size(), 0);
+  measured_.assign(version_.size(), 0);
+}
+
+void UpdateRules::changed(int chunk) {
+  ++version_[chunk];
+  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+    ledger_.home(kind, chunk).content.version = version_[chunk];
+}
+
+bool UpdateRules::names_chunk(const Task& task) {
+  const bool named = task.chunk >= 0 && task.chunk < static_cast<int>(version_.size());
+  if (!named) ledger_.wrong("names no chunk");
+  return named;
+}
+
+bool UpdateRules::move(const Task& task) {
+  const bool is_state = task.kind == TaskKind::read_state || task.kind == TaskKind::write_state ||
+                        task.kind == TaskKind::upload_state || task.kind == TaskKind::download_state;
+  const Content content{is_state ? What::state : What::words, task.chunk, version_[task.chunk]};
+  Ledger::Held& stored = ledger_.stored(is_state ? ExtentKind::state : ExtentKind::hi, task.chunk);
+  const HostRef& place = is_state ? task.state : task.words;
+  switch (task.kind) {
+    case TaskKind::read_hi:
+    case TaskKind::read_state:
+      ledger_.read(stored, content, "storage");
+      ledger_.write(ledger_.host(place), content);
+      return true;
+    case TaskKind::write_hi:
+    case TaskKind::write_state:
+      ledger_.read(ledger_.host(place), content, "the host buffer");
+      ledger_.write(stored, content);
+      return true;
+    case TaskKind::upload_hi:
+    case TaskKind::upload_state:
+      ledger_.read(ledger_.host(place), content, "the host buffer");
+      ledger_.write_device(task.device_offset, task.bytes, content);
+      return true;
+    case TaskKind::download_hi:
+    case TaskKind::download_state:
+      ledger_.read_device(task.device_offset, task.bytes, content);
+      ledger_.write(ledger_.host(place), content);
+      return true;
+    default:
+      return false;
+  }
+}
+
+void UpdateRules::measure(const Task& task, const Content& gradient) {
+  Ledger::Held& held = ledger_.host(task.gradient);
+  ++measured_[task.chunk];
+  ledger_.read(held, gradient, "the gradient");
+  // What writes it to storage takes the checksum made here along.
+  if (task.gradient.where == HostRef::Where::word_buffer) ledger_.write(held, gradient);
+}
+
+void UpdateRules::update(const Task& task) {
+  const int before = version_[task.chunk]++;
+  ++updated_[task.chunk];
+  for (const auto& [place, what, name] :
+       {std::tuple{&task.words, What::words, "the words"}, std::tuple{&task.state, What::state, "the state"}}) {
+    Ledger::Held& held = ledger_.host(*place);
+    ledger_.read(held, {what, task.chunk, before}, name);
+    ledger_.write(held, {what, task.chunk, before + 1});
+  }
+}
+
+void UpdateRules::update_on_device(const Task& task) {
+  const int before = version_[task.chunk]++;
+  ++updated_[task.chunk];
+  const Chunk& chunk = layout_.chunks()[task.chunk];
+  const UpdateSlots& slots = arrangement_.update_slots;
+  for (const auto& [begin, bytes, what] : {std::tuple{task.device_offset, chunk.word_bytes(), What::words},
+                                           std::tuple{task.slot + slots.state, chunk.state_bytes, What::state}}) {
+    ledger_.read_device(begin, bytes, {what, task.chunk, before});
+    ledger_.write_device(begin, bytes, {what, task.chunk, before + 1});
+  }
+  ledger_.write_device(task.slot + slots.scratch, slots.bytes - slots.scratch, {});
+}
+
+}  // namespace tierflow::swap

@@ -1,0 +1,39 @@
+#pragma once
+// The rules that layer-major plans and single visits share: words and state of a chunk are of one version, which counts
+// its updates, wherever they are; an update finds both in the version before and leaves them in the next.
+#include <vector>
+
+#include "swap/ledger.h"
+
+namespace tierflow::swap {
+
+class UpdateRules {
+ public:
+  // All outlive the rules.
+  UpdateRules(const Layout& layout, const Arrangement& arrangement, Ledger& ledger);
+
+  // From here on updates and measurements count for the next plan.
+  void begin_plan();
+  // Of a chunk: the updates so far; the updates and measurements in this plan.
+  int version(int chunk) const { return version_[chunk]; }
+  int updated(int chunk) const { return updated_[chunk]; }
+  int measured(int chunk) const { return measured_[chunk]; }
+  // Someone else wrote the chunk.
+  void changed(int chunk);
+
+  bool names_chunk(const Task& task);
+  // Moves words or state. False: the task is of another kind.
+  bool move(const Task& task);
+  void measure(const Task& task, const Content& gradient);
+  // Words and state of an update; its gradient is the caller's to read.
+  void update(const Task& task);
+  void update_on_device(const Task& task);
+
+ private:
+  const Layout& layout_;
+  const Arrangement& arrangement_;
+  Ledger& ledger_;
+  std::vector<int> version_, updated_, measured_;
+};
+
+}  // namespace tierflow::swap
