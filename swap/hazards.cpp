@@ -7,10 +7,14 @@ namespace tierflow::swap {
 std::vector<TaskId> HazardTracker::add(TaskId id, Lane lane, const std::vector<Access>& accesses) {
   std::vector<TaskId> found;
   for (const Access& access : accesses) {
-    if (access.space == Space::device)
-      add_range(id, lane, access, found);
-    else
-      add_cell(id, lane, access, found);
+    if (access.space == Space::device) {
+      touch_device(id, lane, access, found);
+      continue;
+    }
+    std::vector<Cell>& cells = cells_[static_cast<int>(access.space)];
+    if (cells.size() < access.end) cells.resize(access.end);
+    for (std::uint64_t index = access.begin; index < access.end; ++index)
+      touch(cells[index], id, lane, access.writes, found);
   }
   std::sort(found.begin(), found.end());
   found.erase(std::unique(found.begin(), found.end()), found.end());
@@ -18,57 +22,60 @@ std::vector<TaskId> HazardTracker::add(TaskId id, Lane lane, const std::vector<A
   return found;
 }
 
-void HazardTracker::add_range(TaskId id, Lane lane, const Access& access, std::vector<TaskId>& found) {
-  left_over_.clear();
-  std::size_t kept = 0;
-  for (const Record& record : device_) {
-    const bool overlaps = record.begin < access.end && access.begin < record.end;
-    const bool replaced = access.writes || (!record.writes && record.lane == lane);
-    if (overlaps && (record.writes || replaced)) found.push_back(record.task);
-    if (!overlaps || !replaced) {
-      device_[kept++] = record;
-      continue;
-    }
-    // Whoever must wait for the record waits for this task, which waits for the record: only what is left over stays.
-    Record before = record, after = record;
-    before.end = access.begin;
-    after.begin = access.end;
-    if (before.begin < before.end) left_over_.push_back(before);
-    if (after.begin < after.end) left_over_.push_back(after);
+void HazardTracker::touch(Cell& cell, TaskId id, Lane lane, bool writes, std::vector<TaskId>& found) {
+  if (cell.written) found.push_back(cell.writer);
+  if (writes) {
+    // Whoever must wait for what was here waits for this task, which waits for it.
+    for (const Reader& reader : cell.readers) found.push_back(reader.task);
+    cell.readers.clear();
+    cell.written = true;
+    cell.writer = id;
+    return;
   }
-  device_.resize(kept);
-  device_.insert(device_.end(), left_over_.begin(), left_over_.end());
-  device_.push_back({access.begin, access.end, id, lane, access.writes});
+  const auto before = std::ranges::find(cell.readers, lane, &Reader::lane);
+  if (before == cell.readers.end()) {
+    cell.readers.push_back({id, lane});
+    return;
+  }
+  found.push_back(before->task);
+  before->task = id;
 }
 
-void HazardTracker::add_cell(TaskId id, Lane lane, const Access& access, std::vector<TaskId>& found) {
-  std::vector<Cell>& cells = cells_[static_cast<int>(access.space)];
-  if (cells.size() < access.end) cells.resize(access.end);
-  for (std::uint64_t index = access.begin; index < access.end; ++index) {
-    Cell& cell = cells[index];
-    if (cell.written) found.push_back(cell.writer);
-    if (access.writes) {
-      for (const Reader& reader : cell.readers) found.push_back(reader.task);
-      cell.readers.clear();
-      cell.written = true;
-      cell.writer = id;
-      continue;
+void HazardTracker::touch_device(TaskId id, Lane lane, const Access& access, std::vector<TaskId>& found) {
+  if (access.begin >= access.end) return;  // nothing, or a defect that the checker finds
+  cut(access.begin);
+  cut(access.end);
+  auto at = device_.lower_bound(access.begin);
+  for (std::uint64_t begin = access.begin; begin < access.end; begin = at->second.end, ++at) {
+    if (at == device_.end() || at->first != begin) {
+      const std::uint64_t end = at == device_.end() ? access.end : std::min(at->first, access.end);
+      at = device_.insert(at, {begin, {.end = end}});
     }
-    const auto before = std::find_if(cell.readers.begin(), cell.readers.end(),
-                                     [lane](const Reader& reader) { return reader.lane == lane; });
-    if (before == cell.readers.end()) {
-      cell.readers.push_back({id, lane});
-      continue;
-    }
-    found.push_back(before->task);
-    before->task = id;
+    touch(at->second.cell, id, lane, access.writes, found);
   }
+  if (!access.writes) return;
+  // One segment again: all of it is written by this task.
+  const auto first = device_.find(access.begin);
+  first->second.end = access.end;
+  device_.erase(std::next(first), at);
+}
+
+// Lets a segment end, and another begin, where one goes beyond.
+void HazardTracker::cut(std::uint64_t at) {
+  auto after = device_.lower_bound(at);
+  if (after == device_.begin()) return;
+  Segment& segment = std::prev(after)->second;
+  if (segment.end <= at) return;
+  device_.insert(after, {at, segment});
+  segment.end = at;
 }
 
 std::size_t HazardTracker::records() const {
-  std::size_t count = device_.size();
+  std::size_t count = 0;
+  const auto add = [&count](const Cell& cell) { count += cell.readers.size() + (cell.written ? 1 : 0); };
+  for (const auto& [begin, segment] : device_) add(segment.cell);
   for (const std::vector<Cell>& cells : cells_)
-    for (const Cell& cell : cells) count += cell.readers.size() + (cell.written ? 1 : 0);
+    for (const Cell& cell : cells) add(cell);
   return count;
 }
 

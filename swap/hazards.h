@@ -4,6 +4,7 @@
 // depends on how many different ranges were named, not on how often: bytes that are only read take one record for each
 // lane, however many tasks read them.
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "swap/plan.h"
@@ -19,27 +20,27 @@ class HazardTracker {
   std::size_t records() const;
 
  private:
-  struct Record {
-    std::uint64_t begin, end;
-    TaskId task;
-    Lane lane;
-    bool writes;
-  };
   struct Reader {
     TaskId task;
     Lane lane;
   };
-  // Buffers, extents and carries are single numbers: a table each. The device arena is cut into ranges: a list.
+  // Bytes that every access so far touched together.
   struct Cell {
     bool written = false;
     TaskId writer = 0;
     std::vector<Reader> readers;  // one a lane at most
   };
-  void add_range(TaskId id, Lane lane, const Access& access, std::vector<TaskId>& found);
-  void add_cell(TaskId id, Lane lane, const Access& access, std::vector<TaskId>& found);
+  struct Segment {
+    std::uint64_t end = 0;
+    Cell cell;
+  };
+  static void touch(Cell& cell, TaskId id, Lane lane, bool writes, std::vector<TaskId>& found);
+  void touch_device(TaskId id, Lane lane, const Access& access, std::vector<TaskId>& found);
+  void cut(std::uint64_t at);
 
-  std::vector<Record> device_;
-  std::vector<Record> left_over_;  // of an access at work
+  // Buffers, extents and carries are single numbers: a table each. The device arena is cut where accesses begin and
+  // end.
+  std::map<std::uint64_t, Segment> device_;  // by first byte; without what nothing has touched
   std::vector<Cell> cells_[kSpaces];
 };
 

@@ -117,6 +117,14 @@ TEST(Hazards, TenThousandEvaluationsCostTheSameEach) {
   }
 }
 
+// A layer without parameters has ranges of no bytes.
+TEST(Hazards, NothingWaitsForNothing) {
+  HazardTracker tracker;
+  tracker.add(0, Lane::update, {device(0, 100, true)});
+  EXPECT_THAT(tracker.add(1, Lane::compute, {device(50, 50, true)}), IsEmpty());
+  EXPECT_THAT(tracker.add(2, Lane::update, {device(0, 100, true)}), ElementsAre(0));
+}
+
 TEST(Hazards, ATaskDoesNotWaitForItself) {
   HazardTracker tracker;
   EXPECT_THAT(tracker.add(0, Lane::update, {buffer(0, false), buffer(0, true)}), IsEmpty());
