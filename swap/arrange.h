@@ -32,6 +32,7 @@ struct ArrangeRequest {
   bool storage = true;               // false: everything must be resident
   bool train = true;                 // false: forward only
   bool sums = false;                 // for VisitPlanner: gradients of several visits add up on the host
+  int needed_units = 1;              // units on demand that one need names, at most; VisitPlanner alone plans needs
 };
 // An arrangement within the budgets, or an error of kind usage that names the smallest budget that works.
 io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& request);

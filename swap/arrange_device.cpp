@@ -13,8 +13,9 @@ struct DeviceNeeds {
   std::uint64_t block_weights = 0;  // of the largest unit that is neither first nor last
   std::uint64_t gradient = 0;       // of the unit with most, tied ones apart
   std::uint64_t block_gradient = 0;
-  std::uint64_t held = 0;     // of tied units
-  std::uint64_t carries = 0;  // saved inputs of all stages that save, all micro-batches
+  std::uint64_t needed_weights = 0, needed_gradient = 0;  // of the largest unit on demand
+  std::uint64_t held = 0;                                 // of tied units
+  std::uint64_t carries = 0;                              // saved inputs of all stages that save, all micro-batches
   std::uint64_t largest_carry = 0;
 };
 
@@ -38,8 +39,13 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bo
     }
   }
   for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
-    const std::uint64_t gradient = layout.gradient_bytes(unit);
-    needs.all_weights += 2 * layout.unit_elements(unit);
+    const std::uint64_t gradient = layout.gradient_bytes(unit), weights = 2 * layout.unit_elements(unit);
+    if (layout.on_demand(unit)) {
+      needs.needed_weights = std::max(needs.needed_weights, weights);
+      needs.needed_gradient = std::max(needs.needed_gradient, gradient);
+      continue;
+    }
+    needs.all_weights += weights;
     if (gradient == 0) continue;
     if (layout.users_of(unit) > 1 && !sums) {
       needs.held += gradient;
@@ -49,7 +55,7 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bo
     if (unit > 0 && unit + 1 < static_cast<int>(layout.units().size()))
       needs.block_gradient = std::max(needs.block_gradient, gradient);
   }
-  if (!train) needs.gradient = needs.held = needs.block_gradient = needs.carries = 0;
+  if (!train) needs.gradient = needs.held = needs.block_gradient = needs.carries = needs.needed_gradient = 0;
   return needs;
 }
 
@@ -122,12 +128,17 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   result.weight_ring = needs.weights;
   result.gradient_ring = needs.gradient;
   result.held_gradients = needs.held;
+  result.needed_ring = round_up(request.needed_units * needs.needed_weights, kSector);
+  result.needed_gradients = request.needed_units * needs.needed_gradient;
+  if (result.needed_ring != 0 && !request.sums)
+    return {.kind = io::ErrorKind::usage, .detail = "units on demand take plans of single visits"};
   result.input_leaves.assign(stages, false);
   result.activations.assign(stages * request.micro_batches, Activations::recompute);
   result.saved_on_storage.assign(stages * request.micro_batches, false);
   result.swapped_bytes = request.swapped_bytes;
   result.swapped_bytes.resize(stages, 0);
-  const std::uint64_t fixed = needs.weights + needs.gradient + needs.held + request.workspace;
+  const std::uint64_t fixed =
+      needs.weights + needs.gradient + needs.held + result.needed_ring + result.needed_gradients + request.workspace;
   const std::uint64_t slots = needs.carries == 0 ? 0 : kSlots * needs.largest_carry;
   const std::uint64_t smallest = fixed + std::min(slots, needs.carries);
   if (request.device_budget < smallest)

@@ -37,7 +37,8 @@ struct Arrangement {
   std::vector<bool> deferred;
   int micro_batches = 1;
   int word_buffers = 0, state_buffers = 0;
-  std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0;  // bytes of the device arena, in this order
+  // Bytes of the device arena, in this order; the last two are those of units on demand.
+  std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0, needed_ring = 0, needed_gradients = 0;
   // What the backward needs of the forward. An item is stage * micro_batches + micro-batch. What leaves the device for
   // an item is saved in one piece: first the stage's input, where that leaves, then the activations, where they are
   // swapped.
@@ -58,7 +59,10 @@ struct Arrangement {
                : update_slots_begin() + static_cast<std::uint64_t>(update_slots.count) * update_slots.bytes;
   }
   std::uint64_t update_slots_begin() const { return round_up(slot_offset(slots), kSector); }
-  std::uint64_t slot_offset(int slot) const { return weight_ring + gradient_ring + held_gradients + slot * slot_bytes; }
+  std::uint64_t needed_begin() const { return weight_ring + gradient_ring + held_gradients; }
+  std::uint64_t slot_offset(int slot) const {
+    return needed_begin() + needed_ring + needed_gradients + slot * slot_bytes;
+  }
   // Whether the chunk's extent has a place in RAM for the whole run; not for activations.
   bool resident(ExtentKind kind, int chunk) const;
   int items() const { return static_cast<int>(activations.size()); }

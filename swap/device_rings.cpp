@@ -24,8 +24,8 @@ void WeightRing::release(int unit, int holds) {
 }
 
 std::uint64_t WeightRing::allocate(std::uint64_t bytes) {
-  for (const std::uint64_t begin : {position_, std::uint64_t{0}}) {
-    if (begin + bytes > bytes_) continue;
+  for (const std::uint64_t begin : {position_, begin_}) {
+    if (begin + bytes > end_) continue;
     const auto overlaps = [&](const Region& region) { return region.begin < begin + bytes && begin < region.end; };
     if (std::ranges::any_of(regions_, [&](const Region& region) { return region.holds > 0 && overlaps(region); }))
       continue;
@@ -46,7 +46,7 @@ void WeightRing::invalidate(int unit) {
 
 void WeightRing::clear() {
   regions_.clear();
-  position_ = 0;
+  position_ = begin_;
 }
 
 }  // namespace tierflow::swap

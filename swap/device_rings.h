@@ -8,10 +8,10 @@
 
 namespace tierflow::swap {
 
-// The first `bytes` of the arena. A unit lies there in one piece. Units that are held stay where they are.
+// `bytes` of the arena from `begin`. A unit lies there in one piece. Units that are held stay where they are.
 class WeightRing {
  public:
-  explicit WeightRing(std::uint64_t bytes) : bytes_(bytes) {}
+  WeightRing(std::uint64_t begin, std::uint64_t bytes) : begin_(begin), end_(begin + bytes), position_(begin) {}
 
   // kNowhere: the unit is not there.
   std::uint64_t find(int unit) const;
@@ -36,7 +36,7 @@ class WeightRing {
   };
   std::vector<Region>::iterator region_of(int unit);
 
-  std::uint64_t bytes_ = 0, position_ = 0;
+  std::uint64_t begin_ = 0, end_ = 0, position_ = 0;
   std::vector<Region> regions_;
 };
 

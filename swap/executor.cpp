@@ -233,6 +233,15 @@ io::Error Executor::leave() {
   return impl.error;
 }
 
+io::Result<Entered> Executor::need(Plan plan, std::shared_ptr<HostWork> work) {
+  if (io::Error error = leave()) return error;
+  if (plan.visits.empty()) return io::Error{.kind = io::ErrorKind::usage, .operation = "need", .detail = "no part"};
+  const int stage = plan.visits.front().stage;
+  const Pass pass = plan.visits.front().pass;
+  append(std::move(plan), std::move(work));
+  return enter(stage, pass, 0);
+}
+
 io::Error Executor::finish_updates() {
   std::unique_lock lock(impl_->mutex);
   impl_->client_wakes.wait(lock, [this] { return impl_->error || impl_->unfinished_updates == 0; });

@@ -82,6 +82,9 @@ class Executor {
   // One client thread. Waits until the next compute task of the plan, which must be the one named, may start.
   io::Result<Entered> enter(int stage, Pass pass, int micro_batch);
   io::Error leave();
+  // Inside of a visit: continues the run with the plan of a further part, as append(), and waits until it may start.
+  // What enter() returned is valid no more; leave() then ends the visit.
+  io::Result<Entered> need(Plan plan, std::shared_ptr<HostWork> work);
 
   // Waits until every gradient that was planned so far is measured or applied.
   io::Error finish_updates();

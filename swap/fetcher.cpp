@@ -6,33 +6,41 @@ Fetcher::Fetcher(const Layout& layout, const Arrangement& arrangement, TaskEmitt
     : layout_(layout),
       arrangement_(arrangement),
       emitter_(emitter),
-      ring_(arrangement.weight_ring),
+      ring_(0, arrangement.weight_ring),
+      needed_ring_(arrangement.needed_begin(), arrangement.needed_ring),
       owed_(layout.units().size(), Owed::nothing) {}
 
 bool Fetcher::fetch(Visit& visit, bool forced) {
   const StageShape& stage = layout_.stages()[visit.stage];
-  visit.weights.assign(stage.units.size(), kNowhere);
-  visit.gradients.assign(stage.units.size(), kNowhere);
-  visit.fresh_gradient.assign(stage.units.size(), false);
-  if (visit.pass == Pass::backward && !stage.backward_needs_weights) return true;
+  const bool on_demand = !visit.needed.empty();
+  const std::vector<int>& units = on_demand ? visit.needed : stage.units;
+  WeightRing& ring = on_demand ? needed_ring_ : ring_;
+  const std::size_t first = on_demand ? stage.units.size() : 0;
+  visit.weights.resize(first);
+  visit.weights.resize(first + units.size(), kNowhere);
+  visit.gradients.resize(first);
+  visit.gradients.resize(first + units.size(), kNowhere);
+  visit.fresh_gradient.resize(first);
+  visit.fresh_gradient.resize(first + units.size(), false);
+  if (!on_demand && visit.pass == Pass::backward && !stage.backward_needs_weights) return true;
 
   std::vector<int> missing;
-  for (const int unit : stage.units) {
-    if (owes(unit)) ring_.invalidate(unit);
-    if (!ring_.hold(unit)) missing.push_back(unit);
+  for (const int unit : units) {
+    if (owes(unit)) ring.invalidate(unit);
+    if (!ring.hold(unit)) missing.push_back(unit);
   }
-  std::uint64_t begin = missing.empty() ? 0 : ring_.allocate(bytes_of(missing));
+  std::uint64_t begin = missing.empty() ? 0 : ring.allocate(bytes_of(missing));
   if (begin == kNowhere) {
-    release(visit.stage);
+    release(units);
     if (!forced) return false;
-    // What is cached stands in the way: give it up and fetch the whole stage into an empty ring.
-    ring_.clear();
-    missing = stage.units;
-    begin = ring_.allocate(bytes_of(missing));
+    // What is cached stands in the way: give it up and fetch all of them into an empty ring.
+    ring.clear();
+    missing = units;
+    begin = ring.allocate(bytes_of(missing));
   }
   emitter_.serve(visit.pass, visit.stage);
   for (const int unit : missing) {
-    ring_.add(unit, begin, 2 * layout_.unit_elements(unit));
+    ring.add(unit, begin, 2 * layout_.unit_elements(unit));
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
       const int id = chunk.id;
       const bool owed = owes(unit) && arrangement_.deferred[id], on_device = owed && arrangement_.on_device[id];
@@ -45,12 +53,12 @@ bool Fetcher::fetch(Visit& visit, bool forced) {
     owed_[unit] = Owed::nothing;
     begin += 2 * layout_.unit_elements(unit);
   }
-  for (std::size_t i = 0; i < stage.units.size(); ++i) visit.weights[i] = ring_.find(stage.units[i]);
+  for (std::size_t i = 0; i < units.size(); ++i) visit.weights[first + i] = ring.find(units[i]);
   return true;
 }
 
-void Fetcher::release(int stage, int holds) {
-  for (const int unit : layout_.stages()[stage].units) ring_.release(unit, holds);
+void Fetcher::release(const std::vector<int>& units, int holds) {
+  for (const int unit : units) ring_of(unit).release(unit, holds);
 }
 
 void Fetcher::settle(int unit) {

@@ -21,13 +21,15 @@ class Fetcher {
   Fetcher(const Fetcher&) = delete;
 
   // Emits what brings the weights of the visit's stage to the device, says in the visit where they will be, and holds
-  // them there. False, and nothing emitted, where the ring has no room yet. A forced fetch always succeeds: it gives up
-  // what is cached, held or not.
+  // them there. Where units are needed, it brings those instead, beside the stage's own. False, and nothing emitted,
+  // where the ring has no room yet. A forced fetch of what fits always succeeds: it gives up what is cached, held or
+  // not.
   bool fetch(Visit& visit, bool forced);
-  // The end of so many holds on a stage's weights, which from then on are merely cached.
-  void release(int stage, int holds = 1);
+  // The end of so many holds on the weights of units, which from then on are merely cached.
+  void release(const std::vector<int>& units, int holds = 1);
   // Copies of the unit on the device are stale.
-  void invalidate(int unit) { ring_.invalidate(unit); }
+  void invalidate(int unit) { ring_of(unit).invalidate(unit); }
+  std::uint64_t bytes_of(const std::vector<int>& units) const;
 
   void owe(int unit, Owed update) { owed_[unit] = update; }
   bool owes(int unit) const { return owed_[unit] != Owed::nothing; }
@@ -35,12 +37,12 @@ class Fetcher {
   void settle(int unit);
 
  private:
-  std::uint64_t bytes_of(const std::vector<int>& units) const;
+  WeightRing& ring_of(int unit) { return layout_.on_demand(unit) ? needed_ring_ : ring_; }
 
   const Layout& layout_;
   const Arrangement& arrangement_;
   TaskEmitter& emitter_;
-  WeightRing ring_;
+  WeightRing ring_, needed_ring_;
   std::vector<Owed> owed_;  // by unit
 };
 

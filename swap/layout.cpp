@@ -10,9 +10,15 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
   const std::uint64_t state_limit = chunk_elements * 4 + chunk_elements / 256 * 8;
   users_.assign(units_.size(), 0);
   first_user_.assign(units_.size(), -1);
+  on_demand_.assign(units_.size(), false);
   for (int stage = 0; stage < static_cast<int>(stages_.size()); ++stage)
-    for (const int unit : stages_[stage].units)
-      if (users_[unit]++ == 0) first_user_[unit] = stage;
+    for (const bool on_demand : {false, true})
+      for (const int unit : on_demand ? stages_[stage].on_demand : stages_[stage].units) {
+        if (users_[unit] != 0 && on_demand_[unit] != on_demand)
+          throw std::logic_error("unit " + units_[unit].name + " is on demand in one stage and not in another");
+        if (users_[unit]++ == 0) first_user_[unit] = stage;
+        on_demand_[unit] = on_demand;
+      }
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     first_chunk_.push_back(static_cast<int>(chunks_.size()));
     std::uint64_t first = 0, gradients = 0;

@@ -39,6 +39,7 @@ struct UnitShape {
 
 struct StageShape {
   std::vector<int> units;              // own unit first
+  std::vector<int> on_demand;          // units that a visit may need besides; which, it says while it runs
   bool backward_needs_weights = true;  // false for an embedding: its gradient depends on the ids alone
   std::uint64_t carry_bytes = 0;       // of its input for one micro-batch; 0 for the first stage
 };
@@ -68,7 +69,7 @@ class Layout {
  public:
   // chunk_elements: multiple of kChunkQuantum; the largest chunk of a group whose state is 4 bytes an element. Groups
   // with more state are cut finer so that no chunk's state exceeds max_state_bytes(). Throws std::logic_error where a
-  // unit has a frozen group before a trainable one.
+  // unit has a frozen group before a trainable one, or is on demand in one stage and not in another.
   Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std::uint64_t chunk_elements);
 
   const std::vector<UnitShape>& units() const { return units_; }
@@ -84,6 +85,8 @@ class Layout {
   std::uint64_t chunk_elements() const { return chunk_elements_; }
   std::uint64_t max_word_bytes() const { return max_word_bytes_; }
   std::uint64_t max_state_bytes() const { return max_state_bytes_; }
+  // Whether stages have the unit on demand.
+  bool on_demand(int unit) const { return on_demand_[unit]; }
   // Stages that use a unit; more than one where weights are tied.
   int users_of(int unit) const { return users_[unit]; }
   // The first of them; -1 where there is none.
@@ -94,6 +97,7 @@ class Layout {
   std::vector<StageShape> stages_;
   std::vector<Chunk> chunks_;
   std::vector<int> first_chunk_, users_, first_user_;
+  std::vector<bool> on_demand_;
   std::vector<std::uint64_t> unit_elements_, gradient_bytes_;
   std::uint64_t chunk_elements_ = 0, max_word_bytes_ = 0, max_state_bytes_ = 0;
 };

@@ -115,13 +115,20 @@ struct Task {
   std::vector<TaskId> dependencies;  // each smaller than the task's own id
 };
 
-// One stage visited in one pass: where its weights and gradients lie in the device arena, unit by unit.
+// One stage visited in one pass: where its weights and gradients lie in the device arena, unit by unit: those of the
+// stage, then those that it needs on demand.
 struct Visit {
   int stage = 0;
   Pass pass = Pass::forward;
   std::vector<std::uint64_t> weights;    // offset of each unit's hi words; kNowhere where the pass does not need them
   std::vector<std::uint64_t> gradients;  // offset of each unit's fp32 gradient; kNowhere in passes without
   std::vector<bool> fresh_gradient;      // the gradient region holds nothing yet: zero it before the first addition
+  std::vector<int> needed;               // the units on demand, of a part of the visit (VisitPlanner alone)
+
+  // The unit at a position, for a stage of these units.
+  int unit(const std::vector<int>& of_stage, std::size_t position) const {
+    return position < of_stage.size() ? of_stage[position] : needed[position - of_stage.size()];
+  }
 };
 
 struct Plan {

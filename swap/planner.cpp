@@ -69,7 +69,7 @@ Plan Planner::run(std::vector<Visit> visits, int micro_batches) {
       if (adds) bring_back(saved);
       compute(visit, index, micro_batch, saved);
     }
-    fetcher_.release(visit.stage);
+    fetcher_.release(layout_.stages()[visit.stage].units);
     if (adds) take_gradients(visit);
   }
   return emitter_.take(std::move(visits));

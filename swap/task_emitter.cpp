@@ -56,13 +56,13 @@ Task& TaskEmitter::emit(TaskKind kind, Lane lane, std::vector<Access> accesses) 
 
 Task& TaskEmitter::compute(const Visit& visit, int index, int micro_batch, std::uint64_t slot,
                            std::uint64_t slot_bytes) {
-  const std::vector<int>& units = layout_.stages()[visit.stage].units;
   std::vector<Access> accesses;
-  for (std::size_t i = 0; i < units.size(); ++i) {
+  for (std::size_t i = 0; i < visit.weights.size(); ++i) {
+    const int unit = visit.unit(layout_.stages()[visit.stage].units, i);
     if (visit.weights[i] != kNowhere)
-      accesses.push_back(device_access(visit.weights[i], 2 * layout_.unit_elements(units[i]), false));
+      accesses.push_back(device_access(visit.weights[i], 2 * layout_.unit_elements(unit), false));
     if (visit.gradients[i] != kNowhere)
-      accesses.push_back(device_access(visit.gradients[i], layout_.gradient_bytes(units[i]), true));
+      accesses.push_back(device_access(visit.gradients[i], layout_.gradient_bytes(unit), true));
   }
   if (slot != kNowhere) accesses.push_back(device_access(slot, slot_bytes, true));
   serve(visit.pass, visit.stage);

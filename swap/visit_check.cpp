@@ -11,8 +11,19 @@ VisitChecker::VisitChecker(const Layout& layout, const Arrangement& arrangement)
 }
 
 io::Error VisitChecker::visit(const Plan& plan, const VisitRequest& request) {
-  open_stage_ = request.keep ? request.stage : -1;
+  // Where units may be needed yet, the stage's own gradients stay until the visit's end.
+  const bool stays = request.keep || !layout_.stages()[request.stage].on_demand.empty();
+  open_stage_ = stays ? request.stage : -1;
+  kept_ = visit_.keep;
+  visit_ = request;
   return finish(plan, &request);
+}
+
+io::Error VisitChecker::need(const Plan& plan, const NeedRequest& request) {
+  need_ = &request;
+  io::Error error = finish(plan, &visit_);
+  need_ = nullptr;
+  return error;
 }
 
 io::Error VisitChecker::close(const Plan& plan) {
@@ -114,16 +125,20 @@ void VisitChecker::compute(const Task& task, const Plan& plan) {
       task.pass != visit.pass)
     return ledger_.wrong("is not the visit asked for");
   const std::vector<int>& units = layout_.stages()[visit.stage].units;
+  if (visit.needed != (need_ == nullptr ? std::vector<int>{} : need_->units) ||
+      visit.weights.size() != units.size() + visit.needed.size())
+    return ledger_.wrong("does not have the units that are needed");
   const bool adds = visit.pass == Pass::backward || visit.pass == Pass::head;
-  for (std::size_t position = 0; position < units.size(); ++position) {
-    const int unit = units[position];
+  for (std::size_t position = 0; position < visit.weights.size(); ++position) {
+    const int unit = visit.unit(units, position);
+    const bool own = position < units.size();
     if (visit.weights[position] == kNowhere) return ledger_.wrong("the visit has no weights");
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
       const int id = chunk.id;
       ledger_.read_device(visit.weights[position] + 2 * chunk.first, chunk.word_bytes(),
                           {What::words, id, due_version_[id]});
     }
-    if (!adds || !request_->gradients[position]) continue;
+    if (!adds || !(own ? request_->gradients[position] : need_->gradients[position - units.size()])) continue;
     const std::uint64_t begin = visit.gradients[position], bytes = layout_.gradient_bytes(unit);
     if (begin == kNowhere)
       return ledger_.wrong("the visit has no place for the gradient of unit " + std::to_string(unit));
@@ -133,6 +148,7 @@ void VisitChecker::compute(const Task& task, const Plan& plan) {
       ++sum.serial;
       ++sum.visits;
     } else {
+      if (need_ == nullptr && !kept_) return ledger_.wrong("adds to a gradient that was not to be kept");
       ledger_.read_device(begin, bytes, {What::sum, unit, sum.serial, sum.parts});
     }
     ledger_.write_device(begin, bytes, {What::sum, unit, sum.serial, ++sum.parts});

@@ -19,6 +19,7 @@ class VisitChecker {
 
   // As the planner's, with what it gave; calls in the same order. Errors as PlanChecker's.
   io::Error visit(const Plan& plan, const VisitRequest& request);
+  io::Error need(const Plan& plan, const NeedRequest& request);
   io::Error close(const Plan& plan);
   io::Error owe(const Plan& plan, const std::vector<int>& units);
   io::Error settle(const Plan& plan, int unit);
@@ -55,7 +56,10 @@ class VisitChecker {
   std::vector<int> taken_,
       taken_serial_;              // by chunk: visits' gradients that left the device, and the last one's serial
   std::vector<int> due_version_;  // by chunk: updates that whoever computes must see
+  VisitRequest visit_;            // the last one
   const VisitRequest* request_ = nullptr;  // of the plan at hand
+  const NeedRequest* need_ = nullptr;      // of a part of that visit
+  bool kept_ = false;                      // the visit before was to keep its gradients on the device
   int computed_ = 0;
   int open_stage_ = -1;
 };

@@ -1,6 +1,7 @@
 #include "swap/visit_planner.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 namespace tierflow::swap {
@@ -16,9 +17,11 @@ int key_of(int stage, Pass pass) {
 
 VisitPlanner::VisitPlanner(const Layout& layout, const Arrangement& arrangement)
     : layout_(layout),
+      arrangement_(arrangement),
       emitter_(layout, arrangement),
       fetcher_(layout, arrangement, emitter_),
       gradients_(arrangement.weight_ring, arrangement.gradient_ring),
+      needed_gradients_(arrangement.needed_begin() + arrangement.needed_ring, arrangement.needed_gradients),
       contributions_(layout.units().size(), 0) {
   open_.stage = -1;
 }
@@ -26,19 +29,62 @@ VisitPlanner::VisitPlanner(const Layout& layout, const Arrangement& arrangement)
 Plan VisitPlanner::visit(const VisitRequest& request) {
   observe(key_of(request.stage, request.pass));
   const bool adds = request.pass == Pass::backward || request.pass == Pass::head;
-  if (open_.stage != -1 && (open_.stage != request.stage || !adds)) close_gradients();
+  if (open_.stage != -1 && (!kept_ || open_.stage != request.stage || !adds)) close_gradients();
   Visit visit{.stage = request.stage, .pass = request.pass};
   fetcher_.fetch(visit, /*forced=*/true);
   if (adds) open_gradients(request, visit);
   emitter_.compute(visit, 0, 0);
   const bool was_held = std::erase(holds_, request.stage) != 0;
-  if (open_.stage != -1 && !request.keep) close_gradients();
+  const StageShape& stage = layout_.stages()[request.stage];
+  kept_ = request.keep;
+  if (open_.stage != -1 && !kept_ && stage.on_demand.empty()) close_gradients();
   prefetch();  // must not evict this stage's weights: it may be visited again
-  fetcher_.release(request.stage, was_held ? 2 : 1);
+  fetcher_.release(stage.units, was_held ? 2 : 1);
+  current_ = visit;
+  current_.fresh_gradient.assign(stage.units.size(), false);
   return emitter_.take({std::move(visit)});
 }
 
+io::Result<Plan> VisitPlanner::need(const NeedRequest& request) {
+  const auto usage = [](std::string detail) {
+    return io::Error{.kind = io::ErrorKind::usage, .operation = "need", .detail = std::move(detail)};
+  };
+  if (current_.stage == -1) return usage("there is no visit that could need units");
+  const std::vector<int>& on_demand = layout_.stages()[current_.stage].on_demand;
+  for (const int unit : request.units) {
+    if (std::ranges::find(on_demand, unit) == on_demand.end())
+      return usage("stage " + std::to_string(current_.stage) + " does not have unit " + std::to_string(unit) +
+                   " on demand");
+    if (std::ranges::count(request.units, unit) > 1) return usage("unit " + std::to_string(unit) + " is named twice");
+  }
+  const std::uint64_t bytes = fetcher_.bytes_of(request.units);
+  if (bytes > arrangement_.needed_ring)
+    return usage("these units take " + std::to_string(bytes) + " bytes of the device; the arrangement has " +
+                 std::to_string(arrangement_.needed_ring) + " for units on demand");
+  Visit part = current_;
+  part.needed = request.units;
+  fetcher_.fetch(part, /*forced=*/true);
+  const std::size_t first = part.weights.size() - request.units.size();
+  const bool adds = part.pass == Pass::backward || part.pass == Pass::head;
+  std::uint64_t gradients = 0;
+  for (std::size_t i = 0; i < request.units.size(); ++i)
+    if (adds && request.gradients[i]) gradients += layout_.gradient_bytes(request.units[i]);
+  std::uint64_t place = gradients == 0 ? 0 : needed_gradients_.allocate(gradients);
+  for (std::size_t i = 0; i < request.units.size(); ++i) {
+    if (!adds || !request.gradients[i]) continue;
+    part.gradients[first + i] = place;
+    part.fresh_gradient[first + i] = true;
+    place += layout_.gradient_bytes(request.units[i]);
+  }
+  emitter_.compute(part, 0, 0);
+  fetcher_.release(request.units);
+  for (std::size_t i = 0; i < request.units.size(); ++i)
+    if (part.gradients[first + i] != kNowhere) take_gradient(request.units[i], part.gradients[first + i]);
+  return emitter_.take({std::move(part)});
+}
+
 Plan VisitPlanner::close() {
+  current_.stage = -1;
   if (open_.stage != -1) close_gradients();
   return emitter_.take();
 }
@@ -56,7 +102,7 @@ void VisitPlanner::observe(int key) {
 }
 
 void VisitPlanner::release_holds() {
-  for (const int stage : holds_) fetcher_.release(stage);
+  for (const int stage : holds_) fetcher_.release(layout_.stages()[stage].units);
   holds_.clear();
 }
 
@@ -100,19 +146,19 @@ void VisitPlanner::open_gradients(const VisitRequest& request, Visit& visit) {
 void VisitPlanner::close_gradients() {
   const StageShape& stage = layout_.stages()[open_.stage];
   emitter_.serve(Pass::backward, open_.stage);
-  for (std::size_t i = 0; i < stage.units.size(); ++i) {
-    if (open_.gradients[i] == kNowhere) continue;
-    const int unit = stage.units[i];
-    for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) {
-      const std::uint64_t from = open_.gradients[i] + 4 * chunk.first;
-      if (contributions_[unit] == 0)
-        emitter_.stage_gradient(chunk.id, from);
-      else
-        emitter_.accumulate(chunk.id, from, /*first_sum=*/contributions_[unit] == 1);
-    }
-    ++contributions_[unit];
-  }
+  for (std::size_t i = 0; i < stage.units.size(); ++i)
+    if (open_.gradients[i] != kNowhere) take_gradient(stage.units[i], open_.gradients[i]);
   open_.stage = -1;
+}
+
+void VisitPlanner::take_gradient(int unit, std::uint64_t from) {
+  for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) {
+    if (contributions_[unit] == 0)
+      emitter_.stage_gradient(chunk.id, from + 4 * chunk.first);
+    else
+      emitter_.accumulate(chunk.id, from + 4 * chunk.first, /*first_sum=*/contributions_[unit] == 1);
+  }
+  ++contributions_[unit];
 }
 
 int VisitPlanner::kept_at(int unit) const {
@@ -124,6 +170,7 @@ int VisitPlanner::kept_at(int unit) const {
 }
 
 void VisitPlanner::drop(int unit) {
+  current_.stage = -1;
   contributions_[unit] = 0;
   const int position = kept_at(unit);
   if (position == -1) return;
@@ -134,6 +181,7 @@ void VisitPlanner::drop(int unit) {
 }
 
 Plan VisitPlanner::owe(const std::vector<int>& units) {
+  current_.stage = -1;
   for (const int unit : units) fetcher_.owe(unit, contributions_[unit] > 1 ? Owed::sum : Owed::gradient);
   for (const int unit : units) contributions_[unit] = 0;
   observe(kStep);
@@ -143,6 +191,7 @@ Plan VisitPlanner::owe(const std::vector<int>& units) {
 }
 
 Plan VisitPlanner::settle(int unit) {
+  current_.stage = -1;
   emitter_.serve(Pass::forward);
   if (owes(unit)) fetcher_.settle(unit);
   return emitter_.take();

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "io/error.h"
 #include "swap/fetcher.h"
 
 namespace tierflow::swap {
@@ -22,6 +23,12 @@ struct VisitRequest {
   bool keep = false;
 };
 
+// Units on demand that a visit needs, each once.
+struct NeedRequest {
+  std::vector<int> units;
+  std::vector<bool> gradients;  // as in VisitRequest, by unit that is needed
+};
+
 // The arrangement must have been made with `sums` and be staged.
 class VisitPlanner {
  public:
@@ -30,6 +37,12 @@ class VisitPlanner {
 
   // The tasks of one visit, its compute task among them, and those that fetch what is expected to follow.
   Plan visit(const VisitRequest& request);
+  // A further part of the visit that was planned last: these units come to the device, beside the stage's own. They
+  // are there until the next part or the end of the visit; what the part adds to their gradients then leaves the
+  // device. The stage's own gradients stay until the visit ends, which any other call that plans does, and drop(). An
+  // error of kind usage where the stage does not have such units, one is named twice, or the arrangement has no room
+  // for all.
+  io::Result<Plan> need(const NeedRequest& request);
   // A gradient kept on the device leaves it. For a client that stops in the middle and wants what is there.
   Plan close();
   // Whether a gradient is kept on the device.
@@ -59,17 +72,21 @@ class VisitPlanner {
   void release_holds();
   void open_gradients(const VisitRequest& request, Visit& visit);
   void close_gradients();
+  void take_gradient(int unit, std::uint64_t from);
   // Position in its stage of a unit whose gradient is kept on the device; -1: it is not.
   int kept_at(int unit) const;
 
   const Layout& layout_;
+  const Arrangement& arrangement_;
   TaskEmitter emitter_;
   Fetcher fetcher_;
-  GradientRing gradients_;
+  GradientRing gradients_, needed_gradients_;
+  Visit current_{.stage = -1};      // the visit that may need units
   std::vector<int> contributions_;  // by unit
   std::vector<int> holds_;          // stages fetched ahead and not visited yet
   Visit open_;                      // whose gradients are on the device; stage -1: none
   std::vector<bool> open_units_;    // by unit of its stage
+  bool kept_ = false;               // the client asked to keep them beyond the visit
   // What came after two visits in a row, the last time; consecutive visits of one stage and pass count as one.
   std::map<std::pair<int, int>, int> next_;
   int before_ = -1, last_ = -1;

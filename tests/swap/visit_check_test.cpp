@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <random>
 #include <utility>
@@ -15,9 +16,11 @@ namespace {
 struct Planned {
   std::unique_ptr<Layout> layout;
   Arrangement arrangement;
+  int needed_units = 1;
 };
 
-// Units of a few chunks, some frozen, some shared by two stages; budgets from the smallest that works to enough.
+// Units of a few chunks, some frozen, some shared by two stages, some on demand of one stage or two; budgets from the
+// smallest that works to enough.
 Planned random_arrangement(std::minstd_rand& random) {
   std::vector<UnitShape> units;
   std::vector<StageShape> stages;
@@ -34,15 +37,27 @@ Planned random_arrangement(std::minstd_rand& random) {
   stages[random() % stages.size()].units.push_back(count);
   units.push_back({.name = "small", .groups = {{.elements = kElementsPad, .state_bytes_element = 4}}});
   stages.push_back({.units = {0}});
+  const int on_demand = static_cast<int>(random() % 4);
+  for (int i = 0; i < on_demand; ++i) {
+    const int unit = static_cast<int>(units.size());
+    units.push_back({.name = "expert",
+                     .groups = {{.trainable = random() % 5 != 0,
+                                 .elements = kElementsPad * (1 + random() % 60),
+                                 .state_bytes_element = 4}}});
+    stages.front().on_demand.push_back(unit);
+    if (random() % 2 == 0) stages[1].on_demand.push_back(unit);
+  }
   Planned planned;
   planned.layout = std::make_unique<Layout>(std::move(units), std::move(stages), kChunkQuantum);
   for (std::uint64_t kibibytes = 512;; kibibytes += 256) {
     ArrangeRequest request{.host_budget = (kibibytes << 10) + random() % (4 << 20),
                            .device_budget = (kibibytes << 10) + random() % (4 << 20),
-                           .sums = true};
+                           .sums = true,
+                           .needed_units = 1 + static_cast<int>(random() % 2)};
     auto result = arrange(*planned.layout, request);
     if (!result.ok()) continue;
     planned.arrangement = std::move(result).value();
+    planned.needed_units = request.needed_units;
     return planned;
   }
 }
@@ -54,6 +69,7 @@ class Client {
       : layout_(*planned.layout),
         planner_(layout_, planned.arrangement),
         checker_(layout_, planned.arrangement),
+        needed_units_(planned.needed_units),
         random_(random) {}
 
   io::Error act(const std::function<void(Plan&)>& damage = {}) {
@@ -105,12 +121,26 @@ class Client {
     for (const int unit : layout_.stages()[request.stage].units)
       request.gradients.push_back(request.pass == Pass::backward && layout_.gradient_bytes(unit) != 0);
     request.keep = request.pass == Pass::backward && random_() % 3 == 0;
-    return checker_.visit(damaged(planner_.visit(request)), request);
+    if (io::Error error = checker_.visit(damaged(planner_.visit(request)), request)) return error;
+    const std::vector<int>& on_demand = layout_.stages()[request.stage].on_demand;
+    for (int need = static_cast<int>(random_() % 4); need > 0 && !on_demand.empty(); --need) {
+      NeedRequest named;
+      for (int i = static_cast<int>(random_() % needed_units_); i >= 0; --i)
+        if (const int unit = on_demand[random_() % on_demand.size()];
+            std::ranges::find(named.units, unit) == named.units.end())
+          named.units.push_back(unit);
+      for (const int unit : named.units)
+        named.gradients.push_back(request.pass == Pass::backward && layout_.gradient_bytes(unit) != 0 &&
+                                  random_() % 4 != 0);
+      if (io::Error error = checker_.need(damaged(planner_.need(named).value()), named)) return error;
+    }
+    return {};
   }
 
   const Layout& layout_;
   VisitPlanner planner_;
   VisitChecker checker_;
+  const int needed_units_;
   std::minstd_rand& random_;
   int next_ = 0;
 };
@@ -140,6 +170,7 @@ int noticed_in(TaskKind kind, const std::function<bool(Task&)>& damage, int runs
         for (Task& task : plan.tasks)
           if (!done && act > 20 && task.kind == kind) done = damage(task);
       }));
+    if (!done && error) return -1;  // of a plan that nobody damaged
     if (!done) continue;
     ++tried;
     found += error ? 1 : 0;
@@ -193,6 +224,83 @@ TEST(VisitCheckerControl, NoticesAGradientThatIsNotAdded) {
   EXPECT_EQ(noticed_in(TaskKind::accumulate, leave_out, 10), 10);
   EXPECT_EQ(noticed_in(TaskKind::update, leave_out, 10), 10);
 }
+// The same of the tasks that a need has for its own units.
+int noticed_in_needs(TaskKind kind, const std::function<bool(Task&)>& damage, int runs) {
+  std::minstd_rand random(23);
+  int found = 0;
+  for (int tried = 0; tried < runs;) {
+    const Planned planned = random_arrangement(random);
+    Client client(planned, random);
+    bool done = false, error = false;
+    for (int act = 0; act < 120 && !error; ++act)
+      error = static_cast<bool>(client.act([&](Plan& plan) {
+        if (plan.visits.empty() || plan.visits.front().needed.empty()) return;
+        const std::vector<int>& needed = plan.visits.front().needed;
+        for (Task& task : plan.tasks) {
+          const bool of_need =
+              task.kind == TaskKind::compute ||
+              (task.chunk >= 0 && std::ranges::find(needed, planned.layout->chunks()[task.chunk].unit) != needed.end());
+          if (!done && act > 20 && task.kind == kind && of_need) done = damage(task);
+        }
+      }));
+    if (!done && error) return -1;  // of a plan that nobody damaged
+    if (!done) continue;
+    ++tried;
+    found += error ? 1 : 0;
+  }
+  return found;
+}
+
+TEST(VisitCheckerControl, NoticesANeedThatIsNotWaitedFor) {
+  for (const TaskKind kind : {TaskKind::compute, TaskKind::update, TaskKind::download_gradient})
+    EXPECT_EQ(noticed_in_needs(kind, forget, 10), 10) << task_name(kind);
+}
+TEST(VisitCheckerControl, NoticesAnUpdateThatANeedForgets) {
+  const auto leave_out = [](Task& task) {
+    task = {.kind = TaskKind::measure,
+            .lane = Lane::update,
+            .chunk = task.chunk,
+            .gradient = task.gradient,
+            .dependencies = task.dependencies};
+    return true;
+  };
+  EXPECT_EQ(noticed_in_needs(TaskKind::update, leave_out, 10), 10);
+}
+TEST(VisitCheckerControl, NoticesAStaleCopyOfANeededUnit) {
+  std::minstd_rand random(29);
+  for (int tried = 0; tried < 20;) {
+    const Planned planned = random_arrangement(random);
+    const Layout& layout = *planned.layout;
+    const StageShape& stage = layout.stages().front();
+    if (stage.on_demand.empty()) continue;
+    ++tried;
+    VisitPlanner planner(layout, planned.arrangement);
+    VisitChecker checker(layout, planned.arrangement);
+    const VisitRequest visit{.gradients = std::vector<bool>(stage.units.size(), false)};
+    const NeedRequest need{.units = {stage.on_demand.front()}, .gradients = {false}};
+    ASSERT_FALSE(checker.visit(planner.visit(visit), visit));
+    ASSERT_FALSE(checker.need(planner.need(need).value(), need));
+    ASSERT_FALSE(checker.need(planner.need(need).value(), need));
+    checker.changed(need.units.front());  // the planner is not told
+    EXPECT_TRUE(checker.need(planner.need(need).value(), need));
+  }
+}
+TEST(VisitCheckerControl, NoticesUnitsThatWereNotNeeded) {
+  std::minstd_rand random(31);
+  for (int tried = 0; tried < 20;) {
+    const Planned planned = random_arrangement(random);
+    const StageShape& stage = planned.layout->stages().front();
+    if (stage.on_demand.size() < 2) continue;
+    ++tried;
+    VisitPlanner planner(*planned.layout, planned.arrangement);
+    VisitChecker checker(*planned.layout, planned.arrangement);
+    const VisitRequest visit{.gradients = std::vector<bool>(stage.units.size(), false)};
+    ASSERT_FALSE(checker.visit(planner.visit(visit), visit));
+    const Plan plan = planner.need({.units = {stage.on_demand[0]}, .gradients = {false}}).value();
+    EXPECT_TRUE(checker.need(plan, {.units = {stage.on_demand[1]}, .gradients = {false}}));
+  }
+}
+
 // Weights from before the step: what the client changed in between is not seen.
 TEST(VisitCheckerControl, NoticesStaleWeights) {
   std::minstd_rand random(19);
