@@ -106,6 +106,7 @@ TEST_P(OnDemandTest, RandomNeedsHaveTheBitsOfThePlainLoop) {
     }
   };
   const auto visit = [&](int stage, Pass pass) {
+    if (HasFatalFailure()) return;  // a plan that was not appended leaves a gap
     const StageShape& shape = layout_.stages()[stage];
     const VisitRequest request{
         .stage = stage, .pass = pass, .gradients = std::vector<bool>(shape.units.size(), pass == Pass::backward)};
