@@ -46,4 +46,26 @@ DriveStats Meter::stats() const {
   return stats;
 }
 
+void DriveStats::add(const DriveStats& other) {
+  const auto larger = [](Latency& mine, const Latency& theirs) {
+    mine = {.count = mine.count + theirs.count,
+            .p50 = std::max(mine.p50, theirs.p50),
+            .p99 = std::max(mine.p99, theirs.p99),
+            .longest = std::max(mine.longest, theirs.longest)};
+  };
+  bytes_read += other.bytes_read;
+  bytes_written += other.bytes_written;
+  reads += other.reads;
+  writes += other.writes;
+  flushes += other.flushes;
+  retries += other.retries;
+  in_flight += other.in_flight;
+  peak_in_flight += other.peak_in_flight;
+  mean_in_flight += other.mean_in_flight;
+  busy = std::max(busy, other.busy);
+  larger(read_latency, other.read_latency);
+  larger(write_latency, other.write_latency);
+  larger(flush_latency, other.flush_latency);
+}
+
 }  // namespace tierflow::io

@@ -105,6 +105,9 @@ struct DriveStats {
   double mean_in_flight = 0;         // while busy
   std::chrono::nanoseconds busy{0};  // with at least one read or write in flight
   Latency read_latency, write_latency, flush_latency;
+
+  // Another volume's on the same drive: sums, and of times and latencies the larger ones.
+  void add(const DriveStats& other);
 };
 
 class Volume {
@@ -136,6 +139,8 @@ class Volume {
 
   virtual std::uint64_t size() const = 0;
   virtual std::size_t alignment() const = 0;
+  // Of the drives, relative: as VolumeOptions::speeds.
+  virtual std::vector<double> speeds() const = 0;
   virtual VolumeMode mode() const = 0;
   virtual std::vector<DriveStats> stats() const = 0;
 };

@@ -40,6 +40,7 @@ class VolumeCore final : public Volume {
   void remove_files() override;
   std::uint64_t size() const override { return layout_.bytes(); }
   std::size_t alignment() const override { return alignment_; }
+  std::vector<double> speeds() const override { return {layout_.weights().begin(), layout_.weights().end()}; }
   VolumeMode mode() const override;
   std::vector<DriveStats> stats() const override;
 

@@ -72,7 +72,7 @@ struct Arrangement {
   std::uint64_t buffer_bytes(const Layout& layout) const;
   std::uint64_t resident_bytes(const Layout& layout) const;
   std::uint64_t saved_on_host(const Layout& layout) const;
-  // By item, as StoreOptions::activation_bytes.
+  // By item, as ScratchOptions::activation_bytes.
   std::vector<std::uint64_t> stored_activations(const Layout& layout) const;
   std::uint64_t host_bytes(const Layout& layout) const {
     return buffer_bytes(layout) + resident_bytes(layout) + saved_on_host(layout);

@@ -2,7 +2,7 @@
 
 #include <cstring>
 #include <optional>
-#include <string_view>
+#include <utility>
 
 #include "io/wait.h"
 
@@ -26,12 +26,20 @@ Copy read_copy(io::Volume& volume, int copy) {
   return found;
 }
 
-io::Result<Manifest> read_manifest(io::Volume& volume, const Superblock& block) {
+io::Result<std::string> read_manifest(io::Volume& volume, const Superblock& block) {
   auto buffer = read_at(volume, block.manifest_offset, block.manifest_length);
   if (!buffer.ok()) return buffer.error();
-  const std::string_view text(reinterpret_cast<const char*>(buffer->data()), block.manifest_length);
+  std::string text(reinterpret_cast<const char*>(buffer->data()), block.manifest_length);
   if (!matches(block, text)) return store_damaged("its manifest is not what was written");
-  return parse_manifest(text);
+  return text;
+}
+
+io::Result<Generation> read_generation(io::Volume& volume, const Superblock& block) {
+  auto text = read_manifest(volume, block);
+  if (!text.ok()) return text.error();
+  auto manifest = parse_manifest(*text);
+  if (!manifest.ok()) return manifest.error();
+  return Generation{block, std::move(manifest).value(), std::move(text).value(), {}};
 }
 
 // Whether nothing newer than `block` was ever committed: the other copy is its predecessor, or never was written.
@@ -60,11 +68,11 @@ io::Result<io::Buffer> read_at(io::Volume& volume, std::uint64_t offset, std::ui
   return buffer;
 }
 
-io::Result<Generation> newest_generation(io::Volume& volume) {
+io::Result<std::vector<Generation>> readable_generations(io::Volume& volume) {
   if (volume.size() < kManifestBase) return store_damaged("it is too small to be a store");
   Copy copies[] = {read_copy(volume, 0), read_copy(volume, 1)};
-  if (copies[0].blank && copies[1].blank)
-    return store_damaged("it holds no committed generation: the run that made it ended before its first commit");
+  std::vector<Generation> found;
+  if (copies[0].blank && copies[1].blank) return found;
   const int first =
       copies[0].block && (!copies[1].block || copies[0].block->generation > copies[1].block->generation) ? 0 : 1;
   std::string troubles;
@@ -78,14 +86,16 @@ io::Result<Generation> newest_generation(io::Volume& volume) {
   for (const int at : {first, 1 - first}) {
     if (!copies[at].block) continue;
     const Superblock& block = *copies[at].block;
-    auto manifest = read_manifest(volume, block);
-    if (manifest.ok()) {
-      if (is_newest(volume, block, copies[1 - at])) return Generation{block, std::move(manifest).value(), {}};
-      if (troubles.empty()) troubles = "the other superblock is not the one before it";
-      return Generation{block, std::move(manifest).value(), troubles};
+    auto generation = read_generation(volume, block);
+    if (!generation.ok()) {
+      note("generation " + std::to_string(block.generation) + ": " + generation.error().message(), generation.error());
+      continue;
     }
-    note("generation " + std::to_string(block.generation) + ": " + manifest.error().message(), manifest.error());
+    if (found.empty() && !is_newest(volume, block, copies[1 - at]))
+      generation->passed_over = troubles.empty() ? "the other superblock is not the one before it" : troubles;
+    found.push_back(std::move(generation).value());
   }
+  if (!found.empty()) return found;
   if (!unreadable) return store_damaged("it holds no generation that can be read: " + troubles);
   unreadable.detail = "the store holds no generation that can be read: " + troubles;
   return unreadable;

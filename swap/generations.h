@@ -2,6 +2,7 @@
 // The generations that a store's volume holds: superblocks and manifests, and the order in which a commit writes them.
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "io/volume.h"
 #include "swap/store_format.h"
@@ -11,14 +12,17 @@ namespace tierflow::swap {
 struct Generation {
   Superblock block;
   Manifest manifest;
+  std::string text;         // the manifest's
   std::string passed_over;  // why it may not be the newest that was committed; empty: it is
 };
 
-// The newest generation whose superblock and manifest can be read. Writes nothing.
-io::Result<Generation> newest_generation(io::Volume& volume);
+// The generations whose superblock and manifest can be read, newest first; none where nothing was ever committed. An
+// error where there was something and none can be read. Writes nothing.
+io::Result<std::vector<Generation>> readable_generations(io::Volume& volume);
 
 // Manifest, flush, superblock, flush: when it returns, the generation is durable. What the manifest refers to was
-// written and completed before. After an error nobody knows whether it is durable.
+// written and completed before. After an error nobody knows whether it is durable. Once more for the same generation
+// writes the same bytes to the same places.
 io::Error publish_generation(io::Volume& volume, const Superblock& block, const std::string& manifest);
 
 // One request, waited for.

@@ -1,9 +1,11 @@
 #pragma once
-// Where each extent lives on the volume, with a record each: slot, generation, checksum. Bytes on the volume:
-// docs/store.md. A generation whose commit failed, or one of whose extents could not be written, is never acknowledged:
-// from then on the store takes no writes and no commits, so that nothing overwrites what a drive may yet show as
-// committed.
+// Where each extent lives in storage, with a record each: slot, generation, checksum. What outlives the run (weights,
+// optimizer state) lies on one volume, what it makes anew in every step (gradients, activations) on another, so that a
+// run that goes on with a store may need other scratch. Bytes on the volume: docs/store.md. A generation whose commit
+// failed, or one of whose extents could not be written, is never acknowledged: from then on the store takes no writes
+// and no commits, so that nothing overwrites what a drive may yet show as committed.
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -11,8 +13,10 @@
 #include <vector>
 
 #include "io/volume.h"
+#include "swap/generations.h"
 #include "swap/layout.h"
 #include "swap/plan.h"
+#include "swap/scratch.h"
 #include "swap/store_format.h"
 
 namespace tierflow::swap {
@@ -20,10 +24,7 @@ namespace tierflow::swap {
 struct StoreOptions {
   io::VolumeOptions volume;  // bytes is computed
   int generations = 1;       // 2: a commit leaves the generation before it intact until the next one is durable
-  bool staged_gradients = true;
-  std::vector<bool> gradient_chunks;  // by chunk: whose gradient there is room for; empty: all, where any are staged
-  bool gradient_sums = false;         // room for their low words too
-  std::vector<std::uint64_t> activation_bytes;  // of each extent of activations, multiples of kSector; 0: not stored
+  ScratchOptions scratch;
   std::string identity;  // JSON of the client's: what the state belongs to; kept in the manifest and given back on open
   std::uint64_t run_id = 0;  // 0: drawn; for tests that compare what is written
 };
@@ -31,21 +32,29 @@ struct StoreOptions {
 class Store {
  public:
   static io::Result<std::unique_ptr<Store>> create(StoreOptions options, const Layout& layout);
-  // Opens the newest valid generation, for reading: without activations. The layout must be the one it was created
-  // with. If a newer one may have been committed and cannot be read, the generation before it is read and verified
-  // whole. It is refused if the run had begun to overwrite it.
+  // Opens the newest valid generation, for reading: without scratch. The layout must be the one it was created with. If
+  // a newer one may have been committed and cannot be read, the generation before it is read and verified whole. It is
+  // refused if the run had begun to overwrite it.
   static io::Result<std::unique_ptr<Store>> open(StoreOptions options, const Layout& layout);
+  // Opens a store of two generations to go on with it. Nothing is written to it until restore() has succeeded.
+  static io::Result<std::unique_ptr<Store>> resume(StoreOptions options, const Layout& layout);
+  using RestoredExtent = std::function<void(ExtentKind, int chunk, std::span<const std::byte>)>;
+  using RestoreProgress = std::function<void(std::uint64_t done, std::uint64_t total)>;  // bytes
+  // After resume(), once: reads and verifies all of the newest generation and makes sure that it is durable. If it is
+  // damaged, the one before it, if that is whole. Hands each extent to `use`, again from the first where it goes back
+  // a generation. No error: identity(), progress() and what comes are of the generation that counts from here on.
+  io::Error restore(const RestoredExtent& use, const RestoreProgress& progress);
+
   // What create() was given as identity and commit() as progress, of the newest valid generation: enough to build the
-  // layout that open() needs.
+  // layout that open() and resume() need. generation 0: nothing was ever committed.
   struct Contents {
+    std::uint64_t generation = 0;
     std::string identity, progress;
     std::uint64_t chunk_elements = 0;
     int generations = 1;
-    bool staged_gradients = false;
-    std::vector<bool> gradient_chunks;
   };
   static io::Result<Contents> inspect(const io::VolumeOptions& volume);
-  // Bytes that create() will take on the volume.
+  // Bytes that create() will take in storage, scratch included.
   static std::uint64_t bytes_needed(const StoreOptions& options, const Layout& layout);
 
   // An extent is a chunk's, or of activations an item's. Any thread; no two calls for one extent at a time.
@@ -75,17 +84,25 @@ class Store {
   const std::string& identity() const { return options_.identity; }
   const std::string& progress() const { return progress_; }
   std::uint64_t generation() const { return generation_; }
-  io::Volume& volume() { return *volume_; }
+  // Of all its files, on the drives.
+  std::uint64_t storage_bytes() const;
+  io::VolumeMode mode() const { return volume_->mode(); }
+  std::vector<io::DriveStats> drives() const;  // scratch included
+  // As Volume::remove_files().
+  void remove_files();
 
  private:
   Store(StoreOptions options, const Layout& layout);
   ExtentRecord& record(ExtentKind kind, int index) { return records_[static_cast<int>(kind)][index]; }
   const ExtentRecord& record(ExtentKind kind, int index) const { return records_[static_cast<int>(kind)][index]; }
+  io::Volume& volume_of(ExtentKind kind) { return is_scratch(kind) ? *scratch_volume_ : *volume_; }
   std::uint64_t offset(ExtentKind kind, int index, int slot) const;
   std::uint64_t checksum(ExtentKind kind, int index, std::uint64_t generation, std::span<const std::byte> bytes) const;
   std::string manifest(const std::string& progress) const;
-  io::Error take_over(std::uint64_t generation, const Manifest& manifest);
-  io::Error verify_all();
+  io::Error make_scratch();
+  io::Error take_over(const Generation& found);
+  io::Error scrub(const RestoredExtent& use, const RestoreProgress& progress);
+  void notify(std::string text) const;
   // Makes `why` what every later write and commit returns; the first one stays.
   io::Error refuse_from_now_on(io::Error why);
 
@@ -94,17 +111,17 @@ class Store {
   std::vector<ExtentRecord> records_[kExtentKinds];
   std::vector<std::uint64_t> pending_checksum_[kExtentKinds];
   std::vector<std::uint64_t> hi_offset_, state_offset_;  // by chunk, within a slot
-  std::vector<std::uint64_t> gradient_offset_;           // by chunk, from the first
-  std::vector<std::uint64_t> activation_offset_;
-  std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, state_bytes_ = 0, gradient_bytes_ = 0, total_bytes_ = 0;
+  ScratchPlaces scratch_;
+  std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, state_bytes_ = 0, total_bytes_ = 0;
   std::uint64_t run_id_ = 0;
   std::uint64_t generation_ = 0;  // newest durable one; work goes on in generation_ + 1
   std::string progress_;
+  std::vector<Generation> found_;  // between resume() and restore()
   std::mutex mutex_;
   io::Error refused_;                   // why nothing is written any more
   std::uint64_t writes_in_flight_ = 0;  // of extents that a commit covers
   std::vector<std::shared_ptr<const io::Buffer>> registered_;
-  std::unique_ptr<io::Volume> volume_;  // last: waits for what is in flight before the rest goes
+  std::unique_ptr<io::Volume> volume_, scratch_volume_;  // last: they wait for what is in flight before the rest goes
 };
 
 }  // namespace tierflow::swap

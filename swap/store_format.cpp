@@ -38,6 +38,10 @@ Superblock copy_from(std::span<const std::byte> sector) {
   return block;
 }
 
+bool is_readable(std::uint64_t version) {
+  return version >= 1 && version <= kStoreVersion;
+}
+
 bool undamaged(const Superblock& block) {
   return block.magic == Superblock{}.magic && block.checksum == block.own_checksum();
 }
@@ -46,7 +50,7 @@ bool undamaged(const Superblock& block) {
 
 std::optional<Superblock> parse_superblock(std::span<const std::byte> sector, std::uint64_t volume_size) {
   const Superblock block = copy_from(sector);
-  if (!undamaged(block) || block.version != kStoreVersion || block.manifest_length > volume_size ||
+  if (!undamaged(block) || !is_readable(block.version) || block.manifest_length > volume_size ||
       block.manifest_offset % kSector != 0 ||
       block.manifest_offset > volume_size - std::min(volume_size, round_up(block.manifest_length, kSector)))
     return std::nullopt;
@@ -57,7 +61,7 @@ std::string why_no_superblock(std::span<const std::byte> sector) {
   const Superblock block = copy_from(sector);
   if (is_blank(sector)) return "is empty";
   if (!undamaged(block)) return "is damaged";
-  if (block.version != kStoreVersion) return "is of format version " + std::to_string(block.version);
+  if (!is_readable(block.version)) return "is of format version " + std::to_string(block.version);
   return "points beyond the store";
 }
 
@@ -76,15 +80,9 @@ std::string Manifest::text(const std::vector<UnitShape>& shapes) const {
       groups.push_back({{"elements", group.elements}, {"precision", group.precision}});
     units.push_back({{"name", unit.name}, {"groups", groups}});
   }
-  return json{{"version", kStoreVersion},
-              {"chunk_elements", chunk_elements},
-              {"generations", generations},
-              {"staged_gradients", staged_gradients},
-              {"gradient_chunks", gradient_chunks},
-              {"activation_bytes", activation_bytes},
-              {"units", units},
-              {"identity", identity},
-              {"progress", progress},
+  return json{{"version", version},         {"chunk_elements", chunk_elements},
+              {"generations", generations}, {"units", units},
+              {"identity", identity},       {"progress", progress},
               {"records", entries}}
       .dump();
 }
@@ -94,11 +92,9 @@ io::Result<Manifest> parse_manifest(std::string_view text) {
   if (!found.is_object()) return store_damaged("its manifest is not readable as JSON");
   Manifest manifest;
   try {  // whatever has another type or is not there
+    manifest.version = found.at("version").get<std::uint64_t>();
     manifest.chunk_elements = found.at("chunk_elements").get<std::uint64_t>();
     manifest.generations = found.at("generations").get<int>();
-    manifest.staged_gradients = found.at("staged_gradients").get<bool>();
-    manifest.gradient_chunks = found.at("gradient_chunks").get<std::vector<bool>>();
-    manifest.activation_bytes = found.at("activation_bytes").get<std::uint64_t>();
     manifest.identity = found.at("identity").get<std::string>();
     manifest.progress = found.at("progress").get<std::string>();
     for (const json& entry : found.at("records")) {

@@ -16,7 +16,7 @@ namespace tierflow::swap {
 
 inline constexpr std::uint64_t kSuperblockSpacing = std::uint64_t{1} << 20;
 inline constexpr std::uint64_t kManifestBase = 2 * kSuperblockSpacing;
-inline constexpr std::uint64_t kStoreVersion = 1;
+inline constexpr std::uint64_t kStoreVersion = 2;  // 1 can be read
 // Generation n is in superblock n % 2 and manifest n % 2, so that writing it leaves the generation before it intact.
 constexpr int copy_of(std::uint64_t generation) {
   return static_cast<int>(generation % 2);
@@ -52,11 +52,9 @@ struct ExtentRecord {
 };
 
 struct Manifest {
+  std::uint64_t version = kStoreVersion;
   std::uint64_t chunk_elements = 0;
   int generations = 1;
-  bool staged_gradients = false;
-  std::vector<bool> gradient_chunks;
-  std::uint64_t activation_bytes = 0;
   std::string identity, progress;
   std::vector<ExtentRecord> records;  // hi of every chunk, then state of every chunk
 

@@ -113,18 +113,18 @@ swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& op
   std::vector<bool> stored_gradients = plan.arrangement.deferred;
   for (std::size_t id = 0; id < stored_gradients.size(); ++id)
     if (plan.arrangement.gradient_resident[id]) stored_gradients[id] = false;
-  return {
-      .volume = {.folders = options.storage,
-                 .engine = options.engine,
-                 .allow_buffered = options.allow_buffered,
-                 .allow_any_filesystem = options.allow_any_filesystem,
-                 .measure_speeds = options.storage.size() > 1,
-                 .write_limit = options.write_limit,
-                 .on_notice = options.on_notice},
-      .staged_gradients = std::find(stored_gradients.begin(), stored_gradients.end(), true) != stored_gradients.end(),
-      .gradient_chunks = stored_gradients,
-      .activation_bytes = plan.arrangement.stored_activations(*plan.layout),
-      .identity = store_identity(spec, options.precision)};
+  return {.volume = {.folders = options.storage,
+                     .engine = options.engine,
+                     .allow_buffered = options.allow_buffered,
+                     .allow_any_filesystem = options.allow_any_filesystem,
+                     .measure_speeds = options.storage.size() > 1,
+                     .write_limit = options.write_limit,
+                     .on_notice = options.on_notice},
+          .scratch = {.staged_gradients =
+                          std::find(stored_gradients.begin(), stored_gradients.end(), true) != stored_gradients.end(),
+                      .gradient_chunks = stored_gradients,
+                      .activation_bytes = plan.arrangement.stored_activations(*plan.layout)},
+          .identity = store_identity(spec, options.precision)};
 }
 
 void prove(const SessionPlan& plan, bool train) {

@@ -80,11 +80,11 @@ const SessionPlan& Session::plan() const {
 
 std::optional<io::VolumeMode> Session::storage_mode() const {
   if (impl_->store == nullptr) return std::nullopt;
-  return impl_->store->volume().mode();
+  return impl_->store->mode();
 }
 
 std::vector<io::DriveStats> Session::drives() const {
-  return impl_->store == nullptr ? std::vector<io::DriveStats>{} : impl_->store->volume().stats();
+  return impl_->store == nullptr ? std::vector<io::DriveStats>{} : impl_->store->drives();
 }
 
 MemoryUse Session::memory() const {
@@ -93,7 +93,7 @@ MemoryUse Session::memory() const {
                          impl_->torch_memory.stats().peak_held,
           .host_budget = impl_->options.host_memory,
           .host_used = impl_->plan.arrangement.host_bytes(*impl_->plan.layout),
-          .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->volume().size()};
+          .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->storage_bytes()};
 }
 
 std::uint64_t Session::bytes_written() const {

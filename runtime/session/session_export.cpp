@@ -68,8 +68,6 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
   for (const PackedUnit& unit : packed.units) shapes.push_back(unit.shape);
   const swap::Layout layout(std::move(shapes), packed.stages, contents.chunk_elements);
   options.generations = contents.generations;
-  options.staged_gradients = contents.staged_gradients;
-  options.gradient_chunks = contents.gradient_chunks;
   options.identity = contents.identity;
   const auto store = value_or_throw(swap::Store::open(std::move(options), layout));
   export_weights(
@@ -136,7 +134,7 @@ std::string Session::describe() const {
     const std::string note = impl.executor().pin_note();
     text += "; " + (note.empty() ? "all of the host memory is pinned" : note);
   }
-  if (impl.store != nullptr) text += "; storage: " + mib(impl.store->volume().size());
+  if (impl.store != nullptr) text += "; storage: " + mib(impl.store->storage_bytes());
   return text;
 }
 

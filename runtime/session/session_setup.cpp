@@ -66,7 +66,7 @@ Session::Impl::~Impl() {
   state.reset();
   if (committed || store == nullptr) return;
   remove_note(options.storage);
-  store->volume().remove_files();
+  store->remove_files();
 }
 
 void Session::Impl::make_store() {

@@ -91,7 +91,7 @@ void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progres
   const swap::Layout& layout = *shapes.layout;
   if (shapes.needs_store()) {
     store = value_or_throw(swap::Store::create(shapes.store_options(options), layout));
-    store->volume().remove_files();  // their names: nothing is left of a process that is killed
+    store->remove_files();  // their names: nothing is left of a process that is killed
   }
   state = std::make_unique<StreamedState>(
       units, shapes.packed, layout, shapes.arrangement, store.get(),
@@ -347,7 +347,7 @@ MemoryUse Streamer::memory() const {
           .device_peak = impl_->shapes.arrangement.device_bytes(),
           .host_budget = impl_->options.host_memory,
           .host_used = impl_->shapes.arrangement.host_bytes(*impl_->shapes.layout),
-          .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->volume().size()};
+          .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->storage_bytes()};
 }
 
 std::array<swap::LaneCounters, swap::kLanes> Streamer::lanes() const {
@@ -355,7 +355,7 @@ std::array<swap::LaneCounters, swap::kLanes> Streamer::lanes() const {
 }
 std::optional<io::VolumeMode> Streamer::storage_mode() const {
   if (impl_->store == nullptr) return std::nullopt;
-  return impl_->store->volume().mode();
+  return impl_->store->mode();
 }
 std::uint64_t Streamer::departures() const {
   return impl_->planner->departures();

@@ -98,13 +98,13 @@ bool StreamShapes::needs_store() const {
 }
 
 swap::StoreOptions StreamShapes::store_options(const StreamerOptions& options) const {
-  return {.volume = {.folders = options.storage,
-                     .engine = options.engine,
-                     .allow_buffered = options.allow_buffered,
-                     .allow_any_filesystem = options.allow_any_filesystem},
-          .staged_gradients = arrangement.staged,
-          .gradient_sums = !arrangement.gradient_low_resident.empty(),
-          .identity = std::string(R"({"precision":")") + precision_name(packed.precision) + R"("})"};
+  return {
+      .volume = {.folders = options.storage,
+                 .engine = options.engine,
+                 .allow_buffered = options.allow_buffered,
+                 .allow_any_filesystem = options.allow_any_filesystem},
+      .scratch = {.staged_gradients = arrangement.staged, .gradient_sums = !arrangement.gradient_low_resident.empty()},
+      .identity = std::string(R"({"precision":")") + precision_name(packed.precision) + R"("})"};
 }
 
 StreamPlan plan_stream(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,

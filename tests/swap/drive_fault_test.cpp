@@ -104,9 +104,9 @@ class DriveFaultTest : public ::testing::TestWithParam<io::EngineKind> {
     executor_.reset();
     // A volume that goes while its drive still has requests leaves their memory behind on purpose.
     plan_->release();
-    for (int i = 0; store_ && i < 500 && store_->volume().stats().front().in_flight != 0; ++i)
+    for (int i = 0; store_ && i < 500 && store_->drives().front().in_flight != 0; ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds{10});
-    if (store_) store_->volume().remove_files();
+    if (store_) store_->remove_files();
     store_.reset();
   }
 
@@ -238,7 +238,7 @@ TEST_P(DriveFaultTest, KeepsTheMemoryUntilTheDriveAnswers) {
   executor_.reset();
   EXPECT_TRUE(mapped(page_));
   plan_->release();
-  for (int i = 0; i < 500 && store_->volume().stats().front().in_flight != 0; ++i)
+  for (int i = 0; i < 500 && store_->drives().front().in_flight != 0; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds{10});
   store_.reset();
   for (int i = 0; i < 500 && mapped(page_); ++i) std::this_thread::sleep_for(std::chrono::milliseconds{10});

@@ -201,13 +201,13 @@ class Run {
     std::vector<bool> stored_gradients = arrangement_.deferred;
     for (std::size_t id = 0; id < stored_gradients.size(); ++id)
       stored_gradients[id] = stored_gradients[id] && !arrangement_.gradient_resident[id];
-    options_ = {.volume = {.folders = {folder_.path()},
-                           .engine = case_.engine,
-                           .allow_buffered = true,
-                           .allow_any_filesystem = true},
-                .generations = case_.generations,
-                .gradient_chunks = stored_gradients,
-                .activation_bytes = arrangement_.stored_activations(layout_)};
+    options_ = {
+        .volume = {.folders = {folder_.path()},
+                   .engine = case_.engine,
+                   .allow_buffered = true,
+                   .allow_any_filesystem = true},
+        .generations = case_.generations,
+        .scratch = {.gradient_chunks = stored_gradients, .activation_bytes = arrangement_.stored_activations(layout_)}};
     auto store = Store::create(options_, layout_);
     ASSERT_TRUE(store.ok()) << store.error().message();
     store_ = std::move(store).value();

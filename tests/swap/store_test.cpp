@@ -12,147 +12,14 @@
 #include <random>
 #include <sstream>
 
-#include "io/wait.h"
 #include "tests/support/faulty_backend.h"
-#include "tests/support/temp_dir.h"
+#include "tests/swap/store_fixture.h"
 
 namespace tierflow::swap {
 namespace {
 
 using testing::Fault;
 using testing::FaultPlan;
-
-constexpr std::uint64_t kRunId = 0x0123456789abcdefULL;
-
-#define ASSERT_OK(expression)                 \
-  do {                                        \
-    const io::Error error_ = (expression);    \
-    ASSERT_FALSE(error_) << error_.message(); \
-  } while (false)
-
-Layout small_layout() {
-  std::vector<UnitShape> units;
-  units.push_back(
-      {.name = "embedding",
-       .groups = {{.elements = 70 * 1024, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"},
-                  {.elements = 2048, .state_bytes_element = 10, .precision = "b"}}});
-  units.push_back({.name = "head",
-                   .groups = {{.elements = 2048, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"}}});
-  return Layout(std::move(units), {{.units = {0}}, {.units = {1}}}, kChunkQuantum);
-}
-const Layout& layout() {
-  static const Layout layout = small_layout();
-  return layout;
-}
-int chunks() {
-  return static_cast<int>(layout().chunks().size());
-}
-
-StoreOptions options_in(const std::filesystem::path& folder, int generations,
-                        std::function<std::unique_ptr<io::Backend>(std::unique_ptr<io::Backend>)> wrap = {}) {
-  return {.volume = {.folders = {folder},
-                     .engine = io::EngineKind::threads,
-                     .allow_buffered = true,
-                     .allow_any_filesystem = true,
-                     .wrap_backend = std::move(wrap)},
-          .generations = generations,
-          .identity = R"({"model":"toy"})",
-          .run_id = kRunId};
-}
-
-// What an extent holds in a generation.
-std::byte byte_of(ExtentKind kind, int index, int value, std::uint64_t i) {
-  return static_cast<std::byte>(value * 37 + index * 11 + static_cast<int>(kind) * 101 + i % 251);
-}
-void fill(std::span<std::byte> bytes, ExtentKind kind, int index, int value) {
-  for (std::uint64_t i = 0; i < bytes.size(); ++i) bytes[i] = byte_of(kind, index, value, i);
-}
-
-// The error of one request that is waited for.
-template <class Submit>
-io::Error wait_for(Submit submit) {
-  return io::wait_for(std::move(submit)).error;
-}
-
-io::Error write_extent(Store& store, ExtentKind kind, int index, int value) {
-  io::Buffer buffer = io::allocate_buffer(store.extent_bytes(kind, index));
-  fill(buffer.bytes(), kind, index, value);
-  store.stamp(kind, index, buffer.bytes());
-  return wait_for([&](io::Callback done) { store.write(kind, index, std::move(buffer), std::move(done)); });
-}
-io::Error write_all(Store& store, int value) {
-  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
-    for (int index = 0; index < chunks(); ++index)
-      if (io::Error error = write_extent(store, kind, index, value)) return error;
-  return {};
-}
-std::string step(int value) {
-  return "{\"step\":" + std::to_string(value) + "}";
-}
-io::Error write_and_commit(Store& store, int value) {
-  if (io::Error error = write_all(store, value)) return error;
-  return store.commit(step(value));
-}
-
-std::unique_ptr<Store> create(const StoreOptions& options) {
-  auto store = Store::create(options, layout());
-  EXPECT_TRUE(store.ok()) << store.error().message();
-  return std::move(store).value();
-}
-
-// Bit for bit the generation in which every extent has this value.
-void expect_holds(Store& store, int value) {
-  EXPECT_EQ(store.progress(), step(value));
-  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
-    for (int index = 0; index < chunks(); ++index) {
-      auto bytes = store.fetch(kind, index);
-      ASSERT_TRUE(bytes.ok()) << bytes.error().message();
-      for (std::uint64_t i = 0; i < bytes->size(); ++i)
-        ASSERT_EQ(bytes->data()[i], byte_of(kind, index, value, i)) << "generation " << value;
-    }
-}
-void expect_opens_at(const StoreOptions& options, int value) {
-  auto store = Store::open(options, layout());
-  ASSERT_TRUE(store.ok()) << store.error().message();
-  EXPECT_EQ((*store)->generation(), static_cast<std::uint64_t>(value));
-  EXPECT_EQ((*store)->identity(), options.identity);
-  expect_holds(**store, value);
-}
-
-// Reads and writes the volume's own bytes.
-void with_volume(const StoreOptions& options, const std::function<void(io::Volume&)>& use) {
-  auto volume = io::Volume::open(options.volume);
-  ASSERT_TRUE(volume.ok()) << volume.error().message();
-  use(**volume);
-}
-std::vector<std::byte> bytes_at(io::Volume& volume, std::uint64_t offset, std::uint64_t length) {
-  std::vector<std::byte> bytes(length);
-  io::Buffer buffer = io::allocate_buffer(round_up(length, kSector));
-  const std::size_t size = buffer.size();
-  const io::Error error = wait_for([&](const io::Callback& done) {
-    volume.submit({.op = io::Op::read, .offset = offset, .length = size, .buffer = std::move(buffer)},
-                  [&, done](io::Completion&& completion) {
-                    if (completion.buffer) std::copy_n(completion.buffer.data(), length, bytes.begin());
-                    done(std::move(completion));
-                  });
-  });
-  EXPECT_FALSE(error) << error.message();
-  return bytes;
-}
-void put(io::Volume& volume, std::uint64_t offset, std::span<const std::byte> bytes) {
-  io::Buffer buffer = io::allocate_buffer(round_up(bytes.size(), kSector));
-  std::copy(bytes.begin(), bytes.end(), buffer.data());
-  const std::size_t size = buffer.size();
-  ASSERT_OK(wait_for([&](io::Callback done) {
-    volume.submit({.op = io::Op::write, .offset = offset, .length = size, .buffer = std::move(buffer)},
-                  std::move(done));
-  }));
-}
-void flip(io::Volume& volume, std::uint64_t offset) {
-  std::vector<std::byte> sector = bytes_at(volume, round_up(offset + 1, kSector) - kSector, kSector);
-  sector[offset % kSector] ^= std::byte{4};
-  put(volume, round_up(offset + 1, kSector) - kSector, sector);
-}
 
 constexpr std::uint64_t kSuperblockA = 0, kSuperblockB = 1 << 20, kManifestA = 2 << 20;
 
@@ -201,11 +68,6 @@ class CachingBackend final : public io::Backend {
   std::shared_ptr<Cache> cache_;
   std::vector<std::pair<std::uint32_t, std::size_t>> flushes_;  // and the writes pushed before
 };
-
-std::vector<char> read_file(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
 
 // At every write of three commits the power goes: whatever part of the cache survives, the store opens at a generation
 // no older than the last that commit() acknowledged, and holds that generation's bits.
@@ -533,7 +395,7 @@ TEST(StoreExtents, OneGenerationHasOneSlotAndTwoHaveTwo) {
     testing::TempDir folder;
     const StoreOptions options = options_in(folder.path(), generations);
     auto store = create(options);
-    EXPECT_EQ(Store::bytes_needed(options, layout()), store->volume().size());
+    EXPECT_EQ(Store::bytes_needed(options, layout()), store->storage_bytes());
     ASSERT_OK(write_and_commit(*store, 1));
     ASSERT_OK(write_and_commit(*store, 2));
     // Twice in one generation: the second time over the first, and not over what is committed.
@@ -649,7 +511,15 @@ TEST(StoreSuperblock, RefusesWhatIsNone) {
 // TIERFLOW_WRITE_GOLDEN=1 writes it anew.
 class StoreGolden : public ::testing::Test {
  protected:
-  static std::filesystem::path file() { return std::filesystem::path(TIERFLOW_GOLDEN) / "store-v1.txt"; }
+  static std::filesystem::path file(int version) {
+    return std::filesystem::path(TIERFLOW_GOLDEN) / ("store-v" + std::to_string(version) + ".txt");
+  }
+  static std::map<std::string, std::string> read(int version) {
+    std::map<std::string, std::string> golden;
+    std::ifstream in(file(version));
+    for (std::string name, text; in >> name && std::getline(in >> std::ws, text);) golden[name] = text;
+    return golden;
+  }
   struct Region {
     const char* name;
     std::uint64_t offset, length;
@@ -667,10 +537,9 @@ class StoreGolden : public ::testing::Test {
   }
 };
 
-TEST_F(StoreGolden, WhatIsWrittenIsPinnedAndOpens) {
-  testing::TempDir folder, made;
+TEST_F(StoreGolden, WhatIsWrittenIsPinned) {
+  testing::TempDir folder;
   const StoreOptions options = options_in(folder.path(), 2);
-  const std::uint64_t size = Store::bytes_needed(options, layout());
   {
     const auto store = create(options);
     ASSERT_OK(write_and_commit(*store, 1));
@@ -706,45 +575,50 @@ TEST_F(StoreGolden, WhatIsWrittenIsPinnedAndOpens) {
     written["size"] = std::to_string(volume.size());
   });
   if (std::getenv("TIERFLOW_WRITE_GOLDEN") != nullptr) {
-    std::ofstream out(file());
+    std::ofstream out(file(static_cast<int>(kStoreVersion)));
     for (const auto& [name, text] : written) out << name << ' ' << text << '\n';
   }
-  std::map<std::string, std::string> golden;
-  std::ifstream in(file());
-  for (std::string name, text; in >> name && std::getline(in >> std::ws, text);) golden[name] = text;
+  const std::map<std::string, std::string> golden = read(static_cast<int>(kStoreVersion));
   EXPECT_EQ(golden.size(), 21U);
   for (const auto& [name, text] : golden) EXPECT_EQ(written[name], text) << name;
   EXPECT_EQ(written.size(), golden.size());
+}
 
-  // A store put together from the golden file alone.
-  const StoreOptions from_golden = options_in(made.path(), 2);
-  {
-    io::VolumeOptions volume_options = from_golden.volume;
-    volume_options.bytes = size;
-    auto volume = io::Volume::create(volume_options);
-    ASSERT_TRUE(volume.ok()) << volume.error().message();
-    for (const auto& [name, offset] :
-         {std::pair{"superblock_a", std::uint64_t{0}}, std::pair{"superblock_b", std::uint64_t{1} << 20}}) {
-      std::vector<std::byte> sector(kSector);
-      for (std::size_t i = 0; i < golden[name].size() / 2; ++i)
-        sector[i] = static_cast<std::byte>(std::stoi(golden[name].substr(2 * i, 2), nullptr, 16));
-      put(**volume, offset, sector);
-    }
-    for (const auto& [name, offset] :
-         {std::pair{"manifest_a", std::uint64_t{2 << 20}}, std::pair{"manifest_b", (2 << 20) + kArea}})
-      put(**volume, offset, std::as_bytes(std::span(golden[name])));
-    for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
-      for (int index = 0; index < chunks(); ++index) {
-        std::vector<std::byte> bytes(kind == ExtentKind::hi ? layout().chunks()[index].word_bytes()
-                                                            : layout().chunks()[index].state_bytes);
-        fill(bytes, kind, index, 2);
-        put(**volume,
-            std::stoull(golden[std::string("extent_2") + (kind == ExtentKind::hi ? "_hi_" : "_state_") +
-                               std::to_string(index)]),
-            bytes);
+// Put together from the golden file alone: of this version, and of those before it.
+TEST_F(StoreGolden, EveryVersionOpens) {
+  for (int version = 1; version <= static_cast<int>(kStoreVersion); ++version) {
+    SCOPED_TRACE(version);
+    testing::TempDir made;
+    std::map<std::string, std::string> golden = read(version);
+    const StoreOptions from_golden = options_in(made.path(), 2);
+    {
+      io::VolumeOptions volume_options = from_golden.volume;
+      volume_options.bytes = std::stoull(golden["size"]);
+      auto volume = io::Volume::create(volume_options);
+      ASSERT_TRUE(volume.ok()) << volume.error().message();
+      for (const auto& [name, offset] :
+           {std::pair{"superblock_a", std::uint64_t{0}}, std::pair{"superblock_b", std::uint64_t{1} << 20}}) {
+        std::vector<std::byte> sector(kSector);
+        for (std::size_t i = 0; i < golden[name].size() / 2; ++i)
+          sector[i] = static_cast<std::byte>(std::stoi(golden[name].substr(2 * i, 2), nullptr, 16));
+        put(**volume, offset, sector);
       }
+      for (const auto& [name, offset] :
+           {std::pair{"manifest_a", std::uint64_t{2 << 20}}, std::pair{"manifest_b", (2 << 20) + kArea}})
+        put(**volume, offset, std::as_bytes(std::span(golden[name])));
+      for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+        for (int index = 0; index < chunks(); ++index) {
+          std::vector<std::byte> bytes(kind == ExtentKind::hi ? layout().chunks()[index].word_bytes()
+                                                              : layout().chunks()[index].state_bytes);
+          fill(bytes, kind, index, 2);
+          put(**volume,
+              std::stoull(golden[std::string("extent_2") + (kind == ExtentKind::hi ? "_hi_" : "_state_") +
+                                 std::to_string(index)]),
+              bytes);
+        }
+    }
+    expect_opens_at(from_golden, 2);
   }
-  expect_opens_at(from_golden, 2);
 }
 
 }  // namespace

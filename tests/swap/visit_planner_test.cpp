@@ -52,9 +52,9 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
       arrange(layout_, {.host_budget = budgets.host, .device_budget = budgets.device, .storage = true, .sums = true});
   ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
   auto device = open_cpu_device({.chaos_seed = budgets.chaos});
-  auto store = Store::create(
-      {.volume = {.folders = {folder_}, .allow_buffered = true, .allow_any_filesystem = true}, .gradient_sums = true},
-      layout_);
+  auto store = Store::create({.volume = {.folders = {folder_}, .allow_buffered = true, .allow_any_filesystem = true},
+                              .scratch = {.gradient_sums = true}},
+                             layout_);
   ASSERT_TRUE(store.ok()) << store.error().message();
   auto executor = Executor::create(*device, store.value().get(), layout_, *arrangement, {.chaos_seed = budgets.chaos});
   ASSERT_TRUE(executor.ok());
@@ -183,7 +183,7 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
     EXPECT_LE(planner.departures(), 2U);  // around the two visits that repeat one
   }
   executor->reset();
-  store.value()->volume().remove_files();
+  store.value()->remove_files();
 }
 
 INSTANTIATE_TEST_SUITE_P(Budgets, VisitPlannerTest,

@@ -1,0 +1,199 @@
+// How a store that another run left is found, opened, verified and gone on with.
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+
+#include "swap/generations.h"
+#include "swap/store.h"
+
+namespace tierflow::swap {
+namespace {
+
+constexpr std::uint64_t kScrubBytes = std::uint64_t{64} << 20;  // read ahead, where more than one extent fits into it
+
+std::string name_of(std::uint64_t generation) {
+  return "generation " + std::to_string(generation);
+}
+
+io::Error nothing_committed() {
+  return store_damaged("it holds no committed generation: the run that made it ended before its first commit");
+}
+
+io::Error nothing_whole(const std::string& newest, std::uint64_t other, const io::Error& wrong) {
+  return store_damaged("its newest generation cannot be read (" + newest + "), and " + name_of(other) +
+                       ", which can, is not whole any more: the run had begun to overwrite it (" + wrong.message() +
+                       "). What is left is what was exported before");
+}
+
+}  // namespace
+
+io::Result<Store::Contents> Store::inspect(const io::VolumeOptions& options) {
+  auto volume = io::Volume::open(options);
+  if (!volume.ok()) return volume.error();
+  auto found = readable_generations(**volume);
+  if (!found.ok()) return found.error();
+  if (found->empty()) return Contents{};
+  const Manifest& manifest = found->front().manifest;
+  return Contents{.generation = found->front().block.generation,
+                  .identity = manifest.identity,
+                  .progress = manifest.progress,
+                  .chunk_elements = manifest.chunk_elements,
+                  .generations = manifest.generations};
+}
+
+io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layout& layout) {
+  options.scratch = {.staged_gradients = false};
+  std::unique_ptr<Store> store(new Store(std::move(options), layout));
+  auto volume = io::Volume::open(store->options_.volume);
+  if (!volume.ok()) return volume.error();
+  store->volume_ = std::move(volume).value();
+  auto generations = readable_generations(*store->volume_);
+  if (!generations.ok()) return generations.error();
+  if (generations->empty()) return nothing_committed();
+  const Generation& found = generations->front();
+  if (io::Error error = store->take_over(found)) return error;
+  if (found.passed_over.empty()) return store;
+  if (const io::Error wrong = store->scrub({}, {})) return nothing_whole(found.passed_over, store->generation_, wrong);
+  store->notify("the store is opened at " + name_of(store->generation_) + ", which is whole; " + found.passed_over);
+  return store;
+}
+
+io::Result<std::unique_ptr<Store>> Store::resume(StoreOptions options, const Layout& layout) {
+  std::unique_ptr<Store> store(new Store(std::move(options), layout));
+  {
+    // Memory is registered with a volume before its first request: this one only looks.
+    auto volume = io::Volume::open(store->options_.volume);
+    if (!volume.ok()) return volume.error();
+    auto generations = readable_generations(**volume);
+    if (!generations.ok()) return generations.error();
+    store->found_ = std::move(generations).value();
+  }
+  if (store->found_.empty()) return nothing_committed();
+  auto volume = io::Volume::open(store->options_.volume);
+  if (!volume.ok()) return volume.error();
+  store->volume_ = std::move(volume).value();
+  if (io::Error error = store->take_over(store->found_.front())) return error;
+  if (store->options_.generations != 2 || store->found_.front().manifest.version != kStoreVersion)
+    return io::Error{.kind = io::ErrorKind::usage,
+                     .operation = "resume",
+                     .detail = "the store was not made to be gone on with; it can be exported"};
+  store->refused_ = {.kind = io::ErrorKind::usage, .operation = "resume", .detail = "the store is not verified yet"};
+  if (io::Error error = store->make_scratch()) return error;
+  return store;
+}
+
+io::Error Store::restore(const RestoredExtent& use, const RestoreProgress& progress) {
+  std::string newest;
+  io::Error wrong;
+  for (const Generation& candidate : found_) {
+    wrong = take_over(candidate);
+    if (!wrong) wrong = scrub(use, progress);
+    if (wrong && newest.empty()) {
+      newest = name_of(candidate.block.generation) + ": " + wrong.message();
+      continue;
+    }
+    if (wrong) break;
+    // A power cut, or a flush that failed, may have left it in a drive's cache alone. What the run now writes would
+    // take the generation before it away.
+    if (io::Error error = publish_generation(*volume_, candidate.block, candidate.text)) return error;
+    if (newest.empty()) newest = candidate.passed_over;
+    if (!newest.empty()) notify("the store goes on from " + name_of(generation_) + ", which is whole; " + newest);
+    found_.clear();
+    std::lock_guard lock(mutex_);
+    refused_ = {};
+    return {};
+  }
+  if (found_.size() > 1) return nothing_whole(newest, found_.back().block.generation, wrong);
+  return store_damaged("its only generation is damaged (" + newest + "). What is left is what was exported before");
+}
+
+io::Error Store::take_over(const Generation& found) {
+  const Manifest& manifest = found.manifest;
+  const std::size_t chunks = layout_.chunks().size();
+  if (manifest.records.size() != 2 * chunks || manifest.chunk_elements != layout_.chunk_elements())
+    return store_damaged("its manifest is of another model or another version");
+  // Version 1 had a run's scratch behind what is committed.
+  if (manifest.generations != options_.generations || volume_->size() < total_bytes_ ||
+      (manifest.version > 1 && volume_->size() != total_bytes_))
+    return store_damaged("its size is not that of this model and these options");
+  for (std::size_t index = 0; index < 2 * chunks; ++index) {
+    if (manifest.records[index].generation > found.block.generation)
+      return store_damaged("its manifest names a generation that is newer than itself");
+    records_[index / chunks][index % chunks] = manifest.records[index];
+  }
+  run_id_ = found.block.run_id;
+  generation_ = found.block.generation;
+  options_.identity = manifest.identity;
+  progress_ = manifest.progress;
+  return {};
+}
+
+// Reads every extent that was written, in the order in which they lie there, some ahead.
+io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progress) {
+  struct Reading {
+    ExtentKind kind;
+    int index;
+    io::Completion completion;
+    bool arrived = false;
+  };
+  std::vector<std::pair<ExtentKind, int>> extents;
+  std::uint64_t done = 0, total = 0, ahead = 0;
+  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+    for (int index = 0; index < static_cast<int>(layout_.chunks().size()); ++index)
+      if (record(kind, index).written) {
+        extents.emplace_back(kind, index);
+        total += extent_bytes(kind, index);
+      }
+  std::mutex mutex;
+  std::condition_variable wakes;
+  std::deque<Reading> readings;
+  const auto read_ahead = [&](std::size_t& next) -> io::Error {
+    for (; next < extents.size(); ++next) {
+      const auto [kind, index] = extents[next];
+      const std::uint64_t bytes = extent_bytes(kind, index);
+      if (readings.size() > 1 && ahead + bytes > kScrubBytes) break;
+      io::Buffer buffer = io::allocate_buffer(bytes);
+      if (!buffer) return {.kind = io::ErrorKind::memory, .operation = "verify the store", .length = bytes};
+      Reading& reading = readings.emplace_back(Reading{.kind = kind, .index = index});
+      ahead += bytes;
+      read(kind, index, std::move(buffer), [&](io::Completion&& completion) {
+        std::lock_guard lock(mutex);
+        reading.completion = std::move(completion);
+        reading.arrived = true;
+        wakes.notify_one();
+      });
+    }
+    return {};
+  };
+  io::Error first;
+  for (std::size_t next = 0; first ? !readings.empty() : next < extents.size() || !readings.empty();) {
+    if (!first) first = read_ahead(next);
+    if (readings.empty()) break;
+    Reading& reading = readings.front();
+    {
+      std::unique_lock lock(mutex);
+      wakes.wait(lock, [&] { return reading.arrived; });
+    }
+    const std::uint64_t bytes = extent_bytes(reading.kind, reading.index);
+    if (!first) first = reading.completion.error;
+    if (!first && verify(reading.kind, reading.index, reading.completion.buffer.bytes().first(bytes))) {
+      auto again = fetch(reading.kind, reading.index);
+      if (again.ok())
+        reading.completion.buffer = std::move(again).value();
+      else
+        first = again.error();
+    }
+    if (!first && use) use(reading.kind, reading.index, reading.completion.buffer.bytes().first(bytes));
+    readings.pop_front();
+    ahead -= bytes;
+    done += bytes;
+    if (!first && progress) progress(done, total);
+  }
+  return first;
+}
+
+void Store::notify(std::string text) const {
+  if (options_.volume.on_notice) options_.volume.on_notice({io::Notice::Kind::retried, std::move(text)});
+}
+
+}  // namespace tierflow::swap

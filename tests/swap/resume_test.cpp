@@ -1,0 +1,210 @@
+// A store that a run goes on with: what is verified first, what is written before that, and what it falls back on.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <map>
+
+#include "tests/support/faulty_backend.h"
+#include "tests/swap/store_fixture.h"
+
+namespace tierflow::swap {
+namespace {
+
+using Restored = std::map<std::pair<ExtentKind, int>, std::vector<std::byte>>;
+
+std::unique_ptr<Store> resume(const StoreOptions& options) {
+  auto store = Store::resume(options, layout());
+  EXPECT_TRUE(store.ok()) << store.error().message();
+  return store.ok() ? std::move(store).value() : nullptr;
+}
+io::Error restore(Store& store, Restored* all = nullptr) {
+  return store.restore(
+      [&](ExtentKind kind, int index, std::span<const std::byte> bytes) {
+        if (all != nullptr) (*all)[{kind, index}] = {bytes.begin(), bytes.end()};
+      },
+      {});
+}
+void expect_all(const Restored& all, int value) {
+  EXPECT_EQ(all.size(), 2U * static_cast<unsigned>(chunks()));
+  for (const auto& [extent, bytes] : all)
+    for (std::uint64_t i = 0; i < bytes.size(); ++i)
+      ASSERT_EQ(bytes[i], byte_of(extent.first, extent.second, value, i));
+}
+std::filesystem::path file_in(const testing::TempDir& folder) {
+  return folder.path() / "state.tfv";
+}
+// Flips a bit of each place of the data file that holds these bytes: of one generation alone.
+int damage(const testing::TempDir& folder, ExtentKind kind, int index, int value) {
+  std::vector<char> file = read_file(file_in(folder));
+  const Chunk& chunk = layout().chunks()[index];
+  std::vector<std::byte> extent(kind == ExtentKind::hi ? chunk.word_bytes() : chunk.state_bytes);
+  fill(extent, kind, index, value);
+  int flipped = 0;
+  for (std::size_t at = std::size_t{3} << 20; at + extent.size() <= file.size(); at += kSector)
+    if (std::memcmp(file.data() + at, extent.data(), extent.size()) == 0) {
+      file[at + 40] ^= 2;
+      ++flipped;
+    }
+  std::ofstream(file_in(folder), std::ios::binary).write(file.data(), static_cast<std::streamsize>(file.size()));
+  return flipped;
+}
+
+struct StoreResume : ::testing::Test {
+  void commit_up_to(int last) {
+    const auto store = create(options_);
+    for (int value = 1; value <= last; ++value) ASSERT_OK(write_and_commit(*store, value));
+  }
+  testing::TempDir folder_;
+  StoreOptions options_ = options_in(folder_.path(), 2);
+};
+
+TEST_F(StoreResume, GoesOnWhereTheLastCommitWas) {
+  commit_up_to(2);
+  StoreOptions other = options_;  // other scratch than the run had that made it
+  other.scratch = {.staged_gradients = false, .activation_bytes = {kSector, 3 * kSector}};
+  {
+    const auto store = resume(other);
+    ASSERT_TRUE(store);
+    Restored all;
+    ASSERT_OK(restore(*store, &all));
+    expect_all(all, 2);
+    EXPECT_EQ(store->progress(), step(2));
+    EXPECT_EQ(store->identity(), options_.identity);
+    ASSERT_OK(write_extent(*store, ExtentKind::activations, 1, 5));
+    ASSERT_OK(write_all(*store, 3));
+  }
+  expect_opens_at(options_, 2);  // nothing that generation 2 refers to was written
+  {
+    const auto store = resume(options_);
+    ASSERT_TRUE(store);
+    ASSERT_OK(restore(*store));
+    ASSERT_OK(write_and_commit(*store, 3));
+    ASSERT_OK(write_and_commit(*store, 4));
+  }
+  expect_opens_at(options_, 4);
+}
+
+TEST_F(StoreResume, WritesNothingBeforeAllIsVerified) {
+  commit_up_to(2);
+  const std::vector<char> before = read_file(file_in(folder_));
+  {
+    const auto store = resume(options_);
+    ASSERT_TRUE(store);
+    const io::Error refused = write_extent(*store, ExtentKind::hi, 0, 3);
+    EXPECT_NE(refused.detail.find("not verified yet"), std::string::npos) << refused.message();
+    EXPECT_TRUE(store->commit(step(3)));
+  }
+  // Behind the header, where the drive is probed.
+  EXPECT_TRUE(std::equal(before.begin() + (1 << 20), before.end(), read_file(file_in(folder_)).begin() + (1 << 20)));
+}
+
+TEST_F(StoreResume, FallsBackOnTheGenerationBeforeWhereItIsWhole) {
+  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) {
+    testing::TempDir folder;
+    StoreOptions options = options_in(folder.path(), 2);
+    {
+      const auto store = create(options);
+      for (int value = 1; value <= 3; ++value) ASSERT_OK(write_and_commit(*store, value));
+    }
+    ASSERT_EQ(damage(folder, kind, 1, 3), 1);
+    std::vector<std::string> said;
+    options.volume.on_notice = [&](const io::Notice& notice) { said.push_back(notice.text); };
+    {
+      const auto store = resume(options);
+      ASSERT_TRUE(store);
+      Restored all;
+      ASSERT_OK(restore(*store, &all));
+      expect_all(all, 2);
+      EXPECT_EQ(store->progress(), step(2));
+      EXPECT_EQ(store->generation(), 2U);
+      ASSERT_FALSE(said.empty());
+      EXPECT_NE(said.back().find("goes on from generation 2"), std::string::npos) << said.back();
+      // The process dies once more, with new bytes over those of the damaged generation.
+      ASSERT_OK(write_extent(*store, ExtentKind::state, 0, 7));
+    }
+    {
+      const auto store = resume(options);
+      ASSERT_TRUE(store);
+      ASSERT_OK(restore(*store));
+      EXPECT_EQ(store->generation(), 2U);
+      ASSERT_OK(write_and_commit(*store, 3));
+    }
+    expect_opens_at(options, 3);
+  }
+}
+
+TEST_F(StoreResume, SaysWhereNothingIsWhole) {
+  {
+    const auto store = create(options_);
+    for (int value = 1; value <= 3; ++value) ASSERT_OK(write_and_commit(*store, value));
+    ASSERT_OK(write_extent(*store, ExtentKind::state, 2, 4));  // over generation 2
+  }
+  ASSERT_EQ(damage(folder_, ExtentKind::hi, 0, 3), 1);
+  const std::vector<char> before = read_file(file_in(folder_));
+  {
+    const auto store = resume(options_);
+    ASSERT_TRUE(store);
+    const io::Error error = restore(*store);
+    EXPECT_EQ(error.kind, io::ErrorKind::corruption);
+    for (const char* part : {"generation 3", "generation 2", "begun to overwrite", "exported before"})
+      EXPECT_NE(error.detail.find(part), std::string::npos) << error.detail;
+    EXPECT_TRUE(write_extent(*store, ExtentKind::hi, 0, 5));
+  }
+  EXPECT_TRUE(std::equal(before.begin() + (1 << 20), before.end(), read_file(file_in(folder_)).begin() + (1 << 20)));
+}
+
+// A generation that a drive may hold in its cache alone is made durable before anything of the one before it goes.
+TEST_F(StoreResume, MakesWhatItFindsDurable) {
+  commit_up_to(2);
+  const auto plan = std::make_shared<testing::FaultPlan>();
+  const auto store = resume(options_in(folder_.path(), 2, testing::faults(plan)));
+  ASSERT_TRUE(store);
+  plan->set({.kind = testing::Fault::Kind::error, .action = io::Action::flush, .nth = 2});
+  EXPECT_EQ(restore(*store).kind, io::ErrorKind::io);
+  plan->clear();
+  EXPECT_TRUE(write_extent(*store, ExtentKind::hi, 0, 3));
+}
+
+TEST_F(StoreResume, AsksForTwoGenerationsAndACommit) {
+  EXPECT_NE(Store::resume(options_, layout()).error().error_number, 0);  // no file
+  { ASSERT_OK(write_all(*create(options_), 1)); }
+  EXPECT_EQ(Store::inspect(options_.volume)->generation, 0U);
+  EXPECT_NE(Store::resume(options_, layout()).error().detail.find("before its first commit"), std::string::npos);
+  testing::TempDir folder;
+  const StoreOptions one = options_in(folder.path(), 1);
+  { ASSERT_OK(write_and_commit(*create(one), 1)); }
+  EXPECT_NE(Store::resume(one, layout()).error().detail.find("can be exported"), std::string::npos);
+}
+
+// Chunks larger than what is read ahead, and many small ones: each comes once, in order, and damage stops it.
+TEST(StoreScrub, ReadsEachExtentOnce) {
+  const Layout large({{.name = "a", .groups = {{.elements = 40 << 20, .state_bytes_element = 1, .precision = "p"}}},
+                      {.name = "b", .groups = {{.elements = 300 << 10, .state_bytes_element = 1, .precision = "p"}}}},
+                     {{.units = {0}}, {.units = {1}}}, 20 << 20);
+  testing::TempDir folder;
+  const StoreOptions options = options_in(folder.path(), 2);
+  {
+    auto store = Store::create(options, large);
+    ASSERT_TRUE(store.ok()) << store.error().message();
+    for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+      for (int index = 0; index < static_cast<int>(large.chunks().size()); ++index)
+        ASSERT_OK(write_extent(**store, kind, index, 1));
+    ASSERT_OK((*store)->commit("{}"));
+  }
+  auto store = Store::resume(options, large);
+  ASSERT_TRUE(store.ok()) << store.error().message();
+  std::vector<std::pair<ExtentKind, int>> seen;
+  std::uint64_t last = 0, all = 0;
+  ASSERT_OK((*store)->restore([&](ExtentKind kind, int index, auto) { seen.emplace_back(kind, index); },
+                              [&](std::uint64_t done, std::uint64_t total) {
+                                EXPECT_GT(done, last);
+                                last = done;
+                                all = total;
+                              }));
+  EXPECT_EQ(last, all);
+  EXPECT_EQ(seen.size(), 2 * large.chunks().size());
+  EXPECT_TRUE(std::is_sorted(seen.begin(), seen.end()));
+}
+
+}  // namespace
+}  // namespace tierflow::swap
