@@ -18,7 +18,12 @@ std::uint64_t content_hash(std::span<const std::byte> bytes) {
 
 std::uint64_t extent_checksum(std::uint64_t run_id, std::uint64_t extent_id, std::uint64_t generation,
                               std::span<const std::byte> bytes) {
-  const std::uint64_t identity[] = {run_id, extent_id, generation, bytes.size(), content_hash(bytes)};
+  return extent_checksum(run_id, extent_id, generation, bytes.size(), content_hash(bytes));
+}
+
+std::uint64_t extent_checksum(std::uint64_t run_id, std::uint64_t extent_id, std::uint64_t generation,
+                              std::uint64_t length, std::uint64_t content) {
+  const std::uint64_t identity[] = {run_id, extent_id, generation, length, content};
   return XXH3_64bits(identity, sizeof identity);
 }
 

@@ -14,5 +14,8 @@ std::uint64_t content_hash(std::span<const std::byte> bytes);
 // generation or length. Any thread.
 std::uint64_t extent_checksum(std::uint64_t run_id, std::uint64_t extent_id, std::uint64_t generation,
                               std::span<const std::byte> bytes);
+// The same of `length` bytes with that content_hash().
+std::uint64_t extent_checksum(std::uint64_t run_id, std::uint64_t extent_id, std::uint64_t generation,
+                              std::uint64_t length, std::uint64_t content);
 
 }  // namespace tierflow::io

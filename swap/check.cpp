@@ -5,9 +5,9 @@ namespace tierflow::swap {
 PlanChecker::PlanChecker(const Layout& layout, const Arrangement& arrangement)
     : layout_(layout), arrangement_(arrangement), ledger_(layout, arrangement), rules_(layout, arrangement, ledger_) {}
 
-io::Error PlanChecker::train_step(const Plan& plan, bool pending) {
+io::Error PlanChecker::train_step(const Plan& plan, bool pending, bool commits) {
   deferred_step_ = step_++;
-  return play(plan, {.deferred_updates = pending ? 1 : 0, .updates = 1, .measurements = 1});
+  return play(plan, {.deferred_updates = pending ? 1 : 0, .updates = 1, .measurements = 1, .commits = commits ? 1 : 0});
 }
 
 io::Error PlanChecker::flush(const Plan& plan) {
@@ -21,6 +21,7 @@ io::Error PlanChecker::evaluate(const Plan& plan) {
 
 io::Error PlanChecker::play(const Plan& plan, const Expected& expected) {
   rules_.begin_plan();
+  commits_ = 0;
   // Computed with: the weights after every update that is owed, before this step's own.
   due_.clear();
   for (const Chunk& chunk : layout_.chunks())
@@ -29,6 +30,8 @@ io::Error PlanChecker::play(const Plan& plan, const Expected& expected) {
     switch (task.kind) {
       case TaskKind::compute:
         return compute(task, plan);
+      case TaskKind::commit:
+        return commit();
       case TaskKind::save_activations:
       case TaskKind::load_activations:
       case TaskKind::write_activations:
@@ -54,7 +57,18 @@ io::Error PlanChecker::play(const Plan& plan, const Expected& expected) {
     if (measured != (deferred ? expected.measurements : 0))
       ledger_.wrong("chunk " + std::to_string(chunk.id) + " was measured " + std::to_string(measured) + " times");
   }
+  if (commits_ != expected.commits) ledger_.wrong("it commits " + std::to_string(commits_) + " times");
   return ledger_.error();
+}
+
+// What the step before left: with the updates that it deferred, without any of this step's.
+void PlanChecker::commit() {
+  ++commits_;
+  for (const Chunk& chunk : layout_.chunks()) {
+    if (!chunk.trainable) continue;
+    ledger_.read(ledger_.stored(ExtentKind::hi, chunk.id), {What::words, chunk.id, due_[chunk.id]}, "storage");
+    ledger_.read(ledger_.stored(ExtentKind::state, chunk.id), {What::state, chunk.id, due_[chunk.id]}, "storage");
+  }
 }
 
 Content PlanChecker::gradient_of(int chunk) const {

@@ -6,7 +6,8 @@
 //  - dependencies point backwards, so that lanes in plan order cannot deadlock;
 //  - played in order, every task finds the bytes it is for: the chunk it names, updated as often as steps have passed,
 //    the gradient of the step with every micro-batch in it;
-//  - every trainable chunk is updated once a step: deferred ones, which are measured once, ahead of the next forward.
+//  - every trainable chunk is updated once a step: deferred ones, which are measured once, ahead of the next forward;
+//  - a commit covers every trainable chunk as the step before left it, and nothing of that is overwritten before it.
 #include "io/error.h"
 #include "swap/update_rules.h"
 
@@ -20,14 +21,15 @@ class PlanChecker {
 
   // The next plan of the run, as Planner made it with the same arguments. What is returned names the task and what is
   // wrong with it; it is a defect of the planner (kind corruption), never of the user.
-  io::Error train_step(const Plan& plan, bool pending);
+  io::Error train_step(const Plan& plan, bool pending, bool commits = false);
   io::Error flush(const Plan& plan);
   io::Error evaluate(const Plan& plan);
 
  private:
-  // How often the plan updates each chunk: a deferred one, any other trainable one; and measures a deferred one.
+  // How often the plan updates each chunk: a deferred one, any other trainable one; and measures a deferred one. How
+  // often it commits.
   struct Expected {
-    int deferred_updates = 0, updates = 0, measurements = 0;
+    int deferred_updates = 0, updates = 0, measurements = 0, commits = 0;
   };
 
   io::Error play(const Plan& plan, const Expected& expected);
@@ -37,6 +39,7 @@ class PlanChecker {
   void compute(const Task& task, const Plan& plan);
   void sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit);
   void update(const Task& task);
+  void commit();
   void update_on_device(const Task& task);
   // The gradient that this plan's update of the chunk applies, and the fp32 sum that it was on the device.
   Content gradient_of(int chunk) const;
@@ -47,6 +50,7 @@ class PlanChecker {
   Ledger ledger_;
   UpdateRules rules_;
   std::vector<int> due_;   // by chunk: the version that whoever computes must see
+  int commits_ = 0;        // in this plan
   int step_ = 0;           // training steps planned
   int deferred_step_ = 0;  // the step whose gradients this plan's deferred updates apply
 };

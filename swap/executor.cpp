@@ -60,7 +60,7 @@ io::Error Executor::Impl::allocate() {
 }
 
 void Executor::Impl::start() {
-  for (Lane lane : {Lane::disk_read, Lane::disk_write, Lane::upload, Lane::download, Lane::update})
+  for (Lane lane : {Lane::disk_read, Lane::disk_write, Lane::upload, Lane::download, Lane::update, Lane::commit})
     threads.emplace_back([this, lane] { lane_loop(lane); });
   threads.emplace_back([this] { verify_loop(); });
 }

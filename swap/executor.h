@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "io/error.h"
@@ -44,6 +45,8 @@ class HostWork {
   // bf16 and `low` holds nothing yet. Called instead of measure(): it also measures the result.
   virtual io::Error accumulate(const Chunk& chunk, std::span<const std::byte> incoming, std::span<std::byte> high,
                                std::span<std::byte> low, bool first);
+  // What goes with the generation that a commit task makes durable: see Store::commit().
+  virtual std::string progress() const { return {}; }
   // Turns a sum into the bf16 gradient that update() takes, in place in `high`.
   virtual io::Error round_sum(const Chunk& chunk, std::span<std::byte> high, std::span<const std::byte> low);
 };

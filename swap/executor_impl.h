@@ -69,6 +69,7 @@ struct Executor::Impl {
   io::Error update_on_device(Node& at);
   void start_read(TaskId id, Node& at);
   void start_write(TaskId id, Node& at);
+  void end_write(TaskId id, io::Error failed);
   io::Error work(Node& at);
   struct Extent {
     ExtentKind kind;

@@ -74,6 +74,9 @@ void Executor::Impl::run(Lane lane, TaskId id, Node& at) {
       case Lane::update:
         failed = work(at);
         break;
+      case Lane::commit:
+        failed = store->commit(at.work->progress());
+        break;
       default:
         failed = copy(at);
     }
@@ -215,15 +218,25 @@ void Executor::Impl::start_write(TaskId id, Node& at) {
     std::lock_guard lock(mutex);
     if (disk_outstanding[1]++ == 0) disk_since[1] = now();
   }
+  if (ref.where == HostRef::Where::resident_hi || ref.where == HostRef::Where::resident_state) {
+    const std::span<std::byte> bytes = host(ref, at.task.bytes);
+    store->stamp(kind, index, bytes);
+    return store->write(kind, index, memory->lend(bytes),
+                        [this, id](io::Completion&& completion) { end_write(id, std::move(completion.error)); });
+  }
   io::Buffer& home = buffer(ref);
   store->write(kind, index, std::move(home), [this, id, &home](io::Completion&& completion) {
     home = std::move(completion.buffer);
-    {
-      std::lock_guard lock(mutex);
-      if (--disk_outstanding[1] == 0) counters[1].busy_seconds += now() - disk_since[1];
-    }
-    finish(id, std::move(completion.error));
+    end_write(id, std::move(completion.error));
   });
+}
+
+void Executor::Impl::end_write(TaskId id, io::Error failed) {
+  {
+    std::lock_guard lock(mutex);
+    if (--disk_outstanding[1] == 0) counters[1].busy_seconds += now() - disk_since[1];
+  }
+  finish(id, std::move(failed));
 }
 
 void Executor::Impl::verify_loop() {

@@ -7,8 +7,8 @@
 
 namespace tierflow::swap {
 
-enum class Lane : std::uint8_t { disk_read, disk_write, upload, download, compute, update };
-inline constexpr int kLanes = 6;
+enum class Lane : std::uint8_t { disk_read, disk_write, upload, download, compute, update, commit };
+inline constexpr int kLanes = 7;
 const char* lane_name(Lane lane);
 
 enum class TaskKind : std::uint8_t {
@@ -37,6 +37,7 @@ enum class TaskKind : std::uint8_t {
   upload_gradient,   // a deferred one
   update_on_device,  // in place on the unit's words on the device and the state in the slot
   download_state,
+  commit,  // what is stored of every trainable chunk becomes a durable generation
 };
 const char* task_name(TaskKind kind);
 

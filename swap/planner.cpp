@@ -25,7 +25,8 @@ Planner::Planner(const Layout& layout, const Arrangement& arrangement)
   }
 }
 
-Plan Planner::train_step(bool pending) {
+Plan Planner::train_step(bool pending, bool commits) {
+  if (commits && !pending) emitter_.commit();
   for (const int unit : deferring_) fetcher_.owe(unit, pending ? Owed::gradient : Owed::nothing);
   gradient_of_.assign(layout_.units().size(), kNowhere);
   const int stages = static_cast<int>(layout_.stages().size());
@@ -33,7 +34,7 @@ Plan Planner::train_step(bool pending) {
   for (int stage = 0; stage + 1 < stages; ++stage) visits.push_back({.stage = stage, .pass = Pass::forward});
   visits.push_back({.stage = stages - 1, .pass = Pass::head});
   for (int stage = stages - 2; stage >= 0; --stage) visits.push_back({.stage = stage, .pass = Pass::backward});
-  return run(std::move(visits), arrangement_.micro_batches);
+  return run(std::move(visits), arrangement_.micro_batches, commits && pending);
 }
 
 Plan Planner::evaluate(int micro_batches) {
@@ -49,7 +50,7 @@ Plan Planner::flush() {
   return emitter_.take();
 }
 
-Plan Planner::run(std::vector<Visit> visits, int micro_batches) {
+Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits) {
   const int count = static_cast<int>(visits.size());
   Saved saved{.buffer_of = std::vector<HostRef>(arrangement_.items()),
               .slot_of = std::vector<std::uint64_t>(arrangement_.items(), kNowhere)};
@@ -69,6 +70,8 @@ Plan Planner::run(std::vector<Visit> visits, int micro_batches) {
       if (adds) bring_back(saved);
       compute(visit, index, micro_batch, saved);
     }
+    // Every unit's update has run by now, and none of this step's own.
+    if (commits && visit.pass == Pass::head) emitter_.commit();
     fetcher_.release(layout_.stages()[visit.stage].units);
     if (adds) take_gradients(visit);
   }

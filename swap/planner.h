@@ -14,8 +14,9 @@ class Planner {
   Planner(const Layout& layout, const Arrangement& arrangement);
 
   // Layer-major forward and backward over all micro-batches. `pending`: deferred updates of the step before have not
-  // run yet. They then run ahead of each unit's first forward.
-  Plan train_step(bool pending);
+  // run yet. They then run ahead of each unit's first forward. `commits`: when they have run, what the step before left
+  // becomes a durable generation, beside the rest of this step; no extent of it is overwritten before it is durable.
+  Plan train_step(bool pending, bool commits = false);
   // Forward only, for one evaluation of `micro_batches` micro-batches.
   Plan evaluate(int micro_batches);
   // The pending updates of the step before, without a step.
@@ -32,7 +33,8 @@ class Planner {
     std::vector<std::uint64_t> slot_of;
   };
 
-  Plan run(std::vector<Visit> visits, int micro_batches);
+  // commits: at the head.
+  Plan run(std::vector<Visit> visits, int micro_batches, bool commits = false);
   void compute(const Visit& visit, int index, int micro_batch, Saved& saved);
   void save(int item, std::uint64_t slot);
   void bring_back(Saved& saved);

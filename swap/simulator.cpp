@@ -96,6 +96,8 @@ Simulator::Phases Simulator::phases(const Task& task, const Plan& plan) const {
     }
     case Lane::compute:
       return {{compute_seconds(task, plan), machine.compute_on_cores ? static_cast<double>(machine.threads) : 0}};
+    case Lane::commit:
+      return {{0}};
     case Lane::update:
       break;
   }
@@ -131,7 +133,7 @@ double Simulator::speed(Server server) const {
 
 // Lets every lane begin what it may: its next task, once nothing of the lane runs (disks take the next at once).
 void Simulator::start() {
-  constexpr Server kServerOf[kLanes] = {kRead, kWrite, kUpload, kDownload, kCompute, kUpdate};
+  constexpr Server kServerOf[kLanes] = {kRead, kWrite, kUpload, kDownload, kCompute, kUpdate, kCommit};
   for (int lane = 0; lane < kLanes; ++lane) {
     const Server server = kServerOf[lane];
     const bool queues = server == kRead || server == kWrite;

@@ -64,7 +64,7 @@ class Simulator {
 
  private:
   // Who works on a task. A disk serves its queue in order, as does the thread that verifies what was read.
-  enum Server { kRead, kWrite, kVerify, kUpload, kDownload, kCompute, kUpdate, kServers };
+  enum Server { kRead, kWrite, kVerify, kUpload, kDownload, kCompute, kUpdate, kCommit, kServers };
   // Work of one kind: seconds at full speed, and the cores that it takes.
   struct Phase {
     double seconds = 0, cores = 0;

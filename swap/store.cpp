@@ -25,7 +25,7 @@ Store::Store(StoreOptions options, const Layout& layout)
                                     ? options_.scratch.activation_bytes.size()
                                     : chunks.size();
     records_[kind].resize(extents);
-    pending_checksum_[kind].resize(extents);
+    stamped_[kind].resize(extents);
   }
   for (const Chunk& chunk : chunks) {
     hi_offset_.push_back(hi_bytes_);
@@ -87,11 +87,10 @@ std::uint64_t Store::offset(ExtentKind kind, int index, int slot) const {
   return base + options_.generations * hi_bytes_ + slot * state_bytes_ + state_offset_[index];
 }
 
-std::uint64_t Store::checksum(ExtentKind kind, int index, std::uint64_t generation,
-                              std::span<const std::byte> bytes) const {
+std::uint64_t Store::checksum(ExtentKind kind, int index, std::uint64_t generation, std::uint64_t content) const {
   const std::uint64_t extent =
       static_cast<std::uint64_t>(kind) * layout_.chunks().size() + static_cast<std::uint64_t>(index);
-  return io::extent_checksum(run_id_, extent, generation, bytes);
+  return io::extent_checksum(run_id_, extent, generation, extent_bytes(kind, index), content);
 }
 
 void Store::read(ExtentKind kind, int index, io::Buffer buffer, io::Callback done) {
@@ -123,7 +122,7 @@ void Store::report_second_reading(const io::Error& wrong) const {
 }
 
 void Store::stamp(ExtentKind kind, int index, std::span<const std::byte> bytes) {
-  pending_checksum_[static_cast<int>(kind)][index] = checksum(kind, index, generation_ + 1, bytes);
+  stamped_[static_cast<int>(kind)][index] = io::content_hash(bytes);
 }
 
 void Store::write(ExtentKind kind, int index, io::Buffer buffer, io::Callback done) {
@@ -135,10 +134,11 @@ void Store::write(ExtentKind kind, int index, io::Buffer buffer, io::Callback do
   }
   if (refused) return done({.buffer = std::move(buffer), .error = std::move(refused)});
   ExtentRecord& at = record(kind, index);
-  // A slot that the newest durable generation refers to is not written while there is another.
-  if (at.written && at.generation <= generation_ && options_.generations == 2 && !is_scratch(kind)) at.slot ^= 1;
-  at.checksum = pending_checksum_[static_cast<int>(kind)][index];
-  at.generation = generation_ + 1;
+  // A slot that the newest durable generation refers to is not written while there is another. Scratch has neither.
+  const std::uint64_t generation = is_scratch(kind) ? 0 : generation_ + 1;
+  if (at.written && at.generation < generation && options_.generations == 2) at.slot ^= 1;
+  at.checksum = checksum(kind, index, generation, stamped_[static_cast<int>(kind)][index]);
+  at.generation = generation;
   at.written = true;
   if (!is_scratch(kind))
     done = [this, done = std::move(done)](io::Completion&& completion) {
@@ -158,7 +158,7 @@ void Store::write(ExtentKind kind, int index, io::Buffer buffer, io::Callback do
 
 io::Error Store::verify(ExtentKind kind, int index, std::span<const std::byte> bytes) const {
   const ExtentRecord& at = record(kind, index);
-  if (at.written && checksum(kind, index, at.generation, bytes) == at.checksum) return {};
+  if (at.written && checksum(kind, index, at.generation, io::content_hash(bytes)) == at.checksum) return {};
   std::string whose = "item " + std::to_string(index), path;
   if (kind != ExtentKind::activations) {
     const Chunk& chunk = layout_.chunks()[index];

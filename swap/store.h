@@ -64,7 +64,7 @@ class Store {
   void write(ExtentKind kind, int index, io::Buffer buffer, io::Callback done);
   // Reads an extent into memory of its own, verified, a second time where the first does not match. Blocks.
   io::Result<io::Buffer> fetch(ExtentKind kind, int index);
-  // Makes the checksum that the next write() of the extent records: call where the bytes are produced.
+  // Hashes what the next write() of the extent records: call where the bytes are produced. A commit may lie between.
   void stamp(ExtentKind kind, int index, std::span<const std::byte> bytes);
   // Compares bytes that read() brought with the record: an error of kind corruption names the extent.
   io::Error verify(ExtentKind kind, int index, std::span<const std::byte> bytes) const;
@@ -97,7 +97,7 @@ class Store {
   const ExtentRecord& record(ExtentKind kind, int index) const { return records_[static_cast<int>(kind)][index]; }
   io::Volume& volume_of(ExtentKind kind) { return is_scratch(kind) ? *scratch_volume_ : *volume_; }
   std::uint64_t offset(ExtentKind kind, int index, int slot) const;
-  std::uint64_t checksum(ExtentKind kind, int index, std::uint64_t generation, std::span<const std::byte> bytes) const;
+  std::uint64_t checksum(ExtentKind kind, int index, std::uint64_t generation, std::uint64_t content) const;
   std::string manifest(const std::string& progress) const;
   io::Error make_scratch();
   io::Error take_over(const Generation& found);
@@ -109,7 +109,7 @@ class Store {
   StoreOptions options_;
   const Layout& layout_;
   std::vector<ExtentRecord> records_[kExtentKinds];
-  std::vector<std::uint64_t> pending_checksum_[kExtentKinds];
+  std::vector<std::uint64_t> stamped_[kExtentKinds];     // content hashes
   std::vector<std::uint64_t> hi_offset_, state_offset_;  // by chunk, within a slot
   ScratchPlaces scratch_;
   std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, state_bytes_ = 0, total_bytes_ = 0;

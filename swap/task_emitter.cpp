@@ -104,7 +104,10 @@ TaskEmitter::Gradient TaskEmitter::read_gradient(int chunk, bool is_sum) {
 }
 
 void TaskEmitter::write(ExtentKind kind, int chunk, HostRef from, bool follows_readers) {
-  if (arrangement_.resident(kind, chunk)) return;
+  if (!arrangement_.resident(kind, chunk)) store(kind, chunk, from, follows_readers);
+}
+
+void TaskEmitter::store(ExtentKind kind, int chunk, HostRef from, bool follows_readers) {
   const ExtentTasks& of = tasks_of(kind);
   fill_in(emit(of.write, Lane::disk_write, {host_access(from, follows_readers), cell_access(of.stored, chunk, true)}),
           kind, chunk, from);
@@ -184,6 +187,19 @@ void TaskEmitter::update_on_device(int chunk, std::uint64_t words_at, std::uint6
   download(ExtentKind::hi, chunk, words_at, home).updated = true;
   write(ExtentKind::hi, chunk, home);
   write(ExtentKind::state, chunk, state);
+}
+
+void TaskEmitter::commit() {
+  serve(Pass::forward, -1);
+  std::vector<Access> accesses;
+  for (const Chunk& chunk : layout_.chunks()) {
+    if (!chunk.trainable) continue;
+    for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) {
+      if (arrangement_.resident(kind, chunk.id)) store(kind, chunk.id, resident_place(kind, chunk.id));
+      accesses.push_back(cell_access(tasks_of(kind).stored, chunk.id, false));
+    }
+  }
+  emit(TaskKind::commit, Lane::commit, std::move(accesses));
 }
 
 Task& TaskEmitter::fill_in(Task& task, ExtentKind kind, int chunk, HostRef place) const {

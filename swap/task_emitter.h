@@ -57,8 +57,12 @@ class TaskEmitter {
   void update(int chunk, HostRef words, Gradient gradient);
   // The update on the device, of words at `words_at`, which then go to `home`, and on to storage. `sum` as in Task.
   void update_on_device(int chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home);
+  // What is stored of every trainable chunk becomes a durable generation. Resident extents are written for it first:
+  // they have all changed since the commit before.
+  void commit();
 
  private:
+  void store(ExtentKind kind, int chunk, HostRef from, bool follows_readers = false);
   Task& fill_in(Task& task, ExtentKind kind, int chunk, HostRef place) const;
 
   const Layout& layout_;

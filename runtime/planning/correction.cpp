@@ -43,6 +43,8 @@ void slow_down(Profile& profile, swap::Lane lane, double factor) {
       for (auto* updates : {&profile.machine.update, &profile.machine.device_update})
         for (auto& [name, rate] : *updates) rate /= factor;
       return;
+    case swap::Lane::commit:  // takes as long as the drives' flush, of which no rate is kept
+      return;
   }
 }
 

@@ -9,6 +9,8 @@
 #include <chrono>
 #include <cstring>
 #include <filesystem>
+#include <functional>
+#include <map>
 #include <random>
 #include <set>
 #include <thread>
@@ -16,6 +18,7 @@
 
 #include "swap/arrange.h"
 #include "swap/planner.h"
+#include "tests/support/power_cut.h"
 
 namespace tierflow::swap {
 namespace {
@@ -136,7 +139,13 @@ class ToyWork final : public HostWork {
     ++on_device;
     return device.synchronize(device.record(StreamId::update));
   }
+  std::string progress() const override {
+    if (before_commit) before_commit();
+    return std::to_string(++commits);
+  }
   int measured = 0, updated = 0, on_device = 0;
+  mutable int commits = 0;  // each step's, as a task of the next one
+  std::function<void()> before_commit;
 };
 
 struct Case {
@@ -145,6 +154,8 @@ struct Case {
   int micro_batches = 2;
   std::uint64_t chaos = 0;
   int generations = 1;
+  bool commits_beside = false;  // as tasks, of two generations
+  std::function<std::unique_ptr<io::Backend>(std::unique_ptr<io::Backend>)> wrap;
   io::EngineKind engine = io::EngineKind::automatic;
   double deferred = 0;                 // share, where nothing is staged
   double on_device = 0;                // share of the units
@@ -205,7 +216,8 @@ class Run {
         .volume = {.folders = {folder_.path()},
                    .engine = case_.engine,
                    .allow_buffered = true,
-                   .allow_any_filesystem = true},
+                   .allow_any_filesystem = true,
+                   .wrap_backend = case_.wrap},
         .generations = case_.generations,
         .scratch = {.gradient_chunks = stored_gradients, .activation_bytes = arrangement_.stored_activations(layout_)}};
     auto store = Store::create(options_, layout_);
@@ -232,7 +244,7 @@ class Run {
 
   void train(int steps) {
     for (int step = 0; step < steps; ++step) {
-      Plan plan = planner_->train_step(pending_);
+      Plan plan = planner_->train_step(pending_, case_.commits_beside && step > 0);
       if (mutate) mutate(plan);
       for (const Task& task : plan.tasks)
         for (TaskId dependency : task.dependencies) ASSERT_LT(dependency, plan.first_id + (&task - plan.tasks.data()));
@@ -241,11 +253,12 @@ class Run {
       if (HasFatalFailure()) return;
       ASSERT_OK(executor_->finish_updates());
       pending_ = deferred_chunks() != 0;
-      if (case_.generations == 2) commit(step + 1);
+      if (case_.generations == 2 && !case_.commits_beside) commit(step + 1);
       if (HasFatalFailure()) return;
     }
     if (pending_) executor_->append(planner_->flush(), work_);
     ASSERT_OK(executor_->drain());
+    if (case_.commits_beside) committed_ = work_->commits;
     if (committed_ != 0) expect_after_a_crash(committed_);
   }
 
@@ -262,12 +275,18 @@ class Run {
   // What a copy of the drive as it is now opens at: bit for bit what the plain loop has after `steps`.
   void expect_after_a_crash(int steps) {
     TemporaryFolder copy;
-    std::filesystem::copy(folder_.path() / "state.tfv", copy.path() / "state.tfv");
+    std::filesystem::copy(file(), copy.path() / "state.tfv");
+    int opened = 0;
+    expect_opens(copy.path(), opened);
+    ASSERT_EQ(opened, steps);
+  }
+  void expect_opens(const std::filesystem::path& folder, int& steps) {
     StoreOptions options = options_;
-    options.volume.folders = {copy.path()};
+    options.volume.folders = {folder};
+    options.volume.wrap_backend = {};
     auto store = Store::open(options, layout_);
     ASSERT_TRUE(store.ok()) << store.error().message();
-    ASSERT_EQ((*store)->progress(), std::to_string(steps));
+    steps = std::stoi((*store)->progress());
     const Reference reference = run_reference(toy_, layout_, steps, case_.micro_batches);
     for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id) {
       const Chunk& chunk = layout_.chunks()[id];
@@ -299,11 +318,12 @@ class Run {
   const Arrangement& arrangement() const { return arrangement_; }
   ToyWork& work() { return *work_; }
   Store& store() { return *store_; }
+  std::filesystem::path file() const { return folder_.path() / "state.tfv"; }
   std::function<void(Plan&)> mutate;
   int swapped = 0;  // visits with activations in a slot
 
  private:
-  static bool HasFatalFailure() { return testing::Test::HasFatalFailure(); }
+  static bool HasFatalFailure() { return ::testing::Test::HasFatalFailure(); }
 
   void visits(int step) {
     const int stages = static_cast<int>(layout_.stages().size());
@@ -371,10 +391,10 @@ bool equals_plain_loop(const Case& with, int blocks, int steps, std::function<vo
   const Toy toy = make_toy(with.tied, blocks);
   Run run(toy, with);
   run.prepare();
-  if (testing::Test::HasFatalFailure()) return false;
+  if (::testing::Test::HasFatalFailure()) return false;
   run.mutate = std::move(mutate);
   run.train(steps);
-  if (testing::Test::HasFatalFailure()) return false;
+  if (::testing::Test::HasFatalFailure()) return false;
   const int chunks = static_cast<int>(run.layout().chunks().size());
   EXPECT_EQ(run.work().updated, chunks * steps);
   EXPECT_EQ(run.work().measured, run.deferred_chunks() * steps);
@@ -435,6 +455,60 @@ TEST(Executor, TwoGenerations) {
   for (const bool staged : {true, false})
     for (const std::uint64_t host : {kMiB, 3 * kMiB, 200 * kMiB})
       EXPECT_TRUE(equals_plain_loop({.host = host, .device = 2 * kMiB, .staged = staged, .generations = 2}, 3, 3));
+}
+TEST(Executor, CommitsBesideTheNextStep) {
+  for (const bool staged : {true, false})
+    for (const std::uint64_t host : {kMiB, 3 * kMiB, 200 * kMiB}) {
+      Case with{.host = host, .device = 2 * kMiB, .staged = staged, .generations = 2, .commits_beside = true};
+      EXPECT_TRUE(equals_plain_loop(with, 3, 4));
+      with.chaos = 9;
+      if (!staged) with.deferred = 0.5;
+      EXPECT_TRUE(equals_plain_loop(with, 3, 4));
+    }
+}
+
+// While steps and commits overlap, the power goes at every fifth write: what opens is a step's end, bit for bit, and no
+// older than the last that was acknowledged.
+TEST(Executor, APowerCutLeavesAWholeStep) {
+  for (const bool staged : {true, false}) {
+    const auto cache = std::make_shared<testing::DriveCache>();
+    Case with{.host = kMiB, .device = 2 * kMiB, .staged = staged, .generations = 2, .commits_beside = true};
+    with.wrap = testing::caching(cache);
+    with.engine = io::EngineKind::threads;
+    const Toy toy = make_toy(false, 1);
+    class Run run(toy, with);
+    run.prepare();
+    ASSERT_FALSE(::testing::Test::HasFatalFailure());
+    const std::vector<char> image = testing::read_file(run.file());
+    cache->forget();
+    std::vector<std::size_t> acknowledged_at;  // writes so far, by commit
+    run.work().before_commit = [&] {
+      std::lock_guard lock(cache->mutex);
+      acknowledged_at.push_back(cache->writes.size());  // of the commit before
+    };
+    run.train(4);
+    ASSERT_FALSE(::testing::Test::HasFatalFailure());
+    ASSERT_EQ(acknowledged_at.size(), 3U);
+    acknowledged_at.erase(acknowledged_at.begin());
+    TemporaryFolder cut;
+    std::map<int, int> opened;
+    testing::for_each_cut(
+        *cache, image, cut.path(),
+        [&](std::size_t cut_at, const std::string& where) {
+          SCOPED_TRACE(where);
+          const auto acknowledged = std::count_if(acknowledged_at.begin(), acknowledged_at.end(),
+                                                  [&](std::size_t at) { return at < cut_at; });
+          if (acknowledged == 0) return;
+          int steps = 0;
+          run.expect_opens(cut.path(), steps);
+          EXPECT_GE(steps, acknowledged);
+          ++opened[steps];
+        },
+        5);
+    EXPECT_GT(opened[1], 3);
+    EXPECT_GT(opened[2], 3);
+    EXPECT_GT(opened[3], 0);
+  }
 }
 TEST(Executor, ThreadsEngine) {
   EXPECT_TRUE(equals_plain_loop({.host = kMiB, .device = 2 * kMiB, .engine = io::EngineKind::threads}, 3, 3));

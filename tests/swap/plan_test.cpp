@@ -115,9 +115,10 @@ TEST(PlanChecker, ProvesThousandsOfRandomPlans) {
     PlanChecker checker(*planned.layout, planned.arrangement);
     bool pending = false;
     for (int step = 0; step < 3; ++step) {
-      const Plan plan = planner.train_step(pending);
+      const bool commits = random() % 2 == 0;
+      const Plan plan = planner.train_step(pending, commits);
       for (const Task& task : plan.tasks) ++of_kind[task.kind];
-      const io::Error error = checker.train_step(plan, pending);
+      const io::Error error = checker.train_step(plan, pending, commits);
       ASSERT_FALSE(error) << "round " << round << " step " << step << ": " << error.message();
       // A step that is skipped leaves nothing to apply.
       pending = defers(planned.arrangement) && random() % 4 != 0;
@@ -135,7 +136,7 @@ TEST(PlanChecker, ProvesThousandsOfRandomPlans) {
   }
   EXPECT_GT(plans, 10000);
   for (const TaskKind kind : {TaskKind::save_activations, TaskKind::load_activations, TaskKind::read_activations,
-                              TaskKind::write_activations})
+                              TaskKind::write_activations, TaskKind::commit})
     EXPECT_GT(of_kind[kind], 1000) << task_name(kind);
 }
 
@@ -149,9 +150,9 @@ int noticed(const std::function<bool(Plan&, std::minstd_rand&)>& damage, int rou
     PlanChecker checker(*planned.layout, planned.arrangement);
     bool pending = false, damaged = false, error = false;
     for (int step = 0; step < 3; ++step) {
-      Plan plan = planner.train_step(pending);
+      Plan plan = planner.train_step(pending, step == 1);
       if (step == 1) damaged = damage(plan, random);
-      error = error || checker.train_step(plan, pending);
+      error = error || checker.train_step(plan, pending, step == 1);
       pending = defers(planned.arrangement);
     }
     if (!damaged) continue;
@@ -230,6 +231,29 @@ TEST(PlanCheckerControl, NoticesADeviceUpdateInAnotherSlot) {
     return true;
   };
   EXPECT_EQ(noticed_in(TaskKind::update_on_device, move_away, 20), 20);
+}
+TEST(PlanCheckerControl, NoticesACommitThatDoesNotWait) {
+  const auto forget = [](Task& task) { return !std::exchange(task.dependencies, {}).empty(); };
+  EXPECT_EQ(noticed_in(TaskKind::commit, forget, 20), 20);
+  const auto leave_out = [](Task& task) {
+    task = {.kind = TaskKind::compute, .lane = Lane::compute};
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::commit, leave_out, 20), 20);
+}
+// What the drive has of the step before is written over while it is being committed.
+TEST(PlanCheckerControl, NoticesAWriteThatDoesNotWaitForTheCommit) {
+  const auto rush = [](Plan& plan, std::minstd_rand&) {
+    const auto commit = std::find_if(plan.tasks.begin(), plan.tasks.end(),
+                                     [](const Task& task) { return task.kind == TaskKind::commit; });
+    const TaskId id = plan.first_id + static_cast<TaskId>(commit - plan.tasks.begin());
+    for (auto task = commit; task != plan.tasks.end(); ++task)
+      if ((task->kind == TaskKind::write_hi || task->kind == TaskKind::write_state) &&
+          std::erase(task->dependencies, id) != 0)
+        return true;
+    return false;
+  };
+  EXPECT_EQ(noticed(rush, 20), 20);
 }
 TEST(PlanCheckerControl, NoticesALaterDependency) {
   EXPECT_EQ(noticed(

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -12,9 +11,12 @@
 
 #include "io/wait.h"
 #include "swap/store.h"
+#include "tests/support/power_cut.h"
 #include "tests/support/temp_dir.h"
 
 namespace tierflow::swap {
+
+using testing::read_file;
 
 inline constexpr std::uint64_t kRunId = 0x0123456789abcdefULL;
 
@@ -146,11 +148,6 @@ inline void flip(io::Volume& volume, std::uint64_t offset) {
   std::vector<std::byte> sector = bytes_at(volume, round_up(offset + 1, kSector) - kSector, kSector);
   sector[offset % kSector] ^= std::byte{4};
   put(volume, round_up(offset + 1, kSector) - kSector, sector);
-}
-
-inline std::vector<char> read_file(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
 }
 
 }  // namespace tierflow::swap

@@ -13,6 +13,7 @@
 #include <sstream>
 
 #include "tests/support/faulty_backend.h"
+#include "tests/support/power_cut.h"
 #include "tests/swap/store_fixture.h"
 
 namespace tierflow::swap {
@@ -23,67 +24,18 @@ using testing::FaultPlan;
 
 constexpr std::uint64_t kSuperblockA = 0, kSuperblockB = 1 << 20, kManifestA = 2 << 20;
 
-// A drive with a cache that forgets: keeps each write until a flush that began after it.
-struct Cache {
-  struct Write {
-    std::uint64_t offset;
-    std::vector<std::byte> bytes;
-    std::size_t durable;  // of the writes before it, when it was issued
-  };
-  std::mutex mutex;
-  std::vector<Write> writes;  // in their order
-  std::size_t durable = 0;    // of these, from the first
-};
-
-class CachingBackend final : public io::Backend {
- public:
-  CachingBackend(std::unique_ptr<io::Backend> inner, std::shared_ptr<Cache> cache)
-      : inner_(std::move(inner)), cache_(std::move(cache)) {}
-  io::EngineKind kind() const override { return inner_->kind(); }
-  io::Error register_files(std::span<const int> files) override { return inner_->register_files(files); }
-  bool registered_files() const override { return inner_->registered_files(); }
-  io::Error register_memory(std::span<const std::span<std::byte>> regions) override {
-    return inner_->register_memory(regions);
-  }
-  bool push(const io::KernelOp& op) override {
-    if (!inner_->push(op)) return false;
-    std::lock_guard lock(cache_->mutex);
-    if (op.action == io::Action::write)
-      cache_->writes.push_back({op.offset, {op.data, op.data + op.length}, cache_->durable});
-    if (op.action == io::Action::flush) flushes_.emplace_back(op.ticket, cache_->writes.size());
-    return true;
-  }
-  void reap(std::vector<io::KernelResult>& results, std::chrono::nanoseconds timeout) override {
-    const std::size_t before = results.size();
-    inner_->reap(results, timeout);
-    std::lock_guard lock(cache_->mutex);
-    for (std::size_t i = before; i < results.size(); ++i)
-      for (const auto& [ticket, writes] : flushes_)
-        if (ticket == results[i].ticket && results[i].value >= 0) cache_->durable = std::max(cache_->durable, writes);
-  }
-  void wake() override { inner_->wake(); }
-
- private:
-  std::unique_ptr<io::Backend> inner_;
-  std::shared_ptr<Cache> cache_;
-  std::vector<std::pair<std::uint32_t, std::size_t>> flushes_;  // and the writes pushed before
-};
-
 // At every write of three commits the power goes: whatever part of the cache survives, the store opens at a generation
 // no older than the last that commit() acknowledged, and holds that generation's bits.
 TEST(StorePowerCut, KeepsEveryAcknowledgedGeneration) {
   testing::TempDir folder, cut;
-  const auto cache = std::make_shared<Cache>();
-  const StoreOptions options = options_in(folder.path(), 2, [cache](std::unique_ptr<io::Backend> inner) {
-    return std::make_unique<CachingBackend>(std::move(inner), cache);
-  });
+  const auto cache = std::make_shared<testing::DriveCache>();
+  const StoreOptions options = options_in(folder.path(), 2, testing::caching(cache));
   std::vector<std::size_t> acknowledged_at;  // writes so far, by generation
   std::vector<char> image;
   {
     const auto store = create(options);
     image = read_file(folder.path() / "state.tfv");
-    cache->writes.clear();
-    cache->durable = 0;
+    cache->forget();
     for (int value = 1; value <= 3; ++value) {
       ASSERT_OK(write_and_commit(*store, value));
       EXPECT_EQ(cache->durable, cache->writes.size()) << "acknowledged before it was durable";
@@ -91,37 +43,17 @@ TEST(StorePowerCut, KeepsEveryAcknowledgedGeneration) {
     }
     ASSERT_OK(write_all(*store, 4));
   }
-  const std::size_t all = cache->writes.size();
-  std::minstd_rand random(3);
   int opened = 0;
-  for (std::size_t cut_at = 1; cut_at <= all; ++cut_at) {  // as soon as so many writes were issued
+  testing::for_each_cut(*cache, image, cut.path(), [&](std::size_t cut_at, const std::string& where) {
     const auto acknowledged =
         std::count_if(acknowledged_at.begin(), acknowledged_at.end(), [&](std::size_t at) { return at < cut_at; });
-    const std::size_t durable = cache->writes[cut_at - 1].durable;
-    if (acknowledged == 0) continue;  // nothing is promised yet
-    for (int survivors = 0; survivors < 6; ++survivors) {
-      std::vector<char> drive = image;
-      const std::size_t spared = durable + random() % std::max<std::size_t>(1, cut_at - durable);
-      for (std::size_t i = 0; i < cut_at; ++i) {
-        const bool survives = i < durable || survivors == 0 || (survivors == 1 && i + 1 == cut_at) ||
-                              (survivors == 2 && i + 1 != cut_at) || (survivors == 3 && i != spared) ||
-                              (survivors == 4 && random() % 2 == 0);
-        if (survives)
-          std::memcpy(drive.data() + cache->writes[i].offset, cache->writes[i].bytes.data(),
-                      cache->writes[i].bytes.size());
-      }
-      std::ofstream(cut.path() / "state.tfv", std::ios::binary | std::ios::trunc)
-          .write(drive.data(), static_cast<std::streamsize>(drive.size()));
-      std::filesystem::permissions(cut.path() / "state.tfv", std::filesystem::perms(0600));
-      auto store = Store::open(options_in(cut.path(), 2), layout());
-      ASSERT_TRUE(store.ok()) << "cut at write " << cut_at << ", survivors " << survivors << ": "
-                              << store.error().message();
-      ASSERT_GE((*store)->generation(), static_cast<std::uint64_t>(acknowledged)) << "cut at write " << cut_at;
-      expect_holds(**store, static_cast<int>((*store)->generation()));
-      if (::testing::Test::HasFatalFailure()) return;
-      ++opened;
-    }
-  }
+    if (acknowledged == 0) return;  // nothing is promised yet
+    auto store = Store::open(options_in(cut.path(), 2), layout());
+    ASSERT_TRUE(store.ok()) << where << ": " << store.error().message();
+    ASSERT_GE((*store)->generation(), static_cast<std::uint64_t>(acknowledged)) << where;
+    expect_holds(**store, static_cast<int>((*store)->generation()));
+    ++opened;
+  });
   EXPECT_GT(opened, 60);
 }
 
