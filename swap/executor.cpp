@@ -317,7 +317,7 @@ io::Error Executor::write_back() {
   for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
     for (int chunk = 0; chunk < static_cast<int>(impl.layout.chunks().size()); ++chunk) {
       const auto bytes = impl.residents[static_cast<int>(kind)][chunk];
-      if (bytes.empty()) continue;
+      if (bytes.empty() || (!impl.layout.chunks()[chunk].trainable && impl.store->holds(kind, chunk))) continue;
       {
         std::unique_lock lock(impl.mutex);
         impl.client_wakes.wait(lock, [&] { return outstanding < kWritesBack; });

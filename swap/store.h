@@ -80,6 +80,8 @@ class Store {
   // look for buffers in it until its end.
   void register_memory(std::shared_ptr<const io::Buffer> slab, std::span<const std::span<std::byte>> pieces);
 
+  // Whether the extent was ever written.
+  bool holds(ExtentKind kind, int index) const { return record(kind, index).written; }
   std::uint64_t extent_bytes(ExtentKind kind, int index) const;
   const std::string& identity() const { return options_.identity; }
   const std::string& progress() const { return progress_; }

@@ -21,7 +21,7 @@ Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps)
   bool pending = false;
   for (int step = 0; step < steps; ++step) {
     const double begin = simulator.now();
-    swap::Plan tasks = planner.train_step(pending);
+    swap::Plan tasks = planner.train_step(pending, plan.commit_every == 1 && step > 0);
     if (step + 1 == steps)
       for (const swap::Task& task : tasks.tasks) prediction.bytes[static_cast<int>(task.lane)] += task.bytes;
     simulator.append(std::move(tasks));

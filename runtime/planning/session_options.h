@@ -38,8 +38,16 @@ struct SessionOptions {
   // How many items (micro-batches of blocks) swap their activations to the host, and how many to storage, instead of
   // computing them again. Changes no bit; choose_placement() finds the fastest.
   int swap_to_host = 0, swap_to_storage = 0;
-  int update_threads = 0;            // 0: as many as torch uses
-  bool keep_store = false;           // make a store even if everything is resident: see commit() and export_store()
+  int update_threads = 0;   // 0: as many as torch uses
+  bool keep_store = false;  // make a store even if everything is resident: see commit() and export_store()
+  // After so many steps each, the state becomes durable in `storage`, beside the step that follows: a second generation
+  // of it lies there, and it outlives the session. 0: with commit() alone, in place.
+  int commit_every = 0;
+  bool commit_where_room = false;  // if storage has no room for two generations, as if commit_every were 0
+  // Go on with the state that a session with such commits left in `storage`, which is verified first. Budgets, engine
+  // and update threads may differ; model, precision and `run` may not.
+  bool resume = false;
+  std::string run;                   // JSON object of the client's, kept in the store: what has to be equal to go on
   bool fresh = false;                // what an earlier session left in `storage` is removed
   bool train = true;                 // false: evaluate() and export alone
   std::uint64_t chunk_elements = 0;  // 0: from the host budget

@@ -30,7 +30,7 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options) {
     if (at.deferred[id] && !at.gradient_resident[id]) writes.gradients += chunk.word_bytes();
   }
   for (const std::uint64_t bytes : at.stored_activations(*plan.layout)) writes.activations += bytes;
-  if (!options.keep_store) writes.commit = 0;
+  if (!options.keep_store && plan.commit_every == 0) writes.commit = 0;
   return writes;
 }
 
@@ -78,6 +78,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
                                                   .update_scratch = update_scratch_bytes(plan.packed, *plan.layout),
                                                   .storage = !options.storage.empty(),
                                                   .train = options.train}));
+  plan.commit_every = options.storage.empty() || !options.train ? 0 : options.commit_every;
   plan.writes = count_writes(plan, options);
   for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
     const swap::Chunk& chunk = plan.layout->chunks()[id];
@@ -87,7 +88,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
                      if (plan.arrangement.on_device[id]) plan.device_updated_parameters += count;
                    });
   }
-  plan.stored = plan.writes.load + plan.writes.activations != 0 || options.keep_store;
+  plan.stored = plan.writes.load + plan.writes.activations != 0 || options.keep_store || plan.commit_every != 0;
   return plan;
 }
 
@@ -102,29 +103,35 @@ SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options,
   }
 }
 
-std::string store_identity(const ModelSpec& spec, Precision precision) {
+std::string store_identity(const ModelSpec& spec, const SessionOptions& options) {
   return nlohmann::json{{"config", spec.config_json},
-                        {"precision", precision_name(precision)},
-                        {"tiling", {spec.tiling.vocabulary_elements, spec.tiling.block_elements}}}
+                        {"precision", precision_name(options.precision)},
+                        {"tiling", {spec.tiling.vocabulary_elements, spec.tiling.block_elements}},
+                        {"run", options.run}}
       .dump();
+}
+
+io::VolumeOptions storage_volume(const SessionOptions& options) {
+  return {.folders = options.storage,
+          .engine = options.engine,
+          .allow_buffered = options.allow_buffered,
+          .allow_any_filesystem = options.allow_any_filesystem,
+          .measure_speeds = options.storage.size() > 1,
+          .write_limit = options.write_limit,
+          .on_notice = options.on_notice};
 }
 
 swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& options, const SessionPlan& plan) {
   std::vector<bool> stored_gradients = plan.arrangement.deferred;
   for (std::size_t id = 0; id < stored_gradients.size(); ++id)
     if (plan.arrangement.gradient_resident[id]) stored_gradients[id] = false;
-  return {.volume = {.folders = options.storage,
-                     .engine = options.engine,
-                     .allow_buffered = options.allow_buffered,
-                     .allow_any_filesystem = options.allow_any_filesystem,
-                     .measure_speeds = options.storage.size() > 1,
-                     .write_limit = options.write_limit,
-                     .on_notice = options.on_notice},
+  return {.volume = storage_volume(options),
+          .generations = plan.commit_every != 0 ? 2 : 1,
           .scratch = {.staged_gradients =
                           std::find(stored_gradients.begin(), stored_gradients.end(), true) != stored_gradients.end(),
                       .gradient_chunks = stored_gradients,
                       .activation_bytes = plan.arrangement.stored_activations(*plan.layout)},
-          .identity = store_identity(spec, options.precision)};
+          .identity = store_identity(spec, options)};
 }
 
 void prove(const SessionPlan& plan, bool train) {
@@ -135,7 +142,8 @@ void prove(const SessionPlan& plan, bool train) {
   swap::PlanChecker checker(*plan.layout, plan.arrangement);
   bool pending = false;
   for (int step = 0; step < 3 && train; ++step) {
-    expect_right(checker.train_step(planner.train_step(pending), pending));
+    const bool commits = plan.commit_every != 0 && step > 0;
+    expect_right(checker.train_step(planner.train_step(pending, commits), pending, commits));
     pending = plan.defers();
   }
   if (pending) expect_right(checker.flush(planner.flush()));

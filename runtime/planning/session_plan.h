@@ -38,7 +38,7 @@ struct ComputeNeeds {
 };
 
 // Bytes that storage writes when each of these is done once. deferred: the part of `update` that deferred updates
-// write.
+// write. commit: what is resident.
 struct WriteCost {
   std::uint64_t load = 0, activations = 0, gradients = 0, update = 0, deferred = 0, commit = 0;
 };
@@ -49,6 +49,7 @@ struct SessionPlan {
   swap::Arrangement arrangement;
   std::uint64_t workspace = 0;                  // of the device budget
   bool stored = false;                          // storage holds anything at all
+  int commit_every = 0;                         // as the option; 0 where there is no storage or no room
   std::uint64_t deferred_parameters = 0;        // of the trainable ones: whose update is deferred
   std::uint64_t device_updated_parameters = 0;  // and whose runs on the device
   WriteCost writes;
@@ -64,7 +65,8 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
 SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
 
 // What a store says of the model in it: enough to read it back without the session.
-std::string store_identity(const ModelSpec& spec, Precision precision);
+std::string store_identity(const ModelSpec& spec, const SessionOptions& options);
+io::VolumeOptions storage_volume(const SessionOptions& options);
 swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& options, const SessionPlan& plan);
 
 // Proves the tasks of the first steps and the last update, where it trains, and of an evaluation. Throws

@@ -111,8 +111,8 @@ class Training {
                       .eps = options_.eps,
                       .weight_decay = options_.weight_decay};
     session_ = std::make_unique<Session>(
-        options_.config.empty() ? load(options_.model) : from_config(spec_, options_.seed),
-        session, adamw, [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
+        options_.config.empty() ? load(options_.model) : from_config(spec_, options_.seed), session, adamw,
+        [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
           throw_if_stopped();
           show(phase, done, total);
         });

@@ -62,6 +62,21 @@ double Session::adamw_lr() const {
 std::uint64_t Session::skipped_steps() const {
   return impl_->skipped;
 }
+int Session::commit_every() const {
+  return impl_->plan.commit_every;
+}
+std::int64_t Session::steps() const {
+  return impl_->steps;
+}
+void Session::remember(std::string client) {
+  impl_->client = std::move(client);
+}
+const std::string& Session::remembered() const {
+  return impl_->client;
+}
+void Session::discard() {
+  impl_->committed = false;
+}
 std::uint64_t Session::parameters() const {
   return static_cast<std::uint64_t>(impl_->model->spec().parameters());
 }
@@ -110,13 +125,15 @@ std::uint64_t Session::Impl::writes_of_next_step() const {
   // The deferred updates of the step before, if they wait, then this step's gradients and, before anything leaves the
   // session, all of its own updates.
   return (pending ? plan.writes.deferred : 0) + plan.writes.update + plan.writes.activations + plan.writes.gradients +
-         plan.writes.commit;
+         plan.writes.commit * (plan.commit_every != 0 ? 2 : 1);
 }
 
 StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
   const auto started = std::chrono::steady_clock::now();
   check_batches(batches, true);
   const torch::NoGradGuard no_grad;
+  const bool commits = plan.commit_every != 0 && steps != committed_steps && steps % plan.commit_every == 0;
+  std::string progress = progress_json();
   StepResult result{.step = ++steps};
   const std::int64_t again = computed_again;
   std::int64_t targets = 0;
@@ -131,7 +148,9 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     return result;
   }
   const auto work = make_work(lr);
-  executor().append(planner->train_step(pending), work);
+  work->set_progress(std::move(progress));
+  executor().append(planner->train_step(pending, commits), work);
+  if (commits) committed_steps = steps - 1;
   forward_all(shared, swap::Pass::forward);
   head_all(shared, 1.0 / static_cast<double>(std::max<std::int64_t>(targets, 1)), result, *work);
   backward_all(shared, *work);

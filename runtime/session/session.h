@@ -96,6 +96,16 @@ class Session {
   // Makes the present state durable in the storage folders, so that it outlives the session. Throws Exception (kind
   // usage) where everything is resident without keep_store.
   void commit();
+  // Whether the state is committed beside the steps, and after how many each. 0: it is not.
+  int commit_every() const;
+  // Steps that the state has, those before it was resumed included.
+  std::int64_t steps() const;
+  // JSON of the client's that goes with every commit of the present state, and what came with the state that was
+  // resumed.
+  void remember(std::string client);
+  const std::string& remembered() const;
+  // The store is removed when the session ends, though it was committed.
+  void discard();
 
  private:
   double adamw_lr() const;

@@ -48,13 +48,22 @@ void Session::export_hf(const std::filesystem::path& folder, const Progress& pro
 }
 
 void Session::commit() {
-  Impl& impl = *impl_;
-  if (impl.store == nullptr)
+  if (impl_->store == nullptr)
     throw Exception(io::ErrorKind::usage, "the session has no storage: there is no state that outlives it");
-  impl.committed = true;  // of a commit that fails nobody knows how far it came: nothing is removed
-  impl.flush();
-  throw_if(impl.executor().write_back());
-  throw_if(impl.store->commit(nlohmann::json{{"step", impl.steps}, {"updates", impl.updates_done}}.dump()));
+  impl_->commit();
+}
+
+void Session::Impl::commit() {
+  committed = true;  // of a commit that fails nobody knows how far it came: nothing is removed
+  flush();
+  throw_if(executor().write_back());
+  throw_if(store->commit(progress_json()));
+  committed_steps = steps;
+}
+
+// What a session needs to go on from here, beside the weights and their state.
+std::string Session::Impl::progress_json() const {
+  return nlohmann::json{{"step", steps}, {"updates", updates_done}, {"skipped", skipped}, {"client", client}}.dump();
 }
 
 void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
@@ -134,6 +143,8 @@ std::string Session::describe() const {
     const std::string note = impl.executor().pin_note();
     text += "; " + (note.empty() ? "all of the host memory is pinned" : note);
   }
+  if (impl.plan.commit_every == 1) text += "; every step is committed";
+  if (impl.plan.commit_every > 1) text += "; every " + std::to_string(impl.plan.commit_every) + " steps are committed";
   if (impl.store != nullptr) text += "; storage: " + mib(impl.store->storage_bytes());
   return text;
 }

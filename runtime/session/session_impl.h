@@ -20,7 +20,9 @@ struct Session::Impl {
   void set_up(const WeightSource& weights, const Progress& progress);
   ProbedModel probe();
   void check_write_limit() const;
-  void make_store();
+  void make_store(const std::string& identity);
+  void check_resumed(const std::string& identity) const;
+  void restore(const Progress& progress);
   std::uint64_t writes_of_next_step() const;  // an export's or commit's included
 
   // session.cpp
@@ -30,6 +32,8 @@ struct Session::Impl {
   void check_deferred(const OptimizerWork& work) const;
   void throw_if_out_of_memory();
   void flush();
+  void commit();
+  std::string progress_json() const;
   // The work of a step with this learning rate: its own updates, and the pending ones of the step before.
   std::shared_ptr<OptimizerWork> make_work(double lr);
   swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
@@ -73,6 +77,8 @@ struct Session::Impl {
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;
   bool committed = false;
+  std::int64_t committed_steps = -1;  // of the last commit
+  std::string client;                 // what it wants remembered
   // Memory ran out and computing again did not help: the rest of the plan runs without computing.
   std::optional<io::Error> out_of_memory;
   std::int64_t computed_again = 0;

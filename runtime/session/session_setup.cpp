@@ -1,5 +1,7 @@
 // How a session comes to be: measure what a stage needs, arrange the budgets, make the store, fill it.
 #include <algorithm>
+#include <cerrno>
+#include <nlohmann/json.hpp>
 
 #include "runtime/base/machine.h"
 #include "runtime/planning/left_store.h"
@@ -42,12 +44,19 @@ Session::Impl::Impl(std::shared_ptr<LayeredModel> model_, SessionOptions options
 void Session::Impl::set_up(const WeightSource& weights, const Progress& progress) {
   if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
     throw Exception(io::ErrorKind::usage, "--micro-batch, --micro-batches and --sequence-length are at least 1");
+  SessionOptions planned = options;
+  swap::Store::Contents left;
+  if (options.resume) {
+    left = value_or_throw(swap::Store::inspect(storage_volume(options)));
+    check_resumed(left.identity);
+    planned.chunk_elements = left.chunk_elements;
+  }
   const ProbedModel probed = probe();
-  plan = plan_that_fits(model->spec(), options, probed.needs);
+  plan = plan_that_fits(model->spec(), planned, probed.needs);
   prove(plan, options.train);
   if (plan.stored) {
     check_write_limit();
-    make_store();
+    make_store(left.identity);
   }
   state = std::make_unique<StreamedState>(model->spec().units, plan.packed, *plan.layout, plan.arrangement, store.get(),
                                           StreamedState::Options{.device = options.device,
@@ -59,7 +68,42 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   torch_memory.release_kept();
   torch_memory.set_cap(options.device_memory - plan.arrangement.device_bytes() - torch_memory.fixed());
   torch_memory.reset_peak();
-  state->load(weights, progress);
+  if (options.resume)
+    restore(progress);
+  else
+    state->load(weights, progress);
+  if (plan.commit_every != 0 && !options.resume) commit();
+}
+
+// The state that a session left is of this model and precision, and of the same run.
+void Session::Impl::check_resumed(const std::string& identity) const {
+  const auto then = nlohmann::json::parse(identity, nullptr, false);
+  const auto now = nlohmann::json::parse(store_identity(model->spec(), options));
+  const auto refuse = [&](const std::string& what) {
+    throw Exception(io::Error{.kind = io::ErrorKind::usage, .path = options.storage.front().string(), .detail = what});
+  };
+  for (const char* key : {"config", "tiling", "precision", "run"})
+    if (!then.is_object() || then.value(key, nlohmann::json()) != now.at(key))
+      refuse("holds the state of another run: its " +
+             std::string(key == std::string("config")   ? "model"
+                         : key == std::string("tiling") ? "cut of layers"
+                                                        : key) +
+             " is not this one's");
+}
+
+void Session::Impl::restore(const Progress& progress) {
+  state->restore(*store, progress);
+  const auto found = nlohmann::json::parse(store->progress(), nullptr, false);
+  if (!found.is_object() || !found.contains("step") || !found["step"].is_number_integer())
+    throw Exception(io::Error{.kind = io::ErrorKind::corruption,
+                              .path = options.storage.front().string(),
+                              .detail = "the store does not say after which step it was committed"});
+  steps = found["step"].get<std::int64_t>();
+  updates_done = found.value("updates", std::int64_t{0});
+  skipped = found.value("skipped", std::int64_t{0});
+  client = found.value("client", "");
+  committed = true;
+  committed_steps = steps;
 }
 
 Session::Impl::~Impl() {
@@ -69,10 +113,23 @@ Session::Impl::~Impl() {
   store->remove_files();
 }
 
-void Session::Impl::make_store() {
+// identity: of the store that is resumed.
+void Session::Impl::make_store(const std::string& identity) {
+  swap::StoreOptions wanted = store_options(model->spec(), options, plan);
+  if (options.resume) {
+    wanted.identity = identity;
+    store = value_or_throw(swap::Store::resume(std::move(wanted), *plan.layout));
+    leave_note(options.storage);
+    return;
+  }
   if (options.fresh) discard_store(options.storage);
   refuse_left_store(options.storage);
-  store = value_or_throw(swap::Store::create(store_options(model->spec(), options, plan), *plan.layout));
+  auto made = swap::Store::create(wanted, *plan.layout);
+  if (!made.ok() && made.error().error_number == ENOSPC && options.commit_where_room && plan.commit_every != 0) {
+    plan.commit_every = 0;
+    made = swap::Store::create(store_options(model->spec(), options, plan), *plan.layout);
+  }
+  store = value_or_throw(std::move(made));
   leave_note(options.storage);
 }
 

@@ -2,6 +2,8 @@
 // The update lane's work of a Session: the norm of all gradients, and AdamW over chunks, now or a step later.
 #include <atomic>
 #include <cstdint>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/state/chunk_work.h"
@@ -25,6 +27,10 @@ class OptimizerWork final : public ChunkWork {
                    std::span<std::byte> state) override;
   io::Error update_on_device(const swap::Chunk& chunk, swap::Device& device, const swap::DeviceUpdate& at) override;
 
+  // What goes with the commit beside this step: of the step before.
+  void set_progress(std::string progress) { progress_ = std::move(progress); }
+  std::string progress() const override { return progress_; }
+
   // Call before the first gradient of this step: drops its updates, so that they leave state and weights as they are.
   // Deferred updates of the step before still run.
   void skip_updates() { skip_ = true; }
@@ -45,6 +51,7 @@ class OptimizerWork final : public ChunkWork {
   const optim::AdamWParams params_, deferred_params_;
   const float weight_decay_;
   std::vector<std::vector<double>> squares_;  // by chunk, a sum each optim::kNormSegment
+  std::string progress_;
   std::atomic<bool> skip_ = false;
   std::atomic<bool> finite_ = true;
   std::atomic<std::uint64_t> updated_ = 0, updated_deferred_ = 0;

@@ -17,6 +17,7 @@ StreamedState::StreamedState(const std::vector<UnitSpec>& units, const PackedMod
     : units_(units),
       packed_(packed),
       layout_(layout),
+      arrangement_(arrangement),
       train_(options.train),
       torch_device_(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
       device_(open_device(options.device, options.chaos_seed)),
@@ -49,6 +50,20 @@ void StreamedState::load(const WeightSource& weights, const Progress& progress) 
     done += layout_.chunks()[id].elements;
     if (progress) progress("loading weights", done, total);
   }
+}
+
+void StreamedState::restore(swap::Store& store, const Progress& progress) {
+  throw_if(store.restore(
+      [&](swap::ExtentKind kind, int chunk, std::span<const std::byte> bytes) {
+        const auto& resident = kind == swap::ExtentKind::hi ? arrangement_.hi_resident : arrangement_.state_resident;
+        if (resident[chunk])
+          throw_if(executor_->access(kind, chunk, true, [&](std::span<std::byte> place) {
+            std::copy_n(bytes.begin(), place.size(), place.begin());
+          }));
+      },
+      [&](std::uint64_t done, std::uint64_t total) {
+        if (progress) progress("verifying the state", done, total);
+      }));
 }
 
 void StreamedState::load_chunk(int id, const WeightSource& weights) {

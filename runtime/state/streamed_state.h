@@ -50,6 +50,9 @@ class StreamedState {
 
   // Every weight from its source, moments zero.
   void load(const WeightSource& weights, const Progress& progress);
+  // Every weight and its state from a store that was opened to be gone on with: all of it is verified, and what is
+  // resident is read into memory.
+  void restore(swap::Store& store, const Progress& progress);
   // The 16-bit words of a tensor: its bf16 weights (hi), the low words of its fp32 master (state, where it is split),
   // its gradient. out: as many as the tensor has elements.
   void read_words(int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out);
@@ -70,6 +73,7 @@ class StreamedState {
   const std::vector<UnitSpec>& units_;
   const PackedModel& packed_;
   const swap::Layout& layout_;
+  const swap::Arrangement& arrangement_;
   const bool train_;
   const torch::Device torch_device_;
   std::unique_ptr<swap::Device> device_;
