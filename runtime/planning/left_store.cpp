@@ -60,27 +60,44 @@ std::string export_command(const Folders& storage) {
   return text + " --out FOLDER`";
 }
 
-void refuse_left_store(const Folders& storage) {
+LeftStore find_left_store(const Folders& storage) {
+  LeftStore left;
   for (const fs::path& folder : storage) {
     const fs::path state = folder / (io::VolumeOptions{}.name + ".tfv");
     std::error_code ignored;
-    if (!fs::exists(fs::symlink_status(state, ignored))) continue;
+    if (left.there || !fs::exists(fs::symlink_status(state, ignored))) continue;
+    left.there = true;
+    left.state = state;
     auto contents = swap::Store::inspect(volume_of(storage));
     const io::Error why = contents.ok() ? io::Error{} : contents.error();
     if (why.kind == io::ErrorKind::locked) throw Exception(why);
-    std::string what;
-    if (contents.ok()) {
+    left.empty = contents.ok() && contents->generation == 0;
+    if (contents.ok() && !left.empty) {
       const json progress = json::parse(contents->progress, nullptr, false);
-      what = fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
-                         progress.is_object() ? progress.value("step", std::int64_t{0}) : 0,
-                         whose(storage.front(), state), export_command(storage));
+      const json identity = json::parse(contents->identity, nullptr, false);
+      left.step = progress.is_object() ? progress.value("step", std::int64_t{0}) : 0;
+      left.run = identity.is_object() ? identity.value("run", "") : "";
+      left.chunk_elements = contents->chunk_elements;
+      left.resumable = contents->generations == 2;
+      left.line =
+          fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
+                      left.step, whose(storage.front(), state), export_command(storage));
     } else {
-      what = fmt::format(
+      left.line = fmt::format(
           "is what {} left when it ended before its time, and nothing can be got out of it ({}): --fresh discards it",
-          whose(storage.front(), state), why.detail.empty() ? why.message() : why.detail);
+          whose(storage.front(), state),
+          left.empty           ? "the run that made it ended before its first commit"
+          : why.detail.empty() ? why.message()
+                               : why.detail);
     }
-    fail(io::ErrorKind::environment, state.string(), what + "; or name another folder as --storage");
   }
+  return left;
+}
+
+void refuse_left_store(const Folders& storage) {
+  const LeftStore left = find_left_store(storage);
+  if (left.there)
+    fail(io::ErrorKind::environment, left.state.string(), left.line + "; or name another folder as --storage");
 }
 
 void discard_store(const Folders& storage) {

@@ -43,7 +43,9 @@ struct SessionOptions {
   // After so many steps each, the state becomes durable in `storage`, beside the step that follows: a second generation
   // of it lies there, and it outlives the session. 0: with commit() alone, in place.
   int commit_every = 0;
-  bool commit_where_room = false;  // if storage has no room for two generations, as if commit_every were 0
+  // Less often where much of what a commit writes is resident, so that commits add at most a tenth to what steps write,
+  // or at most every 50 steps; and if storage has no room for two generations, as if commit_every were 0.
+  bool commit_auto = false;
   // Go on with the state that a session with such commits left in `storage`, which is verified first. Budgets, engine
   // and update threads may differ; model, precision and `run` may not.
   bool resume = false;

@@ -34,6 +34,14 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options) {
   return writes;
 }
 
+// Steps, as SessionOptions::commit_auto says.
+int commit_interval(const WriteCost& writes) {
+  constexpr int kMost = 50;
+  const std::uint64_t step = writes.update + writes.gradients + writes.activations;
+  if (writes.commit > step * kMost / 10) return kMost;
+  return static_cast<int>(std::max<std::uint64_t>(1, step == 0 ? 1 : (10 * writes.commit + step - 1) / step));
+}
+
 }  // namespace
 
 std::uint64_t ComputeNeeds::workspace(int micro_batches) const {
@@ -80,6 +88,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
                                                   .train = options.train}));
   plan.commit_every = options.storage.empty() || !options.train ? 0 : options.commit_every;
   plan.writes = count_writes(plan, options);
+  if (plan.commit_every != 0 && options.commit_auto) plan.commit_every = commit_interval(plan.writes);
   for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
     const swap::Chunk& chunk = plan.layout->chunks()[id];
     for_each_piece(plan.packed.units[chunk.unit], chunk,

@@ -127,7 +127,19 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
   table.number("max-tb-written", o.max_tb_written, 0, 1e9,
                "stop before the step that would bring what storage has written above X * 10^12 bytes; 0: never");
   table.group(kResult);
-  table.choice("durability", o.durability, {"export-only"}, "export-only: a crash loses the state, the end exports it");
+  table.add({.name = "durability",
+             .value_name = "auto|step|every=N|export-only",
+             .help = "steps after which the state is committed in --storage, so that the same command goes on after a "
+                     "crash; auto: as often as costs little, if there is room for a second copy; export-only: never",
+             .set =
+                 [&o](const auto& words) {
+                   bool automatic = false;
+                   commit_every(words[0], automatic);
+                   o.durability = words[0];
+                 },
+             .get = [&o] { return OrderedJson(o.durability); }});
+  table.flag("resume", o.resume, "go on with the state in the storage folders; an error where there is none");
+  table.for_one_run();
   table.flag("no-export", o.no_export, "leave the result in the store");
   table.path("trace", o.trace, "FILE",
              "write there when each task of the first steps ran, for https://ui.perfetto.dev");
@@ -271,6 +283,18 @@ ExportOptions parse_export(const std::vector<std::string>& words) {
   return options;
 }
 
+int commit_every(const std::string& durability, bool& automatic) {
+  constexpr std::int64_t kMost = 1'000'000;
+  automatic = durability == "auto";
+  if (automatic || durability == "step") return 1;
+  if (durability == "export-only") return 0;
+  if (!durability.starts_with("every="))
+    fail_usage(fmt::format("--durability is {}; it must be auto, step, every=N or export-only", durability));
+  const std::int64_t steps = parse_integer(durability.substr(6), "durability");
+  if (steps < 1 || steps > kMost) fail_usage(fmt::format("--durability every=N takes 1 to {} steps", kMost));
+  return static_cast<int>(steps);
+}
+
 TrainOptions parse_train(const std::vector<std::string>& words) {
   TrainOptions options;
   const OptionTable table = train_table(options);
@@ -281,6 +305,10 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
   if (options.out.empty() && !options.no_export) fail_usage("`tierflow train` needs --out, or --no-export");
   if (options.no_export && options.storage.empty())
     fail_usage("--no-export leaves the result in the store: it needs --storage");
+  if (options.storage.empty() && options.durability != "auto" && options.durability != "export-only")
+    fail_usage("--durability " + options.durability + " needs --storage: the state lies there");
+  if (options.resume && options.storage.empty()) fail_usage("--resume needs --storage: the state lies there");
+  if (options.resume && options.fresh) fail_usage("give --resume or --fresh, not both");
   if (options.steps != 0 && options.epochs != 0) fail_usage("give --steps or --epochs, not both");
   if (options.steps == 0 && options.epochs == 0) options.epochs = 1;
   return options;

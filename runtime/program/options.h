@@ -65,12 +65,13 @@ struct TrainOptions : RunOptions {
   std::optional<double> clip = 1.0;             // of the global gradient norm
   std::string precision = "fp32-master+adam8";  // fp32-master+adam32, bf16-sr+adam8
   std::uint64_t seed = 0;
-  std::int64_t eval_every = 0;             // steps; 0: before the first and after the last
-  double held_out = 0.01;                  // share of the sequences
-  std::int64_t eval_sequences = 64;        // at most that many held-out ones in each evaluation; 0: all
-  std::int64_t max_skipped = 20;           // skipped steps in a row that end the run; 0: any number
-  double max_tb_written = 0;               // 10^12 bytes that storage may be given to write; 0: any number
-  std::string durability = "export-only";  // the state of an unfinished run is lost
+  std::int64_t eval_every = 0;       // steps; 0: before the first and after the last
+  double held_out = 0.01;            // share of the sequences
+  std::int64_t eval_sequences = 64;  // at most that many held-out ones in each evaluation; 0: all
+  std::int64_t max_skipped = 20;     // skipped steps in a row that end the run; 0: any number
+  double max_tb_written = 0;         // 10^12 bytes that storage may be given to write; 0: any number
+  std::string durability = "auto";   // auto, step, every=N, export-only
+  bool resume = false;               // there has to be a state to go on with
   bool no_export = false;
   std::filesystem::path trace;  // empty: none
 };
@@ -80,6 +81,8 @@ struct PlanOptions : TrainOptions {
   std::int64_t tokens_per_step = 0;  // of which the plan chooses micro-batches; 0: those given
 };
 
+// What --durability names: 0 is export-only; `automatic` is set for auto.
+int commit_every(const std::string& durability, bool& automatic);
 // What --engine names.
 io::EngineKind engine_kind(const std::string& name);
 

@@ -13,6 +13,7 @@
 #include "runtime/planning/left_store.h"
 #include "runtime/program/forecast.h"
 #include "runtime/program/run_common.h"
+#include "runtime/program/run_identity.h"
 #include "runtime/program/run_result.h"
 #include "runtime/program/run_summary.h"
 #include "runtime/program/step_trace.h"
@@ -33,8 +34,9 @@ double learning_rate(const TrainOptions& options, std::int64_t step, std::int64_
 
 class Training {
  public:
-  Training(const TrainOptions& options, TrainingLog& log)
+  Training(const TrainOptions& options, LeftStore left, TrainingLog& log)
       : options_(options),
+        left_(std::move(left)),
         log_(log),
         spec_(training_spec(options)),
         forecast_(options_, spec_, log),
@@ -52,15 +54,20 @@ class Training {
     open_session();
     out_.check_space(spec_);  // once more: the store lies on the same drive, it may be
     log_.begin();
-    evaluate(0, result_.held_out_before);
+    std::int64_t step = session_->steps();
+    if (step == 0) evaluate(0, result_.held_out_before);
+    if (left_.resumable) recall();
     result_.held_out_after = result_.held_out_before;
-    std::int64_t step = 0;
     bool at_limit = false, out_of_memory = false;
     while (!out_of_memory && step < steps_ && stop_signal() == 0 && !too_many_skipped() &&
            !(at_limit = next_step_passes_limit()))
       out_of_memory = !within_memory(step, [&] {
         train_step(step);
         ++step;
+        session_->remember(nlohmann::json{{"skipped_in_a_row", skipped_in_a_row_},
+                                          {"held_out_before", result_.held_out_before},
+                                          {"last_loss", result_.last_loss}}
+                               .dump());
         trace_.end_step(step, *session_, result_.prediction);
         if (options_.eval_every > 0 && step % options_.eval_every == 0 && step < steps_)
           evaluate(step, result_.held_out_after);
@@ -71,7 +78,12 @@ class Training {
     if (at_limit)
       log_.say(fmt::format("stopped after step {} of {}: the next one would pass --max-tb-written {}", step, steps_,
                            options_.max_tb_written));
+    if (step == 0 && stop_signal() != 0) session_->discard();
     if (step == 0) throw_if_stopped();
+    if (step < steps_ && session_->commit_every() != 0 && (signal != 0 || at_limit || out_of_memory)) {
+      leave_state(step);
+      return out_of_memory ? static_cast<int>(io::ErrorKind::memory) : signal != 0 ? 128 + signal : kStoppedAtLimit;
+    }
     if (signal != 0)
       log_.say(fmt::format("stopped after step {} of {}; once more ends without writing the result", step, steps_));
     if (too_many_skipped())
@@ -84,6 +96,7 @@ class Training {
       if (!out_of_memory) refuse_unless_finite(step);
     }
     out_.write(*session_, progress());
+    if (!options_.no_export) session_->discard();
     if (!doubtful && !out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0)) {
       out_of_memory = !evaluate_result(step);
       if (!out_of_memory) refuse_unless_finite(step);
@@ -102,6 +115,12 @@ class Training {
     SessionOptions session =
         train_settings(options_, device_fixed, [this](const std::string& line) { log_.say(line); });
     session.record = trace_.wanted();
+    session.run = run_identity(options_, data_.fingerprint());
+    if (left_.resumable) {
+      expect_same_run(left_.run, session.run, options_.storage);
+      session.resume = true;
+      session.chunk_elements = left_.chunk_elements;
+    }
     write_limit_ = session.write_limit;
     announce_device(options_, session, log_);
     forecast_.choose(session, steps_);
@@ -123,6 +142,47 @@ class Training {
     log_.say(fmt::format("{} training sequences of {} tokens, {} held out; {} steps of {} tokens",
                          data_.training_sequences(), options_.sequence_length, data_.held_out_sequences(), steps_,
                          per_step_ * options_.sequence_length));
+    say_what_is_durable();
+  }
+
+  void say_what_is_durable() {
+    const int every = session_->commit_every();
+    if (session_->steps() >= steps_)
+      log_.say(
+          fmt::format("the run is finished, after step {} of {}: a larger --steps goes on", session_->steps(), steps_));
+    else if (left_.resumable)
+      log_.say(fmt::format("resumed after step {} of {}: {}", session_->steps(), steps_,
+                           left_.state.parent_path().string()));
+    if (every != 0 && !left_.resumable)
+      log_.say(fmt::format("durability: {} committed in {}; after a crash the same command goes on",
+                           every == 1 ? "every step is" : fmt::format("every {} steps are", every),
+                           options_.storage.front().string()));
+    if (every == 0 && !options_.storage.empty() && options_.durability == "auto")
+      log_.say("durability: none, --storage has no room for a second copy of the state: a crash loses the run");
+    log_.object({{"durability", {{"commit_every", every}, {"resumed_at", session_->steps()}}}});
+  }
+
+  // What the run knew of itself when its state was committed.
+  void recall() {
+    const auto then = nlohmann::json::parse(session_->remembered(), nullptr, false);
+    const auto number = [&](const char* key) {
+      const auto found = then.is_object() ? then.find(key) : then.end();
+      return then.is_object() && found != then.end() && found->is_number() ? found->get<double>() : NAN;
+    };
+    skipped_in_a_row_ = std::isfinite(number("skipped_in_a_row")) ? std::llround(number("skipped_in_a_row")) : 0;
+    result_.held_out_before = number("held_out_before");
+    result_.last_loss = number("last_loss");
+    result_.evaluated = std::isfinite(result_.held_out_before);
+  }
+
+  // An unfinished run ends with its state committed, and without a result.
+  void leave_state(std::int64_t step) {
+    session_->commit();
+    log_.say(
+        fmt::format("the state after step {} of {} is committed in {}: the same command goes on from there, {} "
+                    "writes it as a model folder",
+                    step, steps_, options_.storage.front().string(), export_command(options_.storage)));
+    log_.object({{"stopped", {{"step", step}, {"of", steps_}, {"committed", true}}}});
   }
 
   Progress progress() {
@@ -212,6 +272,7 @@ class Training {
   }
 
   const TrainOptions& options_;
+  const LeftStore left_;
   TrainingLog& log_;
   const ModelSpec spec_;
   Forecast forecast_;
@@ -228,11 +289,22 @@ class Training {
 
 int run_train(const TrainOptions& options) {
   watch_signals();
-  if (!options.fresh) refuse_left_store(options.storage);
+  LeftStore left;
+  if (!options.fresh) {
+    left = find_left_store(options.storage);
+    if (left.there && !left.empty && !left.resumable) refuse_left_store(options.storage);
+    if (options.resume && !left.resumable)
+      fail(io::ErrorKind::usage, options.storage.front().string(),
+           "holds no state to go on with: without --resume the run begins anew");
+  }
   TrainingLog log(options.log_json, options.json);
+  if (left.empty) {
+    log.say(left.state.string() + " is of a run that ended before its first commit: it is removed");
+    discard_store(options.storage);
+  }
   log.say(wrapped(describe(options), columns_of(STDERR_FILENO)));
   log.object({{"config", nlohmann::json::parse(effective_configuration(options))}});
-  return Training(options, log).run();
+  return Training(options, std::move(left), log).run();
 }
 
 int run_profile(const ProfileJob& job) {

@@ -1,7 +1,9 @@
 // How a session comes to be: measure what a stage needs, arrange the budgets, make the store, fill it.
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "runtime/base/machine.h"
 #include "runtime/planning/left_store.h"
@@ -119,15 +121,25 @@ void Session::Impl::make_store(const std::string& identity) {
   if (options.resume) {
     wanted.identity = identity;
     store = value_or_throw(swap::Store::resume(std::move(wanted), *plan.layout));
+    committed = true;  // it stays, whatever comes
     leave_note(options.storage);
     return;
   }
   if (options.fresh) discard_store(options.storage);
   refuse_left_store(options.storage);
   auto made = swap::Store::create(wanted, *plan.layout);
-  if (!made.ok() && made.error().error_number == ENOSPC && options.commit_where_room && plan.commit_every != 0) {
+  if (!made.ok() && made.error().error_number == ENOSPC && options.commit_auto && plan.commit_every != 0) {
     plan.commit_every = 0;
-    made = swap::Store::create(store_options(model->spec(), options, plan), *plan.layout);
+    // The kernel frees what the attempt took when it has closed its ring: a little later.
+    for (int tries = 0; tries < 30 && !made.ok() && made.error().error_number == ENOSPC; ++tries) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(tries == 0 ? 0 : 100));
+      made = swap::Store::create(store_options(model->spec(), options, plan), *plan.layout);
+    }
+  }
+  if (!made.ok() && made.error().error_number == ENOSPC && plan.commit_every != 0) {
+    io::Error error = made.error();
+    error.detail += "; --durability export-only keeps one copy of the state, not two, and a crash loses the run";
+    throw Exception(std::move(error));
   }
   store = value_or_throw(std::move(made));
   leave_note(options.storage);

@@ -1,0 +1,42 @@
+#include "runtime/program/run_identity.h"
+
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "runtime/base/exception.h"
+
+namespace tierflow {
+
+using nlohmann::json;
+
+std::string run_identity(const TrainOptions& options, std::uint64_t data) {
+  return json{{"data", fmt::format("{:016x}", data)},
+              {"sequence-length", options.sequence_length},
+              {"micro-batch", options.micro_batch},
+              {"micro-batches", options.micro_batches},
+              {"seed", options.seed},
+              {"clip", options.clip ? json(*options.clip) : json("none")},
+              {"weight-decay", options.weight_decay},
+              {"betas", {options.beta1, options.beta2}},
+              {"eps", options.eps}}
+      .dump();
+}
+
+void expect_same_run(const std::string& then, const std::string& now, const Folders& storage) {
+  const json before = json::parse(then, nullptr, false), wanted = json::parse(now);
+  std::string what;
+  for (const auto& [option, value] : wanted.items()) {
+    const json had = before.is_object() ? before.value(option, json()) : json();
+    if (had == value) continue;
+    if (!what.empty()) what += " and ";
+    what += option == "data" ? "other --data (or another tokenizer, --held-out or --skip-bad-records)"
+                             : fmt::format("--{} {}, not {}", option, had.dump(), value.dump());
+  }
+  if (!what.empty())
+    fail(io::ErrorKind::usage, storage.front().string(),
+         "the run whose state is here had " + what +
+             ": the same command as then goes on with it, --fresh begins anew and discards it");
+}
+
+}  // namespace tierflow

@@ -1,0 +1,18 @@
+#pragma once
+// What has to be equal for a run to go on with the state of another, to the bit.
+#include <cstdint>
+#include <string>
+
+#include "runtime/planning/left_store.h"
+#include "runtime/program/options.h"
+
+namespace tierflow {
+
+// A JSON object, by option. data: Dataset::fingerprint(). Model and precision are the session's to compare; learning
+// rate, schedule and the number of steps may change.
+std::string run_identity(const TrainOptions& options, std::uint64_t data);
+
+// Throws Exception (kind usage) that names what differs and says what to do.
+void expect_same_run(const std::string& then, const std::string& now, const Folders& storage);
+
+}  // namespace tierflow

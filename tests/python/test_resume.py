@@ -1,0 +1,175 @@
+"""A run that is killed, stopped or cut off is gone on with by the same command, to the bit of one that never was."""
+import json
+import random
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+from program import MIB, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import work as work  # a fixture
+
+pytestmark = needs_torch
+
+STEPS = 6
+TRAIN = ["train", "--config", "config.json", "--data", "text.txt", "--lr", "1e-3", "--warmup", "2", "--steps", str(STEPS), "--out", "out"]
+STORE = ["--storage", "store", "--host-memory", "1MiB"]
+TIGHT = small(*STORE, "--log-json", "log.json")
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def losses(work):
+    """By step, of all logs; what was done twice came out the same."""
+    found = {}
+    for log in sorted(work.glob("log.json*")):
+        for record in steps_of(log):
+            assert found.setdefault(record["step"], record["loss"]) == record["loss"]
+    return found
+
+
+def uninterrupted(work, *more):
+    words = [word if word != "out" else "whole" for word in TRAIN]
+    run(work, *words, *small("--log-json", "whole.json", *more))
+    return {record["step"]: record["loss"] for record in steps_of(work / "whole.json")}
+
+
+def changed(words, values):
+    return [values.get(before, word) for before, word in zip(["", *words], words)]
+
+
+def again(work, *words, **more):
+    """The same command, once a killed one has let go of the drive."""
+    while True:
+        done = run(work, *words, ok=False, **more)
+        if done.returncode != 8 or "its last requests are still at the drive" not in done.stderr:
+            return done
+
+
+@pytest.mark.parametrize("clip", ["1.0", "none"])
+def test_killed_anywhere_it_goes_on_to_the_bit(work, clip):
+    expected = uninterrupted(work, "--clip", clip)
+    chance = random.Random(5)
+    words = [*TRAIN, *TIGHT, "--clip", clip]
+    kills = 0
+    while kills < 8:
+        process = start(work, *words, stderr=subprocess.DEVNULL)
+        wait_until(lambda: (work / "store" / "state.tfv").exists() or process.poll() is not None)
+        time.sleep(chance.random() * 0.7)
+        process.kill()
+        if process.wait() == 0:
+            break
+        kills += 1
+    assert kills > 2
+    if not (work / "out" / "config.json").exists():
+        done = again(work, *words)
+        assert done.returncode == 0, done.stderr
+    assert losses(work) == expected and sorted(expected) == list(range(1, STEPS + 1))
+    assert weights(work / "out") == weights(work / "whole")
+    assert not [*work.glob("store/*")]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stopped_it_commits_and_goes_on_under_other_budgets(work, stop):
+    expected = uninterrupted(work)
+    process = start(work, *TRAIN, *TIGHT)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 2)
+    process.send_signal(stop)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + stop
+    assert "the same command goes on from there" in said and "tierflow export --storage store --out" in said and not (work / "out").exists()
+    stopped_at = int(re.search(r"the state after step (\d+) of", said)[1])
+    run(work, "export", "--storage", "store", "--out", "so-far")
+    # Enough memory for everything, and another engine; --resume says that there must be something.
+    done = run(work, *TRAIN, "--resume", *small("--storage", "store", "--engine", "threads", "--log-json", "log.json"))
+    assert f"resumed after step {stopped_at} of {STEPS}" in done.stderr
+    assert min(record["step"] for record in steps_of(work / "log.json")) == stopped_at + 1
+    assert losses(work) == expected and weights(work / "out") == weights(work / "whole") != weights(work / "so-far")
+
+
+def stopped_run(work, *more):
+    process = start(work, *TRAIN, *TIGHT, *more, stderr=subprocess.DEVNULL)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+
+
+def test_another_run_is_refused_by_the_name_of_what_differs(work):
+    stopped_run(work)
+    before = (work / "store" / "state.tfv").read_bytes()[MIB:]  # before that is where drives are probed
+    (work / "other.txt").write_text("Something else. " * 2000)
+    for changes, names in [(["--seed", "3"], "--seed 0, not 3"), (["--clip", "none"], "--clip 1.0"), (["--micro-batches", "2"], "--micro-batches 1, not 2"),
+                           (["--data", "other.txt"], "other --data"), (["--precision", "bf16-sr+adam8"], "its precision is not")]:
+        refused = again(work, *TRAIN, *TIGHT, *changes)
+        line = the_error(refused.stderr)
+        assert refused.returncode == 2 and names in line and "step 1 " not in refused.stderr, line
+    assert not (work / "out").exists() and (work / "store" / "state.tfv").read_bytes()[MIB:] == before
+    # The learning rate, its schedule and the number of steps may change.
+    done = run(work, *changed(TRAIN, {"--lr": "1e-4", "--steps": str(STEPS + 2)}), *TIGHT, "--lr-schedule", "constant")
+    assert "resumed after step" in done.stderr and steps_of(work / "log.json")[-1]["step"] == STEPS + 2
+    assert steps_of(work / "log.json")[-1]["lr"] == 1e-4
+
+
+def test_resume_wants_something_to_go_on_with(work):
+    refused = run(work, *TRAIN, *TIGHT, "--resume", ok=False)
+    assert refused.returncode == 2 and "no state to go on with" in the_error(refused.stderr) and not (work / "log.json").exists()
+    assert run(work, *TRAIN, *small(), "--resume", ok=False).returncode == 2
+    assert run(work, *TRAIN, *TIGHT, "--resume", "--fresh", ok=False).returncode == 2
+    for words in (["every=0"], ["every=x"], ["often"]):
+        refused = run(work, *TRAIN, *TIGHT, "--durability", *words, ok=False)
+        assert refused.returncode == 2 and "--durability" in the_error(refused.stderr)
+    assert "--storage" in the_error(run(work, *TRAIN, *small(), "--durability", "step", ok=False).stderr)
+
+
+def test_every_so_many_steps(work):
+    expected = uninterrupted(work)
+    process = start(work, *TRAIN, *TIGHT, "--durability", "every=2")
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 4)
+    process.kill()
+    assert "every 2 steps are committed" in process.communicate()[1]
+    done = again(work, *TRAIN, *TIGHT)
+    assert done.returncode == 0 and int(re.search(r"resumed after step (\d+) of", done.stderr)[1]) % 2 == 0
+    assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
+
+
+def test_a_finished_run_says_so(work):
+    kept = [word for word in TRAIN if word not in ("--out", "out")] + ["--no-export", *TIGHT]
+    run(work, *kept)
+    done = run(work, *kept)
+    assert f"the run is finished, after step {STEPS} of {STEPS}" in done.stderr and not steps_of(work / "log.json")
+    more = run(work, *changed(kept, {"--steps": str(STEPS + 1)}))
+    assert f"resumed after step {STEPS}" in more.stderr and [record["step"] for record in steps_of(work / "log.json")] == [STEPS + 1]
+    # And with --out, whatever came between the last commit and the result.
+    run(work, *changed(TRAIN, {"--steps": str(STEPS + 1)}), *TIGHT)
+    assert (work / "out" / "config.json").exists() and not [*work.glob("store/*")]
+
+
+def test_without_room_for_a_second_copy_it_says_what_that_means(work, tmp_path):
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={8 * MIB + 512 * 1024}", "tmpfs", drive], capture_output=True).returncode != 0:
+        pytest.skip("this machine does not let us mount")
+    try:
+        words = [*TRAIN, *small("--storage", str(drive), "--host-memory", "1MiB", "--allow-any-filesystem", "--allow-buffered")]
+        done = run(work, *words, ok=False)
+        assert done.returncode == 0 and "no room for a second copy of the state: a crash loses the run" in done.stderr, done.stderr
+        refused = run(work, *words, "--durability", "step", "--out", "other", ok=False)
+        assert refused.returncode == 4 and "bytes needed" in the_error(refused.stderr) and "--durability export-only" in the_error(refused.stderr)
+    finally:
+        subprocess.run(["umount", "--lazy", drive], check=True)
+
+
+def test_what_is_damaged_is_found_before_anything_is_written(work):
+    stopped_run(work)
+    state = work / "store" / "state.tfv"
+    content = bytearray(state.read_bytes())
+    for at in range(4 * MIB, len(content), 4096):
+        content[at] ^= 1
+    state.write_bytes(content)
+    refused = again(work, *TRAIN, *TIGHT)
+    line = the_error(refused.stderr)
+    assert refused.returncode == 6 and "what is left is what was exported before" in line.lower(), line
+    assert state.read_bytes()[4 * MIB:] == content[4 * MIB:]
