@@ -34,16 +34,22 @@ std::string local_time(std::time_t when) {
   return {text.data(), std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S", &parts)};
 }
 
+// An empty object where there is none, or not one of ours.
+json note_of(const fs::path& folder) {
+  try {
+    json note = json::parse(read_text(note_in(folder), 1 << 16), nullptr, false);
+    if (note.is_object()) return note;
+  } catch (const std::exception&) {  // the state's own time is what is known
+  }
+  return json::object();
+}
+
 // "process 12 on HOST, which began at TIME; last written at TIME"
 std::string whose(const fs::path& folder, const fs::path& state) {
   std::string text = "an earlier run";
-  try {
-    const json note = json::parse(read_text(note_in(folder), 1 << 16), nullptr, false);
-    if (note.is_object())
-      text = fmt::format("process {} on {}, which began at {}", note.value("pid", 0), printable(note.value("host", "")),
-                         local_time(note.value("began", std::time_t{0})));
-  } catch (const std::exception&) {  // no note, or not one of ours: the file's time is what is known
-  }
+  if (const json note = note_of(folder); !note.empty())
+    text = fmt::format("process {} on {}, which began at {}", note.value("pid", 0), printable(note.value("host", "")),
+                       local_time(note.value("began", std::time_t{0})));
   struct stat status {};
   if (stat(state.c_str(), &status) == 0) text += "; last written at " + local_time(status.st_mtime);
   return text;
@@ -71,8 +77,9 @@ LeftStore find_left_store(const Folders& storage) {
     auto contents = swap::Store::inspect(volume_of(storage));
     const io::Error why = contents.ok() ? io::Error{} : contents.error();
     if (why.kind == io::ErrorKind::locked) throw Exception(why);
-    left.empty = contents.ok() && contents->generation == 0;
-    if (contents.ok() && !left.empty) {
+    const bool blank = contents.ok() && contents->generation == 0;
+    left.empty = blank && note_of(storage.front()).value("commits", false);
+    if (contents.ok() && !blank) {
       const json progress = json::parse(contents->progress, nullptr, false);
       const json identity = json::parse(contents->identity, nullptr, false);
       left.step = progress.is_object() ? progress.value("step", std::int64_t{0}) : 0;
@@ -86,7 +93,7 @@ LeftStore find_left_store(const Folders& storage) {
       left.line = fmt::format(
           "is what {} left when it ended before its time, and nothing can be got out of it ({}): --fresh discards it",
           whose(storage.front(), state),
-          left.empty           ? "the run that made it ended before its first commit"
+          blank                ? "the run that made it ended before its first commit"
           : why.detail.empty() ? why.message()
                                : why.detail);
     }
@@ -105,10 +112,10 @@ void discard_store(const Folders& storage) {
   remove_note(storage);
 }
 
-void leave_note(const Folders& storage) {
+void leave_note(const Folders& storage, bool commits) {
   std::string host(256, '\0');
   if (gethostname(host.data(), host.size() - 1) != 0) host.clear();
-  const json note{{"pid", getpid()}, {"host", host.c_str()}, {"began", std::time(nullptr)}};
+  const json note{{"pid", getpid()}, {"host", host.c_str()}, {"began", std::time(nullptr)}, {"commits", commits}};
   try {
     write_text(note_in(storage.front()), note.dump() + "\n");
   } catch (const Exception&) {  // the store itself is what counts

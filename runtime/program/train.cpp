@@ -56,7 +56,7 @@ class Training {
     log_.begin();
     std::int64_t step = session_->steps();
     if (step == 0) evaluate(0, result_.held_out_before);
-    if (left_.resumable) recall();
+    if (!session_->remembered().empty()) recall();
     result_.held_out_after = result_.held_out_before;
     bool at_limit = false, out_of_memory = false;
     while (!out_of_memory && step < steps_ && stop_signal() == 0 && !too_many_skipped() &&

@@ -122,7 +122,7 @@ void Session::Impl::make_store(const std::string& identity) {
     wanted.identity = identity;
     store = value_or_throw(swap::Store::resume(std::move(wanted), *plan.layout));
     committed = true;  // it stays, whatever comes
-    leave_note(options.storage);
+    leave_note(options.storage, plan.commit_every != 0);
     return;
   }
   if (options.fresh) discard_store(options.storage);
@@ -142,7 +142,7 @@ void Session::Impl::make_store(const std::string& identity) {
     throw Exception(std::move(error));
   }
   store = value_or_throw(std::move(made));
-  leave_note(options.storage);
+  leave_note(options.storage, plan.commit_every != 0);
 }
 
 void Session::Impl::check_write_limit() const {
