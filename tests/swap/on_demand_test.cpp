@@ -56,9 +56,9 @@ TEST_P(OnDemandTest, RandomNeedsHaveTheBitsOfThePlainLoop) {
                                        .needed_units = budgets.needed_units});
   ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
   auto device = open_cpu_device({.chaos_seed = budgets.chaos});
-  auto store = Store::create(
-      {.volume = {.folders = {folder_}, .allow_buffered = true, .allow_any_filesystem = true}, .gradient_sums = true},
-      layout_);
+  auto store = Store::create({.volume = {.folders = {folder_}, .allow_buffered = true, .allow_any_filesystem = true},
+                              .scratch = {.gradient_sums = true}},
+                             layout_);
   ASSERT_TRUE(store.ok()) << store.error().message();
   auto executor = Executor::create(*device, store.value().get(), layout_, *arrangement, {.chaos_seed = budgets.chaos});
   ASSERT_TRUE(executor.ok()) << executor.error().message();
@@ -177,7 +177,7 @@ TEST_P(OnDemandTest, RandomNeedsHaveTheBitsOfThePlainLoop) {
           << "unit " << chunk.unit;
     }));
   executor->reset();
-  store.value()->volume().remove_files();
+  store.value()->remove_files();
 }
 
 INSTANTIATE_TEST_SUITE_P(Budgets, OnDemandTest,
