@@ -272,7 +272,7 @@ def test_a_long_run_without_a_profile_measures_this_machine_first(work, tmp_path
 
     def words(name):
         return ["train", "--config", "config.json", "--data", "text.txt", *SHORT, "--held-out", "0", "--lr-schedule", "constant",
-                "--out", tmp_path / name, "--log-json", tmp_path / f"{name}.json"]
+                "--durability", "export-only", "--out", tmp_path / name, "--log-json", tmp_path / f"{name}.json"]
 
     def train(name, *more):
         """Three steps of a long run; what it said."""

@@ -138,6 +138,16 @@ def test_every_so_many_steps(work):
     assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
 
 
+def test_at_the_write_limit_the_state_is_committed(work):
+    expected = uninterrupted(work)
+    run(work, *changed(TRAIN, {"--steps": "3", "--out": "three"}), *small(*STORE, "--log-json", "three.json"))
+    written = json.loads((work / "three.json").read_text().splitlines()[-1])["summary"]["tb_written"]
+    done = run(work, *TRAIN, *TIGHT, "--max-tb-written", f"{written:.15f}", ok=False)
+    assert done.returncode == 10 and "the state after step" in done.stderr and not (work / "out").exists()
+    run(work, *TRAIN, *TIGHT)
+    assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
+
+
 def test_a_finished_run_says_so(work):
     kept = [word for word in TRAIN if word not in ("--out", "out")] + ["--no-export", *TIGHT]
     run(work, *kept)
