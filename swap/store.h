@@ -45,6 +45,9 @@ class Store {
   // a generation. No error: identity(), progress() and what comes are of the generation that counts from here on.
   io::Error restore(const RestoredExtent& use, const RestoreProgress& progress);
 
+  // Of a store that was opened: reads and verifies all of its generation. The error names what is damaged.
+  io::Error verify_all(const RestoreProgress& progress) { return scrub({}, progress); }
+
   // What create() was given as identity and commit() as progress, of the newest valid generation: enough to build the
   // layout that open() and resume() need. generation 0: nothing was ever committed.
   struct Contents {

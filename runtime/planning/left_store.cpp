@@ -79,7 +79,9 @@ LeftStore find_left_store(const Folders& storage) {
     if (why.kind == io::ErrorKind::locked) throw Exception(why);
     const bool blank = contents.ok() && contents->generation == 0;
     left.empty = blank && note_of(storage.front()).value("commits", false);
-    if (contents.ok() && !blank) {
+    left.owner = whose(storage.front(), state);
+    left.readable = contents.ok() && !blank;
+    if (left.readable) {
       const json progress = json::parse(contents->progress, nullptr, false);
       const json identity = json::parse(contents->identity, nullptr, false);
       left.step = progress.is_object() ? progress.value("step", std::int64_t{0}) : 0;
@@ -88,11 +90,11 @@ LeftStore find_left_store(const Folders& storage) {
       left.resumable = contents->generations == 2;
       left.line =
           fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
-                      left.step, whose(storage.front(), state), export_command(storage));
+                      left.step, left.owner, export_command(storage));
     } else {
       left.line = fmt::format(
           "is what {} left when it ended before its time, and nothing can be got out of it ({}): --fresh discards it",
-          whose(storage.front(), state),
+          left.owner,
           blank                ? "the run that made it ended before its first commit"
           : why.detail.empty() ? why.message()
                                : why.detail);

@@ -16,11 +16,13 @@ struct LeftStore {
   bool there = false;
   bool empty = false;      // of a run that commits and ended before its first commit
   bool resumable = false;  // SessionOptions::resume goes on with it
+  bool readable = false;   // a committed generation
   std::int64_t step = 0;
   std::uint64_t chunk_elements = 0;
   std::string run;  // SessionOptions::run of the session that made it
   std::filesystem::path state;
-  std::string line;  // who made it, when, and what to do: behind the path
+  std::string owner;  // process, host and times, as far as they are known
+  std::string line;   // who made it, when, and what to do: behind the path
 };
 // Throws Exception (kind locked) where a process holds it.
 LeftStore find_left_store(const Folders& storage);

@@ -20,6 +20,7 @@
 #include "runtime/checkpoint/init.h"
 #include "runtime/program/bench_command.h"
 #include "runtime/program/plan_command.h"
+#include "runtime/program/store_command.h"
 #include "runtime/program/train.h"
 
 namespace tierflow {
@@ -36,6 +37,8 @@ constexpr const char* usage =
     "  plan   say what training would take of memory, storage and time\n"
     "  eval   print the loss and perplexity of a model on text\n"
     "  export write what a training run left in its store as a model folder\n"
+    "  status say what a training run left in its storage folders\n"
+    "  verify read all of it and compare every checksum\n"
     "  bench  measure the drives (bench storage) and the update (bench optimizer)\n"
     "\n"
     "tierflow help COMMAND lists its options. Exit codes: docs/errors.md\n";
@@ -108,9 +111,10 @@ int run(std::vector<std::string> words) {
   }
   const std::string& command = words[0];
   if (command != "init" && command != "train" && command != "plan" && command != "eval" && command != "export" &&
-      command != "bench")
+      command != "status" && command != "verify" && command != "bench")
     fail(io::ErrorKind::usage, "",
-         "unknown command \"" + printable(command) + "\"; commands are init, train, plan, eval, export, bench");
+         "unknown command \"" + printable(command) +
+             "\"; commands are init, train, plan, eval, export, status, verify, bench");
   const std::vector<std::string> rest(words.begin() + 1, words.end());
   const bool help = std::any_of(rest.begin(), rest.end(), asks_for_help);
   if (command == "bench") return run_bench(rest, help);
@@ -123,6 +127,8 @@ int run(std::vector<std::string> words) {
   if (command == "plan")
     return run_plan(parse_plan(rest), [](const ProfileJob& job) { call("tierflow_run_profile", job); });
   if (command == "eval") return call("tierflow_run_eval", parse_eval(rest));
+  if (command == "status") return run_status(parse_store_command(command, rest));
+  if (command == "verify") return run_verify(parse_store_command(command, rest));
   if (command == "export") return call("tierflow_run_export", parse_export(rest));
   const InitOptions options = parse_init(rest);
   watch_signals();

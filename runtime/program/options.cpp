@@ -161,6 +161,13 @@ OptionTable export_table(ExportOptions& o) {
   return table;
 }
 
+OptionTable store_table(const std::string& command, StoreCommandOptions& o) {
+  OptionTable table(command);
+  table.paths("storage", o.storage, true, "the folders that `tierflow train` was given; --storage may be left out");
+  table.flag("json", o.json, "print the result as JSON and nothing else");
+  return table;
+}
+
 OptionTable train_table(TrainOptions& o) {
   OptionTable table("train");
   add_run_rows(table, o);
@@ -283,6 +290,15 @@ ExportOptions parse_export(const std::vector<std::string>& words) {
   return options;
 }
 
+StoreCommandOptions parse_store_command(const std::string& command, std::vector<std::string> words) {
+  StoreCommandOptions options;
+  const OptionTable table = store_table(command, options);
+  if (!words.empty() && !words.front().starts_with("-")) words.insert(words.begin(), "--storage");
+  CommandLine(table).apply(std::move(words));
+  if (options.storage.empty()) fail_usage(fmt::format("`tierflow {}` needs the storage folders of a run", command));
+  return options;
+}
+
 int commit_every(const std::string& durability, bool& automatic) {
   constexpr std::int64_t kMost = 1'000'000;
   automatic = durability == "auto";
@@ -339,11 +355,13 @@ std::string help_of(const std::string& command, std::size_t columns) {
   TrainOptions train;
   PlanOptions plan;
   EvalOptions eval;
-  const OptionTable table = command == "init"     ? init_table(init)
-                            : command == "train"  ? train_table(train)
-                            : command == "plan"   ? plan_table(plan)
-                            : command == "export" ? export_table(exported)
-                                                  : eval_table(eval);
+  StoreCommandOptions stored;
+  const OptionTable table = command == "init"                            ? init_table(init)
+                            : command == "status" || command == "verify" ? store_table(command, stored)
+                            : command == "train"                         ? train_table(train)
+                            : command == "plan"                          ? plan_table(plan)
+                            : command == "export"                        ? export_table(exported)
+                                                                         : eval_table(eval);
   return CommandLine(table).help(columns);
 }
 

@@ -24,6 +24,12 @@ struct ExportOptions {
   std::filesystem::path out;
 };
 
+// `tierflow status` and `tierflow verify`.
+struct StoreCommandOptions {
+  std::vector<std::filesystem::path> storage;
+  bool json = false;
+};
+
 // What training and evaluation have in common.
 struct RunOptions {
   std::filesystem::path model;  // an HF folder
@@ -95,10 +101,13 @@ std::string format_bytes(std::uint64_t bytes);
 // line wins). Throws Exception (kind usage; input for the file) on anything unknown, malformed or contradictory.
 InitOptions parse_init(const std::vector<std::string>& words);
 ExportOptions parse_export(const std::vector<std::string>& words);
+// Folders may stand alone, without --storage. command: "status", "verify".
+StoreCommandOptions parse_store_command(const std::string& command, std::vector<std::string> words);
 TrainOptions parse_train(const std::vector<std::string>& words);
 PlanOptions parse_plan(const std::vector<std::string>& words);
 EvalOptions parse_eval(const std::vector<std::string>& words);
-// The help text of "init", "train", "plan", "eval", "export", in lines of at most that many columns.
+// The help text of "init", "train", "plan", "eval", "export", "status", "verify", in lines of at most that many
+// columns.
 std::string help_of(const std::string& command, std::size_t columns);
 // What training is asked for, in one paragraph.
 std::string describe(const TrainOptions& options);

@@ -2,6 +2,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/checkpoint/safetensors.h"
+#include "runtime/planning/stored_model.h"
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
@@ -25,16 +26,6 @@ void export_weights(const ModelSpec& spec, const PackedModel& packed, const swap
   write_weights(
       writer, packed, layout, [](int, int) { return true; }, read, "exporting", progress);
   writer.finish(spec.config_json);
-}
-
-ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) {
-  const auto tiling = identity.find("tiling");
-  if (!identity.is_object() || !identity.contains("config") || tiling == identity.end() || !tiling->is_array() ||
-      tiling->size() != 2 || !(*tiling)[0].is_number_integer() || !(*tiling)[1].is_number_integer())
-    throw Exception(io::Error{
-        .kind = io::ErrorKind::corruption, .path = where, .detail = "the store does not say which model it holds"});
-  return parse_model_spec(identity.value("config", ""), where,
-                          {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1]});
 }
 
 }  // namespace
@@ -68,21 +59,11 @@ std::string Session::Impl::progress_json() const {
 
 void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
                   const Progress& progress) {
-  swap::StoreOptions options{.volume = {.folders = storage, .allow_buffered = true, .allow_any_filesystem = true}};
-  const auto contents = value_or_throw(swap::Store::inspect(options.volume));
-  const auto identity = nlohmann::json::parse(contents.identity, nullptr, false);
-  const ModelSpec spec = stored_spec(identity, storage.front().string());
-  const PackedModel packed = pack(spec, parse_precision(identity.value("precision", "")));
-  std::vector<swap::UnitShape> shapes;
-  for (const PackedUnit& unit : packed.units) shapes.push_back(unit.shape);
-  const swap::Layout layout(std::move(shapes), packed.stages, contents.chunk_elements);
-  options.generations = contents.generations;
-  options.identity = contents.identity;
-  const auto store = value_or_throw(swap::Store::open(std::move(options), layout));
+  const StoredModel model = open_stored_model(storage);
   export_weights(
-      spec, packed, layout, folder,
+      model.spec, model.packed, *model.layout, folder,
       [&](int chunk, const auto& use) {
-        io::Buffer buffer = value_or_throw(store->fetch(swap::ExtentKind::hi, chunk));
+        io::Buffer buffer = value_or_throw(model.store->fetch(swap::ExtentKind::hi, chunk));
         use(buffer.bytes());
       },
       progress);

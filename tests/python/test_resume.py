@@ -175,6 +175,33 @@ def test_without_room_for_a_second_copy_it_says_what_that_means(work, tmp_path):
         subprocess.run(["umount", "--lazy", drive], check=True)
 
 
+def test_status_and_verify_say_what_is_there(work):
+    for command in "status", "verify":
+        nothing = run(work, command, "store", ok=False)
+        assert nothing.returncode == 3 and "holds no state" in the_error(nothing.stderr)
+        assert run(work, command, ok=False).returncode == 2
+    with_one = [word for word in TRAIN if word not in ("--out", "out")]
+    process = start(work, *TRAIN, *TIGHT)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 2)
+    held = run(work, "status", "store", ok=False)
+    if process.poll() is None:
+        assert held.returncode in (0, 8)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    said = run(work, "status", "store").stdout
+    assert "the same `tierflow train` command goes on with it" in said and "tierflow export --storage store" in said
+    status = json.loads(run(work, "status", "store", "--json").stdout)
+    assert status["resumable"] and status["step"] >= 2 and status["bytes"] > MIB and status["run"]["sequence-length"] == 128
+    assert f"state after step {status['step']}" in said and f"process {process.pid} on" in said
+    assert "whole: the state after step" in run(work, "verify", "store").stdout
+    verified = json.loads(run(work, "verify", "--storage", "store", "--json").stdout)
+    assert verified["whole"] and verified["step"] == status["step"]
+    kept = [*with_one, "--no-export", "--durability", "export-only", *small("--storage", "kept", "--host-memory", "1MiB")]
+    run(work, *kept)
+    assert not json.loads(run(work, "status", "kept", "--json").stdout)["resumable"]
+    assert "no run goes on with it" in run(work, "status", "kept").stdout
+
+
 def test_what_is_damaged_is_found_before_anything_is_written(work):
     stopped_run(work)
     state = work / "store" / "state.tfv"
@@ -186,3 +213,5 @@ def test_what_is_damaged_is_found_before_anything_is_written(work):
     line = the_error(refused.stderr)
     assert refused.returncode == 6 and "what is left is what was exported before" in line.lower(), line
     assert state.read_bytes()[4 * MIB:] == content[4 * MIB:]
+    damaged = run(work, "verify", "store", ok=False)
+    assert damaged.returncode == 6 and "is not what was written" in the_error(damaged.stderr)

@@ -1,0 +1,42 @@
+#include "runtime/planning/stored_model.h"
+
+#include <nlohmann/json.hpp>
+
+#include "runtime/base/exception.h"
+
+namespace tierflow {
+namespace {
+
+ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) {
+  const auto tiling = identity.find("tiling");
+  if (!identity.is_object() || !identity.contains("config") || tiling == identity.end() || !tiling->is_array() ||
+      tiling->size() != 2 || !(*tiling)[0].is_number_integer() || !(*tiling)[1].is_number_integer())
+    throw Exception(io::Error{
+        .kind = io::ErrorKind::corruption, .path = where, .detail = "the store does not say which model it holds"});
+  return parse_model_spec(identity.value("config", ""), where,
+                          {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1]});
+}
+
+}  // namespace
+
+StoredModel open_stored_model(const Folders& storage) {
+  swap::StoreOptions options{.volume = {.folders = storage, .allow_buffered = true, .allow_any_filesystem = true}};
+  StoredModel found{.contents = value_or_throw(swap::Store::inspect(options.volume))};
+  const auto identity = nlohmann::json::parse(found.contents.identity, nullptr, false);
+  if (found.contents.generation == 0)
+    throw Exception(io::Error{.kind = io::ErrorKind::corruption,
+                              .path = storage.front().string(),
+                              .detail = "the store holds no committed state: the run that made it ended before its "
+                                        "first commit"});
+  found.spec = stored_spec(identity, storage.front().string());
+  found.packed = pack(found.spec, parse_precision(identity.value("precision", "")));
+  std::vector<swap::UnitShape> shapes;
+  for (const PackedUnit& unit : found.packed.units) shapes.push_back(unit.shape);
+  found.layout = std::make_unique<swap::Layout>(std::move(shapes), found.packed.stages, found.contents.chunk_elements);
+  options.generations = found.contents.generations;
+  options.identity = found.contents.identity;
+  found.store = value_or_throw(swap::Store::open(std::move(options), *found.layout));
+  return found;
+}
+
+}  // namespace tierflow
