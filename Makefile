@@ -9,7 +9,7 @@ define build-preset
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev program build test demo asan tsan soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
+.PHONY: help setup setup-dev program build test demo asan tsan test-faults soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,11 @@ asan: setup ## the C++ tests under the address and undefined-behaviour sanitizer
 tsan: setup ## the C++ tests below LibTorch under the thread sanitizer
 	$(call build-preset,tsan,build-tsan)
 	@ctest --preset tsan
+
+test-faults: setup ## the commit protocol on simulated drives, RUNS (100000) times; SEED=n RUNS=1 plays one again
+	@[ -f build/build.ninja ] || cmake --preset release
+	@cmake --build build --parallel $(JOBS) --target swap_test
+	@tools/test_faults.sh build $(JOBS)
 
 soak-io: setup ## random volumes, requests and faults for MINUTES (10); SEED=n plays one round again, STORAGE=folder says where
 	@[ -f build/build.ninja ] || cmake --preset release
