@@ -285,6 +285,15 @@ class Training {
   RunSummary result_;
 };
 
+// Whether --out holds the whole result of this very command.
+bool has_result(const TrainOptions& options) {
+  std::error_code ignored;
+  const std::filesystem::path made_by = options.out / "tierflow_run.json";
+  return !options.no_export && std::filesystem::exists(options.out / "config.json", ignored) &&
+         std::filesystem::exists(made_by, ignored) &&
+         read_text(made_by, 1 << 20) == effective_configuration(options) + "\n";
+}
+
 }  // namespace
 
 int run_train(const TrainOptions& options) {
@@ -298,6 +307,12 @@ int run_train(const TrainOptions& options) {
            "holds no state to go on with: without --resume the run begins anew");
   }
   TrainingLog log(options.log_json, options.json);
+  if (left.resumable && has_result(options)) {
+    // It was killed between its result and the end of its state.
+    log.say("the run is finished: its result is in " + options.out.string() + "; the state that it left is removed");
+    discard_store(options.storage);
+    return 0;
+  }
   if (left.empty) {
     log.say(left.state.string() + " is of a run that ended before its first commit: it is removed");
     discard_store(options.storage);

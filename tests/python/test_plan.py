@@ -72,7 +72,7 @@ def test_adds_up_and_shows_what_keeps_32_bit_moments(work):
 def test_a_run_moves_the_bytes_and_takes_the_memory_that_were_planned(work, clip):
     planned = plan(work, "--clip", clip)
     assert planned["clip"]["staged"] == (clip != "none")
-    assert (planned["storage"]["staged_gradients"] > 0) == (clip != "none")
+    assert planned["storage"]["staged_gradients"] > 0 or clip == "none"  # without clipping, those of deferred updates, if that is faster
     done = run(work, "train", "--config", "config.json", "--data", "text.txt", *SMALL, "--clip", clip, "--steps", "5", "--held-out", "0",
                "--out", f"out-{clip}", "--log-json", "log.json", "--trace", "trace.json")
     records = [json.loads(line) for line in (work / "log.json").read_text().splitlines()]

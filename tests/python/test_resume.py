@@ -2,6 +2,7 @@
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -67,7 +68,8 @@ def test_killed_anywhere_it_goes_on_to_the_bit(work, clip):
             break
         kills += 1
     assert kills > 2
-    if not (work / "out" / "config.json").exists():
+    # Killed between its result and the end of its state, a run is finished too.
+    if (work / "store" / "state.tfv").exists():
         done = again(work, *words)
         assert done.returncode == 0, done.stderr
     assert losses(work) == expected and sorted(expected) == list(range(1, 61))
@@ -146,6 +148,21 @@ def test_at_the_write_limit_the_state_is_committed(work):
     assert done.returncode == 10 and "the state after step" in done.stderr and not (work / "out").exists()
     run(work, *TRAIN, *TIGHT)
     assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
+
+
+def test_killed_after_its_result_it_is_finished(work):
+    kept = [*[word for word in TRAIN if word not in ("--out", "out")], "--no-export", *TIGHT]
+    run(work, *kept)
+    shutil.copytree(work / "store", work / "left", dirs_exist_ok=True)
+    run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"))
+    before = weights(work / "out")
+    shutil.copytree(work / "store", work / "left", dirs_exist_ok=True)
+    done = run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"))
+    assert "the run is finished: its result is in out" in done.stderr and not [*work.glob("left/*")] and weights(work / "out") == before
+    # Another command's result is not taken for this one's.
+    shutil.copytree(work / "store", work / "left", dirs_exist_ok=True)
+    other = run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"), "--eval-sequences", "3", ok=False)
+    assert other.returncode == 2 and [*work.glob("left/*")]
 
 
 def test_a_finished_run_says_so(work):
