@@ -9,7 +9,7 @@ define build-preset
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev program build test demo asan tsan test-faults soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
+.PHONY: help setup setup-dev program build test demo asan tsan test-faults test-kills soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,10 +41,13 @@ tsan: setup ## the C++ tests below LibTorch under the thread sanitizer
 	$(call build-preset,tsan,build-tsan)
 	@ctest --preset tsan
 
-test-faults: setup ## the commit protocol on simulated drives, RUNS (100000) times; SEED=n RUNS=1 plays one again
+test-faults: setup ## the commit protocol under faults: RUNS (100000) on simulated drives, FLIPS (10000) of bits, CUTS (1000) of power
 	@[ -f build/build.ninja ] || cmake --preset release
 	@cmake --build build --parallel $(JOBS) --target swap_test
 	@tools/test_faults.sh build $(JOBS)
+
+test-kills: build ## a training run killed at KILLS (200) points, and gone on with
+	@TIERFLOW_BUILD=build TIERFLOW_KILLS=$(or $(KILLS),200) .venv/bin/python -m pytest -q tests/python/test_resume.py -k each_call
 
 soak-io: setup ## random volumes, requests and faults for MINUTES (10); SEED=n plays one round again, STORAGE=folder says where
 	@[ -f build/build.ninja ] || cmake --preset release

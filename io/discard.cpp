@@ -1,14 +1,19 @@
 #include "io/discard.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <vector>
 
+#include "io/buffer.h"
 #include "io/file.h"
 #include "io/filesystem.h"
+#include "io/member.h"
 
 namespace tierflow::io {
+namespace {
 
-Error discard(const VolumeOptions& options) {
+// The data files that are there.
+Result<std::vector<File>> files_of(const VolumeOptions& options) {
   std::vector<File> files;
   for (const std::filesystem::path& directory : options.folders) {
     Result<File> file =
@@ -18,11 +23,45 @@ Error discard(const VolumeOptions& options) {
     else if (file.error().error_number != ENOENT)
       return file.error();
   }
-  for (const File& file : files) {
+  return files;
+}
+
+Result<bool> holds_zeros(const File& file, std::uint64_t offset) {
+  Result<std::uint64_t> size = file.size();
+  if (!size) return size.error();
+  Buffer block = allocate_buffer(std::max<std::size_t>(4096, file.alignment()));
+  if (!block) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = 4096};
+  if (*size < offset + block.size()) return offset != 0 || *size == 0;  // other short files are nobody's volume
+  if (Error error = file.read(offset, block.data(), block.size())) return error;
+  return std::all_of(block.data(), block.data() + block.size(), [](std::byte each) { return each == std::byte{}; });
+}
+
+}  // namespace
+
+Error discard(const VolumeOptions& options) {
+  Result<std::vector<File>> files = files_of(options);
+  if (!files) return files.error();
+  for (const File& file : *files) {
     file.remove();
     if (Error error = sync_directory(std::filesystem::path(file.path()).parent_path())) return error;
   }
   return {};
+}
+
+Result<bool> creation_was_interrupted(const VolumeOptions& options) {
+  Result<std::vector<File>> files = files_of(options);
+  if (!files) return files.error();
+  bool with_header = false, without = false;
+  for (const File& file : *files) {
+    bool zeros = true;
+    for (const std::uint64_t copy : {std::uint64_t{0}, kSecondHeader}) {
+      Result<bool> here = holds_zeros(file, copy);
+      if (!here) return here.error();
+      zeros = zeros && *here;
+    }
+    (zeros ? without : with_header) = true;
+  }
+  return without && (!with_header || files->size() == options.folders.size());
 }
 
 }  // namespace tierflow::io

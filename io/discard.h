@@ -1,5 +1,5 @@
 #pragma once
-// How one gets rid of a volume that nobody can open any more.
+// Volumes that nobody can open any more: what they are, and how one gets rid of them.
 #include "io/volume.h"
 
 namespace tierflow::io {
@@ -7,5 +7,10 @@ namespace tierflow::io {
 // Removes the data files that an earlier Volume left in the folders, whole or not; those that are missing do not
 // matter. Where another process holds one (kind locked), nothing is removed.
 Error discard(const VolumeOptions& options);
+
+// Whether what lies in the folders is of a Volume::create() that never came to its end, so that nobody can have written
+// to it: a data file without any header. Files get their headers when all of them are there. An error of kind locked
+// where another process holds one.
+Result<bool> creation_was_interrupted(const VolumeOptions& options);
 
 }  // namespace tierflow::io

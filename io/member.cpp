@@ -36,6 +36,21 @@ Error rejected(const File& file, ErrorKind kind, std::string detail) {
   return Error{.kind = kind, .operation = "open", .path = file.path(), .detail = std::move(detail)};
 }
 
+// The header at `offset`, as it stands there.
+Error read_copy(const File& file, std::uint64_t offset, Raw& raw) {
+  Buffer block = allocate_buffer(std::max<std::size_t>(sizeof(Raw), file.alignment()));
+  if (!block) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = sizeof(Raw)};
+  if (Error error = file.read(offset, block.data(), block.size())) return error;
+  std::memcpy(&raw, block.data(), sizeof raw);
+  if (std::memcmp(raw.magic, kMagic, sizeof kMagic) != 0) {
+    return rejected(file, ErrorKind::input, "it is not a data file of this program, or its creation was interrupted");
+  }
+  if (raw.checksum != XXH3_64bits(&raw, offsetof(Raw, checksum))) {
+    return rejected(file, ErrorKind::corruption, "its header is damaged");
+  }
+  return {};
+}
+
 }  // namespace
 
 Error MemberHeader::write(const File& file) const {
@@ -55,6 +70,7 @@ Error MemberHeader::write(const File& file) const {
   for (std::size_t i = 0; i < weights.size(); ++i) raw.weights[i] = weights[i];
   raw.checksum = XXH3_64bits(&raw, offsetof(Raw, checksum));
   std::memcpy(block.data(), &raw, sizeof raw);
+  if (Error error = file.write(kSecondHeader, block.data(), block.size())) return error;
   return file.write(0, block.data(), block.size());
 }
 
@@ -63,16 +79,11 @@ Result<MemberHeader> MemberHeader::read(const File& file) {
   if (!size) return size.error();
   if (*size < kDataStart)
     return rejected(file, ErrorKind::input, "it is too short to be a data file, or was never finished");
-  Buffer block = allocate_buffer(std::max<std::size_t>(sizeof(Raw), file.alignment()));
-  if (!block) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = sizeof(Raw)};
-  if (Error error = file.read(0, block.data(), block.size())) return error;
   Raw raw;
-  std::memcpy(&raw, block.data(), sizeof raw);
-  if (std::memcmp(raw.magic, kMagic, sizeof kMagic) != 0) {
-    return rejected(file, ErrorKind::input, "it is not a data file of this program, or its creation was interrupted");
-  }
-  if (raw.checksum != XXH3_64bits(&raw, offsetof(Raw, checksum))) {
-    return rejected(file, ErrorKind::corruption, "its header is damaged");
+  std::string wrong;
+  if (Error first = read_copy(file, 0, raw)) {
+    if (read_copy(file, kSecondHeader, raw)) return first;
+    wrong = first.message();
   }
   if (raw.version != kVersion) {
     return rejected(
@@ -97,6 +108,7 @@ Result<MemberHeader> MemberHeader::read(const File& file) {
                       .data_bytes = raw.data_bytes,
                       .data_start = raw.data_start};
   header.weights.assign(raw.weights, raw.weights + raw.count);
+  header.first_copy_wrong = std::move(wrong);
   return header;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-// The first block of every data file: which volume the file belongs to, and which member of that volume it is.
+// The header of every data file: which volume the file belongs to, and which member of that volume it is. It lies at
+// byte 0 and once more at 512 KiB, so that a damaged sector does not cost the file.
 //   byte 0      magic "TIERFLOW"            8
 //        8      format version              u32
 //       12      member index, member count  2 x u32
@@ -11,7 +12,8 @@
 //       64      start of the data area      u64
 //       72      weights, one a member       64 x u32
 //     4088      XXH3-64 of bytes 0..4087    u64
-// Little endian. Bytes between 4096 and the data area are scratch space for probing the drive.
+// Little endian. Of the bytes up to the data area, those from 64 KiB to 320 KiB are scratch space for probing the
+// drive. Files of earlier versions have no second header.
 #include <array>
 #include <cstdint>
 #include <string>
@@ -23,6 +25,7 @@
 namespace tierflow::io {
 
 inline constexpr std::uint64_t kDataStart = std::uint64_t{1} << 20;
+inline constexpr std::uint64_t kSecondHeader = std::uint64_t{512} << 10;
 inline constexpr std::uint64_t kScratchStart = std::uint64_t{64} << 10;
 inline constexpr std::uint64_t kScratchBytes = std::uint64_t{256} << 10;
 inline constexpr std::size_t kMostMembers = 64;
@@ -35,7 +38,9 @@ struct MemberHeader {
   std::uint64_t data_bytes = 0;
   std::uint64_t data_start = kDataStart;
   std::vector<std::uint32_t> weights;  // of all members
+  std::string first_copy_wrong;        // why the second one was read; empty where it was not
 
+  // Both copies.
   Error write(const File& file) const;
   static Result<MemberHeader> read(const File& file);
 };

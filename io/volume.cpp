@@ -198,11 +198,14 @@ Result<std::unique_ptr<Volume>> Volume::open(const VolumeOptions& options) {
                           .allow_any_filesystem = options.allow_any_filesystem};
   std::vector<std::optional<Member>> found(options.folders.size());
   std::optional<MemberHeader> first;
+  std::vector<std::string> warnings;
   for (const fs::path& directory : options.folders) {
     Result<File> file = File::open(data_path(options, directory), policy);
     if (!file) return file.error();
     Result<MemberHeader> header = MemberHeader::read(*file);
     if (!header) return header.error();
+    if (!header->first_copy_wrong.empty())
+      warnings.push_back(header->first_copy_wrong + "; its second header is whole and is used");
     if (!first) first = *header;
     std::string mismatch;
     if (header->volume_id != first->volume_id || header->weights != first->weights ||
@@ -235,7 +238,7 @@ Result<std::unique_ptr<Volume>> Volume::open(const VolumeOptions& options) {
   }
   std::size_t alignment;
   if (Error error = largest_alignment(members, options.block, alignment)) return error;
-  auto core = std::make_unique<VolumeCore>(std::move(members), std::move(layout), options, std::vector<std::string>{},
+  auto core = std::make_unique<VolumeCore>(std::move(members), std::move(layout), options, std::move(warnings),
                                            std::vector<fs::path>{});
   if (Error error = core->start()) return error;
   return std::unique_ptr<Volume>(std::move(core));

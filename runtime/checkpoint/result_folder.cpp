@@ -23,6 +23,8 @@ namespace fs = std::filesystem;
 constexpr std::array companions = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
                                    "merges.txt",     "tokenizer.model",       "generation_config.json"};
 constexpr std::string_view partial = ".partial";
+// There from begin() until the last file, config.json, gets its name.
+constexpr const char* mark = "config.json.partial";
 // As long as the longest name that a result may have in it.
 constexpr const char* longest_name = "model-00001-of-00001.safetensors.partial";
 
@@ -41,40 +43,63 @@ fs::path checked(fs::path path) {
   return path;
 }
 
-// Names in the folder that are a result's, followed by `suffix`.
-std::vector<fs::path> result_files(const fs::path& folder, std::string_view suffix, bool& others) {
-  std::vector<fs::path> found;
+struct ResultFiles {
+  std::vector<fs::path> unfinished, finished;  // with `partial` behind the name, and without; the mark is the last
+  bool others = false;
+};
+
+ResultFiles result_files(const fs::path& folder) {
+  ResultFiles found;
+  bool marked = false;
   std::error_code error;
   for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
     const std::string name = entry->path().filename().string();
-    const bool ours = name.size() > suffix.size() && name.ends_with(suffix) &&
-                      is_result_name(name.substr(0, name.size() - suffix.size()));
-    if (ours)
-      found.push_back(entry->path());
+    if (name == mark)
+      marked = true;
+    else if (name.ends_with(partial) && is_result_name(name.substr(0, name.size() - partial.size())))
+      found.unfinished.push_back(entry->path());
+    else if (is_result_name(name))
+      found.finished.push_back(entry->path());
     else
-      others = true;
+      found.others = true;
   }
   if (error) fail_system("read folder", folder.string(), error.value());
+  if (marked) found.unfinished.push_back(folder / mark);
   return found;
+}
+
+void remove_files(const std::vector<fs::path>& files) {
+  for (const fs::path& file : files) unlink(file.c_str());
 }
 
 }  // namespace
 
 ResultFolder::ResultFolder(fs::path path) : path_(checked(std::move(path))), made_(path_) {
   claim();
-  bool others = false;
-  const std::vector<fs::path> unfinished = result_files(path_, partial, others);
-  if (others) refuse_content(path_);
-  for (const fs::path& file : unfinished) unlink(file.c_str());
+  const ResultFiles there = result_files(path_);
+  const bool marked = !there.unfinished.empty() && there.unfinished.back().filename() == mark;
+  const bool whole = std::any_of(there.finished.begin(), there.finished.end(),
+                                 [](const fs::path& file) { return file.filename() == "config.json"; });
+  if (there.others || whole || (!there.finished.empty() && !marked)) refuse_content(path_);
+  remove_files(there.finished);
+  remove_files(there.unfinished);
   try_to_write();
+}
+
+void ResultFolder::begin() const {
+  const fs::path path = path_ / mark;
+  const File file(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0644));
+  if (!file) fail_system("create", path.string(), errno);
+  if (fsync(file.fd()) != 0) fail_system("flush", path.string(), errno);
+  sync_folder(path_);
 }
 
 ResultFolder::~ResultFolder() {
   if (finished_) return;
   try {
-    bool others = false;
-    for (const std::string_view suffix : {std::string_view(), partial})
-      for (const fs::path& file : result_files(path_, suffix, others)) unlink(file.c_str());
+    const ResultFiles there = result_files(path_);
+    remove_files(there.finished);
+    remove_files(there.unfinished);
   } catch (const Exception&) {  // a folder that cannot be read any more keeps what it has
   }
 }

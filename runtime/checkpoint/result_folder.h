@@ -11,7 +11,8 @@ namespace tierflow {
 class ResultFolder {
  public:
   // Makes the folder and those above it, tries to write in it, and locks it: another process that wants it is refused
-  // (kind locked). Throws Exception (kind usage) where it holds anything but the unfinished files of a run that died.
+  // (kind locked). Throws Exception (kind usage) where it holds anything but the unfinished result of a run that died,
+  // which is removed.
   explicit ResultFolder(std::filesystem::path path);
   // Unless finish() ran, what a result consists of is removed, and then what the constructor made.
   ~ResultFolder();
@@ -21,6 +22,8 @@ class ResultFolder {
   const std::filesystem::path& path() const { return path_; }
   // Throws Exception (kind environment) where the drive has less room.
   void check_space(std::uint64_t bytes) const;
+  // Durably marks the folder as one with an unfinished result, until config.json is there; before the first file.
+  void begin() const;
   // The result is whole and flushed: it stays.
   void finish() { finished_ = true; }
   // It is no result after all: it goes with this object.

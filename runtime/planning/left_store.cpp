@@ -55,6 +55,11 @@ std::string whose(const fs::path& folder, const fs::path& state) {
   return text;
 }
 
+bool was_interrupted(const Folders& storage) {
+  io::Result<bool> found = io::creation_was_interrupted(volume_of(storage));
+  return found.ok() && *found;
+}
+
 }  // namespace
 
 std::string export_command(const Folders& storage) {
@@ -78,7 +83,9 @@ LeftStore find_left_store(const Folders& storage) {
     const io::Error why = contents.ok() ? io::Error{} : contents.error();
     if (why.kind == io::ErrorKind::locked) throw Exception(why);
     const bool blank = contents.ok() && contents->generation == 0;
-    left.empty = blank && note_of(storage.front()).value("commits", false);
+    const json note = note_of(storage.front());
+    // The note comes right after the store: without one, the store was never used.
+    left.empty = note.empty() ? blank || was_interrupted(storage) : blank && note.value("commits", false);
     left.owner = whose(storage.front(), state);
     left.readable = contents.ok() && !blank;
     if (left.readable) {

@@ -72,6 +72,7 @@ void RunResult::refuse(Session& session, const std::string& why) {
 }
 
 void RunResult::write_folder(Session& session, const Progress& progress) {
+  folder_->begin();
   companions_->copy_to(folder_->path());
   write_text(folder_->path() / "tierflow_run.json", effective_configuration(options_) + "\n");
   session.export_hf(folder_->path(), progress);
@@ -82,6 +83,7 @@ int run_export(const ExportOptions& options) {
   watch_signals();
   ResultFolder out(options.out);
   TrainingLog log({}, false);
+  out.begin();
   export_store(options.storage, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
     throw_if_stopped();
     log.progress(phase, done, total);

@@ -68,6 +68,7 @@ TEST_F(GoldenHeader, Opens) {
   EXPECT_EQ(found.data_bytes, 262144U);
   EXPECT_EQ(found.data_start, 1U << 20);
   EXPECT_EQ(found.weights, (std::vector<std::uint32_t>{3, 1}));
+  EXPECT_EQ(found.first_copy_wrong, "");
 }
 
 TEST_F(GoldenHeader, IsWhatIsWritten) {
@@ -80,7 +81,26 @@ TEST_F(GoldenHeader, IsWhatIsWritten) {
   File file = File::create(folder_.path() / "written", kAnything).value();
   ASSERT_TRUE(file.preallocate(file_bytes_).ok());
   ASSERT_FALSE(header.write(file));
-  EXPECT_EQ(bytes_of(file.path(), kHeaderBytes), golden_);
+  const std::vector<char> written = bytes_of(file.path());
+  for (const std::uint64_t copy : {std::uint64_t{0}, kSecondHeader})
+    EXPECT_TRUE(std::equal(golden_.begin(), golden_.end(), written.begin() + static_cast<std::ptrdiff_t>(copy)))
+        << copy;
+}
+
+TEST_F(GoldenHeader, ADamagedOneCostsNothingWhereTheSecondIsWhole) {
+  std::vector<char> bytes(kSecondHeader, 0);
+  bytes.insert(bytes.end(), golden_.begin(), golden_.end());
+  for (const char* begin : {"", "TIERFLOW"}) {  // nothing is left of the first, or its magic alone
+    std::memcpy(bytes.data(), begin, std::strlen(begin));
+    Result<MemberHeader> header = read(bytes, file_bytes_);
+    ASSERT_TRUE(header.ok()) << header.error().message();
+    EXPECT_EQ(header->weights, (std::vector<std::uint32_t>{3, 1}));
+    EXPECT_THAT(header->first_copy_wrong, ::testing::HasSubstr(*begin == 0 ? "not a data file" : "header is damaged"));
+  }
+  bytes[kSecondHeader + 100] ^= 1;
+  const Result<MemberHeader> neither = read(bytes, file_bytes_);
+  ASSERT_FALSE(neither.ok());
+  EXPECT_EQ(neither.error().kind, ErrorKind::corruption);
 }
 
 TEST_F(GoldenHeader, EveryDamagedByteIsCorruption) {

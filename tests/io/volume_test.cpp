@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "io/discard.h"
+#include "io/member.h"
 #include "tests/io/volume_fixture.h"
 
 namespace tierflow::io {
@@ -281,7 +282,50 @@ TEST_F(VolumeFiles, DamagedHeaderAndWrongSizeAreCorruption) {
     bytes.seekp(45);
     bytes.put('x');
   }
+  auto opened = Volume::open(options());
+  ASSERT_TRUE(opened.ok()) << opened.error().message();
+  EXPECT_THAT((*opened)->mode().warnings, ::testing::Contains(::testing::HasSubstr("second header is whole")));
+  (*opened).reset();
+  {
+    std::fstream bytes(file(), std::ios::in | std::ios::out | std::ios::binary);
+    bytes.seekp(static_cast<std::streamoff>(kSecondHeader) + 45);
+    bytes.put('x');
+  }
   EXPECT_EQ(open_error().kind, ErrorKind::corruption);
+}
+
+TEST_F(VolumeFiles, ACreationThatWasInterruptedIsToldFromAVolume) {
+  VolumeOptions two = options();
+  two.folders = {folder_.path() / "a", folder_.path() / "b"};
+  const auto interrupted = [&] {
+    Result<bool> found = creation_was_interrupted(two);
+    EXPECT_TRUE(found.ok()) << found.error().message();
+    return found.ok() && found.value();
+  };
+  const auto path = [&](const char* name) { return folder_.path() / name / "state.tfv"; };
+  const auto write = [&](const char* name, std::uint64_t at) {
+    std::fstream bytes(path(name), std::ios::in | std::ios::out | std::ios::binary);
+    bytes.seekp(static_cast<std::streamoff>(at));
+    bytes.put('x');
+  };
+  for (const char* name : {"a", "b"}) std::filesystem::create_directory(folder_.path() / name);
+  EXPECT_FALSE(interrupted());  // nothing is there
+  for (const char* name : {"a", "b"}) {
+    std::ofstream(path(name)).close();
+    std::filesystem::permissions(path(name), std::filesystem::perms(0600));
+    EXPECT_TRUE(interrupted());
+    std::filesystem::resize_file(path(name), 2 * kMiB);
+    EXPECT_TRUE(interrupted());
+  }
+  write("a", 45);
+  EXPECT_TRUE(interrupted()) << "all files are there, and the second has no header yet";
+  write("b", kSecondHeader + 45);
+  EXPECT_FALSE(interrupted());
+  std::filesystem::remove(path("a"));
+  std::filesystem::resize_file(path("b"), 0);
+  EXPECT_TRUE(interrupted());
+  std::ofstream(path("b")) << "somebody's own";
+  EXPECT_FALSE(interrupted());
 }
 
 TEST_F(VolumeFiles, PartsOfDifferentVolumesDoNotMix) {

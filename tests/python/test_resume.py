@@ -1,5 +1,6 @@
 """A run that is killed, stopped or cut off is gone on with by the same command, to the bit of one that never was."""
 import json
+import os
 import random
 import re
 import shutil
@@ -8,12 +9,13 @@ import subprocess
 import time
 
 import pytest
-from program import MIB, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import BUILD, MIB, needs_torch, run, small, start, steps_of, the_error, wait_until
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
 
 STEPS = 6
+SHIM = BUILD / "librecord_calls.so"  # built with the tests
 TRAIN = ["train", "--config", "config.json", "--data", "text.txt", "--lr", "1e-3", "--warmup", "2", "--steps", str(STEPS), "--out", "out"]
 STORE = ["--storage", "store", "--host-memory", "1MiB"]
 TIGHT = small(*STORE, "--log-json", "log.json")
@@ -75,6 +77,27 @@ def test_killed_anywhere_it_goes_on_to_the_bit(work, clip):
     assert losses(work) == expected and sorted(expected) == list(range(1, 61))
     assert weights(work / "out") == weights(work / "whole")
     assert not [*work.glob("store/*")]
+
+
+def test_killed_at_each_call_it_goes_on_to_the_bit(work):
+    """At TIERFLOW_KILLS (make test-kills: 200) calls that change files, evenly over a run from its first to its last, half a write included."""
+    words = [*changed(TRAIN, {"--steps": "30"}), *TIGHT, "--engine", "threads", "--clip", "none"]
+    run(work, *changed(words, {"--out": "whole", "--log-json": "whole.json"}), env={"LD_PRELOAD": str(SHIM), "TIERFLOW_CALL_COUNT": "count"})
+    expected = {record["step"]: record["loss"] for record in steps_of(work / "whole.json")}
+    calls, kills = int((work / "count").read_text()), int(os.environ.get("TIERFLOW_KILLS", 5))
+    assert calls >= 200
+    killed = resumed = 0
+    for i in range(kills):
+        died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_KILL_AT": str(1 + calls * i // kills)})
+        done = died if died.returncode == 0 else again(work, *words)
+        assert done.returncode == 0, f"call {1 + calls * i // kills} of {calls}: {done.stderr}"
+        killed += died.returncode == -signal.SIGKILL
+        resumed += "resumed after step" in done.stderr
+        assert losses(work) == expected and weights(work / "out") == weights(work / "whole"), f"call {1 + calls * i // kills} of {calls}"
+        assert not [*work.glob("store/*")]
+        for left in [work / "out", *work.glob("log.json*")]:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    assert killed >= kills * 0.9 and resumed >= kills * 0.4
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -148,6 +171,38 @@ def test_at_the_write_limit_the_state_is_committed(work):
     assert done.returncode == 10 and "the state after step" in done.stderr and not (work / "out").exists()
     run(work, *TRAIN, *TIGHT)
     assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
+
+
+@pytest.mark.parametrize("call", ["rename:tierflow_run.json.partial", "flush:model.safetensors.partial", "rename:config.json.partial"])
+def test_killed_while_it_writes_its_result_it_writes_it_anew(work, call):
+    expected = uninterrupted(work)
+    died = run(work, *TRAIN, *TIGHT, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": f"{call}:kill"})
+    assert died.returncode == -signal.SIGKILL and [*work.glob("out/*")]
+    done = again(work, *TRAIN, *TIGHT)
+    assert done.returncode == 0, done.stderr
+    assert losses(work) == expected and weights(work / "out") == weights(work / "whole") and not [*work.glob("out/*.partial")]
+    # Among files of somebody else, what is there may be theirs.
+    (work / "out" / "config.json").unlink()
+    refused = run(work, *TRAIN, *TIGHT, ok=False)
+    assert refused.returncode == 2 and "not an empty folder" in the_error(refused.stderr) and weights(work / "out")
+
+
+def test_killed_while_it_makes_its_store_it_begins_anew(work):
+    """Before the header of the second folder's file, and before the note that says whose the store is."""
+    run(work, *changed(TRAIN, {"--out": "whole", "--steps": "2"}), *small())
+    words = [*changed(TRAIN, {"--steps": "2"}), *small("--storage", "store,other", "--host-memory", "1MiB")]
+    for call, nth in [("flush:store/state.tfv", "1"), ("flush:other/state.tfv", "1"), ("write:state.tfv.owner.partial", "1")]:
+        died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": f"{call}:kill", "TIERFLOW_FAIL_NTH": nth})
+        assert died.returncode == -signal.SIGKILL and (work / "store" / "state.tfv").exists()
+        done = again(work, *words)
+        assert done.returncode == 0 and "ended before its first commit: it is removed" in done.stderr, done.stderr
+        assert weights(work / "out") == weights(work / "whole")
+        shutil.rmtree(work / "out")
+    # Somebody's own file of that name stays.
+    (work / "store").mkdir(exist_ok=True)
+    (work / "store" / "state.tfv").write_text("mine")
+    (work / "store" / "state.tfv").chmod(0o600)
+    assert run(work, *words, ok=False).returncode == 4 and (work / "store" / "state.tfv").read_text() == "mine"
 
 
 def test_killed_after_its_result_it_is_finished(work):

@@ -1,7 +1,8 @@
 #pragma once
 // A file served over /dev/fuse by a process of its own, from that process's memory: a drive that can be pulled (the
-// server dies) or hang (it stops), seen by everything above as a real block device once a loop device lies on it. Needs
-// root; where the machine does not allow it the object is not ready, and the test skips itself.
+// server dies) or hang (it stops), seen by everything above as a real block device once a loop device lies on it. It
+// can record what it is given, for what it would hold had the power gone. Needs root; where the machine does not allow
+// it the object is not ready, and the test skips itself.
 #include <fcntl.h>
 #include <linux/fuse.h>
 #include <signal.h>
@@ -12,18 +13,50 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <new>
+#include <span>
 #include <string>
 #include <vector>
 
 namespace tierflow::testing {
 
+// What a drive was given, in its order; shared with the process that serves the drive.
+struct DriveRecord {
+  struct Entry {
+    bool flush;  // everything before it is on the medium
+    std::uint64_t offset, length;
+    std::uint64_t data;  // where its bytes begin
+  };
+  static constexpr std::size_t kEntries = 1 << 16, kBytes = std::size_t{512} << 20;
+
+  std::atomic<std::size_t> entries;
+  std::atomic<bool> full;
+  std::size_t used;
+  Entry entry[kEntries];
+  char bytes[kBytes];
+
+  void add(bool flush, std::uint64_t offset = 0, const char* from = nullptr, std::uint64_t length = 0) {
+    if (entries == kEntries || length > kBytes - used) full = true;
+    if (full) return;
+    if (length != 0) std::memcpy(bytes + used, from, length);
+    entry[entries] = {flush, offset, length, used};
+    used += length;
+    ++entries;
+  }
+};
+
 class FuseDisk {
  public:
   // Served as `folder`/fuse/disk. Make it before the process has threads or locked files: the server is a fork.
-  FuseDisk(const std::filesystem::path& folder, std::uint64_t bytes) : path_(folder / "fuse") {
+  explicit FuseDisk(const std::filesystem::path& folder, std::uint64_t bytes, bool recorded = false)
+      : path_(folder / "fuse"),
+        bytes_(bytes),
+        memory_(static_cast<char*>(shared(bytes))),
+        record_(recorded ? static_cast<DriveRecord*>(shared(sizeof(DriveRecord))) : nullptr) {
     if (geteuid() != 0) return;
     std::filesystem::create_directory(path_);
     const int device = ::open("/dev/fuse", O_RDWR | O_CLOEXEC);
@@ -34,7 +67,7 @@ class FuseDisk {
       server_ = fork();
       if (server_ == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        Server(device, bytes).run();
+        Server(device, bytes, memory_, record_).run();
         _exit(0);
       }
     }
@@ -43,6 +76,8 @@ class FuseDisk {
   ~FuseDisk() {
     pull();
     if (mounted_) umount2(path_.c_str(), MNT_DETACH);
+    munmap(memory_, bytes_);
+    if (record_ != nullptr) munmap(record_, sizeof(DriveRecord));
   }
   FuseDisk(const FuseDisk&) = delete;
   FuseDisk& operator=(const FuseDisk&) = delete;
@@ -50,6 +85,9 @@ class FuseDisk {
   bool ready() const { return server_ > 0; }
   const std::filesystem::path& folder() const { return path_; }
   std::filesystem::path file() const { return path_ / "disk"; }
+  // What it holds, and what it was given.
+  std::span<char> bytes() const { return {memory_, bytes_}; }
+  const DriveRecord& record() const { return *record_; }
 
   // Everything fails from here on, also what is under way.
   void pull() {
@@ -66,12 +104,8 @@ class FuseDisk {
   // One request at a time. Calls nothing that could need the drive it serves.
   class Server {
    public:
-    Server(int device, std::uint64_t bytes)
-        : device_(device),
-          bytes_(bytes),
-          memory_(static_cast<char*>(
-              mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))),
-          request_(kMostWrite + 65536) {}
+    Server(int device, std::uint64_t bytes, char* memory, DriveRecord* record)
+        : device_(device), bytes_(bytes), memory_(memory), record_(record), request_(kMostWrite + 65536) {}
 
     void run() {
       for (;;) {
@@ -145,6 +179,7 @@ class FuseDisk {
           const auto& what = *reinterpret_cast<const fuse_write_in*>(body);
           if (what.offset > bytes_ || what.size > bytes_ - what.offset) return answer(in, EFBIG);
           std::memcpy(memory_ + what.offset, body + sizeof what, what.size);
+          if (record_ != nullptr) record_->add(false, what.offset, body + sizeof what, what.size);
           fuse_write_out out{.size = what.size};
           return answer(in, 0, &out, sizeof out);
         }
@@ -156,6 +191,8 @@ class FuseDisk {
           return answer(in, 0, &out, sizeof out);
         }
         case FUSE_FSYNC:
+          if (record_ != nullptr) record_->add(true);
+          return answer(in, 0);
         case FUSE_FLUSH:
         case FUSE_RELEASE:
           return answer(in, 0);
@@ -171,10 +208,20 @@ class FuseDisk {
     const int device_;
     const std::uint64_t bytes_;
     char* const memory_;
+    DriveRecord* const record_;
     std::vector<char> request_;
   };
 
+  static void* shared(std::uint64_t bytes) {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    return memory;
+  }
+
   std::filesystem::path path_;
+  std::uint64_t bytes_;
+  char* memory_;
+  DriveRecord* record_;
   bool mounted_ = false;
   pid_t server_ = -1;
 };

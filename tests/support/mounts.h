@@ -42,10 +42,10 @@ class LoopDisk {
     std::filesystem::resize_file(image_, bytes);
     attach(sector);
   }
-  // On an image that is there.
-  LoopDisk(const std::filesystem::path& folder, const std::filesystem::path& image)
+  // On an image that is there; formatted: it holds the file system already.
+  LoopDisk(const std::filesystem::path& folder, const std::filesystem::path& image, bool formatted = false)
       : image_(image), mount_(folder / "mount") {
-    if (geteuid() == 0 && std::filesystem::exists(image_)) attach(512);
+    if (geteuid() == 0 && std::filesystem::exists(image_)) attach(512, formatted);
   }
   ~LoopDisk() {
     thaw();
@@ -97,7 +97,7 @@ class LoopDisk {
   }
 
  private:
-  void attach(unsigned sector) {
+  void attach(unsigned sector, bool formatted = false) {
     std::filesystem::create_directory(mount_);
     device_ =
         shell("losetup --find --show --direct-io=on --sector-size " + std::to_string(sector) + " " + image_.string());
@@ -105,7 +105,7 @@ class LoopDisk {
       device_.clear();
       return;
     }
-    if (shell("mkfs.ext4 -q -F -E lazy_itable_init=0 " + device_) == "!") return;
+    if (!formatted && shell("mkfs.ext4 -q -F -E lazy_itable_init=0 " + device_) == "!") return;
     ready_ = ::mount(device_.c_str(), mount_.c_str(), "ext4", 0, nullptr) == 0;
     if (ready_) shell("losetup --detach " + device_);  // when the mount goes, by whatever end
   }

@@ -1,13 +1,18 @@
 // Preloaded into the program (LD_PRELOAD), writes a line for each call that changes what files hold or are called, into
 // the file $TIERFLOW_CALLS: "write PATH", "flush PATH", "rename PATH TO", "unlink PATH". A call that $TIERFLOW_FAIL
 // names as OPERATION:END_OF_PATH:ERRNO fails with that error: each such call, or the one whose number
-// $TIERFLOW_FAIL_NTH is. With OPERATION:END_OF_PATH:FILE in $TIERFLOW_LOSE such a call empties FILE first.
+// $TIERFLOW_FAIL_NTH is. With `kill` as ERRNO the process kills itself there, before the call. With OPERATION:END_OF_PATH:FILE in $TIERFLOW_LOSE such a call empties FILE first.
+// The process kills itself, as by `kill -9`, at the call whose number $TIERFLOW_KILL_AT is: before it, or in the middle
+// of it where it is a write with an odd number. Counted are calls that change files or folders, those of a drive's
+// engine included; their number is written to $TIERFLOW_CALL_COUNT at the end.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -54,8 +59,36 @@ bool fails(const std::string& operation, const std::string& path, const std::str
   if (wanted == nullptr || !matches(wanted, operation, path)) return false;
   const char* nth = getenv("TIERFLOW_FAIL_NTH");
   if (nth != nullptr && ++matched != atoi(nth)) return false;
+  if (strcmp(strrchr(wanted, ':'), ":kill") == 0) kill(getpid(), SIGKILL);
   errno = atoi(strrchr(wanted, ':') + 1);
   return true;
+}
+
+std::atomic<int> g_counted = 0;
+
+struct Counter {
+  ~Counter() {
+    if (const char* path = getenv("TIERFLOW_CALL_COUNT")) {
+      const int file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+      const std::string text = std::to_string(g_counted);
+      syscall(SYS_write, file, text.c_str(), text.size());
+      close(file);
+    }
+  }
+} g_counter;
+
+// half: does half of the call.
+template <class Half>
+void maybe_die(Half half) {
+  const int number = ++g_counted;
+  static const char* const wanted = getenv("TIERFLOW_KILL_AT");
+  if (wanted == nullptr || number != atoi(wanted)) return;
+  if (number % 2 == 1) half();
+  kill(getpid(), SIGKILL);
+  for (;;) pause();
+}
+void maybe_die() {
+  maybe_die([] {});
 }
 
 std::string absolute(const char* path) {
@@ -72,20 +105,49 @@ Function next(const char* name) {
 }  // namespace
 
 extern "C" {
+ssize_t pwrite(int descriptor, const void* bytes, size_t count, off_t offset) {
+  const auto real = next<decltype(&pwrite)>("pwrite");
+  maybe_die([&] { (void)!real(descriptor, bytes, count / 2 / 4096 * 4096, offset); });
+  return real(descriptor, bytes, count, offset);
+}
+ssize_t pwrite64(int descriptor, const void* bytes, size_t count, off_t offset) {
+  return pwrite(descriptor, bytes, count, offset);
+}
+int fallocate(int descriptor, int mode, off_t offset, off_t length) {
+  maybe_die();
+  return next<decltype(&fallocate)>("fallocate")(descriptor, mode, offset, length);
+}
+int ftruncate(int descriptor, off_t length) noexcept {
+  maybe_die();
+  return next<decltype(&ftruncate)>("ftruncate")(descriptor, length);
+}
+int mkdir(const char* path, mode_t mode) noexcept {
+  maybe_die();
+  return next<decltype(&mkdir)>("mkdir")(path, mode);
+}
+int rmdir(const char* path) noexcept {
+  maybe_die();
+  return next<decltype(&rmdir)>("rmdir")(path);
+}
 ssize_t write(int descriptor, const void* bytes, size_t count) {
+  if (descriptor > 2) maybe_die([&] { (void)!next<decltype(&write)>("write")(descriptor, bytes, count / 2); });
   if (fails("write", path_of(descriptor))) return -1;
   return next<decltype(&write)>("write")(descriptor, bytes, count);
 }
 int fsync(int descriptor) {
+  maybe_die();
   return fails("flush", path_of(descriptor)) ? -1 : next<decltype(&fsync)>("fsync")(descriptor);
 }
 int fdatasync(int descriptor) {
+  maybe_die();
   return fails("flush", path_of(descriptor)) ? -1 : next<decltype(&fdatasync)>("fdatasync")(descriptor);
 }
 int rename(const char* from, const char* to) noexcept {
+  maybe_die();
   return fails("rename", absolute(from), absolute(to)) ? -1 : next<decltype(&rename)>("rename")(from, to);
 }
 int unlink(const char* path) noexcept {
+  maybe_die();
   return fails("unlink", absolute(path)) ? -1 : next<decltype(&unlink)>("unlink")(path);
 }
 }

@@ -3,15 +3,16 @@
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 
-#include "tests/runtime/expect.h"
 #include "runtime/base/signals.h"
 #include "runtime/checkpoint/safetensors.h"
 #include "support/child.h"
 #include "support/temp_dir.h"
+#include "tests/runtime/expect.h"
 
 namespace tierflow {
 namespace {
@@ -72,6 +73,33 @@ TEST(ResultFolder, TakesAnEmptyFolderOrTheRemainsOfARunThatDied) {
     EXPECT_TRUE(fs::exists(out / name));
     fs::remove(out / name);
   }
+}
+
+TEST(ResultFolder, TakesAResultThatNeverGotItsLastFile) {
+  const testing::TempDir dir;
+  const fs::path out = dir.path() / "out";
+  const auto killed_after = [&](const std::vector<const char*>& names) {
+    const pid_t writer = fork();
+    if (writer == 0) {
+      const ResultFolder folder(out);
+      folder.begin();
+      for (const char* name : names) write_file(out / name, "x");
+      _exit(0);  // no destructor runs
+    }
+    waitpid(writer, nullptr, 0);
+  };
+  killed_after({"merges.txt", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors.partial"});
+  EXPECT_TRUE(fs::exists(out / "merges.txt"));
+  {
+    const ResultFolder taken(out);
+    EXPECT_TRUE(fs::is_empty(out));
+  }
+  killed_after({"merges.txt", "notes.txt"});
+  expect_refusal(io::ErrorKind::usage, {"not an empty folder"}, [&] { const ResultFolder refused(out); });
+  EXPECT_TRUE(fs::exists(out / "merges.txt"));
+  fs::remove_all(out);
+  killed_after({"model.safetensors", "config.json"});
+  expect_refusal(io::ErrorKind::usage, {"not an empty folder"}, [&] { const ResultFolder refused(out); });
 }
 
 TEST(ResultFolder, KnowsItsRoom) {
