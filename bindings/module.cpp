@@ -213,7 +213,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "attention",
       [](const torch::Tensor& q, const torch::Tensor& k, const torch::Tensor& v) {
-        return models::attention(q, k, v, 0, 0.0);
+        return models::attention(q, k, v, {}, 0.0);
       },
       Released());
   // What malloc has given out, as it counts it: torch's tensors on the CPU among it, pools of Tierflow's not.

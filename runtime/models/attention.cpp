@@ -43,25 +43,47 @@ struct Heads {
 };
 
 struct Shape {
-  std::int64_t batch, length, heads, kv_heads, dim, window;
-  Shape(const Tensor& q, const Tensor& k, std::int64_t window_size)
+  std::int64_t batch, length, heads, kv_heads, dim;
+  const std::int64_t* first_seen;
+  std::int64_t first_seen_stride;  // between rows
+  Shape(const Tensor& q, const Tensor& k, const Tensor& seen)
       : batch(q.size(0)),
         length(q.size(1)),
         heads(q.size(2)),
         kv_heads(k.size(2)),
         dim(q.size(3)),
-        window(window_size > 0 ? window_size : q.size(1)) {}
+        first_seen(seen.const_data_ptr<std::int64_t>()),
+        first_seen_stride(seen.size(0) == 1 ? 0 : length) {}
   std::int64_t query_blocks() const { return (length + kQueries - 1) / kQueries; }
   std::int64_t key_blocks() const { return (length + kKeys - 1) / kKeys; }
   float scale() const { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))); }
-  // Blocks of keys that some query of [first, first + rows) sees: [first, second).
-  std::pair<std::int64_t, std::int64_t> keys_of(std::int64_t first, std::int64_t rows) const {
-    return {std::max<std::int64_t>(0, first - window + 1) / kKeys, (first + rows - 1) / kKeys + 1};
+  // The first key that each query of `row` sees, from query `first` on.
+  const std::int64_t* seen_by(std::int64_t row, std::int64_t first) const {
+    return first_seen + row * first_seen_stride + first;
+  }
+  // Blocks of keys that some query of [first, first + rows) of `row` sees: [first, second).
+  std::pair<std::int64_t, std::int64_t> keys_of(std::int64_t row, std::int64_t first, std::int64_t rows) const {
+    return {*seen_by(row, first) / kKeys, (first + rows - 1) / kKeys + 1};
   }
 };
 
 std::size_t size(std::int64_t n) {
   return static_cast<std::size_t>(n);
+}
+
+// The first key that each query sees, never falling within a row: int64 [rows, length], or one row for all.
+Tensor first_keys(const Tensor& q, const Reach& reach) {
+  const std::int64_t batch = q.size(0), length = q.size(1), window = reach.window > 0 ? reach.window : length;
+  const Tensor keys = at::empty({reach.documents.empty() ? 1 : batch, length}, at::kLong);
+  std::int64_t* first = keys.mutable_data_ptr<std::int64_t>();
+  const auto fill = [&](const Document& document) {
+    const std::int64_t end = document.begin + document.length;
+    for (std::int64_t query = document.begin; query < end; ++query)
+      first[document.row * length + query] = std::max(document.begin, query - window + 1);
+  };
+  if (reach.documents.empty()) fill({.length = length});
+  for (const Document& document : reach.documents) fill(document);
+  return keys;
 }
 
 Tensor dense_rows(const Tensor& x) {
@@ -90,9 +112,11 @@ bool attention_in_blocks_supported() {
   return supported;
 }
 
-BlockAttention attention_in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, std::int64_t window) {
+namespace {
+
+BlockAttention in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& seen) {
   const Tensor q = dense_rows(q_in), k = dense_rows(k_in), v = dense_rows(v_in);
-  const Shape s(q, k, window);
+  const Shape s(q, k, seen);
   const std::int64_t packed = s.key_blocks() * kKeys * s.dim;  // elements of one head's keys
   const Tensor keys = at::empty({s.batch * s.kv_heads, packed}, q.options());
   const Tensor values = at::empty_like(keys);
@@ -124,12 +148,12 @@ BlockAttention attention_in_blocks(const Tensor& q_in, const Tensor& k_in, const
       std::fill(sums.begin(), sums.end(), 0.0F);
       std::fill(total.begin(), total.end(), 0.0F);
       std::fill(most.begin(), most.end(), -std::numeric_limits<float>::infinity());
-      const auto [key_begin, key_end] = s.keys_of(first, rows);
+      const auto [key_begin, key_end] = s.keys_of(b, first, rows);
       for (std::int64_t block = key_begin; block < key_end; ++block) {
         const std::int64_t at = source + block * kKeys * s.dim;
         multiply(rows, kKeys, s.dim, qs.at(b, head, first), qs.stride, key_pairs + at, scores.data(), false);
         kernels::softmax_step(scores.data(), p.data(), most.data(), total.data(), sums.data(), rows, s.dim, s.scale(),
-                              {first, block * kKeys, s.window});
+                              {first, block * kKeys, s.seen_by(b, first), rows});
         multiply(rows, s.dim, kKeys, p.data(), kKeys, value_pairs + at, sums.data(), true);
       }
       kernels::softmax_end(sums.data(), most.data(), total.data(), outs.at(b, head, first), outs.stride,
@@ -140,10 +164,10 @@ BlockAttention attention_in_blocks(const Tensor& q_in, const Tensor& k_in, const
   return {out, lse};
 }
 
-AttentionGradient attention_in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in, const Tensor& k_in,
-                                               const Tensor& v_in, const BlockAttention& forward, std::int64_t window) {
+AttentionGradient in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                                     const BlockAttention& forward, const Tensor& seen) {
   const Tensor d_out = dense_rows(d_out_in), q = dense_rows(q_in), k = dense_rows(k_in), v = dense_rows(v_in);
-  const Shape s(q, k, window);
+  const Shape s(q, k, seen);
   AttentionGradient gradient{.q = at::empty({s.batch, s.length, s.heads, s.dim}, q.options()),
                              .k = at::empty({s.batch, s.length, s.kv_heads, s.dim}, q.options()),
                              .v = at::empty({s.batch, s.length, s.kv_heads, s.dim}, q.options())};
@@ -185,13 +209,13 @@ AttentionGradient attention_in_blocks_backward(const Tensor& d_out_in, const Ten
           kernels::row_products(d_outs.at(b, head, first), d_outs.stride, outs.at(b, head, first), outs.stride,
                                 delta.data(), rows, s.dim);
           std::fill(d_q.begin(), d_q.end(), 0.0F);
-          const auto [key_begin, key_end] = s.keys_of(first, rows);
+          const auto [key_begin, key_end] = s.keys_of(b, first, rows);
           for (std::int64_t block = key_begin; block < key_end; ++block) {
             const std::int64_t key = block * kKeys, count = std::min(kKeys, s.length - key);
             multiply(count, kQueries, s.dim, ks.at(b, kv, key), ks.stride, q_across.data(), scores.data(), false);
             multiply(count, kQueries, s.dim, vs.at(b, kv, key), vs.stride, d_across.data(), d_p.data(), false);
             kernels::attention_gradient(scores.data(), d_p.data(), lse.data(), delta.data(), p.data(), d_s.data(),
-                                        d_s_pairs.data(), count, s.scale(), {first, key, s.window});
+                                        d_s_pairs.data(), count, s.scale(), {first, key, s.seen_by(b, first), rows});
             multiply(count, s.dim, kQueries, p.data(), kQueries, d_down.data(), d_v.data() + key * s.dim, true);
             multiply(count, s.dim, kQueries, d_s.data(), kQueries, q_down.data(), d_k.data() + key * s.dim, true);
             multiply(s.dim, kQueries, kKeys, keys.data() + key * s.dim, kKeys, d_s_pairs.data(), d_q.data(), true);
@@ -207,27 +231,23 @@ AttentionGradient attention_in_blocks_backward(const Tensor& d_out_in, const Ten
   return gradient;
 }
 
-namespace {
-
 struct BlockAttentionFunction : torch::autograd::Function<BlockAttentionFunction> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& q, const Tensor& k, const Tensor& v,
-                        std::int64_t window) {
-    BlockAttention result = attention_in_blocks(q, k, v, window);
-    context->save_for_backward({q, k, v, result.out, result.lse});
-    context->saved_data["window"] = window;
+                        const Tensor& seen) {
+    BlockAttention result = in_blocks(q, k, v, seen);
+    context->save_for_backward({q, k, v, result.out, result.lse, seen});
     return result.out;
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& d_out) {
     const auto saved = context->get_saved_variables();
-    AttentionGradient d = attention_in_blocks_backward(d_out[0], saved[0], saved[1], saved[2], {saved[3], saved[4]},
-                                                       context->saved_data["window"].toInt());
+    AttentionGradient d = in_blocks_backward(d_out[0], saved[0], saved[1], saved[2], {saved[3], saved[4]}, saved[5]);
     return {d.q, d.k, d.v, Tensor()};
   }
 };
 
-// torch's attention, in the layouts it knows.
-Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::int64_t window, double dropout) {
+// torch's attention of whole rows, in the layouts it knows.
+Tensor attention_of_rows(const Tensor& q, const Tensor& k, const Tensor& v, std::int64_t window, double dropout) {
   const std::int64_t length = q.size(1), groups = q.size(2) / k.size(2);
   std::optional<Tensor> mask;
   if (window > 0 && window < length) {
@@ -251,18 +271,40 @@ Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::i
       .transpose(1, 2);
 }
 
+Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Reach& reach, double dropout) {
+  if (reach.documents.empty()) return attention_of_rows(q, k, v, reach.window, dropout);
+  std::vector<Tensor> parts;
+  for (const Document& document : reach.documents) {
+    const auto part = [&](const Tensor& x) {
+      return x.narrow(0, document.row, 1).narrow(1, document.begin, document.length);
+    };
+    parts.push_back(attention_of_rows(part(q), part(k), part(v), reach.window, dropout));
+  }
+  return at::cat(parts, 1).view(q.sizes());
+}
+
 }  // namespace
+
+BlockAttention attention_in_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const Reach& reach) {
+  return in_blocks(q, k, v, first_keys(q, reach));
+}
+
+AttentionGradient attention_in_blocks_backward(const Tensor& d_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                               const BlockAttention& forward, const Reach& reach) {
+  return in_blocks_backward(d_out, q, k, v, forward, first_keys(q, reach));
+}
 
 bool attention_is_in_blocks(const Tensor& q, double dropout) {
   return q.is_cpu() && q.scalar_type() == at::kBFloat16 && dropout <= 0 && q.size(3) % 2 == 0 &&
          attention_in_blocks_supported();
 }
 
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::int64_t window, double dropout) {
-  if (!attention_is_in_blocks(q, dropout)) return torch_attention(q, k, v, window, dropout);
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Reach& reach, double dropout) {
+  if (!attention_is_in_blocks(q, dropout)) return torch_attention(q, k, v, reach, dropout);
   const bool differentiate =
       at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-  return differentiate ? BlockAttentionFunction::apply(q, k, v, window) : attention_in_blocks(q, k, v, window).out;
+  const Tensor seen = first_keys(q, reach);
+  return differentiate ? BlockAttentionFunction::apply(q, k, v, seen) : in_blocks(q, k, v, seen).out;
 }
 
 }  // namespace tierflow::models

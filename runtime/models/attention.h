@@ -1,33 +1,44 @@
 #pragma once
 // Causal attention of a block's heads: q [batch, sequence, heads, head_dim], k, v [batch, sequence, kv heads,
-// head_dim], with the last dimension dense. Scaled by head_dim^-0.5. `window` > 0: a query sees that many keys, itself
-// the last of them.
+// head_dim], with the last dimension dense. Scaled by head_dim^-0.5.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
+
+#include "runtime/models/micro_batch.h"
 
 namespace tierflow::models {
 
+// The keys that a query sees: those of its own document up to itself.
+struct Reach {
+  std::int64_t window = 0;               // > 0: at most that many of them, the last ones
+  std::vector<Document> documents = {};  // as MicroBatch::documents() gives them; none: each row is one
+};
+
 // [batch, sequence, heads, head_dim]; differentiable where autograd is on. On the CPU in bf16 without dropout this is
-// attention in blocks (below) where the machine multiplies bf16; otherwise torch's scaled_dot_product_attention.
-at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std::int64_t window,
-                     double dropout);
+// attention in blocks (below) where the machine multiplies bf16; otherwise torch's scaled_dot_product_attention, which
+// is called for each document.
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Reach& reach, double dropout);
 
 // Whether attention() computes these as attention in blocks.
 bool attention_is_in_blocks(const at::Tensor& q, double dropout);
 
 // Attention in blocks of queries and keys with a running softmax (Dao et al., FlashAttention-2): scores and sums in
-// fp32, probabilities rounded to bf16 before they multiply. The same bits on any number of threads.
+// fp32, probabilities rounded to bf16 before they multiply. The same bits on any number of threads. A block of keys
+// that none of a block's queries sees is skipped: packed rows cost about what their documents cost. Blocks are counted
+// from the row's begin. So a document has the bits of the same document alone where it begins at a multiple of 128;
+// elsewhere its sums are cut differently.
 bool attention_in_blocks_supported();
 struct BlockAttention {
   at::Tensor out;  // as q, dense
   at::Tensor lse;  // fp32 [batch, heads, sequence]: log of each query's sum of exponentials
 };
-BlockAttention attention_in_blocks(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std::int64_t window);
+BlockAttention attention_in_blocks(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Reach& reach);
 struct AttentionGradient {
   at::Tensor q, k, v;  // dense
 };
 AttentionGradient attention_in_blocks_backward(const at::Tensor& d_out, const at::Tensor& q, const at::Tensor& k,
-                                               const at::Tensor& v, const BlockAttention& forward, std::int64_t window);
+                                               const at::Tensor& v, const BlockAttention& forward, const Reach& reach);
 
 }  // namespace tierflow::models

@@ -61,7 +61,7 @@ TIERFLOW_CLONES void softmax_step(float* scores, std::uint16_t* p, float* most, 
                                   std::int64_t rows, std::int64_t dim, float scale, const BlockPlace& place) {
   for (std::int64_t i = 0; i < rows; ++i, scores += kKeys, p += kKeys, out += dim) {
     const std::int64_t query = place.first_query + i;
-    const std::int64_t begin = query - place.window + 1 - place.first_key, end = query + 1 - place.first_key;
+    const std::int64_t begin = place.first_seen[i] - place.first_key, end = query + 1 - place.first_key;
     if (end <= 0 || begin >= kKeys) {
       std::memset(p, 0, kKeys * sizeof(*p));
       continue;
@@ -115,14 +115,16 @@ TIERFLOW_CLONES void row_products(const std::uint16_t* d_out, std::int64_t d_str
 TIERFLOW_CLONES void attention_gradient(const float* scores, const float* d_p, const float* lse, const float* delta,
                                         std::uint16_t* p, std::uint16_t* d_s, std::uint16_t* d_s_pairs,
                                         std::int64_t keys, float scale, const BlockPlace& place) {
+  std::int64_t seeing = 0;  // queries whose first key is not after this row's
   for (std::int64_t row = 0; row < keys; ++row) {
     const float* s = scores + row * kQueries;
     const float* d = d_p + row * kQueries;
     std::uint16_t* p_row = p + row * kQueries;
     std::uint16_t* d_row = d_s + row * kQueries;
-    const std::int64_t first = place.first_key + row - place.first_query;
-    const auto begin = static_cast<std::int32_t>(std::clamp<std::int64_t>(first, 0, kQueries));
-    const auto end = static_cast<std::int32_t>(std::clamp<std::int64_t>(first + place.window, 0, kQueries));
+    const std::int64_t key = place.first_key + row;
+    const auto begin = static_cast<std::int32_t>(std::clamp<std::int64_t>(key - place.first_query, 0, kQueries));
+    while (seeing < place.queries && place.first_seen[seeing] <= key) ++seeing;
+    const auto end = static_cast<std::int32_t>(seeing);
 #pragma GCC ivdep
     for (std::int32_t j = 0; j < kQueries; ++j) {
       const float e = exp_fast(s[j] * scale - lse[j]);

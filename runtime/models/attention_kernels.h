@@ -8,9 +8,11 @@ namespace tierflow::models::kernels {
 
 inline constexpr std::int64_t kQueries = 64, kKeys = 128;  // of a block
 
-// Which (query, key) count: key <= query < key + window, counted from the sequence's begin.
+// Where a block lies in its sequence and which (query, key) of it count: first_seen of the query <= key <= query.
 struct BlockPlace {
-  std::int64_t first_query, first_key, window;
+  std::int64_t first_query, first_key;
+  const std::int64_t* first_seen;  // of each query of the block: the first key that it sees, never falling
+  std::int64_t queries;
 };
 
 // out, pairs of x^T: [dim / 2][width][2] from x [rows, dim]; columns from `rows` to `width` are zero.

@@ -34,16 +34,14 @@ TensorIndex CausalModel::index_of(const ModelSpec& spec, StageKind kind, StageKi
 }
 
 Shared CausalModel::share(const MicroBatch& batch, at::Device device) const {
-  return {.ids = batch.ids.to(device),
-          .labels = batch.labels.defined() ? batch.labels.to(device) : at::Tensor(),
-          .tables = {}};
+  return shared_of(batch, device);
 }
 
 Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                            bool training) const {
   switch (kind(stage)) {
     case StageKind::embedding:
-      return {embeddings_[static_cast<std::size_t>(stage)].forward(weights, carry, shared.ids, training)};
+      return {embeddings_[static_cast<std::size_t>(stage)].forward(weights, carry, shared, training)};
     case StageKind::block:
       return {mlp_half(weights, attention_half(weights, carry.at(0), shared, training), training)};
     case StageKind::attention:
@@ -65,7 +63,7 @@ Carry CausalModel::backward(int stage, const Weights& weights, const Gradients& 
   switch (kind(stage)) {
     case StageKind::embedding: {
       const at::NoGradGuard no_grad;
-      return embeddings_[static_cast<std::size_t>(stage)].backward(gradients, shared.ids, d_out.at(0));
+      return embeddings_[static_cast<std::size_t>(stage)].backward(gradients, shared, d_out.at(0));
     }
     case StageKind::block:
     case StageKind::attention:

@@ -80,7 +80,7 @@ std::vector<Tensor> DecoderLayer::in_order(const std::vector<Tensor>& tensors) c
 
 Tensor DecoderLayer::forward(const Weights& weights, const Input& input, std::unique_ptr<KeptActivations>* kept) const {
   const at::NoGradGuard no_grad;
-  const Shared shared{.tables = {input.cos, input.sin}};
+  const Shared shared{.tables = {input.cos, input.sin}, .documents = input.documents};
   const Weights ordered = in_order(weights);
   Carry carry = {input.hidden.detach()};
   if (kept == nullptr) return model_->forward(stage_, ordered, carry, shared, /*training=*/true).at(0);
@@ -91,7 +91,7 @@ Tensor DecoderLayer::forward(const Weights& weights, const Input& input, std::un
 Tensor DecoderLayer::backward(const Weights& weights, const Gradients& sums, const Input& input, const Tensor& d_out,
                               std::unique_ptr<KeptActivations> kept) const {
   const at::NoGradGuard no_grad;
-  const Shared shared{.tables = {input.cos, input.sin}};
+  const Shared shared{.tables = {input.cos, input.sin}, .documents = input.documents};
   const Gradients ordered_sums = in_order(sums);
   const RoundedVectors vectors(ordered_sums);
   const Carry d = model_->backward_kept(stage_, in_order(weights), vectors.own(), {input.hidden.detach()}, shared,

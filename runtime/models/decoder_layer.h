@@ -31,6 +31,7 @@ class DecoderLayer {
   // A call's tensors. hidden: bf16 [batch, sequence, hidden]; cos, sin: [sequence, head_dim / 2], rounded to bf16.
   struct Input {
     at::Tensor hidden, cos, sin;
+    std::vector<Document> documents = {};  // of packed rows, as MicroBatch::documents() gives them
   };
   // `kept`, where wanted: what backward() then need not compute again. The result's bits are the same.
   at::Tensor forward(const Weights& weights, const Input& input,

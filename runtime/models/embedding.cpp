@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "runtime/base/exception.h"
 #include "runtime/models/ops.h"
 
@@ -33,22 +35,25 @@ at::Tensor Embedding::look_up(const at::Tensor& table, const Carry& carry, const
   return at::where(here, found, carry.empty() ? at::zeros_like(found) : carry[0]);
 }
 
-at::Tensor Embedding::forward(const Weights& weights, const Carry& carry, const at::Tensor& ids, bool training) const {
-  at::Tensor hidden = look_up(weights[static_cast<std::size_t>(tokens_)], carry, ids);
+at::Tensor Embedding::forward(const Weights& weights, const Carry& carry, const Shared& shared, bool training) const {
+  at::Tensor hidden = look_up(weights[static_cast<std::size_t>(tokens_)], carry, shared.ids);
   if (positions_ >= 0) {
-    const std::int64_t length = ids.size(1);
-    if (length > max_positions_) {
-      throw Exception(io::ErrorKind::usage, "sequences of " + std::to_string(length) + " tokens exceed the model's " +
+    const at::Tensor& table = weights[static_cast<std::size_t>(positions_)];
+    std::int64_t longest = shared.documents.empty() ? shared.ids.size(1) : 0;
+    for (const Document& document : shared.documents) longest = std::max(longest, document.length);
+    if (longest > max_positions_) {
+      throw Exception(io::ErrorKind::usage, "sequences of " + std::to_string(longest) + " tokens exceed the model's " +
                                                 std::to_string(max_positions_) + " positions");
     }
-    hidden = hidden + weights[static_cast<std::size_t>(positions_)].narrow(0, offset_, length);
+    hidden = hidden + (shared.documents.empty() ? table.narrow(0, offset_, longest)
+                                                : at::embedding(table, shared.positions + offset_));
   }
   return with_dropout(hidden, dropout_, training);
 }
 
-Carry Embedding::backward(const Gradients& gradients, const at::Tensor& ids, const at::Tensor& d_out) const {
+Carry Embedding::backward(const Gradients& gradients, const Shared& shared, const at::Tensor& d_out) const {
   const at::Tensor d = with_dropout(d_out, dropout_, true);
-  const at::Tensor flat = d.reshape({-1, d.size(-1)}).contiguous(), row = ids.reshape({-1}) - first_row_;
+  const at::Tensor flat = d.reshape({-1, d.size(-1)}).contiguous(), row = shared.ids.reshape({-1}) - first_row_;
   const at::Tensor& sum = gradients[static_cast<std::size_t>(tokens_)];
   if (rows_ == vocab_) {
     add_rows_at(sum, row, flat);
@@ -58,7 +63,11 @@ Carry Embedding::backward(const Gradients& gradients, const at::Tensor& ids, con
   }
   if (positions_ >= 0 && gradients[static_cast<std::size_t>(positions_)].defined()) {
     const at::Tensor& positions = gradients[static_cast<std::size_t>(positions_)];
-    positions.narrow(0, offset_, ids.size(1)).add_(d.sum(at::IntArrayRef{0}, false, positions.scalar_type()));
+    if (shared.documents.empty()) {
+      positions.narrow(0, offset_, d.size(1)).add_(d.sum(at::IntArrayRef{0}, false, positions.scalar_type()));
+    } else {
+      add_rows_at(positions, shared.positions.reshape({-1}) + offset_, flat);
+    }
   }
   return first_row_ == 0 ? Carry{} : Carry{d};
 }

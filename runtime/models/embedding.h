@@ -15,11 +15,11 @@ class Embedding {
   Embedding(const ModelSpec& spec, int stage, std::string_view tokens, std::string_view positions);
 
   // Hidden states [batch, sequence, hidden], complete after the last stage; `carry` is what the stage before gave.
-  // Throws Exception (kind usage) for a sequence longer than the positions.
-  at::Tensor forward(const Weights& weights, const Carry& carry, const at::Tensor& ids, bool training) const;
+  // Throws Exception (kind usage) for a document longer than the positions.
+  at::Tensor forward(const Weights& weights, const Carry& carry, const Shared& shared, bool training) const;
   // Adds the gradients of the tables in fp32 and gives what the stage before takes; the dropout mask comes from the
   // generator in the state that forward found it in.
-  Carry backward(const Gradients& gradients, const at::Tensor& ids, const at::Tensor& d_out) const;
+  Carry backward(const Gradients& gradients, const Shared& shared, const at::Tensor& d_out) const;
 
  private:
   at::Tensor look_up(const at::Tensor& table, const Carry& carry, const at::Tensor& ids) const;

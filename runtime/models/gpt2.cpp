@@ -39,12 +39,13 @@ class Gpt2Model final : public CausalModel {
         mlp_(index_of(spec, StageKind::block, StageKind::mlp)) {}
 
  protected:
-  Tensor attention_half(const Weights& weights, const Tensor& hidden, const Shared&, bool training) const override {
+  Tensor attention_half(const Weights& weights, const Tensor& hidden, const Shared& shared,
+                        bool training) const override {
     const Tensor x = flat(hidden);
     const Tensor qkv = apply(weights, attention_.qkv, norm(weights, attention_.norm, x))
                            .view({hidden.size(0), hidden.size(1), 3, config().heads, config().head_dim});
-    const Tensor attended = attention(qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2), /*window=*/0,
-                                      training ? config().attention_dropout : 0.0);
+    const Tensor attended = attention(qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2),
+                                      {.documents = shared.documents}, training ? config().attention_dropout : 0.0);
     return (x + drop(apply(weights, attention_.out, flat(attended)), training)).view(hidden.sizes());
   }
 

@@ -43,8 +43,11 @@ struct AddAndRelease final : torch::autograd::PostAccumulateGradHook {
 
 }  // namespace
 
-std::int64_t MicroBatch::target_tokens() const {
-  return labels.ge(0).sum().item<std::int64_t>();
+Shared shared_of(const MicroBatch& batch, torch::Device device) {
+  Shared shared{.ids = batch.ids.to(device), .documents = batch.documents()};
+  if (batch.labels.defined()) shared.labels = batch.labels.to(device);
+  if (!shared.documents.empty()) shared.positions = batch.positions.to(device);
+  return shared;
 }
 
 Carry LayeredModel::backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,

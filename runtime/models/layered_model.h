@@ -25,8 +25,13 @@ using Gradients = std::vector<torch::Tensor>;
 // What several layers read, the same for every layer of one micro-batch.
 struct Shared {
   torch::Tensor ids, labels;
-  std::vector<torch::Tensor> tables;  // rotary cos and sin, positions, masks: the model's own
+  std::vector<torch::Tensor> tables = {};  // rotary cos and sin, masks: the model's own
+  // Of packed rows, as in MicroBatch. Undefined and empty where each row is one document.
+  torch::Tensor positions = {};
+  std::vector<Document> documents = {};
 };
+// A micro-batch on `device`, without tables. Throws as MicroBatch::documents() does.
+Shared shared_of(const MicroBatch& batch, torch::Device device);
 
 struct HeadResult {
   double loss_sum = 0;  // over the tokens that count, natural log, summed in double

@@ -106,11 +106,12 @@ class LlamaModel final : public CausalModel {
         attention_(index_of(spec, StageKind::block, StageKind::attention)),
         mlp_(index_of(spec, StageKind::block, StageKind::mlp)) {}
 
-  // Tables: rotary cos and sin [sequence, head_dim / 2] fp32.
+  // Tables: rotary cos and sin, fp32 [sequence, head_dim / 2], of packed rows [micro-batch, sequence, head_dim / 2].
   Shared share(const MicroBatch& batch, at::Device device) const override {
     Shared shared = CausalModel::share(batch, device);
     const auto [cos, sin] = rope_tables(config().rope, config().head_dim, batch.ids.size(1), device);
-    shared.tables = {cos, sin};
+    for (const Tensor& table : {cos, sin})
+      shared.tables.push_back(shared.documents.empty() ? table : at::embedding(table, shared.positions));
     return shared;
   }
 
@@ -154,6 +155,8 @@ class LlamaModel final : public CausalModel {
     return x.view({like.size(0), like.size(1), count, config().head_dim});
   }
 
+  Reach reach(const Shared& shared) const { return {.window = config().sliding_window, .documents = shared.documents}; }
+
   // The attention sublayer of normed hidden states.
   Tensor attend(const Bound& bound, const Tensor& normed, const Shared& shared, bool training) const {
     Tensor q = heads(bound.apply(attention_.q, normed), config().heads, normed),
@@ -163,14 +166,14 @@ class LlamaModel final : public CausalModel {
     if (attention_.k_norm >= 0) k = rms_norm(k, bound.weight(attention_.k_norm), config().norm_eps);
     q = rope(std::move(q), shared.tables[0], shared.tables[1]);
     k = rope(std::move(k), shared.tables[0], shared.tables[1]);
-    const Tensor out = attention(q, k, v, config().sliding_window, training ? config().attention_dropout : 0.0);
+    const Tensor out = attention(q, k, v, reach(shared), training ? config().attention_dropout : 0.0);
     return bound.apply(attention_.o, out.reshape({normed.size(0), normed.size(1), -1}));
   }
 
   // By hand, for x, d_y, d_middle [tokens, hidden]; `like` has the shape of the hidden states.
   Attended attend_again(const Bound& bound, const Tensor& x, const Tensor& like, const Shared& shared) const;
   void norm_and_rotate(const Bound& bound, const Shared& shared, Attended& a) const;
-  void attend_to_queries(Attended& a) const;
+  void attend_to_queries(const Shared& shared, Attended& a) const;
   Tensor attention_backward(const Bound& bound, const Tensor& x, const Shared& shared, Attended attended,
                             const Tensor& d_middle) const;
   Gated gate_again(const Bound& bound, const Tensor& x) const;
@@ -248,7 +251,7 @@ Attended LlamaModel::attend_again(const Bound& bound, const Tensor& x, const Ten
   a.k_in = heads(bound.apply(attention_.k, a.normed), config().kv_heads, like);
   a.v = heads(bound.apply(attention_.v, a.normed), config().kv_heads, like);
   norm_and_rotate(bound, shared, a);
-  attend_to_queries(a);
+  attend_to_queries(shared, a);
   return a;
 }
 
@@ -262,16 +265,16 @@ void LlamaModel::norm_and_rotate(const Bound& bound, const Shared& shared, Atten
   a.k = rotated(a.k_in, attention_.k_norm, a.k_rstd);
 }
 
-void LlamaModel::attend_to_queries(Attended& a) const {
+void LlamaModel::attend_to_queries(const Shared& shared, Attended& a) const {
   if (attention_is_in_blocks(a.q, config().attention_dropout)) {
-    BlockAttention result = attention_in_blocks(a.q, a.k, a.v, config().sliding_window);
+    BlockAttention result = attention_in_blocks(a.q, a.k, a.v, reach(shared));
     a.out = std::move(result.out);
     a.lse = std::move(result.lse);
     return;
   }
   for (Tensor* leaf : {&a.q, &a.k, &a.v}) leaf->requires_grad_();
   const at::AutoGradMode grad(true);
-  a.out = attention(a.q, a.k, a.v, config().sliding_window, config().attention_dropout);
+  a.out = attention(a.q, a.k, a.v, reach(shared), config().attention_dropout);
 }
 
 std::unique_ptr<KeptActivations> LlamaModel::restore(int stage, const Weights& all_weights, const Carry& carry,
@@ -293,7 +296,7 @@ std::unique_ptr<KeptActivations> LlamaModel::restore(int stage, const Weights& a
       a.out = *next++;
       a.lse = *next++;
     } else {
-      attend_to_queries(a);
+      attend_to_queries(shared, a);
     }
   }
   if (kind(stage) != StageKind::attention) {
@@ -335,7 +338,7 @@ Tensor LlamaModel::attention_backward(const Bound& bound, const Tensor& x, const
   Tensor d_out = at::mm(d_middle, bound.weight(attention_.o.weight)).view(a.out.sizes());
   AttentionGradient d;
   if (a.lse.defined()) {
-    d = attention_in_blocks_backward(d_out, a.q, a.k, a.v, {a.out, a.lse}, config().sliding_window);
+    d = attention_in_blocks_backward(d_out, a.q, a.k, a.v, {a.out, a.lse}, reach(shared));
   } else {
     auto d_qkv = torch::autograd::grad({a.out}, {a.q, a.k, a.v}, {d_out});
     d = {.q = d_qkv[0].contiguous(), .k = d_qkv[1].contiguous(), .v = d_qkv[2]};

@@ -88,18 +88,18 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
 }
 
 Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign) {
-  const std::int64_t positions = x.size(1), heads = x.size(2), dim = x.size(3);
+  const std::int64_t positions = cos.numel() / cos.size(-1), heads = x.size(2), dim = x.size(3);
   // transformers rounds the tables to the model's type.
   const Tensor c = cos.to(x.scalar_type()), s = sin.to(x.scalar_type());
   if (!fused(x)) {
-    const Tensor cos_heads = c.unsqueeze(1), sin_heads = s.unsqueeze(1) * sign;
+    const Tensor cos_heads = c.unsqueeze(-2), sin_heads = s.unsqueeze(-2) * sign;
     const Tensor low = x.narrow(-1, 0, dim / 2), high = x.narrow(-1, dim / 2, dim / 2);
     return at::cat({low * cos_heads - high * sin_heads, high * cos_heads + low * sin_heads}, -1);
   }
   const Tensor cos32 = c.to(at::kFloat).contiguous(), sin32 = s.to(at::kFloat).contiguous();
   const float* cp = cos32.const_data_ptr<float>();
   const float* sp = sin32.const_data_ptr<float>();
-  at::parallel_for(0, x.size(0) * positions, grain_rows(heads * dim), [&](std::int64_t begin, std::int64_t end) {
+  at::parallel_for(0, x.size(0) * x.size(1), grain_rows(heads * dim), [&](std::int64_t begin, std::int64_t end) {
     kernels::rope(bits(x) + begin * heads * dim, cp, sp, begin, end - begin, positions, heads, dim,
                   static_cast<float>(sign));
   });

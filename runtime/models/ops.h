@@ -21,7 +21,8 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, Tensor* rstd 
 Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
                          const Tensor& sum, const Tensor& residual = {});
 
-// Rotary embedding of x [batch, sequence, heads, head_dim]; cos, sin: fp32 [sequence, head_dim / 2]. Without autograd x
+// Rotary embedding of x [batch, sequence, heads, head_dim]; cos, sin: fp32 [sequence, head_dim / 2], or with the batch
+// before that. Without autograd x
 // itself is rotated and returned. The gradient is the rotation by -1.
 Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign = 1.0);
 

@@ -45,14 +45,15 @@ class OptModel final : public CausalModel {
         mlp_(index_of(spec, StageKind::block, StageKind::mlp)) {}
 
  protected:
-  Tensor attention_half(const Weights& weights, const Tensor& hidden, const Shared&, bool training) const override {
+  Tensor attention_half(const Weights& weights, const Tensor& hidden, const Shared& shared,
+                        bool training) const override {
     const Tensor x = flat(hidden);
     const Tensor in = config().norm_before ? norm(weights, attention_.norm, x) : x;
     const auto heads = [&](const Pair& p) {
       return apply(weights, p, in).view({hidden.size(0), hidden.size(1), config().heads, config().head_dim});
     };
-    const Tensor attended = attention(heads(attention_.q), heads(attention_.k), heads(attention_.v), /*window=*/0,
-                                      training ? config().attention_dropout : 0.0);
+    const Tensor attended = attention(heads(attention_.q), heads(attention_.k), heads(attention_.v),
+                                      {.documents = shared.documents}, training ? config().attention_dropout : 0.0);
     Tensor middle = x + drop(apply(weights, attention_.out, flat(attended)), training);
     if (!config().norm_before) middle = norm(weights, attention_.norm, middle);
     return middle.view(hidden.sizes());

@@ -17,9 +17,7 @@ class ModuleModel final : public LayeredModel {
       : spec_(std::move(spec)), layers_(std::move(layers)) {}
 
   const ModelSpec& spec() const override { return spec_; }
-  Shared share(const MicroBatch& batch, torch::Device device) const override {
-    return {batch.ids.to(device), batch.labels.to(device), {}};
-  }
+  Shared share(const MicroBatch& batch, torch::Device device) const override { return shared_of(batch, device); }
 
   Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                 bool training) const override {

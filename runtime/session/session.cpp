@@ -284,6 +284,7 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
         batch.ids.size(1) > options.sequence_length || batch.labels.sizes() != batch.ids.sizes())
       wrong("a micro-batch has ids and labels of at most " + std::to_string(options.micro_batch) + " x " +
             std::to_string(options.sequence_length) + " tokens");
+  for (const MicroBatch& batch : batches) batch.documents();  // throws where positions are wrong
 }
 
 void Session::Impl::seed_random(int stage, int micro_batch) const {

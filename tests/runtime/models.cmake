@@ -1,5 +1,6 @@
 # Tests of the torch models. One ctest entry: LibTorch takes longer to load than the tests to run.
 add_executable(models_test
+  models/documents_test.cpp
   models/gradient_test.cpp
   models/ops_test.cpp
   models/step_test.cpp

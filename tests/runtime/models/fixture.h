@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "runtime/spec/model_spec.h"
 #include "tests/runtime/models/run.h"
@@ -66,6 +67,20 @@ inline MicroBatch batch(std::int64_t rows, std::int64_t length, std::int64_t voc
                    .labels = torch::randint(vocab, {rows, length}, generator, torch::kLong)};
   batch.labels.index_put_({0, torch::indexing::Slice(2, 5)}, -100);
   return batch;
+}
+
+// The same of rows packed with documents of these lengths, of which each row has the same sum.
+using Lengths = std::vector<std::vector<std::int64_t>>;
+inline MicroBatch packed(const Lengths& lengths) {
+  std::vector<torch::Tensor> rows;
+  for (const auto& row : lengths) {
+    std::vector<torch::Tensor> positions;
+    for (const std::int64_t length : row) positions.push_back(torch::arange(length));
+    rows.push_back(torch::cat(positions));
+  }
+  MicroBatch packed = batch(static_cast<std::int64_t>(rows.size()), rows[0].size(0));
+  packed.positions = torch::stack(rows);
+  return packed;
 }
 
 inline double relative_error(const torch::Tensor& a, const torch::Tensor& b) {

@@ -162,7 +162,7 @@ TEST(Attention, is_the_textbooks_and_repeats) {
       const Tensor all = qkv.to(type).clone().requires_grad_();
       const Tensor q = all.narrow(2, 0, s.heads), k = all.narrow(2, s.heads, s.kv_heads),
                    v = all.narrow(2, s.heads + s.kv_heads, s.kv_heads);
-      const Tensor out = book ? textbook(q, k, v) : models::attention(q, k, v, s.window, 0.0);
+      const Tensor out = book ? textbook(q, k, v) : models::attention(q, k, v, {s.window}, 0.0);
       out.backward(d.to(type));
       const auto part = [&](std::int64_t first, std::int64_t count) { return all.grad().narrow(2, first, count); };
       return std::vector<Tensor>{out.detach(), part(0, s.heads), part(s.heads, s.kv_heads),
@@ -192,7 +192,7 @@ TEST(Attention, is_the_textbooks_and_repeats) {
 TEST(Attention, a_bad_value_reaches_every_query_after_it) {
   Tensor q = random({1, 200, 2, 64}), k = random({1, 200, 2, 64}), v = random({1, 200, 2, 64});
   k[0][150][0][3] = NAN;
-  const Tensor out = models::attention(q, k, v, 0, 0.0);
+  const Tensor out = models::attention(q, k, v, {}, 0.0);
   EXPECT_TRUE(out[0].narrow(0, 150, 50).select(1, 0).isnan().all().item<bool>());
   EXPECT_FALSE(out[0].narrow(0, 0, 150).isnan().any().item<bool>());
   EXPECT_FALSE(out[0].select(1, 1).isnan().any().item<bool>());

@@ -76,9 +76,10 @@ TEST_P(Step, blocks_may_share_one_slot) {
 
 // What a block keeps changes no bit, whole or restored of what is essential, and the weights may move between its
 // forward and its backward.
-void expect_keeping_changes_nothing(const Case& which, torch::ScalarType type, const Tiling& tiling) {
+void expect_keeping_changes_nothing(const Case& which, torch::ScalarType type, const Tiling& tiling,
+                                    const MicroBatch& tokens) {
   ResidentModel m = resident(which, type, 0.2, tiling);
-  const Shared shared = m.model->share(batch(2, 40), torch::kCPU);
+  const Shared shared = m.model->share(tokens, torch::kCPU);
   const std::vector<Carry> inputs = m.forward(shared, true, 11);
   const torch::NoGradGuard no_grad;
   int keeping = 0;
@@ -125,8 +126,9 @@ void expect_keeping_changes_nothing(const Case& which, torch::ScalarType type, c
 
 TEST_P(Step, keeping_activations_changes_no_bit) {
   for (const auto type : {torch::kFloat, torch::kBFloat16}) {
-    expect_keeping_changes_nothing(GetParam(), type, {});
-    expect_keeping_changes_nothing(GetParam(), type, kTiled);
+    expect_keeping_changes_nothing(GetParam(), type, {}, batch(2, 40));
+    expect_keeping_changes_nothing(GetParam(), type, kTiled, batch(2, 40));
+    expect_keeping_changes_nothing(GetParam(), type, {}, packed({{40}, {11, 1, 28}}));
   }
 }
 
