@@ -32,6 +32,14 @@ DecoderShape shape_of(const py::dict& shape) {
           .qk_norm = py::cast<bool>(shape["qk_norm"])};
 }
 
+// positions: int64 [batch, sequence] of packed rows, as in MicroBatch; None: each row is one document.
+DecoderLayer::Input input_of(const torch::Tensor& hidden, const torch::Tensor& cos, const torch::Tensor& sin,
+                             const std::optional<torch::Tensor>& positions) {
+  DecoderLayer::Input input{hidden, cos, sin};
+  if (positions) input.documents = MicroBatch{.ids = *positions, .labels = {}, .positions = *positions}.documents();
+  return input;
+}
+
 torch::Tensor sum_at(const Gradients& sums, int position) {
   return position < 0 ? torch::Tensor() : sums.at(static_cast<std::size_t>(position));
 }
@@ -47,16 +55,16 @@ void register_layers(py::module_& module) {
       .def(
           "forward",
           [](const DecoderLayer& self, const Weights& weights, const torch::Tensor& hidden, const torch::Tensor& cos,
-             const torch::Tensor& sin) {
-            return self.forward(weights, {hidden, cos, sin});
+             const torch::Tensor& sin, const std::optional<torch::Tensor>& positions) {
+            return self.forward(weights, input_of(hidden, cos, sin, positions));
           },
           Released())
       .def(
           "forward_keeping",
           [](const DecoderLayer& self, const Weights& weights, const torch::Tensor& hidden, const torch::Tensor& cos,
-             const torch::Tensor& sin) {
+             const torch::Tensor& sin, const std::optional<torch::Tensor>& positions) {
             auto kept = std::make_unique<Kept>();
-            torch::Tensor out = self.forward(weights, {hidden, cos, sin}, &kept->activations);
+            torch::Tensor out = self.forward(weights, input_of(hidden, cos, sin, positions), &kept->activations);
             return std::pair(std::move(out), std::move(kept));
           },
           Released())
@@ -64,8 +72,9 @@ void register_layers(py::module_& module) {
       .def(
           "backward",
           [](const DecoderLayer& self, Streamer& streamer, const Weights& weights, const torch::Tensor& hidden,
-             const torch::Tensor& cos, const torch::Tensor& sin, const torch::Tensor& d_out, Kept* kept) {
-            return self.backward(weights, streamer.sums(weights), {hidden, cos, sin}, d_out,
+             const torch::Tensor& cos, const torch::Tensor& sin, const std::optional<torch::Tensor>& positions,
+             const torch::Tensor& d_out, Kept* kept) {
+            return self.backward(weights, streamer.sums(weights), input_of(hidden, cos, sin, positions), d_out,
                                  kept == nullptr ? nullptr : std::move(kept->activations));
           },
           Released())

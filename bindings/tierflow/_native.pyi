@@ -70,9 +70,11 @@ class Kept: ...
 
 class DecoderLayer:
     def __init__(self, shape: dict[str, Any], roles: Sequence[str]) -> None: ...
-    def forward(self, weights: Sequence[torch.Tensor], hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+    def forward(
+        self, weights: Sequence[torch.Tensor], hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor: ...
     def forward_keeping(
-        self, weights: Sequence[torch.Tensor], hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, weights: Sequence[torch.Tensor], hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, Kept]: ...
     def backward(
         self,
@@ -81,6 +83,7 @@ class DecoderLayer:
         hidden: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        positions: torch.Tensor | None,
         d_out: torch.Tensor,
         kept: Kept | None,
     ) -> torch.Tensor: ...

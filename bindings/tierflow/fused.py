@@ -53,7 +53,7 @@ class Layer:
         self.roles = turn.roles()
 
     def operands(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call that it is computed from. Raises Departs where the module's own code has to run."""
+        """What a call is computed from: tensors of the call, and constants of its own. Raises Departs where the module's own code has to run."""
         raise NotImplementedError
 
     def forward(self, weights: list[torch.Tensor], operands: list[torch.Tensor], keep: bool) -> tuple[torch.Tensor, Kept | None]:
@@ -178,9 +178,13 @@ class _Decoder(Layer):
             raise Departs("its input is not bfloat16 [batch, sequence, hidden]")
         _check_autocast(self.turn)
         if tables is None or not all(self._is_table(table, hidden) for table in tables):
-            raise Departs("its rotary tables are not one for all rows, in the form of transformers' own")
-        if (mask := given.get("attention_mask")) is not None and not self._is_causal(mask, hidden.shape[1]):
-            raise Departs("its attention mask does more than causal attention does (padding, packing)")
+            raise Departs("its rotary tables are not in the form of transformers' own")
+        if (mask := given.get("attention_mask")) is not None:
+            if (positions := self._positions(mask, hidden)) is None:
+                raise Departs("its attention mask does more than causal attention within documents does (padding)")
+            return [hidden, *tables, positions]
+        if (given_positions := given.get("position_ids")) is not None and self._restart(given_positions):
+            raise Departs("its positions restart, and no mask says whether its attention does")
         return [hidden, *tables]
 
     def _describe(self) -> dict[str, Any]:
@@ -217,28 +221,42 @@ class _Decoder(Layer):
         }  # fmt: skip
 
     def _is_table(self, table: Any, hidden: torch.Tensor) -> bool:
-        """cos or sin [1 or batch, sequence, head_dim], the same for each row, its second half as the first."""
+        """cos or sin [1 or batch, sequence, head_dim], its second half as the first."""
         batch, length = hidden.shape[:2]
         dim = self._shape["head_dim"]
         if not isinstance(table, torch.Tensor) or table.dtype != hidden.dtype or table.requires_grad or table.shape not in ((1, length, dim), (batch, length, dim)):
             return False
-        return self._judge(table, 0, lambda: torch.equal(table[..., : dim // 2], table[..., dim // 2 :]) and torch.equal(table, table[:1].expand_as(table)))
+        return self._judge(table, 0, lambda: torch.equal(table[..., : dim // 2], table[..., dim // 2 :]))
 
-    def _is_causal(self, mask: Any, length: int) -> bool:
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-2:] != (length, length):
-            return False
+    def _restart(self, positions: torch.Tensor) -> bool:
+        """Whether positions do not only count up: where transformers builds no mask, some kinds of attention look at that."""
+        return self._judge(positions, 0, lambda: bool((positions.diff(dim=-1) != 1).any()))
+
+    def _positions(self, mask: Any, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Of causal attention within documents, in the layer's window: each token's position in its document [batch, sequence], on the CPU."""
+        batch, length = hidden.shape[:2]
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[-2:] != (length, length):
+            return None
         window = self._shape["window"] or length
 
-        def compare() -> bool:
-            seen = mask if mask.dtype == torch.bool else mask == 0
+        def compare() -> torch.Tensor | None:
             if mask.dtype != torch.bool and bool(((mask != 0) & (mask > torch.finfo(mask.dtype).min)).any()):
-                return False
-            behind = torch.arange(length, device=mask.device).unsqueeze(1) - torch.arange(length, device=mask.device)
-            return torch.equal(seen, ((behind >= 0) & (behind < window)).expand_as(seen))
+                return None
+            keys = torch.arange(length, device=mask.device)
+            follows = nn.functional.pad(_seen(mask[:, 0]).diagonal(-1, -2, -1), (1, 0))  # sees the token before it
+            begin = torch.where(follows, 0, keys).cummax(-1).values
+            first = torch.maximum(begin, keys - window + 1)
+            for queries in keys.split(256):
+                expected = (keys <= queries.unsqueeze(1)) & (keys >= first[:, queries].unsqueeze(2))
+                found = _seen(mask[:, :, queries])
+                if not torch.equal(found, expected.unsqueeze(1).expand_as(found)):
+                    return None
+            return (keys - begin).cpu()
 
-        return self._judge(mask, window, compare)
+        positions = self._judge(mask, window, compare)
+        return None if positions is None else positions.expand(batch, length)
 
-    def _judge(self, tensor: torch.Tensor, window: int, compare: Any) -> bool:
+    def _judge(self, tensor: torch.Tensor, window: int, compare: Any) -> Any:
         """The verdict on a tensor, which the layers of a model share: found once."""
         seen = self.turn.engine.judged
         entry = seen.get(id(tensor))
@@ -248,22 +266,28 @@ class _Decoder(Layer):
             entry = seen[key] = (weakref.ref(tensor, lambda _: seen.pop(key, None)), version, window, compare())
         return entry[3]
 
-    def _tables(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [table[0, :, : self._shape["head_dim"] // 2] for table in operands[1:]]
+    def _input(self, operands: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        hidden, *tables = operands[:3]
+        halves = [table[..., : self._shape["head_dim"] // 2] for table in tables]
+        return [hidden, *(half[0] if half.shape[0] == 1 else half for half in halves), operands[3] if len(operands) > 3 else None]
 
     def forward(self, weights: list[torch.Tensor], operands: list[torch.Tensor], keep: bool) -> tuple[torch.Tensor, Kept | None]:
         activations = self.turn.engine.activations
         size = self._layer.kept_bytes(operands[0].shape[0] * operands[0].shape[1])
         if not keep or not activations.has_room(size):
-            return self._layer.forward(weights, operands[0], *self._tables(operands)), None
-        out, held = self._layer.forward_keeping(weights, operands[0], *self._tables(operands))
+            return self._layer.forward(weights, *self._input(operands)), None
+        out, held = self._layer.forward_keeping(weights, *self._input(operands))
         return out, Kept(held, size, activations)
 
     def backward(self, weights: list[torch.Tensor], operands: list[torch.Tensor], grad: torch.Tensor, kept: Kept | None) -> torch.Tensor:
         engine, held = self.turn.engine, None if kept is None else kept.held
         # Inside are what the forward computes on its way, unless it was kept, and about as much again of gradients.
         engine.activations.look(within=self._layer.kept_bytes(operands[0].shape[0] * operands[0].shape[1]) * (2 if held is None else 1))
-        return self._layer.backward(engine.native, weights, operands[0], *self._tables(operands), grad.to(torch.bfloat16), held)
+        return self._layer.backward(engine.native, weights, *self._input(operands), grad.to(torch.bfloat16), held)
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dtype == torch.bool else mask == 0
 
 
 def _silu(modules: dict[str, nn.Module]) -> type:

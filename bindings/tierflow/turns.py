@@ -117,7 +117,7 @@ class Frame:
         self.tensors = [self.leaves[i] for i in self.where]
         operands = turn.fused(*tree_unflatten(self.leaves, self.spec))
         self.layer: Layer | None = turn.layer if operands is not None else None
-        self.operands = [next(i for i, t in enumerate(self.tensors) if t is operand) for operand in operands or []]
+        self.operands = [next((i for i, t in enumerate(self.tensors) if t is operand), operand) for operand in operands or []]
         self.kept: Kept | None = None
         for i in self.where:
             self.leaves[i] = None
@@ -137,6 +137,10 @@ class Frame:
             raise _native.UsageError(f"{self.turn.name} was called with a filled cache while gradients are on: pass use_cache=False")
         return leaf
 
+    def _of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The operands of the fused layer in a call with these tensors."""
+        return [tensors[operand] if isinstance(operand, int) else operand for operand in self.operands]
+
     def call(self) -> Any:
         if not self.needs_graph:
             with torch.no_grad(), self.turn.engine.turn(self.turn, "evaluate") as weights:
@@ -151,7 +155,7 @@ class Frame:
         """Runs the module, its weights bound, on tensors in the place of those it was called with. keep: differentiate() follows."""
         if self.layer is not None:
             with torch.no_grad():
-                out, self.kept = self.layer.forward(weights, [tensors[i] for i in self.operands], keep)
+                out, self.kept = self.layer.forward(weights, self._of(tensors), keep)
         else:
             leaves = list(self.leaves)
             for index, tensor in zip(self.where, tensors, strict=True):
@@ -205,7 +209,9 @@ class Frame:
         found: list[torch.Tensor | None] = [None] * len(tensors)
         if grads[0] is not None:
             with torch.no_grad():
-                found[self.operands[0]] = self.layer.backward(weights, [tensors[i] for i in self.operands], grads[0], self.kept)
+                gradient = self.layer.backward(weights, self._of(tensors), grads[0], self.kept)
+                if isinstance(first := self.operands[0], int):
+                    found[first] = gradient
         self.kept = None
         return found
 

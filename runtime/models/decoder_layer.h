@@ -28,7 +28,8 @@ class DecoderLayer {
   // ("self_attn.q_proj.weight"). Throws Exception (kind usage) where they are not the shape's.
   DecoderLayer(const DecoderShape& shape, const std::vector<std::string>& roles);
 
-  // A call's tensors. hidden: bf16 [batch, sequence, hidden]; cos, sin: [sequence, head_dim / 2], rounded to bf16.
+  // A call's tensors. hidden: bf16 [batch, sequence, hidden]; cos, sin: [sequence, head_dim / 2], or with the batch
+  // before that, rounded to bf16.
   struct Input {
     at::Tensor hidden, cos, sin;
     std::vector<Document> documents = {};  // of packed rows, as MicroBatch::documents() gives them

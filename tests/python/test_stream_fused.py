@@ -122,7 +122,7 @@ def test_what_is_kept_takes_the_memory_that_was_counted(family):
 
     def forward(weights, operands, keep):
         before = native.allocated_bytes()
-        held.append(layer._layer.forward_keeping(weights, operands[0], *layer._tables(operands)))
+        held.append(layer._layer.forward_keeping(weights, *layer._input(operands)))
         held.append(native.allocated_bytes() - before - held[0][0].nbytes)
         return held[0][0], None
 
@@ -150,10 +150,8 @@ def test_a_call_that_it_does_not_cover_runs_the_modules_own_code(counted, caplog
     padded["attention_mask"][0, :5] = 0
     model, plain = fused(), make("llama")
     assert departs(model, padded, counted, caplog, "padding") == pytest.approx(plain(**padded).loss.item(), abs=1e-4)
-    positions = torch.arange(24).repeat(2, 1) % 12  # two documents a row, which transformers sees where it has no cache
-    packed = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions, "use_cache": False}
-    model._tierflow._said_departs.clear()
-    assert departs(model, packed, counted, caplog, "packing") == pytest.approx(plain(**packed).loss.item(), abs=1e-4)
+    positions = {**batch, "position_ids": torch.arange(24).repeat(2, 1) % 12}  # beside a mask: no documents to sdpa, but to others
+    assert departs(model, positions, counted, caplog, "positions restart") == pytest.approx(plain(**positions).loss.item(), abs=1e-4)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     departs(model, batch, counted, caplog, "dropout")
@@ -169,6 +167,53 @@ def test_a_call_that_it_does_not_cover_runs_the_modules_own_code(counted, caplog
     model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
     departs(model, batch, counted, caplog, "mlp.act_fn", LAYERS - 1)
     tierflow.close(model)
+
+
+def flattened(count, seed=4):
+    """What transformers' collator makes of documents of these lengths, in one row."""
+    generator = torch.Generator().manual_seed(seed)
+    documents = [{"input_ids": torch.randint(3, 160, (length,), generator=generator).tolist()} for length in (9, 1, 14)]
+    return [transformers.DataCollatorWithFlattening()(documents[i % 3 :] + documents[: i % 3]) for i in range(count)]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_packed_documents_attend_to_themselves_alone(family, counted):
+    batch, plain, model = flattened(1)[0], make(family), fused(family)
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    expected = plain(**batch, use_cache=False)  # with a cache, transformers does not look at the positions
+    expected.loss.backward()
+    found = model(**batch)
+    found.loss.backward()
+    assert len(counted) == LAYERS and tierflow.stats(model)["departures"] == 0
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0.05, atol=0.05)
+    for name, p in plain.named_parameters():
+        assert close_to(model.get_parameter(name).grad + 0, p.grad), name
+    begins = [i for i, position in enumerate(batch["position_ids"][0].tolist()) if position == 0] + [24]
+    with torch.no_grad():
+        alone = [model(batch["input_ids"][:, a:b]).logits for a, b in zip(begins, begins[1:])]
+        torch.testing.assert_close(found.logits, torch.cat(alone, 1), rtol=0.05, atol=0.05)
+        whole = model(batch["input_ids"]).logits
+    assert (whole - found.logits)[:, begins[1] :].abs().max() > 0.1
+    rows = torch.stack([torch.arange(24) % 12, torch.arange(24) % 7])  # rows of different documents
+    two = {"input_ids": torch.cat([batch["input_ids"], batch["input_ids"].flip(1)]), "position_ids": rows}
+    with torch.no_grad():
+        torch.testing.assert_close(model(**two).logits, plain(**two, use_cache=False).logits, rtol=0.05, atol=0.05)
+    assert tierflow.stats(model)["departures"] == 0
+    tierflow.close(model)
+
+
+def test_packed_documents_have_the_same_bits_in_every_order_and_under_every_budget(tmp_path, counted, monkeypatch):
+    monkeypatch.setattr("streaming.batches", lambda family, count: flattened(count))
+    runs = []
+    for trainer in (False, True):
+        for plan in (roomy(), scarce(tmp_path / "store")):
+            model = fused("mistral", plan)
+            runs.append((train(model, "mistral", trainer=trainer, clip=1.0), masters(model)))
+            tierflow.close(model)
+    assert len(counted) == 4 * 3 * 2 * LAYERS  # runs, steps, micro-batches
+    for seen, weights in runs[1:]:
+        assert seen == runs[0][0]
+        assert all(torch.equal(weights[name], master) for name, master in runs[0][1].items())
 
 
 def test_a_model_without_such_layers_says_so_and_still_has_the_head_and_the_loss(caplog):

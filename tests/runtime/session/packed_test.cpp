@@ -1,0 +1,76 @@
+// Micro-batches of packed rows through a session: the same bits under every budget, and a door for wrong positions.
+#include <gtest/gtest.h>
+
+#include "runtime/device/device_memory.h"
+#include "tests/runtime/expect.h"
+#include "tests/runtime/session/fixture.h"
+
+namespace tierflow::testing {
+namespace {
+
+std::vector<MicroBatch> packed_batches(int step) {
+  std::vector<MicroBatch> all = batches(2, step);
+  all[0].positions = packed({{5, 1, 10}, {16}}).positions;
+  all[1].positions = packed({{8, 8}, {3, 12, 1}}).positions;
+  return all;
+}
+
+Model model_of(const Case& which) {
+  return {make_model(parse_model_spec(which.json, which.name)), initial(11)};
+}
+
+struct Outcome {
+  std::vector<double> losses;
+  std::vector<std::vector<float>> masters;
+  bool operator==(const Outcome&) const = default;
+};
+
+Outcome run(const Case& which, const SessionOptions& options) {
+  Session session(model_of(which), options, {.lr = 3e-3});
+  Outcome outcome;
+  for (int step = 0; step < 3; ++step) outcome.losses.push_back(session.step(packed_batches(step)).loss);
+  outcome.losses.push_back(session.evaluate(packed_batches(9)));
+  outcome.masters = masters_of(session);
+  return outcome;
+}
+
+TEST(PackedRows, have_the_same_bits_under_every_budget) {
+  DeviceMemory::install();
+  const Folder folder;
+  const std::vector<Case> all = cases();
+  for (const std::size_t index : {3U, 6U, 8U}) {  // rotary with grouped heads and a window, GPT-2, OPT
+    SCOPED_TRACE(all[index].name);
+    const SessionOptions options = resident(2);
+    const Outcome expected = run(all[index], options);
+    EXPECT_EQ(run(all[index], least_device(options, all[index], {})), expected);
+    SessionOptions small = streamed(options, folder);
+    EXPECT_EQ(run(all[index], small), expected);
+    if (can_keep(all[index], {})) {
+      EXPECT_EQ(run(all[index], swapping(small, all[index], {})), expected);
+    }
+    Session plain(model_of(all[index]), options);
+    EXPECT_NE(plain.step(batches(2, 0)).loss, expected.losses[0]);  // the documents do not see each other
+  }
+}
+
+TEST(PackedRows, with_wrong_positions_are_refused) {
+  DeviceMemory::install();
+  const Case which = cases()[0];
+  const auto wrong = [](const auto& change) {
+    std::vector<MicroBatch> all = packed_batches(0);
+    change(all[1].positions);
+    return all;
+  };
+  const auto refused = [&](std::string_view why, const auto& change) {
+    expect_refusal(io::ErrorKind::usage, {why},
+                   [&] { Session(model_of(which), resident(2)).step(wrong(change), 1e-3); });
+    expect_refusal(io::ErrorKind::usage, {why}, [&] { Session(model_of(which), resident(2)).evaluate(wrong(change)); });
+  };
+  refused("positions are int64, not Float", [](torch::Tensor& p) { p = p.to(torch::kFloat); });
+  refused("positions have the shape of ids", [](torch::Tensor& p) { p = p.narrow(1, 0, 15); });
+  refused("position 7 of token 2 in row 1 comes after 1", [](torch::Tensor& p) { p[1][2] = 7; });
+  refused("each row begins with a document", [](torch::Tensor& p) { p[0][0] = 1; });
+}
+
+}  // namespace
+}  // namespace tierflow::testing
