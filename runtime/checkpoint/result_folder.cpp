@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <charconv>
 #include <system_error>
 
 #include "io/lock_holder.h"
@@ -43,8 +44,18 @@ fs::path checked(fs::path path) {
   return path;
 }
 
+// N of checkpoint-N; -1 of other names.
+std::int64_t checkpoint_step(std::string_view name) {
+  constexpr std::string_view prefix = "checkpoint-";
+  std::int64_t step = -1;
+  if (!name.starts_with(prefix)) return -1;
+  const auto [end, error] = std::from_chars(name.data() + prefix.size(), name.data() + name.size(), step);
+  return error == std::errc() && end == name.data() + name.size() && step >= 0 ? step : -1;
+}
+
 struct ResultFiles {
   std::vector<fs::path> unfinished, finished;  // with `partial` behind the name, and without; the mark is the last
+  std::vector<fs::path> checkpoints;           // folders, unfinished ones too
   bool others = false;
 };
 
@@ -54,9 +65,14 @@ ResultFiles result_files(const fs::path& folder) {
   std::error_code error;
   for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
     const std::string name = entry->path().filename().string();
+    std::error_code ignored;
+    const bool unfinished = name.ends_with(partial);
+    const std::string_view plain = std::string_view(name).substr(0, name.size() - (unfinished ? partial.size() : 0));
     if (name == mark)
       marked = true;
-    else if (name.ends_with(partial) && is_result_name(name.substr(0, name.size() - partial.size())))
+    else if (checkpoint_step(plain) >= 0 && entry->is_directory(ignored) && !entry->is_symlink(ignored))
+      found.checkpoints.push_back(entry->path());
+    else if (unfinished && is_result_name(std::string(plain)))
       found.unfinished.push_back(entry->path());
     else if (is_result_name(name))
       found.finished.push_back(entry->path());
@@ -72,15 +88,26 @@ void remove_files(const std::vector<fs::path>& files) {
   for (const fs::path& file : files) unlink(file.c_str());
 }
 
+// config.json first: what is left of it is no model.
+void remove_checkpoint(const fs::path& folder) {
+  unlink((folder / "config.json").c_str());
+  const ResultFiles there = result_files(folder);
+  remove_files(there.finished);
+  remove_files(there.unfinished);
+  rmdir(folder.c_str());
+}
+
 }  // namespace
 
-ResultFolder::ResultFolder(fs::path path) : path_(checked(std::move(path))), made_(path_) {
+ResultFolder::ResultFolder(fs::path path, bool with_checkpoints) : path_(checked(std::move(path))), made_(path_) {
   claim();
   const ResultFiles there = result_files(path_);
   const bool marked = !there.unfinished.empty() && there.unfinished.back().filename() == mark;
   const bool whole = std::any_of(there.finished.begin(), there.finished.end(),
                                  [](const fs::path& file) { return file.filename() == "config.json"; });
-  if (there.others || whole || (!there.finished.empty() && !marked)) refuse_content(path_);
+  if (there.others || (!with_checkpoints && !there.checkpoints.empty()) || whole ||
+      (!there.finished.empty() && !marked))
+    refuse_content(path_);
   remove_files(there.finished);
   remove_files(there.unfinished);
   try_to_write();
@@ -122,6 +149,31 @@ void ResultFolder::claim() {
   if (fstat(held_.fd(), &held) != 0 || stat(path_.c_str(), &named) != 0 || held.st_ino != named.st_ino ||
       held.st_dev != named.st_dev)
     locked("another process removed it just now");
+}
+
+fs::path Checkpoints::write(std::int64_t step, const std::function<void(const ResultFolder&)>& fill) const {
+  const fs::path final = folder_ / fmt::format("checkpoint-{}", step), work = final.string() + std::string(partial);
+  {
+    ResultFolder unfinished(work);
+    unfinished.begin();
+    fill(unfinished);
+    unfinished.finish();
+  }
+  std::error_code ignored;
+  if (fs::exists(final, ignored)) remove_checkpoint(final);
+  if (rename(work.c_str(), final.c_str()) != 0)
+    fail_system("rename", final.string(), errno, "it holds files of somebody else; remove it");
+  sync_folder(folder_);
+  return final;
+}
+
+void Checkpoints::keep_last(std::int64_t count) const {
+  std::vector<fs::path> all = result_files(folder_).checkpoints;
+  std::erase_if(all, [](const fs::path& path) { return checkpoint_step(path.filename().native()) < 0; });
+  std::sort(all.begin(), all.end(), [](const fs::path& a, const fs::path& b) {
+    return checkpoint_step(a.filename().native()) < checkpoint_step(b.filename().native());
+  });
+  for (std::size_t i = 0; i + static_cast<std::size_t>(count) < all.size(); ++i) remove_checkpoint(all[i]);
 }
 
 // What cannot be written is to be known before the work: no right, a drive that is read-only or full, a path too long.

@@ -1,6 +1,8 @@
 #pragma once
 // The folder that a command writes a model to: claimed before the work begins, filled at its end.
+#include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -12,8 +14,8 @@ class ResultFolder {
  public:
   // Makes the folder and those above it, tries to write in it, and locks it: another process that wants it is refused
   // (kind locked). Throws Exception (kind usage) where it holds anything but the unfinished result of a run that died,
-  // which is removed.
-  explicit ResultFolder(std::filesystem::path path);
+  // which is removed. with_checkpoints: it may also hold folders named checkpoint-N, which are left as they are.
+  explicit ResultFolder(std::filesystem::path path, bool with_checkpoints = false);
   // Unless finish() ran, what a result consists of is removed, and then what the constructor made.
   ~ResultFolder();
   ResultFolder(const ResultFolder&) = delete;
@@ -37,6 +39,20 @@ class ResultFolder {
   BorrowedFolder made_;
   File held_;
   bool finished_ = false;
+};
+
+// The folders FOLDER/checkpoint-N: models that a run writes on its way, each whole and flushed before it has its name.
+// Those of a step that is done again are replaced.
+class Checkpoints {
+ public:
+  explicit Checkpoints(std::filesystem::path folder) : folder_(std::move(folder)) {}
+  // `fill` writes the model into the folder that it is given. Returns the folder's final name.
+  std::filesystem::path write(std::int64_t step, const std::function<void(const ResultFolder&)>& fill) const;
+  // Removes all but the last `count`, with what a result consists of. Other files stay, and their folder.
+  void keep_last(std::int64_t count) const;
+
+ private:
+  const std::filesystem::path folder_;
 };
 
 // The files of a model folder that training does not change, the tokenizer's for the most part: opened when the run

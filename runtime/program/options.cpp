@@ -138,6 +138,10 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
                    o.durability = words[0];
                  },
              .get = [&o] { return OrderedJson(o.durability); }});
+  table.integer(
+      "export-every", o.export_every, 0,
+      "steps after which the model is also written to checkpoint-N in the folder of --out; 0: at the end alone");
+  table.integer("export-keep", o.export_keep, 0, "keep so many of these, the last ones; 0: all");
   table.flag("resume", o.resume, "go on with the state in the storage folders; an error where there is none");
   table.for_one_run();
   table.flag("no-export", o.no_export, "leave the result in the store");
@@ -321,6 +325,8 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
   if (options.out.empty() && !options.no_export) fail_usage("`tierflow train` needs --out, or --no-export");
   if (options.no_export && options.storage.empty())
     fail_usage("--no-export leaves the result in the store: it needs --storage");
+  if (options.no_export && options.export_every != 0) fail_usage("give --no-export or --export-every, not both");
+  if (options.export_keep != 0 && options.export_every == 0) fail_usage("--export-keep is for --export-every");
   if (options.storage.empty() && options.durability != "auto" && options.durability != "export-only")
     fail_usage("--durability " + options.durability + " needs --storage: the state lies there");
   if (options.resume && options.storage.empty()) fail_usage("--resume needs --storage: the state lies there");

@@ -79,7 +79,9 @@ struct TrainOptions : RunOptions {
   std::string durability = "auto";   // auto, step, every=N, export-only
   bool resume = false;               // there has to be a state to go on with
   bool no_export = false;
-  std::filesystem::path trace;  // empty: none
+  std::int64_t export_every = 0;  // steps; 0: at the end alone
+  std::int64_t export_keep = 0;   // the last so many of these; 0: all
+  std::filesystem::path trace;    // empty: none
 };
 
 struct PlanOptions : TrainOptions {

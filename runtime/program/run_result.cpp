@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <chrono>
+
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"
 #include "runtime/planning/left_store.h"
@@ -38,27 +40,28 @@ constexpr std::uint64_t kBesideWeights = std::uint64_t{1} << 20;
 
 }  // namespace
 
-RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec) : options_(options) {
+RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed) : options_(options) {
   if (options.no_export) return;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) weight_bytes_ += 2 * static_cast<std::uint64_t>(tensor.elements());
   companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
-  folder_.emplace(options.out);
-  check_space(spec);
+  folder_.emplace(options.out, resumed);
+  check_space();
 }
 
-void RunResult::check_space(const ModelSpec& spec) const {
-  if (!folder_) return;
-  std::uint64_t elements = 0;
-  for (const UnitSpec& unit : spec.units)
-    for (const TensorSpec& tensor : unit.tensors) elements += static_cast<std::uint64_t>(tensor.elements());
-  folder_->check_space(2 * elements + companions_->bytes() + kBesideWeights);
+void RunResult::check_space() const {
+  if (folder_) folder_->check_space(weight_bytes_ + companions_->bytes() + kBesideWeights);
 }
 
 void RunResult::write(Session& session, const Progress& progress) {
   try {
-    if (folder_)
-      write_folder(session, progress);
-    else
+    if (folder_) {
+      folder_->begin();
+      fill(*folder_, session, progress);
+      folder_->finish();
+    } else {
       session.commit();
+    }
   } catch (const Exception& error) {
     if (folder_) fail_with_state_kept(error, session, options_);
     fail_with(error, fmt::format("what was written stays: {} says whether it can be opened",
@@ -71,12 +74,27 @@ void RunResult::refuse(Session& session, const std::string& why) {
   fail_with_state_kept(Exception(io::ErrorKind::numeric, why), session, options_);
 }
 
-void RunResult::write_folder(Session& session, const Progress& progress) {
-  folder_->begin();
-  companions_->copy_to(folder_->path());
-  write_text(folder_->path() / "tierflow_run.json", effective_configuration(options_) + "\n");
-  session.export_hf(folder_->path(), progress);
-  folder_->finish();
+void RunResult::write_checkpoint(Session& session, std::int64_t step, const Progress& progress, TrainingLog& log) {
+  const auto begun = std::chrono::steady_clock::now();
+  const Checkpoints checkpoints(folder_->path());
+  try {
+    // The next one is whole before an older one goes.
+    check_space();
+    const fs::path made = checkpoints.write(step, [&](const ResultFolder& folder) { fill(folder, session, progress); });
+    if (options_.export_keep > 0) checkpoints.keep_last(options_.export_keep);
+    log.say(fmt::format("model after step {} written to {}, {:.1f} s", step, made.string(),
+                        std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count()));
+    log.object({{"exported", {{"step", step}, {"folder", made.string()}}}});
+  } catch (const Exception& error) {
+    if (stop_signal() == 0 && !session.intact()) throw;
+    log.say(fmt::format("warning: the model after step {} was not written, the run goes on: {}", step, error.what()));
+  }
+}
+
+void RunResult::fill(const ResultFolder& folder, Session& session, const Progress& progress) {
+  companions_->copy_to(folder.path());
+  write_text(folder.path() / "tierflow_run.json", effective_configuration(options_) + "\n");
+  session.export_hf(folder.path(), progress);
 }
 
 int run_export(const ExportOptions& options) {

@@ -4,6 +4,7 @@
 
 #include "runtime/checkpoint/result_folder.h"
 #include "runtime/program/options.h"
+#include "runtime/program/training_log.h"
 #include "runtime/session/session.h"
 
 namespace tierflow {
@@ -12,21 +13,26 @@ class RunResult {
  public:
   // Claims --out, where there has to be room, and opens the files that go there with the weights, before the work
   // begins. With --no-export there is no folder: the result is the store.
-  RunResult(const TrainOptions& options, const ModelSpec& spec);
+  // resumed: --out may hold checkpoints of the run that is gone on with.
+  RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed);
 
-  // Throws Exception (kind environment) where --out has no room for weights of the model and what goes with them.
-  void check_space(const ModelSpec& spec) const;
+  // Throws Exception (kind environment) where --out has no room for the model's weights and what goes with them.
+  void check_space() const;
   // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. If that
   // fails the state stays in the storage folders, and the Exception gives the command that exports it.
   void write(Session& session, const Progress& progress);
+  // After step `step`: the model as --out/checkpoint-N, and of those before it the last --export-keep. What goes wrong
+  // is said and costs the checkpoint alone.
+  void write_checkpoint(Session& session, std::int64_t step, const Progress& progress, TrainingLog& log);
   // The model is no result: what was written of it is removed, and its state stays in the storage folders. Throws
   // Exception (kind numeric) that says why, and gives the command that exports the state.
   [[noreturn]] void refuse(Session& session, const std::string& why);
 
  private:
-  void write_folder(Session& session, const Progress& progress);
+  void fill(const ResultFolder& folder, Session& session, const Progress& progress);
 
   const TrainOptions& options_;
+  std::uint64_t weight_bytes_ = 0;
   std::optional<ResultFolder> folder_;
   std::optional<CompanionFiles> companions_;
 };

@@ -40,7 +40,7 @@ class Training {
         log_(log),
         spec_(training_spec(options)),
         forecast_(options_, spec_, log),
-        out_(options, spec_),
+        out_(options, spec_, left_.resumable),
         trace_(options.trace, log),
         data_(Dataset::prepare(data_options(options, spec_, temporary_folder()))) {
     per_step_ = options.micro_batch * options.micro_batches;
@@ -52,7 +52,7 @@ class Training {
 
   int run() {
     open_session();
-    out_.check_space(spec_);  // once more: the store lies on the same drive, it may be
+    out_.check_space();  // once more: the store lies on the same drive, it may be
     log_.begin();
     std::int64_t step = session_->steps();
     if (step == 0) evaluate(0, result_.held_out_before);
@@ -71,6 +71,8 @@ class Training {
         trace_.end_step(step, *session_, result_.prediction);
         if (options_.eval_every > 0 && step % options_.eval_every == 0 && step < steps_)
           evaluate(step, result_.held_out_after);
+        if (options_.export_every > 0 && step % options_.export_every == 0 && step < steps_ && stop_signal() == 0)
+          out_.write_checkpoint(*session_, step, progress(), log_);
       });
     trace_.finish(step, result_.prediction);
     forecast_.finish(*session_);

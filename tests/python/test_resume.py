@@ -29,6 +29,8 @@ def losses(work):
     """By step, of all logs; what was done twice came out the same."""
     found = {}
     for log in sorted(work.glob("log.json*")):
+        if not (text := log.read_text()).endswith("\n"):
+            log.write_text(text[: text.rfind("\n") + 1])  # killed in the middle of a line
         for record in steps_of(log):
             assert found.setdefault(record["step"], record["loss"]) == record["loss"]
     return found
@@ -185,6 +187,38 @@ def test_killed_while_it_writes_its_result_it_writes_it_anew(work, call):
     (work / "out" / "config.json").unlink()
     refused = run(work, *TRAIN, *TIGHT, ok=False)
     assert refused.returncode == 2 and "not an empty folder" in the_error(refused.stderr) and weights(work / "out")
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_the_model_on_the_way(work, stored):
+    expected = uninterrupted(work)
+    train = [*TRAIN, "--export-every", "2", *(TIGHT if stored else small("--log-json", "log.json"))]
+    if stored:  # in the middle of the second of them
+        died = run(work, *train, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:checkpoint-4.partial/model.safetensors.partial:kill"})
+        assert died.returncode == -signal.SIGKILL and (work / "out" / "checkpoint-4.partial").exists()
+        done = again(work, *train)
+        assert done.returncode == 0, done.stderr
+    else:
+        run(work, *train)
+    assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
+    assert sorted(each.name for each in work.glob("out/checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    run(work, *changed(TRAIN, {"--out": "four", "--steps": "4"}), *small("--lr-schedule", "constant"))
+    run(work, *changed(TRAIN, {"--out": "more"}), *small("--lr-schedule", "constant", "--export-every", "2", "--export-keep", "1"))
+    assert [each.name for each in work.glob("more/checkpoint-*")] == ["checkpoint-4"]
+    assert weights(work / "more" / "checkpoint-4") == weights(work / "four")
+    for folder in "out", "more":
+        for each in work.glob(f"{folder}/checkpoint-*"):
+            assert (each / "config.json").exists() and not [*each.glob("*.partial")]
+    # What holds models already is no place for another run.
+    assert run(work, *changed(train, {"--seed": "1"}), "--fresh", ok=False).returncode == 2
+
+
+def test_a_model_on_the_way_that_cannot_be_written_costs_itself_alone(work):
+    expected = uninterrupted(work)
+    done = run(work, *TRAIN, "--export-every", "2", *TIGHT, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:checkpoint-2.partial/model.safetensors.partial:28"})
+    assert "warning: the model after step 2 was not written, the run goes on" in done.stderr and "No space left" in done.stderr
+    assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
+    assert [each.name for each in work.glob("out/checkpoint-*")] == ["checkpoint-4"]
 
 
 def test_killed_while_it_makes_its_store_it_begins_anew(work):
