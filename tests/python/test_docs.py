@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PROGRAMS = ("io_test", "swap_test")
+PROGRAMS = ("core_test", "io_test", "swap_test")
 
 
 def listed(program):
