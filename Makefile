@@ -9,7 +9,7 @@ define build-preset
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev program build test demo asan tsan test-faults test-kills soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
+.PHONY: help setup setup-dev program build test demo asan tsan test-faults test-kills fuzz soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,11 @@ test-faults: setup ## the commit protocol under faults: RUNS (100000) on simulat
 
 test-kills: build ## a training run killed at KILLS (200) points, and gone on with
 	@TIERFLOW_BUILD=build TIERFLOW_KILLS=$(or $(KILLS),200) .venv/bin/python -m pytest -q tests/python/test_resume.py -k each_call
+
+fuzz: setup ## the parsers of foreign files on random bytes, MINUTES (1) each, or RUNS inputs; PARSER=config names one. Needs clang
+	@command -v clang++ >/dev/null || { echo "make fuzz needs clang: apt-get install clang" >&2; exit 4; }
+	$(call build-preset,fuzz,build-fuzz)
+	@tools/fuzz.sh build-fuzz $(JOBS)
 
 soak-io: setup ## random volumes, requests and faults for MINUTES (10); SEED=n plays one round again, STORAGE=folder says where
 	@[ -f build/build.ninja ] || cmake --preset release

@@ -1,0 +1,123 @@
+// What reads the files of other people, on any bytes. An Exception or an io::Error of one line is the right answer to
+// nonsense; anything else that leaves a parser is a defect. FUZZ_PARSER names the one that this program tries.
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <span>
+#include <string>
+
+#include "runtime/base/exception.h"
+#include "runtime/checkpoint/safetensors.h"
+#include "runtime/checkpoint/safetensors_header.h"
+#include "runtime/data/data_source.h"
+#include "runtime/spec/model_spec.h"
+#include "swap/store_format.h"
+
+namespace {
+
+using tierflow::io::Error;
+
+[[noreturn]] void defect() {
+  __builtin_trap();
+}
+void expect_one_line(const std::string& text) {
+  if (text.empty() || text.find('\n') != std::string::npos) defect();
+}
+
+// A folder in memory, of this process.
+const std::filesystem::path& folder() {
+  static const std::filesystem::path path = [] {
+    const char* base = access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
+    std::filesystem::path made = std::filesystem::path(base) / ("tierflow-fuzz-" + std::to_string(getpid()));
+    std::filesystem::create_directories(made);
+    static const struct Remover {
+      std::filesystem::path path;
+      ~Remover() { std::filesystem::remove_all(path); }
+    } remover{made};
+    return made;
+  }();
+  return path;
+}
+std::filesystem::path file_of(const char* name, const std::string& bytes) {
+  const std::filesystem::path path = folder() / name;
+  std::ofstream(path, std::ios::binary | std::ios::trunc)
+      .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  return path;
+}
+
+struct CountingSink final : tierflow::DocumentSink {
+  void begin_document(const std::string&) override {}
+  void text(std::string_view piece) override { bytes += piece.size(); }
+  void end_document() override {}
+  void tokens(const std::string&, std::span<const std::uint32_t> ids) override { bytes += ids.size(); }
+  void skip(const Error& why) override { expect_one_line(why.message()); }
+  std::size_t bytes = 0;
+};
+
+[[maybe_unused]] void fuzz_config(const std::string& text) {
+  tierflow::parse_model_spec(text, "fuzz");
+}
+[[maybe_unused]] void fuzz_header(const std::string& text) {
+  if (text.size() < 3) return;
+  const auto data_bytes = static_cast<unsigned char>(text[0]) | static_cast<unsigned char>(text[1]) << 8;
+  tierflow::parse_safetensors_header(text.substr(2), static_cast<std::uint64_t>(data_bytes), "fuzz");
+}
+[[maybe_unused]] void fuzz_index(const std::string& text) {
+  static const bool once = [] {
+    const std::string header = R"({"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]}})";
+    std::string file(8, '\0');
+    file[0] = static_cast<char>(header.size());
+    file_of("model-00001-of-00001.safetensors", file + header + "abcd");
+    return true;
+  }();
+  (void)once;
+  file_of("model.safetensors.index.json", text);
+  tierflow::Checkpoint::open(folder());
+}
+[[maybe_unused]] void fuzz_manifest(const std::string& text) {
+  if (auto found = tierflow::swap::parse_manifest(text); !found.ok()) expect_one_line(found.error().message());
+}
+void expect_sound_superblock(std::span<const std::byte> sector) {
+  constexpr std::uint64_t kVolume = 1 << 20;
+  if (const auto found = tierflow::swap::parse_superblock(sector, kVolume)) {
+    if (found->manifest_length > kVolume || found->manifest_offset > kVolume - found->manifest_length) defect();
+  } else {
+    expect_one_line(tierflow::swap::why_no_superblock(sector));
+  }
+}
+// As it is, and with a checksum that fits.
+[[maybe_unused]] void fuzz_superblock(const std::string& text) {
+  std::string sector = text;
+  sector.resize(4096);
+  expect_sound_superblock(std::as_bytes(std::span(sector)));
+  tierflow::swap::Superblock block;
+  std::memcpy(&block, sector.data(), sizeof block);
+  block.checksum = block.own_checksum();
+  std::memcpy(sector.data(), &block, sizeof block);
+  expect_sound_superblock(std::as_bytes(std::span(sector)));
+}
+[[maybe_unused]] void fuzz_tokens(const std::string& text) {
+  CountingSink sink;
+  tierflow::read_npy(file_of("tokens.npy", text), sink);
+}
+[[maybe_unused]] void fuzz_records(const std::string& text) {
+  CountingSink sink;
+  tierflow::DataOptions options;
+  options.skip_bad_records = !text.empty() && text[0] % 2 == 1;
+  tierflow::read_source({.path = file_of("rows.jsonl", text), .kind = tierflow::SourceKind::jsonl}, options, sink);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  try {
+    FUZZ_PARSER(std::string(reinterpret_cast<const char*>(data), size));
+  } catch (const tierflow::Exception& error) {
+    expect_one_line(error.what());
+  }
+  return 0;
+}
