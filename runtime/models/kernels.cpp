@@ -66,13 +66,14 @@ TIERFLOW_CLONES void rms_norm_backward(const std::uint16_t* d_out, const std::ui
   }
 }
 
-TIERFLOW_CLONES void rope(std::uint16_t* x, const float* cos, const float* sin, std::int64_t first_row,
-                          std::int64_t rows, std::int64_t positions, std::int64_t heads, std::int64_t head_dim,
-                          float sign) {
+TIERFLOW_CLONES void rope(std::uint16_t* x, const float* cos, const float* sin, const std::int64_t* table_row,
+                          std::int64_t first_row, std::int64_t rows, std::int64_t table_rows, std::int64_t heads,
+                          std::int64_t head_dim, float sign) {
   const std::int64_t half = head_dim / 2;
   for (std::int64_t row = 0; row < rows; ++row) {
-    const float* c = cos + (first_row + row) % positions * half;
-    const float* s = sin + (first_row + row) % positions * half;
+    const std::int64_t from = table_row != nullptr ? table_row[first_row + row] : (first_row + row) % table_rows;
+    const float* c = cos + from * half;
+    const float* s = sin + from * half;
     for (std::int64_t head = 0; head < heads; ++head, x += head_dim) {
       std::uint16_t* low = x;
       std::uint16_t* high = x + half;

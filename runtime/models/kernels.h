@@ -17,10 +17,10 @@ void rms_norm_backward(const std::uint16_t* d_out, const std::uint16_t* x, const
                        const std::uint16_t* residual, std::uint16_t* d_x, float* d_w, std::int64_t rows,
                        std::int64_t n);
 
-// Rotates x [rows, heads, head_dim] in place; row r uses table row (first_row + r) % positions. cos, sin: [positions,
-// head_dim / 2]; `sign` -1 rotates back (the gradient).
-void rope(std::uint16_t* x, const float* cos, const float* sin, std::int64_t first_row, std::int64_t rows,
-          std::int64_t positions, std::int64_t heads, std::int64_t head_dim, float sign);
+// Rotates x [rows, heads, head_dim] in place; row r uses row table_row[first_row + r] of the tables, or where that is
+// null, row (first_row + r) % table_rows. cos, sin: [table_rows, head_dim / 2]; `sign` -1 rotates back (the gradient).
+void rope(std::uint16_t* x, const float* cos, const float* sin, const std::int64_t* table_row, std::int64_t first_row,
+          std::int64_t rows, std::int64_t table_rows, std::int64_t heads, std::int64_t head_dim, float sign);
 
 // out = silu(gate) * up, n elements.
 void swiglu(const std::uint16_t* gate, const std::uint16_t* up, std::uint16_t* out, std::int64_t n);

@@ -106,12 +106,11 @@ class LlamaModel final : public CausalModel {
         attention_(index_of(spec, StageKind::block, StageKind::attention)),
         mlp_(index_of(spec, StageKind::block, StageKind::mlp)) {}
 
-  // Tables: rotary cos and sin, fp32 [sequence, head_dim / 2], of packed rows [micro-batch, sequence, head_dim / 2].
+  // Tables: rotary cos and sin [sequence, head_dim / 2] fp32.
   Shared share(const MicroBatch& batch, at::Device device) const override {
     Shared shared = CausalModel::share(batch, device);
     const auto [cos, sin] = rope_tables(config().rope, config().head_dim, batch.ids.size(1), device);
-    for (const Tensor& table : {cos, sin})
-      shared.tables.push_back(shared.documents.empty() ? table : at::embedding(table, shared.positions));
+    shared.tables = {cos, sin};
     return shared;
   }
 
@@ -157,6 +156,10 @@ class LlamaModel final : public CausalModel {
 
   Reach reach(const Shared& shared) const { return {.window = config().sliding_window, .documents = shared.documents}; }
 
+  static Tensor rotate(Tensor x, const Shared& shared, double sign = 1.0) {
+    return rope(std::move(x), shared.tables[0], shared.tables[1], sign, shared.positions);
+  }
+
   // The attention sublayer of normed hidden states.
   Tensor attend(const Bound& bound, const Tensor& normed, const Shared& shared, bool training) const {
     Tensor q = heads(bound.apply(attention_.q, normed), config().heads, normed),
@@ -164,8 +167,8 @@ class LlamaModel final : public CausalModel {
     const Tensor v = heads(bound.apply(attention_.v, normed), config().kv_heads, normed);
     if (attention_.q_norm >= 0) q = rms_norm(q, bound.weight(attention_.q_norm), config().norm_eps);
     if (attention_.k_norm >= 0) k = rms_norm(k, bound.weight(attention_.k_norm), config().norm_eps);
-    q = rope(std::move(q), shared.tables[0], shared.tables[1]);
-    k = rope(std::move(k), shared.tables[0], shared.tables[1]);
+    q = rotate(std::move(q), shared);
+    k = rotate(std::move(k), shared);
     const Tensor out = attention(q, k, v, reach(shared), training ? config().attention_dropout : 0.0);
     return bound.apply(attention_.o, out.reshape({normed.size(0), normed.size(1), -1}));
   }
@@ -259,7 +262,7 @@ Attended LlamaModel::attend_again(const Bound& bound, const Tensor& x, const Ten
 void LlamaModel::norm_and_rotate(const Bound& bound, const Shared& shared, Attended& a) const {
   const auto rotated = [&](Tensor& in, int norm, Tensor& rstd) {
     Tensor x = norm < 0 ? std::exchange(in, {}) : rms_norm(in, bound.weight(norm), config().norm_eps, &rstd);
-    return rope(std::move(x), shared.tables[0], shared.tables[1]);
+    return rotate(std::move(x), shared);
   };
   a.q = rotated(a.q_in, attention_.q_norm, a.q_rstd);
   a.k = rotated(a.k_in, attention_.k_norm, a.k_rstd);
@@ -344,8 +347,8 @@ Tensor LlamaModel::attention_backward(const Bound& bound, const Tensor& x, const
     d = {.q = d_qkv[0].contiguous(), .k = d_qkv[1].contiguous(), .v = d_qkv[2]};
   }
   for (Tensor* used : {&a.out, &a.lse, &d_out, &a.q, &a.k, &a.v}) used->reset();
-  Tensor d_q = rope(std::move(d.q), shared.tables[0], shared.tables[1], -1.0);
-  Tensor d_k = rope(std::move(d.k), shared.tables[0], shared.tables[1], -1.0);
+  Tensor d_q = rotate(std::move(d.q), shared, -1.0);
+  Tensor d_k = rotate(std::move(d.k), shared, -1.0);
   const Tensor d_v = d.v.reshape({x.size(0), -1});
   d.v.reset();
   if (a.q_in.defined())

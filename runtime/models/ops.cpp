@@ -87,20 +87,26 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
   return d_x;
 }
 
-Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign) {
-  const std::int64_t positions = cos.numel() / cos.size(-1), heads = x.size(2), dim = x.size(3);
+Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign, const Tensor& positions) {
+  const std::int64_t heads = x.size(2), dim = x.size(3);
   // transformers rounds the tables to the model's type.
   const Tensor c = cos.to(x.scalar_type()), s = sin.to(x.scalar_type());
   if (!fused(x)) {
-    const Tensor cos_heads = c.unsqueeze(-2), sin_heads = s.unsqueeze(-2) * sign;
+    const auto by_token = [&](const Tensor& table) {
+      return (positions.defined() ? at::embedding(table, positions) : table).unsqueeze(-2);
+    };
+    const Tensor cos_heads = by_token(c), sin_heads = by_token(s) * sign;
     const Tensor low = x.narrow(-1, 0, dim / 2), high = x.narrow(-1, dim / 2, dim / 2);
     return at::cat({low * cos_heads - high * sin_heads, high * cos_heads + low * sin_heads}, -1);
   }
   const Tensor cos32 = c.to(at::kFloat).contiguous(), sin32 = s.to(at::kFloat).contiguous();
+  const Tensor rows = positions.defined() ? positions.contiguous() : positions;
   const float* cp = cos32.const_data_ptr<float>();
   const float* sp = sin32.const_data_ptr<float>();
+  const std::int64_t* row = rows.defined() ? rows.const_data_ptr<std::int64_t>() : nullptr;
+  const std::int64_t table_rows = cos32.numel() / cos32.size(-1);
   at::parallel_for(0, x.size(0) * x.size(1), grain_rows(heads * dim), [&](std::int64_t begin, std::int64_t end) {
-    kernels::rope(bits(x) + begin * heads * dim, cp, sp, begin, end - begin, positions, heads, dim,
+    kernels::rope(bits(x) + begin * heads * dim, cp, sp, row, begin, end - begin, table_rows, heads, dim,
                   static_cast<float>(sign));
   });
   return x;

@@ -21,10 +21,10 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, Tensor* rstd 
 Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
                          const Tensor& sum, const Tensor& residual = {});
 
-// Rotary embedding of x [batch, sequence, heads, head_dim]; cos, sin: fp32 [sequence, head_dim / 2], or with the batch
-// before that. Without autograd x
-// itself is rotated and returned. The gradient is the rotation by -1.
-Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign = 1.0);
+// Rotary embedding of x [batch, sequence, heads, head_dim]. cos, sin: fp32 [sequence, head_dim / 2], or one for each
+// row [batch, sequence, head_dim / 2]. positions, where defined: int64 [batch, sequence], the row of [sequence,
+// head_dim / 2] for each token. Without autograd x itself is rotated and returned. The gradient is the rotation by -1.
+Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign = 1.0, const Tensor& positions = {});
 
 Tensor activate(const Tensor& x, Activation activation);
 

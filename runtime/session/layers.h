@@ -16,7 +16,8 @@ namespace tierflow {
 
 // A layer: register parameters and submodules as usual and implement forward(). It computes in bf16 on weights that
 // exist only during the call: keep no tensor that shares storage or a graph with a parameter. The first layer gets an
-// empty carry and reads shared.ids; the last returns {loss}: the loss summed over the labels that count, a scalar.
+// empty carry and reads shared.ids; the last returns {loss}: the loss summed over the labels that count, a scalar. Of
+// packed rows, a layer that attends keeps to shared.documents, and one that knows positions uses shared.positions.
 class Layer : public torch::nn::Module {
  public:
   virtual Carry forward(const Carry& carry, const Shared& shared) = 0;

@@ -70,6 +70,18 @@ TEST_P(Widths, rope) {
   exact.backward(d.to(torch::kDouble));
   expect_rounded(models::rope(x.clone(), cos, sin), exact);
   expect_rounded(models::rope(d.clone(), cos, sin, -1.0), x64.grad());
+  // Positions choose rows of the tables, as tables of each row of x do.
+  const Tensor positions = torch::stack({torch::arange(9).remainder(4), torch::arange(8, -1, -1)});
+  for (const Tensor& of : {x, leaf(x)}) {
+    const auto rotated = [&](std::int64_t row) {
+      const Tensor at = positions[row];
+      return models::rope(of.detach().narrow(0, row, 1).clone(), cos.index_select(0, at), sin.index_select(0, at));
+    };
+    const Tensor rows = torch::cat({rotated(0), rotated(1)});
+    const Tensor every_cos = torch::embedding(cos, positions), every_sin = torch::embedding(sin, positions);
+    EXPECT_TRUE(torch::equal(models::rope(of.detach().clone(), cos, sin, 1.0, positions), rows));
+    EXPECT_TRUE(torch::equal(models::rope(of.detach().clone(), every_cos, every_sin), rows));
+  }
 }
 
 TEST_P(Widths, cross_entropy) {

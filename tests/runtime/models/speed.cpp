@@ -1,7 +1,8 @@
 // Times one Llama block (forward, and backward from its input), the head and the embedding, and counts the memory that
-// torch asks for beside weights, gradients and carry. Driven by models_speed.py: a line on standard input (block,
-// default, forward, head, embedding) runs it once and prints "milliseconds peak-bytes".
-//   models_speed HIDDEN INTERMEDIATE HEADS KV_HEADS BATCH LENGTH VOCAB
+// torch asks for beside weights, gradients and carry. Driven by speed.py and benchmarks/step/packed.py: a line on
+// standard input (block, default, forward, attention, head, embedding) runs it once and prints "milliseconds
+// peak-bytes". DOCUMENTS (1): how many of one length a row is packed with.
+//   models_speed HIDDEN INTERMEDIATE HEADS KV_HEADS BATCH LENGTH VOCAB [DOCUMENTS]
 #include <c10/core/CPUAllocator.h>
 #include <fmt/format.h>
 #include <malloc.h>
@@ -12,6 +13,7 @@
 #include <cstdlib>
 #include <iostream>
 
+#include "runtime/models/attention.h"
 #include "tests/runtime/models/run.h"
 
 namespace tierflow::testing {
@@ -42,7 +44,13 @@ class CountingAllocator final : public c10::Allocator {
   inline static std::atomic<std::int64_t> live_ = 0, peak_ = 0;
 };
 
-int run(char** arguments) {
+// Attention alone, forward and backward.
+void attend(const torch::Tensor& q, const torch::Tensor& kv, const torch::Tensor& d_out, const models::Reach& reach) {
+  const models::BlockAttention result = models::attention_in_blocks(q, kv, kv, reach);
+  models::attention_in_blocks_backward(d_out, q, kv, kv, result, reach);
+}
+
+int run(char** arguments, std::int64_t documents) {
   CountingAllocator counter;
   c10::SetCPUAllocator(&counter, /*priority=*/100);
   const auto number = [&](int i) { return std::stoll(arguments[i]); };
@@ -54,11 +62,17 @@ int run(char** arguments) {
     ResidentModel m(parse_model_spec(json, "block"), torch::kBFloat16);
     m.randomise(1, 0.02);
     const std::int64_t rows = number(5), length = number(6);
-    const MicroBatch batch{.ids = torch::randint(number(7), {rows, length}, torch::kLong),
-                           .labels = torch::randint(number(7), {rows, length}, torch::kLong)};
+    const MicroBatch batch{
+        .ids = torch::randint(number(7), {rows, length}, torch::kLong),
+        .labels = torch::randint(number(7), {rows, length}, torch::kLong),
+        .positions = torch::arange(length).remainder((length + documents - 1) / documents).expand({rows, length})};
     const Shared shared = m.model->share(batch, torch::kCPU);
     const Carry in = {torch::randn({rows, length, number(1)}).to(torch::kBFloat16)};
     const Carry d_out = {torch::randn_like(in[0]) * 0.01};
+    const auto heads = [&](int count) {
+      return torch::randn({rows, length, number(count), number(1) / number(3)}).to(torch::kBFloat16);
+    };
+    const torch::Tensor q = heads(3), kv = heads(4), d_heads = heads(3);
     const Weights weights = m.bind(1, m.units);
     const Gradients gradients = m.bind(1, m.gradients);
     for (std::string line; std::getline(std::cin, line);) {
@@ -69,6 +83,8 @@ int run(char** arguments) {
         m.model->head_loss_and_backward(m.bind(2, m.units), m.bind(2, m.gradients), in, shared, 1e-3);
       } else if (line == "embedding") {
         m.model->backward(0, m.bind(0, m.units), m.bind(0, m.gradients), {}, shared, d_out);
+      } else if (line == "attention") {
+        attend(q, kv, d_heads, {.documents = shared.documents});
       } else {
         const torch::NoGradGuard no_grad;
         m.model->forward(1, weights, in, shared, true);
@@ -86,9 +102,9 @@ int run(char** arguments) {
 }  // namespace tierflow::testing
 
 int main(int count, char** arguments) {
-  if (count != 8) {
-    std::cerr << "usage: models_speed HIDDEN INTERMEDIATE HEADS KV_HEADS BATCH LENGTH VOCAB\n";
+  if (count != 8 && count != 9) {
+    std::cerr << "usage: models_speed HIDDEN INTERMEDIATE HEADS KV_HEADS BATCH LENGTH VOCAB [DOCUMENTS]\n";
     return 2;
   }
-  return tierflow::testing::run(arguments);
+  return tierflow::testing::run(arguments, count == 9 ? std::stoll(arguments[8]) : 1);
 }

@@ -53,18 +53,31 @@ TEST(PackedRows, have_the_same_bits_under_every_budget) {
   }
 }
 
+// A model that does not look at positions: what is wrong with them shows at the session's door.
+class WithoutPositions final : public ForwardingModel {
+ public:
+  using ForwardingModel::ForwardingModel;
+  Shared share(const MicroBatch& batch, torch::Device device) const override {
+    return ForwardingModel::share({.ids = batch.ids, .labels = batch.labels}, device);
+  }
+};
+
 TEST(PackedRows, with_wrong_positions_are_refused) {
   DeviceMemory::install();
-  const Case which = cases()[0];
+  const auto session = [] {
+    const Case which = cases()[0];
+    return Session(
+        {std::make_shared<WithoutPositions>(make_model(parse_model_spec(which.json, which.name))), initial(11)},
+        resident(2));
+  };
   const auto wrong = [](const auto& change) {
     std::vector<MicroBatch> all = packed_batches(0);
     change(all[1].positions);
     return all;
   };
   const auto refused = [&](std::string_view why, const auto& change) {
-    expect_refusal(io::ErrorKind::usage, {why},
-                   [&] { Session(model_of(which), resident(2)).step(wrong(change), 1e-3); });
-    expect_refusal(io::ErrorKind::usage, {why}, [&] { Session(model_of(which), resident(2)).evaluate(wrong(change)); });
+    expect_refusal(io::ErrorKind::usage, {why}, [&] { session().step(wrong(change)); });
+    expect_refusal(io::ErrorKind::usage, {why}, [&] { session().evaluate(wrong(change)); });
   };
   refused("positions are int64, not Float", [](torch::Tensor& p) { p = p.to(torch::kFloat); });
   refused("positions have the shape of ids", [](torch::Tensor& p) { p = p.narrow(1, 0, 15); });
