@@ -152,3 +152,14 @@ def test_help_is_grouped_and_fits(work):  # noqa: F811
     assert run(work, "help").stdout == run(work, "--help").stdout
     assert "bench storage" in run(work, "help", "bench", "storage").stdout
     assert "unknown command" in refusal(run(work, "help", "trian", ok=False), 2)
+
+
+def test_odd_folders_and_another_locale_change_nothing(work):
+    train = ["train", "--config", "config.json", "--data", "text.txt", "--lr", "1e-3", "--steps", "2", *small("--storage", "st", "--host-memory", "1MiB")]
+    run(work, *train, "--out", "plain")
+    odd = work / "a folder, with Ünïcode 北" / ("long" * 40)
+    odd.mkdir(parents=True)
+    for name in "config.json", "text.txt":
+        (odd / name).write_bytes((work / name).read_bytes())
+    run(odd, *train, "--out", "it's out", env={"LC_ALL": "de_DE.UTF-8", "LANG": "tr_TR.UTF-8", "TZ": "Asia/Kathmandu"})
+    assert (odd / "it's out" / "model.safetensors").read_bytes() == (work / "plain" / "model.safetensors").read_bytes()
