@@ -35,6 +35,7 @@ TEST(Documents, wrong_positions_are_refused) {
   expect(torch::zeros({2, 4}, torch::kInt), "positions are int64, not Int");
   expect(torch::zeros({2, 3}, torch::kLong), "positions have the shape of ids");
   expect(torch::tensor({{0, 1, 2, 3}, {1, 2, 3, 4}}, torch::kLong), "position 1 of token 0 in row 1: a document's");
+  expect(torch::tensor({{0, 1, 2, 3}, {4, 5, 6, 7}}, torch::kLong), "position 4 of token 0 in row 1: a document's");
   expect(torch::tensor({{0, 1, 0, 2}, {0, 1, 2, 3}}, torch::kLong), "position 2 of token 3 in row 0 comes after 0: a");
   expect(torch::tensor({{0, 1, -1, 0}, {0, 1, 2, 3}}, torch::kLong), "position -1 of token 2 in row 0 comes after 1");
 }
