@@ -145,6 +145,38 @@ void write_copy(const std::filesystem::path& path, const File& from, const std::
   });
 }
 
+File create_nameless(const std::filesystem::path& folder) {
+  File file(open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0644));
+  if (file) return file;
+  std::string name = (folder / "tierflow-XXXXXX").string();
+  file = File(mkostemp(name.data(), O_CLOEXEC));
+  if (!file) fail_system("create a file in", folder.string(), errno);
+  unlink(name.c_str());
+  return file;
+}
+
+void name_file(const File& file, const std::filesystem::path& path) {
+  if (fsync(file.fd()) != 0) fail_system("flush", path.string(), errno);
+  const std::string temporary = path.string() + "." + std::to_string(getpid()) + ".partial";
+  const std::string descriptor = "/proc/self/fd/" + std::to_string(file.fd());
+  if (linkat(AT_FDCWD, descriptor.c_str(), AT_FDCWD, temporary.c_str(), AT_SYMLINK_FOLLOW) != 0)
+    return write_copy(path, file, path);  // a file system where a name that is gone does not come back
+  if (rename(temporary.c_str(), path.c_str()) != 0) {
+    const int error = errno;
+    unlink(temporary.c_str());
+    fail_system("rename", path.string(), error);
+  }
+  sync_folder(path.has_parent_path() ? path.parent_path() : ".");
+}
+
+std::filesystem::path cache_folder() {
+  if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache != nullptr && cache[0] == '/')
+    return std::filesystem::path(cache) / "tierflow";
+  if (const char* home = std::getenv("HOME"); home != nullptr && home[0] == '/')
+    return std::filesystem::path(home) / ".cache/tierflow";
+  return {};
+}
+
 void sync_folder(const std::filesystem::path& folder) {
   if (const io::Error error = io::sync_directory(folder)) fail_system("flush", folder.string(), error.error_number);
 }

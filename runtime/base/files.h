@@ -54,6 +54,15 @@ void make_folder(const std::filesystem::path& folder);
 // Bytes that its file system has free for this user. Throws Exception naming it.
 std::uint64_t free_space(const std::filesystem::path& folder);
 
+// A new file that has no name in that folder, for reading and writing: it goes with its descriptor.
+File create_nameless(const std::filesystem::path& folder);
+// Gives it that name, flushed before: a reader sees the file that had the name before, or the whole new one.
+void name_file(const File& file, const std::filesystem::path& path);
+
+// Where what is worth keeping between runs lies: $XDG_CACHE_HOME/tierflow or ~/.cache/tierflow; empty where neither is
+// known.
+std::filesystem::path cache_folder();
+
 // The folder for temporary files, TMPDIR or /tmp. Throws Exception of kind environment where that is no folder.
 std::filesystem::path temporary_folder();
 

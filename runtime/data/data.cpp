@@ -6,102 +6,98 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <array>
-#include <bit>
 #include <cmath>
+#include <numeric>
 
 #include "runtime/base/exception.h"
-#include "runtime/data/data_source.h"
-#include "runtime/data/document_sinks.h"
-#include "runtime/data/token_store.h"
+#include "runtime/data/data_part.h"
 
 namespace tierflow {
 namespace {
 
-std::uint64_t mix(std::uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
-  return value ^ (value >> 31);
-}
+constexpr std::int64_t kFinest = 1000;  // weights are told apart to this share of their sum
 
-// A permutation of [0, n) without a table: a Feistel network on the next even number of bits, walked until it lands
-// below n.
-std::uint64_t permute(std::uint64_t index, std::uint64_t n, std::uint64_t key) {
-  if (n < 2) return 0;
-  const int half = (std::bit_width(n - 1) + 1) / 2;
-  const std::uint64_t mask = (std::uint64_t{1} << half) - 1;
-  do {
-    std::uint64_t left = index >> half, right = index & mask;
-    for (std::uint64_t round = 0; round < 6; ++round) {
-      const std::uint64_t next = left ^ (mix(right + key + (round + 1) * 0x9e3779b97f4a7c15u) & mask);
-      left = right;
-      right = next;
-    }
-    index = left << half | right;
-  } while (index >= n);
-  return index;
+// Whole numbers in the weights' proportion, without a common factor.
+std::vector<std::int64_t> proportions(const std::vector<double>& weights) {
+  const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
+  std::vector<std::int64_t> parts;
+  std::int64_t factor = 0;
+  for (const double weight : weights) {
+    parts.push_back(std::max<std::int64_t>(1, std::llround(weight / sum * static_cast<double>(kFinest))));
+    factor = std::gcd(factor, parts.back());
+  }
+  for (std::int64_t& part : parts) part /= factor;
+  return parts;
 }
 
 }  // namespace
 
+// Sequences come in blocks of as many as the proportions add up to, each block in an order of its own.
 struct Dataset::Impl {
-  DataOptions options;
-  TokenStore store;
-  std::int64_t sequences = 0, held_out = 0, skipped = 0;
+  std::int64_t length = 0;
+  std::uint64_t key = 0;
+  std::vector<DataPart> parts;
+  std::vector<std::int64_t> shares{1};
+  std::int64_t block = 1;
+  std::int64_t training = 0, held_out = 0;
   std::uint64_t fingerprint = 0;
 
-  explicit Impl(const DataOptions& given) : options(given), store(given.cache, given.vocab_size) {}
+  struct Place {
+    std::size_t part;
+    std::int64_t index;
+  };
 
-  // Held-out sequences lie evenly through the data: the k-th is the middle one of the k-th of `held_out` equal parts.
-  std::int64_t held_out_position(std::int64_t k) const {
-    return static_cast<std::int64_t>((static_cast<__int128>(2 * k + 1) * sequences) / (2 * held_out));
+  // The part that a slot of a block belongs to.
+  std::size_t owner(std::int64_t slot) const {
+    std::size_t part = 0;
+    while (slot >= shares[part]) slot -= shares[part++];
+    return part;
   }
 
-  // The j-th of the sequences that are not held out.
-  std::int64_t training_position(std::int64_t j) const {
-    std::int64_t low = 0, high = held_out;  // how many held-out ones come before it
-    while (low < high) {
-      const std::int64_t middle = (low + high) / 2;
-      if (held_out_position(middle) - middle <= j) {
-        low = middle + 1;
-      } else {
-        high = middle;
+  Place training_place(std::int64_t index) const {
+    if (parts.size() == 1) return {0, index};
+    const std::int64_t number = index / block;
+    const std::uint64_t order = mix_bits(key + static_cast<std::uint64_t>(number));
+    const auto slot = [&](std::int64_t i) {
+      return owner(
+          static_cast<std::int64_t>(permute(static_cast<std::uint64_t>(i), static_cast<std::uint64_t>(block), order)));
+    };
+    const std::size_t part = slot(index % block);
+    std::int64_t before = 0;
+    for (std::int64_t i = 0; i < index % block; ++i) before += slot(i) == part ? 1 : 0;
+    return {part, number * shares[part] + before};
+  }
+
+  Place held_out_place(std::int64_t index) const {
+    if (parts.size() > 1)  // the first of them are a sample of all
+      index = static_cast<std::int64_t>(
+          permute(static_cast<std::uint64_t>(index), static_cast<std::uint64_t>(held_out), 0));
+    std::size_t part = 0;
+    while (index >= parts[part].held_out()) index -= parts[part++].held_out();
+    return {part, index};
+  }
+
+  void mix_parts() {
+    if (parts.size() == 1) {
+      training = parts[0].training();
+      fingerprint = parts[0].fingerprint();
+    } else {
+      block = std::accumulate(shares.begin(), shares.end(), std::int64_t{0});
+      training = INT64_MAX;
+      std::vector<std::uint64_t> shape;
+      for (std::size_t i = 0; i < parts.size(); ++i) {
+        training = std::min(training, std::max<std::int64_t>(1, parts[i].training() * block / shares[i]));
+        shape.push_back(parts[i].fingerprint());
+        shape.push_back(static_cast<std::uint64_t>(shares[i]));
       }
+      fingerprint = XXH3_64bits(shape.data(), shape.size() * sizeof shape[0]);
     }
-    return j + low;
+    for (const DataPart& part : parts) held_out += part.held_out();
   }
 
-  void divide(const TokenSink& sink) {
-    const std::int64_t length = options.sequence_length;
-    const std::string first = options.paths.front().string();
-    const bool empty = store.size() == 0 || !sink.content();
-    if (empty && sink.skipped() != 0)
-      fail_input(first, fmt::format("holds no text: all of its records were passed over, {} of them. The first: {}",
-                                    sink.skipped(), sink.first_skipped().message()));
-    if (empty) fail_input(first, "holds no text: every file is empty or blank");
-    sequences = store.size() / length;
-    if (sequences == 0)
-      fail_input(
-          first,
-          fmt::format("holds {} tokens, fewer than one sequence of {}; give more text or a smaller --sequence-length",
-                      store.size(), length));
-    if (sequences > 1 && options.held_out > 0)
-      held_out =
-          std::clamp<std::int64_t>(std::llround(options.held_out * static_cast<double>(sequences)), 1, sequences - 1);
-    const std::array<std::uint64_t, 6> shape = {store.hash(),
-                                                static_cast<std::uint64_t>(store.size()),
-                                                static_cast<std::uint64_t>(length),
-                                                static_cast<std::uint64_t>(held_out),
-                                                static_cast<std::uint64_t>(token_width(options.vocab_size)),
-                                                options.seed};
-    fingerprint = XXH3_64bits(shape.data(), sizeof shape);
-  }
-
-  void read(std::int64_t sequence, std::span<std::int64_t> out) const {
-    if (static_cast<std::int64_t>(out.size()) != options.sequence_length)
-      fail(io::ErrorKind::usage, "",
-           fmt::format("a sequence has {} tokens, not {}", options.sequence_length, out.size()));
-    store.read(sequence * options.sequence_length, out);
+  void check(std::span<const std::int64_t> ids) const {
+    if (static_cast<std::int64_t>(ids.size()) != length)
+      fail(io::ErrorKind::usage, "", fmt::format("a sequence has {} tokens, not {}", length, ids.size()));
   }
 };
 
@@ -116,46 +112,79 @@ Dataset Dataset::prepare(const DataOptions& options) {
     fail(io::ErrorKind::usage, "", "the held-out share must be at least 0 and below 1");
   if (options.vocab_size < 1 || options.vocab_size > INT32_MAX)
     fail(io::ErrorKind::usage, "", "the vocabulary's size must be given");
-  const std::vector<Source> sources = list_sources(options.paths);
-  auto impl = std::make_unique<Impl>(options);
-  const auto sink =
-      options.tokenizer.empty() ? make_byte_sink(impl->store) : make_tokenizer_sink(impl->store, impl->options);
-  for (const Source& source : sources) read_source(source, impl->options, *sink);
-  sink->finish();
-  impl->store.seal();
-  impl->skipped = sink->skipped();
-  impl->divide(*sink);
+  if (!options.weights.empty() && options.weights.size() != options.paths.size())
+    fail(io::ErrorKind::usage, "",
+         fmt::format("--data-weights has {} numbers for {} --data entries: give one for each", options.weights.size(),
+                     options.paths.size()));
+  if (!std::all_of(options.weights.begin(), options.weights.end(), [](double w) { return std::isfinite(w) && w > 0; }))
+    fail(io::ErrorKind::usage, "", "--data-weights must be above 0");
+  auto impl = std::make_unique<Impl>();
+  impl->length = options.sequence_length;
+  impl->key = mix_bits(mix_bits(options.seed + 1) + 0x6d6978);
+  if (options.weights.size() < 2) {
+    impl->parts.emplace_back(options, options.paths, 0);
+  } else {
+    impl->shares = proportions(options.weights);
+    for (std::size_t i = 0; i < options.paths.size(); ++i)
+      impl->parts.emplace_back(options, std::vector{options.paths[i]}, i);
+  }
+  impl->mix_parts();
   return Dataset(std::move(impl));
 }
 
 std::int64_t Dataset::training_sequences() const {
-  return impl_->sequences - impl_->held_out;
+  return impl_->training;
 }
 std::int64_t Dataset::held_out_sequences() const {
   return impl_->held_out;
 }
 std::int64_t Dataset::tokens() const {
-  return impl_->store.size();
+  std::int64_t tokens = 0;
+  for (const DataPart& part : impl_->parts) tokens += part.summary().tokens;
+  return tokens;
 }
 std::int64_t Dataset::skipped_records() const {
-  return impl_->skipped;
+  std::int64_t skipped = 0;
+  for (const DataPart& part : impl_->parts) skipped += part.summary().skipped;
+  return skipped;
 }
 std::uint64_t Dataset::fingerprint() const {
   return impl_->fingerprint;
 }
 
-void Dataset::training_sequence(std::int64_t index, std::span<std::int64_t> out) const {
-  if (index < 0) fail(io::ErrorKind::usage, "", "a sequence's index is not negative");
-  const std::int64_t count = training_sequences();
-  const std::uint64_t key = mix(mix(impl_->options.seed + 1) + static_cast<std::uint64_t>(index / count));
-  const auto shuffled = permute(static_cast<std::uint64_t>(index % count), static_cast<std::uint64_t>(count), key);
-  impl_->read(impl_->training_position(static_cast<std::int64_t>(shuffled)), out);
+std::vector<DataSummary> Dataset::summaries() const {
+  std::vector<DataSummary> all;
+  for (std::size_t i = 0; i < impl_->parts.size(); ++i) {
+    all.push_back(impl_->parts[i].summary());
+    all.back().share = static_cast<double>(impl_->shares[i]) / static_cast<double>(impl_->block);
+  }
+  return all;
 }
 
-void Dataset::held_out_sequence(std::int64_t index, std::span<std::int64_t> out) const {
+bool Dataset::isolated() const {
+  return std::any_of(impl_->parts.begin(), impl_->parts.end(), [](const DataPart& part) { return part.isolated(); });
+}
+
+void Dataset::training_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
+                                std::span<std::int64_t> positions) const {
+  if (index < 0) fail(io::ErrorKind::usage, "", "a sequence's index is not negative");
+  impl_->check(ids);
+  const auto [part, at] = impl_->training_place(index);
+  impl_->parts[part].read_training(at, ids, labels, positions);
+}
+
+std::int64_t Dataset::training_tokens(std::int64_t index) const {
+  const auto [part, at] = impl_->training_place(index);
+  return impl_->parts[part].training_tokens(at);
+}
+
+void Dataset::held_out_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
+                                std::span<std::int64_t> positions) const {
   if (index < 0 || index >= impl_->held_out)
     fail(io::ErrorKind::usage, "", fmt::format("there are {} held-out sequences", impl_->held_out));
-  impl_->read(impl_->held_out_position(index), out);
+  impl_->check(ids);
+  const auto [part, at] = impl_->held_out_place(index);
+  impl_->parts[part].read_held_out(at, ids, labels, positions);
 }
 
 }  // namespace tierflow

@@ -1,22 +1,38 @@
 #pragma once
-// FRONT DOOR of data. Text and token files in, fixed-length training sequences out. Documents (a text file, a jsonl
-// line) follow one another, with the tokenizer's end-of-text token after each where it has one, and with a zero byte
-// between them where tokens are bytes; sequences are cut without regard to documents, and what is left at the end is
-// dropped. Tokens live in a file and are read where they are needed; the dataset's memory does not grow with its size.
+// FRONT DOOR of data. Text, token files and rows of conversations in, training sequences of one length out.
+//
+// Text: documents (a text file, a jsonl line) follow one another, with the tokenizer's end-of-text token after each
+// where it has one, and with a zero byte between them where tokens are bytes; sequences are cut without regard to
+// documents, and what is left at the end is dropped.
+// Rows (messages, prompts and completions, token ids; see docs/data.md): each is an example with tokens that are
+// trained on and others that are not; packed as the options say. Tokens live in a file and are read where they are
+// needed; the dataset's memory does not grow with its size.
+#include <array>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "runtime/base/progress.h"
+
 namespace tierflow {
 
 struct DataOptions {
-  std::vector<std::filesystem::path> paths;  // files or folders of .txt, .py, .md, .jsonl, .npy, .bin
+  std::vector<std::filesystem::path>
+      paths;                    // files or folders of .txt, .py, .md, .jsonl, .npy, .bin; prepared .tfd files
+  std::vector<double> weights;  // one for each path: its share of the sequences; empty: all are one whole
+  std::string format = "auto";  // of .jsonl rows: auto, or what row_format() returns
   std::string jsonl_field = "text";
-  std::filesystem::path tokenizer;  // a tokenizer.json; empty: bytes
-  std::filesystem::path python;     // interpreter with the `tokenizers` package; used with a tokenizer only
+  std::string train_on = "assistant";   // which tokens of a row: assistant (turns and completions), all
+  std::string packing = "auto";         // auto, none, bfd, concat
+  std::filesystem::path chat_template;  // a file, in place of the tokenizer's own template; empty: none
+  std::filesystem::path tokenizer;      // a tokenizer.json; empty: bytes
+  std::filesystem::path python;         // interpreter with the `tokenizers` package; used with a tokenizer only
+  std::filesystem::path row_cache;      // folder where prepared rows are kept for the next time
   std::filesystem::path
       cache;  // folder for the packed token file, which never outlives the process; empty: the system's
   std::int64_t vocab_size = 0;  // token ids beyond it are an error of kind input
@@ -26,6 +42,31 @@ struct DataOptions {
   bool skip_bad_records =
       false;  // count, rather than refuse, documents that are not UTF-8 and jsonl lines that are not as said
   double tokenizer_seconds = 300;  // longest silence of the tokenizer before it is stopped
+  Progress progress;               // of preparing rows; may be empty
+};
+
+// What became of rows.
+struct RowSummary {
+  std::int64_t examples = 0, tokens = 0;   // prepared, before any is cut
+  std::int64_t used = 0, trained = 0;      // tokens in sequences, and those of them that are predicted and count
+  std::int64_t truncated = 0;              // examples cut at the sequence's length
+  std::int64_t untrained = 0;              // left out: nothing to train on
+  std::int64_t untrained_when_cut = 0;     // left out: nothing to train on within the sequence's length
+  std::int64_t merged = 0;                 // prompts whose last tokens merge with the completion's first
+  std::array<std::int64_t, 33> lengths{};  // [n]: examples of 2^(n-1) + 1 to 2^n tokens
+  std::string formats, masks, train_on;    // in words
+  std::filesystem::path prepared;          // the file of rows
+};
+
+// What became of one of the datasets that are mixed, or of all data where none are.
+struct DataSummary {
+  std::vector<std::filesystem::path> paths;
+  double share = 1;
+  std::int64_t tokens = 0, sequences = 0, held_out = 0;
+  std::int64_t skipped = 0;   // bad records passed over
+  std::string first_skipped;  // why
+  std::string packing;
+  std::optional<RowSummary> rows;  // nothing for text
 };
 
 class Dataset {
@@ -36,16 +77,26 @@ class Dataset {
   Dataset& operator=(Dataset&&) noexcept;
   ~Dataset();
 
+  // Of one epoch. Where datasets are mixed it ends with the one that is used up first; the others go on in the next.
   std::int64_t training_sequences() const;
   std::int64_t held_out_sequences() const;
   std::int64_t tokens() const;
   std::int64_t skipped_records() const;
   // Hash of the packed tokens and of the options that shape sequences: equal means that a position can be resumed.
   std::uint64_t fingerprint() const;
+  std::vector<DataSummary> summaries() const;
+  // Documents in a sequence do not see each other: positions begin anew with each, and mean something.
+  bool isolated() const;
+
   // The `index`-th training sequence in the order of its epoch (index / training_sequences()): sequence_length token
-  // ids. The same (seed, index) gives the same tokens in every run.
-  void training_sequence(std::int64_t index, std::span<std::int64_t> out) const;
-  void held_out_sequence(std::int64_t index, std::span<std::int64_t> out) const;
+  // ids, the token that each position predicts (-100 where none counts), and each token's place in its document. The
+  // same (seed, index) gives the same tokens in every run. A span may be empty: that part is not wanted.
+  void training_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels = {},
+                         std::span<std::int64_t> positions = {}) const;
+  // How many of its tokens come before the padding.
+  std::int64_t training_tokens(std::int64_t index) const;
+  void held_out_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels = {},
+                         std::span<std::int64_t> positions = {}) const;
 
  private:
   struct Impl;

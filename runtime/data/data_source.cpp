@@ -11,6 +11,7 @@
 #include "runtime/base/files.h"
 #include "runtime/base/strict_json.h"
 #include "runtime/base/utf8.h"
+#include "runtime/data/row_format.h"
 
 namespace tierflow {
 namespace {
@@ -25,6 +26,7 @@ std::optional<SourceKind> kind_of(const std::filesystem::path& path) {
   if (extension == ".jsonl") return SourceKind::jsonl;
   if (extension == ".npy") return SourceKind::npy;
   if (extension == ".bin") return SourceKind::bin;
+  if (extension == ".tfd") return SourceKind::rows;
   return std::nullopt;
 }
 
@@ -42,7 +44,8 @@ void walk(const std::filesystem::path& folder, std::size_t depth, std::vector<So
     const auto status = entry.symlink_status(error);
     if (!error && std::filesystem::is_directory(status)) walk(entry.path(), depth + 1, found);
     const auto kind = kind_of(entry.path());
-    if (!error && kind && std::filesystem::is_regular_file(status)) found.push_back({entry.path(), *kind});
+    if (!error && kind && *kind != SourceKind::rows && std::filesystem::is_regular_file(status))
+      found.push_back({entry.path(), *kind});
   }
 }
 
@@ -55,7 +58,7 @@ void refuse_utf16(const std::string& where, std::string_view start) {
 [[noreturn]] void fail_not_utf8(const std::string& where, std::uint64_t at) {
   fail_input(where,
              fmt::format("is not UTF-8 text at byte {}: convert it (iconv -t UTF-8), or pass over such documents "
-                         "with --skip-bad-records",
+                         "with --on-bad-row skip",
                          at));
 }
 
@@ -150,8 +153,12 @@ class JsonLines {
     const Json record = parse_json(line_, where());
     const auto field = record.is_object() ? record.find(options_.jsonl_field) : record.end();
     if (field == record.end() || !field->is_string())
-      fail_input(where(), fmt::format("has no string \"{}\"; name the field that holds the text with --jsonl-field",
-                                      printable(options_.jsonl_field)));
+      fail_input(
+          where(),
+          fmt::format(
+              "is no row of a known format: it has no string \"{}\" (--jsonl-field names the text's field), and none "
+              "of the others: {}",
+              printable(options_.jsonl_field), kRowFormats));
     emitting_ = true;
     sink_.begin_document(where());
     sink_.text(field->get_ref<const std::string&>());
@@ -185,7 +192,9 @@ std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths
     const auto kind = kind_of(path);
     if (!kind)
       fail_input(path.string(),
-                 "is of no known kind; data are .txt, .py, .md, .jsonl, .npy or .bin files, or folders of these");
+                 "is of no known kind; data are .txt, .py, .md, .jsonl, .npy or .bin files, folders of these, or a "
+                 "prepared .tfd "
+                 "file");
     sources.push_back({path, *kind});
   }
   return sources;
@@ -208,6 +217,8 @@ void read_source(const Source& source, const DataOptions& options, DocumentSink&
     case SourceKind::bin:
       read_bin(source.path, token_width(options.vocab_size), sink);
       break;
+    case SourceKind::rows:
+      break;  // holds no documents
   }
 }
 

@@ -12,7 +12,7 @@
 
 namespace tierflow {
 
-enum class SourceKind : std::uint8_t { text, jsonl, npy, bin };
+enum class SourceKind : std::uint8_t { text, jsonl, npy, bin, rows };
 
 struct Source {
   std::filesystem::path path;
@@ -20,7 +20,8 @@ struct Source {
 };
 
 // The files of `paths` in the order given, folders walked in the order of their names. Inside a folder, hidden files,
-// symbolic links and files of other kinds are passed over; a file named itself must be of a known kind.
+// symbolic links and files of other kinds, or of prepared rows, are passed over; a file named itself must be of a known
+// kind.
 std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths);
 
 // Takes what the files hold, in order.

@@ -1,8 +1,6 @@
 #include "runtime/data/token_store.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <unistd.h>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -19,16 +17,6 @@ namespace tierflow {
 namespace {
 
 constexpr std::size_t flush_bytes = 1 << 20;
-
-File create_nameless(const std::filesystem::path& folder) {
-  File file(open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
-  if (file) return file;
-  std::string name = (folder / "tokens-XXXXXX").string();
-  file = File(mkostemp(name.data(), O_CLOEXEC));
-  if (!file) fail_system("create the token file in", folder.string(), errno);
-  unlink(name.c_str());
-  return file;
-}
 
 }  // namespace
 

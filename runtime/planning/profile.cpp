@@ -48,14 +48,6 @@ constexpr std::int64_t kMostBytes = std::int64_t{1} << 60;
 constexpr double kMostSeconds = 1e6, kFastest = 1e18;
 constexpr double kSteadySpread = 0.15, kSteadyLoad = 0.15;  // the latter of all cores
 
-fs::path default_folder() {
-  if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache != nullptr && cache[0] == '/')
-    return fs::path(cache) / "tierflow";
-  if (const char* home = std::getenv("HOME"); home != nullptr && home[0] == '/')
-    return fs::path(home) / ".cache/tierflow";
-  return {};
-}
-
 std::string processor() {
   std::ifstream file("/proc/cpuinfo");
   std::string line, text;
@@ -277,7 +269,7 @@ std::vector<swap::StageSeconds> ModelProfile::seconds(const ModelSpec& spec) con
 }
 
 ProfileCache::ProfileCache(const ModelSpec& spec, const SessionOptions& options, const std::string& build, Say warn)
-    : folder_(default_folder()),
+    : folder_(cache_folder()),
       machine_key_(machine_key(options, build).dump()),
       model_key_(model_key(spec, options, build).dump()),
       warn_(std::move(warn)) {}

@@ -52,10 +52,10 @@ OptionTable optimizer_table(BenchOptimizerOptions& o) {
 }
 
 // A live line on a terminal, nothing elsewhere: the results themselves show where it is.
-class Progress {
+class BenchProgress {
  public:
-  explicit Progress(bool shown) : shown_(shown && isatty(STDERR_FILENO) == 1) {}
-  ~Progress() { clear(); }
+  explicit BenchProgress(bool shown) : shown_(shown && isatty(STDERR_FILENO) == 1) {}
+  ~BenchProgress() { clear(); }
   void show(const std::string& what) const {
     if (shown_) std::cerr << "\r\033[K" << what << " ..." << std::flush;
   }
@@ -169,7 +169,7 @@ std::string bench_help(const std::string& what, std::size_t columns) {
 void bench_storage(const BenchStorageOptions& options, const std::function<bool()>& stop) {
   // A reader that goes away must not end the process before its files are removed.
   std::signal(SIGPIPE, SIG_IGN);
-  const Progress progress(true);
+  const BenchProgress progress(true);
   io::BenchOptions bench;
   bench.folders = options.folders;
   bench.bytes = options.size;
@@ -213,7 +213,7 @@ void bench_optimizer(const BenchOptimizerOptions& options) {
     std::cout << fmt::format("{:34} {:>9} {:>9} {:>12}", "kernel", "Mparam/s", "of stream", "bytes/param") << std::endl;
   bool any = false;
   {
-    const Progress progress(true);
+    const BenchProgress progress(true);
     progress.show(fmt::format("{} parameters, {} threads", options.elements, threads));
     optim::bench_optimizer({.elements = static_cast<std::size_t>(options.elements),
                             .threads = threads,

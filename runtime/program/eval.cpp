@@ -20,7 +20,7 @@ int run_eval(const EvalOptions& options) {
   TrainingLog log(options.log_json, false);
   Model model = load(options.model);
   const ModelSpec& spec = model.spec();
-  const Dataset data = Dataset::prepare(data_options(options, spec, temporary_folder()));
+  const Dataset data = prepare_data(data_options(options, spec, temporary_folder()), log);
   const std::uint64_t device_fixed = prepare_torch(device_of(options), options.threads);
   SessionOptions settings = session_settings(options, device_fixed, [&](const std::string& line) { log.say(line); });
   settings.train = false;
@@ -32,13 +32,12 @@ int run_eval(const EvalOptions& options) {
   log.begin();
   std::int64_t count = data.training_sequences();
   if (options.max_sequences > 0) count = std::min(count, options.max_sequences);
-  const auto read = [&](std::int64_t index, std::span<std::int64_t> out) { data.training_sequence(index, out); };
   double sum = 0;
   std::int64_t targets = 0;
   for (std::int64_t first = 0; first < count; first += options.micro_batch) {
     throw_if_stopped();
-    const MicroBatch batch =
-        micro_batch(read, first, std::min(options.micro_batch, count - first), options.sequence_length);
+    const MicroBatch batch = micro_batch(data, Sequences::training, first, std::min(options.micro_batch, count - first),
+                                         options.sequence_length);
     const std::int64_t tokens = batch.target_tokens();
     sum += session.evaluate({batch}) * static_cast<double>(tokens);
     targets += tokens;

@@ -19,6 +19,7 @@
 #include "runtime/base/terminal.h"
 #include "runtime/checkpoint/init.h"
 #include "runtime/program/bench_command.h"
+#include "runtime/program/data_command.h"
 #include "runtime/program/plan_command.h"
 #include "runtime/program/store_command.h"
 #include "runtime/program/train.h"
@@ -33,8 +34,9 @@ constexpr const char* usage =
     "Usage: tierflow COMMAND [OPTIONS]\n"
     "\n"
     "  init   make a model folder with random weights from a config.json\n"
-    "  train  train a model on text and write a Hugging Face model folder\n"
+    "  train  train a model on text or chats, and write a Hugging Face folder\n"
     "  plan   say what training would take of memory, storage and time\n"
+    "  data   prepare rows of conversations, or preview what is trained on\n"
     "  eval   print the loss and perplexity of a model on text\n"
     "  export write what a training run left in its store as a model folder\n"
     "  status say what a training run left in its storage folders\n"
@@ -91,6 +93,23 @@ int run_bench(const std::vector<std::string>& words, bool help) {
   return 0;
 }
 
+int run_data(const std::vector<std::string>& words, bool help) {
+  const std::string what = words.empty() ? "" : words[0];
+  const bool known = what == "prepare" || what == "preview";
+  if (help) {
+    for (const char* command : {"prepare", "preview"})
+      if (!known || what == command)
+        std::cout << help_of(std::string("data ") + command, columns_of(STDOUT_FILENO)) << (known ? "" : "\n");
+    if (!known) std::cout << "The formats of rows, with an example of each: docs/data.md\n";
+    return 0;
+  }
+  if (!known)
+    fail(io::ErrorKind::usage, "",
+         "`tierflow data` does prepare or preview, not \"" + printable(what) + "\"; see tierflow data --help");
+  const DataCommandOptions options = parse_data_command(what, {words.begin() + 1, words.end()});
+  return what == "prepare" ? run_data_prepare(options) : run_data_preview(options);
+}
+
 bool asks_for_help(const std::string& word) {
   return word == "--help" || word == "-h";
 }
@@ -110,14 +129,18 @@ int run(std::vector<std::string> words) {
     return 0;
   }
   const std::string& command = words[0];
-  if (command != "init" && command != "train" && command != "plan" && command != "eval" && command != "export" &&
-      command != "status" && command != "verify" && command != "bench")
+  if (command != "init" && command != "train" && command != "plan" && command != "data" && command != "eval" &&
+      command != "export" && command != "status" && command != "verify" && command != "bench")
     fail(io::ErrorKind::usage, "",
          "unknown command \"" + printable(command) +
-             "\"; commands are init, train, plan, eval, export, status, verify, bench");
+             "\"; commands are init, train, plan, data, eval, export, status, verify, bench");
   const std::vector<std::string> rest(words.begin() + 1, words.end());
   const bool help = std::any_of(rest.begin(), rest.end(), asks_for_help);
   if (command == "bench") return run_bench(rest, help);
+  if (command == "data") {
+    if (!help) check_working_folder();
+    return run_data(rest, help);
+  }
   if (help) {
     std::cout << help_of(command, columns_of(STDOUT_FILENO));
     return 0;

@@ -9,6 +9,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/program/command_line.h"
+#include "runtime/program/data_options.h"
 #include "runtime/program/option_table.h"
 
 namespace tierflow {
@@ -20,18 +21,12 @@ using OrderedJson = nlohmann::ordered_json;
   fail(io::ErrorKind::usage, "", detail);
 }
 
-constexpr const char* kData = "Model and data";
 constexpr const char* kMachine = "Machine, budgets and storage";
 constexpr const char* kTraining = "Training";
 constexpr const char* kEvaluation = "Evaluation";
-constexpr const char* kResult = "Result and log";
-
-constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;  // in a step
 
 void add_run_rows(OptionTable& table, RunOptions& o) {
-  table.group(kData);
-  table.path("model", o.model, "DIR", "Hugging Face model folder (config.json and safetensors)");
-  table.paths("data", o.data, false, "text (.txt .py .md .jsonl) or token files (.npy .bin), or folders of them");
+  add_data_rows(table, o);
   table.group(kMachine);
   table.choice("device", o.device, {"auto", "cpu", "cuda"}, "where to compute");
   table.bytes("device-memory", o.device_memory,
@@ -50,12 +45,6 @@ void add_run_rows(OptionTable& table, RunOptions& o) {
   table.flag("allow-any-filesystem", o.allow_any_filesystem, "use storage on a network, overlay or memory file system");
   table.flag("fresh", o.fresh, "discard what an earlier run left in the storage folders");
   table.for_one_run();
-  table.group(kData);
-  table.text("jsonl-field", o.jsonl_field, "field of a .jsonl line that holds the text");
-  table.text("tokenizer", o.tokenizer, "auto: the model's tokenizer.json, else bytes; bytes; or a tokenizer.json");
-  table.path("python", o.python, "FILE", "Python with the package `tokenizers`");
-  table.flag("skip-bad-records", o.skip_bad_records,
-             "pass over text that is not UTF-8 and malformed .jsonl lines, and count them");
   table.group(kResult);
   table.path("log-json", o.log_json, "FILE", "write one JSON object a step there, and a summary");
   table.flag("json", o.json, "print results as JSON and nothing else");
@@ -234,39 +223,10 @@ void check_tokens(const RunOptions& o, std::int64_t micro_batches) {
   }
 }
 
-void check_run(const RunOptions& o, const char* command) {
-  if (o.data.empty()) fail_usage(fmt::format("`tierflow {}` needs --data", command));
-  if (o.tokenizer.empty()) fail_usage("--tokenizer is empty; give auto, bytes or a tokenizer.json");
-  if (o.jsonl_field.empty()) fail_usage("--jsonl-field is empty");
-}
-
 void check_sizes(const RunOptions& o, std::int64_t micro_batches) {
   check_storage(o);
   check_threads(o.threads);
   check_tokens(o, micro_batches);
-}
-
-DataOptions common_data_options(const RunOptions& o, const ModelSpec& spec, const std::filesystem::path& folder) {
-  DataOptions data;
-  data.paths = o.data;
-  data.jsonl_field = o.jsonl_field;
-  if (o.tokenizer == "auto") {
-    // Beside the model, or beside the config.json that a random model is made from.
-    const auto candidate = o.model / "tokenizer.json";
-    std::error_code ignored;
-    if (!o.model.empty() && std::filesystem::exists(candidate, ignored)) data.tokenizer = candidate;
-  } else if (o.tokenizer != "bytes") {
-    data.tokenizer = o.tokenizer;
-  }
-  std::error_code ignored;
-  data.python = o.python;
-  if (data.python.empty() && std::filesystem::exists(TIERFLOW_PYTHON, ignored)) data.python = TIERFLOW_PYTHON;
-  data.cache = o.storage.empty() ? folder : o.storage.front();
-  data.vocab_size = spec.config.vocab_size;
-  data.sequence_length = o.sequence_length;
-  data.held_out = 0;
-  data.skip_bad_records = o.skip_bad_records;
-  return data;
 }
 
 }  // namespace
@@ -319,7 +279,7 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
   TrainOptions options;
   const OptionTable table = train_table(options);
   CommandLine(table).apply(words);
-  check_run(options, "train");
+  check_data(options, "train");
   check_sizes(options, options.micro_batches);
   if (options.model.empty() == options.config.empty()) fail_usage("`tierflow train` needs either --model or --config");
   if (options.out.empty() && !options.no_export) fail_usage("`tierflow train` needs --out, or --no-export");
@@ -349,7 +309,7 @@ EvalOptions parse_eval(const std::vector<std::string>& words) {
   EvalOptions options;
   const OptionTable table = eval_table(options);
   CommandLine(table).apply(words);
-  check_run(options, "eval");
+  check_data(options, "eval");
   check_sizes(options, 1);
   if (options.model.empty()) fail_usage("`tierflow eval` needs --model");
   return options;
@@ -362,11 +322,13 @@ std::string help_of(const std::string& command, std::size_t columns) {
   PlanOptions plan;
   EvalOptions eval;
   StoreCommandOptions stored;
+  DataCommandOptions data;
   const OptionTable table = command == "init"                            ? init_table(init)
                             : command == "status" || command == "verify" ? store_table(command, stored)
                             : command == "train"                         ? train_table(train)
                             : command == "plan"                          ? plan_table(plan)
                             : command == "export"                        ? export_table(exported)
+                            : command.starts_with("data ")               ? data_table(command.substr(5), data)
                                                                          : eval_table(eval);
   return CommandLine(table).help(columns);
 }
@@ -396,22 +358,6 @@ std::string effective_configuration(const TrainOptions& options) {
 std::string effective_configuration(const EvalOptions& options) {
   EvalOptions copy = options;
   return eval_table(copy).effective().dump(2) + "\n";
-}
-
-DataOptions data_options(const TrainOptions& options, const ModelSpec& spec, const std::filesystem::path& folder) {
-  DataOptions data = common_data_options(options, spec, folder);
-  if (options.tokenizer == "auto" && data.tokenizer.empty() && !options.config.empty()) {
-    const auto candidate = options.config.parent_path() / "tokenizer.json";
-    std::error_code ignored;
-    if (std::filesystem::exists(candidate, ignored)) data.tokenizer = candidate;
-  }
-  data.held_out = options.held_out;
-  data.seed = options.seed;
-  return data;
-}
-
-DataOptions data_options(const EvalOptions& options, const ModelSpec& spec, const std::filesystem::path& folder) {
-  return common_data_options(options, spec, folder);
 }
 
 }  // namespace tierflow

@@ -30,26 +30,43 @@ struct StoreCommandOptions {
   bool json = false;
 };
 
-// What training and evaluation have in common.
-struct RunOptions {
+// Which data, and how they become sequences.
+struct DataChoice {
   std::filesystem::path model;  // an HF folder
   std::vector<std::filesystem::path> data;
+  std::vector<double> data_weights;  // one for each of data; empty: all are one whole
+  std::string data_format = "auto";
+  std::string train_on = "assistant";
+  std::string packing = "auto";
+  std::filesystem::path chat_template;  // empty: the tokenizer's
+  std::string jsonl_field = "text";
+  std::string tokenizer = "auto";    // auto: the model folder's tokenizer.json, else bytes; bytes; or a tokenizer.json
+  std::filesystem::path python;      // empty: the one found when the program was built, else python3
+  std::string on_bad_row = "error";  // error, skip
+  std::filesystem::path data_cache;  // empty: the user's
+  std::int64_t sequence_length = 512;
+  bool json = false;  // results on standard output as JSON, nothing else there
+};
+
+// `tierflow data prepare` and `tierflow data preview`.
+struct DataCommandOptions : DataChoice {
+  std::filesystem::path out;  // of prepare; empty: the cache alone
+  std::int64_t examples = 3;  // of preview
+  std::uint64_t seed = 0;     // of preview
+};
+
+// What training and evaluation have in common.
+struct RunOptions : DataChoice {
   std::string device = "auto";      // cpu, cuda, auto: cuda where there is one
   std::uint64_t device_memory = 0;  // bytes; 0: chosen by the run
   std::uint64_t host_memory = 0;    // bytes; 0: chosen by the run
   std::vector<std::filesystem::path> storage;
-  std::int64_t sequence_length = 512;
   std::int64_t micro_batch = 1;
   std::string engine = "auto";  // auto, io_uring, libaio, threads
   int threads = 0;              // 0: as many as the machine has
   bool allow_buffered = false, allow_any_filesystem = false;
-  bool fresh = false;  // what an earlier run left in the storage folders is discarded
-  std::string jsonl_field = "text";
-  std::string tokenizer = "auto";  // auto: the model folder's tokenizer.json, else bytes; bytes; or a tokenizer.json
-  std::filesystem::path python;    // empty: the one found when the program was built, else python3
-  bool skip_bad_records = false;
+  bool fresh = false;              // what an earlier run left in the storage folders is discarded
   std::filesystem::path log_json;  // empty: none
-  bool json = false;               // results on standard output as JSON, nothing else there
 };
 
 struct EvalOptions : RunOptions {
@@ -103,13 +120,15 @@ std::string format_bytes(std::uint64_t bytes);
 // line wins). Throws Exception (kind usage; input for the file) on anything unknown, malformed or contradictory.
 InitOptions parse_init(const std::vector<std::string>& words);
 ExportOptions parse_export(const std::vector<std::string>& words);
+// command: "prepare", "preview". The number of examples may stand alone.
+DataCommandOptions parse_data_command(const std::string& command, std::vector<std::string> words);
 // Folders may stand alone, without --storage. command: "status", "verify".
 StoreCommandOptions parse_store_command(const std::string& command, std::vector<std::string> words);
 TrainOptions parse_train(const std::vector<std::string>& words);
 PlanOptions parse_plan(const std::vector<std::string>& words);
 EvalOptions parse_eval(const std::vector<std::string>& words);
-// The help text of "init", "train", "plan", "eval", "export", "status", "verify", in lines of at most that many
-// columns.
+// The help text of "init", "train", "plan", "eval", "export", "status", "verify", "data prepare", "data preview", in
+// lines of at most that many columns.
 std::string help_of(const std::string& command, std::size_t columns);
 // What training is asked for, in one paragraph.
 std::string describe(const TrainOptions& options);
@@ -122,5 +141,6 @@ std::string effective_configuration(const EvalOptions& options);
 // storage folder, else to `folder`.
 DataOptions data_options(const TrainOptions& options, const ModelSpec& spec, const std::filesystem::path& folder);
 DataOptions data_options(const EvalOptions& options, const ModelSpec& spec, const std::filesystem::path& folder);
+DataOptions data_options(const DataCommandOptions& options, const ModelSpec& spec, const std::filesystem::path& folder);
 
 }  // namespace tierflow

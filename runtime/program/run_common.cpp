@@ -2,7 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <fmt/format.h>
 
 #include <nlohmann/json.hpp>
@@ -10,6 +9,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
 #include "runtime/device/device_memory.h"
+#include "runtime/program/data_report.h"
 
 namespace tierflow {
 namespace {
@@ -40,6 +40,17 @@ std::uint64_t prepare_torch(const std::string& device, int threads) {
   return device == "cuda" ? DeviceMemory::cuda().fixed() : 0;
 }
 
+Dataset prepare_data(DataOptions options, TrainingLog& log) {
+  options.progress = [&log](const char* phase, std::uint64_t done, std::uint64_t total) {
+    log.progress(phase, done, total);
+  };
+  Dataset data = Dataset::prepare(options);
+  const auto summaries = data.summaries();
+  for (const std::string& line : data_lines(summaries, options.sequence_length)) log.say(line);
+  log.object({{"data", data_json(summaries)}});
+  return data;
+}
+
 void announce_device(const RunOptions& options, const SessionOptions& settings, TrainingLog& log) {
   if (settings.device == "cuda") {
     watch_gpu(log);
@@ -50,12 +61,15 @@ void announce_device(const RunOptions& options, const SessionOptions& settings, 
   }
 }
 
-MicroBatch micro_batch(const SequenceReader& read, std::int64_t first, std::int64_t rows, std::int64_t length) {
-  MicroBatch batch{.ids = at::empty({rows, length}, at::kLong), .labels = at::full({rows, length}, -100, at::kLong)};
+MicroBatch micro_batch(const Dataset& data, Sequences which, std::int64_t first, std::int64_t rows,
+                       std::int64_t length) {
+  MicroBatch batch{.ids = at::empty({rows, length}, at::kLong), .labels = at::empty({rows, length}, at::kLong)};
+  const auto row_of = [length](const at::Tensor& tensor, std::int64_t row) {
+    return std::span(tensor.data_ptr<std::int64_t>() + row * length, static_cast<std::size_t>(length));
+  };
   for (std::int64_t row = 0; row < rows; ++row) {
-    std::int64_t* ids = batch.ids.data_ptr<std::int64_t>() + row * length;
-    read(first + row, {ids, static_cast<std::size_t>(length)});
-    std::copy(ids + 1, ids + length, batch.labels.data_ptr<std::int64_t>() + row * length);
+    const auto read = which == Sequences::training ? &Dataset::training_sequence : &Dataset::held_out_sequence;
+    (data.*read)(first + row, row_of(batch.ids, row), row_of(batch.labels, row), {});
   }
   return batch;
 }

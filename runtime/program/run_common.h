@@ -12,11 +12,14 @@ namespace tierflow {
 // Puts torch's memory under the budget's allocator and sets its threads (0: as they are): before the first tensor.
 // Returns what the device's use takes of it beside tensors.
 std::uint64_t prepare_torch(const std::string& device, int threads);
+// The data, prepared; what became of them is said.
+Dataset prepare_data(DataOptions options, TrainingLog& log);
 // Says which device it is; steps in the log tell what a card does from then on.
 void announce_device(const RunOptions& options, const SessionOptions& settings, TrainingLog& log);
 
-// Micro-batches of `rows` sequences; labels are the ids shifted by one, the last position counts for nothing.
-using SequenceReader = std::function<void(std::int64_t index, std::span<std::int64_t> out)>;
-MicroBatch micro_batch(const SequenceReader& read, std::int64_t first, std::int64_t rows, std::int64_t length);
+// Micro-batches of `rows` sequences from the `first` on: of those that are trained on, or held out.
+enum class Sequences : std::uint8_t { training, held_out };
+MicroBatch micro_batch(const Dataset& data, Sequences which, std::int64_t first, std::int64_t rows,
+                       std::int64_t length);
 
 }  // namespace tierflow

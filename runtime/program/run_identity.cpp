@@ -30,8 +30,9 @@ void expect_same_run(const std::string& then, const std::string& now, const Fold
     const json had = before.is_object() ? before.value(option, json()) : json();
     if (had == value) continue;
     if (!what.empty()) what += " and ";
-    what += option == "data" ? "other --data (or another tokenizer, --held-out or --skip-bad-records)"
-                             : fmt::format("--{} {}, not {}", option, had.dump(), value.dump());
+    what += option == "data"
+                ? "other --data (or another tokenizer, --held-out, --packing, --train-on or another option of the data)"
+                : fmt::format("--{} {}, not {}", option, had.dump(), value.dump());
   }
   if (!what.empty())
     fail(io::ErrorKind::usage, storage.front().string(),

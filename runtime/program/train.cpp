@@ -42,7 +42,7 @@ class Training {
         forecast_(options_, spec_, log),
         out_(options, spec_, left_.resumable),
         trace_(options.trace, log),
-        data_(Dataset::prepare(data_options(options, spec_, temporary_folder()))) {
+        data_(prepare_data(data_options(options, spec_, temporary_folder()), log)) {
     per_step_ = options.micro_batch * options.micro_batches;
     steps_ = options.steps;
     if (steps_ == 0)
@@ -241,11 +241,10 @@ class Training {
   }
 
   void train_step(std::int64_t step) {
-    const auto read = [this](std::int64_t index, std::span<std::int64_t> out) { data_.training_sequence(index, out); };
     std::vector<MicroBatch> batches;
     for (std::int64_t i = 0; i < options_.micro_batches; ++i)
-      batches.push_back(micro_batch(read, step * per_step_ + i * options_.micro_batch, options_.micro_batch,
-                                    options_.sequence_length));
+      batches.push_back(micro_batch(data_, Sequences::training, step * per_step_ + i * options_.micro_batch,
+                                    options_.micro_batch, options_.sequence_length));
     trace_.begin_step(*session_);
     const double lr = learning_rate(options_, step, steps_);
     forecast_.begin_step(*session_);
@@ -264,10 +263,10 @@ class Training {
     std::int64_t count = data_.held_out_sequences();
     if (options_.eval_sequences > 0) count = std::min(count, options_.eval_sequences);
     if (count == 0) return;
-    const auto read = [this](std::int64_t index, std::span<std::int64_t> out) { data_.held_out_sequence(index, out); };
     const std::int64_t rows = options_.micro_batch;
     loss = session_->evaluate((count + rows - 1) / rows, [&](std::int64_t index) {
-      return micro_batch(read, index * rows, std::min(rows, count - index * rows), options_.sequence_length);
+      return micro_batch(data_, Sequences::held_out, index * rows, std::min(rows, count - index * rows),
+                         options_.sequence_length);
     });
     result_.evaluated = true;
     log_.evaluation(step, loss, *session_);

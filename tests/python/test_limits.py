@@ -81,7 +81,7 @@ def test_text_that_is_none(work):  # noqa: F811
     (work / "text.txt").write_bytes(pathlib.Path(PROGRAM).read_bytes()[:100000])
     assert "text.txt" in refusal(run(work, *TRAIN, *small(), ok=False), 3)
     (work / "bad.jsonl").write_text("nothing\n" * 5)
-    words = ["train", "--config", "config.json", "--data", "bad.jsonl", "--out", "out", "--skip-bad-records"]
+    words = ["train", "--config", "config.json", "--data", "bad.jsonl", "--out", "out", "--on-bad-row", "skip"]
     assert "5 of them" in refusal(run(work, *words, *small(), ok=False), 3)
     assert not (work / "out").exists()
 

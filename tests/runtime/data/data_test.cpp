@@ -7,9 +7,9 @@
 #include <numeric>
 #include <set>
 
-#include "tests/runtime/expect.h"
 #include "runtime/base/utf8.h"
 #include "support/temp_dir.h"
+#include "tests/runtime/expect.h"
 
 namespace tierflow {
 namespace {
@@ -202,7 +202,7 @@ TEST_F(Data, WhatIsNoTextIsRefusedWithTheRemedy) {
   refused("b.txt", std::string("\xfe\xff\0a", 4) + utf16, {"b.txt", "UTF-16", "iconv"});
   refused("c.txt", utf16, {"c.txt", "zero byte at 1", "UTF-16", ".bin"});
   refused("d.txt", text + std::string(1, '\0'), {"d.txt", "zero byte at 100"});
-  refused("e.txt", text + "\xe9t\xe9" + text, {"e.txt", "byte 100", "iconv", "--skip-bad-records"});
+  refused("e.txt", text + "\xe9t\xe9" + text, {"e.txt", "byte 100", "iconv", "--on-bad-row skip"});
   refused("f.txt", text + "\xe2\x82", {"f.txt", "byte 100"});
   refused("f.jsonl", "\xff\xfe{\0}\0", {"f.jsonl:1", "UTF-16"});
   // Where a piece ends, in the middle of a character; and what is wrong far behind.

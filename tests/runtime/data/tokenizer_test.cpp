@@ -3,10 +3,10 @@
 #include <chrono>
 #include <fstream>
 
-#include "tests/runtime/expect.h"
 #include "runtime/data/data.h"
 #include "runtime/data/tokenizer_process.h"
 #include "support/temp_dir.h"
+#include "tests/runtime/expect.h"
 
 namespace tierflow {
 namespace {
@@ -83,7 +83,7 @@ TEST_F(Tokenizer, LongDocumentsAreCutBetweenWords) {
 TEST_F(Tokenizer, TextThatIsNotUtf8) {
   write_data("1.txt", "a b c");
   write_data("2.txt", "a b \xff c");
-  expect_refusal(io::ErrorKind::input, {"2.txt", "byte 4", "--skip-bad-records"}, [&] { tokens(); });
+  expect_refusal(io::ErrorKind::input, {"2.txt", "byte 4", "--on-bad-row skip"}, [&] { tokens(); });
   options_.skip_bad_records = true;
   EXPECT_EQ(tokens(), (Ids{1, 2, 3}));
   EXPECT_EQ(Dataset::prepare(options_).skipped_records(), 1);

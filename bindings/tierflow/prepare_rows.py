@@ -1,0 +1,588 @@
+"""Turns rows of conversations into token ids for the C++ side, which runs this text with `python -I -c` and talks to it through a socket.
+
+Everything is little-endian. The job, once: u32 length, JSON:
+
+    {"folder": folder of the model's tokenizer or null, "template": text of a chat template or null, "train_on": "assistant" or "all",
+     "field": name of the text's field, "skip": pass over bad rows, "files": [{"path": ..., "format": ...}]}
+
+Then frames to the C++ side: u8 kind, u32 length, payload.
+
+    R  rows: u64 bytes of the files that are done, u32 number of rows, the length of each in tokens, then their words: a token's id, top bit
+       set where it is trained on
+    S  a row that was passed over, as JSON: {"where", "why"}
+    E  the end, as JSON: {"masks": how the trained tokens were found, "merged": prompts whose last tokens merge with the completion}
+    F  the failure that ends it, as JSON: {"where", "why"}
+
+With the argument `decode` the job is {"folder": ...} and each request u32 length, JSON list of lists of ids; the answer is a T frame, JSON list
+of their texts.
+
+Ends at the end of its input. Where the machine is at fault: one line on standard error and exit status 4.
+"""
+import array
+import concurrent.futures
+import json
+import os
+import re
+import struct
+import sys
+import typing
+
+LONGEST_LINE = 64 << 20
+BATCH_ROWS = 512
+BATCH_CHARACTERS = 1 << 20
+TRAINED = 1 << 31
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "observation": "tool", "tool": "tool",
+    "function_call": "assistant",
+}
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class BadRow(Exception):
+    """What is wrong with a row."""
+
+
+class Refusal(Exception):
+    """No row can be prepared: where, why."""
+
+
+def one_line(error, limit=300):
+    text = " ".join(str(error).split())
+    return text[:limit] or type(error).__name__
+
+
+def shown(value):
+    return json.dumps(value)[:60]
+
+
+# Rows: from a format's fields to messages, texts or ids.
+
+
+def field(row, name, kinds, default=None):
+    value = row.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, kinds):
+        raise BadRow(f'has no {"list" if kinds is list else "string"} "{name}"')
+    return value
+
+
+def content_of(message, at):
+    """Text, where it comes in parts: joined."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type", "text") == "text" and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    raise BadRow(f"message {at}: its content is no text; images and other parts are not trained on")
+
+
+def messages_of(given, what="messages"):
+    if not isinstance(given, list) or not given:
+        raise BadRow(f'has no message in "{what}"')
+    messages = []
+    for at, message in enumerate(given):
+        if not isinstance(message, dict):
+            raise BadRow(f'message {at} of "{what}" is no object with role and content')
+        if "from" in message and "role" not in message:
+            message = from_sharegpt(message, at)
+        role = message.get("role")
+        if role not in ROLES:
+            raise BadRow(f"message {at} has the role {shown(role)}; roles are {', '.join(ROLES)}")
+        content = content_of(message, at)
+        if content is None and not message.get("tool_calls"):
+            raise BadRow(f"message {at} has no content")
+        kept = {key: value for key, value in message.items() if value is not None and key != "content"}
+        if content is not None:
+            kept["content"] = content
+        messages.append(kept)
+    return messages
+
+
+def from_sharegpt(message, at):
+    role = SHAREGPT_ROLES.get(message["from"]) if isinstance(message["from"], str) else None
+    if role is None:
+        raise BadRow(f"message {at} is from {shown(message['from'])}; known are {', '.join(SHAREGPT_ROLES)}")
+    if not isinstance(message.get("value"), str):
+        raise BadRow(f'message {at} has no string "value"')
+    if message["from"] != "function_call":
+        return {"role": role, "content": message["value"]}
+    try:
+        call = json.loads(message["value"])
+    except (ValueError, RecursionError):
+        call = None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise BadRow(f'message {at} is a function_call whose value is no JSON object with "name" and "arguments"')
+    return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": call}]}
+
+
+def tools_of(row):
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError):
+            raise BadRow('has "tools" that are no JSON') from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadRow('has "tools" that are no list of objects')
+    return tools or None
+
+
+def alpaca_messages(row):
+    messages = []
+    if row.get("system"):
+        messages.append({"role": "system", "content": field(row, "system", str)})
+    for turn in field(row, "history", list, []):
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
+            raise BadRow('has a "history" that is no list of [question, answer]')
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    question, more = field(row, "instruction", str), field(row, "input", str, "")
+    messages.append({"role": "user", "content": question + ("\n" + more if more else "")})
+    messages.append({"role": "assistant", "content": field(row, "output", str)})
+    return messages
+
+
+def integers(row, name, count=None):
+    values = field(row, name, list)
+    if not all(type(value) is int for value in values) or (count is not None and len(values) != count):
+        raise BadRow(f'has "{name}" that are no list of whole numbers' + ("" if count is None else f" as long as input_ids, {count}"))
+    return values
+
+
+def words_of_ids(row, train_all):
+    ids = integers(row, "input_ids")
+    if any(not 0 <= id < TRAINED - 1 for id in ids):
+        raise BadRow('has "input_ids" below 0 or above 2^31-2')
+    labels = ids if train_all or row.get("labels") is None else integers(row, "labels", len(ids))
+    mask = [1] * len(ids) if row.get("attention_mask") is None else integers(row, "attention_mask", len(ids))
+    words = []
+    for at, (id, label, seen) in enumerate(zip(ids, labels, mask)):
+        if label not in (id, -100):
+            raise BadRow(f'has the label {label} where input_ids has {id} (position {at}): a label is that id, or -100; labels are not shifted')
+        if seen:
+            words.append(id | (TRAINED if label == id else 0))
+    return words
+
+
+class Row:
+    """Where it is from, and what becomes of it: texts to encode, then words."""
+
+    def __init__(self, where):
+        self.where = where
+        self.error = None
+        self.kind = ""
+        self.words = None  # ready
+        self.messages, self.prompt = None, None
+        self.tools, self.more = None, {}
+        self.texts = []  # to encode: the whole, then the prompt where there is one
+        self.spans = None  # of characters: trained
+        self.cuts = []  # characters where a turn begins or ends
+
+
+def parse(raw):
+    try:
+        row = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadRow(f"is not UTF-8 text at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"is no JSON: {one_line(error, 100)}") from None
+    if not isinstance(row, dict):
+        raise BadRow("is no JSON object")
+    return row
+
+
+def fill(task, row, job, format):
+    """Takes the row's fields."""
+    if format == "tokens":
+        task.words = words_of_ids(row, job["train_on"] == "all")
+        return
+    if format == "text":
+        task.kind, task.texts = "text", [field(row, job["field"], str)]
+        return
+    task.tools = tools_of(row)
+    task.more = row.get("chat_template_kwargs") or {}
+    if not isinstance(task.more, dict):
+        raise BadRow('has "chat_template_kwargs" that are no object')
+    if format == "prompt-completion":
+        if isinstance(row.get("prompt"), str):
+            task.kind, task.texts = "completion", [field(row, "completion", str), row["prompt"]]
+            return
+        task.kind = "chat completion"
+        task.prompt = messages_of(row.get("prompt"), "prompt")
+        task.messages = task.prompt + messages_of(row.get("completion"), "completion")
+        return
+    task.kind = "chat"
+    if format == "alpaca":
+        task.messages = alpaca_messages(row)
+    elif format == "sharegpt":
+        task.messages = messages_of(row.get("conversations"), "conversations")
+        if row.get("system") and task.messages[0]["role"] != "system":
+            task.messages.insert(0, {"role": "system", "content": field(row, "system", str)})
+    else:
+        task.messages = messages_of(row.get("messages"))
+
+
+# Text: what the template makes of messages.
+
+
+class Preparer:
+    def __init__(self, job):
+        self.job = job
+        self.train_all = job["train_on"] == "all"
+        self.merged = 0
+        self.masks = set()
+        self.pieces = {}  # short texts already tokenised
+        self.tokenizer: typing.Any = None
+        if any(file["format"] != "tokens" for file in job["files"]):
+            self.load(job["folder"])
+
+    def load(self, folder):
+        tokenizer, self.render_template = load_tokenizer(folder)
+        self.tokenizer, self.backend = tokenizer, tokenizer.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.added = set(tokenizer.added_tokens_decoder)
+        self.eos = tokenizer.eos_token
+        self.variables = dict(tokenizer.special_tokens_map)
+        self.templates = {}
+
+    def template(self, tools):
+        """The template for rows with tools, or without."""
+        named = bool(tools)
+        if named not in self.templates:
+            try:
+                text = self.tokenizer.get_chat_template(self.job["template"], [{}] if named else None)
+            except ValueError:
+                raise Refusal(
+                    self.job["folder"],
+                    "has a tokenizer without a chat template: name one with --chat-template, or give rows of prompt and completion strings",
+                ) from None
+            self.templates[named] = (text, bool(GENERATION.search(text)))
+        return self.templates[named]
+
+    def render(self, conversations, tools, more, template, **options):
+        try:
+            return self.render_template(conversations=conversations, tools=tools, chat_template=template, **options, **{**self.variables, **more})
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except Exception as error:
+            if type(error).__name__ == "TemplateSyntaxError":
+                raise Refusal(self.job["folder"], f"has a chat template that is no template: {one_line(error)}") from None
+            raise BadRow(f"the chat template refuses it: {one_line(error)}") from None
+
+    def render_one(self, task, template, marks):
+        """Texts of one row."""
+        options = {"return_assistant_tokens_mask": marks}
+        texts, spans = self.render([task.messages], task.tools, task.more, template, **options)
+        self.take(task, texts[0], spans[0] if marks else None)
+        if task.kind == "chat completion":
+            texts, _ = self.render([task.prompt], task.tools, task.more, template, add_generation_prompt=True)
+            task.texts.append(texts[0])
+
+    def take(self, task, text, spans):
+        task.texts = [text]
+        if spans is None:
+            return
+        task.spans = [span for span in spans if span[0] < span[1]]
+
+    def render_rows(self, tasks):
+        """Fills in the texts of rows that have messages; rows that fail have an error."""
+        plain = []
+        for task in tasks:
+            if task.error is None and task.messages is not None:
+                if task.tools is None and not task.more and task.kind == "chat":
+                    plain.append(task)
+                else:
+                    self.guarded(task, self.render_alone)
+        if not plain:
+            return
+        template, marked = self.template(None)
+        marks = marked and not self.train_all
+        try:
+            texts, spans = self.render([task.messages for task in plain], None, {}, template, return_assistant_tokens_mask=marks)
+        except BadRow:
+            for task in plain:
+                self.guarded(task, self.render_alone)
+            return
+        for at, task in enumerate(plain):
+            self.take(task, texts[at], spans[at] if marks else None)
+            if not marks and not self.train_all:
+                self.guarded(task, self.find_turns)
+        if not self.train_all:
+            self.masks.add("generation" if marks else "prefixes")
+
+    def guarded(self, task, work):
+        try:
+            work(task)
+        except BadRow as error:
+            task.error = error
+
+    def render_alone(self, task):
+        template, marked = self.template(task.tools)
+        marks = marked and not self.train_all and task.kind == "chat"
+        self.render_one(task, template, marks)
+        if task.kind == "chat" and not self.train_all:
+            self.masks.add("generation" if marks else "prefixes")
+            if not marks:
+                self.find_turns(task)
+
+    def find_turns(self, task):
+        """Characters of the assistant's turns: what each adds to the rendering of the messages before it."""
+        template, _ = self.template(task.tools)
+        whole, task.spans = task.texts[0], []
+        for at, message in enumerate(task.messages):
+            if message["role"] != "assistant":
+                continue
+            if at == 0:
+                raise BadRow("begins with the assistant: there is nothing that it answers")
+            (before,), _ = self.render([task.messages[:at]], task.tools, task.more, template, add_generation_prompt=True)
+            after = whole
+            if at + 1 < len(task.messages):
+                (after,), _ = self.render([task.messages[: at + 1]], task.tools, task.more, template)
+            for text in (before, after):
+                if not whole.startswith(text):
+                    raise BadRow(self.difference(text, whole, at))
+            if len(before) < len(after):
+                task.spans.append((len(before), len(after)))
+                task.cuts += [len(before), len(after)]
+
+    def difference(self, text, whole, at):
+        ids, all_ids = (self.backend.encode(t, add_special_tokens=False).ids for t in (text, whole))
+        place = next((i for i, (a, b) in enumerate(zip(ids, all_ids)) if a != b), min(len(ids), len(all_ids)))
+        words = [shown(self.tokenizer.decode(some[place : place + 4])) for some in (ids, all_ids)]
+        return (
+            f"the chat template renders message {at} and those before it otherwise where others follow: token {place} begins {words[0]}, "
+            f"and {words[1]} in the whole; name a template that marks the assistant's turns with {{% generation %}} with --chat-template, "
+            "or train on all tokens with --train-on all"
+        )
+
+    # Tokens.
+
+    def words(self, tasks):
+        """Fills in the words of rows that have texts."""
+        for special in (False, True):
+            chosen = [task for task in tasks if task.error is None and task.texts and (task.kind in ("text", "completion")) == special]
+            texts = []
+            for task in chosen:
+                if special:
+                    self.end_text(task)
+                texts += task.texts
+            try:
+                encodings = iter(self.backend.encode_batch(texts, add_special_tokens=special) if texts else [])
+            except (KeyboardInterrupt, SystemExit, MemoryError):
+                raise
+            except BaseException as error:  # a panic of the library is no Exception
+                raise Refusal(self.job["folder"], f"has a tokenizer that fails on the text: {one_line(error)}") from None
+            for task in chosen:
+                found = [next(encodings) for _ in task.texts]
+                self.guarded(task, lambda task: self.mark(task, found))
+
+    def end_text(self, task):
+        """With the end-of-text token, where there is one and it is not there."""
+        if self.eos and not task.texts[0].endswith(self.eos):
+            task.texts[0] += self.eos
+        if task.kind == "completion":
+            task.texts[0] = task.texts[1] + task.texts[0]
+
+    def mark(self, task, encodings):
+        import numpy
+
+        encoding = encodings[0]
+        words = numpy.array(encoding.ids, dtype=numpy.uint32)
+        if self.train_all or task.kind == "text":
+            words |= TRAINED
+        elif len(encodings) == 2:
+            prompt = numpy.array(encodings[1].ids, dtype=numpy.uint32)
+            both = min(len(prompt), len(words))
+            differ = numpy.flatnonzero(prompt[:both] != words[:both])
+            same = int(differ[0]) if len(differ) else both
+            self.merged += same < len(prompt)
+            words[same:] |= TRAINED
+        else:
+            for cut in task.cuts:
+                self.check_cut(task.texts[0], encoding, cut)
+            for start, end in task.spans:
+                first, stop = token_at(encoding, start), token_at(encoding, end)
+                if stop < len(words) and encoding.token_to_chars(stop)[0] < end:
+                    stop += 1
+                words[first:stop] |= TRAINED
+        task.words = words
+
+    def check_cut(self, text, encoding, cut):
+        """Refuses the row unless the text up to there has the same tokens alone as it has in the whole. Tokens that the tokenizer was given
+        by name part the text before anything else happens, so what stands before the last of them cannot differ."""
+        ids, at = encoding.ids, token_at(encoding, cut)
+        if at < len(ids) and encoding.token_to_chars(at)[0] < cut:
+            raise BadRow(f"token {at} lies partly in the assistant's turn and partly outside; {self.remedy()}")
+        first = at - 1
+        while first > 0 and ids[first] not in self.added:
+            first -= 1
+        begin = encoding.token_to_chars(first)[0] if first > 0 else 0
+        first, piece = max(first, 0), text[begin:cut]
+        alone = self.pieces.get(piece)
+        if alone is None:
+            alone = self.backend.encode(piece, add_special_tokens=False).ids
+            if len(piece) < 256 and len(self.pieces) < 10000:
+                self.pieces[piece] = alone
+        if ids[first:at] != alone:
+            place = next((i for i, (a, b) in enumerate(zip(alone, ids[first:at])) if a != b), min(len(alone), at - first))
+            raise BadRow(f"token {first + place} is another where the text ends with the assistant's turn; {self.remedy()}")
+
+    @staticmethod
+    def remedy():
+        return "name a template that marks the assistant's turns with {% generation %} with --chat-template, or train on all with --train-on all"
+
+
+def token_at(encoding, position):
+    """The first token that ends behind this character; the number of tokens where there is none."""
+    count = len(encoding.ids)
+    if count == 0 or encoding.token_to_chars(count - 1)[1] <= position:
+        return count
+    for near in range(position, position + 16):
+        token = encoding.char_to_token(near)
+        if token is not None:
+            return token
+    return next(at for at, (_, end) in enumerate(encoding.offsets) if end > position)
+
+
+def load_tokenizer(folder):
+    from transformers import AutoTokenizer
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    if folder is None:
+        raise Refusal("", "rows of text need the model's tokenizer: there is no tokenizer.json; name one with --tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        raise Refusal(folder, f"holds no tokenizer that transformers loads: {one_line(error)}") from None
+    if not getattr(tokenizer, "is_fast", False):
+        raise Refusal(folder, "has a tokenizer without tokenizer.json: save it with transformers' save_pretrained from a fast tokenizer")
+    return tokenizer, render_jinja_template
+
+
+# The way through.
+
+
+def batches(job):
+    """Rows as they stand in the files, in groups; and how many bytes of the files are done then."""
+    batch, characters, done = [], 0, 0
+    for file in job["files"]:
+        try:
+            stream = open(file["path"], "rb")
+        except OSError as error:
+            raise Refusal(file["path"], f"cannot be read: {error.strerror}") from None
+        with stream:
+            for number, raw in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), 1):
+                done += len(raw)
+                if not raw.strip():
+                    continue
+                task = Row(f"{file['path']}:{number}")
+                batch.append(task)
+                characters += len(raw)
+                if len(raw) > LONGEST_LINE:
+                    raise Refusal(task.where, f"is longer than {LONGEST_LINE >> 20} MiB")
+                try:
+                    fill(task, parse(raw), job, file["format"])
+                except BadRow as error:
+                    task.error = error
+                if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
+                    yield batch, done
+                    batch, characters = [], 0
+    if batch:
+        yield batch, done
+
+
+def send(stream, kind, payload):
+    stream.write(struct.pack("<BI", ord(kind), len(payload)) + payload)
+    stream.flush()
+
+
+def send_json(stream, kind, value):
+    send(stream, kind, json.dumps(value).encode())
+
+
+def send_rows(stream, tasks, done, skip):
+    for task in tasks:
+        if task.error is not None:
+            if not skip:
+                raise Refusal(task.where, f"{task.error}")
+            send_json(stream, "S", {"where": task.where, "why": one_line(task.error, 600)})
+    rows = [task.words for task in tasks if task.error is None]
+    words = [array.array("I", row) if isinstance(row, list) else row for row in rows]
+    lengths = array.array("I", map(len, rows))
+    send(stream, "R", b"".join([struct.pack("<QI", done, len(rows)), lengths.tobytes(), *(row.tobytes() for row in words)]))
+
+
+def prepare(job, stream):
+    preparer = Preparer(job)
+
+    def finish(tasks, done):
+        preparer.words(tasks)
+        send_rows(stream, tasks, done, job["skip"])
+
+    # Templates are rendered while the batch before is tokenised.
+    with concurrent.futures.ThreadPoolExecutor(1) as worker:
+        pending = None
+        for tasks, done in batches(job):
+            preparer.render_rows(tasks)
+            if pending is not None:
+                pending.result()
+            pending = worker.submit(finish, tasks, done)
+        if pending is not None:
+            pending.result()
+    send_json(stream, "E", {"masks": sorted(preparer.masks), "merged": preparer.merged})
+
+
+def read_json(stream):
+    head = stream.read(4)
+    if len(head) != 4:
+        return None
+    (length,) = struct.unpack("<I", head)
+    body = stream.read(length)
+    return json.loads(body) if len(body) == length else None
+
+
+def decode(job, requests, answers):
+    tokenizer: typing.Any = load_tokenizer(job["folder"])[0]
+    while (lists := read_json(requests)) is not None:
+        send_json(answers, "T", [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in lists])
+
+
+def volunteer_for_the_oom_killer():
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")
+    except OSError:
+        pass
+
+
+def main(arguments):
+    volunteer_for_the_oom_killer()
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_NO_ADVISORY_WARNINGS="1", TRANSFORMERS_VERBOSITY="error")
+    sys.modules["torch"] = None  # type: ignore[assignment]  # not needed, and slow to load
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # what a library prints is no answer
+    job = read_json(requests)
+    try:
+        if job is None:
+            return 0
+        if arguments == ["decode"]:
+            decode(job, requests, answers)
+        else:
+            prepare(job, answers)
+    except Refusal as refusal:
+        send_json(answers, "F", {"where": refusal.args[0], "why": refusal.args[1]})
+    except ImportError as error:
+        print(f"lacks a Python package that chat rows need (pip install transformers): {one_line(error)}", file=sys.stderr)
+        return 4
+    except (OSError, MemoryError) as error:
+        print(one_line(error), file=sys.stderr)
+        return 4
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

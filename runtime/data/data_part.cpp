@@ -1,0 +1,239 @@
+#include "runtime/data/data_part.h"
+
+#include <fmt/format.h>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "runtime/base/exception.h"
+#include "runtime/data/document_sinks.h"
+#include "runtime/data/prepare_rows.h"
+#include "runtime/data/row_format.h"
+
+namespace tierflow {
+namespace {
+
+std::string joined(const nlohmann::json& list) {
+  std::string text;
+  for (const auto& item : list) text += (text.empty() ? "" : ", ") + item.get<std::string>();
+  return text;
+}
+
+// What the notes of a file of rows say.
+void read_notes(const RowFile& file, DataSummary& summary) {
+  const auto notes = nlohmann::json::parse(file.notes(), nullptr, false);
+  const auto bad = [&] { fail_input(file.path().string(), "has notes that this program did not write"); };
+  if (!notes.is_object()) bad();
+  RowSummary& rows = *summary.rows;
+  try {
+    std::set<std::string> formats;
+    for (const auto& made_of : notes.at("files")) formats.insert(made_of.at("format").get<std::string>());
+    rows.formats = fmt::format("{}", fmt::join(formats, ", "));
+    rows.masks = joined(notes.at("masks"));
+    rows.train_on = notes.at("train_on");
+    rows.untrained = notes.at("untrained");
+    rows.merged = notes.at("merged");
+    summary.skipped = notes.at("skipped");
+    summary.first_skipped = notes.at("first_skipped");
+  } catch (const nlohmann::json::exception&) {
+    bad();
+  }
+}
+
+// The formats of the sources' rows; none where they are text.
+std::vector<std::string> formats_of(const DataOptions& options, const std::vector<Source>& sources) {
+  std::vector<std::string> formats;
+  const bool packs = options.packing == "none" || options.packing == "bfd";
+  bool examples = packs;
+  for (const Source& source : sources) {
+    formats.push_back(source.kind == SourceKind::jsonl ? row_format(source.path, options) : "");
+    examples = examples || (!formats.back().empty() && formats.back() != "text");
+  }
+  if (!examples) return {};
+  for (std::size_t i = 0; i < sources.size(); ++i)
+    if (formats[i].empty())
+      fail_input(sources[i].path.string(),
+                 packs
+                     ? "has no rows: --packing " + options.packing + " takes .jsonl and .tfd files"
+                     : "is no .jsonl file, but others are rows of conversations: name them apart, with --data-weights");
+  return formats;
+}
+
+Packing packing_of(const std::string& name) {
+  return name == "bfd" ? Packing::bfd : name == "concat" ? Packing::concat : Packing::none;
+}
+
+}  // namespace
+
+std::uint64_t mix_bits(std::uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
+  return value ^ (value >> 31);
+}
+
+// A Feistel network on the next even number of bits, walked until it lands below n.
+std::uint64_t permute(std::uint64_t index, std::uint64_t n, std::uint64_t key) {
+  if (n < 2) return 0;
+  const int half = (std::bit_width(n - 1) + 1) / 2;
+  const std::uint64_t mask = (std::uint64_t{1} << half) - 1;
+  do {
+    std::uint64_t left = index >> half, right = index & mask;
+    for (std::uint64_t round = 0; round < 6; ++round) {
+      const std::uint64_t next = left ^ (mix_bits(right + key + (round + 1) * 0x9e3779b97f4a7c15u) & mask);
+      left = right;
+      right = next;
+    }
+    index = left << half | right;
+  } while (index >= n);
+  return index;
+}
+
+DataPart::DataPart(const DataOptions& options, std::vector<std::filesystem::path> paths, std::size_t number)
+    : length_(options.sequence_length), key_(mix_bits(options.seed + 1) + mix_bits(number)) {
+  const std::vector<Source> sources = list_sources(paths);
+  summary_.paths = std::move(paths);
+  const bool prepared =
+      std::any_of(sources.begin(), sources.end(), [](const Source& source) { return source.kind == SourceKind::rows; });
+  if (prepared && sources.size() > 1)
+    fail_input(sources.front().path.string(),
+               "stands beside other data: name prepared .tfd files apart, with --data-weights");
+  const std::vector<std::string> formats = prepared ? std::vector<std::string>() : formats_of(options, sources);
+  if (prepared || !formats.empty())
+    prepare_examples(options, sources, formats);
+  else
+    prepare_text(options, sources);
+  summary_.sequences = source_->count();
+  summary_.held_out = held_out_;
+}
+
+void DataPart::prepare_text(const DataOptions& options, const std::vector<Source>& sources) {
+  store_ = std::make_unique<TokenStore>(options.cache, options.vocab_size);
+  const auto sink = options.tokenizer.empty() ? make_byte_sink(*store_) : make_tokenizer_sink(*store_, options);
+  for (const Source& source : sources) read_source(source, options, *sink);
+  sink->finish();
+  store_->seal();
+
+  const std::string first = summary_.paths.front().string();
+  const bool empty = store_->size() == 0 || !sink->content();
+  if (empty && sink->skipped() != 0)
+    fail_input(first, fmt::format("holds no text: all of its records were passed over, {} of them. The first: {}",
+                                  sink->skipped(), sink->first_skipped().message()));
+  if (empty) fail_input(first, "holds no text: every file is empty or blank");
+  source_ = std::make_unique<TextSequences>(*store_, length_);
+  if (source_->count() == 0)
+    fail_input(
+        first,
+        fmt::format("holds {} tokens, fewer than one sequence of {}; give more text or a smaller --sequence-length",
+                    store_->size(), length_));
+  hold_out(options.held_out);
+  const std::array<std::uint64_t, 6> shape = {store_->hash(),
+                                              static_cast<std::uint64_t>(store_->size()),
+                                              static_cast<std::uint64_t>(length_),
+                                              static_cast<std::uint64_t>(held_out_),
+                                              static_cast<std::uint64_t>(token_width(options.vocab_size)),
+                                              options.seed};
+  fingerprint_ = XXH3_64bits(shape.data(), sizeof shape);
+  summary_.packing = "concat";
+  summary_.tokens = store_->size();
+  summary_.skipped = sink->skipped();
+  if (summary_.skipped != 0) summary_.first_skipped = sink->first_skipped().message();
+}
+
+void DataPart::prepare_examples(const DataOptions& options, const std::vector<Source>& sources,
+                                const std::vector<std::string>& formats) {
+  const std::string first = sources.front().path.string();
+  RowFile file = formats.empty() ? RowFile(sources.front().path) : prepare_rows(options, sources, formats);
+  summary_.rows.emplace();
+  read_notes(file, summary_);
+  if (file.counts().rows != 0 && file.counts().largest_id >= options.vocab_size)
+    fail_input(first,
+               fmt::format("comes to the token id {}, but the model's vocabulary ends at {}: it is prepared with "
+                           "another model's tokenizer",
+                           file.counts().largest_id, options.vocab_size - 1));
+  summary_.packing = options.packing == "auto" ? "none" : options.packing;
+  const Packing packing = packing_of(summary_.packing);
+  isolated_ = packing == Packing::bfd;
+  auto packed = std::make_unique<PackedRows>(std::move(file), packing, length_, options.cache);
+  const RowSummary noted = *summary_.rows;
+  summary_.rows = packed->summary();
+  RowSummary& rows = *summary_.rows;
+  rows.formats = noted.formats;
+  rows.masks = noted.masks;
+  rows.train_on = noted.train_on;
+  rows.untrained = noted.untrained;
+  rows.merged = noted.merged;
+  rows.prepared = packed->rows().path();
+  summary_.tokens = rows.tokens;
+  source_ = std::move(packed);
+  if (source_->count() == 0) {
+    std::string why = fmt::format("holds nothing to train on: {} examples", rows.examples);
+    if (rows.untrained != 0) why += fmt::format(", {} rows without a token to train on", rows.untrained);
+    if (rows.untrained_when_cut != 0)
+      why += fmt::format(", {} without one in the first {} tokens (a larger --sequence-length keeps more)",
+                         rows.untrained_when_cut, length_);
+    if (summary_.skipped != 0)
+      why += fmt::format(", {} passed over; the first: {}", summary_.skipped, summary_.first_skipped);
+    fail_input(first, why);
+  }
+  hold_out(options.held_out);
+  const RowCounts& counts = static_cast<const PackedRows&>(*source_).rows().counts();
+  const std::array<std::uint64_t, 7> shape = {static_cast<const PackedRows&>(*source_).rows().hash(),
+                                              counts.rows,
+                                              counts.tokens,
+                                              static_cast<std::uint64_t>(length_),
+                                              static_cast<std::uint64_t>(held_out_),
+                                              static_cast<std::uint64_t>(packing),
+                                              options.seed};
+  fingerprint_ = XXH3_64bits(shape.data(), sizeof shape);
+}
+
+void DataPart::hold_out(double share) {
+  const std::int64_t sequences = source_->count();
+  if (sequences > 1 && share > 0)
+    held_out_ = std::clamp<std::int64_t>(std::llround(share * static_cast<double>(sequences)), 1, sequences - 1);
+}
+
+// Held-out sequences lie evenly through the data: the k-th is the middle one of the k-th of `held_out` equal parts.
+std::int64_t DataPart::held_out_position(std::int64_t k) const {
+  return static_cast<std::int64_t>((static_cast<__int128>(2 * k + 1) * source_->count()) / (2 * held_out_));
+}
+
+// The j-th of the sequences that are not held out.
+std::int64_t DataPart::training_position(std::int64_t j) const {
+  std::int64_t low = 0, high = held_out_;  // how many held-out ones come before it
+  while (low < high) {
+    const std::int64_t middle = (low + high) / 2;
+    if (held_out_position(middle) - middle <= j) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return j + low;
+}
+
+std::int64_t DataPart::training_place(std::int64_t index) const {
+  const std::int64_t count = training();
+  const std::uint64_t key = mix_bits(key_ + static_cast<std::uint64_t>(index / count));
+  const auto shuffled = permute(static_cast<std::uint64_t>(index % count), static_cast<std::uint64_t>(count), key);
+  return training_position(static_cast<std::int64_t>(shuffled));
+}
+
+void DataPart::read_training(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
+                             std::span<std::int64_t> positions) const {
+  source_->read(training_place(index), ids, labels, positions);
+}
+
+void DataPart::read_held_out(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
+                             std::span<std::int64_t> positions) const {
+  source_->read(held_out_position(index), ids, labels, positions);
+}
+
+}  // namespace tierflow

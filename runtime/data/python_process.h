@@ -1,0 +1,52 @@
+#pragma once
+// A Python script in a process of its own, spoken to through a socket, with a limit on how long it may be silent: what
+// hostile files make of Python's libraries happens only there.
+#include <sys/types.h>
+
+#include <cstddef>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "runtime/base/files.h"
+
+namespace tierflow {
+
+class PythonProcess {
+ public:
+  struct Job {
+    const char* script;                  // text of the script
+    std::vector<std::string> arguments;  // after it
+    std::filesystem::path python;        // empty: python3
+    std::string path;                    // what errors name: the file or folder that the script works on
+    std::string package;                 // what Python needs for it
+    double patience;                     // seconds
+  };
+
+  // Throws Exception (environment) where Python cannot be started.
+  explicit PythonProcess(Job job);
+  PythonProcess(const PythonProcess&) = delete;
+  PythonProcess& operator=(const PythonProcess&) = delete;
+  // Stops the process if it still runs.
+  ~PythonProcess();
+
+  const std::string& python() const { return python_; }
+  // All of the bytes. Throw Exception: where the script has ended, with its last line on standard error (input for its
+  // exit status 3, else environment); input where it is silent for too long; Stopped.
+  void send(std::span<const std::byte> bytes);
+  void receive(std::span<std::byte> out);
+
+ private:
+  void start();
+  void stop() noexcept;
+  void wait_for(short events);
+  [[noreturn]] void fail_ended();
+
+  Job job_;
+  std::string python_;
+  pid_t process_ = -1;
+  File socket_, errors_;
+};
+
+}  // namespace tierflow

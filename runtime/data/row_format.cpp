@@ -1,0 +1,49 @@
+#include "runtime/data/row_format.h"
+
+#include <fstream>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/strict_json.h"
+
+namespace tierflow {
+namespace {
+
+constexpr std::streamsize kLongestLine = 64 << 20;
+constexpr int kMostLines = 1000;  // that are looked at
+
+// Empty where the row is of no known format.
+std::string format_of(const Json& row, const std::string& text_field) {
+  if (!row.is_object()) return {};
+  const auto has = [&](const char* name) { return row.contains(name) && !row[name].is_null(); };
+  const auto list = [&](const char* name) { return has(name) && row[name].is_array(); };
+  if (row.contains(text_field) && row[text_field].is_string()) return "text";
+  if (list("input_ids")) return "tokens";
+  if (list("messages")) return "messages";
+  if (list("conversations")) return "sharegpt";
+  if (has("prompt") && has("completion")) return "prompt-completion";
+  if (has("instruction") && has("output")) return "alpaca";
+  return {};
+}
+
+}  // namespace
+
+std::string row_format(const std::filesystem::path& path, const DataOptions& options) {
+  if (options.format != "auto") return options.format;
+  open_regular(path);
+  std::ifstream file(path, std::ios::binary);
+  std::string line;
+  for (int looked = 0; looked < kMostLines && std::getline(file, line);) {
+    if (static_cast<std::streamsize>(line.size()) > kLongestLine) break;
+    if (line.starts_with("\xef\xbb\xbf")) line.erase(0, 3);
+    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    ++looked;
+    const Json row = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const std::string format = row.is_discarded() ? "" : format_of(row, options.jsonl_field);
+    if (!format.empty()) return format;
+    if (!options.skip_bad_records) break;
+  }
+  return "text";
+}
+
+}  // namespace tierflow

@@ -1,0 +1,213 @@
+#include "runtime/data/sequences.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <deque>
+#include <map>
+#include <vector>
+
+#include "runtime/base/files.h"
+
+namespace tierflow {
+namespace {
+
+constexpr std::size_t kFlushEntries = 64 << 10;
+constexpr std::size_t kWindowRows = 64 << 10;  // that are packed with each other
+
+// A piece of a row.
+struct Piece {
+  std::uint64_t first = 0, length = 0;  // in words of the file of rows
+};
+
+// Entries of one size, appended, then read by number.
+template <class Entry>
+class EntryFile {
+ public:
+  explicit EntryFile(const std::filesystem::path& folder) : folder_(folder), file_(create_nameless(folder)) {}
+
+  std::uint64_t size() const { return flushed_ + pending_.size(); }
+  void append(const Entry& entry) {
+    pending_.push_back(entry);
+    if (pending_.size() >= kFlushEntries) flush();
+  }
+  void flush() {
+    write_exactly(file_, folder_, std::as_bytes(std::span(pending_)));
+    flushed_ += pending_.size();
+    pending_.clear();
+  }
+  void read(std::uint64_t first, std::span<Entry> out) const {
+    read_exactly(file_, folder_, first * sizeof(Entry), std::as_writable_bytes(out));
+  }
+
+ private:
+  const std::filesystem::path folder_;
+  const File file_;
+  std::vector<Entry> pending_;
+  std::uint64_t flushed_ = 0;
+};
+
+}  // namespace
+
+void TextSequences::read(std::int64_t sequence, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
+                         std::span<std::int64_t> positions) const {
+  store_.read(sequence * length_, ids);
+  if (!labels.empty()) {
+    std::copy(ids.begin() + 1, ids.end(), labels.begin());
+    labels.back() = -100;
+  }
+  for (std::size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<std::int64_t>(i);
+}
+
+// Which pieces of rows each sequence consists of.
+class PackedRows::Plan {
+ public:
+  Plan(const std::filesystem::path& folder, Packing packing, std::int64_t length, RowSummary& summary)
+      : packing_(packing),
+        length_(static_cast<std::uint64_t>(length)),
+        summary_(summary),
+        borrowed_(folder),
+        starts_(folder),
+        pieces_(folder) {}
+
+  void take(std::uint64_t first, std::span<const std::uint32_t> row) {
+    ++summary_.lengths[static_cast<std::size_t>(std::bit_width(row.size() - 1))];
+    if (packing_ == Packing::concat) return lay(first, row);
+    const std::size_t kept = std::min<std::size_t>(row.size(), length_);
+    const std::uint64_t trained = trained_targets(row.first(kept));
+    if (trained == 0) return void(++summary_.untrained_when_cut);
+    summary_.truncated += kept < row.size() ? 1 : 0;
+    summary_.trained += static_cast<std::int64_t>(trained);
+    summary_.used += static_cast<std::int64_t>(kept);
+    window_.push_back({first, kept});
+    if (packing_ == Packing::none || window_.size() >= kWindowRows) pack();
+  }
+
+  void finish() {
+    if (!window_.empty() && packing_ != Packing::concat) pack();
+    starts_.append(pieces_.size());
+    starts_.flush();
+    pieces_.flush();
+  }
+
+  std::int64_t sequences() const { return static_cast<std::int64_t>(starts_.size()) - 1; }
+
+  std::vector<Piece> pieces_of(std::int64_t sequence) const {
+    std::array<std::uint64_t, 2> bounds{};
+    starts_.read(static_cast<std::uint64_t>(sequence), bounds);
+    std::vector<Piece> pieces(bounds[1] - bounds[0]);
+    pieces_.read(bounds[0], pieces);
+    return pieces;
+  }
+
+ private:
+  void add(std::span<const Piece> sequence) {
+    starts_.append(pieces_.size());
+    for (const Piece& piece : sequence) pieces_.append(piece);
+  }
+
+  // The longest first, each into the sequence with the least room that still takes it, and of those into the first.
+  void pack() {
+    std::stable_sort(window_.begin(), window_.end(),
+                     [](const Piece& a, const Piece& b) { return a.length > b.length; });
+    std::vector<std::vector<Piece>> sequences;
+    std::map<std::uint64_t, std::deque<std::size_t>> by_room;
+    for (const Piece& piece : window_) {
+      const auto found = by_room.lower_bound(piece.length);
+      std::size_t at = sequences.size();
+      std::uint64_t room = length_;
+      if (found != by_room.end()) {
+        room = found->first;
+        at = found->second.front();
+        found->second.pop_front();
+        if (found->second.empty()) by_room.erase(found);
+      } else {
+        sequences.emplace_back();
+      }
+      sequences[at].push_back(piece);
+      if (packing_ == Packing::bfd && room > piece.length) by_room[room - piece.length].push_back(at);
+    }
+    for (const auto& sequence : sequences) add(sequence);
+    window_.clear();
+  }
+
+  // Behind what came before; whole sequences leave.
+  void lay(std::uint64_t first, std::span<const std::uint32_t> row) {
+    while (!row.empty()) {
+      const std::size_t kept = std::min<std::size_t>(row.size(), length_ - laid_);
+      window_.push_back({first, kept});
+      // The first token of a sequence is predicted by none.
+      trained_ += trained_targets(row.first(kept)) + (laid_ != 0 && (row[0] & kTrainedToken) != 0 ? 1 : 0);
+      laid_ += kept;
+      first += kept;
+      row = row.subspan(kept);
+      if (laid_ < length_) return;
+      if (trained_ == 0) {
+        ++summary_.untrained_when_cut;
+      } else {
+        add(window_);
+        summary_.trained += static_cast<std::int64_t>(trained_);
+        summary_.used += static_cast<std::int64_t>(length_);
+      }
+      window_.clear();
+      laid_ = trained_ = 0;
+    }
+  }
+
+  const Packing packing_;
+  const std::uint64_t length_;
+  RowSummary& summary_;
+  const BorrowedFolder borrowed_;
+  EntryFile<std::uint64_t> starts_;
+  EntryFile<Piece> pieces_;
+  std::vector<Piece> window_;
+  std::uint64_t laid_ = 0, trained_ = 0;  // of the sequence that is being laid
+};
+
+PackedRows::PackedRows(RowFile rows, Packing packing, std::int64_t length, const std::filesystem::path& folder)
+    : rows_(std::move(rows)),
+      packing_(packing),
+      plan_(std::make_unique<Plan>(folder.empty() ? temporary_folder() : folder, packing, length, summary_)) {
+  summary_.examples = static_cast<std::int64_t>(rows_.counts().rows);
+  summary_.tokens = static_cast<std::int64_t>(rows_.counts().tokens);
+  rows_.read_all([this](std::uint64_t first, std::span<const std::uint32_t> row) { plan_->take(first, row); });
+  plan_->finish();
+}
+
+PackedRows::~PackedRows() = default;
+
+std::int64_t PackedRows::count() const {
+  return plan_->sequences();
+}
+
+std::int64_t PackedRows::tokens(std::int64_t sequence) const {
+  std::uint64_t tokens = 0;
+  for (const Piece& piece : plan_->pieces_of(sequence)) tokens += piece.length;
+  return static_cast<std::int64_t>(tokens);
+}
+
+void PackedRows::read(std::int64_t sequence, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
+                      std::span<std::int64_t> positions) const {
+  std::fill(ids.begin(), ids.end(), 0);
+  std::fill(labels.begin(), labels.end(), -100);
+  std::size_t begin = 0;
+  std::vector<std::uint32_t> words;
+  const auto count_from = [&](std::size_t start, std::size_t end) {
+    for (std::size_t i = start; i < end && !positions.empty(); ++i) positions[i] = static_cast<std::int64_t>(i - start);
+  };
+  for (const Piece& piece : plan_->pieces_of(sequence)) {
+    words.resize(piece.length);
+    rows_.read(piece.first, words);
+    for (std::size_t i = 0; i < words.size(); ++i) {
+      const auto id = static_cast<std::int64_t>(words[i] & ~kTrainedToken);
+      ids[begin + i] = id;
+      const bool predicted = i != 0 || (begin != 0 && packing_ == Packing::concat);
+      if (!labels.empty() && predicted && (words[i] & kTrainedToken) != 0) labels[begin + i - 1] = id;
+    }
+    if (packing_ != Packing::concat) count_from(begin, begin + words.size());
+    begin += words.size();
+  }
+  count_from(packing_ == Packing::concat ? 0 : begin, ids.size());  // padding is a document of its own
+}
+
+}  // namespace tierflow

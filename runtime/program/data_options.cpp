@@ -1,0 +1,145 @@
+#include "runtime/program/data_options.h"
+
+#include <fmt/format.h>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/program/command_line.h"
+
+namespace tierflow {
+namespace {
+
+using OrderedJson = nlohmann::ordered_json;
+
+[[noreturn]] void fail_usage(const std::string& detail) {
+  fail(io::ErrorKind::usage, "", detail);
+}
+
+DataOptions common_data_options(const DataChoice& o, const ModelSpec& spec, const std::filesystem::path& folder) {
+  DataOptions data;
+  data.paths = o.data;
+  data.jsonl_field = o.jsonl_field;
+  if (o.tokenizer == "auto") {
+    // Beside the model, or beside the config.json that a random model is made from.
+    const auto candidate = o.model / "tokenizer.json";
+    std::error_code ignored;
+    if (!o.model.empty() && std::filesystem::exists(candidate, ignored)) data.tokenizer = candidate;
+  } else if (o.tokenizer != "bytes") {
+    data.tokenizer = o.tokenizer;
+  }
+  std::error_code ignored;
+  data.python = o.python;
+  if (data.python.empty() && std::filesystem::exists(TIERFLOW_PYTHON, ignored)) data.python = TIERFLOW_PYTHON;
+  data.cache = folder;
+  data.vocab_size = spec.config.vocab_size;
+  data.sequence_length = o.sequence_length;
+  data.held_out = 0;
+  data.weights = o.data_weights;
+  data.format = o.data_format;
+  data.train_on = o.train_on;
+  data.packing = o.packing;
+  data.chat_template = o.chat_template;
+  data.row_cache = o.data_cache.empty() && !cache_folder().empty() ? cache_folder() / "data" : o.data_cache;
+  data.skip_bad_records = o.on_bad_row == "skip";
+  return data;
+}
+
+}  // namespace
+
+void add_data_rows(OptionTable& table, DataChoice& o) {
+  table.group(kData);
+  table.path("model", o.model, "DIR", "Hugging Face model folder (config.json and safetensors)");
+  table.paths(
+      "data", o.data, false,
+      "text (.txt .py .md .jsonl), rows of conversations (.jsonl, .tfd) or token files (.npy .bin), or folders");
+  table.add({.name = "data-weights",
+             .value_name = "X",
+             .help = "mix: each --data entry's share of the sequences",
+             .most = 1 << 20,
+             .commas = true,
+             .set =
+                 [&o](const auto& words) {
+                   o.data_weights.clear();
+                   for (const std::string& word : words) {
+                     o.data_weights.push_back(parse_number(word, "data-weights"));
+                     if (!(o.data_weights.back() > 0)) fail_usage("--data-weights must be above 0");
+                   }
+                 },
+             .get = [&o] { return OrderedJson(o.data_weights); }});
+  table.choice("data-format", o.data_format,
+               {"auto", "text", "messages", "prompt-completion", "sharegpt", "alpaca", "tokens"},
+               "fields of .jsonl rows; auto: as the first row tells");
+  table.choice("train-on", o.train_on, {"assistant", "all"}, "tokens of rows that count: the assistant's, or all");
+  table.choice(
+      "packing", o.packing, {"auto", "none", "concat"},
+      "rows in a sequence: one, padded (none), or cut without regard to them (concat); auto: none, text concat");
+  table.path("chat-template", o.chat_template, "FILE", "chat template in place of the tokenizer's");
+  table.text("jsonl-field", o.jsonl_field, "field of a .jsonl line that holds the text");
+  table.text("tokenizer", o.tokenizer, "auto: the model's tokenizer.json, else bytes; bytes; or a tokenizer.json");
+  table.path("python", o.python, "FILE",
+             "Python with the packages `tokenizers` and, for conversations, `transformers`");
+  table.choice("on-bad-row", o.on_bad_row, {"error", "skip"},
+               "text that is not UTF-8 and malformed rows: an error, or passed over and counted");
+  table.path("data-cache", o.data_cache, "DIR", "where prepared rows are kept; left out: ~/.cache/tierflow/data");
+}
+
+void check_data(const DataChoice& o, const std::string& command) {
+  if (o.data.empty()) fail_usage(fmt::format("`tierflow {}` needs --data", command));
+  if (o.tokenizer.empty()) fail_usage("--tokenizer is empty; give auto, bytes or a tokenizer.json");
+  if (o.jsonl_field.empty()) fail_usage("--jsonl-field is empty");
+  if (!o.data_weights.empty() && o.data_weights.size() != o.data.size())
+    fail_usage(fmt::format("--data-weights has {} numbers for {} --data entries: give one for each",
+                           o.data_weights.size(), o.data.size()));
+}
+
+OptionTable data_table(const std::string& command, DataCommandOptions& o) {
+  OptionTable table("data " + command);
+  add_data_rows(table, o);
+  table.integer("sequence-length", o.sequence_length, 2, "tokens in a sequence", kMostTokens);
+  table.group(kResult);
+  table.flag("json", o.json, "print results as JSON and nothing else");
+  if (command == "prepare") {
+    table.path("out", o.out, "FILE.tfd", "write the prepared rows there too: a file that --data takes");
+  } else {
+    table.integer("examples", o.examples, 1, "sequences to show; --examples may be left out");
+    table.seed("seed", o.seed, "of the shuffle, as in training");
+  }
+  return table;
+}
+
+DataCommandOptions parse_data_command(const std::string& command, std::vector<std::string> words) {
+  DataCommandOptions options;
+  const OptionTable table = data_table(command, options);
+  if (command == "preview" && !words.empty() && !words.front().starts_with("-"))
+    words.insert(words.begin(), "--examples");
+  CommandLine(table).apply(std::move(words));
+  check_data(options, "data " + command);
+  if (options.model.empty()) fail_usage(fmt::format("`tierflow data {}` needs --model", command));
+  if (!options.out.empty() && options.out.extension() != ".tfd") fail_usage("--out must name a file that ends in .tfd");
+  return options;
+}
+
+DataOptions data_options(const TrainOptions& options, const ModelSpec& spec, const std::filesystem::path& folder) {
+  DataOptions data = common_data_options(options, spec, options.storage.empty() ? folder : options.storage.front());
+  if (options.tokenizer == "auto" && data.tokenizer.empty() && !options.config.empty()) {
+    const auto candidate = options.config.parent_path() / "tokenizer.json";
+    std::error_code ignored;
+    if (std::filesystem::exists(candidate, ignored)) data.tokenizer = candidate;
+  }
+  data.held_out = options.held_out;
+  data.seed = options.seed;
+  return data;
+}
+
+DataOptions data_options(const EvalOptions& options, const ModelSpec& spec, const std::filesystem::path& folder) {
+  return common_data_options(options, spec, options.storage.empty() ? folder : options.storage.front());
+}
+
+DataOptions data_options(const DataCommandOptions& options, const ModelSpec& spec,
+                         const std::filesystem::path& folder) {
+  DataOptions data = common_data_options(options, spec, folder);
+  data.seed = options.seed;
+  return data;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,21 @@
+#pragma once
+// The options that say which data, and how they become sequences.
+#include "runtime/program/option_table.h"
+#include "runtime/program/options.h"
+
+namespace tierflow {
+
+// Headings of the help.
+inline constexpr const char* kData = "Model and data";
+inline constexpr const char* kTraining = "Training";
+inline constexpr const char* kResult = "Result and log";
+
+inline constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;  // in a step
+
+void add_data_rows(OptionTable& table, DataChoice& options);
+// Throws Exception (kind usage) for what contradicts itself or lacks. command: what asks.
+void check_data(const DataChoice& options, const std::string& command);
+// command: "prepare", "preview".
+OptionTable data_table(const std::string& command, DataCommandOptions& options);
+
+}  // namespace tierflow

@@ -1,0 +1,194 @@
+"""Rows of conversations, prompts and completions become the tokens and labels that transformers makes of them."""
+
+import json
+
+import pytest
+
+from rows import CHATS, FORGETFUL, MARKED, PLAIN, Probe, Script, base, messages, read_row_file, the_library, write_rows  # noqa: F401
+
+
+@pytest.fixture
+def script(base):  # noqa: F811
+    return Script(base)
+
+
+@pytest.fixture
+def probe(base, tmp_path):  # noqa: F811
+    return Probe(base, tmp_path)
+
+
+def test_conversations_are_rendered_and_masked_as_by_transformers(base, script, tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(chat)} for chat in CHATS])
+    script.template = MARKED
+    tokenizer = the_library(base, MARKED)
+    expected = []
+    for chat in CHATS:
+        out = tokenizer.apply_chat_template(messages(chat), return_dict=True, return_assistant_tokens_mask=True)
+        if any(out["assistant_masks"]):
+            expected.append((out["input_ids"], out["assistant_masks"]))
+    assert len(expected) == 4
+    assert script.rows(path) == expected
+    assert script.end["masks"] == ["generation"]
+    # Without the mark, by what each turn adds: the same tokens.
+    script.template = PLAIN
+    assert script.rows(path) == expected
+    assert script.end["masks"] == ["prefixes"]
+    # All of them.
+    everything = script.rows(path, train_on="all")
+    assert [ids for ids, _ in everything] == [tokenizer.apply_chat_template(messages(chat))["input_ids"] for chat in CHATS]
+    assert all(all(trained) for _, trained in everything)
+
+
+def test_a_template_that_forgets_is_refused_where_it_does(base, script, tmp_path):
+    fine = {"messages": messages([("user", "q"), ("assistant", "<think>x</think>a")])}
+    bad = {"messages": messages([("user", "q"), ("assistant", "<think>x</think>a"), ("user", "r"), ("assistant", "b")])}
+    path = write_rows(tmp_path / "a.jsonl", [fine, bad, fine])
+    script.template = FORGETFUL
+    tokenizer = the_library(base, FORGETFUL)
+    first, whole = (tokenizer.apply_chat_template(bad["messages"][:n])["input_ids"] for n in (2, 4))
+    place = next(i for i, (a, b) in enumerate(zip(first, whole)) if a != b)
+    line = script.refusal(path)
+    assert f"{path}:2" in line and "message 1" in line and f"token {place} " in line and "{% generation %}" in line
+    assert len(script.rows(path, skip=True)) == 2
+    assert [bad["where"] for bad in script.skipped] == [f"{path}:2"]
+
+
+def test_a_token_that_spans_the_turns_edge_is_refused(base, script, tmp_path):
+    script.template = "{% for m in messages %}{{ m.role + ' ' + m.content }}{% endfor %}{% if add_generation_prompt %}assistant an{% endif %}"
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages([("user", "q "), ("assistant", "answer")])}])
+    assert f"{path}:1" in script.refusal(path)
+
+
+FORMATS = {
+    "messages": {"messages": messages(CHATS[1])},
+    "conversations": {"conversations": messages(CHATS[1])},
+    "sharegpt": {"conversations": [{"from": "human", "value": "héllo 😀"}, {"from": "gpt", "value": "bonjour 😀"},
+                                   {"from": "human", "value": "again\n\n"}, {"from": "gpt", "value": "\nencore é€"}], "system": "You are brief."},
+    "alpaca": {"instruction": "again\n", "input": "", "output": "\nencore é€", "system": "You are brief.", "history": [["héllo 😀", "bonjour 😀"]]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]},
+                           {"role": "assistant", "content": "It is 4.", "tool_calls": None}]},
+}
+
+
+def test_every_format_comes_to_the_same_conversation(script, tmp_path):
+    script.template = MARKED
+    both = script.rows(write_rows(tmp_path / "a.jsonl", [FORMATS["messages"]]))
+    for name in ("conversations", "sharegpt"):
+        assert script.rows(write_rows(tmp_path / "b.jsonl", [FORMATS[name]]), format="sharegpt") == both, name
+    alpaca = [*CHATS[1]]
+    alpaca[3] = ("user", "again\n")
+    assert script.rows(write_rows(tmp_path / "b.jsonl", [FORMATS["alpaca"]]), format="alpaca") == script.rows(
+        write_rows(tmp_path / "a.jsonl", [{"messages": messages(alpaca)}]))
+    question = write_rows(tmp_path / "b.jsonl", [{"instruction": "a", "input": "b", "output": "c"}])
+    assert script.rows(question, format="alpaca") == script.rows(write_rows(tmp_path / "a.jsonl", [{"messages": messages([("user", "a\nb"), ("assistant", "c")])}]))
+    assert script.rows(write_rows(tmp_path / "b.jsonl", [FORMATS["parts"]])) == script.rows(
+        write_rows(tmp_path / "a.jsonl", [{"messages": messages(CHATS[0])}]))
+
+
+def test_token_ids_are_taken_as_they_are(script, tmp_path):
+    rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8], "attention_mask": [0, 1, 1, 1]}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    assert script.rows(path, format="tokens", tokenizer=False) == [([5, 6, 7], [1, 1, 1]), ([6, 7, 8], [0, 1, 1])]
+    for row, words in [({"input_ids": [5, "x"]}, "whole numbers"), ({"input_ids": [1, 2], "labels": [1]}, "as long as input_ids, 2"),
+                       ({"input_ids": [1, 2], "labels": [2, 3]}, "label 2 where input_ids has 1"), ({"input_ids": [-1, 2]}, "below 0")]:
+        path = write_rows(tmp_path / "b.jsonl", [{"input_ids": [1, 2]}, row])
+        line = script.refusal(path, format="tokens", tokenizer=False)
+        assert f"{path}:2" in line and words in line
+
+
+BAD = [
+    ({"messages": [{"role": "bot", "content": "x"}]}, "roles are system, developer, user, assistant, tool"),
+    ({"messages": [{"role": "user"}]}, "no content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text"),
+    ({"messages": []}, "no message"),
+    ({"messages": "hello"}, "no message"),
+    ({"messages": [7]}, "no object"),
+    ({"conversations": [{"from": "bot", "value": "x"}]}, "no message"),  # in a file of messages
+    ({"messages": [{"from": "bot", "value": "x"}]}, "known are system, human"),
+    ({"messages": messages([("assistant", "x")])}, "begins with the assistant"),
+    ({"messages": messages(CHATS[0]), "tools": "{"}, '"tools" that are no JSON'),
+    ("{", "no JSON"),
+    ("[1]", "no JSON object"),
+]
+
+
+@pytest.mark.parametrize("row, words", BAD, ids=[words for _, words in BAD])
+def test_a_bad_row_names_file_and_line(script, tmp_path, row, words):
+    path = tmp_path / "a.jsonl"
+    good = json.dumps({"messages": messages(CHATS[0])})
+    path.write_text(good + "\n\n" + (row if isinstance(row, str) else json.dumps(row)) + "\n" + good)
+    script.template = PLAIN
+    line = script.refusal(path)
+    assert f"{path}:3" in line and words in line
+    assert len(script.rows(path, skip=True)) == 2
+
+
+def test_what_lacks_a_tokenizer_or_a_template_says_so(base, script, tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(CHATS[0])}])
+    assert "--chat-template" in script.refusal(path)
+    assert "--tokenizer" in script.refusal(path, tokenizer=False)
+    script.template = "{% for %}"
+    assert "no template" in script.refusal(path)
+    script.template = "{{ raise_exception('roles must alternate') }}"
+    line = script.refusal(path)
+    assert f"{path}:1" in line and "roles must alternate" in line
+
+
+def test_the_program_keeps_what_it_prepared(probe, tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(chat)} for chat in CHATS])
+    script = Script(probe.base)
+    script.template = probe.template = PLAIN
+    expected = script.rows(path)
+
+    def files(**options):
+        probe.run(path, **options)
+        assert {file.suffix for file in probe.cache.iterdir()} == {".tfd"}
+        return {file: file.stat().st_mtime_ns for file in probe.cache.iterdir()}
+
+    first = files()
+    (file,) = first
+    rows, notes = read_row_file(file)
+    assert rows == expected
+    assert notes == {"files": [{"path": str(path), "format": "messages"}], "train_on": "assistant", "masks": ["prefixes"], "untrained": 1,
+                     "skipped": 0, "first_skipped": "", "merged": 0}
+    # What does not change rows finds them, without Python.
+    assert files(python="/nonexistent", sequence_length=64, seed=5, packing="concat", skip=False) == first
+    assert len(files(train_on="all")) == 2
+    path.write_text(path.read_text() + json.dumps({"messages": messages(CHATS[0])}))
+    assert len(files()) == 3
+    path.write_text(path.read_text()[: -len(json.dumps({"messages": messages(CHATS[0])}))])
+    assert len(files(python="/nonexistent")) == 3
+    # A damaged header: prepared again. Damaged rows: refused.
+    data = file.read_bytes()
+    file.write_bytes(data[:20] + b"\xff" + data[21:])
+    files()
+    assert file.read_bytes() == data
+    file.write_bytes(data[:70] + b"\xff" + data[71:])
+    done = probe.run(path, ok=False)
+    assert done.returncode == 6 and str(file) in done.stderr and "damaged" in done.stderr
+
+
+def test_the_first_row_tells_the_format(probe, tmp_path):
+    probe.template = MARKED
+    rows = [FORMATS["messages"], FORMATS["sharegpt"], {"instruction": "a", "output": "b"}, {"prompt": "a", "completion": "b"},
+            {"input_ids": [5, 6]}, {"text": "a b", "messages": []}]
+    formats = ["messages", "sharegpt", "alpaca", "prompt-completion", "tokens", "text"]
+    paths = [write_rows(tmp_path / f"{at}.jsonl", [row]) for at, row in enumerate(rows)]
+    probe.run(paths)
+    (file,) = probe.cache.iterdir()
+    assert [made_of["format"] for made_of in read_row_file(file)[1]["files"]] == formats
+
+
+def test_one_line_tells_what_is_wrong(probe, tmp_path):
+    probe.template = PLAIN
+    path = write_rows(tmp_path / "a.jsonl", [FORMATS["messages"], {"messages": [{"role": "bot", "content": "x"}]}])
+    done = probe.run(path, ok=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
+    assert f"{path}:2" in done.stderr and "assistant" in done.stderr
+    assert len(probe.sequences(path, skip=True)) == 1
+    done = probe.run(write_rows(tmp_path / "b.jsonl", [{"prompt": "x", "chosen": "y", "rejected": "z"}]), ok=False, packing="auto")
+    assert done.returncode == 3 and "no row of a known format" in done.stderr and "messages" in done.stderr
+    (tmp_path / "c.txt").write_text("text")
+    assert "--data-weights" in probe.run([path, tmp_path / "c.txt"], ok=False, packing="auto").stderr
+    done = probe.run(path, ok=False, python="/nonexistent")
+    assert done.returncode == 4 and "transformers" in done.stderr
