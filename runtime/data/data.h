@@ -28,7 +28,7 @@ struct DataOptions {
   std::string format = "auto";  // of .jsonl rows: auto, or what row_format() returns
   std::string jsonl_field = "text";
   std::string train_on = "assistant";   // which tokens of a row: assistant (turns and completions), all
-  std::string packing = "auto";         // auto, none, bfd, concat
+  std::string packing = "auto";         // auto (bfd for rows, concat for text), bfd, none, concat
   std::filesystem::path chat_template;  // a file, in place of the tokenizer's own template; empty: none
   std::filesystem::path tokenizer;      // a tokenizer.json; empty: bytes
   std::filesystem::path python;         // interpreter with the `tokenizers` package; used with a tokenizer only

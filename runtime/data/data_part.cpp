@@ -157,7 +157,7 @@ void DataPart::prepare_examples(const DataOptions& options, const std::vector<So
                fmt::format("comes to the token id {}, but the model's vocabulary ends at {}: it is prepared with "
                            "another model's tokenizer",
                            file.counts().largest_id, options.vocab_size - 1));
-  summary_.packing = options.packing == "auto" ? "none" : options.packing;
+  summary_.packing = options.packing == "auto" ? "bfd" : options.packing;
   const Packing packing = packing_of(summary_.packing);
   isolated_ = packing == Packing::bfd;
   auto packed = std::make_unique<PackedRows>(std::move(file), packing, length_, options.cache);

@@ -71,8 +71,9 @@ void add_data_rows(OptionTable& table, DataChoice& o) {
                "fields of .jsonl rows; auto: as the first row tells");
   table.choice("train-on", o.train_on, {"assistant", "all"}, "tokens of rows that count: the assistant's, or all");
   table.choice(
-      "packing", o.packing, {"auto", "none", "concat"},
-      "rows in a sequence: one, padded (none), or cut without regard to them (concat); auto: none, text concat");
+      "packing", o.packing, {"auto", "bfd", "none", "concat"},
+      "rows in a sequence: as many as fit, none seeing another (bfd); one, padded (none); or cut without regard to "
+      "them (concat); auto: bfd, text concat");
   table.path("chat-template", o.chat_template, "FILE", "chat template in place of the tokenizer's");
   table.text("jsonl-field", o.jsonl_field, "field of a .jsonl line that holds the text");
   table.text("tokenizer", o.tokenizer, "auto: the model's tokenizer.json, else bytes; bytes; or a tokenizer.json");

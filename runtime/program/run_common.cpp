@@ -63,14 +63,16 @@ void announce_device(const RunOptions& options, const SessionOptions& settings, 
 
 MicroBatch micro_batch(const Dataset& data, Sequences which, std::int64_t first, std::int64_t rows,
                        std::int64_t length) {
-  MicroBatch batch{.ids = at::empty({rows, length}, at::kLong), .labels = at::empty({rows, length}, at::kLong)};
+  const auto table = [&] { return at::empty({rows, length}, at::kLong); };
+  MicroBatch batch{.ids = table(), .labels = table()};
+  if (data.isolated()) batch.positions = table();
   const auto row_of = [length](const at::Tensor& tensor, std::int64_t row) {
     return std::span(tensor.data_ptr<std::int64_t>() + row * length, static_cast<std::size_t>(length));
   };
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const auto read = which == Sequences::training ? &Dataset::training_sequence : &Dataset::held_out_sequence;
-    (data.*read)(first + row, row_of(batch.ids, row), row_of(batch.labels, row), {});
-  }
+  const auto read = which == Sequences::training ? &Dataset::training_sequence : &Dataset::held_out_sequence;
+  for (std::int64_t row = 0; row < rows; ++row)
+    (data.*read)(first + row, row_of(batch.ids, row), row_of(batch.labels, row),
+                 data.isolated() ? row_of(batch.positions, row) : std::span<std::int64_t>());
   return batch;
 }
 

@@ -26,7 +26,7 @@ def chat(base, tmp_path):  # noqa: F811
 
 def choice(*more):
     """Options of all commands; those in `more` replace them."""
-    options = {"--model": "model", "--data": "a.jsonl", "--chat-template": "plain.jinja", "--data-cache": "kept", "--sequence-length": "64"}
+    options = {"--model": "model", "--data": "a.jsonl", "--chat-template": "plain.jinja", "--data-cache": "kept", "--sequence-length": "64", "--packing": "none"}
     return [*(word for option, value in options.items() if option not in more for word in (option, value)), *more]
 
 
@@ -78,7 +78,14 @@ def test_training_counts_the_assistants_tokens_alone(chat, base):  # noqa: F811
     assert (result["tokens"], result["sequences"]) == (targets, 12)
     assert abs(result["loss"] - total / targets) < 2e-3
 
-    words = ["train", *small(*choice("--model", "made", "--out", "out", "--steps", "12", "--lr", "1e-2", "--log-json", "log.jsonl"))]
+    # Packed with others, each alone: the same loss but for rounding.
+    packed = json.loads(run(chat, "eval", *small(*choice("--model", "made", "--packing", "auto", "--json"))).stdout)
+    assert packed["tokens"] == targets and packed["sequences"] < 10
+    assert abs(packed["loss"] - result["loss"]) < 2e-3
+    across = json.loads(run(chat, "eval", *small(*choice("--model", "made", "--packing", "concat", "--json"))).stdout)
+    assert abs(across["loss"] - result["loss"]) > 2e-3  # here they see each other
+
+    words = ["train", *small(*choice("--model", "made", "--packing", "bfd", "--out", "out", "--steps", "12", "--lr", "1e-2", "--log-json", "log.jsonl"))]
     done = run(chat, *words)
     losses = [step["loss"] for step in steps_of(chat / "log.jsonl")]
     assert losses[-1] < 0.5 * losses[0]

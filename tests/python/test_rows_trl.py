@@ -51,3 +51,37 @@ def test_rows_are_trls(base, tmp_path, kind):  # noqa: F811
         match = next(row for row in remaining if ids[: len(row[0])] == row[0] and labels[: len(row[0])] == row[1])
         remaining.remove(match)
         assert set(labels[len(match[0]):]) <= {-100}
+
+
+def test_packing_is_trls(base, tmp_path):  # noqa: F811
+    rows, config = ROWS["messages"]
+    rows = [{"messages": messages([("user", "a " * (n % 7)), ("assistant", "b " * (n * n % 11))])} for n in range(1, 40)] + rows[:-1]
+    # Packing, they keep a row that is cut before its first trained token, such as the last; without packing they drop it, as we do.
+    expected = theirs(base, rows, MARKED, tmp_path, packing=True, packing_strategy="bfd", **config)
+    probe = Probe(base, tmp_path)
+    probe.template = MARKED
+    found = probe.sequences(write_rows(tmp_path / "a.jsonl", rows), sequence_length=LENGTH, packing="bfd")
+    documents = []
+    for ids, _, positions in found:
+        starts = [at for at, position in enumerate(positions) if position == 0] + [LENGTH]
+        lengths = [end - begin for begin, end in zip(starts, starts[1:])]
+        documents.append(lengths[:-1] if ids[starts[-2]] == 0 and set(ids[starts[-2] :]) == {0} else lengths)
+    assert sorted(documents) == sorted(row["seq_lengths"] for row in expected)
+    # The labels of a row that is packed are those that it has alone.
+    alone = {tuple(ids[: len(ids)]): labels for ids, labels, _ in probe.sequences(tmp_path / "a.jsonl", sequence_length=LENGTH)}
+    for ids, labels, positions in found:
+        at = 0
+        for length in (end for end in documents[found.index([ids, labels, positions])]):
+            key = tuple(ids[at : at + length] + [0] * (LENGTH - length))
+            assert alone[key][:length] == labels[at : at + length]
+            at += length
+
+
+def test_concatenation_is_trls(base, tmp_path):  # noqa: F811
+    rows, config = ROWS["all"]
+    expected = theirs(base, rows, MARKED, tmp_path, packing=True, packing_strategy="wrapped", **config)
+    probe = Probe(base, tmp_path)
+    probe.template = MARKED
+    found = probe.sequences(write_rows(tmp_path / "a.jsonl", rows), sequence_length=LENGTH, packing="concat", train_on="all")
+    whole = [(row["input_ids"], shifted(row, set())) for row in expected if len(row["input_ids"]) == LENGTH]
+    assert sorted((ids, labels) for ids, labels, _ in found) == sorted(whole)
