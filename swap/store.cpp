@@ -30,11 +30,14 @@ Store::Store(StoreOptions options, const Layout& layout)
   for (const Chunk& chunk : chunks) {
     hi_offset_.push_back(hi_bytes_);
     hi_bytes_ += chunk.word_bytes();
+    second_hi_offset_.push_back(second_hi_bytes_);
+    if (chunk.trainable && options_.generations == 2) second_hi_bytes_ += chunk.word_bytes();
     state_offset_.push_back(state_bytes_);
     state_bytes_ += chunk.state_bytes;
   }
   manifest_bytes_ = round_up((std::uint64_t{1} << 20) + options_.identity.size() + 160 * chunks.size(), kSector);
-  total_bytes_ = kManifestBase + 2 * manifest_bytes_ + options_.generations * (hi_bytes_ + state_bytes_);
+  total_bytes_ =
+      kManifestBase + 2 * manifest_bytes_ + hi_bytes_ + second_hi_bytes_ + options_.generations * state_bytes_;
 }
 
 std::uint64_t Store::bytes_needed(const StoreOptions& options, const Layout& layout) {
@@ -80,11 +83,17 @@ std::uint64_t Store::extent_bytes(ExtentKind kind, int index) const {
   return kind == ExtentKind::state ? layout_.chunks()[index].state_bytes : layout_.chunks()[index].word_bytes();
 }
 
+bool Store::is_committed_for_good(ExtentKind kind, int index) const {
+  if (kind != ExtentKind::hi || options_.generations != 2 || layout_.chunks()[index].trainable) return false;
+  const ExtentRecord& at = record(kind, index);
+  return at.written && at.generation <= generation_;
+}
+
 std::uint64_t Store::offset(ExtentKind kind, int index, int slot) const {
   if (is_scratch(kind)) return scratch_.offset(kind, index);
   const std::uint64_t base = kManifestBase + 2 * manifest_bytes_;
-  if (kind == ExtentKind::hi) return base + slot * hi_bytes_ + hi_offset_[index];
-  return base + options_.generations * hi_bytes_ + slot * state_bytes_ + state_offset_[index];
+  if (kind == ExtentKind::hi) return base + (slot == 0 ? hi_offset_[index] : hi_bytes_ + second_hi_offset_[index]);
+  return base + hi_bytes_ + second_hi_bytes_ + slot * state_bytes_ + state_offset_[index];
 }
 
 std::uint64_t Store::checksum(ExtentKind kind, int index, std::uint64_t generation, std::uint64_t content) const {
@@ -130,6 +139,11 @@ void Store::write(ExtentKind kind, int index, io::Buffer buffer, io::Callback do
   {
     std::lock_guard lock(mutex_);
     refused = refused_;
+    if (!refused && is_committed_for_good(kind, index))
+      refused = {.kind = io::ErrorKind::usage,
+                 .operation = "write",
+                 .path = layout_.units()[layout_.chunks()[index].unit].name,
+                 .detail = "frozen words that are committed have no second slot: they are not written again"};
     if (!refused && !is_scratch(kind)) ++writes_in_flight_;
   }
   if (refused) return done({.buffer = std::move(buffer), .error = std::move(refused)});

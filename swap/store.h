@@ -63,7 +63,8 @@ class Store {
   // An extent is a chunk's, or of activations an item's. Any thread; no two calls for one extent at a time.
   void read(ExtentKind kind, int index, io::Buffer buffer, io::Callback done);
   // Writes the extent into the generation at work. stamp() of the same bytes comes first. If the store takes no more
-  // writes, `done` gets the reason before this call returns.
+  // writes, `done` gets the reason before this call returns; so too for frozen words that a commit of two generations
+  // covers: they have one slot.
   void write(ExtentKind kind, int index, io::Buffer buffer, io::Callback done);
   // Reads an extent into memory of its own, verified, a second time where the first does not match. Blocks.
   io::Result<io::Buffer> fetch(ExtentKind kind, int index);
@@ -104,6 +105,8 @@ class Store {
   std::uint64_t offset(ExtentKind kind, int index, int slot) const;
   std::uint64_t checksum(ExtentKind kind, int index, std::uint64_t generation, std::uint64_t content) const;
   std::string manifest(const std::string& progress) const;
+  // Frozen words of a generation that is durable.
+  bool is_committed_for_good(ExtentKind kind, int index) const;
   io::Error make_scratch();
   io::Error take_over(const Generation& found);
   io::Error scrub(const RestoredExtent& use, const RestoreProgress& progress);
@@ -116,8 +119,9 @@ class Store {
   std::vector<ExtentRecord> records_[kExtentKinds];
   std::vector<std::uint64_t> stamped_[kExtentKinds];     // content hashes
   std::vector<std::uint64_t> hi_offset_, state_offset_;  // by chunk, within a slot
+  std::vector<std::uint64_t> second_hi_offset_;          // within the second slot, where frozen chunks have none
   ScratchPlaces scratch_;
-  std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, state_bytes_ = 0, total_bytes_ = 0;
+  std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, second_hi_bytes_ = 0, state_bytes_ = 0, total_bytes_ = 0;
   std::uint64_t run_id_ = 0;
   std::uint64_t generation_ = 0;  // newest durable one; work goes on in generation_ + 1
   std::string progress_;

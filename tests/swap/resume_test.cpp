@@ -206,5 +206,48 @@ TEST(StoreScrub, ReadsEachExtentOnce) {
   EXPECT_TRUE(std::is_sorted(seen.begin(), seen.end()));
 }
 
+// What is never trained has one place, which every generation refers to, and which no commit is followed by a write of.
+TEST(StoreFrozen, HasOneSlotAndIsNeverWrittenAgain) {
+  constexpr std::uint64_t kTrained = 2 * kElementsPad, kFrozen = 24 * kElementsPad;
+  const Layout partly({{.name = "a",
+                        .groups = {{.elements = kTrained, .state_bytes_element = 4, .precision = "a"},
+                                   {.trainable = false, .elements = kFrozen, .precision = "a"}}}},
+                      {{.units = {0}}}, kChunkQuantum);
+  ASSERT_EQ(partly.chunks().size(), 2U);
+  testing::TempDir folder;
+  const StoreOptions options = options_in(folder.path(), 2);
+  StoreOptions one = options;
+  one.generations = 1;
+  EXPECT_EQ(Store::bytes_needed(options, partly) - Store::bytes_needed(one, partly), kTrained * (2 + 4));
+  const auto put = [](Store& store, ExtentKind kind, int index, int value) {
+    return write_extent(store, kind, index, value);
+  };
+  {
+    auto made = Store::create(options, partly);
+    ASSERT_TRUE(made.ok()) << made.error().message();
+    Store& store = **made;
+    ASSERT_OK(put(store, ExtentKind::hi, 1, 8));
+    ASSERT_OK(put(store, ExtentKind::hi, 1, 9));  // nothing is committed yet
+    for (int value = 1; value <= 3; ++value) {
+      for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) ASSERT_OK(put(store, kind, 0, value));
+      ASSERT_OK(store.commit(step(value)));
+      const io::Error refused = put(store, ExtentKind::hi, 1, 7);
+      EXPECT_EQ(refused.kind, io::ErrorKind::usage);
+      EXPECT_NE(refused.detail.find("frozen"), std::string::npos) << refused.message();
+    }
+    // Beyond the last commit: none of this may touch what it refers to.
+    for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) ASSERT_OK(put(store, kind, 0, 4));
+  }
+  auto store = Store::resume(options, partly);
+  ASSERT_TRUE(store.ok()) << store.error().message();
+  Restored all;
+  ASSERT_OK(restore(**store, &all));
+  EXPECT_EQ(all.size(), 3U);
+  for (const auto& [extent, bytes] : all)
+    for (std::uint64_t i = 0; i < bytes.size(); ++i)
+      ASSERT_EQ(bytes[i], byte_of(extent.first, extent.second, extent.second == 1 ? 9 : 3, i));
+  EXPECT_TRUE(put(**store, ExtentKind::hi, 1, 7));
+}
+
 }  // namespace
 }  // namespace tierflow::swap
