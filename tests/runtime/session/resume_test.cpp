@@ -17,8 +17,13 @@ struct Steps {
   std::vector<std::vector<float>> masters;
 };
 
-Model model_of(const Case& which) {
-  return {make_model(parse_model_spec(which.json, which.name)), initial(11)};
+// frozen: every other tensor is not trained.
+Model model_of(const Case& which, bool frozen = false) {
+  ModelSpec spec = parse_model_spec(which.json, which.name);
+  int tensors = 0;
+  for (UnitSpec& unit : spec.units)
+    for (TensorSpec& tensor : unit.tensors) tensor.trainable = !frozen || ++tensors % 2 == 0;
+  return {make_model(std::move(spec)), initial(11)};
 }
 double rate(std::int64_t step) {
   return 1e-3 * static_cast<double>(1 + step);
@@ -35,8 +40,8 @@ void train(Session& session, const SessionOptions& options, std::int64_t up_to, 
     session.remember("after " + std::to_string(session.steps()));
   }
 }
-Steps uninterrupted(const Case& which, const SessionOptions& options) {
-  Session session(model_of(which), options, {.weight_decay = 0.1});
+Steps uninterrupted(const Case& which, const SessionOptions& options, bool frozen = false) {
+  Session session(model_of(which, frozen), options, {.weight_decay = 0.1});
   Steps all;
   train(session, options, kSteps, all);
   all.masters = masters_of(session);
@@ -122,6 +127,22 @@ TEST_P(Resumed, AfterACommitNothingIsDoneAgain) {
   const Session session(model_of(GetParam()), again);
   EXPECT_EQ(session.steps() % 2, 0);
   EXPECT_GE(session.steps(), 4);
+}
+
+TEST_P(Resumed, WhatIsFrozenStaysInItsPlace) {
+  SessionOptions alone = resident(2);
+  alone.clip.reset();
+  const Steps expected = uninterrupted(GetParam(), alone, true);
+  SessionOptions options = small(false, 0);
+  Steps seen;
+  for (int round = 0; round < 3; ++round) {
+    Session session(model_of(GetParam(), true), options, {.weight_decay = 0.1});
+    train(session, options, round == 2 ? kSteps : session.steps() + 2, seen);
+    seen.masters = masters_of(session);
+    options.resume = true;
+  }
+  EXPECT_EQ(seen.losses, expected.losses);
+  EXPECT_TRUE(seen.masters == expected.masters);
 }
 
 TEST_P(Resumed, AnotherRunIsRefusedAndStays) {
