@@ -91,20 +91,23 @@ io::Result<Manifest> parse_manifest(std::string_view text) {
   const json found = json::parse(text, nullptr, false);
   if (!found.is_object()) return store_damaged("its manifest is not readable as JSON");
   Manifest manifest;
+  // Of a number that is negative, has a fraction or does not fit, get() would make something.
+  const auto whole = [](const json& number) { return number.get_ref<const json::number_unsigned_t&>(); };
   try {  // whatever has another type or is not there
-    manifest.version = found.at("version").get<std::uint64_t>();
-    manifest.chunk_elements = found.at("chunk_elements").get<std::uint64_t>();
-    manifest.generations = found.at("generations").get<int>();
+    manifest.version = whole(found.at("version"));
+    manifest.chunk_elements = whole(found.at("chunk_elements"));
+    const std::uint64_t generations = whole(found.at("generations"));
+    if (generations < 1 || generations > 2) return store_damaged("its manifest is of more generations than there are");
+    manifest.generations = static_cast<int>(generations);
     manifest.identity = found.at("identity").get<std::string>();
     manifest.progress = found.at("progress").get<std::string>();
     for (const json& entry : found.at("records")) {
-      ExtentRecord record{.checksum = entry.at(3).get<std::uint64_t>(),
-                          .generation = entry.at(2).get<std::uint64_t>(),
-                          .slot = entry.at(1).get<std::uint8_t>(),
-                          .written = entry.at(0).get<bool>()};
-      if (entry.at(1).get<std::uint64_t>() >= static_cast<std::uint64_t>(manifest.generations))
-        return store_damaged("its manifest names a slot that does not exist");
-      manifest.records.push_back(record);
+      const std::uint64_t slot = whole(entry.at(1));
+      if (slot >= generations) return store_damaged("its manifest names a slot that does not exist");
+      manifest.records.push_back({.checksum = whole(entry.at(3)),
+                                  .generation = whole(entry.at(2)),
+                                  .slot = static_cast<std::uint8_t>(slot),
+                                  .written = entry.at(0).get<bool>()});
     }
   } catch (const json::exception& wrong) {
     return store_damaged(std::string("its manifest is not one: ") + wrong.what());

@@ -44,12 +44,22 @@ json note_of(const fs::path& folder) {
   return json::object();
 }
 
+// Of what somebody else may have written: 0 and "" where there is nothing of that kind.
+std::int64_t number_in(const json& object, const char* key) {
+  const auto found = object.is_object() ? object.find(key) : object.end();
+  return object.is_object() && found != object.end() && found->is_number_integer() ? found->get<std::int64_t>() : 0;
+}
+std::string text_in(const json& object, const char* key) {
+  const auto found = object.is_object() ? object.find(key) : object.end();
+  return object.is_object() && found != object.end() && found->is_string() ? found->get<std::string>() : "";
+}
+
 // "process 12 on HOST, which began at TIME; last written at TIME"
 std::string whose(const fs::path& folder, const fs::path& state) {
   std::string text = "an earlier run";
   if (const json note = note_of(folder); !note.empty())
-    text = fmt::format("process {} on {}, which began at {}", note.value("pid", 0), printable(note.value("host", "")),
-                       local_time(note.value("began", std::time_t{0})));
+    text = fmt::format("process {} on {}, which began at {}", number_in(note, "pid"), printable(text_in(note, "host")),
+                       local_time(number_in(note, "began")));
   struct stat status {};
   if (stat(state.c_str(), &status) == 0) text += "; last written at " + local_time(status.st_mtime);
   return text;
@@ -85,14 +95,14 @@ LeftStore find_left_store(const Folders& storage) {
     const bool blank = contents.ok() && contents->generation == 0;
     const json note = note_of(storage.front());
     // The note comes right after the store: without one, the store was never used.
-    left.empty = note.empty() ? blank || was_interrupted(storage) : blank && note.value("commits", false);
+    left.empty = note.empty() ? blank || was_interrupted(storage) : blank && note.value("commits", json()) == true;
     left.owner = whose(storage.front(), state);
     left.readable = contents.ok() && !blank;
     if (left.readable) {
       const json progress = json::parse(contents->progress, nullptr, false);
       const json identity = json::parse(contents->identity, nullptr, false);
-      left.step = progress.is_object() ? progress.value("step", std::int64_t{0}) : 0;
-      left.run = identity.is_object() ? identity.value("run", "") : "";
+      left.step = number_in(progress, "step");
+      left.run = text_in(identity, "run");
       left.chunk_elements = contents->chunk_elements;
       left.resumable = contents->generations == 2;
       left.line =

@@ -401,6 +401,10 @@ TEST(StoreManifest, RefusesWhatIsNone) {
                                                         {"\"records\":[[", "\"records\":[{"},
                                                         {"\"identity\":\"i\"", "\"identity\":5"},
                                                         {"\"generations\":2", "\"generations\":1"},
+                                                        {"\"generations\":2", "\"generations\":3"},
+                                                        {"18446744073709551615", "52345678901234567890"},
+                                                        {"[true,1,4,", "[true,1,-4,"},
+                                                        {"[true,1,4,", "[true,1.5,4,"},
                                                         {"\"progress\"", "\"regress\""},
                                                         {"\"chunk_elements\":65536", "\"chunk_elements\":\"x\""}}) {
     std::string bad = good;
