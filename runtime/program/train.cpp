@@ -308,10 +308,10 @@ int run_train(const TrainOptions& options) {
            "holds no state to go on with: without --resume the run begins anew");
   }
   TrainingLog log(options.log_json, options.json);
-  if (left.resumable && has_result(options)) {
+  if (!options.storage.empty() && !options.fresh && (left.resumable || !left.there) && has_result(options)) {
+    log.say("the run is finished: its result is in " + options.out.string());
     // It was killed between its result and the end of its state.
-    log.say("the run is finished: its result is in " + options.out.string() + "; the state that it left is removed");
-    discard_store(options.storage);
+    if (left.there) discard_store(options.storage);
     return 0;
   }
   if (left.empty) {

@@ -248,6 +248,9 @@ def test_killed_after_its_result_it_is_finished(work):
     shutil.copytree(work / "store", work / "left", dirs_exist_ok=True)
     done = run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"))
     assert "the run is finished: its result is in out" in done.stderr and not [*work.glob("left/*")] and weights(work / "out") == before
+    # And once more, after the end of its state.
+    done = run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"))
+    assert "the run is finished: its result is in out" in done.stderr and weights(work / "out") == before
     # Another command's result is not taken for this one's.
     shutil.copytree(work / "store", work / "left", dirs_exist_ok=True)
     other = run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"), "--eval-sequences", "3", ok=False)
