@@ -33,7 +33,7 @@ FILES = {
     "runtime": [f"runtime/{room}/{name}.cpp" for room, names in {
         "base": "exception files strict_json",
         "checkpoint": "init safetensors safetensors_header safetensors_writer",
-        "data": "data data_source document_sinks token_files token_store tokenizer_process",
+        "data": "data data_part data_source document_sinks python_process row_file row_format row_frames sequences token_files token_store tokenizer_process",
         "planning": "profile",
         "program": "command_line config_file option_table options",
         "spec": "model_spec model_units",
