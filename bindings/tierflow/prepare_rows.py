@@ -20,6 +20,7 @@ Ends at the end of its input. Where the machine is at fault: one line on standar
 """
 import array
 import concurrent.futures
+import gc
 import json
 import os
 import re
@@ -176,7 +177,7 @@ class Row:
         self.messages, self.prompt = None, None
         self.tools, self.more = None, {}
         self.texts = []  # to encode: the whole, then the prompt where there is one
-        self.spans = None  # of characters: trained
+        self.spans = []  # of characters: trained
         self.cuts = []  # characters where a turn begins or ends
 
 
@@ -271,46 +272,43 @@ class Preparer:
                 raise Refusal(self.job["folder"], f"has a chat template that is no template: {one_line(error)}") from None
             raise BadRow(f"the chat template refuses it: {one_line(error)}") from None
 
-    def render_one(self, task, template, marks):
-        """Texts of one row."""
-        options = {"return_assistant_tokens_mask": marks}
-        texts, spans = self.render([task.messages], task.tools, task.more, template, **options)
-        self.take(task, texts[0], spans[0] if marks else None)
-        if task.kind == "chat completion":
-            texts, _ = self.render([task.prompt], task.tools, task.more, template, add_generation_prompt=True)
-            task.texts.append(texts[0])
-
-    def take(self, task, text, spans):
-        task.texts = [text]
-        if spans is None:
-            return
-        task.spans = [span for span in spans if span[0] < span[1]]
-
     def render_rows(self, tasks):
         """Fills in the texts of rows that have messages; rows that fail have an error."""
-        plain = []
+        together = []
         for task in tasks:
             if task.error is None and task.messages is not None:
-                if task.tools is None and not task.more and task.kind == "chat":
-                    plain.append(task)
+                if task.tools is None and not task.more:
+                    together.append(task)
                 else:
-                    self.guarded(task, self.render_alone)
-        if not plain:
+                    self.guarded(task, lambda task: self.render_alike([task]))
+        if not together:
             return
-        template, marked = self.template(None)
-        marks = marked and not self.train_all
         try:
-            texts, spans = self.render([task.messages for task in plain], None, {}, template, return_assistant_tokens_mask=marks)
+            self.render_alike(together)
         except BadRow:
-            for task in plain:
-                self.guarded(task, self.render_alone)
-            return
-        for at, task in enumerate(plain):
-            self.take(task, texts[at], spans[at] if marks else None)
-            if not marks and not self.train_all:
-                self.guarded(task, self.find_turns)
-        if not self.train_all:
+            for task in together:
+                self.guarded(task, lambda task: self.render_alike([task]))
+
+    def render_alike(self, tasks):
+        """Rows with the same tools and variables."""
+        tools, more = tasks[0].tools, tasks[0].more
+        template, marked = self.template(tools)
+        finds = not self.train_all
+        marks = marked and finds
+        texts, spans = self.render([task.messages for task in tasks], tools, more, template, return_assistant_tokens_mask=marks)
+        for at, task in enumerate(tasks):
+            task.texts, task.error = [texts[at]], None
+            task.spans = [span for span in spans[at] if span[0] < span[1]] if marks else []
+        prompts = [task for task in tasks if task.prompt is not None]
+        if prompts and finds:
+            texts, _ = self.render([task.prompt for task in prompts], tools, more, template, add_generation_prompt=True)
+            for task, text in zip(prompts, texts):
+                task.texts.append(text)
+        chats = [task for task in tasks if task.prompt is None]
+        if chats and finds:
             self.masks.add("generation" if marks else "prefixes")
+            if not marks:
+                self.find_turns(chats, tools, more, template)
 
     def guarded(self, task, work):
         try:
@@ -318,32 +316,23 @@ class Preparer:
         except BadRow as error:
             task.error = error
 
-    def render_alone(self, task):
-        template, marked = self.template(task.tools)
-        marks = marked and not self.train_all and task.kind == "chat"
-        self.render_one(task, template, marks)
-        if task.kind == "chat" and not self.train_all:
-            self.masks.add("generation" if marks else "prefixes")
-            if not marks:
-                self.find_turns(task)
-
-    def find_turns(self, task):
+    def find_turns(self, tasks, tools, more, template):
         """Characters of the assistant's turns: what each adds to the rendering of the messages before it."""
-        template, _ = self.template(task.tools)
-        whole, task.spans = task.texts[0], []
-        for at, message in enumerate(task.messages):
-            if message["role"] != "assistant":
-                continue
+        turns = [(task, at) for task in tasks for at, message in enumerate(task.messages) if message["role"] == "assistant"]
+        for task, at in turns:
             if at == 0:
-                raise BadRow("begins with the assistant: there is nothing that it answers")
-            (before,), _ = self.render([task.messages[:at]], task.tools, task.more, template, add_generation_prompt=True)
-            after = whole
-            if at + 1 < len(task.messages):
-                (after,), _ = self.render([task.messages[: at + 1]], task.tools, task.more, template)
+                task.error = BadRow("begins with the assistant: there is nothing that it answers")
+        turns = [turn for turn in turns if turn[0].error is None]
+        inner = [(task, at) for task, at in turns if at + 1 < len(task.messages)]
+        befores = self.render([task.messages[:at] for task, at in turns], tools, more, template, add_generation_prompt=True)[0]
+        afters = iter(self.render([task.messages[: at + 1] for task, at in inner], tools, more, template)[0])
+        for (task, at), before in zip(turns, befores):
+            whole = task.texts[0]
+            after = next(afters) if at + 1 < len(task.messages) else whole
             for text in (before, after):
-                if not whole.startswith(text):
-                    raise BadRow(self.difference(text, whole, at))
-            if len(before) < len(after):
+                if task.error is None and not whole.startswith(text):
+                    task.error = BadRow(self.difference(text, whole, at))
+            if task.error is None and len(before) < len(after):
                 task.spans.append((len(before), len(after)))
                 task.cuts += [len(before), len(after)]
 
@@ -388,8 +377,8 @@ class Preparer:
     def mark(self, task, encodings):
         import numpy
 
-        encoding = encodings[0]
-        words = numpy.array(encoding.ids, dtype=numpy.uint32)
+        encoding, ids = encodings[0], encodings[0].ids
+        words = numpy.array(ids, dtype=numpy.uint32)
         if self.train_all or task.kind == "text":
             words |= TRAINED
         elif len(encodings) == 2:
@@ -401,25 +390,25 @@ class Preparer:
             words[same:] |= TRAINED
         else:
             for cut in task.cuts:
-                self.check_cut(task.texts[0], encoding, cut)
+                self.check_cut(task.texts[0], encoding, ids, cut)
             for start, end in task.spans:
                 first, stop = token_at(encoding, start), token_at(encoding, end)
-                if stop < len(words) and encoding.token_to_chars(stop)[0] < end:
+                if stop < len(ids) and encoding.token_to_chars(stop)[0] < end:
                     stop += 1
                 words[first:stop] |= TRAINED
         task.words = words
 
-    def check_cut(self, text, encoding, cut):
+    def check_cut(self, text, encoding, ids, cut):
         """Refuses the row unless the text up to there has the same tokens alone as it has in the whole. Tokens that the tokenizer was given
         by name part the text before anything else happens, so what stands before the last of them cannot differ."""
-        ids, at = encoding.ids, token_at(encoding, cut)
+        at = token_at(encoding, cut)
         if at < len(ids) and encoding.token_to_chars(at)[0] < cut:
             raise BadRow(f"token {at} lies partly in the assistant's turn and partly outside; {self.remedy()}")
         first = at - 1
         while first > 0 and ids[first] not in self.added:
             first -= 1
-        begin = encoding.token_to_chars(first)[0] if first > 0 else 0
-        first, piece = max(first, 0), text[begin:cut]
+        first = max(first, 0)
+        piece = text[encoding.token_to_chars(first)[0] if first > 0 else 0 : cut]
         alone = self.pieces.get(piece)
         if alone is None:
             alone = self.backend.encode(piece, add_special_tokens=False).ids
@@ -436,7 +425,7 @@ class Preparer:
 
 def token_at(encoding, position):
     """The first token that ends behind this character; the number of tokens where there is none."""
-    count = len(encoding.ids)
+    count = len(encoding)
     if count == 0 or encoding.token_to_chars(count - 1)[1] <= position:
         return count
     for near in range(position, position + 16):
@@ -562,6 +551,7 @@ def volunteer_for_the_oom_killer():
 def main(arguments):
     volunteer_for_the_oom_killer()
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_NO_ADVISORY_WARNINGS="1", TRANSFORMERS_VERBOSITY="error")
+    gc.set_threshold(200000)  # rows are many objects and no cycles
     sys.modules["torch"] = None  # type: ignore[assignment]  # not needed, and slow to load
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # what a library prints is no answer

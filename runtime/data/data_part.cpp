@@ -160,7 +160,7 @@ void DataPart::prepare_examples(const DataOptions& options, const std::vector<So
   summary_.packing = options.packing == "auto" ? "bfd" : options.packing;
   const Packing packing = packing_of(summary_.packing);
   isolated_ = packing == Packing::bfd;
-  auto packed = std::make_unique<PackedRows>(std::move(file), packing, length_, options.cache);
+  auto packed = std::make_unique<PackedRows>(std::move(file), packing, length_, options.cache, options.progress);
   const RowSummary noted = *summary_.rows;
   summary_.rows = packed->summary();
   RowSummary& rows = *summary_.rows;

@@ -41,7 +41,9 @@ class Key {
     XXH3_128bits_update(&state_, text.data(), text.size());
   }
 
-  void content(const fs::path& path) {
+  // read: the bytes so far.
+  template <class Read>
+  void content(const fs::path& path, Read read) {
     const File file = open_regular(path);
     const std::uint64_t size = file_size(file, path);
     XXH3_128bits_update(&state_, &size, sizeof size);
@@ -51,6 +53,7 @@ class Key {
       piece.resize(std::min<std::uint64_t>(kPieceBytes, size - offset));
       read_exactly(file, path, offset, piece);
       XXH3_128bits_update(&state_, piece.data(), piece.size());
+      read(piece.size());
     }
   }
 
@@ -98,14 +101,17 @@ class Preparation {
     key.text(kKeyVersion);
     key.text(rows_script);
     for (const char* option : {"train_on", "field", "skip", "template"}) key.text(job_[option].dump());
+    std::uint64_t done = 0;
     for (const auto& file : job_["files"]) {
       key.text(file["format"].get_ref<const std::string&>());
-      key.content(file["path"].get_ref<const std::string&>());
+      key.content(file["path"].get_ref<const std::string&>(), [&](std::uint64_t bytes) {
+        if (options_.progress) options_.progress("reading data", done += bytes, bytes_);
+      });
     }
     if (!folder_.empty())
       for (const fs::path& file : tokenizer_files(folder_)) {
         key.text(file.filename().string());
-        key.content(file);
+        key.content(file, [](std::uint64_t) {});
       }
     return key.name();
   }

@@ -13,6 +13,7 @@ namespace tierflow {
 namespace {
 
 constexpr std::size_t kFlushEntries = 64 << 10;
+constexpr std::uint64_t kRowsBetweenProgress = 4096;
 constexpr std::size_t kWindowRows = 64 << 10;  // that are packed with each other
 
 // A piece of a row.
@@ -164,13 +165,19 @@ class PackedRows::Plan {
   std::uint64_t laid_ = 0, trained_ = 0;  // of the sequence that is being laid
 };
 
-PackedRows::PackedRows(RowFile rows, Packing packing, std::int64_t length, const std::filesystem::path& folder)
+PackedRows::PackedRows(RowFile rows, Packing packing, std::int64_t length, const std::filesystem::path& folder,
+                       const Progress& progress)
     : rows_(std::move(rows)),
       packing_(packing),
       plan_(std::make_unique<Plan>(folder.empty() ? temporary_folder() : folder, packing, length, summary_)) {
   summary_.examples = static_cast<std::int64_t>(rows_.counts().rows);
   summary_.tokens = static_cast<std::int64_t>(rows_.counts().tokens);
-  rows_.read_all([this](std::uint64_t first, std::span<const std::uint32_t> row) { plan_->take(first, row); });
+  std::uint64_t seen = 0;
+  rows_.read_all([&](std::uint64_t first, std::span<const std::uint32_t> row) {
+    plan_->take(first, row);
+    if (progress && ++seen % kRowsBetweenProgress == 0)
+      progress("packing rows", first + row.size(), rows_.counts().rows + rows_.counts().tokens);
+  });
   plan_->finish();
 }
 

@@ -47,7 +47,8 @@ enum class Packing : std::uint8_t {
 class PackedRows : public SequenceSource {
  public:
   // Reads all of the rows, and checks them.
-  PackedRows(RowFile rows, Packing packing, std::int64_t length, const std::filesystem::path& folder);
+  PackedRows(RowFile rows, Packing packing, std::int64_t length, const std::filesystem::path& folder,
+             const Progress& progress);
   ~PackedRows() override;
   std::int64_t count() const override;
   std::int64_t tokens(std::int64_t sequence) const override;

@@ -39,6 +39,17 @@ def test_conversations_are_rendered_and_masked_as_by_transformers(base, script, 
     assert all(all(trained) for _, trained in everything)
 
 
+def test_a_mark_inside_a_token_takes_all_of_it(base, script, tmp_path):
+    template = "{% for m in messages %}{{ m.role + ' an' }}{% generation %}{{ 'sw' + m.content + ' an' }}{% endgeneration %}{{ 'swer' }}{% endfor %}"
+    tokenizer = the_library(base, template)
+    out = tokenizer.apply_chat_template(messages([("assistant", "er x")]), return_dict=True, return_assistant_tokens_mask=True)
+    begins, ends = (tokenizer(text)["input_ids"][-1] for text in ("an answer", "x answer"))
+    assert begins in out["input_ids"] and ends in out["input_ids"]  # "answer" is one token
+    script.template = template
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages([("assistant", "er x")])}])
+    assert script.rows(path) == [(out["input_ids"], out["assistant_masks"])]
+
+
 def test_a_template_that_forgets_is_refused_where_it_does(base, script, tmp_path):
     fine = {"messages": messages([("user", "q"), ("assistant", "<think>x</think>a")])}
     bad = {"messages": messages([("user", "q"), ("assistant", "<think>x</think>a"), ("user", "r"), ("assistant", "b")])}

@@ -179,7 +179,8 @@ TEST_F(Rows, OneASequenceIsPaddedAndCut) {
 
 TEST_F(Rows, BestFitDecreasingIsolates) {
   // 6 5 4 3 2 2 into 8: 6 + 2, 5 + 3, 4 + 2.
-  options_.paths = {write("a.tfd", {row(100, 2), row(200, 5), row(300, 3), row(400, 6), row(500, 2), row(600, 4)})};
+  options_.paths = {
+      write("a.tfd", {row(100, 2), row(200, 5), row(300, 3), row(400, 6), {500 | T, 501 | T}, row(600, 4)})};
   const Dataset data = prepare("bfd");
   EXPECT_TRUE(data.isolated());
   const auto all = epoch(data);
@@ -327,6 +328,11 @@ TEST_F(Mix, SeedAndWeightsDecide) {
     for (std::int64_t i = 0; i < 12; ++i) ids.push_back(sequence(data, i).ids[0]);
     return ids;
   };
+  const auto parts = [&](const Dataset& data) {
+    Ids numbers = order(data);
+    for (std::int64_t& number : numbers) number /= 100;
+    return numbers;
+  };
   const Dataset data = prepare("none"), same = prepare("none");
   EXPECT_EQ(order(data), order(same));
   EXPECT_EQ(data.fingerprint(), same.fingerprint());
@@ -337,6 +343,7 @@ TEST_F(Mix, SeedAndWeightsDecide) {
   options_.weights = {5, 3, 2};
   options_.seed = 3;
   EXPECT_NE(order(prepare("none")), order(data));
+  EXPECT_NE(parts(prepare("none")), parts(data));
   std::swap(options_.paths[0], options_.paths[1]);
   EXPECT_NE(prepare("none").fingerprint(), data.fingerprint());
 }
