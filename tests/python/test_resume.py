@@ -154,6 +154,23 @@ def test_resume_wants_something_to_go_on_with(work):
     assert "--storage" in the_error(run(work, *TRAIN, *small(), "--durability", "step", ok=False).stderr)
 
 
+def test_what_is_left_is_told_by_the_steps_of_this_process(work):
+    words = [*changed(TRAIN, {"--steps": "100000"}), *TIGHT]
+    process = start(work, *words, stderr=subprocess.DEVNULL)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 40)
+    process.send_signal(signal.SIGINT)
+    process.wait(60)
+    (work / "log.json").unlink()
+    process = start(work, *words)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 1)
+    process.send_signal(signal.SIGINT)
+    told = re.search(r"step (\d+)/100000 .*\| (\d+(?:\.\d)?) (s|min|h) left", process.communicate(timeout=60)[1])
+    first = steps_of(work / "log.json")[0]
+    assert int(told[1]) == first["step"] > 40
+    left = float(told[2]) * {"s": 1, "min": 60, "h": 3600}[told[3]]
+    assert left == pytest.approx((100000 - first["step"]) * first["step_s"], rel=0.1, abs=1)
+
+
 def test_every_so_many_steps(work):
     expected = uninterrupted(work)
     process = start(work, *TRAIN, *TIGHT, "--durability", "every=2")
