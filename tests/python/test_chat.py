@@ -47,6 +47,13 @@ def test_prepare_says_what_became_of_the_rows(chat):
     # The file alone serves, without Python.
     (other,) = json.loads(run(chat, "data", "prepare", *choice("--data", "rows.tfd", "--python", "/nonexistent", "--json")).stdout)
     assert {**other, "data": 0, "prepared": 0} == {**summary, "data": 0, "prepared": 0}
+    # Mixed with others.
+    mixed = choice("--data", "rows.tfd", "rows.tfd", "--json")
+    assert [part["share"] for part in json.loads(run(chat, "data", "prepare", *mixed, "--data-weights", "0.7,0.3").stdout)] == [0.7, 0.3]
+    for weights, words in [("1", "1 numbers for 2"), ("1,0", "above 0"), ("1,x", "must be a number")]:
+        done = run(chat, "data", "prepare", *mixed, "--data-weights", weights, ok=False)
+        assert done.returncode == 2 and words in the_error(done.stderr)
+    assert "--data-weights" in the_error(run(chat, "data", "prepare", *mixed, ok=False).stderr)
 
 
 def test_preview_marks_what_is_trained(chat):
@@ -84,6 +91,11 @@ def test_training_counts_the_assistants_tokens_alone(chat, base):  # noqa: F811
     assert abs(packed["loss"] - result["loss"]) < 2e-3
     across = json.loads(run(chat, "eval", *small(*choice("--model", "made", "--packing", "concat", "--json"))).stdout)
     assert abs(across["loss"] - result["loss"]) > 2e-3  # here they see each other
+
+    # A step divides by the tokens that count in all of its micro-batches.
+    one = ["--model", "made", "--out", "one", "--steps", "1", "--held-out", "0", "--micro-batch", "1", "--micro-batches", "12", "--log-json", "one.jsonl"]
+    run(chat, "train", *small(*choice(*one)))
+    assert abs(steps_of(chat / "one.jsonl")[0]["loss"] - result["loss"]) < 1e-3
 
     words = ["train", *small(*choice("--model", "made", "--packing", "bfd", "--out", "out", "--steps", "12", "--lr", "1e-2", "--log-json", "log.jsonl"))]
     done = run(chat, *words)
