@@ -10,11 +10,9 @@
 //         40   u64  XXH3 of the rows' bytes
 //         48   u64  length of the notes
 //         56   u64  XXH3 of bytes 0 to 55 and of the notes
-//         64   the rows, one after the other: u32 number of tokens, then a u32 for each: its id in the lower 31 bits,
-//         the
-//              top bit set where it is trained on
-//              the notes: a JSON object that says what the rows were made of, and what became of those that are not
-//              here
+//         64   the rows, one after the other: a u32, its number of tokens, then a u32 for each token: its id in
+//              the lower 31 bits, and the top bit, set where it is trained on
+//              the notes: a JSON object: what the rows were made of, and what became of those that are not here
 //
 // Each row is a document. Nothing follows the notes.
 #include <cstdint>

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "io/backend.h"
+#include "tests/support/forwarding_backend.h"
 
 namespace tierflow::testing {
 
@@ -38,18 +38,12 @@ struct DriveCache {
   }
 };
 
-class CachingBackend final : public io::Backend {
+class CachingBackend final : public ForwardingBackend {
  public:
   CachingBackend(std::unique_ptr<io::Backend> inner, std::shared_ptr<DriveCache> cache)
-      : inner_(std::move(inner)), cache_(std::move(cache)) {}
-  io::EngineKind kind() const override { return inner_->kind(); }
-  io::Error register_files(std::span<const int> files) override { return inner_->register_files(files); }
-  bool registered_files() const override { return inner_->registered_files(); }
-  io::Error register_memory(std::span<const std::span<std::byte>> regions) override {
-    return inner_->register_memory(regions);
-  }
+      : ForwardingBackend(std::move(inner)), cache_(std::move(cache)) {}
   bool push(const io::KernelOp& op) override {
-    if (!inner_->push(op)) return false;
+    if (!ForwardingBackend::push(op)) return false;
     std::lock_guard lock(cache_->mutex);
     if (op.action == io::Action::write)
       cache_->writes.push_back({op.offset, {op.data, op.data + op.length}, cache_->durable});
@@ -58,16 +52,14 @@ class CachingBackend final : public io::Backend {
   }
   void reap(std::vector<io::KernelResult>& results, std::chrono::nanoseconds timeout) override {
     const std::size_t before = results.size();
-    inner_->reap(results, timeout);
+    ForwardingBackend::reap(results, timeout);
     std::lock_guard lock(cache_->mutex);
     for (std::size_t i = before; i < results.size(); ++i)
       for (const auto& [ticket, writes] : flushes_)
         if (ticket == results[i].ticket && results[i].value >= 0) cache_->durable = std::max(cache_->durable, writes);
   }
-  void wake() override { inner_->wake(); }
 
  private:
-  std::unique_ptr<io::Backend> inner_;
   std::shared_ptr<DriveCache> cache_;
   std::vector<std::pair<std::uint32_t, std::size_t>> flushes_;  // and the writes pushed before
 };

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <random>
 
+#include "tests/support/forwarding_backend.h"
 #include "tests/support/fuse_disk.h"
 #include "tests/support/mounts.h"
 #include "tests/swap/store_fixture.h"
@@ -23,30 +24,12 @@ constexpr int kCommits = 6;
 constexpr std::size_t kTorn = 512;  // a drive writes this many bytes whole
 
 // Says that it flushed, and did not.
-class NeverFlushes final : public io::Backend {
+class NeverFlushes final : public testing::ForwardingBackend {
  public:
-  explicit NeverFlushes(std::unique_ptr<io::Backend> inner) : inner_(std::move(inner)) {}
-  io::EngineKind kind() const override { return inner_->kind(); }
-  io::Error register_files(std::span<const int> files) override { return inner_->register_files(files); }
-  bool registered_files() const override { return inner_->registered_files(); }
-  io::Error register_memory(std::span<const std::span<std::byte>> regions) override {
-    return inner_->register_memory(regions);
-  }
+  using ForwardingBackend::ForwardingBackend;
   bool push(const io::KernelOp& op) override {
-    if (op.action != io::Action::flush) return inner_->push(op);
-    lies_.push_back({.ticket = op.ticket, .value = 0});
-    return true;
+    return op.action == io::Action::flush ? answer(op, 0) : ForwardingBackend::push(op);
   }
-  void reap(std::vector<io::KernelResult>& results, std::chrono::nanoseconds timeout) override {
-    inner_->reap(results, lies_.empty() ? timeout : std::chrono::nanoseconds{0});
-    results.insert(results.end(), lies_.begin(), lies_.end());
-    lies_.clear();
-  }
-  void wake() override { inner_->wake(); }
-
- private:
-  std::unique_ptr<io::Backend> inner_;
-  std::vector<io::KernelResult> lies_;
 };
 
 struct PowerCutDisk : ::testing::Test {

@@ -65,16 +65,11 @@ TEST(StoreCommit, FlushesBeforeTheSuperblockAndAfter) {
     std::string order;
   };
   const auto seen = std::make_shared<Seen>();
-  struct Watching final : public io::Backend {
-    Watching(std::unique_ptr<io::Backend> inner_, std::shared_ptr<Seen> seen_)
-        : inner(std::move(inner_)), seen(std::move(seen_)) {}
-    io::EngineKind kind() const override { return inner->kind(); }
-    io::Error register_files(std::span<const int> files) override { return inner->register_files(files); }
-    io::Error register_memory(std::span<const std::span<std::byte>> regions) override {
-      return inner->register_memory(regions);
-    }
+  struct Watching final : public testing::ForwardingBackend {
+    Watching(std::unique_ptr<io::Backend> inner, std::shared_ptr<Seen> seen_)
+        : ForwardingBackend(std::move(inner)), seen(std::move(seen_)) {}
     bool push(const io::KernelOp& op) override {
-      if (!inner->push(op)) return false;
+      if (!ForwardingBackend::push(op)) return false;
       std::lock_guard lock(seen->mutex);
       const bool superblock = op.action == io::Action::write && std::memcmp(op.data, Superblock{}.magic.data(), 8) == 0;
       const bool manifest = op.action == io::Action::write && op.data[0] == std::byte{'{'};
@@ -85,11 +80,6 @@ TEST(StoreCommit, FlushesBeforeTheSuperblockAndAfter) {
                                                       : 'd';
       return true;
     }
-    void reap(std::vector<io::KernelResult>& results, std::chrono::nanoseconds timeout) override {
-      inner->reap(results, timeout);
-    }
-    void wake() override { inner->wake(); }
-    std::unique_ptr<io::Backend> inner;
     std::shared_ptr<Seen> seen;
   };
   const auto store = create(options_in(folder.path(), 2, [seen](std::unique_ptr<io::Backend> inner) {
@@ -184,33 +174,18 @@ TEST(StoreOpen, AGenerationThatWasOverwrittenIsRefusedInWords) {
 }
 
 // A drive that cannot read these bytes of the volume, however often it is asked.
-class BadSectors final : public io::Backend {
+class BadSectors final : public testing::ForwardingBackend {
  public:
   BadSectors(std::unique_ptr<io::Backend> inner, std::uint64_t begin, std::uint64_t end)
-      : inner_(std::move(inner)), begin_(begin + kDataArea), end_(end + kDataArea) {}
-  io::EngineKind kind() const override { return inner_->kind(); }
-  io::Error register_files(std::span<const int> files) override { return inner_->register_files(files); }
-  bool registered_files() const override { return inner_->registered_files(); }
-  io::Error register_memory(std::span<const std::span<std::byte>> regions) override {
-    return inner_->register_memory(regions);
-  }
+      : ForwardingBackend(std::move(inner)), begin_(begin + kDataArea), end_(end + kDataArea) {}
   bool push(const io::KernelOp& op) override {
-    if (op.action != io::Action::read || op.offset >= end_ || op.offset + op.length <= begin_) return inner_->push(op);
-    failed_.push_back({op.ticket, -EIO});
-    return true;
+    const bool bad = op.action == io::Action::read && op.offset < end_ && op.offset + op.length > begin_;
+    return bad ? answer(op, -EIO) : ForwardingBackend::push(op);
   }
-  void reap(std::vector<io::KernelResult>& results, std::chrono::nanoseconds timeout) override {
-    inner_->reap(results, failed_.empty() ? timeout : std::chrono::nanoseconds(0));
-    results.insert(results.end(), failed_.begin(), failed_.end());
-    failed_.clear();
-  }
-  void wake() override { inner_->wake(); }
 
  private:
   static constexpr std::uint64_t kDataArea = 1 << 20;  // where the volume begins in its file
-  std::unique_ptr<io::Backend> inner_;
   const std::uint64_t begin_, end_;
-  std::vector<io::KernelResult> failed_;
 };
 
 TEST(StoreOpen, AnUnreadableCopyGivesWayAsWell) {
