@@ -9,7 +9,7 @@ define build-preset
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev program build test demo asan tsan test-faults test-kills fuzz soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
+.PHONY: help setup setup-dev program build test demo demo-lora asan tsan test-faults test-kills fuzz soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test: build ## every test: ctest, then pytest
 
 demo: program ## fine-tune a small Llama with its state on the drive; DATA=path for text of your own
 	@tools/demo.sh
+
+demo-lora: program ## tune adapters (QLoRA) of a small model, and show its answers before and after
+	@tools/demo_lora.sh
 
 asan: setup ## the C++ tests under the address and undefined-behaviour sanitizers
 	$(call build-preset,asan,build-asan)

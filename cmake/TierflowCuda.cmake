@@ -1,6 +1,11 @@
-# Enables CUDA where nvcc is found, on the PATH or where its packages put it; TIERFLOW_HAS_CUDA says whether.
-find_program(TIERFLOW_NVCC nvcc HINTS /usr/local/cuda/bin)
-if(TIERFLOW_NVCC)
+# Enables CUDA where TIERFLOW_CUDA is on and nvcc is found, on the PATH or where its packages put it; TIERFLOW_HAS_CUDA says
+# whether. tierflow_cuda_source().
+if(TIERFLOW_CUDA)
+  find_program(TIERFLOW_NVCC nvcc HINTS /usr/local/cuda/bin)
+endif()
+if(NOT TIERFLOW_CUDA)
+  message(STATUS "CUDA: off (TIERFLOW_CUDA); this build runs on the CPU device alone")
+elseif(TIERFLOW_NVCC)
   set(CMAKE_CUDA_COMPILER "${TIERFLOW_NVCC}")
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
@@ -34,3 +39,16 @@ if(TIERFLOW_NVCC)
 else()
   message(STATUS "CUDA: no nvcc was found; this build runs on the CPU device alone")
 endif()
+
+# tierflow_cuda_source(NAME FILE): the library takes FILE_cuda.cu, or its stub FILE_no_cuda.cpp. Which one is chosen here
+# and nowhere else.
+function(tierflow_cuda_source name file)
+  if(NOT TIERFLOW_HAS_CUDA)
+    target_sources(tierflow_${name} PRIVATE ${file}_no_cuda.cpp)
+    return()
+  endif()
+  target_sources(tierflow_${name} PRIVATE ${file}_cuda.cu)
+  set_source_files_properties(${file}_cuda.cu PROPERTIES COMPILE_OPTIONS "${TIERFLOW_CUDA_FLAGS}")
+  find_package(CUDAToolkit REQUIRED)
+  target_link_libraries(tierflow_${name} PRIVATE CUDA::cudart_static)
+endfunction()

@@ -12,9 +12,9 @@ endif()
 tierflow_library(session
   device/device_memory.cpp device/tensor_slot.cpp ${TIERFLOW_DEVICE_MEMORY}
   optimizer/adamw8bit.cpp
-  session/layers.cpp session/profiler.cpp session/session.cpp session/session_export.cpp session/session_passes.cpp session/session_setup.cpp
+  session/adapters.cpp session/layers.cpp session/profiler.cpp session/session.cpp session/session_export.cpp session/session_passes.cpp session/session_setup.cpp
   session/stage_probe.cpp session/stage_profiler.cpp
-  state/chunk_work.cpp state/optimizer_work.cpp state/streamed_state.cpp
+  state/chunk_work.cpp state/model_extents.cpp state/optimizer_work.cpp state/streamed_state.cpp
   stream/stream_state.cpp stream/stream_work.cpp stream/streamer.cpp stream/streamer_plan.cpp)
 target_link_libraries(tierflow_session PUBLIC tierflow::models tierflow::planning tierflow::swap tierflow::optim PRIVATE TBB::tbb)
 if(NOT TIERFLOW_SANITIZE STREQUAL "thread")

@@ -32,11 +32,11 @@ FILES = {
     # The parsers: what reads files and words of other people.
     "runtime": [f"runtime/{room}/{name}.cpp" for room, names in {
         "base": "exception files strict_json",
-        "checkpoint": "init safetensors safetensors_header safetensors_writer",
-        "data": "data data_part data_source document_sinks python_process row_file row_format row_frames sequences token_files token_store tokenizer_process",
+        "checkpoint": "init packed_weight safetensors safetensors_header safetensors_writer",
+        "data": "data data_part data_source document_sinks line_reader python_process row_file row_format row_frames sequences token_files token_store tokenizer_process",
         "planning": "profile",
-        "program": "command_line config_file option_table options",
-        "spec": "model_spec model_units",
+        "program": "adapter_options command_line config_file option_table options",
+        "spec": "adapters name_pattern trainable model_spec model_units weight_format weight_kernels",
     }.items() for name in names.split()],
 }  # fmt: skip
 # The test programs, with a filter where it saves time: first what is likely to notice. Only what depends on the file runs.

@@ -21,6 +21,7 @@ def checked(command, **environment):
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, env={**os.environ, **environment})
     if done.returncode != 0:
         sys.exit(done.stderr)
+    return done.stdout
 
 
 def visits(trace, timeline):

@@ -90,6 +90,15 @@ TIERFLOW_CLONES void fill_normal(Key key, std::uint32_t first, float std, float*
     out[i] = std * normal_quantile(scramble(first + static_cast<std::uint32_t>(i), key));
 }
 
+// Uniform between -sqrt(3) std and sqrt(3) std.
+TIERFLOW_CLONES void fill_uniform(Key key, std::uint32_t first, float std, float* out, std::size_t count) {
+  const float width = std * 1.7320508f * 0x1p-23f;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto word = static_cast<std::int32_t>(scramble(first + static_cast<std::uint32_t>(i), key) >> 8);
+    out[i] = width * (static_cast<float>(word) - (0x1p23f - 0.5f));
+  }
+}
+
 TIERFLOW_CLONES void round_to_bf16(const float* values, std::uint16_t* out, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t bits = std::bit_cast<std::uint32_t>(values[i]);
@@ -118,7 +127,7 @@ std::uint16_t to_bf16(float value) {
 }
 
 void initial_values(const TensorSpec& tensor, std::uint64_t seed, std::uint64_t first, std::span<float> out) {
-  if (tensor.init != Init::normal) {
+  if (tensor.init == Init::ones || tensor.init == Init::zeros) {
     std::fill(out.begin(), out.end(), tensor.init == Init::ones ? 1.0f : 0.0f);
     return;
   }
@@ -126,8 +135,9 @@ void initial_values(const TensorSpec& tensor, std::uint64_t seed, std::uint64_t 
   while (!out.empty()) {
     const std::uint64_t left_in_run = (std::uint64_t{1} << 32) - (first & 0xffffffffu);
     const std::size_t count = std::min<std::uint64_t>(out.size(), left_in_run);
-    fill_normal(key_of(tensor, seed, first >> 32), static_cast<std::uint32_t>(first),
-                static_cast<float>(tensor.init_std), out.data(), count);
+    const auto fill = tensor.init == Init::normal ? fill_normal : fill_uniform;
+    fill(key_of(tensor, seed, first >> 32), static_cast<std::uint32_t>(first), static_cast<float>(tensor.init_std),
+         out.data(), count);
     out = out.subspan(count);
     first += count;
   }

@@ -10,8 +10,8 @@
 
 namespace tierflow {
 
-// Elements [first, first + out.size()) of the tensor's initial values: zeros, ones, or normal with its init_std (cut
-// at 6.2 standard deviations). Any thread may call it.
+// Elements [first, first + out.size()) of the tensor's initial values: zeros, ones, or normal or uniform with its
+// init_std (normal: cut at 6.2 standard deviations). Any thread may call it.
 void initial_values(const TensorSpec& tensor, std::uint64_t seed, std::uint64_t first, std::span<float> out);
 
 // Nearest bf16, ties to even; what a checkpoint made of initial values holds.

@@ -24,13 +24,17 @@ namespace fs = std::filesystem;
 constexpr std::array companions = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
                                    "merges.txt",     "tokenizer.model",       "generation_config.json"};
 constexpr std::string_view partial = ".partial";
-// There from begin() until the last file, config.json, gets its name.
-constexpr const char* mark = "config.json.partial";
+// The last file of a result, of a model or of adapters. There under its partial name from begin() on.
+constexpr std::array last_files = {"config.json", "adapter_config.json"};
 // As long as the longest name that a result may have in it.
 constexpr const char* longest_name = "model-00001-of-00001.safetensors.partial";
 
+bool is_last(std::string_view name) {
+  return std::find(last_files.begin(), last_files.end(), name) != last_files.end();
+}
+
 bool is_result_name(const std::string& name) {
-  return name == "config.json" || name == "tierflow_run.json" || is_weights_name(name) ||
+  return is_last(name) || name == "tierflow_run.json" || name == "adapter_model.safetensors" || is_weights_name(name) ||
          std::find(companions.begin(), companions.end(), name) != companions.end();
 }
 
@@ -54,22 +58,28 @@ std::int64_t checkpoint_step(std::string_view name) {
 }
 
 struct ResultFiles {
-  std::vector<fs::path> unfinished, finished;  // with `partial` behind the name, and without; the mark is the last
+  std::vector<fs::path> unfinished, finished;  // with `partial` behind the name, and without; marks are the last
   std::vector<fs::path> checkpoints;           // folders, unfinished ones too
+  bool marked = false, whole = false;          // begun; with the last file
   bool others = false;
+
+  void remove() const {
+    for (const auto* files : {&finished, &unfinished})
+      for (const fs::path& file : *files) unlink(file.c_str());
+  }
 };
 
 ResultFiles result_files(const fs::path& folder) {
   ResultFiles found;
-  bool marked = false;
+  std::vector<fs::path> marks;
   std::error_code error;
   for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
     const std::string name = entry->path().filename().string();
     std::error_code ignored;
     const bool unfinished = name.ends_with(partial);
     const std::string_view plain = std::string_view(name).substr(0, name.size() - (unfinished ? partial.size() : 0));
-    if (name == mark)
-      marked = true;
+    if (unfinished && is_last(plain))
+      marks.push_back(entry->path());
     else if (checkpoint_step(plain) >= 0 && entry->is_directory(ignored) && !entry->is_symlink(ignored))
       found.checkpoints.push_back(entry->path());
     else if (unfinished && is_result_name(std::string(plain)))
@@ -78,22 +88,18 @@ ResultFiles result_files(const fs::path& folder) {
       found.finished.push_back(entry->path());
     else
       found.others = true;
+    found.whole = found.whole || is_last(name);
   }
   if (error) fail_system("read folder", folder.string(), error.value());
-  if (marked) found.unfinished.push_back(folder / mark);
+  found.marked = !marks.empty();
+  found.unfinished.insert(found.unfinished.end(), marks.begin(), marks.end());
   return found;
 }
 
-void remove_files(const std::vector<fs::path>& files) {
-  for (const fs::path& file : files) unlink(file.c_str());
-}
-
-// config.json first: what is left of it is no model.
+// The last file first: what is left of it is no model.
 void remove_checkpoint(const fs::path& folder) {
-  unlink((folder / "config.json").c_str());
-  const ResultFiles there = result_files(folder);
-  remove_files(there.finished);
-  remove_files(there.unfinished);
+  for (const char* last : last_files) unlink((folder / last).c_str());
+  result_files(folder).remove();
   rmdir(folder.c_str());
 }
 
@@ -102,19 +108,15 @@ void remove_checkpoint(const fs::path& folder) {
 ResultFolder::ResultFolder(fs::path path, bool with_checkpoints) : path_(checked(std::move(path))), made_(path_) {
   claim();
   const ResultFiles there = result_files(path_);
-  const bool marked = !there.unfinished.empty() && there.unfinished.back().filename() == mark;
-  const bool whole = std::any_of(there.finished.begin(), there.finished.end(),
-                                 [](const fs::path& file) { return file.filename() == "config.json"; });
-  if (there.others || (!with_checkpoints && !there.checkpoints.empty()) || whole ||
-      (!there.finished.empty() && !marked))
+  if (there.others || (!with_checkpoints && !there.checkpoints.empty()) || there.whole ||
+      (!there.finished.empty() && !there.marked))
     refuse_content(path_);
-  remove_files(there.finished);
-  remove_files(there.unfinished);
+  there.remove();
   try_to_write();
 }
 
-void ResultFolder::begin() const {
-  const fs::path path = path_ / mark;
+void ResultFolder::begin(const std::string& last) const {
+  const fs::path path = path_ / (last + std::string(partial));
   const File file(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0644));
   if (!file) fail_system("create", path.string(), errno);
   if (fsync(file.fd()) != 0) fail_system("flush", path.string(), errno);
@@ -124,9 +126,7 @@ void ResultFolder::begin() const {
 ResultFolder::~ResultFolder() {
   if (finished_) return;
   try {
-    const ResultFiles there = result_files(path_);
-    remove_files(there.finished);
-    remove_files(there.unfinished);
+    result_files(path_).remove();
   } catch (const Exception&) {  // a folder that cannot be read any more keeps what it has
   }
 }
@@ -155,7 +155,6 @@ fs::path Checkpoints::write(std::int64_t step, const std::function<void(const Re
   const fs::path final = folder_ / fmt::format("checkpoint-{}", step), work = final.string() + std::string(partial);
   {
     ResultFolder unfinished(work);
-    unfinished.begin();
     fill(unfinished);
     unfinished.finish();
   }

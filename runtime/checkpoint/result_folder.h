@@ -24,8 +24,9 @@ class ResultFolder {
   const std::filesystem::path& path() const { return path_; }
   // Throws Exception (kind environment) where the drive has less room.
   void check_space(std::uint64_t bytes) const;
-  // Durably marks the folder as one with an unfinished result, until config.json is there; before the first file.
-  void begin() const;
+  // Durably marks the folder as one with an unfinished result, until the result's last file is there (config.json or
+  // adapter_config.json); before the first file.
+  void begin(const std::string& last = "config.json") const;
   // The result is whole and flushed: it stays.
   void finish() { finished_ = true; }
   // It is no result after all: it goes with this object.
@@ -46,7 +47,7 @@ class ResultFolder {
 class Checkpoints {
  public:
   explicit Checkpoints(std::filesystem::path folder) : folder_(std::move(folder)) {}
-  // `fill` writes the model into the folder that it is given. Returns the folder's final name.
+  // `fill` begins the folder that it is given and writes the model there. Returns the folder's final name.
   std::filesystem::path write(std::int64_t step, const std::function<void(const ResultFolder&)>& fill) const;
   // Removes all but the last `count`, with what a result consists of. Other files stay, and their folder.
   void keep_last(std::int64_t count) const;

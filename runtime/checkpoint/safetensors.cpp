@@ -11,8 +11,10 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/base/strict_json.h"
+#include "runtime/checkpoint/packed_weight.h"
 #include "runtime/checkpoint/safetensors_header.h"
 #include "runtime/spec/model_spec.h"
+#include "runtime/spec/wrapped_config.h"
 
 namespace tierflow {
 namespace {
@@ -113,7 +115,23 @@ struct Checkpoint::Impl {
   std::vector<std::filesystem::path> paths;
   std::vector<File> files;
   std::map<std::string, TensorEntry, std::less<>> tensors;
-  std::map<std::string, std::string, std::less<>> unreadable;  // name to dtype: integers, 8-bit floats, ...
+  std::map<std::string, RawTensor, std::less<>> raw;  // of every type
+  const PackedParts parts = {
+      .find =
+          [this](const std::string& name) {
+            const auto found = raw.find(name);
+            return found == raw.end() ? nullptr : &found->second;
+          },
+      .read =
+          [this](const RawTensor& tensor, std::uint64_t offset, std::span<std::byte> out) {
+            const auto file = static_cast<std::size_t>(tensor.file);
+            if (offset > tensor.bytes || out.size() > tensor.bytes - offset)
+              fail(io::ErrorKind::internal, paths[file].string(),
+                   "a part of a quantised weight is read beyond its end");
+            read_exactly(files[file], paths[file], tensor.offset + offset, out);
+          },
+      .floats = [this](const std::string& name, std::uint64_t first,
+                       std::span<float> out) { read_plain(entry_of(raw.find(name)->second), first, out); }};
 
   // `wanted`: the tensors that the index places in this file; null takes all.
   void add_file(const std::string& name, const std::set<std::string>* wanted) {
@@ -125,21 +143,18 @@ struct Checkpoint::Impl {
     for (HeaderEntry& entry : read_header(files.back(), paths.back(), data_start)) {
       if (wanted != nullptr && wanted->count(entry.name) == 0) continue;
       ++found;
-      const bool known = entry.dtype == "F32" || entry.dtype == "BF16" || entry.dtype == "F16";
-      if (!known) {
-        unreadable.emplace(std::move(entry.name), std::move(entry.dtype));
-        continue;
-      }
-      const Dtype dtype = entry.dtype == "F32" ? Dtype::f32 : entry.dtype == "BF16" ? Dtype::bf16 : Dtype::f16;
-      tensors.emplace(std::move(entry.name), TensorEntry{.dtype = dtype,
-                                                         .shape = std::move(entry.shape),
-                                                         .file = index,
-                                                         .offset = data_start + entry.begin,
-                                                         .bytes = entry.end - entry.begin});
+      RawTensor tensor{.dtype = std::move(entry.dtype),
+                       .shape = std::move(entry.shape),
+                       .file = index,
+                       .offset = data_start + entry.begin,
+                       .bytes = entry.end - entry.begin};
+      if (tensor.dtype == "F32" || tensor.dtype == "BF16" || tensor.dtype == "F16")
+        tensors.emplace(entry.name, entry_of(tensor));
+      raw.emplace(std::move(entry.name), std::move(tensor));
     }
     if (wanted == nullptr || found == wanted->size()) return;
     for (const std::string& tensor : *wanted)
-      if (tensors.find(tensor) == tensors.end() && unreadable.find(tensor) == unreadable.end())
+      if (raw.find(tensor) == raw.end())
         fail_input(paths.back().string(),
                    fmt::format("lacks the tensor \"{}\", which {} places there", printable(tensor), index_name));
   }
@@ -167,6 +182,33 @@ struct Checkpoint::Impl {
       fail_input(path.string(), fmt::format("names {} files, more than {}", by_file.size(), most_files));
     for (const auto& [name, wanted] : by_file) add_file(name, &wanted);
   }
+
+  static TensorEntry entry_of(const RawTensor& tensor) {
+    const Dtype dtype = tensor.dtype == "F32" ? Dtype::f32 : tensor.dtype == "BF16" ? Dtype::bf16 : Dtype::f16;
+    return {.dtype = dtype, .shape = tensor.shape, .file = tensor.file, .offset = tensor.offset, .bytes = tensor.bytes};
+  }
+
+  // Puts the parts of quantised weights together.
+  void assemble() {
+    for (const auto& [name, tensor] : raw) {
+      auto packed = packed_weight(name, folder.string(), parts);
+      if (packed == nullptr) continue;
+      TensorEntry entry{.dtype = Dtype::f32, .shape = packed->shape(), .file = tensor.file, .bytes = sizeof(float)};
+      for (const std::int64_t size : entry.shape) entry.bytes *= static_cast<std::uint64_t>(size);
+      for (const std::string& part : packed->parts()) tensors.erase(part);
+      entry.packed = std::move(packed);
+      tensors.insert_or_assign(name, std::move(entry));
+    }
+  }
+
+  void read_plain(const TensorEntry& entry, std::uint64_t first, std::span<float> out) const {
+    const auto& path = paths[static_cast<std::size_t>(entry.file)];
+    const File& file = files[static_cast<std::size_t>(entry.file)];
+    const std::uint64_t offset = entry.offset + first * dtype_size(entry.dtype);
+    if (entry.dtype == Dtype::f32) read_exactly(file, path, offset, std::as_writable_bytes(out));
+    if (entry.dtype == Dtype::bf16) read_halves(file, path, offset, out, from_bf16);
+    if (entry.dtype == Dtype::f16) read_halves(file, path, offset, out, from_f16);
+  }
 };
 
 Checkpoint::Checkpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -192,6 +234,14 @@ Checkpoint Checkpoint::open(const std::filesystem::path& folder) {
   } else {
     fail_without_model(folder);
   }
+  impl->assemble();
+  return Checkpoint(std::move(impl));
+}
+
+Checkpoint Checkpoint::open_file(const std::filesystem::path& folder, const std::string& name) {
+  auto impl = std::make_unique<Impl>();
+  impl->folder = folder;
+  impl->add_file(name, nullptr);
   return Checkpoint(std::move(impl));
 }
 
@@ -212,11 +262,11 @@ const TensorEntry* Checkpoint::find(std::string_view name) const {
 void Checkpoint::read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const {
   const TensorEntry* entry = find(name);
   if (entry == nullptr) {
-    const auto unread = impl_->unreadable.find(name);
-    fail_input(impl_->folder.string(), unread == impl_->unreadable.end()
+    const auto unread = impl_->raw.find(name);
+    fail_input(impl_->folder.string(), unread == impl_->raw.end()
                                            ? fmt::format("has no tensor \"{}\"", printable(name))
                                            : fmt::format("stores the tensor \"{}\" as {}; F32, BF16 and F16 are read",
-                                                         printable(name), unread->second));
+                                                         printable(name), unread->second.dtype));
   }
   const std::uint64_t size = dtype_size(entry->dtype), count = entry->bytes / size;
   const auto& path = impl_->paths[static_cast<std::size_t>(entry->file)];
@@ -224,11 +274,10 @@ void Checkpoint::read_f32(std::string_view name, std::uint64_t first, std::span<
     fail(io::ErrorKind::usage, path.string(),
          fmt::format("elements {} to {} of the tensor \"{}\", which has {}", first, first + out.size(), printable(name),
                      count));
-  const File& file = impl_->files[static_cast<std::size_t>(entry->file)];
-  const std::uint64_t offset = entry->offset + first * size;
-  if (entry->dtype == Dtype::f32) read_exactly(file, path, offset, std::as_writable_bytes(out));
-  if (entry->dtype == Dtype::bf16) read_halves(file, path, offset, out, from_bf16);
-  if (entry->dtype == Dtype::f16) read_halves(file, path, offset, out, from_f16);
+  if (entry->packed != nullptr)
+    entry->packed->read(first, out);
+  else
+    impl_->read_plain(*entry, first, out);
 }
 
 void Checkpoint::read_f32(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) const {
@@ -237,10 +286,15 @@ void Checkpoint::read_f32(const TensorSpec& tensor, std::uint64_t first, std::sp
 
 std::vector<std::string> checkpoint_aliases(std::string_view name) {
   // Checkpoints saved from the bare model, without its language-modelling head, lack the first component; others have
-  // one more.
+  // one more. Models of text and images have their text model within.
   std::vector<std::string> aliases;
   for (const std::string_view prefix : {"transformer.", "model."})
     if (name.substr(0, prefix.size()) == prefix) aliases.emplace_back(name.substr(prefix.size()));
+  if (name.starts_with("model.")) {
+    aliases.push_back("model.language_model." + std::string(name.substr(6)));
+    aliases.push_back("language_model." + std::string(name));
+  }
+  if (name == "lm_head.weight") aliases.emplace_back("language_model.lm_head.weight");
   if (name.substr(0, 14) == "model.decoder.") {
     aliases.emplace_back(name.substr(14));
     aliases.emplace_back("model." + std::string(name));
@@ -248,10 +302,10 @@ std::vector<std::string> checkpoint_aliases(std::string_view name) {
   return aliases;
 }
 
-void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint) {
+void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const std::string& described_by) {
   constexpr int listed = 10;
   std::vector<std::string> wrong;
-  const auto& unreadable = checkpoint.impl_->unreadable;
+  const auto& raw = checkpoint.impl_->raw;
   std::set<const TensorEntry*> used;
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
@@ -263,8 +317,9 @@ void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint) {
         if (entry->shape != shape)
           wrong.push_back(fmt::format("{} has shape [{}], not [{}]", tensor.name, fmt::join(entry->shape, ", "),
                                       fmt::join(shape, ", ")));
-      } else if (const auto unread = unreadable.find(tensor.name); unread != unreadable.end()) {
-        wrong.push_back(fmt::format("{} is stored as {}; F32, BF16 and F16 are read", tensor.name, unread->second));
+      } else if (const auto unread = raw.find(tensor.name); unread != raw.end()) {
+        wrong.push_back(
+            fmt::format("{} is stored as {}; F32, BF16 and F16 are read", tensor.name, unread->second.dtype));
       } else {
         wrong.push_back(tensor.name + " is missing");
       }
@@ -272,8 +327,9 @@ void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint) {
   // Tables that older versions of transformers saved, and the copy of a tied embedding, are no parameters.
   const auto harmless = [&](std::string_view name) {
     return ends_with(name, "rotary_emb.inv_freq") || ends_with(name, ".attn.bias") ||
-           ends_with(name, ".attn.masked_bias") ||
-           ((name == "lm_head.weight" || name == "model.lm_head.weight") && spec.config.tie_word_embeddings);
+           ends_with(name, ".attn.masked_bias") || (!spec.wrapper.empty() && is_beside_text(name)) ||
+           ((name == "lm_head.weight" || name == "model.lm_head.weight" || name == "language_model.lm_head.weight") &&
+            spec.config.tie_word_embeddings);
   };
   for (const auto& [name, entry] : checkpoint.tensors())
     if (used.count(&entry) == 0 && !harmless(name))
@@ -282,7 +338,7 @@ void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint) {
   std::string text;
   for (std::size_t i = 0; i < std::min<std::size_t>(wrong.size(), listed); ++i) text += (i == 0 ? "" : "; ") + wrong[i];
   if (wrong.size() > listed) text += fmt::format("; and {} more", wrong.size() - listed);
-  fail_input(checkpoint.impl_->folder.string(), "does not fit its config.json: " + text);
+  fail_input(checkpoint.impl_->folder.string(), fmt::format("does not fit its {}: {}", described_by, text));
 }
 
 }  // namespace tierflow

@@ -17,22 +17,29 @@ namespace tierflow {
 enum class Dtype : std::uint8_t { f32, bf16, f16 };
 std::size_t dtype_size(Dtype dtype);
 
+class PackedWeight;
+
 struct TensorEntry {
   Dtype dtype = Dtype::bf16;
   std::vector<std::int64_t> shape;
   int file = 0;              // index into Checkpoint::files()
   std::uint64_t offset = 0;  // of its first byte in that file
   std::uint64_t bytes = 0;
+  // Where the folder stores the weight quantised (packed_weight.h); what stands above is then that of its fp32 values.
+  std::shared_ptr<const PackedWeight> packed = {};
 };
 
 struct ModelSpec;
 struct TensorSpec;
 
-// The tensors of an HF model folder. Tensors of other types than Dtype's (integers, 8-bit floats) are not listed.
+// The tensors of an HF model folder. Weights that are stored in 4 or 8 bits with scales beside them are listed as one
+// tensor; other tensors of other types than Dtype's (integers, 8-bit floats) are not.
 class Checkpoint {
  public:
   // Throws Exception (kind input) naming file and tensor.
   static Checkpoint open(const std::filesystem::path& folder);
+  // One file of a folder, all of its tensors.
+  static Checkpoint open_file(const std::filesystem::path& folder, const std::string& name);
   Checkpoint(Checkpoint&&) noexcept;
   Checkpoint& operator=(Checkpoint&&) noexcept;
   ~Checkpoint();
@@ -41,8 +48,8 @@ class Checkpoint {
   const std::vector<std::filesystem::path>& files() const;
   // The tensor of that name, or of one of its aliases (checkpoint_aliases); null where there is none.
   const TensorEntry* find(std::string_view name) const;
-  // Elements [first, first + out.size()) of a tensor, converted exactly to fp32. Looks up as find() does. Any thread
-  // may call it.
+  // Elements [first, first + out.size()) of a tensor, converted exactly to fp32 (of a quantised one the products of
+  // codes and scales). Looks up as find() does. Any thread may call it.
   void read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const;
   // The same of a tensor that may be a tile: elements count from its first row.
   void read_f32(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) const;
@@ -50,7 +57,7 @@ class Checkpoint {
  private:
   struct Impl;
   explicit Checkpoint(std::unique_ptr<Impl> impl);
-  friend void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint);
+  friend void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const std::string& described_by);
   std::unique_ptr<Impl> impl_;
 };
 
@@ -58,7 +65,8 @@ class Checkpoint {
 std::vector<std::string> checkpoint_aliases(std::string_view name);
 
 // Throws Exception (kind input) listing up to ten tensors that are missing, superfluous, or of the wrong shape or type.
-void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint);
+void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint,
+                   const std::string& described_by = "config.json");
 
 // model.safetensors, model-00001-of-00003.safetensors, and the index of such.
 bool is_weights_name(const std::string& name);
@@ -77,6 +85,9 @@ class CheckpointWriter {
  public:
   CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors,
                    std::uint64_t shard_bytes = std::uint64_t{5} << 30);
+  // PEFT's names: one file, adapter_model.safetensors, and adapter_config.json. What else is in the folder stays.
+  struct Adapter {};
+  CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors, Adapter);
   ~CheckpointWriter();
   // The next bytes of the current tensor; tensors follow one another in order.
   void write(std::span<const std::byte> bytes);

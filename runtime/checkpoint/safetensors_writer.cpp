@@ -21,6 +21,8 @@ namespace {
 
 constexpr const char* index_name = "model.safetensors.index.json";
 constexpr const char* config_name = "config.json";
+constexpr const char* adapter_name = "adapter_model.safetensors";
+constexpr const char* adapter_config_name = "adapter_config.json";
 // Written pages are pushed out and dropped in windows of this size, so that an export does not fill the page cache.
 constexpr std::uint64_t window = 64 << 20;
 
@@ -57,6 +59,7 @@ bool is_weights_name(const std::string& name) {
 
 struct CheckpointWriter::Impl {
   std::filesystem::path folder;
+  bool adapter = false;
   std::vector<TensorHeader> tensors;
   std::vector<std::uint64_t> sizes;
   std::vector<Shard> shards;
@@ -73,6 +76,18 @@ struct CheckpointWriter::Impl {
     if (!finished && !replaces)
       for (const auto& path : in_place) unlink(path.c_str());
     if (made_folder && !finished) rmdir(folder.c_str());
+  }
+
+  void begin(std::filesystem::path into, std::vector<TensorHeader> all, std::uint64_t shard_bytes) {
+    folder = std::move(into);
+    tensors = std::move(all);
+    divide(shard_bytes);
+    std::error_code ignored;
+    made_folder = !std::filesystem::exists(folder, ignored);
+    make_folder(folder);
+    replaces = holds_weights();
+    check_space();
+    settle();
   }
 
   std::filesystem::path temporary(std::size_t index) const { return folder / (shards[index].name + ".partial"); }
@@ -93,8 +108,9 @@ struct CheckpointWriter::Impl {
     }
     if (shards.empty()) shards.push_back({});
     for (std::size_t i = 0; i < shards.size(); ++i)
-      shards[i].name = shards.size() == 1 ? "model.safetensors"
-                                          : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size());
+      shards[i].name = adapter              ? adapter_name
+                       : shards.size() == 1 ? "model.safetensors"
+                                            : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size());
   }
 
   void check_space() const {
@@ -164,7 +180,7 @@ struct CheckpointWriter::Impl {
   void put_in_place() {
     std::set<std::string> ours;
     // Without the index, a reader that comes in between finds no model rather than a mixture of two.
-    unlink((folder / index_name).c_str());
+    if (!adapter) unlink((folder / index_name).c_str());
     for (std::size_t i = 0; i < shards.size(); ++i) {
       const auto path = folder / shards[i].name;
       if (rename(temporary(i).c_str(), path.c_str()) != 0) fail_system("rename", path.string(), errno);
@@ -172,6 +188,7 @@ struct CheckpointWriter::Impl {
       in_place.insert(path);
       ours.insert(shards[i].name);
     }
+    if (adapter) return;
     std::vector<std::filesystem::path> stale;
     for (const auto& entry : std::filesystem::directory_iterator(folder)) {
       const std::string name = entry.path().filename().string();
@@ -182,6 +199,7 @@ struct CheckpointWriter::Impl {
 
   bool holds_weights() const {
     std::error_code ignored;
+    if (adapter) return std::filesystem::exists(folder / adapter_name, ignored);
     for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
       if (is_weights_name(entry.path().filename().string())) return true;
     return false;
@@ -201,15 +219,13 @@ struct CheckpointWriter::Impl {
 CheckpointWriter::CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors,
                                    std::uint64_t shard_bytes)
     : impl_(std::make_unique<Impl>()) {
-  impl_->folder = std::move(folder);
-  impl_->tensors = std::move(tensors);
-  impl_->divide(shard_bytes);
-  std::error_code ignored;
-  impl_->made_folder = !std::filesystem::exists(impl_->folder, ignored);
-  make_folder(impl_->folder);
-  impl_->replaces = impl_->holds_weights();
-  impl_->check_space();
-  impl_->settle();
+  impl_->begin(std::move(folder), std::move(tensors), shard_bytes);
+}
+
+CheckpointWriter::CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors, Adapter)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->adapter = true;
+  impl_->begin(std::move(folder), std::move(tensors), UINT64_MAX);
 }
 
 CheckpointWriter::~CheckpointWriter() = default;
@@ -237,7 +253,7 @@ void CheckpointWriter::finish(std::string_view config_json) {
   if (impl_->shards.size() > 1) impl_->write_index();
   sync_folder(impl_->folder);  // what says that the model is whole comes when everything else is durable
   if (!config_json.empty()) {
-    write_text(impl_->folder / config_name, config_json);
+    write_text(impl_->folder / (impl_->adapter ? adapter_config_name : config_name), config_json);
     sync_folder(impl_->folder);
   }
   impl_->finished = true;

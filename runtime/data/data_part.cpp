@@ -150,8 +150,6 @@ void DataPart::prepare_examples(const DataOptions& options, const std::vector<So
                                 const std::vector<std::string>& formats) {
   const std::string first = sources.front().path.string();
   RowFile file = formats.empty() ? RowFile(sources.front().path) : prepare_rows(options, sources, formats);
-  summary_.rows.emplace();
-  read_notes(file, summary_);
   if (file.counts().rows != 0 && file.counts().largest_id >= options.vocab_size)
     fail_input(first,
                fmt::format("comes to the token id {}, but the model's vocabulary ends at {}: it is prepared with "
@@ -161,15 +159,11 @@ void DataPart::prepare_examples(const DataOptions& options, const std::vector<So
   const Packing packing = packing_of(summary_.packing);
   isolated_ = packing == Packing::bfd;
   auto packed = std::make_unique<PackedRows>(std::move(file), packing, length_, options.cache, options.progress);
-  const RowSummary noted = *summary_.rows;
+  const RowFile& prepared = packed->rows();
   summary_.rows = packed->summary();
+  read_notes(prepared, summary_);
   RowSummary& rows = *summary_.rows;
-  rows.formats = noted.formats;
-  rows.masks = noted.masks;
-  rows.train_on = noted.train_on;
-  rows.untrained = noted.untrained;
-  rows.merged = noted.merged;
-  rows.prepared = packed->rows().path();
+  rows.prepared = prepared.path();
   summary_.tokens = rows.tokens;
   source_ = std::move(packed);
   if (source_->count() == 0) {
@@ -183,10 +177,9 @@ void DataPart::prepare_examples(const DataOptions& options, const std::vector<So
     fail_input(first, why);
   }
   hold_out(options.held_out);
-  const RowCounts& counts = static_cast<const PackedRows&>(*source_).rows().counts();
-  const std::array<std::uint64_t, 7> shape = {static_cast<const PackedRows&>(*source_).rows().hash(),
-                                              counts.rows,
-                                              counts.tokens,
+  const std::array<std::uint64_t, 7> shape = {prepared.hash(),
+                                              prepared.counts().rows,
+                                              prepared.counts().tokens,
                                               static_cast<std::uint64_t>(length_),
                                               static_cast<std::uint64_t>(held_out_),
                                               static_cast<std::uint64_t>(packing),

@@ -11,13 +11,13 @@
 #include "runtime/base/files.h"
 #include "runtime/base/strict_json.h"
 #include "runtime/base/utf8.h"
+#include "runtime/data/line_reader.h"
 #include "runtime/data/row_format.h"
 
 namespace tierflow {
 namespace {
 
 constexpr std::size_t piece_bytes = 1 << 20;
-constexpr std::size_t longest_line = 64 << 20;
 constexpr std::size_t deepest_folder = 64;
 
 std::optional<SourceKind> kind_of(const std::filesystem::path& path) {
@@ -118,22 +118,11 @@ void read_text_document(const std::filesystem::path& path, const DataOptions& op
 class JsonLines {
  public:
   JsonLines(const std::filesystem::path& path, const DataOptions& options, DocumentSink& sink)
-      : path_(path), options_(options), sink_(sink) {}
+      : lines_(path), options_(options), sink_(sink) {}
 
-  void take(std::string_view piece) {
-    while (!piece.empty()) {
-      const std::size_t end = piece.find('\n');
-      line_.append(piece.substr(0, end));
-      if (line_.size() > longest_line) fail_input(where(), fmt::format("is longer than {} MiB", longest_line >> 20));
-      if (end == std::string_view::npos) return;
-      finish_line();
-      piece.remove_prefix(end + 1);
-    }
-  }
-
-  void finish_line() {
-    if (number_ == 1 && line_.starts_with(utf8_mark)) line_.erase(0, utf8_mark.size());
-    if (line_.find_first_not_of(" \t\r") != std::string::npos) {
+  void read() {
+    while (lines_.next(line_)) {
+      if (line_.find_first_not_of(" \t\r") == std::string::npos) continue;
       try {
         emit();
       } catch (const Exception& error) {
@@ -141,36 +130,32 @@ class JsonLines {
         sink_.skip(error.error());
       }
     }
-    line_.clear();
-    ++number_;
   }
 
  private:
-  std::string where() const { return fmt::format("{}:{}", path_.string(), number_); }
-
   void emit() {
-    if (number_ == 1) refuse_utf16(where(), line_);
-    const Json record = parse_json(line_, where());
+    const std::string where = lines_.where();
+    if (lines_.number() == 1) refuse_utf16(where, line_);
+    const Json record = parse_json(line_, where);
     const auto field = record.is_object() ? record.find(options_.jsonl_field) : record.end();
     if (field == record.end() || !field->is_string())
       fail_input(
-          where(),
+          where,
           fmt::format(
               "is no row of a known format: it has no string \"{}\" (--jsonl-field names the text's field), and none "
               "of the others: {}",
               printable(options_.jsonl_field), kRowFormats));
     emitting_ = true;
-    sink_.begin_document(where());
+    sink_.begin_document(where);
     sink_.text(field->get_ref<const std::string&>());
     sink_.end_document();
     emitting_ = false;
   }
 
-  const std::filesystem::path& path_;
+  LineReader lines_;
   const DataOptions& options_;
   DocumentSink& sink_;
   std::string line_;
-  std::uint64_t number_ = 1;
   bool emitting_ = false;
 };
 
@@ -205,12 +190,9 @@ void read_source(const Source& source, const DataOptions& options, DocumentSink&
     case SourceKind::text:
       read_text_document(source.path, options, sink);
       break;
-    case SourceKind::jsonl: {
-      JsonLines lines(source.path, options, sink);
-      read_pieces(source.path, [&](std::string_view piece) { lines.take(piece); });
-      lines.finish_line();
+    case SourceKind::jsonl:
+      JsonLines(source.path, options, sink).read();
       break;
-    }
     case SourceKind::npy:
       read_npy(source.path, sink);
       break;

@@ -1,15 +1,11 @@
 #include "runtime/data/row_format.h"
 
-#include <fstream>
-
-#include "runtime/base/exception.h"
-#include "runtime/base/files.h"
 #include "runtime/base/strict_json.h"
+#include "runtime/data/line_reader.h"
 
 namespace tierflow {
 namespace {
 
-constexpr std::streamsize kLongestLine = 64 << 20;
 constexpr int kMostLines = 1000;  // that are looked at
 
 // Empty where the row is of no known format.
@@ -30,12 +26,9 @@ std::string format_of(const Json& row, const std::string& text_field) {
 
 std::string row_format(const std::filesystem::path& path, const DataOptions& options) {
   if (options.format != "auto") return options.format;
-  open_regular(path);
-  std::ifstream file(path, std::ios::binary);
+  LineReader lines(path);
   std::string line;
-  for (int looked = 0; looked < kMostLines && std::getline(file, line);) {
-    if (static_cast<std::streamsize>(line.size()) > kLongestLine) break;
-    if (line.starts_with("\xef\xbb\xbf")) line.erase(0, 3);
+  for (int looked = 0; looked < kMostLines && lines.next(line);) {
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     ++looked;
     const Json row = Json::parse(line, nullptr, /*allow_exceptions=*/false);

@@ -46,17 +46,18 @@ struct Shape {
   std::int64_t batch, length, heads, kv_heads, dim;
   const std::int64_t* first_seen;
   std::int64_t first_seen_stride;  // between rows
-  Shape(const Tensor& q, const Tensor& k, const Tensor& seen)
+  float scale;                     // of scores
+  Shape(const Tensor& q, const Tensor& k, const Tensor& seen, double scale)
       : batch(q.size(0)),
         length(q.size(1)),
         heads(q.size(2)),
         kv_heads(k.size(2)),
         dim(q.size(3)),
         first_seen(seen.const_data_ptr<std::int64_t>()),
-        first_seen_stride(seen.size(0) == 1 ? 0 : length) {}
+        first_seen_stride(seen.size(0) == 1 ? 0 : length),
+        scale(static_cast<float>(scale)) {}
   std::int64_t query_blocks() const { return (length + kQueries - 1) / kQueries; }
   std::int64_t key_blocks() const { return (length + kKeys - 1) / kKeys; }
-  float scale() const { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))); }
   // The first key that each query of `row` sees, from query `first` on.
   const std::int64_t* seen_by(std::int64_t row, std::int64_t first) const {
     return first_seen + row * first_seen_stride + first;
@@ -72,17 +73,17 @@ std::size_t size(std::int64_t n) {
 }
 
 // The first key that each query sees, never falling within a row: int64 [rows, length], or one row for all.
-Tensor first_keys(const Tensor& q, const Reach& reach) {
-  const std::int64_t batch = q.size(0), length = q.size(1), window = reach.window > 0 ? reach.window : length;
-  const Tensor keys = at::empty({reach.documents.empty() ? 1 : batch, length}, at::kLong);
+Tensor first_keys(const Tensor& q, const AttentionRules& rules) {
+  const std::int64_t batch = q.size(0), length = q.size(1), window = rules.window > 0 ? rules.window : length;
+  const Tensor keys = at::empty({rules.documents.empty() ? 1 : batch, length}, at::kLong);
   std::int64_t* first = keys.mutable_data_ptr<std::int64_t>();
   const auto fill = [&](const Document& document) {
     const std::int64_t end = document.begin + document.length;
     for (std::int64_t query = document.begin; query < end; ++query)
       first[document.row * length + query] = std::max(document.begin, query - window + 1);
   };
-  if (reach.documents.empty()) fill({.length = length});
-  for (const Document& document : reach.documents) fill(document);
+  if (rules.documents.empty()) fill({.length = length});
+  for (const Document& document : rules.documents) fill(document);
   return keys;
 }
 
@@ -114,9 +115,9 @@ bool attention_in_blocks_supported() {
 
 namespace {
 
-BlockAttention in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& seen) {
+BlockAttention in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& seen, double scale) {
   const Tensor q = dense_rows(q_in), k = dense_rows(k_in), v = dense_rows(v_in);
-  const Shape s(q, k, seen);
+  const Shape s(q, k, seen, scale);
   const std::int64_t packed = s.key_blocks() * kKeys * s.dim;  // elements of one head's keys
   const Tensor keys = at::empty({s.batch * s.kv_heads, packed}, q.options());
   const Tensor values = at::empty_like(keys);
@@ -152,7 +153,7 @@ BlockAttention in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v
       for (std::int64_t block = key_begin; block < key_end; ++block) {
         const std::int64_t at = source + block * kKeys * s.dim;
         multiply(rows, kKeys, s.dim, qs.at(b, head, first), qs.stride, key_pairs + at, scores.data(), false);
-        kernels::softmax_step(scores.data(), p.data(), most.data(), total.data(), sums.data(), rows, s.dim, s.scale(),
+        kernels::softmax_step(scores.data(), p.data(), most.data(), total.data(), sums.data(), rows, s.dim, s.scale,
                               {first, block * kKeys, s.seen_by(b, first), rows});
         multiply(rows, s.dim, kKeys, p.data(), kKeys, value_pairs + at, sums.data(), true);
       }
@@ -165,9 +166,9 @@ BlockAttention in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v
 }
 
 AttentionGradient in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                                     const BlockAttention& forward, const Tensor& seen) {
+                                     const BlockAttention& forward, const Tensor& seen, double scale) {
   const Tensor d_out = dense_rows(d_out_in), q = dense_rows(q_in), k = dense_rows(k_in), v = dense_rows(v_in);
-  const Shape s(q, k, seen);
+  const Shape s(q, k, seen, scale);
   AttentionGradient gradient{.q = at::empty({s.batch, s.length, s.heads, s.dim}, q.options()),
                              .k = at::empty({s.batch, s.length, s.kv_heads, s.dim}, q.options()),
                              .v = at::empty({s.batch, s.length, s.kv_heads, s.dim}, q.options())};
@@ -215,7 +216,7 @@ AttentionGradient in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in,
             multiply(count, kQueries, s.dim, ks.at(b, kv, key), ks.stride, q_across.data(), scores.data(), false);
             multiply(count, kQueries, s.dim, vs.at(b, kv, key), vs.stride, d_across.data(), d_p.data(), false);
             kernels::attention_gradient(scores.data(), d_p.data(), lse.data(), delta.data(), p.data(), d_s.data(),
-                                        d_s_pairs.data(), count, s.scale(), {first, key, s.seen_by(b, first), rows});
+                                        d_s_pairs.data(), count, s.scale, {first, key, s.seen_by(b, first), rows});
             multiply(count, s.dim, kQueries, p.data(), kQueries, d_down.data(), d_v.data() + key * s.dim, true);
             multiply(count, s.dim, kQueries, d_s.data(), kQueries, q_down.data(), d_k.data() + key * s.dim, true);
             multiply(s.dim, kQueries, kKeys, keys.data() + key * s.dim, kKeys, d_s_pairs.data(), d_q.data(), true);
@@ -233,78 +234,103 @@ AttentionGradient in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in,
 
 struct BlockAttentionFunction : torch::autograd::Function<BlockAttentionFunction> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const Tensor& seen) {
-    BlockAttention result = in_blocks(q, k, v, seen);
+                        const Tensor& seen, double scale) {
+    BlockAttention result = in_blocks(q, k, v, seen, scale);
+    context->saved_data["scale"] = scale;
     context->save_for_backward({q, k, v, result.out, result.lse, seen});
     return result.out;
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& d_out) {
     const auto saved = context->get_saved_variables();
-    AttentionGradient d = in_blocks_backward(d_out[0], saved[0], saved[1], saved[2], {saved[3], saved[4]}, saved[5]);
-    return {d.q, d.k, d.v, Tensor()};
+    AttentionGradient d = in_blocks_backward(d_out[0], saved[0], saved[1], saved[2], {saved[3], saved[4]}, saved[5],
+                                             context->saved_data["scale"].toDouble());
+    return {d.q, d.k, d.v, Tensor(), Tensor()};
   }
 };
 
+double scale_of(const Tensor& q, const AttentionRules& rules) {
+  return rules.scale > 0 ? rules.scale : 1.0 / std::sqrt(static_cast<double>(q.size(3)));
+}
+
+// x [batch, sequence, heads, dim] as [batch, heads * groups, sequence, dim]: each head `groups` times.
+Tensor repeated(const Tensor& x, std::int64_t groups) {
+  const Tensor heads = x.transpose(1, 2);
+  if (groups == 1) return heads;
+  return heads.unsqueeze(2).expand({x.size(0), x.size(2), groups, x.size(1), x.size(3)}).flatten(1, 2);
+}
+
+// Whether a query sees a key, [sequence, sequence].
+Tensor seen_within(const Tensor& q, std::int64_t window) {
+  const std::int64_t length = q.size(1);
+  const Tensor position = at::arange(length, q.options().dtype(at::kLong).requires_grad(false));
+  const Tensor behind = position.unsqueeze(1) - position.unsqueeze(0);
+  return behind.ge(0).logical_and(behind.lt(window > 0 ? window : length));
+}
+
+// Attention of whole rows with capped scores: transformers' eager attention of Gemma 2.
+Tensor capped_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules,
+                        double dropout) {
+  const std::int64_t groups = q.size(2) / k.size(2);
+  Tensor scores = at::matmul(q.transpose(1, 2), repeated(k, groups).transpose(2, 3)) * scale_of(q, rules);
+  scores = at::tanh(scores / rules.softcap) * rules.softcap;
+  scores = scores.masked_fill(seen_within(q, rules.window).logical_not(), -std::numeric_limits<double>::infinity());
+  const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  Tensor weights = at::softmax(scores, -1, wide).to(q.scalar_type());
+  if (dropout > 0) weights = at::dropout(weights, dropout, true);
+  return at::matmul(weights, repeated(v, groups)).transpose(1, 2);
+}
+
 // torch's attention of whole rows, in the layouts it knows.
-Tensor attention_of_rows(const Tensor& q, const Tensor& k, const Tensor& v, std::int64_t window, double dropout) {
-  const std::int64_t length = q.size(1), groups = q.size(2) / k.size(2);
+Tensor attention_of_rows(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules,
+                         double dropout) {
+  if (rules.softcap > 0) return capped_attention(q, k, v, rules, dropout);
+  const std::int64_t groups = q.size(2) / k.size(2);
   std::optional<Tensor> mask;
-  if (window > 0 && window < length) {
-    const Tensor position = at::arange(length, q.options().dtype(at::kLong));
-    const Tensor behind = position.unsqueeze(1) - position.unsqueeze(0);
-    mask = behind.ge(0).logical_and(behind.lt(window));
-  }
-  Tensor keys = k.transpose(1, 2), values = v.transpose(1, 2);
-  bool grouped = groups > 1;
+  if (rules.window > 0 && rules.window < q.size(1)) mask = seen_within(q, rules.window);
   // CUDA's kernels that take a mask know no grouped heads, nor does what the CPU runs with dropout.
-  if (grouped && ((mask && !q.is_cpu()) || dropout > 0)) {
-    const auto expand = [&](const Tensor& t) {
-      return t.unsqueeze(2).expand({t.size(0), t.size(1), groups, t.size(2), t.size(3)}).flatten(1, 2);
-    };
-    keys = expand(keys);
-    values = expand(values);
-    grouped = false;
-  }
-  return at::scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, dropout, /*is_causal=*/!mask,
-                                          /*scale=*/std::nullopt, grouped)
+  const bool apart = groups > 1 && ((mask && !q.is_cpu()) || dropout > 0);
+  return at::scaled_dot_product_attention(q.transpose(1, 2), repeated(k, apart ? groups : 1),
+                                          repeated(v, apart ? groups : 1), mask, dropout, /*is_causal=*/!mask,
+                                          scale_of(q, rules), groups > 1 && !apart)
       .transpose(1, 2);
 }
 
-Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Reach& reach, double dropout) {
-  if (reach.documents.empty()) return attention_of_rows(q, k, v, reach.window, dropout);
+Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
+  if (rules.documents.empty()) return attention_of_rows(q, k, v, rules, dropout);
   std::vector<Tensor> parts;
-  for (const Document& document : reach.documents) {
+  for (const Document& document : rules.documents) {
     const auto part = [&](const Tensor& x) {
       return x.narrow(0, document.row, 1).narrow(1, document.begin, document.length);
     };
-    parts.push_back(attention_of_rows(part(q), part(k), part(v), reach.window, dropout));
+    parts.push_back(attention_of_rows(part(q), part(k), part(v), rules, dropout));
   }
   return at::cat(parts, 1).view(q.sizes());
 }
 
 }  // namespace
 
-BlockAttention attention_in_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const Reach& reach) {
-  return in_blocks(q, k, v, first_keys(q, reach));
+BlockAttention attention_in_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules) {
+  return in_blocks(q, k, v, first_keys(q, rules), scale_of(q, rules));
 }
 
 AttentionGradient attention_in_blocks_backward(const Tensor& d_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                               const BlockAttention& forward, const Reach& reach) {
-  return in_blocks_backward(d_out, q, k, v, forward, first_keys(q, reach));
+                                               const BlockAttention& forward, const AttentionRules& rules) {
+  return in_blocks_backward(d_out, q, k, v, forward, first_keys(q, rules), scale_of(q, rules));
 }
 
-bool attention_is_in_blocks(const Tensor& q, double dropout) {
-  return q.is_cpu() && q.scalar_type() == at::kBFloat16 && dropout <= 0 && q.size(3) % 2 == 0 &&
+bool attention_is_in_blocks(const Tensor& q, const AttentionRules& rules, double dropout) {
+  return q.is_cpu() && q.scalar_type() == at::kBFloat16 && dropout <= 0 && rules.softcap <= 0 && q.size(3) % 2 == 0 &&
          attention_in_blocks_supported();
 }
 
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Reach& reach, double dropout) {
-  if (!attention_is_in_blocks(q, dropout)) return torch_attention(q, k, v, reach, dropout);
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
+  if (!attention_is_in_blocks(q, rules, dropout)) return torch_attention(q, k, v, rules, dropout);
   const bool differentiate =
       at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-  const Tensor seen = first_keys(q, reach);
-  return differentiate ? BlockAttentionFunction::apply(q, k, v, seen) : in_blocks(q, k, v, seen).out;
+  const Tensor seen = first_keys(q, rules);
+  const double scale = scale_of(q, rules);
+  return differentiate ? BlockAttentionFunction::apply(q, k, v, seen, scale) : in_blocks(q, k, v, seen, scale).out;
 }
 
 }  // namespace tierflow::models

@@ -1,6 +1,6 @@
 #pragma once
 // Causal attention of a block's heads: q [batch, sequence, heads, head_dim], k, v [batch, sequence, kv heads,
-// head_dim], with the last dimension dense. Scaled by head_dim^-0.5.
+// head_dim], with the last dimension dense.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -10,19 +10,23 @@
 
 namespace tierflow::models {
 
-// The keys that a query sees: those of its own document up to itself.
-struct Reach {
+// A query sees the keys of its own document up to itself.
+struct AttentionRules {
   std::int64_t window = 0;               // > 0: at most that many of them, the last ones
   std::vector<Document> documents = {};  // as MicroBatch::documents() gives them; none: each row is one
+  double scale = 0;                      // of scores; 0: head_dim^-0.5
+  double softcap = 0;                    // > 0: scores become softcap * tanh(score / softcap)
 };
 
 // [batch, sequence, heads, head_dim]; differentiable where autograd is on. On the CPU in bf16 without dropout this is
 // attention in blocks (below) where the machine multiplies bf16; otherwise torch's scaled_dot_product_attention, which
-// is called for each document.
-at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Reach& reach, double dropout);
+// is called for each document. With a softcap the scores exist whole, [batch, heads, sequence, sequence] (each document
+// apart): slower, and memory grows with the square of the sequence.
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionRules& rules,
+                     double dropout);
 
 // Whether attention() computes these as attention in blocks.
-bool attention_is_in_blocks(const at::Tensor& q, double dropout);
+bool attention_is_in_blocks(const at::Tensor& q, const AttentionRules& rules, double dropout);
 
 // Attention in blocks of queries and keys with a running softmax (Dao et al., FlashAttention-2): scores and sums in
 // fp32, probabilities rounded to bf16 before they multiply. The same bits on any number of threads. A block of keys
@@ -34,11 +38,13 @@ struct BlockAttention {
   at::Tensor out;  // as q, dense
   at::Tensor lse;  // fp32 [batch, heads, sequence]: log of each query's sum of exponentials
 };
-BlockAttention attention_in_blocks(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Reach& reach);
+BlockAttention attention_in_blocks(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const AttentionRules& rules);
 struct AttentionGradient {
   at::Tensor q, k, v;  // dense
 };
 AttentionGradient attention_in_blocks_backward(const at::Tensor& d_out, const at::Tensor& q, const at::Tensor& k,
-                                               const at::Tensor& v, const BlockAttention& forward, const Reach& reach);
+                                               const at::Tensor& v, const BlockAttention& forward,
+                                               const AttentionRules& rules);
 
 }  // namespace tierflow::models

@@ -18,19 +18,22 @@ CausalModel::CausalModel(ModelSpec spec, const EdgeNames& names) : spec_(std::mo
     if (kind(stage) == StageKind::embedding) embeddings_.emplace_back(spec_, stage, names.tokens, names.positions);
     if (kind(stage) == StageKind::norm) norm_stage = stage;
   }
-  const FinalNorm norm(names.norm_kind, config().norm_eps, TensorIndex(spec_, norm_stage), names.norm);
+  const Norm norm(names.norm_kind, config().norm_eps, TensorIndex(spec_, norm_stage), std::string(names.norm));
+  const LogitRule rule{.multiplier = config().logits_multiplier, .softcap = config().logits_softcap};
   if (norm_stage == last) {
-    head_.emplace(norm, TensorIndex(spec_, last), names.tokens);
+    head_.emplace(norm, rule, TensorIndex(spec_, last), names.tokens);
   } else {
-    tiled_head_.emplace(spec_, norm_stage, norm, names.tokens);
+    tiled_head_.emplace(spec_, norm_stage, norm, rule, names.tokens);
   }
 }
 
-TensorIndex CausalModel::index_of(const ModelSpec& spec, StageKind kind, StageKind or_kind) {
-  for (std::size_t i = 0; i < spec.stages.size(); ++i) {
-    if (spec.stages[i].kind == kind || spec.stages[i].kind == or_kind) return {spec, static_cast<int>(i)};
-  }
-  throw Exception(io::ErrorKind::input, "a model needs an embedding, at least one block and a head");
+std::vector<int> CausalModel::stages_of(const ModelSpec& spec, StageKind kind) {
+  std::vector<int> stages;
+  for (std::size_t i = 0; i < spec.stages.size(); ++i)
+    if (spec.stages[i].kind == StageKind::block || spec.stages[i].kind == kind) stages.push_back(static_cast<int>(i));
+  if (stages.empty())
+    throw Exception(io::ErrorKind::input, "a model needs an embedding, at least one block and a head");
+  return stages;
 }
 
 Shared CausalModel::share(const MicroBatch& batch, at::Device device) const {
@@ -43,11 +46,9 @@ Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry
     case StageKind::embedding:
       return {embeddings_[static_cast<std::size_t>(stage)].forward(weights, carry, shared, training)};
     case StageKind::block:
-      return {mlp_half(weights, attention_half(weights, carry.at(0), shared, training), training)};
     case StageKind::attention:
-      return {attention_half(weights, carry.at(0), shared, training)};
     case StageKind::mlp:
-      return {mlp_half(weights, carry.at(0), training)};
+      return {block(stage, weights, carry.at(0), shared, training)};
     case StageKind::norm:
       return tiled_head_->normalise(weights, carry.at(0));
     case StageKind::head_tile:

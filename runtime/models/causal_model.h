@@ -5,6 +5,7 @@
 #include "runtime/models/embedding.h"
 #include "runtime/models/layered_model.h"
 #include "runtime/models/loss_head.h"
+#include "runtime/models/tensor_index.h"
 #include "runtime/models/tiled_head.h"
 
 namespace tierflow::models {
@@ -27,7 +28,8 @@ class CausalModel : public LayeredModel {
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                     const Shared& shared, double scale) const override;
   bool draws_random_numbers() const override {
-    return config().embedding_dropout > 0 || config().residual_dropout > 0 || config().attention_dropout > 0;
+    return config().embedding_dropout > 0 || config().residual_dropout > 0 || config().attention_dropout > 0 ||
+           config().adapter_dropout > 0;
   }
   // Of a model whose head is one stage.
   const LossHead& head() const { return head_.value(); }
@@ -35,21 +37,30 @@ class CausalModel : public LayeredModel {
  protected:
   CausalModel(ModelSpec spec, const EdgeNames& names);
 
-  // The tensors of the first stage of one of these kinds. Throws Exception (kind input) where there is none.
-  static TensorIndex index_of(const ModelSpec& spec, StageKind kind, StageKind or_kind);
+  // By stage: where a half finds its tensors in the weights of blocks, and of stages of its own kind. Throws Exception
+  // (kind input) where there is no such stage.
+  template <class Half>
+  static std::vector<std::optional<Half>> halves_of(const ModelSpec& spec, StageKind kind) {
+    std::vector<std::optional<Half>> halves(spec.stages.size());
+    for (const int stage : stages_of(spec, kind))
+      halves[static_cast<std::size_t>(stage)].emplace(spec, TensorIndex(spec, stage));
+    return halves;
+  }
   const ModelConfig& config() const { return spec_.config; }
 
-  // The two halves of a block, each with its residual: hidden [batch, sequence, hidden] -> the same shape;
-  // differentiable where autograd is on.
-  virtual at::Tensor attention_half(const Weights& weights, const at::Tensor& hidden, const Shared& shared,
-                                    bool training) const = 0;
-  virtual at::Tensor mlp_half(const Weights& weights, const at::Tensor& hidden, bool training) const = 0;
+  // A block or a half of one, with its residuals: hidden [batch, sequence, hidden] -> the same shape; differentiable
+  // where autograd is on.
+  virtual at::Tensor block(int stage, const Weights& weights, const at::Tensor& hidden, const Shared& shared,
+                           bool training) const = 0;
+  double adapter_dropout(bool training) const { return training ? config().adapter_dropout : 0.0; }
   // LayeredModel::backward of a block or of a half; by default that one.
   virtual Carry block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                                const Shared& shared, const Carry& d_out) const;
   StageKind kind(int stage) const { return spec_.stages.at(static_cast<std::size_t>(stage)).kind; }
 
  private:
+  static std::vector<int> stages_of(const ModelSpec& spec, StageKind kind);
+
   ModelSpec spec_;
   std::vector<Embedding> embeddings_;  // by stage
   std::optional<LossHead> head_;

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "runtime/base/exception.h"
-#include "runtime/models/llama.h"
+#include "runtime/models/decoder.h"
 #include "runtime/models/loss_head.h"
 #include "runtime/models/ops.h"
 #include "runtime/spec/model_units.h"
@@ -22,13 +22,13 @@ ModelSpec spec_of(const DecoderShape& shape) {
                  .heads = shape.heads,
                  .kv_heads = shape.kv_heads,
                  .head_dim = shape.head_dim,
-                 .sliding_window = shape.window,
                  .norm_eps = shape.norm_eps,
                  .tie_word_embeddings = true,
                  .qkv_bias = shape.qkv_bias,
                  .output_bias = shape.output_bias,
                  .mlp_bias = shape.mlp_bias,
-                 .qk_norm = shape.qk_norm};
+                 .qk_norm = shape.qk_norm ? QkNorm::head : QkNorm::none,
+                 .layer_specs = {{.window = shape.window}}};
   spec.tiling = Tiling::none();
   build_units(spec);
   return spec;
@@ -69,7 +69,7 @@ DecoderLayer::DecoderLayer(const DecoderShape& shape, const std::vector<std::str
   }
   if (order_.size() != roles.size())
     throw Exception(io::ErrorKind::usage, "a decoder layer with parameters that are not its own");
-  model_ = make_llama(std::move(spec));
+  model_ = make_decoder(std::move(spec));
 }
 
 std::vector<Tensor> DecoderLayer::in_order(const std::vector<Tensor>& tensors) const {

@@ -21,6 +21,7 @@ Embedding::Embedding(const ModelSpec& spec, int stage, std::string_view tokens, 
   vocab_ = spec.config.vocab_size;
   if (first_row_ + rows_ < vocab_) return;
   if (!positions.empty()) positions_ = index.at(positions);
+  multiplier_ = spec.config.embedding_multiplier;
   dropout_ = spec.config.embedding_dropout;
 }
 
@@ -35,8 +36,14 @@ at::Tensor Embedding::look_up(const at::Tensor& table, const Carry& carry, const
   return at::where(here, found, carry.empty() ? at::zeros_like(found) : carry[0]);
 }
 
+// In x's type, as Gemma has it.
+at::Tensor Embedding::rounded_multiplier(const at::Tensor& x) const {
+  return at::full({}, multiplier_, x.options());
+}
+
 at::Tensor Embedding::forward(const Weights& weights, const Carry& carry, const Shared& shared, bool training) const {
   at::Tensor hidden = look_up(weights[static_cast<std::size_t>(tokens_)], carry, shared.ids);
+  if (multiplier_ != 1) hidden = hidden * rounded_multiplier(hidden);
   if (positions_ >= 0) {
     const at::Tensor& table = weights[static_cast<std::size_t>(positions_)];
     std::int64_t longest = shared.documents.empty() ? shared.ids.size(1) : 0;
@@ -52,7 +59,8 @@ at::Tensor Embedding::forward(const Weights& weights, const Carry& carry, const 
 }
 
 Carry Embedding::backward(const Gradients& gradients, const Shared& shared, const at::Tensor& d_out) const {
-  const at::Tensor d = with_dropout(d_out, dropout_, true);
+  at::Tensor d = with_dropout(d_out, dropout_, true);
+  if (multiplier_ != 1) d = d * rounded_multiplier(d);
   const at::Tensor flat = d.reshape({-1, d.size(-1)}).contiguous(), row = shared.ids.reshape({-1}) - first_row_;
   const at::Tensor& sum = gradients[static_cast<std::size_t>(tokens_)];
   if (rows_ == vocab_) {

@@ -24,10 +24,12 @@ class Embedding {
  private:
   at::Tensor look_up(const at::Tensor& table, const Carry& carry, const at::Tensor& ids) const;
 
+  at::Tensor rounded_multiplier(const at::Tensor& x) const;
+
   int tokens_ = 0, positions_ = -1;
   std::int64_t first_row_ = 0, rows_ = 0, vocab_ = 0;
   std::int64_t offset_ = 0, max_positions_ = 0;
-  double dropout_ = 0;
+  double multiplier_ = 1, dropout_ = 0;
 };
 
 }  // namespace tierflow::models

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "runtime/models/adapter.h"
 #include "runtime/models/attention.h"
 #include "runtime/models/causal_model.h"
 #include "runtime/models/ops.h"
@@ -12,22 +13,24 @@ namespace {
 // A weight and its bias in Weights.
 struct Pair {
   std::size_t weight = 0, bias = 0;
+  Adapter adapter = {};
 };
 
 Pair pair(const TensorIndex& index, const std::string& name) {
   return {.weight = static_cast<std::size_t>(index.at(name + ".weight")),
-          .bias = static_cast<std::size_t>(index.at(name + ".bias"))};
+          .bias = static_cast<std::size_t>(index.at(name + ".bias")),
+          .adapter = {index, name}};
 }
 
 struct Attention {
   Pair norm, qkv, out;
-  explicit Attention(const TensorIndex& index)
+  Attention(const ModelSpec&, const TensorIndex& index)
       : norm(pair(index, "ln_1")), qkv(pair(index, "attn.c_attn")), out(pair(index, "attn.c_proj")) {}
 };
 
 struct Mlp {
   Pair norm, up, down;
-  explicit Mlp(const TensorIndex& index)
+  Mlp(const ModelSpec&, const TensorIndex& index)
       : norm(pair(index, "ln_2")), up(pair(index, "mlp.c_fc")), down(pair(index, "mlp.c_proj")) {}
 };
 
@@ -35,39 +38,48 @@ class Gpt2Model final : public CausalModel {
  public:
   explicit Gpt2Model(ModelSpec spec)
       : CausalModel(spec, {.tokens = "wte.weight", .positions = "wpe.weight", .norm = "ln_f"}),
-        attention_(index_of(spec, StageKind::block, StageKind::attention)),
-        mlp_(index_of(spec, StageKind::block, StageKind::mlp)) {}
+        attention_(halves_of<Attention>(spec, StageKind::attention)),
+        mlp_(halves_of<Mlp>(spec, StageKind::mlp)) {}
 
  protected:
-  Tensor attention_half(const Weights& weights, const Tensor& hidden, const Shared& shared,
-                        bool training) const override {
-    const Tensor x = flat(hidden);
-    const Tensor qkv = apply(weights, attention_.qkv, norm(weights, attention_.norm, x))
-                           .view({hidden.size(0), hidden.size(1), 3, config().heads, config().head_dim});
-    const Tensor attended = attention(qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2),
-                                      {.documents = shared.documents}, training ? config().attention_dropout : 0.0);
-    return (x + drop(apply(weights, attention_.out, flat(attended)), training)).view(hidden.sizes());
-  }
-
-  Tensor mlp_half(const Weights& weights, const Tensor& hidden, bool training) const override {
-    const Tensor x = flat(hidden);
-    const Tensor inner = activate(apply(weights, mlp_.up, norm(weights, mlp_.norm, x)), config().activation);
-    return (x + drop(apply(weights, mlp_.down, inner), training)).view(hidden.sizes());
+  Tensor block(int stage, const Weights& weights, const Tensor& hidden, const Shared& shared,
+               bool training) const override {
+    Tensor x = hidden;
+    if (const auto& half = attention_[static_cast<std::size_t>(stage)]) x = attend(*half, weights, x, shared, training);
+    if (const auto& half = mlp_[static_cast<std::size_t>(stage)]) x = expand(*half, weights, x, training);
+    return x;
   }
 
  private:
+  Tensor attend(const Attention& block, const Weights& weights, const Tensor& hidden, const Shared& shared,
+                bool training) const {
+    const Tensor x = flat(hidden);
+    const Tensor qkv = apply(weights, block.qkv, training, norm(weights, block.norm, x))
+                           .view({hidden.size(0), hidden.size(1), 3, config().heads, config().head_dim});
+    const Tensor attended = attention(qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2),
+                                      {.documents = shared.documents}, training ? config().attention_dropout : 0.0);
+    return (x + drop(apply(weights, block.out, training, flat(attended)), training)).view(hidden.sizes());
+  }
+
+  Tensor expand(const Mlp& block, const Weights& weights, const Tensor& hidden, bool training) const {
+    const Tensor x = flat(hidden);
+    const Tensor inner =
+        activate(apply(weights, block.up, training, norm(weights, block.norm, x)), config().activation);
+    return (x + drop(apply(weights, block.down, training, inner), training)).view(hidden.sizes());
+  }
+
   Tensor flat(const Tensor& x) const { return x.reshape({-1, config().hidden_size}); }
   Tensor norm(const Weights& weights, const Pair& p, const Tensor& x) const {
     return at::layer_norm(x, {config().hidden_size}, weights[p.weight], weights[p.bias], config().norm_eps);
   }
   // y = x W + b on the flat tokens.
-  Tensor apply(const Weights& weights, const Pair& p, const Tensor& x) const {
-    return at::addmm(weights[p.bias], x, weights[p.weight]);
+  Tensor apply(const Weights& weights, const Pair& p, bool training, const Tensor& x) const {
+    return p.adapter.add_to(at::addmm(weights[p.bias], x, weights[p.weight]), weights, x, adapter_dropout(training));
   }
   Tensor drop(const Tensor& x, bool training) const { return with_dropout(x, config().residual_dropout, training); }
 
-  const Attention attention_;
-  const Mlp mlp_;
+  const std::vector<std::optional<Attention>> attention_;  // by stage
+  const std::vector<std::optional<Mlp>> mlp_;
 };
 
 }  // namespace

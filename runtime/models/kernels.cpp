@@ -36,45 +36,61 @@ TIERFLOW_INLINE double sum_exponentials(const std::uint16_t* x, std::int64_t n, 
 }  // namespace
 
 TIERFLOW_CLONES void rms_norm(const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out, float* rstd,
-                              std::int64_t rows, std::int64_t n, float eps) {
+                              std::int64_t rows, std::int64_t n, float eps, RmsRule rule) {
   for (std::int64_t row = 0; row < rows; ++row, x += n, out += n) {
     const float squares = sum_lanes(n, [x](std::int64_t i) { return wide(x[i]) * wide(x[i]); });
-    const float r = 1.0F / std::sqrt(squares / static_cast<float>(n) + eps);
-    for (std::int64_t i = 0; i < n; ++i) out[i] = narrow(wide(w[i]) * wide(narrow(wide(x[i]) * r)));
+    const float r = 1.0F / std::sqrt(squares / static_cast<float>(n) + eps), offset = rule.offset;
+    if (rule.rounded_first) {
+      for (std::int64_t i = 0; i < n; ++i) out[i] = narrow(wide(w[i]) * wide(narrow(wide(x[i]) * r)));
+    } else {
+      for (std::int64_t i = 0; i < n; ++i) out[i] = narrow((offset + wide(w[i])) * (wide(x[i]) * r));
+    }
     if (rstd != nullptr) rstd[row] = r;
   }
 }
 
 TIERFLOW_CLONES void rms_norm_backward(const std::uint16_t* d_out, const std::uint16_t* x, const float* rstd,
                                        const std::uint16_t* w, const std::uint16_t* residual, std::uint16_t* d_x,
-                                       float* d_w, std::int64_t rows, std::int64_t n) {
+                                       float* d_w, std::int64_t rows, std::int64_t n, RmsRule rule) {
+  const float offset = rule.offset;
   for (std::int64_t row = 0; row < rows; ++row, x += n, d_out += n, d_x += n) {
     const float r = rstd[row];
-    const float dot = sum_lanes(n, [=](std::int64_t i) { return wide(d_out[i]) * wide(w[i]) * wide(x[i]); });
+    const float dot = sum_lanes(n, [=](std::int64_t i) { return wide(d_out[i]) * (offset + wide(w[i])) * wide(x[i]); });
     const float pull = dot * r * r / static_cast<float>(n);  // mean(d w xhat) * rstd
-    if (d_w != nullptr) {
+    if (d_w != nullptr && rule.rounded_first) {
       for (std::int64_t i = 0; i < n; ++i) d_w[i] += wide(d_out[i]) * wide(narrow(wide(x[i]) * r));
+    } else if (d_w != nullptr) {
+      for (std::int64_t i = 0; i < n; ++i) d_w[i] += wide(d_out[i]) * (wide(x[i]) * r);
     }
     if (residual != nullptr) {
       for (std::int64_t i = 0; i < n; ++i) {
-        d_x[i] = narrow(r * (wide(d_out[i]) * wide(w[i]) - wide(x[i]) * pull) + wide(residual[i]));
+        d_x[i] = narrow(r * (wide(d_out[i]) * (offset + wide(w[i])) - wide(x[i]) * pull) + wide(residual[i]));
       }
       residual += n;
     } else {
-      for (std::int64_t i = 0; i < n; ++i) d_x[i] = narrow(r * (wide(d_out[i]) * wide(w[i]) - wide(x[i]) * pull));
+      for (std::int64_t i = 0; i < n; ++i) {
+        d_x[i] = narrow(r * (wide(d_out[i]) * (offset + wide(w[i])) - wide(x[i]) * pull));
+      }
     }
   }
 }
 
 TIERFLOW_CLONES void rope(std::uint16_t* x, const float* cos, const float* sin, const std::int64_t* table_row,
-                          std::int64_t first_row, std::int64_t rows, std::int64_t table_rows, std::int64_t heads,
-                          std::int64_t head_dim, float sign) {
-  const std::int64_t half = head_dim / 2;
+                          std::int64_t first_row, std::int64_t rows, const RopeShape& shape, float sign) {
+  const std::int64_t half = shape.rotated / 2;
   for (std::int64_t row = 0; row < rows; ++row) {
-    const std::int64_t from = table_row != nullptr ? table_row[first_row + row] : (first_row + row) % table_rows;
+    const std::int64_t from = table_row != nullptr ? table_row[first_row + row] : (first_row + row) % shape.table_rows;
     const float* c = cos + from * half;
     const float* s = sin + from * half;
-    for (std::int64_t head = 0; head < heads; ++head, x += head_dim) {
+    for (std::int64_t head = 0; head < shape.heads; ++head, x += shape.head_dim) {
+      if (shape.interleaved) {
+        for (std::int64_t i = 0; i < half; ++i) {
+          const float a = wide(x[2 * i]), b = wide(x[2 * i + 1]), turn = sign * s[i];
+          x[2 * i] = narrow(a * c[i] - b * turn);
+          x[2 * i + 1] = narrow(b * c[i] + a * turn);
+        }
+        continue;
+      }
       std::uint16_t* low = x;
       std::uint16_t* high = x + half;
 #pragma GCC ivdep

@@ -6,21 +6,32 @@
 
 namespace tierflow::models::kernels {
 
-// out = w * bf16(x * rstd), rstd = 1 / sqrt(mean(x^2) + eps): transformers' rule, which rounds before the weight. rstd:
-// [rows], may be null.
+// The weight's rule: w * bf16(x * rstd), rounded before it (transformers' Llama); or (offset + w) * x * rstd in fp32,
+// rounded once.
+struct RmsRule {
+  bool rounded_first = true;
+  float offset = 0;
+};
+
+// out, with rstd = 1 / sqrt(mean(x^2) + eps). rstd: [rows], may be null.
 void rms_norm(const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out, float* rstd, std::int64_t rows,
-              std::int64_t n, float eps);
+              std::int64_t n, float eps, RmsRule rule);
 
-// d_x = rstd * (d w - xhat mean(d w xhat)) + residual, with xhat = x * rstd; d_w [n] += sum over rows of d *
-// bf16(xhat). residual and d_w may be null; d_x may be d_out or residual.
+// d_x = rstd * (d w - xhat mean(d w xhat)) + residual, with xhat = x * rstd and w with its offset; d_w [n] += sum over
+// rows of d * xhat, rounded as the rule says. residual and d_w may be null; d_x may be d_out or residual.
 void rms_norm_backward(const std::uint16_t* d_out, const std::uint16_t* x, const float* rstd, const std::uint16_t* w,
-                       const std::uint16_t* residual, std::uint16_t* d_x, float* d_w, std::int64_t rows,
-                       std::int64_t n);
+                       const std::uint16_t* residual, std::uint16_t* d_x, float* d_w, std::int64_t rows, std::int64_t n,
+                       RmsRule rule);
 
-// Rotates x [rows, heads, head_dim] in place; row r uses row table_row[first_row + r] of the tables, or where that is
-// null, row (first_row + r) % table_rows. cos, sin: [table_rows, head_dim / 2]; `sign` -1 rotates back (the gradient).
+// Rotates the first `rotated` dimensions of x [rows, heads, head_dim] in place; row r uses row table_row[first_row + r]
+// of the tables, or where that is null, row (first_row + r) % table_rows. cos, sin: [table_rows, rotated / 2]; `sign`
+// -1 rotates back (the gradient). Pairs are (2i, 2i + 1) where interleaved, else (i, i + rotated / 2).
+struct RopeShape {
+  std::int64_t table_rows, heads, head_dim, rotated;
+  bool interleaved;
+};
 void rope(std::uint16_t* x, const float* cos, const float* sin, const std::int64_t* table_row, std::int64_t first_row,
-          std::int64_t rows, std::int64_t table_rows, std::int64_t heads, std::int64_t head_dim, float sign);
+          std::int64_t rows, const RopeShape& shape, float sign);
 
 // out = silu(gate) * up, n elements.
 void swiglu(const std::uint16_t* gate, const std::uint16_t* up, std::uint16_t* out, std::int64_t n);

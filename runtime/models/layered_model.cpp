@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "runtime/base/exception.h"
+#include "runtime/models/decoder.h"
 #include "runtime/models/gpt2.h"
-#include "runtime/models/llama.h"
 #include "runtime/models/opt.h"
 
 namespace tierflow {
@@ -112,8 +112,8 @@ Carry LayeredModel::differentiate(const Weights& leaves, const Gradients& gradie
 
 std::unique_ptr<LayeredModel> make_model(ModelSpec spec) {
   switch (spec.config.family) {
-    case Family::llama:
-      return models::make_llama(std::move(spec));
+    case Family::decoder:
+      return models::make_decoder(std::move(spec));
     case Family::gpt2:
       return models::make_gpt2(std::move(spec));
     case Family::opt:

@@ -13,6 +13,10 @@ namespace {
 // for each element of the fp32 sum it reads and writes.
 constexpr std::int64_t kCpuLogits = std::int64_t{8} << 20, kCudaLogits = std::int64_t{64} << 20;
 
+at::Tensor rows_of(const at::Tensor& hidden) {
+  return hidden.detach().reshape({-1, hidden.size(-1)});
+}
+
 }  // namespace
 
 double sum_in_order(const at::Tensor& losses) {
@@ -28,7 +32,8 @@ std::int64_t head_chunk_rows(std::int64_t vocab, bool cuda) {
   return std::max<std::int64_t>(16, rows);
 }
 
-LossHead::LossHead(const FinalNorm& norm, const TensorIndex& index, std::string_view tied) : norm_(norm) {
+LossHead::LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& index, std::string_view tied)
+    : norm_(norm), rule_(rule) {
   output_ = index.find("lm_head.weight");
   if (output_ < 0) output_ = index.at(tied);
 }
@@ -36,7 +41,7 @@ LossHead::LossHead(const FinalNorm& norm, const TensorIndex& index, std::string_
 double LossHead::loss(const Weights& weights, const at::Tensor& hidden, const at::Tensor& labels, at::Tensor* losses,
                       std::int64_t chunk_rows) const {
   const at::NoGradGuard no_grad;
-  const at::Tensor normed = norm_.forward(weights, hidden).out;
+  const at::Tensor normed = norm_(weights, rows_of(hidden));
   const at::Tensor output = at_or_none(weights, output_), flat = labels.reshape({-1}).contiguous();
   const std::int64_t tokens = normed.size(0),
                      chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
@@ -44,6 +49,7 @@ double LossHead::loss(const Weights& weights, const at::Tensor& hidden, const at
   for (std::int64_t first = 0; first < tokens; first += chunk) {
     const std::int64_t rows = std::min(chunk, tokens - first);
     at::Tensor logits = at::mm(normed.narrow(0, first, rows), output.t());
+    rule_.apply(logits);
     cross_entropy(logits, flat.narrow(0, first, rows), each.narrow(0, first, rows), 1.0, false);
   }
   if (losses != nullptr) *losses = each;
@@ -53,32 +59,39 @@ double LossHead::loss(const Weights& weights, const at::Tensor& hidden, const at
 HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,
                                        const at::Tensor& labels, double scale, std::int64_t chunk_rows) const {
   const at::NoGradGuard no_grad;
-  const FinalNorm::Normed normed = norm_.forward(weights, hidden);
+  const at::Tensor in = rows_of(hidden);
+  Norm::Kept kept;
+  const at::Tensor normed = norm_(weights, in, &kept);
   const at::Tensor output = at_or_none(weights, output_), flat = labels.reshape({-1}).contiguous();
   const at::Tensor d_output = at_or_none(gradients, output_);
-  const std::int64_t tokens = normed.out.size(0),
+  const std::int64_t tokens = normed.size(0),
                      chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
-  at::Tensor each = at::zeros({tokens}, normed.out.options().dtype(at::kDouble));
-  at::Tensor d = at::empty_like(normed.out);
-  at::Tensor buffer = at::empty({std::min(chunk, tokens), output.size(0)}, normed.out.options());
+  at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
+  at::Tensor d = at::empty_like(normed);
+  at::Tensor buffer = at::empty({std::min(chunk, tokens), output.size(0)}, normed.options());
   for (std::int64_t first = 0; first < tokens; first += chunk) {
     const std::int64_t rows = std::min(chunk, tokens - first);
-    const at::Tensor part = normed.out.narrow(0, first, rows);
+    const at::Tensor part = normed.narrow(0, first, rows);
     at::Tensor logits = buffer.narrow(0, 0, rows), d_part = d.narrow(0, first, rows);
     at::mm_out(logits, part, output.t());
+    rule_.apply(logits);
+    const at::Tensor slope = rule_.slope(logits);
     cross_entropy(logits, flat.narrow(0, first, rows), each.narrow(0, first, rows), scale, true);
+    rule_.backward(logits, slope);
     at::mm_out(d_part, logits, output);
     add_product(d_output, logits, part);
   }
   buffer.reset();
 
-  d = norm_.backward(normed, gradients, d);
+  d = norm_.backward(weights, gradients, d, in, kept);
   return {.loss_sum = sum_in_order(each), .d_carry = {d.view(hidden.sizes())}};
 }
 
 at::Tensor LossHead::logits(const Weights& weights, const at::Tensor& hidden) const {
   const at::NoGradGuard no_grad;
-  return at::mm(norm_.forward(weights, hidden).out, at_or_none(weights, output_).t());
+  at::Tensor logits = at::mm(norm_(weights, rows_of(hidden)), at_or_none(weights, output_).t());
+  rule_.apply(logits);
+  return logits;
 }
 
 }  // namespace tierflow::models

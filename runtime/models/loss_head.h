@@ -3,8 +3,9 @@
 // vocabulary and the kind of device alone, so that the bits do not depend on a budget.
 #include <ATen/core/Tensor.h>
 
-#include "runtime/models/final_norm.h"
 #include "runtime/models/layered_model.h"
+#include "runtime/models/logit_rule.h"
+#include "runtime/models/norm.h"
 
 namespace tierflow::models {
 
@@ -16,7 +17,7 @@ double sum_in_order(const at::Tensor& losses);
 class LossHead {
  public:
   // Tensor "lm_head.weight", else `tied`, the embedding's [vocab, hidden].
-  LossHead(const FinalNorm& norm, const TensorIndex& index, std::string_view tied);
+  LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& index, std::string_view tied);
 
   // -sum of log probabilities of the labels that count. `losses`, where wanted: of each token [tokens] fp64, 0 where
   // none counts.
@@ -30,7 +31,8 @@ class LossHead {
   at::Tensor logits(const Weights& weights, const at::Tensor& hidden) const;
 
  private:
-  FinalNorm norm_;
+  Norm norm_;
+  LogitRule rule_;
   int output_ = -1;
 };
 

@@ -27,14 +27,22 @@ std::uint16_t* bits(const Tensor& t) {
   return t.defined() ? static_cast<std::uint16_t*>(t.data_ptr()) : nullptr;
 }
 
+double offset_of(NormKind kind) {
+  return kind == NormKind::rms_plus_one ? 1.0 : 0.0;
+}
+kernels::RmsRule rule_of(NormKind kind) {
+  return {.rounded_first = kind == NormKind::rms, .offset = static_cast<float>(offset_of(kind))};
+}
+
 }  // namespace
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, Tensor* rstd) {
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, NormKind kind, Tensor* rstd) {
   if (!fused(x, weight)) {
     const Tensor wide = x.to(wide_type(x));
     const Tensor r = at::rsqrt(wide.pow(2).mean(-1, true) + eps);
     if (rstd != nullptr) *rstd = r.detach();
-    return weight * (wide * r).to(x.scalar_type());
+    if (kind == NormKind::rms) return weight * (wide * r).to(x.scalar_type());
+    return ((wide * r) * (weight.to(wide.scalar_type()) + offset_of(kind))).to(x.scalar_type());
   }
   const std::int64_t n = x.size(-1), rows = x.numel() / n;
   Tensor out = at::empty_like(x);
@@ -42,13 +50,13 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, Tensor* rstd)
   float* r = rstd != nullptr ? rstd->mutable_data_ptr<float>() : nullptr;
   at::parallel_for(0, rows, grain_rows(n), [&](std::int64_t begin, std::int64_t end) {
     kernels::rms_norm(bits(x) + begin * n, bits(weight), bits(out) + begin * n, r != nullptr ? r + begin : nullptr,
-                      end - begin, n, static_cast<float>(eps));
+                      end - begin, n, static_cast<float>(eps), rule_of(kind));
   });
   return out;
 }
 
 Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
-                         const Tensor& sum, const Tensor& residual) {
+                         const Tensor& sum, NormKind kind, const Tensor& residual) {
   const std::int64_t n = x.size(-1), rows = x.numel() / n;
   if (!fused(d_out, x, weight, residual)) {
     const Tensor r = rstd.view([&] {
@@ -58,8 +66,9 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
     }());
     const Tensor xhat = x.to(wide_type(x)) * r;
     const Tensor d = d_out.to(wide_type(x));
-    if (sum.defined()) sum.add_((d * xhat.to(x.scalar_type())).reshape({rows, n}).sum(0));
-    const Tensor dw = d * weight.to(wide_type(x));
+    const Tensor seen = kind == NormKind::rms ? xhat.to(x.scalar_type()) : xhat;
+    if (sum.defined()) sum.add_((d * seen).reshape({rows, n}).sum(0));
+    const Tensor dw = d * (weight.to(wide_type(x)) + offset_of(kind));
     Tensor d_x = (dw - xhat * (dw * xhat).mean(-1, true)) * r;
     if (residual.defined()) d_x = d_x + residual;
     return d_x.to(x.scalar_type());
@@ -77,7 +86,7 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
       const std::int64_t first = b * block, count = std::min(block, rows - first);
       kernels::rms_norm_backward(bits(d_out) + first * n, bits(x) + first * n, r + first, bits(weight),
                                  residual.defined() ? bits(residual) + first * n : nullptr, bits(d_x) + first * n,
-                                 partials != nullptr ? partials + b * n : nullptr, count, n);
+                                 partials != nullptr ? partials + b * n : nullptr, count, n, rule_of(kind));
     }
   });
   if (partials != nullptr) {
@@ -87,8 +96,8 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
   return d_x;
 }
 
-Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign, const Tensor& positions) {
-  const std::int64_t heads = x.size(2), dim = x.size(3);
+Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, bool interleaved, double sign, const Tensor& positions) {
+  const std::int64_t heads = x.size(2), dim = x.size(3), half = cos.size(-1);
   // transformers rounds the tables to the model's type.
   const Tensor c = cos.to(x.scalar_type()), s = sin.to(x.scalar_type());
   if (!fused(x)) {
@@ -96,18 +105,22 @@ Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign, const T
       return (positions.defined() ? at::embedding(table, positions) : table).unsqueeze(-2);
     };
     const Tensor cos_heads = by_token(c), sin_heads = by_token(s) * sign;
-    const Tensor low = x.narrow(-1, 0, dim / 2), high = x.narrow(-1, dim / 2, dim / 2);
-    return at::cat({low * cos_heads - high * sin_heads, high * cos_heads + low * sin_heads}, -1);
+    const Tensor turning = x.narrow(-1, 0, 2 * half);
+    const Tensor low = interleaved ? turning.slice(-1, 0, std::nullopt, 2) : turning.narrow(-1, 0, half);
+    const Tensor high = interleaved ? turning.slice(-1, 1, std::nullopt, 2) : turning.narrow(-1, half, half);
+    const Tensor turned_low = low * cos_heads - high * sin_heads, turned_high = high * cos_heads + low * sin_heads;
+    const Tensor turned =
+        interleaved ? at::stack({turned_low, turned_high}, -1).flatten(-2) : at::cat({turned_low, turned_high}, -1);
+    return 2 * half == dim ? turned : at::cat({turned, x.narrow(-1, 2 * half, dim - 2 * half)}, -1);
   }
   const Tensor cos32 = c.to(at::kFloat).contiguous(), sin32 = s.to(at::kFloat).contiguous();
   const Tensor rows = positions.defined() ? positions.contiguous() : positions;
   const float* cp = cos32.const_data_ptr<float>();
   const float* sp = sin32.const_data_ptr<float>();
   const std::int64_t* row = rows.defined() ? rows.const_data_ptr<std::int64_t>() : nullptr;
-  const std::int64_t table_rows = cos32.numel() / cos32.size(-1);
+  const kernels::RopeShape shape{cos32.numel() / half, heads, dim, 2 * half, interleaved};
   at::parallel_for(0, x.size(0) * x.size(1), grain_rows(heads * dim), [&](std::int64_t begin, std::int64_t end) {
-    kernels::rope(bits(x) + begin * heads * dim, cp, sp, row, begin, end - begin, table_rows, heads, dim,
-                  static_cast<float>(sign));
+    kernels::rope(bits(x) + begin * heads * dim, cp, sp, row, begin, end - begin, shape, static_cast<float>(sign));
   });
   return x;
 }
@@ -120,14 +133,32 @@ Tensor activate(const Tensor& x, Activation activation) {
       return at::gelu(x);
     case Activation::gelu_tanh:
       return at::gelu(x, "tanh");
+    case Activation::relu2:
+      return at::relu(x).square();
     case Activation::relu:
       break;
   }
   return at::relu(x);
 }
 
-Tensor swiglu(const Tensor& gate, const Tensor& up) {
-  if (!fused(gate, up)) return at::silu(gate) * up;
+Tensor activate_backward(const Tensor& d_out, const Tensor& x, Activation activation) {
+  switch (activation) {
+    case Activation::silu:
+      return at::silu_backward(d_out, x);
+    case Activation::gelu:
+      return at::gelu_backward(d_out, x);
+    case Activation::gelu_tanh:
+      return at::gelu_backward(d_out, x, "tanh");
+    case Activation::relu2:
+      return d_out * (at::relu(x) * 2);
+    case Activation::relu:
+      break;
+  }
+  return at::threshold_backward(d_out, x, 0);
+}
+
+Tensor gated(const Tensor& gate, const Tensor& up, Activation activation) {
+  if (activation != Activation::silu || !fused(gate, up)) return activate(gate, activation) * up;
   Tensor out = at::empty_like(gate);
   at::parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
     kernels::swiglu(bits(gate) + begin, bits(up) + begin, bits(out) + begin, end - begin);
@@ -135,12 +166,12 @@ Tensor swiglu(const Tensor& gate, const Tensor& up) {
   return out;
 }
 
-void swiglu_backward(Tensor& gate, Tensor& up, Tensor& d_out) {
-  if (!fused(gate, up, d_out)) {
-    const Tensor silu = at::silu(gate);
-    const Tensor out = silu * up;
-    gate = at::silu_backward(d_out * up, gate);
-    up = d_out * silu;
+void gated_backward(Tensor& gate, Tensor& up, Tensor& d_out, Activation activation) {
+  if (activation != Activation::silu || !fused(gate, up, d_out)) {
+    const Tensor active = activate(gate, activation);
+    const Tensor out = active * up;
+    gate = activate_backward(d_out * up, gate, activation);
+    up = d_out * active;
     d_out = out;
     return;
   }

@@ -14,24 +14,29 @@ namespace tierflow::models {
 
 using at::Tensor;
 
-// Normalises the last dimension: w * (x * rstd), the rounding to x's type before the weight.
+// Normalises the last dimension: w * (x * rstd), by `kind`, one of the rms kinds of decoder_spec.h.
 // rstd, where wanted: fp32 (fp64 for fp64), one for each row.
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, Tensor* rstd = nullptr);
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, NormKind kind = NormKind::rms,
+                Tensor* rstd = nullptr);
 // The gradient of x, plus `residual` where defined; adds the weight's to `sum`.
 Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
-                         const Tensor& sum, const Tensor& residual = {});
+                         const Tensor& sum, NormKind kind = NormKind::rms, const Tensor& residual = {});
 
-// Rotary embedding of x [batch, sequence, heads, head_dim]. cos, sin: fp32 [sequence, head_dim / 2], or one for each
-// row [batch, sequence, head_dim / 2]. positions, where defined: int64 [batch, sequence], the row of [sequence,
-// head_dim / 2] for each token. Without autograd x itself is rotated and returned. The gradient is the rotation by -1.
-Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, double sign = 1.0, const Tensor& positions = {});
+// Rotary embedding of the first 2n dimensions of x [batch, sequence, heads, head_dim]. cos, sin: fp32 [sequence, n], or
+// one for each row [batch, sequence, n]. positions, where defined: int64 [batch, sequence], the row of [sequence, n]
+// for each token. Pairs are neighbours where interleaved, else one of each half. Without autograd x itself is rotated
+// and returned. The gradient is the rotation by -1.
+Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, bool interleaved, double sign = 1.0,
+            const Tensor& positions = {});
 
 Tensor activate(const Tensor& x, Activation activation);
+// The gradient of x from that of activate(x).
+Tensor activate_backward(const Tensor& d_out, const Tensor& x, Activation activation);
 
-// silu(gate) * up.
-Tensor swiglu(const Tensor& gate, const Tensor& up);
-// Gradients of gate and up, written over them; d_out becomes silu(gate) * up.
-void swiglu_backward(Tensor& gate, Tensor& up, Tensor& d_out);
+// activate(gate) * up.
+Tensor gated(const Tensor& gate, const Tensor& up, Activation activation);
+// Gradients of gate and up, written over them; d_out becomes gated(gate, up).
+void gated_backward(Tensor& gate, Tensor& up, Tensor& d_out, Activation activation);
 
 // Zeroes with probability p and scales the rest by 1/(1-p); the mask depends on the generator's state and x's size
 // alone, so that the gradient is dropout of the gradient from the same state.

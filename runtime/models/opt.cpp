@@ -4,34 +4,28 @@
 
 #include "runtime/models/attention.h"
 #include "runtime/models/causal_model.h"
+#include "runtime/models/linear.h"
 #include "runtime/models/ops.h"
 
 namespace tierflow::models {
 namespace {
 
-// A weight and its bias in Weights; bias -1: none.
-struct Pair {
-  int weight = -1, bias = -1;
-};
-
-Pair pair(const TensorIndex& index, const std::string& name) {
-  return {.weight = index.at(name + ".weight"), .bias = index.find(name + ".bias")};
-}
-
 struct Attention {
-  Pair norm, q, k, v, out;
-  explicit Attention(const TensorIndex& index)
-      : norm(pair(index, "self_attn_layer_norm")),
-        q(pair(index, "self_attn.q_proj")),
-        k(pair(index, "self_attn.k_proj")),
-        v(pair(index, "self_attn.v_proj")),
-        out(pair(index, "self_attn.out_proj")) {}
+  Norm norm;
+  Linear q, k, v, out;
+  Attention(const ModelSpec& spec, const TensorIndex& index)
+      : norm(NormKind::layer, spec.config.norm_eps, index, "self_attn_layer_norm"),
+        q(index, "self_attn.q_proj"),
+        k(index, "self_attn.k_proj"),
+        v(index, "self_attn.v_proj"),
+        out(index, "self_attn.out_proj") {}
 };
 
 struct Mlp {
-  Pair norm, up, down;
-  explicit Mlp(const TensorIndex& index)
-      : norm(pair(index, "final_layer_norm")), up(pair(index, "fc1")), down(pair(index, "fc2")) {}
+  Norm norm;
+  Linear up, down;
+  Mlp(const ModelSpec& spec, const TensorIndex& index)
+      : norm(NormKind::layer, spec.config.norm_eps, index, "final_layer_norm"), up(index, "fc1"), down(index, "fc2") {}
 };
 
 class OptModel final : public CausalModel {
@@ -41,50 +35,50 @@ class OptModel final : public CausalModel {
                            .positions = "embed_positions.weight",
                            .norm = "final_layer_norm",
                            .norm_kind = spec.config.norm_before ? NormKind::layer : NormKind::none}),
-        attention_(index_of(spec, StageKind::block, StageKind::attention)),
-        mlp_(index_of(spec, StageKind::block, StageKind::mlp)) {}
+        attention_(halves_of<Attention>(spec, StageKind::attention)),
+        mlp_(halves_of<Mlp>(spec, StageKind::mlp)) {}
 
  protected:
-  Tensor attention_half(const Weights& weights, const Tensor& hidden, const Shared& shared,
-                        bool training) const override {
-    const Tensor x = flat(hidden);
-    const Tensor in = config().norm_before ? norm(weights, attention_.norm, x) : x;
-    const auto heads = [&](const Pair& p) {
-      return apply(weights, p, in).view({hidden.size(0), hidden.size(1), config().heads, config().head_dim});
-    };
-    const Tensor attended = attention(heads(attention_.q), heads(attention_.k), heads(attention_.v),
-                                      {.documents = shared.documents}, training ? config().attention_dropout : 0.0);
-    Tensor middle = x + drop(apply(weights, attention_.out, flat(attended)), training);
-    if (!config().norm_before) middle = norm(weights, attention_.norm, middle);
-    return middle.view(hidden.sizes());
-  }
-
-  Tensor mlp_half(const Weights& weights, const Tensor& hidden, bool training) const override {
-    const Tensor x = flat(hidden);
-    const Tensor in = config().norm_before ? norm(weights, mlp_.norm, x) : x;
-    const Tensor inner = activate(apply(weights, mlp_.up, in), config().activation);
-    Tensor result = x + drop(apply(weights, mlp_.down, inner), training);
-    if (!config().norm_before) result = norm(weights, mlp_.norm, result);
-    return result.view(hidden.sizes());
+  Tensor block(int stage, const Weights& weights, const Tensor& hidden, const Shared& shared,
+               bool training) const override {
+    Tensor x = hidden;
+    if (const auto& half = attention_[static_cast<std::size_t>(stage)]) x = attend(*half, weights, x, shared, training);
+    if (const auto& half = mlp_[static_cast<std::size_t>(stage)]) x = expand(*half, weights, x, training);
+    return x;
   }
 
  private:
+  Tensor attend(const Attention& half, const Weights& weights, const Tensor& hidden, const Shared& shared,
+                bool training) const {
+    const Tensor x = flat(hidden);
+    const Tensor in = config().norm_before ? half.norm(weights, x) : x;
+    const double dropout = adapter_dropout(training);
+    const auto heads = [&](const Linear& linear) {
+      return linear(weights, in, dropout).view({hidden.size(0), hidden.size(1), config().heads, config().head_dim});
+    };
+    const Tensor q = heads(half.q), k = heads(half.k), v = heads(half.v);
+    const Tensor attended =
+        attention(q, k, v, {.documents = shared.documents}, training ? config().attention_dropout : 0.0);
+    Tensor middle = x + drop(half.out(weights, flat(attended), dropout), training);
+    if (!config().norm_before) middle = half.norm(weights, middle);
+    return middle.view(hidden.sizes());
+  }
+
+  Tensor expand(const Mlp& half, const Weights& weights, const Tensor& hidden, bool training) const {
+    const Tensor x = flat(hidden);
+    const Tensor in = config().norm_before ? half.norm(weights, x) : x;
+    const double dropout = adapter_dropout(training);
+    const Tensor inner = activate(half.up(weights, in, dropout), config().activation);
+    Tensor result = x + drop(half.down(weights, inner, dropout), training);
+    if (!config().norm_before) result = half.norm(weights, result);
+    return result.view(hidden.sizes());
+  }
+
   Tensor flat(const Tensor& x) const { return x.reshape({-1, config().hidden_size}); }
-  static Tensor tensor(const Weights& weights, int i) {
-    return i < 0 ? Tensor() : weights[static_cast<std::size_t>(i)];
-  }
-  Tensor norm(const Weights& weights, const Pair& p, const Tensor& x) const {
-    return at::layer_norm(x, {config().hidden_size}, tensor(weights, p.weight), tensor(weights, p.bias),
-                          config().norm_eps);
-  }
-  Tensor apply(const Weights& weights, const Pair& p, const Tensor& x) const {
-    return p.bias < 0 ? at::linear(x, tensor(weights, p.weight))
-                      : at::linear(x, tensor(weights, p.weight), tensor(weights, p.bias));
-  }
   Tensor drop(const Tensor& x, bool training) const { return with_dropout(x, config().residual_dropout, training); }
 
-  const Attention attention_;
-  const Mlp mlp_;
+  const std::vector<std::optional<Attention>> attention_;  // by stage
+  const std::vector<std::optional<Mlp>> mlp_;
 };
 
 }  // namespace

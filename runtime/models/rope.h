@@ -1,5 +1,6 @@
 #pragma once
-// Rotary tables, as transformers computes them (Su et al., RoFormer; Meta's smoothing for Llama 3.1).
+// Rotary tables, as transformers computes them (Su et al., RoFormer; Meta's smoothing for Llama 3.1; Peng et al., YaRN;
+// Ding et al., LongRoPE).
 #include <ATen/core/Tensor.h>
 
 #include <utility>
@@ -8,9 +9,9 @@
 
 namespace tierflow::models {
 
-// Inverse frequencies, fp32 [head_dim / 2]. Throws Exception for an unknown type.
-at::Tensor inverse_frequencies(const RopeSpec& rope, std::int64_t head_dim);
-// cos and sin, fp32 [positions, head_dim / 2] on `device`.
+// Inverse frequencies, fp32 [rotated / 2], for rows of `positions` tokens. Throws Exception for an unknown type.
+at::Tensor inverse_frequencies(const RopeSpec& rope, std::int64_t head_dim, std::int64_t positions);
+// cos and sin, fp32 [positions, rotated / 2] on `device`.
 std::pair<at::Tensor, at::Tensor> rope_tables(const RopeSpec& rope, std::int64_t head_dim, std::int64_t positions,
                                               at::Device device);
 

@@ -9,7 +9,10 @@ TensorIndex::TensorIndex(const ModelSpec& spec, int stage) {
   for (int unit : layer.units) {
     const UnitSpec& tensors = spec.units.at(static_cast<std::size_t>(unit));
     if (stage_.empty()) stage_ = tensors.name;
-    for (const TensorSpec& tensor : tensors.tensors) names_.push_back(tensor.name);
+    for (const TensorSpec& tensor : tensors.tensors) {
+      names_.push_back(tensor.name);
+      scales_.push_back(tensor.scale);
+    }
   }
 }
 

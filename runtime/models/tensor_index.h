@@ -18,10 +18,13 @@ class TensorIndex {
   int find(std::string_view end) const;
   // The same; throws Exception (kind input) where there is none.
   int at(std::string_view end) const;
+  // TensorSpec::scale of the tensor there.
+  double scale(int position) const { return scales_[static_cast<std::size_t>(position)]; }
 
  private:
   std::string stage_;
   std::vector<std::string> names_;
+  std::vector<double> scales_;
 };
 
 }  // namespace tierflow::models

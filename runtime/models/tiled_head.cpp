@@ -13,7 +13,7 @@ namespace {
 
 // Calls use(first token, tokens, their logits in the tile), the logits to be overwritten.
 template <class Use>
-void for_each_chunk(const Tensor& normed, const Tensor& output, Use use) {
+void for_each_chunk(const Tensor& normed, const Tensor& output, const LogitRule& rule, Use use) {
   const std::int64_t tokens = normed.size(0),
                      chunk = std::min(tokens, head_chunk_rows(output.size(0), output.is_cuda()));
   const Tensor buffer = at::empty({chunk, output.size(0)}, normed.options());
@@ -21,12 +21,17 @@ void for_each_chunk(const Tensor& normed, const Tensor& output, Use use) {
     const std::int64_t rows = std::min(chunk, tokens - first);
     Tensor logits = buffer.narrow(0, 0, rows);
     at::mm_out(logits, normed.narrow(0, first, rows), output.t());
+    rule.apply(logits);
     use(first, rows, logits);
   }
 }
 
 Tensor flat(const Tensor& labels) {
   return labels.reshape({-1}).contiguous();
+}
+
+Tensor rows_of(const Tensor& hidden) {
+  return hidden.detach().reshape({-1, hidden.size(-1)});
 }
 
 void check_labels(const Tensor& labels, std::int64_t vocab) {
@@ -54,8 +59,9 @@ Tensor empty_sum(const Tensor& normed) {
 
 }  // namespace
 
-TiledHead::TiledHead(const ModelSpec& spec, int norm_stage, const FinalNorm& norm, std::string_view tied)
-    : norm_(norm), norm_stage_(norm_stage) {
+TiledHead::TiledHead(const ModelSpec& spec, int norm_stage, const Norm& norm, const LogitRule& rule,
+                     std::string_view tied)
+    : norm_(norm), rule_(rule), norm_stage_(norm_stage) {
   for (int stage = norm_stage + 1; stage < static_cast<int>(spec.stages.size()); ++stage) {
     const TensorIndex index(spec, stage);
     const int own = index.find("lm_head.weight");
@@ -66,21 +72,23 @@ TiledHead::TiledHead(const ModelSpec& spec, int norm_stage, const FinalNorm& nor
 
 Carry TiledHead::normalise(const Weights& weights, const Tensor& hidden) const {
   const at::NoGradGuard no_grad;
-  const Tensor out = norm_.forward(weights, hidden).out;
+  const Tensor out = norm_(weights, rows_of(hidden));
   return {out, no_softmax_sums(out.size(0), out.device())};
 }
 
 Carry TiledHead::normalise_backward(const Weights& weights, const Gradients& gradients, const Tensor& hidden,
                                     const Carry& d_out) const {
   const at::NoGradGuard no_grad;
-  const FinalNorm::Normed normed = norm_.forward(weights, hidden);
-  return {norm_.backward(normed, gradients, d_out.at(0).to(hidden.scalar_type())).view(hidden.sizes())};
+  const Tensor in = rows_of(hidden);
+  Norm::Kept kept;
+  norm_(weights, in, &kept);
+  return {norm_.backward(weights, gradients, d_out.at(0).to(hidden.scalar_type()), in, kept).view(hidden.sizes())};
 }
 
 Carry TiledHead::forward(int stage, const Weights& weights, const Carry& carry, const Tensor& all_labels) const {
   const at::NoGradGuard no_grad;
   const Tensor labels = flat(all_labels), sums = carry.at(1).clone();
-  for_each_chunk(carry[0], at_or_none(weights, tile(stage).output),
+  for_each_chunk(carry[0], at_or_none(weights, tile(stage).output), rule_,
                  [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
                    softmax_sums(logits, labels.narrow(0, first, rows), tile(stage).first, sums.narrow(0, first, rows));
                  });
@@ -93,8 +101,10 @@ Carry TiledHead::backward(int stage, const Weights& weights, const Gradients& gr
   const Tensor &before = d_out.at(0), &normed = d_out.at(1), &factors = d_out.at(2), labels = flat(all_labels);
   const Tensor output = at_or_none(weights, tile(stage).output), d_output = at_or_none(gradients, tile(stage).output);
   const Tensor d = at::empty_like(before);
-  for_each_chunk(normed, output, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
+  for_each_chunk(normed, output, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
+    const Tensor slope = rule_.slope(logits);
     softmax_gradient(logits, labels.narrow(0, first, rows), tile(stage).first, factors.narrow(0, first, rows));
+    rule_.backward(logits, slope);
     add_gradients(logits, output, d_output, normed.narrow(0, first, rows), before.narrow(0, first, rows),
                   d.narrow(0, first, rows));
   });
@@ -116,12 +126,14 @@ HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients&
   const Tensor output = at_or_none(weights, last.output), d_output = at_or_none(gradients, last.output);
   check_labels(labels, last.first + output.size(0));
   const Tensor factors = at::empty_like(sums), d = empty_sum(normed);
-  for_each_chunk(normed, output, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
+  for_each_chunk(normed, output, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
     const Tensor chunk_labels = labels.narrow(0, first, rows), chunk_sums = sums.narrow(0, first, rows);
     softmax_sums(logits, chunk_labels, last.first, chunk_sums);
     const Tensor chunk_factors = factors.narrow(0, first, rows);
     chunk_factors.copy_(softmax_factors(chunk_sums, chunk_labels, scale));
+    const Tensor slope = rule_.slope(logits);
     softmax_gradient(logits, chunk_labels, last.first, chunk_factors);
+    rule_.backward(logits, slope);
     add_gradients(logits, output, d_output, normed.narrow(0, first, rows), {}, d.narrow(0, first, rows));
   });
   return {.loss_sum = sum_in_order(softmax_losses(sums, labels)), .d_carry = {d, normed, factors}};

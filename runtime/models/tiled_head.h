@@ -7,14 +7,15 @@
 // fp64), summed over the tiles so far, normed hidden, factors [tokens, 3]}; sums and factors as in ops.h.
 #include <vector>
 
-#include "runtime/models/final_norm.h"
+#include "runtime/models/logit_rule.h"
+#include "runtime/models/norm.h"
 
 namespace tierflow::models {
 
 class TiledHead {
  public:
   // The stages from the final norm to the last tile. Output weights as in LossHead.
-  TiledHead(const ModelSpec& spec, int norm_stage, const FinalNorm& norm, std::string_view tied);
+  TiledHead(const ModelSpec& spec, int norm_stage, const Norm& norm, const LogitRule& rule, std::string_view tied);
 
   Carry normalise(const Weights& weights, const at::Tensor& hidden) const;
   Carry normalise_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,
@@ -35,7 +36,8 @@ class TiledHead {
     std::int64_t first = 0;
   };
   const Tile& tile(int stage) const { return tiles_.at(static_cast<std::size_t>(stage - norm_stage_ - 1)); }
-  FinalNorm norm_;
+  Norm norm_;
+  LogitRule rule_;
   int norm_stage_;
   std::vector<Tile> tiles_;
 };

@@ -55,9 +55,9 @@ std::string text_in(const json& object, const char* key) {
 }
 
 // "process 12 on HOST, which began at TIME; last written at TIME"
-std::string whose(const fs::path& folder, const fs::path& state) {
+std::string whose(const json& note, const fs::path& state) {
   std::string text = "an earlier run";
-  if (const json note = note_of(folder); !note.empty())
+  if (!note.empty())
     text = fmt::format("process {} on {}, which began at {}", number_in(note, "pid"), printable(text_in(note, "host")),
                        local_time(number_in(note, "began")));
   struct stat status {};
@@ -96,7 +96,7 @@ LeftStore find_left_store(const Folders& storage) {
     const json note = note_of(storage.front());
     // The note comes right after the store: without one, the store was never used.
     left.empty = note.empty() ? blank || was_interrupted(storage) : blank && note.value("commits", json()) == true;
-    left.owner = whose(storage.front(), state);
+    left.owner = whose(note, state);
     left.readable = contents.ok() && !blank;
     if (left.readable) {
       const json progress = json::parse(contents->progress, nullptr, false);

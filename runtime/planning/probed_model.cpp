@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "runtime/spec/model_units.h"
+#include "runtime/spec/trainable.h"
 
 namespace tierflow {
 namespace {
@@ -29,7 +30,8 @@ double stage_operations(const ModelSpec& spec, int stage, std::int64_t micro_bat
   }
   double operations = tokens * (2 * products + static_cast<double>(c.hidden_size));
   if (of.kind == StageKind::block || of.kind == StageKind::attention) {
-    const std::int64_t seen = c.sliding_window == 0 ? sequence_length : std::min(sequence_length, c.sliding_window);
+    const std::int64_t window = c.layer(of.block).window;
+    const std::int64_t seen = window == 0 ? sequence_length : std::min(sequence_length, window);
     operations += 2 * tokens * static_cast<double>(seen) * static_cast<double>(c.heads * c.head_dim);
   }
   return operations;
@@ -52,6 +54,7 @@ ModelSpec narrowed(const ModelSpec& spec, int parts) {
                                   [](const StageSpec& stage) { return stage.kind == StageKind::attention; });
   narrow.tiling.block_elements = halves ? 0 : INT64_MAX;
   build_units(narrow);
+  train_as(narrow, spec);
   return narrow;
 }
 

@@ -91,9 +91,8 @@ Json model_key(const ModelSpec& spec, const SessionOptions& options, const std::
   key["model"] = {{"type", c.model_type},
                   {"hidden", c.hidden_size},
                   {"heads", {c.heads, c.kv_heads, c.head_dim}},
-                  {"window", c.sliding_window},
                   {"activation", static_cast<int>(c.activation)},
-                  {"dropout", {c.embedding_dropout, c.residual_dropout, c.attention_dropout}},
+                  {"dropout", {c.embedding_dropout, c.residual_dropout, c.attention_dropout, c.adapter_dropout}},
                   {"norm_before", c.norm_before}};
   key["stages"] = classes;
   key["micro_batch"] = options.micro_batch;

@@ -113,11 +113,14 @@ SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options,
 }
 
 std::string store_identity(const ModelSpec& spec, const SessionOptions& options) {
-  return nlohmann::json{{"config", spec.config_json},
-                        {"precision", precision_name(options.precision)},
-                        {"tiling", {spec.tiling.vocabulary_elements, spec.tiling.block_elements}},
-                        {"run", options.run}}
-      .dump();
+  nlohmann::json identity{{"config", spec.config_json},
+                          {"precision", precision_name(options.precision)},
+                          {"tiling", {spec.tiling.vocabulary_elements, spec.tiling.block_elements}},
+                          {"run", options.run}};
+  if (!spec.adapter_config_json.empty()) identity["adapter"] = spec.adapter_config_json;
+  if (!spec.trainable_json.empty()) identity["trainable"] = spec.trainable_json;
+  if (spec.base_format != WeightFormat::bf16) identity["base"] = weight_format_name(spec.base_format);
+  return identity.dump();
 }
 
 io::VolumeOptions storage_volume(const SessionOptions& options) {

@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/base/exception.h"
+#include "runtime/spec/trainable.h"
 
 namespace tierflow {
 namespace {
@@ -13,8 +14,14 @@ ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) 
       tiling->size() != 2 || !(*tiling)[0].is_number_integer() || !(*tiling)[1].is_number_integer())
     throw Exception(io::Error{
         .kind = io::ErrorKind::corruption, .path = where, .detail = "the store does not say which model it holds"});
-  return parse_model_spec(identity.value("config", ""), where,
-                          {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1]});
+  ModelSpec spec = parse_model_spec(identity.value("config", ""), where,
+                                    {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1]});
+  ModelSpec like;
+  like.adapter_config_json = identity.value("adapter", "");
+  like.trainable_json = identity.value("trainable", "");
+  like.base_format = parse_weight_format(identity.value("base", "bf16"));
+  train_as(spec, like);
+  return spec;
 }
 
 }  // namespace

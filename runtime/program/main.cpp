@@ -38,6 +38,7 @@ constexpr const char* usage =
     "  plan   say what training would take of memory, storage and time\n"
     "  data   prepare rows of conversations, or preview what is trained on\n"
     "  eval   print the loss and perplexity of a model on text\n"
+    "  merge  add adapters to their model, and write it whole\n"
     "  export write what a training run left in its store as a model folder\n"
     "  status say what a training run left in its storage folders\n"
     "  verify read all of it and compare every checksum\n"
@@ -130,10 +131,10 @@ int run(std::vector<std::string> words) {
   }
   const std::string& command = words[0];
   if (command != "init" && command != "train" && command != "plan" && command != "data" && command != "eval" &&
-      command != "export" && command != "status" && command != "verify" && command != "bench")
+      command != "export" && command != "merge" && command != "status" && command != "verify" && command != "bench")
     fail(io::ErrorKind::usage, "",
          "unknown command \"" + printable(command) +
-             "\"; commands are init, train, plan, data, eval, export, status, verify, bench");
+             "\"; commands are init, train, plan, data, eval, export, merge, status, verify, bench");
   const std::vector<std::string> rest(words.begin() + 1, words.end());
   const bool help = std::any_of(rest.begin(), rest.end(), asks_for_help);
   if (command == "bench") return run_bench(rest, help);
@@ -152,6 +153,7 @@ int run(std::vector<std::string> words) {
   if (command == "eval") return call("tierflow_run_eval", parse_eval(rest));
   if (command == "status") return run_status(parse_store_command(command, rest));
   if (command == "verify") return run_verify(parse_store_command(command, rest));
+  if (command == "merge") return call("tierflow_run_merge", parse_merge(rest));
   if (command == "export") return call("tierflow_run_export", parse_export(rest));
   const InitOptions options = parse_init(rest);
   watch_signals();

@@ -8,6 +8,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
+#include "runtime/program/adapter_options.h"
 #include "runtime/program/command_line.h"
 #include "runtime/program/data_options.h"
 #include "runtime/program/option_table.h"
@@ -94,7 +95,17 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
   table.integer("micro-batches", o.micro_batches, 1, "micro-batches in a step", kMostTokens);
   table.integer("steps", o.steps, 0, "optimizer steps");
   table.integer("epochs", o.epochs, 0, "passes over the data, in place of --steps (default 1)");
-  table.number("lr", o.lr, 0, 1e6, "highest learning rate");
+  table.add({.name = "lr",
+             .value_name = "X",
+             .help = "highest learning rate; with --method lora the default is 1e-4",
+             .set =
+                 [&o](const auto& words) {
+                   const double lr = parse_number(words[0], "lr");
+                   if (!(lr >= 0 && lr < 1e6))
+                     fail_usage(fmt::format("--lr is {}; it must be at least 0 and below 1e6", printable(words[0])));
+                   o.lr = lr;
+                 },
+             .get = [&o] { return OrderedJson(highest_lr(o)); }});
   table.choice("lr-schedule", o.lr_schedule, {"cosine", "linear", "constant"},
                "how the learning rate falls after warm-up");
   table.integer("warmup", o.warmup, 0, "steps over which the learning rate rises");
@@ -107,6 +118,8 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
   table.seed("seed", o.seed, "of random weights, shuffling, dropout and stochastic rounding");
   table.integer("max-skipped", o.max_skipped, 0,
                 "end the run after so many steps in a row whose loss or gradient is not finite; 0: never");
+  add_trained_rows(table, o);
+  add_adapter_rows(table, o);
   table.group(kEvaluation);
   table.integer("eval-every", o.eval_every, 0,
                 "steps between evaluations; 0: before the first step and after the last");
@@ -183,6 +196,9 @@ OptionTable plan_table(PlanOptions& o) {
 OptionTable eval_table(EvalOptions& o) {
   OptionTable table("eval");
   add_run_rows(table, o);
+  table.group(kData);
+  table.path("adapter", o.adapter, "DIR", "adapters of the model, a folder as PEFT writes it");
+  add_base_precision(table, o.base_precision);
   table.group(kEvaluation);
   table.integer("max-sequences", o.max_sequences, 0, "sequences to evaluate at most; 0: all");
   return table;
@@ -290,6 +306,9 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
   if (options.storage.empty() && options.durability != "auto" && options.durability != "export-only")
     fail_usage("--durability " + options.durability + " needs --storage: the state lies there");
   if (options.resume && options.storage.empty()) fail_usage("--resume needs --storage: the state lies there");
+  check_adapter(options);
+  if (options.method == "lora" && !options.config.empty())
+    fail_usage("--method lora needs --model: the adapters of --config's random weights are of use to nobody");
   if (options.resume && options.fresh) fail_usage("give --resume or --fresh, not both");
   if (options.steps != 0 && options.epochs != 0) fail_usage("give --steps or --epochs, not both");
   if (options.steps == 0 && options.epochs == 0) options.epochs = 1;
@@ -302,6 +321,7 @@ PlanOptions parse_plan(const std::vector<std::string>& words) {
   CommandLine(table).apply(words);
   check_sizes(options, options.micro_batches);
   if (options.model.empty() == options.config.empty()) fail_usage("`tierflow plan` needs either --model or --config");
+  check_adapter(options);
   return options;
 }
 
@@ -323,11 +343,13 @@ std::string help_of(const std::string& command, std::size_t columns) {
   EvalOptions eval;
   StoreCommandOptions stored;
   DataCommandOptions data;
+  MergeOptions merge;
   const OptionTable table = command == "init"                            ? init_table(init)
                             : command == "status" || command == "verify" ? store_table(command, stored)
                             : command == "train"                         ? train_table(train)
                             : command == "plan"                          ? plan_table(plan)
                             : command == "export"                        ? export_table(exported)
+                            : command == "merge"                         ? merge_table(merge)
                             : command.starts_with("data ")               ? data_table(command.substr(5), data)
                                                                          : eval_table(eval);
   return CommandLine(table).help(columns);
@@ -338,10 +360,15 @@ std::string describe(const TrainOptions& o) {
   for (const auto& path : o.data) data.push_back(path.string());
   std::string text = o.config.empty() ? fmt::format("training {}", o.model.string())
                                       : fmt::format("training {} from random weights", o.config.string());
+  if (!o.adapter.empty())
+    text += fmt::format(" with the adapters of {}", o.adapter.string());
+  else if (o.method == "lora")
+    text += fmt::format(" with adapters of rank {}, alpha {}", o.lora.rank, o.lora.alpha);
+  if (o.base_precision != "bf16") text += fmt::format(" over {} weights", o.base_precision);
   text += fmt::format(" on {}: ", fmt::join(data, ", "));
   text += o.steps != 0 ? fmt::format("{} steps", o.steps) : fmt::format("{} epochs", o.epochs);
   text += fmt::format(" of {} x {} sequences of {} tokens; AdamW with learning rate {} ({}", o.micro_batches,
-                      o.micro_batch, o.sequence_length, o.lr, o.lr_schedule);
+                      o.micro_batch, o.sequence_length, highest_lr(o), o.lr_schedule);
   if (o.warmup != 0) text += fmt::format(", warm-up {} steps", o.warmup);
   text += fmt::format("), weight decay {}, clip {}; {}, seed {}; ", o.weight_decay,
                       o.clip ? fmt::format("{}", *o.clip) : "none", o.precision, o.seed);

@@ -9,7 +9,8 @@
 
 #include "io/volume.h"
 #include "runtime/data/data.h"
-#include "runtime/spec/model_spec.h"
+#include "runtime/spec/adapters.h"
+#include "runtime/spec/trainable.h"
 
 namespace tierflow {
 
@@ -70,16 +71,18 @@ struct RunOptions : DataChoice {
 };
 
 struct EvalOptions : RunOptions {
-  std::int64_t max_sequences = 0;  // 0: all
+  std::filesystem::path adapter;        // a folder of PEFT's; empty: none
+  std::string base_precision = "bf16";  // as in TrainOptions
+  std::int64_t max_sequences = 0;       // 0: all
 };
 
 struct TrainOptions : RunOptions {
   std::filesystem::path config;  // in place of model: random weights
   std::filesystem::path out;
   std::int64_t micro_batches = 1;
-  std::int64_t steps = 0;   // 0: as epochs says
-  std::int64_t epochs = 0;  // 0: as steps says; both 0 means one epoch
-  double lr = 1e-5;
+  std::int64_t steps = 0;              // 0: as epochs says
+  std::int64_t epochs = 0;             // 0: as steps says; both 0 means one epoch
+  std::optional<double> lr;            // as highest_lr() says
   std::string lr_schedule = "cosine";  // cosine, linear, constant
   std::int64_t warmup = 0;             // steps
   double weight_decay = 0;
@@ -99,6 +102,20 @@ struct TrainOptions : RunOptions {
   std::int64_t export_every = 0;  // steps; 0: at the end alone
   std::int64_t export_keep = 0;   // the last so many of these; 0: all
   std::filesystem::path trace;    // empty: none
+  std::string method = "full";    // full, lora
+  TrainableConfig trained;        // of full fine-tuning
+  std::vector<std::pair<std::string, double>> lr_scales;
+  AdapterConfig lora{.rank = 16, .alpha = 32};
+  double loraplus_lr_ratio = 1;         // of B's learning rate to A's
+  std::filesystem::path adapter;        // a folder of PEFT's to begin with, in place of `lora`; empty: new ones
+  bool merge = false;                   // the result is the whole model
+  std::string base_precision = "bf16";  // of the linear layers that are not trained: bf16, int8, nf4, nf4-double
+};
+// The highest learning rate: the one given; else 1e-5, of adapters 1e-4.
+double highest_lr(const TrainOptions& options);
+
+struct MergeOptions {
+  std::filesystem::path model, adapter, out;
 };
 
 struct PlanOptions : TrainOptions {
@@ -127,8 +144,9 @@ StoreCommandOptions parse_store_command(const std::string& command, std::vector<
 TrainOptions parse_train(const std::vector<std::string>& words);
 PlanOptions parse_plan(const std::vector<std::string>& words);
 EvalOptions parse_eval(const std::vector<std::string>& words);
-// The help text of "init", "train", "plan", "eval", "export", "status", "verify", "data prepare", "data preview", in
-// lines of at most that many columns.
+MergeOptions parse_merge(const std::vector<std::string>& words);
+// The help text of "init", "train", "plan", "eval", "export", "merge", "status", "verify", "data prepare", "data
+// preview", in lines of at most that many columns.
 std::string help_of(const std::string& command, std::size_t columns);
 // What training is asked for, in one paragraph.
 std::string describe(const TrainOptions& options);

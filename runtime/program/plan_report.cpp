@@ -10,10 +10,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::string name_of(Family family) {
-  return family == Family::gpt2 ? "gpt2" : family == Family::opt ? "opt" : "llama";
-}
-
 // "layers.12.mlp" -> "layers.*.mlp": what is alike in all layers of a kind.
 std::string kind_of(const std::string& unit) {
   std::string kind;
@@ -240,7 +236,7 @@ Json plan_json(const PlannedRun& run) {
   storage["folders"] = folders;
   return {{"model",
            {{"architecture", run.spec.config.architecture},
-            {"family", name_of(run.spec.config.family)},
+            {"family", run.spec.config.model_type},
             {"parameters", run.spec.parameters()},
             {"units", run.spec.units.size()},
             {"stages", run.spec.stages.size()},

@@ -6,7 +6,8 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"
-#include "runtime/planning/left_store.h"
+#include "runtime/base/strict_json.h"
+#include "runtime/planning/stored_model.h"
 #include "runtime/program/train.h"
 #include "runtime/program/training_log.h"
 
@@ -17,6 +18,23 @@ namespace fs = std::filesystem;
 
 // Headers of the weights, and the run's options.
 constexpr std::uint64_t kBesideWeights = std::uint64_t{1} << 20;
+// The last file of a result.
+constexpr const char* kModelLast = "config.json";
+constexpr const char* kAdapterLast = "adapter_config.json";
+
+// The model that the adapters in a folder are for, as they say.
+fs::path named_base(const fs::path& adapter) {
+  const fs::path path = adapter / kAdapterLast;
+  const Json config = parse_json(read_text(open_beneath(adapter, kAdapterLast), path, 1 << 20), path.string());
+  fs::path base = config.is_object() ? JsonFields(config, path.string()).text_or("base_model_name_or_path", "") : "";
+  std::error_code ignored;
+  if (!fs::is_directory(base, ignored))
+    fail(io::ErrorKind::usage, path.string(),
+         base.empty()
+             ? "does not say which model it is for: give its folder as --model"
+             : fmt::format("is for the model \"{}\", which is no folder here: give --model", printable(base.string())));
+  return base;
+}
 
 [[noreturn]] void fail_with(const Exception& failed, const std::string& state) {
   io::Error error = failed.error();
@@ -40,10 +58,17 @@ constexpr std::uint64_t kBesideWeights = std::uint64_t{1} << 20;
 
 }  // namespace
 
+const char* last_file(const TrainOptions& options) {
+  return options.method == "lora" && !options.merge ? kAdapterLast : kModelLast;
+}
+
 RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed) : options_(options) {
   if (options.no_export) return;
   for (const UnitSpec& unit : spec.units)
-    for (const TensorSpec& tensor : unit.tensors) weight_bytes_ += 2 * static_cast<std::uint64_t>(tensor.elements());
+    for (const TensorSpec& tensor : unit.tensors) {
+      const bool written = options.method != "lora" || is_adapter(tensor) != options.merge;
+      if (written) weight_bytes_ += (is_adapter(tensor) ? 4 : 2) * static_cast<std::uint64_t>(tensor.elements());
+    }
   companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
   folder_.emplace(options.out, resumed);
   check_space();
@@ -56,7 +81,6 @@ void RunResult::check_space() const {
 void RunResult::write(Session& session, const Progress& progress) {
   try {
     if (folder_) {
-      folder_->begin();
       fill(*folder_, session, progress);
       folder_->finish();
     } else {
@@ -86,23 +110,46 @@ void RunResult::write_checkpoint(Session& session, std::int64_t step, const Prog
                         std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count()));
     log.object({{"exported", {{"step", step}, {"folder", made.string()}}}});
   } catch (const Exception& error) {
-    if (stop_signal() == 0 && !session.intact()) throw;
+    if (!session.intact()) throw;
     log.say(fmt::format("warning: the model after step {} was not written, the run goes on: {}", step, error.what()));
   }
 }
 
 void RunResult::fill(const ResultFolder& folder, Session& session, const Progress& progress) {
+  folder.begin(last_file(options_));
   companions_->copy_to(folder.path());
   write_text(folder.path() / "tierflow_run.json", effective_configuration(options_) + "\n");
-  session.export_hf(folder.path(), progress);
+  if (options_.method != "lora")
+    session.export_hf(folder.path(), progress);
+  else if (options_.merge)
+    session.export_merged(options_.model, folder.path(), progress);
+  else
+    session.export_adapter(folder.path(), fs::absolute(options_.model).lexically_normal());
 }
 
 int run_export(const ExportOptions& options) {
   watch_signals();
   ResultFolder out(options.out);
   TrainingLog log({}, false);
-  out.begin();
+  out.begin(open_stored_model(options.storage).spec.adapter_config_json.empty() ? kModelLast : kAdapterLast);
   export_store(options.storage, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+    throw_if_stopped();
+    log.progress(phase, done, total);
+  });
+  out.finish();
+  log.say("result: " + fs::absolute(options.out).string());
+  return 0;
+}
+
+int run_merge(const MergeOptions& options) {
+  watch_signals();
+  const fs::path model = options.model.empty() ? named_base(options.adapter) : options.model;
+  const CompanionFiles companions(model);
+  ResultFolder out(options.out);
+  TrainingLog log({}, false);
+  out.begin(kModelLast);
+  companions.copy_to(out.path());
+  merge_adapter(model, options.adapter, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
     throw_if_stopped();
     log.progress(phase, done, total);
   });

@@ -9,6 +9,9 @@
 
 namespace tierflow {
 
+// The file that a run's result has when it is whole.
+const char* last_file(const TrainOptions& options);
+
 class RunResult {
  public:
   // Claims --out, where there has to be room, and opens the files that go there with the weights, before the work

@@ -19,6 +19,8 @@ std::string device_of(const RunOptions& options);
 
 // The specification of --model or --config, with the sequence length checked against its positions.
 ModelSpec training_spec(const TrainOptions& options);
+// By regular expression for a tensor's name, those of LoRA+ included.
+std::vector<std::pair<std::string, double>> learning_rate_scales(const TrainOptions& options);
 
 // Which LibTorch part of the program computes: its library, by size and time.
 std::string train_build();

@@ -25,11 +25,12 @@ namespace {
 // The schedules of transformers.get_scheduler: linear warm-up from 0, then the named decay to 0 at the last step.
 double learning_rate(const TrainOptions& options, std::int64_t step, std::int64_t steps) {
   const auto done = static_cast<double>(step), warmup = static_cast<double>(options.warmup);
-  if (done < warmup) return options.lr * done / warmup;
-  if (options.lr_schedule == "constant") return options.lr;
+  const double lr = highest_lr(options);
+  if (done < warmup) return lr * done / warmup;
+  if (options.lr_schedule == "constant") return lr;
   const double share = (done - warmup) / std::max(1.0, static_cast<double>(steps) - warmup);
-  if (options.lr_schedule == "linear") return options.lr * std::max(0.0, 1.0 - share);
-  return options.lr * 0.5 * (1.0 + std::cos(M_PI * std::min(1.0, share)));
+  if (options.lr_schedule == "linear") return lr * std::max(0.0, 1.0 - share);
+  return lr * 0.5 * (1.0 + std::cos(M_PI * std::min(1.0, share)));
 }
 
 class Training {
@@ -43,6 +44,7 @@ class Training {
         out_(options, spec_, left_.resumable),
         trace_(options.trace, log),
         data_(prepare_data(data_options(options, spec_, temporary_folder()), log)) {
+    if (!options.no_export) result_.out = options.out;
     per_step_ = options.micro_batch * options.micro_batches;
     steps_ = options.steps;
     if (steps_ == 0)
@@ -51,6 +53,9 @@ class Training {
   }
 
   int run() {
+    if (!spec_.wrapper.empty())
+      log_.say(fmt::format("the text model of {} is trained: the result is a {}, without the other parts",
+                           printable(spec_.wrapper), spec_.config.architecture));
     open_session();
     out_.check_space();  // once more: the store lies on the same drive, it may be
     log_.begin();
@@ -126,17 +131,17 @@ class Training {
     write_limit_ = session.write_limit;
     announce_device(options_, session, log_);
     forecast_.choose(session, steps_);
-    const AdamW adamw{.lr = options_.lr,
+    const AdamW adamw{.lr = highest_lr(options_),
                       .beta1 = options_.beta1,
                       .beta2 = options_.beta2,
                       .eps = options_.eps,
                       .weight_decay = options_.weight_decay};
-    session_ = std::make_unique<Session>(
-        options_.config.empty() ? load(options_.model) : from_config(spec_, options_.seed), session, adamw,
-        [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
-          throw_if_stopped();
-          show(phase, done, total);
-        });
+    session_ =
+        std::make_unique<Session>(training_model(), session, adamw,
+                                  [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
+                                    throw_if_stopped();
+                                    show(phase, done, total);
+                                  });
     log_.say(wrapped(session_->describe(), columns_of(STDERR_FILENO)));
     forecast_.predict_steps(*session_, session, result_);
     if (const auto mode = session_->storage_mode())
@@ -145,6 +150,19 @@ class Training {
                          data_.training_sequences(), options_.sequence_length, data_.held_out_sequences(), steps_,
                          per_step_ * options_.sequence_length));
     say_what_is_durable();
+  }
+
+  Model training_model() const {
+    if (!options_.config.empty()) return from_config(spec_, options_.seed);
+    Model model = load(options_.model);
+    if (options_.method == "lora") {
+      model = options_.adapter.empty() ? with_adapters(model, options_.lora, options_.seed)
+                                       : with_adapters(model, options_.adapter);
+      model = with_base_format(model, spec_.base_format);
+    } else {
+      model = with_trainable(model, options_.trained);
+    }
+    return with_learning_rates(model, learning_rate_scales(options_));
   }
 
   void say_what_is_durable() {
@@ -290,7 +308,7 @@ class Training {
 bool has_result(const TrainOptions& options) {
   std::error_code ignored;
   const std::filesystem::path made_by = options.out / "tierflow_run.json";
-  return !options.no_export && std::filesystem::exists(options.out / "config.json", ignored) &&
+  return !options.no_export && std::filesystem::exists(options.out / last_file(options), ignored) &&
          std::filesystem::exists(made_by, ignored) &&
          read_text(made_by, 1 << 20) == effective_configuration(options) + "\n";
 }

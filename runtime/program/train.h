@@ -28,6 +28,7 @@ struct ProfileJob {
 int run_train(const TrainOptions& options);
 int run_eval(const EvalOptions& options);
 int run_export(const ExportOptions& options);
+int run_merge(const MergeOptions& options);
 int run_profile(const ProfileJob& job);
 
 }  // namespace tierflow
@@ -37,5 +38,6 @@ extern "C" {
 int tierflow_run_train(const tierflow::TrainOptions* options);
 int tierflow_run_eval(const tierflow::EvalOptions* options);
 int tierflow_run_export(const tierflow::ExportOptions* options);
+int tierflow_run_merge(const tierflow::MergeOptions* options);
 int tierflow_run_profile(const tierflow::ProfileJob* job);
 }

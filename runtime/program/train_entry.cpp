@@ -31,6 +31,9 @@ __attribute__((visibility("default"))) int tierflow_run_eval(const tierflow::Eva
 __attribute__((visibility("default"))) int tierflow_run_export(const tierflow::ExportOptions* options) {
   return without_backtrace([&] { return tierflow::run_export(*options); });
 }
+__attribute__((visibility("default"))) int tierflow_run_merge(const tierflow::MergeOptions* options) {
+  return without_backtrace([&] { return tierflow::run_merge(*options); });
+}
 __attribute__((visibility("default"))) int tierflow_run_profile(const tierflow::ProfileJob* job) {
   return without_backtrace([&] { return tierflow::run_profile(*job); });
 }

@@ -173,7 +173,8 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
             {"host_memory", memory.host_used}};
   if (gpu_ != nullptr) line["gpu"] = gpu_since_last_step(result.tokens);
   object(line);
-  const double left = (of_steps - result.step) * training_seconds_ / static_cast<double>(steps_);  // those of this process
+  const double left =
+      (of_steps - result.step) * training_seconds_ / static_cast<double>(steps_);  // those of this process
   live(fmt::format("step {}/{} | loss {} | norm {} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
                    "{}/{} host {}/{} | {} left{}",
                    result.step, of_steps, loss_text(result.loss), norm_text(result.grad_norm), lr, rate, limit,

@@ -16,6 +16,8 @@
 #include "runtime/models/micro_batch.h"
 #include "runtime/planning/session_options.h"
 #include "runtime/planning/session_plan.h"
+#include "runtime/spec/adapters.h"
+#include "runtime/spec/trainable.h"
 #include "runtime/state/memory_use.h"
 #include "swap/executor.h"
 
@@ -51,6 +53,21 @@ struct Model {
 Model load(const std::filesystem::path& folder);
 // A model with random weights, those of `tierflow init` with this seed.
 Model from_config(const ModelSpec& spec, std::uint64_t seed);
+// One of these with low-rank adapters (spec/adapters.h), which alone are trained: the base is read and never written.
+// `seed` decides their first values. Throws Exception (kind usage).
+Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed);
+// The same with the adapters of PEFT's folder. Throws Exception (kind input) where they are not the model's.
+Model with_adapters(const Model& base, const std::filesystem::path& adapter);
+
+// One of load() or with_adapters() with the weights of its blocks' linear layers frozen, and stored in `format`. They
+// are brought into it when a session begins.
+Model with_base_format(const Model& model, WeightFormat format);
+
+// One of load() or from_config() of which a part is trained, the rest frozen (spec/trainable.h).
+Model with_trainable(const Model& model, const TrainableConfig& config);
+// With learning rates that differ from tensor to tensor (set_learning_rates in spec/trainable.h). As the functions
+// above it throws Exception (kind usage) for layers of one's own.
+Model with_learning_rates(const Model& model, const std::vector<std::pair<std::string, double>>& by_pattern);
 
 class Session {
  public:
@@ -70,7 +87,14 @@ class Session {
   double evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make);
 
   // An HF folder: config.json and bf16 safetensors, streamed. tokenizer files are the caller's to copy.
+  // Throws Exception (kind usage) for a model with adapters.
   void export_hf(const std::filesystem::path& folder, const Progress& progress = {});
+  // The adapters of a model that has some, as PEFT's folder: adapter_config.json and adapter_model.safetensors (fp32).
+  // base: what PEFT is told to be the model's name or folder. Throws Exception (kind usage) for another model.
+  void export_adapter(const std::filesystem::path& folder, const std::filesystem::path& base = {});
+  // merge_adapter() with the present ones.
+  void export_merged(const std::filesystem::path& base, const std::filesystem::path& folder,
+                     const Progress& progress = {});
   // fp32 master values of a tensor, for inspection: a tensor of the specification's units, or a checkpoint's tensor by
   // its name, with its tiles put together.
   std::vector<float> master(int unit, int tensor);
@@ -113,7 +137,13 @@ class Session {
   std::unique_ptr<Impl> impl_;
 };
 
-// Writes the committed weights of a store that a session kept as an HF folder.
+// Writes the model in the folder `base` with the adapters of PEFT's folder added to its weights, as an HF folder:
+// W + scale * B A in fp32, rounded to bf16 once. Streamed. Throws Exception (kind input) where they do not fit.
+void merge_adapter(const std::filesystem::path& base, const std::filesystem::path& adapter,
+                   const std::filesystem::path& folder, const Progress& progress = {});
+
+// Writes the committed weights of a store that a session kept as an HF folder, or the adapters that it trained as
+// PEFT's.
 void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
                   const Progress& progress = {});
 

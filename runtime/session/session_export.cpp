@@ -24,7 +24,7 @@ void export_weights(const ModelSpec& spec, const PackedModel& packed, const swap
                     const std::filesystem::path& folder, const ReadChunk& read, const Progress& progress) {
   CheckpointWriter writer(folder, headers_of(spec, packed));
   write_weights(
-      writer, packed, layout, [](int, int) { return true; }, read, "exporting", progress);
+      writer, spec.units, packed, layout, [](int, int) { return true; }, read, "exporting", progress);
   writer.finish(spec.config_json);
 }
 
@@ -32,6 +32,11 @@ void export_weights(const ModelSpec& spec, const PackedModel& packed, const swap
 
 void Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
   Impl& impl = *impl_;
+  if (!impl.model->spec().adapter_config_json.empty())
+    throw Exception(io::ErrorKind::usage,
+                    "the base of a model with adapters is not trained: export_adapter() writes them");
+  if (impl.model->spec().base_format != WeightFormat::bf16)
+    throw Exception(io::ErrorKind::usage, "the model's weights are quantised: as such they are not written");
   impl.flush();
   export_weights(
       impl.model->spec(), impl.plan.packed, *impl.plan.layout, folder,
@@ -60,13 +65,22 @@ std::string Session::Impl::progress_json() const {
 void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
                   const Progress& progress) {
   const StoredModel model = open_stored_model(storage);
+  const ModelExtents extents{.units = model.spec.units,
+                             .packed = model.packed,
+                             .layout = *model.layout,
+                             .read = [&](swap::ExtentKind kind, int chunk, const auto& use) {
+                               io::Buffer buffer = value_or_throw(model.store->fetch(kind, chunk));
+                               use(buffer.bytes());
+                             }};
+  if (!model.spec.adapter_config_json.empty())
+    return write_adapter(model.spec, {}, folder, [&](int unit, int tensor) {
+      std::vector<float> values(static_cast<std::size_t>(model.spec.units[unit].tensors[tensor].elements()));
+      read_master(extents, unit, tensor, values.data());
+      return values;
+    });
   export_weights(
       model.spec, model.packed, *model.layout, folder,
-      [&](int chunk, const auto& use) {
-        io::Buffer buffer = value_or_throw(model.store->fetch(swap::ExtentKind::hi, chunk));
-        use(buffer.bytes());
-      },
-      progress);
+      [&](int chunk, const auto& use) { extents.read(swap::ExtentKind::hi, chunk, use); }, progress);
 }
 
 std::vector<float> Session::master(int unit, int tensor) {
@@ -93,9 +107,14 @@ std::vector<float> Session::master(const std::string& name) {
 std::string Session::describe() const {
   const Impl& impl = *impl_;
   const auto mib = [](std::uint64_t bytes) { return std::to_string((bytes + (1 << 19)) >> 20) + " MiB"; };
-  const auto share = [&](const std::vector<bool>& resident) {
+  const std::uint64_t trainable_parameters = impl.plan.packed.trainable_parameters;
+  const std::string trained = !impl.options.train || trainable_parameters == parameters()
+                                  ? ""
+                                  : std::to_string(trainable_parameters) + " of them trained, ";
+  const auto share = [&](const std::vector<bool>& resident, bool trainable = true) {
     std::uint64_t kept = 0, all = 0;
     for (std::size_t id = 0; id < resident.size(); ++id) {
+      if (trainable && !impl.plan.layout->chunks()[id].trainable) continue;
       all += impl.plan.layout->chunks()[id].elements;
       if (resident[id]) kept += impl.plan.layout->chunks()[id].elements;
     }
@@ -107,13 +126,13 @@ std::string Session::describe() const {
   const auto keeping = std::count(activations.begin(), activations.end(), swap::Activations::keep);
   const auto swapping = std::count(activations.begin(), activations.end(), swap::Activations::swap);
   std::string text =
-      std::to_string(parameters() / 1000000) + "M parameters, " + precision_name(impl.options.precision) +
+      std::to_string(parameters() / 1000000) + "M parameters, " + trained + precision_name(impl.options.precision) +
       "; device: " + mib(impl.plan.arrangement.device_bytes()) + " of slots and " + mib(impl.plan.workspace) +
       " of workspace in " + mib(impl.options.device_memory) +
       (keeping == 0 ? "" : ", " + std::to_string(keeping) + " layers' micro-batches keep their activations") +
       (swapping == 0 ? "" : ", " + std::to_string(swapping) + " swap theirs") +
       "; host: " + mib(impl.plan.arrangement.host_bytes(*impl.plan.layout)) + " of " + mib(impl.options.host_memory) +
-      ", in it " + share(impl.plan.arrangement.hi_resident) + " of the weights";
+      ", in it " + share(impl.plan.arrangement.hi_resident, false) + " of the weights";
   if (impl.options.train) text += ", " + share(impl.plan.arrangement.state_resident) + " of the optimizer state";
   if (impl.plan.arrangement.staged)
     text += ", " + share(impl.plan.arrangement.gradient_resident) + " of the staged gradients";

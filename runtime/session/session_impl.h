@@ -4,6 +4,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/device/tensor_slot.h"
+#include "runtime/models/dense_weights.h"
 #include "runtime/models/layered_model.h"
 #include "runtime/session/session.h"
 #include "runtime/session/stage_probe.h"
@@ -44,6 +45,7 @@ struct Session::Impl {
   void seed_random(int stage, int micro_batch) const;
 
   // session_passes.cpp
+  Weights weights(const swap::Entered& entered);
   void compute(bool repeatable, const std::function<void()>& work);
   std::byte* activations_in(std::byte* slot, int stage) const;
   bool starts_afresh(const swap::Entered& entered, int micro_batch) const;
@@ -72,6 +74,10 @@ struct Session::Impl {
     std::vector<TensorShape> input, activations;
   };
   std::map<std::pair<int, int>, Saved> in_slot;
+  struct {
+    int stage = -1;
+    Weights weights;
+  } dense;  // of the stage at hand, where some of its weights are stored in other formats than bf16
   std::int64_t steps = 0, skipped = 0;
   bool pending = false;  // deferred updates of the step before have not run yet
   std::int64_t pending_step = 0, updates_done = 0;
@@ -84,8 +90,18 @@ struct Session::Impl {
   std::int64_t computed_again = 0;
 };
 
+// `model` with the specification that `change` makes of its own. Throws Exception (kind usage), whose line begins with
+// `what`, for layers of one's own: their specification does not make them.
+Model changed(const Model& model, std::string_view what, const std::function<void(ModelSpec& spec)>& change);
+
 // Whether torch ran out of device memory, and the error of that.
 bool is_out_of_memory(const c10::Error& error);
 io::Error out_of_memory_error(const c10::Error& error);
+
+// The fp32 master of a tensor of the specification's units.
+using MasterOf = std::function<std::vector<float>(int unit, int tensor)>;
+// Session::export_adapter, from wherever the masters are.
+void write_adapter(const ModelSpec& spec, const std::filesystem::path& base, const std::filesystem::path& folder,
+                   const MasterOf& master);
 
 }  // namespace tierflow

@@ -49,6 +49,25 @@ void Session::Impl::compute(bool repeatable, const std::function<void()>& work) 
   }
 }
 
+// Those of other formats than bf16 are made dense when a stage is entered, for all of its micro-batches.
+Weights Session::Impl::weights(const swap::Entered& entered) {
+  const int stage = entered.visit->stage;
+  const Weights stored = state->weights(entered);
+  if (!models::has_stored_weights(model->spec(), stage)) {
+    dense = {};
+    return stored;
+  }
+  if (dense.weights.empty() || dense.stage != stage) {
+    dense = {};  // the stage before's, whose memory this one takes
+    dense.weights = models::dense_weights(model->spec(), stage, stored);
+    dense.stage = stage;
+  }
+  Weights bound = dense.weights;
+  for (std::size_t i = 0; i < bound.size(); ++i)
+    if (stored[i].defined() && stored[i].scalar_type() != torch::kUInt8) bound[i] = stored[i];
+  return bound;
+}
+
 // Behind the stage's input, where that lies in the slot too.
 std::byte* Session::Impl::activations_in(std::byte* slot, int stage) const {
   return slot + (plan.arrangement.input_leaves[stage] ? plan.layout->stages()[stage].carry_bytes : 0);
@@ -78,11 +97,11 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
         // Where what it keeps does not fit after all, a second run does without.
         const swap::Activations these = std::exchange(activations, swap::Activations::recompute);
         if (these == swap::Activations::recompute) {
-          carry = model->forward(stage, state->weights(entered), carry, shared[micro_batch], train);
+          carry = model->forward(stage, weights(entered), carry, shared[micro_batch], train);
           return;
         }
         Carry through = carry;  // a second run starts from the same input
-        auto made = model->forward_keeping(stage, state->weights(entered), through, shared[micro_batch]);
+        auto made = model->forward_keeping(stage, weights(entered), through, shared[micro_batch]);
         if (these == swap::Activations::keep)
           kept[{stage, micro_batch}] = std::move(made);
         else
@@ -99,7 +118,7 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, double scale, St
     const swap::Entered entered = enter(last, swap::Pass::head, micro_batch);
     compute(starts_afresh(entered, micro_batch), [&] {
       seed_random(last, micro_batch);
-      HeadResult head = model->head_loss_and_backward(state->weights(entered), gradients_of(entered, micro_batch),
+      HeadResult head = model->head_loss_and_backward(weights(entered), gradients_of(entered, micro_batch),
                                                       carries[micro_batch], shared[micro_batch], scale);
       result.loss += head.loss_sum;
       carries[micro_batch] = std::move(head.d_carry);
@@ -118,7 +137,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
       const swap::Entered entered = enter(stage, swap::Pass::backward, micro_batch);
       compute(starts_afresh(entered, micro_batch), [&] {
         const std::pair item{stage, micro_batch};
-        const Weights weights = state->weights(entered);
+        const Weights bound = weights(entered);
         const Carry input = plan.arrangement.input_leaves[stage] && entered.slot != nullptr
                                 ? tensors_in_slot(entered.slot, in_slot.at(item).input, torch_device)
                                 : saved[stage][micro_batch];
@@ -128,14 +147,14 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
         auto activations = kept.extract(item);
         std::unique_ptr<KeptActivations> made = activations.empty() ? nullptr : std::move(activations.mapped());
         if (const auto found = in_slot.find(item); found != in_slot.end() && !found->second.activations.empty())
-          made = model->restore(stage, weights, input, shared[micro_batch],
+          made = model->restore(stage, bound, input, shared[micro_batch],
                                 tensors_in_slot(activations_in(entered.slot, stage),
                                                 std::exchange(found->second.activations, {}), torch_device));
         const Gradients gradients = gradients_of(entered, micro_batch);
         carries[micro_batch] =
             made == nullptr
-                ? model->backward(stage, weights, gradients, input, shared[micro_batch], d_out)
-                : model->backward_kept(stage, weights, gradients, input, shared[micro_batch], d_out, std::move(made));
+                ? model->backward(stage, bound, gradients, input, shared[micro_batch], d_out)
+                : model->backward_kept(stage, bound, gradients, input, shared[micro_batch], d_out, std::move(made));
         saved[stage][micro_batch].clear();
       });
       if (out_of_memory && !plan.arrangement.staged) work.skip_updates();
@@ -169,8 +188,7 @@ double Session::Impl::evaluate(std::int64_t count, const std::function<MicroBatc
     forward_all(shared, swap::Pass::evaluate);
     for (int micro_batch = 0; micro_batch < static_cast<int>(part.size()); ++micro_batch) {
       const swap::Entered entered = enter(last, swap::Pass::evaluate, micro_batch);
-      compute(true,
-              [&] { loss += model->head_loss(state->weights(entered), carries[micro_batch], shared[micro_batch]); });
+      compute(true, [&] { loss += model->head_loss(weights(entered), carries[micro_batch], shared[micro_batch]); });
       leave();
     }
     carries.clear();

@@ -84,12 +84,14 @@ void Session::Impl::check_resumed(const std::string& identity) const {
   const auto refuse = [&](const std::string& what) {
     throw Exception(io::Error{.kind = io::ErrorKind::usage, .path = options.storage.front().string(), .detail = what});
   };
-  for (const char* key : {"config", "tiling", "precision", "run"})
-    if (!then.is_object() || then.value(key, nlohmann::json()) != now.at(key))
+  for (const char* key : {"config", "tiling", "adapter", "trainable", "base", "precision", "run"})
+    if (!then.is_object() || then.value(key, nlohmann::json()) != now.value(key, nlohmann::json()))
       refuse("holds the state of another run: its " +
-             std::string(key == std::string("config")   ? "model"
-                         : key == std::string("tiling") ? "cut of layers"
-                                                        : key) +
+             std::string(key == std::string("config")      ? "model"
+                         : key == std::string("tiling")    ? "cut of layers"
+                         : key == std::string("base")      ? "base's precision"
+                         : key == std::string("trainable") ? "choice of what is trained"
+                                                           : key) +
              " is not this one's");
 }
 

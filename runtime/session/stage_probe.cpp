@@ -8,6 +8,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/device/tensor_slot.h"
+#include "runtime/models/dense_weights.h"
 #include "runtime/planning/repeat.h"
 #include "runtime/spec/stage_class.h"
 
@@ -60,20 +61,22 @@ StageProbe::Bound StageProbe::bind(int stage, bool backward) {
   std::uint64_t bytes = 0, at = 0;
   for (int unit : spec.stages[stage].units)
     for (const TensorSpec& tensor : spec.units[unit].tensors)
-      bytes += swap::round_up(2 * tensor.elements(), swap::kSector) +
+      bytes += swap::round_up(2 * tensor.words(), swap::kSector) +
                (backward ? swap::round_up(4 * tensor.elements(), swap::kSector) : 0);
   if (seconds_on_ != nullptr) bound.arena = value_or_throw(seconds_on_->allocate(bytes));
-  const auto make = [&](const TensorSpec& tensor, const torch::TensorOptions& options) {
-    if (seconds_on_ == nullptr) return torch::zeros(tensor.shape, options);
-    const torch::Tensor made = torch::from_blob(bound.arena.data() + at, tensor.shape, options);
+  const auto make = [&](const std::vector<std::int64_t>& shape, const torch::TensorOptions& options) {
+    if (seconds_on_ == nullptr) return torch::zeros(shape, options);
+    const torch::Tensor made = torch::from_blob(bound.arena.data() + at, shape, options);
     at += swap::round_up(made.nbytes(), swap::kSector);
     return made;
   };
   for (int unit : spec.stages[stage].units)
     for (const TensorSpec& tensor : spec.units[unit].tensors) {
       const bool trained = backward && tensor.trainable;
-      bound.weights.push_back(make(tensor, weight));
-      bound.gradients.push_back(trained ? make(tensor, gradient) : torch::Tensor());
+      bound.weights.push_back(tensor.format == WeightFormat::bf16
+                                  ? make(tensor.shape, weight)
+                                  : make({static_cast<std::int64_t>(2 * tensor.words())}, weight.dtype(torch::kUInt8)));
+      bound.gradients.push_back(trained ? make(tensor.shape, gradient) : torch::Tensor());
     }
   return bound;
 }
@@ -112,14 +115,17 @@ auto StageProbe::run(int stage, bool backward, double& seconds, Work work) {
   const Bound bound = bind(stage, backward);
   const std::uint64_t fixed = memory_.stats().used;
   if (!settled_) memory_.reset_peak();
-  auto out = work(bound.weights, bound.gradients);
+  const auto compute = [&] {
+    return work(models::dense_weights(model_.spec(), stage, bound.weights), bound.gradients);
+  };
+  auto out = compute();
   if (settled_) return out;
   peaks_[stage] = std::max(peaks_[stage], memory_.stats().peak_used - fixed);
   if (seconds_on_ == nullptr) return out;
   for (const torch::Tensor& weight : bound.weights) fill(weight);
   for (const torch::Tensor& gradient : bound.gradients)
     if (gradient.defined()) gradient.zero_();
-  seconds = time([&] { work(bound.weights, bound.gradients); });
+  seconds = time(compute);
   timing_.done(stage, backward);
   return out;
 }

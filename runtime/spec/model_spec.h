@@ -7,44 +7,54 @@
 #include <string>
 #include <vector>
 
+#include "runtime/spec/decoder_spec.h"
+#include "runtime/spec/weight_format.h"
+
 namespace tierflow {
 
-enum class Family : std::uint8_t { llama, gpt2, opt };  // llama: Llama 2/3, Mistral, Qwen2, Qwen3
-enum class Activation : std::uint8_t { silu, gelu, gelu_tanh, relu };
-
-// Rotary embedding as in transformers' rope utilities: "default", "linear", "llama3".
-struct RopeSpec {
-  double theta = 10000.0;
-  std::string type = "default";
-  double factor = 1.0;
-  double low_freq_factor = 1.0, high_freq_factor = 4.0;  // llama3
-  std::int64_t original_max_positions = 0;               // llama3
-};
+// decoder: Llama and what differs from it by knobs and names (decoder_spec.h).
+enum class Family : std::uint8_t { decoder, gpt2, opt };
 
 struct ModelConfig {
-  Family family = Family::llama;
+  Family family = Family::decoder;
   std::string architecture;  // "LlamaForCausalLM", ...: kept for the exported config.json
-  std::string model_type;    // "llama", "mistral", "qwen2", "qwen3", "gpt2", "opt"
+  std::string model_type;    // "llama", "mistral", "qwen2", ...
   std::int64_t vocab_size = 0, hidden_size = 0, intermediate_size = 0, layers = 0;
   std::int64_t heads = 0, kv_heads = 0, head_dim = 0;
   std::int64_t max_positions = 0;
-  std::int64_t sliding_window = 0;  // 0: full attention
   double norm_eps = 1e-6;
   double initializer_range = 0.02;
   Activation activation = Activation::silu;
-  RopeSpec rope;
   bool tie_word_embeddings = false;
   bool qkv_bias = false;     // bias of q, k, v projections (Qwen2; Llama's attention_bias)
   bool output_bias = false;  // bias of the attention output projection
   bool mlp_bias = false;
-  bool qk_norm = false;  // RMS norm of each head's q and k (Qwen3)
   double embedding_dropout = 0, residual_dropout = 0, attention_dropout = 0;
+  double adapter_dropout = 0;  // of what adapters take (adapters.h)
+
+  // Decoders.
+  DecoderNames names;
+  NormKind norm = NormKind::rms;
+  QkNorm qk_norm = QkNorm::none;
+  bool gated = true;      // activation(gate) * up; else activation(up)
+  bool parallel = false;  // attention and MLP take the same norm's result; both are added to its input
+  std::vector<RopeSpec> ropes = {{}};
+  std::vector<LayerSpec> layer_specs;                // of each layer; empty: all are plain
+  double attention_scale = 0;                        // of scores; 0: head_dim^-0.5
+  double attention_softcap = 0, logits_softcap = 0;  // softcap * tanh(x / softcap) of scores, of logits; 0: none
+  double query_scaling = 0;                          // b: q times 1 + b log(1 + floor(position / original)); 0: none
+  double embedding_multiplier = 1, logits_multiplier = 1;
+  double residual_multiplier = 1;  // of what each half adds
+  LayerSpec layer(std::int64_t index) const {
+    return layer_specs.empty() ? LayerSpec{} : layer_specs.at(static_cast<std::size_t>(index));
+  }
+
   // OPT: learned positions start at this index; norms may come after the sublayers, and then there is no final norm.
   std::int64_t position_offset = 0;
   bool norm_before = true;
 };
 
-enum class Init : std::uint8_t { zeros, ones, normal };
+enum class Init : std::uint8_t { zeros, ones, normal, uniform };
 
 // Above which size a layer is cut, so that it does not dictate the device budget. Shapes decide, never a budget: every
 // run of a model has the same units and stages, and so the same bits.
@@ -66,11 +76,16 @@ struct TensorSpec {
   std::int64_t first_row = 0;       // of the checkpoint's tensor
   std::int64_t all_rows = 0;        // of the checkpoint's tensor; 0: the tensor is whole
   Init init = Init::normal;
-  double init_std = 0.02;
-  bool decays = true;       // weight decay applies: neither a norm nor a bias, as in HF Trainer
-  bool moments_32 = false;  // moments kept in fp32 under 8-bit policies: embeddings, norms and biases
-  bool trainable = true;    // false: kept as bf16 alone, never updated
+  double init_std = 0.02;                    // standard deviation
+  double scale = 1.0;                        // of an adapter's product, at its second factor
+  bool decays = true;                        // weight decay applies: neither a norm nor a bias, as in HF Trainer
+  bool moments_32 = false;                   // moments kept in fp32 under 8-bit policies: embeddings, norms and biases
+  double lr_scale = 1.0;                     // of the learning rate
+  bool trainable = true;                     // false: its weights alone are kept, never updated
+  WeightFormat format = WeightFormat::bf16;  // of what is frozen
   std::int64_t elements() const;
+  // 16-bit words that its weights take, with a tensor of another format than bf16 as a run of words.
+  std::uint64_t words() const;
   std::int64_t first_element() const;  // of the checkpoint's tensor
   std::vector<std::int64_t> checkpoint_shape() const;
 };
@@ -99,7 +114,11 @@ struct StageSpec {
 
 struct ModelSpec {
   ModelConfig config;
-  std::string config_json;  // the config.json text this came from
+  std::string config_json;          // the config.json text this came from; of a wrapped text model, its own
+  std::string wrapper;              // the class that wraps this text model in its folder; empty: none
+  std::string adapter_config_json;  // of its adapters, as PEFT writes it; empty: there are none
+  std::string trainable_json;       // what is trained (trainable.h); empty: all that is not frozen otherwise
+  WeightFormat base_format = WeightFormat::bf16;  // of the linear layers in blocks (set_base_format)
   std::vector<UnitSpec> units;
   std::vector<StageSpec> stages;  // embedding, blocks in order, head
   Tiling tiling;

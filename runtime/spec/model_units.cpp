@@ -22,13 +22,15 @@ class UnitBuilder {
     unit_.tensors.back().moments_32 = true;
   }
   void bias(const std::string& role, std::int64_t size) { vector(role, size, Init::zeros); }
-  void rms_norm(const std::string& role, std::int64_t size) { vector(role + ".weight", size, Init::ones); }
-  void layer_norm(const std::string& role, std::int64_t size) {
-    vector(role + ".weight", size, Init::ones);
-    vector(role + ".bias", size, Init::zeros);
+  // Nothing where the role is empty.
+  void norm(NormKind kind, const std::string& role, std::int64_t size) {
+    if (kind == NormKind::none || role.empty()) return;
+    vector(role + ".weight", size, kind == NormKind::rms_plus_one ? Init::zeros : Init::ones);
+    if (kind == NormKind::layer) vector(role + ".bias", size, Init::zeros);
   }
-  // A torch.nn.Linear: weight [out, in].
+  // A torch.nn.Linear: weight [out, in]. Nothing where the role is empty.
   void linear(const std::string& role, std::int64_t out, std::int64_t in, bool with_bias) {
+    if (role.empty()) return;
     matrix(role + ".weight", out, in);
     if (with_bias) bias(role + ".bias", out);
   }
@@ -68,7 +70,7 @@ std::string layer_name(std::int64_t layer) {
 struct Edges {
   std::string prefix, tokens, positions, norm;
   std::int64_t position_rows = 0;
-  bool layer_norm = true;  // the final norm, with a bias
+  NormKind norm_kind = NormKind::layer;
 };
 
 Edges edges_of(const ModelConfig& c) {
@@ -85,37 +87,44 @@ Edges edges_of(const ModelConfig& c) {
               .positions = "embed_positions.weight",
               .norm = c.norm_before ? "model.decoder.final_layer_norm" : "",
               .position_rows = c.max_positions + c.position_offset};
-    case Family::llama:
+    case Family::decoder:
       break;
   }
-  return {.prefix = "model.", .tokens = "embed_tokens.weight", .norm = "model.norm", .layer_norm = false};
+  return {.prefix = c.names.prefix, .tokens = c.names.tokens, .norm = c.names.norm, .norm_kind = c.norm};
 }
 
 // Each adds a block's attention to one unit and its MLP to the other; both may be the same.
-void llama_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
-  attention.linear("self_attn.q_proj", c.heads * c.head_dim, c.hidden_size, c.qkv_bias);
-  attention.linear("self_attn.k_proj", c.kv_heads * c.head_dim, c.hidden_size, c.qkv_bias);
-  attention.linear("self_attn.v_proj", c.kv_heads * c.head_dim, c.hidden_size, c.qkv_bias);
-  attention.linear("self_attn.o_proj", c.hidden_size, c.heads * c.head_dim, c.output_bias);
-  if (c.qk_norm) {
-    attention.rms_norm("self_attn.q_norm", c.head_dim);
-    attention.rms_norm("self_attn.k_norm", c.head_dim);
+void decoder_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
+  const DecoderNames& names = c.names;
+  const std::int64_t q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
+  attention.linear(names.qkv, q + 2 * kv, c.hidden_size, c.qkv_bias);
+  attention.linear(names.q, q, c.hidden_size, c.qkv_bias);
+  attention.linear(names.k, kv, c.hidden_size, c.qkv_bias);
+  attention.linear(names.v, kv, c.hidden_size, c.qkv_bias);
+  attention.linear(names.o, c.hidden_size, q, c.output_bias);
+  if (c.qk_norm != QkNorm::none) {
+    const bool whole = c.qk_norm == QkNorm::whole;
+    attention.norm(c.norm, names.q_norm, whole ? q : c.head_dim);
+    attention.norm(c.norm, names.k_norm, whole ? kv : c.head_dim);
   }
-  mlp.linear("mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias);
-  mlp.linear("mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias);
-  mlp.linear("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias);
-  attention.rms_norm("input_layernorm", c.hidden_size);
-  mlp.rms_norm("post_attention_layernorm", c.hidden_size);
+  mlp.linear(names.gate_up, 2 * c.intermediate_size, c.hidden_size, c.mlp_bias);
+  mlp.linear(names.gate, c.intermediate_size, c.hidden_size, c.mlp_bias);
+  mlp.linear(names.up, c.intermediate_size, c.hidden_size, c.mlp_bias);
+  mlp.linear(names.down, c.hidden_size, c.intermediate_size, c.mlp_bias);
+  attention.norm(c.norm, names.attention_norm, c.hidden_size);
+  attention.norm(c.norm, names.attention_out_norm, c.hidden_size);
+  mlp.norm(c.norm, names.mlp_norm, c.hidden_size);
+  mlp.norm(c.norm, names.mlp_out_norm, c.hidden_size);
 }
 
 void gpt2_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
   const double std = c.initializer_range;
   // Two projections a block end on the residual path.
   const double residual_std = std / std::sqrt(2.0 * static_cast<double>(c.layers));
-  attention.layer_norm("ln_1", c.hidden_size);
+  attention.norm(NormKind::layer, "ln_1", c.hidden_size);
   attention.conv1d("attn.c_attn", 3 * c.hidden_size, c.hidden_size, std);
   attention.conv1d("attn.c_proj", c.hidden_size, c.hidden_size, residual_std);
-  mlp.layer_norm("ln_2", c.hidden_size);
+  mlp.norm(NormKind::layer, "ln_2", c.hidden_size);
   mlp.conv1d("mlp.c_fc", c.intermediate_size, c.hidden_size, std);
   mlp.conv1d("mlp.c_proj", c.hidden_size, c.intermediate_size, residual_std);
 }
@@ -125,10 +134,10 @@ void opt_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
   attention.linear("self_attn.v_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
   attention.linear("self_attn.q_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
   attention.linear("self_attn.out_proj", c.hidden_size, c.hidden_size, c.output_bias);
-  attention.layer_norm("self_attn_layer_norm", c.hidden_size);
+  attention.norm(NormKind::layer, "self_attn_layer_norm", c.hidden_size);
   mlp.linear("fc1", c.intermediate_size, c.hidden_size, c.mlp_bias);
   mlp.linear("fc2", c.hidden_size, c.intermediate_size, c.mlp_bias);
-  mlp.layer_norm("final_layer_norm", c.hidden_size);
+  mlp.norm(NormKind::layer, "final_layer_norm", c.hidden_size);
 }
 
 int add_unit(ModelSpec& spec, UnitSpec unit) {
@@ -181,7 +190,8 @@ void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
   const double std = spec.config.initializer_range;
   UnitBuilder whole(name, prefix, std);
   describe(spec.config, whole, whole);
-  if (UnitSpec unit = whole.take(); unit.parameters() <= spec.tiling.block_elements) {
+  // Halves that take the same input stay one stage.
+  if (UnitSpec unit = whole.take(); spec.config.parallel || unit.parameters() <= spec.tiling.block_elements) {
     spec.stages.push_back({.kind = StageKind::block, .block = index, .units = {add_unit(spec, std::move(unit))}});
     return;
   }
@@ -195,13 +205,7 @@ void add_head(ModelSpec& spec, const Edges& edges) {
   const ModelConfig& c = spec.config;
   const std::vector<std::int64_t> rows = tile_rows(spec);
   const std::size_t tiles = rows.size() - 1;
-  const auto add_norm = [&](UnitBuilder& builder) {
-    if (edges.norm.empty()) return;
-    if (edges.layer_norm)
-      builder.layer_norm(edges.norm, c.hidden_size);
-    else
-      builder.rms_norm(edges.norm, c.hidden_size);
-  };
+  const auto add_norm = [&](UnitBuilder& builder) { builder.norm(edges.norm_kind, edges.norm, c.hidden_size); };
   const auto own_unit = [&](UnitBuilder& builder) {
     UnitSpec unit = builder.take();
     return unit.tensors.empty() ? std::vector<int>{} : std::vector<int>{add_unit(spec, std::move(unit))};
@@ -237,7 +241,7 @@ void build_units(ModelSpec& spec) {
       add_block(spec, i, edges.prefix + "h." + std::to_string(i) + ".", gpt2_block);
     else
       add_block(spec, i, edges.prefix + layer_name(i) + ".",
-                spec.config.family == Family::llama ? llama_block : opt_block);
+                spec.config.family == Family::decoder ? decoder_block : opt_block);
   }
   add_head(spec, edges);
 }

@@ -71,9 +71,13 @@ PackedModel pack(const ModelSpec& spec, Precision precision) {
         const StateFormat wanted = format_of(tensor, precision);
         if (tensor.trainable != group.trainable || (group.trainable && wanted.moments != group.moments)) continue;
         format = wanted;
-        const auto elements = static_cast<std::uint64_t>(tensor.elements());
+        const std::uint64_t elements = tensor.words();
         if (group.trainable) model.trainable_parameters += elements;
-        packed.tensors.push_back({.tensor = index, .offset = offset, .elements = elements, .decays = tensor.decays});
+        packed.tensors.push_back({.tensor = index,
+                                  .offset = offset,
+                                  .elements = elements,
+                                  .decays = tensor.decays,
+                                  .lr_scale = static_cast<float>(tensor.lr_scale)});
         offset += swap::round_up(elements, optim::kBlock);
       }
       if (offset == begin) continue;

@@ -21,8 +21,9 @@ const char* precision_name(Precision precision);
 struct PackedTensor {
   int tensor = 0;              // index in UnitSpec::tensors
   std::uint64_t offset = 0;    // first element within the unit: a multiple of optim::kBlock
-  std::uint64_t elements = 0;  // without padding
+  std::uint64_t elements = 0;  // without padding; of a frozen tensor that is not bf16: its words
   bool decays = true;
+  float lr_scale = 1;
 };
 
 struct StateFormat {

@@ -10,10 +10,16 @@ std::string stage_class(const ModelSpec& spec, int stage) {
   const StageKind kind = spec.stages[stage].kind;
   if (kind == StageKind::embedding || kind == StageKind::head_tile || kind == StageKind::head)
     text.append(" after ").append(stage == 0 ? "nothing" : name(stage - 1));
+  if (spec.stages[stage].block >= 0) {
+    const LayerSpec layer = spec.config.layer(spec.stages[stage].block);
+    if (layer.window > 0) text.append(" window ").append(std::to_string(layer.window));
+    if (layer.rope < 0) text.append(" without positions");
+  }
   for (int unit : spec.stages[stage].units) {
     text += " |";
     for (const TensorSpec& tensor : spec.units[unit].tensors) {
       if (!tensor.trainable) text += " frozen";
+      if (tensor.format != WeightFormat::bf16) text.append(" ").append(weight_format_name(tensor.format));
       for (std::size_t i = 0; i < tensor.shape.size(); ++i)
         text.append(i == 0 ? " " : "x").append(std::to_string(tensor.shape[i]));
     }

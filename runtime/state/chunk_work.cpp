@@ -22,15 +22,16 @@ void UpdateThreads::each(std::size_t count, const std::function<void(std::size_t
 
 std::vector<TensorPiece> ChunkWork::pieces_of(const swap::Chunk& chunk, std::uint64_t most, bool on_grid) const {
   std::vector<TensorPiece> pieces;
-  for_each_piece(model_.units[chunk.unit], chunk,
-                 [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-                   for (std::uint64_t at = 0; at < count;) {
-                     const std::uint64_t room = on_grid ? most - (in_chunk + at) % most : most;
-                     const std::uint64_t elements = std::min(room, count - at);
-                     pieces.push_back({in_chunk + at, in_tensor + at, elements, tensor.tensor, tensor.decays});
-                     at += elements;
-                   }
-                 });
+  for_each_piece(
+      model_.units[chunk.unit], chunk,
+      [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+        for (std::uint64_t at = 0; at < count;) {
+          const std::uint64_t room = on_grid ? most - (in_chunk + at) % most : most;
+          const std::uint64_t elements = std::min(room, count - at);
+          pieces.push_back({in_chunk + at, in_tensor + at, elements, tensor.tensor, tensor.decays, tensor.lr_scale});
+          at += elements;
+        }
+      });
   return pieces;
 }
 

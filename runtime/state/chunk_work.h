@@ -31,6 +31,7 @@ struct TensorPiece {
   std::uint64_t in_chunk = 0, in_tensor = 0, elements = 0;
   int tensor = 0;
   bool decays = false;
+  float lr_scale = 1;
 };
 
 // The model, the layout and the threads outlive this.

@@ -47,6 +47,7 @@ io::Error OptimizerWork::check_finite(const swap::Chunk& chunk) const {
 optim::AdamWParams OptimizerWork::params_of(const swap::Chunk& chunk, const TensorPiece& piece) const {
   optim::AdamWParams params = deferred_[chunk_id(chunk)] ? deferred_params_ : params_;
   params.weight_decay = piece.decays ? weight_decay_ : 0.0F;
+  params.lr *= piece.lr_scale;
   return params;
 }
 

@@ -35,9 +35,14 @@ std::vector<torch::Tensor> StreamedState::weights(const swap::Entered& entered) 
     const std::size_t first = weights.size();
     weights.resize(first + unit.tensors.size());
     if (at == swap::kNowhere) continue;  // an embedding's backward has no weights
-    for (const PackedTensor& tensor : packed_.units[stage.units[position]].tensors)
+    for (const PackedTensor& tensor : packed_.units[stage.units[position]].tensors) {
+      const TensorSpec& spec = unit.tensors[tensor.tensor];
+      std::byte* place = entered.arena + at + 2 * tensor.offset;
       weights[first + static_cast<std::size_t>(tensor.tensor)] =
-          torch::from_blob(entered.arena + at + 2 * tensor.offset, unit.tensors[tensor.tensor].shape, words);
+          spec.format == WeightFormat::bf16
+              ? torch::from_blob(place, spec.shape, words)
+              : torch::from_blob(place, {static_cast<std::int64_t>(2 * tensor.elements)}, words.dtype(torch::kUInt8));
+    }
   }
   return weights;
 }
@@ -50,6 +55,36 @@ void StreamedState::load(const WeightSource& weights, const Progress& progress) 
     done += layout_.chunks()[id].elements;
     if (progress) progress("loading weights", done, total);
   }
+  stored_tensor_ = nullptr;
+  stored_ = {};
+}
+
+// A frozen tensor in its format, from values that are never there as a whole.
+std::span<const std::uint16_t> StreamedState::stored_words(const TensorSpec& tensor, const WeightSource& weights) {
+  if (stored_tensor_ != &tensor) {
+    stored_tensor_ = nullptr;
+    stored_ = {};
+    constexpr std::uint64_t kPart = swap::kChunkQuantum;
+    const auto elements = static_cast<std::uint64_t>(tensor.elements());
+    constexpr std::uint64_t step = 32 * kPart;
+    std::vector<float> values(std::min(step, elements));
+    Quantiser quantiser(tensor.format, tensor.shape);
+    for (std::uint64_t first = 0; first < elements; first += step) {
+      const std::uint64_t count = std::min(step, elements - first);
+      threads_.each((count + kPart - 1) / kPart, [&](std::size_t part) {
+        const std::uint64_t begin = part * kPart;
+        weights(tensor, first + begin, {values.data() + begin, std::min(kPart, count - begin)});
+      });
+      try {
+        quantiser.add({values.data(), count});
+      } catch (const Exception& error) {
+        fail(error.error().kind, tensor.name, error.error().detail);
+      }
+    }
+    stored_ = quantiser.finish();
+    stored_tensor_ = &tensor;
+  }
+  return {reinterpret_cast<const std::uint16_t*>(stored_.data()), stored_.size() / 2};
 }
 
 void StreamedState::restore(swap::Store& store, const Progress& progress) {
@@ -77,11 +112,19 @@ void StreamedState::load_chunk(int id, const WeightSource& weights) {
   std::vector<Piece> pieces;
   for_each_piece(unit, chunk,
                  [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+                   if (spec.tensors[tensor.tensor].format != WeightFormat::bf16) return;
                    for (std::uint64_t at = 0; at < count; at += swap::kChunkQuantum)
                      pieces.push_back({&spec.tensors[tensor.tensor], in_tensor + at, in_chunk + at,
                                        std::min<std::uint64_t>(swap::kChunkQuantum, count - at)});
                  });
   const auto fill = [&](std::uint16_t* hi, std::uint16_t* lo) {
+    for_each_piece(
+        unit, chunk,
+        [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+          const TensorSpec& stored = spec.tensors[tensor.tensor];
+          if (stored.format != WeightFormat::bf16)
+            std::ranges::copy(stored_words(stored, weights).subspan(in_tensor, count), hi + in_chunk);
+        });
     threads_.each(pieces.size(), [&](std::size_t index) {
       const Piece& piece = pieces[index];
       std::vector<float> values(piece.elements);
@@ -108,92 +151,83 @@ void StreamedState::load_chunk(int id, const WeightSource& weights) {
   throw_if(outer);
 }
 
-bool StreamedState::has_low_words(const swap::Chunk& chunk) const {
-  return train_ && chunk.trainable &&
-         packed_.units[chunk.unit].formats[chunk.group].master == optim::MasterFormat::split;
-}
-
-template <class Use>
-void StreamedState::for_each_part(int unit, int tensor, Use use) const {
-  for (const swap::Chunk& chunk : layout_.chunks_of(unit))
-    for_each_piece(
-        packed_.units[unit], chunk,
-        [&](const PackedTensor& piece, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-          if (piece.tensor == tensor) use(chunk, in_tensor, in_chunk, count);
-        });
+ModelExtents StreamedState::extents() {
+  return {.units = units_,
+          .packed = packed_,
+          .layout = layout_,
+          .has_state = train_,
+          .read = [this](swap::ExtentKind kind, int chunk, const auto& use) {
+            throw_if(executor_->access(kind, chunk, false, use));
+          }};
 }
 
 void StreamedState::read_words(int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out) {
-  for_each_part(unit, tensor,
-                [&](const swap::Chunk& chunk, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-                  const int id = layout_.first_chunk(unit) + chunk.index;
-                  throw_if(executor_->access(kind, id, false, [&](std::span<std::byte> bytes) {
-                    // The low words of the master come first in the state.
-                    std::copy_n(reinterpret_cast<const std::uint16_t*>(bytes.data()) + in_chunk, count,
-                                out + in_tensor);
-                  }));
-                });
+  tierflow::read_words(extents(), unit, tensor, kind, out);
 }
 
 void StreamedState::read_master(int unit, int tensor, float* out) {
-  const auto elements = static_cast<std::size_t>(units_[unit].tensors[tensor].elements());
-  std::vector<std::uint16_t> hi(elements), lo(elements);
-  read_words(unit, tensor, swap::ExtentKind::hi, hi.data());
-  bool whole = true;
-  for_each_part(unit, tensor, [&](const swap::Chunk& chunk, auto...) { whole = whole && has_low_words(chunk); });
-  if (!whole) {
-    std::transform(hi.begin(), hi.end(), out, optim::float_from_bf16);
-    return;
-  }
-  read_words(unit, tensor, swap::ExtentKind::state, lo.data());
-  optim::join_master(hi.data(), lo.data(), out, elements);
+  tierflow::read_master(extents(), unit, tensor, out);
 }
 
 void StreamedState::write(int unit, int tensor, const float* values) {
-  for_each_part(unit, tensor,
-                [&](const swap::Chunk& chunk, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-                  const int id = layout_.first_chunk(unit) + chunk.index;
-                  // An extent is written whole: what the tensor does not cover comes from a copy.
-                  const auto rewrite = [&](swap::ExtentKind kind, const std::vector<std::uint16_t>& words) {
-                    std::vector<std::byte> copy;
-                    throw_if(executor_->access(
-                        kind, id, false, [&](std::span<std::byte> bytes) { copy.assign(bytes.begin(), bytes.end()); }));
-                    std::copy(words.begin(), words.end(), reinterpret_cast<std::uint16_t*>(copy.data()) + in_chunk);
-                    throw_if(executor_->access(kind, id, true, [&](std::span<std::byte> bytes) {
-                      std::copy_n(copy.begin(), bytes.size(), bytes.begin());
-                    }));
-                  };
-                  std::vector<std::uint16_t> hi(count), lo(count);
-                  const bool split = has_low_words(chunk);
-                  if (split)
-                    optim::split_master(values + in_tensor, hi.data(), lo.data(), count);
-                  else
-                    for (std::uint64_t i = 0; i < count; ++i) hi[i] = optim::bf16_from_float(values[in_tensor + i]);
-                  rewrite(swap::ExtentKind::hi, hi);
-                  if (split) rewrite(swap::ExtentKind::state, lo);
-                });
+  const ModelExtents model = extents();
+  model.for_each_part(
+      unit, tensor,
+      [&](const swap::Chunk& chunk, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+        const int id = layout_.first_chunk(unit) + chunk.index;
+        // An extent is written whole: what the tensor does not cover comes from a copy.
+        const auto rewrite = [&](swap::ExtentKind kind, const std::vector<std::uint16_t>& words) {
+          std::vector<std::byte> copy;
+          throw_if(executor_->access(kind, id, false,
+                                     [&](std::span<std::byte> bytes) { copy.assign(bytes.begin(), bytes.end()); }));
+          std::copy(words.begin(), words.end(), reinterpret_cast<std::uint16_t*>(copy.data()) + in_chunk);
+          throw_if(executor_->access(kind, id, true, [&](std::span<std::byte> bytes) {
+            std::copy_n(copy.begin(), bytes.size(), bytes.begin());
+          }));
+        };
+        std::vector<std::uint16_t> hi(count), lo(count);
+        const bool split = model.has_low_words(chunk);
+        if (split)
+          optim::split_master(values + in_tensor, hi.data(), lo.data(), count);
+        else
+          for (std::uint64_t i = 0; i < count; ++i) hi[i] = optim::bf16_from_float(values[in_tensor + i]);
+        rewrite(swap::ExtentKind::hi, hi);
+        if (split) rewrite(swap::ExtentKind::state, lo);
+      });
 }
 
 void StreamedState::read_chunk(int chunk, const std::function<void(std::span<std::byte> words)>& use) {
   throw_if(executor_->access(swap::ExtentKind::hi, chunk, false, use));
 }
 
-void write_weights(CheckpointWriter& writer, const PackedModel& packed, const swap::Layout& layout,
-                   const std::function<bool(int unit, int tensor)>& wanted, const ReadChunk& read, const char* phase,
-                   const Progress& progress) {
+void write_weights(CheckpointWriter& writer, const std::vector<UnitSpec>& units, const PackedModel& packed,
+                   const swap::Layout& layout, const std::function<bool(int unit, int tensor)>& wanted,
+                   const ReadChunk& read, const char* phase, const Progress& progress) {
   std::uint64_t done = 0, total = 0;
   for (const PackedUnit& unit : packed.units)
     for (const PackedTensor& tensor : unit.tensors) total += tensor.elements;
-  for (int id = 0; id < static_cast<int>(layout.chunks().size()); ++id) {
-    const swap::Chunk& chunk = layout.chunks()[id];
-    read(id, [&](std::span<std::byte> words) {
-      for_each_piece(packed.units[chunk.unit], chunk,
-                     [&](const PackedTensor& tensor, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
-                       if (wanted(chunk.unit, tensor.tensor)) writer.write(words.subspan(2 * in_chunk, 2 * count));
-                       done += count;
-                     });
-    });
-    if (progress) progress(phase, done, total);
+  const auto write_unit = [&](int unit, const auto& now) {
+    for (const swap::Chunk& chunk : layout.chunks_of(unit)) {
+      read(layout.first_chunk(unit) + chunk.index, [&](std::span<std::byte> words) {
+        for_each_piece(packed.units[unit], chunk,
+                       [&](const PackedTensor& tensor, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
+                         if (!now(tensor)) return;
+                         if (wanted(unit, tensor.tensor)) writer.write(words.subspan(2 * in_chunk, 2 * count));
+                         done += count;
+                       });
+      });
+      if (progress) progress(phase, done, total);
+    }
+  };
+  for (int unit = 0; unit < static_cast<int>(packed.units.size()); ++unit) {
+    const std::vector<PackedTensor>& tensors = packed.units[unit].tensors;
+    const auto goes_on = [&](const PackedTensor& tensor) { return units[unit].tensors[tensor.tensor].first_row != 0; };
+    if (std::none_of(tensors.begin(), tensors.end(), goes_on) || goes_on(tensors.front())) {
+      write_unit(unit, [](const PackedTensor&) { return true; });
+      continue;
+    }
+    write_unit(unit, goes_on);
+    write_unit(unit, [&](const PackedTensor& tensor) { return !goes_on(tensor); });
   }
 }
 

@@ -14,6 +14,7 @@
 #include "runtime/checkpoint/safetensors.h"
 #include "runtime/checkpoint/weight_source.h"
 #include "runtime/spec/packing.h"
+#include "runtime/state/model_extents.h"
 #include "runtime/state/optimizer_work.h"
 #include "swap/executor.h"
 
@@ -42,8 +43,9 @@ class StreamedState {
   const PackedModel& packed() const { return packed_; }
   const swap::Layout& layout() const { return layout_; }
 
-  // Between the executor's enter() and leave(): views of the bf16 weights of the visited stage, unit after unit in
-  // UnitSpec order. Undefined where the pass needs none.
+  // Between the executor's enter() and leave(): views of the weights of the visited stage, unit after unit in UnitSpec
+  // order: bf16 in their shapes, those of other formats as their stored bytes (uint8). Undefined where the pass needs
+  // none.
   std::vector<torch::Tensor> weights(const swap::Entered& entered) const;
 
   // All that follows: between the executor's plans.
@@ -53,10 +55,8 @@ class StreamedState {
   // Every weight and its state from a store that was opened to be gone on with: all of it is verified, and what is
   // resident is read into memory.
   void restore(swap::Store& store, const Progress& progress);
-  // The 16-bit words of a tensor: its bf16 weights (hi), the low words of its fp32 master (state, where it is split),
-  // its gradient. out: as many as the tensor has elements.
+  // As read_words() and read_master() of model_extents.h.
   void read_words(int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out);
-  // The fp32 master, or the bf16 weights as fp32 where there is none.
   void read_master(int unit, int tensor, float* out);
   // Weights and fp32 master; the moments stay.
   void write(int unit, int tensor, const float* values);
@@ -65,10 +65,8 @@ class StreamedState {
 
  private:
   void load_chunk(int id, const WeightSource& weights);
-  bool has_low_words(const swap::Chunk& chunk) const;
-  // Calls use(chunk, in_tensor, in_chunk, count) for each part of the tensor.
-  template <class Use>
-  void for_each_part(int unit, int tensor, Use use) const;
+  std::span<const std::uint16_t> stored_words(const TensorSpec& tensor, const WeightSource& weights);
+  ModelExtents extents();
 
   const std::vector<UnitSpec>& units_;
   const PackedModel& packed_;
@@ -78,16 +76,19 @@ class StreamedState {
   const torch::Device torch_device_;
   std::unique_ptr<swap::Device> device_;
   UpdateThreads threads_;
+  // The tensor that was last brought into its format while loading.
+  const TensorSpec* stored_tensor_ = nullptr;
+  std::vector<std::byte> stored_;
   std::unique_ptr<swap::Executor> executor_;  // last: drains before the rest goes
 };
 
 // How the words of a chunk come to an export.
 using ReadChunk = std::function<void(int chunk, const std::function<void(std::span<std::byte> words)>& use)>;
 
-// Writes the bf16 words of every tensor that is wanted, in the order in which the units' chunks hold them. Each chunk
-// is read once.
-void write_weights(CheckpointWriter& writer, const PackedModel& packed, const swap::Layout& layout,
-                   const std::function<bool(int unit, int tensor)>& wanted, const ReadChunk& read, const char* phase,
-                   const Progress& progress);
+// Writes the bf16 words of every tensor that is wanted, in the order in which the units' chunks hold them; but a tile
+// of a table comes right after the tile before, which ends its unit. Each chunk is read once, or twice in such a unit.
+void write_weights(CheckpointWriter& writer, const std::vector<UnitSpec>& units, const PackedModel& packed,
+                   const swap::Layout& layout, const std::function<bool(int unit, int tensor)>& wanted,
+                   const ReadChunk& read, const char* phase, const Progress& progress);
 
 }  // namespace tierflow

@@ -312,7 +312,7 @@ void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts
   }
   CheckpointWriter writer(folder, std::move(headers), shard_bytes);
   write_weights(
-      writer, impl.shapes.packed, *impl.shapes.layout,
+      writer, impl.state->units(), impl.shapes.packed, *impl.shapes.layout,
       [&](int unit, int tensor) { return !parts[unit][tensor].empty(); },
       [&](int chunk, const auto& use) { impl.state->read_chunk(chunk, use); }, "saving", progress);
   for (const ExtraTensor& tensor : extra) {

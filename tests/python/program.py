@@ -37,6 +37,20 @@ def run(work, *words, ok=True, timeout=300, env=None, **more):
     return done
 
 
+def changed(words, values):
+    """The same words with other values of these options."""
+    return [values.get(before, word) for before, word in zip(["", *words], words)]
+
+
+def again(work, *words, **more):
+    """The same command, once the kernel has taken the drive from a killed one."""
+    deadline = time.time() + 60
+    while True:
+        done = run(work, *words, ok=False, **more)
+        if done.returncode != 8 or time.time() > deadline:
+            return done
+
+
 def start(work, *words, env=None, **more):
     more = {"stderr": subprocess.PIPE, **more}
     return subprocess.Popen([str(PROGRAM), *map(str, words)], cwd=work, text=True, env={**ENVIRONMENT, **(env or {})}, **more)

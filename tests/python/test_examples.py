@@ -56,3 +56,32 @@ def test_lora(model_folder, tmp_path):
 def test_own_module(tmp_path):
     run("own_module.py", *storage(tmp_path))
     assert not list((tmp_path / "store").iterdir())
+
+
+@pytest.fixture(scope="module")
+def adapters_work(tmp_path_factory):
+    """A folder whose model the examples of adapters share; the first of them makes it."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+def run_adapters(script, work):
+    environment = {**os.environ, "TIERFLOW": str(BUILD / "tierflow"), "PYTHON": sys.executable, "WORK": str(work), "BASE_STEPS": "8", "STEPS": "12",
+                   "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # fmt: skip
+    done = subprocess.run([EXAMPLES.parent / "adapters" / script], env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert not (work / "state").exists()
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("script, out, says", [
+    ("instruction.sh", "instruction", ["The units are measured.", "held-out loss"]),
+    ("qlora.sh", "qlora", ["nf4-double", "of 20 questions that were not trained on: before 0, after"]),
+    ("own_data.sh", "own", ["quantity,thing,unit", '"content": "In '],),
+])  # fmt: skip
+def test_adapters(script, out, says, adapters_work):
+    pytest.importorskip("peft")
+    printed = run_adapters(script, adapters_work)
+    assert all(words in printed for words in says), printed
+    first, last = re.findall(r"held-out loss ([0-9.]+) before, ([0-9.]+) after", printed)[-1]
+    assert float(last) < float(first)
+    assert (adapters_work / out / "adapter_model.safetensors").exists()

@@ -50,6 +50,20 @@ def llama3_rope():
     }
 
 
+def yarn(**more):
+    return {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, **more}
+
+
+def longrope(original=32):
+    """Of half a head's 16 dimensions."""
+    factors = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 4.0, 7.5]}
+    return {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "original_max_position_embeddings": original, **factors}
+
+
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+TWO_ROPES = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+
+
 CONFIGS = {
     "llama2": lambda: transformers.LlamaConfig(**{**SMALL, "num_key_value_heads": 4}),
     "llama3": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=llama3_rope()),
@@ -63,6 +77,29 @@ CONFIGS = {
     "qwen2_tied": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
     "qwen3_tied": lambda: transformers.Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
+    "qwen3_layers": lambda: transformers.Qwen3Config(**SMALL, head_dim=16, use_sliding_window=True, sliding_window=9, layer_types=SLIDING),
+    "ministral3": lambda: transformers.Ministral3Config(**SMALL, head_dim=16, rope_parameters=yarn(mscale=1.0, mscale_all_dim=0.5, llama_4_scaling_beta=0.1)),
+    "llama_yarn": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=yarn(truncate=False)),
+    "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=32),
+    "gemma2": lambda: transformers.Gemma2Config(**SMALL, head_dim=16, sliding_window=9, query_pre_attn_scalar=24, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=9, query_pre_attn_scalar=24, layer_types=SLIDING, rope_parameters=TWO_ROPES),
+    "phi3": lambda: transformers.Phi3Config(**SMALL, sliding_window=None),
+    "phi4_mini": lambda: transformers.Phi3Config(**{**SMALL, "max_position_embeddings": 128}, original_max_position_embeddings=32, tie_word_embeddings=True, rope_parameters=longrope()),
+    "phi4_mini_short": lambda: transformers.Phi3Config(**{**SMALL, "max_position_embeddings": 256}, original_max_position_embeddings=64, rope_parameters=longrope(64)),
+    "glm": lambda: transformers.GlmConfig(**SMALL, head_dim=16),
+    "glm4": lambda: transformers.Glm4Config(**SMALL, head_dim=16),
+    "olmo2": lambda: transformers.Olmo2Config(**SMALL),
+    "olmo3": lambda: transformers.Olmo3Config(**SMALL, sliding_window=9, layer_types=SLIDING, rope_parameters={**TWO_ROPES, "full_attention": yarn()}),
+    "smollm3": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
+    "granite": lambda: transformers.GraniteConfig(**SMALL, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.1, logits_scaling=8.0),
+    "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.25),
+    "cohere2": lambda: transformers.Cohere2Config(**SMALL, logit_scale=0.25, sliding_window=9, layer_types=SLIDING),
+    "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=9),
+    "seed_oss": lambda: transformers.SeedOssConfig(**SMALL, head_dim=32, attention_dropout=0.0, residual_dropout=0.0),
+    "exaone4": lambda: transformers.Exaone4Config(**SMALL, sliding_window=9, layer_types=SLIDING),
+    "exaone4_full": lambda: transformers.Exaone4Config(**SMALL, sliding_window=None, sliding_window_pattern=None, layer_types=["full_attention"] * 3),
+    "arcee": lambda: transformers.ArceeConfig(**SMALL, mlp_bias=True),
+    "ernie4_5": lambda: transformers.Ernie4_5Config(**SMALL, head_dim=16, use_bias=True),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2_untied": lambda: transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
     "opt": lambda: transformers.OPTConfig(**OPT),

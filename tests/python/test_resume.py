@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from program import BUILD, MIB, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import BUILD, MIB, again, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -40,18 +40,6 @@ def uninterrupted(work, *more):
     words = [word if word != "out" else "whole" for word in TRAIN]
     run(work, *words, *small("--log-json", "whole.json", *more))
     return {record["step"]: record["loss"] for record in steps_of(work / "whole.json")}
-
-
-def changed(words, values):
-    return [values.get(before, word) for before, word in zip(["", *words], words)]
-
-
-def again(work, *words, **more):
-    """The same command, once a killed one has let go of the drive."""
-    while True:
-        done = run(work, *words, ok=False, **more)
-        if done.returncode != 8 or "its last requests are still at the drive" not in done.stderr:
-            return done
 
 
 @pytest.mark.parametrize("clip", ["1.0", "none"])
@@ -307,7 +295,7 @@ def test_status_and_verify_say_what_is_there(work):
         assert nothing.returncode == 3 and "holds no state" in the_error(nothing.stderr)
         assert run(work, command, ok=False).returncode == 2
     with_one = [word for word in TRAIN if word not in ("--out", "out")]
-    process = start(work, *TRAIN, *TIGHT)
+    process = start(work, *changed(TRAIN, {"--steps": "4000"}), *TIGHT)
     wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 2)
     held = run(work, "status", "store", ok=False)
     if process.poll() is None:

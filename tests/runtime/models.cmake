@@ -1,5 +1,7 @@
 # Tests of the torch models. One ctest entry: LibTorch takes longer to load than the tests to run.
 add_executable(models_test
+  models/adapters_test.cpp
+  models/dense_weights_test.cpp
   models/documents_test.cpp
   models/gradient_test.cpp
   models/ops_test.cpp
@@ -24,3 +26,10 @@ foreach(program models_test model_probe models_speed)
   target_compile_options(${program} PRIVATE -O1)  # torch headers: compile time over speed
 endforeach()
 target_precompile_headers(models_test PRIVATE <torch/torch.h> <gtest/gtest.h>)
+
+if(TIERFLOW_HAS_CUDA)
+  # What the compiler made of the kernel: IEEE operations alone.
+  add_test(NAME models.device_code_is_ieee
+    COMMAND python3 "${CMAKE_SOURCE_DIR}/tests/optim/check_ptx.py" --nvcc "${TIERFLOW_NVCC}" --source "${CMAKE_SOURCE_DIR}/runtime/models/dense_weights_cuda.cu"
+            --include "${CMAKE_SOURCE_DIR}" -- ${TIERFLOW_CUDA_FLAGS})
+endif()

@@ -1,7 +1,7 @@
-tierflow_test(session_test LIBRARIES tierflow::session SOURCES session/session_test.cpp session/reference_test.cpp optimizer/adamw8bit_test.cpp session/memory_test.cpp session/packed_test.cpp session/updates_test.cpp session/resume_test.cpp session/profiler_test.cpp)
+tierflow_test(session_test LIBRARIES tierflow::session SOURCES session/session_test.cpp session/adapters_test.cpp session/reference_test.cpp optimizer/adamw8bit_test.cpp session/memory_test.cpp session/packed_test.cpp session/updates_test.cpp session/resume_test.cpp session/profiler_test.cpp)
 target_precompile_headers(session_test PRIVATE <torch/nn/module.h> <gtest/gtest.h>)
 
-tierflow_test(gpu_test LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp)
+tierflow_test(gpu_test LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp models/dense_weights_gpu_test.cpp)
 target_precompile_headers(gpu_test REUSE_FROM session_test)
 
 add_executable(bare_torch session/bare_torch.cpp)
@@ -11,3 +11,9 @@ target_link_libraries(bare_torch PRIVATE tierflow_torch_wheel)
 tierflow_test(train_test LIBRARIES tierflow_commands SOURCES program/train_test.cpp program/plan_command_test.cpp)
 add_dependencies(train_test fake_nvml tierflow_train)  # the latter identifies what was measured
 target_compile_definitions(train_test PRIVATE TIERFLOW_FAKE_NVML="$<TARGET_FILE:fake_nvml>")
+
+# Run by tests/python/test_adapters.py.
+add_executable(adapter_probe session/adapter_probe.cpp)
+target_link_libraries(adapter_probe PRIVATE tierflow::session tierflow_flags)
+target_include_directories(adapter_probe PRIVATE "${CMAKE_SOURCE_DIR}")
+target_compile_options(adapter_probe PRIVATE -O1)

@@ -3,11 +3,11 @@
 // others. TIERFLOW_BIT_FLIPS is how many (make test-faults: 10,000).
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <map>
 #include <optional>
 #include <random>
 
+#include "tests/support/environment.h"
 #include "tests/swap/store_fixture.h"
 
 namespace tierflow::swap {
@@ -90,8 +90,7 @@ struct BitFlips : ::testing::TestWithParam<bool> {};
 
 TEST_P(BitFlips, NobodyGetsBytesThatNobodyCommitted) {
   const bool work_had_begun = GetParam();
-  const char* wanted = std::getenv("TIERFLOW_BIT_FLIPS");
-  const int flips = (wanted != nullptr ? std::atoi(wanted) : 80) / 2;
+  const int flips = static_cast<int>(testing::number_in("TIERFLOW_BIT_FLIPS", 80)) / 2;
   testing::TempDir folder;
   const StoreOptions options = options_in(folder.path(), 2);
   {

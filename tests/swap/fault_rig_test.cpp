@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 
+#include "tests/support/environment.h"
 #include "tests/support/simulated_drives.h"
 #include "tests/swap/store_fixture.h"
 
@@ -163,13 +164,9 @@ class FaultRun {
   int steps_ = 0, now_ = 0, acknowledged_ = 0, written_ = 0;
 };
 
-std::uint64_t number(const char* name, std::uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
-}
-
 TEST(FaultRig, NothingAcknowledgedIsLostAndNothingIsSilentlyWrong) {
-  const std::uint64_t runs = number("TIERFLOW_FAULT_RUNS", 2000), first = number("TIERFLOW_FAULT_SEED", 1);
+  const std::uint64_t runs = testing::number_in("TIERFLOW_FAULT_RUNS", 2000),
+                      first = testing::number_in("TIERFLOW_FAULT_SEED", 1);
   int resumed = 0, fell_back = 0;
   for (std::uint64_t seed = first; seed < first + runs; ++seed) {
     const Verdict verdict = FaultRun(seed, false).run();

@@ -4,9 +4,9 @@
 // TIERFLOW_POWER_CUTS is how many moments (make test-faults: 1,000).
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <random>
 
+#include "tests/support/environment.h"
 #include "tests/support/forwarding_backend.h"
 #include "tests/support/fuse_disk.h"
 #include "tests/support/mounts.h"
@@ -112,8 +112,7 @@ struct PowerCutDisk : ::testing::Test {
 TEST_F(PowerCutDisk, TheNewestAcknowledgedGenerationIsThere) {
   NEED_DRIVE();
   ASSERT_NO_FATAL_FAILURE(commit_all());
-  const char* wanted = std::getenv("TIERFLOW_POWER_CUTS");
-  const int cuts = wanted != nullptr ? std::atoi(wanted) : 12;
+  const int cuts = static_cast<int>(testing::number_in("TIERFLOW_POWER_CUTS", 12));
   std::mt19937_64 random(11);
   for (int i = 0; i < cuts; ++i) {
     const std::size_t cut = moment(random);

@@ -2,6 +2,7 @@
 // Small specifications of every family, and batches for them.
 #include <gtest/gtest.h>
 
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -42,12 +43,32 @@ inline std::vector<Case> cases(const std::string& dropout = "0.0") {
       {"mistral", llama_json("MistralForCausalLM", R"(, "sliding_window": 7, "attention_dropout": )" + dropout)},
       {"qwen2", llama_json("Qwen2ForCausalLM", R"(, "tie_word_embeddings": true)")},
       {"qwen3", llama_json("Qwen3ForCausalLM", R"(, "head_dim": 16)")},
+      {"ministral3", llama_json("Ministral3ForCausalLM", R"(, "head_dim": 8, "rope_parameters": {"rope_type": "yarn",
+        "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1})")},
+      {"gemma2", llama_json("Gemma2ForCausalLM", R"(, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0)")},
+      {"gemma3", llama_json("Gemma3ForCausalLM", R"(, "head_dim": 8, "sliding_window": 5, "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0)")},
+      {"phi3", llama_json("Phi3ForCausalLM", R"(, "partial_rotary_factor": 0.5, "rope_parameters": {"rope_type":
+        "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 512})")},
+      {"olmo2", llama_json("Olmo2ForCausalLM", "")},
+      {"granite", llama_json("GraniteForCausalLM", R"(, "embedding_multiplier": 3.0, "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2, "logits_scaling": 2.0)")},
+      {"cohere2", llama_json("Cohere2ForCausalLM", R"(, "sliding_window": 5, "sliding_window_pattern": 2,
+        "logit_scale": 0.5)")},
+      {"starcoder2", llama_json("Starcoder2ForCausalLM", "")},
       {"gpt2", gpt2 + "}"},
       {"gpt2_untied", gpt2 + R"(, "tie_word_embeddings": false})"},
       {"opt", opt + "}"},
       {"opt_norm_after", opt + R"(, "do_layer_norm_before": false})"},
       {"opt_untied", opt + R"(, "tie_word_embeddings": false, "enable_bias": false})"},
   };
+}
+
+inline Case case_called(const std::string& name) {
+  for (const Case& one : cases())
+    if (one.name == name) return one;
+  throw std::logic_error("no case " + name);
 }
 
 // Cuts the small models' vocabulary into tiles of 30, 30, 30 and 6 rows, and their blocks in two.

@@ -25,20 +25,23 @@ torch::Tensor plain_loss(const ResidentModel& m, const std::vector<Weights>& uni
         if (tensor.name == "lm_head.weight") output.push_back(value);
         if (tensor.name.ends_with("embed_tokens.weight") || tensor.name.ends_with("wte.weight"))
           tokens.push_back(value);
-        if (tensor.init == Init::ones) norm_weight = value;
-        if (tensor.init == Init::zeros) norm_bias = value;
+        if (tensor.shape.size() == 1 && tensor.name.ends_with(".weight")) norm_weight = value;
+        if (tensor.shape.size() == 1 && tensor.name.ends_with(".bias")) norm_bias = value;
       }
     }
   }
   torch::Tensor x = carry[0];
+  const ModelConfig& c = m.spec().config;
   if (norm_weight.defined()) {
-    if (norm_bias.defined()) {
-      x = torch::layer_norm(x, {x.size(-1)}, norm_weight, norm_bias, m.spec().config.norm_eps);
+    if (norm_bias.defined() || c.norm == NormKind::layer_no_bias) {
+      x = torch::layer_norm(x, {x.size(-1)}, norm_weight, norm_bias, c.norm_eps);
     } else {
-      x = x * torch::rsqrt(x.square().mean(-1, true) + m.spec().config.norm_eps) * norm_weight;
+      if (c.norm == NormKind::rms_plus_one) norm_weight = norm_weight + 1;
+      x = x * torch::rsqrt(x.square().mean(-1, true) + c.norm_eps) * norm_weight;
     }
   }
-  const torch::Tensor logits = torch::matmul(x, torch::cat(output.empty() ? tokens : output).t());
+  torch::Tensor logits = torch::matmul(x, torch::cat(output.empty() ? tokens : output).t()) * c.logits_multiplier;
+  if (c.logits_softcap > 0) logits = torch::tanh(logits / c.logits_softcap) * c.logits_softcap;
   return torch::nn::functional::cross_entropy(
       logits.flatten(0, 1), batch.labels.flatten(),
       torch::nn::functional::CrossEntropyFuncOptions().ignore_index(-100).reduction(torch::kSum));

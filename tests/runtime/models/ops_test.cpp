@@ -32,55 +32,70 @@ class Widths : public ::testing::TestWithParam<std::int64_t> {
 
 TEST_P(Widths, rms_norm) {
   const std::int64_t n = GetParam();
-  const Tensor x = random({5, 7, n}), w = random({n}), d = random({5, 7, n}), residual = random({5, 7, n});
-  Tensor rstd;
-  const Tensor out = models::rms_norm(x, w, 1e-5, &rstd);
-  const Tensor x64 = leaf(x), w64 = leaf(w);
-  const Tensor exact = models::rms_norm(x64, w64, 1e-5);
-  expect_rounded(out, exact, 2.0);
-  exact.backward(d.to(torch::kDouble));
-  Tensor sum = torch::ones({n});
-  const Tensor d_x = models::rms_norm_backward(d, x, rstd, w, sum, residual);
-  expect_rounded(d_x, x64.grad() + residual.to(torch::kDouble));
-  EXPECT_LT(relative_error(sum - 1, w64.grad()), 4e-3);
-  expect_rounded(models::rms_norm_backward(d, x, rstd, w, {}), x64.grad());
+  for (const NormKind kind : {NormKind::rms, NormKind::rms_wide, NormKind::rms_plus_one}) {
+    const Tensor x = random({5, 7, n}), w = random({n}), d = random({5, 7, n}), residual = random({5, 7, n});
+    Tensor rstd;
+    const Tensor out = models::rms_norm(x, w, 1e-5, kind, &rstd);
+    const Tensor x64 = leaf(x), w64 = leaf(w);
+    const Tensor exact = models::rms_norm(x64, w64, 1e-5, kind);
+    expect_rounded(out, exact, kind == NormKind::rms ? 2.0 : 1.0);
+    exact.backward(d.to(torch::kDouble));
+    Tensor sum = torch::ones({n});
+    const Tensor d_x = models::rms_norm_backward(d, x, rstd, w, sum, kind, residual);
+    expect_rounded(d_x, x64.grad() + residual.to(torch::kDouble));
+    EXPECT_LT(relative_error(sum - 1, w64.grad()), 4e-3);
+    expect_rounded(models::rms_norm_backward(d, x, rstd, w, {}, kind), x64.grad());
+  }
 }
 
-TEST_P(Widths, swiglu) {
+TEST_P(Widths, gated) {
   const std::int64_t n = GetParam();
-  Tensor gate = random({3, n}, 4.0), up = random({3, n}), d = random({3, n});
-  const Tensor gate64 = leaf(gate), up64 = leaf(up);
-  const Tensor exact = models::swiglu(gate64, up64);
-  expect_rounded(models::swiglu(gate, up), exact);
-  exact.backward(d.to(torch::kDouble));
-  models::swiglu_backward(gate, up, d);
-  expect_rounded(gate, gate64.grad());
-  expect_rounded(up, up64.grad());
-  expect_rounded(d, exact);
+  for (const Activation activation :
+       {Activation::silu, Activation::gelu, Activation::gelu_tanh, Activation::relu, Activation::relu2}) {
+    Tensor gate = random({3, n}, 4.0), up = random({3, n}), d = random({3, n});
+    const Tensor gate64 = leaf(gate), up64 = leaf(up);
+    const Tensor exact = models::gated(gate64, up64, activation);
+    const double roundings = activation == Activation::silu ? 1.0 : 3.0;  // in one kernel, or of each operation
+    expect_rounded(models::gated(gate, up, activation), exact, roundings);
+    exact.backward(d.to(torch::kDouble));
+    expect_rounded(models::activate_backward(d, up, activation),
+                   torch::autograd::grad({models::activate(up64, activation)}, {up64}, {d.to(torch::kDouble)})[0], 3.0);
+    models::gated_backward(gate, up, d, activation);
+    expect_rounded(gate, gate64.grad(), roundings);
+    expect_rounded(up, up64.grad(), roundings);
+    expect_rounded(d, exact, roundings);
+  }
 }
 
+// All dimensions of a head rotate, or the first ones; pairs of halves, or of neighbours.
 TEST_P(Widths, rope) {
-  const std::int64_t dim = 2 * GetParam();
-  const Tensor x = random({2, 9, 3, dim}), d = random({2, 9, 3, dim});
-  const Tensor angle = torch::rand({9, dim / 2}) * 6;
-  const Tensor cos = angle.cos().to(torch::kBFloat16).to(torch::kFloat),
-               sin = angle.sin().to(torch::kBFloat16).to(torch::kFloat);
-  const Tensor x64 = leaf(x);
-  const Tensor exact = models::rope(x64, cos, sin);
-  exact.backward(d.to(torch::kDouble));
-  expect_rounded(models::rope(x.clone(), cos, sin), exact);
-  expect_rounded(models::rope(d.clone(), cos, sin, -1.0), x64.grad());
-  // Positions choose rows of the tables, as tables of each row of x do.
-  const Tensor positions = torch::stack({torch::arange(9).remainder(4), torch::arange(8, -1, -1)});
-  for (const Tensor& of : {x, leaf(x)}) {
-    const auto rotated = [&](std::int64_t row) {
-      const Tensor at = positions[row];
-      return models::rope(of.detach().narrow(0, row, 1).clone(), cos.index_select(0, at), sin.index_select(0, at));
-    };
-    const Tensor rows = torch::cat({rotated(0), rotated(1)});
-    const Tensor every_cos = torch::embedding(cos, positions), every_sin = torch::embedding(sin, positions);
-    EXPECT_TRUE(torch::equal(models::rope(of.detach().clone(), cos, sin, 1.0, positions), rows));
-    EXPECT_TRUE(torch::equal(models::rope(of.detach().clone(), every_cos, every_sin), rows));
+  const std::int64_t rotated = 2 * GetParam();
+  for (const std::int64_t dim : {rotated, rotated + 6}) {
+    for (const bool interleaved : {false, true}) {
+      const Tensor x = random({2, 9, 3, dim}), d = random({2, 9, 3, dim});
+      const Tensor angle = torch::rand({9, rotated / 2}) * 6;
+      const Tensor cos = angle.cos().to(torch::kBFloat16).to(torch::kFloat),
+                   sin = angle.sin().to(torch::kBFloat16).to(torch::kFloat);
+      const Tensor x64 = leaf(x);
+      const Tensor exact = models::rope(x64, cos, sin, interleaved);
+      EXPECT_TRUE(torch::equal(exact.narrow(3, rotated, dim - rotated), x64.narrow(3, rotated, dim - rotated)));
+      exact.backward(d.to(torch::kDouble));
+      expect_rounded(models::rope(x.clone(), cos, sin, interleaved), exact);
+      expect_rounded(models::rope(d.clone(), cos, sin, interleaved, -1.0), x64.grad());
+      // Positions choose rows of the tables, as tables of each row of x do.
+      const Tensor positions = torch::stack({torch::arange(9).remainder(4), torch::arange(8, -1, -1)});
+      for (const Tensor& of : {x, leaf(x)}) {
+        const auto one = [&](std::int64_t row) {
+          const Tensor at = positions[row];
+          return models::rope(of.detach().narrow(0, row, 1).clone(), cos.index_select(0, at), sin.index_select(0, at),
+                              interleaved);
+        };
+        const Tensor rows = torch::cat({one(0), one(1)});
+        const Tensor every_cos = torch::embedding(cos, positions), every_sin = torch::embedding(sin, positions);
+        EXPECT_TRUE(torch::equal(models::rope(of.detach().clone(), cos, sin, interleaved, 1.0, positions), rows));
+        EXPECT_TRUE(torch::equal(models::rope(of.detach().clone(), every_cos, every_sin, interleaved), rows));
+      }
+    }
   }
 }
 
@@ -120,7 +135,7 @@ TEST(Ops, non_finite_values_stay) {
   Tensor x = random({1, 64}), w = random({64});
   x[0][5] = NAN;
   EXPECT_TRUE(models::rms_norm(x, w, 1e-5).isnan().all().item<bool>());
-  EXPECT_TRUE(models::swiglu(x, w.unsqueeze(0).contiguous())[0][5].isnan().item<bool>());
+  EXPECT_TRUE(models::gated(x, w.unsqueeze(0).contiguous(), Activation::silu)[0][5].isnan().item<bool>());
 }
 
 TEST(Ops, a_label_beyond_the_vocabulary_is_an_error) {

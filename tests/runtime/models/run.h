@@ -43,7 +43,8 @@ struct ResidentModel {
 
   void zero_gradients() {
     for (auto& unit : gradients) {
-      for (auto& gradient : unit) gradient.zero_();
+      for (auto& gradient : unit)
+        if (gradient.defined()) gradient.zero_();
     }
   }
 

@@ -45,9 +45,10 @@ class CountingAllocator final : public c10::Allocator {
 };
 
 // Attention alone, forward and backward.
-void attend(const torch::Tensor& q, const torch::Tensor& kv, const torch::Tensor& d_out, const models::Reach& reach) {
-  const models::BlockAttention result = models::attention_in_blocks(q, kv, kv, reach);
-  models::attention_in_blocks_backward(d_out, q, kv, kv, result, reach);
+void attend(const torch::Tensor& q, const torch::Tensor& kv, const torch::Tensor& d_out,
+            const models::AttentionRules& rules) {
+  const models::BlockAttention result = models::attention_in_blocks(q, kv, kv, rules);
+  models::attention_in_blocks_backward(d_out, q, kv, kv, result, rules);
 }
 
 int run(char** arguments, std::int64_t documents) {

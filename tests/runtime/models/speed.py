@@ -87,8 +87,10 @@ def main():
 
     ours_run = ("block", "default", "forward", "head", "embedding")
     theirs_run = {"transformers block": theirs.step, "transformers head": theirs.head}
-    peaks = {name: theirs.peak(run) for name, run in theirs_run.items()}
-    times = {name: [] for name in (*theirs_run, *ours_run)}
+    peaks = {
+name: theirs.peak(run) for name, run in theirs_run.items()}
+    times = {
+name: [] for name in (*theirs_run, *ours_run)}
     for which in ours_run:
         ask(which)
     for _ in range(options.rounds):
@@ -98,7 +100,8 @@ def main():
             elapsed, peak = ask(which)
             times[which].append(elapsed)
             peaks[which] = peak
-    median = {which: statistics.median(values) for which, values in times.items()}
+    median = {
+which: statistics.median(values) for which, values in times.items()}
     for which, values in times.items():
         print(f"{which:18s} median {median[which]:8.1f} ms  least {min(values):8.1f} ms  peak {peaks[which] / 2**20:7.1f} MiB")
     for which in ("block", "head"):

@@ -119,9 +119,7 @@ void expect_keeping_changes_nothing(const Case& which, torch::ScalarType type, c
       for (std::size_t t = 0; t < sums.size(); ++t) EXPECT_TRUE(torch::equal(sums[t], expected[t]));
     }
   }
-  const bool gated = which.name == "llama" || which.name == "llama_biases" || which.name == "mistral" ||
-                     which.name.starts_with("qwen");
-  EXPECT_EQ(keeping > 0, gated);
+  EXPECT_EQ(keeping > 0, m.spec().config.family == Family::decoder);
 }
 
 TEST_P(Step, keeping_activations_changes_no_bit) {
@@ -151,13 +149,25 @@ TEST_P(Step, evaluation_is_trainings_loss) {
 
 INSTANTIATE_TEST_SUITE_P(models, Step, ::testing::ValuesIn(cases("0.2")), case_name);
 
+TEST(Decoder, each_layer_has_its_own_window) {
+  const ResidentModel m = resident(case_called("gemma2"), torch::kDouble);
+  const Shared shared = m.model->share(batch(1, 12), torch::kCPU);
+  const torch::Tensor hidden = torch::randn({1, 12, 32}, torch::kDouble), other = hidden.clone();
+  other.select(1, 0).add_(1.0);
+  for (const int stage : {1, 2}) {
+    const auto last = [&](const torch::Tensor& in) {
+      return m.model->forward(stage, m.bind(stage, m.units), {in}, shared, false).at(0).select(1, 11);
+    };
+    EXPECT_EQ(torch::equal(last(hidden), last(other)), stage == 1) << "the window is of the first layer alone";
+  }
+}
+
 TEST(LossHead, chunks_do_not_matter) {
   const Case which = cases()[0];
   const ModelSpec spec = parse_model_spec(which.json, which.name);
   const int stage = static_cast<int>(spec.stages.size()) - 1;
   const models::TensorIndex index(spec, stage);
-  const models::LossHead head(models::FinalNorm(models::NormKind::rms, 1e-5, index, "model.norm"), index,
-                              "embed_tokens.weight");
+  const models::LossHead head(models::Norm(NormKind::rms, 1e-5, index, "model.norm"), {}, index, "embed_tokens.weight");
   for (const auto type : {torch::kDouble, torch::kBFloat16}) {
     ResidentModel m = resident(which, type);
     const MicroBatch tokens = batch(3, 33);
@@ -207,7 +217,7 @@ TEST(MicroBatch, counts_its_targets) {
 }
 
 TEST(Embedding, refuses_sequences_beyond_its_positions) {
-  const ResidentModel m = resident(cases()[6], torch::kBFloat16);
+  const ResidentModel m = resident(case_called("gpt2"), torch::kBFloat16);
   const Shared shared = m.model->share(batch(1, 65), torch::kCPU);
   EXPECT_ANY_THROW(m.model->forward(0, m.bind(0, m.units), {}, shared, false));
 }

@@ -5,8 +5,8 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "tests/runtime/expect.h"
 #include "support/temp_dir.h"
+#include "tests/runtime/expect.h"
 
 namespace tierflow {
 namespace {
@@ -171,12 +171,12 @@ TEST(ModelSpec, FamiliesDiffer) {
   const auto qwen2 = parse(with(llama(), "architectures", {"Qwen2ForCausalLM"}));
   EXPECT_TRUE(qwen2.config.qkv_bias && !qwen2.config.output_bias);
   const auto qwen3 = parse(with(with(llama(), "architectures", {"Qwen3ForCausalLM"}), "head_dim", 16));
-  EXPECT_TRUE(qwen3.config.qk_norm);
+  EXPECT_EQ(qwen3.config.qk_norm, QkNorm::head);
   EXPECT_EQ(shapes(qwen3.units[1]).at("model.layers.0.self_attn.o_proj.weight"), (std::vector<std::int64_t>{32, 64}));
   EXPECT_EQ(shapes(qwen3.units[1]).at("model.layers.0.self_attn.q_norm.weight"), (std::vector<std::int64_t>{16}));
   const auto mistral = parse(with(with(llama(), "architectures", {"MistralForCausalLM"}), "sliding_window", 16));
-  EXPECT_EQ(mistral.config.sliding_window, 16);
-  EXPECT_EQ(parse(with(llama(), "sliding_window", 16)).config.sliding_window, 0);
+  EXPECT_EQ(mistral.config.layer(1).window, 16);
+  EXPECT_EQ(parse(with(llama(), "sliding_window", 16)).config.layer(1).window, 0);
   const auto small = parse(gpt2());
   EXPECT_EQ(small.stages.back().units, (std::vector<int>{4, 0}));
   EXPECT_EQ(small.config.intermediate_size, 128);
@@ -188,6 +188,35 @@ TEST(ModelSpec, FamiliesDiffer) {
   EXPECT_EQ(post.stages.back().units, (std::vector<int>{0}));
 }
 
+// Configurations as their makers publish them, what their classes imply left out, have the published sizes.
+TEST(ModelSpec, PublishedModelsHaveTheirPublishedSizes) {
+  const auto billions = [](const char* text) {
+    return static_cast<double>(parse_model_spec(text, "config.json").parameters()) / 1e9;
+  };
+  const char* gemma3_4b = R"({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+    "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+      "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+    "vision_config": {"model_type": "siglip_vision_model"}})";
+  EXPECT_NEAR(billions(gemma3_4b), 3.88, 0.005);
+  const ModelSpec gemma = parse_model_spec(gemma3_4b, "config.json");
+  EXPECT_EQ(gemma.wrapper, "Gemma3ForConditionalGeneration");
+  EXPECT_EQ(gemma.config.layer(4).window, 1024);
+  EXPECT_EQ(gemma.config.layer(5).window, 0);
+  EXPECT_EQ(gemma.config.ropes.at(0).factor, 8.0);
+  EXPECT_EQ(gemma.config.ropes.at(1).type, "default");
+  EXPECT_EQ(gemma.config.ropes.at(1).theta, 1e4);
+  EXPECT_NEAR(billions(R"({"architectures": ["Olmo2ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 100352, "rope_theta": 500000})"),
+              7.30, 0.005);
+  EXPECT_NEAR(billions(R"({"architectures": ["Gemma2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 14336,
+    "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 256000})"),
+              9.24, 0.005);
+  EXPECT_NEAR(billions(R"({"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 200064,
+    "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": true,
+    "partial_rotary_factor": 0.75, "max_position_embeddings": 131072})"),
+              3.84, 0.005);
+}
+
 TEST(ModelSpec, RopeAsOldAndNewTransformersWriteIt) {
   const Json scaled = {
       {"factor", 8.0}, {"low_freq_factor", 1.0}, {"high_freq_factor", 4.0}, {"original_max_position_embeddings", 8192}};
@@ -195,14 +224,14 @@ TEST(ModelSpec, RopeAsOldAndNewTransformersWriteIt) {
   old_style["rope_scaling"] = with(scaled, "rope_type", "llama3");
   new_style["rope_parameters"] = with(with(scaled, "rope_type", "llama3"), "rope_theta", 5e5);
   for (const Json& config : {old_style, new_style}) {
-    const RopeSpec rope = parse(config).config.rope;
+    const RopeSpec rope = parse(config).config.ropes.at(0);
     EXPECT_EQ(rope.type, "llama3");
     EXPECT_EQ(rope.theta, 5e5);
     EXPECT_EQ(rope.factor, 8.0);
     EXPECT_EQ(rope.original_max_positions, 8192);
   }
-  EXPECT_EQ(parse(with(llama(), "rope_scaling", {{"type", "linear"}, {"factor", 2}})).config.rope.type, "linear");
-  EXPECT_EQ(parse(with(llama(), "rope_scaling", nullptr)).config.rope.type, "default");
+  EXPECT_EQ(parse(with(llama(), "rope_scaling", {{"type", "linear"}, {"factor", 2}})).config.ropes[0].type, "linear");
+  EXPECT_EQ(parse(with(llama(), "rope_scaling", nullptr)).config.ropes[0].type, "default");
 }
 
 TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
@@ -232,10 +261,23 @@ TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
   refused(with(with(llama(), "hidden_size", 1 << 20), "num_hidden_layers", 4096), {"absurd"});
   refused(with(llama(), "hidden_act", "mish"), {"hidden_act", "mish"});
   refused(with(llama(), "rms_norm_eps", -1), {"rms_norm_eps"});
-  refused(with(llama(), "rope_scaling", {{"rope_type", "yarn"}, {"factor", 4}}), {"yarn", "llama3"});
+  refused(with(llama(), "rope_scaling", {{"rope_type", "dynamic"}, {"factor", 4}}), {"dynamic", "llama3", "yarn"});
+  refused(with(llama(), "rope_scaling", {{"rope_type", "yarn"}, {"factor", 4}}), {"original_max_position_embeddings"});
+  refused(with(llama(), "rope_scaling",
+               {{"rope_type", "longrope"}, {"original_max_position_embeddings", 64}, {"short_factor", {1}}}),
+          {"short_factor", "4 pairs"});
+  refused(with(llama(), "partial_rotary_factor", 0.1), {"partial_rotary_factor", "even"});
   refused(with(llama(), "rope_scaling", {{"rope_type", "llama3"}, {"factor", 4}}), {"low_freq_factor"});
   refused(with(llama(), "rope_scaling", "x"), {"rope_scaling"});
   refused(with(llama(), "quantization_config", Json::object()), {"quantization_config"});
+  refused(with(llama(), "text_config", 3), {"text_config", "object"});
+  refused(with(llama(), "text_config", {{"model_type", "qwen2_5_vl_text"}}), {"text_config", "qwen2_5_vl_text"});
+  for (const char* family : {"SmolLM3ForCausalLM", "Cohere2ForCausalLM", "Gemma2ForCausalLM", "Olmo3ForCausalLM"})
+    refused(with(with(llama(), "architectures", {family}), "layer_types", {"full_attention"}),
+            {"layer_types", "2 layers"});
+  refused(with(with(llama(), "architectures", {"SeedOssForCausalLM"}), "head_dim", 8), {"residual_dropout"});
+  refused(with(with(llama(), "architectures", {"CohereForCausalLM"}), "use_qk_norm", true), {"use_qk_norm"});
+  refused(with(with(llama(), "architectures", {"SmolLM3ForCausalLM"}), "no_rope_layers", {1}), {"no_rope_layers"});
   refused(with(opt(), "word_embed_proj_dim", 16), {"word_embed_proj_dim", "opt-350m"});
   refused(with(opt(), "layer_norm_elementwise_affine", false), {"layer_norm_elementwise_affine"});
   refused(with(gpt2(), "scale_attn_by_inverse_layer_idx", true), {"scale_attn_by_inverse_layer_idx"});

@@ -1,0 +1,229 @@
+#include "runtime/checkpoint/packed_weight.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/strict_json.h"
+#include "runtime/spec/weight_codes.h"
+
+namespace tierflow {
+namespace {
+
+constexpr std::uint64_t kStateLimit = 1 << 16;
+constexpr std::uint64_t kPiece = 1 << 18;  // elements that are decoded at once
+
+std::uint64_t elements_of(const std::vector<std::int64_t>& shape) {
+  std::uint64_t count = 1;
+  for (const std::int64_t size : shape)
+    if (size < 0 || __builtin_mul_overflow(count, static_cast<std::uint64_t>(size), &count)) return UINT64_MAX;
+  return count;
+}
+
+// Parts of one weight, looked up and checked.
+class Parts {
+ public:
+  Parts(std::string name, std::string where, const PackedParts& parts)
+      : name_(std::move(name)), where_(std::move(where)), parts_(parts) {}
+
+  [[noreturn]] void fail(const std::string& detail) const {
+    fail_input(where_, fmt::format("the quantised weight {} {}", printable(name_, 200), detail));
+  }
+  // Of `elements` elements.
+  const RawTensor& need(const std::string& part, std::uint64_t elements) const {
+    const RawTensor* found = parts_.find(part);
+    if (found == nullptr) fail("lacks its part " + printable(part, 200));
+    if (elements_of(found->shape) != elements)
+      fail(fmt::format("has a part {} of {} elements, not {}", printable(part, 200), elements_of(found->shape),
+                       elements));
+    return *found;
+  }
+  void need_floats(const std::string& part, std::uint64_t elements) const {
+    const RawTensor& found = need(part, elements);
+    if (found.dtype != "F32" && found.dtype != "BF16" && found.dtype != "F16")
+      fail(fmt::format("has a part {} of type {}", printable(part, 200), found.dtype));
+  }
+  std::string text(const RawTensor& tensor) const {
+    if (tensor.bytes > kStateLimit) fail("has a description that is too long");
+    std::string text(tensor.bytes, '\0');
+    parts_.read(tensor, 0, std::as_writable_bytes(std::span(text)));
+    return text;
+  }
+  const PackedParts& folder() const { return parts_; }
+  const std::string& name() const { return name_; }
+  const std::string& where() const { return where_; }
+
+ private:
+  const std::string name_, where_;
+  const PackedParts& parts_;
+};
+
+std::vector<std::uint8_t> bytes_of(const PackedParts& folder, const RawTensor& tensor, std::uint64_t first,
+                                   std::uint64_t count) {
+  std::vector<std::uint8_t> bytes(count);
+  folder.read(tensor, first, std::as_writable_bytes(std::span(bytes)));
+  return bytes;
+}
+std::vector<float> floats_of(const PackedParts& folder, const std::string& part, std::uint64_t first,
+                             std::uint64_t count) {
+  std::vector<float> values(count);
+  folder.floats(part, first, values);
+  return values;
+}
+
+class FourBits final : public PackedWeight {
+ public:
+  FourBits(const Parts& parts, const std::string& state_name)
+      : folder_(parts.folder()), absmax_(parts.name() + ".absmax") {
+    const RawTensor* state_tensor = folder_.find(state_name);
+    const Json state = parse_json(parts.text(*state_tensor), parts.where() + ": " + printable(state_name, 200));
+    if (!state.is_object() || !state.contains("shape") || !state["shape"].is_array())
+      parts.fail("does not give its shape");
+    for (const Json& size : state["shape"]) {
+      if (!size.is_number_integer() || size < 0) parts.fail("does not give its shape");
+      shape_.push_back(size.get<std::int64_t>());
+    }
+    const JsonFields fields(state, parts.where() + ": " + printable(state_name, 200));
+    elements_ = elements_of(shape_);
+    block_ = static_cast<std::uint64_t>(fields.integer_or("blocksize", 64, 1, 1 << 20));
+    codes_ = *folder_.find(parts.name());
+    if (elements_ > UINT64_MAX / 2 || codes_.bytes < (elements_ + 1) / 2)
+      parts.fail(fmt::format("has {} bytes of codes for {} elements", codes_.bytes, elements_));
+    const std::uint64_t blocks = (elements_ + block_ - 1) / block_;
+    const std::string map = parts.name() + ".quant_map", nested_map = parts.name() + ".nested_quant_map";
+    nested_name_ = parts.name() + ".nested_absmax";
+    parts.need_floats(map, map_.size());
+    folder_.floats(map, 0, map_);
+    parts_ = {absmax_, map, state_name};
+    nested_ = folder_.find(nested_name_) != nullptr;
+    if (!nested_) {
+      parts.need_floats(absmax_, blocks);
+      return;
+    }
+    nested_block_ = static_cast<std::uint64_t>(fields.integer_or("nested_blocksize", 256, 1, 1 << 20));
+    offset_ = static_cast<float>(fields.number_or("nested_offset", 0, -1e30, 1e30));
+    absmax_codes_ = parts.need(absmax_, blocks);
+    if (absmax_codes_.dtype != "U8") parts.fail("has scales of type " + absmax_codes_.dtype + ", not U8");
+    parts.need_floats(nested_name_, (blocks + nested_block_ - 1) / nested_block_);
+    parts.need_floats(nested_map, nested_map_.size());
+    folder_.floats(nested_map, 0, nested_map_);
+    parts_.insert(parts_.end(), {nested_name_, nested_map});
+  }
+
+  void read(std::uint64_t first, std::span<float> out) const override {
+    while (!out.empty()) {
+      const std::uint64_t count = std::min<std::uint64_t>(kPiece, out.size());
+      const std::uint64_t first_block = first / block_, last_block = (first + count - 1) / block_;
+      const std::vector<float> scales = scales_of(first_block, last_block - first_block + 1);
+      const std::uint64_t first_byte = first / 2;
+      const auto codes = bytes_of(folder_, codes_, first_byte, (first + count + 1) / 2 - first_byte);
+      for (std::uint64_t i = 0, run = 0; i < count; i += run) {
+        const std::uint64_t block = (first + i) / block_;
+        run = std::min((block + 1) * block_ - (first + i), count - i);
+        const float scale = scales[block - first_block];
+        for (std::uint64_t at = first + i; at < first + i + run; ++at) {
+          const std::uint8_t byte = codes[at / 2 - first_byte];
+          out[at - first] = map_[at % 2 == 0 ? byte >> 4 : byte & 15] * scale;
+        }
+      }
+      out = out.subspan(count);
+      first += count;
+    }
+  }
+
+ private:
+  std::vector<float> scales_of(std::uint64_t first, std::uint64_t count) const {
+    if (!nested_) return floats_of(folder_, absmax_, first, count);
+    const auto codes = bytes_of(folder_, absmax_codes_, first, count);
+    const std::uint64_t outer = first / nested_block_;
+    const auto nested = floats_of(folder_, nested_name_, outer, (first + count - 1) / nested_block_ - outer + 1);
+    std::vector<float> scales(count);
+    for (std::uint64_t i = 0; i < count; ++i)
+      scales[i] = nested_map_[codes[i]] * nested[(first + i) / nested_block_ - outer] + offset_;
+    return scales;
+  }
+
+  const PackedParts& folder_;
+  const std::string absmax_;
+  std::string nested_name_;
+  RawTensor codes_, absmax_codes_;
+  std::uint64_t elements_ = 0, block_ = 64, nested_block_ = 256;
+  bool nested_ = false;
+  float offset_ = 0;
+  std::array<float, 16> map_{};
+  std::array<float, 256> nested_map_{};
+};
+
+// One byte an element, and a scale for each row or tile.
+class EightBits final : public PackedWeight {
+ public:
+  EightBits(const Parts& parts, std::string scales, bool fp8)
+      : folder_(parts.folder()), scales_(std::move(scales)), codes_(*folder_.find(parts.name())), fp8_(fp8) {
+    shape_ = codes_.shape;
+    if (shape_.size() != 2 || shape_[0] < 1 || shape_[1] < 1) parts.fail("is no matrix");
+    columns_ = static_cast<std::uint64_t>(shape_[1]);
+    constexpr std::uint64_t tile = weights::kFp8Tile;
+    rows_a_scale_ = fp8 ? tile : 1;
+    columns_a_scale_ = fp8 ? tile : columns_;
+    across_ = (columns_ + columns_a_scale_ - 1) / columns_a_scale_;
+    const auto rows = static_cast<std::uint64_t>(shape_[0]);
+    parts.need_floats(scales_, (rows + rows_a_scale_ - 1) / rows_a_scale_ * across_);
+    parts_ = {scales_};
+  }
+
+  void read(std::uint64_t first, std::span<float> out) const override {
+    while (!out.empty()) {
+      const std::uint64_t count = std::min<std::uint64_t>(kPiece, out.size());
+      const std::uint64_t top = first / columns_ / rows_a_scale_;
+      const std::uint64_t bottom = (first + count - 1) / columns_ / rows_a_scale_;
+      const auto scales = floats_of(folder_, scales_, top * across_, (bottom - top + 1) * across_);
+      const auto codes = bytes_of(folder_, codes_, first, count);
+      for (std::uint64_t i = 0, run = 0; i < count; i += run) {
+        const std::uint64_t row = (first + i) / columns_, column = (first + i) % columns_;
+        const std::uint64_t tile = column / columns_a_scale_;
+        run = std::min({(tile + 1) * columns_a_scale_ - column, columns_ - column, count - i});
+        const float scale = scales[(row / rows_a_scale_ - top) * across_ + tile];
+        if (fp8_)
+          for (std::uint64_t at = i; at < i + run; ++at) out[at] = weights::e4m3(codes[at]) * scale;
+        else
+          for (std::uint64_t at = i; at < i + run; ++at)
+            out[at] = static_cast<float>(static_cast<std::int8_t>(codes[at])) * scale / 127.0F;
+      }
+      out = out.subspan(count);
+      first += count;
+    }
+  }
+
+ private:
+  const PackedParts& folder_;
+  const std::string scales_;
+  const RawTensor codes_;
+  const bool fp8_;
+  std::uint64_t columns_ = 1, rows_a_scale_ = 1, columns_a_scale_ = 1, across_ = 1;
+};
+
+}  // namespace
+
+std::shared_ptr<const PackedWeight> packed_weight(const std::string& name, const std::string& where,
+                                                  const PackedParts& folder) {
+  const Parts parts(name, where, folder);
+  const RawTensor* codes = folder.find(name);
+  if (codes == nullptr) return nullptr;
+  for (const char* type : {"nf4", "fp4"})
+    if (const std::string state = name + ".quant_state.bitsandbytes__" + type; folder.find(state) != nullptr)
+      return std::make_shared<FourBits>(parts, state);
+  if (codes->dtype == "F8_E4M3" && folder.find(name + "_scale_inv") != nullptr)
+    return std::make_shared<EightBits>(parts, name + "_scale_inv", true);
+  constexpr std::string_view weight = "weight";
+  if (codes->dtype == "I8" && name.ends_with(weight)) {
+    const std::string scales = name.substr(0, name.size() - weight.size()) + "SCB";
+    if (folder.find(scales) != nullptr) return std::make_shared<EightBits>(parts, scales, false);
+  }
+  return nullptr;
+}
+
+}  // namespace tierflow

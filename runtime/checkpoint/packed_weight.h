@@ -1,0 +1,54 @@
+#pragma once
+// A weight that a folder stores quantised, as transformers, bitsandbytes and the makers of FP8 models write it: where
+// its parts lie, and its values.
+//
+//   4 bits of bitsandbytes   W: two codes a byte, the first in the high half; W.absmax, W.quant_map, and with double
+//                            quantisation W.nested_absmax, W.nested_quant_map; W.quant_state.bitsandbytes__nf4 (or
+//                            fp4): JSON. w = map[code] * absmax
+//   8 bits of bitsandbytes   W: int8 [out, in]; SCB of the same module: fp32 [out]. w = code * SCB / 127
+//   FP8 in tiles             W: e4m3 [out, in]; W_scale_inv: [ceil(out / 128), ceil(in / 128)]. w = code * scale
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace tierflow {
+
+// A tensor of any type in a file.
+struct RawTensor {
+  std::string dtype;  // as the file spells it
+  std::vector<std::int64_t> shape;
+  int file = 0;
+  std::uint64_t offset = 0, bytes = 0;
+};
+
+// The folder that holds the parts; outlives the weight.
+struct PackedParts {
+  std::function<const RawTensor*(const std::string& name)> find;  // null where there is none
+  std::function<void(const RawTensor& tensor, std::uint64_t offset, std::span<std::byte> out)> read;
+  // Elements of a tensor of floating-point numbers.
+  std::function<void(const std::string& name, std::uint64_t first, std::span<float> out)> floats;
+};
+
+class PackedWeight {
+ public:
+  virtual ~PackedWeight() = default;
+  const std::vector<std::int64_t>& shape() const { return shape_; }
+  // Of the tensors that it consists of, beside the one of its own name.
+  const std::vector<std::string>& parts() const { return parts_; }
+  // Elements [first, first + out.size()), as fp32 products without another rounding. Any thread may call it.
+  virtual void read(std::uint64_t first, std::span<float> out) const = 0;
+
+ protected:
+  std::vector<std::int64_t> shape_;
+  std::vector<std::string> parts_;
+};
+
+// The weight `name`, if its tensor and the others there are make one; else null. Throws Exception (kind input) naming
+// `where` and the tensor whose parts do not fit together.
+std::shared_ptr<const PackedWeight> packed_weight(const std::string& name, const std::string& where,
+                                                  const PackedParts& parts);
+
+}  // namespace tierflow

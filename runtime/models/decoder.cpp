@@ -1,0 +1,293 @@
+#include "runtime/models/decoder.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "runtime/models/causal_model.h"
+#include "runtime/models/decoder_attention.h"
+#include "runtime/models/decoder_mlp.h"
+#include "runtime/models/ops.h"
+#include "runtime/models/rope.h"
+
+namespace tierflow::models {
+namespace {
+
+// What the gradient of a half takes from its forward.
+template <class Half>
+struct KeptHalf {
+  Tensor x, normed;  // its input [tokens, hidden], and normed
+  Norm::Kept norm;
+  typename Half::Kept inner;
+  Tensor added;  // where a norm follows: what the half adds, before it
+  Norm::Kept out_norm;
+};
+
+// A block's or, in a half of one, the half's. A block's attention takes the stage's input, which is not kept.
+struct KeptBlock final : KeptActivations {
+  const DecoderAttention* attends = nullptr;
+  const DecoderMlp* expands = nullptr;
+  bool parallel = false;
+  KeptHalf<DecoderAttention> attention;
+  KeptHalf<DecoderMlp> mlp;
+
+  std::vector<Tensor> essentials() const override {
+    std::vector<Tensor> tensors;
+    const auto add = [&](const Tensor& tensor) {
+      if (tensor.defined()) tensors.push_back(tensor);
+    };
+    if (attends != nullptr) {
+      tensors = attends->essentials(attention.inner);
+      add(attention.added);
+    }
+    if (expands == nullptr) return tensors;
+    if (attends != nullptr && !parallel) add(mlp.x);
+    for (const Tensor& tensor : expands->essentials(mlp.inner)) add(tensor);
+    add(mlp.added);
+    return tensors;
+  }
+};
+
+Weights without_graph(const Weights& weights) {
+  Weights detached;
+  for (const Tensor& weight : weights) detached.push_back(weight.detach());
+  return detached;
+}
+
+Tensor by_token(const Tensor& hidden, std::int64_t size) {
+  return hidden.detach().reshape({-1, size}).contiguous();
+}
+
+class DecoderModel final : public CausalModel {
+ public:
+  explicit DecoderModel(ModelSpec spec)
+      : CausalModel(spec, {.tokens = spec.config.names.tokens,
+                           .positions = {},
+                           .norm = spec.config.names.norm,
+                           .norm_kind = spec.config.norm}) {
+    for (int stage = 0; stage < static_cast<int>(this->spec().stages.size()); ++stage) {
+      const bool whole = kind(stage) == StageKind::block;
+      attention_.emplace_back();
+      mlp_.emplace_back();
+      if (whole || kind(stage) == StageKind::attention) attention_.back().emplace(this->spec(), stage);
+      if (whole || kind(stage) == StageKind::mlp) mlp_.back().emplace(this->spec(), stage);
+    }
+  }
+
+  // Tables: rotary cos and sin [sequence, rotated / 2] fp32 of each of the config's ropes; then, where queries are
+  // scaled, their factors [sequence] fp32.
+  Shared share(const MicroBatch& batch, at::Device device) const override {
+    Shared shared = CausalModel::share(batch, device);
+    const std::int64_t length = batch.ids.size(1);
+    for (const RopeSpec& rope : config().ropes) {
+      const auto [cos, sin] = rope_tables(rope, config().head_dim, length, device);
+      shared.tables.insert(shared.tables.end(), {cos, sin});
+    }
+    if (config().query_scaling > 0) {
+      const auto original = static_cast<double>(config().ropes.at(0).original_max_positions);
+      const Tensor turns = at::floor(at::arange(length, at::kFloat) / original);
+      shared.tables.push_back((1 + config().query_scaling * at::log1p(turns)).to(device));
+    }
+    return shared;
+  }
+
+  bool can_keep(int stage) const override { return (attends(stage) || expands(stage)) && by_hand(); }
+  std::unique_ptr<KeptActivations> forward_keeping(int stage, const Weights& weights, Carry& carry,
+                                                   const Shared& shared) const override;
+  Carry backward_kept(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                      const Shared& shared, const Carry& d_out, std::unique_ptr<KeptActivations> kept) const override;
+  std::unique_ptr<KeptActivations> restore(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
+                                           std::vector<Tensor> essentials) const override;
+
+ protected:
+  Tensor block(int stage, const Weights& weights, const Tensor& hidden, const Shared& shared,
+               bool training) const override {
+    Tensor x = hidden, normed;
+    if (const auto& half = attention_[at(stage)]) {
+      normed = half->in()(weights, x);
+      const Tensor added = half->forward(weights, normed, shared, training);
+      x = plus(x, half->out()(weights, added));
+    }
+    if (const auto& half = mlp_[at(stage)]) {
+      if (!config().parallel) normed = half->in()(weights, x);
+      const Tensor added = half->forward(weights, normed, adapter_dropout(training));
+      x = plus(x, half->out()(weights, added));
+    }
+    return x;
+  }
+
+  Carry block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
+                       const Shared& shared, const Carry& d_out) const override;
+
+ private:
+  static std::size_t at(int stage) { return static_cast<std::size_t>(stage); }
+  bool attends(int stage) const { return attention_[at(stage)].has_value(); }
+  bool expands(int stage) const { return mlp_[at(stage)].has_value(); }
+  // Whether gradients of blocks are computed by hand; else they are autograd's.
+  bool by_hand() const { return config().adapter_dropout == 0; }
+
+  Tensor plus(const Tensor& x, const Tensor& added) const {
+    return x + (config().residual_multiplier == 1 ? added : added * config().residual_multiplier);
+  }
+
+  // By hand, for x [tokens, hidden]; `like` has the shape of the hidden states. The result of a half lacks what only
+  // its sum with the residual needs (add()).
+  KeptHalf<DecoderAttention> attend(int stage, const Weights& weights, const Tensor& x, const Tensor& like,
+                                    const Shared& shared) const;
+  KeptHalf<DecoderMlp> expand(int stage, const Weights& weights, const Tensor& x, const Tensor& normed) const;
+  // What the half adds, before its norm.
+  Tensor added(const DecoderAttention& half, const Weights& weights, const DecoderAttention::Kept& kept) const {
+    return half.project(weights, kept);
+  }
+  Tensor added(const DecoderMlp& half, const Weights& weights, const DecoderMlp::Kept& kept) const {
+    return half.contract(weights, kept);
+  }
+  // to + what the half adds; completes what it keeps.
+  template <class Half>
+  Tensor add(const Half& half, const Weights& weights, KeptHalf<Half>& kept, const Tensor& to) const {
+    if (!half.out()) return plus(to, added(half, weights, kept.inner));
+    if (!kept.added.defined()) kept.added = added(half, weights, kept.inner);
+    return plus(to, half.out()(weights, kept.added, &kept.out_norm));
+  }
+  // The gradient of what the half added, before its norm, from that of the sum.
+  template <class Half>
+  Tensor added_backward(const Half& half, const Weights& weights, const Gradients& sums, KeptHalf<Half>& kept,
+                        const Tensor& d) const {
+    const Tensor scaled = config().residual_multiplier == 1 ? d : d * config().residual_multiplier;
+    if (!half.out()) return scaled;
+    if (!kept.added.defined()) kept.added = added(half, weights, kept.inner);
+    if (!kept.out_norm.rstd.defined()) half.out()(weights, kept.added, &kept.out_norm);
+    const Tensor d_added = half.out().backward(weights, sums, scaled, kept.added, kept.out_norm);
+    kept.added.reset();
+    return d_added;
+  }
+
+  std::vector<std::optional<DecoderAttention>> attention_;  // by stage
+  std::vector<std::optional<DecoderMlp>> mlp_;
+};
+
+KeptHalf<DecoderAttention> DecoderModel::attend(int stage, const Weights& weights, const Tensor& x, const Tensor& like,
+                                                const Shared& shared) const {
+  const DecoderAttention& half = *attention_[at(stage)];
+  KeptHalf<DecoderAttention> kept{.x = x};
+  kept.normed = half.in()(weights, x, &kept.norm);
+  kept.inner = half.attend(weights, kept.normed, like, shared);
+  return kept;
+}
+
+KeptHalf<DecoderMlp> DecoderModel::expand(int stage, const Weights& weights, const Tensor& x,
+                                          const Tensor& normed) const {
+  const DecoderMlp& half = *mlp_[at(stage)];
+  KeptHalf<DecoderMlp> kept{.x = x, .normed = normed};
+  if (!config().parallel) kept.normed = half.in()(weights, x, &kept.norm);
+  kept.inner = half.expand(weights, kept.normed);
+  return kept;
+}
+
+std::unique_ptr<KeptActivations> DecoderModel::forward_keeping(int stage, const Weights& all_weights, Carry& carry,
+                                                               const Shared& shared) const {
+  const at::NoGradGuard no_grad;
+  const Weights weights = without_graph(all_weights);
+  const Tensor like = carry.at(0);
+  Tensor x = by_token(like, config().hidden_size);
+  auto kept = std::make_unique<KeptBlock>();
+  kept->parallel = config().parallel;
+  if (attends(stage)) {
+    kept->attends = &*attention_[at(stage)];
+    kept->attention = attend(stage, weights, x, like, shared);
+    x = add(*kept->attends, weights, kept->attention, x);
+    kept->attention.x.reset();
+  }
+  if (expands(stage)) {
+    kept->expands = &*mlp_[at(stage)];
+    kept->mlp = expand(stage, weights, x, kept->attention.normed);
+    x = add(*kept->expands, weights, kept->mlp, x);
+  }
+  carry = {x.view(like.sizes())};
+  return kept;
+}
+
+// The block, or half of it, again from its input, then its gradient by hand: everything is released at its last use,
+// gradients of weights go straight into the sums, and the last product of the forward, which nothing needs, is left
+// out.
+Carry DecoderModel::block_backward(int stage, const Weights& all_weights, const Gradients& gradients,
+                                   const Carry& carry, const Shared& shared, const Carry& d_out) const {
+  if (!by_hand()) return LayeredModel::backward(stage, all_weights, gradients, carry, shared, d_out);
+  return backward_kept(stage, all_weights, gradients, carry, shared, d_out, nullptr);
+}
+
+Carry DecoderModel::backward_kept(int stage, const Weights& all_weights, const Gradients& sums, const Carry& carry,
+                                  const Shared& shared, const Carry& d_out,
+                                  std::unique_ptr<KeptActivations> activations) const {
+  const at::NoGradGuard no_grad;
+  const Weights weights = without_graph(all_weights);
+  const Tensor& like = carry.at(0);
+  const Tensor x = by_token(like, config().hidden_size);
+  Tensor d = d_out.at(0).reshape({-1, config().hidden_size}).contiguous();
+  auto* block = dynamic_cast<KeptBlock*>(activations.get());
+  KeptHalf<DecoderAttention> attended;
+  KeptHalf<DecoderMlp> expanded;
+  if (block != nullptr) {
+    attended = std::move(block->attention);
+    expanded = std::move(block->mlp);
+  } else {
+    if (attends(stage)) attended = attend(stage, weights, x, like, shared);
+    if (expands(stage)) {
+      const bool needs_middle = attends(stage) && !config().parallel;
+      const Tensor middle = needs_middle ? add(*attention_[at(stage)], weights, attended, x) : x;
+      expanded = expand(stage, weights, middle, attended.normed);
+    }
+  }
+  Tensor d_normed;  // of what both halves take, where they are parallel
+  if (expands(stage)) {
+    const DecoderMlp& half = *mlp_[at(stage)];
+    const Tensor d_added = added_backward(half, weights, sums, expanded, d);
+    Tensor from_mlp =
+        half.backward(weights, sums, std::exchange(expanded.normed, {}), std::exchange(expanded.inner, {}), d_added);
+    if (config().parallel)
+      d_normed = std::move(from_mlp);
+    else
+      d = half.in().backward(weights, sums, from_mlp, expanded.x, expanded.norm, d);
+    expanded = {};
+  }
+  if (attends(stage)) {
+    const DecoderAttention& half = *attention_[at(stage)];
+    const Tensor d_added = added_backward(half, weights, sums, attended, d);
+    Tensor from_attention =
+        half.backward(weights, sums, attended.normed, shared, std::exchange(attended.inner, {}), d_added);
+    if (d_normed.defined()) from_attention.add_(d_normed);
+    d = half.in().backward(weights, sums, from_attention, x, attended.norm, d);
+  }
+  return {d.view(like.sizes())};
+}
+
+std::unique_ptr<KeptActivations> DecoderModel::restore(int stage, const Weights& all_weights, const Carry& carry,
+                                                       const Shared& shared, std::vector<Tensor> essentials) const {
+  const at::NoGradGuard no_grad;
+  const Weights weights = without_graph(all_weights);
+  auto next = essentials.cbegin();
+  auto kept = std::make_unique<KeptBlock>();
+  kept->parallel = config().parallel;
+  const Tensor input = by_token(carry.at(0), config().hidden_size);
+  if (attends(stage)) {
+    const DecoderAttention& half = *(kept->attends = &*attention_[at(stage)]);
+    kept->attention.normed = half.in()(weights, input, &kept->attention.norm);
+    kept->attention.inner = half.restore(weights, shared, next);
+    if (half.out()) kept->attention.added = *next++;
+  }
+  if (expands(stage)) {
+    const DecoderMlp& half = *(kept->expands = &*mlp_[at(stage)]);
+    kept->mlp.x = attends(stage) && !config().parallel ? *next++ : input;
+    kept->mlp.normed = config().parallel ? kept->attention.normed : half.in()(weights, kept->mlp.x, &kept->mlp.norm);
+    kept->mlp.inner = half.restore(next);
+    if (half.out()) kept->mlp.added = *next++;
+  }
+  return kept;
+}
+
+}  // namespace
+
+std::unique_ptr<LayeredModel> make_decoder(ModelSpec spec) {
+  return std::make_unique<DecoderModel>(std::move(spec));
+}
+
+}  // namespace tierflow::models

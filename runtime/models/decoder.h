@@ -1,0 +1,11 @@
+#pragma once
+// Llama and the families that differ from it by what spec/decoder_spec.h says: one interpreter of that description.
+#include <memory>
+
+#include "runtime/models/layered_model.h"
+
+namespace tierflow::models {
+
+std::unique_ptr<LayeredModel> make_decoder(ModelSpec spec);
+
+}  // namespace tierflow::models

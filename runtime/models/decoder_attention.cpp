@@ -1,0 +1,185 @@
+#include "runtime/models/decoder_attention.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "runtime/models/ops.h"
+
+namespace tierflow::models {
+
+DecoderAttention::DecoderAttention(const ModelSpec& spec, int stage)
+    : config_(&spec.config), layer_(spec.config.layer(spec.stages.at(static_cast<std::size_t>(stage)).block)) {
+  const TensorIndex index(spec, stage);
+  const ModelConfig& c = spec.config;
+  const DecoderNames& names = c.names;
+  in_ = Norm(c.norm, c.norm_eps, index, names.attention_norm);
+  out_ = Norm(c.norm, c.norm_eps, index, names.attention_out_norm);
+  if (c.qk_norm != QkNorm::none) {
+    q_norm_ = Norm(c.norm, c.norm_eps, index, names.q_norm);
+    k_norm_ = Norm(c.norm, c.norm_eps, index, names.k_norm);
+  }
+  q_ = Linear(index, names.q);
+  k_ = Linear(index, names.k);
+  v_ = Linear(index, names.v);
+  qkv_ = Linear(index, names.qkv);
+  o_ = Linear(index, names.o);
+}
+
+DecoderAttention::Projected DecoderAttention::project_in(const Weights& weights, const Tensor& x, const Tensor& like,
+                                                         double dropout) const {
+  const std::int64_t heads = config_->heads, kv_heads = config_->kv_heads, dim = config_->head_dim;
+  const auto as_heads = [&](const Tensor& of, std::int64_t count) {
+    return of.view({like.size(0), like.size(1), count, dim});
+  };
+  if (!qkv_)
+    return {.q = as_heads(q_(weights, x, dropout), heads),
+            .k = as_heads(k_(weights, x, dropout), kv_heads),
+            .v = as_heads(v_(weights, x, dropout), kv_heads)};
+  const Tensor all = as_heads(qkv_(weights, x, dropout), heads + 2 * kv_heads);
+  return {.q = all.narrow(2, 0, heads).contiguous(),
+          .k = all.narrow(2, heads, kv_heads).contiguous(),
+          .v = all.narrow(2, heads + kv_heads, kv_heads).contiguous()};
+}
+
+AttentionRules DecoderAttention::rules(const Shared& shared) const {
+  return {.window = layer_.window,
+          .documents = shared.documents,
+          .scale = config_->attention_scale,
+          .softcap = config_->attention_softcap};
+}
+
+Tensor DecoderAttention::normalise(const Weights& weights, const Norm& norm, const Tensor& x, Norm::Kept* kept) const {
+  if (config_->qk_norm != QkNorm::whole) return norm(weights, x, kept);
+  return norm(weights, x.flatten(2), kept).view(x.sizes());
+}
+
+Tensor DecoderAttention::normalise_backward(const Weights& weights, const Gradients& sums, const Norm& norm,
+                                            const Tensor& d, const Tensor& x, const Norm::Kept& kept) const {
+  if (config_->qk_norm != QkNorm::whole) return norm.backward(weights, sums, d, x, kept);
+  return norm.backward(weights, sums, d.flatten(2), x.flatten(2), kept).view(x.sizes());
+}
+
+Tensor DecoderAttention::rotate(Tensor x, const Shared& shared, double sign) const {
+  if (layer_.rope < 0) return x;
+  const auto first = static_cast<std::size_t>(2 * layer_.rope);
+  return rope(std::move(x), shared.tables[first], shared.tables[first + 1],
+              config_->ropes[static_cast<std::size_t>(layer_.rope)].interleaved, sign, shared.positions);
+}
+
+Tensor DecoderAttention::scale_queries(const Tensor& q, const Shared& shared) const {
+  if (config_->query_scaling <= 0) return q;
+  const Tensor table = shared.tables.back().to(q.scalar_type());
+  const Tensor scale = shared.positions.defined() ? table.index({shared.positions}) : table;
+  return q * scale.unsqueeze(-1).unsqueeze(-1);
+}
+
+Tensor DecoderAttention::forward(const Weights& weights, const Tensor& normed, const Shared& shared,
+                                 bool training) const {
+  const double dropout = training ? config_->adapter_dropout : 0.0;
+  Projected in = project_in(weights, normed, normed, dropout);
+  const Tensor q = scale_queries(rotate(normalise(weights, q_norm_, in.q, nullptr), shared), shared);
+  const Tensor k = rotate(normalise(weights, k_norm_, in.k, nullptr), shared);
+  const Tensor out = attention(q, k, in.v, rules(shared), training ? config_->attention_dropout : 0.0);
+  return o_(weights, out.reshape({normed.size(0), normed.size(1), -1}), dropout);
+}
+
+DecoderAttention::Kept DecoderAttention::attend(const Weights& weights, const Tensor& normed, const Tensor& like,
+                                                const Shared& shared) const {
+  Projected in = project_in(weights, normed, like, 0);
+  Kept kept;
+  kept.q_in = std::move(in.q);
+  kept.k_in = std::move(in.k);
+  kept.v = std::move(in.v);
+  norm_and_rotate(weights, shared, kept);
+  attend_to_queries(shared, kept);
+  return kept;
+}
+
+Tensor DecoderAttention::project(const Weights& weights, const Kept& kept) const {
+  return o_(weights, kept.attended.detach().reshape({-1, config_->heads * config_->head_dim}));
+}
+
+// q and k of q_in and k_in, which stay where norms lie between.
+void DecoderAttention::norm_and_rotate(const Weights& weights, const Shared& shared, Kept& kept) const {
+  const auto rotated = [&](Tensor& in, const Norm& norm, Norm::Kept& of_norm) {
+    Tensor x = norm ? normalise(weights, norm, in, &of_norm) : std::exchange(in, {});
+    return rotate(std::move(x), shared);
+  };
+  kept.q = scale_queries(rotated(kept.q_in, q_norm_, kept.q_norm), shared);
+  kept.k = rotated(kept.k_in, k_norm_, kept.k_norm);
+}
+
+void DecoderAttention::attend_to_queries(const Shared& shared, Kept& kept) const {
+  if (attention_is_in_blocks(kept.q, rules(shared), config_->attention_dropout)) {
+    BlockAttention result = attention_in_blocks(kept.q, kept.k, kept.v, rules(shared));
+    kept.attended = std::move(result.out);
+    kept.lse = std::move(result.lse);
+    return;
+  }
+  for (Tensor* leaf : {&kept.q, &kept.k, &kept.v}) leaf->requires_grad_();
+  const at::AutoGradMode grad(true);
+  kept.attended = attention(kept.q, kept.k, kept.v, rules(shared), config_->attention_dropout);
+}
+
+std::vector<Tensor> DecoderAttention::essentials(const Kept& kept) const {
+  std::vector<Tensor> tensors = {q_norm_ ? kept.q_in : kept.q, k_norm_ ? kept.k_in : kept.k, kept.v};
+  if (kept.lse.defined()) tensors.insert(tensors.end(), {kept.attended, kept.lse});
+  return tensors;
+}
+
+DecoderAttention::Kept DecoderAttention::restore(const Weights& weights, const Shared& shared,
+                                                 std::vector<Tensor>::const_iterator& next) const {
+  Kept kept;
+  (q_norm_ ? kept.q_in : kept.q) = *next++;
+  (k_norm_ ? kept.k_in : kept.k) = *next++;
+  kept.v = *next++;
+  if (q_norm_) norm_and_rotate(weights, shared, kept);
+  if (attention_is_in_blocks(kept.q, rules(shared), config_->attention_dropout)) {
+    kept.attended = *next++;
+    kept.lse = *next++;
+  } else {
+    attend_to_queries(shared, kept);
+  }
+  return kept;
+}
+
+Tensor DecoderAttention::backward(const Weights& weights, const Gradients& sums, const Tensor& normed,
+                                  const Shared& shared, Kept kept, const Tensor& d_y) const {
+  const std::int64_t tokens = normed.size(0);
+  const Tensor low_o = o_.low_gradient(weights, d_y);
+  o_.add_gradient(weights, sums, d_y, kept.attended.detach().reshape({tokens, -1}), low_o);
+  Tensor d_out = o_.input_gradient(weights, d_y, low_o).view(kept.attended.sizes());
+  AttentionGradient d;
+  if (kept.lse.defined()) {
+    d = attention_in_blocks_backward(d_out, kept.q, kept.k, kept.v, {kept.attended, kept.lse}, rules(shared));
+  } else {
+    auto d_qkv = torch::autograd::grad({kept.attended}, {kept.q, kept.k, kept.v}, {d_out});
+    d = {.q = d_qkv[0].contiguous(), .k = d_qkv[1].contiguous(), .v = d_qkv[2]};
+  }
+  for (Tensor* used : {&kept.attended, &kept.lse, &d_out, &kept.q, &kept.k, &kept.v}) used->reset();
+  Tensor d_q = rotate(scale_queries(std::exchange(d.q, {}), shared), shared, -1.0);
+  Tensor d_k = rotate(std::exchange(d.k, {}), shared, -1.0);
+  Tensor d_v = std::exchange(d.v, {}).reshape({tokens, -1});
+  if (q_norm_) d_q = normalise_backward(weights, sums, q_norm_, d_q, kept.q_in, kept.q_norm);
+  if (k_norm_) d_k = normalise_backward(weights, sums, k_norm_, d_k, kept.k_in, kept.k_norm);
+  d_q = d_q.reshape({tokens, -1});
+  d_k = d_k.reshape({tokens, -1});
+  if (qkv_) {
+    const Tensor d_qkv = at::cat({d_q, d_k, d_v}, 1);
+    for (Tensor* used : {&d_q, &d_k, &d_v}) used->reset();
+    const Tensor low = qkv_.low_gradient(weights, d_qkv);
+    qkv_.add_gradient(weights, sums, d_qkv, normed, low);
+    return qkv_.input_gradient(weights, d_qkv, low);
+  }
+  const Tensor low_q = q_.low_gradient(weights, d_q), low_k = k_.low_gradient(weights, d_k),
+               low_v = v_.low_gradient(weights, d_v);
+  q_.add_gradient(weights, sums, d_q, normed, low_q);
+  k_.add_gradient(weights, sums, d_k, normed, low_k);
+  v_.add_gradient(weights, sums, d_v, normed, low_v);
+  Tensor d_normed = q_.input_gradient(weights, d_q, low_q);
+  k_.add_input_gradient(weights, d_normed, d_k, low_k);
+  v_.add_input_gradient(weights, d_normed, d_v, low_v);
+  return d_normed;
+}
+
+}  // namespace tierflow::models

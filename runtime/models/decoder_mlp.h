@@ -1,0 +1,43 @@
+#pragma once
+// The MLP half of a decoder's block: down(activation(gate(x)) * up(x)), or down(activation(up(x))). Its input is normed
+// already; the residual is added outside.
+#include "runtime/models/linear.h"
+#include "runtime/models/norm.h"
+
+namespace tierflow::models {
+
+class DecoderMlp {
+ public:
+  // Of a block or of an MLP stage.
+  DecoderMlp(const ModelSpec& spec, int stage);
+
+  // Norms of what the half takes and of what it adds.
+  const Norm& in() const { return in_; }
+  const Norm& out() const { return out_; }
+
+  // What the gradient takes from the forward, [tokens, intermediate]; gate only where there is one.
+  struct Kept {
+    at::Tensor gate, up;
+  };
+
+  // normed, the result: [.., hidden]. Differentiable where autograd is on. dropout: of what adapters take.
+  at::Tensor forward(const Weights& weights, const at::Tensor& normed, double dropout) const;
+
+  // By hand, for normed [tokens, hidden].
+  Kept expand(const Weights& weights, const at::Tensor& normed, double dropout = 0) const;
+  at::Tensor contract(const Weights& weights, const Kept& kept, double dropout = 0) const;
+  // The gradient of normed, which is released as soon as it is used; adds those of the half's tensors.
+  at::Tensor backward(const Weights& weights, const Gradients& sums, at::Tensor normed, Kept kept,
+                      const at::Tensor& d_out) const;
+
+  std::vector<at::Tensor> essentials(const Kept& kept) const;
+  Kept restore(std::vector<at::Tensor>::const_iterator& next) const;
+
+ private:
+  bool gated_;
+  Activation activation_;
+  Norm in_, out_;
+  Linear gate_, up_, gate_up_, down_;
+};
+
+}  // namespace tierflow::models

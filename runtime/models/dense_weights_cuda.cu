@@ -1,0 +1,140 @@
+// A thread widens eight elements, which it writes as sixteen bytes.
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "runtime/base/exception.h"
+#include "runtime/models/dense_weights_device.h"
+#include "runtime/spec/weight_codes.h"
+
+namespace tierflow::models {
+namespace {
+
+constexpr unsigned kThreads = 256;
+constexpr std::uint64_t kEach = 8;  // elements
+
+__constant__ weights::CodeMap<16> nf4_map = weights::kNf4;
+__constant__ weights::CodeMap<256> dynamic_map = weights::kDynamic;
+
+// The arithmetic of weight_codes.h.
+__device__ std::uint16_t rounded(float value) {
+  const std::uint32_t bits = __float_as_uint(value);
+  if ((bits & weights::kMagnitude) > weights::kInfinity) return weights::kNan;
+  return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
+}
+
+__device__ float e4m3(std::uint32_t code) {
+  const std::uint32_t magnitude = code & 0x7fU, sign = (code & 0x80U) << 24;
+  if (magnitude == 0x7fU) return __uint_as_float(0x7fc00000U | sign);
+  const std::uint32_t bits = (magnitude << 20) + (120U << 23);
+  const float small = __fsub_rn(__uint_as_float(bits + (1U << 23)), 0x1p-6F);
+  return __uint_as_float(__float_as_uint(magnitude < 8 ? small : __uint_as_float(bits)) | sign);
+}
+
+struct Stored {
+  const std::byte* bytes;
+  WeightLayout at;
+
+  __device__ std::uint32_t word(std::uint64_t at_byte) const {
+    return *reinterpret_cast<const std::uint32_t*>(bytes + at_byte);
+  }
+  __device__ float number(std::uint64_t section, std::uint64_t index) const {
+    return __uint_as_float(word(section + 4 * index));
+  }
+};
+
+// `first` is a multiple of kEach. Codes beyond the end are padding, and what becomes of them is not written.
+template <WeightFormat format>
+__device__ void widen(const Stored& stored, std::uint64_t first, float (&values)[kEach]) {
+  const WeightLayout& at = stored.at;
+  if constexpr (format == WeightFormat::nf4 || format == WeightFormat::nf4_double) {
+    const std::uint64_t block = first / weights::kNf4Block;
+    float absmax;
+    if constexpr (format == WeightFormat::nf4) {
+      absmax = stored.number(at.scales, block);
+    } else {
+      const auto q = static_cast<std::uint8_t>(stored.bytes[at.scales + block]);
+      const float nested = stored.number(at.nested, block / weights::kNestedBlock);
+      absmax = __fadd_rn(__fmul_rn(dynamic_map.at[q], nested), stored.number(at.offset, 0));
+    }
+    const std::uint32_t codes = stored.word(first / 2);
+#pragma unroll
+    for (unsigned i = 0; i < kEach; ++i) {
+      const unsigned shift = i / 2 * 8 + (i % 2 == 0 ? 4 : 0);  // the first of two is the upper half
+      values[i] = __fmul_rn(nf4_map.at[codes >> shift & 15U], absmax);
+    }
+  } else if constexpr (format == WeightFormat::int8) {
+    const float scale = __fdiv_rn(stored.number(at.scales, first / weights::kInt8Block), 127.0F);
+#pragma unroll
+    for (unsigned i = 0; i < kEach; ++i) {
+      const auto code = static_cast<std::int8_t>(stored.bytes[first + i]);
+      values[i] = __fmul_rn(static_cast<float>(code), scale);
+    }
+  } else {
+    const std::uint64_t tiles = (at.columns + weights::kFp8Tile - 1) / weights::kFp8Tile;
+    std::uint64_t row = first / at.columns, column = first % at.columns;
+    for (unsigned i = 0; i < kEach && first + i < at.elements; ++i) {
+      const float scale = stored.number(at.scales, row / weights::kFp8Tile * tiles + column / weights::kFp8Tile);
+      values[i] = __fmul_rn(e4m3(static_cast<std::uint8_t>(stored.bytes[first + i])), scale);
+      if (++column == at.columns) {
+        column = 0;
+        ++row;
+      }
+    }
+  }
+}
+
+template <WeightFormat format>
+__global__ __launch_bounds__(kThreads) void widen_all(Stored stored, std::uint16_t* words) {
+  const std::uint64_t first = (std::uint64_t{blockIdx.x} * kThreads + threadIdx.x) * kEach;
+  if (first >= stored.at.elements) return;
+  float values[kEach];
+  widen<format>(stored, first, values);
+  if (first + kEach <= stored.at.elements) {
+    std::uint32_t pairs[kEach / 2];
+#pragma unroll
+    for (unsigned i = 0; i < kEach / 2; ++i)
+      pairs[i] = rounded(values[2 * i]) | static_cast<std::uint32_t>(rounded(values[2 * i + 1])) << 16;
+    *reinterpret_cast<uint4*>(words + first) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  } else {
+    for (unsigned i = 0; i < stored.at.elements - first; ++i) words[first + i] = rounded(values[i]);
+  }
+}
+
+void require(cudaError_t status) {
+  if (status != cudaSuccess)
+    throw Exception(io::Error{.kind = io::ErrorKind::environment,
+                              .operation = "widen stored weights on the CUDA device",
+                              .detail = cudaGetErrorString(status)});
+}
+
+}  // namespace
+
+void dense_on_device(WeightFormat format, const WeightLayout& layout, const std::byte* stored, std::uint16_t* words,
+                     int device, void* stream) {
+  if (layout.elements == 0) return;
+  const auto grid = static_cast<unsigned>((layout.elements + kThreads * kEach - 1) / (kThreads * kEach));
+  const auto on = static_cast<cudaStream_t>(stream);
+  const Stored all{stored, layout};
+  require(cudaSetDevice(device));
+  switch (format) {
+    case WeightFormat::bf16:
+      require(cudaMemcpyAsync(words, stored, layout.elements * sizeof(*words), cudaMemcpyDeviceToDevice, on));
+      break;
+    case WeightFormat::int8:
+      widen_all<WeightFormat::int8><<<grid, kThreads, 0, on>>>(all, words);
+      break;
+    case WeightFormat::nf4:
+      widen_all<WeightFormat::nf4><<<grid, kThreads, 0, on>>>(all, words);
+      break;
+    case WeightFormat::nf4_double:
+      widen_all<WeightFormat::nf4_double><<<grid, kThreads, 0, on>>>(all, words);
+      break;
+    case WeightFormat::fp8:
+      widen_all<WeightFormat::fp8><<<grid, kThreads, 0, on>>>(all, words);
+      break;
+  }
+  require(cudaGetLastError());
+}
+
+}  // namespace tierflow::models

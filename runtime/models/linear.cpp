@@ -1,0 +1,48 @@
+#include "runtime/models/linear.h"
+
+#include <ATen/ATen.h>
+
+#include "runtime/models/ops.h"
+
+namespace tierflow::models {
+namespace {
+
+const at::Tensor& at_position(const std::vector<at::Tensor>& tensors, int position) {
+  return tensors[static_cast<std::size_t>(position)];
+}
+
+}  // namespace
+
+Linear::Linear(const TensorIndex& index, const std::string& name) {
+  if (name.empty()) return;
+  weight_ = index.at(name + ".weight");
+  bias_ = index.find(name + ".bias");
+  adapter_ = Adapter(index, name);
+}
+
+at::Tensor Linear::operator()(const Weights& weights, const at::Tensor& x, double dropout) const {
+  const at::Tensor y = bias_ < 0 ? at::linear(x, at_position(weights, weight_))
+                                 : at::linear(x, at_position(weights, weight_), at_position(weights, bias_));
+  return adapter_.add_to(y, weights, x, dropout);
+}
+
+void Linear::add_gradient(const Weights& weights, const Gradients& sums, const at::Tensor& d_y, const at::Tensor& x,
+                          const at::Tensor& d_low) const {
+  add_product(at_position(sums, weight_), d_y, x);
+  if (bias_ >= 0) add_rows(at_position(sums, bias_), d_y);
+  adapter_.add_gradients(sums, weights, d_y, x, d_low);
+}
+
+at::Tensor Linear::input_gradient(const Weights& weights, const at::Tensor& d_y, const at::Tensor& d_low) const {
+  at::Tensor d_x = at::mm(d_y, at_position(weights, weight_));
+  adapter_.add_input_gradient(d_x, weights, d_low);
+  return d_x;
+}
+
+void Linear::add_input_gradient(const Weights& weights, at::Tensor& d_x, const at::Tensor& d_y,
+                                const at::Tensor& d_low) const {
+  d_x.addmm_(d_y, at_position(weights, weight_));
+  adapter_.add_input_gradient(d_x, weights, d_low);
+}
+
+}  // namespace tierflow::models

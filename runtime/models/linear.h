@@ -1,0 +1,40 @@
+#pragma once
+// A torch.nn.Linear of a block with its adapter: y = x W^T + b, where its tensors lie in a stage's Weights.
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include "runtime/models/adapter.h"
+#include "runtime/models/layered_model.h"
+#include "runtime/models/tensor_index.h"
+
+namespace tierflow::models {
+
+class Linear {
+ public:
+  Linear() = default;
+  // Tensors `name`.weight and, where there is one, `name`.bias. With an empty name there is no such layer.
+  Linear(const TensorIndex& index, const std::string& name);
+
+  explicit operator bool() const { return weight_ >= 0; }
+  // x [.., in] -> [.., out]. Differentiable where autograd is on. dropout: of what the adapter takes.
+  at::Tensor operator()(const Weights& weights, const at::Tensor& x, double dropout = 0) const;
+
+  // By hand, for d_y [tokens, out], x [tokens, in], and d_low of low_gradient().
+  at::Tensor low_gradient(const Weights& weights, const at::Tensor& d_y) const {
+    return adapter_.low_gradient(weights, d_y);
+  }
+  // Adds the gradients of its tensors to `sums`.
+  void add_gradient(const Weights& weights, const Gradients& sums, const at::Tensor& d_y, const at::Tensor& x,
+                    const at::Tensor& d_low) const;
+  // The gradient of x; the second adds it.
+  at::Tensor input_gradient(const Weights& weights, const at::Tensor& d_y, const at::Tensor& d_low) const;
+  void add_input_gradient(const Weights& weights, at::Tensor& d_x, const at::Tensor& d_y,
+                          const at::Tensor& d_low) const;
+
+ private:
+  int weight_ = -1, bias_ = -1;
+  Adapter adapter_;
+};
+
+}  // namespace tierflow::models

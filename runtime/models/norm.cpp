@@ -1,0 +1,45 @@
+#include "runtime/models/norm.h"
+
+#include <ATen/ATen.h>
+
+#include "runtime/models/ops.h"
+
+namespace tierflow::models {
+
+at::Tensor at_or_none(const std::vector<at::Tensor>& tensors, int position) {
+  if (position < 0 || !tensors[static_cast<std::size_t>(position)].defined()) return {};
+  return tensors[static_cast<std::size_t>(position)].detach();
+}
+
+Norm::Norm(NormKind kind, double eps, const TensorIndex& index, const std::string& name)
+    : kind_(name.empty() ? NormKind::none : kind), eps_(eps) {
+  if (kind_ != NormKind::none) weight_ = index.at(name + ".weight");
+  if (kind_ == NormKind::layer) bias_ = index.at(name + ".bias");
+}
+
+at::Tensor Norm::operator()(const Weights& weights, const at::Tensor& x, Kept* kept) const {
+  if (kind_ == NormKind::none) return x;
+  const at::Tensor& weight = weights[static_cast<std::size_t>(weight_)];
+  if (kind_ != NormKind::layer && kind_ != NormKind::layer_no_bias)
+    return rms_norm(x, weight, eps_, kind_, kept != nullptr ? &kept->rstd : nullptr);
+  const at::Tensor bias = bias_ < 0 ? at::Tensor() : weights[static_cast<std::size_t>(bias_)];
+  if (kept == nullptr) return at::layer_norm(x, {x.size(-1)}, weight, bias, eps_);
+  at::Tensor out;
+  std::tie(out, kept->mean, kept->rstd) = at::native_layer_norm(x, {x.size(-1)}, weight, bias, eps_);
+  return out;
+}
+
+at::Tensor Norm::backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_out, const at::Tensor& x,
+                          const Kept& kept, const at::Tensor& residual) const {
+  if (kind_ == NormKind::none) return residual.defined() ? d_out + residual : d_out;
+  const at::Tensor weight = at_or_none(weights, weight_);
+  if (kind_ != NormKind::layer && kind_ != NormKind::layer_no_bias)
+    return rms_norm_backward(d_out, x, kept.rstd, weight, at_or_none(sums, weight_), kind_, residual);
+  const auto [d_x, d_weight, d_bias] = at::native_layer_norm_backward(
+      d_out, x, {x.size(-1)}, kept.mean, kept.rstd, weight, at_or_none(weights, bias_), {true, true, bias_ >= 0});
+  if (const at::Tensor sum = at_or_none(sums, weight_); sum.defined()) sum.add_(d_weight);
+  if (const at::Tensor sum = at_or_none(sums, bias_); sum.defined()) sum.add_(d_bias);
+  return residual.defined() ? d_x + residual : d_x;
+}
+
+}  // namespace tierflow::models

@@ -1,0 +1,171 @@
+#include "runtime/program/adapter_options.h"
+
+#include <fmt/format.h>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/program/command_line.h"
+
+namespace tierflow {
+namespace {
+
+using OrderedJson = nlohmann::ordered_json;
+
+[[noreturn]] void fail_usage(const std::string& detail) {
+  fail(io::ErrorKind::usage, "", detail);
+}
+
+// Names; or one regular expression, known by a character that no name has.
+void add_modules(OptionTable& table, const std::string& name, std::vector<std::string>& names, std::string& pattern,
+                 const std::string& none, const std::string& help) {
+  table.add(
+      {.name = name,
+       .value_name = "NAMES|REGEX",
+       .help = help,
+       .most = 1 << 12,
+       .commas = true,
+       .set =
+           [&names, &pattern, name, none](const auto& words) {
+             names.clear();
+             pattern.clear();
+             if (words.size() == 1 && words[0] == none) return;
+             for (const std::string& word : words)
+               if (word.find_first_of("*+?()[]{}|\\^$") == std::string::npos)
+                 names.push_back(word);
+               else if (words.size() == 1)
+                 pattern = word;
+               else
+                 fail_usage(fmt::format("--{}: a regular expression ({}) stands alone, and has no comma", name,
+                                        printable(word)));
+           },
+       .get =
+           [&names, &pattern, none] {
+             return !pattern.empty() ? OrderedJson(pattern) : names.empty() ? OrderedJson(none) : OrderedJson(names);
+           }});
+}
+
+void add_expressions(OptionTable& table, const std::string& name, std::vector<std::string>& expressions,
+                     const std::string& help) {
+  table.add({.name = name,
+             .value_name = "REGEX",
+             .help = help,
+             .most = 1 << 12,
+             .commas = true,
+             .set = [&expressions](const auto& words) { expressions = words; },
+             .get = [&expressions] { return OrderedJson(expressions); }});
+}
+
+// NAME=VALUE, several.
+template <class Value, class Parse>
+void add_patterns(OptionTable& table, const std::string& name, std::vector<std::pair<std::string, Value>>& patterns,
+                  const std::string& help, Parse parse) {
+  table.add({.name = name,
+             .value_name = "NAME=X",
+             .help = help,
+             .most = 1 << 12,
+             .commas = true,
+             .set =
+                 [&patterns, name, parse](const auto& words) {
+                   patterns.clear();
+                   for (const std::string& word : words) {
+                     const std::size_t equals = word.rfind('=');
+                     if (equals == std::string::npos || equals == 0)
+                       fail_usage(fmt::format("--{} takes NAME=VALUE, not \"{}\"", name, printable(word)));
+                     patterns.emplace_back(word.substr(0, equals), parse(word.substr(equals + 1), name));
+                   }
+                 },
+             .get =
+                 [&patterns] {
+                   auto list = OrderedJson::array();
+                   for (const auto& [expression, value] : patterns)
+                     list.push_back(fmt::format("{}={}", expression, value));
+                   return list;
+                 }});
+}
+
+void add_layers(OptionTable& table, AdapterConfig& config) {
+  table.add({.name = "lora-layers",
+             .value_name = "N",
+             .help = "numbers of the layers that get adapters, from 0; none: all",
+             .most = 1 << 12,
+             .commas = true,
+             .set =
+                 [&config](const auto& words) {
+                   config.layers.clear();
+                   for (const std::string& word : words) config.layers.push_back(parse_integer(word, "lora-layers"));
+                 },
+             .get = [&config] { return OrderedJson(config.layers); }});
+}
+
+}  // namespace
+
+void add_base_precision(OptionTable& table, std::string& precision) {
+  table.choice("base-precision", precision, {"bf16", "int8", "nf4", "nf4-double"},
+               "how the weights beside the adapters are stored and streamed: 2, 1.02, 0.56 or 0.52 bytes each");
+}
+
+void add_trained_rows(OptionTable& table, TrainOptions& o) {
+  add_expressions(table, "trainable", o.trained.trainable,
+                  "train the tensors whose names have one of these regular expressions in them, and freeze the others");
+  add_expressions(table, "freeze", o.trained.freeze, "do not train tensors, named in the same way");
+  table.integer("trainable-layers", o.trained.last_layers, 0, "train the last N layers alone; 0: all");
+  add_patterns(table, "lr-scale", o.lr_scales, "multiply the learning rate of tensors, named in the same way",
+               parse_number);
+}
+
+void add_adapter_rows(OptionTable& table, TrainOptions& o) {
+  table.group("Adapters");
+  table.choice("method", o.method, {"full", "lora"},
+               "what is trained: every weight, or low-rank adapters beside weights that stay as they are");
+  AdapterConfig& config = o.lora;
+  table.integer("lora-rank", config.rank, 1, "rank of the adapters", 4096);
+  table.number("lora-alpha", config.alpha, 0, 1e9, "their output is scaled by alpha / rank");
+  table.number("lora-dropout", config.dropout, 0, 1, "dropout of their input");
+  add_modules(table, "lora-target-modules", config.targets, config.target_pattern, "all-linear",
+              "linear layers that get one: names such as q_proj, or one regular expression for the whole path");
+  add_modules(table, "lora-exclude-modules", config.exclude, config.exclude_pattern, "none",
+              "linear layers that get none, named in the same way");
+  add_layers(table, config);
+  add_patterns(table, "lora-rank-pattern", config.rank_pattern, "ranks that differ, by name or regular expression",
+               parse_integer);
+  add_patterns(table, "lora-alpha-pattern", config.alpha_pattern, "alphas that differ, by name or regular expression",
+               parse_number);
+  table.flag("use-rslora", config.rank_stabilised, "scale by alpha / sqrt(rank)");
+  table.number("loraplus-lr-ratio", o.loraplus_lr_ratio, 0, 1e6,
+               "the learning rate of B is so many times A's (LoRA+; 1: LoRA)");
+  add_base_precision(table, o.base_precision);
+  table.path("adapter", o.adapter, "DIR", "begin with these adapters, a folder as PEFT writes it");
+  table.flag("merge", o.merge, "write the whole model with the adapters added, in place of the adapters");
+}
+
+void check_adapter(const TrainOptions& o) {
+  const bool given = !(o.lora == TrainOptions().lora);
+  if (o.method != "lora" &&
+      (given || !o.adapter.empty() || o.merge || o.base_precision != "bf16" || o.loraplus_lr_ratio != 1))
+    fail_usage("options of adapters are for --method lora");
+  if (o.method == "lora" && !(o.trained == TrainableConfig()))
+    fail_usage("--trainable, --freeze and --trainable-layers are for --method full: of adapters all are trained");
+  if (given && !o.adapter.empty()) fail_usage("give --adapter or --lora-..., not both: the folder says what its are");
+}
+
+OptionTable merge_table(MergeOptions& o) {
+  OptionTable table("merge");
+  table.path("adapter", o.adapter, "DIR", "the adapters, a folder as `tierflow train --method lora` and PEFT write it");
+  table.path("model", o.model, "DIR", "the model that they are for; none: the folder that they name");
+  table.path("out", o.out, "DIR", "folder for the whole model");
+  return table;
+}
+
+MergeOptions parse_merge(const std::vector<std::string>& words) {
+  MergeOptions options;
+  const OptionTable table = merge_table(options);
+  CommandLine(table).apply(words);
+  if (options.adapter.empty() || options.out.empty()) fail_usage("`tierflow merge` needs --adapter and --out");
+  return options;
+}
+
+double highest_lr(const TrainOptions& options) {
+  return options.lr.value_or(options.method == "lora" ? 1e-4 : 1e-5);
+}
+
+}  // namespace tierflow

@@ -1,0 +1,16 @@
+#pragma once
+// The options of adapters.
+#include "runtime/program/option_table.h"
+#include "runtime/program/options.h"
+
+namespace tierflow {
+
+void add_base_precision(OptionTable& table, std::string& precision);
+// Which weights are trained, and how fast.
+void add_trained_rows(OptionTable& table, TrainOptions& options);
+void add_adapter_rows(OptionTable& table, TrainOptions& options);
+// Throws Exception (kind usage) for what contradicts itself.
+void check_adapter(const TrainOptions& options);
+OptionTable merge_table(MergeOptions& options);
+
+}  // namespace tierflow

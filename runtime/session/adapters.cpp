@@ -1,0 +1,189 @@
+// Models with low-rank adapters: put there new or from PEFT's folder, written as that, and added to their base.
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "runtime/base/exception.h"
+#include "runtime/checkpoint/init.h"
+#include "runtime/session/session_impl.h"
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kWeights = "adapter_model.safetensors";
+constexpr std::int64_t kPieceElements = 16 << 20;  // of a weight, while adapters are added to it
+
+// How the values of an adapter's tensor come, as fp32 in its shape.
+using AdapterValues = std::function<torch::Tensor(const TensorSpec& tensor)>;
+
+Model adapted(const Model& base, const AdapterConfig& config, WeightSource adapters) {
+  Model model = changed(base, "adapters", [&](ModelSpec& spec) { add_adapters(spec, config); });
+  model.weights = [adapters = std::move(adapters), weights = base.weights](const TensorSpec& tensor,
+                                                                           std::uint64_t first, std::span<float> out) {
+    (is_adapter(tensor) ? adapters : weights)(tensor, first, out);
+  };
+  return model;
+}
+
+// A folder of PEFT's.
+struct AdapterFolder {
+  AdapterConfig config;
+  std::shared_ptr<const Checkpoint> weights;
+};
+
+AdapterFolder open_adapter(const fs::path& folder) {
+  return {.config = read_adapter_config(folder),
+          .weights = std::make_shared<const Checkpoint>(Checkpoint::open_file(folder, kWeights))};
+}
+
+// The adapters of `spec` alone.
+void check_adapters(const ModelSpec& spec, const Checkpoint& weights) {
+  ModelSpec adapters;
+  adapters.units.emplace_back();
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (is_adapter(tensor)) adapters.units.front().tensors.push_back(tensor);
+  check_tensors(adapters, weights, "adapter_config.json");
+}
+
+torch::Tensor values_of(const Checkpoint& weights, const TensorSpec& tensor) {
+  torch::Tensor values = torch::empty(tensor.shape, torch::kFloat32);
+  weights.read_f32(tensor, 0, {values.data_ptr<float>(), static_cast<std::size_t>(values.numel())});
+  return values;
+}
+
+// A model in a folder, and its specification with the adapters that are to be added to it.
+struct Merge {
+  ModelSpec spec;
+  Checkpoint base;
+};
+
+Merge open_merge(const fs::path& base, const AdapterConfig& config) {
+  Merge merge{.spec = read_model_spec(base / "config.json", Tiling::none()), .base = Checkpoint::open(base)};
+  check_tensors(merge.spec, merge.base);
+  add_adapters(merge.spec, config);
+  return merge;
+}
+
+// What is added to a weight: left @ right * scale; undefined where it has no adapter.
+struct Addend {
+  torch::Tensor left, right;
+  double scale = 1;
+};
+
+Addend addend_of(const UnitSpec& unit, const TensorSpec& weight, bool transposed, const AdapterValues& values) {
+  torch::Tensor a, b;
+  double scale = 1;
+  for (const TensorSpec& factor : unit.tensors) {
+    if (!is_adapter(factor) || linear_module(factor) != linear_module(weight)) continue;
+    (a.defined() ? b : a) = values(factor);  // A comes before B
+    scale = factor.scale;                    // B's, which comes last
+  }
+  if (!a.defined()) return {};
+  if (transposed) return {.left = a.t().contiguous(), .right = b.t().contiguous(), .scale = scale};
+  return {.left = b, .right = a, .scale = scale};
+}
+
+// Writes the model with the adapters added to its weights, in fp32, rounded to bf16 once.
+void write_merged(const Merge& merge, const AdapterValues& values, const fs::path& folder, const Progress& progress) {
+  const torch::NoGradGuard no_grad;
+  const ModelSpec& spec = merge.spec;
+  const bool transposed = spec.config.family == Family::gpt2;
+  std::vector<TensorHeader> headers;
+  std::uint64_t done = 0, total = 0;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      if (is_adapter(tensor)) continue;
+      headers.push_back({.name = tensor.name, .dtype = Dtype::bf16, .shape = tensor.shape});
+      total += static_cast<std::uint64_t>(tensor.elements());
+    }
+  CheckpointWriter writer(folder, std::move(headers));
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      if (is_adapter(tensor)) continue;
+      const Addend addend = addend_of(unit, tensor, transposed, values);
+      const std::int64_t rows = tensor.shape.empty() ? 1 : tensor.shape.front();
+      const std::int64_t columns = rows == 0 ? 0 : tensor.elements() / rows;
+      const std::int64_t step = std::clamp<std::int64_t>(kPieceElements / std::max<std::int64_t>(columns, 1), 1, rows);
+      for (std::int64_t row = 0; row < rows; row += step) {
+        const std::int64_t count = std::min(step, rows - row);
+        torch::Tensor piece = torch::empty({count, columns}, torch::kFloat32);
+        merge.base.read_f32(tensor, static_cast<std::uint64_t>(row * columns),
+                            {piece.data_ptr<float>(), static_cast<std::size_t>(piece.numel())});
+        if (addend.left.defined()) piece.addmm_(addend.left.narrow(0, row, count), addend.right, 1, addend.scale);
+        const torch::Tensor words = piece.to(torch::kBFloat16);
+        writer.write({static_cast<const std::byte*>(words.data_ptr()), static_cast<std::size_t>(words.nbytes())});
+        done += static_cast<std::uint64_t>(piece.numel());
+        if (progress) progress("adding adapters", done, total);
+      }
+    }
+  writer.finish(spec.config_json);
+}
+
+}  // namespace
+
+Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed) {
+  return adapted(base, config, [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    initial_values(tensor, seed, first, out);
+  });
+}
+
+Model with_adapters(const Model& base, const fs::path& folder) {
+  const AdapterFolder adapter = open_adapter(folder);
+  Model model = adapted(base, adapter.config,
+                        [weights = adapter.weights](const TensorSpec& tensor, std::uint64_t first,
+                                                    std::span<float> out) { weights->read_f32(tensor, first, out); });
+  check_adapters(model.spec(), *adapter.weights);
+  return model;
+}
+
+void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path& folder, const Progress& progress) {
+  const AdapterFolder found = open_adapter(adapter);
+  const Merge merge = open_merge(base, found.config);
+  check_adapters(merge.spec, *found.weights);
+  write_merged(
+      merge, [&](const TensorSpec& tensor) { return values_of(*found.weights, tensor); }, folder, progress);
+}
+
+void write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& folder, const MasterOf& master) {
+  std::vector<TensorHeader> headers;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (is_adapter(tensor)) headers.push_back({.name = tensor.name, .dtype = Dtype::f32, .shape = tensor.shape});
+  CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{});
+  for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
+    for (std::size_t tensor = 0; tensor < spec.units[unit].tensors.size(); ++tensor)
+      if (is_adapter(spec.units[unit].tensors[tensor])) {
+        const std::vector<float> values = master(static_cast<int>(unit), static_cast<int>(tensor));
+        writer.write(std::as_bytes(std::span(values)));
+      }
+  auto config = nlohmann::ordered_json::parse(spec.adapter_config_json);
+  if (!base.empty()) config["base_model_name_or_path"] = base.string();
+  writer.finish(config.dump(2) + "\n");
+}
+
+void Session::export_adapter(const fs::path& folder, const fs::path& base) {
+  const ModelSpec& spec = impl_->model->spec();
+  if (spec.adapter_config_json.empty())
+    throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");
+  write_adapter(spec, base, folder, [this](int unit, int tensor) { return master(unit, tensor); });
+}
+
+void Session::export_merged(const fs::path& base, const fs::path& folder, const Progress& progress) {
+  const ModelSpec& spec = impl_->model->spec();
+  if (spec.adapter_config_json.empty())
+    throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");
+  write_merged(
+      open_merge(base, parse_adapter_config(spec.adapter_config_json, "the model's adapters")),
+      [&](const TensorSpec& tensor) {
+        const std::vector<float> values = master(tensor.name);
+        return torch::tensor(values, torch::kFloat32).reshape(tensor.shape);
+      },
+      folder, progress);
+}
+
+}  // namespace tierflow

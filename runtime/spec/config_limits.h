@@ -1,0 +1,15 @@
+#pragma once
+// What a config.json may say: far above any model known, far below where a product of two overflows.
+#include <cstdint>
+
+namespace tierflow::limits {
+
+inline constexpr std::int64_t hidden = 1 << 20;
+inline constexpr std::int64_t intermediate = 1 << 23;
+inline constexpr std::int64_t layers = 4096;
+inline constexpr std::int64_t heads = 1 << 16;
+inline constexpr std::int64_t vocab = 1 << 26;
+inline constexpr std::int64_t positions = 1 << 28;
+inline constexpr std::int64_t parameters = std::int64_t{1} << 44;
+
+}  // namespace tierflow::limits

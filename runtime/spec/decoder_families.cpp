@@ -1,0 +1,325 @@
+// What each family of decoders says in its config.json, and where it is silent the defaults of its class in
+// transformers.
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "runtime/spec/config_limits.h"
+#include "runtime/spec/families.h"
+#include "runtime/spec/rope_config.h"
+
+namespace tierflow {
+namespace {
+
+struct Defaults {
+  std::int64_t head_dim = 0, max_positions = 2048;  // head_dim 0: hidden_size / heads
+  double norm_eps = 1e-6, initializer_range = 0.02;
+  bool tied = false;
+  const char* activation = "silu";
+  std::int64_t heads = 0, kv_heads = 0;  // 0: config.json must give the first; the second is the first
+};
+
+void read_common(const JsonFields& fields, ModelConfig& c, const Defaults& defaults,
+                 const char* activation_field = "hidden_act", const char* eps_field = "rms_norm_eps") {
+  c.hidden_size = fields.integer("hidden_size", 1, limits::hidden);
+  c.intermediate_size = fields.integer("intermediate_size", 1, limits::intermediate);
+  c.layers = fields.integer("num_hidden_layers", 1, limits::layers);
+  c.heads = defaults.heads == 0 ? fields.integer("num_attention_heads", 1, limits::heads)
+                                : fields.integer_or("num_attention_heads", defaults.heads, 1, limits::heads);
+  const std::int64_t kv_heads = defaults.kv_heads == 0 ? c.heads : defaults.kv_heads;
+  c.kv_heads = fields.integer_or("num_key_value_heads", kv_heads, 1, limits::heads);
+  c.head_dim = fields.integer_or("head_dim", defaults.head_dim, 1, limits::hidden);
+  if (c.head_dim == 0) {
+    if (c.hidden_size % c.heads != 0)
+      fields.fail("hidden_size",
+                  fmt::format("is {}, not a multiple of num_attention_heads {}", c.hidden_size, c.heads));
+    c.head_dim = c.hidden_size / c.heads;
+  }
+  if (c.heads % c.kv_heads != 0)
+    fields.fail("num_attention_heads",
+                fmt::format("is {}, not a multiple of num_key_value_heads {}", c.heads, c.kv_heads));
+  if (c.head_dim % 2 != 0)
+    fields.fail("head_dim", fmt::format("is {}; rotary embeddings need an even one", c.head_dim));
+  if (c.heads * c.head_dim > 16 * limits::hidden)
+    fields.fail("num_attention_heads",
+                fmt::format("times the head's size is {}, which is absurd", c.heads * c.head_dim));
+  c.max_positions = fields.integer_or("max_position_embeddings", defaults.max_positions, 1, limits::positions);
+  c.norm_eps = fields.number_or(eps_field, defaults.norm_eps, 0.0, 1.0);
+  c.initializer_range = fields.number_or("initializer_range", defaults.initializer_range, 0.0, 10.0);
+  c.activation = read_activation(fields, activation_field, defaults.activation);
+  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", defaults.tied);
+  c.attention_dropout = fields.number_or("attention_dropout", 0.0, 0.0, 0.999);
+}
+
+void bias_of_attention(const JsonFields& fields, ModelConfig& c, bool fallback = false) {
+  c.qkv_bias = c.output_bias = fields.boolean_or("attention_bias", fallback);
+}
+
+std::int64_t window(const JsonFields& fields, std::int64_t fallback = 0) {
+  return fields.integer_or("sliding_window", fallback, 1, limits::positions);
+}
+
+// A layer whose attention slides has the window and the rotary embedding `sliding_rope`, the others `full_rope`.
+void set_layers(ModelConfig& c, const std::vector<bool>& sliding, std::int64_t window, int sliding_rope = 0,
+                int full_rope = 0) {
+  c.layer_specs.clear();
+  for (const bool slides : sliding)
+    c.layer_specs.push_back({.window = slides ? window : 0, .rope = slides ? sliding_rope : full_rope});
+}
+
+void gate_and_up_in_one(ModelConfig& c) {
+  c.names.gate.clear();
+  c.names.up.clear();
+  c.names.gate_up = "mlp.gate_up_proj";
+}
+
+// OLMo 2's and EXAONE 4's places: norms of what the halves add alone.
+void norms_after(ModelConfig& c) {
+  c.names.attention_norm.clear();
+  c.names.mlp_norm.clear();
+  c.names.attention_out_norm = "post_attention_layernorm";
+  c.names.mlp_out_norm = "post_feedforward_layernorm";
+}
+
+}  // namespace
+
+void read_llama(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {});
+  c.ropes = {read_rope(fields, c, 10000.0)};
+  bias_of_attention(fields, c);
+  c.mlp_bias = fields.boolean_or("mlp_bias", false);
+}
+
+void read_mistral(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.max_positions = 131072});
+  c.ropes = {read_rope(fields, c, 10000.0)};
+  set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
+}
+
+void read_ministral3(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = 128, .max_positions = 262144, .norm_eps = 1e-5});
+  c.ropes = {read_rope(fields, c, 1e6)};
+  const Json* rope = fields.find("rope_parameters");
+  if (rope == nullptr) fields.fail("rope_parameters", "is missing");
+  const JsonFields parameters(*rope, fields.where() + ": rope_parameters");
+  c.query_scaling = parameters.number_or("llama_4_scaling_beta", 0.0, 0.0, 1e3);
+  if (c.query_scaling > 0 && c.ropes[0].original_max_positions == 0)
+    parameters.fail("original_max_position_embeddings", "is missing");
+  set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
+}
+
+void read_qwen2(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = c.model_type == "qwen3" ? 128 : 0, .max_positions = 32768});
+  c.ropes = {read_rope(fields, c, 10000.0)};
+  c.qkv_bias = true;
+  if (!fields.boolean_or("use_sliding_window", false)) return;
+  std::vector<bool> sliding = sliding_layers(fields, c, 0);
+  if (fields.find("layer_types") == nullptr) {
+    const std::int64_t full = fields.integer_or("max_window_layers", 28, 0, limits::layers);
+    for (std::int64_t i = full; i < c.layers; ++i) sliding[static_cast<std::size_t>(i)] = true;
+  }
+  set_layers(c, sliding, window(fields, 4096));
+}
+
+void read_qwen3(const JsonFields& fields, ModelConfig& c) {
+  read_qwen2(fields, c);
+  bias_of_attention(fields, c);
+  c.qk_norm = QkNorm::head;
+}
+
+void read_gemma(const JsonFields& fields, ModelConfig& c) {
+  const bool first = c.model_type == "gemma", third = c.model_type == "gemma3_text";
+  read_common(fields, c,
+              {.head_dim = 256,
+               .max_positions = third ? 131072 : 8192,
+               .tied = true,
+               .activation = "gelu_pytorch_tanh",
+               .heads = third ? 8 : 0,
+               .kv_heads = third ? 4 : 0},
+              // Gemma's hidden_act says gelu in some folders, and tanh's approximation is meant.
+              first && fields.find("hidden_activation") == nullptr ? "hidden_act" : "hidden_activation");
+  if (first && c.activation == Activation::gelu && fields.find("hidden_activation") == nullptr)
+    c.activation = Activation::gelu_tanh;
+  c.norm = NormKind::rms_plus_one;
+  c.embedding_multiplier = std::sqrt(static_cast<double>(c.hidden_size));
+  bias_of_attention(fields, c);
+  require(fields, "use_bidirectional_attention", false, false);
+  c.ropes = {read_rope(fields, c, 10000.0)};
+}
+
+void read_gemma2(const JsonFields& fields, ModelConfig& c) {
+  read_gemma(fields, c);
+  const bool second = c.model_type == "gemma2";
+  c.names.attention_out_norm = "post_attention_layernorm";
+  c.names.mlp_norm = "pre_feedforward_layernorm";
+  c.names.mlp_out_norm = "post_feedforward_layernorm";
+  c.attention_scale = 1 / std::sqrt(fields.number_or("query_pre_attn_scalar", 256, 1e-3, 1e9));
+  c.attention_softcap = fields.number_or("attn_logit_softcapping", second ? 50.0 : 0.0, 1e-3, 1e9);
+  c.logits_softcap = fields.number_or("final_logit_softcapping", second ? 30.0 : 0.0, 1e-3, 1e9);
+  if (second) set_layers(c, sliding_layers(fields, c, 2), window(fields, 4096));
+}
+
+void read_gemma3(const JsonFields& fields, ModelConfig& c) {
+  read_gemma2(fields, c);
+  c.qk_norm = QkNorm::head;
+  RopeSpec local = read_rope(fields, c, 10000.0, 1.0, "sliding_attention");
+  if (fields.find("rope_parameters") == nullptr) {  // rope_scaling is of the full layers alone
+    local = RopeSpec{};
+    local.theta = fields.number_or("rope_local_base_freq", 10000.0, 1.0, 1e12);
+  }
+  c.ropes = {read_rope(fields, c, 1e6, 1.0, "full_attention"), local};
+  const std::int64_t period = fields.integer_or("sliding_window_pattern", 6, 1, limits::layers);
+  set_layers(c, sliding_layers(fields, c, period), window(fields, 4096), 1, 0);
+}
+
+void read_phi3(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.max_positions = 4096, .norm_eps = 1e-5});
+  c.names.q.clear();
+  c.names.k.clear();
+  c.names.v.clear();
+  c.names.qkv = "self_attn.qkv_proj";
+  gate_and_up_in_one(c);
+  c.ropes = {read_rope(fields, c, 10000.0)};
+  for (const char* dropout : {"resid_pdrop", "embd_pdrop"})
+    if (fields.number_or(dropout, 0.0, 0.0, 1.0) != 0.0) fields.fail(dropout, "other than 0 is not supported");
+  set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
+}
+
+void read_glm(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = 128, .max_positions = 131072, .norm_eps = 0.00000015625});
+  gate_and_up_in_one(c);
+  c.ropes = {read_rope(fields, c, 10000.0, 0.5)};
+  c.ropes[0].interleaved = true;
+  c.qkv_bias = fields.boolean_or("attention_bias", true);
+}
+
+void read_glm4(const JsonFields& fields, ModelConfig& c) {
+  read_glm(fields, c);
+  c.names.attention_out_norm = "post_self_attn_layernorm";
+  c.names.mlp_out_norm = "post_mlp_layernorm";
+}
+
+void read_olmo2(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.norm_eps = 1e-5});
+  c.norm = NormKind::rms_wide;
+  c.qk_norm = QkNorm::whole;
+  norms_after(c);
+  bias_of_attention(fields, c);
+  c.ropes = {read_rope(fields, c, 10000.0)};
+}
+
+void read_olmo3(const JsonFields& fields, ModelConfig& c) {
+  read_olmo2(fields, c);
+  RopeSpec local = read_rope(fields, c, 500000.0, 1.0, "sliding_attention");
+  if (fields.find("rope_parameters") == nullptr) {  // rope_scaling is of the full layers alone
+    local = RopeSpec{};
+    local.theta = fields.number_or("rope_theta", 500000.0, 1.0, 1e12);
+  }
+  c.ropes = {read_rope(fields, c, 500000.0, 1.0, "full_attention"), local};
+  set_layers(c, sliding_layers(fields, c, 4), window(fields, 4096), 1, 0);
+}
+
+void read_smollm3(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.max_positions = 32768, .tied = true});
+  c.ropes = {read_rope(fields, c, 2e6)};
+  bias_of_attention(fields, c);
+  c.mlp_bias = fields.boolean_or("mlp_bias", false);
+  if (fields.boolean_or("use_sliding_window", false) && fields.find("layer_types") == nullptr)
+    fields.fail("use_sliding_window", "needs layer_types");
+  set_layers(c, sliding_layers(fields, c, 0), window(fields));
+  const Json* rotary = fields.find("no_rope_layers");  // 1: the layer has positions
+  if (rotary != nullptr && (!rotary->is_array() || static_cast<std::int64_t>(rotary->size()) != c.layers))
+    fields.fail("no_rope_layers", fmt::format("must list 0 or 1 for each of the {} layers", c.layers));
+  const std::int64_t period = fields.integer_or("no_rope_layer_interval", 4, 1, limits::layers);
+  for (std::int64_t i = 0; i < c.layers; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    const bool turns = rotary != nullptr ? (*rotary)[at] != 0 : (i + 1) % period != 0;
+    c.layer_specs[at].rope = turns ? 0 : -1;
+  }
+}
+
+void read_granite(const JsonFields& fields, ModelConfig& c) {
+  read_llama(fields, c);
+  c.embedding_multiplier = fields.number_or("embedding_multiplier", 1.0, 1e-6, 1e6);
+  c.residual_multiplier = fields.number_or("residual_multiplier", 1.0, 1e-6, 1e6);
+  c.attention_scale = fields.number_or("attention_multiplier", 1.0, 1e-9, 1e6);
+  c.logits_multiplier = 1 / fields.number_or("logits_scaling", 1.0, 1e-6, 1e6);
+}
+
+void read_cohere(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.max_positions = 8192, .norm_eps = 1e-5, .tied = true}, "hidden_act", "layer_norm_eps");
+  c.norm = NormKind::layer_no_bias;
+  c.parallel = true;
+  c.names.mlp_norm.clear();
+  c.ropes = {read_rope(fields, c, c.model_type == "cohere" ? 500000.0 : 10000.0)};
+  c.ropes[0].interleaved = true;
+  bias_of_attention(fields, c);
+  c.logits_multiplier = fields.number_or("logit_scale", 0.0625, 1e-6, 1e6);
+  require(fields, "use_qk_norm", false, false);
+}
+
+void read_cohere2(const JsonFields& fields, ModelConfig& c) {
+  read_cohere(fields, c);
+  const std::int64_t period = fields.integer_or("sliding_window_pattern", 4, 1, limits::layers);
+  set_layers(c, sliding_layers(fields, c, period), window(fields, 4096), 0, -1);
+}
+
+void read_starcoder2(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c,
+              {.max_positions = 4096,
+               .norm_eps = 1e-5,
+               .initializer_range = 0.018042,
+               .tied = true,
+               .activation = "gelu_pytorch_tanh"},
+              "hidden_act", "norm_epsilon");
+  c.norm = NormKind::layer;
+  c.gated = false;
+  c.names.gate.clear();
+  c.names.up = "mlp.c_fc";
+  c.names.down = "mlp.c_proj";
+  c.qkv_bias = c.output_bias = c.mlp_bias = fields.boolean_or("use_bias", true);
+  c.ropes = {read_rope(fields, c, 10000.0)};
+  for (const char* dropout : {"residual_dropout", "embedding_dropout"})
+    if (fields.number_or(dropout, 0.0, 0.0, 1.0) != 0.0) fields.fail(dropout, "other than 0 is not supported");
+  set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
+}
+
+void read_seed_oss(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = 128, .max_positions = 524288});
+  c.attention_dropout = fields.number_or("attention_dropout", 0.1, 0.0, 0.999);
+  if (fields.number_or("residual_dropout", 0.1, 0.0, 1.0) != 0.0)
+    fields.fail("residual_dropout", "other than 0 is not supported: write 0 there to train without");
+  c.ropes = {read_rope(fields, c, 10000.0)};
+  c.qkv_bias = fields.boolean_or("attention_bias", true);
+  c.output_bias = fields.boolean_or("attention_out_bias", false);
+  c.mlp_bias = fields.boolean_or("mlp_bias", false);
+}
+
+void read_exaone4(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.norm_eps = 1e-5});
+  c.qk_norm = QkNorm::head;
+  norms_after(c);
+  c.ropes = {read_rope(fields, c, 10000.0)};
+  const bool hybrid = window(fields) > 0;
+  if (hybrid && fields.find("layer_types") == nullptr) fields.fail("layer_types", "is missing");
+  if (hybrid) set_layers(c, sliding_layers(fields, c, 0), window(fields), 0, -1);
+}
+
+void read_arcee(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.max_positions = 4096, .norm_eps = 1e-5, .activation = "relu2"});
+  c.ropes = {read_rope(fields, c, 10000.0)};
+  c.gated = false;
+  c.names.gate.clear();
+  bias_of_attention(fields, c);
+  c.mlp_bias = fields.boolean_or("mlp_bias", false);
+}
+
+void read_ernie(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = 128, .max_positions = 131072, .norm_eps = 1e-5, .tied = true});
+  c.ropes = {read_rope(fields, c, 500000.0)};
+  c.ropes[0].interleaved = true;
+  c.qkv_bias = c.output_bias = c.mlp_bias = fields.boolean_or("use_bias", false);
+  c.attention_dropout = 0;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,56 @@
+#pragma once
+// How the blocks of decoders differ between families: what their config.json says, and how they call their tensors.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tierflow {
+
+// rms: rounded to the model's type before the weight (Llama). rms_wide: the weight in fp32, then rounded (OLMo 2).
+// rms_plus_one: the same with 1 + weight (Gemma). layer: with weight and bias. layer_no_bias: with weight alone.
+enum class NormKind : std::uint8_t { none, rms, rms_wide, rms_plus_one, layer, layer_no_bias };
+
+// Norms of q and k: none; of each head; of all heads together.
+enum class QkNorm : std::uint8_t { none, head, whole };
+
+// relu2: the square of relu.
+enum class Activation : std::uint8_t { silu, gelu, gelu_tanh, relu, relu2 };
+
+// Rotary embedding as in transformers' rope utilities: "default", "linear", "llama3", "yarn", "longrope".
+struct RopeSpec {
+  double theta = 10000.0;
+  std::string type = "default";
+  double partial = 1.0;      // the share of a head's dimensions that rotate, the first ones
+  bool interleaved = false;  // pairs are neighbours; else one of each half
+  double factor = 1.0;
+  double attention_factor = 1.0;                         // of cos and sin
+  double low_freq_factor = 1.0, high_freq_factor = 4.0;  // llama3
+  std::int64_t original_max_positions = 0;               // llama3, yarn, longrope
+  double beta_fast = 32.0, beta_slow = 1.0;              // yarn
+  bool truncate = true;                                  // yarn
+  // longrope, one for each pair: rows of more than original_max_positions tokens take the long ones.
+  std::vector<double> short_factors = {}, long_factors = {};
+  std::int64_t rotated(std::int64_t head_dim) const {
+    return static_cast<std::int64_t>(static_cast<double>(head_dim) * partial);
+  }
+};
+
+// Where a layer differs from its neighbours.
+struct LayerSpec {
+  std::int64_t window = 0;  // keys that a query sees, itself among them; 0: all before it
+  int rope = 0;             // of ModelConfig::ropes; -1: none
+};
+
+// What a family calls its tensors. Empty: it has no such tensor.
+struct DecoderNames {
+  std::string prefix = "model.", tokens = "embed_tokens.weight", norm = "model.norm";
+  // Of one layer. qkv and gate_up are products of several in one, rows of q first, or of gate.
+  std::string q = "self_attn.q_proj", k = "self_attn.k_proj", v = "self_attn.v_proj", qkv = {};
+  std::string o = "self_attn.o_proj", q_norm = "self_attn.q_norm", k_norm = "self_attn.k_norm";
+  std::string gate = "mlp.gate_proj", up = "mlp.up_proj", gate_up = {}, down = "mlp.down_proj";
+  // Norms of what a half takes and of what it adds.
+  std::string attention_norm = "input_layernorm", attention_out_norm = {};
+  std::string mlp_norm = "post_attention_layernorm", mlp_out_norm = {};
+};
+
+}  // namespace tierflow

@@ -1,0 +1,136 @@
+#include "runtime/spec/families.h"
+
+#include <fmt/format.h>
+
+#include <array>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/spec/config_limits.h"
+
+namespace tierflow {
+namespace {
+
+void check_heads(const JsonFields& fields, const char* size, ModelConfig& c) {
+  if (c.hidden_size % c.heads != 0)
+    fields.fail(size, fmt::format("is {}, not a multiple of the {} heads", c.hidden_size, c.heads));
+  c.kv_heads = c.heads;
+  c.head_dim = c.hidden_size / c.heads;
+  c.qkv_bias = c.output_bias = c.mlp_bias = true;
+}
+
+void read_gpt2(const JsonFields& fields, ModelConfig& c) {
+  c.hidden_size = fields.integer("n_embd", 1, limits::hidden);
+  c.intermediate_size = fields.integer_or("n_inner", 4 * c.hidden_size, 1, limits::intermediate);
+  c.layers = fields.integer("n_layer", 1, limits::layers);
+  c.heads = fields.integer("n_head", 1, limits::heads);
+  c.max_positions = fields.integer_or("n_positions", 1024, 1, limits::positions);
+  check_heads(fields, "n_embd", c);
+  c.norm_eps = fields.number_or("layer_norm_epsilon", 1e-5, 0.0, 1.0);
+  c.initializer_range = fields.number_or("initializer_range", 0.02, 0.0, 10.0);
+  c.activation = read_activation(fields, "activation_function", "gelu_new");
+  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", true);
+  c.embedding_dropout = fields.number_or("embd_pdrop", 0.1, 0.0, 0.999);
+  c.residual_dropout = fields.number_or("resid_pdrop", 0.1, 0.0, 0.999);
+  c.attention_dropout = fields.number_or("attn_pdrop", 0.1, 0.0, 0.999);
+  require(fields, "scale_attn_weights", true, true);
+  require(fields, "scale_attn_by_inverse_layer_idx", false, false);
+  require(fields, "add_cross_attention", false, false);
+}
+
+void read_opt(const JsonFields& fields, ModelConfig& c) {
+  c.hidden_size = fields.integer("hidden_size", 1, limits::hidden);
+  c.intermediate_size = fields.integer("ffn_dim", 1, limits::intermediate);
+  c.layers = fields.integer("num_hidden_layers", 1, limits::layers);
+  c.heads = fields.integer("num_attention_heads", 1, limits::heads);
+  c.max_positions = fields.integer_or("max_position_embeddings", 2048, 1, limits::positions);
+  check_heads(fields, "hidden_size", c);
+  c.qkv_bias = c.output_bias = c.mlp_bias = fields.boolean_or("enable_bias", true);
+  c.norm_eps = 1e-5;
+  c.initializer_range = fields.number_or("init_std", 0.02, 0.0, 10.0);
+  c.activation = read_activation(fields, "activation_function", "relu");
+  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", true);
+  c.residual_dropout = fields.number_or("dropout", 0.1, 0.0, 0.999);
+  c.attention_dropout = fields.number_or("attention_dropout", 0.0, 0.0, 0.999);
+  c.position_offset = 2;
+  c.norm_before = fields.boolean_or("do_layer_norm_before", true);
+  require(fields, "_remove_final_layer_norm", false, false);
+  require(fields, "layer_norm_elementwise_affine", true, true);
+  if (fields.number_or("layerdrop", 0.0, 0.0, 1.0) != 0.0) fields.fail("layerdrop", "other than 0 is not supported");
+  const std::int64_t projection = fields.integer_or("word_embed_proj_dim", c.hidden_size, 1, limits::hidden);
+  if (projection != c.hidden_size)
+    fields.fail("word_embed_proj_dim",
+                fmt::format("is {}, other than hidden_size {}: projected embeddings (opt-350m) are not supported",
+                            projection, c.hidden_size));
+}
+
+constexpr std::array families = {
+    FamilyRow{"LlamaForCausalLM", "llama", Family::decoder, read_llama},
+    FamilyRow{"MistralForCausalLM", "mistral", Family::decoder, read_mistral},
+    FamilyRow{"Ministral3ForCausalLM", "ministral3", Family::decoder, read_ministral3},
+    FamilyRow{"Qwen2ForCausalLM", "qwen2", Family::decoder, read_qwen2},
+    FamilyRow{"Qwen3ForCausalLM", "qwen3", Family::decoder, read_qwen3},
+    FamilyRow{"GemmaForCausalLM", "gemma", Family::decoder, read_gemma},
+    FamilyRow{"Gemma2ForCausalLM", "gemma2", Family::decoder, read_gemma2},
+    FamilyRow{"Gemma3ForCausalLM", "gemma3_text", Family::decoder, read_gemma3, 262208},
+    FamilyRow{"Phi3ForCausalLM", "phi3", Family::decoder, read_phi3},
+    FamilyRow{"GlmForCausalLM", "glm", Family::decoder, read_glm},
+    FamilyRow{"Glm4ForCausalLM", "glm4", Family::decoder, read_glm4},
+    FamilyRow{"Olmo2ForCausalLM", "olmo2", Family::decoder, read_olmo2},
+    FamilyRow{"Olmo3ForCausalLM", "olmo3", Family::decoder, read_olmo3},
+    FamilyRow{"SmolLM3ForCausalLM", "smollm3", Family::decoder, read_smollm3},
+    FamilyRow{"GraniteForCausalLM", "granite", Family::decoder, read_granite},
+    FamilyRow{"CohereForCausalLM", "cohere", Family::decoder, read_cohere},
+    FamilyRow{"Cohere2ForCausalLM", "cohere2", Family::decoder, read_cohere2},
+    FamilyRow{"Starcoder2ForCausalLM", "starcoder2", Family::decoder, read_starcoder2},
+    FamilyRow{"SeedOssForCausalLM", "seed_oss", Family::decoder, read_seed_oss},
+    FamilyRow{"Exaone4ForCausalLM", "exaone4", Family::decoder, read_exaone4},
+    FamilyRow{"ArceeForCausalLM", "arcee", Family::decoder, read_arcee},
+    FamilyRow{"Ernie4_5ForCausalLM", "ernie4_5", Family::decoder, read_ernie},
+    FamilyRow{"GPT2LMHeadModel", "gpt2", Family::gpt2, read_gpt2},
+    FamilyRow{"OPTForCausalLM", "opt", Family::opt, read_opt},
+};
+
+std::string supported() {
+  std::string names;
+  for (const FamilyRow& row : families) names += (names.empty() ? "" : ", ") + std::string(row.architecture);
+  return names;
+}
+
+}  // namespace
+
+const FamilyRow& family_of(const JsonFields& fields) {
+  std::string name;
+  if (const Json* list = fields.find("architectures"); list != nullptr) {
+    if (!list->is_array() || list->empty() || !(*list)[0].is_string())
+      fields.fail("architectures", "must be a list with the name of the model's class, one of " + supported());
+    name = (*list)[0].get<std::string>();
+    for (const FamilyRow& known : families)
+      if (known.architecture == name) return known;
+    fail_input(fields.where(),
+               fmt::format("the architecture {} is not supported; supported are {}", printable(name), supported()));
+  }
+  name = fields.text_or("model_type", "");
+  for (const FamilyRow& known : families)
+    if (known.model_type == name) return known;
+  if (name.empty()) fail_input(fields.where(), "names no architecture: not the config.json of a Hugging Face model");
+  fail_input(fields.where(),
+             fmt::format("the model type {} is not supported; supported are {}", printable(name), supported()));
+}
+
+Activation read_activation(const JsonFields& fields, const char* field, const std::string& fallback) {
+  const std::string name = fields.text_or(field, fallback);
+  if (name == "silu" || name == "swish") return Activation::silu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_new" || name == "gelu_pytorch_tanh") return Activation::gelu_tanh;
+  if (name == "relu") return Activation::relu;
+  if (name == "relu2") return Activation::relu2;
+  fields.fail(field, fmt::format("is \"{}\"; supported are silu, gelu, gelu_new, gelu_pytorch_tanh, relu, relu2",
+                                 printable(name)));
+}
+
+void require(const JsonFields& fields, const char* name, bool fallback, bool value) {
+  if (fields.boolean_or(name, fallback) != value) fields.fail(name, fmt::format("= {} is not supported", !value));
+}
+
+}  // namespace tierflow

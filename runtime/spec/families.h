@@ -1,0 +1,51 @@
+#pragma once
+// The model families: a row each in a table, with a function that reads what its config.json says beside the common
+// fields. A family of decoders is added here and in tests/python/test_models.py alone (docs/models.md).
+#include <string>
+#include <string_view>
+
+#include "runtime/base/strict_json.h"
+#include "runtime/spec/model_spec.h"
+
+namespace tierflow {
+
+struct FamilyRow {
+  std::string_view architecture, model_type;  // as config.json has them
+  Family family;
+  // Fills all but what both names say and vocab_size. Throws Exception (kind input).
+  void (*read)(const JsonFields& fields, ModelConfig& config);
+  std::int64_t vocab_size = 0;  // where config.json gives none; 0: it must
+};
+
+// The row that config.json names. Throws Exception (kind input) that lists what there is.
+const FamilyRow& family_of(const JsonFields& fields);
+
+// Of decoder_families.cpp.
+void read_llama(const JsonFields& fields, ModelConfig& config);
+void read_mistral(const JsonFields& fields, ModelConfig& config);
+void read_ministral3(const JsonFields& fields, ModelConfig& config);
+void read_qwen2(const JsonFields& fields, ModelConfig& config);
+void read_qwen3(const JsonFields& fields, ModelConfig& config);
+void read_gemma(const JsonFields& fields, ModelConfig& config);
+void read_gemma2(const JsonFields& fields, ModelConfig& config);
+void read_gemma3(const JsonFields& fields, ModelConfig& config);
+void read_phi3(const JsonFields& fields, ModelConfig& config);
+void read_glm(const JsonFields& fields, ModelConfig& config);
+void read_glm4(const JsonFields& fields, ModelConfig& config);
+void read_olmo2(const JsonFields& fields, ModelConfig& config);
+void read_olmo3(const JsonFields& fields, ModelConfig& config);
+void read_smollm3(const JsonFields& fields, ModelConfig& config);
+void read_granite(const JsonFields& fields, ModelConfig& config);
+void read_cohere(const JsonFields& fields, ModelConfig& config);
+void read_cohere2(const JsonFields& fields, ModelConfig& config);
+void read_starcoder2(const JsonFields& fields, ModelConfig& config);
+void read_seed_oss(const JsonFields& fields, ModelConfig& config);
+void read_exaone4(const JsonFields& fields, ModelConfig& config);
+void read_arcee(const JsonFields& fields, ModelConfig& config);
+void read_ernie(const JsonFields& fields, ModelConfig& config);
+
+Activation read_activation(const JsonFields& fields, const char* field, const std::string& fallback);
+// Throws Exception (kind input) where the field is not `value`.
+void require(const JsonFields& fields, const char* name, bool fallback, bool value);
+
+}  // namespace tierflow

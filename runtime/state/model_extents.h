@@ -1,0 +1,45 @@
+#pragma once
+// A model's tensors, each put together from the parts of it that the extents hold, wherever these are.
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "runtime/spec/packing.h"
+
+namespace tierflow {
+
+// Hands `use` the bytes of an extent, for reading. Throws Exception.
+using ReadExtent =
+    std::function<void(swap::ExtentKind kind, int chunk, const std::function<void(std::span<std::byte> bytes)>& use)>;
+
+// What is referred to outlives this.
+struct ModelExtents {
+  const std::vector<UnitSpec>& units;
+  const PackedModel& packed;
+  const swap::Layout& layout;
+  bool has_state = true;  // false: weights alone
+  ReadExtent read = {};
+
+  // Whether the chunk's state holds the low words of a master.
+  bool has_low_words(const swap::Chunk& chunk) const;
+  // Calls use(chunk, in_tensor, in_chunk, count) for each part of the tensor.
+  template <class Use>
+  void for_each_part(int unit, int tensor, Use use) const {
+    for (const swap::Chunk& chunk : layout.chunks_of(unit))
+      for_each_piece(
+          packed.units[unit], chunk,
+          [&](const PackedTensor& piece, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+            if (piece.tensor == tensor) use(chunk, in_tensor, in_chunk, count);
+          });
+  }
+};
+
+// The 16-bit words of a tensor: its bf16 weights (hi), the low words of its fp32 master (state, where it is split), its
+// gradient. out: as many as the tensor has elements.
+void read_words(const ModelExtents& model, int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out);
+// The fp32 master, or the weights as fp32 where there is none.
+void read_master(const ModelExtents& model, int unit, int tensor, float* out);
+
+}  // namespace tierflow

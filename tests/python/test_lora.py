@@ -1,0 +1,194 @@
+"""`tierflow train --method lora`: a result that PEFT reads, gone on with to the bit, added to its model; what is refused."""
+import hashlib
+import json
+import signal
+
+import peft
+import pytest
+import transformers
+from program import again, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import work as work  # a fixture
+from safetensors.torch import load_file, save_file
+
+pytestmark = needs_torch
+
+LORA = ["train", "--method", "lora", "--model", "base", "--data", "text.txt", "--lr", "1e-2", "--lora-rank", "4", "--lora-alpha", "8"]
+
+
+@pytest.fixture
+def base(work):
+    run(work, "init", "--config", "config.json", "--out", "base")
+    return work / "base"
+
+
+def loss(work, *words):
+    return json.loads(run(work, "eval", "--data", "text.txt", "--max-sequences", "8", "--json", *small(*words)).stdout)["loss"]
+
+
+def files(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_the_result_is_peft_s_folder_and_the_base_stays_as_it_is(work, base):
+    before = files(base)
+    done = run(work, *LORA, "--steps", "8", "--out", "out", *small("--storage", "store", "--host-memory", "1MiB"))
+    assert done.stderr.endswith(f"result: {work / 'out'}\n") and "of them trained" in done.stderr
+    assert files(base) == before
+    assert sorted(path.name for path in (work / "out").iterdir()) == ["adapter_config.json", "adapter_model.safetensors", "tierflow_run.json"]
+    config = json.loads((work / "out" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(base))
+    tuned, plain = loss(work, "--model", "base", "--adapter", "out"), loss(work, "--model", "base")
+    assert tuned < plain - 0.05
+    # Added to the model: the same up to bf16, and the folder it names is found.
+    run(work, "merge", "--adapter", "out", "--out", "merged")
+    assert loss(work, "--model", "merged") == pytest.approx(tuned, abs=2e-3)
+    weights, merged, added = load_file(base / "model.safetensors"), load_file(work / "merged" / "model.safetensors"), load_file(work / "out" / "adapter_model.safetensors")
+    module = "model.layers.1.mlp.down_proj"
+    delta = 2 * added[f"base_model.model.{module}.lora_B.weight"] @ added[f"base_model.model.{module}.lora_A.weight"]
+    assert (merged[f"{module}.weight"] == (weights[f"{module}.weight"].float() + delta).bfloat16()).all()
+    assert (merged["lm_head.weight"] == weights["lm_head.weight"]).all()
+    # The run itself does the same with --merge.
+    run(work, *LORA, "--steps", "8", "--merge", "--out", "whole", *small())
+    assert (work / "whole" / "model.safetensors").read_bytes() == (work / "merged" / "model.safetensors").read_bytes()
+    assert not (work / "whole" / "adapter_config.json").exists()
+
+
+def test_killed_it_is_gone_on_with_to_the_bit(work, base):
+    run(work, *LORA, "--steps", "40", "--out", "whole", *small())
+    words = [*LORA, "--steps", "40", "--out", "out", *small("--storage", "store", "--host-memory", "1MiB", "--durability", "step", "--log-json", "log.json")]
+    training = start(work, *words)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of_whole_lines(work / "log.json")) > 5)
+    training.send_signal(signal.SIGKILL)
+    training.communicate()
+    assert "state after step" in again(work, "status", "store").stdout
+    done = run(work, *words)
+    assert "resumed after step" in done.stderr
+    assert (work / "out" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
+    # The same command once more says that it is done.
+    assert "the run is finished" in run(work, *words).stderr
+
+
+def steps_of_whole_lines(path):
+    text = path.read_text()
+    path_lines = text[: text.rfind("\n") + 1].splitlines()
+    return [record for record in map(json.loads, path_lines) if "loss" in record]
+
+
+def test_what_a_stopped_run_left_is_exported_as_the_adapters(work, base):
+    words = [*LORA, "--steps", "4000", "--lr-schedule", "constant", "--out", "out", *small("--storage", "store", "--host-memory", "1MiB", "--durability", "step", "--log-json", "log.json")]
+    training = start(work, *words)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of_whole_lines(work / "log.json")) > 3)
+    training.send_signal(signal.SIGINT)
+    assert "is committed" in training.communicate()[1]
+    step = len(steps_of(work / "log.json"))
+    run(work, "export", "--storage", "store", "--out", "exported")
+    assert sorted(path.name for path in (work / "exported").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    run(work, *LORA, "--steps", str(step), "--lr-schedule", "constant", "--out", "whole", *small())
+    assert (work / "exported" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
+    # Another rank is another run.
+    other = [word if word != "4" else "8" for word in words]
+    assert "its adapter is not this one's" in the_error(run(work, *other, ok=False).stderr)
+
+
+def test_adapters_that_are_there_are_gone_on_with(work, base):
+    run(work, *LORA, "--steps", "8", "--out", "first", *small())
+    begun = loss(work, "--model", "base", "--adapter", "first")
+    log = work / "log.json"
+    run(work, "train", "--method", "lora", "--model", "base", "--adapter", "first", "--data", "text.txt", "--steps", "8", "--lr", "1e-2", "--out", "second", *small("--log-json", log))
+    assert loss(work, "--model", "base", "--adapter", "second") < begun
+    assert json.loads((work / "second" / "adapter_config.json").read_text())["r"] == 4
+
+
+def test_checkpoints_of_a_run_are_adapters_too(work, base):
+    run(work, *LORA, "--steps", "4", "--export-every", "2", "--out", "out", *small())
+    assert sorted(path.name for path in (work / "out" / "checkpoint-2").iterdir()) == ["adapter_config.json", "adapter_model.safetensors", "tierflow_run.json"]
+
+
+def test_each_option_reaches_the_adapters(work, base):
+    run(work, *LORA, "--steps", "1", "--out", "out", "--use-rslora", "--lora-dropout", "0.1", "--lora-target-modules", "q_proj,down_proj", "--lora-exclude-modules", "layers.0.mlp.down_proj",
+        "--lora-rank-pattern", "q_proj=2", "--lora-alpha-pattern", "down_proj=3", *small())
+    config = json.loads((work / "out" / "adapter_config.json").read_text())
+    assert config["use_rslora"] and config["lora_dropout"] == 0.1 and config["rank_pattern"] == {"q_proj": 2} and config["alpha_pattern"] == {"down_proj": 3}
+    shapes = {name: list(value.shape) for name, value in load_file(work / "out" / "adapter_model.safetensors").items()}
+    assert sorted(shapes) == [f"base_model.model.model.layers.{name}.lora_{side}.weight" for name in ("0.self_attn.q_proj", "1.mlp.down_proj", "1.self_attn.q_proj") for side in "AB"]
+    assert shapes["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"] == [2, 64]
+    run(work, *LORA, "--steps", "1", "--out", "one", "--lora-target-modules", r".*\.(k|v)_proj", "--lora-layers", "1", *small())
+    assert sorted(load_file(work / "one" / "adapter_model.safetensors")) == [f"base_model.model.model.layers.1.self_attn.{name}_proj.lora_{side}.weight" for name in "kv" for side in "AB"]
+    model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), work / "one")
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 2
+
+
+def test_the_learning_rate_of_b_is_its_own(work, base):
+    for out, *words in (["plain"], ["one", "--loraplus-lr-ratio", "1"], ["none", "--loraplus-lr-ratio", "0"]):
+        run(work, *LORA, "--steps", "3", "--out", out, *words, *small())
+    plain, one, none = (load_file(work / out / "adapter_model.safetensors") for out in ("plain", "one", "none"))
+    for name, value in plain.items():
+        assert value.equal(one[name])
+        assert (value.abs().sum() > 0) and (none[name].abs().sum() == 0) == ("lora_B" in name)
+
+
+def refused(work, *words):
+    done = run(work, *words, ok=False)
+    assert done.returncode != 0
+    return the_error(done.stderr)
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4-double"])
+def test_a_base_in_another_precision_streams_and_is_gone_on_with(work, base, precision):
+    before = files(base)
+    words = [*LORA, "--base-precision", precision, "--steps", "60"]
+    run(work, *words, "--out", "whole", *small())
+    assert loss(work, "--model", "base", "--adapter", "whole", "--base-precision", precision) < loss(work, "--model", "base", "--base-precision", precision) - 0.05
+    log = work / "log.json"
+    stored = [*words, "--out", "out", *small("--storage", "store", "--host-memory", "128KiB", "--durability", "step", "--log-json", log)]
+    training = start(work, *stored)
+    wait_until(lambda: log.exists() and len(steps_of_whole_lines(log)) > 3)
+    training.send_signal(signal.SIGINT)
+    assert "is committed" in training.communicate()[1]
+    assert "its base's precision is not this one's" in the_error(run(work, *changed(stored, {"--base-precision": "bf16", "--host-memory": "1MiB"}), ok=False).stderr)
+    run(work, "verify", "store")
+    done = run(work, *stored)
+    assert "resumed after step" in done.stderr
+    assert (work / "out" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
+    assert files(base) == before
+    summary = json.loads(log.read_text().splitlines()[-1])["summary"]
+    assert summary["lanes"]["disk_read"]["bytes"] > 0
+
+
+def test_what_cannot_be_is_one_line(work, base):
+    more = ["--steps", "1", "--out", "out", *small()]
+    assert "no linear layer is called c_attn: this model has down_proj" in refused(work, *LORA, *more, "--lora-target-modules", "c_attn")
+    assert "no linear layer is left" in refused(work, *LORA, *more, "--lora-target-modules", "h[0-9]+")
+    assert "no regular expression" in refused(work, *LORA, *more, "--lora-target-modules", "(q_proj")
+    assert "stands alone" in refused(work, *LORA, *more, "--lora-target-modules", ".*q,v_proj")
+    assert "--lora-rank-pattern takes NAME=VALUE" in refused(work, *LORA, *more, "--lora-rank-pattern", "q_proj")
+    assert "are for --method lora" in refused(work, "train", "--model", "base", "--data", "text.txt", "--lora-rank", "4", *more)
+    assert "are for --method lora" in refused(work, "train", "--model", "base", "--data", "text.txt", "--base-precision", "nf4", *more)
+    assert "it must be one of bf16, int8, nf4, nf4-double" in refused(work, *LORA, *more, "--base-precision", "nf3")
+    assert "needs --model" in refused(work, "train", "--method", "lora", "--config", "config.json", "--data", "text.txt", *more)
+    assert not (work / "out").exists()
+
+
+def test_foreign_adapters_are_refused_by_file_and_field(work, base):
+    run(work, *LORA, "--steps", "1", "--out", "out", *small())
+    eval_ = ["eval", "--model", "base", "--adapter", "out", "--data", "text.txt", *small()]
+    path, weights = work / "out" / "adapter_config.json", work / "out" / "adapter_model.safetensors"
+    good, tensors = json.loads(path.read_text()), load_file(weights)
+    for change, why in (({"peft_type": "IA3"}, 'is "IA3"'), ({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+                        ({"target_modules": 3}, "target_modules"), ({"r": "4"}, "r is"), ({"rank_pattern": {"q_proj": "x"}}, "rank_pattern")):
+        path.write_text(json.dumps({**good, **change}))
+        line = refused(work, *eval_)
+        assert "adapter_config.json" in line and why in line
+    path.write_text(json.dumps({**good, "use_dora": None, "modules_to_save": [], "unknown": 5}))
+    run(work, *eval_)
+    path.write_text(json.dumps({**good, "r": 8}))
+    assert "lora_A.weight" in refused(work, *eval_)
+    path.write_text(json.dumps(good))
+    tensors.popitem()
+    save_file(tensors, weights)
+    assert "lora_" in refused(work, *eval_)
+    weights.unlink()
+    assert "adapter_model.safetensors" in refused(work, *eval_)
+    assert "nothing: is no folder" in refused(work, *[word if word != "out" else "nothing" for word in eval_])
+    path.write_text(json.dumps({**good, "base_model_name_or_path": "somebody/model"}))
+    assert "give --model" in refused(work, "merge", "--adapter", "out", "--out", "merged")

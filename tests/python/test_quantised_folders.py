@@ -1,0 +1,136 @@
+"""Folders whose weights are quantised already: read as the values that their own library gives, refused where parts do not fit."""
+import json
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from program import needs_torch, run, small, steps_of, the_error
+from program import work as work  # a fixture
+from safetensors.torch import load_file, save_file
+
+pytestmark = needs_torch
+
+LORA = ["train", "--method", "lora", "--data", "text.txt", "--steps", "3", "--lr", "1e-2"]
+
+
+def rounded(values):
+    """The nearest bf16 numbers; a value in the middle of two goes to the larger one, as it does in a store, not to the even one."""
+    return ((values.contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def four_bits(name, weight, kind, double):
+    codes, state = bnb.quantize_4bit(weight, quant_type=kind, compress_statistics=double)
+    state.dtype = torch.float32
+    values = rounded(bnb.dequantize_4bit(codes, state))
+    described = {"quant_type": kind, "blocksize": state.blocksize, "dtype": "bfloat16", "shape": list(weight.shape)}
+    parts = {name: codes, f"{name}.quant_map": state.code, f"{name}.absmax": state.absmax}
+    if double:
+        described |= {"nested_blocksize": state.state2.blocksize, "nested_dtype": "float32", "nested_offset": state.offset.item()}
+        parts |= {f"{name}.nested_absmax": state.state2.absmax, f"{name}.nested_quant_map": state.state2.code}
+    parts[f"{name}.quant_state.bitsandbytes__{kind}"] = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
+    return parts, values
+
+
+def eight_bits(name, weight):
+    scale = weight.float().abs().amax(1).clamp(min=1e-8)
+    codes = (weight.float() / scale[:, None] * 127).round().to(torch.int8)
+    return {name: codes, name.removesuffix("weight") + "SCB": scale, name.removesuffix("weight") + "weight_format": torch.tensor(0, dtype=torch.uint8)}, rounded(codes.float() * scale[:, None] / 127)
+
+
+def fp8(name, weight):
+    rows, columns = weight.shape
+    padded = torch.zeros((rows + 127) // 128 * 128, (columns + 127) // 128 * 128)
+    padded[:rows, :columns] = weight.float()
+    tiles = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    scale = tiles.abs().amax((1, 3)).clamp(min=1e-8) / 448
+    codes = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    values = (codes.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
+    return {name: codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), f"{name}_scale_inv": scale}, rounded(values)
+
+
+METHODS = {
+    "nf4": (lambda name, weight: four_bits(name, weight, "nf4", False), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "nf4-double": (lambda name, weight: four_bits(name, weight, "nf4", True), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}),
+    "fp4": (lambda name, weight: four_bits(name, weight, "fp4", False), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}),
+    "int8": (eight_bits, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}),
+}
+
+
+@pytest.fixture
+def folders(work):
+    """Makes a quantised folder, and one in bf16 with its values."""
+    config = json.loads((work / "config.json").read_text())
+    config |= {"hidden_size": 192, "intermediate_size": 320}  # tiles of 128 that are not full
+    (work / "config.json").write_text(json.dumps(config))
+    run(work, "init", "--config", "config.json", "--out", "plain")
+    weights = load_file(work / "plain" / "model.safetensors")
+
+    def make(method):
+        quantise, described = METHODS[method]
+        stored, values = {}, {}
+        for name, weight in weights.items():
+            parts, values[name] = quantise(name, weight) if name.endswith("_proj.weight") else ({name: weight}, weight)
+            stored |= parts
+        for folder, tensors, extra in (("stored", stored, {"quantization_config": described}), ("values", values, {})):
+            (work / folder).mkdir(exist_ok=True)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, work / folder / "model.safetensors")
+            (work / folder / "config.json").write_text(json.dumps({**config, **extra}))
+        return stored
+
+    return make
+
+
+def loss(work, model, *words):
+    return json.loads(run(work, "eval", "--model", model, "--data", "text.txt", "--max-sequences", "4", "--json", *words, *small()).stdout)["loss"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_quantised_folder_has_the_values_of_its_library(work, folders, method):
+    folders(method)
+    expected = loss(work, "values")
+    assert loss(work, "stored") == expected
+    assert loss(work, "plain") != expected
+    # What is trained over it and added to it is a model in bf16.
+    for model in "stored", "values":
+        run(work, *LORA, "--model", model, "--merge", "--out", f"{model}-merged", *small())
+    merged = load_file(work / "stored-merged" / "model.safetensors")
+    assert all(value.dtype == torch.bfloat16 for value in merged.values())
+    assert "quantization_config" not in json.loads((work / "stored-merged" / "config.json").read_text())
+    if method in ("nf4", "fp4", "fp8"):  # of the others the values have more bits than bf16, of which the sum makes use
+        assert all((merged[name] - value).abs().max() < 1e-2 for name, value in load_file(work / "values-merged" / "model.safetensors").items())
+
+
+def test_nf4_streams_as_the_same_nf4(work, folders):
+    folders("nf4")
+    losses = {}
+    for precision in "bf16", "nf4":
+        run(work, *LORA, "--model", "stored", "--base-precision", precision, "--out", f"out-{precision}", *small("--log-json", f"{precision}.json"))
+        losses[precision] = [record["loss"] for record in steps_of(work / f"{precision}.json")]
+    assert losses["bf16"] == losses["nf4"]
+
+
+def test_parts_that_do_not_fit_are_refused(work, folders):
+    stored = folders("nf4-double")
+    module = "model.layers.1.mlp.up_proj.weight"
+
+    def refused(tensors):
+        save_file(tensors, work / "stored" / "model.safetensors")
+        return the_error(run(work, "eval", "--model", "stored", "--data", "text.txt", *small(), ok=False).stderr)
+
+    for part in "absmax", "quant_map", "nested_quant_map":
+        line = refused({name: value for name, value in stored.items() if name != f"{module}.{part}"})
+        assert f"the quantised weight {module} lacks its part {module}.{part}" in line
+    assert "has a part" in refused({**stored, f"{module}.absmax": stored[f"{module}.absmax"][:-1].contiguous()})
+    assert "bytes of codes" in refused({**stored, module: stored[module][:-1].contiguous()})
+    state = f"{module}.quant_state.bitsandbytes__nf4"
+    assert "does not give its shape" in refused({**stored, state: torch.frombuffer(bytearray(b'{"shape": [-1, 3]}'), dtype=torch.uint8)})
+    assert "not valid JSON" in refused({**stored, state: torch.frombuffer(bytearray(b"{"), dtype=torch.uint8)})
+    assert "is stored as U8" in refused({name: value for name, value in stored.items() if name != state})
+    stored = folders("fp8")
+    assert f"{module} has a part" in refused({**stored, f"{module}_scale_inv": torch.ones(1, 1)})
+    assert "is stored as F8_E4M3" in refused({name: value for name, value in stored.items() if name != f"{module}_scale_inv"})
+    config = json.loads((work / "stored" / "config.json").read_text())
+    for described, why in (({"quant_method": "gptq"}, 'is "gptq"; weights quantised with bitsandbytes or fp8 can be read'), ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "must be [128, 128]"), ("x", "must be an object")):
+        (work / "stored" / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
+        assert why in refused(stored)

@@ -1,0 +1,153 @@
+// Low-rank adapters: the model is that of merged weights, and the gradients of A and B follow from those of the merged
+// weight; the base has none.
+#include "runtime/spec/adapters.h"
+
+#include "tests/runtime/models/fixture.h"
+
+namespace tierflow::testing {
+namespace {
+
+ModelSpec adapted(const Case& which, const AdapterConfig& config = {.rank = 3, .alpha = 6}, const Tiling& tiling = {}) {
+  ModelSpec spec = parse_model_spec(which.json, which.name, tiling);
+  add_adapters(spec, config);
+  return spec;
+}
+
+ResidentModel adapted_model(const ModelSpec& spec, torch::ScalarType type) {
+  ResidentModel model(spec, type);
+  model.randomise(17);
+  for (std::size_t u = 0; u < model.gradients.size(); ++u)
+    for (std::size_t t = 0; t < model.gradients[u].size(); ++t)
+      if (!spec.units[u].tensors[t].trainable) model.gradients[u][t] = torch::Tensor();
+  return model;
+}
+
+// The tensor of that name; of its adapter.
+struct Found {
+  std::size_t unit = 0, tensor = 0;
+};
+Found find(const ModelSpec& spec, const std::string& name) {
+  for (std::size_t u = 0; u < spec.units.size(); ++u)
+    for (std::size_t t = 0; t < spec.units[u].tensors.size(); ++t)
+      if (spec.units[u].tensors[t].name == name) return {u, t};
+  ADD_FAILURE() << "no tensor " << name;
+  return {};
+}
+
+// The base model with each adapter merged: W + scale B A, transposed where weights are [in, out].
+ResidentModel merged(const Case& which, const ResidentModel& from, const Tiling& tiling) {
+  ResidentModel base(parse_model_spec(which.json, which.name, tiling), torch::kDouble);
+  const bool transposed = base.spec().config.family == Family::gpt2;
+  for (std::size_t u = 0; u < base.units.size(); ++u)
+    for (std::size_t t = 0; t < base.units[u].size(); ++t) base.units[u][t] = from.units[u][t].clone();
+  for (std::size_t u = 0; u < base.units.size(); ++u)
+    for (std::size_t t = base.units[u].size(); t + 1 < from.units[u].size(); t += 2) {
+      const TensorSpec& b = from.spec().units[u].tensors[t + 1];
+      const torch::Tensor product = b.scale * torch::mm(from.units[u][t + 1], from.units[u][t]);
+      const Found weight = find(base.spec(), linear_module(b) + ".weight");
+      base.units[weight.unit][weight.tensor] += transposed ? product.t() : product;
+    }
+  return base;
+}
+
+class Adapters : public EveryModel {};
+
+TEST_P(Adapters, AreTheModelOfMergedWeights) {
+  for (const Tiling& tiling : {Tiling{}, kTiled}) {
+    const ModelSpec spec = adapted(GetParam(), {.rank = 3, .alpha = 6}, tiling);
+    ResidentModel model = adapted_model(spec, torch::kDouble);
+    ResidentModel whole = merged(GetParam(), model, tiling);
+    const bool transposed = spec.config.family == Family::gpt2;
+    const MicroBatch tokens = batch(2, 24);
+    const double loss = model.forward_backward(tokens, 0.25), expected = whole.forward_backward(tokens, 0.25);
+    EXPECT_NEAR(loss, expected, 1e-10 * expected);
+    int adapters = 0;
+    for (std::size_t u = 0; u < whole.units.size(); ++u)
+      for (std::size_t t = whole.units[u].size(); t < model.units[u].size(); t += 2) {
+        const TensorSpec& b = spec.units[u].tensors[t + 1];
+        ASSERT_EQ(b.scale, 2.0);
+        const Found weight = find(whole.spec(), linear_module(b) + ".weight");
+        torch::Tensor d_weight = whole.gradients[weight.unit][weight.tensor];
+        if (transposed) d_weight = d_weight.t();
+        EXPECT_LT(relative_error(model.gradients[u][t], 2.0 * torch::mm(model.units[u][t + 1].t(), d_weight)), 1e-9)
+            << spec.units[u].tensors[t].name;
+        EXPECT_LT(relative_error(model.gradients[u][t + 1], 2.0 * torch::mm(d_weight, model.units[u][t].t())), 1e-9)
+            << b.name;
+        ++adapters;
+      }
+    int layers = 0;
+    for (const UnitSpec& unit : whole.spec().units)
+      for (const TensorSpec& tensor : unit.tensors)
+        layers += unit.name.starts_with("layers.") && tensor.shape.size() == 2 ? 1 : 0;
+    EXPECT_EQ(adapters, layers);
+  }
+}
+
+TEST_P(Adapters, BeginAsTheBaseModel) {
+  ResidentModel model = adapted_model(adapted(GetParam()), torch::kDouble);
+  for (std::size_t u = 0; u < model.units.size(); ++u)
+    for (std::size_t t = 0; t < model.units[u].size(); ++t)
+      if (model.spec().units[u].tensors[t].name.ends_with("lora_B.weight")) model.units[u][t].zero_();
+  ResidentModel base = merged(GetParam(), model, {});
+  const MicroBatch tokens = batch(2, 24);
+  EXPECT_EQ(model.forward_backward(tokens, 1.0), base.forward_backward(tokens, 1.0));
+}
+
+// What is kept changes no bit, in bf16.
+TEST_P(Adapters, KeptActivationsHaveTheSameBits) {
+  ResidentModel model = adapted_model(adapted(GetParam()), torch::kBFloat16);
+  if (!model.model->can_keep(1)) GTEST_SKIP() << "this model keeps nothing";
+  const Shared shared = model.model->share(batch(2, 40), torch::kCPU);
+  const std::vector<Carry> inputs = model.forward(shared, true);
+  const Carry d_out = {torch::randn_like(inputs[2][0])};
+  const auto run = [&](bool keep) {
+    for (auto& gradient : model.gradients[1])
+      if (gradient.defined()) gradient.zero_();
+    Carry carry = inputs[1];
+    const torch::NoGradGuard no_grad;
+    std::unique_ptr<KeptActivations> kept;
+    if (keep) {
+      kept = model.model->forward_keeping(1, model.bind(1, model.units), carry, shared);
+      EXPECT_TRUE(torch::equal(carry[0], inputs[2][0]));
+    }
+    const Carry d = keep ? model.model->backward_kept(1, model.bind(1, model.units), model.bind(1, model.gradients),
+                                                      inputs[1], shared, d_out, std::move(kept))
+                         : model.model->backward(1, model.bind(1, model.units), model.bind(1, model.gradients),
+                                                 inputs[1], shared, d_out);
+    std::vector<torch::Tensor> all{d[0].clone()};
+    for (const auto& gradient : model.gradients[1])
+      if (gradient.defined()) all.push_back(gradient.clone());
+    return all;
+  };
+  const auto plain = run(false), kept = run(true);
+  ASSERT_EQ(plain.size(), kept.size());
+  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(torch::equal(plain[i], kept[i])) << i;
+}
+
+// Dropout of the adapters' input: the same masks in the forward and in what is computed again, none in evaluation.
+TEST_P(Adapters, DropoutIsThatOfTheSeed) {
+  const ModelSpec spec = adapted(GetParam(), {.rank = 3, .alpha = 6, .dropout = 0.5});
+  ResidentModel model = adapted_model(spec, torch::kDouble);
+  EXPECT_TRUE(model.model->draws_random_numbers());
+  const MicroBatch tokens = batch(2, 24);
+  const double once = model.forward_backward(tokens, 1.0, true, 40),
+               again = model.forward_backward(tokens, 1.0, true, 40);
+  EXPECT_EQ(once, again);
+  EXPECT_NE(once, model.forward_backward(tokens, 1.0, true, 41));
+  // The gradient is that of the masks that were drawn: a small step against it lowers this very loss.
+  model.zero_gradients();
+  model.forward_backward(tokens, 1.0, true, 40);
+  double expected = 0;
+  for (std::size_t u = 0; u < model.units.size(); ++u)
+    for (std::size_t t = 0; t < model.units[u].size(); ++t)
+      if (model.gradients[u][t].defined()) {
+        expected += 1e-6 * model.gradients[u][t].square().sum().item<double>();
+        model.units[u][t] -= 1e-6 * model.gradients[u][t];
+      }
+  const double lower = model.forward_backward(tokens, 1.0, true, 40);
+  EXPECT_NEAR((once - lower) / expected, 1.0, 0.01);
+}
+INSTANTIATE_TEST_SUITE_P(models, Adapters, ::testing::ValuesIn(cases()), case_name);
+
+}  // namespace
+}  // namespace tierflow::testing

@@ -1,0 +1,228 @@
+// Adapters over a base that streams: the same bits in memory and from storage, the base as it was, and a run that goes
+// on.
+#include <gtest/gtest.h>
+
+#include "runtime/session/layers.h"
+#include "tests/runtime/expect.h"
+#include "tests/runtime/session/fixture.h"
+
+namespace tierflow::testing {
+namespace {
+
+constexpr int kSteps = 4;
+
+Model adapted(const Case& which, const AdapterConfig& config = {.rank = 4, .alpha = 8}) {
+  return with_adapters({make_model(parse_model_spec(which.json, which.name)), initial(11)}, config, 5);
+}
+
+struct Steps {
+  std::vector<double> losses;
+  std::vector<std::vector<float>> masters;
+};
+
+void train(Session& session, const SessionOptions& options, std::int64_t up_to, Steps& run) {
+  while (session.steps() < up_to) {
+    run.losses.resize(session.steps());
+    run.losses.push_back(session.step(batches(options.micro_batches, static_cast<int>(session.steps())), 1e-2).loss);
+  }
+  run.masters = masters_of(session);
+}
+Steps trained(const Case& which, const SessionOptions& options, const AdapterConfig& config = {.rank = 4, .alpha = 8}) {
+  Session session(adapted(which, config), options, {.weight_decay = 0.1});
+  Steps run;
+  train(session, options, kSteps, run);
+  return run;
+}
+
+class SessionAdapters : public ::testing::TestWithParam<Case> {
+ protected:
+  SessionOptions small(bool clipped) const {
+    SessionOptions options = resident(2);
+    if (!clipped) options.clip.reset();
+    return streamed(options, folder_);
+  }
+  const Folder folder_;
+};
+
+TEST_P(SessionAdapters, StreamedIsResident) {
+  for (const bool clipped : {true, false}) {
+    SessionOptions options = resident(2);
+    if (!clipped) options.clip.reset();
+    const Steps expected = trained(GetParam(), options);
+    options = small(clipped);
+    options.chaos_seed = 7;
+    const Steps found = trained(GetParam(), options);
+    EXPECT_EQ(found.losses, expected.losses);
+    EXPECT_TRUE(found.masters == expected.masters);
+  }
+}
+
+TEST_P(SessionAdapters, TheBaseStaysAsItWasAndIsNeverWritten) {
+  const SessionOptions options = small(true);
+  Session session(adapted(GetParam()), options);
+  const std::vector<std::vector<float>> before = masters_of(session);
+  Steps run;
+  train(session, options, 1, run);
+  const auto written = [&] { return session.lanes()[static_cast<std::size_t>(swap::Lane::disk_write)].bytes; };
+  const std::uint64_t first = written();
+  train(session, options, kSteps, run);
+  std::size_t i = 0;
+  std::uint64_t base = 0, adapters = 0;
+  for (const UnitSpec& unit : session.model().spec().units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      EXPECT_EQ(run.masters[i] == before[i], !tensor.trainable) << tensor.name;
+      (tensor.trainable ? adapters : base) += static_cast<std::uint64_t>(tensor.elements());
+      ++i;
+    }
+  EXPECT_GT(base, 3 * adapters);
+  // Words, state and gradients of what is trained, padded to whole sectors; of the base nothing.
+  EXPECT_LT((written() - first) / (kSteps - 1), 2 * base);
+}
+
+TEST_P(SessionAdapters, ARunGoesOnToTheBit) {
+  SessionOptions options = resident(2);
+  const Steps expected = trained(GetParam(), options);
+  options = small(true);
+  options.commit_every = 1;
+  Steps run;
+  for (int round = 0; round < 3; ++round) {
+    Session session(adapted(GetParam()), options, {.weight_decay = 0.1});
+    train(session, options, round == 2 ? kSteps : session.steps() + 2, run);
+    options.resume = true;
+  }
+  EXPECT_EQ(run.losses, expected.losses);
+  EXPECT_TRUE(run.masters == expected.masters);
+}
+
+TEST_P(SessionAdapters, DropoutIsTheSameStreamed) {
+  const AdapterConfig config{.rank = 4, .alpha = 8, .dropout = 0.3};
+  const Steps expected = trained(GetParam(), resident(2), config), found = trained(GetParam(), small(true), config);
+  EXPECT_EQ(found.losses, expected.losses);
+  EXPECT_TRUE(found.masters == expected.masters);
+  EXPECT_NE(found.losses, trained(GetParam(), resident(2)).losses);
+}
+// A base in another format is a base of bf16 weights with the values that the format leaves of them: to the bit, in
+// memory and from storage, gone on with or not.
+TEST_P(SessionAdapters, ABaseInAnotherFormatHasItsValues) {
+  const WeightSource weights = initial(11);
+  for (const WeightFormat format : {WeightFormat::int8, WeightFormat::nf4, WeightFormat::nf4_double}) {
+    SCOPED_TRACE(weight_format_name(format));
+    const Model stored = with_base_format(adapted(GetParam()), format);
+    const auto format_of = [&](const std::string& name) {
+      for (const UnitSpec& unit : stored.spec().units)
+        for (const TensorSpec& tensor : unit.tensors)
+          if (tensor.name == name) return tensor.format;
+      return WeightFormat::bf16;
+    };
+    Model dense = adapted(GetParam());
+    dense.weights = [&, from = dense.weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+      if (format_of(tensor.name) == WeightFormat::bf16) return from(tensor, first, out);
+      std::vector<float> values(static_cast<std::size_t>(tensor.elements()));
+      from(tensor, 0, values);
+      Quantiser quantiser(format, tensor.shape);
+      quantiser.add(values);
+      std::vector<std::uint16_t> words(out.size());
+      dequantise(format, tensor.shape, quantiser.finish(), first, words);
+      std::ranges::transform(words, out.begin(), optim::float_from_bf16);
+    };
+    const auto run_of = [&](const Model& model, SessionOptions options, bool interrupted = false) {
+      Steps run;
+      for (const std::int64_t up_to :
+           interrupted ? std::vector<std::int64_t>{2, kSteps} : std::vector<std::int64_t>{kSteps}) {
+        Session session(model, options, {.weight_decay = 0.1});
+        train(session, options, up_to, run);
+        if (up_to == kSteps) session.discard();
+        options.resume = true;
+      }
+      return run;
+    };
+    const Steps expected = run_of(dense, resident(2));
+    const Steps kept = run_of(stored, resident(2));
+    EXPECT_EQ(kept.losses, expected.losses);
+    EXPECT_TRUE(kept.masters == expected.masters);
+    for (const bool interrupted : {false, true}) {
+      SessionOptions options = small(true);
+      options.commit_every = interrupted ? 1 : 0;
+      const Steps streamed = run_of(stored, options, interrupted);
+      EXPECT_EQ(streamed.losses, expected.losses);
+      EXPECT_TRUE(streamed.masters == expected.masters);
+    }
+  }
+}
+
+// What is frozen stays as it is, and is neither read for an update nor written; the rest has the same bits streamed.
+TEST_P(SessionAdapters, APartOfTheModelIsTrained) {
+  const bool gpt2 = GetParam().name.starts_with("gpt2"), opt = GetParam().name.starts_with("opt");
+  const char* embedding = gpt2 ? "wte" : "embed_tokens";
+  for (const TrainableConfig& config : {TrainableConfig{.last_layers = 1}, TrainableConfig{.trainable = {embedding}},
+                                        TrainableConfig{.freeze = {gpt2  ? "mlp"
+                                                                   : opt ? "fc"
+                                                                         : "mlp",
+                                                                   embedding}}}) {
+    const Model model =
+        with_trainable({make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)}, config);
+    const auto run_of = [&](const SessionOptions& options) {
+      Session session(model, options, {.weight_decay = 0.1});
+      const std::vector<std::vector<float>> before = masters_of(session);
+      Steps run;
+      train(session, options, kSteps, run);
+      std::size_t i = 0;
+      for (const UnitSpec& unit : session.model().spec().units)
+        for (const TensorSpec& tensor : unit.tensors) {
+          if (!tensor.trainable) {
+            EXPECT_TRUE(run.masters[i] == before[i]) << tensor.name;
+          }
+          ++i;
+        }
+      EXPECT_FALSE(run.masters == before);
+      return run;
+    };
+    const Steps expected = run_of(resident(2)), found = run_of(small(true));
+    EXPECT_EQ(found.losses, expected.losses);
+    EXPECT_TRUE(found.masters == expected.masters);
+  }
+}
+
+TEST_P(SessionAdapters, LearningRatesOfTensorsAreScaled) {
+  const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
+  const auto run_of = [&](const Model& model, const SessionOptions& options, double lr) {
+    Session session(model, options, {.weight_decay = 0.1});
+    for (int step = 0; step < kSteps; ++step) session.step(batches(2, step), lr);
+    return masters_of(session);
+  };
+  const auto expected = run_of(plain, resident(2), 2e-3);
+  EXPECT_TRUE(run_of(with_learning_rates(plain, {{".", 2}}), resident(2), 1e-3) == expected);
+  EXPECT_TRUE(run_of(with_learning_rates(plain, {{".", 2}}), small(false), 1e-3) == run_of(plain, small(false), 2e-3));
+  EXPECT_FALSE(run_of(with_learning_rates(plain, {{"weight", 2}}), resident(2), 2e-3) == expected);
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, SessionAdapters, ::testing::ValuesIn(cases()), case_name);
+
+// Another specification would make another model of them.
+TEST(SessionOfAdapters, LayersOfOnesOwnAreNotChanged) {
+  struct Plain : Layer {
+    Plain() { weight = register_parameter("weight", torch::ones({4, 4})); }
+    Carry forward(const Carry&, const Shared&) override { return {weight.sum()}; }
+    torch::Tensor weight;
+  };
+  const Model own = Layers().repeat(2, "layer", [] { return std::make_shared<Plain>(); }).build();
+  const auto expect_refused = [](const char* what, const std::function<void()>& change) {
+    expect_refusal(io::ErrorKind::usage,
+                   {what, "are for the models of load() and from_config(), not for layers of one's own"}, change);
+  };
+  expect_refused("adapters", [&] { with_adapters(own, AdapterConfig(), 0); });
+  expect_refused("weights of other formats", [&] { with_base_format(own, WeightFormat::nf4); });
+  expect_refused("frozen weights", [&] { with_trainable(own, {.freeze = {"layer.0"}}); });
+  expect_refused("learning rates of tensors", [&] { with_learning_rates(own, {{"layer.0", 2}}); });
+}
+
+TEST(SessionOfAdapters, LearnARepeatedBatch) {
+  const SessionOptions options = resident(2);
+  Session session(adapted(cases()[0], {.rank = 8, .alpha = 16}), options);
+  std::vector<double> losses;
+  for (int step = 0; step < 30; ++step) losses.push_back(session.step(batches(2, 0), 1e-2).loss);
+  EXPECT_LT(losses.back(), 0.7 * losses.front());
+}
+
+}  // namespace
+}  // namespace tierflow::testing

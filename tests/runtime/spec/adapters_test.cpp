@@ -1,0 +1,182 @@
+#include "runtime/spec/adapters.h"
+
+#include <gmock/gmock.h>
+
+#include <cmath>
+
+#include "runtime/spec/packing.h"
+#include "tests/runtime/expect.h"
+
+namespace tierflow {
+namespace {
+
+using ::testing::ElementsAre;
+using testing::expect_refusal;
+
+ModelSpec llama() {
+  return parse_model_spec(R"({"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64})",
+                          "llama");
+}
+ModelSpec gpt2() {
+  return parse_model_spec(R"({"architectures": ["GPT2LMHeadModel"], "vocab_size": 96, "n_embd": 32, "n_layer": 2,
+    "n_head": 4, "n_positions": 64})",
+                          "gpt2");
+}
+
+std::vector<const TensorSpec*> adapters_of(const ModelSpec& spec) {
+  std::vector<const TensorSpec*> found;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (is_adapter(tensor)) found.push_back(&tensor);
+  return found;
+}
+
+TEST(AdapterConfig, EveryLinearLayerOfTheBlocksUnlessItSaysOtherwise) {
+  ModelSpec spec = llama();
+  add_adapters(spec, {.rank = 4, .alpha = 8});
+  const auto adapters = adapters_of(spec);
+  ASSERT_EQ(adapters.size(), 3U * 7 * 2);
+  EXPECT_EQ(adapters[0]->name, "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight");
+  EXPECT_EQ(adapters[0]->role, "self_attn.q_proj.lora_A.weight");
+  EXPECT_THAT(adapters[0]->shape, ElementsAre(4, 32));
+  EXPECT_THAT(adapters[1]->shape, ElementsAre(32, 4));
+  EXPECT_EQ(adapters[1]->scale, 2.0);
+  EXPECT_EQ(adapters[0]->init, Init::uniform);
+  EXPECT_EQ(adapters[1]->init, Init::zeros);
+  EXPECT_EQ(linear_module(*adapters[0]), "model.layers.0.self_attn.q_proj");
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) EXPECT_EQ(tensor.trainable, is_adapter(tensor)) << tensor.name;
+}
+
+TEST(AdapterConfig, NamesLayersAndPatterns) {
+  ModelSpec spec = llama();
+  add_adapters(spec, {.rank = 4,
+                      .alpha = 8,
+                      .rank_stabilised = true,
+                      .targets = {"q_proj", "mlp.down_proj", "v_proj"},
+                      .exclude = {"model.layers.2.self_attn.q_proj", "v_proj"},
+                      .layers = {0, 2},
+                      .rank_pattern = {{"proj", 32}, {"down_proj", 16}},  // names are whole
+                      .alpha_pattern = {{"layers.2.mlp.down_proj", 4}}});
+  std::vector<std::string> modules;
+  for (const TensorSpec* each : adapters_of(spec)) modules.push_back(linear_module(*each));
+  EXPECT_THAT(modules, ElementsAre("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj",
+                                   "model.layers.0.mlp.down_proj", "model.layers.0.mlp.down_proj",
+                                   "model.layers.2.mlp.down_proj", "model.layers.2.mlp.down_proj"));
+  const auto adapters = adapters_of(spec);
+  EXPECT_EQ(adapters[1]->scale, 8 / std::sqrt(4.0));
+  EXPECT_EQ(adapters[3]->scale, 8 / std::sqrt(16.0));
+  EXPECT_EQ(adapters[5]->scale, 4 / std::sqrt(16.0));
+  EXPECT_THAT(adapters[4]->shape, ElementsAre(16, 48));
+}
+
+TEST(AdapterConfig, WeightsThatAreTransposedKeepTheAdaptersShapes) {
+  ModelSpec spec = gpt2();
+  add_adapters(spec, {.rank = 2, .targets = {"c_attn"}});
+  const auto adapters = adapters_of(spec);
+  ASSERT_EQ(adapters.size(), 4U);
+  EXPECT_EQ(adapters[0]->name, "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight");
+  EXPECT_THAT(adapters[0]->shape, ElementsAre(2, 32));
+  EXPECT_THAT(adapters[1]->shape, ElementsAre(96, 2));
+}
+
+// Of patterns that fit one layer the first counts, there and back.
+TEST(AdapterConfig, PatternsKeepTheirOrder) {
+  const AdapterConfig config{.rank_pattern = {{"q_proj", 8}, {".*proj", 4}, {"q_proj", 2}},
+                             .alpha_pattern = {{"v_proj", 3}, {"k_proj|v_proj", 5}}};
+  ModelSpec spec = llama(), again = llama();
+  add_adapters(spec, config);
+  EXPECT_THAT(adapters_of(spec)[0]->shape, ElementsAre(8, 32));
+  const AdapterConfig read = parse_adapter_config(spec.adapter_config_json, "x");
+  ASSERT_EQ(read.rank_pattern.size(), 2U);
+  EXPECT_EQ(read.rank_pattern[0], (std::pair<std::string, std::int64_t>("q_proj", 8)));
+  EXPECT_EQ(read.alpha_pattern[0], (std::pair<std::string, double>("v_proj", 3)));
+  add_adapters(again, read);
+  const auto first = adapters_of(spec), second = adapters_of(again);
+  ASSERT_EQ(first.size(), second.size());
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    EXPECT_EQ(first[i]->shape, second[i]->shape) << first[i]->name;
+    EXPECT_EQ(first[i]->scale, second[i]->scale) << first[i]->name;
+  }
+}
+
+// PEFT takes no expression for modules together with numbers of layers.
+TEST(AdapterConfig, AnExpressionWithLayersIsWrittenAsModules) {
+  ModelSpec spec = llama(), again = llama();
+  add_adapters(spec, {.target_pattern = ".*[kv]_proj", .layers = {1}});
+  const AdapterConfig read = parse_adapter_config(spec.adapter_config_json, "x");
+  EXPECT_THAT(read.targets, ElementsAre("model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.v_proj"));
+  EXPECT_EQ(read.target_pattern, "");
+  EXPECT_TRUE(read.layers.empty());
+  add_adapters(again, read);
+  EXPECT_EQ(adapters_of(again).size(), adapters_of(spec).size());
+}
+
+TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
+  const auto add = [](const std::string& fields) {
+    ModelSpec spec = llama();
+    add_adapters(spec, parse_adapter_config(R"({"peft_type": "LORA", )" + fields + "}", "there"));
+  };
+  add(R"("r": 4, "lora_alpha": 8.5, "init_lora_weights": "gaussian", "bias": "none", "layers_to_transform": 1)");
+  const auto expect_unread = [&](const std::string& fields, std::string_view words) {
+    expect_refusal(io::ErrorKind::input, {words}, [&] { add(fields); });
+  };
+  expect_unread(R"("init_lora_weights": "pissa")", "there: init_lora_weights is \"pissa\"");
+  expect_unread(R"("init_lora_weights": "loftq")", "belong to a changed base");
+  expect_unread(R"("alora_invocation_tokens": [1, 2])", "alora_invocation_tokens");
+  expect_unread(R"("lora_alpha": 0)", "there: lora_alpha");
+  expect_unread(R"("lora_dropout": 1)", "there: lora_dropout");
+  expect_unread(R"("rank_pattern": {"q_proj": 8.7})", "there: rank_pattern: q_proj");
+  expect_unread(R"("rank_pattern": {"q_proj": 1e300})", "there: rank_pattern: q_proj");
+  expect_unread(R"("alpha_pattern": {"q_proj": -1})", "there: alpha_pattern: q_proj");
+  expect_unread(R"("layers_to_transform": [-1])", "layers_to_transform");
+  const auto expect_unfit = [&](const std::string& modules, std::string_view words) {
+    expect_refusal(io::ErrorKind::usage, {words}, [&] { add("\"target_modules\": " + modules); });
+  };
+  expect_unfit(R"(["a\nb"])", "no linear layer is called");
+  expect_unfit("\"" + std::string(2000, '(') + "\"", "longer than 1000");
+  // Exponential for a matcher that goes back.
+  expect_unfit(R"("(.*)*(.*)*(.*)*(.*)*x")", "no linear layer is left");
+}
+
+TEST(AdapterConfig, ABaseInAnotherFormatIsPackedAsItsBytes) {
+  ModelSpec spec = llama();
+  add_adapters(spec, {.rank = 4});
+  const PackedModel plain = pack(spec, Precision::fp32_master_adam8);
+  set_base_format(spec, WeightFormat::nf4);
+  const PackedModel packed = pack(spec, Precision::fp32_master_adam8);
+  EXPECT_EQ(packed.trainable_parameters, plain.trainable_parameters);
+  std::size_t stored = 0;
+  for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
+    for (const PackedTensor& each : packed.units[unit].tensors) {
+      const TensorSpec& tensor = spec.units[unit].tensors[static_cast<std::size_t>(each.tensor)];
+      const bool linear = tensor.name.ends_with("_proj.weight");
+      EXPECT_EQ(tensor.format, linear ? WeightFormat::nf4 : WeightFormat::bf16) << tensor.name;
+      const auto elements = static_cast<std::uint64_t>(tensor.elements());
+      EXPECT_EQ(each.elements, linear ? elements * 9 / 32 : elements) << tensor.name;  // half a byte, and 4 for each 64
+      stored += linear ? 1 : 0;
+    }
+  EXPECT_EQ(stored, 3U * 7);
+}
+
+TEST(AdapterConfig, WhatCannotBeIsRefusedWithTheNamesThereAre) {
+  const auto expect_refused = [](const AdapterConfig& config, std::string_view words) {
+    ModelSpec spec = llama();
+    expect_refusal(io::ErrorKind::usage, {words}, [&] { add_adapters(spec, config); });
+  };
+  expect_refused({.targets = {"q_proj", "c_attn"}}, "c_attn");
+  expect_refused({.targets = {"c_attn"}}, "down_proj, gate_proj, k_proj");
+  expect_refused({.targets = {"proj"}}, "is called proj");  // names are whole
+  expect_refused({.targets = {"q_proj"}, .exclude = {"q_proj"}}, "no linear layer is left");
+  expect_refused({.layers = {3}}, "0 to 2");
+  expect_refused({.rank = 0}, "1 to 4096");
+  expect_refused({.rank_pattern = {{"q_proj", 5000}}}, "1 to 4096");
+  expect_refused({.alpha = 0}, "above 0");
+  expect_refused({.alpha = NAN}, "above 0");
+  expect_refused({.dropout = 1}, "below 1");
+}
+
+}  // namespace
+}  // namespace tierflow

@@ -1,0 +1,291 @@
+#include "runtime/spec/weight_format.h"
+
+#include <gmock/gmock.h>
+#include <hwy/targets.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+
+#include "runtime/base/exception.h"
+#include "runtime/spec/weight_codes.h"
+#include "tests/runtime/expect.h"
+
+namespace tierflow {
+namespace {
+
+using ::testing::Each;
+using ::testing::ElementsAre;
+using Bytes = std::vector<std::byte>;
+using Shape = std::vector<std::int64_t>;
+
+constexpr float kInfinite = std::numeric_limits<float>::infinity();
+
+std::vector<float> numbers(std::size_t n, unsigned seed = 1) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0, 0.02F);
+  std::vector<float> values(n);
+  for (std::size_t i = 0; i < n; ++i) values[i] = normal(random) * (i / 64 % 7 == 3 ? 20.0F : 1.0F);
+  return values;
+}
+
+Bytes quantised(WeightFormat format, const std::vector<float>& values, std::size_t piece = 0) {
+  Quantiser quantiser(format, {static_cast<std::int64_t>(values.size())});
+  if (piece == 0) piece = std::max<std::size_t>(1, values.size());
+  for (std::size_t i = 0; i < values.size(); i += piece)
+    quantiser.add({values.data() + i, std::min(piece, values.size() - i)});
+  return quantiser.finish();
+}
+
+std::vector<std::uint16_t> dense_words(WeightFormat format, const Shape& shape, const Bytes& stored) {
+  std::vector<std::uint16_t> words(weight_layout(format, shape).elements);
+  dequantise(format, shape, stored, 0, words);
+  return words;
+}
+
+float widened(std::uint16_t word) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(word) << 16);
+}
+
+std::vector<float> there_and_back(WeightFormat format, const std::vector<float>& values) {
+  std::vector<float> back;
+  for (const auto word : dense_words(format, {static_cast<std::int64_t>(values.size())}, quantised(format, values)))
+    back.push_back(widened(word));
+  return back;
+}
+
+float number_at(const Bytes& stored, std::uint64_t at) {
+  float value;
+  std::memcpy(&value, stored.data() + at, sizeof(value));
+  return value;
+}
+
+TEST(WeightFormat, NamesAreReadAndWritten) {
+  for (const auto format : {WeightFormat::bf16, WeightFormat::int8, WeightFormat::nf4, WeightFormat::nf4_double})
+    EXPECT_EQ(parse_weight_format(weight_format_name(format)), format);
+  EXPECT_STREQ(weight_format_name(WeightFormat::fp8), "fp8");
+  for (const char* name : {"fp8", "nf5", ""})
+    testing::expect_refusal(io::ErrorKind::usage, {name, "bf16", "int8", "nf4", "nf4-double"},
+                            [&] { parse_weight_format(name); });
+}
+
+TEST(WeightFormat, SectionsFollowOneAnotherAtMultiplesOfFour) {
+  const Shape large = {8192, 8192};
+  const auto each = [&](WeightFormat format) { return static_cast<double>(stored_bytes(format, large)) / (1 << 26); };
+  EXPECT_EQ(each(WeightFormat::bf16), 2);
+  EXPECT_EQ(each(WeightFormat::int8), 1.015625);
+  EXPECT_EQ(each(WeightFormat::nf4), 0.5625);
+  EXPECT_NEAR(each(WeightFormat::nf4_double), 0.5 + 1.0 / 64 + 4.0 / 64 / 256, 1e-6);
+  EXPECT_EQ(each(WeightFormat::fp8), 1 + 4.0 / 128 / 128);
+
+  // 131 elements: 66 bytes of nf4, three blocks.
+  EXPECT_EQ(stored_bytes(WeightFormat::bf16, {131}), 264U);
+  EXPECT_EQ(stored_bytes(WeightFormat::int8, {131}), 132U + 4);
+  EXPECT_EQ(stored_bytes(WeightFormat::nf4, {131}), 68U + 3 * 4);
+  const WeightLayout at = weight_layout(WeightFormat::nf4_double, {131});
+  EXPECT_THAT((std::vector{at.scales, at.nested, at.offset, at.bytes}), ElementsAre(68, 72, 76, 80));
+  EXPECT_EQ(stored_bytes(WeightFormat::fp8, {129, 257}), 129U * 257 + 3 + 2 * 3 * 4);
+  testing::expect_refusal(io::ErrorKind::input, {"fp8", "two dimensions"}, [] {
+    stored_bytes(WeightFormat::fp8, {2, 3, 4});
+  });
+}
+
+class Quantised : public ::testing::TestWithParam<WeightFormat> {};
+INSTANTIATE_TEST_SUITE_P(Formats, Quantised,
+                         ::testing::Values(WeightFormat::int8, WeightFormat::nf4, WeightFormat::nf4_double),
+                         [](const auto& info) {
+                           std::string name = weight_format_name(info.param);
+                           std::ranges::replace(name, '-', '_');
+                           return name;
+                         });
+
+TEST_P(Quantised, ValuesComeBackWithinTheirBlocksStep) {
+  const bool int8 = GetParam() == WeightFormat::int8;
+  const std::size_t block = int8 ? 256 : 64;
+  // Half a step, relative to the block's absmax; nf4's widest gap lies at its lower end.
+  const float step = int8 ? 0.5F / 127 : (1 - 0.6961928F) / 2;
+  for (const std::size_t n : {1U, 2U, 3U, 63U, 64U, 65U, 127U, 255U, 256U, 257U, 4095U, 16384U, 20001U}) {
+    const auto values = numbers(n), back = there_and_back(GetParam(), values);
+    for (std::size_t i = 0; i < n; ++i) {
+      float absmax = 0;
+      for (std::size_t k = i / block * block; k < std::min(n, (i / block + 1) * block); ++k)
+        absmax = std::max(absmax, std::abs(values[k]));
+      const float nested = GetParam() == WeightFormat::nf4_double ? 0.03F : 0;  // of the largest absmax, 1.6 or less
+      ASSERT_LE(std::abs(back[i] - values[i]), absmax * (step + 0x1p-8F) + nested) << i << " of " << n;
+    }
+  }
+}
+
+TEST_P(Quantised, PiecesOfAnySizeGiveTheSameBytes) {
+  const auto values = numbers(64 * 256 * 2 + 777);
+  const Bytes whole = quantised(GetParam(), values);
+  for (const std::size_t piece : {1U, 7U, 64U, 65U, 255U, 256U, 257U, 5000U, 20000U})
+    EXPECT_EQ(quantised(GetParam(), values, piece), whole) << piece;
+}
+
+TEST_P(Quantised, AnyPieceIsDequantisedAlone) {
+  const auto values = numbers(9 * 256 + 131);
+  const Shape shape = {static_cast<std::int64_t>(values.size())};
+  const Bytes stored = quantised(GetParam(), values);
+  const auto whole = dense_words(GetParam(), shape, stored);
+  for (const std::size_t first : {0U, 1U, 2U, 63U, 64U, 65U, 255U, 256U, 300U, 2304U, 2434U})
+    for (const std::size_t n : {0U, 1U, 2U, 63U, 64U, 65U, 129U, 256U, 600U}) {
+      const std::size_t taken = std::min(n, whole.size() - first);
+      std::vector<std::uint16_t> words(taken);
+      dequantise(GetParam(), shape, stored, first, words);
+      EXPECT_TRUE(std::equal(words.begin(), words.end(), whole.begin() + static_cast<std::ptrdiff_t>(first)))
+          << taken << " from " << first;
+    }
+}
+
+TEST_P(Quantised, ZerosStayZeros) {
+  EXPECT_THAT(there_and_back(GetParam(), std::vector<float>(700)), Each(0.0F));
+  auto values = numbers(1100);
+  std::fill(values.begin() + 256, values.begin() + 768, 0.0F);
+  std::fill(values.begin() + 1088, values.end(), 0.0F);  // a short nf4 block
+  const auto back = there_and_back(GetParam(), values);
+  EXPECT_THAT(std::vector(back.begin() + 256, back.begin() + 768), Each(0.0F));
+  EXPECT_THAT(std::vector(back.begin() + 1088, back.end()), Each(0.0F));
+}
+
+TEST_P(Quantised, VerySmallAndVeryLargeValuesStayFinite) {
+  for (const float scale : {0x1p-149F, 0x1p-126F, 1e-38F, 1e38F}) {
+    auto values = numbers(300);
+    for (float& value : values) value = std::clamp(value * 50, -3.0F, 3.0F) * scale;
+    EXPECT_THAT(there_and_back(GetParam(), values), Each(::testing::Truly([](float x) { return std::isfinite(x); })));
+  }
+}
+
+TEST_P(Quantised, WhatIsNotFiniteIsRefused) {
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), kInfinite, -kInfinite})
+    for (const std::size_t at : {0U, 255U, 1000U, 1028U}) {  // 1024 and up: a short block
+      auto values = numbers(1029);
+      values[at] = bad;
+      testing::expect_refusal(io::ErrorKind::input, {"NaN or infinite", weight_format_name(GetParam())},
+                              [&] { quantised(GetParam(), values); });
+    }
+}
+
+TEST_P(Quantised, TheNumberOfValuesIsThatOfTheShape) {
+  const auto values = numbers(100);
+  Quantiser quantiser(GetParam(), {11, 9});
+  EXPECT_THROW(quantiser.add(values), Exception);
+  quantiser.add({values.data(), 98});
+  EXPECT_THROW(quantiser.finish(), Exception);
+}
+
+// Every set of instructions that this processor has, the scalar code too.
+TEST_P(Quantised, EveryInstructionSetGivesTheSameBits) {
+  auto values = numbers(64 * 256 + 777);
+  for (int i = 0; i < 15; ++i) values[static_cast<std::size_t>(i)] = weights::kNf4.edges[i];  // as near to two codes
+  values[15] = 1;
+  const Shape shape = {static_cast<std::int64_t>(values.size())};
+  const Bytes stored = quantised(GetParam(), values);
+  const auto words = dense_words(GetParam(), shape, stored);
+  for (const std::int64_t target : {HWY_SCALAR, HWY_AVX2, HWY_AVX3}) {
+    if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
+    hwy::SetSupportedTargetsForTest(target);
+    EXPECT_EQ(quantised(GetParam(), values), stored) << hwy::TargetName(target);
+    EXPECT_EQ(dense_words(GetParam(), shape, stored), words) << hwy::TargetName(target);
+    hwy::SetSupportedTargetsForTest(0);
+  }
+}
+
+TEST(Int8, CodesAreTheNearestOf255) {
+  std::vector<float> values(256);
+  for (int i = 0; i < 256; ++i) values[static_cast<std::size_t>(i)] = static_cast<float>(std::min(i, 254) - 127) / 4;
+  values.push_back(0.5F);  // a short block
+  const Bytes stored = quantised(WeightFormat::int8, values);
+  for (int i = 0; i < 256; ++i)
+    EXPECT_EQ(static_cast<std::int8_t>(stored[static_cast<std::size_t>(i)]), std::min(i, 254) - 127);
+  EXPECT_EQ(number_at(stored, 260), 31.75F);
+  EXPECT_EQ(number_at(stored, 264), 0.5F);
+  EXPECT_EQ(there_and_back(WeightFormat::int8, values), values);
+  EXPECT_THAT(quantised(WeightFormat::int8, std::vector<float>(300)), Each(std::byte{0}));
+}
+
+TEST(Int8, TheScaleIsAQuotient) {
+  // One where the product with the inverse of 127 gives another word.
+  const float inverse = 1.0F / 127;
+  float absmax = 1;
+  while (weights::rounded(absmax / 127 * 127) == weights::rounded(absmax * inverse * 127) && absmax < 2)
+    absmax = std::nextafter(absmax, 2.0F);
+  ASSERT_LT(absmax, 2);
+  Bytes stored(260, std::byte{127});
+  std::memcpy(stored.data() + 256, &absmax, sizeof(absmax));
+  EXPECT_THAT(dense_words(WeightFormat::int8, {256}, stored), Each(weights::rounded(absmax / 127 * 127)));
+}
+
+TEST(Nf4, TheFirstOfTwoElementsIsTheUpperHalf) {
+  std::vector<float> values(weights::kNf4.at, weights::kNf4.at + 16);
+  values.push_back(1);  // the seventeenth has a byte of its own
+  const Bytes stored = quantised(WeightFormat::nf4, values);
+  for (unsigned i = 0; i < 8; ++i) EXPECT_EQ(static_cast<unsigned>(stored[i]), (2 * i) << 4 | (2 * i + 1));
+  EXPECT_EQ(static_cast<unsigned>(stored[8]), 0xf7U);
+  EXPECT_THAT(std::vector(stored.begin() + 9, stored.begin() + 12), Each(std::byte{0}));
+  EXPECT_EQ(number_at(stored, 12), 1.0F);
+}
+
+// In vectors and in what is left beside them.
+TEST(Rounding, TiesGoToEvenAndNanStaysNan) {
+  const Shape shape = {1, 37};
+  const auto word = [&](int code, float scale) {
+    Bytes stored(weight_layout(WeightFormat::fp8, shape).bytes);
+    std::fill_n(stored.begin(), 37, static_cast<std::byte>(code));
+    std::memcpy(stored.data() + 40, &scale, sizeof(scale));
+    const auto words = dense_words(WeightFormat::fp8, shape, stored);
+    EXPECT_THAT(words, Each(words[0]));
+    return words[0];
+  };
+  constexpr int kOne = 0x38;
+  EXPECT_EQ(word(kOne, 1 + 0x1p-8F), 0x3f80);  // between 1 and 1 + 2^-7
+  EXPECT_EQ(word(kOne, 1 + 0x1.8p-7F), 0x3f82);
+  EXPECT_EQ(word(kOne, std::nextafter(1 + 0x1p-8F, 2.0F)), 0x3f81);
+  EXPECT_EQ(word(kOne, std::numeric_limits<float>::max()), 0x7f80);
+  EXPECT_EQ(word(kOne, std::bit_cast<float>(0x7fffffffU)), 0x7fc0);
+  EXPECT_EQ(word(0, kInfinite), 0x7fc0);
+  EXPECT_EQ(word(0xff, 1), 0x7fc0);
+}
+
+TEST(Fp8, EachTileOf128By128HasItsScale) {
+  const std::int64_t rows = 130, columns = 259;
+  const Shape shape = {rows, columns};
+  const WeightLayout at = weight_layout(WeightFormat::fp8, shape);
+  Bytes stored(at.bytes);
+  for (std::uint64_t i = 0; i < at.elements; ++i) stored[i] = static_cast<std::byte>(i * 37 % 127);
+  for (int tile = 0; tile < 6; ++tile) {
+    const float scale = 0.25F + static_cast<float>(tile);
+    std::memcpy(stored.data() + at.scales + 4 * static_cast<std::uint64_t>(tile), &scale, sizeof(scale));
+  }
+  const auto words = dense_words(WeightFormat::fp8, shape, stored);
+  for (std::int64_t row = 0; row < rows; ++row)
+    for (std::int64_t column = 0; column < columns; ++column) {
+      const auto i = static_cast<std::size_t>(row * columns + column);
+      const float scale = 0.25F + static_cast<float>(row / 128 * 3 + column / 128);
+      const float code = weights::e4m3(static_cast<std::uint8_t>(stored[i]));
+      ASSERT_EQ(words[i], weights::rounded(code * scale)) << row << ", " << column;
+    }
+  for (const std::int64_t target : {HWY_SCALAR, HWY_AVX2, HWY_AVX3}) {
+    if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
+    hwy::SetSupportedTargetsForTest(target);
+    EXPECT_EQ(dense_words(WeightFormat::fp8, shape, stored), words) << hwy::TargetName(target);
+    hwy::SetSupportedTargetsForTest(0);
+  }
+  std::vector<std::uint16_t> piece(400);
+  dequantise(WeightFormat::fp8, shape, stored, 127 * columns + 100, piece);
+  EXPECT_TRUE(std::equal(piece.begin(), piece.end(), words.begin() + 127 * columns + 100));
+}
+
+TEST(Bf16, WordsStayAsTheyAre) {
+  Bytes stored(8);
+  for (std::size_t i = 0; i < stored.size(); ++i) stored[i] = static_cast<std::byte>(0xf9 + i);
+  std::vector<std::uint16_t> words(2);
+  dequantise(WeightFormat::bf16, {3}, stored, 1, words);
+  EXPECT_THAT(words, ElementsAre(0xfcfb, 0xfefd));
+}
+
+}  // namespace
+}  // namespace tierflow
