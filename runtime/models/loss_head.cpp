@@ -13,10 +13,6 @@ namespace {
 // for each element of the fp32 sum it reads and writes.
 constexpr std::int64_t kCpuLogits = std::int64_t{8} << 20, kCudaLogits = std::int64_t{64} << 20;
 
-at::Tensor rows_of(const at::Tensor& hidden) {
-  return hidden.detach().reshape({-1, hidden.size(-1)});
-}
-
 }  // namespace
 
 double sum_in_order(const at::Tensor& losses) {
@@ -41,7 +37,7 @@ LossHead::LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& i
 double LossHead::loss(const Weights& weights, const at::Tensor& hidden, const at::Tensor& labels, at::Tensor* losses,
                       std::int64_t chunk_rows) const {
   const at::NoGradGuard no_grad;
-  const at::Tensor normed = norm_(weights, rows_of(hidden));
+  const at::Tensor normed = norm_(weights, token_rows(hidden));
   const at::Tensor output = at_or_none(weights, output_), flat = labels.reshape({-1}).contiguous();
   const std::int64_t tokens = normed.size(0),
                      chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
@@ -59,7 +55,7 @@ double LossHead::loss(const Weights& weights, const at::Tensor& hidden, const at
 HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,
                                        const at::Tensor& labels, double scale, std::int64_t chunk_rows) const {
   const at::NoGradGuard no_grad;
-  const at::Tensor in = rows_of(hidden);
+  const at::Tensor in = token_rows(hidden);
   Norm::Kept kept;
   const at::Tensor normed = norm_(weights, in, &kept);
   const at::Tensor output = at_or_none(weights, output_), flat = labels.reshape({-1}).contiguous();
@@ -89,7 +85,7 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
 
 at::Tensor LossHead::logits(const Weights& weights, const at::Tensor& hidden) const {
   const at::NoGradGuard no_grad;
-  at::Tensor logits = at::mm(norm_(weights, rows_of(hidden)), at_or_none(weights, output_).t());
+  at::Tensor logits = at::mm(norm_(weights, token_rows(hidden)), at_or_none(weights, output_).t());
   rule_.apply(logits);
   return logits;
 }

@@ -180,6 +180,10 @@ void gated_backward(Tensor& gate, Tensor& up, Tensor& d_out, Activation activati
   });
 }
 
+Tensor token_rows(const Tensor& hidden) {
+  return hidden.detach().reshape({-1, hidden.size(-1)});
+}
+
 Tensor with_dropout(const Tensor& x, double p, bool training) {
   if (!training || p <= 0) return x;
   return std::get<0>(at::native_dropout(x, p, true));

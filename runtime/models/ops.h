@@ -38,6 +38,9 @@ Tensor gated(const Tensor& gate, const Tensor& up, Activation activation);
 // Gradients of gate and up, written over them; d_out becomes gated(gate, up).
 void gated_backward(Tensor& gate, Tensor& up, Tensor& d_out, Activation activation);
 
+// hidden [batch, sequence, hidden_size] as [batch * sequence, hidden_size], without its history.
+Tensor token_rows(const Tensor& hidden);
+
 // Zeroes with probability p and scales the rest by 1/(1-p); the mask depends on the generator's state and x's size
 // alone, so that the gradient is dropout of the gradient from the same state.
 Tensor with_dropout(const Tensor& x, double p, bool training);

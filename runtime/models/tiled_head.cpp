@@ -30,10 +30,6 @@ Tensor flat(const Tensor& labels) {
   return labels.reshape({-1}).contiguous();
 }
 
-Tensor rows_of(const Tensor& hidden) {
-  return hidden.detach().reshape({-1, hidden.size(-1)});
-}
-
 void check_labels(const Tensor& labels, std::int64_t vocab) {
   if (labels.numel() > 0 && labels.max().item<std::int64_t>() >= vocab)
     throw Exception(io::ErrorKind::usage, "a label is beyond the vocabulary of " + std::to_string(vocab));
@@ -72,14 +68,14 @@ TiledHead::TiledHead(const ModelSpec& spec, int norm_stage, const Norm& norm, co
 
 Carry TiledHead::normalise(const Weights& weights, const Tensor& hidden) const {
   const at::NoGradGuard no_grad;
-  const Tensor out = norm_(weights, rows_of(hidden));
+  const Tensor out = norm_(weights, token_rows(hidden));
   return {out, no_softmax_sums(out.size(0), out.device())};
 }
 
 Carry TiledHead::normalise_backward(const Weights& weights, const Gradients& gradients, const Tensor& hidden,
                                     const Carry& d_out) const {
   const at::NoGradGuard no_grad;
-  const Tensor in = rows_of(hidden);
+  const Tensor in = token_rows(hidden);
   Norm::Kept kept;
   norm_(weights, in, &kept);
   return {norm_.backward(weights, gradients, d_out.at(0).to(hidden.scalar_type()), in, kept).view(hidden.sizes())};
