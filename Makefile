@@ -9,7 +9,7 @@ define build-preset
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev program build test demo demo-lora asan tsan test-faults test-kills fuzz soak-io mutants test-neon test-gpu bench-gpu bench format lint install clean
+.PHONY: help setup setup-dev program build test demo demo-lora asan tsan test-faults test-kills fuzz soak-io mutants test-neon test-gpu bench-gpu gpu-kit bench format lint install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,12 @@ test-gpu: setup ## the tests that need an NVIDIA GPU; says so and does nothing w
 bench-gpu: build ## training on an NVIDIA GPU beside PyTorch and DeepSpeed; says so and does nothing where there is none
 	@.venv/bin/python benchmarks/gpu/bench.py
 
+gpu-kit: setup ## one archive that proves and measures all this on a borrowed machine with a GPU: GPU_ARCH (90), KIT_DIR (build-kit)
+	@command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ] || { echo "make gpu-kit needs nvcc: install the CUDA toolkit" >&2; exit 4; }
+	@cmake --preset release -B build-kit -DTIERFLOW_CUDA=ON -DTIERFLOW_TORCH=ON -DCMAKE_CUDA_ARCHITECTURES=$(or $(GPU_ARCH),90)-real
+	@cmake --build build-kit --parallel $(JOBS) --target tierflow_program device_test optim_gpu_test gpu_test
+	@.venv/bin/python tools/gpu_kit.py --build build-kit --out $(or $(KIT_DIR),build-kit)/tierflow-gpu-kit.tar.xz
+
 bench: program ## storage and optimizer of this machine; STORAGE=folder on the drive to measure
 	@tools/bench.sh build
 
@@ -87,4 +93,4 @@ install: build ## headers, libraries and the program into PREFIX (default /usr/l
 	@cmake --install build $(if $(PREFIX),--prefix $(PREFIX))
 
 clean: ## remove everything that was built, but not .venv
-	rm -rf build build-cpu build-cuda build-asan build-tsan build-neon build-mutants demo .cache
+	rm -rf build build-cpu build-cuda build-kit build-asan build-tsan build-neon build-mutants demo .cache

@@ -1,0 +1,227 @@
+"""The kit of `make gpu-kit`, packed from this build and rehearsed without a GPU: what it contains, what it records, what it refuses."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+
+import pytest
+
+from conftest import BUILD, ROOT
+
+PACKER = ROOT / "tools/gpu_kit.py"
+GLIBC = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+
+
+def pack(out, *words):
+    return subprocess.run([sys.executable, PACKER, "--build", BUILD, "--python", sys.executable, "--out", out, *words], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def kit(tierflow, tmp_path_factory):
+    """The kit as somebody unpacks it."""
+    for name in ("device_test", "optim_gpu_test", "gpu_test", "libtierflow_train.so"):
+        if not (BUILD / name).exists():
+            pytest.skip(f"{BUILD / name} is not built")
+    folder = tmp_path_factory.mktemp("kit")
+    done = pack(folder / "kit.tar.gz")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["mib"] == pytest.approx((folder / "kit.tar.gz").stat().st_size / (1 << 20), abs=0.01)
+    with tarfile.open(folder / "kit.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "tierflow-gpu-kit"
+
+
+@pytest.fixture
+def changed(kit, tmp_path):
+    """A copy of the kit to change."""
+    return shutil.copytree(kit, tmp_path / "kit", ignore=shutil.ignore_patterns("kit-work"))
+
+
+def start(kit, folder, *words, **environment):
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, "PYTHON": sys.executable, "OUT": str(folder / "out"), "STORAGE": str(folder), **environment}
+    return subprocess.Popen([kit / "gpu_session.sh", *map(str, words)], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def session(*words, **environment):
+    """Standard output, standard error and exit code."""
+    child = start(*words, **environment)
+    said, error = child.communicate()
+    return said, error, child.returncode
+
+
+def records(folder, part):
+    return {entry["name"]: entry for entry in map(json.loads, (folder / "out" / f"part{part}.jsonl").read_text().splitlines())}
+
+
+def program(path, *lines):
+    path.write_text("#!/bin/sh\n" + "\n".join(lines) + "\n")
+    path.chmod(0o755)
+
+
+def one_line(text):
+    lines = text.splitlines()
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def rehearsed(kit, tmp_path_factory):
+    """Records of each part. Two go at a time: most of each is one thread that loads torch."""
+    folders = {part: tmp_path_factory.mktemp(f"part{part}") for part in (1, 2, 3)}
+    second, found = start(kit, folders[2], "--rehearse", 2), {}
+    for part in (1, 3, 2):
+        child = second if part == 2 else start(kit, folders[part], "--rehearse", part)
+        said, _ = child.communicate()
+        assert child.returncode == 0, said
+        found[part] = (folders[part], said)
+    return found
+
+
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_a_rehearsal_runs_every_step_or_says_that_it_needs_a_gpu(rehearsed, part):
+    folder, said = rehearsed[part]
+    entries = records(folder, part)
+    skipped = {name for name, entry in entries.items() if entry["status"] == "skipped: no GPU"}
+    assert all(entry["status"] == "ok" and entry["rc"] == 0 and entry["seconds"] > 0 for name, entry in entries.items() if name not in skipped)
+    tools = {f"{tool}.{name}" for tool in ("memcheck", "racecheck", "synccheck") for name in ("device_test", "optim_gpu_test")}
+    assert skipped == {1: {"optimizer_kernels", "streamed_is_resident"} | tools, 2: {"copies", "overlap"}, 3: set()}[part]
+    table = (folder / "out" / f"part{part}.txt").read_text()
+    assert [line.split()[0] for line in table.splitlines()] == ["step", *entries]
+    log = (folder / "out" / f"part{part}.log").read_text()
+    assert log == said and all(line in log for line in table.splitlines())
+    assert not [path for path in (folder / "kit-work").iterdir() if path.is_dir() and path.name != "cache"], "stores are removed"
+
+
+def test_what_steps_measure_is_in_their_records(rehearsed):
+    first, second, third = (records(rehearsed[part][0], part) for part in (1, 2, 3))
+    assert first["device_contract"]["measured"][-1]["tests"] == 15 and first["device_contract"]["measured"][-1]["failed"] == 0
+    assert {"libraries_not_found": {}} in first["inventory"]["measured"]
+    assert any(line.get("read_gb_s", 0) > 0 for line in first["drive"]["measured"])
+    for name in ("products", "weight_gradients", "attention", "kernels"):
+        assert second[name]["measured"] and not any("not_measured" in line for line in second[name]["measured"])
+    for entry in (second["streamed_1b"], third["streamed_8b_memory"], third["streamed_8b_drive"]):
+        run = entry["measured"][-1]
+        assert run["step_s"] > 0 and run["measured_to_predicted"] == pytest.approx(run["step_s"] / run["predicted_step_s"], rel=0.1) and 0 <= run["hidden_share"] <= 1
+        assert [line["step"]["step"] for line in entry["measured"] if "step" in line] == list(range(1, run["steps"] + 1))
+        assert any("plan" in line for line in entry["measured"])
+    assert (rehearsed[3][0] / "out/streamed_8b_drive.trace.json.gz").stat().st_size > 1000
+    assert third["resident_8b"]["measured"][-1]["tokens_per_s"] > 0
+
+
+def test_streamed_and_resident_train_the_same_model(rehearsed):
+    """The same shapes and tokens a step: a ratio of the two means something."""
+    third = records(rehearsed[3][0], 3)
+    planned = next(line["plan"] for line in third["streamed_8b_memory"]["measured"] if "plan" in line)
+    assert planned["step"]["tokens"] == third["resident_8b"]["measured"][-1]["tokens_per_step"]
+    first = {name: next(line.get("loss", line.get("step", {}).get("loss") if isinstance(line.get("step"), dict) else None) for line in third[name]["measured"] if "step" in line)
+             for name in ("resident_8b", "streamed_8b_memory")}
+    assert first["resident_8b"] == pytest.approx(first["streamed_8b_memory"], abs=0.1)  # both near ln 512: random weights of one size
+
+
+def test_a_step_that_fails_is_recorded_and_does_not_end_the_part(changed, tmp_path):
+    program(changed / "bin/device_test", "echo '{\"before\": 1}'", "echo it broke", "exit 3")
+    said, _, code = session(changed, tmp_path, "--rehearse", 1, "--only", "device_contract,drive")
+    entries = records(tmp_path, 1)
+    assert entries["device_contract"]["status"] == "failed: exit code 3" and entries["device_contract"]["rc"] == 3 and entries["device_contract"]["measured"] == [{"before": 1}]
+    assert entries["drive"]["status"] == "ok"
+    assert code == 1 and "device_contract| it broke" in said
+
+
+def test_a_step_that_hangs_is_ended_and_the_part_goes_on(changed, tmp_path):
+    program(changed / "bin/device_test", "echo '{\"before\": 1}'", "trap '' TERM", "sleep 100 & wait")
+    begin = time.monotonic()
+    _, _, code = session(changed, tmp_path, "--rehearse", 1, "--only", "device_contract,drive", "--step-seconds", 3)
+    entries = records(tmp_path, 1)
+    assert entries["device_contract"]["status"] == "timeout after 3 s" and entries["device_contract"]["rc"] == 124 and entries["device_contract"]["measured"] == [{"before": 1}]
+    assert entries["drive"]["status"] == "ok" and code == 1
+    assert time.monotonic() - begin < 30
+
+
+def test_a_part_that_is_stopped_still_ends_with_its_table(changed, tmp_path):
+    program(changed / "bin/device_test", "echo '{\"before\": 1}'", "exec sleep 100")
+    child = start(changed, tmp_path, "--rehearse", 1, "--only", "device_contract,drive")
+    for line in child.stdout:
+        if "device_contract| " in line:
+            child.send_signal(signal.SIGTERM)
+            break
+    child.communicate(timeout=30)
+    assert child.returncode == 128 + signal.SIGTERM
+    assert list(records(tmp_path, 1)) == ["device_contract"]
+    assert "interrupted  before: 1" in (tmp_path / "out/part1.txt").read_text()
+
+
+def test_no_time_left_is_recorded(kit, tmp_path):
+    _, _, code = session(kit, tmp_path, "--rehearse", 1, "--only", "device_contract", "--seconds", 1)
+    assert records(tmp_path, 1)["device_contract"]["status"] == "skipped: no time left" and code == 0
+
+
+def test_another_torch_is_refused(kit, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("")
+    (tmp_path / "torch/version.py").write_text("git_version = 'another'\n")
+    _, error, code = session(kit, tmp_path, "--rehearse", 1, PYTHONPATH=str(tmp_path))
+    line = one_line(error)
+    assert code == 4 and "another" in line and json.loads((kit / "kit.json").read_text())["torch_git_version"] in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_torch_or_a_gpu_it_says_so(kit, tmp_path):
+    program(tmp_path / "nvidia-smi", "exit 6")
+    _, error, code = session(kit, tmp_path, 1, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert code == 4 and "no NVIDIA GPU here" in one_line(error) and "--rehearse 1" in error
+    _, error, code = session(kit, tmp_path, 1, PYTHON="/no/python")
+    assert code == 4 and "PYTHON=path" in one_line(error)
+
+
+def test_tests_that_skip_themselves_beside_a_gpu_count_as_failed(changed, tmp_path):
+    program(tmp_path / "nvidia-smi", "echo 'GPU 0: a stand-in'")
+    report = json.dumps({"testsuites": [{"testsuite": [{"status": "RUN", "result": "COMPLETED"}, {"status": "RUN", "result": "SKIPPED"}]}]})
+    program(changed / "bin/device_test", f"echo '{report}' >\"${{GTEST_OUTPUT#json:}}\"")
+    _, _, code = session(changed, tmp_path, 1, "--only", "device_contract", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    entry = records(tmp_path, 1)["device_contract"]
+    assert code == 1 and entry["rc"] == 0 and entry["status"] == "failed: tests were skipped on a machine with a GPU" and entry["measured"] == [{"tests": 2, "failed": 0, "skipped": 1}]
+
+
+def test_a_kit_that_is_too_large_is_not_written(kit, tmp_path):
+    done = pack(tmp_path / "kit.tar.gz", "--limit-mib", "1")
+    assert done.returncode == 1 and re.match(r"gpu-kit: the archive would be [\d.]+ MiB, and a kit has at most 1; its largest file is \S+, [\d.]+ MiB", one_line(done.stderr))
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_file_needs_a_library_that_the_machine_may_lack(kit):
+    import torch
+
+    site = os.path.dirname(os.path.dirname(torch.__file__))
+    folders = [kit / "lib", kit / "lib/runtime", f"{site}/torch/lib", *(f"{site}/nvidia/{name}/lib" for name in (os.listdir(f"{site}/nvidia") if os.path.isdir(f"{site}/nvidia") else ()))]
+    there = GLIBC | {name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
+    files = [path for path in kit.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
+    assert len(files) >= 5 + 6
+    for path in files:
+        said = subprocess.run(["readelf", "--dynamic", "--wide", path], capture_output=True, text=True, check=True).stdout
+        lacking = set(re.findall(r"\(NEEDED\).*\[(.*)\]", said)) - there
+        assert not lacking, f"{path.name} needs {lacking}"
+        assert set(re.findall(r"\(R(?:UN)?PATH\).*\[(.*)\]", said)) <= {"$ORIGIN/../lib"}, path.name
+    assert not any(GLIBC & set(os.listdir(kit / folder)) for folder in ("lib", "lib/runtime")), "two C libraries in one process"
+
+
+def test_fewer_layers_where_the_drive_is_slow_or_small():
+    sys.path[:0] = [str(ROOT / "tools/gpu_kit"), str(ROOT / "benchmarks/gpu")]
+    try:
+        from streamed import layers_that_fit
+    finally:
+        del sys.path[:2]
+
+    def made(free):
+        return {"step": {"step_s": 10.0, "lanes": {"disk_write": {"bytes": 10, "busy_s": 1.0}}}, "storage": {"bytes": 1000, "free": free}}
+
+    assert layers_that_fit(made(2000), 32, 2, 125) == 32  # 100 s to fill, two and a half steps
+    assert layers_that_fit(made(2000), 32, 2, 62.5) == 16
+    assert layers_that_fit(made(500), 32, 2, 125) == 14  # nine tenths of the room
+    assert layers_that_fit(made(1), 32, 2, 1) == 2

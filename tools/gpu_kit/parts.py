@@ -1,0 +1,123 @@
+"""The steps of the three parts, in the order in which they run."""
+
+import dataclasses
+import pathlib
+import shutil
+import subprocess
+
+
+@dataclasses.dataclass
+class Place:
+    kit: pathlib.Path
+    out: pathlib.Path
+    work: pathlib.Path
+    python: str
+    rehearse: bool
+
+    def script(self, name, *words):
+        return [self.python, self.kit / "scripts" / name, *words]
+
+    def program(self, name, *words):
+        return [self.kit / "bin" / name, *words]
+
+
+@dataclasses.dataclass
+class Step:
+    name: str
+    timeout: float  # seconds
+    command: list
+    gpu: bool = False  # is not tried without one
+    gtest: bool = False  # leaves a report of its tests
+    absent: str = ""  # which tool this machine lacks
+
+
+def sanitizer():
+    """Path of compute-sanitizer, or None."""
+    return shutil.which("compute-sanitizer") or next((str(path) for path in sorted(pathlib.Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))), None)
+
+
+def unlike_a_drive(folder):
+    """The file system of a folder that is on no drive, as containers have it; else None."""
+    try:
+        kind = subprocess.run(["stat", "--file-system", "--format", "%T", folder], capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return None
+    return kind if kind.startswith(("overlay", "tmpfs", "ramfs", "fuse", "nfs", "v9fs", "9p")) else None
+
+
+def touch(at, gib, seconds):
+    """Memory that a virtual machine hands out as it is used: used once, before anything is timed."""
+    return Step("touch_memory", seconds, at.script("touch_memory.py", "--gib", 0.125 if at.rehearse else gib))
+
+
+def correctness(at):
+    bench = ["--dir", at.work / "bench", "--json", *(["--size", "16MiB", "--block", "1MiB"] if at.rehearse else ["--size", "4GiB", "--block", "4MiB", "--depth", 16])]
+    if unlike_a_drive(at.work):
+        bench += ["--allow-buffered", "--allow-any-filesystem"]
+    steps = [
+        Step("inventory", 60, at.script("inventory.py", "--kit", at.kit, "--folder", at.work)),
+        Step("device_contract", 60, at.program("device_test", "--gtest_brief=1"), gtest=True),
+        # The test that a build without CUDA says so skips itself in one with CUDA.
+        Step("optimizer_kernels", 120, at.program("optim_gpu_test", "--gtest_brief=1", "--gtest_filter=-DeviceUpdateBuild.*"), gpu=True, gtest=True),
+        Step("streamed_is_resident", 240, at.program("gpu_test", "--gtest_brief=1"), gpu=True, gtest=True),
+        Step("drive", 45, at.program("tierflow", "bench", "storage", *bench)),
+    ]
+    tool = sanitizer()
+    for check in ("memcheck", "racecheck", "synccheck"):
+        for name, tests in (("device_test", "*cuda*"), ("optim_gpu_test", "*OnGpu*adamw_block8*split:SumsOnGpu*")):
+            command = [tool or "compute-sanitizer", "--tool", check, "--error-exitcode", 1, *at.program(name, f"--gtest_filter={tests}", "--gtest_brief=1")]
+            steps.append(Step(f"{check}.{name}", 90, command, gpu=True, absent="" if tool else "compute-sanitizer is not installed"))
+    return steps
+
+
+def run(at, model, *words):
+    """What a streamed and a resident run of one shape are both told."""
+    if at.rehearse:
+        model, shape = "tiny", ["--sequence-length", 64, "--micro-batch", 1, "--micro-batches", 2]
+    else:
+        shape = {"1b": ["--sequence-length", 4096, "--micro-batch", 4, "--micro-batches", 4], "8b": ["--sequence-length", 4096, "--micro-batch", 2, "--micro-batches", 8]}[model]
+    return ["--config", at.kit / f"data/llama-{model}.json", "--device", "cpu" if at.rehearse else "cuda", *shape, *words]
+
+
+def streamed(at, name, model, seconds, steps, host, storage=False):
+    small = ["--host-memory", "64MiB", "--device-memory", "64MiB"] if at.rehearse else ["--host-memory", host]
+    tokens = "tokens-tiny.npy" if at.rehearse else "tokens.npy"
+    more = ["--storage", at.work / "store", "--fit-seconds", int(seconds * 0.8)] if storage else []
+    return Step(name, seconds, at.script("streamed.py", *run(at, model), "--program", at.kit / "bin/tierflow", "--data", at.kit / "data" / tokens, "--steps", steps,
+                                         "--work", at.work / name, "--trace", at.out / f"{name}.trace.json.gz", *small, *more))
+
+
+def resident(at, name, model, seconds, steps):
+    return Step(name, seconds, at.script("resident.py", *run(at, model), "--steps", steps))
+
+
+def lanes(at):
+    def lane(name, seconds, gpu=False):
+        return Step(name, seconds, at.script("lanes.py", name, "--device", "cpu" if at.rehearse else "cuda"), gpu=gpu)
+
+    optimizer = ["--elements", 1 << 18, "--repeats", 1] if at.rehearse else ["--elements", 1 << 27, "--repeats", 3]
+    return [
+        touch(at, 32, 45),
+        lane("copies", 40, gpu=True),
+        lane("overlap", 40, gpu=True),
+        lane("products", 40),
+        lane("weight_gradients", 40),
+        lane("attention", 70),
+        lane("kernels", 40),
+        streamed(at, "streamed_1b", "1b", 120, 6, "20GiB"),
+        resident(at, "resident_1b", "1b", 60, 5),
+        Step("cpu_update", 45, at.program("tierflow", "bench", "optimizer", "--json", *optimizer)),
+    ]
+
+
+def large(at):
+    return [
+        touch(at, 96, 75),
+        streamed(at, "streamed_8b_memory", "8b", 200, 4, "most"),
+        resident(at, "resident_8b", "8b", 90, 3),
+        streamed(at, "streamed_8b_drive", "8b", 210, 2, "40GiB", storage=True),
+    ]
+
+
+def steps(part, at):
+    return {1: correctness, 2: lanes, 3: large}[part](at)

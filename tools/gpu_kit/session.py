@@ -1,0 +1,245 @@
+"""Runs one part of the kit: every step in a process of its own, with a time limit, recorded whatever becomes of it.
+
+In $OUT: partN.log (every line at once), partN.jsonl (one object a step, at once), partN.txt (the table). Exit code: 0, 1 where a step
+failed, 2 for usage, 4 where this machine is not what the kit needs, 128 + n where signal n ended the part."""
+
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import parts
+
+KIT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def refuse(text, code=4):
+    print(f"gpu-kit: {text}", file=sys.stderr)
+    sys.exit(code)
+
+
+def package_folders(name):
+    """Where Python has that package, which is not imported."""
+    spec = importlib.util.find_spec(name)
+    return [pathlib.Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+
+
+def torch_folder(wanted):
+    """The folder of this Python's torch. Ends the session where it is not the build that the kit's binaries were linked with."""
+    found = package_folders("torch")
+    if not found:
+        refuse(f"{sys.executable} has no torch: name a Python that has, PYTHON=path")
+    try:
+        git = runpy.run_path(str(found[0] / "version.py")).get("git_version")
+    except OSError as error:
+        refuse(f"{found[0]} is no torch that can be read: {error}")
+    if git != wanted:
+        refuse(f"{found[0]} is torch of git version {git}; this kit was built with {wanted} and works with no other")
+    return found[0]
+
+
+def library_path(torch):
+    """The kit's own libraries, torch's, and those of the CUDA wheels."""
+    folders = [KIT / "lib", torch / "lib"]
+    for place in package_folders("nvidia"):
+        folders += sorted(folder for folder in place.glob("*/lib") if folder.is_dir())
+    return ":".join(map(str, folders))
+
+
+def needs_own_runtime(env):
+    """Whether this machine's C++ runtime is missing or older than a program of the kit needs."""
+    for program in sorted((KIT / "bin").iterdir()):
+        try:
+            found = subprocess.run(["ldd", program], env=env, capture_output=True, text=True, check=False)
+        except OSError:
+            return False
+        if re.search(r"(libstdc\+\+|libgcc_s)\.so\.\d+ => not found|version `(GLIBCXX|CXXABI|GCC)_", found.stdout + found.stderr):
+            return True
+    return False
+
+
+def environment(torch, work):
+    made = {**os.environ, "LD_LIBRARY_PATH": library_path(torch), "XDG_CACHE_HOME": str(work / "cache"), "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
+    if needs_own_runtime(made):
+        made["LD_LIBRARY_PATH"] = f"{KIT / 'lib/runtime'}:{made['LD_LIBRARY_PATH']}"
+    return made
+
+
+def gpu_is_here():
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout.startswith("GPU")
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def gtest_counts(path):
+    """What a GoogleTest program's JSON report comes to; None without one."""
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    tests = [test for suite in report["testsuites"] for test in suite["testsuite"]]
+    ran = [test for test in tests if test.get("status") == "RUN"]
+    return {"tests": len(ran), "failed": sum("failures" in test for test in ran), "skipped": sum(test.get("result") == "SKIPPED" for test in ran)}
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Session:
+    """Owns the files of one part in `out`, and the running step."""
+
+    def __init__(self, part, out, work, env, gpu, deadline, most):
+        self.part, self.out, self.work, self.env, self.gpu, self.deadline, self.most = part, out, work, env, gpu, deadline, most
+        self.lock, self.records, self.child = threading.Lock(), [], None
+        self.log = open(out / f"part{part}.log", "w", buffering=1)
+        self.lines = open(out / f"part{part}.jsonl", "w", buffering=1)
+
+    def say(self, text):
+        line = f"{time.strftime('%H:%M:%S')} {text}"
+        with self.lock:
+            self.log.write(line + "\n")
+            try:
+                print(line, flush=True)
+            except OSError:  # nobody reads any more; the files go on
+                pass
+
+    def record(self, name, status, seconds=0.0, rc=None, measured=()):
+        entry = {"part": self.part, "name": name, "status": status, "seconds": round(seconds, 2), "rc": rc, "measured": list(measured)}
+        self.records.append(entry)
+        self.lines.write(json.dumps(entry) + "\n")
+        self.say(f"{name}: {status}" + (f", {seconds:.1f} s" if seconds else ""))
+
+    def stop_child(self):
+        """First what lets a step say what it has; then, five seconds later at most, what neither it nor what it started can refuse."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.child.pid, number)
+                self.child.wait(5)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+    def read_lines(self, name, measured):
+        for raw in self.child.stdout:
+            text = raw.decode(errors="replace").rstrip("\n")
+            self.say(f"{name}| {text}")
+            if text.startswith("{"):
+                try:
+                    measured.append(json.loads(text))
+                except ValueError:
+                    pass
+
+    def run(self, step):
+        limit = min(step.timeout, self.most, self.deadline - time.monotonic())
+        if step.gpu and not self.gpu:
+            return self.record(step.name, "skipped: no GPU")
+        if step.absent:
+            return self.record(step.name, f"absent: {step.absent}")
+        if limit < 3:
+            return self.record(step.name, "skipped: no time left")
+        report = self.work / f"{step.name}.gtest.json"
+        report.unlink(missing_ok=True)
+        self.say(f"{step.name}: {' '.join(map(str, step.command))}")
+        begin, measured, status = time.monotonic(), [], ""
+        env = {**self.env, **({"GTEST_OUTPUT": f"json:{report}"} if step.gtest else {})}
+        try:
+            self.child = subprocess.Popen([*map(str, step.command)], cwd=self.work, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                          start_new_session=True)
+        except OSError as error:
+            self.say(f"{step.name}| {error}")
+            return self.record(step.name, "failed: could not be started", rc=127)
+        reader = threading.Thread(target=self.read_lines, args=(step.name, measured), daemon=True)
+        reader.start()
+        try:
+            rc = self.child.wait(limit)
+        except subprocess.TimeoutExpired:
+            self.stop_child()
+            rc, status = 124, f"timeout after {limit:.0f} s"
+        except Interrupted:
+            self.stop_child()
+            reader.join(2)
+            self.record(step.name, "interrupted", time.monotonic() - begin, self.child.returncode, measured)
+            raise
+        reader.join(5)
+        counts = gtest_counts(report) if step.gtest else None
+        if counts:
+            measured.append(counts)
+        if not status:
+            status = "ok" if rc == 0 else f"failed: exit code {rc}"
+            if rc == 0 and step.gtest and self.gpu and (counts is None or counts["skipped"] or not counts["tests"]):
+                status = "failed: tests were skipped on a machine with a GPU" if counts else "failed: there is no report of its tests"
+        self.record(step.name, status, time.monotonic() - begin, rc, measured)
+
+    def table(self):
+        width = max([len(entry["name"]) for entry in self.records] + [4])
+        rows = [f"{'step':{width}}  {'seconds':>7}  {'rc':>4}  status and what was measured"]
+        for entry in self.records:
+            measured = re.sub(r'["{}]', "", json.dumps(entry["measured"][-1])) if entry["measured"] else ""
+            rows.append(f"{entry['name']:{width}}  {entry['seconds']:7.1f}  {'' if entry['rc'] is None else entry['rc']:>4}  {entry['status']}  {measured}"[:200].rstrip())
+        (self.out / f"part{self.part}.txt").write_text("\n".join(rows) + "\n")
+        for row in rows:
+            self.say(row)
+
+
+def interrupt(number, _frame):
+    raise Interrupted(number)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="gpu_session.sh", description="Proves and measures Tierflow on a machine with an NVIDIA GPU.")
+    parser.add_argument("part", type=int, choices=(1, 2, 3), help="1: correctness; 2: each lane, 1B; 3: 8B")
+    parser.add_argument("--rehearse", action="store_true", default=os.environ.get("REHEARSE", "") not in ("", "0"), help="tiny shapes on the CPU; what needs a GPU is recorded as skipped")
+    parser.add_argument("--only", default="", help="only steps whose names contain one of these, with commas between them")
+    parser.add_argument("--seconds", type=float, default=530, help="of the whole part at most (530)")
+    parser.add_argument("--step-seconds", type=float, default=530, help="of each step at most")
+    args = parser.parse_args()
+    try:
+        kit = json.loads((KIT / "kit.json").read_text())
+    except (OSError, ValueError) as error:
+        refuse(f"{KIT} is not a whole kit: {error}")
+    torch = torch_folder(kit["torch_git_version"])
+    gpu = not args.rehearse and gpu_is_here()
+    if not gpu and not args.rehearse:
+        refuse(f"no NVIDIA GPU here (nvidia-smi finds none); ./gpu_session.sh --rehearse {args.part} tries the steps without one")
+    deadline = time.monotonic() + args.seconds
+    out = pathlib.Path(os.environ.get("OUT") or "kit-out").resolve()
+    work = pathlib.Path(os.environ.get("STORAGE") or KIT).resolve() / "kit-work"
+    try:
+        for folder in (out, work):
+            folder.mkdir(parents=True, exist_ok=True)
+        session = Session(args.part, out, work, environment(torch, work), gpu, deadline, args.step_seconds)
+    except OSError as error:
+        refuse(f"cannot be written: {error}")
+    steps = [step for step in parts.steps(args.part, parts.Place(KIT, out, work, sys.executable, args.rehearse)) if any(word in step.name for word in args.only.split(","))]
+    session.say(f"part {args.part}, {'a rehearsal' if args.rehearse else 'on a GPU'}: Tierflow {kit['source']} for architecture {kit['gpu_arch']}, torch {kit['torch_version']} in {torch}")
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+    code = 0
+    try:
+        for step in steps:
+            session.run(step)
+    except Interrupted as stopped:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        code = 128 + stopped.args[0]
+        if session.child and session.child.poll() is None:
+            session.stop_child()
+    session.table()
+    for left in work.iterdir():
+        if left.is_dir() and left.name != "cache":  # measured profiles serve the next part
+            shutil.rmtree(left, ignore_errors=True)
+    return code or int(any(re.match("failed|timeout", entry["status"]) for entry in session.records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
