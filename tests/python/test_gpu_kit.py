@@ -135,13 +135,23 @@ def test_a_step_that_fails_is_recorded_and_does_not_end_the_part(changed, tmp_pa
 
 
 def test_a_step_that_hangs_is_ended_and_the_part_goes_on(changed, tmp_path):
-    program(changed / "bin/device_test", "echo '{\"before\": 1}'", "trap '' TERM", "sleep 100 & wait")
+    program(changed / "bin/device_test", "echo '{\"before\": 1}'", "mkdir left", f"echo $$ >{tmp_path}/process", "trap '' TERM", "sleep 100 & wait")
     begin = time.monotonic()
     _, _, code = session(changed, tmp_path, "--rehearse", 1, "--only", "device_contract,drive", "--step-seconds", 3)
     entries = records(tmp_path, 1)
     assert entries["device_contract"]["status"] == "timeout after 3 s" and entries["device_contract"]["rc"] == 124 and entries["device_contract"]["measured"] == [{"before": 1}]
     assert entries["drive"]["status"] == "ok" and code == 1
     assert time.monotonic() - begin < 30
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "process").read_text()), 0)
+    assert not (tmp_path / "kit-work/left").exists()
+
+
+def test_libraries_are_the_kits_then_torchs_then_the_machines(changed, tmp_path):
+    program(changed / "bin/device_test", "echo $LD_LIBRARY_PATH")
+    said, _, _ = session(changed, tmp_path, "--rehearse", 1, "--only", "device_contract", LD_LIBRARY_PATH="/driver/lib")
+    folders = re.search(r"device_contract\| (.*)", said)[1].split(":")
+    assert folders[0] == str(changed / "lib") and folders[1].endswith("/torch/lib") and folders[-1] == "/driver/lib"
 
 
 def test_a_part_that_is_stopped_still_ends_with_its_table(changed, tmp_path):

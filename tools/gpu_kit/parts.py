@@ -66,7 +66,7 @@ def correctness(at):
     for check in ("memcheck", "racecheck", "synccheck"):
         for name, tests in (("device_test", "*cuda*"), ("optim_gpu_test", "*OnGpu*adamw_block8*split:SumsOnGpu*")):
             command = [tool or "compute-sanitizer", "--tool", check, "--error-exitcode", 1, *at.program(name, f"--gtest_filter={tests}", "--gtest_brief=1")]
-            steps.append(Step(f"{check}.{name}", 90, command, gpu=True, absent="" if tool else "compute-sanitizer is not installed"))
+            steps.append(Step(f"{check}.{name}", 90, command, gpu=True, gtest=True, absent="" if tool else "compute-sanitizer is not installed"))
     return steps
 
 

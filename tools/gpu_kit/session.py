@@ -48,11 +48,11 @@ def torch_folder(wanted):
 
 
 def library_path(torch):
-    """The kit's own libraries, torch's, and those of the CUDA wheels."""
+    """The kit's own libraries, torch's, those of the CUDA wheels, and last what was set already: the driver's may be there alone."""
     folders = [KIT / "lib", torch / "lib"]
     for place in package_folders("nvidia"):
         folders += sorted(folder for folder in place.glob("*/lib") if folder.is_dir())
-    return ":".join(map(str, folders))
+    return ":".join([*map(str, folders), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
 
 
 def needs_own_runtime(env):
