@@ -235,3 +235,14 @@ def test_fewer_layers_where_the_drive_is_slow_or_small():
     assert layers_that_fit(made(2000), 32, 2, 62.5) == 16
     assert layers_that_fit(made(500), 32, 2, 125) == 14  # nine tenths of the room
     assert layers_that_fit(made(1), 32, 2, 1) == 2
+
+
+def test_a_streamed_run_that_is_ended_says_what_it_has(changed, tmp_path):
+    step = json.dumps({"step": 1, "loss": 6.0, "step_s": 2.0, "tokens_per_s": 64.0, "limit": "compute", "device_memory_peak": 1, "host_memory": 1})
+    planned = json.dumps({"step": {"step_s": 1.0}, "storage": {"bytes": 0, "free": 0}, **{name: {} for name in ("memory", "activations", "updates", "machine", "profile")}})
+    program(changed / "bin/tierflow", f"[ $1 = train ] || {{ echo '{planned}'; exit; }}", 'while [ "$1" != --log-json ]; do shift; done', f"echo '{step}' >\"$2\"; exec sleep 100")
+    session(changed, tmp_path, "--rehearse", 3, "--only", "streamed_8b_memory", "--step-seconds", 3)
+    entry = records(tmp_path, 3)["streamed_8b_memory"]
+    assert entry["status"] == "timeout after 3 s"
+    assert {"stopped": "after 1 of 4 steps"} in entry["measured"]
+    assert entry["measured"][-1]["step_s"] == 2.0 and entry["measured"][-1]["measured_to_predicted"] == 2.0 and entry["measured"][-1]["steps"] == 1

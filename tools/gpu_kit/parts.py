@@ -51,7 +51,7 @@ def touch(at, gib, seconds):
 
 
 def correctness(at):
-    bench = ["--dir", at.work / "bench", "--json", *(["--size", "16MiB", "--block", "1MiB"] if at.rehearse else ["--size", "4GiB", "--block", "4MiB", "--depth", 16])]
+    bench = ["--dir", at.work / "bench", "--json", *(["--size", "16MiB", "--block", "1MiB"] if at.rehearse else ["--size", "2GiB", "--block", "4MiB", "--depth", 16])]
     if unlike_a_drive(at.work):
         bench += ["--allow-buffered", "--allow-any-filesystem"]
     steps = [
@@ -60,7 +60,7 @@ def correctness(at):
         # The test that a build without CUDA says so skips itself in one with CUDA.
         Step("optimizer_kernels", 120, at.program("optim_gpu_test", "--gtest_brief=1", "--gtest_filter=-DeviceUpdateBuild.*"), gpu=True, gtest=True),
         Step("streamed_is_resident", 240, at.program("gpu_test", "--gtest_brief=1"), gpu=True, gtest=True),
-        Step("drive", 45, at.program("tierflow", "bench", "storage", *bench)),
+        Step("drive", 60, at.program("tierflow", "bench", "storage", *bench)),
     ]
     tool = sanitizer()
     for check in ("memcheck", "racecheck", "synccheck"):

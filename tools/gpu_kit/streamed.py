@@ -5,7 +5,6 @@ was measured by then. Everything under --work and --storage that it made is remo
 import argparse
 import gzip
 import json
-import os
 import pathlib
 import shutil
 import signal
@@ -95,7 +94,8 @@ def steps_of(log, seen):
 
 
 def train(args, config, options):
-    """Steps of one run, seconds from the command to the first step, the trace's events. Nothing of the run is left."""
+    """Steps of one run, seconds from the command to the first step, the trace's events, and the process, killed but not waited for: it may
+    take seconds to give its memory back."""
     log, trace = args.work / "log.jsonl", args.work / "trace.json"
     result = ["--no-export", "--durability", "export-only"] if args.storage else ["--out", args.work / "result"]
     command = [args.program, "train", "--config", config, *options, *result, "--data", args.data, "--steps", args.steps, "--held-out", 0, "--log-json", log]
@@ -121,8 +121,7 @@ def train(args, config, options):
         show(stopped=f"after {len(all_steps)} of {args.steps} steps")
     finally:
         child.kill()
-        child.wait()
-    return all_steps, until_first, events, child.returncode
+    return all_steps, until_first, events, child
 
 
 def main():
@@ -149,7 +148,7 @@ def main():
     options = ["--device", args.device, "--sequence-length", str(args.sequence_length), "--micro-batch", str(args.micro_batch), "--micro-batches", str(args.micro_batches), "--host-memory", host]
     if args.device_memory:
         options += ["--device-memory", args.device_memory]
-    code = 0
+    code, child = 0, None
     try:
         if args.storage:
             args.storage.mkdir(parents=True, exist_ok=True)
@@ -163,7 +162,7 @@ def main():
                 config.write_text(json.dumps({**json.loads(args.config.read_text()), "num_hidden_layers": fewer}))
                 show(fewer_layers=fewer, of=layers)
                 layers, made = fewer, plan(args, config, options)
-        steps, until_first, events, code = train(args, config, options)
+        steps, until_first, events, child = train(args, config, options)
         if steps:
             counted = steps[1:] or steps
             seconds = statistics.median(step["step_s"] for step in counted)
@@ -174,11 +173,13 @@ def main():
         if events:
             with gzip.open(args.trace, "wt") as file:
                 json.dump({"traceEvents": events}, file)
-        code = 0 if len(steps) == args.steps else (code if code > 0 else 1)
+        code = int(len(steps) != args.steps)
     except Stop:
         show(stopped="before the first step")
         code = 1
     finally:
+        if child is not None:
+            child.wait()  # what comes next needs its memory
         shutil.rmtree(args.work, ignore_errors=True)
         if args.storage:
             shutil.rmtree(args.storage, ignore_errors=True)
