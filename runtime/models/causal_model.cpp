@@ -49,6 +49,8 @@ Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry
     case StageKind::attention:
     case StageKind::mlp:
       return {block(stage, weights, carry.at(0), shared, training)};
+    case StageKind::experts:
+      return experts(stage, weights, carry, training);
     case StageKind::norm:
       return tiled_head_->normalise(weights, carry.at(0));
     case StageKind::head_tile:
@@ -69,6 +71,7 @@ Carry CausalModel::backward(int stage, const Weights& weights, const Gradients& 
     case StageKind::block:
     case StageKind::attention:
     case StageKind::mlp:
+    case StageKind::experts:
       return block_backward(stage, weights, gradients, carry, shared, d_out);
     case StageKind::norm:
       return tiled_head_->normalise_backward(weights, gradients, carry.at(0), d_out);
@@ -78,6 +81,10 @@ Carry CausalModel::backward(int stage, const Weights& weights, const Gradients& 
       break;
   }
   fail_head();
+}
+
+Carry CausalModel::experts(int stage, const Weights& /*weights*/, const Carry& /*carry*/, bool /*training*/) const {
+  throw Exception(io::ErrorKind::internal, "stage " + std::to_string(stage) + " has experts in a model without any");
 }
 
 Carry CausalModel::block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,

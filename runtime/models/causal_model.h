@@ -52,8 +52,10 @@ class CausalModel : public LayeredModel {
   // where autograd is on.
   virtual at::Tensor block(int stage, const Weights& weights, const at::Tensor& hidden, const Shared& shared,
                            bool training) const = 0;
+  // A stage of experts, for carries as ExpertStage has them; by default there is none.
+  virtual Carry experts(int stage, const Weights& weights, const Carry& carry, bool training) const;
   double adapter_dropout(bool training) const { return training ? config().adapter_dropout : 0.0; }
-  // LayeredModel::backward of a block or of a half; by default that one.
+  // LayeredModel::backward of a block, a half or a stage of experts; by default that one.
   virtual Carry block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                                const Shared& shared, const Carry& d_out) const;
   StageKind kind(int stage) const { return spec_.stages.at(static_cast<std::size_t>(stage)).kind; }

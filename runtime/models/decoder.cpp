@@ -68,8 +68,10 @@ class DecoderModel final : public CausalModel {
       const bool whole = kind(stage) == StageKind::block;
       attention_.emplace_back();
       mlp_.emplace_back();
+      experts_.emplace_back();
       if (whole || kind(stage) == StageKind::attention) attention_.back().emplace(this->spec(), stage);
       if (whole || kind(stage) == StageKind::mlp) mlp_.back().emplace(this->spec(), stage);
+      if (kind(stage) == StageKind::experts) experts_.back().emplace(this->spec(), stage);
     }
   }
 
@@ -113,6 +115,10 @@ class DecoderModel final : public CausalModel {
       x = plus(x, half->out()(weights, added));
     }
     return x;
+  }
+
+  Carry experts(int stage, const Weights& weights, const Carry& carry, bool training) const override {
+    return experts_[at(stage)]->forward(weights, carry, adapter_dropout(training));
   }
 
   Carry block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
@@ -163,6 +169,7 @@ class DecoderModel final : public CausalModel {
 
   std::vector<std::optional<DecoderAttention>> attention_;  // by stage
   std::vector<std::optional<DecoderMlp>> mlp_;
+  std::vector<std::optional<ExpertStage>> experts_;
 };
 
 KeptHalf<DecoderAttention> DecoderModel::attend(int stage, const Weights& weights, const Tensor& x, const Tensor& like,
@@ -212,6 +219,10 @@ std::unique_ptr<KeptActivations> DecoderModel::forward_keeping(int stage, const 
 Carry DecoderModel::block_backward(int stage, const Weights& all_weights, const Gradients& gradients,
                                    const Carry& carry, const Shared& shared, const Carry& d_out) const {
   if (!by_hand()) return LayeredModel::backward(stage, all_weights, gradients, carry, shared, d_out);
+  if (const auto& experts = experts_[at(stage)]) {
+    const at::NoGradGuard no_grad;
+    return experts->backward(without_graph(all_weights), gradients, carry, d_out);
+  }
   return backward_kept(stage, all_weights, gradients, carry, shared, d_out, nullptr);
 }
 

@@ -2,83 +2,57 @@
 
 #include <ATen/ATen.h>
 
-#include "runtime/models/ops.h"
-
 namespace tierflow::models {
 
-DecoderMlp::DecoderMlp(const ModelSpec& spec, int stage)
-    : gated_(spec.config.gated), activation_(spec.config.activation) {
+DecoderMlp::DecoderMlp(const ModelSpec& spec, int stage) {
   const TensorIndex index(spec, stage);
   const ModelConfig& c = spec.config;
   const DecoderNames& names = c.names;
   in_ = Norm(c.norm, c.norm_eps, index, names.mlp_norm);
   out_ = Norm(c.norm, c.norm_eps, index, names.mlp_out_norm);
-  gate_ = Linear(index, names.gate);
-  up_ = Linear(index, names.up);
-  gate_up_ = Linear(index, names.gate_up);
-  down_ = Linear(index, names.down);
+  if (spec.stages.at(static_cast<std::size_t>(stage)).experts > 0)
+    experts_.emplace(spec, stage);
+  else
+    dense_ = GatedMlp(index, {.gate = names.gate, .up = names.up, .gate_up = names.gate_up, .down = names.down},
+                      c.activation);
 }
 
-DecoderMlp::Kept DecoderMlp::expand(const Weights& weights, const Tensor& normed, double dropout) const {
-  if (!gated_) return {.gate = {}, .up = up_(weights, normed, dropout)};
-  if (!gate_up_) {
-    Tensor gate = gate_(weights, normed, dropout);
-    return {.gate = std::move(gate), .up = up_(weights, normed, dropout)};
-  }
-  const Tensor both = gate_up_(weights, normed, dropout);
-  const std::int64_t half = both.size(-1) / 2;
-  return {.gate = both.narrow(-1, 0, half).contiguous(), .up = both.narrow(-1, half, half).contiguous()};
+at::Tensor DecoderMlp::forward(const Weights& weights, const at::Tensor& normed, double dropout) const {
+  if (!experts_) return dense_.contract(weights, dense_.expand(weights, normed, dropout), dropout);
+  const at::Tensor by_token = normed.reshape({-1, normed.size(-1)});
+  return experts_->contract(weights, experts_->expand(weights, by_token, dropout), dropout).view(normed.sizes());
 }
 
-Tensor DecoderMlp::contract(const Weights& weights, const Kept& kept, double dropout) const {
-  return down_(weights, gated_ ? gated(kept.gate, kept.up, activation_) : activate(kept.up, activation_), dropout);
-}
-
-Tensor DecoderMlp::forward(const Weights& weights, const Tensor& normed, double dropout) const {
-  return contract(weights, expand(weights, normed, dropout), dropout);
-}
-
-std::vector<Tensor> DecoderMlp::essentials(const Kept& kept) const {
-  return gated_ ? std::vector<Tensor>{kept.gate, kept.up} : std::vector<Tensor>{kept.up};
-}
-
-DecoderMlp::Kept DecoderMlp::restore(std::vector<Tensor>::const_iterator& next) const {
+DecoderMlp::Kept DecoderMlp::expand(const Weights& weights, const at::Tensor& normed) const {
   Kept kept;
-  if (gated_) kept.gate = *next++;
-  kept.up = *next++;
+  if (experts_)
+    kept.experts = experts_->expand(weights, normed);
+  else
+    kept.dense = dense_.expand(weights, normed);
   return kept;
 }
 
-Tensor DecoderMlp::backward(const Weights& weights, const Gradients& sums, Tensor normed, Kept kept,
-                            const Tensor& d_y) const {
-  const Tensor low_down = down_.low_gradient(weights, d_y);
-  Tensor inner = down_.input_gradient(weights, d_y, low_down);
-  if (gated_) {
-    gated_backward(kept.gate, kept.up, inner, activation_);  // now gradients, and inner what down took
-  } else {
-    Tensor d_up = activate_backward(inner, kept.up, activation_);
-    inner = activate(kept.up, activation_);
-    kept.up = std::move(d_up);
-  }
-  down_.add_gradient(weights, sums, d_y, inner, low_down);
-  inner.reset();
-  if (!gated_ || gate_up_) {
-    const Tensor d = gated_ ? at::cat({kept.gate, kept.up}, 1) : kept.up;
-    kept = {};
-    const Linear& first = gated_ ? gate_up_ : up_;
-    const Tensor low = first.low_gradient(weights, d);
-    first.add_gradient(weights, sums, d, normed, low);
-    normed.reset();
-    return first.input_gradient(weights, d, low);
-  }
-  const Tensor low_gate = gate_.low_gradient(weights, kept.gate), low_up = up_.low_gradient(weights, kept.up);
-  gate_.add_gradient(weights, sums, kept.gate, normed, low_gate);
-  up_.add_gradient(weights, sums, kept.up, normed, low_up);
-  normed.reset();
-  Tensor d_normed = gate_.input_gradient(weights, kept.gate, low_gate);
-  kept.gate.reset();
-  up_.add_input_gradient(weights, d_normed, kept.up, low_up);
-  return d_normed;
+at::Tensor DecoderMlp::contract(const Weights& weights, const Kept& kept) const {
+  return experts_ ? experts_->contract(weights, kept.experts) : dense_.contract(weights, kept.dense);
+}
+
+at::Tensor DecoderMlp::backward(const Weights& weights, const Gradients& sums, at::Tensor normed, Kept kept,
+                                const at::Tensor& d_out) const {
+  return experts_ ? experts_->backward(weights, sums, normed, std::move(kept.experts), d_out)
+                  : dense_.backward(weights, sums, std::move(normed), std::move(kept.dense), d_out);
+}
+
+std::vector<at::Tensor> DecoderMlp::essentials(const Kept& kept) const {
+  return experts_ ? experts_->essentials(kept.experts) : dense_.essentials(kept.dense);
+}
+
+DecoderMlp::Kept DecoderMlp::restore(std::vector<at::Tensor>::const_iterator& next) const {
+  Kept kept;
+  if (experts_)
+    kept.experts = experts_->restore(next);
+  else
+    kept.dense = dense_.restore(next);
+  return kept;
 }
 
 }  // namespace tierflow::models

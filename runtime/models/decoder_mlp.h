@@ -1,7 +1,10 @@
 #pragma once
-// The MLP half of a decoder's block: down(activation(gate(x)) * up(x)), or down(activation(up(x))). Its input is normed
-// already; the residual is added outside.
-#include "runtime/models/linear.h"
+// The MLP half of a decoder's block: one MLP, or a mixture of experts. Its input is normed already; the residual is
+// added outside.
+#include <optional>
+
+#include "runtime/models/expert_mlp.h"
+#include "runtime/models/gated_mlp.h"
 #include "runtime/models/norm.h"
 
 namespace tierflow::models {
@@ -15,17 +18,18 @@ class DecoderMlp {
   const Norm& in() const { return in_; }
   const Norm& out() const { return out_; }
 
-  // What the gradient takes from the forward, [tokens, intermediate]; gate only where there is one.
+  // What the gradient takes from the forward.
   struct Kept {
-    at::Tensor gate, up;
+    GatedMlp::Kept dense;
+    ExpertMlp::Kept experts;
   };
 
   // normed, the result: [.., hidden]. Differentiable where autograd is on. dropout: of what adapters take.
   at::Tensor forward(const Weights& weights, const at::Tensor& normed, double dropout) const;
 
   // By hand, for normed [tokens, hidden].
-  Kept expand(const Weights& weights, const at::Tensor& normed, double dropout = 0) const;
-  at::Tensor contract(const Weights& weights, const Kept& kept, double dropout = 0) const;
+  Kept expand(const Weights& weights, const at::Tensor& normed) const;
+  at::Tensor contract(const Weights& weights, const Kept& kept) const;
   // The gradient of normed, which is released as soon as it is used; adds those of the half's tensors.
   at::Tensor backward(const Weights& weights, const Gradients& sums, at::Tensor normed, Kept kept,
                       const at::Tensor& d_out) const;
@@ -34,10 +38,9 @@ class DecoderMlp {
   Kept restore(std::vector<at::Tensor>::const_iterator& next) const;
 
  private:
-  bool gated_;
-  Activation activation_;
   Norm in_, out_;
-  Linear gate_, up_, gate_up_, down_;
+  GatedMlp dense_;
+  std::optional<ExpertMlp> experts_;
 };
 
 }  // namespace tierflow::models

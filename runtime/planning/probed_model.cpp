@@ -20,13 +20,16 @@ double stage_operations(const ModelSpec& spec, int stage, std::int64_t micro_bat
   const ModelConfig& c = spec.config;
   const StageSpec& of = spec.stages[stage];
   const double tokens = static_cast<double>(micro_batch) * static_cast<double>(sequence_length);
+  const double share =  // of the tokens, at an expert
+      c.experts.count == 0 ? 0.0 : static_cast<double>(c.experts.per_token) / static_cast<double>(c.experts.count);
   double products = 0;  // parameters, each of which every token is multiplied with
   if (is_head(of)) {
     products = static_cast<double>(spec.units[of.units.back()].tensors.front().elements());
   } else if (of.kind != StageKind::embedding) {
     for (const int unit : of.units)
       for (const TensorSpec& tensor : spec.units[unit].tensors)
-        if (tensor.shape.size() > 1) products += static_cast<double>(tensor.elements());
+        if (tensor.shape.size() > 1)
+          products += static_cast<double>(tensor.elements()) * (tensor.part == Part::expert ? share : 1.0);
   }
   double operations = tokens * (2 * products + static_cast<double>(c.hidden_size));
   if (of.kind == StageKind::block || of.kind == StageKind::attention) {
@@ -39,20 +42,35 @@ double stage_operations(const ModelSpec& spec, int stage, std::int64_t micro_bat
 
 int width_parts(const ModelSpec& spec) {
   const ModelConfig& c = spec.config;
-  return static_cast<int>(std::gcd(std::gcd(c.heads, c.kv_heads), std::gcd(c.hidden_size, c.intermediate_size)));
+  const std::int64_t experts = std::gcd(c.experts.width, c.experts.shared_width);  // 0 where there are none
+  return static_cast<int>(
+      std::gcd(std::gcd(std::gcd(c.heads, c.kv_heads), std::gcd(c.hidden_size, c.intermediate_size)), experts));
 }
 
 ModelSpec narrowed(const ModelSpec& spec, int parts) {
   const int all = width_parts(spec);
   ModelSpec narrow{.config = spec.config, .config_json = spec.config_json, .tiling = spec.tiling};
   ModelConfig& c = narrow.config;
-  for (std::int64_t* size : {&c.heads, &c.kv_heads, &c.hidden_size, &c.intermediate_size}) *size = *size / all * parts;
-  // The same rows in a tile, and halves where the model has halves.
+  for (std::int64_t* size :
+       {&c.heads, &c.kv_heads, &c.hidden_size, &c.intermediate_size, &c.experts.width, &c.experts.shared_width})
+    *size = *size / all * parts;
+  // The same rows in a tile, the same blocks whole and as many experts in a stage.
   const std::int64_t rows = std::max<std::int64_t>(1, spec.tiling.vocabulary_elements / spec.config.hidden_size);
   narrow.tiling.vocabulary_elements = rows * c.hidden_size;
-  const bool halves = std::any_of(spec.stages.begin(), spec.stages.end(),
-                                  [](const StageSpec& stage) { return stage.kind == StageKind::attention; });
-  narrow.tiling.block_elements = halves ? 0 : INT64_MAX;
+  narrow.tiling.block_elements = INT64_MAX;
+  build_units(narrow);
+  std::vector<std::int64_t> elements(static_cast<std::size_t>(c.layers));
+  for (const StageSpec& stage : narrow.stages)
+    if (stage.block >= 0) elements[static_cast<std::size_t>(stage.block)] = narrow.units[stage.units[0]].parameters();
+  narrow.tiling.block_elements = 0;
+  for (const StageSpec& stage : spec.stages) {
+    if (stage.kind == StageKind::block)
+      narrow.tiling.block_elements =
+          std::max(narrow.tiling.block_elements, elements[static_cast<std::size_t>(stage.block)]);
+    narrow.tiling.experts = std::max(narrow.tiling.experts, stage.experts);
+  }
+  narrow.units.clear();
+  narrow.stages.clear();
   build_units(narrow);
   train_as(narrow, spec);
   return narrow;

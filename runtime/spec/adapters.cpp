@@ -220,7 +220,7 @@ void set_base_format(ModelSpec& spec, WeightFormat format) {
   for (const StageSpec& stage : spec.stages) {
     if (stage.block < 0) continue;
     for (TensorSpec& tensor : spec.units[static_cast<std::size_t>(stage.units.front())].tensors) {
-      if (is_adapter(tensor) || linear_module(tensor).empty()) continue;
+      if (tensor.part != Part::expert && (is_adapter(tensor) || linear_module(tensor).empty())) continue;
       tensor.format = format;
       tensor.trainable = false;
     }
@@ -247,7 +247,7 @@ std::string linear_module(const TensorSpec& tensor) {
     name.remove_suffix(kA.size());
     return std::string(name);
   }
-  if (tensor.shape.size() != 2 || !name.ends_with(kWeight)) return {};
+  if (tensor.shape.size() != 2 || !name.ends_with(kWeight) || tensor.part != Part::plain) return {};
   name.remove_suffix(kWeight.size());
   return std::string(name);
 }

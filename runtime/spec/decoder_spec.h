@@ -39,6 +39,19 @@ struct RopeSpec {
 struct LayerSpec {
   std::int64_t window = 0;  // keys that a query sees, itself among them; 0: all before it
   int rope = 0;             // of ModelConfig::ropes; -1: none
+  bool experts = false;     // its MLP is a mixture of experts
+};
+
+// A mixture of experts: of the `count` MLPs of a layer each token takes the `per_token` with the highest scores, of
+// equal ones those that come first. y = shared(x) + sum of weight * expert(x), summed in fp32: the shared expert, then
+// the others from the first to the last.
+struct ExpertsSpec {
+  std::int64_t count = 0, per_token = 0;
+  std::int64_t width = 0;         // intermediate size of one
+  std::int64_t shared_width = 0;  // of the expert that every token takes; 0: there is none
+  bool shared_gate = false;       // its result is multiplied with the sigmoid of a product of its own
+  bool normalised = false;        // a token's weights, its chosen scores of a softmax over all experts, sum to 1
+  bool rounded = true;            // weights are rounded to the model's type
 };
 
 // What a family calls its tensors. Empty: it has no such tensor.
@@ -51,6 +64,11 @@ struct DecoderNames {
   // Norms of what a half takes and of what it adds.
   std::string attention_norm = "input_layernorm", attention_out_norm = {};
   std::string mlp_norm = "post_attention_layernorm", mlp_out_norm = {};
+  // Of layers with experts. Expert e's matrices are expert.e.expert_gate and so on; where stacked_in is given, all of a
+  // layer lie in two: stacked_in [experts, 2 width, hidden], rows of gate first, and stacked_down.
+  std::string router = "mlp.gate", expert = "mlp.experts", stacked_in = {}, stacked_down = {};
+  std::string expert_gate = "gate_proj", expert_up = "up_proj", expert_down = "down_proj";
+  std::string shared = "mlp.shared_expert", shared_gate = "mlp.shared_expert_gate";
 };
 
 }  // namespace tierflow

@@ -87,6 +87,11 @@ constexpr std::array families = {
     FamilyRow{"Exaone4ForCausalLM", "exaone4", Family::decoder, read_exaone4},
     FamilyRow{"ArceeForCausalLM", "arcee", Family::decoder, read_arcee},
     FamilyRow{"Ernie4_5ForCausalLM", "ernie4_5", Family::decoder, read_ernie},
+    FamilyRow{"MixtralForCausalLM", "mixtral", Family::decoder, read_mixtral},
+    FamilyRow{"Qwen2MoeForCausalLM", "qwen2_moe", Family::decoder, read_qwen2_moe},
+    FamilyRow{"Qwen3MoeForCausalLM", "qwen3_moe", Family::decoder, read_qwen3_moe},
+    FamilyRow{"OlmoeForCausalLM", "olmoe", Family::decoder, read_olmoe},
+    FamilyRow{"GraniteMoeForCausalLM", "granitemoe", Family::decoder, read_granite_moe},
     FamilyRow{"GPT2LMHeadModel", "gpt2", Family::gpt2, read_gpt2},
     FamilyRow{"OPTForCausalLM", "opt", Family::opt, read_opt},
 };

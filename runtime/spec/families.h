@@ -44,6 +44,13 @@ void read_exaone4(const JsonFields& fields, ModelConfig& config);
 void read_arcee(const JsonFields& fields, ModelConfig& config);
 void read_ernie(const JsonFields& fields, ModelConfig& config);
 
+// Of expert_families.cpp.
+void read_mixtral(const JsonFields& fields, ModelConfig& config);
+void read_qwen2_moe(const JsonFields& fields, ModelConfig& config);
+void read_qwen3_moe(const JsonFields& fields, ModelConfig& config);
+void read_olmoe(const JsonFields& fields, ModelConfig& config);
+void read_granite_moe(const JsonFields& fields, ModelConfig& config);
+
 Activation read_activation(const JsonFields& fields, const char* field, const std::string& fallback);
 // Throws Exception (kind input) where the field is not `value`.
 void require(const JsonFields& fields, const char* name, bool fallback, bool value);

@@ -45,6 +45,7 @@ struct ModelConfig {
   double query_scaling = 0;                          // b: q times 1 + b log(1 + floor(position / original)); 0: none
   double embedding_multiplier = 1, logits_multiplier = 1;
   double residual_multiplier = 1;  // of what each half adds
+  ExpertsSpec experts;
   LayerSpec layer(std::int64_t index) const {
     return layer_specs.empty() ? LayerSpec{} : layer_specs.at(static_cast<std::size_t>(index));
   }
@@ -62,19 +63,25 @@ struct Tiling {
   // An embedding or head with more elements becomes tiles of consecutive vocabulary rows. A tile has at most so many
   // elements, and at least one row.
   std::int64_t vocabulary_elements = std::int64_t{1} << 27;
-  // A block with more becomes two stages with a unit each: attention and MLP.
+  // A block with more becomes two stages with a unit each: attention and MLP. An MLP of experts with more becomes
+  // stages of some experts each.
   std::int64_t block_elements = std::int64_t{1} << 29;
+  std::int64_t experts = 0;  // of one such stage; 0: as many as block_elements allows
 
   static constexpr Tiling none() { return {.vocabulary_elements = INT64_MAX, .block_elements = INT64_MAX}; }
 };
 
-// A tensor of the checkpoint, or consecutive rows of one.
+// expert: of some tokens alone.
+enum class Part : std::uint8_t { plain, router, expert };
+
+// A tensor of the checkpoint, or consecutive rows of one: where it has three dimensions, consecutive matrices.
 struct TensorSpec {
   std::string name;                 // as in the checkpoint, e.g. "model.layers.3.self_attn.q_proj.weight"
   std::string role;                 // the same within its block, e.g. "self_attn.q_proj.weight": equal for every block
   std::vector<std::int64_t> shape;  // as in the checkpoint, but for the rows of a tile
   std::int64_t first_row = 0;       // of the checkpoint's tensor
   std::int64_t all_rows = 0;        // of the checkpoint's tensor; 0: the tensor is whole
+  Part part = Part::plain;
   Init init = Init::normal;
   double init_std = 0.02;                    // standard deviation
   double scale = 1.0;                        // of an adapter's product, at its second factor
@@ -97,9 +104,10 @@ struct UnitSpec {
   std::int64_t parameters() const;
 };
 
-// block: attention and MLP in one. norm: the final norm, apart from the head where that is tiled. head_tile: the tiles
-// of a head but the last, which is the head.
-enum class StageKind : std::uint8_t { embedding, block, attention, mlp, norm, head_tile, head };
+// block: attention and MLP in one. experts: some of an MLP's; the first such stage of a block begins with the MLP's
+// norm and chooses for each token, the last adds the sum to the residual. norm: the final norm, apart from the head
+// where that is tiled. head_tile: the tiles of a head but the last, which is the head.
+enum class StageKind : std::uint8_t { embedding, block, attention, mlp, experts, norm, head_tile, head };
 
 // One step of the forward pass. Its own unit comes first; a tied head also names the embedding's unit, last. Stages
 // without a unit of their own: a tied head without a final norm (OPT with norm_before false), or that norm's stage.
@@ -108,6 +116,8 @@ struct StageSpec {
   std::int64_t block = -1;             // index of the block, -1 for the others
   std::vector<int> units;              // indices into ModelSpec::units
   std::int64_t first_row = 0;          // of the vocabulary, in its tile
+  std::int64_t first_expert = 0;       // of those in it, where it is a stage of experts
+  std::int64_t experts = 0;            // how many are in it
   bool backward_needs_input = true;    // the backward takes the stage's input; if false, it is not saved
   bool backward_needs_weights = true;  // the backward takes the weights
 };

@@ -15,8 +15,21 @@ class UnitBuilder {
 
   void matrix(const std::string& role, std::int64_t rows, std::int64_t columns) { matrix(role, rows, columns, std_); }
   void matrix(const std::string& role, std::int64_t rows, std::int64_t columns, double std) {
-    unit_.tensors.push_back({.name = prefix_ + role, .role = role, .shape = {rows, columns}, .init_std = std});
+    unit_.tensors.push_back(
+        {.name = prefix_ + role, .role = role, .shape = {rows, columns}, .part = part_, .init_std = std});
   }
+  // Consecutive ones of `all` matrices in one tensor.
+  void stack(const std::string& role, std::int64_t first, std::int64_t count, std::int64_t all, std::int64_t rows,
+             std::int64_t columns) {
+    matrix(role, rows, columns);
+    TensorSpec& tensor = unit_.tensors.back();
+    tensor.shape.insert(tensor.shape.begin(), count);
+    if (count == all) return;
+    tensor.first_row = first;
+    tensor.all_rows = all;
+  }
+  // The tensors from here on are of this part.
+  void begin(Part part) { part_ = part; }
   void embedding(const std::string& role, std::int64_t rows, std::int64_t columns) {
     matrix(role, rows, columns);
     unit_.tensors.back().moments_32 = true;
@@ -58,6 +71,7 @@ class UnitBuilder {
   }
 
   UnitSpec unit_;
+  Part part_ = Part::plain;
   std::string prefix_;
   double std_;
 };
@@ -93,8 +107,39 @@ Edges edges_of(const ModelConfig& c) {
   return {.prefix = c.names.prefix, .tokens = c.names.tokens, .norm = c.names.norm, .norm_kind = c.norm};
 }
 
+// `count` experts of a layer, from `first` on; before the first of all what every token takes.
+void add_experts(const ModelConfig& c, std::int64_t first, std::int64_t count, UnitBuilder& builder) {
+  const DecoderNames& names = c.names;
+  const ExpertsSpec& e = c.experts;
+  if (first == 0) {
+    builder.begin(Part::router);
+    builder.linear(names.router, e.count, c.hidden_size, false);
+    builder.begin(Part::plain);
+    if (e.shared_width > 0) {
+      builder.linear(names.shared + ".gate_proj", e.shared_width, c.hidden_size, false);
+      builder.linear(names.shared + ".up_proj", e.shared_width, c.hidden_size, false);
+      builder.linear(names.shared + ".down_proj", c.hidden_size, e.shared_width, false);
+      if (e.shared_gate) builder.linear(names.shared_gate, 1, c.hidden_size, false);
+    }
+    builder.norm(c.norm, names.mlp_norm, c.hidden_size);
+  }
+  builder.begin(Part::expert);
+  if (!names.stacked_in.empty()) {
+    builder.stack(names.stacked_in, first, count, e.count, 2 * e.width, c.hidden_size);
+    builder.stack(names.stacked_down, first, count, e.count, c.hidden_size, e.width);
+  } else {
+    for (std::int64_t i = first; i < first + count; ++i) {
+      const std::string expert = names.expert + "." + std::to_string(i) + ".";
+      builder.linear(expert + names.expert_gate, e.width, c.hidden_size, false);
+      builder.linear(expert + names.expert_up, e.width, c.hidden_size, false);
+      builder.linear(expert + names.expert_down, c.hidden_size, e.width, false);
+    }
+  }
+  builder.begin(Part::plain);
+}
+
 // Each adds a block's attention to one unit and its MLP to the other; both may be the same.
-void decoder_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
+void decoder_block(const ModelConfig& c, std::int64_t layer, UnitBuilder& attention, UnitBuilder& mlp) {
   const DecoderNames& names = c.names;
   const std::int64_t q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
   attention.linear(names.qkv, q + 2 * kv, c.hidden_size, c.qkv_bias);
@@ -107,17 +152,21 @@ void decoder_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& ml
     attention.norm(c.norm, names.q_norm, whole ? q : c.head_dim);
     attention.norm(c.norm, names.k_norm, whole ? kv : c.head_dim);
   }
-  mlp.linear(names.gate_up, 2 * c.intermediate_size, c.hidden_size, c.mlp_bias);
-  mlp.linear(names.gate, c.intermediate_size, c.hidden_size, c.mlp_bias);
-  mlp.linear(names.up, c.intermediate_size, c.hidden_size, c.mlp_bias);
-  mlp.linear(names.down, c.hidden_size, c.intermediate_size, c.mlp_bias);
+  const bool experts = c.layer(layer).experts;
+  if (!experts) {
+    mlp.linear(names.gate_up, 2 * c.intermediate_size, c.hidden_size, c.mlp_bias);
+    mlp.linear(names.gate, c.intermediate_size, c.hidden_size, c.mlp_bias);
+    mlp.linear(names.up, c.intermediate_size, c.hidden_size, c.mlp_bias);
+    mlp.linear(names.down, c.hidden_size, c.intermediate_size, c.mlp_bias);
+  }
   attention.norm(c.norm, names.attention_norm, c.hidden_size);
   attention.norm(c.norm, names.attention_out_norm, c.hidden_size);
+  if (experts) return add_experts(c, 0, c.experts.count, mlp);
   mlp.norm(c.norm, names.mlp_norm, c.hidden_size);
   mlp.norm(c.norm, names.mlp_out_norm, c.hidden_size);
 }
 
-void gpt2_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
+void gpt2_block(const ModelConfig& c, std::int64_t /*layer*/, UnitBuilder& attention, UnitBuilder& mlp) {
   const double std = c.initializer_range;
   // Two projections a block end on the residual path.
   const double residual_std = std / std::sqrt(2.0 * static_cast<double>(c.layers));
@@ -129,7 +178,7 @@ void gpt2_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) 
   mlp.conv1d("mlp.c_proj", c.hidden_size, c.intermediate_size, residual_std);
 }
 
-void opt_block(const ModelConfig& c, UnitBuilder& attention, UnitBuilder& mlp) {
+void opt_block(const ModelConfig& c, std::int64_t /*layer*/, UnitBuilder& attention, UnitBuilder& mlp) {
   attention.linear("self_attn.k_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
   attention.linear("self_attn.v_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
   attention.linear("self_attn.q_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
@@ -184,21 +233,48 @@ void add_embedding(ModelSpec& spec, const Edges& edges) {
   }
 }
 
+// How many experts of a layer are one stage: as many as the tiling allows, each stage but the last the same number.
+std::int64_t experts_together(const ModelSpec& spec) {
+  const ExpertsSpec& e = spec.config.experts;
+  if (spec.tiling.experts > 0) return std::min(spec.tiling.experts, e.count);
+  const std::int64_t of_one = 3 * e.width * spec.config.hidden_size;
+  const std::int64_t most = std::clamp<std::int64_t>(spec.tiling.block_elements / of_one, 1, e.count);
+  const std::int64_t stages = (e.count + most - 1) / most;
+  return (e.count + stages - 1) / stages;
+}
+
 void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
-               void (*describe)(const ModelConfig&, UnitBuilder&, UnitBuilder&)) {
+               void (*describe)(const ModelConfig&, std::int64_t, UnitBuilder&, UnitBuilder&)) {
   const std::string name = layer_name(index);
   const double std = spec.config.initializer_range;
   UnitBuilder whole(name, prefix, std);
-  describe(spec.config, whole, whole);
+  describe(spec.config, index, whole, whole);
+  const std::int64_t experts = spec.config.layer(index).experts ? spec.config.experts.count : 0;
   // Halves that take the same input stay one stage.
   if (UnitSpec unit = whole.take(); spec.config.parallel || unit.parameters() <= spec.tiling.block_elements) {
-    spec.stages.push_back({.kind = StageKind::block, .block = index, .units = {add_unit(spec, std::move(unit))}});
+    spec.stages.push_back(
+        {.kind = StageKind::block, .block = index, .units = {add_unit(spec, std::move(unit))}, .experts = experts});
     return;
   }
   UnitBuilder attention(name + ".attention", prefix, std), mlp(name + ".mlp", prefix, std);
-  describe(spec.config, attention, mlp);
+  describe(spec.config, index, attention, mlp);
   spec.stages.push_back({.kind = StageKind::attention, .block = index, .units = {add_unit(spec, attention.take())}});
-  spec.stages.push_back({.kind = StageKind::mlp, .block = index, .units = {add_unit(spec, mlp.take())}});
+  const std::int64_t together = experts == 0 ? 0 : experts_together(spec);
+  if (together == experts) {
+    spec.stages.push_back(
+        {.kind = StageKind::mlp, .block = index, .units = {add_unit(spec, mlp.take())}, .experts = experts});
+    return;
+  }
+  for (std::int64_t first = 0; first < experts; first += together) {
+    const std::int64_t count = std::min(together, experts - first);
+    UnitBuilder some(name + ".experts." + std::to_string(first / together), prefix, std);
+    add_experts(spec.config, first, count, some);
+    spec.stages.push_back({.kind = StageKind::experts,
+                           .block = index,
+                           .units = {add_unit(spec, some.take())},
+                           .first_expert = first,
+                           .experts = count});
+  }
 }
 
 void add_head(ModelSpec& spec, const Edges& edges) {

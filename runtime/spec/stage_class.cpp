@@ -3,13 +3,17 @@
 namespace tierflow {
 
 std::string stage_class(const ModelSpec& spec, int stage) {
-  static constexpr const char* kKinds[] = {"embedding", "block", "attention", "mlp", "norm", "head_tile", "head"};
+  static constexpr const char* kKinds[] = {"embedding", "block", "attention", "mlp",
+                                           "experts",   "norm",  "head_tile", "head"};
   const auto name = [&](int index) { return std::string(kKinds[static_cast<int>(spec.stages[index].kind)]); };
   std::string text = name(stage);
-  // A tile passes on what it found beside the hidden states: the first one gets none.
+  // A tile passes on what it found beside the hidden states: the first one gets none. So do stages of experts, and the
+  // last one passes on none.
   const StageKind kind = spec.stages[stage].kind;
-  if (kind == StageKind::embedding || kind == StageKind::head_tile || kind == StageKind::head)
+  if (kind == StageKind::embedding || kind == StageKind::head_tile || kind == StageKind::head ||
+      kind == StageKind::experts)
     text.append(" after ").append(stage == 0 ? "nothing" : name(stage - 1));
+  if (kind == StageKind::experts) text.append(" before ").append(name(stage + 1));
   if (spec.stages[stage].block >= 0) {
     const LayerSpec layer = spec.config.layer(spec.stages[stage].block);
     if (layer.window > 0) text.append(" window ").append(std::to_string(layer.window));

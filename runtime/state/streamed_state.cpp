@@ -206,8 +206,12 @@ void write_weights(CheckpointWriter& writer, const std::vector<UnitSpec>& units,
   std::uint64_t done = 0, total = 0;
   for (const PackedUnit& unit : packed.units)
     for (const PackedTensor& tensor : unit.tensors) total += tensor.elements;
-  const auto write_unit = [&](int unit, const auto& now) {
+  // What `now` says of the unit's tensors, in their order.
+  const auto write_part = [&](int unit, const std::function<bool(const PackedTensor&)>& now) {
     for (const swap::Chunk& chunk : layout.chunks_of(unit)) {
+      bool any = false;
+      for_each_piece(packed.units[unit], chunk, [&](const PackedTensor& tensor, auto...) { any = any || now(tensor); });
+      if (!any) continue;
       read(layout.first_chunk(unit) + chunk.index, [&](std::span<std::byte> words) {
         for_each_piece(packed.units[unit], chunk,
                        [&](const PackedTensor& tensor, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
@@ -219,15 +223,27 @@ void write_weights(CheckpointWriter& writer, const std::vector<UnitSpec>& units,
       if (progress) progress(phase, done, total);
     }
   };
-  for (int unit = 0; unit < static_cast<int>(packed.units.size()); ++unit) {
+  const auto spec_of = [&](int unit, const PackedTensor& tensor) -> const TensorSpec& {
+    return units[unit].tensors[tensor.tensor];
+  };
+  const int count = static_cast<int>(packed.units.size());
+  for (int unit = 0; unit < count; ++unit) {
     const std::vector<PackedTensor>& tensors = packed.units[unit].tensors;
-    const auto goes_on = [&](const PackedTensor& tensor) { return units[unit].tensors[tensor.tensor].first_row != 0; };
-    if (std::none_of(tensors.begin(), tensors.end(), goes_on) || goes_on(tensors.front())) {
-      write_unit(unit, [](const PackedTensor&) { return true; });
+    if (std::ranges::none_of(tensors, [&](const auto& tensor) { return spec_of(unit, tensor).all_rows != 0; })) {
+      write_part(unit, [](const PackedTensor&) { return true; });
       continue;
     }
-    write_unit(unit, goes_on);
-    write_unit(unit, [&](const PackedTensor& tensor) { return !goes_on(tensor); });
+    // A tensor whose other tiles lie in the units that follow is written to its end; these skip what is written.
+    for (const PackedTensor& first : tensors) {
+      const std::string& name = spec_of(unit, first).name;
+      if (spec_of(unit, first).first_row != 0) continue;
+      bool found = true;
+      for (int holds = unit; found && holds < count; ++holds) {
+        const auto named = [&](const PackedTensor& tensor) { return spec_of(holds, tensor).name == name; };
+        found = std::ranges::any_of(packed.units[holds].tensors, named);
+        if (found) write_part(holds, named);
+      }
+    }
   }
 }
 

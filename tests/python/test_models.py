@@ -100,6 +100,14 @@ CONFIGS = {
     "exaone4_full": lambda: transformers.Exaone4Config(**SMALL, sliding_window=None, sliding_window_pattern=None, layer_types=["full_attention"] * 3),
     "arcee": lambda: transformers.ArceeConfig(**SMALL, mlp_bias=True),
     "ernie4_5": lambda: transformers.Ernie4_5Config(**SMALL, head_dim=16, use_bias=True),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SMALL, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=80),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1], norm_topk_prob=True),
+    "olmoe": lambda: transformers.OlmoeConfig(**SMALL, num_experts=6, num_experts_per_tok=2),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, residual_multiplier=0.4, attention_multiplier=0.2),
+    "mixtral_all": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=4),
+    "qwen2_moe_all": lambda: transformers.Qwen2MoeConfig(**SMALL, num_experts=3, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=80),
+    "granitemoe_all": lambda: transformers.GraniteMoeConfig(**SMALL, num_local_experts=3, num_experts_per_tok=3),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2_untied": lambda: transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
     "opt": lambda: transformers.OPTConfig(**OPT),
@@ -137,6 +145,20 @@ def reference(model, ids, labels):
     return losses.detach(), {**tensors, "logits": logits.detach().float()}
 
 
+def as_saved(model, tensors, folder):
+    """Gradients under the names and in the shapes of the saved weights: transformers stacks experts in memory."""
+    if not any(".experts." in name for name in tensors):
+        return tensors
+    weights = {name: weight.data for name, weight in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        weight.data = tensors[name].to(weight.dtype)
+    model.save_pretrained(folder)
+    for name, weight in model.named_parameters():
+        weight.data = weights[name]
+    saved = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    return {**saved, "logits": tensors["logits"]}
+
+
 def probe(folder, ids, labels, dtype, out, *tiles):
     given = out.with_suffix(".tokens")
     given.write_bytes(ids.numpy().tobytes() + labels.numpy().tobytes())
@@ -151,6 +173,11 @@ def distance(a, b):
     return ((a - b).norm() / b.norm().clamp_min(1e-12)).item()
 
 
+# A token near the edge between two experts goes to the other one for an error of rounding: in bf16 nothing can be compared. Those
+# that call all experts for every token are.
+CHOOSES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"]
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_parity(family, tmp_path):
     if not PROBE.exists():
@@ -161,6 +188,7 @@ def test_parity(family, tmp_path):
     model.save_pretrained(folder)
     ids, labels = tokens()
     exact_losses, exact = reference(model, ids, labels)
+    exact = as_saved(model, exact, tmp_path / "exact")
     counted = (labels >= 0).sum().item()
 
     loss, losses, ours = probe(folder, ids, labels, "f32", tmp_path / "f32")
@@ -172,7 +200,10 @@ def test_parity(family, tmp_path):
             continue  # softmax does not see it: rounding alone
         assert distance(ours[name], tensor) < 1e-4, name
 
+    if family in CHOOSES:
+        return
     bf16_losses, bf16 = reference(model.bfloat16(), ids, labels)
+    bf16 = as_saved(model, bf16, tmp_path / "exact_bf16")
     loss, losses, ours = probe(folder, ids, labels, "bf16", tmp_path / "bf16")
     assert loss == pytest.approx(bf16_losses.sum().item() / counted, rel=2e-3)
     assert (losses.float() - exact_losses).abs().max() < 2 * (bf16_losses - exact_losses).abs().max() + 0.02
@@ -199,10 +230,12 @@ def test_parity_in_tiles(family, tmp_path):
     model.save_pretrained(folder)
     ids, labels = tokens()
     exact_losses, exact = reference(model, ids, labels)
+    exact = as_saved(model, exact, tmp_path / "exact")
     mean = exact_losses.sum().item() / (labels >= 0).sum().item()
     _, bf16 = reference(model.bfloat16(), ids, labels)
+    bf16 = as_saved(model, bf16, tmp_path / "exact_bf16")
     del exact["logits"]
-    for dtype, close in ("f32", 1e-5), ("bf16", 2e-3):
+    for dtype, close in [("f32", 1e-5), ("bf16", 2e-3)][: 1 if family in CHOOSES else 2]:
         loss, _, ours = probe(folder, ids, labels, dtype, tmp_path / dtype, 48 * 64)
         assert ours.keys() == exact.keys()
         assert loss == pytest.approx(mean, rel=close)

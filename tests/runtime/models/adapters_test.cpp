@@ -78,7 +78,7 @@ TEST_P(Adapters, AreTheModelOfMergedWeights) {
     int layers = 0;
     for (const UnitSpec& unit : whole.spec().units)
       for (const TensorSpec& tensor : unit.tensors)
-        layers += unit.name.starts_with("layers.") && tensor.shape.size() == 2 ? 1 : 0;
+        layers += unit.name.starts_with("layers.") && tensor.shape.size() == 2 && tensor.part == Part::plain ? 1 : 0;
     EXPECT_EQ(adapters, layers);
   }
 }
@@ -141,8 +141,8 @@ TEST_P(Adapters, DropoutIsThatOfTheSeed) {
   for (std::size_t u = 0; u < model.units.size(); ++u)
     for (std::size_t t = 0; t < model.units[u].size(); ++t)
       if (model.gradients[u][t].defined()) {
-        expected += 1e-6 * model.gradients[u][t].square().sum().item<double>();
-        model.units[u][t] -= 1e-6 * model.gradients[u][t];
+        expected += 1e-7 * model.gradients[u][t].square().sum().item<double>();
+        model.units[u][t] -= 1e-7 * model.gradients[u][t];
       }
   const double lower = model.forward_backward(tokens, 1.0, true, 40);
   EXPECT_NEAR((once - lower) / expected, 1.0, 0.01);

@@ -11,9 +11,9 @@
 
 namespace tierflow::testing {
 
-inline std::string llama_json(const std::string& model_class, const std::string& more) {
-  return R"({"architectures": [")" + model_class +
-         R"("], "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+inline std::string llama_json(const std::string& model_class, const std::string& more, int intermediate = 48) {
+  return R"({"architectures": [")" + model_class + R"("], "vocab_size": 96, "hidden_size": 32, "intermediate_size": )" +
+         std::to_string(intermediate) + R"(, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5)" +
          more + "}";
 }
@@ -57,6 +57,12 @@ inline std::vector<Case> cases(const std::string& dropout = "0.0") {
       {"cohere2", llama_json("Cohere2ForCausalLM", R"(, "sliding_window": 5, "sliding_window_pattern": 2,
         "logit_scale": 0.5)")},
       {"starcoder2", llama_json("Starcoder2ForCausalLM", "")},
+      {"mixtral", llama_json("MixtralForCausalLM", R"(, "num_local_experts": 4, "num_experts_per_tok": 2)", 24)},
+      {"qwen2_moe", llama_json("Qwen2MoeForCausalLM", R"(, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32)")},
+      {"granite_moe", llama_json("GraniteMoeForCausalLM", R"(, "num_local_experts": 3, "num_experts_per_tok": 2,
+        "residual_multiplier": 0.5)",
+                                 24)},
       {"gpt2", gpt2 + "}"},
       {"gpt2_untied", gpt2 + R"(, "tie_word_embeddings": false})"},
       {"opt", opt + "}"},

@@ -100,17 +100,22 @@ void expect_default_backward(ResidentModel m, std::size_t stage, torch::ScalarTy
   const MicroBatch tokens = batch(2, 40);
   const Shared shared = m.model->share(tokens, torch::kCPU);
   const std::vector<Carry> inputs = m.forward(shared, true);
-  const Carry d_out = {torch::randn_like(inputs[stage + 1][0])};
+  Carry d_out, by_hand;  // between stages of experts the gradient by hand is fp32 but for the hidden states
+  for (const torch::Tensor& out : inputs[stage + 1]) {
+    d_out.push_back(torch::randn_like(out));
+    by_hand.push_back(by_hand.empty() ? d_out.back() : d_out.back().to(torch::kFloat));
+  }
   const int s = static_cast<int>(stage);
   const auto unit = static_cast<std::size_t>(m.spec().stages[stage].units.front());
-  const Carry own = m.model->backward(s, m.bind(s, m.units), m.bind(s, m.gradients), inputs[stage], shared, d_out);
+  const Carry own = m.model->backward(s, m.bind(s, m.units), m.bind(s, m.gradients), inputs[stage], shared, by_hand);
   const Gradients of_own = m.gradients[unit];
   for (auto& gradient : m.gradients[unit]) gradient = torch::zeros_like(gradient);
   const Carry plain =
       m.model->LayeredModel::backward(s, m.bind(s, m.units), m.bind(s, m.gradients), inputs[stage], shared, d_out);
   const double tolerance = type == torch::kFloat ? 1e-4 : 3e-2;
   EXPECT_EQ(own[0].scalar_type(), type);
-  EXPECT_LT(relative_error(own[0], plain[0]), tolerance);
+  ASSERT_EQ(own.size(), plain.size());
+  for (std::size_t i = 0; i < own.size(); ++i) EXPECT_LT(relative_error(own[i], plain[i]), tolerance) << i;
   for (std::size_t t = 0; t < of_own.size(); ++t) {
     const std::string& name = m.spec().units[unit].tensors[t].name;
     if (name.ends_with("k_proj.bias")) continue;
@@ -118,11 +123,20 @@ void expect_default_backward(ResidentModel m, std::size_t stage, torch::ScalarTy
   }
 }
 
+// Whether rounding may send a token to another expert.
+bool chooses(const ModelSpec& spec, std::size_t stage) {
+  return spec.stages[stage].experts > 0 && spec.stages[stage].first_expert == 0;
+}
+
 TEST_P(BlockBackward, is_the_default_in_fp32_and_bf16) {
   for (const auto type : {torch::kFloat, torch::kBFloat16}) {
-    expect_default_backward(resident(GetParam(), type), 1, type);
-    for (const std::size_t stage : {4, 5})  // attention and MLP of the first block, after four tiles
-      expect_default_backward(resident(GetParam(), type, 0.2, kTiled), stage, type);
+    const ModelSpec whole = parse_model_spec(GetParam().json, GetParam().name),
+                    tiled = parse_model_spec(GetParam().json, GetParam().name, kTiled);
+    const bool exact = type == torch::kFloat;
+    if (exact || !chooses(whole, 1)) expect_default_backward(resident(GetParam(), type), 1, type);
+    for (std::size_t stage = 0; stage < tiled.stages.size(); ++stage)
+      if (tiled.stages[stage].block == 0 && (exact || !chooses(tiled, stage)))
+        expect_default_backward(resident(GetParam(), type, 0.2, kTiled), stage, type);
   }
 }
 

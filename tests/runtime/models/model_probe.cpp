@@ -66,10 +66,12 @@ int run(int count, char** arguments) {
   for (std::size_t u = 0; u < m.gradients.size(); ++u) {
     for (std::size_t t = 0; t < m.gradients[u].size(); ++t) {
       const TensorSpec& tensor = m.spec().units[u].tensors[t];
-      if (tensor.first_row == 0)
+      if (tensor.first_row == 0) {
         tensors.emplace_back(tensor.name, m.gradients[u][t]);
-      else  // tiles follow one another
-        tensors.back().second = torch::cat({tensors.back().second, m.gradients[u][t]});
+        continue;
+      }
+      for (auto& [name, whole] : tensors)
+        if (name == tensor.name) whole = torch::cat({whole, m.gradients[u][t]});
     }
   }
   std::cout.precision(17);

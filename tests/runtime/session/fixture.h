@@ -142,7 +142,10 @@ inline SessionOptions swapping(SessionOptions options, const Case& which, const 
   options = least_device(options, which, tiling);
   options.swap_to_host = 2;
   options.swap_to_storage = options.storage.empty() ? 0 : 100;
-  while (described(which, options, tiling).find("swap theirs") == std::string::npos) options.device_memory += 8 * 1024;
+  while (described(which, options, tiling).find("swap theirs") == std::string::npos) {
+    options.device_memory += 8 * 1024;
+    if (options.device_memory > std::uint64_t{64} << 20) throw std::logic_error("nothing is swapped");
+  }
   return options;
 }
 

@@ -1,0 +1,91 @@
+#pragma once
+// A mixture of experts: router, experts and the shared one, for a stage that has them all, and, a stage after the
+// other, for those that have some each (stage kind experts).
+#include "runtime/models/experts.h"
+#include "runtime/models/gated_mlp.h"
+#include "runtime/models/norm.h"
+#include "runtime/models/router.h"
+
+namespace tierflow::models {
+
+// The expert that every token takes.
+class SharedExpert {
+ public:
+  SharedExpert() = default;
+  SharedExpert(const ModelSpec& spec, const TensorIndex& index);
+
+  explicit operator bool() const { return static_cast<bool>(mlp_); }
+
+  struct Kept {
+    GatedMlp::Kept mlp;
+    at::Tensor gate;  // [tokens, 1], before its sigmoid; undefined where there is none
+  };
+  Kept expand(const Weights& weights, const at::Tensor& normed, double dropout = 0) const;
+  // Differentiable where autograd is on, as is expand().
+  at::Tensor contract(const Weights& weights, const Kept& kept, double dropout = 0) const;
+  // The gradient of normed.
+  at::Tensor backward(const Weights& weights, const Gradients& sums, const at::Tensor& normed, Kept kept,
+                      const at::Tensor& d_out) const;
+  void add_essentials(const Kept& kept, std::vector<at::Tensor>& tensors) const;
+  Kept restore(std::vector<at::Tensor>::const_iterator& next) const;
+
+ private:
+  GatedMlp mlp_;
+  Linear gate_;
+};
+
+// Of a block or MLP stage with all experts of its layer.
+class ExpertMlp {
+ public:
+  ExpertMlp() = default;
+  ExpertMlp(const ModelSpec& spec, int stage);
+
+  struct Kept {
+    at::Tensor logits;
+    Routing routing;
+    Assignment assignment;
+    Experts::Kept experts;
+    SharedExpert::Kept shared;
+  };
+  // For normed [tokens, hidden]; differentiable where autograd is on.
+  Kept expand(const Weights& weights, const at::Tensor& normed, double dropout = 0) const;
+  at::Tensor contract(const Weights& weights, const Kept& kept, double dropout = 0) const;
+  // By hand: the gradient of normed; adds those of the tensors.
+  at::Tensor backward(const Weights& weights, const Gradients& sums, const at::Tensor& normed, Kept kept,
+                      const at::Tensor& d_out) const;
+  std::vector<at::Tensor> essentials(const Kept& kept) const;
+  Kept restore(std::vector<at::Tensor>::const_iterator& next) const;
+
+ private:
+  ExpertsSpec spec_;
+  std::int64_t hidden_ = 0;
+  Router router_;
+  SharedExpert shared_;
+  Experts experts_;
+};
+
+// A stage with some of a layer's experts. Between two of them the carry holds: the hidden states that the layer's MLP
+// began with; these normed [tokens, hidden]; the router's logits [tokens, experts]; and the sum so far [tokens,
+// hidden], fp32 (fp64 in a model of fp64). Before the first and after the last it holds hidden states alone. The
+// gradient by hand of such a carry has the same shapes; those of the normed states, of the logits and of the sum are
+// fp32 (fp64).
+class ExpertStage {
+ public:
+  ExpertStage(const ModelSpec& spec, int stage);
+
+  // Differentiable where autograd is on.
+  Carry forward(const Weights& weights, const Carry& carry, double dropout) const;
+  Carry backward(const Weights& weights, const Gradients& sums, const Carry& carry, const Carry& d_out) const;
+
+ private:
+  ExpertsSpec spec_;
+  double residual_multiplier_;
+  std::int64_t hidden_;
+  bool first_, last_;
+  Norm in_;
+  Router router_;
+  SharedExpert shared_;
+  Experts experts_;
+};
+
+}  // namespace tierflow::models

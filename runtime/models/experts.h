@@ -1,0 +1,57 @@
+#pragma once
+// The experts of a stage: MLPs of which each computes some tokens alone, one after the other.
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "runtime/models/router.h"
+
+namespace tierflow::models {
+
+class Experts {
+ public:
+  Experts() = default;
+  // Of a stage of experts, or of a block or MLP with all of them.
+  Experts(const ModelSpec& spec, int stage);
+
+  // What the gradient takes from the forward of experts [begin, end): [their tokens, width], by expert.
+  struct Kept {
+    at::Tensor gate, up;
+  };
+  std::int64_t begin() const { return first_; }
+  std::int64_t end() const { return first_ + count_; }
+
+  // normed [tokens, hidden]. Differentiable where autograd is on.
+  Kept expand(const Weights& weights, const at::Tensor& normed, const Assignment& assignment, std::int64_t begin,
+              std::int64_t end) const;
+  // Adds weight * result of experts [begin, end) to `sum` [tokens, hidden], in the type of Routing::weights.
+  void contract(const Weights& weights, const Kept& kept, const Routing& routing, const Assignment& assignment,
+                std::int64_t begin, std::int64_t end, const at::Tensor& sum) const;
+  // By hand, for d_out [tokens, hidden]: adds the gradients of normed [tokens, hidden] and of Routing::weights, both in
+  // the latter's type, and those of the experts' matrices to `sums`.
+  void backward(const Weights& weights, const Gradients& sums, const at::Tensor& normed, Kept kept,
+                const Routing& routing, const Assignment& assignment, std::int64_t begin, std::int64_t end,
+                const at::Tensor& d_out, const at::Tensor& d_normed, const at::Tensor& d_weights) const;
+
+  // All of the stage, one after the other, each forgotten before the next: as the three above. They take and give back
+  // at once what one expert with every token needs, so that the memory they need at most is known before any routing.
+  void add(const Weights& weights, const at::Tensor& normed, const Routing& routing, const Assignment& assignment,
+           const at::Tensor& sum) const;
+  void add_backward(const Weights& weights, const Gradients& sums, const at::Tensor& normed, const Routing& routing,
+                    const Assignment& assignment, const at::Tensor& d_out, const at::Tensor& d_normed,
+                    const at::Tensor& d_weights) const;
+
+ private:
+  struct Matrices {  // of one expert; undefined where nobody wants a gradient
+    at::Tensor gate, up, down;
+  };
+  Matrices of(const std::vector<at::Tensor>& tensors, std::int64_t expert) const;
+
+  Activation activation_ = Activation::silu;
+  std::int64_t first_ = 0, count_ = 0, width_ = 0;
+  std::vector<int> gate_, up_, down_;        // of each expert
+  int stacked_in_ = -1, stacked_down_ = -1;  // or of all
+};
+
+}  // namespace tierflow::models

@@ -1,0 +1,42 @@
+#pragma once
+// An MLP: down(activation(gate(x)) * up(x)), or down(activation(up(x))).
+#include "runtime/models/linear.h"
+
+namespace tierflow::models {
+
+// What its layers are called; `gate` and `up` may be one, then `gate_up` alone is given. With neither of these
+// there is no gate.
+struct MlpNames {
+  std::string gate, up, gate_up, down;
+};
+
+class GatedMlp {
+ public:
+  GatedMlp() = default;
+  GatedMlp(const TensorIndex& index, const MlpNames& names, Activation activation);
+
+  explicit operator bool() const { return static_cast<bool>(down_); }
+
+  // What the gradient takes from the forward, [tokens, intermediate]; gate only where there is one.
+  struct Kept {
+    at::Tensor gate, up;
+  };
+
+  // For normed [.., hidden]. Differentiable where autograd is on. dropout: of what adapters take.
+  Kept expand(const Weights& weights, const at::Tensor& normed, double dropout = 0) const;
+  at::Tensor contract(const Weights& weights, const Kept& kept, double dropout = 0) const;
+  // By hand, for normed [tokens, hidden]: its gradient, and it is released as soon as it is used. Adds those of the
+  // tensors.
+  at::Tensor backward(const Weights& weights, const Gradients& sums, at::Tensor normed, Kept kept,
+                      const at::Tensor& d_out) const;
+
+  std::vector<at::Tensor> essentials(const Kept& kept) const;
+  Kept restore(std::vector<at::Tensor>::const_iterator& next) const;
+
+ private:
+  bool gated_ = true;
+  Activation activation_ = Activation::silu;
+  Linear gate_, up_, gate_up_, down_;
+};
+
+}  // namespace tierflow::models

@@ -1,0 +1,109 @@
+// What each family with mixtures of experts says in its config.json beside its attention, and where it is silent the
+// defaults of its class in transformers.
+#include <fmt/format.h>
+
+#include "runtime/spec/config_limits.h"
+#include "runtime/spec/families.h"
+#include "runtime/spec/rope_config.h"
+
+namespace tierflow {
+namespace {
+
+struct Defaults {
+  std::int64_t count = 0, per_token = 0, width = 0;  // width 0: intermediate_size
+};
+
+// transformers calls their number num_experts and num_local_experts in one class, by its version.
+std::int64_t number_of_experts(const JsonFields& fields, std::int64_t fallback) {
+  constexpr const char *one = "num_experts", *other = "num_local_experts";
+  const std::int64_t count =
+      fields.integer_or(one, fields.integer_or(other, fallback, 1, limits::experts), 1, limits::experts);
+  if (fields.integer_or(other, count, 1, limits::experts) != count)
+    fields.fail(other, fmt::format("is not the {} of num_experts", count));
+  return count;
+}
+
+void read_experts(const JsonFields& fields, ModelConfig& c, const Defaults& defaults) {
+  ExpertsSpec& e = c.experts;
+  e.count = number_of_experts(fields, defaults.count);
+  e.per_token = fields.integer_or("num_experts_per_tok", defaults.per_token, 1, limits::experts);
+  if (e.per_token > e.count)
+    fields.fail("num_experts_per_tok", fmt::format("is {}, more than the {} experts", e.per_token, e.count));
+  e.width = defaults.width == 0 ? c.intermediate_size
+                                : fields.integer_or("moe_intermediate_size", defaults.width, 1, limits::intermediate);
+  // It would add the router's own loss to that of the tokens.
+  require(fields, "output_router_logits", false, false);
+  if (c.layer_specs.empty()) c.layer_specs.resize(static_cast<std::size_t>(c.layers));
+  for (LayerSpec& layer : c.layer_specs) layer.experts = true;
+}
+
+// Qwen's: every decoder_sparse_step-th layer, but those of mlp_only_layers.
+void read_sparse_layers(const JsonFields& fields, ModelConfig& c) {
+  const std::int64_t step = fields.integer_or("decoder_sparse_step", 1, 1, limits::layers);
+  for (std::int64_t i = 0; i < c.layers; ++i) c.layer_specs[static_cast<std::size_t>(i)].experts = (i + 1) % step == 0;
+  const Json* dense = fields.find("mlp_only_layers");
+  if (dense == nullptr) return;
+  if (!dense->is_array()) fields.fail("mlp_only_layers", "must be a list of layers");
+  for (const Json& layer : *dense) {
+    if (!layer.is_number_integer() || layer < 0 || layer >= c.layers)
+      fields.fail("mlp_only_layers", fmt::format("has an entry that is none of the layers 0 to {}", c.layers - 1));
+    c.layer_specs[layer.get<std::size_t>()].experts = false;
+  }
+}
+
+}  // namespace
+
+void read_mixtral(const JsonFields& fields, ModelConfig& c) {
+  read_mistral(fields, c);
+  c.ropes = {read_rope(fields, c, 1e6)};
+  c.norm_eps = fields.number_or("rms_norm_eps", 1e-5, 0.0, 1.0);
+  read_experts(fields, c, {.count = 8, .per_token = 2});
+  c.experts.normalised = true;
+  c.experts.rounded = false;
+  c.names.router = "block_sparse_moe.gate";
+  c.names.expert = "block_sparse_moe.experts";
+  c.names.expert_gate = "w1";
+  c.names.expert_up = "w3";
+  c.names.expert_down = "w2";
+  if (fields.number_or("router_jitter_noise", 0.0, 0.0, 1.0) != 0.0)
+    fields.fail("router_jitter_noise", "other than 0 is not supported");
+}
+
+void read_qwen2_moe(const JsonFields& fields, ModelConfig& c) {
+  require(fields, "use_sliding_window", false, false);
+  read_qwen2(fields, c);
+  c.qkv_bias = fields.boolean_or("qkv_bias", true);
+  read_experts(fields, c, {.count = 60, .per_token = 4, .width = 1408});
+  read_sparse_layers(fields, c);
+  c.experts.normalised = fields.boolean_or("norm_topk_prob", false);
+  c.experts.shared_width = fields.integer_or("shared_expert_intermediate_size", 5632, 1, limits::intermediate);
+  c.experts.shared_gate = true;
+}
+
+void read_qwen3_moe(const JsonFields& fields, ModelConfig& c) {
+  require(fields, "use_sliding_window", false, false);
+  read_qwen3(fields, c);
+  read_experts(fields, c, {.count = 128, .per_token = 8, .width = 768});
+  read_sparse_layers(fields, c);
+  c.experts.normalised = fields.boolean_or("norm_topk_prob", false);
+}
+
+void read_olmoe(const JsonFields& fields, ModelConfig& c) {
+  read_llama(fields, c);
+  c.norm_eps = fields.number_or("rms_norm_eps", 1e-5, 0.0, 1.0);
+  read_experts(fields, c, {.count = 64, .per_token = 8});
+  c.experts.normalised = fields.boolean_or("norm_topk_prob", false);
+  c.qk_norm = QkNorm::whole;
+  if (fields.find("clip_qkv") != nullptr) fields.fail("clip_qkv", "is not supported");
+}
+
+void read_granite_moe(const JsonFields& fields, ModelConfig& c) {
+  read_granite(fields, c);
+  read_experts(fields, c, {.count = 8, .per_token = 2});
+  c.experts.normalised = true;
+  c.names.router = "block_sparse_moe.router.layer";
+  c.names.stacked_in = "block_sparse_moe.input_linear.weight";
+  c.names.stacked_down = "block_sparse_moe.output_linear.weight";
+}
+
+}  // namespace tierflow
