@@ -63,7 +63,10 @@ def merged(intervals):
 
 
 def hidden_share(events):
-    """Of the time in which an upload or download ran, the share in which computation ran too. `events`: a trace of --trace."""
+    """Of the time in which an upload or download ran, the share in which computation ran too. `events`: a trace of --trace, of which what was
+    predicted is left out."""
+    processes = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    events = [event for event in events if processes.get(event.get("pid"), "measured") == "measured"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     spans = {"copy": [], "compute": []}
     for event in events:

@@ -40,6 +40,11 @@ const Json* JsonFields::find(const char* name) const {
   return found == object_.end() || found->is_null() ? nullptr : &*found;
 }
 
+bool JsonFields::is_null(const char* name) const {
+  const auto found = object_.find(name);
+  return found != object_.end() && found->is_null();
+}
+
 void JsonFields::fail(const char* name, const std::string& detail) const {
   fail_input(where_, fmt::format("{} {}", name, detail));
 }

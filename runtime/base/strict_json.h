@@ -21,6 +21,8 @@ class JsonFields {
   const std::string& where() const { return where_; }
   // The field, or null where it is absent or null.
   const Json* find(const char* name) const;
+  // Whether it is there as null: transformers' None, which is not always the default.
+  bool is_null(const char* name) const;
   std::int64_t integer(const char* name, std::int64_t least, std::int64_t most) const;
   std::int64_t integer_or(const char* name, std::int64_t fallback, std::int64_t least, std::int64_t most) const;
   double number_or(const char* name, double fallback, double least, double most) const;

@@ -302,6 +302,25 @@ std::vector<std::string> checkpoint_aliases(std::string_view name) {
   return aliases;
 }
 
+namespace {
+
+bool have_the_same_values(const Checkpoint& checkpoint, const std::string& one, const std::string& other) {
+  const std::vector<std::int64_t>& shape = checkpoint.find(one)->shape;
+  if (checkpoint.find(other)->shape != shape) return false;
+  std::uint64_t elements = 1;
+  for (const std::int64_t size : shape) elements *= static_cast<std::uint64_t>(size);
+  std::vector<float> a(std::min<std::uint64_t>(elements, 1 << 20)), b(a.size());
+  for (std::uint64_t first = 0; first < elements; first += a.size()) {
+    const std::size_t count = std::min<std::uint64_t>(a.size(), elements - first);
+    checkpoint.read_f32(std::string_view(one), first, std::span(a).first(count));
+    checkpoint.read_f32(std::string_view(other), first, std::span(b).first(count));
+    if (std::memcmp(a.data(), b.data(), count * sizeof a[0]) != 0) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
 void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const std::string& described_by) {
   constexpr int listed = 10;
   std::vector<std::string> wrong;
@@ -324,6 +343,11 @@ void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const st
         wrong.push_back(tensor.name + " is missing");
       }
     }
+  constexpr const char* head = "lm_head.weight";
+  if (const std::string tokens = spec.units.front().tensors.front().name;
+      spec.config.tie_word_embeddings && wrong.empty() && checkpoint.find(head) != nullptr &&
+      !have_the_same_values(checkpoint, head, tokens))
+    wrong.push_back(fmt::format("{} is not {}, though tie_word_embeddings says so: write false there", head, tokens));
   // Tables that older versions of transformers saved, and the copy of a tied embedding, are no parameters.
   const auto harmless = [&](std::string_view name) {
     return ends_with(name, "rotary_emb.inv_freq") || ends_with(name, ".attn.bias") ||

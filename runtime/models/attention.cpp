@@ -263,9 +263,8 @@ Tensor repeated(const Tensor& x, std::int64_t groups) {
 // Whether a query sees a key, [sequence, sequence].
 Tensor seen_within(const Tensor& q, std::int64_t window) {
   const std::int64_t length = q.size(1);
-  const Tensor position = at::arange(length, q.options().dtype(at::kLong).requires_grad(false));
-  const Tensor behind = position.unsqueeze(1) - position.unsqueeze(0);
-  return behind.ge(0).logical_and(behind.lt(window > 0 ? window : length));
+  Tensor seen = at::ones({length, length}, q.options().dtype(at::kBool).requires_grad(false)).tril_();
+  return window > 0 ? seen.triu_(1 - window) : seen;
 }
 
 // Attention of whole rows with capped scores: transformers' eager attention of Gemma 2.

@@ -107,12 +107,12 @@ class DecoderModel final : public CausalModel {
     if (const auto& half = attention_[at(stage)]) {
       normed = half->in()(weights, x);
       const Tensor added = half->forward(weights, normed, shared, training);
-      x = plus(x, half->out()(weights, added));
+      x = plus(x, half->out()(weights, with_dropout(added, config().residual_dropout, training)));
     }
     if (const auto& half = mlp_[at(stage)]) {
       if (!config().parallel) normed = half->in()(weights, x);
       const Tensor added = half->forward(weights, normed, adapter_dropout(training));
-      x = plus(x, half->out()(weights, added));
+      x = plus(x, half->out()(weights, with_dropout(added, config().residual_dropout, training)));
     }
     return x;
   }
@@ -129,7 +129,7 @@ class DecoderModel final : public CausalModel {
   bool attends(int stage) const { return attention_[at(stage)].has_value(); }
   bool expands(int stage) const { return mlp_[at(stage)].has_value(); }
   // Whether gradients of blocks are computed by hand; else they are autograd's.
-  bool by_hand() const { return config().adapter_dropout == 0; }
+  bool by_hand() const { return config().adapter_dropout == 0 && config().residual_dropout == 0; }
 
   Tensor plus(const Tensor& x, const Tensor& added) const {
     return x + (config().residual_multiplier == 1 ? added : added * config().residual_multiplier);

@@ -62,8 +62,9 @@ Tensor DecoderAttention::normalise_backward(const Weights& weights, const Gradie
 Tensor DecoderAttention::rotate(Tensor x, const Shared& shared, double sign) const {
   if (layer_.rope < 0) return x;
   const auto first = static_cast<std::size_t>(2 * layer_.rope);
-  return rope(std::move(x), shared.tables[first], shared.tables[first + 1],
-              config_->ropes[static_cast<std::size_t>(layer_.rope)].interleaved, sign, shared.positions);
+  const RopeSpec& of = config_->ropes[static_cast<std::size_t>(layer_.rope)];
+  return rope(std::move(x), shared.tables[first], shared.tables[first + 1], {of.interleaved, of.rounded}, sign,
+              shared.positions);
 }
 
 Tensor DecoderAttention::scale_queries(const Tensor& q, const Shared& shared) const {

@@ -113,10 +113,12 @@ void Experts::backward(const Weights& weights, const Gradients& sums, const Tens
     Tensor gate = kept.gate.narrow(0, row, count), up = kept.up.narrow(0, row, count);
     gated_backward(gate, up, inner, activation_);  // now gradients, and what down took
     d_flat.index_copy_(0, places, (unweighted.to(weight.scalar_type()) * inner).sum(1));
-    add_product(gradients.down, d, (inner * weight).to(normed.scalar_type()));
-    const Tensor x = normed.index_select(0, tokens);
-    add_product(gradients.gate, gate, x);
-    add_product(gradients.up, up, x);
+    if (gradients.down.defined()) add_product(gradients.down, d, (inner * weight).to(normed.scalar_type()));
+    if (gradients.gate.defined() || gradients.up.defined()) {
+      const Tensor x = normed.index_select(0, tokens);
+      add_product(gradients.gate, gate, x);
+      add_product(gradients.up, up, x);
+    }
     Tensor d_x = at::mm(gate, matrices.gate);
     d_x.addmm_(up, matrices.up);
     d_normed.index_add_(0, tokens, d_x.to(d_normed.scalar_type()));
@@ -134,7 +136,7 @@ void Experts::add(const Weights& weights, const Tensor& normed, const Routing& r
 void Experts::add_backward(const Weights& weights, const Gradients& sums, const Tensor& normed, const Routing& routing,
                            const Assignment& assignment, const Tensor& d_out, const Tensor& d_normed,
                            const Tensor& d_weights) const {
-  reserve(normed, normed.size(0), 3 * normed.size(1) + 5 * width_, normed.size(1) + 2 * width_);
+  reserve(normed, normed.size(0), 3 * normed.size(1) + 7 * width_, normed.size(1) + 2 * width_);
   for (std::int64_t expert = first_; expert < end(); ++expert)
     backward(weights, sums, normed, expand(weights, normed, assignment, expert, expert + 1), routing, assignment,
              expert, expert + 1, d_out, d_normed, d_weights);

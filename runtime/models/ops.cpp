@@ -96,21 +96,21 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
   return d_x;
 }
 
-Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, bool interleaved, double sign, const Tensor& positions) {
+Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign, const Tensor& positions) {
   const std::int64_t heads = x.size(2), dim = x.size(3), half = cos.size(-1);
-  // transformers rounds the tables to the model's type.
-  const Tensor c = cos.to(x.scalar_type()), s = sin.to(x.scalar_type());
+  const Tensor c = rule.rounded ? cos.to(x.scalar_type()) : cos, s = rule.rounded ? sin.to(x.scalar_type()) : sin;
   if (!fused(x)) {
     const auto by_token = [&](const Tensor& table) {
-      return (positions.defined() ? at::embedding(table, positions) : table).unsqueeze(-2);
+      return (positions.defined() ? at::embedding(table, positions) : table).unsqueeze(-2).to(wide_type(x));
     };
     const Tensor cos_heads = by_token(c), sin_heads = by_token(s) * sign;
-    const Tensor turning = x.narrow(-1, 0, 2 * half);
-    const Tensor low = interleaved ? turning.slice(-1, 0, std::nullopt, 2) : turning.narrow(-1, 0, half);
-    const Tensor high = interleaved ? turning.slice(-1, 1, std::nullopt, 2) : turning.narrow(-1, half, half);
+    const Tensor turning = x.narrow(-1, 0, 2 * half).to(wide_type(x));
+    const Tensor low = rule.interleaved ? turning.slice(-1, 0, std::nullopt, 2) : turning.narrow(-1, 0, half);
+    const Tensor high = rule.interleaved ? turning.slice(-1, 1, std::nullopt, 2) : turning.narrow(-1, half, half);
     const Tensor turned_low = low * cos_heads - high * sin_heads, turned_high = high * cos_heads + low * sin_heads;
-    const Tensor turned =
-        interleaved ? at::stack({turned_low, turned_high}, -1).flatten(-2) : at::cat({turned_low, turned_high}, -1);
+    const Tensor turned = (rule.interleaved ? at::stack({turned_low, turned_high}, -1).flatten(-2)
+                                            : at::cat({turned_low, turned_high}, -1))
+                              .to(x.scalar_type());
     return 2 * half == dim ? turned : at::cat({turned, x.narrow(-1, 2 * half, dim - 2 * half)}, -1);
   }
   const Tensor cos32 = c.to(at::kFloat).contiguous(), sin32 = s.to(at::kFloat).contiguous();
@@ -118,7 +118,7 @@ Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, bool interleaved, do
   const float* cp = cos32.const_data_ptr<float>();
   const float* sp = sin32.const_data_ptr<float>();
   const std::int64_t* row = rows.defined() ? rows.const_data_ptr<std::int64_t>() : nullptr;
-  const kernels::RopeShape shape{cos32.numel() / half, heads, dim, 2 * half, interleaved};
+  const kernels::RopeShape shape{cos32.numel() / half, heads, dim, 2 * half, rule.interleaved};
   at::parallel_for(0, x.size(0) * x.size(1), grain_rows(heads * dim), [&](std::int64_t begin, std::int64_t end) {
     kernels::rope(bits(x) + begin * heads * dim, cp, sp, row, begin, end - begin, shape, static_cast<float>(sign));
   });

@@ -24,9 +24,13 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
 
 // Rotary embedding of the first 2n dimensions of x [batch, sequence, heads, head_dim]. cos, sin: fp32 [sequence, n], or
 // one for each row [batch, sequence, n]. positions, where defined: int64 [batch, sequence], the row of [sequence, n]
-// for each token. Pairs are neighbours where interleaved, else one of each half. Without autograd x itself is rotated
-// and returned. The gradient is the rotation by -1.
-Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, bool interleaved, double sign = 1.0,
+// for each token. Pairs are neighbours where interleaved, else one of each half; cos and sin are rounded to x's type
+// first, if `rounded`. The arithmetic is fp32 (fp64 for fp64), and the result rounded once. Without autograd x itself
+// is rotated and returned. The gradient is the rotation by -1.
+struct RopeRule {
+  bool interleaved = false, rounded = true;
+};
+Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign = 1.0,
             const Tensor& positions = {});
 
 Tensor activate(const Tensor& x, Activation activation);

@@ -42,7 +42,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kVersion = 4;
+constexpr int kVersion = 5;
 constexpr std::uint64_t kLargestFile = 4 << 20;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 60;
 constexpr double kMostSeconds = 1e6, kFastest = 1e18;
@@ -91,6 +91,7 @@ Json model_key(const ModelSpec& spec, const SessionOptions& options, const std::
   key["model"] = {{"type", c.model_type},
                   {"hidden", c.hidden_size},
                   {"heads", {c.heads, c.kv_heads, c.head_dim}},
+                  {"experts", {c.experts.count, c.experts.per_token}},
                   {"activation", static_cast<int>(c.activation)},
                   {"dropout", {c.embedding_dropout, c.residual_dropout, c.attention_dropout, c.adapter_dropout}},
                   {"norm_before", c.norm_before}};

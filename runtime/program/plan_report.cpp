@@ -122,7 +122,9 @@ Json activations_json(const PlannedRun& run) {
   int kept = 0, host = 0, storage = 0, again = 0;
   for (int item = 0; item < at.items(); ++item) {
     const StageKind kind = run.spec.stages[item / at.micro_batches].kind;
-    if (kind != StageKind::block && kind != StageKind::attention && kind != StageKind::mlp) continue;
+    if (kind != StageKind::block && kind != StageKind::attention && kind != StageKind::mlp &&
+        kind != StageKind::experts)
+      continue;
     ++(at.activations[item] == swap::Activations::keep        ? kept
        : at.activations[item] == swap::Activations::recompute ? again
        : at.saved_on_storage[item]                            ? storage

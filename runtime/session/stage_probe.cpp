@@ -39,6 +39,15 @@ void fill(const torch::Tensor& tensor) {
   }
 }
 
+Carry filled_like(const Carry& carry) {
+  Carry filled;
+  for (const torch::Tensor& part : carry) {
+    filled.push_back(part.defined() && part.is_floating_point() ? torch::empty(part.sizes(), part.options()) : part);
+    if (part.defined() && part.is_floating_point()) fill(filled.back());
+  }
+  return filled;
+}
+
 std::byte* bytes_in(const torch::Tensor& slot) {
   return static_cast<std::byte*>(slot.data_ptr());
 }
@@ -109,23 +118,26 @@ double StageProbe::time(Work work) {
 }
 
 // Runs a stage on weights, and gradients where it has some, of its own: raises the peak to what that takes beside them.
+// There weights and what is given are zeros or nearly so: all tokens at the same experts, the most that they can take.
+// Where time counts they are ordinary numbers: tokens spread over the experts.
 template <class Work>
-auto StageProbe::run(int stage, bool backward, double& seconds, Work work) {
+auto StageProbe::run(int stage, bool backward, double& seconds, const Given& given, Work work) {
   if (!settled_) memory_.release_kept();  // blocks of the stage before, which this one may not be able to reuse
   const Bound bound = bind(stage, backward);
   const std::uint64_t fixed = memory_.stats().used;
   if (!settled_) memory_.reset_peak();
-  const auto compute = [&] {
-    return work(models::dense_weights(model_.spec(), stage, bound.weights), bound.gradients);
+  const auto compute = [&](const Given& with) {
+    return work(models::dense_weights(model_.spec(), stage, bound.weights), bound.gradients, with);
   };
-  auto out = compute();
+  auto out = compute(given);
   if (settled_) return out;
   peaks_[stage] = std::max(peaks_[stage], memory_.stats().peak_used - fixed);
   if (seconds_on_ == nullptr) return out;
   for (const torch::Tensor& weight : bound.weights) fill(weight);
   for (const torch::Tensor& gradient : bound.gradients)
     if (gradient.defined()) gradient.zero_();
-  seconds = time(compute);
+  const Given ordinary{.input = filled_like(given.input), .d_out = filled_like(given.d_out)};
+  seconds = time([&] { compute(ordinary); });
   timing_.done(stage, backward);
   return out;
 }
@@ -146,14 +158,14 @@ ProbedModel StageProbe::measure(std::int64_t micro_batch, std::int64_t sequence_
 
 // A stage that keeps its activations, and one that swaps them: what that takes, apart from the peak of those that
 // compute them again.
-void StageProbe::forward_keeping(int stage, const Carry& input, const Shared& shared, ProbedModel& result,
+void StageProbe::forward_keeping(int stage, const Given& given, const Shared& shared, ProbedModel& result,
                                  swap::StageSeconds& seconds) {
   ComputeNeeds& needs = result.needs;
   const std::uint64_t peak = std::exchange(peaks_[stage], 0);
   try {
-    run(stage, false, seconds.forward_keeping, [&](const Weights& weights, const Gradients&) {
+    run(stage, false, seconds.forward_keeping, given, [&](const Weights& weights, const Gradients&, const Given& with) {
       const std::uint64_t before = memory_.stats().used;
-      Carry through = input;
+      Carry through = with.input;
       const auto kept = model_.forward_keeping(stage, weights, through, shared);
       needs.activation_bytes[stage] = memory_.stats().used - before - bytes_of(through);
       needs.swapped_bytes[stage] = slot_bytes(shapes_in_slot(kept->essentials()));
@@ -163,11 +175,12 @@ void StageProbe::forward_keeping(int stage, const Carry& input, const Shared& sh
     needs.keeping_peak = std::max(needs.keeping_peak, peaks_[stage]);
     if (seconds_on_ != nullptr) {
       const torch::Tensor slot = slot_of(needs.swapped_bytes[stage]);
-      run(stage, false, seconds.forward_swapping, [&](const Weights& weights, const Gradients&) {
-        Carry through = input;
-        copy_to_slot(bytes_in(slot), model_.forward_keeping(stage, weights, through, shared)->essentials());
-        return 0;
-      });
+      run(stage, false, seconds.forward_swapping, given,
+          [&](const Weights& weights, const Gradients&, const Given& with) {
+            Carry through = with.input;
+            copy_to_slot(bytes_in(slot), model_.forward_keeping(stage, weights, through, shared)->essentials());
+            return 0;
+          });
     }
   } catch (const c10::OutOfMemoryError&) {
     needs.activation_bytes[stage] = needs.swapped_bytes[stage] = 0;  // does not fit even alone
@@ -176,22 +189,23 @@ void StageProbe::forward_keeping(int stage, const Carry& input, const Shared& sh
 }
 
 // Their backwards, which take their forwards' results: timed with them.
-void StageProbe::backward_kept(int stage, const Carry& input, const Shared& shared, const Carry& d_out,
-                               std::uint64_t swapped, swap::StageSeconds& seconds) {
+void StageProbe::backward_kept(int stage, const Given& given, const Shared& shared, std::uint64_t swapped,
+                               swap::StageSeconds& seconds) {
   const std::uint64_t peak = peaks_[stage];
   const torch::Tensor slot = slot_of(swapped);
   double keeping = 0, swapping = 0;
-  run(stage, true, keeping, [&](const Weights& weights, const Gradients& gradients) {
-    Carry through = input;
+  run(stage, true, keeping, given, [&](const Weights& weights, const Gradients& gradients, const Given& with) {
+    Carry through = with.input;
     auto kept = model_.forward_keeping(stage, weights, through, shared);
-    return model_.backward_kept(stage, weights, gradients, input, shared, d_out, std::move(kept));
+    return model_.backward_kept(stage, weights, gradients, with.input, shared, with.d_out, std::move(kept));
   });
-  run(stage, true, swapping, [&](const Weights& weights, const Gradients& gradients) {
-    Carry through = input;
+  run(stage, true, swapping, given, [&](const Weights& weights, const Gradients& gradients, const Given& with) {
+    Carry through = with.input;
     const auto shapes =
         copy_to_slot(bytes_in(slot), model_.forward_keeping(stage, weights, through, shared)->essentials());
-    auto kept = model_.restore(stage, weights, input, shared, tensors_in_slot(bytes_in(slot), shapes, torch_device_));
-    return model_.backward_kept(stage, weights, gradients, input, shared, d_out, std::move(kept));
+    auto kept =
+        model_.restore(stage, weights, with.input, shared, tensors_in_slot(bytes_in(slot), shapes, torch_device_));
+    return model_.backward_kept(stage, weights, gradients, with.input, shared, with.d_out, std::move(kept));
   });
   seconds.backward_kept = std::max(0.0, keeping - seconds.forward_keeping);
   seconds.backward_swapped = std::max(0.0, swapping - seconds.forward_swapping);
@@ -244,22 +258,25 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
       result.needs.swapped_bytes[stage] = result.needs.swapped_bytes[found->second.stage];
     } else {
       double& forward = seconds_of(stage).forward;
-      Carry out = run(stage, false, forward, [&](const Weights& weights, const Gradients&) {
-        return model_.forward(stage, weights, inputs[stage], shared, train);
+      const Given given{.input = inputs[stage]};
+      Carry out = run(stage, false, forward, given, [&](const Weights& weights, const Gradients&, const Given& with) {
+        return model_.forward(stage, weights, with.input, shared, train);
       });
       seconds_of(stage).evaluate = forward;
       if (train && !settled_ && model_.can_keep(stage))
-        forward_keeping(stage, inputs[stage], shared, result, seconds_of(stage));
+        forward_keeping(stage, given, shared, result, seconds_of(stage));
       seen[kinds[stage]] = {std::move(out), stage};
     }
     inputs.push_back(seen[kinds[stage]].out);
   }
   seen.clear();
-  Carry d_carry = run(last, train, seconds_of(last).head, [&](const Weights& weights, const Gradients& gradients) {
-    if (train) return model_.head_loss_and_backward(weights, gradients, inputs[last], shared, 1.0).d_carry;
-    model_.head_loss(weights, inputs[last], shared);
-    return Carry();
-  });
+  Carry d_carry = run(last, train, seconds_of(last).head, {.input = inputs[last]},
+                      [&](const Weights& weights, const Gradients& gradients, const Given& with) {
+                        if (train)
+                          return model_.head_loss_and_backward(weights, gradients, with.input, shared, 1.0).d_carry;
+                        model_.head_loss(weights, with.input, shared);
+                        return Carry();
+                      });
   for (int stage = last - 1; stage >= 0 && train; --stage) {
     carry_bytes = std::max(carry_bytes, bytes_of(d_carry));
     if (const auto found = seen.find(kinds[stage]); found != seen.end()) {
@@ -268,11 +285,13 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
       seconds_of(stage).backward_kept = of.backward_kept;
       seconds_of(stage).backward_swapped = of.backward_swapped;
     } else {
-      Carry out = run(stage, true, seconds_of(stage).backward, [&](const Weights& weights, const Gradients& gradients) {
-        return model_.backward(stage, weights, gradients, inputs[stage], shared, d_carry);
-      });
+      const Given given{.input = inputs[stage], .d_out = d_carry};
+      Carry out = run(stage, true, seconds_of(stage).backward, given,
+                      [&](const Weights& weights, const Gradients& gradients, const Given& with) {
+                        return model_.backward(stage, weights, gradients, with.input, shared, with.d_out);
+                      });
       if (seconds_on_ != nullptr && !settled_ && result.needs.activation_bytes[stage] != 0)
-        backward_kept(stage, inputs[stage], shared, d_carry, result.needs.swapped_bytes[stage], seconds_of(stage));
+        backward_kept(stage, given, shared, result.needs.swapped_bytes[stage], seconds_of(stage));
       seen[kinds[stage]] = {std::move(out), stage};
     }
     d_carry = seen[kinds[stage]].out;

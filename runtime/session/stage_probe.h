@@ -32,15 +32,18 @@ class StageProbe {
     Weights weights;
     Gradients gradients;
   };
+  struct Given {  // what a stage takes from its neighbours
+    Carry input, d_out = {};
+  };
   ProbedModel pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train);
-  void forward_keeping(int stage, const Carry& input, const Shared& shared, ProbedModel& result,
+  void forward_keeping(int stage, const Given& given, const Shared& shared, ProbedModel& result,
                        swap::StageSeconds& seconds);
-  void backward_kept(int stage, const Carry& input, const Shared& shared, const Carry& d_out, std::uint64_t swapped,
+  void backward_kept(int stage, const Given& given, const Shared& shared, std::uint64_t swapped,
                      swap::StageSeconds& seconds);
   Bound bind(int stage, bool backward);
   torch::Tensor slot_of(std::uint64_t bytes) const;
   template <class Work>
-  auto run(int stage, bool backward, double& seconds, Work work);
+  auto run(int stage, bool backward, double& seconds, const Given& given, Work work);
   template <class Work>
   double time(Work work);
 

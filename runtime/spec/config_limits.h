@@ -9,6 +9,7 @@ inline constexpr std::int64_t intermediate = 1 << 23;
 inline constexpr std::int64_t layers = 4096;
 inline constexpr std::int64_t heads = 1 << 16;
 inline constexpr std::int64_t experts = 1 << 13;
+inline constexpr std::int64_t experts_of_all_layers = 1 << 17;
 inline constexpr std::int64_t vocab = 1 << 26;
 inline constexpr std::int64_t positions = 1 << 28;
 inline constexpr std::int64_t parameters = std::int64_t{1} << 44;

@@ -16,8 +16,13 @@ struct Defaults {
   double norm_eps = 1e-6, initializer_range = 0.02;
   bool tied = false;
   const char* activation = "silu";
-  std::int64_t heads = 0, kv_heads = 0;  // 0: config.json must give the first; the second is the first
+  std::int64_t heads = 0;     // 0: config.json must give it
+  std::int64_t kv_heads = 0;  // 0: as many as heads, as for null
 };
+
+double dropout(const JsonFields& fields, const char* name, double fallback) {
+  return fields.number_or(name, fallback, 0.0, 0.999);
+}
 
 void read_common(const JsonFields& fields, ModelConfig& c, const Defaults& defaults,
                  const char* activation_field = "hidden_act", const char* eps_field = "rms_norm_eps") {
@@ -26,9 +31,10 @@ void read_common(const JsonFields& fields, ModelConfig& c, const Defaults& defau
   c.layers = fields.integer("num_hidden_layers", 1, limits::layers);
   c.heads = defaults.heads == 0 ? fields.integer("num_attention_heads", 1, limits::heads)
                                 : fields.integer_or("num_attention_heads", defaults.heads, 1, limits::heads);
-  const std::int64_t kv_heads = defaults.kv_heads == 0 ? c.heads : defaults.kv_heads;
+  const bool all_heads = defaults.kv_heads == 0 || fields.is_null("num_key_value_heads");
+  const std::int64_t kv_heads = all_heads ? c.heads : defaults.kv_heads;
   c.kv_heads = fields.integer_or("num_key_value_heads", kv_heads, 1, limits::heads);
-  c.head_dim = fields.integer_or("head_dim", defaults.head_dim, 1, limits::hidden);
+  c.head_dim = fields.integer_or("head_dim", fields.is_null("head_dim") ? 0 : defaults.head_dim, 1, limits::hidden);
   if (c.head_dim == 0) {
     if (c.hidden_size % c.heads != 0)
       fields.fail("hidden_size",
@@ -48,7 +54,7 @@ void read_common(const JsonFields& fields, ModelConfig& c, const Defaults& defau
   c.initializer_range = fields.number_or("initializer_range", defaults.initializer_range, 0.0, 10.0);
   c.activation = read_activation(fields, activation_field, defaults.activation);
   c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", defaults.tied);
-  c.attention_dropout = fields.number_or("attention_dropout", 0.0, 0.0, 0.999);
+  c.attention_dropout = dropout(fields, "attention_dropout", 0.0);
 }
 
 void bias_of_attention(const JsonFields& fields, ModelConfig& c, bool fallback = false) {
@@ -56,7 +62,11 @@ void bias_of_attention(const JsonFields& fields, ModelConfig& c, bool fallback =
 }
 
 std::int64_t window(const JsonFields& fields, std::int64_t fallback = 0) {
-  return fields.integer_or("sliding_window", fallback, 1, limits::positions);
+  return fields.integer_or("sliding_window", fields.is_null("sliding_window") ? 0 : fallback, 1, limits::positions);
+}
+
+double softcap(const JsonFields& fields, const char* name, double fallback) {
+  return fields.number_or(name, fields.is_null(name) ? 0.0 : fallback, 1e-3, 1e9);
 }
 
 // A layer whose attention slides has the window and the rotary embedding `sliding_rope`, the others `full_rope`.
@@ -91,14 +101,14 @@ void read_llama(const JsonFields& fields, ModelConfig& c) {
 }
 
 void read_mistral(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.max_positions = 131072});
+  read_common(fields, c, {.max_positions = 131072, .kv_heads = 8});
   c.ropes = {read_rope(fields, c, 10000.0)};
-  set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
+  set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields, 4096));
 }
 
 void read_ministral3(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.head_dim = 128, .max_positions = 262144, .norm_eps = 1e-5});
-  c.ropes = {read_rope(fields, c, 1e6)};
+  read_common(fields, c, {.head_dim = 128, .max_positions = 262144, .norm_eps = 1e-5, .kv_heads = 8});
+  c.ropes = {read_rope(fields, c, 10000.0)};
   const Json* rope = fields.find("rope_parameters");
   if (rope == nullptr) fields.fail("rope_parameters", "is missing");
   const JsonFields parameters(*rope, fields.where() + ": rope_parameters");
@@ -109,7 +119,12 @@ void read_ministral3(const JsonFields& fields, ModelConfig& c) {
 }
 
 void read_qwen2(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.head_dim = c.model_type == "qwen3" ? 128 : 0, .max_positions = 32768});
+  read_common(fields, c,
+              {.head_dim = c.model_type == "qwen3" ? 128 : 0,
+               .max_positions = 32768,
+               .kv_heads = c.model_type == "qwen2_moe"   ? 16
+                           : c.model_type == "qwen3_moe" ? 4
+                                                         : 32});
   c.ropes = {read_rope(fields, c, 10000.0)};
   c.qkv_bias = true;
   if (!fields.boolean_or("use_sliding_window", false)) return;
@@ -135,7 +150,7 @@ void read_gemma(const JsonFields& fields, ModelConfig& c) {
                .tied = true,
                .activation = "gelu_pytorch_tanh",
                .heads = third ? 8 : 0,
-               .kv_heads = third ? 4 : 0},
+               .kv_heads = first ? 16 : 4},
               // Gemma's hidden_act says gelu in some folders, and tanh's approximation is meant.
               first && fields.find("hidden_activation") == nullptr ? "hidden_act" : "hidden_activation");
   if (first && c.activation == Activation::gelu && fields.find("hidden_activation") == nullptr)
@@ -144,7 +159,7 @@ void read_gemma(const JsonFields& fields, ModelConfig& c) {
   c.embedding_multiplier = std::sqrt(static_cast<double>(c.hidden_size));
   bias_of_attention(fields, c);
   require(fields, "use_bidirectional_attention", false, false);
-  c.ropes = {read_rope(fields, c, 10000.0)};
+  if (!third) c.ropes = {read_rope(fields, c, 10000.0)};
 }
 
 void read_gemma2(const JsonFields& fields, ModelConfig& c) {
@@ -154,20 +169,20 @@ void read_gemma2(const JsonFields& fields, ModelConfig& c) {
   c.names.mlp_norm = "pre_feedforward_layernorm";
   c.names.mlp_out_norm = "post_feedforward_layernorm";
   c.attention_scale = 1 / std::sqrt(fields.number_or("query_pre_attn_scalar", 256, 1e-3, 1e9));
-  c.attention_softcap = fields.number_or("attn_logit_softcapping", second ? 50.0 : 0.0, 1e-3, 1e9);
-  c.logits_softcap = fields.number_or("final_logit_softcapping", second ? 30.0 : 0.0, 1e-3, 1e9);
+  c.attention_softcap = softcap(fields, "attn_logit_softcapping", second ? 50.0 : 0.0);
+  c.logits_softcap = softcap(fields, "final_logit_softcapping", second ? 30.0 : 0.0);
   if (second) set_layers(c, sliding_layers(fields, c, 2), window(fields, 4096));
 }
 
 void read_gemma3(const JsonFields& fields, ModelConfig& c) {
   read_gemma2(fields, c);
   c.qk_norm = QkNorm::head;
-  RopeSpec local = read_rope(fields, c, 10000.0, 1.0, "sliding_attention");
+  RopeSpec local = read_rope(fields, c, 10000.0, {}, "sliding_attention");
   if (fields.find("rope_parameters") == nullptr) {  // rope_scaling is of the full layers alone
     local = RopeSpec{};
     local.theta = fields.number_or("rope_local_base_freq", 10000.0, 1.0, 1e12);
   }
-  c.ropes = {read_rope(fields, c, 1e6, 1.0, "full_attention"), local};
+  c.ropes = {read_rope(fields, c, 1e6, {}, "full_attention"), local};
   const std::int64_t period = fields.integer_or("sliding_window_pattern", 6, 1, limits::layers);
   set_layers(c, sliding_layers(fields, c, period), window(fields, 4096), 1, 0);
 }
@@ -179,16 +194,18 @@ void read_phi3(const JsonFields& fields, ModelConfig& c) {
   c.names.v.clear();
   c.names.qkv = "self_attn.qkv_proj";
   gate_and_up_in_one(c);
-  c.ropes = {read_rope(fields, c, 10000.0)};
+  c.ropes = {read_rope(fields, c, 10000.0, {.any = true})};
+  if (c.ropes[0].type != "default" && c.ropes[0].type != "longrope")
+    fields.fail("rope_scaling", fmt::format("has the type {}; Phi-3 has longrope alone", c.ropes[0].type));
   for (const char* dropout : {"resid_pdrop", "embd_pdrop"})
     if (fields.number_or(dropout, 0.0, 0.0, 1.0) != 0.0) fields.fail(dropout, "other than 0 is not supported");
   set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
 }
 
 void read_glm(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.head_dim = 128, .max_positions = 131072, .norm_eps = 0.00000015625});
+  read_common(fields, c, {.head_dim = 128, .max_positions = 131072, .norm_eps = 0.00000015625, .kv_heads = 2});
   gate_and_up_in_one(c);
-  c.ropes = {read_rope(fields, c, 10000.0, 0.5)};
+  c.ropes = {read_rope(fields, c, 10000.0, {.partial = 0.5, .any = true})};
   c.ropes[0].interleaved = true;
   c.qkv_bias = fields.boolean_or("attention_bias", true);
 }
@@ -205,22 +222,25 @@ void read_olmo2(const JsonFields& fields, ModelConfig& c) {
   c.qk_norm = QkNorm::whole;
   norms_after(c);
   bias_of_attention(fields, c);
+  if (c.model_type == "olmo3") return;  // has two
   c.ropes = {read_rope(fields, c, 10000.0)};
+  c.ropes[0].rounded = false;
 }
 
 void read_olmo3(const JsonFields& fields, ModelConfig& c) {
   read_olmo2(fields, c);
-  RopeSpec local = read_rope(fields, c, 500000.0, 1.0, "sliding_attention");
+  RopeSpec local = read_rope(fields, c, 500000.0, {}, "sliding_attention");
   if (fields.find("rope_parameters") == nullptr) {  // rope_scaling is of the full layers alone
     local = RopeSpec{};
     local.theta = fields.number_or("rope_theta", 500000.0, 1.0, 1e12);
   }
-  c.ropes = {read_rope(fields, c, 500000.0, 1.0, "full_attention"), local};
+  c.ropes = {read_rope(fields, c, 500000.0, {}, "full_attention"), local};
+  for (RopeSpec& rope : c.ropes) rope.rounded = false;
   set_layers(c, sliding_layers(fields, c, 4), window(fields, 4096), 1, 0);
 }
 
 void read_smollm3(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.max_positions = 32768, .tied = true});
+  read_common(fields, c, {.max_positions = 32768, .tied = true, .kv_heads = 4});
   c.ropes = {read_rope(fields, c, 2e6)};
   bias_of_attention(fields, c);
   c.mlp_bias = fields.boolean_or("mlp_bias", false);
@@ -233,7 +253,9 @@ void read_smollm3(const JsonFields& fields, ModelConfig& c) {
   const std::int64_t period = fields.integer_or("no_rope_layer_interval", 4, 1, limits::layers);
   for (std::int64_t i = 0; i < c.layers; ++i) {
     const auto at = static_cast<std::size_t>(i);
-    const bool turns = rotary != nullptr ? (*rotary)[at] != 0 : (i + 1) % period != 0;
+    if (rotary != nullptr && (*rotary)[at] != Json(0) && (*rotary)[at] != Json(1))
+      fields.fail("no_rope_layers", "may hold 0 and 1 only");
+    const bool turns = rotary != nullptr ? (*rotary)[at] == Json(1) : (i + 1) % period != 0;
     c.layer_specs[at].rope = turns ? 0 : -1;
   }
 }
@@ -270,7 +292,8 @@ void read_starcoder2(const JsonFields& fields, ModelConfig& c) {
                .norm_eps = 1e-5,
                .initializer_range = 0.018042,
                .tied = true,
-               .activation = "gelu_pytorch_tanh"},
+               .activation = "gelu_pytorch_tanh",
+               .kv_heads = 2},
               "hidden_act", "norm_epsilon");
   c.norm = NormKind::layer;
   c.gated = false;
@@ -279,16 +302,15 @@ void read_starcoder2(const JsonFields& fields, ModelConfig& c) {
   c.names.down = "mlp.c_proj";
   c.qkv_bias = c.output_bias = c.mlp_bias = fields.boolean_or("use_bias", true);
   c.ropes = {read_rope(fields, c, 10000.0)};
-  for (const char* dropout : {"residual_dropout", "embedding_dropout"})
-    if (fields.number_or(dropout, 0.0, 0.0, 1.0) != 0.0) fields.fail(dropout, "other than 0 is not supported");
+  c.residual_dropout = dropout(fields, "residual_dropout", 0.0);
+  c.embedding_dropout = dropout(fields, "embedding_dropout", 0.0);
   set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
 }
 
 void read_seed_oss(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.head_dim = 128, .max_positions = 524288});
-  c.attention_dropout = fields.number_or("attention_dropout", 0.1, 0.0, 0.999);
-  if (fields.number_or("residual_dropout", 0.1, 0.0, 1.0) != 0.0)
-    fields.fail("residual_dropout", "other than 0 is not supported: write 0 there to train without");
+  read_common(fields, c, {.head_dim = 128, .max_positions = 524288, .kv_heads = 8});
+  c.attention_dropout = dropout(fields, "attention_dropout", 0.1);
+  c.residual_dropout = dropout(fields, "residual_dropout", 0.1);
   c.ropes = {read_rope(fields, c, 10000.0)};
   c.qkv_bias = fields.boolean_or("attention_bias", true);
   c.output_bias = fields.boolean_or("attention_out_bias", false);
@@ -296,10 +318,12 @@ void read_seed_oss(const JsonFields& fields, ModelConfig& c) {
 }
 
 void read_exaone4(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.norm_eps = 1e-5});
+  read_common(fields, c, {.norm_eps = 1e-5, .kv_heads = 32});
   c.qk_norm = QkNorm::head;
   norms_after(c);
   c.ropes = {read_rope(fields, c, 10000.0)};
+  if (fields.find("sliding_window") == nullptr && !fields.is_null("sliding_window"))
+    fields.fail("sliding_window", "is missing: null says that no layer slides");
   const bool hybrid = window(fields) > 0;
   if (hybrid && fields.find("layer_types") == nullptr) fields.fail("layer_types", "is missing");
   if (hybrid) set_layers(c, sliding_layers(fields, c, 0), window(fields), 0, -1);
@@ -315,9 +339,10 @@ void read_arcee(const JsonFields& fields, ModelConfig& c) {
 }
 
 void read_ernie(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.head_dim = 128, .max_positions = 131072, .norm_eps = 1e-5, .tied = true});
+  read_common(fields, c, {.head_dim = 128, .max_positions = 131072, .norm_eps = 1e-5, .tied = true, .kv_heads = 2});
   c.ropes = {read_rope(fields, c, 500000.0)};
   c.ropes[0].interleaved = true;
+  c.ropes[0].rounded = false;
   c.qkv_bias = c.output_bias = c.mlp_bias = fields.boolean_or("use_bias", false);
   c.attention_dropout = 0;
 }

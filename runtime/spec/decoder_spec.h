@@ -22,6 +22,7 @@ struct RopeSpec {
   std::string type = "default";
   double partial = 1.0;      // the share of a head's dimensions that rotate, the first ones
   bool interleaved = false;  // pairs are neighbours; else one of each half
+  bool rounded = true;       // cos and sin are rounded to the model's type
   double factor = 1.0;
   double attention_factor = 1.0;                         // of cos and sin
   double low_freq_factor = 1.0, high_freq_factor = 4.0;  // llama3

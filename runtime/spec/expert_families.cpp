@@ -55,6 +55,7 @@ void read_sparse_layers(const JsonFields& fields, ModelConfig& c) {
 
 void read_mixtral(const JsonFields& fields, ModelConfig& c) {
   read_mistral(fields, c);
+  if (fields.find("sliding_window") == nullptr) c.layer_specs.clear();
   c.ropes = {read_rope(fields, c, 1e6)};
   c.norm_eps = fields.number_or("rms_norm_eps", 1e-5, 0.0, 1.0);
   read_experts(fields, c, {.count = 8, .per_token = 2});

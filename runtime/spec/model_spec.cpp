@@ -43,6 +43,8 @@ void check_size(const JsonFields& fields, const ModelConfig& c) {
   const double tables = 2.0 * static_cast<double>(c.vocab_size) +
                         (c.family == Family::decoder ? 0.0 : static_cast<double>(c.max_positions));
   const double total = static_cast<double>(c.layers) * (attention + mlp + experts) + h * tables;
+  if (c.layers * e.count > limits::experts_of_all_layers)
+    fail_input(fields.where(), fmt::format("num_experts {} in {} layers is absurd", e.count, c.layers));
   if (total > static_cast<double>(limits::parameters))
     fail_input(fields.where(), fmt::format("describes a model of {:.3g} parameters, which is absurd", total));
 }
@@ -109,6 +111,7 @@ ModelSpec parse_model_spec(const std::string& config_json, const std::string& wh
   config.model_type = row.model_type;
   config.vocab_size = row.vocab_size == 0 ? fields.integer("vocab_size", 1, limits::vocab)
                                           : fields.integer_or("vocab_size", row.vocab_size, 1, limits::vocab);
+  require(fields, "is_causal", true, true);
   row.read(fields, config);
   check_size(fields, config);
   build_units(spec);

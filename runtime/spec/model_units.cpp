@@ -237,8 +237,9 @@ void add_embedding(ModelSpec& spec, const Edges& edges) {
 std::int64_t experts_together(const ModelSpec& spec) {
   const ExpertsSpec& e = spec.config.experts;
   if (spec.tiling.experts > 0) return std::min(spec.tiling.experts, e.count);
-  const std::int64_t of_one = 3 * e.width * spec.config.hidden_size;
-  const std::int64_t most = std::clamp<std::int64_t>(spec.tiling.block_elements / of_one, 1, e.count);
+  const std::int64_t h = spec.config.hidden_size, of_one = 3 * e.width * h;
+  const std::int64_t room = spec.tiling.block_elements - 3 * e.shared_width * h - e.count * h;  // beside the first ones
+  const std::int64_t most = std::clamp<std::int64_t>(room / of_one, 1, e.count);
   const std::int64_t stages = (e.count + most - 1) / most;
   return (e.count + stages - 1) / stages;
 }

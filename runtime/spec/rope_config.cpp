@@ -38,6 +38,7 @@ void read_llama3(const JsonFields& fields, RopeSpec& rope) {
 
 // Peng et al., YaRN; the factor of cos and sin as DeepSeek extends it.
 void read_yarn(const JsonFields& fields, RopeSpec& rope) {
+  if (!(rope.theta > 1)) fields.fail("rope_theta", "must be above 1");
   rope.beta_fast = fields.number_or("beta_fast", 32.0, 1e-3, 1e6);
   rope.beta_slow = fields.number_or("beta_slow", 1.0, 1e-3, 1e6);
   rope.truncate = fields.boolean_or("truncate", true);
@@ -60,24 +61,32 @@ void read_longrope(const JsonFields& fields, std::int64_t pairs, RopeSpec& rope)
 
 }  // namespace
 
-RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double theta, double partial,
+RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double theta, const RotatedShare& share,
                    const char* type) {
   RopeSpec rope;
   rope.theta = fields.number_or("rope_theta", theta, 1.0, 1e12);
-  rope.partial = fields.number_or("partial_rotary_factor", partial, 0.0, 1.0);
+  rope.partial = fields.number_or("partial_rotary_factor", share.partial, 0.0, 1.0);
+  if (fields.find("rope_parameters") != nullptr && fields.find("rope_scaling") != nullptr)
+    fields.fail("rope_scaling", "stands beside rope_parameters: leave one of them");
   const char* name = fields.find("rope_parameters") != nullptr ? "rope_parameters" : "rope_scaling";
   const Json* object = fields.find(name);
   std::string where = fields.where() + ": " + name;
   if (object != nullptr && !object->is_object()) fields.fail(name, "must be an object");
-  if (object != nullptr && type != nullptr && object->contains(type)) {
+  // Of a model with types of layers rope_parameters has one object for each; rope_scaling is that of the full ones.
+  if (object != nullptr && type != nullptr && fields.find("rope_parameters") != nullptr) {
+    if (!object->contains(type)) fields.fail(name, fmt::format("has nothing for {}", type));
     object = &(*object)[type];
     where += fmt::format(": {}", type);
     if (!object->is_object()) fail_input(where, "must be an object");
+  } else if (object != nullptr && type == nullptr && object->contains("full_attention")) {
+    fields.fail(name, "is for types of layers, of which this class has one");
   }
   const Json none = Json::object();
   const JsonFields scaling(object != nullptr ? *object : none, where);
   rope.theta = scaling.number_or("rope_theta", rope.theta, 1.0, 1e12);
   rope.partial = scaling.number_or("partial_rotary_factor", rope.partial, 0.0, 1.0);
+  if (!share.any && rope.partial != share.partial)
+    fields.fail("partial_rotary_factor", fmt::format("is {}; this class rotates {}", rope.partial, share.partial));
   const std::int64_t rotated = rope.rotated(config.head_dim);
   if (rotated < 2 || rotated % 2 != 0)
     fields.fail(rope.partial == 1.0 ? "head_dim" : "partial_rotary_factor",
@@ -90,9 +99,11 @@ RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double t
                  fmt::format("is \"{}\"; supported are default, linear, llama3, yarn, longrope", printable(rope.type)));
   if (rope.type == "llama3") read_llama3(scaling, rope);
   if (rope.type != "linear") {
-    const std::int64_t outside = fields.integer_or("original_max_position_embeddings", 0, 1, limits::positions);
-    if (outside == 0) need(scaling, "original_max_position_embeddings");
-    rope.original_max_positions = scaling.integer_or("original_max_position_embeddings", outside, 2, limits::positions);
+    // transformers takes the one outside where there are two.
+    const char* original = "original_max_position_embeddings";
+    const std::int64_t outside = fields.integer_or(original, 0, 2, limits::positions);
+    if (outside == 0) need(scaling, original);
+    rope.original_max_positions = outside != 0 ? outside : scaling.integer(original, 2, limits::positions);
   }
   if (scaling.find("factor") == nullptr && (rope.type == "yarn" || rope.type == "longrope")) {
     rope.factor = static_cast<double>(config.max_positions) / static_cast<double>(rope.original_max_positions);

@@ -5,9 +5,15 @@
 
 namespace tierflow {
 
+// The share of a head's dimensions that rotates: where config.json is silent, and whether it may say another one.
+struct RotatedShare {
+  double partial = 1.0;
+  bool any = false;
+};
+
 // transformers 5 writes rope_parameters, for a model with types of layers one object for each; earlier versions
 // rope_theta beside rope_scaling. `type`: whose object ("full_attention"), where there is one for each.
-RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double theta, double partial = 1.0,
+RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double theta, const RotatedShare& share = {},
                    const char* type = nullptr);
 
 // For each layer whether its attention slides: layer_types, else all but every `period`-th; 0: none does. Throws

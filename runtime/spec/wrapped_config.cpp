@@ -19,6 +19,9 @@ std::optional<std::string> text_config(const Json& root, const std::string& conf
   for (const char* name : {"tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
                            "torch_dtype", "quantization_config", "transformers_version"})
     if (whole.contains(name) && (!text.contains(name) || text[name].is_null())) text[name] = whole[name];
+  // Who ties is the wrapper, where it says that nobody does.
+  if (whole.contains("tie_word_embeddings") && whole["tie_word_embeddings"] == false)
+    text["tie_word_embeddings"] = false;
   return text.dump(2) + "\n";
 }
 

@@ -51,8 +51,11 @@ def again(work, *words, **more):
             return done
 
 
-def start(work, *words, env=None, **more):
+def start(work, *words, env=None, delay_ms=0, **more):
+    """delay_ms: what each call that changes files takes longer, so that a run of a few steps is still there to be stopped."""
     more = {"stderr": subprocess.PIPE, **more}
+    if delay_ms:
+        env = {"LD_PRELOAD": str(BUILD / "librecord_calls.so"), "TIERFLOW_CALL_DELAY_MS": str(delay_ms), **(env or {})}
     return subprocess.Popen([str(PROGRAM), *map(str, words)], cwd=work, text=True, env={**ENVIRONMENT, **(env or {})}, **more)
 
 

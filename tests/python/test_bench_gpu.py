@@ -64,6 +64,10 @@ def test_hidden_share_of_a_trace(bench):
     events = [*lanes, slice_(0, 0, 10), slice_(1, 5, 20), slice_(2, 10, 30), slice_(3, 0, 100)]
     assert bench.hidden_share(events) == 0.5  # copies from 0 to 20, half of that beside computation
     assert bench.hidden_share(lanes) is None
+    # What `train --trace` draws beside it as predicted is another process with the same lanes.
+    processes = [{"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in ((1, "measured"), (2, "predicted"))]
+    both = [*processes, *({**event, "pid": 1} for event in events), *({**event, "pid": 2} for event in [*lanes, slice_(2, 0, 20)])]
+    assert bench.hidden_share(both) == 0.5
 
 
 def test_runs_and_compares_on_the_cpu(tierflow):

@@ -28,7 +28,7 @@ def loss_in_transformers(folder, ids):
         return model(input_ids=ids, labels=ids).loss.item()
 
 
-@pytest.mark.parametrize("family", ["ministral3", "gemma2", "gemma3", "phi4_mini", "glm4", "olmo3", "smollm3", "granite", "cohere2", "starcoder2", "arcee"])
+@pytest.mark.parametrize("family", ["ministral3", "gemma2", "gemma3", "phi4_mini", "glm4", "olmo3", "smollm3", "granite", "cohere2", "starcoder2", "arcee", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe"])
 def test_a_family_trains_from_storage_and_is_read_back(family, work):
     saved(CONFIGS[family](), work / "model")
     steps = ["train", "--model", "model", "--data", "text.txt", "--steps", "3", "--lr", "1e-3"]
@@ -42,6 +42,17 @@ def test_a_family_trains_from_storage_and_is_read_back(family, work):
     (work / "tokens.bin").write_bytes(ids.to(torch.uint16).numpy().tobytes())
     result = json.loads(run(work, "eval", "--model", "streamed", "--data", "tokens.bin", "--json", *small(*LENGTH)).stdout)
     assert result["loss"] == pytest.approx(loss_in_transformers(work / "streamed", ids), rel=2e-3)
+
+
+def test_a_head_that_is_not_the_embedding_is_not_dropped(work):
+    """transformers 5 does not tie two tables that differ, whatever config.json says."""
+    saved(CONFIGS["qwen2_tied"](), work / "model")
+    tensors = load_file(work / "model" / "model.safetensors")
+    steps = ["train", "--model", "model", "--data", "text.txt", "--steps", "1", *small(*LENGTH)]
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, work / "model" / "model.safetensors")
+    run(work, *steps, "--out", "tied")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, work / "model" / "model.safetensors")
+    assert "lm_head.weight is not model.embed_tokens.weight" in the_error(run(work, *steps, "--out", "untied", ok=False).stderr)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

@@ -56,7 +56,7 @@ def test_the_result_is_peft_s_folder_and_the_base_stays_as_it_is(work, base):
 def test_killed_it_is_gone_on_with_to_the_bit(work, base):
     run(work, *LORA, "--steps", "40", "--out", "whole", *small())
     words = [*LORA, "--steps", "40", "--out", "out", *small("--storage", "store", "--host-memory", "1MiB", "--durability", "step", "--log-json", "log.json")]
-    training = start(work, *words)
+    training = start(work, *words, delay_ms=10)
     wait_until(lambda: (work / "log.json").exists() and len(steps_of_whole_lines(work / "log.json")) > 5)
     training.send_signal(signal.SIGKILL)
     training.communicate()
@@ -141,7 +141,7 @@ def test_a_base_in_another_precision_streams_and_is_gone_on_with(work, base, pre
     assert loss(work, "--model", "base", "--adapter", "whole", "--base-precision", precision) < loss(work, "--model", "base", "--base-precision", precision) - 0.05
     log = work / "log.json"
     stored = [*words, "--out", "out", *small("--storage", "store", "--host-memory", "128KiB", "--durability", "step", "--log-json", log)]
-    training = start(work, *stored)
+    training = start(work, *stored, delay_ms=10)
     wait_until(lambda: log.exists() and len(steps_of_whole_lines(log)) > 3)
     training.send_signal(signal.SIGINT)
     assert "is committed" in training.communicate()[1]

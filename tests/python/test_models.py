@@ -4,6 +4,7 @@ Each family is a small random model, saved by transformers and read by tests/run
 rounding; in bf16 our error, against transformers in fp32 on the same (bf16) weights, is held to that of transformers in bf16.
 """
 
+import json
 import os
 import pathlib
 import subprocess
@@ -217,6 +218,44 @@ def test_parity(family, tmp_path):
     mine, theirs = (sum(column) / len(errors) for column in zip(*errors))
     print(f"{family}: mean relative error in bf16 {mine:.5f}, transformers {theirs:.5f}")
     assert mine < 1.15 * theirs
+
+
+def as_published(config, period=None):
+    """config.json as versions of transformers before 5 wrote it, which is how most models are published."""
+    rope = config.pop("rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    rope = dict(rope)
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    if period is not None:
+        del config["layer_types"]
+        config["sliding_window_pattern"] = period
+    config["torch_dtype"] = config.pop("dtype")
+    return config
+
+
+@pytest.mark.parametrize("family, period", [("llama3", None), ("llama_linear_rope_tied", None), ("llama_yarn", None), ("mistral_window", None), ("gemma3", 2),
+                                            ("phi4_mini", None), ("glm4", None), ("cohere2", 2), ("mixtral", None)])
+def test_parity_of_published_configs(family, period, tmp_path):
+    if not PROBE.exists():
+        pytest.skip(f"{PROBE} is not built")
+    torch.manual_seed(13)
+    model = randomised(CONFIGS[family]())
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(as_published(config, period)))
+    ids, labels = tokens()
+    exact_losses, exact = reference(model, ids, labels)
+    exact = as_saved(model, exact, tmp_path / "exact")
+    loss, _, ours = probe(folder, ids, labels, "f32", tmp_path / "f32")
+    assert loss == pytest.approx(exact_losses.sum().item() / (labels >= 0).sum().item(), rel=1e-5)
+    assert all(distance(ours[name], tensor) < 1e-4 for name, tensor in exact.items())
 
 
 @pytest.mark.parametrize("family", CONFIGS)

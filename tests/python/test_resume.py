@@ -51,7 +51,7 @@ def test_killed_anywhere_it_goes_on_to_the_bit(work, clip):
     words = [*train, *TIGHT, "--clip", clip]
     kills = 0
     while kills < 6:
-        process = start(work, *words, stderr=subprocess.DEVNULL)
+        process = start(work, *words, delay_ms=4, stderr=subprocess.DEVNULL)
         begun = time.time()
         wait_until(lambda: process.poll() is not None or (work / "store" / "state.tfv").exists() and time.time() > begun + 0.2)
         time.sleep(chance.random() * 0.4)
@@ -93,7 +93,7 @@ def test_killed_at_each_call_it_goes_on_to_the_bit(work):
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_it_commits_and_goes_on_under_other_budgets(work, stop):
     expected = uninterrupted(work)
-    process = start(work, *TRAIN, *TIGHT)
+    process = start(work, *TRAIN, *TIGHT, delay_ms=40)
     wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 2)
     process.send_signal(stop)
     said = process.communicate(timeout=60)[1]
@@ -109,7 +109,7 @@ def test_stopped_it_commits_and_goes_on_under_other_budgets(work, stop):
 
 
 def stopped_run(work, *more):
-    process = start(work, *TRAIN, *TIGHT, *more, stderr=subprocess.DEVNULL)
+    process = start(work, *TRAIN, *TIGHT, *more, delay_ms=40, stderr=subprocess.DEVNULL)
     wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 2)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
@@ -161,7 +161,7 @@ def test_what_is_left_is_told_by_the_steps_of_this_process(work):
 
 def test_every_so_many_steps(work):
     expected = uninterrupted(work)
-    process = start(work, *TRAIN, *TIGHT, "--durability", "every=2")
+    process = start(work, *TRAIN, *TIGHT, "--durability", "every=2", delay_ms=40)
     wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 4)
     process.kill()
     assert "every 2 steps are committed" in process.communicate()[1]

@@ -1,10 +1,11 @@
 // Preloaded into the program (LD_PRELOAD), writes a line for each call that changes what files hold or are called, into
 // the file $TIERFLOW_CALLS: "write PATH", "flush PATH", "rename PATH TO", "unlink PATH". A call that $TIERFLOW_FAIL
 // names as OPERATION:END_OF_PATH:ERRNO fails with that error: each such call, or the one whose number
-// $TIERFLOW_FAIL_NTH is. With `kill` as ERRNO the process kills itself there, before the call. With OPERATION:END_OF_PATH:FILE in $TIERFLOW_LOSE such a call empties FILE first.
-// The process kills itself, as by `kill -9`, at the call whose number $TIERFLOW_KILL_AT is: before it, or in the middle
-// of it where it is a write with an odd number. Counted are calls that change files or folders, those of a drive's
-// engine included; their number is written to $TIERFLOW_CALL_COUNT at the end.
+// $TIERFLOW_FAIL_NTH is. With `kill` as ERRNO the process kills itself there, before the call. With
+// OPERATION:END_OF_PATH:FILE in $TIERFLOW_LOSE such a call empties FILE first. The process kills itself, as by `kill
+// -9`, at the call whose number $TIERFLOW_KILL_AT is: before it, or in the middle of it where it is a write with an odd
+// number. Counted are calls that change files or folders, those of a drive's engine included; their number is written
+// to $TIERFLOW_CALL_COUNT at the end. Each takes $TIERFLOW_CALL_DELAY_MS longer.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -81,6 +82,8 @@ struct Counter {
 template <class Half>
 void maybe_die(Half half) {
   const int number = ++g_counted;
+  static const char* const delay = getenv("TIERFLOW_CALL_DELAY_MS");
+  if (delay != nullptr) usleep(1000 * static_cast<useconds_t>(atoi(delay)));
   static const char* const wanted = getenv("TIERFLOW_KILL_AT");
   if (wanted == nullptr || number != atoi(wanted)) return;
   if (number % 2 == 1) half();

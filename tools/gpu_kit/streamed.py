@@ -66,12 +66,6 @@ def layers_that_fit(made, layers, steps, seconds):
     return max(2, int(layers * share)) if share < 1 else layers
 
 
-def measured_part(events):
-    """Those of a trace that a clock measured, without the prediction drawn beside them."""
-    process = next(event["pid"] for event in events if event.get("name") == "process_name" and event["args"]["name"] == "measured")
-    return [event for event in events if event.get("pid") == process]
-
-
 def whole_trace(path, patience):
     """The trace's events as soon as it is whole; None where it does not become so."""
     end = time.monotonic() + patience
@@ -168,7 +162,7 @@ def main():
             seconds = statistics.median(step["step_s"] for step in counted)
             predicted = made["step"]["step_s"]
             show(layers=layers, tokens_per_s=round(statistics.median(step["tokens_per_s"] for step in counted), 1), step_s=round(seconds, 4), predicted_step_s=round(predicted, 4),
-                 measured_to_predicted=round(seconds / predicted, 3), limit=counted[-1]["limit"], hidden_share=hidden_share(measured_part(events)) if events else None,
+                 measured_to_predicted=round(seconds / predicted, 3), limit=counted[-1]["limit"], hidden_share=hidden_share(events) if events else None,
                  steps=len(steps), seconds_to_first_step=round(until_first, 1), device_memory_peak=steps[-1]["device_memory_peak"], host_memory=steps[-1]["host_memory"])
         if events:
             with gzip.open(args.trace, "wt") as file:

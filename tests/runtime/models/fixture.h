@@ -57,6 +57,8 @@ inline std::vector<Case> cases(const std::string& dropout = "0.0") {
       {"cohere2", llama_json("Cohere2ForCausalLM", R"(, "sliding_window": 5, "sliding_window_pattern": 2,
         "logit_scale": 0.5)")},
       {"starcoder2", llama_json("Starcoder2ForCausalLM", "")},
+      {"starcoder2_dropout", llama_json("Starcoder2ForCausalLM", R"(, "residual_dropout": )" + dropout +
+                                                                     R"(, "embedding_dropout": )" + dropout)},
       {"mixtral", llama_json("MixtralForCausalLM", R"(, "num_local_experts": 4, "num_experts_per_tok": 2)", 24)},
       {"qwen2_moe", llama_json("Qwen2MoeForCausalLM", R"(, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32)")},

@@ -77,23 +77,27 @@ TEST_P(Widths, rope) {
       const Tensor cos = angle.cos().to(torch::kBFloat16).to(torch::kFloat),
                    sin = angle.sin().to(torch::kBFloat16).to(torch::kFloat);
       const Tensor x64 = leaf(x);
-      const Tensor exact = models::rope(x64, cos, sin, interleaved);
+      const Tensor exact = models::rope(x64, cos, sin, {interleaved});
       EXPECT_TRUE(torch::equal(exact.narrow(3, rotated, dim - rotated), x64.narrow(3, rotated, dim - rotated)));
       exact.backward(d.to(torch::kDouble));
-      expect_rounded(models::rope(x.clone(), cos, sin, interleaved), exact);
-      expect_rounded(models::rope(d.clone(), cos, sin, interleaved, -1.0), x64.grad());
+      expect_rounded(models::rope(x.clone(), cos, sin, {interleaved}), exact);
+      expect_rounded(models::rope(d.clone(), cos, sin, {interleaved}, -1.0), x64.grad());
+      // Tables that are not rounded to the model's type.
+      const Tensor fine_cos = angle.cos(), fine_sin = angle.sin();
+      const Tensor exact_fine = models::rope(x64.detach(), fine_cos, fine_sin, {interleaved, false});
+      expect_rounded(models::rope(x.clone(), fine_cos, fine_sin, {interleaved, false}), exact_fine);
       // Positions choose rows of the tables, as tables of each row of x do.
       const Tensor positions = torch::stack({torch::arange(9).remainder(4), torch::arange(8, -1, -1)});
       for (const Tensor& of : {x, leaf(x)}) {
         const auto one = [&](std::int64_t row) {
           const Tensor at = positions[row];
           return models::rope(of.detach().narrow(0, row, 1).clone(), cos.index_select(0, at), sin.index_select(0, at),
-                              interleaved);
+                              {interleaved});
         };
         const Tensor rows = torch::cat({one(0), one(1)});
         const Tensor every_cos = torch::embedding(cos, positions), every_sin = torch::embedding(sin, positions);
-        EXPECT_TRUE(torch::equal(models::rope(of.detach().clone(), cos, sin, interleaved, 1.0, positions), rows));
-        EXPECT_TRUE(torch::equal(models::rope(of.detach().clone(), every_cos, every_sin, interleaved), rows));
+        EXPECT_TRUE(torch::equal(models::rope(of.detach().clone(), cos, sin, {interleaved}, 1.0, positions), rows));
+        EXPECT_TRUE(torch::equal(models::rope(of.detach().clone(), every_cos, every_sin, {interleaved}), rows));
       }
     }
   }

@@ -157,6 +157,25 @@ TEST(Profile, EveryNumberIsKept) {
   EXPECT_EQ(said, "");
 }
 
+// Models that differ in the experts of a token alone take different times.
+TEST(Profile, IsOfTheExpertsOfAToken) {
+  const TempDir folder;
+  ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
+  const auto with = [](const std::string& experts) {
+    return parse_model_spec(
+        R"({"architectures":["MixtralForCausalLM"],"vocab_size":512,"hidden_size":64,"intermediate_size":96,)"
+        R"("num_attention_heads":4,"num_key_value_heads":2,"num_hidden_layers":2,"num_local_experts":4,)"
+        R"("num_experts_per_tok":)" +
+            experts + "}",
+        "config.json");
+  };
+  const SessionOptions options{.storage = {folder.path()}};
+  const auto fail = [](const std::string& line) { ADD_FAILURE() << line; };
+  ProfileCache(with("1"), options, "build", fail).keep(distinct(with("1")));
+  EXPECT_TRUE(ProfileCache(with("1"), options, "build", fail).model());
+  EXPECT_FALSE(ProfileCache(with("2"), options, "build", fail).model());
+}
+
 // A file that is damaged counts as missing, and is said to be so.
 TEST(Profile, ADamagedFileIsWarnedOfAndMeasuredAgain) {
   const TempDir folder;

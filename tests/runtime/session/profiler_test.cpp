@@ -6,6 +6,8 @@
 
 #include "runtime/session/stage_probe.h"
 #include "runtime/spec/stage_class.h"
+#include "swap/device.h"
+#include "tests/runtime/session/fixture.h"
 
 namespace tierflow::testing {
 namespace {
@@ -18,8 +20,19 @@ ModelSpec eight_heads() {
       "config.json");
 }
 
+// One thread: a library that splits a product's sum over threads takes memory for it, at some widths and processors.
+class OneThread {
+ public:
+  OneThread() { torch::set_num_threads(1); }
+  ~OneThread() { torch::set_num_threads(threads_); }
+
+ private:
+  const int threads_ = torch::get_num_threads();
+};
+
 // No time at all is enough for three of four parts of the width; bytes come close to those of the whole.
 TEST(MeasureModel, ScalesWhatTakesTooLongAndSaysHowLongItTakes) {
+  const OneThread one_thread;
   const ModelSpec spec = eight_heads();
   const SessionOptions options{.micro_batch = 2, .sequence_length = 64};
   std::vector<std::string> lines;
@@ -51,6 +64,28 @@ TEST(MeasureModel, ScalesWhatTakesTooLongAndSaysHowLongItTakes) {
       EXPECT_GT(stage.seconds.forward, 0) << name;
       EXPECT_GT(stage.seconds.backward, 0) << name;
     }
+}
+
+// Counts the calls of blocks that are given zeros alone, and the others.
+class CountsInputs : public ForwardingModel {
+ public:
+  using ForwardingModel::ForwardingModel;
+  Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
+                bool training) const override {
+    if (!carry.empty()) ++(carry[0].count_nonzero().item<std::int64_t>() == 0 ? zeros : others);
+    return ForwardingModel::forward(stage, weights, carry, shared, training);
+  }
+  mutable int zeros = 0, others = 0;
+};
+
+// Memory is measured with zeros, which send all tokens to the same experts; time with numbers that spread them.
+TEST(StageProbe, TimedStagesTakeOrdinaryNumbers) {
+  const auto device = swap::open_cpu_device();
+  const CountsInputs model(make_model(eight_heads()));
+  StageProbe(model, DeviceMemory::install(), torch::kCPU, {.device = device.get(), .seconds_each = 1e-3})
+      .measure(2, 64, /*train=*/true);
+  EXPECT_GT(model.zeros, 0);
+  EXPECT_GE(model.others, 3);
 }
 
 TEST(MeasureModel, MeasuresTheModelItselfWhereThereIsTime) {

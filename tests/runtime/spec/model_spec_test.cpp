@@ -234,6 +234,86 @@ TEST(ModelSpec, RopeAsOldAndNewTransformersWriteIt) {
   EXPECT_EQ(parse(with(llama(), "rope_scaling", nullptr)).config.ropes[0].type, "default");
 }
 
+// transformers' None is not always what an absent field means.
+TEST(ModelSpec, NullIsTransformersNone) {
+  Json gemma = llama();
+  gemma["architectures"] = {"Gemma2ForCausalLM"};
+  EXPECT_EQ(parse_model_spec(gemma.dump(), "c").config.attention_softcap, 50.0);
+  gemma["attn_logit_softcapping"] = gemma["final_logit_softcapping"] = nullptr;
+  EXPECT_EQ(parse_model_spec(gemma.dump(), "c").config.attention_softcap, 0.0);
+  EXPECT_EQ(parse_model_spec(gemma.dump(), "c").config.logits_softcap, 0.0);
+  Json mistral = llama();
+  mistral["architectures"] = {"MistralForCausalLM"};
+  EXPECT_EQ(parse_model_spec(mistral.dump(), "c").config.layer(0).window, 4096);
+  EXPECT_EQ(parse_model_spec(with(mistral, "sliding_window", nullptr).dump(), "c").config.layer(0).window, 0);
+  mistral["num_attention_heads"] = 16;
+  mistral.erase("num_key_value_heads");
+  EXPECT_EQ(parse_model_spec(mistral.dump(), "c").config.kv_heads, 8);
+  EXPECT_EQ(parse_model_spec(with(mistral, "num_key_value_heads", nullptr).dump(), "c").config.kv_heads, 16);
+  Json seed = llama();
+  seed["architectures"] = {"SeedOssForCausalLM"};
+  EXPECT_EQ(parse_model_spec(seed.dump(), "c").config.head_dim, 128);
+  EXPECT_EQ(parse_model_spec(with(seed, "head_dim", nullptr).dump(), "c").config.head_dim, 8);
+}
+
+TEST(ModelSpec, WhatWouldBeComputedOtherwiseIsRefused) {
+  const auto refused = [](const std::string& architecture, Json config, const std::string& names) {
+    config["architectures"] = {architecture};
+    expect_refusal(io::ErrorKind::input, {names}, [&] { parse_model_spec(config.dump(), "c"); });
+  };
+  const Json yarn = {{"rope_type", "yarn"}, {"factor", 2.0}, {"original_max_position_embeddings", 16}};
+  refused("LlamaForCausalLM", with(llama(), "is_causal", false), "is_causal");
+  refused("LlamaForCausalLM", with(with(llama(), "rope_parameters", {{"rope_type", "default"}}), "rope_scaling", yarn),
+          "rope_scaling stands beside rope_parameters");
+  refused("LlamaForCausalLM", with(llama(), "rope_parameters", {{"full_attention", yarn}}), "types of layers");
+  refused("Gemma3ForCausalLM", with(llama(), "rope_parameters", yarn), "nothing for sliding_attention");
+  refused("LlamaForCausalLM", with(llama(), "partial_rotary_factor", 0.5), "partial_rotary_factor is 0.5");
+  refused("Phi3ForCausalLM", with(llama(), "rope_scaling", yarn), "longrope alone");
+  refused("LlamaForCausalLM", with(with(llama(), "rope_scaling", yarn), "rope_theta", 1.0), "rope_theta");
+  refused("SmolLM3ForCausalLM", with(llama(), "no_rope_layers", {true, false}), "no_rope_layers");
+  refused("Exaone4ForCausalLM", llama(), "sliding_window is missing");
+  Json tied = llama();
+  tied["tie_word_embeddings"] = true;
+  tied.erase("architectures");
+  const Json wrapped = {
+      {"architectures", {"Mistral3ForConditionalGeneration"}}, {"tie_word_embeddings", false}, {"text_config", tied}};
+  EXPECT_FALSE(parse_model_spec(wrapped.dump(), "c").config.tie_word_embeddings);
+}
+
+TEST(ModelSpec, ExpertsAreStagesOfSomeWhereALayerIsLarge) {
+  Json config = llama();
+  config["architectures"] = {"Qwen3MoeForCausalLM"};
+  config["num_hidden_layers"] = 3;
+  config["num_experts"] = 5;
+  config["num_experts_per_tok"] = 2;
+  config["moe_intermediate_size"] = 16;
+  config["mlp_only_layers"] = {1};
+  const ModelSpec whole = parse_model_spec(config.dump(), "c");
+  EXPECT_EQ(whole.stages.size(), 5U);
+  EXPECT_EQ(whole.stages[1].experts, 5);
+  EXPECT_EQ(whole.stages[2].experts, 0);
+  // Two experts of 3 * 16 * 32 elements beside a router of 5 * 32: three stages of two, two and one; the layer without
+  // experts in halves.
+  const ModelSpec cut = parse_model_spec(config.dump(), "c", {.block_elements = 2 * 3 * 16 * 32 + 5 * 32});
+  std::string kinds;
+  for (const StageSpec& stage : cut.stages)
+    if (stage.block >= 0)
+      kinds += stage.kind == StageKind::experts     ? std::to_string(stage.experts)
+               : stage.kind == StageKind::attention ? "a"
+                                                    : "m";
+  EXPECT_EQ(kinds, "a221ama221");
+  EXPECT_EQ(cut.parameters(), whole.parameters());
+  EXPECT_EQ(cut.units[static_cast<std::size_t>(cut.stages[3].units[0])].name, "layers.0.experts.1");
+  for (const auto& [field, value] : std::map<std::string, Json>{{"num_experts_per_tok", 6},
+                                                                {"num_experts", 0},
+                                                                {"mlp_only_layers", {7}},
+                                                                {"num_local_experts", 4},
+                                                                {"output_router_logits", true},
+                                                                {"use_sliding_window", true}})
+    expect_refusal(io::ErrorKind::input, {field},
+                   [&, field = field, value = value] { parse_model_spec(with(config, field, value).dump(), "c"); });
+}
+
 TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
   const auto refused = [](const Json& config, std::initializer_list<std::string_view> words) {
     expect_refusal(io::ErrorKind::input, words, [&] { parse(config); });
@@ -266,7 +346,8 @@ TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
   refused(with(llama(), "rope_scaling",
                {{"rope_type", "longrope"}, {"original_max_position_embeddings", 64}, {"short_factor", {1}}}),
           {"short_factor", "4 pairs"});
-  refused(with(llama(), "partial_rotary_factor", 0.1), {"partial_rotary_factor", "even"});
+  refused(with(with(llama(), "architectures", {"Phi3ForCausalLM"}), "partial_rotary_factor", 0.1),
+          {"partial_rotary_factor", "even"});
   refused(with(llama(), "rope_scaling", {{"rope_type", "llama3"}, {"factor", 4}}), {"low_freq_factor"});
   refused(with(llama(), "rope_scaling", "x"), {"rope_scaling"});
   refused(with(llama(), "quantization_config", Json::object()), {"quantization_config"});
@@ -275,7 +356,7 @@ TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
   for (const char* family : {"SmolLM3ForCausalLM", "Cohere2ForCausalLM", "Gemma2ForCausalLM", "Olmo3ForCausalLM"})
     refused(with(with(llama(), "architectures", {family}), "layer_types", {"full_attention"}),
             {"layer_types", "2 layers"});
-  refused(with(with(llama(), "architectures", {"SeedOssForCausalLM"}), "head_dim", 8), {"residual_dropout"});
+  refused(with(with(llama(), "architectures", {"SeedOssForCausalLM"}), "residual_dropout", 1), {"residual_dropout"});
   refused(with(with(llama(), "architectures", {"CohereForCausalLM"}), "use_qk_norm", true), {"use_qk_norm"});
   refused(with(with(llama(), "architectures", {"SmolLM3ForCausalLM"}), "no_rope_layers", {1}), {"no_rope_layers"});
   refused(with(opt(), "word_embed_proj_dim", 16), {"word_embed_proj_dim", "opt-350m"});
