@@ -150,7 +150,7 @@ void init_checkpoint(const std::filesystem::path& config_json, const std::filesy
   std::vector<TensorHeader> headers;
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors)
-      headers.push_back({.name = tensor.name, .dtype = Dtype::bf16, .shape = tensor.shape});
+      headers.push_back({.name = tensor.name, .dtype = dtype_of(tensor), .shape = tensor.shape});
   CheckpointWriter writer(folder, std::move(headers), shard_bytes);
   std::vector<float> values(piece_elements);
   std::vector<std::uint16_t> halves(piece_elements);
@@ -161,6 +161,10 @@ void init_checkpoint(const std::filesystem::path& config_json, const std::filesy
         if (stop && stop()) fail(io::ErrorKind::cancelled, folder.string(), "stopped; nothing was kept");
         const std::size_t count = std::min<std::uint64_t>(piece_elements, elements - first);
         initial_values(tensor, seed, first, std::span(values).first(count));
+        if (dtype_of(tensor) == Dtype::f32) {
+          writer.write(std::as_bytes(std::span(values).first(count)));
+          continue;
+        }
         round_to_bf16(values.data(), halves.data(), count);
         writer.write(std::as_bytes(std::span(halves).first(count)));
       }

@@ -321,6 +321,10 @@ bool have_the_same_values(const Checkpoint& checkpoint, const std::string& one, 
 
 }  // namespace
 
+Dtype dtype_of(const TensorSpec& tensor) {
+  return tensor.format == WeightFormat::fp32 ? Dtype::f32 : Dtype::bf16;
+}
+
 void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const std::string& described_by) {
   constexpr int listed = 10;
   std::vector<std::string> wrong;
@@ -348,10 +352,18 @@ void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const st
       spec.config.tie_word_embeddings && wrong.empty() && checkpoint.find(head) != nullptr &&
       !have_the_same_values(checkpoint, head, tokens))
     wrong.push_back(fmt::format("{} is not {}, though tie_word_embeddings says so: write false there", head, tokens));
+  // Layers behind the last one predict several tokens at once (GLM-4.5), and are not the language model's.
+  const auto is_behind = [&](std::string_view name) {
+    constexpr std::string_view layers = "model.layers.";
+    if (spec.config.experts.count == 0 || !name.starts_with(layers)) return false;
+    const std::string number(name.substr(layers.size(), name.find('.', layers.size()) - layers.size()));
+    return !number.empty() && number.size() < 6 && number.find_first_not_of("0123456789") == std::string::npos &&
+           std::stoll(number) >= spec.config.layers;
+  };
   // Tables that older versions of transformers saved, and the copy of a tied embedding, are no parameters.
   const auto harmless = [&](std::string_view name) {
     return ends_with(name, "rotary_emb.inv_freq") || ends_with(name, ".attn.bias") ||
-           ends_with(name, ".attn.masked_bias") || (!spec.wrapper.empty() && is_beside_text(name)) ||
+           ends_with(name, ".attn.masked_bias") || is_behind(name) || (!spec.wrapper.empty() && is_beside_text(name)) ||
            ((name == "lm_head.weight" || name == "model.lm_head.weight" || name == "language_model.lm_head.weight") &&
             spec.config.tie_word_embeddings);
   };

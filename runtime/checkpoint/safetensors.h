@@ -71,6 +71,9 @@ void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint,
 // model.safetensors, model-00001-of-00003.safetensors, and the index of such.
 bool is_weights_name(const std::string& name);
 
+// How a tensor is written: F32 where its format is fp32, else BF16.
+Dtype dtype_of(const TensorSpec& tensor);
+
 struct TensorHeader {
   std::string name;
   Dtype dtype = Dtype::bf16;

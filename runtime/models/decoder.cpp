@@ -218,8 +218,11 @@ std::unique_ptr<KeptActivations> DecoderModel::forward_keeping(int stage, const 
 // out.
 Carry DecoderModel::block_backward(int stage, const Weights& all_weights, const Gradients& gradients,
                                    const Carry& carry, const Shared& shared, const Carry& d_out) const {
-  if (!by_hand()) return LayeredModel::backward(stage, all_weights, gradients, carry, shared, d_out);
-  if (const auto& experts = experts_[at(stage)]) {
+  const auto& experts = experts_[at(stage)];
+  if (!by_hand())
+    return LayeredModel::backward(stage, all_weights, gradients, experts ? experts->completed(carry, d_out) : carry,
+                                  shared, d_out);
+  if (experts) {
     const at::NoGradGuard no_grad;
     return experts->backward(without_graph(all_weights), gradients, carry, d_out);
   }
@@ -289,7 +292,7 @@ std::unique_ptr<KeptActivations> DecoderModel::restore(int stage, const Weights&
     const DecoderMlp& half = *(kept->expands = &*mlp_[at(stage)]);
     kept->mlp.x = attends(stage) && !config().parallel ? *next++ : input;
     kept->mlp.normed = config().parallel ? kept->attention.normed : half.in()(weights, kept->mlp.x, &kept->mlp.norm);
-    kept->mlp.inner = half.restore(next);
+    kept->mlp.inner = half.restore(weights, next);
     if (half.out()) kept->mlp.added = *next++;
   }
   return kept;

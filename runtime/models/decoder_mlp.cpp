@@ -46,10 +46,10 @@ std::vector<at::Tensor> DecoderMlp::essentials(const Kept& kept) const {
   return experts_ ? experts_->essentials(kept.experts) : dense_.essentials(kept.dense);
 }
 
-DecoderMlp::Kept DecoderMlp::restore(std::vector<at::Tensor>::const_iterator& next) const {
+DecoderMlp::Kept DecoderMlp::restore(const Weights& weights, std::vector<at::Tensor>::const_iterator& next) const {
   Kept kept;
   if (experts_)
-    kept.experts = experts_->restore(next);
+    kept.experts = experts_->restore(weights, next);
   else
     kept.dense = dense_.restore(next);
   return kept;

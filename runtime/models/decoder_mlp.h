@@ -35,7 +35,8 @@ class DecoderMlp {
                       const at::Tensor& d_out) const;
 
   std::vector<at::Tensor> essentials(const Kept& kept) const;
-  Kept restore(std::vector<at::Tensor>::const_iterator& next) const;
+  // From essentials, from `next` on.
+  Kept restore(const Weights& weights, std::vector<at::Tensor>::const_iterator& next) const;
 
  private:
   Norm in_, out_;

@@ -1,8 +1,8 @@
 #include "runtime/models/dense_weights.h"
 
+#include <ATen/ATen.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 
 #include <span>
 #include <string>
@@ -20,6 +20,8 @@ at::Tensor dense(const at::Tensor& stored, WeightFormat format, const std::vecto
     throw Exception(io::ErrorKind::internal, std::string("a weight stored as ") + weight_format_name(format) +
                                                  " takes " + std::to_string(layout.bytes) +
                                                  " bytes in one run; there are " + std::to_string(stored.numel()));
+  if (format == WeightFormat::fp32)
+    return stored.narrow(0, 0, static_cast<std::int64_t>(layout.bytes)).view(at::kFloat).view(shape).clone();
   const at::Tensor out = at::empty(shape, stored.options().dtype(at::kBFloat16));
   const auto* const bytes = static_cast<const std::byte*>(stored.const_data_ptr());
   auto* const words = static_cast<std::uint16_t*>(out.mutable_data_ptr());

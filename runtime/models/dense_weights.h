@@ -10,9 +10,9 @@
 namespace tierflow::models {
 
 // `stored`: one-dimensional uint8 with the stored bytes, on the CPU or a CUDA device, from an address that 4 divides;
-// more bytes may follow. Returns a new bf16 tensor on its device, whose memory torch's allocator gives. On CUDA the
-// work is enqueued on torch's current stream, and `stored` must hold until it has run. Every device gives the same
-// bits.
+// more bytes may follow. Returns a new bf16 tensor, fp32 of fp32, on its device, whose memory torch's allocator gives.
+// On CUDA the work is enqueued on torch's current stream, and `stored` must hold until it has run. Every device gives
+// the same bits.
 at::Tensor dense(const at::Tensor& stored, WeightFormat format, const std::vector<std::int64_t>& shape);
 
 bool has_stored_weights(const ModelSpec& spec, int stage);

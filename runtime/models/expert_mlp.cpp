@@ -61,13 +61,13 @@ SharedExpert::Kept SharedExpert::restore(std::vector<Tensor>::const_iterator& ne
 ExpertMlp::ExpertMlp(const ModelSpec& spec, int stage)
     : spec_(spec.config.experts),
       hidden_(spec.config.hidden_size),
-      router_(TensorIndex(spec, stage), spec.config.names.router),
+      router_(spec.config.experts, TensorIndex(spec, stage), spec.config.names.router),
       shared_(spec, TensorIndex(spec, stage)),
       experts_(spec, stage) {}
 
 ExpertMlp::Kept ExpertMlp::expand(const Weights& weights, const Tensor& normed, double dropout) const {
   Kept kept{.logits = router_.logits(weights, normed)};
-  kept.routing = route(spec_, kept.logits);
+  kept.routing = router_.route(weights, kept.logits);
   kept.assignment = assign(spec_, kept.routing.chosen);
   kept.experts = experts_.expand(weights, normed, kept.assignment, 0, spec_.count);
   if (shared_) kept.shared = shared_.expand(weights, normed, dropout);
@@ -75,11 +75,11 @@ ExpertMlp::Kept ExpertMlp::expand(const Weights& weights, const Tensor& normed, 
 }
 
 Tensor ExpertMlp::contract(const Weights& weights, const Kept& kept, double dropout) const {
-  const at::ScalarType wide = wide_of(kept.logits);
+  const at::ScalarType wide = kept.routing.scores.scalar_type();
   const Tensor sum = shared_ ? shared_.contract(weights, kept.shared, dropout).to(wide)
                              : at::zeros({kept.logits.size(0), hidden_}, kept.logits.options().dtype(wide));
   experts_.contract(weights, kept.experts, kept.routing, kept.assignment, 0, spec_.count, sum);
-  return sum.to(kept.logits.scalar_type());
+  return sum.to(kept.experts.gate.scalar_type());
 }
 
 Tensor ExpertMlp::backward(const Weights& weights, const Gradients& sums, const Tensor& normed, Kept kept,
@@ -100,9 +100,9 @@ std::vector<Tensor> ExpertMlp::essentials(const Kept& kept) const {
   return tensors;
 }
 
-ExpertMlp::Kept ExpertMlp::restore(std::vector<Tensor>::const_iterator& next) const {
+ExpertMlp::Kept ExpertMlp::restore(const Weights& weights, std::vector<Tensor>::const_iterator& next) const {
   Kept kept{.logits = *next++};
-  kept.routing = route(spec_, kept.logits);
+  kept.routing = router_.route(weights, kept.logits);
   kept.assignment = assign(spec_, kept.routing.chosen);
   kept.experts.gate = *next++;
   kept.experts.up = *next++;
@@ -121,58 +121,71 @@ ExpertStage::ExpertStage(const ModelSpec& spec, int stage)
   last_ = experts_.end() == spec_.count;
   if (!first_) return;
   in_ = Norm(c.norm, c.norm_eps, index, c.names.mlp_norm);
-  router_ = Router(index, c.names.router);
+  router_ = Router(spec_, index, c.names.router);
   shared_ = SharedExpert(spec, index);
 }
 
 Carry ExpertStage::forward(const Weights& weights, const Carry& carry, double dropout) const {
   const Tensor& x = carry.at(0);
-  Tensor normed, logits, sum;
+  Tensor normed, sum;
+  Routing routing;
   if (first_) {
     normed = in_(weights, x.reshape({-1, hidden_}));
-    logits = router_.logits(weights, normed);
+    routing = router_.route(weights, router_.logits(weights, normed));
     const at::TensorOptions wide = x.options().dtype(wide_of(x));
     sum = shared_ ? shared_.contract(weights, shared_.expand(weights, normed, dropout), dropout).to(wide.dtype())
                   : at::zeros(normed.sizes(), wide);
   } else {
     normed = carry.at(1);
-    logits = carry.at(2);
-    sum = carry.at(3).clone();
+    routing = {.scores = {}, .chosen = carry.at(3), .weights = carry.at(2)};
+    sum = carry.at(4).clone();
   }
-  const Routing routing = route(spec_, logits);
   experts_.add(weights, normed, routing, assign(spec_, routing.chosen), sum);
-  if (!last_) return {x, normed, logits, sum};
+  if (!last_) return {x, normed, routing.weights, routing.chosen, sum};
   const Tensor added = sum.to(x.scalar_type()).view(x.sizes());
   return {x + (residual_multiplier_ == 1 ? added : added * residual_multiplier_)};
 }
 
-Carry ExpertStage::backward(const Weights& weights, const Gradients& sums, const Carry& carry,
+Carry ExpertStage::backward(const Weights& weights, const Gradients& sums, const Carry& taken,
                             const Carry& d_out) const {
-  const Tensor &like = carry.at(0), x = like.reshape({-1, hidden_});
-  const at::TensorOptions wide = x.options().dtype(wide_of(x));
+  const Tensor& d_x = d_out.at(0);
+  const at::TensorOptions wide = d_x.options().dtype(wide_of(d_x));
+  Tensor x, normed;
   Norm::Kept norm;
-  const Tensor normed = first_ ? in_(weights, x, &norm) : carry.at(1);
-  const Tensor logits = first_ ? router_.logits(weights, normed) : carry.at(2);
-  const Routing routing = route(spec_, logits);
-  Tensor d_sum, d_normed, d_logits;
+  Routing routing;
+  if (first_) {
+    x = taken.at(0).reshape({-1, hidden_});
+    normed = in_(weights, x, &norm);
+    routing = router_.route(weights, router_.logits(weights, normed));
+  } else {
+    normed = taken.at(0);
+    routing = {.scores = {}, .chosen = taken.at(2), .weights = taken.at(1)};
+  }
+  Tensor d_sum, d_normed, d_weights;
   if (last_) {
-    d_sum = d_out.at(0).reshape({-1, hidden_}).to(wide.dtype());
+    d_sum = d_x.reshape({-1, hidden_}).to(wide.dtype());
     if (residual_multiplier_ != 1) d_sum = d_sum * residual_multiplier_;
     d_normed = at::zeros(normed.sizes(), wide);
-    d_logits = at::zeros(logits.sizes(), wide);
+    d_weights = at::zeros(routing.weights.sizes(), wide);
   } else {
     d_normed = d_out.at(1).clone();
-    d_logits = d_out.at(2);
-    d_sum = d_out.at(3);
+    d_weights = d_out.at(2).clone();
+    d_sum = d_out.at(4);
   }
-  const Tensor d_added = d_sum.to(x.scalar_type()), d_weights = at::zeros_like(routing.weights);
+  const Tensor d_added = d_sum.to(normed.scalar_type());
   experts_.add_backward(weights, sums, normed, routing, assign(spec_, routing.chosen), d_added, d_normed, d_weights);
-  d_logits = d_logits + route_backward(spec_, routing, d_weights);
-  if (!first_) return {d_out.at(0), d_normed, d_logits, d_sum};
-  d_normed.add_(router_.backward(weights, sums, d_logits, normed));
+  if (!first_) return {d_x, d_normed, d_weights, {}, d_sum};
+  d_normed.add_(router_.backward(weights, sums, route_backward(spec_, routing, d_weights), normed));
   if (shared_) d_normed.add_(shared_.backward(weights, sums, normed, shared_.expand(weights, normed), d_added));
-  const Tensor d_x = d_out.at(0).reshape({-1, hidden_}).contiguous();
-  return {in_.backward(weights, sums, d_normed.to(x.scalar_type()), x, norm, d_x).view(like.sizes())};
+  return {in_.backward(weights, sums, d_normed.to(x.scalar_type()), x, norm, d_x.reshape({-1, hidden_}).contiguous())
+              .view(d_x.sizes())};
+}
+
+Carry ExpertStage::completed(const Carry& taken, const Carry& d_out) const {
+  if (first_) return taken;
+  const Tensor &d_x = d_out.at(0), &normed = taken.at(0);
+  return {at::zeros_like(d_x), normed, taken.at(1), taken.at(2),
+          at::zeros(normed.sizes(), normed.options().dtype(wide_of(normed)))};
 }
 
 }  // namespace tierflow::models

@@ -54,7 +54,7 @@ class ExpertMlp {
   at::Tensor backward(const Weights& weights, const Gradients& sums, const at::Tensor& normed, Kept kept,
                       const at::Tensor& d_out) const;
   std::vector<at::Tensor> essentials(const Kept& kept) const;
-  Kept restore(std::vector<at::Tensor>::const_iterator& next) const;
+  Kept restore(const Weights& weights, std::vector<at::Tensor>::const_iterator& next) const;
 
  private:
   ExpertsSpec spec_;
@@ -65,17 +65,20 @@ class ExpertMlp {
 };
 
 // A stage with some of a layer's experts. Between two of them the carry holds: the hidden states that the layer's MLP
-// began with; these normed [tokens, hidden]; the router's logits [tokens, experts]; and the sum so far [tokens,
-// hidden], fp32 (fp64 in a model of fp64). Before the first and after the last it holds hidden states alone. The
-// gradient by hand of such a carry has the same shapes; those of the normed states, of the logits and of the sum are
-// fp32 (fp64).
+// began with; these normed [tokens, hidden]; of each token the weights and the experts [tokens, per_token], as Routing
+// has them; and the sum so far [tokens, hidden], fp32 (fp64 in a model of fp64). Before the first and after the last it
+// holds hidden states alone. The gradient by hand of such a carry has the same shapes, none for the experts; those of
+// the normed states, the weights and the sum are fp32 (fp64).
 class ExpertStage {
  public:
   ExpertStage(const ModelSpec& spec, int stage);
 
   // Differentiable where autograd is on.
   Carry forward(const Weights& weights, const Carry& carry, double dropout) const;
-  Carry backward(const Weights& weights, const Gradients& sums, const Carry& carry, const Carry& d_out) const;
+  // By hand; `taken`: as taken_by_backward() says.
+  Carry backward(const Weights& weights, const Gradients& sums, const Carry& taken, const Carry& d_out) const;
+  // The whole input, as far as a gradient can tell: what was not taken is zeros.
+  Carry completed(const Carry& taken, const Carry& d_out) const;
 
  private:
   ExpertsSpec spec_;

@@ -112,7 +112,7 @@ void Experts::backward(const Weights& weights, const Gradients& sums, const Tens
     Tensor inner = (unweighted * weight).to(normed.scalar_type());
     Tensor gate = kept.gate.narrow(0, row, count), up = kept.up.narrow(0, row, count);
     gated_backward(gate, up, inner, activation_);  // now gradients, and what down took
-    d_flat.index_copy_(0, places, (unweighted.to(weight.scalar_type()) * inner).sum(1));
+    d_flat.index_add_(0, places, (unweighted.to(weight.scalar_type()) * inner).sum(1));
     if (gradients.down.defined()) add_product(gradients.down, d, (inner * weight).to(normed.scalar_type()));
     if (gradients.gate.defined() || gradients.up.defined()) {
       const Tensor x = normed.index_select(0, tokens);

@@ -110,6 +110,13 @@ Carry LayeredModel::differentiate(const Weights& leaves, const Gradients& gradie
   return d_carry;
 }
 
+Carry taken_by_backward(const StageSpec& stage, const Carry& input) {
+  if (stage.backward_parts.empty()) return input;
+  Carry taken;
+  for (const int part : stage.backward_parts) taken.push_back(input.at(static_cast<std::size_t>(part)));
+  return taken;
+}
+
 std::unique_ptr<LayeredModel> make_model(ModelSpec spec) {
   switch (spec.config.family) {
     case Family::decoder:

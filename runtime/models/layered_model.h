@@ -60,7 +60,8 @@ class LayeredModel {
   virtual Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                         bool training) const = 0;
 
-  // Adds the gradient of every weight to `gradients` and returns the gradient of `carry` (empty for the embedding).
+  // Adds the gradient of every weight to `gradients` and returns the gradient of the stage's input (empty for the
+  // embedding), of which `carry` holds what taken_by_backward() says.
   // Default: recompute with autograd on from `carry`, differentiate, release each bf16 gradient as soon as it is added.
   virtual Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                          const Shared& shared, const Carry& d_out) const;
@@ -92,6 +93,9 @@ class LayeredModel {
   static Carry differentiate(const Weights& leaves, const Gradients& gradients, const Carry& carry, const Carry& d_out,
                              const std::function<Carry(const Carry&)>& forward);
 };
+
+// What a stage's backward takes of its input; that alone is saved.
+Carry taken_by_backward(const StageSpec& stage, const Carry& input);
 
 // The model of a specification: one of the families of model_spec.h.
 std::unique_ptr<LayeredModel> make_model(ModelSpec spec);

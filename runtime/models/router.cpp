@@ -2,40 +2,87 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
+
+#include "runtime/models/norm.h"
+#include "runtime/models/ops.h"
+
 namespace tierflow::models {
+namespace {
 
-Router::Router(const TensorIndex& index, const std::string& name) {
-  if (index.find(name + ".weight") >= 0) linear_ = Linear(index, name);
+constexpr double kLeastSum = 1e-20;  // of sigmoids, as transformers has it
+
+at::Tensor descending(const at::Tensor& values) {
+  return std::get<1>(at::sort(values, true, -1, true));
 }
 
-at::Tensor Router::backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_logits,
-                            const at::Tensor& normed) const {
-  const at::Tensor d = d_logits.to(normed.scalar_type()), low = linear_.low_gradient(weights, d);
-  linear_.add_gradient(weights, sums, d, normed, low);
-  return linear_.input_gradient(weights, d, low);
+// Minus infinity for the experts of the groups that are not taken.
+at::Tensor of_taken_groups(const ExpertsSpec& spec, const at::Tensor& choice) {
+  if (spec.groups == 1) return choice;
+  const at::Tensor grouped = choice.view({choice.size(0), spec.groups, -1});
+  const std::int64_t best = std::min<std::int64_t>(2, grouped.size(2));
+  const at::Tensor of_group = std::get<0>(at::sort(grouped, true, -1, true)).narrow(2, 0, best).sum(-1);
+  const at::Tensor left = descending(of_group).narrow(1, spec.groups_taken, spec.groups - spec.groups_taken);
+  const at::Tensor out = at::zeros_like(of_group, at::kBool).scatter_(1, left, true);
+  return grouped.masked_fill(out.unsqueeze(2), -std::numeric_limits<double>::infinity()).view(choice.sizes());
 }
 
-Routing route(const ExpertsSpec& spec, const at::Tensor& logits) {
+// What a token's chosen scores are divided by.
+at::Tensor divisor(const ExpertsSpec& spec, const at::Tensor& chosen) {
+  const at::Tensor sum = chosen.sum(-1, true);
+  return spec.sigmoid ? sum + kLeastSum : sum;
+}
+
+}  // namespace
+
+Routing route(const ExpertsSpec& spec, const at::Tensor& logits, const at::Tensor& correction) {
   const at::ScalarType wide = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   Routing routing;
-  routing.scores = at::softmax(logits, -1, wide);
-  routing.chosen = std::get<1>(at::sort(routing.scores.detach(), true, -1, true)).narrow(1, 0, spec.per_token);
-  routing.chosen = routing.chosen.contiguous();
+  routing.scores = spec.sigmoid ? at::sigmoid(logits.to(wide)) : at::softmax(logits, -1, wide);
+  at::Tensor choice = routing.scores.detach();
+  if (correction.defined()) choice = choice + correction;
+  routing.chosen = descending(of_taken_groups(spec, choice)).narrow(1, 0, spec.per_token).contiguous();
   at::Tensor weights = routing.scores.gather(1, routing.chosen);
-  if (spec.normalised) weights = weights / weights.sum(-1, true);
+  if (spec.normalised) weights = weights / divisor(spec, weights);
+  if (spec.scale != 1) weights = weights * spec.scale;
   if (spec.rounded) weights = weights.to(logits.scalar_type()).to(wide);
   routing.weights = weights;
   return routing;
 }
 
 at::Tensor route_backward(const ExpertsSpec& spec, const Routing& routing, const at::Tensor& d_weights) {
-  at::Tensor d_chosen = d_weights;
+  at::Tensor d_chosen = spec.scale != 1 ? d_weights * spec.scale : d_weights;
   if (spec.normalised) {
-    const at::Tensor chosen = routing.scores.gather(1, routing.chosen), sum = chosen.sum(-1, true);
-    d_chosen = (d_weights - (d_weights * chosen).sum(-1, true) / sum) / sum;
+    const at::Tensor chosen = routing.scores.gather(1, routing.chosen), sum = divisor(spec, chosen);
+    d_chosen = (d_chosen - (d_chosen * chosen).sum(-1, true) / sum) / sum;
   }
   const at::Tensor d_scores = at::zeros_like(routing.scores).scatter_(1, routing.chosen, d_chosen);
+  if (spec.sigmoid) return d_scores * routing.scores * (1 - routing.scores);
   return routing.scores * (d_scores - (routing.scores * d_scores).sum(-1, true));
+}
+
+Router::Router(const ExpertsSpec& spec, const TensorIndex& index, const std::string& name)
+    : spec_(spec),
+      weight_(index.at(name + ".weight")),
+      correction_(spec.corrected ? index.at(name + ".e_score_correction_bias") : -1) {}
+
+at::Tensor Router::in_type(const at::Tensor& x) const {
+  return spec_.sigmoid && x.scalar_type() != at::kDouble ? x.to(at::kFloat) : x;
+}
+
+at::Tensor Router::logits(const Weights& weights, const at::Tensor& normed) const {
+  return at::linear(in_type(normed), in_type(weights[static_cast<std::size_t>(weight_)]));
+}
+
+Routing Router::route(const Weights& weights, const at::Tensor& logits) const {
+  return models::route(spec_, logits, at_or_none(weights, correction_));
+}
+
+at::Tensor Router::backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_logits,
+                            const at::Tensor& normed) const {
+  const at::Tensor x = in_type(normed), d = d_logits.to(x.scalar_type());
+  add_product(sums[static_cast<std::size_t>(weight_)], d, x);
+  return at::mm(d, in_type(weights[static_cast<std::size_t>(weight_)]));
 }
 
 Assignment assign(const ExpertsSpec& spec, const at::Tensor& chosen) {

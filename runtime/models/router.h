@@ -3,40 +3,46 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
-#include "runtime/models/linear.h"
+#include "runtime/models/layered_model.h"
+#include "runtime/models/tensor_index.h"
 
 namespace tierflow::models {
 
 struct Routing {
-  at::Tensor scores;  // [tokens, experts], fp32 or fp64: softmax of the logits
+  at::Tensor scores;  // [tokens, experts], fp32 or fp64: softmax or sigmoid of the logits
   at::Tensor chosen;  // [tokens, per_token] int64, the highest score first
   at::Tensor
       weights;  // [tokens, per_token] in the scores' type; differentiable towards the logits where autograd is on
 };
 
+// From logits [tokens, experts]; correction, where the spec has one: fp32 [experts]. Of equal scores the first expert's
+// counts as higher.
+Routing route(const ExpertsSpec& spec, const at::Tensor& logits, const at::Tensor& correction = {});
+// The gradient of the logits, in the scores' type, from that of Routing::weights.
+at::Tensor route_backward(const ExpertsSpec& spec, const Routing& routing, const at::Tensor& d_weights);
+
 class Router {
  public:
   Router() = default;
-  // With an index that has no `name`.weight there is no router.
-  Router(const TensorIndex& index, const std::string& name);
+  // Tensors `name`.weight and, where the spec says so, `name`.e_score_correction_bias.
+  Router(const ExpertsSpec& spec, const TensorIndex& index, const std::string& name);
 
-  explicit operator bool() const { return static_cast<bool>(linear_); }
-  // normed [tokens, hidden] -> [tokens, experts].
-  at::Tensor logits(const Weights& weights, const at::Tensor& normed) const { return linear_(weights, normed); }
+  // normed [tokens, hidden] -> [tokens, experts], fp32 where scores are sigmoids.
+  at::Tensor logits(const Weights& weights, const at::Tensor& normed) const;
+  Routing route(const Weights& weights, const at::Tensor& logits) const;
   // The gradient of normed from that of the logits; adds that of the router's weight.
   at::Tensor backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_logits,
                       const at::Tensor& normed) const;
 
  private:
-  Linear linear_;
-};
+  at::Tensor in_type(const at::Tensor& x) const;
 
-// From logits [tokens, experts]. Of equal scores the first expert's counts as higher.
-Routing route(const ExpertsSpec& spec, const at::Tensor& logits);
-// The gradient of the logits, in the scores' type, from that of Routing::weights.
-at::Tensor route_backward(const ExpertsSpec& spec, const Routing& routing, const at::Tensor& d_weights);
+  ExpertsSpec spec_;
+  int weight_ = -1, correction_ = -1;
+};
 
 // The tokens of each expert.
 struct Assignment {

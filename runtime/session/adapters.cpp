@@ -98,7 +98,7 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
       if (is_adapter(tensor)) continue;
-      headers.push_back({.name = tensor.name, .dtype = Dtype::bf16, .shape = tensor.shape});
+      headers.push_back({.name = tensor.name, .dtype = dtype_of(tensor), .shape = tensor.shape});
       total += static_cast<std::uint64_t>(tensor.elements());
     }
   CheckpointWriter writer(folder, std::move(headers));
@@ -115,7 +115,7 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
         merge.base.read_f32(tensor, static_cast<std::uint64_t>(row * columns),
                             {piece.data_ptr<float>(), static_cast<std::size_t>(piece.numel())});
         if (addend.left.defined()) piece.addmm_(addend.left.narrow(0, row, count), addend.right, 1, addend.scale);
-        const torch::Tensor words = piece.to(torch::kBFloat16);
+        const torch::Tensor words = dtype_of(tensor) == Dtype::f32 ? piece : piece.to(torch::kBFloat16);
         writer.write({static_cast<const std::byte*>(words.data_ptr()), static_cast<std::size_t>(words.nbytes())});
         done += static_cast<std::uint64_t>(piece.numel());
         if (progress) progress("adding adapters", done, total);

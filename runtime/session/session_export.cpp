@@ -15,7 +15,7 @@ std::vector<TensorHeader> headers_of(const ModelSpec& spec, const PackedModel& p
     for (const PackedTensor& tensor : packed.units[index].tensors) {
       const TensorSpec& of = spec.units[index].tensors[tensor.tensor];
       if (of.first_row == 0)  // its other tiles follow
-        headers.push_back({.name = of.name, .dtype = Dtype::bf16, .shape = of.checkpoint_shape()});
+        headers.push_back({.name = of.name, .dtype = dtype_of(of), .shape = of.checkpoint_shape()});
     }
   return headers;
 }

@@ -89,9 +89,9 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
       compute(true, [&] {
         Saved* slot = entered.slot != nullptr ? &in_slot[{stage, micro_batch}] : nullptr;
         if (plan.arrangement.input_leaves[stage] && slot != nullptr) {
-          slot->input = copy_to_slot(entered.slot, carry);
+          slot->input = copy_to_slot(entered.slot, taken_by_backward(model->spec().stages[stage], carry));
         } else if (train && stage > 0 && model->spec().stages[stage].backward_needs_input) {
-          saved[stage][micro_batch] = carry;
+          saved[stage][micro_batch] = taken_by_backward(model->spec().stages[stage], carry);
         }
         if (train) seed_random(stage, micro_batch);
         // Where what it keeps does not fit after all, a second run does without.

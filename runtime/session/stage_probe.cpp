@@ -249,7 +249,8 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
       kinds[stage] += " <";
       for (const std::int64_t size : part.sizes()) kinds[stage].append(" ").append(std::to_string(size));
     }
-    result.needs.carry_bytes.push_back(slot_bytes(shapes_in_slot(inputs[stage])));
+    result.needs.carry_bytes.push_back(
+        slot_bytes(shapes_in_slot(taken_by_backward(spec.stages[stage], inputs[stage]))));
     carry_bytes = std::max(carry_bytes, bytes_of(inputs[stage]));
     if (stage == last) break;
     if (const auto found = seen.find(kinds[stage]); found != seen.end()) {
@@ -285,7 +286,7 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
       seconds_of(stage).backward_kept = of.backward_kept;
       seconds_of(stage).backward_swapped = of.backward_swapped;
     } else {
-      const Given given{.input = inputs[stage], .d_out = d_carry};
+      const Given given{.input = taken_by_backward(spec.stages[stage], inputs[stage]), .d_out = d_carry};
       Carry out = run(stage, true, seconds_of(stage).backward, given,
                       [&](const Weights& weights, const Gradients& gradients, const Given& with) {
                         return model_.backward(stage, weights, gradients, with.input, shared, with.d_out);

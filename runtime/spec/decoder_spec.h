@@ -51,8 +51,13 @@ struct ExpertsSpec {
   std::int64_t width = 0;         // intermediate size of one
   std::int64_t shared_width = 0;  // of the expert that every token takes; 0: there is none
   bool shared_gate = false;       // its result is multiplied with the sigmoid of a product of its own
-  bool normalised = false;        // a token's weights, its chosen scores of a softmax over all experts, sum to 1
-  bool rounded = true;            // weights are rounded to the model's type
+  bool normalised = false;        // a token's weights, the scores of its experts, sum to 1
+  bool sigmoid = false;           // scores are sigmoids of fp32 products; else a softmax over all experts
+  bool corrected = false;         // what is compared to choose is the score plus a number of each expert, not trained
+  // Of so many groups of neighbours those are taken whose two best scores have the highest sum; others are not chosen.
+  std::int64_t groups = 1, groups_taken = 1;
+  double scale = 1;     // of the weights
+  bool rounded = true;  // weights are rounded to the model's type
 };
 
 // What a family calls its tensors. Empty: it has no such tensor.

@@ -2,6 +2,8 @@
 // defaults of its class in transformers.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "runtime/spec/config_limits.h"
 #include "runtime/spec/families.h"
 #include "runtime/spec/rope_config.h"
@@ -13,14 +15,15 @@ struct Defaults {
   std::int64_t count = 0, per_token = 0, width = 0;  // width 0: intermediate_size
 };
 
-// transformers calls their number num_experts and num_local_experts in one class, by its version.
+// transformers calls their number otherwise by its version, in one class.
 std::int64_t number_of_experts(const JsonFields& fields, std::int64_t fallback) {
-  constexpr const char *one = "num_experts", *other = "num_local_experts";
-  const std::int64_t count =
-      fields.integer_or(one, fields.integer_or(other, fallback, 1, limits::experts), 1, limits::experts);
-  if (fields.integer_or(other, count, 1, limits::experts) != count)
-    fields.fail(other, fmt::format("is not the {} of num_experts", count));
-  return count;
+  std::int64_t count = 0;
+  for (const char* name : {"num_experts", "num_local_experts", "n_routed_experts"}) {
+    const std::int64_t found = fields.integer_or(name, count, 1, limits::experts);
+    if (count != 0 && found != count) fields.fail(name, fmt::format("is {}; by another name it is {}", found, count));
+    count = found;
+  }
+  return count == 0 ? fallback : count;
 }
 
 void read_experts(const JsonFields& fields, ModelConfig& c, const Defaults& defaults) {
@@ -96,6 +99,35 @@ void read_olmoe(const JsonFields& fields, ModelConfig& c) {
   c.experts.normalised = fields.boolean_or("norm_topk_prob", false);
   c.qk_norm = QkNorm::whole;
   if (fields.find("clip_qkv") != nullptr) fields.fail("clip_qkv", "is not supported");
+}
+
+// GLM-4.5, 4.6 and 4.7, Air among them. Its layers for predicting several tokens at once are not read, nor does
+// transformers.
+void read_glm4_moe(const JsonFields& fields, ModelConfig& c) {
+  read_glm(fields, c);
+  c.norm_eps = fields.number_or("rms_norm_eps", 1e-5, 0.0, 1.0);
+  c.ropes[0].interleaved = false;
+  c.names.gate = "mlp.gate_proj";
+  c.names.up = "mlp.up_proj";
+  c.names.gate_up.clear();
+  c.qkv_bias = fields.boolean_or("attention_bias", false);
+  if (fields.boolean_or("use_qk_norm", false)) c.qk_norm = QkNorm::head;
+  read_experts(fields, c, {.count = 128, .per_token = 8, .width = 1408});
+  ExpertsSpec& e = c.experts;
+  e.sigmoid = e.corrected = true;
+  e.rounded = false;
+  e.normalised = fields.boolean_or("norm_topk_prob", true);
+  e.scale = fields.number_or("routed_scaling_factor", 1.0, 1e-6, 1e6);
+  e.groups = fields.integer_or("n_group", 1, 1, e.count);
+  e.groups_taken = fields.integer_or("topk_group", 1, 1, e.groups);
+  if (e.count % e.groups != 0) fields.fail("n_group", fmt::format("is {}, of {} experts", e.groups, e.count));
+  if (e.per_token > e.count / e.groups * e.groups_taken)
+    fields.fail("num_experts_per_tok", fmt::format("is {}, more than the experts of topk_group groups", e.per_token));
+  e.shared_width = e.width * fields.integer_or("n_shared_experts", 1, 1, 64);
+  c.names.shared = "mlp.shared_experts";
+  const std::int64_t dense = fields.integer_or("first_k_dense_replace", 1, 0, limits::layers);
+  for (std::int64_t i = 0; i < std::min(dense, c.layers); ++i)
+    c.layer_specs[static_cast<std::size_t>(i)].experts = false;
 }
 
 void read_granite_moe(const JsonFields& fields, ModelConfig& c) {

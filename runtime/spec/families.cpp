@@ -92,6 +92,7 @@ constexpr std::array families = {
     FamilyRow{"Qwen3MoeForCausalLM", "qwen3_moe", Family::decoder, read_qwen3_moe},
     FamilyRow{"OlmoeForCausalLM", "olmoe", Family::decoder, read_olmoe},
     FamilyRow{"GraniteMoeForCausalLM", "granitemoe", Family::decoder, read_granite_moe},
+    FamilyRow{"Glm4MoeForCausalLM", "glm4_moe", Family::decoder, read_glm4_moe},
     FamilyRow{"GPT2LMHeadModel", "gpt2", Family::gpt2, read_gpt2},
     FamilyRow{"OPTForCausalLM", "opt", Family::opt, read_opt},
 };

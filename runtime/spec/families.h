@@ -50,6 +50,7 @@ void read_qwen2_moe(const JsonFields& fields, ModelConfig& config);
 void read_qwen3_moe(const JsonFields& fields, ModelConfig& config);
 void read_olmoe(const JsonFields& fields, ModelConfig& config);
 void read_granite_moe(const JsonFields& fields, ModelConfig& config);
+void read_glm4_moe(const JsonFields& fields, ModelConfig& config);
 
 Activation read_activation(const JsonFields& fields, const char* field, const std::string& fallback);
 // Throws Exception (kind input) where the field is not `value`.

@@ -119,6 +119,7 @@ struct StageSpec {
   std::int64_t first_expert = 0;       // of those in it, where it is a stage of experts
   std::int64_t experts = 0;            // how many are in it
   bool backward_needs_input = true;    // the backward takes the stage's input; if false, it is not saved
+  std::vector<int> backward_parts;     // of the input's tensors those that the backward takes; empty: all
   bool backward_needs_weights = true;  // the backward takes the weights
 };
 

@@ -28,6 +28,12 @@ class UnitBuilder {
     tensor.first_row = first;
     tensor.all_rows = all;
   }
+  // Not trained, exact.
+  void fixed(const std::string& role, std::int64_t size) {
+    vector(role, size, Init::zeros);
+    unit_.tensors.back().trainable = false;
+    unit_.tensors.back().format = WeightFormat::fp32;
+  }
   // The tensors from here on are of this part.
   void begin(Part part) { part_ = part; }
   void embedding(const std::string& role, std::int64_t rows, std::int64_t columns) {
@@ -114,6 +120,7 @@ void add_experts(const ModelConfig& c, std::int64_t first, std::int64_t count, U
   if (first == 0) {
     builder.begin(Part::router);
     builder.linear(names.router, e.count, c.hidden_size, false);
+    if (e.corrected) builder.fixed(names.router + ".e_score_correction_bias", e.count);
     builder.begin(Part::plain);
     if (e.shared_width > 0) {
       builder.linear(names.shared + ".gate_proj", e.shared_width, c.hidden_size, false);
@@ -275,6 +282,7 @@ void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
                            .units = {add_unit(spec, some.take())},
                            .first_expert = first,
                            .experts = count});
+    if (first > 0) spec.stages.back().backward_parts = {1, 2, 3};
   }
 }
 

@@ -20,11 +20,12 @@ using weights::kMostBlocks;
 using weights::kNestedBlock;
 using weights::kNf4Block;
 
-constexpr std::array<std::pair<WeightFormat, const char*>, 5> kNames = {{{WeightFormat::bf16, "bf16"},
+constexpr std::array<std::pair<WeightFormat, const char*>, 6> kNames = {{{WeightFormat::bf16, "bf16"},
                                                                          {WeightFormat::int8, "int8"},
                                                                          {WeightFormat::nf4, "nf4"},
                                                                          {WeightFormat::nf4_double, "nf4-double"},
-                                                                         {WeightFormat::fp8, "fp8"}}};
+                                                                         {WeightFormat::fp8, "fp8"},
+                                                                         {WeightFormat::fp32, "fp32"}}};
 
 constexpr std::uint64_t pieces(std::uint64_t n, std::uint64_t piece) {
   return (n + piece - 1) / piece;
@@ -37,6 +38,14 @@ float load(const std::byte* from, std::uint64_t index) {
   float value;
   std::memcpy(&value, from + index * sizeof(value), sizeof(value));
   return value;
+}
+
+// Ties to even; any NaN becomes 0x7fc0.
+std::uint16_t rounded(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if (std::isnan(value)) return 0x7fc0;
+  return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
 }
 
 const std::uint8_t* codes_of(std::span<const std::byte> stored) {
@@ -129,12 +138,15 @@ void dequantise(WeightFormat format, const std::vector<std::int64_t>& shape, std
       return dequantise_nf4(format, at, stored, first, out);
     case WeightFormat::fp8:
       return dequantise_fp8(at, stored, first, out);
+    case WeightFormat::fp32:
+      for (std::uint16_t& word : out) word = rounded(load(stored.data(), first++));
+      return;
   }
 }
 
 WeightFormat parse_weight_format(std::string_view name) {
   for (const auto& [format, known] : kNames)
-    if (name == known && format != WeightFormat::fp8) return format;
+    if (name == known && format != WeightFormat::fp8 && format != WeightFormat::fp32) return format;
   throw Exception(io::ErrorKind::usage,
                   "no weight format is called \"" + std::string(name) + "\"; there are bf16, int8, nf4 and nf4-double");
 }
@@ -171,6 +183,9 @@ WeightLayout weight_layout(WeightFormat format, const std::vector<std::int64_t>&
                                                   std::to_string(shape.size()) + "; store it as bf16");
       scales = 4 * pieces(static_cast<std::uint64_t>(shape[0]), kFp8Tile) * pieces(at.columns, kFp8Tile);
       break;
+    case WeightFormat::fp32:
+      codes = 4 * n;
+      break;
   }
   at.scales = padded(codes);
   at.nested = at.scales + padded(scales);
@@ -197,6 +212,7 @@ Quantiser::Quantiser(WeightFormat format, const std::vector<std::int64_t>& shape
 void Quantiser::add(std::span<const float> values) {
   if (values.size() > layout_.elements - encoded_ - pending_.size())
     throw Exception(io::ErrorKind::internal, "a quantiser was given more values than its tensor has");
+  if (format_ == WeightFormat::fp32) return put(values);
   while (!values.empty()) {
     std::size_t taken = 0;
     if (pending_.empty() && values.size() >= block_) {
@@ -221,6 +237,11 @@ std::vector<std::byte> Quantiser::finish() {
   if (!pending_.empty()) encode_short_block();
   if (format_ == WeightFormat::nf4_double) nest_absmax();
   return std::move(stored_);
+}
+
+void Quantiser::put(std::span<const float> values) {
+  std::memcpy(stored_.data() + encoded_ * sizeof(float), values.data(), values.size_bytes());
+  encoded_ += values.size();
 }
 
 void Quantiser::encode_blocks(const float* values, std::size_t blocks) {

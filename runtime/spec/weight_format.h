@@ -12,12 +12,13 @@
 //               absmax[i] = dynamic_map[q[i]] * nested[i / 256] + offset; offset is the mean of the absmax.
 //   fp8         codes: n bytes e4m3fn | scales: fp32 [ceil(rows / 128), ceil(columns / 128)]. Of shape [rows, columns].
 //               w = code * scale.
+//   fp32        n fp32 values, exact: what a router adds to its scores.
 //
-// All arithmetic is fp32, one rounding an operation, never fused; w is then rounded to bf16, ties to even, and any NaN
-// becomes 0x7fc0. Of two codes as near, nf4 and q take the lower. nf4 and nf4_double are bitsandbytes' 4-bit NF4 with
-// blocks of 64, bit for bit, but for what depends on the device there: the mean is summed in fp64 here (there the last
-// bit depends on the number of threads), and q is the nearest code (its kernel for the CPU looks q up in steps of
-// 2^-15).
+// All arithmetic is fp32, one rounding an operation, never fused; w, but of fp32, is then rounded to bf16, ties to
+// even, and any NaN becomes 0x7fc0. Of two codes as near, nf4 and q take the lower. nf4 and nf4_double are
+// bitsandbytes' 4-bit NF4 with blocks of 64, bit for bit, but for what depends on the device there: the mean is summed
+// in fp64 here (there the last bit depends on the number of threads), and q is the nearest code (its kernel for the CPU
+// looks q up in steps of 2^-15).
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -26,7 +27,7 @@
 
 namespace tierflow {
 
-enum class WeightFormat : std::uint8_t { bf16, int8, nf4, nf4_double, fp8 };
+enum class WeightFormat : std::uint8_t { bf16, int8, nf4, nf4_double, fp8, fp32 };
 
 // "bf16", "int8", "nf4" or "nf4-double", the formats that are made here; anything else throws Exception (kind usage).
 WeightFormat parse_weight_format(std::string_view name);
@@ -45,7 +46,7 @@ struct WeightLayout {
 WeightLayout weight_layout(WeightFormat format, const std::vector<std::int64_t>& shape);
 std::uint64_t stored_bytes(WeightFormat format, const std::vector<std::int64_t>& shape);
 
-// Makes the stored bytes of one tensor as int8, nf4 or nf4_double. Holds these, one block of values and, for
+// Makes the stored bytes of one tensor as int8, nf4, nf4_double or fp32. Holds these, one block of values and, for
 // nf4_double, an fp32 absmax a block. How the values are cut into pieces does not change the bytes.
 class Quantiser {
  public:
@@ -56,6 +57,7 @@ class Quantiser {
   std::vector<std::byte> finish();
 
  private:
+  void put(std::span<const float> values);
   void encode_blocks(const float* values, std::size_t blocks);
   void encode_short_block();
   void refuse_unless(bool finite) const;
@@ -71,7 +73,7 @@ class Quantiser {
   std::uint64_t encoded_ = 0;   // elements
 };
 
-// The bf16 words of elements [first, first + out.size()). Any thread may call it, on any piece.
+// The bf16 words, those of fp32 rounded, of elements [first, first + out.size()). Any thread may call it, on any piece.
 void dequantise(WeightFormat format, const std::vector<std::int64_t>& shape, std::span<const std::byte> stored,
                 std::uint64_t first, std::span<std::uint16_t> out);
 

@@ -1,6 +1,7 @@
 #include "runtime/state/model_extents.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "optim/adamw.h"
 #include "runtime/spec/weight_format.h"
@@ -32,6 +33,10 @@ void read_master(const ModelExtents& model, int unit, int tensor, float* out) {
   } else {
     std::vector<std::uint16_t> stored(spec.words());
     read_words(model, unit, tensor, swap::ExtentKind::hi, stored.data());
+    if (spec.format == WeightFormat::fp32) {
+      std::memcpy(out, stored.data(), elements * sizeof(float));
+      return;
+    }
     dequantise(spec.format, spec.shape, std::as_bytes(std::span(stored)), 0, hi);
   }
   bool whole = true;

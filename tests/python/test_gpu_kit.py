@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 
 import pytest
@@ -32,8 +31,7 @@ def kit(tierflow, tmp_path_factory):
     done = pack(folder / "kit.tar.gz")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["mib"] == pytest.approx((folder / "kit.tar.gz").stat().st_size / (1 << 20), abs=0.01)
-    with tarfile.open(folder / "kit.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
+    subprocess.run(["tar", "xf", "kit.tar.gz"], cwd=folder, check=True)
     return folder / "tierflow-gpu-kit"
 
 

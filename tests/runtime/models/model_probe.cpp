@@ -66,6 +66,7 @@ int run(int count, char** arguments) {
   for (std::size_t u = 0; u < m.gradients.size(); ++u) {
     for (std::size_t t = 0; t < m.gradients[u].size(); ++t) {
       const TensorSpec& tensor = m.spec().units[u].tensors[t];
+      if (!tensor.trainable) continue;
       if (tensor.first_row == 0) {
         tensors.emplace_back(tensor.name, m.gradients[u][t]);
         continue;

@@ -32,6 +32,27 @@ TEST(Router, WeightsAreScoresOrSumToOneAndAreRounded) {
   EXPECT_TRUE(torch::equal(rounded, rounded.to(torch::kBFloat16).to(torch::kFloat)));
 }
 
+// GLM-4.5's: the best two of a group count, corrected; weights are the scores as they are.
+TEST(Router, SigmoidsAreCorrectedToChooseAlone) {
+  const ExpertsSpec spec{.count = 6,
+                         .per_token = 2,
+                         .normalised = true,
+                         .sigmoid = true,
+                         .corrected = true,
+                         .groups = 3,
+                         .groups_taken = 1,
+                         .scale = 2.5,
+                         .rounded = false};
+  const torch::Tensor logits = torch::tensor({{0.F, 1.F, 5.F, -9.F, 2.F, 2.F}});
+  const Routing plain = route(spec, logits, torch::zeros({6}));
+  EXPECT_TRUE(torch::equal(plain.chosen, torch::tensor({{4, 5}})));
+  EXPECT_TRUE(torch::allclose(plain.weights, torch::full({1, 2}, 1.25)));
+  const Routing corrected = route(spec, logits, torch::tensor({0.F, 0.F, 0.F, 1.F, 0.F, 0.F}));
+  EXPECT_TRUE(torch::equal(corrected.chosen, torch::tensor({{3, 2}})));
+  const torch::Tensor scores = torch::sigmoid(torch::tensor({-9.F, 5.F}));
+  EXPECT_TRUE(torch::allclose(corrected.weights[0], 2.5 * scores / scores.sum()));
+}
+
 TEST(Router, TokensOfAnExpertAreAscendingWhereverTheyChoseIt) {
   const ExpertsSpec spec{.count = 4, .per_token = 2};
   const Assignment found = assign(spec, torch::tensor({{3, 0}, {0, 1}, {3, 1}}));
@@ -40,7 +61,8 @@ TEST(Router, TokensOfAnExpertAreAscendingWhereverTheyChoseIt) {
   EXPECT_TRUE(torch::equal(found.places, torch::tensor({1, 2, 3, 5, 0, 4})));
 }
 
-torch::Tensor& tensor_called(const ResidentModel& m, std::vector<std::vector<torch::Tensor>>& of, const std::string& name) {
+torch::Tensor& tensor_called(const ResidentModel& m, std::vector<std::vector<torch::Tensor>>& of,
+                             const std::string& name) {
   for (std::size_t u = 0; u < of.size(); ++u)
     for (std::size_t t = 0; t < of[u].size(); ++t)
       if (m.spec().units[u].tensors[t].name == name) return of[u][t];

@@ -19,7 +19,7 @@ struct ResidentModel {
       units.emplace_back();
       gradients.emplace_back();
       for (const TensorSpec& tensor : unit.tensors) {
-        units.back().push_back(torch::zeros(tensor.shape, type));
+        units.back().push_back(torch::zeros(tensor.shape, tensor.format == WeightFormat::fp32 ? torch::kFloat : type));
         gradients.back().push_back(torch::zeros(tensor.shape, sum));
       }
     }
@@ -77,8 +77,9 @@ struct ResidentModel {
     Carry d = std::move(head.d_carry);
     for (int stage = last - 1; stage >= 0; --stage) {
       torch::manual_seed(seed + static_cast<std::uint64_t>(stage));
-      d = model->backward(stage, bind(stage, units), bind(stage, gradients), inputs[static_cast<std::size_t>(stage)],
-                          shared, d);
+      const auto at = static_cast<std::size_t>(stage);
+      d = model->backward(stage, bind(stage, units), bind(stage, gradients),
+                          taken_by_backward(spec().stages[at], inputs[at]), shared, d);
     }
     return head.loss_sum;
   }

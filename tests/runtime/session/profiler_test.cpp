@@ -82,6 +82,7 @@ class CountsInputs : public ForwardingModel {
 TEST(StageProbe, TimedStagesTakeOrdinaryNumbers) {
   const auto device = swap::open_cpu_device();
   const CountsInputs model(make_model(eight_heads()));
+  DeviceMemory::install().set_cap(UINT64_MAX);
   StageProbe(model, DeviceMemory::install(), torch::kCPU, {.device = device.get(), .seconds_each = 1e-3})
       .measure(2, 64, /*train=*/true);
   EXPECT_GT(model.zeros, 0);

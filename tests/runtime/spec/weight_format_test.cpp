@@ -279,6 +279,19 @@ TEST(Fp8, EachTileOf128By128HasItsScale) {
   EXPECT_TRUE(std::equal(piece.begin(), piece.end(), words.begin() + 127 * columns + 100));
 }
 
+TEST(Fp32, ValuesAreExact) {
+  const std::vector<float> values = {1.00001F, -3.5F, 1e-30F, 7.0F, 0.1F};
+  Quantiser quantiser(WeightFormat::fp32, {5});
+  quantiser.add(std::span(values).first(3));
+  quantiser.add(std::span(values).last(2));
+  const std::vector<std::byte> stored = quantiser.finish();
+  ASSERT_EQ(stored.size(), 5 * sizeof(float));
+  EXPECT_EQ(std::memcmp(stored.data(), values.data(), stored.size()), 0);
+  std::vector<std::uint16_t> words(2);
+  dequantise(WeightFormat::fp32, {5}, stored, 3, words);
+  EXPECT_EQ(words, (std::vector<std::uint16_t>{0x40e0, 0x3dcd}));
+}
+
 TEST(Bf16, WordsStayAsTheyAre) {
   Bytes stored(8);
   for (std::size_t i = 0; i < stored.size(); ++i) stored[i] = static_cast<std::byte>(0xf9 + i);
