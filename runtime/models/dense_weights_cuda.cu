@@ -1,6 +1,7 @@
 // A thread widens eight elements, which it writes as sixteen bytes.
 #include <cuda_runtime.h>
 
+#include <stdexcept>
 #include <string>
 
 #include "runtime/base/exception.h"
@@ -118,6 +119,8 @@ void dense_on_device(WeightFormat format, const WeightLayout& layout, const std:
   const Stored all{stored, layout};
   require(cudaSetDevice(device));
   switch (format) {
+    case WeightFormat::fp32:
+      throw std::logic_error("a weight stored as fp32 is dense as it is");
     case WeightFormat::bf16:
       require(cudaMemcpyAsync(words, stored, layout.elements * sizeof(*words), cudaMemcpyDeviceToDevice, on));
       break;
