@@ -12,9 +12,10 @@ endif()
 
 find_program(TIERFLOW_CCACHE ccache)
 if(TIERFLOW_CCACHE)
-  set(CMAKE_CXX_COMPILER_LAUNCHER "${TIERFLOW_CCACHE}")
+  # Without these ccache leaves out what uses a precompiled header.
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env CCACHE_SLOPPINESS=pch_defines,time_macros "${TIERFLOW_CCACHE}")
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)  # without it ccache leaves out what uses a precompiled header
+    add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
   endif()
 endif()
 

@@ -5,14 +5,6 @@
 #include "runtime/models/ops.h"
 
 namespace tierflow::models {
-namespace {
-
-const Tensor& at_position(const std::vector<Tensor>& tensors, int position) {
-  return tensors[static_cast<std::size_t>(position)];
-}
-
-}  // namespace
-
 Adapter::Adapter(const TensorIndex& index, const std::string& module) : a(index.find(module + ".lora_A.weight")) {
   if (a < 0) return;
   b = index.at(module + ".lora_B.weight");

@@ -69,4 +69,31 @@ class CausalModel : public LayeredModel {
   std::optional<TiledHead> tiled_head_;
 };
 
+// A family whose blocks are an attention and an MLP, one after the other, each with its residual. Both are made from a
+// specification and the index of a stage.
+template <class Attention, class Mlp>
+class HalvedModel : public CausalModel {
+ protected:
+  HalvedModel(const ModelSpec& spec, const EdgeNames& names)
+      : CausalModel(spec, names),
+        attention_(halves_of<Attention>(spec, StageKind::attention)),
+        mlp_(halves_of<Mlp>(spec, StageKind::mlp)) {}
+
+  virtual at::Tensor attend(const Attention& half, const Weights& weights, const at::Tensor& hidden,
+                            const Shared& shared, bool training) const = 0;
+  virtual at::Tensor expand(const Mlp& half, const Weights& weights, const at::Tensor& hidden, bool training) const = 0;
+
+ private:
+  at::Tensor block(int stage, const Weights& weights, const at::Tensor& hidden, const Shared& shared,
+                   bool training) const final {
+    at::Tensor x = hidden;
+    if (const auto& half = attention_[static_cast<std::size_t>(stage)]) x = attend(*half, weights, x, shared, training);
+    if (const auto& half = mlp_[static_cast<std::size_t>(stage)]) x = expand(*half, weights, x, training);
+    return x;
+  }
+
+  const std::vector<std::optional<Attention>> attention_;  // by stage
+  const std::vector<std::optional<Mlp>> mlp_;
+};
+
 }  // namespace tierflow::models

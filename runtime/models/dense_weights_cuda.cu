@@ -1,7 +1,6 @@
 // A thread widens eight elements, which it writes as sixteen bytes.
 #include <cuda_runtime.h>
 
-#include <stdexcept>
 #include <string>
 
 #include "runtime/base/exception.h"
@@ -120,7 +119,7 @@ void dense_on_device(WeightFormat format, const WeightLayout& layout, const std:
   require(cudaSetDevice(device));
   switch (format) {
     case WeightFormat::fp32:
-      throw std::logic_error("a weight stored as fp32 is dense as it is");
+      throw Exception(io::ErrorKind::internal, "a weight stored as fp32 is dense as it is");
     case WeightFormat::bf16:
       require(cudaMemcpyAsync(words, stored, layout.elements * sizeof(*words), cudaMemcpyDeviceToDevice, on));
       break;

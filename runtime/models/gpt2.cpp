@@ -34,25 +34,14 @@ struct Mlp {
       : norm(pair(index, "ln_2")), up(pair(index, "mlp.c_fc")), down(pair(index, "mlp.c_proj")) {}
 };
 
-class Gpt2Model final : public CausalModel {
+class Gpt2Model final : public HalvedModel<Attention, Mlp> {
  public:
-  explicit Gpt2Model(ModelSpec spec)
-      : CausalModel(spec, {.tokens = "wte.weight", .positions = "wpe.weight", .norm = "ln_f"}),
-        attention_(halves_of<Attention>(spec, StageKind::attention)),
-        mlp_(halves_of<Mlp>(spec, StageKind::mlp)) {}
-
- protected:
-  Tensor block(int stage, const Weights& weights, const Tensor& hidden, const Shared& shared,
-               bool training) const override {
-    Tensor x = hidden;
-    if (const auto& half = attention_[static_cast<std::size_t>(stage)]) x = attend(*half, weights, x, shared, training);
-    if (const auto& half = mlp_[static_cast<std::size_t>(stage)]) x = expand(*half, weights, x, training);
-    return x;
-  }
+  explicit Gpt2Model(const ModelSpec& spec)
+      : HalvedModel(spec, {.tokens = "wte.weight", .positions = "wpe.weight", .norm = "ln_f"}) {}
 
  private:
   Tensor attend(const Attention& block, const Weights& weights, const Tensor& hidden, const Shared& shared,
-                bool training) const {
+                bool training) const override {
     const Tensor x = flat(hidden);
     const Tensor qkv = apply(weights, block.qkv, training, norm(weights, block.norm, x))
                            .view({hidden.size(0), hidden.size(1), 3, config().heads, config().head_dim});
@@ -61,7 +50,7 @@ class Gpt2Model final : public CausalModel {
     return (x + drop(apply(weights, block.out, training, flat(attended)), training)).view(hidden.sizes());
   }
 
-  Tensor expand(const Mlp& block, const Weights& weights, const Tensor& hidden, bool training) const {
+  Tensor expand(const Mlp& block, const Weights& weights, const Tensor& hidden, bool training) const override {
     const Tensor x = flat(hidden);
     const Tensor inner =
         activate(apply(weights, block.up, training, norm(weights, block.norm, x)), config().activation);
@@ -77,15 +66,12 @@ class Gpt2Model final : public CausalModel {
     return p.adapter.add_to(at::addmm(weights[p.bias], x, weights[p.weight]), weights, x, adapter_dropout(training));
   }
   Tensor drop(const Tensor& x, bool training) const { return with_dropout(x, config().residual_dropout, training); }
-
-  const std::vector<std::optional<Attention>> attention_;  // by stage
-  const std::vector<std::optional<Mlp>> mlp_;
 };
 
 }  // namespace
 
 std::unique_ptr<LayeredModel> make_gpt2(ModelSpec spec) {
-  return std::make_unique<Gpt2Model>(std::move(spec));
+  return std::make_unique<Gpt2Model>(spec);
 }
 
 }  // namespace tierflow::models

@@ -21,6 +21,10 @@ using Carry = std::vector<torch::Tensor>;
 using Weights = std::vector<torch::Tensor>;
 // fp32 accumulators, one beside each weight, the same shapes.
 using Gradients = std::vector<torch::Tensor>;
+// The one at a position that a TensorIndex gave.
+inline const torch::Tensor& at_position(const std::vector<torch::Tensor>& tensors, int position) {
+  return tensors[static_cast<std::size_t>(position)];
+}
 
 // What several layers read, the same for every layer of one micro-batch.
 struct Shared {

@@ -5,14 +5,6 @@
 #include "runtime/models/ops.h"
 
 namespace tierflow::models {
-namespace {
-
-const at::Tensor& at_position(const std::vector<at::Tensor>& tensors, int position) {
-  return tensors[static_cast<std::size_t>(position)];
-}
-
-}  // namespace
-
 Linear::Linear(const TensorIndex& index, const std::string& name) {
   if (name.empty()) return;
   weight_ = index.at(name + ".weight");

@@ -28,28 +28,17 @@ struct Mlp {
       : norm(NormKind::layer, spec.config.norm_eps, index, "final_layer_norm"), up(index, "fc1"), down(index, "fc2") {}
 };
 
-class OptModel final : public CausalModel {
+class OptModel final : public HalvedModel<Attention, Mlp> {
  public:
-  explicit OptModel(ModelSpec spec)
-      : CausalModel(spec, {.tokens = "embed_tokens.weight",
+  explicit OptModel(const ModelSpec& spec)
+      : HalvedModel(spec, {.tokens = "embed_tokens.weight",
                            .positions = "embed_positions.weight",
                            .norm = "final_layer_norm",
-                           .norm_kind = spec.config.norm_before ? NormKind::layer : NormKind::none}),
-        attention_(halves_of<Attention>(spec, StageKind::attention)),
-        mlp_(halves_of<Mlp>(spec, StageKind::mlp)) {}
-
- protected:
-  Tensor block(int stage, const Weights& weights, const Tensor& hidden, const Shared& shared,
-               bool training) const override {
-    Tensor x = hidden;
-    if (const auto& half = attention_[static_cast<std::size_t>(stage)]) x = attend(*half, weights, x, shared, training);
-    if (const auto& half = mlp_[static_cast<std::size_t>(stage)]) x = expand(*half, weights, x, training);
-    return x;
-  }
+                           .norm_kind = spec.config.norm_before ? NormKind::layer : NormKind::none}) {}
 
  private:
   Tensor attend(const Attention& half, const Weights& weights, const Tensor& hidden, const Shared& shared,
-                bool training) const {
+                bool training) const override {
     const Tensor x = flat(hidden);
     const Tensor in = config().norm_before ? half.norm(weights, x) : x;
     const double dropout = adapter_dropout(training);
@@ -64,7 +53,7 @@ class OptModel final : public CausalModel {
     return middle.view(hidden.sizes());
   }
 
-  Tensor expand(const Mlp& half, const Weights& weights, const Tensor& hidden, bool training) const {
+  Tensor expand(const Mlp& half, const Weights& weights, const Tensor& hidden, bool training) const override {
     const Tensor x = flat(hidden);
     const Tensor in = config().norm_before ? half.norm(weights, x) : x;
     const double dropout = adapter_dropout(training);
@@ -76,15 +65,12 @@ class OptModel final : public CausalModel {
 
   Tensor flat(const Tensor& x) const { return x.reshape({-1, config().hidden_size}); }
   Tensor drop(const Tensor& x, bool training) const { return with_dropout(x, config().residual_dropout, training); }
-
-  const std::vector<std::optional<Attention>> attention_;  // by stage
-  const std::vector<std::optional<Mlp>> mlp_;
 };
 
 }  // namespace
 
 std::unique_ptr<LayeredModel> make_opt(ModelSpec spec) {
-  return std::make_unique<OptModel>(std::move(spec));
+  return std::make_unique<OptModel>(spec);
 }
 
 }  // namespace tierflow::models

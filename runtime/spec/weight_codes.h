@@ -62,6 +62,7 @@ inline constexpr CodeMap<256> kDynamic = [] {
   return map;
 }();
 
+// To bf16, ties to even; any NaN becomes kNan.
 inline constexpr std::uint16_t rounded(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   if ((bits & kMagnitude) > kInfinity) return kNan;

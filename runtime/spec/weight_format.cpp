@@ -40,14 +40,6 @@ float load(const std::byte* from, std::uint64_t index) {
   return value;
 }
 
-// Ties to even; any NaN becomes 0x7fc0.
-std::uint16_t rounded(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  if (std::isnan(value)) return 0x7fc0;
-  return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
-}
-
 const std::uint8_t* codes_of(std::span<const std::byte> stored) {
   return reinterpret_cast<const std::uint8_t*>(stored.data());
 }
@@ -139,7 +131,7 @@ void dequantise(WeightFormat format, const std::vector<std::int64_t>& shape, std
     case WeightFormat::fp8:
       return dequantise_fp8(at, stored, first, out);
     case WeightFormat::fp32:
-      for (std::uint16_t& word : out) word = rounded(load(stored.data(), first++));
+      for (std::uint16_t& word : out) word = weights::rounded(load(stored.data(), first++));
       return;
   }
 }

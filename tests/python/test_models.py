@@ -165,6 +165,21 @@ def as_saved(model, tensors, folder):
     return {**saved, "logits": tensors["logits"]}
 
 
+def reference_as_saved(model, ids, labels, folder):
+    losses, tensors = reference(model, ids, labels)
+    return losses, as_saved(model, tensors, folder)
+
+
+def saved(family, folder, seed):
+    """A model of the family with random weights, and the folder where it is."""
+    if not PROBE.exists():
+        pytest.skip(f"{PROBE} is not built")
+    torch.manual_seed(seed)
+    model = randomised(CONFIGS[family]())
+    model.save_pretrained(folder / "model")
+    return model, folder / "model"
+
+
 def probe(folder, ids, labels, dtype, out, *tiles):
     given = out.with_suffix(".tokens")
     given.write_bytes(ids.numpy().tobytes() + labels.numpy().tobytes())
@@ -186,15 +201,9 @@ CHOOSES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_parity(family, tmp_path):
-    if not PROBE.exists():
-        pytest.skip(f"{PROBE} is not built")
-    torch.manual_seed(11)
-    model = randomised(CONFIGS[family]())
-    folder = tmp_path / "model"
-    model.save_pretrained(folder)
+    model, folder = saved(family, tmp_path, seed=11)
     ids, labels = tokens()
-    exact_losses, exact = reference(model, ids, labels)
-    exact = as_saved(model, exact, tmp_path / "exact")
+    exact_losses, exact = reference_as_saved(model, ids, labels, tmp_path / "exact")
     counted = (labels >= 0).sum().item()
 
     loss, losses, ours = probe(folder, ids, labels, "f32", tmp_path / "f32")
@@ -208,8 +217,7 @@ def test_parity(family, tmp_path):
 
     if family in CHOOSES:
         return
-    bf16_losses, bf16 = reference(model.bfloat16(), ids, labels)
-    bf16 = as_saved(model, bf16, tmp_path / "exact_bf16")
+    bf16_losses, bf16 = reference_as_saved(model.bfloat16(), ids, labels, tmp_path / "exact_bf16")
     loss, losses, ours = probe(folder, ids, labels, "bf16", tmp_path / "bf16")
     assert loss == pytest.approx(bf16_losses.sum().item() / counted, rel=2e-3)
     assert (losses.float() - exact_losses).abs().max() < 2 * (bf16_losses - exact_losses).abs().max() + 0.02
@@ -247,17 +255,11 @@ def as_published(config, period=None):
 @pytest.mark.parametrize("family, period", [("llama3", None), ("llama_linear_rope_tied", None), ("llama_yarn", None), ("mistral_window", None), ("gemma3", 2),
                                             ("phi4_mini", None), ("glm4", None), ("cohere2", 2), ("mixtral", None)])
 def test_parity_of_published_configs(family, period, tmp_path):
-    if not PROBE.exists():
-        pytest.skip(f"{PROBE} is not built")
-    torch.manual_seed(13)
-    model = randomised(CONFIGS[family]())
-    folder = tmp_path / "model"
-    model.save_pretrained(folder)
+    model, folder = saved(family, tmp_path, seed=13)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(as_published(config, period)))
     ids, labels = tokens()
-    exact_losses, exact = reference(model, ids, labels)
-    exact = as_saved(model, exact, tmp_path / "exact")
+    exact_losses, exact = reference_as_saved(model, ids, labels, tmp_path / "exact")
     loss, _, ours = probe(folder, ids, labels, "f32", tmp_path / "f32")
     assert loss == pytest.approx(exact_losses.sum().item() / (labels >= 0).sum().item(), rel=1e-5)
     assert all(distance(ours[name], tensor) < 1e-4 for name, tensor in exact.items())
@@ -266,18 +268,11 @@ def test_parity_of_published_configs(family, period, tmp_path):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_parity_in_tiles(family, tmp_path):
     """The vocabulary in tiles of 48, 48, 48 and 16 rows, blocks as attention and MLP."""
-    if not PROBE.exists():
-        pytest.skip(f"{PROBE} is not built")
-    torch.manual_seed(12)
-    model = randomised(CONFIGS[family]())
-    folder = tmp_path / "model"
-    model.save_pretrained(folder)
+    model, folder = saved(family, tmp_path, seed=12)
     ids, labels = tokens()
-    exact_losses, exact = reference(model, ids, labels)
-    exact = as_saved(model, exact, tmp_path / "exact")
+    exact_losses, exact = reference_as_saved(model, ids, labels, tmp_path / "exact")
     mean = exact_losses.sum().item() / (labels >= 0).sum().item()
-    _, bf16 = reference(model.bfloat16(), ids, labels)
-    bf16 = as_saved(model, bf16, tmp_path / "exact_bf16")
+    _, bf16 = reference_as_saved(model.bfloat16(), ids, labels, tmp_path / "exact_bf16")
     del exact["logits"]
     for dtype, close in [("f32", 1e-5), ("bf16", 2e-3)][: 1 if family in CHOOSES else 2]:
         loss, _, ours = probe(folder, ids, labels, dtype, tmp_path / dtype, 48 * 64)

@@ -6,19 +6,15 @@
 
 #include "runtime/spec/packing.h"
 #include "tests/runtime/expect.h"
+#include "tests/runtime/spec/small_llama.h"
 
 namespace tierflow {
 namespace {
 
 using ::testing::ElementsAre;
 using testing::expect_refusal;
+using testing::small_llama;
 
-ModelSpec llama() {
-  return parse_model_spec(R"({"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 32,
-    "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 64})",
-                          "llama");
-}
 ModelSpec gpt2() {
   return parse_model_spec(R"({"architectures": ["GPT2LMHeadModel"], "vocab_size": 96, "n_embd": 32, "n_layer": 2,
     "n_head": 4, "n_positions": 64})",
@@ -34,7 +30,7 @@ std::vector<const TensorSpec*> adapters_of(const ModelSpec& spec) {
 }
 
 TEST(AdapterConfig, EveryLinearLayerOfTheBlocksUnlessItSaysOtherwise) {
-  ModelSpec spec = llama();
+  ModelSpec spec = small_llama();
   add_adapters(spec, {.rank = 4, .alpha = 8});
   const auto adapters = adapters_of(spec);
   ASSERT_EQ(adapters.size(), 3U * 7 * 2);
@@ -51,7 +47,7 @@ TEST(AdapterConfig, EveryLinearLayerOfTheBlocksUnlessItSaysOtherwise) {
 }
 
 TEST(AdapterConfig, NamesLayersAndPatterns) {
-  ModelSpec spec = llama();
+  ModelSpec spec = small_llama();
   add_adapters(spec, {.rank = 4,
                       .alpha = 8,
                       .rank_stabilised = true,
@@ -86,7 +82,7 @@ TEST(AdapterConfig, WeightsThatAreTransposedKeepTheAdaptersShapes) {
 TEST(AdapterConfig, PatternsKeepTheirOrder) {
   const AdapterConfig config{.rank_pattern = {{"q_proj", 8}, {".*proj", 4}, {"q_proj", 2}},
                              .alpha_pattern = {{"v_proj", 3}, {"k_proj|v_proj", 5}}};
-  ModelSpec spec = llama(), again = llama();
+  ModelSpec spec = small_llama(), again = small_llama();
   add_adapters(spec, config);
   EXPECT_THAT(adapters_of(spec)[0]->shape, ElementsAre(8, 32));
   const AdapterConfig read = parse_adapter_config(spec.adapter_config_json, "x");
@@ -104,7 +100,7 @@ TEST(AdapterConfig, PatternsKeepTheirOrder) {
 
 // PEFT takes no expression for modules together with numbers of layers.
 TEST(AdapterConfig, AnExpressionWithLayersIsWrittenAsModules) {
-  ModelSpec spec = llama(), again = llama();
+  ModelSpec spec = small_llama(), again = small_llama();
   add_adapters(spec, {.target_pattern = ".*[kv]_proj", .layers = {1}});
   const AdapterConfig read = parse_adapter_config(spec.adapter_config_json, "x");
   EXPECT_THAT(read.targets, ElementsAre("model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.v_proj"));
@@ -116,7 +112,7 @@ TEST(AdapterConfig, AnExpressionWithLayersIsWrittenAsModules) {
 
 TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
   const auto add = [](const std::string& fields) {
-    ModelSpec spec = llama();
+    ModelSpec spec = small_llama();
     add_adapters(spec, parse_adapter_config(R"({"peft_type": "LORA", )" + fields + "}", "there"));
   };
   add(R"("r": 4, "lora_alpha": 8.5, "init_lora_weights": "gaussian", "bias": "none", "layers_to_transform": 1)");
@@ -142,7 +138,7 @@ TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
 }
 
 TEST(AdapterConfig, ABaseInAnotherFormatIsPackedAsItsBytes) {
-  ModelSpec spec = llama();
+  ModelSpec spec = small_llama();
   add_adapters(spec, {.rank = 4});
   const PackedModel plain = pack(spec, Precision::fp32_master_adam8);
   set_base_format(spec, WeightFormat::nf4);
@@ -163,7 +159,7 @@ TEST(AdapterConfig, ABaseInAnotherFormatIsPackedAsItsBytes) {
 
 TEST(AdapterConfig, WhatCannotBeIsRefusedWithTheNamesThereAre) {
   const auto expect_refused = [](const AdapterConfig& config, std::string_view words) {
-    ModelSpec spec = llama();
+    ModelSpec spec = small_llama();
     expect_refusal(io::ErrorKind::usage, {words}, [&] { add_adapters(spec, config); });
   };
   expect_refused({.targets = {"q_proj", "c_attn"}}, "c_attn");

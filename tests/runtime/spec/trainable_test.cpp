@@ -5,19 +5,14 @@
 #include "runtime/spec/adapters.h"
 #include "runtime/spec/packing.h"
 #include "tests/runtime/expect.h"
+#include "tests/runtime/spec/small_llama.h"
 
 namespace tierflow {
 namespace {
 
 using ::testing::ElementsAre;
 using testing::expect_refusal;
-
-ModelSpec llama() {
-  return parse_model_spec(R"({"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 32,
-    "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 64})",
-                          "llama");
-}
+using testing::small_llama;
 
 std::vector<std::string> trained(const ModelSpec& spec) {
   std::vector<std::string> names;
@@ -27,9 +22,9 @@ std::vector<std::string> trained(const ModelSpec& spec) {
   return names;
 }
 std::vector<std::string> trained_by(const TrainableConfig& config) {
-  ModelSpec spec = llama();
+  ModelSpec spec = small_llama();
   set_trainable(spec, config);
-  ModelSpec again = llama();
+  ModelSpec again = small_llama();
   if (!spec.trainable_json.empty()) set_trainable_again(again, spec.trainable_json);
   EXPECT_EQ(trained(again), trained(spec));
   return trained(spec);
@@ -51,7 +46,7 @@ TEST(Trainable, ByNameByWhatIsLeftOutAndByLayers) {
 
 TEST(Trainable, WhatCannotBeIsRefused) {
   const auto expect_refused = [](const TrainableConfig& config, std::string_view words) {
-    ModelSpec spec = llama();
+    ModelSpec spec = small_llama();
     expect_refusal(io::ErrorKind::usage, {words}, [&] { set_trainable(spec, config); });
   };
   expect_refused({.trainable = {"lm_head", "wte"}}, "no tensor has \"wte\" in its name; there are");
@@ -63,7 +58,7 @@ TEST(Trainable, WhatCannotBeIsRefused) {
 }
 
 TEST(Trainable, LearningRatesByName) {
-  ModelSpec spec = llama();
+  ModelSpec spec = small_llama();
   set_learning_rates(spec, {{"q_proj", 2}, {"layers\\.0", 0.5}});
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
@@ -78,7 +73,7 @@ TEST(Trainable, LearningRatesByName) {
   EXPECT_THROW(set_learning_rates(spec, {{"wte", 2}}), Exception);
   EXPECT_THROW(set_learning_rates(spec, {{"q_proj", -1}}), Exception);
   // Of adapters, the frozen base is not asked.
-  ModelSpec adapted = llama();
+  ModelSpec adapted = small_llama();
   add_adapters(adapted, {.rank = 2});
   set_learning_rates(adapted, {{"lora_B", 16}});
   EXPECT_THROW(set_learning_rates(adapted, {{"q_proj\\.weight", 16}}), Exception);
