@@ -21,8 +21,16 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::array companions = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
-                                   "merges.txt",     "tokenizer.model",       "generation_config.json"};
+constexpr std::array companions = {"tokenizer.json",
+                                   "tokenizer_config.json",
+                                   "special_tokens_map.json",
+                                   "added_tokens.json",
+                                   "vocab.json",
+                                   "merges.txt",
+                                   "tokenizer.model",
+                                   "chat_template.jinja",
+                                   "chat_template.json",
+                                   "generation_config.json"};
 constexpr std::string_view partial = ".partial";
 // The last file of a result, of a model or of adapters. There under its partial name from begin() on.
 constexpr std::array last_files = {"config.json", "adapter_config.json"};
