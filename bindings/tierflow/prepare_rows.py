@@ -16,6 +16,12 @@ Then frames to the C++ side: u8 kind, u32 length, payload.
 With the argument `decode` the job is {"folder": ...} and each request u32 length, JSON list of lists of ids; the answer is a T frame, JSON list
 of their texts.
 
+With the argument `prompts` the job is {"folder": ..., "template": as above} and each request u32 length, JSON; the answer is a T frame, JSON:
+
+    {"prompts": [{"text": ...} or {"messages": [...]}, ...]}  their lists of ids; after messages follows what begins the assistant's turn
+    {"tokens": [text of a token, ...]}                        their ids
+    {"texts": [[id, ...], ...]}                               their texts without special tokens
+
 Ends at the end of its input. Where the machine is at fault: one line on standard error and exit status 4.
 """
 import array
@@ -540,6 +546,43 @@ def decode(job, requests, answers):
         send_json(answers, "T", [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in lists])
 
 
+class Prompts:
+    def __init__(self, job):
+        self.folder = job["folder"]
+        self.preparer = Preparer({**job, "train_on": "all", "files": []})
+        self.preparer.load(self.folder)
+        self.tokenizer = self.preparer.tokenizer
+
+    def ids_of_prompt(self, prompt, number):
+        if "text" in prompt:
+            return self.tokenizer(prompt["text"])["input_ids"]
+        try:
+            messages = messages_of(prompt["messages"])
+            texts, _ = self.preparer.render([messages], None, {}, self.preparer.template(None)[0], add_generation_prompt=True)
+        except BadRow as error:
+            raise Refusal("", f"prompt {number}: {error}") from None
+        return self.tokenizer(texts[0], add_special_tokens=False)["input_ids"]
+
+    def id_of_token(self, token):
+        known = self.tokenizer.get_vocab().get(token)
+        if known is None:
+            raise Refusal(self.folder, f"has no token {shown(token)} in its tokenizer")
+        return known
+
+    def answer(self, request):
+        if "prompts" in request:
+            return [self.ids_of_prompt(prompt, number) for number, prompt in enumerate(request["prompts"], 1)]
+        if "tokens" in request:
+            return [self.id_of_token(token) for token in request["tokens"]]
+        return [self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in request["texts"]]
+
+
+def talk(job, requests, answers):
+    prompts = Prompts(job)
+    while (request := read_json(requests)) is not None:
+        send_json(answers, "T", prompts.answer(request))
+
+
 def volunteer_for_the_oom_killer():
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
@@ -561,6 +604,8 @@ def main(arguments):
             return 0
         if arguments == ["decode"]:
             decode(job, requests, answers)
+        elif arguments == ["prompts"]:
+            talk(job, requests, answers)
         else:
             prepare(job, answers)
     except Refusal as refusal:

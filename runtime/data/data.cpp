@@ -10,6 +10,7 @@
 #include <numeric>
 
 #include "runtime/base/exception.h"
+#include "runtime/base/mix_bits.h"
 #include "runtime/data/data_part.h"
 
 namespace tierflow {

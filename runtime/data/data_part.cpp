@@ -13,6 +13,7 @@
 #include <set>
 
 #include "runtime/base/exception.h"
+#include "runtime/base/mix_bits.h"
 #include "runtime/data/document_sinks.h"
 #include "runtime/data/prepare_rows.h"
 #include "runtime/data/row_format.h"
@@ -71,12 +72,6 @@ Packing packing_of(const std::string& name) {
 }
 
 }  // namespace
-
-std::uint64_t mix_bits(std::uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
-  return value ^ (value >> 31);
-}
 
 // A Feistel network on the next even number of bits, walked until it lands below n.
 std::uint64_t permute(std::uint64_t index, std::uint64_t n, std::uint64_t key) {

@@ -16,7 +16,6 @@ namespace tierflow {
 
 // A permutation of [0, n) without a table.
 std::uint64_t permute(std::uint64_t index, std::uint64_t n, std::uint64_t key);
-std::uint64_t mix_bits(std::uint64_t value);
 
 class DataPart {
  public:

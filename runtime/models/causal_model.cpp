@@ -1,5 +1,7 @@
 #include "runtime/models/causal_model.h"
 
+#include <ATen/ATen.h>
+
 #include "runtime/base/exception.h"
 
 namespace tierflow::models {
@@ -7,6 +9,13 @@ namespace {
 
 [[noreturn]] void fail_head() {
   throw Exception(io::ErrorKind::usage, "the head gives a loss and no carry: call head_loss or head_loss_and_backward");
+}
+
+// The hidden states of each span's last token, [1, spans, hidden].
+at::Tensor last_of_spans(const at::Tensor& hidden, const Shared& shared) {
+  std::vector<at::Tensor> last;
+  for (const CachedSpan& span : shared.spans) last.push_back(hidden.narrow(1, span.begin + span.length - 1, 1));
+  return at::cat(last, 1);
 }
 
 }  // namespace
@@ -40,6 +49,15 @@ Shared CausalModel::share(const MicroBatch& batch, at::Device device) const {
   return shared_of(batch, device);
 }
 
+Shared CausalModel::share_cached(const CachedRow& row, at::Device device) const {
+  return shared_of(row, device);
+}
+
+at::Tensor CausalModel::next_logits(const Weights& weights, const Carry& carry, const Shared& shared) const {
+  return tiled_head_ ? tiled_head_->logits(static_cast<int>(spec_.stages.size()) - 1, weights, carry).at(1)
+                     : head_->logits(weights, last_of_spans(carry.at(0), shared));
+}
+
 Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                            bool training) const {
   switch (kind(stage)) {
@@ -52,8 +70,10 @@ Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry
     case StageKind::experts:
       return experts(stage, weights, carry, training);
     case StageKind::norm:
+      if (shared.cache != nullptr) return {tiled_head_->normalise(weights, last_of_spans(carry.at(0), shared)).at(0)};
       return tiled_head_->normalise(weights, carry.at(0));
     case StageKind::head_tile:
+      if (shared.cache != nullptr) return tiled_head_->logits(stage, weights, carry);
       return tiled_head_->forward(stage, weights, carry, shared.labels);
     case StageKind::head:
       break;

@@ -20,6 +20,8 @@ class CausalModel : public LayeredModel {
  public:
   const ModelSpec& spec() const override { return spec_; }
   Shared share(const MicroBatch& batch, at::Device device) const override;
+  Shared share_cached(const CachedRow& row, at::Device device) const override;
+  at::Tensor next_logits(const Weights& weights, const Carry& carry, const Shared& shared) const override;
   Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                 bool training) const override;
   Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
@@ -79,7 +81,7 @@ class HalvedModel : public CausalModel {
         attention_(halves_of<Attention>(spec, StageKind::attention)),
         mlp_(halves_of<Mlp>(spec, StageKind::mlp)) {}
 
-  virtual at::Tensor attend(const Attention& half, const Weights& weights, const at::Tensor& hidden,
+  virtual at::Tensor attend(int stage, const Attention& half, const Weights& weights, const at::Tensor& hidden,
                             const Shared& shared, bool training) const = 0;
   virtual at::Tensor expand(const Mlp& half, const Weights& weights, const at::Tensor& hidden, bool training) const = 0;
 
@@ -87,7 +89,8 @@ class HalvedModel : public CausalModel {
   at::Tensor block(int stage, const Weights& weights, const at::Tensor& hidden, const Shared& shared,
                    bool training) const final {
     at::Tensor x = hidden;
-    if (const auto& half = attention_[static_cast<std::size_t>(stage)]) x = attend(*half, weights, x, shared, training);
+    if (const auto& half = attention_[static_cast<std::size_t>(stage)])
+      x = attend(stage, *half, weights, x, shared, training);
     if (const auto& half = mlp_[static_cast<std::size_t>(stage)]) x = expand(*half, weights, x, training);
     return x;
   }

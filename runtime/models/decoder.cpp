@@ -78,18 +78,12 @@ class DecoderModel final : public CausalModel {
   // Tables: rotary cos and sin [sequence, rotated / 2] fp32 of each of the config's ropes; then, where queries are
   // scaled, their factors [sequence] fp32.
   Shared share(const MicroBatch& batch, at::Device device) const override {
-    Shared shared = CausalModel::share(batch, device);
-    const std::int64_t length = batch.ids.size(1);
-    for (const RopeSpec& rope : config().ropes) {
-      const auto [cos, sin] = rope_tables(rope, config().head_dim, length, device);
-      shared.tables.insert(shared.tables.end(), {cos, sin});
-    }
-    if (config().query_scaling > 0) {
-      const auto original = static_cast<double>(config().ropes.at(0).original_max_positions);
-      const Tensor turns = at::floor(at::arange(length, at::kFloat) / original);
-      shared.tables.push_back((1 + config().query_scaling * at::log1p(turns)).to(device));
-    }
-    return shared;
+    return with_tables(CausalModel::share(batch, device), batch.ids.size(1), device);
+  }
+  Shared share_cached(const CachedRow& row, at::Device device) const override {
+    Shared shared = CausalModel::share_cached(row, device);
+    const std::int64_t longest = shared.longest();
+    return with_tables(std::move(shared), longest, device);
   }
 
   bool can_keep(int stage) const override { return (attends(stage) || expands(stage)) && by_hand(); }
@@ -130,6 +124,19 @@ class DecoderModel final : public CausalModel {
   bool expands(int stage) const { return mlp_[at(stage)].has_value(); }
   // Whether gradients of blocks are computed by hand; else they are autograd's.
   bool by_hand() const { return config().adapter_dropout == 0 && config().residual_dropout == 0; }
+
+  Shared with_tables(Shared shared, std::int64_t length, at::Device device) const {
+    for (const RopeSpec& rope : config().ropes) {
+      const auto [cos, sin] = rope_tables(rope, config().head_dim, length, device);
+      shared.tables.insert(shared.tables.end(), {cos, sin});
+    }
+    if (config().query_scaling > 0) {
+      const auto original = static_cast<double>(config().ropes.at(0).original_max_positions);
+      const Tensor turns = at::floor(at::arange(length, at::kFloat) / original);
+      shared.tables.push_back((1 + config().query_scaling * at::log1p(turns)).to(device));
+    }
+    return shared;
+  }
 
   Tensor plus(const Tensor& x, const Tensor& added) const {
     return x + (config().residual_multiplier == 1 ? added : added * config().residual_multiplier);

@@ -8,7 +8,9 @@
 namespace tierflow::models {
 
 DecoderAttention::DecoderAttention(const ModelSpec& spec, int stage)
-    : config_(&spec.config), layer_(spec.config.layer(spec.stages.at(static_cast<std::size_t>(stage)).block)) {
+    : stage_(stage),
+      config_(&spec.config),
+      layer_(spec.config.layer(spec.stages.at(static_cast<std::size_t>(stage)).block)) {
   const TensorIndex index(spec, stage);
   const ModelConfig& c = spec.config;
   const DecoderNames& names = c.names;
@@ -80,7 +82,8 @@ Tensor DecoderAttention::forward(const Weights& weights, const Tensor& normed, c
   Projected in = project_in(weights, normed, normed, dropout);
   const Tensor q = scale_queries(rotate(normalise(weights, q_norm_, in.q, nullptr), shared), shared);
   const Tensor k = rotate(normalise(weights, k_norm_, in.k, nullptr), shared);
-  const Tensor out = attention(q, k, in.v, rules(shared), training ? config_->attention_dropout : 0.0);
+  const Tensor out =
+      attention_of_row(stage_, q, k, in.v, rules(shared), shared, training ? config_->attention_dropout : 0.0);
   return o_(weights, out.reshape({normed.size(0), normed.size(1), -1}), dropout);
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 // The attention half of a decoder's block: projections, norms of q and k, rotary positions, attention. Its input is
 // normed already; the residual is added outside.
-#include "runtime/models/attention.h"
+#include "runtime/models/key_value_cache.h"
 #include "runtime/models/linear.h"
 #include "runtime/models/norm.h"
 
@@ -53,6 +53,7 @@ class DecoderAttention {
   void norm_and_rotate(const Weights& weights, const Shared& shared, Kept& kept) const;
   void attend_to_queries(const Shared& shared, Kept& kept) const;
 
+  int stage_;
   const ModelConfig* config_;
   LayerSpec layer_;
   Norm in_, out_, q_norm_, k_norm_;

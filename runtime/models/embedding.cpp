@@ -46,14 +46,13 @@ at::Tensor Embedding::forward(const Weights& weights, const Carry& carry, const 
   if (multiplier_ != 1) hidden = hidden * rounded_multiplier(hidden);
   if (positions_ >= 0) {
     const at::Tensor& table = weights[static_cast<std::size_t>(positions_)];
-    std::int64_t longest = shared.documents.empty() ? shared.ids.size(1) : 0;
-    for (const Document& document : shared.documents) longest = std::max(longest, document.length);
+    const std::int64_t longest = shared.longest();
     if (longest > max_positions_) {
       throw Exception(io::ErrorKind::usage, "sequences of " + std::to_string(longest) + " tokens exceed the model's " +
                                                 std::to_string(max_positions_) + " positions");
     }
-    hidden = hidden + (shared.documents.empty() ? table.narrow(0, offset_, longest)
-                                                : at::embedding(table, shared.positions + offset_));
+    hidden = hidden + (shared.positions.defined() ? at::embedding(table, shared.positions + offset_)
+                                                  : table.narrow(0, offset_, longest));
   }
   return with_dropout(hidden, dropout_, training);
 }

@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 
 #include "runtime/models/adapter.h"
-#include "runtime/models/attention.h"
 #include "runtime/models/causal_model.h"
+#include "runtime/models/key_value_cache.h"
 #include "runtime/models/ops.h"
 
 namespace tierflow::models {
@@ -40,13 +40,14 @@ class Gpt2Model final : public HalvedModel<Attention, Mlp> {
       : HalvedModel(spec, {.tokens = "wte.weight", .positions = "wpe.weight", .norm = "ln_f"}) {}
 
  private:
-  Tensor attend(const Attention& block, const Weights& weights, const Tensor& hidden, const Shared& shared,
+  Tensor attend(int stage, const Attention& block, const Weights& weights, const Tensor& hidden, const Shared& shared,
                 bool training) const override {
     const Tensor x = flat(hidden);
     const Tensor qkv = apply(weights, block.qkv, training, norm(weights, block.norm, x))
                            .view({hidden.size(0), hidden.size(1), 3, config().heads, config().head_dim});
-    const Tensor attended = attention(qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2),
-                                      {.documents = shared.documents}, training ? config().attention_dropout : 0.0);
+    const Tensor attended =
+        attention_of_row(stage, qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2), {.documents = shared.documents},
+                         shared, training ? config().attention_dropout : 0.0);
     return (x + drop(apply(weights, block.out, training, flat(attended)), training)).view(hidden.sizes());
   }
 

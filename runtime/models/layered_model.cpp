@@ -50,6 +50,32 @@ Shared shared_of(const MicroBatch& batch, torch::Device device) {
   return shared;
 }
 
+Shared shared_of(const CachedRow& row, torch::Device device) {
+  std::vector<torch::Tensor> positions;
+  for (const CachedSpan& span : row.spans)
+    positions.push_back(torch::arange(span.before, span.before + span.length, torch::kLong));
+  return {.ids = row.ids.to(device),
+          .positions = torch::cat(positions).unsqueeze(0).to(device),
+          .cache = row.cache,
+          .spans = row.spans};
+}
+
+std::int64_t Shared::longest() const {
+  std::int64_t tokens = documents.empty() && spans.empty() ? ids.size(1) : 0;
+  for (const Document& document : documents) tokens = std::max(tokens, document.length);
+  for (const CachedSpan& span : spans) tokens = std::max(tokens, span.before + span.length);
+  return tokens;
+}
+
+Shared LayeredModel::share_cached(const CachedRow& /*row*/, torch::Device /*device*/) const {
+  throw Exception(io::ErrorKind::usage, "layers of one's own do not generate text: export the model");
+}
+
+torch::Tensor LayeredModel::next_logits(const Weights& /*weights*/, const Carry& /*carry*/,
+                                        const Shared& /*shared*/) const {
+  throw Exception(io::ErrorKind::internal, "a model that does not generate text was asked for logits");
+}
+
 Carry LayeredModel::backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                              const Shared& shared, const Carry& d_out) const {
   Weights leaves;

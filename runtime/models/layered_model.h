@@ -26,6 +26,21 @@ inline const torch::Tensor& at_position(const std::vector<torch::Tensor>& tensor
   return tensors[static_cast<std::size_t>(position)];
 }
 
+// Keys and values of sequences that are being generated (key_value_cache.h).
+class KeyValueCache;
+
+// Tokens [begin, begin + length) of a row: they continue a sequence that has `before` tokens in the cache.
+struct CachedSpan {
+  std::int64_t sequence = 0, begin = 0, length = 0, before = 0;
+};
+
+// What a pass of generation takes: tokens of sequences, one span after the other.
+struct CachedRow {
+  torch::Tensor ids;  // [1, tokens] int64
+  std::vector<CachedSpan> spans;
+  KeyValueCache* cache = nullptr;
+};
+
 // What several layers read, the same for every layer of one micro-batch.
 struct Shared {
   torch::Tensor ids, labels;
@@ -33,9 +48,15 @@ struct Shared {
   // Of packed rows, as in MicroBatch. Undefined and empty where each row is one document.
   torch::Tensor positions = {};
   std::vector<Document> documents = {};
+  // Of a CachedRow; null and empty elsewhere.
+  KeyValueCache* cache = nullptr;
+  std::vector<CachedSpan> spans = {};
+  // Tokens of the longest document, with those in the cache.
+  std::int64_t longest() const;
 };
 // A micro-batch on `device`, without tables. Throws as MicroBatch::documents() does.
 Shared shared_of(const MicroBatch& batch, torch::Device device);
+Shared shared_of(const CachedRow& row, torch::Device device);
 
 struct HeadResult {
   double loss_sum = 0;  // over the tokens that count, natural log, summed in double
@@ -89,6 +110,12 @@ class LayeredModel {
   virtual double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const = 0;
   virtual HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                             const Shared& shared, double scale) const = 0;
+
+  // Generation: share_cached() of a row, forward() of every stage but the last, then next_logits(): the logits of the
+  // token behind each span [spans, vocab]. Throw Exception (kind usage) for a model that does not generate, as by
+  // default.
+  virtual Shared share_cached(const CachedRow& row, torch::Device device) const;
+  virtual torch::Tensor next_logits(const Weights& weights, const Carry& carry, const Shared& shared) const;
 
  protected:
   // What backward() does: runs `forward` on a copy of `carry` with autograd on, differentiates towards `leaves` and the

@@ -2,8 +2,8 @@
 
 #include <ATen/ATen.h>
 
-#include "runtime/models/attention.h"
 #include "runtime/models/causal_model.h"
+#include "runtime/models/key_value_cache.h"
 #include "runtime/models/linear.h"
 #include "runtime/models/ops.h"
 
@@ -37,7 +37,7 @@ class OptModel final : public HalvedModel<Attention, Mlp> {
                            .norm_kind = spec.config.norm_before ? NormKind::layer : NormKind::none}) {}
 
  private:
-  Tensor attend(const Attention& half, const Weights& weights, const Tensor& hidden, const Shared& shared,
+  Tensor attend(int stage, const Attention& half, const Weights& weights, const Tensor& hidden, const Shared& shared,
                 bool training) const override {
     const Tensor x = flat(hidden);
     const Tensor in = config().norm_before ? half.norm(weights, x) : x;
@@ -46,8 +46,8 @@ class OptModel final : public HalvedModel<Attention, Mlp> {
       return linear(weights, in, dropout).view({hidden.size(0), hidden.size(1), config().heads, config().head_dim});
     };
     const Tensor q = heads(half.q), k = heads(half.k), v = heads(half.v);
-    const Tensor attended =
-        attention(q, k, v, {.documents = shared.documents}, training ? config().attention_dropout : 0.0);
+    const Tensor attended = attention_of_row(stage, q, k, v, {.documents = shared.documents}, shared,
+                                             training ? config().attention_dropout : 0.0);
     Tensor middle = x + drop(half.out(weights, flat(attended), dropout), training);
     if (!config().norm_before) middle = half.norm(weights, middle);
     return middle.view(hidden.sizes());

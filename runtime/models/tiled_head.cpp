@@ -107,6 +107,13 @@ Carry TiledHead::backward(int stage, const Weights& weights, const Gradients& gr
   return {d, normed, factors};
 }
 
+Carry TiledHead::logits(int stage, const Weights& weights, const Carry& carry) const {
+  const at::NoGradGuard no_grad;
+  Tensor here = at::mm(carry.at(0), at_position(weights, tile(stage).output).t());
+  rule_.apply(here);
+  return {carry[0], carry.size() == 1 ? here : at::cat({carry[1], here}, 1)};
+}
+
 double TiledHead::loss(const Weights& weights, const Carry& carry, const Tensor& labels) const {
   const at::NoGradGuard no_grad;
   const int last = norm_stage_ + static_cast<int>(tiles_.size());

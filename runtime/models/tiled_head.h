@@ -25,6 +25,9 @@ class TiledHead {
   Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& d_out,
                  const at::Tensor& labels) const;
 
+  // Generation: {normed hidden, logits of the tiles before [tokens, ..], if any} -> the same with the tile's.
+  Carry logits(int stage, const Weights& weights, const Carry& carry) const;
+
   // The last tile. Throws (kind usage) for a label beyond the vocabulary.
   double loss(const Weights& weights, const Carry& carry, const at::Tensor& labels) const;
   HeadResult loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,

@@ -136,6 +136,10 @@ DataOptions data_options(const EvalOptions& options, const ModelSpec& spec, cons
   return common_data_options(options, spec, options.storage.empty() ? folder : options.storage.front());
 }
 
+DataOptions data_options(const GenerateOptions& options, const ModelSpec& spec) {
+  return common_data_options(options, spec, {});
+}
+
 DataOptions data_options(const DataCommandOptions& options, const ModelSpec& spec,
                          const std::filesystem::path& folder) {
   DataOptions data = common_data_options(options, spec, folder);

@@ -33,16 +33,17 @@ constexpr const char* usage =
     "\n"
     "Usage: tierflow COMMAND [OPTIONS]\n"
     "\n"
-    "  init   make a model folder with random weights from a config.json\n"
-    "  train  train a model on text or chats, and write a Hugging Face folder\n"
-    "  plan   say what training would take of memory, storage and time\n"
-    "  data   prepare rows of conversations, or preview what is trained on\n"
-    "  eval   print the loss and perplexity of a model on text\n"
-    "  merge  add adapters to their model, and write it whole\n"
-    "  export write what a training run left in its store as a model folder\n"
-    "  status say what a training run left in its storage folders\n"
-    "  verify read all of it and compare every checksum\n"
-    "  bench  measure the drives (bench storage) and the update (bench optimizer)\n"
+    "  init     make a model folder with random weights from a config.json\n"
+    "  train    train a model on text or chats, and write a Hugging Face folder\n"
+    "  plan     say what training would take of memory, storage and time\n"
+    "  data     prepare rows of conversations, or preview what is trained on\n"
+    "  eval     print the loss and perplexity of a model on text\n"
+    "  generate continue prompts, or talk, with a model and its adapters\n"
+    "  merge    add adapters to their model, and write it whole\n"
+    "  export   write what a training run left in its store as a model folder\n"
+    "  status   say what a training run left in its storage folders\n"
+    "  verify   read all of it and compare every checksum\n"
+    "  bench    measure the drives (bench storage) and the update (bench optimizer)\n"
     "\n"
     "tierflow help COMMAND lists its options. Exit codes: docs/errors.md\n";
 
@@ -131,10 +132,11 @@ int run(std::vector<std::string> words) {
   }
   const std::string& command = words[0];
   if (command != "init" && command != "train" && command != "plan" && command != "data" && command != "eval" &&
-      command != "export" && command != "merge" && command != "status" && command != "verify" && command != "bench")
+      command != "export" && command != "generate" && command != "merge" && command != "status" &&
+      command != "verify" && command != "bench")
     fail(io::ErrorKind::usage, "",
          "unknown command \"" + printable(command) +
-             "\"; commands are init, train, plan, data, eval, export, merge, status, verify, bench");
+             "\"; commands are init, train, plan, data, eval, generate, export, merge, status, verify, bench");
   const std::vector<std::string> rest(words.begin() + 1, words.end());
   const bool help = std::any_of(rest.begin(), rest.end(), asks_for_help);
   if (command == "bench") return run_bench(rest, help);
@@ -151,6 +153,7 @@ int run(std::vector<std::string> words) {
   if (command == "plan")
     return run_plan(parse_plan(rest), [](const ProfileJob& job) { call("tierflow_run_profile", job); });
   if (command == "eval") return call("tierflow_run_eval", parse_eval(rest));
+  if (command == "generate") return call("tierflow_run_generate", parse_generate(rest));
   if (command == "status") return run_status(parse_store_command(command, rest));
   if (command == "verify") return run_verify(parse_store_command(command, rest));
   if (command == "merge") return call("tierflow_run_merge", parse_merge(rest));

@@ -3,14 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <map>
-#include <thread>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/program/adapter_options.h"
 #include "runtime/program/command_line.h"
 #include "runtime/program/data_options.h"
+#include "runtime/program/generate_options.h"
+#include "runtime/program/machine_options.h"
 #include "runtime/program/option_table.h"
 
 namespace tierflow {
@@ -22,30 +22,15 @@ using OrderedJson = nlohmann::ordered_json;
   fail(io::ErrorKind::usage, "", detail);
 }
 
-constexpr const char* kMachine = "Machine, budgets and storage";
 constexpr const char* kTraining = "Training";
 constexpr const char* kEvaluation = "Evaluation";
 
 void add_run_rows(OptionTable& table, RunOptions& o) {
   add_data_rows(table, o);
-  table.group(kMachine);
-  table.choice("device", o.device, {"auto", "cpu", "cuda"}, "where to compute");
-  table.bytes("device-memory", o.device_memory,
-              "budget for weights, gradients, activations and workspace on the device");
-  table.bytes("host-memory", o.host_memory, "budget for pinned buffers and resident state");
-  table.paths("storage", o.storage, true,
-              "folders for the training state, on NVMe, one a drive; none: all in host memory");
+  add_machine_rows(table, o);
   table.group(kTraining);
   table.integer("sequence-length", o.sequence_length, 2, "tokens in a sequence", kMostTokens);
   table.integer("micro-batch", o.micro_batch, 1, "sequences that go through a layer together", kMostTokens);
-  table.group(kMachine);
-  table.choice("engine", o.engine, {"auto", "io_uring", "libaio", "threads"}, "how storage is read and written");
-  table.integer("threads", o.threads, 0, "CPU threads; 0: all");
-  table.flag("allow-buffered", o.allow_buffered,
-             "use storage whose file system has no O_DIRECT, through the page cache");
-  table.flag("allow-any-filesystem", o.allow_any_filesystem, "use storage on a network, overlay or memory file system");
-  table.flag("fresh", o.fresh, "discard what an earlier run left in the storage folders");
-  table.for_one_run();
   table.group(kResult);
   table.path("log-json", o.log_json, "FILE", "write one JSON object a step there, and a summary");
   table.flag("json", o.json, "print results as JSON and nothing else");
@@ -204,29 +189,6 @@ OptionTable eval_table(EvalOptions& o) {
   return table;
 }
 
-// Two names of one folder, by links or dots too.
-void check_storage(const RunOptions& o) {
-  std::map<std::filesystem::path, std::filesystem::path> seen;
-  for (const auto& folder : o.storage) {
-    std::error_code ignored;
-    auto real = std::filesystem::weakly_canonical(std::filesystem::absolute(folder, ignored), ignored);
-    if (!real.has_filename()) real = real.parent_path();  // a slash at the end
-    const auto [before, is_new] = seen.emplace(real, folder);
-    if (!is_new && before->second == folder)
-      fail_usage(fmt::format("--storage names {} twice", printable(folder.string())));
-    if (!is_new)
-      fail_usage(fmt::format("--storage names one folder twice: {} and {}", printable(before->second.string()),
-                             printable(folder.string())));
-  }
-}
-
-void check_threads(int threads) {
-  const int cpus = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
-  if (threads > std::max(64, 4 * cpus))
-    fail_usage(fmt::format("--threads is {}; this machine has {} CPUs: give at most {}, or 0 for all of them", threads,
-                           cpus, std::max(64, 4 * cpus)));
-}
-
 void check_tokens(const RunOptions& o, std::int64_t micro_batches) {
   std::int64_t tokens = o.sequence_length;  // no factor is above kMostTokens: a product of two does not overflow
   for (const std::int64_t factor : {o.micro_batch, micro_batches}) {
@@ -240,18 +202,11 @@ void check_tokens(const RunOptions& o, std::int64_t micro_batches) {
 }
 
 void check_sizes(const RunOptions& o, std::int64_t micro_batches) {
-  check_storage(o);
-  check_threads(o.threads);
+  check_machine(o);
   check_tokens(o, micro_batches);
 }
 
 }  // namespace
-
-io::EngineKind engine_kind(const std::string& name) {
-  for (const io::EngineKind kind : {io::EngineKind::io_uring, io::EngineKind::libaio, io::EngineKind::threads})
-    if (name == io::engine_name(kind)) return kind;
-  return io::EngineKind::automatic;
-}
 
 InitOptions parse_init(const std::vector<std::string>& words) {
   InitOptions options;
@@ -344,12 +299,14 @@ std::string help_of(const std::string& command, std::size_t columns) {
   StoreCommandOptions stored;
   DataCommandOptions data;
   MergeOptions merge;
+  GenerateOptions generated;
   const OptionTable table = command == "init"                            ? init_table(init)
                             : command == "status" || command == "verify" ? store_table(command, stored)
                             : command == "train"                         ? train_table(train)
                             : command == "plan"                          ? plan_table(plan)
                             : command == "export"                        ? export_table(exported)
                             : command == "merge"                         ? merge_table(merge)
+                            : command == "generate"                      ? generate_table(generated)
                             : command.starts_with("data ")               ? data_table(command.substr(5), data)
                                                                          : eval_table(eval);
   return CommandLine(table).help(columns);

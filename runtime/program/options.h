@@ -76,6 +76,22 @@ struct EvalOptions : RunOptions {
   std::int64_t max_sequences = 0;       // 0: all
 };
 
+// sequence_length: tokens of a prompt that are computed at once.
+struct GenerateOptions : RunOptions {
+  std::filesystem::path adapter;        // a folder of PEFT's; empty: none
+  std::string base_precision = "bf16";  // as in TrainOptions
+  std::vector<std::string> prompt;
+  std::filesystem::path prompts;  // a file of them
+  bool chat = false;              // prompts are messages; without any: lines of standard input
+  std::string system;             // message before each of chat; empty: none
+  std::int64_t context = 4096;    // tokens of a talk on the terminal
+  std::int64_t max_new_tokens = 256;
+  std::optional<double> temperature, top_k, top_p, min_p, repetition_penalty;  // in place of the model's own
+  std::vector<std::string> stop;                                               // tokens by their text
+  std::uint64_t seed = 0;
+  std::int64_t batch = 32;  // sequences at once
+};
+
 struct TrainOptions : RunOptions {
   std::filesystem::path config;  // in place of model: random weights
   std::filesystem::path out;
@@ -144,9 +160,10 @@ StoreCommandOptions parse_store_command(const std::string& command, std::vector<
 TrainOptions parse_train(const std::vector<std::string>& words);
 PlanOptions parse_plan(const std::vector<std::string>& words);
 EvalOptions parse_eval(const std::vector<std::string>& words);
+GenerateOptions parse_generate(const std::vector<std::string>& words);
 MergeOptions parse_merge(const std::vector<std::string>& words);
-// The help text of "init", "train", "plan", "eval", "export", "merge", "status", "verify", "data prepare", "data
-// preview", in lines of at most that many columns.
+// The help text of "init", "train", "plan", "eval", "export", "generate", "merge", "status", "verify", "data
+// prepare", "data preview", in lines of at most that many columns.
 std::string help_of(const std::string& command, std::size_t columns);
 // What training is asked for, in one paragraph.
 std::string describe(const TrainOptions& options);
@@ -160,5 +177,7 @@ std::string effective_configuration(const EvalOptions& options);
 DataOptions data_options(const TrainOptions& options, const ModelSpec& spec, const std::filesystem::path& folder);
 DataOptions data_options(const EvalOptions& options, const ModelSpec& spec, const std::filesystem::path& folder);
 DataOptions data_options(const DataCommandOptions& options, const ModelSpec& spec, const std::filesystem::path& folder);
+// Its tokenizer and chat template.
+DataOptions data_options(const GenerateOptions& options, const ModelSpec& spec);
 
 }  // namespace tierflow

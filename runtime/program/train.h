@@ -27,6 +27,7 @@ struct ProfileJob {
 
 int run_train(const TrainOptions& options);
 int run_eval(const EvalOptions& options);
+int run_generate(const GenerateOptions& options);
 int run_export(const ExportOptions& options);
 int run_merge(const MergeOptions& options);
 int run_profile(const ProfileJob& job);
@@ -37,6 +38,7 @@ int run_profile(const ProfileJob& job);
 extern "C" {
 int tierflow_run_train(const tierflow::TrainOptions* options);
 int tierflow_run_eval(const tierflow::EvalOptions* options);
+int tierflow_run_generate(const tierflow::GenerateOptions* options);
 int tierflow_run_export(const tierflow::ExportOptions* options);
 int tierflow_run_merge(const tierflow::MergeOptions* options);
 int tierflow_run_profile(const tierflow::ProfileJob* job);

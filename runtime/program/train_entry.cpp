@@ -28,6 +28,9 @@ __attribute__((visibility("default"))) int tierflow_run_train(const tierflow::Tr
 __attribute__((visibility("default"))) int tierflow_run_eval(const tierflow::EvalOptions* options) {
   return without_backtrace([&] { return tierflow::run_eval(*options); });
 }
+__attribute__((visibility("default"))) int tierflow_run_generate(const tierflow::GenerateOptions* options) {
+  return without_backtrace([&] { return tierflow::run_generate(*options); });
+}
 __attribute__((visibility("default"))) int tierflow_run_export(const tierflow::ExportOptions* options) {
   return without_backtrace([&] { return tierflow::run_export(*options); });
 }

@@ -2,16 +2,11 @@
 
 #include <cmath>
 
+#include "runtime/base/mix_bits.h"
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
 namespace {
-
-std::uint64_t mix(std::uint64_t value) {  // SplitMix64's finisher
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
-  return value ^ (value >> 31);
-}
 
 // Turns what torch throws into an Exception and stops the executor, so that the session can be destroyed.
 template <class Work>
@@ -52,6 +47,14 @@ double Session::evaluate(std::int64_t count, const std::function<MicroBatch(std:
   const double loss = guarded(impl_->executor(), [&] { return impl_->evaluate(count, make); });
   impl_->throw_if_out_of_memory();
   return loss;
+}
+std::vector<torch::Tensor> Session::next_logits(const std::vector<CachedRow>& rows) {
+  auto logits = guarded(impl_->executor(), [&] { return impl_->next_logits(rows); });
+  impl_->throw_if_out_of_memory();
+  return logits;
+}
+const SessionOptions& Session::options() const {
+  return impl_->options;
 }
 bool Session::intact() const {
   return !impl_->executor().failed();
@@ -224,7 +227,7 @@ std::shared_ptr<OptimizerWork> Session::Impl::make_work(double lr) {
   return std::make_shared<OptimizerWork>(plan.packed, *plan.layout, state->threads(), plan.arrangement.deferred,
                                          plan.arrangement.staged, params(updates_done + 1, lr, 1.0),
                                          params(pending_step, pending_lr, pending_scale),
-                                         static_cast<float>(adamw.weight_decay), mix(options.seed));
+                                         static_cast<float>(adamw.weight_decay), mix_bits(options.seed));
 }
 
 void Session::Impl::flush() {
@@ -289,10 +292,10 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
 
 void Session::Impl::seed_random(int stage, int micro_batch) const {
   if (!model->draws_random_numbers()) return;
-  std::uint64_t key = mix(options.seed + 0x9e3779b97f4a7c15ULL);
+  std::uint64_t key = mix_bits(options.seed + 0x9e3779b97f4a7c15ULL);
   for (const std::uint64_t part :
        {static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(micro_batch), static_cast<std::uint64_t>(stage)})
-    key = mix(key ^ (part + 0x9e3779b97f4a7c15ULL));
+    key = mix_bits(key ^ (part + 0x9e3779b97f4a7c15ULL));
   torch::manual_seed(key);
 }
 

@@ -41,6 +41,7 @@ struct StepResult {
 };
 
 class LayeredModel;
+struct CachedRow;
 
 // A model and where its weights come from: what load() and Layers give to a session.
 struct Model {
@@ -85,6 +86,10 @@ class Session {
   // The same, to the bit, over `count` micro-batches made as they are needed: options.micro_batches of them exist at
   // once.
   double evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make);
+  // Generation (generator.h): the logits of the token behind each span of each row, fp32 [spans, vocab] on the host.
+  // All rows pass a stage before the next one is fetched. At most options.micro_batches rows, each of at most
+  // options.micro_batch * options.sequence_length tokens.
+  std::vector<at::Tensor> next_logits(const std::vector<CachedRow>& rows);
 
   // An HF folder: config.json and bf16 safetensors, streamed. tokenizer files are the caller's to copy.
   // Throws Exception (kind usage) for a model with adapters.
@@ -100,6 +105,7 @@ class Session {
   std::vector<float> master(int unit, int tensor);
   std::vector<float> master(const std::string& name);
 
+  const SessionOptions& options() const;
   // False after an exception after which the session can only be destroyed.
   bool intact() const;
   std::uint64_t skipped_steps() const;

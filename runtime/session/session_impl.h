@@ -53,6 +53,7 @@ struct Session::Impl {
   void head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work);
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
   double evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make);
+  std::vector<torch::Tensor> next_logits(const std::vector<CachedRow>& rows);
 
   std::shared_ptr<LayeredModel> model;
   const SessionOptions options;

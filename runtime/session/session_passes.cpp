@@ -197,4 +197,37 @@ double Session::Impl::evaluate(std::int64_t count, const std::function<MicroBatc
   return loss / static_cast<double>(std::max<std::int64_t>(targets, 1));
 }
 
+std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRow>& rows) {
+  const torch::NoGradGuard no_grad;
+  if (rows.size() > static_cast<std::size_t>(options.micro_batches))
+    throw Exception(io::ErrorKind::usage, "a pass takes at most " + std::to_string(options.micro_batches) + " rows");
+  for (const CachedRow& row : rows)
+    if (row.ids.dim() != 2 || row.ids.size(0) != 1 || row.ids.size(1) > options.micro_batch * options.sequence_length)
+      throw Exception(io::ErrorKind::usage,
+                      "a row has at most " + std::to_string(options.micro_batch * options.sequence_length) + " tokens");
+  flush();
+  std::vector<Shared> shared;
+  compute(true, [&] {
+    shared.clear();
+    for (const CachedRow& row : rows) shared.push_back(model->share_cached(row, torch_device));
+  });
+  std::vector<torch::Tensor> logits(rows.size());
+  if (out_of_memory) return logits;
+  const int last = static_cast<int>(plan.layout->stages().size()) - 1;
+  executor().append(planner->evaluate(static_cast<int>(rows.size())), nullptr);
+  forward_all(shared, swap::Pass::evaluate);
+  for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
+    const swap::Entered entered = enter(last, swap::Pass::evaluate, row);
+    compute(true, [&] {
+      logits[row] = model->next_logits(weights(entered), carries[row], shared[row])
+                        .to(torch::TensorOptions().dtype(torch::kFloat32).device(torch::kCPU))
+                        .contiguous();
+    });
+    leave();
+  }
+  carries.clear();
+  throw_if(executor().drain());
+  return logits;
+}
+
 }  // namespace tierflow

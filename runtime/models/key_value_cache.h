@@ -1,0 +1,46 @@
+#pragma once
+// Keys and values of tokens that were computed, so that a next token costs the computation of one token.
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "runtime/models/attention.h"
+#include "runtime/models/layered_model.h"
+
+namespace tierflow {
+
+// In host memory, on any device; what a visit attends to is copied to the device where that has memory of its own.
+class KeyValueCache {
+ public:
+  // capacities: tokens that each sequence may come to. Memory is taken as tokens come.
+  KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> capacities);
+
+  // What it takes when a sequence of that many tokens is full, in bf16.
+  static std::uint64_t bytes(const ModelSpec& spec, std::int64_t capacity);
+
+  // Attention of an attention stage for a row that continues sequences: q, k, v [1, tokens, ..] as in
+  // models::attention(), rotated, cut by `spans`. A span sees what its sequence has in the cache, and itself up to each
+  // query; its keys and values are added to the cache. A span that begins its sequence has the bits of attention() on
+  // the span alone; in others scores and sums are fp32. The rules' documents are not looked at. No gradient. Throws
+  // Exception (kind internal) for a span that does not continue its sequence.
+  at::Tensor attend(int stage, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                    const models::AttentionRules& rules, const std::vector<CachedSpan>& spans);
+
+ private:
+  struct Layer {
+    std::unique_ptr<std::byte[]> memory;
+    at::Tensor keys, values;  // [capacity, kv heads, head_dim]
+  };
+  std::vector<std::int64_t> capacities_;
+  std::vector<std::vector<Layer>> layers_;  // by sequence and stage
+};
+
+namespace models {
+
+// attention() of a row; where it continues sequences, with what their cache has.
+at::Tensor attention_of_row(int stage, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const AttentionRules& rules, const Shared& shared, double dropout);
+
+}  // namespace models
+
+}  // namespace tierflow

@@ -1,0 +1,292 @@
+// `tierflow generate`: text from a model whose weights stream.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/machine.h"
+#include "runtime/base/signals.h"
+#include "runtime/base/strict_json.h"
+#include "runtime/base/utf8.h"
+#include "runtime/data/prompt_tokenizer.h"
+#include "runtime/program/run_common.h"
+#include "runtime/program/train.h"
+#include "runtime/session/generator.h"
+
+namespace tierflow {
+namespace {
+
+using OrderedJson = nlohmann::ordered_json;
+using Tokens = std::vector<std::int64_t>;
+
+constexpr std::uint64_t kLargestPrompts = std::uint64_t{1} << 30;
+constexpr std::string_view kUnfinished = "\xef\xbf\xbd";  // a character some of whose bytes are still to come
+
+OrderedJson as_prompt(const GenerateOptions& options, std::string text) {
+  if (!options.chat) return {{"text", std::move(text)}};
+  auto messages = OrderedJson::array();
+  if (!options.system.empty()) messages.push_back({{"role", "system"}, {"content", options.system}});
+  messages.push_back({{"role", "user"}, {"content", std::move(text)}});
+  return {{"messages", std::move(messages)}};
+}
+
+OrderedJson row_prompt(const GenerateOptions& options, const std::string& line, const std::string& where) {
+  const Json row = parse_json(line, where);
+  if (row.is_object() && row.contains("messages")) return {{"messages", row["messages"]}};
+  for (const char* field : {"prompt", "text"})
+    if (row.is_object() && row.contains(field) && row[field].is_string())
+      return as_prompt(options, row[field].get<std::string>());
+  fail_input(where, "is no object with \"messages\", or with \"prompt\" or \"text\" as a string");
+}
+
+OrderedJson read_prompts(const GenerateOptions& options) {
+  auto prompts = OrderedJson::array();
+  for (const std::string& text : options.prompt) {
+    if (find_invalid_utf8(text) != std::string::npos) fail(io::ErrorKind::usage, "", "--prompt is not UTF-8");
+    prompts.push_back(as_prompt(options, text));
+  }
+  if (options.prompts.empty()) return prompts;
+  const std::string file = options.prompts.string(), text = read_text(options.prompts, kLargestPrompts);
+  const bool rows = options.prompts.extension() == ".jsonl";
+  std::size_t number = 0;
+  for (std::size_t begin = 0; begin < text.size(); ++number) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    std::string line = text.substr(begin, end - begin);
+    begin = end + 1;
+    const std::string where = fmt::format("{}:{}", file, number + 1);
+    if (!line.empty() && line.back() == '\r') line.pop_back();
+    if (line.empty()) continue;
+    if (find_invalid_utf8(line) != std::string::npos) fail_input(where, "is not UTF-8");
+    prompts.push_back(rows ? row_prompt(options, line, where) : as_prompt(options, std::move(line)));
+  }
+  if (prompts.empty()) fail_input(file, "has no prompt");
+  return prompts;
+}
+
+Sampling sampling_of(const GenerateOptions& options, Sampling sampling) {
+  // One that asks for draws wants them; a temperature of 0 asks for none.
+  for (const auto* asked : {&options.temperature, &options.top_k, &options.top_p, &options.min_p})
+    if (*asked) sampling.sample = true;
+  if (options.temperature == 0) sampling.sample = false;
+  const auto take = [](const std::optional<double>& from, double& to) { to = from.value_or(to); };
+  take(options.temperature, sampling.temperature);
+  take(options.top_p, sampling.top_p);
+  take(options.min_p, sampling.min_p);
+  take(options.repetition_penalty, sampling.repetition_penalty);
+  if (options.top_k) sampling.top_k = static_cast<std::int64_t>(*options.top_k);
+  return sampling;
+}
+
+const char* name_of(FinishReason reason) {
+  return reason == FinishReason::stop ? "stop" : "length";
+}
+
+// Writes a text while its tokens come.
+class LiveText {
+ public:
+  explicit LiveText(PromptTokenizer& tokenizer) : tokenizer_(tokenizer) {}
+  void add(std::int64_t token) {
+    tokens_.push_back(token);
+    const std::string text = tokenizer_.decode(tokens_);
+    if (text.ends_with(kUnfinished)) return;
+    write(text);
+  }
+  // The whole text.
+  std::string end() {
+    const std::string text = tokenizer_.decode(tokens_);
+    write(text);
+    std::cout << std::endl;
+    return text;
+  }
+
+ private:
+  void write(const std::string& text) {
+    if (text.size() <= written_) return;
+    std::cout << text.substr(written_) << std::flush;
+    written_ = text.size();
+  }
+
+  PromptTokenizer& tokenizer_;
+  Tokens tokens_;
+  std::size_t written_ = 0;
+};
+
+class Generation {
+ public:
+  Generation(const GenerateOptions& options, TrainingLog& log)
+      : options_(options), log_(log), model_(load(options.model)) {
+    if (!options.adapter.empty()) model_ = with_adapters(model_, options.adapter);
+    model_ = with_base_format(model_, parse_weight_format(options.base_precision));
+    tokenizer_.emplace(data_options(options, model_.spec()));
+    const GenerationConfig config = read_generation_config(options.model);
+    generation_ = {.sampling = sampling_of(options, config.sampling),
+                   .stop_tokens = config.stop_tokens,
+                   .max_new_tokens = options.max_new_tokens,
+                   .seed = options.seed};
+    for (const std::int64_t id : tokenizer_->ids_of(options.stop)) generation_.stop_tokens.push_back(id);
+  }
+
+  void answer(const OrderedJson& prompts) {
+    const std::vector<Tokens> ids = tokenizer_->encode(prompts);
+    begin(GenerationShape::of(model_.spec(), ids, generation_, options_.batch, options_.sequence_length));
+    const bool live = prompts.size() == 1 && !options_.json;
+    LiveText text(*tokenizer_);
+    std::vector<Tokens> unfinished(ids.size());
+    const auto started = std::chrono::steady_clock::now();
+    try {
+      generate(
+          *session_, ids, generation_,
+          [&](std::size_t prompt, std::int64_t token) {
+            unfinished[prompt].push_back(token);
+            ++tokens_;
+            if (live)
+              text.add(token);
+            else
+              log_.progress("generating", tokens_, ids.size() * static_cast<std::uint64_t>(options_.max_new_tokens));
+            throw_if_stopped();
+          },
+          [&](std::size_t prompt, const Generated& generated) {
+            unfinished[prompt].clear();
+            if (live)
+              text.end();
+            else
+              print(prompt, generated.tokens, name_of(generated.reason));
+          });
+    } catch (const Stopped&) {
+      if (live) text.end();
+      for (std::size_t prompt = 0; prompt < unfinished.size() && !live; ++prompt)
+        if (!unfinished[prompt].empty()) print(prompt, unfinished[prompt], "interrupted");
+      throw;
+    }
+    report(ids.size(), std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count());
+  }
+
+  // A line of standard input, then the answer, until the input ends.
+  void talk() {
+    const std::int64_t most = model_.spec().config.max_positions;
+    const std::int64_t context = most > 0 ? std::min(options_.context, most) : options_.context;
+    if (context <= options_.max_new_tokens)
+      fail(io::ErrorKind::usage, "",
+           fmt::format("--max-new-tokens {} leaves no room for a message in a talk of {} tokens (--context)",
+                       options_.max_new_tokens, context));
+    const Tokens longest(static_cast<std::size_t>(context - options_.max_new_tokens));
+    begin(GenerationShape::of(model_.spec(), {longest}, generation_, 1, options_.sequence_length));
+    auto messages = OrderedJson::array();
+    if (!options_.system.empty()) messages.push_back({{"role", "system"}, {"content", options_.system}});
+    const bool terminal = isatty(STDIN_FILENO) == 1;
+    if (terminal) std::cerr << "a line is a message; an empty line or Ctrl-D ends the talk\n";
+    const auto next_line = [&](std::string& line) {
+      throw_if_stopped();
+      if (terminal) std::cerr << "> ";
+      return std::getline(std::cin, line) && !line.empty();
+    };
+    for (std::string line; next_line(line);) {
+      if (find_invalid_utf8(line) != std::string::npos) fail_input("standard input", "is not UTF-8");
+      messages.push_back({{"role", "user"}, {"content", line}});
+      const std::vector<Tokens> ids = tokenizer_->encode(OrderedJson::array({{{"messages", messages}}}));
+      if (ids[0].size() > longest.size())
+        fail(io::ErrorKind::usage, "",
+             fmt::format("the talk has {} tokens and an answer may have {}: that is beyond {} (--context)",
+                         ids[0].size(), options_.max_new_tokens, context));
+      LiveText text(*tokenizer_);
+      std::string answer;
+      generate(
+          *session_, ids, generation_,
+          [&](std::size_t, std::int64_t token) {
+            text.add(token);
+            throw_if_stopped();
+          },
+          [&](std::size_t, const Generated&) { answer = text.end(); });
+      messages.push_back({{"role", "assistant"}, {"content", answer}});
+    }
+    throw_if_stopped();
+  }
+
+ private:
+  void begin(const GenerationShape& shape) {
+    const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
+    SessionOptions settings =
+        session_settings(options_, device_fixed, [&](const std::string& line) { log_.say(line); });
+    settings.train = false;
+    settings.micro_batch = 1;
+    settings.micro_batches = static_cast<int>(shape.batch);
+    settings.sequence_length = shape.tokens;
+    if (shape.cache >= settings.host_memory)
+      throw Exception(io::ErrorKind::usage,
+                      fmt::format("keys and values of {} sequences take {} of the host's {}: give more --host-memory, "
+                                  "a smaller --batch or fewer --max-new-tokens",
+                                  shape.batch, human_bytes(shape.cache), human_bytes(settings.host_memory)));
+    settings.host_memory -= shape.cache;
+    announce_device(options_, settings, log_);
+    session_.emplace(model_, settings, AdamW{}, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+      throw_if_stopped();
+      log_.progress(phase, done, total);
+    });
+    log_.say(session_->describe());
+    log_.begin();
+    lanes_ = session_->lanes();
+  }
+
+  void print(std::size_t prompt, const Tokens& tokens, const char* reason) {
+    const std::string text = tokenizer_->decode(tokens);
+    if (options_.json) {
+      const OrderedJson line{{"prompt", prompt + 1}, {"text", text}, {"tokens", tokens}, {"finish_reason", reason}};
+      std::cout << line.dump(-1, ' ', false, OrderedJson::error_handler_t::replace) << std::endl;
+    } else {
+      std::cout << fmt::format("== {} ({})\n", prompt + 1, reason) << text << std::endl;
+    }
+  }
+
+  // How fast, and how near to what the slowest lane allows.
+  void report(std::size_t prompts, double seconds) {
+    const auto lanes = session_->lanes();
+    int slowest = 0;
+    std::array<double, swap::kLanes> busy{};
+    for (int lane = 0; lane < swap::kLanes; ++lane) {
+      busy[lane] = lanes[lane].busy_seconds - lanes_[lane].busy_seconds;
+      if (busy[lane] > busy[slowest]) slowest = lane;
+    }
+    const char* name = swap::lane_name(static_cast<swap::Lane>(slowest));
+    const double rate = static_cast<double>(tokens_) / seconds, share = busy[slowest] / seconds;
+    log_.object({{"generation",
+                  {{"prompts", prompts},
+                   {"tokens", tokens_},
+                   {"seconds", seconds},
+                   {"tokens_per_s", rate},
+                   {"slowest_lane", name},
+                   {"slowest_lane_busy", share}}}});
+    log_.say(fmt::format("{} tokens in {:.1f} s, {:.2f} a second; {} was busy {:.0f}% of it", tokens_, seconds, rate,
+                         name, 100 * share));
+  }
+
+  const GenerateOptions& options_;
+  TrainingLog& log_;
+  Model model_;
+  std::optional<PromptTokenizer> tokenizer_;
+  GenerationOptions generation_;
+  std::optional<Session> session_;
+  std::array<swap::LaneCounters, swap::kLanes> lanes_{};
+  std::uint64_t tokens_ = 0;
+};
+
+}  // namespace
+
+int run_generate(const GenerateOptions& options) {
+  watch_signals();
+  TrainingLog log(options.log_json, false);
+  const bool talks = options.prompt.empty() && options.prompts.empty();
+  const OrderedJson prompts = read_prompts(options);
+  Generation generation(options, log);
+  if (talks)
+    generation.talk();
+  else
+    generation.answer(prompts);
+  return 0;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,212 @@
+"""`tierflow generate`: what a model answers, beside transformers."""
+import json
+import signal
+
+import pytest
+import torch
+import transformers
+from program import config, needs_torch, run, start, the_error
+from program import work as work  # a fixture
+from rows import PLAIN, base, messages, the_library, write_rows  # noqa: F401
+from test_models import CONFIGS, randomised
+
+pytestmark = needs_torch
+
+SMALL = ["--device", "cpu", "--device-memory", "64MiB", "--host-memory", "64MiB"]
+STREAMED = ["--device", "cpu", "--device-memory", "6MiB", "--host-memory", "3MiB", "--storage", "state"]
+PROMPTS = ["Once upon a time", "a", "The quick brown fox jumps; and then it"]
+
+
+def saved(family, folder, eos=None):
+    torch.manual_seed(7)
+    made = CONFIGS[family]()
+    made.vocab_size = 256  # bytes
+    made.eos_token_id = eos
+    model = randomised(made).bfloat16()
+    model.generation_config = transformers.GenerationConfig(eos_token_id=eos)
+    model.save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+
+
+def generated(work, *words):
+    done = run(work, "generate", "--model", "model", "--json", *words)
+    return {line["prompt"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+def prompts_file(work, prompts=PROMPTS):
+    (work / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    return ["--prompts", "prompts.txt"]
+
+
+def worst_choice(model, prompt, tokens):
+    """By how much a more likely token was passed over, at most, in the logits of transformers."""
+    ids = torch.tensor([[*prompt.encode(), *tokens]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt.encode()) - 1 : -1].float()
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return ((logits.max(1).values - chosen) / logits.std(1)).max().item()
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2_tied", "gemma2", "gemma3", "mistral_window", "ministral3", "cohere2", "gpt2", "opt", "mixtral", "qwen2_moe", "glm4_moe"])
+def test_the_most_likely_tokens_are_those_of_transformers(family, work):
+    model = saved(family, work / "model")
+    found = generated(work, *prompts_file(work), "--max-new-tokens", "20", *SMALL)
+    assert sorted(found) == [1, 2, 3]
+    for number, prompt in enumerate(PROMPTS, 1):
+        assert len(found[number]["tokens"]) == 20 and found[number]["finish_reason"] == "length"
+        assert worst_choice(model, prompt, found[number]["tokens"]) < 0.1, family
+
+
+def test_storage_budgets_and_engine_do_not_change_a_token(work):
+    (work / "config.json").write_text(json.dumps(config(hidden=128, layers=4)))
+    run(work, "init", "--config", "config.json", "--out", "model")
+    draws = [*prompts_file(work), "--max-new-tokens", "12", "--temperature", "1", "--seed", "4"]
+    found = generated(work, *draws, *SMALL)
+    assert generated(work, *draws, *STREAMED, "--log-json", "log.json") == found
+    assert generated(work, *draws, *STREAMED, "--engine", "threads") == found
+    summary = json.loads((work / "log.json").read_text().splitlines()[-1])["generation"]
+    assert summary["tokens"] == sum(len(line["tokens"]) for line in found.values()) and summary["tokens_per_s"] > 0
+    assert not [*work.glob("state/*")], "the storage folder is left empty"
+
+
+def test_a_sequence_does_not_depend_on_those_beside_it(work):
+    saved("llama3", work / "model")
+    words = ["--max-new-tokens", "16", "--temperature", "0.9", "--seed", "2", *SMALL]
+    together = generated(work, *prompts_file(work), *words)
+    in_pairs = generated(work, *prompts_file(work), *words, "--batch", "2")
+    assert together == in_pairs
+    assert generated(work, *prompts_file(work), *words[:-len(SMALL) - 1], "3", *SMALL) != together, "another seed, other draws"
+
+
+def test_a_long_prompt_is_computed_in_pieces(work):
+    model = saved("llama3", work / "model")
+    found = generated(work, *prompts_file(work), "--max-new-tokens", "16", "--sequence-length", "16", *SMALL)
+    for number, prompt in enumerate(PROMPTS, 1):
+        assert worst_choice(model, prompt, found[number]["tokens"]) < 0.1
+
+
+def test_stop_tokens_end_a_text(work):
+    model = saved("llama3", work / "model")
+    with torch.no_grad():
+        words = torch.tensor([list(PROMPTS[0].encode())])
+        theirs = model.generate(words, do_sample=False, max_new_tokens=12)[0, words.shape[1] :].tolist()
+    found = generated(work, "--prompt", PROMPTS[0], "--max-new-tokens", "12", *SMALL)[1]
+    assert found["tokens"][:4] == theirs[:4]
+    stop = found["tokens"][5]
+    first = found["tokens"].index(stop)
+    unused = next(token for token in range(255, 0, -1) if token not in found["tokens"])
+    settings = json.loads((work / "model" / "generation_config.json").read_text())
+    (work / "model" / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [unused, stop]}))
+    ended = generated(work, "--prompt", PROMPTS[0], "--max-new-tokens", "12", *SMALL)[1]
+    assert (ended["tokens"], ended["finish_reason"]) == (found["tokens"][:first], "stop")
+    (work / "model" / "generation_config.json").unlink()
+    if stop < 128:
+        by_text = generated(work, "--prompt", PROMPTS[0], "--max-new-tokens", "12", "--stop", chr(stop), *SMALL)[1]
+        assert by_text["tokens"] == ended["tokens"]
+
+
+@pytest.fixture
+def chat(base, work):  # noqa: F811
+    """A model with a tokenizer and a chat template, whose text may end."""
+    model = work / "model"
+    (work / "config.json").write_text(json.dumps(config(vocab=400, eos_token_id=1)))
+    run(work, "init", "--config", "config.json", "--out", "model")
+    for file in base.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    (model / "chat_template.jinja").write_text(PLAIN)
+    return work
+
+
+def test_conversations_are_rendered_by_the_models_template(chat):
+    rows = [{"messages": messages([("user", "héllo 😀")])}, {"prompt": "What is 2 + 2?"}]
+    write_rows(chat / "rows.jsonl", rows)
+    found = generated(chat, "--prompts", "rows.jsonl", "--chat", "--system", "You are brief.", "--max-new-tokens", "8", *SMALL)
+    tokenizer = the_library(chat / "model", PLAIN)
+    asked = [rows[0]["messages"], messages([("system", "You are brief."), ("user", "What is 2 + 2?")])]
+    model = transformers.AutoModelForCausalLM.from_pretrained(chat / "model", dtype=torch.bfloat16).eval()
+    for number, conversation in enumerate(asked, 1):
+        ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+        tokens = found[number]["tokens"]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 :].float()
+        for at, token in enumerate(tokens):
+            assert logits[at].max() - logits[at, token] < 0.1 * logits[at].std()
+        assert found[number]["text"] == tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    alone = run(chat, "generate", "--model", "model", "--prompt", "What is 2 + 2?", "--chat", "--system", "You are brief.", "--max-new-tokens", "8", *SMALL)
+    assert alone.stdout == found[2]["text"] + "\n"
+
+
+def test_a_talk_on_the_terminal_remembers(chat):
+    talk = ["generate", "--model", "model", "--chat", "--max-new-tokens", "6", "--context", "200", *SMALL]
+    done = run(chat, *talk, input="What is 2 + 2?\nagain\n")
+    first = generated(chat, "--prompt", "What is 2 + 2?", "--chat", "--max-new-tokens", "6", *SMALL)[1]["text"]
+    conversation = [("user", "What is 2 + 2?"), ("assistant", first), ("user", "again")]
+    write_rows(chat / "rows.jsonl", [{"messages": messages(conversation)}])
+    second = generated(chat, "--prompts", "rows.jsonl", "--max-new-tokens", "6", *SMALL)[1]["text"]
+    assert done.stdout == first + "\n" + second + "\n"
+    process = start(chat, *talk, stdin=-1, stdout=-1)
+    try:
+        process.stdin.write("What is 2 + 2?\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == first + "\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130, "Ctrl-C at the prompt"
+    finally:
+        process.kill()
+    done = run(chat, *talk[:-len(SMALL) - 1], "40", *SMALL, input="a very long message " * 20, ok=False)
+    assert done.returncode == 2 and "beyond 40 (--context)" in the_error(done.stderr)
+
+
+def test_an_adapter_answers(chat):
+    row = {"messages": messages([("user", "What is 2 + 2?"), ("assistant", "It is 4.")])}
+    write_rows(chat / "rows.jsonl", [row] * 8)
+    run(chat, "train", "--model", "model", "--data", "rows.jsonl", "--method", "lora", "--lr", "5e-3", "--steps", "150", "--held-out", "0", "--out", "tuned",
+        "--sequence-length", "64", *SMALL)
+    assert (chat / "tuned" / "chat_template.jinja").exists(), "the template goes with the tokenizer"
+    ask = ["generate", "--model", "model", "--chat", "--prompt", "What is 2 + 2?", "--max-new-tokens", "12", "--stop", "<|end|>", *SMALL]
+    assert run(chat, *ask, "--adapter", "tuned").stdout == "It is 4.\n"
+    assert run(chat, *ask, "--adapter", "tuned", "--base-precision", "int8", "--storage", "state").stdout == "It is 4.\n"
+    assert "It is 4." not in run(chat, *ask).stdout
+
+
+def test_what_cannot_be_answered_is_one_line(chat):
+    def refused(*words, code):
+        done = run(chat, "generate", *words, "--device-memory", "64MiB", "--host-memory", "2MiB", ok=False)
+        assert done.returncode == code, done.stderr
+        return the_error(done.stderr)
+
+    (chat / "empty.txt").write_text("\n\n")
+    (chat / "bad.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    (chat / "roles.jsonl").write_text('{"messages": [{"role": "wizard", "content": "b"}]}\n')
+    model = ["--model", "model"]
+    assert "needs --model" in refused("--prompt", "a", code=2)
+    assert "--prompt, --prompts or --chat" in refused(*model, code=2)
+    assert "empty.txt: has no prompt" in refused(*model, "--prompts", "empty.txt", code=3)
+    assert "bad.jsonl:2: is no object" in refused(*model, "--prompts", "bad.jsonl", code=3)
+    assert "prompt 1: message 0 has the role" in refused(*model, "--prompts", "roles.jsonl", code=3)
+    assert 'has no token "<nope>"' in refused(*model, "--prompt", "a", "--stop", "<nope>", code=3)
+    assert "beyond the model's 512 positions" in refused(*model, "--prompt", "a " * 600, code=2)
+    assert "--temperature is -1" in refused(*model, "--prompt", "a", "--temperature", "-1", code=2)
+    (chat / "many.txt").write_text("a\n" * 30)
+    assert "more --host-memory" in refused(*model, "--prompts", "many.txt", "--max-new-tokens", "400", code=2)
+    (chat / "model" / "chat_template.jinja").unlink()
+    assert "without a chat template" in refused(*model, "--prompt", "a", "--chat", code=3)
+    (chat / "model" / "tokenizer.json").unlink()
+    assert "needs the model's tokenizer" in refused(*model, "--prompt", "a", "--chat", code=3)
+
+
+def test_an_interrupted_generation_prints_what_it_has(work):
+    (work / "config.json").write_text(json.dumps(config(hidden=128, layers=8, max_position_embeddings=1 << 20)))
+    run(work, "init", "--config", "config.json", "--out", "model")
+    process = start(work, "generate", "--model", "model", *prompts_file(work), "--json", "--max-new-tokens", "100000", "--device", "cpu", "--device-memory", "64MiB", "--host-memory", "1GiB", stdout=-1)
+    try:
+        while "generating" not in (line := process.stderr.readline()):
+            assert line or process.poll() is None, "it ended"
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert {line["finish_reason"] for line in lines} == {"interrupted"} and len(lines) == 3
+    assert all(line["tokens"] for line in lines)

@@ -1,0 +1,160 @@
+// Generation through a session: logits of cached tokens, the same bits under every budget, and which token is drawn.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "runtime/device/device_memory.h"
+#include "runtime/models/key_value_cache.h"
+#include "runtime/session/generator.h"
+#include "runtime/session/sampler.h"
+#include "tests/runtime/expect.h"
+#include "tests/runtime/session/fixture.h"
+
+namespace tierflow::testing {
+namespace {
+
+using Tokens = std::vector<std::int64_t>;
+
+Model model_of(const Case& which, const Tiling& tiling = {}) {
+  return {make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)};
+}
+
+SessionOptions for_generation(SessionOptions options) {
+  options.train = false;
+  options.micro_batch = 1;
+  return options;
+}
+
+Tokens some_tokens(std::int64_t count, std::int64_t first) {
+  Tokens tokens;
+  for (std::int64_t i = 0; i < count; ++i) tokens.push_back((first + 37 * i * i + 11 * i) % 96);
+  return tokens;
+}
+
+CachedRow row(KeyValueCache& cache, const Tokens& tokens, std::vector<CachedSpan> spans) {
+  return {.ids = at::tensor(tokens, at::kLong).unsqueeze(0), .spans = std::move(spans), .cache = &cache};
+}
+
+double distance(const at::Tensor& a, const at::Tensor& b) {
+  return ((a - b).norm() / b.norm()).item<double>();
+}
+
+TEST(Generation, a_token_behind_cached_ones_has_the_logits_that_it_has_in_the_whole_row) {
+  DeviceMemory::install();
+  for (const Case& which : cases()) {
+    for (const Tiling& tiling : {Tiling{}, kTiled}) {
+      SCOPED_TRACE(which.name);
+      Session session(model_of(which, tiling), for_generation(resident(2)));
+      const Tokens one = some_tokens(14, 5), other = some_tokens(11, 40);
+      KeyValueCache whole(session.model().spec(), {14, 11});
+      const auto expected = session.next_logits(
+          {row(whole, one, {{.sequence = 0, .length = 14}}), row(whole, other, {{.sequence = 1, .length = 11}})});
+      // In pieces: 5 tokens, then 8 of one beside 9 of the other in one row, then the last one of one.
+      KeyValueCache cache(session.model().spec(), {14, 11});
+      session.next_logits({row(cache, {one.begin(), one.begin() + 5}, {{.sequence = 0, .length = 5}}),
+                           row(cache, {other.begin(), other.begin() + 2}, {{.sequence = 1, .length = 2}})});
+      Tokens both(one.begin() + 5, one.begin() + 12);
+      both.insert(both.end(), other.begin() + 2, other.end());
+      const auto second = session.next_logits(
+          {row(cache, both,
+               {{.sequence = 0, .length = 7, .before = 5}, {.sequence = 1, .begin = 7, .length = 9, .before = 2}})});
+      session.next_logits({row(cache, {one[12]}, {{.sequence = 0, .length = 1, .before = 12}})});
+      const auto third = session.next_logits({row(cache, {one[13]}, {{.sequence = 0, .length = 1, .before = 13}})});
+      ASSERT_EQ(second.at(0).sizes(), (std::vector<std::int64_t>{2, 96}));
+      EXPECT_LT(distance(second[0][1], expected[1][0]), 0.03);
+      EXPECT_LT(distance(third.at(0)[0], expected[0][0]), 0.03);
+      EXPECT_GT(distance(expected[1][0], expected[0][0]), 0.1);
+    }
+  }
+}
+
+std::vector<Tokens> generated(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options) {
+  std::vector<Tokens> all(prompts.size()), came(prompts.size());
+  generate(
+      session, prompts, options, [&](std::size_t prompt, std::int64_t token) { came[prompt].push_back(token); },
+      [&](std::size_t prompt, const Generated& result) { all[prompt] = result.tokens; });
+  EXPECT_EQ(came, all);
+  return all;
+}
+
+TEST(Generation, has_the_same_tokens_under_every_budget) {
+  DeviceMemory::install();
+  const Folder folder;
+  const GenerationOptions options{.sampling = {.sample = true, .top_k = 0}, .max_new_tokens = 6, .seed = 9};
+  const std::vector<Tokens> prompts = {some_tokens(16, 1), some_tokens(3, 2), some_tokens(9, 3)};
+  for (const Case& which : cases()) {
+    SCOPED_TRACE(which.name);
+    Session session(model_of(which), for_generation(resident(3)));
+    const auto expected = generated(session, prompts, options);
+    Session small(model_of(which), for_generation(streamed(resident(3), folder)));
+    EXPECT_EQ(generated(small, prompts, options), expected);
+    EXPECT_EQ(expected[1].size(), 6U);
+    EXPECT_NE(expected[0], expected[1]);
+  }
+}
+
+TEST(Generation, refuses_what_does_not_fit) {
+  DeviceMemory::install();
+  const Case which = cases().front();
+  Session session(model_of(which), for_generation(resident(1)));
+  const auto run = [&](const Tokens& prompt, std::int64_t new_tokens) {
+    generated(session, {prompt}, {.max_new_tokens = new_tokens});
+  };
+  expect_refusal(io::ErrorKind::usage, {"prompt 1 has no token"}, [&] { run({}, 1); });
+  expect_refusal(io::ErrorKind::usage, {"has token 96"}, [&] { run({96}, 1); });
+  expect_refusal(io::ErrorKind::usage, {"positions"}, [&] { run({1}, 1 << 20); });
+  KeyValueCache cache(session.model().spec(), {4, 4});
+  expect_refusal(io::ErrorKind::usage, {"at most 1 rows"}, [&] {
+    session.next_logits({row(cache, {1}, {{.length = 1}}), row(cache, {1}, {{.sequence = 1, .length = 1}})});
+  });
+  Session another(model_of(which), for_generation(resident(1)));
+  expect_refusal(io::ErrorKind::internal, {"does not fit a cache of 4"}, [&] {
+    another.next_logits({row(cache, {1, 2, 3, 4, 5}, {{.length = 5}})});
+  });
+}
+
+const std::vector<float> kLogits = {0.5F, 2.0F, -1.0F, 2.0F, 1.0F};
+
+std::vector<double> shares(const Sampling& sampling, const Tokens& before = {}) {
+  constexpr int kDraws = 40000;
+  std::vector<double> share(kLogits.size());
+  for (int draw = 0; draw < kDraws; ++draw)
+    share[static_cast<std::size_t>(next_token(kLogits, before, sampling, 1, static_cast<std::uint64_t>(draw)))] +=
+        1.0 / kDraws;
+  return share;
+}
+
+void expect_shares(const Sampling& sampling, const std::vector<double>& logits, const Tokens& before = {}) {
+  double total = 0;
+  for (const double logit : logits) total += std::exp(logit);
+  const std::vector<double> found = shares(sampling, before);
+  for (std::size_t token = 0; token < logits.size(); ++token)
+    EXPECT_NEAR(found[token], std::exp(logits[token]) / total, 0.01) << token;
+}
+
+TEST(Sampling, draws_tokens_as_often_as_their_probability_says) {
+  const double none = -INFINITY;
+  expect_shares({.sample = true, .top_k = 0}, {0.5, 2, -1, 2, 1});
+  expect_shares({.sample = true, .temperature = 0.5, .top_k = 0}, {1, 4, -2, 4, 2});
+  expect_shares({.sample = true, .top_k = 3}, {none, 2, none, 2, 1});
+  expect_shares({.sample = true, .top_k = 1}, {none, 2, none, none, none});
+  expect_shares({.sample = true, .top_k = 0, .top_p = 0.3}, {none, 2, none, none, none});
+  expect_shares({.sample = true, .top_k = 0, .top_p = 0.6}, {none, 2, none, 2, none});
+  expect_shares({.sample = true, .top_k = 0, .min_p = 0.3}, {none, 2, none, 2, 1});
+  expect_shares({.sample = true, .top_k = 0, .repetition_penalty = 2}, {0.5, 1, -2, 2, 1}, {1, 2, 1});
+}
+
+TEST(Sampling, without_draws_takes_the_most_likely_token_and_the_lowest_id_among_equals) {
+  EXPECT_EQ(next_token(kLogits, {}, {}, 0, 0), 1);
+  EXPECT_EQ(next_token(kLogits, Tokens{1}, {.repetition_penalty = 1.5}, 0, 0), 3);
+}
+
+TEST(Sampling, says_when_logits_are_no_numbers) {
+  for (const float bad : {NAN, INFINITY})
+    expect_refusal(io::ErrorKind::numeric, {"not finite"}, [&] {
+      next_token(std::vector<float>{1, bad}, {}, {}, 0, 0);
+    });
+}
+
+}  // namespace
+}  // namespace tierflow::testing
