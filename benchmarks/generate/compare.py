@@ -50,8 +50,8 @@ def main():
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device-memory", default="384MiB")
-    parser.add_argument("--host-memory", default="96MiB")
+    parser.add_argument("--device-memory", default="192MiB")
+    parser.add_argument("--host-memory", default="32MiB")
     args = parser.parse_args()
     args.folder = args.storage / "generate"
     args.folder.mkdir(parents=True)
