@@ -64,7 +64,12 @@ function(tierflow_test name)
   add_executable(${name} ${T_SOURCES})
   target_link_libraries(${name} PRIVATE ${T_LIBRARIES} tierflow_flags GTest::gmock GTest::gtest_main)
   target_include_directories(${name} PRIVATE "${CMAKE_SOURCE_DIR}")
-  target_compile_options(${name} PRIVATE -O1)  # compile time over speed
+  if(TIERFLOW_QUICK_TESTS)
+    target_compile_options(${name} PRIVATE -O0)
+    target_precompile_headers(${name} PRIVATE <gmock/gmock.h> <gtest/gtest.h> <filesystem> <fstream> <functional> <map> <random> <string> <thread> <vector>)
+  else()
+    target_compile_options(${name} PRIVATE -O1)  # compile time over speed
+  endif()
   gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 600 ENVIRONMENT OMP_WAIT_POLICY=passive
     LABELS "${T_LABELS}")
 endfunction()

@@ -1,10 +1,11 @@
 """Where mutants live: a copy of the source beside the checkout, its builds, and runs of its test programs.
 
-The checkout is read, never written. A mutant costs the compilation of what depends on its file, a link of the test program and the
-tests up to the first that fails; afterwards the original objects are put back, so that the next mutant starts from the original.
+The checkout is read, never written. A mutant costs the compilation of what depends on its file, links of the test program's parts and
+the tests up to the first that fails; afterwards the original objects are put back, so that the next mutant starts from the original.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import os
@@ -19,6 +20,8 @@ import time
 
 MEMORY = 16 << 30  # address space of a test program: a mutant may ask for anything
 COMPILE_SECONDS = 600
+COMPILED_TOGETHER = 3  # changed sources of a test program that are compiled before its tests run
+JOBS = len(os.sched_getaffinity(0))
 
 
 class ToolError(Exception):
@@ -35,7 +38,7 @@ class Build:
         self.inputs = {}  # program -> everything that ninja builds it from
 
     def ninja(self, *arguments, seconds=None):
-        return run(["ninja", *arguments], self.folder, seconds)
+        return run(["ninja", "-j", JOBS, *arguments], self.folder, seconds)
 
     def prepare(self):
         """Configures, builds the original and reads ninja's graph."""
@@ -47,7 +50,7 @@ class Build:
             original.with_suffix("").unlink(missing_ok=True)
             original.unlink()
         self.sources, self.inputs = {}, {}
-        code, text = self.ninja("-j", str(os.cpu_count()), *self.targets)
+        code, text = self.ninja(*self.targets)
         if code != 0:
             raise ToolError(f"the original does not build:\n{tail(text)}")
         self.read_graph()
@@ -71,6 +74,35 @@ class Build:
 
     def objects_of(self, files):
         return [made for made, sources in self.sources.items() if not sources.isdisjoint(files)]
+
+    def parts(self, program, files, changed):
+        """The test sources of a program, as objects, in the order in which they are likely to notice a change of `files` and cost little:
+        those named like the files, those that need not be compiled, the others a few at a time. Each part is a program by itself."""
+        tests = [name for name in sorted(self.inputs_of(program)) if f"/{program}.dir/" in name and name.endswith("_test.cpp.o")]
+        alike = {name: max(len(os.path.commonprefix([pathlib.Path(each).name, pathlib.Path(name).name])) for each in files) for name in tests}
+        near = sorted((name for name in tests if alike[name] >= 4), key=lambda name: -alike[name])
+        rest = [name for name in tests if name not in near]
+        some = [near[:1], near[1:], [name for name in rest if name not in changed]]
+        costly = [name for name in rest if name in changed]
+        some += [costly[at : at + COMPILED_TOGETHER] for at in range(0, len(costly), COMPILED_TOGETHER)]
+        return [part for part in some if part]
+
+    def part_of(self, program):
+        return self.folder / f"{program}.part"
+
+    def link(self, program, part, parts):
+        """Whether a program of the tests of one part, or the whole one where `part` is None, could be made. All that is in it is compiled."""
+        if part is None:
+            return self.ninja(program, seconds=COMPILE_SECONDS)[0] == 0
+        libraries = [name for name in self.inputs_of(program) if name in self.linked]
+        self.part_of(program).unlink(missing_ok=True)
+        if libraries and self.ninja(*libraries, seconds=COMPILE_SECONDS)[0] != 0:
+            return False
+        words = self.ninja("-t", "commands", program)[1].strip().splitlines()[-1].split(" && ")[1]
+        for name in {name for one in parts for name in one} - set(part):
+            words = words.replace(f" {name} ", " ")
+        words = words.replace(f" -o {program} ", f" -o {self.part_of(program).name} ")
+        return run(["sh", "-c", words], self.folder, COMPILE_SECONDS)[0] == 0 and self.part_of(program).exists()
 
 
 class Tree:
@@ -137,8 +169,9 @@ class Tree:
         if code != 0:
             raise ToolError(f"{patch.name} no longer applies: renew or remove it\n{text.strip()}")
 
-    def run_tests(self, command, seconds, shards=1):
-        """Runs a test program, in shards beside each other, to the first failure: ("passed" | "failed" | "timed out", its name)."""
+    def run_tests(self, command, seconds, quiet, shards=1):
+        """Runs a test program, in shards beside each other, to the first failure. It is ended after so many seconds, and where a shard
+        writes nothing for `quiet` seconds: a test hangs."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         running = []
         for shard in range(shards):
@@ -150,18 +183,28 @@ class Tree:
                 [*own_mounts(), *command], cwd=here, env=environment, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=limits)
             running.append((process, output))
-        end, verdict, name = time.monotonic() + seconds, "passed", ""
+        began, verdict, name = time.monotonic(), "passed", ""
+        heard = {output: (0, began) for _, output in running}  # how much it has written, and when that grew last
+        silence = 0
         left = list(running)
         while left and verdict == "passed":
+            now = time.monotonic()
             for process, output in list(left):
+                written, since = heard[output]
+                silence = max(silence, now - since)
                 if process.poll() is None:
+                    if os.fstat(output.fileno()).st_size > written:
+                        heard[output] = os.fstat(output.fileno()).st_size, now
+                    elif now > since + quiet:
+                        verdict, name = "timed out", f"{quiet:.0f} s of silence in {last_started(output)}"
+                        break
                     continue
                 left.remove((process, output))
                 if process.returncode != 0:
                     verdict, name = "failed", first_failure(output, process.returncode)
                     break
             if left and verdict == "passed":
-                if time.monotonic() > end:
+                if now > began + seconds:
                     verdict, name = "timed out", f"after {seconds:.0f} s in {last_started(left[0][1])}"
                 time.sleep(0.02)
         for process, output in running:
@@ -173,7 +216,15 @@ class Tree:
                 raise ToolError(f"{command[0]} cannot be killed: it waits for a drive; the machine has to be looked at") from error
             output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
-        return verdict, name
+        return TestRun(verdict, name, time.monotonic() - began, silence)
+
+
+@dataclasses.dataclass
+class TestRun:
+    verdict: str  # passed, failed, timed out
+    name: str  # of the test that failed or did not end
+    seconds: float
+    silence: float  # the longest time in which a shard wrote nothing
 
 
 def limits():

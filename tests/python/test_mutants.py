@@ -16,6 +16,9 @@ SOURCE = """int larger(int a, int b) {
   if (a > b) return a;
   return b;
 }
+int before(int a) {
+  return a - 1;
+}
 int untested(int a) {
   return a + 1;
 }
@@ -25,17 +28,29 @@ FILES = {
 project(tiny LANGUAGES CXX)
 set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}")
 add_library(tierflow_io STATIC io/larger.cpp)
-add_executable(io_test tests/io_test.cpp)
+add_executable(io_test tests/main.cpp tests/larger_test.cpp tests/before_test.cpp)
 target_link_libraries(io_test PRIVATE tierflow_io)
 """,
     "io/larger.cpp": SOURCE,
-    "tests/io_test.cpp": """#include <cstdio>
+    "tests/main.cpp": """#include "tests.h"
+bool failed;
+int main() { return failed; }
+""",
+    "tests/tests.h": """#include <cstdio>
+extern bool failed;
+struct Test {
+  Test(const char* name, bool passed) {
+    if (!passed) std::printf("[  FAILED  ] %s\\n", name), failed = true;
+  }
+};
+""",
+    "tests/larger_test.cpp": """#include "tests.h"
 int larger(int a, int b);
-int main() {
-  if (larger(2, 1) == 2 && larger(1, 2) == 2) return 0;
-  std::puts("[  FAILED  ] Larger.OfTwo");
-  return 1;
-}
+Test of_two("Larger.OfTwo", larger(2, 1) == 2 && larger(1, 2) == 2);
+""",
+    "tests/before_test.cpp": """#include "tests.h"
+int before(int a);
+Test of_one("Before.OfOne", before(1) == 0);
 """,
     ".gitignore": "/build*/\n",
 }
@@ -71,6 +86,10 @@ def test_notices_what_tests_notice(project, capsys):
     killed = patch("the larger of two", "a > b", "a < b")
     assert project({"io/larger.patch": killed}, "--minutes", "0") == 0
     assert "Larger.OfTwo" in capsys.readouterr().err
+
+    other = patch("one less", "a - 1", "a - 2")
+    assert project({"io/other.patch": other}, "--minutes", "0") == 0
+    assert "Before.OfOne" in capsys.readouterr().err, "the tests of other names run too"
 
     survives = patch("one more", "a + 1", "a + 2")
     assert project({"io/untested.patch": survives}, "--minutes", "0") == 1, "a listed mutation survived"
