@@ -33,6 +33,7 @@ def candidates(source, file):
 
 
 DECLARES = re.compile(r"(?!return|throw|delete|else|case|goto)(static |constexpr |const |mutable |unsigned )*[\w:]+(<[^=]*>)?[*&]* [\w:]+( =|\{|;|\()")
+LOOP = r"(for|while) \(|do \{"
 NO_OPERATOR = re.compile(r"[%*/]\+|\+[%*/]|[%*/]-|-[%*/]|><|<>|[<>=!]==")
 SCAFFOLD = re.compile(r"(namespace|class|struct|enum|union|using|template)\b|public:|private:|protected:|[})\]; ]*(//.*)?$")
 
@@ -44,8 +45,9 @@ def may_compile(mutant, lines):
     if old.split() == new.split() or SCAFFOLD.match(old):
         return False
     if added := re.search(r"\n\s*(break|continue);$", new):
-        loops = r"(for|while) \(|do \{|(else )?switch \(" if added[1] == "break" else r"(for|while) \(|do \{"
-        return inside(mutant, lines, loops)
+        if added[1] == "break":
+            return inside(mutant, lines, r"(for|while) \(|do \{|(else )?switch \(")
+        return inside(mutant, lines, LOOP) and not ends_a_loop(mutant, lines)
     if any(old.count(one) - old.count(other) != new.count(one) - new.count(other) for one, other in ("()", "[]", "{}")):
         return False
     if new.startswith("/*"):
@@ -68,6 +70,15 @@ def inside(mutant, lines, heads):
             if re.match(heads, line.strip()):
                 return True
     return False
+
+
+def ends_a_loop(mutant, lines):
+    """Whether nothing of a loop's body follows the mutant."""
+    end = lines[mutant.line] if mutant.line < len(lines) else ""
+    if end.strip() != "}":
+        return False
+    heads = (line for line in reversed(lines[: mutant.line]) if line.strip() and indentation(line) == indentation(end))
+    return re.match(LOOP, next(heads, "").strip()) is not None
 
 
 def indentation(line):

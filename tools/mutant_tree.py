@@ -215,8 +215,18 @@ class Tree:
             except subprocess.TimeoutExpired as error:
                 raise ToolError(f"{command[0]} cannot be killed: it waits for a drive; the machine has to be looked at") from error
             output.close()
+        self.detach_loops()
         shutil.rmtree(self.scratch, ignore_errors=True)
         return TestRun(verdict, name, time.monotonic() - began, silence)
+
+    def detach_loops(self):
+        """A test that was killed may have left a loop device."""
+        if os.geteuid() != 0 or not shutil.which("losetup"):
+            return
+        for line in run(["losetup", "--list", "--noheadings", "--output", "NAME,BACK-FILE"], self.folder)[1].splitlines():
+            name, _, image = line.partition(" ")
+            if image.strip().startswith(f"{self.scratch}/"):
+                run(["losetup", "--detach", name], self.folder)
 
 
 @dataclasses.dataclass

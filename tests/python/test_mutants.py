@@ -144,6 +144,7 @@ def test_every_mutation_of_the_lists_applies():
 
 def test_what_cannot_compile_is_not_drawn():
     lines = ["for (int i = 0; i < n; ++i) {\n", "  sum += a * i;\n", "}\n", "const float* p = begin_of(pending);\n"]
+    lines += ["while (a) {\n", "  if (b) {\n", "    c();\n", "  }\n", "  d();\n", "}\n"]
 
     def may(line, new):
         return bool(sampling.may_compile(mutants.Mutant("f", line, lines[line - 1], new), lines))
@@ -152,6 +153,7 @@ def test_what_cannot_compile_is_not_drawn():
     assert may(1, "for (int i = 0; i <= n; ++i) {\n") and may(1, "for (int i = 1; i < n; ++i) {\n")
     assert not may(1, "for (int i = 0; i < n; %+i) {\n") and not may(3, "/*}*/\n")
     assert not may(4, lines[3] + "break;\n"), "in no loop"
+    assert may(7, lines[6] + "    continue;\n") and not may(9, lines[8] + "  continue;\n"), "the loop ends there anyway"
     assert not may(4, "const float+ p = begin_of(pending);\n"), "a pointer is no product"
     assert not may(4, "const float* p = begin_of(pbegining);\n"), "part of a name"
     assert not may(4, "/*const float* p = begin_of(pending);*/\n"), "a declaration"
