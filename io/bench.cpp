@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <random>
@@ -152,11 +151,7 @@ Result<Buffer> random_slab(std::size_t block, unsigned lanes) {
   }
   Buffer slab = allocate_buffer(block * lanes);
   if (!slab) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = block * lanes};
-  std::mt19937_64 random(1);
-  for (std::size_t i = 0; i + 8 <= slab.size(); i += 8) {
-    const std::uint64_t value = random();
-    std::memcpy(slab.data() + i, &value, sizeof value);
-  }
+  std::generate_n(reinterpret_cast<std::uint64_t*>(slab.data()), slab.size() / 8, std::mt19937_64(1));
   return slab;
 }
 
@@ -166,14 +161,6 @@ std::vector<Buffer> slices(const std::shared_ptr<const Buffer>& slab, std::size_
     buffers.push_back(part_of(slab, slab->bytes().subspan(begin, block)));
   }
   return buffers;
-}
-
-Latency slowest(Latency a, const Latency& b) {
-  a.count += b.count;
-  a.p50 = std::max(a.p50, b.p50);
-  a.p99 = std::max(a.p99, b.p99);
-  a.longest = std::max(a.longest, b.longest);
-  return a;
 }
 
 std::string quoted(const std::string& text) {
@@ -257,10 +244,10 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
     if (Error error = measure("both at once", Pattern::mixed, options.seconds, rate)) return error;
     result.mixed_gb_s = rate.gb_s;
   }
-  for (const DriveStats& drive : volume->stats()) {
-    result.write_latency = slowest(result.write_latency, drive.write_latency);
-    result.read_latency = slowest(result.read_latency, drive.read_latency);
-  }
+  DriveStats drives_together;
+  for (const DriveStats& drive : volume->stats()) drives_together.add(drive);
+  result.write_latency = drives_together.write_latency;
+  result.read_latency = drives_together.read_latency;
   return result;
 }
 

@@ -4,6 +4,8 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <linux/io_uring.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -149,16 +151,33 @@ TEST_F(BackendTest, AnOlderKernelGivesAPlainerRing) {
   EXPECT_EQ(calls.count("io_uring_setup"), 4U);
 }
 
-// Without a limit, a wait ends when there is a result, however often the kernel turns it away first.
+// Without a limit, a wait ends when there is a result, however often the kernel turns it away or takes nothing first.
 TEST_F(BackendTest, AWaitWithoutALimitLastsUntilThereIsAResult) {
   for (const Make make : kMakers) {
-    auto backend = open(make(4), file_.descriptor());
-    SystemCalls calls(failing("io_uring_enter", EAGAIN, "", 2));
-    std::vector<KernelResult> results;
-    ASSERT_TRUE(backend->push({.action = Action::flush, .ticket = 2}));
-    backend->reap(results, std::chrono::nanoseconds{-1});
-    ASSERT_EQ(results.size(), 1U) << engine_name(backend->kind());
-    EXPECT_EQ(results[0].ticket, 2U);
+    for (const int number : {EAGAIN, 0}) {
+      auto backend = open(make(4), file_.descriptor());
+      SystemCalls calls(failing("io_uring_enter", number, "", 2));
+      std::vector<KernelResult> results;
+      ASSERT_TRUE(backend->push({.action = Action::flush, .ticket = 2}));
+      backend->reap(results, std::chrono::nanoseconds{-1});
+      ASSERT_EQ(results.size(), 1U) << engine_name(backend->kind());
+      EXPECT_EQ(results[0].ticket, 2U);
+    }
+  }
+}
+
+TEST_F(BackendTest, WithoutADescriptorToSpareItNamesTheCallThatFailed) {
+  rlimit usual;
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &usual), 0);
+  const rlimit none{.rlim_cur = 0, .rlim_max = usual.rlim_max};
+  for (const Make make : {make_uring_backend, make_libaio_backend}) {
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+    const auto backend = make(4);
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &usual), 0);
+    ASSERT_FALSE(backend.ok());
+    EXPECT_EQ(backend.error().kind, ErrorKind::environment);
+    EXPECT_EQ(backend.error().operation, "eventfd");
+    EXPECT_EQ(backend.error().error_number, EMFILE);
   }
 }
 
@@ -201,6 +220,29 @@ TEST_F(BackendTest, ARegisteredRingUsesNoMemoryThatWasTakenBack) {
   ASSERT_FALSE(ring->register_memory({}));
   EXPECT_EQ(one(*ring, Action::read, slab.bytes()), static_cast<std::int64_t>(8 * kBlock));
   EXPECT_TRUE(moves(*ring, 8));
+}
+
+// The pages that were registered move, not those that lie at the same address by now.
+TEST_F(BackendTest, ARegisteredRingMovesTheRegisteredPages) {
+  auto ring = open(make_uring_backend(8), file_.descriptor());
+  const auto map = [](void* where, int flags) {
+    return mmap(where, kBlock, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
+  };
+  void* const at = map(nullptr, 0);
+  ASSERT_NE(at, MAP_FAILED);
+  const std::span<std::byte> bytes(static_cast<std::byte*>(at), kBlock);
+  fill(bytes, 0, 1);
+  ASSERT_FALSE(ring->register_memory({&bytes, 1}));
+  ASSERT_EQ(map(at, MAP_FIXED), at);
+  fill(bytes, 0, 2);
+  EXPECT_EQ(one(*ring, Action::write, bytes), static_cast<std::int64_t>(kBlock));
+  Buffer back = allocate_buffer(kBlock);
+  EXPECT_FALSE(file_.read(0, back.data(), kBlock));
+  EXPECT_TRUE(holds(back.bytes(), 0, 1));
+  EXPECT_EQ(one(*ring, Action::read, bytes), static_cast<std::int64_t>(kBlock));
+  EXPECT_TRUE(holds(bytes, 0, 2));
+  ring.reset();
+  munmap(at, kBlock);
 }
 
 TEST_F(BackendTest, LibaioSubmitsTheRestOfWhatTheKernelTookOnlyPartOf) {

@@ -3,9 +3,13 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
+#include <chrono>
 #include <fstream>
 #include <optional>
+#include <thread>
 
 #include "tests/io/volume_fixture.h"
 #include "tests/support/system_calls.h"
@@ -98,6 +102,50 @@ TEST(BenchTest, ALongerMeasurementGoesOnUntilItsTimeIsOver) {
   EXPECT_GT(moved(calls, "pwrite", options.block), 2 * options.bytes);
 }
 
+// Each byte value comes about as often as any other.
+TEST(BenchTest, WhatIsWrittenCannotBeCompressed) {
+  testing::TempDir folder;
+  BenchOptions options = small(folder);
+  options.keep = true;
+  ASSERT_TRUE(bench_storage(options).ok());
+  std::ifstream file(folder.path() / "a" / "tierflow-bench.tfv", std::ios::binary);
+  file.seekg(-static_cast<long>(options.block), std::ios::end);
+  std::string block(options.block, '\0');
+  ASSERT_TRUE(file.read(block.data(), static_cast<long>(block.size())));
+  std::array<std::size_t, 256> times{};
+  for (const char byte : block) ++times[static_cast<unsigned char>(byte)];
+  EXPECT_LT(*std::max_element(times.begin(), times.end()), 2 * options.block / 256);
+  EXPECT_GT(*std::min_element(times.begin(), times.end()), options.block / 256 / 2);
+}
+
+TEST(BenchTest, RatesAreBytesByTheTimeTheyTook) {
+  testing::TempDir folder;
+  BenchOptions options = small(folder);
+  options.engine = EngineKind::threads;
+  options.keep = true;
+  ASSERT_TRUE(bench_storage(options).ok());
+  testing::SystemCalls calls([](const testing::SystemCall& call) -> std::optional<long> {
+    if (call.name == "pwrite" || call.name == "pread") std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    return {};
+  });
+  const auto start = std::chrono::steady_clock::now();
+  Result<BenchResult> result = bench_storage(options);
+  const std::chrono::duration<double> whole = std::chrono::steady_clock::now() - start;
+  ASSERT_TRUE(result.ok());
+  const double blocks = static_cast<double>(options.bytes / options.block);
+  // Each pass took less than all of it, and more than its calls one behind the other in the lanes there are.
+  const double least = 1e-9 * static_cast<double>(options.bytes) / whole.count();
+  const double most = 1e-9 * static_cast<double>(options.bytes) / (0.005 * blocks / (2 * options.depth * 2));
+  for (const double rate : {result->write_gb_s, result->read_gb_s, result->mixed_gb_s}) {
+    EXPECT_GT(rate, least);
+    EXPECT_LT(rate, most);
+  }
+  // Half of the mixed pass reads.
+  EXPECT_EQ(result->read_latency.count, options.bytes / options.block * 3 / 2);
+  EXPECT_EQ(result->write_latency.count, options.bytes / options.block * 3 / 2);
+  EXPECT_GE(result->read_latency.p50, std::chrono::milliseconds(4));
+}
+
 TEST(BenchTest, SpeedIsThatOfReadingAndWritingAsMuch) {
   BenchResult result;
   EXPECT_EQ(result.speed(), 0.0);
@@ -171,6 +219,25 @@ TEST(BenchTest, SpeedsOfFoldersAreMeasuredAsTheVolumeWillBeUsed) {
   for (const double speed : *speeds) EXPECT_GT(speed, 1e6);  // bytes a second
   options.allow_buffered = false;
   EXPECT_FALSE(measure_speeds(options).ok());
+}
+
+TEST(BenchTest, TheSlowerFolderHasTheLesserSpeed) {
+  testing::TempDir folder;
+  VolumeOptions options = options_in(folder, 8 << 20);
+  options.folders = {folder.path() / "a", folder.path() / "b"};
+  options.engine = EngineKind::threads;
+  options.depth = 1;
+  options.block = 2 << 20;
+  const std::string slow = (folder.path() / "b").string();
+  testing::SystemCalls calls([&](const testing::SystemCall& call) -> std::optional<long> {
+    if (call.name == "pwrite" && call.path.starts_with(slow))
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    return {};
+  });
+  Result<std::vector<double>> speeds = measure_speeds(options);
+  ASSERT_TRUE(speeds.ok());
+  ASSERT_EQ(speeds->size(), 2U);
+  EXPECT_GT((*speeds)[0], (*speeds)[1]);
 }
 
 TEST(BenchTest, KeepsTheFileWhereAsked) {

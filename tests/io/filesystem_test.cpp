@@ -139,14 +139,25 @@ TEST(FilesystemTest, ALayerOverTheDriveIsRefusedAndLeftAsItWas) {
 }
 
 // The kinds that this machine cannot mount, by the number that statfs() gives for them.
-TEST(FilesystemTest, OtherMachinesAndLayersAreRefusedByName) {
-  const std::pair<std::uint32_t, const char*> kinds[] = {
-      {0x6969, "NFS"},    {0xFF534D42, "CIFS"}, {0xFE534D42, "SMB2"},   {0x00C36400, "Ceph"},
-      {0x01021997, "9p"}, {0x65735546, "FUSE"}, {0x794C7630, "overlay"}};
-  for (const auto& [type, name] : kinds) {
+TEST(FilesystemTest, RamOtherMachinesAndLayersAreRefusedByNameAndReason) {
+  struct {
+    std::uint32_t type;
+    const char* name;
+    const char* why;
+  } kinds[] = {{0x01021994, "tmpfs", "lives in RAM"},       {0x858458F6, "ramfs", "lives in RAM"},
+               {0x958458F6, "hugetlbfs", "lives in RAM"},   {0x6969, "NFS", "not a local drive"},
+               {0xFF534D42, "CIFS", "not a local drive"},   {0xFE534D42, "SMB2", "not a local drive"},
+               {0x517B, "SMB", "not a local drive"},        {0x00C36400, "Ceph", "not a local drive"},
+               {0x5346414F, "AFS", "not a local drive"},    {0x01021997, "9p", "not a local drive"},
+               {0x0BD00BD0, "Lustre", "not a local drive"}, {0x47504653, "GPFS", "not a local drive"},
+               {0x65735546, "FUSE", "another layer"},       {0x794C7630, "overlay", "another layer"}};
+  for (const auto& [type, name, why] : kinds) {
     const Error error = check_filesystem_type(type, "/mnt/somewhere");
     EXPECT_EQ(error.kind, ErrorKind::environment);
-    EXPECT_THAT(error.message(), ::testing::AllOf(HasSubstr(name), HasSubstr("/mnt/somewhere"), HasSubstr("local")));
+    EXPECT_EQ(error.operation, "open");
+    EXPECT_THAT(error.message(),
+                ::testing::AllOf(HasSubstr("the file system is " + std::string(name) + ": it "), HasSubstr(why),
+                                 HasSubstr("/mnt/somewhere"), HasSubstr("name a folder on a local drive")));
   }
   // Where people meet these: the remedy is spelled out.
   EXPECT_THAT(check_filesystem_type(0x01021997, "/mnt/c/state").message(),
@@ -168,7 +179,7 @@ TEST(FilesystemTest, WithoutDirectIoOnlyOnRequestAndSaidAloud) {
   Result<std::unique_ptr<Volume>> refused = Volume::create(options);
   ASSERT_FALSE(refused.ok());
   EXPECT_EQ(refused.error().kind, ErrorKind::environment);
-  EXPECT_THAT(refused.error().message(), HasSubstr("O_DIRECT"));
+  EXPECT_THAT(refused.error().message(), ::testing::AllOf(HasSubstr("O_DIRECT"), HasSubstr("--allow-buffered")));
   options.allow_buffered = true;
   auto volume = create(options);
   ASSERT_TRUE(volume);

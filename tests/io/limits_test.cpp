@@ -12,6 +12,7 @@
 #include <fstream>
 #include <iostream>
 
+#include "io/file.h"
 #include "tests/io/volume_fixture.h"
 #include "tests/support/child.h"
 
@@ -269,6 +270,27 @@ TEST_F(LimitsTest, ThreadsOfIoTakeNoSignals) {
     sigset_t now;
     pthread_sigmask(SIG_SETMASK, nullptr, &now);
     EXPECT_EQ(sigismember(&now, SIGTERM), 0);  // the maker's own mask is as it was
+  }
+}
+
+// A signal that was blocked before stays so, and stays pending; one that was not is swallowed, and is not blocked
+// after.
+TEST_F(LimitsTest, TheGuardAgainstFileSizeSignalsLeavesTheThreadAsItWas) {
+  for (const bool blocked : {false, true}) {
+    const int code = in_child([&] {
+      sigset_t set, now, pending;
+      sigemptyset(&set);
+      sigaddset(&set, SIGXFSZ);
+      pthread_sigmask(blocked ? SIG_BLOCK : SIG_UNBLOCK, &set, nullptr);
+      {
+        FileSizeSignalGuard guard;
+        raise(SIGXFSZ);
+      }
+      pthread_sigmask(SIG_SETMASK, nullptr, &now);
+      sigpending(&pending);
+      return (sigismember(&now, SIGXFSZ) != 0) == blocked && (sigismember(&pending, SIGXFSZ) != 0) == blocked ? 0 : 1;
+    });
+    EXPECT_EQ(code, 0) << blocked;
   }
 }
 

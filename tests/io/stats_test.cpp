@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <tuple>
+
 #include "io/histogram.h"
 #include "io/meter.h"
 #include "tests/io/volume_fixture.h"
@@ -101,6 +103,59 @@ TEST(MeterTest, IsBusyWhileSomethingIsUnderWay) {
   meter.end(outcome(Action::read, bytes, std::chrono::microseconds{1}));
   EXPECT_GE(meter.stats().busy, then);
   EXPECT_EQ(meter.stats().peak_in_flight, 1U);
+}
+
+TEST(StatsTest, OfSeveralDrivesAreSumsAndTheLargerTimes) {
+  using std::chrono::nanoseconds;
+  const auto latency = [](std::uint64_t count, int p50, int p99, int longest) {
+    return Latency{.count = count, .p50 = nanoseconds{p50}, .p99 = nanoseconds{p99}, .longest = nanoseconds{longest}};
+  };
+  const auto same = [](const Latency& a, const Latency& b) {
+    return std::tie(a.count, a.p50, a.p99, a.longest) == std::tie(b.count, b.p50, b.p99, b.longest);
+  };
+  const DriveStats one{.bytes_read = 1,
+                       .bytes_written = 2,
+                       .reads = 3,
+                       .writes = 4,
+                       .flushes = 5,
+                       .retries = 6,
+                       .in_flight = 7,
+                       .peak_in_flight = 8,
+                       .mean_in_flight = 1.5,
+                       .busy = nanoseconds{90},
+                       .read_latency = latency(10, 20, 30, 40),
+                       .write_latency = latency(11, 23, 33, 43),
+                       .flush_latency = latency(12, 22, 32, 42)};
+  const DriveStats other{.bytes_read = 100,
+                         .bytes_written = 200,
+                         .reads = 300,
+                         .writes = 400,
+                         .flushes = 500,
+                         .retries = 600,
+                         .in_flight = 700,
+                         .peak_in_flight = 800,
+                         .mean_in_flight = 2.0,
+                         .busy = nanoseconds{80},
+                         .read_latency = latency(1, 21, 29, 41),
+                         .write_latency = latency(2, 22, 34, 42),
+                         .flush_latency = latency(3, 1, 1, 1)};
+  for (const bool turned : {false, true}) {
+    DriveStats sum = turned ? other : one;
+    sum.add(turned ? one : other);
+    EXPECT_EQ(sum.bytes_read, 101U);
+    EXPECT_EQ(sum.bytes_written, 202U);
+    EXPECT_EQ(sum.reads, 303U);
+    EXPECT_EQ(sum.writes, 404U);
+    EXPECT_EQ(sum.flushes, 505U);
+    EXPECT_EQ(sum.retries, 606U);
+    EXPECT_EQ(sum.in_flight, 707U);
+    EXPECT_EQ(sum.peak_in_flight, 808U);
+    EXPECT_EQ(sum.mean_in_flight, 3.5);
+    EXPECT_EQ(sum.busy.count(), 90);
+    EXPECT_TRUE(same(sum.read_latency, latency(11, 21, 30, 41)));
+    EXPECT_TRUE(same(sum.write_latency, latency(13, 23, 34, 43)));
+    EXPECT_TRUE(same(sum.flush_latency, latency(15, 22, 32, 42)));
+  }
 }
 
 TEST(StatsTest, CountWhatWasMoved) {

@@ -93,6 +93,7 @@ using tierflow::testing::give;
 extern "C" {
 
 int __real_open(const char*, int, ...);
+int __real_fstat(int, struct stat*);
 int __real_fsync(int);
 int __real_fdatasync(int);
 int __real_fallocate(int, int, off_t, off_t);
@@ -120,6 +121,11 @@ int __wrap_open(const char* path, int flags, ...) {
           "open", [path] { return std::string(path); }, flags))
     return give<int>(*answer);
   return __real_open(path, flags, mode);
+}
+
+int __wrap_fstat(int descriptor, struct stat* info) {
+  if (const auto answer = ask("fstat", descriptor, 0)) return give<int>(*answer);
+  return __real_fstat(descriptor, info);
 }
 
 int __wrap_fsync(int descriptor) {
