@@ -9,6 +9,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <filesystem>
+#include <iterator>
+#include <thread>
+
 #include "io/file.h"
 #include "tests/io/volume_fixture.h"
 #include "tests/support/system_calls.h"
@@ -295,6 +300,26 @@ TEST_F(BackendTest, ThreadsReportWhatTheSystemSays) {
   }
   SystemCalls calls(failing("fdatasync", EIO));
   EXPECT_EQ(one(*backend, Action::flush), -EIO);
+}
+
+TEST_F(BackendTest, ThereAreNoMoreThreadsThanTheDepth) {
+  const auto threads = [] {
+    const std::filesystem::directory_iterator tasks("/proc/self/task");
+    return static_cast<unsigned>(std::distance(begin(tasks), end(tasks)));
+  };
+  for (const unsigned depth : {0U, 3U}) {
+    const auto before = threads();
+    auto backend = open(make_threads_backend(depth), file_.descriptor());
+    SystemCalls calls([](const SystemCall& call) -> std::optional<long> {
+      if (call.name == "fdatasync") std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      return {};
+    });
+    for (std::uint32_t ticket = 0; ticket < 12; ++ticket)
+      ASSERT_TRUE(backend->push({.action = Action::flush, .ticket = ticket}));
+    EXPECT_LE(threads(), before + std::max(depth, 1U));
+    std::vector<KernelResult> results;
+    while (results.size() < 12) backend->reap(results, std::chrono::nanoseconds{-1});
+  }
 }
 
 TEST_F(BackendTest, ManyMoreRequestsThanTheDepthAllArrive) {

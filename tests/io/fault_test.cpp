@@ -344,6 +344,30 @@ TEST_P(FaultTest, TimeInWhichTheProcessIsStoppedIsNotTheDrives) {
       ::testing::ExitedWithCode(0), "");
 }
 
+TEST_P(FaultTest, WhatWaitsBehindAStuckRequestFailsWithItAndGivesItsMemoryBack) {
+  VolumeOptions wanted = options();
+  wanted.depth = 1;
+  wanted.stall_limit = std::chrono::milliseconds{200};
+  auto volume = create(wanted);
+  plan_->set({.kind = Fault::Kind::hold, .action = Action::write});
+  std::vector<std::promise<Completion>> ends(3);
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    volume->submit(Request{.op = Op::write,
+                           .offset = i * 2 * kBlock,
+                           .length = (i + 1) * kBlock,
+                           .buffer = allocate_buffer((i + 1) * kBlock)},
+                   [&ends, i](Completion&& completion) { ends[i].set_value(std::move(completion)); });
+  }
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    std::future<Completion> end = ends[i].get_future();
+    ASSERT_EQ(end.wait_for(std::chrono::seconds{10}), std::future_status::ready) << i;
+    const Completion completion = end.get();
+    EXPECT_EQ(completion.error.error_number, ETIMEDOUT) << i;
+    EXPECT_EQ(static_cast<bool>(completion.buffer), i != 0);
+  }
+  plan_->release();
+}
+
 TEST_P(FaultTest, AStuckFlushEndsTheWait) {
   VolumeOptions wanted = options();
   wanted.stall_warning = std::chrono::milliseconds{20};

@@ -118,6 +118,21 @@ TEST_F(SystemCallsTest, ALongRequestGoesToTheKernelInMebibytesUnlessAskedOtherwi
   }
 }
 
+TEST_F(SystemCallsTest, AFileThatIsNotThereIsNoFaultOfTheMachine) {
+  const Result<std::unique_ptr<Volume>> absent = Volume::open(options());
+  ASSERT_FALSE(absent.ok());
+  EXPECT_EQ(absent.error().kind, ErrorKind::input);
+  EXPECT_EQ(absent.error().error_number, ENOENT);
+  create(options()).reset();
+  for (const int number : {EPERM, EACCES, EMFILE}) {
+    SystemCalls calls(failing("open", number, "state.tfv"));
+    const Result<std::unique_ptr<Volume>> refused = Volume::open(options());
+    ASSERT_FALSE(refused.ok());
+    EXPECT_EQ(refused.error().kind, ErrorKind::environment);
+    EXPECT_EQ(refused.error().error_number, number);
+  }
+}
+
 TEST_F(SystemCallsTest, AFileWhoseStateCannotBeReadIsAnError) {
   create(options()).reset();
   const auto nth = [](int left) {
@@ -351,6 +366,16 @@ TEST_F(SystemCallsTest, TheAlignmentIsWhatTheFileSystemAsksForAndNeverLessThanAP
   const Buffer memory = allocate_buffer(32 << 10);
   std::byte* aligned = memory.data() + (16384 - reinterpret_cast<std::uintptr_t>(memory.data()) % 16384) % 16384;
   EXPECT_FALSE(transfer(*volume, Op::read, 16384, 16384, Buffer(aligned, 16384, nullptr, nullptr)).error);
+}
+
+TEST_F(SystemCallsTest, ANewVolumeIsTriedInBlocksThatTheDriveTakes) {
+  SystemCalls calls(
+      [](const SystemCall& call) { return call.name == "statx" ? std::optional<long>(16384) : std::nullopt; });
+  ASSERT_TRUE(create(options()));
+  for (const char* name : {"pwrite", "pread"}) EXPECT_GT(calls.count(name), 0U);
+  for (const SystemCall& call : calls.seen()) {
+    if (call.name == "pwrite" || call.name == "pread") EXPECT_EQ(call.argument % 16384, 0) << call.name;
+  }
 }
 
 TEST_F(SystemCallsTest, DirectIoThatTheFileSystemTakesBackIsNotUsed) {
