@@ -51,7 +51,7 @@ def may_compile(mutant, lines):
     if any(old.count(one) - old.count(other) != new.count(one) - new.count(other) for one, other in ("()", "[]", "{}")):
         return False
     if new.startswith("/*"):
-        return not DECLARES.match(old)
+        return not DECLARES.match(old) and not (old.startswith("return") and ends_a_function(mutant, lines))
     if NO_OPERATOR.search(new) and not NO_OPERATOR.search(old):
         return False
     start = len(os.path.commonprefix([old, new]))
@@ -74,11 +74,22 @@ def inside(mutant, lines, heads):
 
 def ends_a_loop(mutant, lines):
     """Whether nothing of a loop's body follows the mutant."""
+    return re.match(LOOP, ended_by(mutant, lines)) is not None
+
+
+def ends_a_function(mutant, lines):
+    """Whether the function ends behind the mutant: without its return, the project's flags refuse to compile it."""
+    head = ended_by(mutant, lines)
+    return head != "" and not re.match(r"(} )?(if|else|for|while|do|switch|case|default)\b", head)
+
+
+def ended_by(mutant, lines):
+    """The first line of the block that ends in the line after the mutant; empty where none does."""
     end = lines[mutant.line] if mutant.line < len(lines) else ""
     if end.strip() != "}":
-        return False
+        return ""
     heads = (line for line in reversed(lines[: mutant.line]) if line.strip() and indentation(line) == indentation(end))
-    return re.match(LOOP, next(heads, "").strip()) is not None
+    return next(heads, "").strip()
 
 
 def indentation(line):

@@ -41,12 +41,12 @@ FILES = {
         "spec": "adapters name_pattern trainable model_spec model_units weight_format weight_kernels",
     }.items() for name in names.split()],
 }  # fmt: skip
-# The test programs of the folder itself, with a filter where it saves time. Only what depends on the file runs.
+# The test programs, with a filter where it saves time: first what is likely to notice. Only what depends on the file runs.
 EXHAUSTIVE = "ParityOfCodes.*:Master.EveryPatternComesBack"  # every float there is: a minute
 PLAIN = {
     "io": ["io_test"],
     "optim": [f"optim_test -{EXHAUSTIVE}", f"optim_test {EXHAUSTIVE}"],
-    "swap": ["swap_test", "device_test"],
+    "swap": ["swap_test", "device_test", "core_test Prediction.*"],
     "runtime": ["core_test -Tokenizer.*", "core_test Tokenizer.*"],  # the latter start Python
 }
 WITH_TORCH = ["train_test", "session_test", "gpu_test", "pytest tests/python/test_train.py", "pytest tests/python/test_run_end.py"]

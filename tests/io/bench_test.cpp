@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +14,7 @@
 #include <thread>
 
 #include "tests/io/volume_fixture.h"
+#include "tests/support/child.h"
 #include "tests/support/system_calls.h"
 
 namespace tierflow::io {
@@ -191,6 +194,27 @@ TEST(BenchTest, BlocksBeyondAQuarterOfTheMemoryAreRefused) {
   ASSERT_FALSE(refused.ok());
   EXPECT_EQ(refused.error().kind, ErrorKind::usage);
   EXPECT_THAT(refused.error().message(), HasSubstr("choose a smaller block or depth"));
+}
+
+// Refused before it is taken: a process that may not have it says so all the same.
+TEST(BenchTest, AllLanesTogetherTakeAQuarterOfTheMemoryAtMost) {
+  testing::TempDir folder;
+  BenchOptions options = small(folder);
+  options.folders = {folder.path() / "a"};
+  const auto page = static_cast<std::size_t>(getpagesize());
+  const auto memory = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * page;
+  options.block = (memory / 4 / options.depth / page + 1) * page;
+  EXPECT_EQ(testing::in_child([&] {
+              std::size_t pages = 0;
+              std::ifstream("/proc/self/statm") >> pages;
+              rlimit limit;
+              if (getrlimit(RLIMIT_AS, &limit) != 0) return -1;
+              limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, pages * page + (256 << 20));
+              if (setrlimit(RLIMIT_AS, &limit) != 0) return -2;
+              const Result<BenchResult> refused = bench_storage(options);
+              return refused ? 0 : static_cast<int>(refused.error().kind);
+            }),
+            static_cast<int>(ErrorKind::usage));
 }
 
 TEST(BenchTest, AStopEndsItWithoutAFile) {

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "io/backend.h"
+#include "io/bench.h"
 #include "tests/io/volume_fixture.h"
 #include "tests/support/child.h"
 #include "tests/support/mounts.h"
@@ -125,6 +126,27 @@ TEST(FilesystemTest, RamIsNoDriveUnlessForced) {
     EXPECT_FALSE(write_pattern(*forced, 0, 2 * kMiB, 3));
     EXPECT_TRUE(read_holds(*forced, 0, 2 * kMiB, 3));
   }
+}
+
+TEST(FilesystemTest, TheBenchMeasuresRamWhereItIsForcedTo) {
+  testing::TempDir folder;
+  PlainMount mount(folder.path(), "tmpfs");
+  NEED(mount);
+  BenchOptions bench;
+  bench.folders = {mount.path()};
+  bench.bytes = 2 * kMiB;
+  bench.depth = 2;
+  bench.allow_buffered = true;
+  const Result<BenchResult> refused = bench_storage(bench);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_THAT(refused.error().message(), HasSubstr("--allow-any-filesystem"));
+  bench.allow_any_filesystem = true;
+  EXPECT_TRUE(bench_storage(bench).ok());
+  VolumeOptions options = on(mount.path(), 2 * kMiB);
+  options.allow_buffered = true;
+  EXPECT_FALSE(measure_speeds(options).ok());
+  options.allow_any_filesystem = true;
+  EXPECT_TRUE(measure_speeds(options).ok());
 }
 
 TEST(FilesystemTest, ALayerOverTheDriveIsRefusedAndLeftAsItWas) {

@@ -153,6 +153,8 @@ def test_what_cannot_compile_is_not_drawn():
     assert may(1, "for (int i = 0; i <= n; ++i) {\n") and may(1, "for (int i = 1; i < n; ++i) {\n")
     assert not may(1, "for (int i = 0; i < n; %+i) {\n") and not may(3, "/*}*/\n")
     assert not may(4, lines[3] + "break;\n"), "in no loop"
+    lines += ["int f(int a) {\n", "  if (a > 1) {\n", "    return 2;\n", "  }\n", "  return a;\n", "}\n"]
+    assert may(13, "    /*return 2;*/\n") and not may(15, "  /*return a;*/\n"), "no value"
     assert may(7, lines[6] + "    continue;\n") and not may(9, lines[8] + "  continue;\n"), "the loop ends there anyway"
     assert not may(4, "const float+ p = begin_of(pending);\n"), "a pointer is no product"
     assert not may(4, "const float* p = begin_of(pbegining);\n"), "part of a name"
