@@ -4,6 +4,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "optim/adamw_device.h"
 #include "tests/optim/fixture.h"
 
 namespace tierflow::optim {
@@ -228,6 +229,14 @@ TEST(AdamWEdges, StochasticRoundingHasTheRightMean) {
     up += s.hi[i] == 0x3f81;
   }
   EXPECT_NEAR(static_cast<double>(up) / n, 0.3, 5 * std::sqrt(0.21 / n));
+}
+
+TEST(DeviceUpdate, WithoutCudaEveryCallSaysThatThereIsNone) {
+  if (device_update_is_built()) GTEST_SKIP() << "this build has CUDA";
+  EXPECT_THROW(adamw_update_on_device({}, nullptr, {}, {}, 0, nullptr, {}), std::runtime_error);
+  EXPECT_THROW(gradient_norm_squared_on_device(nullptr, 0, nullptr, nullptr, {}), std::runtime_error);
+  EXPECT_THROW(split_master_on_device(nullptr, nullptr, nullptr, 0, {}), std::runtime_error);
+  EXPECT_THROW(join_master_on_device(nullptr, nullptr, nullptr, 0, {}), std::runtime_error);
 }
 
 TEST(AdamWEdges, ArgumentsAreChecked) {
