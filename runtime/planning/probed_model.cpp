@@ -16,6 +16,20 @@ bool is_head(const StageSpec& stage) {
 
 }  // namespace
 
+void scale_micro_batch(ProbedModel& probed, std::int64_t to, std::int64_t from) {
+  if (to == from) return;
+  const double factor = static_cast<double>(to) / static_cast<double>(from);
+  const auto more = [&](std::uint64_t& bytes) {
+    bytes = static_cast<std::uint64_t>(static_cast<double>(bytes) * factor);
+  };
+  ComputeNeeds& needs = probed.needs;
+  for (auto* stages :
+       {&needs.carry_bytes, &needs.activation_bytes, &needs.swapped_bytes, &probed.stage_peaks, &probed.keeping_peaks})
+    std::for_each(stages->begin(), stages->end(), more);
+  for (auto* bytes : {&needs.stage_peak, &needs.keeping_peak, &needs.held_peak, &needs.micro_batch_bytes}) more(*bytes);
+  for (swap::StageSeconds& seconds : probed.seconds) seconds *= factor;
+}
+
 double stage_operations(const ModelSpec& spec, int stage, std::int64_t micro_batch, std::int64_t sequence_length) {
   const ModelConfig& c = spec.config;
   const StageSpec& of = spec.stages[stage];

@@ -17,6 +17,9 @@ struct ProbedModel {
   double spread = 0;                                      // of those: see Readings
 };
 
+// From what one micro-batch of `from` sequences needs and takes to what one of `to` does, in proportion.
+void scale_micro_batch(ProbedModel& probed, std::int64_t to, std::int64_t from);
+
 // Floating-point operations of a stage's forward for one micro-batch, or an equivalent for stages without matrix
 // products.
 double stage_operations(const ModelSpec& spec, int stage, std::int64_t micro_batch, std::int64_t sequence_length);

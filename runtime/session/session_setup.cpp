@@ -21,19 +21,6 @@ std::string terabytes(std::uint64_t bytes) {
 
 constexpr std::uint64_t kBeyondBudget = 128 << 20;  // what measuring may take where the budget is too small anyway
 
-// From what one micro-batch of `from` sequences needs to what one of `to` does, in proportion.
-void scale(ProbedModel& probed, std::int64_t to, std::int64_t from) {
-  const auto more = [&](std::uint64_t& bytes) {
-    bytes =
-        static_cast<std::uint64_t>(static_cast<double>(bytes) * static_cast<double>(to) / static_cast<double>(from));
-  };
-  if (to == from) return;
-  ComputeNeeds& needs = probed.needs;
-  for (auto* stages : {&needs.carry_bytes, &needs.activation_bytes, &needs.swapped_bytes})
-    std::for_each(stages->begin(), stages->end(), more);
-  for (auto* bytes : {&needs.stage_peak, &needs.keeping_peak, &needs.held_peak, &needs.micro_batch_bytes}) more(*bytes);
-}
-
 }  // namespace
 
 Session::Impl::Impl(std::shared_ptr<LayeredModel> model_, SessionOptions options_, AdamW adamw_)
@@ -174,11 +161,11 @@ ProbedModel Session::Impl::probe() {
   bool estimated = false;  // what is estimated is too large for the budget: it was tried
   for (std::int64_t fewer = options.micro_batch; !probed && fewer >= 1; fewer /= 2)
     if ((probed = measure(fewer, beyond))) {
-      scale(*probed, options.micro_batch, fewer);
+      scale_micro_batch(*probed, options.micro_batch, fewer);
       estimated = fewer != options.micro_batch;
     }
   if (!probed && (probed = measure(1, options.device == "cuda" ? ~std::uint64_t{0} / 2 : memory_available())))
-    scale(*probed, options.micro_batch, 1);
+    scale_micro_batch(*probed, options.micro_batch, 1);
   torch_memory.release_kept();
   if (probed && estimated) probed->needs.stage_peak = std::max(probed->needs.stage_peak, options.device_memory);
   if (!probed)

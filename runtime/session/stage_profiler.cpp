@@ -44,24 +44,29 @@ class Estimate {
       readings_ += head ? 1 : 2 * times;
       if (!head) total_ += times * reading(stage, false);
       total_ += times * reading(stage, true);
+      computation_ += times * kRepeats * (once(stage, true) + (head ? 0 : once(stage, false)));
     }
   }
 
   double total() const { return total_; }
+  double computation() const { return computation_; }  // of it, where no reading is repeated for its own sake
   int readings() const { return readings_; }
   double reading(int stage, bool backward) const {
-    const double once = stage_operations(spec_, stage, options_.micro_batch, options_.sequence_length) / rate_ *
-                        (backward ? kBackward : 1);
     double parameters = 0;
     for (const int unit : spec_.stages[stage].units) parameters += static_cast<double>(spec_.units[unit].parameters());
-    return std::max(kRepeats * once, each_) + kOverhead + (backward ? 6 : 2) * parameters / kFillRate;
+    return std::max(kRepeats * once(stage, backward), each_) + kOverhead + (backward ? 6 : 2) * parameters / kFillRate;
   }
 
  private:
+  double once(int stage, bool backward) const {
+    return stage_operations(spec_, stage, options_.micro_batch, options_.sequence_length) / rate_ *
+           (backward ? kBackward : 1);
+  }
+
   const ModelSpec& spec_;
   const SessionOptions& options_;
   const double rate_, each_;
-  double total_ = 0;
+  double total_ = 0, computation_ = 0;
   int readings_ = 0;
 };
 
@@ -73,6 +78,27 @@ int width_within(const ModelSpec& spec, const SessionOptions& options, double ra
   while (parts > kNarrowest && Estimate(narrowed(spec, parts), options, rate, each).total() > seconds)
     parts = std::max(kNarrowest, parts * 7 / 8);
   return parts;
+}
+
+// What the largest block takes of a micro-batch's activations and their gradients, about: so many numbers of bf16 for
+// each hidden one.
+constexpr double kNumbersEach = 40;
+constexpr double kLeastSeconds = 1;  // are always there
+
+// The sequences of a micro-batch that are measured: as many as fit half of the memory, and that the narrowest model
+// computes within `seconds`.
+std::int64_t rows_within(const ModelSpec& spec, const SessionOptions& options, double rate, double seconds,
+                         std::uint64_t memory) {
+  const ModelSpec narrowest = width_parts(spec) > kNarrowest ? narrowed(spec, kNarrowest) : spec;
+  SessionOptions fewer = options;
+  const auto too_many = [&] {
+    const auto tokens = static_cast<double>(fewer.micro_batch * fewer.sequence_length);
+    const double bytes = 2 * kNumbersEach * tokens * static_cast<double>(spec.config.hidden_size);
+    return bytes > static_cast<double>(memory) / 2 ||
+           Estimate(narrowest, fewer, rate, 0).computation() > std::max(seconds, kLeastSeconds);
+  };
+  while (fewer.micro_batch > 1 && too_many()) fewer.micro_batch = (fewer.micro_batch + 1) / 2;
+  return fewer.micro_batch;
 }
 
 std::string whole(double number) {
@@ -125,16 +151,18 @@ double product_rate(const SessionOptions& options) {
   return 2.0 * static_cast<double>(rows * kWidth * kWidth) / std::max(1e-9, reading.seconds);
 }
 
-ModelProfile measure_model(const ModelSpec& spec, const SessionOptions& options, double seconds, const Say& say) {
+ModelProfile measure_model(const ModelSpec& spec, const SessionOptions& asked, double seconds, const Say& say) {
   const torch::NoGradGuard no_grad;
-  const bool cuda = options.device == "cuda";
+  const bool cuda = asked.device == "cuda";
   const torch::Device torch_device = cuda ? torch::kCUDA : torch::kCPU;
   DeviceMemory& memory = cuda ? DeviceMemory::cuda() : DeviceMemory::install();
   memory.set_cap(~std::uint64_t{0} / 2);
   const LoadMeter load;
-  const double rate = product_rate(options);
-  const int readings = Estimate(spec, options, rate, 0).readings();
+  const double rate = product_rate(asked);
+  const int readings = Estimate(spec, asked, rate, 0).readings();
   const double each = std::min(kMostSecondsEach, seconds / 2 / readings);
+  SessionOptions options = asked;
+  options.micro_batch = rows_within(spec, asked, rate, seconds, cuda ? swap::cuda_bytes_free(0) : memory_available());
   const int all = width_parts(spec), parts = width_within(spec, options, rate, each, seconds);
   const ModelSpec measured = parts == all ? spec : narrowed(spec, parts);
   const Estimate estimate(measured, options, rate, each);
@@ -142,6 +170,9 @@ ModelProfile measure_model(const ModelSpec& spec, const SessionOptions& options,
   if (parts != all)
     line += ", at " + std::to_string(parts) + "/" + std::to_string(all) +
             " of their width: at all of it they would take " + time_left(Estimate(spec, options, rate, each).total());
+  if (options.micro_batch != asked.micro_batch)
+    line += ", with " + std::to_string(options.micro_batch) + " of the micro-batch's " +
+            std::to_string(asked.micro_batch) + " sequences";
   say(line);
   ProgressLines progress(say, estimate);
   const auto device = open_device(options.device);
@@ -161,6 +192,7 @@ ModelProfile measure_model(const ModelSpec& spec, const SessionOptions& options,
     probed = widened(spec, {{{quarter, low}, {half, middle}, {parts, probed}}}, options.micro_batch,
                      options.sequence_length);
   }
+  scale_micro_batch(probed, asked.micro_batch, options.micro_batch);
   ModelProfile profile{.stage_peak = probed.needs.stage_peak,
                        .keeping_peak = probed.needs.keeping_peak,
                        .micro_batch_bytes = probed.needs.micro_batch_bytes,

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
+
 #include "runtime/session/stage_probe.h"
 #include "runtime/spec/stage_class.h"
 #include "swap/device.h"
@@ -64,6 +66,21 @@ TEST(MeasureModel, ScalesWhatTakesTooLongAndSaysHowLongItTakes) {
       EXPECT_GT(stage.seconds.forward, 0) << name;
       EXPECT_GT(stage.seconds.backward, 0) << name;
     }
+}
+
+// What no memory holds is measured with fewer sequences, which also takes less time.
+TEST(MeasureModel, ScalesAMicroBatchThatNoMemoryHolds) {
+  const OneThread one_thread;
+  const ModelSpec spec = eight_heads();
+  const SessionOptions options{.micro_batch = std::int64_t{1} << 22, .sequence_length = 64};
+  std::string said;
+  const auto started = std::chrono::steady_clock::now();
+  const ModelProfile profile =
+      measure_model(spec, options, /*seconds=*/2, [&](const std::string& line) { said += line; });
+  EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(60));
+  EXPECT_NE(said.find("of the micro-batch's 4194304 sequences"), std::string::npos) << said;
+  const auto hidden = static_cast<std::uint64_t>(spec.config.hidden_size);
+  EXPECT_EQ(profile.needs(spec).carry_bytes[1], (std::uint64_t{1} << 22) * 64 * hidden * 2);
 }
 
 // Counts the calls of blocks that are given zeros alone, and the others.
