@@ -207,8 +207,8 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
     }
   }
   if (result.weight_ring < needs.all_weights + needs.block_weights)
-    grow(result.weight_ring, std::min(left, needs.all_weights + needs.block_weights - result.weight_ring));
-  result.weight_ring = round_up(result.weight_ring, kSector);
+    grow(result.weight_ring,
+         std::min(left / kSector * kSector, needs.all_weights + needs.block_weights - result.weight_ring));
   return {};
 }
 

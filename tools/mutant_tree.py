@@ -187,34 +187,36 @@ class Tree:
         heard = {output: (0, began) for _, output in running}  # how much it has written, and when that grew last
         silence = 0
         left = list(running)
-        while left and verdict == "passed":
-            now = time.monotonic()
-            for process, output in list(left):
-                written, since = heard[output]
-                silence = max(silence, now - since)
-                if process.poll() is None:
-                    if os.fstat(output.fileno()).st_size > written:
-                        heard[output] = os.fstat(output.fileno()).st_size, now
-                    elif now > since + quiet:
-                        verdict, name = "timed out", f"{quiet:.0f} s of silence in {last_started(output)}"
+        try:
+            while left and verdict == "passed":
+                now = time.monotonic()
+                for process, output in list(left):
+                    written, since = heard[output]
+                    silence = max(silence, now - since)
+                    if process.poll() is None:
+                        if os.fstat(output.fileno()).st_size > written:
+                            heard[output] = os.fstat(output.fileno()).st_size, now
+                        elif now > since + quiet:
+                            verdict, name = "timed out", f"{quiet:.0f} s of silence in {last_started(output)}"
+                            break
+                        continue
+                    left.remove((process, output))
+                    if process.returncode != 0:
+                        verdict, name = "failed", first_failure(output, process.returncode)
                         break
-                    continue
-                left.remove((process, output))
-                if process.returncode != 0:
-                    verdict, name = "failed", first_failure(output, process.returncode)
-                    break
-            if left and verdict == "passed":
-                if now > began + seconds:
-                    verdict, name = "timed out", f"after {seconds:.0f} s in {last_started(left[0][1])}"
-                time.sleep(0.02)
-        for process, output in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired as error:
-                raise ToolError(f"{command[0]} cannot be killed: it waits for a drive; the machine has to be looked at") from error
-            output.close()
+                if left and verdict == "passed":
+                    if now > began + seconds:
+                        verdict, name = "timed out", f"after {seconds:.0f} s in {last_started(left[0][1])}"
+                    time.sleep(0.02)
+        finally:  # of an interrupted run too
+            for process, output in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired as error:
+                    raise ToolError(f"{command[0]} cannot be killed: it waits for a drive; the machine has to be looked at") from error
+                output.close()
         self.detach_loops()
         shutil.rmtree(self.scratch, ignore_errors=True)
         return TestRun(verdict, name, time.monotonic() - began, silence)

@@ -4,6 +4,7 @@ import difflib
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -113,6 +114,22 @@ def test_a_program_that_hangs_is_noticed(project, monkeypatch, capsys):
     hangs = patch("comes to an end", "return b;", "for (;;) {}")
     assert project({"io/hangs.patch": hangs}, "--minutes", "0") == 0
     assert "timed out" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_leaves_no_test_running(project, monkeypatch, tmp_path, capsys):
+    polls, sleep = [], time.sleep
+
+    def interrupted(seconds):
+        polls.append(seconds)
+        if len(polls) == 100:
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", interrupted)
+    project({"io/hangs.patch": patch("comes to an end", "return b;", "for (;;) {}")}, "--minutes", "0")
+    assert "interrupted; what there is" in capsys.readouterr().err
+    commands = [path.read_bytes().decode() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert [one for one in commands if str(tmp_path) in one and "io_test" in one] == []
 
 
 def drawn(seed):

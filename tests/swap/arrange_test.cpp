@@ -1,7 +1,7 @@
 // Budgets into arrangements: what waits for the next forward.
 #include "swap/arrange.h"
 
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 
 namespace tierflow::swap {
 namespace {
@@ -38,6 +38,75 @@ TEST(Arrange, DefersAShareOfEachUnit) {
   EXPECT_EQ(arrange(layout, request).value().deferred, std::vector<bool>(layout.chunks().size(), false));
   request.host_budget += 64 * kMiB;
   EXPECT_EQ(arrange(layout, request).value().deferred, std::vector<bool>(layout.chunks().size(), true));
+}
+
+// Units of 64, 32, 40, 36 and 48 Ki elements: two bytes each as words, four as state, two as a gradient that waits.
+Layout five_units(bool second_is_trainable = true) {
+  std::vector<UnitShape> units;
+  std::vector<StageShape> stages;
+  for (const std::uint64_t kibi : {64, 32, 40, 36, 48}) {
+    const bool trainable = second_is_trainable || units.size() != 1;
+    units.push_back(
+        {.name = "unit",
+         .groups = {{.trainable = trainable, .elements = kibi << 10, .state_bytes_element = 4, .precision = "a"}}});
+    stages.push_back({.units = {static_cast<int>(stages.size())}});
+  }
+  return Layout(units, stages, kChunkQuantum);
+}
+
+TEST(Arrange, WithoutStorageTheSmallestHostBudgetIsEverythingThatARunNeeds) {
+  const auto smallest = [](const Layout& layout, ArrangeRequest request, std::uint64_t kibi) {
+    request.device_budget = 64 * kMiB;
+    request.storage = false;
+    request.host_budget = kibi * 1024 - 1;
+    const io::Result<Arrangement> refused = arrange(layout, request);
+    ASSERT_FALSE(refused.ok()) << kibi;
+    EXPECT_THAT(refused.error().detail, ::testing::AllOf(::testing::HasSubstr("--host-memory"),
+                                                         ::testing::HasSubstr(std::to_string(kibi) + "KiB; "),
+                                                         ::testing::HasSubstr("--storage")));
+    ++request.host_budget;
+    io::Result<Arrangement> made = arrange(layout, request);
+    ASSERT_TRUE(made.ok()) << kibi;
+    EXPECT_EQ(made->host_bytes(layout), request.host_budget);
+    EXPECT_EQ(made->hi_resident, std::vector<bool>(5, true));
+    EXPECT_EQ(made->state_buffers, 0);
+  };
+  smallest(five_units(), {}, 440 + 880 + 440);
+  smallest(five_units(false), {}, 440 + 752 + 376);
+  smallest(five_units(), {.train = false}, 440);
+  smallest(five_units(), {.staged = false}, 440 + 880 + 2 * 128);  // two buffers for gradients on their way
+  smallest(five_units(), {.staged = false, .sums = true}, 440 + 880 + 440 + 2 * 128);
+  smallest(five_units(false), {.staged = false, .sums = true}, 440 + 752 + 376 + 2 * 128);
+}
+
+TEST(Arrange, ARunWhoseUpdatesDoNotWaitTakesTwoMoreBuffersWhereTheyFit) {
+  ArrangeRequest request{.device_budget = 64 * kMiB, .staged = false};
+  for (const auto& [kibi, buffers] : {std::pair{1576U, 2}, {1576U + 255, 2}, {1576U + 256, 4}, {4096U, 4}}) {
+    request.host_budget = kibi * 1024;
+    io::Result<Arrangement> made = arrange(five_units(), request);
+    ASSERT_TRUE(made.ok());
+    EXPECT_EQ(made->word_buffers, buffers) << kibi;
+  }
+}
+
+TEST(Arrange, WithStorageTheFewestBuffersAreEnough) {
+  const auto smallest = [](ArrangeRequest request, std::uint64_t kibi, int words, int states) {
+    request.device_budget = 64 * kMiB;
+    request.host_budget = kibi * 1024 - 1;
+    const io::Result<Arrangement> refused = arrange(five_units(), request);
+    ASSERT_FALSE(refused.ok()) << kibi;
+    EXPECT_THAT(refused.error().detail, ::testing::HasSubstr(std::to_string(kibi) + "KiB; "));
+    ++request.host_budget;
+    io::Result<Arrangement> made = arrange(five_units(), request);
+    ASSERT_TRUE(made.ok()) << kibi;
+    EXPECT_EQ(made->word_buffers, words);
+    EXPECT_EQ(made->state_buffers, states);
+    for (const auto* resident : {&made->hi_resident, &made->state_resident, &made->gradient_resident})
+      EXPECT_EQ(*resident, std::vector<bool>(5, false));
+  };
+  smallest({}, 2 * 128 + 256, 2, 1);
+  smallest({.staged = false, .sums = true}, 4 * 128 + 256, 4, 1);
+  smallest({.train = false}, 128, 1, 0);
 }
 
 }  // namespace

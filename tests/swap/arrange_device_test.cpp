@@ -1,0 +1,235 @@
+// The device's half of an arrangement, byte by byte: what a budget leaves is given out in a fixed order.
+#include "swap/arrange_device.h"
+
+#include <gmock/gmock.h>
+
+namespace tierflow::swap {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+enum class Shape { plain, tied, on_demand };
+
+// Embedding, three blocks, head: 64, 32, 40, 36 and 48 Ki elements, two bytes each as weights and four as gradients.
+Layout layout(Shape shape = Shape::plain) {
+  std::vector<UnitShape> units;
+  for (const std::uint64_t kibi : {64, 32, 40, 36, 48})
+    units.push_back({.name = "unit", .groups = {{.elements = kibi << 10, .state_bytes_element = 4, .precision = "a"}}});
+  std::vector<StageShape> stages = {{.units = {0}, .backward_needs_weights = false},
+                                    {.units = {1}, .carry_bytes = 5000},
+                                    {.units = {2}, .carry_bytes = 6000},
+                                    {.units = {3}, .carry_bytes = 7000},
+                                    {.units = {4}, .carry_bytes = 9000}};
+  if (shape == Shape::tied) stages[4].units.push_back(0);
+  if (shape == Shape::on_demand) {
+    for (const std::uint64_t kibi : {20, 18}) {
+      stages[2].on_demand.push_back(static_cast<int>(units.size()));
+      units.push_back(
+          {.name = "needed", .groups = {{.elements = kibi << 10, .state_bytes_element = 4, .precision = "a"}}});
+    }
+  }
+  return Layout(units, stages, kChunkQuantum);
+}
+
+constexpr std::uint64_t kKi = 1024;
+constexpr std::uint64_t kWorkspace = 1000, kCarries = 2 * (5000 + 6000 + 7000), kSlot = 8192;
+constexpr std::uint64_t kFixed = (128 + 256) * kKi + kWorkspace;  // the embedding's weights and gradient
+
+struct Result {
+  io::Error error;
+  Arrangement made;
+};
+
+Result device(std::uint64_t budget, ArrangeRequest request = {}, Shape shape = Shape::plain, bool deferred = false) {
+  const Layout made = layout(shape);
+  Result result;
+  result.made.deferred.assign(made.chunks().size(), deferred);
+  request.device_budget = budget;
+  request.workspace = kWorkspace;
+  request.micro_batches = 2;
+  result.made.micro_batches = 2;
+  result.error = arrange_device(made, request, result.made);
+  return result;
+}
+
+std::vector<bool> leaves(std::initializer_list<int> stages) {
+  std::vector<bool> all(5, false);
+  for (const int stage : stages) all[stage] = true;
+  return all;
+}
+
+TEST(ArrangeDevice, ABudgetBelowTheSmallestIsRefusedWithThatOne) {
+  const std::uint64_t smallest = kFixed + 2 * kSlot;
+  const io::Error error = device(smallest - 1).error;
+  EXPECT_EQ(error.kind, io::ErrorKind::usage);
+  EXPECT_THAT(error.detail, AllOf(HasSubstr("--device-memory"), HasSubstr("401KiB; "), HasSubstr("--micro-batch")));
+  const Arrangement made = device(smallest).made;
+  EXPECT_FALSE(device(smallest).error);
+  EXPECT_EQ(made.weight_ring, 128 * kKi);
+  EXPECT_EQ(made.gradient_ring, 256 * kKi);
+  EXPECT_EQ(made.held_gradients, 0U);
+  EXPECT_EQ(made.slots, 2);
+  EXPECT_EQ(made.slot_bytes, kSlot);
+  EXPECT_EQ(made.input_leaves, leaves({1, 2, 3}));
+  EXPECT_EQ(made.activations, std::vector<Activations>(10, Activations::recompute));
+  EXPECT_EQ(made.saved_on_storage, std::vector<bool>(10, false));
+  EXPECT_EQ(made.swapped_bytes, std::vector<std::uint64_t>(5, 0));
+  EXPECT_EQ(made.on_device, std::vector<bool>(made.deferred.size(), false));
+  EXPECT_EQ(made.update_slots.count, 0);
+}
+
+TEST(ArrangeDevice, SizesInWordsAreRoundedUp) {
+  EXPECT_THAT(too_small("--x", (16 << 20) - 1, (16 << 20) + 1, "use less").detail,
+              ::testing::StrEq("--x 16384KiB is too small: the smallest that works is 17MiB; use less"));
+  EXPECT_THAT(too_small("--x", 1025, 16 << 20, "").detail, AllOf(HasSubstr("--x 2KiB"), HasSubstr("is 16MiB")));
+}
+
+TEST(ArrangeDevice, InputsOfTheLastStagesThatFitStay) {
+  EXPECT_EQ(device(kFixed + 2 * kSlot + 9999).made.input_leaves, leaves({1, 2, 3}));
+  EXPECT_EQ(device(kFixed + 2 * kSlot + 10000).made.input_leaves, leaves({2, 3}));
+  EXPECT_EQ(device(kFixed + 2 * kSlot + 13999).made.input_leaves, leaves({1, 3}));
+  EXPECT_EQ(device(kFixed + 2 * kSlot + 14000).made.input_leaves, leaves({1, 2}));
+  const Arrangement most = device(kFixed + kCarries - 1).made;
+  EXPECT_EQ(most.input_leaves, leaves({1, 2}));
+  EXPECT_EQ(most.slots, 2);
+  const Arrangement all = device(kFixed + kCarries).made;
+  EXPECT_EQ(all.input_leaves, leaves({}));
+  EXPECT_EQ(all.slots, 0);
+  EXPECT_EQ(all.weight_ring, 128 * kKi);
+}
+
+TEST(ArrangeDevice, WhatIsLeftGoesToRingsInTurnAndThenToWeights) {
+  std::uint64_t budget = kFixed + kCarries;
+  const auto rings = [&budget](std::uint64_t more) {
+    const Arrangement made = device(budget += more).made;
+    EXPECT_EQ(made.input_leaves, leaves({}));
+    return std::pair(made.weight_ring / kKi, made.gradient_ring / kKi);
+  };
+  using Rings = std::pair<std::uint64_t, std::uint64_t>;
+  EXPECT_EQ(rings(80 * kKi), Rings(128 + 80, 256));    // one block's weights ahead
+  EXPECT_EQ(rings(160 * kKi), Rings(208, 256 + 160));  // one block's gradient
+  EXPECT_EQ(rings(80 * kKi), Rings(208 + 80, 416));
+  EXPECT_EQ(rings(4 * kKi), Rings(288 + 4, 416));
+  EXPECT_EQ(rings(4 * kKi - 1), Rings(292, 416));  // whole sectors, within the budget
+  EXPECT_EQ(rings(1), Rings(292 + 4, 416));
+  EXPECT_EQ(rings(1 << 30), Rings(440 + 80, 416));  // all weights and a block's beside: no more is of use
+}
+
+TEST(ArrangeDevice, ActivationsAreKeptBeforeMoreWeights) {
+  ArrangeRequest request;
+  request.activation_bytes = {400, 8000, 16000, 24000, 0};
+  const std::uint64_t budget = kFixed + kCarries + (80 + 160 + 80) * kKi;
+  const auto kept = [&](std::uint64_t more) {
+    const Arrangement made = device(budget + more, request).made;
+    std::vector<int> items;
+    for (int item = 0; item < made.items(); ++item)
+      if (made.activations[item] == Activations::keep) items.push_back(item);
+    return items;
+  };
+  EXPECT_THAT(kept(8999), ElementsAre());
+  EXPECT_THAT(kept(9000), ElementsAre(3));  // an eighth more than it says; the first stage has nothing to keep
+  EXPECT_THAT(kept(27000 + 26999), ElementsAre(5, 7));
+  EXPECT_THAT(kept(27000 + 27000), ElementsAre(6, 7));
+  EXPECT_THAT(kept(2 * (27000 + 18000 + 9000)), ElementsAre(2, 3, 4, 5, 6, 7));
+  EXPECT_EQ(device(budget + 27000 + 4096, request).made.weight_ring, (288 + 4) * kKi);
+  request.train = false;
+  EXPECT_THAT(kept(1 << 30), ElementsAre());
+}
+
+TEST(ArrangeDevice, AnEvaluationHasNoGradientsAndSavesNothing) {
+  ArrangeRequest request{.device_update_share = 1, .train = false};
+  const Result made = device(128 * kKi + kWorkspace, request);
+  ASSERT_FALSE(made.error);
+  EXPECT_TRUE(device(128 * kKi + kWorkspace - 1, request).error);
+  EXPECT_EQ(made.made.weight_ring, 128 * kKi);
+  EXPECT_EQ(made.made.gradient_ring, 0U);
+  EXPECT_EQ(made.made.slots, 0);
+  EXPECT_EQ(made.made.input_leaves, leaves({}));
+  EXPECT_EQ(made.made.update_slots.count, 0);
+}
+
+TEST(ArrangeDevice, TiedGradientsAreHeldApartUnlessTheyAreSums) {
+  ArrangeRequest request;
+  const std::uint64_t weights = (96 + 128) * kKi;
+  const std::uint64_t held = weights + (256 + 192) * kKi + kWorkspace + 2 * kSlot;
+  EXPECT_TRUE(device(held - 1, request, Shape::tied).error);
+  const Arrangement apart = device(held, request, Shape::tied).made;
+  EXPECT_EQ(apart.weight_ring, weights);
+  EXPECT_EQ(apart.held_gradients, 256 * kKi);
+  EXPECT_EQ(apart.gradient_ring, 192 * kKi);
+  request.sums = true;
+  EXPECT_TRUE(device(held - 1, request, Shape::tied).error);
+  const Arrangement together = device(held, request, Shape::tied).made;
+  EXPECT_EQ(together.held_gradients, 0U);
+  EXPECT_EQ(together.gradient_ring, (192 + 256) * kKi);
+}
+
+TEST(ArrangeDevice, UnitsOnDemandHaveAsManyPlacesAsANeedNames) {
+  ArrangeRequest request{.sums = true, .needed_units = 3};
+  const std::uint64_t smallest = kFixed + 3 * (40 + 80) * kKi + 2 * kSlot;
+  EXPECT_TRUE(device(smallest - 1, request, Shape::on_demand).error);
+  const Result made = device(smallest, request, Shape::on_demand);
+  ASSERT_FALSE(made.error);
+  EXPECT_EQ(made.made.needed_ring, 3 * 40 * kKi);
+  EXPECT_EQ(made.made.needed_gradients, 3 * 80 * kKi);
+  request.sums = false;
+  EXPECT_THAT(device(1 << 30, request, Shape::on_demand).error.detail, HasSubstr("single visits"));
+}
+
+TEST(ArrangeDevice, UpdatesRunThereWhereThreeSlotsFit) {
+  ArrangeRequest request{.device_update_share = 1, .update_scratch = 5000};
+  // The embedding's weights are not there in the backward: the head's chunk is the largest. bf16 gradient, state,
+  // scratch.
+  const std::uint64_t slot = (96 + 192 + 8) * kKi, smallest = kFixed + 2 * kSlot, with = smallest + 3 * slot + kSector;
+  const Arrangement without = device(with - 1, request).made;
+  EXPECT_EQ(without.update_slots.count, 0);
+  EXPECT_EQ(without.on_device, std::vector<bool>(without.deferred.size(), false));
+  const Arrangement made = device(with, request).made;
+  EXPECT_EQ(made.update_slots.count, 3);
+  EXPECT_EQ(made.update_slots.state, 96 * kKi);
+  EXPECT_EQ(made.update_slots.scratch, (96 + 192) * kKi);
+  EXPECT_EQ(made.update_slots.bytes, slot);
+  EXPECT_EQ(made.on_device, (std::vector<bool>{false, true, true, true, true}));
+  EXPECT_EQ(made.input_leaves, leaves({1, 2, 3}));  // nothing was left
+  // An update that waits for the next forward finds the embedding's weights too.
+  const Arrangement later = device(1 << 30, request, Shape::plain, true).made;
+  EXPECT_EQ(later.on_device, std::vector<bool>(5, true));
+  EXPECT_EQ(later.update_slots.bytes, (128 + 256 + 8) * kKi);
+  // A share goes to whole units, evenly by their elements: 64 and 36 Ki of 220 Ki.
+  request.device_update_share = 0.5;
+  EXPECT_EQ(device(1 << 30, request, Shape::plain, true).made.on_device,
+            (std::vector<bool>{true, false, false, true, false}));
+  request.device_update_share = 0;
+  EXPECT_EQ(device(1 << 30, request, Shape::plain, true).made.update_slots.count, 0);
+}
+
+TEST(ArrangeDevice, SwapsTakeTheHostFirstAndThenStorage) {
+  ArrangeRequest request;
+  request.swapped_bytes = {0, 4000, 9000, 5000, 0};
+  request.swap_to_host = 2;
+  request.swap_to_storage = 2;
+  request.swap_workspace = 3000;
+  const std::uint64_t slot = 8 * kKi + 12 * kKi, with = kFixed + 2 * slot + 3000;
+  const Arrangement none = device(with - 1, request).made;
+  EXPECT_EQ(none.slot_bytes, none.slots == 0 ? 0 : kSlot);
+  EXPECT_EQ(none.activations, std::vector<Activations>(10, Activations::recompute));
+  const Arrangement made = device(with, request).made;
+  EXPECT_EQ(made.slots, 2);
+  EXPECT_EQ(made.slot_bytes, slot);
+  constexpr Activations kAgain = Activations::recompute, kSwap = Activations::swap;
+  EXPECT_THAT(made.activations,
+              ElementsAre(kAgain, kAgain, kAgain, kAgain, kSwap, kSwap, kSwap, kSwap, kAgain, kAgain));
+  EXPECT_THAT(made.saved_on_storage, ElementsAre(false, false, false, false, true, true, false, false, false, false));
+  request.storage = false;
+  EXPECT_EQ(device(with, request).made.saved_on_storage, std::vector<bool>(10, false));
+  // Where all that could be swapped is kept, there is nothing to swap, and no slot is taken for it.
+  request.activation_bytes = {0, 8000, 16000, 24000, 0};
+  const Arrangement kept = device(1 << 30, request).made;
+  EXPECT_EQ(kept.slots, 0);
+  EXPECT_EQ(kept.slot_bytes, 0U);
+}
+
+}  // namespace
+}  // namespace tierflow::swap

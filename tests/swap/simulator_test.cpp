@@ -1,0 +1,170 @@
+// The clock of the simulator, task by task: what each takes at rates that are written here.
+#include "swap/simulator.h"
+
+#include <gtest/gtest.h>
+
+#include <tuple>
+
+namespace tierflow::swap {
+namespace {
+
+constexpr MachineRates kMachine{.disk_read = 1000,
+                                .disk_write = 500,
+                                .upload = 250,
+                                .download = 125,
+                                .cast = 50,
+                                .fill = 131072,
+                                .measure = 25,
+                                .checksum = 100,
+                                .cores = 4,
+                                .threads = 4};
+
+class SimulatorClock : public ::testing::Test {
+ protected:
+  SimulatorClock()
+      : layout_({{.name = "unit", .groups = {{.elements = kChunkQuantum, .state_bytes_element = 4, .precision = "a"}}}},
+                {{.units = {0}}}, kChunkQuantum) {
+    rates_.machine = kMachine;
+    rates_.update = {{"a", 100}, {"b", 1}};
+    rates_.device_update = {{"a", 200}};
+    rates_.stages = {{.forward = 1,
+                      .backward = 2,
+                      .head = 3,
+                      .evaluate = 4,
+                      .forward_keeping = 5,
+                      .backward_kept = 6,
+                      .forward_swapping = 7,
+                      .backward_swapped = 8}};
+  }
+  double seconds(std::vector<Task> tasks, bool deferred = true) const {
+    Simulator simulator(layout_, {deferred}, rates_);
+    Plan plan{
+        .first_id = 5, .tasks = std::move(tasks), .visits = {{.fresh_gradient = {false}}, {.fresh_gradient = {true}}}};
+    for (Task& task : plan.tasks) {
+      task.stage = task.chunk = 0;
+      if (task.bytes == 0) task.bytes = 1000;
+      if (task.visit < 0) task.visit = 0;
+    }
+    simulator.append(std::move(plan));
+    simulator.drain();
+    return simulator.now();
+  }
+
+  Layout layout_;
+  Rates rates_;
+};
+
+constexpr HostRef kWords{HostRef::Where::word_buffer, 0}, kState{HostRef::Where::state_buffer, 0};
+
+TEST_F(SimulatorClock, MovesTakeTheirBytesByTheRateAndThenTheChecksum) {
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::read_hi, .lane = Lane::disk_read}}), 1 + 10);
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::write_hi, .lane = Lane::disk_write}}), 2);
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::upload_hi, .lane = Lane::upload}}), 4);
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::download_hi, .lane = Lane::download, .words = kWords}}), 8);
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::download_gradient, .lane = Lane::download}}), 10);  // by elements
+  // What the device updated, and activations on their way to storage, are stamped.
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::download_hi, .lane = Lane::download, .words = kWords, .updated = true}}),
+                   18);
+  EXPECT_DOUBLE_EQ(
+      seconds({{.kind = TaskKind::download_state, .lane = Lane::download, .state = kState, .updated = true}}), 18);
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::download_hi,
+                             .lane = Lane::download,
+                             .words = {HostRef::Where::resident_hi, 0},
+                             .updated = true}}),
+                   8);
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::save_activations,
+                             .lane = Lane::download,
+                             .words = {HostRef::Where::activation_buffer, 0}}}),
+                   18);
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::commit, .lane = Lane::commit}}), 0);
+}
+
+TEST_F(SimulatorClock, UpdatesTakeTheirElementsByTheRateOfTheirPrecision) {
+  const auto update = [&](Task task, bool deferred) {
+    task.lane = Lane::update;
+    return seconds({task}, deferred);
+  };
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update}, true), 5);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update}, false), 5 + 20);  // and measures its gradient
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure}, true), 20);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure}, false), 20);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update_on_device}, true), 2.5);
+  // Words, state and gradients that go on to storage are stamped.
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .words = kWords}, true), 5 + 10);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .state = kState}, true), 5 + 4.0 * kChunkQuantum / 100);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure, .gradient = kWords}, true), 20 + 10);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .gradient = kWords}, true), 5);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure, .words = kWords, .state = kState}, true), 20);
+}
+
+TEST_F(SimulatorClock, ComputeTakesWhatItsPassAndItsActivationsTake) {
+  using enum Activations;
+  for (const auto& [pass, activations, expected] : {std::tuple{Pass::forward, recompute, 1.0},
+                                                    {Pass::forward, keep, 5.0},
+                                                    {Pass::forward, swap, 7.0},
+                                                    {Pass::backward, recompute, 2.0},
+                                                    {Pass::backward, keep, 6.0},
+                                                    {Pass::backward, swap, 8.0},
+                                                    {Pass::head, recompute, 3.0},
+                                                    {Pass::evaluate, recompute, 4.0}}) {
+    const Task task{.pass = pass, .micro_batch = 0, .activations = activations};
+    EXPECT_DOUBLE_EQ(seconds({task}), expected);
+  }
+  // The first micro-batch zeroes a gradient that holds nothing yet: four bytes an element.
+  EXPECT_DOUBLE_EQ(seconds({{.pass = Pass::head, .micro_batch = 0, .visit = 1}}), 3 + 2);
+  EXPECT_DOUBLE_EQ(seconds({{.pass = Pass::head, .micro_batch = 1, .visit = 1}}), 3);
+}
+
+TEST_F(SimulatorClock, WorkWithoutARateTakesNoTime) {
+  rates_.machine = {};
+  rates_.update.clear();
+  rates_.device_update.clear();
+  for (const auto& [kind, lane] : {std::pair{TaskKind::read_hi, Lane::disk_read},
+                                   {TaskKind::write_hi, Lane::disk_write},
+                                   {TaskKind::upload_hi, Lane::upload},
+                                   {TaskKind::download_gradient, Lane::download},
+                                   {TaskKind::update, Lane::update},
+                                   {TaskKind::update_on_device, Lane::update}})
+    EXPECT_EQ(seconds({{.kind = kind, .lane = lane}}), 0);
+}
+
+TEST_F(SimulatorClock, ALaneDoesOneThingAfterTheOther) {
+  const Task write{.kind = TaskKind::write_hi, .lane = Lane::disk_write},
+      upload{.kind = TaskKind::upload_hi, .lane = Lane::upload};
+  EXPECT_DOUBLE_EQ(seconds({write, write, write}), 6);
+  EXPECT_DOUBLE_EQ(seconds({upload, upload}), 8);
+  EXPECT_DOUBLE_EQ(seconds({write, upload}), 4);  // two lanes at once
+  Task after = upload;
+  after.dependencies = {5, 2};  // the first task here; one of an earlier plan
+  EXPECT_DOUBLE_EQ(seconds({write, after}), 6);
+  // While one is verified, the next is read.
+  const Task read{.kind = TaskKind::read_hi, .lane = Lane::disk_read};
+  EXPECT_DOUBLE_EQ(seconds({read, read}), 1 + 10 + 10);
+}
+
+TEST_F(SimulatorClock, ReadsAndWritesAtOnceShareTheDrive) {
+  rates_.machine.checksum = 0;
+  const std::vector<Task> both = {{.kind = TaskKind::read_hi, .lane = Lane::disk_read, .bytes = 2000},
+                                  {.kind = TaskKind::write_hi, .lane = Lane::disk_write}};
+  EXPECT_DOUBLE_EQ(seconds(both), 4);  // two seconds each at half the speed
+  // A drive that moves 1000 bytes a second, both directions together: 0.75 of what each does alone.
+  rates_.machine.disk_mixed = 1000;
+  EXPECT_DOUBLE_EQ(seconds(both), 2 / 0.75);
+  rates_.machine.disk_mixed = 1e9;  // never faster than alone
+  EXPECT_DOUBLE_EQ(seconds(both), 2);
+}
+
+TEST_F(SimulatorClock, ComputingOnTheCpuTakesCoresFromTheUpdate) {
+  rates_.update["a"] = 500;
+  const std::vector<Task> both = {{.pass = Pass::forward, .micro_batch = 1},
+                                  {.kind = TaskKind::update, .lane = Lane::update}};
+  EXPECT_DOUBLE_EQ(seconds(both), 2);  // one second each, of eight cores that four are
+  rates_.machine.threads = 2;
+  EXPECT_DOUBLE_EQ(seconds(both), 1);
+  rates_.machine.threads = 4;
+  rates_.machine.compute_on_cores = false;
+  EXPECT_DOUBLE_EQ(seconds(both), 1);
+}
+
+}  // namespace
+}  // namespace tierflow::swap
