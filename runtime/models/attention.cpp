@@ -115,7 +115,13 @@ bool attention_in_blocks_supported() {
 
 namespace {
 
-BlockAttention in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& seen, double scale) {
+// fp32 on the CPU, or undefined.
+Tensor wide_sinks(const Tensor& sinks) {
+  return sinks.defined() ? sinks.detach().to(at::kFloat).contiguous() : sinks;
+}
+
+BlockAttention in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& seen, double scale,
+                         const Tensor& sinks_in) {
   const Tensor q = dense_rows(q_in), k = dense_rows(k_in), v = dense_rows(v_in);
   const Shape s(q, k, seen, scale);
   const std::int64_t packed = s.key_blocks() * kKeys * s.dim;  // elements of one head's keys
@@ -127,6 +133,8 @@ BlockAttention in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v
   Bits* key_pairs = static_cast<Bits*>(keys.data_ptr());
   Bits* value_pairs = static_cast<Bits*>(values.data_ptr());
   float* lses = lse.mutable_data_ptr<float>();
+  const Tensor sinks = wide_sinks(sinks_in);
+  const float* sink = sinks.defined() ? sinks.const_data_ptr<float>() : nullptr;
 
   at::parallel_for(0, s.batch * s.kv_heads, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
@@ -147,8 +155,9 @@ BlockAttention in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v
                          b = i / s.query_blocks() / s.heads, rows = std::min(kQueries, s.length - first);
       const std::int64_t source = (b * s.kv_heads + head / (s.heads / s.kv_heads)) * packed;
       std::fill(sums.begin(), sums.end(), 0.0F);
-      std::fill(total.begin(), total.end(), 0.0F);
-      std::fill(most.begin(), most.end(), -std::numeric_limits<float>::infinity());
+      // A sink is what the running softmax begins with.
+      std::fill(total.begin(), total.end(), sink != nullptr ? 1.0F : 0.0F);
+      std::fill(most.begin(), most.end(), sink != nullptr ? sink[head] : -std::numeric_limits<float>::infinity());
       const auto [key_begin, key_end] = s.keys_of(b, first, rows);
       for (std::int64_t block = key_begin; block < key_end; ++block) {
         const std::int64_t at = source + block * kKeys * s.dim;
@@ -166,7 +175,8 @@ BlockAttention in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v
 }
 
 AttentionGradient in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                                     const BlockAttention& forward, const Tensor& seen, double scale) {
+                                     const BlockAttention& forward, const Tensor& seen, double scale,
+                                     const Tensor& sinks_in) {
   const Tensor d_out = dense_rows(d_out_in), q = dense_rows(q_in), k = dense_rows(k_in), v = dense_rows(v_in);
   const Shape s(q, k, seen, scale);
   AttentionGradient gradient{.q = at::empty({s.batch, s.length, s.heads, s.dim}, q.options()),
@@ -176,6 +186,10 @@ AttentionGradient in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in,
       d_vs(gradient.v);
   const float* lses = forward.lse.const_data_ptr<float>();
   const std::int64_t group = s.heads / s.kv_heads, padded = s.key_blocks() * kKeys;
+  const Tensor sinks = wide_sinks(sinks_in),
+               d_sinks = sinks.defined() ? at::zeros({s.batch, s.heads}, sinks.options()) : sinks;
+  const float* sink = sinks.defined() ? sinks.const_data_ptr<float>() : nullptr;
+  float* d_sink = sinks.defined() ? d_sinks.mutable_data_ptr<float>() : nullptr;
 
   // A thread owns whole heads of keys: their sums over queries and grouped heads have one order. Products are of
   // transposed scores [keys, queries], so that only the gradient of the scores is needed both ways.
@@ -209,6 +223,10 @@ AttentionGradient in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in,
           std::fill(delta.begin(), delta.end(), 0.0F);
           kernels::row_products(d_outs.at(b, head, first), d_outs.stride, outs.at(b, head, first), outs.stride,
                                 delta.data(), rows, s.dim);
+          if (sink != nullptr) {
+            float& sum = d_sink[b * s.heads + head];
+            for (std::size_t i = 0; i < size(rows); ++i) sum -= std::exp(sink[head] - lse[i]) * delta[i];
+          }
           std::fill(d_q.begin(), d_q.end(), 0.0F);
           const auto [key_begin, key_end] = s.keys_of(b, first, rows);
           for (std::int64_t block = key_begin; block < key_end; ++block) {
@@ -229,23 +247,26 @@ AttentionGradient in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in,
     }
     at::native::cpublas::brgemm_release();
   });
+  if (d_sinks.defined()) gradient.sinks = d_sinks.sum(0);
   return gradient;
 }
 
 struct BlockAttentionFunction : torch::autograd::Function<BlockAttentionFunction> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const Tensor& seen, double scale) {
-    BlockAttention result = in_blocks(q, k, v, seen, scale);
+                        const Tensor& seen, double scale, const std::optional<Tensor>& sinks_if_any) {
+    const Tensor sinks = sinks_if_any.value_or(Tensor());
+    BlockAttention result = in_blocks(q, k, v, seen, scale, sinks);
     context->saved_data["scale"] = scale;
-    context->save_for_backward({q, k, v, result.out, result.lse, seen});
+    context->save_for_backward({q, k, v, result.out, result.lse, seen, sinks});
     return result.out;
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& d_out) {
     const auto saved = context->get_saved_variables();
+    const Tensor& sinks = saved[6];
     AttentionGradient d = in_blocks_backward(d_out[0], saved[0], saved[1], saved[2], {saved[3], saved[4]}, saved[5],
-                                             context->saved_data["scale"].toDouble());
-    return {d.q, d.k, d.v, Tensor(), Tensor()};
+                                             context->saved_data["scale"].toDouble(), sinks);
+    return {d.q, d.k, d.v, Tensor(), Tensor(), sinks.defined() ? d.sinks.to(sinks.scalar_type()) : sinks};
   }
 };
 
@@ -280,19 +301,41 @@ Tensor capped_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
   return at::matmul(weights, repeated(v, groups)).transpose(1, 2);
 }
 
-// torch's attention of whole rows, in the layouts it knows.
-Tensor attention_of_rows(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules,
+// x [batch, sequence, heads, dim] with a token of zeros ahead of the others and eight further dimensions, a multiple
+// that fast kernels know. The first of these holds `value` [heads] for all tokens but that one.
+Tensor widened(const Tensor& x, const Tensor& value) {
+  const Tensor column = value.view({1, 1, -1, 1}).expand({x.size(0), x.size(1), x.size(2), 1});
+  return at::constant_pad_nd(at::cat({x, column}, 3), {0, 7, 0, 0, 1, 0});
+}
+
+// torch's attention of whole rows, in the layouts it knows. A sink becomes the score of a key of its own, which a token
+// ahead of the others has in a further dimension; a query of that token keeps the causal mask square.
+Tensor attention_of_rows(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const AttentionRules& rules,
                          double dropout) {
-  if (rules.softcap > 0) return capped_attention(q, k, v, rules, dropout);
-  const std::int64_t groups = q.size(2) / k.size(2);
+  if (rules.softcap > 0) return capped_attention(q_in, k_in, v_in, rules, dropout);
+  const std::int64_t groups = q_in.size(2) / k_in.size(2), length = q_in.size(1), dim = q_in.size(3);
+  const bool sinks = rules.sinks.defined();
+  const double scale = scale_of(q_in, rules);
+  Tensor q = q_in, k = k_in, v = v_in;
+  if (sinks) {
+    const Tensor none = at::zeros({k.size(2)}, k.options().requires_grad(false));
+    q = widened(q, rules.sinks.to(q.scalar_type()) / scale);
+    k = widened(k, none);
+    v = widened(v, none);
+    k.select(1, 0).select(2, dim).fill_(1);
+  }
   std::optional<Tensor> mask;
-  if (rules.window > 0 && rules.window < q.size(1)) mask = seen_within(q, rules.window);
+  if (rules.window > 0 && rules.window < length) {
+    mask = seen_within(q, rules.window);
+    if (sinks) mask->select(1, 0).fill_(true);
+  }
   // CUDA's kernels that take a mask know no grouped heads, nor does what the CPU runs with dropout.
   const bool apart = groups > 1 && ((mask && !q.is_cpu()) || dropout > 0);
-  return at::scaled_dot_product_attention(q.transpose(1, 2), repeated(k, apart ? groups : 1),
-                                          repeated(v, apart ? groups : 1), mask, dropout, /*is_causal=*/!mask,
-                                          scale_of(q, rules), groups > 1 && !apart)
-      .transpose(1, 2);
+  const Tensor out = at::scaled_dot_product_attention(q.transpose(1, 2), repeated(k, apart ? groups : 1),
+                                                      repeated(v, apart ? groups : 1), mask, dropout,
+                                                      /*is_causal=*/!mask, scale, groups > 1 && !apart)
+                         .transpose(1, 2);
+  return sinks ? out.narrow(1, 1, length).narrow(3, 0, dim) : out;
 }
 
 Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
@@ -310,12 +353,12 @@ Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }  // namespace
 
 BlockAttention attention_in_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules) {
-  return in_blocks(q, k, v, first_keys(q, rules), scale_of(q, rules));
+  return in_blocks(q, k, v, first_keys(q, rules), scale_of(q, rules), rules.sinks);
 }
 
 AttentionGradient attention_in_blocks_backward(const Tensor& d_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                                const BlockAttention& forward, const AttentionRules& rules) {
-  return in_blocks_backward(d_out, q, k, v, forward, first_keys(q, rules), scale_of(q, rules));
+  return in_blocks_backward(d_out, q, k, v, forward, first_keys(q, rules), scale_of(q, rules), rules.sinks);
 }
 
 bool attention_is_in_blocks(const Tensor& q, const AttentionRules& rules, double dropout) {
@@ -325,11 +368,13 @@ bool attention_is_in_blocks(const Tensor& q, const AttentionRules& rules, double
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
   if (!attention_is_in_blocks(q, rules, dropout)) return torch_attention(q, k, v, rules, dropout);
-  const bool differentiate =
-      at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+  const auto wants = [](const Tensor& x) { return x.defined() && x.requires_grad(); };
+  const bool differentiate = at::GradMode::is_enabled() && (wants(q) || wants(k) || wants(v) || wants(rules.sinks));
   const Tensor seen = first_keys(q, rules);
   const double scale = scale_of(q, rules);
-  return differentiate ? BlockAttentionFunction::apply(q, k, v, seen, scale) : in_blocks(q, k, v, seen, scale).out;
+  const auto sinks = rules.sinks.defined() ? std::optional(rules.sinks) : std::nullopt;
+  return differentiate ? BlockAttentionFunction::apply(q, k, v, seen, scale, sinks)
+                       : in_blocks(q, k, v, seen, scale, rules.sinks).out;
 }
 
 }  // namespace tierflow::models

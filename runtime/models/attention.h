@@ -16,12 +16,15 @@ struct AttentionRules {
   std::vector<Document> documents = {};  // as MicroBatch::documents() gives them; none: each row is one
   double scale = 0;                      // of scores; 0: head_dim^-0.5
   double softcap = 0;                    // > 0: scores become softcap * tanh(score / softcap)
+  // [heads], where defined: a logit of each head that the softmax counts beside the scores, of a value of zero (Xiao et
+  // al., attention sinks, as gpt-oss learns them). Not together with a softcap.
+  at::Tensor sinks = {};
 };
 
-// [batch, sequence, heads, head_dim]; differentiable where autograd is on. On the CPU in bf16 without dropout this is
-// attention in blocks (below) where the machine multiplies bf16; otherwise torch's scaled_dot_product_attention, which
-// is called for each document. With a softcap the scores exist whole, [batch, heads, sequence, sequence] (each document
-// apart): slower, and memory grows with the square of the sequence.
+// [batch, sequence, heads, head_dim]; differentiable where autograd is on, towards the sinks too. On the CPU in bf16
+// without dropout this is attention in blocks (below) where the machine multiplies bf16; otherwise torch's
+// scaled_dot_product_attention, which is called for each document. With a softcap the scores exist whole, [batch,
+// heads, sequence, sequence] (each document apart): slower, and memory grows with the square of the sequence.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionRules& rules,
                      double dropout);
 
@@ -36,12 +39,13 @@ bool attention_is_in_blocks(const at::Tensor& q, const AttentionRules& rules, do
 bool attention_in_blocks_supported();
 struct BlockAttention {
   at::Tensor out;  // as q, dense
-  at::Tensor lse;  // fp32 [batch, heads, sequence]: log of each query's sum of exponentials
+  at::Tensor lse;  // fp32 [batch, heads, sequence]: log of each query's sum of exponentials, the sink's among them
 };
 BlockAttention attention_in_blocks(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const AttentionRules& rules);
 struct AttentionGradient {
   at::Tensor q, k, v;  // dense
+  at::Tensor sinks;    // fp32 [heads], where there are sinks
 };
 AttentionGradient attention_in_blocks_backward(const at::Tensor& d_out, const at::Tensor& q, const at::Tensor& k,
                                                const at::Tensor& v, const BlockAttention& forward,

@@ -25,6 +25,7 @@ DecoderAttention::DecoderAttention(const ModelSpec& spec, int stage)
   v_ = Linear(index, names.v);
   qkv_ = Linear(index, names.qkv);
   o_ = Linear(index, names.o);
+  if (!names.sinks.empty()) sinks_ = index.at(names.sinks);
 }
 
 DecoderAttention::Projected DecoderAttention::project_in(const Weights& weights, const Tensor& x, const Tensor& like,
@@ -43,11 +44,12 @@ DecoderAttention::Projected DecoderAttention::project_in(const Weights& weights,
           .v = all.narrow(2, heads + kv_heads, kv_heads).contiguous()};
 }
 
-AttentionRules DecoderAttention::rules(const Shared& shared) const {
+AttentionRules DecoderAttention::rules_of(const Weights& weights, const Shared& shared) const {
   return {.window = layer_.window,
           .documents = shared.documents,
           .scale = config_->attention_scale,
-          .softcap = config_->attention_softcap};
+          .softcap = config_->attention_softcap,
+          .sinks = sinks_ < 0 ? Tensor() : at_position(weights, sinks_)};
 }
 
 Tensor DecoderAttention::normalise(const Weights& weights, const Norm& norm, const Tensor& x, Norm::Kept* kept) const {
@@ -82,8 +84,8 @@ Tensor DecoderAttention::forward(const Weights& weights, const Tensor& normed, c
   Projected in = project_in(weights, normed, normed, dropout);
   const Tensor q = scale_queries(rotate(normalise(weights, q_norm_, in.q, nullptr), shared), shared);
   const Tensor k = rotate(normalise(weights, k_norm_, in.k, nullptr), shared);
-  const Tensor out =
-      attention_of_row(stage_, q, k, in.v, rules(shared), shared, training ? config_->attention_dropout : 0.0);
+  const Tensor out = attention_of_row(stage_, q, k, in.v, rules_of(weights, shared), shared,
+                                      training ? config_->attention_dropout : 0.0);
   return o_(weights, out.reshape({normed.size(0), normed.size(1), -1}), dropout);
 }
 
@@ -95,7 +97,7 @@ DecoderAttention::Kept DecoderAttention::attend(const Weights& weights, const Te
   kept.k_in = std::move(in.k);
   kept.v = std::move(in.v);
   norm_and_rotate(weights, shared, kept);
-  attend_to_queries(shared, kept);
+  attend_to_queries(weights, shared, kept);
   return kept;
 }
 
@@ -113,16 +115,19 @@ void DecoderAttention::norm_and_rotate(const Weights& weights, const Shared& sha
   kept.k = rotated(kept.k_in, k_norm_, kept.k_norm);
 }
 
-void DecoderAttention::attend_to_queries(const Shared& shared, Kept& kept) const {
-  if (attention_is_in_blocks(kept.q, rules(shared), config_->attention_dropout)) {
-    BlockAttention result = attention_in_blocks(kept.q, kept.k, kept.v, rules(shared));
+void DecoderAttention::attend_to_queries(const Weights& weights, const Shared& shared, Kept& kept) const {
+  AttentionRules rules = rules_of(weights, shared);
+  if (attention_is_in_blocks(kept.q, rules, config_->attention_dropout)) {
+    BlockAttention result = attention_in_blocks(kept.q, kept.k, kept.v, rules);
     kept.attended = std::move(result.out);
     kept.lse = std::move(result.lse);
     return;
   }
-  for (Tensor* leaf : {&kept.q, &kept.k, &kept.v}) leaf->requires_grad_();
+  if (rules.sinks.defined()) kept.sinks = rules.sinks = rules.sinks.detach();
+  for (Tensor* leaf : {&kept.q, &kept.k, &kept.v, &kept.sinks})
+    if (leaf->defined()) leaf->requires_grad_();
   const at::AutoGradMode grad(true);
-  kept.attended = attention(kept.q, kept.k, kept.v, rules(shared), config_->attention_dropout);
+  kept.attended = attention(kept.q, kept.k, kept.v, rules, config_->attention_dropout);
 }
 
 std::vector<Tensor> DecoderAttention::essentials(const Kept& kept) const {
@@ -138,11 +143,11 @@ DecoderAttention::Kept DecoderAttention::restore(const Weights& weights, const S
   (k_norm_ ? kept.k_in : kept.k) = *next++;
   kept.v = *next++;
   if (q_norm_) norm_and_rotate(weights, shared, kept);
-  if (attention_is_in_blocks(kept.q, rules(shared), config_->attention_dropout)) {
+  if (attention_is_in_blocks(kept.q, rules_of(weights, shared), config_->attention_dropout)) {
     kept.attended = *next++;
     kept.lse = *next++;
   } else {
-    attend_to_queries(shared, kept);
+    attend_to_queries(weights, shared, kept);
   }
   return kept;
 }
@@ -155,11 +160,16 @@ Tensor DecoderAttention::backward(const Weights& weights, const Gradients& sums,
   Tensor d_out = o_.input_gradient(weights, d_y, low_o).view(kept.attended.sizes());
   AttentionGradient d;
   if (kept.lse.defined()) {
-    d = attention_in_blocks_backward(d_out, kept.q, kept.k, kept.v, {kept.attended, kept.lse}, rules(shared));
+    d = attention_in_blocks_backward(d_out, kept.q, kept.k, kept.v, {kept.attended, kept.lse},
+                                     rules_of(weights, shared));
   } else {
-    auto d_qkv = torch::autograd::grad({kept.attended}, {kept.q, kept.k, kept.v}, {d_out});
-    d = {.q = d_qkv[0].contiguous(), .k = d_qkv[1].contiguous(), .v = d_qkv[2]};
+    torch::autograd::variable_list leaves{kept.q, kept.k, kept.v};
+    if (kept.sinks.defined()) leaves.push_back(kept.sinks);
+    auto d_leaves = torch::autograd::grad({kept.attended}, leaves, {d_out});
+    d = {.q = d_leaves[0].contiguous(), .k = d_leaves[1].contiguous(), .v = d_leaves[2]};
+    if (kept.sinks.defined()) d.sinks = d_leaves[3];
   }
+  if (const Tensor sum = at_or_none(sums, sinks_); sum.defined()) sum.add_(d.sinks);
   for (Tensor* used : {&kept.attended, &kept.lse, &d_out, &kept.q, &kept.k, &kept.v}) used->reset();
   Tensor d_q = rotate(scale_queries(std::exchange(d.q, {}), shared), shared, -1.0);
   Tensor d_k = rotate(std::exchange(d.k, {}), shared, -1.0);

@@ -22,7 +22,8 @@ class DecoderAttention {
     Norm::Kept q_norm, k_norm;
     at::Tensor q, k, v;  // [batch, sequence, heads, head_dim]
     at::Tensor attended;
-    at::Tensor lse;  // of attention in blocks; without it `attended` ends a graph whose leaves are q, k and v
+    at::Tensor lse;    // of attention in blocks; without it `attended` ends a graph whose leaves are q, k, v and sinks
+    at::Tensor sinks;  // where that graph has them
   };
 
   // normed, the result: [batch, sequence, hidden]. Differentiable where autograd is on.
@@ -44,20 +45,21 @@ class DecoderAttention {
     at::Tensor q, k, v;  // [.., heads, head_dim]
   };
   Projected project_in(const Weights& weights, const at::Tensor& x, const at::Tensor& like, double dropout) const;
-  AttentionRules rules(const Shared& shared) const;
+  AttentionRules rules_of(const Weights& weights, const Shared& shared) const;
   at::Tensor normalise(const Weights& weights, const Norm& norm, const at::Tensor& x, Norm::Kept* kept) const;
   at::Tensor normalise_backward(const Weights& weights, const Gradients& sums, const Norm& norm, const at::Tensor& d,
                                 const at::Tensor& x, const Norm::Kept& kept) const;
   at::Tensor rotate(at::Tensor x, const Shared& shared, double sign = 1.0) const;
   at::Tensor scale_queries(const at::Tensor& q, const Shared& shared) const;
   void norm_and_rotate(const Weights& weights, const Shared& shared, Kept& kept) const;
-  void attend_to_queries(const Shared& shared, Kept& kept) const;
+  void attend_to_queries(const Weights& weights, const Shared& shared, Kept& kept) const;
 
   int stage_;
   const ModelConfig* config_;
   LayerSpec layer_;
   Norm in_, out_, q_norm_, k_norm_;
   Linear q_, k_, v_, qkv_, o_;
+  int sinks_ = -1;
 };
 
 }  // namespace tierflow::models

@@ -16,6 +16,11 @@ std::int64_t tokens_of(const Assignment& assignment, std::int64_t begin, std::in
   return assignment.begin[static_cast<std::size_t>(end)] - assignment.begin[static_cast<std::size_t>(begin)];
 }
 
+// Columns of gate (0) or up (1) where they come by turns.
+Tensor half_of(const Tensor& both, std::int64_t which) {
+  return both.slice(1, which, std::nullopt, 2);
+}
+
 void reserve(const Tensor& like, std::int64_t rows, std::int64_t words, std::int64_t wide_words) {
   const std::int64_t size = static_cast<std::int64_t>(like.element_size());
   at::empty({rows * (words * size + wide_words * std::max<std::int64_t>(size, 4))}, like.options().dtype(at::kByte));
@@ -23,8 +28,7 @@ void reserve(const Tensor& like, std::int64_t rows, std::int64_t words, std::int
 
 }  // namespace
 
-Experts::Experts(const ModelSpec& spec, int stage)
-    : activation_(spec.config.activation), width_(spec.config.experts.width) {
+Experts::Experts(const ModelSpec& spec, int stage) : activation_(spec.config.activation), spec_(spec.config.experts) {
   const StageSpec& of = spec.stages.at(static_cast<std::size_t>(stage));
   const DecoderNames& names = spec.config.names;
   const TensorIndex index(spec, stage);
@@ -33,6 +37,9 @@ Experts::Experts(const ModelSpec& spec, int stage)
   if (!names.stacked_in.empty()) {
     stacked_in_ = index.at(names.stacked_in);
     stacked_down_ = index.at(names.stacked_down);
+    if (!spec_.biases) return;
+    in_bias_ = index.at(names.stacked_in + "_bias");
+    down_bias_ = index.at(names.stacked_down + "_bias");
     return;
   }
   for (std::int64_t expert = first_; expert < end(); ++expert) {
@@ -45,16 +52,37 @@ Experts::Experts(const ModelSpec& spec, int stage)
 
 Experts::Matrices Experts::of(const std::vector<Tensor>& tensors, std::int64_t expert) const {
   const auto here = static_cast<std::size_t>(expert - first_);
-  const auto at = [&](int position) { return tensors[static_cast<std::size_t>(position)]; };
+  const auto at = [&](int position) { return at_position(tensors, position); };
   if (stacked_in_ < 0) return {.gate = at(gate_[here]), .up = at(up_[here]), .down = at(down_[here])};
-  Matrices matrices;
-  if (const Tensor in = at(stacked_in_); in.defined()) {
-    const Tensor both = in.select(0, expert - first_);
-    matrices.gate = both.narrow(0, 0, width_);
-    matrices.up = both.narrow(0, width_, width_);
+  const auto one = [&](int position) {
+    const Tensor all = position < 0 ? Tensor() : at(position);
+    return all.defined() ? all.select(0, expert - first_) : all;
+  };
+  const Tensor in = one(stacked_in_), down = one(stacked_down_);
+  if (spec_.transposed)
+    return {.both = in.defined() ? in.t() : in,
+            .both_bias = one(in_bias_),
+            .down = down.defined() ? down.t() : down,
+            .down_bias = one(down_bias_)};
+  Matrices matrices{.down = down};
+  if (in.defined()) {
+    matrices.gate = in.narrow(0, 0, spec_.width);
+    matrices.up = in.narrow(0, spec_.width, spec_.width);
   }
-  if (const Tensor down = at(stacked_down_); down.defined()) matrices.down = down.select(0, expert - first_);
   return matrices;
+}
+
+Tensor Experts::between(const Tensor& gate, const Tensor& up) const {
+  return spec_.clamped.sharpness > 0 ? gated(gate, up, spec_.clamped) : gated(gate, up, activation_);
+}
+
+// sum += d^T x of a matrix that gave what d is the gradient of and took x; as rows lie in memory.
+void Experts::add_gradient(const Tensor& sum, const Tensor& d, const Tensor& x) const {
+  if (!sum.defined()) return;
+  if (spec_.transposed)
+    add_product(sum.t(), x, d);
+  else
+    add_product(sum, d, x);
 }
 
 Experts::Kept Experts::expand(const Weights& weights, const Tensor& normed, const Assignment& assignment,
@@ -64,19 +92,27 @@ Experts::Kept Experts::expand(const Weights& weights, const Tensor& normed, cons
     for (std::int64_t expert = begin; expert < end; ++expert) {
       const Tensor x = normed.index_select(0, of_expert(assignment.tokens, assignment, expert));
       const Matrices matrices = of(weights, expert);
-      gates.push_back(at::linear(x, matrices.gate));
-      ups.push_back(at::linear(x, matrices.up));
+      const Tensor both = matrices.both.defined() ? at::linear(x, matrices.both, matrices.both_bias) : Tensor();
+      gates.push_back(both.defined() ? half_of(both, 0) : at::linear(x, matrices.gate));
+      ups.push_back(both.defined() ? half_of(both, 1) : at::linear(x, matrices.up));
     }
     return {.gate = at::cat(gates), .up = at::cat(ups)};
   }
   const std::int64_t rows = tokens_of(assignment, begin, end);
-  Kept kept{.gate = at::empty({rows, width_}, normed.options()), .up = at::empty({rows, width_}, normed.options())};
+  Kept kept{.gate = at::empty({rows, spec_.width}, normed.options()),
+            .up = at::empty({rows, spec_.width}, normed.options())};
   for (std::int64_t expert = begin, row = 0; expert < end; row += assignment.count(expert++)) {
     const std::int64_t count = assignment.count(expert);
     if (count == 0) continue;
     const Tensor x = normed.index_select(0, of_expert(assignment.tokens, assignment, expert));
     const Matrices matrices = of(weights, expert);
     Tensor gate = kept.gate.narrow(0, row, count), up = kept.up.narrow(0, row, count);
+    if (matrices.both.defined()) {
+      const Tensor both = at::linear(x, matrices.both, matrices.both_bias);
+      gate.copy_(half_of(both, 0));
+      up.copy_(half_of(both, 1));
+      continue;
+    }
     at::mm_out(gate, x, matrices.gate.t());
     at::mm_out(up, x, matrices.up.t());
   }
@@ -89,11 +125,27 @@ void Experts::contract(const Weights& weights, const Kept& kept, const Routing& 
   for (std::int64_t expert = begin, row = 0; expert < end; row += assignment.count(expert++)) {
     const std::int64_t count = assignment.count(expert);
     if (count == 0) continue;
-    const Tensor inner = gated(kept.gate.narrow(0, row, count), kept.up.narrow(0, row, count), activation_);
-    const Tensor result = at::linear(inner, of(weights, expert).down).to(sum.scalar_type());
+    const Tensor inner = between(kept.gate.narrow(0, row, count), kept.up.narrow(0, row, count));
+    const Matrices matrices = of(weights, expert);
+    const Tensor result = at::linear(inner, matrices.down, matrices.down_bias).to(sum.scalar_type());
     const Tensor weight = flat.index_select(0, of_expert(assignment.places, assignment, expert));
     sum.index_add_(0, of_expert(assignment.tokens, assignment, expert), result * weight.unsqueeze(1));
   }
+}
+
+// The gradient of what the expert took, tokens of normed; adds those of the matrices that took it.
+Tensor Experts::backward_in(const Matrices& matrices, const Matrices& gradients, const Tensor& normed,
+                            const Tensor& tokens, const Tensor& d_gate, const Tensor& d_up) const {
+  const Tensor d_both = matrices.both.defined() ? at::stack({d_gate, d_up}, 2).flatten(1) : Tensor();
+  if (gradients.gate.defined() || gradients.up.defined() || gradients.both.defined()) {
+    const Tensor x = normed.index_select(0, tokens);
+    add_gradient(gradients.gate, d_gate, x);
+    add_gradient(gradients.up, d_up, x);
+    add_gradient(gradients.both, d_both, x);
+  }
+  if (!d_both.defined()) return at::mm(d_gate, matrices.gate).addmm_(d_up, matrices.up);
+  add_rows(gradients.both_bias, d_both);
+  return at::mm(d_both, matrices.both);
 }
 
 void Experts::backward(const Weights& weights, const Gradients& sums, const Tensor& normed, Kept kept,
@@ -111,23 +163,27 @@ void Experts::backward(const Weights& weights, const Gradients& sums, const Tens
     const Tensor unweighted = at::mm(d, matrices.down);
     Tensor inner = (unweighted * weight).to(normed.scalar_type());
     Tensor gate = kept.gate.narrow(0, row, count), up = kept.up.narrow(0, row, count);
-    gated_backward(gate, up, inner, activation_);  // now gradients, and what down took
-    d_flat.index_add_(0, places, (unweighted.to(weight.scalar_type()) * inner).sum(1));
-    if (gradients.down.defined()) add_product(gradients.down, d, (inner * weight).to(normed.scalar_type()));
-    if (gradients.gate.defined() || gradients.up.defined()) {
-      const Tensor x = normed.index_select(0, tokens);
-      add_product(gradients.gate, gate, x);
-      add_product(gradients.up, up, x);
+    // Now gradients, and what down took.
+    if (spec_.clamped.sharpness > 0)
+      gated_backward(gate, up, inner, spec_.clamped);
+    else
+      gated_backward(gate, up, inner, activation_);
+    Tensor d_weight = (unweighted.to(weight.scalar_type()) * inner).sum(1);
+    if (matrices.down_bias.defined()) {
+      d_weight.add_((d.to(weight.scalar_type()) * matrices.down_bias).sum(1));
+      if (gradients.down_bias.defined()) add_rows(gradients.down_bias, d * weight);
     }
-    Tensor d_x = at::mm(gate, matrices.gate);
-    d_x.addmm_(up, matrices.up);
+    d_flat.index_add_(0, places, d_weight);
+    if (gradients.down.defined()) add_gradient(gradients.down, d, (inner * weight).to(normed.scalar_type()));
+    const Tensor d_x = backward_in(matrices, gradients, normed, tokens, gate, up);
     d_normed.index_add_(0, tokens, d_x.to(d_normed.scalar_type()));
   }
 }
 
 void Experts::add(const Weights& weights, const Tensor& normed, const Routing& routing, const Assignment& assignment,
                   const Tensor& sum) const {
-  reserve(normed, normed.size(0), 2 * normed.size(1) + 3 * width_, 2 * normed.size(1));
+  const std::int64_t clamped = spec_.clamped.sharpness > 0 ? 1 : 0;
+  reserve(normed, normed.size(0), 2 * normed.size(1) + (3 + 3 * clamped) * spec_.width, 2 * normed.size(1));
   for (std::int64_t expert = first_; expert < end(); ++expert)
     contract(weights, expand(weights, normed, assignment, expert, expert + 1), routing, assignment, expert, expert + 1,
              sum);
@@ -136,7 +192,9 @@ void Experts::add(const Weights& weights, const Tensor& normed, const Routing& r
 void Experts::add_backward(const Weights& weights, const Gradients& sums, const Tensor& normed, const Routing& routing,
                            const Assignment& assignment, const Tensor& d_out, const Tensor& d_normed,
                            const Tensor& d_weights) const {
-  reserve(normed, normed.size(0), 3 * normed.size(1) + 7 * width_, normed.size(1) + 2 * width_);
+  const std::int64_t clamped = spec_.clamped.sharpness > 0 ? 1 : 0, biased = spec_.biases ? 1 : 0;
+  reserve(normed, normed.size(0), 3 * normed.size(1) + (7 + 2 * clamped) * spec_.width,
+          (1 + 2 * biased) * normed.size(1) + (2 + 6 * clamped) * spec_.width);
   for (std::int64_t expert = first_; expert < end(); ++expert)
     backward(weights, sums, normed, expand(weights, normed, assignment, expert, expert + 1), routing, assignment,
              expert, expert + 1, d_out, d_normed, d_weights);

@@ -43,15 +43,24 @@ class Experts {
                     const at::Tensor& d_weights) const;
 
  private:
-  struct Matrices {  // of one expert; undefined where nobody wants a gradient
-    at::Tensor gate, up, down;
+  // Of one expert. What it does not have is undefined, and gradients that nobody wants.
+  struct Matrices {
+    at::Tensor gate, up;         // [width, hidden], or
+    at::Tensor both, both_bias;  // [2 width, hidden], [2 width]: rows of gate and up by turns
+    at::Tensor down, down_bias;  // [hidden, width], [hidden]
   };
   Matrices of(const std::vector<at::Tensor>& tensors, std::int64_t expert) const;
+  at::Tensor between(const at::Tensor& gate, const at::Tensor& up) const;
+  void add_gradient(const at::Tensor& sum, const at::Tensor& d, const at::Tensor& x) const;
+  at::Tensor backward_in(const Matrices& matrices, const Matrices& gradients, const at::Tensor& normed,
+                         const at::Tensor& tokens, const at::Tensor& d_gate, const at::Tensor& d_up) const;
 
   Activation activation_ = Activation::silu;
-  std::int64_t first_ = 0, count_ = 0, width_ = 0;
+  ExpertsSpec spec_;
+  std::int64_t first_ = 0, count_ = 0;
   std::vector<int> gate_, up_, down_;        // of each expert
   int stacked_in_ = -1, stacked_down_ = -1;  // or of all
+  int in_bias_ = -1, down_bias_ = -1;
 };
 
 }  // namespace tierflow::models

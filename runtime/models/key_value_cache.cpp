@@ -34,8 +34,13 @@ Tensor attention_of_last(const Tensor& q, const Tensor& k, const Tensor& v, cons
   Tensor hidden = key.gt(query);
   if (rules.window > 0) hidden = hidden.logical_or(key.le(query - rules.window));
   scores.masked_fill_(hidden, -std::numeric_limits<double>::infinity());
-  const Tensor attended =
-      at::bmm(at::softmax(scores, -1).view({kv_heads, groups * queries, tokens}), v.to(wide).transpose(0, 1));
+  if (rules.sinks.defined()) {
+    const Tensor sinks = rules.sinks.to(wide).view({kv_heads, groups, 1, 1}).expand({kv_heads, groups, queries, 1});
+    scores = at::softmax(at::cat({scores, sinks}, -1), -1).narrow(-1, 0, tokens);
+  } else {
+    scores = at::softmax(scores, -1);
+  }
+  const Tensor attended = at::bmm(scores.reshape({kv_heads, groups * queries, tokens}), v.to(wide).transpose(0, 1));
   return attended.view({kv_heads, groups, queries, dim})
       .permute({2, 0, 1, 3})
       .reshape({queries, heads, dim})

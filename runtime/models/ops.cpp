@@ -180,6 +180,23 @@ void gated_backward(Tensor& gate, Tensor& up, Tensor& d_out, Activation activati
   });
 }
 
+Tensor gated(const Tensor& gate, const Tensor& up, const ClampedGate& clamped) {
+  const Tensor g = gate.clamp_max(clamped.limit);
+  return (up.clamp(-clamped.limit, clamped.limit) + 1) * (g * at::sigmoid(g * clamped.sharpness));
+}
+
+void gated_backward(Tensor& gate, Tensor& up, Tensor& d_out, const ClampedGate& clamped) {
+  const auto [sharpness, limit] = clamped;
+  const Tensor out = gated(gate, up, clamped);
+  const Tensor d = d_out.to(wide_type(d_out)), g = gate.to(d.scalar_type()).clamp_max(limit);
+  const Tensor open = at::sigmoid(g * sharpness);
+  const Tensor d_up = (d * g * open).mul_(up.abs().le(limit));
+  const Tensor slope = (1 - open).mul_(g).mul_(sharpness).add_(1).mul_(open).mul_(gate.le(limit));
+  gate = (up.clamp(-limit, limit).to(d.scalar_type()) + 1).mul_(slope).mul_(d).to(gate.scalar_type());
+  up = d_up.to(up.scalar_type());
+  d_out = out;
+}
+
 Tensor token_rows(const Tensor& hidden) {
   return hidden.detach().reshape({-1, hidden.size(-1)});
 }

@@ -42,6 +42,10 @@ Tensor gated(const Tensor& gate, const Tensor& up, Activation activation);
 // Gradients of gate and up, written over them; d_out becomes gated(gate, up).
 void gated_backward(Tensor& gate, Tensor& up, Tensor& d_out, Activation activation);
 
+// The same with a clamped gate (decoder_spec.h, of sharpness > 0).
+Tensor gated(const Tensor& gate, const Tensor& up, const ClampedGate& clamped);
+void gated_backward(Tensor& gate, Tensor& up, Tensor& d_out, const ClampedGate& clamped);
+
 // hidden [batch, sequence, hidden_size] as [batch * sequence, hidden_size], without its history.
 Tensor token_rows(const Tensor& hidden);
 

@@ -64,6 +64,7 @@ at::Tensor route_backward(const ExpertsSpec& spec, const Routing& routing, const
 Router::Router(const ExpertsSpec& spec, const TensorIndex& index, const std::string& name)
     : spec_(spec),
       weight_(index.at(name + ".weight")),
+      bias_(spec.biases ? index.at(name + ".bias") : -1),
       correction_(spec.corrected ? index.at(name + ".e_score_correction_bias") : -1) {}
 
 at::Tensor Router::in_type(const at::Tensor& x) const {
@@ -71,7 +72,8 @@ at::Tensor Router::in_type(const at::Tensor& x) const {
 }
 
 at::Tensor Router::logits(const Weights& weights, const at::Tensor& normed) const {
-  return at::linear(in_type(normed), in_type(weights[static_cast<std::size_t>(weight_)]));
+  const at::Tensor x = in_type(normed), weight = in_type(weights[static_cast<std::size_t>(weight_)]);
+  return bias_ < 0 ? at::linear(x, weight) : at::linear(x, weight, in_type(weights[static_cast<std::size_t>(bias_)]));
 }
 
 Routing Router::route(const Weights& weights, const at::Tensor& logits) const {
@@ -82,6 +84,7 @@ at::Tensor Router::backward(const Weights& weights, const Gradients& sums, const
                             const at::Tensor& normed) const {
   const at::Tensor x = in_type(normed), d = d_logits.to(x.scalar_type());
   add_product(sums[static_cast<std::size_t>(weight_)], d, x);
+  add_rows(at_or_none(sums, bias_), d_logits);
   return at::mm(d, in_type(weights[static_cast<std::size_t>(weight_)]));
 }
 

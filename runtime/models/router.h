@@ -27,13 +27,13 @@ at::Tensor route_backward(const ExpertsSpec& spec, const Routing& routing, const
 class Router {
  public:
   Router() = default;
-  // Tensors `name`.weight and, where the spec says so, `name`.e_score_correction_bias.
+  // Tensors `name`.weight and, where the spec says so, `name`.bias and `name`.e_score_correction_bias.
   Router(const ExpertsSpec& spec, const TensorIndex& index, const std::string& name);
 
   // normed [tokens, hidden] -> [tokens, experts], fp32 where scores are sigmoids.
   at::Tensor logits(const Weights& weights, const at::Tensor& normed) const;
   Routing route(const Weights& weights, const at::Tensor& logits) const;
-  // The gradient of normed from that of the logits; adds that of the router's weight.
+  // The gradient of normed from that of the logits; adds those of the router's weight and bias.
   at::Tensor backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_logits,
                       const at::Tensor& normed) const;
 
@@ -41,7 +41,7 @@ class Router {
   at::Tensor in_type(const at::Tensor& x) const;
 
   ExpertsSpec spec_;
-  int weight_ = -1, correction_ = -1;
+  int weight_ = -1, bias_ = -1, correction_ = -1;
 };
 
 // The tokens of each expert.

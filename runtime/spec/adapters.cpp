@@ -220,7 +220,8 @@ void set_base_format(ModelSpec& spec, WeightFormat format) {
   for (const StageSpec& stage : spec.stages) {
     if (stage.block < 0) continue;
     for (TensorSpec& tensor : spec.units[static_cast<std::size_t>(stage.units.front())].tensors) {
-      if (tensor.part != Part::expert && (is_adapter(tensor) || linear_module(tensor).empty())) continue;
+      const bool of_expert = tensor.part == Part::expert && tensor.decays;  // a matrix, not biases
+      if (!of_expert && (is_adapter(tensor) || linear_module(tensor).empty())) continue;
       tensor.format = format;
       tensor.trainable = false;
     }

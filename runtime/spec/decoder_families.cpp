@@ -347,4 +347,21 @@ void read_ernie(const JsonFields& fields, ModelConfig& c) {
   c.attention_dropout = 0;
 }
 
+void read_gpt_oss_attention(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = 64, .max_positions = 131072, .norm_eps = 1e-5, .heads = 64, .kv_heads = 8});
+  c.norm = NormKind::rms_wide;
+  c.names.sinks = "self_attn.sinks";
+  bias_of_attention(fields, c, true);
+  if (fields.find("rope_parameters") != nullptr || fields.find("rope_scaling") != nullptr)
+    c.ropes = {read_rope(fields, c, 150000.0)};
+  else
+    c.ropes = {{.theta = fields.number_or("rope_theta", 150000.0, 1.0, 1e12),
+                .type = "yarn",
+                .factor = 32.0,
+                .attention_factor = 0.1 * std::log(32.0) + 1.0,
+                .original_max_positions = 4096,
+                .truncate = false}};
+  set_layers(c, sliding_layers(fields, c, 2), window(fields, 128));
+}
+
 }  // namespace tierflow

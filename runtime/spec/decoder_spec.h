@@ -43,6 +43,12 @@ struct LayerSpec {
   bool experts = false;     // its MLP is a mixture of experts
 };
 
+// gpt-oss: (clamp(up, -limit, limit) + 1) g sigmoid(sharpness g) of g = min(gate, limit) where sharpness > 0; else the
+// model's activation(gate) up.
+struct ClampedGate {
+  double sharpness = 0, limit = 0;
+};
+
 // A mixture of experts: of the `count` MLPs of a layer each token takes the `per_token` with the highest scores, of
 // equal ones those that come first. y = shared(x) + sum of weight * expert(x), summed in fp32: the shared expert, then
 // the others from the first to the last.
@@ -56,8 +62,11 @@ struct ExpertsSpec {
   bool corrected = false;         // what is compared to choose is the score plus a number of each expert, not trained
   // Of so many groups of neighbours those are taken whose two best scores have the highest sum; others are not chosen.
   std::int64_t groups = 1, groups_taken = 1;
-  double scale = 1;     // of the weights
-  bool rounded = true;  // weights are rounded to the model's type
+  double scale = 1;         // of the weights
+  bool rounded = true;      // weights are rounded to the model's type
+  bool biases = false;      // of the router's product and of those of the experts
+  bool transposed = false;  // how the experts' matrices are stacked (DecoderNames)
+  ClampedGate clamped;
 };
 
 // What a family calls its tensors. Empty: it has no such tensor.
@@ -66,12 +75,15 @@ struct DecoderNames {
   // Of one layer. qkv and gate_up are products of several in one, rows of q first, or of gate.
   std::string q = "self_attn.q_proj", k = "self_attn.k_proj", v = "self_attn.v_proj", qkv = {};
   std::string o = "self_attn.o_proj", q_norm = "self_attn.q_norm", k_norm = "self_attn.k_norm";
+  std::string sinks = {};  // a logit of each head that its softmax counts beside those of the keys
   std::string gate = "mlp.gate_proj", up = "mlp.up_proj", gate_up = {}, down = "mlp.down_proj";
   // Norms of what a half takes and of what it adds.
   std::string attention_norm = "input_layernorm", attention_out_norm = {};
   std::string mlp_norm = "post_attention_layernorm", mlp_out_norm = {};
   // Of layers with experts. Expert e's matrices are expert.e.expert_gate and so on; where stacked_in is given, all of a
-  // layer lie in two: stacked_in [experts, 2 width, hidden], rows of gate first, and stacked_down.
+  // layer lie in two: stacked_in [experts, 2 width, hidden], rows of gate first, and stacked_down [experts, hidden,
+  // width]. Transposed they are [experts, hidden, 2 width], columns of gate and up by turns, and [experts, width,
+  // hidden]. Their biases, [experts, 2 width] and [experts, hidden], are called the same and _bias.
   std::string router = "mlp.gate", expert = "mlp.experts", stacked_in = {}, stacked_down = {};
   std::string expert_gate = "gate_proj", expert_up = "up_proj", expert_down = "down_proj";
   std::string shared = "mlp.shared_expert", shared_gate = "mlp.shared_expert_gate";

@@ -139,4 +139,17 @@ void read_granite_moe(const JsonFields& fields, ModelConfig& c) {
   c.names.stacked_down = "block_sparse_moe.output_linear.weight";
 }
 
+void read_gpt_oss(const JsonFields& fields, ModelConfig& c) {
+  read_gpt_oss_attention(fields, c);
+  read_experts(fields, c, {.count = 128, .per_token = 4});
+  ExpertsSpec& e = c.experts;
+  e.normalised = true;  // a softmax over the chosen logits alone
+  e.biases = e.transposed = true;
+  e.clamped = {.sharpness = fields.number_or("swiglu_alpha", 1.702, 1e-6, 1e6),
+               .limit = fields.number_or("swiglu_limit", 7.0, 1e-6, 1e6)};
+  c.names.router = "mlp.router";
+  c.names.stacked_in = "mlp.experts.gate_up_proj";
+  c.names.stacked_down = "mlp.experts.down_proj";
+}
+
 }  // namespace tierflow

@@ -93,6 +93,7 @@ constexpr std::array families = {
     FamilyRow{"OlmoeForCausalLM", "olmoe", Family::decoder, read_olmoe},
     FamilyRow{"GraniteMoeForCausalLM", "granitemoe", Family::decoder, read_granite_moe},
     FamilyRow{"Glm4MoeForCausalLM", "glm4_moe", Family::decoder, read_glm4_moe},
+    FamilyRow{"GptOssForCausalLM", "gpt_oss", Family::decoder, read_gpt_oss},
     FamilyRow{"GPT2LMHeadModel", "gpt2", Family::gpt2, read_gpt2},
     FamilyRow{"OPTForCausalLM", "opt", Family::opt, read_opt},
 };

@@ -43,6 +43,7 @@ void read_seed_oss(const JsonFields& fields, ModelConfig& config);
 void read_exaone4(const JsonFields& fields, ModelConfig& config);
 void read_arcee(const JsonFields& fields, ModelConfig& config);
 void read_ernie(const JsonFields& fields, ModelConfig& config);
+void read_gpt_oss_attention(const JsonFields& fields, ModelConfig& config);  // all but its experts
 
 // Of expert_families.cpp.
 void read_mixtral(const JsonFields& fields, ModelConfig& config);
@@ -51,6 +52,7 @@ void read_qwen3_moe(const JsonFields& fields, ModelConfig& config);
 void read_olmoe(const JsonFields& fields, ModelConfig& config);
 void read_granite_moe(const JsonFields& fields, ModelConfig& config);
 void read_glm4_moe(const JsonFields& fields, ModelConfig& config);
+void read_gpt_oss(const JsonFields& fields, ModelConfig& config);
 
 Activation read_activation(const JsonFields& fields, const char* field, const std::string& fallback);
 // Throws Exception (kind input) where the field is not `value`.

@@ -7,6 +7,12 @@
 namespace tierflow {
 namespace {
 
+void make_tile(TensorSpec& tensor, std::int64_t first, std::int64_t all) {
+  if (tensor.shape.front() == all) return;
+  tensor.first_row = first;
+  tensor.all_rows = all;
+}
+
 // Collects the tensors of one unit in the order of the model's code; take() puts matrices before norms and biases.
 class UnitBuilder {
  public:
@@ -24,9 +30,16 @@ class UnitBuilder {
     matrix(role, rows, columns);
     TensorSpec& tensor = unit_.tensors.back();
     tensor.shape.insert(tensor.shape.begin(), count);
-    if (count == all) return;
-    tensor.first_row = first;
-    tensor.all_rows = all;
+    make_tile(tensor, first, all);
+  }
+  // Of biases likewise.
+  void stack_biases(const std::string& role, std::int64_t first, std::int64_t count, std::int64_t all,
+                    std::int64_t size) {
+    bias(role, size);
+    TensorSpec& tensor = unit_.tensors.back();
+    tensor.part = part_;
+    tensor.shape.insert(tensor.shape.begin(), count);
+    make_tile(tensor, first, all);
   }
   // Not trained, exact.
   void fixed(const std::string& role, std::int64_t size) {
@@ -41,6 +54,13 @@ class UnitBuilder {
     unit_.tensors.back().moments_32 = true;
   }
   void bias(const std::string& role, std::int64_t size) { vector(role, size, Init::zeros); }
+  // Drawn and decayed as weights are. Nothing where the role is empty.
+  void sinks(const std::string& role, std::int64_t size) {
+    if (role.empty()) return;
+    vector(role, size, Init::normal);
+    unit_.tensors.back().init_std = std_;
+    unit_.tensors.back().decays = true;
+  }
   // Nothing where the role is empty.
   void norm(NormKind kind, const std::string& role, std::int64_t size) {
     if (kind == NormKind::none || role.empty()) return;
@@ -119,7 +139,7 @@ void add_experts(const ModelConfig& c, std::int64_t first, std::int64_t count, U
   const ExpertsSpec& e = c.experts;
   if (first == 0) {
     builder.begin(Part::router);
-    builder.linear(names.router, e.count, c.hidden_size, false);
+    builder.linear(names.router, e.count, c.hidden_size, e.biases);
     if (e.corrected) builder.fixed(names.router + ".e_score_correction_bias", e.count);
     builder.begin(Part::plain);
     if (e.shared_width > 0) {
@@ -132,8 +152,12 @@ void add_experts(const ModelConfig& c, std::int64_t first, std::int64_t count, U
   }
   builder.begin(Part::expert);
   if (!names.stacked_in.empty()) {
-    builder.stack(names.stacked_in, first, count, e.count, 2 * e.width, c.hidden_size);
-    builder.stack(names.stacked_down, first, count, e.count, c.hidden_size, e.width);
+    const auto stack = [&](const std::string& role, std::int64_t out, std::int64_t in) {
+      builder.stack(role, first, count, e.count, e.transposed ? in : out, e.transposed ? out : in);
+      if (e.biases) builder.stack_biases(role + "_bias", first, count, e.count, out);
+    };
+    stack(names.stacked_in, 2 * e.width, c.hidden_size);
+    stack(names.stacked_down, c.hidden_size, e.width);
   } else {
     for (std::int64_t i = first; i < first + count; ++i) {
       const std::string expert = names.expert + "." + std::to_string(i) + ".";
@@ -154,6 +178,7 @@ void decoder_block(const ModelConfig& c, std::int64_t layer, UnitBuilder& attent
   attention.linear(names.k, kv, c.hidden_size, c.qkv_bias);
   attention.linear(names.v, kv, c.hidden_size, c.qkv_bias);
   attention.linear(names.o, c.hidden_size, q, c.output_bias);
+  attention.sinks(names.sinks, c.heads);
   if (c.qk_norm != QkNorm::none) {
     const bool whole = c.qk_norm == QkNorm::whole;
     attention.norm(c.norm, names.q_norm, whole ? q : c.head_dim);
@@ -214,12 +239,6 @@ std::vector<std::int64_t> tile_rows(const ModelSpec& spec) {
   return first;
 }
 
-void make_tile(TensorSpec& tensor, std::int64_t first, std::int64_t all) {
-  if (tensor.shape.front() == all) return;
-  tensor.first_row = first;
-  tensor.all_rows = all;
-}
-
 void add_embedding(ModelSpec& spec, const Edges& edges) {
   const ModelConfig& c = spec.config;
   const std::vector<std::int64_t> rows = tile_rows(spec);
@@ -244,7 +263,7 @@ void add_embedding(ModelSpec& spec, const Edges& edges) {
 std::int64_t experts_together(const ModelSpec& spec) {
   const ExpertsSpec& e = spec.config.experts;
   if (spec.tiling.experts > 0) return std::min(spec.tiling.experts, e.count);
-  const std::int64_t h = spec.config.hidden_size, of_one = 3 * e.width * h;
+  const std::int64_t h = spec.config.hidden_size, of_one = 3 * e.width * h + (e.biases ? 2 * e.width + h : 0);
   const std::int64_t room = spec.tiling.block_elements - 3 * e.shared_width * h - e.count * h;  // beside the first ones
   const std::int64_t most = std::clamp<std::int64_t>(room / of_one, 1, e.count);
   const std::int64_t stages = (e.count + most - 1) / most;

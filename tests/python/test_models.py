@@ -65,6 +65,11 @@ SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 TWO_ROPES = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 
 
+def gpt_oss(**more):
+    """A limit that many gates and ups exceed."""
+    return transformers.GptOssConfig(**SMALL, head_dim=16, sliding_window=9, swiglu_limit=0.5, rope_parameters=yarn(truncate=False), **more)
+
+
 CONFIGS = {
     "llama2": lambda: transformers.LlamaConfig(**{**SMALL, "num_key_value_heads": 4}),
     "llama3": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=llama3_rope()),
@@ -111,6 +116,8 @@ CONFIGS = {
     "granitemoe_all": lambda: transformers.GraniteMoeConfig(**SMALL, num_local_experts=3, num_experts_per_tok=3),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(**SMALL, head_dim=16, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, routed_scaling_factor=1.5, n_group=4, topk_group=2, use_qk_norm=True),
     "glm4_moe_all": lambda: transformers.Glm4MoeConfig(**SMALL, head_dim=16, n_routed_experts=3, num_experts_per_tok=3, moe_intermediate_size=48, n_shared_experts=2, norm_topk_prob=False, attention_bias=True),
+    "gpt_oss": lambda: gpt_oss(num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss_all": lambda: gpt_oss(num_local_experts=3, num_experts_per_tok=3),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2_untied": lambda: transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
     "opt": lambda: transformers.OPTConfig(**OPT),
@@ -124,7 +131,7 @@ def randomised(config):
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() == 1:
+            if weight.dim() == 1 or name.endswith("_bias"):
                 weight.copy_(torch.randn_like(weight) * 0.1 + (1.0 if name.endswith("weight") else 0.0))
             weight.copy_(weight.bfloat16().float())
         for name, buffer in model.named_buffers():
@@ -194,9 +201,14 @@ def distance(a, b):
     return ((a - b).norm() / b.norm().clamp_min(1e-12)).item()
 
 
+def luck(tensor):
+    """How much further than transformers rounding may be off: of a few numbers, such as a bias of three experts, a lot."""
+    return 2e-3 if tensor.numel() >= 8 else 0.1
+
+
 # A token near the edge between two experts goes to the other one for an error of rounding: in bf16 nothing can be compared. Those
 # that call all experts for every token are.
-CHOOSES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe"]
+CHOOSES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss"]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -227,7 +239,7 @@ def test_parity(family, tmp_path):
             continue
         mine, theirs = distance(ours[name], tensor), distance(bf16[name], tensor)
         errors.append((mine, theirs))
-        assert mine < 2 * theirs + 2e-3, f"{name}: transformers is off by {theirs}"  # few elements: rounding luck
+        assert mine < 2 * theirs + luck(tensor), f"{name}: transformers is off by {theirs}"
     mine, theirs = (sum(column) / len(errors) for column in zip(*errors))
     print(f"{family}: mean relative error in bf16 {mine:.5f}, transformers {theirs:.5f}")
     assert mine < 1.15 * theirs
@@ -281,4 +293,4 @@ def test_parity_in_tiles(family, tmp_path):
         for name, tensor in exact.items():
             if name.endswith("k_proj.bias") and tensor.norm() < 1e-5:
                 continue
-            assert distance(ours[name], tensor) < (1e-4 if dtype == "f32" else 2 * distance(bf16[name], tensor) + 2e-3), name
+            assert distance(ours[name], tensor) < (1e-4 if dtype == "f32" else 2 * distance(bf16[name], tensor) + luck(tensor)), name

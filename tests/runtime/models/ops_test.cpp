@@ -171,33 +171,43 @@ TEST(Ops, rows_add_at_their_tokens) {
 TEST(Attention, is_the_textbooks_and_repeats) {
   struct Shape {
     std::int64_t batch, length, heads, kv_heads, dim, window;
+    bool sinks = false;
   };
   torch::manual_seed(4);
-  for (const Shape& s : {Shape{2, 70, 4, 4, 16, 0}, Shape{2, 70, 4, 2, 16, 9}, Shape{1, 300, 6, 1, 64, 0},
-                         Shape{1, 300, 2, 2, 64, 100}, Shape{3, 1, 2, 1, 8, 0}, Shape{1, 257, 3, 3, 80, 300},
-                         Shape{2, 129, 4, 2, 128, 1}, Shape{1, 64, 2, 2, 2, 64}}) {
-    SCOPED_TRACE(::testing::Message() << "length " << s.length << " dim " << s.dim << " window " << s.window);
+  for (const Shape& s :
+       {Shape{2, 70, 4, 4, 16, 0}, Shape{2, 70, 4, 2, 16, 9}, Shape{1, 300, 6, 1, 64, 0}, Shape{1, 300, 2, 2, 64, 100},
+        Shape{3, 1, 2, 1, 8, 0}, Shape{1, 257, 3, 3, 80, 300}, Shape{2, 129, 4, 2, 128, 1}, Shape{1, 64, 2, 2, 2, 64},
+        Shape{2, 70, 4, 2, 16, 0, true}, Shape{2, 300, 4, 1, 64, 100, true}, Shape{1, 130, 2, 2, 24, 130, true},
+        Shape{3, 1, 4, 2, 8, 0, true}}) {
+    SCOPED_TRACE(::testing::Message() << "length " << s.length << " dim " << s.dim << " window " << s.window
+                                      << (s.sinks ? " sinks" : ""));
+    const Tensor of_heads = random({s.heads}, 3.0);
     const Tensor qkv = random({s.batch, s.length, s.heads + 2 * s.kv_heads, s.dim});
     const Tensor d = random({s.batch, s.length, s.heads, s.dim});
     const Tensor distance = torch::arange(s.length).unsqueeze(1) - torch::arange(s.length);
     const Tensor allowed = distance.ge(0).logical_and(distance.lt(s.window > 0 ? s.window : s.length));
-    const auto textbook = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
+    const auto textbook = [&](const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& sinks) {
       const std::int64_t group = s.heads / s.kv_heads;
       const Tensor keys = k.repeat_interleave(group, 2).transpose(1, 2),
                    values = v.repeat_interleave(group, 2).transpose(1, 2);
       const Tensor scores = q.transpose(1, 2).matmul(keys.transpose(2, 3)) / std::sqrt(static_cast<double>(s.dim));
-      return scores.masked_fill(~allowed, -INFINITY).softmax(-1).matmul(values).transpose(1, 2);
+      Tensor all = scores.masked_fill(~allowed, -INFINITY);
+      if (s.sinks) all = torch::cat({all, sinks.view({1, -1, 1, 1}).expand({s.batch, -1, s.length, 1})}, -1);
+      return all.softmax(-1).narrow(-1, 0, s.length).matmul(values).transpose(1, 2);
     };
     // Heads as slices of one tensor: rows are not dense.
     const auto run = [&](torch::ScalarType type, bool book) {
       const Tensor all = qkv.to(type).clone().requires_grad_();
       const Tensor q = all.narrow(2, 0, s.heads), k = all.narrow(2, s.heads, s.kv_heads),
                    v = all.narrow(2, s.heads + s.kv_heads, s.kv_heads);
-      const Tensor out = book ? textbook(q, k, v) : models::attention(q, k, v, {s.window}, 0.0);
+      const Tensor sinks = s.sinks ? of_heads.to(type).clone().requires_grad_() : Tensor();
+      const Tensor out =
+          book ? textbook(q, k, v, sinks) : models::attention(q, k, v, {.window = s.window, .sinks = sinks}, 0.0);
       out.backward(d.to(type));
       const auto part = [&](std::int64_t first, std::int64_t count) { return all.grad().narrow(2, first, count); };
       return std::vector<Tensor>{out.detach(), part(0, s.heads), part(s.heads, s.kv_heads),
-                                 part(s.heads + s.kv_heads, s.kv_heads)};
+                                 part(s.heads + s.kv_heads, s.kv_heads),
+                                 s.sinks ? sinks.grad() : torch::zeros({1}, type)};
     };
     const auto exact = run(torch::kDouble, true), torchs = run(torch::kDouble, false);
     const auto once = run(torch::kBFloat16, false), again = run(torch::kBFloat16, false);
