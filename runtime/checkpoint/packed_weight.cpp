@@ -16,6 +16,9 @@ namespace {
 
 constexpr std::uint64_t kStateLimit = 1 << 16;
 constexpr std::uint64_t kPiece = 1 << 18;  // elements that are decoded at once
+constexpr std::uint64_t kMxBlock = 32;     // elements with one scale
+constexpr std::string_view kBlocks = "_blocks";
+constexpr const char* kScales = "_scales";
 
 std::uint64_t elements_of(const std::vector<std::int64_t>& shape) {
   std::uint64_t count = 1;
@@ -206,13 +209,76 @@ class EightBits final : public PackedWeight {
   std::uint64_t columns_ = 1, rows_a_scale_ = 1, columns_a_scale_ = 1, across_ = 1;
 };
 
+class FourBitsOfExperts final : public PackedWeight {
+ public:
+  FourBitsOfExperts(const Parts& parts, const RawTensor& codes)
+      : folder_(parts.folder()), codes_(codes), scales_name_(parts.name() + kScales) {
+    const std::vector<std::int64_t>& s = codes.shape;
+    if (s.size() != 4 || s[0] < 1 || s[1] < 1 || s[2] < 1 || s[3] != kMxBlock / 2)
+      parts.fail("has blocks that are not [experts, out, in / 32, 16]");
+    blocks_ = static_cast<std::uint64_t>(s[2]);
+    columns_ = static_cast<std::uint64_t>(s[1]);
+    rows_ = blocks_ * kMxBlock;
+    scales_ = parts.need(scales_name_, codes.bytes / (kMxBlock / 2));
+    if (scales_.dtype != "U8") parts.fail("has scales of type " + scales_.dtype + ", not U8");
+    shape_ = {s[0], static_cast<std::int64_t>(rows_), s[1]};
+    parts_ = {scales_name_};
+  }
+
+  void read(std::uint64_t first, std::span<float> out) const override {
+    while (!out.empty()) {
+      const std::uint64_t of_one = rows_ * columns_, expert = first / of_one, from = first % of_one;
+      const std::uint64_t count = std::min<std::uint64_t>(of_one - from, out.size());
+      for (std::uint64_t column = 0; column < columns_; column += kColumns)
+        read_columns(expert, column, std::min(columns_, column + kColumns), from, out.first(count));
+      out = out.subspan(count);
+      first += count;
+    }
+  }
+
+ private:
+  static constexpr std::uint64_t kColumns = 256;  // whose codes are read at once
+
+  // Those of the expert's elements [from, from + out.size()) that lie in columns [begin, end), which are rows of codes.
+  void read_columns(std::uint64_t expert, std::uint64_t begin, std::uint64_t end, std::uint64_t from,
+                    std::span<float> out) const {
+    const std::uint64_t stride = rows_ / 2, first = expert * columns_ + begin;
+    const auto codes = bytes_of(folder_, codes_, first * stride, (end - begin) * stride);
+    const auto scales = bytes_of(folder_, scales_, first * blocks_, (end - begin) * blocks_);
+    const std::uint64_t to = from + out.size();
+    for (std::uint64_t row = from / columns_; row * columns_ < to; ++row) {
+      const std::uint64_t at = row * columns_, low = std::max(begin, from > at ? from - at : 0);
+      for (std::uint64_t column = low; column < std::min(end, to - at); ++column) {
+        const std::uint8_t byte = codes[(column - begin) * stride + row / 2];
+        const std::uint8_t scale = scales[(column - begin) * blocks_ + row / kMxBlock];
+        out[at + column - from] = weights::e2m1(row % 2 == 0 ? byte : byte >> 4) * weights::e8m0(scale);
+      }
+    }
+  }
+
+  const PackedParts& folder_;
+  const RawTensor codes_;
+  const std::string scales_name_;
+  RawTensor scales_;
+  std::uint64_t blocks_ = 1, rows_ = kMxBlock, columns_ = 1;
+};
+
 }  // namespace
+
+std::string packed_name(const std::string& name_of_codes) {
+  return name_of_codes.ends_with(kBlocks) ? name_of_codes.substr(0, name_of_codes.size() - kBlocks.size())
+                                          : name_of_codes;
+}
 
 std::shared_ptr<const PackedWeight> packed_weight(const std::string& name, const std::string& where,
                                                   const PackedParts& folder) {
   const Parts parts(name, where, folder);
   const RawTensor* codes = folder.find(name);
-  if (codes == nullptr) return nullptr;
+  if (codes == nullptr) {
+    const RawTensor* blocks = folder.find(name + std::string(kBlocks));
+    if (blocks == nullptr || blocks->dtype != "U8") return nullptr;
+    return std::make_shared<FourBitsOfExperts>(parts, *blocks);
+  }
   for (const char* type : {"nf4", "fp4"})
     if (const std::string state = name + ".quant_state.bitsandbytes__" + type; folder.find(state) != nullptr)
       return std::make_shared<FourBits>(parts, state);

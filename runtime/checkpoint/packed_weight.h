@@ -6,6 +6,9 @@
 //                            quantisation W.nested_absmax, W.nested_quant_map; W.quant_state.bitsandbytes__nf4 (or
 //                            fp4): JSON. w = map[code] * absmax
 //   8 bits of bitsandbytes   W: int8 [out, in]; SCB of the same module: fp32 [out]. w = code * SCB / 127
+//   MXFP4 of gpt-oss         W_blocks: uint8 [experts, out, in / 32, 16], two codes e2m1 a byte, the first in the low
+//                            half; W_scales: uint8 [experts, out, in / 32]. w = code * 2^(scale - 127). W is their
+//                            transpose [experts, in, out].
 //   FP8 in tiles             W: e4m3 [out, in]; W_scale_inv: [ceil(out / 128), ceil(in / 128)]. w = code * scale
 #include <cstdint>
 #include <functional>
@@ -36,7 +39,7 @@ class PackedWeight {
  public:
   virtual ~PackedWeight() = default;
   const std::vector<std::int64_t>& shape() const { return shape_; }
-  // Of the tensors that it consists of, beside the one of its own name.
+  // Of the tensors that it consists of, beside the one of its codes.
   const std::vector<std::string>& parts() const { return parts_; }
   // Elements [first, first + out.size()), as fp32 products without another rounding. Any thread may call it.
   virtual void read(std::uint64_t first, std::span<float> out) const = 0;
@@ -46,7 +49,9 @@ class PackedWeight {
   std::vector<std::string> parts_;
 };
 
-// The weight `name`, if its tensor and the others there are make one; else null. Throws Exception (kind input) naming
+// Of the weight whose codes a tensor of this name may hold.
+std::string packed_name(const std::string& name_of_codes);
+// The weight `name`, if its codes and the others there are make one; else null. Throws Exception (kind input) naming
 // `where` and the tensor whose parts do not fit together.
 std::shared_ptr<const PackedWeight> packed_weight(const std::string& name, const std::string& where,
                                                   const PackedParts& parts);

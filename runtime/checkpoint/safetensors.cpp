@@ -190,7 +190,8 @@ struct Checkpoint::Impl {
 
   // Puts the parts of quantised weights together.
   void assemble() {
-    for (const auto& [name, tensor] : raw) {
+    for (const auto& [codes, tensor] : raw) {
+      const std::string name = packed_name(codes);
       auto packed = packed_weight(name, folder.string(), parts);
       if (packed == nullptr) continue;
       TensorEntry entry{.dtype = Dtype::f32, .shape = packed->shape(), .file = tensor.file, .bytes = sizeof(float)};

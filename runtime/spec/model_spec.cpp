@@ -22,9 +22,9 @@ void check_quantised(const JsonFields& fields, const Json& config) {
   if (!config.is_object()) fields.fail("quantization_config", "must be an object");
   const JsonFields quantised(config, fields.where() + ": quantization_config");
   const std::string method = quantised.text_or("quant_method", "");
-  if (method != "bitsandbytes" && method != "fp8")
+  if (method != "bitsandbytes" && method != "fp8" && method != "mxfp4")
     quantised.fail("quant_method",
-                   fmt::format("is \"{}\"; weights quantised with bitsandbytes or fp8 can be read: give "
+                   fmt::format("is \"{}\"; weights quantised with bitsandbytes, fp8 or mxfp4 can be read: give "
                                "such a folder, or the model that this one was made from",
                                printable(method)));
   const Json* block = quantised.find("weight_block_size");

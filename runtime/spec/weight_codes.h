@@ -78,4 +78,16 @@ inline constexpr float e4m3(std::uint8_t code) {
   return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | sign);
 }
 
+// 2^(code - 127); infinity of 255.
+inline constexpr float e8m0(std::uint8_t code) {
+  return std::bit_cast<float>(code == 0 ? 1U << 22 : static_cast<std::uint32_t>(code) << 23);
+}
+
+// Of the low four bits: a sign, two bits of exponent, one of mantissa.
+inline constexpr float e2m1(unsigned code) {
+  constexpr float kMagnitudes[8] = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6};
+  const float magnitude = kMagnitudes[code & 7U];
+  return (code & 8U) != 0 ? -magnitude : magnitude;
+}
+
 }  // namespace tierflow::weights

@@ -7,6 +7,8 @@ import torch
 from program import needs_torch, run, small, steps_of, the_error
 from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
+from test_models import CONFIGS, randomised
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 pytestmark = needs_torch
 
@@ -85,6 +87,69 @@ def loss(work, model, *words):
     return json.loads(run(work, "eval", "--model", model, "--data", "text.txt", "--max-sequences", "4", "--json", *words, *small()).stdout)["loss"]
 
 
+def mxfp4(name, weight):
+    """Random codes and scales for a weight of this shape, every code and some scales far from 1 among them, and what transformers makes of them."""
+    experts, rows, columns = weight.shape
+    generator = torch.Generator().manual_seed(len(name))
+    blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(119, 124, (experts, columns, rows // 32), dtype=torch.uint8, generator=generator)
+    scales[0, 0, 0], scales[-1, -1, -1] = 0, 129
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, convert_moe_packed_tensors(blocks, scales)
+
+
+@pytest.fixture
+def gpt_oss(work):
+    """A folder as gpt-oss is published, and one in bf16 with its values."""
+    config = CONFIGS["gpt_oss"]()
+    config.vocab_size, config.intermediate_size, config.max_position_embeddings = 256, 96, 128
+    torch.manual_seed(3)
+    randomised(config).bfloat16().save_pretrained(work / "values")
+    weights, stored = load_file(work / "values" / "model.safetensors"), {}
+    for name, weight in weights.items():
+        parts, weights[name] = mxfp4(name, weight) if name.endswith("_proj") else ({name: weight}, weight)
+        stored |= parts
+    save_file(weights, work / "values" / "model.safetensors")
+    (work / "stored").mkdir()
+    save_file(stored, work / "stored" / "model.safetensors")
+    described = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
+    (work / "stored" / "config.json").write_text(json.dumps({**json.loads((work / "values" / "config.json").read_text()), "quantization_config": described}))
+    return stored
+
+
+def test_mxfp4_experts_are_what_transformers_makes_of_them(work, gpt_oss):
+    run(work, "train", "--model", "stored", "--data", "text.txt", "--steps", "1", "--freeze", "experts", "--out", "out", *small())
+    expected = load_file(work / "values" / "model.safetensors")
+    found = load_file(work / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert "experts" not in name or torch.equal(found[name].view(torch.int16), value.view(torch.int16)), name
+    assert "quantization_config" not in json.loads((work / "out" / "config.json").read_text())
+    lora = ["--base-precision", "nf4"]
+    for words in [], lora:
+        losses = []
+        for model in "stored", "values":
+            method = LORA if words else [word for word in LORA if word not in ("--method", "lora")]
+            run(work, *method, *words, "--model", model, "--out", f"{model}-{len(words)}", *small("--log-json", "log.json"))
+            losses.append([record["loss"] for record in steps_of(work / "log.json")])
+        assert losses[0] == losses[1]
+
+
+def test_mxfp4_parts_that_do_not_fit_are_refused(work, gpt_oss):
+    weight = "model.layers.1.mlp.experts.down_proj"
+
+    def refused(changes):
+        tensors = {name: value for name, value in {**gpt_oss, **changes}.items() if value is not None}
+        save_file(tensors, work / "stored" / "model.safetensors")
+        return the_error(run(work, "eval", "--model", "stored", "--data", "text.txt", *small(), ok=False).stderr)
+
+    blocks, scales = gpt_oss[f"{weight}_blocks"], gpt_oss[f"{weight}_scales"]
+    assert f"the quantised weight {weight} lacks its part {weight}_scales" in refused({f"{weight}_scales": None})
+    assert "has a part" in refused({f"{weight}_scales": scales[:, :-1].contiguous()})
+    assert "has scales of type F32" in refused({f"{weight}_scales": scales.float()})
+    assert "has blocks that are not [experts, out, in / 32, 16]" in refused({f"{weight}_blocks": blocks.flatten(2)})
+    assert f"{weight} is missing" in refused({f"{weight}_blocks": None, f"{weight}_scales": None})
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_quantised_folder_has_the_values_of_its_library(work, folders, method):
     folders(method)
@@ -131,6 +196,6 @@ def test_parts_that_do_not_fit_are_refused(work, folders):
     assert f"{module} has a part" in refused({**stored, f"{module}_scale_inv": torch.ones(1, 1)})
     assert "is stored as F8_E4M3" in refused({name: value for name, value in stored.items() if name != f"{module}_scale_inv"})
     config = json.loads((work / "stored" / "config.json").read_text())
-    for described, why in (({"quant_method": "gptq"}, 'is "gptq"; weights quantised with bitsandbytes or fp8 can be read'), ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "must be [128, 128]"), ("x", "must be an object")):
+    for described, why in (({"quant_method": "gptq"}, 'is "gptq"; weights quantised with bitsandbytes, fp8 or mxfp4 can be read'), ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "must be [128, 128]"), ("x", "must be an object")):
         (work / "stored" / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
         assert why in refused(stored)
