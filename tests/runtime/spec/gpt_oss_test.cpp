@@ -1,12 +1,16 @@
-// gpt-oss-120b from its published config.json alone.
+// gpt-oss-120b from its published config.json alone, and how its experts are published.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "runtime/checkpoint/safetensors.h"
 #include "runtime/spec/adapters.h"
 #include "runtime/spec/model_spec.h"
+#include "support/temp_dir.h"
 #include "tests/runtime/expect.h"
 
 namespace tierflow {
@@ -147,6 +151,45 @@ TEST(GptOss, WhatItCannotDoIsRefused) {
     config[field] = value;
     testing::expect_refusal(io::ErrorKind::input, {field}, [&] { parse(config); });
   }
+}
+
+// However they are cut, across columns that are read together and experts.
+TEST(GptOss, CodesOfExpertsAreReadInPieces) {
+  constexpr std::uint64_t kExperts = 2, kIn = 64, kOut = 300, kBlocks = kIn / 32;
+  std::string codes(kExperts * kOut * kIn / 2, '\0'), scales(kExperts * kOut * kBlocks, '\0');
+  for (std::size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<char>(i * 37 + i / 251);
+  for (std::size_t i = 0; i < scales.size(); ++i) scales[i] = static_cast<char>(i * 11);
+  const auto entry = [](const char* name, const Json& shape, std::size_t begin, std::size_t end) {
+    return std::make_pair(std::string(name), Json{{"dtype", "U8"}, {"shape", shape}, {"data_offsets", {begin, end}}});
+  };
+  const Json header =
+      Json::object_t{entry("w_blocks", {kExperts, kOut, kBlocks, 16}, 0, codes.size()),
+                     entry("w_scales", {kExperts, kOut, kBlocks}, codes.size(), codes.size() + scales.size())};
+  const std::string text = header.dump();
+  std::string length(8, '\0');
+  for (std::size_t i = 0; i < length.size(); ++i) length[i] = static_cast<char>(text.size() >> (8 * i));
+  const testing::TempDir folder;
+  testing::write_file(folder.path() / "model.safetensors", length + text + codes + scales);
+
+  const Checkpoint checkpoint = Checkpoint::open(folder.path());
+  ASSERT_NE(checkpoint.find("w"), nullptr);
+  EXPECT_EQ(checkpoint.find("w")->shape, (Shape{kExperts, kIn, kOut}));
+  std::vector<float> whole(kExperts * kIn * kOut);
+  checkpoint.read_f32("w", 0, whole);
+  constexpr float kValues[] = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6, -0.0F, -0.5F, -1, -1.5F, -2, -3, -4, -6};
+  for (std::uint64_t at = 0; at < whole.size(); ++at) {
+    const std::uint64_t column = at % kOut, row = at / kOut % kIn, of = at / kOut / kIn * kOut + column;
+    const auto byte = static_cast<std::uint8_t>(codes[of * kIn / 2 + row / 2]);
+    const int scale = static_cast<std::uint8_t>(scales[of * kBlocks + row / 32]);
+    const float expected = kValues[row % 2 == 0 ? byte & 15U : byte >> 4] * std::ldexp(1.0F, scale - 127);
+    ASSERT_TRUE(whole[at] == expected || (std::isnan(whole[at]) && std::isnan(expected))) << at;
+  }
+  for (const std::size_t piece : {1U, 7U, 299U, 4099U, 20000U})
+    for (std::size_t first = 0; first < whole.size(); first += piece == 1 ? 997 : piece) {
+      std::vector<float> part(std::min(piece, whole.size() - first));
+      checkpoint.read_f32("w", first, part);
+      ASSERT_EQ(std::memcmp(part.data(), whole.data() + first, part.size() * sizeof(float)), 0) << first;
+    }
 }
 
 }  // namespace
