@@ -133,6 +133,13 @@ void add_adapter_rows(OptionTable& table, TrainOptions& o) {
   table.flag("use-rslora", config.rank_stabilised, "scale by alpha / sqrt(rank)");
   table.number("loraplus-lr-ratio", o.loraplus_lr_ratio, 0, 1e6,
                "the learning rate of B is so many times A's (LoRA+; 1: LoRA)");
+  table.add({.name = "modules-to-save",
+             .value_name = "NAMES",
+             .help = "modules that are trained whole beside the adapters: embed_tokens, lm_head, norm, ...",
+             .most = 1 << 12,
+             .commas = true,
+             .set = [&config](const auto& words) { config.saved = words; },
+             .get = [&config] { return OrderedJson(config.saved); }});
   add_base_precision(table, o.base_precision);
   table.path("adapter", o.adapter, "DIR", "begin with these adapters, a folder as PEFT writes it");
   table.flag("merge", o.merge, "write the whole model with the adapters added, in place of the adapters");

@@ -66,8 +66,9 @@ RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool re
   if (options.no_export) return;
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
-      const bool written = options.method != "lora" || is_adapter(tensor) != options.merge;
-      if (written) weight_bytes_ += (is_adapter(tensor) ? 4 : 2) * static_cast<std::uint64_t>(tensor.elements());
+      const bool beside = options.method == "lora" && !options.merge;
+      const bool written = beside ? !name_beside_base(tensor).empty() : !is_adapter(tensor);
+      if (written) weight_bytes_ += (beside ? 4 : 2) * static_cast<std::uint64_t>(tensor.elements());
     }
   companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
   folder_.emplace(options.out, resumed);

@@ -24,7 +24,7 @@ Model adapted(const Model& base, const AdapterConfig& config, WeightSource adapt
   Model model = changed(base, "adapters", [&](ModelSpec& spec) { add_adapters(spec, config); });
   model.weights = [adapters = std::move(adapters), weights = base.weights](const TensorSpec& tensor,
                                                                            std::uint64_t first, std::span<float> out) {
-    (is_adapter(tensor) ? adapters : weights)(tensor, first, out);
+    (is_adapter(tensor) || tensor.trainable ? adapters : weights)(tensor, first, out);
   };
   return model;
 }
@@ -40,19 +40,31 @@ AdapterFolder open_adapter(const fs::path& folder) {
           .weights = std::make_shared<const Checkpoint>(Checkpoint::open_file(folder, kWeights))};
 }
 
-// The adapters of `spec` alone.
+// As it is called there.
+TensorSpec beside_base(TensorSpec tensor) {
+  tensor.name = name_beside_base(tensor);
+  return tensor;
+}
+
+// What the folder of `spec`'s adapters has.
 void check_adapters(const ModelSpec& spec, const Checkpoint& weights) {
   ModelSpec adapters;
   adapters.units.emplace_back();
+  std::vector<TensorSpec>& tensors = adapters.units.front().tensors;
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors)
-      if (is_adapter(tensor)) adapters.units.front().tensors.push_back(tensor);
+      if (!name_beside_base(tensor).empty()) tensors.push_back(beside_base(tensor));
+  // A tied embedding's second name is there, or not.
+  if (const std::string head = tied_name_beside_base(spec); !head.empty() && weights.find(head) != nullptr) {
+    tensors.push_back(spec.units.front().tensors.front());
+    tensors.back().name = head;
+  }
   check_tensors(adapters, weights, "adapter_config.json");
 }
 
 torch::Tensor values_of(const Checkpoint& weights, const TensorSpec& tensor) {
   torch::Tensor values = torch::empty(tensor.shape, torch::kFloat32);
-  weights.read_f32(tensor, 0, {values.data_ptr<float>(), static_cast<std::size_t>(values.numel())});
+  weights.read_f32(beside_base(tensor), 0, {values.data_ptr<float>(), static_cast<std::size_t>(values.numel())});
   return values;
 }
 
@@ -88,7 +100,8 @@ Addend addend_of(const UnitSpec& unit, const TensorSpec& weight, bool transposed
   return {.left = b, .right = a, .scale = scale};
 }
 
-// Writes the model with the adapters added to its weights, in fp32, rounded to bf16 once.
+// Writes the model with the adapters added to its weights, in fp32, rounded to bf16 once, and with the modules that
+// were trained whole.
 void write_merged(const Merge& merge, const AdapterValues& values, const fs::path& folder, const Progress& progress) {
   const torch::NoGradGuard no_grad;
   const ModelSpec& spec = merge.spec;
@@ -106,14 +119,18 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
     for (const TensorSpec& tensor : unit.tensors) {
       if (is_adapter(tensor)) continue;
       const Addend addend = addend_of(unit, tensor, transposed, values);
+      const torch::Tensor instead = tensor.trainable ? values(tensor) : torch::Tensor();
       const std::int64_t rows = tensor.shape.empty() ? 1 : tensor.shape.front();
       const std::int64_t columns = rows == 0 ? 0 : tensor.elements() / rows;
       const std::int64_t step = std::clamp<std::int64_t>(kPieceElements / std::max<std::int64_t>(columns, 1), 1, rows);
       for (std::int64_t row = 0; row < rows; row += step) {
         const std::int64_t count = std::min(step, rows - row);
         torch::Tensor piece = torch::empty({count, columns}, torch::kFloat32);
-        merge.base.read_f32(tensor, static_cast<std::uint64_t>(row * columns),
-                            {piece.data_ptr<float>(), static_cast<std::size_t>(piece.numel())});
+        if (instead.defined())
+          piece = instead.view({rows, columns}).narrow(0, row, count);
+        else
+          merge.base.read_f32(tensor, static_cast<std::uint64_t>(row * columns),
+                              {piece.data_ptr<float>(), static_cast<std::size_t>(piece.numel())});
         if (addend.left.defined()) piece.addmm_(addend.left.narrow(0, row, count), addend.right, 1, addend.scale);
         const torch::Tensor words = dtype_of(tensor) == Dtype::f32 ? piece : piece.to(torch::kBFloat16);
         writer.write({static_cast<const std::byte*>(words.data_ptr()), static_cast<std::size_t>(words.nbytes())});
@@ -127,16 +144,20 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
 }  // namespace
 
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed) {
-  return adapted(base, config, [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-    initial_values(tensor, seed, first, out);
-  });
+  return adapted(base, config,
+                 [seed, weights = base.weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+                   if (!is_adapter(tensor)) return weights(tensor, first, out);
+                   initial_values(tensor, seed, first, out);
+                 });
 }
 
 Model with_adapters(const Model& base, const fs::path& folder) {
   const AdapterFolder adapter = open_adapter(folder);
-  Model model = adapted(base, adapter.config,
-                        [weights = adapter.weights](const TensorSpec& tensor, std::uint64_t first,
-                                                    std::span<float> out) { weights->read_f32(tensor, first, out); });
+  Model model =
+      adapted(base, adapter.config,
+              [weights = adapter.weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+                weights->read_f32(beside_base(tensor), first, out);
+              });
   check_adapters(model.spec(), *adapter.weights);
   return model;
 }
@@ -150,17 +171,35 @@ void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path
 }
 
 void write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& folder, const MasterOf& master) {
-  std::vector<TensorHeader> headers;
-  for (const UnitSpec& unit : spec.units)
-    for (const TensorSpec& tensor : unit.tensors)
-      if (is_adapter(tensor)) headers.push_back({.name = tensor.name, .dtype = Dtype::f32, .shape = tensor.shape});
-  CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{});
+  struct Tensor {
+    TensorHeader header;
+    std::vector<std::pair<int, int>> tiles;  // unit and tensor
+  };
+  std::vector<Tensor> tensors;
   for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
-    for (std::size_t tensor = 0; tensor < spec.units[unit].tensors.size(); ++tensor)
-      if (is_adapter(spec.units[unit].tensors[tensor])) {
-        const std::vector<float> values = master(static_cast<int>(unit), static_cast<int>(tensor));
-        writer.write(std::as_bytes(std::span(values)));
-      }
+    for (std::size_t index = 0; index < spec.units[unit].tensors.size(); ++index) {
+      const TensorSpec& tensor = spec.units[unit].tensors[index];
+      const std::string name = name_beside_base(tensor);
+      if (name.empty()) continue;
+      auto found = std::ranges::find_if(tensors, [&](const Tensor& each) { return each.header.name == name; });
+      if (found == tensors.end())
+        found = tensors.insert(found, {{.name = name, .dtype = Dtype::f32, .shape = tensor.checkpoint_shape()}, {}});
+      found->tiles.emplace_back(static_cast<int>(unit), static_cast<int>(index));
+    }
+  if (const std::string head = tied_name_beside_base(spec); !head.empty()) {
+    const std::string table = name_beside_base(spec.units.front().tensors.front());
+    Tensor copy = *std::ranges::find_if(tensors, [&](const Tensor& each) { return each.header.name == table; });
+    copy.header.name = head;
+    tensors.push_back(std::move(copy));
+  }
+  std::vector<TensorHeader> headers;
+  for (const Tensor& tensor : tensors) headers.push_back(tensor.header);
+  CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{});
+  for (const Tensor& tensor : tensors)
+    for (const auto& [unit, index] : tensor.tiles) {
+      const std::vector<float> values = master(unit, index);
+      writer.write(std::as_bytes(std::span(values)));
+    }
   auto config = nlohmann::ordered_json::parse(spec.adapter_config_json);
   if (!base.empty()) config["base_model_name_or_path"] = base.string();
   writer.finish(config.dump(2) + "\n");

@@ -6,19 +6,17 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
-#include "runtime/base/strict_json.h"
 #include "runtime/spec/name_pattern.h"
 
 namespace tierflow {
 namespace {
 
-constexpr std::string_view kWeight = ".weight", kPrefix = "base_model.model.";
+constexpr std::string_view kWeight = ".weight", kPrefix = "base_model.model.", kHead = "lm_head";
 constexpr std::string_view kA = ".lora_A.weight", kB = ".lora_B.weight";
 
 [[noreturn]] void fail_usage(const std::string& detail) {
@@ -78,6 +76,61 @@ std::string last_name(const std::string& module) {
   return module.substr(module.rfind('.') + 1);
 }
 
+// "model.layers.0.self_attn.q_proj" of its weight's and its bias's names.
+std::string module_of(const std::string& tensor) {
+  return tensor.substr(0, tensor.rfind('.'));
+}
+
+// The modules that a configuration saves.
+class Saved {
+ public:
+  Saved(const ModelSpec& spec, const std::vector<std::string>& names)
+      : names_(names), unused_(names.begin(), names.end()), tied_(spec.config.tie_word_embeddings) {
+    if (tied_) table_ = spec.units.front().tensors.front().name;
+  }
+
+  // Whether this tensor is in one of them. has_adapter: its layer is to have one, unless it is saved.
+  bool wants(const TensorSpec& tensor, bool has_adapter) {
+    std::vector<std::string> paths{module_of(tensor.name)};
+    modules_.insert(last_name(paths.front()));
+    for (std::size_t dot = paths.back().rfind('.'); dot != std::string::npos; dot = paths.back().rfind('.'))
+      paths.push_back(paths.back().substr(0, dot));
+    if (is_tied_table(tensor)) paths.emplace_back(kHead);
+    std::string fitting;
+    bool whole = false;
+    for (const std::string& path : paths)
+      for (const std::string& name : names_)
+        if (path.ends_with(name)) {
+          unused_.erase(name);
+          fitting = name;
+          whole = whole || fits(path, name);
+        }
+    if (fitting.empty()) return false;
+    if (tensor.part != Part::plain)
+      fail_usage(
+          fmt::format("the module to save \"{}\" has a router or experts in it: these cannot be trained beside "
+                      "adapters",
+                      printable(fitting)));
+    if (has_adapter && !whole)
+      fail_usage(
+          fmt::format("the module to save \"{}\" is a part of the name {}, which has an adapter: give whole names",
+                      printable(fitting), paths.front()));
+    return true;
+  }
+  bool is_tied_table(const TensorSpec& tensor) const { return tied_ && tensor.name == table_; }
+  void expect_used() const {
+    if (!unused_.empty())
+      fail_usage(fmt::format("no module that could be saved is called {}: this model has {}",
+                             printable(fmt::format("{}", fmt::join(unused_, " or ")), 200), fmt::join(modules_, ", ")));
+  }
+
+ private:
+  const std::vector<std::string>& names_;
+  std::set<std::string> unused_, modules_;
+  bool tied_ = false;
+  std::string table_;
+};
+
 void check(const AdapterConfig& config) {
   const auto check_rank = [](std::int64_t rank) {
     if (rank < 1 || rank > 4096) fail_usage(fmt::format("the rank of an adapter is {}; it must be 1 to 4096", rank));
@@ -94,147 +147,22 @@ void check(const AdapterConfig& config) {
     fail_usage(fmt::format("an adapter's dropout is {}; it must be at least 0 and below 1", config.dropout));
 }
 
-// adapter_config.json: the keys that mean something here. names: of linear layers; modules: those that have adapters.
-// PEFT takes no expression together with numbers of layers: then the modules stand for both.
-std::string peft_config(const AdapterConfig& config, const std::set<std::string>& names,
-                        const std::vector<std::string>& modules, bool transposed) {
-  const bool both = !config.target_pattern.empty() && !config.layers.empty();
-  using Json = nlohmann::ordered_json;  // of patterns the first counts
-  const auto number = [](double value) {
-    return value == std::floor(value) && value < 1e15 ? Json(std::llround(value)) : Json(value);
-  };
-  const auto patterns = [](const auto& all, auto value_of) {
-    Json object = Json::object();
-    for (const auto& [name, value] : all) object.emplace(name, value_of(value));
-    return object;
-  };
-  const Json json{{"peft_type", "LORA"},
-                  {"task_type", "CAUSAL_LM"},
-                  {"base_model_name_or_path", nullptr},
-                  {"inference_mode", true},
-                  {"r", config.rank},
-                  {"lora_alpha", number(config.alpha)},
-                  {"lora_dropout", config.dropout},
-                  {"use_rslora", config.rank_stabilised},
-                  {"use_dora", false},
-                  {"bias", "none"},
-                  {"fan_in_fan_out", transposed},
-                  {"init_lora_weights", true},
-                  {"modules_to_save", nullptr},
-                  {"target_modules", both                             ? Json(modules)
-                                     : !config.target_pattern.empty() ? Json(config.target_pattern)
-                                     : config.targets.empty()         ? Json(names)
-                                                                      : Json(config.targets)},
-                  {"exclude_modules", !config.exclude_pattern.empty() ? Json(config.exclude_pattern)
-                                      : config.exclude.empty()        ? Json()
-                                                                      : Json(config.exclude)},
-                  {"layers_to_transform", config.layers.empty() || both ? Json() : Json(config.layers)},
-                  {"rank_pattern", patterns(config.rank_pattern, [](std::int64_t rank) { return Json(rank); })},
-                  {"alpha_pattern", patterns(config.alpha_pattern, number)}};
-  return json.dump(2) + "\n";
-}
-
-// The names, or the expression, of a field that PEFT allows to be either.
-void read_modules(const JsonFields& fields, const char* name, std::vector<std::string>& names, std::string& pattern) {
-  const Json* found = fields.find(name);
-  if (found == nullptr) return;
-  if (found->is_string()) {
-    if (*found != "all-linear") pattern = found->get<std::string>();
-    return;
-  }
-  if (!found->is_array()) fields.fail(name, "is neither a list of names nor a regular expression");
-  for (const Json& each : *found) {
-    if (!each.is_string()) fields.fail(name, "has an entry that is no name");
-    names.push_back(each.get<std::string>());
-  }
-}
-
-// In the order of the file, where the first that fits counts. value_of: of a key's value.
-template <class Value, class ValueOf>
-void read_pattern(const JsonFields& fields, const nlohmann::ordered_json& in_order, const char* name,
-                  std::vector<std::pair<std::string, Value>>& patterns, ValueOf value_of) {
-  const Json* found = fields.find(name);
-  if (found == nullptr) return;
-  if (!found->is_object()) fields.fail(name, "is no object");
-  const JsonFields values(*found, fields.where() + ": " + name);
-  for (const auto& [expression, value] : in_order[name].items())
-    patterns.emplace_back(expression, value_of(values, expression.c_str()));
-}
-
-// A field that means nothing as long as it is absent, null, false, "none", or empty.
-void refuse(const JsonFields& fields, const char* name) {
-  const Json* found = fields.find(name);
-  if (found != nullptr && *found != false && *found != "none" && !found->empty())
-    fields.fail(name, "asks for a variant of LoRA that cannot be read here");
-}
-
 }  // namespace
-
-AdapterConfig parse_adapter_config(const std::string& json, const std::string& where) {
-  const Json object = parse_json(json, where);
-  if (!object.is_object())
-    throw Exception(io::Error{.kind = io::ErrorKind::input, .path = where, .detail = "is no JSON object"});
-  const JsonFields fields(object, where);
-  if (const std::string type = fields.text_or("peft_type", ""); type != "LORA")
-    fields.fail("peft_type", fmt::format("is \"{}\"; only \"LORA\" can be read", printable(type)));
-  for (const char* name : {"use_dora", "bias", "lora_bias", "modules_to_save", "layer_replication", "target_parameters",
-                           "trainable_token_indices", "use_qalora", "use_bdlora", "alora_invocation_tokens",
-                           "kasa_config", "monteclora_config", "arrow_config"})
-    refuse(fields, name);
-  // Of these the first values alone are special; others go with a base that was changed.
-  if (const std::string init =
-          fields.find("init_lora_weights") != nullptr && fields.find("init_lora_weights")->is_string()
-              ? fields.text_or("init_lora_weights", "")
-              : "";
-      !init.empty() && init != "gaussian" && init != "orthogonal" && init != "eva")
-    fields.fail("init_lora_weights",
-                fmt::format("is \"{}\": such adapters belong to a changed base, and cannot be read "
-                            "here; PEFT converts them (path_initial_model_for_weight_conversion)",
-                            printable(init)));
-  AdapterConfig config{.rank = fields.integer_or("r", 8, 1, 4096),
-                       .alpha = fields.number_or("lora_alpha", 8, 0, 1e9),
-                       .rank_stabilised = fields.boolean_or("use_rslora", false),
-                       .dropout = fields.number_or("lora_dropout", 0, 0, 1)};
-  read_modules(fields, "target_modules", config.targets, config.target_pattern);
-  read_modules(fields, "exclude_modules", config.exclude, config.exclude_pattern);
-  if (!(config.alpha > 0)) fields.fail("lora_alpha", "must be above 0");
-  if (config.dropout >= 1) fields.fail("lora_dropout", "must be below 1");
-  const auto in_order = nlohmann::ordered_json::parse(json);
-  read_pattern(fields, in_order, "rank_pattern", config.rank_pattern,
-               [](const JsonFields& values, const char* name) { return values.integer(name, 1, 4096); });
-  read_pattern(fields, in_order, "alpha_pattern", config.alpha_pattern,
-               [](const JsonFields& values, const char* name) { return values.number_or(name, 0, 1e-9, 1e9); });
-  if (const Json* layers = fields.find("layers_to_transform"); layers != nullptr) {
-    for (const Json& layer : layers->is_array() ? *layers : Json::array({*layers})) {
-      if (!layer.is_number_integer() || layer < 0 || layer > (1 << 20))
-        fields.fail("layers_to_transform", "has an entry that is no layer's number");
-      config.layers.push_back(layer.get<std::int64_t>());
-    }
-  }
-  return config;
-}
 
 void set_base_format(ModelSpec& spec, WeightFormat format) {
   spec.base_format = format;
   if (format == WeightFormat::bf16) return;
+  const bool adapted = !spec.adapter_config_json.empty();
   for (const StageSpec& stage : spec.stages) {
     if (stage.block < 0) continue;
     for (TensorSpec& tensor : spec.units[static_cast<std::size_t>(stage.units.front())].tensors) {
       const bool of_expert = tensor.part == Part::expert && tensor.decays;  // a matrix, not biases
       if (!of_expert && (is_adapter(tensor) || linear_module(tensor).empty())) continue;
+      if (adapted && tensor.trainable) continue;
       tensor.format = format;
       tensor.trainable = false;
     }
   }
-}
-
-AdapterConfig read_adapter_config(const std::filesystem::path& folder) {
-  constexpr const char* name = "adapter_config.json";
-  std::error_code ignored;
-  if (!std::filesystem::is_directory(folder, ignored))
-    fail_input(folder.string(), "is no folder; give the one that holds adapter_config.json");
-  const std::filesystem::path path = folder / name;
-  return parse_adapter_config(read_text(open_beneath(folder, name), path, 1 << 20), path.string());
 }
 
 bool is_adapter(const TensorSpec& tensor) {
@@ -253,26 +181,44 @@ std::string linear_module(const TensorSpec& tensor) {
   return std::string(name);
 }
 
+std::string name_beside_base(const TensorSpec& tensor) {
+  if (is_adapter(tensor)) return tensor.name;
+  return tensor.trainable ? std::string(kPrefix) + tensor.name : "";
+}
+
+std::string tied_name_beside_base(const ModelSpec& spec) {
+  const bool trained = spec.config.tie_word_embeddings && spec.units.front().tensors.front().trainable;
+  return trained ? fmt::format("{}{}{}", kPrefix, kHead, kWeight) : "";
+}
+
 void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   check(config);
   Choice choice(config);
+  Saved saved(spec, config.saved);
   const bool transposed = spec.config.family == Family::gpt2;  // Conv1D: [in, out]
   std::set<std::string> names;
   std::set<std::string> unused(config.targets.begin(), config.targets.end());
-  for (UnitSpec& unit : spec.units)
-    for (TensorSpec& tensor : unit.tensors) tensor.trainable = false;
+  AdapterConfig written = config;
+  written.ties_saved = false;
+  std::map<std::size_t, std::int64_t> blocks;  // of units
+  for (const StageSpec& stage : spec.stages)
+    if (stage.block >= 0) blocks.emplace(static_cast<std::size_t>(stage.units.front()), stage.block);
   std::vector<std::string> modules;
-  for (const StageSpec& stage : spec.stages) {
-    if (stage.block < 0) continue;
-    UnitSpec& unit = spec.units[static_cast<std::size_t>(stage.units.front())];
+  for (std::size_t index = 0; index < spec.units.size(); ++index) {
+    UnitSpec& unit = spec.units[index];
+    const auto block = blocks.find(index);
     const std::size_t base = unit.tensors.size();
     for (std::size_t i = 0; i < base; ++i) {
-      const TensorSpec& tensor = unit.tensors[i];
-      const std::string module = linear_module(tensor);
-      if (module.empty()) continue;
-      names.insert(last_name(module));
-      std::erase_if(unused, [&](const std::string& target) { return fits(module, target); });
-      if (!choice.wants(module, stage.block)) continue;
+      TensorSpec& tensor = unit.tensors[i];
+      const std::string module = block == blocks.end() ? "" : linear_module(tensor);
+      if (!module.empty()) {
+        names.insert(last_name(module));
+        std::erase_if(unused, [&](const std::string& target) { return fits(module, target); });
+      }
+      const bool wanted = !module.empty() && choice.wants(module, block->second);
+      tensor.trainable = saved.wants(tensor, wanted);
+      if (tensor.trainable && saved.is_tied_table(tensor)) written.ties_saved = true;
+      if (!wanted || tensor.trainable) continue;
       const std::int64_t in = tensor.shape[transposed ? 0 : 1], out = tensor.shape[transposed ? 1 : 0];
       const std::int64_t rank = choice.rank(module);
       const double alpha = choice.alpha(module);
@@ -295,13 +241,28 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   if (!unused.empty())
     fail_usage(fmt::format("no linear layer is called {}: this model has {}",
                            printable(fmt::format("{}", fmt::join(unused, " or ")), 200), fmt::join(names, ", ")));
+  saved.expect_used();
   for (const std::int64_t layer : config.layers)
     if (layer < 0 || layer >= spec.config.layers)
       fail_usage(fmt::format("there is no layer {} to adapt: the model's are 0 to {}", layer, spec.config.layers - 1));
   if (modules.empty())
     fail_usage(fmt::format("no linear layer is left to adapt: this model has {}", fmt::join(names, ", ")));
+  if (written.ties_saved && !config.ties_saved)
+    fail_usage(
+        "the embedding is the head too (tie_word_embeddings), but the adapters train a copy that is not "
+        "(ensure_weight_tying is false): such a model cannot be made here");
+  if (written.ties_saved && std::ranges::find(written.saved, kHead) == written.saved.end())
+    written.saved.emplace_back(kHead);  // PEFT ties what it knows by this name, whatever the embedding is called
+  // PEFT takes no expression together with numbers of layers: then the modules stand for both.
+  if (!config.target_pattern.empty() && !config.layers.empty()) {
+    written.targets = modules;
+    written.target_pattern.clear();
+    written.layers.clear();
+  } else if (config.target_pattern.empty() && config.targets.empty()) {
+    written.targets.assign(names.begin(), names.end());
+  }
   spec.config.adapter_dropout = config.dropout;
-  spec.adapter_config_json = peft_config(config, names, modules, transposed);
+  spec.adapter_config_json = adapter_config_json(written, transposed);
 }
 
 }  // namespace tierflow

@@ -7,16 +7,17 @@ import pytest
 import torch
 import transformers
 from program import BUILD, needs_torch
+from safetensors.torch import load_file
 
 pytestmark = needs_torch
 
 PROBE = BUILD / "adapter_probe"
 SMALL = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 MODELS = {
-    "llama": lambda: transformers.LlamaConfig(**SMALL, intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=False),
+    "llama": lambda tie_word_embeddings=False: transformers.LlamaConfig(**SMALL, intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=tie_word_embeddings),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, intermediate_size=96, num_key_value_heads=2, head_dim=16),
-    "gpt2": lambda: transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0),
-    "opt": lambda: transformers.OPTConfig(vocab_size=128, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=64, dropout=0.0),
+    "gpt2": lambda tie_word_embeddings=True: transformers.GPT2Config(tie_word_embeddings=tie_word_embeddings, vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0),
+    "opt": lambda tie_word_embeddings=True: transformers.OPTConfig(tie_word_embeddings=tie_word_embeddings, vocab_size=128, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=64, dropout=0.0),
 }
 
 
@@ -31,28 +32,55 @@ def loss_of(model, step):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def probe(folder, out, steps):
-    done = subprocess.run([PROBE, folder, out, str(steps)], capture_output=True, text=True, timeout=300)
+def probe(folder, out, steps, *options):
+    done = subprocess.run([PROBE, folder, out, str(steps), *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [float(line) for line in done.stdout.split()]
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_peft_reads_the_folder_and_trains_the_same_way(family, tmp_path):
+def make_base(family, folder, **more):
     torch.manual_seed(1)
-    base = transformers.AutoModelForCausalLM.from_config(MODELS[family]()).to(torch.bfloat16)
+    base = transformers.AutoModelForCausalLM.from_config(MODELS[family](**more)).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in base.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(3)  # so that there is something to learn within a few steps
-    base.save_pretrained(tmp_path / "model")
+    base.save_pretrained(folder)
+
+
+def plain(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def train_with_peft(model, steps, lr=1e-2):
+    """What PEFT's model loses in each step of AdamW over what it trains."""
+    model.train()
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def expect_the_same_course(ours, theirs):
+    assert ours[-1] < 0.9 * ours[0]
+    assert ours[:10] == pytest.approx(theirs[:10], rel=2e-2)
+    assert sum(ours[-5:]) == pytest.approx(sum(theirs[-5:]), rel=0.1)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_peft_reads_the_folder_and_trains_the_same_way(family, tmp_path):
+    make_base(family, tmp_path / "model")
     steps = 50
     begun = probe(tmp_path / "model", tmp_path / "begun", 0)
     losses = probe(tmp_path / "model", tmp_path / "tuned", steps)
 
     def loaded(adapter, **more):
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
-        return peft.PeftModel.from_pretrained(model, tmp_path / adapter, **more)
+        return peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / adapter, **more)
 
     # An adapter that has not been trained changes nothing; one that has gives PEFT the loss that it gave us.
     model = loaded("tuned").eval()
@@ -64,19 +92,44 @@ def test_peft_reads_the_folder_and_trains_the_same_way(family, tmp_path):
     assert config["r"] == 4 and config["lora_alpha"] == 8 and config["fan_in_fan_out"] == (family == "gpt2")
 
     # PEFT, from the same first values.
-    model = loaded("begun", is_trainable=True).train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model = loaded("begun", is_trainable=True)
     layers = 7 if family in ("llama", "qwen3") else 6 if family == "opt" else 4
-    assert len(trained) == 2 * 2 * layers
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
-    theirs = []
-    for step in range(steps):
-        loss = loss_of(model, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        theirs.append(loss.item())
-    ours = losses[:-1]
-    assert ours[-1] < 0.9 * ours[0]
-    assert ours[:10] == pytest.approx(theirs[:10], rel=2e-2)
-    assert sum(ours[-5:]) == pytest.approx(sum(theirs[-5:]), rel=0.1)
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == 2 * 2 * layers
+    expect_the_same_course(losses[:-1], train_with_peft(model, steps))
+
+
+@pytest.mark.parametrize("family, saved, tied", [("llama", ["embed_tokens", "lm_head", "norm"], False), ("llama", ["lm_head"], True),
+                                                 ("gpt2", ["wte", "ln_f"], True), ("opt", ["embed_tokens", "fc1", "layer_norm"], True)])
+def test_modules_that_are_saved_are_those_of_peft(family, saved, tied, tmp_path):
+    make_base(family, tmp_path / "model", tie_word_embeddings=tied)
+    steps = 30
+    words = [f"saved={name}" for name in saved]
+    begun = probe(tmp_path / "model", tmp_path / "begun", 0, *words)
+    losses = probe(tmp_path / "model", tmp_path / "tuned", steps, *words)
+    assert begun[-1] == pytest.approx(losses[0], rel=1e-6)
+
+    # PEFT makes the same folder of the same configuration.
+    config = json.loads((tmp_path / "begun" / "adapter_config.json").read_text())
+    assert config["ensure_weight_tying"] == any(name in ("embed_tokens", "lm_head", "wte") for name in saved if tied)
+    kept = {key: config[key] for key in ("r", "lora_alpha", "target_modules", "modules_to_save", "ensure_weight_tying", "fan_in_fan_out", "task_type")}
+    theirs = peft.get_peft_model(plain(tmp_path / "model"), peft.LoraConfig(**kept))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, other = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("begun", "theirs"))
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in other.items()}
+    for name, value in ours.items():
+        if "lora_" not in name:
+            assert value.equal(other[name]), name
+
+    # What PEFT trains from the same values takes the same course, and each reads what the other has trained.
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "begun", is_trainable=True)
+    expect_the_same_course(losses[:-1], train_with_peft(model, steps))
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned").eval()
+    with torch.no_grad():
+        assert loss_of(model, 0).item() == pytest.approx(losses[-1], rel=1e-2)
+    train_with_peft(theirs, 10)
+    theirs.save_pretrained(tmp_path / "theirs")
+    with torch.no_grad():
+        assert probe(tmp_path / "model", tmp_path / "again", 0, f"from={tmp_path / 'theirs'}")[-1] == pytest.approx(loss_of(theirs.eval(), 0).item(), rel=1e-2)
+    again, other = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "theirs"))
+    for name, value in other.items():
+        assert value.equal(again[name]), name

@@ -53,6 +53,32 @@ def test_the_result_is_peft_s_folder_and_the_base_stays_as_it_is(work, base):
     assert not (work / "whole" / "adapter_config.json").exists()
 
 
+def test_modules_that_are_saved_go_beside_the_adapters_and_into_the_whole_model(work, base):
+    words = [*LORA, "--steps", "8", "--modules-to-save", "embed_tokens,lm_head,norm"]
+    run(work, *words, "--out", "out", *small("--storage", "store", "--host-memory", "1MiB"))
+    assert json.loads((work / "out" / "adapter_config.json").read_text())["modules_to_save"] == ["embed_tokens", "lm_head", "norm"]
+    weights, beside = load_file(base / "model.safetensors"), load_file(work / "out" / "adapter_model.safetensors")
+    saved = [name for name in weights if name.split(".")[-2].endswith(("embed_tokens", "lm_head", "norm"))]
+    assert len(saved) == 7
+    assert sorted(name for name in beside if "lora_" not in name) == sorted(f"base_model.model.{name}" for name in saved)
+    tuned = loss(work, "--model", "base", "--adapter", "out")
+    # The whole model has them as they were trained, rounded, and the same from the run itself, in memory.
+    run(work, "merge", "--adapter", "out", "--out", "merged")
+    assert loss(work, "--model", "merged") == pytest.approx(tuned, abs=2e-3)
+    merged = load_file(work / "merged" / "model.safetensors")
+    for name in saved:
+        assert merged[name].equal(beside[f"base_model.model.{name}"].bfloat16()) and not merged[name].equal(weights[name])
+    run(work, *words, "--merge", "--out", "whole", *small())
+    assert (work / "whole" / "model.safetensors").read_bytes() == (work / "merged" / "model.safetensors").read_bytes()
+    # They are gone on with, and are a part of what the run is.
+    more = ["train", "--method", "lora", "--model", "base", "--adapter", "out", "--data", "text.txt", "--steps", "4", "--lr", "1e-2", "--lr-scale", "embed_tokens=0", "--out", "more"]
+    run(work, *more, *small())
+    again = load_file(work / "more" / "adapter_model.safetensors")
+    kept = "base_model.model.model.embed_tokens.weight"
+    assert [name for name in again if again[name].equal(beside[name])] == [kept]
+    assert "no module that could be saved is called wte" in refused(work, *changed(words, {"--modules-to-save": "wte,norm"}), "--out", "none", *small())
+
+
 def test_killed_it_is_gone_on_with_to_the_bit(work, base):
     run(work, *LORA, "--steps", "40", "--out", "whole", *small())
     words = [*LORA, "--steps", "40", "--out", "out", *small("--storage", "store", "--host-memory", "1MiB", "--durability", "step", "--log-json", "log.json")]
@@ -174,7 +200,7 @@ def test_foreign_adapters_are_refused_by_file_and_field(work, base):
     eval_ = ["eval", "--model", "base", "--adapter", "out", "--data", "text.txt", *small()]
     path, weights = work / "out" / "adapter_config.json", work / "out" / "adapter_model.safetensors"
     good, tensors = json.loads(path.read_text()), load_file(weights)
-    for change, why in (({"peft_type": "IA3"}, 'is "IA3"'), ({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    for change, why in (({"peft_type": "IA3"}, 'is "IA3"'), ({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "lm_head.weight is missing"),
                         ({"target_modules": 3}, "target_modules"), ({"r": "4"}, "r is"), ({"rank_pattern": {"q_proj": "x"}}, "rank_pattern")):
         path.write_text(json.dumps({**good, **change}))
         line = refused(work, *eval_)

@@ -110,6 +110,59 @@ TEST(AdapterConfig, AnExpressionWithLayersIsWrittenAsModules) {
   EXPECT_EQ(adapters_of(again).size(), adapters_of(spec).size());
 }
 
+std::vector<std::string> trained_beside(const ModelSpec& spec) {
+  std::vector<std::string> names;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (!is_adapter(tensor) && tensor.trainable) names.push_back(tensor.name);
+  return names;
+}
+
+// As PEFT finds them: by the end of a path, be it within a name; and all that is in a module.
+TEST(AdapterConfig, ModulesThatAreSavedAreTrainedAndHaveNoAdapters) {
+  ModelSpec spec = small_llama();
+  add_adapters(spec, {.rank = 4, .saved = {"lm_head", "norm", "1.mlp", "layers.0.self_attn.q_proj"}});
+  EXPECT_THAT(trained_beside(spec),
+              ElementsAre("model.layers.0.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight",
+                          "model.layers.0.post_attention_layernorm.weight", "model.layers.1.mlp.gate_proj.weight",
+                          "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight",
+                          "model.layers.1.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight",
+                          "model.layers.2.input_layernorm.weight", "model.layers.2.post_attention_layernorm.weight",
+                          "lm_head.weight", "model.norm.weight"));
+  EXPECT_EQ(adapters_of(spec).size(), 2U * (3 * 7 - 4));
+  const AdapterConfig read = parse_adapter_config(spec.adapter_config_json, "x");
+  EXPECT_THAT(read.saved, ElementsAre("lm_head", "norm", "1.mlp", "layers.0.self_attn.q_proj"));
+  EXPECT_FALSE(read.ties_saved);
+  // They stay as they are where the base is in another format.
+  const std::vector<std::string> trained = trained_beside(spec);
+  set_base_format(spec, WeightFormat::int8);
+  EXPECT_EQ(trained_beside(spec), trained);
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (!is_adapter(tensor) && tensor.name.ends_with("_proj.weight")) {
+        EXPECT_EQ(tensor.format, tensor.trainable ? WeightFormat::bf16 : WeightFormat::int8) << tensor.name;
+      }
+}
+
+TEST(AdapterConfig, ATiedEmbeddingThatIsSavedStaysTheHead) {
+  for (const char* name : {"wte", "lm_head"}) {
+    ModelSpec spec = gpt2(), again = gpt2();
+    add_adapters(spec, {.rank = 2, .saved = {name}});
+    EXPECT_THAT(trained_beside(spec), ElementsAre("transformer.wte.weight"));
+    EXPECT_EQ(tied_name_beside_base(spec), "base_model.model.lm_head.weight");
+    const AdapterConfig read = parse_adapter_config(spec.adapter_config_json, "x");
+    EXPECT_TRUE(read.ties_saved);
+    EXPECT_EQ(read.saved.back(), "lm_head");
+    add_adapters(again, read);
+    EXPECT_EQ(again.adapter_config_json, spec.adapter_config_json);
+    expect_refusal(io::ErrorKind::usage, {"ensure_weight_tying is false"},
+                   [&] { add_adapters(again, {.rank = 2, .saved = {name}, .ties_saved = false}); });
+  }
+  ModelSpec spec = gpt2();
+  add_adapters(spec, {.rank = 2, .saved = {"ln_f"}, .ties_saved = false});
+  EXPECT_EQ(tied_name_beside_base(spec), "");
+}
+
 TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
   const auto add = [](const std::string& fields) {
     ModelSpec spec = small_llama();
@@ -128,6 +181,8 @@ TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
   expect_unread(R"("rank_pattern": {"q_proj": 1e300})", "there: rank_pattern: q_proj");
   expect_unread(R"("alpha_pattern": {"q_proj": -1})", "there: alpha_pattern: q_proj");
   expect_unread(R"("layers_to_transform": [-1])", "layers_to_transform");
+  expect_unread(R"("modules_to_save": "lm_head")", "modules_to_save is no list");
+  expect_unread(R"("modules_to_save": [""])", "modules_to_save has an entry that is no name");
   const auto expect_unfit = [&](const std::string& modules, std::string_view words) {
     expect_refusal(io::ErrorKind::usage, {words}, [&] { add("\"target_modules\": " + modules); });
   };
@@ -167,6 +222,9 @@ TEST(AdapterConfig, WhatCannotBeIsRefusedWithTheNamesThereAre) {
   expect_refused({.targets = {"proj"}}, "is called proj");  // names are whole
   expect_refused({.targets = {"q_proj"}, .exclude = {"q_proj"}}, "no linear layer is left");
   expect_refused({.layers = {3}}, "0 to 2");
+  expect_refused({.saved = {"lm_head", "wte"}}, "could be saved is called wte: this model has down_proj, embed_tokens");
+  expect_refused({.saved = {"_proj"}}, "is a part of the name model.layers.0.self_attn.q_proj");
+  expect_refused({.saved = {"self_attn", "mlp"}}, "no linear layer is left");
   expect_refused({.rank = 0}, "1 to 4096");
   expect_refused({.rank_pattern = {{"q_proj", 5000}}}, "1 to 4096");
   expect_refused({.alpha = 0}, "above 0");

@@ -1,0 +1,151 @@
+#include "runtime/spec/adapter_config.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/strict_json.h"
+
+namespace tierflow {
+namespace {
+
+std::vector<std::string> names_of(const JsonFields& fields, const char* name, const Json& list) {
+  std::vector<std::string> names;
+  for (const Json& each : list) {
+    if (!each.is_string() || each == "") fields.fail(name, "has an entry that is no name");
+    names.push_back(each.get<std::string>());
+  }
+  return names;
+}
+
+// The names, or the expression, of a field that PEFT allows to be either.
+void read_modules(const JsonFields& fields, const char* name, std::vector<std::string>& names, std::string& pattern) {
+  const Json* found = fields.find(name);
+  if (found == nullptr) return;
+  if (found->is_string()) {
+    if (*found != "all-linear") pattern = found->get<std::string>();
+    return;
+  }
+  if (!found->is_array()) fields.fail(name, "is neither a list of names nor a regular expression");
+  names = names_of(fields, name, *found);
+}
+
+// In the order of the file, where the first that fits counts. value_of: of a key's value.
+template <class Value, class ValueOf>
+void read_pattern(const JsonFields& fields, const nlohmann::ordered_json& in_order, const char* name,
+                  std::vector<std::pair<std::string, Value>>& patterns, ValueOf value_of) {
+  const Json* found = fields.find(name);
+  if (found == nullptr) return;
+  if (!found->is_object()) fields.fail(name, "is no object");
+  const JsonFields values(*found, fields.where() + ": " + name);
+  for (const auto& [expression, value] : in_order[name].items())
+    patterns.emplace_back(expression, value_of(values, expression.c_str()));
+}
+
+// A field that means nothing as long as it is absent, null, false, "none", or empty.
+void refuse(const JsonFields& fields, const char* name) {
+  const Json* found = fields.find(name);
+  if (found != nullptr && *found != false && *found != "none" && !found->empty())
+    fields.fail(name, "asks for a variant of LoRA that cannot be read here");
+}
+
+}  // namespace
+
+std::string adapter_config_json(const AdapterConfig& config, bool transposed) {
+  using Json = nlohmann::ordered_json;  // of patterns the first counts
+  const auto number = [](double value) {
+    return value == std::floor(value) && value < 1e15 ? Json(std::llround(value)) : Json(value);
+  };
+  const auto patterns = [](const auto& all, auto value_of) {
+    Json object = Json::object();
+    for (const auto& [name, value] : all) object.emplace(name, value_of(value));
+    return object;
+  };
+  const auto list = [](const auto& values) { return values.empty() ? Json() : Json(values); };
+  const auto modules = [&](const std::string& pattern, const std::vector<std::string>& names) {
+    return pattern.empty() ? list(names) : Json(pattern);
+  };
+  const Json json{{"peft_type", "LORA"},
+                  {"task_type", "CAUSAL_LM"},
+                  {"base_model_name_or_path", nullptr},
+                  {"inference_mode", true},
+                  {"r", config.rank},
+                  {"lora_alpha", number(config.alpha)},
+                  {"lora_dropout", config.dropout},
+                  {"use_rslora", config.rank_stabilised},
+                  {"use_dora", false},
+                  {"bias", "none"},
+                  {"fan_in_fan_out", transposed},
+                  {"init_lora_weights", true},
+                  {"modules_to_save", list(config.saved)},
+                  {"ensure_weight_tying", config.ties_saved},
+                  {"target_modules", modules(config.target_pattern, config.targets)},
+                  {"exclude_modules", modules(config.exclude_pattern, config.exclude)},
+                  {"layers_to_transform", list(config.layers)},
+                  {"rank_pattern", patterns(config.rank_pattern, [](std::int64_t rank) { return Json(rank); })},
+                  {"alpha_pattern", patterns(config.alpha_pattern, number)}};
+  return json.dump(2) + "\n";
+}
+
+AdapterConfig parse_adapter_config(const std::string& json, const std::string& where) {
+  const Json object = parse_json(json, where);
+  if (!object.is_object())
+    throw Exception(io::Error{.kind = io::ErrorKind::input, .path = where, .detail = "is no JSON object"});
+  const JsonFields fields(object, where);
+  if (const std::string type = fields.text_or("peft_type", ""); type != "LORA")
+    fields.fail("peft_type", fmt::format("is \"{}\"; only \"LORA\" can be read", printable(type)));
+  for (const char* name :
+       {"use_dora", "bias", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices",
+        "use_qalora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "monteclora_config", "arrow_config"})
+    refuse(fields, name);
+  // Of these the first values alone are special; others go with a base that was changed.
+  if (const std::string init =
+          fields.find("init_lora_weights") != nullptr && fields.find("init_lora_weights")->is_string()
+              ? fields.text_or("init_lora_weights", "")
+              : "";
+      !init.empty() && init != "gaussian" && init != "orthogonal" && init != "eva")
+    fields.fail("init_lora_weights",
+                fmt::format("is \"{}\": such adapters belong to a changed base, and cannot be read "
+                            "here; PEFT converts them (path_initial_model_for_weight_conversion)",
+                            printable(init)));
+  AdapterConfig config{.rank = fields.integer_or("r", 8, 1, 4096),
+                       .alpha = fields.number_or("lora_alpha", 8, 0, 1e9),
+                       .rank_stabilised = fields.boolean_or("use_rslora", false),
+                       .dropout = fields.number_or("lora_dropout", 0, 0, 1)};
+  read_modules(fields, "target_modules", config.targets, config.target_pattern);
+  read_modules(fields, "exclude_modules", config.exclude, config.exclude_pattern);
+  if (!(config.alpha > 0)) fields.fail("lora_alpha", "must be above 0");
+  if (config.dropout >= 1) fields.fail("lora_dropout", "must be below 1");
+  const auto in_order = nlohmann::ordered_json::parse(json);
+  read_pattern(fields, in_order, "rank_pattern", config.rank_pattern,
+               [](const JsonFields& values, const char* name) { return values.integer(name, 1, 4096); });
+  read_pattern(fields, in_order, "alpha_pattern", config.alpha_pattern,
+               [](const JsonFields& values, const char* name) { return values.number_or(name, 0, 1e-9, 1e9); });
+  if (const Json* saved = fields.find("modules_to_save"); saved != nullptr) {
+    if (!saved->is_array()) fields.fail("modules_to_save", "is no list of names");
+    config.saved = names_of(fields, "modules_to_save", *saved);
+  }
+  config.ties_saved = fields.boolean_or("ensure_weight_tying", false);
+  if (const Json* layers = fields.find("layers_to_transform"); layers != nullptr) {
+    for (const Json& layer : layers->is_array() ? *layers : Json::array({*layers})) {
+      if (!layer.is_number_integer() || layer < 0 || layer > (1 << 20))
+        fields.fail("layers_to_transform", "has an entry that is no layer's number");
+      config.layers.push_back(layer.get<std::int64_t>());
+    }
+  }
+  return config;
+}
+
+AdapterConfig read_adapter_config(const std::filesystem::path& folder) {
+  constexpr const char* name = "adapter_config.json";
+  std::error_code ignored;
+  if (!std::filesystem::is_directory(folder, ignored))
+    fail_input(folder.string(), "is no folder; give the one that holds adapter_config.json");
+  const std::filesystem::path path = folder / name;
+  return parse_adapter_config(read_text(open_beneath(folder, name), path, 1 << 20), path.string());
+}
+
+}  // namespace tierflow

@@ -1,0 +1,43 @@
+#pragma once
+// What a model's low-rank adapters are (adapters.h), with the names, defaults and rules of PEFT's LoraConfig, and the
+// adapter_config.json of PEFT's folder.
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tierflow {
+
+struct AdapterConfig {
+  std::int64_t rank = 8;
+  double alpha = 8;              // scale = alpha / rank
+  bool rank_stabilised = false;  // scale = alpha / sqrt(rank) (Kalajdzievski, rsLoRA, 2023)
+  double dropout = 0;            // of the adapter's input, in training
+  // Modules: a name fits where the module's path is that name or ends with "." and it. None: every linear layer of the
+  // blocks.
+  std::vector<std::string> targets, exclude;
+  // In their place: a regular expression (ECMAScript) for the whole path.
+  std::string target_pattern, exclude_pattern;
+  std::vector<std::int64_t> layers;  // numbers of blocks; none: all
+  // By regular expression for the path or what follows a "." in it; the first that fits counts.
+  std::vector<std::pair<std::string, std::int64_t>> rank_pattern;
+  std::vector<std::pair<std::string, double>> alpha_pattern;
+  // modules_to_save: modules whose path ends with one of these, whatever stands before, are trained whole; they have no
+  // adapters.
+  std::vector<std::string> saved;
+  // ensure_weight_tying: a tied embedding that is saved stays the head too.
+  bool ties_saved = true;
+
+  bool operator==(const AdapterConfig&) const = default;
+};
+
+// Reads an adapter_config.json of PEFT's. Throws Exception (kind input) naming `where` and the field, for what cannot
+// be read and for variants that there are none of here.
+AdapterConfig parse_adapter_config(const std::string& json, const std::string& where);
+// That of PEFT's folder.
+AdapterConfig read_adapter_config(const std::filesystem::path& folder);
+// The text of one: the keys that mean something here. transposed: weights are [in, out].
+std::string adapter_config_json(const AdapterConfig& config, bool transposed);
+
+}  // namespace tierflow
