@@ -27,14 +27,14 @@ void Linear::add_gradient(const Weights& weights, const Gradients& sums, const a
 
 at::Tensor Linear::input_gradient(const Weights& weights, const at::Tensor& d_y, const at::Tensor& d_low) const {
   at::Tensor d_x = at::mm(d_y, at_position(weights, weight_));
-  adapter_.add_input_gradient(d_x, weights, d_low);
+  adapter_.add_input_gradient(d_x, weights, d_y, d_low);
   return d_x;
 }
 
 void Linear::add_input_gradient(const Weights& weights, at::Tensor& d_x, const at::Tensor& d_y,
                                 const at::Tensor& d_low) const {
   d_x.addmm_(d_y, at_position(weights, weight_));
-  adapter_.add_input_gradient(d_x, weights, d_low);
+  adapter_.add_input_gradient(d_x, weights, d_y, d_low);
 }
 
 }  // namespace tierflow::models

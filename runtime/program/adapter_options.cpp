@@ -133,6 +133,12 @@ void add_adapter_rows(OptionTable& table, TrainOptions& o) {
   table.flag("use-rslora", config.rank_stabilised, "scale by alpha / sqrt(rank)");
   table.number("loraplus-lr-ratio", o.loraplus_lr_ratio, 0, 1e6,
                "the learning rate of B is so many times A's (LoRA+; 1: LoRA)");
+  table.add({.name = "init",
+             .value_name = "default|pissa|pissa_niter_N|olora",
+             .help = "first values: with a product of zero; or factors of the weights, by SVD (whole, or randomised "
+                     "with N iterations) or QR",
+             .set = [&config](const auto& words) { set_adapter_init(config, words.front()); },
+             .get = [&config] { return OrderedJson(adapter_init_name(config)); }});
   table.add({.name = "modules-to-save",
              .value_name = "NAMES",
              .help = "modules that are trained whole beside the adapters: embed_tokens, lm_head, norm, ...",

@@ -76,8 +76,8 @@ ModelSpec training_spec(const TrainOptions& options) {
     throw Exception(io::ErrorKind::usage, fmt::format("--sequence-length {} exceeds the model's {} positions",
                                                       options.sequence_length, spec.config.max_positions));
   if (options.method == "lora") {
-    add_adapters(spec, options.adapter.empty() ? options.lora : read_adapter_config(options.adapter));
     set_base_format(spec, parse_weight_format(options.base_precision));
+    add_adapters(spec, options.adapter.empty() ? options.lora : read_adapter_config(options.adapter));
   } else {
     set_trainable(spec, options.trained);
   }

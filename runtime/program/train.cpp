@@ -156,9 +156,9 @@ class Training {
     if (!options_.config.empty()) return from_config(spec_, options_.seed);
     Model model = load(options_.model);
     if (options_.method == "lora") {
+      model = with_base_format(model, spec_.base_format);
       model = options_.adapter.empty() ? with_adapters(model, options_.lora, options_.seed)
                                        : with_adapters(model, options_.adapter);
-      model = with_base_format(model, spec_.base_format);
     } else {
       model = with_trainable(model, options_.trained);
     }

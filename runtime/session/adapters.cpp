@@ -7,6 +7,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
+#include "runtime/session/adapter_init.h"
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
@@ -92,8 +93,12 @@ Addend addend_of(const UnitSpec& unit, const TensorSpec& weight, bool transposed
   double scale = 1;
   for (const TensorSpec& factor : unit.tensors) {
     if (!is_adapter(factor) || linear_module(factor) != linear_module(weight)) continue;
-    (a.defined() ? b : a) = values(factor);  // A comes before B
-    scale = factor.scale;                    // B's, which comes last
+    const AdapterPart part = adapter_part(factor);
+    if (part == AdapterPart::a) a = values(factor);
+    if (part == AdapterPart::b) b = values(factor);
+    if (part == AdapterPart::b) scale = factor.scale;
+    if (part == AdapterPart::initial_a) a = torch::cat({a, values(factor)}, 0);
+    if (part == AdapterPart::initial_b) b = torch::cat({b, -values(factor)}, 1);
   }
   if (!a.defined()) return {};
   if (transposed) return {.left = a.t().contiguous(), .right = b.t().contiguous(), .scale = scale};
@@ -105,7 +110,7 @@ Addend addend_of(const UnitSpec& unit, const TensorSpec& weight, bool transposed
 void write_merged(const Merge& merge, const AdapterValues& values, const fs::path& folder, const Progress& progress) {
   const torch::NoGradGuard no_grad;
   const ModelSpec& spec = merge.spec;
-  const bool transposed = spec.config.family == Family::gpt2;
+  const bool transposed = has_transposed_weights(spec);
   std::vector<TensorHeader> headers;
   std::uint64_t done = 0, total = 0;
   for (const UnitSpec& unit : spec.units)
@@ -141,9 +146,26 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
   writer.finish(spec.config_json);
 }
 
+// Rows of [b, -b0].
+std::vector<float> beside(const std::vector<float>& b, const std::vector<float>& b0, std::size_t rows) {
+  const std::size_t columns = b.size() / rows;
+  std::vector<float> both;
+  both.reserve(2 * b.size());
+  for (std::size_t at = 0; at < b.size(); at += columns) {
+    both.insert(both.end(), b.begin() + at, b.begin() + at + columns);
+    std::transform(b0.begin() + at, b0.begin() + at + columns, std::back_inserter(both), std::negate<>());
+  }
+  return both;
+}
+
 }  // namespace
 
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed) {
+  if (config.init != AdapterInit::standard) {
+    Model model = adapted(base, config, {});
+    model.weights = adapters_from_base(model.spec(), config, seed, base.weights);
+    return model;
+  }
   return adapted(base, config,
                  [seed, weights = base.weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
                    if (!is_adapter(tensor)) return weights(tensor, first, out);
@@ -173,7 +195,8 @@ void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path
 void write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& folder, const MasterOf& master) {
   struct Tensor {
     TensorHeader header;
-    std::vector<std::pair<int, int>> tiles;  // unit and tensor
+    std::vector<std::pair<int, int>> parts;  // unit and tensor: rows one after the other, or
+    bool columns = false;                    // B and B0
   };
   std::vector<Tensor> tensors;
   for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
@@ -184,7 +207,11 @@ void write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& 
       auto found = std::ranges::find_if(tensors, [&](const Tensor& each) { return each.header.name == name; });
       if (found == tensors.end())
         found = tensors.insert(found, {{.name = name, .dtype = Dtype::f32, .shape = tensor.checkpoint_shape()}, {}});
-      found->tiles.emplace_back(static_cast<int>(unit), static_cast<int>(index));
+      found->parts.emplace_back(static_cast<int>(unit), static_cast<int>(index));
+      const AdapterPart part = adapter_part(tensor);
+      if (part == AdapterPart::initial_a) found->header.shape[0] += tensor.shape[0];
+      if (part == AdapterPart::initial_b) found->header.shape[1] += tensor.shape[1];
+      found->columns = part == AdapterPart::initial_b;
     }
   if (const std::string head = tied_name_beside_base(spec); !head.empty()) {
     const std::string table = name_beside_base(spec.units.front().tensors.front());
@@ -195,12 +222,19 @@ void write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& 
   std::vector<TensorHeader> headers;
   for (const Tensor& tensor : tensors) headers.push_back(tensor.header);
   CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{});
-  for (const Tensor& tensor : tensors)
-    for (const auto& [unit, index] : tensor.tiles) {
-      const std::vector<float> values = master(unit, index);
+  for (const Tensor& tensor : tensors) {
+    std::vector<float> before;  // B, where B0 follows
+    for (const auto& [unit, index] : tensor.parts) {
+      std::vector<float> values = master(unit, index);
+      if (tensor.columns && before.empty()) {
+        before = std::move(values);
+        continue;
+      }
+      if (tensor.columns) values = beside(before, values, static_cast<std::size_t>(tensor.header.shape[0]));
       writer.write(std::as_bytes(std::span(values)));
     }
-  auto config = nlohmann::ordered_json::parse(spec.adapter_config_json);
+  }
+  auto config = nlohmann::ordered_json::parse(adapter_config_beside_base(spec));
   if (!base.empty()) config["base_model_name_or_path"] = base.string();
   writer.finish(config.dump(2) + "\n");
 }

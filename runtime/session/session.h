@@ -55,7 +55,8 @@ Model load(const std::filesystem::path& folder);
 // A model with random weights, those of `tierflow init` with this seed.
 Model from_config(const ModelSpec& spec, std::uint64_t seed);
 // One of these with low-rank adapters (spec/adapters.h), which alone are trained: the base is read and never written.
-// `seed` decides their first values. Throws Exception (kind usage).
+// `seed` decides their first values, unless these come from the base, in the format that it has. Throws Exception (kind
+// usage).
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed);
 // The same with the adapters of PEFT's folder. Throws Exception (kind input) where they are not the model's.
 Model with_adapters(const Model& base, const std::filesystem::path& adapter);

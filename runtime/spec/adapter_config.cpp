@@ -1,9 +1,15 @@
 #include "runtime/spec/adapter_config.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
+#include <array>
+#include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <string_view>
+#include <system_error>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
@@ -11,6 +17,10 @@
 
 namespace tierflow {
 namespace {
+
+constexpr std::array<std::string_view, 3> kInits = {"default", "pissa", "olora"};  // by AdapterInit
+constexpr std::string_view kIterated = "pissa_niter_";
+constexpr std::int64_t kMostIterations = 100;
 
 std::vector<std::string> names_of(const JsonFields& fields, const char* name, const Json& list) {
   std::vector<std::string> names;
@@ -45,6 +55,41 @@ void read_pattern(const JsonFields& fields, const nlohmann::ordered_json& in_ord
     patterns.emplace_back(expression, value_of(values, expression.c_str()));
 }
 
+std::string of_changed_base(const std::string& init) {
+  return fmt::format(
+      "init_lora_weights is \"{}\": such adapters belong to a changed base, and cannot be read here; PEFT converts "
+      "them "
+      "(path_initial_model_for_weight_conversion)",
+      printable(init));
+}
+
+bool set_known_init(AdapterConfig& config, std::string_view name) {
+  if (name.starts_with(kIterated)) {
+    const std::string_view digits = name.substr(kIterated.size());
+    std::int64_t iterations = 0;
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), iterations);
+    if (error != std::errc() || end != digits.data() + digits.size() || iterations < 1 || iterations > kMostIterations)
+      return false;
+    config.init = AdapterInit::pissa;
+    config.pissa_iterations = iterations;
+    return true;
+  }
+  const auto found = std::ranges::find(kInits, name);
+  if (found == kInits.end()) return false;
+  config.init = static_cast<AdapterInit>(found - kInits.begin());
+  config.pissa_iterations = 0;
+  return true;
+}
+
+// Of gaussian, orthogonal and eva the first values alone are special; others go with a base that was changed.
+void read_init(const JsonFields& fields, AdapterConfig& config) {
+  const Json* found = fields.find("init_lora_weights");
+  if (found == nullptr || !found->is_string() || *found == "gaussian" || *found == "orthogonal" || *found == "eva")
+    return;
+  if (!set_known_init(config, found->get<std::string>()))
+    fail_input(fields.where(), of_changed_base(found->get<std::string>()));
+}
+
 // A field that means nothing as long as it is absent, null, false, "none", or empty.
 void refuse(const JsonFields& fields, const char* name) {
   const Json* found = fields.find(name);
@@ -53,6 +98,18 @@ void refuse(const JsonFields& fields, const char* name) {
 }
 
 }  // namespace
+
+std::string adapter_init_name(const AdapterConfig& config) {
+  if (config.pissa_iterations > 0) return fmt::format("{}{}", kIterated, config.pissa_iterations);
+  return std::string(kInits.at(static_cast<std::size_t>(config.init)));
+}
+
+void set_adapter_init(AdapterConfig& config, const std::string& name) {
+  if (!set_known_init(config, name))
+    throw Exception(io::ErrorKind::usage,
+                    fmt::format("adapters begin as {} or {}N, with N from 1 to {}; there is no \"{}\"",
+                                fmt::join(kInits, ", "), kIterated, kMostIterations, printable(name)));
+}
 
 std::string adapter_config_json(const AdapterConfig& config, bool transposed) {
   using Json = nlohmann::ordered_json;  // of patterns the first counts
@@ -68,25 +125,26 @@ std::string adapter_config_json(const AdapterConfig& config, bool transposed) {
   const auto modules = [&](const std::string& pattern, const std::vector<std::string>& names) {
     return pattern.empty() ? list(names) : Json(pattern);
   };
-  const Json json{{"peft_type", "LORA"},
-                  {"task_type", "CAUSAL_LM"},
-                  {"base_model_name_or_path", nullptr},
-                  {"inference_mode", true},
-                  {"r", config.rank},
-                  {"lora_alpha", number(config.alpha)},
-                  {"lora_dropout", config.dropout},
-                  {"use_rslora", config.rank_stabilised},
-                  {"use_dora", false},
-                  {"bias", "none"},
-                  {"fan_in_fan_out", transposed},
-                  {"init_lora_weights", true},
-                  {"modules_to_save", list(config.saved)},
-                  {"ensure_weight_tying", config.ties_saved},
-                  {"target_modules", modules(config.target_pattern, config.targets)},
-                  {"exclude_modules", modules(config.exclude_pattern, config.exclude)},
-                  {"layers_to_transform", list(config.layers)},
-                  {"rank_pattern", patterns(config.rank_pattern, [](std::int64_t rank) { return Json(rank); })},
-                  {"alpha_pattern", patterns(config.alpha_pattern, number)}};
+  const Json json{
+      {"peft_type", "LORA"},
+      {"task_type", "CAUSAL_LM"},
+      {"base_model_name_or_path", nullptr},
+      {"inference_mode", true},
+      {"r", config.rank},
+      {"lora_alpha", number(config.alpha)},
+      {"lora_dropout", config.dropout},
+      {"use_rslora", config.rank_stabilised},
+      {"use_dora", false},
+      {"bias", "none"},
+      {"fan_in_fan_out", transposed},
+      {"init_lora_weights", config.init == AdapterInit::standard ? Json(true) : Json(adapter_init_name(config))},
+      {"modules_to_save", list(config.saved)},
+      {"ensure_weight_tying", config.ties_saved},
+      {"target_modules", modules(config.target_pattern, config.targets)},
+      {"exclude_modules", modules(config.exclude_pattern, config.exclude)},
+      {"layers_to_transform", list(config.layers)},
+      {"rank_pattern", patterns(config.rank_pattern, [](std::int64_t rank) { return Json(rank); })},
+      {"alpha_pattern", patterns(config.alpha_pattern, number)}};
   return json.dump(2) + "\n";
 }
 
@@ -101,20 +159,11 @@ AdapterConfig parse_adapter_config(const std::string& json, const std::string& w
        {"use_dora", "bias", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices",
         "use_qalora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "monteclora_config", "arrow_config"})
     refuse(fields, name);
-  // Of these the first values alone are special; others go with a base that was changed.
-  if (const std::string init =
-          fields.find("init_lora_weights") != nullptr && fields.find("init_lora_weights")->is_string()
-              ? fields.text_or("init_lora_weights", "")
-              : "";
-      !init.empty() && init != "gaussian" && init != "orthogonal" && init != "eva")
-    fields.fail("init_lora_weights",
-                fmt::format("is \"{}\": such adapters belong to a changed base, and cannot be read "
-                            "here; PEFT converts them (path_initial_model_for_weight_conversion)",
-                            printable(init)));
   AdapterConfig config{.rank = fields.integer_or("r", 8, 1, 4096),
                        .alpha = fields.number_or("lora_alpha", 8, 0, 1e9),
                        .rank_stabilised = fields.boolean_or("use_rslora", false),
                        .dropout = fields.number_or("lora_dropout", 0, 0, 1)};
+  read_init(fields, config);
   read_modules(fields, "target_modules", config.targets, config.target_pattern);
   read_modules(fields, "exclude_modules", config.exclude, config.exclude_pattern);
   if (!(config.alpha > 0)) fields.fail("lora_alpha", "must be above 0");
@@ -145,7 +194,21 @@ AdapterConfig read_adapter_config(const std::filesystem::path& folder) {
   if (!std::filesystem::is_directory(folder, ignored))
     fail_input(folder.string(), "is no folder; give the one that holds adapter_config.json");
   const std::filesystem::path path = folder / name;
-  return parse_adapter_config(read_text(open_beneath(folder, name), path, 1 << 20), path.string());
+  const AdapterConfig config =
+      parse_adapter_config(read_text(open_beneath(folder, name), path, 1 << 20), path.string());
+  if (config.init != AdapterInit::standard) fail_input(path.string(), of_changed_base(adapter_init_name(config)));
+  return config;
+}
+
+AdapterConfig joined_with_first(AdapterConfig config) {
+  if (config.init == AdapterInit::standard) return config;
+  set_adapter_init(config, "default");
+  const double more = config.rank_stabilised ? std::sqrt(2.0) : 2;  // what keeps alpha / rank, or alpha / sqrt(rank)
+  config.rank *= 2;
+  config.alpha *= more;
+  for (auto& [name, rank] : config.rank_pattern) rank *= 2;
+  for (auto& [name, alpha] : config.alpha_pattern) alpha *= more;
+  return config;
 }
 
 }  // namespace tierflow

@@ -9,6 +9,12 @@
 
 namespace tierflow {
 
+// First values of adapters. standard: the product is zero. The others are of the weight beside which they stand, and y
+// = W x + scale * (B(A(x)) - B0(A0(x))) with frozen first values A0 and B0: the same as adapters of a base W - scale *
+// B0 A0, which need not be written. pissa: its largest singular values. olora: the first rows and columns of its QR
+// decomposition.
+enum class AdapterInit : std::uint8_t { standard, pissa, olora };
+
 struct AdapterConfig {
   std::int64_t rank = 8;
   double alpha = 8;              // scale = alpha / rank
@@ -23,6 +29,8 @@ struct AdapterConfig {
   // By regular expression for the path or what follows a "." in it; the first that fits counts.
   std::vector<std::pair<std::string, std::int64_t>> rank_pattern;
   std::vector<std::pair<std::string, double>> alpha_pattern;
+  AdapterInit init = AdapterInit::standard;
+  std::int64_t pissa_iterations = 0;  // of a randomised decomposition; 0: the whole one
   // modules_to_save: modules whose path ends with one of these, whatever stands before, are trained whole; they have no
   // adapters.
   std::vector<std::string> saved;
@@ -32,11 +40,19 @@ struct AdapterConfig {
   bool operator==(const AdapterConfig&) const = default;
 };
 
+// What `init` and what belongs to it are called: "default", "pissa", "pissa_niter_N" or "olora".
+std::string adapter_init_name(const AdapterConfig& config);
+// The other way. Throws Exception (kind usage) with these names.
+void set_adapter_init(AdapterConfig& config, const std::string& name);
+
 // Reads an adapter_config.json of PEFT's. Throws Exception (kind input) naming `where` and the field, for what cannot
 // be read and for variants that there are none of here.
 AdapterConfig parse_adapter_config(const std::string& json, const std::string& where);
-// That of PEFT's folder.
+// That of PEFT's folder. Adapters of a changed base are refused, as that base is not there.
 AdapterConfig read_adapter_config(const std::filesystem::path& folder);
+// Of a folder that holds adapters and their first values together, as adapters of twice the rank and the same scale
+// beside an unchanged base (PEFT's path_initial_model_for_weight_conversion). Others stay as they are.
+AdapterConfig joined_with_first(AdapterConfig config);
 // The text of one: the keys that mean something here. transposed: weights are [in, out].
 std::string adapter_config_json(const AdapterConfig& config, bool transposed);
 

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <map>
 #include <optional>
@@ -17,7 +18,10 @@ namespace tierflow {
 namespace {
 
 constexpr std::string_view kWeight = ".weight", kPrefix = "base_model.model.", kHead = "lm_head";
-constexpr std::string_view kA = ".lora_A.weight", kB = ".lora_B.weight";
+constexpr std::string_view kA = ".lora_A.weight", kB = ".lora_B.weight", kA0 = ".lora_A0.weight",
+                           kB0 = ".lora_B0.weight";
+// By AdapterPart, but for none.
+constexpr std::array<std::string_view, 4> kParts = {kA, kB, kA0, kB0};
 
 [[noreturn]] void fail_usage(const std::string& detail) {
   throw Exception(io::ErrorKind::usage, detail);
@@ -132,8 +136,11 @@ class Saved {
 };
 
 void check(const AdapterConfig& config) {
-  const auto check_rank = [](std::int64_t rank) {
-    if (rank < 1 || rank > 4096) fail_usage(fmt::format("the rank of an adapter is {}; it must be 1 to 4096", rank));
+  // With their first values they are written as adapters of twice the rank.
+  const std::int64_t most = config.init == AdapterInit::standard ? 4096 : 2048;
+  const auto check_rank = [&](std::int64_t rank) {
+    if (rank < 1 || rank > most)
+      fail_usage(fmt::format("the rank of an adapter is {}; it must be 1 to {}", rank, most));
   };
   const auto check_alpha = [](double alpha) {
     if (!(alpha > 0) || !std::isfinite(alpha))
@@ -153,6 +160,10 @@ void set_base_format(ModelSpec& spec, WeightFormat format) {
   spec.base_format = format;
   if (format == WeightFormat::bf16) return;
   const bool adapted = !spec.adapter_config_json.empty();
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (adapter_part(tensor) == AdapterPart::initial_a)
+        fail_usage("adapters that begin with factors of the base are added when its format is known, not before");
   for (const StageSpec& stage : spec.stages) {
     if (stage.block < 0) continue;
     for (TensorSpec& tensor : spec.units[static_cast<std::size_t>(stage.units.front())].tensors) {
@@ -165,16 +176,25 @@ void set_base_format(ModelSpec& spec, WeightFormat format) {
   }
 }
 
+AdapterPart adapter_part(const TensorSpec& tensor) {
+  for (std::size_t i = 0; i < kParts.size(); ++i)
+    if (tensor.name.ends_with(kParts.at(i))) return static_cast<AdapterPart>(i + 1);
+  return AdapterPart::none;
+}
+
 bool is_adapter(const TensorSpec& tensor) {
-  return tensor.name.ends_with(kA) || tensor.name.ends_with(kB);
+  return adapter_part(tensor) != AdapterPart::none;
+}
+
+bool has_transposed_weights(const ModelSpec& spec) {
+  return spec.config.family == Family::gpt2;  // Conv1D
 }
 
 std::string linear_module(const TensorSpec& tensor) {
   std::string_view name = tensor.name;
   if (is_adapter(tensor)) {
     name.remove_prefix(kPrefix.size());
-    name.remove_suffix(kA.size());
-    return std::string(name);
+    return std::string(name.substr(0, name.rfind(".lora_")));
   }
   if (tensor.shape.size() != 2 || !name.ends_with(kWeight) || tensor.part != Part::plain) return {};
   name.remove_suffix(kWeight.size());
@@ -182,7 +202,10 @@ std::string linear_module(const TensorSpec& tensor) {
 }
 
 std::string name_beside_base(const TensorSpec& tensor) {
-  if (is_adapter(tensor)) return tensor.name;
+  const AdapterPart part = adapter_part(tensor);
+  if (part == AdapterPart::initial_a) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kA);
+  if (part == AdapterPart::initial_b) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kB);
+  if (part != AdapterPart::none) return tensor.name;
   return tensor.trainable ? std::string(kPrefix) + tensor.name : "";
 }
 
@@ -191,11 +214,16 @@ std::string tied_name_beside_base(const ModelSpec& spec) {
   return trained ? fmt::format("{}{}{}", kPrefix, kHead, kWeight) : "";
 }
 
+std::string adapter_config_beside_base(const ModelSpec& spec) {
+  return adapter_config_json(joined_with_first(parse_adapter_config(spec.adapter_config_json, "the model's adapters")),
+                             has_transposed_weights(spec));
+}
+
 void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   check(config);
   Choice choice(config);
   Saved saved(spec, config.saved);
-  const bool transposed = spec.config.family == Family::gpt2;  // Conv1D: [in, out]
+  const bool transposed = has_transposed_weights(spec);
   std::set<std::string> names;
   std::set<std::string> unused(config.targets.begin(), config.targets.end());
   AdapterConfig written = config;
@@ -217,6 +245,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
       }
       const bool wanted = !module.empty() && choice.wants(module, block->second);
       tensor.trainable = saved.wants(tensor, wanted);
+      if (tensor.trainable) tensor.format = WeightFormat::bf16;
       if (tensor.trainable && saved.is_tied_table(tensor)) written.ties_saved = true;
       if (!wanted || tensor.trainable) continue;
       const std::int64_t in = tensor.shape[transposed ? 0 : 1], out = tensor.shape[transposed ? 1 : 0];
@@ -224,17 +253,20 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
       const double alpha = choice.alpha(module);
       const auto wide = static_cast<double>(rank);
       const std::string role = without_weight(tensor.role);
-      unit.tensors.push_back({.name = fmt::format("{}{}{}", kPrefix, module, kA),
-                              .role = fmt::format("{}{}", role, kA),
-                              .shape = {rank, in},
-                              .init = Init::uniform,
-                              .init_std = 1 / std::sqrt(3.0 * static_cast<double>(in))});
-      unit.tensors.push_back({.name = fmt::format("{}{}{}", kPrefix, module, kB),
-                              .role = fmt::format("{}{}", role, kB),
-                              .shape = {out, rank},
-                              .init = Init::zeros,
-                              .init_std = 0,
-                              .scale = alpha / (config.rank_stabilised ? std::sqrt(wide) : wide)});
+      const auto add = [&](std::string_view part, std::vector<std::int64_t> shape) -> TensorSpec& {
+        return unit.tensors.emplace_back(TensorSpec{.name = fmt::format("{}{}{}", kPrefix, module, part),
+                                                    .role = fmt::format("{}{}", role, part),
+                                                    .shape = std::move(shape),
+                                                    .init = Init::zeros});
+      };
+      TensorSpec& a = add(kA, {rank, in});
+      a.init = Init::uniform;
+      a.init_std = 1 / std::sqrt(3.0 * static_cast<double>(in));
+      add(kB, {out, rank}).scale = alpha / (config.rank_stabilised ? std::sqrt(wide) : wide);
+      if (config.init != AdapterInit::standard) {
+        add(kA0, {rank, in}).trainable = false;
+        add(kB0, {out, rank}).trainable = false;
+      }
       modules.push_back(module);
     }
   }

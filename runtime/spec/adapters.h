@@ -10,27 +10,37 @@
 
 namespace tierflow {
 
-// An adapter beside each linear layer that `config` names: A uniform in +-1/sqrt(in), B zero. The modules that it saves
+// An adapter beside each linear layer that `config` names: A uniform in +-1/sqrt(in), B zero, unless their first values
+// come from the base; then these stand beside them, frozen. The modules that it saves
 // are trained, everything else is frozen. Throws Exception (kind usage) for numbers out of range, for a name that fits
 // nothing, with the names there are, and for modules that cannot be saved.
 void add_adapters(ModelSpec& spec, const AdapterConfig& config);
 
 // Stores the weights of the linear layers of blocks in `format`; they are frozen then. Not those that add_adapters()
-// made trained.
+// made trained. Adapters that begin with the base's factors are added after it: Exception (kind usage).
 void set_base_format(ModelSpec& spec, WeightFormat format);
 
 // The module that a tensor belongs to, as transformers names it, if the tensor is a linear layer's weight in a block;
 // else empty. Of an adapter's tensor: its layer's.
 std::string linear_module(const TensorSpec& tensor);
 
+// Whether linear layers have [in, out].
+bool has_transposed_weights(const ModelSpec& spec);
+
+// What a tensor is to an adapter: y = W x + scale * (b(a(x)) - initial_b(initial_a(x))).
+enum class AdapterPart : std::uint8_t { none, a, b, initial_a, initial_b };
+AdapterPart adapter_part(const TensorSpec& tensor);
 bool is_adapter(const TensorSpec& tensor);
 
 // The name of a tensor in PEFT's folder, if it is of a model with adapters and belongs there: adapters, and the tensors
-// of modules that are trained whole. Else empty.
+// of modules that are trained whole. Else empty. First values have the name of the factor that they are a part of:
+// A stands above A0, B left of -B0.
 std::string name_beside_base(const TensorSpec& tensor);
 
 // The name of the head there, of a model whose tied embedding is trained beside adapters: PEFT writes it a second time.
 // Else empty.
 std::string tied_name_beside_base(const ModelSpec& spec);
+// The configuration there.
+std::string adapter_config_beside_base(const ModelSpec& spec);
 
 }  // namespace tierflow

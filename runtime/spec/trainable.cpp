@@ -94,10 +94,10 @@ void set_trainable_again(ModelSpec& spec, const std::string& json) {
 }
 
 void train_as(ModelSpec& spec, const ModelSpec& like) {
+  if (like.base_format != WeightFormat::bf16) set_base_format(spec, like.base_format);
   if (!like.adapter_config_json.empty())
     add_adapters(spec, parse_adapter_config(like.adapter_config_json, "the model's adapters"));
   if (!like.trainable_json.empty()) set_trainable_again(spec, like.trainable_json);
-  if (like.base_format != WeightFormat::bf16) set_base_format(spec, like.base_format);
 }
 
 void set_learning_rates(ModelSpec& spec, const std::vector<std::pair<std::string, double>>& by_pattern) {

@@ -133,3 +133,39 @@ def test_modules_that_are_saved_are_those_of_peft(family, saved, tied, tmp_path)
     again, other = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "theirs"))
     for name, value in other.items():
         assert value.equal(again[name]), name
+
+
+@pytest.mark.parametrize("family, init", [("llama", "pissa"), ("qwen3", "olora"), ("gpt2", "pissa_niter_40"), ("opt", "olora")])
+def test_first_values_from_the_base_are_those_of_peft(family, init, tmp_path):
+    make_base(family, tmp_path / "model")
+    steps = 30
+    begun = probe(tmp_path / "model", tmp_path / "begun", 0, f"init={init}")
+    losses = probe(tmp_path / "model", tmp_path / "tuned", steps, f"init={init}")
+    # The model begins as it is, in every bit that the loss shows.
+    standard = probe(tmp_path / "model", tmp_path / "standard", 1)
+    assert losses[0] == standard[0] and begun[-1] == probe(tmp_path / "model", tmp_path / "unchanged", 0)[-1]
+
+    # What is written is an ordinary adapter of twice the rank: the present factors and, with a minus, the first ones.
+    config = json.loads((tmp_path / "tuned" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["init_lora_weights"]) == (8, 16, True)
+    first, tuned = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("begun", "tuned"))
+    for name, value in first.items():
+        there = tuned[name]
+        if "lora_A" in name:
+            assert value[:4].equal(value[4:]) and there[4:].equal(value[4:]) and not there[:4].equal(value[:4])
+        else:
+            assert value[:, :4].equal(-value[:, 4:]) and there[:, 4:].equal(value[:, 4:])
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned").eval()
+    with torch.no_grad():
+        assert loss_of(model, 0).item() == pytest.approx(losses[-1], rel=1e-2)
+    assert probe(tmp_path / "model", tmp_path / "again", 0, f"from={tmp_path / 'tuned'}")[-1] == pytest.approx(losses[-1], rel=1e-2)
+
+    # PEFT's own first values of the same base, with the whole decomposition: the same product up to rounding to bf16, and the same course.
+    theirs = peft.get_peft_model(plain(tmp_path / "model"), peft.LoraConfig(r=4, lora_alpha=8, target_modules=config["target_modules"], fan_in_fan_out=family == "gpt2", init_lora_weights=init.split("_")[0]))
+    values = dict(theirs.named_parameters())
+    for name, a in first.items():
+        if "lora_A" in name:
+            a0, b0 = values[name.replace("weight", "default.weight")], values[name.replace("lora_A", "lora_B").replace("weight", "default.weight")]
+            product, other = first[name.replace("lora_A", "lora_B")][:, :4] @ a[:4], b0 @ a0
+            assert (product - other).norm() < 2e-2 * other.norm(), name
+    expect_the_same_course(losses[:-1], train_with_peft(theirs, steps))

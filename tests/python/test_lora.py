@@ -79,6 +79,44 @@ def test_modules_that_are_saved_go_beside_the_adapters_and_into_the_whole_model(
     assert "no module that could be saved is called wte" in refused(work, *changed(words, {"--modules-to-save": "wte,norm"}), "--out", "none", *small())
 
 
+@pytest.mark.parametrize("init, precision", [("pissa", "bf16"), ("olora", "nf4")])
+def test_first_values_from_the_base_are_written_as_an_ordinary_adapter(work, base, init, precision):
+    before = files(base)
+    words = [*LORA, "--init", init, "--base-precision", precision, "--use-rslora", "--lr-schedule", "constant"]
+    run(work, *words, "--steps", "30", "--out", "whole", *small())
+    config = json.loads((work / "whole" / "adapter_config.json").read_text())
+    assert config["r"] == 8 and config["lora_alpha"] == pytest.approx(8 * 2**0.5) and config["init_lora_weights"] is True and config["use_rslora"]
+    tuned = loss(work, "--model", "base", "--adapter", "whole", "--base-precision", precision)
+    assert tuned < loss(work, "--model", "base", "--base-precision", precision) - 0.05 and files(base) == before
+    # Stopped, exported from the store and gone on with, streamed: the same bits. Another beginning is another run.
+    stored = [*words, "--steps", "30", "--out", "out", *small("--storage", "store", "--host-memory", "1MiB", "--durability", "step", "--log-json", "log.json")]
+    training = start(work, *stored, delay_ms=10)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of_whole_lines(work / "log.json")) > 3)
+    training.send_signal(signal.SIGINT)
+    assert "is committed" in training.communicate()[1]
+    step = len(steps_of(work / "log.json"))
+    run(work, "export", "--storage", "store", "--out", "exported")
+    run(work, *words, "--steps", str(step), "--out", "then", *small())
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        there, here = ((work / folder / name).read_text(errors="replace").replace(str(base), "") for folder in ("exported", "then"))
+        assert there.replace("null", '""') == here.replace("null", '""')
+    assert "its adapter is not this one's" in the_error(run(work, *changed(stored, {"--init": "pissa_niter_4"}), ok=False).stderr)
+    assert "resumed after step" in run(work, *stored).stderr
+    assert (work / "out" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
+    # Added to the model by either way.
+    run(work, "merge", "--adapter", "whole", "--out", "merged")
+    run(work, *words, "--steps", "30", "--merge", "--out", "added", *small())
+    merged, added, plain = (load_file(work / folder / "model.safetensors") for folder in ("merged", "added", "base"))
+    for name, value in merged.items():
+        assert (value.float() - added[name].float()).abs().max() <= 2e-2 * value.float().abs().max(), name
+        assert value.equal(plain[name]) == ("_proj" not in name), name
+    # PEFT's own folder of the kind belongs to another base.
+    path = work / "whole" / "adapter_config.json"
+    path.write_text(json.dumps({**config, "init_lora_weights": init}))
+    assert "belong to a changed base" in refused(work, "eval", "--model", "base", "--adapter", "whole", "--data", "text.txt", *small())
+    assert "there is no \"pizza\"" in refused(work, *changed(words, {"--init": "pizza"}), "--out", "none", *small())
+
+
 def test_killed_it_is_gone_on_with_to_the_bit(work, base):
     run(work, *LORA, "--steps", "40", "--out", "whole", *small())
     words = [*LORA, "--steps", "40", "--out", "out", *small("--storage", "store", "--host-memory", "1MiB", "--durability", "step", "--log-json", "log.json")]

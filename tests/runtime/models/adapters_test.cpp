@@ -34,16 +34,19 @@ Found find(const ModelSpec& spec, const std::string& name) {
   return {};
 }
 
-// The base model with each adapter merged: W + scale B A, transposed where weights are [in, out].
+// The base model with each adapter merged: W + scale B A, less that of its first values, transposed where weights are
+// [in, out].
 ResidentModel merged(const Case& which, const ResidentModel& from, const Tiling& tiling) {
   ResidentModel base(parse_model_spec(which.json, which.name, tiling), torch::kDouble);
   const bool transposed = base.spec().config.family == Family::gpt2;
   for (std::size_t u = 0; u < base.units.size(); ++u)
     for (std::size_t t = 0; t < base.units[u].size(); ++t) base.units[u][t] = from.units[u][t].clone();
+  double scale = 1;
   for (std::size_t u = 0; u < base.units.size(); ++u)
     for (std::size_t t = base.units[u].size(); t + 1 < from.units[u].size(); t += 2) {
       const TensorSpec& b = from.spec().units[u].tensors[t + 1];
-      const torch::Tensor product = b.scale * torch::mm(from.units[u][t + 1], from.units[u][t]);
+      scale = adapter_part(b) == AdapterPart::b ? b.scale : -scale;
+      const torch::Tensor product = scale * torch::mm(from.units[u][t + 1], from.units[u][t]);
       const Found weight = find(base.spec(), linear_module(b) + ".weight");
       base.units[weight.unit][weight.tensor] += transposed ? product.t() : product;
     }
@@ -53,8 +56,9 @@ ResidentModel merged(const Case& which, const ResidentModel& from, const Tiling&
 class Adapters : public EveryModel {};
 
 TEST_P(Adapters, AreTheModelOfMergedWeights) {
-  for (const Tiling& tiling : {Tiling{}, kTiled}) {
-    const ModelSpec spec = adapted(GetParam(), {.rank = 3, .alpha = 6}, tiling);
+  for (const auto& [tiling, init] :
+       {std::pair{Tiling{}, AdapterInit::standard}, {kTiled, AdapterInit::standard}, {Tiling{}, AdapterInit::pissa}}) {
+    const ModelSpec spec = adapted(GetParam(), {.rank = 3, .alpha = 6, .init = init}, tiling);
     ResidentModel model = adapted_model(spec, torch::kDouble);
     ResidentModel whole = merged(GetParam(), model, tiling);
     const bool transposed = spec.config.family == Family::gpt2;
@@ -65,6 +69,7 @@ TEST_P(Adapters, AreTheModelOfMergedWeights) {
     for (std::size_t u = 0; u < whole.units.size(); ++u)
       for (std::size_t t = whole.units[u].size(); t < model.units[u].size(); t += 2) {
         const TensorSpec& b = spec.units[u].tensors[t + 1];
+        if (adapter_part(b) == AdapterPart::initial_b) continue;
         ASSERT_EQ(b.scale, 2.0);
         const Found weight = find(whole.spec(), linear_module(b) + ".weight");
         torch::Tensor d_weight = whole.gradients[weight.unit][weight.tensor];
@@ -91,6 +96,23 @@ TEST_P(Adapters, BeginAsTheBaseModel) {
   ResidentModel base = merged(GetParam(), model, {});
   const MicroBatch tokens = batch(2, 24);
   EXPECT_EQ(model.forward_backward(tokens, 1.0), base.forward_backward(tokens, 1.0));
+}
+
+// Whatever the first values are, until they change: in bf16 too.
+TEST_P(Adapters, BeginAsTheBaseModelWithTheirFirstValues) {
+  const MicroBatch tokens = batch(2, 24);
+  for (const auto type : {torch::kDouble, torch::kBFloat16}) {
+    ResidentModel model = adapted_model(adapted(GetParam(), {.rank = 3, .alpha = 6, .init = AdapterInit::olora}), type);
+    ResidentModel base(parse_model_spec(GetParam().json, GetParam().name), type);
+    for (std::size_t u = 0; u < model.units.size(); ++u)
+      for (std::size_t t = 0; t < model.units[u].size(); ++t) {
+        const AdapterPart part = adapter_part(model.spec().units[u].tensors[t]);
+        if (part == AdapterPart::none) base.units[u][t] = model.units[u][t].clone();
+        if (part == AdapterPart::initial_a || part == AdapterPart::initial_b)
+          model.units[u][t].copy_(model.units[u][t - 2]);
+      }
+    EXPECT_EQ(model.forward_backward(tokens, 1.0), base.forward_backward(tokens, 1.0));
+  }
 }
 
 // What is kept changes no bit, in bf16.

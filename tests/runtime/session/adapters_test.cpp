@@ -104,27 +104,32 @@ TEST_P(SessionAdapters, DropoutIsTheSameStreamed) {
 // A base in another format is a base of bf16 weights with the values that the format leaves of them: to the bit, in
 // memory and from storage, gone on with or not.
 TEST_P(SessionAdapters, ABaseInAnotherFormatHasItsValues) {
-  const WeightSource weights = initial(11);
-  for (const WeightFormat format : {WeightFormat::int8, WeightFormat::nf4, WeightFormat::nf4_double}) {
+  const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
+  for (const auto& [format, init] : {std::pair{WeightFormat::int8, "default"},
+                                     {WeightFormat::nf4, "default"},
+                                     {WeightFormat::nf4_double, "olora"}}) {
     SCOPED_TRACE(weight_format_name(format));
-    const Model stored = with_base_format(adapted(GetParam()), format);
+    AdapterConfig config{.rank = 4, .alpha = 8, .exclude = {"shared_expert_gate"}};  // one output: rank 1
+    set_adapter_init(config, init);
+    const Model base = with_base_format(plain, format);
+    const Model stored = with_adapters(base, config, 5);
     const auto format_of = [&](const std::string& name) {
-      for (const UnitSpec& unit : stored.spec().units)
+      for (const UnitSpec& unit : base.spec().units)
         for (const TensorSpec& tensor : unit.tensors)
           if (tensor.name == name) return tensor.format;
       return WeightFormat::bf16;
     };
-    Model dense = adapted(GetParam());
-    dense.weights = [&, from = dense.weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-      if (format_of(tensor.name) == WeightFormat::bf16) return from(tensor, first, out);
-      std::vector<float> values(static_cast<std::size_t>(tensor.elements()));
-      from(tensor, 0, values);
-      Quantiser quantiser(format, tensor.shape);
-      quantiser.add(values);
-      std::vector<std::uint16_t> words(out.size());
-      dequantise(format, tensor.shape, quantiser.finish(), first, words);
-      std::ranges::transform(words, out.begin(), optim::float_from_bf16);
-    };
+    const Model values{plain.layers, [&](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+                         if (format_of(tensor.name) == WeightFormat::bf16) return plain.weights(tensor, first, out);
+                         std::vector<float> all(static_cast<std::size_t>(tensor.elements()));
+                         plain.weights(tensor, 0, all);
+                         Quantiser quantiser(format, tensor.shape);
+                         quantiser.add(all);
+                         std::vector<std::uint16_t> words(out.size());
+                         dequantise(format, tensor.shape, quantiser.finish(), first, words);
+                         std::ranges::transform(words, out.begin(), optim::float_from_bf16);
+                       }};
+    const Model dense = with_adapters(values, config, 5);
     const auto run_of = [&](const Model& model, SessionOptions options, bool interrupted = false) {
       Steps run;
       for (const std::int64_t up_to :
@@ -181,6 +186,53 @@ TEST_P(SessionAdapters, ModulesThatAreSavedStreamAsTheyAreResident) {
     EXPECT_EQ(found.losses, expected.losses);
     EXPECT_TRUE(found.masters == expected.masters);
   }
+}
+
+// Adapters that begin with factors of the base: the model begins as it is, bit for bit, and trains with the same bits
+// streamed, gone on with, and beside a base that has the values of a format in bf16.
+TEST_P(SessionAdapters, FirstValuesFromTheBaseAreTheSameStreamed) {
+  const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
+  for (const auto& [init, format] :
+       {std::pair{"pissa", WeightFormat::bf16}, {"olora", WeightFormat::nf4}, {"pissa_niter_2", WeightFormat::int8}}) {
+    SCOPED_TRACE(init);
+    AdapterConfig config{.rank = 4, .alpha = 8, .exclude = {"shared_expert_gate"}};  // one output: rank 1
+    set_adapter_init(config, init);
+    const Model base = with_base_format(plain, format);
+    const Model model = with_adapters(base, config, 5);
+    const auto run_of = [&](SessionOptions options, const std::vector<std::int64_t>& stops) {
+      Steps run;
+      for (const std::int64_t up_to : stops) {
+        Session session(model, options, {.weight_decay = 0.1});
+        if (session.steps() == 0) {
+          Session before(base, resident(2));
+          EXPECT_EQ(session.evaluate(batches(2, 0)), before.evaluate(batches(2, 0)));
+        }
+        const std::vector<std::vector<float>> first = masters_of(session);
+        train(session, options, up_to, run);
+        std::size_t i = 0;
+        for (const UnitSpec& unit : session.model().spec().units)
+          for (const TensorSpec& tensor : unit.tensors) {
+            EXPECT_EQ(run.masters[i] == first[i], !tensor.trainable) << tensor.name;
+            if (adapter_part(tensor) == AdapterPart::initial_b && !options.resume) {
+              EXPECT_TRUE(first[i] == first[i - 2]) << tensor.name;
+              EXPECT_GT(std::ranges::max(first[i]), 0) << tensor.name;
+            }
+            ++i;
+          }
+        if (up_to == kSteps) session.discard();
+        options.resume = true;
+      }
+      return run;
+    };
+    const Steps expected = run_of(resident(2), {kSteps});
+    SessionOptions options = small(true);
+    options.commit_every = 1;
+    const Steps found = run_of(options, {2, kSteps});
+    EXPECT_EQ(found.losses, expected.losses);
+    EXPECT_TRUE(found.masters == expected.masters);
+  }
+  expect_refusal(io::ErrorKind::usage, {"of rank 40 cannot begin with factors of", "smaller side is"},
+                 [&] { with_adapters(plain, {.rank = 40, .init = AdapterInit::olora}, 5); });
 }
 
 // What is frozen stays as it is, and is neither read for an update nor written; the rest has the same bits streamed.

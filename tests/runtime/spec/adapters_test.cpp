@@ -78,6 +78,45 @@ TEST(AdapterConfig, WeightsThatAreTransposedKeepTheAdaptersShapes) {
   EXPECT_THAT(adapters[1]->shape, ElementsAre(96, 2));
 }
 
+// First values stand beside the adapters, frozen; what is written joins both, with the scale there was.
+TEST(AdapterConfig, AdaptersWithFirstValuesAreWrittenAsThoseOfTwiceTheRank) {
+  for (const bool stabilised : {false, true}) {
+    const AdapterConfig config{.rank = 4,
+                               .alpha = 3,
+                               .rank_stabilised = stabilised,
+                               .rank_pattern = {{"q_proj", 6}},
+                               .alpha_pattern = {{"v_proj", 5}},
+                               .init = AdapterInit::pissa,
+                               .pissa_iterations = stabilised ? 4 : 0};
+    ModelSpec spec = small_llama(), written = small_llama(), again = small_llama();
+    add_adapters(spec, config);
+    add_adapters(written, parse_adapter_config(adapter_config_beside_base(spec), "x"));
+    const auto both = adapters_of(spec), joined = adapters_of(written);
+    ASSERT_EQ(both.size(), 2 * joined.size());
+    for (std::size_t i = 0; i < joined.size(); i += 2) {
+      const auto *const a = both[2 * i], *const b = both[2 * i + 1], *const a0 = both[2 * i + 2];
+      EXPECT_TRUE(a->trainable && b->trainable && !a0->trainable && !both[2 * i + 3]->trainable);
+      EXPECT_EQ(a0->shape, a->shape);
+      EXPECT_EQ(linear_module(*a0), linear_module(*a));
+      EXPECT_EQ(name_beside_base(*a0), joined[i]->name);
+      EXPECT_EQ(name_beside_base(*both[2 * i + 3]), joined[i + 1]->name);
+      EXPECT_EQ(joined[i]->shape[0], 2 * a->shape[0]) << a->name;
+      EXPECT_DOUBLE_EQ(joined[i + 1]->scale, b->scale) << b->name;
+    }
+    const AdapterConfig read = parse_adapter_config(spec.adapter_config_json, "x");
+    EXPECT_EQ(read.init, AdapterInit::pissa);
+    EXPECT_EQ(read.pissa_iterations, config.pissa_iterations);
+    add_adapters(again, read);
+    EXPECT_EQ(again.adapter_config_json, spec.adapter_config_json);
+    expect_refusal(io::ErrorKind::usage, {"when its format is known"},
+                   [&] { set_base_format(spec, WeightFormat::nf4); });
+    set_base_format(again = small_llama(), WeightFormat::nf4);
+    add_adapters(again, config);
+    EXPECT_EQ(again.units[1].tensors[0].format, WeightFormat::nf4);
+  }
+  EXPECT_EQ(joined_with_first({.rank = 3}), AdapterConfig{.rank = 3});
+}
+
 // Of patterns that fit one layer the first counts, there and back.
 TEST(AdapterConfig, PatternsKeepTheirOrder) {
   const AdapterConfig config{.rank_pattern = {{"q_proj", 8}, {".*proj", 4}, {"q_proj", 2}},
@@ -172,7 +211,7 @@ TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
   const auto expect_unread = [&](const std::string& fields, std::string_view words) {
     expect_refusal(io::ErrorKind::input, {words}, [&] { add(fields); });
   };
-  expect_unread(R"("init_lora_weights": "pissa")", "there: init_lora_weights is \"pissa\"");
+  expect_unread(R"("init_lora_weights": "pissa_niter_0")", "there: init_lora_weights is \"pissa_niter_0\"");
   expect_unread(R"("init_lora_weights": "loftq")", "belong to a changed base");
   expect_unread(R"("alora_invocation_tokens": [1, 2])", "alora_invocation_tokens");
   expect_unread(R"("lora_alpha": 0)", "there: lora_alpha");
@@ -226,6 +265,7 @@ TEST(AdapterConfig, WhatCannotBeIsRefusedWithTheNamesThereAre) {
   expect_refused({.saved = {"_proj"}}, "is a part of the name model.layers.0.self_attn.q_proj");
   expect_refused({.saved = {"self_attn", "mlp"}}, "no linear layer is left");
   expect_refused({.rank = 0}, "1 to 4096");
+  expect_refused({.rank = 2049, .init = AdapterInit::olora}, "1 to 2048");
   expect_refused({.rank_pattern = {{"q_proj", 5000}}}, "1 to 4096");
   expect_refused({.alpha = 0}, "above 0");
   expect_refused({.alpha = NAN}, "above 0");
