@@ -114,7 +114,9 @@ TEST_F(SystemCallsTest, ALongRequestGoesToTheKernelInMebibytesUnlessAskedOtherwi
   EXPECT_FALSE(write_pattern(*volume, 0, 3 * kMiB, 1));
   EXPECT_EQ(calls.count("pwrite"), 3U);
   for (const SystemCall& call : calls.seen()) {
-    if (call.name == "pwrite") EXPECT_EQ(call.argument, static_cast<long>(kMiB));
+    if (call.name == "pwrite") {
+      EXPECT_EQ(call.argument, static_cast<long>(kMiB));
+    }
   }
 }
 
@@ -374,7 +376,9 @@ TEST_F(SystemCallsTest, ANewVolumeIsTriedInBlocksThatTheDriveTakes) {
   ASSERT_TRUE(create(options()));
   for (const char* name : {"pwrite", "pread"}) EXPECT_GT(calls.count(name), 0U);
   for (const SystemCall& call : calls.seen()) {
-    if (call.name == "pwrite" || call.name == "pread") EXPECT_EQ(call.argument % 16384, 0) << call.name;
+    if (call.name == "pwrite" || call.name == "pread") {
+      EXPECT_EQ(call.argument % 16384, 0) << call.name;
+    }
   }
 }
 
