@@ -261,7 +261,6 @@ class UringBackend final : public Backend {
       if (tag != kWakeTag) failed_.push_back({static_cast<std::uint32_t>(tag), -broken_});
       if (tag == kWakeTag) wake_armed_ = false;
     }
-    unsubmitted_.clear();
   }
 
   void collect(std::vector<KernelResult>& results) {
