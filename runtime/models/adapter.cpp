@@ -2,41 +2,98 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "runtime/models/ops.h"
 
 namespace tierflow::models {
+namespace {
+
+constexpr std::int64_t kLengthElements = 1 << 22;  // of a weight, while the lengths of its rows are taken
+constexpr std::int64_t kMagnitudeTokens = 1024;    // at once, for the magnitude's gradient
+
+}  // namespace
+
 Adapter::Adapter(const TensorIndex& index, const std::string& module) : a(index.find(module + ".lora_A.weight")) {
   if (a < 0) return;
   b = index.at(module + ".lora_B.weight");
   scale = index.scale(b);
   a0 = index.find(module + ".lora_A0.weight");
   if (a0 >= 0) b0 = index.at(module + ".lora_B0.weight");
+  m = index.find(module + ".lora_magnitude_vector");
+  if (m >= 0) m0 = index.at(module + ".lora_magnitude_base");
+}
+
+Tensor Adapter::product(const Weights& weights, const Tensor& x, int first, int second) const {
+  return at::linear(at::linear(x, at_position(weights, first)) * scale, at_position(weights, second));
 }
 
 Tensor Adapter::add_to(const Tensor& y, const Weights& weights, const Tensor& x, double dropout) const {
   if (a < 0) return y;
-  const auto product = [&](const Tensor& input, int first, int second) {
-    return at::linear(at::linear(input, at_position(weights, first)) * scale, at_position(weights, second));
-  };
-  const Tensor added = product(with_dropout(x, dropout, dropout > 0), a, b);
-  return y + (a0 < 0 ? added : added - product(x, a0, b0));
+  const Tensor added = product(weights, with_dropout(x, dropout, dropout > 0), a, b);
+  return y + (a0 < 0 ? added : added - product(weights, x, a0, b0));
 }
 
-Tensor Adapter::low_gradient(const Weights& weights, const Tensor& d_y) const {
-  return a < 0 ? Tensor() : at::mm(d_y, at_position(weights, b)).mul_(scale);
+// |rows of W + scale * B A| [out], fp32 (fp64 for fp64); a row of zeros has a length that can be divided by.
+Tensor Adapter::lengths(const Weights& weights, const Tensor& weight) const {
+  const at::NoGradGuard no_grad;
+  const auto wide = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const Tensor first = at_position(weights, a).to(wide), second = at_position(weights, b).to(wide);
+  const std::int64_t rows = weight.size(0), tile = std::max<std::int64_t>(1, kLengthElements / weight.size(1));
+  const Tensor lengths = at::empty({rows}, weight.options().dtype(wide));
+  for (std::int64_t row = 0; row < rows; row += tile) {
+    const std::int64_t count = std::min(tile, rows - row);
+    const Tensor sum = at::addmm(weight.narrow(0, row, count).to(wide), second.narrow(0, row, count), first, 1, scale);
+    lengths.narrow(0, row, count).copy_(at::linalg_vector_norm(sum, 2, at::IntArrayRef{1}));
+  }
+  return lengths.clamp_min(1e-30);
 }
 
-void Adapter::add_input_gradient(Tensor& d_x, const Weights& weights, const Tensor& d_y, const Tensor& d_low) const {
+Tensor Adapter::magnitude(const Weights& weights) const {
+  const Tensor& first = at_position(weights, m0);
+  const Tensor& more = at_position(weights, m);
+  return first + more.to(more.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
+
+Tensor Adapter::scaled(const Tensor& y, const Weights& weights, const Tensor& weight, const Tensor& x,
+                       double dropout) const {
+  const Tensor gain = magnitude(weights) / lengths(weights, weight);
+  if (dropout == 0) return ((y + product(weights, x, a, b)) * gain).to(y.scalar_type());
+  const Tensor left = with_dropout(x, dropout, true);
+  return y + ((gain - 1) * at::linear(left, weight) + gain * product(weights, left, a, b)).to(y.scalar_type());
+}
+
+Adapter::Incoming Adapter::incoming(const Weights& weights, const Tensor& weight, const Tensor& d_y) const {
+  Incoming in;
+  if (a < 0) return in;
+  if (m >= 0) {
+    in.reciprocals = lengths(weights, weight).reciprocal_();
+    in.sum = (d_y * (magnitude(weights) * in.reciprocals)).to(d_y.scalar_type());
+  }
+  in.low = at::mm(in.of_sum(d_y), at_position(weights, b)).mul_(scale);
+  return in;
+}
+
+void Adapter::add_input_gradient(Tensor& d_x, const Weights& weights, const Tensor& d_y, const Incoming& in) const {
   if (a < 0) return;
-  d_x.addmm_(d_low, at_position(weights, a));
+  d_x.addmm_(in.low, at_position(weights, a));
   if (a0 >= 0) d_x.addmm_(at::mm(d_y, at_position(weights, b0)).mul_(-scale), at_position(weights, a0));
 }
 
-void Adapter::add_gradients(const Gradients& sums, const Weights& weights, const Tensor& d_y, const Tensor& x,
-                            const Tensor& d_low) const {
+void Adapter::add_gradients(const Gradients& sums, const Weights& weights, const Tensor& weight, const Tensor& d_y,
+                            const Tensor& x, const Incoming& in) const {
   if (a < 0) return;
-  add_product(at_position(sums, a), d_low, x);
-  add_product(at_position(sums, b), d_y, at::linear(x, at_position(weights, a)).mul_(scale));
+  add_product(at_position(sums, a), in.low, x);
+  add_product(at_position(sums, b), in.of_sum(d_y), at::linear(x, at_position(weights, a)).mul_(scale));
+  if (m < 0 || !at_position(sums, m).defined()) return;
+  Tensor total = at::zeros_like(in.reciprocals);
+  for (std::int64_t token = 0; token < x.size(0); token += kMagnitudeTokens) {
+    const std::int64_t count = std::min(kMagnitudeTokens, x.size(0) - token);
+    const Tensor part = x.narrow(0, token, count);
+    const Tensor sum = at::linear(part, weight) + product(weights, part, a, b);
+    total.add_((d_y.narrow(0, token, count).to(total.scalar_type()) * sum).sum(0));
+  }
+  at_position(sums, m).add_(total.mul_(in.reciprocals));
 }
 
 }  // namespace tierflow::models

@@ -155,9 +155,9 @@ DecoderAttention::Kept DecoderAttention::restore(const Weights& weights, const S
 Tensor DecoderAttention::backward(const Weights& weights, const Gradients& sums, const Tensor& normed,
                                   const Shared& shared, Kept kept, const Tensor& d_y) const {
   const std::int64_t tokens = normed.size(0);
-  const Tensor low_o = o_.low_gradient(weights, d_y);
-  o_.add_gradient(weights, sums, d_y, kept.attended.detach().reshape({tokens, -1}), low_o);
-  Tensor d_out = o_.input_gradient(weights, d_y, low_o).view(kept.attended.sizes());
+  const auto in_o = o_.incoming(weights, d_y);
+  o_.add_gradient(weights, sums, d_y, kept.attended.detach().reshape({tokens, -1}), in_o);
+  Tensor d_out = o_.input_gradient(weights, d_y, in_o).view(kept.attended.sizes());
   AttentionGradient d;
   if (kept.lse.defined()) {
     d = attention_in_blocks_backward(d_out, kept.q, kept.k, kept.v, {kept.attended, kept.lse},
@@ -181,18 +181,17 @@ Tensor DecoderAttention::backward(const Weights& weights, const Gradients& sums,
   if (qkv_) {
     const Tensor d_qkv = at::cat({d_q, d_k, d_v}, 1);
     for (Tensor* used : {&d_q, &d_k, &d_v}) used->reset();
-    const Tensor low = qkv_.low_gradient(weights, d_qkv);
-    qkv_.add_gradient(weights, sums, d_qkv, normed, low);
-    return qkv_.input_gradient(weights, d_qkv, low);
+    const auto in = qkv_.incoming(weights, d_qkv);
+    qkv_.add_gradient(weights, sums, d_qkv, normed, in);
+    return qkv_.input_gradient(weights, d_qkv, in);
   }
-  const Tensor low_q = q_.low_gradient(weights, d_q), low_k = k_.low_gradient(weights, d_k),
-               low_v = v_.low_gradient(weights, d_v);
-  q_.add_gradient(weights, sums, d_q, normed, low_q);
-  k_.add_gradient(weights, sums, d_k, normed, low_k);
-  v_.add_gradient(weights, sums, d_v, normed, low_v);
-  Tensor d_normed = q_.input_gradient(weights, d_q, low_q);
-  k_.add_input_gradient(weights, d_normed, d_k, low_k);
-  v_.add_input_gradient(weights, d_normed, d_v, low_v);
+  const auto in_q = q_.incoming(weights, d_q), in_k = k_.incoming(weights, d_k), in_v = v_.incoming(weights, d_v);
+  q_.add_gradient(weights, sums, d_q, normed, in_q);
+  k_.add_gradient(weights, sums, d_k, normed, in_k);
+  v_.add_gradient(weights, sums, d_v, normed, in_v);
+  Tensor d_normed = q_.input_gradient(weights, d_q, in_q);
+  k_.add_input_gradient(weights, d_normed, d_k, in_k);
+  v_.add_input_gradient(weights, d_normed, d_v, in_v);
   return d_normed;
 }
 

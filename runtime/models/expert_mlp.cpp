@@ -37,10 +37,10 @@ Tensor SharedExpert::backward(const Weights& weights, const Gradients& sums, con
   const Tensor d_share = (wide * mlp_.contract(weights, kept.mlp)).sum(-1, true);
   const Tensor open = share.to(wide.scalar_type());
   const Tensor d_gate = (d_share * open * (1 - open)).to(d_out.scalar_type());
-  const Tensor low = gate_.low_gradient(weights, d_gate);
-  gate_.add_gradient(weights, sums, d_gate, normed, low);
+  const auto in = gate_.incoming(weights, d_gate);
+  gate_.add_gradient(weights, sums, d_gate, normed, in);
   Tensor d_normed = mlp_.backward(weights, sums, normed, std::move(kept.mlp), d_out * share);
-  gate_.add_input_gradient(weights, d_normed, d_gate, low);
+  gate_.add_input_gradient(weights, d_normed, d_gate, in);
   return d_normed;
 }
 

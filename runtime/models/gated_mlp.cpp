@@ -42,8 +42,8 @@ GatedMlp::Kept GatedMlp::restore(std::vector<Tensor>::const_iterator& next) cons
 
 Tensor GatedMlp::backward(const Weights& weights, const Gradients& sums, Tensor normed, Kept kept,
                           const Tensor& d_y) const {
-  const Tensor low_down = down_.low_gradient(weights, d_y);
-  Tensor inner = down_.input_gradient(weights, d_y, low_down);
+  const auto in_down = down_.incoming(weights, d_y);
+  Tensor inner = down_.input_gradient(weights, d_y, in_down);
   if (gated_) {
     gated_backward(kept.gate, kept.up, inner, activation_);  // now gradients, and inner what down took
   } else {
@@ -51,24 +51,24 @@ Tensor GatedMlp::backward(const Weights& weights, const Gradients& sums, Tensor 
     inner = activate(kept.up, activation_);
     kept.up = std::move(d_up);
   }
-  down_.add_gradient(weights, sums, d_y, inner, low_down);
+  down_.add_gradient(weights, sums, d_y, inner, in_down);
   inner.reset();
   if (!gated_ || gate_up_) {
     const Tensor d = gated_ ? at::cat({kept.gate, kept.up}, 1) : kept.up;
     kept = {};
     const Linear& first = gated_ ? gate_up_ : up_;
-    const Tensor low = first.low_gradient(weights, d);
-    first.add_gradient(weights, sums, d, normed, low);
+    const auto in = first.incoming(weights, d);
+    first.add_gradient(weights, sums, d, normed, in);
     normed.reset();
-    return first.input_gradient(weights, d, low);
+    return first.input_gradient(weights, d, in);
   }
-  const Tensor low_gate = gate_.low_gradient(weights, kept.gate), low_up = up_.low_gradient(weights, kept.up);
-  gate_.add_gradient(weights, sums, kept.gate, normed, low_gate);
-  up_.add_gradient(weights, sums, kept.up, normed, low_up);
+  const auto in_gate = gate_.incoming(weights, kept.gate), in_up = up_.incoming(weights, kept.up);
+  gate_.add_gradient(weights, sums, kept.gate, normed, in_gate);
+  up_.add_gradient(weights, sums, kept.up, normed, in_up);
   normed.reset();
-  Tensor d_normed = gate_.input_gradient(weights, kept.gate, low_gate);
+  Tensor d_normed = gate_.input_gradient(weights, kept.gate, in_gate);
   kept.gate.reset();
-  up_.add_input_gradient(weights, d_normed, kept.up, low_up);
+  up_.add_input_gradient(weights, d_normed, kept.up, in_up);
   return d_normed;
 }
 

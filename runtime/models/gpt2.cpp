@@ -64,6 +64,10 @@ class Gpt2Model final : public HalvedModel<Attention, Mlp> {
   }
   // y = x W + b on the flat tokens.
   Tensor apply(const Weights& weights, const Pair& p, bool training, const Tensor& x) const {
+    if (p.adapter.has_magnitude())
+      return p.adapter.scaled(at::mm(x, weights[p.weight]), weights, weights[p.weight].t(), x,
+                              adapter_dropout(training)) +
+             weights[p.bias];
     return p.adapter.add_to(at::addmm(weights[p.bias], x, weights[p.weight]), weights, x, adapter_dropout(training));
   }
   Tensor drop(const Tensor& x, bool training) const { return with_dropout(x, config().residual_dropout, training); }

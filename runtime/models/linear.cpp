@@ -13,28 +13,33 @@ Linear::Linear(const TensorIndex& index, const std::string& name) {
 }
 
 at::Tensor Linear::operator()(const Weights& weights, const at::Tensor& x, double dropout) const {
+  if (adapter_.has_magnitude()) {
+    const at::Tensor& weight = at_position(weights, weight_);
+    const at::Tensor scaled = adapter_.scaled(at::linear(x, weight), weights, weight, x, dropout);
+    return bias_ < 0 ? scaled : scaled + at_position(weights, bias_);
+  }
   const at::Tensor y = bias_ < 0 ? at::linear(x, at_position(weights, weight_))
                                  : at::linear(x, at_position(weights, weight_), at_position(weights, bias_));
   return adapter_.add_to(y, weights, x, dropout);
 }
 
 void Linear::add_gradient(const Weights& weights, const Gradients& sums, const at::Tensor& d_y, const at::Tensor& x,
-                          const at::Tensor& d_low) const {
+                          const Adapter::Incoming& in) const {
   add_product(at_position(sums, weight_), d_y, x);
   if (bias_ >= 0) add_rows(at_position(sums, bias_), d_y);
-  adapter_.add_gradients(sums, weights, d_y, x, d_low);
+  adapter_.add_gradients(sums, weights, at_position(weights, weight_), d_y, x, in);
 }
 
-at::Tensor Linear::input_gradient(const Weights& weights, const at::Tensor& d_y, const at::Tensor& d_low) const {
-  at::Tensor d_x = at::mm(d_y, at_position(weights, weight_));
-  adapter_.add_input_gradient(d_x, weights, d_y, d_low);
+at::Tensor Linear::input_gradient(const Weights& weights, const at::Tensor& d_y, const Adapter::Incoming& in) const {
+  at::Tensor d_x = at::mm(in.of_sum(d_y), at_position(weights, weight_));
+  adapter_.add_input_gradient(d_x, weights, d_y, in);
   return d_x;
 }
 
 void Linear::add_input_gradient(const Weights& weights, at::Tensor& d_x, const at::Tensor& d_y,
-                                const at::Tensor& d_low) const {
-  d_x.addmm_(d_y, at_position(weights, weight_));
-  adapter_.add_input_gradient(d_x, weights, d_y, d_low);
+                                const Adapter::Incoming& in) const {
+  d_x.addmm_(in.of_sum(d_y), at_position(weights, weight_));
+  adapter_.add_input_gradient(d_x, weights, d_y, in);
 }
 
 }  // namespace tierflow::models

@@ -20,17 +20,17 @@ class Linear {
   // x [.., in] -> [.., out]. Differentiable where autograd is on. dropout: of what the adapter takes.
   at::Tensor operator()(const Weights& weights, const at::Tensor& x, double dropout = 0) const;
 
-  // By hand, for d_y [tokens, out], x [tokens, in], and d_low of low_gradient().
-  at::Tensor low_gradient(const Weights& weights, const at::Tensor& d_y) const {
-    return adapter_.low_gradient(weights, d_y);
+  // By hand, for d_y [tokens, out], x [tokens, in], and what incoming() gives of d_y.
+  Adapter::Incoming incoming(const Weights& weights, const at::Tensor& d_y) const {
+    return adapter_.incoming(weights, at_position(weights, weight_), d_y);
   }
   // Adds the gradients of its tensors to `sums`.
   void add_gradient(const Weights& weights, const Gradients& sums, const at::Tensor& d_y, const at::Tensor& x,
-                    const at::Tensor& d_low) const;
+                    const Adapter::Incoming& in) const;
   // The gradient of x; the second adds it.
-  at::Tensor input_gradient(const Weights& weights, const at::Tensor& d_y, const at::Tensor& d_low) const;
+  at::Tensor input_gradient(const Weights& weights, const at::Tensor& d_y, const Adapter::Incoming& in) const;
   void add_input_gradient(const Weights& weights, at::Tensor& d_x, const at::Tensor& d_y,
-                          const at::Tensor& d_low) const;
+                          const Adapter::Incoming& in) const;
 
  private:
   int weight_ = -1, bias_ = -1;

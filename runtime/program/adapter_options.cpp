@@ -131,6 +131,7 @@ void add_adapter_rows(OptionTable& table, TrainOptions& o) {
   add_patterns(table, "lora-alpha-pattern", config.alpha_pattern, "alphas that differ, by name or regular expression",
                parse_number);
   table.flag("use-rslora", config.rank_stabilised, "scale by alpha / sqrt(rank)");
+  table.flag("use-dora", config.dora, "train the lengths of the rows of each weight with its adapter apart (DoRA)");
   table.number("loraplus-lr-ratio", o.loraplus_lr_ratio, 0, 1e6,
                "the learning rate of B is so many times A's (LoRA+; 1: LoRA)");
   table.add({.name = "init",

@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
 #include <deque>
 #include <future>
 #include <map>
@@ -15,6 +16,22 @@
 
 namespace tierflow {
 namespace {
+
+// W [out, in], as the base holds it.
+torch::Tensor values_of(const TensorSpec& weight, bool transposed, const WeightSource& weights) {
+  torch::Tensor values = torch::empty(weight.shape, torch::kFloat32);
+  const std::span<float> all(values.data_ptr<float>(), static_cast<std::size_t>(values.numel()));
+  weights(weight, 0, all);
+  torch::Tensor words = values.to(torch::kBFloat16);
+  if (weight.format != WeightFormat::bf16) {
+    Quantiser quantiser(weight.format, weight.shape);
+    quantiser.add(all);
+    dequantise(weight.format, weight.shape, quantiser.finish(), 0,
+               {static_cast<std::uint16_t*>(words.data_ptr()), all.size()});
+  }
+  values = words.to(torch::kFloat32);
+  return transposed ? values.t().contiguous() : values;
+}
 
 // Of one layer, row by row.
 struct Factors {
@@ -74,25 +91,9 @@ class BaseFactors {
   // More than a unit has: its tensors come group by group, so that a layer's factors are wanted more than once.
   static constexpr std::size_t kRecent = 16;
 
-  // [out, in], as the base holds it.
-  torch::Tensor values_of(const TensorSpec& weight) const {
-    torch::Tensor values = torch::empty(weight.shape, torch::kFloat32);
-    const std::span<float> all(values.data_ptr<float>(), static_cast<std::size_t>(values.numel()));
-    weights_(weight, 0, all);
-    torch::Tensor words = values.to(torch::kBFloat16);
-    if (weight.format != WeightFormat::bf16) {
-      Quantiser quantiser(weight.format, weight.shape);
-      quantiser.add(all);
-      dequantise(weight.format, weight.shape, quantiser.finish(), 0,
-                 {static_cast<std::uint16_t*>(words.data_ptr()), all.size()});
-    }
-    values = words.to(torch::kFloat32);
-    return transposed_ ? values.t().contiguous() : values;
-  }
-
   Factors factors_of(const Layer& layer) const {
     const torch::NoGradGuard no_grad;
-    const torch::Tensor w = values_of(layer.weight);
+    const torch::Tensor w = values_of(layer.weight, transposed_, weights_);
     if (!w.isfinite().all().item<bool>())
       fail(io::ErrorKind::input, layer.weight.name, "is not finite: adapters cannot begin with its factors");
     torch::Tensor a, b;
@@ -146,6 +147,31 @@ WeightSource adapters_from_base(const ModelSpec& spec, const AdapterConfig& conf
     if (adapter_part(tensor) == AdapterPart::none) return factors->weights()(tensor, first, out);
     factors->read(tensor, first, out);
   };
+}
+
+RowLengths::RowLengths(const ModelSpec& spec, WeightSource weights)
+    : transposed_(has_transposed_weights(spec)), weights_(std::move(weights)) {
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (const std::string module = linear_module(tensor); !module.empty() && !is_adapter(tensor))
+        layers_.emplace(module, tensor);
+}
+
+void RowLengths::read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+  const std::string module = linear_module(tensor);
+  const std::scoped_lock lock(mutex_);
+  std::vector<float>& lengths = lengths_[module];
+  if (lengths.empty()) {
+    const torch::Tensor w = values_of(layers_.at(module), transposed_, weights_);
+    const auto columns = static_cast<std::size_t>(w.size(1));
+    const auto* row = w.const_data_ptr<float>();
+    for (std::int64_t i = 0; i < w.size(0); ++i, row += columns) {
+      double sum = 0;
+      for (std::size_t j = 0; j < columns; ++j) sum += static_cast<double>(row[j]) * static_cast<double>(row[j]);
+      lengths.push_back(static_cast<float>(std::sqrt(sum)));
+    }
+  }
+  std::copy_n(lengths.begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
 }
 
 }  // namespace tierflow

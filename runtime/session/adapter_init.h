@@ -1,5 +1,10 @@
 #pragma once
 // The first values of adapters that have them from the weights beside which they stand.
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
 #include "runtime/checkpoint/weight_source.h"
 #include "runtime/spec/adapter_config.h"
 
@@ -17,5 +22,21 @@ namespace tierflow {
 // where it is not finite.
 WeightSource adapters_from_base(const ModelSpec& spec, const AdapterConfig& config, std::uint64_t seed,
                                 WeightSource weights);
+
+// The lengths of the rows [out] of each layer's W, as the base holds it: summed in fp64, row by row.
+class RowLengths {
+ public:
+  // spec: with the base's formats. weights: of the base.
+  RowLengths(const ModelSpec& spec, WeightSource weights);
+  // Elements [first, first + out.size()) of those beside which the adapter's tensor stands. Any thread may call it.
+  void read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out);
+
+ private:
+  const bool transposed_;
+  const WeightSource weights_;
+  std::map<std::string, TensorSpec> layers_;  // weights by module
+  std::mutex mutex_;
+  std::map<std::string, std::vector<float>> lengths_;
+};
 
 }  // namespace tierflow

@@ -82,14 +82,15 @@ Merge open_merge(const fs::path& base, const AdapterConfig& config) {
   return merge;
 }
 
-// What is added to a weight: left @ right * scale; undefined where it has no adapter.
+// What is added to a weight: left @ right * scale; undefined where it has no adapter. Then its rows (columns, where it
+// is [in, out]) are brought to lengths, where these are defined.
 struct Addend {
-  torch::Tensor left, right;
+  torch::Tensor left, right, lengths;
   double scale = 1;
 };
 
 Addend addend_of(const UnitSpec& unit, const TensorSpec& weight, bool transposed, const AdapterValues& values) {
-  torch::Tensor a, b;
+  torch::Tensor a, b, lengths;
   double scale = 1;
   for (const TensorSpec& factor : unit.tensors) {
     if (!is_adapter(factor) || linear_module(factor) != linear_module(weight)) continue;
@@ -99,10 +100,12 @@ Addend addend_of(const UnitSpec& unit, const TensorSpec& weight, bool transposed
     if (part == AdapterPart::b) scale = factor.scale;
     if (part == AdapterPart::initial_a) a = torch::cat({a, values(factor)}, 0);
     if (part == AdapterPart::initial_b) b = torch::cat({b, -values(factor)}, 1);
+    if (part == AdapterPart::magnitude) lengths = values(factor);
+    if (part == AdapterPart::initial_magnitude) lengths = lengths + values(factor);
   }
   if (!a.defined()) return {};
-  if (transposed) return {.left = a.t().contiguous(), .right = b.t().contiguous(), .scale = scale};
-  return {.left = b, .right = a, .scale = scale};
+  if (transposed) return {.left = a.t().contiguous(), .right = b.t().contiguous(), .lengths = lengths, .scale = scale};
+  return {.left = b, .right = a, .lengths = lengths, .scale = scale};
 }
 
 // Writes the model with the adapters added to its weights, in fp32, rounded to bf16 once, and with the modules that
@@ -127,7 +130,9 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
       const torch::Tensor instead = tensor.trainable ? values(tensor) : torch::Tensor();
       const std::int64_t rows = tensor.shape.empty() ? 1 : tensor.shape.front();
       const std::int64_t columns = rows == 0 ? 0 : tensor.elements() / rows;
-      const std::int64_t step = std::clamp<std::int64_t>(kPieceElements / std::max<std::int64_t>(columns, 1), 1, rows);
+      const bool whole = transposed && addend.lengths.defined();  // lengths of columns
+      const std::int64_t step =
+          whole ? rows : std::clamp<std::int64_t>(kPieceElements / std::max<std::int64_t>(columns, 1), 1, rows);
       for (std::int64_t row = 0; row < rows; row += step) {
         const std::int64_t count = std::min(step, rows - row);
         torch::Tensor piece = torch::empty({count, columns}, torch::kFloat32);
@@ -137,6 +142,11 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
           merge.base.read_f32(tensor, static_cast<std::uint64_t>(row * columns),
                               {piece.data_ptr<float>(), static_cast<std::size_t>(piece.numel())});
         if (addend.left.defined()) piece.addmm_(addend.left.narrow(0, row, count), addend.right, 1, addend.scale);
+        if (addend.lengths.defined()) {
+          const torch::Tensor now = torch::linalg_vector_norm(piece, 2, {transposed ? 0 : 1}).clamp_min_(1e-30);
+          const torch::Tensor gain = (transposed ? addend.lengths : addend.lengths.narrow(0, row, count)) / now;
+          piece.mul_(transposed ? gain : gain.unsqueeze(1));
+        }
         const torch::Tensor words = dtype_of(tensor) == Dtype::f32 ? piece : piece.to(torch::kBFloat16);
         writer.write({static_cast<const std::byte*>(words.data_ptr()), static_cast<std::size_t>(words.nbytes())});
         done += static_cast<std::uint64_t>(piece.numel());
@@ -158,6 +168,23 @@ std::vector<float> beside(const std::vector<float>& b, const std::vector<float>&
   return both;
 }
 
+// With the lengths of the base's rows where DoRA wants them: `model` has magnitudes as PEFT has them, and these become
+// what is to be added to those lengths. fresh: they have none yet, and nothing is to be added.
+Model with_lengths(Model model, const Model& base, bool fresh) {
+  const auto lengths = std::make_shared<RowLengths>(model.spec(), base.weights);
+  model.weights = [lengths, fresh, weights = std::move(model.weights)](const TensorSpec& tensor, std::uint64_t first,
+                                                                       std::span<float> out) {
+    const AdapterPart part = adapter_part(tensor);
+    if (part == AdapterPart::initial_magnitude) return lengths->read(tensor, first, out);
+    weights(tensor, first, out);
+    if (part != AdapterPart::magnitude || fresh) return;
+    std::vector<float> before(out.size());
+    lengths->read(tensor, first, before);
+    std::ranges::transform(out, before, out.begin(), std::minus<>());
+  };
+  return model;
+}
+
 }  // namespace
 
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed) {
@@ -166,11 +193,13 @@ Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_
     model.weights = adapters_from_base(model.spec(), config, seed, base.weights);
     return model;
   }
-  return adapted(base, config,
-                 [seed, weights = base.weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-                   if (!is_adapter(tensor)) return weights(tensor, first, out);
-                   initial_values(tensor, seed, first, out);
-                 });
+  Model model =
+      adapted(base, config,
+              [seed, weights = base.weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+                if (!is_adapter(tensor)) return weights(tensor, first, out);
+                initial_values(tensor, seed, first, out);
+              });
+  return config.dora ? with_lengths(std::move(model), base, true) : model;
 }
 
 Model with_adapters(const Model& base, const fs::path& folder) {
@@ -181,7 +210,7 @@ Model with_adapters(const Model& base, const fs::path& folder) {
                 weights->read_f32(beside_base(tensor), first, out);
               });
   check_adapters(model.spec(), *adapter.weights);
-  return model;
+  return adapter.config.dora ? with_lengths(std::move(model), base, false) : model;
 }
 
 void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path& folder, const Progress& progress) {
@@ -189,14 +218,21 @@ void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path
   const Merge merge = open_merge(base, found.config);
   check_adapters(merge.spec, *found.weights);
   write_merged(
-      merge, [&](const TensorSpec& tensor) { return values_of(*found.weights, tensor); }, folder, progress);
+      merge,
+      [&](const TensorSpec& tensor) {
+        // The magnitudes there are whole.
+        return adapter_part(tensor) == AdapterPart::initial_magnitude ? torch::zeros(tensor.shape)
+                                                                      : values_of(*found.weights, tensor);
+      },
+      folder, progress);
 }
 
 void write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& folder, const MasterOf& master) {
   struct Tensor {
     TensorHeader header;
     std::vector<std::pair<int, int>> parts;  // unit and tensor: rows one after the other, or
-    bool columns = false;                    // B and B0
+    bool columns = false;                    // B and B0, or
+    bool sum = false;                        // what is added to lengths, and these
   };
   std::vector<Tensor> tensors;
   for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
@@ -212,6 +248,7 @@ void write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& 
       if (part == AdapterPart::initial_a) found->header.shape[0] += tensor.shape[0];
       if (part == AdapterPart::initial_b) found->header.shape[1] += tensor.shape[1];
       found->columns = part == AdapterPart::initial_b;
+      found->sum = part == AdapterPart::initial_magnitude;
     }
   if (const std::string head = tied_name_beside_base(spec); !head.empty()) {
     const std::string table = name_beside_base(spec.units.front().tensors.front());
@@ -223,14 +260,15 @@ void write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& 
   for (const Tensor& tensor : tensors) headers.push_back(tensor.header);
   CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{});
   for (const Tensor& tensor : tensors) {
-    std::vector<float> before;  // B, where B0 follows
+    std::vector<float> before;  // the first of two
     for (const auto& [unit, index] : tensor.parts) {
       std::vector<float> values = master(unit, index);
-      if (tensor.columns && before.empty()) {
+      if ((tensor.columns || tensor.sum) && before.empty()) {
         before = std::move(values);
         continue;
       }
       if (tensor.columns) values = beside(before, values, static_cast<std::size_t>(tensor.header.shape[0]));
+      if (tensor.sum) std::ranges::transform(values, before, values.begin(), std::plus<>());
       writer.write(std::as_bytes(std::span(values)));
     }
   }

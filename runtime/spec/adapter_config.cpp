@@ -134,7 +134,7 @@ std::string adapter_config_json(const AdapterConfig& config, bool transposed) {
       {"lora_alpha", number(config.alpha)},
       {"lora_dropout", config.dropout},
       {"use_rslora", config.rank_stabilised},
-      {"use_dora", false},
+      {"use_dora", config.dora},
       {"bias", "none"},
       {"fan_in_fan_out", transposed},
       {"init_lora_weights", config.init == AdapterInit::standard ? Json(true) : Json(adapter_init_name(config))},
@@ -156,13 +156,14 @@ AdapterConfig parse_adapter_config(const std::string& json, const std::string& w
   if (const std::string type = fields.text_or("peft_type", ""); type != "LORA")
     fields.fail("peft_type", fmt::format("is \"{}\"; only \"LORA\" can be read", printable(type)));
   for (const char* name :
-       {"use_dora", "bias", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices",
-        "use_qalora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "monteclora_config", "arrow_config"})
+       {"bias", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices", "use_qalora",
+        "use_bdlora", "alora_invocation_tokens", "kasa_config", "monteclora_config", "arrow_config"})
     refuse(fields, name);
   AdapterConfig config{.rank = fields.integer_or("r", 8, 1, 4096),
                        .alpha = fields.number_or("lora_alpha", 8, 0, 1e9),
                        .rank_stabilised = fields.boolean_or("use_rslora", false),
-                       .dropout = fields.number_or("lora_dropout", 0, 0, 1)};
+                       .dropout = fields.number_or("lora_dropout", 0, 0, 1),
+                       .dora = fields.boolean_or("use_dora", false)};
   read_init(fields, config);
   read_modules(fields, "target_modules", config.targets, config.target_pattern);
   read_modules(fields, "exclude_modules", config.exclude, config.exclude_pattern);

@@ -20,6 +20,9 @@ struct AdapterConfig {
   double alpha = 8;              // scale = alpha / rank
   bool rank_stabilised = false;  // scale = alpha / sqrt(rank) (Kalajdzievski, rsLoRA, 2023)
   double dropout = 0;            // of the adapter's input, in training
+  // use_dora: the rows of W + scale * B A are brought to lengths of their own, which are trained (Liu et al., DoRA,
+  // 2024). Their lengths as they are count as constants in the gradient.
+  bool dora = false;
   // Modules: a name fits where the module's path is that name or ends with "." and it. None: every linear layer of the
   // blocks.
   std::vector<std::string> targets, exclude;

@@ -19,9 +19,9 @@ namespace {
 
 constexpr std::string_view kWeight = ".weight", kPrefix = "base_model.model.", kHead = "lm_head";
 constexpr std::string_view kA = ".lora_A.weight", kB = ".lora_B.weight", kA0 = ".lora_A0.weight",
-                           kB0 = ".lora_B0.weight";
+                           kB0 = ".lora_B0.weight", kM = ".lora_magnitude_vector", kM0 = ".lora_magnitude_base";
 // By AdapterPart, but for none.
-constexpr std::array<std::string_view, 4> kParts = {kA, kB, kA0, kB0};
+constexpr std::array<std::string_view, 6> kParts = {kA, kB, kA0, kB0, kM, kM0};
 
 [[noreturn]] void fail_usage(const std::string& detail) {
   throw Exception(io::ErrorKind::usage, detail);
@@ -150,6 +150,8 @@ void check(const AdapterConfig& config) {
   check_alpha(config.alpha);
   for (const auto& [name, rank] : config.rank_pattern) check_rank(rank);
   for (const auto& [name, alpha] : config.alpha_pattern) check_alpha(alpha);
+  if (config.dora && config.init != AdapterInit::standard)
+    fail_usage("adapters with a magnitude (DoRA) begin as \"default\", not with factors of the base");
   if (!(config.dropout >= 0 && config.dropout < 1))
     fail_usage(fmt::format("an adapter's dropout is {}; it must be at least 0 and below 1", config.dropout));
 }
@@ -205,6 +207,7 @@ std::string name_beside_base(const TensorSpec& tensor) {
   const AdapterPart part = adapter_part(tensor);
   if (part == AdapterPart::initial_a) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kA);
   if (part == AdapterPart::initial_b) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kB);
+  if (part == AdapterPart::initial_magnitude) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kM);
   if (part != AdapterPart::none) return tensor.name;
   return tensor.trainable ? std::string(kPrefix) + tensor.name : "";
 }
@@ -266,6 +269,14 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
       if (config.init != AdapterInit::standard) {
         add(kA0, {rank, in}).trainable = false;
         add(kB0, {out, rank}).trainable = false;
+      }
+      if (config.dora) {
+        TensorSpec& magnitude = add(kM, {out});
+        magnitude.moments_32 = true;
+        magnitude.decays = false;  // it is a difference
+        TensorSpec& lengths = add(kM0, {out});
+        lengths.trainable = false;
+        lengths.format = WeightFormat::fp32;
       }
       modules.push_back(module);
     }

@@ -27,14 +27,16 @@ std::string linear_module(const TensorSpec& tensor);
 // Whether linear layers have [in, out].
 bool has_transposed_weights(const ModelSpec& spec);
 
-// What a tensor is to an adapter: y = W x + scale * (b(a(x)) - initial_b(initial_a(x))).
-enum class AdapterPart : std::uint8_t { none, a, b, initial_a, initial_b };
+// What a tensor is to an adapter: y = W x + scale * (b(a(x)) - initial_b(initial_a(x))). Of DoRA's, y is then scaled by
+// (initial_magnitude + magnitude) / |rows of W + scale * b a|: initial_magnitude [out], fp32, holds the lengths of W's
+// rows, and magnitude [out] what training has added to them. So it is exact where it is small.
+enum class AdapterPart : std::uint8_t { none, a, b, initial_a, initial_b, magnitude, initial_magnitude };
 AdapterPart adapter_part(const TensorSpec& tensor);
 bool is_adapter(const TensorSpec& tensor);
 
 // The name of a tensor in PEFT's folder, if it is of a model with adapters and belongs there: adapters, and the tensors
 // of modules that are trained whole. Else empty. First values have the name of the factor that they are a part of:
-// A stands above A0, B left of -B0.
+// A stands above A0, B left of -B0; and the magnitude there is the sum of both.
 std::string name_beside_base(const TensorSpec& tensor);
 
 // The name of the head there, of a model whose tied embedding is trained beside adapters: PEFT writes it a second time.

@@ -169,3 +169,42 @@ def test_first_values_from_the_base_are_those_of_peft(family, init, tmp_path):
             product, other = first[name.replace("lora_A", "lora_B")][:, :4] @ a[:4], b0 @ a0
             assert (product - other).norm() < 2e-2 * other.norm(), name
     expect_the_same_course(losses[:-1], train_with_peft(theirs, steps))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
+def test_magnitudes_are_those_of_peft(family, tmp_path):
+    make_base(family, tmp_path / "model")
+    steps = 30
+    begun = probe(tmp_path / "model", tmp_path / "begun", 0, "dora")
+    losses = probe(tmp_path / "model", tmp_path / "tuned", steps, "dora")
+    assert begun[-1] == pytest.approx(probe(tmp_path / "model", tmp_path / "plain", 0)[-1], rel=1e-3)
+
+    # PEFT begins with the same lengths, and trains the same way from the same values.
+    config = json.loads((tmp_path / "begun" / "adapter_config.json").read_text())
+    assert config["use_dora"] is True
+    theirs = peft.get_peft_model(plain(tmp_path / "model"), peft.LoraConfig(r=4, lora_alpha=8, target_modules=config["target_modules"], fan_in_fan_out=family == "gpt2", use_dora=True))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, other, tuned = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("begun", "theirs", "tuned"))
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in other.items()}
+    for name, value in ours.items():
+        if "magnitude" in name:
+            assert value.allclose(other[name], rtol=1e-5), name
+            assert (tuned[name] - value).abs().max() > 0.01
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "begun", is_trainable=True)
+    expect_the_same_course(losses[:-1], train_with_peft(model, steps))
+
+    # Each reads what the other has trained; added to the model it is the same model.
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned").eval()
+    with torch.no_grad():
+        assert loss_of(model, 0).item() == pytest.approx(losses[-1], rel=1e-2)
+    train_with_peft(theirs, 10)
+    theirs.save_pretrained(tmp_path / "theirs")
+    with torch.no_grad():
+        assert probe(tmp_path / "model", tmp_path / "again", 0, f"from={tmp_path / 'theirs'}")[-1] == pytest.approx(loss_of(theirs.eval(), 0).item(), rel=1e-2)
+    again, other = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "theirs"))
+    for name, value in other.items():
+        assert value.allclose(again[name], rtol=1e-6), name
+    subprocess.run([BUILD / "tierflow", "merge", "--model", tmp_path / "model", "--adapter", tmp_path / "tuned", "--out", tmp_path / "merged"], check=True, capture_output=True)
+    merged, expected = plain(tmp_path / "merged").state_dict(), model.merge_and_unload().state_dict()
+    for name, value in expected.items():
+        assert (merged[name] - value).abs().max() <= 2**-8 * value.abs().max(), name

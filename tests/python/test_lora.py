@@ -117,6 +117,20 @@ def test_first_values_from_the_base_are_written_as_an_ordinary_adapter(work, bas
     assert "there is no \"pizza\"" in refused(work, *changed(words, {"--init": "pizza"}), "--out", "none", *small())
 
 
+def test_magnitudes_are_trained_written_and_added(work, base):
+    words = [*LORA, "--use-dora", "--base-precision", "nf4-double", "--steps", "8"]
+    run(work, *words, "--out", "out", *small("--storage", "store", "--host-memory", "1MiB"))
+    run(work, *words, "--out", "whole", *small())
+    assert (work / "out" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
+    tuned = loss(work, "--model", "base", "--adapter", "out")
+    assert tuned < loss(work, "--model", "base") - 0.05
+    run(work, "merge", "--adapter", "out", "--out", "merged")
+    assert loss(work, "--model", "merged") == pytest.approx(tuned, abs=2e-3)
+    run(work, *words, "--merge", "--out", "added", *small())
+    assert (work / "added" / "model.safetensors").read_bytes() == (work / "merged" / "model.safetensors").read_bytes()
+    assert "begin as" in refused(work, *words, "--init", "pissa", "--out", "none", *small())
+
+
 def test_killed_it_is_gone_on_with_to_the_bit(work, base):
     run(work, *LORA, "--steps", "40", "--out", "whole", *small())
     words = [*LORA, "--steps", "40", "--out", "out", *small("--storage", "store", "--host-memory", "1MiB", "--durability", "step", "--log-json", "log.json")]
@@ -238,7 +252,7 @@ def test_foreign_adapters_are_refused_by_file_and_field(work, base):
     eval_ = ["eval", "--model", "base", "--adapter", "out", "--data", "text.txt", *small()]
     path, weights = work / "out" / "adapter_config.json", work / "out" / "adapter_model.safetensors"
     good, tensors = json.loads(path.read_text()), load_file(weights)
-    for change, why in (({"peft_type": "IA3"}, 'is "IA3"'), ({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "lm_head.weight is missing"),
+    for change, why in (({"peft_type": "IA3"}, 'is "IA3"'), ({"use_dora": True}, "lora_magnitude_vector is missing"), ({"modules_to_save": ["lm_head"]}, "lm_head.weight is missing"),
                         ({"target_modules": 3}, "target_modules"), ({"r": "4"}, "r is"), ({"rank_pattern": {"q_proj": "x"}}, "rank_pattern")):
         path.write_text(json.dumps({**good, **change}))
         line = refused(work, *eval_)

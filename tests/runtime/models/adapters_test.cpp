@@ -34,8 +34,8 @@ Found find(const ModelSpec& spec, const std::string& name) {
   return {};
 }
 
-// The base model with each adapter merged: W + scale B A, less that of its first values, transposed where weights are
-// [in, out].
+// The base model with each adapter merged: W + scale B A, less that of its first values, with rows of the magnitude's
+// length; transposed where weights are [in, out].
 ResidentModel merged(const Case& which, const ResidentModel& from, const Tiling& tiling) {
   ResidentModel base(parse_model_spec(which.json, which.name, tiling), torch::kDouble);
   const bool transposed = base.spec().config.family == Family::gpt2;
@@ -43,12 +43,18 @@ ResidentModel merged(const Case& which, const ResidentModel& from, const Tiling&
     for (std::size_t t = 0; t < base.units[u].size(); ++t) base.units[u][t] = from.units[u][t].clone();
   double scale = 1;
   for (std::size_t u = 0; u < base.units.size(); ++u)
-    for (std::size_t t = base.units[u].size(); t + 1 < from.units[u].size(); t += 2) {
-      const TensorSpec& b = from.spec().units[u].tensors[t + 1];
-      scale = adapter_part(b) == AdapterPart::b ? b.scale : -scale;
-      const torch::Tensor product = scale * torch::mm(from.units[u][t + 1], from.units[u][t]);
-      const Found weight = find(base.spec(), linear_module(b) + ".weight");
-      base.units[weight.unit][weight.tensor] += transposed ? product.t() : product;
+    for (std::size_t t = base.units[u].size(); t < from.units[u].size(); ++t) {
+      const TensorSpec& tensor = from.spec().units[u].tensors[t];
+      const Found found = find(base.spec(), linear_module(tensor) + ".weight");
+      torch::Tensor weight = base.units[found.unit][found.tensor];
+      if (transposed) weight = weight.t();
+      const AdapterPart part = adapter_part(tensor);
+      if (part == AdapterPart::b || part == AdapterPart::initial_b) {
+        scale = part == AdapterPart::b ? tensor.scale : -scale;
+        weight += scale * torch::mm(from.units[u][t], from.units[u][t - 1]);
+      } else if (part == AdapterPart::initial_magnitude) {
+        weight *= ((from.units[u][t] + from.units[u][t - 1]) / weight.norm(2, {1})).unsqueeze(1);
+      }
     }
   return base;
 }
@@ -56,10 +62,15 @@ ResidentModel merged(const Case& which, const ResidentModel& from, const Tiling&
 class Adapters : public EveryModel {};
 
 TEST_P(Adapters, AreTheModelOfMergedWeights) {
-  for (const auto& [tiling, init] :
-       {std::pair{Tiling{}, AdapterInit::standard}, {kTiled, AdapterInit::standard}, {Tiling{}, AdapterInit::pissa}}) {
-    const ModelSpec spec = adapted(GetParam(), {.rank = 3, .alpha = 6, .init = init}, tiling);
+  const AdapterConfig plain{.rank = 3, .alpha = 6}, first{.rank = 3, .alpha = 6, .init = AdapterInit::pissa},
+      dora{.rank = 3, .alpha = 6, .dora = true};
+  for (const auto& [tiling, config] :
+       {std::pair{Tiling{}, plain}, {kTiled, plain}, {Tiling{}, first}, {kTiled, dora}}) {
+    const ModelSpec spec = adapted(GetParam(), config, tiling);
     ResidentModel model = adapted_model(spec, torch::kDouble);
+    for (std::size_t u = 0; u < model.units.size(); ++u)
+      for (std::size_t t = 0; t < model.units[u].size(); ++t)
+        if (adapter_part(spec.units[u].tensors[t]) == AdapterPart::initial_magnitude) model.units[u][t] += 1;
     ResidentModel whole = merged(GetParam(), model, tiling);
     const bool transposed = spec.config.family == Family::gpt2;
     const MicroBatch tokens = batch(2, 24);
@@ -67,16 +78,25 @@ TEST_P(Adapters, AreTheModelOfMergedWeights) {
     EXPECT_NEAR(loss, expected, 1e-10 * expected);
     int adapters = 0;
     for (std::size_t u = 0; u < whole.units.size(); ++u)
-      for (std::size_t t = whole.units[u].size(); t < model.units[u].size(); t += 2) {
-        const TensorSpec& b = spec.units[u].tensors[t + 1];
-        if (adapter_part(b) == AdapterPart::initial_b) continue;
+      for (std::size_t t = whole.units[u].size(); t < model.units[u].size(); ++t) {
+        const TensorSpec& b = spec.units[u].tensors[t];
+        if (adapter_part(b) != AdapterPart::b) continue;
         ASSERT_EQ(b.scale, 2.0);
         const Found weight = find(whole.spec(), linear_module(b) + ".weight");
         torch::Tensor d_weight = whole.gradients[weight.unit][weight.tensor];
-        if (transposed) d_weight = d_weight.t();
-        EXPECT_LT(relative_error(model.gradients[u][t], 2.0 * torch::mm(model.units[u][t + 1].t(), d_weight)), 1e-9)
-            << spec.units[u].tensors[t].name;
-        EXPECT_LT(relative_error(model.gradients[u][t + 1], 2.0 * torch::mm(d_weight, model.units[u][t].t())), 1e-9)
+        torch::Tensor now = whole.units[weight.unit][weight.tensor];
+        if (transposed) d_weight = d_weight.t(), now = now.t();
+        if (config.dora) {
+          // The lengths of the rows are constants: of a gain and a sum, each has the other's part.
+          const torch::Tensor magnitude = model.units[u][t + 1] + model.units[u][t + 2];
+          EXPECT_LT(relative_error(model.gradients[u][t + 1], (d_weight * now).sum(1) / magnitude), 1e-9) << b.name;
+          torch::Tensor sum = model.units[weight.unit][weight.tensor];
+          sum = (transposed ? sum.t() : sum) + 2.0 * torch::mm(model.units[u][t], model.units[u][t - 1]);
+          d_weight = d_weight * (magnitude / sum.norm(2, {1})).unsqueeze(1);
+        }
+        EXPECT_LT(relative_error(model.gradients[u][t - 1], 2.0 * torch::mm(model.units[u][t].t(), d_weight)), 1e-9)
+            << b.name;
+        EXPECT_LT(relative_error(model.gradients[u][t], 2.0 * torch::mm(d_weight, model.units[u][t - 1].t())), 1e-9)
             << b.name;
         ++adapters;
       }
@@ -116,8 +136,7 @@ TEST_P(Adapters, BeginAsTheBaseModelWithTheirFirstValues) {
 }
 
 // What is kept changes no bit, in bf16.
-TEST_P(Adapters, KeptActivationsHaveTheSameBits) {
-  ResidentModel model = adapted_model(adapted(GetParam()), torch::kBFloat16);
+void expect_kept_bits(ResidentModel model) {
   if (!model.model->can_keep(1)) GTEST_SKIP() << "this model keeps nothing";
   const Shared shared = model.model->share(batch(2, 40), torch::kCPU);
   const std::vector<Carry> inputs = model.forward(shared, true);
@@ -145,29 +164,36 @@ TEST_P(Adapters, KeptActivationsHaveTheSameBits) {
   ASSERT_EQ(plain.size(), kept.size());
   for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(torch::equal(plain[i], kept[i])) << i;
 }
+TEST_P(Adapters, KeptActivationsHaveTheSameBits) {
+  expect_kept_bits(adapted_model(adapted(GetParam()), torch::kBFloat16));
+  expect_kept_bits(adapted_model(adapted(GetParam(), {.rank = 3, .alpha = 6, .dora = true}), torch::kBFloat16));
+}
 
 // Dropout of the adapters' input: the same masks in the forward and in what is computed again, none in evaluation.
 TEST_P(Adapters, DropoutIsThatOfTheSeed) {
-  const ModelSpec spec = adapted(GetParam(), {.rank = 3, .alpha = 6, .dropout = 0.5});
-  ResidentModel model = adapted_model(spec, torch::kDouble);
-  EXPECT_TRUE(model.model->draws_random_numbers());
-  const MicroBatch tokens = batch(2, 24);
-  const double once = model.forward_backward(tokens, 1.0, true, 40),
-               again = model.forward_backward(tokens, 1.0, true, 40);
-  EXPECT_EQ(once, again);
-  EXPECT_NE(once, model.forward_backward(tokens, 1.0, true, 41));
-  // The gradient is that of the masks that were drawn: a small step against it lowers this very loss.
-  model.zero_gradients();
-  model.forward_backward(tokens, 1.0, true, 40);
-  double expected = 0;
-  for (std::size_t u = 0; u < model.units.size(); ++u)
-    for (std::size_t t = 0; t < model.units[u].size(); ++t)
-      if (model.gradients[u][t].defined()) {
-        expected += 1e-7 * model.gradients[u][t].square().sum().item<double>();
-        model.units[u][t] -= 1e-7 * model.gradients[u][t];
-      }
-  const double lower = model.forward_backward(tokens, 1.0, true, 40);
-  EXPECT_NEAR((once - lower) / expected, 1.0, 0.01);
+  for (const bool dora : {false, true}) {
+    const ModelSpec spec = adapted(GetParam(), {.rank = 3, .alpha = 6, .dropout = 0.5, .dora = dora});
+    ResidentModel model = adapted_model(spec, torch::kDouble);
+    EXPECT_TRUE(model.model->draws_random_numbers());
+    const MicroBatch tokens = batch(2, 24);
+    const double once = model.forward_backward(tokens, 1.0, true, 40),
+                 again = model.forward_backward(tokens, 1.0, true, 40);
+    EXPECT_EQ(once, again);
+    EXPECT_NE(once, model.forward_backward(tokens, 1.0, true, 41));
+    if (dora) continue;  // its gradient takes lengths for constants
+    // The gradient is that of the masks that were drawn: a small step against it lowers this very loss.
+    model.zero_gradients();
+    model.forward_backward(tokens, 1.0, true, 40);
+    double expected = 0;
+    for (std::size_t u = 0; u < model.units.size(); ++u)
+      for (std::size_t t = 0; t < model.units[u].size(); ++t)
+        if (model.gradients[u][t].defined()) {
+          expected += 1e-7 * model.gradients[u][t].square().sum().item<double>();
+          model.units[u][t] -= 1e-7 * model.gradients[u][t];
+        }
+    const double lower = model.forward_backward(tokens, 1.0, true, 40);
+    EXPECT_NEAR((once - lower) / expected, 1.0, 0.01);
+  }
 }
 INSTANTIATE_TEST_SUITE_P(models, Adapters, ::testing::ValuesIn(cases()), case_name);
 

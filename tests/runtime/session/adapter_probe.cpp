@@ -1,7 +1,7 @@
 // Run by tests/python/test_adapters.py: adapter_probe MODEL OUT STEPS [OPTION=VALUE...] trains adapters of rank 4 over
 // the model in a folder, on tokens that the test can make as well, and writes them as PEFT's folder. Prints the loss of
 // each step, and that of the tokens of step 0 at the end. Options: from (a folder of adapters to begin with), init
-// (their first values), saved (a module, several times).
+// (their first values), dora, saved (a module, several times).
 #include <torch/torch.h>
 
 #include <cstdio>
@@ -30,7 +30,9 @@ Wanted wanted(int argc, char** argv) {
   Wanted all;
   for (int i = 4; i < argc; ++i) {
     const std::string word = argv[i], value = word.substr(word.find('=') + 1);
-    if (word.starts_with("from="))
+    if (word == "dora")
+      all.config.dora = true;
+    else if (word.starts_with("from="))
       all.from = value;
     else if (word.starts_with("init="))
       tierflow::set_adapter_init(all.config, value);

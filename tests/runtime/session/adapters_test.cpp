@@ -235,6 +235,37 @@ TEST_P(SessionAdapters, FirstValuesFromTheBaseAreTheSameStreamed) {
                  [&] { with_adapters(plain, {.rank = 40, .init = AdapterInit::olora}, 5); });
 }
 
+// Adapters with a magnitude (DoRA): the same bits streamed and gone on with, beside a base in any format.
+TEST_P(SessionAdapters, MagnitudesStreamAsTheyAreResident) {
+  const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
+  for (const WeightFormat format : {WeightFormat::bf16, WeightFormat::nf4}) {
+    const Model model = with_adapters(with_base_format(plain, format), {.rank = 4, .alpha = 8, .dora = true}, 5);
+    const auto run_of = [&](SessionOptions options, const std::vector<std::int64_t>& stops) {
+      Steps run;
+      for (const std::int64_t up_to : stops) {
+        Session session(model, options, {.weight_decay = 0.1});
+        const std::vector<std::vector<float>> first = masters_of(session);
+        train(session, options, up_to, run);
+        std::size_t i = 0;
+        for (const UnitSpec& unit : session.model().spec().units)
+          for (const TensorSpec& tensor : unit.tensors) {
+            EXPECT_EQ(run.masters[i] == first[i], !tensor.trainable) << tensor.name;
+            ++i;
+          }
+        if (up_to == kSteps) session.discard();
+        options.resume = true;
+      }
+      return run;
+    };
+    const Steps expected = run_of(resident(2), {kSteps});
+    SessionOptions options = small(true);
+    options.commit_every = 1;
+    const Steps found = run_of(options, {2, kSteps});
+    EXPECT_EQ(found.losses, expected.losses);
+    EXPECT_TRUE(found.masters == expected.masters);
+  }
+}
+
 // What is frozen stays as it is, and is neither read for an update nor written; the rest has the same bits streamed.
 TEST_P(SessionAdapters, APartOfTheModelIsTrained) {
   const bool gpt2 = GetParam().name.starts_with("gpt2"), opt = GetParam().name.starts_with("opt"),

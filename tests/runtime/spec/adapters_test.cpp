@@ -117,6 +117,23 @@ TEST(AdapterConfig, AdaptersWithFirstValuesAreWrittenAsThoseOfTwiceTheRank) {
   EXPECT_EQ(joined_with_first({.rank = 3}), AdapterConfig{.rank = 3});
 }
 
+TEST(AdapterConfig, MagnitudesStandBesideTheLengthsThatTheyChange) {
+  ModelSpec spec = small_llama(), again = small_llama();
+  add_adapters(spec, {.rank = 4, .dora = true, .targets = {"down_proj"}});
+  const auto all = adapters_of(spec);
+  ASSERT_EQ(all.size(), 3U * 4);
+  EXPECT_EQ(all[2]->name, "base_model.model.model.layers.0.mlp.down_proj.lora_magnitude_vector");
+  EXPECT_THAT(all[2]->shape, ElementsAre(32));
+  EXPECT_TRUE(all[2]->trainable && !all[2]->decays && all[2]->moments_32);
+  EXPECT_FALSE(all[3]->trainable);
+  EXPECT_EQ(all[3]->format, WeightFormat::fp32);
+  EXPECT_EQ(name_beside_base(*all[3]), all[2]->name);
+  EXPECT_EQ(linear_module(*all[3]), "model.layers.0.mlp.down_proj");
+  add_adapters(again, parse_adapter_config(spec.adapter_config_json, "x"));
+  EXPECT_EQ(again.adapter_config_json, spec.adapter_config_json);
+  EXPECT_EQ(adapters_of(again).size(), all.size());
+}
+
 // Of patterns that fit one layer the first counts, there and back.
 TEST(AdapterConfig, PatternsKeepTheirOrder) {
   const AdapterConfig config{.rank_pattern = {{"q_proj", 8}, {".*proj", 4}, {"q_proj", 2}},
@@ -270,6 +287,7 @@ TEST(AdapterConfig, WhatCannotBeIsRefusedWithTheNamesThereAre) {
   expect_refused({.alpha = 0}, "above 0");
   expect_refused({.alpha = NAN}, "above 0");
   expect_refused({.dropout = 1}, "below 1");
+  expect_refused({.dora = true, .init = AdapterInit::pissa}, "not with factors of the base");
 }
 
 }  // namespace
