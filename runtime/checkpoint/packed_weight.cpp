@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <mutex>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
@@ -225,32 +226,48 @@ class FourBitsOfExperts final : public PackedWeight {
     parts_ = {scales_name_};
   }
 
+  // An expert's values are the transpose of its codes: a few rows of them take all of its codes. So these are kept from
+  // one call to the next, until the expert's last value is read.
   void read(std::uint64_t first, std::span<float> out) const override {
     while (!out.empty()) {
       const std::uint64_t of_one = rows_ * columns_, expert = first / of_one, from = first % of_one;
       const std::uint64_t count = std::min<std::uint64_t>(of_one - from, out.size());
-      for (std::uint64_t column = 0; column < columns_; column += kColumns)
-        read_columns(expert, column, std::min(columns_, column + kColumns), from, out.first(count));
+      const std::shared_ptr<const Expert> codes = codes_of(expert);
+      decode(*codes, from, out.first(count));
+      if (from + count == of_one) {
+        const std::lock_guard lock(mutex_);
+        last_.reset();
+      }
       out = out.subspan(count);
       first += count;
     }
   }
 
  private:
-  static constexpr std::uint64_t kColumns = 256;  // whose codes are read at once
+  struct Expert {
+    std::uint64_t number;
+    std::vector<std::uint8_t> codes, scales;  // [out, in / 2], [out, in / 32]
+  };
 
-  // Those of the expert's elements [from, from + out.size()) that lie in columns [begin, end), which are rows of codes.
-  void read_columns(std::uint64_t expert, std::uint64_t begin, std::uint64_t end, std::uint64_t from,
-                    std::span<float> out) const {
-    const std::uint64_t stride = rows_ / 2, first = expert * columns_ + begin;
-    const auto codes = bytes_of(folder_, codes_, first * stride, (end - begin) * stride);
-    const auto scales = bytes_of(folder_, scales_, first * blocks_, (end - begin) * blocks_);
-    const std::uint64_t to = from + out.size();
+  std::shared_ptr<const Expert> codes_of(std::uint64_t expert) const {
+    const std::lock_guard lock(mutex_);
+    if (last_ == nullptr || last_->number != expert) {
+      last_.reset();
+      const std::uint64_t codes = columns_ * rows_ / 2, scales = columns_ * blocks_;
+      last_ = std::make_shared<const Expert>(Expert{.number = expert,
+                                                    .codes = bytes_of(folder_, codes_, expert * codes, codes),
+                                                    .scales = bytes_of(folder_, scales_, expert * scales, scales)});
+    }
+    return last_;
+  }
+
+  void decode(const Expert& expert, std::uint64_t from, std::span<float> out) const {
+    const std::uint64_t stride = rows_ / 2, to = from + out.size();
     for (std::uint64_t row = from / columns_; row * columns_ < to; ++row) {
-      const std::uint64_t at = row * columns_, low = std::max(begin, from > at ? from - at : 0);
-      for (std::uint64_t column = low; column < std::min(end, to - at); ++column) {
-        const std::uint8_t byte = codes[(column - begin) * stride + row / 2];
-        const std::uint8_t scale = scales[(column - begin) * blocks_ + row / kMxBlock];
+      const std::uint64_t at = row * columns_, low = from > at ? from - at : 0;
+      for (std::uint64_t column = low; column < std::min(columns_, to - at); ++column) {
+        const std::uint8_t byte = expert.codes[column * stride + row / 2];
+        const std::uint8_t scale = expert.scales[column * blocks_ + row / kMxBlock];
         out[at + column - from] = weights::e2m1(row % 2 == 0 ? byte : byte >> 4) * weights::e8m0(scale);
       }
     }
@@ -261,6 +278,8 @@ class FourBitsOfExperts final : public PackedWeight {
   const std::string scales_name_;
   RawTensor scales_;
   std::uint64_t blocks_ = 1, rows_ = kMxBlock, columns_ = 1;
+  mutable std::mutex mutex_;
+  mutable std::shared_ptr<const Expert> last_;
 };
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "runtime/checkpoint/packed_weight.h"
 #include "runtime/checkpoint/safetensors.h"
 #include "runtime/spec/adapters.h"
 #include "runtime/spec/model_spec.h"
@@ -190,6 +191,29 @@ TEST(GptOss, CodesOfExpertsAreReadInPieces) {
       checkpoint.read_f32("w", first, part);
       ASSERT_EQ(std::memcmp(part.data(), whole.data() + first, part.size() * sizeof(float)), 0) << first;
     }
+}
+
+// Rows of the weight are columns of its codes: a few of them need all of an expert's.
+TEST(GptOss, CodesAreReadFromTheFolderOnceHoweverTheirWeightIsCut) {
+  const RawTensor blocks{.dtype = "U8", .shape = {3, 40, 2, 16}, .bytes = 3 * 40 * 2 * 16},
+      scales{.dtype = "U8", .shape = {3, 40, 2}, .bytes = 3 * 40 * 2};
+  std::uint64_t bytes = 0;
+  const PackedParts parts{.find = [&](const std::string& name) -> const RawTensor* {
+                            return name == "w_blocks" ? &blocks : name == "w_scales" ? &scales : nullptr;
+                          },
+                          .read =
+                              [&](const RawTensor&, std::uint64_t, std::span<std::byte> out) {
+                                bytes += out.size();
+                                std::ranges::fill(out, std::byte{1});
+                              },
+                          .floats = {}};
+  const auto weight = packed_weight("w", "here", parts);
+  ASSERT_NE(weight, nullptr);
+  std::vector<float> piece(97);
+  constexpr std::uint64_t kElements = 3 * 40 * 64;
+  for (std::uint64_t first = 0; first < kElements; first += piece.size())
+    weight->read(first, std::span(piece).first(std::min<std::uint64_t>(piece.size(), kElements - first)));
+  EXPECT_EQ(bytes, blocks.bytes + scales.bytes);
 }
 
 }  // namespace
