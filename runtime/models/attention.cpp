@@ -319,7 +319,7 @@ Tensor attention_of_rows(const Tensor& q_in, const Tensor& k_in, const Tensor& v
   Tensor q = q_in, k = k_in, v = v_in;
   if (sinks) {
     const Tensor none = at::zeros({k.size(2)}, k.options().requires_grad(false));
-    q = widened(q, rules.sinks.to(q.scalar_type()) / scale);
+    q = widened(q, (rules.sinks / scale).to(q.scalar_type()));
     k = widened(k, none);
     v = widened(v, none);
     k.select(1, 0).select(2, dim).fill_(1);

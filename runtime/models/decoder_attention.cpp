@@ -123,7 +123,9 @@ void DecoderAttention::attend_to_queries(const Weights& weights, const Shared& s
     kept.lse = std::move(result.lse);
     return;
   }
-  if (rules.sinks.defined()) kept.sinks = rules.sinks = rules.sinks.detach();
+  // Wide: the gradients of documents add up in it.
+  const auto wide = kept.q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  if (rules.sinks.defined()) kept.sinks = rules.sinks = rules.sinks.detach().to(wide);
   for (Tensor* leaf : {&kept.q, &kept.k, &kept.v, &kept.sinks})
     if (leaf->defined()) leaf->requires_grad_();
   const at::AutoGradMode grad(true);
