@@ -51,7 +51,8 @@ struct SessionOptions {
   bool resume = false;
   std::string run;                   // JSON object of the client's, kept in the store: what has to be equal to go on
   bool fresh = false;                // what an earlier session left in `storage` is removed
-  bool train = true;                 // false: evaluate() and export alone
+  bool train = true;                 // false: evaluate(), next_logits() and export alone
+  std::uint64_t workspace = 0;       // bytes of the device that a stage takes beside what measuring it shows
   std::uint64_t chunk_elements = 0;  // 0: from the host budget
   std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests
   bool record = false;               // record when each task ran: see take_timeline()

@@ -8,6 +8,7 @@
 #include "runtime/base/machine.h"
 #include "runtime/planning/left_store.h"
 #include "runtime/session/session_impl.h"
+#include "runtime/spec/adapter_config.h"
 
 namespace tierflow {
 namespace {
@@ -17,6 +18,13 @@ std::string terabytes(std::uint64_t bytes) {
   std::string digits = std::to_string(bytes / 1'000'000 + 1);
   if (digits.size() < 7) digits.insert(0, 7 - digits.size(), '0');
   return digits.insert(digits.size() - 6, ".");
+}
+
+// Two texts of one configuration: a later version writes more fields.
+bool same_adapter(const nlohmann::json& a, const nlohmann::json& b) {
+  if (a == b || !a.is_string() || !b.is_string()) return a == b;
+  return parse_adapter_config(a.get<std::string>(), "the state's adapter") ==
+         parse_adapter_config(b.get<std::string>(), "the adapter");
 }
 
 constexpr std::uint64_t kBeyondBudget = 128 << 20;  // what measuring may take where the budget is too small anyway
@@ -40,7 +48,8 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
     check_resumed(left.identity);
     planned.chunk_elements = left.chunk_elements;
   }
-  const ProbedModel probed = probe();
+  ProbedModel probed = probe();
+  probed.needs.stage_peak += options.workspace;
   plan = plan_that_fits(model->spec(), planned, probed.needs);
   prove(plan, options.train);
   if (plan.stored) {
@@ -71,8 +80,12 @@ void Session::Impl::check_resumed(const std::string& identity) const {
   const auto refuse = [&](const std::string& what) {
     throw Exception(io::Error{.kind = io::ErrorKind::usage, .path = options.storage.front().string(), .detail = what});
   };
+  const auto differs = [&](const std::string& key) {
+    const auto before = then.value(key, nlohmann::json()), here = now.value(key, nlohmann::json());
+    return key == "adapter" ? !same_adapter(before, here) : before != here;
+  };
   for (const char* key : {"config", "tiling", "adapter", "trainable", "base", "precision", "run"})
-    if (!then.is_object() || then.value(key, nlohmann::json()) != now.value(key, nlohmann::json()))
+    if (!then.is_object() || differs(key))
       refuse("holds the state of another run: its " +
              std::string(key == std::string("config")      ? "model"
                          : key == std::string("tiling")    ? "cut of layers"
