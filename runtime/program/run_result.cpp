@@ -70,6 +70,8 @@ RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool re
       const bool written = beside ? !name_beside_base(tensor).empty() : !is_adapter(tensor);
       if (written) weight_bytes_ += (beside ? 4 : 2) * static_cast<std::uint64_t>(tensor.elements());
     }
+  if (options.method == "lora" && !options.merge && !tied_name_beside_base(spec).empty())  // the table's second name
+    weight_bytes_ += 4 * static_cast<std::uint64_t>(spec.config.vocab_size * spec.config.hidden_size);
   companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
   folder_.emplace(options.out, resumed);
   check_space();
