@@ -18,7 +18,7 @@ of their texts.
 
 With the argument `prompts` the job is {"folder": ..., "template": as above} and each request u32 length, JSON; the answer is a T frame, JSON:
 
-    {"prompts": [{"text": ...} or {"messages": [...]}, ...]}  their lists of ids; after messages follows what begins the assistant's turn
+    {"prompts": [{"text": ...} or a row of messages, ...]}    their lists of ids; after messages follows what begins the assistant's turn
     {"tokens": [text of a token, ...]}                        their ids
     {"texts": [[id, ...], ...]}                               their texts without special tokens
 
@@ -30,6 +30,7 @@ import gc
 import json
 import os
 import re
+import signal
 import struct
 import sys
 import typing
@@ -556,9 +557,10 @@ class Prompts:
     def ids_of_prompt(self, prompt, number):
         if "text" in prompt:
             return self.tokenizer(prompt["text"])["input_ids"]
+        row = Row(f"prompt {number}")
         try:
-            messages = messages_of(prompt["messages"])
-            texts, _ = self.preparer.render([messages], None, {}, self.preparer.template(None)[0], add_generation_prompt=True)
+            fill(row, prompt, self.preparer.job, "messages")
+            texts, _ = self.preparer.render([row.messages], row.tools, row.more, self.preparer.template(row.tools)[0], add_generation_prompt=True)
         except BadRow as error:
             raise Refusal("", f"prompt {number}: {error}") from None
         return self.tokenizer(texts[0], add_special_tokens=False)["input_ids"]
@@ -578,6 +580,7 @@ class Prompts:
 
 
 def talk(job, requests, answers):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; texts are still asked for then
     prompts = Prompts(job)
     while (request := read_json(requests)) is not None:
         send_json(answers, "T", prompts.answer(request))

@@ -27,6 +27,10 @@ PromptTokenizer::PromptTokenizer(const DataOptions& options) {
 
 PromptTokenizer::~PromptTokenizer() = default;
 
+void PromptTokenizer::ignore_stops() {
+  if (process_ != nullptr) process_->ignore_stops();
+}
+
 OrderedJson PromptTokenizer::ask(const OrderedJson& request) {
   send_json(*process_, request);
   return receive_frame(*process_).json();

@@ -27,6 +27,9 @@ class PromptTokenizer {
   // The text of tokens, special ones left out; U+FFFD stands for bytes that are no character yet.
   std::string decode(const std::vector<std::int64_t>& tokens);
 
+  // From now on a signal that asks the command to end does not end these calls.
+  void ignore_stops();
+
  private:
   nlohmann::ordered_json ask(const nlohmann::ordered_json& request);
   std::unique_ptr<PythonProcess> process_;  // null: without a tokenizer

@@ -75,7 +75,7 @@ void PythonProcess::wait_for(short events) {
   pollfd waiting{.fd = socket_.fd(), .events = events, .revents = 0};
   const int timeout = static_cast<int>(std::clamp(job_.patience * 1000, 1.0, 2e9));
   int ready = 0;
-  while ((ready = poll(&waiting, 1, timeout)) < 0 && errno == EINTR) throw_if_stopped();
+  while ((ready = poll(&waiting, 1, timeout)) < 0 && errno == EINTR) heed_stop();
   if (ready < 0) fail_system("wait for the tokenizer", job_.path, errno);
   if (ready == 0) {
     stop();
@@ -112,8 +112,12 @@ void PythonProcess::receive(std::span<std::byte> out) {
   }
 }
 
+void PythonProcess::heed_stop() const {
+  if (heeds_stops_) throw_if_stopped();
+}
+
 void PythonProcess::fail_ended() {
-  throw_if_stopped();  // Ctrl-C reaches the tokenizer too
+  heed_stop();  // Ctrl-C reaches the tokenizer too
   int status = 0;
   while (waitpid(process_, &status, 0) < 0 && errno == EINTR) {
   }

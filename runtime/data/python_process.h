@@ -32,6 +32,10 @@ class PythonProcess {
   ~PythonProcess();
 
   const std::string& python() const { return python_; }
+  // From now on a counted signal does not end send() and receive(): what there is can still be asked for.
+  void ignore_stops() { heeds_stops_ = false; }
+  // Throws Stopped where a signal was counted, unless stops are ignored.
+  void heed_stop() const;
   // All of the bytes. Throw Exception: where the script has ended, with its last line on standard error (input for its
   // exit status 3, else environment); input where it is silent for too long; Stopped.
   void send(std::span<const std::byte> bytes);
@@ -47,6 +51,7 @@ class PythonProcess {
   std::string python_;
   pid_t process_ = -1;
   File socket_, errors_;
+  bool heeds_stops_ = true;
 };
 
 }  // namespace tierflow

@@ -6,7 +6,6 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
-#include "runtime/base/signals.h"
 #include "runtime/data/scripts.h"
 
 namespace tierflow {
@@ -38,7 +37,7 @@ nlohmann::ordered_json Frame::json() const {
 }
 
 Frame receive_frame(PythonProcess& process) {
-  throw_if_stopped();
+  process.heed_stop();
   std::array<std::byte, 5> head{};
   process.receive(head);
   std::uint32_t size = 0;

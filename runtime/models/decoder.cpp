@@ -78,12 +78,13 @@ class DecoderModel final : public CausalModel {
   // Tables: rotary cos and sin [sequence, rotated / 2] fp32 of each of the config's ropes; then, where queries are
   // scaled, their factors [sequence] fp32.
   Shared share(const MicroBatch& batch, at::Device device) const override {
-    return with_tables(CausalModel::share(batch, device), batch.ids.size(1), device);
+    const std::int64_t length = batch.ids.size(1);
+    return with_tables(CausalModel::share(batch, device), length, length, device);
   }
   Shared share_cached(const CachedRow& row, at::Device device) const override {
     Shared shared = CausalModel::share_cached(row, device);
     const std::int64_t longest = shared.longest();
-    return with_tables(std::move(shared), longest, device);
+    return with_tables(std::move(shared), longest, std::max(longest, row.context), device);
   }
 
   bool can_keep(int stage) const override { return (attends(stage) || expands(stage)) && by_hand(); }
@@ -125,9 +126,9 @@ class DecoderModel final : public CausalModel {
   // Whether gradients of blocks are computed by hand; else they are autograd's.
   bool by_hand() const { return config().adapter_dropout == 0 && config().residual_dropout == 0; }
 
-  Shared with_tables(Shared shared, std::int64_t length, at::Device device) const {
+  Shared with_tables(Shared shared, std::int64_t length, std::int64_t context, at::Device device) const {
     for (const RopeSpec& rope : config().ropes) {
-      const auto [cos, sin] = rope_tables(rope, config().head_dim, length, device);
+      const auto [cos, sin] = rope_tables(rope, config().head_dim, length, context, device);
       shared.tables.insert(shared.tables.end(), {cos, sin});
     }
     if (config().query_scaling > 0) {

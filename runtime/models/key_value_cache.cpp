@@ -15,9 +15,10 @@ using at::Tensor;
 
 constexpr std::int64_t kQueries = 128;  // whose scores exist at once
 
-// Attention of the last q.size(0) of k.size(0) tokens: q [queries, heads, head_dim], k, v [tokens, kv heads, head_dim].
+// Attention of the last q.size(0) of k.size(0) tokens: q [queries, heads, head_dim], k, v [tokens, kv heads, head_dim],
+// the latter in the type that sums have.
 Tensor attention_of_last(const Tensor& q, const Tensor& k, const Tensor& v, const models::AttentionRules& rules) {
-  const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto wide = k.scalar_type();
   const std::int64_t queries = q.size(0), heads = q.size(1), dim = q.size(2), tokens = k.size(0), kv_heads = k.size(1),
                      groups = heads / kv_heads;
   const double scale = rules.scale > 0 ? rules.scale : 1.0 / std::sqrt(static_cast<double>(dim));
@@ -26,7 +27,7 @@ Tensor attention_of_last(const Tensor& q, const Tensor& k, const Tensor& v, cons
                              .view({queries, kv_heads, groups, dim})
                              .permute({1, 2, 0, 3})
                              .reshape({kv_heads, groups * queries, dim});
-  Tensor scores = at::bmm(by_head, k.to(wide).permute({1, 2, 0})).mul_(scale);
+  Tensor scores = at::bmm(by_head, k.permute({1, 2, 0})).mul_(scale);
   if (rules.softcap > 0) scores.div_(rules.softcap).tanh_().mul_(rules.softcap);
   scores = scores.view({kv_heads, groups, queries, tokens});
   const Tensor key = at::arange(tokens, q.options().dtype(at::kLong)),
@@ -40,7 +41,7 @@ Tensor attention_of_last(const Tensor& q, const Tensor& k, const Tensor& v, cons
   } else {
     scores = at::softmax(scores, -1);
   }
-  const Tensor attended = at::bmm(scores.reshape({kv_heads, groups * queries, tokens}), v.to(wide).transpose(0, 1));
+  const Tensor attended = at::bmm(scores.reshape({kv_heads, groups * queries, tokens}), v.transpose(0, 1));
   return attended.view({kv_heads, groups, queries, dim})
       .permute({2, 0, 1, 3})
       .reshape({queries, heads, dim})
@@ -52,6 +53,14 @@ Tensor attention_of_last(const Tensor& q, const Tensor& k, const Tensor& v, cons
 KeyValueCache::KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> capacities)
     : capacities_(std::move(capacities)), layers_(capacities_.size()) {
   for (auto& of_sequence : layers_) of_sequence.resize(spec.stages.size());
+}
+
+std::uint64_t KeyValueCache::workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries) {
+  const ModelConfig& c = spec.config;
+  constexpr std::int64_t kStored = 2, kWide = 4, kCopies = 3;  // of scores: before and after the softmax, and masked
+  const std::int64_t tokens = 2 * c.kv_heads * c.head_dim * (kStored + kWide),
+                     scores = kCopies * kWide * c.heads * std::min(kQueries, queries);
+  return static_cast<std::uint64_t>(capacity * (tokens + scores));
 }
 
 std::uint64_t KeyValueCache::bytes(const ModelSpec& spec, std::int64_t capacity) {
@@ -90,11 +99,14 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
       continue;
     }
     const Tensor queries = part(q)[0];
+    const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto all = [&](const Tensor& cached) { return cached.narrow(0, 0, end).to(q.device()).to(wide); };
+    const Tensor keys = all(layer.keys), values = all(layer.values);
     for (std::int64_t first = 0; first < span.length; first += kQueries) {
       const std::int64_t count = std::min(kQueries, span.length - first), seen = span.before + first + count;
-      const auto all = [&](const Tensor& cached) { return cached.narrow(0, 0, seen).to(q.device()); };
       parts.push_back(
-          attention_of_last(queries.narrow(0, first, count), all(layer.keys), all(layer.values), alone).unsqueeze(0));
+          attention_of_last(queries.narrow(0, first, count), keys.narrow(0, 0, seen), values.narrow(0, 0, seen), alone)
+              .unsqueeze(0));
     }
   }
   return at::cat(parts, 1);

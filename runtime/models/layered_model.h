@@ -39,6 +39,7 @@ struct CachedRow {
   torch::Tensor ids;  // [1, tokens] int64
   std::vector<CachedSpan> spans;
   KeyValueCache* cache = nullptr;
+  std::int64_t context = 0;  // tokens that its sequences come to: rotary factors may depend on it (LongRoPE)
 };
 
 // What several layers read, the same for every layer of one micro-batch.

@@ -59,9 +59,9 @@ at::Tensor inverse_frequencies(const RopeSpec& rope, std::int64_t head_dim, std:
 }
 
 std::pair<at::Tensor, at::Tensor> rope_tables(const RopeSpec& rope, std::int64_t head_dim, std::int64_t positions,
-                                              at::Device device) {
+                                              std::int64_t context, at::Device device) {
   const at::Tensor position = at::arange(positions, at::kLong).to(at::kFloat);
-  const at::Tensor angles = at::outer(position, inverse_frequencies(rope, head_dim, positions)).to(device);
+  const at::Tensor angles = at::outer(position, inverse_frequencies(rope, head_dim, context)).to(device);
   return {angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor};
 }
 

@@ -18,6 +18,9 @@ using OrderedJson = nlohmann::ordered_json;
   fail(io::ErrorKind::usage, "", detail);
 }
 
+// Ahead of a word that begins with "[": without it CLI11 takes "[a,b]" for two words.
+constexpr char kAsItIs = '\x01';
+
 std::string default_of(const OptionRow& row) {
   const OrderedJson value = row.get();
   if (row.flag || value.is_null() || (value.is_array() && value.empty())) return {};
@@ -57,8 +60,13 @@ CommandLine::CommandLine(const OptionTable& table) : impl_(std::make_unique<Impl
       app.add_flag_callback("--" + row.name, [&values, &row] { values[row.name] = {"true"}; });
       continue;
     }
-    auto* option = app.add_option_function<std::vector<std::string>>(
-        "--" + row.name, [&values, &row](const std::vector<std::string>& words) { values[row.name] = words; });
+    auto* option = app.add_option_function<std::vector<std::string>>("--" + row.name,
+                                                                     [&values, &row](std::vector<std::string> words) {
+                                                                       for (std::string& word : words)
+                                                                         if (!word.empty() && word.front() == kAsItIs)
+                                                                           word.erase(0, 1);
+                                                                       values[row.name] = std::move(words);
+                                                                     });
     option->expected(1, row.most > 2 ? CLI::detail::expected_max_vector_size : row.most);
     if (row.commas) option->delimiter(',');
   }
@@ -91,13 +99,19 @@ std::string CommandLine::help(std::size_t columns) const {
 }
 
 void CommandLine::apply(std::vector<std::string> words) {
+  for (std::string& word : words) {
+    if (word.starts_with("[")) word.insert(0, 1, kAsItIs);
+    if (const auto at = word.find("=["); word.starts_with("--") && at != std::string::npos)
+      word.insert(at + 1, 1, kAsItIs);
+  }
   std::reverse(words.begin(), words.end());  // as CLI11 wants them
   try {
     impl_->app.parse(words);
   } catch (const CLI::ParseError& error) {
     fail_usage(printable(error.what(), 300));
   }
-  for (const std::string& extra : impl_->app.remaining()) impl_->refuse(extra);
+  for (const std::string& extra : impl_->app.remaining())
+    impl_->refuse(extra.starts_with(kAsItIs) ? extra.substr(1) : extra);
   if (!impl_->config_file.empty())
     impl_->table.apply(read_config_file(impl_->config_file, impl_->table), impl_->config_file);
   impl_->table.apply(impl_->values, "");

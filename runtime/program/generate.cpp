@@ -1,7 +1,10 @@
 // `tierflow generate`: text from a model whose weights stream.
 #include <fmt/format.h>
+#include <poll.h>
 #include <unistd.h>
 
+#include <array>
+#include <cerrno>
 #include <chrono>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -25,6 +28,7 @@ using OrderedJson = nlohmann::ordered_json;
 using Tokens = std::vector<std::int64_t>;
 
 constexpr std::uint64_t kLargestPrompts = std::uint64_t{1} << 30;
+constexpr std::string_view kUtf8Mark = "\xef\xbb\xbf";
 constexpr std::string_view kUnfinished = "\xef\xbf\xbd";  // a character some of whose bytes are still to come
 
 OrderedJson as_prompt(const GenerateOptions& options, std::string text) {
@@ -36,8 +40,9 @@ OrderedJson as_prompt(const GenerateOptions& options, std::string text) {
 }
 
 OrderedJson row_prompt(const GenerateOptions& options, const std::string& line, const std::string& where) {
-  const Json row = parse_json(line, where);
-  if (row.is_object() && row.contains("messages")) return {{"messages", row["messages"]}};
+  parse_json(line, where);                           // refuses what is none
+  const OrderedJson row = OrderedJson::parse(line);  // templates see the keys in their order
+  if (row.is_object() && row.contains("messages")) return row;
   for (const char* field : {"prompt", "text"})
     if (row.is_object() && row.contains(field) && row[field].is_string())
       return as_prompt(options, row[field].get<std::string>());
@@ -51,7 +56,9 @@ OrderedJson read_prompts(const GenerateOptions& options) {
     prompts.push_back(as_prompt(options, text));
   }
   if (options.prompts.empty()) return prompts;
-  const std::string file = options.prompts.string(), text = read_text(options.prompts, kLargestPrompts);
+  const std::string file = options.prompts.string();
+  std::string text = read_text(options.prompts, kLargestPrompts);
+  if (text.starts_with(kUtf8Mark)) text.erase(0, kUtf8Mark.size());
   const bool rows = options.prompts.extension() == ".jsonl";
   std::size_t number = 0;
   for (std::size_t begin = 0; begin < text.size(); ++number) {
@@ -70,21 +77,52 @@ OrderedJson read_prompts(const GenerateOptions& options) {
 
 Sampling sampling_of(const GenerateOptions& options, Sampling sampling) {
   // One that asks for draws wants them; a temperature of 0 asks for none.
-  for (const auto* asked : {&options.temperature, &options.top_k, &options.top_p, &options.min_p})
-    if (*asked) sampling.sample = true;
-  if (options.temperature == 0) sampling.sample = false;
-  const auto take = [](const std::optional<double>& from, double& to) { to = from.value_or(to); };
-  take(options.temperature, sampling.temperature);
-  take(options.top_p, sampling.top_p);
-  take(options.min_p, sampling.min_p);
-  take(options.repetition_penalty, sampling.repetition_penalty);
-  if (options.top_k) sampling.top_k = static_cast<std::int64_t>(*options.top_k);
+  if (options.temperature || options.top_k || options.top_p || options.min_p) sampling.sample = true;
+  sampling.temperature = options.temperature.value_or(sampling.temperature);
+  sampling.top_k = options.top_k.value_or(sampling.top_k);
+  sampling.top_p = options.top_p.value_or(sampling.top_p);
+  sampling.min_p = options.min_p.value_or(sampling.min_p);
+  sampling.repetition_penalty = options.repetition_penalty.value_or(sampling.repetition_penalty);
+  if (sampling.temperature == 0) sampling.sample = false;
   return sampling;
 }
 
 const char* name_of(FinishReason reason) {
   return reason == FinishReason::stop ? "stop" : "length";
 }
+
+void check_output() {
+  if (!std::cout) throw Exception(io::ErrorKind::io, "standard output cannot be written: no more is generated");
+}
+
+// Lines of standard input; a signal ends the wait for one.
+class InputLines {
+ public:
+  // False at the end of the input.
+  bool next(std::string& line) {
+    for (;;) {
+      if (const auto end = read_.find('\n'); end != std::string::npos) {
+        line = read_.substr(0, end);
+        read_.erase(0, end + 1);
+        return true;
+      }
+      pollfd input{.fd = STDIN_FILENO, .events = POLLIN, .revents = 0};
+      while (poll(&input, 1, -1) < 0 && errno == EINTR) throw_if_stopped();
+      throw_if_stopped();
+      std::array<char, 4096> piece{};
+      const ssize_t got = read(STDIN_FILENO, piece.data(), piece.size());
+      if (got < 0 && errno == EINTR) continue;
+      if (got <= 0) {
+        line = std::exchange(read_, "");
+        return !line.empty();
+      }
+      read_.append(piece.data(), static_cast<std::size_t>(got));
+    }
+  }
+
+ private:
+  std::string read_;
+};
 
 // Writes a text while its tokens come.
 class LiveText {
@@ -101,6 +139,7 @@ class LiveText {
     const std::string text = tokenizer_.decode(tokens_);
     write(text);
     std::cout << std::endl;
+    check_output();
     return text;
   }
 
@@ -108,6 +147,7 @@ class LiveText {
   void write(const std::string& text) {
     if (text.size() <= written_) return;
     std::cout << text.substr(written_) << std::flush;
+    check_output();
     written_ = text.size();
   }
 
@@ -138,27 +178,35 @@ class Generation {
     LiveText text(*tokenizer_);
     std::vector<Tokens> unfinished(ids.size());
     const auto started = std::chrono::steady_clock::now();
+    const std::uint64_t most = ids.size() * static_cast<std::uint64_t>(options_.max_new_tokens);
+    const auto shown = [&] {
+      if (!live) log_.progress("generating", tokens_, most);
+    };
     try {
-      generate(
-          *session_, ids, generation_,
-          [&](std::size_t prompt, std::int64_t token) {
-            unfinished[prompt].push_back(token);
-            ++tokens_;
-            if (live)
-              text.add(token);
-            else
-              log_.progress("generating", tokens_, ids.size() * static_cast<std::uint64_t>(options_.max_new_tokens));
-            throw_if_stopped();
-          },
-          [&](std::size_t prompt, const Generated& generated) {
-            unfinished[prompt].clear();
-            if (live)
-              text.end();
-            else
-              print(prompt, generated.tokens, name_of(generated.reason));
-          });
-    } catch (const Stopped&) {
-      if (live) text.end();
+      generate(*session_, ids, generation_,
+               {.before_pass =
+                    [&] {
+                      throw_if_stopped();
+                      shown();
+                    },
+                .on_token =
+                    [&](std::size_t prompt, std::int64_t token) {
+                      unfinished[prompt].push_back(token);
+                      ++tokens_;
+                      if (live) text.add(token);
+                    },
+                .on_end =
+                    [&](std::size_t prompt, const Generated& generated) {
+                      unfinished[prompt].clear();
+                      if (live)
+                        text.end();
+                      else
+                        print(prompt, generated.tokens, name_of(generated.reason));
+                    }});
+    } catch (const Exception& error) {
+      if (error.error().kind == io::ErrorKind::io) throw;  // nothing can be printed, or read
+      tokenizer_->ignore_stops();
+      if (live && tokens_ > 0) text.end();
       for (std::size_t prompt = 0; prompt < unfinished.size() && !live; ++prompt)
         if (!unfinished[prompt].empty()) print(prompt, unfinished[prompt], "interrupted");
       throw;
@@ -180,10 +228,11 @@ class Generation {
     if (!options_.system.empty()) messages.push_back({{"role", "system"}, {"content", options_.system}});
     const bool terminal = isatty(STDIN_FILENO) == 1;
     if (terminal) std::cerr << "a line is a message; an empty line or Ctrl-D ends the talk\n";
+    InputLines lines;
     const auto next_line = [&](std::string& line) {
       throw_if_stopped();
       if (terminal) std::cerr << "> ";
-      return std::getline(std::cin, line) && !line.empty();
+      return lines.next(line) && !line.empty();
     };
     for (std::string line; next_line(line);) {
       if (find_invalid_utf8(line) != std::string::npos) fail_input("standard input", "is not UTF-8");
@@ -195,16 +244,12 @@ class Generation {
                          ids[0].size(), options_.max_new_tokens, context));
       LiveText text(*tokenizer_);
       std::string answer;
-      generate(
-          *session_, ids, generation_,
-          [&](std::size_t, std::int64_t token) {
-            text.add(token);
-            throw_if_stopped();
-          },
-          [&](std::size_t, const Generated&) { answer = text.end(); });
+      generate(*session_, ids, generation_,
+               {.before_pass = [] { throw_if_stopped(); },
+                .on_token = [&](std::size_t, std::int64_t token) { text.add(token); },
+                .on_end = [&](std::size_t, const Generated&) { answer = text.end(); }});
       messages.push_back({{"role", "assistant"}, {"content", answer}});
     }
-    throw_if_stopped();
   }
 
  private:
@@ -223,10 +268,21 @@ class Generation {
                                   shape.batch, human_bytes(shape.cache), human_bytes(settings.host_memory)));
     settings.host_memory -= shape.cache;
     announce_device(options_, settings, log_);
-    session_.emplace(model_, settings, AdamW{}, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
-      throw_if_stopped();
-      log_.progress(phase, done, total);
-    });
+    settings.workspace = shape.workspace;
+    try {
+      session_.emplace(model_, settings, AdamW{}, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+        throw_if_stopped();
+        log_.progress(phase, done, total);
+      });
+    } catch (const Exception& error) {
+      if (error.error().kind != io::ErrorKind::usage) throw;
+      io::Error told = error.error();
+      told.detail += fmt::format(
+          "; keys and values take {} of --host-memory besides, and their use {} of --device-memory: a smaller --batch, "
+          "fewer --max-new-tokens or a smaller --sequence-length need less",
+          human_bytes(shape.cache), human_bytes(shape.workspace));
+      throw Exception(std::move(told));
+    }
     log_.say(session_->describe());
     log_.begin();
     lanes_ = session_->lanes();
@@ -240,6 +296,7 @@ class Generation {
     } else {
       std::cout << fmt::format("== {} ({})\n", prompt + 1, reason) << text << std::endl;
     }
+    check_output();
   }
 
   // How fast, and how near to what the slowest lane allows.

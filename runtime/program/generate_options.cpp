@@ -66,7 +66,15 @@ OptionTable generate_table(GenerateOptions& o) {
   table.group(kSampling);
   table.integer("max-new-tokens", o.max_new_tokens, 1, "tokens to generate at most for each prompt", kMostTokens);
   add_choice(table, "temperature", o.temperature, 0, 1e6, "logits are divided by it; 0: the most likely token");
-  add_choice(table, "top-k", o.top_k, 0, 1e9, "draw from the most likely so many; 0: from all");
+  table.add({.name = "top-k",
+             .value_name = "N",
+             .help = "draw from the most likely so many; 0: from all",
+             .set =
+                 [&o](const auto& words) {
+                   o.top_k = parse_integer(words[0], "top-k");
+                   if (*o.top_k < 0) fail_usage(fmt::format("--top-k is {}; it must be at least 0", *o.top_k));
+                 },
+             .get = [&o] { return o.top_k ? OrderedJson(*o.top_k) : OrderedJson(); }});
   add_choice(table, "top-p", o.top_p, 0, 1, "draw from the most likely ones that together reach this probability");
   add_choice(table, "min-p", o.min_p, 0, 1, "draw from those that reach this share of the most likely one's");
   add_choice(table, "repetition-penalty", o.repetition_penalty, 1e-6, 1e6,

@@ -86,8 +86,9 @@ struct GenerateOptions : RunOptions {
   std::string system;             // message before each of chat; empty: none
   std::int64_t context = 4096;    // tokens of a talk on the terminal
   std::int64_t max_new_tokens = 256;
-  std::optional<double> temperature, top_k, top_p, min_p, repetition_penalty;  // in place of the model's own
-  std::vector<std::string> stop;                                               // tokens by their text
+  std::optional<double> temperature, top_p, min_p, repetition_penalty;  // in place of the model's own
+  std::optional<std::int64_t> top_k;
+  std::vector<std::string> stop;  // tokens by their text
   std::uint64_t seed = 0;
   std::int64_t batch = 32;  // sequences at once
 };

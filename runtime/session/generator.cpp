@@ -13,6 +13,13 @@ namespace {
 
 using Tokens = std::vector<std::int64_t>;
 
+// Tokens from which LongRoPE's other factors apply; 0: the model has none.
+std::int64_t short_context(const ModelSpec& spec) {
+  for (const RopeSpec& rope : spec.config.ropes)
+    if (rope.type == "longrope") return rope.original_max_positions;
+  return 0;
+}
+
 void check_prompt(const Tokens& prompt, std::size_t number, const ModelSpec& spec, std::int64_t new_tokens) {
   const auto wrong = [&](const std::string& what) {
     throw Exception(io::ErrorKind::usage, "prompt " + std::to_string(number + 1) + " " + what);
@@ -27,6 +34,12 @@ void check_prompt(const Tokens& prompt, std::size_t number, const ModelSpec& spe
     wrong("has " + std::to_string(length) + " tokens; with " + std::to_string(new_tokens) +
           " new ones (--max-new-tokens) that is beyond the model's " + std::to_string(spec.config.max_positions) +
           " positions");
+  const std::int64_t limit = short_context(spec);
+  if (length <= limit && length + new_tokens - 1 > limit)
+    wrong("has " + std::to_string(length) + " tokens and may come to " + std::to_string(length + new_tokens) +
+          ": beyond " + std::to_string(limit) +
+          " tokens this model has other rotary factors, and what is cached has those before; at most " +
+          std::to_string(limit - length + 1) + " new ones (--max-new-tokens)");
 }
 
 std::int64_t capacity_of(const Tokens& prompt, std::int64_t new_tokens) {
@@ -46,15 +59,16 @@ class Batch {
         computed_(count),
         generated_(count),
         ended_(count),
-        cache_(session.model().spec(), capacities()) {}
+        capacities_(capacities()),
+        cache_(session.model().spec(), capacities_) {}
 
-  void run(const std::function<void(std::size_t, std::int64_t)>& on_token,
-           const std::function<void(std::size_t, const Generated&)>& on_end) {
+  void run(const GenerationEvents& events) {
     for (std::vector<CachedRow> rows = next_rows(); !rows.empty(); rows = next_rows()) {
+      events.before_pass();
       const std::vector<at::Tensor> logits = session_.next_logits(rows);
       for (std::size_t row = 0; row < rows.size(); ++row)
         for (std::size_t at = 0; at < rows[row].spans.size(); ++at)
-          take(rows[row].spans[at], logits[row][static_cast<std::int64_t>(at)], on_token, on_end);
+          take(rows[row].spans[at], logits[row][static_cast<std::int64_t>(at)], events);
     }
   }
 
@@ -66,14 +80,18 @@ class Batch {
   }
 
   // What is not computed yet of each sequence. Prompts have rows of their own, at most as long as the session's; when
-  // none is left, one row has the last token of each.
+  // none is left, a row has the last tokens.
   std::vector<CachedRow> next_rows() {
     std::vector<CachedRow> rows;
     bool prompts = false;
     for (std::size_t i = 0; i < sequences_.size(); ++i)
       prompts = prompts || (!ended_[i] && generated_[i].tokens.empty());
-    Tokens last;
-    std::vector<CachedSpan> spans;
+    struct {
+      Tokens last;
+      std::vector<CachedSpan> spans;
+      std::int64_t context = 0;
+    } next[2];  // sequences of one row have the same rotary factors
+    const std::int64_t limit = short_context(session_.model().spec());
     for (std::size_t i = 0; i < sequences_.size(); ++i) {
       const auto sequence = static_cast<std::int64_t>(i);
       if (ended_[i] || (prompts && !generated_[i].tokens.empty())) continue;
@@ -82,26 +100,30 @@ class Batch {
       if (prompts) {
         rows.push_back(
             row_of(Tokens(sequences_[i].begin() + computed_[i], sequences_[i].begin() + computed_[i] + count),
-                   {{.sequence = sequence, .length = count, .before = computed_[i]}}));
+                   {{.sequence = sequence, .length = count, .before = computed_[i]}}, capacities_[i]));
       } else {
+        auto& [last, spans, context] = next[limit > 0 && capacities_[i] > limit ? 1 : 0];
         spans.push_back({.sequence = sequence,
                          .begin = static_cast<std::int64_t>(last.size()),
                          .length = 1,
                          .before = computed_[i]});
         last.push_back(sequences_[i].back());
+        context = std::max(context, capacities_[i]);
       }
     }
-    if (!last.empty()) rows.push_back(row_of(last, std::move(spans)));
+    for (auto& [last, spans, context] : next)
+      if (!last.empty()) rows.push_back(row_of(last, std::move(spans), context));
     return rows;
   }
 
-  CachedRow row_of(const Tokens& tokens, std::vector<CachedSpan> spans) {
-    return {.ids = at::tensor(tokens, at::kLong).unsqueeze(0), .spans = std::move(spans), .cache = &cache_};
+  CachedRow row_of(const Tokens& tokens, std::vector<CachedSpan> spans, std::int64_t context) {
+    return {.ids = at::tensor(tokens, at::kLong).unsqueeze(0),
+            .spans = std::move(spans),
+            .cache = &cache_,
+            .context = context};
   }
 
-  void take(const CachedSpan& span, const at::Tensor& logits,
-            const std::function<void(std::size_t, std::int64_t)>& on_token,
-            const std::function<void(std::size_t, const Generated&)>& on_end) {
+  void take(const CachedSpan& span, const at::Tensor& logits, const GenerationEvents& events) {
     const auto i = static_cast<std::size_t>(span.sequence);
     computed_[i] = span.before + span.length;
     if (computed_[i] < static_cast<std::int64_t>(sequences_[i].size())) return;  // the prompt goes on
@@ -114,10 +136,10 @@ class Batch {
     } else {
       generated.tokens.push_back(token);
       sequences_[i].push_back(token);
-      on_token(first_ + i, token);
+      events.on_token(first_ + i, token);
       ended_[i] = static_cast<std::int64_t>(generated.tokens.size()) >= options_.max_new_tokens;
     }
-    if (ended_[i]) on_end(first_ + i, generated);
+    if (ended_[i]) events.on_end(first_ + i, generated);
   }
 
   Session& session_;
@@ -127,6 +149,7 @@ class Batch {
   std::vector<std::int64_t> computed_;  // tokens of each in the cache
   std::vector<Generated> generated_;
   std::vector<bool> ended_;
+  const std::vector<std::int64_t> capacities_;  // tokens that each may come to, the last one not computed
   KeyValueCache cache_;
 };
 
@@ -141,7 +164,18 @@ GenerationShape GenerationShape::of(const ModelSpec& spec, const std::vector<Tok
     check_prompt(prompts[i], i, spec, options.max_new_tokens);
     longest = std::max(longest, static_cast<std::int64_t>(prompts[i].size()));
   }
+  const ModelConfig& c = spec.config;
+  if (c.max_positions > 0)
+    shape.batch = std::min(shape.batch, c.max_positions);  // a row that is measured is a sequence
   shape.tokens = std::max(std::min(longest, most_tokens), shape.batch);
+  const bool pieces = longest > shape.tokens;
+  const std::int64_t capacity = longest + options.max_new_tokens,
+                     tables = capacity * c.head_dim * static_cast<std::int64_t>(sizeof(float)),
+                     logits = c.vocab_size * 2 * static_cast<std::int64_t>(sizeof(float));
+  shape.workspace =
+      KeyValueCache::workspace(spec, capacity, pieces ? shape.tokens : 1) +
+      static_cast<std::uint64_t>((pieces ? shape.batch : 1) * tables * std::max<std::int64_t>(1, std::ssize(c.ropes)) +
+                                 shape.batch * logits);
   for (std::size_t first = 0; first < prompts.size(); first += static_cast<std::size_t>(shape.batch)) {
     std::uint64_t bytes = 0;
     for (std::size_t i = first; i < std::min(prompts.size(), first + static_cast<std::size_t>(shape.batch)); ++i)
@@ -152,13 +186,12 @@ GenerationShape GenerationShape::of(const ModelSpec& spec, const std::vector<Tok
 }
 
 void generate(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options,
-              const std::function<void(std::size_t, std::int64_t)>& on_token,
-              const std::function<void(std::size_t, const Generated&)>& on_end) {
+              const GenerationEvents& events) {
   const auto at_once = static_cast<std::size_t>(session.options().micro_batches);
   for (std::size_t i = 0; i < prompts.size(); ++i)
     check_prompt(prompts[i], i, session.model().spec(), options.max_new_tokens);
   for (std::size_t first = 0; first < prompts.size(); first += at_once)
-    Batch(session, prompts, first, std::min(at_once, prompts.size() - first), options).run(on_token, on_end);
+    Batch(session, prompts, first, std::min(at_once, prompts.size() - first), options).run(events);
 }
 
 }  // namespace tierflow

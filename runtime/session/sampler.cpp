@@ -32,13 +32,20 @@ void penalise(std::vector<Candidate>& candidates, std::span<const std::int64_t> 
     if (seen[static_cast<std::size_t>(each.token)]) each.logit *= each.logit < 0 ? penalty : 1 / penalty;
 }
 
-// Leaves the most likely ones that together reach top_p, at least one. Sorted already.
+// Leaves the k most likely ones and those as likely as the last of these; all for k 0.
+void keep_most_likely(std::vector<Candidate>& candidates, std::int64_t k) {
+  if (k == 0 || k >= static_cast<std::int64_t>(candidates.size())) return;
+  std::nth_element(candidates.begin(), candidates.begin() + (k - 1), candidates.end(), more_likely);
+  const double least = candidates[static_cast<std::size_t>(k - 1)].logit;
+  std::erase_if(candidates, [&](const Candidate& each) { return each.logit < least; });
+}
+
+// Leaves the most likely ones that together reach top_p, at least one. Sorted already, the highest logit 0.
 void keep_nucleus(std::vector<Candidate>& candidates, double top_p) {
   double total = 0, sum = 0;
-  for (const Candidate& each : candidates) total += std::exp(each.logit - candidates.front().logit);
+  for (const Candidate& each : candidates) total += std::exp(each.logit);
   std::size_t kept = 0;
-  while (kept < candidates.size() && (kept == 0 || sum < top_p * total))
-    sum += std::exp(candidates[kept++].logit - candidates.front().logit);
+  while (kept < candidates.size() && (kept == 0 || sum < top_p * total)) sum += std::exp(candidates[kept++].logit);
   candidates.resize(kept);
 }
 
@@ -55,19 +62,17 @@ std::int64_t next_token(std::span<const float> logits, std::span<const std::int6
   }
   penalise(candidates, before, sampling.repetition_penalty);
   if (!sampling.sample) return std::min_element(candidates.begin(), candidates.end(), more_likely)->token;
-  for (Candidate& each : candidates) each.logit /= sampling.temperature;
-  const auto count = static_cast<std::int64_t>(candidates.size());
-  const std::int64_t kept = sampling.top_k == 0 ? count : std::min(count, sampling.top_k);
-  std::partial_sort(candidates.begin(), candidates.begin() + kept, candidates.end(), more_likely);
-  candidates.resize(static_cast<std::size_t>(kept));
+  const double highest = std::min_element(candidates.begin(), candidates.end(), more_likely)->logit;
+  for (Candidate& each : candidates) each.logit = (each.logit - highest) / sampling.temperature;
+  keep_most_likely(candidates, sampling.top_k);
+  std::sort(candidates.begin(), candidates.end(), more_likely);
   if (sampling.top_p < 1) keep_nucleus(candidates, sampling.top_p);
-  const double most = candidates.front().logit;
-  std::erase_if(candidates, [&](const Candidate& each) { return std::exp(each.logit - most) < sampling.min_p; });
+  std::erase_if(candidates, [&](const Candidate& each) { return std::exp(each.logit) < sampling.min_p; });
   double total = 0;
-  for (const Candidate& each : candidates) total += std::exp(each.logit - most);
+  for (const Candidate& each : candidates) total += std::exp(each.logit);
   double left = uniform(seed, sequence, before.size()) * total;
   for (const Candidate& each : candidates) {
-    left -= std::exp(each.logit - most);
+    left -= std::exp(each.logit);
     if (left < 0) return each.token;
   }
   return candidates.back().token;

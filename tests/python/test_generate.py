@@ -1,5 +1,7 @@
 """`tierflow generate`: what a model answers, beside transformers."""
 import json
+import os
+import re
 import signal
 
 import pytest
@@ -8,7 +10,7 @@ import transformers
 from program import config, needs_torch, run, start, the_error
 from program import work as work  # a fixture
 from rows import PLAIN, base, messages, the_library, write_rows  # noqa: F401
-from test_models import CONFIGS, randomised
+from test_models import CHOOSES, CONFIGS, randomised
 
 pytestmark = needs_torch
 
@@ -54,7 +56,8 @@ def test_the_most_likely_tokens_are_those_of_transformers(family, work):
     assert sorted(found) == [1, 2, 3]
     for number, prompt in enumerate(PROMPTS, 1):
         assert len(found[number]["tokens"]) == 20 and found[number]["finish_reason"] == "length"
-        assert worst_choice(model, prompt, found[number]["tokens"]) < 0.1, family
+        close = 0.3 if family in CHOOSES else 0.1  # in bf16 a token near the edge between two experts may go to the other one
+        assert worst_choice(model, prompt, found[number]["tokens"]) < close, family
 
 
 def test_storage_budgets_and_engine_do_not_change_a_token(work):
@@ -195,18 +198,81 @@ def test_what_cannot_be_answered_is_one_line(chat):
     assert "needs the model's tokenizer" in refused(*model, "--prompt", "a", "--chat", code=3)
 
 
-def test_an_interrupted_generation_prints_what_it_has(work):
-    (work / "config.json").write_text(json.dumps(config(hidden=128, layers=8, max_position_embeddings=1 << 20)))
-    run(work, "init", "--config", "config.json", "--out", "model")
-    process = start(work, "generate", "--model", "model", *prompts_file(work), "--json", "--max-new-tokens", "100000", "--device", "cpu", "--device-memory", "64MiB", "--host-memory", "1GiB", stdout=-1)
+def test_an_interrupted_generation_prints_what_it_has(chat):
+    """Ctrl-C reaches all processes of the terminal's group, the tokenizer's too."""
+    (chat / "model" / "config.json").write_text(json.dumps(config(vocab=400, max_position_embeddings=1 << 20)))
+    (chat / "prompts.txt").write_text("a\nb\nc\n")
+    process = start(chat, "generate", "--model", "model", "--prompts", "prompts.txt", "--json", "--max-new-tokens", "100000", "--device", "cpu",
+                    "--device-memory", "256MiB", "--host-memory", "1GiB", stdout=-1, start_new_session=True)
     try:
         while "generating" not in (line := process.stderr.readline()):
             assert line or process.poll() is None, "it ended"
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     lines = [json.loads(line) for line in out.splitlines()]
     assert {line["finish_reason"] for line in lines} == {"interrupted"} and len(lines) == 3
-    assert all(line["tokens"] for line in lines)
+    tokenizer = the_library(chat / "model")
+    assert all(line["tokens"] and line["text"] == tokenizer.decode(line["tokens"], skip_special_tokens=True, clean_up_tokenization_spaces=False) for line in lines)
+
+
+def test_output_that_nobody_reads_ends_it(work):
+    (work / "config.json").write_text(json.dumps(config(max_position_embeddings=1 << 20)))
+    run(work, "init", "--config", "config.json", "--out", "model")
+    process = start(work, "generate", "--model", "model", "--prompt", "a", "--max-new-tokens", "100000", *SMALL, stdout=-1)
+    try:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(timeout=60) == 5
+    finally:
+        process.kill()
+    assert "standard output cannot be written" in the_error(process.stderr.read())
+
+
+def test_words_in_brackets_are_one_prompt(work):
+    saved("llama3", work / "model")
+    words = ["--max-new-tokens", "4", *SMALL]
+    (work / "prompts.txt").write_text("[INST] hi, you [/INST]\n")
+    from_file = generated(work, "--prompts", "prompts.txt", *words)
+    assert len(from_file) == 1
+    assert generated(work, "--prompt", "[INST] hi, you [/INST]", *words) == from_file == generated(work, "--prompt=[INST] hi, you [/INST]", *words)
+
+
+def test_tools_of_a_row_reach_the_template(chat):
+    """In the order of their keys, as in training."""
+    (chat / "model" / "chat_template.jinja").write_text("{{ bos_token }}{{ 'good' if (tools | tojson).startswith('[{\"b\"') else 'bad' }}{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}")
+    row = {"messages": messages([("user", "x")]), "tools": [{"b": 1, "a": 2}], "chat_template_kwargs": {"mood": "glad"}}
+    write_rows(chat / "rows.jsonl", [row])
+    words = ["--max-new-tokens", "8", *SMALL]
+    plain = generated(chat, "--prompt", "goodxglad", *words)
+    assert generated(chat, "--prompts", "rows.jsonl", *words) == plain != generated(chat, "--prompt", "badxglad", *words)
+
+
+def test_a_temperature_of_0_in_the_models_settings_takes_the_most_likely_token(work):
+    saved("llama3", work / "model")
+    likely = generated(work, "--prompt", "a", "--max-new-tokens", "6", *SMALL)
+    (work / "model" / "generation_config.json").write_text('{"temperature": 0.0, "do_sample": false}')
+    assert generated(work, "--prompt", "a", "--max-new-tokens", "6", "--top-p", "0.9", *SMALL) == likely
+
+
+def test_an_answer_does_not_cross_the_length_where_rotary_factors_change(work):
+    model, original = saved("phi4_mini", work / "model"), 32
+    short, long = "a" * (original - 4), "b" * (original + 6)
+    found = generated(work, *prompts_file(work, [short, long]), "--max-new-tokens", "4", "--sequence-length", "16", *SMALL)
+    for number, prompt in enumerate([short, long], 1):
+        assert worst_choice(model, prompt, found[number]["tokens"]) < 0.1
+    done = run(work, "generate", "--model", "model", "--prompt", short, "--max-new-tokens", "8", *SMALL, ok=False)
+    assert done.returncode == 2 and "other rotary factors" in the_error(done.stderr) and "at most 5 new ones" in done.stderr
+
+
+def test_the_smallest_device_memory_that_is_named_holds_a_long_answer(work):
+    (work / "config.json").write_text(json.dumps(config(hidden=512, num_key_value_heads=4, max_position_embeddings=4096)))
+    run(work, "init", "--config", "config.json", "--out", "model")
+    words = ["generate", "--model", "model", "--prompt", "a", "--max-new-tokens", "1200", "--device", "cpu", "--host-memory", "64MiB", "--json"]
+    refused = the_error(run(work, *words, "--device-memory", "1MiB", ok=False).stderr)
+    assert "fewer --max-new-tokens" in refused
+    smallest = re.search(r"the smallest that works is (\w+)", refused)[1]
+    (line,) = run(work, *words, "--device-memory", smallest).stdout.splitlines()
+    assert len(json.loads(line)["tokens"]) == 1200

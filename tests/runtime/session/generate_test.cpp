@@ -70,9 +70,9 @@ TEST(Generation, a_token_behind_cached_ones_has_the_logits_that_it_has_in_the_wh
 
 std::vector<Tokens> generated(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options) {
   std::vector<Tokens> all(prompts.size()), came(prompts.size());
-  generate(
-      session, prompts, options, [&](std::size_t prompt, std::int64_t token) { came[prompt].push_back(token); },
-      [&](std::size_t prompt, const Generated& result) { all[prompt] = result.tokens; });
+  generate(session, prompts, options,
+           {.on_token = [&](std::size_t prompt, std::int64_t token) { came[prompt].push_back(token); },
+            .on_end = [&](std::size_t prompt, const Generated& result) { all[prompt] = result.tokens; }});
   EXPECT_EQ(came, all);
   return all;
 }
@@ -137,9 +137,10 @@ TEST(Sampling, draws_tokens_as_often_as_their_probability_says) {
   expect_shares({.sample = true, .top_k = 0}, {0.5, 2, -1, 2, 1});
   expect_shares({.sample = true, .temperature = 0.5, .top_k = 0}, {1, 4, -2, 4, 2});
   expect_shares({.sample = true, .top_k = 3}, {none, 2, none, 2, 1});
-  expect_shares({.sample = true, .top_k = 1}, {none, 2, none, none, none});
+  expect_shares({.sample = true, .top_k = 1}, {none, 2, none, 2, none});  // two are as likely
   expect_shares({.sample = true, .top_k = 0, .top_p = 0.3}, {none, 2, none, none, none});
   expect_shares({.sample = true, .top_k = 0, .top_p = 0.6}, {none, 2, none, 2, none});
+  expect_shares({.sample = true, .temperature = 1e-300, .top_k = 0}, {none, 2, none, 2, none});
   expect_shares({.sample = true, .top_k = 0, .min_p = 0.3}, {none, 2, none, 2, 1});
   expect_shares({.sample = true, .top_k = 0, .repetition_penalty = 2}, {0.5, 1, -2, 2, 1}, {1, 2, 1});
 }
