@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include <cmath>
+#include <nlohmann/json.hpp>
 
 #include "runtime/spec/packing.h"
 #include "tests/runtime/expect.h"
@@ -27,6 +28,16 @@ std::vector<const TensorSpec*> adapters_of(const ModelSpec& spec) {
     for (const TensorSpec& tensor : unit.tensors)
       if (is_adapter(tensor)) found.push_back(&tensor);
   return found;
+}
+
+TEST(AdapterConfig, OfAStateFromBeforeTablesCouldBeSavedIsTheSame) {
+  ModelSpec spec = small_llama();
+  add_adapters(spec, {.rank = 4, .alpha = 8});
+  auto before = nlohmann::json::parse(spec.adapter_config_json);
+  EXPECT_EQ(before.erase("ensure_weight_tying"), 1U);
+  EXPECT_EQ(parse_adapter_config(before.dump(), "before"), parse_adapter_config(spec.adapter_config_json, "now"));
+  before["r"] = 8;
+  EXPECT_FALSE(parse_adapter_config(before.dump(), "before") == parse_adapter_config(spec.adapter_config_json, "now"));
 }
 
 TEST(AdapterConfig, EveryLinearLayerOfTheBlocksUnlessItSaysOtherwise) {
