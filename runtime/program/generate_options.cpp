@@ -93,7 +93,6 @@ OptionTable generate_table(GenerateOptions& o) {
 
 GenerateOptions parse_generate(const std::vector<std::string>& words) {
   GenerateOptions options;
-  options.sequence_length = 2048;
   const OptionTable table = generate_table(options);
   CommandLine(table).apply(words);
   check_machine(options);

@@ -78,6 +78,7 @@ struct EvalOptions : RunOptions {
 
 // sequence_length: tokens of a prompt that are computed at once.
 struct GenerateOptions : RunOptions {
+  GenerateOptions() { sequence_length = 2048; }
   std::filesystem::path adapter;        // a folder of PEFT's; empty: none
   std::string base_precision = "bf16";  // as in TrainOptions
   std::vector<std::string> prompt;
