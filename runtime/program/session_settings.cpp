@@ -78,6 +78,7 @@ ModelSpec training_spec(const TrainOptions& options) {
   if (options.method == "lora") {
     set_base_format(spec, parse_weight_format(options.base_precision));
     add_adapters(spec, options.adapter.empty() ? options.lora : read_adapter_config(options.adapter));
+    check_first_factors(spec);
   } else {
     set_trainable(spec, options.trained);
   }

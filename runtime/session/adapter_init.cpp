@@ -46,6 +46,7 @@ class BaseFactors {
         seed_(seed),
         transposed_(has_transposed_weights(spec)),
         weights_(std::move(weights)) {
+    check_first_factors(spec);
     for (const UnitSpec& unit : spec.units)
       for (const TensorSpec& tensor : unit.tensors) {
         if (const std::string module = linear_module(tensor); !module.empty()) {
@@ -54,11 +55,6 @@ class BaseFactors {
           if (adapter_part(tensor) != AdapterPart::b) continue;
           layer.rank = tensor.shape[1];
           layer.scale = tensor.scale;
-          if (const std::int64_t side = *std::ranges::min_element(layer.weight.shape); layer.rank > side)
-            fail(io::ErrorKind::usage, "",
-                 "adapters of rank " + std::to_string(layer.rank) + " cannot begin with factors of " +
-                     layer.weight.name + ", whose smaller side is " + std::to_string(side) +
-                     ": exclude it, or give it a smaller rank");
         }
       }
   }

@@ -212,6 +212,21 @@ std::string name_beside_base(const TensorSpec& tensor) {
   return tensor.trainable ? std::string(kPrefix) + tensor.name : "";
 }
 
+void check_first_factors(const ModelSpec& spec) {
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      const AdapterPart part = adapter_part(tensor);  // A0 is [rank, in], B0 [out, rank]
+      if (part != AdapterPart::initial_a && part != AdapterPart::initial_b) continue;
+      const std::int64_t rank = tensor.shape[part == AdapterPart::initial_a ? 0 : 1],
+                         side = tensor.shape[part == AdapterPart::initial_a ? 1 : 0];
+      if (rank > side)
+        fail_usage(
+            fmt::format("adapters of rank {} cannot begin with factors of {}.weight, whose smaller side is {}: exclude "
+                        "it, or give it a smaller rank",
+                        rank, linear_module(tensor), side));
+    }
+}
+
 std::string tied_name_beside_base(const ModelSpec& spec) {
   const bool trained = spec.config.tie_word_embeddings && spec.units.front().tensors.front().trainable;
   return trained ? fmt::format("{}{}{}", kPrefix, kHead, kWeight) : "";

@@ -34,6 +34,10 @@ enum class AdapterPart : std::uint8_t { none, a, b, initial_a, initial_b, magnit
 AdapterPart adapter_part(const TensorSpec& tensor);
 bool is_adapter(const TensorSpec& tensor);
 
+// Throws Exception (kind usage) where adapters begin with more factors of a weight than it has: their rank is above its
+// smaller side.
+void check_first_factors(const ModelSpec& spec);
+
 // The name of a tensor in PEFT's folder, if it is of a model with adapters and belongs there: adapters, and the tensors
 // of modules that are trained whole. Else empty. First values have the name of the factor that they are a part of:
 // A stands above A0, B left of -B0; and the magnitude there is the sum of both.

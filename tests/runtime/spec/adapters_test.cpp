@@ -30,6 +30,19 @@ std::vector<const TensorSpec*> adapters_of(const ModelSpec& spec) {
   return found;
 }
 
+TEST(AdapterConfig, FactorsOfTheBaseAreAtMostAsManyAsItsSmallerSide) {
+  const auto check = [](AdapterConfig config, std::int64_t rank) {
+    config.rank = rank;
+    ModelSpec spec = small_llama();
+    add_adapters(spec, config);
+    check_first_factors(spec);
+  };
+  check({.init = AdapterInit::pissa}, 16);  // k_proj is [16, 32]
+  expect_refusal(io::ErrorKind::usage, {"of rank 17", "k_proj.weight, whose smaller side is 16"},
+                 [&] { check({.init = AdapterInit::pissa}, 17); });
+  check({}, 17);
+}
+
 TEST(AdapterConfig, OfAStateFromBeforeTablesCouldBeSavedIsTheSame) {
   ModelSpec spec = small_llama();
   add_adapters(spec, {.rank = 4, .alpha = 8});
