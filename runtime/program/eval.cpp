@@ -18,9 +18,7 @@ using nlohmann::json;
 int run_eval(const EvalOptions& options) {
   watch_signals();
   TrainingLog log(options.log_json, false);
-  Model model = load(options.model);
-  if (!options.adapter.empty()) model = with_adapters(model, options.adapter);
-  model = with_base_format(model, parse_weight_format(options.base_precision));
+  const Model model = load_with(options.model, options.adapter, options.base_precision);
   const ModelSpec& spec = model.spec();
   const Dataset data = prepare_data(data_options(options, spec, temporary_folder()), log);
   const std::uint64_t device_fixed = prepare_torch(device_of(options), options.threads);

@@ -159,9 +159,7 @@ class LiveText {
 class Generation {
  public:
   Generation(const GenerateOptions& options, TrainingLog& log)
-      : options_(options), log_(log), model_(load(options.model)) {
-    if (!options.adapter.empty()) model_ = with_adapters(model_, options.adapter);
-    model_ = with_base_format(model_, parse_weight_format(options.base_precision));
+      : options_(options), log_(log), model_(load_with(options.model, options.adapter, options.base_precision)) {
     tokenizer_.emplace(data_options(options, model_.spec()));
     const GenerationConfig config = read_generation_config(options.model);
     generation_ = {.sampling = sampling_of(options, config.sampling),

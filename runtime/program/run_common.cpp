@@ -40,6 +40,12 @@ std::uint64_t prepare_torch(const std::string& device, int threads) {
   return device == "cuda" ? DeviceMemory::cuda().fixed() : 0;
 }
 
+Model load_with(const std::filesystem::path& model, const std::filesystem::path& adapter,
+                const std::string& base_precision) {
+  const Model base = load(model);
+  return with_base_format(adapter.empty() ? base : with_adapters(base, adapter), parse_weight_format(base_precision));
+}
+
 Dataset prepare_data(DataOptions options, TrainingLog& log) {
   options.progress = [&log](const char* phase, std::uint64_t done, std::uint64_t total) {
     log.progress(phase, done, total);

@@ -98,6 +98,18 @@ def test_peft_reads_the_folder_and_trains_the_same_way(family, tmp_path):
     expect_the_same_course(losses[:-1], train_with_peft(model, steps))
 
 
+def read_by_each_other(theirs, loss, folder):
+    """PEFT has our `loss` with what we tuned, and we have its with what it trains further. That model; and the tensors of theirs, as we write them again and as PEFT did."""
+    model = peft.PeftModel.from_pretrained(plain(folder / "model"), folder / "tuned").eval()
+    with torch.no_grad():
+        assert loss_of(model, 0).item() == pytest.approx(loss, rel=1e-2)
+    train_with_peft(theirs, 10)
+    theirs.save_pretrained(folder / "theirs")
+    with torch.no_grad():
+        assert probe(folder / "model", folder / "again", 0, f"from={folder / 'theirs'}")[-1] == pytest.approx(loss_of(theirs.eval(), 0).item(), rel=1e-2)
+    return model, *(load_file(folder / name / "adapter_model.safetensors") for name in ("again", "theirs"))
+
+
 @pytest.mark.parametrize("family, saved, tied", [("llama", ["embed_tokens", "lm_head", "norm"], False), ("llama", ["lm_head"], True),
                                                  ("gpt2", ["wte", "ln_f"], True), ("opt", ["embed_tokens", "fc1", "layer_norm"], True)])
 def test_modules_that_are_saved_are_those_of_peft(family, saved, tied, tmp_path):
@@ -123,14 +135,7 @@ def test_modules_that_are_saved_are_those_of_peft(family, saved, tied, tmp_path)
     # What PEFT trains from the same values takes the same course, and each reads what the other has trained.
     model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "begun", is_trainable=True)
     expect_the_same_course(losses[:-1], train_with_peft(model, steps))
-    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned").eval()
-    with torch.no_grad():
-        assert loss_of(model, 0).item() == pytest.approx(losses[-1], rel=1e-2)
-    train_with_peft(theirs, 10)
-    theirs.save_pretrained(tmp_path / "theirs")
-    with torch.no_grad():
-        assert probe(tmp_path / "model", tmp_path / "again", 0, f"from={tmp_path / 'theirs'}")[-1] == pytest.approx(loss_of(theirs.eval(), 0).item(), rel=1e-2)
-    again, other = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "theirs"))
+    _, again, other = read_by_each_other(theirs, losses[-1], tmp_path)
     for name, value in other.items():
         assert value.equal(again[name]), name
 
@@ -194,14 +199,7 @@ def test_magnitudes_are_those_of_peft(family, tmp_path):
     expect_the_same_course(losses[:-1], train_with_peft(model, steps))
 
     # Each reads what the other has trained; added to the model it is the same model.
-    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned").eval()
-    with torch.no_grad():
-        assert loss_of(model, 0).item() == pytest.approx(losses[-1], rel=1e-2)
-    train_with_peft(theirs, 10)
-    theirs.save_pretrained(tmp_path / "theirs")
-    with torch.no_grad():
-        assert probe(tmp_path / "model", tmp_path / "again", 0, f"from={tmp_path / 'theirs'}")[-1] == pytest.approx(loss_of(theirs.eval(), 0).item(), rel=1e-2)
-    again, other = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "theirs"))
+    model, again, other = read_by_each_other(theirs, losses[-1], tmp_path)
     for name, value in other.items():
         assert value.allclose(again[name], rtol=1e-6), name
     subprocess.run([BUILD / "tierflow", "merge", "--model", tmp_path / "model", "--adapter", tmp_path / "tuned", "--out", tmp_path / "merged"], check=True, capture_output=True)

@@ -2,6 +2,8 @@
 // on.
 #include <gtest/gtest.h>
 
+#include <functional>
+
 #include "runtime/session/layers.h"
 #include "tests/runtime/expect.h"
 #include "tests/runtime/session/fixture.h"
@@ -41,6 +43,38 @@ class SessionAdapters : public ::testing::TestWithParam<Case> {
     if (!clipped) options.clip.reset();
     return streamed(options, folder_);
   }
+  // Trains, at once and streamed and gone on with: what is trained changes, what is frozen does not, and both have the
+  // same bits. at_first: sees each session before it trains, and the masters that it has then.
+  void expect_streamed_as_resident(
+      const Model& model,
+      const std::function<void(Session& session, const std::vector<std::vector<float>>& first)>& at_first =
+          [](Session&, const std::vector<std::vector<float>>&) {}) {
+    const auto run_of = [&](SessionOptions options, const std::vector<std::int64_t>& stops) {
+      Steps run;
+      for (const std::int64_t up_to : stops) {
+        Session session(model, options, {.weight_decay = 0.1});
+        const std::vector<std::vector<float>> first = masters_of(session);
+        at_first(session, first);
+        train(session, options, up_to, run);
+        std::size_t i = 0;
+        for (const UnitSpec& unit : session.model().spec().units)
+          for (const TensorSpec& tensor : unit.tensors) {
+            EXPECT_EQ(run.masters[i] == first[i], !tensor.trainable) << tensor.name;
+            ++i;
+          }
+        if (up_to == kSteps) session.discard();
+        options.resume = true;
+      }
+      return run;
+    };
+    const Steps expected = run_of(resident(2), {kSteps});
+    SessionOptions options = small(true);
+    options.commit_every = 1;
+    const Steps found = run_of(options, {2, kSteps});
+    EXPECT_EQ(found.losses, expected.losses);
+    EXPECT_TRUE(found.masters == expected.masters);
+  }
+
   const Folder folder_;
 };
 
@@ -162,29 +196,7 @@ TEST_P(SessionAdapters, ModulesThatAreSavedStreamAsTheyAreResident) {
   const AdapterConfig config{.rank = 4, .alpha = 8, .saved = {gpt2 ? "wte" : "embed_tokens", gpt2 ? "ln_f" : "norm"}};
   for (const WeightFormat format : {WeightFormat::bf16, WeightFormat::nf4}) {
     const Model model = with_base_format(adapted(GetParam(), config), format);
-    const auto run_of = [&](SessionOptions options, const std::vector<std::int64_t>& stops) {
-      Steps run;
-      for (const std::int64_t up_to : stops) {
-        Session session(model, options, {.weight_decay = 0.1});
-        const std::vector<std::vector<float>> before = masters_of(session);
-        train(session, options, up_to, run);
-        std::size_t i = 0;
-        for (const UnitSpec& unit : session.model().spec().units)
-          for (const TensorSpec& tensor : unit.tensors) {
-            EXPECT_EQ(run.masters[i] == before[i], !tensor.trainable) << tensor.name;
-            ++i;
-          }
-        if (up_to == kSteps) session.discard();
-        options.resume = true;
-      }
-      return run;
-    };
-    const Steps expected = run_of(resident(2), {kSteps});
-    SessionOptions options = small(true);
-    options.commit_every = 1;
-    const Steps found = run_of(options, {2, kSteps});
-    EXPECT_EQ(found.losses, expected.losses);
-    EXPECT_TRUE(found.masters == expected.masters);
+    expect_streamed_as_resident(model);
   }
 }
 
@@ -199,37 +211,20 @@ TEST_P(SessionAdapters, FirstValuesFromTheBaseAreTheSameStreamed) {
     set_adapter_init(config, init);
     const Model base = with_base_format(plain, format);
     const Model model = with_adapters(base, config, 5);
-    const auto run_of = [&](SessionOptions options, const std::vector<std::int64_t>& stops) {
-      Steps run;
-      for (const std::int64_t up_to : stops) {
-        Session session(model, options, {.weight_decay = 0.1});
-        if (session.steps() == 0) {
-          Session before(base, resident(2));
-          EXPECT_EQ(session.evaluate(batches(2, 0)), before.evaluate(batches(2, 0)));
-        }
-        const std::vector<std::vector<float>> first = masters_of(session);
-        train(session, options, up_to, run);
-        std::size_t i = 0;
-        for (const UnitSpec& unit : session.model().spec().units)
-          for (const TensorSpec& tensor : unit.tensors) {
-            EXPECT_EQ(run.masters[i] == first[i], !tensor.trainable) << tensor.name;
-            if (adapter_part(tensor) == AdapterPart::initial_b && !options.resume) {
-              EXPECT_TRUE(first[i] == first[i - 2]) << tensor.name;
-              EXPECT_GT(std::ranges::max(first[i]), 0) << tensor.name;
-            }
-            ++i;
+    expect_streamed_as_resident(model, [&](Session& session, const std::vector<std::vector<float>>& first) {
+      if (session.steps() != 0) return;
+      Session before(base, resident(2));
+      EXPECT_EQ(session.evaluate(batches(2, 0)), before.evaluate(batches(2, 0)));
+      std::size_t i = 0;
+      for (const UnitSpec& unit : session.model().spec().units)
+        for (const TensorSpec& tensor : unit.tensors) {
+          if (adapter_part(tensor) == AdapterPart::initial_b) {
+            EXPECT_TRUE(first[i] == first[i - 2]) << tensor.name;
+            EXPECT_GT(std::ranges::max(first[i]), 0) << tensor.name;
           }
-        if (up_to == kSteps) session.discard();
-        options.resume = true;
-      }
-      return run;
-    };
-    const Steps expected = run_of(resident(2), {kSteps});
-    SessionOptions options = small(true);
-    options.commit_every = 1;
-    const Steps found = run_of(options, {2, kSteps});
-    EXPECT_EQ(found.losses, expected.losses);
-    EXPECT_TRUE(found.masters == expected.masters);
+          ++i;
+        }
+    });
   }
   expect_refusal(io::ErrorKind::usage, {"of rank 40 cannot begin with factors of", "smaller side is"},
                  [&] { with_adapters(plain, {.rank = 40, .init = AdapterInit::olora}, 5); });
@@ -240,29 +235,7 @@ TEST_P(SessionAdapters, MagnitudesStreamAsTheyAreResident) {
   const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
   for (const WeightFormat format : {WeightFormat::bf16, WeightFormat::nf4}) {
     const Model model = with_adapters(with_base_format(plain, format), {.rank = 4, .alpha = 8, .dora = true}, 5);
-    const auto run_of = [&](SessionOptions options, const std::vector<std::int64_t>& stops) {
-      Steps run;
-      for (const std::int64_t up_to : stops) {
-        Session session(model, options, {.weight_decay = 0.1});
-        const std::vector<std::vector<float>> first = masters_of(session);
-        train(session, options, up_to, run);
-        std::size_t i = 0;
-        for (const UnitSpec& unit : session.model().spec().units)
-          for (const TensorSpec& tensor : unit.tensors) {
-            EXPECT_EQ(run.masters[i] == first[i], !tensor.trainable) << tensor.name;
-            ++i;
-          }
-        if (up_to == kSteps) session.discard();
-        options.resume = true;
-      }
-      return run;
-    };
-    const Steps expected = run_of(resident(2), {kSteps});
-    SessionOptions options = small(true);
-    options.commit_every = 1;
-    const Steps found = run_of(options, {2, kSteps});
-    EXPECT_EQ(found.losses, expected.losses);
-    EXPECT_TRUE(found.masters == expected.masters);
+    expect_streamed_as_resident(model);
   }
 }
 
