@@ -259,7 +259,6 @@ class UringBackend final : public Backend {
     broken_ = error_number == EAGAIN ? EIO : error_number;
     for (std::uint64_t tag : unsubmitted_) {
       if (tag != kWakeTag) failed_.push_back({static_cast<std::uint32_t>(tag), -broken_});
-      if (tag == kWakeTag) wake_armed_ = false;
     }
   }
 

@@ -50,10 +50,11 @@ Result<std::unique_ptr<Engine>> try_engine(EngineKind kind, const std::vector<En
   if (options.wrap_backend) backend = options.wrap_backend(std::move(backend));
 
   const std::size_t block = options.alignment;
+  const std::size_t bytes = 2 * block;
   RoundTrip trip{.engine = std::make_unique<Engine>(std::move(backend), files, options.depth, block),
-                 .buffer = std::make_shared<Buffer>(allocate_buffer(2 * block)),
+                 .buffer = std::make_shared<Buffer>(allocate_buffer(bytes)),
                  .limit = options.limit};
-  if (!*trip.buffer) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = 2 * block};
+  if (!*trip.buffer) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = bytes};
   if (Error error = trip.engine->start()) return error;
 
   const std::span<std::byte> memory = trip.buffer->bytes();

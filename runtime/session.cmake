@@ -12,7 +12,7 @@ endif()
 tierflow_library(session
   device/device_memory.cpp device/tensor_slot.cpp ${TIERFLOW_DEVICE_MEMORY}
   optimizer/adamw8bit.cpp
-  session/adapter_init.cpp session/adapters.cpp session/generator.cpp session/layers.cpp session/profiler.cpp session/session.cpp session/session_export.cpp session/sampler.cpp session/session_passes.cpp session/session_setup.cpp
+  session/adapter_init.cpp session/adapters.cpp session/generator.cpp session/layers.cpp session/model_sources.cpp session/profiler.cpp session/session.cpp session/session_export.cpp session/sampler.cpp session/session_passes.cpp session/session_setup.cpp
   session/stage_probe.cpp session/stage_profiler.cpp
   state/chunk_work.cpp state/model_extents.cpp state/optimizer_work.cpp state/streamed_state.cpp
   stream/stream_state.cpp stream/stream_work.cpp stream/streamer.cpp stream/streamer_plan.cpp)
@@ -26,13 +26,13 @@ if(TIERFLOW_TOGETHER)
   tierflow_together(session session/session.cpp session/session_setup.cpp)
   tierflow_together(session session/session_export.cpp session/session_passes.cpp)
   tierflow_together(session session/profiler.cpp session/stage_probe.cpp session/stage_profiler.cpp)
-  tierflow_together(session session/layers.cpp state/streamed_state.cpp)
+  tierflow_together(session session/layers.cpp session/model_sources.cpp state/streamed_state.cpp)
   tierflow_together(session stream/stream_state.cpp device/tensor_slot.cpp)
   tierflow_together(session stream/streamer.cpp stream/streamer_plan.cpp)
 endif()
 
 # The bodies of the commands that train; a test links them into its own process.
-add_library(tierflow_commands OBJECT program/eval.cpp program/forecast.cpp program/generate.cpp program/run_common.cpp program/run_result.cpp
+add_library(tierflow_commands OBJECT program/eval.cpp program/forecast.cpp program/generate.cpp program/learning_rate.cpp program/profile_job.cpp program/run_common.cpp program/run_result.cpp
   program/run_identity.cpp program/run_summary.cpp program/step_trace.cpp program/train.cpp program/training_log.cpp)
 target_link_libraries(tierflow_commands PUBLIC tierflow::session tierflow::plan tierflow::options fmt::fmt-header-only nlohmann_json::nlohmann_json
   PRIVATE tierflow_flags)
@@ -40,7 +40,7 @@ target_compile_options(tierflow_commands PRIVATE -O1)  # reads options and print
 target_precompile_headers(tierflow_commands PRIVATE <ATen/core/Tensor.h> <fmt/format.h> <nlohmann/json.hpp>)
 if(TIERFLOW_TOGETHER)
   tierflow_together(commands program/eval.cpp program/forecast.cpp program/generate.cpp program/run_common.cpp program/run_result.cpp)
-  tierflow_together(commands program/run_summary.cpp program/step_trace.cpp program/train.cpp program/training_log.cpp)
+  tierflow_together(commands program/learning_rate.cpp program/profile_job.cpp program/run_summary.cpp program/step_trace.cpp program/train.cpp program/training_log.cpp)
 endif()
 
 add_library(tierflow_train SHARED program/train_entry.cpp)

@@ -2,6 +2,7 @@
 // Everything a LibTorch program needs: load() or Layers for the model, Session for its training.
 #include <torch/torch.h>
 
+#include "runtime/base/byte_sizes.h"
 #include "runtime/base/exception.h"
 #include "runtime/optimizer/adamw8bit.h"
 #include "runtime/session/layers.h"

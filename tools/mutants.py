@@ -37,7 +37,7 @@ FILES = {
         "checkpoint": "init packed_weight safetensors safetensors_header safetensors_writer",
         "data": "data data_part data_source document_sinks line_reader python_process row_file row_format row_frames sequences token_files token_store tokenizer_process",
         "planning": "profile",
-        "program": "adapter_options command_line config_file option_table options",
+        "program": "adapter_options command_line config_file option_table option_values options training_spec",
         "spec": "adapters name_pattern trainable model_spec model_units weight_format weight_kernels",
     }.items() for name in names.split()],
 }  # fmt: skip

@@ -5,6 +5,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/program/command_line.h"
+#include "runtime/program/option_values.h"
 
 namespace tierflow {
 namespace {

@@ -9,6 +9,7 @@
 #include "runtime/planning/probed_model.h"
 #include "runtime/program/session_settings.h"
 #include "runtime/program/step_trace.h"
+#include "runtime/program/train_library.h"
 #include "runtime/session/profiler.h"
 
 namespace tierflow {

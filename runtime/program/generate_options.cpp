@@ -7,6 +7,7 @@
 #include "runtime/program/command_line.h"
 #include "runtime/program/data_options.h"
 #include "runtime/program/machine_options.h"
+#include "runtime/program/option_values.h"
 
 namespace tierflow {
 namespace {

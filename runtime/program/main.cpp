@@ -23,6 +23,7 @@
 #include "runtime/program/plan_command.h"
 #include "runtime/program/store_command.h"
 #include "runtime/program/train.h"
+#include "runtime/program/train_library.h"
 
 namespace tierflow {
 namespace {

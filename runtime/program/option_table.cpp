@@ -3,24 +3,17 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <filesystem>
-#include <numeric>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/base/utf8.h"
-#include "runtime/program/options.h"
+#include "runtime/program/option_values.h"
 
 namespace tierflow {
 namespace {
 
 using OrderedJson = nlohmann::ordered_json;
-
-[[noreturn]] void fail_option(const std::string& option, const std::string& detail) {
-  fail(io::ErrorKind::usage, "", fmt::format("--{} {}", option, detail));
-}
 
 // Insertions, deletions, replacements and swaps of neighbours that turn one into the other.
 std::size_t distance(std::string_view a, std::string_view b) {
@@ -38,51 +31,7 @@ std::size_t distance(std::string_view a, std::string_view b) {
   return d[a.size()][b.size()];
 }
 
-template <class T>
-T parse_all(const std::string& text, const std::string& option, const char* what) {
-  T value{};
-  const char* end = text.data() + text.size();
-  const auto [rest, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || rest != end || text.empty())
-    fail_option(option, fmt::format("is \"{}\"; it must be {}", printable(text), what));
-  return value;
-}
-
 }  // namespace
-
-std::int64_t parse_integer(const std::string& text, const std::string& option) {
-  return parse_all<std::int64_t>(text, option, "a whole number");
-}
-
-double parse_number(const std::string& text, const std::string& option) {
-  const double value = parse_all<double>(text, option, "a number");
-  if (!std::isfinite(value)) fail_option(option, fmt::format("is {}; it must be finite", printable(text)));
-  return value;
-}
-
-std::uint64_t parse_bytes(const std::string& text, const std::string& option) {
-  double value = 0;
-  const char* end = text.data() + text.size();
-  const auto [rest, error] = std::from_chars(text.data(), end, value, std::chars_format::fixed);
-  std::string unit(rest, end);
-  unit.erase(0, unit.find_first_not_of(' '));
-  std::transform(unit.begin(), unit.end(), unit.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  static const std::map<std::string, double> units = {
-      {"", 1},         {"b", 1},      {"k", 0x1p10},   {"kib", 0x1p10}, {"m", 0x1p20}, {"mib", 0x1p20}, {"g", 0x1p30},
-      {"gib", 0x1p30}, {"t", 0x1p40}, {"tib", 0x1p40}, {"kb", 1e3},     {"mb", 1e6},   {"gb", 1e9},     {"tb", 1e12}};
-  const auto unit_found = units.find(unit);
-  const double bytes = error == std::errc() && unit_found != units.end() ? value * unit_found->second : -1;
-  if (!(bytes >= 0 && bytes < 0x1p62))
-    fail_option(option, fmt::format("is \"{}\"; it must be a size such as 512MiB or 20GiB", printable(text)));
-  return static_cast<std::uint64_t>(bytes);
-}
-
-std::string format_bytes(std::uint64_t bytes) {
-  for (const auto& [shift, unit] : {std::pair{40, "TiB"}, {30, "GiB"}, {20, "MiB"}, {10, "KiB"}})
-    if (bytes != 0 && bytes % (std::uint64_t{1} << shift) == 0) return fmt::format("{}{}", bytes >> shift, unit);
-  return std::to_string(bytes);
-}
 
 void OptionTable::text(const std::string& name, std::string& value, const std::string& help) {
   add({.name = name,
@@ -188,10 +137,7 @@ void OptionTable::seed(const std::string& name, std::uint64_t& value, const std:
   add({.name = name,
        .value_name = "N",
        .help = help,
-       .set =
-           [&value, name](const auto& words) {
-             value = parse_all<std::uint64_t>(words[0], name, "a whole number from 0 to 2^64-1");
-           },
+       .set = [&value, name](const auto& words) { value = parse_seed(words[0], name); },
        .get = [&value] { return OrderedJson(value); }});
 }
 

@@ -66,7 +66,4 @@ class OptionTable {
 // A configuration file: TOML, or JSON where the name ends with .json. Underscores in names count as dashes.
 OptionValues read_config_file(const std::filesystem::path& path, const OptionTable& table);
 
-std::int64_t parse_integer(const std::string& text, const std::string& option);
-double parse_number(const std::string& text, const std::string& option);
-
 }  // namespace tierflow

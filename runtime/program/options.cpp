@@ -12,6 +12,7 @@
 #include "runtime/program/generate_options.h"
 #include "runtime/program/machine_options.h"
 #include "runtime/program/option_table.h"
+#include "runtime/program/option_values.h"
 
 namespace tierflow {
 namespace {

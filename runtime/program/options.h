@@ -146,11 +146,6 @@ int commit_every(const std::string& durability, bool& automatic);
 // What --engine names.
 io::EngineKind engine_kind(const std::string& name);
 
-// 512, 20GiB, 1.5 MiB, 3GB (powers of 1000): bytes. Throws Exception (kind usage) naming `option`.
-std::uint64_t parse_bytes(const std::string& text, const std::string& option);
-// The shortest text that parse_bytes reads back exactly.
-std::string format_bytes(std::uint64_t bytes);
-
 // The command's words after its name, and those of its configuration file where --config-file names one (the command
 // line wins). Throws Exception (kind usage; input for the file) on anything unknown, malformed or contradictory.
 InitOptions parse_init(const std::vector<std::string>& words);

@@ -9,6 +9,8 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
 #include "runtime/program/plan_report.h"
+#include "runtime/program/train_library.h"
+#include "runtime/program/training_spec.h"
 
 namespace tierflow {
 namespace {

@@ -62,6 +62,14 @@ const char* last_file(const TrainOptions& options) {
   return options.method == "lora" && !options.merge ? kAdapterLast : kModelLast;
 }
 
+bool has_result(const TrainOptions& options) {
+  std::error_code ignored;
+  const std::filesystem::path made_by = options.out / "tierflow_run.json";
+  return !options.no_export && std::filesystem::exists(options.out / last_file(options), ignored) &&
+         std::filesystem::exists(made_by, ignored) &&
+         read_text(made_by, 1 << 20) == effective_configuration(options) + "\n";
+}
+
 RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed) : options_(options) {
   if (options.no_export) return;
   for (const UnitSpec& unit : spec.units)

@@ -11,6 +11,8 @@ namespace tierflow {
 
 // The file that a run's result has when it is whole.
 const char* last_file(const TrainOptions& options);
+// Whether --out holds the whole result of this very command.
+bool has_result(const TrainOptions& options);
 
 class RunResult {
  public:

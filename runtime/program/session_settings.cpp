@@ -11,8 +11,6 @@
 
 namespace tierflow {
 
-namespace fs = std::filesystem;
-
 std::string device_of(const RunOptions& options) {
   return options.device == "auto" ? (swap::cuda_available() ? "cuda" : "cpu") : options.device;
 }
@@ -62,46 +60,6 @@ SessionOptions train_settings(const TrainOptions& options, std::uint64_t device_
   result.commit_every = commit_every(options.durability, result.commit_auto);
   result.write_limit = static_cast<std::uint64_t>(std::llround(1e12 * options.max_tb_written));
   return result;
-}
-
-std::vector<std::pair<std::string, double>> learning_rate_scales(const TrainOptions& options) {
-  std::vector<std::pair<std::string, double>> scales = options.lr_scales;
-  if (options.loraplus_lr_ratio != 1) scales.emplace_back("lora_B", options.loraplus_lr_ratio);
-  return scales;
-}
-
-ModelSpec training_spec(const TrainOptions& options) {
-  ModelSpec spec = read_model_spec(options.config.empty() ? options.model / "config.json" : options.config);
-  if (options.sequence_length > spec.config.max_positions && spec.config.max_positions > 0)
-    throw Exception(io::ErrorKind::usage, fmt::format("--sequence-length {} exceeds the model's {} positions",
-                                                      options.sequence_length, spec.config.max_positions));
-  if (options.method == "lora") {
-    set_base_format(spec, parse_weight_format(options.base_precision));
-    add_adapters(spec, options.adapter.empty() ? options.lora : read_adapter_config(options.adapter));
-    check_first_factors(spec);
-  } else {
-    set_trainable(spec, options.trained);
-  }
-  set_learning_rates(spec, learning_rate_scales(options));
-  return spec;
-}
-
-fs::path train_library() {
-  std::error_code ignored;
-  const fs::path here = fs::read_symlink("/proc/self/exe", ignored).parent_path();
-  const char* name = "libtierflow_train.so";
-  for (const fs::path& path :
-       {here / name, here.parent_path() / "lib" / name, here.parent_path() / "lib" / "x86_64-linux-gnu" / name})
-    if (fs::exists(path, ignored)) return path;
-  fail(io::ErrorKind::environment, (here / name).string(),
-       "is missing: this build has no LibTorch, without which nothing can be trained, evaluated or measured");
-}
-
-std::string train_build() {
-  std::error_code error;
-  const fs::path path = train_library();
-  const auto size = fs::file_size(path, error);
-  return fmt::format("{}-{}", size, fs::last_write_time(path, error).time_since_epoch().count());
 }
 
 }  // namespace tierflow

@@ -1,6 +1,5 @@
 #pragma once
 // Device, budgets and storage of a session, chosen where the program's options leave them open. No torch here.
-#include <filesystem>
 #include <string>
 
 #include "runtime/planning/profile.h"
@@ -16,16 +15,5 @@ SessionOptions session_settings(const RunOptions& options, std::uint64_t device_
 SessionOptions train_settings(const TrainOptions& options, std::uint64_t device_fixed, const Say& say);
 // "cpu" or "cuda": what --device means here.
 std::string device_of(const RunOptions& options);
-
-// The specification of --model or --config, with the sequence length checked against its positions.
-ModelSpec training_spec(const TrainOptions& options);
-// By regular expression for a tensor's name, those of LoRA+ included.
-std::vector<std::pair<std::string, double>> learning_rate_scales(const TrainOptions& options);
-
-// Which LibTorch part of the program computes: its library, by size and time.
-std::string train_build();
-// That library beside the program (build tree), or in the lib folder beside its bin folder (installed). Throws
-// Exception (environment) where it is missing.
-std::filesystem::path train_library();
 
 }  // namespace tierflow

@@ -12,26 +12,16 @@
 #include "runtime/base/terminal.h"
 #include "runtime/planning/left_store.h"
 #include "runtime/program/forecast.h"
+#include "runtime/program/learning_rate.h"
 #include "runtime/program/run_common.h"
 #include "runtime/program/run_identity.h"
 #include "runtime/program/run_result.h"
 #include "runtime/program/run_summary.h"
 #include "runtime/program/step_trace.h"
-#include "runtime/session/profiler.h"
+#include "runtime/program/training_spec.h"
 
 namespace tierflow {
 namespace {
-
-// The schedules of transformers.get_scheduler: linear warm-up from 0, then the named decay to 0 at the last step.
-double learning_rate(const TrainOptions& options, std::int64_t step, std::int64_t steps) {
-  const auto done = static_cast<double>(step), warmup = static_cast<double>(options.warmup);
-  const double lr = highest_lr(options);
-  if (done < warmup) return lr * done / warmup;
-  if (options.lr_schedule == "constant") return lr;
-  const double share = (done - warmup) / std::max(1.0, static_cast<double>(steps) - warmup);
-  if (options.lr_schedule == "linear") return lr * std::max(0.0, 1.0 - share);
-  return lr * 0.5 * (1.0 + std::cos(M_PI * std::min(1.0, share)));
-}
 
 class Training {
  public:
@@ -304,15 +294,6 @@ class Training {
   RunSummary result_;
 };
 
-// Whether --out holds the whole result of this very command.
-bool has_result(const TrainOptions& options) {
-  std::error_code ignored;
-  const std::filesystem::path made_by = options.out / "tierflow_run.json";
-  return !options.no_export && std::filesystem::exists(options.out / last_file(options), ignored) &&
-         std::filesystem::exists(made_by, ignored) &&
-         read_text(made_by, 1 << 20) == effective_configuration(options) + "\n";
-}
-
 }  // namespace
 
 int run_train(const TrainOptions& options) {
@@ -339,20 +320,6 @@ int run_train(const TrainOptions& options) {
   log.say(wrapped(describe(options), columns_of(STDERR_FILENO)));
   log.object({{"config", nlohmann::json::parse(effective_configuration(options))}});
   return Training(options, std::move(left), log).run();
-}
-
-int run_profile(const ProfileJob& job) {
-  watch_signals();
-  const Say say = [&](const std::string& line) {
-    throw_if_stopped();
-    job.say(line);
-  };
-  prepare_torch(job.options.device, job.options.update_threads);
-  if (job.machine != nullptr) *job.machine = measure_machine(job.options, Length::whole, say);
-  throw_if_stopped();
-  if (job.model != nullptr) *job.model = measure_model(job.spec, job.options, job.seconds, say);
-  throw_if_stopped();
-  return 0;
 }
 
 }  // namespace tierflow

@@ -7,8 +7,6 @@
 
 namespace tierflow {
 
-// Print progress and results, write what the options ask for. Return the exit code; throw Exception on failure, leaving
-// nothing half-written behind.
 // The exit code of a run that ended at --max-tb-written, its result written.
 inline constexpr int kStoppedAtLimit = 10;
 
@@ -25,6 +23,8 @@ struct ProfileJob {
   Say say;                           // what is being measured
 };
 
+// Print progress and results, write what the options ask for. Return the exit code; throw Exception on failure, leaving
+// nothing half-written behind.
 int run_train(const TrainOptions& options);
 int run_eval(const EvalOptions& options);
 int run_generate(const GenerateOptions& options);

@@ -4,10 +4,7 @@
 #include <mutex>
 
 #include "runtime/base/exception.h"
-#include "runtime/checkpoint/init.h"
-#include "runtime/checkpoint/safetensors.h"
 #include "runtime/device/device_memory.h"
-#include "runtime/models/causal_model.h"
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
@@ -181,48 +178,6 @@ Model Layers::build(std::uint64_t seed) const {
   return {std::make_shared<ModuleModel>(std::move(spec), std::move(layers)),
           [weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
             weights->read(tensor, first, out);
-          }};
-}
-
-const ModelSpec& Model::spec() const {
-  return layers->spec();
-}
-
-Model from_config(const ModelSpec& spec, std::uint64_t seed) {
-  return {make_model(spec), [seed](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-            initial_values(tensor, seed, first, out);
-          }};
-}
-
-Model changed(const Model& model, std::string_view what, const std::function<void(ModelSpec& spec)>& change) {
-  if (dynamic_cast<const models::CausalModel*>(model.layers.get()) == nullptr)
-    throw Exception(io::ErrorKind::usage,
-                    std::string(what) + " are for the models of load() and from_config(), not for layers of one's own");
-  ModelSpec spec = model.spec();
-  change(spec);
-  return {make_model(std::move(spec)), model.weights};
-}
-
-Model with_base_format(const Model& model, WeightFormat format) {
-  return changed(model, "weights of other formats", [&](ModelSpec& spec) { set_base_format(spec, format); });
-}
-
-Model with_trainable(const Model& model, const TrainableConfig& config) {
-  return changed(model, "frozen weights", [&](ModelSpec& spec) { set_trainable(spec, config); });
-}
-
-Model with_learning_rates(const Model& model, const std::vector<std::pair<std::string, double>>& by_pattern) {
-  return changed(model, "learning rates of tensors", [&](ModelSpec& spec) { set_learning_rates(spec, by_pattern); });
-}
-
-Model load(const std::filesystem::path& folder) {
-  DeviceMemory::install();
-  ModelSpec spec = read_model_spec(folder / "config.json");
-  auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(folder));
-  check_tensors(spec, *checkpoint);
-  return {make_model(std::move(spec)),
-          [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-            checkpoint->read_f32(tensor, first, out);
           }};
 }
 

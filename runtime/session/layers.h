@@ -47,19 +47,4 @@ class Layers {
   int shapes_ = 0;
 };
 
-inline namespace literals {
-constexpr std::uint64_t operator""_KiB(unsigned long long n) {
-  return n << 10;
-}
-constexpr std::uint64_t operator""_MiB(unsigned long long n) {
-  return n << 20;
-}
-constexpr std::uint64_t operator""_GiB(unsigned long long n) {
-  return n << 30;
-}
-constexpr std::uint64_t operator""_TiB(unsigned long long n) {
-  return n << 40;
-}
-}  // namespace literals
-
 }  // namespace tierflow

@@ -302,11 +302,26 @@ TEST_F(BackendTest, ThreadsReportWhatTheSystemSays) {
   EXPECT_EQ(one(*backend, Action::flush), -EIO);
 }
 
+unsigned threads() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return static_cast<unsigned>(std::distance(begin(tasks), end(tasks)));
+}
+
+TEST_F(BackendTest, NoRequestWaitsForAThreadBelowTheDepth) {
+  const auto before = threads();
+  auto backend = open(make_threads_backend(3), file_.descriptor());
+  SystemCalls calls([](const SystemCall& call) -> std::optional<long> {
+    if (call.name == "fdatasync") std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    return {};
+  });
+  for (std::uint32_t ticket = 0; ticket < 3; ++ticket)
+    ASSERT_TRUE(backend->push({.action = Action::flush, .ticket = ticket}));
+  EXPECT_EQ(threads(), before + 3);
+  std::vector<KernelResult> results;
+  while (results.size() < 3) backend->reap(results, std::chrono::nanoseconds{-1});
+}
+
 TEST_F(BackendTest, ThereAreNoMoreThreadsThanTheDepth) {
-  const auto threads = [] {
-    const std::filesystem::directory_iterator tasks("/proc/self/task");
-    return static_cast<unsigned>(std::distance(begin(tasks), end(tasks)));
-  };
   for (const unsigned depth : {0U, 3U}) {
     const auto before = threads();
     auto backend = open(make_threads_backend(depth), file_.descriptor());

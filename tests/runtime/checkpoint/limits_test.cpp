@@ -8,6 +8,7 @@
 #include "runtime/data/data.h"
 #include "runtime/data/token_store.h"
 #include "runtime/program/option_table.h"
+#include "runtime/program/option_values.h"
 #include "runtime/program/options.h"
 #include "support/temp_dir.h"
 

@@ -4,6 +4,7 @@
 
 #include <sstream>
 
+#include "runtime/program/option_values.h"
 #include "tests/runtime/expect.h"
 #include "runtime/base/machine.h"
 #include "runtime/base/terminal.h"
