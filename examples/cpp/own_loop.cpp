@@ -112,7 +112,7 @@ int main(int argc, char** argv) try {
     if (result.skipped) std::printf("step %d skipped: a gradient was not finite\n", step + 1);
     if ((step + 1) % 10 == 0)
       std::printf("step %d: loss %.3f, held out %.3f, gradient norm %.2f\n", step + 1, result.loss,
-                  session.evaluate(held_out), result.grad_norm);
+                  session.evaluate(held_out).loss, result.grad_norm);
   }
   const double share = share_predicted(session);
   std::printf("%.0f%% of the tokens are predicted\n", 100 * share);

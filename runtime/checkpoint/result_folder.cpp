@@ -160,7 +160,7 @@ void ResultFolder::claim() {
 }
 
 fs::path Checkpoints::write(std::int64_t step, const std::function<void(const ResultFolder&)>& fill) const {
-  const fs::path final = folder_ / fmt::format("checkpoint-{}", step), work = final.string() + std::string(partial);
+  const fs::path final = folder_of(step), work = final.string() + std::string(partial);
   {
     ResultFolder unfinished(work);
     fill(unfinished);
@@ -174,13 +174,20 @@ fs::path Checkpoints::write(std::int64_t step, const std::function<void(const Re
   return final;
 }
 
-void Checkpoints::keep_last(std::int64_t count) const {
-  std::vector<fs::path> all = result_files(folder_).checkpoints;
-  std::erase_if(all, [](const fs::path& path) { return checkpoint_step(path.filename().native()) < 0; });
-  std::sort(all.begin(), all.end(), [](const fs::path& a, const fs::path& b) {
-    return checkpoint_step(a.filename().native()) < checkpoint_step(b.filename().native());
-  });
-  for (std::size_t i = 0; i + static_cast<std::size_t>(count) < all.size(); ++i) remove_checkpoint(all[i]);
+std::vector<std::int64_t> Checkpoints::steps() const {
+  std::vector<std::int64_t> steps;
+  for (const fs::path& path : result_files(folder_).checkpoints)
+    if (const std::int64_t step = checkpoint_step(path.filename().native()); step >= 0) steps.push_back(step);
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+void Checkpoints::remove(std::int64_t step) const {
+  remove_checkpoint(folder_of(step));
+}
+
+fs::path Checkpoints::folder_of(std::int64_t step) const {
+  return folder_ / fmt::format("checkpoint-{}", step);
 }
 
 // What cannot be written is to be known before the work: no right, a drive that is read-only or full, a path too long.

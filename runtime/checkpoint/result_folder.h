@@ -49,10 +49,13 @@ class Checkpoints {
   explicit Checkpoints(std::filesystem::path folder) : folder_(std::move(folder)) {}
   // `fill` begins the folder that it is given and writes the model there. Returns the folder's final name.
   std::filesystem::path write(std::int64_t step, const std::function<void(const ResultFolder&)>& fill) const;
-  // Removes all but the last `count`, with what a result consists of. Other files stay, and their folder.
-  void keep_last(std::int64_t count) const;
+  // After which steps there are some, in rising order.
+  std::vector<std::int64_t> steps() const;
+  // With what a result consists of. Other files stay, and their folder.
+  void remove(std::int64_t step) const;
 
  private:
+  std::filesystem::path folder_of(std::int64_t step) const;
   const std::filesystem::path folder_;
 };
 

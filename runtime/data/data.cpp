@@ -174,6 +174,13 @@ void Dataset::training_sequence(std::int64_t index, std::span<std::int64_t> ids,
   impl_->parts[part].read_training(at, ids, labels, positions);
 }
 
+std::vector<DocumentSpan> Dataset::training_documents(std::int64_t index) const {
+  if (impl_->parts.size() > 1)
+    fail(io::ErrorKind::usage, "",
+         "data that is mixed by --data-weights has no one order of documents: give one --data without");
+  return impl_->parts[0].training_documents(index);
+}
+
 std::int64_t Dataset::training_tokens(std::int64_t index) const {
   const auto [part, at] = impl_->training_place(index);
   return impl_->parts[part].training_tokens(at);

@@ -69,6 +69,12 @@ struct DataSummary {
   std::optional<RowSummary> rows;  // nothing for text
 };
 
+// A row, or a part of one, in a sequence.
+struct DocumentSpan {
+  std::int64_t document = 0;           // its number among the prepared rows, in their order, from 0
+  std::int64_t begin = 0, tokens = 0;  // in the sequence
+};
+
 class Dataset {
  public:
   // Throws Exception (kind input) naming the file and what is wrong with it.
@@ -93,6 +99,9 @@ class Dataset {
   // same (seed, index) gives the same tokens in every run. A span may be empty: that part is not wanted.
   void training_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels = {},
                          std::span<std::int64_t> positions = {}) const;
+  // The rows that it consists of, in the sequence's order. Throws Exception (kind usage) for text and for data that is
+  // mixed.
+  std::vector<DocumentSpan> training_documents(std::int64_t index) const;
   // How many of its tokens come before the padding.
   std::int64_t training_tokens(std::int64_t index) const;
   void held_out_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels = {},

@@ -29,6 +29,10 @@ class DataPart {
   bool isolated() const { return isolated_; }
   // The `index`-th training sequence over all epochs; its tokens without padding.
   std::int64_t training_tokens(std::int64_t index) const { return source_->tokens(training_place(index)); }
+  // Throws Exception (kind usage) for text.
+  std::vector<DocumentSpan> training_documents(std::int64_t index) const {
+    return source_->documents(training_place(index));
+  }
   void read_training(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
                      std::span<std::int64_t> positions) const;
   void read_held_out(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,

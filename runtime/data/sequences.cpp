@@ -7,6 +7,7 @@
 #include <map>
 #include <vector>
 
+#include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 
 namespace tierflow {
@@ -19,6 +20,7 @@ constexpr std::size_t kWindowRows = 64 << 10;  // that are packed with each othe
 // A piece of a row.
 struct Piece {
   std::uint64_t first = 0, length = 0;  // in words of the file of rows
+  std::uint64_t row = 0;                // its number
 };
 
 // Entries of one size, appended, then read by number.
@@ -60,6 +62,10 @@ void TextSequences::read(std::int64_t sequence, std::span<std::int64_t> ids, std
   for (std::size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<std::int64_t>(i);
 }
 
+std::vector<DocumentSpan> TextSequences::documents(std::int64_t) const {
+  fail(io::ErrorKind::usage, "", "text is cut into sequences without regard to documents: give rows (docs/data.md)");
+}
+
 // Which pieces of rows each sequence consists of.
 class PackedRows::Plan {
  public:
@@ -72,15 +78,16 @@ class PackedRows::Plan {
         pieces_(folder) {}
 
   void take(std::uint64_t first, std::span<const std::uint32_t> row) {
+    const std::uint64_t number = rows_++;
     ++summary_.lengths[static_cast<std::size_t>(std::bit_width(row.size() - 1))];
-    if (packing_ == Packing::concat) return lay(first, row);
+    if (packing_ == Packing::concat) return lay(first, row, number);
     const std::size_t kept = std::min<std::size_t>(row.size(), length_);
     const std::uint64_t trained = trained_targets(row.first(kept));
     if (trained == 0) return void(++summary_.untrained_when_cut);
     summary_.truncated += kept < row.size() ? 1 : 0;
     summary_.trained += static_cast<std::int64_t>(trained);
     summary_.used += static_cast<std::int64_t>(kept);
-    window_.push_back({first, kept});
+    window_.push_back({first, kept, number});
     if (packing_ == Packing::none || window_.size() >= kWindowRows) pack();
   }
 
@@ -133,10 +140,10 @@ class PackedRows::Plan {
   }
 
   // Behind what came before; whole sequences leave.
-  void lay(std::uint64_t first, std::span<const std::uint32_t> row) {
+  void lay(std::uint64_t first, std::span<const std::uint32_t> row, std::uint64_t number) {
     while (!row.empty()) {
       const std::size_t kept = std::min<std::size_t>(row.size(), length_ - laid_);
-      window_.push_back({first, kept});
+      window_.push_back({first, kept, number});
       // The first token of a sequence is predicted by none.
       trained_ += trained_targets(row.first(kept)) + (laid_ != 0 && (row[0] & kTrainedToken) != 0 ? 1 : 0);
       laid_ += kept;
@@ -162,6 +169,7 @@ class PackedRows::Plan {
   EntryFile<std::uint64_t> starts_;
   EntryFile<Piece> pieces_;
   std::vector<Piece> window_;
+  std::uint64_t rows_ = 0;
   std::uint64_t laid_ = 0, trained_ = 0;  // of the sequence that is being laid
 };
 
@@ -191,6 +199,17 @@ std::int64_t PackedRows::tokens(std::int64_t sequence) const {
   std::uint64_t tokens = 0;
   for (const Piece& piece : plan_->pieces_of(sequence)) tokens += piece.length;
   return static_cast<std::int64_t>(tokens);
+}
+
+std::vector<DocumentSpan> PackedRows::documents(std::int64_t sequence) const {
+  std::vector<DocumentSpan> spans;
+  std::int64_t begin = 0;
+  for (const Piece& piece : plan_->pieces_of(sequence)) {
+    const auto tokens = static_cast<std::int64_t>(piece.length);
+    spans.push_back({.document = static_cast<std::int64_t>(piece.row), .begin = begin, .tokens = tokens});
+    begin += tokens;
+  }
+  return spans;
 }
 
 void PackedRows::read(std::int64_t sequence, std::span<std::int64_t> ids, std::span<std::int64_t> labels,

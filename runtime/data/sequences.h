@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "runtime/data/data.h"
 #include "runtime/data/row_file.h"
@@ -17,6 +18,8 @@ class SequenceSource {
   virtual std::int64_t count() const = 0;
   // Of that sequence, without the padding behind them.
   virtual std::int64_t tokens(std::int64_t sequence) const = 0;
+  // The rows that a sequence consists of, in its order. Throws Exception (kind usage) for text.
+  virtual std::vector<DocumentSpan> documents(std::int64_t sequence) const = 0;
   // A span may be empty: that part is not wanted. Labels are the token that each position predicts, or -100.
   virtual void read(std::int64_t sequence, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
                     std::span<std::int64_t> positions) const = 0;
@@ -28,6 +31,7 @@ class TextSequences : public SequenceSource {
   TextSequences(const TokenStore& store, std::int64_t length) : store_(store), length_(length) {}
   std::int64_t count() const override { return store_.size() / length_; }
   std::int64_t tokens(std::int64_t) const override { return length_; }
+  [[noreturn]] std::vector<DocumentSpan> documents(std::int64_t sequence) const override;
   void read(std::int64_t sequence, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
             std::span<std::int64_t> positions) const override;
 
@@ -52,6 +56,7 @@ class PackedRows : public SequenceSource {
   ~PackedRows() override;
   std::int64_t count() const override;
   std::int64_t tokens(std::int64_t sequence) const override;
+  std::vector<DocumentSpan> documents(std::int64_t sequence) const override;
   const RowFile& rows() const { return rows_; }
   const RowSummary& summary() const { return summary_; }
   void read(std::int64_t sequence, std::span<std::int64_t> ids, std::span<std::int64_t> labels,

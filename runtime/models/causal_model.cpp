@@ -8,7 +8,8 @@ namespace tierflow::models {
 namespace {
 
 [[noreturn]] void fail_head() {
-  throw Exception(io::ErrorKind::usage, "the head gives a loss and no carry: call head_loss or head_loss_and_backward");
+  throw Exception(io::ErrorKind::usage,
+                  "the head gives a loss and no carry: call head_scores or head_loss_and_backward");
 }
 
 // The hidden states of each span's last token, [1, spans, hidden].
@@ -112,9 +113,9 @@ Carry CausalModel::block_backward(int stage, const Weights& weights, const Gradi
   return LayeredModel::backward(stage, weights, gradients, carry, shared, d_out);
 }
 
-double CausalModel::head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const {
-  return tiled_head_ ? tiled_head_->loss(weights, carry, shared.labels)
-                     : head_->loss(weights, carry.at(0), shared.labels);
+HeadScores CausalModel::head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const {
+  return tiled_head_ ? tiled_head_->scores(weights, carry, shared.labels)
+                     : head_->scores(weights, carry.at(0), shared.labels);
 }
 
 HeadResult CausalModel::head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,

@@ -26,7 +26,7 @@ class CausalModel : public LayeredModel {
                 bool training) const override;
   Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                  const Shared& shared, const Carry& d_out) const override;
-  double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const override;
+  HeadScores head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const override;
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                     const Shared& shared, double scale) const override;
   bool draws_random_numbers() const override {

@@ -21,6 +21,13 @@ TIERFLOW_INLINE float largest(const std::uint16_t* x, std::int64_t n) {
   return most;
 }
 
+// The first place of `value` among n; n where there is none.
+TIERFLOW_INLINE std::int64_t first_of(const std::uint16_t* x, std::int64_t n, float value) {
+  std::int64_t i = 0;
+  while (i < n && wide(x[i]) != value) ++i;
+  return i;
+}
+
 // Sum of exp(x - most) over n: blocks in fp32, the sum of the blocks in double.
 TIERFLOW_INLINE double sum_exponentials(const std::uint16_t* x, std::int64_t n, float most) {
   constexpr std::int64_t kBlock = 4096;
@@ -144,13 +151,14 @@ TIERFLOW_CLONES void cross_entropy(std::uint16_t* logits, const std::int64_t* la
 
 TIERFLOW_CLONES void softmax_sums(const std::uint16_t* logits, const std::int64_t* labels, double* sums,
                                   std::int64_t rows, std::int64_t first, std::int64_t width) {
-  for (std::int64_t row = 0; row < rows; ++row, logits += width, sums += 3) {
+  for (std::int64_t row = 0; row < rows; ++row, logits += width, sums += 4) {
     if (labels[row] < 0) continue;
     const double before = sums[0];
     const auto old = static_cast<float>(before);
     const float here = largest(logits, width), most = old > here ? old : here;
     sums[0] = static_cast<double>(most);
     sums[1] = sums[1] * std::exp(before - sums[0]) + sum_exponentials(logits, width, most);
+    if (here > old) sums[3] = static_cast<double>(first + first_of(logits, width, here));
     const std::int64_t label = labels[row] - first;
     if (label >= 0 && label < width) sums[2] = static_cast<double>(wide(logits[label]));
   }

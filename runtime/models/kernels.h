@@ -43,9 +43,9 @@ void swiglu_backward(std::uint16_t* gate, std::uint16_t* up, std::uint16_t* d_ou
 void cross_entropy(std::uint16_t* logits, const std::int64_t* labels, double* loss, std::int64_t rows,
                    std::int64_t vocab, float scale, bool gradient);
 
-// The same over columns [first, first + width) of wider logits. sums [rows][3]: the largest logit so far (-infinity at
-// first), the sum of exponentials relative to it, the label's logit (0 before it is seen). Rows with a negative label
-// keep theirs.
+// The same over columns [first, first + width) of wider logits. sums [rows][4]: the largest logit so far (-infinity at
+// first), the sum of exponentials relative to it, the label's logit (0 before it is seen), the first column that has
+// the largest (-1 at first). Rows with a negative label keep theirs.
 void softmax_sums(const std::uint16_t* logits, const std::int64_t* labels, double* sums, std::int64_t rows,
                   std::int64_t first, std::int64_t width);
 // logits become exp(logit - factors[0]) * factors[1], less factors[2] at the label; zeros where the label is negative.

@@ -59,6 +59,15 @@ struct Shared {
 Shared shared_of(const MicroBatch& batch, torch::Device device);
 Shared shared_of(const CachedRow& row, torch::Device device);
 
+// What a forward of the head finds.
+struct HeadScores {
+  double loss_sum = 0;   // over the tokens that count, natural log, summed in double
+  torch::Tensor losses;  // of each token [tokens] fp64, 0 where none counts
+  // [tokens] bool: whether its label has the greatest logit, or the first of several that are greatest; false where
+  // none counts. As losses, undefined for layers of one's own.
+  torch::Tensor hits;
+};
+
 struct HeadResult {
   double loss_sum = 0;  // over the tokens that count, natural log, summed in double
   Carry d_carry;        // gradient of loss_sum * scale
@@ -108,7 +117,7 @@ class LayeredModel {
 
   // The head: final norm, logits and cross-entropy, in chunks whose size comes from shapes alone, so that the logits
   // never exist whole.
-  virtual double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const = 0;
+  virtual HeadScores head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const = 0;
   virtual HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                             const Shared& shared, double scale) const = 0;
 

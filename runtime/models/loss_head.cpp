@@ -34,22 +34,24 @@ LossHead::LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& i
   if (output_ < 0) output_ = index.at(tied);
 }
 
-double LossHead::loss(const Weights& weights, const at::Tensor& hidden, const at::Tensor& labels, at::Tensor* losses,
-                      std::int64_t chunk_rows) const {
+HeadScores LossHead::scores(const Weights& weights, const at::Tensor& hidden, const at::Tensor& labels,
+                            std::int64_t chunk_rows) const {
   const at::NoGradGuard no_grad;
   const at::Tensor normed = norm_(weights, token_rows(hidden));
   const at::Tensor output = at_or_none(weights, output_), flat = labels.reshape({-1}).contiguous();
   const std::int64_t tokens = normed.size(0),
                      chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
+  at::Tensor hits = at::zeros({tokens}, normed.options().dtype(at::kBool));
   for (std::int64_t first = 0; first < tokens; first += chunk) {
     const std::int64_t rows = std::min(chunk, tokens - first);
     at::Tensor logits = at::mm(normed.narrow(0, first, rows), output.t());
     rule_.apply(logits);
-    cross_entropy(logits, flat.narrow(0, first, rows), each.narrow(0, first, rows), 1.0, false);
+    const at::Tensor chunk_labels = flat.narrow(0, first, rows);
+    hits.narrow(0, first, rows).copy_(logits.argmax(1).eq(chunk_labels));
+    cross_entropy(logits, chunk_labels, each.narrow(0, first, rows), 1.0, false);
   }
-  if (losses != nullptr) *losses = each;
-  return sum_in_order(each);
+  return {.loss_sum = sum_in_order(each), .losses = each, .hits = hits};
 }
 
 HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,

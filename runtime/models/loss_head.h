@@ -19,10 +19,9 @@ class LossHead {
   // Tensor "lm_head.weight", else `tied`, the embedding's [vocab, hidden].
   LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& index, std::string_view tied);
 
-  // -sum of log probabilities of the labels that count. `losses`, where wanted: of each token [tokens] fp64, 0 where
-  // none counts.
-  double loss(const Weights& weights, const at::Tensor& hidden, const at::Tensor& labels, at::Tensor* losses = nullptr,
-              std::int64_t chunk_rows = 0) const;
+  // -log probabilities of the labels that count.
+  HeadScores scores(const Weights& weights, const at::Tensor& hidden, const at::Tensor& labels,
+                    std::int64_t chunk_rows = 0) const;
   // Adds the gradients of scale * loss to `gradients`; the hidden states' gradient is the carry's. chunk_rows 0:
   // head_chunk_rows().
   HeadResult loss_and_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,

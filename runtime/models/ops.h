@@ -67,12 +67,15 @@ void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d);
 // fp64. With `gradient`, logits are replaced by the gradient of scale * sum(losses).
 void cross_entropy(Tensor& logits, const Tensor& labels, Tensor losses, double scale, bool gradient);
 
-// The same where the vocabulary comes in tiles. logits [rows, width] are its columns from `first`; sums [rows, 3] fp64:
-// the largest logit so far, the sum of exponentials relative to it, the label's logit.
+// The same where the vocabulary comes in tiles. logits [rows, width] are its columns from `first`; sums [rows, 4] fp64:
+// the largest logit so far, the sum of exponentials relative to it, the label's logit, the first column that has the
+// largest.
 Tensor no_softmax_sums(std::int64_t rows, at::Device device);
 void softmax_sums(const Tensor& logits, const Tensor& labels, std::int64_t first, const Tensor& sums);
 // Of complete sums: losses [rows] fp64, 0 where no label counts.
 Tensor softmax_losses(const Tensor& sums, const Tensor& labels);
+// Whether the label is the first of the columns with the largest logit [rows] bool; false where no label counts.
+Tensor softmax_hits(const Tensor& sums, const Tensor& labels);
 // What softmax_gradient wants beside each row's logits [rows, 3] fp64, for the gradient of scale * sum(losses).
 Tensor softmax_factors(const Tensor& sums, const Tensor& labels, double scale);
 // Replaces the tile's logits by their gradient.

@@ -37,7 +37,8 @@ Place place(const Tensor& labels, std::int64_t first, std::int64_t width) {
 }  // namespace
 
 Tensor no_softmax_sums(std::int64_t rows, at::Device device) {
-  Tensor sums = at::zeros({rows, 3}, at::TensorOptions().dtype(at::kDouble).device(device));
+  Tensor sums = at::zeros({rows, 4}, at::TensorOptions().dtype(at::kDouble).device(device));
+  sums.select(1, 3).fill_(-1);
   sums.select(1, 0).fill_(-std::numeric_limits<double>::infinity());
   return sums;
 }
@@ -49,7 +50,7 @@ void softmax_sums(const Tensor& logits, const Tensor& labels, std::int64_t first
     const std::int64_t* label = labels.const_data_ptr<std::int64_t>();
     double* sum = sums.mutable_data_ptr<double>();
     at::parallel_for(0, logits.size(0), grain_rows(width), [&](std::int64_t begin, std::int64_t end) {
-      kernels::softmax_sums(words + begin * width, label + begin, sum + 3 * begin, end - begin, first, width);
+      kernels::softmax_sums(words + begin * width, label + begin, sum + 4 * begin, end - begin, first, width);
     });
     return;
   }
@@ -57,7 +58,10 @@ void softmax_sums(const Tensor& logits, const Tensor& labels, std::int64_t first
     const Tensor wide = logits.narrow(0, row, rows).to(wide_type(logits));
     const Place at = place(labels.narrow(0, row, rows), first, width);
     const Tensor part = sums.narrow(0, row, rows);
-    const Tensor most = at::maximum(part.narrow(1, 0, 1), wide.amax(1, true).to(at::kDouble));
+    const auto [largest, column] = wide.max(1, true);
+    const Tensor before = part.narrow(1, 0, 1), most = at::maximum(before, largest.to(at::kDouble));
+    part.narrow(1, 3, 1).copy_(
+        at::where(largest.to(at::kDouble) > before, (column + first).to(at::kDouble), part.narrow(1, 3, 1)));
     const Tensor here = at::exp(wide - most.to(wide.scalar_type())).sum(at::IntArrayRef{1}, true, at::kDouble);
     part.narrow(1, 1, 1).mul_(at::exp(part.narrow(1, 0, 1) - most)).add_(here);
     part.narrow(1, 0, 1).copy_(most);
@@ -68,6 +72,10 @@ void softmax_sums(const Tensor& logits, const Tensor& labels, std::int64_t first
 Tensor softmax_losses(const Tensor& sums, const Tensor& labels) {
   const Tensor loss = at::log(sums.select(1, 1)) + sums.select(1, 0) - sums.select(1, 2);
   return at::where(labels.ge(0), loss, at::zeros_like(loss));
+}
+
+Tensor softmax_hits(const Tensor& sums, const Tensor& labels) {
+  return labels.ge(0).logical_and(sums.select(1, 3).eq(labels));
 }
 
 Tensor softmax_factors(const Tensor& sums, const Tensor& labels, double scale) {

@@ -114,11 +114,13 @@ Carry TiledHead::logits(int stage, const Weights& weights, const Carry& carry) c
   return {carry[0], carry.size() == 1 ? here : at::cat({carry[1], here}, 1)};
 }
 
-double TiledHead::loss(const Weights& weights, const Carry& carry, const Tensor& labels) const {
+HeadScores TiledHead::scores(const Weights& weights, const Carry& carry, const Tensor& all_labels) const {
   const at::NoGradGuard no_grad;
   const int last = norm_stage_ + static_cast<int>(tiles_.size());
+  const Tensor labels = flat(all_labels);
   check_labels(labels, tiles_.back().first + weights[static_cast<std::size_t>(tiles_.back().output)].size(0));
-  return sum_in_order(softmax_losses(forward(last, weights, carry, labels).at(1), flat(labels)));
+  const Tensor sums = forward(last, weights, carry, labels).at(1), losses = softmax_losses(sums, labels);
+  return {.loss_sum = sum_in_order(losses), .losses = losses, .hits = softmax_hits(sums, labels)};
 }
 
 HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
@@ -128,7 +130,7 @@ HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients&
   const Tensor &normed = carry.at(0), labels = flat(all_labels), sums = carry.at(1).clone();
   const Tensor output = at_or_none(weights, last.output), d_output = at_or_none(gradients, last.output);
   check_labels(labels, last.first + output.size(0));
-  const Tensor factors = at::empty_like(sums), d = empty_sum(normed);
+  const Tensor factors = at::empty({sums.size(0), 3}, sums.options()), d = empty_sum(normed);
   for_each_chunk(normed, output, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
     const Tensor chunk_labels = labels.narrow(0, first, rows), chunk_sums = sums.narrow(0, first, rows);
     softmax_sums(logits, chunk_labels, last.first, chunk_sums);

@@ -3,7 +3,7 @@
 // running sums of the softmax, then, from the last tile back to the first, logits again and gradients. Nothing but the
 // norm's input is kept for the backward. A token's logits in one tile are those that the whole head computes.
 //
-// Carries: forward {normed hidden [tokens, hidden], sums [tokens, 3]}; backward {its gradient in fp32 (fp64 beside
+// Carries: forward {normed hidden [tokens, hidden], sums [tokens, 4]}; backward {its gradient in fp32 (fp64 beside
 // fp64), summed over the tiles so far, normed hidden, factors [tokens, 3]}; sums and factors as in ops.h.
 #include <vector>
 
@@ -29,7 +29,7 @@ class TiledHead {
   Carry logits(int stage, const Weights& weights, const Carry& carry) const;
 
   // The last tile. Throws (kind usage) for a label beyond the vocabulary.
-  double loss(const Weights& weights, const Carry& carry, const at::Tensor& labels) const;
+  HeadScores scores(const Weights& weights, const Carry& carry, const at::Tensor& labels) const;
   HeadResult loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                const at::Tensor& labels, double scale) const;
 

@@ -52,6 +52,7 @@ struct SessionOptions {
   std::string run;                   // JSON object of the client's, kept in the store: what has to be equal to go on
   bool fresh = false;                // what an earlier session left in `storage` is removed
   bool train = true;                 // false: evaluate(), next_logits() and export alone
+  bool fewer_micro_batches = false;  // as many as the budgets hold, micro_batches at most
   std::uint64_t workspace = 0;       // bytes of the device that a stage takes beside what measuring it shows
   std::uint64_t chunk_elements = 0;  // 0: from the host budget
   std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests

@@ -1,19 +1,28 @@
 // `tierflow eval`: the loss of a model on text.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/base/signals.h"
+#include "runtime/program/document_scores.h"
 #include "runtime/program/run_common.h"
 #include "runtime/program/train.h"
 
 namespace tierflow {
 
 using nlohmann::json;
+
+namespace {
+
+constexpr std::int64_t kMostAtOnce = 32;  // micro-batches: more of them would hide nothing that these do not
+
+}  // namespace
 
 int run_eval(const EvalOptions& options) {
   watch_signals();
@@ -24,39 +33,50 @@ int run_eval(const EvalOptions& options) {
   const std::uint64_t device_fixed = prepare_torch(device_of(options), options.threads);
   SessionOptions settings = session_settings(options, device_fixed, [&](const std::string& line) { log.say(line); });
   settings.train = false;
+  const std::int64_t rows = options.micro_batch;
+  std::int64_t count = data.training_sequences();
+  if (options.max_sequences > 0) count = std::min(count, options.max_sequences);
+  const std::int64_t batches = (count + rows - 1) / rows;
+  // They pass a layer together, so that its weights are fetched once for all of them.
+  settings.micro_batches = static_cast<int>(std::clamp<std::int64_t>(batches, 1, kMostAtOnce));
+  settings.fewer_micro_batches = true;
   announce_device(options, settings, log);
+  std::optional<DocumentScores> documents;
+  if (!options.per_document.empty()) documents.emplace(options.per_document, data, options.sequence_length);
   Session session(model, settings, {}, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
     throw_if_stopped();
     log.progress(phase, done, total);
   });
   log.begin();
-  std::int64_t count = data.training_sequences();
-  if (options.max_sequences > 0) count = std::min(count, options.max_sequences);
-  double sum = 0;
-  std::int64_t targets = 0;
-  for (std::int64_t first = 0; first < count; first += options.micro_batch) {
-    throw_if_stopped();
-    const MicroBatch batch = micro_batch(data, Sequences::training, first, std::min(options.micro_batch, count - first),
-                                         options.sequence_length);
-    const std::int64_t tokens = batch.target_tokens();
-    sum += session.evaluate({batch}) * static_cast<double>(tokens);
-    targets += tokens;
-    log.progress("evaluating", first + options.micro_batch, std::max(count, first + options.micro_batch));
-  }
-  const double loss = sum / static_cast<double>(std::max<std::int64_t>(1, targets));
-  const json result{{"loss", loss}, {"perplexity", std::exp(loss)}, {"tokens", targets}, {"sequences", count}};
+  const Evaluation found = session.evaluate(
+      batches,
+      [&](std::int64_t index) {
+        throw_if_stopped();
+        return micro_batch(data, Sequences::training, index * rows, std::min(rows, count - index * rows),
+                           options.sequence_length);
+      },
+      [&](std::int64_t index, const HeadScores& scores) {
+        if (documents) documents->add(index * rows, scores);
+        log.progress("evaluating", index + 1, batches);
+      });
+  const json result{{"loss", found.loss},
+                    {"perplexity", std::exp(found.loss)},
+                    {"accuracy", found.accuracy},
+                    {"tokens", found.tokens},
+                    {"sequences", count}};
   log.object(result);
-  if (!std::isfinite(loss))
+  if (!std::isfinite(found.loss))
     throw Exception(
         io::ErrorKind::numeric,
         fmt::format("the loss is not finite over {} tokens: the weights of {}, or what they compute, are no "
                     "numbers; look at where they come from",
-                    targets, options.model.string()));
+                    found.tokens, options.model.string()));
+  if (documents) documents->write();
   if (options.json)
     std::cout << result.dump() << std::endl;
   else
-    std::cout << fmt::format("loss {:.6f}  perplexity {:.4f}  ({} tokens in {} sequences)", loss, std::exp(loss),
-                             targets, count)
+    std::cout << fmt::format("loss {:.6f}  perplexity {:.4f}  accuracy {:.4f}  ({} tokens in {} sequences)", found.loss,
+                             std::exp(found.loss), found.accuracy, found.tokens, count)
               << std::endl;
   return 0;
 }

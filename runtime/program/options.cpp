@@ -111,6 +111,11 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
                 "steps between evaluations; 0: before the first step and after the last");
   table.number("held-out", o.held_out, 0, 1, "share of the sequences kept for evaluation");
   table.integer("eval-sequences", o.eval_sequences, 0, "held-out sequences in one evaluation at most; 0: all");
+  table.integer("early-stopping-patience", o.early_stopping_patience, 0,
+                "end the run after so many evaluations in a row without a lower held-out loss than the lowest so far; "
+                "0: never");
+  table.number("early-stopping-threshold", o.early_stopping_threshold, 0, 1e6,
+               "a held-out loss counts as lower where it is lower by more than that");
   table.group(kMachine);
   table.number("max-tb-written", o.max_tb_written, 0, 1e9,
                "stop before the step that would bring what storage has written above X * 10^12 bytes; 0: never");
@@ -130,6 +135,9 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
       "export-every", o.export_every, 0,
       "steps after which the model is also written to checkpoint-N in the folder of --out; 0: at the end alone");
   table.integer("export-keep", o.export_keep, 0, "keep so many of these, the last ones; 0: all");
+  table.flag(
+      "export-best", o.export_best,
+      "also keep the model with the lowest held-out loss of all evaluations, as checkpoint-N in the folder of --out");
   table.flag("resume", o.resume, "go on with the state in the storage folders; an error where there is none");
   table.for_one_run();
   table.flag("no-export", o.no_export, "leave the result in the store");
@@ -187,6 +195,8 @@ OptionTable eval_table(EvalOptions& o) {
   add_base_precision(table, o.base_precision);
   table.group(kEvaluation);
   table.integer("max-sequences", o.max_sequences, 0, "sequences to evaluate at most; 0: all");
+  table.path("per-document", o.per_document, "FILE",
+             "file for the loss and accuracy of each row of the data, as lines of JSON; not for text");
   return table;
 }
 
@@ -259,6 +269,12 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
     fail_usage("--no-export leaves the result in the store: it needs --storage");
   if (options.no_export && options.export_every != 0) fail_usage("give --no-export or --export-every, not both");
   if (options.export_keep != 0 && options.export_every == 0) fail_usage("--export-keep is for --export-every");
+  if (options.no_export && options.export_best) fail_usage("give --no-export or --export-best, not both");
+  if (options.eval_every == 0 && options.export_best) fail_usage("--export-best needs --eval-every");
+  if (options.eval_every == 0 && options.early_stopping_patience != 0)
+    fail_usage("--early-stopping-patience needs --eval-every");
+  if (options.early_stopping_threshold != 0 && options.early_stopping_patience == 0)
+    fail_usage("--early-stopping-threshold is for --early-stopping-patience");
   if (options.storage.empty() && options.durability != "auto" && options.durability != "export-only")
     fail_usage("--durability " + options.durability + " needs --storage: the state lies there");
   if (options.resume && options.storage.empty()) fail_usage("--resume needs --storage: the state lies there");

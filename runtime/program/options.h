@@ -74,6 +74,7 @@ struct EvalOptions : RunOptions {
   std::filesystem::path adapter;        // a folder of PEFT's; empty: none
   std::string base_precision = "bf16";  // as in TrainOptions
   std::int64_t max_sequences = 0;       // 0: all
+  std::filesystem::path per_document;   // empty: none
 };
 
 // sequence_length: tokens of a prompt that are computed at once.
@@ -109,16 +110,19 @@ struct TrainOptions : RunOptions {
   std::optional<double> clip = 1.0;             // of the global gradient norm
   std::string precision = "fp32-master+adam8";  // fp32-master+adam32, bf16-sr+adam8
   std::uint64_t seed = 0;
-  std::int64_t eval_every = 0;       // steps; 0: before the first and after the last
-  double held_out = 0.01;            // share of the sequences
-  std::int64_t eval_sequences = 64;  // at most that many held-out ones in each evaluation; 0: all
-  std::int64_t max_skipped = 20;     // skipped steps in a row that end the run; 0: any number
-  double max_tb_written = 0;         // 10^12 bytes that storage may be given to write; 0: any number
-  std::string durability = "auto";   // auto, step, every=N, export-only
-  bool resume = false;               // there has to be a state to go on with
+  std::int64_t eval_every = 0;               // steps; 0: before the first and after the last
+  double held_out = 0.01;                    // share of the sequences
+  std::int64_t eval_sequences = 64;          // at most that many held-out ones in each evaluation; 0: all
+  std::int64_t early_stopping_patience = 0;  // evaluations in a row without a better loss that end the run; 0: never
+  double early_stopping_threshold = 0;       // how much better counts
+  std::int64_t max_skipped = 20;             // skipped steps in a row that end the run; 0: any number
+  double max_tb_written = 0;                 // 10^12 bytes that storage may be given to write; 0: any number
+  std::string durability = "auto";           // auto, step, every=N, export-only
+  bool resume = false;                       // there has to be a state to go on with
   bool no_export = false;
   std::int64_t export_every = 0;  // steps; 0: at the end alone
   std::int64_t export_keep = 0;   // the last so many of these; 0: all
+  bool export_best = false;       // the model of the best evaluation too
   std::filesystem::path trace;    // empty: none
   std::string method = "full";    // full, lora
   TrainableConfig trained;        // of full fine-tuning

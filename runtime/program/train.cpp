@@ -11,6 +11,7 @@
 #include "runtime/base/signals.h"
 #include "runtime/base/terminal.h"
 #include "runtime/planning/left_store.h"
+#include "runtime/program/best_evaluation.h"
 #include "runtime/program/forecast.h"
 #include "runtime/program/learning_rate.h"
 #include "runtime/program/run_common.h"
@@ -35,6 +36,10 @@ class Training {
         trace_(options.trace, log),
         data_(prepare_data(data_options(options, spec_, temporary_folder()), log)) {
     if (!options.no_export) result_.out = options.out;
+    if (data_.held_out_sequences() == 0 && (options.export_best || options.early_stopping_patience > 0))
+      throw Exception(io::ErrorKind::usage,
+                      "--export-best and --early-stopping-patience need held-out sequences, and there are none: raise "
+                      "--held-out, or give more data");
     per_step_ = options.micro_batch * options.micro_batches;
     steps_ = options.steps;
     if (steps_ == 0)
@@ -54,20 +59,19 @@ class Training {
     if (!session_->remembered().empty()) recall();
     result_.held_out_after = result_.held_out_before;
     bool at_limit = false, out_of_memory = false;
-    while (!out_of_memory && step < steps_ && stop_signal() == 0 && !too_many_skipped() &&
+    while (!out_of_memory && step < steps_ && stop_signal() == 0 && !too_many_skipped() && !stops_early() &&
            !(at_limit = next_step_passes_limit()))
       out_of_memory = !within_memory(step, [&] {
         train_step(step);
         ++step;
-        session_->remember(nlohmann::json{{"skipped_in_a_row", skipped_in_a_row_},
-                                          {"held_out_before", result_.held_out_before},
-                                          {"last_loss", result_.last_loss}}
-                               .dump());
+        remember();
         trace_.end_step(step, *session_, result_.prediction);
-        if (options_.eval_every > 0 && step % options_.eval_every == 0 && step < steps_)
-          evaluate(step, result_.held_out_after);
-        if (options_.export_every > 0 && step % options_.export_every == 0 && step < steps_ && stop_signal() == 0)
-          out_.write_checkpoint(*session_, step, progress(), log_);
+        if (step == steps_) return;
+        const bool best = options_.eval_every > 0 && step % options_.eval_every == 0 && evaluate_on_the_way(step);
+        remember();
+        const bool exports = options_.export_every > 0 && step % options_.export_every == 0;
+        if ((exports || (best && options_.export_best)) && stop_signal() == 0)
+          out_.write_checkpoint(*session_, step, best_.step, progress(), log_);
       });
     trace_.finish(step, result_.prediction);
     forecast_.finish(*session_);
@@ -86,6 +90,11 @@ class Training {
     if (too_many_skipped())
       log_.say(fmt::format("stopped after step {} of {}: a loss or gradient was not finite in the last {} steps", step,
                            steps_, skipped_in_a_row_));
+    if (stops_early() && step < steps_)
+      log_.say(
+          fmt::format("stopped early after step {} of {}: the held-out loss did not fall below {} in the last {} "
+                      "evaluations",
+                      step, steps_, loss_text(best_.loss), best_.since));
     // A step whose loss is not finite changed nothing; whether the model is sound, an evaluation tells.
     const bool doubtful = step > 0 && !std::isfinite(result_.last_loss);
     if (doubtful && !out_of_memory) {
@@ -95,10 +104,11 @@ class Training {
     out_.write(*session_, progress());
     if (!options_.no_export) session_->discard();
     if (!doubtful && !out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0)) {
-      out_of_memory = !evaluate_result(step);
+      if (step != evaluated_at_) out_of_memory = !evaluate_result(step);
       if (!out_of_memory) refuse_unless_finite(step);
     }
     result_.steps = step;
+    say_which_is_best(step);
     report(result_, *session_, log_);
     if (out_of_memory) return static_cast<int>(io::ErrorKind::memory);
     if (signal != 0) return 128 + signal;
@@ -172,6 +182,17 @@ class Training {
     log_.object({{"durability", {{"commit_every", every}, {"resumed_at", session_->steps()}}}});
   }
 
+  // What goes with the next commit.
+  void remember() {
+    session_->remember(nlohmann::json{{"skipped_in_a_row", skipped_in_a_row_},
+                                      {"held_out_before", result_.held_out_before},
+                                      {"best_loss", best_.loss},
+                                      {"best_step", best_.step},
+                                      {"without_better", best_.since},
+                                      {"last_loss", result_.last_loss}}
+                           .dump());
+  }
+
   // What the run knew of itself when its state was committed.
   void recall() {
     const auto then = nlohmann::json::parse(session_->remembered(), nullptr, false);
@@ -179,7 +200,11 @@ class Training {
       const auto found = then.is_object() ? then.find(key) : then.end();
       return then.is_object() && found != then.end() && found->is_number() ? found->get<double>() : NAN;
     };
-    skipped_in_a_row_ = std::isfinite(number("skipped_in_a_row")) ? std::llround(number("skipped_in_a_row")) : 0;
+    const auto count = [&](const char* key) { return std::isfinite(number(key)) ? std::llround(number(key)) : 0; };
+    skipped_in_a_row_ = count("skipped_in_a_row");
+    best_.loss = number("best_loss");
+    best_.step = count("best_step");
+    best_.since = count("without_better");
     result_.held_out_before = number("held_out_before");
     result_.last_loss = number("last_loss");
     result_.evaluated = std::isfinite(result_.held_out_before);
@@ -200,6 +225,26 @@ class Training {
   }
 
   bool too_many_skipped() const { return options_.max_skipped > 0 && skipped_in_a_row_ >= options_.max_skipped; }
+
+  bool stops_early() const {
+    return options_.early_stopping_patience > 0 && best_.since >= options_.early_stopping_patience;
+  }
+
+  // Whether no evaluation before found a lower loss.
+  bool evaluate_on_the_way(std::int64_t step) {
+    evaluate(step, result_.held_out_after);
+    return best_.take(step, result_.held_out_after, options_.early_stopping_threshold);
+  }
+
+  void say_which_is_best(std::int64_t step) {
+    if (!options_.export_best || best_.step == 0) return;
+    if (result_.held_out_after < best_.loss)
+      log_.say(fmt::format("the lowest held-out loss is the result's, after step {}", step));
+    else
+      log_.say(fmt::format("the lowest held-out loss was {}, after step {}: {}", loss_text(best_.loss), best_.step,
+                           (options_.out / fmt::format("checkpoint-{}", best_.step)).string()));
+    log_.object({{"best", {{"step", best_.step}, {"held_out_loss", best_.loss}}}});
+  }
 
   // A model that gives no finite loss, when last looked at, is no result.
   void refuse_unless_finite(std::int64_t step) {
@@ -272,12 +317,14 @@ class Training {
     if (options_.eval_sequences > 0) count = std::min(count, options_.eval_sequences);
     if (count == 0) return;
     const std::int64_t rows = options_.micro_batch;
-    loss = session_->evaluate((count + rows - 1) / rows, [&](std::int64_t index) {
+    const Evaluation found = session_->evaluate((count + rows - 1) / rows, [&](std::int64_t index) {
       return micro_batch(data_, Sequences::held_out, index * rows, std::min(rows, count - index * rows),
                          options_.sequence_length);
     });
+    loss = found.loss;
+    evaluated_at_ = step;
     result_.evaluated = true;
-    log_.evaluation(step, loss, *session_);
+    log_.evaluation(step, found, *session_);
   }
 
   const TrainOptions& options_;
@@ -290,6 +337,8 @@ class Training {
   Dataset data_;
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0, skipped_in_a_row_ = 0;
+  std::int64_t evaluated_at_ = 0;
+  BestEvaluation best_;  // of those between steps
   std::uint64_t write_limit_ = 0;
   RunSummary result_;
 };

@@ -203,11 +203,16 @@ std::string TrainingLog::limiting_lane(const Session& session) const {
   return swap::lane_name(static_cast<swap::Lane>(most));
 }
 
-void TrainingLog::evaluation(std::int64_t step, double loss, const Session& session) {
+void TrainingLog::evaluation(std::int64_t step, const Evaluation& found, const Session& session) {
   lanes_ = session.lanes();  // what evaluation moved is no step's
   if (gpu_ != nullptr) energy_ = gpu_->sample().energy;
-  object({{"step", step}, {"held_out_loss", loss}});
-  say(fmt::format("step {}: held-out loss {}", step, loss_text(loss)));
+  object({{"step", step},
+          {"held_out_loss", found.loss},
+          {"held_out_perplexity", std::exp(found.loss)},
+          {"held_out_accuracy", found.accuracy},
+          {"held_out_tokens", found.tokens}});
+  say(fmt::format("step {}: held-out loss {}, {:.1f}% of {} tokens right", step, loss_text(found.loss),
+                  100 * found.accuracy, found.tokens));
 }
 
 void TrainingLog::object(const json& object) {

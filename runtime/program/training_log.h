@@ -36,7 +36,7 @@ class TrainingLog {
   // Phases that may take more than two seconds: shown from then on.
   void progress(const char* phase, std::uint64_t done, std::uint64_t total);
   void step(const StepResult& result, std::int64_t of_steps, double lr, const Session& session);
-  void evaluation(std::int64_t step, double loss, const Session& session);
+  void evaluation(std::int64_t step, const Evaluation& found, const Session& session);
   void object(const nlohmann::json& object);
   // The lane that was busy for the largest share of the run so far.
   std::string limiting_lane(const Session& session) const;

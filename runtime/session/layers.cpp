@@ -33,9 +33,9 @@ class ModuleModel final : public LayeredModel {
                          [&](const Carry& inputs) { return layers_[stage]->forward(inputs, shared); });
   }
 
-  double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const override {
+  HeadScores head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const override {
     const int last = static_cast<int>(layers_.size()) - 1;
-    return scalar_loss(forward(last, weights, carry, shared, false)).item<double>();
+    return {.loss_sum = scalar_loss(forward(last, weights, carry, shared, false)).item<double>()};
   }
 
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,

@@ -40,13 +40,14 @@ StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
   impl_->throw_if_out_of_memory();
   return result;
 }
-double Session::evaluate(const std::vector<MicroBatch>& batches) {
+Evaluation Session::evaluate(const std::vector<MicroBatch>& batches) {
   return evaluate(static_cast<std::int64_t>(batches.size()), [&](std::int64_t index) { return batches[index]; });
 }
-double Session::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make) {
-  const double loss = guarded(impl_->executor(), [&] { return impl_->evaluate(count, make); });
+Evaluation Session::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
+                             const std::function<void(std::int64_t index, const HeadScores& scores)>& scored) {
+  const Evaluation result = guarded(impl_->executor(), [&] { return impl_->evaluate(count, make, scored); });
   impl_->throw_if_out_of_memory();
-  return loss;
+  return result;
 }
 std::vector<torch::Tensor> Session::next_logits(const std::vector<CachedRow>& rows) {
   auto logits = guarded(impl_->executor(), [&] { return impl_->next_logits(rows); });

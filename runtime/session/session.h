@@ -2,6 +2,7 @@
 // FRONT DOOR of session: a model whose state streams, and its steps. Throws Exception, or std::logic_error for a defect
 // of its own; after an exception from step() or evaluate() the session can only be destroyed, unless intact() is true.
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -42,6 +43,7 @@ struct StepResult {
 
 class LayeredModel;
 struct CachedRow;
+struct HeadScores;
 
 // A model and where its weights come from: what load() and Layers give to a session.
 struct Model {
@@ -71,6 +73,13 @@ Model with_trainable(const Model& model, const TrainableConfig& config);
 // above it throws Exception (kind usage) for layers of one's own.
 Model with_learning_rates(const Model& model, const std::vector<std::pair<std::string, double>>& by_pattern);
 
+// What an evaluation found of the tokens that are predicted and count.
+struct Evaluation {
+  double loss = 0;          // mean, natural log
+  double accuracy = NAN;    // share of them whose label is what greedy decoding gives; NaN for layers of one's own
+  std::int64_t tokens = 0;  // how many they are
+};
+
 class Session {
  public:
   Session(Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {});
@@ -82,11 +91,12 @@ class Session {
   // of the step before. Without clipping this holds as long as no update of the step has run.
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
   StepResult step(const std::vector<MicroBatch>& batches) { return step(batches, adamw_lr()); }
-  // Mean loss over the micro-batches, forward only.
-  double evaluate(const std::vector<MicroBatch>& batches);
-  // The same, to the bit, over `count` micro-batches made as they are needed: options.micro_batches of them exist at
-  // once.
-  double evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make);
+  // Loss and accuracy over the micro-batches, forward only.
+  Evaluation evaluate(const std::vector<MicroBatch>& batches);
+  // The same, to the bit, over `count` micro-batches made as they are needed: options().micro_batches of them exist at
+  // once. `scored`: called with each one's index, in order, and what the head found of its tokens, on the host.
+  Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
+                      const std::function<void(std::int64_t index, const HeadScores& scores)>& scored = {});
   // Generation (generator.h): the logits of the token behind each span of each row, fp32 [spans, vocab] on the host.
   // All rows pass a stage before the next one is fetched. At most options.micro_batches rows, each of at most
   // options.micro_batch * options.sequence_length tokens.

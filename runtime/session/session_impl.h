@@ -52,11 +52,12 @@ struct Session::Impl {
   void forward_all(const std::vector<Shared>& shared, swap::Pass pass);
   void head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work);
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
-  double evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make);
+  Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
+                      const std::function<void(std::int64_t index, const HeadScores& scores)>& scored);
   std::vector<torch::Tensor> next_logits(const std::vector<CachedRow>& rows);
 
   std::shared_ptr<LayeredModel> model;
-  const SessionOptions options;
+  SessionOptions options;  // micro_batches: as many as are planned
   const AdamW adamw;
   const torch::Device torch_device;
   DeviceMemory& torch_memory;

@@ -163,11 +163,14 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
   carries.clear();
 }
 
-double Session::Impl::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make) {
+Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
+                                   const std::function<void(std::int64_t index, const HeadScores& scores)>& scored) {
   const torch::NoGradGuard no_grad;
   flush();
+  Evaluation result;
   double loss = 0;
-  std::int64_t targets = 0;
+  std::int64_t hits = 0;
+  bool has_hits = true;
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
   for (std::int64_t begin = 0; begin < count; begin += options.micro_batches) {
     const std::int64_t end = std::min(count, begin + options.micro_batches);
@@ -182,19 +185,33 @@ double Session::Impl::evaluate(std::int64_t count, const std::function<MicroBatc
       for (const MicroBatch& batch : part) counted += batch.target_tokens();
       shared = share(part);
     });
-    targets += counted;
+    result.tokens += counted;
     if (out_of_memory) break;
     executor().append(planner->evaluate(static_cast<int>(part.size())), nullptr);
     forward_all(shared, swap::Pass::evaluate);
     for (int micro_batch = 0; micro_batch < static_cast<int>(part.size()); ++micro_batch) {
       const swap::Entered entered = enter(last, swap::Pass::evaluate, micro_batch);
-      compute(true, [&] { loss += model->head_loss(weights(entered), carries[micro_batch], shared[micro_batch]); });
+      HeadScores scores;
+      compute(true, [&] {
+        scores = model->head_scores(weights(entered), carries[micro_batch], shared[micro_batch]);
+        if (!scores.losses.defined()) return;
+        scores.losses = scores.losses.cpu();
+        scores.hits = scores.hits.cpu();
+      });
       leave();
+      if (out_of_memory) continue;
+      loss += scores.loss_sum;
+      has_hits = has_hits && scores.hits.defined();
+      if (has_hits) hits += scores.hits.sum().item<std::int64_t>();
+      if (scored) scored(begin + micro_batch, scores);
     }
     carries.clear();
   }
   throw_if(executor().drain());
-  return loss / static_cast<double>(std::max<std::int64_t>(targets, 1));
+  const auto tokens = static_cast<double>(std::max<std::int64_t>(result.tokens, 1));
+  result.loss = loss / tokens;
+  if (has_hits && result.tokens > 0) result.accuracy = static_cast<double>(hits) / tokens;
+  return result;
 }
 
 std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRow>& rows) {

@@ -50,6 +50,16 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
   }
   ProbedModel probed = probe();
   probed.needs.stage_peak += options.workspace;
+  const auto fits = [&] {
+    try {
+      plan_that_fits(model->spec(), planned, probed.needs);
+      return true;
+    } catch (const Exception&) {
+      return false;
+    }
+  };
+  while (options.fewer_micro_batches && planned.micro_batches > 1 && !fits()) planned.micro_batches /= 2;
+  options.micro_batches = planned.micro_batches;
   plan = plan_that_fits(model->spec(), planned, probed.needs);
   prove(plan, options.train);
   if (plan.stored) {

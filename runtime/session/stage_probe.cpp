@@ -275,7 +275,7 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
                       [&](const Weights& weights, const Gradients& gradients, const Given& with) {
                         if (train)
                           return model_.head_loss_and_backward(weights, gradients, with.input, shared, 1.0).d_carry;
-                        model_.head_loss(weights, with.input, shared);
+                        model_.head_scores(weights, with.input, shared);
                         return Carry();
                       });
   for (int stage = last - 1; stage >= 0 && train; --stage) {

@@ -32,6 +32,22 @@ def test_result_loads_in_transformers_and_gives_the_loss_that_eval_prints(work):
     assert printed["loss"] == pytest.approx(sum(losses) / len(losses), rel=2e-3)
 
 
+@pytest.mark.parametrize("kind, name", [("cosine", "cosine"), ("linear", "linear"), ("constant", "constant_with_warmup")])
+def test_learning_rates_are_those_of_transformers(work, kind, name):
+    import torch
+    import transformers
+    run(work, "train", "--config", "config.json", "--data", "text.txt", "--out", "out", "--log-json", "log.json",
+        *small("--steps", "7", "--warmup", "3", "--lr", "1e-3", "--lr-schedule", kind))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    schedule = transformers.get_scheduler(name, optimizer, num_warmup_steps=3, num_training_steps=7)
+    expected = []
+    for _ in range(7):
+        expected.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert [record["lr"] for record in steps_of(work / "log.json")] == pytest.approx(expected, rel=1e-12)
+
+
 def test_budgets_storage_and_engine_do_not_change_a_bit(work):
     (work / "config.json").write_text(json.dumps(config(hidden=128, layers=3)))
     common = ["train", "--config", "config.json", "--data", "text.txt", "--steps", "6", "--lr", "1e-3", "--micro-batches", "2",

@@ -86,8 +86,7 @@ int run(int count, char** arguments) {
   const torch::Tensor hidden = m.forward(shared, false).back()[0];
   const models::LossHead& head = dynamic_cast<const models::CausalModel&>(*m.model).head();
   const Weights weights = m.bind(m.stages() - 1, m.units);
-  torch::Tensor losses;
-  head.loss(weights, hidden, batch.labels, &losses);
+  const torch::Tensor losses = head.scores(weights, hidden, batch.labels).losses;
   tensors.emplace_back("logits", head.logits(weights, hidden.flatten(0, 1)));
   write_tensors(out, tensors);
   std::ofstream(out / "losses.f64", std::ios::binary)

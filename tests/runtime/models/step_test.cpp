@@ -138,13 +138,13 @@ TEST_P(Step, evaluation_draws_no_random_numbers) {
   for (std::size_t i = 1; i < once.size(); ++i) EXPECT_TRUE(torch::equal(once[i][0], again[i][0]));
 }
 
-// head_loss and head_loss_and_backward give the same loss to the bit.
+// head_scores and head_loss_and_backward give the same loss to the bit.
 TEST_P(Step, evaluation_is_trainings_loss) {
   ResidentModel m = resident(GetParam(), torch::kBFloat16);
   const MicroBatch tokens = batch(2, 24);
   const Shared shared = m.model->share(tokens, torch::kCPU);
   const auto inputs = m.forward(shared, true, 9);
-  EXPECT_EQ(m.model->head_loss(m.bind(m.stages() - 1, m.units), inputs.back(), shared),
+  EXPECT_EQ(m.model->head_scores(m.bind(m.stages() - 1, m.units), inputs.back(), shared).loss_sum,
             m.forward_backward(tokens, 1.0, true, 9));
 }
 
@@ -179,10 +179,10 @@ TEST(LossHead, chunks_do_not_matter) {
       m.zero_gradients();
       const HeadResult result =
           head.loss_and_backward(weights, m.bind(stage, m.gradients), hidden, tokens.labels, 0.1, rows);
-      torch::Tensor each;
-      EXPECT_DOUBLE_EQ(result.loss_sum, head.loss(weights, hidden, tokens.labels, &each, rows));
-      EXPECT_NEAR(each.sum().item<double>(), result.loss_sum, 1e-9 * result.loss_sum);
-      losses.push_back(each);
+      const HeadScores scores = head.scores(weights, hidden, tokens.labels, rows);
+      EXPECT_DOUBLE_EQ(result.loss_sum, scores.loss_sum);
+      EXPECT_NEAR(scores.losses.sum().item<double>(), result.loss_sum, 1e-9 * result.loss_sum);
+      losses.push_back(scores.losses);
       d_hidden.push_back(result.d_carry[0].clone());
       d_output.push_back(m.gradients[static_cast<std::size_t>(spec.stages.back().units[0])][0].clone());
     }
@@ -193,6 +193,25 @@ TEST(LossHead, chunks_do_not_matter) {
       EXPECT_LT(relative_error(d_output[i], d_output[0]), tolerance);
     }
   }
+}
+
+TEST(LossHead, a_hit_is_the_largest_logit) {
+  const Case which = cases()[0];
+  const ModelSpec spec = parse_model_spec(which.json, which.name);
+  const int stage = static_cast<int>(spec.stages.size()) - 1;
+  const models::TensorIndex index(spec, stage);
+  const models::LossHead head(models::Norm(NormKind::rms, 1e-5, index, "model.norm"), {}, index, "embed_tokens.weight");
+  ResidentModel m = resident(which, torch::kBFloat16);
+  const MicroBatch tokens = batch(3, 33);
+  const torch::Tensor hidden = m.forward(m.model->share(tokens, torch::kCPU), true).back()[0];
+  const Weights weights = m.bind(stage, m.units);
+  torch::Tensor labels = head.logits(weights, hidden.flatten(0, 1)).argmax(1);
+  EXPECT_TRUE(head.scores(weights, hidden, labels, 16).hits.all().item<bool>());
+  labels[5] = -100;
+  labels[40] = (labels[40] + 1) % 7;
+  const torch::Tensor hits = head.scores(weights, hidden, labels, 16).hits;
+  EXPECT_EQ(hits.sum().item<std::int64_t>(), labels.size(0) - 2);
+  EXPECT_FALSE(hits[5].item<bool>() || hits[40].item<bool>());
 }
 
 TEST(LossHead, chunk_rows_come_from_the_vocabulary) {

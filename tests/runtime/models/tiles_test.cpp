@@ -54,7 +54,7 @@ TEST_P(Tiles, evaluation_is_trainings_loss) {
   const MicroBatch tokens = batch(2, 24);
   const Shared shared = m.model->share(tokens, torch::kCPU);
   const auto inputs = m.forward(shared, true, 9);
-  EXPECT_EQ(m.model->head_loss(m.bind(m.stages() - 1, m.units), inputs.back(), shared),
+  EXPECT_EQ(m.model->head_scores(m.bind(m.stages() - 1, m.units), inputs.back(), shared).loss_sum,
             m.forward_backward(tokens, 1.0, true, 9));
 }
 
@@ -108,6 +108,26 @@ TEST(SoftmaxTiles, stand_large_logits) {
       models::softmax_gradient(d, labels, i * width, factors);
       const torch::Tensor expected = gradient.narrow(1, i * width, width);
       EXPECT_LT((d.to(torch::kDouble) - expected).abs().max().item<double>(), type == torch::kFloat ? 1e-5 : 2e-3);
+    }
+  }
+}
+
+// Of several columns with the largest logit the first counts, wherever tiles begin.
+TEST(SoftmaxTiles, the_first_of_the_largest_is_a_hit) {
+  const std::int64_t width = 40;
+  torch::Tensor logits = torch::randn({6, 3 * width});
+  const std::vector<std::vector<std::int64_t>> largest = {{3}, {17, 50}, {41, 44, 100}, {119}, {80, 81}, {0, 40}};
+  for (std::int64_t row = 0; row < 6; ++row)
+    for (const std::int64_t column : largest[static_cast<std::size_t>(row)]) logits[row][column] = 9;
+  const torch::Tensor first = torch::tensor({3L, 17L, 41L, 119L, 80L, 0L}),
+                      later = torch::tensor({4L, 50L, 44L, -100L, 81L, 40L});
+  for (const auto type : {torch::kBFloat16, torch::kFloat}) {
+    for (const bool right : {true, false}) {
+      const torch::Tensor& labels = right ? first : later;
+      const torch::Tensor sums = models::no_softmax_sums(6, torch::kCPU);
+      for (std::int64_t i = 0; i < 3; ++i)
+        models::softmax_sums(logits.narrow(1, i * width, width).to(type).contiguous(), labels, i * width, sums);
+      EXPECT_TRUE(torch::equal(models::softmax_hits(sums, labels), torch::full({6}, right, torch::kBool)));
     }
   }
 }

@@ -63,7 +63,7 @@ int main(int argc, char** argv) {
                               options, {});
     for (int step = 0; step < std::atoi(argv[3]); ++step)
       std::printf("%.9g\n", session.step({batch(step, vocab)}, 1e-2).loss);
-    std::printf("%.9g\n", session.evaluate({batch(0, vocab)}));
+    std::printf("%.9g\n", session.evaluate({batch(0, vocab)}).loss);
     session.export_adapter(argv[2]);
     return 0;
   } catch (const tierflow::Exception& error) {

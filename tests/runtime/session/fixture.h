@@ -95,8 +95,8 @@ class ForwardingModel : public LayeredModel {
                                            std::vector<torch::Tensor> essentials) const override {
     return after(model_->restore(stage, weights, carry, shared, std::move(essentials)));
   }
-  double head_loss(const Weights& weights, const Carry& carry, const Shared& shared) const override {
-    return after(model_->head_loss(weights, carry, shared));
+  HeadScores head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const override {
+    return after(model_->head_scores(weights, carry, shared));
   }
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                     const Shared& shared, double scale) const override {

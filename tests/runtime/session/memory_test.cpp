@@ -196,7 +196,7 @@ TEST(OutOfMemory, DropsTheStepWholeWhenItStreams) {
 
 TEST(OutOfMemory, AnEvaluationLeavesTheSessionIntact) {
   Trainee run(cases("0.1").front(), in_memory(1, 1.0));
-  const double expected = run.session.evaluate(batches(2, 7));
+  const double expected = run.session.evaluate(batches(2, 7)).loss;
   for (const int call : {0, 1, 2, 5}) {
     run.model->calls = 0;
     run.model->failures = {call, call + 1};
@@ -204,7 +204,7 @@ TEST(OutOfMemory, AnEvaluationLeavesTheSessionIntact) {
     EXPECT_TRUE(run.session.intact());
   }
   run.model->failures = {};
-  EXPECT_EQ(run.session.evaluate(batches(2, 7)), expected);
+  EXPECT_EQ(run.session.evaluate(batches(2, 7)).loss, expected);
 }
 
 // The real thing: the cap falls below what a step takes.

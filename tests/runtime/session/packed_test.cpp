@@ -29,7 +29,7 @@ Outcome run(const Case& which, const SessionOptions& options) {
   Session session(model_of(which), options, {.lr = 3e-3});
   Outcome outcome;
   for (int step = 0; step < 3; ++step) outcome.losses.push_back(session.step(packed_batches(step)).loss);
-  outcome.losses.push_back(session.evaluate(packed_batches(9)));
+  outcome.losses.push_back(session.evaluate(packed_batches(9)).loss);
   outcome.masters = masters_of(session);
   return outcome;
 }

@@ -294,7 +294,7 @@ TEST(OwnModules, StreamedIsResidentWithDropout) {
     std::vector<double> losses;
     for (int step = 1; step <= kSteps; ++step)
       losses.push_back(session.step({some_batch(step, 0), some_batch(step, 1)}).loss);
-    losses.push_back(session.evaluate({some_batch(50, 0)}));
+    losses.push_back(session.evaluate({some_batch(50, 0)}).loss);
     if (stream) {
       EXPECT_GT(session.drives().at(0).bytes_read, 0U);
     }

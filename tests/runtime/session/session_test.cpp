@@ -35,7 +35,7 @@ Outcome run(const Case& which, const SessionOptions& options, double spike = 0, 
     outcome.losses.push_back(result.loss);
     outcome.norms.push_back(result.grad_norm);
   }
-  outcome.evaluated = session.evaluate(batches(3, 77));
+  outcome.evaluated = session.evaluate(batches(3, 77)).loss;
   if (!options.storage.empty()) {
     const std::uint64_t parameters = session.parameters();
     EXPECT_GT(session.drives().at(0).bytes_read, parameters * 2 * kSteps) << "the run was to stream";
@@ -221,6 +221,51 @@ TEST(Session, ANonFiniteGradientSkipsTheStepWhole) {
   }
 }
 
+// What a pass fetches serves as many micro-batches as the budgets hold; how many these are changes no bit.
+TEST(Session, EvaluatesAsManyMicroBatchesInAPassAsTheBudgetsHold) {
+  const Case which = cases().front();
+  const Folder folder;
+  const auto model = [&] { return Model{make_model(parse_model_spec(which.json, which.name)), initial(11)}; };
+  SessionOptions options = streamed(resident(8), folder);
+  options.train = false;
+  options.device_memory = kMiB / 2;
+  try {
+    const Session too_small(model(), options);
+    FAIL() << "the budget was to be too small";
+  } catch (const Exception& error) {
+    const std::string said = error.what(), before = "the smallest that works is ";
+    ASSERT_NE(said.find(before), std::string::npos) << said;
+    options.device_memory = std::stoull(said.substr(said.find(before) + before.size())) * 1024;
+  }
+  options.fewer_micro_batches = true;
+  std::vector<Evaluation> found;
+  std::vector<std::uint64_t> uploaded;
+  std::vector<int> at_once;
+  for (const int wanted : {1, 8, 64}) {
+    options.micro_batches = wanted;
+    Session session(model(), options);
+    const std::vector<MicroBatch> all = batches(8, 77);
+    std::vector<std::int64_t> order;
+    found.push_back(session.evaluate(
+        8, [&](std::int64_t index) { return all[static_cast<std::size_t>(index)]; },
+        [&](std::int64_t index, const HeadScores& scores) {
+          order.push_back(index);
+          EXPECT_EQ(scores.losses.numel(), 32);
+          EXPECT_EQ(scores.hits.numel(), 32);
+        }));
+    EXPECT_EQ(order, (std::vector<std::int64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
+    uploaded.push_back(session.lanes()[static_cast<std::size_t>(swap::Lane::upload)].bytes);
+    at_once.push_back(session.options().micro_batches);
+  }
+  EXPECT_EQ(at_once, (std::vector<int>{1, 8, 8}));
+  EXPECT_GT(uploaded[0], 4 * uploaded[1]);
+  for (const Evaluation& each : found) {
+    EXPECT_EQ(each.loss, found[0].loss);
+    EXPECT_EQ(each.accuracy, found[0].accuracy);
+    EXPECT_EQ(each.tokens, 8 * 32);
+  }
+}
+
 void expect_export_is_read_back(const Tiling& tiling, const Tiling& read_with, const Case& which = cases().front(),
                                 const TrainableConfig& part = {}) {
   const Folder folder;
@@ -230,7 +275,7 @@ void expect_export_is_read_back(const Tiling& tiling, const Tiling& read_with, c
     Session session(with_trainable({make_model(parse_model_spec(which.json, which.name, tiling)), initial(2)}, part),
                     resident(1));
     session.step(batches(1, 0), 1e-2);
-    trained = session.evaluate(batches(2, 5));
+    trained = session.evaluate(batches(2, 5)).loss;
     session.export_hf(folder.path / "out");
   }
   const Checkpoint checkpoint = Checkpoint::open(folder.path / "out");
@@ -242,9 +287,9 @@ void expect_export_is_read_back(const Tiling& tiling, const Tiling& read_with, c
                                          std::span<float> out) { checkpoint.read_f32(tensor, first, out); }},
                   options);
   if (tiling.block_elements == read_with.block_elements)
-    EXPECT_EQ(session.evaluate(batches(2, 5)), trained);
+    EXPECT_EQ(session.evaluate(batches(2, 5)).loss, trained);
   else
-    EXPECT_NEAR(session.evaluate(batches(2, 5)), trained, 1e-4 * trained);
+    EXPECT_NEAR(session.evaluate(batches(2, 5)).loss, trained, 1e-4 * trained);
 }
 
 TEST(Session, ExportIsReadBackAndEvaluatesTheSame) {

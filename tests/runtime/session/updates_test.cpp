@@ -57,7 +57,7 @@ Outcome run(const Case& which, const SessionOptions& options) {
     EXPECT_EQ(result.skipped, step == 2);
     if (step != 2) outcome.losses.push_back(result.loss);
     outcome.norms.push_back(result.grad_norm);
-    if (step == 1) outcome.evaluated_between = session.evaluate(batches(2, 77));
+    if (step == 1) outcome.evaluated_between = session.evaluate(batches(2, 77)).loss;
   }
   EXPECT_EQ(session.skipped_steps(), 1U);
   outcome.masters = masters_of(session);

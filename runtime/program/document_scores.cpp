@@ -1,0 +1,55 @@
+#include "runtime/program/document_scores.h"
+
+#include <nlohmann/json.hpp>
+
+#include "runtime/base/exception.h"
+
+namespace tierflow {
+
+DocumentScores::DocumentScores(std::filesystem::path path, const Dataset& data, std::int64_t sequence_length)
+    : path_(std::filesystem::absolute(std::move(path))),
+      data_(data),
+      length_(sequence_length),
+      file_(create_nameless(path_.parent_path())) {
+  if (std::error_code ignored; std::filesystem::is_directory(path_, ignored))
+    fail(io::ErrorKind::usage, path_.string(), "is a folder: --per-document takes the name of a file");
+  (void)data_.training_documents(0);
+}
+
+void DocumentScores::add(std::int64_t first, const HeadScores& scores) {
+  const double* losses = scores.losses.const_data_ptr<double>();
+  const bool* hits = scores.hits.const_data_ptr<bool>();
+  std::vector<std::int64_t> ids(static_cast<std::size_t>(length_)), labels(ids.size());
+  for (std::int64_t row = 0; row < scores.losses.numel() / length_; ++row) {
+    data_.training_sequence(first + row, ids, labels);
+    for (const DocumentSpan& span : data_.training_documents(first + row)) {
+      Sum& sum = sums_[span.document];
+      // A position counts for the document of the token that it predicts.
+      for (std::int64_t token = std::max<std::int64_t>(1, span.begin); token < span.begin + span.tokens; ++token) {
+        if (labels[static_cast<std::size_t>(token - 1)] < 0) continue;
+        const std::int64_t at = row * length_ + token - 1;
+        ++sum.tokens;
+        sum.hits += hits[at] ? 1 : 0;
+        sum.loss += losses[at];
+      }
+    }
+  }
+}
+
+void DocumentScores::write() {
+  std::string lines;
+  for (const auto& [document, sum] : sums_) {
+    if (sum.tokens == 0) continue;
+    const auto tokens = static_cast<double>(sum.tokens);
+    lines += nlohmann::ordered_json{{"document", document},
+                                    {"tokens", sum.tokens},
+                                    {"loss", sum.loss / tokens},
+                                    {"accuracy", static_cast<double>(sum.hits) / tokens}}
+                 .dump() +
+             "\n";
+  }
+  write_exactly(file_, path_, std::as_bytes(std::span(lines)));
+  name_file(file_, path_);
+}
+
+}  // namespace tierflow

@@ -1,0 +1,126 @@
+"""What evaluations find: loss, accuracy and each document's share; runs that end early, and the best model on the way."""
+import json
+import math
+import random
+import signal
+import subprocess
+
+import pytest
+from program import changed, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import work as work  # a fixture
+
+pytestmark = needs_torch
+
+TRAIN = ["train", "--config", "config.json", "--data", "text.txt", "--steps", "6", "--out", "out", "--log-json", "log.json", "--held-out", "0.05",
+         "--eval-sequences", "4", "--lr-schedule", "constant"]
+
+
+def evaluations(log):
+    """Held-out loss by step."""
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return {record["step"]: record["held_out_loss"] for record in records if "held_out_loss" in record}
+
+
+@pytest.fixture
+def rows(work):
+    """A model whose guesses differ from token to token, and rows of which some tokens count."""
+    run(work, "train", "--config", "config.json", "--data", "text.txt", "--out", "model", *small("--steps", "30", "--lr", "1e-2"))
+    chance = random.Random(3)
+    text = (work / "text.txt").read_bytes()
+    written = []
+    for length in [chance.randrange(5, 45) for _ in range(12)]:
+        first = chance.randrange(len(text) - length)
+        ids = list(text[first : first + length])
+        written.append({"input_ids": ids, "labels": [-100 if i < length // 3 else token for i, token in enumerate(ids)]})
+    (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    return written
+
+
+def test_each_document_has_its_own_loss_and_accuracy(work, rows):
+    import torch
+    import transformers
+    model = transformers.AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32).eval()
+    expected = []
+    for row in rows:
+        with torch.no_grad():
+            logits = model(torch.tensor([row["input_ids"]])).logits[0, :-1]
+        labels = torch.tensor(row["labels"])[1:]
+        counts = labels >= 0
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+        hits = (logits.argmax(1) == labels) & counts
+        expected.append((int(counts.sum()), losses[counts].mean().item(), int(hits.sum())))
+    tokens = sum(each[0] for each in expected)
+    for packing in "none", "bfd":
+        done = run(work, "eval", "--model", "model", "--data", "rows.jsonl", "--packing", packing, "--per-document", "each.jsonl", "--json", *small())
+        whole = json.loads(done.stdout)
+        found = [json.loads(line) for line in (work / "each.jsonl").read_text().splitlines()]
+        assert [each["document"] for each in found] == list(range(len(rows)))
+        assert [each["tokens"] for each in found] == [each[0] for each in expected]
+        for each, (_, loss, _) in zip(found, expected):
+            assert each["loss"] == pytest.approx(loss, rel=2e-2)
+        # bf16 decides otherwise where two tokens nearly tie.
+        assert sum(each["accuracy"] * each["tokens"] for each in found) == pytest.approx(sum(each[2] for each in expected), abs=3)
+        assert 0.1 < whole["accuracy"] < 0.9 and whole["tokens"] == tokens
+        for key in "loss", "accuracy":
+            assert whole[key] == pytest.approx(sum(each[key] * each["tokens"] for each in found) / tokens, rel=1e-9)
+
+
+def test_what_documents_cannot_be_had_of(work, rows):
+    words = ["eval", "--model", "model", "--per-document", "each.jsonl", *small()]
+    assert "text is cut into sequences without regard to documents" in the_error(run(work, *words, "--data", "text.txt", ok=False).stderr)
+    mixed = run(work, *words, "--data", "rows.jsonl", "rows.jsonl", "--data-weights", "1", "2", ok=False)
+    assert "--data-weights" in the_error(mixed.stderr)
+    (work / "folder").mkdir()
+    assert "is a folder" in the_error(run(work, *changed(words, {"--per-document": "folder"}), "--data", "rows.jsonl", ok=False).stderr)
+    assert not (work / "each.jsonl").exists()
+
+
+def test_a_run_ends_early_where_the_held_out_loss_no_longer_falls(work):
+    """The first evaluation is the best so far; none after it is better by the threshold."""
+    words = [*TRAIN, *small("--lr", "1e-6", "--eval-every", "1", "--early-stopping-patience", "2", "--early-stopping-threshold", "0.5")]
+    done = run(work, *words)
+    assert "stopped early after step 3 of 6" in done.stderr and (work / "out" / "config.json").exists()
+    assert sorted(evaluations(work / "log.json")) == [0, 1, 2, 3] and len(steps_of(work / "log.json")) == 3
+    assert "the run is finished" not in done.stderr
+    # One that gets better all the time goes on to its end.
+    done = run(work, *changed(words, {"--out": "other", "--lr": "1e-2", "--early-stopping-threshold": "0", "--log-json": "other.json"}))
+    assert "stopped early" not in done.stderr and len(steps_of(work / "other.json")) == 6
+
+
+def test_a_run_that_was_stopped_counts_on(work):
+    words = [*TRAIN, *small("--storage", "store", "--host-memory", "1MiB", "--lr", "1e-6", "--eval-every", "1", "--early-stopping-patience", "3",
+                            "--early-stopping-threshold", "0.5", "--durability", "step")]
+    process = start(work, *words, delay_ms=20, stderr=subprocess.DEVNULL)
+    wait_until(lambda: (work / "log.json").exists() and 2 in evaluations(work / "log.json"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    done = run(work, *words)
+    assert "resumed after step" in done.stderr and "stopped early after step 4 of 6" in done.stderr
+
+
+def test_the_best_model_on_the_way_stays(work):
+    """The learning rate grows until the model gets worse."""
+    words = [*changed(TRAIN, {"--steps": "8"}), *small("--lr", "2", "--warmup", "8", "--eval-every", "1", "--export-best")]
+    done = run(work, *words)
+    on_the_way = {step: loss for step, loss in evaluations(work / "log.json").items() if 0 < step < 8}
+    best = min(on_the_way, key=on_the_way.get)
+    assert best < 7 and all(math.isfinite(loss) for loss in on_the_way.values())
+    assert [each.name for each in work.glob("out/checkpoint-*")] == [f"checkpoint-{best}"]
+    assert f"the lowest held-out loss was {on_the_way[best]:.4f}, after step {best}: out/checkpoint-{best}" in done.stderr
+    run(work, *changed(words, {"--out": "until", "--steps": str(best), "--log-json": "until.json"}))
+    assert (work / "until" / "model.safetensors").read_bytes() == (work / "out" / f"checkpoint-{best}" / "model.safetensors").read_bytes()
+    # Beside those of --export-every, of which the last stays.
+    run(work, *changed(words, {"--out": "both", "--log-json": "both.json"}), "--export-every", "3", "--export-keep", "1")
+    assert {each.name for each in work.glob("both/checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-6"}
+
+
+@pytest.mark.parametrize("words, why", [
+    (["--export-best"], "--export-best needs --eval-every"),
+    (["--early-stopping-patience", "2"], "--early-stopping-patience needs --eval-every"),
+    (["--early-stopping-threshold", "0.1"], "is for --early-stopping-patience"),
+    (["--eval-every", "1", "--export-best", "--held-out", "0"], "there are none: raise --held-out"),
+])  # fmt: skip
+def test_what_cannot_be(work, words, why):
+    train = [word for word in TRAIN if word not in ("--held-out", "0.05")] if "--held-out" in words else TRAIN
+    assert why in the_error(run(work, *train, *small(*words), ok=False).stderr)
+    assert not (work / "out").exists()
