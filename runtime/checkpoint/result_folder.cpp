@@ -161,12 +161,14 @@ void ResultFolder::claim() {
 
 fs::path Checkpoints::write(std::int64_t step, const std::function<void(const ResultFolder&)>& fill) const {
   const fs::path final = folder_of(step), work = final.string() + std::string(partial);
+  // What a killed process left there may lack its name alone.
+  std::error_code ignored;
+  if (fs::is_directory(work, ignored)) remove_checkpoint(work);
   {
     ResultFolder unfinished(work);
     fill(unfinished);
     unfinished.finish();
   }
-  std::error_code ignored;
   if (fs::exists(final, ignored)) remove_checkpoint(final);
   if (rename(work.c_str(), final.c_str()) != 0)
     fail_system("rename", final.string(), errno, "it holds files of somebody else; remove it");
@@ -174,16 +176,22 @@ fs::path Checkpoints::write(std::int64_t step, const std::function<void(const Re
   return final;
 }
 
-std::vector<std::int64_t> Checkpoints::steps() const {
-  std::vector<std::int64_t> steps;
-  for (const fs::path& path : result_files(folder_).checkpoints)
-    if (const std::int64_t step = checkpoint_step(path.filename().native()); step >= 0) steps.push_back(step);
-  std::sort(steps.begin(), steps.end());
-  return steps;
+bool Checkpoints::has(std::int64_t step) const {
+  std::error_code ignored;
+  return step > 0 && fs::is_directory(folder_of(step), ignored);
 }
 
 void Checkpoints::remove(std::int64_t step) const {
-  remove_checkpoint(folder_of(step));
+  if (has(step)) remove_checkpoint(folder_of(step));
+}
+
+void Checkpoints::keep_last(std::int64_t count, std::int64_t besides) const {
+  std::vector<std::int64_t> steps;
+  for (const fs::path& path : result_files(folder_).checkpoints)
+    if (const std::int64_t step = checkpoint_step(path.filename().native()); step >= 0 && step != besides)
+      steps.push_back(step);
+  std::sort(steps.begin(), steps.end());
+  for (std::size_t i = 0; i + static_cast<std::size_t>(count) < steps.size(); ++i) remove(steps[i]);
 }
 
 fs::path Checkpoints::folder_of(std::int64_t step) const {

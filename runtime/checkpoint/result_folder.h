@@ -49,10 +49,11 @@ class Checkpoints {
   explicit Checkpoints(std::filesystem::path folder) : folder_(std::move(folder)) {}
   // `fill` begins the folder that it is given and writes the model there. Returns the folder's final name.
   std::filesystem::path write(std::int64_t step, const std::function<void(const ResultFolder&)>& fill) const;
-  // After which steps there are some, in rising order.
-  std::vector<std::int64_t> steps() const;
-  // With what a result consists of. Other files stay, and their folder.
+  bool has(std::int64_t step) const;
+  // Removes one, if it is there, with what a result consists of. Other files stay, and their folder.
   void remove(std::int64_t step) const;
+  // Removes all but the last `count`, and the one of step `besides`, which does not count; 0: none.
+  void keep_last(std::int64_t count, std::int64_t besides) const;
 
  private:
   std::filesystem::path folder_of(std::int64_t step) const;

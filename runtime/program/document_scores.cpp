@@ -5,24 +5,28 @@
 #include "runtime/base/exception.h"
 
 namespace tierflow {
+namespace {
 
-DocumentScores::DocumentScores(std::filesystem::path path, const Dataset& data, std::int64_t sequence_length)
+constexpr std::size_t kPiece = 1 << 20;
+
+}  // namespace
+
+DocumentScores::DocumentScores(std::filesystem::path path, std::int64_t sequence_length)
     : path_(std::filesystem::absolute(std::move(path))),
-      data_(data),
       length_(sequence_length),
       file_(create_nameless(path_.parent_path())) {
-  if (std::error_code ignored; std::filesystem::is_directory(path_, ignored))
-    fail(io::ErrorKind::usage, path_.string(), "is a folder: --per-document takes the name of a file");
-  (void)data_.training_documents(0);
+  std::error_code ignored;
+  if (std::filesystem::exists(path_, ignored) && !std::filesystem::is_regular_file(path_, ignored))
+    fail(io::ErrorKind::usage, path_.string(), "is no regular file: --per-document takes the name of one");
 }
 
-void DocumentScores::add(std::int64_t first, const HeadScores& scores) {
+void DocumentScores::add(const Dataset& data, std::int64_t first, const HeadScores& scores) {
   const double* losses = scores.losses.const_data_ptr<double>();
   const bool* hits = scores.hits.const_data_ptr<bool>();
   std::vector<std::int64_t> ids(static_cast<std::size_t>(length_)), labels(ids.size());
   for (std::int64_t row = 0; row < scores.losses.numel() / length_; ++row) {
-    data_.training_sequence(first + row, ids, labels);
-    for (const DocumentSpan& span : data_.training_documents(first + row)) {
+    data.training_sequence(first + row, ids, labels);
+    for (const DocumentSpan& span : data.training_documents(first + row)) {
       Sum& sum = sums_[span.document];
       // A position counts for the document of the token that it predicts.
       for (std::int64_t token = std::max<std::int64_t>(1, span.begin); token < span.begin + span.tokens; ++token) {
@@ -47,6 +51,9 @@ void DocumentScores::write() {
                                     {"accuracy", static_cast<double>(sum.hits) / tokens}}
                  .dump() +
              "\n";
+    if (lines.size() < kPiece) continue;
+    write_exactly(file_, path_, std::as_bytes(std::span(lines)));
+    lines.clear();
   }
   write_exactly(file_, path_, std::as_bytes(std::span(lines)));
   name_file(file_, path_);

@@ -13,11 +13,11 @@ namespace tierflow {
 
 class DocumentScores {
  public:
-  // The file has its name when it is whole. Throws Exception where it cannot be made, and (kind usage) where the data
-  // has no documents. data outlives this.
-  DocumentScores(std::filesystem::path path, const Dataset& data, std::int64_t sequence_length);
+  // The file has its name when it is whole. Throws Exception where it cannot be made, and (kind usage) where something
+  // that is no file has its name.
+  DocumentScores(std::filesystem::path path, std::int64_t sequence_length);
   // What the head found of the tokens of some training sequences, from the `first` on.
-  void add(std::int64_t first, const HeadScores& scores);
+  void add(const Dataset& data, std::int64_t first, const HeadScores& scores);
   void write();
 
  private:
@@ -27,7 +27,6 @@ class DocumentScores {
   };
 
   const std::filesystem::path path_;
-  const Dataset& data_;
   const std::int64_t length_;
   const File file_;
   std::map<std::int64_t, Sum> sums_;

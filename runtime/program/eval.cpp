@@ -27,9 +27,12 @@ constexpr std::int64_t kMostAtOnce = 32;  // micro-batches: more of them would h
 int run_eval(const EvalOptions& options) {
   watch_signals();
   TrainingLog log(options.log_json, false);
+  std::optional<DocumentScores> documents;
+  if (!options.per_document.empty()) documents.emplace(options.per_document, options.sequence_length);
   const Model model = load_with(options.model, options.adapter, options.base_precision);
   const ModelSpec& spec = model.spec();
   const Dataset data = prepare_data(data_options(options, spec, temporary_folder()), log);
+  if (documents) (void)data.training_documents(0);  // text has none
   const std::uint64_t device_fixed = prepare_torch(device_of(options), options.threads);
   SessionOptions settings = session_settings(options, device_fixed, [&](const std::string& line) { log.say(line); });
   settings.train = false;
@@ -41,43 +44,42 @@ int run_eval(const EvalOptions& options) {
   settings.micro_batches = static_cast<int>(std::clamp<std::int64_t>(batches, 1, kMostAtOnce));
   settings.fewer_micro_batches = true;
   announce_device(options, settings, log);
-  std::optional<DocumentScores> documents;
-  if (!options.per_document.empty()) documents.emplace(options.per_document, data, options.sequence_length);
-  Session session(model, settings, {}, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+  const Progress progress = [&](const char* phase, std::uint64_t done, std::uint64_t total) {
     throw_if_stopped();
     log.progress(phase, done, total);
-  });
+  };
+  Session session(model, settings, {}, progress);
   log.begin();
   const Evaluation found = session.evaluate(
       batches,
       [&](std::int64_t index) {
-        throw_if_stopped();
         return micro_batch(data, Sequences::training, index * rows, std::min(rows, count - index * rows),
                            options.sequence_length);
       },
       [&](std::int64_t index, const HeadScores& scores) {
-        if (documents) documents->add(index * rows, scores);
-        log.progress("evaluating", index + 1, batches);
-      });
+        if (documents) documents->add(data, index * rows, scores);
+      },
+      progress);
   const json result{{"loss", found.loss},
                     {"perplexity", std::exp(found.loss)},
                     {"accuracy", found.accuracy},
                     {"tokens", found.tokens},
                     {"sequences", count}};
   log.object(result);
+  if (documents && !std::isfinite(found.loss)) documents->write();  // it says whose they are
   if (!std::isfinite(found.loss))
     throw Exception(
         io::ErrorKind::numeric,
         fmt::format("the loss is not finite over {} tokens: the weights of {}, or what they compute, are no "
                     "numbers; look at where they come from",
                     found.tokens, options.model.string()));
-  if (documents) documents->write();
   if (options.json)
     std::cout << result.dump() << std::endl;
   else
     std::cout << fmt::format("loss {:.6f}  perplexity {:.4f}  accuracy {:.4f}  ({} tokens in {} sequences)", found.loss,
                              std::exp(found.loss), found.accuracy, found.tokens, count)
               << std::endl;
+  if (documents) documents->write();
   return 0;
 }
 

@@ -273,6 +273,8 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
   if (options.eval_every == 0 && options.export_best) fail_usage("--export-best needs --eval-every");
   if (options.eval_every == 0 && options.early_stopping_patience != 0)
     fail_usage("--early-stopping-patience needs --eval-every");
+  if (options.held_out == 0 && (options.export_best || options.early_stopping_patience != 0))
+    fail_usage("--export-best and --early-stopping-patience need held-out sequences: raise --held-out");
   if (options.early_stopping_threshold != 0 && options.early_stopping_patience == 0)
     fail_usage("--early-stopping-threshold is for --early-stopping-patience");
   if (options.storage.empty() && options.durability != "auto" && options.durability != "export-only")

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <chrono>
-#include <ranges>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"
@@ -110,29 +109,30 @@ void RunResult::refuse(Session& session, const std::string& why) {
   fail_with_state_kept(Exception(io::ErrorKind::numeric, why), session, options_);
 }
 
-void RunResult::write_checkpoint(Session& session, std::int64_t step, std::int64_t best, const Progress& progress,
-                                 TrainingLog& log) {
+bool RunResult::write_checkpoint(Session& session, std::int64_t step, std::int64_t best, std::int64_t outdated,
+                                 const Progress& progress, TrainingLog& log) {
   const auto begun = std::chrono::steady_clock::now();
   const Checkpoints checkpoints(folder_->path());
   try {
     // The next one is whole before an older one goes.
     check_space();
     const fs::path made = checkpoints.write(step, [&](const ResultFolder& folder) { fill(folder, session, progress); });
-    std::int64_t regular = 0;
-    for (const std::int64_t there : checkpoints.steps() | std::views::reverse) {
-      const bool is_regular = options_.export_every > 0 && there % options_.export_every == 0;
-      if (is_regular) ++regular;
-      const bool stays = is_regular ? options_.export_keep == 0 || regular <= options_.export_keep
-                                    : options_.export_keep == 0 && !options_.export_best;
-      if (!stays && there != step && there != best) checkpoints.remove(there);
-    }
     log.say(fmt::format("model after step {} written to {}, {:.1f} s", step, made.string(),
                         std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count()));
     log.object({{"exported", {{"step", step}, {"folder", made.string()}}}});
+    if (outdated != 0 && (options_.export_every == 0 || outdated % options_.export_every != 0))
+      checkpoints.remove(outdated);
+    if (options_.export_keep > 0) checkpoints.keep_last(options_.export_keep, best);
+    return true;
   } catch (const Exception& error) {
     if (!session.intact()) throw;
     log.say(fmt::format("warning: the model after step {} was not written, the run goes on: {}", step, error.what()));
+    return false;
   }
+}
+
+bool RunResult::has_checkpoint(std::int64_t step) const {
+  return folder_ && Checkpoints(folder_->path()).has(step);
 }
 
 void RunResult::fill(const ResultFolder& folder, Session& session, const Progress& progress) {

@@ -26,11 +26,13 @@ class RunResult {
   // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. If that
   // fails the state stays in the storage folders, and the Exception gives the command that exports it.
   void write(Session& session, const Progress& progress);
-  // After step `step`: the model as --out/checkpoint-N. Of those before it the last --export-keep stay, and that of
-  // step `best`, or none but those of --export-every where the model is the best itself. What goes wrong is said and
-  // costs the checkpoint alone.
-  void write_checkpoint(Session& session, std::int64_t step, std::int64_t best, const Progress& progress,
-                        TrainingLog& log);
+  // After step `step`: the model as --out/checkpoint-N. When it is whole, the one of step `outdated` (0: none) goes
+  // unless
+  // --export-every made it too, and of all but that of step `best` the last --export-keep stay. Whether it is there:
+  // what goes wrong is said and costs the checkpoint alone.
+  bool write_checkpoint(Session& session, std::int64_t step, std::int64_t best, std::int64_t outdated,
+                        const Progress& progress, TrainingLog& log);
+  bool has_checkpoint(std::int64_t step) const;
   // The model is no result: what was written of it is removed, and its state stays in the storage folders. Throws
   // Exception (kind numeric) that says why, and gives the command that exports the state.
   [[noreturn]] void refuse(Session& session, const std::string& why);

@@ -11,11 +11,11 @@
 #include "runtime/base/signals.h"
 #include "runtime/base/terminal.h"
 #include "runtime/planning/left_store.h"
-#include "runtime/program/best_evaluation.h"
 #include "runtime/program/forecast.h"
 #include "runtime/program/learning_rate.h"
 #include "runtime/program/run_common.h"
 #include "runtime/program/run_identity.h"
+#include "runtime/program/run_record.h"
 #include "runtime/program/run_result.h"
 #include "runtime/program/run_summary.h"
 #include "runtime/program/step_trace.h"
@@ -54,11 +54,12 @@ class Training {
     open_session();
     out_.check_space();  // once more: the store lies on the same drive, it may be
     log_.begin();
-    std::int64_t step = session_->steps();
+    std::int64_t step = begun_ = session_->steps();
     if (step == 0) evaluate(0, result_.held_out_before);
     if (!session_->remembered().empty()) recall();
     result_.held_out_after = result_.held_out_before;
-    bool at_limit = false, out_of_memory = false;
+    bool at_limit = false;
+    bool out_of_memory = step > 0 && step < steps_ && !within_memory(step, [&] { between_steps(step); });
     while (!out_of_memory && step < steps_ && stop_signal() == 0 && !too_many_skipped() && !stops_early() &&
            !(at_limit = next_step_passes_limit()))
       out_of_memory = !within_memory(step, [&] {
@@ -66,12 +67,7 @@ class Training {
         ++step;
         remember();
         trace_.end_step(step, *session_, result_.prediction);
-        if (step == steps_) return;
-        const bool best = options_.eval_every > 0 && step % options_.eval_every == 0 && evaluate_on_the_way(step);
-        remember();
-        const bool exports = options_.export_every > 0 && step % options_.export_every == 0;
-        if ((exports || (best && options_.export_best)) && stop_signal() == 0)
-          out_.write_checkpoint(*session_, step, best_.step, progress(), log_);
+        if (step < steps_) between_steps(step);
       });
     trace_.finish(step, result_.prediction);
     forecast_.finish(*session_);
@@ -89,16 +85,16 @@ class Training {
       log_.say(fmt::format("stopped after step {} of {}; once more ends without writing the result", step, steps_));
     if (too_many_skipped())
       log_.say(fmt::format("stopped after step {} of {}: a loss or gradient was not finite in the last {} steps", step,
-                           steps_, skipped_in_a_row_));
+                           steps_, record_.skipped_in_a_row));
     if (stops_early() && step < steps_)
       log_.say(
-          fmt::format("stopped early after step {} of {}: the held-out loss did not fall below {} in the last {} "
-                      "evaluations",
-                      step, steps_, loss_text(best_.loss), best_.since));
+          fmt::format("stopped early after step {} of {}: no held-out loss of the last {} evaluations was the lowest "
+                      "by more than {}",
+                      step, steps_, record_.best.since, options_.early_stopping_threshold));
     // A step whose loss is not finite changed nothing; whether the model is sound, an evaluation tells.
     const bool doubtful = step > 0 && !std::isfinite(result_.last_loss);
     if (doubtful && !out_of_memory) {
-      out_of_memory = !within_memory(step, [&] { evaluate(step, result_.held_out_after); });
+      if (step != evaluated_at_) out_of_memory = !within_memory(step, [&] { evaluate(step, result_.held_out_after); });
       if (!out_of_memory) refuse_unless_finite(step);
     }
     out_.write(*session_, progress());
@@ -108,7 +104,7 @@ class Training {
       if (!out_of_memory) refuse_unless_finite(step);
     }
     result_.steps = step;
-    say_which_is_best(step);
+    say_which_is_best(step, true);
     report(result_, *session_, log_);
     if (out_of_memory) return static_cast<int>(io::ErrorKind::memory);
     if (signal != 0) return 128 + signal;
@@ -182,32 +178,21 @@ class Training {
     log_.object({{"durability", {{"commit_every", every}, {"resumed_at", session_->steps()}}}});
   }
 
-  // What goes with the next commit.
   void remember() {
-    session_->remember(nlohmann::json{{"skipped_in_a_row", skipped_in_a_row_},
-                                      {"held_out_before", result_.held_out_before},
-                                      {"best_loss", best_.loss},
-                                      {"best_step", best_.step},
-                                      {"without_better", best_.since},
-                                      {"last_loss", result_.last_loss}}
-                           .dump());
+    record_.last_loss = result_.last_loss;
+    record_.held_out_before = result_.held_out_before;
+    session_->remember(record_.json());
   }
 
-  // What the run knew of itself when its state was committed.
   void recall() {
-    const auto then = nlohmann::json::parse(session_->remembered(), nullptr, false);
-    const auto number = [&](const char* key) {
-      const auto found = then.is_object() ? then.find(key) : then.end();
-      return then.is_object() && found != then.end() && found->is_number() ? found->get<double>() : NAN;
-    };
-    const auto count = [&](const char* key) { return std::isfinite(number(key)) ? std::llround(number(key)) : 0; };
-    skipped_in_a_row_ = count("skipped_in_a_row");
-    best_.loss = number("best_loss");
-    best_.step = count("best_step");
-    best_.since = count("without_better");
-    result_.held_out_before = number("held_out_before");
-    result_.last_loss = number("last_loss");
+    record_ = RunRecord::parse(session_->remembered());
+    result_.held_out_before = record_.held_out_before;
+    result_.last_loss = record_.last_loss;
     result_.evaluated = std::isfinite(result_.held_out_before);
+    if (record_.evaluated_sequences == sequences_in_an_evaluation()) return;
+    if (record_.evaluated != 0)
+      log_.say("other held-out sequences are evaluated than before: which loss is the lowest is counted anew");
+    record_.best = {};
   }
 
   // An unfinished run ends with its state committed, and without a result.
@@ -224,26 +209,56 @@ class Training {
     return [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); };
   }
 
-  bool too_many_skipped() const { return options_.max_skipped > 0 && skipped_in_a_row_ >= options_.max_skipped; }
+  bool too_many_skipped() const { return options_.max_skipped > 0 && record_.skipped_in_a_row >= options_.max_skipped; }
 
   bool stops_early() const {
-    return options_.early_stopping_patience > 0 && best_.since >= options_.early_stopping_patience;
+    return options_.early_stopping_patience > 0 && record_.best.since >= options_.early_stopping_patience;
   }
 
-  // Whether no evaluation before found a lower loss.
-  bool evaluate_on_the_way(std::int64_t step) {
-    evaluate(step, result_.held_out_after);
-    return best_.take(step, result_.held_out_after, options_.early_stopping_threshold);
+  std::int64_t sequences_in_an_evaluation() const {
+    const std::int64_t all = data_.held_out_sequences();
+    return options_.eval_sequences > 0 ? std::min(all, options_.eval_sequences) : all;
   }
 
-  void say_which_is_best(std::int64_t step) {
-    if (!options_.export_best || best_.step == 0) return;
-    if (result_.held_out_after < best_.loss)
+  static bool due(std::int64_t every, std::int64_t step) { return every > 0 && step % every == 0; }
+
+  // What is due after a step that is not the last, unless the process before this one did it.
+  void between_steps(std::int64_t step) {
+    if (due(options_.eval_every, step) && record_.evaluated != step) {
+      evaluate(step, result_.held_out_after);
+      record_.best.take(step, result_.held_out_after, options_.early_stopping_threshold);
+      record_.evaluated = step;
+      record_.evaluated_sequences = sequences_in_an_evaluation();
+      remember();
+    }
+    const bool best = options_.export_best && record_.best.step == step;
+    if ((!best && !due(options_.export_every, step)) || stop_signal() != 0) return;
+    const std::int64_t outdated = best ? std::exchange(record_.saved, step) : 0;
+    const bool there = step == begun_ && out_.has_checkpoint(step);
+    if (!there &&
+        !out_.write_checkpoint(*session_, step, options_.export_best ? record_.saved : 0, outdated, progress(), log_)) {
+      if (best) record_.saved = outdated;
+      return;
+    }
+    if (best) record_.saved_loss = record_.best.loss;
+    remember();
+  }
+
+  // After the last evaluation; `usable`: there is a result.
+  void say_which_is_best(std::int64_t step, bool usable) {
+    if (!options_.export_best) return;
+    const bool saved = out_.has_checkpoint(record_.saved);
+    if (usable && evaluated_at_ == step && !(saved && record_.saved_loss < result_.held_out_after)) {
       log_.say(fmt::format("the lowest held-out loss is the result's, after step {}", step));
-    else
-      log_.say(fmt::format("the lowest held-out loss was {}, after step {}: {}", loss_text(best_.loss), best_.step,
-                           (options_.out / fmt::format("checkpoint-{}", best_.step)).string()));
-    log_.object({{"best", {{"step", best_.step}, {"held_out_loss", best_.loss}}}});
+      log_.object({{"best", {{"step", step}, {"held_out_loss", result_.held_out_after}, {"folder", options_.out}}}});
+    } else if (saved) {
+      const std::string folder = (options_.out / fmt::format("checkpoint-{}", record_.saved)).string();
+      log_.say(fmt::format("the lowest held-out loss was {}, after step {}: {}", loss_text(record_.saved_loss),
+                           record_.saved, folder));
+      log_.object({{"best", {{"step", record_.saved}, {"held_out_loss", record_.saved_loss}, {"folder", folder}}}});
+    } else {
+      log_.say("no model was kept as the best: no evaluation between steps had a loss, or its model was not written");
+    }
   }
 
   // A model that gives no finite loss, when last looked at, is no result.
@@ -251,6 +266,7 @@ class Training {
     if (std::isfinite(result_.evaluated ? result_.held_out_after : result_.last_loss)) return;
     result_.steps = step;
     result_.usable = false;
+    say_which_is_best(step, false);
     report(result_, *session_, log_);
     out_.refuse(*session_, fmt::format("there is no result: the loss is not finite after step {} of {}; the weights or "
                                        "the data are broken, or --lr is too high",
@@ -304,7 +320,7 @@ class Training {
     const StepResult result = session_->step(batches, lr);
     forecast_.end_step(*session_, result);
     result_.last_loss = result.loss;
-    skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
+    record_.skipped_in_a_row = result.skipped ? record_.skipped_in_a_row + 1 : 0;
     if (result.computed_again > 0)
       log_.say(
           fmt::format("warning: device memory ran out in step {}; computed again after caches were freed: {} stages",
@@ -313,8 +329,7 @@ class Training {
   }
 
   void evaluate(std::int64_t step, double& loss) {
-    std::int64_t count = data_.held_out_sequences();
-    if (options_.eval_sequences > 0) count = std::min(count, options_.eval_sequences);
+    const std::int64_t count = sequences_in_an_evaluation();
     if (count == 0) return;
     const std::int64_t rows = options_.micro_batch;
     const Evaluation found = session_->evaluate((count + rows - 1) / rows, [&](std::int64_t index) {
@@ -336,9 +351,10 @@ class Training {
   StepTrace trace_;
   Dataset data_;
   std::unique_ptr<Session> session_;
-  std::int64_t per_step_ = 1, steps_ = 0, skipped_in_a_row_ = 0;
-  std::int64_t evaluated_at_ = 0;
-  BestEvaluation best_;  // of those between steps
+  std::int64_t per_step_ = 1, steps_ = 0;
+  std::int64_t begun_ = 0;         // step of the state with which this process began
+  std::int64_t evaluated_at_ = 0;  // of all evaluations, those at the ends included
+  RunRecord record_;
   std::uint64_t write_limit_ = 0;
   RunSummary result_;
 };

@@ -49,11 +49,12 @@ struct Session::Impl {
   void compute(bool repeatable, const std::function<void()>& work);
   std::byte* activations_in(std::byte* slot, int stage) const;
   bool starts_afresh(const swap::Entered& entered, int micro_batch) const;
-  void forward_all(const std::vector<Shared>& shared, swap::Pass pass);
+  void forward_all(const std::vector<Shared>& shared, swap::Pass pass, const std::function<void()>& before_each = {});
   void head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work);
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
-                      const std::function<void(std::int64_t index, const HeadScores& scores)>& scored);
+                      const std::function<void(std::int64_t index, const HeadScores& scores)>& scored,
+                      const Progress& progress);
   std::vector<torch::Tensor> next_logits(const std::vector<CachedRow>& rows);
 
   std::shared_ptr<LayeredModel> model;

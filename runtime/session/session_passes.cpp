@@ -74,7 +74,8 @@ std::byte* Session::Impl::activations_in(std::byte* slot, int stage) const {
 }
 
 // Every stage but the last, layer-major: all micro-batches pass a stage before the next one.
-void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pass) {
+void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pass,
+                                const std::function<void()>& before_each) {
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
   const bool train = pass == swap::Pass::forward;
   carries.assign(shared.size(), {});
@@ -83,6 +84,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
   in_slot.clear();
   for (int stage = 0; stage < last; ++stage)
     for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
+      if (before_each) before_each();
       const swap::Entered entered = enter(stage, pass, micro_batch);
       Carry& carry = carries[micro_batch];
       swap::Activations activations = entered.activations;
@@ -164,9 +166,16 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
 }
 
 Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
-                                   const std::function<void(std::int64_t index, const HeadScores& scores)>& scored) {
+                                   const std::function<void(std::int64_t index, const HeadScores& scores)>& scored,
+                                   const Progress& progress) {
   const torch::NoGradGuard no_grad;
   flush();
+  const std::uint64_t visits = static_cast<std::uint64_t>(count) * plan.layout->stages().size();
+  std::uint64_t visited = 0;
+  const auto before_each = [&] {
+    if (progress) progress("evaluating", visited, visits);
+    ++visited;
+  };
   Evaluation result;
   double loss = 0;
   std::int64_t hits = 0;
@@ -188,8 +197,9 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
     result.tokens += counted;
     if (out_of_memory) break;
     executor().append(planner->evaluate(static_cast<int>(part.size())), nullptr);
-    forward_all(shared, swap::Pass::evaluate);
+    forward_all(shared, swap::Pass::evaluate, before_each);
     for (int micro_batch = 0; micro_batch < static_cast<int>(part.size()); ++micro_batch) {
+      before_each();
       const swap::Entered entered = enter(last, swap::Pass::evaluate, micro_batch);
       HeadScores scores;
       compute(true, [&] {

@@ -2,11 +2,12 @@
 import json
 import math
 import random
+import re
 import signal
 import subprocess
 
 import pytest
-from program import changed, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import BUILD, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -71,7 +72,7 @@ def test_what_documents_cannot_be_had_of(work, rows):
     mixed = run(work, *words, "--data", "rows.jsonl", "rows.jsonl", "--data-weights", "1", "2", ok=False)
     assert "--data-weights" in the_error(mixed.stderr)
     (work / "folder").mkdir()
-    assert "is a folder" in the_error(run(work, *changed(words, {"--per-document": "folder"}), "--data", "rows.jsonl", ok=False).stderr)
+    assert "is no regular file" in the_error(run(work, *changed(words, {"--per-document": "folder"}), "--data", "rows.jsonl", ok=False).stderr)
     assert not (work / "each.jsonl").exists()
 
 
@@ -114,11 +115,54 @@ def test_the_best_model_on_the_way_stays(work):
     assert {each.name for each in work.glob("both/checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-6"}
 
 
+def test_the_last_models_on_the_way_are_the_last(work):
+    """The best evaluation is not among them, and nobody asked for its model."""
+    words = [*changed(TRAIN, {"--steps": "8"}), *small("--lr", "2", "--warmup", "8", "--eval-every", "1", "--export-every", "1", "--export-keep", "2")]
+    run(work, *words)
+    assert {each.name for each in work.glob("out/checkpoint-*")} == {"checkpoint-6", "checkpoint-7"}
+
+
+def stopped(work, *words):
+    """The step after which the run was stopped, and its state committed."""
+    process = start(work, *words, delay_ms=20)
+    wait_until(lambda: (work / "log.json").exists() and len(evaluations(work / "log.json")) > 3)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM, said
+    return int(re.search(r"the state after step (\d+) of", said)[1])
+
+
+def test_what_a_stopped_run_did_not_do_is_done_when_it_goes_on(work):
+    """The best model that there is no folder of is written; what somebody else keeps there stays."""
+    store = ["--storage", "store", "--host-memory", "1MiB", "--durability", "step"]
+    words = [*changed(TRAIN, {"--steps": "12"}), *small("--lr", "1e-3", "--eval-every", "1", *store)]
+    step = stopped(work, *words, "--export-every", "2")
+    mine = {each.name for each in work.glob("out/checkpoint-*")}
+    assert "checkpoint-2" in mine
+    done = run(work, *words, "--export-best")
+    losses = {at: loss for at, loss in evaluations(work / "log.json").items() if at < 12}
+    assert f"model after step {step} written to" in done.stderr or f"checkpoint-{step}" in mine
+    assert step in evaluations(work / "log.json") or step in evaluations(work / "log.json.1")
+    best = min(losses, key=losses.get)
+    assert {each.name for each in work.glob("out/checkpoint-*")} >= {"checkpoint-2", f"checkpoint-{best}"}
+
+
+def test_the_best_model_that_cannot_be_written_leaves_the_one_before(work):
+    words = [*TRAIN, *small("--lr", "1e-3", "--eval-every", "1", "--export-best")]
+    shim = {"LD_PRELOAD": str(BUILD / "librecord_calls.so"), "TIERFLOW_FAIL": "flush:checkpoint-5.partial/model.safetensors.partial:28"}
+    done = run(work, *words, env=shim)
+    losses = evaluations(work / "log.json")
+    assert min(range(1, 6), key=losses.get) == 5 and losses[6] < losses[4]
+    assert "warning: the model after step 5 was not written" in done.stderr
+    assert [each.name for each in work.glob("out/checkpoint-*")] == ["checkpoint-4"]
+    assert "the lowest held-out loss is the result's, after step 6" in done.stderr
+
+
 @pytest.mark.parametrize("words, why", [
     (["--export-best"], "--export-best needs --eval-every"),
     (["--early-stopping-patience", "2"], "--early-stopping-patience needs --eval-every"),
     (["--early-stopping-threshold", "0.1"], "is for --early-stopping-patience"),
-    (["--eval-every", "1", "--export-best", "--held-out", "0"], "there are none: raise --held-out"),
+    (["--eval-every", "1", "--export-best", "--held-out", "0"], "need held-out sequences: raise --held-out"),
 ])  # fmt: skip
 def test_what_cannot_be(work, words, why):
     train = [word for word in TRAIN if word not in ("--held-out", "0.05")] if "--held-out" in words else TRAIN

@@ -6,7 +6,6 @@
 
 #include "runtime/base/machine.h"
 #include "runtime/base/terminal.h"
-#include "runtime/program/best_evaluation.h"
 #include "runtime/program/option_values.h"
 #include "support/temp_dir.h"
 #include "tests/runtime/expect.h"
@@ -273,22 +272,6 @@ TEST_F(ConfigFile, BadFilesGetOneLine) {
   refused("a.json", "[1]", {"a.json", "object"});
   refused("a.json", "{\"lr\":1,\"lr\":2}", {"a.json", "twice"});
   expect_refusal(io::ErrorKind::input, {"gone.toml"}, [] { parse_train({"--config-file", "/gone.toml"}); });
-}
-
-TEST(BestEvaluation, CountsThoseThatAreNoBetterByTheThreshold) {
-  BestEvaluation best;
-  EXPECT_TRUE(best.take(10, 4.0, 0.5));
-  EXPECT_TRUE(best.take(20, 3.8, 0.5));  // the best so far, but not by enough
-  EXPECT_EQ(best.since, 1);
-  EXPECT_FALSE(best.take(30, 3.9, 0.5));
-  EXPECT_FALSE(best.take(40, NAN, 0.5));
-  EXPECT_EQ(best.since, 3);
-  EXPECT_EQ(best.step, 20);
-  EXPECT_TRUE(best.take(50, 3.2, 0.5));
-  EXPECT_EQ(best.since, 0);
-  EXPECT_EQ(best.loss, 3.2);
-  EXPECT_FALSE(best.take(60, 3.2, 0));
-  EXPECT_EQ(best.since, 1);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/device/device_memory.h"
+#include "runtime/program/run_record.h"
 #include "runtime/program/training_log.h"
 #include "tests/runtime/models/fixture.h"
 
@@ -93,6 +94,41 @@ TEST(TrainingLogOfAGpu, StepsTellPowerAndEnergyOfEachToken) {
     EXPECT_EQ(steps[step]["gpu"],
               nlohmann::json(
                   {{"utilisation", 0.87}, {"power_w", 123.4}, {"energy_j", 6.0}, {"energy_per_token_j", 6.0 / 16}}));
+}
+
+TEST(BestEvaluation, CountsThoseThatAreNoBetterByTheThreshold) {
+  BestEvaluation best;
+  const auto take = [&](std::int64_t step, double loss, double threshold) {
+    best.take(step, loss, threshold);
+    return best.step == step;
+  };
+  EXPECT_TRUE(take(10, 4.0, 0.5));
+  EXPECT_TRUE(take(20, 3.8, 0.5));  // the best so far, but not by enough
+  EXPECT_EQ(best.since, 1);
+  EXPECT_FALSE(take(30, 3.9, 0.5));
+  EXPECT_FALSE(take(40, NAN, 0.5));
+  EXPECT_EQ(best.since, 3);
+  EXPECT_EQ(best.step, 20);
+  EXPECT_TRUE(take(50, 3.2, 0.5));
+  EXPECT_EQ(best.since, 0);
+  EXPECT_EQ(best.loss, 3.2);
+  EXPECT_FALSE(take(60, 3.2, 0));
+  EXPECT_EQ(best.since, 1);
+}
+
+TEST(RunRecord, IsReadBack) {
+  const RunRecord record{.skipped_in_a_row = 3,
+                         .held_out_before = 5.25,
+                         .last_loss = NAN,
+                         .best = {.loss = 4.5, .step = 20, .since = 2},
+                         .evaluated = 40,
+                         .evaluated_sequences = 64,
+                         .saved = 10,
+                         .saved_loss = 4.75};
+  EXPECT_EQ(RunRecord::parse(record.json()).json(), record.json());
+  // What an earlier version wrote, or nobody.
+  EXPECT_EQ(RunRecord::parse(R"({"skipped_in_a_row": 1, "held_out_before": 2.5, "last_loss": 3})").skipped_in_a_row, 1);
+  EXPECT_EQ(RunRecord::parse("").json(), RunRecord().json());
 }
 
 }  // namespace

@@ -246,13 +246,19 @@ TEST(Session, EvaluatesAsManyMicroBatchesInAPassAsTheBudgetsHold) {
     Session session(model(), options);
     const std::vector<MicroBatch> all = batches(8, 77);
     std::vector<std::int64_t> order;
+    std::uint64_t visits = 0;
     found.push_back(session.evaluate(
         8, [&](std::int64_t index) { return all[static_cast<std::size_t>(index)]; },
         [&](std::int64_t index, const HeadScores& scores) {
           order.push_back(index);
           EXPECT_EQ(scores.losses.numel(), 32);
           EXPECT_EQ(scores.hits.numel(), 32);
+        },
+        [&](const char*, std::uint64_t done, std::uint64_t total) {
+          EXPECT_EQ(done, visits++);
+          EXPECT_EQ(total, 8 * session.plan().layout->stages().size());
         }));
+    EXPECT_EQ(visits, 8 * session.plan().layout->stages().size());
     EXPECT_EQ(order, (std::vector<std::int64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
     uploaded.push_back(session.lanes()[static_cast<std::size_t>(swap::Lane::upload)].bytes);
     at_once.push_back(session.options().micro_batches);

@@ -1,0 +1,33 @@
+#pragma once
+// What a run knows of itself beside the session's state. It goes with every commit, so that a run that is gone on with
+// counts as one that was never stopped.
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+namespace tierflow {
+
+// The best of a run's evaluations, and how many in a row were no better, as transformers' EarlyStoppingCallback counts.
+struct BestEvaluation {
+  double loss = NAN;       // NaN before the first that is finite
+  std::int64_t step = 0;   // 0: none
+  std::int64_t since = 0;  // evaluations in a row that were not lower by more than the threshold
+
+  void take(std::int64_t at_step, double found, double threshold);
+};
+
+struct RunRecord {
+  std::int64_t skipped_in_a_row = 0;
+  double held_out_before = NAN, last_loss = NAN;
+  BestEvaluation best;                   // of those between steps
+  std::int64_t evaluated = 0;            // after which step the last of them was
+  std::int64_t evaluated_sequences = 0;  // how many held-out ones each of them takes
+  std::int64_t saved = 0;                // the step whose model was last kept as the best; 0: none
+  double saved_loss = NAN;
+
+  std::string json() const;
+  // Of json(), or of an earlier version's: what is not there is as at the beginning.
+  static RunRecord parse(const std::string& json);
+};
+
+}  // namespace tierflow
