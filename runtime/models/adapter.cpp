@@ -36,6 +36,7 @@ Tensor Adapter::add_to(const Tensor& y, const Weights& weights, const Tensor& x,
 
 // |rows of W + scale * B A| [out], fp32 (fp64 for fp64); a row of zeros has a length that can be divided by.
 Tensor Adapter::lengths(const Weights& weights, const Tensor& weight) const {
+  if (const Tensor& known = at_position(weights, m0); known.dim() == 2) return known.select(0, 1);
   const at::NoGradGuard no_grad;
   const auto wide = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const Tensor first = at_position(weights, a).to(wide), second = at_position(weights, b).to(wide);
@@ -49,8 +50,13 @@ Tensor Adapter::lengths(const Weights& weights, const Tensor& weight) const {
   return lengths.clamp_min(1e-30);
 }
 
+Tensor Adapter::with_lengths(const Weights& weights, const Tensor& weight) const {
+  return at::stack({at_position(weights, m0), lengths(weights, weight)});
+}
+
 Tensor Adapter::magnitude(const Weights& weights) const {
-  const Tensor& first = at_position(weights, m0);
+  const Tensor& base = at_position(weights, m0);
+  const Tensor first = base.dim() == 2 ? base.select(0, 0) : base;
   const Tensor& more = at_position(weights, m);
   return first + more.to(more.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
@@ -67,7 +73,7 @@ Adapter::Incoming Adapter::incoming(const Weights& weights, const Tensor& weight
   Incoming in;
   if (a < 0) return in;
   if (m >= 0) {
-    in.reciprocals = lengths(weights, weight).reciprocal_();
+    in.reciprocals = lengths(weights, weight).reciprocal();
     in.sum = (d_y * (magnitude(weights) * in.reciprocals)).to(d_y.scalar_type());
   }
   in.low = at::mm(in.of_sum(d_y), at_position(weights, b)).mul_(scale);

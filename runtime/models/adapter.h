@@ -2,6 +2,7 @@
 // A linear layer's low-rank adapter (spec/adapters.h): adds scale * B(A(x)) to its output, or scale * (B(A(x)) -
 // B0(A0(x))) where it has first values beside it. Their difference is taken first: it is zero until they differ.
 // With a magnitude the sum is scaled too, each output by its own gain = (M0 + M) / |row of W + scale * B A| (DoRA).
+// The lengths of these rows are computed where they are needed, or once for all by with_lengths().
 #include <string>
 
 #include "runtime/models/layered_model.h"
@@ -28,6 +29,10 @@ struct Adapter {
   // constants to autograd. dropout: as PEFT has it, of all that is not W x itself.
   at::Tensor scaled(const at::Tensor& y, const Weights& weights, const at::Tensor& weight, const at::Tensor& x,
                     double dropout) const;
+
+  // What may stand in place of M0 [out] in Weights as long as W, A and B do not change: [2, out], M0 and the lengths of
+  // the rows of W + scale * B A. Every result has the same bits with it. weight: W [out, in].
+  at::Tensor with_lengths(const Weights& weights, const at::Tensor& weight) const;
 
   // By hand. What follows from the gradient of y [tokens, out].
   struct Incoming {

@@ -8,10 +8,32 @@
 #include <string>
 
 #include "runtime/base/exception.h"
+#include "runtime/models/adapter.h"
 #include "runtime/models/dense_weights_device.h"
 #include "runtime/models/grain.h"
+#include "runtime/spec/adapters.h"
 
 namespace tierflow::models {
+
+namespace {
+
+void add_lengths(const ModelSpec& spec, int stage, Weights& weights) {
+  std::vector<std::string> modules;
+  for (const int unit : spec.stages[static_cast<std::size_t>(stage)].units)
+    for (const TensorSpec& tensor : spec.units[static_cast<std::size_t>(unit)].tensors)
+      if (adapter_part(tensor) == AdapterPart::initial_magnitude) modules.push_back(linear_module(tensor));
+  if (modules.empty()) return;
+  const TensorIndex index(spec, stage);
+  for (const std::string& module : modules) {
+    const Adapter adapter(index, module);
+    const at::Tensor& weight = at_position(weights, index.at(module + ".weight"));
+    if (!weight.defined()) continue;
+    weights[static_cast<std::size_t>(adapter.m0)] =
+        adapter.with_lengths(weights, has_transposed_weights(spec) ? weight.t() : weight);
+  }
+}
+
+}  // namespace
 
 at::Tensor dense(const at::Tensor& stored, WeightFormat format, const std::vector<std::int64_t>& shape) {
   const WeightLayout layout = weight_layout(format, shape);
@@ -52,6 +74,7 @@ Weights dense_weights(const ModelSpec& spec, int stage, const Weights& stored) {
       at::Tensor& weight = weights[index++];
       if (tensor.format != WeightFormat::bf16 && weight.defined()) weight = dense(weight, tensor.format, tensor.shape);
     }
+  add_lengths(spec, stage, weights);
   return weights;
 }
 

@@ -16,7 +16,8 @@ namespace tierflow::models {
 at::Tensor dense(const at::Tensor& stored, WeightFormat format, const std::vector<std::int64_t>& shape);
 
 bool has_stored_weights(const ModelSpec& spec, int stage);
-// A stage's weights with those that are stored in other formats made dense, the others as they are.
+// A stage's weights with those that are stored in other formats made dense, the others as they are. Adapters with a
+// magnitude get the lengths that the rows of their sums have now (Adapter::with_lengths).
 Weights dense_weights(const ModelSpec& spec, int stage, const Weights& stored);
 
 }  // namespace tierflow::models

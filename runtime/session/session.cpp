@@ -244,6 +244,7 @@ void Session::Impl::flush() {
 }
 
 swap::Entered Session::Impl::enter(int stage, swap::Pass pass, int micro_batch) {
+  if (micro_batch == 0) dense = {};  // the visit before's, whose memory this one takes
   return value_or_throw(executor().enter(stage, pass, micro_batch));
 }
 

@@ -3,6 +3,7 @@
 
 #include "runtime/checkpoint/safetensors.h"
 #include "runtime/planning/stored_model.h"
+#include "runtime/session/adapter_folder.h"
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
@@ -73,11 +74,8 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
                                use(buffer.bytes());
                              }};
   if (!model.spec.adapter_config_json.empty())
-    return write_adapter(model.spec, {}, folder, [&](int unit, int tensor) {
-      std::vector<float> values(static_cast<std::size_t>(model.spec.units[unit].tensors[tensor].elements()));
-      read_master(extents, unit, tensor, values.data());
-      return values;
-    });
+    return write_adapter(model.spec, {}, folder,
+                         [&](int unit, int tensor, const UseMaster& use) { read_master(extents, unit, tensor, use); });
   export_weights(
       model.spec, model.packed, *model.layout, folder,
       [&](int chunk, const auto& use) { extents.read(swap::ExtentKind::hi, chunk, use); }, progress);
@@ -86,8 +84,10 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
 std::vector<float> Session::master(int unit, int tensor) {
   Impl& impl = *impl_;
   impl.flush();
-  std::vector<float> values(impl.model->spec().units[unit].tensors[tensor].elements());
-  impl.state->read_master(unit, tensor, values.data());
+  std::vector<float> values;
+  values.reserve(impl.model->spec().units[unit].tensors[tensor].elements());
+  impl.state->read_master(unit, tensor,
+                          [&](std::span<const float> part) { values.insert(values.end(), part.begin(), part.end()); });
   return values;
 }
 

@@ -77,10 +77,7 @@ struct Session::Impl {
     std::vector<TensorShape> input, activations;
   };
   std::map<std::pair<int, int>, Saved> in_slot;
-  struct {
-    int stage = -1;
-    Weights weights;
-  } dense;  // of the stage at hand, where some of its weights are stored in other formats than bf16
+  Weights dense;  // of the visit at hand, where some of its weights are stored in other formats than bf16
   std::int64_t steps = 0, skipped = 0;
   bool pending = false;  // deferred updates of the step before have not run yet
   std::int64_t pending_step = 0, updates_done = 0;
@@ -100,11 +97,5 @@ Model changed(const Model& model, std::string_view what, const std::function<voi
 // Whether torch ran out of device memory, and the error of that.
 bool is_out_of_memory(const c10::Error& error);
 io::Error out_of_memory_error(const c10::Error& error);
-
-// The fp32 master of a tensor of the specification's units.
-using MasterOf = std::function<std::vector<float>(int unit, int tensor)>;
-// Session::export_adapter, from wherever the masters are.
-void write_adapter(const ModelSpec& spec, const std::filesystem::path& base, const std::filesystem::path& folder,
-                   const MasterOf& master);
 
 }  // namespace tierflow

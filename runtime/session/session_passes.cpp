@@ -49,20 +49,13 @@ void Session::Impl::compute(bool repeatable, const std::function<void()>& work) 
   }
 }
 
-// Those of other formats than bf16 are made dense when a stage is entered, for all of its micro-batches.
+// Those of other formats than bf16 are made dense once a visit, for all of its micro-batches.
 Weights Session::Impl::weights(const swap::Entered& entered) {
   const int stage = entered.visit->stage;
   const Weights stored = state->weights(entered);
-  if (!models::has_stored_weights(model->spec(), stage)) {
-    dense = {};
-    return stored;
-  }
-  if (dense.weights.empty() || dense.stage != stage) {
-    dense = {};  // the stage before's, whose memory this one takes
-    dense.weights = models::dense_weights(model->spec(), stage, stored);
-    dense.stage = stage;
-  }
-  Weights bound = dense.weights;
+  if (!models::has_stored_weights(model->spec(), stage)) return stored;
+  if (dense.empty()) dense = models::dense_weights(model->spec(), stage, stored);
+  Weights bound = dense;
   for (std::size_t i = 0; i < bound.size(); ++i)
     if (stored[i].defined() && stored[i].scalar_type() != torch::kUInt8) bound[i] = stored[i];
   return bound;

@@ -7,6 +7,11 @@
 #include "runtime/spec/weight_format.h"
 
 namespace tierflow {
+namespace {
+
+constexpr std::uint64_t kMasterElements = 1 << 16;  // handed on at once
+
+}  // namespace
 
 bool ModelExtents::has_low_words(const swap::Chunk& chunk) const {
   return has_state && chunk.trainable &&
@@ -24,30 +29,48 @@ void read_words(const ModelExtents& model, int unit, int tensor, swap::ExtentKin
       });
 }
 
-void read_master(const ModelExtents& model, int unit, int tensor, float* out) {
+void read_master(const ModelExtents& model, int unit, int tensor, const UseMaster& use) {
   const TensorSpec& spec = model.units[unit].tensors[tensor];
-  const auto elements = static_cast<std::size_t>(spec.elements());
-  std::vector<std::uint16_t> hi(elements), lo(elements);
-  if (spec.format == WeightFormat::bf16) {
-    read_words(model, unit, tensor, swap::ExtentKind::hi, hi.data());
-  } else {
-    std::vector<std::uint16_t> stored(spec.words());
-    read_words(model, unit, tensor, swap::ExtentKind::hi, stored.data());
-    if (spec.format == WeightFormat::fp32) {
-      std::memcpy(out, stored.data(), elements * sizeof(float));
-      return;
+  std::vector<float> values(std::min<std::uint64_t>(kMasterElements, static_cast<std::uint64_t>(spec.elements())));
+  // make(first, count) fills the values.
+  const auto hand_on = [&](std::uint64_t elements, const auto& make) {
+    for (std::uint64_t first = 0; first < elements; first += values.size()) {
+      const std::uint64_t count = std::min<std::uint64_t>(values.size(), elements - first);
+      make(first, count);
+      use({values.data(), count});
     }
-    dequantise(spec.format, spec.shape, std::as_bytes(std::span(stored)), 0, hi);
-  }
-  bool whole = true;
-  model.for_each_part(unit, tensor,
-                      [&](const swap::Chunk& chunk, auto...) { whole = whole && model.has_low_words(chunk); });
-  if (!whole) {
-    std::transform(hi.begin(), hi.end(), out, optim::float_from_bf16);
+  };
+  if (spec.format != WeightFormat::bf16 && spec.format != WeightFormat::fp32) {
+    std::vector<std::uint16_t> stored(spec.words()), words(values.size());
+    read_words(model, unit, tensor, swap::ExtentKind::hi, stored.data());
+    hand_on(static_cast<std::uint64_t>(spec.elements()), [&](std::uint64_t first, std::uint64_t count) {
+      dequantise(spec.format, spec.shape, std::as_bytes(std::span(stored)), first, {words.data(), count});
+      std::transform(words.begin(), words.begin() + static_cast<std::ptrdiff_t>(count), values.begin(),
+                     optim::float_from_bf16);
+    });
     return;
   }
-  read_words(model, unit, tensor, swap::ExtentKind::state, lo.data());
-  optim::join_master(hi.data(), lo.data(), out, elements);
+  model.for_each_part(unit, tensor,
+                      [&](const swap::Chunk& chunk, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
+                        const int id = model.layout.first_chunk(unit) + chunk.index;
+                        model.read(swap::ExtentKind::hi, id, [&](std::span<std::byte> bytes) {
+                          const auto* hi = reinterpret_cast<const std::uint16_t*>(bytes.data()) + in_chunk;
+                          if (spec.format == WeightFormat::fp32)  // two words each; a chunk begins at an even one
+                            return hand_on(count / 2, [&](std::uint64_t first, std::uint64_t n) {
+                              std::memcpy(values.data(), hi + 2 * first, n * sizeof(float));
+                            });
+                          if (!model.has_low_words(chunk))
+                            return hand_on(count, [&](std::uint64_t first, std::uint64_t n) {
+                              std::transform(hi + first, hi + first + n, values.begin(), optim::float_from_bf16);
+                            });
+                          model.read(swap::ExtentKind::state, id, [&](std::span<std::byte> state) {
+                            const auto* lo = reinterpret_cast<const std::uint16_t*>(state.data()) + in_chunk;
+                            hand_on(count, [&](std::uint64_t first, std::uint64_t n) {
+                              optim::join_master(hi + first, lo + first, values.data(), n);
+                            });
+                          });
+                        });
+                      });
 }
 
 }  // namespace tierflow

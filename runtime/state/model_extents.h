@@ -39,7 +39,11 @@ struct ModelExtents {
 // The 16-bit words of a tensor: its bf16 weights (hi), the low words of its fp32 master (state, where it is split), its
 // gradient. out: as many as the tensor has elements.
 void read_words(const ModelExtents& model, int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out);
-// The fp32 master, or the weights as fp32 where there is none.
-void read_master(const ModelExtents& model, int unit, int tensor, float* out);
+// Takes the next elements of a tensor.
+using UseMaster = std::function<void(std::span<const float> values)>;
+// Hands `use` the fp32 master, or the weights as fp32 where there is none: in order, each extent read once, and no more
+// than 64 Ki elements in memory beside it. Of a weight in a format with blocks it holds all stored bytes while it
+// reads.
+void read_master(const ModelExtents& model, int unit, int tensor, const UseMaster& use);
 
 }  // namespace tierflow

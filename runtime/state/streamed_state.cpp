@@ -165,8 +165,8 @@ void StreamedState::read_words(int unit, int tensor, swap::ExtentKind kind, std:
   tierflow::read_words(extents(), unit, tensor, kind, out);
 }
 
-void StreamedState::read_master(int unit, int tensor, float* out) {
-  tierflow::read_master(extents(), unit, tensor, out);
+void StreamedState::read_master(int unit, int tensor, const UseMaster& use) {
+  tierflow::read_master(extents(), unit, tensor, use);
 }
 
 void StreamedState::write(int unit, int tensor, const float* values) {

@@ -57,7 +57,7 @@ class StreamedState {
   void restore(swap::Store& store, const Progress& progress);
   // As read_words() and read_master() of model_extents.h.
   void read_words(int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out);
-  void read_master(int unit, int tensor, float* out);
+  void read_master(int unit, int tensor, const UseMaster& use);
   // Weights and fp32 master; the moments stay.
   void write(int unit, int tensor, const float* values);
   // The bf16 words of a chunk, for reading.

@@ -264,7 +264,9 @@ torch::Tensor Streamer::read(int unit, int tensor, bool master) {
   impl.quiet();
   if (master) {
     const torch::Tensor values = torch::empty(impl.shape(unit, tensor), torch::kFloat32);
-    impl.state->read_master(unit, tensor, values.data_ptr<float>());
+    auto* next = values.data_ptr<float>();
+    impl.state->read_master(unit, tensor,
+                            [&](std::span<const float> part) { next = std::copy(part.begin(), part.end(), next); });
     return values;
   }
   const torch::Tensor words = torch::empty(impl.shape(unit, tensor), torch::kBFloat16);

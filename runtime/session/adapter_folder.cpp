@@ -1,0 +1,118 @@
+#include "runtime/session/adapter_folder.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kWeights = "adapter_model.safetensors";
+
+std::vector<float> whole(const MasterOf& master, const std::pair<int, int>& at) {
+  std::vector<float> all;
+  master(at.first, at.second,
+         [&](std::span<const float> values) { all.insert(all.end(), values.begin(), values.end()); });
+  return all;
+}
+
+std::vector<float> sum_of(std::vector<float> a, const std::vector<float>& b) {
+  std::ranges::transform(a, b, a.begin(), std::plus<>());
+  return a;
+}
+
+// Rows of [b, -b0].
+std::vector<float> beside(const std::vector<float>& b, const std::vector<float>& b0, std::size_t rows) {
+  const std::size_t columns = b.size() / rows;
+  std::vector<float> both;
+  both.reserve(2 * b.size());
+  for (std::size_t at = 0; at < b.size(); at += columns) {
+    both.insert(both.end(), b.begin() + at, b.begin() + at + columns);
+    std::transform(b0.begin() + at, b0.begin() + at + columns, std::back_inserter(both), std::negate<>());
+  }
+  return both;
+}
+
+}  // namespace
+
+AdapterFolder open_adapter(const fs::path& folder) {
+  return {.config = read_adapter_config(folder),
+          .weights = std::make_shared<const Checkpoint>(Checkpoint::open_file(folder, kWeights))};
+}
+
+// As it is called there.
+TensorSpec beside_base(TensorSpec tensor) {
+  tensor.name = name_beside_base(tensor);
+  return tensor;
+}
+
+// What the folder of `spec`'s adapters has.
+void check_adapters(const ModelSpec& spec, const Checkpoint& weights) {
+  ModelSpec adapters;
+  adapters.units.emplace_back();
+  std::vector<TensorSpec>& tensors = adapters.units.front().tensors;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (!name_beside_base(tensor).empty()) tensors.push_back(beside_base(tensor));
+  // A tied embedding's second name is there, or not.
+  if (const std::string head = tied_name_beside_base(spec); !head.empty() && weights.find(head) != nullptr) {
+    tensors.push_back(spec.units.front().tensors.front());
+    tensors.back().name = head;
+  }
+  check_tensors(adapters, weights, "adapter_config.json");
+}
+
+void write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& folder, const MasterOf& master) {
+  struct Tensor {
+    TensorHeader header;
+    std::vector<std::pair<int, int>> parts;  // unit and tensor: rows one after the other, or
+    bool columns = false;                    // B and B0, or
+    bool sum = false;                        // what is added to lengths, and these
+  };
+  std::vector<Tensor> tensors;
+  for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
+    for (std::size_t index = 0; index < spec.units[unit].tensors.size(); ++index) {
+      const TensorSpec& tensor = spec.units[unit].tensors[index];
+      const std::string name = name_beside_base(tensor);
+      if (name.empty()) continue;
+      auto found = std::ranges::find_if(tensors, [&](const Tensor& each) { return each.header.name == name; });
+      if (found == tensors.end())
+        found = tensors.insert(found, {{.name = name, .dtype = Dtype::f32, .shape = tensor.checkpoint_shape()}, {}});
+      found->parts.emplace_back(static_cast<int>(unit), static_cast<int>(index));
+      const AdapterPart part = adapter_part(tensor);
+      if (part == AdapterPart::initial_a) found->header.shape[0] += tensor.shape[0];
+      if (part == AdapterPart::initial_b) found->header.shape[1] += tensor.shape[1];
+      found->columns = part == AdapterPart::initial_b;
+      found->sum = part == AdapterPart::initial_magnitude;
+    }
+  if (const std::string head = tied_name_beside_base(spec); !head.empty()) {
+    const std::string table = name_beside_base(spec.units.front().tensors.front());
+    Tensor copy = *std::ranges::find_if(tensors, [&](const Tensor& each) { return each.header.name == table; });
+    copy.header.name = head;
+    tensors.push_back(std::move(copy));
+  }
+  std::vector<TensorHeader> headers;
+  for (const Tensor& tensor : tensors) headers.push_back(tensor.header);
+  CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{});
+  for (const Tensor& tensor : tensors) {
+    if (!tensor.columns && !tensor.sum) {
+      for (const auto& [unit, index] : tensor.parts)
+        master(unit, index, [&](std::span<const float> values) { writer.write(std::as_bytes(values)); });
+      continue;
+    }
+    const std::vector<float> first = whole(master, tensor.parts.at(0)), second = whole(master, tensor.parts.at(1));
+    const std::vector<float> both = tensor.columns
+                                        ? beside(first, second, static_cast<std::size_t>(tensor.header.shape[0]))
+                                        : sum_of(first, second);
+    writer.write(std::as_bytes(std::span(both)));
+  }
+  auto config = nlohmann::ordered_json::parse(adapter_config_beside_base(spec));
+  if (!base.empty()) config["base_model_name_or_path"] = base.string();
+  writer.finish(config.dump(2) + "\n");
+}
+
+}  // namespace tierflow

@@ -1,0 +1,31 @@
+#pragma once
+// Low-rank adapters in a folder as PEFT writes it: adapter_config.json and adapter_model.safetensors (fp32).
+#include <filesystem>
+#include <functional>
+#include <memory>
+
+#include "runtime/checkpoint/safetensors.h"
+#include "runtime/spec/adapters.h"
+#include "runtime/state/model_extents.h"
+
+namespace tierflow {
+
+struct AdapterFolder {
+  AdapterConfig config;
+  std::shared_ptr<const Checkpoint> weights;
+};
+// Throws Exception (kind input) for what cannot be read.
+AdapterFolder open_adapter(const std::filesystem::path& folder);
+// Throws Exception (kind input) unless `weights` are all that the folder of `spec`'s adapters has.
+void check_adapters(const ModelSpec& spec, const Checkpoint& weights);
+// A tensor of a model with adapters, as it is called there.
+TensorSpec beside_base(TensorSpec tensor);
+
+// Hands `use` the fp32 master of a tensor of the specification's units, in order.
+using MasterOf = std::function<void(int unit, int tensor, const UseMaster& use)>;
+// Session::export_adapter, from wherever the masters are. Of what is trained whole no more is in memory than MasterOf
+// hands on at once; of adapters one factor, or two where the folder has them side by side.
+void write_adapter(const ModelSpec& spec, const std::filesystem::path& base, const std::filesystem::path& folder,
+                   const MasterOf& master);
+
+}  // namespace tierflow

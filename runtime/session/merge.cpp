@@ -1,0 +1,190 @@
+// Adapters added to the weights of their base, piece by piece.
+#include <torch/torch.h>
+
+#include <algorithm>
+
+#include "runtime/base/exception.h"
+#include "runtime/session/adapter_folder.h"
+#include "runtime/session/session_impl.h"
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::int64_t kPieceElements = 1 << 20;  // of a weight at once, or a whole row
+
+// Hands on the fp32 values of a tensor of an adapter, or of one that is trained whole, in order.
+using AdapterValues = std::function<void(const TensorSpec& tensor, const UseMaster& use)>;
+
+torch::Tensor whole(const TensorSpec& tensor, const AdapterValues& values) {
+  torch::Tensor all = torch::empty(tensor.shape, torch::kFloat32);
+  auto* next = all.data_ptr<float>();
+  values(tensor, [&](std::span<const float> part) { next = std::copy(part.begin(), part.end(), next); });
+  return all;
+}
+
+// A model in a folder, and its specification with the adapters that are to be added to it.
+struct Merge {
+  ModelSpec spec;
+  Checkpoint base;
+};
+
+Merge open_merge(const fs::path& base, const AdapterConfig& config) {
+  Merge merge{.spec = read_model_spec(base / "config.json", Tiling::none()), .base = Checkpoint::open(base)};
+  check_tensors(merge.spec, merge.base);
+  add_adapters(merge.spec, config);
+  return merge;
+}
+
+// What is added to a weight: left @ right * scale; undefined where it has no adapter. Then its rows (columns, where it
+// is [in, out]) are brought to lengths, where these are defined.
+struct Addend {
+  torch::Tensor left, right, lengths;
+  double scale = 1;
+};
+
+Addend addend_of(const UnitSpec& unit, const TensorSpec& weight, bool transposed, const AdapterValues& values) {
+  torch::Tensor a, b, lengths;
+  double scale = 1;
+  for (const TensorSpec& factor : unit.tensors) {
+    if (!is_adapter(factor) || linear_module(factor) != linear_module(weight)) continue;
+    const AdapterPart part = adapter_part(factor);
+    const torch::Tensor factors = whole(factor, values);
+    if (part == AdapterPart::a) a = factors;
+    if (part == AdapterPart::b) b = factors;
+    if (part == AdapterPart::b) scale = factor.scale;
+    if (part == AdapterPart::initial_a) a = torch::cat({a, factors}, 0);
+    if (part == AdapterPart::initial_b) b = torch::cat({b, -factors}, 1);
+    if (part == AdapterPart::magnitude) lengths = factors;
+    if (part == AdapterPart::initial_magnitude) lengths = lengths + factors;
+  }
+  if (!a.defined()) return {};
+  if (transposed) return {.left = a.t().contiguous(), .right = b.t().contiguous(), .lengths = lengths, .scale = scale};
+  return {.left = b, .right = a, .lengths = lengths, .scale = scale};
+}
+
+// Pieces of one weight with its adapter added, rows [row, row + count) each.
+class Sum {
+ public:
+  Sum(const Checkpoint& base, const TensorSpec& tensor, const Addend& addend, bool transposed)
+      : base_(base), tensor_(tensor), addend_(addend), transposed_(transposed) {
+    // Where nothing is added, any cut will do.
+    rows_ = addend.left.defined() ? tensor.shape.front() : tensor.elements();
+    columns_ = rows_ == 0 ? 0 : tensor.elements() / rows_;
+    if (addend.lengths.defined() && transposed) {
+      torch::Tensor squares = torch::zeros({columns_}, torch::kFloat64);
+      each([&](std::int64_t, const torch::Tensor& piece) { squares += piece.to(torch::kFloat64).square_().sum(0); });
+      lengths_now_ = squares.sqrt_().to(torch::kFloat32);
+    }
+  }
+
+  void each(const std::function<void(std::int64_t row, const torch::Tensor& piece)>& use) const {
+    const std::int64_t step = std::max<std::int64_t>(1, kPieceElements / std::max<std::int64_t>(columns_, 1));
+    for (std::int64_t row = 0; row < rows_; row += step) {
+      const std::int64_t count = std::min(step, rows_ - row);
+      torch::Tensor piece = torch::empty({count, columns_}, torch::kFloat32);
+      base_.read_f32(tensor_, static_cast<std::uint64_t>(row * columns_),
+                     {piece.data_ptr<float>(), static_cast<std::size_t>(piece.numel())});
+      if (addend_.left.defined()) piece.addmm_(addend_.left.narrow(0, row, count), addend_.right, 1, addend_.scale);
+      use(row, piece);
+    }
+  }
+
+  // Brings them to their lengths.
+  void scale(std::int64_t row, torch::Tensor piece) const {
+    if (!addend_.lengths.defined()) return;
+    const torch::Tensor now = transposed_ ? lengths_now_ : torch::linalg_vector_norm(piece, 2, {1});
+    const torch::Tensor wanted = transposed_ ? addend_.lengths : addend_.lengths.narrow(0, row, piece.size(0));
+    const torch::Tensor gain = wanted / now.clamp_min(1e-30);
+    piece.mul_(transposed_ ? gain : gain.unsqueeze(1));
+  }
+
+ private:
+  const Checkpoint& base_;
+  const TensorSpec& tensor_;
+  const Addend& addend_;
+  const bool transposed_;
+  std::int64_t rows_ = 1, columns_ = 1;
+  torch::Tensor lengths_now_;  // of the columns
+};
+
+// Writes the model with the adapters added to its weights, in fp32, rounded to bf16 once, and with the modules that
+// were trained whole.
+void write_merged(const Merge& merge, const AdapterValues& values, const fs::path& folder, const Progress& progress) {
+  const torch::NoGradGuard no_grad;
+  const ModelSpec& spec = merge.spec;
+  const bool transposed = has_transposed_weights(spec);
+  std::vector<TensorHeader> headers;
+  std::uint64_t done = 0, total = 0;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      if (is_adapter(tensor)) continue;
+      headers.push_back({.name = tensor.name, .dtype = dtype_of(tensor), .shape = tensor.shape});
+      total += static_cast<std::uint64_t>(tensor.elements());
+    }
+  CheckpointWriter writer(folder, std::move(headers));
+  const auto write = [&](const TensorSpec& tensor, const torch::Tensor& piece) {
+    const torch::Tensor words = dtype_of(tensor) == Dtype::f32 ? piece : piece.to(torch::kBFloat16);
+    writer.write({static_cast<const std::byte*>(words.data_ptr()), static_cast<std::size_t>(words.nbytes())});
+    done += static_cast<std::uint64_t>(piece.numel());
+    if (progress) progress("adding adapters", done, total);
+  };
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      if (is_adapter(tensor)) continue;
+      if (tensor.trainable) {
+        values(tensor, [&](std::span<const float> part) {
+          write(tensor, torch::from_blob(const_cast<float*>(part.data()), {static_cast<std::int64_t>(part.size())}));
+        });
+        continue;
+      }
+      const Addend addend = addend_of(unit, tensor, transposed, values);
+      const Sum sum(merge.base, tensor, addend, transposed);
+      sum.each([&](std::int64_t row, const torch::Tensor& piece) {
+        sum.scale(row, piece);
+        write(tensor, piece);
+      });
+    }
+  writer.finish(spec.config_json);
+}
+
+}  // namespace
+
+void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path& folder, const Progress& progress) {
+  const AdapterFolder found = open_adapter(adapter);
+  const Merge merge = open_merge(base, found.config);
+  check_adapters(merge.spec, *found.weights);
+  write_merged(
+      merge,
+      [&](const TensorSpec& tensor, const UseMaster& use) {
+        const auto elements = static_cast<std::uint64_t>(tensor.elements());
+        std::vector<float> part(std::min<std::uint64_t>(kPieceElements, elements));
+        // The magnitudes there are whole.
+        const bool none = adapter_part(tensor) == AdapterPart::initial_magnitude;
+        for (std::uint64_t first = 0; first < elements; first += part.size()) {
+          const std::span<float> values(part.data(), std::min<std::uint64_t>(part.size(), elements - first));
+          if (!none) found.weights->read_f32(beside_base(tensor), first, values);
+          use(values);
+        }
+      },
+      folder, progress);
+}
+
+void Session::export_merged(const fs::path& base, const fs::path& folder, const Progress& progress) {
+  const ModelSpec& spec = impl_->model->spec();
+  if (spec.adapter_config_json.empty())
+    throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");
+  impl_->flush();
+  write_merged(
+      open_merge(base, parse_adapter_config(spec.adapter_config_json, "the model's adapters")),
+      [&](const TensorSpec& tensor, const UseMaster& use) {
+        for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
+          for (std::size_t i = 0; i < spec.units[unit].tensors.size(); ++i)
+            if (spec.units[unit].tensors[i].name == tensor.name)
+              impl_->state->read_master(static_cast<int>(unit), static_cast<int>(i), use);
+      },
+      folder, progress);
+}
+
+}  // namespace tierflow
