@@ -90,6 +90,7 @@ std::vector<UnitSpec> units_of(const py::list& units) {
       of.shape = py::cast<std::vector<std::int64_t>>(tensor["shape"]);
       of.trainable = trainable;
       of.moments_32 = py::cast<bool>(tensor["moments_32"]);
+      of.format = parse_weight_format(py::cast<std::string>(tensor["format"]));
       spec.tensors.push_back(std::move(of));
     }
     result.push_back(std::move(spec));

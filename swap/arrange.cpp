@@ -54,6 +54,7 @@ void move_to_storage(const Layout& layout, std::uint64_t budget, std::uint64_t b
 
 io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& request) {
   Arrangement result;
+  const std::uint64_t host_budget = request.host_budget - std::min(request.host_budget, request.host_workspace);
   result.staged = request.staged && request.train;
   result.micro_batches = request.micro_batches;
   const std::size_t chunks = layout.chunks().size();
@@ -79,7 +80,7 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     if (result.deferred[id]) everything += layout.chunks()[id].word_bytes();
   const int immediate_words = request.train && (!defers_all || request.sums) ? 2 : 0;
   everything += immediate_words * word;
-  if (everything <= request.host_budget) {
+  if (everything <= host_budget) {
     for (std::size_t id = 0; id < chunks; ++id) {
       const bool trained = layout.chunks()[id].trainable && request.train;
       result.hi_resident[id] = true;
@@ -89,7 +90,7 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     }
     result.word_buffers = immediate_words;
     if (any_on_storage(result)) result.activation_buffers = kActivationBuffers;
-    if (request.train && !defers_all && everything + 2 * word <= request.host_budget) result.word_buffers += 2;
+    if (request.train && !defers_all && everything + 2 * word <= host_budget) result.word_buffers += 2;
     return result;
   }
   if (!request.storage && !request.staged && request.deferred_share > 0) {
@@ -98,16 +99,16 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     return arrange(layout, at_once);
   }
   if (!request.storage)
-    return too_small("--host-memory", request.host_budget, everything,
+    return too_small("--host-memory", request.host_budget, everything + request.host_workspace,
                      "or name a --storage folder to keep the state there");
   const int words_least = request.sums ? 4 : request.train ? 2 : 1, states_least = request.train ? 1 : 0;
   const std::uint64_t buffers = words_least * word + states_least * state;
-  move_to_storage(layout, request.host_budget, buffers, result);
+  move_to_storage(layout, host_budget, buffers, result);
   const std::uint64_t least = buffers + result.saved_on_host(layout) + result.activation_buffers * result.slot_bytes;
-  if (least > request.host_budget)
-    return too_small("--host-memory", request.host_budget, least,
+  if (least > host_budget)
+    return too_small("--host-memory", request.host_budget, least + request.host_workspace,
                      "a smaller --micro-batch moves smaller activations through it");
-  std::uint64_t host_left = request.host_budget - least;
+  std::uint64_t host_left = host_budget - least;
   result.word_buffers = words_least;
   result.state_buffers = states_least;
   // Buffers for overlap take at most half of what is left: two units' worth of words, four chunks of state.

@@ -10,6 +10,7 @@ namespace tierflow::swap {
 
 struct ArrangeRequest {
   std::uint64_t host_budget = 0;
+  std::uint64_t host_workspace = 0;  // of the host budget: for the client, besides what is arranged
   std::uint64_t device_budget = 0;
   std::uint64_t workspace = 0;  // of the device budget: for computing a stage, besides weights and gradients
   // By stage: bytes of one micro-batch's activations where the stage can keep them, 0 where it cannot. Empty: none can.

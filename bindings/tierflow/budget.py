@@ -78,6 +78,8 @@ class Plan:
     precision: "fp32-master+adam8" (6.03 bytes a parameter), "fp32-master+adam32" (12, the reference), "bf16-sr+adam8" (4.03).
     blocks: names of module classes that stream as one, where the elements of `ModuleList`s are not the right cut.
     trainable: False keeps a frozen base: no optimizer state, never written again. For LoRA.
+    base_precision: of a frozen base, how the weights of its linear layers are stored and streamed: "bf16", "int8", "nf4" or "nf4-double" (2, 1.02, 0.56, 0.52
+        bytes each). They are dense bf16 while their module runs.
     device: "cpu" or "cuda".
     micro_batches: for the prices that are printed.
     """
@@ -86,6 +88,7 @@ class Plan:
     precision: str = "fp32-master+adam8"
     blocks: Sequence[str] = ()
     trainable: bool = True
+    base_precision: str = "bf16"
     device: str = "cpu"
     micro_batches: int = 1
     seed: int = 0
@@ -96,6 +99,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise _native.UsageError(f"device is 'cpu' or 'cuda', not {self.device!r}")
+        if self.base_precision not in ("bf16", "int8", "nf4", "nf4-double"):
+            raise _native.UsageError(f"base_precision is 'bf16', 'int8', 'nf4' or 'nf4-double', not {self.base_precision!r}")
 
     def options(self) -> dict[str, Any]:
         budget = self.budget

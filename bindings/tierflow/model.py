@@ -45,7 +45,7 @@ def plan(
         raise _native.UsageError("give storage in the Budget")
     made = Plan(budget=budget, micro_batches=micro_batches, **options)
     module = source if isinstance(source, nn.Module) else _build(Path(source))
-    units, turns = cut(module, made.blocks, made.trainable).describe()
+    units, turns = cut(module, made.blocks, made.trainable, made.base_precision).describe()
     made.estimate = _native.plan(units, turns, made.options(), micro_batches)
     return made
 
@@ -85,7 +85,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     check_real(module)
     if plan.budget.storage:
         gc.collect()  # models that nobody refers to any more give their files up
-    cut_ = cut(module, plan.blocks, plan.trainable)
+    cut_ = cut(module, plan.blocks, plan.trainable, plan.base_precision)
     stored, made = _stored(module, cut_, Path(checkpoint)) if checkpoint is not None else ({}, {})
     tensors: dict[str, Any] = dict(made)
     for unit in cut_.units:

@@ -22,6 +22,7 @@ class Tensor:
     names: list[str]
     places: list[tuple[nn.Module, str]]
     moments_32: bool = False
+    format: str = "bf16"  # in which it is stored: what is frozen may have another one
     turns: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -34,7 +35,7 @@ class Unit:
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
 
     def describe(self) -> dict[str, Any]:
-        tensors = [{"name": t.names[0], "shape": list(t.parameter.shape), "moments_32": t.moments_32} for t in self.tensors]
+        tensors = [{"name": t.names[0], "shape": list(t.parameter.shape), "moments_32": t.moments_32, "format": t.format} for t in self.tensors]
         return {"name": self.name, "trainable": self.trainable, "tensors": tensors}
 
 
@@ -94,8 +95,18 @@ def find_turns(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Mo
     return found
 
 
-def cut(model: nn.Module, blocks: Sequence[str] = (), trainable: bool = True) -> Cut:
+def _store_linear_layers(tensors: Sequence[Tensor], turns: Sequence[tuple[str, nn.Module]], format: str) -> None:
+    """Weights of linear layers inside of a turn's module; a layer that is a module of its own, such as the head, stays as it is."""
+    for tensor in tensors:
+        inside = len(tensor.turns) == 1 and all(type(owner) is nn.Linear and owner is not turns[tensor.turns[0]][1] for owner, _ in tensor.places)
+        if inside and tensor.parameter.dim() == 2:
+            tensor.format = format
+
+
+def cut(model: nn.Module, blocks: Sequence[str] = (), trainable: bool = True, base_precision: str = "bf16") -> Cut:
     """Cuts a model. A parameter that several turns share, or none has, is a unit of its own."""
+    if base_precision != "bf16" and trainable:
+        raise _native.UsageError(f"base_precision={base_precision!r} is for a base that nobody trains: plan with trainable=False")
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise _native.UsageError(f"{name} is {parameter.dtype}: quantized and integer parameters cannot be streamed; load the model in bf16")
@@ -112,6 +123,7 @@ def cut(model: nn.Module, blocks: Sequence[str] = (), trainable: bool = True) ->
     for number, (_, module) in enumerate(turns):
         for parameter in module.parameters():
             tensors[id(parameter)].turns.append(number)
+    _store_linear_layers(list(tensors.values()), turns, base_precision)
     units: list[Unit] = []
     units_of: list[list[int]] = [[] for _ in turns]
     loose: list[tuple[str, nn.Module | None, list[int]]] = []

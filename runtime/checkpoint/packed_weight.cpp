@@ -11,6 +11,7 @@
 #include "runtime/base/files.h"
 #include "runtime/base/strict_json.h"
 #include "runtime/spec/weight_codes.h"
+#include "runtime/spec/weight_format.h"
 
 namespace tierflow {
 namespace {
@@ -200,6 +201,17 @@ class EightBits final : public PackedWeight {
       out = out.subspan(count);
       first += count;
     }
+  }
+
+  bool is_fp8() const override { return fp8_; }
+  std::vector<std::byte> read_fp8() const override {
+    const WeightLayout at = weight_layout(WeightFormat::fp8, shape_);
+    std::vector<std::byte> stored(at.bytes);
+    folder_.read(codes_, 0, std::span(stored).first(at.elements));
+    std::vector<float> scales((at.bytes - at.scales) / sizeof(float));
+    folder_.floats(scales_, 0, scales);
+    std::ranges::copy(std::as_bytes(std::span(scales)), stored.begin() + static_cast<std::ptrdiff_t>(at.scales));
+    return stored;
   }
 
  private:

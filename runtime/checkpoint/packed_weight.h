@@ -43,6 +43,9 @@ class PackedWeight {
   const std::vector<std::string>& parts() const { return parts_; }
   // Elements [first, first + out.size()), as fp32 products without another rounding. Any thread may call it.
   virtual void read(std::uint64_t first, std::span<float> out) const = 0;
+  // Whether it is FP8 in tiles; and then its bytes as WeightFormat::fp8 has them.
+  virtual bool is_fp8() const { return false; }
+  virtual std::vector<std::byte> read_fp8() const { return {}; }
 
  protected:
   std::vector<std::int64_t> shape_;

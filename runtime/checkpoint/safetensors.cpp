@@ -281,6 +281,15 @@ void Checkpoint::read_f32(std::string_view name, std::uint64_t first, std::span<
     impl_->read_plain(*entry, first, out);
 }
 
+bool Checkpoint::has_fp8(std::string_view name) const {
+  const TensorEntry* entry = find(name);
+  return entry != nullptr && entry->packed != nullptr && entry->packed->is_fp8();
+}
+
+std::vector<std::byte> Checkpoint::read_fp8(std::string_view name) const {
+  return find(name)->packed->read_fp8();
+}
+
 void Checkpoint::read_f32(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) const {
   read_f32(std::string_view(tensor.name), first + static_cast<std::uint64_t>(tensor.first_element()), out);
 }

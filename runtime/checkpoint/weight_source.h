@@ -1,8 +1,11 @@
 #pragma once
 // Where a model's first weights come from.
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <string>
+#include <vector>
 
 #include "runtime/spec/model_spec.h"
 
@@ -10,5 +13,18 @@ namespace tierflow {
 
 // Fills elements [first, first + out.size()) of a tensor with its initial fp32 values. Called from several threads.
 using WeightSource = std::function<void(const TensorSpec& tensor, std::uint64_t first, std::span<float> out)>;
+
+// Weights that a source has in a format already, of which they are taken as they are. has: whether it is so for the
+// tensor of that name. read: the stored bytes (weight_format.h) of one that it is so for.
+struct StoredSource {
+  std::function<bool(const std::string& name)> has;
+  std::function<std::vector<std::byte>(const TensorSpec& tensor)> read;
+};
+
+// The stored bytes of a frozen tensor in its format, which is not bf16: those that the source has in fp8, else made of
+// its values, piece by piece. fill: as `weights`, and may take several threads. Throws Exception (kind input) naming
+// the tensor.
+std::vector<std::byte> stored_weight(const TensorSpec& tensor, const StoredSource& stored,
+                                     const std::function<void(std::uint64_t first, std::span<float> out)>& fill);
 
 }  // namespace tierflow

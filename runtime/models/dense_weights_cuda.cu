@@ -23,6 +23,12 @@ __device__ std::uint16_t rounded(float value) {
   return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
 }
 
+__device__ std::uint16_t rounded_away(float value) {
+  const std::uint32_t bits = __float_as_uint(value);
+  if ((bits & weights::kMagnitude) > weights::kInfinity) return weights::kNan;
+  return static_cast<std::uint16_t>((bits + 0x8000U) >> 16);
+}
+
 __device__ float e4m3(std::uint32_t code) {
   const std::uint32_t magnitude = code & 0x7fU, sign = (code & 0x80U) << 24;
   if (magnitude == 0x7fU) return __uint_as_float(0x7fc00000U | sign);
@@ -88,16 +94,17 @@ template <WeightFormat format>
 __global__ __launch_bounds__(kThreads) void widen_all(Stored stored, std::uint16_t* words) {
   const std::uint64_t first = (std::uint64_t{blockIdx.x} * kThreads + threadIdx.x) * kEach;
   if (first >= stored.at.elements) return;
+  const auto word = [](float value) { return format == WeightFormat::fp8 ? rounded_away(value) : rounded(value); };
   float values[kEach];
   widen<format>(stored, first, values);
   if (first + kEach <= stored.at.elements) {
     std::uint32_t pairs[kEach / 2];
 #pragma unroll
     for (unsigned i = 0; i < kEach / 2; ++i)
-      pairs[i] = rounded(values[2 * i]) | static_cast<std::uint32_t>(rounded(values[2 * i + 1])) << 16;
+      pairs[i] = word(values[2 * i]) | static_cast<std::uint32_t>(word(values[2 * i + 1])) << 16;
     *reinterpret_cast<uint4*>(words + first) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   } else {
-    for (unsigned i = 0; i < stored.at.elements - first; ++i) words[first + i] = rounded(values[i]);
+    for (unsigned i = 0; i < stored.at.elements - first; ++i) words[first + i] = word(values[i]);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "runtime/base/exception.h"
+#include "runtime/planning/loading.h"
 #include "runtime/planning/update_scratch.h"
 #include "swap/check.h"
 #include "swap/planner.h"
@@ -61,7 +62,9 @@ std::uint64_t ComputeNeeds::expected(const swap::Arrangement& arrangement) const
 }
 
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
-  SessionPlan plan{.packed = pack(spec, options.precision), .workspace = needs.workspace(options.micro_batches)};
+  SessionPlan plan{.packed = pack(spec, options.precision),
+                   .workspace = needs.workspace(options.micro_batches) + (options.train ? gradient_bytes(spec) : 0),
+                   .loading = loading_bytes(spec)};
   std::vector<swap::UnitShape> shapes;
   for (const PackedUnit& unit : plan.packed.units) shapes.push_back(unit.shape);
   std::vector<swap::StageShape> stages = plan.packed.stages;
@@ -72,6 +75,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
       options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory));
   plan.arrangement =
       value_or_throw(swap::arrange(*plan.layout, {.host_budget = options.host_memory,
+                                                  .host_workspace = plan.loading,
                                                   .device_budget = options.device_memory,
                                                   .workspace = plan.workspace + needs.device_fixed,
                                                   .activation_bytes = needs.activation_bytes,
@@ -120,6 +124,7 @@ std::string store_identity(const ModelSpec& spec, const SessionOptions& options)
   if (!spec.adapter_config_json.empty()) identity["adapter"] = spec.adapter_config_json;
   if (!spec.trainable_json.empty()) identity["trainable"] = spec.trainable_json;
   if (spec.base_format != WeightFormat::bf16) identity["base"] = weight_format_name(spec.base_format);
+  if (!spec.base_plain.empty()) identity["base_plain"] = spec.base_plain;
   return identity.dump();
 }
 

@@ -48,12 +48,15 @@ struct SessionPlan {
   std::unique_ptr<swap::Layout> layout;
   swap::Arrangement arrangement;
   std::uint64_t workspace = 0;                  // of the device budget
+  std::uint64_t loading = 0;                    // of the host budget: loading_bytes()
   bool stored = false;                          // storage holds anything at all
   int commit_every = 0;                         // as the option; 0 where there is no storage or no room
   std::uint64_t deferred_parameters = 0;        // of the trainable ones: whose update is deferred
   std::uint64_t device_updated_parameters = 0;  // and whose runs on the device
   WriteCost writes;
 
+  // Host memory that the session takes at most.
+  std::uint64_t host_bytes() const { return arrangement.host_bytes(*layout) + loading; }
   bool defers() const { return deferred_parameters != 0; }
 };
 

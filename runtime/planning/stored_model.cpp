@@ -20,6 +20,7 @@ ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) 
   like.adapter_config_json = identity.value("adapter", "");
   like.trainable_json = identity.value("trainable", "");
   like.base_format = parse_weight_format(identity.value("base", "bf16"));
+  like.base_plain = identity.value("base_plain", std::vector<std::string>());
   train_as(spec, like);
   return spec;
 }

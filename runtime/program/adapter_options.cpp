@@ -101,8 +101,9 @@ void add_layers(OptionTable& table, AdapterConfig& config) {
 }  // namespace
 
 void add_base_precision(OptionTable& table, std::string& precision) {
-  table.choice("base-precision", precision, {"bf16", "int8", "nf4", "nf4-double"},
-               "how the weights beside the adapters are stored and streamed: 2, 1.02, 0.56 or 0.52 bytes each");
+  table.choice("base-precision", precision, {"bf16", "fp8", "int8", "nf4", "nf4-double"},
+               "how the weights beside the adapters are stored and streamed: 2, 1 (as a folder in FP8 has them), 1.02, "
+               "0.56 or 0.52 bytes each");
 }
 
 void add_trained_rows(OptionTable& table, TrainOptions& o) {
@@ -136,9 +137,9 @@ void add_adapter_rows(OptionTable& table, TrainOptions& o) {
   table.number("loraplus-lr-ratio", o.loraplus_lr_ratio, 0, 1e6,
                "the learning rate of B is so many times A's (LoRA+; 1: LoRA)");
   table.add({.name = "init",
-             .value_name = "default|pissa|pissa_niter_N|olora",
+             .value_name = "default|pissa|pissa_niter_N|olora|lora-ga",
              .help = "first values: with a product of zero; or factors of the weights, by SVD (whole, or randomised "
-                     "with N iterations) or QR",
+                     "with N iterations) or QR; or of their gradient in the first step",
              .set = [&config](const auto& words) { set_adapter_init(config, words.front()); },
              .get = [&config] { return OrderedJson(adapter_init_name(config)); }});
   table.add({.name = "modules-to-save",

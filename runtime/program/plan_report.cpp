@@ -215,7 +215,7 @@ PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& 
                   kept_carries(plan) + kept_activations(plan, needs);
   memory.device =
       std::min(memory.device, session.device_memory);  // torch gives back what it keeps before it takes more
-  memory.host = plan.arrangement.host_bytes(*plan.layout);
+  memory.host = plan.host_bytes();
   memory.process = model.process_bytes + memory.host + (session.device == "cuda" ? 0 : memory.device);
   return memory;
 }
@@ -252,7 +252,8 @@ Json plan_json(const PlannedRun& run) {
           {"storage", storage},
           {"host",
            {{"budget", run.session.host_memory},
-            {"used", at.host_bytes(layout)},
+            {"used", run.placement.plan.host_bytes()},
+            {"loading", run.placement.plan.loading},
             {"buffers", at.buffer_bytes(layout)},
             {"resident", at.resident_bytes(layout)},
             {"activations", at.saved_on_host(layout)},

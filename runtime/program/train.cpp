@@ -55,6 +55,10 @@ class Training {
     out_.check_space();  // once more: the store lies on the same drive, it may be
     log_.begin();
     std::int64_t step = begun_ = session_->steps();
+    if (session_->waits_for_gradient()) {
+      log_.say("first values of the adapters: from the gradient of the first step's batch");
+      session_->begin_with_gradient(batches_of(0));
+    }
     if (step == 0) evaluate(0, result_.held_out_before);
     if (!session_->remembered().empty()) recall();
     result_.held_out_after = result_.held_out_before;
@@ -309,11 +313,16 @@ class Training {
     }
   }
 
-  void train_step(std::int64_t step) {
+  std::vector<MicroBatch> batches_of(std::int64_t step) const {
     std::vector<MicroBatch> batches;
     for (std::int64_t i = 0; i < options_.micro_batches; ++i)
       batches.push_back(micro_batch(data_, Sequences::training, step * per_step_ + i * options_.micro_batch,
                                     options_.micro_batch, options_.sequence_length));
+    return batches;
+  }
+
+  void train_step(std::int64_t step) {
+    const std::vector<MicroBatch> batches = batches_of(step);
     trace_.begin_step(*session_);
     const double lr = learning_rate(options_, step, steps_);
     forecast_.begin_step(*session_);

@@ -3,8 +3,24 @@
 #include <fmt/format.h>
 
 #include "runtime/base/exception.h"
+#include "runtime/checkpoint/safetensors.h"
 
 namespace tierflow {
+namespace {
+
+void set_base(ModelSpec& spec, const TrainOptions& options) {
+  const WeightFormat format = parse_weight_format(options.base_precision);
+  std::vector<std::string> plain;
+  if (format == WeightFormat::fp8) {
+    if (options.model.empty())
+      throw Exception(io::ErrorKind::usage, "--base-precision fp8 keeps what a folder holds: give it as --model");
+    const Checkpoint folder = Checkpoint::open(options.model);
+    plain = plain_beside_fp8(spec, [&](const std::string& name) { return folder.has_fp8(name); });
+  }
+  set_base_format(spec, format, plain);
+}
+
+}  // namespace
 
 std::vector<std::pair<std::string, double>> learning_rate_scales(const TrainOptions& options) {
   std::vector<std::pair<std::string, double>> scales = options.lr_scales;
@@ -18,7 +34,7 @@ ModelSpec training_spec(const TrainOptions& options) {
     throw Exception(io::ErrorKind::usage, fmt::format("--sequence-length {} exceeds the model's {} positions",
                                                       options.sequence_length, spec.config.max_positions));
   if (options.method == "lora") {
-    set_base_format(spec, parse_weight_format(options.base_precision));
+    set_base(spec, options);
     add_adapters(spec, options.adapter.empty() ? options.lora : read_adapter_config(options.adapter));
     check_first_factors(spec);
   } else {

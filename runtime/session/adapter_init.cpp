@@ -4,170 +4,158 @@
 
 #include <algorithm>
 #include <cmath>
-#include <deque>
-#include <future>
 #include <map>
+#include <memory>
 #include <mutex>
-#include <tuple>
+#include <utility>
 
+#include "optim/adamw.h"
 #include "runtime/base/exception.h"
-#include "runtime/checkpoint/init.h"
+#include "runtime/session/adapter_factors.h"
 #include "runtime/spec/adapters.h"
 
 namespace tierflow {
 namespace {
 
-// W [out, in], as the base holds it.
-torch::Tensor values_of(const TensorSpec& weight, bool transposed, const WeightSource& weights) {
-  torch::Tensor values = torch::empty(weight.shape, torch::kFloat32);
-  const std::span<float> all(values.data_ptr<float>(), static_cast<std::size_t>(values.numel()));
-  weights(weight, 0, all);
-  torch::Tensor words = values.to(torch::kBFloat16);
-  if (weight.format != WeightFormat::bf16) {
-    Quantiser quantiser(weight.format, weight.shape);
-    quantiser.add(all);
-    dequantise(weight.format, weight.shape, quantiser.finish(), 0,
-               {static_cast<std::uint16_t*>(words.data_ptr()), all.size()});
-  }
-  values = words.to(torch::kFloat32);
-  return transposed ? values.t().contiguous() : values;
-}
+constexpr std::uint64_t kPiece = 1 << 14;  // elements
 
-// Of one layer, row by row.
-struct Factors {
-  std::vector<float> a, b;
-};
+std::map<std::string, int> units_of_modules(const ModelSpec& spec) {
+  std::map<std::string, int> units;
+  for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
+    for (const TensorSpec& tensor : spec.units[unit].tensors)
+      if (const std::string module = linear_module(tensor); !module.empty())
+        units.emplace(module, static_cast<int>(unit));
+  return units;
+}
 
 class BaseFactors {
  public:
-  BaseFactors(const ModelSpec& spec, const AdapterConfig& config, std::uint64_t seed, WeightSource weights)
-      : init_(config.init),
-        iterations_(config.pissa_iterations),
-        seed_(seed),
+  BaseFactors(const ModelSpec& spec, const AdapterConfig& config, std::uint64_t seed, BaseValues base)
+      : config_(config),
         transposed_(has_transposed_weights(spec)),
-        weights_(std::move(weights)) {
+        base_(std::move(base)),
+        units_(units_of_modules(spec)) {
     check_first_factors(spec);
     for (const UnitSpec& unit : spec.units)
-      for (const TensorSpec& tensor : unit.tensors) {
-        if (const std::string module = linear_module(tensor); !module.empty()) {
-          Layer& layer = layers_[module];
-          if (adapter_part(tensor) == AdapterPart::none) layer.weight = tensor;
-          if (adapter_part(tensor) != AdapterPart::b) continue;
-          layer.rank = tensor.shape[1];
-          layer.scale = tensor.scale;
+      for (const TensorSpec& tensor : unit.tensors)
+        if (adapter_part(tensor) == AdapterPart::b) {
+          const std::string module = linear_module(tensor);
+          layers_[module] = {
+              .name = base_.weight(module).name, .rank = tensor.shape[1], .scale = tensor.scale, .seed = seed};
         }
-      }
   }
 
   void read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    if (config_.init == AdapterInit::lora_ga) {
+      std::ranges::fill(out, 0.0F);
+      return;
+    }
     const std::string module = linear_module(tensor);
     const AdapterPart part = adapter_part(tensor);
     const std::scoped_lock lock(mutex_);
-    auto found = std::ranges::find(recent_, module, &std::pair<std::string, Factors>::first);
-    if (found == recent_.end()) {
-      // A thread of its own: LAPACK's bits depend on the number of threads, which may differ among the callers.
-      Factors factors = std::async(std::launch::async, [&] { return factors_of(layers_.at(module)); }).get();
-      recent_.emplace_front(module, std::move(factors));
-      if (recent_.size() > kRecent) recent_.pop_back();
-      found = recent_.begin();
-    }
+    // A unit's tensors come group by group, so that a layer's factors are wanted more than once.
+    if (std::exchange(unit_, units_.at(module)) != units_.at(module)) factors_.clear();
+    auto found = factors_.find(module);
+    if (found == factors_.end()) found = factors_.emplace(module, factors_of(module)).first;
     const bool left = part == AdapterPart::b || part == AdapterPart::initial_b;
-    std::copy_n((left ? found->second.b : found->second.a).begin() + static_cast<std::ptrdiff_t>(first), out.size(),
-                out.begin());
+    const auto words = std::span(left ? found->second.b : found->second.a).subspan(first, out.size());
+    std::ranges::transform(words, out.begin(), optim::float_from_bf16);
   }
 
-  const WeightSource& weights() const { return weights_; }
+  const WeightSource& weights() const { return base_.weights(); }
 
  private:
-  struct Layer {
-    TensorSpec weight;
-    std::int64_t rank = 0;
-    double scale = 1;
-  };
-  // More than a unit has: its tensors come group by group, so that a layer's factors are wanted more than once.
-  static constexpr std::size_t kRecent = 16;
-
-  Factors factors_of(const Layer& layer) const {
-    const torch::NoGradGuard no_grad;
-    const torch::Tensor w = values_of(layer.weight, transposed_, weights_);
-    if (!w.isfinite().all().item<bool>())
-      fail(io::ErrorKind::input, layer.weight.name, "is not finite: adapters cannot begin with its factors");
-    torch::Tensor a, b;
-    if (init_ == AdapterInit::pissa) {
-      const auto [u, s, vh] = iterations_ > 0 ? randomised(layer, w) : torch::linalg_svd(w, /*full_matrices=*/false);
-      const torch::Tensor root = (s.narrow(0, 0, layer.rank) / layer.scale).sqrt();
-      a = root.unsqueeze(1) * vh.narrow(0, 0, layer.rank);
-      b = u.narrow(1, 0, layer.rank) * root;
-    } else {
-      // The first columns of Q are those of the first columns of W; and R = Q^T W.
-      b = std::get<0>(torch::linalg_qr(w.narrow(1, 0, layer.rank)));
-      a = torch::mm(b.t(), w);
-    }
-    return {.a = rounded(a), .b = rounded(b)};
+  Factors factors_of(const std::string& module) const {
+    const TensorSpec& weight = base_.weight(module);
+    torch::Tensor w = torch::empty(weight.shape, torch::kFloat32);
+    auto* next = w.data_ptr<float>();
+    base_.each(weight, [&](std::span<const float> values) {
+      if (!std::ranges::all_of(values, [](float value) { return std::isfinite(value); }))
+        fail(io::ErrorKind::input, weight.name, "is not finite: adapters cannot begin with its factors");
+      next = std::copy(values.begin(), values.end(), next);
+    });
+    return factors_of_weight(transposed_ ? w.t() : w, config_, layers_.at(module));
   }
 
-  std::tuple<torch::Tensor, torch::Tensor, torch::Tensor> randomised(const Layer& layer, const torch::Tensor& w) const {
-    const std::int64_t wide = std::min({layer.rank + 8, w.size(0), w.size(1)});
-    torch::Tensor range = torch::empty({w.size(1), wide}, torch::kFloat32);
-    const TensorSpec normal{.name = layer.weight.name, .shape = {w.size(1), wide}, .init_std = 1};
-    initial_values(normal, seed_, 0, {range.data_ptr<float>(), static_cast<std::size_t>(range.numel())});
-    const auto basis = [](const torch::Tensor& of) { return std::get<0>(torch::linalg_qr(of)); };
-    range = basis(torch::mm(w, range));
-    for (std::int64_t i = 0; i < iterations_; ++i) range = basis(torch::mm(w, basis(torch::mm(w.t(), range))));
-    const auto [u, s, vh] = torch::linalg_svd(torch::mm(range.t(), w), /*full_matrices=*/false);
-    return {torch::mm(range, u), s, vh};
-  }
-
-  static std::vector<float> rounded(const torch::Tensor& values) {
-    const torch::Tensor words = values.to(torch::kBFloat16).to(torch::kFloat32).contiguous();
-    const auto* const first = words.const_data_ptr<float>();
-    return {first, first + words.numel()};
-  }
-
-  const AdapterInit init_;
-  const std::int64_t iterations_;
-  const std::uint64_t seed_;
+  const AdapterConfig config_;
   const bool transposed_;
-  const WeightSource weights_;
-  std::map<std::string, Layer> layers_;  // by module
+  const BaseValues base_;
+  const std::map<std::string, int> units_;
+  std::map<std::string, FactorsOf> layers_;  // by module
   std::mutex mutex_;
-  std::deque<std::pair<std::string, Factors>> recent_;
+  int unit_ = -1;  // whose factors are there
+  std::map<std::string, Factors> factors_;
 };
 
 }  // namespace
 
-WeightSource adapters_from_base(const ModelSpec& spec, const AdapterConfig& config, std::uint64_t seed,
-                                WeightSource weights) {
-  const auto factors = std::make_shared<BaseFactors>(spec, config, seed, std::move(weights));
-  return [factors](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-    if (adapter_part(tensor) == AdapterPart::none) return factors->weights()(tensor, first, out);
-    factors->read(tensor, first, out);
-  };
-}
-
-RowLengths::RowLengths(const ModelSpec& spec, WeightSource weights)
-    : transposed_(has_transposed_weights(spec)), weights_(std::move(weights)) {
+BaseValues::BaseValues(const ModelSpec& spec, WeightSource weights, StoredSource stored)
+    : weights_(std::move(weights)), stored_(std::move(stored)) {
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors)
       if (const std::string module = linear_module(tensor); !module.empty() && !is_adapter(tensor))
         layers_.emplace(module, tensor);
 }
 
+void BaseValues::each(const TensorSpec& weight, const std::function<void(std::span<const float>)>& use) const {
+  const auto elements = static_cast<std::uint64_t>(weight.elements());
+  std::vector<float> values(std::min(kPiece, elements));
+  std::vector<std::uint16_t> words(values.size());
+  std::vector<std::byte> stored;
+  if (weight.format != WeightFormat::bf16)
+    stored = stored_weight(weight, stored_,
+                           [&](std::uint64_t first, std::span<float> out) { weights_(weight, first, out); });
+  for (std::uint64_t first = 0; first < elements; first += values.size()) {
+    const std::uint64_t count = std::min<std::uint64_t>(values.size(), elements - first);
+    if (stored.empty()) {
+      weights_(weight, first, {values.data(), count});
+      std::transform(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(count), words.begin(),
+                     optim::bf16_from_float);
+    } else {
+      dequantise(weight.format, weight.shape, stored, first, {words.data(), count});
+    }
+    std::transform(words.begin(), words.begin() + static_cast<std::ptrdiff_t>(count), values.begin(),
+                   optim::float_from_bf16);
+    use({values.data(), count});
+  }
+}
+
+WeightSource adapters_from_base(const ModelSpec& spec, const AdapterConfig& config, std::uint64_t seed,
+                                BaseValues base) {
+  const auto factors = std::make_shared<BaseFactors>(spec, config, seed, std::move(base));
+  return [factors](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    if (adapter_part(tensor) == AdapterPart::none) return factors->weights()(tensor, first, out);
+    factors->read(tensor, first, out);
+  };
+}
+
+RowLengths::RowLengths(const ModelSpec& spec, BaseValues base)
+    : transposed_(has_transposed_weights(spec)), base_(std::move(base)), units_(units_of_modules(spec)) {}
+
+std::vector<float> RowLengths::lengths_of(const TensorSpec& weight) const {
+  const auto columns = static_cast<std::size_t>(weight.shape[1]);
+  std::vector<double> squares(static_cast<std::size_t>(weight.shape[transposed_ ? 1 : 0]));
+  std::size_t row = 0, column = 0;
+  base_.each(weight, [&](std::span<const float> values) {
+    for (const float value : values) {
+      squares[transposed_ ? column : row] += static_cast<double>(value) * static_cast<double>(value);
+      if (++column != columns) continue;
+      column = 0;
+      ++row;
+    }
+  });
+  std::vector<float> lengths(squares.size());
+  std::ranges::transform(squares, lengths.begin(), [](double sum) { return static_cast<float>(std::sqrt(sum)); });
+  return lengths;
+}
+
 void RowLengths::read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
   const std::string module = linear_module(tensor);
   const std::scoped_lock lock(mutex_);
-  std::vector<float>& lengths = lengths_[module];
-  if (lengths.empty()) {
-    const torch::Tensor w = values_of(layers_.at(module), transposed_, weights_);
-    const auto columns = static_cast<std::size_t>(w.size(1));
-    const auto* row = w.const_data_ptr<float>();
-    for (std::int64_t i = 0; i < w.size(0); ++i, row += columns) {
-      double sum = 0;
-      for (std::size_t j = 0; j < columns; ++j) sum += static_cast<double>(row[j]) * static_cast<double>(row[j]);
-      lengths.push_back(static_cast<float>(std::sqrt(sum)));
-    }
-  }
-  std::copy_n(lengths.begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
+  if (std::exchange(unit_, units_.at(module)) != units_.at(module)) lengths_.clear();
+  auto found = lengths_.find(module);
+  if (found == lengths_.end()) found = lengths_.emplace(module, lengths_of(base_.weight(module))).first;
+  std::copy_n(found->second.begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
 }
 
 }  // namespace tierflow

@@ -1,5 +1,6 @@
 #pragma once
 // The first values of adapters that have them from the weights beside which they stand.
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -10,32 +11,46 @@
 
 namespace tierflow {
 
-// For the adapters of `spec`, first values A0 and B0 of each layer's W [out, in], of rank r and with the adapter's
-// scale s, rounded to bf16:
-//   pissa: of the singular value decomposition W = U S V^T the r largest, A0 = sqrt(S_r / s) V_r^T and
-//          B0 = U_r sqrt(S_r / s) (Meng et al., PiSSA, 2024). With iterations, of the randomised decomposition (Halko,
-//          Martinsson, Tropp, Finding structure with randomness, 2011, algorithms 4.4 and 5.1), r + 8 wide;
-//   olora: of W = Q R the first r columns of Q and rows of R, B0 = Q_r and A0 = R_r (Büyükakyüz, OLoRA, 2024).
-// W is what the base holds in its format. Both are LAPACK's, in fp32, on the CPU: the same bits for the same W, seed
-// and number of threads. Other tensors have their values from `weights`. Takes memory for one W and what its
-// decomposition needs, and for the factors of a few layers. The source throws Exception (kind input) naming the weight,
-// where it is not finite.
-WeightSource adapters_from_base(const ModelSpec& spec, const AdapterConfig& config, std::uint64_t seed,
-                                WeightSource weights);
+// The values of the linear layers of a model, as its base holds them in its format.
+class BaseValues {
+ public:
+  // spec: with the base's formats. The sources are of the base.
+  BaseValues(const ModelSpec& spec, WeightSource weights, StoredSource stored);
+  const TensorSpec& weight(const std::string& module) const { return layers_.at(module); }
+  const WeightSource& weights() const { return weights_; }
+  // Hands on the values of a layer's weight in its own order, in pieces that are changed by the next. Holds a piece
+  // and, of a format, the stored bytes.
+  void each(const TensorSpec& weight, const std::function<void(std::span<const float> values)>& use) const;
 
-// The lengths of the rows [out] of each layer's W, as the base holds it: summed in fp64, row by row.
+ private:
+  const WeightSource weights_;
+  const StoredSource stored_;
+  std::map<std::string, TensorSpec> layers_;  // weights by module
+};
+
+// For the adapters of `spec`, first values A0 and B0 of each layer's W as adapter_factors.h says; before lora_ga has
+// its gradient, zeros. Other tensors have their values from `base`. Takes memory for one W and what its decomposition
+// needs, and for the factors of a unit. The source throws Exception (kind input) naming the weight, where it is not
+// finite.
+WeightSource adapters_from_base(const ModelSpec& spec, const AdapterConfig& config, std::uint64_t seed,
+                                BaseValues base);
+
+// The lengths of the rows [out] of each layer's W, as the base holds it: summed in fp64, row by row. Of one unit at
+// once.
 class RowLengths {
  public:
-  // spec: with the base's formats. weights: of the base.
-  RowLengths(const ModelSpec& spec, WeightSource weights);
+  RowLengths(const ModelSpec& spec, BaseValues base);
   // Elements [first, first + out.size()) of those beside which the adapter's tensor stands. Any thread may call it.
   void read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out);
 
  private:
+  std::vector<float> lengths_of(const TensorSpec& weight) const;
+
   const bool transposed_;
-  const WeightSource weights_;
-  std::map<std::string, TensorSpec> layers_;  // weights by module
+  const BaseValues base_;
+  std::map<std::string, int> units_;  // by module
   std::mutex mutex_;
+  int unit_ = -1;  // whose lengths are there
   std::map<std::string, std::vector<float>> lengths_;
 };
 

@@ -24,7 +24,7 @@ Model adapted(const Model& base, const AdapterConfig& config, WeightSource adapt
 // With the lengths of the base's rows where DoRA wants them: `model` has magnitudes as PEFT has them, and these become
 // what is to be added to those lengths. fresh: they have none yet, and nothing is to be added.
 Model with_lengths(Model model, const Model& base, bool fresh) {
-  const auto lengths = std::make_shared<RowLengths>(model.spec(), base.weights);
+  const auto lengths = std::make_shared<RowLengths>(model.spec(), BaseValues(model.spec(), base.weights, base.stored));
   model.weights = [lengths, fresh, weights = std::move(model.weights)](const TensorSpec& tensor, std::uint64_t first,
                                                                        std::span<float> out) {
     const AdapterPart part = adapter_part(tensor);
@@ -43,7 +43,7 @@ Model with_lengths(Model model, const Model& base, bool fresh) {
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed) {
   if (config.init != AdapterInit::standard) {
     Model model = adapted(base, config, {});
-    model.weights = adapters_from_base(model.spec(), config, seed, base.weights);
+    model.weights = adapters_from_base(model.spec(), config, seed, {model.spec(), base.weights, base.stored});
     return model;
   }
   Model model =

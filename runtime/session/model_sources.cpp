@@ -24,11 +24,13 @@ Model changed(const Model& model, std::string_view what, const std::function<voi
                     std::string(what) + " are for the models of load() and from_config(), not for layers of one's own");
   ModelSpec spec = model.spec();
   change(spec);
-  return {make_model(std::move(spec)), model.weights};
+  return {make_model(std::move(spec)), model.weights, model.stored};
 }
 
 Model with_base_format(const Model& model, WeightFormat format) {
-  return changed(model, "weights of other formats", [&](ModelSpec& spec) { set_base_format(spec, format); });
+  std::vector<std::string> plain;
+  if (format == WeightFormat::fp8) plain = plain_beside_fp8(model.spec(), model.stored.has);
+  return changed(model, "weights of other formats", [&](ModelSpec& spec) { set_base_format(spec, format, plain); });
 }
 
 Model with_trainable(const Model& model, const TrainableConfig& config) {
@@ -47,7 +49,9 @@ Model load(const std::filesystem::path& folder) {
   return {make_model(std::move(spec)),
           [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
             checkpoint->read_f32(tensor, first, out);
-          }};
+          },
+          {.has = [checkpoint](const std::string& name) { return checkpoint->has_fp8(name); },
+           .read = [checkpoint](const TensorSpec& tensor) { return checkpoint->read_fp8(tensor.name); }}};
 }
 
 }  // namespace tierflow

@@ -30,7 +30,7 @@ auto guarded(swap::Executor& executor, Work work) {
 
 Session::Session(Model model, SessionOptions options, AdamW adamw, const Progress& progress)
     : impl_(std::make_unique<Impl>(std::move(model.layers), std::move(options), adamw)) {
-  impl_->set_up(model.weights, progress);
+  impl_->set_up(model.weights, model.stored, progress);
 }
 
 Session::~Session() = default;
@@ -39,6 +39,12 @@ StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
   const StepResult result = guarded(impl_->executor(), [&] { return impl_->step(batches, lr); });
   impl_->throw_if_out_of_memory();
   return result;
+}
+bool Session::waits_for_gradient() const {
+  return impl_->waits_for_gradient;
+}
+void Session::begin_with_gradient(const std::vector<MicroBatch>& batches) {
+  guarded(impl_->executor(), [&] { impl_->begin_with_gradient(batches); });
 }
 Evaluation Session::evaluate(const std::vector<MicroBatch>& batches) {
   return evaluate(static_cast<std::int64_t>(batches.size()), [&](std::int64_t index) { return batches[index]; });
@@ -112,7 +118,7 @@ MemoryUse Session::memory() const {
           .device_peak = impl_->plan.arrangement.device_bytes() + impl_->torch_memory.fixed() +
                          impl_->torch_memory.stats().peak_held,
           .host_budget = impl_->options.host_memory,
-          .host_used = impl_->plan.arrangement.host_bytes(*impl_->plan.layout),
+          .host_used = impl_->plan.host_bytes(),
           .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->storage_bytes()};
 }
 
@@ -136,6 +142,8 @@ std::uint64_t Session::Impl::writes_of_next_step() const {
 StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
   const auto started = std::chrono::steady_clock::now();
   check_batches(batches, true);
+  if (waits_for_gradient)
+    throw Exception(io::ErrorKind::usage, "the adapters have no first values yet: begin_with_gradient() makes them");
   const torch::NoGradGuard no_grad;
   const bool commits = plan.commit_every != 0 && steps != committed_steps && steps % plan.commit_every == 0;
   std::string progress = progress_json();

@@ -49,6 +49,7 @@ struct HeadScores;
 struct Model {
   std::shared_ptr<LayeredModel> layers;
   WeightSource weights;
+  StoredSource stored = {};  // of load(): what its folder has in a format that can be kept
   const ModelSpec& spec() const;
 };
 
@@ -64,7 +65,8 @@ Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_
 Model with_adapters(const Model& base, const std::filesystem::path& adapter);
 
 // One of load() or with_adapters() with the weights of its blocks' linear layers frozen, and stored in `format`. They
-// are brought into it when a session begins.
+// are brought into it when a session begins; but fp8 is of load()'s folder, whose other weights stay in bf16. Throws
+// Exception (kind usage) where it has none.
 Model with_base_format(const Model& model, WeightFormat format);
 
 // One of load() or from_config() of which a part is trained, the rest frozen (spec/trainable.h).
@@ -91,6 +93,11 @@ class Session {
   // of the step before. Without clipping this holds as long as no update of the step has run.
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
   StepResult step(const std::vector<MicroBatch>& batches) { return step(batches, adamw_lr()); }
+  // Adapters whose first values come from the gradient of the base (AdapterInit::lora_ga): whether they have none yet,
+  // and makes them of the gradient of the mean loss over options.micro_batches micro-batches. The base streams as in a
+  // step; nothing else changes. After an exception the session can only be destroyed, and what it committed is nothing.
+  bool waits_for_gradient() const;
+  void begin_with_gradient(const std::vector<MicroBatch>& batches);
   // Loss and accuracy over the micro-batches, forward only.
   Evaluation evaluate(const std::vector<MicroBatch>& batches);
   // The same, to the bit, over `count` micro-batches made as they are needed: options().micro_batches of them exist at

@@ -131,8 +131,8 @@ std::string Session::describe() const {
       " of workspace in " + mib(impl.options.device_memory) +
       (keeping == 0 ? "" : ", " + std::to_string(keeping) + " layers' micro-batches keep their activations") +
       (swapping == 0 ? "" : ", " + std::to_string(swapping) + " swap theirs") +
-      "; host: " + mib(impl.plan.arrangement.host_bytes(*impl.plan.layout)) + " of " + mib(impl.options.host_memory) +
-      ", in it " + share(impl.plan.arrangement.hi_resident, false) + " of the weights";
+      "; host: " + mib(impl.plan.host_bytes()) + " of " + mib(impl.options.host_memory) + ", in it " +
+      share(impl.plan.arrangement.hi_resident, false) + " of the weights";
   if (impl.options.train) text += ", " + share(impl.plan.arrangement.state_resident) + " of the optimizer state";
   if (impl.plan.arrangement.staged)
     text += ", " + share(impl.plan.arrangement.gradient_resident) + " of the staged gradients";

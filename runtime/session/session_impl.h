@@ -6,6 +6,7 @@
 #include "runtime/device/tensor_slot.h"
 #include "runtime/models/dense_weights.h"
 #include "runtime/models/layered_model.h"
+#include "runtime/session/gradient_init.h"
 #include "runtime/session/session.h"
 #include "runtime/session/stage_probe.h"
 #include "runtime/state/streamed_state.h"
@@ -18,7 +19,8 @@ struct Session::Impl {
   ~Impl();  // removes the store, also of a session that failed to start, unless it was committed
 
   // session_setup.cpp
-  void set_up(const WeightSource& weights, const Progress& progress);
+  void set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress);
+  std::uint64_t torch_bytes() const;
   ProbedModel probe();
   void check_write_limit() const;
   void make_store(const std::string& identity);
@@ -43,6 +45,9 @@ struct Session::Impl {
   std::vector<Shared> share(const std::vector<MicroBatch>& batches) const;
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
   void seed_random(int stage, int micro_batch) const;
+
+  // gradient_init.cpp
+  void begin_with_gradient(const std::vector<MicroBatch>& batches);
 
   // session_passes.cpp
   Weights weights(const swap::Entered& entered);
@@ -78,6 +83,8 @@ struct Session::Impl {
   };
   std::map<std::pair<int, int>, Saved> in_slot;
   Weights dense;  // of the visit at hand, where some of its weights are stored in other formats than bf16
+  bool waits_for_gradient = false;              // the adapters have no first values yet
+  std::unique_ptr<GradientInit> gradient_init;  // while they get them
   std::int64_t steps = 0, skipped = 0;
   bool pending = false;  // deferred updates of the step before have not run yet
   std::int64_t pending_step = 0, updates_done = 0;

@@ -145,12 +145,14 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
           made = model->restore(stage, bound, input, shared[micro_batch],
                                 tensors_in_slot(activations_in(entered.slot, stage),
                                                 std::exchange(found->second.activations, {}), torch_device));
-        const Gradients gradients = gradients_of(entered, micro_batch);
+        Gradients gradients = gradients_of(entered, micro_batch);
+        if (gradient_init != nullptr) gradient_init->bind(stage, micro_batch, gradients);
         carries[micro_batch] =
             made == nullptr
                 ? model->backward(stage, bound, gradients, input, shared[micro_batch], d_out)
                 : model->backward_kept(stage, bound, gradients, input, shared[micro_batch], d_out, std::move(made));
         saved[stage][micro_batch].clear();
+        if (gradient_init != nullptr && micro_batch + 1 == static_cast<int>(shared.size())) gradient_init->take(stage);
       });
       if (out_of_memory && !plan.arrangement.staged) work.skip_updates();
       leave();

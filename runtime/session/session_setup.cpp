@@ -38,7 +38,7 @@ Session::Impl::Impl(std::shared_ptr<LayeredModel> model_, SessionOptions options
       torch_device(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
       torch_memory(options.device == "cuda" ? DeviceMemory::cuda() : DeviceMemory::install()) {}
 
-void Session::Impl::set_up(const WeightSource& weights, const Progress& progress) {
+void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress) {
   if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
     throw Exception(io::ErrorKind::usage, "--micro-batch, --micro-batches and --sequence-length are at least 1");
   SessionOptions planned = options;
@@ -73,14 +73,23 @@ void Session::Impl::set_up(const WeightSource& weights, const Progress& progress
                                                                  .chaos_seed = options.chaos_seed,
                                                                  .record = options.record});
   planner = std::make_unique<swap::Planner>(*plan.layout, plan.arrangement);
-  torch_memory.release_kept();
-  torch_memory.set_cap(options.device_memory - plan.arrangement.device_bytes() - torch_memory.fixed());
-  torch_memory.reset_peak();
-  if (options.resume)
+  if (options.resume) {
     restore(progress);
-  else
-    state->load(weights, progress);
-  if (plan.commit_every != 0 && !options.resume) commit();
+  } else {
+    // Where torch's memory of the host is the device's too, its cap is that of both.
+    torch_memory.set_cap(torch_bytes() + (torch_device.is_cpu() ? plan.loading : 0));
+    state->load(weights, stored, progress);
+  }
+  torch_memory.release_kept();
+  torch_memory.set_cap(torch_bytes());
+  torch_memory.reset_peak();
+  waits_for_gradient = !options.resume && begins_with_gradient(model->spec());
+  if (plan.commit_every != 0 && !options.resume && !waits_for_gradient) commit();
+}
+
+// Of the device, for what torch allocates.
+std::uint64_t Session::Impl::torch_bytes() const {
+  return options.device_memory - plan.arrangement.device_bytes() - torch_memory.fixed();
 }
 
 // The state that a session left is of this model and precision, and of the same run.
@@ -94,14 +103,14 @@ void Session::Impl::check_resumed(const std::string& identity) const {
     const auto before = then.value(key, nlohmann::json()), here = now.value(key, nlohmann::json());
     return key == "adapter" ? !same_adapter(before, here) : before != here;
   };
-  for (const char* key : {"config", "tiling", "adapter", "trainable", "base", "precision", "run"})
+  for (const char* key : {"config", "tiling", "adapter", "trainable", "base", "base_plain", "precision", "run"})
     if (!then.is_object() || differs(key))
       refuse("holds the state of another run: its " +
-             std::string(key == std::string("config")      ? "model"
-                         : key == std::string("tiling")    ? "cut of layers"
-                         : key == std::string("base")      ? "base's precision"
-                         : key == std::string("trainable") ? "choice of what is trained"
-                                                           : key) +
+             std::string(key == std::string("config")                ? "model"
+                         : key == std::string("tiling")              ? "cut of layers"
+                         : std::string_view(key).starts_with("base") ? "base's precision"
+                         : key == std::string("trainable")           ? "choice of what is trained"
+                                                                     : key) +
              " is not this one's");
 }
 

@@ -18,7 +18,7 @@
 namespace tierflow {
 namespace {
 
-constexpr std::array<std::string_view, 3> kInits = {"default", "pissa", "olora"};  // by AdapterInit
+constexpr std::array<std::string_view, 4> kInits = {"default", "pissa", "olora", "lora-ga"};  // by AdapterInit
 constexpr std::string_view kIterated = "pissa_niter_";
 constexpr std::int64_t kMostIterations = 100;
 
@@ -109,6 +109,12 @@ void set_adapter_init(AdapterConfig& config, const std::string& name) {
     throw Exception(io::ErrorKind::usage,
                     fmt::format("adapters begin as {} or {}N, with N from 1 to {}; there is no \"{}\"",
                                 fmt::join(kInits, ", "), kIterated, kMostIterations, printable(name)));
+}
+
+std::uint64_t basis_columns(const AdapterConfig& config, std::uint64_t rank, std::uint64_t out, std::uint64_t in) {
+  if (config.init == AdapterInit::olora) return rank;
+  if (config.init == AdapterInit::lora_ga) return std::min({4 * rank, out, in});
+  return config.pissa_iterations == 0 ? 0 : std::min({rank + 8, out, in});
 }
 
 std::string adapter_config_json(const AdapterConfig& config, bool transposed) {

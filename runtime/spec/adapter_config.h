@@ -12,8 +12,9 @@ namespace tierflow {
 // First values of adapters. standard: the product is zero. The others are of the weight beside which they stand, and y
 // = W x + scale * (B(A(x)) - B0(A0(x))) with frozen first values A0 and B0: the same as adapters of a base W - scale *
 // B0 A0, which need not be written. pissa: its largest singular values. olora: the first rows and columns of its QR
-// decomposition.
-enum class AdapterInit : std::uint8_t { standard, pissa, olora };
+// decomposition. lora_ga: of the gradient of the loss with respect to the weight, its first left and right singular
+// vectors.
+enum class AdapterInit : std::uint8_t { standard, pissa, olora, lora_ga };
 
 struct AdapterConfig {
   std::int64_t rank = 8;
@@ -43,10 +44,14 @@ struct AdapterConfig {
   bool operator==(const AdapterConfig&) const = default;
 };
 
-// What `init` and what belongs to it are called: "default", "pissa", "pissa_niter_N" or "olora".
+// What `init` and what belongs to it are called: "default", "pissa", "pissa_niter_N", "olora" or "lora-ga".
 std::string adapter_init_name(const AdapterConfig& config);
 // The other way. Throws Exception (kind usage) with these names.
 void set_adapter_init(AdapterConfig& config, const std::string& name);
+
+// How wide the basis is in which a weight [out, in], or its gradient, is decomposed for first values of a rank; 0: it
+// is decomposed as a whole.
+std::uint64_t basis_columns(const AdapterConfig& config, std::uint64_t rank, std::uint64_t out, std::uint64_t in);
 
 // Reads an adapter_config.json of PEFT's. Throws Exception (kind input) naming `where` and the field, for what cannot
 // be read and for variants that there are none of here.

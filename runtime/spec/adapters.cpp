@@ -156,26 +156,46 @@ void check(const AdapterConfig& config) {
     fail_usage(fmt::format("an adapter's dropout is {}; it must be at least 0 and below 1", config.dropout));
 }
 
+// The weights that a base's format is for: matrices of linear layers, and of experts.
+template <class Spec, class Use>
+void for_each_base_weight(Spec& spec, Use use) {
+  for (const StageSpec& stage : spec.stages) {
+    if (stage.block < 0) continue;
+    for (auto& tensor : spec.units[static_cast<std::size_t>(stage.units.front())].tensors) {
+      const bool of_expert = tensor.part == Part::expert && tensor.decays;  // a matrix, not biases
+      if (of_expert || (!is_adapter(tensor) && !linear_module(tensor).empty())) use(tensor);
+    }
+  }
+}
+
 }  // namespace
 
-void set_base_format(ModelSpec& spec, WeightFormat format) {
+void set_base_format(ModelSpec& spec, WeightFormat format, const std::vector<std::string>& plain) {
   spec.base_format = format;
+  spec.base_plain = plain;
   if (format == WeightFormat::bf16) return;
   const bool adapted = !spec.adapter_config_json.empty();
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors)
       if (adapter_part(tensor) == AdapterPart::initial_a)
         fail_usage("adapters that begin with factors of the base are added when its format is known, not before");
-  for (const StageSpec& stage : spec.stages) {
-    if (stage.block < 0) continue;
-    for (TensorSpec& tensor : spec.units[static_cast<std::size_t>(stage.units.front())].tensors) {
-      const bool of_expert = tensor.part == Part::expert && tensor.decays;  // a matrix, not biases
-      if (!of_expert && (is_adapter(tensor) || linear_module(tensor).empty())) continue;
-      if (adapted && tensor.trainable) continue;
-      tensor.format = format;
-      tensor.trainable = false;
-    }
-  }
+  for_each_base_weight(spec, [&](TensorSpec& tensor) {
+    if (adapted && tensor.trainable) return;
+    tensor.trainable = false;
+    if (std::ranges::find(plain, tensor.name) == plain.end()) tensor.format = format;
+  });
+}
+
+std::vector<std::string> plain_beside_fp8(const ModelSpec& spec, const std::function<bool(const std::string&)>& has) {
+  std::vector<std::string> plain;
+  bool any = false;
+  for_each_base_weight(spec, [&](const TensorSpec& tensor) {
+    const bool fits = tensor.shape.size() == 2 && has && has(tensor.name);
+    any = any || fits;
+    if (!fits) plain.push_back(tensor.name);
+  });
+  if (!any) fail_usage("the model's folder has no weights in FP8 (tiles of 128 x 128): nothing could be kept as it is");
+  return plain;
 }
 
 AdapterPart adapter_part(const TensorSpec& tensor) {
@@ -213,18 +233,25 @@ std::string name_beside_base(const TensorSpec& tensor) {
 }
 
 void check_first_factors(const ModelSpec& spec) {
+  // Of a gradient, A0 takes the first singular vectors and B0 those that follow.
+  const bool of_gradient = begins_with_gradient(spec);
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
       const AdapterPart part = adapter_part(tensor);  // A0 is [rank, in], B0 [out, rank]
       if (part != AdapterPart::initial_a && part != AdapterPart::initial_b) continue;
       const std::int64_t rank = tensor.shape[part == AdapterPart::initial_a ? 0 : 1],
                          side = tensor.shape[part == AdapterPart::initial_a ? 1 : 0];
-      if (rank > side)
+      if ((of_gradient ? 2 : 1) * rank > side)
         fail_usage(
-            fmt::format("adapters of rank {} cannot begin with factors of {}.weight, whose smaller side is {}: exclude "
-                        "it, or give it a smaller rank",
-                        rank, linear_module(tensor), side));
+            fmt::format("adapters of rank {} cannot begin with factors of {}.weight{}, whose smaller side is {}: "
+                        "exclude it, or give it a smaller rank",
+                        rank, linear_module(tensor), of_gradient ? "'s gradient, which are twice as many" : "", side));
     }
+}
+
+bool begins_with_gradient(const ModelSpec& spec) {
+  return !spec.adapter_config_json.empty() &&
+         parse_adapter_config(spec.adapter_config_json, "the model's adapters").init == AdapterInit::lora_ga;
 }
 
 std::string tied_name_beside_base(const ModelSpec& spec) {

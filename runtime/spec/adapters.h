@@ -3,7 +3,9 @@
 // [rank, in] and B [out, rank] (Hu et al., LoRA, 2021); and the modules that are trained whole beside them. They are
 // trained, stored, streamed and committed as any tensor, and are the same as those that PEFT makes of the same
 // configuration.
+#include <functional>
 #include <string>
+#include <vector>
 
 #include "runtime/spec/adapter_config.h"
 #include "runtime/spec/model_spec.h"
@@ -17,8 +19,12 @@ namespace tierflow {
 void add_adapters(ModelSpec& spec, const AdapterConfig& config);
 
 // Stores the weights of the linear layers of blocks in `format`; they are frozen then. Not those that add_adapters()
-// made trained. Adapters that begin with the base's factors are added after it: Exception (kind usage).
-void set_base_format(ModelSpec& spec, WeightFormat format);
+// made trained, nor the tensors `plain`, which stay in bf16. Adapters that begin with the base's factors are added
+// after it: Exception (kind usage).
+void set_base_format(ModelSpec& spec, WeightFormat format, const std::vector<std::string>& plain = {});
+// Those whose values no folder has in fp8, of whose tensors `has` says so: `plain` for that format. Throws Exception
+// (kind usage) where that is all of them.
+std::vector<std::string> plain_beside_fp8(const ModelSpec& spec, const std::function<bool(const std::string&)>& has);
 
 // The module that a tensor belongs to, as transformers names it, if the tensor is a linear layer's weight in a block;
 // else empty. Of an adapter's tensor: its layer's.
@@ -35,8 +41,10 @@ AdapterPart adapter_part(const TensorSpec& tensor);
 bool is_adapter(const TensorSpec& tensor);
 
 // Throws Exception (kind usage) where adapters begin with more factors of a weight than it has: their rank is above its
-// smaller side.
+// smaller side, or twice their rank where they begin with a gradient's.
 void check_first_factors(const ModelSpec& spec);
+// Whether the adapters' first values come from the gradient of the base (AdapterInit::lora_ga).
+bool begins_with_gradient(const ModelSpec& spec);
 
 // The name of a tensor in PEFT's folder, if it is of a model with adapters and belongs there: adapters, and the tensors
 // of modules that are trained whole. Else empty. First values have the name of the factor that they are a part of:

@@ -130,6 +130,7 @@ struct ModelSpec {
   std::string adapter_config_json;  // of its adapters, as PEFT writes it; empty: there are none
   std::string trainable_json;       // what is trained (trainable.h); empty: all that is not frozen otherwise
   WeightFormat base_format = WeightFormat::bf16;  // of the linear layers in blocks (set_base_format)
+  std::vector<std::string> base_plain;            // tensors among them that are in bf16 all the same
   std::vector<UnitSpec> units;
   std::vector<StageSpec> stages;  // embedding, blocks in order, head
   Tiling tiling;

@@ -94,7 +94,7 @@ void set_trainable_again(ModelSpec& spec, const std::string& json) {
 }
 
 void train_as(ModelSpec& spec, const ModelSpec& like) {
-  if (like.base_format != WeightFormat::bf16) set_base_format(spec, like.base_format);
+  if (like.base_format != WeightFormat::bf16) set_base_format(spec, like.base_format, like.base_plain);
   if (!like.adapter_config_json.empty())
     add_adapters(spec, parse_adapter_config(like.adapter_config_json, "the model's adapters"));
   if (!like.trainable_json.empty()) set_trainable_again(spec, like.trainable_json);

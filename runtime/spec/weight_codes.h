@@ -69,6 +69,13 @@ inline constexpr std::uint16_t rounded(float value) {
   return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
 }
 
+// To bf16, ties away from zero, as a store rounds the values of a folder; any NaN becomes kNan.
+inline constexpr std::uint16_t rounded_away(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  if ((bits & kMagnitude) > kInfinity) return kNan;
+  return static_cast<std::uint16_t>((bits + 0x8000U) >> 16);
+}
+
 inline constexpr float e4m3(std::uint8_t code) {
   const std::uint32_t magnitude = code & 0x7fU, sign = (code & 0x80U) << 24;
   if (magnitude == 0x7fU) return std::bit_cast<float>(0x7fc00000U | sign);

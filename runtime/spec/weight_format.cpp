@@ -138,9 +138,9 @@ void dequantise(WeightFormat format, const std::vector<std::int64_t>& shape, std
 
 WeightFormat parse_weight_format(std::string_view name) {
   for (const auto& [format, known] : kNames)
-    if (name == known && format != WeightFormat::fp8 && format != WeightFormat::fp32) return format;
-  throw Exception(io::ErrorKind::usage,
-                  "no weight format is called \"" + std::string(name) + "\"; there are bf16, int8, nf4 and nf4-double");
+    if (name == known && format != WeightFormat::fp32) return format;
+  throw Exception(io::ErrorKind::usage, "no weight format is called \"" + std::string(name) +
+                                            "\"; there are bf16, fp8, int8, nf4 and nf4-double");
 }
 
 const char* weight_format_name(WeightFormat format) {
@@ -188,6 +188,14 @@ WeightLayout weight_layout(WeightFormat format, const std::vector<std::int64_t>&
 
 std::uint64_t stored_bytes(WeightFormat format, const std::vector<std::int64_t>& shape) {
   return weight_layout(format, shape).bytes;
+}
+
+std::uint64_t quantising_bytes(WeightFormat format, const std::vector<std::int64_t>& shape) {
+  if (format == WeightFormat::bf16) return 0;
+  const WeightLayout at = weight_layout(format, shape);
+  if (format == WeightFormat::fp8) return at.bytes + at.bytes - at.scales;  // copied
+  const std::uint64_t absmax = format == WeightFormat::nf4_double ? 4 * pieces(at.elements, kNf4Block) : 0;
+  return at.bytes + absmax + 4 * std::min(at.elements, kQuantisedPiece);
 }
 
 Quantiser::Quantiser(WeightFormat format, const std::vector<std::int64_t>& shape)

@@ -15,10 +15,10 @@
 //   fp32        n fp32 values, exact: what a router adds to its scores.
 //
 // All arithmetic is fp32, one rounding an operation, never fused; w, but of fp32, is then rounded to bf16, ties to
-// even, and any NaN becomes 0x7fc0. Of two codes as near, nf4 and q take the lower. nf4 and nf4_double are
-// bitsandbytes' 4-bit NF4 with blocks of 64, bit for bit, but for what depends on the device there: the mean is summed
-// in fp64 here (there the last bit depends on the number of threads), and q is the nearest code (its kernel for the CPU
-// looks q up in steps of 2^-15).
+// even (of fp8 away from zero, as a store rounds what it reads), and any NaN becomes 0x7fc0. Of two codes as near, nf4
+// and q take the lower. nf4 and nf4_double are bitsandbytes' 4-bit NF4 with blocks of 64, bit for bit, but for what
+// depends on the device there: the mean is summed in fp64 here (there the last bit depends on the number of threads),
+// and q is the nearest code (its kernel for the CPU looks q up in steps of 2^-15).
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -29,7 +29,8 @@ namespace tierflow {
 
 enum class WeightFormat : std::uint8_t { bf16, int8, nf4, nf4_double, fp8, fp32 };
 
-// "bf16", "int8", "nf4" or "nf4-double", the formats that are made here; anything else throws Exception (kind usage).
+// "bf16", "int8", "nf4" or "nf4-double", the formats that are made here, or "fp8", which is kept; anything else throws
+// Exception (kind usage).
 WeightFormat parse_weight_format(std::string_view name);
 const char* weight_format_name(WeightFormat format);
 
@@ -45,6 +46,11 @@ struct WeightLayout {
 // Throws Exception (kind input) for fp8 of another than two dimensions.
 WeightLayout weight_layout(WeightFormat format, const std::vector<std::int64_t>& shape);
 std::uint64_t stored_bytes(WeightFormat format, const std::vector<std::int64_t>& shape);
+
+// Values that are best handed to a quantiser at once, and the bytes that a tensor and what makes it then take; 0 of
+// bf16.
+inline constexpr std::uint64_t kQuantisedPiece = 1 << 21;
+std::uint64_t quantising_bytes(WeightFormat format, const std::vector<std::int64_t>& shape);
 
 // Makes the stored bytes of one tensor as int8, nf4, nf4_double or fp32. Holds these, one block of values and, for
 // nf4_double, an fp32 absmax a block. How the values are cut into pieces does not change the bytes.

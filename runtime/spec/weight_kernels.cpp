@@ -59,7 +59,7 @@ void decode_int8(const std::uint8_t* codes, float scale, std::size_t n, std::uin
 }
 
 void decode_e4m3(const std::uint8_t* codes, float scale, std::size_t n, std::uint16_t* words) {
-  for (std::size_t i = 0; i < n; ++i) words[i] = rounded(e4m3(codes[i]) * scale);
+  for (std::size_t i = 0; i < n; ++i) words[i] = rounded_away(e4m3(codes[i]) * scale);
 }
 
 void decode_nf4(const std::uint8_t* codes, const float* absmax, std::size_t blocks, std::uint16_t* words) {
@@ -205,9 +205,12 @@ void decode_e4m3(const std::uint8_t* codes, float scale, std::size_t n, std::uin
   std::size_t i = 0;
   for (; i + lanes <= n; i += lanes) {
     const VF value = e4m3_values(hn::PromoteTo(U(), hn::LoadU(Bytes(), codes + i)));
-    hn::StoreU(hn::TruncateTo(Words(), rounded_words(hn::Mul(value, hn::Set(F(), scale)))), Words(), words + i);
+    const VF product = hn::Mul(value, hn::Set(F(), scale));
+    const VU away = hn::ShiftRight<16>(hn::Add(hn::BitCast(U(), product), hn::Set(U(), 0x8000U)));
+    const VU word = hn::IfThenElse(hn::RebindMask(U(), hn::IsNaN(product)), hn::Set(U(), std::uint32_t{kNan}), away);
+    hn::StoreU(hn::TruncateTo(Words(), word), Words(), words + i);
   }
-  for (; i < n; ++i) words[i] = rounded(e4m3(codes[i]) * scale);
+  for (; i < n; ++i) words[i] = rounded_away(e4m3(codes[i]) * scale);
 }
 
 // A block has sixteen words: they are rounded once, then looked up byte by byte.

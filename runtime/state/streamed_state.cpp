@@ -47,42 +47,27 @@ std::vector<torch::Tensor> StreamedState::weights(const swap::Entered& entered) 
   return weights;
 }
 
-void StreamedState::load(const WeightSource& weights, const Progress& progress) {
+void StreamedState::load(const WeightSource& weights, const StoredSource& stored, const Progress& progress) {
   std::uint64_t done = 0, total = 0;
   for (const swap::Chunk& chunk : layout_.chunks()) total += chunk.elements;
   for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id) {
-    load_chunk(id, weights);
+    load_chunk(id, weights, stored);
     done += layout_.chunks()[id].elements;
     if (progress) progress("loading weights", done, total);
   }
-  stored_tensor_ = nullptr;
-  stored_ = {};
 }
 
-// A frozen tensor in its format, from values that are never there as a whole.
-std::span<const std::uint16_t> StreamedState::stored_words(const TensorSpec& tensor, const WeightSource& weights) {
-  if (stored_tensor_ != &tensor) {
-    stored_tensor_ = nullptr;
-    stored_ = {};
+// The words of a frozen tensor in its format; they come in order, one tensor after the other.
+std::span<const std::uint16_t> StreamedState::stored_words(const TensorSpec& tensor, const WeightSource& weights,
+                                                           const StoredSource& stored) {
+  if (stored_.empty()) {
     constexpr std::uint64_t kPart = swap::kChunkQuantum;
-    const auto elements = static_cast<std::uint64_t>(tensor.elements());
-    constexpr std::uint64_t step = 32 * kPart;
-    std::vector<float> values(std::min(step, elements));
-    Quantiser quantiser(tensor.format, tensor.shape);
-    for (std::uint64_t first = 0; first < elements; first += step) {
-      const std::uint64_t count = std::min(step, elements - first);
-      threads_.each((count + kPart - 1) / kPart, [&](std::size_t part) {
+    stored_ = stored_weight(tensor, stored, [&](std::uint64_t first, std::span<float> out) {
+      threads_.each((out.size() + kPart - 1) / kPart, [&](std::size_t part) {
         const std::uint64_t begin = part * kPart;
-        weights(tensor, first + begin, {values.data() + begin, std::min(kPart, count - begin)});
+        weights(tensor, first + begin, out.subspan(begin, std::min<std::uint64_t>(kPart, out.size() - begin)));
       });
-      try {
-        quantiser.add({values.data(), count});
-      } catch (const Exception& error) {
-        fail(error.error().kind, tensor.name, error.error().detail);
-      }
-    }
-    stored_ = quantiser.finish();
-    stored_tensor_ = &tensor;
+    });
   }
   return {reinterpret_cast<const std::uint16_t*>(stored_.data()), stored_.size() / 2};
 }
@@ -101,7 +86,7 @@ void StreamedState::restore(swap::Store& store, const Progress& progress) {
       }));
 }
 
-void StreamedState::load_chunk(int id, const WeightSource& weights) {
+void StreamedState::load_chunk(int id, const WeightSource& weights, const StoredSource& stored) {
   const swap::Chunk& chunk = layout_.chunks()[id];
   const PackedUnit& unit = packed_.units[chunk.unit];
   const UnitSpec& spec = units_[chunk.unit];
@@ -121,9 +106,11 @@ void StreamedState::load_chunk(int id, const WeightSource& weights) {
     for_each_piece(
         unit, chunk,
         [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-          const TensorSpec& stored = spec.tensors[tensor.tensor];
-          if (stored.format != WeightFormat::bf16)
-            std::ranges::copy(stored_words(stored, weights).subspan(in_tensor, count), hi + in_chunk);
+          const TensorSpec& frozen = spec.tensors[tensor.tensor];
+          if (frozen.format == WeightFormat::bf16) return;
+          std::ranges::copy(stored_words(frozen, weights, stored).subspan(in_tensor, count), hi + in_chunk);
+          if (in_tensor + count != tensor.elements) return;
+          stored_ = {};  // those were its last words
         });
     threads_.each(pieces.size(), [&](std::size_t index) {
       const Piece& piece = pieces[index];

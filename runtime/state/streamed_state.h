@@ -50,8 +50,8 @@ class StreamedState {
 
   // All that follows: between the executor's plans.
 
-  // Every weight from its source, moments zero.
-  void load(const WeightSource& weights, const Progress& progress);
+  // Every weight from its source, moments zero. stored: of those whose bytes it has in their format.
+  void load(const WeightSource& weights, const StoredSource& stored, const Progress& progress);
   // Every weight and its state from a store that was opened to be gone on with: all of it is verified, and what is
   // resident is read into memory.
   void restore(swap::Store& store, const Progress& progress);
@@ -64,8 +64,9 @@ class StreamedState {
   void read_chunk(int chunk, const std::function<void(std::span<std::byte> words)>& use);
 
  private:
-  void load_chunk(int id, const WeightSource& weights);
-  std::span<const std::uint16_t> stored_words(const TensorSpec& tensor, const WeightSource& weights);
+  void load_chunk(int id, const WeightSource& weights, const StoredSource& stored);
+  std::span<const std::uint16_t> stored_words(const TensorSpec& tensor, const WeightSource& weights,
+                                              const StoredSource& stored);
   ModelExtents extents();
 
   const std::vector<UnitSpec>& units_;
@@ -76,9 +77,7 @@ class StreamedState {
   const torch::Device torch_device_;
   std::unique_ptr<swap::Device> device_;
   UpdateThreads threads_;
-  // The tensor that was last brought into its format while loading.
-  const TensorSpec* stored_tensor_ = nullptr;
-  std::vector<std::byte> stored_;
+  std::vector<std::byte> stored_;  // while loading: the tensor in its format of which some words are still to come
   std::unique_ptr<swap::Executor> executor_;  // last: drains before the rest goes
 };
 

@@ -9,6 +9,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
 #include "runtime/device/device_memory.h"
+#include "runtime/models/dense_weights.h"
 #include "runtime/stream/stream_state.h"
 #include "runtime/stream/streamer_shapes.h"
 #include "swap/visit_planner.h"
@@ -59,6 +60,12 @@ struct Streamer::Impl {
   }
   const std::vector<std::int64_t>& shape(int unit, int tensor) const { return units[unit].tensors[tensor].shape; }
   void between_steps(const char* what) const;
+  void expect_plain(int unit, int tensor, const char* done) const {
+    const TensorSpec& spec = units[unit].tensors[tensor];
+    if (spec.format != WeightFormat::bf16)
+      throw Exception(io::ErrorKind::usage, spec.name + " is stored as " + weight_format_name(spec.format) +
+                                                ", which is not " + done + ": use the model that it came from");
+  }
   void check_updates() const {
     if (work->asked() != work->updated())
       throw Exception(io::ErrorKind::numeric, "updates reached " + std::to_string(work->updated()) + " of " +
@@ -100,7 +107,7 @@ void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progres
   planner = std::make_unique<swap::VisitPlanner>(layout, shapes.arrangement);
   work = std::make_shared<StreamWork>(shapes.packed, layout, state->threads(), options.seed);
   for (const UnitSpec& unit : units) touched.emplace_back(unit.tensors.size(), false);
-  state->load(weights, progress);
+  state->load(weights, {}, progress);
 }
 
 Weights Streamer::enter(int turn, swap::Pass pass, const std::vector<bool>& gradients, bool keep) {
@@ -112,7 +119,15 @@ Weights Streamer::enter(int turn, swap::Pass pass, const std::vector<bool>& grad
                          impl.work);
   impl.turn = value_or_throw(impl.executor().enter(turn, pass, 0));
   impl.open_sums();
-  return impl.state->weights(impl.turn);
+  Weights weights = impl.state->weights(impl.turn);
+  std::size_t index = 0;
+  for (const int unit : impl.shapes.layout->stages()[impl.turn.visit->stage].units)
+    for (const TensorSpec& tensor : impl.units[unit].tensors) {
+      torch::Tensor& weight = weights[index++];
+      if (tensor.format != WeightFormat::bf16 && weight.defined())
+        weight = models::dense(weight, tensor.format, tensor.shape);
+    }
+  return weights;
 }
 
 void Streamer::Impl::open_sums() {
@@ -262,12 +277,13 @@ torch::Tensor Streamer::read(int unit, int tensor, bool master) {
   Impl& impl = *impl_;
   impl.finish_update(unit);
   impl.quiet();
-  if (master) {
+  const bool stored = impl.units[unit].tensors[tensor].format != WeightFormat::bf16;
+  if (master || stored) {
     const torch::Tensor values = torch::empty(impl.shape(unit, tensor), torch::kFloat32);
     auto* next = values.data_ptr<float>();
     impl.state->read_master(unit, tensor,
                             [&](std::span<const float> part) { next = std::copy(part.begin(), part.end(), next); });
-    return values;
+    return master ? values : values.to(torch::kBFloat16);
   }
   const torch::Tensor words = torch::empty(impl.shape(unit, tensor), torch::kBFloat16);
   impl.state->read_words(unit, tensor, swap::ExtentKind::hi, reinterpret_cast<std::uint16_t*>(words.data_ptr()));
@@ -278,6 +294,7 @@ void Streamer::write(int unit, int tensor, const torch::Tensor& values) {
   Impl& impl = *impl_;
   if (values.sizes() != torch::IntArrayRef(impl.shape(unit, tensor)))
     throw Exception(io::ErrorKind::usage, "the shape of " + impl.units[unit].tensors[tensor].name + " cannot change");
+  impl.expect_plain(unit, tensor, "written");
   impl.finish_update(unit);
   impl.quiet();
   const torch::Tensor floats = values.detach().to(torch::kCPU, torch::kFloat32).contiguous();
@@ -297,6 +314,7 @@ void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts
         headers.push_back({.name = part.name, .dtype = Dtype::bf16, .shape = part.shape});
         elements += static_cast<std::uint64_t>(c10::multiply_integers(part.shape));
       }
+      if (elements != 0) impl.expect_plain(static_cast<int>(unit), tensor.tensor, "saved");
       if (elements != 0 && elements != tensor.elements)
         throw Exception(io::ErrorKind::usage,
                         impl.units[unit].tensors[tensor.tensor].name + " is saved in parts that are not the whole");
@@ -348,7 +366,7 @@ MemoryUse Streamer::memory() const {
   return {.device_budget = impl_->options.device_memory,
           .device_peak = impl_->shapes.arrangement.device_bytes(),
           .host_budget = impl_->options.host_memory,
-          .host_used = impl_->shapes.arrangement.host_bytes(*impl_->shapes.layout),
+          .host_used = impl_->shapes.arrangement.host_bytes(*impl_->shapes.layout) + impl_->shapes.loading,
           .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->storage_bytes()};
 }
 

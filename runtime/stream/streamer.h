@@ -62,8 +62,9 @@ class Streamer {
   ~Streamer();
 
   // Waits for the weights of a turn: bf16, unit after unit, in UnitSpec order; views of memory that is valid until
-  // leave(). pass: forward, backward or evaluate. gradients: in a backward, which of the turn's units get gradients
-  // (only trainable ones). keep: see swap::VisitRequest.
+  // leave(), but for those that are stored in other formats: these are made dense in torch's memory. pass: forward,
+  // backward or evaluate. gradients: in a backward, which of the turn's units get gradients (only trainable ones).
+  // keep: see swap::VisitRequest.
   Weights enter(int turn, swap::Pass pass, const std::vector<bool>& gradients, bool keep);
   // Between enter() and leave() of a backward turn: `leaves` are enter()'s weights. From now on, each leaf's gradient
   // is added to its sum as soon as autograd has completed it, and is then freed.
@@ -98,9 +99,11 @@ class Streamer {
 
   // The tensor's values between turns, updates included. master: fp32; else bf16.
   torch::Tensor read(int unit, int tensor, bool master);
-  // Overwrites them, master included; moments stay. values: fp32, of the tensor's shape.
+  // Overwrites them, master included; moments stay. values: fp32, of the tensor's shape. Throws Exception (kind usage)
+  // for a tensor of another format than bf16.
   void write(int unit, int tensor, const torch::Tensor& values);
-  // Streamed safetensors in `folder`, tensors in unit order: bf16. No config.json.
+  // Streamed safetensors in `folder`, tensors in unit order: bf16. No config.json. Throws Exception (kind usage) where
+  // one of them has another format.
   void save(const std::filesystem::path& folder, const SavedParts& parts, const std::vector<ExtraTensor>& extra,
             std::uint64_t shard_bytes, const Progress& progress = {});
 

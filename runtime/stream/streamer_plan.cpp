@@ -44,6 +44,9 @@ StreamShapes::StreamShapes(const std::vector<UnitSpec>& units, const std::vector
   spec.units = units;
   for (const std::vector<int>& turn : turns) spec.stages.push_back({.kind = StageKind::block, .units = turn});
   packed = pack(spec, options.precision);
+  for (const UnitSpec& unit : units)
+    for (const TensorSpec& tensor : unit.tensors)
+      loading = std::max(loading, quantising_bytes(tensor.format, tensor.shape));
   if (fits(options)) return;
   // Both budgets at once, so that the numbers given back work.
   const auto with = [&](std::uint64_t device, std::uint64_t host) {
@@ -80,6 +83,7 @@ bool StreamShapes::fits(const StreamerOptions& options) {
   auto arranged = swap::arrange(
       *layout,
       {.host_budget = options.host_memory,
+       .host_workspace = loading,
        .device_budget = options.device_memory,
        .workspace = static_cast<std::uint64_t>(options.workspace_share * static_cast<double>(options.device_memory)),
        .storage = !options.storage.empty(),
@@ -116,7 +120,7 @@ StreamPlan plan_stream(const std::vector<UnitSpec>& units, const std::vector<std
   for (const UnitSpec& unit : units) plan.parameters += static_cast<std::uint64_t>(unit.parameters());
   plan.trainable_parameters = shapes.packed.trainable_parameters;
   plan.device_bytes = at.device_bytes();
-  plan.host_bytes = at.host_bytes(layout);
+  plan.host_bytes = at.host_bytes(layout) + shapes.loading;
   plan.storage_bytes = shapes.needs_store() ? swap::Store::bytes_needed(shapes.store_options(options), layout) : 0;
   const auto passes = static_cast<std::uint64_t>(micro_batches);
   std::uint64_t hi = 0, state = 0, gradients = 0, hi_kept = 0, state_kept = 0, gradient_kept = 0;

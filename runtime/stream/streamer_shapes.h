@@ -18,6 +18,7 @@ struct StreamShapes {
   swap::StoreOptions store_options(const StreamerOptions& options) const;
 
   PackedModel packed;
+  std::uint64_t loading = 0;  // of the host budget: while weights are brought into their formats
   std::unique_ptr<swap::Layout> layout;
   swap::Arrangement arrangement;
 };

@@ -176,6 +176,41 @@ def test_first_values_from_the_base_are_those_of_peft(family, init, tmp_path):
     expect_the_same_course(losses[:-1], train_with_peft(theirs, steps))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_first_values_of_the_gradient_are_its_singular_vectors(family, tmp_path):
+    make_base(family, tmp_path / "model")
+    begun = probe(tmp_path / "model", tmp_path / "begun", 0, "init=lora-ga")
+    assert begun == probe(tmp_path / "model", tmp_path / "unchanged", 0)  # the model begins as it is
+    values, standard = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("begun", "unchanged"))
+    model = plain(tmp_path / "model")
+    loss_of(model, 0).backward()
+    gradients = {name: p.grad.double() if family != "gpt2" else p.grad.double().t() for name, p in model.named_parameters() if p.dim() == 2}
+    layers = [name for name in values if "lora_A" in name]
+    assert len(layers) == 2 * {"llama": 7, "gpt2": 4, "opt": 6}[family]
+    for name in layers:
+        g = gradients[name.removeprefix("base_model.model.").replace("lora_A.", "")]
+        a, b = values[name].double()[4:], -values[name.replace("lora_A", "lora_B")].double()[:, 4:]
+        assert a.equal(values[name].double()[:4])
+        # Orthonormal but for the factor of the paper: out^(1/4) / sqrt(16).
+        length = g.shape[0] ** 0.25 / 4
+        for basis in a, b.t():
+            assert torch.allclose(basis @ basis.t(), length**2 * torch.eye(4, dtype=torch.float64), atol=2e-2 * length**2), name
+        # The first singular vectors on the right, on the left those behind them: they see as much of the gradient as any.
+        s = torch.linalg.svdvals(g)
+        assert (g @ a.t()).norm() / length == pytest.approx(s[:4].norm().item(), rel=2e-2), name
+        assert (b.t() @ g).norm() / length == pytest.approx(s[4:8].norm().item(), rel=8e-2), name
+        # So the first step, of plain descent, goes along the gradient as far as rank 8 can, where the default's does not.
+        def along(step):
+            return (step * g).sum().item() / (step.norm() * g.norm()).item()
+
+        best, ours = (s[:8].norm() / s.norm()).item(), along(g @ a.t() @ a + b @ b.t() @ g)
+        a = standard[name].double()
+        assert ours == pytest.approx(best, rel=3e-2) and ours > 1.5 * along(g @ a.t() @ a), name
+    # It learns as the others do.
+    losses = probe(tmp_path / "model", tmp_path / "tuned", 30, "init=lora-ga")
+    assert losses[0] == probe(tmp_path / "model", tmp_path / "one", 1)[0] and losses[-2] < 0.9 * losses[0]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
 def test_magnitudes_are_those_of_peft(family, tmp_path):
     make_base(family, tmp_path / "model")

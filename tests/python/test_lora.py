@@ -218,7 +218,7 @@ def test_a_base_in_another_precision_streams_and_is_gone_on_with(work, base, pre
     run(work, *words, "--out", "whole", *small())
     assert loss(work, "--model", "base", "--adapter", "whole", "--base-precision", precision) < loss(work, "--model", "base", "--base-precision", precision) - 0.05
     log = work / "log.json"
-    stored = [*words, "--out", "out", *small("--storage", "store", "--host-memory", "128KiB", "--durability", "step", "--log-json", log)]
+    stored = [*words, "--out", "out", *small("--storage", "store", "--host-memory", "192KiB", "--durability", "step", "--log-json", log)]
     training = start(work, *stored, delay_ms=10)
     wait_until(lambda: log.exists() and len(steps_of_whole_lines(log)) > 3)
     training.send_signal(signal.SIGINT)
@@ -242,7 +242,7 @@ def test_what_cannot_be_is_one_line(work, base):
     assert "--lora-rank-pattern takes NAME=VALUE" in refused(work, *LORA, *more, "--lora-rank-pattern", "q_proj")
     assert "are for --method lora" in refused(work, "train", "--model", "base", "--data", "text.txt", "--lora-rank", "4", *more)
     assert "are for --method lora" in refused(work, "train", "--model", "base", "--data", "text.txt", "--base-precision", "nf4", *more)
-    assert "it must be one of bf16, int8, nf4, nf4-double" in refused(work, *LORA, *more, "--base-precision", "nf3")
+    assert "it must be one of bf16, fp8, int8, nf4, nf4-double" in refused(work, *LORA, *more, "--base-precision", "nf3")
     assert "needs --model" in refused(work, "train", "--method", "lora", "--config", "config.json", "--data", "text.txt", *more)
     assert not (work / "out").exists()
 

@@ -175,6 +175,42 @@ def test_nf4_streams_as_the_same_nf4(work, folders):
     assert losses["bf16"] == losses["nf4"]
 
 
+def test_fp8_is_kept_as_the_folder_has_it(work, folders):
+    stored = folders("fp8")
+    plain = load_file(work / "plain" / "model.safetensors")
+    for name in list(stored):
+        if name.endswith("_scale_inv"):
+            stored[name] = stored[name].bfloat16()  # of as many bits as these, products often lie between two bf16 numbers
+        if ".0.self_attn.k_proj" in name:  # a layer that the folder does not have in FP8
+            stored.pop(name)
+            stored[name.removesuffix("_scale_inv")] = plain[name.removesuffix("_scale_inv")]
+    save_file(stored, work / "stored" / "model.safetensors")
+    losses, adapters, said = {}, {}, {}
+    streamed = ["--storage", "store", "--host-memory", "2MiB"]
+    for name, words in {"bf16": [], "fp8": ["--base-precision", "fp8"], "fp8-streamed": ["--base-precision", "fp8", *streamed]}.items():
+        done = run(work, *LORA, "--model", "stored", "--use-dora", "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
+        losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
+        adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
+        said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
+    assert losses["bf16"] == losses["fp8"] == losses["fp8-streamed"] and len(losses["bf16"]) == 3
+    assert adapters["bf16"] == adapters["fp8"] == adapters["fp8-streamed"]
+    assert loss(work, "stored") == loss(work, "stored", "--base-precision", "fp8")
+    weights = sum(value.numel() for name, value in stored.items() if value.dtype == torch.float8_e4m3fn)
+    assert weights < said["bf16"]["host_memory"] - said["fp8"]["host_memory"] + 0.2 * weights
+
+    def refused(*words):
+        return the_error(run(work, *words, "--base-precision", "fp8", *small(), ok=False).stderr)
+
+    for words in ([*LORA, "--out", "none", "--model", "values"], ["eval", "--data", "text.txt", "--model", "values"]):
+        assert "the model's folder has no weights in FP8" in refused(*words)
+    # A run that is gone on with, and one whose state is exported, know what is in FP8.
+    words = [*LORA, "--model", "stored", "--base-precision", "fp8", "--out", "again", *small(*streamed, "--no-export", "--durability", "step")]
+    run(work, *words)
+    run(work, "export", "--storage", "store", "--out", "exported")
+    exported, expected = (load_file(work / folder / "adapter_model.safetensors") for folder in ("exported", "fp8"))
+    assert exported.keys() != {} and all(value.shape == exported[name].shape for name, value in expected.items() if "magnitude" not in name)
+
+
 def test_parts_that_do_not_fit_are_refused(work, folders):
     stored = folders("nf4-double")
     module = "model.layers.1.mlp.up_proj.weight"

@@ -196,6 +196,64 @@ def test_lora_over_a_frozen_streamed_base(trainer, tmp_path):
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 100_000
 
 
+@pytest.mark.parametrize("precision", ["int8", "nf4", "nf4-double"])
+def test_a_frozen_base_in_fewer_bytes_has_the_bits_of_its_values(precision, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+
+    def small(**options):
+        plan = scarce(tmp_path / "store", trainable=False, **options)
+        plan.budget = tierflow.Budget(device="300KiB", host="190KiB", storage=[tmp_path / "store"], activations=0.0)
+        return plan
+
+    def trained(base, trainer):
+        torch.manual_seed(5)
+        model = peft.get_peft_model(base, config).train()
+        own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        seen = train(model, "llama", opt=tierflow.optim.AdamW(own.values(), lr=LR), trainer=trainer)
+        return seen, {name: p.detach() for name, p in own.items()}, tierflow.stats(model)["lanes"]["upload"]["bytes"]
+
+    plain, results = dict(make("llama").named_parameters()), {}
+    for trainer in False, True:
+        stored = tierflow.wrap(make("llama"), small(base_precision=precision))
+        values = make("llama")
+        for name, p in values.named_parameters():
+            p.data.copy_(stored.get_parameter(name))
+            linear = "layers" in name and name.endswith("_proj.weight")
+            assert torch.equal(p, plain[name]) != linear, name  # the head and the embedding stay as they are
+            if precision == "nf4" and linear and p.shape[1] % 64 == 0:  # otherwise their kernel for the CPU begins blocks anew in each row
+                assert torch.equal(p, in_nf4(plain[name])), name
+            assert torch.equal(stored.get_parameter(name).master(), p.float())
+        results[trainer] = trained(stored, trainer)
+        dense = trained(tierflow.wrap(values, small()), trainer)
+        assert results[trainer][0] == dense[0]
+        for name, value in dense[1].items():
+            assert torch.equal(results[trainer][1][name], value), name
+        assert 0 < results[trainer][2] < 0.75 * dense[2]
+
+
+def in_nf4(weight):
+    """Its nearest values of bitsandbytes' NF4."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    codes, state = functional.quantize_4bit(weight.detach(), quant_type="nf4", compress_statistics=False)
+    return functional.dequantize_4bit(codes, state)
+
+
+def test_what_is_stored_in_fewer_bytes_is_not_written(tmp_path):
+    with pytest.raises(tierflow.UsageError, match="plan with trainable=False"):
+        tierflow.wrap(make("llama"), roomy(base_precision="nf4"))
+    with pytest.raises(tierflow.UsageError, match="'nf5'"):
+        roomy(base_precision="nf5", trainable=False)
+    model = tierflow.wrap(make("llama"), roomy(base_precision="nf4", trainable=False))
+    up = "model.layers.0.mlp.up_proj.weight"
+    with torch.no_grad(), pytest.raises(tierflow.UsageError, match=f"{up} is stored as nf4, which is not written"):
+        model.get_parameter(up).mul_(2)
+    with pytest.raises(tierflow.UsageError, match="is stored as nf4, which is not saved"):
+        tierflow.save(model, tmp_path / "saved")
+    sizes = [tierflow.plan(make("llama"), tierflow.Budget(device="64MiB", host="128MiB"), trainable=False, base_precision=each).estimate["state_bytes"] for each in ("bf16", "int8", "nf4")]
+    assert sizes[0] > 1.4 * sizes[1] > 1.6 * sizes[2]
+
+
 def test_init_empty_takes_no_memory_and_loads_from_a_folder(tmp_path):
     made = tree()
     from safetensors.torch import save_file

@@ -2,6 +2,7 @@
 // weight; the base has none.
 #include "runtime/spec/adapters.h"
 
+#include "runtime/models/dense_weights.h"
 #include "tests/runtime/models/fixture.h"
 
 namespace tierflow::testing {
@@ -167,6 +168,37 @@ void expect_kept_bits(ResidentModel model) {
 TEST_P(Adapters, KeptActivationsHaveTheSameBits) {
   expect_kept_bits(adapted_model(adapted(GetParam()), torch::kBFloat16));
   expect_kept_bits(adapted_model(adapted(GetParam(), {.rank = 3, .alpha = 6, .dora = true}), torch::kBFloat16));
+}
+
+// A visit's lengths of rows are computed once and then used: with them, every bit is the same; with others, it is not.
+TEST_P(Adapters, LengthsOfRowsAreThoseOfTheVisit) {
+  const ModelSpec spec = adapted(GetParam(), {.rank = 3, .alpha = 6, .dora = true});
+  ResidentModel model = adapted_model(spec, torch::kBFloat16);
+  for (std::size_t u = 0; u < model.units.size(); ++u)
+    for (std::size_t t = 0; t < model.units[u].size(); ++t)
+      if (spec.units[u].tensors[t].format == WeightFormat::fp32)
+        model.units[u][t] = (model.units[u][t].to(torch::kFloat) + 1).contiguous();
+  const Shared shared = model.model->share(batch(2, 24), torch::kCPU);
+  const std::vector<Carry> inputs = model.forward(shared, true);
+  const Weights plain = model.bind(1, model.units);
+  Weights stored = plain;
+  const TensorSpec* first = spec.units[spec.stages[1].units.front()].tensors.data();
+  for (std::size_t i = 0; i < stored.size(); ++i)
+    if (first[i].format == WeightFormat::fp32) stored[i] = plain[i].view(torch::kByte).view({-1});
+  Weights dense = models::dense_weights(spec, 1, stored);
+  const auto out_of = [&](const Weights& weights) {
+    return model.model->forward(1, weights, inputs[1], shared, true)[0];
+  };
+  EXPECT_TRUE(torch::equal(out_of(dense), inputs[2][0]));
+  int lengths = 0;
+  for (std::size_t i = 0; i < dense.size(); ++i)
+    if (adapter_part(first[i]) == AdapterPart::initial_magnitude) {
+      ASSERT_EQ(dense[i].dim(), 2);
+      dense[i].select(0, 1).mul_(2);
+      ++lengths;
+    }
+  EXPECT_GT(lengths, 0);
+  EXPECT_FALSE(torch::equal(out_of(dense), inputs[2][0]));
 }
 
 // Dropout of the adapters' input: the same masks in the forward and in what is computed again, none in evaluation.

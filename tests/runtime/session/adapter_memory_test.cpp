@@ -3,8 +3,10 @@
 
 #include <fstream>
 #include <functional>
+#include <mutex>
 
 #include "runtime/device/device_memory.h"
+#include "tests/runtime/expect.h"
 #include "tests/runtime/session/fixture.h"
 #include "tests/support/counted_heap.h"
 
@@ -45,6 +47,64 @@ TEST(SessionOfAdapters, WritesLargeTablesPieceByPiece) {
   EXPECT_LT(most_of([&] { session.export_merged(folder.path / "base", folder.path / "merged"); }), kTable * 5 / 8);
   EXPECT_LT(most_of([&] { merge_adapter(folder.path / "base", folder.path / "adapter", folder.path / "whole"); }),
             kTable * 5 / 8);
+}
+
+constexpr const char* kWideLayer =
+    R"({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 384,
+        "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": false, "hidden_act": "silu"})";
+
+// What the first weights take while they come, beside the arrangement, is in the plan, and little more than is taken.
+TEST(SessionOfAdapters, FirstValuesTakeWhatThePlanSays) {
+  for (const auto& [init, dora, format] : {std::tuple{"default", false, WeightFormat::nf4_double},
+                                           {"default", true, WeightFormat::bf16},
+                                           {"default", true, WeightFormat::int8},
+                                           {"pissa", false, WeightFormat::bf16},
+                                           {"pissa_niter_2", false, WeightFormat::nf4},
+                                           {"olora", false, WeightFormat::nf4}}) {
+    SCOPED_TRACE(std::string(init) + " " + weight_format_name(format));
+    AdapterConfig config{.rank = 8, .alpha = 8, .dora = dora};
+    set_adapter_init(config, init);
+    Model model = with_adapters(
+        with_base_format({make_model(parse_model_spec(kWideLayer, "wide")), initial(11)}, format), config, 5);
+    std::int64_t heap = 0, tensors = 0, most = 0;
+    DeviceMemory& torch_memory = DeviceMemory::install();
+    std::once_flag begun;
+    model.weights = [&, weights = model.weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+      std::call_once(begun, [&] {
+        torch_memory.reset_peak();
+        reset_heap_peak();
+        heap = heap_used();
+        tensors = static_cast<std::int64_t>(torch_memory.stats().used);
+      });
+      weights(tensor, first, out);
+    };
+    SessionOptions options = resident(1);
+    const Session session(model, options, {}, [&](const char*, std::uint64_t, std::uint64_t) {
+      most = heap_peak() - heap + static_cast<std::int64_t>(torch_memory.stats().peak_used) - tensors;
+    });
+    const auto planned = static_cast<std::int64_t>(session.plan().loading);
+    constexpr std::int64_t kPieces = 512 * 1024;
+    EXPECT_LE(most, planned + kPieces);
+    EXPECT_LE(planned, 2 * most + kPieces);
+  }
+}
+
+// A budget that has no room for it is refused before anything is read.
+TEST(SessionOfAdapters, ABudgetWithoutRoomForFirstValuesIsRefused) {
+  const Folder folder;
+  AdapterConfig config{.rank = 8, .alpha = 8};
+  const auto begin = [&] {
+    SessionOptions options = streamed(resident(1), folder);
+    options.device_memory = 32 * kMiB;
+    options.host_memory = 4 * kMiB;
+    const Session session(with_adapters({make_model(parse_model_spec(kWideLayer, "wide")), initial(11)}, config, 5),
+                          options);
+    EXPECT_LE(session.memory().host_used, options.host_memory);
+  };
+  begin();
+  config.init = AdapterInit::pissa;
+  expect_refusal(io::ErrorKind::usage, {"--host-memory", "the smallest that works is"}, begin);
 }
 
 }  // namespace

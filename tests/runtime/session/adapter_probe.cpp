@@ -61,6 +61,7 @@ int main(int argc, char** argv) {
     tierflow::Session session(adapters.from.empty() ? tierflow::with_adapters(base, adapters.config, 3)
                                                     : tierflow::with_adapters(base, adapters.from),
                               options, {});
+    if (session.waits_for_gradient()) session.begin_with_gradient({batch(0, vocab)});
     for (int step = 0; step < std::atoi(argv[3]); ++step)
       std::printf("%.9g\n", session.step({batch(step, vocab)}, 1e-2).loss);
     std::printf("%.9g\n", session.evaluate({batch(0, vocab)}).loss);

@@ -4,6 +4,7 @@
 
 #include <functional>
 
+#include "runtime/planning/loading.h"
 #include "runtime/session/layers.h"
 #include "tests/runtime/expect.h"
 #include "tests/runtime/session/fixture.h"
@@ -69,6 +70,7 @@ class SessionAdapters : public ::testing::TestWithParam<Case> {
     };
     const Steps expected = run_of(resident(2), {kSteps});
     SessionOptions options = small(true);
+    options.host_memory += loading_bytes(model.spec());
     options.commit_every = 1;
     const Steps found = run_of(options, {2, kSteps});
     EXPECT_EQ(found.losses, expected.losses);
@@ -228,6 +230,69 @@ TEST_P(SessionAdapters, FirstValuesFromTheBaseAreTheSameStreamed) {
   }
   expect_refusal(io::ErrorKind::usage, {"of rank 40 cannot begin with factors of", "smaller side is"},
                  [&] { with_adapters(plain, {.rank = 40, .init = AdapterInit::olora}, 5); });
+}
+
+// Adapters that begin with the gradient of the base: one pass makes their first values, the same streamed, under any
+// budget, clipped or not, and the model begins as it is. A run that is gone on with has them.
+TEST_P(SessionAdapters, FirstValuesOfTheGradientAreTheSameStreamed) {
+  const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
+  const AdapterConfig config{.rank = 2, .alpha = 8, .exclude = {"shared_expert_gate"}, .init = AdapterInit::lora_ga};
+  for (const WeightFormat format : {WeightFormat::bf16, WeightFormat::nf4}) {
+    const Model base = with_base_format(plain, format);
+    const Model model = with_adapters(base, config, 5);
+    const auto run_of = [&](SessionOptions options, const std::vector<std::int64_t>& stops) {
+      Steps run;
+      for (const std::int64_t up_to : stops) {
+        Session session(model, options, {.weight_decay = 0.1});
+        EXPECT_EQ(session.waits_for_gradient(), !options.resume);
+        if (session.waits_for_gradient()) {
+          expect_refusal(io::ErrorKind::usage, {"no first values yet"}, [&] {
+            Session waiting(model, resident(2));
+            waiting.step(batches(2, 0), 1e-2);
+          });
+          session.begin_with_gradient(batches(2, 0));
+          Session before(base, resident(2));
+          EXPECT_EQ(session.evaluate(batches(2, 0)).loss, before.evaluate(batches(2, 0)).loss);
+          const std::vector<std::vector<float>> first = masters_of(session);
+          std::size_t i = 0;
+          for (const UnitSpec& unit : session.model().spec().units)
+            for (const TensorSpec& tensor : unit.tensors) {
+              const AdapterPart part = adapter_part(tensor);
+              if (part == AdapterPart::initial_a || part == AdapterPart::initial_b) {
+                EXPECT_TRUE(first[i] == first[i - 2]) << tensor.name;
+                EXPECT_GT(std::ranges::max(first[i]), 0) << tensor.name;
+              }
+              ++i;
+            }
+        }
+        EXPECT_FALSE(session.waits_for_gradient());
+        train(session, options, up_to, run);
+        if (up_to == kSteps) session.discard();
+        options.resume = true;
+      }
+      return run;
+    };
+    for (const bool clipped : {true, false}) {
+      SessionOptions options = resident(2);
+      if (!clipped) options.clip.reset();
+      const Steps expected = run_of(options, {kSteps});
+      options = small(clipped);
+      options.commit_every = clipped ? 1 : 0;
+      const Steps found = run_of(options, clipped ? std::vector<std::int64_t>{2, kSteps} : std::vector{kSteps + 0L});
+      EXPECT_EQ(found.losses, expected.losses);
+      EXPECT_TRUE(found.masters == expected.masters);
+    }
+  }
+  // Every micro-batch counts.
+  const auto begun = [&](int first, int second) {
+    Session session(with_adapters(plain, config, 5), resident(2));
+    session.begin_with_gradient({batches(1, first)[0], batches(1, second)[0]});
+    return masters_of(session);
+  };
+  EXPECT_FALSE(begun(0, 2) == begun(1, 2));
+  EXPECT_FALSE(begun(2, 0) == begun(2, 1));
+  expect_refusal(io::ErrorKind::usage, {"of rank 20 cannot begin with factors of", "gradient", "twice as many"},
+                 [&] { with_adapters(plain, {.rank = 20, .init = AdapterInit::lora_ga}, 5); });
 }
 
 // Adapters with a magnitude (DoRA): the same bits streamed and gone on with, beside a base in any format.

@@ -37,7 +37,7 @@ int main(int argc, char** argv) {
   }
   if (argc < 3) return 2;
   try {
-    const auto format = name == "fp8" ? tierflow::WeightFormat::fp8 : tierflow::parse_weight_format(name);
+    const auto format = tierflow::parse_weight_format(name);
     const bool back = std::string_view(argv[argc - 1]) == "back";
     std::vector<std::int64_t> shape;
     for (int i = 2; i < argc - (back ? 1 : 0); ++i) shape.push_back(std::atoll(argv[i]));

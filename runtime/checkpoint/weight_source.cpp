@@ -1,0 +1,31 @@
+#include "runtime/checkpoint/weight_source.h"
+
+#include <algorithm>
+
+#include "runtime/base/exception.h"
+
+namespace tierflow {
+
+std::vector<std::byte> stored_weight(const TensorSpec& tensor, const StoredSource& stored,
+                                     const std::function<void(std::uint64_t first, std::span<float> out)>& fill) {
+  if (tensor.format == WeightFormat::fp8) {
+    if (!stored.has || !stored.has(tensor.name))
+      fail(io::ErrorKind::input, tensor.name, "is not stored in FP8: as such it cannot be kept");
+    return stored.read(tensor);
+  }
+  const auto elements = static_cast<std::uint64_t>(tensor.elements());
+  std::vector<float> values(std::min(kQuantisedPiece, elements));
+  Quantiser quantiser(tensor.format, tensor.shape);
+  for (std::uint64_t first = 0; first < elements; first += values.size()) {
+    const std::span<float> piece(values.data(), std::min<std::uint64_t>(values.size(), elements - first));
+    fill(first, piece);
+    try {
+      quantiser.add(piece);
+    } catch (const Exception& error) {
+      fail(error.error().kind, tensor.name, error.error().detail);
+    }
+  }
+  return quantiser.finish();
+}
+
+}  // namespace tierflow

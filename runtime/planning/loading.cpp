@@ -1,0 +1,75 @@
+#include "runtime/planning/loading.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "runtime/spec/adapters.h"
+
+namespace tierflow {
+namespace {
+
+std::uint64_t stored(const TensorSpec& tensor) {
+  return quantising_bytes(tensor.format, tensor.shape);
+}
+
+// The factors of W [out, in], with W. LAPACK's whole decomposition takes a copy of W, its factors, and workspace for
+// the smaller side; a thin one the bases of both sides, several at once.
+std::uint64_t decomposed(std::uint64_t out, std::uint64_t in, std::uint64_t wide) {
+  const std::uint64_t small = std::min(out, in);
+  if (wide != 0) return 4 * (out * in + 6 * wide * (out + in) + 8 * wide * wide);
+  return 4 * (2 * out * in + 2 * small * (out + in) + 8 * small * small);
+}
+
+}  // namespace
+
+std::uint64_t loading_bytes(const ModelSpec& spec) {
+  const bool adapted = !spec.adapter_config_json.empty();
+  const AdapterConfig config =
+      adapted ? parse_adapter_config(spec.adapter_config_json, "the model's adapters") : AdapterConfig();
+  std::uint64_t most = 0, first_values = 0, all_values = 0;
+  for (const UnitSpec& unit : spec.units) {
+    std::map<std::string, std::uint64_t> held;  // by module: its weight's bytes in a format
+    for (const TensorSpec& tensor : unit.tensors)
+      if (!is_adapter(tensor)) held[linear_module(tensor)] = stored(tensor);
+    std::uint64_t values = 0, in = 0;
+    for (const TensorSpec& tensor : unit.tensors) {
+      most = std::max(most, stored(tensor));
+      const AdapterPart part = adapter_part(tensor);
+      const std::uint64_t weight = is_adapter(tensor) ? held[linear_module(tensor)] : 0;
+      if (part == AdapterPart::initial_magnitude) {
+        most = std::max(most, weight);
+        values += 4 * static_cast<std::uint64_t>(tensor.elements());
+      }
+      if (part == AdapterPart::initial_a) in = static_cast<std::uint64_t>(tensor.shape[1]);
+      if (part == AdapterPart::initial_b) {
+        const auto out = static_cast<std::uint64_t>(tensor.shape[0]),
+                   rank = static_cast<std::uint64_t>(tensor.shape[1]);
+        most = std::max(most, decomposed(out, in, basis_columns(config, rank, out, in)) + weight);
+        values += 2 * rank * (out + in);
+      }
+    }
+    first_values = std::max(first_values, values);
+    all_values += values;
+  }
+  // Those of a gradient are all there at once.
+  return most + (config.init == AdapterInit::lora_ga ? all_values : first_values);
+}
+
+std::uint64_t gradient_bytes(const ModelSpec& spec) {
+  if (!begins_with_gradient(spec)) return 0;
+  std::uint64_t most = 0;
+  for (const StageSpec& stage : spec.stages) {
+    std::uint64_t bytes = 0, in = 0;
+    for (const int unit : stage.units)
+      for (const TensorSpec& tensor : spec.units[static_cast<std::size_t>(unit)].tensors) {
+        const AdapterPart part = adapter_part(tensor);
+        if (part == AdapterPart::initial_a) in = static_cast<std::uint64_t>(tensor.shape[1]);
+        if (part == AdapterPart::initial_b) bytes += 6 * in * static_cast<std::uint64_t>(tensor.shape[0]);
+      }
+    most = std::max(most, bytes);
+  }
+  return most;
+}
+
+}  // namespace tierflow

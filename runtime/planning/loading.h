@@ -1,0 +1,19 @@
+#pragma once
+// Host memory that a session takes while its first weights come, beside what is arranged: room for it is set aside in
+// the host budget. No torch here.
+#include <cstdint>
+
+#include "runtime/spec/model_spec.h"
+
+namespace tierflow {
+
+// At most so many bytes, but for pieces of some KiB: one frozen tensor with the values that are brought into its
+// format, or one weight in fp32 with what decomposes it (adapter_init.h), and the first values of one unit's adapters.
+// 0 where weights are stored as they come and adapters begin without them.
+std::uint64_t loading_bytes(const ModelSpec& spec);
+
+// Device memory that first values of a gradient take (AdapterInit::lora_ga): the sums of the stage that has the most,
+// in fp32, and a gradient in bf16 each on its way there. Else 0.
+std::uint64_t gradient_bytes(const ModelSpec& spec);
+
+}  // namespace tierflow

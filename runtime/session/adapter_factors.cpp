@@ -1,0 +1,81 @@
+#include "runtime/session/adapter_factors.h"
+
+#include <torch/torch.h>
+
+#include <cmath>
+#include <future>
+#include <tuple>
+
+#include "runtime/base/exception.h"
+#include "runtime/checkpoint/init.h"
+
+namespace tierflow {
+namespace {
+
+constexpr double kGamma = 16;
+constexpr std::int64_t kGradientIterations = 4;
+
+using Decomposition = std::tuple<torch::Tensor, torch::Tensor, torch::Tensor>;  // U, S, V^T
+
+Decomposition randomised(const torch::Tensor& w, std::int64_t wide, std::int64_t iterations, const FactorsOf& of) {
+  torch::Tensor range = torch::empty({w.size(1), wide}, torch::kFloat32);
+  const TensorSpec normal{.name = of.name, .shape = {w.size(1), wide}, .init_std = 1};
+  initial_values(normal, of.seed, 0, {range.data_ptr<float>(), static_cast<std::size_t>(range.numel())});
+  const auto basis = [](const torch::Tensor& columns) { return std::get<0>(torch::linalg_qr(columns)); };
+  range = basis(torch::mm(w, range));
+  for (std::int64_t i = 0; i < iterations; ++i) range = basis(torch::mm(w, basis(torch::mm(w.t(), range))));
+  const auto [u, s, vh] = torch::linalg_svd(torch::mm(range.t(), w), /*full_matrices=*/false);
+  return {torch::mm(range, u), s, vh};
+}
+
+std::vector<std::uint16_t> rounded(const torch::Tensor& values) {
+  const torch::Tensor words = values.to(torch::kBFloat16).contiguous();
+  const auto* const first = static_cast<const std::uint16_t*>(words.const_data_ptr());
+  return {first, first + words.numel()};
+}
+
+// In a thread of its own: LAPACK's bits depend on the number of threads, which may differ among the callers.
+template <class Work>
+Factors apart(Work work) {
+  return std::async(std::launch::async,
+                    [&] {
+                      const torch::NoGradGuard no_grad;
+                      return work();
+                    })
+      .get();
+}
+
+std::int64_t columns_of(const torch::Tensor& w, const AdapterConfig& config, const FactorsOf& of) {
+  const auto size = [](std::int64_t value) { return static_cast<std::uint64_t>(value); };
+  return static_cast<std::int64_t>(basis_columns(config, size(of.rank), size(w.size(0)), size(w.size(1))));
+}
+
+}  // namespace
+
+Factors factors_of_weight(const torch::Tensor& w, const AdapterConfig& config, const FactorsOf& of) {
+  return apart([&]() -> Factors {
+    if (config.init == AdapterInit::olora) {
+      // The first columns of Q are those of the first columns of W; and R = Q^T W.
+      const torch::Tensor b = std::get<0>(torch::linalg_qr(w.narrow(1, 0, of.rank)));
+      return {.a = rounded(torch::mm(b.t(), w)), .b = rounded(b)};
+    }
+    const std::int64_t wide = columns_of(w, config, of);
+    const auto [u, s, vh] =
+        wide > 0 ? randomised(w, wide, config.pissa_iterations, of) : torch::linalg_svd(w, /*full_matrices=*/false);
+    const torch::Tensor root = (s.narrow(0, 0, of.rank) / of.scale).sqrt();
+    return {.a = rounded(root.unsqueeze(1) * vh.narrow(0, 0, of.rank)), .b = rounded(u.narrow(1, 0, of.rank) * root)};
+  });
+}
+
+Factors factors_of_gradient(const torch::Tensor& gradient, const FactorsOf& of) {
+  return apart([&]() -> Factors {
+    if (!std::isfinite(gradient.sum().item<double>()))
+      fail(io::ErrorKind::numeric, of.name, "has a gradient that is not finite: adapters cannot begin with it");
+    const std::int64_t wide = columns_of(gradient, {.init = AdapterInit::lora_ga}, of);
+    const auto [u, s, vh] = randomised(gradient, wide, kGradientIterations, of);
+    const double factor = std::pow(static_cast<double>(gradient.size(0)), 0.25) / std::sqrt(kGamma);
+    return {.a = rounded(vh.narrow(0, 0, of.rank) * factor), .b = rounded(u.narrow(1, of.rank, of.rank) * factor)};
+  });
+}
+
+}  // namespace tierflow

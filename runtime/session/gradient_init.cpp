@@ -1,0 +1,102 @@
+#include "runtime/session/gradient_init.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "optim/adamw.h"
+#include "runtime/session/session_impl.h"
+#include "runtime/spec/adapters.h"
+
+namespace tierflow {
+
+GradientInit::GradientInit(const ModelSpec& spec, std::uint64_t seed, torch::Device device)
+    : spec_(spec), seed_(seed), device_(device) {}
+
+std::vector<GradientInit::Weight> GradientInit::weights_of(int stage) const {
+  std::map<std::string, Weight> wanted;  // by module
+  std::size_t position = 0;
+  for (const int unit : spec_.stages[stage].units)
+    for (const TensorSpec& tensor : spec_.units[unit].tensors) {
+      const std::string module = linear_module(tensor);
+      Weight& weight = wanted[module];
+      if (!is_adapter(tensor)) {
+        weight.position = position;
+        weight.module = module;
+        weight.shape = tensor.shape;
+        weight.of.name = tensor.name;
+      } else if (adapter_part(tensor) == AdapterPart::b) {
+        weight.of.rank = tensor.shape[1];
+        weight.of.scale = tensor.scale;
+        weight.of.seed = seed_;
+      }
+      ++position;
+    }
+  std::vector<Weight> weights;
+  for (auto& [module, weight] : wanted)
+    if (weight.of.rank != 0) weights.push_back(std::move(weight));
+  return weights;
+}
+
+void GradientInit::bind(int stage, int micro_batch, Gradients& gradients) {
+  const std::vector<Weight> weights = weights_of(stage);
+  if (micro_batch == 0) {
+    sums_.clear();
+    for (const Weight& weight : weights)
+      sums_.push_back(torch::zeros(weight.shape, torch::TensorOptions().dtype(torch::kFloat32).device(device_)));
+  }
+  for (std::size_t i = 0; i < weights.size(); ++i) gradients[weights[i].position] = sums_[i];
+}
+
+void GradientInit::take(int stage) {
+  const std::vector<Weight> weights = weights_of(stage);
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    const torch::Tensor sum = std::exchange(sums_[i], {}).to(torch::kCPU);
+    factors_[weights[i].module] = factors_of_gradient(has_transposed_weights(spec_) ? sum.t() : sum, weights[i].of);
+  }
+}
+
+void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) {
+  if (!waits_for_gradient)
+    throw Exception(io::ErrorKind::usage, "the adapters have their first values: they wait for no gradient");
+  check_batches(batches, true);
+  const torch::NoGradGuard no_grad;
+  const std::uint64_t cap = torch_bytes();
+  torch_memory.set_cap(cap + (torch_device.is_cpu() ? plan.loading : 0));
+  gradient_init = std::make_unique<GradientInit>(model->spec(), options.seed, torch_device);
+  std::int64_t targets = 0;
+  for (const MicroBatch& batch : batches) targets += batch.target_tokens();
+  // A step whose updates are all dropped.
+  const auto work = make_work(0);
+  work->skip_updates();
+  StepResult result;
+  const std::vector<Shared> shared = share(batches);
+  executor().append(planner->train_step(/*pending=*/false), work);
+  forward_all(shared, swap::Pass::forward);
+  head_all(shared, 1.0 / static_cast<double>(std::max<std::int64_t>(targets, 1)), result, *work);
+  backward_all(shared, *work);
+  throw_if(executor().finish_updates());
+  throw_if_out_of_memory();
+  throw_if(executor().drain());
+  const std::vector<UnitSpec>& units = model->spec().units;
+  for (std::size_t unit = 0; unit < units.size(); ++unit)
+    for (std::size_t i = 0; i < units[unit].tensors.size(); ++i) {
+      const TensorSpec& tensor = units[unit].tensors[i];
+      if (!is_adapter(tensor)) continue;
+      const AdapterPart part = adapter_part(tensor);
+      const Factors& factors = gradient_init->factors(linear_module(tensor));
+      const auto& words = part == AdapterPart::b || part == AdapterPart::initial_b ? factors.b : factors.a;
+      std::vector<float> values(words.size());
+      std::ranges::transform(words, values.begin(), optim::float_from_bf16);
+      state->write(static_cast<int>(unit), static_cast<int>(i), values.data());
+    }
+  gradient_init = nullptr;
+  waits_for_gradient = false;
+  torch_memory.release_kept();
+  torch_memory.set_cap(cap);
+  torch_memory.reset_peak();
+  if (plan.commit_every != 0) commit();
+}
+
+}  // namespace tierflow
