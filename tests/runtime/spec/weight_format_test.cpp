@@ -229,25 +229,30 @@ TEST(Nf4, TheFirstOfTwoElementsIsTheUpperHalf) {
   EXPECT_EQ(number_at(stored, 12), 1.0F);
 }
 
-// In vectors and in what is left beside them.
-TEST(Rounding, TiesGoToEvenAndNanStaysNan) {
+// In vectors and in what is left beside them: of two words as near, int8 takes the even one, fp8 the larger.
+TEST(Rounding, TiesGoTheirWayAndNanStaysNan) {
   const Shape shape = {1, 37};
-  const auto word = [&](int code, float scale) {
-    Bytes stored(weight_layout(WeightFormat::fp8, shape).bytes);
+  const auto word = [&](WeightFormat format, int code, float scale) {
+    Bytes stored(weight_layout(format, shape).bytes);
     std::fill_n(stored.begin(), 37, static_cast<std::byte>(code));
     std::memcpy(stored.data() + 40, &scale, sizeof(scale));
-    const auto words = dense_words(WeightFormat::fp8, shape, stored);
+    const auto words = dense_words(format, shape, stored);
     EXPECT_THAT(words, Each(words[0]));
     return words[0];
   };
+  const auto fp8 = [&](int code, float scale) { return word(WeightFormat::fp8, code, scale); };
   constexpr int kOne = 0x38;
-  EXPECT_EQ(word(kOne, 1 + 0x1p-8F), 0x3f80);  // between 1 and 1 + 2^-7
-  EXPECT_EQ(word(kOne, 1 + 0x1.8p-7F), 0x3f82);
-  EXPECT_EQ(word(kOne, std::nextafter(1 + 0x1p-8F, 2.0F)), 0x3f81);
-  EXPECT_EQ(word(kOne, std::numeric_limits<float>::max()), 0x7f80);
-  EXPECT_EQ(word(kOne, std::bit_cast<float>(0x7fffffffU)), 0x7fc0);
-  EXPECT_EQ(word(0, kInfinite), 0x7fc0);
-  EXPECT_EQ(word(0xff, 1), 0x7fc0);
+  const float between = 1 + 0x1p-8F;  // 1 and 1 + 2^-7
+  EXPECT_EQ(word(WeightFormat::int8, 1, 127 * between), 0x3f80);
+  EXPECT_EQ(word(WeightFormat::int8, 1, 127 * (1 + 0x1.8p-7F)), 0x3f82);
+  EXPECT_EQ(fp8(kOne, between), 0x3f81);
+  EXPECT_EQ(fp8(kOne | 0x80, between), 0xbf81);
+  EXPECT_EQ(fp8(kOne, std::nextafter(between, 1.0F)), 0x3f80);
+  EXPECT_EQ(fp8(kOne, 1 + 0x1.8p-7F), 0x3f82);
+  EXPECT_EQ(fp8(kOne, std::numeric_limits<float>::max()), 0x7f80);
+  EXPECT_EQ(fp8(kOne, std::bit_cast<float>(0x7fffffffU)), 0x7fc0);
+  EXPECT_EQ(fp8(0, kInfinite), 0x7fc0);
+  EXPECT_EQ(fp8(0xff, 1), 0x7fc0);
 }
 
 TEST(Fp8, EachTileOf128By128HasItsScale) {
