@@ -36,7 +36,7 @@ def save_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
     try:
         engine.native.save_state(str(partial / _STREAMED))
         tensors = {f"model.{name}": tensor for name, tensor in _ordinary(model)}
-        record: dict[str, Any] = {"format": _FORMAT, "groups": _groups(model, opt), "steps": {}}
+        record: dict[str, Any] = {"format": _FORMAT, "groups": _groups(model, opt), "steps": {}, "base": engine.formats}
         for name, p in _trained(model, opt):
             for key, value in opt.state.get(p, {}).items():
                 if isinstance(value, torch.Tensor):
@@ -79,6 +79,8 @@ def load_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
         raise _native.InputError(f"{target}: cannot be read: {error}") from error
     if record.get("format") != _FORMAT:
         raise _native.InputError(f"{target}: format {record.get('format')} is not this version's, {_FORMAT}")
+    if record.get("base", {}) != engine.formats:
+        raise _native.InputError(f"{target}: the base had another base_precision there, and so other weights")
     mine = _groups(model, opt)
     if [g["params"] for g in mine] != [g["params"] for g in groups]:
         raise _native.InputError(f"{target}: the optimizer's groups hold other parameters there")

@@ -68,6 +68,7 @@ class Engine:
         self._entering: int | None = None  # the thread that waits in enter()
         self._bound: tuple[Turn, list[torch.Tensor]] | None = None  # of the turn that is being taken
         self.trainable = [unit.trainable for unit in cut.units]
+        self.formats = {tensor.names[0]: tensor.format for unit in cut.units for tensor in unit.tensors if tensor.format != "bf16"}
         self.broken: str | None = None  # why this step's gradients cannot be applied
         self.skipped = 0
         self._scales: dict[tuple[int, int], float] = {}

@@ -63,8 +63,9 @@ std::uint64_t ComputeNeeds::expected(const swap::Arrangement& arrangement) const
 
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
   SessionPlan plan{.packed = pack(spec, options.precision),
-                   .workspace = needs.workspace(options.micro_batches) + (options.train ? gradient_bytes(spec) : 0),
-                   .loading = loading_bytes(spec)};
+                   .workspace = needs.workspace(options.micro_batches) +
+                                (options.train && !options.resume ? gradient_bytes(spec) : 0),
+                   .loading = options.resume ? 0 : loading_bytes(spec)};  // a state that is there needs no first values
   std::vector<swap::UnitShape> shapes;
   for (const PackedUnit& unit : plan.packed.units) shapes.push_back(unit.shape);
   std::vector<swap::StageShape> stages = plan.packed.stages;

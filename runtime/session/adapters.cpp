@@ -67,6 +67,7 @@ Model with_adapters(const Model& base, const fs::path& folder) {
 }
 
 void Session::export_adapter(const fs::path& folder, const fs::path& base) {
+  impl_->expect_first_values();
   const ModelSpec& spec = impl_->model->spec();
   if (spec.adapter_config_json.empty())
     throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");

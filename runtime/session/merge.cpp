@@ -172,6 +172,7 @@ void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path
 }
 
 void Session::export_merged(const fs::path& base, const fs::path& folder, const Progress& progress) {
+  impl_->expect_first_values();
   const ModelSpec& spec = impl_->model->spec();
   if (spec.adapter_config_json.empty())
     throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");

@@ -139,11 +139,15 @@ std::uint64_t Session::Impl::writes_of_next_step() const {
          plan.writes.commit * (plan.commit_every != 0 ? 2 : 1);
 }
 
+void Session::Impl::expect_first_values() const {
+  if (waits_for_gradient)
+    throw Exception(io::ErrorKind::usage, "the adapters have no first values yet: begin_with_gradient() makes them");
+}
+
 StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
   const auto started = std::chrono::steady_clock::now();
   check_batches(batches, true);
-  if (waits_for_gradient)
-    throw Exception(io::ErrorKind::usage, "the adapters have no first values yet: begin_with_gradient() makes them");
+  expect_first_values();
   const torch::NoGradGuard no_grad;
   const bool commits = plan.commit_every != 0 && steps != committed_steps && steps % plan.commit_every == 0;
   std::string progress = progress_json();

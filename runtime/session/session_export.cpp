@@ -47,6 +47,7 @@ void Session::export_hf(const std::filesystem::path& folder, const Progress& pro
 void Session::commit() {
   if (impl_->store == nullptr)
     throw Exception(io::ErrorKind::usage, "the session has no storage: there is no state that outlives it");
+  impl_->expect_first_values();
   impl_->commit();
 }
 

@@ -61,6 +61,7 @@ struct Session::Impl {
                       const std::function<void(std::int64_t index, const HeadScores& scores)>& scored,
                       const Progress& progress);
   std::vector<torch::Tensor> next_logits(const std::vector<CachedRow>& rows);
+  void expect_first_values() const;  // throws while the adapters have none
 
   std::shared_ptr<LayeredModel> model;
   SessionOptions options;  // micro_batches: as many as are planned

@@ -167,7 +167,9 @@ void Session::Impl::make_store(const std::string& identity) {
 }
 
 void Session::Impl::check_write_limit() const {
-  const std::uint64_t least = plan.writes.load + writes_of_next_step();
+  // First values of a gradient take a pass that writes what a step does.
+  const bool one_more = !options.resume && options.train && begins_with_gradient(model->spec());
+  const std::uint64_t least = plan.writes.load + writes_of_next_step() * (one_more ? 2 : 1);
   if (options.write_limit != 0 && least > options.write_limit)
     throw Exception(io::ErrorKind::usage, "--max-tb-written allows no step: loading writes " +
                                               std::to_string(plan.writes.load) + " bytes to storage and a step " +

@@ -250,6 +250,14 @@ def test_what_is_stored_in_fewer_bytes_is_not_written(tmp_path):
         model.get_parameter(up).mul_(2)
     with pytest.raises(tierflow.UsageError, match="is stored as nf4, which is not saved"):
         tierflow.save(model, tmp_path / "saved")
+    head = torch.nn.Parameter(torch.zeros(3))
+    model.register_parameter("own", head)
+    tierflow.save_checkpoint(model, tierflow.optim.AdamW([head]), tmp_path / "checkpoint")
+    for other in "int8", "bf16":
+        model = tierflow.wrap(make("llama"), roomy(base_precision=other, trainable=False))
+        model.register_parameter("own", torch.nn.Parameter(torch.zeros(3)))
+        with pytest.raises(tierflow.InputError, match="another base_precision"):
+            tierflow.load_checkpoint(model, tierflow.optim.AdamW([model.own]), tmp_path / "checkpoint")
     sizes = [tierflow.plan(make("llama"), tierflow.Budget(device="64MiB", host="128MiB"), trainable=False, base_precision=each).estimate["state_bytes"] for each in ("bf16", "int8", "nf4")]
     assert sizes[0] > 1.4 * sizes[1] > 1.6 * sizes[2]
 

@@ -65,6 +65,7 @@ class SessionAdapters : public ::testing::TestWithParam<Case> {
           }
         if (up_to == kSteps) session.discard();
         options.resume = true;
+        options.host_memory = small(true).host_memory;  // nothing is loaded any more
       }
       return run;
     };
@@ -250,6 +251,13 @@ TEST_P(SessionAdapters, FirstValuesOfTheGradientAreTheSameStreamed) {
             Session waiting(model, resident(2));
             waiting.step(batches(2, 0), 1e-2);
           });
+          // A state without first values would never learn: both gradients would be zero.
+          expect_refusal(io::ErrorKind::usage, {"no first values yet"}, [&] {
+            Session waiting(model, resident(2));
+            waiting.export_adapter(folder_.path / "waiting");
+          });
+          if (session.storage_mode())
+            expect_refusal(io::ErrorKind::usage, {"no first values yet"}, [&] { session.commit(); });
           session.begin_with_gradient(batches(2, 0));
           Session before(base, resident(2));
           EXPECT_EQ(session.evaluate(batches(2, 0)).loss, before.evaluate(batches(2, 0)).loss);
