@@ -6,6 +6,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/planning/update_scratch.h"
+#include "runtime/spec/unit_list.h"
 #include "swap/check.h"
 #include "swap/planner.h"
 
@@ -120,6 +121,8 @@ std::string store_identity(const ModelSpec& spec, const SessionOptions& options)
   if (!spec.adapter_config_json.empty()) identity["adapter"] = spec.adapter_config_json;
   if (!spec.trainable_json.empty()) identity["trainable"] = spec.trainable_json;
   if (spec.base_format != WeightFormat::bf16) identity["base"] = weight_format_name(spec.base_format);
+  // Layers of one's own have no config.json.
+  if (spec.config_json == "{}") identity["units"] = unit_list(spec.units);
   return identity.dump();
 }
 

@@ -11,6 +11,7 @@
 #include "runtime/base/signals.h"
 #include "runtime/base/terminal.h"
 #include "runtime/planning/left_store.h"
+#include "runtime/planning/moved_store.h"
 #include "runtime/program/forecast.h"
 #include "runtime/program/learning_rate.h"
 #include "runtime/program/run_common.h"
@@ -364,14 +365,24 @@ class Training {
 int run_train(const TrainOptions& options) {
   watch_signals();
   LeftStore left;
+  TrainingLog log(options.log_json, options.json);
   if (!options.fresh) {
+    settle_store(
+        {.folders = options.storage,
+         .engine = engine_kind(options.engine),
+         .allow_buffered = options.allow_buffered,
+         .allow_any_filesystem = options.allow_any_filesystem},
+        [&](const std::string& line) { log.say(line); },
+        [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+          throw_if_stopped();
+          log.progress(phase, done, total);
+        });
     left = find_left_store(options.storage);
     if (left.there && !left.empty && !left.resumable) refuse_left_store(options.storage);
     if (options.resume && !left.resumable)
       fail(io::ErrorKind::usage, options.storage.front().string(),
            "holds no state to go on with: without --resume the run begins anew");
   }
-  TrainingLog log(options.log_json, options.json);
   if (!options.storage.empty() && !options.fresh && (left.resumable || !left.there) && has_result(options)) {
     log.say("the run is finished: its result is in " + options.out.string());
     // It was killed between its result and the end of its state.

@@ -94,10 +94,11 @@ void Session::Impl::check_resumed(const std::string& identity) const {
     const auto before = then.value(key, nlohmann::json()), here = now.value(key, nlohmann::json());
     return key == "adapter" ? !same_adapter(before, here) : before != here;
   };
-  for (const char* key : {"config", "tiling", "adapter", "trainable", "base", "precision", "run"})
+  for (const char* key : {"config", "units", "tiling", "adapter", "trainable", "base", "precision", "run"})
     if (!then.is_object() || differs(key))
       refuse("holds the state of another run: its " +
              std::string(key == std::string("config")      ? "model"
+                         : key == std::string("units")     ? "model"
                          : key == std::string("tiling")    ? "cut of layers"
                          : key == std::string("base")      ? "base's precision"
                          : key == std::string("trainable") ? "choice of what is trained"
