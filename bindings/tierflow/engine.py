@@ -31,7 +31,7 @@ _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 def _close_all() -> None:
     """Files do not outlive the process, whatever still refers to a model."""
     for engine in list(_open):
-        engine.close()
+        engine.close(commits=False)  # nobody says that the loop's last step is whole
 
 
 def _leave_to_parent() -> None:
@@ -58,6 +58,8 @@ class Engine:
 
     def __init__(self, model: nn.Module, cut: Cut, native: Any, device: str, workspace: int, fused_layers: bool = False) -> None:
         self.native = native
+        self.durable = 0  # a commit after so many optimizer steps each; 0: never
+        self.journal: Any = None  # who commits
         self.fused_layers = fused_layers
         self.judged: dict[int, Any] = {}  # what fused layers found about tensors that they share
         self._said_departs: set[str] = set()
@@ -100,10 +102,18 @@ class Engine:
                 if handle.requires_grad:
                     torch.Tensor.register_post_accumulate_grad_hook(handle, _take_outside_gradient)
 
-    def close(self) -> None:
-        """Ends the model: gives memory back and removes its files."""
-        self.native = _Gone("the streamed model was closed: its state is gone")
+    def close(self, commits: bool = True) -> None:
+        """Ends the model: gives memory back, and removes its files, unless it is durable: then what its last step left is committed."""
         _open.discard(self)
+        journal, self.journal = self.journal, None
+        try:
+            if journal is not None:
+                if commits:
+                    journal.commit()
+            elif self.durable:
+                log.warning("a durable model ends and nothing of it was committed: tierflow.resume(model, opt) was not called")
+        finally:
+            self.native = _Gone("the streamed model was closed: its state is gone")
 
     @contextlib.contextmanager
     def turn(self, turn: Turn, phase: str, keep: bool = False) -> Iterator[list[torch.Tensor]]:
@@ -181,6 +191,8 @@ class Engine:
 
     def write(self, handle: StreamedParameter, values: torch.Tensor) -> None:
         self._expect_rest(handle)
+        if self.journal is not None:
+            self.journal.commit()  # as the step left it
         self.native.write(handle.unit, handle.index, values.detach().float())
 
     def add_outside(self, handle: StreamedParameter, grad: torch.Tensor) -> None:
@@ -302,6 +314,8 @@ class Engine:
             updates.append((unit, entries))
         self._scales = {key: scale for key, scale in self._scales.items() if key[0] in spared}
         if finite:
+            if self.journal is not None:
+                self.journal.take_gradients()
             self.native.step(updates)
             self._alone = {key for key in self._alone if key[0] in spared}
             return True
