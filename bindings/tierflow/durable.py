@@ -18,7 +18,7 @@ from .optim import AdamW
 
 
 def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler) -> int:
-    """How many optimizer steps the state of a durable model has: 0 for a new one.
+    """How many optimizer steps, calls of opt.step(), the state of a durable model has: 0 for a new one.
 
     Call it once, when model, optimizer and schedulers are made. It puts everything back as the last committed step left it: weights, moments, ordinary
     parameters and buffers, the optimizer's groups, the schedulers, and the state of torch's random numbers. From then on opt.step() commits.
@@ -39,8 +39,7 @@ def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler) -> int:
     journal = Journal(model, opt, schedules)
     found = engine.native.resumed
     if found is not None:
-        step, client, beside = found
-        journal.put_back(step, json.loads(client), beside)
+        journal.put_back(*found)
     engine.journal = opt.journal = journal
     if found is None:
         journal.end_step(counts=False)
@@ -61,8 +60,10 @@ class Journal:
         self._made = _plain({"groups": groups_of(model, opt), "schedulers": [_settings(schedule) for schedule in schedules]})
         self._settings = [schedule.state_dict() for schedule in schedules]
 
-    def put_back(self, step: int, record: dict[str, Any], beside: bytes) -> None:
+    def put_back(self, step: int, beside: bytes) -> None:
         """What commit() wrote."""
+        header = json.loads(beside[8 : 8 + int.from_bytes(beside[:8], "little")])
+        record = json.loads(header["__metadata__"]["record"])
         _expect_same(record["made"], self._made)
         put_back(self.model, self.opt, record["state"], load_tensors(beside), "the state of the run")
         for schedule, changed in zip(self.schedules, record["schedules"], strict=True):
@@ -91,7 +92,7 @@ class Journal:
         tensors, state = self._waits
         schedules = [_changed(schedule.state_dict(), before) for schedule, before in zip(self.schedules, self._settings, strict=True)]
         record = {"made": self._made, "state": {**state, "groups": groups_of(self.model, self.opt)}, "schedules": schedules}
-        self.engine.native.commit(self.step, json.dumps(record), as_safetensors(tensors))
+        self.engine.native.commit(self.step, as_safetensors(tensors, {"record": json.dumps(record)}))
         self._waits = None
 
     def _check_schedules(self) -> None:

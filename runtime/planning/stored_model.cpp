@@ -10,9 +10,9 @@ namespace tierflow {
 namespace {
 
 ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) {
-  if (identity.is_object() && identity.contains("units") && identity["units"].is_string()) {
+  if (identity.is_object() && identity.contains("units")) {
     ModelSpec spec;
-    spec.units = parse_unit_list(identity["units"].get<std::string>(), where);
+    spec.units = parse_unit_list(identity["units"], where);
     return spec;
   }
   const auto tiling = identity.find("tiling");

@@ -8,7 +8,7 @@ namespace tierflow {
 
 using nlohmann::json;
 
-std::string unit_list(const std::vector<UnitSpec>& units) {
+json unit_list(const std::vector<UnitSpec>& units) {
   json list = json::array();
   for (const UnitSpec& unit : units) {
     json tensors = json::array();
@@ -17,13 +17,13 @@ std::string unit_list(const std::vector<UnitSpec>& units) {
           {tensor.name, tensor.shape, weight_format_name(tensor.format), tensor.trainable, tensor.moments_32});
     list.push_back({unit.name, std::move(tensors)});
   }
-  return list.dump();
+  return list;
 }
 
-std::vector<UnitSpec> parse_unit_list(const std::string& text, const std::string& where) {
+std::vector<UnitSpec> parse_unit_list(const json& list, const std::string& where) {
   std::vector<UnitSpec> units;
   try {
-    for (const json& unit : json::parse(text)) {
+    for (const json& unit : list) {
       UnitSpec& spec = units.emplace_back(UnitSpec{.name = unit.at(0).get<std::string>()});
       for (const json& tensor : unit.at(1)) {
         TensorSpec& of = spec.tensors.emplace_back();

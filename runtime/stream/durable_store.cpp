@@ -65,14 +65,13 @@ std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& u
 
 void commit_durable(swap::Store& store, const StreamerOptions& options, const StreamerCommit& commit) {
   const std::string checksum = keep_beside(options.storage, store.generation() + 1, commit.beside);
-  throw_if(store.commit(json{{"step", commit.step}, {"client", commit.client}, {"beside", checksum}}.dump()));
+  throw_if(store.commit(json{{"step", commit.step}, {"beside", checksum}}.dump()));
 }
 
 StreamerCommit committed_in(const swap::Store& store, const StreamerOptions& options) {
   const json progress = json::parse(store.progress(), nullptr, false);
   try {
     return {.step = progress.at("step").get<std::int64_t>(),
-            .client = progress.at("client").get<std::string>(),
             .beside = read_beside(options.storage, store.generation(), progress.at("beside").get<std::string>())};
   } catch (const json::exception&) {
     fail(io::ErrorKind::corruption, options.storage.front().string(),

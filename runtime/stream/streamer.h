@@ -46,8 +46,7 @@ struct StreamerOptions {
 // What a client adds to a commit of a durable Streamer.
 struct StreamerCommit {
   std::int64_t step = 0;  // how many steps the state has
-  std::string client;     // JSON
-  std::string beside;     // bytes, in a file beside the state, checked when they are read
+  std::string beside;     // bytes of its own, in a file beside the state, checked when they are read
 };
 
 // A tensor as save() writes it: all elements of a streamed tensor, or a part of them, in order.

@@ -51,8 +51,6 @@ def train(plan, kill_at=None, kill_in=None, adapters=False, trainer=False, drops
     losses = []
     for step in range(done, STEPS):
         now = {kill_in: step == kill_at}
-        if now.get("commit"):
-            type(opt.journal.engine.native).commit = kill_me
         rows = data[2 * step : 2 * step + 2]
         if layer_major is not None:
             losses.append(layer_major.step(rows).loss)
@@ -96,6 +94,7 @@ def serve():
         job = json.loads(line)
         child = os.fork()
         if child == 0:
+            os.environ.update(job["environment"])
             plan = plan_of(job["folders"], job["durable"], trainable=not job["run"].get("adapters"), size=SMALL if job["small"] else LARGE)
             done, losses, rate, weights = train(plan, **job["run"])
             save_file(weights, job["out"], {"run": json.dumps([done, losses, rate])})
@@ -107,15 +106,19 @@ def serve():
 def script(tmp_path_factory):
     """Runs train() in a process of its own that imported everything once."""
     code = f"import sys; sys.path[:0] = {sys.path!r}; import test_stream_durable as t; t.serve()"
-    server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "LD_PRELOAD": str(BUILD / "librecord_calls.so")}
+    server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     out = tmp_path_factory.mktemp("out") / "weights"
 
-    def run(*folders, durable=True, small=True, **how):
-        job = {"folders": [str(folder) for folder in folders], "durable": durable, "small": small, "run": how, "out": str(out)}
+    def run(*folders, durable=True, small=True, kill_call="", **how):
+        # kill_call: OPERATION:END_OF_PATH:NTH, before that call.
+        call, _, nth = kill_call.rpartition(":")
+        job = {"folders": [str(folder) for folder in folders], "durable": durable, "small": small, "run": how, "out": str(out),
+               "environment": {"TIERFLOW_FAIL": f"{call}:kill", "TIERFLOW_FAIL_NTH": nth} if call else {}}  # fmt: skip
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
         status = int(server.stdout.readline())
-        if how.get("kill_in"):
+        if how.get("kill_in") or call:
             assert status == signal.SIGKILL
             return None
         assert status == 0
@@ -146,13 +149,21 @@ def same(run, expected):
 
 def test_killed_at_several_steps_it_goes_on_to_the_bit(script, whole, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
-    for at, where in ((0, "step"), (1, "forward"), (3, "commit")):
+    for at, where in ((0, "step"), (1, "forward"), (3, "step")):
         script(a, b, kill_at=at, kill_in=where)
         assert (a / "state.tfv").exists() and (b / "state.tfv").exists()
-    run = script(b, a, small=False)  # other budgets, the folders in another order; step 3 was being committed
-    assert run[0] == 2 and same(run, whole["loop"])
+    run = script(b, a, small=False)  # other budgets, the folders in another order
+    assert run[0] == 3 and same(run, whole["loop"])
     run = script(a, b)  # finished: nothing is done again
     assert run[0] == STEPS and same(run, whole["loop"])
+
+
+@pytest.mark.parametrize(("call", "goes_on"), [("rename:state.tfv.beside.B.partial:2", 1), ("flush:/lone:7", 2)])
+def test_killed_in_a_commit_it_goes_on_to_the_bit(call, goes_on, script, whole, tmp_path):
+    """Before what lies beside a generation has its name, and when it has it and the commit is to come."""
+    script(tmp_path / "lone", kill_call=call)
+    run = script(tmp_path / "lone")
+    assert run[0] == goes_on and same(run, whole["loop"])
 
 
 def test_without_the_commit_it_would_be_noticed(script, whole, tmp_path):
