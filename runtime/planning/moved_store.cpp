@@ -35,6 +35,14 @@ bool of_one_volume(const std::map<fs::path, io::Membership>& parts) {
   return std::ranges::all_of(parts, [&](const auto& part) { return part.second == parts.begin()->second; });
 }
 
+// Whether the first store is whole, in these folders or elsewhere. The second is then a copy of it, and no more.
+bool first_is_whole(const Folders& storage) {
+  const auto here = parts_in(storage, io::VolumeOptions{}.name);
+  const bool is_here = !here.empty() && of_one_volume(here) && here.size() == storage.size() &&
+                       here.begin()->second.count == here.size();
+  return is_here || !store_elsewhere(storage).empty();
+}
+
 // Whether the second store is whole and counts: its files are taking the first one's place, or can.
 bool is_committed(const io::VolumeOptions& storage) {
   const io::VolumeOptions second = named(storage, kMovingStore);
@@ -45,13 +53,15 @@ bool is_committed(const io::VolumeOptions& storage) {
   const std::size_t waiting = parts.size();
   for (const auto& [folder, part] : parts_in(storage.folders, storage.name))
     if (part == volume) parts.emplace(folder, part);
-  if (!of_one_volume(parts) || parts.size() != volume.count || parts.size() != storage.folders.size())
+  if (!of_one_volume(parts) || parts.size() != volume.count || parts.size() != storage.folders.size()) {
+    if (first_is_whole(storage.folders)) return false;
     fail(io::ErrorKind::usage, storage.folders.front().string(),
          fmt::format("the state was being moved to {} folders, and this was interrupted: name the same folders as then",
                      volume.count));
+  }
   if (waiting < parts.size()) return true;
   auto contents = swap::Store::inspect(second);
-  if (!contents.ok() && store_elsewhere(storage.folders).empty()) throw Exception(contents.error());
+  if (!contents.ok() && !first_is_whole(storage.folders)) throw Exception(contents.error());
   return contents.ok() && contents->generation != 0;
 }
 

@@ -77,6 +77,14 @@ def test_killed_while_it_moves_one_of_both_states_is_whole(work, whole):
         shutil.copytree(begun, work / "a")
 
 
+def test_a_move_that_was_given_up_leaves_the_state_where_it_is(work, whole):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    killed_at(work, "rename:a/state-moving.tfv", "a", "b")
+    done = train(work, "a")
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step" in done.stderr and weights(work) == whole and is_empty(work / "a")
+
+
 def test_what_cannot_be_moved_is_said_and_stays(work):
     killed_at(work, "flush:a/state.tfv", "a", "b", nth=9)
     (work / "a" / "state.tfv.owner").unlink()
