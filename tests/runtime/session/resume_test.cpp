@@ -205,7 +205,7 @@ TEST(ResumedLayers, GoOnAndAreNotTakenForOthers) {
     torch::Tensor weight;
   };
   const auto model = [](std::int64_t width) {
-    return Layers().add("layer", [width] { return std::make_shared<Plain>(width); }).build();
+    return Layers().repeat(2, "layer", [width] { return std::make_shared<Plain>(width); }).build();
   };
   const Folder folder;
   SessionOptions options = streamed(resident(1), folder);
