@@ -76,6 +76,17 @@ std::string whose(const json& note, const fs::path& state) {
   return text;
 }
 
+// How many folders the store lies in of which these have a part; 0 where they have all of it, or none.
+std::size_t part_of(const Folders& storage) {
+  std::size_t found = 0, count = 0;
+  for (const fs::path& folder : storage)
+    if (auto part = io::membership(volume_of(storage), folder); part.ok() && part->has_value()) {
+      ++found;
+      count = (*part)->count;
+    }
+  return found == count ? 0 : count;
+}
+
 bool was_interrupted(const Folders& storage) {
   io::Result<bool> found = io::creation_was_interrupted(volume_of(storage));
   return found.ok() && *found;
@@ -123,6 +134,8 @@ LeftStore find_left_store(const Folders& storage) {
                             left.owner)
               : fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
                             left.step, left.owner, export_command(storage));
+    } else if (const std::size_t count = part_of(storage); count != 0 && !left.empty) {
+      left.line = fmt::format("is part of a state over {} folders of {}: name all of them", count, left.owner);
     } else {
       left.line = fmt::format(
           "is what {} left when it ended before its time, and nothing can be got out of it ({}): --fresh discards it",
@@ -187,19 +200,21 @@ Folders noted_folders(const Folders& some) {
     Folders all;
     for (const json& name : listed)
       if (name.is_string()) all.emplace_back(name.get<std::string>());
-    if (!all.empty()) return all;
+    if (names_folder(all, folder)) return all;
   }
   return some;
 }
 
-void bring_beside(const Folders& from, const Folders& to, std::uint64_t generation) {
-  const auto has_it = [&](const fs::path& folder) { return fs::exists(beside(folder, generation)); };
-  if (std::ranges::any_of(to, has_it)) return;
-  for (const fs::path& folder : from)
-    if (has_it(folder)) {
-      write_text(beside(to.front(), generation), read_text(beside(folder, generation), std::uint64_t{1} << 40), 0600);
-      return sync_folder(to.front());
-    }
+bool names_folder(const Folders& folders, const fs::path& folder) {
+  return std::ranges::any_of(folders, [&](const fs::path& other) {
+    std::error_code absent;
+    return fs::equivalent(folder, other, absent);
+  });
+}
+
+void bring_beside(const Folders& from, const Folders& to, std::uint64_t generation, const std::string& checksum) {
+  write_text(beside(to.front(), generation), read_beside(from, generation, checksum), 0600);
+  sync_folder(to.front());
 }
 
 std::string read_beside(const Folders& storage, std::uint64_t generation, const std::string& checksum) {

@@ -11,7 +11,7 @@ namespace tierflow {
 using Folders = std::vector<std::filesystem::path>;
 
 // io::VolumeOptions::name of a store that is being moved to other folders, until it takes the place of the first.
-inline constexpr const char* kMovingStore = "state-moving";
+inline constexpr const char* kMovingStore = "state.tfv-moving";
 
 // The command that exports the state from the folders, in quotes.
 std::string export_command(const Folders& storage);
@@ -43,15 +43,18 @@ void discard_store(const Folders& storage);
 void leave_note(const Folders& storage, bool commits);
 // Removes it, and what keep_beside() left.
 void remove_note(const Folders& storage);
-// All folders of the store that has a part in these, as its note says; these where there is none.
+// All folders of the store that has a part in these, as the note of one of them says that names its own folder (in a
+// copy of a folder it does not); these where there is none.
 Folders noted_folders(const Folders& some);
+// Whether one of the folders is this one, whatever the path.
+bool names_folder(const Folders& folders, const std::filesystem::path& folder);
 
 // Keeps bytes of a client's own beside a generation of the store that is about to be committed, in a file of the first
 // folder: two in turn, as the store's superblocks. They are flushed when it returns; the checksum is what
 // read_beside() finds them by.
 std::string keep_beside(const Folders& storage, std::uint64_t generation, std::string_view bytes);
-// Copies what is kept beside this generation into the first of the other folders, if none of them has it.
-void bring_beside(const Folders& from, const Folders& to, std::uint64_t generation);
+// Copies what is kept beside this generation into the first of the other folders. Throws as read_beside().
+void bring_beside(const Folders& from, const Folders& to, std::uint64_t generation, const std::string& checksum);
 // Throws Exception (kind corruption) where none of the folders has these bytes.
 std::string read_beside(const Folders& storage, std::uint64_t generation, const std::string& checksum);
 

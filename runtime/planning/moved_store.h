@@ -13,12 +13,16 @@ namespace tierflow {
 // Throws Exception (kind locked) where a process holds it.
 Folders store_elsewhere(const Folders& storage);
 
-// Brings such a store into storage.folders, and ends what an earlier call began. Its newest generation is copied into a
-// second store there, each extent verified as it is read; that becomes durable, and takes the place of the first, which
-// is removed. Until then the first is whole and stays: if it is interrupted, the next call begins anew or goes on.
-// There must be room for both meanwhile. Does nothing where nothing is elsewhere, or where no run could go on with it.
-// Throws Exception.
-void settle_store(const io::VolumeOptions& storage, const Say& say, const Progress& progress);
+// Ends a move into storage.folders that was interrupted: its copy takes the place of the first store, if that is not
+// whole any more; a copy beside a whole one is removed. Returns store_elsewhere(). Throws Exception: kind locked where
+// another process moves it, usage where it takes other folders to end it.
+Folders settle_store(const io::VolumeOptions& storage, const Say& say);
+
+// Brings the store in `first`, of two generations, into storage.folders. Its newest generation is copied into a second
+// store there, each extent verified as it is read; that becomes durable, and takes the place of the first, which is
+// removed. Until then the first is whole and stays. There must be room for both meanwhile. Call after settle_store(),
+// with what it returned, and once it is known that the state is this run's. Throws Exception.
+void move_store(const io::VolumeOptions& storage, const Folders& first, const Say& say, const Progress& progress);
 
 // Whether an earlier run left a state in options.storage that SessionOptions::resume goes on with, settled there. What
 // ended before its first commit is removed. Throws Exception.

@@ -124,8 +124,8 @@ void Session::Impl::restore(const Progress& progress) {
 Session::Impl::~Impl() {
   state.reset();
   if (committed || store == nullptr) return;
+  store->remove_files();  // first: without it, what lies beside it is nothing
   remove_note(options.storage);
-  store->remove_files();
 }
 
 // identity: of the store that is resumed.

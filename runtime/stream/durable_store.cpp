@@ -43,23 +43,27 @@ std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& u
                                                   const Progress& progress) {
   if (options.storage.empty())
     throw Exception(io::ErrorKind::usage, "a durable run keeps its state in folders, and none is named: use --storage");
-  settle_store(
-      stream_volume(options), [](const std::string&) {}, progress);
-  const LeftStore left = find_left_store(options.storage);
+  const Say quiet = [](const std::string&) {};
+  const Folders first = settle_store(stream_volume(options), quiet);
+  const Folders& lies = first.empty() ? options.storage : first;
+  const LeftStore left = find_left_store(lies);
   if (!left.there) return {};
   if (left.empty) {
-    discard_store(options.storage);
+    discard_store(lies);
     return {};
   }
   const std::string remedy = ": the same script as then goes on with it; to begin anew, remove " + left.state.string() +
                              "* there (and in every other folder of the run), or name others";
   if (left.readable && !left.streamed)
     fail(io::ErrorKind::usage, left.state.string(), "is the state of a run of `tierflow train`, which goes on with it");
-  swap::Store::Contents contents = value_or_throw(swap::Store::inspect(stream_volume(options)));
+  io::VolumeOptions volume = stream_volume(options);
+  volume.folders = lies;
+  swap::Store::Contents contents = value_or_throw(swap::Store::inspect(std::move(volume)));
   if (!left.readable)
     fail(io::ErrorKind::corruption, left.state.string(), "holds no state that was committed" + remedy);
   expect_same(json::parse(contents.identity, nullptr, false), json::parse(durable_identity(units, options)),
               options.storage.front().string(), remedy);
+  if (!first.empty()) move_store(stream_volume(options), first, quiet, progress);
   return contents;
 }
 

@@ -39,8 +39,8 @@ struct Streamer::Impl {
   ~Impl() {
     state.reset();
     if (!options.durable || store == nullptr || kept) return;
+    store->remove_files();  // first: without it, what lies beside it is nothing
     remove_note(options.storage);
-    store->remove_files();
   }
 
   static StreamerOptions in_chunks_of(const std::optional<swap::Store::Contents>& left, StreamerOptions options) {

@@ -1,5 +1,7 @@
 """The folders of a state: it is gone on with in others than those in which it lies, to the bit, and is read where nothing may be written."""
+import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -15,8 +17,13 @@ TRAIN = ["train", "--config", "config.json", "--data", "text.txt", "--lr", "1e-3
          "--durability", "step"]
 
 
-def train(work, *folders, out="out", **more):
-    return run(work, *TRAIN, "--out", out, *small("--host-memory", "1MiB", "--storage", ",".join(folders)), ok=False, **more)
+# Of each flush of the copy one in the ordinary run, all that there are where the variable is set.
+KILLS = int(os.environ.get("TIERFLOW_KILLS", "0"))
+EVERY_FLUSH = [("flush:a/state.tfv-moving.tfv", nth, False) for nth in (range(1, 8) if KILLS else [3])]
+
+
+def train(work, *folders, out="out", more=(), **how):
+    return run(work, *TRAIN, "--out", out, *small("--host-memory", "1MiB", "--storage", ",".join(folders)), *more, ok=False, **how)
 
 
 def killed_at(work, call, *folders, nth=1):
@@ -58,13 +65,13 @@ def test_killed_while_it_moves_one_of_both_states_is_whole(work, whole):
     shutil.copytree(work / "a", begun)
     step = run(work, "status", "a").stdout.splitlines()[1]
     for call, nth, moved in (
-        ("flush:b/state-moving.tfv", 1, False),  # without a header
-        ("flush:a/state-moving.tfv", 3, False),  # all of it is copied
-        ("rename:a/state-moving.tfv", 1, True),
-        ("rename:b/state-moving.tfv", 1, True),
+        ("flush:b/state.tfv-moving.tfv", 1, False),  # without a header
+        *EVERY_FLUSH,
+        ("rename:a/state.tfv-moving.tfv", 1, False),  # all of it is copied, and the first is whole
+        ("rename:b/state.tfv-moving.tfv", 1, True),
     ):
         killed_at(work, call, "a", "b", nth=nth)
-        if call != "rename:b/state-moving.tfv":
+        if call != "rename:b/state.tfv-moving.tfv":
             assert step in run(work, "verify", "a").stdout + run(work, "status", "a").stdout  # the first is whole until the second takes its place
         else:
             assert "name the same folders as then" in the_error(train(work, "b").stderr)
@@ -79,7 +86,7 @@ def test_killed_while_it_moves_one_of_both_states_is_whole(work, whole):
 
 def test_a_move_that_was_given_up_leaves_the_state_where_it_is(work, whole):
     killed_at(work, "flush:a/state.tfv", "a", nth=9)
-    killed_at(work, "rename:a/state-moving.tfv", "a", "b")
+    killed_at(work, "rename:a/state.tfv-moving.tfv", "a", "b")
     done = train(work, "a")
     assert done.returncode == 0, done.stderr
     assert "resumed after step" in done.stderr and weights(work) == whole and is_empty(work / "a")
@@ -88,9 +95,62 @@ def test_a_move_that_was_given_up_leaves_the_state_where_it_is(work, whole):
 def test_what_cannot_be_moved_is_said_and_stays(work):
     killed_at(work, "flush:a/state.tfv", "a", "b", nth=9)
     (work / "a" / "state.tfv.owner").unlink()
-    done = train(work, "a")
-    assert done.returncode in (2, 3, 4) and "2 folders, 1 were named" in done.stderr
+    said = the_error(train(work, "a").stderr)
+    assert "is part of a state over 2 folders of an earlier run" in said and "name all of them" in said and "--fresh" not in said
     run(work, "verify", "a,b")
+
+
+def test_a_copied_folder_does_not_move_the_state_it_was_copied_from(work):
+    """Its note names the others, and the state there is not its own."""
+    killed_at(work, "flush:a/state.tfv", "a", "b", nth=9)
+    shutil.copytree(work / "a", work / "backup")
+    assert "is part of a state over 2 folders" in the_error(train(work, "backup").stderr)
+    run(work, "verify", "a,b")
+    assert {path.name for path in (work / "backup").iterdir()} == {"state.tfv", "state.tfv.owner"}
+
+
+def test_a_move_from_a_copied_folder_removes_the_copy_alone(work, whole):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    shutil.copytree(work / "a", work / "backup")
+    killed_at(work, "rename:backup/state.tfv-moving.tfv", "backup", "b")
+    assert train(work, "backup", "b").returncode == 0 and weights(work) == whole
+    run(work, "verify", "a")
+
+
+def test_a_command_that_is_refused_moves_nothing(work):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    refused = train(work, "a", "b", more=["--seed", "77"])
+    assert refused.returncode == 2 and "--seed" in the_error(refused.stderr) and "copied" not in refused.stderr
+    run(work, "verify", "a")
+    assert is_empty(work / "b")
+
+
+def test_after_a_move_a_part_says_where_the_rest_is(work):
+    """From when the first store is not needed any more on, the notes name the new folders."""
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    killed_at(work, "rename:b/state.tfv-moving.tfv", "a", "b")
+    for folder in ("a", "b"):
+        noted = json.loads((work / folder / "state.tfv.owner").read_text())["folders"]
+        assert [pathlib.Path(name).name for name in noted] == ["a", "b"]
+    said = the_error(train(work, "a").stderr)
+    assert "is part of a state over 2 folders" in said and "--fresh" not in said
+
+
+def test_a_copy_that_cannot_be_told_is_not_removed(work, whole):
+    """Its header cannot be read, and of the first there is only a part: it may be all that there is."""
+    killed_at(work, "flush:a/state.tfv", "a", "c", nth=9)
+    killed_at(work, "rename:a/state.tfv-moving.tfv", "a", "b")  # c is removed by then
+    assert is_empty(work / "c")
+    headers = {}
+    for folder in ("a", "b"):
+        path = work / folder / "state.tfv-moving.tfv"
+        headers[path] = path.read_bytes()
+        path.write_bytes(b"\xff" * (520 << 10) + headers[path][520 << 10 :])  # both headers
+    assert train(work, "a", "b").returncode not in (0, -signal.SIGKILL)
+    for path, held in headers.items():
+        assert path.exists()
+        path.write_bytes(held)
+    assert "the end of that was interrupted" in train(work, "a", "b").stderr and weights(work) == whole
 
 
 def read_it(work, folder):
