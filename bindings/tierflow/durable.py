@@ -34,8 +34,13 @@ def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler) -> int:
         raise _native.UsageError("the model is not durable: nothing of it is committed; plan it with tierflow.Budget(..., storage=[...], durable=True)")
     if engine.journal is not None:
         raise _native.UsageError("resume() was called before: a durable model has one optimizer")
+    if not isinstance(opt, AdamW):
+        raise _native.UsageError(f"resume() takes the model's tierflow.optim.AdamW, not a {type(opt).__name__}")
     if opt.engines not in ([engine], []):
         raise _native.UsageError("the optimizer has parameters of another streamed model: a durable run trains one")
+    mine = {id(p) for group in opt.param_groups for p in group["params"]}
+    if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in mine]:
+        raise _native.UsageError(f"{left[0]} is not in the optimizer ({len(left)} parameters are not): a durable run has one, for all that train; freeze the others")
     journal = Journal(model, opt, schedules)
     found = engine.native.resumed
     if found is not None:

@@ -120,6 +120,8 @@ class Engine:
         """Binds a module's weights; while it lasts they are there. phase: forward, backward, head or evaluate."""
         adds = phase in ("backward", "head")
         wanted = turn.gradient_units() if adds else []
+        if adds and self.durable and self.journal is None:
+            raise _native.UsageError("the model is durable: call done = tierflow.resume(model, opt) before the first backward()")
         if adds and self._spent and any((h.unit, h.index) in self._spent for h in turn.handles):
             raise _native.UsageError("backward() after step() without zero_grad() between: gradients of the last step are already applied")
         if adds and self._alone and (alone := next((h for h in turn.handles if (h.unit, h.index) in self._alone), None)) is not None:
@@ -191,7 +193,16 @@ class Engine:
 
     def write(self, handle: StreamedParameter, values: torch.Tensor) -> None:
         self._expect_rest(handle)
+        if self.durable and self.journal is None and self.native.resumed is not None:
+            raise _native.UsageError(
+                f"{handle.label} was written before tierflow.resume(), and its run's state is there already: write where resume() says 0, after it"
+            )
         if self.journal is not None:
+            if not self.trainable[handle.unit]:
+                raise _native.UsageError(
+                    f"{handle.label} does not train, and is committed once: it cannot be written any more. To merge an adapter, save it, and merge it into a model "
+                    "that is not durable"
+                )
             self.journal.commit()  # as the step left it
         self.native.write(handle.unit, handle.index, values.detach().float())
 

@@ -135,6 +135,8 @@ def close(module: nn.Module, *, discard: bool = False) -> None:
     engine = engine_of(module)
     if discard and engine.durable:
         engine.native.discard()
+        if engine.journal is not None:
+            engine.journal.opt.journal = None
         engine.journal, engine.durable = None, 0
     engine.close()
 

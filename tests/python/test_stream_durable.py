@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from streaming import BUILD, LR, batches, make, masters, roomy, tierflow, torch, transformers
 
 STEPS = 5
+KILLS = int(os.environ.get("TIERFLOW_KILLS", "0"))  # more of them than in the ordinary run
 DROPOUT = dict(vocab_size=160, n_embd=64, n_layer=3, n_head=4, n_positions=64, initializer_range=0.08, bos_token_id=1, eos_token_id=2, resid_pdrop=0.1,
                embd_pdrop=0.1, attn_pdrop=0.0)  # fmt: skip
 SMALL, LARGE = {"device": "600KiB", "host": "1MiB"}, {"device": "64MiB", "host": "64MiB"}
@@ -149,7 +151,7 @@ def same(run, expected):
 
 def test_killed_at_several_steps_it_goes_on_to_the_bit(script, whole, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
-    for at, where in ((0, "step"), (1, "forward"), (3, "step")):
+    for at, where in ((0, "step"), (1, "forward"), (3, "step"))[0 if KILLS else 1 :]:
         script(a, b, kill_at=at, kill_in=where)
         assert (a / "state.tfv").exists() and (b / "state.tfv").exists()
     run = script(b, a, small=False)  # other budgets, the folders in another order
@@ -276,6 +278,64 @@ def test_misuse_is_said(made, tmp_path):
         tierflow.Budget(device=1, host=1, durable=True)
 
 
+def test_what_is_written_before_resume_does_not_take_the_place_of_the_state(made):
+    model, _, begin = made
+    expected = masters(model)
+    tierflow.close(model)
+    again, opt, *_ = begin(resumes=False)
+    weight = next(p for p in again.parameters() if p.requires_grad)
+    with pytest.raises(tierflow.UsageError, match="was written before tierflow.resume"):
+        torch.nn.init.normal_(weight)
+    schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, STEPS)
+    assert tierflow.resume(again, opt, schedule) == 2
+    assert all(torch.equal(value, expected[name]) for name, value in masters(again).items())
+
+
+def test_what_does_not_train_is_written_before_the_first_commit_alone(made, tmp_path):
+    _, _, begin = made
+
+    def adapted(size, folder, value=None):
+        import peft
+
+        model = tierflow.wrap(make("llama").requires_grad_(False), plan_of([tmp_path / folder], size=size, trainable=False))
+        begin.opened.append(model)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).train()
+        base = model.get_base_model().model.norm.weight
+        if value is not None:
+            with torch.no_grad():
+                base.fill_(value)
+        opt = tierflow.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+        tierflow.resume(model, opt)
+        return model, opt, base
+
+    for size, folder in ((SMALL, "small"), (LARGE, "large")):
+        model, opt, base = adapted(size, folder, value=0.5)
+        with pytest.raises(tierflow.UsageError, match="does not train, and is committed once"):
+            model.merge_and_unload()
+        model(**batches("llama", 1)[0]).loss.backward()  # nothing was harmed
+        opt.step()
+        tierflow.close(model)
+        _, opt, base = adapted(size, folder)
+        assert torch.equal(base.detach().float().cpu(), torch.full(base.shape, 0.5)) and opt.journal.step == 1
+
+
+def test_the_one_optimizer_has_all_that_trains(made, tmp_path):
+    _, _, begin = made
+    model, opt = begin(folders=[tmp_path / "one"], resumes=False, schedules=0)
+    with pytest.raises(tierflow.UsageError, match="before the first backward"):
+        model(**batches("gpt2", 1)[0]).loss.backward()
+    trained = list(model.parameters())
+    with pytest.raises(tierflow.UsageError, match=r"is not in the optimizer \(1 parameters are not\)"):
+        tierflow.resume(model, tierflow.optim.AdamW(trained[1:]))
+    with pytest.raises(tierflow.UsageError, match="takes the model's tierflow.optim.AdamW, not a SGD"):
+        tierflow.resume(model, torch.optim.SGD(trained))
+    assert tierflow.resume(model, opt) == 0
+    model(**batches("gpt2", 1)[0]).loss.backward()
+    tierflow.close(model, discard=True)
+    with pytest.raises(tierflow.UsageError, match="was closed"):
+        opt.step()
+
+
 def test_a_checkpoint_begins_a_durable_run(made, tmp_path):
     model, opt, begin = made
     tierflow.save_checkpoint(model, opt, tmp_path / "checkpoint")
@@ -332,3 +392,25 @@ def test_on_another_number_of_drives_it_goes_on_to_the_bit(script, whole, tmp_pa
     assert {path.name for path in b.iterdir()} == {"state.tfv", "state.tfv.owner"}
     run = script(b)
     assert run[0] == 4 and same(run, whole["loop"]) and not list(a.iterdir())
+
+
+def test_killed_in_a_move_it_goes_on_to_the_bit(script, whole, tmp_path):
+    """When all of it is copied after a commit of nothing, which makes the number even; and when it is committed."""
+    script(tmp_path / "begun", kill_at=3, kill_in="step")
+    for call in ("rename:state.tfv.beside.A.partial:1", "rename:/a/state.tfv-moving.tfv:1")[: None if KILLS else 1]:
+        a, b = (tmp_path / call.replace("/", "-") / name for name in "ab")
+        shutil.copytree(tmp_path / "begun", a)
+        script(a, b, kill_call=call)
+        assert (b / "state.tfv-moving.tfv").exists()
+        run = script(a, b, small=False)
+        assert run[0] == 3 and same(run, whole["loop"])
+
+
+def test_a_script_of_another_run_moves_nothing(made, tmp_path):
+    model, _, begin = made
+    tierflow.close(model)
+    a, b = tmp_path / "a", tmp_path / "b"
+    with pytest.raises(tierflow.Error, match="another seed"):
+        begin(plan=plan_of([a, b], seed=1))
+    assert not b.exists() or not list(b.iterdir())
+    assert begin()[2] == 2
