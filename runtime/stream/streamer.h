@@ -122,7 +122,7 @@ class Streamer {
 
   // Of a durable Streamer, between turns. Makes the present state durable, pending updates included: what is resident
   // is written, then manifest and superblock, each flushed. Gradients are not part of it. The generation before stays
-  // as it is until the call returns. After an error no later commit is taken.
+  // as it is until the call returns. After an error of the store no later commit is taken.
   void commit(const StreamerCommit& commit);
   // What came with the state that is gone on with; nothing for a new one.
   const std::optional<StreamerCommit>& resumed() const;
