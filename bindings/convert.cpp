@@ -122,6 +122,10 @@ StreamerOptions options_of(const py::dict& options) {
       result.seed = py::cast<std::uint64_t>(value);
     } else if (name == "chunk_elements") {
       result.chunk_elements = py::cast<std::uint64_t>(value);
+    } else if (name == "durable") {
+      result.durable = py::cast<bool>(value);
+    } else if (name == "run") {
+      result.run = py::cast<std::string>(value);
     } else if (name == "chaos_seed") {
       result.chaos_seed = py::cast<std::uint64_t>(value);
     } else {

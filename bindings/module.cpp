@@ -202,6 +202,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              const py::gil_scoped_release released;
              self.load_state(file, watched());
            })
+      .def("commit",
+           [](Streamer& self, std::int64_t step, std::string beside) {
+             const StreamerCommit commit{.step = step, .beside = std::move(beside)};
+             const py::gil_scoped_release released;
+             self.commit(commit);
+           })
+      // (step, beside) of the state that is gone on with; None for a new one.
+      .def_property_readonly("resumed",
+                             [](const Streamer& self) -> std::optional<std::pair<std::int64_t, py::bytes>> {
+                               if (!self.resumed()) return std::nullopt;
+                               return std::pair(self.resumed()->step, py::bytes(self.resumed()->beside));
+                             })
+      .def("discard", &Streamer::discard)
       .def("memory", &memory_of)
       .def("lanes", &lanes_of)
       .def_property_readonly("departures", &Streamer::departures)

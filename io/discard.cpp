@@ -64,4 +64,15 @@ Result<bool> creation_was_interrupted(const VolumeOptions& options) {
   return without && (!with_header || files->size() == options.folders.size());
 }
 
+Result<std::optional<Membership>> membership(const VolumeOptions& options, const std::filesystem::path& folder) {
+  Result<File> file = File::open(folder / (options.name + ".tfv"),
+                                 {.allow_buffered = true, .allow_any_filesystem = true, .read_only = true});
+  if (!file && file.error().kind == ErrorKind::locked) return file.error();
+  if (!file) return std::optional<Membership>();
+  Result<MemberHeader> header = MemberHeader::read(*file);
+  if (!header) return std::optional<Membership>();
+  return std::optional<Membership>(
+      {.volume = header->volume_id, .count = static_cast<std::uint32_t>(header->weights.size())});
+}
+
 }  // namespace tierflow::io

@@ -1,5 +1,10 @@
 #pragma once
-// Volumes that nobody can open any more: what they are, and how one gets rid of them.
+// Volumes that nobody can open any more, or of which not all is there: what they are, and how one gets rid of them.
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+
 #include "io/volume.h"
 
 namespace tierflow::io {
@@ -12,5 +17,15 @@ Error discard(const VolumeOptions& options);
 // to it: a data file without any header. Files get their headers when all of them are there. An error of kind locked
 // where another process holds one.
 Result<bool> creation_was_interrupted(const VolumeOptions& options);
+
+// A volume that a data file belongs to.
+struct Membership {
+  std::array<std::uint64_t, 2> volume{};
+  std::uint32_t count = 0;  // of its members
+  bool operator==(const Membership&) const = default;
+};
+// Of the data file `options.name` in the folder; nothing where there is none or its header cannot be read. An error of
+// kind locked where another process holds it.
+Result<std::optional<Membership>> membership(const VolumeOptions& options, const std::filesystem::path& folder);
 
 }  // namespace tierflow::io

@@ -65,7 +65,8 @@ Result<File> File::open_with(const std::filesystem::path& path, int flags, const
     if (Error error = check_filesystem(path.parent_path())) return error;
   }
   const bool creating = (flags & O_CREAT) != 0;
-  flags |= O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK;  // O_NONBLOCK: a pipe planted under the name must not hang us
+  // O_NONBLOCK: a pipe planted under the name must not hang us.
+  flags |= (policy.read_only ? O_RDONLY : O_RDWR) | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK;
   bool direct = true;
   int descriptor = ::open(path.c_str(), flags | O_DIRECT, 0600);
   if (descriptor < 0 && errno == EINVAL) {
@@ -101,7 +102,7 @@ Result<File> File::open_with(const std::filesystem::path& path, int flags, const
         "direct I/O is not possible on this file; name another folder with --storage, or go through the page cache "
         "with --allow-buffered");
   }
-  if (Error error = file.lock()) {
+  if (Error error = file.lock(policy.read_only)) {
     if (creating) file.remove();
     return error;
   }
@@ -183,8 +184,8 @@ Error File::inspect() {
   return {};
 }
 
-Error File::lock() {
-  if (flock(descriptor_.fd(), LOCK_EX | LOCK_NB) == 0) return {};
+Error File::lock(bool shared) {
+  if (flock(descriptor_.fd(), (shared ? LOCK_SH : LOCK_EX) | LOCK_NB) == 0) return {};
   if (errno != EWOULDBLOCK) return failed("lock", ErrorKind::environment, errno);
   const pid_t holder = lock_holder(descriptor_.fd());
   if (holder <= 0) return failed("lock", ErrorKind::locked, 0, "another process holds it");

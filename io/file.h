@@ -18,6 +18,7 @@ namespace tierflow::io {
 struct FilePolicy {
   bool allow_buffered = false;        // go on without O_DIRECT where it is refused
   bool allow_any_filesystem = false;  // accept file systems in RAM or on another machine
+  bool read_only = false;             // open() alone: for reading, beside others who read
 };
 
 // Owns one descriptor and the lock on it. The lock belongs to the descriptor that does the I/O: the kernel holds it
@@ -61,7 +62,7 @@ class File {
   static Result<File> open_with(const std::filesystem::path& path, int flags, const FilePolicy& policy);
   void claim();
   Error inspect();
-  Error lock();
+  Error lock(bool shared);
   Error transferred(const char* operation, const Moved& moved, std::uint64_t offset, std::size_t length) const;
   Error failed(const char* operation, ErrorKind kind, int error_number, std::string detail = {}) const;
 

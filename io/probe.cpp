@@ -63,10 +63,12 @@ Result<std::unique_ptr<Engine>> try_engine(EngineKind kind, const std::vector<En
   for (std::uint32_t file = 0; file < files.size(); ++file) {
     std::memset(memory.data(), 0x5A + static_cast<int>(file % 64), block);
     std::memset(memory.data() + block, 0, block);
-    if (Error error = trip.perform(Action::write, file, options.scratch_offset, memory.first(block))) return error;
-    if (Error error = trip.perform(Action::flush, file, 0, {})) return error;
+    if (!options.read_only) {
+      if (Error error = trip.perform(Action::write, file, options.scratch_offset, memory.first(block))) return error;
+      if (Error error = trip.perform(Action::flush, file, 0, {})) return error;
+    }
     if (Error error = trip.perform(Action::read, file, options.scratch_offset, memory.last(block))) return error;
-    if (std::memcmp(memory.data(), memory.data() + block, block) != 0) {
+    if (!options.read_only && std::memcmp(memory.data(), memory.data() + block, block) != 0) {
       return Error{.kind = ErrorKind::corruption,
                    .operation = "probe",
                    .path = files[file].path,

@@ -15,6 +15,7 @@ struct ProbeOptions {
   unsigned depth = 32;                        // over all files
   std::size_t alignment = 4096;
   bool direct = true;
+  bool read_only = false;  // the probe only reads
   std::uint64_t scratch_offset =
       0;  // in each file: bytes that the probe may overwrite, at least 2 blocks of the alignment
   std::chrono::seconds limit{300};

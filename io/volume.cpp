@@ -195,7 +195,8 @@ Result<std::unique_ptr<Volume>> Volume::create(const VolumeOptions& options) {
 Result<std::unique_ptr<Volume>> Volume::open(const VolumeOptions& options) {
   if (Error error = check(options, false)) return error;
   const FilePolicy policy{.allow_buffered = options.allow_buffered,
-                          .allow_any_filesystem = options.allow_any_filesystem};
+                          .allow_any_filesystem = options.allow_any_filesystem,
+                          .read_only = options.read_only};
   std::vector<std::optional<Member>> found(options.folders.size());
   std::optional<MemberHeader> first;
   std::vector<std::string> warnings;

@@ -61,6 +61,9 @@ struct VolumeOptions {
   std::size_t block = std::size_t{1} << 20;  // largest single kernel request, and the stripe unit over several folders
   bool allow_buffered = false;               // go on through the page cache where O_DIRECT is refused
   bool allow_any_filesystem = false;         // accept tmpfs, NFS and the like, where the "drive" is RAM or remote
+  // open() alone: nothing is written, also on a file system that allows no writing. Others may read the files
+  // meanwhile.
+  bool read_only = false;
 
   // Relative speeds of the drives, in the order of `folders`: the stripes are dealt out in this proportion. Empty:
   // equal, unless measure_speeds asks create() to measure each drive first (at most 256 MiB, written twice and

@@ -65,6 +65,7 @@ Error VolumeCore::start_engine() {
   options.depth = (options_.depth + 1) * static_cast<unsigned>(members_.size());
   options.alignment = alignment_;
   options.direct = mode_.direct;
+  options.read_only = options_.read_only;
   options.scratch_offset = kScratchStart;
   if (options_.stall_limit.count() > 0) {
     options.limit =

@@ -5,5 +5,6 @@
 #include "runtime/base/byte_sizes.h"
 #include "runtime/base/exception.h"
 #include "runtime/optimizer/adamw8bit.h"
+#include "runtime/planning/moved_store.h"
 #include "runtime/session/layers.h"
 #include "runtime/session/session.h"

@@ -48,15 +48,15 @@ class Store {
   // Of a store that was opened: reads and verifies all of its generation. The error names what is damaged.
   io::Error verify_all(const RestoreProgress& progress) { return scrub({}, progress); }
 
-  // What create() was given as identity and commit() as progress, of the newest valid generation: enough to build the
-  // layout that open() and resume() need. generation 0: nothing was ever committed.
+  // Reads what create() was given as identity and commit() as progress, of the newest valid generation: enough to build
+  // the layout that open() and resume() need. generation 0: nothing was ever committed.
   struct Contents {
     std::uint64_t generation = 0;
     std::string identity, progress;
     std::uint64_t chunk_elements = 0;
     int generations = 1;
   };
-  static io::Result<Contents> inspect(const io::VolumeOptions& volume);
+  static io::Result<Contents> inspect(io::VolumeOptions volume);
   // Bytes that create() will take in storage, scratch included.
   static std::uint64_t bytes_needed(const StoreOptions& options, const Layout& layout);
 

@@ -27,7 +27,8 @@ io::Error nothing_whole(const std::string& newest, std::uint64_t other, const io
 
 }  // namespace
 
-io::Result<Store::Contents> Store::inspect(const io::VolumeOptions& options) {
+io::Result<Store::Contents> Store::inspect(io::VolumeOptions options) {
+  options.read_only = true;
   auto volume = io::Volume::open(options);
   if (!volume.ok()) return volume.error();
   auto found = readable_generations(**volume);
@@ -43,6 +44,7 @@ io::Result<Store::Contents> Store::inspect(const io::VolumeOptions& options) {
 
 io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layout& layout) {
   options.scratch = {.staged_gradients = false};
+  options.volume.read_only = true;
   std::unique_ptr<Store> store(new Store(std::move(options), layout));
   auto volume = io::Volume::open(store->options_.volume);
   if (!volume.ok()) return volume.error();

@@ -27,7 +27,7 @@ ROOMS = {
     "optimizer": {"base"},
     "state": {"base", "spec", "checkpoint", "planning"},
     "session": {"base", "spec", "checkpoint", "planning", "device", "models", "state"},
-    "stream": {"base", "spec", "checkpoint", "device", "models", "state"},
+    "stream": {"base", "spec", "checkpoint", "planning", "device", "models", "state"},
     "program": {"base", "data", "spec", "checkpoint", "planning", "device", "models", "state", "session"},
 }
 FRONT_DOOR = "tierflow.h"

@@ -48,12 +48,15 @@ class Budget:
         computes; nothing enforces that share in your process: stats() says what was measured, and a warning where it was more.
     host: bytes of RAM for streaming buffers and for state that stays there.
     storage: folders for the state, one a drive. Without any, all of it must fit `host`. Its files have no names and go with the process.
+    durable: the files have names, and the state is committed after every optimizer step, or after so many steps each: the same script goes on with it after
+        the process was killed, see tierflow.resume(). Storage then holds two copies of what is trained.
     """
 
     device: int | str
     host: int | str
     storage: Sequence[str | os.PathLike] = ()
     activations: float = 0.5
+    durable: bool | int = False
 
     def __post_init__(self) -> None:
         if isinstance(self.storage, (str, os.PathLike)):
@@ -63,6 +66,8 @@ class Budget:
         self.host = parse_size(self.host)
         if not 0 <= self.activations < 1:
             raise _native.UsageError("Budget(activations=...) is a share of the device budget, at least 0 and less than 1")
+        if self.durable < 0 or (self.durable and not self.storage):
+            raise _native.UsageError("Budget(durable=...) is True or a number of steps, and takes storage=[...]: folders in which the state survives")
 
     @classmethod
     def auto(cls, storage: Sequence[str | os.PathLike] = ()) -> Budget:
@@ -110,6 +115,7 @@ class Plan:
             "workspace_share": budget.activations,
             "host_memory": budget.host,
             "storage": budget.storage,
+            "durable": bool(budget.durable),
             "precision": self.precision,
             "seed": self.seed,
             "allow_buffered": self.allow_any_filesystem,

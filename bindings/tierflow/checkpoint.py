@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,9 @@ def save_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
     partial.mkdir(parents=True)
     try:
         engine.native.save_state(str(partial / _STREAMED))
-        tensors = {f"model.{name}": tensor for name, tensor in _ordinary(model)}
-        record: dict[str, Any] = {"format": _FORMAT, "groups": _groups(model, opt), "steps": {}, "base": engine.formats}
-        for name, p in _trained(model, opt):
-            for key, value in opt.state.get(p, {}).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"opt.{key}.{name}"] = value
-                else:
-                    record["steps"][name] = value
-        tensors["random.cpu"] = torch.get_rng_state()
-        if engine.device.type == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state(engine.device)
-        save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, partial / _OTHERS)
-        (partial / _RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        tensors, record = state_of(model, opt)
+        save_file(tensors, partial / _OTHERS)
+        (partial / _RECORD).write_text(json.dumps({"format": _FORMAT, **record}, indent=1), encoding="utf-8")
         for name in (_OTHERS, _RECORD, "."):
             _flush(partial / name)
     except BaseException:
@@ -67,29 +57,57 @@ def load_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
     Raises InputError where the checkpoint belongs to another model, optimizer or precision; nothing has changed then.
     """
     engine, target = engine_of(model), Path(folder)
+    if engine.durable and (engine.journal is None or engine.journal.step):
+        raise _native.UsageError("a durable model goes on with its own state: load a checkpoint where tierflow.resume(model, opt) says 0, after it")
     if not target.exists() and (old := target.with_name(target.name + ".old")).exists():
         target = old  # the machine stopped between two renames
     if not (target / _RECORD).is_file():
         raise _native.InputError(f"{target}: no {_RECORD} there: not a checkpoint of tierflow.save_checkpoint()")
     try:
         record = json.loads((target / _RECORD).read_text(encoding="utf-8"))
-        groups, steps = record["groups"], record["steps"]
-        tensors = load_file(target / _OTHERS)
+        tensors, _ = load_file(target / _OTHERS), (record["groups"], record["steps"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _native.InputError(f"{target}: cannot be read: {error}") from error
     if record.get("format") != _FORMAT:
         raise _native.InputError(f"{target}: format {record.get('format')} is not this version's, {_FORMAT}")
     if record.get("base", {}) != engine.formats:
         raise _native.InputError(f"{target}: the base had another base_precision there, and so other weights")
-    mine = _groups(model, opt)
+    put_back(model, opt, record, tensors, str(target), lambda: engine.native.load_state(str(target / _STREAMED)))
+    if engine.journal is not None:
+        engine.journal.end_step(counts=False)
+
+
+def state_of(model: nn.Module, opt: AdamW) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What training changes besides the streamed state, as copies in RAM, and what of it is no tensor, for JSON."""
+    engine = engine_of(model)
+    tensors = {f"model.{name}": tensor for name, tensor in _ordinary(model)}
+    record: dict[str, Any] = {"groups": groups_of(model, opt), "steps": {}, "base": engine.formats}
+    for name, p in _trained(model, opt):
+        for key, value in opt.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"opt.{key}.{name}"] = value
+            else:
+                record["steps"][name] = value
+    tensors["random.cpu"] = torch.get_rng_state()
+    if engine.device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(engine.device)
+    return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, record
+
+
+def put_back(
+    model: nn.Module, opt: AdamW, record: dict[str, Any], tensors: dict[str, torch.Tensor], where: str, put_streamed: Callable[[], None] = lambda: None
+) -> None:
+    """What state_of() gave. put_streamed: called once nothing of it can be refused any more; `where` is named where it is."""
+    engine, groups, steps = engine_of(model), record["groups"], record["steps"]
+    mine = groups_of(model, opt)
     if [g["params"] for g in mine] != [g["params"] for g in groups]:
-        raise _native.InputError(f"{target}: the optimizer's groups hold other parameters there")
+        raise _native.InputError(f"{where}: the optimizer's groups hold other parameters there")
     ordinary = dict(_ordinary(model))
     for name, tensor in ordinary.items():
         found = tensors.get(f"model.{name}")
         if found is None or found.shape != tensor.shape:
-            raise _native.InputError(f"{target}: {name} is missing there, or has another shape: another model's checkpoint")
-    engine.native.load_state(str(target / _STREAMED))
+            raise _native.InputError(f"{where}: {name} is missing there, or has another shape: another model's checkpoint")
+    put_streamed()
     with torch.no_grad():
         for name, tensor in ordinary.items():
             tensor.copy_(tensors[f"model.{name}"])
@@ -125,7 +143,8 @@ def _trained(model: nn.Module, opt: AdamW) -> list[tuple[str, Any]]:
     return found
 
 
-def _groups(model: nn.Module, opt: AdamW) -> list[dict[str, Any]]:
+def groups_of(model: nn.Module, opt: AdamW) -> list[dict[str, Any]]:
+    """The optimizer's groups, their parameters by name."""
     names = {id(p): name for name, p in _trained(model, opt)}
     made = []
     for group in opt.param_groups:

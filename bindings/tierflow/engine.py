@@ -31,7 +31,7 @@ _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 def _close_all() -> None:
     """Files do not outlive the process, whatever still refers to a model."""
     for engine in list(_open):
-        engine.close()
+        engine.close(commits=False)  # nobody says that the loop's last step is whole
 
 
 def _leave_to_parent() -> None:
@@ -58,6 +58,8 @@ class Engine:
 
     def __init__(self, model: nn.Module, cut: Cut, native: Any, device: str, workspace: int, fused_layers: bool = False) -> None:
         self.native = native
+        self.durable = 0  # a commit after so many optimizer steps each; 0: never
+        self.journal: Any = None  # who commits
         self.fused_layers = fused_layers
         self.judged: dict[int, Any] = {}  # what fused layers found about tensors that they share
         self._said_departs: set[str] = set()
@@ -101,16 +103,26 @@ class Engine:
                 if handle.requires_grad:
                     torch.Tensor.register_post_accumulate_grad_hook(handle, _take_outside_gradient)
 
-    def close(self) -> None:
-        """Ends the model: gives memory back and removes its files."""
-        self.native = _Gone("the streamed model was closed: its state is gone")
+    def close(self, commits: bool = True) -> None:
+        """Ends the model: gives memory back, and removes its files, unless it is durable: then what its last step left is committed."""
         _open.discard(self)
+        journal, self.journal = self.journal, None
+        try:
+            if journal is not None:
+                if commits:
+                    journal.commit()
+            elif self.durable:
+                log.warning("a durable model ends and nothing of it was committed: tierflow.resume(model, opt) was not called")
+        finally:
+            self.native = _Gone("the streamed model was closed: its state is gone")
 
     @contextlib.contextmanager
     def turn(self, turn: Turn, phase: str, keep: bool = False) -> Iterator[list[torch.Tensor]]:
         """Binds a module's weights; while it lasts they are there. phase: forward, backward, head or evaluate."""
         adds = phase in ("backward", "head")
         wanted = turn.gradient_units() if adds else []
+        if adds and self.durable and self.journal is None:
+            raise _native.UsageError("the model is durable: call done = tierflow.resume(model, opt) before the first backward()")
         if adds and self._spent and any((h.unit, h.index) in self._spent for h in turn.handles):
             raise _native.UsageError("backward() after step() without zero_grad() between: gradients of the last step are already applied")
         if adds and self._alone and (alone := next((h for h in turn.handles if (h.unit, h.index) in self._alone), None)) is not None:
@@ -182,6 +194,17 @@ class Engine:
 
     def write(self, handle: StreamedParameter, values: torch.Tensor) -> None:
         self._expect_rest(handle)
+        if self.durable and self.journal is None and self.native.resumed is not None:
+            raise _native.UsageError(
+                f"{handle.label} was written before tierflow.resume(), and its run's state is there already: write where resume() says 0, after it"
+            )
+        if self.journal is not None:
+            if not self.trainable[handle.unit]:
+                raise _native.UsageError(
+                    f"{handle.label} does not train, and is committed once: it cannot be written any more. To merge an adapter, save it, and merge it into a model "
+                    "that is not durable"
+                )
+            self.journal.commit()  # as the step left it
         self.native.write(handle.unit, handle.index, values.detach().float())
 
     def add_outside(self, handle: StreamedParameter, grad: torch.Tensor) -> None:
@@ -303,6 +326,8 @@ class Engine:
             updates.append((unit, entries))
         self._scales = {key: scale for key, scale in self._scales.items() if key[0] in spared}
         if finite:
+            if self.journal is not None:
+                self.journal.take_gradients()
             self.native.step(updates)
             self._alone = {key for key in self._alone if key[0] in spared}
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import types
@@ -96,8 +97,10 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
                 raise _native.InputError(f"{tensor.names[0]} has no values: name a folder that has them, wrap(..., checkpoint=folder)")
             tensors[tensor.names[0]] = tensor.parameter.data
     units, turns = cut_.describe()
-    native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, plan.options())
+    options = plan.options() | ({"run": _run_of(module, plan, fused_layers)} if plan.budget.durable else {})
+    native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, options)
     engine = Engine(module, cut_, native, plan.device, int(parse_size(plan.budget.device) * plan.budget.activations), fused_layers)
+    engine.durable = int(plan.budget.durable)
     object.__setattr__(module, "_tierflow", engine)
     _stay_in_place(module, engine)
     _fit_transformers(module)
@@ -105,6 +108,15 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
         say_what_is_fused(engine.turns)
         fuse_loss(module, engine.activations)
     return module
+
+
+def _run_of(module: nn.Module, plan: Plan, fused_layers: bool) -> str:
+    """What has to be equal for a run to go on with the bits of another, besides parameters, precision and seed."""
+    config = getattr(module, "config", None)
+    values = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
+    kept = {key: value for key, value in values.items() if not key.startswith("_") and key not in ("transformers_version", "use_cache", "architectures")}
+    run = {"class": f"{type(module).__module__}.{type(module).__qualname__}", "attention": getattr(config, "_attn_implementation", None)}
+    return json.dumps({**run, "configuration": kept, "fused_layers": fused_layers, "blocks": list(plan.blocks)}, default=str, sort_keys=True)
 
 
 def engine_of(module: nn.Module) -> Engine:
@@ -115,9 +127,18 @@ def engine_of(module: nn.Module) -> Engine:
     raise _native.UsageError("the module does not stream: make it with tierflow.load() or tierflow.wrap()")
 
 
-def close(module: nn.Module) -> None:
-    """Ends a streamed module now: memory and files are given back, its weights are gone. A module that nobody refers to any more does so by itself."""
-    engine_of(module).close()
+def close(module: nn.Module, *, discard: bool = False) -> None:
+    """Ends a streamed module now: memory and files are given back, its weights are gone. A module that nobody refers to any more does so by itself.
+
+    A durable one commits what its last step left, and its state stays. discard: the state is removed, too; for a run whose result is saved.
+    """
+    engine = engine_of(module)
+    if discard and engine.durable:
+        engine.native.discard()
+        if engine.journal is not None:
+            engine.journal.opt.journal = None
+        engine.journal, engine.durable = None, 0
+    engine.close()
 
 
 def stats(module: nn.Module) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError("AdamW: lr, eps and weight_decay are at least 0, betas at least 0 and less than 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         _made.add(self)
+        self.journal: Any = None  # what commits the steps of a durable model
 
     def trains(self, engine: Engine) -> set[tuple[int, int]]:
         """The streamed tensors of a model that this optimizer has."""
@@ -78,7 +79,17 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Turns gradients into updates. closure: computes the loss anew, as in torch."""
+        """Turns gradients into updates. closure: computes the loss anew, as in torch. Of a durable model, first commits the step before."""
+        if self.journal is None and any(engine.durable for engine in self.engines):
+            raise _native.UsageError("the model is durable: call done = tierflow.resume(model, opt) with its one optimizer before the first step")
+        if self.journal is not None:
+            self.journal.begin_step()
+        loss = self._step(closure)
+        if self.journal is not None:
+            self.journal.end_step()
+        return loss
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -104,6 +115,8 @@ class AdamW(torch.optim.Optimizer):
                     entry = how[cast(Engine, p.engine)].get((p.unit, p.index))
                     if entry is not None:
                         self.state[p]["step"] = entry["step"]
+            if self.journal is not None:
+                self.journal.take_gradients()
             self._step_ordinary(group)
         return loss
 

@@ -39,9 +39,9 @@ File checked_regular(File file, const std::filesystem::path& path) {
 
 // A reader sees the old file or the whole new one: `fill` writes beside it, then a flush, then the rename.
 template <class Fill>
-void replace_file(const std::filesystem::path& path, Fill fill) {
+void replace_file(const std::filesystem::path& path, unsigned mode, Fill fill) {
   const std::filesystem::path temporary = path.string() + ".partial";
-  const File file(open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0644));
+  const File file(open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, mode));
   if (!file) fail_system("create", temporary.string(), errno);
   try {
     fill(file, temporary);
@@ -127,8 +127,8 @@ std::string read_text(const std::filesystem::path& path, std::uint64_t limit) {
   return read_text(open_regular(path), path, limit);
 }
 
-void write_text(const std::filesystem::path& path, std::string_view text) {
-  replace_file(path, [&](const File& file, const std::filesystem::path& temporary) {
+void write_text(const std::filesystem::path& path, std::string_view text, unsigned mode) {
+  replace_file(path, mode, [&](const File& file, const std::filesystem::path& temporary) {
     write_exactly(file, temporary, std::as_bytes(std::span(text.data(), text.size())));
   });
 }
@@ -136,7 +136,7 @@ void write_text(const std::filesystem::path& path, std::string_view text) {
 void write_copy(const std::filesystem::path& path, const File& from, const std::filesystem::path& from_path) {
   std::vector<std::byte> piece(std::size_t{1} << 20);
   const std::uint64_t size = file_size(from, from_path);
-  replace_file(path, [&](const File& file, const std::filesystem::path& temporary) {
+  replace_file(path, 0644, [&](const File& file, const std::filesystem::path& temporary) {
     for (std::uint64_t offset = 0; offset < size; offset += piece.size()) {
       const auto bytes = std::span(piece).first(std::min<std::uint64_t>(piece.size(), size - offset));
       read_exactly(from, from_path, offset, bytes);

@@ -39,8 +39,8 @@ std::string read_text(const std::filesystem::path& path, std::uint64_t limit);
 std::string read_text(const File& file, const std::filesystem::path& path, std::uint64_t limit);
 
 // Replaces `path` by `text` under a temporary name, flushed before it is renamed: a reader sees the old file or the
-// whole new one.
-void write_text(const std::filesystem::path& path, std::string_view text);
+// whole new one. mode: its permissions, less those that the umask takes away.
+void write_text(const std::filesystem::path& path, std::string_view text, unsigned mode = 0644);
 
 // The same with the content of an open file, from its beginning.
 void write_copy(const std::filesystem::path& path, const File& from, const std::filesystem::path& from_path);

@@ -4,10 +4,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <ctime>
 #include <nlohmann/json.hpp>
+#include <span>
 
+#include "io/checksum.h"
 #include "io/discard.h"
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
@@ -25,6 +28,14 @@ io::VolumeOptions volume_of(const Folders& storage) {
 
 fs::path note_in(const fs::path& folder) {
   return folder / "state.tfv.owner";
+}
+
+fs::path beside(const fs::path& folder, std::uint64_t generation) {
+  return folder / (generation % 2 == 0 ? "state.tfv.beside.A" : "state.tfv.beside.B");
+}
+
+std::string checksum_of(std::string_view bytes) {
+  return fmt::format("{:016x}", io::content_hash(std::as_bytes(std::span(bytes))));
 }
 
 std::string local_time(std::time_t when) {
@@ -63,6 +74,17 @@ std::string whose(const json& note, const fs::path& state) {
   struct stat status {};
   if (stat(state.c_str(), &status) == 0) text += "; last written at " + local_time(status.st_mtime);
   return text;
+}
+
+// How many folders the store lies in of which these have a part; 0 where they have all of it, or none.
+std::size_t part_of(const Folders& storage) {
+  std::size_t found = 0, count = 0;
+  for (const fs::path& folder : storage)
+    if (auto part = io::membership(volume_of(storage), folder); part.ok() && part->has_value()) {
+      ++found;
+      count = (*part)->count;
+    }
+  return found == count ? 0 : count;
 }
 
 bool was_interrupted(const Folders& storage) {
@@ -104,10 +126,16 @@ LeftStore find_left_store(const Folders& storage) {
       left.step = number_in(progress, "step");
       left.run = text_in(identity, "run");
       left.chunk_elements = contents->chunk_elements;
-      left.resumable = contents->generations == 2;
+      left.streamed = identity.is_object() && !identity.contains("config");
+      left.resumable = !left.streamed && contents->generations == 2;
       left.line =
-          fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
-                      left.step, left.owner, export_command(storage));
+          left.streamed
+              ? fmt::format("holds the state after step {} of {}: the script that made it goes on with it", left.step,
+                            left.owner)
+              : fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
+                            left.step, left.owner, export_command(storage));
+    } else if (const std::size_t count = part_of(storage); count != 0 && !left.empty) {
+      left.line = fmt::format("is part of a state over {} folders of {}: name all of them", count, left.owner);
     } else {
       left.line = fmt::format(
           "is what {} left when it ended before its time, and nothing can be got out of it ({}): --fresh discards it",
@@ -128,21 +156,77 @@ void refuse_left_store(const Folders& storage) {
 
 void discard_store(const Folders& storage) {
   throw_if(io::discard(volume_of(storage)));
+  io::VolumeOptions moving = volume_of(storage);
+  moving.name = kMovingStore;
+  throw_if(io::discard(moving));
   remove_note(storage);
 }
 
 void leave_note(const Folders& storage, bool commits) {
   std::string host(256, '\0');
   if (gethostname(host.data(), host.size() - 1) != 0) host.clear();
-  const json note{{"pid", getpid()}, {"host", host.c_str()}, {"began", std::time(nullptr)}, {"commits", commits}};
+  json folders = json::array();
+  std::error_code unknown;
+  for (const fs::path& folder : storage) folders.push_back(fs::absolute(folder, unknown).lexically_normal().string());
+  const json note{{"pid", getpid()},
+                  {"host", host.c_str()},
+                  {"began", std::time(nullptr)},
+                  {"commits", commits},
+                  {"folders", folders}};
   try {
-    write_text(note_in(storage.front()), note.dump() + "\n");
-  } catch (const Exception&) {  // the store itself is what counts
+    for (const fs::path& folder : storage) write_text(note_in(folder), note.dump() + "\n");
+  } catch (const std::exception&) {  // the store itself is what counts
   }
 }
 
 void remove_note(const Folders& storage) {
-  unlink(note_in(storage.front()).c_str());
+  for (const fs::path& folder : storage) unlink(note_in(folder).c_str());
+  for (const fs::path& folder : storage)
+    for (const std::uint64_t generation : {0, 1})
+      for (const char* suffix : {"", ".partial"}) unlink((beside(folder, generation).string() + suffix).c_str());
+}
+
+std::string keep_beside(const Folders& storage, std::uint64_t generation, std::string_view bytes) {
+  write_text(beside(storage.front(), generation), bytes, 0600);
+  sync_folder(storage.front());
+  // Of a run that named the folders in another order.
+  for (const fs::path& folder : std::span(storage).subspan(1)) unlink(beside(folder, generation).c_str());
+  return checksum_of(bytes);
+}
+
+Folders noted_folders(const Folders& some) {
+  for (const fs::path& folder : some) {
+    const json listed = note_of(folder).value("folders", json());
+    Folders all;
+    for (const json& name : listed)
+      if (name.is_string()) all.emplace_back(name.get<std::string>());
+    if (names_folder(all, folder)) return all;
+  }
+  return some;
+}
+
+bool names_folder(const Folders& folders, const fs::path& folder) {
+  return std::ranges::any_of(folders, [&](const fs::path& other) {
+    std::error_code absent;
+    return fs::equivalent(folder, other, absent);
+  });
+}
+
+void bring_beside(const Folders& from, const Folders& to, std::uint64_t generation, const std::string& checksum) {
+  write_text(beside(to.front(), generation), read_beside(from, generation, checksum), 0600);
+  sync_folder(to.front());
+}
+
+std::string read_beside(const Folders& storage, std::uint64_t generation, const std::string& checksum) {
+  for (const fs::path& folder : storage) {
+    std::error_code absent;
+    if (!fs::is_regular_file(fs::symlink_status(beside(folder, generation), absent))) continue;
+    std::string bytes = read_text(beside(folder, generation), std::uint64_t{1} << 40);
+    if (checksum_of(bytes) == checksum) return bytes;
+  }
+  fail(io::ErrorKind::corruption, beside(storage.front(), generation).string(),
+       "is missing or is not what was written with generation " + std::to_string(generation) +
+           " of the state beside it");
 }
 
 }  // namespace tierflow

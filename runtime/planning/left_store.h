@@ -3,11 +3,15 @@
 #include <cstdint>
 #include <filesystem>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace tierflow {
 
 using Folders = std::vector<std::filesystem::path>;
+
+// io::VolumeOptions::name of a store that is being moved to other folders, until it takes the place of the first.
+inline constexpr const char* kMovingStore = "state.tfv-moving";
 
 // The command that exports the state from the folders, in quotes.
 std::string export_command(const Folders& storage);
@@ -16,6 +20,7 @@ struct LeftStore {
   bool there = false;
   bool empty = false;      // of a run that commits and ended before its first commit
   bool resumable = false;  // SessionOptions::resume goes on with it
+  bool streamed = false;   // a Streamer made it, and a durable one goes on with it
   bool readable = false;   // a committed generation
   std::int64_t step = 0;
   std::uint64_t chunk_elements = 0;
@@ -30,12 +35,27 @@ LeftStore find_left_store(const Folders& storage);
 // Throws Exception where a store lies in one of the folders: kind locked where a process holds it; else kind
 // environment, saying who made it, when, and what to do.
 void refuse_left_store(const Folders& storage);
-// Removes it, whole or not. Throws Exception (kind locked) where a process holds it.
+// Removes it, whole or not, and what was to take its place. Throws Exception (kind locked) where a process holds it.
 void discard_store(const Folders& storage);
 
-// Writes which process made the store, when, and whether it commits its steps, in a small file beside it, which
-// find_left_store() reads. If it cannot be written, there is no note.
+// Writes which process made the store, when, in which folders, and whether it commits its steps, in a small file in
+// each folder, which find_left_store() reads. If it cannot be written, there is no note.
 void leave_note(const Folders& storage, bool commits);
+// Removes it, and what keep_beside() left.
 void remove_note(const Folders& storage);
+// All folders of the store that has a part in these, as the note of one of them says that names its own folder (in a
+// copy of a folder it does not); these where there is none.
+Folders noted_folders(const Folders& some);
+// Whether one of the folders is this one, whatever the path.
+bool names_folder(const Folders& folders, const std::filesystem::path& folder);
+
+// Keeps bytes of a client's own beside a generation of the store that is about to be committed, in a file of the first
+// folder: two in turn, as the store's superblocks. They are flushed when it returns; the checksum is what
+// read_beside() finds them by.
+std::string keep_beside(const Folders& storage, std::uint64_t generation, std::string_view bytes);
+// Copies what is kept beside this generation into the first of the other folders. Throws as read_beside().
+void bring_beside(const Folders& from, const Folders& to, std::uint64_t generation, const std::string& checksum);
+// Throws Exception (kind corruption) where none of the folders has these bytes.
+std::string read_beside(const Folders& storage, std::uint64_t generation, const std::string& checksum);
 
 }  // namespace tierflow

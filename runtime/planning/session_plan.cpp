@@ -7,6 +7,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/planning/loading.h"
 #include "runtime/planning/update_scratch.h"
+#include "runtime/spec/unit_list.h"
 #include "swap/check.h"
 #include "swap/planner.h"
 
@@ -126,6 +127,8 @@ std::string store_identity(const ModelSpec& spec, const SessionOptions& options)
   if (!spec.trainable_json.empty()) identity["trainable"] = spec.trainable_json;
   if (spec.base_format != WeightFormat::bf16) identity["base"] = weight_format_name(spec.base_format);
   if (!spec.base_plain.empty()) identity["base_plain"] = spec.base_plain;
+  // Layers of one's own have no config.json.
+  if (spec.config_json == "{}") identity["units"] = unit_list(spec.units);
   return identity.dump();
 }
 

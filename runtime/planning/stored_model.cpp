@@ -4,11 +4,17 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/spec/trainable.h"
+#include "runtime/spec/unit_list.h"
 
 namespace tierflow {
 namespace {
 
 ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) {
+  if (identity.is_object() && identity.contains("units")) {
+    ModelSpec spec;
+    spec.units = parse_unit_list(identity["units"], where);
+    return spec;
+  }
   const auto tiling = identity.find("tiling");
   if (!identity.is_object() || !identity.contains("config") || tiling == identity.end() || !tiling->is_array() ||
       tiling->size() != 2 || !(*tiling)[0].is_number_integer() || !(*tiling)[1].is_number_integer())

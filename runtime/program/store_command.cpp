@@ -64,9 +64,12 @@ int run_status(const StoreCommandOptions& options) {
   const LeftStore left = store_in(options.storage);
   const std::uint64_t bytes = bytes_in(options.storage, left);
   if (options.json) {
-    nlohmann::ordered_json object{{"state", left.state.string()}, {"bytes", bytes},
-                                  {"readable", left.readable},    {"step", left.step},
-                                  {"resumable", left.resumable},  {"made_by", left.owner}};
+    nlohmann::ordered_json object{{"state", left.state.string()},
+                                  {"bytes", bytes},
+                                  {"readable", left.readable},
+                                  {"step", left.step},
+                                  {"resumable", left.resumable || left.streamed},
+                                  {"made_by", left.owner}};
     if (!left.run.empty()) object["run"] = nlohmann::ordered_json::parse(left.run, nullptr, false);
     std::cout << object.dump(2) << "\n";
     return 0;
@@ -77,9 +80,10 @@ int run_status(const StoreCommandOptions& options) {
     return 0;
   }
   std::cout << fmt::format("state after step {}\n", left.step)
-            << (left.resumable ? "the same `tierflow train` command goes on with it\n"
-                               : "no run goes on with it: it was made without --durability\n")
-            << export_command(options.storage) << " writes it as a model folder\n";
+            << (left.streamed    ? "the script that made it goes on with it\n"
+                : left.resumable ? "the same `tierflow train` command goes on with it\n"
+                                 : "no run goes on with it: it was made without --durability\n");
+  if (!left.streamed) std::cout << export_command(options.storage) << " writes it as a model folder\n";
   return 0;
 }
 

@@ -11,6 +11,7 @@
 #include "runtime/base/signals.h"
 #include "runtime/base/terminal.h"
 #include "runtime/planning/left_store.h"
+#include "runtime/planning/moved_store.h"
 #include "runtime/program/forecast.h"
 #include "runtime/program/learning_rate.h"
 #include "runtime/program/run_common.h"
@@ -24,11 +25,20 @@
 namespace tierflow {
 namespace {
 
+io::VolumeOptions storage_of(const TrainOptions& options) {
+  return {.folders = options.storage,
+          .engine = engine_kind(options.engine),
+          .allow_buffered = options.allow_buffered,
+          .allow_any_filesystem = options.allow_any_filesystem};
+}
+
 class Training {
  public:
-  Training(const TrainOptions& options, LeftStore left, TrainingLog& log)
+  // elsewhere: the folders in which the state lies, if it has to be moved.
+  Training(const TrainOptions& options, LeftStore left, Folders elsewhere, TrainingLog& log)
       : options_(options),
         left_(std::move(left)),
+        elsewhere_(std::move(elsewhere)),
         log_(log),
         spec_(training_spec(options)),
         forecast_(options_, spec_, log),
@@ -119,12 +129,20 @@ class Training {
  private:
   void open_session() {
     const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
+    const std::string run = run_identity(options_, data_.fingerprint());
+    if (left_.resumable) expect_same_run(left_.run, run, elsewhere_.empty() ? options_.storage : elsewhere_);
+    if (!elsewhere_.empty())
+      move_store(
+          storage_of(options_), elsewhere_, [this](const std::string& line) { log_.say(line); },
+          [this](const char* phase, std::uint64_t done, std::uint64_t total) {
+            throw_if_stopped();
+            log_.progress(phase, done, total);
+          });
     SessionOptions session =
         train_settings(options_, device_fixed, [this](const std::string& line) { log_.say(line); });
     session.record = trace_.wanted();
-    session.run = run_identity(options_, data_.fingerprint());
+    session.run = run;
     if (left_.resumable) {
-      expect_same_run(left_.run, session.run, options_.storage);
       session.resume = true;
       session.chunk_elements = left_.chunk_elements;
     }
@@ -171,8 +189,8 @@ class Training {
       log_.say(
           fmt::format("the run is finished, after step {} of {}: a larger --steps goes on", session_->steps(), steps_));
     else if (left_.resumable)
-      log_.say(fmt::format("resumed after step {} of {}: {}", session_->steps(), steps_,
-                           left_.state.parent_path().string()));
+      log_.say(
+          fmt::format("resumed after step {} of {}: {}", session_->steps(), steps_, options_.storage.front().string()));
     if (every != 0 && !left_.resumable)
       log_.say(fmt::format("durability: {} committed in {}; after a crash the same command goes on",
                            every == 1 ? "every step is" : fmt::format("every {} steps are", every),
@@ -353,6 +371,7 @@ class Training {
 
   const TrainOptions& options_;
   const LeftStore left_;
+  const Folders elsewhere_;
   TrainingLog& log_;
   const ModelSpec spec_;
   Forecast forecast_;
@@ -373,27 +392,31 @@ class Training {
 int run_train(const TrainOptions& options) {
   watch_signals();
   LeftStore left;
+  Folders elsewhere;
+  TrainingLog log(options.log_json, options.json);
   if (!options.fresh) {
-    left = find_left_store(options.storage);
-    if (left.there && !left.empty && !left.resumable) refuse_left_store(options.storage);
+    elsewhere = settle_store(storage_of(options), [&](const std::string& line) { log.say(line); });
+    left = find_left_store(elsewhere.empty() ? options.storage : elsewhere);
+    if (left.there && !left.empty && !left.resumable)
+      refuse_left_store(elsewhere.empty() ? options.storage : elsewhere);
     if (options.resume && !left.resumable)
       fail(io::ErrorKind::usage, options.storage.front().string(),
            "holds no state to go on with: without --resume the run begins anew");
   }
-  TrainingLog log(options.log_json, options.json);
   if (!options.storage.empty() && !options.fresh && (left.resumable || !left.there) && has_result(options)) {
     log.say("the run is finished: its result is in " + options.out.string());
     // It was killed between its result and the end of its state.
-    if (left.there) discard_store(options.storage);
+    if (left.there && elsewhere.empty()) discard_store(options.storage);
     return 0;
   }
   if (left.empty) {
     log.say(left.state.string() + " is of a run that ended before its first commit: it is removed");
-    discard_store(options.storage);
+    discard_store(elsewhere.empty() ? options.storage : elsewhere);
+    elsewhere.clear();
   }
   log.say(wrapped(describe(options), columns_of(STDERR_FILENO)));
   log.object({{"config", nlohmann::json::parse(effective_configuration(options))}});
-  return Training(options, std::move(left), log).run();
+  return Training(options, std::move(left), std::move(elsewhere), log).run();
 }
 
 }  // namespace tierflow

@@ -74,6 +74,11 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
                                io::Buffer buffer = value_or_throw(model.store->fetch(kind, chunk));
                                use(buffer.bytes());
                              }};
+  if (model.spec.config_json.empty())
+    throw Exception(io::Error{.kind = io::ErrorKind::usage,
+                              .path = storage.front().string(),
+                              .detail = "holds the state of a script's own model: that script goes on with it and "
+                                        "writes it, in Python with save_pretrained()"});
   if (!model.spec.adapter_config_json.empty())
     return write_adapter(model.spec, {}, folder,
                          [&](int unit, int tensor, const UseMaster& use) { read_master(extents, unit, tensor, use); });

@@ -101,12 +101,15 @@ void Session::Impl::check_resumed(const std::string& identity) const {
   };
   const auto differs = [&](const std::string& key) {
     const auto before = then.value(key, nlohmann::json()), here = now.value(key, nlohmann::json());
+    if (key == "units" && before.is_null()) return false;  // of an earlier version
     return key == "adapter" ? !same_adapter(before, here) : before != here;
   };
-  for (const char* key : {"config", "tiling", "adapter", "trainable", "base", "base_plain", "precision", "run"})
+  for (const char* key :
+       {"config", "units", "tiling", "adapter", "trainable", "base", "base_plain", "precision", "run"})
     if (!then.is_object() || differs(key))
       refuse("holds the state of another run: its " +
              std::string(key == std::string("config")                ? "model"
+                         : key == std::string("units")               ? "model"
                          : key == std::string("tiling")              ? "cut of layers"
                          : std::string_view(key).starts_with("base") ? "base's precision"
                          : key == std::string("trainable")           ? "choice of what is trained"
@@ -132,8 +135,8 @@ void Session::Impl::restore(const Progress& progress) {
 Session::Impl::~Impl() {
   state.reset();
   if (committed || store == nullptr) return;
+  store->remove_files();  // first: without it, what lies beside it is nothing
   remove_note(options.storage);
-  store->remove_files();
 }
 
 // identity: of the store that is resumed.

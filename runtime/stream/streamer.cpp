@@ -6,89 +6,15 @@
 
 #include <algorithm>
 
-#include "runtime/base/exception.h"
-#include "runtime/checkpoint/safetensors.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/models/dense_weights.h"
-#include "runtime/stream/stream_state.h"
-#include "runtime/stream/streamer_shapes.h"
-#include "swap/visit_planner.h"
+#include "runtime/stream/streamer_impl.h"
 
 namespace tierflow {
 
-// Where a turn's gradient of one tensor adds up, on the device.
-struct Sum {
-  int unit = 0, tensor = 0;
-  torch::Tensor values;  // fp32; undefined where the turn takes no gradient
-  bool fresh = true;     // holds nothing yet
-
-  void add(const torch::Tensor& gradient) {
-    fresh ? values.copy_(gradient) : values.add_(gradient);
-    fresh = false;
-  }
-};
-
-struct Streamer::Impl {
-  Impl(std::vector<UnitSpec> units_, const std::vector<std::vector<int>>& turns, StreamerOptions options_)
-      : units(std::move(units_)),
-        options(std::move(options_)),
-        torch_device(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
-        shapes(units, turns, options) {}
-
-  void set_up(const WeightSource& weights, const Progress& progress);
-  // Everything planned is done, nothing runs: extents may be accessed.
-  void quiet() {
-    if (turn.visit != nullptr)
-      throw Exception(io::ErrorKind::usage,
-                      "a streamed parameter or gradient was read or written while another module runs: do it before or "
-                      "after forward() and backward()");
-    throw_if(executor().drain());
-  }
-  void open_sums();
-  void add(std::size_t weight, const torch::Tensor& gradient) {
-    Sum& sum = sums.at(weight);
-    if (!sum.values.defined()) return;
-    sum.add(gradient);
-    touched[sum.unit][sum.tensor] = true;
-  }
-  // What a broken-off step left on the device joins its sum.
-  void close_kept() {
-    if (planner->keeps()) executor().append(planner->close(), work);
-  }
-  void finish_update(int unit) {
-    if (planner->owes(unit)) executor().append(planner->settle(unit), work);
-  }
-  const std::vector<std::int64_t>& shape(int unit, int tensor) const { return units[unit].tensors[tensor].shape; }
-  void between_steps(const char* what) const;
-  void expect_plain(int unit, int tensor, const char* done) const {
-    const TensorSpec& spec = units[unit].tensors[tensor];
-    if (spec.format != WeightFormat::bf16)
-      throw Exception(io::ErrorKind::usage, spec.name + " is stored as " + weight_format_name(spec.format) +
-                                                ", which is not " + done + ": use the model that it came from");
-  }
-  void check_updates() const {
-    if (work->asked() != work->updated())
-      throw Exception(io::ErrorKind::numeric, "updates reached " + std::to_string(work->updated()) + " of " +
-                                                  std::to_string(work->asked()) + " parameters");
-  }
-
-  const std::vector<UnitSpec> units;
-  const StreamerOptions options;
-  const torch::Device torch_device;
-  StreamShapes shapes;  // packing, layout, arrangement
-  swap::Executor& executor() const { return state->executor(); }
-  std::unique_ptr<swap::Store> store;
-  std::unique_ptr<swap::VisitPlanner> planner;
-  std::shared_ptr<StreamWork> work;
-  std::unique_ptr<StreamedState> state;    // last: drains before the rest goes
-  swap::Entered turn;                      // visit: null outside of turns
-  std::vector<Sum> sums;                   // of the turn, a weight each
-  std::vector<std::vector<bool>> touched;  // by unit and tensor
-};
-
 Streamer::Streamer(std::vector<UnitSpec> units, std::vector<std::vector<int>> turns, const WeightSource& weights,
                    StreamerOptions options, const Progress& progress)
-    : impl_(std::make_unique<Impl>(std::move(units), turns, std::move(options))) {
+    : impl_(std::make_unique<Impl>(std::move(units), turns, std::move(options), progress)) {
   impl_->set_up(weights, progress);
 }
 
@@ -96,10 +22,7 @@ Streamer::~Streamer() = default;
 
 void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progress) {
   const swap::Layout& layout = *shapes.layout;
-  if (shapes.needs_store()) {
-    store = value_or_throw(swap::Store::create(shapes.store_options(options), layout));
-    store->remove_files();  // their names: nothing is left of a process that is killed
-  }
+  if (shapes.needs_store(options)) make_store();
   state = std::make_unique<StreamedState>(
       units, shapes.packed, layout, shapes.arrangement, store.get(),
       StreamedState::Options{
@@ -107,7 +30,24 @@ void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progres
   planner = std::make_unique<swap::VisitPlanner>(layout, shapes.arrangement);
   work = std::make_shared<StreamWork>(shapes.packed, layout, state->threads(), options.seed);
   for (const UnitSpec& unit : units) touched.emplace_back(unit.tensors.size(), false);
-  state->load(weights, {}, progress);
+  if (!left) return state->load(weights, {}, progress);
+  state->restore(*store, progress);
+  resumed = committed_in(*store, options);
+}
+
+void Streamer::Impl::make_store() {
+  const swap::Layout& layout = *shapes.layout;
+  if (left) {
+    kept = true;  // whatever comes
+    store = value_or_throw(swap::Store::resume(shapes.store_options(units, options, left->identity), layout));
+    leave_note(options.storage, true);
+    return;
+  }
+  store = value_or_throw(swap::Store::create(shapes.store_options(units, options), layout));
+  if (options.durable)
+    leave_note(options.storage, true);
+  else
+    store->remove_files();  // their names: nothing is left of a process that is killed
 }
 
 Weights Streamer::enter(int turn, swap::Pass pass, const std::vector<bool>& gradients, bool keep) {
@@ -300,66 +240,6 @@ void Streamer::write(int unit, int tensor, const torch::Tensor& values) {
   const torch::Tensor floats = values.detach().to(torch::kCPU, torch::kFloat32).contiguous();
   impl.state->write(unit, tensor, floats.data_ptr<float>());
   impl.planner->changed(unit);
-}
-
-void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts, const std::vector<ExtraTensor>& extra,
-                    std::uint64_t shard_bytes, const Progress& progress) {
-  Impl& impl = *impl_;
-  settle();
-  std::vector<TensorHeader> headers;
-  for (std::size_t unit = 0; unit < impl.units.size(); ++unit)
-    for (const PackedTensor& tensor : impl.shapes.packed.units[unit].tensors) {
-      std::uint64_t elements = 0;
-      for (const SavedPart& part : parts.at(unit).at(tensor.tensor)) {
-        headers.push_back({.name = part.name, .dtype = Dtype::bf16, .shape = part.shape});
-        elements += static_cast<std::uint64_t>(c10::multiply_integers(part.shape));
-      }
-      if (elements != 0) impl.expect_plain(static_cast<int>(unit), tensor.tensor, "saved");
-      if (elements != 0 && elements != tensor.elements)
-        throw Exception(io::ErrorKind::usage,
-                        impl.units[unit].tensors[tensor.tensor].name + " is saved in parts that are not the whole");
-    }
-  for (const ExtraTensor& tensor : extra) {
-    const auto type = tensor.type;
-    if (type != torch::kFloat32 && type != torch::kBFloat16 && type != torch::kFloat16)
-      throw Exception(io::ErrorKind::usage,
-                      tensor.as.name + " is neither float32, bfloat16 nor float16: it cannot be saved");
-    headers.push_back({.name = tensor.as.name,
-                       .dtype = type == torch::kFloat32    ? Dtype::f32
-                                : type == torch::kBFloat16 ? Dtype::bf16
-                                                           : Dtype::f16,
-                       .shape = tensor.as.shape});
-  }
-  CheckpointWriter writer(folder, std::move(headers), shard_bytes);
-  write_weights(
-      writer, impl.state->units(), impl.shapes.packed, *impl.shapes.layout,
-      [&](int unit, int tensor) { return !parts[unit][tensor].empty(); },
-      [&](int chunk, const auto& use) { impl.state->read_chunk(chunk, use); }, "saving", progress);
-  for (const ExtraTensor& tensor : extra) {
-    const torch::Tensor values = tensor.values().detach().to(torch::kCPU, tensor.type).contiguous();
-    writer.write({static_cast<const std::byte*>(values.data_ptr()), static_cast<std::size_t>(values.nbytes())});
-  }
-  writer.finish();
-}
-
-void Streamer::Impl::between_steps(const char* what) const {
-  for (int unit = 0; unit < static_cast<int>(units.size()); ++unit)
-    if (planner->gradients_of(unit) != 0)
-      throw Exception(io::ErrorKind::usage, std::string("training state is ") + what +
-                                                " between steps: call the optimizer's step() and zero_grad() first");
-}
-
-void Streamer::save_state(const std::filesystem::path& file, const Progress& progress) {
-  impl_->between_steps("saved");
-  settle();
-  save_stream_state(*impl_->state, file, progress);
-}
-
-void Streamer::load_state(const std::filesystem::path& file, const Progress& progress) {
-  impl_->between_steps("loaded");
-  settle();
-  load_stream_state(*impl_->state, file, progress);
-  for (int unit = 0; unit < static_cast<int>(impl_->units.size()); ++unit) impl_->planner->changed(unit);
 }
 
 MemoryUse Streamer::memory() const {

@@ -36,6 +36,17 @@ struct StreamerOptions {
   int update_threads = 0;            // 0: as many as torch uses
   std::uint64_t chunk_elements = 0;  // 0: from the host budget
   std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests
+  // The state lies in files of `storage` that have names, and outlives the process from the first commit() on. What a
+  // run with the same units, precision, seed and `run` committed there is gone on with, after all of it is verified:
+  // see resumed(). Anything else that lies there is refused. Budgets and the folders' place may differ.
+  bool durable = false;
+  std::string run;  // JSON object of the client's: what else has to be equal to go on
+};
+
+// What a client adds to a commit of a durable Streamer.
+struct StreamerCommit {
+  std::int64_t step = 0;  // how many steps the state has
+  std::string beside;     // bytes of its own, in a file beside the state, checked when they are read
 };
 
 // A tensor as save() writes it: all elements of a streamed tensor, or a part of them, in order.
@@ -111,6 +122,15 @@ class Streamer {
   // (stream_state.h). Call between steps: gradients are not in the file.
   void save_state(const std::filesystem::path& file, const Progress& progress = {});
   void load_state(const std::filesystem::path& file, const Progress& progress = {});
+
+  // Of a durable Streamer, between turns. Makes the present state durable, pending updates included: what is resident
+  // is written, then manifest and superblock, each flushed. Gradients are not part of it. The generation before stays
+  // as it is until the call returns. After an error of the store no later commit is taken.
+  void commit(const StreamerCommit& commit);
+  // What came with the state that is gone on with; nothing for a new one.
+  const std::optional<StreamerCommit>& resumed() const;
+  // Removes the state when the Streamer ends, though it was committed.
+  void discard();
 
   MemoryUse memory() const;
   std::array<swap::LaneCounters, swap::kLanes> lanes() const;

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "runtime/base/exception.h"
+#include "runtime/stream/durable_store.h"
 #include "runtime/stream/streamer_shapes.h"
 
 namespace tierflow {
@@ -94,21 +95,30 @@ bool StreamShapes::fits(const StreamerOptions& options) {
   return true;
 }
 
-bool StreamShapes::needs_store() const {
+bool StreamShapes::needs_store(const StreamerOptions& options) const {
+  if (options.durable) return true;
   for (std::size_t id = 0; id < layout->chunks().size(); ++id)
     if (!arrangement.hi_resident[id] || (layout->chunks()[id].trainable && !arrangement.state_resident[id]))
       return true;
   return false;
 }
 
-swap::StoreOptions StreamShapes::store_options(const StreamerOptions& options) const {
+io::VolumeOptions stream_volume(const StreamerOptions& options) {
+  return {.folders = options.storage,
+          .engine = options.engine,
+          .allow_buffered = options.allow_buffered,
+          .allow_any_filesystem = options.allow_any_filesystem};
+}
+
+swap::StoreOptions StreamShapes::store_options(const std::vector<UnitSpec>& units, const StreamerOptions& options,
+                                               const std::string& identity) const {
   return {
-      .volume = {.folders = options.storage,
-                 .engine = options.engine,
-                 .allow_buffered = options.allow_buffered,
-                 .allow_any_filesystem = options.allow_any_filesystem},
+      .volume = stream_volume(options),
+      .generations = options.durable ? 2 : 1,
       .scratch = {.staged_gradients = arrangement.staged, .gradient_sums = !arrangement.gradient_low_resident.empty()},
-      .identity = std::string(R"({"precision":")") + precision_name(packed.precision) + R"("})"};
+      .identity = !options.durable   ? "{}"
+                  : identity.empty() ? durable_identity(units, options)
+                                     : identity};
 }
 
 StreamPlan plan_stream(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,
@@ -121,7 +131,8 @@ StreamPlan plan_stream(const std::vector<UnitSpec>& units, const std::vector<std
   plan.trainable_parameters = shapes.packed.trainable_parameters;
   plan.device_bytes = at.device_bytes();
   plan.host_bytes = at.host_bytes(layout) + shapes.loading;
-  plan.storage_bytes = shapes.needs_store() ? swap::Store::bytes_needed(shapes.store_options(options), layout) : 0;
+  plan.storage_bytes =
+      shapes.needs_store(options) ? swap::Store::bytes_needed(shapes.store_options(units, options), layout) : 0;
   const auto passes = static_cast<std::uint64_t>(micro_batches);
   std::uint64_t hi = 0, state = 0, gradients = 0, hi_kept = 0, state_kept = 0, gradient_kept = 0;
   for (std::size_t id = 0; id < layout.chunks().size(); ++id) {

@@ -14,13 +14,17 @@ struct StreamShapes {
                const StreamerOptions& options);
   // Lays out and arranges; false where the budgets are too small.
   bool fits(const StreamerOptions& options);
-  bool needs_store() const;
-  swap::StoreOptions store_options(const StreamerOptions& options) const;
+  bool needs_store(const StreamerOptions& options) const;
+  // identity: of a store that is resumed; else empty.
+  swap::StoreOptions store_options(const std::vector<UnitSpec>& units, const StreamerOptions& options,
+                                   const std::string& identity = {}) const;
 
   PackedModel packed;
   std::uint64_t loading = 0;  // of the host budget: while weights are brought into their formats
   std::unique_ptr<swap::Layout> layout;
   swap::Arrangement arrangement;
 };
+
+io::VolumeOptions stream_volume(const StreamerOptions& options);
 
 }  // namespace tierflow

@@ -5,6 +5,9 @@
 #include <fstream>
 
 #include "runtime/base/exception.h"
+#include "runtime/planning/moved_store.h"
+#include "runtime/session/layers.h"
+#include "tests/runtime/expect.h"
 #include "tests/runtime/session/fixture.h"
 
 namespace tierflow::testing {
@@ -193,6 +196,29 @@ TEST_P(Resumed, IsNeverTakenForSomethingElse) {
   EXPECT_THROW(Session(model_of(GetParam()), options), Exception);
 }
 INSTANTIATE_TEST_SUITE_P(Models, Resumed, ::testing::Values(cases("0.1").front()), case_name);
+
+// As a loop of one's own does it: whether there is something to go on with, and that it is of these layers.
+TEST(ResumedLayers, GoOnAndAreNotTakenForOthers) {
+  struct Plain : Layer {
+    explicit Plain(std::int64_t width) { weight = register_parameter("weight", torch::ones({width, 8})); }
+    Carry forward(const Carry&, const Shared& shared) override { return {(weight * shared.ids.sum()).sum()}; }
+    torch::Tensor weight;
+  };
+  const auto model = [](std::int64_t width) {
+    return Layers().repeat(2, "layer", [width] { return std::make_shared<Plain>(width); }).build();
+  };
+  const Folder folder;
+  SessionOptions options = streamed(resident(1), folder);
+  options.commit_every = 1;
+  EXPECT_FALSE(can_resume(options));
+  Session(model(4), options).commit();
+  options.resume = can_resume(options);
+  EXPECT_TRUE(options.resume);
+  expect_refusal(io::ErrorKind::usage, {"its model is not"}, [&] { Session(model(5), options); });
+  Session(model(4), options).discard();
+  options.resume = can_resume(options);
+  EXPECT_FALSE(options.resume);
+}
 
 }  // namespace
 }  // namespace tierflow::testing

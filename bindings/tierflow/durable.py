@@ -1,0 +1,146 @@
+"""Runs that survive their process: what a durable model commits, and how the same script goes on with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as as_safetensors
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from . import _native
+from .checkpoint import groups_of, put_back, state_of
+from .model import engine_of
+from .optim import AdamW
+
+
+def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler) -> int:
+    """How many optimizer steps, calls of opt.step(), the state of a durable model has: 0 for a new one.
+
+    Call it once, when model, optimizer and schedulers are made. It puts everything back as the last committed step left it: weights, moments, ordinary
+    parameters and buffers, the optimizer's groups, the schedulers, and the state of torch's random numbers. From then on opt.step() commits.
+
+        done = tierflow.resume(model, opt, schedule)
+        for step in range(done, steps):
+            ...
+
+    Raises UsageError where they are made in another way than in the run whose state it is; nothing has changed then.
+    """
+    engine = engine_of(model)
+    if not engine.durable:
+        raise _native.UsageError("the model is not durable: nothing of it is committed; plan it with tierflow.Budget(..., storage=[...], durable=True)")
+    if engine.journal is not None:
+        raise _native.UsageError("resume() was called before: a durable model has one optimizer")
+    if not isinstance(opt, AdamW):
+        raise _native.UsageError(f"resume() takes the model's tierflow.optim.AdamW, not a {type(opt).__name__}")
+    if opt.engines not in ([engine], []):
+        raise _native.UsageError("the optimizer has parameters of another streamed model: a durable run trains one")
+    mine = {id(p) for group in opt.param_groups for p in group["params"]}
+    if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in mine]:
+        raise _native.UsageError(f"{left[0]} is not in the optimizer ({len(left)} parameters are not): a durable run has one, for all that train; freeze the others")
+    journal = Journal(model, opt, schedules)
+    found = engine.native.resumed
+    if found is not None:
+        journal.put_back(*found)
+    engine.journal = opt.journal = journal
+    if found is None:
+        journal.end_step(counts=False)
+        journal.commit()
+    return journal.step
+
+
+class Journal:
+    """The commits of a durable model. Of each optimizer step it keeps what does not stream, as the step leaves it. When the next one begins, every update of that
+    step has run, and the schedulers are where the loop left them: then all of it is committed."""
+
+    def __init__(self, model: nn.Module, opt: AdamW, schedules: Sequence[LRScheduler]) -> None:
+        self.model, self.opt, self.schedules, self.engine = model, opt, schedules, engine_of(model)
+        self.step = 0
+        self._waits: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last step, not committed yet
+        self._torn = False  # between a step's gradients and what it leaves
+        self._check_schedules()
+        self._made = _plain({"groups": groups_of(model, opt), "schedulers": [_settings(schedule) for schedule in schedules]})
+        self._settings = [schedule.state_dict() for schedule in schedules]
+
+    def put_back(self, step: int, beside: bytes) -> None:
+        """What commit() wrote."""
+        header = json.loads(beside[8 : 8 + int.from_bytes(beside[:8], "little")])
+        record = json.loads(header["__metadata__"]["record"])
+        _expect_same(record["made"], self._made)
+        put_back(self.model, self.opt, record["state"], load_tensors(beside), "the state of the run")
+        for schedule, changed in zip(self.schedules, record["schedules"], strict=True):
+            schedule.load_state_dict({**schedule.state_dict(), **changed})
+        self.step = step
+
+    def begin_step(self) -> None:
+        """An optimizer step is about to take the gradients."""
+        if self._torn:
+            raise _native.UsageError("an optimizer step was interrupted half-way: start the script again, it goes on with what was committed before")
+        if self.step % self.engine.durable == 0:
+            self.commit()
+
+    def take_gradients(self) -> None:
+        self._torn = True
+
+    def end_step(self, counts: bool = True) -> None:
+        self.step += counts
+        self._waits, self._torn = state_of(self.model, self.opt), False
+
+    def commit(self) -> None:
+        """Commits the last step, if that was not done."""
+        if self._waits is None or self._torn:
+            return
+        self._check_schedules()
+        tensors, state = self._waits
+        schedules = [_changed(schedule.state_dict(), before) for schedule, before in zip(self.schedules, self._settings, strict=True)]
+        record = {"made": self._made, "state": {**state, "groups": groups_of(self.model, self.opt)}, "schedules": schedules}
+        self.engine.native.commit(self.step, as_safetensors(tensors, {"record": json.dumps(record)}))
+        self._waits = None
+
+    def _check_schedules(self) -> None:
+        for schedule in self.schedules:
+            if not isinstance(schedule, LRScheduler):
+                raise _native.UsageError(f"resume() takes schedulers of torch beside model and optimizer, not a {type(schedule).__name__}")
+        if not self.schedules and any("initial_lr" in group for group in self.opt.param_groups):
+            raise _native.UsageError("the optimizer has a scheduler: make it before tierflow.resume(model, opt, scheduler), and name it there")
+
+
+def _settings(schedule: LRScheduler) -> dict[str, Any]:
+    return {"class": type(schedule).__name__, **schedule.state_dict()}
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
+
+
+def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a scheduler's state that are not as they were when it was made. The others may be anything; these have to survive JSON."""
+    changed = {key: value for key, value in now.items() if key not in before or value != before[key]}
+    for key, value in changed.items():
+        if not _survives(value):
+            raise _native.UsageError(f"the scheduler's {key} is a {type(value).__name__} that JSON cannot hold: a durable run takes another scheduler")
+    return changed
+
+
+def _survives(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _survives(of) for key, of in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_survives(of) for of in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _expect_same(then: dict[str, Any], now: dict[str, Any]) -> None:
+    for what, name in (("groups", "the optimizer's group"), ("schedulers", "scheduler")):
+        if [part.get("params") for part in then[what]] != [part.get("params") for part in now[what]]:
+            raise _native.UsageError(f"the run whose state is here had other parameters in {name}s, or another number of these")
+        for number, (before, here) in enumerate(zip(then[what], now[what], strict=True)):
+            for key in sorted({*before, *here} - {"params"}):
+                if before.get(key) != here.get(key):
+                    raise _native.UsageError(
+                        f"the run whose state is here was begun with {key}={before.get(key)} in {name} {number}, not {here.get(key)}: make it as then, and change it "
+                        "after tierflow.resume() where another value is meant"
+                    )

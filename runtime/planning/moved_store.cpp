@@ -1,0 +1,264 @@
+#include "runtime/planning/moved_store.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+
+#include "io/discard.h"
+#include "io/wait.h"
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/planning/session_plan.h"
+#include "runtime/planning/stored_model.h"
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+
+io::VolumeOptions named(io::VolumeOptions storage, const std::string& name) {
+  storage.name = name;
+  return storage;
+}
+
+// By folder, those that have a file of the volume with this name.
+std::map<fs::path, io::Membership> parts_in(const Folders& folders, const std::string& name) {
+  std::map<fs::path, io::Membership> parts;
+  for (const fs::path& folder : folders)
+    if (const auto part = value_or_throw(io::membership({.name = name}, folder))) parts.emplace(folder, *part);
+  return parts;
+}
+
+bool of_one_volume(const std::map<fs::path, io::Membership>& parts) {
+  return std::ranges::all_of(parts, [&](const auto& part) { return part.second == parts.begin()->second; });
+}
+
+// What a copy is committed as before anything is in it.
+constexpr const char* kNothingYet = "{}";
+
+// Whether a generation with something in it can be read there.
+bool holds_state(const Folders& folders, const std::string& name) {
+  auto contents =
+      swap::Store::inspect({.folders = folders, .name = name, .allow_buffered = true, .allow_any_filesystem = true});
+  if (!contents.ok() && contents.error().kind == io::ErrorKind::locked) throw Exception(contents.error());
+  return contents.ok() && contents->generation != 0 && contents->progress != kNothingYet;
+}
+
+// Whether the first store is whole, in these folders or elsewhere. The second is then a copy of it, and no more.
+bool first_is_whole(const Folders& storage) {
+  const auto here = parts_in(storage, io::VolumeOptions{}.name);
+  const bool is_here = !here.empty() && of_one_volume(here) && here.size() == storage.size() &&
+                       here.begin()->second.count == here.size();
+  const Folders lies = is_here ? storage : store_elsewhere(storage);
+  return !lies.empty() && holds_state(lies, io::VolumeOptions{}.name);
+}
+
+bool second_is_there(const Folders& storage) {
+  return std::ranges::any_of(storage, [](const fs::path& folder) {
+    std::error_code ignored;
+    return fs::exists(fs::symlink_status(folder / (std::string(kMovingStore) + ".tfv"), ignored));
+  });
+}
+
+// Held by whoever moves a store from or into the folders; another process is refused (kind locked). A file system that
+// cannot lock folders is taken as it is.
+class MovesAlone {
+ public:
+  explicit MovesAlone(const Folders& folders) {
+    std::set<fs::path> each;
+    for (const fs::path& folder : folders) {
+      std::error_code absent;
+      if (const fs::path real = fs::canonical(folder, absent); !absent) each.insert(real);
+    }
+    for (const fs::path& folder : each) {
+      const int opened = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+      if (opened < 0) continue;
+      held_.push_back(opened);
+      if (flock(opened, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) continue;
+      release();
+      fail(io::ErrorKind::locked, folder.string(), "another process moves the state of these folders: wait for it");
+    }
+  }
+  MovesAlone(const MovesAlone&) = delete;
+  MovesAlone& operator=(const MovesAlone&) = delete;
+  ~MovesAlone() { release(); }
+
+ private:
+  void release() {
+    for (const int opened : held_) close(opened);
+    held_.clear();
+  }
+  std::vector<int> held_;
+};
+
+// Whether the second store counts: its files are taking the first one's place, or can. If not, it is a copy that
+// nobody needs. Throws where it may be all that there is, and cannot be told.
+bool counts(const io::VolumeOptions& storage) {
+  const io::VolumeOptions second = named(storage, kMovingStore);
+  auto parts = parts_in(storage.folders, second.name);
+  const std::size_t waiting = parts.size();
+  if (!parts.empty()) {
+    const io::Membership volume = parts.begin()->second;
+    for (const auto& [folder, part] : parts_in(storage.folders, storage.name))
+      if (part == volume) parts.emplace(folder, part);
+    const bool whole = of_one_volume(parts) && parts.size() == volume.count && parts.size() == storage.folders.size();
+    if (whole && waiting < parts.size()) return true;
+    if (first_is_whole(storage.folders)) return false;
+    if (!whole)
+      fail(io::ErrorKind::usage, storage.folders.front().string(),
+           fmt::format(
+               "the state was being moved to {} folders, and this was interrupted: name the same folders as then",
+               volume.count));
+  } else if (first_is_whole(storage.folders)) {
+    return false;
+  }
+  io::Result<bool> interrupted = io::creation_was_interrupted(second);
+  if (interrupted.ok() && *interrupted) return false;
+  const swap::Store::Contents contents = value_or_throw(swap::Store::inspect(second));
+  if (contents.generation == 0 || contents.progress == kNothingYet)
+    fail(io::ErrorKind::usage, storage.folders.front().string(),
+         fmt::format("a move of the state was interrupted, and the state that it copied is not whole here: name its "
+                     "folders; if it is gone, remove {}.tfv in each folder",
+                     kMovingStore));
+  return true;
+}
+
+// The second store takes the place of the first, which lies in the folders `first`. Each step can be done again.
+void take_place(const io::VolumeOptions& storage, const Folders& first) {
+  const auto waiting = parts_in(storage.folders, kMovingStore);
+  if (waiting.empty())
+    fail(io::ErrorKind::corruption, storage.folders.front().string(), "the copy of the state cannot be read any more");
+  const io::Membership second = waiting.begin()->second;
+  const auto parts = parts_in(storage.folders, storage.name);
+  const auto old = std::ranges::find_if(parts, [&](const auto& part) { return part.second != second; });
+  for (const fs::path& folder : first) {
+    const bool stays = names_folder(storage.folders, folder);
+    // A note may be old, and the folder another run's by now.
+    const auto part = parts_in({folder}, storage.name);
+    if (!stays && old != parts.end() && !part.empty() && part.begin()->second == old->second) discard_store({folder});
+  }
+  // Where it lies from here on: of a part of it alone, this says where the others are.
+  leave_note(storage.folders, true);
+  for (const fs::path& folder : storage.folders) sync_folder(folder);
+  for (const fs::path& folder : storage.folders) {
+    const fs::path from = folder / (std::string(kMovingStore) + ".tfv"), to = folder / (storage.name + ".tfv");
+    std::error_code error;
+    if (!fs::exists(from, error)) continue;
+    fs::rename(from, to, error);
+    if (error) fail_system("rename", from.string(), error.value());
+    sync_folder(folder);
+  }
+}
+
+void copy(const StoredModel& from, const Folders& first, const io::VolumeOptions& storage, const Progress& progress) {
+  io::VolumeOptions volume = named(storage, kMovingStore);
+  volume.measure_speeds = volume.folders.size() > 1;
+  auto to = value_or_throw(swap::Store::create({.volume = std::move(volume),
+                                                .generations = from.contents.generations,
+                                                .scratch = {.staged_gradients = false},
+                                                .identity = from.contents.identity},
+                                               *from.layout));
+  try {
+    // What lies beside a generation goes by the letter of its number: one commit makes the copy count.
+    if (from.store->generation() % 2 == 0) throw_if(to->commit(kNothingYet));
+    std::vector<std::pair<swap::ExtentKind, int>> extents;
+    std::uint64_t done = 0, total = 0;
+    for (const auto kind : {swap::ExtentKind::hi, swap::ExtentKind::state})
+      for (int chunk = 0; chunk < static_cast<int>(from.layout->chunks().size()); ++chunk)
+        if (from.store->holds(kind, chunk)) {
+          extents.emplace_back(kind, chunk);
+          total += from.store->extent_bytes(kind, chunk);
+        }
+    for (const auto& [kind, chunk] : extents) {
+      io::Buffer buffer = value_or_throw(from.store->fetch(kind, chunk));
+      const std::uint64_t bytes = from.store->extent_bytes(kind, chunk);
+      to->stamp(kind, chunk, buffer.bytes().first(bytes));
+      throw_if(io::wait_for([&](io::Callback answer) {
+                 to->write(kind, chunk, std::move(buffer), std::move(answer));
+               }).error);
+      done += bytes;
+      if (progress) progress("moving the state", done, total);
+    }
+    const auto position = nlohmann::json::parse(from.store->progress(), nullptr, false);
+    if (position.is_object() && position.contains("beside"))
+      bring_beside(first, storage.folders, from.store->generation(), position["beside"].get<std::string>());
+    throw_if(to->commit(from.store->progress()));
+  } catch (...) {
+    to->remove_files();
+    throw;
+  }
+}
+
+}  // namespace
+
+Folders store_elsewhere(const Folders& storage) {
+  const auto here = parts_in(storage, io::VolumeOptions{}.name);
+  if (here.empty() || !of_one_volume(here)) return {};
+  const std::size_t count = here.begin()->second.count;
+  if (here.size() == count && count == storage.size()) return {};
+  Folders all;
+  for (const auto& [folder, part] : here) all.push_back(folder);
+  if (all.size() < count) {
+    all = noted_folders(all);
+    // A folder that the note does not name is a copy, and what the note names is not its to move.
+    for (const auto& [folder, part] : here)
+      if (!names_folder(all, folder)) return {};
+  }
+  const auto parts = parts_in(all, io::VolumeOptions{}.name);
+  const bool whole = parts.size() == count && of_one_volume(parts) && parts.begin()->second == here.begin()->second;
+  return whole ? all : Folders{};
+}
+
+Folders settle_store(const io::VolumeOptions& storage, const Say& say) {
+  if (storage.folders.empty()) return {};
+  if (second_is_there(storage.folders)) {
+    const MovesAlone alone(storage.folders);
+    if (counts(storage)) {
+      say("the state was moved, and the end of that was interrupted: it is done now");
+      // The first store may be in part or gone.
+      take_place(storage, noted_folders(storage.folders));
+    } else {
+      throw_if(io::discard(named(storage, kMovingStore)));
+    }
+  }
+  return store_elsewhere(storage.folders);
+}
+
+void move_store(const io::VolumeOptions& storage, const Folders& first, const Say& say, const Progress& progress) {
+  Folders both = storage.folders;
+  both.insert(both.end(), first.begin(), first.end());
+  const MovesAlone alone(both);
+  {
+    const StoredModel from = open_stored_model(first);
+    std::string names;
+    for (const fs::path& folder : first) names += (names.empty() ? "" : ", ") + folder.string();
+    say(fmt::format("the state lies in {}: it is copied into the {} folders of this run, verified, and removed there",
+                    names, storage.folders.size()));
+    copy(from, first, storage, progress);
+  }
+  take_place(storage, first);
+}
+
+bool can_resume(const SessionOptions& options, const Say& say) {
+  const io::VolumeOptions storage = storage_volume(options);
+  const Folders first = settle_store(storage, say);
+  const LeftStore left = find_left_store(first.empty() ? options.storage : first);
+  if (left.empty) discard_store(first.empty() ? options.storage : first);
+  if (left.resumable && !first.empty()) {
+    if (left.run != options.run)
+      fail(io::ErrorKind::usage, first.front().string(),
+           "the state there is another run's: it is not moved from there");
+    move_store(storage, first, say, {});
+  }
+  return left.resumable;
+}
+
+}  // namespace tierflow

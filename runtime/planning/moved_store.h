@@ -1,0 +1,32 @@
+#pragma once
+// A store that goes on in other folders than those in which it lies: more or fewer drives, or others.
+#include "io/volume.h"
+#include "runtime/base/progress.h"
+#include "runtime/planning/left_store.h"
+#include "runtime/planning/profile.h"
+#include "runtime/planning/session_options.h"
+
+namespace tierflow {
+
+// Where the whole store of which some folder of `storage` has a part lies, if it is not there in exactly these folders.
+// Known where all of it is in some of them, or where its note names the folders. Empty: there is nothing to move.
+// Throws Exception (kind locked) where a process holds it.
+Folders store_elsewhere(const Folders& storage);
+
+// Ends a move into storage.folders that was interrupted: its copy takes the place of the first store, if that is not
+// whole any more; a copy beside a whole one is removed. Returns store_elsewhere(). Throws Exception: kind locked where
+// another process moves it, usage where it takes other folders to end it.
+Folders settle_store(const io::VolumeOptions& storage, const Say& say);
+
+// Brings the store in `first`, of two generations, into storage.folders. Its newest generation is copied into a second
+// store there, each extent verified as it is read; that becomes durable, and takes the place of the first, which is
+// removed. Until then the first is whole and stays. There must be room for both meanwhile. Call after settle_store(),
+// with what it returned, and once it is known that the state is this run's. Throws Exception.
+void move_store(const io::VolumeOptions& storage, const Folders& first, const Say& say, const Progress& progress);
+
+// Whether an earlier run left a state in options.storage that SessionOptions::resume goes on with, settled there. What
+// ended before its first commit is removed. Throws Exception.
+bool can_resume(
+    const SessionOptions& options, const Say& say = [](const std::string&) {});
+
+}  // namespace tierflow

@@ -1,0 +1,105 @@
+#pragma once
+// Inside of Streamer, shared by streamer*.cpp.
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/base/exception.h"
+#include "runtime/planning/left_store.h"
+#include "runtime/state/streamed_state.h"
+#include "runtime/stream/durable_store.h"
+#include "runtime/stream/streamer.h"
+#include "runtime/stream/streamer_shapes.h"
+#include "swap/visit_planner.h"
+
+namespace tierflow {
+
+// Where a turn's gradient of one tensor adds up, on the device.
+struct Sum {
+  int unit = 0, tensor = 0;
+  torch::Tensor values;  // fp32; undefined where the turn takes no gradient
+  bool fresh = true;     // holds nothing yet
+
+  void add(const torch::Tensor& gradient) {
+    fresh ? values.copy_(gradient) : values.add_(gradient);
+    fresh = false;
+  }
+};
+
+struct Streamer::Impl {
+  Impl(std::vector<UnitSpec> units_, const std::vector<std::vector<int>>& turns, StreamerOptions options_,
+       const Progress& progress)
+      : units(std::move(units_)),
+        left(options_.durable ? find_durable(units, options_, progress) : std::nullopt),
+        options(in_chunks_of(left, std::move(options_))),
+        torch_device(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
+        shapes(units, turns, options) {}
+
+  ~Impl() {
+    state.reset();
+    if (!options.durable || store == nullptr || kept) return;
+    store->remove_files();  // first: without it, what lies beside it is nothing
+    remove_note(options.storage);
+  }
+
+  static StreamerOptions in_chunks_of(const std::optional<swap::Store::Contents>& left, StreamerOptions options) {
+    if (left) options.chunk_elements = left->chunk_elements;
+    return options;
+  }
+  void set_up(const WeightSource& weights, const Progress& progress);
+  void make_store();
+  // Everything planned is done, nothing runs: extents may be accessed.
+  void quiet() {
+    if (turn.visit != nullptr)
+      throw Exception(io::ErrorKind::usage,
+                      "a streamed parameter or gradient was read or written while another module runs: do it before or "
+                      "after forward() and backward()");
+    throw_if(executor().drain());
+  }
+  void open_sums();
+  void add(std::size_t weight, const torch::Tensor& gradient) {
+    Sum& sum = sums.at(weight);
+    if (!sum.values.defined()) return;
+    sum.add(gradient);
+    touched[sum.unit][sum.tensor] = true;
+  }
+  // What a broken-off step left on the device joins its sum.
+  void close_kept() {
+    if (planner->keeps()) executor().append(planner->close(), work);
+  }
+  void finish_update(int unit) {
+    if (planner->owes(unit)) executor().append(planner->settle(unit), work);
+  }
+  const std::vector<std::int64_t>& shape(int unit, int tensor) const { return units[unit].tensors[tensor].shape; }
+  void between_steps(const char* what) const;
+  void expect_plain(int unit, int tensor, const char* done) const {
+    const TensorSpec& spec = units[unit].tensors[tensor];
+    if (spec.format != WeightFormat::bf16)
+      throw Exception(io::ErrorKind::usage, spec.name + " is stored as " + weight_format_name(spec.format) +
+                                                ", which is not " + done + ": use the model that it came from");
+  }
+  void check_updates() const {
+    if (work->asked() != work->updated())
+      throw Exception(io::ErrorKind::numeric, "updates reached " + std::to_string(work->updated()) + " of " +
+                                                  std::to_string(work->asked()) + " parameters");
+  }
+
+  const std::vector<UnitSpec> units;
+  const std::optional<swap::Store::Contents> left;  // what is gone on with
+  const StreamerOptions options;
+  const torch::Device torch_device;
+  StreamShapes shapes;  // packing, layout, arrangement
+  swap::Executor& executor() const { return state->executor(); }
+  std::unique_ptr<swap::Store> store;
+  bool kept = false;  // the store stays when this ends
+  std::optional<StreamerCommit> resumed;
+  std::unique_ptr<swap::VisitPlanner> planner;
+  std::shared_ptr<StreamWork> work;
+  std::unique_ptr<StreamedState> state;    // last: drains before the rest goes
+  swap::Entered turn;                      // visit: null outside of turns
+  std::vector<Sum> sums;                   // of the turn, a weight each
+  std::vector<std::vector<bool>> touched;  // by unit and tensor
+};
+
+}  // namespace tierflow

@@ -1,0 +1,87 @@
+// What leaves a Streamer: weights as safetensors, the state for a checkpoint, commits.
+#include "runtime/checkpoint/safetensors.h"
+#include "runtime/stream/stream_state.h"
+#include "runtime/stream/streamer_impl.h"
+
+namespace tierflow {
+
+void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts, const std::vector<ExtraTensor>& extra,
+                    std::uint64_t shard_bytes, const Progress& progress) {
+  Impl& impl = *impl_;
+  settle();
+  std::vector<TensorHeader> headers;
+  for (std::size_t unit = 0; unit < impl.units.size(); ++unit)
+    for (const PackedTensor& tensor : impl.shapes.packed.units[unit].tensors) {
+      std::uint64_t elements = 0;
+      for (const SavedPart& part : parts.at(unit).at(tensor.tensor)) {
+        headers.push_back({.name = part.name, .dtype = Dtype::bf16, .shape = part.shape});
+        elements += static_cast<std::uint64_t>(c10::multiply_integers(part.shape));
+      }
+      if (elements != 0) impl.expect_plain(static_cast<int>(unit), tensor.tensor, "saved");
+      if (elements != 0 && elements != tensor.elements)
+        throw Exception(io::ErrorKind::usage,
+                        impl.units[unit].tensors[tensor.tensor].name + " is saved in parts that are not the whole");
+    }
+  for (const ExtraTensor& tensor : extra) {
+    const auto type = tensor.type;
+    if (type != torch::kFloat32 && type != torch::kBFloat16 && type != torch::kFloat16)
+      throw Exception(io::ErrorKind::usage,
+                      tensor.as.name + " is neither float32, bfloat16 nor float16: it cannot be saved");
+    headers.push_back({.name = tensor.as.name,
+                       .dtype = type == torch::kFloat32    ? Dtype::f32
+                                : type == torch::kBFloat16 ? Dtype::bf16
+                                                           : Dtype::f16,
+                       .shape = tensor.as.shape});
+  }
+  CheckpointWriter writer(folder, std::move(headers), shard_bytes);
+  write_weights(
+      writer, impl.state->units(), impl.shapes.packed, *impl.shapes.layout,
+      [&](int unit, int tensor) { return !parts[unit][tensor].empty(); },
+      [&](int chunk, const auto& use) { impl.state->read_chunk(chunk, use); }, "saving", progress);
+  for (const ExtraTensor& tensor : extra) {
+    const torch::Tensor values = tensor.values().detach().to(torch::kCPU, tensor.type).contiguous();
+    writer.write({static_cast<const std::byte*>(values.data_ptr()), static_cast<std::size_t>(values.nbytes())});
+  }
+  writer.finish();
+}
+
+void Streamer::Impl::between_steps(const char* what) const {
+  for (int unit = 0; unit < static_cast<int>(units.size()); ++unit)
+    if (planner->gradients_of(unit) != 0)
+      throw Exception(io::ErrorKind::usage, std::string("training state is ") + what +
+                                                " between steps: call the optimizer's step() and zero_grad() first");
+}
+
+void Streamer::save_state(const std::filesystem::path& file, const Progress& progress) {
+  impl_->between_steps("saved");
+  settle();
+  save_stream_state(*impl_->state, file, progress);
+}
+
+void Streamer::load_state(const std::filesystem::path& file, const Progress& progress) {
+  impl_->between_steps("loaded");
+  settle();
+  load_stream_state(*impl_->state, file, progress);
+  for (int unit = 0; unit < static_cast<int>(impl_->units.size()); ++unit) impl_->planner->changed(unit);
+}
+
+void Streamer::commit(const StreamerCommit& commit) {
+  Impl& impl = *impl_;
+  if (!impl.options.durable)
+    throw Exception(io::ErrorKind::usage, "the state goes with the process: nothing of it is committed");
+  impl.close_kept();
+  settle();
+  impl.kept = true;  // of a commit that fails nobody knows how far it came: nothing is removed
+  throw_if(impl.executor().write_back());
+  commit_durable(*impl.store, impl.options, commit);
+}
+
+const std::optional<StreamerCommit>& Streamer::resumed() const {
+  return impl_->resumed;
+}
+
+void Streamer::discard() {
+  impl_->kept = false;
+}
+
+}  // namespace tierflow

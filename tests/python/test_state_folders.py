@@ -1,0 +1,185 @@
+"""The folders of a state: it is gone on with in others than those in which it lies, to the bit, and is read where nothing may be written."""
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+
+import pytest
+from program import BUILD, needs_torch, run, small, the_error
+from program import work as work  # a fixture
+
+pytestmark = needs_torch
+
+SHIM = {"LD_PRELOAD": str(BUILD / "librecord_calls.so")}
+TRAIN = ["train", "--config", "config.json", "--data", "text.txt", "--lr", "1e-3", "--warmup", "2", "--steps", "6", "--engine", "threads",
+         "--durability", "step"]
+
+
+# Of each flush of the copy one in the ordinary run, all that there are where the variable is set.
+KILLS = int(os.environ.get("TIERFLOW_KILLS", "0"))
+EVERY_FLUSH = [("flush:a/state.tfv-moving.tfv", nth, False) for nth in (range(1, 8) if KILLS else [3])]
+
+
+def train(work, *folders, out="out", more=(), **how):
+    return run(work, *TRAIN, "--out", out, *small("--host-memory", "1MiB", "--storage", ",".join(folders)), *more, ok=False, **how)
+
+
+def killed_at(work, call, *folders, nth=1):
+    """Killed before the nth such call: OPERATION:END_OF_PATH."""
+    done = train(work, *folders, env={**SHIM, "TIERFLOW_FAIL": f"{call}:kill", "TIERFLOW_FAIL_NTH": str(nth)})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return done.stderr
+
+
+def weights(work, out="out"):
+    return (work / out / "model.safetensors").read_bytes()
+
+
+def is_empty(folder):
+    return not folder.exists() or not [*folder.iterdir()]
+
+
+@pytest.fixture
+def whole(work):
+    assert train(work, "whole-store", out="whole").returncode == 0
+    return weights(work, "whole")
+
+
+def test_on_more_and_on_fewer_drives_it_goes_on_to_the_bit(work, whole):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    said = killed_at(work, "flush:b/state.tfv", "a", "b", nth=5)
+    assert "the state lies in a: it is copied into the 2 folders of this run" in said and "resumed after step" in said
+    assert {path.name for path in (work / "a").iterdir()} == {path.name for path in (work / "b").iterdir()} == {"state.tfv", "state.tfv.owner"}
+    run(work, "verify", "a,b")
+    done = train(work, "b")  # that the other part is in `a`, its note says
+    assert done.returncode == 0, done.stderr
+    assert "it is copied into the 1 folders of this run" in done.stderr and "resumed after step" in done.stderr
+    assert weights(work) == whole and is_empty(work / "a") and is_empty(work / "b")
+
+
+def test_killed_while_it_moves_one_of_both_states_is_whole(work, whole):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    begun = work / "begun"
+    shutil.copytree(work / "a", begun)
+    step = run(work, "status", "a").stdout.splitlines()[1]
+    for call, nth, moved in (
+        ("flush:b/state.tfv-moving.tfv", 1, False),  # without a header
+        *EVERY_FLUSH,
+        ("rename:a/state.tfv-moving.tfv", 1, False),  # all of it is copied, and the first is whole
+        ("rename:b/state.tfv-moving.tfv", 1, True),
+    ):
+        killed_at(work, call, "a", "b", nth=nth)
+        if call != "rename:b/state.tfv-moving.tfv":
+            assert step in run(work, "verify", "a").stdout + run(work, "status", "a").stdout  # the first is whole until the second takes its place
+        else:
+            assert "name the same folders as then" in the_error(train(work, "b").stderr)
+        done = train(work, "a", "b")
+        assert done.returncode == 0, done.stderr
+        assert ("the end of that was interrupted" in done.stderr) == moved
+        assert weights(work) == whole and is_empty(work / "a") and is_empty(work / "b")
+        for folder in ("out", "a", "b"):
+            shutil.rmtree(work / folder)
+        shutil.copytree(begun, work / "a")
+
+
+def test_a_move_that_was_given_up_leaves_the_state_where_it_is(work, whole):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    killed_at(work, "rename:a/state.tfv-moving.tfv", "a", "b")
+    done = train(work, "a")
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step" in done.stderr and weights(work) == whole and is_empty(work / "a")
+
+
+def test_what_cannot_be_moved_is_said_and_stays(work):
+    killed_at(work, "flush:a/state.tfv", "a", "b", nth=9)
+    (work / "a" / "state.tfv.owner").unlink()
+    said = the_error(train(work, "a").stderr)
+    assert "is part of a state over 2 folders of an earlier run" in said and "name all of them" in said and "--fresh" not in said
+    run(work, "verify", "a,b")
+
+
+def test_a_copied_folder_does_not_move_the_state_it_was_copied_from(work):
+    """Its note names the others, and the state there is not its own."""
+    killed_at(work, "flush:a/state.tfv", "a", "b", nth=9)
+    shutil.copytree(work / "a", work / "backup")
+    assert "is part of a state over 2 folders" in the_error(train(work, "backup").stderr)
+    run(work, "verify", "a,b")
+    assert {path.name for path in (work / "backup").iterdir()} == {"state.tfv", "state.tfv.owner"}
+
+
+def test_a_move_from_a_copied_folder_removes_the_copy_alone(work, whole):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    shutil.copytree(work / "a", work / "backup")
+    killed_at(work, "rename:backup/state.tfv-moving.tfv", "backup", "b")
+    assert train(work, "backup", "b").returncode == 0 and weights(work) == whole
+    run(work, "verify", "a")
+
+
+def test_a_command_that_is_refused_moves_nothing(work):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    refused = train(work, "a", "b", more=["--seed", "77"])
+    assert refused.returncode == 2 and "--seed" in the_error(refused.stderr) and "copied" not in refused.stderr
+    run(work, "verify", "a")
+    assert is_empty(work / "b")
+
+
+def test_after_a_move_a_part_says_where_the_rest_is(work):
+    """From when the first store is not needed any more on, the notes name the new folders."""
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    killed_at(work, "rename:b/state.tfv-moving.tfv", "a", "b")
+    for folder in ("a", "b"):
+        noted = json.loads((work / folder / "state.tfv.owner").read_text())["folders"]
+        assert [pathlib.Path(name).name for name in noted] == ["a", "b"]
+    said = the_error(train(work, "a").stderr)
+    assert "is part of a state over 2 folders" in said and "--fresh" not in said
+
+
+def test_a_copy_that_cannot_be_told_is_not_removed(work, whole):
+    """Its header cannot be read, and of the first there is only a part: it may be all that there is."""
+    killed_at(work, "flush:a/state.tfv", "a", "c", nth=9)
+    killed_at(work, "rename:a/state.tfv-moving.tfv", "a", "b")  # c is removed by then
+    assert is_empty(work / "c")
+    headers = {}
+    for folder in ("a", "b"):
+        path = work / folder / "state.tfv-moving.tfv"
+        headers[path] = path.read_bytes()
+        path.write_bytes(b"\xff" * (520 << 10) + headers[path][520 << 10 :])  # both headers
+    assert train(work, "a", "b").returncode not in (0, -signal.SIGKILL)
+    for path, held in headers.items():
+        assert path.exists()
+        path.write_bytes(held)
+    assert "the end of that was interrupted" in train(work, "a", "b").stderr and weights(work) == whole
+
+
+def read_it(work, folder):
+    assert "state after step" in run(work, "status", folder).stdout
+    assert run(work, "verify", folder).stdout.startswith("whole: the state after step")
+    run(work, "export", "--storage", folder, "--out", f"export-{folder}")
+    return weights(work, f"export-{folder}")
+
+
+def test_who_reads_a_state_writes_nothing_to_it(work):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    before = [(path.name, path.stat().st_mtime_ns) for path in sorted((work / "a").iterdir())]
+    read_it(work, "a")
+    assert [(path.name, path.stat().st_mtime_ns) for path in sorted((work / "a").iterdir())] == before
+
+
+def test_a_state_is_read_on_a_file_system_that_is_mounted_read_only(work):
+    if os.geteuid() != 0:
+        pytest.skip("mounting takes root")
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    (work / "ro").mkdir()
+    mounted = subprocess.run(["mount", "--bind", "a", "ro"], cwd=work, capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"this machine mounts nothing: {mounted.stderr.strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", "ro"], cwd=work, check=True)
+        with pytest.raises(OSError, match="Read-only"):
+            (work / "ro" / "any").write_text("")
+        assert read_it(work, "ro") == read_it(work, "a")
+        assert "Read-only file system" in the_error(train(work, "ro").stderr)
+    finally:
+        subprocess.run(["umount", "ro"], cwd=work, check=True)

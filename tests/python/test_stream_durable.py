@@ -1,0 +1,416 @@
+"""Durable models: a script that was killed goes on, started again, with the bits of one that was not."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file, save_file
+from streaming import BUILD, LR, batches, make, masters, roomy, tierflow, torch, transformers
+
+STEPS = 5
+KILLS = int(os.environ.get("TIERFLOW_KILLS", "0"))  # more of them than in the ordinary run
+DROPOUT = dict(vocab_size=160, n_embd=64, n_layer=3, n_head=4, n_positions=64, initializer_range=0.08, bos_token_id=1, eos_token_id=2, resid_pdrop=0.1,
+               embd_pdrop=0.1, attn_pdrop=0.0)  # fmt: skip
+SMALL, LARGE = {"device": "600KiB", "host": "1MiB"}, {"device": "64MiB", "host": "64MiB"}
+
+
+def plan_of(folders, durable=True, size=SMALL, **options):
+    """Budgets far below the state, with delays and poison on the device; or so large that all of it is resident."""
+    budget = tierflow.Budget(**size, storage=folders, activations=0.0, durable=durable)
+    extra = {"chaos_seed": 5, "chunk_elements": 65536} if size == SMALL else {}
+    return tierflow.Plan(budget, allow_any_filesystem=True, **{"precision": "fp32-master+adam32", "extra": extra, **options})
+
+
+def gpt2(**changes):
+    torch.manual_seed(3)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**DROPOUT, **changes})).bfloat16().train()
+
+
+def kill_me(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(plan, kill_at=None, kill_in=None, adapters=False, trainer=False, drops_commit=None, close=True):
+    """A script with dropout, clipping and a schedule: (first step, losses, last learning rate, trained weights). Killed in step kill_at, if asked for."""
+    torch.set_num_threads(1)
+    model = tierflow.wrap(make("llama").requires_grad_(False) if adapters else gpt2(), plan)
+    torch.manual_seed(4)
+    if adapters:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    opt = tierflow.optim.AdamW(trained, lr=LR, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, STEPS + 3)
+    done = tierflow.resume(model, opt, schedule) if plan.budget.durable else 0
+    data = batches("llama" if adapters else "gpt2", 2 * STEPS)
+    layer_major = tierflow.Trainer(model, opt) if trainer else None
+    losses = []
+    for step in range(done, STEPS):
+        now = {kill_in: step == kill_at}
+        rows = data[2 * step : 2 * step + 2]
+        if layer_major is not None:
+            losses.append(layer_major.step(rows).loss)
+        else:
+            parts = []
+            for batch in rows:
+                parts.append(model(**batch).loss / 2)
+                if now.get("forward"):
+                    kill_me()
+                parts[-1].backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            if drops_commit:
+                opt.journal._waits = None
+            opt.step()
+            losses.append(sum(part.item() for part in parts))
+        if now.get("step"):
+            kill_me()
+        schedule.step()
+        opt.zero_grad()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad} if adapters else masters(model)
+    if close:
+        tierflow.close(model)
+    return done, losses, opt.param_groups[0]["lr"], weights
+
+
+def serve():
+    """Each line of input is a run, which a fork of this process makes; the answer is the status it ended with."""
+    import peft
+
+    with torch.no_grad():  # what is imported late is imported once
+        model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+        model(**batches("llama", 1)[0])
+        gpt2()(**batches("gpt2", 1)[0])
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    opt = tierflow.optim.AdamW([weight])
+    torch.optim.lr_scheduler.CosineAnnealingLR(opt, STEPS)
+    torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    opt.step()
+    for line in sys.stdin:
+        job = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os.environ.update(job["environment"])
+            plan = plan_of(job["folders"], job["durable"], trainable=not job["run"].get("adapters"), size=SMALL if job["small"] else LARGE)
+            done, losses, rate, weights = train(plan, **job["run"])
+            save_file(weights, job["out"], {"run": json.dumps([done, losses, rate])})
+            os._exit(0)
+        print(os.waitpid(child, 0)[1], flush=True)
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """Runs train() in a process of its own that imported everything once."""
+    code = f"import sys; sys.path[:0] = {sys.path!r}; import test_stream_durable as t; t.serve()"
+    environment = {**os.environ, "LD_PRELOAD": str(BUILD / "librecord_calls.so")}
+    server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    out = tmp_path_factory.mktemp("out") / "weights"
+
+    def run(*folders, durable=True, small=True, kill_call="", **how):
+        # kill_call: OPERATION:END_OF_PATH:NTH, before that call.
+        call, _, nth = kill_call.rpartition(":")
+        job = {"folders": [str(folder) for folder in folders], "durable": durable, "small": small, "run": how, "out": str(out),
+               "environment": {"TIERFLOW_FAIL": f"{call}:kill", "TIERFLOW_FAIL_NTH": nth} if call else {}}  # fmt: skip
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        status = int(server.stdout.readline())
+        if how.get("kill_in") or call:
+            assert status == signal.SIGKILL
+            return None
+        assert status == 0
+        from safetensors import safe_open
+
+        with safe_open(out, "pt") as file:
+            return (*json.loads(file.metadata()["run"]), load_file(out))
+
+    yield run
+    server.stdin.close()
+    assert server.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def whole(script):
+    return {
+        "loop": script(durable=False, small=False),
+        "trainer": script(durable=False, small=False, trainer=True),
+        "adapters": script(durable=False, small=False, adapters=True),
+    }
+
+
+def same(run, expected):
+    done, losses, rate, weights = run
+    equal = losses == expected[1][done:] and rate == expected[2] and weights.keys() == expected[3].keys()
+    return equal and all(torch.equal(weight, expected[3][name]) for name, weight in weights.items())
+
+
+def test_killed_at_several_steps_it_goes_on_to_the_bit(script, whole, tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    for at, where in ((0, "step"), (1, "forward"), (3, "step"))[0 if KILLS else 1 :]:
+        script(a, b, kill_at=at, kill_in=where)
+        assert (a / "state.tfv").exists() and (b / "state.tfv").exists()
+    run = script(b, a, small=False)  # other budgets, the folders in another order
+    assert run[0] == 3 and same(run, whole["loop"])
+    run = script(a, b)  # finished: nothing is done again
+    assert run[0] == STEPS and same(run, whole["loop"])
+
+
+@pytest.mark.parametrize(("call", "goes_on"), [("rename:state.tfv.beside.B.partial:2", 1), ("flush:/lone:7", 2)])
+def test_killed_in_a_commit_it_goes_on_to_the_bit(call, goes_on, script, whole, tmp_path):
+    """Before what lies beside a generation has its name, and when it has it and the commit is to come."""
+    script(tmp_path / "lone", kill_call=call)
+    run = script(tmp_path / "lone")
+    assert run[0] == goes_on and same(run, whole["loop"])
+
+
+def test_without_the_commit_it_would_be_noticed(script, whole, tmp_path):
+    """The negative control: a run that commits nothing after its beginning goes on from there."""
+    script(tmp_path, kill_at=3, kill_in="forward", drops_commit=True)
+    assert script(tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize("how", ["trainer", "adapters"])
+def test_the_layer_major_step_and_adapters_go_on_too(how, script, whole, tmp_path):
+    script(tmp_path, kill_at=3, kill_in="step", **{how: True})
+    run = script(tmp_path, **{how: True})
+    assert run[0] == 3 and same(run, whole[how])
+
+
+def test_every_other_step_and_the_last_when_it_is_closed(script, whole, tmp_path):
+    script(tmp_path, durable=2, kill_at=3, kill_in="step")
+    run = script(tmp_path, durable=2)
+    assert run[0] == 2 and same(run, whole["loop"])
+    assert script(tmp_path)[0] == STEPS
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A durable model after two steps, the second of them not committed yet, and what makes it again."""
+    opened = []
+
+    def begin(model=None, plan=None, schedules=1, resumes=True, rate=LR, steps=STEPS, folders=(tmp_path / "a",), **settings):
+        model = tierflow.wrap(model or gpt2(), plan or plan_of(list(folders), size=LARGE))
+        opened.append(model)
+        opt = tierflow.optim.AdamW(model.parameters(), lr=rate, **settings)
+        made = [torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, steps) for _ in range(schedules)]
+        return model, opt, *((tierflow.resume(model, opt, *made),) if resumes else ())
+
+    begin.opened = opened
+    model, opt, done = begin()
+    assert done == 0
+    for batch in batches("gpt2", 2):
+        model(**batch).loss.backward()
+        opt.step()
+        opt.zero_grad()
+    yield model, opt, begin
+    for model in opened:
+        if not isinstance(tierflow.model.engine_of(model).native, tierflow.engine._Gone):
+            tierflow.close(model, discard=True)
+
+
+def test_what_is_not_the_same_run_is_refused_and_the_state_stays(made, tmp_path):
+    model, _, begin = made
+    with pytest.raises(tierflow.LockedError, match=f"process {os.getpid()} holds it"):
+        begin()
+    tierflow.close(model)
+    a = tmp_path / "a"
+    for text, how in {
+        r"another configuration: the same script .* remove .*state.tfv\*": {"model": gpt2(resid_pdrop=0.2)},
+        "another model": {"model": gpt2(n_layer=2)},
+        "another precision": {"plan": plan_of([a], precision="bf16-sr+adam8")},
+        "another seed": {"plan": plan_of([a], seed=1)},
+    }.items():
+        with pytest.raises(tierflow.Error, match=text) as refused:
+            begin(**how)
+        assert "\n" not in str(refused.value)
+    for text, how in {
+        "weight_decay=0.0 in the optimizer's group 0, not 0.1": {"weight_decay": 0.1},
+        "lr=0.001 in the optimizer's group 0, not 0.002": {"rate": 2e-3},
+        "total_iters=5 in scheduler 0, not 9": {"steps": 9},
+        "or another number of these": {"schedules": 2},
+    }.items():
+        with pytest.raises(tierflow.UsageError, match=text):
+            begin(**how)
+        tierflow.close(begin.opened[-1])
+    assert begin()[2] == 2
+
+
+def test_a_damaged_state_is_refused(made, tmp_path):
+    model, _, begin = made
+    tierflow.close(model)
+    beside = max((tmp_path / "a").glob("state.tfv.beside.*"), key=lambda path: path.stat().st_mtime_ns)
+    held = beside.read_bytes()
+    beside.write_bytes(held[:-1] + b"x")
+    with pytest.raises(tierflow.CorruptionError, match="beside.B: is missing or is not what was written"):
+        begin()
+    beside.write_bytes(held)
+    state = tmp_path / "a" / "state.tfv"
+    with open(state, "r+b") as file:
+        for at in range(4 << 20, state.stat().st_size, 1 << 16):
+            file.seek(at)
+            file.write(b"damage")
+    with pytest.raises(tierflow.CorruptionError, match="What is left is what was exported before"):
+        begin()
+
+
+def test_misuse_is_said(made, tmp_path):
+    model, opt, begin = made
+    with pytest.raises(tierflow.UsageError, match="resume.. was called before"):
+        tierflow.resume(model, opt)
+    with pytest.raises(tierflow.UsageError, match="goes on with its own state"):
+        tierflow.load_checkpoint(model, opt, tmp_path / "checkpoint")
+    torch.optim.lr_scheduler.StepLR(other := begin(folders=[tmp_path / "b"], schedules=0)[1], 2)
+    other.step()
+    with pytest.raises(tierflow.UsageError, match="make it before tierflow.resume"):
+        other.step()
+    _, unsaid = begin(folders=[tmp_path / "c"], resumes=False)
+    with pytest.raises(tierflow.UsageError, match="call done = tierflow.resume"):
+        unsaid.step()
+    plain = tierflow.wrap(gpt2(), roomy())
+    with pytest.raises(tierflow.UsageError, match="the model is not durable"):
+        tierflow.resume(plain, tierflow.optim.AdamW(plain.parameters()))
+    with pytest.raises(tierflow.UsageError, match="takes storage"):
+        tierflow.Budget(device=1, host=1, durable=True)
+
+
+def test_what_is_written_before_resume_does_not_take_the_place_of_the_state(made):
+    model, _, begin = made
+    expected = masters(model)
+    tierflow.close(model)
+    again, opt, *_ = begin(resumes=False)
+    weight = next(p for p in again.parameters() if p.requires_grad)
+    with pytest.raises(tierflow.UsageError, match="was written before tierflow.resume"):
+        torch.nn.init.normal_(weight)
+    schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, STEPS)
+    assert tierflow.resume(again, opt, schedule) == 2
+    assert all(torch.equal(value, expected[name]) for name, value in masters(again).items())
+
+
+def test_what_does_not_train_is_written_before_the_first_commit_alone(made, tmp_path):
+    _, _, begin = made
+
+    def adapted(size, folder, value=None):
+        import peft
+
+        model = tierflow.wrap(make("llama").requires_grad_(False), plan_of([tmp_path / folder], size=size, trainable=False))
+        begin.opened.append(model)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).train()
+        base = model.get_base_model().model.norm.weight
+        if value is not None:
+            with torch.no_grad():
+                base.fill_(value)
+        opt = tierflow.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+        tierflow.resume(model, opt)
+        return model, opt, base
+
+    for size, folder in ((SMALL, "small"), (LARGE, "large")):
+        model, opt, base = adapted(size, folder, value=0.5)
+        with pytest.raises(tierflow.UsageError, match="does not train, and is committed once"):
+            model.merge_and_unload()
+        model(**batches("llama", 1)[0]).loss.backward()  # nothing was harmed
+        opt.step()
+        tierflow.close(model)
+        _, opt, base = adapted(size, folder)
+        assert torch.equal(base.detach().float().cpu(), torch.full(base.shape, 0.5)) and opt.journal.step == 1
+
+
+def test_the_one_optimizer_has_all_that_trains(made, tmp_path):
+    _, _, begin = made
+    model, opt = begin(folders=[tmp_path / "one"], resumes=False, schedules=0)
+    with pytest.raises(tierflow.UsageError, match="before the first backward"):
+        model(**batches("gpt2", 1)[0]).loss.backward()
+    trained = list(model.parameters())
+    with pytest.raises(tierflow.UsageError, match=r"is not in the optimizer \(1 parameters are not\)"):
+        tierflow.resume(model, tierflow.optim.AdamW(trained[1:]))
+    with pytest.raises(tierflow.UsageError, match="takes the model's tierflow.optim.AdamW, not a SGD"):
+        tierflow.resume(model, torch.optim.SGD(trained))
+    assert tierflow.resume(model, opt) == 0
+    model(**batches("gpt2", 1)[0]).loss.backward()
+    tierflow.close(model, discard=True)
+    with pytest.raises(tierflow.UsageError, match="was closed"):
+        opt.step()
+
+
+def test_a_checkpoint_begins_a_durable_run(made, tmp_path):
+    model, opt, begin = made
+    tierflow.save_checkpoint(model, opt, tmp_path / "checkpoint")
+    expected = masters(model)
+    model, opt, done = begin(folders=[tmp_path / "b"])
+    tierflow.load_checkpoint(model, opt, tmp_path / "checkpoint")
+    tierflow.close(model)
+    model, _, done = begin(folders=[tmp_path / "b"])
+    assert done == 0 and all(torch.equal(weight, expected[name]) for name, weight in masters(model).items())
+
+
+def test_what_ended_before_its_first_commit_is_begun_anew(tmp_path, script, whole):
+    script(tmp_path, kill_at=0, kill_in="forward")
+    (tmp_path / "state.tfv").write_bytes(bytes(4096))  # killed while it was made
+    (tmp_path / "state.tfv").chmod(0o600)
+    (tmp_path / "state.tfv.owner").unlink()
+    run = script(tmp_path)
+    assert run[0] == 0 and same(run, whole["loop"])
+
+
+def test_the_program_says_what_the_state_is(made, tmp_path):
+    def tierflow_program(*arguments):
+        done = subprocess.run([BUILD / "tierflow", *arguments], capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr.strip()
+
+    tierflow.close(made[0])
+    a = str(tmp_path / "a")
+    code, out, _ = tierflow_program("status", a)
+    assert code == 0 and "state after step 2\nthe script that made it goes on with it\n" in out and "export" not in out
+    code, out, _ = tierflow_program("verify", a)
+    assert code == 0 and out.startswith("whole: the state after step 2")
+    code, _, err = tierflow_program("export", "--storage", a, "--out", str(tmp_path / "out"))
+    assert code == 2 and "save_pretrained" in err and "\n" not in err and not (tmp_path / "out").exists()
+
+
+def test_without_durable_nothing_has_a_name(tmp_path):
+    plan = plan_of([tmp_path], durable=False)
+    model = tierflow.wrap(gpt2(), plan)
+    assert not list(pathlib.Path(tmp_path).iterdir())
+    tierflow.close(model)
+
+
+def test_killed_while_it_writes_beside_the_next_generation(made, tmp_path):
+    model, _, begin = made
+    tierflow.close(model)
+    (tmp_path / "a" / "state.tfv.beside.A").write_bytes(b"of generation 4, which was never committed")
+    assert begin()[2] == 2
+
+
+def test_on_another_number_of_drives_it_goes_on_to_the_bit(script, whole, tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    script(a, kill_at=3, kill_in="step")
+    script(a, b, kill_at=4, kill_in="step")
+    assert {path.name for path in b.iterdir()} == {"state.tfv", "state.tfv.owner"}
+    run = script(b)
+    assert run[0] == 4 and same(run, whole["loop"]) and not list(a.iterdir())
+
+
+def test_killed_in_a_move_it_goes_on_to_the_bit(script, whole, tmp_path):
+    """When all of it is copied after a commit of nothing, which makes the number even; and when it is committed."""
+    script(tmp_path / "begun", kill_at=3, kill_in="step")
+    for call in ("rename:state.tfv.beside.A.partial:1", "rename:/a/state.tfv-moving.tfv:1")[: None if KILLS else 1]:
+        a, b = (tmp_path / call.replace("/", "-") / name for name in "ab")
+        shutil.copytree(tmp_path / "begun", a)
+        script(a, b, kill_call=call)
+        assert (b / "state.tfv-moving.tfv").exists()
+        run = script(a, b, small=False)
+        assert run[0] == 3 and same(run, whole["loop"])
+
+
+def test_a_script_of_another_run_moves_nothing(made, tmp_path):
+    model, _, begin = made
+    tierflow.close(model)
+    a, b = tmp_path / "a", tmp_path / "b"
+    with pytest.raises(tierflow.Error, match="another seed"):
+        begin(plan=plan_of([a, b], seed=1))
+    assert not b.exists() or not list(b.iterdir())
+    assert begin()[2] == 2
