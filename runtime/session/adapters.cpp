@@ -7,6 +7,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/session/adapter_init.h"
 #include "runtime/session/session_impl.h"
 
@@ -72,12 +73,15 @@ torch::Tensor values_of(const Checkpoint& weights, const TensorSpec& tensor) {
 // A model in a folder, and its specification with the adapters that are to be added to it.
 struct Merge {
   ModelSpec spec;
-  Checkpoint base;
+  std::shared_ptr<const Checkpoint> base;
+  SourceFolder source;
 };
 
 Merge open_merge(const fs::path& base, const AdapterConfig& config) {
-  Merge merge{.spec = read_model_spec(base / "config.json", Tiling::none()), .base = Checkpoint::open(base)};
-  check_tensors(merge.spec, merge.base);
+  ModelSpec spec = read_model_spec(base / "config.json", Tiling::none());
+  const auto weights = std::make_shared<const Checkpoint>(Checkpoint::open(base));
+  check_tensors(spec, *weights);
+  Merge merge{.spec = spec, .base = weights, .source = SourceFolder(spec, weights)};
   add_adapters(merge.spec, config);
   return merge;
 }
@@ -119,9 +123,10 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
       if (is_adapter(tensor)) continue;
-      headers.push_back({.name = tensor.name, .dtype = dtype_of(tensor), .shape = tensor.shape});
+      headers.push_back({.name = merge.source.name_of(tensor), .dtype = dtype_of(tensor), .shape = tensor.shape});
       total += static_cast<std::uint64_t>(tensor.elements());
     }
+  std::ranges::move(merge.source.headers(), std::back_inserter(headers));
   CheckpointWriter writer(folder, std::move(headers));
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
@@ -139,8 +144,8 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
         if (instead.defined())
           piece = instead.view({rows, columns}).narrow(0, row, count);
         else
-          merge.base.read_f32(tensor, static_cast<std::uint64_t>(row * columns),
-                              {piece.data_ptr<float>(), static_cast<std::size_t>(piece.numel())});
+          merge.base->read_f32(tensor, static_cast<std::uint64_t>(row * columns),
+                               {piece.data_ptr<float>(), static_cast<std::size_t>(piece.numel())});
         if (addend.left.defined()) piece.addmm_(addend.left.narrow(0, row, count), addend.right, 1, addend.scale);
         if (addend.lengths.defined()) {
           const torch::Tensor now = torch::linalg_vector_norm(piece, 2, {transposed ? 0 : 1}).clamp_min_(1e-30);
@@ -153,7 +158,8 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
         if (progress) progress("adding adapters", done, total);
       }
     }
-  writer.finish(spec.config_json);
+  merge.source.write(writer, {}, progress);
+  writer.finish(merge.source.config_json());
 }
 
 // Rows of [b, -b0].

@@ -1,6 +1,6 @@
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
-#include "runtime/checkpoint/safetensors.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/models/causal_model.h"
 #include "runtime/session/session.h"
@@ -24,7 +24,7 @@ Model changed(const Model& model, std::string_view what, const std::function<voi
                     std::string(what) + " are for the models of load() and from_config(), not for layers of one's own");
   ModelSpec spec = model.spec();
   change(spec);
-  return {make_model(std::move(spec)), model.weights};
+  return {make_model(std::move(spec)), model.weights, model.source};
 }
 
 Model with_base_format(const Model& model, WeightFormat format) {
@@ -44,10 +44,13 @@ Model load(const std::filesystem::path& folder) {
   ModelSpec spec = read_model_spec(folder / "config.json");
   auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(folder));
   check_tensors(spec, *checkpoint);
+  auto source = std::make_shared<const SourceFolder>(spec, checkpoint);
+  if (!source->gives()) source.reset();
   return {make_model(std::move(spec)),
           [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
             checkpoint->read_f32(tensor, first, out);
-          }};
+          },
+          std::move(source)};
 }
 
 }  // namespace tierflow

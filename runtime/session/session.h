@@ -42,6 +42,7 @@ struct StepResult {
 };
 
 class LayeredModel;
+class SourceFolder;
 struct CachedRow;
 struct HeadScores;
 
@@ -49,6 +50,7 @@ struct HeadScores;
 struct Model {
   std::shared_ptr<LayeredModel> layers;
   WeightSource weights;
+  std::shared_ptr<const SourceFolder> source = {};  // what a result takes from the model's folder; null: nothing
   const ModelSpec& spec() const;
 };
 
@@ -104,8 +106,9 @@ class Session {
   // options.micro_batch * options.sequence_length tokens.
   std::vector<at::Tensor> next_logits(const std::vector<CachedRow>& rows);
 
-  // An HF folder: config.json and bf16 safetensors, streamed. tokenizer files are the caller's to copy.
-  // Throws Exception (kind usage) for a model with adapters.
+  // An HF folder: config.json and bf16 safetensors, streamed; of a model of text and other things a folder of its
+  // class, with the other parts as they were when the session began. Tokenizer files are the caller's to copy.
+  // Throws Exception (kind usage) for a model with adapters, (kind input) where the other parts have changed.
   void export_hf(const std::filesystem::path& folder, const Progress& progress = {});
   // The adapters of a model that has some, as PEFT's folder: adapter_config.json and adapter_model.safetensors (fp32).
   // base: what PEFT is told to be the model's name or folder. Throws Exception (kind usage) for another model.
@@ -162,7 +165,8 @@ void merge_adapter(const std::filesystem::path& base, const std::filesystem::pat
                    const std::filesystem::path& folder, const Progress& progress = {});
 
 // Writes the committed weights of a store that a session kept as an HF folder, or the adapters that it trained as
-// PEFT's.
+// PEFT's. Throws Exception (kind input) where the folder of which the result is to take other parts is not there, or
+// not as it was.
 void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
                   const Progress& progress = {});
 

@@ -32,6 +32,15 @@ void check_quantised(const JsonFields& fields, const Json& config) {
     quantised.fail("weight_block_size", "must be [128, 128]");
 }
 
+// The text of a config.json of weights that are not quantised any more; the same where they were not.
+std::string without_quantisation(const std::string& config_json) {
+  auto plain = nlohmann::ordered_json::parse(config_json);
+  std::size_t erased = plain.erase("quantization_config");
+  if (plain.contains("text_config") && plain["text_config"].is_object())
+    erased += plain["text_config"].erase("quantization_config");
+  return erased == 0 ? config_json : plain.dump(2) + "\n";
+}
+
 // An upper bound, before a single tensor is named; a double cannot overflow here.
 void check_size(const JsonFields& fields, const ModelConfig& c) {
   const double h = static_cast<double>(c.hidden_size);
@@ -93,17 +102,14 @@ ModelSpec parse_model_spec(const std::string& config_json, const std::string& wh
     const Json* names = fields.find("architectures");
     const bool named = names != nullptr && names->is_array() && !names->empty() && (*names)[0].is_string();
     spec.wrapper = named ? (*names)[0].get<std::string>() : fields.text_or("model_type", "a wrapper");
+    spec.wrapper_config_json = without_quantisation(config_json);
     return spec;
   }
   const FamilyRow& row = family_of(fields);
   ModelSpec spec;
-  spec.config_json = config_json;
-  if (const Json* quantised = fields.find("quantization_config"); quantised != nullptr) {
+  spec.config_json = without_quantisation(config_json);
+  if (const Json* quantised = fields.find("quantization_config"); quantised != nullptr)
     check_quantised(fields, *quantised);
-    auto plain = nlohmann::ordered_json::parse(config_json);
-    plain.erase("quantization_config");
-    spec.config_json = plain.dump(2) + "\n";
-  }
   spec.tiling = tiling;
   ModelConfig& config = spec.config;
   config.family = row.family;

@@ -127,6 +127,7 @@ struct ModelSpec {
   ModelConfig config;
   std::string config_json;          // the config.json text this came from; of a wrapped text model, its own
   std::string wrapper;              // the class that wraps this text model in its folder; empty: none
+  std::string wrapper_config_json;  // the config.json of that class, without what says how weights are quantised
   std::string adapter_config_json;  // of its adapters, as PEFT writes it; empty: there are none
   std::string trainable_json;       // what is trained (trainable.h); empty: all that is not frozen otherwise
   WeightFormat base_format = WeightFormat::bf16;  // of the linear layers in blocks (set_base_format)
