@@ -310,7 +310,7 @@ std::vector<std::string> checkpoint_aliases(std::string_view name) {
   // Checkpoints saved from the bare model, without its language-modelling head, lack the first component; others have
   // one more. Models of text and images have their text model within.
   std::vector<std::string> aliases;
-  for (const std::string_view prefix : {"transformer.", "model."})
+  for (const std::string_view prefix : {"transformer.", "model.", "gpt_neox."})
     if (name.substr(0, prefix.size()) == prefix) aliases.emplace_back(name.substr(prefix.size()));
   if (name.starts_with("model.")) {
     aliases.push_back("model.language_model." + std::string(name.substr(6)));

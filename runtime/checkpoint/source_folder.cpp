@@ -99,7 +99,7 @@ void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const st
         wrong.push_back(tensor.name + " is missing");
       }
     }
-  constexpr const char* head = "lm_head.weight";
+  const std::string& head = spec.config.names.head;
   if (const std::string tokens = spec.units.front().tensors.front().name;
       spec.config.tie_word_embeddings && wrong.empty() && checkpoint.find(head) != nullptr &&
       !have_the_same_values(checkpoint, head, tokens))
@@ -108,8 +108,9 @@ void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const st
   // Tables that older versions of transformers saved, and the copy of a tied embedding, are no parameters.
   const auto harmless = [&](std::string_view name) {
     return name.ends_with("rotary_emb.inv_freq") || name.ends_with(".attn.bias") ||
-           name.ends_with(".attn.masked_bias") || beside.has(name) ||
-           (is_head(name) && spec.config.tie_word_embeddings);
+           name.ends_with(".attn.masked_bias") || name.ends_with(".attention.bias") ||
+           name.ends_with(".attention.masked_bias") || beside.has(name) ||
+           ((is_head(name) || name == head) && spec.config.tie_word_embeddings);
   };
   for (const auto& [name, entry] : checkpoint.tensors())
     if (used.count(&entry) == 0 && !harmless(name))

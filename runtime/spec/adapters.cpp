@@ -198,7 +198,8 @@ std::string linear_module(const TensorSpec& tensor) {
     name.remove_prefix(kPrefix.size());
     return std::string(name.substr(0, name.rfind(".lora_")));
   }
-  if (tensor.shape.size() != 2 || !name.ends_with(kWeight) || tensor.part != Part::plain) return {};
+  const bool matrix = tensor.shape.size() == 2 && tensor.decays;  // norms of heads do not
+  if (!matrix || !name.ends_with(kWeight) || tensor.part != Part::plain) return {};
   name.remove_suffix(kWeight.size());
   return std::string(name);
 }

@@ -83,6 +83,21 @@ void gate_and_up_in_one(ModelConfig& c) {
   c.names.gate_up = "mlp.gate_up_proj";
 }
 
+// GPT-NeoX's and GLM-130B's: layer norms and biases everywhere; q, k and v of each head together.
+void products_by_head(ModelConfig& c) {
+  c.norm = NormKind::layer;
+  c.kv_heads = c.heads;
+  c.names.q.clear();
+  c.names.k.clear();
+  c.names.v.clear();
+  c.names.gate.clear();
+  c.names.qkv = "attention.query_key_value";
+  c.qkv_by_head = true;
+  c.names.o = "attention.dense";
+  c.names.down = "mlp.dense_4h_to_h";
+  c.mlp_bias = true;
+}
+
 // OLMo 2's and EXAONE 4's places: norms of what the halves add alone.
 void norms_after(ModelConfig& c) {
   c.names.attention_norm.clear();
@@ -277,13 +292,44 @@ void read_cohere(const JsonFields& fields, ModelConfig& c) {
   c.ropes[0].interleaved = true;
   bias_of_attention(fields, c);
   c.logits_multiplier = fields.number_or("logit_scale", 0.0625, 1e-6, 1e6);
-  require(fields, "use_qk_norm", false, false);
+  if (fields.boolean_or("use_qk_norm", false)) c.qk_norm = QkNorm::own;
 }
 
 void read_cohere2(const JsonFields& fields, ModelConfig& c) {
   read_cohere(fields, c);
   const std::int64_t period = fields.integer_or("sliding_window_pattern", 4, 1, limits::layers);
   set_layers(c, sliding_layers(fields, c, period), window(fields, 4096), 0, -1);
+}
+
+void read_gpt_neox(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.norm_eps = 1e-5, .activation = "gelu"}, "hidden_act", "layer_norm_eps");
+  products_by_head(c);
+  c.gated = false;
+  c.parallel = fields.boolean_or("use_parallel_residual", true);
+  c.names.prefix = "gpt_neox.";
+  c.names.tokens = "embed_in.weight";
+  c.names.norm = "gpt_neox.final_layer_norm";
+  c.names.head = "embed_out.weight";
+  c.names.up = "mlp.dense_h_to_4h";
+  bias_of_attention(fields, c, true);
+  c.residual_dropout = c.embedding_dropout = dropout(fields, "hidden_dropout", 0.0);
+  c.ropes = {read_rope(fields, c, fields.number_or("rotary_emb_base", 10000.0, 1.0, 1e12),
+                       {.partial = fields.number_or("rotary_pct", 0.25, 0.0, 1.0), .any = true})};
+}
+
+// Zeng et al., GLM-130B, 2022: DeepNorm and GeGLU. As a causal model: no token sees those behind it.
+void read_glm130b(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.norm_eps = 1e-5, .tied = true, .activation = "gelu"}, "hidden_act", "layernorm_epsilon");
+  products_by_head(c);
+  c.names.prefix = "transformer.";
+  c.names.tokens = "word_embeddings.weight";
+  c.names.norm = "transformer.final_layernorm";
+  c.names.up.clear();
+  c.names.gate_up = "mlp.dense_h_to_4h";
+  c.up_first = true;
+  c.qkv_bias = c.output_bias = true;
+  c.normed_residual = std::sqrt(2.0 * static_cast<double>(c.layers));
+  c.ropes = {read_rope(fields, c, 10000.0)};
 }
 
 void read_starcoder2(const JsonFields& fields, ModelConfig& c) {

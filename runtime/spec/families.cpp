@@ -82,6 +82,8 @@ constexpr std::array families = {
     FamilyRow{"GraniteForCausalLM", "granite", Family::decoder, read_granite},
     FamilyRow{"CohereForCausalLM", "cohere", Family::decoder, read_cohere},
     FamilyRow{"Cohere2ForCausalLM", "cohere2", Family::decoder, read_cohere2},
+    FamilyRow{"GPTNeoXForCausalLM", "gpt_neox", Family::decoder, read_gpt_neox},
+    FamilyRow{"GLM130BForCausalLM", "glm130b", Family::decoder, read_glm130b},
     FamilyRow{"Starcoder2ForCausalLM", "starcoder2", Family::decoder, read_starcoder2},
     FamilyRow{"SeedOssForCausalLM", "seed_oss", Family::decoder, read_seed_oss},
     FamilyRow{"Exaone4ForCausalLM", "exaone4", Family::decoder, read_exaone4},

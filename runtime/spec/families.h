@@ -38,6 +38,8 @@ void read_smollm3(const JsonFields& fields, ModelConfig& config);
 void read_granite(const JsonFields& fields, ModelConfig& config);
 void read_cohere(const JsonFields& fields, ModelConfig& config);
 void read_cohere2(const JsonFields& fields, ModelConfig& config);
+void read_gpt_neox(const JsonFields& fields, ModelConfig& config);
+void read_glm130b(const JsonFields& fields, ModelConfig& config);
 void read_starcoder2(const JsonFields& fields, ModelConfig& config);
 void read_seed_oss(const JsonFields& fields, ModelConfig& config);
 void read_exaone4(const JsonFields& fields, ModelConfig& config);

@@ -37,7 +37,9 @@ struct ModelConfig {
   NormKind norm = NormKind::rms;
   QkNorm qk_norm = QkNorm::none;
   bool gated = true;      // activation(gate) * up; else activation(up)
-  bool parallel = false;  // attention and MLP take the same norm's result; both are added to its input
+  bool parallel = false;  // attention and MLP take the block's input, each by its norm or both by one; both are added
+  bool qkv_by_head = false;  // rows of names.qkv: q, k and v of the first head, then of the next; else all of q first
+  bool up_first = false;     // rows of names.gate_up: up's come before gate's
   std::vector<RopeSpec> ropes = {{}};
   std::vector<LayerSpec> layer_specs;                // of each layer; empty: all are plain
   double attention_scale = 0;                        // of scores; 0: head_dim^-0.5
@@ -45,6 +47,7 @@ struct ModelConfig {
   double query_scaling = 0;                          // b: q times 1 + b log(1 + floor(position / original)); 0: none
   double embedding_multiplier = 1, logits_multiplier = 1;
   double residual_multiplier = 1;  // of what each half adds
+  double normed_residual = 0;      // a half adds to so many times what it takes, the norm of its input; 0: to its input
   ExpertsSpec experts;
   LayerSpec layer(std::int64_t index) const {
     return layer_specs.empty() ? LayerSpec{} : layer_specs.at(static_cast<std::size_t>(index));
