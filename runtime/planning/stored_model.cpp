@@ -14,8 +14,9 @@ ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) 
       tiling->size() != 2 || !(*tiling)[0].is_number_integer() || !(*tiling)[1].is_number_integer())
     throw Exception(io::Error{
         .kind = io::ErrorKind::corruption, .path = where, .detail = "the store does not say which model it holds"});
-  ModelSpec spec = parse_model_spec(identity.value("config", ""), where,
-                                    {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1]});
+  ModelSpec spec =
+      parse_model_spec(identity.value("config", ""), where,
+                       {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1]}, identity.value("as", ""));
   ModelSpec like;
   like.adapter_config_json = identity.value("adapter", "");
   like.trainable_json = identity.value("trainable", "");

@@ -82,7 +82,7 @@ RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool re
   if (options.method == "lora" && !options.merge && !tied_name_beside_base(spec).empty())  // the table's second name
     weight_bytes_ += 4 * static_cast<std::uint64_t>(spec.config.vocab_size * spec.config.hidden_size);
   if (options.config.empty() && last_file(options) == std::string(kModelLast))
-    weight_bytes_ += SourceFolder(read_model_spec(options.model / "config.json", Tiling::none()),
+    weight_bytes_ += SourceFolder(read_model_spec(options.model / "config.json", Tiling::none(), spec.read_as),
                                   std::make_shared<const Checkpoint>(Checkpoint::open(options.model)))
                          .bytes();
   companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
@@ -180,10 +180,13 @@ int run_merge(const MergeOptions& options) {
   TrainingLog log({}, false);
   out.begin(kModelLast);
   companions.copy_to(out.path());
-  merge_adapter(model, options.adapter, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
-    throw_if_stopped();
-    log.progress(phase, done, total);
-  });
+  merge_adapter(
+      model, options.adapter, options.out,
+      [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+        throw_if_stopped();
+        log.progress(phase, done, total);
+      },
+      options.read_as);
   out.finish();
   log.say("result: " + fs::absolute(options.out).string());
   return 0;

@@ -149,7 +149,7 @@ class Training {
 
   Model training_model() const {
     if (!options_.config.empty()) return from_config(spec_, options_.seed);
-    Model model = load(options_.model);
+    Model model = load(options_.model, options_.read_as);
     if (options_.method == "lora") {
       model = with_base_format(model, spec_.base_format);
       model = options_.adapter.empty() ? with_adapters(model, options_.lora, options_.seed)

@@ -77,8 +77,8 @@ struct Merge {
   SourceFolder source;
 };
 
-Merge open_merge(const fs::path& base, const AdapterConfig& config) {
-  ModelSpec spec = read_model_spec(base / "config.json", Tiling::none());
+Merge open_merge(const fs::path& base, const AdapterConfig& config, const std::string& as) {
+  ModelSpec spec = read_model_spec(base / "config.json", Tiling::none(), as);
   const auto weights = std::make_shared<const Checkpoint>(Checkpoint::open(base));
   check_tensors(spec, *weights);
   Merge merge{.spec = spec, .base = weights, .source = SourceFolder(spec, weights)};
@@ -219,9 +219,10 @@ Model with_adapters(const Model& base, const fs::path& folder) {
   return adapter.config.dora ? with_lengths(std::move(model), base, false) : model;
 }
 
-void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path& folder, const Progress& progress) {
+void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path& folder, const Progress& progress,
+                   const std::string& as) {
   const AdapterFolder found = open_adapter(adapter);
-  const Merge merge = open_merge(base, found.config);
+  const Merge merge = open_merge(base, found.config, as);
   check_adapters(merge.spec, *found.weights);
   write_merged(
       merge,
@@ -295,7 +296,7 @@ void Session::export_merged(const fs::path& base, const fs::path& folder, const 
   if (spec.adapter_config_json.empty())
     throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");
   write_merged(
-      open_merge(base, parse_adapter_config(spec.adapter_config_json, "the model's adapters")),
+      open_merge(base, parse_adapter_config(spec.adapter_config_json, "the model's adapters"), spec.read_as),
       [&](const TensorSpec& tensor) {
         const std::vector<float> values = master(tensor.name);
         return torch::tensor(values, torch::kFloat32).reshape(tensor.shape);

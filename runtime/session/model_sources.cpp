@@ -39,9 +39,9 @@ Model with_learning_rates(const Model& model, const std::vector<std::pair<std::s
   return changed(model, "learning rates of tensors", [&](ModelSpec& spec) { set_learning_rates(spec, by_pattern); });
 }
 
-Model load(const std::filesystem::path& folder) {
+Model load(const std::filesystem::path& folder, const std::string& as) {
   DeviceMemory::install();
-  ModelSpec spec = read_model_spec(folder / "config.json");
+  ModelSpec spec = read_model_spec(folder / "config.json", {}, as);
   auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(folder));
   check_tensors(spec, *checkpoint);
   auto source = std::make_shared<const SourceFolder>(spec, checkpoint);

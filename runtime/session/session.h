@@ -54,8 +54,8 @@ struct Model {
   const ModelSpec& spec() const;
 };
 
-// The model in an HF folder: config.json and safetensors. Throws Exception (kind input).
-Model load(const std::filesystem::path& folder);
+// The model in an HF folder: config.json and safetensors. as: as in read_model_spec(). Throws Exception (kind input).
+Model load(const std::filesystem::path& folder, const std::string& as = "");
 // A model with random weights, those of `tierflow init` with this seed.
 Model from_config(const ModelSpec& spec, std::uint64_t seed);
 // One of these with low-rank adapters (spec/adapters.h), which alone are trained: the base is read and never written.
@@ -160,9 +160,10 @@ class Session {
 };
 
 // Writes the model in the folder `base` with the adapters of PEFT's folder added to its weights, as an HF folder:
-// W + scale * B A in fp32, rounded to bf16 once. Streamed. Throws Exception (kind input) where they do not fit.
+// W + scale * B A in fp32, rounded to bf16 once. Streamed. as: as in read_model_spec(). Throws Exception (kind input)
+// where they do not fit.
 void merge_adapter(const std::filesystem::path& base, const std::filesystem::path& adapter,
-                   const std::filesystem::path& folder, const Progress& progress = {});
+                   const std::filesystem::path& folder, const Progress& progress = {}, const std::string& as = "");
 
 // Writes the committed weights of a store that a session kept as an HF folder, or the adapters that it trained as
 // PEFT's. Throws Exception (kind input) where the folder of which the result is to take other parts is not there, or

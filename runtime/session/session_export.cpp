@@ -50,7 +50,7 @@ OtherParts other_parts(const StoredModel& model, const Progress& progress) {
   std::error_code ignored;
   if (!std::filesystem::is_directory(folder, ignored))
     fail_input(folder.string(), "is not there any more, and " + wanted);
-  const ModelSpec spec = read_model_spec(folder / "config.json", Tiling::none());
+  const ModelSpec spec = read_model_spec(folder / "config.json", Tiling::none(), model.spec.read_as);
   const auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(folder));
   check_tensors(spec, *checkpoint);
   OtherParts found{std::make_shared<const SourceFolder>(spec, checkpoint), model.source->hash};

@@ -100,6 +100,7 @@ void Session::Impl::check_resumed(const std::string& identity) const {
     const auto before = then.value(key, nlohmann::json()), here = now.value(key, nlohmann::json());
     return key == "adapter" ? !same_adapter(before, here) : before != here;
   };
+  if (then.is_object() && differs("as")) refuse("holds the state of another run: its family (--as) is not this one's");
   for (const char* key : {"config", "tiling", "adapter", "trainable", "base", "precision", "run"})
     if (!then.is_object() || differs(key))
       refuse("holds the state of another run: its " +

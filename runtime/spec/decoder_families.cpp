@@ -142,6 +142,7 @@ void read_qwen2(const JsonFields& fields, ModelConfig& c) {
                                                          : 32});
   c.ropes = {read_rope(fields, c, 10000.0)};
   c.qkv_bias = true;
+  fields.know({"sliding_window", "max_window_layers", "layer_types"});  // may stand there unused
   if (!fields.boolean_or("use_sliding_window", false)) return;
   std::vector<bool> sliding = sliding_layers(fields, c, 0);
   if (fields.find("layer_types") == nullptr) {

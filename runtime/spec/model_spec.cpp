@@ -92,40 +92,35 @@ std::int64_t ModelSpec::parameters() const {
   return count;
 }
 
-ModelSpec parse_model_spec(const std::string& config_json, const std::string& where, const Tiling& tiling) {
+ModelSpec parse_model_spec(const std::string& config_json, const std::string& where, const Tiling& tiling,
+                           const std::string& as) {
   if (config_json.size() > config_limit) fail_input(where, "is too long for a config.json");
   const Json root = parse_json(config_json, where);
   if (!root.is_object()) fail_input(where, "must hold one JSON object");
   const JsonFields fields(root, where);
-  if (const std::optional<std::string> text = text_config(root, config_json, where)) {
-    ModelSpec spec = parse_model_spec(*text, where + ": text_config", tiling);
+  if (const std::optional<std::string> text = text_config(root, config_json, where, as)) {
+    ModelSpec spec = parse_model_spec(*text, where + ": text_config", tiling, as);
     const Json* names = fields.find("architectures");
     const bool named = names != nullptr && names->is_array() && !names->empty() && (*names)[0].is_string();
     spec.wrapper = named ? (*names)[0].get<std::string>() : fields.text_or("model_type", "a wrapper");
     spec.wrapper_config_json = without_quantisation(config_json);
     return spec;
   }
-  const FamilyRow& row = family_of(fields);
+  const FamilyRow& row = family_of(fields, as);
   ModelSpec spec;
   spec.config_json = without_quantisation(config_json);
   if (const Json* quantised = fields.find("quantization_config"); quantised != nullptr)
     check_quantised(fields, *quantised);
   spec.tiling = tiling;
-  ModelConfig& config = spec.config;
-  config.family = row.family;
-  config.architecture = row.architecture;
-  config.model_type = row.model_type;
-  config.vocab_size = row.vocab_size == 0 ? fields.integer("vocab_size", 1, limits::vocab)
-                                          : fields.integer_or("vocab_size", row.vocab_size, 1, limits::vocab);
-  require(fields, "is_causal", true, true);
-  row.read(fields, config);
-  check_size(fields, config);
+  spec.read_as = as;
+  spec.config = read_config(row, fields, /*named=*/!as.empty());
+  check_size(fields, spec.config);
   build_units(spec);
   return spec;
 }
 
-ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling) {
-  return parse_model_spec(read_text(config_json, config_limit), config_json.string(), tiling);
+ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling, const std::string& as) {
+  return parse_model_spec(read_text(config_json, config_limit), config_json.string(), tiling, as);
 }
 
 }  // namespace tierflow

@@ -129,6 +129,7 @@ struct StageSpec {
 struct ModelSpec {
   ModelConfig config;
   std::string config_json;          // the config.json text this came from; of a wrapped text model, its own
+  std::string read_as;              // the family named for an architecture that is not known; empty: none
   std::string wrapper;              // the class that wraps this text model in its folder; empty: none
   std::string wrapper_config_json;  // the config.json of that class, without what says how weights are quantised
   std::string adapter_config_json;  // of its adapters, as PEFT writes it; empty: there are none
@@ -141,8 +142,10 @@ struct ModelSpec {
 };
 
 // Reads and checks a config.json. Throws Exception (kind input) naming the file, the field and the supported
-// architectures.
-ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling = {});
-ModelSpec parse_model_spec(const std::string& config_json, const std::string& where, const Tiling& tiling = {});
+// architectures. as: the model_type of the family that a model of an unknown architecture is read as (families.h).
+ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling = {},
+                          const std::string& as = "");
+ModelSpec parse_model_spec(const std::string& config_json, const std::string& where, const Tiling& tiling = {},
+                           const std::string& as = "");
 
 }  // namespace tierflow
