@@ -317,6 +317,9 @@ std::vector<std::string> checkpoint_aliases(std::string_view name) {
     aliases.push_back("language_model." + std::string(name));
   }
   if (name == "lm_head.weight") aliases.emplace_back("language_model.lm_head.weight");
+  // GPT-NeoX's head has one name in most folders and another in models of transformers 5.
+  if (name == "embed_out.weight") aliases.emplace_back("lm_head.weight");
+  if (name == "base_model.model.lm_head.weight") aliases.emplace_back("base_model.model.embed_out.weight");
   if (name.substr(0, 14) == "model.decoder.") {
     aliases.emplace_back(name.substr(14));
     aliases.emplace_back("model." + std::string(name));

@@ -106,11 +106,12 @@ void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const st
     wrong.push_back(fmt::format("{} is not {}, though tie_word_embeddings says so: write false there", head, tokens));
   const Beside beside(spec, checkpoint);
   // Tables that older versions of transformers saved, and the copy of a tied embedding, are no parameters.
+  const bool neox = spec.config.names.prefix == "gpt_neox.";
   const auto harmless = [&](std::string_view name) {
     return name.ends_with("rotary_emb.inv_freq") || name.ends_with(".attn.bias") ||
-           name.ends_with(".attn.masked_bias") || name.ends_with(".attention.bias") ||
-           name.ends_with(".attention.masked_bias") || beside.has(name) ||
-           ((is_head(name) || name == head) && spec.config.tie_word_embeddings);
+           name.ends_with(".attn.masked_bias") ||
+           (neox && (name.ends_with(".attention.bias") || name.ends_with(".attention.masked_bias"))) ||
+           beside.has(name) || ((is_head(name) || name == head) && spec.config.tie_word_embeddings);
   };
   for (const auto& [name, entry] : checkpoint.tensors())
     if (used.count(&entry) == 0 && !harmless(name))

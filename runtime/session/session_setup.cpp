@@ -123,12 +123,15 @@ void Session::Impl::restore(const Progress& progress) {
   updates_done = found.value("updates", std::int64_t{0});
   skipped = found.value("skipped", std::int64_t{0});
   client = found.value("client", "");
-  if (const auto before = source_in(found); source != nullptr && before && before->hash != source_hash)
+  const auto before = source_in(found);
+  if (before && (source == nullptr || before->hash != source_hash))
     throw Exception(
         io::Error{.kind = io::ErrorKind::usage,
                   .path = options.storage.front().string(),
                   .detail = "the run whose state is here began with other parts beside the language model: " +
-                            source->folder().string() + " has changed since, or is not " + before->folder.string()});
+                            (source == nullptr ? "now there are none, and then those of "
+                                               : source->folder().string() + " has changed since, or is not ") +
+                            before->folder.string()});
   committed = true;
   committed_steps = steps;
 }

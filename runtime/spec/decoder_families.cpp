@@ -120,6 +120,7 @@ void read_gemma3(const JsonFields& fields, ModelConfig& c) {
     local.theta = fields.number_or("rope_local_base_freq", 10000.0, 1.0, 1e12);
   }
   c.ropes = {read_rope(fields, c, 1e6, {}, "full_attention"), local};
+  fields.know({"_sliding_window_pattern"});
   const std::int64_t period = fields.integer_or("sliding_window_pattern", 6, 1, limits::layers);
   set_layers(c, sliding_layers(fields, c, period), window(fields, 4096), 1, 0);
 }
@@ -235,8 +236,15 @@ void read_gpt_neox(const JsonFields& fields, ModelConfig& c) {
   c.names.up = "mlp.dense_h_to_4h";
   bias_of_attention(fields, c, true);
   c.residual_dropout = c.embedding_dropout = dropout(fields, "hidden_dropout", 0.0);
-  c.ropes = {read_rope(fields, c, fields.number_or("rotary_emb_base", 10000.0, 1.0, 1e12),
-                       {.partial = fields.number_or("rotary_pct", 0.25, 0.0, 1.0), .any = true})};
+  fields.know({"classifier_dropout"});
+  const double base = fields.number_or("rotary_emb_base", 10000.0, 1.0, 1e12),
+               share = fields.number_or("rotary_pct", 0.25, 0.0, 1.0);
+  // By which of two names the class goes depends on its version.
+  if (fields.number_or("rope_theta", base, 1.0, 1e12) != base)
+    fields.fail("rope_theta", fmt::format("is not rotary_emb_base, {}", base));
+  if (fields.number_or("partial_rotary_factor", share, 0.0, 1.0) != share)
+    fields.fail("partial_rotary_factor", fmt::format("is not rotary_pct, {}", share));
+  c.ropes = {read_rope(fields, c, base, {.partial = share, .any = true})};
 }
 
 // Zeng et al., GLM-130B, 2022: DeepNorm and GeGLU. As a causal model: no token sees those behind it.
@@ -292,6 +300,7 @@ void read_exaone4(const JsonFields& fields, ModelConfig& c) {
   c.ropes = {read_rope(fields, c, 10000.0)};
   if (fields.find("sliding_window") == nullptr && !fields.is_null("sliding_window"))
     fields.fail("sliding_window", "is missing: null says that no layer slides");
+  fields.know({"layer_types", "sliding_window_pattern"});  // may stand there unused
   const bool hybrid = window(fields) > 0;
   if (hybrid && fields.find("layer_types") == nullptr) fields.fail("layer_types", "is missing");
   if (hybrid) set_layers(c, sliding_layers(fields, c, 0), window(fields), 0, -1);

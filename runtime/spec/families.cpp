@@ -37,6 +37,8 @@ void read_gpt2(const JsonFields& fields, ModelConfig& c) {
   c.embedding_dropout = fields.number_or("embd_pdrop", 0.1, 0.0, 0.999);
   c.residual_dropout = fields.number_or("resid_pdrop", 0.1, 0.0, 0.999);
   c.attention_dropout = fields.number_or("attn_pdrop", 0.1, 0.0, 0.999);
+  fields.know({"n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout",
+               "summary_proj_to_labels", "summary_type", "summary_use_proj"});
   require(fields, "scale_attn_weights", true, true);
   require(fields, "scale_attn_by_inverse_layer_idx", false, false);
   require(fields, "add_cross_attention", false, false);
@@ -244,11 +246,12 @@ Activation read_activation(const JsonFields& fields, const char* field, const st
   const std::string name = fields.text_or(field, fallback);
   if (name == "silu" || name == "swish") return Activation::silu;
   if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_new" || name == "gelu_pytorch_tanh") return Activation::gelu_tanh;
+  if (name == "gelu_new" || name == "gelu_fast" || name == "gelu_pytorch_tanh") return Activation::gelu_tanh;
   if (name == "relu") return Activation::relu;
   if (name == "relu2") return Activation::relu2;
-  fields.fail(field, fmt::format("is \"{}\"; supported are silu, gelu, gelu_new, gelu_pytorch_tanh, relu, relu2",
-                                 printable(name)));
+  fields.fail(field,
+              fmt::format("is \"{}\"; supported are silu, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, relu, relu2",
+                          printable(name)));
 }
 
 void require(const JsonFields& fields, const char* name, bool fallback, bool value) {

@@ -35,10 +35,14 @@ void check_quantised(const JsonFields& fields, const Json& config) {
 // The text of a config.json of weights that are not quantised any more; the same where they were not.
 std::string without_quantisation(const std::string& config_json) {
   auto plain = nlohmann::ordered_json::parse(config_json);
-  std::size_t erased = plain.erase("quantization_config");
-  if (plain.contains("text_config") && plain["text_config"].is_object())
-    erased += plain["text_config"].erase("quantization_config");
-  return erased == 0 ? config_json : plain.dump(2) + "\n";
+  bool were = false;
+  const auto erase_from = [&](nlohmann::ordered_json& object) {
+    were = were || (object.contains("quantization_config") && !object["quantization_config"].is_null());
+    object.erase("quantization_config");
+  };
+  erase_from(plain);
+  if (plain.contains("text_config") && plain["text_config"].is_object()) erase_from(plain["text_config"]);
+  return were ? plain.dump(2) + "\n" : config_json;
 }
 
 // An upper bound, before a single tensor is named; a double cannot overflow here.

@@ -104,6 +104,7 @@ CONFIGS = {
     "cohere_qk_norm": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.25, use_qk_norm=True),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**NEOX, rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}),
     "gpt_neox_in_turn": lambda: transformers.GPTNeoXConfig(**NEOX, use_parallel_residual=False, tie_word_embeddings=True, attention_bias=False),
+    "gpt_neox_20b": lambda: transformers.GPTNeoXConfig(**NEOX, hidden_act="gelu_fast"),
     "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=9),
     "seed_oss": lambda: transformers.SeedOssConfig(**SMALL, head_dim=32, attention_dropout=0.0, residual_dropout=0.0),
     "exaone4": lambda: transformers.Exaone4Config(**SMALL, sliding_window=9, layer_types=SLIDING),

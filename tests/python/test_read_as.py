@@ -104,3 +104,12 @@ def test_other_tensors_are_refused(models):
     tensors = load_file(models / "own" / "model.safetensors")
     save_file({**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(16)}, models / "own" / "model.safetensors")
     assert "q_norm.weight is not a parameter" in the_error(run(models, *EVAL, "--model", "own", *AS, ok=False).stderr)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_field_that_transformers_writes_is_known(family, work):
+    """A class of one's own with the config.json of a family."""
+    CONFIGS[family]().save_pretrained(work / "own")
+    config = json.loads((work / "own" / "config.json").read_text())
+    (work / "own" / "config.json").write_text(json.dumps({**config, "architectures": ["OwnForCausalLM"], "model_type": "own"}))
+    run(work, "init", "--config", "own/config.json", "--out", "made", "--as", config["model_type"])

@@ -140,8 +140,8 @@ def test_adapters_are_merged_into_the_whole_model(work):
         assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
-def test_layers_behind_the_last_one_are_copied(work):
-    """GLM-4.5's, that predict several tokens at once; of any type, in shards too."""
+def with_layers_behind(work):
+    """GLM-4.5's, that predict several tokens at once, of any type; and a folder without them. Those layers."""
     torch.manual_seed(5)
     config = CONFIGS["glm4_moe"]()
     config.vocab_size = 256
@@ -150,6 +150,19 @@ def test_layers_behind_the_last_one_are_copied(work):
     behind = {"model.layers.3.eh_proj.weight": torch.randn(64, 128, dtype=torch.float16), "model.layers.3.mlp.experts.1.up_proj.weight": torch.randn(48, 64).bfloat16(),
               "model.layers.3.steps": torch.arange(5), "model.layers.3.empty": torch.zeros(0, 3)}
     save_file({**load_file(work / "plain" / "model.safetensors"), **behind}, work / "model" / "model.safetensors", metadata={"format": "pt"})
+    return behind
+
+
+def test_a_run_is_not_resumed_without_them(work):
+    with_layers_behind(work)
+    words = [*STEPS, "--model", "model", "--storage", "state", "--no-export", "--durability", "step", "--lr-schedule", "constant"]
+    run(work, *changed(words, {"--steps": "1"}))
+    shutil.copy(work / "plain" / "model.safetensors", work / "model" / "model.safetensors")
+    assert "now there are none" in the_error(run(work, *words, ok=False).stderr)
+
+
+def test_layers_behind_the_last_one_are_copied(work):
+    behind = with_layers_behind(work)
     for name in ("model", "plain"):
         run(work, *STEPS, "--model", name, "--out", f"{name}-out")
     assert same(load_file(work / "model-out" / "model.safetensors"), {**load_file(work / "plain-out" / "model.safetensors"), **behind})

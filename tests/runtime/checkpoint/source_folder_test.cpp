@@ -77,5 +77,37 @@ TEST(SourceFolder, IsTheOneThatTheHashIsOf) {
                           [&] { other.write(writer, one.hash()); });
 }
 
+// A mask that older versions of transformers saved in GPT-NeoX, where its head may be called lm_head too.
+TEST(SourceFolder, MasksOfAttentionAreNoParametersOfGptNeoxAlone) {
+  const testing::TempDir dir;
+  for (const char* type : {"gpt_neox", "llama"}) {
+    const ModelSpec spec = parse_model_spec(
+        std::string(R"({"vocab_size": 8, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "rotary_pct": 0.5, "model_type": ")") +
+            type + "\"}",
+        "config.json");
+    std::vector<TensorHeader> headers;
+    std::vector<std::byte> bytes;
+    for (const UnitSpec& unit : spec.units)
+      for (const TensorSpec& tensor : unit.tensors) {
+        headers.push_back(
+            {.name = tensor.name == "embed_out.weight" ? "lm_head.weight" : tensor.name, .shape = tensor.shape});
+        bytes.resize(bytes.size() + 2 * static_cast<std::size_t>(tensor.elements()));
+      }
+    headers.push_back({.name = spec.config.names.prefix + "layers.0.attention.bias", .shape = {1}});
+    bytes.resize(bytes.size() + 2);
+    CheckpointWriter writer(dir.path() / type, headers);
+    writer.write(bytes);
+    writer.finish("{}");
+    const Checkpoint checkpoint = Checkpoint::open(dir.path() / type);
+    const auto check = [&] { check_tensors(spec, checkpoint); };
+    if (spec.config.model_type == "llama") {
+      testing::expect_refusal(io::ErrorKind::input, {"layers.0.attention.bias is not a parameter"}, check);
+    } else {
+      EXPECT_NO_THROW(check());
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tierflow

@@ -273,6 +273,33 @@ TEST(ModelSpec, NullIsTransformersNone) {
   EXPECT_EQ(parse_model_spec(with(seed, "head_dim", nullptr).dump(), "c").config.head_dim, 8);
 }
 
+// Versions of transformers differ in which of two names counts.
+TEST(ModelSpec, TwoNamesOfGptNeoxsRotaryEmbeddingsMayNotDisagree) {
+  Json neox = llama();
+  neox["architectures"] = {"GPTNeoXForCausalLM"};
+  neox.erase("num_key_value_heads");
+  neox["rope_theta"] = 500.0;
+  const auto refused = [&](std::initializer_list<std::string_view> words) {
+    expect_refusal(io::ErrorKind::input, words, [&] { parse(neox); });
+  };
+  refused({"rope_theta", "is not rotary_emb_base, 10000"});
+  neox["rotary_emb_base"] = 500.0;
+  neox["partial_rotary_factor"] = 0.5;
+  refused({"partial_rotary_factor", "is not rotary_pct, 0.25"});
+  neox["rotary_pct"] = 0.5;
+  const ModelSpec spec = parse_model_spec(neox.dump(), "config.json");
+  EXPECT_EQ(spec.config.ropes[0].theta, 500.0);
+  EXPECT_EQ(spec.config.ropes[0].partial, 0.5);
+}
+
+// Stores are told apart by it.
+TEST(ModelSpec, AConfigWhoseWeightsAreNotQuantisedKeepsItsText) {
+  const std::string text = with(llama(), "quantization_config", nullptr).dump();
+  EXPECT_EQ(parse_model_spec(text, "config.json").config_json, text);
+  const Json nf4{{"quant_method", "bitsandbytes"}};
+  EXPECT_EQ(Json::parse(parse_model_spec(with(llama(), "quantization_config", nf4).dump(), "x").config_json), llama());
+}
+
 TEST(ModelSpec, WhatWouldBeComputedOtherwiseIsRefused) {
   const auto refused = [](const std::string& architecture, Json config, const std::string& names) {
     config["architectures"] = {architecture};
