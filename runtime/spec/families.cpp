@@ -242,6 +242,15 @@ const FamilyRow& family_of(const JsonFields& fields, const std::string& as) {
                                          supported(), offer(fields, name)));
 }
 
+bool names_family(const JsonFields& fields) {
+  const Json* list = fields.find("architectures");
+  const std::string type = list == nullptr ? fields.text_or("model_type", "") : "";
+  return std::ranges::any_of(families, [&](const FamilyRow& row) {
+    return list == nullptr ? type == row.model_type
+                           : list->is_array() && !list->empty() && (*list)[0] == Json(row.architecture);
+  });
+}
+
 Activation read_activation(const JsonFields& fields, const char* field, const std::string& fallback) {
   const std::string name = fields.text_or(field, fallback);
   if (name == "silu" || name == "swish") return Activation::silu;

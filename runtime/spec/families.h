@@ -20,6 +20,8 @@ struct FamilyRow {
 // The row that config.json names, or the one of model_type `as` where it names none that is known. Throws Exception
 // (kind input, usage for `as`) that lists what there is, and offers a family that has every field there.
 const FamilyRow& family_of(const JsonFields& fields, const std::string& as = "");
+// Whether config.json itself names a row.
+bool names_family(const JsonFields& fields);
 // What config.json says of a model of that family. Throws Exception (kind input). named: the family was named for an
 // architecture that is not known; then every field there has to be one that the family has.
 ModelConfig read_config(const FamilyRow& row, const JsonFields& fields, bool named);

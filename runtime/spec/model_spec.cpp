@@ -117,7 +117,7 @@ ModelSpec parse_model_spec(const std::string& config_json, const std::string& wh
     check_quantised(fields, *quantised);
   spec.tiling = tiling;
   spec.read_as = as;
-  spec.config = read_config(row, fields, /*named=*/!as.empty());
+  spec.config = read_config(row, fields, /*named=*/!names_family(fields));
   check_size(fields, spec.config);
   build_units(spec);
   return spec;

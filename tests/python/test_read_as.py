@@ -95,8 +95,11 @@ def test_what_is_no_family_or_known_is_refused(models):
     assert "there is no such family; it must be one of llama, mistral" in refused(models, "--as", "lama")
     own(models, architectures=["Qwen2ForCausalLM"])
     assert "is that of a Qwen2ForCausalLM, which is read as what it is: leave --as llama out" in refused(models, *AS)
-    own(models, architectures=["LlamaForCausalLM"])
+    own(models, architectures=["LlamaForCausalLM"], attention_sparsity=0.5)  # as without --as
     run(models, "init", "--config", "own/config.json", "--out", "made", *AS)
+    text = {**json.loads((models / "llama" / "config.json").read_text()), "architectures": ["OwnForCausalLM"], "attention_sparsity": 0.5}
+    (models / "own" / "config.json").write_text(json.dumps({"architectures": ["OwnForConditionalGeneration"], "text_config": text}))
+    assert "attention_sparsity is there, which no LlamaForCausalLM has" in refused(models, *AS)
 
 
 @needs_torch
