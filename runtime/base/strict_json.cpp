@@ -35,7 +35,24 @@ Json parse_json(std::string_view text, const std::string& where, int max_depth) 
   }
 }
 
+namespace {
+thread_local FieldsAsked* asked = nullptr;
+}
+
+FieldsAsked::FieldsAsked() : before_(asked) {
+  asked = this;
+}
+FieldsAsked::~FieldsAsked() {
+  asked = before_;
+}
+
+void JsonFields::know(std::initializer_list<const char*> names) const {
+  if (asked == nullptr) return;
+  for (const char* name : names) asked->names_.emplace(&object_, name);
+}
+
 const Json* JsonFields::find(const char* name) const {
+  know({name});
   const auto found = object_.find(name);
   return found == object_.end() || found->is_null() ? nullptr : &*found;
 }

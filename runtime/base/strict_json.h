@@ -2,9 +2,12 @@
 // JSON from strangers: bounded depth, no duplicate names, valid UTF-8, no NaN; and typed access whose errors name file
 // and field.
 #include <cstdint>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace tierflow {
 
@@ -13,16 +16,34 @@ using Json = nlohmann::json;
 // Throws Exception (kind input) naming `where`.
 Json parse_json(std::string_view text, const std::string& where, int max_depth = 32);
 
+// While it lives: which fields of objects this thread has asked for.
+class FieldsAsked {
+ public:
+  FieldsAsked();
+  ~FieldsAsked();
+  FieldsAsked(const FieldsAsked&) = delete;
+  FieldsAsked& operator=(const FieldsAsked&) = delete;
+  bool has(const Json& object, const std::string& name) const { return names_.contains({&object, name}); }
+
+ private:
+  friend class JsonFields;
+  std::set<std::pair<const Json*, std::string>> names_;
+  FieldsAsked* const before_;
+};
+
 // Reads the fields of one object.
 class JsonFields {
  public:
   JsonFields(const Json& object, std::string where) : object_(object), where_(std::move(where)) {}
 
   const std::string& where() const { return where_; }
+  const Json& object() const { return object_; }
   // The field, or null where it is absent or null.
   const Json* find(const char* name) const;
   // Whether it is there as null: transformers' None, which is not always the default.
   bool is_null(const char* name) const;
+  // Notes them as asked for: fields that are read in some objects only.
+  void know(std::initializer_list<const char*> names) const;
   std::int64_t integer(const char* name, std::int64_t least, std::int64_t most) const;
   std::int64_t integer_or(const char* name, std::int64_t fallback, std::int64_t least, std::int64_t most) const;
   double number_or(const char* name, double fallback, double least, double most) const;

@@ -144,8 +144,8 @@ void initial_values(const TensorSpec& tensor, std::uint64_t seed, std::uint64_t 
 }
 
 void init_checkpoint(const std::filesystem::path& config_json, const std::filesystem::path& folder, std::uint64_t seed,
-                     std::uint64_t shard_bytes, const std::function<bool()>& stop) {
-  const ModelSpec spec = read_model_spec(config_json, Tiling::none());  // files hold whole tensors
+                     std::uint64_t shard_bytes, const std::function<bool()>& stop, const std::string& as) {
+  const ModelSpec spec = read_model_spec(config_json, Tiling::none(), as);  // files hold whole tensors
   check_target(spec, folder);
   std::vector<TensorHeader> headers;
   for (const UnitSpec& unit : spec.units)

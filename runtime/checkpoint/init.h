@@ -19,8 +19,9 @@ std::uint16_t to_bf16(float value);
 
 // Writes config.json and bf16 safetensors with initial values into the folder, in bounded memory. The config.json is
 // written last: a folder without it is not finished. Where the weights cannot be written, or `stop` says so, what was
-// written is removed and an Exception thrown (cancelled, for `stop`).
+// written is removed and an Exception thrown (cancelled, for `stop`). as: as in read_model_spec().
 void init_checkpoint(const std::filesystem::path& config_json, const std::filesystem::path& folder, std::uint64_t seed,
-                     std::uint64_t shard_bytes = std::uint64_t{5} << 30, const std::function<bool()>& stop = {});
+                     std::uint64_t shard_bytes = std::uint64_t{5} << 30, const std::function<bool()>& stop = {},
+                     const std::string& as = "");
 
 }  // namespace tierflow

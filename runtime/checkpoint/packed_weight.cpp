@@ -178,6 +178,12 @@ class EightBits final : public PackedWeight {
     const auto rows = static_cast<std::uint64_t>(shape_[0]);
     parts.need_floats(scales_, (rows + rows_a_scale_ - 1) / rows_a_scale_ * across_);
     parts_ = {scales_};
+    // bitsandbytes' note of the layout in memory; of the layout here there is one.
+    constexpr std::string_view scb = "SCB";
+    if (scales_.ends_with(scb))
+      if (const std::string note = scales_.substr(0, scales_.size() - scb.size()) + "weight_format";
+          folder_.find(note) != nullptr)
+        parts_.push_back(note);
   }
 
   void read(std::uint64_t first, std::span<float> out) const override {

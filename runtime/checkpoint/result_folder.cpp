@@ -30,7 +30,11 @@ constexpr std::array companions = {"tokenizer.json",
                                    "tokenizer.model",
                                    "chat_template.jinja",
                                    "chat_template.json",
-                                   "generation_config.json"};
+                                   "generation_config.json",
+                                   "preprocessor_config.json",
+                                   "processor_config.json",
+                                   "video_preprocessor_config.json",
+                                   "tekken.json"};
 constexpr std::string_view partial = ".partial";
 // The last file of a result, of a model or of adapters. There under its partial name from begin() on.
 constexpr std::array last_files = {"config.json", "adapter_config.json"};

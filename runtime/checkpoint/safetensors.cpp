@@ -14,7 +14,6 @@
 #include "runtime/checkpoint/packed_weight.h"
 #include "runtime/checkpoint/safetensors_header.h"
 #include "runtime/spec/model_spec.h"
-#include "runtime/spec/wrapped_config.h"
 
 namespace tierflow {
 namespace {
@@ -115,7 +114,8 @@ struct Checkpoint::Impl {
   std::vector<std::filesystem::path> paths;
   std::vector<File> files;
   std::map<std::string, TensorEntry, std::less<>> tensors;
-  std::map<std::string, RawTensor, std::less<>> raw;  // of every type
+  std::map<std::string, RawTensor, std::less<>> raw;     // of every type
+  std::map<std::string, RawTensor, std::less<>> stored;  // without what makes quantised weights
   const PackedParts parts = {
       .find =
           [this](const std::string& name) {
@@ -126,8 +126,7 @@ struct Checkpoint::Impl {
           [this](const RawTensor& tensor, std::uint64_t offset, std::span<std::byte> out) {
             const auto file = static_cast<std::size_t>(tensor.file);
             if (offset > tensor.bytes || out.size() > tensor.bytes - offset)
-              fail(io::ErrorKind::internal, paths[file].string(),
-                   "a part of a quantised weight is read beyond its end");
+              fail(io::ErrorKind::internal, paths[file].string(), "a stored tensor is read beyond its end");
             read_exactly(files[file], paths[file], tensor.offset + offset, out);
           },
       .floats = [this](const std::string& name, std::uint64_t first,
@@ -190,13 +189,18 @@ struct Checkpoint::Impl {
 
   // Puts the parts of quantised weights together.
   void assemble() {
+    stored = raw;
     for (const auto& [codes, tensor] : raw) {
       const std::string name = packed_name(codes);
       auto packed = packed_weight(name, folder.string(), parts);
       if (packed == nullptr) continue;
       TensorEntry entry{.dtype = Dtype::f32, .shape = packed->shape(), .file = tensor.file, .bytes = sizeof(float)};
       for (const std::int64_t size : entry.shape) entry.bytes *= static_cast<std::uint64_t>(size);
-      for (const std::string& part : packed->parts()) tensors.erase(part);
+      stored.erase(codes);
+      for (const std::string& part : packed->parts()) {
+        tensors.erase(part);
+        stored.erase(part);
+      }
       entry.packed = std::move(packed);
       tensors.insert_or_assign(name, std::move(entry));
     }
@@ -243,6 +247,7 @@ Checkpoint Checkpoint::open_file(const std::filesystem::path& folder, const std:
   auto impl = std::make_unique<Impl>();
   impl->folder = folder;
   impl->add_file(name, nullptr);
+  impl->stored = impl->raw;
   return Checkpoint(std::move(impl));
 }
 
@@ -253,11 +258,27 @@ const std::vector<std::filesystem::path>& Checkpoint::files() const {
   return impl_->paths;
 }
 
+const std::filesystem::path& Checkpoint::folder() const {
+  return impl_->folder;
+}
+const std::map<std::string, RawTensor, std::less<>>& Checkpoint::stored() const {
+  return impl_->stored;
+}
+
+void Checkpoint::read_stored(const RawTensor& tensor, std::uint64_t offset, std::span<std::byte> out) const {
+  impl_->parts.read(tensor, offset, out);
+}
+
 const TensorEntry* Checkpoint::find(std::string_view name) const {
-  if (const auto exact = impl_->tensors.find(name); exact != impl_->tensors.end()) return &exact->second;
+  const auto found = impl_->tensors.find(name_in_files(name));
+  return found == impl_->tensors.end() ? nullptr : &found->second;
+}
+
+std::string Checkpoint::name_in_files(std::string_view name) const {
+  if (impl_->tensors.contains(name)) return std::string(name);
   for (const std::string& alias : checkpoint_aliases(name))
-    if (const auto other = impl_->tensors.find(alias); other != impl_->tensors.end()) return &other->second;
-  return nullptr;
+    if (impl_->tensors.contains(alias)) return alias;
+  return "";
 }
 
 void Checkpoint::read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const {
@@ -298,13 +319,16 @@ std::vector<std::string> checkpoint_aliases(std::string_view name) {
   // Checkpoints saved from the bare model, without its language-modelling head, lack the first component; others have
   // one more. Models of text and images have their text model within.
   std::vector<std::string> aliases;
-  for (const std::string_view prefix : {"transformer.", "model."})
+  for (const std::string_view prefix : {"transformer.", "model.", "gpt_neox."})
     if (name.substr(0, prefix.size()) == prefix) aliases.emplace_back(name.substr(prefix.size()));
   if (name.starts_with("model.")) {
     aliases.push_back("model.language_model." + std::string(name.substr(6)));
     aliases.push_back("language_model." + std::string(name));
   }
   if (name == "lm_head.weight") aliases.emplace_back("language_model.lm_head.weight");
+  // GPT-NeoX's head has one name in most folders and another in models of transformers 5.
+  if (name == "embed_out.weight") aliases.emplace_back("lm_head.weight");
+  if (name == "base_model.model.lm_head.weight") aliases.emplace_back("base_model.model.embed_out.weight");
   if (name.substr(0, 14) == "model.decoder.") {
     aliases.emplace_back(name.substr(14));
     aliases.emplace_back("model." + std::string(name));
@@ -312,79 +336,8 @@ std::vector<std::string> checkpoint_aliases(std::string_view name) {
   return aliases;
 }
 
-namespace {
-
-bool have_the_same_values(const Checkpoint& checkpoint, const std::string& one, const std::string& other) {
-  const std::vector<std::int64_t>& shape = checkpoint.find(one)->shape;
-  if (checkpoint.find(other)->shape != shape) return false;
-  std::uint64_t elements = 1;
-  for (const std::int64_t size : shape) elements *= static_cast<std::uint64_t>(size);
-  std::vector<float> a(std::min<std::uint64_t>(elements, 1 << 20)), b(a.size());
-  for (std::uint64_t first = 0; first < elements; first += a.size()) {
-    const std::size_t count = std::min<std::uint64_t>(a.size(), elements - first);
-    checkpoint.read_f32(std::string_view(one), first, std::span(a).first(count));
-    checkpoint.read_f32(std::string_view(other), first, std::span(b).first(count));
-    if (std::memcmp(a.data(), b.data(), count * sizeof a[0]) != 0) return false;
-  }
-  return true;
-}
-
-}  // namespace
-
 Dtype dtype_of(const TensorSpec& tensor) {
   return tensor.format == WeightFormat::fp32 ? Dtype::f32 : Dtype::bf16;
-}
-
-void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const std::string& described_by) {
-  constexpr int listed = 10;
-  std::vector<std::string> wrong;
-  const auto& raw = checkpoint.impl_->raw;
-  std::set<const TensorEntry*> used;
-  for (const UnitSpec& unit : spec.units)
-    for (const TensorSpec& tensor : unit.tensors) {
-      if (tensor.first_row != 0) continue;  // looked at with its first tile
-      const std::vector<std::int64_t> shape = tensor.checkpoint_shape();
-      const TensorEntry* entry = checkpoint.find(tensor.name);
-      if (entry != nullptr) {
-        used.insert(entry);
-        if (entry->shape != shape)
-          wrong.push_back(fmt::format("{} has shape [{}], not [{}]", tensor.name, fmt::join(entry->shape, ", "),
-                                      fmt::join(shape, ", ")));
-      } else if (const auto unread = raw.find(tensor.name); unread != raw.end()) {
-        wrong.push_back(
-            fmt::format("{} is stored as {}; F32, BF16 and F16 are read", tensor.name, unread->second.dtype));
-      } else {
-        wrong.push_back(tensor.name + " is missing");
-      }
-    }
-  constexpr const char* head = "lm_head.weight";
-  if (const std::string tokens = spec.units.front().tensors.front().name;
-      spec.config.tie_word_embeddings && wrong.empty() && checkpoint.find(head) != nullptr &&
-      !have_the_same_values(checkpoint, head, tokens))
-    wrong.push_back(fmt::format("{} is not {}, though tie_word_embeddings says so: write false there", head, tokens));
-  // Layers behind the last one predict several tokens at once (GLM-4.5), and are not the language model's.
-  const auto is_behind = [&](std::string_view name) {
-    constexpr std::string_view layers = "model.layers.";
-    if (spec.config.experts.count == 0 || !name.starts_with(layers)) return false;
-    const std::string number(name.substr(layers.size(), name.find('.', layers.size()) - layers.size()));
-    return !number.empty() && number.size() < 6 && number.find_first_not_of("0123456789") == std::string::npos &&
-           std::stoll(number) >= spec.config.layers;
-  };
-  // Tables that older versions of transformers saved, and the copy of a tied embedding, are no parameters.
-  const auto harmless = [&](std::string_view name) {
-    return ends_with(name, "rotary_emb.inv_freq") || ends_with(name, ".attn.bias") ||
-           ends_with(name, ".attn.masked_bias") || is_behind(name) || (!spec.wrapper.empty() && is_beside_text(name)) ||
-           ((name == "lm_head.weight" || name == "model.lm_head.weight" || name == "language_model.lm_head.weight") &&
-            spec.config.tie_word_embeddings);
-  };
-  for (const auto& [name, entry] : checkpoint.tensors())
-    if (used.count(&entry) == 0 && !harmless(name))
-      wrong.push_back(printable(name) + " is not a parameter of the model");
-  if (wrong.empty()) return;
-  std::string text;
-  for (std::size_t i = 0; i < std::min<std::size_t>(wrong.size(), listed); ++i) text += (i == 0 ? "" : "; ") + wrong[i];
-  if (wrong.size() > listed) text += fmt::format("; and {} more", wrong.size() - listed);
-  fail_input(checkpoint.impl_->folder.string(), fmt::format("does not fit its {}: {}", described_by, text));
 }
 
 }  // namespace tierflow

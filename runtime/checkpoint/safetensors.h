@@ -18,6 +18,7 @@ enum class Dtype : std::uint8_t { f32, bf16, f16 };
 std::size_t dtype_size(Dtype dtype);
 
 class PackedWeight;
+struct RawTensor;
 
 struct TensorEntry {
   Dtype dtype = Dtype::bf16;
@@ -29,7 +30,6 @@ struct TensorEntry {
   std::shared_ptr<const PackedWeight> packed = {};
 };
 
-struct ModelSpec;
 struct TensorSpec;
 
 // The tensors of an HF model folder. Weights that are stored in 4 or 8 bits with scales beside them are listed as one
@@ -46,8 +46,15 @@ class Checkpoint {
 
   const std::map<std::string, TensorEntry, std::less<>>& tensors() const;
   const std::vector<std::filesystem::path>& files() const;
+  const std::filesystem::path& folder() const;
+  // Tensors of every type as they lie in the files, but for what quantised weights consist of.
+  const std::map<std::string, RawTensor, std::less<>>& stored() const;
+  // Bytes [offset, offset + out.size()) of one of them.
+  void read_stored(const RawTensor& tensor, std::uint64_t offset, std::span<std::byte> out) const;
   // The tensor of that name, or of one of its aliases (checkpoint_aliases); null where there is none.
   const TensorEntry* find(std::string_view name) const;
+  // What find() finds is called so; empty where it finds nothing.
+  std::string name_in_files(std::string_view name) const;
   // Elements [first, first + out.size()) of a tensor, converted exactly to fp32 (of a quantised one the products of
   // codes and scales). Looks up as find() does. Any thread may call it.
   void read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const;
@@ -61,16 +68,11 @@ class Checkpoint {
  private:
   struct Impl;
   explicit Checkpoint(std::unique_ptr<Impl> impl);
-  friend void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const std::string& described_by);
   std::unique_ptr<Impl> impl_;
 };
 
 // Other names under which older checkpoints store the tensor that transformers now saves as `name`, most likely first.
 std::vector<std::string> checkpoint_aliases(std::string_view name);
-
-// Throws Exception (kind input) listing up to ten tensors that are missing, superfluous, or of the wrong shape or type.
-void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint,
-                   const std::string& described_by = "config.json");
 
 // model.safetensors, model-00001-of-00003.safetensors, and the index of such.
 bool is_weights_name(const std::string& name);
@@ -82,6 +84,9 @@ struct TensorHeader {
   std::string name;
   Dtype dtype = Dtype::bf16;
   std::vector<std::int64_t> shape;
+  // Of a tensor that is copied: its type as the file spells it, and its size, in place of dtype.
+  std::string stored_dtype = {};
+  std::uint64_t stored_bytes = 0;
 };
 
 // Writes tensors in the order given at construction, streamed: shards of at most shard_bytes, named as transformers

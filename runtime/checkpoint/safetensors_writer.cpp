@@ -26,11 +26,13 @@ constexpr const char* adapter_config_name = "adapter_config.json";
 // Written pages are pushed out and dropped in windows of this size, so that an export does not fill the page cache.
 constexpr std::uint64_t window = 64 << 20;
 
-const char* dtype_name(Dtype dtype) {
-  return dtype == Dtype::f32 ? "F32" : dtype == Dtype::bf16 ? "BF16" : "F16";
+std::string dtype_name(const TensorHeader& tensor) {
+  if (!tensor.stored_dtype.empty()) return tensor.stored_dtype;
+  return tensor.dtype == Dtype::f32 ? "F32" : tensor.dtype == Dtype::bf16 ? "BF16" : "F16";
 }
 
 std::uint64_t bytes_of(const TensorHeader& tensor, const std::string& where) {
+  if (!tensor.stored_dtype.empty()) return tensor.stored_bytes;
   std::uint64_t bytes = dtype_size(tensor.dtype);
   for (const std::int64_t size : tensor.shape)
     if (size < 0 || __builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes))
@@ -131,7 +133,7 @@ struct CheckpointWriter::Impl {
     header["__metadata__"]["format"] = "pt";
     std::uint64_t offset = 0;
     for (std::size_t i = current.first; i < current.last; ++i) {
-      header[tensors[i].name] = {{"dtype", dtype_name(tensors[i].dtype)},
+      header[tensors[i].name] = {{"dtype", dtype_name(tensors[i])},
                                  {"shape", tensors[i].shape},
                                  {"data_offsets", {offset, offset + sizes[i]}}};
       offset += sizes[i];

@@ -31,7 +31,7 @@ CausalModel::CausalModel(ModelSpec spec, const EdgeNames& names) : spec_(std::mo
   const Norm norm(names.norm_kind, config().norm_eps, TensorIndex(spec_, norm_stage), std::string(names.norm));
   const LogitRule rule{.multiplier = config().logits_multiplier, .softcap = config().logits_softcap};
   if (norm_stage == last) {
-    head_.emplace(norm, rule, TensorIndex(spec_, last), names.tokens);
+    head_.emplace(norm, rule, TensorIndex(spec_, last), config().names.head, names.tokens);
   } else {
     tiled_head_.emplace(spec_, norm_stage, norm, rule, names.tokens);
   }

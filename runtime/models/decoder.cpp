@@ -102,12 +102,12 @@ class DecoderModel final : public CausalModel {
     if (const auto& half = attention_[at(stage)]) {
       normed = half->in()(weights, x);
       const Tensor added = half->forward(weights, normed, shared, training);
-      x = plus(x, half->out()(weights, with_dropout(added, config().residual_dropout, training)));
+      x = plus(residual(x, normed), half->out()(weights, with_dropout(added, config().residual_dropout, training)));
     }
     if (const auto& half = mlp_[at(stage)]) {
-      if (!config().parallel) normed = half->in()(weights, x);
+      if (!shares_norm()) normed = half->in()(weights, config().parallel ? hidden : x);
       const Tensor added = half->forward(weights, normed, adapter_dropout(training));
-      x = plus(x, half->out()(weights, with_dropout(added, config().residual_dropout, training)));
+      x = plus(residual(x, normed), half->out()(weights, with_dropout(added, config().residual_dropout, training)));
     }
     return x;
   }
@@ -139,6 +139,13 @@ class DecoderModel final : public CausalModel {
     return shared;
   }
 
+  // Whether the MLP takes what the attention takes.
+  bool shares_norm() const { return config().parallel && config().names.mlp_norm.empty(); }
+  // What a half adds to.
+  Tensor residual(const Tensor& x, const Tensor& normed) const {
+    return config().normed_residual == 0 ? x : normed * config().normed_residual;
+  }
+
   Tensor plus(const Tensor& x, const Tensor& added) const {
     return x + (config().residual_multiplier == 1 ? added : added * config().residual_multiplier);
   }
@@ -155,12 +162,13 @@ class DecoderModel final : public CausalModel {
   Tensor added(const DecoderMlp& half, const Weights& weights, const DecoderMlp::Kept& kept) const {
     return half.contract(weights, kept);
   }
-  // to + what the half adds; completes what it keeps.
+  // The residual, of a half with input x, + what the half adds to `to`; completes what it keeps.
   template <class Half>
   Tensor add(const Half& half, const Weights& weights, KeptHalf<Half>& kept, const Tensor& to) const {
-    if (!half.out()) return plus(to, added(half, weights, kept.inner));
+    const Tensor base = residual(to, kept.normed);
+    if (!half.out()) return plus(base, added(half, weights, kept.inner));
     if (!kept.added.defined()) kept.added = added(half, weights, kept.inner);
-    return plus(to, half.out()(weights, kept.added, &kept.out_norm));
+    return plus(base, half.out()(weights, kept.added, &kept.out_norm));
   }
   // The gradient of what the half added, before its norm, from that of the sum.
   template <class Half>
@@ -173,6 +181,14 @@ class DecoderModel final : public CausalModel {
     const Tensor d_added = half.out().backward(weights, sums, scaled, kept.added, kept.out_norm);
     kept.added.reset();
     return d_added;
+  }
+
+  // The gradient of a half's input x from that of what it takes and `d`, that of the half's result.
+  template <class Half>
+  Tensor taken_backward(const Half& half, const Weights& weights, const Gradients& sums, Tensor d_normed,
+                        const Tensor& x, const Norm::Kept& norm, const Tensor& d) const {
+    if (config().normed_residual == 0) return half.in().backward(weights, sums, d_normed, x, norm, d);
+    return half.in().backward(weights, sums, d_normed.add_(d, config().normed_residual), x, norm);
   }
 
   std::vector<std::optional<DecoderAttention>> attention_;  // by stage
@@ -193,7 +209,7 @@ KeptHalf<DecoderMlp> DecoderModel::expand(int stage, const Weights& weights, con
                                           const Tensor& normed) const {
   const DecoderMlp& half = *mlp_[at(stage)];
   KeptHalf<DecoderMlp> kept{.x = x, .normed = normed};
-  if (!config().parallel) kept.normed = half.in()(weights, x, &kept.norm);
+  if (!shares_norm()) kept.normed = half.in()(weights, x, &kept.norm);
   kept.inner = half.expand(weights, kept.normed);
   return kept;
 }
@@ -203,7 +219,8 @@ std::unique_ptr<KeptActivations> DecoderModel::forward_keeping(int stage, const 
   const at::NoGradGuard no_grad;
   const Weights weights = without_graph(all_weights);
   const Tensor like = carry.at(0);
-  Tensor x = by_token(like, config().hidden_size);
+  const Tensor input = by_token(like, config().hidden_size);
+  Tensor x = input;
   auto kept = std::make_unique<KeptBlock>();
   kept->parallel = config().parallel;
   if (attends(stage)) {
@@ -214,8 +231,9 @@ std::unique_ptr<KeptActivations> DecoderModel::forward_keeping(int stage, const 
   }
   if (expands(stage)) {
     kept->expands = &*mlp_[at(stage)];
-    kept->mlp = expand(stage, weights, x, kept->attention.normed);
+    kept->mlp = expand(stage, weights, config().parallel ? input : x, kept->attention.normed);
     x = add(*kept->expands, weights, kept->mlp, x);
+    if (config().parallel) kept->mlp.x.reset();
   }
   carry = {x.view(like.sizes())};
   return kept;
@@ -259,16 +277,19 @@ Carry DecoderModel::backward_kept(int stage, const Weights& all_weights, const G
       expanded = expand(stage, weights, middle, attended.normed);
     }
   }
-  Tensor d_normed;  // of what both halves take, where they are parallel
+  Tensor d_normed;        // of what both halves take, where that is the same
+  Tensor d_residual = d;  // of the input, beside what comes to it through the attention
   if (expands(stage)) {
     const DecoderMlp& half = *mlp_[at(stage)];
     const Tensor d_added = added_backward(half, weights, sums, expanded, d);
     Tensor from_mlp =
         half.backward(weights, sums, std::exchange(expanded.normed, {}), std::exchange(expanded.inner, {}), d_added);
-    if (config().parallel)
+    if (shares_norm())
       d_normed = std::move(from_mlp);
+    else if (config().parallel)
+      d_residual = half.in().backward(weights, sums, from_mlp, x, expanded.norm, d);
     else
-      d = half.in().backward(weights, sums, from_mlp, expanded.x, expanded.norm, d);
+      d_residual = d = taken_backward(half, weights, sums, std::move(from_mlp), expanded.x, expanded.norm, d);
     expanded = {};
   }
   if (attends(stage)) {
@@ -277,7 +298,7 @@ Carry DecoderModel::backward_kept(int stage, const Weights& all_weights, const G
     Tensor from_attention =
         half.backward(weights, sums, attended.normed, shared, std::exchange(attended.inner, {}), d_added);
     if (d_normed.defined()) from_attention.add_(d_normed);
-    d = half.in().backward(weights, sums, from_attention, x, attended.norm, d);
+    d = taken_backward(half, weights, sums, std::move(from_attention), x, attended.norm, d_residual);
   }
   return {d.view(like.sizes())};
 }
@@ -299,7 +320,7 @@ std::unique_ptr<KeptActivations> DecoderModel::restore(int stage, const Weights&
   if (expands(stage)) {
     const DecoderMlp& half = *(kept->expands = &*mlp_[at(stage)]);
     kept->mlp.x = attends(stage) && !config().parallel ? *next++ : input;
-    kept->mlp.normed = config().parallel ? kept->attention.normed : half.in()(weights, kept->mlp.x, &kept->mlp.norm);
+    kept->mlp.normed = shares_norm() ? kept->attention.normed : half.in()(weights, kept->mlp.x, &kept->mlp.norm);
     kept->mlp.inner = half.restore(weights, next);
     if (half.out()) kept->mlp.added = *next++;
   }

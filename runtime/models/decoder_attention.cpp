@@ -39,6 +39,12 @@ DecoderAttention::Projected DecoderAttention::project_in(const Weights& weights,
             .k = as_heads(k_(weights, x, dropout), kv_heads),
             .v = as_heads(v_(weights, x, dropout), kv_heads)};
   const Tensor all = as_heads(qkv_(weights, x, dropout), heads + 2 * kv_heads);
+  if (config_->qkv_by_head) {
+    const Tensor by_head = all.view({like.size(0), like.size(1), heads, 3, dim});
+    return {.q = by_head.select(3, 0).contiguous(),
+            .k = by_head.select(3, 1).contiguous(),
+            .v = by_head.select(3, 2).contiguous()};
+  }
   return {.q = all.narrow(2, 0, heads).contiguous(),
           .k = all.narrow(2, heads, kv_heads).contiguous(),
           .v = all.narrow(2, heads + kv_heads, kv_heads).contiguous()};
@@ -181,7 +187,13 @@ Tensor DecoderAttention::backward(const Weights& weights, const Gradients& sums,
   d_q = d_q.reshape({tokens, -1});
   d_k = d_k.reshape({tokens, -1});
   if (qkv_) {
-    const Tensor d_qkv = at::cat({d_q, d_k, d_v}, 1);
+    Tensor d_qkv;
+    if (config_->qkv_by_head) {
+      const std::vector<std::int64_t> heads{tokens, config_->heads, config_->head_dim};
+      d_qkv = at::stack({d_q.view(heads), d_k.view(heads), d_v.view(heads)}, 2).view({tokens, -1});
+    } else {
+      d_qkv = at::cat({d_q, d_k, d_v}, 1);
+    }
     for (Tensor* used : {&d_q, &d_k, &d_v}) used->reset();
     const auto in = qkv_.incoming(weights, d_qkv);
     qkv_.add_gradient(weights, sums, d_qkv, normed, in);

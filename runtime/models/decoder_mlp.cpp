@@ -13,8 +13,10 @@ DecoderMlp::DecoderMlp(const ModelSpec& spec, int stage) {
   if (spec.stages.at(static_cast<std::size_t>(stage)).experts > 0)
     experts_.emplace(spec, stage);
   else
-    dense_ = GatedMlp(index, {.gate = names.gate, .up = names.up, .gate_up = names.gate_up, .down = names.down},
-                      c.activation);
+    dense_ = GatedMlp(
+        index,
+        {.gate = names.gate, .up = names.up, .gate_up = names.gate_up, .down = names.down, .up_first = c.up_first},
+        c.activation);
 }
 
 at::Tensor DecoderMlp::forward(const Weights& weights, const at::Tensor& normed, double dropout) const {

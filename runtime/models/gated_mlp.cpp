@@ -8,6 +8,7 @@ namespace tierflow::models {
 
 GatedMlp::GatedMlp(const TensorIndex& index, const MlpNames& names, Activation activation)
     : gated_(!names.gate.empty() || !names.gate_up.empty()),
+      up_first_(names.up_first),
       activation_(activation),
       gate_(index, names.gate),
       up_(index, names.up),
@@ -22,7 +23,8 @@ GatedMlp::Kept GatedMlp::expand(const Weights& weights, const Tensor& normed, do
   }
   const Tensor both = gate_up_(weights, normed, dropout);
   const std::int64_t half = both.size(-1) / 2;
-  return {.gate = both.narrow(-1, 0, half).contiguous(), .up = both.narrow(-1, half, half).contiguous()};
+  return {.gate = both.narrow(-1, up_first_ ? half : 0, half).contiguous(),
+          .up = both.narrow(-1, up_first_ ? 0 : half, half).contiguous()};
 }
 
 Tensor GatedMlp::contract(const Weights& weights, const Kept& kept, double dropout) const {
@@ -54,7 +56,9 @@ Tensor GatedMlp::backward(const Weights& weights, const Gradients& sums, Tensor 
   down_.add_gradient(weights, sums, d_y, inner, in_down);
   inner.reset();
   if (!gated_ || gate_up_) {
-    const Tensor d = gated_ ? at::cat({kept.gate, kept.up}, 1) : kept.up;
+    const Tensor d = !gated_     ? kept.up
+                     : up_first_ ? at::cat({kept.up, kept.gate}, 1)
+                                 : at::cat({kept.gate, kept.up}, 1);
     kept = {};
     const Linear& first = gated_ ? gate_up_ : up_;
     const auto in = first.incoming(weights, d);

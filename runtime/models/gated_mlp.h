@@ -8,6 +8,7 @@ namespace tierflow::models {
 // there is no gate.
 struct MlpNames {
   std::string gate, up, gate_up, down;
+  bool up_first = false;  // the rows of gate_up
 };
 
 class GatedMlp {
@@ -34,7 +35,7 @@ class GatedMlp {
   Kept restore(std::vector<at::Tensor>::const_iterator& next) const;
 
  private:
-  bool gated_ = true;
+  bool gated_ = true, up_first_ = false;
   Activation activation_ = Activation::silu;
   Linear gate_, up_, gate_up_, down_;
 };

@@ -28,9 +28,10 @@ std::int64_t head_chunk_rows(std::int64_t vocab, bool cuda) {
   return std::max<std::int64_t>(16, rows);
 }
 
-LossHead::LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& index, std::string_view tied)
+LossHead::LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& index, std::string_view own,
+                   std::string_view tied)
     : norm_(norm), rule_(rule) {
-  output_ = index.find("lm_head.weight");
+  output_ = index.find(own);
   if (output_ < 0) output_ = index.at(tied);
 }
 

@@ -16,8 +16,9 @@ double sum_in_order(const at::Tensor& losses);
 
 class LossHead {
  public:
-  // Tensor "lm_head.weight", else `tied`, the embedding's [vocab, hidden].
-  LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& index, std::string_view tied);
+  // Tensor `own`, else `tied`, the embedding's [vocab, hidden].
+  LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& index, std::string_view own,
+           std::string_view tied);
 
   // -log probabilities of the labels that count.
   HeadScores scores(const Weights& weights, const at::Tensor& hidden, const at::Tensor& labels,

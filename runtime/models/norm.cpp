@@ -17,11 +17,26 @@ Norm::Norm(NormKind kind, double eps, const TensorIndex& index, const std::strin
   if (kind_ == NormKind::layer) bias_ = index.at(name + ".bias");
 }
 
+namespace {
+
+at::Tensor wide(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat);
+}
+
+}  // namespace
+
 at::Tensor Norm::operator()(const Weights& weights, const at::Tensor& x, Kept* kept) const {
   if (kind_ == NormKind::none) return x;
   const at::Tensor& weight = weights[static_cast<std::size_t>(weight_)];
   if (kind_ != NormKind::layer && kind_ != NormKind::layer_no_bias)
     return rms_norm(x, weight, eps_, kind_, kept != nullptr ? &kept->rstd : nullptr);
+  if (weight.dim() == 2) {
+    if (kept == nullptr)
+      return (at::layer_norm(wide(x), {x.size(-1)}, {}, {}, eps_) * wide(weight)).to(x.scalar_type());
+    at::Tensor out;
+    std::tie(out, kept->mean, kept->rstd) = at::native_layer_norm(wide(x), {x.size(-1)}, {}, {}, eps_);
+    return out.mul_(wide(weight)).to(x.scalar_type());
+  }
   const at::Tensor bias = bias_ < 0 ? at::Tensor() : weights[static_cast<std::size_t>(bias_)];
   if (kept == nullptr) return at::layer_norm(x, {x.size(-1)}, weight, bias, eps_);
   at::Tensor out;
@@ -35,6 +50,15 @@ at::Tensor Norm::backward(const Weights& weights, const Gradients& sums, const a
   const at::Tensor weight = at_or_none(weights, weight_);
   if (kind_ != NormKind::layer && kind_ != NormKind::layer_no_bias)
     return rms_norm_backward(d_out, x, kept.rstd, weight, at_or_none(sums, weight_), kind_, residual);
+  if (weight.dim() == 2) {
+    const at::Tensor d = wide(d_out), in = wide(x);
+    if (const at::Tensor sum = at_or_none(sums, weight_); sum.defined())
+      sum.add_(((in - kept.mean) * kept.rstd).mul_(d).reshape({-1, weight.size(0), weight.size(1)}).sum(0));
+    const at::Tensor d_in = std::get<0>(at::native_layer_norm_backward(d * wide(weight), in, {x.size(-1)}, kept.mean,
+                                                                       kept.rstd, {}, {}, {true, false, false}))
+                                .to(x.scalar_type());
+    return residual.defined() ? d_in + residual : d_in;
+  }
   const auto [d_x, d_weight, d_bias] = at::native_layer_norm_backward(
       d_out, x, {x.size(-1)}, kept.mean, kept.rstd, weight, at_or_none(weights, bias_), {true, true, bias_ >= 0});
   if (const at::Tensor sum = at_or_none(sums, weight_); sum.defined()) sum.add_(d_weight);

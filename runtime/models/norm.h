@@ -12,7 +12,8 @@ namespace tierflow::models {
 class Norm {
  public:
   Norm() = default;
-  // Tensors `name`.weight, and `name`.bias for a layer norm. With an empty name the norm changes nothing.
+  // Tensors `name`.weight, and `name`.bias for a layer norm. With an empty name the norm changes nothing. A weight
+  // [heads, size] of layer_no_bias is that of x [.., heads, size]: multiplied in fp32, the product is rounded once.
   Norm(NormKind kind, double eps, const TensorIndex& index, const std::string& name);
 
   explicit operator bool() const { return kind_ != NormKind::none; }

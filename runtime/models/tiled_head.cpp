@@ -60,7 +60,7 @@ TiledHead::TiledHead(const ModelSpec& spec, int norm_stage, const Norm& norm, co
     : norm_(norm), rule_(rule), norm_stage_(norm_stage) {
   for (int stage = norm_stage + 1; stage < static_cast<int>(spec.stages.size()); ++stage) {
     const TensorIndex index(spec, stage);
-    const int own = index.find("lm_head.weight");
+    const int own = index.find(spec.config.names.head);
     tiles_.push_back(
         {.output = own >= 0 ? own : index.at(tied), .first = spec.stages[static_cast<std::size_t>(stage)].first_row});
   }

@@ -42,7 +42,7 @@ double stage_operations(const ModelSpec& spec, int stage, std::int64_t micro_bat
   } else if (of.kind != StageKind::embedding) {
     for (const int unit : of.units)
       for (const TensorSpec& tensor : spec.units[unit].tensors)
-        if (tensor.shape.size() > 1)
+        if (tensor.shape.size() > 1 && tensor.decays)
           products += static_cast<double>(tensor.elements()) * (tensor.part == Part::expert ? share : 1.0);
   }
   double operations = tokens * (2 * products + static_cast<double>(c.hidden_size));

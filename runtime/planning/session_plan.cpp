@@ -123,6 +123,7 @@ std::string store_identity(const ModelSpec& spec, const SessionOptions& options)
                           {"precision", precision_name(options.precision)},
                           {"tiling", {spec.tiling.vocabulary_elements, spec.tiling.block_elements}},
                           {"run", options.run}};
+  if (!spec.read_as.empty()) identity["as"] = spec.read_as;
   if (!spec.adapter_config_json.empty()) identity["adapter"] = spec.adapter_config_json;
   if (!spec.trainable_json.empty()) identity["trainable"] = spec.trainable_json;
   if (spec.base_format != WeightFormat::bf16) identity["base"] = weight_format_name(spec.base_format);

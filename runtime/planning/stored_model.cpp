@@ -20,8 +20,9 @@ ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) 
       tiling->size() != 2 || !(*tiling)[0].is_number_integer() || !(*tiling)[1].is_number_integer())
     throw Exception(io::Error{
         .kind = io::ErrorKind::corruption, .path = where, .detail = "the store does not say which model it holds"});
-  ModelSpec spec = parse_model_spec(identity.value("config", ""), where,
-                                    {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1]});
+  ModelSpec spec =
+      parse_model_spec(identity.value("config", ""), where,
+                       {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1]}, identity.value("as", ""));
   ModelSpec like;
   like.adapter_config_json = identity.value("adapter", "");
   like.trainable_json = identity.value("trainable", "");
@@ -33,6 +34,16 @@ ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) 
 
 }  // namespace
 
+std::optional<StoredSource> source_in(const nlohmann::json& progress) {
+  const auto found = progress.is_object() ? progress.find("source") : progress.end();
+  if (!progress.is_object() || found == progress.end() || !found->is_object()) return std::nullopt;
+  return StoredSource{.folder = found->value("folder", ""), .hash = found->value("hash", std::uint64_t{0})};
+}
+
+nlohmann::json source_json(const StoredSource& source) {
+  return {{"folder", source.folder.string()}, {"hash", source.hash}};
+}
+
 StoredModel open_stored_model(const Folders& storage) {
   swap::StoreOptions options{.volume = {.folders = storage, .allow_buffered = true, .allow_any_filesystem = true}};
   StoredModel found{.contents = value_or_throw(swap::Store::inspect(options.volume))};
@@ -43,6 +54,7 @@ StoredModel open_stored_model(const Folders& storage) {
                               .detail = "the store holds no committed state: the run that made it ended before its "
                                         "first commit"});
   found.spec = stored_spec(identity, storage.front().string());
+  found.source = source_in(nlohmann::json::parse(found.contents.progress, nullptr, false));
   found.packed = pack(found.spec, parse_precision(identity.value("precision", "")));
   std::vector<swap::UnitShape> shapes;
   for (const PackedUnit& unit : found.packed.units) shapes.push_back(unit.shape);

@@ -1,6 +1,10 @@
 #pragma once
 // A model in a store that a run left, opened for reading. No torch here.
+#include <cstdint>
+#include <filesystem>
 #include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
 
 #include "runtime/planning/left_store.h"
 #include "runtime/spec/model_spec.h"
@@ -9,9 +13,19 @@
 
 namespace tierflow {
 
+// The folder of which a run's result takes other parts than the language model, and their hash when the run began.
+struct StoredSource {
+  std::filesystem::path folder;
+  std::uint64_t hash = 0;
+};
+// What Session's progress says of it; nothing where there is none.
+std::optional<StoredSource> source_in(const nlohmann::json& progress);
+nlohmann::json source_json(const StoredSource& source);
+
 struct StoredModel {
   swap::Store::Contents contents;
   ModelSpec spec;
+  std::optional<StoredSource> source;
   PackedModel packed;
   std::unique_ptr<swap::Layout> layout;
   std::unique_ptr<swap::Store> store;  // last: refers to the layout

@@ -5,6 +5,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/program/command_line.h"
+#include "runtime/program/data_options.h"
 #include "runtime/program/option_values.h"
 
 namespace tierflow {
@@ -168,6 +169,7 @@ OptionTable merge_table(MergeOptions& o) {
   OptionTable table("merge");
   table.path("adapter", o.adapter, "DIR", "the adapters, a folder as `tierflow train --method lora` and PEFT write it");
   table.path("model", o.model, "DIR", "the model that they are for; none: the folder that they name");
+  add_family(table, o.read_as);
   table.path("out", o.out, "DIR", "folder for the whole model");
   return table;
 }
@@ -177,6 +179,7 @@ MergeOptions parse_merge(const std::vector<std::string>& words) {
   const OptionTable table = merge_table(options);
   CommandLine(table).apply(words);
   if (options.adapter.empty() || options.out.empty()) fail_usage("`tierflow merge` needs --adapter and --out");
+  keep_family(options.read_as, options.adapter);
   return options;
 }
 

@@ -4,6 +4,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
+#include "runtime/base/strict_json.h"
 #include "runtime/program/command_line.h"
 #include "runtime/program/option_values.h"
 
@@ -47,9 +48,28 @@ DataOptions common_data_options(const DataChoice& o, const ModelSpec& spec, cons
 
 }  // namespace
 
+void add_family(OptionTable& table, std::string& read_as) {
+  table.add({.name = "as",
+             .value_name = "FAMILY",
+             .help = "read a model of an unknown architecture as one of this family, such as llama or qwen2: where its "
+                     "config.json and its tensors have nothing else",
+             .set = [&read_as](const auto& words) { read_as = words[0]; },
+             .get = [&read_as] { return read_as.empty() ? OrderedJson() : OrderedJson(read_as); }});
+}
+
+void keep_family(std::string& read_as, const std::filesystem::path& adapter) {
+  const std::filesystem::path made_by = adapter / "tierflow_run.json";
+  std::error_code ignored;
+  if (!read_as.empty() || adapter.empty() || !std::filesystem::exists(made_by, ignored)) return;
+  const Json run =
+      parse_json(read_text(open_beneath(adapter, "tierflow_run.json"), made_by, 1 << 20), made_by.string());
+  if (run.is_object()) read_as = JsonFields(run, made_by.string()).text_or("as", "");
+}
+
 void add_data_rows(OptionTable& table, DataChoice& o) {
   table.group(kData);
   table.path("model", o.model, "DIR", "Hugging Face model folder (config.json and safetensors)");
+  add_family(table, o.read_as);
   table.paths(
       "data", o.data, false,
       "text (.txt .py .md .jsonl), rows of conversations (.jsonl, .tfd) or token files (.npy .bin), or folders");

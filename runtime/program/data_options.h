@@ -12,6 +12,10 @@ inline constexpr const char* kResult = "Result and log";
 
 inline constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;  // in a step
 
+// --as.
+void add_family(OptionTable& table, std::string& read_as);
+// Without --as the one that adapters of this folder were trained with, where tierflow_run.json there says so.
+void keep_family(std::string& read_as, const std::filesystem::path& adapter);
 void add_data_rows(OptionTable& table, DataChoice& options);
 // Throws Exception (kind usage) for what contradicts itself or lacks. command: what asks.
 void check_data(const DataChoice& options, const std::string& command);

@@ -29,7 +29,7 @@ int run_eval(const EvalOptions& options) {
   TrainingLog log(options.log_json, false);
   std::optional<DocumentScores> documents;
   if (!options.per_document.empty()) documents.emplace(options.per_document, options.sequence_length);
-  const Model model = load_with(options.model, options.adapter, options.base_precision);
+  const Model model = load_with(options.model, options.adapter, options.base_precision, options.read_as);
   const ModelSpec& spec = model.spec();
   const Dataset data = prepare_data(data_options(options, spec, temporary_folder()), log);
   if (documents) (void)data.training_documents(0);  // text has none

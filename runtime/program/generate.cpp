@@ -159,7 +159,9 @@ class LiveText {
 class Generation {
  public:
   Generation(const GenerateOptions& options, TrainingLog& log)
-      : options_(options), log_(log), model_(load_with(options.model, options.adapter, options.base_precision)) {
+      : options_(options),
+        log_(log),
+        model_(load_with(options.model, options.adapter, options.base_precision, options.read_as)) {
     tokenizer_.emplace(data_options(options, model_.spec()));
     const GenerationConfig config = read_generation_config(options.model);
     generation_ = {.sampling = sampling_of(options, config.sampling),

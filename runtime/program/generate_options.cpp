@@ -52,6 +52,7 @@ OptionTable generate_table(GenerateOptions& o) {
   OptionTable table("generate");
   table.group(kData);
   table.path("model", o.model, "DIR", "Hugging Face model folder (config.json and safetensors)");
+  add_family(table, o.read_as);
   table.path("adapter", o.adapter, "DIR", "adapters of the model, a folder as PEFT writes it");
   add_base_precision(table, o.base_precision);
   table.text("tokenizer", o.tokenizer, "auto: the model's tokenizer.json, else bytes; bytes; or a tokenizer.json");
@@ -97,6 +98,7 @@ GenerateOptions parse_generate(const std::vector<std::string>& words) {
   const OptionTable table = generate_table(options);
   CommandLine(table).apply(words);
   check_machine(options);
+  keep_family(options.read_as, options.adapter);
   if (options.model.empty()) fail_usage("`tierflow generate` needs --model");
   if (!options.prompt.empty() && !options.prompts.empty()) fail_usage("give --prompt or --prompts, not both");
   if (options.prompt.empty() && options.prompts.empty() && !options.chat)

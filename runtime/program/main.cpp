@@ -161,7 +161,9 @@ int run(std::vector<std::string> words) {
   if (command == "export") return call("tierflow_run_export", parse_export(rest));
   const InitOptions options = parse_init(rest);
   watch_signals();
-  init_checkpoint(options.config, options.out, options.seed, options.shard_size, [] { return stop_signal() != 0; });
+  init_checkpoint(
+      options.config, options.out, options.seed, options.shard_size, [] { return stop_signal() != 0; },
+      options.read_as);
   return 0;
 }
 

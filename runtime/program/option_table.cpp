@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "runtime/base/edit_distance.h"
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/base/utf8.h"
@@ -14,22 +15,6 @@ namespace tierflow {
 namespace {
 
 using OrderedJson = nlohmann::ordered_json;
-
-// Insertions, deletions, replacements and swaps of neighbours that turn one into the other.
-std::size_t distance(std::string_view a, std::string_view b) {
-  std::vector<std::vector<std::size_t>> d(a.size() + 1, std::vector<std::size_t>(b.size() + 1));
-  for (std::size_t i = 0; i <= a.size(); ++i)
-    for (std::size_t j = 0; j <= b.size(); ++j) {
-      if (i == 0 || j == 0) {
-        d[i][j] = i + j;
-        continue;
-      }
-      d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1)});
-      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
-        d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
-    }
-  return d[a.size()][b.size()];
-}
 
 }  // namespace
 
@@ -184,7 +169,7 @@ std::string OptionTable::suggestion(const std::string& name) const {
   std::size_t least = std::max<std::size_t>(2, name.size() / 3) + 1;
   for (const OptionRow& row : rows_) {
     const bool extends = name.size() > 2 && row.name.find(name) == 0;
-    const std::size_t d = extends ? 1 : distance(name, row.name);
+    const std::size_t d = extends ? 1 : edit_distance(name, row.name);
     if (d < least) {
       least = d;
       nearest = &row;

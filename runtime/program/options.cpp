@@ -148,6 +148,7 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
 OptionTable init_table(InitOptions& o) {
   OptionTable table("init");
   table.path("config", o.config, "FILE", "config.json of the model");
+  add_family(table, o.read_as);
   table.path("out", o.out, "DIR", "new folder for the model");
   table.seed("seed", o.seed, "of the random weights");
   table.bytes("shard-size", o.shard_size, "largest size of one weights file");
@@ -281,6 +282,7 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
     fail_usage("--durability " + options.durability + " needs --storage: the state lies there");
   if (options.resume && options.storage.empty()) fail_usage("--resume needs --storage: the state lies there");
   check_adapter(options);
+  keep_family(options.read_as, options.adapter);
   if (options.method == "lora" && !options.config.empty())
     fail_usage("--method lora needs --model: the adapters of --config's random weights are of use to nobody");
   if (options.resume && options.fresh) fail_usage("give --resume or --fresh, not both");
@@ -296,6 +298,7 @@ PlanOptions parse_plan(const std::vector<std::string>& words) {
   check_sizes(options, options.micro_batches);
   if (options.model.empty() == options.config.empty()) fail_usage("`tierflow plan` needs either --model or --config");
   check_adapter(options);
+  keep_family(options.read_as, options.adapter);
   return options;
 }
 
@@ -306,6 +309,7 @@ EvalOptions parse_eval(const std::vector<std::string>& words) {
   check_data(options, "eval");
   check_sizes(options, 1);
   if (options.model.empty()) fail_usage("`tierflow eval` needs --model");
+  keep_family(options.read_as, options.adapter);
   return options;
 }
 

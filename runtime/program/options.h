@@ -16,6 +16,7 @@ namespace tierflow {
 
 struct InitOptions {
   std::filesystem::path config, out;
+  std::string read_as;  // a family's model_type; empty: the one that config.json names
   std::uint64_t seed = 0;
   std::uint64_t shard_size = std::uint64_t{5} << 30;
 };
@@ -34,6 +35,7 @@ struct StoreCommandOptions {
 // Which data, and how they become sequences.
 struct DataChoice {
   std::filesystem::path model;  // an HF folder
+  std::string read_as;          // as in InitOptions
   std::vector<std::filesystem::path> data;
   std::vector<double> data_weights;  // one for each of data; empty: all are one whole
   std::string data_format = "auto";
@@ -138,6 +140,7 @@ double highest_lr(const TrainOptions& options);
 
 struct MergeOptions {
   std::filesystem::path model, adapter, out;
+  std::string read_as;  // as in InitOptions
 };
 
 struct PlanOptions : TrainOptions {

@@ -41,8 +41,8 @@ std::uint64_t prepare_torch(const std::string& device, int threads) {
 }
 
 Model load_with(const std::filesystem::path& model, const std::filesystem::path& adapter,
-                const std::string& base_precision) {
-  const Model base = load(model);
+                const std::string& base_precision, const std::string& as) {
+  const Model base = load(model, as);
   return with_base_format(adapter.empty() ? base : with_adapters(base, adapter), parse_weight_format(base_precision));
 }
 

@@ -12,9 +12,10 @@ namespace tierflow {
 // Puts torch's memory under the budget's allocator and sets its threads (0: as they are): before the first tensor.
 // Returns what the device's use takes of it beside tensors.
 std::uint64_t prepare_torch(const std::string& device, int threads);
-// The model in a folder with a folder of adapters, if one is named, over a base in that format.
+// The model in a folder, read as `as` says (read_model_spec), with a folder of adapters, if one is named, over a base
+// in that format.
 Model load_with(const std::filesystem::path& model, const std::filesystem::path& adapter,
-                const std::string& base_precision);
+                const std::string& base_precision, const std::string& as);
 // The data, prepared; what became of them is said.
 Dataset prepare_data(DataOptions options, TrainingLog& log);
 // Says which device it is; steps in the log tell what a card does from then on.

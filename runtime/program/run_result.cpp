@@ -7,6 +7,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"
 #include "runtime/base/strict_json.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/planning/stored_model.h"
 #include "runtime/program/train.h"
 #include "runtime/program/training_log.h"
@@ -80,6 +81,10 @@ RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool re
     }
   if (options.method == "lora" && !options.merge && !tied_name_beside_base(spec).empty())  // the table's second name
     weight_bytes_ += 4 * static_cast<std::uint64_t>(spec.config.vocab_size * spec.config.hidden_size);
+  if (options.config.empty() && last_file(options) == std::string(kModelLast))
+    weight_bytes_ += SourceFolder(read_model_spec(options.model / "config.json", Tiling::none(), spec.read_as),
+                                  std::make_shared<const Checkpoint>(Checkpoint::open(options.model)))
+                         .bytes();
   companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
   folder_.emplace(options.out, resumed);
   check_space();
@@ -151,7 +156,13 @@ int run_export(const ExportOptions& options) {
   watch_signals();
   ResultFolder out(options.out);
   TrainingLog log({}, false);
-  out.begin(open_stored_model(options.storage).spec.adapter_config_json.empty() ? kModelLast : kAdapterLast);
+  {
+    const StoredModel model = open_stored_model(options.storage);
+    out.begin(model.spec.adapter_config_json.empty() ? kModelLast : kAdapterLast);
+    std::error_code ignored;
+    if (model.source && fs::is_directory(model.source->folder, ignored))
+      CompanionFiles(model.source->folder).copy_to(out.path());
+  }
   export_store(options.storage, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
     throw_if_stopped();
     log.progress(phase, done, total);
@@ -169,10 +180,13 @@ int run_merge(const MergeOptions& options) {
   TrainingLog log({}, false);
   out.begin(kModelLast);
   companions.copy_to(out.path());
-  merge_adapter(model, options.adapter, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
-    throw_if_stopped();
-    log.progress(phase, done, total);
-  });
+  merge_adapter(
+      model, options.adapter, options.out,
+      [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+        throw_if_stopped();
+        log.progress(phase, done, total);
+      },
+      options.read_as);
   out.finish();
   log.say("result: " + fs::absolute(options.out).string());
   return 0;

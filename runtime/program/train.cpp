@@ -59,8 +59,7 @@ class Training {
 
   int run() {
     if (!spec_.wrapper.empty())
-      log_.say(fmt::format("the text model of {} is trained: the result is a {}, without the other parts",
-                           printable(spec_.wrapper), spec_.config.architecture));
+      log_.say(fmt::format("the text model of {} is trained: {}", printable(spec_.wrapper), result_of_text_model()));
     open_session();
     out_.check_space();  // once more: the store lies on the same drive, it may be
     log_.begin();
@@ -172,7 +171,7 @@ class Training {
 
   Model training_model() const {
     if (!options_.config.empty()) return from_config(spec_, options_.seed);
-    Model model = load(options_.model);
+    Model model = load(options_.model, options_.read_as);
     if (options_.method == "lora") {
       model = with_base_format(model, spec_.base_format);
       model = options_.adapter.empty() ? with_adapters(model, options_.lora, options_.seed)
@@ -181,6 +180,13 @@ class Training {
       model = with_trainable(model, options_.trained);
     }
     return with_learning_rates(model, learning_rate_scales(options_));
+  }
+
+  std::string result_of_text_model() const {
+    if (!options_.config.empty())
+      return fmt::format("the result is a {}, without the other parts", spec_.config.architecture);
+    if (last_file(options_) != std::string("config.json")) return "its adapters have the names of a text model";
+    return "the result has the other parts as they are";
   }
 
   void say_what_is_durable() {

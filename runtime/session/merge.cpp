@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "runtime/base/exception.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/session/adapter_folder.h"
 #include "runtime/session/session_impl.h"
 
@@ -27,12 +28,15 @@ torch::Tensor whole(const TensorSpec& tensor, const AdapterValues& values) {
 // A model in a folder, and its specification with the adapters that are to be added to it.
 struct Merge {
   ModelSpec spec;
-  Checkpoint base;
+  std::shared_ptr<const Checkpoint> base;
+  SourceFolder source;
 };
 
-Merge open_merge(const fs::path& base, const AdapterConfig& config) {
-  Merge merge{.spec = read_model_spec(base / "config.json", Tiling::none()), .base = Checkpoint::open(base)};
-  check_tensors(merge.spec, merge.base);
+Merge open_merge(const fs::path& base, const AdapterConfig& config, const std::string& as) {
+  ModelSpec spec = read_model_spec(base / "config.json", Tiling::none(), as);
+  const auto weights = std::make_shared<const Checkpoint>(Checkpoint::open(base));
+  check_tensors(spec, *weights);
+  Merge merge{.spec = spec, .base = weights, .source = SourceFolder(spec, weights)};
   add_adapters(merge.spec, config);
   return merge;
 }
@@ -120,9 +124,10 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
       if (is_adapter(tensor)) continue;
-      headers.push_back({.name = tensor.name, .dtype = dtype_of(tensor), .shape = tensor.shape});
+      headers.push_back({.name = merge.source.name_of(tensor), .dtype = dtype_of(tensor), .shape = tensor.shape});
       total += static_cast<std::uint64_t>(tensor.elements());
     }
+  std::ranges::move(merge.source.headers(), std::back_inserter(headers));
   CheckpointWriter writer(folder, std::move(headers));
   const auto write = [&](const TensorSpec& tensor, const torch::Tensor& piece) {
     const torch::Tensor words = dtype_of(tensor) == Dtype::f32 ? piece : piece.to(torch::kBFloat16);
@@ -140,20 +145,22 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
         continue;
       }
       const Addend addend = addend_of(unit, tensor, transposed, values);
-      const Sum sum(merge.base, tensor, addend, transposed);
+      const Sum sum(*merge.base, tensor, addend, transposed);
       sum.each([&](std::int64_t row, const torch::Tensor& piece) {
         sum.scale(row, piece);
         write(tensor, piece);
       });
     }
-  writer.finish(spec.config_json);
+  merge.source.write(writer, {}, progress);
+  writer.finish(merge.source.config_json());
 }
 
 }  // namespace
 
-void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path& folder, const Progress& progress) {
+void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path& folder, const Progress& progress,
+                   const std::string& as) {
   const AdapterFolder found = open_adapter(adapter);
-  const Merge merge = open_merge(base, found.config);
+  const Merge merge = open_merge(base, found.config, as);
   check_adapters(merge.spec, *found.weights);
   write_merged(
       merge,
@@ -178,7 +185,7 @@ void Session::export_merged(const fs::path& base, const fs::path& folder, const 
     throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");
   impl_->flush();
   write_merged(
-      open_merge(base, parse_adapter_config(spec.adapter_config_json, "the model's adapters")),
+      open_merge(base, parse_adapter_config(spec.adapter_config_json, "the model's adapters"), spec.read_as),
       [&](const TensorSpec& tensor, const UseMaster& use) {
         for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
           for (std::size_t i = 0; i < spec.units[unit].tensors.size(); ++i)

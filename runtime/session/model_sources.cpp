@@ -1,6 +1,6 @@
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
-#include "runtime/checkpoint/safetensors.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/models/causal_model.h"
 #include "runtime/session/session.h"
@@ -24,7 +24,7 @@ Model changed(const Model& model, std::string_view what, const std::function<voi
                     std::string(what) + " are for the models of load() and from_config(), not for layers of one's own");
   ModelSpec spec = model.spec();
   change(spec);
-  return {make_model(std::move(spec)), model.weights, model.stored};
+  return {make_model(std::move(spec)), model.weights, model.stored, model.source};
 }
 
 Model with_base_format(const Model& model, WeightFormat format) {
@@ -41,17 +41,20 @@ Model with_learning_rates(const Model& model, const std::vector<std::pair<std::s
   return changed(model, "learning rates of tensors", [&](ModelSpec& spec) { set_learning_rates(spec, by_pattern); });
 }
 
-Model load(const std::filesystem::path& folder) {
+Model load(const std::filesystem::path& folder, const std::string& as) {
   DeviceMemory::install();
-  ModelSpec spec = read_model_spec(folder / "config.json");
+  ModelSpec spec = read_model_spec(folder / "config.json", {}, as);
   auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(folder));
   check_tensors(spec, *checkpoint);
+  auto source = std::make_shared<const SourceFolder>(spec, checkpoint);
+  if (!source->gives()) source.reset();
   return {make_model(std::move(spec)),
           [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
             checkpoint->read_f32(tensor, first, out);
           },
           {.has = [checkpoint](const std::string& name) { return checkpoint->has_fp8(name); },
-           .read = [checkpoint](const TensorSpec& tensor) { return checkpoint->read_fp8(tensor.name); }}};
+           .read = [checkpoint](const TensorSpec& tensor) { return checkpoint->read_fp8(tensor.name); }},
+          std::move(source)};
 }
 
 }  // namespace tierflow

@@ -30,6 +30,8 @@ auto guarded(swap::Executor& executor, Work work) {
 
 Session::Session(Model model, SessionOptions options, AdamW adamw, const Progress& progress)
     : impl_(std::make_unique<Impl>(std::move(model.layers), std::move(options), adamw)) {
+  if (model.source != nullptr && impl_->options.train && impl_->model->spec().adapter_config_json.empty())
+    impl_->keep_source(std::move(model.source), progress);
   impl_->set_up(model.weights, model.stored, progress);
 }
 

@@ -42,6 +42,7 @@ struct StepResult {
 };
 
 class LayeredModel;
+class SourceFolder;
 struct CachedRow;
 struct HeadScores;
 
@@ -49,12 +50,13 @@ struct HeadScores;
 struct Model {
   std::shared_ptr<LayeredModel> layers;
   WeightSource weights;
-  StoredSource stored = {};  // of load(): what its folder has in a format that can be kept
+  StoredSource stored = {};                         // of load(): what its folder has in a format that can be kept
+  std::shared_ptr<const SourceFolder> source = {};  // what a result takes from the model's folder; null: nothing
   const ModelSpec& spec() const;
 };
 
-// The model in an HF folder: config.json and safetensors. Throws Exception (kind input).
-Model load(const std::filesystem::path& folder);
+// The model in an HF folder: config.json and safetensors. as: as in read_model_spec(). Throws Exception (kind input).
+Model load(const std::filesystem::path& folder, const std::string& as = "");
 // A model with random weights, those of `tierflow init` with this seed.
 Model from_config(const ModelSpec& spec, std::uint64_t seed);
 // One of these with low-rank adapters (spec/adapters.h), which alone are trained: the base is read and never written.
@@ -111,8 +113,9 @@ class Session {
   // options.micro_batch * options.sequence_length tokens.
   std::vector<at::Tensor> next_logits(const std::vector<CachedRow>& rows);
 
-  // An HF folder: config.json and bf16 safetensors, streamed. tokenizer files are the caller's to copy.
-  // Throws Exception (kind usage) for a model with adapters.
+  // An HF folder: config.json and bf16 safetensors, streamed; of a model of text and other things a folder of its
+  // class, with the other parts as they were when the session began. Tokenizer files are the caller's to copy.
+  // Throws Exception (kind usage) for a model with adapters, (kind input) where the other parts have changed.
   void export_hf(const std::filesystem::path& folder, const Progress& progress = {});
   // The adapters of a model that has some, as PEFT's folder: adapter_config.json and adapter_model.safetensors (fp32).
   // base: what PEFT is told to be the model's name or folder. Throws Exception (kind usage) for another model.
@@ -164,12 +167,14 @@ class Session {
 };
 
 // Writes the model in the folder `base` with the adapters of PEFT's folder added to its weights, as an HF folder:
-// W + scale * B A in fp32, rounded to bf16 once. Streamed. Throws Exception (kind input) where they do not fit.
+// W + scale * B A in fp32, rounded to bf16 once. Streamed. as: as in read_model_spec(). Throws Exception (kind input)
+// where they do not fit.
 void merge_adapter(const std::filesystem::path& base, const std::filesystem::path& adapter,
-                   const std::filesystem::path& folder, const Progress& progress = {});
+                   const std::filesystem::path& folder, const Progress& progress = {}, const std::string& as = "");
 
 // Writes the committed weights of a store that a session kept as an HF folder, or the adapters that it trained as
-// PEFT's.
+// PEFT's. Throws Exception (kind input) where the folder of which the result is to take other parts is not there, or
+// not as it was.
 void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
                   const Progress& progress = {});
 

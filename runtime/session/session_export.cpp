@@ -1,7 +1,10 @@
 // What comes out of a session: HF folders, master weights, a description.
+#include <algorithm>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
-#include "runtime/checkpoint/safetensors.h"
+#include "runtime/base/files.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/planning/stored_model.h"
 #include "runtime/session/adapter_folder.h"
 #include "runtime/session/session_impl.h"
@@ -10,23 +13,51 @@ namespace tierflow {
 
 namespace {
 
-std::vector<TensorHeader> headers_of(const ModelSpec& spec, const PackedModel& packed) {
+// What a result takes from the folder of the model, beside what was trained; source null: nothing.
+struct OtherParts {
+  std::shared_ptr<const SourceFolder> source;
+  std::uint64_t hash = 0;
+};
+
+std::vector<TensorHeader> headers_of(const ModelSpec& spec, const PackedModel& packed, const SourceFolder* source) {
   std::vector<TensorHeader> headers;
   for (std::size_t index = 0; index < packed.units.size(); ++index)
     for (const PackedTensor& tensor : packed.units[index].tensors) {
       const TensorSpec& of = spec.units[index].tensors[tensor.tensor];
       if (of.first_row == 0)  // its other tiles follow
-        headers.push_back({.name = of.name, .dtype = dtype_of(of), .shape = of.checkpoint_shape()});
+        headers.push_back({.name = source == nullptr ? of.name : source->name_of(of),
+                           .dtype = dtype_of(of),
+                           .shape = of.checkpoint_shape()});
     }
+  if (source != nullptr) std::ranges::move(source->headers(), std::back_inserter(headers));
   return headers;
 }
 
 void export_weights(const ModelSpec& spec, const PackedModel& packed, const swap::Layout& layout,
-                    const std::filesystem::path& folder, const ReadChunk& read, const Progress& progress) {
-  CheckpointWriter writer(folder, headers_of(spec, packed));
+                    const OtherParts& others, const std::filesystem::path& folder, const ReadChunk& read,
+                    const Progress& progress) {
+  CheckpointWriter writer(folder, headers_of(spec, packed, others.source.get()));
   write_weights(
       writer, spec.units, packed, layout, [](int, int) { return true; }, read, "exporting", progress);
-  writer.finish(spec.config_json);
+  if (others.source != nullptr) others.source->write(writer, others.hash, progress);
+  writer.finish(others.source != nullptr ? others.source->config_json() : spec.config_json);
+}
+
+// Those that a stored run's result takes, if they are still as they were.
+OtherParts other_parts(const StoredModel& model, const Progress& progress) {
+  if (!model.source) return {};
+  const std::filesystem::path& folder = model.source->folder;
+  const std::string wanted = "the result takes its parts beside the language model from there: put the model back";
+  std::error_code ignored;
+  if (!std::filesystem::is_directory(folder, ignored))
+    fail_input(folder.string(), "is not there any more, and " + wanted);
+  const ModelSpec spec = read_model_spec(folder / "config.json", Tiling::none(), model.spec.read_as);
+  const auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(folder));
+  check_tensors(spec, *checkpoint);
+  OtherParts found{std::make_shared<const SourceFolder>(spec, checkpoint), model.source->hash};
+  if (spec.config_json != model.spec.config_json || found.source->hash(progress) != found.hash)
+    fail_input(folder.string(), "is not as it was when the run began, and " + wanted);
+  return found;
 }
 
 }  // namespace
@@ -40,7 +71,7 @@ void Session::export_hf(const std::filesystem::path& folder, const Progress& pro
     throw Exception(io::ErrorKind::usage, "the model's weights are quantised: as such they are not written");
   impl.flush();
   export_weights(
-      impl.model->spec(), impl.plan.packed, *impl.plan.layout, folder,
+      impl.model->spec(), impl.plan.packed, *impl.plan.layout, {impl.source, impl.source_hash}, folder,
       [&](int chunk, const auto& use) { impl.state->read_chunk(chunk, use); }, progress);
 }
 
@@ -61,7 +92,11 @@ void Session::Impl::commit() {
 
 // What a session needs to go on from here, beside the weights and their state.
 std::string Session::Impl::progress_json() const {
-  return nlohmann::json{{"step", steps}, {"updates", updates_done}, {"skipped", skipped}, {"client", client}}.dump();
+  nlohmann::json progress{{"step", steps}, {"updates", updates_done}, {"skipped", skipped}, {"client", client}};
+  if (source != nullptr)
+    progress["source"] =
+        source_json({.folder = std::filesystem::absolute(source->folder()).lexically_normal(), .hash = source_hash});
+  return progress.dump();
 }
 
 void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
@@ -83,7 +118,7 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
     return write_adapter(model.spec, {}, folder,
                          [&](int unit, int tensor, const UseMaster& use) { read_master(extents, unit, tensor, use); });
   export_weights(
-      model.spec, model.packed, *model.layout, folder,
+      model.spec, model.packed, *model.layout, other_parts(model, progress), folder,
       [&](int chunk, const auto& use) { extents.read(swap::ExtentKind::hi, chunk, use); }, progress);
 }
 

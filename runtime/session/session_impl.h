@@ -3,6 +3,7 @@
 #include <map>
 
 #include "runtime/base/exception.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/device/tensor_slot.h"
 #include "runtime/models/dense_weights.h"
 #include "runtime/models/layered_model.h"
@@ -19,6 +20,7 @@ struct Session::Impl {
   ~Impl();  // removes the store, also of a session that failed to start, unless it was committed
 
   // session_setup.cpp
+  void keep_source(std::shared_ptr<const SourceFolder> from, const Progress& progress);
   void set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress);
   std::uint64_t torch_bytes() const;
   ProbedModel probe();
@@ -93,6 +95,9 @@ struct Session::Impl {
   bool committed = false;
   std::int64_t committed_steps = -1;  // of the last commit
   std::string client;                 // what it wants remembered
+  // Of what an export takes other parts, and their hash when the session began; null: there are none.
+  std::shared_ptr<const SourceFolder> source;
+  std::uint64_t source_hash = 0;
   // Memory ran out and computing again did not help: the rest of the plan runs without computing.
   std::optional<io::Error> out_of_memory;
   std::int64_t computed_again = 0;

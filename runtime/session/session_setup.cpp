@@ -7,6 +7,7 @@
 
 #include "runtime/base/machine.h"
 #include "runtime/planning/left_store.h"
+#include "runtime/planning/stored_model.h"
 #include "runtime/session/session_impl.h"
 #include "runtime/spec/adapter_config.h"
 
@@ -37,6 +38,11 @@ Session::Impl::Impl(std::shared_ptr<LayeredModel> model_, SessionOptions options
       adamw(adamw_),
       torch_device(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
       torch_memory(options.device == "cuda" ? DeviceMemory::cuda() : DeviceMemory::install()) {}
+
+void Session::Impl::keep_source(std::shared_ptr<const SourceFolder> from, const Progress& progress) {
+  source = std::move(from);
+  source_hash = source->hash(progress);
+}
 
 void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress) {
   if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
@@ -104,6 +110,7 @@ void Session::Impl::check_resumed(const std::string& identity) const {
     if (key == "units" && before.is_null()) return false;  // of an earlier version
     return key == "adapter" ? !same_adapter(before, here) : before != here;
   };
+  if (then.is_object() && differs("as")) refuse("holds the state of another run: its family (--as) is not this one's");
   for (const char* key :
        {"config", "units", "tiling", "adapter", "trainable", "base", "base_plain", "precision", "run"})
     if (!then.is_object() || differs(key))
@@ -128,6 +135,15 @@ void Session::Impl::restore(const Progress& progress) {
   updates_done = found.value("updates", std::int64_t{0});
   skipped = found.value("skipped", std::int64_t{0});
   client = found.value("client", "");
+  const auto before = source_in(found);
+  if (before && (source == nullptr || before->hash != source_hash))
+    throw Exception(
+        io::Error{.kind = io::ErrorKind::usage,
+                  .path = options.storage.front().string(),
+                  .detail = "the run whose state is here began with other parts beside the language model: " +
+                            (source == nullptr ? "now there are none, and then those of "
+                                               : source->folder().string() + " has changed since, or is not ") +
+                            before->folder.string()});
   committed = true;
   committed_steps = steps;
 }

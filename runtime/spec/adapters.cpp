@@ -18,6 +18,7 @@ namespace tierflow {
 namespace {
 
 constexpr std::string_view kWeight = ".weight", kPrefix = "base_model.model.", kHead = "lm_head";
+constexpr std::string_view kHeadInFolders = "embed_out";  // GPT-NeoX's; in transformers 5 the module is kHead
 constexpr std::string_view kA = ".lora_A.weight", kB = ".lora_B.weight", kA0 = ".lora_A0.weight",
                            kB0 = ".lora_B0.weight", kM = ".lora_magnitude_vector", kM0 = ".lora_magnitude_base";
 // By AdapterPart, but for none.
@@ -85,6 +86,11 @@ std::string module_of(const std::string& tensor) {
   return tensor.substr(0, tensor.rfind('.'));
 }
 
+// A tensor's name in transformers' and PEFT's models, which folders of weights may have under another.
+std::string name_in_model(const std::string& tensor) {
+  return module_of(tensor) == kHeadInFolders ? fmt::format("{}{}", kHead, kWeight) : tensor;
+}
+
 // The modules that a configuration saves.
 class Saved {
  public:
@@ -95,11 +101,12 @@ class Saved {
 
   // Whether this tensor is in one of them. has_adapter: its layer is to have one, unless it is saved.
   bool wants(const TensorSpec& tensor, bool has_adapter) {
-    std::vector<std::string> paths{module_of(tensor.name)};
+    std::vector<std::string> paths{module_of(name_in_model(tensor.name))};
     modules_.insert(last_name(paths.front()));
     for (std::size_t dot = paths.back().rfind('.'); dot != std::string::npos; dot = paths.back().rfind('.'))
       paths.push_back(paths.back().substr(0, dot));
     if (is_tied_table(tensor)) paths.emplace_back(kHead);
+    if (paths.front() != module_of(tensor.name)) paths.push_back(module_of(tensor.name));
     std::string fitting;
     bool whole = false;
     for (const std::string& path : paths)
@@ -218,7 +225,8 @@ std::string linear_module(const TensorSpec& tensor) {
     name.remove_prefix(kPrefix.size());
     return std::string(name.substr(0, name.rfind(".lora_")));
   }
-  if (tensor.shape.size() != 2 || !name.ends_with(kWeight) || tensor.part != Part::plain) return {};
+  const bool matrix = tensor.shape.size() == 2 && tensor.decays;  // norms of heads do not
+  if (!matrix || !name.ends_with(kWeight) || tensor.part != Part::plain) return {};
   name.remove_suffix(kWeight.size());
   return std::string(name);
 }
@@ -229,7 +237,7 @@ std::string name_beside_base(const TensorSpec& tensor) {
   if (part == AdapterPart::initial_b) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kB);
   if (part == AdapterPart::initial_magnitude) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kM);
   if (part != AdapterPart::none) return tensor.name;
-  return tensor.trainable ? std::string(kPrefix) + tensor.name : "";
+  return tensor.trainable ? std::string(kPrefix) + name_in_model(tensor.name) : "";
 }
 
 void check_first_factors(const ModelSpec& spec) {
@@ -327,6 +335,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
     fail_usage(fmt::format("no linear layer is called {}: this model has {}",
                            printable(fmt::format("{}", fmt::join(unused, " or ")), 200), fmt::join(names, ", ")));
   saved.expect_used();
+  std::ranges::replace(written.saved, std::string(kHeadInFolders), std::string(kHead));
   for (const std::int64_t layer : config.layers)
     if (layer < 0 || layer >= spec.config.layers)
       fail_usage(fmt::format("there is no layer {} to adapt: the model's are 0 to {}", layer, spec.config.layers - 1));

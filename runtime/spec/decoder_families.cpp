@@ -5,90 +5,26 @@
 #include <cmath>
 
 #include "runtime/spec/config_limits.h"
+#include "runtime/spec/decoder_fields.h"
 #include "runtime/spec/families.h"
 #include "runtime/spec/rope_config.h"
 
 namespace tierflow {
 namespace {
 
-struct Defaults {
-  std::int64_t head_dim = 0, max_positions = 2048;  // head_dim 0: hidden_size / heads
-  double norm_eps = 1e-6, initializer_range = 0.02;
-  bool tied = false;
-  const char* activation = "silu";
-  std::int64_t heads = 0;     // 0: config.json must give it
-  std::int64_t kv_heads = 0;  // 0: as many as heads, as for null
-};
-
-double dropout(const JsonFields& fields, const char* name, double fallback) {
-  return fields.number_or(name, fallback, 0.0, 0.999);
-}
-
-void read_common(const JsonFields& fields, ModelConfig& c, const Defaults& defaults,
-                 const char* activation_field = "hidden_act", const char* eps_field = "rms_norm_eps") {
-  c.hidden_size = fields.integer("hidden_size", 1, limits::hidden);
-  c.intermediate_size = fields.integer("intermediate_size", 1, limits::intermediate);
-  c.layers = fields.integer("num_hidden_layers", 1, limits::layers);
-  c.heads = defaults.heads == 0 ? fields.integer("num_attention_heads", 1, limits::heads)
-                                : fields.integer_or("num_attention_heads", defaults.heads, 1, limits::heads);
-  const bool all_heads = defaults.kv_heads == 0 || fields.is_null("num_key_value_heads");
-  const std::int64_t kv_heads = all_heads ? c.heads : defaults.kv_heads;
-  c.kv_heads = fields.integer_or("num_key_value_heads", kv_heads, 1, limits::heads);
-  c.head_dim = fields.integer_or("head_dim", fields.is_null("head_dim") ? 0 : defaults.head_dim, 1, limits::hidden);
-  if (c.head_dim == 0) {
-    if (c.hidden_size % c.heads != 0)
-      fields.fail("hidden_size",
-                  fmt::format("is {}, not a multiple of num_attention_heads {}", c.hidden_size, c.heads));
-    c.head_dim = c.hidden_size / c.heads;
-  }
-  if (c.heads % c.kv_heads != 0)
-    fields.fail("num_attention_heads",
-                fmt::format("is {}, not a multiple of num_key_value_heads {}", c.heads, c.kv_heads));
-  if (c.head_dim % 2 != 0)
-    fields.fail("head_dim", fmt::format("is {}; rotary embeddings need an even one", c.head_dim));
-  if (c.heads * c.head_dim > 16 * limits::hidden)
-    fields.fail("num_attention_heads",
-                fmt::format("times the head's size is {}, which is absurd", c.heads * c.head_dim));
-  c.max_positions = fields.integer_or("max_position_embeddings", defaults.max_positions, 1, limits::positions);
-  c.norm_eps = fields.number_or(eps_field, defaults.norm_eps, 0.0, 1.0);
-  c.initializer_range = fields.number_or("initializer_range", defaults.initializer_range, 0.0, 10.0);
-  c.activation = read_activation(fields, activation_field, defaults.activation);
-  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", defaults.tied);
-  c.attention_dropout = dropout(fields, "attention_dropout", 0.0);
-}
-
-void bias_of_attention(const JsonFields& fields, ModelConfig& c, bool fallback = false) {
-  c.qkv_bias = c.output_bias = fields.boolean_or("attention_bias", fallback);
-}
-
-std::int64_t window(const JsonFields& fields, std::int64_t fallback = 0) {
-  return fields.integer_or("sliding_window", fields.is_null("sliding_window") ? 0 : fallback, 1, limits::positions);
-}
-
-double softcap(const JsonFields& fields, const char* name, double fallback) {
-  return fields.number_or(name, fields.is_null(name) ? 0.0 : fallback, 1e-3, 1e9);
-}
-
-// A layer whose attention slides has the window and the rotary embedding `sliding_rope`, the others `full_rope`.
-void set_layers(ModelConfig& c, const std::vector<bool>& sliding, std::int64_t window, int sliding_rope = 0,
-                int full_rope = 0) {
-  c.layer_specs.clear();
-  for (const bool slides : sliding)
-    c.layer_specs.push_back({.window = slides ? window : 0, .rope = slides ? sliding_rope : full_rope});
-}
-
-void gate_and_up_in_one(ModelConfig& c) {
+// GPT-NeoX's and GLM-130B's: layer norms and biases everywhere; q, k and v of each head together.
+void products_by_head(ModelConfig& c) {
+  c.norm = NormKind::layer;
+  c.kv_heads = c.heads;
+  c.names.q.clear();
+  c.names.k.clear();
+  c.names.v.clear();
   c.names.gate.clear();
-  c.names.up.clear();
-  c.names.gate_up = "mlp.gate_up_proj";
-}
-
-// OLMo 2's and EXAONE 4's places: norms of what the halves add alone.
-void norms_after(ModelConfig& c) {
-  c.names.attention_norm.clear();
-  c.names.mlp_norm.clear();
-  c.names.attention_out_norm = "post_attention_layernorm";
-  c.names.mlp_out_norm = "post_feedforward_layernorm";
+  c.names.qkv = "attention.query_key_value";
+  c.qkv_by_head = true;
+  c.names.o = "attention.dense";
+  c.names.down = "mlp.dense_4h_to_h";
+  c.mlp_bias = true;
 }
 
 }  // namespace
@@ -127,6 +63,7 @@ void read_qwen2(const JsonFields& fields, ModelConfig& c) {
                                                          : 32});
   c.ropes = {read_rope(fields, c, 10000.0)};
   c.qkv_bias = true;
+  fields.know({"sliding_window", "max_window_layers", "layer_types"});  // may stand there unused
   if (!fields.boolean_or("use_sliding_window", false)) return;
   std::vector<bool> sliding = sliding_layers(fields, c, 0);
   if (fields.find("layer_types") == nullptr) {
@@ -183,6 +120,7 @@ void read_gemma3(const JsonFields& fields, ModelConfig& c) {
     local.theta = fields.number_or("rope_local_base_freq", 10000.0, 1.0, 1e12);
   }
   c.ropes = {read_rope(fields, c, 1e6, {}, "full_attention"), local};
+  fields.know({"_sliding_window_pattern"});
   const std::int64_t period = fields.integer_or("sliding_window_pattern", 6, 1, limits::layers);
   set_layers(c, sliding_layers(fields, c, period), window(fields, 4096), 1, 0);
 }
@@ -277,13 +215,51 @@ void read_cohere(const JsonFields& fields, ModelConfig& c) {
   c.ropes[0].interleaved = true;
   bias_of_attention(fields, c);
   c.logits_multiplier = fields.number_or("logit_scale", 0.0625, 1e-6, 1e6);
-  require(fields, "use_qk_norm", false, false);
+  if (fields.boolean_or("use_qk_norm", false)) c.qk_norm = QkNorm::own;
 }
 
 void read_cohere2(const JsonFields& fields, ModelConfig& c) {
   read_cohere(fields, c);
   const std::int64_t period = fields.integer_or("sliding_window_pattern", 4, 1, limits::layers);
   set_layers(c, sliding_layers(fields, c, period), window(fields, 4096), 0, -1);
+}
+
+void read_gpt_neox(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.norm_eps = 1e-5, .activation = "gelu"}, "hidden_act", "layer_norm_eps");
+  products_by_head(c);
+  c.gated = false;
+  c.parallel = fields.boolean_or("use_parallel_residual", true);
+  c.names.prefix = "gpt_neox.";
+  c.names.tokens = "embed_in.weight";
+  c.names.norm = "gpt_neox.final_layer_norm";
+  c.names.head = "embed_out.weight";
+  c.names.up = "mlp.dense_h_to_4h";
+  bias_of_attention(fields, c, true);
+  c.residual_dropout = c.embedding_dropout = dropout(fields, "hidden_dropout", 0.0);
+  fields.know({"classifier_dropout"});
+  const double base = fields.number_or("rotary_emb_base", 10000.0, 1.0, 1e12),
+               share = fields.number_or("rotary_pct", 0.25, 0.0, 1.0);
+  // By which of two names the class goes depends on its version.
+  if (fields.number_or("rope_theta", base, 1.0, 1e12) != base)
+    fields.fail("rope_theta", fmt::format("is not rotary_emb_base, {}", base));
+  if (fields.number_or("partial_rotary_factor", share, 0.0, 1.0) != share)
+    fields.fail("partial_rotary_factor", fmt::format("is not rotary_pct, {}", share));
+  c.ropes = {read_rope(fields, c, base, {.partial = share, .any = true})};
+}
+
+// Zeng et al., GLM-130B, 2022: DeepNorm and GeGLU. As a causal model: no token sees those behind it.
+void read_glm130b(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.norm_eps = 1e-5, .tied = true, .activation = "gelu"}, "hidden_act", "layernorm_epsilon");
+  products_by_head(c);
+  c.names.prefix = "transformer.";
+  c.names.tokens = "word_embeddings.weight";
+  c.names.norm = "transformer.final_layernorm";
+  c.names.up.clear();
+  c.names.gate_up = "mlp.dense_h_to_4h";
+  c.up_first = true;
+  c.qkv_bias = c.output_bias = true;
+  c.normed_residual = std::sqrt(2.0 * static_cast<double>(c.layers));
+  c.ropes = {read_rope(fields, c, 10000.0)};
 }
 
 void read_starcoder2(const JsonFields& fields, ModelConfig& c) {
@@ -324,6 +300,7 @@ void read_exaone4(const JsonFields& fields, ModelConfig& c) {
   c.ropes = {read_rope(fields, c, 10000.0)};
   if (fields.find("sliding_window") == nullptr && !fields.is_null("sliding_window"))
     fields.fail("sliding_window", "is missing: null says that no layer slides");
+  fields.know({"layer_types", "sliding_window_pattern"});  // may stand there unused
   const bool hybrid = window(fields) > 0;
   if (hybrid && fields.find("layer_types") == nullptr) fields.fail("layer_types", "is missing");
   if (hybrid) set_layers(c, sliding_layers(fields, c, 0), window(fields), 0, -1);

@@ -10,8 +10,8 @@ namespace tierflow {
 // rms_plus_one: the same with 1 + weight (Gemma). layer: with weight and bias. layer_no_bias: with weight alone.
 enum class NormKind : std::uint8_t { none, rms, rms_wide, rms_plus_one, layer, layer_no_bias };
 
-// Norms of q and k: none; of each head; of all heads together.
-enum class QkNorm : std::uint8_t { none, head, whole };
+// Norms of q and k: none; of each head; of each head with weights of its own, [heads, head_dim]; of all heads together.
+enum class QkNorm : std::uint8_t { none, head, own, whole };
 
 // relu2: the square of relu.
 enum class Activation : std::uint8_t { silu, gelu, gelu_tanh, relu, relu2 };
@@ -71,8 +71,9 @@ struct ExpertsSpec {
 
 // What a family calls its tensors. Empty: it has no such tensor.
 struct DecoderNames {
-  std::string prefix = "model.", tokens = "embed_tokens.weight", norm = "model.norm";
-  // Of one layer. qkv and gate_up are products of several in one, rows of q first, or of gate.
+  std::string prefix = "model.", tokens = "embed_tokens.weight", norm = "model.norm", head = "lm_head.weight";
+  // Of one layer. qkv and gate_up are products of several in one, rows of q first, or of gate, unless ModelConfig says
+  // otherwise (qkv_by_head, up_first). Without mlp_norm the MLP of a parallel block takes what the attention takes.
   std::string q = "self_attn.q_proj", k = "self_attn.k_proj", v = "self_attn.v_proj", qkv = {};
   std::string o = "self_attn.o_proj", q_norm = "self_attn.q_norm", k_norm = "self_attn.k_norm";
   std::string sinks = {};  // a logit of each head that its softmax counts beside those of the keys

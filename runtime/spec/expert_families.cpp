@@ -36,6 +36,7 @@ void read_experts(const JsonFields& fields, ModelConfig& c, const Defaults& defa
                                 : fields.integer_or("moe_intermediate_size", defaults.width, 1, limits::intermediate);
   // It would add the router's own loss to that of the tokens.
   require(fields, "output_router_logits", false, false);
+  fields.know({"router_aux_loss_coef"});
   if (c.layer_specs.empty()) c.layer_specs.resize(static_cast<std::size_t>(c.layers));
   for (LayerSpec& layer : c.layer_specs) layer.experts = true;
 }
@@ -105,6 +106,7 @@ void read_olmoe(const JsonFields& fields, ModelConfig& c) {
 // transformers.
 void read_glm4_moe(const JsonFields& fields, ModelConfig& c) {
   read_glm(fields, c);
+  fields.know({"num_nextn_predict_layers", "num_mtp_layers"});
   c.norm_eps = fields.number_or("rms_norm_eps", 1e-5, 0.0, 1.0);
   c.ropes[0].interleaved = false;
   c.names.gate = "mlp.gate_proj";

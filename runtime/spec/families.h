@@ -17,8 +17,14 @@ struct FamilyRow {
   std::int64_t vocab_size = 0;  // where config.json gives none; 0: it must
 };
 
-// The row that config.json names. Throws Exception (kind input) that lists what there is.
-const FamilyRow& family_of(const JsonFields& fields);
+// The row that config.json names, or the one of model_type `as` where it names none that is known. Throws Exception
+// (kind input, usage for `as`) that lists what there is, and offers a family that has every field there.
+const FamilyRow& family_of(const JsonFields& fields, const std::string& as = "");
+// Whether config.json itself names a row.
+bool names_family(const JsonFields& fields);
+// What config.json says of a model of that family. Throws Exception (kind input). named: the family was named for an
+// architecture that is not known; then every field there has to be one that the family has.
+ModelConfig read_config(const FamilyRow& row, const JsonFields& fields, bool named);
 
 // Of decoder_families.cpp.
 void read_llama(const JsonFields& fields, ModelConfig& config);
@@ -38,6 +44,8 @@ void read_smollm3(const JsonFields& fields, ModelConfig& config);
 void read_granite(const JsonFields& fields, ModelConfig& config);
 void read_cohere(const JsonFields& fields, ModelConfig& config);
 void read_cohere2(const JsonFields& fields, ModelConfig& config);
+void read_gpt_neox(const JsonFields& fields, ModelConfig& config);
+void read_glm130b(const JsonFields& fields, ModelConfig& config);
 void read_starcoder2(const JsonFields& fields, ModelConfig& config);
 void read_seed_oss(const JsonFields& fields, ModelConfig& config);
 void read_exaone4(const JsonFields& fields, ModelConfig& config);

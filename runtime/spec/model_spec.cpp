@@ -32,6 +32,19 @@ void check_quantised(const JsonFields& fields, const Json& config) {
     quantised.fail("weight_block_size", "must be [128, 128]");
 }
 
+// The text of a config.json of weights that are not quantised any more; the same where they were not.
+std::string without_quantisation(const std::string& config_json) {
+  auto plain = nlohmann::ordered_json::parse(config_json);
+  bool were = false;
+  const auto erase_from = [&](nlohmann::ordered_json& object) {
+    were = were || (object.contains("quantization_config") && !object["quantization_config"].is_null());
+    object.erase("quantization_config");
+  };
+  erase_from(plain);
+  if (plain.contains("text_config") && plain["text_config"].is_object()) erase_from(plain["text_config"]);
+  return were ? plain.dump(2) + "\n" : config_json;
+}
+
 // An upper bound, before a single tensor is named; a double cannot overflow here.
 void check_size(const JsonFields& fields, const ModelConfig& c) {
   const double h = static_cast<double>(c.hidden_size);
@@ -83,43 +96,35 @@ std::int64_t ModelSpec::parameters() const {
   return count;
 }
 
-ModelSpec parse_model_spec(const std::string& config_json, const std::string& where, const Tiling& tiling) {
+ModelSpec parse_model_spec(const std::string& config_json, const std::string& where, const Tiling& tiling,
+                           const std::string& as) {
   if (config_json.size() > config_limit) fail_input(where, "is too long for a config.json");
   const Json root = parse_json(config_json, where);
   if (!root.is_object()) fail_input(where, "must hold one JSON object");
   const JsonFields fields(root, where);
-  if (const std::optional<std::string> text = text_config(root, config_json, where)) {
-    ModelSpec spec = parse_model_spec(*text, where + ": text_config", tiling);
+  if (const std::optional<std::string> text = text_config(root, config_json, where, as)) {
+    ModelSpec spec = parse_model_spec(*text, where + ": text_config", tiling, as);
     const Json* names = fields.find("architectures");
     const bool named = names != nullptr && names->is_array() && !names->empty() && (*names)[0].is_string();
     spec.wrapper = named ? (*names)[0].get<std::string>() : fields.text_or("model_type", "a wrapper");
+    spec.wrapper_config_json = without_quantisation(config_json);
     return spec;
   }
-  const FamilyRow& row = family_of(fields);
+  const FamilyRow& row = family_of(fields, as);
   ModelSpec spec;
-  spec.config_json = config_json;
-  if (const Json* quantised = fields.find("quantization_config"); quantised != nullptr) {
+  spec.config_json = without_quantisation(config_json);
+  if (const Json* quantised = fields.find("quantization_config"); quantised != nullptr)
     check_quantised(fields, *quantised);
-    auto plain = nlohmann::ordered_json::parse(config_json);
-    plain.erase("quantization_config");
-    spec.config_json = plain.dump(2) + "\n";
-  }
   spec.tiling = tiling;
-  ModelConfig& config = spec.config;
-  config.family = row.family;
-  config.architecture = row.architecture;
-  config.model_type = row.model_type;
-  config.vocab_size = row.vocab_size == 0 ? fields.integer("vocab_size", 1, limits::vocab)
-                                          : fields.integer_or("vocab_size", row.vocab_size, 1, limits::vocab);
-  require(fields, "is_causal", true, true);
-  row.read(fields, config);
-  check_size(fields, config);
+  spec.read_as = as;
+  spec.config = read_config(row, fields, /*named=*/!names_family(fields));
+  check_size(fields, spec.config);
   build_units(spec);
   return spec;
 }
 
-ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling) {
-  return parse_model_spec(read_text(config_json, config_limit), config_json.string(), tiling);
+ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling, const std::string& as) {
+  return parse_model_spec(read_text(config_json, config_limit), config_json.string(), tiling, as);
 }
 
 }  // namespace tierflow

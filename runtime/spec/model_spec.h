@@ -37,7 +37,9 @@ struct ModelConfig {
   NormKind norm = NormKind::rms;
   QkNorm qk_norm = QkNorm::none;
   bool gated = true;      // activation(gate) * up; else activation(up)
-  bool parallel = false;  // attention and MLP take the same norm's result; both are added to its input
+  bool parallel = false;  // attention and MLP take the block's input, each by its norm or both by one; both are added
+  bool qkv_by_head = false;  // rows of names.qkv: q, k and v of the first head, then of the next; else all of q first
+  bool up_first = false;     // rows of names.gate_up: up's come before gate's
   std::vector<RopeSpec> ropes = {{}};
   std::vector<LayerSpec> layer_specs;                // of each layer; empty: all are plain
   double attention_scale = 0;                        // of scores; 0: head_dim^-0.5
@@ -45,6 +47,7 @@ struct ModelConfig {
   double query_scaling = 0;                          // b: q times 1 + b log(1 + floor(position / original)); 0: none
   double embedding_multiplier = 1, logits_multiplier = 1;
   double residual_multiplier = 1;  // of what each half adds
+  double normed_residual = 0;      // a half adds to so many times what it takes, the norm of its input; 0: to its input
   ExpertsSpec experts;
   LayerSpec layer(std::int64_t index) const {
     return layer_specs.empty() ? LayerSpec{} : layer_specs.at(static_cast<std::size_t>(index));
@@ -126,7 +129,9 @@ struct StageSpec {
 struct ModelSpec {
   ModelConfig config;
   std::string config_json;          // the config.json text this came from; of a wrapped text model, its own
+  std::string read_as;              // the family named for an architecture that is not known; empty: none
   std::string wrapper;              // the class that wraps this text model in its folder; empty: none
+  std::string wrapper_config_json;  // the config.json of that class, without what says how weights are quantised
   std::string adapter_config_json;  // of its adapters, as PEFT writes it; empty: there are none
   std::string trainable_json;       // what is trained (trainable.h); empty: all that is not frozen otherwise
   WeightFormat base_format = WeightFormat::bf16;  // of the linear layers in blocks (set_base_format)
@@ -138,8 +143,10 @@ struct ModelSpec {
 };
 
 // Reads and checks a config.json. Throws Exception (kind input) naming the file, the field and the supported
-// architectures.
-ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling = {});
-ModelSpec parse_model_spec(const std::string& config_json, const std::string& where, const Tiling& tiling = {});
+// architectures. as: the model_type of the family that a model of an unknown architecture is read as (families.h).
+ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling = {},
+                          const std::string& as = "");
+ModelSpec parse_model_spec(const std::string& config_json, const std::string& where, const Tiling& tiling = {},
+                           const std::string& as = "");
 
 }  // namespace tierflow

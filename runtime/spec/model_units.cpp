@@ -67,6 +67,11 @@ class UnitBuilder {
     vector(role + ".weight", size, kind == NormKind::rms_plus_one ? Init::zeros : Init::ones);
     if (kind == NormKind::layer) vector(role + ".bias", size, Init::zeros);
   }
+  // Of each head, with weights of its own.
+  void head_norm(const std::string& role, std::int64_t heads, std::int64_t size) {
+    vector(role + ".weight", heads * size, Init::ones);
+    unit_.tensors.back().shape = {heads, size};
+  }
   // A torch.nn.Linear: weight [out, in]. Nothing where the role is empty.
   void linear(const std::string& role, std::int64_t out, std::int64_t in, bool with_bias) {
     if (role.empty()) return;
@@ -179,7 +184,10 @@ void decoder_block(const ModelConfig& c, std::int64_t layer, UnitBuilder& attent
   attention.linear(names.v, kv, c.hidden_size, c.qkv_bias);
   attention.linear(names.o, c.hidden_size, q, c.output_bias);
   attention.sinks(names.sinks, c.heads);
-  if (c.qk_norm != QkNorm::none) {
+  if (c.qk_norm == QkNorm::own) {
+    attention.head_norm(names.q_norm, c.heads, c.head_dim);
+    attention.head_norm(names.k_norm, c.kv_heads, c.head_dim);
+  } else if (c.qk_norm != QkNorm::none) {
     const bool whole = c.qk_norm == QkNorm::whole;
     attention.norm(c.norm, names.q_norm, whole ? q : c.head_dim);
     attention.norm(c.norm, names.k_norm, whole ? kv : c.head_dim);
@@ -321,7 +329,7 @@ void add_head(ModelSpec& spec, const Edges& edges) {
   }
   for (std::size_t tile = 0; tile < tiles; ++tile) {
     UnitBuilder builder(tiles == 1 ? "head" : "head." + std::to_string(tile), "", c.initializer_range);
-    if (!c.tie_word_embeddings) builder.matrix("lm_head.weight", rows[tile + 1] - rows[tile], c.hidden_size);
+    if (!c.tie_word_embeddings) builder.matrix(c.names.head, rows[tile + 1] - rows[tile], c.hidden_size);
     if (tiles == 1) add_norm(builder);
     StageSpec stage{.kind = tile + 1 == tiles ? StageKind::head : StageKind::head_tile,
                     .units = own_unit(builder),

@@ -74,8 +74,8 @@ RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double t
   if (object != nullptr && !object->is_object()) fields.fail(name, "must be an object");
   // Of a model with types of layers rope_parameters has one object for each; rope_scaling is that of the full ones.
   if (object != nullptr && type != nullptr && fields.find("rope_parameters") != nullptr) {
-    if (!object->contains(type)) fields.fail(name, fmt::format("has nothing for {}", type));
-    object = &(*object)[type];
+    object = JsonFields(*object, where).find(type);
+    if (object == nullptr) fields.fail(name, fmt::format("has nothing for {}", type));
     where += fmt::format(": {}", type);
     if (!object->is_object()) fail_input(where, "must be an object");
   } else if (object != nullptr && type == nullptr && object->contains("full_attention")) {

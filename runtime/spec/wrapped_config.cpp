@@ -6,12 +6,15 @@
 
 namespace tierflow {
 
-std::optional<std::string> text_config(const Json& root, const std::string& config_json, const std::string& where) {
+std::optional<std::string> text_config(const Json& root, const std::string& config_json, const std::string& where,
+                                       const std::string& as) {
   const JsonFields fields(root, where);
   const Json* inner = fields.find("text_config");
   if (inner == nullptr) return std::nullopt;
   if (!inner->is_object()) fields.fail("text_config", "must be an object");
-  const FamilyRow& row = family_of(JsonFields(*inner, where + ": text_config"));
+  const JsonFields inside(*inner, where + ": text_config");
+  const FamilyRow& row = family_of(inside, as);
+  if (!names_family(inside)) read_config(row, inside, /*named=*/true);  // what is made of it names the row
   const auto whole = nlohmann::ordered_json::parse(config_json);
   nlohmann::ordered_json text = {{"architectures", {row.architecture}}};
   for (const auto& [name, value] : whole["text_config"].items())

@@ -9,9 +9,11 @@
 
 namespace tierflow {
 
-// The config.json of the text model within `root`, whose text is `config_json`; nothing where there is none. Throws
+// The config.json of the text model within `root`, whose text is `config_json`; nothing where there is none. as: as in
+// family_of(). Throws
 // Exception (kind input) where its family is not supported.
-std::optional<std::string> text_config(const Json& root, const std::string& config_json, const std::string& where);
+std::optional<std::string> text_config(const Json& root, const std::string& config_json, const std::string& where,
+                                       const std::string& as);
 
 // Whether a tensor belongs to a part that is not the text model: a vision or audio tower, a projector.
 bool is_beside_text(std::string_view tensor);

@@ -18,6 +18,7 @@ MODELS = {
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, intermediate_size=96, num_key_value_heads=2, head_dim=16),
     "gpt2": lambda tie_word_embeddings=True: transformers.GPT2Config(tie_word_embeddings=tie_word_embeddings, vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0),
     "opt": lambda tie_word_embeddings=True: transformers.OPTConfig(tie_word_embeddings=tie_word_embeddings, vocab_size=128, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=64, dropout=0.0),
+    "gpt_neox": lambda tie_word_embeddings=False: transformers.GPTNeoXConfig(**SMALL, intermediate_size=96, tie_word_embeddings=tie_word_embeddings),
 }
 
 
@@ -111,7 +112,7 @@ def read_by_each_other(theirs, loss, folder):
 
 
 @pytest.mark.parametrize("family, saved, tied", [("llama", ["embed_tokens", "lm_head", "norm"], False), ("llama", ["lm_head"], True),
-                                                 ("gpt2", ["wte", "ln_f"], True), ("opt", ["embed_tokens", "fc1", "layer_norm"], True)])
+                                                 ("gpt2", ["wte", "ln_f"], True), ("opt", ["embed_tokens", "fc1", "layer_norm"], True), ("gpt_neox", ["lm_head", "final_layer_norm"], False), ("gpt_neox", ["embed_out"], False), ("gpt_neox", ["embed_in"], True)])
 def test_modules_that_are_saved_are_those_of_peft(family, saved, tied, tmp_path):
     make_base(family, tmp_path / "model", tie_word_embeddings=tied)
     steps = 30
@@ -122,7 +123,7 @@ def test_modules_that_are_saved_are_those_of_peft(family, saved, tied, tmp_path)
 
     # PEFT makes the same folder of the same configuration.
     config = json.loads((tmp_path / "begun" / "adapter_config.json").read_text())
-    assert config["ensure_weight_tying"] == any(name in ("embed_tokens", "lm_head", "wte") for name in saved if tied)
+    assert config["ensure_weight_tying"] == any(name in ("embed_tokens", "lm_head", "wte", "embed_in") for name in saved if tied)
     kept = {key: config[key] for key in ("r", "lora_alpha", "target_modules", "modules_to_save", "ensure_weight_tying", "fan_in_fan_out", "task_type")}
     theirs = peft.get_peft_model(plain(tmp_path / "model"), peft.LoraConfig(**kept))
     theirs.save_pretrained(tmp_path / "theirs")

@@ -4,10 +4,10 @@ import json
 import pytest
 import torch
 import transformers
-from program import MIB, needs_torch, run, small, steps_of, the_error
+from program import needs_torch, run, small, steps_of, the_error
 from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
-from test_models import CONFIGS, SLIDING, SMALL, randomised
+from test_models import CONFIGS, randomised
 
 pytestmark = needs_torch
 
@@ -53,28 +53,3 @@ def test_a_head_that_is_not_the_embedding_is_not_dropped(work):
     run(work, *steps, "--out", "tied")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, work / "model" / "model.safetensors")
     assert "lm_head.weight is not model.embed_tokens.weight" in the_error(run(work, *steps, "--out", "untied", ok=False).stderr)
-
-
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_model_of_a_wrapped_one_is_trained(prefix, work):
-    """Gemma 3 as its makers publish it: text and vision in one folder, the text's config sparse."""
-    text = CONFIGS["gemma3"]()
-    plain = saved(text, work / "plain")
-    given = {name: value for name, value in json.loads((work / "plain" / "config.json").read_text()).items() if name not in ("architectures", "tie_word_embeddings", "eos_token_id")}
-    (work / "wrapped").mkdir()
-    (work / "wrapped" / "config.json").write_text(json.dumps({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106], "text_config": given, "vision_config": {"hidden_size": 8}}))
-    tensors = {name.replace("model.", prefix): value for name, value in load_file(work / "plain" / "model.safetensors").items()}
-    vision = {"vision_tower.vision_model.embeddings.weight": torch.zeros(3, 3), "multi_modal_projector.mm_input_projection_weight": torch.zeros(2)}
-    save_file({**tensors, **vision}, work / "wrapped" / "model.safetensors")
-    steps = ["train", "--data", "text.txt", "--steps", "2", "--lr", "1e-3", *small(*LENGTH)]
-    said = run(work, *steps, "--model", "wrapped", "--out", "out").stderr
-    assert "the text model of Gemma3ForConditionalGeneration is trained" in said
-    run(work, *steps, "--model", "plain", "--out", "expected")
-    config = json.loads((work / "out" / "config.json").read_text())
-    assert config["architectures"] == ["Gemma3ForCausalLM"] and config["eos_token_id"] == [1, 106] and "vision_config" not in config
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(work / "out", dtype=torch.bfloat16, output_loading_info=True)
-    assert type(model) is type(plain) and not info["missing_keys"] and not info["unexpected_keys"]
-    expected = load_file(work / "expected" / "model.safetensors")
-    assert all(torch.equal(value, expected[name]) for name, value in load_file(work / "out" / "model.safetensors").items())
-    save_file({**tensors, "encoder.weight": torch.zeros(2)}, work / "wrapped" / "model.safetensors")
-    assert "encoder.weight is not a parameter" in the_error(run(work, *steps, "--model", "wrapped", "--out", "again", ok=False).stderr)

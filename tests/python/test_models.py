@@ -38,6 +38,7 @@ GPT2.update(embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)
 OPT = dict(SMALL, ffn_dim=112, word_embed_proj_dim=64, dropout=0.0, attention_dropout=0.0, init_std=0.08, pad_token_id=1)
 for unused in ("intermediate_size", "num_key_value_heads", "initializer_range"):
     del OPT[unused]
+NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 
 
 def llama3_rope():
@@ -100,6 +101,10 @@ CONFIGS = {
     "granite": lambda: transformers.GraniteConfig(**SMALL, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.1, logits_scaling=8.0),
     "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.25),
     "cohere2": lambda: transformers.Cohere2Config(**SMALL, logit_scale=0.25, sliding_window=9, layer_types=SLIDING),
+    "cohere_qk_norm": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.25, use_qk_norm=True),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**NEOX, rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}),
+    "gpt_neox_in_turn": lambda: transformers.GPTNeoXConfig(**NEOX, use_parallel_residual=False, tie_word_embeddings=True, attention_bias=False),
+    "gpt_neox_20b": lambda: transformers.GPTNeoXConfig(**NEOX, hidden_act="gelu_fast"),
     "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=9),
     "seed_oss": lambda: transformers.SeedOssConfig(**SMALL, head_dim=32, attention_dropout=0.0, residual_dropout=0.0),
     "exaone4": lambda: transformers.Exaone4Config(**SMALL, sliding_window=9, layer_types=SLIDING),
@@ -159,8 +164,8 @@ def reference(model, ids, labels):
 
 
 def as_saved(model, tensors, folder):
-    """Gradients under the names and in the shapes of the saved weights: transformers stacks experts in memory."""
-    if not any(".experts." in name for name in tensors):
+    """Gradients under the names and in the shapes of the saved weights: transformers stacks experts in memory, and renames GPT-NeoX's head."""
+    if not any(".experts." in name or name.startswith("gpt_neox.") for name in tensors):
         return tensors
     weights = {name: weight.data for name, weight in model.named_parameters()}
     for name, weight in model.named_parameters():

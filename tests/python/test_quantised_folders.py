@@ -8,6 +8,7 @@ from program import needs_torch, run, small, steps_of, the_error
 from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 from test_models import CONFIGS, randomised
+from test_source_folder import wrapped
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 pytestmark = needs_torch
@@ -235,3 +236,20 @@ def test_parts_that_do_not_fit_are_refused(work, folders):
     for described, why in (({"quant_method": "gptq"}, 'is "gptq"; weights quantised with bitsandbytes, fp8 or mxfp4 can be read'), ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "must be [128, 128]"), ("x", "must be an object")):
         (work / "stored" / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
         assert why in refused(stored)
+
+
+def test_eight_bits_beside_the_language_model_come_out_as_their_values(work):
+    wrapped("gemma3", work)
+    plain = load_file(work / "wrapped" / "model.safetensors")
+    stored, values = {}, {}
+    for name, weight in plain.items():
+        parts, values[name] = eight_bits(name, weight) if name.endswith(("_proj.weight", "fc1.weight", "fc2.weight")) else ({name: weight}, weight)
+        stored |= parts
+    assert "vision_tower.encoder.layers.0.mlp.fc1.weight_format" in {name.replace("vision_model.", "") for name in stored}
+    save_file(stored, work / "wrapped" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((work / "wrapped" / "config.json").read_text())
+    (work / "wrapped" / "config.json").write_text(json.dumps({**config, "quantization_config": METHODS["int8"][1]}))
+    run(work, "train", "--data", "text.txt", "--steps", "1", "--model", "wrapped", "--out", "out", *small("--sequence-length", "48"))
+    out = load_file(work / "out" / "model.safetensors")
+    assert out.keys() == plain.keys()
+    assert all(torch.equal(out[name], value) for name, value in values.items() if "language_model" not in name and name != "lm_head.weight")

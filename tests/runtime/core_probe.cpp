@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "runtime/base/exception.h"
-#include "runtime/checkpoint/safetensors.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/data/data.h"
 #include "runtime/spec/model_spec.h"
 

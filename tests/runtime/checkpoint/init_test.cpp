@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "tests/runtime/expect.h"
-#include "runtime/checkpoint/safetensors.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "support/temp_dir.h"
+#include "tests/runtime/expect.h"
 
 namespace tierflow {
 namespace {

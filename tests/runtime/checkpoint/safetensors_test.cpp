@@ -9,10 +9,11 @@
 #include <cstring>
 #include <fstream>
 
-#include "tests/runtime/expect.h"
 #include "runtime/checkpoint/init.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/spec/model_spec.h"
 #include "support/temp_dir.h"
+#include "tests/runtime/expect.h"
 
 namespace tierflow {
 namespace {

@@ -104,7 +104,7 @@ TEST_P(Adapters, AreTheModelOfMergedWeights) {
     int layers = 0;
     for (const UnitSpec& unit : whole.spec().units)
       for (const TensorSpec& tensor : unit.tensors)
-        layers += unit.name.starts_with("layers.") && tensor.shape.size() == 2 && tensor.part == Part::plain ? 1 : 0;
+        layers += unit.name.starts_with("layers.") && !linear_module(tensor).empty() ? 1 : 0;
     EXPECT_EQ(adapters, layers);
   }
 }

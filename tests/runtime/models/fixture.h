@@ -56,6 +56,10 @@ inline std::vector<Case> cases(const std::string& dropout = "0.0") {
         "attention_multiplier": 0.2, "logits_scaling": 2.0)")},
       {"cohere2", llama_json("Cohere2ForCausalLM", R"(, "sliding_window": 5, "sliding_window_pattern": 2,
         "logit_scale": 0.5)")},
+      {"cohere_qk_norm", llama_json("CohereForCausalLM", R"(, "use_qk_norm": true, "logit_scale": 0.5)")},
+      {"gpt_neox", llama_json("GPTNeoXForCausalLM", R"(, "rotary_pct": 0.5)")},
+      {"gpt_neox_in_turn", llama_json("GPTNeoXForCausalLM", R"(, "rotary_pct": 0.5, "use_parallel_residual": false)")},
+      {"glm130b", llama_json("GLM130BForCausalLM", "")},
       {"starcoder2", llama_json("Starcoder2ForCausalLM", "")},
       {"starcoder2_dropout", llama_json("Starcoder2ForCausalLM", R"(, "residual_dropout": )" + dropout +
                                                                      R"(, "embedding_dropout": )" + dropout)},

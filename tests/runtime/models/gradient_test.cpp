@@ -22,9 +22,8 @@ torch::Tensor plain_loss(const ResidentModel& m, const std::vector<Weights>& uni
     for (int unit : m.spec().stages[static_cast<std::size_t>(stage)].units) {
       for (const TensorSpec& tensor : m.spec().units[static_cast<std::size_t>(unit)].tensors) {
         const torch::Tensor value = head[i++];
-        if (tensor.name == "lm_head.weight") output.push_back(value);
-        if (tensor.name.ends_with("embed_tokens.weight") || tensor.name.ends_with("wte.weight"))
-          tokens.push_back(value);
+        if (tensor.name == m.spec().config.names.head) output.push_back(value);
+        if (tensor.name == m.spec().units.front().tensors.front().name) tokens.push_back(value);
         if (tensor.shape.size() == 1 && tensor.name.ends_with(".weight")) norm_weight = value;
         if (tensor.shape.size() == 1 && tensor.name.ends_with(".bias")) norm_bias = value;
       }

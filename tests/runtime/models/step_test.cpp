@@ -168,7 +168,8 @@ TEST(LossHead, chunks_do_not_matter) {
   const ModelSpec spec = parse_model_spec(which.json, which.name);
   const int stage = static_cast<int>(spec.stages.size()) - 1;
   const models::TensorIndex index(spec, stage);
-  const models::LossHead head(models::Norm(NormKind::rms, 1e-5, index, "model.norm"), {}, index, "embed_tokens.weight");
+  const models::LossHead head(models::Norm(NormKind::rms, 1e-5, index, "model.norm"), {}, index, "lm_head.weight",
+                              "embed_tokens.weight");
   for (const auto type : {torch::kDouble, torch::kBFloat16}) {
     ResidentModel m = resident(which, type);
     const MicroBatch tokens = batch(3, 33);

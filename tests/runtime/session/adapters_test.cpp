@@ -192,11 +192,18 @@ TEST_P(SessionAdapters, ABaseInAnotherFormatHasItsValues) {
   }
 }
 
+// The last name of its module.
+std::string embedding_of(const Case& which) {
+  std::string name = parse_model_spec(which.json, which.name).units.front().tensors.front().name;
+  name.resize(name.rfind(".weight"));
+  return name.substr(name.rfind('.') + 1);
+}
+
 // Embedding, head and norms trained whole, beside adapters over a base in any format: the same bits streamed and gone
 // on with.
 TEST_P(SessionAdapters, ModulesThatAreSavedStreamAsTheyAreResident) {
   const bool gpt2 = GetParam().name.starts_with("gpt2");
-  const AdapterConfig config{.rank = 4, .alpha = 8, .saved = {gpt2 ? "wte" : "embed_tokens", gpt2 ? "ln_f" : "norm"}};
+  const AdapterConfig config{.rank = 4, .alpha = 8, .saved = {embedding_of(GetParam()), gpt2 ? "ln_f" : "norm"}};
   for (const WeightFormat format : {WeightFormat::bf16, WeightFormat::nf4}) {
     const Model model = with_base_format(adapted(GetParam(), config), format);
     expect_streamed_as_resident(model);
@@ -314,9 +321,9 @@ TEST_P(SessionAdapters, MagnitudesStreamAsTheyAreResident) {
 
 // What is frozen stays as it is, and is neither read for an update nor written; the rest has the same bits streamed.
 TEST_P(SessionAdapters, APartOfTheModelIsTrained) {
-  const bool gpt2 = GetParam().name.starts_with("gpt2"), opt = GetParam().name.starts_with("opt"),
+  const bool opt = GetParam().name.starts_with("opt"),
              moe = GetParam().name == "mixtral" || GetParam().name == "granite_moe";
-  const char* embedding = gpt2 ? "wte" : "embed_tokens";
+  const std::string embedding = embedding_of(GetParam());
   for (const TrainableConfig& config : {TrainableConfig{.last_layers = 1}, TrainableConfig{.trainable = {embedding}},
                                         TrainableConfig{.freeze = {opt   ? "fc"
                                                                    : moe ? "sparse_moe"

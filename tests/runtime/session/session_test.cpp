@@ -10,7 +10,7 @@
 #include "optim/adamw.h"
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
-#include "runtime/checkpoint/safetensors.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/device/device_memory.h"
 #include "swap/arrange.h"
 #include "tests/runtime/session/fixture.h"

@@ -12,6 +12,7 @@
 namespace tierflow {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using testing::expect_refusal;
 using testing::small_llama;
@@ -222,6 +223,21 @@ TEST(AdapterConfig, ModulesThatAreSavedAreTrainedAndHaveNoAdapters) {
       if (!is_adapter(tensor) && tensor.name.ends_with("_proj.weight")) {
         EXPECT_EQ(tensor.format, tensor.trainable ? WeightFormat::bf16 : WeightFormat::int8) << tensor.name;
       }
+}
+
+// In transformers 5 the head of GPT-NeoX is a module lm_head; folders call it embed_out.
+TEST(AdapterConfig, AHeadThatIsSavedIsPeftsHeadWhateverFoldersCallIt) {
+  for (const char* name : {"lm_head", "embed_out"}) {
+    ModelSpec spec = parse_model_spec(R"({"architectures": ["GPTNeoXForCausalLM"], "vocab_size": 96, "hidden_size": 32,
+      "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "rotary_pct": 0.5})",
+                                      "neox");
+    add_adapters(spec, {.rank = 2, .saved = {name}});
+    EXPECT_THAT(trained_beside(spec), ElementsAre("embed_out.weight"));
+    std::vector<std::string> there;
+    for (const TensorSpec& tensor : spec.units.back().tensors) there.push_back(name_beside_base(tensor));
+    EXPECT_THAT(there, Contains("base_model.model.lm_head.weight"));
+    EXPECT_THAT(parse_adapter_config(spec.adapter_config_json, "x").saved, ElementsAre("lm_head"));
+  }
 }
 
 TEST(AdapterConfig, ATiedEmbeddingThatIsSavedStaysTheHead) {

@@ -5,6 +5,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "runtime/spec/adapters.h"
 #include "support/temp_dir.h"
 #include "tests/runtime/expect.h"
 
@@ -234,6 +235,22 @@ TEST(ModelSpec, RopeAsOldAndNewTransformersWriteIt) {
   EXPECT_EQ(parse(with(llama(), "rope_scaling", nullptr)).config.ropes[0].type, "default");
 }
 
+TEST(ModelSpec, WeightsOfNormsOfHeadsAreNoLinearLayers) {
+  const ModelSpec spec = parse(with(with(llama(), "architectures", {"CohereForCausalLM"}), "use_qk_norm", true));
+  int found = 0;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      if (!tensor.name.ends_with("_norm.weight")) continue;
+      ++found;
+      const std::int64_t heads = tensor.role == "self_attn.q_norm.weight" ? spec.config.heads : spec.config.kv_heads;
+      EXPECT_EQ(tensor.shape, (std::vector<std::int64_t>{heads, spec.config.head_dim})) << tensor.name;
+      EXPECT_EQ(tensor.init, Init::ones);
+      EXPECT_FALSE(tensor.decays);
+      EXPECT_EQ(linear_module(tensor), "");
+    }
+  EXPECT_EQ(found, 2 * spec.config.layers);
+}
+
 // transformers' None is not always what an absent field means.
 TEST(ModelSpec, NullIsTransformersNone) {
   Json gemma = llama();
@@ -254,6 +271,33 @@ TEST(ModelSpec, NullIsTransformersNone) {
   seed["architectures"] = {"SeedOssForCausalLM"};
   EXPECT_EQ(parse_model_spec(seed.dump(), "c").config.head_dim, 128);
   EXPECT_EQ(parse_model_spec(with(seed, "head_dim", nullptr).dump(), "c").config.head_dim, 8);
+}
+
+// Versions of transformers differ in which of two names counts.
+TEST(ModelSpec, TwoNamesOfGptNeoxsRotaryEmbeddingsMayNotDisagree) {
+  Json neox = llama();
+  neox["architectures"] = {"GPTNeoXForCausalLM"};
+  neox.erase("num_key_value_heads");
+  neox["rope_theta"] = 500.0;
+  const auto refused = [&](std::initializer_list<std::string_view> words) {
+    expect_refusal(io::ErrorKind::input, words, [&] { parse(neox); });
+  };
+  refused({"rope_theta", "is not rotary_emb_base, 10000"});
+  neox["rotary_emb_base"] = 500.0;
+  neox["partial_rotary_factor"] = 0.5;
+  refused({"partial_rotary_factor", "is not rotary_pct, 0.25"});
+  neox["rotary_pct"] = 0.5;
+  const ModelSpec spec = parse_model_spec(neox.dump(), "config.json");
+  EXPECT_EQ(spec.config.ropes[0].theta, 500.0);
+  EXPECT_EQ(spec.config.ropes[0].partial, 0.5);
+}
+
+// Stores are told apart by it.
+TEST(ModelSpec, AConfigWhoseWeightsAreNotQuantisedKeepsItsText) {
+  const std::string text = with(llama(), "quantization_config", nullptr).dump();
+  EXPECT_EQ(parse_model_spec(text, "config.json").config_json, text);
+  const Json nf4{{"quant_method", "bitsandbytes"}};
+  EXPECT_EQ(Json::parse(parse_model_spec(with(llama(), "quantization_config", nf4).dump(), "x").config_json), llama());
 }
 
 TEST(ModelSpec, WhatWouldBeComputedOtherwiseIsRefused) {
@@ -357,7 +401,6 @@ TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
     refused(with(with(llama(), "architectures", {family}), "layer_types", {"full_attention"}),
             {"layer_types", "2 layers"});
   refused(with(with(llama(), "architectures", {"SeedOssForCausalLM"}), "residual_dropout", 1), {"residual_dropout"});
-  refused(with(with(llama(), "architectures", {"CohereForCausalLM"}), "use_qk_norm", true), {"use_qk_norm"});
   refused(with(with(llama(), "architectures", {"SmolLM3ForCausalLM"}), "no_rope_layers", {1}), {"no_rope_layers"});
   refused(with(opt(), "word_embed_proj_dim", 16), {"word_embed_proj_dim", "opt-350m"});
   refused(with(opt(), "layer_norm_elementwise_affine", false), {"layer_norm_elementwise_affine"});
