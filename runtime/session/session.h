@@ -32,10 +32,11 @@ struct AdamW {
 
 struct StepResult {
   std::int64_t step = 0;  // counts from 1
-  double loss = 0;        // mean over the tokens that count, natural log
+  double loss = 0;        // mean over the tokens that count, natural log; of pairs, PairTotals::mean_loss()
   double grad_norm = 0;   // of the step's gradients as applied, before clipping
   bool skipped = false;   // a loss or gradient was not finite: nothing was changed
   std::int64_t tokens = 0;
+  std::optional<PairTotals> pairs;  // where the session's loss is one of pairs
   std::int64_t computed_again = 0;  // stages in which memory ran out once and that fitted after caches were freed
   double seconds = 0;
   double tokens_per_s = 0;
@@ -85,7 +86,8 @@ class Session {
   Session(Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {});
   ~Session();
 
-  // One optimizer step over exactly options.micro_batches micro-batches. If device memory runs out in a stage, caches
+  // One optimizer step over exactly options.micro_batches micro-batches, as pair_batch.h says where options.loss is one
+  // of pairs. If device memory runs out in a stage, caches
   // are freed and the stage is computed once more, unless some of its gradients are already added up. If that does not
   // help, the whole step is dropped with an Exception of kind memory, and the session stays intact: the model is that
   // of the step before. Without clipping this holds as long as no update of the step has run.
