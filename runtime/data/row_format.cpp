@@ -19,6 +19,7 @@ std::string format_of(const Json& row, const std::string& text_field) {
   if (list("conversations")) return "sharegpt";
   if (has("prompt") && has("completion")) return "prompt-completion";
   if (has("instruction") && has("output")) return "alpaca";
+  if (has("chosen") && has("rejected")) return kPreferenceFormat;
   return {};
 }
 

@@ -126,6 +126,10 @@ void refuse_left_store(const Folders& storage) {
     fail(io::ErrorKind::environment, left.state.string(), left.line + "; or name another folder as --storage");
 }
 
+fs::path reference_beside(const Folders& storage) {
+  return storage.front() / "state.tfv.reference";
+}
+
 void discard_store(const Folders& storage) {
   throw_if(io::discard(volume_of(storage)));
   remove_note(storage);
@@ -143,6 +147,7 @@ void leave_note(const Folders& storage, bool commits) {
 
 void remove_note(const Folders& storage) {
   unlink(note_in(storage.front()).c_str());
+  unlink(reference_beside(storage).c_str());
 }
 
 }  // namespace tierflow

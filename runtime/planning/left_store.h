@@ -30,12 +30,15 @@ LeftStore find_left_store(const Folders& storage);
 // Throws Exception where a store lies in one of the folders: kind locked where a process holds it; else kind
 // environment, saying who made it, when, and what to do.
 void refuse_left_store(const Folders& storage);
+// The file beside the store in which a run keeps what its preference loss is relative to. It goes with the store.
+std::filesystem::path reference_beside(const Folders& storage);
 // Removes it, whole or not. Throws Exception (kind locked) where a process holds it.
 void discard_store(const Folders& storage);
 
 // Writes which process made the store, when, and whether it commits its steps, in a small file beside it, which
 // find_left_store() reads. If it cannot be written, there is no note.
 void leave_note(const Folders& storage, bool commits);
+// Removes it, and the reference.
 void remove_note(const Folders& storage);
 
 }  // namespace tierflow

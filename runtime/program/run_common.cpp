@@ -75,7 +75,9 @@ MicroBatch micro_batch(const Dataset& data, Sequences which, std::int64_t first,
   const auto row_of = [length](const at::Tensor& tensor, std::int64_t row) {
     return std::span(tensor.data_ptr<std::int64_t>() + row * length, static_cast<std::size_t>(length));
   };
-  const auto read = which == Sequences::training ? &Dataset::training_sequence : &Dataset::held_out_sequence;
+  const auto read = which == Sequences::training   ? &Dataset::training_sequence
+                    : which == Sequences::held_out ? &Dataset::held_out_sequence
+                                                   : &Dataset::numbered_sequence;
   for (std::int64_t row = 0; row < rows; ++row)
     (data.*read)(first + row, row_of(batch.ids, row), row_of(batch.labels, row),
                  data.isolated() ? row_of(batch.positions, row) : std::span<std::int64_t>());
