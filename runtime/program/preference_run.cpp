@@ -84,12 +84,16 @@ void PreferenceRun::set_reference(Session& session, const std::string& identity,
   }
   const std::int64_t rows = data_.all_sequences();
   std::vector<double> reference(static_cast<std::size_t>(rows));
-  score(session, Sequences::numbered, rows, [&](std::int64_t first, const MicroBatch& batch, const HeadScores& scores) {
-    const std::vector<double> sums = row_log_probabilities(batch, scores.losses);
-    std::copy(sums.begin(), sums.end(), reference.begin() + first);
-    log.progress("computing the reference", static_cast<std::uint64_t>(first + batch.ids.size(0)),
-                 static_cast<std::uint64_t>(rows));
-  });
+  score(
+      session, Sequences::numbered, rows,
+      [&](std::int64_t first, const MicroBatch& batch, const HeadScores& scores) {
+        const std::vector<double> sums = row_log_probabilities(batch, scores.losses);
+        std::copy(sums.begin(), sums.end(), reference.begin() + first);
+      },
+      [&](const char*, std::uint64_t done, std::uint64_t total) {
+        throw_if_stopped();
+        log.progress("computing the reference", done, total);
+      });
   log.no_step_moved_that(session);
   if (!std::all_of(reference.begin(), reference.end(), [](double sum) { return std::isfinite(sum); }))
     fail(io::ErrorKind::numeric, options_.model.string(),
@@ -117,18 +121,19 @@ PairTotals PreferenceRun::evaluate(Session& session, std::int64_t rows) const {
   return totals;
 }
 
-void PreferenceRun::score(Session& session, Sequences which, std::int64_t rows, const Scored& use) const {
+void PreferenceRun::score(Session& session, Sequences which, std::int64_t rows, const Scored& use,
+                          const Progress& progress) const {
   const auto made = [&](std::int64_t index) {
     return batch(which, index * rows_, std::min(rows_, rows - index * rows_));
   };
   session.evaluate((rows + rows_ - 1) / rows_,
                    [&](std::int64_t index) {
-                     throw_if_stopped();
                      MicroBatch counted = made(index);
                      counted.labels = head_labels(rule_, counted);
                      return counted;
                    },
-                   [&](std::int64_t index, const HeadScores& scores) { use(index * rows_, made(index), scores); });
+                   [&](std::int64_t index, const HeadScores& scores) { use(index * rows_, made(index), scores); },
+                   progress);
 }
 
 }  // namespace tierflow

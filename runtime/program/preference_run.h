@@ -35,7 +35,8 @@ class PreferenceRun {
 
  private:
   using Scored = std::function<void(std::int64_t first, const MicroBatch& batch, const HeadScores& scores)>;
-  void score(Session& session, Sequences which, std::int64_t rows, const Scored& use) const;
+  void score(Session& session, Sequences which, std::int64_t rows, const Scored& use,
+             const Progress& progress = {}) const;
 
   const TrainOptions& options_;
   const Dataset& data_;
