@@ -86,9 +86,14 @@ PairTotals pair_totals(const LossRule& rule, const MicroBatch& batch, const at::
   PairTotals totals;
   for_each_pair(rule, batch, losses, [&](std::int64_t, const PairLoss& pair) { totals.add(pair); });
   if (rule.adds_chosen_nll()) {
-    const at::Tensor counts = chosen_positions(rule, batch);
-    totals.nll_tokens = counts.sum().item<std::int64_t>();
-    totals.nll = (losses.view(counts.sizes()) * counts).sum().item<double>();
+    const at::Tensor counts = chosen_positions(rule, batch).contiguous();
+    const bool* counted = counts.const_data_ptr<bool>();
+    const double* loss = losses.const_data_ptr<double>();
+    for (std::int64_t token = 0; token < counts.numel(); ++token) {  // in order: the same sum for any number of threads
+      if (!counted[token]) continue;
+      ++totals.nll_tokens;
+      totals.nll += loss[token];
+    }
   }
   return totals;
 }

@@ -202,21 +202,22 @@ OptionTable eval_table(EvalOptions& o) {
   return table;
 }
 
-void check_tokens(const RunOptions& o, std::int64_t micro_batches) {
+// each: sequences in one of --micro-batch.
+void check_tokens(const RunOptions& o, std::int64_t micro_batches, std::int64_t each) {
   std::int64_t tokens = o.sequence_length;  // no factor is above kMostTokens: a product of two does not overflow
-  for (const std::int64_t factor : {o.micro_batch, micro_batches}) {
+  for (const std::int64_t factor : {o.micro_batch, micro_batches, each}) {
     tokens *= factor;
     if (tokens > kMostTokens)
       fail_usage(
-          fmt::format("--micro-batches {} x --micro-batch {} x --sequence-length {} are more than 2^31 tokens a "
+          fmt::format("--micro-batches {} x --micro-batch {}{} x --sequence-length {} are more than 2^31 tokens a "
                       "step: give less",
-                      micro_batches, o.micro_batch, o.sequence_length));
+                      micro_batches, o.micro_batch, each == 2 ? " pairs" : "", o.sequence_length));
   }
 }
 
-void check_sizes(const RunOptions& o, std::int64_t micro_batches) {
+void check_sizes(const RunOptions& o, std::int64_t micro_batches, std::int64_t each) {
   check_machine(o);
-  check_tokens(o, micro_batches);
+  check_tokens(o, micro_batches, each);
 }
 
 }  // namespace
@@ -265,7 +266,7 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
   CommandLine(table).apply(words);
   check_data(options, "train");
   check_loss(options);
-  check_sizes(options, options.micro_batches * sequences_in_one(options));
+  check_sizes(options, options.micro_batches, sequences_in_one(options));
   if (options.model.empty() == options.config.empty()) fail_usage("`tierflow train` needs either --model or --config");
   if (options.out.empty() && !options.no_export) fail_usage("`tierflow train` needs --out, or --no-export");
   if (options.no_export && options.storage.empty())
@@ -297,7 +298,7 @@ PlanOptions parse_plan(const std::vector<std::string>& words) {
   const OptionTable table = plan_table(options);
   CommandLine(table).apply(words);
   check_loss(options);
-  check_sizes(options, options.micro_batches * sequences_in_one(options));
+  check_sizes(options, options.micro_batches, sequences_in_one(options));
   if (options.model.empty() == options.config.empty()) fail_usage("`tierflow plan` needs either --model or --config");
   check_adapter(options);
   return options;
@@ -308,7 +309,7 @@ EvalOptions parse_eval(const std::vector<std::string>& words) {
   const OptionTable table = eval_table(options);
   CommandLine(table).apply(words);
   check_data(options, "eval");
-  check_sizes(options, 1);
+  check_sizes(options, 1, 1);
   if (options.model.empty()) fail_usage("`tierflow eval` needs --model");
   return options;
 }

@@ -148,6 +148,17 @@ TEST(Pairs, what_a_step_divides_by_is_counted_over_its_micro_batches) {
   }
 }
 
+TEST(Pairs, losses_of_tokens_that_do_not_count_are_not_read) {
+  const LossRule rule{.kind = LossKind::orpo};
+  const MicroBatch batch = pairs(3);
+  const Tensor losses = torch::rand({48}, torch::kDouble) + 0.1;
+  const PairTotals clean = pair_totals(rule, batch, losses);
+  losses[11] = INFINITY;  // padding of the first chosen row
+  const PairTotals found = pair_totals(rule, batch, losses);
+  EXPECT_EQ(found.nll, clean.nll);
+  EXPECT_TRUE(std::isfinite(found.mean_loss()));
+}
+
 TEST(Pairs, what_are_no_pairs_is_refused) {
   const LossRule rule{.kind = LossKind::dpo};
   MicroBatch odd = pairs(3), empty = pairs(3), bare = pairs(3);
