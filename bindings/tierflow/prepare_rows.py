@@ -242,9 +242,11 @@ def fill_completion(task, row, prompt, name):
 
 
 def parted(row):
-    """The prompt of a pair and the row with its answers; a prompt that is not given is what both begin with, as TRL's extract_prompt finds it."""
+    """The prompt of a pair and the row with its answers; a prompt that is not given is what both begin with, as TRL's extract_prompt finds it. So it is where
+    the prompt is a string and the answers are conversations: these hold it."""
     answers = [row.get("chosen"), row.get("rejected")]
-    if row.get("prompt") is not None:
+    talks = all(isinstance(answer, list) for answer in answers)
+    if row.get("prompt") is not None and not (isinstance(row["prompt"], str) and talks):
         return row["prompt"], row
     if not (all(isinstance(answer, str) for answer in answers) or all(isinstance(answer, list) for answer in answers)):
         raise BadRow('has "chosen" and "rejected" that are neither two strings nor two lists of messages')

@@ -10,7 +10,7 @@ namespace tierflow {
 
 // That of the first row, or of the first one that is of a known format where bad rows are passed over: text,
 // messages, prompt-completion, sharegpt, alpaca, tokens, preference. A row that has the text's field is text, whatever
-// else it has.
+// else it has, unless pairs alone are wanted.
 // "text" too where no row tells.
 std::string row_format(const std::filesystem::path& path, const DataOptions& options);
 
