@@ -27,6 +27,10 @@ fs::path note_in(const fs::path& folder) {
   return folder / "state.tfv.owner";
 }
 
+fs::path reference_in(const fs::path& folder) {
+  return folder / "state.tfv.reference";
+}
+
 std::string local_time(std::time_t when) {
   std::array<char, 32> text{};
   struct tm parts {};
@@ -127,7 +131,10 @@ void refuse_left_store(const Folders& storage) {
 }
 
 fs::path reference_beside(const Folders& storage) {
-  return storage.front() / "state.tfv.reference";
+  for (const fs::path& folder : storage)
+    if (std::error_code ignored; fs::exists(fs::symlink_status(reference_in(folder), ignored)))
+      return reference_in(folder);
+  return reference_in(storage.front());
 }
 
 void discard_store(const Folders& storage) {
@@ -146,8 +153,10 @@ void leave_note(const Folders& storage, bool commits) {
 }
 
 void remove_note(const Folders& storage) {
-  unlink(note_in(storage.front()).c_str());
-  unlink(reference_beside(storage).c_str());
+  for (const fs::path& folder : storage) {  // a run may go on with them in another order
+    unlink(note_in(folder).c_str());
+    unlink(reference_in(folder).c_str());
+  }
 }
 
 }  // namespace tierflow

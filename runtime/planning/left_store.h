@@ -30,7 +30,8 @@ LeftStore find_left_store(const Folders& storage);
 // Throws Exception where a store lies in one of the folders: kind locked where a process holds it; else kind
 // environment, saying who made it, when, and what to do.
 void refuse_left_store(const Folders& storage);
-// The file beside the store in which a run keeps what its preference loss is relative to. It goes with the store.
+// The file beside the store in which a run keeps what its preference loss is relative to: where it lies, in whichever
+// of the folders; where there is none, where it is to be. It goes with the store.
 std::filesystem::path reference_beside(const Folders& storage);
 // Removes it, whole or not. Throws Exception (kind locked) where a process holds it.
 void discard_store(const Folders& storage);

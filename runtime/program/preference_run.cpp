@@ -82,6 +82,17 @@ void PreferenceRun::set_reference(Session& session, const std::string& identity,
     reference_ = read_reference(reference_beside(options_.storage), identity, data_.all_sequences());
     return;
   }
+  try {
+    reference_ = computed_reference(session, log);
+    if (stored) write_reference(reference_beside(options_.storage), identity, reference_);
+  } catch (...) {
+    session.discard();  // without a step the store is worth nothing
+    throw;
+  }
+  log.say(fmt::format("reference: {} pairs, computed before the first step", reference_.size() / 2));
+}
+
+std::vector<double> PreferenceRun::computed_reference(Session& session, TrainingLog& log) const {
   const std::int64_t rows = data_.all_sequences();
   std::vector<double> reference(static_cast<std::size_t>(rows));
   score(
@@ -98,9 +109,7 @@ void PreferenceRun::set_reference(Session& session, const std::string& identity,
   if (!std::all_of(reference.begin(), reference.end(), [](double sum) { return std::isfinite(sum); }))
     fail(io::ErrorKind::numeric, options_.model.string(),
          "gives log-probabilities that are not finite: the weights, or what they compute, are no numbers");
-  if (stored) write_reference(reference_beside(options_.storage), identity, reference);
-  reference_ = std::move(reference);
-  log.say(fmt::format("reference: {} pairs, computed before the first step", rows / 2));
+  return reference;
 }
 
 MicroBatch PreferenceRun::batch(Sequences which, std::int64_t first, std::int64_t rows) const {

@@ -26,7 +26,7 @@ class PreferenceRun {
 
   // Before the first step or evaluation, where the rule needs a reference: computes it, or takes that of the state that
   // was resumed. identity: of the run. Throws Exception: corruption where the state has steps and its reference is
-  // missing, damaged or another run's; numeric where it is not finite.
+  // missing, damaged or another run's; numeric where it is not finite; Stopped. What ends the pass discards the store.
   void set_reference(Session& session, const std::string& identity, TrainingLog& log);
   // As micro_batch() in run_common.h, with the reference.
   MicroBatch batch(Sequences which, std::int64_t first, std::int64_t rows) const;
@@ -34,6 +34,7 @@ class PreferenceRun {
   PairTotals evaluate(Session& session, std::int64_t rows) const;
 
  private:
+  std::vector<double> computed_reference(Session& session, TrainingLog& log) const;
   using Scored = std::function<void(std::int64_t first, const MicroBatch& batch, const HeadScores& scores)>;
   void score(Session& session, Sequences which, std::int64_t rows, const Scored& use,
              const Progress& progress = {}) const;
