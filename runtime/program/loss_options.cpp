@@ -18,6 +18,8 @@ void check_loss(const TrainOptions& o) {
   const LossRule rule = loss_rule(o), plain;
   const auto wrong = [](const std::string& what) { fail(io::ErrorKind::usage, "", what); };
   if (!(o.beta > 0)) wrong("--beta must be above 0");
+  if (rule.pairs() && o.lora.dropout != 0)
+    wrong("--lora-dropout has no meaning with --loss " + o.loss + ": nothing is dropped there, leave it out");
   if (!rule.pairs() && o.beta != plain.beta) wrong("--beta is for --loss dpo, simpo and orpo");
   if (rule.kind != LossKind::simpo && o.simpo_gamma != plain.simpo_gamma) wrong("--simpo-gamma is for --loss simpo");
 }

@@ -10,6 +10,8 @@
 #include "runtime/base/machine.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/program/data_report.h"
+#include "runtime/program/loss_options.h"
+#include "runtime/program/training_spec.h"
 
 namespace tierflow {
 namespace {
@@ -44,6 +46,20 @@ Model load_with(const std::filesystem::path& model, const std::filesystem::path&
                 const std::string& base_precision) {
   const Model base = load(model);
   return with_base_format(adapter.empty() ? base : with_adapters(base, adapter), parse_weight_format(base_precision));
+}
+
+Model training_model(const TrainOptions& options, const ModelSpec& spec) {
+  if (!options.config.empty()) return from_config(spec, options.seed);
+  Model model = load(options.model);
+  if (options.method == "lora") {
+    model = with_base_format(model, spec.base_format);
+    model = options.adapter.empty() ? with_adapters(model, options.lora, options.seed)
+                                    : with_adapters(model, options.adapter);
+  } else {
+    model = with_trainable(model, options.trained);
+  }
+  model = with_learning_rates(model, learning_rate_scales(options));
+  return loss_rule(options).pairs() ? without_dropout(model) : model;
 }
 
 Dataset prepare_data(DataOptions options, TrainingLog& log) {

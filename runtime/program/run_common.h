@@ -15,6 +15,8 @@ std::uint64_t prepare_torch(const std::string& device, int threads);
 // The model in a folder with a folder of adapters, if one is named, over a base in that format.
 Model load_with(const std::filesystem::path& model, const std::filesystem::path& adapter,
                 const std::string& base_precision);
+// The model that the options train. spec: training_spec(options).
+Model training_model(const TrainOptions& options, const ModelSpec& spec);
 // The data, prepared; what became of them is said.
 Dataset prepare_data(DataOptions options, TrainingLog& log);
 // Says which device it is; steps in the log tell what a card does from then on.

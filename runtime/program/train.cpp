@@ -137,7 +137,7 @@ class Training {
                       .eps = options_.eps,
                       .weight_decay = options_.weight_decay};
     session_ =
-        std::make_unique<Session>(training_model(), session, adamw,
+        std::make_unique<Session>(training_model(options_, spec_), session, adamw,
                                   [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
                                     throw_if_stopped();
                                     show(phase, done, total);
@@ -152,19 +152,6 @@ class Training {
                          each * options_.sequence_length, data_.held_out_sequences() / each, steps_,
                          per_step_ * options_.sequence_length));
     say_what_is_durable();
-  }
-
-  Model training_model() const {
-    if (!options_.config.empty()) return from_config(spec_, options_.seed);
-    Model model = load(options_.model);
-    if (options_.method == "lora") {
-      model = with_base_format(model, spec_.base_format);
-      model = options_.adapter.empty() ? with_adapters(model, options_.lora, options_.seed)
-                                       : with_adapters(model, options_.adapter);
-    } else {
-      model = with_trainable(model, options_.trained);
-    }
-    return with_learning_rates(model, learning_rate_scales(options_));
   }
 
   void say_what_is_durable() {

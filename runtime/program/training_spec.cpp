@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "runtime/base/exception.h"
+#include "runtime/program/loss_options.h"
 
 namespace tierflow {
 
@@ -25,6 +26,7 @@ ModelSpec training_spec(const TrainOptions& options) {
     set_trainable(spec, options.trained);
   }
   set_learning_rates(spec, learning_rate_scales(options));
+  if (loss_rule(options).pairs()) remove_dropout(spec);
   return spec;
 }
 

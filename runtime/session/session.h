@@ -73,6 +73,7 @@ Model with_trainable(const Model& model, const TrainableConfig& config);
 // With learning rates that differ from tensor to tensor (set_learning_rates in spec/trainable.h). As the functions
 // above it throws Exception (kind usage) for layers of one's own.
 Model with_learning_rates(const Model& model, const std::vector<std::pair<std::string, double>>& by_pattern);
+Model without_dropout(const Model& model);
 
 // What an evaluation found of the tokens that are predicted and count.
 struct Evaluation {

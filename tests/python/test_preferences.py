@@ -2,6 +2,7 @@
 import copy
 import json
 import math
+import shutil
 import signal
 import types
 
@@ -9,7 +10,7 @@ import pytest
 from program import again, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
 from rows import CHATS, MARKED, PLAIN, Probe, Script, base, messages, the_library, transformers, write_rows  # noqa: F401
 
-LENGTHS = {"strings": 24, "implicit": 24, "talks": 48, "implicit talks": 48}
+LENGTHS = {"strings": 24, "implicit": 24, "talks": 48, "implicit talks": 48, "talks beside a string": 48}
 
 STRINGS = [
     {"prompt": "the answer is ", "chosen": "what you long for", "rejected": "user"},
@@ -26,6 +27,7 @@ KINDS = {
     "strings": STRINGS, "implicit": IMPLICIT, "talks": TALKS,
     "implicit talks": [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]} for row in TALKS],
 }
+KINDS["talks beside a string"] = [{"prompt": row["chosen"][0]["content"], **row} for row in KINDS["implicit talks"]]
 
 
 def pairs_of(sequences):
@@ -233,8 +235,9 @@ def test_killed_it_has_the_reference_that_it_had(tuned, tmp_path):
     def words(out, *more):
         return [*tune("dpo", "--held-out", "0", "--steps", "30", "--micro-batch", "3", *ADAPTED), "--out", str(tmp_path / out), *more]
     run(tuned, *words("whole"))
-    log, reference = tmp_path / "log.json", tmp_path / "store" / "state.tfv.reference"
-    stored = changed(words("out", "--storage", str(tmp_path / "store"), "--durability", "step", "--log-json", str(log)), {"--host-memory": "300KiB"})
+    log, folders = tmp_path / "log.json", [tmp_path / "store", tmp_path / "second"]
+    reference = folders[0] / "state.tfv.reference"
+    stored = changed(words("out", "--storage", ",".join(map(str, folders)), "--durability", "step", "--log-json", str(log)), {"--host-memory": "300KiB"})
     training = start(tuned, *stored, delay_ms=10)
     wait_until(lambda: log.exists() and log.read_text().count('"rewards/margins"') > 5)
     training.send_signal(signal.SIGKILL)
@@ -252,9 +255,42 @@ def test_killed_it_has_the_reference_that_it_had(tuned, tmp_path):
     reference.write_bytes(whole)
     refused = run(tuned, *changed(stored, {"--loss": "simpo"}), ok=False)
     assert "--loss" in the_error(refused.stderr) and "dpo" in refused.stderr
-    done = run(tuned, *stored)
+    # Named in another order the folders hold what they held.
+    done = run(tuned, *changed(stored, {"--storage": ",".join(map(str, reversed(folders)))}))
     assert "resumed after step" in done.stderr and "computed before the first step" not in done.stderr
     assert result(tmp_path / "out") == result(tmp_path / "whole")
+    assert not [left for folder in folders for left in folder.glob("*")]
+
+
+def with_dropout(tuned, folder):
+    shutil.copytree(tuned / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+
+
+@needs_torch
+def test_nothing_is_dropped(tuned, tmp_path):
+    with_dropout(tuned, tmp_path / "model")
+    run(tuned, *tune("dpo", "--held-out", "0", "--steps", "1", *ADAPTED), "--out", tmp_path / "adapter")
+    named = tmp_path / "adapter" / "adapter_config.json"
+    named.write_text(json.dumps({**json.loads(named.read_text()), "lora_dropout": 0.5}))
+    for name, model, more in ("model", tmp_path / "model", []), ("adapters", tuned / "model", ["--method", "lora", "--adapter", tmp_path / "adapter"]):
+        words = changed(tune("dpo", "--held-out", "0", "--steps", "1"), {"--model": str(model)})
+        run(tuned, *words, *more, "--log-json", tmp_path / f"{name}.json", "--out", tmp_path / f"of-{name}")
+        (first,) = steps_of(tmp_path / f"{name}.json")
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)  # what is trained is its own reference
+
+
+@needs_torch
+def test_stopped_before_the_first_step_it_leaves_no_store(tuned, tmp_path):
+    write_rows(tmp_path / "many.jsonl", [json.loads(line) for line in (tuned / "more.jsonl").read_text().splitlines()] * 400)
+    words = changed(tune("dpo", "--steps", "2"), {"--data": str(tmp_path / "many.jsonl"), "--host-memory": "500KiB"})
+    log = tmp_path / "log.json"
+    child = start(tuned, *words, "--storage", tmp_path / "store", "--durability", "step", "--log-json", log, "--out", tmp_path / "out")
+    wait_until(lambda: log.exists() and "resumed_at" in log.read_text())  # the session is there
+    child.send_signal(signal.SIGTERM)
+    _, said = child.communicate()
+    assert child.returncode == 128 + signal.SIGTERM and "step 1" not in said
     assert not list((tmp_path / "store").glob("*"))
 
 
@@ -289,9 +325,15 @@ def test_what_fits_not_together_is_refused(tuned, tmp_path):
         assert why in refused(*tune("dpo", "--steps", "1"), *options, *out)
     assert "--beta must be above 0" in refused(*tune("dpo", "--steps", "1", "--beta", "0"), *out)
     assert "--beta is for" in refused(*changed(plain, {"--loss": "cross-entropy"}), "--beta", "1", *out)
+    assert "--lora-dropout has no meaning" in refused(*tune("dpo", "--steps", "1", *ADAPTED, "--lora-dropout", "0.1"), *out)
+    many = refused(*tune("dpo", "--steps", "1", "--micro-batches", "70000000"), *out)
+    assert "--micro-batches 70000000 x --micro-batch 2 pairs" in many
     assert "--simpo-gamma is for" in refused(*tune("dpo", "--steps", "1"), "--simpo-gamma", "1", *out)
     both = changed(tune("dpo", "--steps", "1"), {"--data": "pairs.jsonl"})
     both.insert(both.index("pairs.jsonl") + 1, "plain.jsonl")
     assert "pairs stand alone" in refused(*both, *out)
+    # Rows that are conversations and pairs are what the loss is of.
+    write_rows(tmp_path / "both.jsonl", [{"messages": messages(CHATS[0]), "text": "a", **json.loads(line)} for line in (tuned / "pairs.jsonl").read_text().splitlines()])
+    run(tuned, *changed(tune("dpo", "--steps", "1"), {"--data": str(tmp_path / "both.jsonl")}), "--out", tmp_path / "of-both")
     # Prepared pairs are trained on as their rows are.
     run(tuned, *changed(tune("dpo", "--steps", "1"), {"--data": str(tmp_path / "pairs.tfd")}), "--out", tmp_path / "out")
