@@ -8,7 +8,7 @@ Everything is little-endian. The job, once: u32 length, JSON:
 Then frames to the C++ side: u8 kind, u32 length, payload.
 
     R  rows: u64 bytes of the files that are done, u32 number of rows, the length of each in tokens, then their words: a token's id, top bit
-       set where it is trained on
+       set where it is trained on; of a pair of answers ("preference") the chosen row, then the rejected one
     S  a row that was passed over, as JSON: {"where", "why"}
     E  the end, as JSON: {"masks": how the trained tokens were found, "merged": prompts whose last tokens merge with the completion}
     F  the failure that ends it, as JSON: {"where", "why"}
@@ -186,6 +186,8 @@ class Row:
         self.texts = []  # to encode: the whole, then the prompt where there is one
         self.spans = []  # of characters: trained
         self.cuts = []  # characters where a turn begins or ends
+        self.other = None  # of a pair: the other answer
+        self.second = False  # of a pair: the rejected one
 
 
 def parse(raw):
@@ -213,12 +215,11 @@ def fill(task, row, job, format):
     if not isinstance(task.more, dict):
         raise BadRow('has "chat_template_kwargs" that are no object')
     if format == "prompt-completion":
-        if isinstance(row.get("prompt"), str):
-            task.kind, task.texts = "completion", [field(row, "completion", str), row["prompt"]]
-            return
-        task.kind = "chat completion"
-        task.prompt = messages_of(row.get("prompt"), "prompt")
-        task.messages = task.prompt + messages_of(row.get("completion"), "completion")
+        fill_completion(task, row, row.get("prompt"), "completion")
+        return
+    if format == "preference":
+        prompt, row = parted(row)
+        fill_completion(task, row, prompt, "rejected" if task.second else "chosen")
         return
     task.kind = "chat"
     if format == "alpaca":
@@ -229,6 +230,35 @@ def fill(task, row, job, format):
             task.messages.insert(0, {"role": "system", "content": field(row, "system", str)})
     else:
         task.messages = messages_of(row.get("messages"))
+
+
+def fill_completion(task, row, prompt, name):
+    if isinstance(prompt, str):
+        task.kind, task.texts = "completion", [field(row, name, str), prompt]
+        return
+    task.kind = "chat completion"
+    task.prompt = messages_of(prompt, "prompt")
+    task.messages = task.prompt + messages_of(row.get(name), name)
+
+
+def parted(row):
+    """The prompt of a pair and the row with its answers; a prompt that is not given is what both begin with, as TRL's extract_prompt finds it. So it is where
+    the prompt is a string and the answers are conversations: these hold it."""
+    answers = [row.get("chosen"), row.get("rejected")]
+    talks = all(isinstance(answer, list) for answer in answers)
+    if row.get("prompt") is not None and not (isinstance(row["prompt"], str) and talks):
+        return row["prompt"], row
+    if not (all(isinstance(answer, str) for answer in answers) or all(isinstance(answer, list) for answer in answers)):
+        raise BadRow('has "chosen" and "rejected" that are neither two strings nor two lists of messages')
+    shorter = min(map(len, answers))
+    if shorter == 0:
+        raise BadRow('has an empty "chosen" or "rejected"')
+    end = next((at for at in range(shorter) if answers[0][at] != answers[1][at]), None)
+    if end is None:
+        end = shorter - 1  # an answer keeps what it ends with
+    elif end > 0 and answers[0][end - 1] == " ":
+        end -= 1
+    return answers[0][:end], {**row, "chosen": answers[0][end:], "rejected": answers[1][end:]}
 
 
 # Text: what the template makes of messages.
@@ -373,6 +403,16 @@ class Preparer:
             for task in chosen:
                 found = [next(encodings) for _ in task.texts]
                 self.guarded(task, lambda task: self.mark(task, found))
+        for task in tasks:
+            if task.second and task.words is not None and task.other.words is not None:
+                self.level(task, task.other)
+
+    @staticmethod
+    def level(*pair):
+        """Both answers begin where the first of them does."""
+        start = min(int((row.words >= TRAINED).argmax()) if (row.words >= TRAINED).any() else len(row.words) for row in pair)
+        for row in pair:
+            row.words[start:] |= TRAINED
 
     def end_text(self, task):
         """With the end-of-text token, where there is one and it is not there."""
@@ -475,20 +515,29 @@ def batches(job):
                 done += len(raw)
                 if not raw.strip():
                     continue
-                task = Row(f"{file['path']}:{number}")
-                batch.append(task)
-                characters += len(raw)
+                tasks = rows_of_line(f"{file['path']}:{number}", file["format"])
+                batch += tasks
+                characters += len(raw) * len(tasks)
                 if len(raw) > LONGEST_LINE:
-                    raise Refusal(task.where, f"is longer than {LONGEST_LINE >> 20} MiB")
-                try:
-                    fill(task, parse(raw), job, file["format"])
-                except BadRow as error:
-                    task.error = error
+                    raise Refusal(tasks[0].where, f"is longer than {LONGEST_LINE >> 20} MiB")
+                for task in tasks:
+                    try:
+                        fill(task, parse(raw), job, file["format"])
+                    except BadRow as error:
+                        task.error = error
                 if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
                     yield batch, done
                     batch, characters = [], 0
     if batch:
         yield batch, done
+
+
+def rows_of_line(where, format):
+    if format != "preference":
+        return [Row(where)]
+    chosen, rejected = Row(where), Row(where)
+    chosen.other, rejected.other, rejected.second = rejected, chosen, True
+    return [chosen, rejected]
 
 
 def send(stream, kind, payload):
@@ -502,7 +551,9 @@ def send_json(stream, kind, value):
 
 def send_rows(stream, tasks, done, skip):
     for task in tasks:
-        if task.error is not None:
+        if task.other is not None:  # both go, or none
+            task.error = task.error or task.other.error
+        if task.error is not None and not task.second:
             if not skip:
                 raise Refusal(task.where, f"{task.error}")
             send_json(stream, "S", {"where": task.where, "why": one_line(task.error, 600)})

@@ -4,6 +4,7 @@ sentences.jsonl  plain text about measured things, for a base model of its own
 chats.jsonl      364 questions, which unit the quantity of a thing has, and their answers
 held-out.jsonl   20 more, about other pairs of quantity and thing
 dialogues.jsonl  conversations with a system message and two such questions; dialogues-held-out.jsonl: other pairs
+pairs.jsonl      the questions of chats.jsonl with two answers: one word, chosen, and the sentence, rejected
 units.csv        the pairs of chats.jsonl as a table
 tokenizer/       a small tokenizer with a chat template
 """
@@ -58,6 +59,11 @@ def dialogue(first, second):
     return {"messages": [{"role": "system", "content": "The units are measured."}, *chat(*first)["messages"], *chat(*second)["messages"]]}
 
 
+def preference(quantity, thing):
+    question, answer = chat(quantity, thing)["messages"]
+    return {"prompt": [question], "chosen": [{"role": "assistant", "content": f"{UNITS[quantity].capitalize()}."}], "rejected": [answer]}
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -84,6 +90,7 @@ def main(folder):
         write(folder / f"{name}.jsonl", [chat(*pair) for pair in some])
     for name, some in (("dialogues-held-out", pairs[:20]), ("dialogues", pairs[20:384])):
         write(folder / f"{name}.jsonl", [dialogue(*two) for two in zip(some, some[1:])])
+    write(folder / "pairs.jsonl", [preference(*pair) for pair in pairs[20:384]])
     with open(folder / "units.csv", "w", newline="") as table:
         csv.writer(table).writerows([("quantity", "thing", "unit"), *((quantity, thing, UNITS[quantity]) for quantity, thing in pairs[20:384])])
     make_tokenizer(texts, folder / "tokenizer")

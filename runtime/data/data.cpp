@@ -33,20 +33,52 @@ std::vector<std::int64_t> proportions(const std::vector<double>& weights) {
 
 }  // namespace
 
-// Sequences come in blocks of as many as the proportions add up to, each block in an order of its own.
+// Units, which are pairs of sequences or single ones, come in blocks of as many as the proportions add up to, each
+// block in an order of its own.
 struct Dataset::Impl {
   std::int64_t length = 0;
   std::uint64_t key = 0;
   std::vector<DataPart> parts;
   std::vector<std::int64_t> shares{1};
   std::int64_t block = 1;
-  std::int64_t training = 0, held_out = 0;
+  std::int64_t group = 1;                   // sequences in a unit
+  std::int64_t training = 0, held_out = 0;  // units
   std::uint64_t fingerprint = 0;
 
   struct Place {
     std::size_t part;
     std::int64_t index;
   };
+  // A sequence of a part's source.
+  Place in_source(Place unit, std::int64_t place, std::int64_t sequence) const {
+    return {unit.part, place * group + sequence % group};
+  }
+  Place training_sequence(std::int64_t sequence) const {
+    if (sequence < 0) fail(io::ErrorKind::usage, "", "a sequence's index is not negative");
+    const Place unit = training_place(sequence / group);
+    return in_source(unit, parts[unit.part].training_place(unit.index), sequence);
+  }
+  Place held_out_sequence(std::int64_t sequence) const {
+    if (sequence < 0 || sequence >= held_out * group)
+      fail(io::ErrorKind::usage, "", fmt::format("there are {} held-out sequences", held_out * group));
+    const Place unit = held_out_place(sequence / group);
+    return in_source(unit, parts[unit.part].held_out_place(unit.index), sequence);
+  }
+  // The number of the sequence among those of all parts, and back.
+  std::int64_t number(Place at) const {
+    for (std::size_t part = 0; part < at.part; ++part) at.index += parts[part].source().count();
+    return at.index;
+  }
+  Place numbered(std::int64_t number) const {
+    std::size_t part = 0;
+    while (number >= parts[part].source().count()) number -= parts[part++].source().count();
+    return {part, number};
+  }
+  void read(Place at, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
+            std::span<std::int64_t> positions) const {
+    check(ids);
+    parts[at.part].source().read(at.index, ids, labels, positions);
+  }
 
   // The part that a slot of a block belongs to.
   std::size_t owner(std::int64_t slot) const {
@@ -79,6 +111,12 @@ struct Dataset::Impl {
   }
 
   void mix_parts() {
+    group = parts.front().pairs() ? 2 : 1;
+    for (const DataPart& part : parts)
+      if (part.pairs() != parts.front().pairs())
+        fail_input(part.summary().paths.front().string(),
+                   "is mixed with other data, and some of them are pairs of chosen and rejected answers: pairs stand "
+                   "alone");
     if (parts.size() == 1) {
       training = parts[0].training();
       fingerprint = parts[0].fingerprint();
@@ -134,10 +172,10 @@ Dataset Dataset::prepare(const DataOptions& options) {
 }
 
 std::int64_t Dataset::training_sequences() const {
-  return impl_->training;
+  return impl_->training * impl_->group;
 }
 std::int64_t Dataset::held_out_sequences() const {
-  return impl_->held_out;
+  return impl_->held_out * impl_->group;
 }
 std::int64_t Dataset::tokens() const {
   std::int64_t tokens = 0;
@@ -162,37 +200,55 @@ std::vector<DataSummary> Dataset::summaries() const {
   return all;
 }
 
+bool Dataset::pairs() const {
+  return impl_->group == 2;
+}
+
 bool Dataset::isolated() const {
   return std::any_of(impl_->parts.begin(), impl_->parts.end(), [](const DataPart& part) { return part.isolated(); });
 }
 
 void Dataset::training_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
                                 std::span<std::int64_t> positions) const {
-  if (index < 0) fail(io::ErrorKind::usage, "", "a sequence's index is not negative");
-  impl_->check(ids);
-  const auto [part, at] = impl_->training_place(index);
-  impl_->parts[part].read_training(at, ids, labels, positions);
+  impl_->read(impl_->training_sequence(index), ids, labels, positions);
 }
 
 std::vector<DocumentSpan> Dataset::training_documents(std::int64_t index) const {
   if (impl_->parts.size() > 1)
     fail(io::ErrorKind::usage, "",
          "data that is mixed by --data-weights has no one order of documents: give one --data without");
-  return impl_->parts[0].training_documents(index);
+  return impl_->parts[0].source().documents(impl_->training_sequence(index).index);
 }
 
 std::int64_t Dataset::training_tokens(std::int64_t index) const {
-  const auto [part, at] = impl_->training_place(index);
-  return impl_->parts[part].training_tokens(at);
+  const auto [part, at] = impl_->training_sequence(index);
+  return impl_->parts[part].source().tokens(at);
 }
 
 void Dataset::held_out_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
                                 std::span<std::int64_t> positions) const {
-  if (index < 0 || index >= impl_->held_out)
-    fail(io::ErrorKind::usage, "", fmt::format("there are {} held-out sequences", impl_->held_out));
-  impl_->check(ids);
-  const auto [part, at] = impl_->held_out_place(index);
-  impl_->parts[part].read_held_out(at, ids, labels, positions);
+  impl_->read(impl_->held_out_sequence(index), ids, labels, positions);
+}
+
+std::int64_t Dataset::all_sequences() const {
+  std::int64_t all = 0;
+  for (const DataPart& part : impl_->parts) all += part.source().count();
+  return all;
+}
+
+void Dataset::numbered_sequence(std::int64_t number, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
+                                std::span<std::int64_t> positions) const {
+  if (number < 0 || number >= all_sequences())
+    fail(io::ErrorKind::usage, "", fmt::format("there are {} sequences", all_sequences()));
+  impl_->read(impl_->numbered(number), ids, labels, positions);
+}
+
+std::int64_t Dataset::number_of_training(std::int64_t index) const {
+  return impl_->number(impl_->training_sequence(index));
+}
+
+std::int64_t Dataset::number_of_held_out(std::int64_t index) const {
+  return impl_->number(impl_->held_out_sequence(index));
 }
 
 }  // namespace tierflow

@@ -21,6 +21,9 @@
 
 namespace tierflow {
 
+// Pairs of a chosen and a rejected answer, which only a preference loss takes.
+enum class Pairs : std::uint8_t { none, only, either };
+
 struct DataOptions {
   std::vector<std::filesystem::path>
       paths;                    // files or folders of .txt, .py, .md, .jsonl, .npy, .bin; prepared .tfd files
@@ -36,6 +39,7 @@ struct DataOptions {
   std::filesystem::path
       cache;  // folder for the packed token file, which never outlives the process; empty: the system's
   std::int64_t vocab_size = 0;  // token ids beyond it are an error of kind input
+  Pairs pairs = Pairs::none;    // whether the rows are to be pairs: others are an error of kind usage
   std::int64_t sequence_length = 512;
   double held_out = 0.01;  // share of the sequences kept for evaluation, at least one where there are two
   std::uint64_t seed = 0;  // of the shuffle
@@ -47,6 +51,7 @@ struct DataOptions {
 
 // What became of rows.
 struct RowSummary {
+  bool pairs = false;                      // an example is a pair of rows, each a sequence
   std::int64_t examples = 0, tokens = 0;   // prepared, before any is cut
   std::int64_t used = 0, trained = 0;      // tokens in sequences, and those of them that are predicted and count
   std::int64_t truncated = 0;              // examples cut at the sequence's length
@@ -91,6 +96,9 @@ class Dataset {
   // Hash of the packed tokens and of the options that shape sequences: equal means that a position can be resumed.
   std::uint64_t fingerprint() const;
   std::vector<DataSummary> summaries() const;
+  // Sequences 2k and 2k + 1, of training and held out, are the chosen and the rejected answer of one pair: pairs stay
+  // together in every order.
+  bool pairs() const;
   // Documents in a sequence do not see each other: positions begin anew with each, and mean something.
   bool isolated() const;
 
@@ -106,6 +114,13 @@ class Dataset {
   std::int64_t training_tokens(std::int64_t index) const;
   void held_out_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels = {},
                          std::span<std::int64_t> positions = {}) const;
+
+  // All sequences as they were prepared, in no order of training: how many, one of them, and the numbers of others.
+  std::int64_t all_sequences() const;
+  void numbered_sequence(std::int64_t number, std::span<std::int64_t> ids, std::span<std::int64_t> labels = {},
+                         std::span<std::int64_t> positions = {}) const;
+  std::int64_t number_of_training(std::int64_t index) const;
+  std::int64_t number_of_held_out(std::int64_t index) const;
 
  private:
   struct Impl;

@@ -58,6 +58,11 @@ std::vector<std::string> formats_of(const DataOptions& options, const std::vecto
     examples = examples || (!formats.back().empty() && formats.back() != "text");
   }
   if (!examples) return {};
+  const auto preferences = std::count(formats.begin(), formats.end(), kPreferenceFormat);
+  if (preferences != 0 && preferences != static_cast<std::ptrdiff_t>(formats.size()))
+    fail_input(sources.front().path.string(),
+               "stands beside other data, and some of them are pairs of chosen and "
+               "rejected answers: pairs stand alone");
   for (std::size_t i = 0; i < sources.size(); ++i)
     if (formats[i].empty())
       fail_input(sources[i].path.string(),
@@ -65,6 +70,20 @@ std::vector<std::string> formats_of(const DataOptions& options, const std::vecto
                      ? "has no rows: --packing " + options.packing + " takes .jsonl and .tfd files"
                      : "is no .jsonl file, but others are rows of conversations: name them apart, with --data-weights");
   return formats;
+}
+
+// Refuses pairs where none are wanted, and others where they are.
+void check_pairs(const DataOptions& options, const std::string& path, bool pairs) {
+  if (pairs && options.pairs == Pairs::none)
+    fail(io::ErrorKind::usage, path,
+         "holds pairs of chosen and rejected answers: `tierflow train` takes them with --loss dpo, simpo or orpo");
+  if (!pairs && options.pairs == Pairs::only)
+    fail(io::ErrorKind::usage, path,
+         "holds no pairs: --loss dpo, simpo and orpo take rows with \"chosen\" and \"rejected\" (docs/preferences.md)");
+  if (pairs && options.packing != "auto" && options.packing != "none")
+    fail(io::ErrorKind::usage, path, "holds pairs: each answer is a sequence of its own, leave --packing out");
+  if (pairs && options.train_on == "all")
+    fail(io::ErrorKind::usage, path, "holds pairs: a preference loss is of the answers alone, leave --train-on out");
 }
 
 Packing packing_of(const std::string& name) {
@@ -100,12 +119,16 @@ DataPart::DataPart(const DataOptions& options, std::vector<std::filesystem::path
     fail_input(sources.front().path.string(),
                "stands beside other data: name prepared .tfd files apart, with --data-weights");
   const std::vector<std::string> formats = prepared ? std::vector<std::string>() : formats_of(options, sources);
+  const bool pairs =
+      prepared ? RowFile(sources.front().path).pairs() : !formats.empty() && formats.front() == kPreferenceFormat;
+  check_pairs(options, sources.front().path.string(), pairs);
+  group_ = pairs ? 2 : 1;
   if (prepared || !formats.empty())
     prepare_examples(options, sources, formats);
   else
     prepare_text(options, sources);
   summary_.sequences = source_->count();
-  summary_.held_out = held_out_;
+  summary_.held_out = held_out_ * group_;
 }
 
 void DataPart::prepare_text(const DataOptions& options, const std::vector<Source>& sources) {
@@ -150,7 +173,7 @@ void DataPart::prepare_examples(const DataOptions& options, const std::vector<So
                fmt::format("comes to the token id {}, but the model's vocabulary ends at {}: it is prepared with "
                            "another model's tokenizer",
                            file.counts().largest_id, options.vocab_size - 1));
-  summary_.packing = options.packing == "auto" ? "bfd" : options.packing;
+  summary_.packing = pairs() ? "none" : options.packing == "auto" ? "bfd" : options.packing;
   const Packing packing = packing_of(summary_.packing);
   isolated_ = packing == Packing::bfd;
   auto packed = std::make_unique<PackedRows>(std::move(file), packing, length_, options.cache, options.progress);
@@ -177,28 +200,27 @@ void DataPart::prepare_examples(const DataOptions& options, const std::vector<So
                                               prepared.counts().tokens,
                                               static_cast<std::uint64_t>(length_),
                                               static_cast<std::uint64_t>(held_out_),
-                                              static_cast<std::uint64_t>(packing),
+                                              static_cast<std::uint64_t>(packing) + (pairs() ? 16 : 0),
                                               options.seed};
   fingerprint_ = XXH3_64bits(shape.data(), sizeof shape);
 }
 
 void DataPart::hold_out(double share) {
-  const std::int64_t sequences = source_->count();
-  if (sequences > 1 && share > 0)
-    held_out_ = std::clamp<std::int64_t>(std::llround(share * static_cast<double>(sequences)), 1, sequences - 1);
+  if (units() > 1 && share > 0)
+    held_out_ = std::clamp<std::int64_t>(std::llround(share * static_cast<double>(units())), 1, units() - 1);
 }
 
-// Held-out sequences lie evenly through the data: the k-th is the middle one of the k-th of `held_out` equal parts.
-std::int64_t DataPart::held_out_position(std::int64_t k) const {
-  return static_cast<std::int64_t>((static_cast<__int128>(2 * k + 1) * source_->count()) / (2 * held_out_));
+// Held-out units lie evenly through the data: the k-th is the middle one of the k-th of `held_out` equal parts.
+std::int64_t DataPart::held_out_place(std::int64_t k) const {
+  return static_cast<std::int64_t>((static_cast<__int128>(2 * k + 1) * units()) / (2 * held_out_));
 }
 
-// The j-th of the sequences that are not held out.
+// The j-th of the units that are not held out.
 std::int64_t DataPart::training_position(std::int64_t j) const {
   std::int64_t low = 0, high = held_out_;  // how many held-out ones come before it
   while (low < high) {
     const std::int64_t middle = (low + high) / 2;
-    if (held_out_position(middle) - middle <= j) {
+    if (held_out_place(middle) - middle <= j) {
       low = middle + 1;
     } else {
       high = middle;
@@ -212,16 +234,6 @@ std::int64_t DataPart::training_place(std::int64_t index) const {
   const std::uint64_t key = mix_bits(key_ + static_cast<std::uint64_t>(index / count));
   const auto shuffled = permute(static_cast<std::uint64_t>(index % count), static_cast<std::uint64_t>(count), key);
   return training_position(static_cast<std::int64_t>(shuffled));
-}
-
-void DataPart::read_training(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
-                             std::span<std::int64_t> positions) const {
-  source_->read(training_place(index), ids, labels, positions);
-}
-
-void DataPart::read_held_out(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
-                             std::span<std::int64_t> positions) const {
-  source_->read(held_out_position(index), ids, labels, positions);
 }
 
 }  // namespace tierflow

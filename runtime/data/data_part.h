@@ -22,35 +22,32 @@ class DataPart {
   // paths: of this part. number: among the parts.
   DataPart(const DataOptions& options, std::vector<std::filesystem::path> paths, std::size_t number);
 
-  std::int64_t training() const { return source_->count() - held_out_; }
+  // Counts and indices are of units: pairs of sequences where pairs() is true, else sequences.
+  std::int64_t training() const { return units() - held_out_; }
   std::int64_t held_out() const { return held_out_; }
+  bool pairs() const { return group_ == 2; }
   std::uint64_t fingerprint() const { return fingerprint_; }
   const DataSummary& summary() const { return summary_; }
   bool isolated() const { return isolated_; }
-  // The `index`-th training sequence over all epochs; its tokens without padding.
-  std::int64_t training_tokens(std::int64_t index) const { return source_->tokens(training_place(index)); }
-  // Throws Exception (kind usage) for text.
-  std::vector<DocumentSpan> training_documents(std::int64_t index) const {
-    return source_->documents(training_place(index));
-  }
-  void read_training(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
-                     std::span<std::int64_t> positions) const;
-  void read_held_out(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
-                     std::span<std::int64_t> positions) const;
+  // Where the `index`-th training unit over all epochs, or held-out unit, lies among all units.
+  std::int64_t training_place(std::int64_t index) const;
+  std::int64_t held_out_place(std::int64_t k) const;
+  std::int64_t units() const { return source_->count() / group_; }
+  // Sequence group_ * place + which of them in its unit.
+  const SequenceSource& source() const { return *source_; }
 
  private:
   void prepare_text(const DataOptions& options, const std::vector<Source>& sources);
   void prepare_examples(const DataOptions& options, const std::vector<Source>& sources,
                         const std::vector<std::string>& formats);
   void hold_out(double share);
-  std::int64_t held_out_position(std::int64_t k) const;
   std::int64_t training_position(std::int64_t j) const;
-  std::int64_t training_place(std::int64_t index) const;
 
   std::int64_t length_;
   std::uint64_t key_;
   std::unique_ptr<TokenStore> store_;  // of text
   std::unique_ptr<SequenceSource> source_;
+  std::int64_t group_ = 1;  // sequences that stay together
   std::int64_t held_out_ = 0;
   std::uint64_t fingerprint_ = 0;
   bool isolated_ = false;

@@ -11,6 +11,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"
+#include "runtime/data/row_format.h"
 #include "runtime/data/row_frames.h"
 #include "runtime/data/scripts.h"
 
@@ -95,6 +96,7 @@ class Preparation {
     }
   }
 
+  bool pairs() const { return job_["files"][0]["format"] == kPreferenceFormat; }
   // Equal where the rows are.
   std::string key() const {
     Key key;
@@ -122,7 +124,7 @@ class Preparation {
     ordered_json notes{{"files", job_["files"]},  {"train_on", options_.train_on}, {"masks", end_["masks"]},
                        {"untrained", untrained_}, {"skipped", skipped_},           {"first_skipped", first_skipped_},
                        {"merged", end_["merged"]}};
-    writer.finish(path, notes.dump());
+    writer.finish(path, notes.dump(), pairs());
   }
 
  private:
@@ -154,15 +156,20 @@ class Preparation {
     std::uint32_t rows = 0;
     take(&done, sizeof done);
     take(&rows, sizeof rows);
-    std::vector<std::uint32_t> lengths(rows), row;
+    std::vector<std::uint32_t> lengths(rows);
     take(lengths.data(), 4 * lengths.size());
-    for (const std::uint32_t length : lengths) {
-      row.resize(length);
-      take(row.data(), 4 * row.size());
-      if (trained_targets(row) == 0)
-        ++untrained_;
-      else
-        writer.add(row);
+    // Of a pair, both rows or none.
+    std::vector<std::vector<std::uint32_t>> together(pairs() ? 2 : 1);
+    for (std::size_t i = 0; i + together.size() <= lengths.size(); i += together.size()) {
+      bool trained = true;
+      for (std::size_t k = 0; k < together.size(); ++k) {
+        together[k].resize(lengths[i + k]);
+        take(together[k].data(), 4 * together[k].size());
+        trained = trained && trained_targets(together[k]) != 0;
+      }
+      untrained_ += trained ? 0 : 1;
+      for (const auto& row : together)
+        if (trained) writer.add(row);
     }
     if (options_.progress) options_.progress("preparing data", done, bytes_);
   }

@@ -15,7 +15,7 @@
 namespace tierflow {
 namespace {
 
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 1, kVersionOfPairs = 2;
 constexpr std::size_t kPieceWords = 256 << 10;
 constexpr std::uint64_t kLongestNotes = 16 << 20;
 constexpr std::array<char, 8> kMagic = {'T', 'F', 'D', 'R', 'O', 'W', 'S', '\n'};
@@ -74,11 +74,11 @@ void RowFileWriter::add(std::span<const std::uint32_t> row) {
   if (pending_.size() >= kPieceWords) flush();
 }
 
-void RowFileWriter::finish(const std::filesystem::path& path, const std::string& notes) {
+void RowFileWriter::finish(const std::filesystem::path& path, const std::string& notes, bool pairs) {
   flush();
   write_exactly(file_, folder_, std::as_bytes(std::span(notes.data(), notes.size())));
   Header header{.magic = kMagic,
-                .version = kVersion,
+                .version = pairs ? kVersionOfPairs : kVersion,
                 .largest_id = counts_.largest_id,
                 .rows = counts_.rows,
                 .tokens = counts_.tokens,
@@ -97,9 +97,10 @@ RowFile::RowFile(std::filesystem::path path) : path_(std::move(path)), file_(ope
   if (size >= sizeof header) read_exactly(file_, path_, 0, std::as_writable_bytes(std::span(&header, 1)));
   if (header.magic != kMagic)
     fail_input(path_.string(), "holds no prepared rows: `tierflow data prepare --out` writes such files");
-  if (header.version != kVersion)
-    fail_input(path_.string(), fmt::format("is of version {}, this program reads version {}: prepare the data again",
-                                           header.version, kVersion));
+  if (header.version != kVersion && header.version != kVersionOfPairs)
+    fail_input(path_.string(),
+               fmt::format("is of version {}, this program reads versions up to {}: prepare the data again",
+                           header.version, kVersionOfPairs));
   if (header.notes > kLongestNotes || header.notes > size - sizeof header)
     fail_damaged("its notes end beyond the file");
   const std::uint64_t bytes = size - sizeof header - header.notes;
@@ -108,6 +109,8 @@ RowFile::RowFile(std::filesystem::path path) : path_(std::move(path)), file_(ope
   if (header.check != check_of(header, notes_)) fail_damaged("its header does not have its checksum");
   if (bytes != 4 * (header.rows + header.tokens))
     fail_damaged(fmt::format("it has {} bytes of rows, not {}", bytes, 4 * (header.rows + header.tokens)));
+  pairs_ = header.version == kVersionOfPairs;
+  if (pairs_ && header.rows % 2 != 0) fail_damaged("it is a file of pairs with an odd number of rows");
   words_ = bytes / 4;
   hash_ = header.hash;
   counts_ = {.rows = header.rows, .tokens = header.tokens, .trained = header.trained, .largest_id = header.largest_id};

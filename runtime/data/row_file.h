@@ -2,7 +2,7 @@
 // Examples as tokens, prepared once and read at every start. Little-endian:
 //
 //     byte 0   "TFDROWS\n"
-//          8   u32  version of the format, 1
+//          8   u32  version of the format: 1, or 2 of a file of pairs
 //         12   u32  largest token id
 //         16   u64  rows
 //         24   u64  tokens
@@ -14,7 +14,8 @@
 //              the lower 31 bits, and the top bit, set where it is trained on
 //              the notes: a JSON object: what the rows were made of, and what became of those that are not here
 //
-// Each row is a document. Nothing follows the notes.
+// Each row is a document. Nothing follows the notes. In a file of pairs, two rows that follow one another are the
+// chosen and the rejected answer to one prompt.
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -45,7 +46,7 @@ class RowFileWriter {
   void add(std::span<const std::uint32_t> row);
   const RowCounts& counts() const { return counts_; }
   // Completes the file, flushes it and gives it that name, in the writer's folder.
-  void finish(const std::filesystem::path& path, const std::string& notes);
+  void finish(const std::filesystem::path& path, const std::string& notes, bool pairs = false);
 
  private:
   struct Hasher;
@@ -66,6 +67,7 @@ class RowFile {
 
   const std::filesystem::path& path() const { return path_; }
   const RowCounts& counts() const { return counts_; }
+  bool pairs() const { return pairs_; }
   const std::string& notes() const { return notes_; }
   std::uint64_t hash() const { return hash_; }  // of the rows
   // Calls `take` with each row and the place of its first token (in words from the first row). At the end all bytes
@@ -81,6 +83,7 @@ class RowFile {
   File file_;
   RowCounts counts_;
   std::string notes_;
+  bool pairs_ = false;
   std::uint64_t words_ = 0, hash_ = 0;
 };
 

@@ -9,16 +9,19 @@ namespace {
 constexpr int kMostLines = 1000;  // that are looked at
 
 // Empty where the row is of no known format.
-std::string format_of(const Json& row, const std::string& text_field) {
+std::string format_of(const Json& row, const std::string& text_field, bool pairs) {
   if (!row.is_object()) return {};
   const auto has = [&](const char* name) { return row.contains(name) && !row[name].is_null(); };
   const auto list = [&](const char* name) { return has(name) && row[name].is_array(); };
+  const bool preference = has("chosen") && has("rejected");
+  if (pairs && preference) return kPreferenceFormat;
   if (row.contains(text_field) && row[text_field].is_string()) return "text";
   if (list("input_ids")) return "tokens";
   if (list("messages")) return "messages";
   if (list("conversations")) return "sharegpt";
   if (has("prompt") && has("completion")) return "prompt-completion";
   if (has("instruction") && has("output")) return "alpaca";
+  if (preference) return kPreferenceFormat;
   return {};
 }
 
@@ -32,7 +35,8 @@ std::string row_format(const std::filesystem::path& path, const DataOptions& opt
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     ++looked;
     const Json row = Json::parse(line, nullptr, /*allow_exceptions=*/false);
-    const std::string format = row.is_discarded() ? "" : format_of(row, options.jsonl_field);
+    const std::string format =
+        row.is_discarded() ? "" : format_of(row, options.jsonl_field, options.pairs == Pairs::only);
     if (!format.empty()) return format;
     if (!options.skip_bad_records) break;
   }

@@ -69,8 +69,10 @@ std::vector<DocumentSpan> TextSequences::documents(std::int64_t) const {
 // Which pieces of rows each sequence consists of.
 class PackedRows::Plan {
  public:
-  Plan(const std::filesystem::path& folder, Packing packing, std::int64_t length, RowSummary& summary)
+  Plan(const std::filesystem::path& folder, Packing packing, std::int64_t length, std::size_t together,
+       RowSummary& summary)
       : packing_(packing),
+        together_(together),
         length_(static_cast<std::uint64_t>(length)),
         summary_(summary),
         borrowed_(folder),
@@ -82,13 +84,13 @@ class PackedRows::Plan {
     ++summary_.lengths[static_cast<std::size_t>(std::bit_width(row.size() - 1))];
     if (packing_ == Packing::concat) return lay(first, row, number);
     const std::size_t kept = std::min<std::size_t>(row.size(), length_);
-    const std::uint64_t trained = trained_targets(row.first(kept));
-    if (trained == 0) return void(++summary_.untrained_when_cut);
-    summary_.truncated += kept < row.size() ? 1 : 0;
-    summary_.trained += static_cast<std::int64_t>(trained);
-    summary_.used += static_cast<std::int64_t>(kept);
-    window_.push_back({first, kept, number});
-    if (packing_ == Packing::none || window_.size() >= kWindowRows) pack();
+    waiting_.push_back({{first, kept, number}, trained_targets(row.first(kept)), kept < row.size()});
+    if (waiting_.size() < together_) return;
+    if (std::all_of(waiting_.begin(), waiting_.end(), [](const Cut& cut) { return cut.trained != 0; }))
+      for (const Cut& cut : waiting_) use(cut);
+    else
+      ++summary_.untrained_when_cut;
+    waiting_.clear();
   }
 
   void finish() {
@@ -109,6 +111,20 @@ class PackedRows::Plan {
   }
 
  private:
+  struct Cut {
+    Piece piece;
+    std::uint64_t trained = 0;
+    bool truncated = false;
+  };
+
+  void use(const Cut& cut) {
+    summary_.truncated += cut.truncated ? 1 : 0;
+    summary_.trained += static_cast<std::int64_t>(cut.trained);
+    summary_.used += static_cast<std::int64_t>(cut.piece.length);
+    window_.push_back(cut.piece);
+    if (packing_ == Packing::none || window_.size() >= kWindowRows) pack();
+  }
+
   void add(std::span<const Piece> sequence) {
     starts_.append(pieces_.size());
     for (const Piece& piece : sequence) pieces_.append(piece);
@@ -163,12 +179,14 @@ class PackedRows::Plan {
   }
 
   const Packing packing_;
+  const std::size_t together_;  // rows of which all are kept or none
   const std::uint64_t length_;
   RowSummary& summary_;
   const BorrowedFolder borrowed_;
   EntryFile<std::uint64_t> starts_;
   EntryFile<Piece> pieces_;
   std::vector<Piece> window_;
+  std::vector<Cut> waiting_;  // for the rest of those that belong together
   std::uint64_t rows_ = 0;
   std::uint64_t laid_ = 0, trained_ = 0;  // of the sequence that is being laid
 };
@@ -177,8 +195,10 @@ PackedRows::PackedRows(RowFile rows, Packing packing, std::int64_t length, const
                        const Progress& progress)
     : rows_(std::move(rows)),
       packing_(packing),
-      plan_(std::make_unique<Plan>(folder.empty() ? temporary_folder() : folder, packing, length, summary_)) {
-  summary_.examples = static_cast<std::int64_t>(rows_.counts().rows);
+      plan_(std::make_unique<Plan>(folder.empty() ? temporary_folder() : folder, packing, length, rows_.pairs() ? 2 : 1,
+                                   summary_)) {
+  summary_.pairs = rows_.pairs();
+  summary_.examples = static_cast<std::int64_t>(rows_.counts().rows) / (rows_.pairs() ? 2 : 1);
   summary_.tokens = static_cast<std::int64_t>(rows_.counts().tokens);
   std::uint64_t seen = 0;
   rows_.read_all([&](std::uint64_t first, std::span<const std::uint32_t> row) {

@@ -119,7 +119,7 @@ HeadScores CausalModel::head_scores(const Weights& weights, const Carry& carry, 
 }
 
 HeadResult CausalModel::head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                               const Shared& shared, double scale) const {
+                                               const Shared& shared, const TokenScale& scale) const {
   return tiled_head_ ? tiled_head_->loss_and_backward(weights, gradients, carry, shared.labels, scale)
                      : head_->loss_and_backward(weights, gradients, carry.at(0), shared.labels, scale);
 }

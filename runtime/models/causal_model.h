@@ -28,7 +28,7 @@ class CausalModel : public LayeredModel {
                  const Shared& shared, const Carry& d_out) const override;
   HeadScores head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const override;
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                    const Shared& shared, double scale) const override;
+                                    const Shared& shared, const TokenScale& scale) const override;
   bool draws_random_numbers() const override {
     return config().embedding_dropout > 0 || config().residual_dropout > 0 || config().attention_dropout > 0 ||
            config().adapter_dropout > 0;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "runtime/models/micro_batch.h"
+#include "runtime/models/token_scale.h"
 #include "runtime/spec/model_spec.h"
 
 namespace tierflow {
@@ -70,7 +71,7 @@ struct HeadScores {
 
 struct HeadResult {
   double loss_sum = 0;  // over the tokens that count, natural log, summed in double
-  Carry d_carry;        // gradient of loss_sum * scale
+  Carry d_carry;        // gradient of the sum of each token's loss times its scale
 };
 
 // What a forward leaves on the device so that its backward need not compute it again. It contains no weight.
@@ -119,7 +120,7 @@ class LayeredModel {
   // never exist whole.
   virtual HeadScores head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const = 0;
   virtual HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                            const Shared& shared, double scale) const = 0;
+                                            const Shared& shared, const models::TokenScale& scale) const = 0;
 
   // Generation: share_cached() of a row, forward() of every stage but the last, then next_logits(): the logits of the
   // token behind each span [spans, vocab]. Throw Exception (kind usage) for a model that does not generate, as by

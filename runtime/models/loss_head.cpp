@@ -56,7 +56,8 @@ HeadScores LossHead::scores(const Weights& weights, const at::Tensor& hidden, co
 }
 
 HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,
-                                       const at::Tensor& labels, double scale, std::int64_t chunk_rows) const {
+                                       const at::Tensor& labels, const TokenScale& scale,
+                                       std::int64_t chunk_rows) const {
   const at::NoGradGuard no_grad;
   const at::Tensor in = token_rows(hidden);
   Norm::Kept kept;
@@ -75,7 +76,10 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
     at::mm_out(logits, part, output.t());
     rule_.apply(logits);
     const at::Tensor slope = rule_.slope(logits);
-    cross_entropy(logits, flat.narrow(0, first, rows), each.narrow(0, first, rows), scale, true);
+    scale.for_each_stretch(first, rows, [&](std::int64_t begin, std::int64_t count, double here) {
+      at::Tensor stretch = logits.narrow(0, begin - first, count);
+      cross_entropy(stretch, flat.narrow(0, begin, count), each.narrow(0, begin, count), here, true);
+    });
     rule_.backward(logits, slope);
     at::mm_out(d_part, logits, output);
     add_product(d_output, logits, part);

@@ -23,10 +23,10 @@ class LossHead {
   // -log probabilities of the labels that count.
   HeadScores scores(const Weights& weights, const at::Tensor& hidden, const at::Tensor& labels,
                     std::int64_t chunk_rows = 0) const;
-  // Adds the gradients of scale * loss to `gradients`; the hidden states' gradient is the carry's. chunk_rows 0:
+  // Adds the gradients of the scaled losses to `gradients`; the hidden states' gradient is the carry's. chunk_rows 0:
   // head_chunk_rows().
   HeadResult loss_and_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,
-                               const at::Tensor& labels, double scale, std::int64_t chunk_rows = 0) const;
+                               const at::Tensor& labels, const TokenScale& scale, std::int64_t chunk_rows = 0) const;
   // The logits of hidden states [tokens, hidden], whole: for tests and short prompts.
   at::Tensor logits(const Weights& weights, const at::Tensor& hidden) const;
 

@@ -18,6 +18,8 @@ struct MicroBatch {
   // The same shape, int64: where rows are packed, the position of each token in its document. It is 0 at the first
   // token of a row and of each document, and one more at each next token. Undefined: each row is one document.
   at::Tensor positions = {};
+  // Of pairs (pair_batch.h): each row's log-probability under the reference model, where the loss needs it.
+  std::vector<double> reference = {};
 
   std::int64_t target_tokens() const;  // labels that count
   // The documents of all rows in order; none where each row is one. Throws Exception (kind usage) for positions that

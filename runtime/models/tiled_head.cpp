@@ -124,7 +124,7 @@ HeadScores TiledHead::scores(const Weights& weights, const Carry& carry, const T
 }
 
 HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                        const Tensor& all_labels, double scale) const {
+                                        const Tensor& all_labels, const TokenScale& scale) const {
   const at::NoGradGuard no_grad;
   const Tile& last = tiles_.back();
   const Tensor &normed = carry.at(0), labels = flat(all_labels), sums = carry.at(1).clone();
@@ -135,7 +135,10 @@ HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients&
     const Tensor chunk_labels = labels.narrow(0, first, rows), chunk_sums = sums.narrow(0, first, rows);
     softmax_sums(logits, chunk_labels, last.first, chunk_sums);
     const Tensor chunk_factors = factors.narrow(0, first, rows);
-    chunk_factors.copy_(softmax_factors(chunk_sums, chunk_labels, scale));
+    scale.for_each_stretch(first, rows, [&](std::int64_t begin, std::int64_t count, double here) {
+      factors.narrow(0, begin, count)
+          .copy_(softmax_factors(sums.narrow(0, begin, count), labels.narrow(0, begin, count), here));
+    });
     const Tensor slope = rule_.slope(logits);
     softmax_gradient(logits, chunk_labels, last.first, chunk_factors);
     rule_.backward(logits, slope);

@@ -31,7 +31,7 @@ class TiledHead {
   // The last tile. Throws (kind usage) for a label beyond the vocabulary.
   HeadScores scores(const Weights& weights, const Carry& carry, const at::Tensor& labels) const;
   HeadResult loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                               const at::Tensor& labels, double scale) const;
+                               const at::Tensor& labels, const TokenScale& scale) const;
 
  private:
   struct Tile {

@@ -30,6 +30,10 @@ fs::path note_in(const fs::path& folder) {
   return folder / "state.tfv.owner";
 }
 
+fs::path reference_in(const fs::path& folder) {
+  return folder / "state.tfv.reference";
+}
+
 fs::path beside(const fs::path& folder, std::uint64_t generation) {
   return folder / (generation % 2 == 0 ? "state.tfv.beside.A" : "state.tfv.beside.B");
 }
@@ -154,6 +158,20 @@ void refuse_left_store(const Folders& storage) {
     fail(io::ErrorKind::environment, left.state.string(), left.line + "; or name another folder as --storage");
 }
 
+fs::path reference_beside(const Folders& storage) {
+  for (const fs::path& folder : storage)
+    if (std::error_code ignored; fs::exists(fs::symlink_status(reference_in(folder), ignored)))
+      return reference_in(folder);
+  return reference_in(storage.front());
+}
+
+void bring_reference(const Folders& from, const Folders& to) {
+  const fs::path there = reference_beside(from);
+  if (std::error_code ignored; !fs::exists(fs::symlink_status(there, ignored))) return;
+  write_text(reference_in(to.front()), read_text(there, std::uint64_t{1} << 40));
+  sync_folder(to.front());
+}
+
 void discard_store(const Folders& storage) {
   throw_if(io::discard(volume_of(storage)));
   io::VolumeOptions moving = volume_of(storage);
@@ -180,6 +198,7 @@ void leave_note(const Folders& storage, bool commits) {
 }
 
 void remove_note(const Folders& storage) {
+  for (const fs::path& folder : storage) unlink(reference_in(folder).c_str());
   for (const fs::path& folder : storage) unlink(note_in(folder).c_str());
   for (const fs::path& folder : storage)
     for (const std::uint64_t generation : {0, 1})

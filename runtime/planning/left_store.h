@@ -35,13 +35,18 @@ LeftStore find_left_store(const Folders& storage);
 // Throws Exception where a store lies in one of the folders: kind locked where a process holds it; else kind
 // environment, saying who made it, when, and what to do.
 void refuse_left_store(const Folders& storage);
+// The file beside the store in which a run keeps what its preference loss is relative to: where it lies, in whichever
+// of the folders; where there is none, where it is to be. It goes with the store.
+std::filesystem::path reference_beside(const Folders& storage);
+// Copies it into the first of the other folders, where there is one.
+void bring_reference(const Folders& from, const Folders& to);
 // Removes it, whole or not, and what was to take its place. Throws Exception (kind locked) where a process holds it.
 void discard_store(const Folders& storage);
 
 // Writes which process made the store, when, in which folders, and whether it commits its steps, in a small file in
 // each folder, which find_left_store() reads. If it cannot be written, there is no note.
 void leave_note(const Folders& storage, bool commits);
-// Removes it, and what keep_beside() left.
+// Removes it, what keep_beside() left, and the reference.
 void remove_note(const Folders& storage);
 // All folders of the store that has a part in these, as the note of one of them says that names its own folder (in a
 // copy of a folder it does not); these where there is none.

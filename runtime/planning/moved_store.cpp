@@ -190,6 +190,7 @@ void copy(const StoredModel& from, const Folders& first, const io::VolumeOptions
     const auto position = nlohmann::json::parse(from.store->progress(), nullptr, false);
     if (position.is_object() && position.contains("beside"))
       bring_beside(first, storage.folders, from.store->generation(), position["beside"].get<std::string>());
+    bring_reference(first, storage.folders);
     throw_if(to->commit(from.store->progress()));
   } catch (...) {
     to->remove_files();

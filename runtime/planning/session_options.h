@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "io/volume.h"
+#include "runtime/spec/loss_rule.h"
 #include "runtime/spec/packing.h"
 
 namespace tierflow {
@@ -31,7 +32,8 @@ struct SessionOptions {
   double deferred_share = 0;
   // The share of the units whose updates run on the device, as far as it has room. It also changes no bit.
   double device_update_share = 0;
-  std::int64_t micro_batch = 1;  // sequences in a micro-batch
+  LossRule loss;                 // of step()
+  std::int64_t micro_batch = 1;  // sequences in a micro-batch; of pairs an even number
   int micro_batches = 1;         // in a step
   std::int64_t sequence_length = 512;
   std::uint64_t seed = 0;  // of dropout and stochastic rounding

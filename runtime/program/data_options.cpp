@@ -6,6 +6,7 @@
 #include "runtime/base/files.h"
 #include "runtime/base/strict_json.h"
 #include "runtime/program/command_line.h"
+#include "runtime/program/loss_options.h"
 #include "runtime/program/option_values.h"
 
 namespace tierflow {
@@ -88,7 +89,7 @@ void add_data_rows(OptionTable& table, DataChoice& o) {
                  },
              .get = [&o] { return OrderedJson(o.data_weights); }});
   table.choice("data-format", o.data_format,
-               {"auto", "text", "messages", "prompt-completion", "sharegpt", "alpaca", "tokens"},
+               {"auto", "text", "messages", "prompt-completion", "sharegpt", "alpaca", "tokens", "preference"},
                "fields of .jsonl rows; auto: as the first row tells");
   table.choice("train-on", o.train_on, {"assistant", "all"}, "tokens of rows that count: the assistant's, or all");
   table.choice(
@@ -150,6 +151,7 @@ DataOptions data_options(const TrainOptions& options, const ModelSpec& spec, con
   }
   data.held_out = options.held_out;
   data.seed = options.seed;
+  data.pairs = loss_rule(options).pairs() ? Pairs::only : Pairs::none;
   return data;
 }
 
@@ -165,6 +167,7 @@ DataOptions data_options(const DataCommandOptions& options, const ModelSpec& spe
                          const std::filesystem::path& folder) {
   DataOptions data = common_data_options(options, spec, folder);
   data.seed = options.seed;
+  data.pairs = Pairs::either;
   return data;
 }
 

@@ -60,7 +60,9 @@ std::vector<std::string> data_lines(const std::vector<DataSummary>& data, std::i
     std::string line = "data: " + names(one);
     if (data.size() > 1) line += fmt::format(" ({:.1f}% of the sequences)", 100 * one.share);
     if (one.rows)
-      line += fmt::format(": {} ({}), {} of {} tokens trained", counted(one.rows->examples, "example", "examples"),
+      line += fmt::format(": {} ({}), {} of {} tokens trained",
+                          one.rows->pairs ? counted(one.rows->examples, "pair", "pairs")
+                                          : counted(one.rows->examples, "example", "examples"),
                           one.rows->formats, number(one.rows->trained), number(one.rows->used));
     else
       line += ": " + number(one.tokens) + " tokens of text";
@@ -81,7 +83,7 @@ std::string data_table(const std::vector<DataSummary>& data, std::int64_t sequen
     if (one.rows) {
       const RowSummary& rows = *one.rows;
       line("format", rows.formats);
-      line("examples", number(rows.examples));
+      line(rows.pairs ? "pairs" : "examples", number(rows.examples));
       line("tokens", number(rows.tokens));
       line("trained", fmt::format("{} ({}; {})", number(rows.trained),
                                   fmt::format("{:.1f}% of {}",

@@ -75,7 +75,7 @@ void Forecast::predict_steps(const Session& session, const SessionOptions& optio
   if (!profile_) return log_.say("no prediction: `tierflow plan` with these options measures this machine, once");
   summary.prediction = predict(session.plan(), rates_of(spec_, *profile_), kTracedSteps);
   summary.predicted_memory = predicted_memory(session.plan(), options, spec_, profile_->model);
-  const double tokens = static_cast<double>(options_.micro_batch * options_.micro_batches * options_.sequence_length);
+  const double tokens = static_cast<double>(options.micro_batch * options.micro_batches * options.sequence_length);
   log_.say(fmt::format("predicted: {:.3g} s a step, {:.0f} tokens/s; the process {} at most",
                        summary.prediction->step_seconds, tokens / summary.prediction->step_seconds,
                        human_bytes(summary.predicted_memory.process)));

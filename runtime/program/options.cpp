@@ -10,6 +10,7 @@
 #include "runtime/program/command_line.h"
 #include "runtime/program/data_options.h"
 #include "runtime/program/generate_options.h"
+#include "runtime/program/loss_options.h"
 #include "runtime/program/machine_options.h"
 #include "runtime/program/option_table.h"
 #include "runtime/program/option_values.h"
@@ -104,6 +105,7 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
   table.seed("seed", o.seed, "of random weights, shuffling, dropout and stochastic rounding");
   table.integer("max-skipped", o.max_skipped, 0,
                 "end the run after so many steps in a row whose loss or gradient is not finite; 0: never");
+  add_loss_rows(table, o);
   add_trained_rows(table, o);
   add_adapter_rows(table, o);
   table.group(kEvaluation);
@@ -201,21 +203,22 @@ OptionTable eval_table(EvalOptions& o) {
   return table;
 }
 
-void check_tokens(const RunOptions& o, std::int64_t micro_batches) {
+// each: sequences in one of --micro-batch.
+void check_tokens(const RunOptions& o, std::int64_t micro_batches, std::int64_t each) {
   std::int64_t tokens = o.sequence_length;  // no factor is above kMostTokens: a product of two does not overflow
-  for (const std::int64_t factor : {o.micro_batch, micro_batches}) {
+  for (const std::int64_t factor : {o.micro_batch, micro_batches, each}) {
     tokens *= factor;
     if (tokens > kMostTokens)
       fail_usage(
-          fmt::format("--micro-batches {} x --micro-batch {} x --sequence-length {} are more than 2^31 tokens a "
+          fmt::format("--micro-batches {} x --micro-batch {}{} x --sequence-length {} are more than 2^31 tokens a "
                       "step: give less",
-                      micro_batches, o.micro_batch, o.sequence_length));
+                      micro_batches, o.micro_batch, each == 2 ? " pairs" : "", o.sequence_length));
   }
 }
 
-void check_sizes(const RunOptions& o, std::int64_t micro_batches) {
+void check_sizes(const RunOptions& o, std::int64_t micro_batches, std::int64_t each) {
   check_machine(o);
-  check_tokens(o, micro_batches);
+  check_tokens(o, micro_batches, each);
 }
 
 }  // namespace
@@ -263,7 +266,8 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
   const OptionTable table = train_table(options);
   CommandLine(table).apply(words);
   check_data(options, "train");
-  check_sizes(options, options.micro_batches);
+  check_loss(options);
+  check_sizes(options, options.micro_batches, sequences_in_one(options));
   if (options.model.empty() == options.config.empty()) fail_usage("`tierflow train` needs either --model or --config");
   if (options.out.empty() && !options.no_export) fail_usage("`tierflow train` needs --out, or --no-export");
   if (options.no_export && options.storage.empty())
@@ -295,7 +299,8 @@ PlanOptions parse_plan(const std::vector<std::string>& words) {
   PlanOptions options;
   const OptionTable table = plan_table(options);
   CommandLine(table).apply(words);
-  check_sizes(options, options.micro_batches);
+  check_loss(options);
+  check_sizes(options, options.micro_batches, sequences_in_one(options));
   if (options.model.empty() == options.config.empty()) fail_usage("`tierflow plan` needs either --model or --config");
   check_adapter(options);
   keep_family(options.read_as, options.adapter);
@@ -307,7 +312,7 @@ EvalOptions parse_eval(const std::vector<std::string>& words) {
   const OptionTable table = eval_table(options);
   CommandLine(table).apply(words);
   check_data(options, "eval");
-  check_sizes(options, 1);
+  check_sizes(options, 1, 1);
   if (options.model.empty()) fail_usage("`tierflow eval` needs --model");
   keep_family(options.read_as, options.adapter);
   return options;
@@ -346,9 +351,10 @@ std::string describe(const TrainOptions& o) {
     text += fmt::format(" with adapters of rank {}, alpha {}", o.lora.rank, o.lora.alpha);
   if (o.base_precision != "bf16") text += fmt::format(" over {} weights", o.base_precision);
   text += fmt::format(" on {}: ", fmt::join(data, ", "));
+  if (loss_rule(o).pairs()) text += fmt::format("{} with beta {}, ", o.loss, o.beta);
   text += o.steps != 0 ? fmt::format("{} steps", o.steps) : fmt::format("{} epochs", o.epochs);
-  text += fmt::format(" of {} x {} sequences of {} tokens; AdamW with learning rate {} ({}", o.micro_batches,
-                      o.micro_batch, o.sequence_length, highest_lr(o), o.lr_schedule);
+  text += fmt::format(" of {} x {} {} of {} tokens; AdamW with learning rate {} ({}", o.micro_batches, o.micro_batch,
+                      loss_rule(o).pairs() ? "pairs" : "sequences", o.sequence_length, highest_lr(o), o.lr_schedule);
   if (o.warmup != 0) text += fmt::format(", warm-up {} steps", o.warmup);
   text += fmt::format("), weight decay {}, clip {}; {}, seed {}; ", o.weight_decay,
                       o.clip ? fmt::format("{}", *o.clip) : "none", o.precision, o.seed);

@@ -10,6 +10,7 @@
 #include "io/volume.h"
 #include "runtime/data/data.h"
 #include "runtime/spec/adapters.h"
+#include "runtime/spec/loss_rule.h"
 #include "runtime/spec/trainable.h"
 
 namespace tierflow {
@@ -122,12 +123,14 @@ struct TrainOptions : RunOptions {
   std::string durability = "auto";           // auto, step, every=N, export-only
   bool resume = false;                       // there has to be a state to go on with
   bool no_export = false;
-  std::int64_t export_every = 0;  // steps; 0: at the end alone
-  std::int64_t export_keep = 0;   // the last so many of these; 0: all
-  bool export_best = false;       // the model of the best evaluation too
-  std::filesystem::path trace;    // empty: none
-  std::string method = "full";    // full, lora
-  TrainableConfig trained;        // of full fine-tuning
+  std::int64_t export_every = 0;                                        // steps; 0: at the end alone
+  std::int64_t export_keep = 0;                                         // the last so many of these; 0: all
+  bool export_best = false;                                             // the model of the best evaluation too
+  std::filesystem::path trace;                                          // empty: none
+  std::string method = "full";                                          // full, lora
+  std::string loss = "cross-entropy";                                   // cross-entropy, dpo, simpo, orpo
+  double beta = LossRule{}.beta, simpo_gamma = LossRule{}.simpo_gamma;  // of a preference loss
+  TrainableConfig trained;                                              // of full fine-tuning
   std::vector<std::pair<std::string, double>> lr_scales;
   AdapterConfig lora{.rank = 16, .alpha = 32};
   double loraplus_lr_ratio = 1;         // of B's learning rate to A's

@@ -8,6 +8,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
+#include "runtime/program/loss_options.h"
 #include "runtime/program/plan_report.h"
 #include "runtime/program/train_library.h"
 #include "runtime/program/training_spec.h"
@@ -75,7 +76,7 @@ class Planning {
 
   Planned plan(std::int64_t micro_batch, int micro_batches) {
     SessionOptions session = session_;
-    session.micro_batch = micro_batch;
+    session.micro_batch = micro_batch * sequences_in_one(options_);
     session.micro_batches = micro_batches;
     Profile profile = profile_of(spec_, session, options_.refresh_profile, machine_, measure_, say_);
     machine_ = profile.machine;                                                            // the same for every shape
@@ -86,10 +87,12 @@ class Planning {
 
   // The micro-batches of `tokens` a step with the most tokens a second; `shapes` is told of each.
   Planned fastest(std::int64_t tokens, Json& shapes) {
-    const std::int64_t sequences = tokens / session_.sequence_length;
+    const std::int64_t length = session_.sequence_length * sequences_in_one(options_), sequences = tokens / length;
     if (sequences < 1)
-      throw Exception(io::ErrorKind::usage, fmt::format("--tokens-per-step {} is less than one sequence of {} tokens",
-                                                        tokens, session_.sequence_length));
+      throw Exception(io::ErrorKind::usage,
+                      fmt::format("--tokens-per-step {} is less than one sequence, or pair, of {} "
+                                  "tokens",
+                                  tokens, length));
     std::optional<Planned> best;
     std::optional<Exception> refused;
     for (std::int64_t micro_batch = 1, before = 0; micro_batch <= sequences; ++micro_batch) {
@@ -100,7 +103,7 @@ class Planning {
         Planned planned = plan(micro_batch, static_cast<int>(sequences / micro_batch));
         const double step_seconds = planned.placement.prediction.step_seconds;
         shape["step_s"] = step_seconds;
-        shape["tokens_per_s"] = static_cast<double>(sequences * session_.sequence_length) / step_seconds;
+        shape["tokens_per_s"] = static_cast<double>(sequences * length) / step_seconds;
         shape["refused"] = nullptr;
         if (!best || step_seconds < best->placement.prediction.step_seconds) best = std::move(planned);
       } catch (const Exception& error) {

@@ -10,6 +10,8 @@
 #include "runtime/base/machine.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/program/data_report.h"
+#include "runtime/program/loss_options.h"
+#include "runtime/program/training_spec.h"
 
 namespace tierflow {
 namespace {
@@ -46,6 +48,20 @@ Model load_with(const std::filesystem::path& model, const std::filesystem::path&
   return with_base_format(adapter.empty() ? base : with_adapters(base, adapter), parse_weight_format(base_precision));
 }
 
+Model training_model(const TrainOptions& options, const ModelSpec& spec) {
+  if (!options.config.empty()) return from_config(spec, options.seed);
+  Model model = load(options.model, options.read_as);
+  if (options.method == "lora") {
+    model = with_base_format(model, spec.base_format);
+    model = options.adapter.empty() ? with_adapters(model, options.lora, options.seed)
+                                    : with_adapters(model, options.adapter);
+  } else {
+    model = with_trainable(model, options.trained);
+  }
+  model = with_learning_rates(model, learning_rate_scales(options));
+  return loss_rule(options).pairs() ? without_dropout(model) : model;
+}
+
 Dataset prepare_data(DataOptions options, TrainingLog& log) {
   options.progress = [&log](const char* phase, std::uint64_t done, std::uint64_t total) {
     log.progress(phase, done, total);
@@ -75,7 +91,9 @@ MicroBatch micro_batch(const Dataset& data, Sequences which, std::int64_t first,
   const auto row_of = [length](const at::Tensor& tensor, std::int64_t row) {
     return std::span(tensor.data_ptr<std::int64_t>() + row * length, static_cast<std::size_t>(length));
   };
-  const auto read = which == Sequences::training ? &Dataset::training_sequence : &Dataset::held_out_sequence;
+  const auto read = which == Sequences::training   ? &Dataset::training_sequence
+                    : which == Sequences::held_out ? &Dataset::held_out_sequence
+                                                   : &Dataset::numbered_sequence;
   for (std::int64_t row = 0; row < rows; ++row)
     (data.*read)(first + row, row_of(batch.ids, row), row_of(batch.labels, row),
                  data.isolated() ? row_of(batch.positions, row) : std::span<std::int64_t>());

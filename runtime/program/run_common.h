@@ -16,13 +16,15 @@ std::uint64_t prepare_torch(const std::string& device, int threads);
 // in that format.
 Model load_with(const std::filesystem::path& model, const std::filesystem::path& adapter,
                 const std::string& base_precision, const std::string& as);
+// The model that the options train. spec: training_spec(options).
+Model training_model(const TrainOptions& options, const ModelSpec& spec);
 // The data, prepared; what became of them is said.
 Dataset prepare_data(DataOptions options, TrainingLog& log);
 // Says which device it is; steps in the log tell what a card does from then on.
 void announce_device(const RunOptions& options, const SessionOptions& settings, TrainingLog& log);
 
-// Micro-batches of `rows` sequences from the `first` on: of those that are trained on, or held out.
-enum class Sequences : std::uint8_t { training, held_out };
+// Micro-batches of `rows` sequences from the `first` on: of those that are trained on, held out, or all by number.
+enum class Sequences : std::uint8_t { training, held_out, numbered };
 MicroBatch micro_batch(const Dataset& data, Sequences which, std::int64_t first, std::int64_t rows,
                        std::int64_t length);
 

@@ -5,22 +5,25 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/base/exception.h"
+#include "runtime/program/loss_options.h"
 
 namespace tierflow {
 
 using nlohmann::json;
 
 std::string run_identity(const TrainOptions& options, std::uint64_t data) {
-  return json{{"data", fmt::format("{:016x}", data)},
-              {"sequence-length", options.sequence_length},
-              {"micro-batch", options.micro_batch},
-              {"micro-batches", options.micro_batches},
-              {"seed", options.seed},
-              {"clip", options.clip ? json(*options.clip) : json("none")},
-              {"weight-decay", options.weight_decay},
-              {"betas", {options.beta1, options.beta2}},
-              {"eps", options.eps}}
-      .dump();
+  json identity{{"data", fmt::format("{:016x}", data)},
+                {"sequence-length", options.sequence_length},
+                {"micro-batch", options.micro_batch},
+                {"micro-batches", options.micro_batches},
+                {"seed", options.seed},
+                {"clip", options.clip ? json(*options.clip) : json("none")},
+                {"weight-decay", options.weight_decay},
+                {"betas", {options.beta1, options.beta2}},
+                {"eps", options.eps}};
+  if (loss_rule(options).pairs())  // whose data are no other run's
+    identity.update({{"loss", options.loss}, {"beta", options.beta}, {"simpo-gamma", options.simpo_gamma}});
+  return identity.dump();
 }
 
 void expect_same_run(const std::string& then, const std::string& now, const Folders& storage) {

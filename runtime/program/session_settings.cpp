@@ -7,6 +7,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
+#include "runtime/program/loss_options.h"
 #include "swap/device.h"
 
 namespace tierflow {
@@ -54,6 +55,8 @@ SessionOptions train_settings(const TrainOptions& options, std::uint64_t device_
   SessionOptions result = session_settings(options, device_fixed, say);
   result.precision = parse_precision(options.precision);
   result.clip = options.clip;
+  result.loss = loss_rule(options);
+  result.micro_batch = options.micro_batch * sequences_in_one(options);
   result.micro_batches = static_cast<int>(options.micro_batches);
   result.seed = options.seed;
   result.keep_store = options.no_export;

@@ -14,6 +14,8 @@
 #include "runtime/planning/moved_store.h"
 #include "runtime/program/forecast.h"
 #include "runtime/program/learning_rate.h"
+#include "runtime/program/loss_options.h"
+#include "runtime/program/preference_run.h"
 #include "runtime/program/run_common.h"
 #include "runtime/program/run_identity.h"
 #include "runtime/program/run_record.h"
@@ -44,13 +46,14 @@ class Training {
         forecast_(options_, spec_, log),
         out_(options, spec_, left_.resumable),
         trace_(options.trace, log),
-        data_(prepare_data(data_options(options, spec_, temporary_folder()), log)) {
+        data_(prepare_data(data_options(options, spec_, temporary_folder()), log)),
+        preference_(options, data_) {
     if (!options.no_export) result_.out = options.out;
     if (data_.held_out_sequences() == 0 && (options.export_best || options.early_stopping_patience > 0))
       throw Exception(io::ErrorKind::usage,
                       "--export-best and --early-stopping-patience need held-out sequences, and there are none: raise "
                       "--held-out, or give more data");
-    per_step_ = options.micro_batch * options.micro_batches;
+    per_step_ = options.micro_batch * options.micro_batches * sequences_in_one(options);
     steps_ = options.steps;
     if (steps_ == 0)
       steps_ =
@@ -63,6 +66,7 @@ class Training {
     open_session();
     out_.check_space();  // once more: the store lies on the same drive, it may be
     log_.begin();
+    preference_.set_reference(*session_, session_->options().run, log_);
     std::int64_t step = begun_ = session_->steps();
     if (session_->waits_for_gradient()) {
       log_.say("first values of the adapters: from the gradient of the first step's batch");
@@ -154,7 +158,7 @@ class Training {
                       .eps = options_.eps,
                       .weight_decay = options_.weight_decay};
     session_ =
-        std::make_unique<Session>(training_model(), session, adamw,
+        std::make_unique<Session>(training_model(options_, spec_), session, adamw,
                                   [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
                                     throw_if_stopped();
                                     show(phase, done, total);
@@ -163,23 +167,12 @@ class Training {
     forecast_.predict_steps(*session_, session, result_);
     if (const auto mode = session_->storage_mode())
       for (const std::string& warning : mode->warnings) log_.say("warning: " + warning);
-    log_.say(fmt::format("{} training sequences of {} tokens, {} held out; {} steps of {} tokens",
-                         data_.training_sequences(), options_.sequence_length, data_.held_out_sequences(), steps_,
+    const std::int64_t each = sequences_in_one(options_);
+    log_.say(fmt::format("{} training {} of {} tokens, {} held out; {} steps of {} tokens",
+                         data_.training_sequences() / each, each == 2 ? "pairs" : "sequences",
+                         each * options_.sequence_length, data_.held_out_sequences() / each, steps_,
                          per_step_ * options_.sequence_length));
     say_what_is_durable();
-  }
-
-  Model training_model() const {
-    if (!options_.config.empty()) return from_config(spec_, options_.seed);
-    Model model = load(options_.model, options_.read_as);
-    if (options_.method == "lora") {
-      model = with_base_format(model, spec_.base_format);
-      model = options_.adapter.empty() ? with_adapters(model, options_.lora, options_.seed)
-                                       : with_adapters(model, options_.adapter);
-    } else {
-      model = with_trainable(model, options_.trained);
-    }
-    return with_learning_rates(model, learning_rate_scales(options_));
   }
 
   std::string result_of_text_model() const {
@@ -245,7 +238,7 @@ class Training {
 
   std::int64_t sequences_in_an_evaluation() const {
     const std::int64_t all = data_.held_out_sequences();
-    return options_.eval_sequences > 0 ? std::min(all, options_.eval_sequences) : all;
+    return options_.eval_sequences > 0 ? std::min(all, options_.eval_sequences * sequences_in_one(options_)) : all;
   }
 
   static bool due(std::int64_t every, std::int64_t step) { return every > 0 && step % every == 0; }
@@ -339,9 +332,9 @@ class Training {
 
   std::vector<MicroBatch> batches_of(std::int64_t step) const {
     std::vector<MicroBatch> batches;
+    const std::int64_t rows = per_step_ / options_.micro_batches;
     for (std::int64_t i = 0; i < options_.micro_batches; ++i)
-      batches.push_back(micro_batch(data_, Sequences::training, step * per_step_ + i * options_.micro_batch,
-                                    options_.micro_batch, options_.sequence_length));
+      batches.push_back(preference_.batch(Sequences::training, step * per_step_ + i * rows, rows));
     return batches;
   }
 
@@ -364,15 +357,25 @@ class Training {
   void evaluate(std::int64_t step, double& loss) {
     const std::int64_t count = sequences_in_an_evaluation();
     if (count == 0) return;
+    if (data_.pairs()) {
+      const PairTotals found = preference_.evaluate(*session_, count);
+      loss = found.mean_loss();
+      log_.evaluation(step, found, *session_);
+    } else {
+      loss = evaluate_sequences(step, count);
+    }
+    evaluated_at_ = step;
+    result_.evaluated = true;
+  }
+
+  double evaluate_sequences(std::int64_t step, std::int64_t count) {
     const std::int64_t rows = options_.micro_batch;
     const Evaluation found = session_->evaluate((count + rows - 1) / rows, [&](std::int64_t index) {
       return micro_batch(data_, Sequences::held_out, index * rows, std::min(rows, count - index * rows),
                          options_.sequence_length);
     });
-    loss = found.loss;
-    evaluated_at_ = step;
-    result_.evaluated = true;
     log_.evaluation(step, found, *session_);
+    return found.loss;
   }
 
   const TrainOptions& options_;
@@ -384,6 +387,7 @@ class Training {
   RunResult out_;
   StepTrace trace_;
   Dataset data_;
+  PreferenceRun preference_;
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0;
   std::int64_t begun_ = 0;         // step of the state with which this process began

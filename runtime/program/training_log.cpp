@@ -33,6 +33,18 @@ double seconds_since(Clock::time_point then) {
                             .detail = "--log-json must name a file that can be written"});
 }
 
+// As TRL names them.
+void add_rewards(json& line, const PairTotals& pairs, const std::string& before) {
+  line[before + "rewards/chosen"] = pairs.share(pairs.reward_chosen);
+  line[before + "rewards/rejected"] = pairs.share(pairs.reward_rejected);
+  line[before + "rewards/accuracies"] = pairs.accuracy();
+  line[before + "rewards/margins"] = pairs.margin();
+}
+
+std::string rewards_text(const PairTotals& pairs) {
+  return fmt::format(" | {:.0f}% right, margin {:.3f}", 100 * pairs.accuracy(), pairs.margin());
+}
+
 }  // namespace
 
 std::string loss_text(double loss) {
@@ -172,14 +184,16 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
             {"device_memory_peak", memory.device_peak},
             {"host_memory", memory.host_used}};
   if (gpu_ != nullptr) line["gpu"] = gpu_since_last_step(result.tokens);
+  if (result.pairs) add_rewards(line, *result.pairs, "");
   object(line);
   const double left =
       (of_steps - result.step) * training_seconds_ / static_cast<double>(steps_);  // those of this process
-  live(fmt::format("step {}/{} | loss {} | norm {} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
+  live(fmt::format("step {}/{} | loss {}{} | norm {} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
                    "{}/{} host {}/{} | {} left{}",
-                   result.step, of_steps, loss_text(result.loss), norm_text(result.grad_norm), lr, rate, limit,
-                   100 * busiest / result.seconds, human_bytes(memory.device_peak), human_bytes(memory.device_budget),
-                   human_bytes(memory.host_used), human_bytes(memory.host_budget),
+                   result.step, of_steps, loss_text(result.loss), result.pairs ? rewards_text(*result.pairs) : "",
+                   norm_text(result.grad_norm), lr, rate, limit, 100 * busiest / result.seconds,
+                   human_bytes(memory.device_peak), human_bytes(memory.device_budget), human_bytes(memory.host_used),
+                   human_bytes(memory.host_budget),
                    left >= 3600 ? fmt::format("{:.1f} h", left / 3600)
                    : left >= 60 ? fmt::format("{:.0f} min", left / 60)
                                 : fmt::format("{:.0f} s", left),
@@ -203,9 +217,22 @@ std::string TrainingLog::limiting_lane(const Session& session) const {
   return swap::lane_name(static_cast<swap::Lane>(most));
 }
 
-void TrainingLog::evaluation(std::int64_t step, const Evaluation& found, const Session& session) {
-  lanes_ = session.lanes();  // what evaluation moved is no step's
+void TrainingLog::no_step_moved_that(const Session& session) {
+  lanes_ = session.lanes();
   if (gpu_ != nullptr) energy_ = gpu_->sample().energy;
+}
+
+void TrainingLog::evaluation(std::int64_t step, const PairTotals& found, const Session& session) {
+  no_step_moved_that(session);
+  json line{{"step", step}, {"held_out_loss", found.mean_loss()}, {"held_out_pairs", found.pairs}};
+  add_rewards(line, found, "held_out_");
+  object(line);
+  say(fmt::format("step {}: held-out loss {}, {:.1f}% of {} pairs right, margin {:.3f}", step,
+                  loss_text(found.mean_loss()), 100 * found.accuracy(), found.pairs, found.margin()));
+}
+
+void TrainingLog::evaluation(std::int64_t step, const Evaluation& found, const Session& session) {
+  no_step_moved_that(session);
   object({{"step", step},
           {"held_out_loss", found.loss},
           {"held_out_perplexity", std::exp(found.loss)},

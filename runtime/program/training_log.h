@@ -37,6 +37,9 @@ class TrainingLog {
   void progress(const char* phase, std::uint64_t done, std::uint64_t total);
   void step(const StepResult& result, std::int64_t of_steps, double lr, const Session& session);
   void evaluation(std::int64_t step, const Evaluation& found, const Session& session);
+  void evaluation(std::int64_t step, const PairTotals& found, const Session& session);
+  // What was moved since the last step belongs to none.
+  void no_step_moved_that(const Session& session);
   void object(const nlohmann::json& object);
   // The lane that was busy for the largest share of the run so far.
   std::string limiting_lane(const Session& session) const;

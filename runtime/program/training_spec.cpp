@@ -4,6 +4,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
+#include "runtime/program/loss_options.h"
 
 namespace tierflow {
 namespace {
@@ -42,6 +43,11 @@ ModelSpec training_spec(const TrainOptions& options) {
     set_trainable(spec, options.trained);
   }
   set_learning_rates(spec, learning_rate_scales(options));
+  if (!loss_rule(options).pairs()) return spec;
+  if (begins_with_gradient(spec))
+    throw Exception(io::ErrorKind::usage, "--init lora-ga takes the gradient of the cross-entropy: with --loss " +
+                                              options.loss + " choose another --init");
+  remove_dropout(spec);
   return spec;
 }
 

@@ -39,13 +39,14 @@ class ModuleModel final : public LayeredModel {
   }
 
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                    const Shared& shared, double scale) const override {
+                                    const Shared& shared, const models::TokenScale& scale) const override {
+    if (!scale.uniform()) throw Exception(io::ErrorKind::usage, "layers of one's own have no loss of each token");
     const int last = static_cast<int>(layers_.size()) - 1;
     bind(last, weights);
     layers_[last]->train(true);
     HeadResult result;
     const auto scaled =
-        torch::full({}, scale, torch::TensorOptions().dtype(torch::kFloat32).device(shared.ids.device()));
+        torch::full({}, scale.all(), torch::TensorOptions().dtype(torch::kFloat32).device(shared.ids.device()));
     result.d_carry = differentiate(layers_[last]->parameters(), gradients, carry, {scaled}, [&](const Carry& inputs) {
       const torch::Tensor loss = scalar_loss(layers_[last]->forward(inputs, shared)).to(torch::kFloat32);
       result.loss_sum = loss.item<double>();

@@ -41,6 +41,10 @@ Model with_learning_rates(const Model& model, const std::vector<std::pair<std::s
   return changed(model, "learning rates of tensors", [&](ModelSpec& spec) { set_learning_rates(spec, by_pattern); });
 }
 
+Model without_dropout(const Model& model) {
+  return changed(model, "models without dropout", remove_dropout);
+}
+
 Model load(const std::filesystem::path& folder, const std::string& as) {
   DeviceMemory::install();
   ModelSpec spec = read_model_spec(folder / "config.json", {}, as);

@@ -150,6 +150,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   const auto started = std::chrono::steady_clock::now();
   check_batches(batches, true);
   expect_first_values();
+  const PairCounts pairs = options.loss.pairs() ? count_pairs(options.loss, batches) : PairCounts{};
   const torch::NoGradGuard no_grad;
   const bool commits = plan.commit_every != 0 && steps != committed_steps && steps % plan.commit_every == 0;
   std::string progress = progress_json();
@@ -160,7 +161,10 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   compute(true, [&] {
     targets = 0;
     for (const MicroBatch& batch : batches) targets += batch.target_tokens();
-    shared = share(batches);
+    std::vector<MicroBatch> counted = batches;
+    if (options.loss.pairs())
+      for (MicroBatch& batch : counted) batch.labels = head_labels(options.loss, batch);
+    shared = share(counted);
   });
   if (out_of_memory) {
     --steps;
@@ -171,7 +175,8 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   executor().append(planner->train_step(pending, commits), work);
   if (commits) committed_steps = steps - 1;
   forward_all(shared, swap::Pass::forward);
-  head_all(shared, 1.0 / static_cast<double>(std::max<std::int64_t>(targets, 1)), result, *work);
+  if (options.loss.pairs()) result.pairs.emplace();
+  head_all(shared, {.batches = batches, .targets = targets, .pairs = pairs}, result, *work);
   backward_all(shared, *work);
   throw_if(executor().finish_updates());
   if (out_of_memory) {
@@ -179,7 +184,8 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     return result;
   }
   for (const MicroBatch& batch : batches) result.tokens += batch.ids.numel();
-  result.loss /= static_cast<double>(std::max<std::int64_t>(targets, 1));
+  result.loss =
+      result.pairs ? result.pairs->mean_loss() : result.loss / static_cast<double>(std::max<std::int64_t>(targets, 1));
   result.computed_again = computed_again - again;
   settle(result, *work, lr);
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();

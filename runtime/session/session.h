@@ -32,10 +32,11 @@ struct AdamW {
 
 struct StepResult {
   std::int64_t step = 0;  // counts from 1
-  double loss = 0;        // mean over the tokens that count, natural log
+  double loss = 0;        // mean over the tokens that count, natural log; of pairs, PairTotals::mean_loss()
   double grad_norm = 0;   // of the step's gradients as applied, before clipping
   bool skipped = false;   // a loss or gradient was not finite: nothing was changed
   std::int64_t tokens = 0;
+  std::optional<PairTotals> pairs;  // where the session's loss is one of pairs
   std::int64_t computed_again = 0;  // stages in which memory ran out once and that fitted after caches were freed
   double seconds = 0;
   double tokens_per_s = 0;
@@ -76,6 +77,7 @@ Model with_trainable(const Model& model, const TrainableConfig& config);
 // With learning rates that differ from tensor to tensor (set_learning_rates in spec/trainable.h). As the functions
 // above it throws Exception (kind usage) for layers of one's own.
 Model with_learning_rates(const Model& model, const std::vector<std::pair<std::string, double>>& by_pattern);
+Model without_dropout(const Model& model);
 
 // What an evaluation found of the tokens that are predicted and count.
 struct Evaluation {
@@ -89,7 +91,8 @@ class Session {
   Session(Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {});
   ~Session();
 
-  // One optimizer step over exactly options.micro_batches micro-batches. If device memory runs out in a stage, caches
+  // One optimizer step over exactly options.micro_batches micro-batches, as pair_batch.h says where options.loss is one
+  // of pairs. If device memory runs out in a stage, caches
   // are freed and the stage is computed once more, unless some of its gradients are already added up. If that does not
   // help, the whole step is dropped with an Exception of kind memory, and the session stays intact: the model is that
   // of the step before. Without clipping this holds as long as no update of the step has run.

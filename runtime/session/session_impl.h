@@ -7,6 +7,7 @@
 #include "runtime/device/tensor_slot.h"
 #include "runtime/models/dense_weights.h"
 #include "runtime/models/layered_model.h"
+#include "runtime/models/pair_batch.h"
 #include "runtime/session/gradient_init.h"
 #include "runtime/session/session.h"
 #include "runtime/session/stage_probe.h"
@@ -57,7 +58,15 @@ struct Session::Impl {
   std::byte* activations_in(std::byte* slot, int stage) const;
   bool starts_afresh(const swap::Entered& entered, int micro_batch) const;
   void forward_all(const std::vector<Shared>& shared, swap::Pass pass, const std::function<void()>& before_each = {});
-  void head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work);
+  // What a step minimises, and what it divides by: the tokens that count, or the pairs.
+  struct Objective {
+    const std::vector<MicroBatch>& batches;
+    std::int64_t targets = 0;
+    PairCounts pairs;
+  };
+  void head_all(const std::vector<Shared>& shared, const Objective& objective, StepResult& result, OptimizerWork& work);
+  HeadResult head_of_pairs(const swap::Entered& entered, int micro_batch, const Shared& shared,
+                           const Objective& objective, PairTotals& totals);
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                       const std::function<void(std::int64_t index, const HeadScores& scores)>& scored,

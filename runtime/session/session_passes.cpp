@@ -107,15 +107,35 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
     }
 }
 
-void Session::Impl::head_all(const std::vector<Shared>& shared, double scale, StepResult& result, OptimizerWork& work) {
+// First the sums of the rows, forward alone; then the gradient, each row with its factor.
+HeadResult Session::Impl::head_of_pairs(const swap::Entered& entered, int micro_batch, const Shared& shared,
+                                        const Objective& objective, PairTotals& totals) {
+  const Weights bound = weights(entered);
+  const MicroBatch& batch = objective.batches[micro_batch];
+  torch::Tensor losses = model->head_scores(bound, carries[micro_batch], shared).losses;
+  if (!losses.defined())
+    throw Exception(io::ErrorKind::usage, "layers of one's own have no loss of each token: pairs are not trained on");
+  losses = losses.cpu();
+  totals = pair_totals(options.loss, batch, losses);
+  return model->head_loss_and_backward(bound, gradients_of(entered, micro_batch), carries[micro_batch], shared,
+                                       pair_scale(options.loss, batch, losses, objective.pairs));
+}
+
+void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective& objective, StepResult& result,
+                             OptimizerWork& work) {
+  const double scale = 1.0 / static_cast<double>(std::max<std::int64_t>(objective.targets, 1));
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
   for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
     const swap::Entered entered = enter(last, swap::Pass::head, micro_batch);
     compute(starts_afresh(entered, micro_batch), [&] {
       seed_random(last, micro_batch);
-      HeadResult head = model->head_loss_and_backward(weights(entered), gradients_of(entered, micro_batch),
-                                                      carries[micro_batch], shared[micro_batch], scale);
-      result.loss += head.loss_sum;
+      PairTotals totals;
+      HeadResult head = options.loss.pairs()
+                            ? head_of_pairs(entered, micro_batch, shared[micro_batch], objective, totals)
+                            : model->head_loss_and_backward(weights(entered), gradients_of(entered, micro_batch),
+                                                            carries[micro_batch], shared[micro_batch], scale);
+      result.loss += options.loss.pairs() ? totals.loss + totals.nll : head.loss_sum;
+      if (result.pairs) result.pairs->add(totals);
       carries[micro_batch] = std::move(head.d_carry);
     });
     // Before the last micro-batch leaves, no update of this step can have begun.

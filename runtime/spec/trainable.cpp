@@ -119,4 +119,9 @@ void set_learning_rates(ModelSpec& spec, const std::vector<std::pair<std::string
   expect_used(patterns, spec, "no tensor that is trained");
 }
 
+void remove_dropout(ModelSpec& spec) {
+  spec.config.embedding_dropout = spec.config.residual_dropout = 0;
+  spec.config.attention_dropout = spec.config.adapter_dropout = 0;
+}
+
 }  // namespace tierflow

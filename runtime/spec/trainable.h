@@ -31,4 +31,7 @@ void train_as(ModelSpec& spec, const ModelSpec& like);
 // (kind usage) for a pattern that fits no tensor that is trained.
 void set_learning_rates(ModelSpec& spec, const std::vector<std::pair<std::string, double>>& by_pattern);
 
+// Nothing is dropped in training, adapters' input neither.
+void remove_dropout(ModelSpec& spec);
+
 }  // namespace tierflow

@@ -76,6 +76,7 @@ def run_adapters(script, work):
 @pytest.mark.parametrize("script, out, says", [
     ("instruction.sh", "instruction", ["The units are measured.", "held-out loss"]),
     ("qlora.sh", "qlora", ["nf4-double", "of 20 questions that were not trained on: before 0, after"]),
+    ("preference.sh", "preference", ['"rejected"', "pairs right", "reference: 364 pairs"]),
     ("own_data.sh", "own", ["quantity,thing,unit", '"content": "In '],),
 ])  # fmt: skip
 def test_adapters(script, out, says, adapters_work):

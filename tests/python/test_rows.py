@@ -197,7 +197,7 @@ def test_one_line_tells_what_is_wrong(probe, tmp_path):
     assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
     assert f"{path}:2" in done.stderr and "assistant" in done.stderr
     assert len(probe.sequences(path, skip=True)) == 1
-    done = probe.run(write_rows(tmp_path / "b.jsonl", [{"prompt": "x", "chosen": "y", "rejected": "z"}]), ok=False, packing="auto")
+    done = probe.run(write_rows(tmp_path / "b.jsonl", [{"question": "x", "answer": "y"}]), ok=False, packing="auto")
     assert done.returncode == 3 and "no row of a known format" in done.stderr and "messages" in done.stderr
     (tmp_path / "c.txt").write_text("text")
     assert "--data-weights" in probe.run([path, tmp_path / "c.txt"], ok=False, packing="auto").stderr

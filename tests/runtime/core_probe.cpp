@@ -53,6 +53,7 @@ void sequences(const std::string& text) {
                                 .row_cache = path("row_cache"),
                                 .cache = path("cache"),
                                 .vocab_size = 1 << 20,
+                                .pairs = tierflow::Pairs::either,
                                 .sequence_length = given.at("sequence_length"),
                                 .held_out = given.value("held_out", 0.0),
                                 .seed = given.value("seed", std::uint64_t{0}),

@@ -8,21 +8,13 @@
 #include "runtime/data/data.h"
 #include "runtime/data/row_file.h"
 #include "runtime/data/sequences.h"
-#include "support/temp_dir.h"
+#include "tests/runtime/data/rows_fixture.h"
 #include "tests/runtime/expect.h"
 
 namespace tierflow::testing {
 namespace {
 
-namespace fs = std::filesystem;
 using io::ErrorKind;
-using Ids = std::vector<std::int64_t>;
-using Row = std::vector<std::uint32_t>;
-
-constexpr std::uint32_t T = kTrainedToken;
-constexpr const char* kNotes =
-    R"({"files":[{"format":"messages"}],"train_on":"assistant","masks":["generation"],"untrained":2,"skipped":1,"first_skipped":"a.jsonl:3: is no JSON","merged":0})";
-
 std::string bytes_of(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   std::stringstream bytes;
@@ -38,45 +30,6 @@ std::string hex(const std::string& bytes) {
   }
   return text;
 }
-
-class Rows : public ::testing::Test {
- protected:
-  fs::path write(const std::string& name, const std::vector<Row>& rows, const std::string& notes = kNotes) {
-    RowFileWriter writer(dir_.path());
-    for (const Row& row : rows) writer.add(row);
-    writer.finish(dir_.path() / name, notes);
-    return dir_.path() / name;
-  }
-  // A row of so many tokens from `first` on, trained from the second third on.
-  static Row row(std::uint32_t first, std::uint32_t count) {
-    Row words(count);
-    for (std::uint32_t i = 0; i < count; ++i) words[i] = (first + i) | (3 * i >= count ? T : 0);
-    return words;
-  }
-  Dataset prepare(const std::string& packing) {
-    options_.packing = packing;
-    return Dataset::prepare(options_);
-  }
-  struct Sequence {
-    Ids ids, labels, positions;
-  };
-  Sequence sequence(const Dataset& data, std::int64_t index, bool held_out = false) const {
-    const auto length = static_cast<std::size_t>(options_.sequence_length);
-    Sequence all{Ids(length), Ids(length), Ids(length)};
-    held_out ? data.held_out_sequence(index, all.ids, all.labels, all.positions)
-             : data.training_sequence(index, all.ids, all.labels, all.positions);
-    return all;
-  }
-  std::vector<Sequence> epoch(const Dataset& data) const {
-    std::vector<Sequence> all;
-    for (std::int64_t i = 0; i < data.training_sequences(); ++i) all.push_back(sequence(data, i));
-    std::sort(all.begin(), all.end(), [](const Sequence& a, const Sequence& b) { return a.ids < b.ids; });
-    return all;
-  }
-
-  TempDir dir_;
-  DataOptions options_{.cache = dir_.path() / "cache", .vocab_size = 1000, .sequence_length = 8, .held_out = 0};
-};
 
 TEST_F(Rows, TheFilesBytesNeverChange) {
   const fs::path path = write("a.tfd", {{1, 2 | T, 3 | T}, {7 | T, 300 | T}}, "{}");
@@ -135,8 +88,8 @@ TEST_F(Rows, EveryByteIsGuarded) {
   expect_refusal(ErrorKind::input, {"b.tfd", "no prepared rows"},
                  [&] { read("\x80\x04 a pickle or so, and longer than a header would be: 64 bytes"); });
   std::string newer = good;
-  newer[8] = 2;
-  expect_refusal(ErrorKind::input, {"version 2", "prepare the data again"}, [&] { read(newer); });
+  newer[8] = 3;
+  expect_refusal(ErrorKind::input, {"version 3", "prepare the data again"}, [&] { read(newer); });
 }
 
 TEST_F(Rows, NothingIsLeftOfAFileThatWasNotFinished) {

@@ -68,7 +68,8 @@ struct ResidentModel {
   }
 
   // Adds the gradients of scale * (sum of the losses); returns that sum.
-  double forward_backward(const MicroBatch& batch, double scale, bool training = true, std::uint64_t seed = 0) {
+  double forward_backward(const MicroBatch& batch, const models::TokenScale& scale, bool training = true,
+                          std::uint64_t seed = 0) {
     const Shared shared = model->share(batch, torch::kCPU);
     const std::vector<Carry> inputs = forward(shared, training, seed);
     const int last = stages() - 1;

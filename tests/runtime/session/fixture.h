@@ -99,7 +99,7 @@ class ForwardingModel : public LayeredModel {
     return after(model_->head_scores(weights, carry, shared));
   }
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                    const Shared& shared, double scale) const override {
+                                    const Shared& shared, const models::TokenScale& scale) const override {
     return after(model_->head_loss_and_backward(weights, gradients, carry, shared, scale));
   }
 

@@ -25,7 +25,7 @@ class Spoiling final : public ForwardingModel {
     return d_in;
   }
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                    const Shared& shared, double scale) const override {
+                                    const Shared& shared, const models::TokenScale& scale) const override {
     HeadResult result = ForwardingModel::head_loss_and_backward(weights, gradients, carry, shared, scale);
     if (spoiled_loss) result.loss_sum = INFINITY;
     return result;

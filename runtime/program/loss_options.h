@@ -1,0 +1,16 @@
+#pragma once
+// The options that say what training minimises.
+#include "runtime/program/option_table.h"
+#include "runtime/program/options.h"
+#include "runtime/spec/loss_rule.h"
+
+namespace tierflow {
+
+void add_loss_rows(OptionTable& table, TrainOptions& options);
+// Throws Exception (kind usage) for what contradicts itself.
+void check_loss(const TrainOptions& options);
+LossRule loss_rule(const TrainOptions& options);
+// Sequences that one of --micro-batch stands for: two where the loss is of pairs.
+std::int64_t sequences_in_one(const TrainOptions& options);
+
+}  // namespace tierflow

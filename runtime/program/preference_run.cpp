@@ -1,0 +1,148 @@
+#include "runtime/program/preference_run.h"
+
+#include <fmt/format.h>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <optional>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/signals.h"
+#include "runtime/models/pair_batch.h"
+#include "runtime/planning/left_store.h"
+#include "runtime/program/loss_options.h"
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::array<char, 8> kMagic = {'T', 'F', 'R', 'E', 'F', 'E', 'R', '\n'};
+
+struct Header {
+  std::array<char, 8> magic = kMagic;
+  std::uint64_t identity = 0, sequences = 0, hash = 0;
+};
+static_assert(sizeof(Header) == 32);
+
+void write_reference(const fs::path& path, const std::string& identity, const std::vector<double>& reference) {
+  std::string bytes = identity;
+  bytes.append(reinterpret_cast<const char*>(reference.data()), 8 * reference.size());
+  const Header header{
+      .identity = identity.size(), .sequences = reference.size(), .hash = XXH3_64bits(bytes.data(), bytes.size())};
+  const File file = create_nameless(path.parent_path());
+  write_exactly(file, path, std::as_bytes(std::span(&header, 1)));
+  write_exactly(file, path, std::as_bytes(std::span(bytes)));
+  name_file(file, path);
+}
+
+std::vector<double> read_reference(const fs::path& path, const std::string& identity, std::int64_t sequences) {
+  const auto bad = [&](const std::string& what) {
+    fail(io::ErrorKind::corruption, path.string(),
+         what +
+             ": the log-probabilities that the loss is relative to were computed before the first step and cannot be "
+             "computed again; --fresh begins anew and discards the state");
+  };
+  if (std::error_code ignored; !fs::exists(path, ignored)) bad("is missing");
+  const File file = open_regular(path);
+  const std::uint64_t size = file_size(file, path);
+  Header header;
+  if (size < sizeof header) bad("is damaged");
+  read_exactly(file, path, 0, std::as_writable_bytes(std::span(&header, 1)));
+  std::string bytes(size - sizeof header, '\0');
+  read_exactly(file, path, sizeof header, std::as_writable_bytes(std::span(bytes.data(), bytes.size())));
+  if (header.magic != kMagic || header.hash != XXH3_64bits(bytes.data(), bytes.size()) ||
+      bytes.size() < header.identity || bytes.size() - header.identity != 8 * header.sequences)
+    bad("is damaged");
+  if (bytes.substr(0, header.identity) != identity || header.sequences != static_cast<std::uint64_t>(sequences))
+    bad("is of another run");
+  std::vector<double> reference(header.sequences);
+  std::memcpy(reference.data(), bytes.data() + header.identity, 8 * reference.size());
+  return reference;
+}
+
+}  // namespace
+
+PreferenceRun::PreferenceRun(const TrainOptions& options, const Dataset& data)
+    : options_(options),
+      data_(data),
+      rule_(loss_rule(options)),
+      rows_(options.micro_batch * sequences_in_one(options)) {}
+
+void PreferenceRun::set_reference(Session& session, const std::string& identity, TrainingLog& log) {
+  if (!rule_.needs_reference()) return;
+  const bool stored = session.storage_mode().has_value();
+  if (session.steps() > 0) {
+    reference_ = read_reference(reference_beside(options_.storage), identity, data_.all_sequences());
+    return;
+  }
+  try {
+    reference_ = computed_reference(session, log);
+    if (stored) write_reference(reference_beside(options_.storage), identity, reference_);
+  } catch (...) {
+    session.discard();  // without a step the store is worth nothing
+    throw;
+  }
+  log.say(fmt::format("reference: {} pairs, computed before the first step", reference_.size() / 2));
+}
+
+std::vector<double> PreferenceRun::computed_reference(Session& session, TrainingLog& log) const {
+  const std::int64_t rows = data_.all_sequences();
+  std::vector<double> reference(static_cast<std::size_t>(rows));
+  score(
+      session, Sequences::numbered, rows,
+      [&](std::int64_t first, const MicroBatch& batch, const HeadScores& scores) {
+        const std::vector<double> sums = row_log_probabilities(batch, scores.losses);
+        std::copy(sums.begin(), sums.end(), reference.begin() + first);
+      },
+      [&](const char*, std::uint64_t done, std::uint64_t total) {
+        throw_if_stopped();
+        log.progress("computing the reference", done, total);
+      });
+  log.no_step_moved_that(session);
+  if (!std::all_of(reference.begin(), reference.end(), [](double sum) { return std::isfinite(sum); }))
+    fail(io::ErrorKind::numeric, options_.model.string(),
+         "gives log-probabilities that are not finite: the weights, or what they compute, are no numbers");
+  return reference;
+}
+
+MicroBatch PreferenceRun::batch(Sequences which, std::int64_t first, std::int64_t rows) const {
+  MicroBatch batch = micro_batch(data_, which, first, rows, options_.sequence_length);
+  for (std::int64_t row = first; row < first + rows && !reference_.empty(); ++row) {
+    const std::int64_t number =
+        which == Sequences::training ? data_.number_of_training(row) : data_.number_of_held_out(row);
+    batch.reference.push_back(reference_.at(static_cast<std::size_t>(number)));
+  }
+  return batch;
+}
+
+PairTotals PreferenceRun::evaluate(Session& session, std::int64_t rows) const {
+  PairTotals totals;
+  score(session, Sequences::held_out, rows, [&](std::int64_t, const MicroBatch& batch, const HeadScores& scores) {
+    totals.add(pair_totals(rule_, batch, scores.losses));
+  });
+  return totals;
+}
+
+void PreferenceRun::score(Session& session, Sequences which, std::int64_t rows, const Scored& use,
+                          const Progress& progress) const {
+  const auto made = [&](std::int64_t index) {
+    return batch(which, index * rows_, std::min(rows_, rows - index * rows_));
+  };
+  session.evaluate((rows + rows_ - 1) / rows_,
+                   [&](std::int64_t index) {
+                     MicroBatch counted = made(index);
+                     counted.labels = head_labels(rule_, counted);
+                     return counted;
+                   },
+                   [&](std::int64_t index, const HeadScores& scores) { use(index * rows_, made(index), scores); },
+                   progress);
+}
+
+}  // namespace tierflow

@@ -1,0 +1,49 @@
+#pragma once
+// What a run with a preference loss has beside others: pairs, and the log-probability of every answer under the model
+// as it is before the first step (with --adapter, with those adapters). These are computed once, in a pass over all
+// pairs, and kept beside the state, so that a run that is resumed has the same ones though its weights have changed.
+//
+// The file, little-endian: "TFREFER\n"; u64 length of the run's identity, u64 sequences, u64 XXH3 of all that follows
+// it; the identity; a double for each sequence, by number.
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "runtime/data/data.h"
+#include "runtime/models/layered_model.h"
+#include "runtime/program/options.h"
+#include "runtime/program/run_common.h"
+#include "runtime/program/training_log.h"
+#include "runtime/session/session.h"
+#include "runtime/spec/loss_rule.h"
+
+namespace tierflow {
+
+class PreferenceRun {
+ public:
+  // data outlives this.
+  PreferenceRun(const TrainOptions& options, const Dataset& data);
+
+  // Before the first step or evaluation, where the rule needs a reference: computes it, or takes that of the state that
+  // was resumed. identity: of the run. Throws Exception: corruption where the state has steps and its reference is
+  // missing, damaged or another run's; numeric where it is not finite; Stopped. What ends the pass discards the store.
+  void set_reference(Session& session, const std::string& identity, TrainingLog& log);
+  // As micro_batch() in run_common.h, with the reference.
+  MicroBatch batch(Sequences which, std::int64_t first, std::int64_t rows) const;
+  // Over the first `rows` held-out sequences.
+  PairTotals evaluate(Session& session, std::int64_t rows) const;
+
+ private:
+  std::vector<double> computed_reference(Session& session, TrainingLog& log) const;
+  using Scored = std::function<void(std::int64_t first, const MicroBatch& batch, const HeadScores& scores)>;
+  void score(Session& session, Sequences which, std::int64_t rows, const Scored& use,
+             const Progress& progress = {}) const;
+
+  const TrainOptions& options_;
+  const Dataset& data_;
+  const LossRule rule_;
+  const std::int64_t rows_;        // of a micro-batch
+  std::vector<double> reference_;  // by the number of the sequence
+};
+
+}  // namespace tierflow
