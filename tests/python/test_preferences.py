@@ -10,7 +10,7 @@ import pytest
 from program import again, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
 from rows import CHATS, MARKED, PLAIN, Probe, Script, base, messages, the_library, transformers, write_rows  # noqa: F401
 
-LENGTHS = {"strings": 24, "implicit": 24, "talks": 48, "implicit talks": 48, "talks beside a string": 48}
+LENGTHS = {"strings": 24, "implicit": 24, "talks": 48, "implicit talks": 48}
 
 STRINGS = [
     {"prompt": "the answer is ", "chosen": "what you long for", "rejected": "user"},
@@ -27,7 +27,6 @@ KINDS = {
     "strings": STRINGS, "implicit": IMPLICIT, "talks": TALKS,
     "implicit talks": [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]} for row in TALKS],
 }
-KINDS["talks beside a string"] = [{"prompt": row["chosen"][0]["content"], **row} for row in KINDS["implicit talks"]]
 
 
 def pairs_of(sequences):
@@ -64,6 +63,16 @@ def test_pairs_are_trls(base, tmp_path, kind):  # noqa: F811
     found = pairs_of(probe.sequences(write_rows(tmp_path / "a.jsonl", KINDS[kind]), sequence_length=LENGTHS[kind], packing="auto"))
     assert 2 <= len(expected) <= len(KINDS[kind]) - (kind != "implicit")  # of one nothing but the prompt is kept
     assert sorted(found) == sorted(expected)
+
+
+def test_a_prompt_that_is_a_string_beside_conversations_is_in_them(base, tmp_path):  # noqa: F811
+    script = Script(base)
+    script.template = PLAIN
+    bare = KINDS["implicit talks"]
+    beside = [{"prompt": row["chosen"][0]["content"], **row} for row in bare]
+    assert all(isinstance(row["prompt"], str) for row in beside)
+    found = [script.rows(write_rows(tmp_path / f"{n}.jsonl", rows), format="preference") for n, rows in enumerate((bare, beside))]
+    assert found[0] == found[1] and len(found[0]) == 2 * len(bare)
 
 
 def test_both_answers_of_a_pair_go_or_none(base, tmp_path):  # noqa: F811
