@@ -34,13 +34,13 @@ ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) 
 
 }  // namespace
 
-std::optional<StoredSource> source_in(const nlohmann::json& progress) {
+std::optional<NotedSource> source_in(const nlohmann::json& progress) {
   const auto found = progress.is_object() ? progress.find("source") : progress.end();
   if (!progress.is_object() || found == progress.end() || !found->is_object()) return std::nullopt;
-  return StoredSource{.folder = found->value("folder", ""), .hash = found->value("hash", std::uint64_t{0})};
+  return NotedSource{.folder = found->value("folder", ""), .hash = found->value("hash", std::uint64_t{0})};
 }
 
-nlohmann::json source_json(const StoredSource& source) {
+nlohmann::json source_json(const NotedSource& source) {
   return {{"folder", source.folder.string()}, {"hash", source.hash}};
 }
 

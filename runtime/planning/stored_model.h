@@ -14,18 +14,18 @@
 namespace tierflow {
 
 // The folder of which a run's result takes other parts than the language model, and their hash when the run began.
-struct StoredSource {
+struct NotedSource {
   std::filesystem::path folder;
   std::uint64_t hash = 0;
 };
 // What Session's progress says of it; nothing where there is none.
-std::optional<StoredSource> source_in(const nlohmann::json& progress);
-nlohmann::json source_json(const StoredSource& source);
+std::optional<NotedSource> source_in(const nlohmann::json& progress);
+nlohmann::json source_json(const NotedSource& source);
 
 struct StoredModel {
   swap::Store::Contents contents;
   ModelSpec spec;
-  std::optional<StoredSource> source;
+  std::optional<NotedSource> source;
   PackedModel packed;
   std::unique_ptr<swap::Layout> layout;
   std::unique_ptr<swap::Store> store;  // last: refers to the layout

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/checkpoint/source_folder.h"
+
 namespace tierflow {
 namespace {
 

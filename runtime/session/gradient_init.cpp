@@ -74,7 +74,7 @@ void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) 
   const std::vector<Shared> shared = share(batches);
   executor().append(planner->train_step(/*pending=*/false), work);
   forward_all(shared, swap::Pass::forward);
-  head_all(shared, 1.0 / static_cast<double>(std::max<std::int64_t>(targets, 1)), result, *work);
+  head_all(shared, {.batches = batches, .targets = targets, .pairs = {}}, result, *work);
   backward_all(shared, *work);
   throw_if(executor().finish_updates());
   throw_if_out_of_memory();

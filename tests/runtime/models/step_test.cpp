@@ -201,7 +201,8 @@ TEST(LossHead, a_hit_is_the_largest_logit) {
   const ModelSpec spec = parse_model_spec(which.json, which.name);
   const int stage = static_cast<int>(spec.stages.size()) - 1;
   const models::TensorIndex index(spec, stage);
-  const models::LossHead head(models::Norm(NormKind::rms, 1e-5, index, "model.norm"), {}, index, "embed_tokens.weight");
+  const models::LossHead head(models::Norm(NormKind::rms, 1e-5, index, "model.norm"), {}, index, "lm_head.weight",
+                              "embed_tokens.weight");
   ResidentModel m = resident(which, torch::kBFloat16);
   const MicroBatch tokens = batch(3, 33);
   const torch::Tensor hidden = m.forward(m.model->share(tokens, torch::kCPU), true).back()[0];

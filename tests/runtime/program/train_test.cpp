@@ -80,7 +80,7 @@ TEST(TrainingLogOfAGpu, StepsTellPowerAndEnergyOfEachToken) {
     log.step({.step = 1, .tokens = 16, .seconds = 1}, 3, 1e-3, session);
     log.watch(GpuMonitor::open("0000:65:00.0", TIERFLOW_FAKE_NVML));
     log.step({.step = 2, .tokens = 16, .seconds = 1}, 3, 1e-3, session);
-    log.evaluation(2, 1.0, session);  // takes energy of its own
+    log.evaluation(2, Evaluation{.loss = 1.0}, session);  // takes energy of its own
     log.step({.step = 3, .tokens = 16, .seconds = 1}, 3, 1e-3, session);
   }
   std::ifstream file(path);
