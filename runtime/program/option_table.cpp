@@ -16,6 +16,8 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
+constexpr std::size_t kLongNames = 60;  // beyond it, they do not fit a line of the help
+
 }  // namespace
 
 void OptionTable::text(const std::string& name, std::string& value, const std::string& help) {
@@ -77,9 +79,11 @@ void OptionTable::bytes(const std::string& name, std::uint64_t& value, const std
 void OptionTable::choice(const std::string& name, std::string& value, std::vector<std::string> choices,
                          const std::string& help) {
   const std::string all = fmt::format("{}", fmt::join(choices, ", "));
+  const std::string names = fmt::format("{}", fmt::join(choices, "|"));
+  const bool long_names = names.size() > kLongNames;
   add({.name = name,
-       .value_name = fmt::format("{}", fmt::join(choices, "|")),
-       .help = help,
+       .value_name = long_names ? "NAME" : names,
+       .help = long_names ? fmt::format("{}: {}", help, all) : help,
        .set =
            [&value, name, choices, all](const auto& words) {
              if (std::find(choices.begin(), choices.end(), words[0]) == choices.end())
