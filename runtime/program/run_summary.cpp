@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/base/machine.h"
+#include "runtime/program/run_result.h"
 
 namespace tierflow {
 namespace {
@@ -26,6 +27,29 @@ json predicted_json(const RunSummary& run, const TrainingLog& log) {
 }
 
 }  // namespace
+
+void say_what_is_durable(const TrainOptions& options, const Session& session, std::int64_t steps, bool resumed,
+                         TrainingLog& log) {
+  const int every = session.commit_every();
+  if (session.steps() >= steps)
+    log.say(fmt::format("the run is finished, after step {} of {}: a larger --steps goes on", session.steps(), steps));
+  else if (resumed)
+    log.say(fmt::format("resumed after step {} of {}: {}", session.steps(), steps, options.storage.front().string()));
+  if (every != 0 && !resumed)
+    log.say(fmt::format("durability: {} committed in {}; after a crash the same command goes on",
+                        every == 1 ? "every step is" : fmt::format("every {} steps are", every),
+                        options.storage.front().string()));
+  if (every == 0 && !options.storage.empty() && options.durability == "auto")
+    log.say("durability: none, --storage has no room for a second copy of the state: a crash loses the run");
+  log.object({{"durability", {{"commit_every", every}, {"resumed_at", session.steps()}}}});
+}
+
+std::string result_of_text_model(const TrainOptions& options, const ModelSpec& spec) {
+  if (!options.config.empty())
+    return fmt::format("the result is a {}, without the other parts", spec.config.architecture);
+  if (last_file(options) != std::string("config.json")) return "its adapters have the names of a text model";
+  return "the result has the other parts as they are";
+}
 
 void report(const RunSummary& run, const Session& session, TrainingLog& log) {
   const MemoryUse memory = session.memory();

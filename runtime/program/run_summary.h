@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "runtime/planning/prediction.h"
+#include "runtime/program/options.h"
 #include "runtime/program/plan_report.h"
 #include "runtime/program/training_log.h"
 #include "runtime/session/session.h"
@@ -21,6 +22,12 @@ struct RunSummary {
   bool usable = true;         // false: the loss is not finite, and nothing is written
   std::filesystem::path out;  // empty: the result stays in the store
 };
+
+// Where the run stands, and what a crash would cost it. resumed: it goes on.
+void say_what_is_durable(const TrainOptions& options, const Session& session, std::int64_t steps, bool resumed,
+                         TrainingLog& log);
+// Of a folder that holds a text model and other parts: what becomes of these.
+std::string result_of_text_model(const TrainOptions& options, const ModelSpec& spec);
 
 void report(const RunSummary& run, const Session& session, TrainingLog& log);
 

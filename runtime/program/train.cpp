@@ -62,7 +62,8 @@ class Training {
 
   int run() {
     if (!spec_.wrapper.empty())
-      log_.say(fmt::format("the text model of {} is trained: {}", printable(spec_.wrapper), result_of_text_model()));
+      log_.say(fmt::format("the text model of {} is trained: {}", printable(spec_.wrapper),
+                           result_of_text_model(options_, spec_)));
     open_session();
     out_.check_space();  // once more: the store lies on the same drive, it may be
     log_.begin();
@@ -172,31 +173,7 @@ class Training {
                          data_.training_sequences() / each, each == 2 ? "pairs" : "sequences",
                          each * options_.sequence_length, data_.held_out_sequences() / each, steps_,
                          per_step_ * options_.sequence_length));
-    say_what_is_durable();
-  }
-
-  std::string result_of_text_model() const {
-    if (!options_.config.empty())
-      return fmt::format("the result is a {}, without the other parts", spec_.config.architecture);
-    if (last_file(options_) != std::string("config.json")) return "its adapters have the names of a text model";
-    return "the result has the other parts as they are";
-  }
-
-  void say_what_is_durable() {
-    const int every = session_->commit_every();
-    if (session_->steps() >= steps_)
-      log_.say(
-          fmt::format("the run is finished, after step {} of {}: a larger --steps goes on", session_->steps(), steps_));
-    else if (left_.resumable)
-      log_.say(
-          fmt::format("resumed after step {} of {}: {}", session_->steps(), steps_, options_.storage.front().string()));
-    if (every != 0 && !left_.resumable)
-      log_.say(fmt::format("durability: {} committed in {}; after a crash the same command goes on",
-                           every == 1 ? "every step is" : fmt::format("every {} steps are", every),
-                           options_.storage.front().string()));
-    if (every == 0 && !options_.storage.empty() && options_.durability == "auto")
-      log_.say("durability: none, --storage has no room for a second copy of the state: a crash loses the run");
-    log_.object({{"durability", {{"commit_every", every}, {"resumed_at", session_->steps()}}}});
+    say_what_is_durable(options_, *session_, steps_, left_.resumable, log_);
   }
 
   void remember() {
