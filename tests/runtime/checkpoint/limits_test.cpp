@@ -4,13 +4,13 @@
 #include <cmath>
 #include <filesystem>
 
-#include "tests/runtime/expect.h"
 #include "runtime/data/data.h"
 #include "runtime/data/token_store.h"
 #include "runtime/program/option_table.h"
 #include "runtime/program/option_values.h"
 #include "runtime/program/options.h"
 #include "support/temp_dir.h"
+#include "tests/runtime/expect.h"
 
 namespace tierflow {
 namespace {
