@@ -168,7 +168,7 @@ fs::path reference_beside(const Folders& storage) {
 void bring_reference(const Folders& from, const Folders& to) {
   const fs::path there = reference_beside(from);
   if (std::error_code ignored; !fs::exists(fs::symlink_status(there, ignored))) return;
-  write_text(reference_in(to.front()), read_text(there, std::uint64_t{1} << 40));
+  write_copy(reference_in(to.front()), open_regular(there), there);
   sync_folder(to.front());
 }
 
@@ -198,11 +198,12 @@ void leave_note(const Folders& storage, bool commits) {
 }
 
 void remove_note(const Folders& storage) {
-  for (const fs::path& folder : storage) unlink(reference_in(folder).c_str());
-  for (const fs::path& folder : storage) unlink(note_in(folder).c_str());
-  for (const fs::path& folder : storage)
+  for (const fs::path& folder : storage) {
+    unlink(reference_in(folder).c_str());
+    unlink(note_in(folder).c_str());
     for (const std::uint64_t generation : {0, 1})
       for (const char* suffix : {"", ".partial"}) unlink((beside(folder, generation).string() + suffix).c_str());
+  }
 }
 
 std::string keep_beside(const Folders& storage, std::uint64_t generation, std::string_view bytes) {

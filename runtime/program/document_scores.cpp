@@ -20,18 +20,17 @@ DocumentScores::DocumentScores(std::filesystem::path path, std::int64_t sequence
     fail(io::ErrorKind::usage, path_.string(), "is no regular file: --per-document takes the name of one");
 }
 
-void DocumentScores::add(const Dataset& data, std::int64_t first, const HeadScores& scores) {
+void DocumentScores::add(const Dataset& data, std::int64_t first, const MicroBatch& batch, const HeadScores& scores) {
   const double* losses = scores.losses.const_data_ptr<double>();
   const bool* hits = scores.hits.const_data_ptr<bool>();
-  std::vector<std::int64_t> ids(static_cast<std::size_t>(length_)), labels(ids.size());
+  const auto* labels = batch.labels.const_data_ptr<std::int64_t>();
   for (std::int64_t row = 0; row < scores.losses.numel() / length_; ++row) {
-    data.training_sequence(first + row, ids, labels);
     for (const DocumentSpan& span : data.training_documents(first + row)) {
       Sum& sum = sums_[span.document];
       // A position counts for the document of the token that it predicts.
       for (std::int64_t token = std::max<std::int64_t>(1, span.begin); token < span.begin + span.tokens; ++token) {
-        if (labels[static_cast<std::size_t>(token - 1)] < 0) continue;
         const std::int64_t at = row * length_ + token - 1;
+        if (labels[at] < 0) continue;
         ++sum.tokens;
         sum.hits += hits[at] ? 1 : 0;
         sum.loss += losses[at];

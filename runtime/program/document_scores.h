@@ -16,8 +16,8 @@ class DocumentScores {
   // The file has its name when it is whole. Throws Exception where it cannot be made, and (kind usage) where something
   // that is no file has its name.
   DocumentScores(std::filesystem::path path, std::int64_t sequence_length);
-  // What the head found of the tokens of some training sequences, from the `first` on.
-  void add(const Dataset& data, std::int64_t first, const HeadScores& scores);
+  // A micro-batch of training sequences, from the `first` on, and what the head found of its tokens.
+  void add(const Dataset& data, std::int64_t first, const MicroBatch& batch, const HeadScores& scores);
   void write();
 
  private:

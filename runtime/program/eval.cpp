@@ -56,8 +56,8 @@ int run_eval(const EvalOptions& options) {
         return micro_batch(data, Sequences::training, index * rows, std::min(rows, count - index * rows),
                            options.sequence_length);
       },
-      [&](std::int64_t index, const HeadScores& scores) {
-        if (documents) documents->add(data, index * rows, scores);
+      [&](std::int64_t index, const MicroBatch& batch, const HeadScores& scores) {
+        if (documents) documents->add(data, index * rows, batch, scores);
       },
       progress);
   const json result{{"loss", found.loss},
@@ -66,13 +66,14 @@ int run_eval(const EvalOptions& options) {
                     {"tokens", found.tokens},
                     {"sequences", count}};
   log.object(result);
-  if (documents && !std::isfinite(found.loss)) documents->write();  // it says whose they are
-  if (!std::isfinite(found.loss))
+  if (!std::isfinite(found.loss)) {
+    if (documents) documents->write();  // it says whose they are
     throw Exception(
         io::ErrorKind::numeric,
         fmt::format("the loss is not finite over {} tokens: the weights of {}, or what they compute, are no "
                     "numbers; look at where they come from",
                     found.tokens, options.model.string()));
+  }
   if (options.json)
     std::cout << result.dump() << std::endl;
   else

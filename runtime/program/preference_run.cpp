@@ -135,14 +135,15 @@ void PreferenceRun::score(Session& session, Sequences which, std::int64_t rows, 
   const auto made = [&](std::int64_t index) {
     return batch(which, index * rows_, std::min(rows_, rows - index * rows_));
   };
-  session.evaluate((rows + rows_ - 1) / rows_,
-                   [&](std::int64_t index) {
-                     MicroBatch counted = made(index);
-                     counted.labels = head_labels(rule_, counted);
-                     return counted;
-                   },
-                   [&](std::int64_t index, const HeadScores& scores) { use(index * rows_, made(index), scores); },
-                   progress);
+  session.evaluate(
+      (rows + rows_ - 1) / rows_,
+      [&](std::int64_t index) {
+        MicroBatch counted = made(index);
+        counted.labels = head_labels(rule_, counted);
+        return counted;
+      },
+      [&](std::int64_t index, const MicroBatch&, const HeadScores& scores) { use(index * rows_, made(index), scores); },
+      progress);
 }
 
 }  // namespace tierflow

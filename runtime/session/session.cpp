@@ -52,8 +52,7 @@ Evaluation Session::evaluate(const std::vector<MicroBatch>& batches) {
   return evaluate(static_cast<std::int64_t>(batches.size()), [&](std::int64_t index) { return batches[index]; });
 }
 Evaluation Session::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
-                             const std::function<void(std::int64_t index, const HeadScores& scores)>& scored,
-                             const Progress& progress) {
+                             const Scored& scored, const Progress& progress) {
   const Evaluation result = guarded(impl_->executor(), [&] { return impl_->evaluate(count, make, scored, progress); });
   impl_->throw_if_out_of_memory();
   return result;

@@ -86,6 +86,10 @@ struct Evaluation {
   std::int64_t tokens = 0;  // how many they are
 };
 
+// What an evaluation hands on of each micro-batch: its index, itself, and what the head found of its tokens, on the
+// host.
+using Scored = std::function<void(std::int64_t index, const MicroBatch& batch, const HeadScores& scores)>;
+
 class Session {
  public:
   Session(Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {});
@@ -106,11 +110,10 @@ class Session {
   // Loss and accuracy over the micro-batches, forward only.
   Evaluation evaluate(const std::vector<MicroBatch>& batches);
   // The same, to the bit, over `count` micro-batches made as they are needed: options().micro_batches of them exist at
-  // once. `scored`: called with each one's index, in order, and what the head found of its tokens, on the host.
+  // once. `scored`: called with each one, in order.
   // `progress`: called before each micro-batch passes a stage. Where it throws, the session can only be destroyed.
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
-                      const std::function<void(std::int64_t index, const HeadScores& scores)>& scored = {},
-                      const Progress& progress = {});
+                      const Scored& scored = {}, const Progress& progress = {});
   // Generation (generator.h): the logits of the token behind each span of each row, fp32 [spans, vocab] on the host.
   // All rows pass a stage before the next one is fetched. At most options.micro_batches rows, each of at most
   // options.micro_batch * options.sequence_length tokens.

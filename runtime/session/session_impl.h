@@ -69,8 +69,7 @@ struct Session::Impl {
                            const Objective& objective, PairTotals& totals);
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
-                      const std::function<void(std::int64_t index, const HeadScores& scores)>& scored,
-                      const Progress& progress);
+                      const Scored& scored, const Progress& progress);
   std::vector<torch::Tensor> next_logits(const std::vector<CachedRow>& rows);
   void expect_first_values() const;  // throws while the adapters have none
 

@@ -181,8 +181,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
 }
 
 Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
-                                   const std::function<void(std::int64_t index, const HeadScores& scores)>& scored,
-                                   const Progress& progress) {
+                                   const Scored& scored, const Progress& progress) {
   const torch::NoGradGuard no_grad;
   flush();
   const std::uint64_t visits = static_cast<std::uint64_t>(count) * plan.layout->stages().size();
@@ -228,7 +227,7 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
       loss += scores.loss_sum;
       has_hits = has_hits && scores.hits.defined();
       if (has_hits) hits += scores.hits.sum().item<std::int64_t>();
-      if (scored) scored(begin + micro_batch, scores);
+      if (scored) scored(begin + micro_batch, part[static_cast<std::size_t>(micro_batch)], scores);
     }
     carries.clear();
   }

@@ -56,17 +56,13 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   }
   ProbedModel probed = probe();
   probed.needs.stage_peak += options.workspace;
-  const auto fits = [&] {
-    try {
-      plan_that_fits(model->spec(), planned, probed.needs);
-      return true;
+  for (;; planned.micro_batches /= 2) try {
+      plan = plan_that_fits(model->spec(), planned, probed.needs);
+      break;
     } catch (const Exception&) {
-      return false;
+      if (!options.fewer_micro_batches || planned.micro_batches == 1) throw;
     }
-  };
-  while (options.fewer_micro_batches && planned.micro_batches > 1 && !fits()) planned.micro_batches /= 2;
   options.micro_batches = planned.micro_batches;
-  plan = plan_that_fits(model->spec(), planned, probed.needs);
   prove(plan, options.train);
   if (plan.stored) {
     check_write_limit();

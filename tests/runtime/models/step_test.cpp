@@ -163,13 +163,17 @@ TEST(Decoder, each_layer_has_its_own_window) {
   }
 }
 
+struct SmallHead {
+  Case which = cases()[0];
+  ModelSpec spec = parse_model_spec(which.json, which.name);
+  int stage = static_cast<int>(spec.stages.size()) - 1;
+  models::TensorIndex index{spec, stage};
+  models::LossHead head{
+      models::Norm(NormKind::rms, 1e-5, index, "model.norm"), {}, index, "lm_head.weight", "embed_tokens.weight"};
+};
+
 TEST(LossHead, chunks_do_not_matter) {
-  const Case which = cases()[0];
-  const ModelSpec spec = parse_model_spec(which.json, which.name);
-  const int stage = static_cast<int>(spec.stages.size()) - 1;
-  const models::TensorIndex index(spec, stage);
-  const models::LossHead head(models::Norm(NormKind::rms, 1e-5, index, "model.norm"), {}, index, "lm_head.weight",
-                              "embed_tokens.weight");
+  const auto [which, spec, stage, index, head] = SmallHead();
   for (const auto type : {torch::kDouble, torch::kBFloat16}) {
     ResidentModel m = resident(which, type);
     const MicroBatch tokens = batch(3, 33);
@@ -197,12 +201,7 @@ TEST(LossHead, chunks_do_not_matter) {
 }
 
 TEST(LossHead, a_hit_is_the_largest_logit) {
-  const Case which = cases()[0];
-  const ModelSpec spec = parse_model_spec(which.json, which.name);
-  const int stage = static_cast<int>(spec.stages.size()) - 1;
-  const models::TensorIndex index(spec, stage);
-  const models::LossHead head(models::Norm(NormKind::rms, 1e-5, index, "model.norm"), {}, index, "lm_head.weight",
-                              "embed_tokens.weight");
+  const auto [which, spec, stage, index, head] = SmallHead();
   ResidentModel m = resident(which, torch::kBFloat16);
   const MicroBatch tokens = batch(3, 33);
   const torch::Tensor hidden = m.forward(m.model->share(tokens, torch::kCPU), true).back()[0];

@@ -249,8 +249,9 @@ TEST(Session, EvaluatesAsManyMicroBatchesInAPassAsTheBudgetsHold) {
     std::uint64_t visits = 0;
     found.push_back(session.evaluate(
         8, [&](std::int64_t index) { return all[static_cast<std::size_t>(index)]; },
-        [&](std::int64_t index, const HeadScores& scores) {
+        [&](std::int64_t index, const MicroBatch& batch, const HeadScores& scores) {
           order.push_back(index);
+          EXPECT_TRUE(torch::equal(batch.labels, all[static_cast<std::size_t>(index)].labels));
           EXPECT_EQ(scores.losses.numel(), 32);
           EXPECT_EQ(scores.hits.numel(), 32);
         },
