@@ -111,7 +111,7 @@ class Harness:
         source = self.tree.source
         # -w: a warning is the compiler's finding, not the tests'. No ccache: nothing is compiled twice.
         fast = ["-DTIERFLOW_TORCH=OFF", "-DTIERFLOW_CCACHE=", "-DTIERFLOW_QUICK_TESTS=ON", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -w -fmax-errors=1", "-DCMAKE_GTEST_DISCOVER_TESTS_DISCOVERY_MODE=PRE_TEST"]
-        programs = {tests.split()[0] for folder in folders for tests in PLAIN[folder]}
+        self.programs = programs = {tests.split()[0] for folder in folders for tests in PLAIN[folder]}
         # Clang takes a third of the time for the tests; clang 14 does not know all of the C++20 that runtime is written in.
         clang = shutil.which("clang++") is not None and "core_test" not in programs
         compiler = ["-DCMAKE_CXX_COMPILER=clang++"] if clang else []
@@ -119,9 +119,8 @@ class Harness:
         self.with_torch = Build(source / "build-torch", source, ["-DTIERFLOW_CUDA=OFF"])
         self.usual = {}  # command -> seconds
 
-    def prepare(self, build, programs=()):
-        if not build.sources or (build.targets and not build.targets.issuperset(programs)):
-            build.targets |= set(programs)
+    def prepare(self, build):
+        if not build.sources:
             say(f"building the original, {'with' if build is self.with_torch else 'without'} LibTorch")
             build.prepare()
         return build
@@ -197,11 +196,11 @@ class Harness:
 
     def try_patch(self, folder, patch):
         tests = patch.tests or PLAIN[folder]
-        programs = {shlex.split(one)[0] for one in tests}
         build = self.plain
-        if programs <= {one.split()[0] for each in PLAIN.values() for one in each}:
-            self.prepare(build, programs)
-        if not build.sources or not set().union(*build.sources.values()).issuperset(patch.files):
+        plain = {shlex.split(one)[0] for one in tests} <= self.programs  # the compiler of that build may not know the others
+        if plain:
+            self.prepare(build)
+        if not plain or not set().union(*build.sources.values()).issuperset(patch.files):
             build, tests = self.prepare(self.with_torch), patch.tests or WITH_TORCH
         start = time.monotonic()
         outcome, by = self.judge(build, tests, patch.files, lambda: self.tree.apply(patch.path))
@@ -268,6 +267,7 @@ def main(arguments=None, checkout=pathlib.Path(__file__).resolve().parents[1]):
     parser.add_argument("folders", nargs="*", metavar="FOLDER", help=f"of {', '.join(FILES)}; all of them where none is given")
     parser.add_argument("--minutes", type=float, default=20, help="how long to draw mutants, for each folder; 0: the listed ones alone")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="draws the same mutants again")
+    parser.add_argument("--drawn", action="store_true", help="none of the listed ones")
     parser.add_argument("--skip", type=int, default=0, help="the first so many that the seed draws: goes on with an earlier run")
     parser.add_argument("--patch", type=pathlib.Path, nargs="+", help="these patches alone, as mutants of the one FOLDER")
     parser.add_argument("--json", type=pathlib.Path, help="every result, into this file")
@@ -286,7 +286,7 @@ def main(arguments=None, checkout=pathlib.Path(__file__).resolve().parents[1]):
         survivors.mkdir(parents=True, exist_ok=True)
         say(f"seed {options.seed}")
         for folder in options.folders or FILES:
-            patches = [path.resolve() for path in options.patch] if options.patch else patches_of(checkout, folder)
+            patches = [path.resolve() for path in options.patch] if options.patch else [] if options.drawn else patches_of(checkout, folder)
             for one in judge_folder(harness, folder, patches, 0 if options.patch else options.minutes, options.seed, options.skip, equivalents):
                 results.append(one)
                 say(f"{one.seconds:6.1f} s  {one.outcome:12}  {one.name}  {one.by}")
