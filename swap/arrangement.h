@@ -25,6 +25,8 @@ struct HostBuffer {
 struct UpdateSlots {
   int count = 0;
   std::uint64_t state = 0, scratch = 0, bytes = 0;  // offsets within a slot, and its size
+
+  bool operator==(const UpdateSlots&) const = default;
 };
 
 // Where everything lives and how many buffers there are: what budgets decide. None of it changes a result.
@@ -53,6 +55,7 @@ struct Arrangement {
   std::vector<bool> on_device;  // by chunk: it is updated on the device
   UpdateSlots update_slots;     // at the end of the arena
 
+  bool operator==(const Arrangement&) const = default;
   std::uint64_t device_bytes() const {
     return update_slots.count == 0
                ? slot_offset(slots)

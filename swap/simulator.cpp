@@ -42,7 +42,7 @@ void Simulator::append(Plan plan) {
     added.updates = task.lane == Lane::update;
     for (TaskId dependency : task.dependencies) {
       if (dependency < base_ || node(dependency).done) continue;
-      node(dependency).dependents.push_back(id);
+      add_dependent(node(dependency), id);
       ++added.waiting;
     }
     added.record.dependencies = std::move(task.dependencies);
@@ -147,13 +147,31 @@ void Simulator::start() {
   }
 }
 
+void Simulator::add_dependent(Node& node, TaskId id) {
+  int place = free_dependents_;
+  if (place == kNone) {
+    place = static_cast<int>(dependents_.size());
+    dependents_.emplace_back();
+  } else {
+    free_dependents_ = dependents_[place].next;
+  }
+  dependents_[place] = {id, std::exchange(node.dependents, place)};
+}
+
 void Simulator::finish(TaskId id) {
   Node& at = node(id);
   at.record.end = now_;
   at.done = true;
   --unfinished_;
   if (at.updates) --unfinished_updates_;
-  for (TaskId dependent : at.dependents) --node(dependent).waiting;
+  if (at.dependents != kNone) {
+    int last = at.dependents;
+    for (;; last = dependents_[last].next) {
+      --node(dependents_[last].id).waiting;
+      if (dependents_[last].next == kNone) break;
+    }
+    dependents_[last].next = std::exchange(free_dependents_, std::exchange(at.dependents, kNone));
+  }
   records_.push_back(std::move(at.record));
   while (!nodes_.empty() && nodes_.front().done) {
     nodes_.pop_front();

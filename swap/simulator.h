@@ -85,12 +85,17 @@ class Simulator {
     std::array<Phase, 2> phases_;
     std::uint8_t begin_ = 0, end_ = 0;
   };
+  static constexpr int kNone = -1;
   struct Node {
     TaskRecord record;
     Phases phases{};
     int waiting = 0;
     bool done = false, updates = false;
-    std::vector<TaskId> dependents;
+    int dependents = kNone;  // the first of them, in dependents_
+  };
+  struct Dependent {
+    TaskId id = 0;
+    int next = kNone;
   };
   struct Work {
     TaskId id = 0;
@@ -103,6 +108,7 @@ class Simulator {
   Phases phases(const Task& task, const Plan& plan) const;
   double compute_seconds(const Task& task, const Plan& plan) const;
   double speed(Server server) const;
+  void add_dependent(Node& node, TaskId id);
   void finish(TaskId id);
 
   const Layout& layout_;
@@ -111,6 +117,8 @@ class Simulator {
   std::vector<double> update_rates_, device_rates_;  // by chunk
   double now_ = 0;
   std::deque<Node> nodes_;
+  std::vector<Dependent> dependents_;  // of all nodes, lists in one place: there are very many of them
+  int free_dependents_ = kNone;
   TaskId base_ = 0;
   std::deque<TaskId> lanes_[kLanes];
   std::deque<Work> servers_[kServers];

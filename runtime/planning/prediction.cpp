@@ -1,6 +1,8 @@
 #include "runtime/planning/prediction.h"
 
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include "runtime/base/exception.h"
 #include "swap/planner.h"
@@ -29,8 +31,11 @@ Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps)
     pending = plan.defers();
     prediction.step_seconds = simulator.now() - begin;
     std::vector<swap::TaskRecord> records = simulator.take_records();
-    prediction.records.insert(prediction.records.end(), records.begin(), records.end());
+    const auto first = static_cast<std::ptrdiff_t>(prediction.records.size());
+    prediction.records.insert(prediction.records.end(), std::make_move_iterator(records.begin()),
+                              std::make_move_iterator(records.end()));
     if (step + 1 < steps) continue;
+    records.assign(prediction.records.begin() + first, prediction.records.end());
     for (swap::TaskRecord& record : records)
       record.begin = std::max(record.begin, begin);  // the step before left writes
     prediction.step = swap::summarise(records);
@@ -46,6 +51,7 @@ class Search {
   const ModelSpec& spec_;
   const ComputeNeeds needs_;
   const swap::Rates rates_;
+  std::vector<std::pair<swap::Arrangement, int>> tried_;  // and its commit_every: what a prediction depends on
 
  public:
   Search(const ModelSpec& spec, SessionOptions& options, const Profile& profile)
@@ -54,7 +60,9 @@ class Search {
         needs_(profile.model.needs(spec)),
         rates_(rates_of(spec, profile)),
         plan(plan_session(spec, options, needs_)),
-        prediction(predict(plan, rates_)) {}
+        prediction(predict(plan, rates_)) {
+    tried_.emplace_back(plan.arrangement, plan.commit_every);
+  }
 
   // Sets what `settings` does where the step is then shorter than `worthwhile` of the shortest so far.
   template <class Settings>
@@ -63,11 +71,15 @@ class Search {
     settings(options_);
     try {
       SessionPlan tried = plan_session(spec_, options_, needs_);
-      Prediction of_tried = predict(tried, rates_);
-      if (of_tried.step_seconds < worthwhile * prediction.step_seconds) {
-        plan = std::move(tried);
-        prediction = std::move(of_tried);
-        return;
+      std::pair key{tried.arrangement, tried.commit_every};
+      if (std::find(tried_.begin(), tried_.end(), key) == tried_.end()) {
+        tried_.push_back(std::move(key));
+        Prediction of_tried = predict(tried, rates_);
+        if (of_tried.step_seconds < worthwhile * prediction.step_seconds) {
+          plan = std::move(tried);
+          prediction = std::move(of_tried);
+          return;
+        }
       }
     } catch (const Exception&) {
       // It takes more memory than there is.
@@ -128,6 +140,18 @@ Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const
           .prediction = std::move(search.prediction),
           .step_seconds_without_swaps = without_swaps,
           .step_seconds_plain_updates = plain_updates};
+}
+
+std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptions options, const Profile& profile) {
+  if (!options.clip) return std::nullopt;
+  options.clip.reset();
+  try {
+    Search search(spec, options, profile);
+    choose_updates(options, profile, search);
+    return search.prediction.step_seconds;
+  } catch (const Exception&) {
+    return std::nullopt;
+  }
 }
 
 }  // namespace tierflow

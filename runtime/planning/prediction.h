@@ -2,6 +2,7 @@
 // What a session's plan will take: its tasks on the simulator's clock, at measured rates. No torch here.
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "runtime/planning/profile.h"
@@ -31,6 +32,10 @@ struct Placement {
 // choices on the simulator's clock. Because they cost traffic and room, a swap must gain a hundredth of a step's time,
 // the others a fiftieth. Former values in `options` do not matter. Throws Exception where the budgets are too small.
 Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const Profile& profile);
+
+// A step without clipping, where `options` clip: with the swaps that they have, and updates placed anew. Nothing where
+// the budgets are too small for it.
+std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptions options, const Profile& profile);
 
 // The first `steps` steps of a run (at least 2), the last of which counts.
 Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps = 4);

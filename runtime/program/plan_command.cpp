@@ -51,16 +51,6 @@ Profile profile_of(const ModelSpec& spec, const SessionOptions& session, bool re
   return {*std::move(machine), *std::move(model)};
 }
 
-std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptions session, const Profile& profile) {
-  if (!session.clip) return std::nullopt;
-  session.clip.reset();
-  try {
-    return choose_placement(spec, session, profile).prediction.step_seconds;
-  } catch (const Exception&) {
-    return std::nullopt;  // it takes other budgets
-  }
-}
-
 // A run with its session's options complete, and what is expected of it.
 struct Planned {
   SessionOptions session;
