@@ -57,6 +57,12 @@ struct ThrowingDevice final : testing::ForwardingDevice {
   }
 };
 
+struct FullDevice final : testing::ForwardingDevice {
+  io::Result<io::Buffer> allocate(std::size_t) override {
+    return io::Error{.kind = io::ErrorKind::environment, .detail = "the device is full"};
+  }
+};
+
 class Lanes : public ::testing::Test {
  protected:
   void prepare(std::uint64_t host_budget, std::function<void(const io::Notice&)> on_notice = {}) {
@@ -107,6 +113,12 @@ class Lanes : public ::testing::Test {
     executor_.reset();  // nothing hangs
   }
 
+  void expect_refused(Device& device) {
+    const auto executor = Executor::create(device, store_.get(), layout_, arrangement_);
+    ASSERT_FALSE(executor.ok());
+    EXPECT_EQ(executor.error().detail, "the device is full");
+  }
+
   testing::TempDir folder_;
   std::shared_ptr<FaultPlan> plan_ = std::make_shared<FaultPlan>();
   const Layout layout_ = small_layout();
@@ -117,6 +129,27 @@ class Lanes : public ::testing::Test {
   std::unique_ptr<Planner> planner_;
   std::shared_ptr<Work> work_ = std::make_shared<Work>();
 };
+
+TEST_F(Lanes, ADriveIsBusyWhileItMovesSomething) {
+  ASSERT_NO_FATAL_FAILURE(prepare(1 << 20));
+  const auto began = std::chrono::steady_clock::now();
+  const io::Error error = run();
+  ASSERT_FALSE(error) << error.message();
+  const double elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  for (const Lane lane : {Lane::disk_read, Lane::disk_write}) {
+    const LaneCounters of = executor_->counters()[static_cast<int>(lane)];
+    EXPECT_GT(of.bytes, 0U) << lane_name(lane);
+    EXPECT_GT(of.busy_seconds, 0) << lane_name(lane);
+    EXPECT_LE(of.busy_seconds, elapsed) << lane_name(lane);
+  }
+}
+
+TEST_F(Lanes, ADeviceWithoutRoomIsSaidAtTheBeginning) {
+  ASSERT_NO_FATAL_FAILURE(prepare(4 << 20));
+  executor_.reset();
+  FullDevice full;
+  expect_refused(full);
+}
 
 TEST_F(Lanes, WithoutATroubleTheRunGoesOn) {
   prepare(1 << 20);

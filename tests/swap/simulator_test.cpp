@@ -164,6 +164,18 @@ TEST_F(SimulatorClock, ComputingOnTheCpuTakesCoresFromTheUpdate) {
   rates_.machine.threads = 4;
   rates_.machine.compute_on_cores = false;
   EXPECT_DOUBLE_EQ(seconds(both), 1);
+  rates_.machine = {};  // one thread on one core
+  EXPECT_DOUBLE_EQ(seconds(both), 2);
+}
+
+TEST_F(SimulatorClock, AnUpdateOnAGpuTakesNoCores) {
+  const std::vector<Task> both = {{.kind = TaskKind::read_hi, .lane = Lane::disk_read},  // verified on a core: 10 s
+                                  {.kind = TaskKind::update_on_device, .lane = Lane::update}};
+  rates_.machine.cores = rates_.machine.threads = 1;
+  rates_.machine.compute_on_cores = false;
+  EXPECT_DOUBLE_EQ(seconds(both), 1 + 10);
+  rates_.machine.compute_on_cores = true;
+  EXPECT_GT(seconds(both), 1 + 10);
 }
 
 }  // namespace

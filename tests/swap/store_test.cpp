@@ -11,6 +11,7 @@
 #include <map>
 #include <random>
 #include <sstream>
+#include <utility>
 
 #include "tests/support/faulty_backend.h"
 #include "tests/support/power_cut.h"
@@ -356,6 +357,20 @@ TEST(StoreOpen, AnotherModelIsRefused) {
   StoreOptions two = options;
   two.generations = 2;
   EXPECT_EQ(Store::open(two, layout()).error().kind, io::ErrorKind::corruption);
+}
+
+TEST(StoreOpen, TheNextCommitKeepsTheIdentity) {
+  testing::TempDir folder;
+  StoreOptions options = options_in(folder.path(), 2);
+  ASSERT_OK(write_and_commit(*create(options), 1));
+  const std::string identity = std::exchange(options.identity, "of nobody");
+  for (int generation = 2; generation < 4; ++generation) {
+    auto store = Store::resume(options, layout());
+    ASSERT_TRUE(store.ok()) << store.error().message();
+    ASSERT_OK((*store)->restore({}, {}));
+    EXPECT_EQ((*store)->identity(), identity);
+    ASSERT_OK(write_and_commit(**store, generation));
+  }
 }
 
 TEST(StoreManifest, RefusesWhatIsNone) {

@@ -240,5 +240,35 @@ TEST(VisitPlannerKeep, AVisitThatWantsOtherGradientsIsOfItsOwnPass) {
   EXPECT_EQ(planner.gradients_of(1), 1);
 }
 
+// Once the order is known, what the next stage lacks is on its way before it is asked for.
+TEST(VisitPlannerPrefetch, ReadsAheadOfTheVisit) {
+  constexpr int kStages = 6;
+  std::vector<UnitShape> units;
+  std::vector<StageShape> stages;
+  for (int unit = 0; unit < kStages; ++unit) {
+    units.push_back({.name = "unit", .groups = {{.elements = 70 * 1024, .state_bytes_element = 4, .precision = "a"}}});
+    stages.push_back({.units = {unit}});
+  }
+  const Layout layout(std::move(units), std::move(stages), kChunkQuantum);
+  const std::uint64_t bytes = layout.gradient_bytes(0) / 2;  // of a unit's words
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 * bytes, .sums = true}).value();
+  ASSERT_LT(arrangement.weight_ring, kStages * bytes);
+  VisitPlanner planner(layout, arrangement);
+  for (int visit = 0; visit < 4 * kStages; ++visit) {
+    const Plan plan = planner.visit({.stage = visit % kStages, .gradients = {false}});
+    if (visit < 2 * kStages) continue;
+    int own = 0, next = 0;
+    for (const Task& task : plan.tasks) {
+      if (task.kind != TaskKind::upload_hi) continue;
+      const int unit = layout.chunks()[task.chunk].unit;
+      own += unit == visit % kStages ? 1 : 0;
+      next += unit == visit % kStages ? 0 : 1;
+    }
+    EXPECT_EQ(own, 0) << visit;
+    EXPECT_GT(next, 0) << visit;
+  }
+}
+
 }  // namespace
 }  // namespace tierflow::swap
