@@ -17,8 +17,8 @@ namespace tierflow {
 namespace {
 
 constexpr std::uint64_t kStateLimit = 1 << 16;
+using weights::kMxBlock;
 constexpr std::uint64_t kPiece = 1 << 18;  // elements that are decoded at once
-constexpr std::uint64_t kMxBlock = 32;     // elements with one scale
 constexpr std::string_view kBlocks = "_blocks";
 constexpr const char* kScales = "_scales";
 
@@ -209,8 +209,9 @@ class EightBits final : public PackedWeight {
     }
   }
 
-  bool is_fp8() const override { return fp8_; }
-  std::vector<std::byte> read_fp8() const override {
+  bool has(WeightFormat format) const override { return fp8_ && format == WeightFormat::fp8; }
+  std::vector<std::byte> read_kept(std::uint64_t first, std::uint64_t count) const override {
+    if (first != 0 || count != elements_of(shape_)) return PackedWeight::read_kept(first, count);
     const WeightLayout at = weight_layout(WeightFormat::fp8, shape_);
     std::vector<std::byte> stored(at.bytes);
     folder_.read(codes_, 0, std::span(stored).first(at.elements));
@@ -261,6 +262,20 @@ class FourBitsOfExperts final : public PackedWeight {
     }
   }
 
+  bool has(WeightFormat format) const override { return format == WeightFormat::mxfp4 && columns_ % 2 == 0; }
+  std::vector<std::byte> read_kept(std::uint64_t first, std::uint64_t count) const override {
+    const std::uint64_t of_one = rows_ * columns_, experts = count / of_one;
+    if (first % of_one != 0 || count % of_one != 0 || count == 0 || first + count > elements_of(shape_))
+      return PackedWeight::read_kept(first, count);
+    const WeightLayout at = weight_layout(
+        WeightFormat::mxfp4, {static_cast<std::int64_t>(experts * rows_), static_cast<std::int64_t>(columns_)});
+    std::vector<std::byte> stored(at.bytes);
+    for (std::uint64_t i = 0; i < experts; ++i)
+      turn(read_expert(first / of_one + i), stored.data() + i * of_one / 2,
+           stored.data() + at.scales + i * of_one / kMxBlock);
+    return stored;
+  }
+
  private:
   struct Expert {
     std::uint64_t number;
@@ -271,12 +286,31 @@ class FourBitsOfExperts final : public PackedWeight {
     const std::lock_guard lock(mutex_);
     if (last_ == nullptr || last_->number != expert) {
       last_.reset();
-      const std::uint64_t codes = columns_ * rows_ / 2, scales = columns_ * blocks_;
-      last_ = std::make_shared<const Expert>(Expert{.number = expert,
-                                                    .codes = bytes_of(folder_, codes_, expert * codes, codes),
-                                                    .scales = bytes_of(folder_, scales_, expert * scales, scales)});
+      last_ = std::make_shared<const Expert>(read_expert(expert));
     }
     return last_;
+  }
+
+  // The codes and scales of its transpose, as WeightFormat::mxfp4 has them.
+  void turn(const Expert& expert, std::byte* codes, std::byte* scales) const {
+    // Two codes of a column become the first or second halves of bytes in two rows.
+    for (std::uint64_t row = 0; row < rows_; row += 2)
+      for (std::uint64_t column = 0; column < columns_; column += 2) {
+        const std::uint8_t left = expert.codes[(column * rows_ + row) / 2];
+        const std::uint8_t right = expert.codes[((column + 1) * rows_ + row) / 2];
+        codes[(row * columns_ + column) / 2] = static_cast<std::byte>((left & 15U) | (right & 15U) << 4);
+        codes[((row + 1) * columns_ + column) / 2] = static_cast<std::byte>(left >> 4 | (right & 0xf0U));
+      }
+    for (std::uint64_t block = 0; block < blocks_; ++block)
+      for (std::uint64_t column = 0; column < columns_; ++column)
+        scales[block * columns_ + column] = static_cast<std::byte>(expert.scales[column * blocks_ + block]);
+  }
+
+  Expert read_expert(std::uint64_t number) const {
+    const std::uint64_t codes = columns_ * rows_ / 2, scales = columns_ * blocks_;
+    return {.number = number,
+            .codes = bytes_of(folder_, codes_, number * codes, codes),
+            .scales = bytes_of(folder_, scales_, number * scales, scales)};
   }
 
   void decode(const Expert& expert, std::uint64_t from, std::span<float> out) const {
@@ -301,6 +335,11 @@ class FourBitsOfExperts final : public PackedWeight {
 };
 
 }  // namespace
+
+std::vector<std::byte> PackedWeight::read_kept(std::uint64_t first, std::uint64_t count) const {
+  throw Exception(io::ErrorKind::internal,
+                  fmt::format("{} elements from {} on are no weights that a folder has packed", count, first));
+}
 
 std::string packed_name(const std::string& name_of_codes) {
   return name_of_codes.ends_with(kBlocks) ? name_of_codes.substr(0, name_of_codes.size() - kBlocks.size())

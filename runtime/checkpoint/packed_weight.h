@@ -17,6 +17,8 @@
 #include <string>
 #include <vector>
 
+#include "runtime/spec/weight_format.h"
+
 namespace tierflow {
 
 // A tensor of any type in a file.
@@ -43,9 +45,10 @@ class PackedWeight {
   const std::vector<std::string>& parts() const { return parts_; }
   // Elements [first, first + out.size()), as fp32 products without another rounding. Any thread may call it.
   virtual void read(std::uint64_t first, std::span<float> out) const = 0;
-  // Whether it is FP8 in tiles; and then its bytes as WeightFormat::fp8 has them.
-  virtual bool is_fp8() const { return false; }
-  virtual std::vector<std::byte> read_fp8() const { return {}; }
+  // Whether it is a weight of this format, one that is kept, or several below each other; and then the stored bytes
+  // (weight_format.h) of those in so many elements from `first` on.
+  virtual bool has(WeightFormat) const { return false; }
+  virtual std::vector<std::byte> read_kept(std::uint64_t first, std::uint64_t count) const;
 
  protected:
   std::vector<std::int64_t> shape_;

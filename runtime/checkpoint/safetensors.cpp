@@ -302,13 +302,15 @@ void Checkpoint::read_f32(std::string_view name, std::uint64_t first, std::span<
     impl_->read_plain(*entry, first, out);
 }
 
-bool Checkpoint::has_fp8(std::string_view name) const {
+bool Checkpoint::has(std::string_view name, WeightFormat format) const {
   const TensorEntry* entry = find(name);
-  return entry != nullptr && entry->packed != nullptr && entry->packed->is_fp8();
+  return entry != nullptr && entry->packed != nullptr && entry->packed->has(format);
 }
 
-std::vector<std::byte> Checkpoint::read_fp8(std::string_view name) const {
-  return find(name)->packed->read_fp8();
+std::vector<std::byte> Checkpoint::read_kept(const TensorSpec& tensor) const {
+  return find(tensor.name)
+      ->packed->read_kept(static_cast<std::uint64_t>(tensor.first_element()),
+                          static_cast<std::uint64_t>(tensor.elements()));
 }
 
 void Checkpoint::read_f32(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) const {

@@ -12,6 +12,8 @@
 #include <string_view>
 #include <vector>
 
+#include "runtime/spec/weight_format.h"
+
 namespace tierflow {
 
 enum class Dtype : std::uint8_t { f32, bf16, f16 };
@@ -58,10 +60,10 @@ class Checkpoint {
   // Elements [first, first + out.size()) of a tensor, converted exactly to fp32 (of a quantised one the products of
   // codes and scales). Looks up as find() does. Any thread may call it.
   void read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const;
-  // Whether the tensor of that name is stored in FP8, and its bytes as WeightFormat::fp8 has them. Look up as find()
-  // does.
-  bool has_fp8(std::string_view name) const;
-  std::vector<std::byte> read_fp8(std::string_view name) const;
+  // Whether the tensor of that name is stored in a format that is kept, and then the stored bytes (weight_format.h) of
+  // a tensor, which may be a tile. Look up as find() does.
+  bool has(std::string_view name, WeightFormat format) const;
+  std::vector<std::byte> read_kept(const TensorSpec& tensor) const;
   // read_f32() of a tensor that may be a tile: elements count from its first row.
   void read_f32(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) const;
 

@@ -8,9 +8,10 @@ namespace tierflow {
 
 std::vector<std::byte> stored_weight(const TensorSpec& tensor, const StoredSource& stored,
                                      const std::function<void(std::uint64_t first, std::span<float> out)>& fill) {
-  if (tensor.format == WeightFormat::fp8) {
-    if (!stored.has || !stored.has(tensor.name))
-      fail(io::ErrorKind::input, tensor.name, "is not stored in FP8: as such it cannot be kept");
+  if (is_kept(tensor.format)) {
+    if (!stored.has || !stored.has(tensor.name, tensor.format))
+      fail(io::ErrorKind::input, tensor.name,
+           std::string("is not stored in ") + weight_format_name(tensor.format) + ": as such it cannot be kept");
     return stored.read(tensor);
   }
   const auto elements = static_cast<std::uint64_t>(tensor.elements());

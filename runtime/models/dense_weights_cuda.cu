@@ -37,6 +37,16 @@ __device__ float e4m3(std::uint32_t code) {
   return __uint_as_float(__float_as_uint(magnitude < 8 ? small : __uint_as_float(bits)) | sign);
 }
 
+__device__ float e8m0(std::uint32_t code) {
+  return __uint_as_float(code == 0 ? 1U << 22 : code << 23);
+}
+
+__device__ float e2m1(std::uint32_t code) {
+  const std::uint32_t magnitude = code & 7U, bits = (magnitude << 22) + (126U << 23);
+  const float small = __fsub_rn(__uint_as_float(bits + (1U << 23)), 1.0F);
+  return __uint_as_float(__float_as_uint(magnitude < 2 ? small : __uint_as_float(bits)) | (code & 8U) << 28);
+}
+
 struct Stored {
   const std::byte* bytes;
   WeightLayout at;
@@ -75,6 +85,18 @@ __device__ void widen(const Stored& stored, std::uint64_t first, float (&values)
     for (unsigned i = 0; i < kEach; ++i) {
       const auto code = static_cast<std::int8_t>(stored.bytes[first + i]);
       values[i] = __fmul_rn(static_cast<float>(code), scale);
+    }
+  } else if constexpr (format == WeightFormat::mxfp4) {
+    const std::uint32_t codes = stored.word(first / 2);
+    std::uint64_t row = first / at.columns, column = first % at.columns;
+    for (unsigned i = 0; i < kEach && first + i < at.elements; ++i) {
+      const auto scale =
+          static_cast<std::uint8_t>(stored.bytes[at.scales + row / weights::kMxBlock * at.columns + column]);
+      values[i] = __fmul_rn(e2m1(codes >> 4 * i & 15U), e8m0(scale));
+      if (++column == at.columns) {
+        column = 0;
+        ++row;
+      }
     }
   } else {
     const std::uint64_t tiles = (at.columns + weights::kFp8Tile - 1) / weights::kFp8Tile;
@@ -141,6 +163,9 @@ void dense_on_device(WeightFormat format, const WeightLayout& layout, const std:
       break;
     case WeightFormat::fp8:
       widen_all<WeightFormat::fp8><<<grid, kThreads, 0, on>>>(all, words);
+      break;
+    case WeightFormat::mxfp4:
+      widen_all<WeightFormat::mxfp4><<<grid, kThreads, 0, on>>>(all, words);
       break;
   }
   require(cudaGetLastError());

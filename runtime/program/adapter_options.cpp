@@ -102,9 +102,9 @@ void add_layers(OptionTable& table, AdapterConfig& config) {
 }  // namespace
 
 void add_base_precision(OptionTable& table, std::string& precision) {
-  table.choice("base-precision", precision, {"bf16", "fp8", "int8", "nf4", "nf4-double"},
-               "how the weights beside the adapters are stored and streamed: 2, 1 (as a folder in FP8 has them), 1.02, "
-               "0.56 or 0.52 bytes each");
+  table.choice("base-precision", precision, {"bf16", "fp8", "mxfp4", "int8", "nf4", "nf4-double"},
+               "how the weights beside the adapters are stored and streamed: 2, 1 or 0.53 (as a folder in FP8 or MXFP4 "
+               "has them), 1.02, 0.56 or 0.52 bytes each");
 }
 
 void add_trained_rows(OptionTable& table, TrainOptions& o) {

@@ -136,7 +136,7 @@ struct TrainOptions : RunOptions {
   double loraplus_lr_ratio = 1;         // of B's learning rate to A's
   std::filesystem::path adapter;        // a folder of PEFT's to begin with, in place of `lora`; empty: new ones
   bool merge = false;                   // the result is the whole model
-  std::string base_precision = "bf16";  // of the linear layers that are not trained: bf16, int8, nf4, nf4-double
+  std::string base_precision = "bf16";  // of the linear layers that are not trained: a parse_weight_format()
 };
 // The highest learning rate: the one given; else 1e-5, of adapters 1e-4.
 double highest_lr(const TrainOptions& options);

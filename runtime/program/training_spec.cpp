@@ -12,11 +12,12 @@ namespace {
 void set_base(ModelSpec& spec, const TrainOptions& options) {
   const WeightFormat format = parse_weight_format(options.base_precision);
   std::vector<std::string> plain;
-  if (format == WeightFormat::fp8) {
+  if (is_kept(format)) {
     if (options.model.empty())
-      throw Exception(io::ErrorKind::usage, "--base-precision fp8 keeps what a folder holds: give it as --model");
+      throw Exception(io::ErrorKind::usage,
+                      "--base-precision " + options.base_precision + " keeps what a folder holds: give it as --model");
     const Checkpoint folder = Checkpoint::open(options.model);
-    plain = plain_beside_fp8(spec, [&](const std::string& name) { return folder.has_fp8(name); });
+    plain = plain_beside(spec, format, [&](const auto& name, WeightFormat kept) { return folder.has(name, kept); });
   }
   set_base_format(spec, format, plain);
 }

@@ -29,7 +29,7 @@ Model changed(const Model& model, std::string_view what, const std::function<voi
 
 Model with_base_format(const Model& model, WeightFormat format) {
   std::vector<std::string> plain;
-  if (format == WeightFormat::fp8) plain = plain_beside_fp8(model.spec(), model.stored.has);
+  if (is_kept(format)) plain = plain_beside(model.spec(), format, model.stored.has);
   return changed(model, "weights of other formats", [&](ModelSpec& spec) { set_base_format(spec, format, plain); });
 }
 
@@ -56,8 +56,8 @@ Model load(const std::filesystem::path& folder, const std::string& as) {
           [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
             checkpoint->read_f32(tensor, first, out);
           },
-          {.has = [checkpoint](const std::string& name) { return checkpoint->has_fp8(name); },
-           .read = [checkpoint](const TensorSpec& tensor) { return checkpoint->read_fp8(tensor.name); }},
+          {.has = [checkpoint](const std::string& name, WeightFormat format) { return checkpoint->has(name, format); },
+           .read = [checkpoint](const TensorSpec& tensor) { return checkpoint->read_kept(tensor); }},
           std::move(source)};
 }
 

@@ -193,15 +193,19 @@ void set_base_format(ModelSpec& spec, WeightFormat format, const std::vector<std
   });
 }
 
-std::vector<std::string> plain_beside_fp8(const ModelSpec& spec, const std::function<bool(const std::string&)>& has) {
+std::vector<std::string> plain_beside(const ModelSpec& spec, WeightFormat format,
+                                      const std::function<bool(const std::string&, WeightFormat)>& has) {
   std::vector<std::string> plain;
   bool any = false;
   for_each_base_weight(spec, [&](const TensorSpec& tensor) {
-    const bool fits = tensor.shape.size() == 2 && has && has(tensor.name);
+    const bool whole = format != WeightFormat::fp8 || tensor.shape.size() == 2;  // not experts in one tensor
+    const bool fits = whole && has && has(tensor.name, format);
     any = any || fits;
     if (!fits) plain.push_back(tensor.name);
   });
-  if (!any) fail_usage("the model's folder has no weights in FP8 (tiles of 128 x 128): nothing could be kept as it is");
+  if (!any)
+    fail_usage(fmt::format("the model's folder has no weights in {}: nothing could be kept as it is",
+                           format == WeightFormat::fp8 ? "FP8 (tiles of 128 x 128)" : "MXFP4"));
   return plain;
 }
 

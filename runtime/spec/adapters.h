@@ -22,9 +22,10 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config);
 // made trained, nor the tensors `plain`, which stay in bf16. Adapters that begin with the base's factors are added
 // after it: Exception (kind usage).
 void set_base_format(ModelSpec& spec, WeightFormat format, const std::vector<std::string>& plain = {});
-// Those whose values no folder has in fp8, of whose tensors `has` says so: `plain` for that format. Throws Exception
-// (kind usage) where that is all of them.
-std::vector<std::string> plain_beside_fp8(const ModelSpec& spec, const std::function<bool(const std::string&)>& has);
+// `plain` for a format that is kept: those that the folder does not have in it, as `has` says. Throws Exception (kind
+// usage) where that is all of them.
+std::vector<std::string> plain_beside(const ModelSpec& spec, WeightFormat format,
+                                      const std::function<bool(const std::string& name, WeightFormat format)>& has);
 
 // The module that a tensor belongs to, as transformers names it, if the tensor is a linear layer's weight in a block;
 // else empty. Of an adapter's tensor: its layer's.

@@ -6,7 +6,7 @@
 
 namespace tierflow::weights {
 
-inline constexpr std::uint64_t kNf4Block = 64, kInt8Block = 256, kNestedBlock = 256, kFp8Tile = 128;
+inline constexpr std::uint64_t kNf4Block = 64, kInt8Block = 256, kNestedBlock = 256, kFp8Tile = 128, kMxBlock = 32;
 inline constexpr std::uint32_t kInfinity = 0x7f800000U, kMagnitude = 0x7fffffffU;  // bits of a float
 inline constexpr std::uint16_t kNan = 0x7fc0;
 inline constexpr float kSmallestDivisor = 1e-38F;  // bitsandbytes divides by no less

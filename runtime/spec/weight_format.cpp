@@ -17,14 +17,16 @@ namespace {
 using weights::kFp8Tile;
 using weights::kInt8Block;
 using weights::kMostBlocks;
+using weights::kMxBlock;
 using weights::kNestedBlock;
 using weights::kNf4Block;
 
-constexpr std::array<std::pair<WeightFormat, const char*>, 6> kNames = {{{WeightFormat::bf16, "bf16"},
+constexpr std::array<std::pair<WeightFormat, const char*>, 7> kNames = {{{WeightFormat::bf16, "bf16"},
                                                                          {WeightFormat::int8, "int8"},
                                                                          {WeightFormat::nf4, "nf4"},
                                                                          {WeightFormat::nf4_double, "nf4-double"},
                                                                          {WeightFormat::fp8, "fp8"},
+                                                                         {WeightFormat::mxfp4, "mxfp4"},
                                                                          {WeightFormat::fp32, "fp32"}}};
 
 constexpr std::uint64_t pieces(std::uint64_t n, std::uint64_t piece) {
@@ -114,6 +116,28 @@ void dequantise_fp8(const WeightLayout& at, std::span<const std::byte> stored, s
   }
 }
 
+void dequantise_mxfp4(const WeightLayout& at, std::span<const std::byte> stored, std::uint64_t first,
+                      std::span<std::uint16_t> out) {
+  const std::uint8_t *codes = codes_of(stored), *scales = codes + at.scales;
+  const auto one = [&](std::uint64_t element) {
+    const unsigned code = codes[element / 2] >> (element % 2 == 0 ? 0 : 4);
+    const std::uint64_t row = element / at.columns, column = element % at.columns;
+    return weights::rounded(weights::e2m1(code) * weights::e8m0(scales[row / kMxBlock * at.columns + column]));
+  };
+  while (!out.empty()) {
+    const std::uint64_t row = first / at.columns, column = first % at.columns;
+    std::size_t n = std::min<std::size_t>(at.columns - column, out.size()) & ~std::size_t{1};
+    if (first % 2 != 0 || n == 0) {
+      out.front() = one(first);
+      n = 1;
+    } else {
+      weights::decode_mxfp4(codes + first / 2, scales + row / kMxBlock * at.columns + column, n, out.data());
+    }
+    first += n;
+    out = out.subspan(n);
+  }
+}
+
 }  // namespace
 
 void dequantise(WeightFormat format, const std::vector<std::int64_t>& shape, std::span<const std::byte> stored,
@@ -130,6 +154,8 @@ void dequantise(WeightFormat format, const std::vector<std::int64_t>& shape, std
       return dequantise_nf4(format, at, stored, first, out);
     case WeightFormat::fp8:
       return dequantise_fp8(at, stored, first, out);
+    case WeightFormat::mxfp4:
+      return dequantise_mxfp4(at, stored, first, out);
     case WeightFormat::fp32:
       for (std::uint16_t& word : out) word = weights::rounded(load(stored.data(), first++));
       return;
@@ -140,7 +166,7 @@ WeightFormat parse_weight_format(std::string_view name) {
   for (const auto& [format, known] : kNames)
     if (name == known && format != WeightFormat::fp32) return format;
   throw Exception(io::ErrorKind::usage, "no weight format is called \"" + std::string(name) +
-                                            "\"; there are bf16, fp8, int8, nf4 and nf4-double");
+                                            "\"; there are bf16, fp8, mxfp4, int8, nf4 and nf4-double");
 }
 
 const char* weight_format_name(WeightFormat format) {
@@ -175,6 +201,14 @@ WeightLayout weight_layout(WeightFormat format, const std::vector<std::int64_t>&
                                                   std::to_string(shape.size()) + "; store it as bf16");
       scales = 4 * pieces(static_cast<std::uint64_t>(shape[0]), kFp8Tile) * pieces(at.columns, kFp8Tile);
       break;
+    case WeightFormat::mxfp4:
+      if (shape.size() < 2 || shape.rbegin()[1] % static_cast<std::int64_t>(kMxBlock) != 0 || shape.back() % 2 != 0)
+        throw Exception(
+            io::ErrorKind::input,
+            "a weight in mxfp4 has rows in multiples of 32 and an even number of columns; store it as bf16");
+      codes = n / 2;
+      scales = n / kMxBlock;
+      break;
     case WeightFormat::fp32:
       codes = 4 * n;
       break;
@@ -194,6 +228,7 @@ std::uint64_t quantising_bytes(WeightFormat format, const std::vector<std::int64
   if (format == WeightFormat::bf16) return 0;
   const WeightLayout at = weight_layout(format, shape);
   if (format == WeightFormat::fp8) return at.bytes + at.bytes - at.scales;  // copied
+  if (format == WeightFormat::mxfp4) return 2 * at.bytes;                   // turned
   const std::uint64_t absmax = format == WeightFormat::nf4_double ? 4 * pieces(at.elements, kNf4Block) : 0;
   return at.bytes + absmax + 4 * std::min(at.elements, kQuantisedPiece);
 }
@@ -202,7 +237,7 @@ Quantiser::Quantiser(WeightFormat format, const std::vector<std::int64_t>& shape
     : format_(format),
       layout_(weight_layout(format, shape)),
       block_(format == WeightFormat::int8 ? kInt8Block : kNf4Block) {
-  if (format == WeightFormat::bf16 || format == WeightFormat::fp8)
+  if (format == WeightFormat::bf16 || is_kept(format))
     throw Exception(io::ErrorKind::internal, std::string("a quantiser makes no ") + weight_format_name(format));
   stored_.resize(layout_.bytes);
   if (format == WeightFormat::nf4_double) absmax_.reserve(pieces(layout_.elements, kNf4Block));

@@ -12,6 +12,9 @@
 //               absmax[i] = dynamic_map[q[i]] * nested[i / 256] + offset; offset is the mean of the absmax.
 //   fp8         codes: n bytes e4m3fn | scales: fp32 [ceil(rows / 128), ceil(columns / 128)]. Of shape [rows, columns].
 //               w = code * scale.
+//   mxfp4       codes: n / 2 bytes, element 2i in the LOW half of byte i | scales: a byte for each 32 rows of each
+//               column [rows / 32, columns]. Of shape [..., rows, columns]. w = e2m1(code) * 2^(scale - 127), as
+//               gpt-oss has its experts (OCP Microscaling Formats 1.0), exact in bf16.
 //   fp32        n fp32 values, exact: what a router adds to its scores.
 //
 // All arithmetic is fp32, one rounding an operation, never fused; w, but of fp32, is then rounded to bf16, ties to
@@ -27,12 +30,16 @@
 
 namespace tierflow {
 
-enum class WeightFormat : std::uint8_t { bf16, int8, nf4, nf4_double, fp8, fp32 };
+enum class WeightFormat : std::uint8_t { bf16, int8, nf4, nf4_double, fp8, mxfp4, fp32 };
 
-// "bf16", "int8", "nf4" or "nf4-double", the formats that are made here, or "fp8", which is kept; anything else throws
-// Exception (kind usage).
+// "bf16", "int8", "nf4" or "nf4-double", the formats that are made here, or "fp8" or "mxfp4", which are kept; anything
+// else throws Exception (kind usage).
 WeightFormat parse_weight_format(std::string_view name);
 const char* weight_format_name(WeightFormat format);
+// Not made here, but kept as a folder has it.
+inline constexpr bool is_kept(WeightFormat format) {
+  return format == WeightFormat::fp8 || format == WeightFormat::mxfp4;
+}
 
 // Where the sections lie, in bytes from the first. What a format lacks is empty and lies where the next section does.
 struct WeightLayout {
@@ -43,7 +50,8 @@ struct WeightLayout {
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;  // of the whole
 };
-// Throws Exception (kind input) for fp8 of another than two dimensions.
+// Throws Exception (kind input) for fp8 of another than two dimensions, and for mxfp4 of fewer, of rows that are no
+// multiple of 32, or of an odd number of columns.
 WeightLayout weight_layout(WeightFormat format, const std::vector<std::int64_t>& shape);
 std::uint64_t stored_bytes(WeightFormat format, const std::vector<std::int64_t>& shape);
 

@@ -62,6 +62,13 @@ void decode_e4m3(const std::uint8_t* codes, float scale, std::size_t n, std::uin
   for (std::size_t i = 0; i < n; ++i) words[i] = rounded_away(e4m3(codes[i]) * scale);
 }
 
+void decode_mxfp4(const std::uint8_t* codes, const std::uint8_t* scales, std::size_t n, std::uint16_t* words) {
+  for (std::size_t i = 0; i < n; i += 2) {
+    words[i] = rounded(e2m1(codes[i / 2]) * e8m0(scales[i]));
+    words[i + 1] = rounded(e2m1(codes[i / 2] >> 4) * e8m0(scales[i + 1]));
+  }
+}
+
 void decode_nf4(const std::uint8_t* codes, const float* absmax, std::size_t blocks, std::uint16_t* words) {
   for (std::size_t block = 0; block < blocks; ++block) {
     std::uint16_t entries[16];
@@ -213,6 +220,34 @@ void decode_e4m3(const std::uint8_t* codes, float scale, std::size_t n, std::uin
   for (; i < n; ++i) words[i] = rounded_away(e4m3(codes[i]) * scale);
 }
 
+// As e2m1() and e8m0() say; `code` has four bits.
+HWY_INLINE VU mxfp4_words(VU code, VU scale) {
+  const VU magnitude = hn::And(code, hn::Set(U(), 7U)), sign = hn::ShiftLeft<28>(hn::Xor(code, magnitude));
+  const VU bits = hn::Add(hn::ShiftLeft<22>(magnitude), hn::Set(U(), 126U << 23));
+  const VF small = hn::Sub(hn::BitCast(F(), hn::Add(bits, hn::Set(U(), 1U << 23))), hn::Set(F(), 1.0F));
+  const auto below_one = hn::Lt(hn::BitCast(I(), magnitude), hn::Set(I(), 2));
+  const VU value = hn::IfThenElse(hn::RebindMask(U(), below_one), hn::BitCast(U(), small), bits);
+  const VU power = hn::IfThenElse(hn::Eq(scale, hn::Zero(U())), hn::Set(U(), 1U << 22), hn::ShiftLeft<23>(scale));
+  return rounded_words(hn::Mul(hn::BitCast(F(), hn::Or(value, sign)), hn::BitCast(F(), power)));
+}
+
+void decode_mxfp4(const std::uint8_t* codes, const std::uint8_t* scales, std::size_t n, std::uint16_t* words) {
+  const std::size_t lanes = hn::Lanes(F());
+  std::size_t i = 0;
+  for (; i + 2 * lanes <= n; i += 2 * lanes) {
+    const VU pair = hn::PromoteTo(U(), hn::LoadU(Bytes(), codes + i / 2));
+    hn::Vec<Bytes> even, odd;
+    hn::LoadInterleaved2(Bytes(), scales + i, even, odd);
+    const VU first = mxfp4_words(hn::And(pair, hn::Set(U(), 15U)), hn::PromoteTo(U(), even));
+    const VU second = mxfp4_words(hn::ShiftRight<4>(pair), hn::PromoteTo(U(), odd));
+    hn::StoreInterleaved2(hn::TruncateTo(Words(), first), hn::TruncateTo(Words(), second), Words(), words + i);
+  }
+  for (; i < n; i += 2) {
+    words[i] = rounded(e2m1(codes[i / 2]) * e8m0(scales[i]));
+    words[i + 1] = rounded(e2m1(codes[i / 2] >> 4) * e8m0(scales[i + 1]));
+  }
+}
+
 // A block has sixteen words: they are rounded once, then looked up byte by byte.
 void decode_nf4(const std::uint8_t* codes, const float* absmax, std::size_t blocks, std::uint16_t* words) {
   const hn::Full128<std::uint8_t> bytes;
@@ -257,6 +292,7 @@ HWY_EXPORT(encode_int8);
 HWY_EXPORT(decode_nf4);
 HWY_EXPORT(decode_int8);
 HWY_EXPORT(decode_e4m3);
+HWY_EXPORT(decode_mxfp4);
 }  // namespace
 
 bool encode_nf4(const float* values, std::size_t blocks, std::uint8_t* codes, float* absmax) {
@@ -273,6 +309,9 @@ void decode_int8(const std::uint8_t* codes, float scale, std::size_t n, std::uin
 }
 void decode_e4m3(const std::uint8_t* codes, float scale, std::size_t n, std::uint16_t* words) {
   HWY_DYNAMIC_DISPATCH(decode_e4m3)(codes, scale, n, words);
+}
+void decode_mxfp4(const std::uint8_t* codes, const std::uint8_t* scales, std::size_t n, std::uint16_t* words) {
+  HWY_DYNAMIC_DISPATCH(decode_mxfp4)(codes, scales, n, words);
 }
 
 }  // namespace tierflow::weights

@@ -14,5 +14,7 @@ void decode_nf4(const std::uint8_t* codes, const float* absmax, std::size_t bloc
 // n elements of one scale.
 void decode_int8(const std::uint8_t* codes, float scale, std::size_t n, std::uint16_t* words);
 void decode_e4m3(const std::uint8_t* codes, float scale, std::size_t n, std::uint16_t* words);
+// n elements, an even number, each with a scale of its own.
+void decode_mxfp4(const std::uint8_t* codes, const std::uint8_t* scales, std::size_t n, std::uint16_t* words);
 
 }  // namespace tierflow::weights

@@ -135,6 +135,21 @@ def test_mxfp4_experts_are_what_transformers_makes_of_them(work, gpt_oss):
         assert losses[0] == losses[1]
 
 
+def test_mxfp4_is_kept_as_the_folder_has_it(work, gpt_oss):
+    losses, adapters, said = {}, {}, {}
+    kept = ["--base-precision", "mxfp4"]
+    for name, model, words in ("bf16", "values", []), ("kept", "stored", kept), ("streamed", "stored", [*kept, "--storage", "store", "--host-memory", "2MiB"]):
+        done = run(work, *LORA, "--model", model, "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
+        losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
+        adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
+        said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
+    assert losses["bf16"] == losses["kept"] == losses["streamed"] and len(losses["bf16"]) == 3
+    assert adapters["bf16"] == adapters["kept"] == adapters["streamed"]
+    codes = sum(value.numel() for name, value in gpt_oss.items() if name.endswith("_blocks"))
+    assert said["bf16"]["host_memory"] - said["kept"]["host_memory"] > 0.8 * (4 - 17 / 16) * codes  # a byte holds two codes, of 16 bits each in bf16
+    assert "the model's folder has no weights in MXFP4" in the_error(run(work, *LORA, "--model", "values", "--out", "none", *small(*kept), ok=False).stderr)
+
+
 def test_mxfp4_parts_that_do_not_fit_are_refused(work, gpt_oss):
     weight = "model.layers.1.mlp.experts.down_proj"
 

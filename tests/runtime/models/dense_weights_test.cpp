@@ -18,7 +18,7 @@ at::Tensor slot_view(const std::vector<std::byte>& stored) {
 
 std::vector<std::byte> made(WeightFormat format, const std::vector<std::int64_t>& shape) {
   torch::manual_seed(7);
-  if (format == WeightFormat::fp8 || format == WeightFormat::bf16) {
+  if (is_kept(format) || format == WeightFormat::bf16) {
     const WeightLayout at = weight_layout(format, shape);
     std::vector<std::byte> stored(at.bytes);
     const at::Tensor bytes = torch::randint(0, 0x38, {static_cast<std::int64_t>(at.bytes)}, torch::kByte);
@@ -31,10 +31,16 @@ std::vector<std::byte> made(WeightFormat format, const std::vector<std::int64_t>
   return quantiser.finish();
 }
 
+// A short one; one that is shared among threads, in pieces that begin within blocks and rows.
+std::vector<std::vector<std::int64_t>> shapes(WeightFormat format) {
+  if (format == WeightFormat::mxfp4) return {{32, 6}, {544, 322}};
+  return {{3, 5}, {517, 321}};
+}
+
 class DenseWeights : public ::testing::TestWithParam<WeightFormat> {};
 INSTANTIATE_TEST_SUITE_P(Formats, DenseWeights,
                          ::testing::Values(WeightFormat::bf16, WeightFormat::int8, WeightFormat::nf4,
-                                           WeightFormat::nf4_double, WeightFormat::fp8),
+                                           WeightFormat::nf4_double, WeightFormat::fp8, WeightFormat::mxfp4),
                          [](const auto& info) {
                            std::string name = weight_format_name(info.param);
                            std::ranges::replace(name, '-', '_');
@@ -42,8 +48,7 @@ INSTANTIATE_TEST_SUITE_P(Formats, DenseWeights,
                          });
 
 TEST_P(DenseWeights, AreWhatDequantisingInOnePieceGives) {
-  // The second is shared among threads, in pieces that begin within blocks and rows.
-  for (const std::vector<std::int64_t>& shape : {std::vector<std::int64_t>{3, 5}, {517, 321}}) {
+  for (const std::vector<std::int64_t>& shape : shapes(GetParam())) {
     const auto stored = made(GetParam(), shape);
     const at::Tensor weight = models::dense(slot_view(stored), GetParam(), shape);
     EXPECT_EQ(weight.sizes(), at::IntArrayRef(shape));
@@ -55,7 +60,7 @@ TEST_P(DenseWeights, AreWhatDequantisingInOnePieceGives) {
 }
 
 TEST_P(DenseWeights, TooFewBytesAreRefused) {
-  const std::vector<std::int64_t> shape = {9, 65};
+  const std::vector<std::int64_t> shape = shapes(GetParam()).front();
   const auto n = static_cast<std::int64_t>(stored_bytes(GetParam(), shape));
   EXPECT_NO_THROW(models::dense(torch::zeros({n}, torch::kByte), GetParam(), shape));
   EXPECT_THROW(models::dense(torch::zeros({n - 1}, torch::kByte), GetParam(), shape), Exception);

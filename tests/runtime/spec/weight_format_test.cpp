@@ -64,8 +64,8 @@ float number_at(const Bytes& stored, std::uint64_t at) {
 }
 
 TEST(WeightFormat, NamesAreReadAndWritten) {
-  for (const auto format :
-       {WeightFormat::bf16, WeightFormat::fp8, WeightFormat::int8, WeightFormat::nf4, WeightFormat::nf4_double})
+  for (const auto format : {WeightFormat::bf16, WeightFormat::fp8, WeightFormat::mxfp4, WeightFormat::int8,
+                            WeightFormat::nf4, WeightFormat::nf4_double})
     EXPECT_EQ(parse_weight_format(weight_format_name(format)), format);
   for (const char* name : {"fp32", "nf5", ""})
     testing::expect_refusal(io::ErrorKind::usage, {name, "bf16", "int8", "nf4", "nf4-double"},
@@ -80,6 +80,7 @@ TEST(WeightFormat, SectionsFollowOneAnotherAtMultiplesOfFour) {
   EXPECT_EQ(each(WeightFormat::nf4), 0.5625);
   EXPECT_NEAR(each(WeightFormat::nf4_double), 0.5 + 1.0 / 64 + 4.0 / 64 / 256, 1e-6);
   EXPECT_EQ(each(WeightFormat::fp8), 1 + 4.0 / 128 / 128);
+  EXPECT_EQ(each(WeightFormat::mxfp4), 0.5 + 1.0 / 32);
 
   // 131 elements: 66 bytes of nf4, three blocks.
   EXPECT_EQ(stored_bytes(WeightFormat::bf16, {131}), 264U);
@@ -91,6 +92,10 @@ TEST(WeightFormat, SectionsFollowOneAnotherAtMultiplesOfFour) {
   testing::expect_refusal(io::ErrorKind::input, {"fp8", "two dimensions"}, [] {
     stored_bytes(WeightFormat::fp8, {2, 3, 4});
   });
+  EXPECT_EQ(stored_bytes(WeightFormat::mxfp4, {2, 32, 6}), 64U * 3 + 2 * 6);
+  for (const Shape& shape : {Shape{32}, Shape{33, 2}, Shape{32, 3}})
+    testing::expect_refusal(io::ErrorKind::input, {"mxfp4", "store it as bf16"},
+                            [&] { stored_bytes(WeightFormat::mxfp4, shape); });
 }
 
 class Quantised : public ::testing::TestWithParam<WeightFormat> {};
@@ -282,6 +287,40 @@ TEST(Fp8, EachTileOf128By128HasItsScale) {
   std::vector<std::uint16_t> piece(400);
   dequantise(WeightFormat::fp8, shape, stored, 127 * columns + 100, piece);
   EXPECT_TRUE(std::equal(piece.begin(), piece.end(), words.begin() + 127 * columns + 100));
+}
+
+// Every code with every scale, in vectors and in what is left beside them.
+TEST(Mxfp4, EachColumnOf32RowsHasItsScale) {
+  const std::int64_t rows = 64, columns = 2 * 256 + 38;
+  const Shape shape = {rows, columns};
+  const WeightLayout at = weight_layout(WeightFormat::mxfp4, shape);
+  Bytes stored(at.bytes);
+  for (std::uint64_t i = 0; i < at.scales; ++i) stored[i] = static_cast<std::byte>(i * 37 % 256);
+  for (std::uint64_t i = at.scales; i < at.bytes; ++i) stored[i] = static_cast<std::byte>((i - at.scales) * 3 % 256);
+  const auto words = dense_words(WeightFormat::mxfp4, shape, stored);
+  for (std::int64_t row = 0; row < rows; ++row)
+    for (std::int64_t column = 0; column < columns; ++column) {
+      const auto i = static_cast<std::uint64_t>(row * columns + column);
+      const auto code = static_cast<unsigned>(stored[i / 2]) >> (i % 2 * 4);
+      const auto scale = static_cast<int>(stored[at.scales + static_cast<std::uint64_t>(row / 32 * columns + column)]);
+      constexpr double kMagnitudes[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+      const auto exact = static_cast<float>(std::ldexp(kMagnitudes[code % 8] * (code & 8 ? -1 : 1), scale - 127));
+      if (scale == 255)
+        ASSERT_EQ(words[i] & 0x7f80, 0x7f80) << row << ", " << column;  // no number
+      else
+        ASSERT_EQ(widened(words[i]), exact) << row << ", " << column;
+    }
+  for (const std::int64_t target : {HWY_SCALAR, HWY_AVX2, HWY_AVX3}) {
+    if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
+    hwy::SetSupportedTargetsForTest(target);
+    EXPECT_EQ(dense_words(WeightFormat::mxfp4, shape, stored), words) << hwy::TargetName(target);
+    hwy::SetSupportedTargetsForTest(0);
+  }
+  for (const std::int64_t first : {std::int64_t{0}, 31 * columns + 101, 32 * columns - 1}) {
+    std::vector<std::uint16_t> piece(static_cast<std::size_t>(columns + 3));
+    dequantise(WeightFormat::mxfp4, shape, stored, static_cast<std::uint64_t>(first), piece);
+    EXPECT_TRUE(std::equal(piece.begin(), piece.end(), words.begin() + first)) << first;
+  }
 }
 
 TEST(Fp32, ValuesAreExact) {
