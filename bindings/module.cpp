@@ -32,12 +32,17 @@ Progress watched() {
 
 std::unique_ptr<Streamer> make_streamer(const py::list& units, std::vector<std::vector<int>> turns,
                                         const py::dict& tensors, const std::string& folder,
-                                        const py::dict& stored_names, const py::dict& options) {
+                                        const py::dict& stored_names, const py::dict& options,
+                                        const py::function& say) {
   auto specs = units_of(units);
   const StreamerOptions parsed = options_of(options);
   const WeightSource source = source_of(tensors, folder, stored_names);
   const py::gil_scoped_release released;
-  return std::make_unique<Streamer>(std::move(specs), std::move(turns), source, parsed, watched());
+  return std::make_unique<Streamer>(std::move(specs), std::move(turns), source, parsed, watched(),
+                                    [&say](const std::string& line) {
+                                      const py::gil_scoped_acquire locked;
+                                      say(line);
+                                    });
 }
 
 py::dict memory_of(const Streamer& streamer) {

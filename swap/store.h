@@ -21,11 +21,16 @@
 
 namespace tierflow::swap {
 
+// What a generation needs beside the store to count, of which the store knows nothing: called with its number and its
+// progress before its extents are read. An error says what is missing or damaged.
+using CheckBeside = std::function<io::Error(std::uint64_t generation, const std::string& progress)>;
+
 struct StoreOptions {
   io::VolumeOptions volume;  // bytes is computed
   int generations = 1;       // 2: a commit leaves the generation before it intact until the next one is durable
   ScratchOptions scratch;
   std::string identity;  // JSON of the client's: what the state belongs to; kept in the manifest and given back on open
+  CheckBeside check_beside;  // empty: nothing
   std::uint64_t run_id = 0;  // 0: drawn; for tests that compare what is written
 };
 
@@ -41,12 +46,14 @@ class Store {
   using RestoredExtent = std::function<void(ExtentKind, int chunk, std::span<const std::byte>)>;
   using RestoreProgress = std::function<void(std::uint64_t done, std::uint64_t total)>;  // bytes
   // After resume(), once: reads and verifies all of the newest generation and makes sure that it is durable. If it is
-  // damaged, the one before it, if that is whole. Hands each extent to `use`, again from the first where it goes back
-  // a generation. No error: identity(), progress() and what comes are of the generation that counts from here on.
+  // damaged, or what lies beside it, the one before it, if that is whole. Hands each extent to `use`, again from the
+  // first where it goes back a generation. No error: identity(), progress() and what comes are of the generation that
+  // counts from here on.
   io::Error restore(const RestoredExtent& use, const RestoreProgress& progress);
 
-  // Of a store that was opened: reads and verifies all of its generation. The error names what is damaged.
-  io::Error verify_all(const RestoreProgress& progress) { return scrub({}, progress); }
+  // Of a store that was opened: reads and verifies all of its generation. The error names what is damaged, the
+  // generation, and whether the one before it is whole, so that restore() would go back to it.
+  io::Error verify_all(const RestoreProgress& progress);
 
   // Reads what create() was given as identity and commit() as progress, of the newest valid generation: enough to build
   // the layout that open() and resume() need. generation 0: nothing was ever committed.
@@ -125,7 +132,7 @@ class Store {
   std::uint64_t run_id_ = 0;
   std::uint64_t generation_ = 0;  // newest durable one; work goes on in generation_ + 1
   std::string progress_;
-  std::vector<Generation> found_;  // between resume() and restore()
+  std::vector<Generation> found_;  // of resume() until restore(), and of open()
   std::mutex mutex_;
   io::Error refused_;                   // why nothing is written any more
   std::uint64_t writes_in_flight_ = 0;  // of extents that a commit covers

@@ -1,4 +1,5 @@
 // How a store that another run left is found, opened, verified and gone on with.
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -21,8 +22,8 @@ io::Error nothing_committed() {
 
 io::Error nothing_whole(const std::string& newest, std::uint64_t other, const io::Error& wrong) {
   return store_damaged("its newest generation cannot be read (" + newest + "), and " + name_of(other) +
-                       ", which can, is not whole any more: the run had begun to overwrite it (" + wrong.message() +
-                       "). What is left is what was exported before");
+                       ", which can, is not whole any more: the run had begun to overwrite it, or it is damaged too (" +
+                       wrong.message() + "). What is left is what was exported before");
 }
 
 }  // namespace
@@ -52,7 +53,8 @@ io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layou
   auto generations = readable_generations(*store->volume_);
   if (!generations.ok()) return generations.error();
   if (generations->empty()) return nothing_committed();
-  const Generation& found = generations->front();
+  store->found_ = std::move(generations).value();
+  const Generation& found = store->found_.front();
   if (io::Error error = store->take_over(found)) return error;
   if (found.passed_over.empty()) return store;
   if (const io::Error wrong = store->scrub({}, {})) return nothing_whole(found.passed_over, store->generation_, wrong);
@@ -82,6 +84,19 @@ io::Result<std::unique_ptr<Store>> Store::resume(StoreOptions options, const Lay
   store->refused_ = {.kind = io::ErrorKind::usage, .operation = "resume", .detail = "the store is not verified yet"};
   if (io::Error error = store->make_scratch()) return error;
   return store;
+}
+
+io::Error Store::verify_all(const RestoreProgress& progress) {
+  io::Error wrong = scrub({}, progress);
+  if (!wrong) return wrong;
+  wrong.detail = name_of(generation_) + (wrong.detail.empty() ? "" : ": ") + wrong.detail;
+  if (options_.generations != 2 || found_.size() < 2) return wrong;
+  const Generation& before = found_.back();
+  const bool whole = !take_over(before) && !scrub({}, progress);
+  if (io::Error error = take_over(found_.front())) return error;
+  wrong.detail += "; " + name_of(before.block.generation) +
+                  (whole ? ", the one before it, is whole: a run goes on from there" : " is not whole either");
+  return wrong;
 }
 
 io::Error Store::restore(const RestoredExtent& use, const RestoreProgress& progress) {
@@ -130,8 +145,10 @@ io::Error Store::take_over(const Generation& found) {
   return {};
 }
 
-// Reads every extent that was written, in the order in which they lie there, some ahead.
+// What lies beside the store, then every extent that was written, in the order in which they lie there, some ahead.
 io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progress) {
+  if (options_.check_beside)
+    if (io::Error error = options_.check_beside(generation_, progress_)) return error;
   struct Reading {
     ExtentKind kind;
     int index;
@@ -167,31 +184,37 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
     }
     return {};
   };
-  io::Error first;
-  for (std::size_t next = 0; first ? !readings.empty() : next < extents.size() || !readings.empty();) {
-    if (!first) first = read_ahead(next);
-    if (readings.empty()) break;
+  // Of an error, or where `use` or `progress` throws: what is under way still comes here.
+  struct Awaited {
+    std::mutex& mutex;
+    std::condition_variable& wakes;
+    const std::deque<Reading>& readings;
+    ~Awaited() {
+      std::unique_lock lock(mutex);
+      wakes.wait(lock, [&] { return std::ranges::all_of(readings, &Reading::arrived); });
+    }
+  } const awaited{mutex, wakes, readings};
+  for (std::size_t next = 0; next < extents.size() || !readings.empty();) {
+    if (io::Error error = read_ahead(next)) return error;
     Reading& reading = readings.front();
     {
       std::unique_lock lock(mutex);
       wakes.wait(lock, [&] { return reading.arrived; });
     }
+    if (reading.completion.error) return reading.completion.error;
     const std::uint64_t bytes = extent_bytes(reading.kind, reading.index);
-    if (!first) first = reading.completion.error;
-    if (!first && verify(reading.kind, reading.index, reading.completion.buffer.bytes().first(bytes))) {
+    if (verify(reading.kind, reading.index, reading.completion.buffer.bytes().first(bytes))) {
       auto again = fetch(reading.kind, reading.index);
-      if (again.ok())
-        reading.completion.buffer = std::move(again).value();
-      else
-        first = again.error();
+      if (!again.ok()) return again.error();
+      reading.completion.buffer = std::move(again).value();
     }
-    if (!first && use) use(reading.kind, reading.index, reading.completion.buffer.bytes().first(bytes));
+    if (use) use(reading.kind, reading.index, reading.completion.buffer.bytes().first(bytes));
     readings.pop_front();
     ahead -= bytes;
     done += bytes;
-    if (!first && progress) progress(done, total);
+    if (progress) progress(done, total);
   }
-  return first;
+  return {};
 }
 
 void Store::notify(std::string text) const {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import math
 import os
 import types
@@ -23,6 +24,8 @@ from .keys import Make, loaded_from, saved_as
 from .loss import fuse_loss
 from .parameter import StreamedParameter
 from .units import Cut, check_real, cut, init_empty
+
+log = logging.getLogger("tierflow")
 
 
 def plan(
@@ -98,7 +101,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
             tensors[tensor.names[0]] = tensor.parameter.data
     units, turns = cut_.describe()
     options = plan.options() | ({"run": _run_of(module, plan, fused_layers)} if plan.budget.durable else {})
-    native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, options)
+    native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, options, log.warning)
     engine = Engine(module, cut_, native, plan.device, int(parse_size(plan.budget.device) * plan.budget.activations), fused_layers)
     engine.durable = int(plan.budget.durable)
     object.__setattr__(module, "_tierflow", engine)

@@ -237,6 +237,17 @@ void bring_beside(const Folders& from, const Folders& to, std::uint64_t generati
   sync_folder(to.front());
 }
 
+io::Error check_beside(const Folders& storage, std::uint64_t generation, const std::string& progress) {
+  const std::string checksum = text_in(json::parse(progress, nullptr, false), "beside");
+  if (checksum.empty()) return {};
+  try {
+    read_beside(storage, generation, checksum);
+  } catch (const Exception& wrong) {
+    return wrong.error();
+  }
+  return {};
+}
+
 std::string read_beside(const Folders& storage, std::uint64_t generation, const std::string& checksum) {
   for (const fs::path& folder : storage) {
     std::error_code absent;

@@ -6,6 +6,8 @@
 #include <string_view>
 #include <vector>
 
+#include "io/error.h"
+
 namespace tierflow {
 
 using Folders = std::vector<std::filesystem::path>;
@@ -60,6 +62,9 @@ bool names_folder(const Folders& folders, const std::filesystem::path& folder);
 std::string keep_beside(const Folders& storage, std::uint64_t generation, std::string_view bytes);
 // Copies what is kept beside this generation into the first of the other folders. Throws as read_beside().
 void bring_beside(const Folders& from, const Folders& to, std::uint64_t generation, const std::string& checksum);
+// Whether what a commit with this `progress` kept beside it is there and is what was written; where `progress` names
+// nothing, there is nothing. For swap::StoreOptions::check_beside.
+io::Error check_beside(const Folders& storage, std::uint64_t generation, const std::string& progress);
 // Throws Exception (kind corruption) where none of the folders has these bytes.
 std::string read_beside(const Folders& storage, std::uint64_t generation, const std::string& checksum);
 

@@ -61,6 +61,9 @@ StoredModel open_stored_model(const Folders& storage) {
   found.layout = std::make_unique<swap::Layout>(std::move(shapes), found.packed.stages, found.contents.chunk_elements);
   options.generations = found.contents.generations;
   options.identity = found.contents.identity;
+  options.check_beside = [storage](std::uint64_t generation, const std::string& progress) {
+    return check_beside(storage, generation, progress);
+  };
   found.store = value_or_throw(swap::Store::open(std::move(options), *found.layout));
   return found;
 }

@@ -1,10 +1,8 @@
 #pragma once
 // What a run with a preference loss has beside others: pairs, and the log-probability of every answer under the model
 // as it is before the first step (with --adapter, with those adapters). These are computed once, in a pass over all
-// pairs, and kept beside the state, so that a run that is resumed has the same ones though its weights have changed.
-//
-// The file, little-endian: "TFREFER\n"; u64 length of the run's identity, u64 sequences, u64 XXH3 of all that follows
-// it; the identity; a double for each sequence, by number.
+// pairs, and kept beside the state (reference_file.h), so that a run that is resumed has the same ones though its
+// weights have changed.
 #include <functional>
 #include <string>
 #include <vector>

@@ -10,6 +10,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
 #include "runtime/base/signals.h"
+#include "runtime/planning/reference_file.h"
 #include "runtime/planning/stored_model.h"
 
 namespace tierflow {
@@ -101,6 +102,7 @@ int run_verify(const StoreCommandOptions& options) {
       shown(done, total);
     }));
   }
+  verify_reference(options.storage, left);
   const double seconds = std::chrono::duration<double>(Clock::now() - begun).count();
   if (options.json)
     std::cout << nlohmann::ordered_json{{"step", left.step},

@@ -40,11 +40,10 @@ std::string durable_identity(const std::vector<UnitSpec>& units, const StreamerO
 }
 
 std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& units, const StreamerOptions& options,
-                                                  const Progress& progress) {
+                                                  const Progress& progress, const Say& say) {
   if (options.storage.empty())
     throw Exception(io::ErrorKind::usage, "a durable run keeps its state in folders, and none is named: use --storage");
-  const Say quiet = [](const std::string&) {};
-  const Folders first = settle_store(stream_volume(options), quiet);
+  const Folders first = settle_store(stream_volume(options), say);
   const Folders& lies = first.empty() ? options.storage : first;
   const LeftStore left = find_left_store(lies);
   if (!left.there) return {};
@@ -63,7 +62,7 @@ std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& u
     fail(io::ErrorKind::corruption, left.state.string(), "holds no state that was committed" + remedy);
   expect_same(json::parse(contents.identity, nullptr, false), json::parse(durable_identity(units, options)),
               options.storage.front().string(), remedy);
-  if (!first.empty()) move_store(stream_volume(options), first, quiet, progress);
+  if (!first.empty()) move_store(stream_volume(options), first, say, progress);
   return contents;
 }
 

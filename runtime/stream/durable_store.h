@@ -11,9 +11,10 @@ namespace tierflow {
 
 // Finds what an earlier durable Streamer over these units committed in options.storage; nothing where there is none.
 // What lies in other folders is brought into these, what ended before its first commit is removed. Throws where a
-// process holds it, where it is damaged, and where it is not this run's, saying what differs.
+// process holds it, where it is damaged, and where it is not this run's, saying what differs. say: hears of a move,
+// when it begins or when the end of one is made up for.
 std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& units, const StreamerOptions& options,
-                                                  const Progress& progress);
+                                                  const Progress& progress, const Say& say);
 
 // JSON for swap::StoreOptions::identity: what has to be equal to go on.
 std::string durable_identity(const std::vector<UnitSpec>& units, const StreamerOptions& options);

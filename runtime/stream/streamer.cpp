@@ -13,14 +13,14 @@
 namespace tierflow {
 
 Streamer::Streamer(std::vector<UnitSpec> units, std::vector<std::vector<int>> turns, const WeightSource& weights,
-                   StreamerOptions options, const Progress& progress)
-    : impl_(std::make_unique<Impl>(std::move(units), turns, std::move(options), progress)) {
-  impl_->set_up(weights, progress);
+                   StreamerOptions options, const Progress& progress, const Say& say)
+    : impl_(std::make_unique<Impl>(std::move(units), turns, std::move(options), progress, say)) {
+  impl_->set_up(weights, progress, say);
 }
 
 Streamer::~Streamer() = default;
 
-void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progress) {
+void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progress, const Say& say) {
   const swap::Layout& layout = *shapes.layout;
   if (shapes.needs_store(options)) make_store();
   state = std::make_unique<StreamedState>(
@@ -33,6 +33,10 @@ void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progres
   if (!left) return state->load(weights, {}, progress);
   state->restore(*store, progress);
   resumed = committed_in(*store, options);
+  if (store->generation() < left->generation)
+    say("generation " + std::to_string(left->generation) + " of the state in " + options.storage.front().string() +
+        " is damaged: the run goes on from generation " + std::to_string(store->generation()) +
+        ", which is whole, after step " + std::to_string(resumed->step));
 }
 
 void Streamer::Impl::make_store() {

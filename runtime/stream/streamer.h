@@ -17,6 +17,7 @@
 #include "runtime/base/progress.h"
 #include "runtime/checkpoint/weight_source.h"
 #include "runtime/models/layered_model.h"
+#include "runtime/planning/profile.h"
 #include "runtime/state/memory_use.h"
 #include "runtime/stream/stream_work.h"
 #include "swap/executor.h"
@@ -67,9 +68,10 @@ struct ExtraTensor {
 class Streamer {
  public:
   // turns: for each module that runs on its own, the units whose weights it needs. Every unit is in at least one of
-  // them.
-  Streamer(std::vector<UnitSpec> units, std::vector<std::vector<int>> turns, const WeightSource& weights,
-           StreamerOptions options, const Progress& progress = {});
+  // them. say: hears what became of a state that is gone on with: that it moves, and that it goes back a generation.
+  Streamer(
+      std::vector<UnitSpec> units, std::vector<std::vector<int>> turns, const WeightSource& weights,
+      StreamerOptions options, const Progress& progress = {}, const Say& say = [](const std::string&) {});
   ~Streamer();
 
   // Waits for the weights of a turn: bf16, unit after unit, in UnitSpec order; views of memory that is valid until

@@ -29,9 +29,9 @@ struct Sum {
 
 struct Streamer::Impl {
   Impl(std::vector<UnitSpec> units_, const std::vector<std::vector<int>>& turns, StreamerOptions options_,
-       const Progress& progress)
+       const Progress& progress, const Say& say)
       : units(std::move(units_)),
-        left(options_.durable ? find_durable(units, options_, progress) : std::nullopt),
+        left(options_.durable ? find_durable(units, options_, progress, say) : std::nullopt),
         options(in_chunks_of(left, std::move(options_))),
         torch_device(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
         shapes(units, turns, options) {}
@@ -47,7 +47,7 @@ struct Streamer::Impl {
     if (left) options.chunk_elements = left->chunk_elements;
     return options;
   }
-  void set_up(const WeightSource& weights, const Progress& progress);
+  void set_up(const WeightSource& weights, const Progress& progress, const Say& say);
   void make_store();
   // Everything planned is done, nothing runs: extents may be accessed.
   void quiet() {

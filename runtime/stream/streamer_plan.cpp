@@ -118,7 +118,10 @@ swap::StoreOptions StreamShapes::store_options(const std::vector<UnitSpec>& unit
       .scratch = {.staged_gradients = arrangement.staged, .gradient_sums = !arrangement.gradient_low_resident.empty()},
       .identity = !options.durable   ? "{}"
                   : identity.empty() ? durable_identity(units, options)
-                                     : identity};
+                                     : identity,
+      .check_beside = [storage = options.storage](std::uint64_t generation, const std::string& progress) {
+        return check_beside(storage, generation, progress);
+      }};
 }
 
 StreamPlan plan_stream(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,

@@ -259,9 +259,11 @@ def test_killed_it_has_the_reference_that_it_had(tuned, tmp_path):
         reference.unlink(missing_ok=True)
         if content is not None:
             reference.write_bytes(content)
-        refused = again(tuned, *stored)
-        assert refused.returncode != 0 and complaint in the_error(refused.stderr) and "--fresh" in refused.stderr
+        for command in stored, ["verify", ",".join(map(str, folders))]:
+            refused = again(tuned, *command)
+            assert refused.returncode == 6 and complaint in the_error(refused.stderr) and "--fresh" in refused.stderr
     reference.write_bytes(whole)
+    assert run(tuned, "verify", ",".join(map(str, folders))).stdout.startswith("whole")
     refused = run(tuned, *changed(stored, {"--loss": "simpo"}), ok=False)
     assert "--loss" in the_error(refused.stderr) and "dpo" in refused.stderr
     # Named in another order the folders hold what they held.

@@ -240,15 +240,29 @@ def test_what_is_not_the_same_run_is_refused_and_the_state_stays(made, tmp_path)
     assert begin()[2] == 2
 
 
+def tierflow_program(*arguments):
+    done = subprocess.run([BUILD / "tierflow", *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr.strip()
+
+
+def spoil(path):
+    held = path.read_bytes()
+    path.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+
+
 def test_a_damaged_state_is_refused(made, tmp_path):
     model, _, begin = made
     tierflow.close(model)
-    beside = max((tmp_path / "a").glob("state.tfv.beside.*"), key=lambda path: path.stat().st_mtime_ns)
-    held = beside.read_bytes()
-    beside.write_bytes(held[:-1] + b"x")
-    with pytest.raises(tierflow.CorruptionError, match="beside.B: is missing or is not what was written"):
+    a = tmp_path / "a"
+    for letter in "AB":
+        spoil(a / f"state.tfv.beside.{letter}")
+    with pytest.raises(tierflow.CorruptionError, match=r"generation 3: .*beside.B: is missing or is not what was written .*generation 2, .*beside.A"):
         begin()
-    beside.write_bytes(held)
+    code, _, err = tierflow_program("verify", a)
+    assert code == 6 and "beside.B" in err and "generation 2 is not whole either" in err and "\n" not in err
+    for letter in "AB":
+        spoil(a / f"state.tfv.beside.{letter}")
+    assert tierflow_program("verify", a)[0] == 0
     state = tmp_path / "a" / "state.tfv"
     with open(state, "r+b") as file:
         for at in range(4 << 20, state.stat().st_size, 1 << 16):
@@ -256,6 +270,25 @@ def test_a_damaged_state_is_refused(made, tmp_path):
             file.write(b"damage")
     with pytest.raises(tierflow.CorruptionError, match="What is left is what was exported before"):
         begin()
+
+
+def test_where_what_lies_beside_the_newest_is_damaged_the_one_before_counts(script, whole, made, tmp_path, caplog):
+    model, _, begin = made
+    tierflow.close(model)
+    (tmp_path / "a" / "state.tfv.beside.B").unlink()
+    code, _, err = tierflow_program("verify", tmp_path / "a")
+    assert code == 6 and "generation 3: is missing" in err and "generation 2, the one before it, is whole: a run goes on from there" in err
+    assert begin()[2] == 1
+    assert "generation 3 of the state" in caplog.text and "goes on from generation 2, which is whole, after step 1" in caplog.text
+    # To the bit, unless the run had begun to overwrite it.
+    for folder, where in (("b", "step"), ("c", "forward")):
+        script(tmp_path / folder, kill_at=3, kill_in=where)
+        spoil(max((tmp_path / folder).glob("state.tfv.beside.*"), key=lambda path: path.stat().st_mtime_ns))
+    run = script(tmp_path / "b")
+    assert run[0] == 2 and same(run, whole["loop"])
+    with pytest.raises(tierflow.CorruptionError, match="beside.*begun to overwrite it"):
+        tierflow.wrap(gpt2(), plan_of([tmp_path / "c"]))
+    assert "is not whole either" in tierflow_program("verify", tmp_path / "c")[2]
 
 
 def test_misuse_is_said(made, tmp_path):
@@ -357,10 +390,6 @@ def test_what_ended_before_its_first_commit_is_begun_anew(tmp_path, script, whol
 
 
 def test_the_program_says_what_the_state_is(made, tmp_path):
-    def tierflow_program(*arguments):
-        done = subprocess.run([BUILD / "tierflow", *arguments], capture_output=True, text=True, timeout=60)
-        return done.returncode, done.stdout, done.stderr.strip()
-
     tierflow.close(made[0])
     a = str(tmp_path / "a")
     code, out, _ = tierflow_program("status", a)

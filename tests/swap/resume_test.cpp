@@ -133,6 +133,65 @@ TEST_F(StoreResume, FallsBackOnTheGenerationBeforeWhereItIsWhole) {
   }
 }
 
+// What a client keeps beside a generation counts as its extents do.
+TEST_F(StoreResume, FallsBackWhereWhatLiesBesideIsDamaged) {
+  commit_up_to(3);
+  std::uint64_t damaged_from = 3;
+  options_.check_beside = [&](std::uint64_t generation, const std::string& progress) -> io::Error {
+    EXPECT_EQ(progress, step(static_cast<int>(generation)));
+    if (generation < damaged_from) return {};
+    return {.kind = io::ErrorKind::corruption, .detail = "what lies beside is gone"};
+  };
+  const auto verified = [&] {
+    auto store = Store::open(options_, layout());
+    EXPECT_TRUE(store.ok()) << store.error().message();
+    const std::string said = (*store)->verify_all({}).message();
+    EXPECT_EQ((*store)->generation(), 3U);
+    return said;
+  };
+  EXPECT_EQ(verified(),
+            "generation 3: what lies beside is gone; generation 2, the one before it, is whole: a run goes "
+            "on from there");
+  {
+    const auto store = resume(options_);
+    ASSERT_TRUE(store);
+    Restored all;
+    ASSERT_OK(restore(*store, &all));
+    expect_all(all, 2);
+    EXPECT_EQ(store->progress(), step(2));
+  }
+  damaged_from = 2;
+  EXPECT_EQ(verified(), "generation 3: what lies beside is gone; generation 2 is not whole either");
+  EXPECT_NE(restore(*resume(options_)).detail.find("generation 2, which can, is not whole any more"),
+            std::string::npos);
+  damaged_from = 3;
+  {  // a run that was killed in its next step
+    options_.check_beside = {};
+    const auto store = resume(options_);
+    ASSERT_OK(restore(*store));
+    ASSERT_OK(write_extent(*store, ExtentKind::state, 2, 4));
+  }
+  options_.check_beside = [](std::uint64_t generation, const std::string&) -> io::Error {
+    if (generation < 3) return {};
+    return {.kind = io::ErrorKind::corruption, .detail = "what lies beside is gone"};
+  };
+  const io::Error refused = restore(*resume(options_));
+  EXPECT_EQ(refused.kind, io::ErrorKind::corruption);
+  EXPECT_NE(refused.detail.find("begun to overwrite"), std::string::npos) << refused.detail;
+}
+
+// What is damaged is named with its generation, and so is what a run would do about it.
+TEST_F(StoreResume, VerifySaysWhichGenerationIsDamaged) {
+  commit_up_to(3);
+  ASSERT_EQ(damage(folder_, ExtentKind::state, 1, 3), 1);
+  auto store = Store::open(options_, layout());
+  ASSERT_TRUE(store.ok());
+  const io::Error wrong = (*store)->verify_all({});
+  EXPECT_EQ(wrong.kind, io::ErrorKind::corruption);
+  for (const char* part : {"generation 3: the state of chunk 1", "generation 2, the one before it, is whole"})
+    EXPECT_NE(wrong.detail.find(part), std::string::npos) << wrong.detail;
+}
+
 TEST_F(StoreResume, SaysWhereNothingIsWhole) {
   {
     const auto store = create(options_);
@@ -174,6 +233,18 @@ TEST_F(StoreResume, AsksForTwoGenerationsAndACommit) {
   const StoreOptions one = options_in(folder.path(), 1);
   { ASSERT_OK(write_and_commit(*create(one), 1)); }
   EXPECT_NE(Store::resume(one, layout()).error().detail.find("can be exported"), std::string::npos);
+}
+
+// Ctrl-C in a long verification: nothing is under way any more when the caller hears of it.
+TEST_F(StoreResume, WhatIsThrownWhileItVerifiesWaitsForTheReadings) {
+  commit_up_to(2);
+  const auto plan = std::make_shared<testing::FaultPlan>();
+  const auto store = resume(options_in(folder_.path(), 2, testing::faults(plan)));
+  ASSERT_TRUE(store);
+  plan->set({.kind = testing::Fault::Kind::delay, .nth = 2, .sticky = true, .delay = std::chrono::milliseconds(300)});
+  EXPECT_THROW((void)store->restore({}, [](std::uint64_t, std::uint64_t) { throw std::runtime_error("stopped"); }),
+               std::runtime_error);
+  EXPECT_EQ(store->drives().front().in_flight, 0U);
 }
 
 // Chunks larger than what is read ahead, and many small ones: each comes once, in order, and damage stops it.
