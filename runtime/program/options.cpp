@@ -159,7 +159,8 @@ OptionTable init_table(InitOptions& o) {
 
 OptionTable export_table(ExportOptions& o) {
   OptionTable table("export");
-  table.paths("storage", o.storage, true, "the folders that `tierflow train --no-export` was given, in that order");
+  table.paths("storage", o.storage, true,
+              "the folders of a training run; one that still trains writes its model itself, between two steps");
   table.path("out", o.out, "DIR", "folder to write");
   return table;
 }

@@ -3,12 +3,15 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <thread>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"
 #include "runtime/base/strict_json.h"
 #include "runtime/checkpoint/source_folder.h"
+#include "runtime/planning/left_store.h"
 #include "runtime/planning/stored_model.h"
+#include "runtime/program/export_request.h"
 #include "runtime/program/train.h"
 #include "runtime/program/training_log.h"
 
@@ -16,6 +19,7 @@ namespace tierflow {
 namespace {
 
 namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
 
 // Headers of the weights, and the run's options.
 constexpr std::uint64_t kBesideWeights = std::uint64_t{1} << 20;
@@ -57,6 +61,28 @@ fs::path named_base(const fs::path& adapter) {
   fail_with(failed, state);
 }
 
+// Where a run holds the state, its model is asked for. Nothing where the state is free, or becomes so meanwhile.
+std::optional<std::int64_t> exported_by_the_run(const ExportOptions& options, TrainingLog& log) {
+  bool ended = false;  // the run that was asked; the kernel may hold its files for a while
+  for (auto last = Clock::now();; std::this_thread::sleep_for(std::chrono::milliseconds(200))) {
+    throw_if_stopped();
+    try {
+      if (!find_left_store(options.storage).there && ended)
+        fail(io::ErrorKind::input, options.storage.front().string(),
+             "the run ended before it wrote a model here; its own result is in the folder of its --out");
+      return std::nullopt;
+    } catch (const Exception& held) {
+      if (held.error().kind != io::ErrorKind::locked || (ended && Clock::now() - last > std::chrono::minutes(1))) throw;
+      if (ended) continue;
+      const auto step = ask_for_export(options.storage, fs::absolute(options.out).lexically_normal(), held.error(),
+                                       [&](const std::string& line) { log.say(line); });
+      if (step) return step;
+      ended = true;
+      last = Clock::now();
+    }
+  }
+}
+
 }  // namespace
 
 const char* last_file(const TrainOptions& options) {
@@ -72,7 +98,6 @@ bool has_result(const TrainOptions& options) {
 }
 
 RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed) : options_(options) {
-  if (options.no_export) return;
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
       const bool beside = options.method == "lora" && !options.merge;
@@ -86,12 +111,17 @@ RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool re
                                   std::make_shared<const Checkpoint>(Checkpoint::open(options.model)))
                          .bytes();
   companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
+  if (options.no_export) return;
   folder_.emplace(options.out, resumed);
   check_space();
 }
 
 void RunResult::check_space() const {
-  if (folder_) folder_->check_space(weight_bytes_ + companions_->bytes() + kBesideWeights);
+  if (folder_) check_space(*folder_);
+}
+
+void RunResult::check_space(const ResultFolder& folder) const {
+  folder.check_space(weight_bytes_ + companions_->bytes() + kBesideWeights);
 }
 
 void RunResult::write(Session& session, const Progress& progress) {
@@ -116,15 +146,13 @@ void RunResult::refuse(Session& session, const std::string& why) {
 
 bool RunResult::write_checkpoint(Session& session, std::int64_t step, std::int64_t best, std::int64_t outdated,
                                  const Progress& progress, TrainingLog& log) {
-  const auto begun = std::chrono::steady_clock::now();
+  const auto begun = Clock::now();
   const Checkpoints checkpoints(folder_->path());
   try {
     // The next one is whole before an older one goes.
     check_space();
     const fs::path made = checkpoints.write(step, [&](const ResultFolder& folder) { fill(folder, session, progress); });
-    log.say(fmt::format("model after step {} written to {}, {:.1f} s", step, made.string(),
-                        std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count()));
-    log.object({{"exported", {{"step", step}, {"folder", made.string()}}}});
+    say_written(made, step, std::chrono::duration<double>(Clock::now() - begun).count(), log);
     if (outdated != 0 && (options_.export_every == 0 || outdated % options_.export_every != 0))
       checkpoints.remove(outdated);
     if (options_.export_keep > 0) checkpoints.keep_last(options_.export_keep, best);
@@ -136,11 +164,34 @@ bool RunResult::write_checkpoint(Session& session, std::int64_t step, std::int64
   }
 }
 
+io::Error RunResult::write_elsewhere(const fs::path& out, Session& session, std::int64_t step, const Progress& progress,
+                                     TrainingLog& log) const {
+  const auto begun = Clock::now();
+  try {
+    ResultFolder folder(out);
+    check_space(folder);
+    fill(folder, session, progress);
+    folder.finish();
+    say_written(out, step, std::chrono::duration<double>(Clock::now() - begun).count(), log);
+    return {};
+  } catch (const Exception& error) {
+    if (!session.intact()) throw;
+    log.say(fmt::format("warning: the model after step {} was asked for and not written, the run goes on: {}", step,
+                        error.what()));
+    return error.error();
+  }
+}
+
+void RunResult::say_written(const fs::path& folder, std::int64_t step, double seconds, TrainingLog& log) const {
+  log.say(fmt::format("model after step {} written to {}, {:.1f} s", step, folder.string(), seconds));
+  log.object({{"exported", {{"step", step}, {"folder", folder.string()}}}});
+}
+
 bool RunResult::has_checkpoint(std::int64_t step) const {
   return folder_ && Checkpoints(folder_->path()).has(step);
 }
 
-void RunResult::fill(const ResultFolder& folder, Session& session, const Progress& progress) {
+void RunResult::fill(const ResultFolder& folder, Session& session, const Progress& progress) const {
   folder.begin(last_file(options_));
   companions_->copy_to(folder.path());
   write_text(folder.path() / "tierflow_run.json", effective_configuration(options_) + "\n");
@@ -154,8 +205,13 @@ void RunResult::fill(const ResultFolder& folder, Session& session, const Progres
 
 int run_export(const ExportOptions& options) {
   watch_signals();
-  ResultFolder out(options.out);
   TrainingLog log({}, false);
+  const auto said = [&](const std::string& more) {
+    log.say("result: " + fs::absolute(options.out).string() + more);
+    return 0;
+  };
+  if (const auto step = exported_by_the_run(options, log)) return said(fmt::format(", the model after step {}", *step));
+  ResultFolder out(options.out);
   {
     const StoredModel model = open_stored_model(options.storage);
     out.begin(model.spec.adapter_config_json.empty() ? kModelLast : kAdapterLast);
@@ -168,8 +224,7 @@ int run_export(const ExportOptions& options) {
     log.progress(phase, done, total);
   });
   out.finish();
-  log.say("result: " + fs::absolute(options.out).string());
-  return 0;
+  return said("");
 }
 
 int run_merge(const MergeOptions& options) {

@@ -16,8 +16,8 @@ bool has_result(const TrainOptions& options);
 
 class RunResult {
  public:
-  // Claims --out, where there has to be room, and opens the files that go there with the weights, before the work
-  // begins. With --no-export there is no folder: the result is the store.
+  // Claims --out, where there has to be room, and opens the files that go with the weights, before the work begins.
+  // With --no-export there is no folder: the result is the store.
   // resumed: --out may hold checkpoints of the run that is gone on with.
   RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed);
 
@@ -33,12 +33,18 @@ class RunResult {
   bool write_checkpoint(Session& session, std::int64_t step, std::int64_t best, std::int64_t outdated,
                         const Progress& progress, TrainingLog& log);
   bool has_checkpoint(std::int64_t step) const;
+  // After step `step`: the model in another folder, for somebody who asks for it. Returns what went wrong: it is said,
+  // and costs that model alone.
+  io::Error write_elsewhere(const std::filesystem::path& out, Session& session, std::int64_t step,
+                            const Progress& progress, TrainingLog& log) const;
   // The model is no result: what was written of it is removed, and its state stays in the storage folders. Throws
   // Exception (kind numeric) that says why, and gives the command that exports the state.
   [[noreturn]] void refuse(Session& session, const std::string& why);
 
  private:
-  void fill(const ResultFolder& folder, Session& session, const Progress& progress);
+  void fill(const ResultFolder& folder, Session& session, const Progress& progress) const;
+  void check_space(const ResultFolder& folder) const;
+  void say_written(const std::filesystem::path& folder, std::int64_t step, double seconds, TrainingLog& log) const;
 
   const TrainOptions& options_;
   std::uint64_t weight_bytes_ = 0;

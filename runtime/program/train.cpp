@@ -12,6 +12,7 @@
 #include "runtime/base/terminal.h"
 #include "runtime/planning/left_store.h"
 #include "runtime/planning/moved_store.h"
+#include "runtime/program/export_request.h"
 #include "runtime/program/forecast.h"
 #include "runtime/program/learning_rate.h"
 #include "runtime/program/loss_options.h"
@@ -65,6 +66,7 @@ class Training {
       log_.say(fmt::format("the text model of {} is trained: {}", printable(spec_.wrapper),
                            result_of_text_model(options_, spec_)));
     open_session();
+    requests_.emplace(options_.storage);
     out_.check_space();  // once more: the store lies on the same drive, it may be
     log_.begin();
     preference_.set_reference(*session_, session_->options().run, log_);
@@ -220,8 +222,16 @@ class Training {
 
   static bool due(std::int64_t every, std::int64_t step) { return every > 0 && step % every == 0; }
 
-  // What is due after a step that is not the last, unless the process before this one did it.
+  // What is due after a step that is not the last, unless the process before this one did it; and what is asked for.
   void between_steps(std::int64_t step) {
+    evaluate_or_keep(step);
+    if (stop_signal() != 0) return;
+    requests_->answer(step, [&](const std::filesystem::path& out) {
+      return out_.write_elsewhere(out, *session_, step, progress(), log_);
+    });
+  }
+
+  void evaluate_or_keep(std::int64_t step) {
     if (due(options_.eval_every, step) && record_.evaluated != step) {
       evaluate(step, result_.held_out_after);
       record_.best.take(step, result_.held_out_after, options_.early_stopping_threshold);
@@ -365,6 +375,7 @@ class Training {
   StepTrace trace_;
   Dataset data_;
   PreferenceRun preference_;
+  std::optional<ExportRequests> requests_;  // ahead of the session: it goes when the state is free
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0;
   std::int64_t begun_ = 0;         // step of the state with which this process began

@@ -1,0 +1,127 @@
+#include "runtime/program/export_request.h"
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "io/volume.h"
+#include "runtime/base/exception.h"
+#include "runtime/base/signals.h"
+
+namespace tierflow {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr std::size_t kLargestMessage = 64 << 10;
+constexpr int kSocket = SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK;
+
+struct Address {
+  sockaddr_un name{.sun_family = AF_UNIX, .sun_path = {}};
+  socklen_t length = 0;
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&name); }
+};
+
+// Without a name in the file system: it is gone with the process. Nothing where the folder has no state.
+std::optional<Address> address_of(const fs::path& folder) {
+  struct stat state {};
+  if (stat((folder / (io::VolumeOptions{}.name + ".tfv")).c_str(), &state) != 0) return std::nullopt;
+  Address address;
+  const std::string name = fmt::format("tierflow-export-{:x}-{:x}", state.st_dev, state.st_ino);
+  std::memcpy(address.name.sun_path + 1, name.data(), name.size());
+  address.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
+}
+
+// The process at the other end; 0 where it is another user's.
+pid_t peer_of(int socket) {
+  struct ucred peer {};
+  socklen_t length = sizeof peer;
+  const bool known = getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0;
+  return known && peer.uid == geteuid() ? peer.pid : 0;
+}
+
+std::optional<std::string> received(int socket) {
+  std::string message(kLargestMessage, '\0');
+  const ssize_t length = recv(socket, message.data(), message.size(), MSG_TRUNC);
+  if (length <= 0 || static_cast<std::size_t>(length) > message.size()) return std::nullopt;
+  message.resize(static_cast<std::size_t>(length));
+  return message;
+}
+
+bool sent(int socket, const std::string& message) {
+  return send(socket, message.data(), message.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(message.size());
+}
+
+bool hung_up(int socket) {
+  pollfd look{.fd = socket, .events = POLLRDHUP, .revents = 0};
+  return poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+}
+
+// The run's end of a connection; empty where nobody there listens.
+io::Descriptor connected(const Folders& storage) {
+  for (const fs::path& folder : storage) {
+    const auto address = address_of(folder);
+    if (!address) continue;
+    io::Descriptor socket(::socket(AF_UNIX, kSocket, 0));
+    if (socket && connect(socket.fd(), address->get(), address->length) == 0 && peer_of(socket.fd()) != 0)
+      return socket;
+  }
+  return {};
+}
+
+}  // namespace
+
+ExportRequests::ExportRequests(const Folders& storage) {
+  const auto address = storage.empty() ? std::nullopt : address_of(storage.front());
+  if (!address) return;
+  io::Descriptor socket(::socket(AF_UNIX, kSocket, 0));
+  if (socket && bind(socket.fd(), address->get(), address->length) == 0 && listen(socket.fd(), 16) == 0)
+    listens_ = std::move(socket);
+}
+
+void ExportRequests::answer(std::int64_t step, const std::function<io::Error(const fs::path& out)>& write) const {
+  while (listens_) {
+    const io::Descriptor socket(accept4(listens_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket && errno == EINTR) continue;
+    if (!socket) return;
+    const auto out = peer_of(socket.fd()) != 0 ? received(socket.fd()) : std::nullopt;
+    if (!out || hung_up(socket.fd())) continue;
+    json answer{{"step", step}};
+    if (const io::Error why = write(*out)) answer = {{"error", static_cast<int>(why.kind)}, {"detail", why.message()}};
+    sent(socket.fd(), answer.dump(-1, ' ', false, json::error_handler_t::replace));
+  }
+}
+
+std::optional<std::int64_t> ask_for_export(const Folders& storage, const fs::path& out, const io::Error& locked,
+                                           const Say& say) {
+  const io::Descriptor socket = connected(storage);
+  if (!socket || !sent(socket.fd(), out.string())) {
+    io::Error error = locked;
+    error.detail +=
+        "; it takes no request for its model: a `tierflow train` does, once it trains; end it first, or ask again then";
+    throw Exception(std::move(error));
+  }
+  say(fmt::format("process {} trains with this state: it writes its model after the step that runs",
+                  peer_of(socket.fd())));
+  pollfd look{.fd = socket.fd(), .events = POLLIN, .revents = 0};
+  while (poll(&look, 1, 200) <= 0) throw_if_stopped();
+  const auto message = received(socket.fd());
+  if (!message) return std::nullopt;
+  const json answer = json::parse(*message, nullptr, false);
+  if (answer.is_object() && answer.contains("step")) return answer["step"].get<std::int64_t>();
+  throw Exception(static_cast<io::ErrorKind>(answer.value("error", static_cast<int>(io::ErrorKind::io))),
+                  answer.value("detail", "the run could not write its model"));
+}
+
+}  // namespace tierflow

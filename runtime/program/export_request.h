@@ -1,0 +1,39 @@
+#pragma once
+// How `tierflow export` asks a run that holds the state for its model: over a local socket, named by the state's first
+// file, that goes with the run's process. Both belong to one user; a run in another network namespace (another
+// container) cannot be asked. A message is a folder's path, the answer a JSON object: {"step"} where the model is whole
+// there, {"error": io::ErrorKind, "detail"} where it could not be written.
+#include <sys/types.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+
+#include "io/descriptor.h"
+#include "io/error.h"
+#include "runtime/planning/left_store.h"
+#include "runtime/planning/profile.h"
+
+namespace tierflow {
+
+// Of the run. What is asked waits until answer().
+class ExportRequests {
+ public:
+  // Call when the state's files are there. Without folders, and where the system gives no socket, nobody can ask.
+  explicit ExportRequests(const Folders& storage);
+  // Calls `write` for each folder that somebody waits for. It writes the model there, which `step` steps made, or
+  // returns why not. Does not wait.
+  void answer(std::int64_t step, const std::function<io::Error(const std::filesystem::path& out)>& write) const;
+
+ private:
+  io::Descriptor listens_;
+};
+
+// Asks the run that holds the state in these folders for its model in `out`, and waits for it. Returns the step that it
+// is of; nothing where the run ends before it answers. Throws Exception: what the run says was wrong; `locked`, with
+// what to do, where nobody there takes requests; Stopped.
+std::optional<std::int64_t> ask_for_export(const Folders& storage, const std::filesystem::path& out,
+                                           const io::Error& locked, const Say& say);
+
+}  // namespace tierflow
