@@ -14,6 +14,7 @@
 
 #include "io/backend.h"
 #include "io/descriptor.h"
+#include "io/fork_guard.h"
 
 namespace tierflow::io {
 namespace {
@@ -37,7 +38,9 @@ class UringBackend final : public Backend {
       enter(std::chrono::milliseconds{10});
       collect(none);
     }
-    if (ready_) io_uring_queue_exit(&ring_);
+    if (!ready_) return;
+    no_longer_kept(ring_.ring_fd);
+    io_uring_queue_exit(&ring_);
   }
 
   Error start(unsigned depth) {
@@ -57,6 +60,9 @@ class UringBackend final : public Backend {
     }
     if (status < 0) return refused("io_uring_setup", -status, setup_hint(-status));
     ready_ = true;
+    // The ring holds the files that are registered with it, and so their locks.
+    keep_from_children(ring_.ring_fd);
+    io_uring_ring_dontfork(&ring_);
     if ((ring_.features & IORING_FEAT_NODROP) == 0)
       return refused("io_uring_setup", ENOSYS, "the kernel may drop completions");
     if ((used & IORING_SETUP_R_DISABLED) != 0) {

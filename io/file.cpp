@@ -13,6 +13,7 @@
 #include <cerrno>
 
 #include "io/filesystem.h"
+#include "io/fork_guard.h"
 #include "io/lock_holder.h"
 
 namespace tierflow::io {
@@ -53,6 +54,7 @@ File::~File() {
   if (!descriptor_) return;
   // Closing alone would not do: a ring that had the file registered lets go of it some time after it was closed itself.
   flock(descriptor_.fd(), LOCK_UN);
+  no_longer_kept(descriptor_.fd());
 }
 
 Error File::failed(const char* operation, ErrorKind kind, int error_number, std::string detail) const {
@@ -90,6 +92,7 @@ Result<File> File::open_with(const std::filesystem::path& path, int flags, const
                       number, detail);
   }
   File file(Descriptor(descriptor), path.string());
+  keep_from_children(descriptor);
   file.direct_ = direct;
   if (Error error = file.inspect()) {
     if (creating) file.remove();

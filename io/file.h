@@ -22,7 +22,8 @@ struct FilePolicy {
 };
 
 // Owns one descriptor and the lock on it. The lock belongs to the descriptor that does the I/O: the kernel holds it
-// until the last request of a killed process has left the drive, so the next owner cannot be overwritten by the dead.
+// until the last request of a killed process has left the drive, so the next owner cannot be overwritten by the dead. A
+// forked child has neither.
 class File {
  public:
   // A new file, mode 0600 whatever the umask. EEXIST where the name is taken, by a link too; an error of kind

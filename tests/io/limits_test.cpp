@@ -7,6 +7,7 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 
 #include <cstddef>
 #include <fstream>
@@ -310,6 +311,46 @@ TEST_F(LimitsTest, AKilledOwnerLeavesTheLockFree) {
   }
   ASSERT_TRUE(opened.ok()) << opened.error().message();
   EXPECT_TRUE(read_holds(**opened, 0, 1 << 20, 9));
+}
+
+TEST_F(LimitsTest, AForkedChildKeepsNoLockOfItsDeadParent) {
+  for (const EngineKind engine : {EngineKind::io_uring, EngineKind::libaio, EngineKind::threads}) {
+    VolumeOptions wanted = options(engine);
+    wanted.name = engine_name(engine);
+    int told[2];
+    ASSERT_EQ(pipe(told), 0);
+    const int code = in_child([&] {
+      Result<std::unique_ptr<Volume>> made = Volume::create(wanted);
+      if (!made) return 1;
+      const pid_t first = fork();
+      if (first == 0) _exit(0);  // the end of one takes nothing from the parent
+      waitpid(first, nullptr, 0);
+      if (Volume::open(wanted).ok() || write_pattern(**made, 0, 1 << 20, 9)) return 2;
+      pid_t child = fork();
+      if (child == 0)
+        for (;;) pause();
+      (void)!write(told[1], &child, sizeof child);
+      kill(getpid(), SIGKILL);
+      return 3;
+    });
+    close(told[1]);
+    if (code == 1) {  // this machine has no such engine
+      close(told[0]);
+      continue;
+    }
+    EXPECT_EQ(code, 128 + SIGKILL);
+    pid_t child = 0;
+    ASSERT_EQ(read(told[0], &child, sizeof child), static_cast<ssize_t>(sizeof child));
+    close(told[0]);
+    Result<std::unique_ptr<Volume>> opened = Error{.kind = ErrorKind::locked};
+    for (int i = 0; i < 200 && !opened && opened.error().kind == ErrorKind::locked; ++i) {
+      opened = Volume::open(wanted);
+      if (!opened) usleep(10'000);
+    }
+    EXPECT_EQ(kill(child, SIGKILL), 0);
+    ASSERT_TRUE(opened.ok()) << engine_name(engine) << ": " << opened.error().message();
+    EXPECT_TRUE(read_holds(**opened, 0, 1 << 20, 9));
+  }
 }
 
 }  // namespace

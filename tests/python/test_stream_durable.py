@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -35,7 +36,7 @@ def kill_me(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(plan, kill_at=None, kill_in=None, adapters=False, trainer=False, drops_commit=None, close=True):
+def train(plan, kill_at=None, kill_in=None, adapters=False, trainer=False, drops_commit=None, worker=None, close=True):
     """A script with dropout, clipping and a schedule: (first step, losses, last learning rate, trained weights). Killed in step kill_at, if asked for."""
     torch.set_num_threads(1)
     model = tierflow.wrap(make("llama").requires_grad_(False) if adapters else gpt2(), plan)
@@ -69,6 +70,12 @@ def train(plan, kill_at=None, kill_in=None, adapters=False, trainer=False, drops
             opt.step()
             losses.append(sum(part.item() for part in parts))
         if now.get("step"):
+            if worker is not None and os.fork() == 0:
+                pathlib.Path(f"{worker}.new").write_text(str(os.getpid()))
+                os.rename(f"{worker}.new", worker)
+                time.sleep(600)
+            while worker is not None and not os.path.exists(worker):
+                time.sleep(0.01)
             kill_me()
         schedule.step()
         opt.zero_grad()
@@ -433,6 +440,25 @@ def test_killed_in_a_move_it_goes_on_to_the_bit(script, whole, tmp_path):
         assert (b / "state.tfv-moving.tfv").exists()
         run = script(a, b, small=False)
         assert run[0] == 3 and same(run, whole["loop"])
+
+
+def test_a_move_is_said(made, tmp_path, caplog):
+    model, _, begin = made
+    tierflow.close(model)
+    assert begin(folders=[tmp_path / "a", tmp_path / "b"])[2] == 2
+    assert f"the state lies in {tmp_path / 'a'}: it is copied into the 2 folders of this run" in caplog.text
+
+
+def test_a_forked_child_does_not_hold_the_state_of_its_dead_parent(script, whole, tmp_path):
+    """As a DataLoader's worker, which outlives a script that is killed."""
+    worker = tmp_path / "worker"
+    script(tmp_path / "a", kill_at=3, kill_in="step", worker=str(worker))
+    try:
+        run = script(tmp_path / "a")
+        os.kill(int(worker.read_text()), 0)  # it lived meanwhile
+        assert run[0] == 3 and same(run, whole["loop"])
+    finally:
+        os.kill(int(worker.read_text()), signal.SIGKILL)
 
 
 def test_a_script_of_another_run_moves_nothing(made, tmp_path):
