@@ -1,5 +1,7 @@
 #include "io/discard.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <vector>
@@ -17,7 +19,8 @@ Result<std::vector<File>> files_of(const VolumeOptions& options) {
   std::vector<File> files;
   for (const std::filesystem::path& directory : options.folders) {
     Result<File> file =
-        File::open(directory / (options.name + ".tfv"), {.allow_buffered = true, .allow_any_filesystem = true});
+        File::open(directory / (options.name + ".tfv"),
+                   {.allow_buffered = true, .allow_any_filesystem = true, .read_only = options.read_only});
     if (file)
       files.push_back(std::move(file).value());
     else if (file.error().error_number != ENOENT)
@@ -43,6 +46,11 @@ Error discard(const VolumeOptions& options) {
   if (!files) return files.error();
   for (const File& file : *files) {
     file.remove();
+    if (access(file.path().c_str(), F_OK) == 0)
+      return Error{.kind = ErrorKind::environment,
+                   .operation = "remove",
+                   .path = file.path(),
+                   .detail = "it stays there: the folder must be one that can be written"};
     if (Error error = sync_directory(std::filesystem::path(file.path()).parent_path())) return error;
   }
   return {};

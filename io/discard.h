@@ -10,7 +10,8 @@
 namespace tierflow::io {
 
 // Removes the data files that an earlier Volume left in the folders, whole or not; those that are missing do not
-// matter. Where another process holds one (kind locked), nothing is removed.
+// matter. Where another process holds one (kind locked), nothing is removed; with read_only, those who read it do not
+// matter.
 Error discard(const VolumeOptions& options);
 
 // Whether what lies in the folders is of a Volume::create() that never came to its end, so that nobody can have written

@@ -172,8 +172,10 @@ void bring_reference(const Folders& from, const Folders& to) {
   sync_folder(to.front());
 }
 
-void discard_store(const Folders& storage) {
-  throw_if(io::discard(volume_of(storage)));
+void discard_store(const Folders& storage, bool held) {
+  io::VolumeOptions volume = volume_of(storage);
+  volume.read_only = held;
+  throw_if(io::discard(volume));
   io::VolumeOptions moving = volume_of(storage);
   moving.name = kMovingStore;
   throw_if(io::discard(moving));

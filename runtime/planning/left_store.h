@@ -43,7 +43,8 @@ std::filesystem::path reference_beside(const Folders& storage);
 // Copies it into the first of the other folders, where there is one.
 void bring_reference(const Folders& from, const Folders& to);
 // Removes it, whole or not, and what was to take its place. Throws Exception (kind locked) where a process holds it.
-void discard_store(const Folders& storage);
+// held: this process has it open for reading, so that no other one can go on with it.
+void discard_store(const Folders& storage, bool held = false);
 
 // Writes which process made the store, when, in which folders, and whether it commits its steps, in a small file in
 // each folder, which find_left_store() reads. If it cannot be written, there is no note.

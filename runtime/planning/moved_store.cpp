@@ -131,8 +131,9 @@ bool counts(const io::VolumeOptions& storage) {
   return true;
 }
 
-// The second store takes the place of the first, which lies in the folders `first`. Each step can be done again.
-void take_place(const io::VolumeOptions& storage, const Folders& first) {
+// The second store takes the place of the first, which lies in the folders `first`. Each step can be done again. held:
+// as that of discard_store().
+void take_place(const io::VolumeOptions& storage, const Folders& first, bool held) {
   const auto waiting = parts_in(storage.folders, kMovingStore);
   if (waiting.empty())
     fail(io::ErrorKind::corruption, storage.folders.front().string(), "the copy of the state cannot be read any more");
@@ -143,7 +144,8 @@ void take_place(const io::VolumeOptions& storage, const Folders& first) {
     const bool stays = names_folder(storage.folders, folder);
     // A note may be old, and the folder another run's by now.
     const auto part = parts_in({folder}, storage.name);
-    if (!stays && old != parts.end() && !part.empty() && part.begin()->second == old->second) discard_store({folder});
+    if (!stays && old != parts.end() && !part.empty() && part.begin()->second == old->second)
+      discard_store({folder}, held);
   }
   // Where it lies from here on: of a part of it alone, this says where the others are.
   leave_note(storage.folders, true);
@@ -225,7 +227,7 @@ Folders settle_store(const io::VolumeOptions& storage, const Say& say) {
     if (counts(storage)) {
       say("the state was moved, and the end of that was interrupted: it is done now");
       // The first store may be in part or gone.
-      take_place(storage, noted_folders(storage.folders));
+      take_place(storage, noted_folders(storage.folders), false);
     } else {
       throw_if(io::discard(named(storage, kMovingStore)));
     }
@@ -237,15 +239,14 @@ void move_store(const io::VolumeOptions& storage, const Folders& first, const Sa
   Folders both = storage.folders;
   both.insert(both.end(), first.begin(), first.end());
   const MovesAlone alone(both);
-  {
-    const StoredModel from = open_stored_model(first);
-    std::string names;
-    for (const fs::path& folder : first) names += (names.empty() ? "" : ", ") + folder.string();
-    say(fmt::format("the state lies in {}: it is copied into the {} folders of this run, verified, and removed there",
-                    names, storage.folders.size()));
-    copy(from, first, storage, progress);
-  }
-  take_place(storage, first);
+  // Locked until the second store has its place: what another process added to the first would be lost with it.
+  const StoredModel from = open_stored_model(first);
+  std::string names;
+  for (const fs::path& folder : first) names += (names.empty() ? "" : ", ") + folder.string();
+  say(fmt::format("the state lies in {}: it is copied into the {} folders of this run, verified, and removed there",
+                  names, storage.folders.size()));
+  copy(from, first, storage, progress);
+  take_place(storage, first, true);
 }
 
 bool can_resume(const SessionOptions& options, const Say& say) {

@@ -7,7 +7,7 @@ import signal
 import types
 
 import pytest
-from program import again, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import BUILD, again, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
 from rows import CHATS, MARKED, PLAIN, Probe, Script, base, messages, the_library, transformers, write_rows  # noqa: F401
 
 LENGTHS = {"strings": 24, "implicit": 24, "talks": 48, "implicit talks": 48}
@@ -271,6 +271,25 @@ def test_killed_it_has_the_reference_that_it_had(tuned, tmp_path):
     assert "resumed after step" in done.stderr and "computed before the first step" not in done.stderr
     assert result(tmp_path / "out") == result(tmp_path / "whole")
     assert not [left for folder in folders for left in folder.glob("*")]
+
+
+@needs_torch
+def test_the_reference_moves_with_the_state(tuned, tmp_path):
+    def words(out, *more):
+        return [*tune("dpo", "--held-out", "0", "--steps", "4", "--micro-batch", "3", *ADAPTED), "--out", str(tmp_path / out), *more]
+    def stored(*names):
+        return changed(words("out", "--storage", ",".join(str(tmp_path / name) for name in names), "--durability", "step", "--engine", "threads"), {"--host-memory": "300KiB"})
+    run(tuned, *words("whole"))
+    shim = {"LD_PRELOAD": str(BUILD / "librecord_calls.so"), "TIERFLOW_FAIL": "flush:first/state.tfv:kill", "TIERFLOW_FAIL_NTH": "9"}
+    assert run(tuned, *stored("first", "second"), ok=False, env=shim).returncode == -signal.SIGKILL
+    whole = (tmp_path / "first" / "state.tfv.reference").read_bytes()
+    shim |= {"TIERFLOW_FAIL": "flush:third/state.tfv:kill", "TIERFLOW_FAIL_NTH": "5"}
+    said = run(tuned, *stored("third", "second"), ok=False, env=shim).stderr
+    assert "it is copied into the 2 folders of this run" in said and "resumed after step" in said
+    assert not list((tmp_path / "first").glob("*")) and (tmp_path / "third" / "state.tfv.reference").read_bytes() == whole
+    assert run(tuned, "verify", f"{tmp_path / 'second'},{tmp_path / 'third'}").stdout.startswith("whole")
+    done = run(tuned, *stored("third", "second"))
+    assert "computed before the first step" not in done.stderr and result(tmp_path / "out") == result(tmp_path / "whole")
 
 
 def with_dropout(tuned, folder):

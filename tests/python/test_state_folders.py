@@ -1,4 +1,5 @@
 """The folders of a state: it is gone on with in others than those in which it lies, to the bit, and is read where nothing may be written."""
+import fcntl
 import json
 import os
 import pathlib
@@ -7,7 +8,7 @@ import signal
 import subprocess
 
 import pytest
-from program import BUILD, needs_torch, run, small, the_error
+from program import BUILD, needs_torch, run, small, start, the_error, wait_until
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -22,8 +23,12 @@ KILLS = int(os.environ.get("TIERFLOW_KILLS", "0"))
 EVERY_FLUSH = [("flush:a/state.tfv-moving.tfv", nth, False) for nth in (range(1, 8) if KILLS else [3])]
 
 
+def words_of(*folders, out="out"):
+    return [*TRAIN, "--out", out, *small("--host-memory", "1MiB", "--storage", ",".join(folders))]
+
+
 def train(work, *folders, out="out", more=(), **how):
-    return run(work, *TRAIN, "--out", out, *small("--host-memory", "1MiB", "--storage", ",".join(folders)), *more, ok=False, **how)
+    return run(work, *words_of(*folders, out=out), *more, ok=False, **how)
 
 
 def killed_at(work, call, *folders, nth=1):
@@ -134,6 +139,23 @@ def test_after_a_move_a_part_says_where_the_rest_is(work):
         assert [pathlib.Path(name).name for name in noted] == ["a", "b"]
     said = the_error(train(work, "a").stderr)
     assert "is part of a state over 2 folders" in said and "--fresh" not in said
+
+
+def test_nobody_goes_on_with_a_store_whose_copy_takes_its_place(work, whole):
+    """Stopped when all of it is copied, before the first file of the first store is removed."""
+    killed_at(work, "flush:a/state.tfv", "a", "c", nth=9)
+    moves = start(work, *words_of("a", "b"), env={**SHIM, "TIERFLOW_FAIL": "unlink:c/state.tfv:stop"})
+    wait_until(lambda: "State:\tT" in pathlib.Path(f"/proc/{moves.pid}/status").read_text())
+    for folder in "ac":  # whoever looked before the copy was begun has the lock to fear, not the copy
+        with open(work / folder / "state.tfv") as state, pytest.raises(BlockingIOError):
+            fcntl.flock(state, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    refused = train(work, "a", "c")
+    assert refused.returncode == 8 and "another process moves the state" in the_error(refused.stderr)
+    run(work, "verify", "a,c")
+    moves.send_signal(signal.SIGCONT)
+    said = moves.communicate(timeout=60)[1]
+    assert moves.returncode == 0 and "resumed after step" in said and weights(work) == whole
+    assert is_empty(work / "a") and is_empty(work / "b") and is_empty(work / "c")
 
 
 def test_a_copy_that_cannot_be_told_is_not_removed(work, whole):

@@ -1,7 +1,8 @@
 // Preloaded into the program (LD_PRELOAD), writes a line for each call that changes what files hold or are called, into
 // the file $TIERFLOW_CALLS: "write PATH", "flush PATH", "rename PATH TO", "unlink PATH". A call that $TIERFLOW_FAIL
 // names as OPERATION:END_OF_PATH:ERRNO fails with that error: each such call, or the one whose number
-// $TIERFLOW_FAIL_NTH is. With `kill` as ERRNO the process kills itself there, before the call. With
+// $TIERFLOW_FAIL_NTH is. With `kill` as ERRNO the process kills itself there, before the call; with `stop` it stops
+// there until it is sent SIGCONT. With
 // OPERATION:END_OF_PATH:FILE in $TIERFLOW_LOSE such a call empties FILE first. The process kills itself, as by `kill
 // -9`, at the call whose number $TIERFLOW_KILL_AT is: before it, or in the middle of it where it is a write with an odd
 // number. Counted are calls that change files or folders, those of a drive's engine included; their number is written
@@ -61,6 +62,7 @@ bool fails(const std::string& operation, const std::string& path, const std::str
   const char* nth = getenv("TIERFLOW_FAIL_NTH");
   if (nth != nullptr && ++matched != atoi(nth)) return false;
   if (strcmp(strrchr(wanted, ':'), ":kill") == 0) kill(getpid(), SIGKILL);
+  if (strcmp(strrchr(wanted, ':'), ":stop") == 0) return kill(getpid(), SIGSTOP) != 0;
   errno = atoi(strrchr(wanted, ':') + 1);
   return true;
 }
