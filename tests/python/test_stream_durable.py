@@ -195,6 +195,37 @@ def test_every_other_step_and_the_last_when_it_is_closed(script, whole, tmp_path
     assert script(tmp_path)[0] == STEPS
 
 
+def test_what_does_not_stream_is_copied_where_a_commit_is_due(tmp_path, monkeypatch):
+    copied = []
+    monkeypatch.setattr(tierflow.durable, "state_of", lambda *of: copied.append(1) or tierflow.checkpoint.state_of(*of))
+
+    def begin():
+        model = tierflow.wrap(make("llama").requires_grad_(False), plan_of([tmp_path], 3, size=LARGE, trainable=False))
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)).train()
+        model.register_buffer("counted", torch.zeros(1))
+        model.register_forward_hook(lambda *_: model.counted.add_(1) and None)
+        opt = tierflow.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+        return model, opt, tierflow.resume(model, opt)
+
+    model, opt, _ = begin()
+    for batch in batches("llama", 4):
+        model(**batch).loss.backward()
+        opt.step()
+        opt.zero_grad()
+    assert len(copied) == 2  # in the beginning, and after the third step
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    left = torch.get_rng_state()
+    model(**batches("llama", 1)[0]).loss.backward()  # a step that is broken off
+    tierflow.close(model)
+    assert len(copied) == 3 and not torch.equal(torch.get_rng_state(), left)
+    model, opt, done = begin()
+    assert done == 4 and model.counted.item() == 4 and torch.equal(torch.get_rng_state(), left)
+    assert weights and all(torch.equal(p, weights[name]) for name, p in model.named_parameters() if p.requires_grad)
+    tierflow.close(model, discard=True)
+
+
 @pytest.fixture
 def made(tmp_path):
     """A durable model after two steps, the second of them not committed yet, and what makes it again."""
