@@ -191,6 +191,12 @@ std::uint64_t Dataset::fingerprint() const {
   return impl_->fingerprint;
 }
 
+std::uint64_t Dataset::sequences_hash() const {
+  std::vector<std::uint64_t> parts;
+  for (const DataPart& part : impl_->parts) parts.push_back(part.sequences_hash());
+  return XXH3_64bits(parts.data(), parts.size() * sizeof parts[0]);
+}
+
 std::vector<DataSummary> Dataset::summaries() const {
   std::vector<DataSummary> all;
   for (std::size_t i = 0; i < impl_->parts.size(); ++i) {

@@ -95,6 +95,8 @@ class Dataset {
   std::int64_t skipped_records() const;
   // Hash of the packed tokens and of the options that shape sequences: equal means that a position can be resumed.
   std::uint64_t fingerprint() const;
+  // Hash of all sequences by number, with what counts in each: without their order, and which are held out.
+  std::uint64_t sequences_hash() const;
   std::vector<DataSummary> summaries() const;
   // Sequences 2k and 2k + 1, of training and held out, are the chosen and the rejected answer of one pair: pairs stay
   // together in every order.

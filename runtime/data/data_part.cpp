@@ -6,9 +6,9 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cmath>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -86,6 +86,10 @@ void check_pairs(const DataOptions& options, const std::string& path, bool pairs
     fail(io::ErrorKind::usage, path, "holds pairs: a preference loss is of the answers alone, leave --train-on out");
 }
 
+std::uint64_t hash_of(std::initializer_list<std::uint64_t> numbers) {
+  return XXH3_64bits(numbers.begin(), numbers.size() * sizeof(std::uint64_t));
+}
+
 Packing packing_of(const std::string& name) {
   return name == "bfd" ? Packing::bfd : name == "concat" ? Packing::concat : Packing::none;
 }
@@ -151,13 +155,10 @@ void DataPart::prepare_text(const DataOptions& options, const std::vector<Source
         fmt::format("holds {} tokens, fewer than one sequence of {}; give more text or a smaller --sequence-length",
                     store_->size(), length_));
   hold_out(options.held_out);
-  const std::array<std::uint64_t, 6> shape = {store_->hash(),
-                                              static_cast<std::uint64_t>(store_->size()),
-                                              static_cast<std::uint64_t>(length_),
-                                              static_cast<std::uint64_t>(held_out_),
-                                              static_cast<std::uint64_t>(token_width(options.vocab_size)),
-                                              options.seed};
-  fingerprint_ = XXH3_64bits(shape.data(), sizeof shape);
+  const auto size = static_cast<std::uint64_t>(store_->size()), length = static_cast<std::uint64_t>(length_),
+             width = static_cast<std::uint64_t>(token_width(options.vocab_size));
+  fingerprint_ = hash_of({store_->hash(), size, length, static_cast<std::uint64_t>(held_out_), width, options.seed});
+  sequences_hash_ = hash_of({store_->hash(), size, length, width});
   summary_.packing = "concat";
   summary_.tokens = store_->size();
   summary_.skipped = sink->skipped();
@@ -195,14 +196,12 @@ void DataPart::prepare_examples(const DataOptions& options, const std::vector<So
     fail_input(first, why);
   }
   hold_out(options.held_out);
-  const std::array<std::uint64_t, 7> shape = {prepared.hash(),
-                                              prepared.counts().rows,
-                                              prepared.counts().tokens,
-                                              static_cast<std::uint64_t>(length_),
-                                              static_cast<std::uint64_t>(held_out_),
-                                              static_cast<std::uint64_t>(packing) + (pairs() ? 16 : 0),
-                                              options.seed};
-  fingerprint_ = XXH3_64bits(shape.data(), sizeof shape);
+  const RowCounts& counts = prepared.counts();
+  const std::uint64_t length = static_cast<std::uint64_t>(length_),
+                      packed_how = static_cast<std::uint64_t>(packing) + (pairs() ? 16 : 0);
+  fingerprint_ = hash_of({prepared.hash(), counts.rows, counts.tokens, length, static_cast<std::uint64_t>(held_out_),
+                          packed_how, options.seed});
+  sequences_hash_ = hash_of({prepared.hash(), counts.rows, counts.tokens, length, packed_how});
 }
 
 void DataPart::hold_out(double share) {

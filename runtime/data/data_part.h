@@ -27,6 +27,8 @@ class DataPart {
   std::int64_t held_out() const { return held_out_; }
   bool pairs() const { return group_ == 2; }
   std::uint64_t fingerprint() const { return fingerprint_; }
+  // Of the sequences alone: neither their order nor which are held out.
+  std::uint64_t sequences_hash() const { return sequences_hash_; }
   const DataSummary& summary() const { return summary_; }
   bool isolated() const { return isolated_; }
   // Where the `index`-th training unit over all epochs, or held-out unit, lies among all units.
@@ -49,7 +51,7 @@ class DataPart {
   std::unique_ptr<SequenceSource> source_;
   std::int64_t group_ = 1;  // sequences that stay together
   std::int64_t held_out_ = 0;
-  std::uint64_t fingerprint_ = 0;
+  std::uint64_t fingerprint_ = 0, sequences_hash_ = 0;
   bool isolated_ = false;
   DataSummary summary_;
 };

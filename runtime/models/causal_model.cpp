@@ -12,6 +12,10 @@ namespace {
                   "the head gives a loss and no carry: call head_scores or head_loss_and_backward");
 }
 
+Targets targets_of(const Shared& shared) {
+  return {shared.labels, shared.teacher, shared.top};
+}
+
 // The hidden states of each span's last token, [1, spans, hidden].
 at::Tensor last_of_spans(const at::Tensor& hidden, const Shared& shared) {
   std::vector<at::Tensor> last;
@@ -71,11 +75,11 @@ Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry
     case StageKind::experts:
       return experts(stage, weights, carry, training);
     case StageKind::norm:
-      if (shared.cache != nullptr) return {tiled_head_->normalise(weights, last_of_spans(carry.at(0), shared)).at(0)};
-      return tiled_head_->normalise(weights, carry.at(0));
+      if (shared.cache != nullptr) return tiled_head_->normalise(weights, last_of_spans(carry.at(0), shared));
+      return tiled_head_->normalise(weights, carry.at(0), targets_of(shared));
     case StageKind::head_tile:
       if (shared.cache != nullptr) return tiled_head_->logits(stage, weights, carry);
-      return tiled_head_->forward(stage, weights, carry, shared.labels);
+      return tiled_head_->forward(stage, weights, carry, targets_of(shared));
     case StageKind::head:
       break;
   }
@@ -97,7 +101,7 @@ Carry CausalModel::backward(int stage, const Weights& weights, const Gradients& 
     case StageKind::norm:
       return tiled_head_->normalise_backward(weights, gradients, carry.at(0), d_out);
     case StageKind::head_tile:
-      return tiled_head_->backward(stage, weights, gradients, d_out, shared.labels);
+      return tiled_head_->backward(stage, weights, gradients, d_out, targets_of(shared));
     case StageKind::head:
       break;
   }
@@ -114,14 +118,14 @@ Carry CausalModel::block_backward(int stage, const Weights& weights, const Gradi
 }
 
 HeadScores CausalModel::head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const {
-  return tiled_head_ ? tiled_head_->scores(weights, carry, shared.labels)
-                     : head_->scores(weights, carry.at(0), shared.labels);
+  return tiled_head_ ? tiled_head_->scores(weights, carry, targets_of(shared))
+                     : head_->scores(weights, carry.at(0), targets_of(shared));
 }
 
 HeadResult CausalModel::head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                                const Shared& shared, const TokenScale& scale) const {
-  return tiled_head_ ? tiled_head_->loss_and_backward(weights, gradients, carry, shared.labels, scale)
-                     : head_->loss_and_backward(weights, gradients, carry.at(0), shared.labels, scale);
+  return tiled_head_ ? tiled_head_->loss_and_backward(weights, gradients, carry, targets_of(shared), scale)
+                     : head_->loss_and_backward(weights, gradients, carry.at(0), targets_of(shared), scale);
 }
 
 }  // namespace tierflow::models

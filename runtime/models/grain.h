@@ -15,6 +15,13 @@ inline std::int64_t grain_rows(std::int64_t width) {
   return std::max<std::int64_t>(1, kGrain / std::max<std::int64_t>(1, width));
 }
 
+// Calls use(first row, rows) for slices of the logits' rows that may be wide at once.
+template <class Use>
+void for_each_slice(const at::Tensor& logits, Use use) {
+  const std::int64_t rows = logits.size(0), slice = std::max<std::int64_t>(1, kSoftmaxSlice / logits.size(1));
+  for (std::int64_t row = 0; row < rows; row += slice) use(row, std::min(slice, rows - row));
+}
+
 inline at::ScalarType wide_type(const at::Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }

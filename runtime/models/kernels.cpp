@@ -1,7 +1,9 @@
 #include "runtime/models/kernels.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "runtime/models/kernel_math.h"
 
@@ -178,6 +180,32 @@ TIERFLOW_CLONES void softmax_gradient(std::uint16_t* logits, const std::int64_t*
         here ? std::exp(static_cast<double>(wide(logits[label])) - factors[0]) * factors[1] - factors[2] : 0;
     for (std::int64_t i = 0; i < width; ++i) logits[i] = narrow(exp_fast(wide(logits[i]) - most) * factor);
     if (here) logits[label] = narrow(static_cast<float>(at_label));
+  }
+}
+
+void top_logits(const std::uint16_t* logits, std::int64_t first, std::int64_t width, float* values, std::int32_t* ids,
+                std::int64_t wanted) {
+  struct Entry {
+    float value;
+    std::int32_t id;
+  };
+  const auto better = [](const Entry& a, const Entry& b) {
+    return a.value > b.value || (a.value == b.value && a.id < b.id);
+  };
+  std::vector<Entry> heap(static_cast<std::size_t>(wanted));  // the worst on top
+  for (std::size_t i = 0; i < heap.size(); ++i) heap[i] = {values[i], ids[i]};
+  std::make_heap(heap.begin(), heap.end(), better);
+  for (std::int64_t i = 0; i < width; ++i) {
+    const Entry here{wide(logits[i]), static_cast<std::int32_t>(first + i)};
+    if (!better(here, heap.front())) continue;
+    std::pop_heap(heap.begin(), heap.end(), better);
+    heap.back() = here;
+    std::push_heap(heap.begin(), heap.end(), better);
+  }
+  std::sort_heap(heap.begin(), heap.end(), better);
+  for (std::size_t i = 0; i < heap.size(); ++i) {
+    values[i] = heap[i].value;
+    ids[i] = heap[i].id;
   }
 }
 

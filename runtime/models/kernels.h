@@ -53,6 +53,11 @@ void softmax_sums(const std::uint16_t* logits, const std::int64_t* labels, doubl
 void softmax_gradient(std::uint16_t* logits, const std::int64_t* labels, const double* factors, std::int64_t rows,
                       std::int64_t first, std::int64_t width);
 
+// The `wanted` largest of a row's logits, columns [first, first + width), and of what values and ids held before: in
+// falling order, of equal ones the smaller id first. A NaN is never taken.
+void top_logits(const std::uint16_t* logits, std::int64_t first, std::int64_t width, float* values, std::int32_t* ids,
+                std::int64_t wanted);
+
 // Row ids[t] of sum, [.., stride] fp32, += row t of d, [tokens, stride], over the columns [begin, end), token after
 // token.
 void add_rows_at(float* sum, const std::uint16_t* d, const std::int64_t* ids, std::int64_t tokens, std::int64_t stride,

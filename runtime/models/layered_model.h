@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "runtime/models/micro_batch.h"
+#include "runtime/models/soft_targets.h"
 #include "runtime/models/token_scale.h"
 #include "runtime/spec/model_spec.h"
 
@@ -53,6 +54,10 @@ struct Shared {
   // Of a CachedRow; null and empty elsewhere.
   KeyValueCache* cache = nullptr;
   std::vector<CachedSpan> spans = {};
+  // What a session asks of the head besides: targets of a teacher in training, and in an evaluation that many of each
+  // position's most likely tokens.
+  models::SoftTargets teacher = {};
+  std::int64_t top = 0;
   // Tokens of the longest document, with those in the cache.
   std::int64_t longest() const;
 };
@@ -67,11 +72,17 @@ struct HeadScores {
   // [tokens] bool: whether its label has the greatest logit, or the first of several that are greatest; false where
   // none counts. As losses, undefined for layers of one's own.
   torch::Tensor hits;
+  // Shared::top of each token's most likely tokens [tokens, top]: ids int32 in the order of top_logits.h, and their
+  // log-probabilities fp64, natural log. Where no label counts they mean nothing. As losses, undefined for layers of
+  // one's own, and where none are wanted.
+  torch::Tensor top_ids = {}, top_log_probabilities = {};
 };
 
 struct HeadResult {
   double loss_sum = 0;  // over the tokens that count, natural log, summed in double
   Carry d_carry;        // gradient of the sum of each token's loss times its scale
+  // Where there is a teacher, the sums whose weighted sum is loss_sum (soft_targets.h).
+  double ce_sum = 0, kd_sum = 0;
 };
 
 // What a forward leaves on the device so that its backward need not compute it again. It contains no weight.

@@ -35,38 +35,60 @@ LossHead::LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& i
   if (output_ < 0) output_ = index.at(tied);
 }
 
-HeadScores LossHead::scores(const Weights& weights, const at::Tensor& hidden, const at::Tensor& labels,
+HeadResult distilled_result(const SoftTargets& teacher, const SoftTargets::Losses& losses) {
+  HeadResult result{.ce_sum = sum_in_order(losses.ce), .kd_sum = sum_in_order(losses.kd)};
+  result.loss_sum = teacher.rule().ce_alpha * result.ce_sum + teacher.rule().alpha * result.kd_sum;
+  return result;
+}
+
+at::Tensor top_log_probabilities(const TopLogits& top, const at::Tensor& sums) {
+  return (top.values.to(at::kDouble) - sums.narrow(1, 0, 1)).sub_(at::log(sums.narrow(1, 1, 1))).clamp_max_(0);
+}
+
+HeadScores LossHead::scores(const Weights& weights, const at::Tensor& hidden, const Targets& targets,
                             std::int64_t chunk_rows) const {
   const at::NoGradGuard no_grad;
   const at::Tensor normed = norm_(weights, token_rows(hidden));
-  const at::Tensor output = at_or_none(weights, output_), flat = labels.reshape({-1}).contiguous();
+  const at::Tensor output = at_or_none(weights, output_);
   const std::int64_t tokens = normed.size(0),
                      chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
   at::Tensor hits = at::zeros({tokens}, normed.options().dtype(at::kBool));
+  const TopLogits top = targets.top > 0 ? no_top_logits(tokens, targets.top, normed.device()) : TopLogits{};
+  const at::Tensor sums = targets.top > 0 ? no_softmax_sums(tokens, normed.device()) : at::Tensor();
   for (std::int64_t first = 0; first < tokens; first += chunk) {
     const std::int64_t rows = std::min(chunk, tokens - first);
     at::Tensor logits = at::mm(normed.narrow(0, first, rows), output.t());
     rule_.apply(logits);
-    const at::Tensor chunk_labels = flat.narrow(0, first, rows);
+    const at::Tensor chunk_labels = targets.labels.narrow(0, first, rows);
     hits.narrow(0, first, rows).copy_(logits.argmax(1).eq(chunk_labels));
     cross_entropy(logits, chunk_labels, each.narrow(0, first, rows), 1.0, false);
+    if (targets.top == 0) continue;
+    softmax_sums(logits, chunk_labels, 0, sums.narrow(0, first, rows));
+    top_logits(logits, 0, {.values = top.values.narrow(0, first, rows), .ids = top.ids.narrow(0, first, rows)});
   }
-  return {.loss_sum = sum_in_order(each), .losses = each, .hits = hits};
+  HeadScores scores{.loss_sum = sum_in_order(each), .losses = each, .hits = hits};
+  if (targets.top > 0) {
+    scores.top_ids = top.ids;
+    scores.top_log_probabilities = top_log_probabilities(top, sums);
+  }
+  return scores;
 }
 
 HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,
-                                       const at::Tensor& labels, const TokenScale& scale,
-                                       std::int64_t chunk_rows) const {
+                                       const Targets& targets, const TokenScale& scale, std::int64_t chunk_rows) const {
   const at::NoGradGuard no_grad;
   const at::Tensor in = token_rows(hidden);
   Norm::Kept kept;
   const at::Tensor normed = norm_(weights, in, &kept);
-  const at::Tensor output = at_or_none(weights, output_), flat = labels.reshape({-1}).contiguous();
+  const at::Tensor output = at_or_none(weights, output_);
+  check_targets(targets, output.size(0));
   const at::Tensor d_output = at_or_none(gradients, output_);
   const std::int64_t tokens = normed.size(0),
                      chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
+  SoftTargets::Losses parts;
+  if (targets.teacher.defined()) parts = {.ce = each, .kd = at::zeros_like(each)};
   at::Tensor d = at::empty_like(normed);
   at::Tensor buffer = at::empty({std::min(chunk, tokens), output.size(0)}, normed.options());
   for (std::int64_t first = 0; first < tokens; first += chunk) {
@@ -76,10 +98,21 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
     at::mm_out(logits, part, output.t());
     rule_.apply(logits);
     const at::Tensor slope = rule_.slope(logits);
-    scale.for_each_stretch(first, rows, [&](std::int64_t begin, std::int64_t count, double here) {
-      at::Tensor stretch = logits.narrow(0, begin - first, count);
-      cross_entropy(stretch, flat.narrow(0, begin, count), each.narrow(0, begin, count), here, true);
-    });
+    if (targets.teacher.defined()) {
+      const SoftTargets teacher = targets.teacher.rows(first, rows);
+      const at::Tensor labels = targets.labels.narrow(0, first, rows), sums = no_softmax_sums(rows, logits.device()),
+                       soft = teacher.no_sums();
+      teacher.add(logits, labels, 0, sums, soft);
+      const SoftTargets::Losses here = teacher.losses(sums, soft, labels);
+      parts.ce.narrow(0, first, rows).copy_(here.ce);
+      parts.kd.narrow(0, first, rows).copy_(here.kd);
+      teacher.gradient(logits, labels, 0, teacher.factors(sums, soft, labels, scale.all()));
+    } else {
+      scale.for_each_stretch(first, rows, [&](std::int64_t begin, std::int64_t count, double here) {
+        at::Tensor stretch = logits.narrow(0, begin - first, count);
+        cross_entropy(stretch, targets.labels.narrow(0, begin, count), each.narrow(0, begin, count), here, true);
+      });
+    }
     rule_.backward(logits, slope);
     at::mm_out(d_part, logits, output);
     add_product(d_output, logits, part);
@@ -87,7 +120,13 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
   buffer.reset();
 
   d = norm_.backward(weights, gradients, d, in, kept);
-  return {.loss_sum = sum_in_order(each), .d_carry = {d.view(hidden.sizes())}};
+  HeadResult result;
+  if (targets.teacher.defined())
+    result = distilled_result(targets.teacher, parts);
+  else
+    result.loss_sum = sum_in_order(each);
+  result.d_carry = {d.view(hidden.sizes())};
+  return result;
 }
 
 at::Tensor LossHead::logits(const Weights& weights, const at::Tensor& hidden) const {

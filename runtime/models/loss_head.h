@@ -6,6 +6,7 @@
 #include "runtime/models/layered_model.h"
 #include "runtime/models/logit_rule.h"
 #include "runtime/models/norm.h"
+#include "runtime/models/top_logits.h"
 
 namespace tierflow::models {
 
@@ -13,6 +14,10 @@ namespace tierflow::models {
 std::int64_t head_chunk_rows(std::int64_t vocab, bool cuda);
 // The sum of the losses of tokens [tokens] fp64, one after the other.
 double sum_in_order(const at::Tensor& losses);
+// The result of a head whose tokens have these losses, without the carry.
+HeadResult distilled_result(const SoftTargets& teacher, const SoftTargets::Losses& losses);
+// log-probabilities [tokens, top] fp64 of the largest logits, from complete sums as in ops.h.
+at::Tensor top_log_probabilities(const TopLogits& top, const at::Tensor& sums);
 
 class LossHead {
  public:
@@ -20,13 +25,13 @@ class LossHead {
   LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& index, std::string_view own,
            std::string_view tied);
 
-  // -log probabilities of the labels that count.
-  HeadScores scores(const Weights& weights, const at::Tensor& hidden, const at::Tensor& labels,
+  // -log probabilities of the labels that count; the most likely tokens where the targets ask for them.
+  HeadScores scores(const Weights& weights, const at::Tensor& hidden, const Targets& targets,
                     std::int64_t chunk_rows = 0) const;
   // Adds the gradients of the scaled losses to `gradients`; the hidden states' gradient is the carry's. chunk_rows 0:
-  // head_chunk_rows().
+  // head_chunk_rows(). With a teacher the scale is the same for all tokens.
   HeadResult loss_and_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,
-                               const at::Tensor& labels, const TokenScale& scale, std::int64_t chunk_rows = 0) const;
+                               const Targets& targets, const TokenScale& scale, std::int64_t chunk_rows = 0) const;
   // The logits of hidden states [tokens, hidden], whole: for tests and short prompts.
   at::Tensor logits(const Weights& weights, const at::Tensor& hidden) const;
 

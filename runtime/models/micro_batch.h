@@ -21,6 +21,10 @@ struct MicroBatch {
   // Of pairs (pair_batch.h): each row's log-probability under the reference model, where the loss needs it.
   std::vector<double> reference = {};
 
+  // A teacher's most likely tokens for each position [micro-batch, sequence, K], where the loss needs them: ids int32
+  // and log-probabilities fp16 (soft_targets.h).
+  at::Tensor teacher_ids = {}, teacher_log_probabilities = {};
+
   std::int64_t target_tokens() const;  // labels that count
   // The documents of all rows in order; none where each row is one. Throws Exception (kind usage) for positions that
   // are not as above.

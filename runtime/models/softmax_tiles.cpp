@@ -17,13 +17,6 @@ bool has_kernel(const Tensor& logits) {
   return logits.is_cpu() && logits.scalar_type() == at::kBFloat16 && logits.is_contiguous();
 }
 
-// Calls use(first row, rows) for slices of the rows.
-template <class Use>
-void for_each_slice(const Tensor& logits, Use use) {
-  const std::int64_t rows = logits.size(0), slice = std::max<std::int64_t>(1, kSoftmaxSlice / logits.size(1));
-  for (std::int64_t row = 0; row < rows; row += slice) use(row, std::min(slice, rows - row));
-}
-
 // Where a row's label lies among the tile's columns: whether it does, and its column [rows, 1].
 struct Place {
   Tensor inside, column;

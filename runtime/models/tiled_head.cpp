@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "runtime/base/exception.h"
 #include "runtime/models/loss_head.h"
 #include "runtime/models/ops.h"
 
@@ -24,15 +23,6 @@ void for_each_chunk(const Tensor& normed, const Tensor& output, const LogitRule&
     rule.apply(logits);
     use(first, rows, logits);
   }
-}
-
-Tensor flat(const Tensor& labels) {
-  return labels.reshape({-1}).contiguous();
-}
-
-void check_labels(const Tensor& labels, std::int64_t vocab) {
-  if (labels.numel() > 0 && labels.max().item<std::int64_t>() >= vocab)
-    throw Exception(io::ErrorKind::usage, "a label is beyond the vocabulary of " + std::to_string(vocab));
 }
 
 // A chunk of a tile whose logits hold their gradient already: adds to the gradient of the weights, and writes the
@@ -68,8 +58,19 @@ TiledHead::TiledHead(const ModelSpec& spec, int norm_stage, const Norm& norm, co
 
 Carry TiledHead::normalise(const Weights& weights, const Tensor& hidden) const {
   const at::NoGradGuard no_grad;
-  const Tensor out = norm_(weights, token_rows(hidden));
-  return {out, no_softmax_sums(out.size(0), out.device())};
+  return {norm_(weights, token_rows(hidden))};
+}
+
+Carry TiledHead::normalise(const Weights& weights, const Tensor& hidden, const Targets& targets) const {
+  Carry carry = normalise(weights, hidden);
+  const std::int64_t tokens = carry[0].size(0);
+  carry.push_back(no_softmax_sums(tokens, hidden.device()));
+  if (targets.teacher.defined()) carry.push_back(targets.teacher.no_sums());
+  if (targets.top > 0) {
+    const TopLogits top = no_top_logits(tokens, targets.top, hidden.device());
+    carry.insert(carry.end(), {top.values, top.ids});
+  }
+  return carry;
 }
 
 Carry TiledHead::normalise_backward(const Weights& weights, const Gradients& gradients, const Tensor& hidden,
@@ -81,25 +82,37 @@ Carry TiledHead::normalise_backward(const Weights& weights, const Gradients& gra
   return {norm_.backward(weights, gradients, d_out.at(0).to(hidden.scalar_type()), in, kept).view(hidden.sizes())};
 }
 
-Carry TiledHead::forward(int stage, const Weights& weights, const Carry& carry, const Tensor& all_labels) const {
+Carry TiledHead::forward(int stage, const Weights& weights, const Carry& carry, const Targets& targets) const {
   const at::NoGradGuard no_grad;
-  const Tensor labels = flat(all_labels), sums = carry.at(1).clone();
-  for_each_chunk(carry[0], at_or_none(weights, tile(stage).output), rule_,
+  Carry out = {carry.at(0)};
+  for (std::size_t i = 1; i < carry.size(); ++i) out.push_back(carry[i].clone());
+  const std::int64_t begin = tile(stage).first;
+  for_each_chunk(out[0], at_or_none(weights, tile(stage).output), rule_,
                  [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
-                   softmax_sums(logits, labels.narrow(0, first, rows), tile(stage).first, sums.narrow(0, first, rows));
+                   const auto part = [&](std::size_t which) { return out.at(which).narrow(0, first, rows); };
+                   const Tensor labels = targets.labels.narrow(0, first, rows);
+                   if (targets.teacher.defined())
+                     targets.teacher.rows(first, rows).add(logits, labels, begin, part(1), part(2));
+                   else
+                     softmax_sums(logits, labels, begin, part(1));
+                   if (targets.top > 0) top_logits(logits, begin, {.values = part(2), .ids = part(3)});
                  });
-  return {carry[0], sums};
+  return out;
 }
 
 Carry TiledHead::backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& d_out,
-                          const Tensor& all_labels) const {
+                          const Targets& targets) const {
   const at::NoGradGuard no_grad;
-  const Tensor &before = d_out.at(0), &normed = d_out.at(1), &factors = d_out.at(2), labels = flat(all_labels);
+  const Tensor &before = d_out.at(0), &normed = d_out.at(1), &factors = d_out.at(2);
   const Tensor output = at_or_none(weights, tile(stage).output), d_output = at_or_none(gradients, tile(stage).output);
   const Tensor d = at::empty_like(before);
   for_each_chunk(normed, output, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
     const Tensor slope = rule_.slope(logits);
-    softmax_gradient(logits, labels.narrow(0, first, rows), tile(stage).first, factors.narrow(0, first, rows));
+    const Tensor labels = targets.labels.narrow(0, first, rows), factor = factors.narrow(0, first, rows);
+    if (targets.teacher.defined())
+      targets.teacher.rows(first, rows).gradient(logits, labels, tile(stage).first, factor);
+    else
+      softmax_gradient(logits, labels, tile(stage).first, factor);
     rule_.backward(logits, slope);
     add_gradients(logits, output, d_output, normed.narrow(0, first, rows), before.narrow(0, first, rows),
                   d.narrow(0, first, rows));
@@ -114,37 +127,57 @@ Carry TiledHead::logits(int stage, const Weights& weights, const Carry& carry) c
   return {carry[0], carry.size() == 1 ? here : at::cat({carry[1], here}, 1)};
 }
 
-HeadScores TiledHead::scores(const Weights& weights, const Carry& carry, const Tensor& all_labels) const {
+HeadScores TiledHead::scores(const Weights& weights, const Carry& carry, const Targets& targets) const {
   const at::NoGradGuard no_grad;
   const int last = norm_stage_ + static_cast<int>(tiles_.size());
-  const Tensor labels = flat(all_labels);
-  check_labels(labels, tiles_.back().first + weights[static_cast<std::size_t>(tiles_.back().output)].size(0));
-  const Tensor sums = forward(last, weights, carry, labels).at(1), losses = softmax_losses(sums, labels);
-  return {.loss_sum = sum_in_order(losses), .losses = losses, .hits = softmax_hits(sums, labels)};
+  check_targets(targets, tiles_.back().first + weights[static_cast<std::size_t>(tiles_.back().output)].size(0));
+  const Carry out = forward(last, weights, carry, targets);
+  const Tensor &sums = out.at(1), losses = softmax_losses(sums, targets.labels);
+  HeadScores scores{.loss_sum = sum_in_order(losses), .losses = losses, .hits = softmax_hits(sums, targets.labels)};
+  if (targets.top > 0) {
+    scores.top_ids = out.at(3);
+    scores.top_log_probabilities = top_log_probabilities({.values = out[2], .ids = out[3]}, sums);
+  }
+  return scores;
 }
 
 HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                        const Tensor& all_labels, const TokenScale& scale) const {
+                                        const Targets& targets, const TokenScale& scale) const {
   const at::NoGradGuard no_grad;
   const Tile& last = tiles_.back();
-  const Tensor &normed = carry.at(0), labels = flat(all_labels), sums = carry.at(1).clone();
+  const bool soft = targets.teacher.defined();
+  const Tensor &normed = carry.at(0), &labels = targets.labels, sums = carry.at(1).clone();
+  const Tensor soft_sums = soft ? carry.at(2).clone() : Tensor();
   const Tensor output = at_or_none(weights, last.output), d_output = at_or_none(gradients, last.output);
-  check_labels(labels, last.first + output.size(0));
-  const Tensor factors = at::empty({sums.size(0), 3}, sums.options()), d = empty_sum(normed);
+  check_targets(targets, last.first + output.size(0));
+  const Tensor factors = at::empty({sums.size(0), soft ? 5 : 3}, sums.options()), d = empty_sum(normed);
   for_each_chunk(normed, output, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
     const Tensor chunk_labels = labels.narrow(0, first, rows), chunk_sums = sums.narrow(0, first, rows);
-    softmax_sums(logits, chunk_labels, last.first, chunk_sums);
-    const Tensor chunk_factors = factors.narrow(0, first, rows);
-    scale.for_each_stretch(first, rows, [&](std::int64_t begin, std::int64_t count, double here) {
-      factors.narrow(0, begin, count)
-          .copy_(softmax_factors(sums.narrow(0, begin, count), labels.narrow(0, begin, count), here));
-    });
-    const Tensor slope = rule_.slope(logits);
-    softmax_gradient(logits, chunk_labels, last.first, chunk_factors);
+    const Tensor chunk_factors = factors.narrow(0, first, rows), slope = rule_.slope(logits);
+    if (soft) {
+      const SoftTargets teacher = targets.teacher.rows(first, rows);
+      const Tensor chunk_soft = soft_sums.narrow(0, first, rows);
+      teacher.add(logits, chunk_labels, last.first, chunk_sums, chunk_soft);
+      chunk_factors.copy_(teacher.factors(chunk_sums, chunk_soft, chunk_labels, scale.all()));
+      teacher.gradient(logits, chunk_labels, last.first, chunk_factors);
+    } else {
+      softmax_sums(logits, chunk_labels, last.first, chunk_sums);
+      scale.for_each_stretch(first, rows, [&](std::int64_t begin, std::int64_t count, double here) {
+        factors.narrow(0, begin, count)
+            .copy_(softmax_factors(sums.narrow(0, begin, count), labels.narrow(0, begin, count), here));
+      });
+      softmax_gradient(logits, chunk_labels, last.first, chunk_factors);
+    }
     rule_.backward(logits, slope);
     add_gradients(logits, output, d_output, normed.narrow(0, first, rows), {}, d.narrow(0, first, rows));
   });
-  return {.loss_sum = sum_in_order(softmax_losses(sums, labels)), .d_carry = {d, normed, factors}};
+  HeadResult result;
+  if (soft)
+    result = distilled_result(targets.teacher, targets.teacher.losses(sums, soft_sums, labels));
+  else
+    result.loss_sum = sum_in_order(softmax_losses(sums, labels));
+  result.d_carry = {d, normed, factors};
+  return result;
 }
 
 }  // namespace tierflow::models

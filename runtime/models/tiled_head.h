@@ -4,7 +4,9 @@
 // norm's input is kept for the backward. A token's logits in one tile are those that the whole head computes.
 //
 // Carries: forward {normed hidden [tokens, hidden], sums [tokens, 4]}; backward {its gradient in fp32 (fp64 beside
-// fp64), summed over the tiles so far, normed hidden, factors [tokens, 3]}; sums and factors as in ops.h.
+// fp64), summed over the tiles so far, normed hidden, factors [tokens, 3]}; sums and factors as in ops.h. With a
+// teacher the sums of soft_targets.h go behind the forward's, and the factors are its own; where the most likely tokens
+// are wanted, their logits and ids go behind (top_logits.h).
 #include <vector>
 
 #include "runtime/models/logit_rule.h"
@@ -17,21 +19,23 @@ class TiledHead {
   // The stages from the final norm to the last tile. Output weights as in LossHead.
   TiledHead(const ModelSpec& spec, int norm_stage, const Norm& norm, const LogitRule& rule, std::string_view tied);
 
-  Carry normalise(const Weights& weights, const at::Tensor& hidden) const;
+  Carry normalise(const Weights& weights, const at::Tensor& hidden, const Targets& targets) const;
   Carry normalise_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,
                            const Carry& d_out) const;
 
-  Carry forward(int stage, const Weights& weights, const Carry& carry, const at::Tensor& labels) const;
+  Carry forward(int stage, const Weights& weights, const Carry& carry, const Targets& targets) const;
   Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& d_out,
-                 const at::Tensor& labels) const;
+                 const Targets& targets) const;
 
-  // Generation: {normed hidden, logits of the tiles before [tokens, ..], if any} -> the same with the tile's.
+  // Generation: the final norm of hidden states, then {normed hidden, logits of the tiles before [tokens, ..], if any}
+  // -> the same with the tile's.
+  Carry normalise(const Weights& weights, const at::Tensor& hidden) const;
   Carry logits(int stage, const Weights& weights, const Carry& carry) const;
 
-  // The last tile. Throws (kind usage) for a label beyond the vocabulary.
-  HeadScores scores(const Weights& weights, const Carry& carry, const at::Tensor& labels) const;
+  // The last tile. Throws as check_targets(). With a teacher the scale is the same for all tokens.
+  HeadScores scores(const Weights& weights, const Carry& carry, const Targets& targets) const;
   HeadResult loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                               const at::Tensor& labels, const TokenScale& scale) const;
+                               const Targets& targets, const TokenScale& scale) const;
 
  private:
   struct Tile {

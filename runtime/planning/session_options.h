@@ -32,7 +32,9 @@ struct SessionOptions {
   double deferred_share = 0;
   // The share of the units whose updates run on the device, as far as it has room. It also changes no bit.
   double device_update_share = 0;
-  LossRule loss;                 // of step()
+  LossRule loss;  // of step()
+  // How many of each position's most likely tokens an evaluation hands on (HeadScores).
+  std::int64_t top = 0;
   std::int64_t micro_batch = 1;  // sequences in a micro-batch; of pairs an even number
   int micro_batches = 1;         // in a step
   std::int64_t sequence_length = 512;

@@ -12,6 +12,7 @@
 #include "runtime/base/signals.h"
 #include "runtime/program/document_scores.h"
 #include "runtime/program/run_common.h"
+#include "runtime/program/teacher_pass.h"
 #include "runtime/program/train.h"
 
 namespace tierflow {
@@ -36,8 +37,14 @@ int run_eval(const EvalOptions& options) {
   const std::uint64_t device_fixed = prepare_torch(device_of(options), options.threads);
   SessionOptions settings = session_settings(options, device_fixed, [&](const std::string& line) { log.say(line); });
   settings.train = false;
+  std::optional<TeacherPass> teacher;
+  if (!options.teacher_out.empty()) {
+    teacher.emplace(options, spec.config.vocab_size, data, log);
+    settings.top = options.teacher_top;
+  }
   const std::int64_t rows = options.micro_batch;
-  std::int64_t count = data.training_sequences();
+  const Sequences which = teacher ? Sequences::numbered : Sequences::training;
+  std::int64_t count = teacher ? data.all_sequences() : data.training_sequences();
   if (options.max_sequences > 0) count = std::min(count, options.max_sequences);
   const std::int64_t batches = (count + rows - 1) / rows;
   // They pass a layer together, so that its weights are fetched once for all of them.
@@ -53,11 +60,11 @@ int run_eval(const EvalOptions& options) {
   const Evaluation found = session.evaluate(
       batches,
       [&](std::int64_t index) {
-        return micro_batch(data, Sequences::training, index * rows, std::min(rows, count - index * rows),
-                           options.sequence_length);
+        return micro_batch(data, which, index * rows, std::min(rows, count - index * rows), options.sequence_length);
       },
       [&](std::int64_t index, const MicroBatch& batch, const HeadScores& scores) {
         if (documents) documents->add(data, index * rows, batch, scores);
+        if (teacher) teacher->add(batch, scores);
       },
       progress);
   const json result{{"loss", found.loss},
@@ -81,6 +88,7 @@ int run_eval(const EvalOptions& options) {
                              std::exp(found.loss), found.accuracy, found.tokens, count)
               << std::endl;
   if (documents) documents->write();
+  if (teacher) teacher->finish(progress);
   return 0;
 }
 

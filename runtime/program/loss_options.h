@@ -9,6 +9,7 @@ namespace tierflow {
 void add_loss_rows(OptionTable& table, TrainOptions& options);
 // Throws Exception (kind usage) for what contradicts itself.
 void check_loss(const TrainOptions& options);
+// Without the number of tokens that the teacher named, which the file of --distill has.
 LossRule loss_rule(const TrainOptions& options);
 // Sequences that one of --micro-batch stands for: two where the loss is of pairs.
 std::int64_t sequences_in_one(const TrainOptions& options);

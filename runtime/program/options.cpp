@@ -201,6 +201,9 @@ OptionTable eval_table(EvalOptions& o) {
   table.integer("max-sequences", o.max_sequences, 0, "sequences to evaluate at most; 0: all");
   table.path("per-document", o.per_document, "FILE",
              "file for the loss and accuracy of each row of the data, as lines of JSON; not for text");
+  table.path("teacher-out", o.teacher_out, "FILE",
+             "file for the most likely tokens of each position: what `tierflow train --distill` learns from");
+  table.integer("teacher-top", o.teacher_top, 1, "tokens of each position there", 65536);
   return table;
 }
 
@@ -315,6 +318,10 @@ EvalOptions parse_eval(const std::vector<std::string>& words) {
   check_data(options, "eval");
   check_sizes(options, 1, 1);
   if (options.model.empty()) fail_usage("`tierflow eval` needs --model");
+  if (options.teacher_out.empty() && options.teacher_top != EvalOptions().teacher_top)
+    fail_usage("--teacher-top is for --teacher-out");
+  if (!options.teacher_out.empty() && (options.max_sequences != 0 || !options.per_document.empty()))
+    fail_usage("--teacher-out is of all data, in their own order: leave --max-sequences and --per-document out");
   keep_family(options.read_as, options.adapter);
   return options;
 }
@@ -353,6 +360,9 @@ std::string describe(const TrainOptions& o) {
   if (o.base_precision != "bf16") text += fmt::format(" over {} weights", o.base_precision);
   text += fmt::format(" on {}: ", fmt::join(data, ", "));
   if (loss_rule(o).pairs()) text += fmt::format("{} with beta {}, ", o.loss, o.beta);
+  if (!o.distill.empty())
+    text += fmt::format("{} x cross-entropy + {} x the divergence from the teacher of {} at temperature {}, ",
+                        o.kd.ce_alpha, o.kd.alpha, o.distill.string(), o.kd.temperature);
   text += o.steps != 0 ? fmt::format("{} steps", o.steps) : fmt::format("{} epochs", o.epochs);
   text += fmt::format(" of {} x {} {} of {} tokens; AdamW with learning rate {} ({}", o.micro_batches, o.micro_batch,
                       loss_rule(o).pairs() ? "pairs" : "sequences", o.sequence_length, highest_lr(o), o.lr_schedule);

@@ -78,6 +78,8 @@ struct EvalOptions : RunOptions {
   std::string base_precision = "bf16";  // as in TrainOptions
   std::int64_t max_sequences = 0;       // 0: all
   std::filesystem::path per_document;   // empty: none
+  std::filesystem::path teacher_out;    // empty: none
+  std::int64_t teacher_top = 64;        // tokens of each position there
 };
 
 // sequence_length: tokens of a prompt that are computed at once.
@@ -130,6 +132,8 @@ struct TrainOptions : RunOptions {
   std::string method = "full";                                          // full, lora
   std::string loss = "cross-entropy";                                   // cross-entropy, dpo, simpo, orpo
   double beta = LossRule{}.beta, simpo_gamma = LossRule{}.simpo_gamma;  // of a preference loss
+  std::filesystem::path distill;                                        // a teacher's tokens; empty: none
+  Distillation kd;                                                      // without `top`, which the file has
   TrainableConfig trained;                                              // of full fine-tuning
   std::vector<std::pair<std::string, double>> lr_scales;
   AdapterConfig lora{.rank = 16, .alpha = 32};

@@ -11,7 +11,7 @@ namespace tierflow {
 
 using nlohmann::json;
 
-std::string run_identity(const TrainOptions& options, std::uint64_t data) {
+std::string run_identity(const TrainOptions& options, std::uint64_t data, std::optional<std::uint64_t> teacher) {
   json identity{{"data", fmt::format("{:016x}", data)},
                 {"sequence-length", options.sequence_length},
                 {"micro-batch", options.micro_batch},
@@ -23,6 +23,11 @@ std::string run_identity(const TrainOptions& options, std::uint64_t data) {
                 {"eps", options.eps}};
   if (loss_rule(options).pairs())  // whose data are no other run's
     identity.update({{"loss", options.loss}, {"beta", options.beta}, {"simpo-gamma", options.simpo_gamma}});
+  if (teacher)
+    identity.update({{"distill", fmt::format("{:016x}", *teacher)},
+                     {"kd-alpha", options.kd.alpha},
+                     {"kd-ce-alpha", options.kd.ce_alpha},
+                     {"kd-temperature", options.kd.temperature}});
   return identity.dump();
 }
 
@@ -35,8 +40,12 @@ void expect_same_run(const std::string& then, const std::string& now, const Fold
     if (!what.empty()) what += " and ";
     what += option == "data"
                 ? "other --data (or another tokenizer, --held-out, --packing, --train-on or another option of the data)"
-                : fmt::format("--{} {}, not {}", option, had.dump(), value.dump());
+            : option == "distill" ? (had.is_null() ? "no --distill" : "another file of --distill")
+                                  : fmt::format("--{} {}, not {}", option, had.dump(), value.dump());
+    if (option == "distill" && had.is_null()) break;  // nor what belongs to it
   }
+  if (before.is_object() && before.contains("distill") && !wanted.contains("distill"))
+    what += std::string(what.empty() ? "" : " and ") + "--distill";
   if (!what.empty())
     fail(io::ErrorKind::usage, storage.front().string(),
          "the run whose state is here had " + what +

@@ -1,6 +1,7 @@
 #pragma once
 // What has to be equal for a run to go on with the state of another, to the bit.
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "runtime/planning/left_store.h"
@@ -8,9 +9,9 @@
 
 namespace tierflow {
 
-// A JSON object, by option. data: Dataset::fingerprint(). Model and precision are the session's to compare; learning
-// rate, schedule and the number of steps may change.
-std::string run_identity(const TrainOptions& options, std::uint64_t data);
+// A JSON object, by option. data: Dataset::fingerprint(). teacher: TeacherFile::hash(), where there is one. Model and
+// precision are the session's to compare; learning rate, schedule and the number of steps may change.
+std::string run_identity(const TrainOptions& options, std::uint64_t data, std::optional<std::uint64_t> teacher = {});
 
 // Throws Exception (kind usage) that names what differs and says what to do.
 void expect_same_run(const std::string& then, const std::string& now, const Folders& storage);

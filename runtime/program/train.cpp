@@ -12,6 +12,7 @@
 #include "runtime/base/terminal.h"
 #include "runtime/planning/left_store.h"
 #include "runtime/planning/moved_store.h"
+#include "runtime/program/distillation_run.h"
 #include "runtime/program/export_request.h"
 #include "runtime/program/forecast.h"
 #include "runtime/program/learning_rate.h"
@@ -48,7 +49,8 @@ class Training {
         out_(options, spec_, left_.resumable),
         trace_(options.trace, log),
         data_(prepare_data(data_options(options, spec_, temporary_folder()), log)),
-        preference_(options, data_) {
+        preference_(options, data_),
+        teacher_(options, spec_.config.vocab_size, data_) {
     if (!options.no_export) result_.out = options.out;
     if (data_.held_out_sequences() == 0 && (options.export_best || options.early_stopping_patience > 0))
       throw Exception(io::ErrorKind::usage,
@@ -135,7 +137,7 @@ class Training {
  private:
   void open_session() {
     const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
-    const std::string run = run_identity(options_, data_.fingerprint());
+    const std::string run = run_identity(options_, data_.fingerprint(), teacher_.hash());
     if (left_.resumable) expect_same_run(left_.run, run, elsewhere_.empty() ? options_.storage : elsewhere_);
     if (!elsewhere_.empty())
       move_store(
@@ -148,6 +150,7 @@ class Training {
         train_settings(options_, device_fixed, [this](const std::string& line) { log_.say(line); });
     session.record = trace_.wanted();
     session.run = run;
+    teacher_.tell(session);
     if (left_.resumable) {
       session.resume = true;
       session.chunk_elements = left_.chunk_elements;
@@ -320,8 +323,11 @@ class Training {
   std::vector<MicroBatch> batches_of(std::int64_t step) const {
     std::vector<MicroBatch> batches;
     const std::int64_t rows = per_step_ / options_.micro_batches;
-    for (std::int64_t i = 0; i < options_.micro_batches; ++i)
-      batches.push_back(preference_.batch(Sequences::training, step * per_step_ + i * rows, rows));
+    for (std::int64_t i = 0; i < options_.micro_batches; ++i) {
+      const std::int64_t first = step * per_step_ + i * rows;
+      batches.push_back(preference_.batch(Sequences::training, first, rows));
+      teacher_.add_to(batches.back(), first);
+    }
     return batches;
   }
 
@@ -375,6 +381,7 @@ class Training {
   StepTrace trace_;
   Dataset data_;
   PreferenceRun preference_;
+  const DistillationRun teacher_;
   std::optional<ExportRequests> requests_;  // ahead of the session: it goes when the state is free
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0;

@@ -185,12 +185,17 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
             {"host_memory", memory.host_used}};
   if (gpu_ != nullptr) line["gpu"] = gpu_since_last_step(result.tokens);
   if (result.pairs) add_rewards(line, *result.pairs, "");
+  const bool distills = session.options().loss.distills();
+  if (distills) line.update({{"ce_loss", result.ce_loss}, {"kd_loss", result.kd_loss}});
   object(line);
   const double left =
       (of_steps - result.step) * training_seconds_ / static_cast<double>(steps_);  // those of this process
   live(fmt::format("step {}/{} | loss {}{} | norm {} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
                    "{}/{} host {}/{} | {} left{}",
-                   result.step, of_steps, loss_text(result.loss), result.pairs ? rewards_text(*result.pairs) : "",
+                   result.step, of_steps, loss_text(result.loss),
+                   result.pairs ? rewards_text(*result.pairs)
+                   : distills   ? fmt::format(" (ce {}, kd {})", loss_text(result.ce_loss), loss_text(result.kd_loss))
+                                : "",
                    norm_text(result.grad_norm), lr, rate, limit, 100 * busiest / result.seconds,
                    human_bytes(memory.device_peak), human_bytes(memory.device_budget), human_bytes(memory.host_used),
                    human_bytes(memory.host_budget),

@@ -34,12 +34,16 @@ class ModuleModel final : public LayeredModel {
   }
 
   HeadScores head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const override {
+    if (shared.top > 0) throw Exception(io::ErrorKind::usage, "layers of one's own have no most likely tokens");
     const int last = static_cast<int>(layers_.size()) - 1;
     return {.loss_sum = scalar_loss(forward(last, weights, carry, shared, false)).item<double>()};
   }
 
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                     const Shared& shared, const models::TokenScale& scale) const override {
+    if (shared.teacher.defined())
+      throw Exception(io::ErrorKind::usage,
+                      "layers of one's own have no logits that a teacher's could be compared with");
     if (!scale.uniform()) throw Exception(io::ErrorKind::usage, "layers of one's own have no loss of each token");
     const int last = static_cast<int>(layers_.size()) - 1;
     bind(last, weights);

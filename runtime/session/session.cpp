@@ -175,6 +175,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   if (commits) committed_steps = steps - 1;
   forward_all(shared, swap::Pass::forward);
   if (options.loss.pairs()) result.pairs.emplace();
+  if (options.loss.distills()) result.ce_loss = result.kd_loss = 0;
   head_all(shared, {.batches = batches, .targets = targets, .pairs = pairs}, result, *work);
   backward_all(shared, *work);
   throw_if(executor().finish_updates());
@@ -183,8 +184,10 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     return result;
   }
   for (const MicroBatch& batch : batches) result.tokens += batch.ids.numel();
-  result.loss =
-      result.pairs ? result.pairs->mean_loss() : result.loss / static_cast<double>(std::max<std::int64_t>(targets, 1));
+  const auto divisor = static_cast<double>(std::max<std::int64_t>(targets, 1));
+  result.loss = result.pairs ? result.pairs->mean_loss() : result.loss / divisor;
+  result.ce_loss /= divisor;
+  result.kd_loss /= divisor;
   result.computed_again = computed_again - again;
   settle(result, *work, lr);
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
@@ -294,7 +297,10 @@ Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_ba
 std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches) const {
   if (torch_device.is_cuda()) expect_default_stream({c10::DeviceType::CUDA, 0});
   std::vector<Shared> shared;
-  for (const MicroBatch& batch : batches) shared.push_back(model->share(batch, torch_device));
+  for (const MicroBatch& batch : batches) {
+    shared.push_back(model->share(batch, torch_device));
+    ask_of_head(shared.back(), batch, options);
+  }
   return shared;
 }
 
@@ -310,6 +316,14 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
       wrong("a micro-batch has ids and labels of at most " + std::to_string(options.micro_batch) + " x " +
             std::to_string(options.sequence_length) + " tokens");
   for (const MicroBatch& batch : batches) batch.documents();  // throws where positions are wrong
+  if (!train || !options.loss.distills()) return;
+  for (const MicroBatch& batch : batches) {
+    std::vector<std::int64_t> shape = batch.ids.sizes().vec();
+    shape.push_back(options.loss.distillation.top);
+    for (const torch::Tensor& part : {batch.teacher_ids, batch.teacher_log_probabilities})
+      if (!part.defined() || part.sizes() != torch::IntArrayRef(shape))
+        wrong("the loss needs " + std::to_string(shape.back()) + " tokens of the teacher for each token");
+  }
 }
 
 void Session::Impl::seed_random(int stage, int micro_batch) const {

@@ -37,6 +37,8 @@ struct StepResult {
   bool skipped = false;   // a loss or gradient was not finite: nothing was changed
   std::int64_t tokens = 0;
   std::optional<PairTotals> pairs;  // where the session's loss is one of pairs
+  // Where it distills: the means whose weighted sum is the loss (soft_targets.h).
+  double ce_loss = NAN, kd_loss = NAN;
   std::int64_t computed_again = 0;  // stages in which memory ran out once and that fitted after caches were freed
   double seconds = 0;
   double tokens_per_s = 0;
@@ -96,7 +98,7 @@ class Session {
   ~Session();
 
   // One optimizer step over exactly options.micro_batches micro-batches, as pair_batch.h says where options.loss is one
-  // of pairs. If device memory runs out in a stage, caches
+  // of pairs, and with a teacher's tokens where it distills. If device memory runs out in a stage, caches
   // are freed and the stage is computed once more, unless some of its gradients are already added up. If that does not
   // help, the whole step is dropped with an Exception of kind memory, and the session stays intact: the model is that
   // of the step before. Without clipping this holds as long as no update of the step has run.

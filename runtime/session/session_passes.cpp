@@ -135,6 +135,8 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective&
                             : model->head_loss_and_backward(weights(entered), gradients_of(entered, micro_batch),
                                                             carries[micro_batch], shared[micro_batch], scale);
       result.loss += options.loss.pairs() ? totals.loss + totals.nll : head.loss_sum;
+      result.ce_loss += head.ce_sum;
+      result.kd_loss += head.kd_sum;
       if (result.pairs) result.pairs->add(totals);
       carries[micro_batch] = std::move(head.d_carry);
     });
@@ -221,6 +223,9 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
         if (!scores.losses.defined()) return;
         scores.losses = scores.losses.cpu();
         scores.hits = scores.hits.cpu();
+        if (!scores.top_ids.defined()) return;
+        scores.top_ids = scores.top_ids.cpu();
+        scores.top_log_probabilities = scores.top_log_probabilities.cpu();
       });
       leave();
       if (out_of_memory) continue;

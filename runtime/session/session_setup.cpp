@@ -45,6 +45,8 @@ void Session::Impl::keep_source(std::shared_ptr<const SourceFolder> from, const 
 }
 
 void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress) {
+  if (options.loss.pairs() && options.loss.distills())
+    throw Exception(io::ErrorKind::usage, "a loss of pairs has no teacher");
   if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
     throw Exception(io::ErrorKind::usage, "--micro-batch, --micro-batches and --sequence-length are at least 1");
   SessionOptions planned = options;
@@ -198,7 +200,7 @@ ProbedModel Session::Impl::probe() {
     torch_memory.set_cap(cap);
     try {
       return StageProbe(*model, torch_memory, torch_device)
-          .measure(micro_batch, options.sequence_length, options.train);
+          .measure(micro_batch, options.sequence_length, options.train, options);
     } catch (const c10::OutOfMemoryError&) {
       return std::nullopt;
     }

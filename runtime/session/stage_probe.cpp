@@ -54,6 +54,14 @@ std::byte* bytes_in(const torch::Tensor& slot) {
 
 }  // namespace
 
+void ask_of_head(Shared& shared, const MicroBatch& batch, const SessionOptions& options) {
+  const torch::Device device = shared.ids.device();
+  if (batch.teacher_ids.defined())
+    shared.teacher = models::SoftTargets(batch.teacher_ids.to(device), batch.teacher_log_probabilities.to(device),
+                                         options.loss.distillation);
+  shared.top = options.top;
+}
+
 StageProbe::StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device, StageTiming timing)
     : model_(model),
       memory_(memory),
@@ -142,15 +150,16 @@ auto StageProbe::run(int stage, bool backward, double& seconds, const Given& giv
   return out;
 }
 
-ProbedModel StageProbe::measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train) {
-  ProbedModel result = pass(micro_batch, sequence_length, train);
+ProbedModel StageProbe::measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train,
+                                const SessionOptions& head) {
+  ProbedModel result = pass(micro_batch, sequence_length, train, head);
   if (seconds_on_ == nullptr) return result;
   swept_.reset();
   memory_.release_kept();
   memory_.reset_peak();
   const std::uint64_t before = memory_.stats().held;
   settled_ = true;
-  pass(micro_batch, sequence_length, train);
+  pass(micro_batch, sequence_length, train, head);
   settled_ = false;
   result.needs.held_peak = memory_.stats().peak_held - before;
   return result;
@@ -213,7 +222,8 @@ void StageProbe::backward_kept(int stage, const Given& given, const Shared& shar
 }
 
 // Every class of stages forward, and backward.
-ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train) {
+ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train,
+                             const SessionOptions& head) {
   const torch::NoGradGuard no_grad;
   const ModelSpec& spec = model_.spec();
   const int last = static_cast<int>(spec.stages.size()) - 1;
@@ -224,7 +234,14 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
                        .mul_(7919)
                        .remainder_(vocabulary)
                        .view({micro_batch, sequence_length});
-  const Shared shared = model_.share({.ids = ids, .labels = ids}, torch_device_);
+  MicroBatch batch{.ids = ids, .labels = ids};
+  if (train && head.loss.distills()) {
+    const std::int64_t top = head.loss.distillation.top;
+    batch.teacher_ids = torch::arange(top, options.dtype(torch::kInt32)).expand({micro_batch, sequence_length, top});
+    batch.teacher_log_probabilities = torch::zeros(batch.teacher_ids.sizes(), options.dtype(torch::kFloat16));
+  }
+  Shared shared = model_.share(batch, torch_device_);
+  ask_of_head(shared, batch, head);
   ProbedModel result;
   result.seconds.resize(seconds_on_ == nullptr ? 0 : last + 1);
   result.needs.activation_bytes.assign(last + 1, 0);
@@ -301,7 +318,8 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
   result.stage_peaks = peaks_;
   result.needs.stage_peak = *std::max_element(peaks_.begin(), peaks_.end());
   result.spread = timed_seconds_ > 0 ? spread_seconds_ / timed_seconds_ : 0;
-  result.needs.micro_batch_bytes = 2 * carry_bytes + bytes_of(shared.tables) + 2 * ids.nbytes();
+  result.needs.micro_batch_bytes =
+      2 * carry_bytes + bytes_of(shared.tables) + 2 * ids.nbytes() + shared.teacher.bytes();
   return result;
 }
 

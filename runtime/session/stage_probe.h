@@ -7,9 +7,14 @@
 #include "runtime/device/device_memory.h"
 #include "runtime/models/layered_model.h"
 #include "runtime/planning/probed_model.h"
+#include "runtime/planning/session_options.h"
 #include "swap/device.h"
 
 namespace tierflow {
+
+// What a session with these options asks of the head for that micro-batch: the teacher's targets, the most likely
+// tokens.
+void ask_of_head(Shared& shared, const MicroBatch& batch, const SessionOptions& options);
 
 struct StageTiming {
   swap::Device* device = nullptr;  // null: only memory is measured
@@ -23,8 +28,10 @@ class StageProbe {
   // `timing`: also measure the time, with weights and gradients in memory of its device as a session has them.
   StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device, StageTiming timing = {});
 
-  // One micro-batch of that shape. Where memory runs out, torch's exception passes through.
-  ProbedModel measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train);
+  // One micro-batch of that shape; `head`: of which the head is asked what a session with these options asks. Where
+  // memory runs out, torch's exception passes through.
+  ProbedModel measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train,
+                      const SessionOptions& head = {});
 
  private:
   struct Bound {
@@ -35,7 +42,7 @@ class StageProbe {
   struct Given {  // what a stage takes from its neighbours
     Carry input, d_out = {};
   };
-  ProbedModel pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train);
+  ProbedModel pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train, const SessionOptions& head);
   void forward_keeping(int stage, const Given& given, const Shared& shared, ProbedModel& result,
                        swap::StageSeconds& seconds);
   void backward_kept(int stage, const Given& given, const Shared& shared, std::uint64_t swapped,

@@ -1,6 +1,7 @@
 #pragma once
-// What training minimises: cross-entropy, or a preference loss over pairs of a chosen and a rejected completion of one
-// prompt. Every rule of --loss stands in loss_rule.cpp with its formula; beta and gamma are named as in TRL.
+// What training minimises: cross-entropy, which may go with that to a teacher's tokens, or a preference loss over pairs
+// of a chosen and a rejected completion of one prompt. Every rule of --loss stands in loss_rule.cpp with its formula;
+// beta and gamma are named as in TRL.
 #include <cstdint>
 #include <string>
 
@@ -8,11 +9,20 @@ namespace tierflow {
 
 enum class LossKind : std::uint8_t { cross_entropy, dpo, simpo, orpo };
 
+// Learning from a teacher's most likely tokens too (models/soft_targets.h has the formula): the weights of both parts
+// and the temperature, named as in axolotl.
+struct Distillation {
+  std::int64_t top = 0;  // tokens that the teacher named for each position; 0: there is no teacher
+  double alpha = 0.9, ce_alpha = 0.1, temperature = 1.0;
+};
+
 struct LossRule {
   LossKind kind = LossKind::cross_entropy;
-  double beta = 0.1;         // above 0
-  double simpo_gamma = 0.5;  // SimPO's target margin
+  double beta = 0.1;               // above 0
+  double simpo_gamma = 0.5;        // SimPO's target margin
+  Distillation distillation = {};  // with cross-entropy alone
 
+  bool distills() const { return distillation.top > 0; }
   bool pairs() const { return kind != LossKind::cross_entropy; }
   // It needs each completion's log-probability under a reference model.
   bool needs_reference() const { return kind == LossKind::dpo; }

@@ -19,6 +19,7 @@
 #include "runtime/checkpoint/safetensors_header.h"
 #include "runtime/data/data_source.h"
 #include "runtime/data/row_file.h"
+#include "runtime/data/teacher_file.h"
 #include "runtime/spec/model_spec.h"
 #include "swap/store_format.h"
 
@@ -114,6 +115,39 @@ void expect_sound_superblock(std::span<const std::byte> sector) {
   tierflow::DataOptions options;
   options.skip_bad_records = !text.empty() && text[0] % 2 == 1;
   tierflow::read_source({.path = file_of("rows.jsonl", text), .kind = tierflow::SourceKind::jsonl}, options, sink);
+}
+// As it is, and as index and blocks behind a header that fits them: the first two bytes give sequences and K.
+[[maybe_unused]] void fuzz_teacher(const std::string& text) {
+  const auto read = [](const std::string& bytes) {
+    try {
+      const tierflow::TeacherFile file(file_of("teacher.tft", bytes));
+      for (std::uint64_t sequence = 0; sequence < file.shape().sequences; ++sequence) {
+        const tierflow::TeacherTokens tokens = file.read(sequence);
+        if (tokens.ids.size() != tokens.log_probabilities.size() || tokens.ids.size() % file.shape().top != 0) defect();
+        for (const std::uint32_t id : tokens.ids)
+          if (id > file.largest_id()) defect();
+      }
+    } catch (const tierflow::Exception& error) {
+      expect_one_line(error.what());
+    }
+  };
+  read(text);
+  if (text.size() < 2) return;
+  const std::uint64_t sequences = text[0] & 3, top = 1 + (text[1] & 3), index = 16 * sequences;
+  if (text.size() < 2 + index) return;
+  const std::uint64_t positions = (text.size() - 2 - index) / (4 * top);
+  const std::string body = text.substr(2, index + positions * 4 * top);
+  std::string header = "TFTEACH\n" + std::string(72, '\0');
+  const auto put = [&](std::size_t at, std::uint64_t value) { std::memcpy(&header[at], &value, sizeof value); };
+  put(8, 1 | top << 32);
+  put(16, 2 | std::uint64_t{999} << 32);
+  put(24, 1000);
+  put(32, 8);
+  put(40, sequences);
+  put(48, positions);
+  put(64, XXH3_64bits(body.data(), index));
+  put(72, XXH3_64bits(header.data(), 72));
+  read(header + body);
 }
 // As it is, and as rows behind a header that fits them, but for the number of rows that the first byte gives.
 [[maybe_unused]] void fuzz_rows(const std::string& text) {

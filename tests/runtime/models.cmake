@@ -2,6 +2,7 @@
 add_executable(models_test
   models/adapters_test.cpp
   models/dense_weights_test.cpp
+  models/distillation_test.cpp
   models/documents_test.cpp
   models/gradient_test.cpp
   models/ops_test.cpp
