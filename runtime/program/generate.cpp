@@ -11,12 +11,11 @@
 #include <optional>
 
 #include "runtime/base/exception.h"
-#include "runtime/base/files.h"
 #include "runtime/base/machine.h"
 #include "runtime/base/signals.h"
-#include "runtime/base/strict_json.h"
 #include "runtime/base/utf8.h"
 #include "runtime/data/prompt_tokenizer.h"
+#include "runtime/program/prompts.h"
 #include "runtime/program/run_common.h"
 #include "runtime/program/train.h"
 #include "runtime/session/generator.h"
@@ -27,53 +26,7 @@ namespace {
 using OrderedJson = nlohmann::ordered_json;
 using Tokens = std::vector<std::int64_t>;
 
-constexpr std::uint64_t kLargestPrompts = std::uint64_t{1} << 30;
-constexpr std::string_view kUtf8Mark = "\xef\xbb\xbf";
 constexpr std::string_view kUnfinished = "\xef\xbf\xbd";  // a character some of whose bytes are still to come
-
-OrderedJson as_prompt(const GenerateOptions& options, std::string text) {
-  if (!options.chat) return {{"text", std::move(text)}};
-  auto messages = OrderedJson::array();
-  if (!options.system.empty()) messages.push_back({{"role", "system"}, {"content", options.system}});
-  messages.push_back({{"role", "user"}, {"content", std::move(text)}});
-  return {{"messages", std::move(messages)}};
-}
-
-OrderedJson row_prompt(const GenerateOptions& options, const std::string& line, const std::string& where) {
-  parse_json(line, where);                           // refuses what is none
-  const OrderedJson row = OrderedJson::parse(line);  // templates see the keys in their order
-  if (row.is_object() && row.contains("messages")) return row;
-  for (const char* field : {"prompt", "text"})
-    if (row.is_object() && row.contains(field) && row[field].is_string())
-      return as_prompt(options, row[field].get<std::string>());
-  fail_input(where, "is no object with \"messages\", or with \"prompt\" or \"text\" as a string");
-}
-
-OrderedJson read_prompts(const GenerateOptions& options) {
-  auto prompts = OrderedJson::array();
-  for (const std::string& text : options.prompt) {
-    if (find_invalid_utf8(text) != std::string::npos) fail(io::ErrorKind::usage, "", "--prompt is not UTF-8");
-    prompts.push_back(as_prompt(options, text));
-  }
-  if (options.prompts.empty()) return prompts;
-  const std::string file = options.prompts.string();
-  std::string text = read_text(options.prompts, kLargestPrompts);
-  if (text.starts_with(kUtf8Mark)) text.erase(0, kUtf8Mark.size());
-  const bool rows = options.prompts.extension() == ".jsonl";
-  std::size_t number = 0;
-  for (std::size_t begin = 0; begin < text.size(); ++number) {
-    const std::size_t end = std::min(text.find('\n', begin), text.size());
-    std::string line = text.substr(begin, end - begin);
-    begin = end + 1;
-    const std::string where = fmt::format("{}:{}", file, number + 1);
-    if (!line.empty() && line.back() == '\r') line.pop_back();
-    if (line.empty()) continue;
-    if (find_invalid_utf8(line) != std::string::npos) fail_input(where, "is not UTF-8");
-    prompts.push_back(rows ? row_prompt(options, line, where) : as_prompt(options, std::move(line)));
-  }
-  if (prompts.empty()) fail_input(file, "has no prompt");
-  return prompts;
-}
 
 Sampling sampling_of(const GenerateOptions& options, Sampling sampling) {
   // One that asks for draws wants them; a temperature of 0 asks for none.
@@ -337,7 +290,12 @@ int run_generate(const GenerateOptions& options) {
   watch_signals();
   TrainingLog log(options.log_json, false);
   const bool talks = options.prompt.empty() && options.prompts.empty();
-  const OrderedJson prompts = read_prompts(options);
+  const PromptForm form{.chat = options.chat, .system = options.system};
+  OrderedJson prompts = options.prompts.empty() ? OrderedJson::array() : read_prompts(options.prompts, form);
+  for (const std::string& text : options.prompt) {
+    if (find_invalid_utf8(text) != std::string::npos) fail(io::ErrorKind::usage, "", "--prompt is not UTF-8");
+    prompts.push_back(as_prompt(form, text));
+  }
   Generation generation(options, log);
   if (talks)
     generation.talk();

@@ -111,6 +111,11 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
   table.group(kEvaluation);
   table.integer("eval-every", o.eval_every, 0,
                 "steps between evaluations; 0: before the first step and after the last");
+  table.integer("sample-every", o.sample_every, 0, "steps after which the model continues --sample-prompts; 0: never");
+  table.path("sample-prompts", o.sample_prompts, "FILE",
+             "a text file with a prompt a line, or .jsonl with rows of \"messages\" or \"prompt\"");
+  table.integer("max-new-tokens", o.max_new_tokens, 1, "tokens to generate at most for each of these prompts",
+                kMostTokens);
   table.number("held-out", o.held_out, 0, 1, "share of the sequences kept for evaluation");
   table.integer("eval-sequences", o.eval_sequences, 0, "held-out sequences in one evaluation at most; 0: all");
   table.integer("early-stopping-patience", o.early_stopping_patience, 0,
@@ -288,6 +293,8 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
     fail_usage("--early-stopping-threshold is for --early-stopping-patience");
   if (options.storage.empty() && options.durability != "auto" && options.durability != "export-only")
     fail_usage("--durability " + options.durability + " needs --storage: the state lies there");
+  if ((options.sample_every == 0) != options.sample_prompts.empty())
+    fail_usage("--sample-every and --sample-prompts belong together: give both, or neither");
   if (options.resume && options.storage.empty()) fail_usage("--resume needs --storage: the state lies there");
   check_adapter(options);
   keep_family(options.read_as, options.adapter);

@@ -117,6 +117,9 @@ struct TrainOptions : RunOptions {
   std::uint64_t seed = 0;
   std::int64_t eval_every = 0;               // steps; 0: before the first and after the last
   double held_out = 0.01;                    // share of the sequences
+  std::int64_t sample_every = 0;             // steps; 0: never
+  std::filesystem::path sample_prompts;      // of these samples
+  std::int64_t max_new_tokens = 64;          // of each at most
   std::int64_t eval_sequences = 64;          // at most that many held-out ones in each evaluation; 0: all
   std::int64_t early_stopping_patience = 0;  // evaluations in a row without a better loss that end the run; 0: never
   double early_stopping_threshold = 0;       // how much better counts

@@ -23,6 +23,7 @@
 #include "runtime/program/run_record.h"
 #include "runtime/program/run_result.h"
 #include "runtime/program/run_summary.h"
+#include "runtime/program/samples.h"
 #include "runtime/program/step_trace.h"
 #include "runtime/program/training_spec.h"
 
@@ -50,7 +51,8 @@ class Training {
         trace_(options.trace, log),
         data_(prepare_data(data_options(options, spec_, temporary_folder()), log)),
         preference_(options, data_),
-        teacher_(options, spec_.config.vocab_size, data_) {
+        teacher_(options, spec_.config.vocab_size, data_),
+        samples_(options, spec_) {
     if (!options.no_export) result_.out = options.out;
     if (data_.held_out_sequences() == 0 && (options.export_best || options.early_stopping_patience > 0))
       throw Exception(io::ErrorKind::usage,
@@ -89,6 +91,7 @@ class Training {
         ++step;
         remember();
         trace_.end_step(step, *session_, result_.prediction);
+        samples_.after_step(step, *session_, log_);
         if (step < steps_) between_steps(step);
       });
     trace_.finish(step, result_.prediction);
@@ -151,6 +154,7 @@ class Training {
     session.record = trace_.wanted();
     session.run = run;
     teacher_.tell(session);
+    samples_.set_aside(session, spec_);
     if (left_.resumable) {
       session.resume = true;
       session.chunk_elements = left_.chunk_elements;
@@ -382,6 +386,7 @@ class Training {
   Dataset data_;
   PreferenceRun preference_;
   const DistillationRun teacher_;
+  const Samples samples_;
   std::optional<ExportRequests> requests_;  // ahead of the session: it goes when the state is free
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0;

@@ -1,0 +1,64 @@
+#include "runtime/program/prompts.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/files.h"
+#include "runtime/base/strict_json.h"
+#include "runtime/base/utf8.h"
+
+namespace tierflow {
+
+using OrderedJson = nlohmann::ordered_json;
+
+namespace {
+
+constexpr std::uint64_t kLargestPrompts = std::uint64_t{1} << 30;
+constexpr std::string_view kUtf8Mark = "\xef\xbb\xbf";
+
+OrderedJson row_prompt(const PromptForm& form, const std::string& line, const std::string& where) {
+  parse_json(line, where);                           // refuses what is none
+  const OrderedJson row = OrderedJson::parse(line);  // templates see the keys in their order
+  if (row.is_object() && row.contains("messages")) return row;
+  for (const char* field : {"prompt", "text"})
+    if (row.is_object() && row.contains(field) && row[field].is_string())
+      return as_prompt(form, row[field].get<std::string>());
+  fail_input(where, "is no object with \"messages\", or with \"prompt\" or \"text\" as a string");
+}
+
+}  // namespace
+
+OrderedJson as_prompt(const PromptForm& form, std::string text) {
+  if (!form.chat) return {{"text", std::move(text)}};
+  auto messages = OrderedJson::array();
+  if (!form.system.empty()) messages.push_back({{"role", "system"}, {"content", form.system}});
+  messages.push_back({{"role", "user"}, {"content", std::move(text)}});
+  return {{"messages", std::move(messages)}};
+}
+
+OrderedJson read_prompts(const std::filesystem::path& path, const PromptForm& form) {
+  auto prompts = OrderedJson::array();
+  const std::string file = path.string();
+  std::string text = read_text(path, kLargestPrompts);
+  if (text.starts_with(kUtf8Mark)) text.erase(0, kUtf8Mark.size());
+  const bool rows = path.extension() == ".jsonl";
+  std::size_t number = 0;
+  for (std::size_t begin = 0; begin < text.size(); ++number) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    std::string line = text.substr(begin, end - begin);
+    begin = end + 1;
+    const std::string where = fmt::format("{}:{}", file, number + 1);
+    if (!line.empty() && line.back() == '\r') line.pop_back();
+    if (line.empty()) continue;
+    if (find_invalid_utf8(line) != std::string::npos) fail_input(where, "is not UTF-8");
+    prompts.push_back(rows ? row_prompt(form, line, where) : as_prompt(form, std::move(line)));
+  }
+  if (prompts.empty()) fail_input(file, "has no prompt");
+  return prompts;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,90 @@
+"""What is generated while a model is trained is what `tierflow generate` writes with the weights of that step, and changes no bit of the training."""
+import json
+import signal
+
+import pytest
+from program import changed, needs_torch, run, small, start, steps_of, the_error, wait_until
+from rows import base, the_library, transformers, write_rows  # noqa: F401
+
+pytestmark = needs_torch
+PROMPTS = ["the answer is", "what", "you long for the user and"]
+
+
+@pytest.fixture(scope="module")
+def work(base, tmp_path_factory):  # noqa: F811
+    import torch
+    folder = tmp_path_factory.mktemp("samples")
+    tokenizer = the_library(base)
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, initializer_range=0.1)).to(torch.bfloat16).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_rows(folder / "rows.jsonl", [{"prompt": text, "completion": " and what you long for"} for text in PROMPTS * 4])
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return folder
+
+
+def words(*more):
+    return ["train", "--model", "model", "--data", "rows.jsonl", "--data-cache", "cache", "--lr", "5e-3", "--lr-schedule", "constant", "--held-out", "0",
+            *small("--sequence-length", "32"), "--micro-batches", "2", *more]  # fmt: skip
+
+
+SAMPLES = ["--sample-every", "2", "--sample-prompts", "prompts.txt", "--max-new-tokens", "6"]
+
+
+def samples_of(log):
+    return [(line["step"], line["samples"]) for line in map(json.loads, log.read_text().splitlines()) if "samples" in line]
+
+
+def weights(folder):
+    return next(path.read_bytes() for path in sorted(folder.glob("*model.safetensors")))
+
+
+def test_a_sample_is_what_the_result_generates(work, tmp_path):
+    log = tmp_path / "log.json"
+    said = run(work, *words("--steps", "4", *SAMPLES), "--out", tmp_path / "out", "--log-json", log).stderr
+    (two, _), (four, last) = samples_of(log)
+    assert (two, four) == (2, 4) and [sample["prompt"] for sample in last] == [1, 2, 3]
+    generated = run(work, "generate", "--model", tmp_path / "out", "--prompts", "prompts.txt", "--temperature", "0", "--max-new-tokens", "6", "--json",
+                    *small("--sequence-length", "32")[:6]).stdout  # fmt: skip
+    expected = [json.loads(line) for line in generated.splitlines()]
+    assert [sample["tokens"] for sample in last] == [sample["tokens"] for sample in expected]
+    for sample, theirs in zip(last, expected, strict=True):
+        assert sample == theirs
+        assert f"step 4: sample {sample['prompt']} ({sample['finish_reason']}): {json.dumps(sample['text'], ensure_ascii=False)}" in said
+    run(work, *words("--steps", "4"), "--out", tmp_path / "plain", "--log-json", tmp_path / "plain.json")
+    assert weights(tmp_path / "plain") == weights(tmp_path / "out")
+    assert [step["loss"] for step in steps_of(log)] == [step["loss"] for step in steps_of(tmp_path / "plain.json")]
+
+
+@pytest.mark.parametrize("more", [["--method", "lora", "--lora-rank", "4"], ["--clip", "none"]])
+def test_streamed_they_are_the_same(work, tmp_path, more):
+    found = []
+    for name in "resident", "streamed":
+        log, run_words = tmp_path / f"{name}.json", words("--steps", "4", *SAMPLES, *more)
+        if name == "streamed":
+            run_words = [*changed(run_words, {"--host-memory": "600KiB"}), "--storage", str(tmp_path / "store")]
+        run(work, *run_words, "--out", tmp_path / name, "--log-json", log)
+        found.append((samples_of(log), [step["loss"] for step in steps_of(log)], weights(tmp_path / name)))
+    assert found[0] == found[1] and len(found[0][0]) == 2
+
+
+def test_their_keys_and_values_are_of_the_budget(work, tmp_path):
+    refused = run(work, *changed(words("--steps", "1", *SAMPLES), {"--max-new-tokens": "50", "--host-memory": "10KiB"}), "--out", tmp_path / "out", ok=False)
+    assert refused.returncode == 2 and "keys and values of the samples take" in the_error(refused.stderr)
+    for options, why in ((["--sample-every", "2"], "belong together"), (["--sample-prompts", "prompts.txt"], "belong together"),
+                         (changed(SAMPLES, {"--max-new-tokens": "60"}), "beyond the model's 64 positions"),
+                         (changed(SAMPLES, {"--sample-prompts": "nothing.txt"}), "nothing.txt")):  # fmt: skip
+        refused = run(work, *words("--steps", "1", *options), "--out", tmp_path / "out", ok=False)
+        assert refused.returncode in (2, 3) and why in the_error(refused.stderr)
+
+
+def test_a_signal_does_not_wait_for_them(work, tmp_path):
+    log = tmp_path / "log.json"
+    child = start(work, *changed(words("--steps", "100000", *SAMPLES), {"--sample-every": "1"}), "--out", tmp_path / "out", "--log-json", log)
+    wait_until(lambda: log.exists() and '"samples"' in log.read_text())
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 128 + signal.SIGINT and "stopped after step" in said
+    assert (tmp_path / "out" / "model.safetensors").exists()
