@@ -71,6 +71,10 @@ def test_streamed_they_are_the_same(work, tmp_path, more):
 
 
 def test_their_keys_and_values_are_of_the_budget(work, tmp_path):
+    for options, left in ([], True), (SAMPLES, False):  # what they take is not the training's
+        streamed = [*changed(words("--steps", "1", *options), {"--host-memory": "600KiB"}), "--storage", tmp_path / "store"]
+        said = run(work, *streamed, "--out", tmp_path / f"of-{left}").stderr
+        assert ("budget 600 KiB" in said) == left and "; host memory " in said
     refused = run(work, *changed(words("--steps", "1", *SAMPLES), {"--max-new-tokens": "50", "--host-memory": "10KiB"}), "--out", tmp_path / "out", ok=False)
     assert refused.returncode == 2 and "keys and values of the samples take" in the_error(refused.stderr)
     for options, why in ((["--sample-every", "2"], "belong together"), (["--sample-prompts", "prompts.txt"], "belong together"),
