@@ -42,29 +42,25 @@ void Samples::set_aside(SessionOptions& session, const ModelSpec& spec) const {
 
 void Samples::after_step(std::int64_t step, Session& session, TrainingLog& log) const {
   if (every_ == 0 || step % every_ != 0) return;
-  struct Interrupted {};
   try {
-    const std::vector<Generated> found = generated(session, log, [] {
-      if (stop_signal() != 0) throw Interrupted{};
-    });
+    const std::vector<Generated> found = generated(session, log);
     log.no_step_moved_that(session);
     show(step, found, log);
-  } catch (const Interrupted&) {  // what ends the run is for its loop to see
+  } catch (const Stopped&) {  // the run's loop sees it too, and ends with its state kept
   } catch (const Exception& error) {
     if (!session.intact() || error.error().kind == io::ErrorKind::memory) throw;
     log.say(fmt::format("warning: there are no samples after step {}: {}", step, error.what()));
   }
 }
 
-std::vector<Generated> Samples::generated(Session& session, TrainingLog& log,
-                                          const std::function<void()>& before_pass) const {
+std::vector<Generated> Samples::generated(Session& session, TrainingLog& log) const {
   std::vector<Generated> found(prompts_.size());
   std::uint64_t tokens = 0;
   const std::uint64_t most = prompts_.size() * static_cast<std::uint64_t>(generation_.max_new_tokens);
   generate(session, prompts_, generation_,
            {.before_pass =
                 [&] {
-                  before_pass();
+                  throw_if_stopped();
                   log.progress("generating samples", tokens, most);
                 },
             .on_token = [&](std::size_t, std::int64_t) { ++tokens; },

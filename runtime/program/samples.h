@@ -2,7 +2,6 @@
 // `tierflow train --sample-every`: what the model writes, as far as it is trained, behind some prompts: the most likely
 // token each time.
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "runtime/data/data.h"
@@ -26,7 +25,7 @@ class Samples {
   void after_step(std::int64_t step, Session& session, TrainingLog& log) const;
 
  private:
-  std::vector<Generated> generated(Session& session, TrainingLog& log, const std::function<void()>& before_pass) const;
+  std::vector<Generated> generated(Session& session, TrainingLog& log) const;
   void show(std::int64_t step, const std::vector<Generated>& found, TrainingLog& log) const;
 
   const std::int64_t every_;  // 0: none

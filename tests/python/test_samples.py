@@ -1,5 +1,6 @@
 """What is generated while a model is trained is what `tierflow generate` writes with the weights of that step, and changes no bit of the training."""
 import json
+import shutil
 import signal
 
 import pytest
@@ -58,6 +59,21 @@ def test_a_sample_is_what_the_result_generates(work, tmp_path):
     assert [step["loss"] for step in steps_of(log)] == [step["loss"] for step in steps_of(tmp_path / "plain.json")]
 
 
+def test_a_sample_ends_with_the_models_stop_token(work, tmp_path):
+    logs = [tmp_path / name for name in ("log.json", "ended.json")]
+    run(work, *words("--steps", "2", *SAMPLES), "--out", tmp_path / "out", "--log-json", logs[0])
+    ((_, whole),) = samples_of(logs[0])
+    end = whole[0]["tokens"][2]
+    shutil.copytree(work / "model", tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": end, "do_sample": True, "temperature": 2.0}))
+    run(work, *changed(words("--steps", "2", *SAMPLES), {"--model": str(tmp_path / "model")}), "--out", tmp_path / "ended", "--log-json", logs[1])
+    ((_, ended),) = samples_of(logs[1])
+    for sample, before in zip(ended, whole, strict=True):
+        stops = end in before["tokens"]
+        assert sample["tokens"] == (before["tokens"][: before["tokens"].index(end)] if stops else before["tokens"])
+        assert sample["finish_reason"] == ("stop" if stops else "length")
+
+
 @pytest.mark.parametrize("more", [["--method", "lora", "--lora-rank", "4"], ["--clip", "none"]])
 def test_streamed_they_are_the_same(work, tmp_path, more):
     found = []
@@ -91,4 +107,5 @@ def test_a_signal_does_not_wait_for_them(work, tmp_path):
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 128 + signal.SIGINT and "stopped after step" in said
+    assert "warning: there are no samples" not in said
     assert (tmp_path / "out" / "model.safetensors").exists()

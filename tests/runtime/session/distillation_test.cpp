@@ -93,7 +93,10 @@ TEST(DistillationSession, needs_a_teachers_tokens_for_every_token) {
   SessionOptions options = resident(2);
   options.loss.distillation.top = kTop;
   std::vector<MicroBatch> fewer = taught_batches(2, 0);
-  fewer[1].teacher_ids = fewer[1].teacher_ids.narrow(2, 0, kTop - 1);
+  for (MicroBatch& batch : fewer) {
+    batch.teacher_ids = batch.teacher_ids.narrow(2, 0, kTop - 1);
+    batch.teacher_log_probabilities = batch.teacher_log_probabilities.narrow(2, 0, kTop - 1);
+  }
   for (const std::vector<MicroBatch>& wrong : {batches(2, 0), fewer}) {
     Session session(model_of(cases()[0], {}), options);
     EXPECT_THROW(session.step(wrong), Exception);
