@@ -105,6 +105,8 @@ io::Error Store::restore(const RestoredExtent& use, const RestoreProgress& progr
   for (const Generation& candidate : found_) {
     wrong = take_over(candidate);
     if (!wrong) wrong = scrub(use, progress);
+    // Going back takes the newer one away: not for want of memory or a permission.
+    if (wrong && wrong.kind != io::ErrorKind::corruption && wrong.kind != io::ErrorKind::io) return wrong;
     if (wrong && newest.empty()) {
       newest = name_of(candidate.block.generation) + ": " + wrong.message();
       continue;
@@ -163,6 +165,7 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
         extents.emplace_back(kind, index);
         total += extent_bytes(kind, index);
       }
+  if (extents.empty()) return store_damaged("it has no extents");
   std::mutex mutex;
   std::condition_variable wakes;
   std::deque<Reading> readings;

@@ -88,20 +88,10 @@ def state_of(model: nn.Module, opt: AdamW) -> tuple[dict[str, torch.Tensor], dic
                 tensors[f"opt.{key}.{name}"] = value
             else:
                 record["steps"][name] = value
-    return _copies(tensors | _random(engine.device)), record
-
-
-def left_by_forward(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Of the tensors of state_of() those that a forward may change, as copies: buffers, and the state of random numbers."""
-    return _copies({f"model.{name}": buffer for name, buffer in model.named_buffers()} | _random(engine_of(model).device))
-
-
-def _random(device: torch.device) -> dict[str, torch.Tensor]:
-    return {"random.cpu": torch.get_rng_state()} | ({"random.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    tensors["random.cpu"] = torch.get_rng_state()
+    if engine.device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(engine.device)
+    return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, record
 
 
 def put_back(

@@ -6,14 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as as_safetensors
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import _native
-from .checkpoint import groups_of, left_by_forward, put_back, state_of
+from .checkpoint import groups_of, put_back, state_of
 from .model import engine_of
 from .optim import AdamW
 
@@ -60,8 +59,7 @@ class Journal:
     def __init__(self, model: nn.Module, opt: AdamW, schedules: Sequence[LRScheduler]) -> None:
         self.model, self.opt, self.schedules, self.engine = model, opt, schedules, engine_of(model)
         self.step = 0
-        # Of the last step, not committed yet: state_of(), or where no commit is due the part of it that changes without a step.
-        self._waits: tuple[dict[str, torch.Tensor], dict[str, Any]] | dict[str, torch.Tensor] | None = None
+        self._waits: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last step, not committed yet
         self._torn = False  # between a step's gradients and what it leaves
         self._check_schedules()
         self._made = _plain({"groups": groups_of(model, opt), "schedulers": [_settings(schedule) for schedule in schedules]})
@@ -89,19 +87,14 @@ class Journal:
 
     def end_step(self, counts: bool = True) -> None:
         self.step += counts
-        due = self.step % self.engine.durable == 0
-        self._waits, self._torn = state_of(self.model, self.opt) if due else left_by_forward(self.model), False
+        self._waits, self._torn = state_of(self.model, self.opt), False
 
     def commit(self) -> None:
         """Commits the last step, if that was not done."""
         if self._waits is None or self._torn:
             return
         self._check_schedules()
-        if isinstance(self._waits, tuple):
-            tensors, state = self._waits
-        else:
-            tensors, state = state_of(self.model, self.opt)
-            tensors |= self._waits
+        tensors, state = self._waits
         schedules = [_changed(schedule.state_dict(), before) for schedule, before in zip(self.schedules, self._settings, strict=True)]
         record = {"made": self._made, "state": {**state, "groups": groups_of(self.model, self.opt)}, "schedules": schedules}
         self.engine.native.commit(self.step, as_safetensors(tensors, {"record": json.dumps(record)}))

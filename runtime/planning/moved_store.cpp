@@ -93,7 +93,10 @@ class MovesAlone {
 
  private:
   void release() {
-    for (const int opened : held_) close(opened);
+    for (const int opened : held_) {
+      flock(opened, LOCK_UN);  // a child that was forked meanwhile holds it too
+      close(opened);
+    }
     held_.clear();
   }
   std::vector<int> held_;
@@ -241,6 +244,10 @@ void move_store(const io::VolumeOptions& storage, const Folders& first, const Sa
   const MovesAlone alone(both);
   // Locked until the second store has its place: what another process added to the first would be lost with it.
   const StoredModel from = open_stored_model(first);
+  if (io::Error wrong = check_beside(first, from.store->generation(), from.store->progress())) {
+    wrong.detail += "; name the folders where the state lies: a run goes back a generation there";
+    throw Exception(std::move(wrong));
+  }
   std::string names;
   for (const fs::path& folder : first) names += (names.empty() ? "" : ", ") + folder.string();
   say(fmt::format("the state lies in {}: it is copied into the {} folders of this run, verified, and removed there",

@@ -16,6 +16,7 @@
 #include "io/volume.h"
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"
+#include "runtime/base/utf8.h"
 
 namespace tierflow {
 namespace {
@@ -24,6 +25,8 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr std::size_t kLargestMessage = 64 << 10;
+constexpr int kQueue = 16, kMost = 32;         // who may wait, and who is looked at between two steps
+constexpr int kConnected = 5000, kSaid = 100;  // milliseconds that a queue may stay full, and a message may take
 constexpr int kSocket = SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK;
 
 struct Address {
@@ -74,31 +77,52 @@ io::Descriptor connected(const Folders& storage) {
     const auto address = address_of(folder);
     if (!address) continue;
     io::Descriptor socket(::socket(AF_UNIX, kSocket, 0));
-    if (socket && connect(socket.fd(), address->get(), address->length) == 0 && peer_of(socket.fd()) != 0)
-      return socket;
+    if (!socket) continue;
+    int found = connect(socket.fd(), address->get(), address->length);
+    for (int waited = 0; found != 0 && errno == EAGAIN && waited < kConnected; waited += 100) {  // others wait there
+      throw_if_stopped();
+      poll(nullptr, 0, 100);
+      found = connect(socket.fd(), address->get(), address->length);
+    }
+    if (found == 0 && peer_of(socket.fd()) != 0) return socket;
   }
   return {};
 }
 
+// What somebody of this user asks for; nothing where it is taken back.
+std::optional<std::string> asked(int socket) {
+  if (peer_of(socket) == 0) return std::nullopt;
+  pollfd look{.fd = socket, .events = POLLIN, .revents = 0};
+  if (poll(&look, 1, kSaid) <= 0) return std::nullopt;
+  const auto out = received(socket);
+  return hung_up(socket) ? std::nullopt : out;
+}
+
 }  // namespace
 
-ExportRequests::ExportRequests(const Folders& storage) {
+ExportRequests::ExportRequests(const Folders& storage, const Say& say) {
   const auto address = storage.empty() ? std::nullopt : address_of(storage.front());
   if (!address) return;
   io::Descriptor socket(::socket(AF_UNIX, kSocket, 0));
-  if (socket && bind(socket.fd(), address->get(), address->length) == 0 && listen(socket.fd(), 16) == 0)
+  if (socket && bind(socket.fd(), address->get(), address->length) == 0 && listen(socket.fd(), kQueue) == 0)
     listens_ = std::move(socket);
+  else
+    say(fmt::format("warning: `tierflow export` cannot ask this run for its model: {}", std::strerror(errno)));
 }
 
 void ExportRequests::answer(std::int64_t step, const std::function<io::Error(const fs::path& out)>& write) const {
-  while (listens_) {
+  for (int looked = 0; listens_ && looked < kMost && stop_signal() == 0; ++looked) {
     const io::Descriptor socket(accept4(listens_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket && errno == EINTR) continue;
     if (!socket) return;
-    const auto out = peer_of(socket.fd()) != 0 ? received(socket.fd()) : std::nullopt;
-    if (!out || hung_up(socket.fd())) continue;
+    const auto out = asked(socket.fd());
+    if (!out) continue;
     json answer{{"step", step}};
-    if (const io::Error why = write(*out)) answer = {{"error", static_cast<int>(why.kind)}, {"detail", why.message()}};
+    if (find_invalid_utf8(*out) != std::string::npos)
+      answer = {{"error", static_cast<int>(io::ErrorKind::usage)},
+                {"detail", "--out, with the folders above it, must be UTF-8: name another folder"}};
+    else if (const io::Error why = write(*out))
+      answer = {{"error", static_cast<int>(why.kind)}, {"detail", why.message()}};
     sent(socket.fd(), answer.dump(-1, ' ', false, json::error_handler_t::replace));
   }
 }

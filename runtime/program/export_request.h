@@ -20,10 +20,11 @@ namespace tierflow {
 // Of the run. What is asked waits until answer().
 class ExportRequests {
  public:
-  // Call when the state's files are there. Without folders, and where the system gives no socket, nobody can ask.
-  explicit ExportRequests(const Folders& storage);
-  // Calls `write` for each folder that somebody waits for. It writes the model there, which `step` steps made, or
-  // returns why not. Does not wait.
+  // Call when the state's files are there. Without folders nobody can ask, nor where the system gives no socket: that
+  // is said.
+  ExportRequests(const Folders& storage, const Say& say);
+  // Calls `write` for each folder that somebody waits for, until a signal stops the run. It writes the model there,
+  // which `step` steps made, or returns why not. Does not wait for who asks, and looks at 32 of them at most.
   void answer(std::int64_t step, const std::function<io::Error(const std::filesystem::path& out)>& write) const;
 
  private:

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -81,6 +82,10 @@ std::optional<std::int64_t> exported_by_the_run(const ExportOptions& options, Tr
       last = Clock::now();
     }
   }
+}
+
+bool lies_in(const fs::path& path, const fs::path& folder) {
+  return std::mismatch(folder.begin(), folder.end(), path.begin(), path.end()).first == folder.end();
 }
 
 }  // namespace
@@ -167,6 +172,11 @@ bool RunResult::write_checkpoint(Session& session, std::int64_t step, std::int64
 io::Error RunResult::write_elsewhere(const fs::path& out, Session& session, std::int64_t step, const Progress& progress,
                                      TrainingLog& log) const {
   const auto begun = Clock::now();
+  std::error_code unknown;
+  if (folder_ && lies_in(fs::weakly_canonical(out, unknown), fs::weakly_canonical(folder_->path(), unknown)))
+    return {.kind = io::ErrorKind::usage,
+            .path = out.string(),
+            .detail = "is in the folder that the run writes its own result to: name another one"};
   try {
     ResultFolder folder(out);
     check_space(folder);
@@ -210,7 +220,14 @@ int run_export(const ExportOptions& options) {
     log.say("result: " + fs::absolute(options.out).string() + more);
     return 0;
   };
-  if (const auto step = exported_by_the_run(options, log)) return said(fmt::format(", the model after step {}", *step));
+  if (const auto step = exported_by_the_run(options, log)) {
+    std::error_code absent;
+    if (!fs::exists(options.out / kModelLast, absent) && !fs::exists(options.out / kAdapterLast, absent))
+      fail(
+          io::ErrorKind::environment, options.out.string(),
+          "the run wrote its model there, and it is not there: the run sees other folders, as one in a container does");
+    return said(fmt::format(", the model after step {}", *step));
+  }
   ResultFolder out(options.out);
   {
     const StoredModel model = open_stored_model(options.storage);

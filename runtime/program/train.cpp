@@ -70,7 +70,7 @@ class Training {
       log_.say(fmt::format("the text model of {} is trained: {}", printable(spec_.wrapper),
                            result_of_text_model(options_, spec_)));
     open_session();
-    requests_.emplace(options_.storage);
+    requests_.emplace(options_.storage, [this](const std::string& line) { log_.say(line); });
     out_.check_space();  // once more: the store lies on the same drive, it may be
     log_.begin();
     preference_.set_reference(*session_, session_->options().run, log_);

@@ -248,7 +248,7 @@ void TrainingLog::evaluation(std::int64_t step, const Evaluation& found, const S
 }
 
 void TrainingLog::object(const json& object) {
-  const std::string line = object.dump() + '\n';
+  const std::string line = object.dump(-1, ' ', false, json::error_handler_t::replace) + '\n';
   if (json_on_stdout_ && !stdout_failed_) {
     std::cout << line << std::flush;
     if (!std::cout) {

@@ -62,8 +62,9 @@ std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& u
     fail(io::ErrorKind::corruption, left.state.string(), "holds no state that was committed" + remedy);
   expect_same(json::parse(contents.identity, nullptr, false), json::parse(durable_identity(units, options)),
               options.storage.front().string(), remedy);
-  if (!first.empty()) move_store(stream_volume(options), first, say, progress);
-  return contents;
+  if (first.empty()) return contents;
+  move_store(stream_volume(options), first, say, progress);
+  return value_or_throw(swap::Store::inspect(stream_volume(options)));  // its generations have other numbers
 }
 
 void commit_durable(swap::Store& store, const StreamerOptions& options, const StreamerCommit& commit) {

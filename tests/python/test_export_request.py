@@ -1,5 +1,6 @@
 """`tierflow export` beside a run that holds the state: the run writes its model between two steps."""
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -49,8 +50,9 @@ def test_the_run_writes_its_model_and_goes_on_to_the_bit(work):
     process = training(work, "--export-every", "1")
     (work / "mine").mkdir()
     (work / "mine" / "notes").write_text("")
-    refused, asks = asking(work, "mine"), asking(work)
+    refused, within, asks = asking(work, "mine"), asking(work, "out/../out/mine"), asking(work)
     process.send_signal(signal.SIGCONT)
+    assert "out/mine: is in the folder that the run writes its own result to" in the_error(within.communicate(timeout=60)[1]) and within.returncode == 2
     assert "mine: --out exists and is not an empty folder" in the_error(refused.communicate(timeout=60)[1]) and refused.returncode == 2
     step = int(re.search(r"result: .*/so-far, the model after step (\d+)\n", asks.communicate(timeout=60)[1])[1])
     said = process.communicate(timeout=60)[1]
@@ -103,6 +105,17 @@ def test_who_holds_the_state_and_takes_no_request_is_named(work):
         refused = run(work, *EXPORT, ok=False)
     assert refused.returncode == 8 and f"process {os.getpid()} holds it; it takes no request" in the_error(refused.stderr)
     assert not (work / "so-far").exists()
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_and_the_run_goes_on(work):
+    process = training(work)
+    state = (work / "store" / "state.tfv").stat()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asks:
+        asks.connect(f"\0tierflow-export-{state.st_dev:x}-{state.st_ino:x}")
+        asks.send(os.fsencode(work) + b"/caf\xe9")
+        process.send_signal(signal.SIGCONT)
+        assert json.loads(asks.recv(1000)) == {"error": 2, "detail": "--out, with the folders above it, must be UTF-8: name another folder"}
+    assert process.wait(60) == 0 and os.fsencode(work) + b"/caf\xe9" not in [os.fsencode(entry) for entry in work.iterdir()]
 
 
 def test_another_user_gets_no_model(work):

@@ -28,7 +28,7 @@ def loss_in_transformers(folder, ids):
         return model(input_ids=ids, labels=ids).loss.item()
 
 
-@pytest.mark.parametrize("family", ["ministral3", "gemma2", "gemma3", "phi4_mini", "glm4", "olmo3", "smollm3", "granite", "cohere2", "starcoder2", "arcee", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["ministral3", "gemma2", "gemma3", "phi4_mini", "glm4", "olmo3", "smollm3", "granite", "cohere2", "cohere_qk_norm", "gpt_neox", "starcoder2", "arcee", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "gpt_oss"])
 def test_a_family_trains_from_storage_and_is_read_back(family, work):
     saved(CONFIGS[family](), work / "model")
     steps = ["train", "--model", "model", "--data", "text.txt", "--steps", "3", "--lr", "1e-3"]

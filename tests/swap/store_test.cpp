@@ -319,6 +319,21 @@ TEST(StoreExtents, OneGenerationHasOneSlotAndTwoHaveTwo) {
   }
 }
 
+// As the state does; stripes of 1 MiB.
+TEST(StoreScratch, LiesOnTheDrivesInTheirProportion) {
+  testing::TempDir slow, fast;
+  StoreOptions options = options_in(slow.path(), 1);
+  options.volume.folders.push_back(fast.path());
+  options.volume.speeds = {1, 3};
+  options.scratch.activation_bytes = {16 << 20};
+  const auto store = create(options);
+  const std::vector<io::DriveStats> before = store->drives();
+  ASSERT_OK(write_extent(*store, ExtentKind::activation, 0, 1));
+  const std::vector<io::DriveStats> after = store->drives();
+  EXPECT_EQ(after[0].bytes_written - before[0].bytes_written, 4U << 20);
+  EXPECT_EQ(after[1].bytes_written - before[1].bytes_written, 12U << 20);
+}
+
 // Another place, another generation, another run: what lies there does not pass.
 TEST(StoreExtents, KnowWhereTheyBelong) {
   testing::TempDir folder, other_folder;
