@@ -203,6 +203,7 @@ TeacherTokens TeacherFile::read(std::uint64_t sequence) const {
   if (entries[1].before < entries[0].before || entries[1].before > shape_.positions)
     fail_damaged("its index has changed");
   const std::uint64_t positions = entries[1].before - entries[0].before;
+  if (positions > shape_.sequence_length) fail_damaged(fmt::format("sequence {} is too long", sequence));
   std::vector<std::byte> block(positions * shape_.position_bytes());
   read_exactly(file_, path_, place_of_blocks(shape_) + entries[0].before * shape_.position_bytes(), block);
   if (XXH3_64bits(block.data(), block.size()) != entries[0].hash)

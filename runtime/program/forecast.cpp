@@ -84,12 +84,14 @@ void Forecast::predict_steps(const Session& session, const SessionOptions& optio
 
 void Forecast::begin_step(const Session& session) {
   before_ = session.lanes();
+  constexpr auto kCompute = static_cast<std::size_t>(swap::Lane::compute);
+  between_ = before_[kCompute].tasks != after_[kCompute].tasks;
   if (++begun_ == 2) load_.emplace();
 }
 
 void Forecast::end_step(const Session& session, const StepResult& result) {
-  if (!profile_ || judged_ || begun_ < 2 || result.skipped || result.computed_again != 0) return;
-  const auto now = session.lanes();
+  const auto now = after_ = session.lanes();
+  if (!profile_ || judged_ || begun_ < 2 || between_ || result.skipped || result.computed_again != 0) return;
   StepShown& step = shown_.emplace_back(StepShown{.seconds = result.seconds});
   for (int lane = 0; lane < swap::kLanes; ++lane)
     step.busy_seconds[lane] = now[lane].busy_seconds - before_[lane].busy_seconds;
@@ -101,7 +103,8 @@ void Forecast::finish(const Session& session) {
   judged_ = true;
   const Verdict verdict = judge(spec_, session.plan(), *profile_, shown_, load_->other_cores());
   if (!verdict.line.empty()) log_.say(verdict.line);
-  if (!verdict.corrected) return;
+  // A head that distils takes its own time, of which the profile of other runs should know nothing.
+  if (!verdict.corrected || session.options().loss.distills()) return;
   cache_->keep(verdict.corrected->machine);
   cache_->keep(verdict.corrected->model);
 }

@@ -39,7 +39,8 @@ class Forecast {
   TrainingLog& log_;
   std::optional<ProfileCache> cache_;
   std::optional<Profile> profile_;
-  std::array<swap::LaneCounters, swap::kLanes> before_{};
+  std::array<swap::LaneCounters, swap::kLanes> before_{}, after_{};  // the step that runs; the last one
+  bool between_ = false;  // other passes came before this step, and did updates that it has else
   std::int64_t begun_ = 0;
   std::optional<LoadMeter> load_;
   std::vector<StepShown> shown_;

@@ -295,6 +295,8 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
     fail_usage("--durability " + options.durability + " needs --storage: the state lies there");
   if ((options.sample_every == 0) != options.sample_prompts.empty())
     fail_usage("--sample-every and --sample-prompts belong together: give both, or neither");
+  if (options.sample_every == 0 && options.max_new_tokens != TrainOptions{}.max_new_tokens)
+    fail_usage("--max-new-tokens is for --sample-every");
   if (options.resume && options.storage.empty()) fail_usage("--resume needs --storage: the state lies there");
   check_adapter(options);
   keep_family(options.read_as, options.adapter);

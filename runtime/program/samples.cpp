@@ -1,5 +1,6 @@
 #include "runtime/program/samples.h"
 
+#include <c10/util/Exception.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -24,7 +25,7 @@ Samples::Samples(const TrainOptions& options, const ModelSpec& spec) : every_(op
   prompts_ = PromptTokenizer(text_).encode(read_prompts(options.sample_prompts, {}));
 }
 
-void Samples::set_aside(SessionOptions& session, const ModelSpec& spec) const {
+void Samples::set_aside(SessionOptions& session, const ModelSpec& spec, TrainingLog& log) const {
   if (every_ == 0) return;
   const auto at_once = std::min<std::int64_t>(session.micro_batches, std::ssize(prompts_));
   const GenerationShape shape = GenerationShape::of(spec, prompts_, generation_, at_once, session.sequence_length);
@@ -38,19 +39,25 @@ void Samples::set_aside(SessionOptions& session, const ModelSpec& spec) const {
                     human_bytes(shape.cache), human_bytes(session.host_memory)));
   session.host_memory -= shape.cache;
   session.workspace += shape.workspace;
+  log.say(fmt::format("samples: keys and values take {} of --host-memory, their use {} of --device-memory",
+                      human_bytes(shape.cache), human_bytes(shape.workspace)));
 }
 
 void Samples::after_step(std::int64_t step, Session& session, TrainingLog& log) const {
   if (every_ == 0 || step % every_ != 0) return;
+  const auto none = [&](const char* why) {
+    log.say(fmt::format("warning: there are no samples after step {}: {}", step, why));
+  };
   try {
-    const std::vector<Generated> found = generated(session, log);
-    log.no_step_moved_that(session);
-    show(step, found, log);
+    show(step, generated(session, log), log);
   } catch (const Stopped&) {  // the run's loop sees it too, and ends with its state kept
   } catch (const Exception& error) {
-    if (!session.intact() || error.error().kind == io::ErrorKind::memory) throw;
-    log.say(fmt::format("warning: there are no samples after step {}: {}", step, error.what()));
+    if (!session.intact()) throw;
+    none(error.what());
+  } catch (const c10::OutOfMemoryError& error) {  // for what is computed between passes
+    none(error.what_without_backtrace());
   }
+  log.no_step_moved_that(session);
 }
 
 std::vector<Generated> Samples::generated(Session& session, TrainingLog& log) const {

@@ -19,9 +19,9 @@ class Samples {
 
   // Sets aside what generation takes: keys and values of the host's budget, a workspace of the device's. Throws
   // Exception (kind usage) where there is too little, or for a prompt that the model cannot continue so far.
-  void set_aside(SessionOptions& session, const ModelSpec& spec) const;
+  void set_aside(SessionOptions& session, const ModelSpec& spec, TrainingLog& log) const;
   // After each step: where samples are due, makes them, shows them and puts them into the log. What keeps them from
-  // being made is a warning, where the session stays intact and memory did not run out; a signal leaves them out.
+  // being made is a warning, where the session stays intact; a signal leaves them out.
   void after_step(std::int64_t step, Session& session, TrainingLog& log) const;
 
  private:

@@ -44,6 +44,7 @@ TeacherShape shape_of(const EvalOptions& options, std::int64_t vocabulary, const
 
 TeacherPass::TeacherPass(const EvalOptions& options, std::int64_t vocabulary, const Dataset& data, TrainingLog& log)
     : top_(options.teacher_top),
+      vocabulary_(vocabulary),
       model_(options.model.string()),
       file_(options.teacher_out, shape_of(options, vocabulary, data, log)) {}
 
@@ -59,7 +60,8 @@ void TeacherPass::add(const MicroBatch& batch, const HeadScores& scores) {
     for (std::int64_t at = row * length; at < (row + 1) * length; ++at) {
       if (label[at] < 0) continue;
       const std::int64_t first = at * top_, end = first + top_;
-      if (!std::all_of(exact + first, exact + end, [](double value) { return value <= 0; }))
+      const bool chosen = std::all_of(ids + first, ids + end, [&](std::int32_t id) { return id < vocabulary_; });
+      if (!chosen || !std::all_of(exact + first, exact + end, [](double value) { return value <= 0; }))
         fail(io::ErrorKind::numeric, model_,
              "gives log-probabilities that are not finite: the weights, or what they compute, are no numbers");
       tokens.ids.insert(tokens.ids.end(), ids + first, ids + end);

@@ -18,7 +18,7 @@ class TeacherPass {
   void finish(const Progress& progress);
 
  private:
-  const std::int64_t top_;
+  const std::int64_t top_, vocabulary_;
   const std::string model_;
   TeacherFileWriter file_;
 };

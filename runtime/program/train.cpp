@@ -154,7 +154,7 @@ class Training {
     session.record = trace_.wanted();
     session.run = run;
     teacher_.tell(session);
-    samples_.set_aside(session, spec_);
+    samples_.set_aside(session, spec_, log_);
     if (left_.resumable) {
       session.resume = true;
       session.chunk_elements = left_.chunk_elements;

@@ -223,7 +223,11 @@ std::string TrainingLog::limiting_lane(const Session& session) const {
 }
 
 void TrainingLog::no_step_moved_that(const Session& session) {
-  lanes_ = session.lanes();
+  const auto now = session.lanes();
+  // But for what was written: updates that the steps had deferred.
+  constexpr auto kWrites = static_cast<std::size_t>(swap::Lane::disk_write);
+  terabytes_ += static_cast<double>(now[kWrites].bytes - lanes_[kWrites].bytes) / 1e12;
+  lanes_ = now;
   if (gpu_ != nullptr) energy_ = gpu_->sample().energy;
 }
 

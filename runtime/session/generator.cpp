@@ -168,7 +168,7 @@ GenerationShape GenerationShape::of(const ModelSpec& spec, const std::vector<Tok
   if (c.max_positions > 0)
     shape.batch = std::min(shape.batch, c.max_positions);  // a row that is measured is a sequence
   shape.tokens = std::max(std::min(longest, most_tokens), shape.batch);
-  const bool pieces = longest > shape.tokens;
+  const bool pieces = longest > std::min(shape.tokens, most_tokens);
   const std::int64_t capacity = longest + options.max_new_tokens,
                      tables = capacity * c.head_dim * static_cast<std::int64_t>(sizeof(float)),
                      logits = c.vocab_size * 2 * static_cast<std::int64_t>(sizeof(float));

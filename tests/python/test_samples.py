@@ -91,6 +91,8 @@ def test_their_keys_and_values_are_of_the_budget(work, tmp_path):
         streamed = [*changed(words("--steps", "1", *options), {"--host-memory": "600KiB"}), "--storage", tmp_path / "store"]
         said = run(work, *streamed, "--out", tmp_path / f"of-{left}").stderr
         assert ("budget 600 KiB" in said) == left and "; host memory " in said
+    refused = run(work, *words("--steps", "1", "--max-new-tokens", "6"), "--out", tmp_path / "out", ok=False)
+    assert "--max-new-tokens is for --sample-every" in the_error(refused.stderr)
     refused = run(work, *changed(words("--steps", "1", *SAMPLES), {"--max-new-tokens": "50", "--host-memory": "10KiB"}), "--out", tmp_path / "out", ok=False)
     assert refused.returncode == 2 and "keys and values of the samples take" in the_error(refused.stderr)
     for options, why in ((["--sample-every", "2"], "belong together"), (["--sample-prompts", "prompts.txt"], "belong together"),

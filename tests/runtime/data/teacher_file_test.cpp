@@ -28,12 +28,13 @@ class TeacherFiles : public ::testing::Test {
             {},
             {.ids = {7, 3}, .log_probabilities = {kMinusOne, kMinusOne}}};
   }
-  fs::path write(std::uint64_t vocabulary = 1000, const std::vector<TeacherTokens>& all = tokens()) {
+  fs::path write(std::uint64_t vocabulary = 1000, const std::vector<TeacherTokens>& all = tokens(),
+                 std::uint64_t length = 8) {
     const fs::path path = dir_.path() / "teacher.tft";
     fs::remove(path);
     TeacherFileWriter writer(path, {.top = 2,
                                     .vocabulary = vocabulary,
-                                    .sequence_length = 8,
+                                    .sequence_length = length,
                                     .sequences = all.size(),
                                     .positions = 3,
                                     .data = 77});
@@ -68,6 +69,11 @@ class TeacherFiles : public ::testing::Test {
 
   TempDir dir_;
 };
+
+TEST_F(TeacherFiles, NoSequenceIsLongerThanItsHeaderSays) {
+  EXPECT_EQ(refusal(write(1000, tokens(), 2)), io::ErrorKind::none);
+  EXPECT_EQ(refusal(write(1000, tokens(), 1)), io::ErrorKind::corruption);
+}
 
 TEST_F(TeacherFiles, WhatIsWrittenIsRead) {
   for (const std::uint64_t vocabulary : {1000, 65536, 65537}) {
