@@ -4,10 +4,12 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <utility>
 
 #include "runtime/planning/prediction.h"
 #include "runtime/program/options.h"
 #include "runtime/program/plan_report.h"
+#include "runtime/program/run_record.h"
 #include "runtime/program/training_log.h"
 #include "runtime/session/session.h"
 
@@ -28,6 +30,11 @@ void say_what_is_durable(const TrainOptions& options, const Session& session, st
                          TrainingLog& log);
 // Of a folder that holds a text model and other parts: what becomes of these.
 std::string result_of_text_model(const TrainOptions& options, const ModelSpec& spec);
+
+// Of a run with --export-best: which model has the lowest held-out loss. result: the step and loss of the result, where
+// it was evaluated.
+void say_which_is_best(const TrainOptions& options, const RunRecord& record, bool saved,
+                       std::optional<std::pair<std::int64_t, double>> result, TrainingLog& log);
 
 void report(const RunSummary& run, const Session& session, TrainingLog& log);
 

@@ -129,7 +129,7 @@ class Training {
       if (!out_of_memory) refuse_unless_finite(step);
     }
     result_.steps = step;
-    say_which_is_best(step, true);
+    say_best(step, true);
     report(result_, *session_, log_);
     if (out_of_memory) return static_cast<int>(io::ErrorKind::memory);
     if (signal != 0) return 128 + signal;
@@ -260,20 +260,11 @@ class Training {
   }
 
   // After the last evaluation; `usable`: there is a result.
-  void say_which_is_best(std::int64_t step, bool usable) {
+  void say_best(std::int64_t step, bool usable) {
     if (!options_.export_best) return;
-    const bool saved = out_.has_checkpoint(record_.saved);
-    if (usable && evaluated_at_ == step && !(saved && record_.saved_loss < result_.held_out_after)) {
-      log_.say(fmt::format("the lowest held-out loss is the result's, after step {}", step));
-      log_.object({{"best", {{"step", step}, {"held_out_loss", result_.held_out_after}, {"folder", options_.out}}}});
-    } else if (saved) {
-      const std::string folder = (options_.out / fmt::format("checkpoint-{}", record_.saved)).string();
-      log_.say(fmt::format("the lowest held-out loss was {}, after step {}: {}", loss_text(record_.saved_loss),
-                           record_.saved, folder));
-      log_.object({{"best", {{"step", record_.saved}, {"held_out_loss", record_.saved_loss}, {"folder", folder}}}});
-    } else {
-      log_.say("no model was kept as the best: no evaluation between steps had a loss, or its model was not written");
-    }
+    std::optional<std::pair<std::int64_t, double>> result;
+    if (usable && evaluated_at_ == step) result.emplace(step, result_.held_out_after);
+    say_which_is_best(options_, record_, out_.has_checkpoint(record_.saved), result, log_);
   }
 
   // A model that gives no finite loss, when last looked at, is no result.
@@ -281,7 +272,7 @@ class Training {
     if (std::isfinite(result_.evaluated ? result_.held_out_after : result_.last_loss)) return;
     result_.steps = step;
     result_.usable = false;
-    say_which_is_best(step, false);
+    say_best(step, false);
     report(result_, *session_, log_);
     out_.refuse(*session_, fmt::format("there is no result: the loss is not finite after step {} of {}; the weights or "
                                        "the data are broken, or --lr is too high",

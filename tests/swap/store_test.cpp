@@ -328,7 +328,7 @@ TEST(StoreScratch, LiesOnTheDrivesInTheirProportion) {
   options.scratch.activation_bytes = {16 << 20};
   const auto store = create(options);
   const std::vector<io::DriveStats> before = store->drives();
-  ASSERT_OK(write_extent(*store, ExtentKind::activation, 0, 1));
+  ASSERT_OK(write_extent(*store, ExtentKind::activations, 0, 1));
   const std::vector<io::DriveStats> after = store->drives();
   EXPECT_EQ(after[0].bytes_written - before[0].bytes_written, 4U << 20);
   EXPECT_EQ(after[1].bytes_written - before[1].bytes_written, 12U << 20);
