@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <fstream>
@@ -220,7 +221,7 @@ TEST(BenchTest, AllLanesTogetherTakeAQuarterOfTheMemoryAtMost) {
 TEST(BenchTest, AStopEndsItWithoutAFile) {
   testing::TempDir folder;
   BenchOptions options = small(folder);
-  int asked = 0;
+  std::atomic<int> asked = 0;
   options.stop = [&] { return ++asked > 5; };
   const Result<BenchResult> stopped = bench_storage(options);
   ASSERT_FALSE(stopped.ok());
