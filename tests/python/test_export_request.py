@@ -120,7 +120,7 @@ def test_a_folder_whose_name_is_no_text_is_refused_and_the_run_goes_on(work):
 
 def test_another_user_gets_no_model(work):
     if os.geteuid() != 0:
-        pytest.skip("it takes root to be somebody else")
+        pytest.skip("only root may become another user")
     process = training(work)
     state = (work / "store" / "state.tfv").stat()
     child = os.fork()

@@ -191,12 +191,12 @@ def test_who_reads_a_state_writes_nothing_to_it(work):
 
 def test_a_state_is_read_on_a_file_system_that_is_mounted_read_only(work):
     if os.geteuid() != 0:
-        pytest.skip("mounting takes root")
+        pytest.skip("this machine does not let us mount: that takes root")
     killed_at(work, "flush:a/state.tfv", "a", nth=9)
     (work / "ro").mkdir()
     mounted = subprocess.run(["mount", "--bind", "a", "ro"], cwd=work, capture_output=True, text=True)
     if mounted.returncode != 0:
-        pytest.skip(f"this machine mounts nothing: {mounted.stderr.strip()}")
+        pytest.skip(f"this machine does not let us mount: {mounted.stderr.strip()}")
     try:
         subprocess.run(["mount", "-o", "remount,bind,ro", "ro"], cwd=work, check=True)
         with pytest.raises(OSError, match="Read-only"):

@@ -110,6 +110,24 @@ def test_a_skip_for_want_of_what_setup_brings_is_a_failure(tmp_path, case):
     assert code == 1 and said.splitlines()[-1] == "1 passed, 1 failed, 0 skipped"
 
 
+def reasons_to_skip():
+    """Every reason that a test of this tree may give, as it stands in the source."""
+    pattern = {".py": r'(?:pytest\.skip\(|reason=)f?"([^"]+)"', ".cpp": r'GTEST_SKIP\(\)[\s<]*"([^"]+)"'}
+    for path in sorted((ROOT / "tests").rglob("*")):
+        for found in re.finditer(pattern[path.suffix], path.read_text()) if path.suffix in pattern else ():
+            yield path.name, found[1]
+
+
+def test_every_reason_to_skip_is_one_that_passes_or_one_that_is_to_fail():
+    sys.path.insert(0, str(ROOT / "tools"))
+    import test_totals as tool
+
+    to_fail = "is not built|built without LibTorch|no Python with the package|this model keeps nothing"
+    reasons = [(name, why) for name, why in reasons_to_skip() if name != "test_tools.py"]
+    assert len(reasons) > 40
+    assert not [(name, why) for name, why in reasons if not re.search("|".join((*tool.ALLOWED, to_fail)), why)]
+
+
 def test_a_mount_that_lacks_its_programs_is_a_failure(tmp_path, monkeypatch):
     sys.path.insert(0, str(ROOT / "tools"))
     import test_totals as tool
