@@ -1,4 +1,3 @@
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -7,12 +6,14 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 #include <set>
 #include <system_error>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/base/machine.h"
+#include "runtime/base/sequential_file.h"
 #include "runtime/base/strict_json.h"
 #include "runtime/checkpoint/safetensors.h"
 
@@ -23,8 +24,6 @@ constexpr const char* index_name = "model.safetensors.index.json";
 constexpr const char* config_name = "config.json";
 constexpr const char* adapter_name = "adapter_model.safetensors";
 constexpr const char* adapter_config_name = "adapter_config.json";
-// Written pages are pushed out and dropped in windows of this size, so that an export does not fill the page cache.
-constexpr std::uint64_t window = 64 << 20;
 
 std::string dtype_name(const TensorHeader& tensor) {
   if (!tensor.stored_dtype.empty()) return tensor.stored_dtype;
@@ -67,13 +66,13 @@ struct CheckpointWriter::Impl {
   std::vector<Shard> shards;
   std::uint64_t total = 0;
   std::size_t shard = 0, tensor = 0;
-  std::uint64_t in_tensor = 0, in_file = 0, pushed = 0;
-  File file;
+  std::uint64_t in_tensor = 0;
+  std::optional<SequentialFile> file;
   std::set<std::filesystem::path> temporaries, in_place;
   bool made_folder = false, replaces = false, finished = false;
 
   ~Impl() {
-    file = File();
+    file.reset();
     for (const auto& path : temporaries) unlink(path.c_str());
     if (!finished && !replaces)
       for (const auto& path : in_place) unlink(path.c_str());
@@ -125,10 +124,8 @@ struct CheckpointWriter::Impl {
 
   void open_shard() {
     const Shard& current = shards[shard];
-    const auto path = temporary(shard);
-    file = File(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0644));
-    if (!file) fail_system("create", path.string(), errno);
-    temporaries.insert(path);
+    file.emplace(temporary(shard));
+    temporaries.insert(temporary(shard));
     Json header;
     header["__metadata__"]["format"] = "pt";
     std::uint64_t offset = 0;
@@ -142,27 +139,12 @@ struct CheckpointWriter::Impl {
     text.append((8 - text.size() % 8) % 8, ' ');
     const std::uint64_t length = text.size();
     text.insert(0, reinterpret_cast<const char*>(&length), sizeof length);
-    write_exactly(file, path, std::as_bytes(std::span(text.data(), text.size())));
-    in_file = text.size();
-    pushed = 0;
-  }
-
-  void push_out() {
-    if (in_file - pushed < 2 * window) return;
-    // Waits for the window before the newest one, which is on its way to the drive.
-    sync_file_range(file.fd(), static_cast<off64_t>(pushed + window), static_cast<off64_t>(window),
-                    SYNC_FILE_RANGE_WRITE);
-    sync_file_range(file.fd(), static_cast<off64_t>(pushed), static_cast<off64_t>(window),
-                    SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
-    posix_fadvise(file.fd(), static_cast<off_t>(pushed), static_cast<off_t>(window), POSIX_FADV_DONTNEED);
-    pushed += window;
+    file->write(std::as_bytes(std::span(text.data(), text.size())));
   }
 
   void close_shard() {
-    const auto path = temporary(shard);
-    if (fsync(file.fd()) != 0) fail_system("flush", path.string(), errno);
-    posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED);
-    file = File();
+    file->finish();
+    file.reset();
     ++shard;
   }
 
@@ -237,11 +219,9 @@ void CheckpointWriter::write(std::span<const std::byte> bytes) {
     if (impl_->shard == impl_->shards.size())
       fail(io::ErrorKind::usage, impl_->folder.string(), "more bytes were written than the tensors have");
     const std::uint64_t room = impl_->sizes[impl_->tensor] - impl_->in_tensor;
-    const auto piece = bytes.first(std::min<std::uint64_t>({bytes.size(), room, window}));
-    write_exactly(impl_->file, impl_->temporary(impl_->shard), piece);
+    const auto piece = bytes.first(std::min<std::uint64_t>(bytes.size(), room));
+    impl_->file->write(piece);
     impl_->in_tensor += piece.size();
-    impl_->in_file += piece.size();
-    impl_->push_out();
     impl_->settle();
     bytes = bytes.subspan(piece.size());
   }

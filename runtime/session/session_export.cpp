@@ -1,6 +1,8 @@
 // What comes out of a session: HF folders, master weights, a description.
 #include <algorithm>
+#include <future>
 #include <iterator>
+#include <memory>
 #include <nlohmann/json.hpp>
 
 #include "runtime/base/files.h"
@@ -60,6 +62,49 @@ OtherParts other_parts(const StoredModel& model, const Progress& progress) {
   return found;
 }
 
+// Reads the bf16 words of chunks out of a store, verified, each while the one before is used.
+class WordsAhead {
+ public:
+  WordsAhead(swap::Store& store, const swap::Layout& layout) : store_(store) {
+    for (const swap::Chunk& chunk : layout.chunks()) largest_ = std::max(largest_, chunk.elements * 2);
+  }
+
+  void read(int chunk, int next, const std::function<void(std::span<std::byte>)>& use) {
+    if (coming_ != chunk) begin(chunk);
+    io::Completion read = arrives_.get();
+    coming_ = -1;
+    if (read.error) throw Exception(std::move(read.error));
+    if (next >= 0) begin(next);
+    const std::span<std::byte> words = read.buffer.bytes().first(store_.extent_bytes(kWords, chunk));
+    if (const io::Error wrong = store_.verify(kWords, chunk, words)) {
+      store_.report_second_reading(wrong);
+      use(value_or_throw(store_.fetch(kWords, chunk)).bytes());
+    } else {
+      use(words);
+    }
+    spare_ = std::move(read.buffer);
+  }
+
+ private:
+  static constexpr swap::ExtentKind kWords = swap::ExtentKind::hi;
+
+  void begin(int chunk) {
+    io::Buffer buffer = spare_ ? std::exchange(spare_, {}) : io::allocate_buffer(largest_);
+    if (!buffer) throw Exception({.kind = io::ErrorKind::memory, .operation = "export", .length = largest_});
+    const auto arrived = std::make_shared<std::promise<io::Completion>>();
+    arrives_ = arrived->get_future();
+    coming_ = chunk;
+    store_.read(kWords, chunk, std::move(buffer),
+                [arrived](io::Completion&& read) { arrived->set_value(std::move(read)); });
+  }
+
+  swap::Store& store_;
+  std::uint64_t largest_ = 0;
+  io::Buffer spare_;
+  int coming_ = -1;
+  std::future<io::Completion> arrives_;
+};
+
 }  // namespace
 
 void Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
@@ -72,7 +117,7 @@ void Session::export_hf(const std::filesystem::path& folder, const Progress& pro
   impl.flush();
   export_weights(
       impl.model->spec(), impl.plan.packed, *impl.plan.layout, {impl.source, impl.source_hash}, folder,
-      [&](int chunk, const auto& use) { impl.state->read_chunk(chunk, use); }, progress);
+      [&](int chunk, int, const auto& use) { impl.state->read_chunk(chunk, use); }, progress);
 }
 
 void Session::commit() {
@@ -117,9 +162,10 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
   if (!model.spec.adapter_config_json.empty())
     return write_adapter(model.spec, {}, folder,
                          [&](int unit, int tensor, const UseMaster& use) { read_master(extents, unit, tensor, use); });
+  WordsAhead words(*model.store, *model.layout);
   export_weights(
       model.spec, model.packed, *model.layout, other_parts(model, progress), folder,
-      [&](int chunk, const auto& use) { extents.read(swap::ExtentKind::hi, chunk, use); }, progress);
+      [&](int chunk, int next, const auto& use) { words.read(chunk, next, use); }, progress);
 }
 
 std::vector<float> Session::master(int unit, int tensor) {

@@ -187,50 +187,76 @@ void StreamedState::read_chunk(int chunk, const std::function<void(std::span<std
   throw_if(executor_->access(swap::ExtentKind::hi, chunk, false, use));
 }
 
+namespace {
+
+// A chunk of an export, and which of its tensors are written from it.
+struct ExportedChunk {
+  int unit = 0;
+  const swap::Chunk* chunk = nullptr;
+  std::string_view name;  // of the one tensor; empty: all
+};
+
+std::vector<ExportedChunk> order_of_export(const std::vector<UnitSpec>& units, const PackedModel& packed,
+                                           const swap::Layout& layout) {
+  std::vector<ExportedChunk> order;
+  const auto name_of = [&](int unit, const PackedTensor& tensor) -> const std::string& {
+    return units[unit].tensors[tensor.tensor].name;
+  };
+  const auto add = [&](int unit, std::string_view name) {
+    for (const swap::Chunk& chunk : layout.chunks_of(unit)) {
+      bool any = false;
+      for_each_piece(packed.units[unit], chunk, [&](const PackedTensor& tensor, auto...) {
+        any = any || name.empty() || name_of(unit, tensor) == name;
+      });
+      if (any) order.push_back({.unit = unit, .chunk = &chunk, .name = name});
+    }
+  };
+  const int count = static_cast<int>(packed.units.size());
+  for (int unit = 0; unit < count; ++unit) {
+    const std::vector<PackedTensor>& tensors = packed.units[unit].tensors;
+    const auto spec_of = [&](const PackedTensor& tensor) -> const TensorSpec& {
+      return units[unit].tensors[tensor.tensor];
+    };
+    if (std::ranges::none_of(tensors, [&](const auto& tensor) { return spec_of(tensor).all_rows != 0; })) {
+      add(unit, {});
+      continue;
+    }
+    // A tensor whose other tiles lie in the units that follow is written to its end; these skip what is written.
+    for (const PackedTensor& first : tensors) {
+      const std::string& name = spec_of(first).name;
+      if (spec_of(first).first_row != 0) continue;
+      bool found = true;
+      for (int holds = unit; found && holds < count; ++holds) {
+        found = std::ranges::any_of(packed.units[holds].tensors,
+                                    [&](const PackedTensor& tensor) { return name_of(holds, tensor) == name; });
+        if (found) add(holds, name);
+      }
+    }
+  }
+  return order;
+}
+
+}  // namespace
+
 void write_weights(CheckpointWriter& writer, const std::vector<UnitSpec>& units, const PackedModel& packed,
                    const swap::Layout& layout, const std::function<bool(int unit, int tensor)>& wanted,
                    const ReadChunk& read, const char* phase, const Progress& progress) {
   std::uint64_t done = 0, total = 0;
   for (const PackedUnit& unit : packed.units)
     for (const PackedTensor& tensor : unit.tensors) total += tensor.elements;
-  // What `now` says of the unit's tensors, in their order.
-  const auto write_part = [&](int unit, const std::function<bool(const PackedTensor&)>& now) {
-    for (const swap::Chunk& chunk : layout.chunks_of(unit)) {
-      bool any = false;
-      for_each_piece(packed.units[unit], chunk, [&](const PackedTensor& tensor, auto...) { any = any || now(tensor); });
-      if (!any) continue;
-      read(layout.first_chunk(unit) + chunk.index, [&](std::span<std::byte> words) {
-        for_each_piece(packed.units[unit], chunk,
-                       [&](const PackedTensor& tensor, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
-                         if (!now(tensor)) return;
-                         if (wanted(unit, tensor.tensor)) writer.write(words.subspan(2 * in_chunk, 2 * count));
-                         done += count;
-                       });
-      });
-      if (progress) progress(phase, done, total);
-    }
-  };
-  const auto spec_of = [&](int unit, const PackedTensor& tensor) -> const TensorSpec& {
-    return units[unit].tensors[tensor.tensor];
-  };
-  const int count = static_cast<int>(packed.units.size());
-  for (int unit = 0; unit < count; ++unit) {
-    const std::vector<PackedTensor>& tensors = packed.units[unit].tensors;
-    if (std::ranges::none_of(tensors, [&](const auto& tensor) { return spec_of(unit, tensor).all_rows != 0; })) {
-      write_part(unit, [](const PackedTensor&) { return true; });
-      continue;
-    }
-    // A tensor whose other tiles lie in the units that follow is written to its end; these skip what is written.
-    for (const PackedTensor& first : tensors) {
-      const std::string& name = spec_of(unit, first).name;
-      if (spec_of(unit, first).first_row != 0) continue;
-      bool found = true;
-      for (int holds = unit; found && holds < count; ++holds) {
-        const auto named = [&](const PackedTensor& tensor) { return spec_of(holds, tensor).name == name; };
-        found = std::ranges::any_of(packed.units[holds].tensors, named);
-        if (found) write_part(holds, named);
-      }
-    }
+  const std::vector<ExportedChunk> order = order_of_export(units, packed, layout);
+  const auto id_of = [&](const ExportedChunk& each) { return layout.first_chunk(each.unit) + each.chunk->index; };
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const ExportedChunk& each = order[i];
+    read(id_of(each), i + 1 < order.size() ? id_of(order[i + 1]) : -1, [&](std::span<std::byte> words) {
+      for_each_piece(packed.units[each.unit], *each.chunk,
+                     [&](const PackedTensor& tensor, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
+                       if (!each.name.empty() && units[each.unit].tensors[tensor.tensor].name != each.name) return;
+                       if (wanted(each.unit, tensor.tensor)) writer.write(words.subspan(2 * in_chunk, 2 * count));
+                       done += count;
+                     });
+    });
+    if (progress) progress(phase, done, total);
   }
 }
 

@@ -37,7 +37,7 @@ void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts
   write_weights(
       writer, impl.state->units(), impl.shapes.packed, *impl.shapes.layout,
       [&](int unit, int tensor) { return !parts[unit][tensor].empty(); },
-      [&](int chunk, const auto& use) { impl.state->read_chunk(chunk, use); }, "saving", progress);
+      [&](int chunk, int, const auto& use) { impl.state->read_chunk(chunk, use); }, "saving", progress);
   for (const ExtraTensor& tensor : extra) {
     const torch::Tensor values = tensor.values().detach().to(torch::kCPU, tensor.type).contiguous();
     writer.write({static_cast<const std::byte*>(values.data_ptr()), static_cast<std::size_t>(values.nbytes())});

@@ -329,3 +329,5 @@ def test_what_is_damaged_is_found_before_anything_is_written(work):
     assert state.read_bytes()[4 * MIB:] == content[4 * MIB:]
     damaged = run(work, "verify", "store", ok=False)
     assert damaged.returncode == 6 and "is not what was written" in the_error(damaged.stderr)
+    exported = run(work, "export", "--storage", "store", "--out", "exported", ok=False)
+    assert exported.returncode == 6 and "is not what was written" in the_error(exported.stderr) and not (work / "exported").exists()

@@ -1,0 +1,133 @@
+#include "runtime/base/sequential_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "io/thread.h"
+#include "runtime/base/exception.h"
+
+namespace tierflow {
+namespace {
+
+constexpr std::size_t piece_bytes = 4 << 20, alignment = 4096;
+// Of a file that goes through the page cache: it is pushed out and dropped in windows of this size.
+constexpr std::uint64_t window = 64 << 20;
+
+}  // namespace
+
+SequentialFile::SequentialFile(std::filesystem::path path) : path_(std::move(path)) {
+  for (auto& piece : pieces_) {
+    piece.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, piece_bytes)));
+    if (!piece) fail_system("allocate memory to write", path_.string(), ENOMEM);
+  }
+  const auto open_with = [&](int more) {
+    return File(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW | more, 0644));
+  };
+  file_ = open_with(O_DIRECT);
+  direct_ = static_cast<bool>(file_);
+  if (!file_ && errno == EINVAL) file_ = open_with(0);
+  if (!file_) fail_system("create", path_.string(), errno);
+  if (io::Error error = io::start_thread(thread_, "tierflow-write", [this] { write_pieces(); })) {
+    unlink(path_.c_str());
+    throw Exception(std::move(error));
+  }
+}
+
+SequentialFile::~SequentialFile() {
+  {
+    std::lock_guard lock(mutex_);
+    ended_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void SequentialFile::write(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const std::size_t count = std::min(bytes.size(), piece_bytes - filled_);
+    std::memcpy(pieces_[filling_].get() + filled_, bytes.data(), count);
+    filled_ += count;
+    bytes = bytes.subspan(count);
+    if (filled_ == piece_bytes) hand_over();
+  }
+}
+
+void SequentialFile::finish() {
+  hand_over();
+  std::unique_lock lock(mutex_);
+  wait_until_written(lock);
+  if (fsync(file_.fd()) != 0) fail_system("flush", path_.string(), errno);
+  if (!direct_) posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED);
+}
+
+void SequentialFile::hand_over() {
+  std::unique_lock lock(mutex_);
+  wait_until_written(lock);
+  handed_over_ = std::exchange(filled_, 0);
+  filling_ = 1 - filling_;
+  changed_.notify_all();
+}
+
+void SequentialFile::wait_until_written(std::unique_lock<std::mutex>& lock) {
+  changed_.wait(lock, [&] { return handed_over_ == 0; });
+  if (error_) std::rethrow_exception(error_);
+}
+
+void SequentialFile::write_pieces() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return handed_over_ != 0 || ended_; });
+    if (ended_) return;
+    const std::span<const std::byte> piece(pieces_[1 - filling_].get(), handed_over_);
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      write_piece(piece);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    if (error) error_ = error;
+    handed_over_ = 0;
+    changed_.notify_all();
+  }
+}
+
+void SequentialFile::write_piece(std::span<const std::byte> piece) {
+  while (direct_ && piece.size() >= alignment) {
+    const ssize_t moved = ::write(file_.fd(), piece.data(), piece.size() / alignment * alignment);
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved < 0 && errno != EINVAL) fail_system("write", path_.string(), errno);
+    const std::size_t bytes = moved < 0 ? 0 : static_cast<std::size_t>(moved);
+    piece = piece.subspan(bytes);
+    written_ += bytes;
+    if (bytes == 0 || bytes % alignment != 0) break;
+  }
+  if (piece.empty()) return;
+  // The end of the file, or a file system that moves no such blocks after all: the rest goes through the page cache.
+  if (std::exchange(direct_, false)) {
+    if (fcntl(file_.fd(), F_SETFL, 0) != 0) fail_system("open without O_DIRECT", path_.string(), errno);
+    pushed_ = written_;
+  }
+  write_exactly(file_, path_, piece);
+  written_ += piece.size();
+  push_out();
+}
+
+void SequentialFile::push_out() {
+  if (written_ - pushed_ < 2 * window) return;
+  // Waits for the window before the newest one, which is on its way to the drive.
+  sync_file_range(file_.fd(), static_cast<off64_t>(pushed_ + window), static_cast<off64_t>(window),
+                  SYNC_FILE_RANGE_WRITE);
+  sync_file_range(file_.fd(), static_cast<off64_t>(pushed_), static_cast<off64_t>(window),
+                  SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+  posix_fadvise(file_.fd(), static_cast<off_t>(pushed_), static_cast<off_t>(window), POSIX_FADV_DONTNEED);
+  pushed_ += window;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,61 @@
+#pragma once
+// A new file that is written from its beginning to its end, and no part of it twice.
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <thread>
+
+#include "runtime/base/files.h"
+
+namespace tierflow {
+
+// A thread writes one piece while the caller fills the next. The page cache is bypassed where the file system allows
+// that; elsewhere what is on the drive is dropped from it. Takes 8 MiB of memory.
+class SequentialFile {
+ public:
+  // Creates the file, or empties one that is there; a symbolic link is refused.
+  explicit SequentialFile(std::filesystem::path path);
+  // The file keeps what was written so far.
+  ~SequentialFile();
+  SequentialFile(const SequentialFile&) = delete;
+  SequentialFile& operator=(const SequentialFile&) = delete;
+
+  // Copies the bytes. An error of an earlier piece is thrown here or by finish(), and by every call after that.
+  void write(std::span<const std::byte> bytes);
+  // All bytes are on the drive when this returns. Once, as the last call.
+  void finish();
+
+ private:
+  struct Free {
+    void operator()(std::byte* bytes) const { std::free(bytes); }
+  };
+
+  void hand_over();
+  void wait_until_written(std::unique_lock<std::mutex>& lock);
+  void write_pieces();
+  void write_piece(std::span<const std::byte> piece);
+  void push_out();
+
+  const std::filesystem::path path_;
+  File file_;
+  bool direct_ = false;  // of the writing thread, like the next two
+  std::uint64_t written_ = 0, pushed_ = 0;
+  std::array<std::unique_ptr<std::byte, Free>, 2> pieces_;
+  std::size_t filling_ = 0, filled_ = 0;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::size_t handed_over_ = 0;  // bytes of the piece that is not being filled, to be written
+  bool ended_ = false;
+  std::exception_ptr error_;
+  std::thread thread_;
+};
+
+}  // namespace tierflow

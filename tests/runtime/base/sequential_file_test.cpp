@@ -1,0 +1,91 @@
+#include "runtime/base/sequential_file.h"
+
+#include <gmock/gmock.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "runtime/base/exception.h"
+#include "tests/support/temp_dir.h"
+
+namespace tierflow {
+namespace {
+
+std::string read(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::string numbered(std::size_t bytes) {
+  std::string text(bytes, '\0');
+  for (std::size_t i = 0; i < bytes; ++i) text[i] = static_cast<char>(i * 2654435761U >> 13);
+  return text;
+}
+
+void write_in_parts(const std::filesystem::path& path, const std::string& text, std::size_t part) {
+  SequentialFile file(path);
+  for (std::size_t at = 0; at < text.size(); at += part)
+    file.write(std::as_bytes(std::span(text.data() + at, std::min(part, text.size() - at))));
+  file.finish();
+}
+
+TEST(SequentialFile, HoldsWhatWasWrittenWhateverItsLength) {
+  testing::TempDir folder;
+  const std::string in_memory = "/dev/shm/tierflow-" + std::to_string(getpid());
+  for (const std::filesystem::path& path : {folder.path() / "file", std::filesystem::path(in_memory)})
+    for (const std::size_t bytes : {0UL, 1UL, 4095UL, 4096UL, 70000UL, 4UL << 20, (4UL << 20) + 1, (13UL << 20) + 4097})
+      for (const std::size_t part : {4097UL, 5UL << 20, 64UL << 20}) {
+        const std::string text = numbered(bytes);
+        write_in_parts(path, text, part);
+        EXPECT_TRUE(read(path) == text) << bytes << " bytes in parts of " << part << " in " << path;
+      }
+  unlink(in_memory.c_str());
+}
+
+TEST(SequentialFile, BeginsEmptyWhereAFileIsThere) {
+  testing::TempDir folder;
+  write_in_parts(folder.path() / "file", numbered(100000), 100000);
+  write_in_parts(folder.path() / "file", "short", 5);
+  EXPECT_EQ(read(folder.path() / "file"), "short");
+}
+
+TEST(SequentialFile, AnErrorOfAnEarlierPieceIsThrownAndThrownAgain) {
+  const std::string text = numbered(20 << 20);
+  SequentialFile file("/dev/full");
+  EXPECT_THROW(file.write(std::as_bytes(std::span(text))), Exception);
+  EXPECT_THROW(file.finish(), Exception);
+}
+
+TEST(SequentialFile, AnErrorOfTheLastPieceIsThrownAtTheEnd) {
+  SequentialFile file("/dev/full");
+  file.write(std::as_bytes(std::span("some bytes")));
+  try {
+    file.finish();
+    FAIL();
+  } catch (const Exception& error) {
+    EXPECT_EQ(error.error().error_number, ENOSPC);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("/dev/full"));
+  }
+}
+
+TEST(SequentialFile, ALinkIsNotFollowed) {
+  testing::TempDir folder;
+  std::filesystem::create_symlink("elsewhere", folder.path() / "file");
+  EXPECT_THROW(SequentialFile(folder.path() / "file"), Exception);
+  EXPECT_TRUE(std::filesystem::is_symlink(folder.path() / "file"));
+  EXPECT_FALSE(std::filesystem::exists(folder.path() / "elsewhere"));
+}
+
+TEST(SequentialFile, MayBeGivenUp) {
+  testing::TempDir folder;
+  const std::string text = numbered(9 << 20);
+  { SequentialFile(folder.path() / "file").write(std::as_bytes(std::span(text))); }
+  EXPECT_LE(std::filesystem::file_size(folder.path() / "file"), text.size());
+}
+
+}  // namespace
+}  // namespace tierflow
