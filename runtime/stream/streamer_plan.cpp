@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "runtime/base/exception.h"
+#include "runtime/planning/left_store.h"
 #include "runtime/stream/durable_store.h"
 #include "runtime/stream/streamer_shapes.h"
 
