@@ -140,16 +140,13 @@ int run(std::vector<std::string> words) {
              "\"; commands are init, train, plan, data, eval, generate, export, merge, status, verify, bench");
   const std::vector<std::string> rest(words.begin() + 1, words.end());
   const bool help = std::any_of(rest.begin(), rest.end(), asks_for_help);
+  if (!help) check_working_folder();
   if (command == "bench") return run_bench(rest, help);
-  if (command == "data") {
-    if (!help) check_working_folder();
-    return run_data(rest, help);
-  }
+  if (command == "data") return run_data(rest, help);
   if (help) {
     std::cout << help_of(command, columns_of(STDOUT_FILENO));
     return 0;
   }
-  check_working_folder();
   if (command == "train") return call("tierflow_run_train", parse_train(rest));
   if (command == "plan")
     return run_plan(parse_plan(rest), [](const ProfileJob& job) { call("tierflow_run_profile", job); });

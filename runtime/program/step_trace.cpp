@@ -10,7 +10,7 @@
 namespace tierflow {
 
 StepTrace::StepTrace(std::filesystem::path path, TrainingLog& log) : path_(std::move(path)), log_(log) {
-  if (wanted() && !std::ofstream(path_))
+  if (wanted() && !std::ofstream(path_, std::ios::app))
     throw Exception(io::Error{.kind = io::ErrorKind::environment,
                               .operation = "open",
                               .path = path_.string(),

@@ -102,7 +102,15 @@ void TrainingLog::show(const std::string& text) {
 void TrainingLog::say(const std::string& line) {
   if (live_shown_ && terminal_) show("\r\033[K");
   live_shown_ = false;
-  show(line + '\n');
+  if (!terminal_) return show(line + '\n');
+  const std::size_t columns = columns_of(STDERR_FILENO);
+  std::string text;
+  for (std::size_t at = 0; at <= line.size();) {
+    const std::size_t end = std::min(line.find('\n', at), line.size());
+    text += wrapped(std::string_view(line).substr(at, end - at), columns) + '\n';
+    at = end + 1;
+  }
+  show(text);
 }
 
 // On a terminal the line replaces the one before, and is cut where a second one would begin; elsewhere one every ten
@@ -190,9 +198,9 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
   object(line);
   const double left =
       (of_steps - result.step) * training_seconds_ / static_cast<double>(steps_);  // those of this process
-  live(fmt::format("step {}/{} | loss {}{} | norm {} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
-                   "{}/{} host {}/{} | {} left{}",
-                   result.step, of_steps, loss_text(result.loss),
+  live(fmt::format("step {}/{} |{} loss {}{} | norm {} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
+                   "{}/{} host {}/{} | {} left",
+                   result.step, of_steps, result.skipped ? " SKIPPED: not finite |" : "", loss_text(result.loss),
                    result.pairs ? rewards_text(*result.pairs)
                    : distills   ? fmt::format(" (ce {}, kd {})", loss_text(result.ce_loss), loss_text(result.kd_loss))
                                 : "",
@@ -201,8 +209,7 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
                    human_bytes(memory.host_budget),
                    left >= 3600 ? fmt::format("{:.1f} h", left / 3600)
                    : left >= 60 ? fmt::format("{:.0f} min", left / 60)
-                                : fmt::format("{:.0f} s", left),
-                   result.skipped ? " | SKIPPED: not finite" : ""),
+                                : fmt::format("{:.0f} s", left)),
        result.skipped || result.step == of_steps);
 }
 

@@ -1,10 +1,16 @@
 """What is asked of the program and cannot be: one right line, before anything is made. And what is not finite."""
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
+import pty
+import re
 import resource
+import struct
 import subprocess
+import termios
 
 import numpy
 import pytest
@@ -62,7 +68,8 @@ def test_paths_that_are_not_utf8_and_a_folder_that_is_gone(work):  # noqa: F811
     gone = work / "gone"
     gone.mkdir()
     for words in (["train", "--config", "../config.json", "--data", "../text.txt", "--out", "out"], ["plan", "--config", "../config.json"],
-                  ["eval", "--model", "m", "--data", "d"], ["export", "--storage", "s", "--out", "o"], ["init", "--config", "c", "--out", "o"]):  # fmt: skip
+                  ["eval", "--model", "m", "--data", "d"], ["export", "--storage", "s", "--out", "o"], ["init", "--config", "c", "--out", "o"],
+                  ["bench", "storage", "--dir", "d"]):  # fmt: skip
         done = subprocess.run(["sh", "-c", 'rmdir ../gone; exec "$@"', "sh", str(PROGRAM), *words], cwd=gone, capture_output=True, text=True, timeout=60)
         assert "the working folder" in refusal(done, 4)
         gone.mkdir()
@@ -142,6 +149,23 @@ def test_the_terminal_gets_a_paragraph_and_the_log_every_option(work):  # noqa: 
     assert len(paragraph) <= 5 and max(map(len, paragraph)) <= 80
     logged = json.loads((work / "log.json").read_text().splitlines()[0])["config"]
     assert logged["lr-schedule"] == "cosine" and len(logged) > 30
+
+
+def test_what_a_terminal_shows_fits_it(work):  # noqa: F811
+    mine, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 72, 0, 0))
+    words = [PROGRAM, *TRAIN, *small("--steps", "3", "--held-out", "0.2", "--storage", "st", "--host-memory", "1MiB")]
+    process = subprocess.Popen([*map(str, words)], cwd=work, stdout=subprocess.DEVNULL, stderr=its)
+    os.close(its)
+    shown = b""
+    with contextlib.suppress(OSError):  # how the end of a terminal reads
+        while piece := os.read(mine, 1 << 16):
+            shown += piece
+    os.close(mine)
+    assert process.wait() == 0
+    lines = re.split(r"[\r\n]+(?:\x1b\[K)?", shown.decode())
+    assert any("step 3/3" in line for line in lines) and any(line.startswith("moved: storage") for line in lines)
+    assert not [line for line in lines if len(line) > 72 and " " in line]
 
 
 def test_help_is_grouped_and_fits(work):  # noqa: F811

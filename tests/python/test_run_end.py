@@ -286,6 +286,12 @@ def test_every_file_is_flushed_before_it_has_its_name_and_config_json_is_last(wo
     run(work, *TRAIN, "--steps", "1", "--no-export", *small(*STORED))
     run(work, "export", "--storage", "store", "--out", "exported", env=shim(work))
     expect_in_order(calls_of(work), work / "exported", "config.json")
+    (work / "calls").unlink()
+    run(work, "train", "--model", "new", *TRAIN[3:], "--steps", "1", "--method", "lora", "--out", "adapter", *small(), env=shim(work))
+    expect_in_order(calls_of(work), work / "adapter", "adapter_config.json")
+    (work / "calls").unlink()
+    run(work, "merge", "--model", "new", "--adapter", "adapter", "--out", "merged", env=shim(work))
+    expect_in_order(calls_of(work), work / "merged", "config.json")
 
 
 @pytest.mark.parametrize("operation, name", [("write", "merges.txt.partial"), ("flush", "merges.txt.partial"), ("write", "tierflow_run.json.partial"),
