@@ -33,8 +33,8 @@ FILES = {
     "swap": ["swap/*.h", "swap/*.cpp"],
     # The parsers: what reads files and words of other people.
     "runtime": [f"runtime/{room}/{name}.cpp" for room, names in {
-        "base": "edit_distance exception files strict_json",
-        "checkpoint": "init packed_weight safetensors safetensors_header safetensors_writer source_folder",
+        "base": "edit_distance exception files sequential_file signals strict_json",
+        "checkpoint": "init packed_weight result_folder safetensors safetensors_header safetensors_writer source_folder",
         "data": "data data_part data_source document_sinks line_reader python_process row_file row_format row_frames sequences token_files token_store tokenizer_process",
         "planning": "profile",
         "program": "adapter_options command_line config_file option_table option_values options training_spec",

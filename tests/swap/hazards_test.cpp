@@ -3,8 +3,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
+#include <vector>
+
 #include "swap/arrange.h"
 #include "swap/planner.h"
+#include "swap/visit_planner.h"
 
 namespace tierflow::swap {
 namespace {
@@ -84,36 +88,61 @@ TEST(Hazards, RemembersRangesAndNotHowOftenTheyWereRead) {
 
 // Evaluations without end, over weights that stay on the device and over weights that are read each time: the last
 // costs what the tenth did. Cost is what is remembered, which each access is compared with, and what tasks wait for.
-TEST(Hazards, TenThousandEvaluationsCostTheSameEach) {
+Layout three_layers() {
   std::vector<UnitShape> units;
   std::vector<StageShape> stages;
   for (int unit = 0; unit < 3; ++unit) {
     units.push_back({.name = "unit", .groups = {{.elements = 80 * 1024, .state_bytes_element = 4, .precision = "a"}}});
     stages.push_back({.units = {unit}, .carry_bytes = unit == 0 ? 0 : kSector});
   }
-  const Layout layout(units, stages, kChunkQuantum);
-  for (const std::uint64_t device_budget : {std::uint64_t{8} << 20, std::uint64_t{800} << 10}) {
-    const Arrangement arrangement =
-        arrange(layout, {.host_budget = 512 << 10, .device_budget = device_budget, .micro_batches = 1}).value();
-    Planner planner(layout, arrangement);
-    HazardTracker tracker;
-    std::size_t records = 0, dependencies = 0;
-    for (int round = 0; round < 10'000; ++round) {
-      const Plan plan = planner.evaluate(1);
-      std::size_t waits = 0;
+  return {units, stages, kChunkQuantum};
+}
+
+// Each of 10,000 rounds leaves as many records and waits for as many tasks as the tenth.
+void expect_equal_rounds(const std::function<std::vector<Plan>()>& next_round) {
+  HazardTracker tracker;
+  std::size_t records = 0, dependencies = 0;
+  for (int round = 0; round < 10'000; ++round) {
+    std::size_t waits = 0;
+    for (const Plan& plan : next_round()) {
       TaskId id = plan.first_id;
       for (const Task& task : plan.tasks) {
         ASSERT_EQ(tracker.add(id++, task.lane, task.accesses), task.dependencies);
         waits += task.dependencies.size();
       }
-      if (round == 10) {
-        records = tracker.records();
-        dependencies = waits;
-      }
-      if (round < 10) continue;
-      ASSERT_LE(tracker.records(), records + 8) << round;
-      ASSERT_LE(waits, dependencies + 8) << round;
     }
+    if (round == 10) {
+      records = tracker.records();
+      dependencies = waits;
+    }
+    if (round < 10) continue;
+    ASSERT_LE(tracker.records(), records + 8) << round;
+    ASSERT_LE(waits, dependencies + 8) << round;
+  }
+}
+
+TEST(Hazards, TenThousandEvaluationsCostTheSameEach) {
+  const Layout layout = three_layers();
+  for (const std::uint64_t device_budget : {std::uint64_t{8} << 20, std::uint64_t{800} << 10}) {
+    const Arrangement arrangement =
+        arrange(layout, {.host_budget = 512 << 10, .device_budget = device_budget, .micro_batches = 1}).value();
+    Planner planner(layout, arrangement);
+    expect_equal_rounds([&] { return std::vector{planner.evaluate(1)}; });
+  }
+}
+
+TEST(Hazards, TenThousandEvaluationsInTheClientsOrderCostTheSameEach) {
+  const Layout layout = three_layers();
+  for (const std::uint64_t device_budget : {std::uint64_t{8} << 20, std::uint64_t{1200} << 10}) {
+    auto arrangement =
+        arrange(layout, {.host_budget = 2 << 20, .device_budget = device_budget, .storage = true, .sums = true});
+    ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
+    VisitPlanner planner(layout, *arrangement);
+    expect_equal_rounds([&] {
+      std::vector<Plan> visits;
+      for (int stage = 0; stage < 3; ++stage) visits.push_back(planner.visit({.stage = stage}));
+      return visits;
+    });
   }
 }
 
