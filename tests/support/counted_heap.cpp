@@ -41,12 +41,39 @@ void reset_heap_peak() {
 using tierflow::testing::count;
 using tierflow::testing::give_back;
 
+// Every form: a sanitizer's library has forms of its own, which these would be mixed with.
 void* operator new(std::size_t bytes) {
   return count(std::malloc(bytes == 0 ? 1 : bytes));
 }
 void* operator new(std::size_t bytes, std::align_val_t alignment) {
   const auto each = static_cast<std::size_t>(alignment);
   return count(std::aligned_alloc(each, (bytes + each) / each * each));
+}
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  try {
+    return operator new(bytes);
+  } catch (...) {
+    return nullptr;
+  }
+}
+void* operator new(std::size_t bytes, std::align_val_t alignment, const std::nothrow_t&) noexcept {
+  try {
+    return operator new(bytes, alignment);
+  } catch (...) {
+    return nullptr;
+  }
+}
+void* operator new[](std::size_t bytes) {
+  return operator new(bytes);
+}
+void* operator new[](std::size_t bytes, std::align_val_t alignment) {
+  return operator new(bytes, alignment);
+}
+void* operator new[](std::size_t bytes, const std::nothrow_t& none) noexcept {
+  return operator new(bytes, none);
+}
+void* operator new[](std::size_t bytes, std::align_val_t alignment, const std::nothrow_t& none) noexcept {
+  return operator new(bytes, alignment, none);
 }
 void operator delete(void* block) noexcept {
   give_back(block);
@@ -58,5 +85,29 @@ void operator delete(void* block, std::align_val_t) noexcept {
   give_back(block);
 }
 void operator delete(void* block, std::size_t, std::align_val_t) noexcept {
+  give_back(block);
+}
+void operator delete(void* block, const std::nothrow_t&) noexcept {
+  give_back(block);
+}
+void operator delete(void* block, std::align_val_t, const std::nothrow_t&) noexcept {
+  give_back(block);
+}
+void operator delete[](void* block) noexcept {
+  give_back(block);
+}
+void operator delete[](void* block, std::size_t) noexcept {
+  give_back(block);
+}
+void operator delete[](void* block, std::align_val_t) noexcept {
+  give_back(block);
+}
+void operator delete[](void* block, std::size_t, std::align_val_t) noexcept {
+  give_back(block);
+}
+void operator delete[](void* block, const std::nothrow_t&) noexcept {
+  give_back(block);
+}
+void operator delete[](void* block, std::align_val_t, const std::nothrow_t&) noexcept {
   give_back(block);
 }
