@@ -62,16 +62,21 @@ std::uint64_t read_index(const File& file, const std::filesystem::path& path, st
   return XXH3_64bits_digest(&state);
 }
 
+// As memcpy, and nothing where there is nothing.
+void copy(void* to, const void* from, std::size_t bytes) {
+  if (bytes != 0) std::memcpy(to, from, bytes);
+}
+
 std::vector<std::byte> block_of(const TeacherTokens& tokens, std::uint32_t id_bytes) {
   const std::size_t ids = tokens.ids.size() * id_bytes;
   std::vector<std::byte> block(ids + 2 * tokens.log_probabilities.size());
   if (id_bytes == 4) {
-    std::memcpy(block.data(), tokens.ids.data(), ids);
+    copy(block.data(), tokens.ids.data(), ids);
   } else {
     const std::vector<std::uint16_t> narrow(tokens.ids.begin(), tokens.ids.end());
-    std::memcpy(block.data(), narrow.data(), ids);
+    copy(block.data(), narrow.data(), ids);
   }
-  std::memcpy(block.data() + ids, tokens.log_probabilities.data(), block.size() - ids);
+  copy(block.data() + ids, tokens.log_probabilities.data(), block.size() - ids);
   return block;
 }
 
@@ -80,13 +85,13 @@ TeacherTokens tokens_of(const std::vector<std::byte>& block, std::uint32_t id_by
   TeacherTokens tokens{.ids = std::vector<std::uint32_t>(count),
                        .log_probabilities = std::vector<std::uint16_t>(count)};
   if (id_bytes == 4) {
-    std::memcpy(tokens.ids.data(), block.data(), ids);
+    copy(tokens.ids.data(), block.data(), ids);
   } else {
     std::vector<std::uint16_t> narrow(count);
-    std::memcpy(narrow.data(), block.data(), ids);
+    copy(narrow.data(), block.data(), ids);
     std::copy(narrow.begin(), narrow.end(), tokens.ids.begin());
   }
-  std::memcpy(tokens.log_probabilities.data(), block.data() + ids, 2 * count);
+  copy(tokens.log_probabilities.data(), block.data() + ids, 2 * count);
   return tokens;
 }
 
