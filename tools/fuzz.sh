@@ -19,5 +19,5 @@ one() {
 }
 export -f one
 export build here limit
-parsers=${PARSER:-config header index manifest superblock tokens records rows teacher}
+parsers=${PARSER:-config header index manifest superblock tokens records rows teacher adapter}
 printf '%s\n' $parsers | xargs -P "$jobs" -I{} bash -euo pipefail -c 'one {}'

@@ -20,6 +20,7 @@
 #include "runtime/data/data_source.h"
 #include "runtime/data/row_file.h"
 #include "runtime/data/teacher_file.h"
+#include "runtime/spec/adapter_config.h"
 #include "runtime/spec/model_spec.h"
 #include "swap/store_format.h"
 
@@ -66,6 +67,15 @@ struct CountingSink final : tierflow::DocumentSink {
 
 [[maybe_unused]] void fuzz_config(const std::string& text) {
   tierflow::parse_model_spec(text, "fuzz");
+}
+// And what is read is written in a way that is read again, the same.
+[[maybe_unused]] void fuzz_adapter(const std::string& text) {
+  const std::string once = tierflow::adapter_config_json(tierflow::parse_adapter_config(text, "fuzz"), false);
+  try {
+    if (tierflow::adapter_config_json(tierflow::parse_adapter_config(once, "again"), false) != once) defect();
+  } catch (const tierflow::Exception&) {
+    defect();
+  }
 }
 [[maybe_unused]] void fuzz_header(const std::string& text) {
   if (text.size() < 3) return;
