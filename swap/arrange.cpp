@@ -29,23 +29,22 @@ std::vector<bool> deferred_chunks(const Layout& layout, double share) {
 }
 
 bool any_on_storage(const Arrangement& arrangement) {
-  const auto& on_storage = arrangement.saved_on_storage;
-  return std::find(on_storage.begin(), on_storage.end(), true) != on_storage.end();
+  return std::ranges::any_of(arrangement.items, &Item::on_storage);
 }
 
 // Where `budget` has no room for what is saved beside `buffers`, the first stages' goes on to storage, through buffers
 // of its own.
-void move_to_storage(const Layout& layout, std::uint64_t budget, std::uint64_t buffers, Arrangement& result) {
-  std::uint64_t saved = result.saved_on_host(layout);
+void move_to_storage(std::uint64_t budget, std::uint64_t buffers, Arrangement& result) {
+  std::uint64_t saved = result.saved_on_host();
   const auto fits = [&](int through) { return buffers + saved + through * result.slot_bytes <= budget; };
   result.activation_buffers = any_on_storage(result) ? kActivationBuffers : 0;
   if (fits(result.activation_buffers) || (!any_on_storage(result) && saved <= result.slot_bytes)) return;
   result.activation_buffers = kFewestActivationBuffers;
-  for (int item = 0; item < result.items() && !fits(result.activation_buffers); ++item) {
-    const std::uint64_t bytes = result.saved_bytes(layout, item);
-    if (result.saved_on_storage[item] || bytes == 0) continue;
-    result.saved_on_storage[item] = true;
-    saved -= bytes;
+  for (Item& item : result.items) {
+    if (fits(result.activation_buffers)) break;
+    if (item.on_storage || item.bytes() == 0) continue;
+    item.on_storage = true;
+    saved -= item.bytes();
   }
   if (fits(kActivationBuffers)) result.activation_buffers = kActivationBuffers;
 }
@@ -69,7 +68,7 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   // Host: the fewest buffers that work, host carries; then residency of everything, or a pipeline's worth of buffers
   // and residency.
   const std::uint64_t word = layout.max_word_bytes(), state = round_up(layout.max_state_bytes(), kSector);
-  std::uint64_t everything = result.saved_on_host(layout);
+  std::uint64_t everything = result.saved_on_host();
   if (any_on_storage(result)) everything += kActivationBuffers * result.slot_bytes;
   for (const Chunk& chunk : layout.chunks()) {
     everything += chunk.word_bytes();
@@ -103,8 +102,8 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
                      "or name a --storage folder to keep the state there");
   const int words_least = request.sums ? 4 : request.train ? 2 : 1, states_least = request.train ? 1 : 0;
   const std::uint64_t buffers = words_least * word + states_least * state;
-  move_to_storage(layout, host_budget, buffers, result);
-  const std::uint64_t least = buffers + result.saved_on_host(layout) + result.activation_buffers * result.slot_bytes;
+  move_to_storage(host_budget, buffers, result);
+  const std::uint64_t least = buffers + result.saved_on_host() + result.activation_buffers * result.slot_bytes;
   if (least > host_budget)
     return too_small("--host-memory", request.host_budget, least + request.host_workspace,
                      "a smaller --micro-batch moves smaller activations through it");

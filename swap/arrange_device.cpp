@@ -95,15 +95,32 @@ UpdateSlots update_slots(const Layout& layout, const std::vector<bool>& on_devic
   return slots;
 }
 
+// Of one micro-batch's activations in a stage, where they are swapped.
+std::uint64_t swapped_bytes(const ArrangeRequest& request, std::size_t stage) {
+  return stage < request.swapped_bytes.size() ? request.swapped_bytes[stage] : 0;
+}
+
+// Every stage but the last leaves an item of each micro-batch; the last one's forward and backward are one visit.
+std::vector<Item> all_items(int stages, int micro_batches) {
+  std::vector<Item> items;
+  for (int stage = 0; stage + 1 < stages; ++stage)
+    for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch)
+      items.push_back(
+          {.made_by = {stage, Pass::forward, micro_batch}, .read_by = {stage, Pass::backward, micro_batch}});
+  return items;
+}
+
 // How often an item's activations leave the device, of those that do not stay: to the host first, then to storage.
 void choose_swaps(const ArrangeRequest& request, Arrangement& result) {
   int to_host = request.swap_to_host, to_storage = request.storage ? request.swap_to_storage : 0;
-  for (int item = result.items(); item-- > request.micro_batches;) {
-    if (result.activations[item] == Activations::keep || result.swapped_bytes[item / request.micro_batches] == 0)
-      continue;
+  for (std::size_t i = result.items.size(); i-- > 0;) {
+    Item& item = result.items[i];
+    const std::uint64_t bytes = swapped_bytes(request, item.made_by.stage);
+    if (item.made_by.stage == 0 || result.activations[i] == Activations::keep || bytes == 0) continue;
     if (to_host <= 0 && to_storage <= 0) return;
-    result.activations[item] = Activations::swap;
-    result.saved_on_storage[item] = to_host <= 0;
+    result.activations[i] = Activations::swap;
+    item.activation_bytes = bytes;
+    item.on_storage = to_host <= 0;
     --(to_host > 0 ? to_host : to_storage);
   }
 }
@@ -133,10 +150,8 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   if (result.needed_ring != 0 && !request.sums)
     return {.kind = io::ErrorKind::usage, .detail = "units on demand take plans of single visits"};
   result.input_leaves.assign(stages, false);
-  result.activations.assign(stages * request.micro_batches, Activations::recompute);
-  result.saved_on_storage.assign(stages * request.micro_batches, false);
-  result.swapped_bytes = request.swapped_bytes;
-  result.swapped_bytes.resize(stages, 0);
+  result.items = all_items(static_cast<int>(stages), request.micro_batches);
+  result.activations.assign(result.items.size(), Activations::recompute);
   const std::uint64_t fixed =
       needs.weights + needs.gradient + needs.held + result.needed_ring + result.needed_gradients + request.workspace;
   const std::uint64_t slots = needs.carries == 0 ? 0 : kSlots * needs.largest_carry;
@@ -157,7 +172,7 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   std::uint64_t swapped = 0;  // the largest piece that a swap may move
   for (std::size_t stage = 1; stage + 1 < stages; ++stage)
     swapped = std::max(swapped, round_up(layout.stages()[stage].carry_bytes, kSector) +
-                                    round_up(result.swapped_bytes[stage], kSector));
+                                    round_up(swapped_bytes(request, stage), kSector));
   const bool swaps = request.train && request.swap_to_host + request.swap_to_storage > 0 &&
                      kSlots * swapped + request.swap_workspace <= left;
   if (swaps || needs.carries > left) {
@@ -175,6 +190,8 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
     else
       result.input_leaves[stage] = true;
   }
+  for (Item& item : result.items)
+    if (result.input_leaves[item.made_by.stage]) item.input_bytes = layout.stages()[item.made_by.stage].carry_bytes;
   const auto grow = [&left](std::uint64_t& pool, std::uint64_t by) {
     if (by == 0 || by > left) return false;
     pool += by;
@@ -186,10 +203,9 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   grow(result.weight_ring, needs.block_weights);
   // Activations before more weights: a weight fetched again passes beside the computation, an activation made again is
   // computation. The last items' first, as for inputs.
-  const int micro_batches = request.micro_batches;
-  for (int item = result.items(); request.train && item-- > micro_batches;) {
-    const std::size_t stage = item / micro_batches;
-    if (stage >= request.activation_bytes.size() || result.input_leaves[stage]) continue;
+  for (std::size_t item = result.items.size(); request.train && item-- > 0;) {
+    const std::size_t stage = result.items[item].made_by.stage;
+    if (stage == 0 || stage >= request.activation_bytes.size() || result.input_leaves[stage]) continue;
     std::uint64_t bytes = request.activation_bytes[stage];
     bytes += bytes / 8;  // for blocks that are reused although a little too large
     if (bytes == 0 || bytes > left) continue;

@@ -17,15 +17,9 @@ bool Arrangement::resident(ExtentKind kind, int chunk) const {
   }
 }
 
-std::uint64_t Arrangement::saved_bytes(const Layout& layout, int item) const {
-  const int stage = item / micro_batches;
-  return round_up(input_leaves[stage] ? layout.stages()[stage].carry_bytes : 0, kSector) +
-         (activations[item] == Activations::swap ? round_up(swapped_bytes[stage], kSector) : 0);
-}
-
-std::vector<std::uint64_t> Arrangement::stored_activations(const Layout& layout) const {
+std::vector<std::uint64_t> Arrangement::stored_activations() const {
   std::vector<std::uint64_t> bytes;
-  for (int item = 0; item < items(); ++item) bytes.push_back(saved_on_storage[item] ? saved_bytes(layout, item) : 0);
+  for (const Item& item : items) bytes.push_back(item.on_storage ? item.bytes() : 0);
   return bytes;
 }
 
@@ -52,16 +46,15 @@ std::vector<HostBuffer> Arrangement::host_buffers(const Layout& layout) const {
   for (const Chunk& chunk : layout.chunks())
     for (const ExtentKind kind : kChunkExtents)
       if (resident(kind, chunk.id)) all.push_back({resident_place(kind, chunk.id), chunk.bytes(kind)});
-  for (int item = 0; item < items(); ++item)
-    if (const std::uint64_t bytes = saved_bytes(layout, item); bytes != 0 && !saved_on_storage[item])
-      add(Where::activations, item, bytes);
+  for (std::size_t i = 0; i < items.size(); ++i)
+    if (items[i].bytes() != 0 && !items[i].on_storage) add(Where::activations, static_cast<int>(i), items[i].bytes());
   return all;
 }
 
-std::uint64_t Arrangement::saved_on_host(const Layout& layout) const {
+std::uint64_t Arrangement::saved_on_host() const {
   std::uint64_t bytes = 0;
-  for (int item = 0; item < items(); ++item)
-    if (!saved_on_storage[item]) bytes += saved_bytes(layout, item);
+  for (const Item& item : items)
+    if (!item.on_storage) bytes += item.bytes();
   return bytes;
 }
 

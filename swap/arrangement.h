@@ -29,6 +29,20 @@ struct UpdateSlots {
   bool operator==(const UpdateSlots&) const = default;
 };
 
+// What one computation leaves for another: of the forward of a stage for its backward, one for each micro-batch. What
+// of it leaves the device moves in one piece: first the stage's input, then the activations. The piece is made once and
+// read once in a step, and nothing changes it in between.
+struct Item {
+  Computation made_by, read_by;
+  std::uint64_t input_bytes = 0;       // of the stage's input; 0: it stays on the device, or there is none
+  std::uint64_t activation_bytes = 0;  // of swapped activations; 0: none are
+  bool on_storage = false;             // the piece goes on from the host to storage
+
+  bool operator==(const Item&) const = default;
+  // Of the piece; 0 where nothing leaves the device.
+  std::uint64_t bytes() const { return round_up(input_bytes, kSector) + round_up(activation_bytes, kSector); }
+};
+
 // Where everything lives and how many buffers there are: what budgets decide. None of it changes a result.
 struct Arrangement {
   std::vector<bool> hi_resident, state_resident, gradient_resident;  // by chunk
@@ -41,14 +55,11 @@ struct Arrangement {
   int word_buffers = 0, state_buffers = 0;
   // Bytes of the device arena, in this order; the last two are those of units on demand.
   std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0, needed_ring = 0, needed_gradients = 0;
-  // What the backward needs of the forward. An item is stage * micro_batches + micro-batch. What leaves the device for
-  // an item is saved in one piece: first the stage's input, where that leaves, then the activations, where they are
-  // swapped.
-  std::vector<bool> input_leaves;            // by stage, for every micro-batch
-  std::vector<Activations> activations;      // by item
-  std::vector<bool> saved_on_storage;        // by item: goes on to storage
-  std::vector<std::uint64_t> swapped_bytes;  // by stage: of one micro-batch's activations, swapped
-  int slots = 0;                             // of the device; everything that is saved passes through them
+  // What the backward needs of the forward. The items of a stage follow one another, a micro-batch each.
+  std::vector<Item> items;
+  std::vector<Activations> activations;  // by item
+  std::vector<bool> input_leaves;        // by stage, for every micro-batch
+  int slots = 0;                         // of the device; every item whose bytes leave it passes through them
   std::uint64_t slot_bytes = 0;
   int activation_buffers = 0;  // of the host, each as large as a slot; what goes to storage passes through them
 
@@ -68,17 +79,13 @@ struct Arrangement {
   }
   // Whether the chunk's extent has a place in RAM for the whole run; not for activations.
   bool resident(ExtentKind kind, int chunk) const;
-  int items() const { return static_cast<int>(activations.size()); }
-  int item_of(int stage, int micro_batch) const { return stage * micro_batches + micro_batch; }
-  // Bytes saved for an item; 0 where nothing leaves the device.
-  std::uint64_t saved_bytes(const Layout& layout, int item) const;
   std::uint64_t buffer_bytes(const Layout& layout) const;
   std::uint64_t resident_bytes(const Layout& layout) const;
-  std::uint64_t saved_on_host(const Layout& layout) const;
+  std::uint64_t saved_on_host() const;
   // By item, as ScratchOptions::activation_bytes.
-  std::vector<std::uint64_t> stored_activations(const Layout& layout) const;
+  std::vector<std::uint64_t> stored_activations() const;
   std::uint64_t host_bytes(const Layout& layout) const {
-    return buffer_bytes(layout) + resident_bytes(layout) + saved_on_host(layout);
+    return buffer_bytes(layout) + resident_bytes(layout) + saved_on_host();
   }
   // All host memory that a run takes, buffer by buffer in the order in which it lies there: host_bytes() in sum. Sizes
   // are multiples of kSector. Streaming buffers come first, each kind in the order of their indices.

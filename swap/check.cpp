@@ -7,7 +7,9 @@ PlanChecker::PlanChecker(const Layout& layout, const Arrangement& arrangement)
 
 io::Error PlanChecker::train_step(const Plan& plan, bool pending, bool commits) {
   deferred_step_ = step_++;
-  return play(plan, {.deferred_updates = pending ? 1 : 0, .updates = 1, .measurements = 1, .commits = commits ? 1 : 0});
+  return play(
+      plan,
+      {.deferred_updates = pending ? 1 : 0, .updates = 1, .measurements = 1, .items = 1, .commits = commits ? 1 : 0});
 }
 
 io::Error PlanChecker::flush(const Plan& plan) {
@@ -22,6 +24,8 @@ io::Error PlanChecker::evaluate(const Plan& plan) {
 io::Error PlanChecker::play(const Plan& plan, const Expected& expected) {
   rules_.begin_plan();
   commits_ = 0;
+  made_.assign(arrangement_.items.size(), 0);
+  read_.assign(arrangement_.items.size(), 0);
   // Computed with: the weights after every update that is owed, before this step's own.
   due_.clear();
   for (const Chunk& chunk : layout_.chunks())
@@ -36,7 +40,7 @@ io::Error PlanChecker::play(const Plan& plan, const Expected& expected) {
       case TaskKind::load_activations:
       case TaskKind::write_activations:
       case TaskKind::read_activations:
-        return move_saved(task);
+        return move_item(task);
       default:
         if (!rules_.names_chunk(task)) return;
     }
@@ -57,6 +61,10 @@ io::Error PlanChecker::play(const Plan& plan, const Expected& expected) {
     if (measured != (deferred ? expected.measurements : 0))
       ledger_.wrong("chunk " + std::to_string(chunk.id) + " was measured " + std::to_string(measured) + " times");
   }
+  for (std::size_t item = 0; item < made_.size(); ++item)
+    if (made_[item] != expected.items || read_[item] != expected.items)
+      ledger_.wrong("item " + std::to_string(item) + " was made " + std::to_string(made_[item]) + " times and read " +
+                    std::to_string(read_[item]) + " times");
   if (commits_ != expected.commits) ledger_.wrong("it commits " + std::to_string(commits_) + " times");
   return ledger_.error();
 }
@@ -102,13 +110,16 @@ void PlanChecker::move(const Task& task) {
   }
 }
 
-// What a stage saves of a micro-batch, out and back.
-void PlanChecker::move_saved(const Task& task) {
-  const int item = item_of(task);
-  if (item < 0) return;
-  if (task.bytes != arrangement_.saved_bytes(layout_, item)) return ledger_.wrong("moves another number of bytes");
-  const Content content{What::saved, task.stage, step_, task.micro_batch};
-  Ledger::Held &host = ledger_.host(task.words), &stored = ledger_.stored(ExtentKind::activations, item);
+// Out and back.
+void PlanChecker::move_item(const Task& task) {
+  const Item* item = item_of(task);
+  if (item == nullptr) return;
+  const bool out = task.kind == TaskKind::save_activations || task.kind == TaskKind::write_activations;
+  if (Computation{task.stage, task.pass, task.micro_batch} != (out ? item->made_by : item->read_by))
+    return ledger_.wrong("does not serve who makes or reads its item");
+  if (task.bytes != item->bytes()) return ledger_.wrong("moves another number of bytes");
+  const Content content{What::item, task.item, step_};
+  Ledger::Held &host = ledger_.host(task.words), &stored = ledger_.stored(ExtentKind::activations, task.item);
   switch (task.kind) {
     case TaskKind::save_activations:
       ledger_.read_device(task.device_offset, task.bytes, content);
@@ -125,14 +136,11 @@ void PlanChecker::move_saved(const Task& task) {
   }
 }
 
-// -1, and what is wrong is said, where the task names no stage and micro-batch.
-int PlanChecker::item_of(const Task& task) {
-  const int item = arrangement_.item_of(task.stage, task.micro_batch);
-  if (task.stage >= 0 && task.micro_batch >= 0 && task.micro_batch < arrangement_.micro_batches &&
-      item < arrangement_.items())
-    return item;
-  ledger_.wrong("names no micro-batch of a stage");
-  return -1;
+// Null, and what is wrong is said, where the task names none that there is.
+const Item* PlanChecker::item_of(const Task& task) {
+  if (task.item >= 0 && task.item < static_cast<int>(arrangement_.items.size())) return &arrangement_.items[task.item];
+  ledger_.wrong("names no item");
+  return nullptr;
 }
 
 void PlanChecker::compute(const Task& task, const Plan& plan) {
@@ -151,18 +159,26 @@ void PlanChecker::compute(const Task& task, const Plan& plan) {
                             {What::words, chunk.id, due_[chunk.id]});
     if (gradients && layout_.gradient_bytes(unit) != 0) sum_gradient(task, visit, position, unit);
   }
-  if (task.pass != Pass::forward && task.pass != Pass::backward) return;
-  const int item = item_of(task);
-  if (item < 0) return;
-  const std::uint64_t bytes = arrangement_.saved_bytes(layout_, item);
-  if (task.activations != arrangement_.activations[item])
+  if (task.item != -1) use_item(task);
+}
+
+// Makes or reads it.
+void PlanChecker::use_item(const Task& task) {
+  const Item* item = item_of(task);
+  if (item == nullptr) return;
+  const Computation here{task.stage, task.pass, task.micro_batch};
+  const bool makes = item->made_by == here;
+  if (!makes && item->read_by != here) return ledger_.wrong("neither makes nor reads its item");
+  ++(makes ? made_ : read_)[task.item];
+  if (task.activations != arrangement_.activations[task.item])
     return ledger_.wrong("does not do as arranged with its activations");
-  if ((bytes == 0) != (task.device_offset == kNowhere)) return ledger_.wrong("has no slot for what it saves");
+  const std::uint64_t bytes = item->bytes();
+  if ((bytes == 0) != (task.device_offset == kNowhere)) return ledger_.wrong("has no slot for its item");
   if (bytes == 0) return;
-  const Content content{What::saved, task.stage, step_, task.micro_batch};
-  if (task.pass == Pass::backward) ledger_.read_device(task.device_offset, bytes, content);
-  // The backward may use the slot's bytes for itself.
-  ledger_.write_device(task.device_offset, bytes, task.pass == Pass::forward ? content : Content{});
+  const Content content{What::item, task.item, step_};
+  if (!makes) ledger_.read_device(task.device_offset, bytes, content);
+  // Who reads it may use the slot's bytes for itself.
+  ledger_.write_device(task.device_offset, bytes, makes ? content : Content{});
 }
 
 // A gradient grows by one part a micro-batch; the first of a fresh one starts from nothing.

@@ -7,6 +7,8 @@
 //  - played in order, every task finds the bytes it is for: the chunk it names, updated as often as steps have passed,
 //    the gradient of the step with every micro-batch in it;
 //  - every trainable chunk is updated once a step: deferred ones, which are measured once, ahead of the next forward;
+//  - every item is made once and read once a step, by those that the arrangement names. Who reads it finds what was
+//  made;
 //  - a commit covers every trainable chunk as the step before left it, and nothing of that is overwritten before it.
 #include "io/error.h"
 #include "swap/update_rules.h"
@@ -27,16 +29,17 @@ class PlanChecker {
 
  private:
   // How often the plan updates each chunk: a deferred one, any other trainable one; and measures a deferred one. How
-  // often it commits.
+  // often it makes each item and reads it, and how often it commits.
   struct Expected {
-    int deferred_updates = 0, updates = 0, measurements = 0, commits = 0;
+    int deferred_updates = 0, updates = 0, measurements = 0, items = 0, commits = 0;
   };
 
   io::Error play(const Plan& plan, const Expected& expected);
   void move(const Task& task);
-  void move_saved(const Task& task);
-  int item_of(const Task& task);
+  void move_item(const Task& task);
+  const Item* item_of(const Task& task);
   void compute(const Task& task, const Plan& plan);
+  void use_item(const Task& task);
   void sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit);
   void update(const Task& task);
   void commit();
@@ -49,10 +52,11 @@ class PlanChecker {
   const Arrangement& arrangement_;
   Ledger ledger_;
   UpdateRules rules_;
-  std::vector<int> due_;   // by chunk: the version that whoever computes must see
-  int commits_ = 0;        // in this plan
-  int step_ = 0;           // training steps planned
-  int deferred_step_ = 0;  // the step whose gradients this plan's deferred updates apply
+  std::vector<int> due_;          // by chunk: the version that whoever computes must see
+  std::vector<int> made_, read_;  // by item: how often in this plan
+  int commits_ = 0;               // in this plan
+  int step_ = 0;                  // training steps planned
+  int deferred_step_ = 0;         // the step whose gradients this plan's deferred updates apply
 };
 
 }  // namespace tierflow::swap

@@ -22,7 +22,7 @@ io::Error Executor::Impl::allocate() {
   if (store != nullptr && !places.empty()) store->register_memory(memory->slab(), memory->registrations());
 
   for (auto& list : residents) list.resize(layout.chunks().size());
-  saved.resize(arrangement.items());
+  saved.resize(arrangement.items.size());
   for (std::size_t i = 0; i < places.size(); ++i) {
     const std::span<std::byte> bytes = memory->buffer(i);
     const auto streams_through = [&](auto& buffers, auto& spans) {
@@ -215,6 +215,7 @@ io::Result<Entered> Executor::enter(int stage, Pass pass, int micro_batch) {
   if (impl.options.record) at.began = impl.device.record_timed(StreamId::compute);
   return Entered{.visit = &(*at.visits)[at.task.visit],
                  .arena = impl.arena.data(),
+                 .item = at.task.item == -1 ? nullptr : &impl.arrangement.items[at.task.item],
                  .slot = at.task.device_offset == kNowhere ? nullptr : impl.arena.data() + at.task.device_offset,
                  .activations = at.task.activations};
 }

@@ -54,8 +54,9 @@ class HostWork {
 struct Entered {
   const Visit* visit = nullptr;  // valid until leave()
   std::byte* arena = nullptr;    // base of the visit's offsets
-  // Device slot; null where nothing leaves the device. In a forward pass, copy here what is saved for the item (see
-  // Arrangement). In a backward pass, take it from here.
+  const Item* item = nullptr;    // what the computation makes or reads; null where it does neither
+  // Device slot; null where nothing of the item leaves the device. Who makes the item copies it here, in the order that
+  // Item says. Who reads it takes it from here.
   std::byte* slot = nullptr;
   Activations activations = Activations::recompute;
 };

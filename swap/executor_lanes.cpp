@@ -125,7 +125,7 @@ Executor::Impl::Extent Executor::Impl::extent_of(const Task& task) const {
     case TaskKind::write_gradient:
       return {ExtentKind::gradient, task.chunk, task.gradient};
     default:
-      return {ExtentKind::activations, task.stage * arrangement.micro_batches + task.micro_batch, task.words};
+      return {ExtentKind::activations, task.item, task.words};
   }
 }
 

@@ -6,7 +6,7 @@ namespace tierflow::swap {
 
 Ledger::Ledger(const Layout& layout, const Arrangement& arrangement) : arrangement_(arrangement) {
   for (const ExtentKind kind : kChunkExtents) stored_[static_cast<int>(kind)].resize(layout.chunks().size());
-  stored_[static_cast<int>(ExtentKind::activations)].resize(arrangement.items());
+  stored_[static_cast<int>(ExtentKind::activations)].resize(arrangement.items.size());
   for (const HostBuffer& buffer : arrangement.host_buffers(layout)) {
     std::vector<Held>& list = host_[static_cast<int>(buffer.place.where)];
     list.resize(std::max<std::size_t>(list.size(), buffer.place.index + 1));

@@ -13,13 +13,14 @@
 namespace tierflow::swap {
 
 // incoming: a gradient that will be added to a sum. low: the low words of that sum. sum: an fp32 one on the device.
-enum class What : std::uint8_t { nothing, words, state, gradient, sum, saved, incoming, low };
+// item: what of one left the device.
+enum class What : std::uint8_t { nothing, words, state, gradient, sum, item, incoming, low };
 
 struct Content {
   What what = What::nothing;
-  int of = -1;      // chunk; unit of a sum on the device; stage of what is saved
-  int version = 0;  // updates applied to the chunk; of gradients and what is saved the step they belong to
-  int parts = 0;    // micro-batches added to a sum; visits added to a gradient; the micro-batch of what is saved
+  int of = -1;      // chunk; unit of a sum on the device; item
+  int version = 0;  // updates applied to the chunk; of gradients and items the step they belong to
+  int parts = 0;    // micro-batches added to a sum; visits added to a gradient
   bool operator==(const Content&) const = default;
 };
 

@@ -2,6 +2,7 @@
 // The plan as data: a list of tasks whose order is a correct sequential program. Each task says which bytes of which
 // tier it reads and writes; dependencies are derived from those hazards alone. Executor and simulator play the same
 // list.
+#include <compare>
 #include <cstdint>
 #include <vector>
 
@@ -49,6 +50,15 @@ enum class Activations : std::uint8_t { recompute, keep, swap };
 enum class Pass : std::uint8_t { forward, head, backward, evaluate };
 const char* pass_name(Pass pass);
 
+// What a stage computes for one micro-batch in one pass.
+struct Computation {
+  int stage = -1;
+  Pass pass = Pass::forward;
+  int micro_batch = -1;
+
+  auto operator<=>(const Computation&) const = default;
+};
+
 // Host bytes of a task: a streaming buffer, an extent that is resident in RAM, or what is saved for an item.
 struct HostRef {
   enum class Where : std::uint8_t {
@@ -63,7 +73,7 @@ struct HostRef {
     activations
   };
   Where where = Where::none;
-  int index = -1;  // of the buffer; the chunk; stage * micro_batches + micro-batch
+  int index = -1;  // of the buffer; the chunk; the item
 };
 
 inline constexpr int kHostPlaces = 9;
@@ -101,6 +111,7 @@ struct Task {
   Pass pass = Pass::forward;  // of the visit that the task serves
   int stage = -1, micro_batch = -1;
   int chunk = -1;
+  int item = -1;                   // whose bytes it moves; of a compute task: which it makes or reads
   int visit = -1;                  // index into Plan::visits of the compute task
   HostRef words, gradient, state;  // hi words or what a stage saved; gradient; optimizer state
   HostRef gradient_low;            // of a sum; none where the gradient is bf16

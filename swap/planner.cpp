@@ -13,6 +13,8 @@ Planner::Planner(const Layout& layout, const Arrangement& arrangement)
       emitter_(layout, arrangement),
       fetcher_(layout, arrangement, emitter_),
       gradients_(arrangement.weight_ring, arrangement.gradient_ring) {
+  for (int item = 0; item < static_cast<int>(arrangement.items.size()); ++item)
+    items_[arrangement.items[item].made_by] = items_[arrangement.items[item].read_by] = item;
   const int units = static_cast<int>(layout.units().size());
   held_.assign(units, kNowhere);
   std::uint64_t held = arrangement.weight_ring + arrangement.gradient_ring;
@@ -52,11 +54,12 @@ Plan Planner::flush() {
 
 Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits) {
   const int count = static_cast<int>(visits.size());
-  Saved saved{.buffer_of = std::vector<HostRef>(arrangement_.items()),
-              .slot_of = std::vector<std::uint64_t>(arrangement_.items(), kNowhere)};
+  Saved saved{.buffer_of = std::vector<HostRef>(arrangement_.items.size()),
+              .slot_of = std::vector<std::uint64_t>(arrangement_.items.size(), kNowhere)};
   for (const Visit& visit : visits)
     for (int micro_batch = 0; visit.pass == Pass::backward && micro_batch < micro_batches; ++micro_batch)
-      if (const int item = arrangement_.item_of(visit.stage, micro_batch); arrangement_.saved_bytes(layout_, item) != 0)
+      if (const int item = item_of({visit.stage, visit.pass, micro_batch});
+          item != -1 && arrangement_.items[item].bytes() != 0)
         saved.items.push_back(item);
   int fetched = 0;
   for (int index = 0; index < count; ++index) {
@@ -79,18 +82,29 @@ Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits) {
 }
 
 void Planner::compute(const Visit& visit, int index, int micro_batch, Saved& saved) {
-  if (visit.pass != Pass::forward && visit.pass != Pass::backward) {
+  const Computation here{visit.stage, visit.pass, micro_batch};
+  const int item = item_of(here);
+  if (item == -1) {
     emitter_.compute(visit, index, micro_batch);
     return;
   }
-  const int item = arrangement_.item_of(visit.stage, micro_batch);
-  const std::uint64_t bytes = arrangement_.saved_bytes(layout_, item);
-  const bool saves = visit.pass == Pass::forward && bytes != 0;
-  if (saves) saved.slot_of[item] = next_slot();
+  const std::uint64_t bytes = arrangement_.items[item].bytes();
+  const bool makes = arrangement_.items[item].made_by == here;
+  if (makes && bytes != 0) saved.slot_of[item] = next_slot();
   const std::uint64_t slot = std::exchange(saved.slot_of[item], kNowhere);
-  emitter_.compute(visit, index, micro_batch, slot, bytes).activations = arrangement_.activations[item];
-  if (saves) save(item, slot);
-  if (visit.pass == Pass::backward && slot != kNowhere) --saved.in_slots;
+  Task& task = emitter_.compute(visit, index, micro_batch, slot, bytes);
+  task.item = item;
+  task.activations = arrangement_.activations[item];
+  if (slot == kNowhere) return;
+  if (makes)
+    save(item, slot);
+  else
+    --saved.in_slots;
+}
+
+int Planner::item_of(const Computation& computation) const {
+  const auto found = items_.find(computation);
+  return found == items_.end() ? -1 : found->second;
 }
 
 std::uint64_t Planner::next_slot() {
@@ -100,20 +114,22 @@ std::uint64_t Planner::next_slot() {
 // A task that moves what was saved of an item. words: its place on the host.
 Task& Planner::move_saved(TaskKind kind, Lane lane, int item, HostRef words, Access from, Access to) {
   const bool saves = kind == TaskKind::save_activations || kind == TaskKind::write_activations;
-  emitter_.serve(saves ? Pass::forward : Pass::backward, item / arrangement_.micro_batches);
+  const Computation& serves = saves ? arrangement_.items[item].made_by : arrangement_.items[item].read_by;
+  emitter_.serve(serves.pass, serves.stage);
   Task& task = emitter_.emit(kind, lane, {from, to});
-  task.micro_batch = item % arrangement_.micro_batches;
+  task.micro_batch = serves.micro_batch;
+  task.item = item;
   task.words = words;
-  task.bytes = arrangement_.saved_bytes(layout_, item);
+  task.bytes = arrangement_.items[item].bytes();
   return task;
 }
 
 void Planner::save(int item, std::uint64_t slot) {
-  const bool on_storage = arrangement_.saved_on_storage[item];
+  const bool on_storage = arrangement_.items[item].on_storage;
   const HostRef words =
       on_storage ? emitter_.take_buffer(HostRef::Where::activation_buffer) : HostRef{HostRef::Where::activations, item};
   move_saved(TaskKind::save_activations, Lane::download, item, words,
-             device_access(slot, arrangement_.saved_bytes(layout_, item), false), host_access(words, true))
+             device_access(slot, arrangement_.items[item].bytes(), false), host_access(words, true))
       .device_offset = slot;
   if (on_storage)
     move_saved(TaskKind::write_activations, Lane::disk_write, item, words, host_access(words, false),
@@ -125,7 +141,7 @@ void Planner::bring_back(Saved& saved) {
   const auto read = [&] {
     for (; saved.next_read < saved.items.size(); ++saved.next_read) {
       const int item = saved.items[saved.next_read];
-      if (!arrangement_.saved_on_storage[item]) {
+      if (!arrangement_.items[item].on_storage) {
         saved.buffer_of[item] = {HostRef::Where::activations, item};
         continue;
       }
@@ -142,10 +158,10 @@ void Planner::bring_back(Saved& saved) {
     const HostRef words = saved.buffer_of[item];
     const std::uint64_t slot = saved.slot_of[item] = next_slot();
     move_saved(TaskKind::load_activations, Lane::upload, item, words, host_access(words, false),
-               device_access(slot, arrangement_.saved_bytes(layout_, item), true))
+               device_access(slot, arrangement_.items[item].bytes(), true))
         .device_offset = slot;
     ++saved.in_slots;
-    if (!arrangement_.saved_on_storage[item]) continue;
+    if (!arrangement_.items[item].on_storage) continue;
     --saved.in_buffers;
     read();
   }

@@ -2,6 +2,7 @@
 // Turns a layout and an arrangement into plans of whole steps: visits with a known future. Deterministic: the same
 // sequence of calls gives the same tasks.
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "swap/fetcher.h"
@@ -37,6 +38,8 @@ class Planner {
   Plan run(std::vector<Visit> visits, int micro_batches, bool commits = false);
   void compute(const Visit& visit, int index, int micro_batch, Saved& saved);
   void save(int item, std::uint64_t slot);
+  // The item that the computation makes or reads; -1: none.
+  int item_of(const Computation& computation) const;
   void bring_back(Saved& saved);
   Task& move_saved(TaskKind kind, Lane lane, int item, HostRef words, Access from, Access to);
   std::uint64_t next_slot();
@@ -51,6 +54,7 @@ class Planner {
   std::vector<int> deferring_;              // units some of whose chunks are deferred
   std::vector<std::uint64_t> gradient_of_;  // by unit: its gradient's place in this step, kNowhere before the first use
   std::vector<std::uint64_t> held_;         // by unit: place of a tied unit's gradient
+  std::map<Computation, int> items_;        // by who makes it and by who reads it
   int next_slot_ = 0;
 };
 

@@ -49,7 +49,6 @@ namespace {
 class Search {
   SessionOptions& options_;
   const ModelSpec& spec_;
-  const ComputeNeeds needs_;
   const swap::Rates rates_;
   std::vector<std::pair<swap::Arrangement, int>> tried_;  // and its commit_every: what a prediction depends on
 
@@ -57,9 +56,9 @@ class Search {
   Search(const ModelSpec& spec, SessionOptions& options, const Profile& profile)
       : options_(options),
         spec_(spec),
-        needs_(profile.model.needs(spec)),
         rates_(rates_of(spec, profile)),
-        plan(plan_session(spec, options, needs_)),
+        needs(profile.model.needs(spec)),
+        plan(plan_session(spec, options, needs)),
         prediction(predict(plan, rates_)) {
     tried_.emplace_back(plan.arrangement, plan.commit_every);
   }
@@ -70,7 +69,7 @@ class Search {
     const SessionOptions before = options_;
     settings(options_);
     try {
-      SessionPlan tried = plan_session(spec_, options_, needs_);
+      SessionPlan tried = plan_session(spec_, options_, needs);
       std::pair key{tried.arrangement, tried.commit_every};
       if (std::find(tried_.begin(), tried_.end(), key) == tried_.end()) {
         tried_.push_back(std::move(key));
@@ -87,6 +86,7 @@ class Search {
     options_ = before;
   }
 
+  const ComputeNeeds needs;
   SessionPlan plan;
   Prediction prediction;
 };
@@ -95,10 +95,11 @@ void choose_swaps(const SessionOptions& options, Search& search) {
   constexpr int kShares = 4;
   constexpr double kWorthwhile = 0.99;
   const swap::Arrangement& at = search.plan.arrangement;
-  const int items = at.items();
+  const int items = static_cast<int>(at.items.size());
   int computed_again = 0;
   for (int item = 0; item < items; ++item)
-    if (at.activations[item] == swap::Activations::recompute && at.swapped_bytes[item / at.micro_batches] != 0)
+    if (at.activations[item] == swap::Activations::recompute &&
+        search.needs.swapped_bytes[at.items[item].made_by.stage] != 0)
       ++computed_again;
   if (computed_again == 0) return;
   // The last share is all there are: the slots take memory in which activations were kept.

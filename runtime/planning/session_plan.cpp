@@ -31,7 +31,7 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options) {
     extent(at.state_resident[id], chunk.state_bytes, true);
     if (at.deferred[id] && !at.gradient_resident[id]) writes.gradients += chunk.word_bytes();
   }
-  for (const std::uint64_t bytes : at.stored_activations(*plan.layout)) writes.activations += bytes;
+  for (const std::uint64_t bytes : at.stored_activations()) writes.activations += bytes;
   if (!options.keep_store && plan.commit_every == 0) writes.commit = 0;
   return writes;
 }
@@ -152,7 +152,7 @@ swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& op
           .scratch = {.staged_gradients =
                           std::find(stored_gradients.begin(), stored_gradients.end(), true) != stored_gradients.end(),
                       .gradient_chunks = stored_gradients,
-                      .activation_bytes = plan.arrangement.stored_activations(*plan.layout)},
+                      .activation_bytes = plan.arrangement.stored_activations()},
           .identity = store_identity(spec, options)};
 }
 

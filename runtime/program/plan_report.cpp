@@ -83,8 +83,8 @@ std::uint64_t kept_carries(const SessionPlan& plan) {
 std::uint64_t kept_activations(const SessionPlan& plan, const ComputeNeeds& needs) {
   const swap::Arrangement& at = plan.arrangement;
   std::uint64_t bytes = 0;
-  for (int item = 0; item < at.items(); ++item)
-    if (at.activations[item] == swap::Activations::keep) bytes += needs.activation_bytes[item / at.micro_batches];
+  for (std::size_t item = 0; item < at.items.size(); ++item)
+    if (at.activations[item] == swap::Activations::keep) bytes += needs.activation_bytes[at.items[item].made_by.stage];
   return bytes;
 }
 
@@ -120,14 +120,14 @@ Json updates_json(const PlannedRun& run) {
 Json activations_json(const PlannedRun& run) {
   const swap::Arrangement& at = run.placement.plan.arrangement;
   int kept = 0, host = 0, storage = 0, again = 0;
-  for (int item = 0; item < at.items(); ++item) {
-    const StageKind kind = run.spec.stages[item / at.micro_batches].kind;
+  for (std::size_t item = 0; item < at.items.size(); ++item) {
+    const StageKind kind = run.spec.stages[at.items[item].made_by.stage].kind;
     if (kind != StageKind::block && kind != StageKind::attention && kind != StageKind::mlp &&
         kind != StageKind::experts)
       continue;
     ++(at.activations[item] == swap::Activations::keep        ? kept
        : at.activations[item] == swap::Activations::recompute ? again
-       : at.saved_on_storage[item]                            ? storage
+       : at.items[item].on_storage                            ? storage
                                                               : host);
   }
   return {{"kept", kept},
@@ -135,7 +135,7 @@ Json activations_json(const PlannedRun& run) {
           {"swapped_to_storage", storage},
           {"recomputed", again},
           {"layers_whose_input_leaves", std::count(at.input_leaves.begin(), at.input_leaves.end(), true)},
-          {"bytes_to_host", at.saved_on_host(*run.placement.plan.layout)},
+          {"bytes_to_host", at.saved_on_host()},
           {"bytes_to_storage", run.placement.plan.writes.activations},
           {"step_s_without_swapping", run.placement.step_seconds_without_swaps}};
 }
@@ -256,7 +256,7 @@ Json plan_json(const PlannedRun& run) {
             {"loading", run.placement.plan.loading},
             {"buffers", at.buffer_bytes(layout)},
             {"resident", at.resident_bytes(layout)},
-            {"activations", at.saved_on_host(layout)},
+            {"activations", at.saved_on_host()},
             {"weights_resident", share(at.hi_resident, layout)},
             {"state_resident", share(at.state_resident, layout)},
             {"gradients_resident", at.staged ? share(at.gradient_resident, layout) : 0.0}}},

@@ -55,7 +55,6 @@ struct Session::Impl {
   // session_passes.cpp
   Weights weights(const swap::Entered& entered);
   void compute(bool repeatable, const std::function<void()>& work);
-  std::byte* activations_in(std::byte* slot, int stage) const;
   bool starts_afresh(const swap::Entered& entered, int micro_batch) const;
   void forward_all(const std::vector<Shared>& shared, swap::Pass pass, const std::function<void()>& before_each = {});
   // What a step minimises, and what it divides by: the tokens that count, or the pairs.

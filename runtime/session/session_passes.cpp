@@ -17,6 +17,20 @@ io::Error out_of_memory_error(const c10::Error& error) {
                     "; use a smaller --micro-batch or --sequence-length, or a larger --device-memory"};
 }
 
+namespace {
+
+// Whether the stage's input waits outside the device between its forward and its backward.
+bool input_leaves(const swap::Entered& entered) {
+  return entered.item != nullptr && entered.item->input_bytes != 0;
+}
+
+// Behind the stage's input, where that lies in the slot too.
+std::byte* activations_in(const swap::Entered& entered) {
+  return entered.slot + entered.item->input_bytes;
+}
+
+}  // namespace
+
 // Whether all that computing this visit changes is sums of gradients that it begins with zeros.
 bool Session::Impl::starts_afresh(const swap::Entered& entered, int micro_batch) const {
   const swap::Visit& visit = *entered.visit;
@@ -61,11 +75,6 @@ Weights Session::Impl::weights(const swap::Entered& entered) {
   return bound;
 }
 
-// Behind the stage's input, where that lies in the slot too.
-std::byte* Session::Impl::activations_in(std::byte* slot, int stage) const {
-  return slot + (plan.arrangement.input_leaves[stage] ? plan.layout->stages()[stage].carry_bytes : 0);
-}
-
 // Every stage but the last, layer-major: all micro-batches pass a stage before the next one.
 void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pass,
                                 const std::function<void()>& before_each) {
@@ -83,7 +92,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
       swap::Activations activations = entered.activations;
       compute(true, [&] {
         Saved* slot = entered.slot != nullptr ? &in_slot[{stage, micro_batch}] : nullptr;
-        if (plan.arrangement.input_leaves[stage] && slot != nullptr) {
+        if (input_leaves(entered)) {
           slot->input = copy_to_slot(entered.slot, taken_by_backward(model->spec().stages[stage], carry));
         } else if (train && stage > 0 && model->spec().stages[stage].backward_needs_input) {
           saved[stage][micro_batch] = taken_by_backward(model->spec().stages[stage], carry);
@@ -100,7 +109,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
         if (these == swap::Activations::keep)
           kept[{stage, micro_batch}] = std::move(made);
         else
-          slot->activations = copy_to_slot(activations_in(entered.slot, stage), made->essentials());
+          slot->activations = copy_to_slot(activations_in(entered), made->essentials());
         carry = std::move(through);
       });
       leave();
@@ -155,18 +164,17 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
       compute(starts_afresh(entered, micro_batch), [&] {
         const std::pair item{stage, micro_batch};
         const Weights bound = weights(entered);
-        const Carry input = plan.arrangement.input_leaves[stage] && entered.slot != nullptr
-                                ? tensors_in_slot(entered.slot, in_slot.at(item).input, torch_device)
-                                : saved[stage][micro_batch];
+        const Carry input = input_leaves(entered) ? tensors_in_slot(entered.slot, in_slot.at(item).input, torch_device)
+                                                  : saved[stage][micro_batch];
         seed_random(stage, micro_batch);
         const Carry& d_out = carries[micro_batch];
         // Each is used up by its use: a second run computes it again.
         auto activations = kept.extract(item);
         std::unique_ptr<KeptActivations> made = activations.empty() ? nullptr : std::move(activations.mapped());
         if (const auto found = in_slot.find(item); found != in_slot.end() && !found->second.activations.empty())
-          made = model->restore(stage, bound, input, shared[micro_batch],
-                                tensors_in_slot(activations_in(entered.slot, stage),
-                                                std::exchange(found->second.activations, {}), torch_device));
+          made = model->restore(
+              stage, bound, input, shared[micro_batch],
+              tensors_in_slot(activations_in(entered), std::exchange(found->second.activations, {}), torch_device));
         Gradients gradients = gradients_of(entered, micro_batch);
         if (gradient_init != nullptr) gradient_init->bind(stage, micro_batch, gradients);
         carries[micro_batch] =

@@ -54,6 +54,19 @@ Result device(std::uint64_t budget, ArrangeRequest request = {}, Shape shape = S
   return result;
 }
 
+std::vector<bool> on_storage(const Arrangement& made) {
+  std::vector<bool> by_item;
+  for (const Item& item : made.items) by_item.push_back(item.on_storage);
+  return by_item;
+}
+
+// What leaves the device of each item: of its stage's input, of its activations.
+std::vector<std::pair<std::uint64_t, std::uint64_t>> leaving(const Arrangement& made) {
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> by_item;
+  for (const Item& item : made.items) by_item.emplace_back(item.input_bytes, item.activation_bytes);
+  return by_item;
+}
+
 std::vector<bool> leaves(std::initializer_list<int> stages) {
   std::vector<bool> all(5, false);
   for (const int stage : stages) all[stage] = true;
@@ -73,9 +86,16 @@ TEST(ArrangeDevice, ABudgetBelowTheSmallestIsRefusedWithThatOne) {
   EXPECT_EQ(made.slots, 2);
   EXPECT_EQ(made.slot_bytes, kSlot);
   EXPECT_EQ(made.input_leaves, leaves({1, 2, 3}));
-  EXPECT_EQ(made.activations, std::vector<Activations>(10, Activations::recompute));
-  EXPECT_EQ(made.saved_on_storage, std::vector<bool>(10, false));
-  EXPECT_EQ(made.swapped_bytes, std::vector<std::uint64_t>(5, 0));
+  EXPECT_EQ(made.activations, std::vector<Activations>(8, Activations::recompute));
+  EXPECT_EQ(on_storage(made), std::vector<bool>(8, false));
+  using Bytes = std::pair<std::uint64_t, std::uint64_t>;
+  EXPECT_THAT(leaving(made), ElementsAre(Bytes(0, 0), Bytes(0, 0), Bytes(5000, 0), Bytes(5000, 0), Bytes(6000, 0),
+                                         Bytes(6000, 0), Bytes(7000, 0), Bytes(7000, 0)));
+  for (int item = 0; item < 8; ++item) {
+    EXPECT_EQ(made.items[item].made_by, (Computation{item / 2, Pass::forward, item % 2}));
+    EXPECT_EQ(made.items[item].read_by, (Computation{item / 2, Pass::backward, item % 2}));
+  }
+
   EXPECT_EQ(made.on_device, std::vector<bool>(made.deferred.size(), false));
   EXPECT_EQ(made.update_slots.count, 0);
 }
@@ -124,7 +144,7 @@ TEST(ArrangeDevice, ActivationsAreKeptBeforeMoreWeights) {
   const auto kept = [&](std::uint64_t more) {
     const Arrangement made = device(budget + more, request).made;
     std::vector<int> items;
-    for (int item = 0; item < made.items(); ++item)
+    for (int item = 0; item < static_cast<int>(made.items.size()); ++item)
       if (made.activations[item] == Activations::keep) items.push_back(item);
     return items;
   };
@@ -214,16 +234,19 @@ TEST(ArrangeDevice, SwapsTakeTheHostFirstAndThenStorage) {
   const std::uint64_t slot = 8 * kKi + 12 * kKi, with = kFixed + 2 * slot + 3000;
   const Arrangement none = device(with - 1, request).made;
   EXPECT_EQ(none.slot_bytes, none.slots == 0 ? 0 : kSlot);
-  EXPECT_EQ(none.activations, std::vector<Activations>(10, Activations::recompute));
+  EXPECT_EQ(none.activations, std::vector<Activations>(8, Activations::recompute));
   const Arrangement made = device(with, request).made;
   EXPECT_EQ(made.slots, 2);
   EXPECT_EQ(made.slot_bytes, slot);
   constexpr Activations kAgain = Activations::recompute, kSwap = Activations::swap;
-  EXPECT_THAT(made.activations,
-              ElementsAre(kAgain, kAgain, kAgain, kAgain, kSwap, kSwap, kSwap, kSwap, kAgain, kAgain));
-  EXPECT_THAT(made.saved_on_storage, ElementsAre(false, false, false, false, true, true, false, false, false, false));
+  EXPECT_THAT(made.activations, ElementsAre(kAgain, kAgain, kAgain, kAgain, kSwap, kSwap, kSwap, kSwap));
+  EXPECT_THAT(on_storage(made), ElementsAre(false, false, false, false, true, true, false, false));
+  using Bytes = std::pair<std::uint64_t, std::uint64_t>;
+  EXPECT_THAT(leaving(made), ElementsAre(Bytes(0, 0), Bytes(0, 0), Bytes(5000, 0), Bytes(5000, 0), Bytes(6000, 9000),
+                                         Bytes(6000, 9000), Bytes(7000, 5000), Bytes(7000, 5000)));
+  EXPECT_EQ(made.items[4].bytes(), slot);
   request.storage = false;
-  EXPECT_EQ(device(with, request).made.saved_on_storage, std::vector<bool>(10, false));
+  EXPECT_EQ(on_storage(device(with, request).made), std::vector<bool>(8, false));
   // Where all that could be swapped is kept, there is nothing to swap, and no slot is taken for it.
   request.activation_bytes = {0, 8000, 16000, 24000, 0};
   const Arrangement kept = device(1 << 30, request).made;

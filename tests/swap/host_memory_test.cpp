@@ -99,7 +99,7 @@ TEST(HostMemory, OfOddSizesAsWell) {
                                            .micro_batches = 3});
     if (!arranged.ok()) continue;
     ++exact;
-    slots += arranged.value().slots != 0 && arranged.value().saved_on_host(layout) != 0 ? 1 : 0;
+    slots += arranged.value().slots != 0 && arranged.value().saved_on_host() != 0 ? 1 : 0;
     EXPECT_EQ(arranged.value().slot_bytes % kSector, 0U);
     expect_exact(layout, arranged.value(), kibibytes << 10);
   }

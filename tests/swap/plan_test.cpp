@@ -193,6 +193,60 @@ TEST(PlanCheckerControl, NoticesActivationsOfAnotherMicroBatch) {
   EXPECT_EQ(noticed_in(TaskKind::read_activations, rename, 20), 20);
   EXPECT_EQ(noticed_in(TaskKind::load_activations, rename, 20), 20);
 }
+TEST(PlanCheckerControl, NoticesAnotherItem) {
+  const auto rename = [](Task& task) {
+    if (task.item == -1) return false;
+    task.item += task.item == 0 ? 1 : -1;
+    return true;
+  };
+  for (const TaskKind kind : {TaskKind::compute, TaskKind::save_activations, TaskKind::write_activations,
+                              TaskKind::read_activations, TaskKind::load_activations})
+    EXPECT_EQ(noticed_in(kind, rename, 20), 20) << task_name(kind);
+}
+TEST(PlanCheckerControl, NoticesAnItemThatIsNotMadeOrNotRead) {
+  const auto forget = [](Task& task) {
+    // Where nothing of it moves, nothing else shows.
+    return task.device_offset == kNowhere && std::exchange(task.item, -1) != -1;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::compute, forget, 20), 20);
+}
+// Each of two backwards names what the other reads; nothing of either moves.
+TEST(PlanCheckerControl, NoticesItemsThatChangePlaces) {
+  const auto exchange = [](Plan& plan, std::minstd_rand&) {
+    Task* first = nullptr;
+    for (Task& task : plan.tasks) {
+      if (task.item == -1 || task.pass != Pass::backward || task.device_offset != kNowhere) continue;
+      if (first != nullptr && first->activations == task.activations) {
+        std::swap(first->item, task.item);
+        return true;
+      }
+      if (first == nullptr) first = &task;
+    }
+    return false;
+  };
+  EXPECT_EQ(noticed(exchange, 20), 20);
+}
+// Each of two pieces comes from the other's place on the host, and waits for whoever made it.
+TEST(PlanCheckerControl, NoticesBytesOfAnotherItem) {
+  const auto exchange = [](Plan& plan, std::minstd_rand&) {
+    Task* first = nullptr;
+    for (Task& task : plan.tasks) {
+      if (task.kind != TaskKind::load_activations || task.words.where != HostRef::Where::activations) continue;
+      if (first == nullptr || first->bytes != task.bytes) {
+        first = &task;
+        continue;
+      }
+      std::swap(first->words, task.words);
+      const TaskId id = plan.first_id + static_cast<TaskId>(first - plan.tasks.data());
+      for (const TaskId dependency : task.dependencies)
+        if (dependency < id) first->dependencies.push_back(dependency);
+      task.dependencies.insert(task.dependencies.end(), first->dependencies.begin(), first->dependencies.end());
+      return true;
+    }
+    return false;
+  };
+  EXPECT_EQ(noticed(exchange, 20), 20);
+}
 TEST(PlanCheckerControl, NoticesActivationsThatAreNotSwappedAsArranged) {
   const auto recompute = [](Task& task) {
     return std::exchange(task.activations, Activations::recompute) == Activations::swap;

@@ -147,7 +147,7 @@ TEST(Prediction, KnowsWhichStagesKeep) {
   block.seconds.forward_keeping = 1.5e-3;
   block.seconds.backward_kept = 0.5e-3;
   const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
-  for (int item = 0; item < plan.arrangement.items(); ++item)
+  for (int item = 0; item < static_cast<int>(plan.arrangement.items.size()); ++item)
     EXPECT_EQ(plan.arrangement.activations[item] == swap::Activations::keep, item >= 2 && item < 8) << item;
   EXPECT_NEAR(predict(plan, rates_of(spec, on_any_machine(profile))).step_seconds,
               2 * (1e-3 + 3 * 1.5e-3 + 4e-3 + 3 * 0.5e-3 + 2e-3), 1e-9);
@@ -238,7 +238,7 @@ TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
   EXPECT_EQ(options.swap_to_storage, 0);
   EXPECT_LT(to_host.prediction.step_seconds, 0.8 * to_host.step_seconds_without_swaps);
   const SessionPlan on_host = planned();
-  EXPECT_EQ(on_host.arrangement.saved_on_host(*on_host.layout), 12U << 20);
+  EXPECT_EQ(on_host.arrangement.saved_on_host(), 12U << 20);
   EXPECT_EQ(to_host.plan.arrangement.activations, on_host.arrangement.activations);
   EXPECT_NEAR(predict(on_host, rates_of(spec, profile)).step_seconds, to_host.prediction.step_seconds, 1e-12);
 
