@@ -110,16 +110,16 @@ void require(cudaError_t status) {
 }
 
 // Enough thread blocks for `wanted` threads, no more than keep the device busy.
-unsigned grid(std::size_t wanted, const DeviceQueue& queue) {
+unsigned grid(std::size_t wanted, const CudaStream& on) {
   int processors = 1;
-  require(cudaSetDevice(queue.device));
-  require(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, queue.device));
+  require(cudaSetDevice(on.device));
+  require(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, on.device));
   const std::size_t most = std::size_t{kBlocksAProcessor} * static_cast<std::size_t>(processors);
   return static_cast<unsigned>(std::clamp<std::size_t>((wanted + kThreads - 1) / kThreads, 1, most));
 }
 
-cudaStream_t stream_of(const DeviceQueue& queue) {
-  return static_cast<cudaStream_t>(queue.stream);
+cudaStream_t stream_of(const CudaStream& on) {
+  return static_cast<cudaStream_t>(on.stream);
 }
 
 }  // namespace
@@ -129,11 +129,11 @@ bool device_update_is_built() {
 }
 
 void adamw_update_on_device(const AdamWParams& params, const std::uint16_t* gradient, const State& from,
-                            const State& to, std::size_t n, DeviceReport* report, const DeviceQueue& queue) {
+                            const State& to, std::size_t n, DeviceReport* report, const CudaStream& on) {
   if (report == nullptr) throw std::invalid_argument("optim: an update on a device needs a report");
   const Update u = digested(params, gradient, from, to, n);
-  const cudaStream_t stream = stream_of(queue);
-  const unsigned blocks = grid((n + kBlock - 1) / kBlock * kUpdateLanes, queue);
+  const cudaStream_t stream = stream_of(on);
+  const unsigned blocks = grid((n + kBlock - 1) / kBlock * kUpdateLanes, on);
   require(cudaMemsetAsync(report, 0, sizeof(*report), stream));
   if (n == 0) return;
   const bool all_or_none = params.skip_call_if_not_finite;
@@ -155,24 +155,24 @@ void adamw_update_on_device(const AdamWParams& params, const std::uint16_t* grad
 }
 
 void gradient_norm_squared_on_device(const std::uint16_t* gradient, std::size_t n, double* sums,
-                                     std::uint32_t* not_finite, const DeviceQueue& queue) {
+                                     std::uint32_t* not_finite, const CudaStream& on) {
   if (n == 0) return;
-  const unsigned blocks = grid((n + kNormSegment - 1) / kNormSegment * kSumLanes, queue);
-  sum_squares<<<blocks, kThreads, 0, stream_of(queue)>>>(gradient, n, sums, not_finite);
+  const unsigned blocks = grid((n + kNormSegment - 1) / kNormSegment * kSumLanes, on);
+  sum_squares<<<blocks, kThreads, 0, stream_of(on)>>>(gradient, n, sums, not_finite);
   require(cudaGetLastError());
 }
 
 void split_master_on_device(const float* master, std::uint16_t* hi, std::uint16_t* lo, std::size_t n,
-                            const DeviceQueue& queue) {
+                            const CudaStream& on) {
   if (n == 0) return;
-  split<<<grid(n, queue), kThreads, 0, stream_of(queue)>>>(master, hi, lo, n);
+  split<<<grid(n, on), kThreads, 0, stream_of(on)>>>(master, hi, lo, n);
   require(cudaGetLastError());
 }
 
 void join_master_on_device(const std::uint16_t* hi, const std::uint16_t* lo, float* master, std::size_t n,
-                           const DeviceQueue& queue) {
+                           const CudaStream& on) {
   if (n == 0) return;
-  join<<<grid(n, queue), kThreads, 0, stream_of(queue)>>>(hi, lo, master, n);
+  join<<<grid(n, on), kThreads, 0, stream_of(on)>>>(hi, lo, master, n);
   require(cudaGetLastError());
 }
 

@@ -13,29 +13,29 @@ namespace tierflow::optim {
 bool device_update_is_built();
 
 // Where work is enqueued: a cudaStream_t of the device `device`; null is its default stream.
-struct DeviceQueue {
+struct CudaStream {
   int device = 0;
   void* stream = nullptr;
 };
 
-// Of one call. Valid when the queue has reached the end of the call.
+// Of one call. Valid when the stream has reached the end of the call.
 struct DeviceReport {
   std::uint64_t skipped = 0;           // elements left as they were
   std::uint32_t largest_gradient = 0;  // with skip_call_if_not_finite: the largest magnitude, as the bits of a bf16
 };
 
-// `report` is set, whatever it held. Calls on one queue may share it where only its last value is read.
+// `report` is set, whatever it held. Calls on one stream may share it where only its last value is read.
 void adamw_update_on_device(const AdamWParams& params, const std::uint16_t* gradient, const State& from,
-                            const State& to, std::size_t n, DeviceReport* report, const DeviceQueue& queue);
+                            const State& to, std::size_t n, DeviceReport* report, const CudaStream& on);
 
 // sums: one a kNormSegment. *not_finite becomes 1 where an element is not finite and is left alone otherwise, so that
 // one word serves many calls.
 void gradient_norm_squared_on_device(const std::uint16_t* gradient, std::size_t n, double* sums,
-                                     std::uint32_t* not_finite, const DeviceQueue& queue);
+                                     std::uint32_t* not_finite, const CudaStream& on);
 
 void split_master_on_device(const float* master, std::uint16_t* hi, std::uint16_t* lo, std::size_t n,
-                            const DeviceQueue& queue);
+                            const CudaStream& on);
 void join_master_on_device(const std::uint16_t* hi, const std::uint16_t* lo, float* master, std::size_t n,
-                           const DeviceQueue& queue);
+                           const CudaStream& on);
 
 }  // namespace tierflow::optim

@@ -60,7 +60,7 @@ Tensor as_bf16(const Tensor& gradient) {
 }
 
 // Where torch would enqueue work on the tensor's device.
-optim::DeviceQueue queue_of(const Tensor& tensor) {
+optim::CudaStream stream_of(const Tensor& tensor) {
   const auto index = tensor.device().index();
   return {.device = index, .stream = at::accelerator::getCurrentStream(index).native_handle()};
 }
@@ -75,7 +75,7 @@ void look_through_on_device(const Tensor& gradient, FiniteWords& finite_words) {
   const Tensor sums = torch::empty({segments}, gradient.options().dtype(torch::kFloat64));
   optim::gradient_norm_squared_on_device(words(gradient), static_cast<std::size_t>(gradient.numel()),
                                          sums.data_ptr<double>(), static_cast<std::uint32_t*>(word.data_ptr()),
-                                         queue_of(gradient));
+                                         stream_of(gradient));
 }
 
 bool finite(const Tensor& gradient) {
@@ -162,7 +162,7 @@ void update(const Tensor& parameter, const Tensor& gradient, const AdamW8bitPara
 void update_on_device(const Tensor& parameter, const Tensor& gradient, const AdamW8bitParamState& state,
                       const AdamW8bitOptions& options) {
   const auto n = static_cast<std::size_t>(parameter.numel());
-  const optim::DeviceQueue queue = queue_of(parameter);
+  const optim::CudaStream stream = stream_of(parameter);
   const bool wide = parameter.scalar_type() == torch::kFloat32, in_place = !wide && aligned(parameter);
   const auto shorts = gradient.options().dtype(torch::kInt16);
   const Tensor report =
@@ -170,7 +170,7 @@ void update_on_device(const Tensor& parameter, const Tensor& gradient, const Ada
   const Tensor hi = in_place ? parameter : torch::empty({parameter.numel()}, shorts),
                lo = wide ? torch::empty({parameter.numel()}, shorts) : state.master_low();
   if (wide)
-    optim::split_master_on_device(parameter.data_ptr<float>(), words(hi), words(lo), n, queue);
+    optim::split_master_on_device(parameter.data_ptr<float>(), words(hi), words(lo), n, stream);
   else if (!in_place)
     hi.copy_(parameter.detach().view(torch::kInt16).view({-1}));
   const optim::State view{.hi = words(hi),
@@ -178,9 +178,9 @@ void update_on_device(const Tensor& parameter, const Tensor& gradient, const Ada
                           .m = part(state.exp_avg(), state.absmax(), 0),
                           .v = part(state.exp_avg_sq(), state.absmax_sq(), 0)};
   optim::adamw_update_on_device(params_of(state, options), words(gradient), view, view, n,
-                                static_cast<optim::DeviceReport*>(report.data_ptr()), queue);
+                                static_cast<optim::DeviceReport*>(report.data_ptr()), stream);
   if (wide)
-    optim::join_master_on_device(words(hi), words(lo), parameter.data_ptr<float>(), n, queue);
+    optim::join_master_on_device(words(hi), words(lo), parameter.data_ptr<float>(), n, stream);
   else if (!in_place)
     parameter.detach().view(torch::kInt16).view({-1}).copy_(hi);
 }

@@ -78,7 +78,7 @@ io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device
   device.copy_to_device(on, at.scratch, found.data(), found.size());
   device.enqueue(on, [&](const swap::DeviceQueue& queue) {
     const bool here = queue.device == swap::DeviceQueue::kHost;
-    const optim::DeviceQueue there{.device = queue.device, .stream = queue.stream};
+    const optim::CudaStream there{.device = queue.device, .stream = queue.stream};
     double* sums = scratch.sums_at(at.scratch);
     optim::DeviceReport* reports = scratch.reports_at(at.scratch);
     try {
