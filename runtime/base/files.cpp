@@ -37,22 +37,6 @@ File checked_regular(File file, const std::filesystem::path& path) {
   return file;
 }
 
-// A reader sees the old file or the whole new one: `fill` writes beside it, then a flush, then the rename.
-template <class Fill>
-void replace_file(const std::filesystem::path& path, unsigned mode, Fill fill) {
-  const std::filesystem::path temporary = path.string() + ".partial";
-  const File file(open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, mode));
-  if (!file) fail_system("create", temporary.string(), errno);
-  try {
-    fill(file, temporary);
-    if (fsync(file.fd()) != 0) fail_system("flush", temporary.string(), errno);
-    if (rename(temporary.c_str(), path.c_str()) != 0) fail_system("rename", path.string(), errno);
-  } catch (...) {
-    unlink(temporary.c_str());
-    throw;
-  }
-}
-
 }  // namespace
 
 File open_regular(const std::filesystem::path& path) {
@@ -125,6 +109,21 @@ std::string read_text(const File& file, const std::filesystem::path& path, std::
 
 std::string read_text(const std::filesystem::path& path, std::uint64_t limit) {
   return read_text(open_regular(path), path, limit);
+}
+
+void replace_file(const std::filesystem::path& path, unsigned mode,
+                  const std::function<void(const File& file, const std::filesystem::path& temporary)>& fill) {
+  const std::filesystem::path temporary = path.string() + ".partial";
+  const File file(open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, mode));
+  if (!file) fail_system("create", temporary.string(), errno);
+  try {
+    fill(file, temporary);
+    if (fsync(file.fd()) != 0) fail_system("flush", temporary.string(), errno);
+    if (rename(temporary.c_str(), path.c_str()) != 0) fail_system("rename", path.string(), errno);
+  } catch (...) {
+    unlink(temporary.c_str());
+    throw;
+  }
 }
 
 void write_text(const std::filesystem::path& path, std::string_view text, unsigned mode) {

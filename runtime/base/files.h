@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -38,8 +39,11 @@ void write_exactly(const File& file, const std::filesystem::path& path, std::spa
 std::string read_text(const std::filesystem::path& path, std::uint64_t limit);
 std::string read_text(const File& file, const std::filesystem::path& path, std::uint64_t limit);
 
-// Replaces `path` by `text` under a temporary name, flushed before it is renamed: a reader sees the old file or the
-// whole new one. mode: its permissions, less those that the umask takes away.
+// Replaces `path` by what `fill` writes to a file with a temporary name, flushed before it is renamed: a reader sees
+// the old file or the whole new one. mode: its permissions, less those that the umask takes away.
+void replace_file(const std::filesystem::path& path, unsigned mode,
+                  const std::function<void(const File& file, const std::filesystem::path& temporary)>& fill);
+// The same with a text.
 void write_text(const std::filesystem::path& path, std::string_view text, unsigned mode = 0644);
 
 // The same with the content of an open file, from its beginning.

@@ -212,8 +212,8 @@ void ResultFolder::try_to_write() const {
   const File file(open(probe.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0644));
   if (!file) refuse("create", errno);
   const std::array<std::byte, 4096> zeros{};
-  if (const ssize_t put = write(file.fd(), zeros.data(), zeros.size()); put != static_cast<ssize_t>(zeros.size()))
-    refuse("write", put < 0 ? errno : ENOSPC);
+  if (const io::Moved moved = io::write_all(file.fd(), {}, zeros); moved.bytes != zeros.size())
+    refuse("write", moved.error_number);
   if (fsync(file.fd()) != 0) refuse("flush", errno);
   unlink(probe.c_str());
 }

@@ -162,25 +162,20 @@ void save_stream_state(StreamedState& state, const std::filesystem::path& path, 
   if (free_space(folder) < data + plan.bytes())
     fail(io::ErrorKind::environment, folder.string(),
          "has too little free space: the state takes " + std::to_string((data + plan.bytes()) >> 20) + " MiB");
-  struct Partial {
-    std::filesystem::path path;
-    ~Partial() { unlink(path.c_str()); }  // nothing is there any more once it was renamed
-  } const partial{path.string() + ".partial"};
-  const File file(::open(partial.path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0644));
-  if (!file) fail_system("create", partial.path.string(), errno);
-  write_exactly(file, partial.path, std::as_bytes(std::span(&length, 1)), 0);
-  write_exactly(file, partial.path, std::as_bytes(std::span(header.data(), header.size())), sizeof length);
-  each_chunk(layout, "saving state", progress, [&](int id, const swap::Chunk& chunk, swap::ExtentKind kind) {
-    throw_if(executor.access(kind, id, false, [&](std::span<std::byte> bytes) {
-      const bool hi = kind == swap::ExtentKind::hi;
-      plan.each_part(
-          chunk, hi ? bytes : std::span<std::byte>(), hi ? std::span<std::byte>() : bytes,
-          [&](std::span<std::byte> part, std::uint64_t at) { write_exactly(file, partial.path, part, data + at); });
-    }));
+  replace_file(path, 0644, [&](const File& file, const std::filesystem::path& temporary) {
+    write_exactly(file, temporary, std::as_bytes(std::span(&length, 1)), 0);
+    write_exactly(file, temporary, std::as_bytes(std::span(header.data(), header.size())), sizeof length);
+    each_chunk(layout, "saving state", progress, [&](int id, const swap::Chunk& chunk, swap::ExtentKind kind) {
+      throw_if(executor.access(kind, id, false, [&](std::span<std::byte> bytes) {
+        const bool hi = kind == swap::ExtentKind::hi;
+        plan.each_part(
+            chunk, hi ? bytes : std::span<std::byte>(), hi ? std::span<std::byte>() : bytes,
+            [&](std::span<std::byte> part, std::uint64_t at) { write_exactly(file, temporary, part, data + at); });
+      }));
+    });
+    if (fsync(file.fd()) != 0) fail_system("flush", temporary.string(), errno);
+    posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED);  // of flushed pages alone
   });
-  if (fsync(file.fd()) != 0) fail_system("flush", partial.path.string(), errno);
-  posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED);
-  if (rename(partial.path.c_str(), path.c_str()) != 0) fail_system("rename", path.string(), errno);
   sync_folder(folder);
 }
 
