@@ -33,7 +33,7 @@ std::vector<std::int64_t> proportions(const std::vector<double>& weights) {
 
 }  // namespace
 
-// Units, which are pairs of sequences or single ones, come in blocks of as many as the proportions add up to, each
+// Examples, which are pairs of sequences or single ones, come in blocks of as many as the proportions add up to, each
 // block in an order of its own.
 struct Dataset::Impl {
   std::int64_t length = 0;
@@ -41,8 +41,8 @@ struct Dataset::Impl {
   std::vector<DataPart> parts;
   std::vector<std::int64_t> shares{1};
   std::int64_t block = 1;
-  std::int64_t group = 1;                   // sequences in a unit
-  std::int64_t training = 0, held_out = 0;  // units
+  std::int64_t group = 1;                   // sequences in an example
+  std::int64_t training = 0, held_out = 0;  // examples
   std::uint64_t fingerprint = 0;
 
   struct Place {
@@ -50,19 +50,19 @@ struct Dataset::Impl {
     std::int64_t index;
   };
   // A sequence of a part's source.
-  Place in_source(Place unit, std::int64_t place, std::int64_t sequence) const {
-    return {unit.part, place * group + sequence % group};
+  Place in_source(Place example, std::int64_t place, std::int64_t sequence) const {
+    return {example.part, place * group + sequence % group};
   }
   Place training_sequence(std::int64_t sequence) const {
     if (sequence < 0) fail(io::ErrorKind::usage, "", "a sequence's index is not negative");
-    const Place unit = training_place(sequence / group);
-    return in_source(unit, parts[unit.part].training_place(unit.index), sequence);
+    const Place example = training_place(sequence / group);
+    return in_source(example, parts[example.part].training_place(example.index), sequence);
   }
   Place held_out_sequence(std::int64_t sequence) const {
     if (sequence < 0 || sequence >= held_out * group)
       fail(io::ErrorKind::usage, "", fmt::format("there are {} held-out sequences", held_out * group));
-    const Place unit = held_out_place(sequence / group);
-    return in_source(unit, parts[unit.part].held_out_place(unit.index), sequence);
+    const Place example = held_out_place(sequence / group);
+    return in_source(example, parts[example.part].held_out_place(example.index), sequence);
   }
   // The number of the sequence among those of all parts, and back.
   std::int64_t number(Place at) const {

@@ -205,16 +205,16 @@ void DataPart::prepare_examples(const DataOptions& options, const std::vector<So
 }
 
 void DataPart::hold_out(double share) {
-  if (units() > 1 && share > 0)
-    held_out_ = std::clamp<std::int64_t>(std::llround(share * static_cast<double>(units())), 1, units() - 1);
+  if (examples() > 1 && share > 0)
+    held_out_ = std::clamp<std::int64_t>(std::llround(share * static_cast<double>(examples())), 1, examples() - 1);
 }
 
-// Held-out units lie evenly through the data: the k-th is the middle one of the k-th of `held_out` equal parts.
+// Held-out examples lie evenly through the data: the k-th is the middle one of the k-th of `held_out` equal parts.
 std::int64_t DataPart::held_out_place(std::int64_t k) const {
-  return static_cast<std::int64_t>((static_cast<__int128>(2 * k + 1) * units()) / (2 * held_out_));
+  return static_cast<std::int64_t>((static_cast<__int128>(2 * k + 1) * examples()) / (2 * held_out_));
 }
 
-// The j-th of the units that are not held out.
+// The j-th of the examples that are not held out.
 std::int64_t DataPart::training_position(std::int64_t j) const {
   std::int64_t low = 0, high = held_out_;  // how many held-out ones come before it
   while (low < high) {

@@ -22,8 +22,8 @@ class DataPart {
   // paths: of this part. number: among the parts.
   DataPart(const DataOptions& options, std::vector<std::filesystem::path> paths, std::size_t number);
 
-  // Counts and indices are of units: pairs of sequences where pairs() is true, else sequences.
-  std::int64_t training() const { return units() - held_out_; }
+  // Counts and indices are of examples: pairs of sequences where pairs() is true, else sequences.
+  std::int64_t training() const { return examples() - held_out_; }
   std::int64_t held_out() const { return held_out_; }
   bool pairs() const { return group_ == 2; }
   std::uint64_t fingerprint() const { return fingerprint_; }
@@ -31,11 +31,11 @@ class DataPart {
   std::uint64_t sequences_hash() const { return sequences_hash_; }
   const DataSummary& summary() const { return summary_; }
   bool isolated() const { return isolated_; }
-  // Where the `index`-th training unit over all epochs, or held-out unit, lies among all units.
+  // Where the `index`-th training example over all epochs, or held-out example, lies among all examples.
   std::int64_t training_place(std::int64_t index) const;
   std::int64_t held_out_place(std::int64_t k) const;
-  std::int64_t units() const { return source_->count() / group_; }
-  // Sequence group_ * place + which of them in its unit.
+  std::int64_t examples() const { return source_->count() / group_; }
+  // Sequence group_ * place + which of them in its example.
   const SequenceSource& source() const { return *source_; }
 
  private:
