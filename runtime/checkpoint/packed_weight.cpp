@@ -210,8 +210,8 @@ class EightBits final : public PackedWeight {
   }
 
   bool has(WeightFormat format) const override { return fp8_ && format == WeightFormat::fp8; }
-  std::vector<std::byte> read_kept(std::uint64_t first, std::uint64_t count) const override {
-    if (first != 0 || count != elements_of(shape_)) return PackedWeight::read_kept(first, count);
+  std::vector<std::byte> read_unconverted(std::uint64_t first, std::uint64_t count) const override {
+    if (first != 0 || count != elements_of(shape_)) return PackedWeight::read_unconverted(first, count);
     const WeightLayout at = weight_layout(WeightFormat::fp8, shape_);
     std::vector<std::byte> stored(at.bytes);
     folder_.read(codes_, 0, std::span(stored).first(at.elements));
@@ -263,10 +263,10 @@ class FourBitsOfExperts final : public PackedWeight {
   }
 
   bool has(WeightFormat format) const override { return format == WeightFormat::mxfp4 && columns_ % 2 == 0; }
-  std::vector<std::byte> read_kept(std::uint64_t first, std::uint64_t count) const override {
+  std::vector<std::byte> read_unconverted(std::uint64_t first, std::uint64_t count) const override {
     const std::uint64_t of_one = rows_ * columns_, experts = count / of_one;
     if (first % of_one != 0 || count % of_one != 0 || count == 0 || first + count > elements_of(shape_))
-      return PackedWeight::read_kept(first, count);
+      return PackedWeight::read_unconverted(first, count);
     const WeightLayout at = weight_layout(
         WeightFormat::mxfp4, {static_cast<std::int64_t>(experts * rows_), static_cast<std::int64_t>(columns_)});
     std::vector<std::byte> stored(at.bytes);
@@ -336,7 +336,7 @@ class FourBitsOfExperts final : public PackedWeight {
 
 }  // namespace
 
-std::vector<std::byte> PackedWeight::read_kept(std::uint64_t first, std::uint64_t count) const {
+std::vector<std::byte> PackedWeight::read_unconverted(std::uint64_t first, std::uint64_t count) const {
   throw Exception(io::ErrorKind::internal,
                   fmt::format("{} elements from {} on are no weights that a folder has packed", count, first));
 }

@@ -45,17 +45,17 @@ class PackedWeight {
   const std::vector<std::string>& parts() const { return parts_; }
   // Elements [first, first + out.size()), as fp32 products without another rounding. Any thread may call it.
   virtual void read(std::uint64_t first, std::span<float> out) const = 0;
-  // Whether it is a weight of this format, one that is kept, or several below each other; and then the stored bytes
-  // (weight_format.h) of those in so many elements from `first` on.
+  // Whether it is stored in this unconverted format. It may be several such weights below each other.
   virtual bool has(WeightFormat) const { return false; }
-  virtual std::vector<std::byte> read_kept(std::uint64_t first, std::uint64_t count) const;
+  // Where it is: the stored bytes (weight_format.h) of the weights in elements [first, first + count).
+  virtual std::vector<std::byte> read_unconverted(std::uint64_t first, std::uint64_t count) const;
 
  protected:
   std::vector<std::int64_t> shape_;
   std::vector<std::string> parts_;
 };
 
-// Of the weight whose codes a tensor of this name may hold.
+// A tensor may hold the codes of a weight: the name of that weight.
 std::string packed_name(const std::string& name_of_codes);
 // The weight `name`, if its codes and the others there are make one; else null. Throws Exception (kind input) naming
 // `where` and the tensor whose parts do not fit together.

@@ -307,10 +307,10 @@ bool Checkpoint::has(std::string_view name, WeightFormat format) const {
   return entry != nullptr && entry->packed != nullptr && entry->packed->has(format);
 }
 
-std::vector<std::byte> Checkpoint::read_kept(const TensorSpec& tensor) const {
+std::vector<std::byte> Checkpoint::read_unconverted(const TensorSpec& tensor) const {
   return find(tensor.name)
-      ->packed->read_kept(static_cast<std::uint64_t>(tensor.first_element()),
-                          static_cast<std::uint64_t>(tensor.elements()));
+      ->packed->read_unconverted(static_cast<std::uint64_t>(tensor.first_element()),
+                                 static_cast<std::uint64_t>(tensor.elements()));
 }
 
 void Checkpoint::read_f32(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) const {

@@ -28,7 +28,8 @@ struct TensorEntry {
   int file = 0;              // index into Checkpoint::files()
   std::uint64_t offset = 0;  // of its first byte in that file
   std::uint64_t bytes = 0;
-  // Where the folder stores the weight quantised (packed_weight.h); what stands above is then that of its fp32 values.
+  // Not null where the folder stores the weight quantised (packed_weight.h). The fields above are then those of its
+  // fp32 values.
   std::shared_ptr<const PackedWeight> packed = {};
 };
 
@@ -55,15 +56,15 @@ class Checkpoint {
   void read_stored(const RawTensor& tensor, std::uint64_t offset, std::span<std::byte> out) const;
   // The tensor of that name, or of one of its aliases (checkpoint_aliases); null where there is none.
   const TensorEntry* find(std::string_view name) const;
-  // What find() finds is called so; empty where it finds nothing.
+  // The name that the tensor which find() finds has in the files; empty where it finds none.
   std::string name_in_files(std::string_view name) const;
   // Elements [first, first + out.size()) of a tensor, converted exactly to fp32 (of a quantised one the products of
   // codes and scales). Looks up as find() does. Any thread may call it.
   void read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const;
-  // Whether the tensor of that name is stored in a format that is kept, and then the stored bytes (weight_format.h) of
-  // a tensor, which may be a tile. Look up as find() does.
+  // Whether the tensor of that name is stored in this unconverted format. Looks up as find() does.
   bool has(std::string_view name, WeightFormat format) const;
-  std::vector<std::byte> read_kept(const TensorSpec& tensor) const;
+  // Where it is: the stored bytes (weight_format.h) of a tensor, which may be a tile. Looks up as find() does.
+  std::vector<std::byte> read_unconverted(const TensorSpec& tensor) const;
   // read_f32() of a tensor that may be a tile: elements count from its first row.
   void read_f32(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) const;
 

@@ -8,7 +8,7 @@ namespace tierflow {
 
 std::vector<std::byte> stored_weight(const TensorSpec& tensor, const StoredSource& stored,
                                      const std::function<void(std::uint64_t first, std::span<float> out)>& fill) {
-  if (is_kept(tensor.format)) {
+  if (is_unconverted(tensor.format)) {
     if (!stored.has || !stored.has(tensor.name, tensor.format))
       fail(io::ErrorKind::input, tensor.name,
            std::string("is not stored in ") + weight_format_name(tensor.format) + ": as such it cannot be kept");

@@ -14,16 +14,16 @@ namespace tierflow {
 // Fills elements [first, first + out.size()) of a tensor with its initial fp32 values. Called from several threads.
 using WeightSource = std::function<void(const TensorSpec& tensor, std::uint64_t first, std::span<float> out)>;
 
-// Weights that a source has in a format that is kept. has: whether it is so for the tensor of that name. read: the
-// stored bytes (weight_format.h) of one that it is so for.
+// Weights that a source stores in an unconverted format. has: whether it stores the tensor of that name in
+// that format. read: the stored bytes (weight_format.h) of such a tensor.
 struct StoredSource {
   std::function<bool(const std::string& name, WeightFormat format)> has;
   std::function<std::vector<std::byte>(const TensorSpec& tensor)> read;
 };
 
-// The stored bytes of a frozen tensor in its format, which is not bf16: those that the source has where it is kept,
-// else made of its values, piece by piece. fill: as `weights`, and may take several threads. Throws Exception (kind
-// input) naming the tensor.
+// The stored bytes of a frozen tensor in its format, which is not bf16: those that the source has where it is
+// unconverted, else made of its values, piece by piece. fill: as `weights`, and may take several threads. Throws
+// Exception (kind input) naming the tensor.
 std::vector<std::byte> stored_weight(const TensorSpec& tensor, const StoredSource& stored,
                                      const std::function<void(std::uint64_t first, std::span<float> out)>& fill);
 

@@ -12,7 +12,7 @@ namespace {
 void set_base(ModelSpec& spec, const TrainOptions& options) {
   const WeightFormat format = parse_weight_format(options.base_precision);
   std::vector<std::string> plain;
-  if (is_kept(format)) {
+  if (is_unconverted(format)) {
     if (options.model.empty())
       throw Exception(io::ErrorKind::usage,
                       "--base-precision " + options.base_precision + " keeps what a folder holds: give it as --model");

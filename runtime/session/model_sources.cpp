@@ -29,7 +29,7 @@ Model changed(const Model& model, std::string_view what, const std::function<voi
 
 Model with_base_format(const Model& model, WeightFormat format) {
   std::vector<std::string> plain;
-  if (is_kept(format)) plain = plain_beside(model.spec(), format, model.stored.has);
+  if (is_unconverted(format)) plain = plain_beside(model.spec(), format, model.stored.has);
   return changed(model, "weights of other formats", [&](ModelSpec& spec) { set_base_format(spec, format, plain); });
 }
 
@@ -57,7 +57,7 @@ Model load(const std::filesystem::path& folder, const std::string& as) {
             checkpoint->read_f32(tensor, first, out);
           },
           {.has = [checkpoint](const std::string& name, WeightFormat format) { return checkpoint->has(name, format); },
-           .read = [checkpoint](const TensorSpec& tensor) { return checkpoint->read_kept(tensor); }},
+           .read = [checkpoint](const TensorSpec& tensor) { return checkpoint->read_unconverted(tensor); }},
           std::move(source)};
 }
 

@@ -62,16 +62,16 @@ struct Model {
 Model load(const std::filesystem::path& folder, const std::string& as = "");
 // A model with random weights, those of `tierflow init` with this seed.
 Model from_config(const ModelSpec& spec, std::uint64_t seed);
-// One of these with low-rank adapters (spec/adapters.h), which alone are trained: the base is read and never written.
-// `seed` decides their first values, unless these come from the base, in the format that it has. Throws Exception (kind
-// usage).
+// One of these with low-rank adapters (spec/adapters.h). Only the adapters are trained: the base is read and never
+// written. `seed` decides their first values, unless these are computed from the base as it is stored. Throws Exception
+// (kind usage).
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed);
 // The same with the adapters of PEFT's folder. Throws Exception (kind input) where they are not the model's.
 Model with_adapters(const Model& base, const std::filesystem::path& adapter);
 
-// One of load() or with_adapters() with the weights of its blocks' linear layers frozen, and stored in `format`. They
-// are brought into it when a session begins; but fp8 is of load()'s folder, whose other weights stay in bf16. Throws
-// Exception (kind usage) where it has none.
+// One of load() or with_adapters() with the weights of its blocks' linear layers frozen and stored in `format`. They
+// are converted when a session begins. Nothing is converted to fp8 or mxfp4: weights that load()'s folder has in that
+// format stay so, all others stay in bf16. Throws Exception (kind usage) where the folder has none in it.
 Model with_base_format(const Model& model, WeightFormat format);
 
 // One of load() or from_config() of which a part is trained, the rest frozen (spec/trainable.h).
@@ -104,10 +104,12 @@ class Session {
   // of the step before. Without clipping this holds as long as no update of the step has run.
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
   StepResult step(const std::vector<MicroBatch>& batches) { return step(batches, adamw_lr()); }
-  // Adapters whose first values come from the gradient of the base (AdapterInit::lora_ga): whether they have none yet,
-  // and makes them of the gradient of the mean loss over options.micro_batches micro-batches. The base streams as in a
-  // step; nothing else changes. After an exception the session can only be destroyed, and what it committed is nothing.
+  // Whether the adapters still lack their first values, which come from the gradient of the base
+  // (AdapterInit::lora_ga).
   bool waits_for_gradient() const;
+  // Computes those values from the gradient of the mean loss over options.micro_batches micro-batches. The base streams
+  // as in a step; nothing else changes. After an exception the session can only be destroyed, and has committed
+  // nothing.
   void begin_with_gradient(const std::vector<MicroBatch>& batches);
   // Loss and accuracy over the micro-batches, forward only.
   Evaluation evaluate(const std::vector<MicroBatch>& batches);

@@ -18,11 +18,11 @@ namespace tierflow {
 // nothing, with the names there are, and for modules that cannot be saved.
 void add_adapters(ModelSpec& spec, const AdapterConfig& config);
 
-// Stores the weights of the linear layers of blocks in `format`; they are frozen then. Not those that add_adapters()
-// made trained, nor the tensors `plain`, which stay in bf16. Adapters that begin with the base's factors are added
-// after it: Exception (kind usage).
+// Stores the weights of the linear layers of blocks in `format`, and freezes them. Those that add_adapters() made
+// trained stay as they are, and the tensors `plain` stay in bf16. Adapters that begin with the base's factors have to
+// be added after this call: Exception (kind usage).
 void set_base_format(ModelSpec& spec, WeightFormat format, const std::vector<std::string>& plain = {});
-// `plain` for a format that is kept: those that the folder does not have in it, as `has` says. Throws Exception (kind
+// `plain` for an unconverted format: those that the folder does not have in it, as `has` says. Throws Exception (kind
 // usage) where that is all of them.
 std::vector<std::string> plain_beside(const ModelSpec& spec, WeightFormat format,
                                       const std::function<bool(const std::string& name, WeightFormat format)>& has);
@@ -34,9 +34,9 @@ std::string linear_module(const TensorSpec& tensor);
 // Whether linear layers have [in, out].
 bool has_transposed_weights(const ModelSpec& spec);
 
-// What a tensor is to an adapter: y = W x + scale * (b(a(x)) - initial_b(initial_a(x))). Of DoRA's, y is then scaled by
-// (initial_magnitude + magnitude) / |rows of W + scale * b a|: initial_magnitude [out], fp32, holds the lengths of W's
-// rows, and magnitude [out] what training has added to them. So it is exact where it is small.
+// Which part of an adapter a tensor is. y = W x + scale * (b(a(x)) - initial_b(initial_a(x))). DoRA then scales y by
+// (initial_magnitude + magnitude) / |rows of W + scale * b a|. initial_magnitude [out], fp32, holds the lengths of W's
+// rows. magnitude [out] holds what training has added to them, so that small changes are not rounded away.
 enum class AdapterPart : std::uint8_t { none, a, b, initial_a, initial_b, magnitude, initial_magnitude };
 AdapterPart adapter_part(const TensorSpec& tensor);
 bool is_adapter(const TensorSpec& tensor);

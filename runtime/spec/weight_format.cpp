@@ -237,7 +237,7 @@ Quantiser::Quantiser(WeightFormat format, const std::vector<std::int64_t>& shape
     : format_(format),
       layout_(weight_layout(format, shape)),
       block_(format == WeightFormat::int8 ? kInt8Block : kNf4Block) {
-  if (format == WeightFormat::bf16 || is_kept(format))
+  if (format == WeightFormat::bf16 || is_unconverted(format))
     throw Exception(io::ErrorKind::internal, std::string("a quantiser makes no ") + weight_format_name(format));
   stored_.resize(layout_.bytes);
   if (format == WeightFormat::nf4_double) absmax_.reserve(pieces(layout_.elements, kNf4Block));

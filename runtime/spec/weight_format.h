@@ -32,12 +32,12 @@ namespace tierflow {
 
 enum class WeightFormat : std::uint8_t { bf16, int8, nf4, nf4_double, fp8, mxfp4, fp32 };
 
-// "bf16", "int8", "nf4" or "nf4-double", the formats that are made here, or "fp8" or "mxfp4", which are kept; anything
-// else throws Exception (kind usage).
+// "bf16", "int8", "nf4" or "nf4-double", the formats that are made here, or "fp8" or "mxfp4", which are
+// not. Anything else throws Exception (kind usage).
 WeightFormat parse_weight_format(std::string_view name);
 const char* weight_format_name(WeightFormat format);
-// Not made here, but kept as a folder has it.
-inline constexpr bool is_kept(WeightFormat format) {
+// Weights come in it from a folder and stay so; nothing is converted to it.
+inline constexpr bool is_unconverted(WeightFormat format) {
   return format == WeightFormat::fp8 || format == WeightFormat::mxfp4;
 }
 

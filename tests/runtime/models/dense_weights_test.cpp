@@ -18,7 +18,7 @@ at::Tensor slot_view(const std::vector<std::byte>& stored) {
 
 std::vector<std::byte> made(WeightFormat format, const std::vector<std::int64_t>& shape) {
   torch::manual_seed(7);
-  if (is_kept(format) || format == WeightFormat::bf16) {
+  if (is_unconverted(format) || format == WeightFormat::bf16) {
     const WeightLayout at = weight_layout(format, shape);
     std::vector<std::byte> stored(at.bytes);
     const at::Tensor bytes = torch::randint(0, 0x38, {static_cast<std::int64_t>(at.bytes)}, torch::kByte);
