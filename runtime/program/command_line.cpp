@@ -8,6 +8,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/base/terminal.h"
+#include "runtime/program/config_file.h"
 
 namespace tierflow {
 namespace {

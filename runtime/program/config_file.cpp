@@ -1,3 +1,5 @@
+#include "runtime/program/config_file.h"
+
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,7 +12,6 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/base/strict_json.h"
-#include "runtime/program/option_table.h"
 
 namespace tierflow {
 namespace {

@@ -63,7 +63,4 @@ class OptionTable {
   std::vector<OptionRow> rows_;
 };
 
-// A configuration file: TOML, or JSON where the name ends with .json. Underscores in names count as dashes.
-OptionValues read_config_file(const std::filesystem::path& path, const OptionTable& table);
-
 }  // namespace tierflow

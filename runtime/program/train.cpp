@@ -12,9 +12,11 @@
 #include "runtime/base/terminal.h"
 #include "runtime/planning/left_store.h"
 #include "runtime/planning/moved_store.h"
+#include "runtime/planning/storage_volume.h"
 #include "runtime/program/distillation_run.h"
 #include "runtime/program/export_request.h"
 #include "runtime/program/forecast.h"
+#include "runtime/program/held_out.h"
 #include "runtime/program/learning_rate.h"
 #include "runtime/program/loss_options.h"
 #include "runtime/program/preference_run.h"
@@ -29,13 +31,6 @@
 
 namespace tierflow {
 namespace {
-
-io::VolumeOptions storage_of(const TrainOptions& options) {
-  return {.folders = options.storage,
-          .engine = engine_kind(options.engine),
-          .allow_buffered = options.allow_buffered,
-          .allow_any_filesystem = options.allow_any_filesystem};
-}
 
 class Training {
  public:
@@ -52,12 +47,9 @@ class Training {
         data_(prepare_data(data_options(options, spec_, temporary_folder()), log)),
         preference_(options, data_),
         teacher_(options, spec_.config.vocab_size, data_),
-        samples_(options, spec_) {
+        samples_(options, spec_),
+        held_out_(options, data_, preference_, out_, log, record_, result_) {
     if (!options.no_export) result_.out = options.out;
-    if (data_.held_out_sequences() == 0 && (options.export_best || options.early_stopping_patience > 0))
-      throw Exception(io::ErrorKind::usage,
-                      "--export-best and --early-stopping-patience need held-out sequences, and there are none: raise "
-                      "--held-out, or give more data");
     per_step_ = options.micro_batch * options.micro_batches * sequences_in_one(options);
     steps_ = options.steps;
     if (steps_ == 0)
@@ -79,17 +71,17 @@ class Training {
       log_.say("first values of the adapters: from the gradient of the first step's batch");
       session_->begin_with_gradient(batches_of(0));
     }
-    if (step == 0) evaluate(0, result_.held_out_before);
-    if (!session_->remembered().empty()) recall();
+    if (step == 0) held_out_.evaluate(*session_, 0, result_.held_out_before);
+    held_out_.recall(*session_);
     result_.held_out_after = result_.held_out_before;
     bool at_limit = false;
     bool out_of_memory = step > 0 && step < steps_ && !within_memory(step, [&] { between_steps(step); });
-    while (!out_of_memory && step < steps_ && stop_signal() == 0 && !too_many_skipped() && !stops_early() &&
+    while (!out_of_memory && step < steps_ && stop_signal() == 0 && !too_many_skipped() && !held_out_.stops_early() &&
            !(at_limit = next_step_passes_limit()))
       out_of_memory = !within_memory(step, [&] {
         train_step(step);
         ++step;
-        remember();
+        held_out_.remember(*session_);
         trace_.end_step(step, *session_, result_.prediction);
         samples_.after_step(step, *session_, log_);
         if (step < steps_) between_steps(step);
@@ -111,7 +103,7 @@ class Training {
     if (too_many_skipped())
       log_.say(fmt::format("stopped after step {} of {}: a loss or gradient was not finite in the last {} steps", step,
                            steps_, record_.skipped_in_a_row));
-    if (stops_early() && step < steps_)
+    if (held_out_.stops_early() && step < steps_)
       log_.say(
           fmt::format("stopped early after step {} of {}: no held-out loss of the last {} evaluations was the lowest "
                       "by more than {}",
@@ -119,17 +111,18 @@ class Training {
     // A step whose loss is not finite changed nothing; whether the model is sound, an evaluation tells.
     const bool doubtful = step > 0 && !std::isfinite(result_.last_loss);
     if (doubtful && !out_of_memory) {
-      if (step != evaluated_at_) out_of_memory = !within_memory(step, [&] { evaluate(step, result_.held_out_after); });
+      if (!held_out_.evaluated(step))
+        out_of_memory = !within_memory(step, [&] { held_out_.evaluate(*session_, step, result_.held_out_after); });
       if (!out_of_memory) refuse_unless_finite(step);
     }
     out_.write(*session_, progress());
     if (!options_.no_export) session_->discard();
     if (!doubtful && !out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0)) {
-      if (step != evaluated_at_) out_of_memory = !evaluate_result(step);
+      if (!held_out_.evaluated(step)) out_of_memory = !evaluate_result(step);
       if (!out_of_memory) refuse_unless_finite(step);
     }
     result_.steps = step;
-    say_best(step, true);
+    held_out_.say_best(step, true);
     report(result_, *session_, log_);
     if (out_of_memory) return static_cast<int>(io::ErrorKind::memory);
     if (signal != 0) return 128 + signal;
@@ -144,7 +137,8 @@ class Training {
     if (left_.resumable) expect_same_run(left_.run, run, elsewhere_.empty() ? options_.storage : elsewhere_);
     if (!elsewhere_.empty())
       move_store(
-          storage_of(options_), elsewhere_, [this](const std::string& line) { log_.say(line); },
+          volume_in(options_, engine_kind(options_.engine)), elsewhere_,
+          [this](const std::string& line) { log_.say(line); },
           [this](const char* phase, std::uint64_t done, std::uint64_t total) {
             throw_if_stopped();
             log_.progress(phase, done, total);
@@ -185,23 +179,6 @@ class Training {
     say_what_is_durable(options_, *session_, steps_, left_.resumable, log_);
   }
 
-  void remember() {
-    record_.last_loss = result_.last_loss;
-    record_.held_out_before = result_.held_out_before;
-    session_->remember(record_.json());
-  }
-
-  void recall() {
-    record_ = RunRecord::parse(session_->remembered());
-    result_.held_out_before = record_.held_out_before;
-    result_.last_loss = record_.last_loss;
-    result_.evaluated = std::isfinite(result_.held_out_before);
-    if (record_.evaluated_sequences == sequences_in_an_evaluation()) return;
-    if (record_.evaluated != 0)
-      log_.say("other held-out sequences are evaluated than before: which loss is the lowest is counted anew");
-    record_.best = {};
-  }
-
   // An unfinished run ends with its state committed, and without a result.
   void leave_state(std::int64_t step) {
     session_->commit();
@@ -218,53 +195,13 @@ class Training {
 
   bool too_many_skipped() const { return options_.max_skipped > 0 && record_.skipped_in_a_row >= options_.max_skipped; }
 
-  bool stops_early() const {
-    return options_.early_stopping_patience > 0 && record_.best.since >= options_.early_stopping_patience;
-  }
-
-  std::int64_t sequences_in_an_evaluation() const {
-    const std::int64_t all = data_.held_out_sequences();
-    return options_.eval_sequences > 0 ? std::min(all, options_.eval_sequences * sequences_in_one(options_)) : all;
-  }
-
-  static bool due(std::int64_t every, std::int64_t step) { return every > 0 && step % every == 0; }
-
   // What is due after a step that is not the last, unless the process before this one did it; and what is asked for.
   void between_steps(std::int64_t step) {
-    evaluate_or_keep(step);
+    held_out_.between_steps(*session_, step, begun_, progress());
     if (stop_signal() != 0) return;
     requests_->answer(step, [&](const std::filesystem::path& out) {
       return out_.write_elsewhere(out, *session_, step, progress(), log_);
     });
-  }
-
-  void evaluate_or_keep(std::int64_t step) {
-    if (due(options_.eval_every, step) && record_.evaluated != step) {
-      evaluate(step, result_.held_out_after);
-      record_.best.take(step, result_.held_out_after, options_.early_stopping_threshold);
-      record_.evaluated = step;
-      record_.evaluated_sequences = sequences_in_an_evaluation();
-      remember();
-    }
-    const bool best = options_.export_best && record_.best.step == step;
-    if ((!best && !due(options_.export_every, step)) || stop_signal() != 0) return;
-    const std::int64_t outdated = best ? std::exchange(record_.saved, step) : 0;
-    const bool there = step == begun_ && out_.has_checkpoint(step);
-    if (!there &&
-        !out_.write_checkpoint(*session_, step, options_.export_best ? record_.saved : 0, outdated, progress(), log_)) {
-      if (best) record_.saved = outdated;
-      return;
-    }
-    if (best) record_.saved_loss = record_.best.loss;
-    remember();
-  }
-
-  // After the last evaluation; `usable`: there is a result.
-  void say_best(std::int64_t step, bool usable) {
-    if (!options_.export_best) return;
-    std::optional<std::pair<std::int64_t, double>> result;
-    if (usable && evaluated_at_ == step) result.emplace(step, result_.held_out_after);
-    say_which_is_best(options_, record_, out_.has_checkpoint(record_.saved), result, log_);
   }
 
   // A model that gives no finite loss, when last looked at, is no result.
@@ -272,7 +209,7 @@ class Training {
     if (std::isfinite(result_.evaluated ? result_.held_out_after : result_.last_loss)) return;
     result_.steps = step;
     result_.usable = false;
-    say_best(step, false);
+    held_out_.say_best(step, false);
     report(result_, *session_, log_);
     out_.refuse(*session_, fmt::format("there is no result: the loss is not finite after step {} of {}; the weights or "
                                        "the data are broken, or --lr is too high",
@@ -306,7 +243,7 @@ class Training {
   // The result is written by now: an evaluation that fails costs no training.
   bool evaluate_result(const std::int64_t& step) {
     try {
-      return within_memory(step, [&] { evaluate(step, result_.held_out_after); });
+      return within_memory(step, [&] { held_out_.evaluate(*session_, step, result_.held_out_after); });
     } catch (const Exception& failed) {
       io::Error error = failed.error();
       error.detail +=
@@ -342,30 +279,6 @@ class Training {
     log_.step(result, steps_, lr, *session_);
   }
 
-  void evaluate(std::int64_t step, double& loss) {
-    const std::int64_t count = sequences_in_an_evaluation();
-    if (count == 0) return;
-    if (data_.pairs()) {
-      const PairTotals found = preference_.evaluate(*session_, count);
-      loss = found.mean_loss();
-      log_.evaluation(step, found, *session_);
-    } else {
-      loss = evaluate_sequences(step, count);
-    }
-    evaluated_at_ = step;
-    result_.evaluated = true;
-  }
-
-  double evaluate_sequences(std::int64_t step, std::int64_t count) {
-    const std::int64_t rows = options_.micro_batch;
-    const Evaluation found = session_->evaluate((count + rows - 1) / rows, [&](std::int64_t index) {
-      return micro_batch(data_, Sequences::held_out, index * rows, std::min(rows, count - index * rows),
-                         options_.sequence_length);
-    });
-    log_.evaluation(step, found, *session_);
-    return found.loss;
-  }
-
   const TrainOptions& options_;
   const LeftStore left_;
   const Folders elsewhere_;
@@ -378,14 +291,14 @@ class Training {
   PreferenceRun preference_;
   const DistillationRun teacher_;
   const Samples samples_;
+  RunRecord record_;
+  RunSummary result_;
+  HeldOut held_out_;
   std::optional<ExportRequests> requests_;  // ahead of the session: it goes when the state is free
   std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0;
-  std::int64_t begun_ = 0;         // step of the state with which this process began
-  std::int64_t evaluated_at_ = 0;  // of all evaluations, those at the ends included
-  RunRecord record_;
+  std::int64_t begun_ = 0;  // step of the state with which this process began
   std::uint64_t write_limit_ = 0;
-  RunSummary result_;
 };
 
 }  // namespace
@@ -396,7 +309,8 @@ int run_train(const TrainOptions& options) {
   Folders elsewhere;
   TrainingLog log(options.log_json, options.json);
   if (!options.fresh) {
-    elsewhere = settle_store(storage_of(options), [&](const std::string& line) { log.say(line); });
+    elsewhere =
+        settle_store(volume_in(options, engine_kind(options.engine)), [&](const std::string& line) { log.say(line); });
     left = find_left_store(elsewhere.empty() ? options.storage : elsewhere);
     if (left.there && !left.empty && !left.resumable)
       refuse_left_store(elsewhere.empty() ? options.storage : elsewhere);

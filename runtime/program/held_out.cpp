@@ -1,0 +1,115 @@
+#include "runtime/program/held_out.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <utility>
+
+#include "runtime/base/exception.h"
+#include "runtime/base/signals.h"
+#include "runtime/program/loss_options.h"
+
+namespace tierflow {
+namespace {
+
+bool due(std::int64_t every, std::int64_t step) {
+  return every > 0 && step % every == 0;
+}
+
+}  // namespace
+
+HeldOut::HeldOut(const TrainOptions& options, const Dataset& data, const PreferenceRun& preference, RunResult& result,
+                 TrainingLog& log, RunRecord& record, RunSummary& summary)
+    : options_(options),
+      data_(data),
+      preference_(preference),
+      result_(result),
+      log_(log),
+      record_(record),
+      summary_(summary) {
+  if (data_.held_out_sequences() == 0 && (options.export_best || options.early_stopping_patience > 0))
+    throw Exception(io::ErrorKind::usage,
+                    "--export-best and --early-stopping-patience need held-out sequences, and there are none: raise "
+                    "--held-out, or give more data");
+}
+
+void HeldOut::recall(const Session& session) {
+  if (session.remembered().empty()) return;
+  record_ = RunRecord::parse(session.remembered());
+  summary_.held_out_before = record_.held_out_before;
+  summary_.last_loss = record_.last_loss;
+  summary_.evaluated = std::isfinite(summary_.held_out_before);
+  if (record_.evaluated_sequences == sequences()) return;
+  if (record_.evaluated != 0)
+    log_.say("other held-out sequences are evaluated than before: which loss is the lowest is counted anew");
+  record_.best = {};
+}
+
+void HeldOut::remember(Session& session) {
+  record_.last_loss = summary_.last_loss;
+  record_.held_out_before = summary_.held_out_before;
+  session.remember(record_.json());
+}
+
+std::int64_t HeldOut::sequences() const {
+  const std::int64_t all = data_.held_out_sequences();
+  return options_.eval_sequences > 0 ? std::min(all, options_.eval_sequences * sequences_in_one(options_)) : all;
+}
+
+void HeldOut::evaluate(Session& session, std::int64_t step, double& loss) {
+  const std::int64_t count = sequences();
+  if (count == 0) return;
+  if (data_.pairs()) {
+    const PairTotals found = preference_.evaluate(session, count);
+    loss = found.mean_loss();
+    log_.evaluation(step, found, session);
+  } else {
+    loss = evaluate_sequences(session, step, count);
+  }
+  evaluated_at_ = step;
+  summary_.evaluated = true;
+}
+
+double HeldOut::evaluate_sequences(Session& session, std::int64_t step, std::int64_t count) {
+  const std::int64_t rows = options_.micro_batch;
+  const Evaluation found = session.evaluate((count + rows - 1) / rows, [&](std::int64_t index) {
+    return micro_batch(data_, Sequences::held_out, index * rows, std::min(rows, count - index * rows),
+                       options_.sequence_length);
+  });
+  log_.evaluation(step, found, session);
+  return found.loss;
+}
+
+void HeldOut::between_steps(Session& session, std::int64_t step, std::int64_t begun, const Progress& progress) {
+  if (due(options_.eval_every, step) && record_.evaluated != step) {
+    evaluate(session, step, summary_.held_out_after);
+    record_.best.take(step, summary_.held_out_after, options_.early_stopping_threshold);
+    record_.evaluated = step;
+    record_.evaluated_sequences = sequences();
+    remember(session);
+  }
+  const bool best = options_.export_best && record_.best.step == step;
+  if ((!best && !due(options_.export_every, step)) || stop_signal() != 0) return;
+  const std::int64_t outdated = best ? std::exchange(record_.saved, step) : 0;
+  const bool there = step == begun && result_.has_checkpoint(step);
+  if (!there &&
+      !result_.write_checkpoint(session, step, options_.export_best ? record_.saved : 0, outdated, progress, log_)) {
+    if (best) record_.saved = outdated;
+    return;
+  }
+  if (best) record_.saved_loss = record_.best.loss;
+  remember(session);
+}
+
+bool HeldOut::stops_early() const {
+  return options_.early_stopping_patience > 0 && record_.best.since >= options_.early_stopping_patience;
+}
+
+void HeldOut::say_best(std::int64_t step, bool usable) const {
+  if (!options_.export_best) return;
+  std::optional<std::pair<std::int64_t, double>> result;
+  if (usable && evaluated(step)) result.emplace(step, summary_.held_out_after);
+  say_which_is_best(options_, record_, result_.has_checkpoint(record_.saved), result, log_);
+}
+
+}  // namespace tierflow
