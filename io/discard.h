@@ -1,5 +1,5 @@
 #pragma once
-// Volumes that nobody can open any more, or of which not all is there: what they are, and how one gets rid of them.
+// What is left of volumes that cannot be opened, or that miss files: finding out what it is, and removing it.
 #include <array>
 #include <cstdint>
 #include <filesystem>

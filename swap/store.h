@@ -69,9 +69,9 @@ class Store {
 
   // An extent is a chunk's, or of activations an item's. Any thread; no two calls for one extent at a time.
   void read(ExtentKind kind, int index, io::Buffer buffer, io::Callback done);
-  // Writes the extent into the generation at work. stamp() of the same bytes comes first. If the store takes no more
-  // writes, `done` gets the reason before this call returns; so too for frozen words that a commit of two generations
-  // covers: they have one slot.
+  // Writes the extent into the generation at work. stamp() of the same bytes comes first. A store may refuse: it takes
+  // no more writes, or the extent is frozen words, which have one slot, and a commit of two generations covers them.
+  // Then `done` gets the reason before this call returns.
   void write(ExtentKind kind, int index, io::Buffer buffer, io::Callback done);
   // Reads an extent into memory of its own, verified, a second time where the first does not match. Blocks.
   io::Result<io::Buffer> fetch(ExtentKind kind, int index);

@@ -37,8 +37,8 @@ LeftStore find_left_store(const Folders& storage);
 // Throws Exception where a store lies in one of the folders: kind locked where a process holds it; else kind
 // environment, saying who made it, when, and what to do.
 void refuse_left_store(const Folders& storage);
-// The file beside the store in which a run keeps what its preference loss is relative to: where it lies, in whichever
-// of the folders; where there is none, where it is to be. It goes with the store.
+// The file in which a run keeps the log-probabilities that its preference loss compares with. It lies beside the store,
+// in one of the folders, and goes with the store. Where there is none yet: the place that it will have.
 std::filesystem::path reference_beside(const Folders& storage);
 // Copies it into the first of the other folders, where there is one.
 void bring_reference(const Folders& from, const Folders& to);

@@ -7,9 +7,9 @@
 
 namespace tierflow {
 
-// At most so many bytes, but for pieces of some KiB: one frozen tensor with the values that are brought into its
-// format, or one weight in fp32 with what decomposes it (adapter_init.h), and the first values of one unit's adapters.
-// 0 where weights are stored as they come and adapters begin without them.
+// At most so many bytes, besides pieces of some KiB. They hold one frozen tensor, with the values that are converted to
+// its format; or one weight in fp32, with what decomposes it (adapter_init.h), and the first values of one unit's
+// adapters. 0 where weights are stored as they come and adapters do not begin with values of theirs.
 std::uint64_t loading_bytes(const ModelSpec& spec);
 
 // Device memory that first values of a gradient take (AdapterInit::lora_ga): the sums of the stage that has the most,

@@ -8,9 +8,9 @@
 
 namespace tierflow {
 
-// Where the whole store of which some folder of `storage` has a part lies, if it is not there in exactly these folders.
-// Known where all of it is in some of them, or where its note names the folders. Empty: there is nothing to move.
-// Throws Exception (kind locked) where a process holds it.
+// Some folder of `storage` may have a part of a store whose parts do not lie in exactly these folders. Returns the
+// folders in which the whole store lies: some of `storage`, if all parts are there; else those that its note names.
+// Empty: there is nothing to move. Throws Exception (kind locked) where a process holds the store.
 Folders store_elsewhere(const Folders& storage);
 
 // Ends a move into storage.folders that was interrupted: its copy takes the place of the first store, if that is not

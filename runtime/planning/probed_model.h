@@ -17,7 +17,7 @@ struct ProbedModel {
   double spread = 0;                                      // of those: see Readings
 };
 
-// From what one micro-batch of `from` sequences needs and takes to what one of `to` does, in proportion.
+// Turns bytes and times of a micro-batch of `from` sequences into those of one of `to` sequences, in proportion.
 void scale_micro_batch(ProbedModel& probed, std::int64_t to, std::int64_t from);
 
 // Floating-point operations of a stage's forward for one micro-batch, or an equivalent for stages without matrix

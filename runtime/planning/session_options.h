@@ -44,11 +44,12 @@ struct SessionOptions {
   int swap_to_host = 0, swap_to_storage = 0;
   int update_threads = 0;   // 0: as many as torch uses
   bool keep_store = false;  // make a store even if everything is resident: see commit() and export_store()
-  // After so many steps each, the state becomes durable in `storage`, beside the step that follows: a second generation
-  // of it lies there, and it outlives the session. 0: with commit() alone, in place.
+  // Steps from one commit to the next. A commit makes the state durable in `storage`, while the next step runs. Two
+  // generations of the state lie there, and the state outlives the session. 0: only commit() commits, in place.
   int commit_every = 0;
-  // Less often where much of what a commit writes is resident, so that commits add at most a tenth to what steps write,
-  // or at most every 50 steps; and if storage has no room for two generations, as if commit_every were 0.
+  // Commits may be rarer than commit_every says: commits then write at most a tenth of what the steps between them
+  // write, but there is one at least every 50 steps. Where storage has no room for two generations, commit_every
+  // counts as 0.
   bool commit_auto = false;
   // Go on with the state that a session with such commits left in `storage`, which is verified first. Budgets, engine
   // and update threads may differ; model, precision and `run` may not.

@@ -1,6 +1,6 @@
 #pragma once
-// What an update on the device leaves for the host to read, one chunk's: a report a piece of a tensor, the partial sums
-// of the gradient's squares, and whether an element of it was not finite.
+// What the update of one chunk on the device leaves for the host to read: a report for each piece of a tensor, partial
+// sums of the gradient's squares, and whether all of the gradient was finite.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

@@ -40,7 +40,7 @@ class Forecast {
   std::optional<ProfileCache> cache_;
   std::optional<Profile> profile_;
   std::array<swap::LaneCounters, swap::kLanes> before_{}, after_{};  // the step that runs; the last one
-  bool between_ = false;  // other passes came before this step, and did updates that it has else
+  bool between_ = false;  // other passes came before this step, and ran updates that are its own otherwise
   std::int64_t begun_ = 0;
   std::optional<LoadMeter> load_;
   std::vector<StepShown> shown_;

@@ -26,10 +26,9 @@ class RunResult {
   // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. If that
   // fails the state stays in the storage folders, and the Exception gives the command that exports it.
   void write(Session& session, const Progress& progress);
-  // After step `step`: the model as --out/checkpoint-N. When it is whole, the one of step `outdated` (0: none) goes
-  // unless
-  // --export-every made it too, and of all but that of step `best` the last --export-keep stay. Whether it is there:
-  // what goes wrong is said and costs the checkpoint alone.
+  // After step `step`: writes the model as --out/checkpoint-N. When it is whole, older checkpoints are removed. The one
+  // of step `outdated` (0: none) goes, unless --export-every made it too. The one of step `best` stays. Of the others
+  // the last --export-keep stay. Returns whether it is there: what goes wrong is said, and costs the checkpoint alone.
   bool write_checkpoint(Session& session, std::int64_t step, std::int64_t best, std::int64_t outdated,
                         const Progress& progress, TrainingLog& log);
   bool has_checkpoint(std::int64_t step) const;

@@ -59,8 +59,9 @@ struct ExpertsSpec {
   bool shared_gate = false;       // its result is multiplied with the sigmoid of a product of its own
   bool normalised = false;        // a token's weights, the scores of its experts, sum to 1
   bool sigmoid = false;           // scores are sigmoids of fp32 products; else a softmax over all experts
-  bool corrected = false;         // what is compared to choose is the score plus a number of each expert, not trained
-  // Of so many groups of neighbours those are taken whose two best scores have the highest sum; others are not chosen.
+  bool corrected = false;         // to choose, a number is added to each expert's score; it is not trained
+  // Neighbouring experts form so many groups. The groups with the highest sums of their two best scores are taken; no
+  // expert of another group is chosen.
   std::int64_t groups = 1, groups_taken = 1;
   double scale = 1;         // of the weights
   bool rounded = true;      // weights are rounded to the model's type
