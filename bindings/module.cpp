@@ -30,7 +30,7 @@ Progress watched() {
   };
 }
 
-std::unique_ptr<Streamer> make_streamer(const py::list& units, std::vector<std::vector<int>> turns,
+std::unique_ptr<Streamer> make_streamer(const py::list& units, std::vector<std::vector<int>> stages,
                                         const py::dict& tensors, const std::string& folder,
                                         const py::dict& stored_names, const py::dict& options,
                                         const py::function& say) {
@@ -38,7 +38,7 @@ std::unique_ptr<Streamer> make_streamer(const py::list& units, std::vector<std::
   const StreamerOptions parsed = options_of(options);
   const WeightSource source = source_of(tensors, folder, stored_names);
   const py::gil_scoped_release released;
-  return std::make_unique<Streamer>(std::move(specs), std::move(turns), source, parsed, watched(),
+  return std::make_unique<Streamer>(std::move(specs), std::move(stages), source, parsed, watched(),
                                     [&say](const std::string& line) {
                                       const py::gil_scoped_acquire locked;
                                       say(line);
@@ -70,26 +70,26 @@ py::dict lanes_of(const Streamer& streamer) {
   return result;
 }
 
-py::dict plan_of(const py::list& units, const std::vector<std::vector<int>>& turns, const py::dict& options,
+py::dict plan_of(const py::list& units, const std::vector<std::vector<int>>& stages, const py::dict& options,
                  int micro_batches) {
-  const StreamPlan plan = plan_stream(units_of(units), turns, options_of(options), micro_batches);
+  const StreamerBytes bytes = streamer_bytes(units_of(units), stages, options_of(options), micro_batches);
   py::dict result;
-  result["parameters"] = plan.parameters;
-  result["trainable_parameters"] = plan.trainable_parameters;
-  result["state_bytes"] = plan.state_bytes;
-  result["gradient_bytes"] = plan.gradient_bytes;
-  result["device_bytes"] = plan.device_bytes;
-  result["host_bytes"] = plan.host_bytes;
-  result["storage_bytes"] = plan.storage_bytes;
-  result["hi_resident"] = plan.hi_resident;
-  result["state_resident"] = plan.state_resident;
-  result["gradient_resident"] = plan.gradient_resident;
-  result["layer_major_read"] = plan.layer_major_read;
-  result["layer_major_write"] = plan.layer_major_write;
-  result["layer_major_link"] = plan.layer_major_link;
-  result["loop_read"] = plan.loop_read;
-  result["loop_write"] = plan.loop_write;
-  result["loop_link"] = plan.loop_link;
+  result["parameters"] = bytes.parameters;
+  result["trainable_parameters"] = bytes.trainable_parameters;
+  result["state_bytes"] = bytes.state_bytes;
+  result["gradient_bytes"] = bytes.gradient_bytes;
+  result["device_bytes"] = bytes.device_bytes;
+  result["host_bytes"] = bytes.host_bytes;
+  result["storage_bytes"] = bytes.storage_bytes;
+  result["hi_resident"] = bytes.hi_resident;
+  result["state_resident"] = bytes.state_resident;
+  result["gradient_resident"] = bytes.gradient_resident;
+  result["layer_major_read"] = bytes.layer_major_read;
+  result["layer_major_write"] = bytes.layer_major_write;
+  result["layer_major_link"] = bytes.layer_major_link;
+  result["loop_read"] = bytes.loop_read;
+  result["loop_write"] = bytes.loop_write;
+  result["loop_link"] = bytes.loop_link;
   return result;
 }
 
@@ -161,10 +161,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Streamer>(module, "Streamer")
       .def(py::init(&make_streamer))
       .def("enter",
-           [](Streamer& self, int turn, const std::string& pass, const std::vector<bool>& gradients, bool keep) {
+           [](Streamer& self, int stage, const std::string& pass, const std::vector<bool>& gradients, bool stay) {
              const swap::Pass parsed = pass_of(pass);
              const py::gil_scoped_release released;
-             return self.enter(turn, parsed, gradients, keep);
+             return self.enter(stage, parsed, gradients, stay);
            })
       .def("add",
            [](Streamer& self, const std::vector<std::optional<torch::Tensor>>& gradients) {

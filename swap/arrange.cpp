@@ -16,14 +16,14 @@ constexpr int kActivationBuffers = 4, kFewestActivationBuffers = 1;
 // as any other, so that neither pass has the lanes idle while the other waits for them.
 std::vector<bool> deferred_chunks(const Layout& layout, double share) {
   std::vector<bool> deferred(layout.chunks().size(), false);
-  double owed = 0;
+  double rest = 0;
   for (std::size_t id = deferred.size(); id-- > 0;) {
     const Chunk& chunk = layout.chunks()[id];
     if (!chunk.trainable) continue;
     const auto elements = static_cast<double>(chunk.elements);
-    owed += share * elements;
-    deferred[id] = share >= 1 || (share > 0 && 2 * owed >= elements);
-    if (deferred[id]) owed -= elements;
+    rest += share * elements;
+    deferred[id] = share >= 1 || (share > 0 && 2 * rest >= elements);
+    if (deferred[id]) rest -= elements;
   }
   return deferred;
 }

@@ -27,7 +27,7 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bo
     const StageShape& stage = layout.stages()[index];
     std::uint64_t weights = 0, gradients = 0;
     for (int unit : stage.units) {
-      weights += 2 * layout.unit_elements(unit);
+      weights += layout.unit_word_bytes(unit);
       gradients += layout.gradient_bytes(unit);
     }
     if (sums) needs.gradient = std::max(needs.gradient, gradients);
@@ -39,7 +39,7 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bo
     }
   }
   for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
-    const std::uint64_t gradient = layout.gradient_bytes(unit), weights = 2 * layout.unit_elements(unit);
+    const std::uint64_t gradient = layout.gradient_bytes(unit), weights = layout.unit_word_bytes(unit);
     if (layout.on_demand(unit)) {
       needs.needed_weights = std::max(needs.needed_weights, weights);
       needs.needed_gradient = std::max(needs.needed_gradient, gradient);
@@ -62,13 +62,13 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bo
 // Whole units, spread evenly, as far as their chunks have words on the device when they are updated.
 std::vector<bool> chunks_on_device(const Layout& layout, const std::vector<bool>& deferred, double share) {
   std::vector<bool> on_device(layout.chunks().size(), false);
-  double owed = 0;
+  double rest = 0;
   for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
     if (layout.gradient_bytes(unit) == 0) continue;
     const auto elements = static_cast<double>(layout.gradient_bytes(unit)) / 4;
-    owed += share * elements;
-    if (share <= 0 || (share < 1 && 2 * owed < elements)) continue;
-    owed -= elements;
+    rest += share * elements;
+    if (share <= 0 || (share < 1 && 2 * rest < elements)) continue;
+    rest -= elements;
     const auto last_visited =
         std::find_if(layout.stages().begin(), layout.stages().end(), [unit](const StageShape& stage) {
           return std::find(stage.units.begin(), stage.units.end(), unit) != stage.units.end();

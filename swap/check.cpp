@@ -27,9 +27,10 @@ io::Error PlanChecker::play(const Plan& plan, const Expected& expected) {
   made_.assign(arrangement_.items.size(), 0);
   read_.assign(arrangement_.items.size(), 0);
   // Computed with: the weights after every update that is owed, before this step's own.
-  due_.clear();
+  used_version_.clear();
   for (const Chunk& chunk : layout_.chunks())
-    due_.push_back(rules_.version(chunk.id) + (arrangement_.deferred[chunk.id] ? expected.deferred_updates : 0));
+    used_version_.push_back(rules_.version(chunk.id) +
+                            (arrangement_.deferred[chunk.id] ? expected.deferred_updates : 0));
   ledger_.play(plan, [&](const Task& task) {
     switch (task.kind) {
       case TaskKind::compute:
@@ -74,8 +75,9 @@ void PlanChecker::commit() {
   ++commits_;
   for (const Chunk& chunk : layout_.chunks()) {
     if (!chunk.trainable) continue;
-    ledger_.read(ledger_.stored(ExtentKind::hi, chunk.id), {What::words, chunk.id, due_[chunk.id]}, "storage");
-    ledger_.read(ledger_.stored(ExtentKind::state, chunk.id), {What::state, chunk.id, due_[chunk.id]}, "storage");
+    ledger_.read(ledger_.stored(ExtentKind::hi, chunk.id), {What::words, chunk.id, used_version_[chunk.id]}, "storage");
+    ledger_.read(ledger_.stored(ExtentKind::state, chunk.id), {What::state, chunk.id, used_version_[chunk.id]},
+                 "storage");
   }
 }
 
@@ -90,18 +92,18 @@ Content PlanChecker::whole_sum(int chunk, int step) const {
 
 void PlanChecker::move(const Task& task) {
   Ledger::Held &stored = ledger_.stored(ExtentKind::gradient, task.chunk), &host = ledger_.host(task.gradient);
-  const Content due = gradient_of(task.chunk), fresh{What::gradient, task.chunk, step_};
+  const Content applied = gradient_of(task.chunk), fresh{What::gradient, task.chunk, step_};
   switch (task.kind) {
     case TaskKind::read_gradient:
-      ledger_.read(stored, due, "storage");
-      return ledger_.write(host, due);
+      ledger_.read(stored, applied, "storage");
+      return ledger_.write(host, applied);
     case TaskKind::write_gradient:
       if (rules_.measured(task.chunk) == 0) ledger_.wrong("the gradient has not been measured");
       ledger_.read(host, fresh, "the host buffer");
       return ledger_.write(stored, fresh);
     case TaskKind::upload_gradient:
-      ledger_.read(host, due, "the host buffer");
-      return ledger_.write_device(task.device_offset, task.bytes, due);
+      ledger_.read(host, applied, "the host buffer");
+      return ledger_.write_device(task.device_offset, task.bytes, applied);
     case TaskKind::download_gradient:
       ledger_.read_device(task.device_offset, 2 * task.bytes, whole_sum(task.chunk, step_));
       return ledger_.write(host, fresh);
@@ -155,8 +157,8 @@ void PlanChecker::compute(const Task& task, const Plan& plan) {
     if (weights && visit.weights[position] == kNowhere) return ledger_.wrong("the visit has no weights");
     if (weights)
       for (const Chunk& chunk : layout_.chunks_of(unit))
-        ledger_.read_device(visit.weights[position] + 2 * chunk.first, chunk.word_bytes(),
-                            {What::words, chunk.id, due_[chunk.id]});
+        ledger_.read_device(visit.weights[position] + chunk.word_place(), chunk.word_bytes(),
+                            {What::words, chunk.id, used_version_[chunk.id]});
     if (gradients && layout_.gradient_bytes(unit) != 0) sum_gradient(task, visit, position, unit);
   }
   if (task.item != -1) use_item(task);

@@ -52,11 +52,11 @@ class PlanChecker {
   const Arrangement& arrangement_;
   Ledger ledger_;
   UpdateRules rules_;
-  std::vector<int> due_;          // by chunk: the version that whoever computes must see
-  std::vector<int> made_, read_;  // by item: how often in this plan
-  int commits_ = 0;               // in this plan
-  int step_ = 0;                  // training steps planned
-  int deferred_step_ = 0;         // the step whose gradients this plan's deferred updates apply
+  std::vector<int> used_version_;  // by chunk: the version that whoever computes must see
+  std::vector<int> made_, read_;   // by item: how often in this plan
+  int commits_ = 0;                // in this plan
+  int step_ = 0;                   // training steps planned
+  int deferred_step_ = 0;          // the step whose gradients this plan's deferred updates apply
 };
 
 }  // namespace tierflow::swap

@@ -40,18 +40,18 @@ bool Fetcher::fetch(Visit& visit, bool forced) {
   }
   emitter_.serve(visit.pass, visit.stage);
   for (const int unit : missing) {
-    ring.add(unit, begin, 2 * layout_.unit_elements(unit));
+    ring.add(unit, begin, layout_.unit_word_bytes(unit));
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
       const int id = chunk.id;
       const bool owed = owes(unit) && arrangement_.deferred[id], on_device = owed && arrangement_.on_device[id];
       const HostRef words = emitter_.read(ExtentKind::hi, id);
       if (owed && !on_device) emitter_.update(id, words, emitter_.read_gradient(id, owed_[unit] == Owed::sum));
-      const std::uint64_t to = begin + 2 * chunk.first;
+      const std::uint64_t to = begin + chunk.word_place();
       emitter_.upload(ExtentKind::hi, id, words, to);
       if (on_device) emitter_.update_on_device(id, to, kNowhere, words);
     }
     owed_[unit] = Owed::nothing;
-    begin += 2 * layout_.unit_elements(unit);
+    begin += layout_.unit_word_bytes(unit);
   }
   for (std::size_t i = 0; i < units.size(); ++i) visit.weights[first + i] = ring.find(units[i]);
   return true;
@@ -73,7 +73,7 @@ void Fetcher::settle(int unit) {
 
 std::uint64_t Fetcher::bytes_of(const std::vector<int>& units) const {
   std::uint64_t bytes = 0;
-  for (const int unit : units) bytes += 2 * layout_.unit_elements(unit);
+  for (const int unit : units) bytes += layout_.unit_word_bytes(unit);
   return bytes;
 }
 

@@ -18,6 +18,11 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// Of so many hi words, and of a bf16 gradient of them. Every offset and size of words comes from here.
+constexpr std::uint64_t word_bytes(std::uint64_t elements) {
+  return 2 * elements;
+}
+
 // Consecutive elements of a unit whose optimizer state has one format.
 struct GroupShape {
   bool trainable = true;                  // false: never updated, without gradients and state
@@ -60,7 +65,8 @@ struct Chunk {
   std::uint64_t state_bytes = 0;  // 0 where it is not trainable
   bool trainable = true;
 
-  std::uint64_t word_bytes() const { return 2 * elements; }  // of hi words, and of a bf16 gradient
+  std::uint64_t word_bytes() const { return swap::word_bytes(elements); }
+  std::uint64_t word_place() const { return swap::word_bytes(first); }  // bytes from the unit's first word
   std::uint64_t bytes(ExtentKind kind) const { return kind == ExtentKind::state ? state_bytes : word_bytes(); }
 };
 
@@ -82,6 +88,7 @@ class Layout {
   std::uint64_t gradient_bytes(int unit) const { return gradient_bytes_[unit]; }
   int first_chunk(int unit) const { return first_chunk_[unit]; }
   std::uint64_t unit_elements(int unit) const { return unit_elements_[unit]; }
+  std::uint64_t unit_word_bytes(int unit) const { return word_bytes(unit_elements_[unit]); }
   std::uint64_t chunk_elements() const { return chunk_elements_; }
   std::uint64_t max_word_bytes() const { return max_word_bytes_; }
   std::uint64_t max_state_bytes() const { return max_state_bytes_; }

@@ -190,9 +190,9 @@ void Planner::take_gradients(const Visit& visit) {
     for (const Chunk& chunk : layout_.trainable_chunks_of(units[i])) {
       const int id = chunk.id;
       const std::uint64_t gradient_at = visit.gradients[i] + 4 * chunk.first,
-                          words_at = visit.weights[i] == kNowhere ? kNowhere : visit.weights[i] + 2 * chunk.first;
+                          words_at = visit.weights[i] == kNowhere ? kNowhere : visit.weights[i] + chunk.word_place();
       if (arrangement_.deferred[id]) {
-        emitter_.stage_gradient(id, gradient_at);
+        emitter_.take_gradient(id, gradient_at);
         continue;
       }
       updated = true;

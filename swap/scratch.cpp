@@ -6,7 +6,7 @@ ScratchPlaces::ScratchPlaces(const ScratchOptions& options, const Layout& layout
   for (const Chunk& chunk : layout.chunks()) {
     const std::size_t id = gradients_.size();
     gradients_.push_back(gradient_bytes_);
-    if (chunk.trainable && options.staged_gradients && (options.gradient_chunks.empty() || options.gradient_chunks[id]))
+    if (chunk.trainable && options.gradients && (options.gradient_chunks.empty() || options.gradient_chunks[id]))
       gradient_bytes_ += chunk.word_bytes();
   }
   bytes_ = gradient_bytes_ + (options.gradient_sums ? gradient_bytes_ : 0);

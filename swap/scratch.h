@@ -10,9 +10,9 @@
 namespace tierflow::swap {
 
 struct ScratchOptions {
-  bool staged_gradients = true;
-  std::vector<bool> gradient_chunks;  // by chunk: whose gradient there is room for; empty: all, where any are staged
-  bool gradient_sums = false;         // room for their low words too
+  bool gradients = true;              // room for those of deferred updates
+  std::vector<bool> gradient_chunks;  // by chunk: whether there is room for its gradient. Empty: there is for all
+  bool gradient_sums = false;         // room for the low words of their sums too
   std::vector<std::uint64_t> activation_bytes;  // of each extent of activations, multiples of kSector; 0: not stored
 };
 

@@ -44,7 +44,7 @@ io::Result<Store::Contents> Store::inspect(io::VolumeOptions options) {
 }
 
 io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layout& layout) {
-  options.scratch = {.staged_gradients = false};
+  options.scratch = {.gradients = false};
   options.volume.read_only = true;
   std::unique_ptr<Store> store(new Store(std::move(options), layout));
   auto volume = io::Volume::open(store->options_.volume);

@@ -60,7 +60,7 @@ Task& TaskEmitter::compute(const Visit& visit, int index, int micro_batch, std::
   for (std::size_t i = 0; i < visit.weights.size(); ++i) {
     const int unit = visit.unit(layout_.stages()[visit.stage].units, i);
     if (visit.weights[i] != kNowhere)
-      accesses.push_back(device_access(visit.weights[i], 2 * layout_.unit_elements(unit), false));
+      accesses.push_back(device_access(visit.weights[i], layout_.unit_word_bytes(unit), false));
     if (visit.gradients[i] != kNowhere)
       accesses.push_back(device_access(visit.gradients[i], layout_.gradient_bytes(unit), true));
   }
@@ -130,7 +130,7 @@ Task& TaskEmitter::download(ExtentKind kind, int chunk, std::uint64_t from, Host
   return task;
 }
 
-void TaskEmitter::stage_gradient(int chunk, std::uint64_t from) {
+void TaskEmitter::take_gradient(int chunk, std::uint64_t from) {
   const HostRef gradient = place(ExtentKind::gradient, chunk);
   download(ExtentKind::gradient, chunk, from, gradient);
   fill_in(emit(TaskKind::measure, Lane::update, {host_access(gradient, false)}), ExtentKind::gradient, chunk, gradient);

@@ -50,7 +50,7 @@ class TaskEmitter {
   Task& download(ExtentKind kind, int chunk, std::uint64_t from, HostRef to);
 
   // An fp32 gradient leaves the device, is measured, and waits on the host or on storage for its update.
-  void stage_gradient(int chunk, std::uint64_t from);
+  void take_gradient(int chunk, std::uint64_t from);
   // It leaves and is added to the one that waits; first_sum: that one is still bf16.
   void accumulate(int chunk, std::uint64_t from, bool first_sum);
   // The update on the host, with words that are there. Words and state go back to storage.

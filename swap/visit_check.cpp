@@ -7,14 +7,14 @@ namespace tierflow::swap {
 VisitChecker::VisitChecker(const Layout& layout, const Arrangement& arrangement)
     : layout_(layout), ledger_(layout, arrangement), rules_(layout, arrangement, ledger_) {
   sums_.resize(layout.units().size());
-  for (auto* list : {&taken_, &taken_serial_, &due_version_}) list->assign(layout.chunks().size(), 0);
+  for (auto* list : {&taken_, &taken_serial_, &used_version_}) list->assign(layout.chunks().size(), 0);
 }
 
 io::Error VisitChecker::visit(const Plan& plan, const VisitRequest& request) {
   // Where units may be needed yet, the stage's own gradients stay until the visit's end.
-  const bool stays = request.keep || !layout_.stages()[request.stage].on_demand.empty();
+  const bool stays = request.gradients_stay || !layout_.stages()[request.stage].on_demand.empty();
   open_stage_ = stays ? request.stage : -1;
-  kept_ = visit_.keep;
+  gradients_stayed_ = visit_.gradients_stay;
   visit_ = request;
   return finish(plan, &request);
 }
@@ -40,7 +40,7 @@ io::Error VisitChecker::owe(const Plan& plan, const std::vector<int>& units) {
               .detail = "unit " + std::to_string(unit) + " has no gradient that could be owed"};
     sum.owed = Owed{sum.epoch, sum.visits};
     drop(unit);
-    for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) ++due_version_[chunk.id];
+    for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) ++used_version_[chunk.id];
   }
   return finish(plan, nullptr);
 }
@@ -63,7 +63,7 @@ void VisitChecker::drop(int unit) {
 
 void VisitChecker::changed(int unit) {
   for (const Chunk& chunk : layout_.chunks_of(unit)) {
-    ++due_version_[chunk.id];
+    ++used_version_[chunk.id];
     rules_.changed(chunk.id);
   }
 }
@@ -135,8 +135,8 @@ void VisitChecker::compute(const Task& task, const Plan& plan) {
     if (visit.weights[position] == kNowhere) return ledger_.wrong("the visit has no weights");
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
       const int id = chunk.id;
-      ledger_.read_device(visit.weights[position] + 2 * chunk.first, chunk.word_bytes(),
-                          {What::words, id, due_version_[id]});
+      ledger_.read_device(visit.weights[position] + chunk.word_place(), chunk.word_bytes(),
+                          {What::words, id, used_version_[id]});
     }
     if (!adds || !(own ? request_->gradients[position] : need_->gradients[position - units.size()])) continue;
     const std::uint64_t begin = visit.gradients[position], bytes = layout_.gradient_bytes(unit);
@@ -148,7 +148,7 @@ void VisitChecker::compute(const Task& task, const Plan& plan) {
       ++sum.serial;
       ++sum.visits;
     } else {
-      if (need_ == nullptr && !kept_) return ledger_.wrong("adds to a gradient that was not to be kept");
+      if (need_ == nullptr && !gradients_stayed_) return ledger_.wrong("adds to a gradient that was not to stay");
       ledger_.read_device(begin, bytes, {What::sum, unit, sum.serial, sum.parts});
     }
     ledger_.write_device(begin, bytes, {What::sum, unit, sum.serial, ++sum.parts});

@@ -45,7 +45,7 @@ class VisitChecker {
   void take_gradient(const Task& task);
   void accumulate(const Task& task);
   void copy(Ledger::Held& from, Ledger::Held& to, const char* where, What what, int chunk);
-  // Plays the plan. After it, only gradients of the stage that is kept open may still be on the device.
+  // Plays the plan. After it, only gradients of the open stage may still be on the device.
   io::Error finish(const Plan& plan, const VisitRequest* request);
   void expect_at_home(int unit);
 
@@ -54,12 +54,12 @@ class VisitChecker {
   UpdateRules rules_;
   std::vector<Sum> sums_;  // by unit
   std::vector<int> taken_,
-      taken_serial_;              // by chunk: visits' gradients that left the device, and the last one's serial
-  std::vector<int> due_version_;  // by chunk: updates that whoever computes must see
-  VisitRequest visit_;            // the last one
+      taken_serial_;               // by chunk: visits' gradients that left the device, and the last one's serial
+  std::vector<int> used_version_;  // by chunk: updates that whoever computes must see
+  VisitRequest visit_;             // the last one
   const VisitRequest* request_ = nullptr;  // of the plan at hand
   const NeedRequest* need_ = nullptr;      // of a part of that visit
-  bool kept_ = false;                      // the visit before was to keep its gradients on the device
+  bool gradients_stayed_ = false;          // the visit before was to leave its gradients on the device
   int computed_ = 0;
   int open_stage_ = -1;
 };

@@ -29,15 +29,15 @@ VisitPlanner::VisitPlanner(const Layout& layout, const Arrangement& arrangement)
 Plan VisitPlanner::visit(const VisitRequest& request) {
   observe(key_of(request.stage, request.pass));
   const bool adds = request.pass == Pass::backward || request.pass == Pass::head;
-  if (open_.stage != -1 && (!kept_ || open_.stage != request.stage || !adds)) close_gradients();
+  if (open_.stage != -1 && (!gradients_stay_ || open_.stage != request.stage || !adds)) close_gradients();
   Visit visit{.stage = request.stage, .pass = request.pass};
   fetcher_.fetch(visit, /*forced=*/true);
   if (adds) open_gradients(request, visit);
   emitter_.compute(visit, 0, 0);
   const bool was_held = std::erase(holds_, request.stage) != 0;
   const StageShape& stage = layout_.stages()[request.stage];
-  kept_ = request.keep;
-  if (open_.stage != -1 && !kept_ && stage.on_demand.empty()) close_gradients();
+  gradients_stay_ = request.gradients_stay;
+  if (open_.stage != -1 && !gradients_stay_ && stage.on_demand.empty()) close_gradients();
   prefetch();  // must not evict this stage's weights: it may be visited again
   fetcher_.release(stage.units, was_held ? 2 : 1);
   current_ = visit;
@@ -154,14 +154,14 @@ void VisitPlanner::close_gradients() {
 void VisitPlanner::take_gradient(int unit, std::uint64_t from) {
   for (const Chunk& chunk : layout_.trainable_chunks_of(unit)) {
     if (contributions_[unit] == 0)
-      emitter_.stage_gradient(chunk.id, from + 4 * chunk.first);
+      emitter_.take_gradient(chunk.id, from + 4 * chunk.first);
     else
       emitter_.accumulate(chunk.id, from + 4 * chunk.first, /*first_sum=*/contributions_[unit] == 1);
   }
   ++contributions_[unit];
 }
 
-int VisitPlanner::kept_at(int unit) const {
+int VisitPlanner::open_at(int unit) const {
   if (open_.stage == -1) return -1;
   const std::vector<int>& units = layout_.stages()[open_.stage].units;
   for (std::size_t i = 0; i < units.size(); ++i)
@@ -172,7 +172,7 @@ int VisitPlanner::kept_at(int unit) const {
 void VisitPlanner::drop(int unit) {
   current_.stage = -1;
   contributions_[unit] = 0;
-  const int position = kept_at(unit);
+  const int position = open_at(unit);
   if (position == -1) return;
   // The stage's next visit wants other gradients than those that are left: it starts all of them afresh.
   open_.gradients[position] = kNowhere;

@@ -20,7 +20,7 @@ struct VisitRequest {
   // backward and head: the next visit is the same stage and pass for another micro-batch. The gradients of both then
   // add up in fp32 on the device and leave it once, rounded to bf16. Without it, each visit's gradient is rounded to
   // bf16 and leaves the device, and the host adds up in fp32.
-  bool keep = false;
+  bool gradients_stay = false;
 };
 
 // Units on demand that a visit needs, each once.
@@ -37,24 +37,23 @@ class VisitPlanner {
 
   // The tasks of one visit, its compute task among them, and those that fetch what is expected to follow.
   Plan visit(const VisitRequest& request);
-  // A further part of the visit that was planned last: these units come to the device, beside the stage's own. They
-  // are there until the next part or the end of the visit; what the part adds to their gradients then leaves the
-  // device. The stage's own gradients stay until the visit ends, which any other call that plans does, and drop(). An
-  // error of kind usage where the stage does not have such units, one is named twice, or the arrangement has no room
-  // for all.
+  // A further part of the visit that was planned last. These units come to the device, beside the stage's own, and stay
+  // until the next part or the end of the visit. What the part adds to their gradients then leaves the device. The
+  // stage's own gradients stay until the visit ends. Every other call that plans ends it, and so does drop(). An error
+  // of kind usage where the stage does not have such units, one is named twice, or the arrangement has no room for all.
   io::Result<Plan> need(const NeedRequest& request);
-  // A gradient kept on the device leaves it. For a client that stops in the middle and wants what is there.
+  // Gradients that stayed on the device leave it. For a client that stops in the middle and wants what is there.
   Plan close();
-  // Whether a gradient is kept on the device.
-  bool keeps() const { return open_.stage != -1; }
+  // Whether a gradient is on the device.
+  bool has_open_gradients() const { return open_.stage != -1; }
 
-  // How many visits' gradients the unit's sum holds. Gradients still kept on the device count as one. 0 after owe() or
+  // How many visits' gradients the unit's sum holds. Gradients still on the device count as one. 0 after owe() or
   // drop().
-  int gradients_of(int unit) const { return contributions_[unit] + (kept_at(unit) != -1 ? 1 : 0); }
+  int gradients_of(int unit) const { return contributions_[unit] + (open_at(unit) != -1 ? 1 : 0); }
   // The unit's gradient is a sum over several visits, so it has low words.
   bool is_sum(int unit) const { return contributions_[unit] > 1; }
   // Each of these units now owes an update with its gradient, which runs ahead of its next visit. None of the gradients
-  // may still be kept on the device. Fetches what is expected to follow.
+  // may still be on the device. Fetches what is expected to follow.
   Plan owe(const std::vector<int>& units);
   bool owes(int unit) const { return fetcher_.owes(unit); }
   // Forgets a unit's gradient, wherever it is; not one that is owed already.
@@ -73,8 +72,8 @@ class VisitPlanner {
   void open_gradients(const VisitRequest& request, Visit& visit);
   void close_gradients();
   void take_gradient(int unit, std::uint64_t from);
-  // Position in its stage of a unit whose gradient is kept on the device; -1: it is not.
-  int kept_at(int unit) const;
+  // Position in its stage of a unit whose gradient is on the device; -1: it is not.
+  int open_at(int unit) const;
 
   const Layout& layout_;
   const Arrangement& arrangement_;
@@ -86,7 +85,7 @@ class VisitPlanner {
   std::vector<int> holds_;          // stages fetched ahead and not visited yet
   Visit open_;                      // whose gradients are on the device; stage -1: none
   std::vector<bool> open_units_;    // by unit of its stage
-  bool kept_ = false;               // the client asked to keep them beyond the visit
+  bool gradients_stay_ = false;     // the client asked to leave them there beyond the visit
   // What came after two visits in a row, the last time; consecutive visits of one stage and pass count as one.
   std::map<std::pair<int, int>, int> next_;
   int before_ = -1, last_ = -1;

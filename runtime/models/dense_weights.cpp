@@ -66,14 +66,19 @@ bool has_stored_weights(const ModelSpec& spec, int stage) {
   return false;
 }
 
-Weights dense_weights(const ModelSpec& spec, int stage, const Weights& stored) {
+Weights dense_weights(const std::vector<UnitSpec>& units, const std::vector<int>& of_stage, const Weights& stored) {
   Weights weights = stored;
   std::size_t index = 0;
-  for (const int unit : spec.stages[static_cast<std::size_t>(stage)].units)
-    for (const TensorSpec& tensor : spec.units[static_cast<std::size_t>(unit)].tensors) {
+  for (const int unit : of_stage)
+    for (const TensorSpec& tensor : units[static_cast<std::size_t>(unit)].tensors) {
       at::Tensor& weight = weights[index++];
       if (tensor.format != WeightFormat::bf16 && weight.defined()) weight = dense(weight, tensor.format, tensor.shape);
     }
+  return weights;
+}
+
+Weights dense_weights(const ModelSpec& spec, int stage, const Weights& stored) {
+  Weights weights = dense_weights(spec.units, spec.stages[static_cast<std::size_t>(stage)].units, stored);
   add_lengths(spec, stage, weights);
   return weights;
 }

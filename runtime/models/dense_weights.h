@@ -15,9 +15,13 @@ namespace tierflow::models {
 // the same bits.
 at::Tensor dense(const at::Tensor& stored, WeightFormat format, const std::vector<std::int64_t>& shape);
 
+// The weights of `of_stage`, unit after unit, with those that are stored in other formats made dense, the others as
+// they are. Undefined ones stay so.
+Weights dense_weights(const std::vector<UnitSpec>& units, const std::vector<int>& of_stage, const Weights& stored);
+
 bool has_stored_weights(const ModelSpec& spec, int stage);
-// A stage's weights with those that are stored in other formats made dense, the others as they are. Adapters with a
-// magnitude get the lengths that the rows of their sums have now (Adapter::with_lengths).
+// The same of a model's stage. Adapters with a magnitude get the lengths that the rows of their sums have now
+// (Adapter::with_lengths).
 Weights dense_weights(const ModelSpec& spec, int stage, const Weights& stored);
 
 }  // namespace tierflow::models

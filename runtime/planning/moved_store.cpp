@@ -79,10 +79,10 @@ class MovesAlone {
       if (const fs::path real = fs::canonical(folder, absent); !absent) each.insert(real);
     }
     for (const fs::path& folder : each) {
-      const int opened = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-      if (opened < 0) continue;
-      held_.push_back(opened);
-      if (flock(opened, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) continue;
+      File opened(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+      if (!opened) continue;
+      held_.push_back(std::move(opened));
+      if (flock(held_.back().fd(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) continue;
       release();
       fail(io::ErrorKind::locked, folder.string(), "another process moves the state of these folders: wait for it");
     }
@@ -93,13 +93,10 @@ class MovesAlone {
 
  private:
   void release() {
-    for (const int opened : held_) {
-      flock(opened, LOCK_UN);  // a child that was forked meanwhile holds it too
-      close(opened);
-    }
+    for (const File& folder : held_) flock(folder.fd(), LOCK_UN);  // a child that was forked meanwhile holds it too
     held_.clear();
   }
-  std::vector<int> held_;
+  std::vector<File> held_;
 };
 
 // Whether the second store counts: its files are taking the first one's place, or can. If not, it is a copy that
@@ -168,7 +165,7 @@ void copy(const StoredModel& from, const Folders& first, const io::VolumeOptions
   volume.measure_speeds = volume.folders.size() > 1;
   auto to = value_or_throw(swap::Store::create({.volume = std::move(volume),
                                                 .generations = from.contents.generations,
-                                                .scratch = {.staged_gradients = false},
+                                                .scratch = {.gradients = false},
                                                 .identity = from.contents.identity},
                                                *from.layout));
   try {

@@ -6,6 +6,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/planning/loading.h"
+#include "runtime/planning/storage_volume.h"
 #include "runtime/planning/update_scratch.h"
 #include "runtime/spec/unit_list.h"
 #include "swap/check.h"
@@ -134,13 +135,11 @@ std::string store_identity(const ModelSpec& spec, const SessionOptions& options)
 }
 
 io::VolumeOptions storage_volume(const SessionOptions& options) {
-  return {.folders = options.storage,
-          .engine = options.engine,
-          .allow_buffered = options.allow_buffered,
-          .allow_any_filesystem = options.allow_any_filesystem,
-          .measure_speeds = options.storage.size() > 1,
-          .write_limit = options.write_limit,
-          .on_notice = options.on_notice};
+  io::VolumeOptions volume = volume_in(options, options.engine);
+  volume.measure_speeds = options.storage.size() > 1;
+  volume.write_limit = options.write_limit;
+  volume.on_notice = options.on_notice;
+  return volume;
 }
 
 swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& options, const SessionPlan& plan) {
@@ -149,7 +148,7 @@ swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& op
     if (plan.arrangement.gradient_resident[id]) stored_gradients[id] = false;
   return {.volume = storage_volume(options),
           .generations = plan.commit_every != 0 ? 2 : 1,
-          .scratch = {.staged_gradients =
+          .scratch = {.gradients =
                           std::find(stored_gradients.begin(), stored_gradients.end(), true) != stored_gradients.end(),
                       .gradient_chunks = stored_gradients,
                       .activation_bytes = plan.arrangement.stored_activations()},

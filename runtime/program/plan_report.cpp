@@ -71,7 +71,7 @@ double share(const std::vector<bool>& resident, const swap::Layout& layout) {
   return all == 0 ? 0 : kept / all;
 }
 
-std::uint64_t kept_carries(const SessionPlan& plan) {
+std::uint64_t inputs_that_stay(const SessionPlan& plan) {
   std::uint64_t bytes = 0;
   for (std::size_t stage = 1; stage + 1 < plan.layout->stages().size(); ++stage)
     if (!plan.arrangement.input_leaves[stage])
@@ -212,7 +212,7 @@ PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& 
   PredictedMemory memory;
   const ComputeNeeds needs = model.needs(spec);
   memory.device = plan.arrangement.device_bytes() + model.device_fixed + needs.expected(plan.arrangement) +
-                  kept_carries(plan) + kept_activations(plan, needs);
+                  inputs_that_stay(plan) + kept_activations(plan, needs);
   memory.device =
       std::min(memory.device, session.device_memory);  // torch gives back what it keeps before it takes more
   memory.host = plan.host_bytes();
@@ -265,7 +265,7 @@ Json plan_json(const PlannedRun& run) {
             {"budget", run.session.device_memory},
             {"weights", at.weight_ring},
             {"gradients", at.gradient_ring + at.held_gradients},
-            {"activations", kept_carries(run.placement.plan) + at.slots * at.slot_bytes +
+            {"activations", inputs_that_stay(run.placement.plan) + at.slots * at.slot_bytes +
                                 kept_activations(run.placement.plan, run.profile.model.needs(run.spec))},
             {"workspace", run.placement.plan.workspace}}},
           {"activations", activations_json(run)},

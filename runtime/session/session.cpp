@@ -270,28 +270,18 @@ swap::Entered Session::Impl::enter(int stage, swap::Pass pass, int micro_batch) 
   return value_or_throw(executor().enter(stage, pass, micro_batch));
 }
 
+// All of a fresh gradient begins with zeros, what lies between its tensors included.
 Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_batch) const {
-  Gradients gradients;
-  const swap::StageShape& stage = plan.layout->stages()[entered.visit->stage];
+  const swap::Visit& visit = *entered.visit;
+  const std::vector<int>& units = plan.layout->stages()[visit.stage].units;
   const auto floats = torch::TensorOptions().dtype(torch::kFloat32).device(torch_device);
-  for (std::size_t position = 0; position < stage.units.size(); ++position) {
-    const int index = stage.units[position];
-    const UnitSpec& unit = model->spec().units[index];
-    std::vector<torch::Tensor> tensors(unit.tensors.size());
-    const std::uint64_t at = entered.visit->gradients[position];
-    if (at != swap::kNowhere) {
-      if (micro_batch == 0 && entered.visit->fresh_gradient[position])
-        torch::from_blob(entered.arena + at, {static_cast<std::int64_t>(plan.layout->gradient_bytes(index) / 4)},
-                         floats)
-            .zero_();
-      for (const PackedTensor& tensor : plan.packed.units[index].tensors)
-        if (unit.tensors[tensor.tensor].trainable)
-          tensors[tensor.tensor] =
-              torch::from_blob(entered.arena + at + 4 * tensor.offset, unit.tensors[tensor.tensor].shape, floats);
-    }
-    for (torch::Tensor& tensor : tensors) gradients.push_back(std::move(tensor));
-  }
-  return gradients;
+  for (std::size_t position = 0; micro_batch == 0 && position < units.size(); ++position)
+    if (visit.fresh_gradient[position])
+      torch::from_blob(entered.arena + visit.gradients[position],
+                       {static_cast<std::int64_t>(plan.layout->gradient_bytes(units[position]) / sizeof(float))},
+                       floats)
+          .zero_();
+  return state->gradients(entered);
 }
 
 std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches) const {

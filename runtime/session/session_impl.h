@@ -83,8 +83,8 @@ struct Session::Impl {
   std::unique_ptr<swap::Planner> planner;
   std::unique_ptr<StreamedState> state;  // last: drains before the rest goes
 
-  std::vector<Carry> carries;             // by micro-batch: input of the stage at hand, then its gradient
-  std::vector<std::vector<Carry>> saved;  // by stage and micro-batch: inputs that stay on the device
+  std::vector<Carry> carries;              // by micro-batch: input of the stage at hand, then its gradient
+  std::vector<std::vector<Carry>> inputs;  // by stage and micro-batch: those that stay on the device
   // By stage and micro-batch: activations that stay on the device, and the shapes of what lies in the slot for the
   // others.
   std::map<std::pair<int, int>, std::unique_ptr<KeptActivations>> kept;

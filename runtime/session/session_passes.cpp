@@ -52,7 +52,7 @@ void Session::Impl::compute(bool repeatable, const std::function<void()>& work) 
       if (again || !repeatable) {
         out_of_memory = out_of_memory_error(error);
         carries.assign(carries.size(), {});
-        saved.assign(saved.size(), std::vector<Carry>(carries.size()));
+        inputs.assign(inputs.size(), std::vector<Carry>(carries.size()));
         kept.clear();
         in_slot.clear();
       } else {
@@ -81,7 +81,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
   const bool train = pass == swap::Pass::forward;
   carries.assign(shared.size(), {});
-  saved.assign(last, std::vector<Carry>(train ? shared.size() : 0));
+  inputs.assign(last, std::vector<Carry>(train ? shared.size() : 0));
   kept.clear();
   in_slot.clear();
   for (int stage = 0; stage < last; ++stage)
@@ -95,7 +95,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
         if (input_leaves(entered)) {
           slot->input = copy_to_slot(entered.slot, taken_by_backward(model->spec().stages[stage], carry));
         } else if (train && stage > 0 && model->spec().stages[stage].backward_needs_input) {
-          saved[stage][micro_batch] = taken_by_backward(model->spec().stages[stage], carry);
+          inputs[stage][micro_batch] = taken_by_backward(model->spec().stages[stage], carry);
         }
         if (train) seed_random(stage, micro_batch);
         // Where what it keeps does not fit after all, a second run does without.
@@ -165,7 +165,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
         const std::pair item{stage, micro_batch};
         const Weights bound = weights(entered);
         const Carry input = input_leaves(entered) ? tensors_in_slot(entered.slot, in_slot.at(item).input, torch_device)
-                                                  : saved[stage][micro_batch];
+                                                  : inputs[stage][micro_batch];
         seed_random(stage, micro_batch);
         const Carry& d_out = carries[micro_batch];
         // Each is used up by its use: a second run computes it again.
@@ -181,7 +181,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
             made == nullptr
                 ? model->backward(stage, bound, gradients, input, shared[micro_batch], d_out)
                 : model->backward_kept(stage, bound, gradients, input, shared[micro_batch], d_out, std::move(made));
-        saved[stage][micro_batch].clear();
+        inputs[stage][micro_batch].clear();
         if (gradient_init != nullptr && micro_batch + 1 == static_cast<int>(shared.size())) gradient_init->take(stage);
       });
       if (out_of_memory && !plan.arrangement.staged) work.skip_updates();

@@ -78,7 +78,7 @@ StageProbe::Bound StageProbe::bind(int stage, bool backward) {
   std::uint64_t bytes = 0, at = 0;
   for (int unit : spec.stages[stage].units)
     for (const TensorSpec& tensor : spec.units[unit].tensors)
-      bytes += swap::round_up(2 * tensor.words(), swap::kSector) +
+      bytes += swap::round_up(swap::word_bytes(tensor.words()), swap::kSector) +
                (backward ? swap::round_up(4 * tensor.elements(), swap::kSector) : 0);
   if (seconds_on_ != nullptr) bound.arena = value_or_throw(seconds_on_->allocate(bytes));
   const auto make = [&](const std::vector<std::int64_t>& shape, const torch::TensorOptions& options) {
@@ -90,9 +90,10 @@ StageProbe::Bound StageProbe::bind(int stage, bool backward) {
   for (int unit : spec.stages[stage].units)
     for (const TensorSpec& tensor : spec.units[unit].tensors) {
       const bool trained = backward && tensor.trainable;
-      bound.weights.push_back(tensor.format == WeightFormat::bf16
-                                  ? make(tensor.shape, weight)
-                                  : make({static_cast<std::int64_t>(2 * tensor.words())}, weight.dtype(torch::kUInt8)));
+      bound.weights.push_back(
+          tensor.format == WeightFormat::bf16
+              ? make(tensor.shape, weight)
+              : make({static_cast<std::int64_t>(swap::word_bytes(tensor.words()))}, weight.dtype(torch::kUInt8)));
       bound.gradients.push_back(trained ? make(tensor.shape, gradient) : torch::Tensor());
     }
   return bound;

@@ -25,26 +25,42 @@ StreamedState::StreamedState(const std::vector<UnitSpec>& units, const PackedMod
       executor_(value_or_throw(swap::Executor::create(*device_, store, layout, arrangement,
                                                       {.chaos_seed = options.chaos_seed, .record = options.record}))) {}
 
-std::vector<torch::Tensor> StreamedState::weights(const swap::Entered& entered) const {
-  std::vector<torch::Tensor> weights;
-  const auto words = torch::TensorOptions().dtype(torch::kBFloat16).device(torch_device_);
+std::vector<torch::Tensor> StreamedState::views(
+    const swap::Entered& entered, const std::vector<std::uint64_t>& offsets,
+    const std::function<torch::Tensor(const TensorSpec&, const PackedTensor&, std::byte* unit)>& view) const {
+  std::vector<torch::Tensor> views;
   const swap::StageShape& stage = layout_.stages()[entered.visit->stage];
   for (std::size_t position = 0; position < stage.units.size(); ++position) {
     const UnitSpec& unit = units_[stage.units[position]];
-    const std::uint64_t at = entered.visit->weights[position];
-    const std::size_t first = weights.size();
-    weights.resize(first + unit.tensors.size());
-    if (at == swap::kNowhere) continue;  // an embedding's backward has no weights
-    for (const PackedTensor& tensor : packed_.units[stage.units[position]].tensors) {
-      const TensorSpec& spec = unit.tensors[tensor.tensor];
-      std::byte* place = entered.arena + at + 2 * tensor.offset;
-      weights[first + static_cast<std::size_t>(tensor.tensor)] =
-          spec.format == WeightFormat::bf16
-              ? torch::from_blob(place, spec.shape, words)
-              : torch::from_blob(place, {static_cast<std::int64_t>(2 * tensor.elements)}, words.dtype(torch::kUInt8));
-    }
+    const std::size_t first = views.size();
+    views.resize(first + unit.tensors.size());
+    if (offsets[position] == swap::kNowhere) continue;
+    for (const PackedTensor& tensor : packed_.units[stage.units[position]].tensors)
+      views[first + static_cast<std::size_t>(tensor.tensor)] =
+          view(unit.tensors[tensor.tensor], tensor, entered.arena + offsets[position]);
   }
-  return weights;
+  return views;
+}
+
+// An embedding's backward has no weights.
+std::vector<torch::Tensor> StreamedState::weights(const swap::Entered& entered) const {
+  const auto words = torch::TensorOptions().dtype(torch::kBFloat16).device(torch_device_);
+  return views(entered, entered.visit->weights,
+               [&](const TensorSpec& spec, const PackedTensor& tensor, std::byte* unit) {
+                 std::byte* place = unit + swap::word_bytes(tensor.offset);
+                 if (spec.format == WeightFormat::bf16) return torch::from_blob(place, spec.shape, words);
+                 return torch::from_blob(place, {static_cast<std::int64_t>(swap::word_bytes(tensor.elements))},
+                                         words.dtype(torch::kUInt8));
+               });
+}
+
+std::vector<torch::Tensor> StreamedState::gradients(const swap::Entered& entered) const {
+  const auto floats = torch::TensorOptions().dtype(torch::kFloat32).device(torch_device_);
+  return views(entered, entered.visit->gradients,
+               [&](const TensorSpec& spec, const PackedTensor& tensor, std::byte* unit) {
+                 if (!spec.trainable) return torch::Tensor();
+                 return torch::from_blob(unit + sizeof(float) * tensor.offset, spec.shape, floats);
+               });
 }
 
 void StreamedState::load(const WeightSource& weights, const StoredSource& stored, const Progress& progress) {
@@ -252,7 +268,8 @@ void write_weights(CheckpointWriter& writer, const std::vector<UnitSpec>& units,
       for_each_piece(packed.units[each.unit], *each.chunk,
                      [&](const PackedTensor& tensor, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
                        if (!each.name.empty() && units[each.unit].tensors[tensor.tensor].name != each.name) return;
-                       if (wanted(each.unit, tensor.tensor)) writer.write(words.subspan(2 * in_chunk, 2 * count));
+                       if (wanted(each.unit, tensor.tensor))
+                         writer.write(words.subspan(swap::word_bytes(in_chunk), swap::word_bytes(count)));
                        done += count;
                      });
     });

@@ -4,8 +4,9 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/planning/moved_store.h"
+#include "runtime/planning/storage_volume.h"
 #include "runtime/spec/unit_list.h"
-#include "runtime/stream/streamer_shapes.h"
+#include "runtime/stream/streamer_plan.h"
 
 namespace tierflow {
 namespace {
@@ -43,7 +44,7 @@ std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& u
                                                   const Progress& progress, const Say& say) {
   if (options.storage.empty())
     throw Exception(io::ErrorKind::usage, "a durable run keeps its state in folders, and none is named: use --storage");
-  const Folders first = settle_store(stream_volume(options), say);
+  const Folders first = settle_store(volume_in(options, options.engine), say);
   const Folders& lies = first.empty() ? options.storage : first;
   const LeftStore left = find_left_store(lies);
   if (!left.there) return {};
@@ -55,7 +56,7 @@ std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& u
                              "* there (and in every other folder of the run), or name others";
   if (left.readable && !left.streamed)
     fail(io::ErrorKind::usage, left.state.string(), "is the state of a run of `tierflow train`, which goes on with it");
-  io::VolumeOptions volume = stream_volume(options);
+  io::VolumeOptions volume = volume_in(options, options.engine);
   volume.folders = lies;
   swap::Store::Contents contents = value_or_throw(swap::Store::inspect(std::move(volume)));
   if (!left.readable)
@@ -63,8 +64,9 @@ std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& u
   expect_same(json::parse(contents.identity, nullptr, false), json::parse(durable_identity(units, options)),
               options.storage.front().string(), remedy);
   if (first.empty()) return contents;
-  move_store(stream_volume(options), first, say, progress);
-  return value_or_throw(swap::Store::inspect(stream_volume(options)));  // its generations have other numbers
+  move_store(volume_in(options, options.engine), first, say, progress);
+  return value_or_throw(
+      swap::Store::inspect(volume_in(options, options.engine)));  // its generations have other numbers
 }
 
 void commit_durable(swap::Store& store, const StreamerOptions& options, const StreamerCommit& commit) {

@@ -12,23 +12,23 @@
 
 namespace tierflow {
 
-Streamer::Streamer(std::vector<UnitSpec> units, std::vector<std::vector<int>> turns, const WeightSource& weights,
+Streamer::Streamer(std::vector<UnitSpec> units, std::vector<std::vector<int>> stages, const WeightSource& weights,
                    StreamerOptions options, const Progress& progress, const Say& say)
-    : impl_(std::make_unique<Impl>(std::move(units), turns, std::move(options), progress, say)) {
+    : impl_(std::make_unique<Impl>(std::move(units), stages, std::move(options), progress, say)) {
   impl_->set_up(weights, progress, say);
 }
 
 Streamer::~Streamer() = default;
 
 void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progress, const Say& say) {
-  const swap::Layout& layout = *shapes.layout;
-  if (shapes.needs_store(options)) make_store();
+  const swap::Layout& layout = *plan.layout;
+  if (plan.needs_store(options)) make_store();
   state = std::make_unique<StreamedState>(
-      units, shapes.packed, layout, shapes.arrangement, store.get(),
+      units, plan.packed, layout, plan.arrangement, store.get(),
       StreamedState::Options{
           .device = options.device, .update_threads = options.update_threads, .chaos_seed = options.chaos_seed});
-  planner = std::make_unique<swap::VisitPlanner>(layout, shapes.arrangement);
-  work = std::make_shared<StreamWork>(shapes.packed, layout, state->threads(), options.seed);
+  planner = std::make_unique<swap::VisitPlanner>(layout, plan.arrangement);
+  work = std::make_shared<StreamWork>(plan.packed, layout, state->threads(), options.seed);
   for (const UnitSpec& unit : units) touched.emplace_back(unit.tensors.size(), false);
   if (!left) return state->load(weights, {}, progress);
   state->restore(*store, progress);
@@ -40,55 +40,45 @@ void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progres
 }
 
 void Streamer::Impl::make_store() {
-  const swap::Layout& layout = *shapes.layout;
+  const swap::Layout& layout = *plan.layout;
   if (left) {
-    kept = true;  // whatever comes
-    store = value_or_throw(swap::Store::resume(shapes.store_options(units, options, left->identity), layout));
+    stays = true;  // whatever comes
+    store = value_or_throw(swap::Store::resume(plan.store_options(units, options, left->identity), layout));
     leave_note(options.storage, true);
     return;
   }
-  store = value_or_throw(swap::Store::create(shapes.store_options(units, options), layout));
+  store = value_or_throw(swap::Store::create(plan.store_options(units, options), layout));
   if (options.durable)
     leave_note(options.storage, true);
   else
     store->remove_files();  // their names: nothing is left of a process that is killed
 }
 
-Weights Streamer::enter(int turn, swap::Pass pass, const std::vector<bool>& gradients, bool keep) {
+Weights Streamer::enter(int stage, swap::Pass pass, const std::vector<bool>& gradients, bool gradients_stay) {
   Impl& impl = *impl_;
   if (impl.turn.visit != nullptr)
     throw Exception(io::ErrorKind::usage, "two streamed modules run at the same time: one calls the other");
   if (impl.torch_device.is_cuda()) expect_default_stream({c10::DeviceType::CUDA, 0});
-  impl.executor().append(impl.planner->visit({.stage = turn, .pass = pass, .gradients = gradients, .keep = keep}),
-                         impl.work);
-  impl.turn = value_or_throw(impl.executor().enter(turn, pass, 0));
+  impl.executor().append(
+      impl.planner->visit({.stage = stage, .pass = pass, .gradients = gradients, .gradients_stay = gradients_stay}),
+      impl.work);
+  impl.turn = value_or_throw(impl.executor().enter(stage, pass, 0));
   impl.open_sums();
-  Weights weights = impl.state->weights(impl.turn);
-  std::size_t index = 0;
-  for (const int unit : impl.shapes.layout->stages()[impl.turn.visit->stage].units)
-    for (const TensorSpec& tensor : impl.units[unit].tensors) {
-      torch::Tensor& weight = weights[index++];
-      if (tensor.format != WeightFormat::bf16 && weight.defined())
-        weight = models::dense(weight, tensor.format, tensor.shape);
-    }
-  return weights;
+  return models::dense_weights(impl.units, impl.plan.layout->stages()[stage].units, impl.state->weights(impl.turn));
 }
 
 void Streamer::Impl::open_sums() {
-  const swap::Visit& visit = *turn.visit;
-  const auto floats = torch::TensorOptions().dtype(torch::kFloat32).device(torch_device);
+  const Gradients gradients = state->gradients(turn);
+  const std::vector<int>& of_stage = plan.layout->stages()[turn.visit->stage].units;
   sums.clear();
-  for (std::size_t position = 0; position < visit.gradients.size(); ++position) {
-    const int unit = shapes.layout->stages()[visit.stage].units[position];
-    const std::size_t first = sums.size();
-    for (std::size_t tensor = 0; tensor < units[unit].tensors.size(); ++tensor)
-      sums.push_back({.unit = unit, .tensor = static_cast<int>(tensor), .fresh = visit.fresh_gradient[position]});
-    if (visit.gradients[position] == swap::kNowhere) continue;
-    for (const PackedTensor& tensor : shapes.packed.units[unit].tensors)
-      if (units[unit].tensors[tensor.tensor].trainable)
-        sums[first + tensor.tensor].values = torch::from_blob(
-            turn.arena + visit.gradients[position] + 4 * tensor.offset, shape(unit, tensor.tensor), floats);
-  }
+  for (std::size_t position = 0; position < of_stage.size(); ++position)
+    for (std::size_t tensor = 0; tensor < units[of_stage[position]].tensors.size(); ++tensor) {
+      const torch::Tensor& values = gradients[sums.size()];
+      sums.push_back({.unit = of_stage[position],
+                      .tensor = static_cast<int>(tensor),
+                      .values = values,
+                      .fresh = turn.visit->fresh_gradient[position]});
+    }
 }
 
 void Streamer::collect(const Weights& leaves) {
@@ -146,7 +136,7 @@ bool Streamer::inside() const {
 bool Streamer::owns(const void* address) const {
   const swap::Entered& turn = impl_->turn;
   const auto* byte = static_cast<const std::byte*>(address);
-  return turn.visit != nullptr && byte >= turn.arena && byte < turn.arena + impl_->shapes.arrangement.device_bytes();
+  return turn.visit != nullptr && byte >= turn.arena && byte < turn.arena + impl_->plan.arrangement.device_bytes();
 }
 
 int Streamer::gradients_of(int unit) const {
@@ -157,20 +147,20 @@ bool Streamer::touched(int unit, int tensor) const {
 }
 
 double Streamer::squares(int unit, int tensor) {
-  impl_->close_kept();
+  impl_->close_gradients();
   throw_if(impl_->executor().finish_updates());
   return impl_->work->squares(unit, tensor);
 }
 
 bool Streamer::finite(int unit) {
-  impl_->close_kept();
+  impl_->close_gradients();
   throw_if(impl_->executor().finish_updates());
   return impl_->work->finite(unit);
 }
 
 torch::Tensor Streamer::gradient(int unit, int tensor) {
   Impl& impl = *impl_;
-  impl.close_kept();
+  impl.close_gradients();
   impl.quiet();
   const torch::Tensor values = torch::zeros(impl.shape(unit, tensor), torch::kFloat32);
   const bool is_sum = impl.planner->is_sum(unit);
@@ -196,7 +186,7 @@ void Streamer::forget(int unit, int tensor) {
 
 void Streamer::step(std::vector<std::pair<int, std::vector<TensorUpdate>>> updates) {
   Impl& impl = *impl_;
-  impl.close_kept();
+  impl.close_gradients();
   std::vector<int> units;
   for (auto& [unit, how] : updates) {
     impl.finish_update(unit);  // one at a time is owed
@@ -248,9 +238,9 @@ void Streamer::write(int unit, int tensor, const torch::Tensor& values) {
 
 MemoryUse Streamer::memory() const {
   return {.device_budget = impl_->options.device_memory,
-          .device_peak = impl_->shapes.arrangement.device_bytes(),
+          .device_peak = impl_->plan.arrangement.device_bytes(),
           .host_budget = impl_->options.host_memory,
-          .host_used = impl_->shapes.arrangement.host_bytes(*impl_->shapes.layout) + impl_->shapes.loading,
+          .host_used = impl_->plan.arrangement.host_bytes(*impl_->plan.layout) + impl_->plan.loading,
           .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->storage_bytes()};
 }
 

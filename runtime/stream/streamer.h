@@ -67,18 +67,18 @@ struct ExtraTensor {
 
 class Streamer {
  public:
-  // turns: for each module that runs on its own, the units whose weights it needs. Every unit is in at least one of
+  // stages: for each module that runs on its own, the units whose weights it needs. Every unit is in at least one of
   // them. say: hears what became of a state that is gone on with: that it moves, and that it goes back a generation.
   Streamer(
-      std::vector<UnitSpec> units, std::vector<std::vector<int>> turns, const WeightSource& weights,
+      std::vector<UnitSpec> units, std::vector<std::vector<int>> stages, const WeightSource& weights,
       StreamerOptions options, const Progress& progress = {}, const Say& say = [](const std::string&) {});
   ~Streamer();
 
-  // Waits for the weights of a turn: bf16, unit after unit, in UnitSpec order; views of memory that is valid until
-  // leave(), but for those that are stored in other formats: these are made dense in torch's memory. pass: forward,
-  // backward or evaluate. gradients: in a backward, which of the turn's units get gradients (only trainable ones).
-  // keep: see swap::VisitRequest.
-  Weights enter(int turn, swap::Pass pass, const std::vector<bool>& gradients, bool keep);
+  // Takes a turn of a stage, and waits for its weights: bf16, unit after unit, in UnitSpec order. They are views of
+  // memory that is valid until leave(). Those that are stored in other formats are made dense in torch's memory. pass:
+  // forward, backward or evaluate. gradients: in a backward, which of the stage's units get gradients (only trainable
+  // ones). gradients_stay: see swap::VisitRequest.
+  Weights enter(int stage, swap::Pass pass, const std::vector<bool>& gradients, bool gradients_stay);
   // Between enter() and leave() of a backward turn: `leaves` are enter()'s weights. From now on, each leaf's gradient
   // is added to its sum as soon as autograd has completed it, and is then freed.
   void collect(const Weights& leaves);
@@ -125,7 +125,7 @@ class Streamer {
   void save_state(const std::filesystem::path& file, const Progress& progress = {});
   void load_state(const std::filesystem::path& file, const Progress& progress = {});
 
-  // Of a durable Streamer, between turns. Makes the present state durable, pending updates included: what is resident
+  // Of a durable Streamer, between turns. Makes the present state durable, owed updates included: what is resident
   // is written, then manifest and superblock, each flushed. Gradients are not part of it. The generation before stays
   // as it is until the call returns. After an error of the store no later commit is taken.
   void commit(const StreamerCommit& commit);
@@ -147,7 +147,7 @@ class Streamer {
 
 // What a Streamer over these units would arrange: bytes by tier, without making anything. Throws as the constructor
 // does where the budgets are too small.
-struct StreamPlan {
+struct StreamerBytes {
   std::uint64_t parameters = 0, trainable_parameters = 0;
   std::uint64_t state_bytes = 0;     // weights and optimizer state
   std::uint64_t gradient_bytes = 0;  // staged gradients, without the sums' low words
@@ -158,7 +158,7 @@ struct StreamPlan {
   // And between host and device.
   std::uint64_t layer_major_link = 0, loop_link = 0;
 };
-StreamPlan plan_stream(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,
-                       const StreamerOptions& options, int micro_batches);
+StreamerBytes streamer_bytes(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& stages,
+                             const StreamerOptions& options, int micro_batches);
 
 }  // namespace tierflow

@@ -10,7 +10,7 @@
 #include "runtime/state/streamed_state.h"
 #include "runtime/stream/durable_store.h"
 #include "runtime/stream/streamer.h"
-#include "runtime/stream/streamer_shapes.h"
+#include "runtime/stream/streamer_plan.h"
 #include "swap/visit_planner.h"
 
 namespace tierflow {
@@ -28,17 +28,17 @@ struct Sum {
 };
 
 struct Streamer::Impl {
-  Impl(std::vector<UnitSpec> units_, const std::vector<std::vector<int>>& turns, StreamerOptions options_,
+  Impl(std::vector<UnitSpec> units_, const std::vector<std::vector<int>>& stages, StreamerOptions options_,
        const Progress& progress, const Say& say)
       : units(std::move(units_)),
         left(options_.durable ? find_durable(units, options_, progress, say) : std::nullopt),
         options(in_chunks_of(left, std::move(options_))),
         torch_device(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
-        shapes(units, turns, options) {}
+        plan(units, stages, options) {}
 
   ~Impl() {
     state.reset();
-    if (!options.durable || store == nullptr || kept) return;
+    if (!options.durable || store == nullptr || stays) return;
     store->remove_files();  // first: without it, what lies beside it is nothing
     remove_note(options.storage);
   }
@@ -65,8 +65,8 @@ struct Streamer::Impl {
     touched[sum.unit][sum.tensor] = true;
   }
   // What a broken-off step left on the device joins its sum.
-  void close_kept() {
-    if (planner->keeps()) executor().append(planner->close(), work);
+  void close_gradients() {
+    if (planner->has_open_gradients()) executor().append(planner->close(), work);
   }
   void finish_update(int unit) {
     if (planner->owes(unit)) executor().append(planner->settle(unit), work);
@@ -89,10 +89,10 @@ struct Streamer::Impl {
   const std::optional<swap::Store::Contents> left;  // what is gone on with
   const StreamerOptions options;
   const torch::Device torch_device;
-  StreamShapes shapes;  // packing, layout, arrangement
+  StreamerPlan plan;  // packing, layout, arrangement
   swap::Executor& executor() const { return state->executor(); }
   std::unique_ptr<swap::Store> store;
-  bool kept = false;  // the store stays when this ends
+  bool stays = false;  // the store, when this ends
   std::optional<StreamerCommit> resumed;
   std::unique_ptr<swap::VisitPlanner> planner;
   std::shared_ptr<StreamWork> work;

@@ -1,10 +1,12 @@
 // Budgets into places, and what a step then moves: no tensor is made here.
+#include "runtime/stream/streamer_plan.h"
+
 #include <algorithm>
 
 #include "runtime/base/exception.h"
 #include "runtime/planning/left_store.h"
+#include "runtime/planning/storage_volume.h"
 #include "runtime/stream/durable_store.h"
-#include "runtime/stream/streamer_shapes.h"
 
 namespace tierflow {
 
@@ -40,11 +42,11 @@ std::uint64_t smallest(std::uint64_t given, const Works& works) {
 
 }  // namespace
 
-StreamShapes::StreamShapes(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,
+StreamerPlan::StreamerPlan(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& stages,
                            const StreamerOptions& options) {
   ModelSpec spec;
   spec.units = units;
-  for (const std::vector<int>& turn : turns) spec.stages.push_back({.kind = StageKind::block, .units = turn});
+  for (const std::vector<int>& stage : stages) spec.stages.push_back({.kind = StageKind::block, .units = stage});
   packed = pack(spec, options.precision);
   for (const UnitSpec& unit : units)
     for (const TensorSpec& tensor : unit.tensors)
@@ -75,7 +77,7 @@ StreamShapes::StreamShapes(const std::vector<UnitSpec>& units, const std::vector
   throw Exception(io::ErrorKind::usage, text);
 }
 
-bool StreamShapes::fits(const StreamerOptions& options) {
+bool StreamerPlan::fits(const StreamerOptions& options) {
   std::vector<swap::UnitShape> shapes;
   for (const PackedUnit& unit : packed.units) shapes.push_back(unit.shape);
   const bool trains = packed.trainable_parameters != 0;
@@ -96,7 +98,7 @@ bool StreamShapes::fits(const StreamerOptions& options) {
   return true;
 }
 
-bool StreamShapes::needs_store(const StreamerOptions& options) const {
+bool StreamerPlan::needs_store(const StreamerOptions& options) const {
   if (options.durable) return true;
   for (std::size_t id = 0; id < layout->chunks().size(); ++id)
     if (!arrangement.hi_resident[id] || (layout->chunks()[id].trainable && !arrangement.state_resident[id]))
@@ -104,75 +106,67 @@ bool StreamShapes::needs_store(const StreamerOptions& options) const {
   return false;
 }
 
-io::VolumeOptions stream_volume(const StreamerOptions& options) {
-  return {.folders = options.storage,
-          .engine = options.engine,
-          .allow_buffered = options.allow_buffered,
-          .allow_any_filesystem = options.allow_any_filesystem};
-}
-
-swap::StoreOptions StreamShapes::store_options(const std::vector<UnitSpec>& units, const StreamerOptions& options,
+swap::StoreOptions StreamerPlan::store_options(const std::vector<UnitSpec>& units, const StreamerOptions& options,
                                                const std::string& identity) const {
-  return {
-      .volume = stream_volume(options),
-      .generations = options.durable ? 2 : 1,
-      .scratch = {.staged_gradients = arrangement.staged, .gradient_sums = !arrangement.gradient_low_resident.empty()},
-      .identity = !options.durable   ? "{}"
-                  : identity.empty() ? durable_identity(units, options)
-                                     : identity,
-      .check_beside = [storage = options.storage](std::uint64_t generation, const std::string& progress) {
-        return check_beside(storage, generation, progress);
-      }};
+  return {.volume = volume_in(options, options.engine),
+          .generations = options.durable ? 2 : 1,
+          .scratch = {.gradients = arrangement.staged, .gradient_sums = !arrangement.gradient_low_resident.empty()},
+          .identity = !options.durable   ? "{}"
+                      : identity.empty() ? durable_identity(units, options)
+                                         : identity,
+          .check_beside = [storage = options.storage](std::uint64_t generation, const std::string& progress) {
+            return check_beside(storage, generation, progress);
+          }};
 }
 
-StreamPlan plan_stream(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,
-                       const StreamerOptions& options, int micro_batches) {
-  const StreamShapes shapes(units, turns, options);
-  const swap::Layout& layout = *shapes.layout;
-  const swap::Arrangement& at = shapes.arrangement;
-  StreamPlan plan;
-  for (const UnitSpec& unit : units) plan.parameters += static_cast<std::uint64_t>(unit.parameters());
-  plan.trainable_parameters = shapes.packed.trainable_parameters;
-  plan.device_bytes = at.device_bytes();
-  plan.host_bytes = at.host_bytes(layout) + shapes.loading;
-  plan.storage_bytes =
-      shapes.needs_store(options) ? swap::Store::bytes_needed(shapes.store_options(units, options), layout) : 0;
+StreamerBytes streamer_bytes(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& stages,
+                             const StreamerOptions& options, int micro_batches) {
+  const StreamerPlan plan(units, stages, options);
+  const swap::Layout& layout = *plan.layout;
+  const swap::Arrangement& at = plan.arrangement;
+  StreamerBytes bytes;
+  for (const UnitSpec& unit : units) bytes.parameters += static_cast<std::uint64_t>(unit.parameters());
+  bytes.trainable_parameters = plan.packed.trainable_parameters;
+  bytes.device_bytes = at.device_bytes();
+  bytes.host_bytes = at.host_bytes(layout) + plan.loading;
+  bytes.storage_bytes =
+      plan.needs_store(options) ? swap::Store::bytes_needed(plan.store_options(units, options), layout) : 0;
   const auto passes = static_cast<std::uint64_t>(micro_batches);
-  std::uint64_t hi = 0, state = 0, gradients = 0, hi_kept = 0, state_kept = 0, gradient_kept = 0;
+  std::uint64_t hi = 0, state = 0, gradients = 0, resident_hi = 0, resident_state = 0, resident_gradient = 0;
   for (std::size_t id = 0; id < layout.chunks().size(); ++id) {
     const swap::Chunk& chunk = layout.chunks()[id];
     const std::uint64_t words = chunk.word_bytes(), users = static_cast<std::uint64_t>(layout.users_of(chunk.unit));
     const std::uint64_t stored_hi = at.hi_resident[id] ? 0 : words;
     hi += words;
-    hi_kept += words - stored_hi;
-    plan.layer_major_read += 2 * users * stored_hi;
-    plan.loop_read += 2 * users * passes * stored_hi;
-    plan.layer_major_link += 2 * users * words;
-    plan.loop_link += 2 * users * passes * words;
+    resident_hi += words - stored_hi;
+    bytes.layer_major_read += 2 * users * stored_hi;
+    bytes.loop_read += 2 * users * passes * stored_hi;
+    bytes.layer_major_link += 2 * users * words;
+    bytes.loop_link += 2 * users * passes * words;
     if (!chunk.trainable) continue;
     const std::uint64_t stored_state = at.state_resident[id] ? 0 : chunk.state_bytes;
     const std::uint64_t high = at.gradient_resident[id] ? 0 : words, low = at.gradient_low_resident[id] ? 0 : words;
     state += chunk.state_bytes;
     gradients += words;
-    state_kept += chunk.state_bytes - stored_state;
-    gradient_kept += words - high;
-    plan.layer_major_read += stored_state + high;
-    plan.layer_major_write += stored_hi + stored_state + high;
+    resident_state += chunk.state_bytes - stored_state;
+    resident_gradient += words - high;
+    bytes.layer_major_read += stored_state + high;
+    bytes.layer_major_write += stored_hi + stored_state + high;
     // The first pass leaves bf16; each further one reads the sum and writes it back in fp32.
-    plan.loop_read += stored_state + high * passes + (passes > 1 ? low * (passes - 1) : 0);
-    plan.loop_write += stored_hi + stored_state + high * passes + low * (passes - 1);
-    plan.layer_major_link += words;
-    plan.loop_link += words * passes;
+    bytes.loop_read += stored_state + high * passes + (passes > 1 ? low * (passes - 1) : 0);
+    bytes.loop_write += stored_hi + stored_state + high * passes + low * (passes - 1);
+    bytes.layer_major_link += words;
+    bytes.loop_link += words * passes;
   }
   const auto share = [](std::uint64_t part, std::uint64_t all) {
     return all == 0 ? 1.0 : static_cast<double>(part) / static_cast<double>(all);
   };
-  plan.state_bytes = hi + state;
-  plan.gradient_bytes = gradients;
-  plan.hi_resident = share(hi_kept, hi);
-  plan.state_resident = share(state_kept, state);
-  plan.gradient_resident = share(gradient_kept, gradients);
-  return plan;
+  bytes.state_bytes = hi + state;
+  bytes.gradient_bytes = gradients;
+  bytes.hi_resident = share(resident_hi, hi);
+  bytes.state_resident = share(resident_state, state);
+  bytes.gradient_resident = share(resident_gradient, gradients);
+  return bytes;
 }
 
 std::string Streamer::describe() const {

@@ -11,7 +11,7 @@ void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts
   settle();
   std::vector<TensorHeader> headers;
   for (std::size_t unit = 0; unit < impl.units.size(); ++unit)
-    for (const PackedTensor& tensor : impl.shapes.packed.units[unit].tensors) {
+    for (const PackedTensor& tensor : impl.plan.packed.units[unit].tensors) {
       std::uint64_t elements = 0;
       for (const SavedPart& part : parts.at(unit).at(tensor.tensor)) {
         headers.push_back({.name = part.name, .dtype = Dtype::bf16, .shape = part.shape});
@@ -35,7 +35,7 @@ void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts
   }
   CheckpointWriter writer(folder, std::move(headers), shard_bytes);
   write_weights(
-      writer, impl.state->units(), impl.shapes.packed, *impl.shapes.layout,
+      writer, impl.state->units(), impl.plan.packed, *impl.plan.layout,
       [&](int unit, int tensor) { return !parts[unit][tensor].empty(); },
       [&](int chunk, int, const auto& use) { impl.state->read_chunk(chunk, use); }, "saving", progress);
   for (const ExtraTensor& tensor : extra) {
@@ -69,9 +69,9 @@ void Streamer::commit(const StreamerCommit& commit) {
   Impl& impl = *impl_;
   if (!impl.options.durable)
     throw Exception(io::ErrorKind::usage, "the state goes with the process: nothing of it is committed");
-  impl.close_kept();
+  impl.close_gradients();
   settle();
-  impl.kept = true;  // of a commit that fails nobody knows how far it came: nothing is removed
+  impl.stays = true;  // of a commit that fails nobody knows how far it came: nothing is removed
   throw_if(impl.executor().write_back());
   commit_durable(*impl.store, impl.options, commit);
 }
@@ -81,7 +81,7 @@ const std::optional<StreamerCommit>& Streamer::resumed() const {
 }
 
 void Streamer::discard() {
-  impl_->kept = false;
+  impl_->stays = false;
 }
 
 }  // namespace tierflow

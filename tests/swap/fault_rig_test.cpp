@@ -47,7 +47,7 @@ class FaultRun {
     for (int drive = 0; drive < count; ++drive)
       options_.volume.folders.push_back(folder_.path() / std::to_string(drive));
     options_.generations = 2;
-    options_.scratch.staged_gradients = false;
+    options_.scratch.gradients = false;
     options_.identity = "{}";
     options_.run_id = seed + 1;
   }

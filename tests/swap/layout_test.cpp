@@ -41,7 +41,7 @@ TEST(Layout, StorageHasOnlyTheWordsOfFrozenChunks) {
     std::vector<UnitShape> units{partly_frozen()};
     if (!frozen) units[0].groups.pop_back();
     const Layout layout(units, {{.units = {0}}}, kChunkQuantum);
-    return Store::bytes_needed({.scratch = {.staged_gradients = gradients, .gradient_sums = gradients}}, layout);
+    return Store::bytes_needed({.scratch = {.gradients = gradients, .gradient_sums = gradients}}, layout);
   };
   EXPECT_EQ(bytes(true, true) - bytes(false, true), bytes(true, false) - bytes(false, false));
   EXPECT_LT(bytes(true, true) - bytes(false, true), 2 * kFrozen + 2 * kSector);

@@ -61,7 +61,7 @@ struct StoreResume : ::testing::Test {
 TEST_F(StoreResume, GoesOnWhereTheLastCommitWas) {
   commit_up_to(2);
   StoreOptions other = options_;  // other scratch than the run had that made it
-  other.scratch = {.staged_gradients = false, .activation_bytes = {kSector, 3 * kSector}};
+  other.scratch = {.gradients = false, .activation_bytes = {kSector, 3 * kSector}};
   {
     const auto store = resume(other);
     ASSERT_TRUE(store);

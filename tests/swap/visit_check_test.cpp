@@ -120,7 +120,7 @@ class Client {
     if (random_() % 3 != 0) request.stage = next_++ % static_cast<int>(layout_.stages().size());
     for (const int unit : layout_.stages()[request.stage].units)
       request.gradients.push_back(request.pass == Pass::backward && layout_.gradient_bytes(unit) != 0);
-    request.keep = request.pass == Pass::backward && random_() % 3 == 0;
+    request.gradients_stay = request.pass == Pass::backward && random_() % 3 == 0;
     if (io::Error error = checker_.visit(damaged(planner_.visit(request)), request)) return error;
     const std::vector<int>& on_demand = layout_.stages()[request.stage].on_demand;
     for (int need = static_cast<int>(random_() % 4); need > 0 && !on_demand.empty(); --need) {

@@ -85,7 +85,8 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
     const auto& stage_units = layout_.stages()[stage].units;
     std::vector<bool> wanted;
     for (int unit : stage_units) wanted.push_back(pass == Pass::backward && layout_.gradient_bytes(unit) != 0);
-    (*executor)->append(planner.visit({.stage = stage, .pass = pass, .gradients = wanted, .keep = keep}), work);
+    (*executor)->append(planner.visit({.stage = stage, .pass = pass, .gradients = wanted, .gradients_stay = keep}),
+                        work);
     auto entered = (*executor)->enter(stage, pass, 0);
     ASSERT_TRUE(entered.ok()) << entered.error().message();
     ++count;
@@ -138,7 +139,7 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
     const auto& last = layout_.stages()[stages - visits].units;
     EXPECT_GE(planner.gradients_of(last.front()), layout_.gradient_bytes(last.front()) != 0 ? 1 : 0);
     drop_all();
-    EXPECT_FALSE(planner.keeps());
+    EXPECT_FALSE(planner.has_open_gradients());
   };
   for (int round = 0; round < 4; ++round) {
     for (int visits = 1; budgets.breaks_off && visits <= stages; ++visits) {
@@ -205,20 +206,20 @@ TEST(VisitPlannerDrop, LeavesTheOtherUnitsOfTheStage) {
       arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 << 20, .sums = true}).value();
   for (const int dropped : {1, 2}) {
     VisitPlanner planner(layout, arrangement);
-    const VisitRequest request{.stage = 1, .pass = Pass::backward, .gradients = {true, true}, .keep = true};
+    const VisitRequest request{.stage = 1, .pass = Pass::backward, .gradients = {true, true}, .gradients_stay = true};
     planner.visit(request);
-    EXPECT_TRUE(planner.keeps());
+    EXPECT_TRUE(planner.has_open_gradients());
     EXPECT_EQ(planner.gradients_of(0), 0);
     planner.drop(0);  // has none
     planner.drop(dropped);
-    EXPECT_TRUE(planner.keeps());
+    EXPECT_TRUE(planner.has_open_gradients());
     EXPECT_EQ(planner.gradients_of(dropped), 0);
     EXPECT_EQ(planner.gradients_of(3 - dropped), 1);
     const Plan plan = planner.visit({.stage = 1, .pass = Pass::backward, .gradients = {true, true}});
     EXPECT_EQ(plan.visits.front().fresh_gradient, (std::vector<bool>{true, true}));
     EXPECT_EQ(planner.gradients_of(dropped), 1);
     EXPECT_EQ(planner.gradients_of(3 - dropped), 2);
-    EXPECT_FALSE(planner.keeps());
+    EXPECT_FALSE(planner.has_open_gradients());
   }
 }
 
@@ -231,8 +232,8 @@ TEST(VisitPlannerKeep, AVisitThatWantsOtherGradientsIsOfItsOwnPass) {
   const Arrangement arrangement =
       arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 << 20, .sums = true}).value();
   VisitPlanner planner(layout, arrangement);
-  planner.visit({.stage = 0, .pass = Pass::head, .gradients = {true, true}, .keep = true});
-  const Plan plan = planner.visit({.stage = 0, .pass = Pass::head, .gradients = {true, false}, .keep = true});
+  planner.visit({.stage = 0, .pass = Pass::head, .gradients = {true, true}, .gradients_stay = true});
+  const Plan plan = planner.visit({.stage = 0, .pass = Pass::head, .gradients = {true, false}, .gradients_stay = true});
   const auto compute = std::ranges::find(plan.tasks, TaskKind::compute, &Task::kind);
   ASSERT_NE(compute, plan.tasks.end());
   EXPECT_EQ(compute->pass, Pass::head);

@@ -8,9 +8,9 @@
 
 namespace tierflow {
 
-struct StreamShapes {
+struct StreamerPlan {
   // Throws Exception (kind usage) where the budgets are too small, naming the smallest that work.
-  StreamShapes(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& turns,
+  StreamerPlan(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& stages,
                const StreamerOptions& options);
   // Lays out and arranges; false where the budgets are too small.
   bool fits(const StreamerOptions& options);
@@ -24,7 +24,5 @@ struct StreamShapes {
   std::unique_ptr<swap::Layout> layout;
   swap::Arrangement arrangement;
 };
-
-io::VolumeOptions stream_volume(const StreamerOptions& options);
 
 }  // namespace tierflow
