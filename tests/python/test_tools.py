@@ -178,3 +178,24 @@ def test_the_modules_of_the_package_import_in_one_direction():
     imports = {path.stem: set(re.findall(r"^\s*from \.(\w+) import", path.read_text(), re.MULTILINE)) for path in package.glob("*.py")}
     graphlib.TopologicalSorter({name: of & imports.keys() - {"__init__"} for name, of in imports.items()}).prepare()  # raises where there is a circle
     assert imports["turns"] and imports["engine"]
+
+
+def rooms_named(words, above, others):
+    """The rooms that a row of the table says: their names, or "all" of them, or "all above", but for some."""
+    every = re.fullmatch(r"all( above)?(?: but (.*))?", words)
+    names = set(re.findall(r"\w+", words if every is None else every[2] or "")) - {"and"}
+    return names if every is None else set(above if every[1] else others) - names
+
+
+def test_the_table_of_rooms_in_the_docs_is_the_one_that_is_checked():
+    sys.path.insert(0, str(ROOT / "tools"))
+    from check_includes import ROOMS
+
+    text = (ROOT / "docs/architecture.md").read_text()
+    table = text.split("| room of `runtime` |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    rooms = [row[0].strip("`") for row in rows]
+    assert rooms == list(ROOMS)
+    for place, (room, (*_, door, may)) in enumerate(zip(rooms, rows)):
+        assert rooms_named(may, rooms[:place], [other for other in rooms if other != room]) == ROOMS[room], room
+        assert (ROOT / "runtime" / room / door.strip("`")).is_file(), door
