@@ -116,9 +116,9 @@ void choose_swaps(const ArrangeRequest& request, Arrangement& result) {
   for (std::size_t i = result.items.size(); i-- > 0;) {
     Item& item = result.items[i];
     const std::uint64_t bytes = swapped_bytes(request, item.made_by.stage);
-    if (item.made_by.stage == 0 || result.activations[i] == Activations::keep || bytes == 0) continue;
+    if (item.made_by.stage == 0 || item.activations == Activations::keep || bytes == 0) continue;
     if (to_host <= 0 && to_storage <= 0) return;
-    result.activations[i] = Activations::swap;
+    item.activations = Activations::swap;
     item.activation_bytes = bytes;
     item.on_storage = to_host <= 0;
     --(to_host > 0 ? to_host : to_storage);
@@ -149,9 +149,7 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   result.needed_gradients = request.needed_units * needs.needed_gradient;
   if (result.needed_ring != 0 && !request.sums)
     return {.kind = io::ErrorKind::usage, .detail = "units on demand take plans of single visits"};
-  result.input_leaves.assign(stages, false);
   result.items = all_items(static_cast<int>(stages), request.micro_batches);
-  result.activations.assign(result.items.size(), Activations::recompute);
   const std::uint64_t fixed =
       needs.weights + needs.gradient + needs.held + result.needed_ring + result.needed_gradients + request.workspace;
   const std::uint64_t slots = needs.carries == 0 ? 0 : kSlots * needs.largest_carry;
@@ -182,16 +180,17 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   }
   // The last stages' inputs are the first to be read again: they stay.
   const bool all_stay = needs.carries <= left;
+  std::vector<bool> input_leaves(stages, false);
   for (std::size_t stage = stages - 1; stage-- > 1;) {
     const std::uint64_t bytes = layout.stages()[stage].carry_bytes * request.micro_batches;
     if (needs.carries == 0) break;
     if (all_stay || bytes <= left)
       left -= bytes;
     else
-      result.input_leaves[stage] = true;
+      input_leaves[stage] = true;
   }
   for (Item& item : result.items)
-    if (result.input_leaves[item.made_by.stage]) item.input_bytes = layout.stages()[item.made_by.stage].carry_bytes;
+    if (input_leaves[item.made_by.stage]) item.input_bytes = layout.stages()[item.made_by.stage].carry_bytes;
   const auto grow = [&left](std::uint64_t& pool, std::uint64_t by) {
     if (by == 0 || by > left) return false;
     pool += by;
@@ -203,18 +202,18 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   grow(result.weight_ring, needs.block_weights);
   // Activations before more weights: a weight fetched again passes beside the computation, an activation made again is
   // computation. The last items' first, as for inputs.
-  for (std::size_t item = result.items.size(); request.train && item-- > 0;) {
-    const std::size_t stage = result.items[item].made_by.stage;
-    if (stage == 0 || stage >= request.activation_bytes.size() || result.input_leaves[stage]) continue;
+  for (std::size_t i = result.items.size(); request.train && i-- > 0;) {
+    const std::size_t stage = result.items[i].made_by.stage;
+    if (stage == 0 || stage >= request.activation_bytes.size() || input_leaves[stage]) continue;
     std::uint64_t bytes = request.activation_bytes[stage];
     bytes += bytes / 8;  // for blocks that are reused although a little too large
     if (bytes == 0 || bytes > left) continue;
-    result.activations[item] = Activations::keep;
+    result.items[i].activations = Activations::keep;
     left -= bytes;
   }
   if (swaps) {
     choose_swaps(request, result);
-    if (std::count(result.activations.begin(), result.activations.end(), Activations::swap) == 0) {
+    if (result.count(Activations::swap) == 0) {
       ArrangeRequest without = request;
       without.swap_to_host = without.swap_to_storage = 0;
       result.slots = 0;

@@ -1,5 +1,7 @@
 #include "swap/arrangement.h"
 
+#include <algorithm>
+
 namespace tierflow::swap {
 
 bool Arrangement::resident(ExtentKind kind, int chunk) const {
@@ -56,6 +58,15 @@ std::uint64_t Arrangement::saved_on_host() const {
   for (const Item& item : items)
     if (!item.on_storage) bytes += item.bytes();
   return bytes;
+}
+
+std::ptrdiff_t Arrangement::count(Activations activations) const {
+  return std::ranges::count(items, activations, &Item::activations);
+}
+
+int Arrangement::inputs_that_leave() const {
+  return static_cast<int>(std::ranges::count_if(
+      items, [](const Item& item) { return item.made_by.micro_batch == 0 && item.input_bytes != 0; }));
 }
 
 }  // namespace tierflow::swap

@@ -1,5 +1,6 @@
 #pragma once
 // Where everything lives and how many buffers there are: what budgets decide, and nothing that changes a result.
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -34,6 +35,7 @@ struct UpdateSlots {
 // read once in a step, and nothing changes it in between.
 struct Item {
   Computation made_by, read_by;
+  Activations activations = Activations::recompute;
   std::uint64_t input_bytes = 0;       // of the stage's input; 0: it stays on the device, or there is none
   std::uint64_t activation_bytes = 0;  // of swapped activations; 0: none are
   bool on_storage = false;             // the piece goes on from the host to storage
@@ -57,9 +59,7 @@ struct Arrangement {
   std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0, needed_ring = 0, needed_gradients = 0;
   // What the backward needs of the forward. The items of a stage follow one another, a micro-batch each.
   std::vector<Item> items;
-  std::vector<Activations> activations;  // by item
-  std::vector<bool> input_leaves;        // by stage, for every micro-batch
-  int slots = 0;                         // of the device; every item whose bytes leave it passes through them
+  int slots = 0;  // of the device; every item whose bytes leave it passes through them
   std::uint64_t slot_bytes = 0;
   int activation_buffers = 0;  // of the host, each as large as a slot; what goes to storage passes through them
 
@@ -82,6 +82,9 @@ struct Arrangement {
   std::uint64_t buffer_bytes(const Layout& layout) const;
   std::uint64_t resident_bytes(const Layout& layout) const;
   std::uint64_t saved_on_host() const;
+  // How many items do this with their activations; of how many stages the input leaves the device.
+  std::ptrdiff_t count(Activations activations) const;
+  int inputs_that_leave() const;
   // By item, as ScratchOptions::activation_bytes.
   std::vector<std::uint64_t> stored_activations() const;
   std::uint64_t host_bytes(const Layout& layout) const {

@@ -172,8 +172,7 @@ void PlanChecker::use_item(const Task& task) {
   const bool makes = item->made_by == here;
   if (!makes && item->read_by != here) return ledger_.wrong("neither makes nor reads its item");
   ++(makes ? made_ : read_)[task.item];
-  if (task.activations != arrangement_.activations[task.item])
-    return ledger_.wrong("does not do as arranged with its activations");
+  if (task.activations != item->activations) return ledger_.wrong("does not do as arranged with its activations");
   const std::uint64_t bytes = item->bytes();
   if ((bytes == 0) != (task.device_offset == kNowhere)) return ledger_.wrong("has no slot for its item");
   if (bytes == 0) return;

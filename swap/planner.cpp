@@ -94,7 +94,7 @@ void Planner::compute(const Visit& visit, int index, int micro_batch, Saved& sav
   const std::uint64_t slot = std::exchange(saved.slot_of[item], kNowhere);
   Task& task = emitter_.compute(visit, index, micro_batch, slot, bytes);
   task.item = item;
-  task.activations = arrangement_.activations[item];
+  task.activations = arrangement_.items[item].activations;
   if (slot == kNowhere) return;
   if (makes)
     save(item, slot);

@@ -96,11 +96,9 @@ void choose_swaps(const SessionOptions& options, Search& search) {
   constexpr double kWorthwhile = 0.99;
   const swap::Arrangement& at = search.plan.arrangement;
   const int items = static_cast<int>(at.items.size());
-  int computed_again = 0;
-  for (int item = 0; item < items; ++item)
-    if (at.activations[item] == swap::Activations::recompute &&
-        search.needs.swapped_bytes[at.items[item].made_by.stage] != 0)
-      ++computed_again;
+  const auto computed_again = static_cast<int>(std::ranges::count_if(at.items, [&](const swap::Item& item) {
+    return item.activations == swap::Activations::recompute && search.needs.swapped_bytes[item.made_by.stage] != 0;
+  }));
   if (computed_again == 0) return;
   // The last share is all there are: the slots take memory in which activations were kept.
   const auto share = [&](int of) { return of == kShares ? items : computed_again * of / kShares; };

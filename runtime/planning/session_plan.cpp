@@ -57,8 +57,7 @@ std::uint64_t ComputeNeeds::swap_workspace() const {
 }
 
 std::uint64_t ComputeNeeds::expected(const swap::Arrangement& arrangement) const {
-  const auto& activations = arrangement.activations;
-  const bool swaps = std::find(activations.begin(), activations.end(), swap::Activations::swap) != activations.end();
+  const bool swaps = arrangement.count(swap::Activations::swap) != 0;
   return std::max({held_peak, stage_peak, swaps ? keeping_peak : 0}) +
          (arrangement.micro_batches - 1) * micro_batch_bytes;
 }

@@ -73,18 +73,16 @@ double share(const std::vector<bool>& resident, const swap::Layout& layout) {
 
 std::uint64_t inputs_that_stay(const SessionPlan& plan) {
   std::uint64_t bytes = 0;
-  for (std::size_t stage = 1; stage + 1 < plan.layout->stages().size(); ++stage)
-    if (!plan.arrangement.input_leaves[stage])
-      bytes += plan.layout->stages()[stage].carry_bytes * plan.arrangement.micro_batches;
+  for (const swap::Item& item : plan.arrangement.items)
+    if (item.input_bytes == 0) bytes += plan.layout->stages()[item.made_by.stage].carry_bytes;
   return bytes;
 }
 
 // Of the items that keep theirs.
 std::uint64_t kept_activations(const SessionPlan& plan, const ComputeNeeds& needs) {
-  const swap::Arrangement& at = plan.arrangement;
   std::uint64_t bytes = 0;
-  for (std::size_t item = 0; item < at.items.size(); ++item)
-    if (at.activations[item] == swap::Activations::keep) bytes += needs.activation_bytes[at.items[item].made_by.stage];
+  for (const swap::Item& item : plan.arrangement.items)
+    if (item.activations == swap::Activations::keep) bytes += needs.activation_bytes[item.made_by.stage];
   return bytes;
 }
 
@@ -120,21 +118,21 @@ Json updates_json(const PlannedRun& run) {
 Json activations_json(const PlannedRun& run) {
   const swap::Arrangement& at = run.placement.plan.arrangement;
   int kept = 0, host = 0, storage = 0, again = 0;
-  for (std::size_t item = 0; item < at.items.size(); ++item) {
-    const StageKind kind = run.spec.stages[at.items[item].made_by.stage].kind;
+  for (const swap::Item& item : at.items) {
+    const StageKind kind = run.spec.stages[item.made_by.stage].kind;
     if (kind != StageKind::block && kind != StageKind::attention && kind != StageKind::mlp &&
         kind != StageKind::experts)
       continue;
-    ++(at.activations[item] == swap::Activations::keep        ? kept
-       : at.activations[item] == swap::Activations::recompute ? again
-       : at.items[item].on_storage                            ? storage
-                                                              : host);
+    ++(item.activations == swap::Activations::keep        ? kept
+       : item.activations == swap::Activations::recompute ? again
+       : item.on_storage                                  ? storage
+                                                          : host);
   }
   return {{"kept", kept},
           {"swapped_to_host", host},
           {"swapped_to_storage", storage},
           {"recomputed", again},
-          {"layers_whose_input_leaves", std::count(at.input_leaves.begin(), at.input_leaves.end(), true)},
+          {"layers_whose_input_leaves", at.inputs_that_leave()},
           {"bytes_to_host", at.saved_on_host()},
           {"bytes_to_storage", run.placement.plan.writes.activations},
           {"step_s_without_swapping", run.placement.step_seconds_without_swaps}};

@@ -207,11 +207,9 @@ std::string Session::describe() const {
     }
     return std::to_string(all == 0 ? 0 : kept * 100 / all) + "%";
   };
-  const std::size_t on_host =
-      std::count(impl.plan.arrangement.input_leaves.begin(), impl.plan.arrangement.input_leaves.end(), true);
-  const auto& activations = impl.plan.arrangement.activations;
-  const auto keeping = std::count(activations.begin(), activations.end(), swap::Activations::keep);
-  const auto swapping = std::count(activations.begin(), activations.end(), swap::Activations::swap);
+  const int on_host = impl.plan.arrangement.inputs_that_leave();
+  const auto keeping = impl.plan.arrangement.count(swap::Activations::keep);
+  const auto swapping = impl.plan.arrangement.count(swap::Activations::swap);
   std::string text =
       std::to_string(parameters() / 1000000) + "M parameters, " + trained + precision_name(impl.options.precision) +
       "; device: " + mib(impl.plan.arrangement.device_bytes()) + " of slots and " + mib(impl.plan.workspace) +

@@ -67,6 +67,21 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> leaving(const Arrangement& 
   return by_item;
 }
 
+std::vector<Activations> activations(const Arrangement& made) {
+  std::vector<Activations> by_item;
+  for (const Item& item : made.items) by_item.push_back(item.activations);
+  return by_item;
+}
+
+// By stage: whether its input leaves the device.
+std::vector<bool> inputs(const Arrangement& made) {
+  std::vector<bool> by_stage(5, false);
+  for (const Item& item : made.items)
+    if (item.input_bytes != 0) by_stage[item.made_by.stage] = true;
+  EXPECT_EQ(made.inputs_that_leave(), std::count(by_stage.begin(), by_stage.end(), true));
+  return by_stage;
+}
+
 std::vector<bool> leaves(std::initializer_list<int> stages) {
   std::vector<bool> all(5, false);
   for (const int stage : stages) all[stage] = true;
@@ -85,8 +100,8 @@ TEST(ArrangeDevice, ABudgetBelowTheSmallestIsRefusedWithThatOne) {
   EXPECT_EQ(made.held_gradients, 0U);
   EXPECT_EQ(made.slots, 2);
   EXPECT_EQ(made.slot_bytes, kSlot);
-  EXPECT_EQ(made.input_leaves, leaves({1, 2, 3}));
-  EXPECT_EQ(made.activations, std::vector<Activations>(8, Activations::recompute));
+  EXPECT_EQ(inputs(made), leaves({1, 2, 3}));
+  EXPECT_EQ(activations(made), std::vector<Activations>(8, Activations::recompute));
   EXPECT_EQ(on_storage(made), std::vector<bool>(8, false));
   using Bytes = std::pair<std::uint64_t, std::uint64_t>;
   EXPECT_THAT(leaving(made), ElementsAre(Bytes(0, 0), Bytes(0, 0), Bytes(5000, 0), Bytes(5000, 0), Bytes(6000, 0),
@@ -107,15 +122,15 @@ TEST(ArrangeDevice, SizesInWordsAreRoundedUp) {
 }
 
 TEST(ArrangeDevice, InputsOfTheLastStagesThatFitStay) {
-  EXPECT_EQ(device(kFixed + 2 * kSlot + 9999).made.input_leaves, leaves({1, 2, 3}));
-  EXPECT_EQ(device(kFixed + 2 * kSlot + 10000).made.input_leaves, leaves({2, 3}));
-  EXPECT_EQ(device(kFixed + 2 * kSlot + 13999).made.input_leaves, leaves({1, 3}));
-  EXPECT_EQ(device(kFixed + 2 * kSlot + 14000).made.input_leaves, leaves({1, 2}));
+  EXPECT_EQ(inputs(device(kFixed + 2 * kSlot + 9999).made), leaves({1, 2, 3}));
+  EXPECT_EQ(inputs(device(kFixed + 2 * kSlot + 10000).made), leaves({2, 3}));
+  EXPECT_EQ(inputs(device(kFixed + 2 * kSlot + 13999).made), leaves({1, 3}));
+  EXPECT_EQ(inputs(device(kFixed + 2 * kSlot + 14000).made), leaves({1, 2}));
   const Arrangement most = device(kFixed + kCarries - 1).made;
-  EXPECT_EQ(most.input_leaves, leaves({1, 2}));
+  EXPECT_EQ(inputs(most), leaves({1, 2}));
   EXPECT_EQ(most.slots, 2);
   const Arrangement all = device(kFixed + kCarries).made;
-  EXPECT_EQ(all.input_leaves, leaves({}));
+  EXPECT_EQ(inputs(all), leaves({}));
   EXPECT_EQ(all.slots, 0);
   EXPECT_EQ(all.weight_ring, 128 * kKi);
 }
@@ -124,7 +139,7 @@ TEST(ArrangeDevice, WhatIsLeftGoesToRingsInTurnAndThenToWeights) {
   std::uint64_t budget = kFixed + kCarries;
   const auto rings = [&budget](std::uint64_t more) {
     const Arrangement made = device(budget += more).made;
-    EXPECT_EQ(made.input_leaves, leaves({}));
+    EXPECT_EQ(inputs(made), leaves({}));
     return std::pair(made.weight_ring / kKi, made.gradient_ring / kKi);
   };
   using Rings = std::pair<std::uint64_t, std::uint64_t>;
@@ -145,7 +160,7 @@ TEST(ArrangeDevice, ActivationsAreKeptBeforeMoreWeights) {
     const Arrangement made = device(budget + more, request).made;
     std::vector<int> items;
     for (int item = 0; item < static_cast<int>(made.items.size()); ++item)
-      if (made.activations[item] == Activations::keep) items.push_back(item);
+      if (made.items[item].activations == Activations::keep) items.push_back(item);
     return items;
   };
   EXPECT_THAT(kept(8999), ElementsAre());
@@ -166,7 +181,7 @@ TEST(ArrangeDevice, AnEvaluationHasNoGradientsAndSavesNothing) {
   EXPECT_EQ(made.made.weight_ring, 128 * kKi);
   EXPECT_EQ(made.made.gradient_ring, 0U);
   EXPECT_EQ(made.made.slots, 0);
-  EXPECT_EQ(made.made.input_leaves, leaves({}));
+  EXPECT_EQ(inputs(made.made), leaves({}));
   EXPECT_EQ(made.made.update_slots.count, 0);
 }
 
@@ -212,7 +227,7 @@ TEST(ArrangeDevice, UpdatesRunThereWhereThreeSlotsFit) {
   EXPECT_EQ(made.update_slots.scratch, (96 + 192) * kKi);
   EXPECT_EQ(made.update_slots.bytes, slot);
   EXPECT_EQ(made.on_device, (std::vector<bool>{false, true, true, true, true}));
-  EXPECT_EQ(made.input_leaves, leaves({1, 2, 3}));  // nothing was left
+  EXPECT_EQ(inputs(made), leaves({1, 2, 3}));  // nothing was left
   // An update that waits for the next forward finds the embedding's weights too.
   const Arrangement later = device(1 << 30, request, Shape::plain, true).made;
   EXPECT_EQ(later.on_device, std::vector<bool>(5, true));
@@ -234,12 +249,12 @@ TEST(ArrangeDevice, SwapsTakeTheHostFirstAndThenStorage) {
   const std::uint64_t slot = 8 * kKi + 12 * kKi, with = kFixed + 2 * slot + 3000;
   const Arrangement none = device(with - 1, request).made;
   EXPECT_EQ(none.slot_bytes, none.slots == 0 ? 0 : kSlot);
-  EXPECT_EQ(none.activations, std::vector<Activations>(8, Activations::recompute));
+  EXPECT_EQ(activations(none), std::vector<Activations>(8, Activations::recompute));
   const Arrangement made = device(with, request).made;
   EXPECT_EQ(made.slots, 2);
   EXPECT_EQ(made.slot_bytes, slot);
   constexpr Activations kAgain = Activations::recompute, kSwap = Activations::swap;
-  EXPECT_THAT(made.activations, ElementsAre(kAgain, kAgain, kAgain, kAgain, kSwap, kSwap, kSwap, kSwap));
+  EXPECT_THAT(activations(made), ElementsAre(kAgain, kAgain, kAgain, kAgain, kSwap, kSwap, kSwap, kSwap));
   EXPECT_THAT(on_storage(made), ElementsAre(false, false, false, false, true, true, false, false));
   using Bytes = std::pair<std::uint64_t, std::uint64_t>;
   EXPECT_THAT(leaving(made), ElementsAre(Bytes(0, 0), Bytes(0, 0), Bytes(5000, 0), Bytes(5000, 0), Bytes(6000, 9000),

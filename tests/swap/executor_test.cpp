@@ -628,21 +628,27 @@ TEST(Arrange, NamesTheSmallestBudgetThatWorks) {
   }
 }
 
+std::vector<Activations> activations_of(const Arrangement& arrangement) {
+  std::vector<Activations> by_item;
+  for (const Item& item : arrangement.items) by_item.push_back(item.activations);
+  return by_item;
+}
+
 TEST(Arrange, KeepsTheLastActivationsThatFitAndSwapsThoseBefore) {
   const Toy toy = make_toy(false, 4);
   const Layout layout(toy.units, toy.stages, toy.chunk_elements);
   const int stages = static_cast<int>(layout.stages().size()), items = 2 * (stages - 1);
   ArrangeRequest request{.host_budget = 64 * kMiB, .device_budget = 64 * kMiB, .micro_batches = 2};
-  EXPECT_EQ(arrange(layout, request).value().activations, std::vector<Activations>(items, Activations::recompute));
+  EXPECT_EQ(activations_of(arrange(layout, request).value()), std::vector<Activations>(items, Activations::recompute));
   request.activation_bytes.assign(stages, kMiB);
   request.activation_bytes.front() = request.activation_bytes.back() = 0;
   request.swapped_bytes.assign(stages, kMiB / 4);
   request.swapped_bytes.front() = request.swapped_bytes.back() = 0;
   std::vector<Activations> all(items, Activations::keep);
   for (const int item : {0, 1}) all[item] = Activations::recompute;
-  EXPECT_EQ(arrange(layout, request).value().activations, all);
+  EXPECT_EQ(activations_of(arrange(layout, request).value()), all);
   request.train = false;
-  EXPECT_EQ(arrange(layout, request).value().activations, std::vector<Activations>(items, Activations::recompute));
+  EXPECT_EQ(activations_of(arrange(layout, request).value()), std::vector<Activations>(items, Activations::recompute));
   request.train = true;
   request.swap_to_host = request.swap_to_storage = 2;
   request.swap_workspace = kMiB;
@@ -651,15 +657,14 @@ TEST(Arrange, KeepsTheLastActivationsThatFitAndSwapsThoseBefore) {
     const auto arranged = arrange(layout, request);
     if (!arranged.ok()) break;
     const Arrangement& at = arranged.value();
-    const auto count = [&](Activations what) { return std::count(at.activations.begin(), at.activations.end(), what); };
-    const std::ptrdiff_t kept = count(Activations::keep), swapped = count(Activations::swap);
+    const std::ptrdiff_t kept = at.count(Activations::keep), swapped = at.count(Activations::swap);
     kept_counts.insert(kept);
     // From the last block's items to the first's: kept, to the host, to storage, computed again.
     for (int item = 2, from_last = items - 3; item < items; ++item, --from_last) {
       const Activations expected = from_last < kept             ? Activations::keep
                                    : from_last < kept + swapped ? Activations::swap
                                                                 : Activations::recompute;
-      EXPECT_EQ(at.activations[item], expected) << item << " of " << kept << " and " << swapped;
+      EXPECT_EQ(at.items[item].activations, expected) << item << " of " << kept << " and " << swapped;
       EXPECT_EQ(at.items[item].on_storage, expected == Activations::swap && from_last >= kept + 2) << item;
     }
     EXPECT_TRUE(swapped == std::min<std::ptrdiff_t>(4, items - 2 - kept) || swapped == 0);

@@ -320,8 +320,7 @@ TEST_F(Corrections, AChoiceThatDoesNotFitIsDropped) {
   options.deferred_share = 0.5;
   ASSERT_FALSE(fits(options));
   const SessionPlan plan = plan_that_fits(spec_, options, needs);
-  EXPECT_EQ(
-      std::count(plan.arrangement.activations.begin(), plan.arrangement.activations.end(), swap::Activations::swap), 0);
+  EXPECT_EQ(plan.arrangement.count(swap::Activations::swap), 0);
   EXPECT_EQ(plan.deferred_parameters, 0U);
   options.host_memory = 64 << 10;  // too small for anything: refused, as ever
   EXPECT_THROW(plan_that_fits(spec_, options, needs), Exception);

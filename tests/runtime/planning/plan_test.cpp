@@ -148,7 +148,7 @@ TEST(Prediction, KnowsWhichStagesKeep) {
   block.seconds.backward_kept = 0.5e-3;
   const SessionPlan plan = plan_session(spec, options, profile.needs(spec));
   for (int item = 0; item < static_cast<int>(plan.arrangement.items.size()); ++item)
-    EXPECT_EQ(plan.arrangement.activations[item] == swap::Activations::keep, item >= 2 && item < 8) << item;
+    EXPECT_EQ(plan.arrangement.items[item].activations == swap::Activations::keep, item >= 2 && item < 8) << item;
   EXPECT_NEAR(predict(plan, rates_of(spec, on_any_machine(profile))).step_seconds,
               2 * (1e-3 + 3 * 1.5e-3 + 4e-3 + 3 * 0.5e-3 + 2e-3), 1e-9);
 }
@@ -239,7 +239,7 @@ TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
   EXPECT_LT(to_host.prediction.step_seconds, 0.8 * to_host.step_seconds_without_swaps);
   const SessionPlan on_host = planned();
   EXPECT_EQ(on_host.arrangement.saved_on_host(), 12U << 20);
-  EXPECT_EQ(to_host.plan.arrangement.activations, on_host.arrangement.activations);
+  EXPECT_EQ(to_host.plan.arrangement.items, on_host.arrangement.items);
   EXPECT_NEAR(predict(on_host, rates_of(spec, profile)).step_seconds, to_host.prediction.step_seconds, 1e-12);
 
   options.host_memory = 8 << 20;
