@@ -1,6 +1,7 @@
 #pragma once
 // Finds the best engine that really works on these files: each candidate must write, flush, read back and compare a
-// block before it is trusted, because a ring can often be set up where using it is forbidden.
+// block before it is trusted, because a ring can often be set up where using it is forbidden. Of files that hold
+// something it reads alone: nothing is written to them before their owner has decided that they are to be gone on with.
 #include <functional>
 #include <memory>
 #include <string>

@@ -184,7 +184,7 @@ Result<std::unique_ptr<Volume>> Volume::create(const VolumeOptions& options) {
   }
   auto core = std::make_unique<VolumeCore>(std::move(undo.members), std::move(layout), options, std::move(warnings),
                                            undo.folders);
-  if (Error error = core->start()) {
+  if (Error error = core->start(true)) {
     core->remove_files();
     return error;
   }
@@ -241,7 +241,7 @@ Result<std::unique_ptr<Volume>> Volume::open(const VolumeOptions& options) {
   if (Error error = largest_alignment(members, options.block, alignment)) return error;
   auto core = std::make_unique<VolumeCore>(std::move(members), std::move(layout), options, std::move(warnings),
                                            std::vector<fs::path>{});
-  if (Error error = core->start()) return error;
+  if (Error error = core->start(false)) return error;
   return std::unique_ptr<Volume>(std::move(core));
 }
 

@@ -47,16 +47,16 @@ VolumeCore::~VolumeCore() {
   }
 }
 
-Error VolumeCore::start() {
+Error VolumeCore::start(bool writes) {
   std::promise<Error> started;
   std::future<Error> result = started.get_future();
-  if (Error error = start_thread(thread_, "tierflow-vol", [this, &started] { run(started); })) return error;
+  if (Error error = start_thread(thread_, "tierflow-vol", [&, this] { run(started, writes); })) return error;
   Error error = result.get();
   if (error) thread_.join();
   return error;
 }
 
-Error VolumeCore::start_engine() {
+Error VolumeCore::start_engine(bool writes) {
   std::vector<EngineFile> files;
   for (const Member& member : members_) files.push_back({member.file.descriptor(), member.file.path()});
   ProbeOptions options;
@@ -65,7 +65,7 @@ Error VolumeCore::start_engine() {
   options.depth = (options_.depth + 1) * static_cast<unsigned>(members_.size());
   options.alignment = alignment_;
   options.direct = mode_.direct;
-  options.read_only = options_.read_only;
+  options.read_only = !writes;
   options.scratch_offset = kScratchStart;
   if (options_.stall_limit.count() > 0) {
     options.limit =
@@ -91,8 +91,8 @@ Error VolumeCore::start_engine() {
   return {};
 }
 
-void VolumeCore::run(std::promise<Error>& started) {
-  Error error = start_engine();
+void VolumeCore::run(std::promise<Error>& started, bool writes) {
+  Error error = start_engine(writes);
   const bool works = !error;
   started.set_value(std::move(error));
   if (!works) return;

@@ -27,12 +27,13 @@ struct Member {
 class VolumeCore final : public Volume {
  public:
   // `members` in the order of the layout; `made`: folders that exist because of this volume, outer ones first. start()
-  // must succeed before anything else is called.
+  // must succeed before anything else is called. writes: the files are new, and each engine is tried with a write;
+  // else nothing is written before the first write is submitted.
   VolumeCore(std::vector<Member> members, Layout layout, const VolumeOptions& options,
              std::vector<std::string> warnings, std::vector<std::filesystem::path> made);
   ~VolumeCore() override;
 
-  Error start();
+  Error start(bool writes);
 
   void register_memory(std::span<const std::span<std::byte>> pieces) override;
   void submit(Request request, Callback done) override;
@@ -82,8 +83,8 @@ class VolumeCore final : public Volume {
   void post(Posted item);
 
   // On the volume's thread:
-  void run(std::promise<Error>& started);
-  Error start_engine();
+  void run(std::promise<Error>& started, bool writes);
+  Error start_engine(bool writes);
   void accept(Posted& item);
   void accept(const std::shared_ptr<Pending>& pending);
   void accept(const std::shared_ptr<FlushCall>& call);

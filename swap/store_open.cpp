@@ -66,7 +66,9 @@ io::Result<std::unique_ptr<Store>> Store::resume(StoreOptions options, const Lay
   std::unique_ptr<Store> store(new Store(std::move(options), layout));
   {
     // Memory is registered with a volume before its first request: this one only looks.
-    auto volume = io::Volume::open(store->options_.volume);
+    io::VolumeOptions looks = store->options_.volume;
+    looks.read_only = true;
+    auto volume = io::Volume::open(looks);
     if (!volume.ok()) return volume.error();
     auto generations = readable_generations(**volume);
     if (!generations.ok()) return generations.error();

@@ -79,6 +79,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   planner = std::make_unique<swap::Planner>(*plan.layout, plan.arrangement);
   if (options.resume) {
     restore(progress);
+    leave_note(options.storage, plan.commit_every != 0);  // what it goes on with is whole
   } else {
     // Where torch's memory of the host is the device's too, its cap is that of both.
     torch_memory.set_cap(torch_bytes() + (torch_device.is_cpu() ? plan.loading : 0));
@@ -160,7 +161,6 @@ void Session::Impl::make_store(const std::string& identity) {
     wanted.identity = identity;
     store = value_or_throw(swap::Store::resume(std::move(wanted), *plan.layout));
     committed = true;  // it stays, whatever comes
-    leave_note(options.storage, plan.commit_every != 0);
     return;
   }
   if (options.fresh) discard_store(options.storage);

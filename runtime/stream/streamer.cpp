@@ -32,6 +32,7 @@ void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progres
   for (const UnitSpec& unit : units) touched.emplace_back(unit.tensors.size(), false);
   if (!left) return state->load(weights, {}, progress);
   state->restore(*store, progress);
+  leave_note(options.storage, true);  // what it goes on with is whole
   resumed = committed_in(*store, options);
   if (store->generation() < left->generation)
     say("generation " + std::to_string(left->generation) + " of the state in " + options.storage.front().string() +
@@ -44,7 +45,6 @@ void Streamer::Impl::make_store() {
   if (left) {
     stays = true;  // whatever comes
     store = value_or_throw(swap::Store::resume(plan.store_options(units, options, left->identity), layout));
-    leave_note(options.storage, true);
     return;
   }
   store = value_or_throw(swap::Store::create(plan.store_options(units, options), layout));
