@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as as_safetensors
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _native
 from .checkpoint import groups_of, put_back, state_of
 from .model import engine_of
 from .optim import AdamW
 
+# What a script may give anew: entries of the optimizer's groups, which schedulers of torch begin from.
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
-def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler) -> int:
+
+def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str = "") -> int:
     """How many optimizer steps, calls of opt.step(), the state of a durable model has: 0 for a new one.
 
     Call it once, when model, optimizer and schedulers are made. It puts everything back as the last committed step left it: weights, moments, ordinary
@@ -26,6 +30,11 @@ def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler) -> int:
         done = tierflow.resume(model, opt, schedule)
         for step in range(done, steps):
             ...
+
+    data: any text that names the data and how the loop draws from it; a run that was begun with another one is not gone on with.
+
+    Learning rates and the schedulers' settings are those given now. Where they are not those of before, the schedulers are brought to their place by as many
+    calls of step() as they had, one of each in turn.
 
     Raises UsageError where they are made in another way than in the run whose state it is; nothing has changed then.
     """
@@ -41,7 +50,9 @@ def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler) -> int:
     mine = {id(p) for group in opt.param_groups for p in group["params"]}
     if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in mine]:
         raise _native.UsageError(f"{left[0]} is not in the optimizer ({len(left)} parameters are not): a durable run has one, for all that train; freeze the others")
-    journal = Journal(model, opt, schedules)
+    if not isinstance(data, str):
+        raise _native.UsageError(f"resume(data=...) takes a text that names the data, not a {type(data).__name__}")
+    journal = Journal(model, opt, schedules, data)
     found = engine.native.resumed
     if found is not None:
         journal.put_back(*found)
@@ -56,24 +67,56 @@ class Journal:
     """The commits of a durable model. Of each optimizer step it keeps what does not stream, as the step leaves it. When the next one begins, every update of that
     step has run, and the schedulers are where the loop left them: then all of it is committed."""
 
-    def __init__(self, model: nn.Module, opt: AdamW, schedules: Sequence[LRScheduler]) -> None:
+    def __init__(self, model: nn.Module, opt: AdamW, schedules: Sequence[LRScheduler], data: str) -> None:
         self.model, self.opt, self.schedules, self.engine = model, opt, schedules, engine_of(model)
         self.step = 0
         self._waits: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last step, not committed yet
         self._torn = False  # between a step's gradients and what it leaves
         self._check_schedules()
-        self._made = _plain({"groups": groups_of(model, opt), "schedulers": [_settings(schedule) for schedule in schedules]})
+        self._made = _plain({"groups": groups_of(model, opt), "schedulers": [_settings(schedule) for schedule in schedules], "data": data})
         self._settings = [schedule.state_dict() for schedule in schedules]
 
     def put_back(self, step: int, beside: bytes) -> None:
         """What commit() wrote."""
         header = json.loads(beside[8 : 8 + int.from_bytes(beside[:8], "little")])
         record = json.loads(header["__metadata__"]["record"])
-        _expect_same(record["made"], self._made)
+        then = record["made"]
+        _expect_same(then, self._made)
+        new = _rates(then) != _rates(self._made)
+        given = self._go_forward(then, record["schedules"]) if new else []
         put_back(self.model, self.opt, record["state"], load_tensors(beside), "the state of the run")
-        for schedule, changed in zip(self.schedules, record["schedules"], strict=True):
-            schedule.load_state_dict({**schedule.state_dict(), **changed})
+        if new:
+            for group, rates in zip(self.opt.param_groups, given, strict=True):
+                group.update(rates)
+        else:
+            for schedule, changed in zip(self.schedules, record["schedules"], strict=True):
+                schedule.load_state_dict({**schedule.state_dict(), **changed})
         self.step = step
+
+    def _go_forward(self, then: dict[str, Any], places: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Brings schedulers with other settings to where those of the run were. Returns what each group has then of what they set."""
+        for before, schedule in zip(then["schedulers"], self.schedules, strict=True):
+            for name in (before["class"], type(schedule).__name__):
+                if name == ReduceLROnPlateau.__name__ or "last_epoch" not in schedule.state_dict() or "last_epoch" not in before:
+                    raise _native.UsageError(
+                        f"the run whose state is here has other learning rates or schedulers than now, and a {name} does not go by steps alone: make them as then, "
+                        "and change them after tierflow.resume() where other values are meant"
+                    )
+        before = groups_of(self.model, self.opt)
+        calls = [place.get("last_epoch", schedule.last_epoch) - schedule.last_epoch for place, schedule in zip(places, self.schedules, strict=True)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects opt.step() between them
+            for call in range(max(calls, default=0)):
+                for schedule, wanted in zip(self.schedules, calls, strict=True):
+                    if call < wanted:
+                        try:
+                            schedule.step()
+                        except ValueError as error:
+                            raise _native.UsageError(f"the {type(schedule).__name__} ends before step {wanted}, where the run is: {error}") from error
+        return [
+            {key: value for key, value in group.items() if key in _RATES or (key != "params" and value != old.get(key))}
+            for group, old in zip(self.opt.param_groups, before, strict=True)
+        ]
 
     def begin_step(self) -> None:
         """An optimizer step is about to take the gradients."""
@@ -133,14 +176,20 @@ def _survives(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
+def _rates(made: dict[str, Any]) -> list[Any]:
+    return [made["schedulers"], *({key: group.get(key) for key in _RATES} for group in made["groups"])]
+
+
 def _expect_same(then: dict[str, Any], now: dict[str, Any]) -> None:
+    if (named := then.get("data", "")) and named != now["data"]:
+        raise _native.UsageError(f"the run whose state is here was begun with data={named!r}, not {now['data']!r}: it goes on with the data that it began with")
     for what, name in (("groups", "the optimizer's group"), ("schedulers", "scheduler")):
         if [part.get("params") for part in then[what]] != [part.get("params") for part in now[what]]:
             raise _native.UsageError(f"the run whose state is here had other parameters in {name}s, or another number of these")
-        for number, (before, here) in enumerate(zip(then[what], now[what], strict=True)):
-            for key in sorted({*before, *here} - {"params"}):
-                if before.get(key) != here.get(key):
-                    raise _native.UsageError(
-                        f"the run whose state is here was begun with {key}={before.get(key)} in {name} {number}, not {here.get(key)}: make it as then, and change it "
-                        "after tierflow.resume() where another value is meant"
-                    )
+    for number, (before, here) in enumerate(zip(then["groups"], now["groups"], strict=True)):
+        for key in sorted({*before, *here} - {"params", *_RATES}):
+            if before.get(key) != here.get(key):
+                raise _native.UsageError(
+                    f"the run whose state is here was begun with {key}={before.get(key)} in the optimizer's group {number}, not {here.get(key)}: make it as then, and "
+                    "change it after tierflow.resume() where another value is meant"
+                )

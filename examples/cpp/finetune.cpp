@@ -41,7 +41,8 @@ int main(int argc, char** argv) try {
       .micro_batch = kRows,
       .micro_batches = kMicroBatches,
       .sequence_length = kLength,
-      .commit_every = 1};
+      .commit_every = 1,
+      .run = R"({"data": "random tokens of seed 1 + step, decided by id * 5 + 3"})"};  // another one is refused
   options.resume = tierflow::can_resume(options);
   tierflow::Session session(tierflow::load(argv[2]), options, {.lr = 3e-3});
   // The first loss goes with every commit.

@@ -249,6 +249,74 @@ def made(tmp_path):
             tierflow.close(model, discard=True)
 
 
+def scheduled(tmp_path, make_schedules, done=None, rate=LR, data="", trains=0):
+    """Steps of a durable model whose gradients are zero: the learning rate after each of them. done: what resume() has to say."""
+    model = tierflow.wrap(gpt2(n_layer=1), plan_of([tmp_path / "s"], size=LARGE))
+    try:
+        opt = tierflow.optim.AdamW(model.parameters(), lr=rate)
+        schedules = make_schedules(opt)
+        assert tierflow.resume(model, opt, *schedules, data=data) == (done or 0)
+        rates = [opt.param_groups[0]["lr"]]
+        for batch in batches("gpt2", trains):
+            model(**batch).loss.backward()
+            opt.step()
+            opt.zero_grad()
+            for schedule in schedules:
+                schedule.step()
+            rates.append(opt.param_groups[0]["lr"])
+        return rates
+    finally:
+        tierflow.close(model)
+
+
+def rates_of(make_schedules, rate, steps):
+    opt = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    schedules = make_schedules(opt)
+    rates = [opt.param_groups[0]["lr"]]
+    for _ in range(steps):
+        opt.step()
+        for schedule in schedules:
+            schedule.step()
+        rates.append(opt.param_groups[0]["lr"])
+    return rates
+
+
+def test_learning_rate_and_schedule_are_those_given_again(tmp_path):
+    of = torch.optim.lr_scheduler
+
+    def linear(total):
+        return lambda opt: [of.LinearLR(opt, 1.0, 0.1, total)]
+
+    def warm_cosine(opt):
+        return [of.SequentialLR(opt, [of.LinearLR(opt, 0.1, 1.0, 2), of.CosineAnnealingLR(opt, 9)], [2])]
+
+    assert scheduled(tmp_path, linear(5), trains=3) == rates_of(linear(5), LR, 3)
+    # Each of them from where the run is, to the bit of a run that had it from the beginning.
+    assert scheduled(tmp_path, linear(5), done=3, trains=1) == rates_of(linear(5), LR, 4)[3:]
+    assert scheduled(tmp_path, linear(9), done=4, rate=2e-3, trains=1) == rates_of(linear(9), 2e-3, 5)[4:]
+    assert scheduled(tmp_path, warm_cosine, done=5, trains=1) == rates_of(warm_cosine, LR, 6)[5:]
+    with pytest.raises(tierflow.UsageError, match="the OneCycleLR ends before step 6, where the run is"):
+        scheduled(tmp_path, lambda opt: [of.OneCycleLR(opt, 5e-3, 4, cycle_momentum=False)])
+    with pytest.raises(tierflow.UsageError, match="a ReduceLROnPlateau does not go by steps alone"):
+        scheduled(tmp_path, lambda opt: [of.ReduceLROnPlateau(opt)])
+    # What was refused changed nothing.
+    assert scheduled(tmp_path, warm_cosine, done=6) == rates_of(warm_cosine, LR, 6)[6:]
+
+
+def test_other_data_is_refused_by_name(tmp_path):
+    def none(opt):
+        return []
+
+    with pytest.raises(tierflow.UsageError, match="a text that names the data, not a list"):
+        scheduled(tmp_path, none, data=["rows.jsonl"])
+    scheduled(tmp_path, none, data="rows.jsonl sha 12", trains=1)
+    for other in "rows.jsonl sha 13", "":
+        with pytest.raises(tierflow.UsageError, match=f"begun with data='rows.jsonl sha 12', not '{other}'"):
+            scheduled(tmp_path, none, data=other)
+    # Without a scheduler: the learning rate that is given, and else the one that the loop left.
+    assert scheduled(tmp_path, none, done=1, rate=3e-3, data="rows.jsonl sha 12", trains=1) == [3e-3, 3e-3]
+
+
 def test_what_is_not_the_same_run_is_refused_and_the_state_stays(made, tmp_path):
     model, _, begin = made
     with pytest.raises(tierflow.LockedError, match=f"process {os.getpid()} holds it"):
@@ -266,8 +334,6 @@ def test_what_is_not_the_same_run_is_refused_and_the_state_stays(made, tmp_path)
         assert "\n" not in str(refused.value)
     for text, how in {
         "weight_decay=0.0 in the optimizer's group 0, not 0.1": {"weight_decay": 0.1},
-        "lr=0.001 in the optimizer's group 0, not 0.002": {"rate": 2e-3},
-        "total_iters=5 in scheduler 0, not 9": {"steps": 9},
         "or another number of these": {"schedules": 2},
     }.items():
         with pytest.raises(tierflow.UsageError, match=text):
