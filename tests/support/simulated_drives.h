@@ -35,6 +35,15 @@ class SimulatedDrives {
     std::lock_guard lock(mutex_);
     return operations_;
   }
+  // The nth read from now on fails, once.
+  void fail_read(std::uint64_t nth) {
+    std::lock_guard lock(mutex_);
+    reads_left_ = nth;
+  }
+  std::uint64_t failed_reads() const {
+    std::lock_guard lock(mutex_);
+    return failed_reads_;
+  }
   bool dark() const {
     std::lock_guard lock(mutex_);
     return dark_;
@@ -53,6 +62,7 @@ class SimulatedDrives {
     current_ = durable_;
     dark_ = false;
     what_ = Goes::well;
+    reads_left_ = 0;
   }
   // The process died and the drives stayed on: their caches live.
   void restart() {
@@ -64,6 +74,10 @@ class SimulatedDrives {
     std::lock_guard lock(mutex_);
     if (dark_) return -EIO;
     if (op.action == io::Action::read) {
+      if (reads_left_ > 0 && --reads_left_ == 0) {
+        ++failed_reads_;
+        return -EIO;
+      }
       for (std::size_t at = 0; at < op.length; at += kSector) {
         const auto found = current_.find({op.file, op.offset + at});
         if (found == current_.end())
@@ -122,7 +136,7 @@ class SimulatedDrives {
   std::minstd_rand random_;
   const bool lying_;
   Goes what_ = Goes::well;
-  std::uint64_t nth_ = 0, operations_ = 0;
+  std::uint64_t nth_ = 0, operations_ = 0, reads_left_ = 0, failed_reads_ = 0;
   bool dark_ = false;
   Content durable_, current_;  // what survives; what a read brings
   std::vector<Write> cache_;

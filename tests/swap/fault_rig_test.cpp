@@ -1,9 +1,13 @@
 // The commit protocol under simulated drives: runs that write, commit, are cut off or fail, and are gone on with, each
-// decided by one number. However a run ends: nothing is silently wrong, and no generation that commit() acknowledged is
-// lost. TIERFLOW_FAULT_RUNS is how many (make test-faults: 100,000), TIERFLOW_FAULT_SEED the first, to replay one.
+// decided by one number. Its first fault is one of all there are: each write or flush of a run x how it goes wrong x
+// what survives x how many drives; as many runs as that, in any order, have them all. What comes after it is drawn.
+// However a run ends: nothing is silently wrong, and no generation that commit() acknowledged is lost.
+// TIERFLOW_FAULT_RUNS is how many (make test-faults: 100,000), TIERFLOW_FAULT_SEED the first, to replay one.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdlib>
+#include <numeric>
 
 #include "tests/support/environment.h"
 #include "tests/support/simulated_drives.h"
@@ -26,17 +30,30 @@ const Layout& tiny() {
   return layout;
 }
 
+constexpr int kMostDrives = 3;
+constexpr std::array kGoes{Goes::wrong_once, Goes::wrong_for_ever, Goes::torn, Goes::dark};
+constexpr std::array kSurvive{Survive::none, Survive::all, Survive::last, Survive::all_but_one, Survive::any};
+
+// What the first power cut or error of a run is.
+struct FirstFault {
+  int drives = 1;
+  Goes goes = Goes::well;
+  std::uint64_t nth = 0;  // write or flush, counted from 1
+  Survive survive = Survive::none;
+};
+
 struct Verdict {
-  std::string wrong;  // empty: all is as promised
-  int resumed = 0, fell_back = 0;
+  std::string wrong;    // empty: all is as promised
+  bool silent = false;  // bytes were handed out as a step's that are not that step's
+  int resumed = 0, fell_back = 0, failed_reads = 0;
 };
 
 class FaultRun {
  public:
-  FaultRun(std::uint64_t seed, bool lying)
-      : random_(static_cast<unsigned>(seed * 2654435761U + 17)),
+  FaultRun(std::uint64_t seed, const FirstFault& first, bool lying)
+      : first_(first),
+        random_(static_cast<unsigned>(seed * 2654435761U + 17)),
         drives_(std::make_shared<SimulatedDrives>(seed + 1, lying)) {
-    const int count = 1 + static_cast<int>(random_() % 3);
     options_.volume.engine = io::EngineKind::threads;
     options_.volume.allow_buffered = options_.volume.allow_any_filesystem = true;
     options_.volume.block = 4096;
@@ -44,7 +61,7 @@ class FaultRun {
     options_.volume.on_notice = [this](const io::Notice& notice) {
       if (notice.text.find("goes on from") != std::string::npos) ++verdict_.fell_back;
     };
-    for (int drive = 0; drive < count; ++drive)
+    for (int drive = 0; drive < first.drives; ++drive)
       options_.volume.folders.push_back(folder_.path() / std::to_string(drive));
     options_.generations = 2;
     options_.scratch.gradients = false;
@@ -57,25 +74,41 @@ class FaultRun {
     if (!made.ok()) return {.wrong = "create: " + made.error().message()};
     std::unique_ptr<Store> store = std::move(made).value();
     for (int round = 0; round < 3 && verdict_.wrong.empty(); ++round) {
-      fail_somewhere(round);
+      if (round == 0)
+        drives_->plan(first_.goes, first_.nth);
+      else
+        fail_somewhere(round);
       train(*store);
+      if (round == 0 && drives_->operations() < first_.nth) wrong("the fault never came");
       store.reset();
-      if (random_() % 4 == 0 && !drives_->dark())
+      if (round == 0)
+        drives_->power_cycle(first_.survive);
+      else if (random_() % 4 == 0 && !drives_->dark())
         drives_->restart();
       else
-        drives_->power_cycle(static_cast<Survive>(random_() % 5));
+        drives_->power_cycle(kSurvive[random_() % kSurvive.size()]);
       if (random_() % 3 == 0) interrupt_recovery();
+      if (random_() % 3 == 0) drives_->fail_read(1 + random_() % 12);
       store = go_on();
       if (store == nullptr) break;
     }
+    verdict_.failed_reads = static_cast<int>(drives_->failed_reads());
     return verdict_;
+  }
+
+  // Writes and flushes of a first round in which all goes well.
+  std::uint64_t operations() {
+    const std::unique_ptr<Store> store = std::move(Store::create(options_, tiny())).value();
+    drives_->plan(Goes::well, 0);
+    train(*store);
+    return drives_->operations();
   }
 
  private:
   using Values = std::vector<int>;  // of each extent: what it holds
 
   void fail_somewhere(int round) {
-    const auto what = static_cast<Goes>(1 + random_() % 4);
+    const Goes what = kGoes[random_() % kGoes.size()];
     drives_->plan(round == 2 ? Goes::dark : what, 1 + random_() % 70);
   }
 
@@ -84,7 +117,7 @@ class FaultRun {
     for (int step = 0; step < 4; ++step) {
       Values values = history_.empty() ? Values(2 * tiny().chunks().size(), -1) : history_.at(now_);
       for (std::size_t at = 0; at < values.size(); ++at) {
-        if (values[at] != -1 && random_() % 3 == 0) continue;
+        if (values[at] != -1 && (at + static_cast<std::size_t>(step)) % 3 == 0) continue;
         values[at] = ++written_;
         if (write(store, at, values[at])) return;
       }
@@ -98,7 +131,7 @@ class FaultRun {
   void interrupt_recovery() {
     drives_->plan(Goes::dark, 1 + random_() % 8);
     if (auto opened = Store::resume(options_, tiny()); opened.ok()) (void)(*opened)->restore({}, {});
-    drives_->power_cycle(static_cast<Survive>(random_() % 5));
+    drives_->power_cycle(kSurvive[random_() % kSurvive.size()]);
   }
 
   std::unique_ptr<Store> go_on() {
@@ -122,10 +155,11 @@ class FaultRun {
     ++verdict_.resumed;
     const int step = std::atoi(store->progress().c_str());
     if (step < acknowledged_) wrong("step " + std::to_string(step) + " is older than what was acknowledged");
-    if (!history_.contains(step)) wrong("step " + store->progress() + " was never committed");
-    if (!verdict_.wrong.empty()) return nullptr;
+    if (!history_.contains(step)) return silent("step " + store->progress() + " was never committed");
     for (std::size_t at = 0; at < bytes.size(); ++at)
-      if (bytes[at] != content_of(at, history_[step][at])) wrong("extent " + std::to_string(at) + " is another");
+      if (bytes[at] != content_of(at, history_[step][at]))
+        return silent("extent " + std::to_string(at) + " is another");
+    if (!verdict_.wrong.empty()) return nullptr;
     acknowledged_ = now_ = step;
     steps_ = std::max(steps_, step);
     return store;
@@ -155,7 +189,14 @@ class FaultRun {
     if (verdict_.wrong.empty()) verdict_.wrong = what;
   }
 
+  std::unique_ptr<Store> silent(const std::string& what) {
+    wrong(what);
+    verdict_.silent = true;
+    return nullptr;
+  }
+
   testing::TempDir folder_;
+  const FirstFault first_;
   std::minstd_rand random_;
   std::shared_ptr<SimulatedDrives> drives_;
   StoreOptions options_;
@@ -164,26 +205,72 @@ class FaultRun {
   int steps_ = 0, now_ = 0, acknowledged_ = 0, written_ = 0;
 };
 
+// All first faults, by number: neighbours are far apart, and as many numbers as there are have each of them once.
+class FirstFaults {
+ public:
+  FirstFaults() {
+    for (int drives = 1; drives <= kMostDrives; ++drives)
+      operations_[drives] = FaultRun(0, {.drives = drives}, false).operations();
+    while (std::gcd(stride_, size()) != 1) stride_ += 2;
+  }
+  std::uint64_t size() const {
+    return kGoes.size() * kSurvive.size() * std::accumulate(operations_.begin(), operations_.end(), std::uint64_t{0});
+  }
+  std::uint64_t place(std::uint64_t number) const { return number * stride_ % size(); }
+  FirstFault at(std::uint64_t place) const {
+    FirstFault fault{.goes = kGoes[place % kGoes.size()]};
+    place /= kGoes.size();
+    fault.survive = kSurvive[place % kSurvive.size()];
+    place /= kSurvive.size();
+    while (place >= operations_[fault.drives]) place -= operations_[fault.drives++];
+    fault.nth = 1 + place;
+    return fault;
+  }
+
+ private:
+  std::array<std::uint64_t, kMostDrives + 1> operations_{};  // by number of drives
+  std::uint64_t stride_ = 7919;
+};
+
 TEST(FaultRig, NothingAcknowledgedIsLostAndNothingIsSilentlyWrong) {
   const std::uint64_t runs = testing::number_in("TIERFLOW_FAULT_RUNS", 2000),
                       first = testing::number_in("TIERFLOW_FAULT_SEED", 1);
-  int resumed = 0, fell_back = 0;
+  const FirstFaults faults;
+  std::vector<bool> covered(faults.size());
+  int resumed = 0, fell_back = 0, failed_reads = 0;
   for (std::uint64_t seed = first; seed < first + runs; ++seed) {
-    const Verdict verdict = FaultRun(seed, false).run();
+    const std::uint64_t place = faults.place(seed);
+    const Verdict verdict = FaultRun(seed, faults.at(place), false).run();
     ASSERT_EQ(verdict.wrong, "") << "replay it with TIERFLOW_FAULT_SEED=" << seed << " TIERFLOW_FAULT_RUNS=1";
+    covered[place] = true;
     resumed += verdict.resumed;
     fell_back += verdict.fell_back;
+    failed_reads += verdict.failed_reads;
   }
+  const auto distinct = static_cast<std::uint64_t>(std::ranges::count(covered, true));
+  EXPECT_EQ(distinct, std::min(runs, faults.size()));
   EXPECT_GT(resumed, static_cast<int>(runs) / 2);
-  std::printf("%llu runs: %d resumed, %d of them after looking at two generations\n",
-              static_cast<unsigned long long>(runs), resumed, fell_back);
+  EXPECT_GE(failed_reads, static_cast<int>(runs) / 4);
+  std::printf(
+      "%llu runs: %llu of %llu first faults; %d resumed, %d of them after looking at two generations, %d reads failed "
+      "once\n",
+      static_cast<unsigned long long>(runs), static_cast<unsigned long long>(distinct),
+      static_cast<unsigned long long>(faults.size()), resumed, fell_back, failed_reads);
 }
 
-// A drive that says it has flushed and has not breaks the promise: the rig notices.
+// A drive that says it has flushed and has not breaks the promise. The rig notices; and what is damaged then is found:
+// nobody gets bytes as a step's that are not that step's.
 TEST(FaultRig, NoticesADriveThatLiesAboutFlushing) {
-  int noticed = 0;
-  for (std::uint64_t seed = 1; seed <= 200; ++seed) noticed += FaultRun(seed, true).run().wrong.empty() ? 0 : 1;
+  const FirstFaults faults;
+  int noticed = 0, found = 0;
+  for (std::uint64_t seed = 1; seed <= 200; ++seed) {
+    const Verdict verdict = FaultRun(seed, faults.at(faults.place(seed)), true).run();
+    EXPECT_FALSE(verdict.silent) << seed << ": " << verdict.wrong;
+    noticed += verdict.wrong.empty() ? 0 : 1;
+    found += verdict.wrong.starts_with("lost: ") || verdict.wrong.starts_with("cannot be opened: ") ? 1 : 0;
+  }
   EXPECT_GT(noticed, 20);
+  EXPECT_GT(found, 20);
 }
 
 }  // namespace
