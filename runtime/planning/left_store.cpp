@@ -124,10 +124,14 @@ LeftStore find_left_store(const Folders& storage) {
     left.empty = note.empty() ? blank || was_interrupted(storage) : blank && note.value("commits", json()) == true;
     left.owner = whose(note, state);
     left.readable = contents.ok() && !blank;
+    struct stat status {};
+    if (stat(state.c_str(), &status) == 0) left.written = status.st_mtime;
     if (left.readable) {
       const json progress = json::parse(contents->progress, nullptr, false);
       const json identity = json::parse(contents->identity, nullptr, false);
       left.step = number_in(progress, "step");
+      left.generation = contents->generation;
+      left.generations = contents->generations;
       left.run = text_in(identity, "run");
       left.chunk_elements = contents->chunk_elements;
       left.streamed = identity.is_object() && !identity.contains("config");
@@ -152,10 +156,10 @@ LeftStore find_left_store(const Folders& storage) {
   return left;
 }
 
-void refuse_left_store(const Folders& storage) {
+void refuse_left_store(const Folders& storage, const std::string& more) {
   const LeftStore left = find_left_store(storage);
   if (left.there)
-    fail(io::ErrorKind::environment, left.state.string(), left.line + "; or name another folder as --storage");
+    fail(io::ErrorKind::environment, left.state.string(), left.line + "; or name another folder as --storage" + more);
 }
 
 fs::path reference_beside(const Folders& storage) {

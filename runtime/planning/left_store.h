@@ -25,6 +25,9 @@ struct LeftStore {
   bool streamed = false;   // a Streamer made it, and a durable one goes on with it
   bool readable = false;   // a committed generation
   std::int64_t step = 0;
+  std::uint64_t generation = 0;  // the newest that was committed
+  int generations = 0;           // how many it keeps
+  std::int64_t written = 0;      // when its files were last written, in seconds of the Unix clock
   std::uint64_t chunk_elements = 0;
   std::string run;  // SessionOptions::run of the session that made it
   std::filesystem::path state;
@@ -35,8 +38,8 @@ struct LeftStore {
 LeftStore find_left_store(const Folders& storage);
 
 // Throws Exception where a store lies in one of the folders: kind locked where a process holds it; else kind
-// environment, saying who made it, when, and what to do.
-void refuse_left_store(const Folders& storage);
+// environment, saying who made it, when, and what to do; `more` comes behind that.
+void refuse_left_store(const Folders& storage, const std::string& more = {});
 // The file in which a run keeps the log-probabilities that its preference loss compares with. It lies beside the store,
 // in one of the folders, and goes with the store. Where there is none yet: the place that it will have.
 std::filesystem::path reference_beside(const Folders& storage);

@@ -301,9 +301,12 @@ def test_status_and_verify_say_what_is_there(work):
     with_one = [word for word in TRAIN if word not in ("--out", "out")]
     process = start(work, *changed(TRAIN, {"--steps": "4000"}), *TIGHT)
     wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 2)
-    held = run(work, "status", "store", ok=False)
-    if process.poll() is None:
-        assert held.returncode in (0, 8)
+    held, told = run(work, "status", "store", ok=False), run(work, "status", "store", "--json", ok=False)
+    assert process.poll() is None, "a machine on which 4000 steps end before this"
+    assert held.returncode == 0 and f"process {process.pid} trains with it now" in held.stdout, held.stderr
+    told = json.loads(told.stdout)
+    assert told["process"] == process.pid and told["bytes"] > MIB and not told["resumable"] and "trains with it now" in told["reason"]
+    assert run(work, "verify", "store", ok=False).returncode == 8
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     said = run(work, "status", "store").stdout
@@ -311,13 +314,17 @@ def test_status_and_verify_say_what_is_there(work):
     status = json.loads(run(work, "status", "store", "--json").stdout)
     assert status["resumable"] and status["step"] >= 2 and status["bytes"] > MIB and status["run"]["sequence-length"] == 128
     assert f"state after step {status['step']}" in said and f"process {process.pid} on" in said
+    assert status["process"] is None and status["reason"] is None and 0 <= status["age_s"] < 100
+    assert status["generations"] == 2 and 1 < status["generation"] <= status["step"] + 1  # the first is what was loaded
+    assert re.search(rf"\ngeneration {status['generation']}, the newest of 2 that are kept; last written \d+ s ago\n", said)
     assert "whole: the state after step" in run(work, "verify", "store").stdout
     verified = json.loads(run(work, "verify", "--storage", "store", "--json").stdout)
     assert verified["whole"] and verified["step"] == status["step"]
     kept = [*with_one, "--no-export", "--durability", "export-only", *small("--storage", "kept", "--host-memory", "1MiB")]
     run(work, *kept)
-    assert not json.loads(run(work, "status", "kept", "--json").stdout)["resumable"]
-    assert "no run goes on with it" in run(work, "status", "kept").stdout
+    status, said = json.loads(run(work, "status", "kept", "--json").stdout), run(work, "status", "kept").stdout
+    assert not status["resumable"] and status["reason"] == "it was made without --durability" and status["generations"] == 1
+    assert "no run goes on with it: it was made without --durability" in said and "generation 1, the only one that is kept" in said
 
 
 def test_what_is_damaged_is_found_before_anything_is_written(work):

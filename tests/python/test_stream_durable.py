@@ -495,7 +495,8 @@ def test_the_program_says_what_the_state_is(made, tmp_path):
     tierflow.close(made[0])
     a = str(tmp_path / "a")
     code, out, _ = tierflow_program("status", a)
-    assert code == 0 and "state after step 2\nthe script that made it goes on with it\n" in out and "export" not in out
+    assert code == 0 and "state after step 2\ngeneration 3, the newest of 2 that are kept; " in out
+    assert "\nthe script that made it goes on with it\n" in out and "export" not in out
     code, out, _ = tierflow_program("verify", a)
     assert code == 0 and out.startswith("whole: the state after step 2")
     code, _, err = tierflow_program("export", "--storage", a, "--out", str(tmp_path / "out"))
