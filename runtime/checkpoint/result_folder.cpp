@@ -185,16 +185,27 @@ bool Checkpoints::has(std::int64_t step) const {
   return step > 0 && fs::is_directory(folder_of(step), ignored);
 }
 
+std::vector<std::int64_t> Checkpoints::steps() const {
+  std::vector<std::int64_t> steps;
+  for (const fs::path& path : result_files(folder_).checkpoints)
+    if (const std::int64_t step = checkpoint_step(path.filename().native()); step >= 0) steps.push_back(step);
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+std::optional<fs::path> Checkpoints::newest() const {
+  const std::vector<std::int64_t> all = steps();
+  if (all.empty()) return std::nullopt;
+  return folder_of(all.back());
+}
+
 void Checkpoints::remove(std::int64_t step) const {
   if (has(step)) remove_checkpoint(folder_of(step));
 }
 
 void Checkpoints::keep_last(std::int64_t count, std::int64_t besides) const {
-  std::vector<std::int64_t> steps;
-  for (const fs::path& path : result_files(folder_).checkpoints)
-    if (const std::int64_t step = checkpoint_step(path.filename().native()); step >= 0 && step != besides)
-      steps.push_back(step);
-  std::sort(steps.begin(), steps.end());
+  std::vector<std::int64_t> steps = this->steps();
+  std::erase(steps, besides);
   for (std::size_t i = 0; i + static_cast<std::size_t>(count) < steps.size(); ++i) remove(steps[i]);
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -50,12 +51,15 @@ class Checkpoints {
   // `fill` begins the folder that it is given and writes the model there. Returns the folder's final name.
   std::filesystem::path write(std::int64_t step, const std::function<void(const ResultFolder&)>& fill) const;
   bool has(std::int64_t step) const;
+  // Of the last step; nothing where there is none.
+  std::optional<std::filesystem::path> newest() const;
   // Removes one, if it is there, with what a result consists of. Other files stay, and their folder.
   void remove(std::int64_t step) const;
   // Removes all but the last `count`, and the one of step `besides`, which does not count; 0: none.
   void keep_last(std::int64_t count, std::int64_t besides) const;
 
  private:
+  std::vector<std::int64_t> steps() const;  // ascending
   std::filesystem::path folder_of(std::int64_t step) const;
   const std::filesystem::path folder_;
 };

@@ -197,6 +197,12 @@ void RunResult::say_written(const fs::path& folder, std::int64_t step, double se
   log.object({{"exported", {{"step", step}, {"folder", folder.string()}}}});
 }
 
+std::string what_else_is_left(const TrainOptions& options) {
+  if (std::error_code absent; !fs::is_directory(options.out, absent)) return "";
+  const auto newest = Checkpoints(options.out).newest();
+  return newest ? "; the newest model that was exported is " + fs::absolute(*newest).string() : "";
+}
+
 bool RunResult::has_checkpoint(std::int64_t step) const {
   return folder_ && Checkpoints(folder_->path()).has(step);
 }

@@ -14,6 +14,9 @@ const char* last_file(const TrainOptions& options);
 // Whether --out holds the whole result of this very command.
 bool has_result(const TrainOptions& options);
 
+// "; ..." for an error of a state that cannot be gone on with: the newest model in --out; empty where there is none.
+std::string what_else_is_left(const TrainOptions& options);
+
 class RunResult {
  public:
   // Claims --out, where there has to be room, and opens the files that go with the weights, before the work begins.

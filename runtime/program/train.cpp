@@ -301,10 +301,7 @@ class Training {
   std::uint64_t write_limit_ = 0;
 };
 
-}  // namespace
-
-int run_train(const TrainOptions& options) {
-  watch_signals();
+int train(const TrainOptions& options) {
   LeftStore left;
   Folders elsewhere;
   TrainingLog log(options.log_json, options.json);
@@ -313,7 +310,8 @@ int run_train(const TrainOptions& options) {
         settle_store(volume_in(options, engine_kind(options.engine)), [&](const std::string& line) { log.say(line); });
     left = find_left_store(elsewhere.empty() ? options.storage : elsewhere);
     if (left.there && !left.empty && !left.resumable)
-      refuse_left_store(elsewhere.empty() ? options.storage : elsewhere);
+      refuse_left_store(elsewhere.empty() ? options.storage : elsewhere,
+                        left.readable ? "" : what_else_is_left(options));
     if (options.resume && !left.resumable)
       fail(io::ErrorKind::usage, options.storage.front().string(),
            "holds no state to go on with: without --resume the run begins anew");
@@ -332,6 +330,20 @@ int run_train(const TrainOptions& options) {
   log.say(wrapped(describe(options), columns_of(STDERR_FILENO)));
   log.object({{"config", nlohmann::json::parse(effective_configuration(options))}});
   return Training(options, std::move(left), std::move(elsewhere), log).run();
+}
+
+}  // namespace
+
+int run_train(const TrainOptions& options) {
+  watch_signals();
+  try {
+    return train(options);
+  } catch (const Exception& failed) {
+    if (failed.error().kind != io::ErrorKind::corruption) throw;
+    io::Error error = failed.error();
+    error.detail += what_else_is_left(options);
+    throw Exception(std::move(error));
+  }
 }
 
 }  // namespace tierflow

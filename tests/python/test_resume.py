@@ -329,6 +329,9 @@ def test_status_and_verify_say_what_is_there(work):
 
 def test_what_is_damaged_is_found_before_anything_is_written(work):
     stopped_run(work)
+    for step in 4, 12, 8:
+        (work / "out" / f"checkpoint-{step}").mkdir(parents=True)
+        (work / "out" / f"checkpoint-{step}" / "config.json").write_text("{}")
     state = work / "store" / "state.tfv"
     content = bytearray(state.read_bytes())
     for at in range(4 * MIB, len(content), 4096):
@@ -338,8 +341,12 @@ def test_what_is_damaged_is_found_before_anything_is_written(work):
     refused = again(work, *TRAIN, *TIGHT)
     line = the_error(refused.stderr)
     assert refused.returncode == 6 and "what is left is what was exported before" in line.lower(), line
+    assert f"the newest model that was exported is {work / 'out' / 'checkpoint-12'}" in line, line
     assert files(work / "store") == before
     damaged = run(work, "verify", "store", ok=False)
     assert damaged.returncode == 6 and "is not what was written" in the_error(damaged.stderr)
     exported = run(work, "export", "--storage", "store", "--out", "exported", ok=False)
     assert exported.returncode == 6 and "is not what was written" in the_error(exported.stderr) and not (work / "exported").exists()
+    state.write_bytes(content[:MIB] + b"\xff" * (len(content) - MIB))
+    gone = again(work, *TRAIN, *TIGHT)
+    assert gone.returncode == 4 and "nothing can be got out of it" in the_error(gone.stderr) and "checkpoint-12" in the_error(gone.stderr)
