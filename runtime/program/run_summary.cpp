@@ -35,12 +35,16 @@ void say_what_is_durable(const TrainOptions& options, const Session& session, st
     log.say(fmt::format("the run is finished, after step {} of {}: a larger --steps goes on", session.steps(), steps));
   else if (resumed)
     log.say(fmt::format("resumed after step {} of {}: {}", session.steps(), steps, options.storage.front().string()));
-  if (every != 0 && !resumed)
+  if (every != 0)
     log.say(fmt::format("durability: {} committed in {}; after a crash the same command goes on",
                         every == 1 ? "every step is" : fmt::format("every {} steps are", every),
                         options.storage.front().string()));
-  if (every == 0 && !options.storage.empty() && options.durability == "auto")
-    log.say("durability: none, --storage has no room for a second copy of the state: a crash loses the run");
+  else
+    log.say(std::string("durability: ") +
+            (options.storage.empty()        ? "none, without --storage"
+             : options.durability == "auto" ? "none, --storage has no room for a second copy of the state"
+                                            : "export-only, no step is committed") +
+            ": a crash loses the run");
   log.object({{"durability", {{"commit_every", every}, {"resumed_at", session.steps()}}}});
 }
 

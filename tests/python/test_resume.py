@@ -42,7 +42,7 @@ def losses(work):
 
 def uninterrupted(work, *more):
     words = [word if word != "out" else "whole" for word in TRAIN]
-    run(work, *words, *small("--log-json", "whole.json", *more))
+    assert "durability: none, without --storage: a crash loses the run" in run(work, *words, *small("--log-json", "whole.json", *more)).stderr
     return {record["step"]: record["loss"] for record in steps_of(work / "whole.json")}
 
 
@@ -107,7 +107,7 @@ def test_stopped_it_commits_and_goes_on_under_other_budgets(work, stop):
     run(work, "export", "--storage", "store", "--out", "so-far")
     # Enough memory for everything, and another engine; --resume says that there must be something.
     done = run(work, *TRAIN, "--resume", *small("--storage", "store", "--engine", "threads", "--log-json", "log.json"))
-    assert f"resumed after step {stopped_at} of {STEPS}" in done.stderr
+    assert f"resumed after step {stopped_at} of {STEPS}" in done.stderr and re.search(r"durability: every (step is|\d+ steps are) committed in store", done.stderr)
     assert min(record["step"] for record in steps_of(work / "log.json")) == stopped_at + 1
     assert losses(work) == expected and weights(work / "out") == weights(work / "whole") != weights(work / "so-far")
 
@@ -321,7 +321,7 @@ def test_status_and_verify_say_what_is_there(work):
     verified = json.loads(run(work, "verify", "--storage", "store", "--json").stdout)
     assert verified["whole"] and verified["step"] == status["step"]
     kept = [*with_one, "--no-export", "--durability", "export-only", *small("--storage", "kept", "--host-memory", "1MiB")]
-    run(work, *kept)
+    assert "durability: export-only, no step is committed: a crash loses the run" in run(work, *kept).stderr
     status, said = json.loads(run(work, "status", "kept", "--json").stdout), run(work, "status", "kept").stdout
     assert not status["resumable"] and status["reason"] == "it was made without --durability" and status["generations"] == 1
     assert "no run goes on with it: it was made without --durability" in said and "generation 1, the only one that is kept" in said
