@@ -1,6 +1,7 @@
 // A store that a run goes on with: what is verified first, what is written before that, and what it falls back on.
 #include <gtest/gtest.h>
 
+#include <cerrno>
 #include <cstring>
 #include <map>
 
@@ -182,6 +183,27 @@ TEST_F(StoreResume, FallsBackWhereWhatLiesBesideIsDamaged) {
   const io::Error refused = restore(*resume(options_));
   EXPECT_EQ(refused.kind, io::ErrorKind::corruption);
   EXPECT_NE(refused.detail.find("begun to overwrite"), std::string::npos) << refused.detail;
+}
+
+// Going back a generation takes the newest away: damage alone is worth that.
+TEST_F(StoreResume, WhatCannotBeReadForWantOfAPermissionIsNotDamage) {
+  commit_up_to(3);
+  options_.check_beside = [](std::uint64_t generation, const std::string&) -> io::Error {
+    if (generation < 3) return {};
+    return {.kind = io::ErrorKind::environment, .error_number = EACCES};
+  };
+  EXPECT_EQ(restore(*resume(options_)).kind, io::ErrorKind::environment);
+  options_.check_beside = {};
+  const auto store = resume(options_);
+  ASSERT_OK(restore(*store));
+  EXPECT_EQ(store->generation(), 3U);
+}
+
+TEST_F(StoreResume, AGenerationWithoutExtentsIsNotWhole) {
+  { ASSERT_OK(create(options_)->commit("{}")); }
+  const io::Error refused = restore(*resume(options_));
+  EXPECT_EQ(refused.kind, io::ErrorKind::corruption);
+  EXPECT_NE(refused.detail.find("no extents"), std::string::npos) << refused.detail;
 }
 
 // What is damaged is named with its generation, and so is what a run would do about it.
