@@ -11,6 +11,7 @@ import time
 
 import pytest
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save as save_bytes
 from streaming import BUILD, LR, batches, make, masters, roomy, tierflow, torch, transformers
 
 STEPS = 5
@@ -301,6 +302,40 @@ def test_learning_rate_and_schedule_are_those_given_again(tmp_path):
         scheduled(tmp_path, lambda opt: [of.ReduceLROnPlateau(opt)])
     # What was refused changed nothing.
     assert scheduled(tmp_path, warm_cosine, done=6) == rates_of(warm_cosine, LR, 6)[6:]
+
+
+def test_what_lies_beside_the_state_is_pinned_and_opens(tmp_path):
+    """golden/beside.json has the header and the record of state.tfv.beside.*: this version writes the same, and goes on with what it says."""
+
+    def made(folder):
+        model = tierflow.wrap(gpt2(n_layer=1), plan_of([folder], size=LARGE))
+        model.register_parameter("own", torch.nn.Parameter(torch.zeros(3)))  # which does not stream
+        return model, tierflow.optim.AdamW(model.parameters(), lr=LR)
+
+    model, opt = made(tmp_path / "s")
+    tierflow.resume(model, opt, data="rows.jsonl")
+    (model(**batches("gpt2", 1)[0]).loss + model.own.sum()).backward()
+    opt.step()
+    tierflow.close(model)
+    (newest,) = (tmp_path / "s").glob("state.tfv.beside.A")  # of the second generation: after the step
+    beside = newest.read_bytes()
+    header = json.loads(beside[8 : 8 + int.from_bytes(beside[:8], "little")])
+    record = json.loads(header.pop("__metadata__")["record"])
+    written = {"tensors": {name: [of["dtype"], of["shape"]] for name, of in header.items()}, "record": record}
+    file = pathlib.Path(__file__).parent / "golden" / "beside.json"
+    if "TIERFLOW_WRITE_GOLDEN" in os.environ:
+        file.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
+    golden = json.loads(file.read_text())
+    assert written == golden
+    older = json.loads(json.dumps(golden["record"]))
+    del older["made"]["data"]
+    tensors = {name: torch.zeros(shape, dtype={"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}[kind]) for name, (kind, shape) in golden["tensors"].items()}
+    model, opt = made(tmp_path / "new")
+    for step, of in enumerate((golden["record"], older), 7):
+        journal = tierflow.durable.Journal(model, opt, [], "rows.jsonl")
+        journal.put_back(step, save_bytes({**tensors, "random.cpu": torch.get_rng_state()}, {"record": json.dumps(of)}))
+        assert journal.step == step
+    tierflow.close(model)
 
 
 def test_other_data_is_refused_by_name(tmp_path):
