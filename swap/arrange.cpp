@@ -134,22 +134,24 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   }
   host_left -= spent;
   // Residency by value a byte: hi words are read twice and written once a step, staged gradients written and read once,
-  // the rest of the state read and written once.
-  const auto keep = [&](std::vector<bool>& resident, auto bytes_of) {
+  // the rest of the state read and written once. Frozen words come last: they are read twice, and a drive that only
+  // reads does not wear.
+  const auto keep = [&](std::vector<bool>& resident, bool trainable, auto bytes_of) {
     for (std::size_t id = 0; id < chunks; ++id) {
-      const std::uint64_t bytes = bytes_of(layout.chunks()[id], id);
+      const Chunk& chunk = layout.chunks()[id];
+      const std::uint64_t bytes = chunk.trainable == trainable ? bytes_of(chunk) : 0;
       if (bytes == 0 || bytes > host_left) continue;
       resident[id] = true;
       host_left -= bytes;
     }
   };
-  keep(result.hi_resident, [](const Chunk& chunk, std::size_t) { return chunk.word_bytes(); });
-  keep(result.gradient_resident,
-       [&](const Chunk& chunk, std::size_t id) { return result.deferred[id] ? chunk.word_bytes() : 0; });
-  if (request.sums)
-    keep(result.gradient_low_resident,
-         [](const Chunk& chunk, std::size_t) { return chunk.trainable ? chunk.word_bytes() : 0; });
-  if (request.train) keep(result.state_resident, [](const Chunk& chunk, std::size_t) { return chunk.state_bytes; });
+  const auto words = [](const Chunk& chunk) { return chunk.word_bytes(); };
+  keep(result.hi_resident, true, words);
+  keep(result.gradient_resident, true,
+       [&](const Chunk& chunk) { return result.deferred[chunk.id] ? chunk.word_bytes() : 0; });
+  if (request.sums) keep(result.gradient_low_resident, true, words);
+  if (request.train) keep(result.state_resident, true, [](const Chunk& chunk) { return chunk.state_bytes; });
+  keep(result.hi_resident, false, words);
   return result;
 }
 

@@ -48,8 +48,8 @@ struct SessionOptions {
   // generations of the state lie there, and the state outlives the session. 0: only commit() commits, in place.
   int commit_every = 0;
   // Commits may be rarer than commit_every says: commits then write at most a tenth of what the steps between them
-  // write, but there is one at least every 50 steps. Where storage has no room for two generations, commit_every
-  // counts as 0.
+  // write and visit of frozen words, but there is one at least every 50 steps. Where storage has no room for two
+  // generations, commit_every counts as 0.
   bool commit_auto = false;
   // Go on with the state that a session with such commits left in `storage`, which is verified first. Budgets, engine
   // and update threads may differ; model, precision and `run` may not.

@@ -22,7 +22,8 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options) {
     const swap::Chunk& chunk = plan.layout->chunks()[id];
     const bool trained = options.train && chunk.trainable;
     const auto extent = [&](bool resident, std::uint64_t bytes, bool updated) {
-      (resident ? writes.commit : writes.load) += bytes;
+      // Frozen words are committed once, before the first step, where commits come beside the steps.
+      (resident && (trained || plan.commit_every == 0) ? writes.commit : writes.load) += bytes;
       if (resident || !updated) return;
       writes.update += bytes;
       if (at.deferred[id]) writes.deferred += bytes;
@@ -38,9 +39,11 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options) {
 }
 
 // Steps, as SessionOptions::commit_auto says.
-int commit_interval(const WriteCost& writes) {
+int commit_interval(const WriteCost& writes, const swap::Layout& layout) {
   constexpr int kMost = 50;
-  const std::uint64_t step = writes.update + writes.gradients + writes.activations;
+  std::uint64_t step = writes.update + writes.gradients + writes.activations;
+  for (const swap::Chunk& chunk : layout.chunks())
+    if (!chunk.trainable) step += 2 * chunk.word_bytes();  // visited forward and backward
   if (writes.commit > step * kMost / 10) return kMost;
   return static_cast<int>(std::max<std::uint64_t>(1, step == 0 ? 1 : (10 * writes.commit + step - 1) / step));
 }
@@ -94,7 +97,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
                                                   .train = options.train}));
   plan.commit_every = options.storage.empty() || !options.train ? 0 : options.commit_every;
   plan.writes = count_writes(plan, options);
-  if (plan.commit_every != 0 && options.commit_auto) plan.commit_every = commit_interval(plan.writes);
+  if (plan.commit_every != 0 && options.commit_auto) plan.commit_every = commit_interval(plan.writes, *plan.layout);
   for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
     const swap::Chunk& chunk = plan.layout->chunks()[id];
     for_each_piece(plan.packed.units[chunk.unit], chunk,

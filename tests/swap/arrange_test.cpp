@@ -109,5 +109,49 @@ TEST(Arrange, WithStorageTheFewestBuffersAreEnough) {
   smallest({.train = false}, 128, 1, 0);
 }
 
+// Adapters beside a frozen base: what is trained has its place in RAM before any of the base has one.
+TEST(Arrange, WhatIsTrainedIsKeptBeforeWhatIsFrozen) {
+  std::vector<UnitShape> units;
+  std::vector<StageShape> stages;
+  for (int unit = 0; unit < 40; ++unit) {
+    units.push_back(
+        {.name = "unit",
+         .groups = {{.elements = 4 << 10, .state_bytes_element = 4, .precision = "a"},
+                    {.trainable = false, .elements = 64 << 10, .state_bytes_element = 4, .precision = "a"}}});
+    stages.push_back({.units = {unit}});
+  }
+  const Layout layout(units, stages, kChunkQuantum);
+  const auto kept = [&](const ArrangeRequest& request) {
+    const Arrangement made = arrange(layout, request).value();
+    EXPECT_LE(made.host_bytes(layout), request.host_budget);
+    int trained = 0, frozen = 0;
+    for (const Chunk& chunk : layout.chunks()) {
+      const bool hi = made.resident(ExtentKind::hi, chunk.id);
+      if (!chunk.trainable) {
+        frozen += hi ? 1 : 0;
+        continue;
+      }
+      const bool gradient = !made.deferred[chunk.id] || made.resident(ExtentKind::gradient, chunk.id),
+                 low = !request.sums || made.resident(ExtentKind::gradient_low, chunk.id);
+      trained += hi && gradient && low && made.resident(ExtentKind::state, chunk.id) ? 1 : 0;
+    }
+    return std::pair(trained, frozen);
+  };
+  ArrangeRequest request{.host_budget = 4 * kMiB, .device_budget = 64 * kMiB};
+  for (const bool staged : {true, false}) {
+    request.staged = staged;
+    const auto [trained, frozen] = kept(request);
+    EXPECT_EQ(trained, 40);
+    EXPECT_GT(frozen, 5);  // with what is left
+    EXPECT_LT(frozen, 40);
+  }
+  request.sums = true;
+  EXPECT_EQ(kept(request).first, 40);
+  request = {.host_budget = kMiB, .device_budget = 64 * kMiB};
+  const auto [trained, frozen] = kept(request);
+  EXPECT_LT(trained, 40);
+  EXPECT_EQ(frozen, 0);
+}
+
 }  // namespace
 }  // namespace tierflow::swap

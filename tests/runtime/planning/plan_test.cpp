@@ -4,11 +4,13 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <set>
 
 #include "runtime/base/files.h"
 #include "runtime/planning/prediction.h"
 #include "runtime/planning/profile.h"
+#include "runtime/spec/adapters.h"
 #include "runtime/spec/stage_class.h"
 #include "support/temp_dir.h"
 
@@ -254,6 +256,40 @@ TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
   const Placement slow = choose_placement(spec, options, profile);
   EXPECT_EQ(options.swap_to_host + options.swap_to_storage, 0);
   EXPECT_EQ(slow.prediction.step_seconds, slow.step_seconds_without_swaps);
+}
+
+// Adapters are small beside the base that a step visits: they stay in RAM, nothing of them is written by a step, and
+// each step is committed all the same. A whole model in RAM is committed seldom.
+TEST(Commits, ComeEachStepWhereTheyAreSmallBesideWhatAStepVisits) {
+  const auto planned = [](const std::optional<AdapterConfig>& adapters, std::uint64_t host_memory) {
+    ModelSpec spec = parse_model_spec(
+        R"({"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":512,"hidden_size":512,)"
+        R"("intermediate_size":2048,"num_attention_heads":4,"num_key_value_heads":4,"max_position_embeddings":128,)"
+        R"("rms_norm_eps":1e-5,"tie_word_embeddings":false,"hidden_act":"silu","num_hidden_layers":6})",
+        "config.json");
+    if (adapters) add_adapters(spec, *adapters);
+    const SessionOptions options{.device_memory = 256 << 20,
+                                 .host_memory = host_memory,
+                                 .storage = {"somewhere"},
+                                 .commit_every = 1,
+                                 .commit_auto = true,
+                                 .chunk_elements = 1 << 18};
+    return plan_session(spec, options, profile_of(spec).needs(spec));
+  };
+  for (const std::uint64_t host_memory : {20ULL << 20, 1ULL << 30}) {
+    const SessionPlan plan = planned(AdapterConfig{.rank = 4, .alpha = 8}, host_memory);
+    EXPECT_EQ(plan.writes.update + plan.writes.gradients, 0U);
+    EXPECT_GT(plan.writes.commit, 0U);
+    EXPECT_LT(plan.writes.commit, 3ULL << 20);  // nothing of the base
+    EXPECT_GT(plan.writes.load, 45ULL << 20);   // which is written once
+    EXPECT_EQ(plan.commit_every, 1) << host_memory;
+    EXPECT_NO_THROW(prove(plan, true));
+  }
+  // Adapters half as large as the base: what a commit adds is a tenth of what a step moves.
+  const SessionPlan large = planned(AdapterConfig{.rank = 128, .alpha = 8}, 1ULL << 30);
+  EXPECT_GT(large.commit_every, 2);
+  EXPECT_LT(large.commit_every, 20);
+  EXPECT_EQ(planned({}, 1ULL << 30).commit_every, 50);
 }
 
 }  // namespace
