@@ -1,15 +1,20 @@
 // Run by tests/python/test_adapters.py: adapter_probe MODEL OUT STEPS [OPTION=VALUE...] trains adapters of rank 4 over
 // the model in a folder, on tokens that the test can make as well, and writes them as PEFT's folder. Prints the loss of
 // each step, and that of the tokens of step 0 at the end. Options: from (a folder of adapters to begin with), init
-// (their first values), dora, saved (a module, several times).
+// (their first values), dora, saved (a module, several times), logits (a file that gets the logits of the tokens of
+// step 0, fp32 [rows, length, vocab]: the session's at the end, and those of the written folder computed in fp32).
 #include <torch/torch.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <string>
 
 #include "runtime/base/exception.h"
+#include "runtime/models/causal_model.h"
+#include "runtime/models/key_value_cache.h"
 #include "runtime/session/session.h"
+#include "tests/runtime/models/run.h"
 
 namespace {
 
@@ -23,7 +28,7 @@ tierflow::MicroBatch batch(std::int64_t step, std::int64_t vocab) {
 
 struct Wanted {
   tierflow::AdapterConfig config{.rank = 4, .alpha = 8};
-  std::string from;
+  std::string from, logits;
 };
 
 Wanted wanted(int argc, char** argv) {
@@ -34,6 +39,8 @@ Wanted wanted(int argc, char** argv) {
       all.config.dora = true;
     else if (word.starts_with("from="))
       all.from = value;
+    else if (word.starts_with("logits="))
+      all.logits = value;
     else if (word.starts_with("init="))
       tierflow::set_adapter_init(all.config, value);
     else if (word.starts_with("saved="))
@@ -42,6 +49,33 @@ Wanted wanted(int argc, char** argv) {
       throw tierflow::Exception(tierflow::io::ErrorKind::usage, "unknown option " + word);
   }
   return all;
+}
+
+// As a session generates: each row token by token, behind what is cached of it.
+torch::Tensor logits_of(tierflow::Session& session, const torch::Tensor& ids) {
+  tierflow::KeyValueCache cache(session.model().spec(), std::vector<std::int64_t>(kRows, kLength));
+  std::vector<torch::Tensor> positions;
+  for (std::int64_t at = 0; at < kLength; ++at) {
+    tierflow::CachedRow row{.ids = ids.select(1, at).unsqueeze(0).contiguous(), .cache = &cache, .context = kLength};
+    for (std::int64_t i = 0; i < kRows; ++i)
+      row.spans.push_back({.sequence = i, .begin = i, .length = 1, .before = at});
+    positions.push_back(session.next_logits({row}).at(0));
+  }
+  return torch::stack(positions, 1);
+}
+
+torch::Tensor logits_in_fp32(const tierflow::Model& model, const torch::Tensor& ids) {
+  const torch::NoGradGuard no_grad;
+  tierflow::testing::ResidentModel m(model.spec(), torch::kFloat);
+  for (std::size_t unit = 0; unit < m.units.size(); ++unit)
+    for (std::size_t i = 0; i < m.units[unit].size(); ++i) {
+      torch::Tensor& value = m.units[unit][i];
+      model.weights(model.spec().units[unit].tensors[i], 0,
+                    {value.data_ptr<float>(), static_cast<std::size_t>(value.numel())});
+    }
+  const torch::Tensor hidden = m.forward(m.model->share({.ids = ids, .labels = ids}, torch::kCPU), false).back()[0];
+  const auto& head = dynamic_cast<const tierflow::models::CausalModel&>(*m.model).head();
+  return head.logits(m.bind(m.stages() - 1, m.units), hidden.flatten(0, 1)).contiguous();
 }
 
 }  // namespace
@@ -66,6 +100,13 @@ int main(int argc, char** argv) {
       std::printf("%.9g\n", session.step({batch(step, vocab)}, 1e-2).loss);
     std::printf("%.9g\n", session.evaluate({batch(0, vocab)}).loss);
     session.export_adapter(argv[2]);
+    if (!adapters.logits.empty()) {
+      const torch::Tensor ids = batch(0, vocab).ids;
+      std::ofstream out(adapters.logits, std::ios::binary);
+      for (const torch::Tensor& logits :
+           {logits_of(session, ids), logits_in_fp32(tierflow::with_adapters(base, argv[2]), ids)})
+        out.write(static_cast<const char*>(logits.const_data_ptr()), static_cast<std::streamsize>(logits.nbytes()));
+    }
     return 0;
   } catch (const tierflow::Exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
