@@ -1,7 +1,10 @@
 """Rows give the ids and labels that TRL's SFTTrainer trains on, packed as it packs them."""
 
-import pytest
+import sys
 
+import pytest
+import torch
+from program import needs_torch, run, small, steps_of
 from rows import CHATS, MARKED, Probe, base, messages, the_library, transformers, write_rows  # noqa: F401
 
 trl = pytest.importorskip("trl")
@@ -51,6 +54,44 @@ def test_rows_are_trls(base, tmp_path, kind):  # noqa: F811
         match = next(row for row in remaining if ids[: len(row[0])] == row[0] and labels[: len(row[0])] == row[1])
         remaining.remove(match)
         assert set(labels[len(match[0]):]) <= {-100}
+
+
+@needs_torch
+def test_the_loss_of_an_accumulated_step_is_trls(base, tmp_path):  # noqa: F811
+    """Rows of 2 to 40 trained tokens, one a micro-batch: the sum of all their losses by the number of all their tokens, no mean of means."""
+    chats = [[("user", "say it"), ("assistant", "a " * n + "b" * (n % 3))] for n in (1, 19, 2, 12)]
+    rows = write_rows(tmp_path / "a.jsonl", [{"messages": messages(chat)} for chat in chats])
+    (tmp_path / "template.jinja").write_text(MARKED)
+    tokenizer = the_library(base, MARKED)
+    tokenizer.pad_token = "<s>"
+    torch.manual_seed(2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)).bfloat16()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)  # so that tokens differ in their losses
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path / "trl"), report_to=[], use_cpu=True, bf16=False, max_length=64, assistant_only_loss=True, per_device_train_batch_size=1,
+        gradient_accumulation_steps=4, max_steps=1, logging_steps=1, save_strategy="no", gradient_checkpointing=False)
+    data = datasets.Dataset.from_list([{"messages": messages(chat)} for chat in chats])
+    trainer = trl.SFTTrainer(model=model.float(), args=arguments, train_dataset=data, processing_class=tokenizer)
+    alone = []
+    with torch.no_grad():
+        for row in trainer.train_dataset:
+            labels = torch.tensor([label if mask else -100 for label, mask in zip(row["input_ids"], row["assistant_masks"])]) if "assistant_masks" in row else torch.tensor(row["labels"])
+            alone.append(model(input_ids=torch.tensor([row["input_ids"]]), labels=labels[None]).loss.item())
+    trainer.train()
+    (theirs,) = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+    run(tmp_path, "train", "--model", "model", "--data", rows, "--chat-template", "template.jinja", "--python", sys.executable, "--packing", "none", "--held-out", "0",
+        "--steps", "1", "--micro-batches", "4", "--out", "out", *small("--sequence-length", "64", "--micro-batch", "1", "--log-json", "log.json"))
+    (ours,) = [record["loss"] for record in steps_of(tmp_path / "log.json")]
+    assert ours == pytest.approx(theirs, rel=2e-3)
+    assert abs(sum(alone) / 4 - theirs) > 0.01 * theirs
 
 
 def test_packing_is_trls(base, tmp_path):  # noqa: F811
