@@ -53,7 +53,7 @@ std::uint64_t loading_bytes(const ModelSpec& spec) {
     all_values += values;
   }
   // Those of a gradient are all there at once.
-  return most + (config.init == AdapterInit::lora_ga ? all_values : first_values);
+  return most + (of_gradient(config.init) ? all_values : first_values);
 }
 
 std::uint64_t gradient_bytes(const ModelSpec& spec) {

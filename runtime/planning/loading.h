@@ -12,7 +12,7 @@ namespace tierflow {
 // adapters. 0 where weights are stored as they come and adapters do not begin with values of theirs.
 std::uint64_t loading_bytes(const ModelSpec& spec);
 
-// Device memory that first values of a gradient take (AdapterInit::lora_ga): the sums of the stage that has the most,
+// Device memory that first values of a gradient take (of_gradient()): the sums of the stage that has the most,
 // in fp32, and a gradient in bf16 each on its way there. Else 0.
 std::uint64_t gradient_bytes(const ModelSpec& spec);
 

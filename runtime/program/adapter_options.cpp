@@ -138,9 +138,10 @@ void add_adapter_rows(OptionTable& table, TrainOptions& o) {
   table.number("loraplus-lr-ratio", o.loraplus_lr_ratio, 0, 1e6,
                "the learning rate of B is so many times A's (LoRA+; 1: LoRA)");
   table.add({.name = "init",
-             .value_name = "default|pissa|pissa_niter_N|olora|lora-ga",
+             .value_name = "default|pissa|pissa_niter_N|olora|lora-ga|lora_ga",
              .help = "first values: with a product of zero; or factors of the weights, by SVD (whole, or randomised "
-                     "with N iterations) or QR; or of their gradient in the first step",
+                     "with N iterations) or QR; or of their gradient in the first step (lora-ga as the paper has it, "
+                     "lora_ga as PEFT does)",
              .set = [&config](const auto& words) { set_adapter_init(config, words.front()); },
              .get = [&config] { return OrderedJson(adapter_init_name(config)); }});
   table.add({.name = "modules-to-save",

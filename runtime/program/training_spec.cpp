@@ -46,8 +46,9 @@ ModelSpec training_spec(const TrainOptions& options) {
   set_learning_rates(spec, learning_rate_scales(options));
   if (!loss_rule(options).pairs()) return spec;
   if (begins_with_gradient(spec))
-    throw Exception(io::ErrorKind::usage, "--init lora-ga takes the gradient of the cross-entropy: with --loss " +
-                                              options.loss + " choose another --init");
+    throw Exception(io::ErrorKind::usage, "--init " + adapter_init_name(options.lora) +
+                                              " takes the gradient of the cross-entropy: with --loss " + options.loss +
+                                              " choose another --init");
   remove_dropout(spec);
   return spec;
 }

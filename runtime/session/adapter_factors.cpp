@@ -67,14 +67,18 @@ Factors factors_of_weight(const torch::Tensor& w, const AdapterConfig& config, c
   });
 }
 
-Factors factors_of_gradient(const torch::Tensor& gradient, const FactorsOf& of) {
+Factors factors_of_gradient(const torch::Tensor& gradient, AdapterInit init, const FactorsOf& of) {
   return apart([&]() -> Factors {
     if (!std::isfinite(gradient.sum().item<double>()))
       fail(io::ErrorKind::numeric, of.name, "has a gradient that is not finite: adapters cannot begin with it");
-    const std::int64_t wide = columns_of(gradient, {.init = AdapterInit::lora_ga}, of);
+    const std::int64_t wide = columns_of(gradient, {.init = init}, of);
     const auto [u, s, vh] = randomised(gradient, wide, kGradientIterations, of);
-    const double factor = std::pow(static_cast<double>(gradient.size(0)), 0.25) / std::sqrt(kGamma);
-    return {.a = rounded(vh.narrow(0, 0, of.rank) * factor), .b = rounded(u.narrow(1, of.rank, of.rank) * factor)};
+    const torch::Tensor right = vh.narrow(0, 0, of.rank), left = u.narrow(1, of.rank, of.rank);
+    const bool peft = init == AdapterInit::peft_lora_ga;
+    const auto out = static_cast<double>(gradient.size(peft && of.transposed ? 1 : 0));
+    const double factor = std::pow(out, 0.25) / std::sqrt(kGamma);
+    if (peft) return {.a = rounded(right), .b = rounded(left * (s.narrow(0, of.rank, of.rank) * factor))};
+    return {.a = rounded(right * factor), .b = rounded(left * factor)};
   });
 }
 

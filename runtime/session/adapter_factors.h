@@ -19,7 +19,8 @@ struct Factors {
 struct FactorsOf {
   std::string name;  // of the weight: it decides, with the seed, what a randomised decomposition begins with
   std::int64_t rank = 0;
-  double scale = 1;  // of the adapter
+  double scale = 1;         // of the adapter
+  bool transposed = false;  // W is stored as [in, out]
   std::uint64_t seed = 0;
 };
 
@@ -31,8 +32,12 @@ struct FactorsOf {
 Factors factors_of_weight(const torch::Tensor& w, const AdapterConfig& config, const FactorsOf& of);
 
 // Of the gradient G of W (Wang et al., LoRA-GA, 2024): with the randomised decomposition G = U S V^T, 4 r wide and with
-// four iterations, A0 = f V_{1..r}^T and B0 = f U_{r+1..2r}, f = out^(1/4) / sqrt(gamma), gamma = 16. Throws Exception
-// (kind numeric) naming the weight, where G is not finite.
-Factors factors_of_gradient(const torch::Tensor& gradient, const FactorsOf& of);
+// four iterations:
+//   lora_ga:      A0 = f V_{1..r}^T and B0 = f U_{r+1..2r}, f = out^(1/4) / sqrt(gamma), gamma = 16;
+//   peft_lora_ga: A0 = V_{1..r}^T and B0 = f U_{r+1..2r} S_{r+1..2r} (PEFT 0.21, LoraLayer.lora_ga_init with the
+//                 defaults of LoraGAConfig: direction ArB2r, scale stable). In f, PEFT takes for `out` the rows of the
+//                 weight as it is stored: the inputs of GPT-2's layers.
+// Throws Exception (kind numeric) naming the weight, where G is not finite.
+Factors factors_of_gradient(const torch::Tensor& gradient, AdapterInit init, const FactorsOf& of);
 
 }  // namespace tierflow

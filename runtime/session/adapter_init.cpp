@@ -46,7 +46,7 @@ class BaseFactors {
   }
 
   void read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-    if (config_.init == AdapterInit::lora_ga) {
+    if (of_gradient(config_.init)) {
       std::ranges::fill(out, 0.0F);
       return;
     }

@@ -28,10 +28,10 @@ class BaseValues {
   std::map<std::string, TensorSpec> layers_;  // weights by module
 };
 
-// For the adapters of `spec`, first values A0 and B0 of each layer's W as adapter_factors.h says; before lora_ga has
-// its gradient, zeros. Other tensors have their values from `base`. Takes memory for one W and what its decomposition
-// needs, and for the factors of a unit. The source throws Exception (kind input) naming the weight, where it is not
-// finite.
+// For the adapters of `spec`, first values A0 and B0 of each layer's W as adapter_factors.h says; before the gradient
+// has its gradient, zeros. Other tensors have their values from `base`. Takes memory for one W and what its
+// decomposition needs, and for the factors of a unit. The source throws Exception (kind input) naming the weight, where
+// it is not finite.
 WeightSource adapters_from_base(const ModelSpec& spec, const AdapterConfig& config, std::uint64_t seed,
                                 BaseValues base);
 

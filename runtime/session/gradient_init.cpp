@@ -12,7 +12,10 @@
 namespace tierflow {
 
 GradientInit::GradientInit(const ModelSpec& spec, std::uint64_t seed, torch::Device device)
-    : spec_(spec), seed_(seed), device_(device) {}
+    : spec_(spec),
+      init_(parse_adapter_config(spec.adapter_config_json, "the model's adapters").init),
+      seed_(seed),
+      device_(device) {}
 
 std::vector<GradientInit::Weight> GradientInit::weights_of(int stage) const {
   std::map<std::string, Weight> wanted;  // by module
@@ -30,6 +33,7 @@ std::vector<GradientInit::Weight> GradientInit::weights_of(int stage) const {
         weight.of.rank = tensor.shape[1];
         weight.of.scale = tensor.scale;
         weight.of.seed = seed_;
+        weight.of.transposed = has_transposed_weights(spec_);
       }
       ++position;
     }
@@ -53,7 +57,7 @@ void GradientInit::take(int stage) {
   const std::vector<Weight> weights = weights_of(stage);
   for (std::size_t i = 0; i < weights.size(); ++i) {
     const torch::Tensor sum = std::exchange(sums_[i], {}).to(torch::kCPU);
-    factors_[weights[i].module] = factors_of_gradient(has_transposed_weights(spec_) ? sum.t() : sum, weights[i].of);
+    factors_[weights[i].module] = factors_of_gradient(weights[i].of.transposed ? sum.t() : sum, init_, weights[i].of);
   }
 }
 

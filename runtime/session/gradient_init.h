@@ -31,6 +31,7 @@ class GradientInit {
   std::vector<Weight> weights_of(int stage) const;
 
   const ModelSpec& spec_;
+  const AdapterInit init_;
   const std::uint64_t seed_;
   const torch::Device device_;
   std::vector<torch::Tensor> sums_;  // of the stage at hand

@@ -104,8 +104,7 @@ class Session {
   // of the step before. Without clipping this holds as long as no update of the step has run.
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
   StepResult step(const std::vector<MicroBatch>& batches) { return step(batches, adamw_lr()); }
-  // Whether the adapters still lack their first values, which come from the gradient of the base
-  // (AdapterInit::lora_ga).
+  // Whether the adapters still lack their first values, which come from the gradient of the base: see of_gradient().
   bool waits_for_gradient() const;
   // Computes those values from the gradient of the mean loss over options.micro_batches micro-batches. The base streams
   // as in a step; nothing else changes. After an exception the session can only be destroyed, and has committed

@@ -18,7 +18,8 @@
 namespace tierflow {
 namespace {
 
-constexpr std::array<std::string_view, 4> kInits = {"default", "pissa", "olora", "lora-ga"};  // by AdapterInit
+constexpr std::array<std::string_view, 5> kInits = {"default", "pissa", "olora", "lora-ga",
+                                                    "lora_ga"};  // by AdapterInit
 constexpr std::string_view kIterated = "pissa_niter_";
 constexpr std::int64_t kMostIterations = 100;
 
@@ -113,7 +114,7 @@ void set_adapter_init(AdapterConfig& config, const std::string& name) {
 
 std::uint64_t basis_columns(const AdapterConfig& config, std::uint64_t rank, std::uint64_t out, std::uint64_t in) {
   if (config.init == AdapterInit::olora) return rank;
-  if (config.init == AdapterInit::lora_ga) return std::min({4 * rank, out, in});
+  if (of_gradient(config.init)) return std::min({4 * rank, out, in});
   return config.pissa_iterations == 0 ? 0 : std::min({rank + 8, out, in});
 }
 

@@ -13,8 +13,12 @@ namespace tierflow {
 // = W x + scale * (B(A(x)) - B0(A0(x))) with frozen first values A0 and B0: the same as adapters of a base W - scale *
 // B0 A0, which need not be written. pissa: its largest singular values. olora: the first rows and columns of its QR
 // decomposition. lora_ga: of the gradient of the loss with respect to the weight, its first left and right singular
-// vectors.
-enum class AdapterInit : std::uint8_t { standard, pissa, olora, lora_ga };
+// vectors, as the paper has them. peft_lora_ga: the same with the lengths that PEFT gives them.
+enum class AdapterInit : std::uint8_t { standard, pissa, olora, lora_ga, peft_lora_ga };
+// Whether they come from the gradient.
+constexpr bool of_gradient(AdapterInit init) {
+  return init == AdapterInit::lora_ga || init == AdapterInit::peft_lora_ga;
+}
 
 struct AdapterConfig {
   std::int64_t rank = 8;
@@ -44,7 +48,8 @@ struct AdapterConfig {
   bool operator==(const AdapterConfig&) const = default;
 };
 
-// What `init` and what belongs to it are called: "default", "pissa", "pissa_niter_N", "olora" or "lora-ga".
+// What `init` and what belongs to it are called: "default", "pissa", "pissa_niter_N", "olora", "lora-ga", or
+// as PEFT calls its own "lora_ga".
 std::string adapter_init_name(const AdapterConfig& config);
 // The other way. Throws Exception (kind usage) with these names.
 void set_adapter_init(AdapterConfig& config, const std::string& name);

@@ -246,24 +246,24 @@ std::string name_beside_base(const TensorSpec& tensor) {
 
 void check_first_factors(const ModelSpec& spec) {
   // Of a gradient, A0 takes the first singular vectors and B0 those that follow.
-  const bool of_gradient = begins_with_gradient(spec);
+  const bool gradient = begins_with_gradient(spec);
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
       const AdapterPart part = adapter_part(tensor);  // A0 is [rank, in], B0 [out, rank]
       if (part != AdapterPart::initial_a && part != AdapterPart::initial_b) continue;
       const std::int64_t rank = tensor.shape[part == AdapterPart::initial_a ? 0 : 1],
                          side = tensor.shape[part == AdapterPart::initial_a ? 1 : 0];
-      if ((of_gradient ? 2 : 1) * rank > side)
+      if ((gradient ? 2 : 1) * rank > side)
         fail_usage(
             fmt::format("adapters of rank {} cannot begin with factors of {}.weight{}, whose smaller side is {}: "
                         "exclude it, or give it a smaller rank",
-                        rank, linear_module(tensor), of_gradient ? "'s gradient, which are twice as many" : "", side));
+                        rank, linear_module(tensor), gradient ? "'s gradient, which are twice as many" : "", side));
     }
 }
 
 bool begins_with_gradient(const ModelSpec& spec) {
   return !spec.adapter_config_json.empty() &&
-         parse_adapter_config(spec.adapter_config_json, "the model's adapters").init == AdapterInit::lora_ga;
+         of_gradient(parse_adapter_config(spec.adapter_config_json, "the model's adapters").init);
 }
 
 std::string tied_name_beside_base(const ModelSpec& spec) {

@@ -44,7 +44,7 @@ bool is_adapter(const TensorSpec& tensor);
 // Throws Exception (kind usage) where adapters begin with more factors of a weight than it has: their rank is above its
 // smaller side, or twice their rank where they begin with a gradient's.
 void check_first_factors(const ModelSpec& spec);
-// Whether the adapters' first values come from the gradient of the base (AdapterInit::lora_ga).
+// Whether the adapters' first values come from the gradient of the base (of_gradient()).
 bool begins_with_gradient(const ModelSpec& spec);
 
 // The name of a tensor in PEFT's folder, if it is of a model with adapters and belongs there: adapters, and the tensors

@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 import transformers
+from peft.tuners.lora.loraga import preprocess_loraga
 from program import BUILD, needs_torch
 from safetensors.torch import load_file
 
@@ -233,6 +234,31 @@ def test_first_values_of_the_gradient_are_its_singular_vectors(family, tmp_path)
     # It learns as the others do.
     losses = probe(tmp_path / "model", tmp_path / "tuned", 30, "init=lora-ga")
     assert losses[0] == probe(tmp_path / "model", tmp_path / "one", 1)[0] and losses[-2] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_first_values_of_the_gradient_by_pefts_name_are_those_of_peft(family, tmp_path):
+    make_base(family, tmp_path / "model")
+    begun = probe(tmp_path / "model", tmp_path / "begun", 0, "init=lora_ga")
+    assert begun == probe(tmp_path / "model", tmp_path / "unchanged", 0)
+    config = json.loads((tmp_path / "begun" / "adapter_config.json").read_text())
+    assert (config["r"], config["init_lora_weights"]) == (8, True)
+    values = load_file(tmp_path / "begun" / "adapter_model.safetensors")
+
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=config["target_modules"], fan_in_fan_out=family == "gpt2", init_lora_weights="lora_ga", lora_ga_config=peft.LoraGAConfig())
+    model = plain(tmp_path / "model")
+    preprocess_loraga(model, lora, lambda: loss_of(model, 0).backward())
+    theirs = dict(peft.get_peft_model(model, lora).named_parameters())
+    layers = [name for name in values if "lora_A" in name]
+    assert len(layers) == 2 * {"llama": 7, "gpt2": 4}[family]
+    for name in layers:
+        other = name.replace("lora_A", "lora_B")
+        a, b = values[name][4:], -values[other][:, 4:]
+        a0, b0 = (theirs[each.replace("weight", "default.weight")].detach() for each in (name, other))
+        # The same up to the signs that a pair of singular vectors may change together: their spaces, and their lengths.
+        for ours, peers in ((a.t() @ a, a0.t() @ a0), (b @ b.t(), b0 @ b0.t())):
+            assert (ours - peers).norm() < 0.1 * peers.norm(), name
+        assert torch.allclose(a.norm(dim=1), a0.norm(dim=1), rtol=1e-2) and torch.allclose(b.norm(dim=0), b0.norm(dim=0), rtol=5e-2), name
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])

@@ -244,8 +244,10 @@ TEST_P(SessionAdapters, FirstValuesFromTheBaseAreTheSameStreamed) {
 // budget, clipped or not, and the model begins as it is. A run that is gone on with has them.
 TEST_P(SessionAdapters, FirstValuesOfTheGradientAreTheSameStreamed) {
   const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
-  const AdapterConfig config{.rank = 2, .alpha = 8, .exclude = {"shared_expert_gate"}, .init = AdapterInit::lora_ga};
-  for (const WeightFormat format : {WeightFormat::bf16, WeightFormat::nf4}) {
+  AdapterConfig config{.rank = 2, .alpha = 8, .exclude = {"shared_expert_gate"}};
+  for (const auto& [format, init] :
+       {std::pair{WeightFormat::nf4, AdapterInit::peft_lora_ga}, std::pair{WeightFormat::bf16, AdapterInit::lora_ga}}) {
+    config.init = init;
     const Model base = with_base_format(plain, format);
     const Model model = with_adapters(base, config, 5);
     const auto run_of = [&](SessionOptions options, const std::vector<std::int64_t>& stops) {
