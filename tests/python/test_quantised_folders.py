@@ -227,6 +227,38 @@ def test_fp8_is_kept_as_the_folder_has_it(work, folders):
     assert exported.keys() != {} and all(value.shape == exported[name].shape for name, value in expected.items() if "magnitude" not in name)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_experts_in_fp8_one_by_one_are_kept_as_the_folder_has_them(work, family):
+    """As the official FP8 folders have them: every linear layer in tiles of 128 x 128, each expert's by itself, and routers, norms, embedding and head in bf16."""
+    config = CONFIGS[family]()
+    config.vocab_size, config.hidden_size, config.moe_intermediate_size, config.max_position_embeddings = 256, 192, 160, 128  # tiles that are not full
+    torch.manual_seed(5)
+    randomised(config).bfloat16().save_pretrained(work / "plain")
+    stored, values = {}, {}
+    for name, weight in load_file(work / "plain" / "model.safetensors").items():
+        parts, values[name] = fp8(name, weight) if name.endswith("_proj.weight") else ({name: weight}, weight)
+        stored |= parts
+    assert all(f"model.layers.2.mlp.experts.1.{part}_proj.weight_scale_inv" in stored for part in ("gate", "up", "down"))
+    config = json.loads((work / "plain" / "config.json").read_text())
+    for folder, tensors, extra in ("stored", stored, {"quantization_config": METHODS["fp8"][1]}), ("values", values, {}):
+        (work / folder).mkdir()
+        save_file(tensors, work / folder / "model.safetensors")
+        (work / folder / "config.json").write_text(json.dumps({**config, **extra}))
+
+    assert loss(work, "stored") == loss(work, "values") != loss(work, "plain")
+    losses, adapters, said = {}, {}, {}
+    kept = ["--base-precision", "fp8"]
+    for name, model, words in ("bf16", "values", []), ("kept", "stored", kept), ("streamed", "stored", [*kept, "--storage", "store", "--host-memory", "2MiB"]):
+        done = run(work, *LORA, "--model", model, "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
+        losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
+        adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
+        said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
+    assert losses["bf16"] == losses["kept"] == losses["streamed"] and len(losses["bf16"]) == 3
+    assert adapters["bf16"] == adapters["kept"] == adapters["streamed"]
+    codes = sum(value.numel() for value in stored.values() if value.dtype == torch.float8_e4m3fn)
+    assert said["bf16"]["host_memory"] - said["kept"]["host_memory"] > 0.8 * codes
+
+
 def test_parts_that_do_not_fit_are_refused(work, folders):
     stored = folders("nf4-double")
     module = "model.layers.1.mlp.up_proj.weight"
