@@ -1,7 +1,11 @@
 """The program on rows of conversations, from the outside: prepare, preview, train, evaluate."""
 
+import contextlib
 import json
+import os
 import pathlib
+import pty
+import subprocess
 
 import pytest
 
@@ -65,6 +69,21 @@ def test_preview_marks_what_is_trained(chat):
     assert sum(len(part["ids"]) for part in sequence["runs"] if part["trained"]) == sequence["trained"]
     done = run(chat, "data", "preview", "0", *choice(), ok=False)
     assert done.returncode == 2 and "--examples" in done.stderr
+
+
+def test_on_a_terminal_what_is_trained_is_green(chat):
+    plain = run(chat, "data", "preview", "2", *choice()).stdout
+    terminal, there = pty.openpty()
+    with os.fdopen(terminal, "rb", buffering=0) as shown:
+        run(chat, "data", "preview", "2", *choice(), capture_output=False, stdout=there, stderr=subprocess.PIPE)
+        os.close(there)
+        pieces = []
+        with contextlib.suppress(OSError):  # the end of a terminal that nobody writes to any more
+            while piece := shown.read(4096):
+                pieces.append(piece)
+    text = b"".join(pieces).decode().replace("\r\n", "\n")
+    assert "\033[32m" in text and "{+" not in text
+    assert text.replace("\033[32m", "{+").replace("\033[0m", "+}") == plain
 
 
 def test_training_counts_the_assistants_tokens_alone(chat, base):  # noqa: F811
