@@ -225,6 +225,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("departures", &Streamer::departures)
       .def("describe", &Streamer::describe);
   register_layers(module);
+  register_data(module);
   module.def("plan", &plan_of);
   module.def("stored_tensors", &stored_tensors);
   module.def("checkpoint_aliases", [](const std::string& name) { return checkpoint_aliases(name); });

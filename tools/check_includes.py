@@ -26,7 +26,7 @@ ROOMS = {
     "models": {"base", "spec"},
     "optimizer": {"base"},
     "state": {"base", "spec", "checkpoint", "planning"},
-    "session": {"base", "spec", "checkpoint", "planning", "device", "models", "state"},
+    "session": {"base", "data", "spec", "checkpoint", "planning", "device", "models", "state"},
     "stream": {"base", "spec", "checkpoint", "planning", "device", "models", "state"},
     "program": {"base", "data", "spec", "checkpoint", "planning", "device", "models", "state", "session"},
 }

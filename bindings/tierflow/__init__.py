@@ -9,7 +9,7 @@ Then train as usual, or with tierflow.Trainer(model, opt), which fetches each la
 
 import torch as _torch  # before _native: it brings the libraries that _native is linked to
 
-from . import _native, optim
+from . import _native, data, optim
 from ._native import (
     CancelledError,
     CorruptionError,
@@ -34,7 +34,7 @@ if _torch.__version__.split("+")[0] != _native.torch_version.split("+")[0]:
 
 __all__ = [
     "Budget", "CancelledError", "CorruptionError", "EnvironmentError", "Error", "InputError", "LockedError", "NumericError", "OutOfMemoryError", "Plan",
-    "StepResult", "StorageError", "Trainer", "UsageError", "close", "init_empty", "load", "load_checkpoint", "optim", "plan", "resume", "save",
+    "StepResult", "StorageError", "Trainer", "UsageError", "close", "data", "init_empty", "load", "load_checkpoint", "optim", "plan", "resume", "save",
     "save_checkpoint", "stats", "wrap",
 ]  # fmt: skip
 __version__ = "0.1.0"

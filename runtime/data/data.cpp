@@ -177,6 +177,9 @@ std::int64_t Dataset::training_sequences() const {
 std::int64_t Dataset::held_out_sequences() const {
   return impl_->held_out * impl_->group;
 }
+std::int64_t Dataset::sequence_length() const {
+  return impl_->length;
+}
 std::int64_t Dataset::tokens() const {
   std::int64_t tokens = 0;
   for (const DataPart& part : impl_->parts) tokens += part.summary().tokens;

@@ -91,6 +91,7 @@ class Dataset {
   // Of one epoch. Where datasets are mixed it ends with the one that is used up first; the others go on in the next.
   std::int64_t training_sequences() const;
   std::int64_t held_out_sequences() const;
+  std::int64_t sequence_length() const;
   std::int64_t tokens() const;
   std::int64_t skipped_records() const;
   // Hash of the packed tokens and of the options that shape sequences: equal means that a position can be resumed.

@@ -59,9 +59,7 @@ int run_eval(const EvalOptions& options) {
   log.begin();
   const Evaluation found = session.evaluate(
       batches,
-      [&](std::int64_t index) {
-        return micro_batch(data, which, index * rows, std::min(rows, count - index * rows), options.sequence_length);
-      },
+      [&](std::int64_t index) { return micro_batch(data, which, index * rows, std::min(rows, count - index * rows)); },
       [&](std::int64_t index, const MicroBatch& batch, const HeadScores& scores) {
         if (documents) documents->add(data, index * rows, batch, scores);
         if (teacher) teacher->add(batch, scores);

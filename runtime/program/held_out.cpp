@@ -8,6 +8,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"
 #include "runtime/program/loss_options.h"
+#include "runtime/session/data_batches.h"
 
 namespace tierflow {
 namespace {
@@ -73,8 +74,7 @@ void HeldOut::evaluate(Session& session, std::int64_t step, double& loss) {
 double HeldOut::evaluate_sequences(Session& session, std::int64_t step, std::int64_t count) {
   const std::int64_t rows = options_.micro_batch;
   const Evaluation found = session.evaluate((count + rows - 1) / rows, [&](std::int64_t index) {
-    return micro_batch(data_, Sequences::held_out, index * rows, std::min(rows, count - index * rows),
-                       options_.sequence_length);
+    return micro_batch(data_, Sequences::held_out, index * rows, std::min(rows, count - index * rows));
   });
   log_.evaluation(step, found, session);
   return found.loss;

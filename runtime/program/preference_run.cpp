@@ -58,7 +58,7 @@ std::vector<double> PreferenceRun::computed_reference(Session& session, Training
 }
 
 MicroBatch PreferenceRun::batch(Sequences which, std::int64_t first, std::int64_t rows) const {
-  MicroBatch batch = micro_batch(data_, which, first, rows, options_.sequence_length);
+  MicroBatch batch = micro_batch(data_, which, first, rows);
   for (std::int64_t row = first; row < first + rows && !reference_.empty(); ++row) {
     const std::int64_t number =
         which == Sequences::training ? data_.number_of_training(row) : data_.number_of_held_out(row);

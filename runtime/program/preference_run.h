@@ -26,7 +26,7 @@ class PreferenceRun {
   // was resumed. identity: of the run. Throws Exception: corruption where the state has steps and its reference is
   // missing, damaged or another run's; numeric where it is not finite; Stopped. What ends the pass discards the store.
   void set_reference(Session& session, const std::string& identity, TrainingLog& log);
-  // As micro_batch() in run_common.h, with the reference.
+  // As micro_batch() in data_batches.h, with the reference.
   MicroBatch batch(Sequences which, std::int64_t first, std::int64_t rows) const;
   // Over the first `rows` held-out sequences.
   PairTotals evaluate(Session& session, std::int64_t rows) const;

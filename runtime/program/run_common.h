@@ -1,10 +1,11 @@
 #pragma once
-// What `train` and `eval` share: the device, budgets and micro-batches that the options mean.
+// What `train` and `eval` share: the device, the model and the data that the options mean.
 #include <memory>
 
 #include "runtime/data/data.h"
 #include "runtime/program/options.h"
 #include "runtime/program/training_log.h"
+#include "runtime/session/data_batches.h"
 #include "runtime/session/session.h"
 
 namespace tierflow {
@@ -22,10 +23,5 @@ Model training_model(const TrainOptions& options, const ModelSpec& spec);
 Dataset prepare_data(DataOptions options, TrainingLog& log);
 // Says which device it is; steps in the log tell what a card does from then on.
 void announce_device(const RunOptions& options, const SessionOptions& settings, TrainingLog& log);
-
-// Micro-batches of `rows` sequences from the `first` on: of those that are trained on, held out, or all by number.
-enum class Sequences : std::uint8_t { training, held_out, numbered };
-MicroBatch micro_batch(const Dataset& data, Sequences which, std::int64_t first, std::int64_t rows,
-                       std::int64_t length);
 
 }  // namespace tierflow

@@ -18,6 +18,16 @@ cmake --build "$work/build"
 "$work/build/finetune" "$work/state" "$work/model" "$work/out"
 test -s "$work/out/config.json"
 compgen -G "$work/out/*.safetensors" >/dev/null
+# Conversations: prepared by the program, trained on by the library.
+adapters=$here/../../examples/adapters
+python=$here/../../.venv/bin/python
+"$python" "$adapters/make_data.py" "$work/data"
+"$work/prefix/bin/tierflow" init --config "$adapters/config.json" --out "$work/base" --seed 3
+cp "$work"/data/tokenizer/* "$work/base"
+"$work/prefix/bin/tierflow" data prepare --model "$work/base" --data "$work/data/chats.jsonl" --out "$work/rows.tfd" --data-cache "$work/cache" \
+  --python "$python" --sequence-length 128
+"$work/build/chat_lora" "$work/state" "$work/base" "$work/rows.tfd" "$work/adapter"
+test -s "$work/adapter/adapter_model.safetensors"
 # The installed program finds its library.
 head -c 8192 /dev/zero >"$work/tokens.bin"
 "$work/prefix/bin/tierflow" eval --model "$work/out" --data "$work/tokens.bin" --sequence-length 32 --device-memory 64MiB --host-memory 16MiB

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from rows import PLAIN, base, messages, the_library, write_rows  # noqa: F401
 from streaming import BUILD, TEXT, torch, transformers
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples" / "python"
@@ -47,9 +48,17 @@ def test_full_finetune_in_both_orders(layers, model_folder, tmp_path):
     transformers.LlamaForCausalLM.from_pretrained(tmp_path / "a")
 
 
-def test_lora(model_folder, tmp_path):
+def test_lora(base, tmp_path):  # noqa: F811
     pytest.importorskip("peft")
-    run("lora.py", model_folder, tmp_path / "out", *storage(tmp_path), "--device", "2MiB", "--host", "200KiB")
+    tokenizer = the_library(base, PLAIN)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TEXT, "vocab_size": len(tokenizer)}, num_key_value_heads=2)).bfloat16().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    chats = [[("user", f"What is {a} + {b}?"), ("assistant", f"It is {a + b}.")] for a in range(8) for b in range(8)]
+    rows = write_rows(tmp_path / "chats.jsonl", [{"messages": messages(chat)} for chat in chats])
+    subprocess.run([BUILD / "tierflow", "data", "prepare", "--model", tmp_path / "model", "--data", rows, "--out", tmp_path / "rows.tfd", "--python", sys.executable,
+                    "--data-cache", tmp_path / "cache"], check=True, capture_output=True)  # fmt: skip
+    run("lora.py", tmp_path / "model", tmp_path / "rows.tfd", tmp_path / "out", *storage(tmp_path), "--device", "4MiB", "--host", "300KiB", "--length", "128", "--steps", "15")
     assert (tmp_path / "out" / "adapter_model.safetensors").exists() and not list((tmp_path / "store").iterdir())
 
 

@@ -1,0 +1,59 @@
+"""Rows that `tierflow data prepare --out rows.tfd` wrote, packed into sequences as the program packs them."""
+
+import pathlib
+from collections.abc import Sequence
+
+import torch
+
+from . import _native
+
+IGNORED = -100
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences of one length, each a dictionary of int64 tensors [sequence_length] as transformers' models take them: `input_ids`; `labels`, not
+    shifted, -100 where a token is not trained on; and, where several rows share a sequence, `position_ids`, which begin anew with each row.
+
+    files: a .tfd file, a folder that holds one, or several files with `weights`, their shares of the sequences. vocab_size: of the model; a larger id
+    is an error. packing: "auto" and "bfd" pack several rows a sequence, "none" pads, "concat" cuts. held_out: the share of the sequences that
+    `held_out()` gives, and this does not. The order is that of the program's first epoch with this seed; shuffle as you like.
+    """
+
+    def __init__(
+        self,
+        files: str | pathlib.Path | Sequence[str | pathlib.Path],
+        *,
+        vocab_size: int,
+        sequence_length: int,
+        packing: str = "auto",
+        weights: Sequence[float] = (),
+        held_out: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        named = [files] if isinstance(files, (str, pathlib.Path)) else files
+        found = [str(file) for path in map(pathlib.Path, named) for file in (sorted(path.glob("*.tfd")) if path.is_dir() else [path])]
+        for file in found:
+            if not file.endswith(".tfd"):
+                raise _native.UsageError(f"{file} is no file of prepared rows: tierflow data prepare --model DIR --data {file} --out rows.tfd makes one")
+        if not found:
+            raise _native.InputError(f"{', '.join(map(str, named))} holds no .tfd file: tierflow data prepare --out rows.tfd makes one")
+        self._native = _native.Dataset(found, list(weights), packing, vocab_size, sequence_length, held_out, seed)
+        self._held_out = False
+
+    def held_out(self) -> "Rows":
+        """The sequences that are kept for evaluation."""
+        other = object.__new__(type(self))
+        other._native, other._held_out = self._native, True
+        return other
+
+    def __len__(self) -> int:
+        return self._native.held_out_sequences() if self._held_out else self._native.training_sequences()
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} sequences")
+        ids, predicted, positions = self._native.batch(self._held_out, index, 1)
+        labels = torch.full_like(ids, IGNORED)
+        labels[:, 1:] = predicted[:, :-1]  # the program's say what each position predicts, transformers' what stands there
+        row = {"input_ids": ids[0], "labels": labels[0]}
+        return row if positions is None else {**row, "position_ids": positions[0]}

@@ -1,0 +1,76 @@
+"""tierflow.data: prepared rows in Python are the program's sequences, as transformers' models take them."""
+
+import subprocess
+import sys
+
+import pytest
+from rows import CHATS, PLAIN, Probe, base, messages, the_library, write_rows  # noqa: F401
+from streaming import BUILD, tierflow, torch, transformers
+
+LENGTH, VOCAB = 64, 400
+
+
+@pytest.fixture(scope="module")
+def prepared(base, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("prepared")
+    tokenizer = the_library(base, PLAIN)
+    transformers.LlamaConfig(vocab_size=VOCAB).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    chats = [chat for chat in CHATS if chat is not CHATS[2]] * 3
+    rows = write_rows(folder / "chats.jsonl", [{"messages": messages(chat)} for chat in chats])
+    subprocess.run([BUILD / "tierflow", "data", "prepare", "--model", folder / "model", "--data", rows, "--out", folder / "rows.tfd", "--python", sys.executable,
+                    "--data-cache", folder / "cache"], check=True, capture_output=True)  # fmt: skip
+    return folder / "rows.tfd"
+
+
+def rows_of(prepared, **more):
+    return tierflow.data.Rows(prepared, vocab_size=VOCAB, sequence_length=LENGTH, **more)
+
+
+@pytest.mark.parametrize("packing", ["bfd", "none", "concat"])
+def test_rows_are_the_programs(prepared, base, tmp_path, packing):  # noqa: F811
+    expected = Probe(base, tmp_path).sequences(prepared, sequence_length=LENGTH, packing=packing, seed=5, held_out=0)
+    rows = rows_of(prepared, packing=packing, seed=5)
+    assert len(rows) == len(expected) > 2
+    for row, (ids, labels, positions) in zip(rows, expected, strict=True):
+        assert row["input_ids"].tolist() == ids
+        assert row["labels"].tolist() == [-100, *labels[:-1]]
+        assert row["position_ids"].tolist() == positions if packing == "bfd" else "position_ids" not in row
+    # Of a folder, and beside rows that are held out, in batches.
+    assert len(rows_of(prepared.parent)) > 0
+    split = rows_of(prepared, packing=packing, held_out=0.5)
+    assert 0 < len(split.held_out()) < len(rows) and len(split) + len(split.held_out()) == len(rows)
+    seen = sorted(row["input_ids"].tolist() for part in (split, split.held_out()) for row in part)
+    assert seen == sorted(row["input_ids"].tolist() for row in rows)
+    batch = next(iter(torch.utils.data.DataLoader(rows, 2)))
+    assert all(value.shape == (2, LENGTH) and value.dtype == torch.int64 for value in batch.values())
+
+
+def test_packed_rows_do_not_see_each_other(prepared):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=LENGTH))
+    packed = next(row for row in rows_of(prepared) if (row["position_ids"] == 0).sum() > 1)
+    starts = [*torch.nonzero(packed["position_ids"] == 0).flatten().tolist(), LENGTH]
+    sums = counted = 0
+    with torch.no_grad():
+        together = model(**{name: value[None] for name, value in packed.items()}).loss
+        for begin, end in zip(starts, starts[1:]):
+            labels = packed["labels"][begin:end]
+            count = (labels[1:] >= 0).sum().item()
+            if count:
+                sums += model(input_ids=packed["input_ids"][None, begin:end], labels=labels[None]).loss * count
+            counted += count
+    assert counted == (packed["labels"] >= 0).sum() and together == pytest.approx((sums / counted).item(), rel=1e-5)
+
+
+def test_what_cannot_be_read_is_refused(prepared, tmp_path):
+    with pytest.raises(tierflow.UsageError, match="chats.jsonl is no file of prepared rows: tierflow data prepare"):
+        rows_of(prepared.parent / "chats.jsonl")
+    with pytest.raises(tierflow.InputError, match="holds no .tfd file"):
+        rows_of(tmp_path)
+    with pytest.raises(tierflow.InputError, match="rows.tfd.*vocabulary"):
+        tierflow.data.Rows(prepared, vocab_size=200, sequence_length=LENGTH)
+    rows = rows_of(prepared)
+    with pytest.raises(IndexError, match=f"there are {len(rows)} sequences"):
+        rows[len(rows)]
