@@ -130,15 +130,19 @@ void RunResult::check_space(const ResultFolder& folder) const {
 }
 
 void RunResult::write(Session& session, const Progress& progress) {
+  if (!folder_) return commit(session);
   try {
-    if (folder_) {
-      fill(*folder_, session, progress);
-      folder_->finish();
-    } else {
-      session.commit();
-    }
+    fill(*folder_, session, progress);
+    folder_->finish();
   } catch (const Exception& error) {
-    if (folder_) fail_with_state_kept(error, session, options_);
+    fail_with_state_kept(error, session, options_);
+  }
+}
+
+void RunResult::commit(Session& session) const {
+  try {
+    session.commit();
+  } catch (const Exception& error) {
     fail_with(error, fmt::format("what was written stays: {} says whether it can be opened",
                                  export_command(options_.storage)));
   }

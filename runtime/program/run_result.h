@@ -29,6 +29,8 @@ class RunResult {
   // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. If that
   // fails the state stays in the storage folders, and the Exception gives the command that exports it.
   void write(Session& session, const Progress& progress);
+  // Commits the state. If that fails, the Exception gives the command that says whether it can be opened.
+  void commit(Session& session) const;
   // After step `step`: writes the model as --out/checkpoint-N. When it is whole, older checkpoints are removed. The one
   // of step `outdated` (0: none) goes, unless --export-every made it too. The one of step `best` stays. Of the others
   // the last --export-keep stay. Returns whether it is there: what goes wrong is said, and costs the checkpoint alone.

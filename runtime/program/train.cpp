@@ -181,7 +181,7 @@ class Training {
 
   // An unfinished run ends with its state committed, and without a result.
   void leave_state(std::int64_t step) {
-    session_->commit();
+    out_.commit(*session_);
     log_.say(
         fmt::format("the state after step {} of {} is committed in {}: the same command goes on from there, {} "
                     "writes it as a model folder",

@@ -329,6 +329,24 @@ def test_a_last_evaluation_that_fails_costs_no_training(work):
     assert (work / "out" / "model.safetensors").read_bytes() == (work / "direct" / "model.safetensors").read_bytes()
 
 
+def test_where_the_commit_of_a_stopped_run_fails_the_line_says_how_the_state_is_got_out(work):
+    """After its first step the run is stopped; from then on the drive flushes nothing more."""
+    words = [*ENDLESS, "--out", "out", *small(*STORED, "--engine", "threads", "--durability", "every=1000000")]
+    with running(work, *words, env=shim(work)) as process:
+        flushed = sum(call[0] == "flush" and call[1].endswith("state.tfv") for call in calls_of(work))
+        process.kill()
+        process.wait()
+    shutil.rmtree(work / "store")
+    shutil.rmtree(work / "out", ignore_errors=True)
+    fails = {**shim(work, ("flush", "state.tfv", errno.EIO)), "TIERFLOW_FAIL_NTH": str(flushed + 1)}
+    with running(work, *words, "--fresh", env=fails) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 5
+        line = the_error(process.stderr.read())
+    assert "what was written stays" in line and "tierflow export --storage" in line
+    assert (work / "store" / "state.tfv").exists()
+
+
 def test_of_a_commit_that_fails_nothing_is_removed(work):
     failed = run(work, *TRAIN, "--steps", "1", "--no-export", *small(*UNCOMMITTED, "--engine", "threads"), ok=False,
                  env={**shim(work, ("flush", "state.tfv", errno.EIO)), "TIERFLOW_FAIL_NTH": "3"})

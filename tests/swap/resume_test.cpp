@@ -90,7 +90,7 @@ TEST_F(StoreResume, WritesNothingBeforeAllIsVerified) {
   const std::vector<char> before = read_file(file_in(folder_));
   const auto plan = std::make_shared<testing::FaultPlan>();
   StoreOptions watched = options_in(folder_.path(), 2, testing::faults(plan));
-  watched.scratch.staged_gradients = false;  // which has files of its own
+  watched.scratch.gradients = false;  // which has files of its own
   {
     const auto store = resume(watched);
     ASSERT_TRUE(store);
