@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bindings/convert.h"
-#include "runtime/session/data_batches.h"
+#include "runtime/batches/data_batches.h"
 
 namespace py = pybind11;
 

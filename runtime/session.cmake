@@ -11,8 +11,8 @@ else()
 endif()
 tierflow_library(session
   device/device_memory.cpp device/tensor_slot.cpp ${TIERFLOW_DEVICE_MEMORY}
-  optimizer/adamw8bit.cpp
-  session/adapter_factors.cpp session/adapter_folder.cpp session/adapter_init.cpp session/adapters.cpp session/data_batches.cpp session/generator.cpp session/gradient_init.cpp session/layers.cpp session/merge.cpp session/model_sources.cpp session/profiler.cpp session/session.cpp session/session_export.cpp session/sampler.cpp session/session_passes.cpp session/session_setup.cpp
+  batches/data_batches.cpp optimizer/adamw8bit.cpp
+  session/adapter_factors.cpp session/adapter_folder.cpp session/adapter_init.cpp session/adapters.cpp session/generator.cpp session/gradient_init.cpp session/layers.cpp session/merge.cpp session/model_sources.cpp session/profiler.cpp session/session.cpp session/session_export.cpp session/sampler.cpp session/session_passes.cpp session/session_setup.cpp
   session/stage_probe.cpp session/stage_profiler.cpp
   state/chunk_work.cpp state/model_extents.cpp state/optimizer_work.cpp state/streamed_state.cpp
   stream/durable_store.cpp stream/stream_state.cpp stream/stream_work.cpp stream/streamer.cpp stream/streamer_plan.cpp stream/streamer_saving.cpp)

@@ -5,9 +5,9 @@
 
 #include "runtime/base/byte_sizes.h"
 #include "runtime/base/exception.h"
+#include "runtime/batches/data_batches.h"
 #include "runtime/data/data.h"
 #include "runtime/optimizer/adamw8bit.h"
 #include "runtime/planning/moved_store.h"
-#include "runtime/session/data_batches.h"
 #include "runtime/session/layers.h"
 #include "runtime/session/session.h"

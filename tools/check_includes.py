@@ -24,11 +24,12 @@ ROOMS = {
     "planning": {"base", "spec"},
     "device": {"base"},
     "models": {"base", "spec"},
+    "batches": {"base", "data", "models"},
     "optimizer": {"base"},
     "state": {"base", "spec", "checkpoint", "planning"},
-    "session": {"base", "data", "spec", "checkpoint", "planning", "device", "models", "state"},
+    "session": {"base", "spec", "checkpoint", "planning", "device", "models", "state"},
     "stream": {"base", "spec", "checkpoint", "planning", "device", "models", "state"},
-    "program": {"base", "data", "spec", "checkpoint", "planning", "device", "models", "state", "session"},
+    "program": {"base", "data", "spec", "checkpoint", "planning", "device", "models", "batches", "state", "session"},
 }
 FRONT_DOOR = "tierflow.h"
 WITHOUT_TORCH = ("io", "optim", "swap")

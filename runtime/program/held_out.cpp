@@ -7,8 +7,8 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"
+#include "runtime/batches/data_batches.h"
 #include "runtime/program/loss_options.h"
-#include "runtime/session/data_batches.h"
 
 namespace tierflow {
 namespace {

@@ -2,10 +2,10 @@
 // What `train` and `eval` share: the device, the model and the data that the options mean.
 #include <memory>
 
+#include "runtime/batches/data_batches.h"
 #include "runtime/data/data.h"
 #include "runtime/program/options.h"
 #include "runtime/program/training_log.h"
-#include "runtime/session/data_batches.h"
 #include "runtime/session/session.h"
 
 namespace tierflow {

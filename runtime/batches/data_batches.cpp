@@ -1,4 +1,4 @@
-#include "runtime/session/data_batches.h"
+#include "runtime/batches/data_batches.h"
 
 #include <ATen/ops/empty.h>
 
