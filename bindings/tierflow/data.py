@@ -16,7 +16,8 @@ class Rows(torch.utils.data.Dataset):
 
     files: a .tfd file, a folder that holds one, or several files with `weights`, their shares of the sequences. vocab_size: of the model; a larger id
     is an error. packing: "auto" and "bfd" pack several rows a sequence, "none" pads, "concat" cuts. held_out: the share of the sequences that
-    `held_out()` gives, and this does not. The order is that of the program's first epoch with this seed; shuffle as you like.
+    `held_out()` gives, and this does not; the program's default is 0.01. With the same seed and held_out the order is the program's: of its first epoch,
+    or of another after set_epoch(). Shuffle as you like.
     """
 
     def __init__(
@@ -38,13 +39,19 @@ class Rows(torch.utils.data.Dataset):
         if not found:
             raise _native.InputError(f"{', '.join(map(str, named))} holds no .tfd file: tierflow data prepare --out rows.tfd makes one")
         self._native = _native.Dataset(found, list(weights), packing, vocab_size, sequence_length, held_out, seed)
-        self._held_out = False
+        self._held_out, self._epoch = False, 0
 
     def held_out(self) -> "Rows":
         """The sequences that are kept for evaluation."""
         other = object.__new__(type(self))
-        other._native, other._held_out = self._native, True
+        other._native, other._held_out, other._epoch = self._native, True, 0
         return other
+
+    def set_epoch(self, epoch: int) -> None:
+        """From now on the sequences are those of the epoch with this number, from 0. Of a file with a small share of the mixture each epoch has others."""
+        if epoch < 0:
+            raise _native.UsageError(f"epochs are counted from 0, not {epoch}")
+        self._epoch = epoch
 
     def __len__(self) -> int:
         return self._native.held_out_sequences() if self._held_out else self._native.training_sequences()
@@ -52,7 +59,8 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"there are {len(self)} sequences")
-        ids, predicted, positions = self._native.batch(self._held_out, index, 1)
+        first = 0 if self._held_out else self._epoch * len(self)
+        ids, predicted, positions = self._native.batch(self._held_out, first + index, 1)
         labels = torch.full_like(ids, IGNORED)
         labels[:, 1:] = predicted[:, :-1]  # the program's say what each position predicts, transformers' what stands there
         row = {"input_ids": ids[0], "labels": labels[0]}

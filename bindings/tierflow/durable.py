@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from .model import engine_of
 from .optim import AdamW
 
 # What a script may give anew: entries of the optimizer's groups, which schedulers of torch begin from.
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
 
 def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str = "") -> int:
@@ -86,8 +87,9 @@ class Journal:
         given = self._go_forward(then, record["schedules"]) if new else []
         put_back(self.model, self.opt, record["state"], load_tensors(beside), "the state of the run")
         if new:
-            for group, rates in zip(self.opt.param_groups, given, strict=True):
-                group.update(rates)
+            for group, rates, before, here in zip(self.opt.param_groups, given, then["groups"], self._made["groups"], strict=True):
+                if self.schedules or any(before.get(key) != here.get(key) for key in _RATES):
+                    group.update(rates)
         else:
             for schedule, changed in zip(self.schedules, record["schedules"], strict=True):
                 schedule.load_state_dict({**schedule.state_dict(), **changed})
@@ -103,6 +105,7 @@ class Journal:
                         "and change them after tierflow.resume() where other values are meant"
                     )
         before = groups_of(self.model, self.opt)
+        groups, states = [dict(group) for group in self.opt.param_groups], copy.deepcopy([schedule.state_dict() for schedule in self.schedules])
         calls = [place.get("last_epoch", schedule.last_epoch) - schedule.last_epoch for place, schedule in zip(places, self.schedules, strict=True)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch expects opt.step() between them
@@ -112,9 +115,14 @@ class Journal:
                         try:
                             schedule.step()
                         except ValueError as error:
+                            for group, was in zip(self.opt.param_groups, groups, strict=True):
+                                group.clear()
+                                group.update(was)
+                            for each, state in zip(self.schedules, states, strict=True):
+                                each.load_state_dict(state)
                             raise _native.UsageError(f"the {type(schedule).__name__} ends before step {wanted}, where the run is: {error}") from error
         return [
-            {key: value for key, value in group.items() if key in _RATES or (key != "params" and value != old.get(key))}
+            {key: value for key, value in group.items() if key in _RATES or (key == "betas" and _moves_betas(group)) or (key != "params" and value != old.get(key))}
             for group, old in zip(self.opt.param_groups, before, strict=True)
         ]
 
@@ -180,6 +188,11 @@ def _rates(made: dict[str, Any]) -> list[Any]:
     return [made["schedulers"], *({key: group.get(key) for key in _RATES} for group in made["groups"])]
 
 
+def _moves_betas(group: dict[str, Any]) -> bool:
+    """Whether a scheduler of the group sets its momentum as well."""
+    return group.get("base_momentum") is not None
+
+
 def _expect_same(then: dict[str, Any], now: dict[str, Any]) -> None:
     if (named := then.get("data", "")) and named != now["data"]:
         raise _native.UsageError(f"the run whose state is here was begun with data={named!r}, not {now['data']!r}: it goes on with the data that it began with")
@@ -187,7 +200,8 @@ def _expect_same(then: dict[str, Any], now: dict[str, Any]) -> None:
         if [part.get("params") for part in then[what]] != [part.get("params") for part in now[what]]:
             raise _native.UsageError(f"the run whose state is here had other parameters in {name}s, or another number of these")
     for number, (before, here) in enumerate(zip(then["groups"], now["groups"], strict=True)):
-        for key in sorted({*before, *here} - {"params", *_RATES}):
+        moved = {"betas"} if _moves_betas(before) or _moves_betas(here) else set()
+        for key in sorted({*before, *here} - {"params", *_RATES} - moved):
             if before.get(key) != here.get(key):
                 raise _native.UsageError(
                     f"the run whose state is here was begun with {key}={before.get(key)} in the optimizer's group {number}, not {here.get(key)}: make it as then, and "

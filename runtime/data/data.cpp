@@ -6,6 +6,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numeric>
 
@@ -149,6 +150,10 @@ Dataset Dataset::prepare(const DataOptions& options) {
   if (options.sequence_length < 2) fail(io::ErrorKind::usage, "", "--sequence-length must be at least 2");
   if (!(options.held_out >= 0 && options.held_out < 1))
     fail(io::ErrorKind::usage, "", "the held-out share must be at least 0 and below 1");
+  if (constexpr std::array known{"auto", "bfd", "none", "concat"};
+      std::ranges::find(known, options.packing) == known.end())
+    fail(io::ErrorKind::usage, "",
+         fmt::format("packing is \"{}\"; there are auto, bfd, none, concat", printable(options.packing)));
   if (options.vocab_size < 1 || options.vocab_size > INT32_MAX)
     fail(io::ErrorKind::usage, "", "the vocabulary's size must be given");
   if (!options.weights.empty() && options.weights.size() != options.paths.size())

@@ -332,6 +332,7 @@ def test_what_is_damaged_is_found_before_anything_is_written(work):
     for step in 4, 12, 8:
         (work / "out" / f"checkpoint-{step}").mkdir(parents=True)
         (work / "out" / f"checkpoint-{step}" / "config.json").write_text("{}")
+    (work / "out" / "checkpoint-16").mkdir()  # of which the end is missing
     state = work / "store" / "state.tfv"
     content = bytearray(state.read_bytes())
     for at in range(4 * MIB, len(content), 4096):

@@ -50,11 +50,16 @@ def test_packed_rows_do_not_see_each_other(prepared):
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=LENGTH))
-    packed = next(row for row in rows_of(prepared) if (row["position_ids"] == 0).sum() > 1)
-    starts = [*torch.nonzero(packed["position_ids"] == 0).flatten().tolist(), LENGTH]
+
+    def documents(row):
+        starts = [*torch.nonzero(row["position_ids"] == 0).flatten().tolist(), LENGTH]
+        return starts, sum((row["labels"][begin + 1 : end] >= 0).any().item() for begin, end in zip(starts, starts[1:]))
+
+    packed = next(row for row in rows_of(prepared) if documents(row)[1] > 1)  # the last of these zeros may be padding
+    starts, _ = documents(packed)
     sums = counted = 0
     with torch.no_grad():
-        together = model(**{name: value[None] for name, value in packed.items()}).loss
+        together = model(**{name: value[None] for name, value in packed.items()}, use_cache=False).loss
         for begin, end in zip(starts, starts[1:]):
             labels = packed["labels"][begin:end]
             count = (labels[1:] >= 0).sum().item()
@@ -64,7 +69,26 @@ def test_packed_rows_do_not_see_each_other(prepared):
     assert counted == (packed["labels"] >= 0).sum() and together == pytest.approx((sums / counted).item(), rel=1e-5)
 
 
+def test_an_epoch_has_the_sequences_that_the_one_before_left_of_a_mixture(prepared, tmp_path):
+    small = tmp_path / "small.tfd"
+    (tmp_path / "small.jsonl").write_text("".join((prepared.parent / "chats.jsonl").read_text().splitlines(True)[:1]))
+    subprocess.run([BUILD / "tierflow", "data", "prepare", "--model", prepared.parent / "model", "--data", tmp_path / "small.jsonl", "--out", small,
+                    "--python", sys.executable, "--data-cache", tmp_path / "cache"], check=True, capture_output=True)  # fmt: skip
+    mixed = rows_of([small, prepared], weights=[1, 1], packing="none")
+    every = rows_of(prepared, packing="none")
+    alone, seen = {tuple(row["input_ids"].tolist()) for row in every}, set()
+    for epoch in range(len(every) + 1):
+        mixed.set_epoch(epoch)
+        seen |= {tuple(row["input_ids"].tolist()) for row in mixed}
+    mixed.set_epoch(0)
+    assert not alone <= {tuple(row["input_ids"].tolist()) for row in mixed} and alone <= seen
+    with pytest.raises(tierflow.UsageError, match="counted from 0"):
+        mixed.set_epoch(-1)
+
+
 def test_what_cannot_be_read_is_refused(prepared, tmp_path):
+    with pytest.raises(tierflow.UsageError, match='packing is "bdf"; there are auto, bfd, none, concat'):
+        rows_of(prepared, packing="bdf")
     with pytest.raises(tierflow.UsageError, match="chats.jsonl is no file of prepared rows: tierflow data prepare"):
         rows_of(prepared.parent / "chats.jsonl")
     with pytest.raises(tierflow.InputError, match="holds no .tfd file"):

@@ -296,12 +296,37 @@ def test_learning_rate_and_schedule_are_those_given_again(tmp_path):
     assert scheduled(tmp_path, linear(5), done=3, trains=1) == rates_of(linear(5), LR, 4)[3:]
     assert scheduled(tmp_path, linear(9), done=4, rate=2e-3, trains=1) == rates_of(linear(9), 2e-3, 5)[4:]
     assert scheduled(tmp_path, warm_cosine, done=5, trains=1) == rates_of(warm_cosine, LR, 6)[5:]
+    made = []
     with pytest.raises(tierflow.UsageError, match="the OneCycleLR ends before step 6, where the run is"):
-        scheduled(tmp_path, lambda opt: [of.OneCycleLR(opt, 5e-3, 4, cycle_momentum=False)])
+        scheduled(tmp_path, lambda opt: [made.append(of.OneCycleLR(opt, 5e-3, 4, cycle_momentum=False)) or made[0]])
+    assert made[0].last_epoch == 0 and made[0].optimizer.param_groups[0]["lr"] == made[0].get_last_lr()[0] == pytest.approx(5e-3 / 25)
     with pytest.raises(tierflow.UsageError, match="a ReduceLROnPlateau does not go by steps alone"):
         scheduled(tmp_path, lambda opt: [of.ReduceLROnPlateau(opt)])
+    whole = lambda opt: [of.OneCycleLR(opt, 5e-3, 20)]  # noqa: E731 (which moves betas too)
+    assert scheduled(tmp_path, whole, done=6) == rates_of(whole, LR, 6)[6:]
     # What was refused changed nothing.
     assert scheduled(tmp_path, warm_cosine, done=6) == rates_of(warm_cosine, LR, 6)[6:]
+
+
+def test_a_new_rate_of_one_group_leaves_what_the_loop_gave_another(tmp_path):
+    def begin(first):
+        model = tierflow.wrap(gpt2(n_layer=1), plan_of([tmp_path / "s"], size=LARGE))
+        one, *others = model.parameters()
+        opt = tierflow.optim.AdamW([{"params": [one], "lr": first}, {"params": others, "lr": 1e-2}])
+        return model, opt, tierflow.resume(model, opt)
+
+    model, opt, _ = begin(1e-3)
+    for batch, rate in zip(batches("gpt2", 2), (1e-2, 7e-5), strict=True):
+        model(**batch).loss.backward()
+        opt.param_groups[1]["lr"] = rate
+        opt.step()
+        opt.zero_grad()
+    tierflow.close(model)
+    model, opt, done = begin(2e-3)
+    try:
+        assert done == 2 and [group["lr"] for group in opt.param_groups] == [2e-3, 7e-5]
+    finally:
+        tierflow.close(model, discard=True)
 
 
 def test_what_lies_beside_the_state_is_pinned_and_opens(tmp_path):
