@@ -119,13 +119,19 @@ void SequentialFile::write_piece(std::span<const std::byte> piece) {
   push_out();
 }
 
+// A write that failed on its way to the drive is reported once, to whoever waits for it first: fsync() may be too late.
+void SequentialFile::sync(std::uint64_t begin, unsigned how) {
+  if (sync_file_range(file_.fd(), static_cast<off64_t>(begin), static_cast<off64_t>(window), how) == 0) return;
+  const int error = errno;
+  if (error != ENOSYS && error != EINVAL && error != ESPIPE && error != EOPNOTSUPP)
+    fail_system("flush", path_.string(), error);
+}
+
 void SequentialFile::push_out() {
   if (written_ - pushed_ < 2 * window) return;
   // Waits for the window before the newest one, which is on its way to the drive.
-  sync_file_range(file_.fd(), static_cast<off64_t>(pushed_ + window), static_cast<off64_t>(window),
-                  SYNC_FILE_RANGE_WRITE);
-  sync_file_range(file_.fd(), static_cast<off64_t>(pushed_), static_cast<off64_t>(window),
-                  SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+  sync(pushed_ + window, SYNC_FILE_RANGE_WRITE);
+  sync(pushed_, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
   posix_fadvise(file_.fd(), static_cast<off_t>(pushed_), static_cast<off_t>(window), POSIX_FADV_DONTNEED);
   pushed_ += window;
 }

@@ -42,6 +42,7 @@ class SequentialFile {
   void write_pieces();
   void write_piece(std::span<const std::byte> piece);
   void push_out();
+  void sync(std::uint64_t begin, unsigned how);
 
   const std::filesystem::path path_;
   File file_;

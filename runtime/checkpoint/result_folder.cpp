@@ -193,10 +193,12 @@ std::vector<std::int64_t> Checkpoints::steps() const {
   return steps;
 }
 
-std::optional<fs::path> Checkpoints::newest() const {
+std::optional<fs::path> Checkpoints::newest(const char* last_file) const {
   const std::vector<std::int64_t> all = steps();
-  if (all.empty()) return std::nullopt;
-  return folder_of(all.back());
+  std::error_code ignored;
+  for (auto step = all.rbegin(); step != all.rend(); ++step)
+    if (fs::exists(folder_of(*step) / last_file, ignored)) return folder_of(*step);
+  return std::nullopt;
 }
 
 void Checkpoints::remove(std::int64_t step) const {

@@ -51,8 +51,8 @@ class Checkpoints {
   // `fill` begins the folder that it is given and writes the model there. Returns the folder's final name.
   std::filesystem::path write(std::int64_t step, const std::function<void(const ResultFolder&)>& fill) const;
   bool has(std::int64_t step) const;
-  // Of the last step; nothing where there is none.
-  std::optional<std::filesystem::path> newest() const;
+  // Of the last step whose folder holds `last_file`, so is whole; nothing where there is none.
+  std::optional<std::filesystem::path> newest(const char* last_file) const;
   // Removes one, if it is there, with what a result consists of. Other files stay, and their folder.
   void remove(std::int64_t step) const;
   // Removes all but the last `count`, and the one of step `besides`, which does not count; 0: none.

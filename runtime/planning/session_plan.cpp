@@ -39,11 +39,15 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options) {
 }
 
 // Steps, as SessionOptions::commit_auto says.
-int commit_interval(const WriteCost& writes, const swap::Layout& layout) {
+int commit_interval(const WriteCost& writes, const swap::Layout& layout, const swap::Arrangement& at) {
   constexpr int kMost = 50;
+  constexpr std::uint64_t kMemory = 3;  // times as fast as storage, at least
   std::uint64_t step = writes.update + writes.gradients + writes.activations;
-  for (const swap::Chunk& chunk : layout.chunks())
-    if (!chunk.trainable) step += 2 * chunk.word_bytes();  // visited forward and backward
+  for (std::size_t id = 0; id < layout.chunks().size(); ++id) {
+    const swap::Chunk& chunk = layout.chunks()[id];
+    // Frozen words are visited forward and backward.
+    if (!chunk.trainable) step += 2 * chunk.word_bytes() / (at.hi_resident[id] ? kMemory : 1);
+  }
   if (writes.commit > step * kMost / 10) return kMost;
   return static_cast<int>(std::max<std::uint64_t>(1, step == 0 ? 1 : (10 * writes.commit + step - 1) / step));
 }
@@ -97,7 +101,8 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
                                                   .train = options.train}));
   plan.commit_every = options.storage.empty() || !options.train ? 0 : options.commit_every;
   plan.writes = count_writes(plan, options);
-  if (plan.commit_every != 0 && options.commit_auto) plan.commit_every = commit_interval(plan.writes, *plan.layout);
+  if (plan.commit_every != 0 && options.commit_auto)
+    plan.commit_every = commit_interval(plan.writes, *plan.layout, plan.arrangement);
   for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
     const swap::Chunk& chunk = plan.layout->chunks()[id];
     for_each_piece(plan.packed.units[chunk.unit], chunk,

@@ -203,8 +203,12 @@ void RunResult::say_written(const fs::path& folder, std::int64_t step, double se
 
 std::string what_else_is_left(const TrainOptions& options) {
   if (std::error_code absent; !fs::is_directory(options.out, absent)) return "";
-  const auto newest = Checkpoints(options.out).newest();
-  return newest ? "; the newest model that was exported is " + fs::absolute(*newest).string() : "";
+  try {
+    const auto newest = Checkpoints(options.out).newest(last_file(options));
+    return newest ? "; the newest model that was exported is " + fs::absolute(*newest).string() : "";
+  } catch (const Exception&) {
+    return "";  // it cannot be read: what went wrong before is to be said
+  }
 }
 
 bool RunResult::has_checkpoint(std::int64_t step) const {

@@ -54,11 +54,10 @@ int say_held(const StoreCommandOptions& options, const std::filesystem::path& st
   const std::uint64_t bytes = bytes_in(options.storage, state);
   const std::string reason = fmt::format("process {} trains with it now", holder);
   if (options.json)
-    std::cout << nlohmann::ordered_json{{"state", state.string()},
-                                        {"bytes", bytes},
-                                        {"process", holder},
-                                        {"resumable", false},
-                                        {"reason", reason}}
+    std::cout << nlohmann::ordered_json{{"state", state.string()}, {"bytes", bytes},    {"process", holder},
+                                        {"readable", nullptr},     {"step", nullptr},   {"generation", nullptr},
+                                        {"generations", nullptr},  {"age_s", nullptr},  {"resumable", false},
+                                        {"reason", reason},        {"made_by", nullptr}}
                      .dump(2)
               << "\n";
   else

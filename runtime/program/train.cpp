@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -341,7 +342,12 @@ int run_train(const TrainOptions& options) {
   } catch (const Exception& failed) {
     if (failed.error().kind != io::ErrorKind::corruption) throw;
     io::Error error = failed.error();
-    error.detail += what_else_is_left(options);
+    const bool of_state =
+        error.path.empty() || std::ranges::any_of(options.storage, [&](const std::filesystem::path& folder) {
+          std::error_code unknown;
+          return std::filesystem::equivalent(std::filesystem::path(error.path).parent_path(), folder, unknown);
+        });
+    if (of_state) error.detail += what_else_is_left(options);
     throw Exception(std::move(error));
   }
 }

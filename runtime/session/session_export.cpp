@@ -74,7 +74,7 @@ class WordsAhead {
     io::Completion read = arrives_.get();
     coming_ = -1;
     if (read.error) throw Exception(std::move(read.error));
-    if (next >= 0) begin(next);
+    if (next >= 0 && next != chunk) begin(next);
     const std::span<std::byte> words = read.buffer.bytes().first(store_.extent_bytes(kWords, chunk));
     if (const io::Error wrong = store_.verify(kWords, chunk, words)) {
       store_.report_second_reading(wrong);
