@@ -283,7 +283,7 @@ def test_the_reference_moves_with_the_state(tuned, tmp_path):
     shim = {"LD_PRELOAD": str(BUILD / "librecord_calls.so"), "TIERFLOW_FAIL": "flush:first/state.tfv:kill", "TIERFLOW_FAIL_NTH": "9"}
     assert run(tuned, *stored("first", "second"), ok=False, env=shim).returncode == -signal.SIGKILL
     whole = (tmp_path / "first" / "state.tfv.reference").read_bytes()
-    shim |= {"TIERFLOW_FAIL": "flush:third/state.tfv:kill", "TIERFLOW_FAIL_NTH": "5"}
+    shim |= {"TIERFLOW_FAIL": "flush:third/state.tfv:kill", "TIERFLOW_FAIL_NTH": "3"}
     said = run(tuned, *stored("third", "second"), ok=False, env=shim).stderr
     assert "it is copied into the 2 folders of this run" in said and "resumed after step" in said
     assert not list((tmp_path / "first").glob("*")) and (tmp_path / "third" / "state.tfv.reference").read_bytes() == whole
