@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What surviving costs: steps that are committed beside steps that are not, in turn; then a kill -9, and how fast the same command is training again;
-then how fast the state is verified and exported, beside what the drive reads and writes. Medians.
+"""What surviving costs: steps that are committed beside steps that are not, in turn; then a kill -9, and how fast the same command is
+training again. Medians. What an export takes: benchmarks/storage/export.py.
 
     .venv/bin/python benchmarks/step/durability.py --storage DIR [--rounds 3] [--steps 8]
 
@@ -19,10 +19,10 @@ import time
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def train(args, durability, steps, out=None):
+def train(args, durability, steps):
     return [args.program, "train", "--config", args.config, "--storage", args.folder, "--device", "cpu", "--device-memory", args.device_memory, "--host-memory", args.host_memory,
             "--sequence-length", 512, "--micro-batch", 4, "--clip", args.clip, "--data", args.data, "--held-out", 0, "--steps", steps, "--lr-schedule", "constant",
-            "--durability", durability, "--log-json", args.log, *(["--no-export"] if out is None else ["--out", out])]
+            "--durability", durability, "--log-json", args.log, "--no-export"]
 
 
 def run(command):
@@ -70,15 +70,6 @@ def killed_and_resumed(args):
     return seconds
 
 
-def bandwidth(path, write):
-    """Of the drive, in GB/s: dd with O_DIRECT on as many bytes."""
-    size = 1 << 30
-    words = ["dd", "bs=4M", "count=256", f"if={'/dev/zero' if write else path}", f"of={path if write else '/dev/null'}", *(["oflag=direct", "conv=fsync"] if write else ["iflag=direct"])]
-    begun = time.monotonic()
-    subprocess.run(words, check=True, capture_output=True)
-    return size / (time.monotonic() - begun) / 1e9
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=pathlib.Path, required=True, help="folder on the drive to measure; a folder `durability` is made in it, and removed")
@@ -99,23 +90,10 @@ def main():
     middle = lambda runs, key: statistics.median(each[key] for each in runs)  # noqa: E731
     result = {"step_s": {"export-only": middle(plain, "step_s"), "step": middle(committed, "step_s")},
               "overhead": [round(b["step_s"] / a["step_s"] - 1, 4) for a, b in zip(plain, committed)],
-              "bytes_written": round(middle(committed, "bytes") / middle(plain, "bytes"), 4)}
+              "bytes": {"export-only": middle(plain, "bytes"), "step": middle(committed, "bytes")}}
     resumed = [killed_and_resumed(args) for _ in range(args.rounds)]
-    state = args.folder / "state.tfv"
-    verify, read, export, write = [], [], [], []
-    for _ in range(args.rounds):
-        verified = json.loads(subprocess.run([args.program, "verify", args.folder, "--json"], capture_output=True, text=True, check=True).stdout)
-        verify.append(verified["bytes"] / verified["seconds"] / 1e9)
-        read.append(bandwidth(state, False))
-        shutil.rmtree(args.storage / "exported", ignore_errors=True)
-        export.append(run([args.program, "export", "--storage", args.folder, "--out", args.storage / "exported"]))
-        write.append(bandwidth(args.storage / "written", True))
-    exported = sum(path.stat().st_size for path in (args.storage / "exported").iterdir())
-    result |= {"resume_to_first_step_s": statistics.median(resumed), "state_bytes": verified["bytes"], "verify_gb_s": statistics.median(verify), "drive_read_gb_s": statistics.median(read),
-               "export_s": statistics.median(export), "export_gb_s": exported / statistics.median(export) / 1e9, "drive_write_gb_s": statistics.median(write)}
+    result |= {"resume_to_first_step_s": statistics.median(resumed)}
     clean(args)
-    shutil.rmtree(args.storage / "exported")
-    (args.storage / "written").unlink()
     print(json.dumps(result, indent=1))
 
 

@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <future>
 #include <utility>
 
+#include "io/checksum.h"
 #include "io/thread.h"
 #include "runtime/base/exception.h"
 
@@ -63,11 +65,13 @@ void SequentialFile::finish() {
   wait_until_written(lock);
   if (fsync(file_.fd()) != 0) fail_system("flush", path_.string(), errno);
   if (!direct_) posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED);
+  read_back();
 }
 
 void SequentialFile::hand_over() {
   std::unique_lock lock(mutex_);
   wait_until_written(lock);
+  if (filled_ != 0) hashes_.push_back(io::content_hash({pieces_[filling_].get(), filled_}));
   handed_over_ = std::exchange(filled_, 0);
   filling_ = 1 - filling_;
   changed_.notify_all();
@@ -125,6 +129,44 @@ void SequentialFile::sync(std::uint64_t begin, unsigned how) {
   const int error = errno;
   if (error != ENOSYS && error != EINVAL && error != ESPIPE && error != EOPNOTSUPP)
     fail_system("flush", path_.string(), error);
+}
+
+void SequentialFile::read_back() {
+  const auto open_with = [&](int more) {
+    return File(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | more));
+  };
+  File file = open_with(O_DIRECT);
+  if (!file && errno == EINVAL) file = open_with(0);
+  if (!file) fail_system("open", path_.string(), errno);
+  const auto piece = [&](std::size_t index) {
+    return std::span(pieces_[index % 2].get(), std::min(piece_bytes, written_ - index * piece_bytes));
+  };
+  const auto fetch = [&](std::size_t index) {
+    const std::span<std::byte> into = piece(index);
+    const std::uint64_t at = index * piece_bytes;
+    const std::size_t blocks = (into.size() + alignment - 1) / alignment * alignment;
+    const ssize_t moved = pread(file.fd(), into.data(), blocks, static_cast<off_t>(at));
+    const std::size_t bytes = moved < 0 ? 0 : static_cast<std::size_t>(moved);
+    if (bytes >= into.size()) return;
+    // A file system that moves no such blocks, or an error, which comes again.
+    if (fcntl(file.fd(), F_SETFL, 0) != 0) fail_system("open without O_DIRECT", path_.string(), errno);
+    read_exactly(file, path_, at + bytes, into.subspan(bytes));
+  };
+  std::future<void> arrives;
+  for (std::size_t index = 0; index < hashes_.size(); ++index) {
+    if (index == 0) arrives = std::async(fetch, index);
+    arrives.get();
+    if (index + 1 < hashes_.size()) arrives = std::async(fetch, index + 1);
+    if (io::content_hash(piece(index)) != hashes_[index])
+      throw Exception({.kind = io::ErrorKind::corruption,
+                       .operation = "read back",
+                       .path = path_.string(),
+                       .offset = index * piece_bytes,
+                       .length = piece(index).size(),
+                       .detail = "the drive gives other bytes than were written: check the drive and the memory, or "
+                                 "write to another drive"});
+  }
+  posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED);
 }
 
 void SequentialFile::push_out() {

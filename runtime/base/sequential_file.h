@@ -11,13 +11,15 @@
 #include <mutex>
 #include <span>
 #include <thread>
+#include <vector>
 
 #include "runtime/base/files.h"
 
 namespace tierflow {
 
 // A thread writes one piece while the caller fills the next. The page cache is bypassed where the file system allows
-// that; elsewhere what is on the drive is dropped from it. Takes 8 MiB of memory.
+// that; elsewhere what is on the drive is dropped from it. At the end the file is read from the drive and compared with
+// what was written. Takes 8 MiB of memory.
 class SequentialFile {
  public:
   // Creates the file, or empties one that is there; a symbolic link is refused.
@@ -29,7 +31,8 @@ class SequentialFile {
 
   // Copies the bytes. An error of an earlier piece is thrown here or by finish(), and by every call after that.
   void write(std::span<const std::byte> bytes);
-  // All bytes are on the drive when this returns. Once, as the last call.
+  // All bytes are on the drive when this returns, and were read back as they were written. Throws Exception:
+  // corruption, with the place, where other bytes came back. Once, as the last call.
   void finish();
 
  private:
@@ -43,6 +46,7 @@ class SequentialFile {
   void write_piece(std::span<const std::byte> piece);
   void push_out();
   void sync(std::uint64_t begin, unsigned how);
+  void read_back();
 
   const std::filesystem::path path_;
   File file_;
@@ -50,6 +54,7 @@ class SequentialFile {
   std::uint64_t written_ = 0, pushed_ = 0;
   std::array<std::unique_ptr<std::byte, Free>, 2> pieces_;
   std::size_t filling_ = 0, filled_ = 0;
+  std::vector<std::uint64_t> hashes_;  // of each piece
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -104,9 +104,11 @@ class CheckpointWriter {
   struct Adapter {};
   CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors, Adapter);
   ~CheckpointWriter();
-  // The next bytes of the current tensor; tensors follow one another in order.
+  // The next numbers of the current tensor, whole ones; tensors follow one another in order.
   void write(std::span<const std::byte> bytes);
   void finish(std::string_view config_json = {});
+  // The first tensor that got an infinity or no number; empty: none did. Copied tensors are not looked at.
+  const std::string& not_finite() const;
 
  private:
   struct Impl;

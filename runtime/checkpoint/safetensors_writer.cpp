@@ -40,6 +40,23 @@ std::uint64_t bytes_of(const TensorHeader& tensor, const std::string& where) {
   return bytes;
 }
 
+template <class Word>
+bool any_all_ones(std::span<const std::byte> bytes, Word exponent) {
+  bool found = false;
+  for (std::size_t at = 0; at + sizeof(Word) <= bytes.size(); at += sizeof(Word)) {
+    Word word;
+    std::memcpy(&word, bytes.data() + at, sizeof word);
+    found |= (word & exponent) == exponent;
+  }
+  return found;
+}
+
+// Of whole numbers of that type.
+bool any_not_finite(std::span<const std::byte> bytes, Dtype dtype) {
+  if (dtype == Dtype::f32) return any_all_ones<std::uint32_t>(bytes, 0x7f800000);
+  return any_all_ones<std::uint16_t>(bytes, dtype == Dtype::bf16 ? 0x7f80 : 0x7c00);
+}
+
 bool is_shard_name(std::string name) {
   std::replace_if(
       name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c) != 0; }, '#');
@@ -67,6 +84,7 @@ struct CheckpointWriter::Impl {
   std::uint64_t total = 0;
   std::size_t shard = 0, tensor = 0;
   std::uint64_t in_tensor = 0;
+  std::string not_finite;
   std::optional<SequentialFile> file;
   std::set<std::filesystem::path> temporaries, in_place;
   bool made_folder = false, replaces = false, finished = false;
@@ -220,11 +238,18 @@ void CheckpointWriter::write(std::span<const std::byte> bytes) {
       fail(io::ErrorKind::usage, impl_->folder.string(), "more bytes were written than the tensors have");
     const std::uint64_t room = impl_->sizes[impl_->tensor] - impl_->in_tensor;
     const auto piece = bytes.first(std::min<std::uint64_t>(bytes.size(), room));
+    const TensorHeader& tensor = impl_->tensors[impl_->tensor];
+    if (impl_->not_finite.empty() && tensor.stored_dtype.empty() && any_not_finite(piece, tensor.dtype))
+      impl_->not_finite = tensor.name;
     impl_->file->write(piece);
     impl_->in_tensor += piece.size();
     impl_->settle();
     bytes = bytes.subspan(piece.size());
   }
+}
+
+const std::string& CheckpointWriter::not_finite() const {
+  return impl_->not_finite;
 }
 
 void CheckpointWriter::finish(std::string_view config_json) {

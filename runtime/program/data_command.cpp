@@ -45,8 +45,7 @@ class Shown {
 };
 
 DataOptions resolved(const DataCommandOptions& options, Shown& shown) {
-  DataOptions data =
-      data_options(options, read_model_spec(options.model / "config.json", {}, options.read_as), temporary_folder());
+  DataOptions data = data_options(options, read_folder_spec(options.model, {}, options.read_as), temporary_folder());
   data.progress = [&shown](const char* phase, std::uint64_t done, std::uint64_t total) { shown(phase, done, total); };
   return data;
 }

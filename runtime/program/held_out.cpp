@@ -60,24 +60,31 @@ std::int64_t HeldOut::sequences() const {
 void HeldOut::evaluate(Session& session, std::int64_t step, double& loss) {
   const std::int64_t count = sequences();
   if (count == 0) return;
+  const Progress progress = [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+    if (step == 0) throw_if_stopped();
+    log_.progress(phase, done, total);
+  };
   if (data_.pairs()) {
-    const PairTotals found = preference_.evaluate(session, count);
+    const PairTotals found = preference_.evaluate(session, count, progress);
     loss = found.mean_loss();
     log_.evaluation(step, found, session);
   } else {
-    loss = evaluate_sequences(session, step, count);
+    const Evaluation found = evaluate_sequences(session, count, progress);
+    loss = found.loss;
+    log_.evaluation(step, found, session);
   }
   evaluated_at_ = step;
   summary_.evaluated = true;
 }
 
-double HeldOut::evaluate_sequences(Session& session, std::int64_t step, std::int64_t count) {
+Evaluation HeldOut::evaluate_sequences(Session& session, std::int64_t count, const Progress& progress) const {
   const std::int64_t rows = options_.micro_batch;
-  const Evaluation found = session.evaluate((count + rows - 1) / rows, [&](std::int64_t index) {
-    return micro_batch(data_, Sequences::held_out, index * rows, std::min(rows, count - index * rows));
-  });
-  log_.evaluation(step, found, session);
-  return found.loss;
+  return session.evaluate((count + rows - 1) / rows,
+                          [&](std::int64_t index) {
+                            return micro_batch(data_, Sequences::held_out, index * rows,
+                                               std::min(rows, count - index * rows));
+                          },
+                          {}, progress);
 }
 
 void HeldOut::between_steps(Session& session, std::int64_t step, std::int64_t begun, const Progress& progress) {

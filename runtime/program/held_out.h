@@ -25,7 +25,7 @@ class HeldOut {
   void recall(const Session& session);
   // The record goes with the session's next commit.
   void remember(Session& session);
-  // Sets `loss`, where there are sequences to evaluate.
+  // Sets `loss`, where there are sequences to evaluate. Before the first step a signal ends it: throws Stopped.
   void evaluate(Session& session, std::int64_t step, double& loss);
   // After step `step`: evaluates and keeps the model, where that is due and was not done before. begun: the step of the
   // state with which this process began.
@@ -38,7 +38,7 @@ class HeldOut {
 
  private:
   std::int64_t sequences() const;  // in an evaluation
-  double evaluate_sequences(Session& session, std::int64_t step, std::int64_t count);
+  Evaluation evaluate_sequences(Session& session, std::int64_t count, const Progress& progress) const;
 
   const TrainOptions& options_;
   const Dataset& data_;

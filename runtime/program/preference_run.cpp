@@ -67,11 +67,14 @@ MicroBatch PreferenceRun::batch(Sequences which, std::int64_t first, std::int64_
   return batch;
 }
 
-PairTotals PreferenceRun::evaluate(Session& session, std::int64_t rows) const {
+PairTotals PreferenceRun::evaluate(Session& session, std::int64_t rows, const Progress& progress) const {
   PairTotals totals;
-  score(session, Sequences::held_out, rows, [&](std::int64_t, const MicroBatch& batch, const HeadScores& scores) {
-    totals.add(pair_totals(rule_, batch, scores.losses));
-  });
+  score(
+      session, Sequences::held_out, rows,
+      [&](std::int64_t, const MicroBatch& batch, const HeadScores& scores) {
+        totals.add(pair_totals(rule_, batch, scores.losses));
+      },
+      progress);
   return totals;
 }
 

@@ -29,7 +29,7 @@ class PreferenceRun {
   // As micro_batch() in data_batches.h, with the reference.
   MicroBatch batch(Sequences which, std::int64_t first, std::int64_t rows) const;
   // Over the first `rows` held-out sequences.
-  PairTotals evaluate(Session& session, std::int64_t rows) const;
+  PairTotals evaluate(Session& session, std::int64_t rows, const Progress& progress) const;
 
  private:
   std::vector<double> computed_reference(Session& session, TrainingLog& log) const;

@@ -42,6 +42,16 @@ fs::path named_base(const fs::path& adapter) {
   return base;
 }
 
+void refuse_not_finite(const std::string& tensor) {
+  if (!tensor.empty())
+    throw Exception(io::ErrorKind::numeric,
+                    fmt::format("the values of {} are not all finite: there is no result", tensor));
+}
+
+void warn_of_not_finite(const std::string& tensor, TrainingLog& log) {
+  if (!tensor.empty()) log.say(fmt::format("warning: the values of {} are not all finite", tensor));
+}
+
 [[noreturn]] void fail_with(const Exception& failed, const std::string& state) {
   io::Error error = failed.error();
   error.detail += (error.detail.empty() ? "" : "; ") + state;
@@ -112,7 +122,7 @@ RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool re
   if (options.method == "lora" && !options.merge && !tied_name_beside_base(spec).empty())  // the table's second name
     weight_bytes_ += 4 * static_cast<std::uint64_t>(spec.config.vocab_size * spec.config.hidden_size);
   if (options.config.empty() && last_file(options) == std::string(kModelLast))
-    weight_bytes_ += SourceFolder(read_model_spec(options.model / "config.json", Tiling::none(), spec.read_as),
+    weight_bytes_ += SourceFolder(read_folder_spec(options.model, Tiling::none(), spec.read_as),
                                   std::make_shared<const Checkpoint>(Checkpoint::open(options.model)))
                          .bytes();
   companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
@@ -129,10 +139,12 @@ void RunResult::check_space(const ResultFolder& folder) const {
   folder.check_space(weight_bytes_ + companions_->bytes() + kBesideWeights);
 }
 
-void RunResult::write(Session& session, const Progress& progress) {
+void RunResult::write(Session& session, const Progress& progress, TrainingLog& log) {
   if (!folder_) return commit(session);
   try {
-    fill(*folder_, session, progress);
+    const std::string broken = fill(*folder_, session, progress);
+    if (session.storage_mode()) refuse_not_finite(broken);
+    warn_of_not_finite(broken, log);
     folder_->finish();
   } catch (const Exception& error) {
     fail_with_state_kept(error, session, options_);
@@ -160,7 +172,8 @@ bool RunResult::write_checkpoint(Session& session, std::int64_t step, std::int64
   try {
     // The next one is whole before an older one goes.
     check_space();
-    const fs::path made = checkpoints.write(step, [&](const ResultFolder& folder) { fill(folder, session, progress); });
+    const fs::path made = checkpoints.write(
+        step, [&](const ResultFolder& folder) { refuse_not_finite(fill(folder, session, progress)); });
     say_written(made, step, std::chrono::duration<double>(Clock::now() - begun).count(), log);
     if (outdated != 0 && (options_.export_every == 0 || outdated % options_.export_every != 0))
       checkpoints.remove(outdated);
@@ -184,7 +197,7 @@ io::Error RunResult::write_elsewhere(const fs::path& out, Session& session, std:
   try {
     ResultFolder folder(out);
     check_space(folder);
-    fill(folder, session, progress);
+    refuse_not_finite(fill(folder, session, progress));
     folder.finish();
     say_written(out, step, std::chrono::duration<double>(Clock::now() - begun).count(), log);
     return {};
@@ -198,7 +211,7 @@ io::Error RunResult::write_elsewhere(const fs::path& out, Session& session, std:
 
 void RunResult::say_written(const fs::path& folder, std::int64_t step, double seconds, TrainingLog& log) const {
   log.say(fmt::format("model after step {} written to {}, {:.1f} s", step, folder.string(), seconds));
-  log.object({{"exported", {{"step", step}, {"folder", folder.string()}}}});
+  log.object({{"exported", {{"step", step}, {"folder", folder.string()}, {"seconds", seconds}}}});
 }
 
 std::string what_else_is_left(const TrainOptions& options) {
@@ -215,16 +228,13 @@ bool RunResult::has_checkpoint(std::int64_t step) const {
   return folder_ && Checkpoints(folder_->path()).has(step);
 }
 
-void RunResult::fill(const ResultFolder& folder, Session& session, const Progress& progress) const {
+std::string RunResult::fill(const ResultFolder& folder, Session& session, const Progress& progress) const {
   folder.begin(last_file(options_));
   companions_->copy_to(folder.path());
   write_text(folder.path() / "tierflow_run.json", effective_configuration(options_) + "\n");
-  if (options_.method != "lora")
-    session.export_hf(folder.path(), progress);
-  else if (options_.merge)
-    session.export_merged(options_.model, folder.path(), progress);
-  else
-    session.export_adapter(folder.path(), fs::absolute(options_.model).lexically_normal());
+  if (options_.method != "lora") return session.export_hf(folder.path(), progress);
+  if (options_.merge) return session.export_merged(options_.model, folder.path(), progress);
+  return session.export_adapter(folder.path(), fs::absolute(options_.model).lexically_normal());
 }
 
 int run_export(const ExportOptions& options) {
@@ -250,10 +260,12 @@ int run_export(const ExportOptions& options) {
     if (model.source && fs::is_directory(model.source->folder, ignored))
       CompanionFiles(model.source->folder).copy_to(out.path());
   }
-  export_store(options.storage, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
-    throw_if_stopped();
-    log.progress(phase, done, total);
-  });
+  const std::string broken =
+      export_store(options.storage, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
+        throw_if_stopped();
+        log.progress(phase, done, total);
+      });
+  warn_of_not_finite(broken, log);
   out.finish();
   return said("");
 }
@@ -266,13 +278,14 @@ int run_merge(const MergeOptions& options) {
   TrainingLog log({}, false);
   out.begin(kModelLast);
   companions.copy_to(out.path());
-  merge_adapter(
+  const std::string broken = merge_adapter(
       model, options.adapter, options.out,
       [&](const char* phase, std::uint64_t done, std::uint64_t total) {
         throw_if_stopped();
         log.progress(phase, done, total);
       },
       options.read_as);
+  warn_of_not_finite(broken, log);
   out.finish();
   log.say("result: " + fs::absolute(options.out).string());
   return 0;

@@ -28,7 +28,7 @@ class RunResult {
   void check_space() const;
   // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. If that
   // fails the state stays in the storage folders, and the Exception gives the command that exports it.
-  void write(Session& session, const Progress& progress);
+  void write(Session& session, const Progress& progress, TrainingLog& log);
   // Commits the state. If that fails, the Exception gives the command that says whether it can be opened.
   void commit(Session& session) const;
   // After step `step`: writes the model as --out/checkpoint-N. When it is whole, older checkpoints are removed. The one
@@ -46,7 +46,8 @@ class RunResult {
   [[noreturn]] void refuse(Session& session, const std::string& why);
 
  private:
-  void fill(const ResultFolder& folder, Session& session, const Progress& progress) const;
+  // Returns what Session::export_hf() returns.
+  std::string fill(const ResultFolder& folder, Session& session, const Progress& progress) const;
   void check_space(const ResultFolder& folder) const;
   void say_written(const std::filesystem::path& folder, std::int64_t step, double seconds, TrainingLog& log) const;
 

@@ -72,7 +72,7 @@ class Training {
       log_.say("first values of the adapters: from the gradient of the first step's batch");
       session_->begin_with_gradient(batches_of(0));
     }
-    if (step == 0) held_out_.evaluate(*session_, 0, result_.held_out_before);
+    if (step == 0) evaluate_first();
     held_out_.recall(*session_);
     result_.held_out_after = result_.held_out_before;
     bool at_limit = false;
@@ -116,7 +116,7 @@ class Training {
         out_of_memory = !within_memory(step, [&] { held_out_.evaluate(*session_, step, result_.held_out_after); });
       if (!out_of_memory) refuse_unless_finite(step);
     }
-    out_.write(*session_, progress());
+    out_.write(*session_, progress(), log_);
     if (!options_.no_export) session_->discard();
     if (!doubtful && !out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0)) {
       if (!held_out_.evaluated(step)) out_of_memory = !evaluate_result(step);
@@ -241,6 +241,16 @@ class Training {
     }
   }
 
+  // Stopped before its first step, a run leaves nothing.
+  void evaluate_first() {
+    try {
+      held_out_.evaluate(*session_, 0, result_.held_out_before);
+    } catch (const Stopped&) {
+      session_->discard();
+      throw;
+    }
+  }
+
   // The result is written by now: an evaluation that fails costs no training.
   bool evaluate_result(const std::int64_t& step) {
     try {
@@ -248,7 +258,11 @@ class Training {
     } catch (const Exception& failed) {
       io::Error error = failed.error();
       error.detail +=
-          (error.detail.empty() ? "" : "; ") + std::string("the last evaluation failed; the result is whole");
+          (error.detail.empty() ? "" : "; ") +
+          (options_.no_export ? fmt::format("the last evaluation failed; the state is whole: {} writes it as a model "
+                                            "folder",
+                                            export_command(options_.storage))
+                              : std::string("the last evaluation failed; the result is whole"));
       throw Exception(std::move(error));
     }
   }

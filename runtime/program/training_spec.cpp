@@ -31,8 +31,8 @@ std::vector<std::pair<std::string, double>> learning_rate_scales(const TrainOpti
 }
 
 ModelSpec training_spec(const TrainOptions& options) {
-  ModelSpec spec =
-      read_model_spec(options.config.empty() ? options.model / "config.json" : options.config, {}, options.read_as);
+  ModelSpec spec = options.config.empty() ? read_folder_spec(options.model, {}, options.read_as)
+                                          : read_model_spec(options.config, {}, options.read_as);
   if (options.sequence_length > spec.config.max_positions && spec.config.max_positions > 0)
     throw Exception(io::ErrorKind::usage, fmt::format("--sequence-length {} exceeds the model's {} positions",
                                                       options.sequence_length, spec.config.max_positions));

@@ -68,7 +68,7 @@ void check_adapters(const ModelSpec& spec, const Checkpoint& weights) {
   check_tensors(adapters, weights, "adapter_config.json");
 }
 
-void write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& folder, const MasterOf& master) {
+std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& folder, const MasterOf& master) {
   struct Tensor {
     TensorHeader header;
     std::vector<std::pair<int, int>> parts;  // unit and tensor: rows one after the other, or
@@ -115,6 +115,7 @@ void write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& 
   auto config = nlohmann::ordered_json::parse(adapter_config_beside_base(spec));
   if (!base.empty()) config["base_model_name_or_path"] = base.string();
   writer.finish(config.dump(2) + "\n");
+  return writer.not_finite();
 }
 
 }  // namespace tierflow

@@ -25,7 +25,7 @@ TensorSpec beside_base(TensorSpec tensor);
 using MasterOf = std::function<void(int unit, int tensor, const UseMaster& use)>;
 // Session::export_adapter, from wherever the masters are. Of what is trained whole no more is in memory than MasterOf
 // hands on at once; of adapters one factor, or two where the folder has them side by side.
-void write_adapter(const ModelSpec& spec, const std::filesystem::path& base, const std::filesystem::path& folder,
-                   const MasterOf& master);
+std::string write_adapter(const ModelSpec& spec, const std::filesystem::path& base, const std::filesystem::path& folder,
+                          const MasterOf& master);
 
 }  // namespace tierflow

@@ -66,14 +66,15 @@ Model with_adapters(const Model& base, const fs::path& folder) {
   return adapter.config.dora ? with_lengths(std::move(model), base, false) : model;
 }
 
-void Session::export_adapter(const fs::path& folder, const fs::path& base) {
+std::string Session::export_adapter(const fs::path& folder, const fs::path& base) {
   impl_->expect_first_values();
   const ModelSpec& spec = impl_->model->spec();
   if (spec.adapter_config_json.empty())
     throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");
   impl_->flush();
-  write_adapter(spec, base, folder,
-                [this](int unit, int tensor, const UseMaster& use) { impl_->state->read_master(unit, tensor, use); });
+  return write_adapter(spec, base, folder, [this](int unit, int tensor, const UseMaster& use) {
+    impl_->state->read_master(unit, tensor, use);
+  });
 }
 
 }  // namespace tierflow

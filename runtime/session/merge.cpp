@@ -33,7 +33,7 @@ struct Merge {
 };
 
 Merge open_merge(const fs::path& base, const AdapterConfig& config, const std::string& as) {
-  ModelSpec spec = read_model_spec(base / "config.json", Tiling::none(), as);
+  ModelSpec spec = read_folder_spec(base, Tiling::none(), as);
   const auto weights = std::make_shared<const Checkpoint>(Checkpoint::open(base));
   check_tensors(spec, *weights);
   Merge merge{.spec = spec, .base = weights, .source = SourceFolder(spec, weights)};
@@ -115,7 +115,8 @@ class Sum {
 
 // Writes the model with the adapters added to its weights, in fp32, rounded to bf16 once, and with the modules that
 // were trained whole.
-void write_merged(const Merge& merge, const AdapterValues& values, const fs::path& folder, const Progress& progress) {
+std::string write_merged(const Merge& merge, const AdapterValues& values, const fs::path& folder,
+                         const Progress& progress) {
   const torch::NoGradGuard no_grad;
   const ModelSpec& spec = merge.spec;
   const bool transposed = has_transposed_weights(spec);
@@ -153,16 +154,17 @@ void write_merged(const Merge& merge, const AdapterValues& values, const fs::pat
     }
   merge.source.write(writer, {}, progress);
   writer.finish(merge.source.config_json());
+  return writer.not_finite();
 }
 
 }  // namespace
 
-void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path& folder, const Progress& progress,
-                   const std::string& as) {
+std::string merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path& folder,
+                          const Progress& progress, const std::string& as) {
   const AdapterFolder found = open_adapter(adapter);
   const Merge merge = open_merge(base, found.config, as);
   check_adapters(merge.spec, *found.weights);
-  write_merged(
+  return write_merged(
       merge,
       [&](const TensorSpec& tensor, const UseMaster& use) {
         const auto elements = static_cast<std::uint64_t>(tensor.elements());
@@ -178,13 +180,13 @@ void merge_adapter(const fs::path& base, const fs::path& adapter, const fs::path
       folder, progress);
 }
 
-void Session::export_merged(const fs::path& base, const fs::path& folder, const Progress& progress) {
+std::string Session::export_merged(const fs::path& base, const fs::path& folder, const Progress& progress) {
   impl_->expect_first_values();
   const ModelSpec& spec = impl_->model->spec();
   if (spec.adapter_config_json.empty())
     throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");
   impl_->flush();
-  write_merged(
+  return write_merged(
       open_merge(base, parse_adapter_config(spec.adapter_config_json, "the model's adapters"), spec.read_as),
       [&](const TensorSpec& tensor, const UseMaster& use) {
         for (std::size_t unit = 0; unit < spec.units.size(); ++unit)

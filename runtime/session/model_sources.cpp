@@ -47,7 +47,7 @@ Model without_dropout(const Model& model) {
 
 Model load(const std::filesystem::path& folder, const std::string& as) {
   DeviceMemory::install();
-  ModelSpec spec = read_model_spec(folder / "config.json", {}, as);
+  ModelSpec spec = read_folder_spec(folder, {}, as);
   auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(folder));
   check_tensors(spec, *checkpoint);
   auto source = std::make_shared<const SourceFolder>(spec, checkpoint);

@@ -122,16 +122,17 @@ class Session {
   // options.micro_batch * options.sequence_length tokens.
   std::vector<at::Tensor> next_logits(const std::vector<CachedRow>& rows);
 
+  // These three return the name of the first tensor written that holds an infinity or no number; empty: none does.
   // An HF folder: config.json and bf16 safetensors, streamed; of a model of text and other things a folder of its
   // class, with the other parts as they were when the session began. Tokenizer files are the caller's to copy.
   // Throws Exception (kind usage) for a model with adapters, (kind input) where the other parts have changed.
-  void export_hf(const std::filesystem::path& folder, const Progress& progress = {});
+  std::string export_hf(const std::filesystem::path& folder, const Progress& progress = {});
   // The adapters of a model that has some, as PEFT's folder: adapter_config.json and adapter_model.safetensors (fp32).
   // base: what PEFT is told to be the model's name or folder. Throws Exception (kind usage) for another model.
-  void export_adapter(const std::filesystem::path& folder, const std::filesystem::path& base = {});
+  std::string export_adapter(const std::filesystem::path& folder, const std::filesystem::path& base = {});
   // merge_adapter() with the present ones.
-  void export_merged(const std::filesystem::path& base, const std::filesystem::path& folder,
-                     const Progress& progress = {});
+  std::string export_merged(const std::filesystem::path& base, const std::filesystem::path& folder,
+                            const Progress& progress = {});
   // fp32 master values of a tensor, for inspection: a tensor of the specification's units, or a checkpoint's tensor by
   // its name, with its tiles put together.
   std::vector<float> master(int unit, int tensor);
@@ -178,13 +179,14 @@ class Session {
 // Writes the model in the folder `base` with the adapters of PEFT's folder added to its weights, as an HF folder:
 // W + scale * B A in fp32, rounded to bf16 once. Streamed. as: as in read_model_spec(). Throws Exception (kind input)
 // where they do not fit.
-void merge_adapter(const std::filesystem::path& base, const std::filesystem::path& adapter,
-                   const std::filesystem::path& folder, const Progress& progress = {}, const std::string& as = "");
+std::string merge_adapter(const std::filesystem::path& base, const std::filesystem::path& adapter,
+                          const std::filesystem::path& folder, const Progress& progress = {},
+                          const std::string& as = "");
 
 // Writes the committed weights of a store that a session kept as an HF folder, or the adapters that it trained as
-// PEFT's. Throws Exception (kind input) where the folder of which the result is to take other parts is not there, or
-// not as it was.
-void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
-                  const Progress& progress = {});
+// PEFT's. Returns what Session::export_hf() returns. Throws Exception (kind input) where the folder of which the result
+// is to take other parts is not there, or not as it was.
+std::string export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
+                         const Progress& progress = {});
 
 }  // namespace tierflow

@@ -1,9 +1,11 @@
 // What comes out of a session: HF folders, master weights, a description.
 #include <algorithm>
+#include <deque>
 #include <future>
 #include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <span>
 
 #include "runtime/base/files.h"
 #include "runtime/checkpoint/source_folder.h"
@@ -35,14 +37,15 @@ std::vector<TensorHeader> headers_of(const ModelSpec& spec, const PackedModel& p
   return headers;
 }
 
-void export_weights(const ModelSpec& spec, const PackedModel& packed, const swap::Layout& layout,
-                    const OtherParts& others, const std::filesystem::path& folder, const ReadChunk& read,
-                    const Progress& progress) {
+std::string export_weights(const ModelSpec& spec, const PackedModel& packed, const swap::Layout& layout,
+                           const OtherParts& others, const std::filesystem::path& folder, const ReadChunk& read,
+                           const Progress& progress) {
   CheckpointWriter writer(folder, headers_of(spec, packed, others.source.get()));
   write_weights(
       writer, spec.units, packed, layout, [](int, int) { return true; }, read, "exporting", progress);
   if (others.source != nullptr) others.source->write(writer, others.hash, progress);
   writer.finish(others.source != nullptr ? others.source->config_json() : spec.config_json);
+  return writer.not_finite();
 }
 
 // Those that a stored run's result takes, if they are still as they were.
@@ -53,7 +56,7 @@ OtherParts other_parts(const StoredModel& model, const Progress& progress) {
   std::error_code ignored;
   if (!std::filesystem::is_directory(folder, ignored))
     fail_input(folder.string(), "is not there any more, and " + wanted);
-  const ModelSpec spec = read_model_spec(folder / "config.json", Tiling::none(), model.spec.read_as);
+  const ModelSpec spec = read_folder_spec(folder, Tiling::none(), model.spec.read_as);
   const auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(folder));
   check_tensors(spec, *checkpoint);
   OtherParts found{std::make_shared<const SourceFolder>(spec, checkpoint), model.source->hash};
@@ -62,23 +65,24 @@ OtherParts other_parts(const StoredModel& model, const Progress& progress) {
   return found;
 }
 
-// Reads the bf16 words of chunks out of a store, verified, each while the one before is used.
+// Reads the bf16 words of chunks out of a store, verified, ahead of their use.
 class WordsAhead {
  public:
   WordsAhead(swap::Store& store, const swap::Layout& layout) : store_(store) {
     for (const swap::Chunk& chunk : layout.chunks()) largest_ = std::max(largest_, chunk.elements * 2);
+    ahead_ = std::clamp<std::size_t>(kAheadBytes / std::max<std::uint64_t>(largest_, 1), 1, 16);
   }
 
-  void read(int chunk, int next, const std::function<void(std::span<std::byte>)>& use) {
-    if (coming_ != chunk) begin(chunk);
-    io::Completion read = arrives_.get();
-    coming_ = -1;
+  void read(std::span<const int> chunks, const std::function<void(std::span<std::byte>)>& use) {
+    if (arriving_.empty()) begin(chunks.front());
+    io::Completion read = arriving_.front().get();
+    arriving_.pop_front();
     if (read.error) throw Exception(std::move(read.error));
-    if (next >= 0 && next != chunk) begin(next);
-    const std::span<std::byte> words = read.buffer.bytes().first(store_.extent_bytes(kWords, chunk));
-    if (const io::Error wrong = store_.verify(kWords, chunk, words)) {
+    while (arriving_.size() < std::min(ahead_, chunks.size() - 1)) begin(chunks[arriving_.size() + 1]);
+    const std::span<std::byte> words = read.buffer.bytes().first(store_.extent_bytes(kWords, chunks.front()));
+    if (const io::Error wrong = store_.verify(kWords, chunks.front(), words)) {
       store_.report_second_reading(wrong);
-      use(value_or_throw(store_.fetch(kWords, chunk)).bytes());
+      use(value_or_throw(store_.fetch(kWords, chunks.front())).bytes());
     } else {
       use(words);
     }
@@ -87,27 +91,27 @@ class WordsAhead {
 
  private:
   static constexpr swap::ExtentKind kWords = swap::ExtentKind::hi;
+  static constexpr std::uint64_t kAheadBytes = 32 << 20;
 
   void begin(int chunk) {
     io::Buffer buffer = spare_ ? std::exchange(spare_, {}) : io::allocate_buffer(largest_);
     if (!buffer) throw Exception({.kind = io::ErrorKind::memory, .operation = "export", .length = largest_});
     const auto arrived = std::make_shared<std::promise<io::Completion>>();
-    arrives_ = arrived->get_future();
-    coming_ = chunk;
+    arriving_.push_back(arrived->get_future());
     store_.read(kWords, chunk, std::move(buffer),
                 [arrived](io::Completion&& read) { arrived->set_value(std::move(read)); });
   }
 
   swap::Store& store_;
   std::uint64_t largest_ = 0;
+  std::size_t ahead_ = 1;  // chunks
   io::Buffer spare_;
-  int coming_ = -1;
-  std::future<io::Completion> arrives_;
+  std::deque<std::future<io::Completion>> arriving_;
 };
 
 }  // namespace
 
-void Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
+std::string Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
   Impl& impl = *impl_;
   if (!impl.model->spec().adapter_config_json.empty())
     throw Exception(io::ErrorKind::usage,
@@ -115,9 +119,9 @@ void Session::export_hf(const std::filesystem::path& folder, const Progress& pro
   if (impl.model->spec().base_format != WeightFormat::bf16)
     throw Exception(io::ErrorKind::usage, "the model's weights are quantised: as such they are not written");
   impl.flush();
-  export_weights(
+  return export_weights(
       impl.model->spec(), impl.plan.packed, *impl.plan.layout, {impl.source, impl.source_hash}, folder,
-      [&](int chunk, int, const auto& use) { impl.state->read_chunk(chunk, use); }, progress);
+      [&](std::span<const int> chunks, const auto& use) { impl.state->read_chunk(chunks.front(), use); }, progress);
 }
 
 void Session::commit() {
@@ -144,8 +148,8 @@ std::string Session::Impl::progress_json() const {
   return progress.dump();
 }
 
-void export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
-                  const Progress& progress) {
+std::string export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
+                         const Progress& progress) {
   const StoredModel model = open_stored_model(storage);
   const ModelExtents extents{.units = model.spec.units,
                              .packed = model.packed,
@@ -163,9 +167,9 @@ void export_store(const std::vector<std::filesystem::path>& storage, const std::
     return write_adapter(model.spec, {}, folder,
                          [&](int unit, int tensor, const UseMaster& use) { read_master(extents, unit, tensor, use); });
   WordsAhead words(*model.store, *model.layout);
-  export_weights(
+  return export_weights(
       model.spec, model.packed, *model.layout, other_parts(model, progress), folder,
-      [&](int chunk, int next, const auto& use) { words.read(chunk, next, use); }, progress);
+      [&](std::span<const int> chunks, const auto& use) { words.read(chunks, use); }, progress);
 }
 
 std::vector<float> Session::master(int unit, int tensor) {

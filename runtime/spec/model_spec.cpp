@@ -127,4 +127,10 @@ ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling
   return parse_model_spec(read_text(config_json, config_limit), config_json.string(), tiling, as);
 }
 
+ModelSpec read_folder_spec(const std::filesystem::path& folder, const Tiling& tiling, const std::string& as) {
+  const std::filesystem::path path = folder / "config.json";
+  return parse_model_spec(read_text(open_beneath(folder, "config.json"), path, config_limit), path.string(), tiling,
+                          as);
+}
+
 }  // namespace tierflow

@@ -146,6 +146,8 @@ struct ModelSpec {
 // architectures. as: the model_type of the family that a model of an unknown architecture is read as (families.h).
 ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling = {},
                           const std::string& as = "");
+// The same of the config.json in a model's folder, opened by open_beneath().
+ModelSpec read_folder_spec(const std::filesystem::path& folder, const Tiling& tiling = {}, const std::string& as = "");
 ModelSpec parse_model_spec(const std::string& config_json, const std::string& where, const Tiling& tiling = {},
                            const std::string& as = "");
 

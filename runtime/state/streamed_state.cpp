@@ -261,10 +261,11 @@ void write_weights(CheckpointWriter& writer, const std::vector<UnitSpec>& units,
   for (const PackedUnit& unit : packed.units)
     for (const PackedTensor& tensor : unit.tensors) total += tensor.elements;
   const std::vector<ExportedChunk> order = order_of_export(units, packed, layout);
-  const auto id_of = [&](const ExportedChunk& each) { return layout.first_chunk(each.unit) + each.chunk->index; };
+  std::vector<int> ids;
+  for (const ExportedChunk& each : order) ids.push_back(layout.first_chunk(each.unit) + each.chunk->index);
   for (std::size_t i = 0; i < order.size(); ++i) {
     const ExportedChunk& each = order[i];
-    read(id_of(each), i + 1 < order.size() ? id_of(order[i + 1]) : -1, [&](std::span<std::byte> words) {
+    read(std::span(ids).subspan(i), [&](std::span<std::byte> words) {
       for_each_piece(packed.units[each.unit], *each.chunk,
                      [&](const PackedTensor& tensor, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
                        if (!each.name.empty() && units[each.unit].tensors[tensor.tensor].name != each.name) return;

@@ -88,8 +88,9 @@ class StreamedState {
   std::unique_ptr<swap::Executor> executor_;  // last: drains before the rest goes
 };
 
-// How the words of a chunk come to an export. next: the chunk that it reads after this one; -1: none.
-using ReadChunk = std::function<void(int chunk, int next, const std::function<void(std::span<std::byte> words)>& use)>;
+// How the words of a chunk come to an export: of the first of `chunks`. The others it reads after that, in this order.
+using ReadChunk =
+    std::function<void(std::span<const int> chunks, const std::function<void(std::span<std::byte> words)>& use)>;
 
 // Writes the bf16 words of every tensor that is wanted, in the order in which the units' chunks hold them; but a tile
 // of a table comes right after the tile before, which ends its unit. Each chunk is read once, or twice in such a unit.

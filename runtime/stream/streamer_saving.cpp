@@ -37,7 +37,8 @@ void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts
   write_weights(
       writer, impl.state->units(), impl.plan.packed, *impl.plan.layout,
       [&](int unit, int tensor) { return !parts[unit][tensor].empty(); },
-      [&](int chunk, int, const auto& use) { impl.state->read_chunk(chunk, use); }, "saving", progress);
+      [&](std::span<const int> chunks, const auto& use) { impl.state->read_chunk(chunks.front(), use); }, "saving",
+      progress);
   for (const ExtraTensor& tensor : extra) {
     const torch::Tensor values = tensor.values().detach().to(torch::kCPU, tensor.type).contiguous();
     writer.write({static_cast<const std::byte*>(values.data_ptr()), static_cast<std::size_t>(values.nbytes())});

@@ -9,10 +9,12 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 
 import pytest
 from program import BUILD, MIB, config, needs_torch, run, small, start, the_error, wait_until
 from program import work as work  # a fixture
+from safetensors.torch import load_file, save_file
 
 pytestmark = needs_torch
 
@@ -132,6 +134,11 @@ def test_a_link_out_of_the_model_folder_is_not_followed(work):
     refused = run(work, *words, ok=False)
     assert refused.returncode == 3 and "tokenizer_config.json" in the_error(refused.stderr) and "step 1" not in refused.stderr
     assert not (work / "out").exists()
+    run(work, "init", "--config", "config.json", "--out", "linked")
+    (work / "linked" / "config.json").rename(work / "secret" / "config.json")
+    (work / "linked" / "config.json").symlink_to("../secret/config.json")
+    refused = run(work, "train", "--model", "linked", "--data", "text.txt", "--steps", "1", "--out", "out", *small(), ok=False)
+    assert refused.returncode == 3 and "linked/config.json: is a symbolic link" in the_error(refused.stderr)
     (work / "model" / "tokenizer_config.json").unlink()
     (work / "model" / "merges.txt").write_text("inside")
     (work / "model" / "vocab.json").symlink_to("merges.txt")
@@ -215,6 +222,22 @@ def test_a_signal_before_the_first_step_leaves_nothing(work, made, number):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number, errors
     assert "nothing was kept" in the_error(errors)
+    assert sorted(work.iterdir()) == before
+
+
+def test_a_signal_in_the_evaluation_before_the_first_step_leaves_its_log_alone(work):
+    """The evaluation takes minutes."""
+    (work / "config.json").write_text(json.dumps(config(hidden=256, layers=8)))
+    (work / "long.txt").write_text((work / "text.txt").read_text() * 8)
+    before = sorted(work.iterdir())
+    process = start(work, "train", "--config", "config.json", "--data", "long.txt", "--held-out", "0.9", "--eval-sequences", "0", "--steps", "2", "--out", "out", "--log-json", "log.json",
+                    *small("--storage", "store", "--host-memory", "16MiB", "--device-memory", "128MiB"))
+    wait_until(lambda: (work / "log.json").exists() or process.poll() is not None)
+    time.sleep(2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 143 and "nothing was kept" in the_error(errors), errors
+    (work / "log.json").unlink()
     assert sorted(work.iterdir()) == before
 
 
@@ -329,6 +352,29 @@ def test_a_last_evaluation_that_fails_costs_no_training(work):
     assert (work / "out" / "model.safetensors").read_bytes() == (work / "direct" / "model.safetensors").read_bytes()
 
 
+def test_a_last_evaluation_that_fails_without_an_export_says_how_the_state_is_got_out(work):
+    """The state is damaged at the last flush of the commit."""
+    (work / "config.json").write_text(json.dumps(config(hidden=128, layers=3)))
+    words = [*TRAIN, "--steps", "2", "--held-out", "0.2", "--no-export", *small(*UNCOMMITTED, "--device-memory", "24MiB", "--engine", "threads")]
+    run(work, *words, env=shim(work))
+    flushes = sum(call[0] == "flush" and call[1].endswith("state.tfv") for call in calls_of(work))
+    shutil.rmtree(work / "store")
+    process = start(work, *words, env={**shim(work, ("flush", "state.tfv", "stop")), "TIERFLOW_FAIL_NTH": str(flushes)})
+    try:
+        stat = pathlib.Path(f"/proc/{process.pid}/stat")
+        wait_until(lambda: process.poll() is not None or stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
+        with (work / "store" / "state.tfv").open("r+b") as state:
+            state.seek(MIB)
+            state.write(os.urandom(os.fstat(state.fileno()).st_size - MIB))
+        process.send_signal(signal.SIGCONT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode in (5, 6), errors
+    assert "the last evaluation failed; the state is whole: `tierflow export --storage" in the_error(errors)
+
+
 def test_where_the_commit_of_a_stopped_run_fails_the_line_says_how_the_state_is_got_out(work):
     """After its first step the run is stopped; from then on the drive flushes nothing more."""
     words = [*ENDLESS, "--out", "out", *small(*STORED, "--engine", "threads", "--durability", "every=1000000")]
@@ -393,3 +439,27 @@ def test_a_part_of_a_store_does_not_hinder_fresh(work):
     assert refused.returncode == 4 and "--fresh" in the_error(refused.stderr) and not (work / "out").exists()
     run(work, *words, "--fresh")
     assert not (work / "b" / "state.tfv").exists()
+
+
+def model_with_a_broken_row(work):
+    """Its byte 7 has no place in the text: no loss shows that its row of the embeddings is infinite."""
+    run(work, "init", "--config", "config.json", "--out", "model")
+    path = work / "model" / "model.safetensors"
+    words = load_file(path)
+    words["model.embed_tokens.weight"][7, 3] = float("inf")
+    save_file(words, path, {"format": "pt"})
+
+
+def test_weights_that_are_not_finite_are_no_result(work):
+    model_with_a_broken_row(work)
+    words = ["train", "--model", "model", "--data", "text.txt", "--tokenizer", "bytes", "--held-out", "0", "--steps", "2", "--out", "out"]
+    failed = run(work, *words, *small(*STORED), ok=False)
+    assert failed.returncode == 7, failed.stderr
+    assert "the values of model.embed_tokens.weight are not all finite" in the_error(failed.stderr) and "tierflow export --storage" in the_error(failed.stderr)
+    assert not (work / "out").exists()
+    exported = run(work, "export", "--storage", "store", "--out", "out")
+    assert "warning: the values of model.embed_tokens.weight are not all finite" in exported.stderr
+    assert load_file(work / "out" / "model.safetensors")["model.embed_tokens.weight"][7, 3] == float("inf")
+    # Without storage what was trained is not lost.
+    written = run(work, *words[:-1], "resident", *small())
+    assert "warning: the values of model.embed_tokens.weight are not all finite" in written.stderr and (work / "resident" / "config.json").exists()

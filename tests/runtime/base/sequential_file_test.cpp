@@ -1,5 +1,6 @@
 #include "runtime/base/sequential_file.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <unistd.h>
 
@@ -8,7 +9,9 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <thread>
 
+#include "io/descriptor.h"
 #include "runtime/base/exception.h"
 #include "tests/support/temp_dir.h"
 
@@ -69,6 +72,28 @@ TEST(SequentialFile, AnErrorOfTheLastPieceIsThrownAtTheEnd) {
   } catch (const Exception& error) {
     EXPECT_EQ(error.error().error_number, ENOSPC);
     EXPECT_THAT(error.what(), ::testing::HasSubstr("/dev/full"));
+  }
+}
+
+TEST(SequentialFile, OtherBytesOnTheDriveAreNoticed) {
+  testing::TempDir folder;
+  const std::string text = numbered(10 << 20);
+  for (const std::uint64_t place : {100UL, (8UL << 20) - 1}) {
+    const std::filesystem::path path = folder.path() / "file";
+    SequentialFile file(path);
+    file.write(std::as_bytes(std::span(text)));
+    while (std::filesystem::file_size(path) < 8U << 20) std::this_thread::yield();
+    const io::Descriptor other(open(path.c_str(), O_WRONLY | O_CLOEXEC));
+    const char wrong = static_cast<char>(text[place] ^ 1);
+    ASSERT_EQ(pwrite(other.fd(), &wrong, 1, static_cast<off_t>(place)), 1);
+    try {
+      file.finish();
+      FAIL() << place;
+    } catch (const Exception& error) {
+      EXPECT_EQ(error.error().kind, io::ErrorKind::corruption);
+      EXPECT_EQ(error.error().offset, place >> 22 << 22);
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(path.string()));
+    }
   }
 }
 

@@ -137,16 +137,19 @@ TEST_P(StreamedStateTest, ExportsATileRightAfterTheTileBefore) {
                                              {.name = "bb", .shape = {2, 30}},
                                              {.name = "cccc", .shape = {70, 1000}}};
   CheckpointWriter writer(folder_.path() / "model", headers);
-  std::vector<int> reads(layout_->chunks().size(), 0);
+  std::vector<int> reads(layout_->chunks().size(), 0), announced, done;
   write_weights(
       writer, spec_.units, packed_, *layout_,
       [&](int unit, int tensor) { return spec_.units[unit].tensors[tensor].name != "unwanted"; },
-      [&](int chunk, int, const auto& use) {
-        ++reads[chunk];
-        state_->read_chunk(chunk, use);
+      [&](std::span<const int> chunks, const auto& use) {
+        if (announced.empty()) announced.assign(chunks.begin(), chunks.end());
+        ++reads[chunks.front()];
+        done.push_back(chunks.front());
+        state_->read_chunk(chunks.front(), use);
       },
       "exporting", {});
   writer.finish();
+  EXPECT_EQ(announced, done);
   const Checkpoint written = Checkpoint::open(folder_.path() / "model");
   for (const TensorHeader& header : headers) {
     const TensorSpec whole = tensor(header.name, header.shape);

@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""How fast a state is verified and exported, beside what the drive reads and writes (dd, O_DIRECT, blocks of 4 MiB), in turn; and how much of a run's time
+`--export-every` takes. Medians.
+
+    .venv/bin/python benchmarks/storage/export.py --storage DIR [--rounds 3] [--every 5]
+
+An export reads the weights from the state, writes them, and reads the result once more: "share_of_drive" is the time that dd would take for these three one after
+the other, divided by the export's time. "share_of_drive_without_reading_back" counts the first two alone.
+
+One JSON object."""
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(*command):
+    begun = time.monotonic()
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(done.stderr)
+    return time.monotonic() - begun
+
+
+def train(args, steps, *more):
+    return [args.program, "train", "--config", args.config, "--storage", args.folder / "state", "--device", "cpu", "--device-memory", args.device_memory, "--host-memory", args.host_memory,
+            "--sequence-length", 512, "--micro-batch", args.micro_batch, "--data", args.data, "--held-out", 0, "--steps", steps, "--lr-schedule", "constant", "--durability", "step",
+            "--log-json", args.folder / "log.json", *more]
+
+
+def log_of(args):
+    return [json.loads(line) for line in (args.folder / "log.json").read_text().splitlines()]
+
+
+def anew(args):
+    shutil.rmtree(args.folder, ignore_errors=True)
+    args.folder.mkdir(parents=True)
+
+
+def bandwidth(path, write, size):
+    """Of the drive, in bytes a second."""
+    blocks = size >> 22
+    words = ["dd", "bs=4M", f"count={blocks}", f"if={'/dev/zero' if write else path}", f"of={path if write else '/dev/null'}", *(["oflag=direct", "conv=fsync"] if write else ["iflag=direct"])]
+    return (blocks << 22) / run(*words)
+
+
+def exports_while_training(args):
+    """Seconds of a step beside those that its share of an export takes."""
+    anew(args)
+    run(*train(args, 3 * args.every + 1, "--export-every", args.every, "--export-keep", 1, "--out", args.folder / "out"))
+    log = log_of(args)
+    steps = statistics.median(record["step_s"] for record in log if "loss" in record)
+    exports = statistics.median(record["exported"]["seconds"] for record in log if "exported" in record)
+    return {"step_s": steps, "export_s": exports, "every": args.every, "share_of_time": exports / (exports + args.every * steps)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storage", type=pathlib.Path, required=True, help="folder on the drive to measure; a folder `export` is made in it, and removed")
+    parser.add_argument("--program", default=ROOT / "build/tierflow")
+    parser.add_argument("--config", default=ROOT / "benchmarks/step/llama-1.1b.json")
+    parser.add_argument("--data", default=pathlib.Path(os.__file__).parent / "json", help="text; its content does not matter")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--host-memory", default="512MiB")
+    parser.add_argument("--device-memory", default="2GiB")
+    args = parser.parse_args()
+    args.folder = args.storage / "export"
+    beside = exports_while_training(args)
+    anew(args)
+    run(*train(args, 1, "--no-export"))
+    state, out, written = args.folder / "state/state.tfv", args.folder / "out", args.folder / "written"
+    rounds = []
+    for _ in range(args.rounds):
+        verified = json.loads(subprocess.run([args.program, "verify", args.folder / "state", "--json"], capture_output=True, text=True, check=True).stdout)
+        shutil.rmtree(out, ignore_errors=True)
+        seconds = run(args.program, "export", "--storage", args.folder / "state", "--out", out)
+        size = sum(path.stat().st_size for path in out.iterdir())
+        read, write = bandwidth(state, False, size), bandwidth(written, True, size)
+        rounds.append({"verify_gb_s": verified["bytes"] / verified["seconds"] / 1e9, "export_s": seconds, "drive_read_gb_s": read / 1e9, "drive_write_gb_s": write / 1e9,
+                       "share_of_drive": (2 * size / read + size / write) / seconds, "share_of_drive_without_reading_back": (size / read + size / write) / seconds})
+    result = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+    shutil.rmtree(args.folder)
+    print(json.dumps({"exported_bytes": size, "state_bytes": verified["bytes"], **result, "while_training": beside}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
