@@ -30,22 +30,23 @@ void Simulator::append(Plan plan) {
   TaskId id = plan.first_id;
   for (Task& task : plan.tasks) {
     Node& added = nodes_.emplace_back();
-    added.record = {.id = id,
-                    .kind = task.kind,
-                    .lane = task.lane,
-                    .pass = task.pass,
-                    .stage = task.stage,
-                    .micro_batch = task.micro_batch,
-                    .chunk = task.chunk,
-                    .bytes = task.bytes};
-    added.phases = phases(task, plan);
+    Detail& more = details_.emplace_back();
+    more.record = {.id = id,
+                   .kind = task.kind,
+                   .lane = task.lane,
+                   .pass = task.pass,
+                   .stage = task.stage,
+                   .micro_batch = task.micro_batch,
+                   .chunk = task.chunk,
+                   .bytes = task.bytes};
+    more.phases = phases(task, plan);
     added.updates = task.lane == Lane::update;
     for (TaskId dependency : task.dependencies) {
       if (dependency < base_ || node(dependency).done) continue;
       add_dependent(node(dependency), id);
       ++added.waiting;
     }
-    added.record.dependencies = std::move(task.dependencies);
+    more.record.dependencies = std::move(task.dependencies);
     lanes_[static_cast<int>(task.lane)].push_back(id);
     ++unfinished_;
     if (added.updates) ++unfinished_updates_;
@@ -139,7 +140,7 @@ void Simulator::start() {
     const bool queues = server == kRead || server == kWrite;
     auto& waiting = lanes_[lane];
     while (!waiting.empty() && node(waiting.front()).waiting == 0 && (queues || servers_[server].empty())) {
-      Node& next = node(waiting.front());
+      Detail& next = detail(waiting.front());
       next.record.begin = now_;
       servers_[server].push_back({waiting.front(), next.phases});
       waiting.pop_front();
@@ -160,7 +161,7 @@ void Simulator::add_dependent(Node& node, TaskId id) {
 
 void Simulator::finish(TaskId id) {
   Node& at = node(id);
-  at.record.end = now_;
+  detail(id).record.end = now_;
   at.done = true;
   --unfinished_;
   if (at.updates) --unfinished_updates_;
@@ -172,9 +173,10 @@ void Simulator::finish(TaskId id) {
     }
     dependents_[last].next = std::exchange(free_dependents_, std::exchange(at.dependents, kNone));
   }
-  records_.push_back(std::move(at.record));
+  records_.push_back(std::move(detail(id).record));
   while (!nodes_.empty() && nodes_.front().done) {
     nodes_.pop_front();
+    details_.pop_front();
     ++base_;
   }
 }

@@ -86,12 +86,15 @@ class Simulator {
     std::uint8_t begin_ = 0, end_ = 0;
   };
   static constexpr int kNone = -1;
+  // What finishing another task looks at; small, because it looks at many of them in no order.
   struct Node {
+    int waiting = 0;
+    int dependents = kNone;  // the first of them, in dependents_
+    bool done = false, updates = false;
+  };
+  struct Detail {
     TaskRecord record;
     Phases phases{};
-    int waiting = 0;
-    bool done = false, updates = false;
-    int dependents = kNone;  // the first of them, in dependents_
   };
   struct Dependent {
     TaskId id = 0;
@@ -103,6 +106,7 @@ class Simulator {
   };
 
   Node& node(TaskId id) { return nodes_[id - base_]; }
+  Detail& detail(TaskId id) { return details_[id - base_]; }
   void start();
   void play(const std::size_t& remaining);
   Phases phases(const Task& task, const Plan& plan) const;
@@ -117,6 +121,7 @@ class Simulator {
   std::vector<double> update_rates_, device_rates_;  // by chunk
   double now_ = 0;
   std::deque<Node> nodes_;
+  std::deque<Detail> details_;
   std::vector<Dependent> dependents_;  // of all nodes, lists in one place: there are very many of them
   int free_dependents_ = kNone;
   TaskId base_ = 0;

@@ -1,7 +1,9 @@
 #include "runtime/planning/prediction.h"
 
 #include <algorithm>
-#include <iterator>
+#include <cmath>
+#include <cstdint>
+#include <limits>
 #include <utility>
 
 #include "runtime/base/exception.h"
@@ -16,31 +18,50 @@ swap::Rates rates_of(const ModelSpec& spec, const Profile& profile) {
           .stages = profile.model.seconds(spec)};
 }
 
-Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps) {
+namespace {
+
+constexpr int kSteps = 4;
+constexpr double kSame = 1e-9;  // of a step's time: as long as another one
+
+enum class Steps : std::uint8_t {
+  all,        // whose records stay
+  to_steady,  // to the first that takes as long as the one before
+};
+
+// Nothing where the second step, others like which follow, takes longer than `longest`.
+std::optional<Prediction> play(const SessionPlan& plan, const swap::Rates& rates, int steps, Steps wanted,
+                               double longest) {
   swap::Planner planner(*plan.layout, plan.arrangement);
   swap::Simulator simulator(*plan.layout, plan.arrangement.deferred, rates);
   Prediction prediction;
   bool pending = false;
   for (int step = 0; step < steps; ++step) {
-    const double begin = simulator.now();
+    const double begin = simulator.now(), before = prediction.step_seconds;
     swap::Plan tasks = planner.train_step(pending, plan.commit_every == 1 && step > 0);
-    if (step + 1 == steps)
-      for (const swap::Task& task : tasks.tasks) prediction.bytes[static_cast<int>(task.lane)] += task.bytes;
+    prediction.bytes = {};
+    for (const swap::Task& task : tasks.tasks) prediction.bytes[static_cast<int>(task.lane)] += task.bytes;
     simulator.append(std::move(tasks));
     simulator.finish_updates();
     pending = plan.defers();
     prediction.step_seconds = simulator.now() - begin;
+    if (step == 1 && prediction.step_seconds > longest) return std::nullopt;
     std::vector<swap::TaskRecord> records = simulator.take_records();
-    const auto first = static_cast<std::ptrdiff_t>(prediction.records.size());
-    prediction.records.insert(prediction.records.end(), std::make_move_iterator(records.begin()),
-                              std::make_move_iterator(records.end()));
-    if (step + 1 < steps) continue;
-    records.assign(prediction.records.begin() + first, prediction.records.end());
+    const bool last = step + 1 == steps || (wanted == Steps::to_steady && step > 1 &&
+                                            std::abs(prediction.step_seconds - before) < kSame * before);
+    if (wanted == Steps::all) prediction.records.insert(prediction.records.end(), records.begin(), records.end());
+    if (!last) continue;
     for (swap::TaskRecord& record : records)
       record.begin = std::max(record.begin, begin);  // the step before left writes
     prediction.step = swap::summarise(records);
+    break;
   }
   return prediction;
+}
+
+}  // namespace
+
+Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps) {
+  return *play(plan, rates, steps, Steps::all, std::numeric_limits<double>::infinity());
 }
 
 namespace {
@@ -59,7 +80,7 @@ class Search {
         rates_(rates_of(spec, profile)),
         needs(profile.model.needs(spec)),
         plan(plan_session(spec, options, needs)),
-        prediction(predict(plan, rates_)) {
+        prediction(*play(plan, rates_, kSteps, Steps::to_steady, std::numeric_limits<double>::infinity())) {
     tried_.emplace_back(plan.arrangement, plan.commit_every);
   }
 
@@ -73,10 +94,11 @@ class Search {
       std::pair key{tried.arrangement, tried.commit_every};
       if (std::find(tried_.begin(), tried_.end(), key) == tried_.end()) {
         tried_.push_back(std::move(key));
-        Prediction of_tried = predict(tried, rates_);
-        if (of_tried.step_seconds < worthwhile * prediction.step_seconds) {
+        const double shortest = worthwhile * prediction.step_seconds;
+        auto of_tried = play(tried, rates_, kSteps, Steps::to_steady, (1 + kSame) * shortest);
+        if (of_tried && of_tried->step_seconds < shortest) {
           plan = std::move(tried);
-          prediction = std::move(of_tried);
+          prediction = *std::move(of_tried);
           return;
         }
       }

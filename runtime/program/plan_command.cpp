@@ -142,7 +142,8 @@ int run_plan(const PlanOptions& options, const std::function<void(const ProfileJ
       options.tokens_per_step != 0 ? planning.fastest(options.tokens_per_step, shapes) : planning.as_given();
   prove(planned.placement.plan, /*train=*/true);
   if (!options.trace.empty()) {
-    const swap::NamedTimeline predicted[] = {{"predicted", planned.placement.prediction.records}};
+    const Prediction steps = predict(planned.placement.plan, rates_of(spec, planned.profile));
+    const swap::NamedTimeline predicted[] = {{"predicted", steps.records}};
     throw_if(swap::write_trace(options.trace, predicted));
   }
   Json report = plan_json({.options = options,
