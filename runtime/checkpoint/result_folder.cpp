@@ -10,6 +10,7 @@
 #include <array>
 #include <cerrno>
 #include <charconv>
+#include <set>
 #include <system_error>
 
 #include "io/lock_holder.h"
@@ -45,9 +46,15 @@ bool is_last(std::string_view name) {
   return std::find(last_files.begin(), last_files.end(), name) != last_files.end();
 }
 
+// The names that transformers gives to a model's own code (auto_map in config.json).
+bool is_code(std::string_view name) {
+  constexpr std::array kinds = {"configuration_", "modeling_", "tokenization_", "processing_", "image_processing_"};
+  return name.ends_with(".py") && std::ranges::any_of(kinds, [&](const char* kind) { return name.starts_with(kind); });
+}
+
 bool is_result_name(const std::string& name) {
-  return is_last(name) || name == "tierflow_run.json" || name == "adapter_model.safetensors" || is_weights_name(name) ||
-         std::find(companions.begin(), companions.end(), name) != companions.end();
+  return is_last(name) || is_code(name) || name == "tierflow_run.json" || name == "adapter_model.safetensors" ||
+         is_weights_name(name) || std::find(companions.begin(), companions.end(), name) != companions.end();
 }
 
 [[noreturn]] void refuse_content(const fs::path& path) {
@@ -240,8 +247,11 @@ void ResultFolder::check_space(std::uint64_t bytes) const {
 }
 
 CompanionFiles::CompanionFiles(fs::path folder) : folder_(folder.empty() ? "." : std::move(folder)) {
-  for (const char* name : companions) {
-    std::error_code ignored;
+  std::set<std::string> names(companions.begin(), companions.end());
+  std::error_code ignored;
+  for (fs::directory_iterator entry(folder_, ignored), end; !ignored && entry != end; entry.increment(ignored))
+    if (std::string name = entry->path().filename().string(); is_code(name)) names.insert(std::move(name));
+  for (const std::string& name : names) {
     if (fs::symlink_status(folder_ / name, ignored).type() == fs::file_type::not_found) continue;
     files_.push_back({name, open_beneath(folder_, name)});
   }

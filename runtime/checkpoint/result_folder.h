@@ -64,8 +64,9 @@ class Checkpoints {
   const std::filesystem::path folder_;
 };
 
-// The files of a model folder that training does not change, the tokenizer's for the most part: opened when the run
-// begins, by the rules of open_beneath(), so that a missing permission or a link out of the folder is found early.
+// The files of a model folder that training does not change: the tokenizer's, and the model's own code, which is never
+// run. They are opened when the run begins, by the rules of open_beneath(), so that a missing permission or a link out
+// of the folder is found early.
 class CompanionFiles {
  public:
   explicit CompanionFiles(std::filesystem::path folder);

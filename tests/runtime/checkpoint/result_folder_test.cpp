@@ -6,7 +6,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <cmath>
 #include <csignal>
+#include <limits>
+#include <span>
 
 #include "runtime/base/signals.h"
 #include "runtime/checkpoint/safetensors.h"
@@ -126,12 +130,15 @@ TEST(CompanionFiles, ComeFromTheModelFolderAlone) {
   large.back() = 'y';
   write_file(model / "tokenizer.json", large);
   write_file(model / "merges.txt", "");
+  write_file(model / "modeling_own.py", "class OwnModel: ...");
   write_file(model / "other.txt", "not one of them");
+  write_file(model / "train.py", "nor this");
   fs::create_directory(out);
   const CompanionFiles files(model);
-  EXPECT_EQ(files.bytes(), large.size());
+  EXPECT_EQ(files.bytes(), large.size() + 19);
   files.copy_to(out);
-  EXPECT_EQ(std::distance(fs::directory_iterator(out), {}), 2);
+  EXPECT_EQ(std::distance(fs::directory_iterator(out), {}), 3);
+  EXPECT_EQ(read_text(out / "modeling_own.py", 100), "class OwnModel: ...");
   EXPECT_EQ(read_text(out / "tokenizer.json", 1 << 30), large);
 
   write_file(dir.path() / "secret", "a secret");
@@ -144,6 +151,32 @@ TEST(CompanionFiles, ComeFromTheModelFolderAlone) {
   fs::remove(model / "vocab.json");
   mkfifo((model / "vocab.json").c_str(), 0600);
   expect_refusal(io::ErrorKind::input, {"not a regular file"}, [&] { const CompanionFiles f(model); });
+}
+
+TEST(CheckpointWriter, NamesTheFirstTensorThatIsNotFinite) {
+  const testing::TempDir dir;
+  const auto found = [&](Dtype dtype, auto first, auto second) {
+    CheckpointWriter writer(dir.path() / "model",
+                            {{.name = "a", .dtype = dtype, .shape = {3}},
+                             {.name = "b", .dtype = dtype, .shape = {1}},
+                             {.name = "c", .shape = {2, 2}, .stored_dtype = "U8", .stored_bytes = 4}});
+    const std::array a{decltype(first){}, first, decltype(first){}}, b{second};
+    const std::array<std::uint16_t, 2> copied{0xffff, 0xffff};
+    writer.write(std::as_bytes(std::span(a)));
+    writer.write(std::as_bytes(std::span(b)));
+    writer.write(std::as_bytes(std::span(copied)));
+    writer.finish();
+    return writer.not_finite();
+  };
+  using Word = std::uint16_t;
+  const float infinity = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(found(Dtype::f32, std::numeric_limits<float>::max(), -0.0F), "");
+  EXPECT_EQ(found(Dtype::f32, -infinity, infinity), "a");
+  EXPECT_EQ(found(Dtype::f32, 1.0F, std::nanf("")), "b");
+  EXPECT_EQ(found(Dtype::bf16, Word{0x7f7f}, Word{0xff7f}), "");
+  EXPECT_EQ(found(Dtype::bf16, Word{0x7f80}, Word{0}), "a");
+  EXPECT_EQ(found(Dtype::bf16, Word{0x7c00}, Word{0xffc1}), "b");
+  EXPECT_EQ(found(Dtype::f16, Word{0x7bff}, Word{0x7c00}), "b");
 }
 
 TEST(CheckpointWriter, AFinishThatFailsLeavesNothing) {
