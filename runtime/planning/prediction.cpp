@@ -29,10 +29,10 @@ enum class Steps : std::uint8_t {
 };
 
 // Nothing where the second step, others like which follow, takes longer than `longest`.
-std::optional<Prediction> play(const SessionPlan& plan, const swap::Rates& rates, int steps, Steps wanted,
-                               double longest) {
+std::optional<Prediction> play(const SessionPlan& plan, swap::Rates rates, int steps, Steps wanted, double longest) {
+  if (plan.head_scores_first) rates.stages.back().head += rates.stages.back().evaluate;
   swap::Planner planner(*plan.layout, plan.arrangement);
-  swap::Simulator simulator(*plan.layout, plan.arrangement.deferred, rates);
+  swap::Simulator simulator(*plan.layout, plan.arrangement.deferred, std::move(rates));
   Prediction prediction;
   bool pending = false;
   for (int step = 0; step < steps; ++step) {

@@ -99,6 +99,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
                                                   .update_scratch = update_scratch_bytes(plan.packed, *plan.layout),
                                                   .storage = !options.storage.empty(),
                                                   .train = options.train}));
+  plan.head_scores_first = options.loss.pairs();
   plan.commit_every = options.storage.empty() || !options.train ? 0 : options.commit_every;
   plan.writes = count_writes(plan, options);
   if (plan.commit_every != 0 && options.commit_auto)

@@ -50,6 +50,7 @@ struct SessionPlan {
   std::uint64_t workspace = 0;                  // of the device budget
   std::uint64_t loading = 0;                    // of the host budget: loading_bytes()
   bool stored = false;                          // storage holds anything at all
+  bool head_scores_first = false;               // a forward of the head comes before its gradient: losses of pairs
   int commit_every = 0;                         // as the option; 0 where there is no storage or no room
   std::uint64_t deferred_parameters = 0;        // of the trainable ones: whose update is deferred
   std::uint64_t device_updated_parameters = 0;  // and whose runs on the device
