@@ -11,6 +11,7 @@
 #include "runtime/session/gradient_init.h"
 #include "runtime/session/session.h"
 #include "runtime/session/stage_probe.h"
+#include "runtime/state/optimizer_work.h"
 #include "runtime/state/streamed_state.h"
 #include "swap/planner.h"
 
