@@ -16,6 +16,8 @@
 #include "io/wait.h"
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
+#include "runtime/base/machine.h"
+#include "runtime/planning/cut_extents.h"
 #include "runtime/planning/session_plan.h"
 #include "runtime/planning/stored_model.h"
 
@@ -160,35 +162,33 @@ void take_place(const io::VolumeOptions& storage, const Folders& first, bool hel
   }
 }
 
-void copy(const StoredModel& from, const Folders& first, const io::VolumeOptions& storage, const Progress& progress) {
+// layout: the copy's, whose chunks may have another size. phase: what `progress` hears.
+void copy(const StoredModel& from, const Folders& first, const io::VolumeOptions& storage, const swap::Layout& layout,
+          const char* phase, const Progress& progress) {
   io::VolumeOptions volume = named(storage, kMovingStore);
   volume.measure_speeds = volume.folders.size() > 1;
   auto to = value_or_throw(swap::Store::create({.volume = std::move(volume),
                                                 .generations = from.contents.generations,
                                                 .scratch = {.gradients = false},
                                                 .identity = from.contents.identity},
-                                               *from.layout));
+                                               layout));
   try {
     // What lies beside a generation goes by the letter of its number: one commit makes the copy count.
     if (from.store->generation() % 2 == 0) throw_if(to->commit(kNothingYet));
-    std::vector<std::pair<swap::ExtentKind, int>> extents;
-    std::uint64_t done = 0, total = 0;
+    CutExtents extents(from, layout);
+    std::uint64_t done = 0;
+    const std::uint64_t total = copied_bytes(layout);
     for (const auto kind : {swap::ExtentKind::hi, swap::ExtentKind::state})
-      for (int chunk = 0; chunk < static_cast<int>(from.layout->chunks().size()); ++chunk)
-        if (from.store->holds(kind, chunk)) {
-          extents.emplace_back(kind, chunk);
-          total += from.store->extent_bytes(kind, chunk);
-        }
-    for (const auto& [kind, chunk] : extents) {
-      io::Buffer buffer = value_or_throw(from.store->fetch(kind, chunk));
-      const std::uint64_t bytes = from.store->extent_bytes(kind, chunk);
-      to->stamp(kind, chunk, buffer.bytes().first(bytes));
-      throw_if(io::wait_for([&](io::Callback answer) {
-                 to->write(kind, chunk, std::move(buffer), std::move(answer));
-               }).error);
-      done += bytes;
-      if (progress) progress("moving the state", done, total);
-    }
+      for (const swap::Chunk& chunk : layout.chunks()) {
+        std::optional<io::Buffer> buffer = extents.extent(kind, chunk.id);
+        if (!buffer) continue;
+        to->stamp(kind, chunk.id, buffer->bytes().first(chunk.bytes(kind)));
+        throw_if(io::wait_for([&](io::Callback answer) {
+                   to->write(kind, chunk.id, *std::move(buffer), std::move(answer));
+                 }).error);
+        done += chunk.bytes(kind);
+        if (progress) progress(phase, done, total);
+      }
     const auto position = nlohmann::json::parse(from.store->progress(), nullptr, false);
     if (position.is_object() && position.contains("beside"))
       bring_beside(first, storage.folders, from.store->generation(), position["beside"].get<std::string>());
@@ -249,8 +249,30 @@ void move_store(const io::VolumeOptions& storage, const Folders& first, const Sa
   for (const fs::path& folder : first) names += (names.empty() ? "" : ", ") + folder.string();
   say(fmt::format("the state lies in {}: it is copied into the {} folders of this run, verified, and removed there",
                   names, storage.folders.size()));
-  copy(from, first, storage, progress);
+  copy(from, first, storage, *from.layout, "moving the state", progress);
   take_place(storage, first, true);
+}
+
+std::uint64_t copied_bytes(const swap::Layout& layout) {
+  std::uint64_t bytes = 0;
+  for (const swap::Chunk& chunk : layout.chunks()) bytes += chunk.word_bytes() + chunk.state_bytes;
+  return bytes;
+}
+
+void recut_store(const io::VolumeOptions& storage, std::uint64_t chunk_elements, const Say& say,
+                 const Progress& progress) {
+  settle_store(storage, say);
+  const MovesAlone alone(storage.folders);
+  const StoredModel from = open_stored_model(storage.folders);  // locked, as in move_store()
+  const swap::Layout layout(from.layout->units(), from.packed.stages, chunk_elements);
+  throw_if(check_beside(storage.folders, from.store->generation(), from.store->progress()));
+  const std::string where = storage.folders.front().string(), size = human_bytes(copied_bytes(layout));
+  say(
+      fmt::format("the state in {} has chunks for other budgets ({} elements, here {}): all of it, {}, is copied into "
+                  "such chunks, verified, and takes the first one's place",
+                  where, from.layout->chunk_elements(), chunk_elements, size));
+  copy(from, storage.folders, storage, layout, "cutting the state anew", progress);
+  take_place(storage, storage.folders, true);
 }
 
 bool can_resume(const SessionOptions& options, const Say& say) {

@@ -1,10 +1,12 @@
 #pragma once
-// A store that goes on in other folders than those in which it lies: more or fewer drives, or others.
+// A store that goes on in other folders than those in which it lies (more or fewer drives, or others), or in chunks of
+// another size.
 #include "io/volume.h"
 #include "runtime/base/progress.h"
 #include "runtime/planning/left_store.h"
 #include "runtime/planning/profile.h"
 #include "runtime/planning/session_options.h"
+#include "swap/layout.h"
 
 namespace tierflow {
 
@@ -23,6 +25,13 @@ Folders settle_store(const io::VolumeOptions& storage, const Say& say);
 // removed. Until then the first is whole and stays. There must be room for both meanwhile. Call after settle_store(),
 // with what it returned, and once it is known that the state is this run's. Throws Exception.
 void move_store(const io::VolumeOptions& storage, const Folders& first, const Say& say, const Progress& progress);
+
+// Brings the store in storage.folders, of two generations, into chunks of `chunk_elements`: copied there as
+// move_store() copies it, and as safe. Call once it is known that the state is this run's. Throws Exception.
+void recut_store(const io::VolumeOptions& storage, std::uint64_t chunk_elements, const Say& say,
+                 const Progress& progress);
+// What that writes: weights and state.
+std::uint64_t copied_bytes(const swap::Layout& layout);
 
 // Whether an earlier run left a state in options.storage that SessionOptions::resume goes on with, settled there. What
 // ended before its first commit is removed. Throws Exception.

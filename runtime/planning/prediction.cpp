@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "runtime/base/exception.h"
+#include "runtime/planning/store_cut.h"
 #include "swap/planner.h"
 
 namespace tierflow {
@@ -152,6 +153,14 @@ void choose_updates(const SessionOptions& options, const Profile& profile, Searc
 Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const Profile& profile) {
   options.swap_to_host = options.swap_to_storage = 0;
   options.deferred_share = options.device_update_share = 0;
+  if (options.resume && options.chunk_elements != 0) {
+    const auto plan_with = [&](std::uint64_t chunk_elements) {
+      options.chunk_elements = chunk_elements;
+      return plan_session(spec, options, profile.model.needs(spec));
+    };
+    options.chunk_elements =
+        plan_to_go_on(options.chunk_elements, options.host_memory, plan_with).layout->chunk_elements();
+  }
   Search search(spec, options, profile);
   const double without_swaps = search.prediction.step_seconds;
   choose_swaps(options, search);

@@ -30,7 +30,9 @@ struct Placement {
 // Sets in `options` how many micro-batches of blocks swap their activations; then, without clipping, which share of the
 // updates is deferred; and, where its rate was measured, which share runs on the device. It takes the fastest of a few
 // choices on the simulator's clock. Because they cost traffic and room, a swap must gain a hundredth of a step's time,
-// the others a fiftieth. Former values in `options` do not matter. Throws Exception where the budgets are too small.
+// the others a fiftieth. Former values in `options` do not matter. Where a state is gone on with,
+// options.chunk_elements is its cut and becomes the one that it then has. Throws Exception where the budgets are too
+// small.
 Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const Profile& profile);
 
 // A step without clipping, where `options` clip: with the swaps that they have, and updates placed anew. Nothing where

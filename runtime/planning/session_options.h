@@ -52,16 +52,19 @@ struct SessionOptions {
   // generations, commit_every counts as 0.
   bool commit_auto = false;
   // Go on with the state that a session with such commits left in `storage`, which is verified first. Budgets, engine
-  // and update threads may differ; model, precision and `run` may not.
+  // and update threads may differ; model, precision and `run` may not. Where the budgets need other chunks than the
+  // state has, it is copied into them first.
   bool resume = false;
-  std::string run;                   // JSON object of the client's, kept in the store: what has to be equal to go on
+  std::string run;                   // JSON object of the client's, in the store too: what has to be equal to go on
   bool fresh = false;                // what an earlier session left in `storage` is removed
   bool train = true;                 // false: evaluate(), next_logits() and export alone
   bool fewer_micro_batches = false;  // as many as the budgets hold, micro_batches at most
   std::uint64_t workspace = 0;       // bytes of the device that a stage takes beside what measuring it shows
-  std::uint64_t chunk_elements = 0;  // 0: from the host budget
-  std::uint64_t chaos_seed = 0;      // CPU device: delays and poison, for tests
-  bool record = false;               // record when each task ran: see take_timeline()
+  // 0: from the host budget. Of a state to go on with: what find_left_store() says of it, for choose_placement(); the
+  // session looks for itself.
+  std::uint64_t chunk_elements = 0;
+  std::uint64_t chaos_seed = 0;  // CPU device: delays and poison, for tests
+  bool record = false;           // record when each task ran: see take_timeline()
 };
 
 }  // namespace tierflow

@@ -97,14 +97,14 @@ void HeldOut::between_steps(Session& session, std::int64_t step, std::int64_t be
   }
   const bool best = options_.export_best && record_.best.step == step;
   if ((!best && !due(options_.export_every, step)) || stop_signal() != 0) return;
-  const std::int64_t outdated = best ? std::exchange(record_.saved, step) : 0;
+  const std::int64_t outdated = best ? std::exchange(record_.exported, step) : 0;
   const bool there = step == begun && result_.has_checkpoint(step);
   if (!there &&
-      !result_.write_checkpoint(session, step, options_.export_best ? record_.saved : 0, outdated, progress, log_)) {
-    if (best) record_.saved = outdated;
+      !result_.write_checkpoint(session, step, options_.export_best ? record_.exported : 0, outdated, progress, log_)) {
+    if (best) record_.exported = outdated;
     return;
   }
-  if (best) record_.saved_loss = record_.best.loss;
+  if (best) record_.exported_loss = record_.best.loss;
   remember(session);
 }
 
@@ -116,7 +116,7 @@ void HeldOut::say_best(std::int64_t step, bool usable) const {
   if (!options_.export_best) return;
   std::optional<std::pair<std::int64_t, double>> result;
   if (usable && evaluated(step)) result.emplace(step, summary_.held_out_after);
-  say_which_is_best(options_, record_, result_.has_checkpoint(record_.saved), result, log_);
+  say_which_is_best(options_, record_, result_.has_checkpoint(record_.exported), result, log_);
 }
 
 }  // namespace tierflow

@@ -21,8 +21,8 @@ std::string RunRecord::json() const {
                         {"without_better", best.since},
                         {"evaluated", evaluated},
                         {"evaluated_sequences", evaluated_sequences},
-                        {"saved", saved},
-                        {"saved_loss", saved_loss}}
+                        {"saved", exported},
+                        {"saved_loss", exported_loss}}
       .dump();
 }
 
@@ -41,8 +41,8 @@ RunRecord RunRecord::parse(const std::string& json) {
           .best = {.loss = number("best_loss"), .step = count("best_step"), .since = count("without_better")},
           .evaluated = count("evaluated"),
           .evaluated_sequences = count("evaluated_sequences"),
-          .saved = count("saved"),
-          .saved_loss = number("saved_loss")};
+          .exported = count("saved"),
+          .exported_loss = number("saved_loss")};
 }
 
 }  // namespace tierflow

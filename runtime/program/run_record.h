@@ -22,8 +22,8 @@ struct RunRecord {
   BestEvaluation best;                   // of those between steps
   std::int64_t evaluated = 0;            // after which step the last of them was
   std::int64_t evaluated_sequences = 0;  // how many held-out ones each of them takes
-  std::int64_t saved = 0;                // the step whose model was last kept as the best; 0: none
-  double saved_loss = NAN;
+  std::int64_t exported = 0;             // the step whose model was last exported as the best; 0: none
+  double exported_loss = NAN;
 
   std::string json() const;
   // Of json(), or of an earlier version's: what is not there is as at the beginning.

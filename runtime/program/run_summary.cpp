@@ -55,17 +55,17 @@ std::string result_of_text_model(const TrainOptions& options, const ModelSpec& s
   return "the result has the other parts as they are";
 }
 
-void say_which_is_best(const TrainOptions& options, const RunRecord& record, bool saved,
+void say_which_is_best(const TrainOptions& options, const RunRecord& record, bool exported,
                        std::optional<std::pair<std::int64_t, double>> result, TrainingLog& log) {
-  if (result && !(saved && record.saved_loss < result->second)) {
+  if (result && !(exported && record.exported_loss < result->second)) {
     const auto [step, loss] = *result;
     log.say(fmt::format("the lowest held-out loss is the result's, after step {}", step));
     log.object({{"best", {{"step", step}, {"held_out_loss", loss}, {"folder", options.out}}}});
-  } else if (saved) {
-    const std::string folder = (options.out / fmt::format("checkpoint-{}", record.saved)).string();
-    log.say(fmt::format("the lowest held-out loss was {}, after step {}: {}", loss_text(record.saved_loss),
-                        record.saved, folder));
-    log.object({{"best", {{"step", record.saved}, {"held_out_loss", record.saved_loss}, {"folder", folder}}}});
+  } else if (exported) {
+    const std::string folder = (options.out / fmt::format("checkpoint-{}", record.exported)).string();
+    log.say(fmt::format("the lowest held-out loss was {}, after step {}: {}", loss_text(record.exported_loss),
+                        record.exported, folder));
+    log.object({{"best", {{"step", record.exported}, {"held_out_loss", record.exported_loss}, {"folder", folder}}}});
   } else {
     log.say("no model was kept as the best: no evaluation between steps had a loss, or its model was not written");
   }

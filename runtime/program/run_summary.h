@@ -33,7 +33,7 @@ std::string result_of_text_model(const TrainOptions& options, const ModelSpec& s
 
 // Of a run with --export-best: which model has the lowest held-out loss. result: the step and loss of the result, where
 // it was evaluated.
-void say_which_is_best(const TrainOptions& options, const RunRecord& record, bool saved,
+void say_which_is_best(const TrainOptions& options, const RunRecord& record, bool exported,
                        std::optional<std::pair<std::int64_t, double>> result, TrainingLog& log);
 
 void report(const RunSummary& run, const Session& session, TrainingLog& log);

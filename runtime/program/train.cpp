@@ -162,12 +162,13 @@ class Training {
                       .beta2 = options_.beta2,
                       .eps = options_.eps,
                       .weight_decay = options_.weight_decay};
-    session_ =
-        std::make_unique<Session>(training_model(options_, spec_), session, adamw,
-                                  [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
-                                    throw_if_stopped();
-                                    show(phase, done, total);
-                                  });
+    session_ = std::make_unique<Session>(
+        training_model(options_, spec_), session, adamw,
+        [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
+          throw_if_stopped();
+          show(phase, done, total);
+        },
+        [this](const std::string& line) { log_.say(line); });
     log_.say(wrapped(session_->describe(), columns_of(STDERR_FILENO)));
     forecast_.predict_steps(*session_, session, result_);
     if (const auto mode = session_->storage_mode())

@@ -28,11 +28,11 @@ auto guarded(swap::Executor& executor, Work work) {
 
 }  // namespace
 
-Session::Session(Model model, SessionOptions options, AdamW adamw, const Progress& progress)
+Session::Session(Model model, SessionOptions options, AdamW adamw, const Progress& progress, const Say& say)
     : impl_(std::make_unique<Impl>(std::move(model.layers), std::move(options), adamw)) {
   if (model.source != nullptr && impl_->options.train && impl_->model->spec().adapter_config_json.empty())
     impl_->keep_source(std::move(model.source), progress);
-  impl_->set_up(model.weights, model.stored, progress);
+  impl_->set_up(model.weights, model.stored, progress, say);
 }
 
 Session::~Session() = default;
@@ -124,7 +124,7 @@ MemoryUse Session::memory() const {
 }
 
 std::uint64_t Session::bytes_written() const {
-  std::uint64_t sum = 0;
+  std::uint64_t sum = impl_->copied;
   for (const io::DriveStats& drive : drives()) sum += drive.bytes_written;
   return sum;
 }

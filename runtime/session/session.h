@@ -15,6 +15,7 @@
 #include "runtime/base/progress.h"
 #include "runtime/checkpoint/weight_source.h"
 #include "runtime/models/micro_batch.h"
+#include "runtime/planning/profile.h"
 #include "runtime/planning/session_options.h"
 #include "runtime/planning/session_plan.h"
 #include "runtime/spec/adapters.h"
@@ -94,7 +95,10 @@ using Scored = std::function<void(std::int64_t index, const MicroBatch& batch, c
 
 class Session {
  public:
-  Session(Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {});
+  // say: hears that a state which is gone on with is cut anew.
+  Session(
+      Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {},
+      const Say& say = [](const std::string&) {});
   ~Session();
 
   // One optimizer step over exactly options.micro_batches micro-batches, as pair_batch.h says where options.loss is one

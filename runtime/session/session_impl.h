@@ -11,6 +11,7 @@
 #include "runtime/session/gradient_init.h"
 #include "runtime/session/session.h"
 #include "runtime/session/stage_probe.h"
+#include "runtime/state/optimizer_work.h"
 #include "runtime/state/streamed_state.h"
 #include "swap/planner.h"
 
@@ -22,7 +23,7 @@ struct Session::Impl {
 
   // session_setup.cpp
   void keep_source(std::shared_ptr<const SourceFolder> from, const Progress& progress);
-  void set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress);
+  void set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress, const Say& say);
   std::uint64_t torch_bytes() const;
   ProbedModel probe();
   void check_write_limit() const;
@@ -101,6 +102,7 @@ struct Session::Impl {
   double pending_lr = 0, pending_scale = 1;
   bool committed = false;
   std::int64_t committed_steps = -1;  // of the last commit
+  std::uint64_t copied = 0;           // bytes that cutting the state anew wrote to storage
   std::string client;                 // what it wants remembered
   // Of what an export takes other parts, and their hash when the session began; null: there are none.
   std::shared_ptr<const SourceFolder> source;

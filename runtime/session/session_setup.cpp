@@ -7,6 +7,7 @@
 
 #include "runtime/base/machine.h"
 #include "runtime/planning/left_store.h"
+#include "runtime/planning/store_cut.h"
 #include "runtime/planning/stored_model.h"
 #include "runtime/session/session_impl.h"
 #include "runtime/spec/adapter_config.h"
@@ -44,7 +45,8 @@ void Session::Impl::keep_source(std::shared_ptr<const SourceFolder> from, const 
   source_hash = source->hash(progress);
 }
 
-void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress) {
+void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress,
+                           const Say& say) {
   if (options.loss.pairs() && options.loss.distills())
     throw Exception(io::ErrorKind::usage, "a loss of pairs has no teacher");
   if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
@@ -54,17 +56,26 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   if (options.resume) {
     left = value_or_throw(swap::Store::inspect(storage_volume(options)));
     check_resumed(left.identity);
-    planned.chunk_elements = left.chunk_elements;
   }
   ProbedModel probed = probe();
   probed.needs.stage_peak += options.workspace;
-  for (;; planned.micro_batches /= 2) try {
-      plan = plan_that_fits(model->spec(), planned, probed.needs);
-      break;
-    } catch (const Exception&) {
-      if (!options.fewer_micro_batches || planned.micro_batches == 1) throw;
-    }
-  options.micro_batches = planned.micro_batches;
+  const auto plan_with = [&](std::uint64_t chunk_elements) {
+    planned.chunk_elements = chunk_elements;
+    for (planned.micro_batches = options.micro_batches;; planned.micro_batches /= 2) try {
+        return plan_that_fits(model->spec(), planned, probed.needs);
+      } catch (const Exception&) {
+        if (!options.fewer_micro_batches || planned.micro_batches == 1) throw;
+      }
+  };
+  plan = options.resume ? plan_to_go_on(left.chunk_elements, options.host_memory, plan_with)
+                        : plan_with(options.chunk_elements);
+  if (options.resume && plan.layout->chunk_elements() != left.chunk_elements) {
+    copied = copied_bytes(*plan.layout);
+    check_write_limit();
+    plan = cut_for(std::move(plan), storage_volume(options), left.chunk_elements, plan_with, say, progress);
+    if (plan.layout->chunk_elements() == left.chunk_elements) copied = 0;
+  }
+  options.micro_batches = plan.arrangement.micro_batches;
   prove(plan, options.train);
   if (plan.stored) {
     check_write_limit();
@@ -186,11 +197,11 @@ void Session::Impl::make_store(const std::string& identity) {
 void Session::Impl::check_write_limit() const {
   // First values of a gradient take a pass that writes what a step does.
   const bool one_more = !options.resume && options.train && begins_with_gradient(model->spec());
-  const std::uint64_t least = plan.writes.load + writes_of_next_step() * (one_more ? 2 : 1);
+  const std::uint64_t loading = copied + plan.writes.load;
+  const std::uint64_t least = loading + writes_of_next_step() * (one_more ? 2 : 1);
   if (options.write_limit != 0 && least > options.write_limit)
-    throw Exception(io::ErrorKind::usage, "--max-tb-written allows no step: loading writes " +
-                                              std::to_string(plan.writes.load) + " bytes to storage and a step " +
-                                              std::to_string(least - plan.writes.load) +
+    throw Exception(io::ErrorKind::usage, "--max-tb-written allows no step: loading writes " + std::to_string(loading) +
+                                              " bytes to storage and a step " + std::to_string(least - loading) +
                                               "; the smallest that works is " + terabytes(least));
 }
 

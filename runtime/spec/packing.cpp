@@ -92,6 +92,19 @@ PackedModel pack(const ModelSpec& spec, Precision precision) {
   return model;
 }
 
+std::vector<StatePart> state_parts(const StateFormat& format) {
+  std::vector<StatePart> parts;
+  if (format.master == optim::MasterFormat::split) parts.push_back({":lo", "U16", 2, 1});
+  if (format.moments != optim::MomentFormat::block8)
+    parts.insert(parts.end(), {{":m", "F32", 4, 1}, {":v", "F32", 4, 1}});
+  else
+    parts.insert(parts.end(), {{":m", "U8", 1, 1},
+                               {":v", "U8", 1, 1},
+                               {":m_scale", "F32", 4, optim::kBlock},
+                               {":v_scale", "F32", 4, optim::kBlock}});
+  return parts;
+}
+
 optim::State state_view(const StateFormat& format, std::uint64_t elements, std::uint16_t* words, std::byte* state) {
   optim::State view;
   view.master = format.master;

@@ -13,7 +13,7 @@
 
 namespace tierflow {
 
-// Named policies for master weights and moments, kept in the store.
+// Named policies for master weights and moments, which the store names.
 enum class Precision : std::uint8_t { fp32_master_adam8, fp32_master_adam32, bf16_sr_adam8 };
 Precision parse_precision(std::string_view name);  // throws Exception (usage) with the known names
 const char* precision_name(Precision precision);
@@ -47,7 +47,19 @@ PackedModel pack(const ModelSpec& spec, Precision precision);
 // The formats of states under a policy, each with the name that its groups have (swap::GroupShape::precision).
 std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precision);
 
-// Typed pointers into one chunk's state bytes: lo | m | v | absmax of m | absmax of v.
+// One array of a state, or its hi words, with an entry for each `each` elements.
+struct StatePart {
+  const char* suffix;  // of its name in a file, behind that of the tensor
+  const char* dtype;   // as safetensors calls it
+  std::uint64_t bytes, each;
+
+  // Bytes of the entries of so many elements; the last may be shared by fewer than `each`.
+  std::uint64_t size(std::uint64_t elements) const { return bytes * ((elements + each - 1) / each); }
+};
+inline constexpr StatePart kWordPart{.suffix = "", .dtype = "BF16", .bytes = 2, .each = 1};
+// In the order in which they lie in a chunk's state bytes: lo | m | v | absmax of m | absmax of v.
+std::vector<StatePart> state_parts(const StateFormat& format);
+// Typed pointers into one chunk's state bytes.
 optim::State state_view(const StateFormat& format, std::uint64_t elements, std::uint16_t* words, std::byte* state);
 
 // The same state from element `first` on, a multiple of optim::kBlock.

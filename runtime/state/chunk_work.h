@@ -1,5 +1,6 @@
 #pragma once
-// What every kind of update work does with a chunk: the pieces of its tensors, and AdamW over them on threads.
+// What every kind of update work does with a chunk, on threads: the sums of its gradient's squares, and AdamW over the
+// pieces of its tensors.
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -29,7 +30,7 @@ class UpdateThreads {
 // Part of one tensor in a chunk. Offsets and lengths in elements.
 struct TensorPiece {
   std::uint64_t in_chunk = 0, in_tensor = 0, elements = 0;
-  int tensor = 0;
+  int tensor = 0;  // -1: whatever tensors lie there
   bool decays = false;
   float lr_scale = 1;
 };
@@ -38,20 +39,36 @@ struct TensorPiece {
 class ChunkWork : public swap::HostWork {
  public:
   ChunkWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, std::uint64_t seed)
-      : model_(model), layout_(layout), threads_(threads), seed_(seed) {}
+      : model_(model), layout_(layout), threads_(threads), seed_(seed), measured_(layout.chunks().size()) {}
 
  protected:
-  // Pieces of at most `most` elements each. on_grid: they end at multiples of it from the beginning of the chunk too.
-  std::vector<TensorPiece> pieces_of(const swap::Chunk& chunk, std::uint64_t most, bool on_grid) const;
-  // AdamW over all pieces, on the threads: how many elements were updated. params_of: nothing where the tensor and its
-  // moments stay as they are; rounding key and first element are filled in.
-  std::uint64_t update_pieces(const swap::Chunk& chunk, const std::vector<TensorPiece>& pieces,
-                              std::span<const std::byte> gradient, std::span<std::byte> words,
+  // Pieces of at most `most` elements each, none across a multiple of it. These lie on a grid that starts with the
+  // chunk's group, so that they are the same however the group is cut into chunks.
+  std::vector<TensorPiece> pieces_of(const swap::Chunk& chunk, std::uint64_t most = optim::kNormSegment) const;
+  // All of a chunk, padding included, on the same grid.
+  std::vector<TensorPiece> segments_of(const swap::Chunk& chunk) const;
+
+  // Of a chunk's gradient, for the pieces that were measured last.
+  struct Measured {
+    std::vector<TensorPiece> pieces;
+    std::vector<double> squares;  // a sum each
+    bool finite = true;
+  };
+  Measured& measured(const swap::Chunk& chunk) { return measured_[chunk.id]; }
+  const Measured& measured(const swap::Chunk& chunk) const { return measured_[chunk.id]; }
+  // measure_piece: stores the sum of the piece's squares; false where an element is not finite.
+  using MeasurePiece = std::function<bool(const TensorPiece& piece, double& squares)>;
+  void measure_pieces(const swap::Chunk& chunk, std::vector<TensorPiece> pieces, const MeasurePiece& measure_piece);
+  // The same of a bf16 gradient.
+  void measure_pieces(const swap::Chunk& chunk, std::vector<TensorPiece> pieces, std::span<const std::byte> gradient);
+
+  // AdamW over all pieces: how many elements were updated. params_of: nothing where the tensor and its moments stay as
+  // they are; rounding key and first element are filled in.
+  std::uint64_t update_pieces(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                               std::span<std::byte> state,
                               const std::function<std::optional<optim::AdamWParams>(const TensorPiece&)>& params_of);
   optim::AdamWParams at_piece(optim::AdamWParams params, const swap::Chunk& chunk, const TensorPiece& piece) const;
   const StateFormat& format_of(const swap::Chunk& chunk) const { return model_.units[chunk.unit].formats[chunk.group]; }
-  int chunk_id(const swap::Chunk& chunk) const { return layout_.first_chunk(chunk.unit) + chunk.index; }
 
   const PackedModel& model_;
   const swap::Layout& layout_;
@@ -59,6 +76,7 @@ class ChunkWork : public swap::HostWork {
 
  private:
   const std::uint64_t seed_;
+  std::vector<Measured> measured_;  // by chunk
 };
 
 }  // namespace tierflow

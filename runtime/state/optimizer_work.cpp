@@ -1,5 +1,6 @@
 #include "runtime/state/optimizer_work.h"
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
 #include <string>
@@ -16,25 +17,15 @@ OptimizerWork::OptimizerWork(const PackedModel& model, const swap::Layout& layou
       skips_whole_(skips_whole),
       params_(params),
       deferred_params_(deferred_params),
-      weight_decay_(weight_decay) {
-  squares_.resize(layout.chunks().size());
-}
+      weight_decay_(weight_decay) {}
 
 io::Error OptimizerWork::measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) {
-  const auto* words = reinterpret_cast<const std::uint16_t*>(gradient.data());
-  std::vector<double>& squares = squares_[chunk_id(chunk)];
-  squares.assign((chunk.elements + optim::kNormSegment - 1) / optim::kNormSegment, 0.0);
-  threads_.each(squares.size(), [&](std::size_t segment) {
-    const std::uint64_t first = segment * optim::kNormSegment;
-    if (!optim::gradient_norm_squared(
-            words + first, std::min<std::uint64_t>(optim::kNormSegment, chunk.elements - first), &squares[segment]))
-      finite_ = false;
-  });
+  measure_pieces(chunk, segments_of(chunk), gradient);
   return check_finite(chunk);
 }
 
 io::Error OptimizerWork::check_finite(const swap::Chunk& chunk) const {
-  if (finite_ || skip_ || skips_whole_) return {};
+  if (measured(chunk).finite || skip_ || skips_whole_) return {};
   return {.kind = io::ErrorKind::numeric,
           .operation = "update",
           .path = layout_.units()[chunk.unit].name,
@@ -45,7 +36,7 @@ io::Error OptimizerWork::check_finite(const swap::Chunk& chunk) const {
 }
 
 optim::AdamWParams OptimizerWork::params_of(const swap::Chunk& chunk, const TensorPiece& piece) const {
-  optim::AdamWParams params = deferred_[chunk_id(chunk)] ? deferred_params_ : params_;
+  optim::AdamWParams params = deferred_[chunk.id] ? deferred_params_ : params_;
   params.weight_decay = piece.decays ? weight_decay_ : 0.0F;
   params.lr *= piece.lr_scale;
   return params;
@@ -53,23 +44,22 @@ optim::AdamWParams OptimizerWork::params_of(const swap::Chunk& chunk, const Tens
 
 io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::byte> gradient,
                                 std::span<std::byte> words, std::span<std::byte> state) {
-  const bool deferred = deferred_[chunk_id(chunk)];
+  const bool deferred = deferred_[chunk.id];
   if (!deferred) {
     if (io::Error error = measure(chunk, gradient)) return error;
     if (skip_) return {};
   }
   (deferred ? updated_deferred_ : updated_) +=
-      update_pieces(chunk, pieces_of(chunk, optim::kNormSegment, false), gradient, words, state,
-                    [&](const TensorPiece& piece) { return params_of(chunk, piece); });
+      update_pieces(chunk, gradient, words, state, [&](const TensorPiece& piece) { return params_of(chunk, piece); });
   return {};
 }
 
 io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device& device,
                                           const swap::DeviceUpdate& at) {
   constexpr auto on = swap::StreamId::update;
-  const bool deferred = deferred_[chunk_id(chunk)];
+  const bool deferred = deferred_[chunk.id];
   const std::vector<TensorPiece> pieces =
-      !deferred && skip_ ? std::vector<TensorPiece>{} : pieces_of(chunk, chunk.elements, false);
+      !deferred && skip_ ? std::vector<TensorPiece>{} : pieces_of(chunk, chunk.elements);
   const UpdateScratch scratch(pieces.size(), chunk.elements);
   const optim::State state = state_view(format_of(chunk), chunk.elements, at.words, at.state);
   std::vector<std::byte> found(scratch.bytes);
@@ -109,8 +99,9 @@ io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device
             .path = layout_.units()[chunk.unit].name,
             .detail = refused};
   if (!deferred) {
-    squares_[chunk_id(chunk)].assign(scratch.sums_at(found.data()), scratch.sums_at(found.data()) + scratch.segments);
-    if (*scratch.not_finite_at(found.data()) != 0) finite_ = false;
+    Measured& sums = measured(chunk);
+    sums.squares.assign(scratch.sums_at(found.data()), scratch.sums_at(found.data()) + scratch.segments);
+    sums.finite = *scratch.not_finite_at(found.data()) == 0;
     if (io::Error error = check_finite(chunk)) return error;
   }
   for (std::size_t i = 0; i < pieces.size(); ++i)
@@ -120,9 +111,13 @@ io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device
 
 double OptimizerWork::gradient_norm() const {
   double sum = 0;
-  for (const std::vector<double>& chunk : squares_)
-    for (const double segment : chunk) sum += segment;
+  for (const swap::Chunk& chunk : layout_.chunks())
+    for (const double segment : measured(chunk).squares) sum += segment;
   return std::sqrt(sum);
+}
+
+bool OptimizerWork::finite() const {
+  return std::ranges::all_of(layout_.chunks(), [&](const swap::Chunk& chunk) { return measured(chunk).finite; });
 }
 
 }  // namespace tierflow

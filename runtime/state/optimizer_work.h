@@ -37,7 +37,7 @@ class OptimizerWork final : public ChunkWork {
   // After the executor's finish_updates(). The norm of all gradients as applied (bf16), summed in an order that no cut
   // changes.
   double gradient_norm() const;
-  bool finite() const { return finite_; }
+  bool finite() const;
   std::uint64_t updated_at_once() const { return updated_; }
   std::uint64_t updated_deferred() const { return updated_deferred_; }
 
@@ -50,10 +50,8 @@ class OptimizerWork final : public ChunkWork {
   const bool skips_whole_;
   const optim::AdamWParams params_, deferred_params_;
   const float weight_decay_;
-  std::vector<std::vector<double>> squares_;  // by chunk, a sum each optim::kNormSegment
   std::string progress_;
   std::atomic<bool> skip_ = false;
-  std::atomic<bool> finite_ = true;
   std::atomic<std::uint64_t> updated_ = 0, updated_deferred_ = 0;
 };
 

@@ -14,8 +14,8 @@
 #include "runtime/checkpoint/safetensors.h"
 #include "runtime/checkpoint/weight_source.h"
 #include "runtime/spec/packing.h"
+#include "runtime/state/chunk_work.h"
 #include "runtime/state/model_extents.h"
-#include "runtime/state/optimizer_work.h"
 #include "swap/executor.h"
 
 namespace tierflow {

@@ -16,30 +16,11 @@
 namespace tierflow {
 namespace {
 
-// One array of a tensor's state. each: elements of the tensor that share an entry.
-struct Part {
-  const char* suffix;
-  const char* dtype;
-  std::uint64_t bytes, each;
-};
-
 // hi first, then what the state holds, in its order.
-std::vector<Part> parts_of(const StateFormat& format) {
-  std::vector<Part> parts = {{"", "BF16", 2, 1}};
-  if (format.master == optim::MasterFormat::split) parts.push_back({":lo", "U16", 2, 1});
-  if (format.moments != optim::MomentFormat::block8) {
-    parts.insert(parts.end(), {{":m", "F32", 4, 1}, {":v", "F32", 4, 1}});
-  } else {
-    parts.insert(parts.end(), {{":m", "U8", 1, 1},
-                               {":v", "U8", 1, 1},
-                               {":m_scale", "F32", 4, optim::kBlock},
-                               {":v_scale", "F32", 4, optim::kBlock}});
-  }
+std::vector<StatePart> parts_of(const StateFormat& format) {
+  std::vector<StatePart> parts = state_parts(format);
+  parts.insert(parts.begin(), kWordPart);
   return parts;
-}
-
-std::uint64_t entries(const Part& part, std::uint64_t elements) {
-  return (elements + part.each - 1) / part.each;
 }
 
 // Where the parts of every trained tensor lie in the file.
@@ -92,14 +73,14 @@ class StateFile {
   template <class Use>
   void each_part(const swap::Chunk& chunk, std::span<std::byte> hi, std::span<std::byte> state, Use use) const {
     const StateFormat& format = packed_.units[chunk.unit].formats[chunk.group];
-    const std::vector<Part> parts = parts_of(format);
+    const std::vector<StatePart> parts = parts_of(format);
     for_each_piece(
         packed_.units[chunk.unit], chunk,
         [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
           std::uint64_t in_state = 0;
           for (std::size_t i = 0; i < parts.size(); ++i) {
-            const Part& part = parts[i];
-            const std::uint64_t size = part.bytes * entries(part, count);
+            const StatePart& part = parts[i];
+            const std::uint64_t size = part.size(count);
             const std::uint64_t from = in_state + part.bytes * (in_chunk / part.each);
             const std::span<std::byte> bytes = i == 0 ? hi : state;
             if (i != 0) in_state += part.bytes * (chunk.elements / part.each);
@@ -112,13 +93,14 @@ class StateFile {
 
  private:
   void add(const TensorSpec& spec, const swap::Chunk& chunk, const PackedTensor& tensor) {
-    for (const Part& part : parts_of(packed_.units[chunk.unit].formats[chunk.group])) {
-      const std::uint64_t count = entries(part, tensor.elements), size = part.bytes * count;
-      entries_.push_back({.name = spec.name + part.suffix,
-                          .dtype = part.dtype,
-                          .shape = part.each == 1 ? spec.shape : std::vector<std::int64_t>{std::int64_t(count)},
-                          .begin = bytes_,
-                          .end = bytes_ + size});
+    for (const StatePart& part : parts_of(packed_.units[chunk.unit].formats[chunk.group])) {
+      const std::uint64_t size = part.size(tensor.elements);
+      entries_.push_back(
+          {.name = spec.name + part.suffix,
+           .dtype = part.dtype,
+           .shape = part.each == 1 ? spec.shape : std::vector<std::int64_t>{std::int64_t(size / part.bytes)},
+           .begin = bytes_,
+           .end = bytes_ + size});
       std::vector<std::uint64_t>& parts = offsets_[first_[chunk.unit] + tensor.tensor];
       places_.emplace_back(first_[chunk.unit] + tensor.tensor, parts.size());
       parts.push_back(bytes_);

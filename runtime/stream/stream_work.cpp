@@ -9,29 +9,8 @@ float sum_value(std::uint16_t high, std::uint16_t low) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(high) << 16 | low);
 }
 
-StreamWork::StreamWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, std::uint64_t seed)
-    : ChunkWork(model, layout, threads, seed) {
-  measured_.resize(layout.chunks().size());
-  updates_.resize(layout.units().size());
-}
-
-void StreamWork::measure_pieces(const swap::Chunk& chunk,
-                                const std::function<bool(const TensorPiece& piece, double& squares)>& measure_piece) {
-  Measured& measured = measured_[chunk_id(chunk)];
-  measured.pieces = segments_of(chunk);
-  measured.squares.assign(measured.pieces.size(), 0.0);
-  std::atomic<bool> finite = true;
-  threads_.each(measured.pieces.size(), [&](std::size_t index) {
-    if (!measure_piece(measured.pieces[index], measured.squares[index])) finite = false;
-  });
-  measured.finite = finite;
-}
-
 io::Error StreamWork::measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) {
-  const auto* words = reinterpret_cast<const std::uint16_t*>(gradient.data());
-  measure_pieces(chunk, [&](const TensorPiece& piece, double& squares) {
-    return optim::gradient_norm_squared(words + piece.in_chunk, piece.elements, &squares);
-  });
+  measure_pieces(chunk, pieces_of(chunk), gradient);
   return {};
 }
 
@@ -40,7 +19,7 @@ io::Error StreamWork::accumulate(const swap::Chunk& chunk, std::span<const std::
   const auto* added = reinterpret_cast<const std::uint16_t*>(incoming.data());
   auto* upper = reinterpret_cast<std::uint16_t*>(high.data());
   auto* lower = reinterpret_cast<std::uint16_t*>(low.data());
-  measure_pieces(chunk, [&](const TensorPiece& piece, double& squares) {
+  measure_pieces(chunk, pieces_of(chunk), [&](const TensorPiece& piece, double& squares) {
     alignas(64) thread_local std::uint16_t rounded[optim::kNormSegment];
     for (std::uint64_t i = 0; i < piece.elements; ++i) {
       const std::uint64_t at = piece.in_chunk + i;
@@ -58,7 +37,7 @@ io::Error StreamWork::accumulate(const swap::Chunk& chunk, std::span<const std::
 io::Error StreamWork::round_sum(const swap::Chunk& chunk, std::span<std::byte> high, std::span<const std::byte> low) {
   auto* upper = reinterpret_cast<std::uint16_t*>(high.data());
   const auto* lower = reinterpret_cast<const std::uint16_t*>(low.data());
-  const std::vector<TensorPiece> pieces = segments_of(chunk);
+  const std::vector<TensorPiece> pieces = pieces_of(chunk);
   threads_.each(pieces.size(), [&](std::size_t index) {
     const TensorPiece& piece = pieces[index];
     for (std::uint64_t at = piece.in_chunk; at < piece.in_chunk + piece.elements; ++at)
@@ -70,35 +49,33 @@ io::Error StreamWork::round_sum(const swap::Chunk& chunk, std::span<std::byte> h
 io::Error StreamWork::update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                              std::span<std::byte> state) {
   const std::vector<TensorUpdate>& updates = updates_[chunk.unit];
-  updated_ += update_pieces(chunk, segments_of(chunk), gradient, words, state,
-                            [&](const TensorPiece& piece) -> std::optional<optim::AdamWParams> {
-                              const TensorUpdate& how = updates[piece.tensor];
-                              if (!how.active) return {};
-                              return optim::AdamWParams{.lr = static_cast<float>(how.lr),
-                                                        .beta1 = static_cast<float>(how.beta1),
-                                                        .beta2 = static_cast<float>(how.beta2),
-                                                        .eps = static_cast<float>(how.eps),
-                                                        .weight_decay = static_cast<float>(how.weight_decay),
-                                                        .step = how.step,
-                                                        .gradient_scale = static_cast<float>(how.scale)};
-                            });
+  updated_ +=
+      update_pieces(chunk, gradient, words, state, [&](const TensorPiece& piece) -> std::optional<optim::AdamWParams> {
+        const TensorUpdate& how = updates[piece.tensor];
+        if (!how.active) return {};
+        return optim::AdamWParams{.lr = static_cast<float>(how.lr),
+                                  .beta1 = static_cast<float>(how.beta1),
+                                  .beta2 = static_cast<float>(how.beta2),
+                                  .eps = static_cast<float>(how.eps),
+                                  .weight_decay = static_cast<float>(how.weight_decay),
+                                  .step = how.step,
+                                  .gradient_scale = static_cast<float>(how.scale)};
+      });
   return {};
 }
 
 double StreamWork::squares(int unit, int tensor) const {
   double sum = 0;
   for (const swap::Chunk& chunk : layout_.chunks_of(unit)) {
-    const Measured& measured = measured_[chunk_id(chunk)];
-    for (std::size_t i = 0; i < measured.pieces.size(); ++i)
-      if (measured.pieces[i].tensor == tensor) sum += measured.squares[i];
+    const Measured& found = measured(chunk);
+    for (std::size_t i = 0; i < found.pieces.size(); ++i)
+      if (found.pieces[i].tensor == tensor) sum += found.squares[i];
   }
   return sum;
 }
 
 bool StreamWork::finite(int unit) const {
-  const auto chunks = layout_.chunks_of(unit);
-  return std::all_of(chunks.begin(), chunks.end(),
-                     [&](const swap::Chunk& chunk) { return measured_[chunk_id(chunk)].finite; });
+  return std::ranges::all_of(layout_.chunks_of(unit), [&](const swap::Chunk& chunk) { return measured(chunk).finite; });
 }
 
 void StreamWork::set_updates(int unit, std::vector<TensorUpdate> updates) {

@@ -20,7 +20,8 @@ struct TensorUpdate {
 
 class StreamWork final : public ChunkWork {
  public:
-  StreamWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, std::uint64_t seed);
+  StreamWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, std::uint64_t seed)
+      : ChunkWork(model, layout, threads, seed), updates_(layout.units().size()) {}
 
   io::Error measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) override;
   io::Error accumulate(const swap::Chunk& chunk, std::span<const std::byte> incoming, std::span<std::byte> high,
@@ -40,20 +41,6 @@ class StreamWork final : public ChunkWork {
   std::uint64_t updated() const { return updated_; }
 
  private:
-  // Segments lie on a grid that starts with the chunk's group, so that they are the same however the group is cut.
-  std::vector<TensorPiece> segments_of(const swap::Chunk& chunk) const {
-    return pieces_of(chunk, optim::kNormSegment, true);
-  }
-  // Runs measure_piece on the threads, and stores for each piece the sum of its squares, and whether all are finite.
-  void measure_pieces(const swap::Chunk& chunk,
-                      const std::function<bool(const TensorPiece& piece, double& squares)>& measure_piece);
-
-  struct Measured {
-    std::vector<TensorPiece> pieces;
-    std::vector<double> squares;  // one a piece
-    bool finite = true;
-  };
-  std::vector<Measured> measured_;                  // by chunk
   std::vector<std::vector<TensorUpdate>> updates_;  // by unit
   std::uint64_t asked_ = 0;
   std::atomic<std::uint64_t> updated_ = 0;

@@ -8,6 +8,8 @@
 
 #include "runtime/device/device_memory.h"
 #include "runtime/models/dense_weights.h"
+#include "runtime/planning/storage_volume.h"
+#include "runtime/planning/store_cut.h"
 #include "runtime/stream/streamer_impl.h"
 
 namespace tierflow {
@@ -19,6 +21,21 @@ Streamer::Streamer(std::vector<UnitSpec> units, std::vector<std::vector<int>> st
 }
 
 Streamer::~Streamer() = default;
+
+StreamerPlan Streamer::Impl::make_plan(const std::vector<std::vector<int>>& stages, const Progress& progress,
+                                       const Say& say) {
+  StreamerOptions planned = options;
+  const auto plan_with = [&](std::uint64_t chunk_elements) {
+    planned.chunk_elements = chunk_elements;
+    return StreamerPlan(units, stages, planned);
+  };
+  if (!left) return plan_with(options.chunk_elements);
+  const io::VolumeOptions storage = volume_in(options, options.engine);
+  StreamerPlan made = cut_for(plan_to_go_on(left->chunk_elements, options.host_memory, plan_with), storage,
+                              left->chunk_elements, plan_with, say, progress);
+  left = value_or_throw(swap::Store::inspect(storage));  // a copy's generations have other numbers
+  return made;
+}
 
 void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progress, const Say& say) {
   const swap::Layout& layout = *plan.layout;

@@ -32,9 +32,9 @@ struct Streamer::Impl {
        const Progress& progress, const Say& say)
       : units(std::move(units_)),
         left(options_.durable ? find_durable(units, options_, progress, say) : std::nullopt),
-        options(in_chunks_of(left, std::move(options_))),
+        options(std::move(options_)),
         torch_device(options.device == "cuda" ? torch::kCUDA : torch::kCPU),
-        plan(units, stages, options) {}
+        plan(make_plan(stages, progress, say)) {}
 
   ~Impl() {
     state.reset();
@@ -43,10 +43,8 @@ struct Streamer::Impl {
     remove_note(options.storage);
   }
 
-  static StreamerOptions in_chunks_of(const std::optional<swap::Store::Contents>& left, StreamerOptions options) {
-    if (left) options.chunk_elements = left->chunk_elements;
-    return options;
-  }
+  // Where the budgets need other chunks than the state has that is gone on with, it has them after that.
+  StreamerPlan make_plan(const std::vector<std::vector<int>>& stages, const Progress& progress, const Say& say);
   void set_up(const WeightSource& weights, const Progress& progress, const Say& say);
   void make_store();
   // Everything planned is done, nothing runs: extents may be accessed.
@@ -86,7 +84,7 @@ struct Streamer::Impl {
   }
 
   const std::vector<UnitSpec> units;
-  const std::optional<swap::Store::Contents> left;  // what is gone on with
+  std::optional<swap::Store::Contents> left;  // what is gone on with
   const StreamerOptions options;
   const torch::Device torch_device;
   StreamerPlan plan;  // packing, layout, arrangement

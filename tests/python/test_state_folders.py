@@ -1,4 +1,5 @@
-"""The folders of a state: it is gone on with in others than those in which it lies, to the bit, and is read where nothing may be written."""
+"""The folders of a state: it is gone on with in others than those in which it lies, or in other chunks, to the bit, and is read where nothing may be written."""
+import errno
 import fcntl
 import json
 import os
@@ -8,7 +9,7 @@ import signal
 import subprocess
 
 import pytest
-from program import BUILD, needs_torch, run, small, start, the_error, wait_until
+from program import BUILD, config, needs_torch, run, small, start, the_error, wait_until
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -173,6 +174,57 @@ def test_a_copy_that_cannot_be_told_is_not_removed(work, whole):
         assert path.exists()
         path.write_bytes(held)
     assert "the end of that was interrupted" in train(work, "a", "b").stderr and weights(work) == whole
+
+
+@pytest.fixture
+def wide(work):
+    """A model whose tables are four of the smallest chunks: the weights of a run that was never interrupted."""
+    (work / "config.json").write_text(json.dumps(config(vocab=4096)))
+    assert train(work, "whole-store", out="whole").returncode == 0
+    return weights(work, "whole")
+
+
+def roomy(host, *folders):
+    return [*TRAIN, "--out", "out", *small("--host-memory", host, "--storage", ",".join(folders))]
+
+
+CUT = "has chunks for other budgets"
+
+
+def test_killed_while_it_is_cut_for_smaller_budgets_one_of_both_states_is_whole(work, wide):
+    begun = run(work, *roomy("64MiB", "a", "b"), ok=False, env={**SHIM, "TIERFLOW_FAIL": "flush:a/state.tfv:kill", "TIERFLOW_FAIL_NTH": "9"})
+    assert begun.returncode == -signal.SIGKILL, begun.stderr
+    for folder in "ab":
+        shutil.copytree(work / folder, work / f"begun-{folder}")
+    step = run(work, "status", "a,b").stdout.splitlines()[1]
+    for call, nth, in_place in (("flush:a/state.tfv-moving.tfv", 3, False), ("rename:a/state.tfv-moving.tfv", 1, False), ("rename:b/state.tfv-moving.tfv", 1, True)):
+        said = killed_at(work, call, "a", "b", nth=nth)
+        assert f"the state in a {CUT} (327680 elements, here 65536): all of it, 5.1 MiB, is copied" in said
+        if not in_place:
+            assert step in run(work, "verify", "a,b").stdout + run(work, "status", "a,b").stdout
+        done = train(work, "a", "b")
+        assert done.returncode == 0, done.stderr
+        assert ("the end of that was interrupted" in done.stderr) == in_place and (CUT in done.stderr) == (not in_place)
+        assert weights(work) == wide and is_empty(work / "a") and is_empty(work / "b")
+        for folder in ("out", "a", "b"):
+            shutil.rmtree(work / folder)
+        for folder in "ab":
+            shutil.copytree(work / f"begun-{folder}", work / folder)
+    run(work, *roomy("64MiB", "a", "b"))  # its own budgets
+    assert weights(work) == wide
+
+
+def test_without_room_for_the_copy_the_chunks_stay_where_that_can_be(work, wide):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    full = {**SHIM, "TIERFLOW_FAIL": f"flush:a/state.tfv-moving.tfv:{errno.ENOSPC}"}
+    done = run(work, *roomy("128MiB", "a"), env=full)  # for which they are small
+    assert CUT in done.stderr and "the chunks of the state stay as they are" in done.stderr and weights(work) == wide
+    shutil.rmtree(work / "out")
+    begun = run(work, *roomy("64MiB", "a"), ok=False, env={**SHIM, "TIERFLOW_FAIL": "flush:a/state.tfv:kill", "TIERFLOW_FAIL_NTH": "9"})
+    assert begun.returncode == -signal.SIGKILL
+    refused = train(work, "a", env=full)  # for which they are too large
+    assert refused.returncode == 5 and "No space left" in the_error(refused.stderr)
+    run(work, "verify", "a")
 
 
 def read_it(work, folder):

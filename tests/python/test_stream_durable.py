@@ -606,6 +606,33 @@ def test_a_move_is_said(made, tmp_path, caplog):
     assert "is damaged" not in caplog.text
 
 
+def test_other_budgets_cut_the_state_anew(tmp_path, caplog):
+    """Its tables are four of the smallest chunks."""
+
+    def go_on(host, steps, durable=True):
+        torch.manual_seed(4)
+        budget = tierflow.Budget(device="64MiB", host=host, storage=[tmp_path / "s"], activations=0.0, durable=durable)
+        model = tierflow.wrap(gpt2(vocab_size=4096, n_layer=1), tierflow.Plan(budget, allow_any_filesystem=True, precision="fp32-master+adam32"))
+        opt = tierflow.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+        for batch in batches("gpt2", 3)[tierflow.resume(model, opt) if durable else 0 : steps]:
+            model(**batch).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+        weights = masters(model)
+        tierflow.close(model)
+        return weights
+
+    expected = go_on("64MiB", 3, durable=False)
+    go_on("64MiB", 1)
+    assert "chunks" not in caplog.text
+    go_on("1200KiB", 2)  # too little for such chunks
+    assert caplog.text.count("has chunks for other budgets (327680 elements, here 65536)") == 1 and "is damaged" not in caplog.text
+    weights = go_on("128MiB", 3)
+    assert caplog.text.count("has chunks for other budgets") == 2 and "is damaged" not in caplog.text
+    assert weights.keys() == expected.keys() and all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
 def test_a_forked_child_does_not_hold_the_state_of_its_dead_parent(script, whole, tmp_path):
     """As a DataLoader's worker, which outlives a script that is killed."""
     worker = tmp_path / "worker"

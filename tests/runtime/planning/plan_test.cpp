@@ -196,6 +196,30 @@ TEST(Prediction, DefersUpdatesThatTheBackwardHasNoTimeFor) {
               0.05 * static_cast<double>(plan.packed.trainable_parameters));
 }
 
+// Blocks of 4M parameters, stored in chunks that the budget has no buffers for, in some that serve, and in tiny ones.
+TEST(Prediction, PlansWithTheChunksThatARunWhichGoesOnHas) {
+  const ModelSpec spec = parse_model_spec(
+      R"({"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":512,"hidden_size":512,)"
+      R"("intermediate_size":2048,"num_attention_heads":4,"num_key_value_heads":4,"max_position_embeddings":128,)"
+      R"("rms_norm_eps":1e-5,"tie_word_embeddings":false,"hidden_act":"silu","num_hidden_layers":12})",
+      "config.json");
+  const Profile profile = on_any_machine(profile_of(spec));
+  const auto cut_of = [&](std::uint64_t stored, std::uint64_t host_mib, bool resume = true) {
+    SessionOptions options{.device_memory = 256 << 20,
+                           .host_memory = host_mib << 20,
+                           .storage = {"unused"},
+                           .resume = resume,
+                           .chunk_elements = stored};
+    EXPECT_EQ(choose_placement(spec, options, profile).plan.layout->chunk_elements(), options.chunk_elements);
+    return options.chunk_elements;
+  };
+  EXPECT_EQ(cut_of(8 << 20, 24), 1U << 16);
+  EXPECT_EQ(cut_of(1 << 19, 24), 1U << 19);
+  EXPECT_EQ(cut_of(1 << 16, 64), 1U << 16);
+  EXPECT_EQ(cut_of(1 << 16, 192), 15U << 16);
+  EXPECT_EQ(cut_of(1 << 16, 192, false), 1U << 16);
+}
+
 // Updates far slower than the computation, a device that is fast at them, and links with time to spare: they go there,
 // clipped or not. Over a slow link they stay.
 TEST(Prediction, UpdatesOnTheDeviceWhereTheCpuIsTheLimit) {

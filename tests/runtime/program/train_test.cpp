@@ -123,8 +123,8 @@ TEST(RunRecord, IsReadBack) {
                          .best = {.loss = 4.5, .step = 20, .since = 2},
                          .evaluated = 40,
                          .evaluated_sequences = 64,
-                         .saved = 10,
-                         .saved_loss = 4.75};
+                         .exported = 10,
+                         .exported_loss = 4.75};
   EXPECT_EQ(RunRecord::parse(record.json()).json(), record.json());
   // What an earlier version wrote, or nobody.
   EXPECT_EQ(RunRecord::parse(R"({"skipped_in_a_row": 1, "held_out_before": 2.5, "last_loss": 3})").skipped_in_a_row, 1);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <regex>
 
 #include "runtime/base/exception.h"
 #include "runtime/planning/moved_store.h"
@@ -196,6 +197,124 @@ TEST_P(Resumed, IsNeverTakenForSomethingElse) {
   EXPECT_THROW(Session(model_of(GetParam()), options), Exception);
 }
 INSTANTIATE_TEST_SUITE_P(Models, Resumed, ::testing::Values(cases("0.1").front()), case_name);
+
+struct CutCase {
+  Precision precision = Precision::fp32_master_adam8;
+  bool frozen = false;  // one of the tables, and a part of each block
+};
+
+struct Cut : ::testing::TestWithParam<CutCase> {
+  // Its tables are ten of the smallest chunks each.
+  Model wide() const {
+    ModelSpec spec = parse_model_spec(std::regex_replace(llama_json("LlamaForCausalLM", ""),
+                                                         std::regex(R"("vocab_size": 96)"), R"("vocab_size": 20480)"),
+                                      "wide");
+    if (GetParam().frozen) set_trainable(spec, {.freeze = {"embed_tokens", "mlp"}});
+    return {make_model(std::move(spec)), initial(11)};
+  }
+  SessionOptions with(std::uint64_t host) const {
+    SessionOptions options = streamed(resident(1), folder);
+    options.precision = GetParam().precision;
+    options.device_memory = 64 * kMiB;
+    options.host_memory = host;
+    options.commit_every = 1;
+    return options;
+  }
+  // Goes on with what is there for `steps` more: what was said.
+  std::vector<std::string> go_on(SessionOptions options, int steps, Steps& seen) {
+    std::vector<std::string> said;
+    options.resume = can_resume(options);
+    Session session(wide(), options, {.weight_decay = 0.1}, {}, [&](const std::string& line) { said.push_back(line); });
+    EXPECT_LE(session.memory().host_used, options.host_memory);
+    largest = session.plan().layout->max_word_bytes() / 2;
+    train(session, options, session.steps() + steps, seen);
+    session.commit();
+    seen.masters = masters_of(session);
+    return said;
+  }
+  const Folder folder;
+  std::uint64_t largest = 0;  // of the chunks
+};
+
+TEST_P(Cut, IsThatOfTheBudgetsAndChangesNoBit) {
+  SessionOptions plain = resident(1);
+  plain.precision = GetParam().precision;
+  Steps expected, seen;
+  {
+    Session session(wide(), plain, {.weight_decay = 0.1});
+    train(session, plain, kSteps, expected);
+    expected.masters = masters_of(session);
+  }
+  EXPECT_TRUE(go_on(with(256 * kMiB), 2, seen).empty());
+  const std::uint64_t whole = largest;
+  // Too small for such chunks.
+  const std::vector<std::string> said = go_on(with(kMiB), 1, seen);
+  ASSERT_EQ(said.size(), 1U);
+  EXPECT_NE(said[0].find("has chunks for other budgets (1310720 elements, here 65536)"), std::string::npos) << said[0];
+  EXPECT_LT(largest, whole);
+  EXPECT_TRUE(go_on(with(2 * kMiB), 1, seen).empty());
+  // Far larger than such chunks need, and then so small that little could be done ahead.
+  EXPECT_EQ(go_on(with(256 * kMiB), 1, seen).size(), 1U);
+  EXPECT_EQ(largest, whole);
+  EXPECT_EQ(go_on(with(12 * kMiB), 1, seen).size(), 1U);
+  EXPECT_EQ(seen.losses, expected.losses);
+  EXPECT_EQ(seen.norms, expected.norms);
+  EXPECT_TRUE(seen.masters == expected.masters);
+}
+INSTANTIATE_TEST_SUITE_P(Precisions, Cut,
+                         ::testing::Values(CutCase{.frozen = true}, CutCase{Precision::fp32_master_adam32}));
+
+using CutOfALimitedRun = Cut;
+
+TEST_P(CutOfALimitedRun, CountsAsWritten) {
+  Steps seen;
+  go_on(with(256 * kMiB), 1, seen);
+  SessionOptions options = with(kMiB);
+  options.resume = true;
+  options.write_limit = 28 * kMiB;  // a step writes less, a step and the state more
+  std::vector<std::string> said;
+  const auto open = [&] {
+    return Session(wide(), options, {}, {}, [&](const std::string& line) { said.push_back(line); });
+  };
+  expect_refusal(io::ErrorKind::usage, {"--max-tb-written allows no step"}, open);
+  EXPECT_TRUE(said.empty());
+  options.write_limit = 0;
+  EXPECT_GT(open().bytes_written(), 11 * kMiB);
+  EXPECT_EQ(said.size(), 1U);
+  options.write_limit = 28 * kMiB;
+  EXPECT_NO_THROW(open());
+}
+INSTANTIATE_TEST_SUITE_P(One, CutOfALimitedRun, ::testing::Values(CutCase{}));
+
+struct CutOfADamagedState : Cut {
+  // The end of the files is the second slot, of generations with even numbers.
+  void damage_newest() const {
+    ASSERT_EQ(find_left_store({folder.path}).generation % 2, 0U);
+    const std::filesystem::path path = folder.path / "state.tfv";
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    const auto size = static_cast<std::int64_t>(std::filesystem::file_size(path));
+    for (std::int64_t at = size - static_cast<std::int64_t>(2 * kMiB); at < size; at += 4096) {
+      file.seekg(at);
+      const char flipped = static_cast<char>(file.get() ^ 1);
+      file.seekp(at);
+      file.put(flipped);
+    }
+  }
+};
+
+TEST_P(CutOfADamagedState, StaysWhereTheBudgetsAllowThat) {
+  Steps seen;
+  go_on(with(256 * kMiB), 3, seen);
+  const SessionOptions tight = with(kMiB), roomy = with(12 * kMiB);
+  damage_newest();
+  expect_refusal(io::ErrorKind::corruption, {"is not what was written"}, [&] { go_on(tight, 1, seen); });
+  const std::vector<std::string> said = go_on(roomy, 1, seen);
+  ASSERT_EQ(said.size(), 2U);
+  EXPECT_NE(said[1].find("the chunks of the state stay as they are"), std::string::npos) << said[1];
+  EXPECT_EQ(seen.losses.size(), 3U);  // from the generation before
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path), {}), 2);
+}
+INSTANTIATE_TEST_SUITE_P(One, CutOfADamagedState, ::testing::Values(CutCase{}));
 
 // As a loop of one's own does it: whether there is something to go on with, and that it is of these layers.
 TEST(ResumedLayers, GoOnAndAreNotTakenForOthers) {

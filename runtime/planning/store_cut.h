@@ -1,0 +1,64 @@
+#pragma once
+// The size of chunks with which a run goes on with a store that was made under other budgets.
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "runtime/base/exception.h"
+#include "runtime/planning/moved_store.h"
+#include "runtime/spec/packing.h"
+#include "swap/layout.h"
+
+namespace tierflow {
+
+// Whether chunks have about the size that chunk_elements_for() gives this budget. False: buffers for them take so much
+// of it that hardly any work is done ahead, or chunks are so small that requests and tasks are many.
+bool suits(const swap::Layout& layout, std::uint64_t host_budget);
+
+// The plan with which a run goes on with a store of chunks of `stored` elements: with this cut where it works and suits
+// the budget, else with the one that the budget gives. plan_with(chunk_elements), 0 for the budget's, makes a plan with
+// a `layout`, and throws Exception where the budgets are too small for it. Where they are too small for both cuts, so
+// does this.
+template <class PlanWith>
+auto plan_to_go_on(std::uint64_t stored, std::uint64_t host_budget, const PlanWith& plan_with) {
+  std::optional<decltype(plan_with(stored))> plan;
+  try {
+    plan.emplace(plan_with(stored));
+  } catch (const Exception&) {
+    if (chunk_elements_for(host_budget) >= stored) throw;
+  }
+  if (plan && suits(*plan->layout, host_budget)) return *std::move(plan);
+  try {
+    return plan_with(0);
+  } catch (const Exception&) {
+    if (!plan) throw;
+  }
+  return *std::move(plan);
+}
+
+// Whether a store that could not be cut anew for this reason can still be gone on with as it is: there is no room for
+// the copy, or its newest generation is damaged.
+bool stays_as_it_is(const io::Error& why);
+
+// Cuts the store in storage.folders, whose chunks have `stored` elements, anew where `plan` asks for it. Returns the
+// plan; where that cannot be done, the one for the store as it is.
+template <class Plan, class PlanWith>
+Plan cut_for(Plan plan, const io::VolumeOptions& storage, std::uint64_t stored, const PlanWith& plan_with,
+             const Say& say, const Progress& progress) {
+  const std::uint64_t cut = plan.layout->chunk_elements();
+  if (cut == stored) return plan;
+  try {
+    recut_store(storage, cut, say, progress);
+  } catch (const Exception& failed) {
+    if (!stays_as_it_is(failed.error())) throw;
+    try {
+      plan = plan_with(stored);
+    } catch (const Exception&) {
+      throw failed;
+    }
+    say(std::string("the chunks of the state stay as they are: ") + failed.what());
+  }
+  return plan;
+}
+
+}  // namespace tierflow
