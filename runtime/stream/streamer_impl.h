@@ -47,7 +47,7 @@ struct Streamer::Impl {
     if (left) options.chunk_elements = left->chunk_elements;
     return options;
   }
-  void set_up(const WeightSource& weights, const Progress& progress, const Say& say);
+  void set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress, const Say& say);
   void make_store();
   // Everything planned is done, nothing runs: extents may be accessed.
   void quiet() {
