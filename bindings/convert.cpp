@@ -44,6 +44,35 @@ struct StoredPart {
   std::uint64_t end = 0;
 };
 
+std::vector<std::byte> read_unconverted(const Checkpoint& checkpoint, const std::string& name,
+                                        const std::vector<std::int64_t>& shape) {
+  TensorSpec spec;
+  spec.name = name;
+  spec.shape = shape;
+  return checkpoint.read_unconverted(spec);
+}
+
+// Matrices in FP8 that follow one another in one tensor: so do their codes, and their scales.
+std::vector<std::byte> read_matrices(const Checkpoint& checkpoint, const std::vector<StoredPart>& parts,
+                                     const TensorSpec& tensor) {
+  const WeightLayout whole = weight_layout(tensor.format, tensor.shape);
+  std::vector<std::byte> stored(whole.bytes);
+  std::uint64_t codes = 0, scales = whole.scales;
+  for (const StoredPart& part : parts) {
+    const std::vector<std::int64_t>& shape = checkpoint.find(part.name)->shape;
+    const WeightLayout at = weight_layout(tensor.format, shape);
+    const std::uint64_t of_scales = at.bytes - at.scales;
+    if (codes + at.elements > whole.elements || scales + of_scales > whole.bytes)
+      fail(io::ErrorKind::internal, tensor.name, "consists of matrices that do not fit it");
+    const std::vector<std::byte> piece = read_unconverted(checkpoint, part.name, shape);
+    std::memcpy(stored.data() + codes, piece.data(), at.elements);
+    std::memcpy(stored.data() + scales, piece.data() + at.scales, of_scales);
+    codes += at.elements;
+    scales += of_scales;
+  }
+  return stored;
+}
+
 // Tensors that Python makes, each when it is first asked for. The two made last are kept, more where they are small:
 // neighbours are asked for in turns.
 class MadeTensors {
@@ -135,7 +164,7 @@ StreamerOptions options_of(const py::dict& options) {
   return result;
 }
 
-WeightSource source_of(const py::dict& tensors, const std::string& folder, const py::dict& stored_names) {
+TensorSource source_of(const py::dict& tensors, const std::string& folder, const py::dict& stored_names) {
   auto made = std::make_shared<MadeTensors>();
   std::map<std::string, torch::Tensor> in_memory;
   for (const auto& [key, value] : tensors) {
@@ -148,17 +177,19 @@ WeightSource source_of(const py::dict& tensors, const std::string& folder, const
   }
   const auto checkpoint =
       folder.empty() ? nullptr : std::make_shared<const Checkpoint>(Checkpoint::open(std::filesystem::path(folder)));
-  std::map<std::string, std::vector<StoredPart>> stored;
+  const auto stored = std::make_shared<std::map<std::string, std::vector<StoredPart>>>();
   for (const auto& [key, value] : stored_names) {
-    std::vector<StoredPart>& parts = stored[py::cast<std::string>(key)];
+    std::vector<StoredPart>& parts = (*stored)[py::cast<std::string>(key)];
     std::uint64_t end = 0;
     for (const auto& name : py::cast<std::vector<std::string>>(value)) {
       end += static_cast<std::uint64_t>(c10::multiply_integers(checkpoint->find(name)->shape));
       parts.push_back({.name = name, .end = end});
     }
   }
-  return [in_memory, stored, checkpoint, made](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-    if (const auto found = stored.find(tensor.name); found != stored.end()) {
+  TensorSource source;
+  source.weights = [in_memory, stored, checkpoint, made](const TensorSpec& tensor, std::uint64_t first,
+                                                         std::span<float> out) {
+    if (const auto found = stored->find(tensor.name); found != stored->end()) {
       auto part = std::upper_bound(found->second.begin(), found->second.end(), first,
                                    [](std::uint64_t at, const StoredPart& candidate) { return at < candidate.end; });
       for (std::uint64_t begin = part == found->second.begin() ? 0 : (part - 1)->end; !out.empty(); ++part) {
@@ -176,6 +207,20 @@ WeightSource source_of(const py::dict& tensors, const std::string& folder, const
     torch::from_blob(out.data(), {count}, torch::kFloat32)
         .copy_(values.view({-1}).narrow(0, static_cast<std::int64_t>(first), count));
   };
+  source.stored = {.has =
+                       [stored, checkpoint](const std::string& name, WeightFormat format) {
+                         const auto found = stored->find(name);
+                         return found != stored->end() && std::ranges::all_of(found->second, [&](const auto& part) {
+                                  return checkpoint->has(part.name, format);
+                                });
+                       },
+                   .read =
+                       [stored, checkpoint](const TensorSpec& tensor) {
+                         const std::vector<StoredPart>& parts = stored->at(tensor.name);
+                         return parts.size() == 1 ? read_unconverted(*checkpoint, parts[0].name, tensor.shape)
+                                                  : read_matrices(*checkpoint, parts, tensor);
+                       }};
+  return source;
 }
 
 void register_errors(py::module_& module) {

@@ -8,12 +8,17 @@
 
 namespace tierflow::bindings {
 
-// {"name", "trainable", "tensors": [{"name", "shape", "moments_32"}]}
+// {"name", "trainable", "tensors": [{"name", "shape", "moments_32", "format"}]}
 std::vector<UnitSpec> units_of(const pybind11::list& units);
 StreamerOptions options_of(const pybind11::dict& options);
 // Where weights come from, by tensor name. tensors: in memory, or functions that make them when they are asked for
-// (those made last are kept). stored_names: tensors of a checkpoint folder that follow one another in it.
-WeightSource source_of(const pybind11::dict& tensors, const std::string& folder, const pybind11::dict& stored_names);
+// (those made last are kept). stored_names: tensors of a checkpoint folder that follow one another in it; several that
+// are to be kept in FP8 are matrices with rows in multiples of 128.
+struct TensorSource {
+  WeightSource weights;
+  StoredSource stored;
+};
+TensorSource source_of(const pybind11::dict& tensors, const std::string& folder, const pybind11::dict& stored_names);
 
 // Defines tierflow.Error and a class for each kind; from then on C++ exceptions arrive as these.
 void register_errors(pybind11::module_& module);

@@ -30,6 +30,7 @@ void register_data(py::module_& module) {
            Released())
       .def("training_sequences", &Dataset::training_sequences)
       .def("held_out_sequences", &Dataset::held_out_sequences)
+      .def("fingerprint", &Dataset::fingerprint)
       // Ids, labels and, where documents do not see each other, positions: [rows, sequence_length] int64.
       .def(
           "batch",

@@ -7,6 +7,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
 #include "runtime/models/attention.h"
+#include "runtime/spec/model_spec.h"
 #include "swap/device.h"
 
 namespace py = pybind11;
@@ -36,13 +37,15 @@ std::unique_ptr<Streamer> make_streamer(const py::list& units, std::vector<std::
                                         const py::function& say) {
   auto specs = units_of(units);
   const StreamerOptions parsed = options_of(options);
-  const WeightSource source = source_of(tensors, folder, stored_names);
+  const TensorSource source = source_of(tensors, folder, stored_names);
   const py::gil_scoped_release released;
-  return std::make_unique<Streamer>(std::move(specs), std::move(stages), source, parsed, watched(),
-                                    [&say](const std::string& line) {
-                                      const py::gil_scoped_acquire locked;
-                                      say(line);
-                                    });
+  return std::make_unique<Streamer>(
+      std::move(specs), std::move(stages), source.weights, parsed, watched(),
+      [&say](const std::string& line) {
+        const py::gil_scoped_acquire locked;
+        say(line);
+      },
+      source.stored);
 }
 
 py::dict memory_of(const Streamer& streamer) {
@@ -129,12 +132,21 @@ std::vector<ExtraTensor> extra_of(const py::list& tensors) {
   return result;
 }
 
-// {name: (shape, file)} of a folder's safetensors.
+// How a folder stores a tensor: "plain", "fp8" or "mxfp4", which can be kept so, or "quantised" in another way.
+const char* how_stored(const Checkpoint& checkpoint, const std::string& name, const TensorEntry& entry) {
+  if (entry.packed == nullptr) return "plain";
+  for (const WeightFormat format : {WeightFormat::fp8, WeightFormat::mxfp4})
+    if (checkpoint.has(name, format)) return weight_format_name(format);
+  return "quantised";
+}
+
+// {name: (shape, file, how_stored())} of a folder's safetensors.
 py::dict stored_tensors(const std::string& folder) {
   py::dict result;
   const Checkpoint checkpoint = Checkpoint::open(std::filesystem::path(folder));
   for (const auto& [name, entry] : checkpoint.tensors())
-    result[py::str(name)] = py::make_tuple(entry.shape, checkpoint.files()[entry.file].string());
+    result[py::str(name)] =
+        py::make_tuple(entry.shape, checkpoint.files()[entry.file].string(), how_stored(checkpoint, name, entry));
   return result;
 }
 
@@ -228,6 +240,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_data(module);
   module.def("plan", &plan_of);
   module.def("stored_tensors", &stored_tensors);
+  module.def("check_quantised", &check_quantised);
   module.def("checkpoint_aliases", [](const std::string& name) { return checkpoint_aliases(name); });
   module.def(
       "attention",

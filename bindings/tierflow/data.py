@@ -1,7 +1,9 @@
 """Rows that `tierflow data prepare --out rows.tfd` wrote, packed into sequences as the program packs them."""
 
+import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -18,6 +20,8 @@ class Rows(torch.utils.data.Dataset):
     is an error. packing: "auto" and "bfd" pack several rows a sequence, "none" pads, "concat" cuts. held_out: the share of the sequences that
     `held_out()` gives, and this does not; the program's default is 0.01. With the same seed and held_out the order is the program's: of its first epoch,
     or of another after set_epoch(). Shuffle as you like.
+
+    A pickled one, as a DataLoader's worker gets it that is no fork, opens the files again. Raises InputError where they have other rows by then.
     """
 
     def __init__(
@@ -38,20 +42,37 @@ class Rows(torch.utils.data.Dataset):
                 raise _native.UsageError(f"{file} is no file of prepared rows: tierflow data prepare --model DIR --data {file} --out rows.tfd makes one")
         if not found:
             raise _native.InputError(f"{', '.join(map(str, named))} holds no .tfd file: tierflow data prepare --out rows.tfd makes one")
-        self._native = _native.Dataset(found, list(weights), packing, vocab_size, sequence_length, held_out, seed)
+        how = (list(weights), packing, vocab_size, sequence_length, held_out, seed)
+        self._native = _native.Dataset(found, *how)
+        self._made = ([os.path.abspath(file) for file in found], *how)
         self._held_out, self._epoch = False, 0
 
     def held_out(self) -> "Rows":
         """The sequences that are kept for evaluation."""
         other = object.__new__(type(self))
-        other._native, other._held_out, other._epoch = self._native, True, 0
+        other.__dict__.update(self.__dict__, _held_out=True, _epoch=0)
         return other
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where the sequences of every epoch are: the rows and what packs, mixes and orders them. tierflow.resume(data=rows) keeps it."""
+        return f"rows {self._native.fingerprint():016x}" + (", held out" if self._held_out else "")
 
     def set_epoch(self, epoch: int) -> None:
         """From now on the sequences are those of the epoch with this number, from 0. Of a file with a small share of the mixture each epoch has others."""
         if epoch < 0:
             raise _native.UsageError(f"epochs are counted from 0, not {epoch}")
         self._epoch = epoch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_native"} | {"fingerprint": self.fingerprint}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        then = state.pop("fingerprint")
+        self.__dict__.update(state)
+        self._native = _native.Dataset(*self._made)
+        if self.fingerprint != then:
+            raise _native.InputError(f"{', '.join(self._made[0])}: the rows there are others than those that were opened: open them again")
 
     def __len__(self) -> int:
         return self._native.held_out_sequences() if self._held_out else self._native.training_sequences()

@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _native
 from .checkpoint import groups_of, put_back, state_of
+from .data import Rows
+from .functions import described
 from .model import engine_of
 from .optim import AdamW
 
@@ -22,7 +24,7 @@ from .optim import AdamW
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
 
-def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str = "") -> int:
+def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str | Rows = "") -> int:
     """How many optimizer steps, calls of opt.step(), the state of a durable model has: 0 for a new one.
 
     Call it once, when model, optimizer and schedulers are made. It puts everything back as the last committed step left it: weights, moments, ordinary
@@ -32,7 +34,8 @@ def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str = ""
         for step in range(done, steps):
             ...
 
-    data: any text that names the data and how the loop draws from it; a run that was begun with another one is not gone on with.
+    data: the tierflow.data.Rows, of which the fingerprint counts, or any text that names the data and how the loop draws from it; a run that was begun with
+    another one is not gone on with.
 
     Learning rates and the schedulers' settings are those given now. Where they are not those of before, the schedulers are brought to their place by as many
     calls of step() as they had, one of each in turn.
@@ -51,9 +54,9 @@ def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str = ""
     mine = {id(p) for group in opt.param_groups for p in group["params"]}
     if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in mine]:
         raise _native.UsageError(f"{left[0]} is not in the optimizer ({len(left)} parameters are not): a durable run has one, for all that train; freeze the others")
-    if not isinstance(data, str):
-        raise _native.UsageError(f"resume(data=...) takes a text that names the data, not a {type(data).__name__}")
-    journal = Journal(model, opt, schedules, data)
+    if not isinstance(data, (str, Rows)):
+        raise _native.UsageError(f"resume(data=...) takes a text that names the data, or tierflow.data.Rows, not a {type(data).__name__}")
+    journal = Journal(model, opt, schedules, data.fingerprint if isinstance(data, Rows) else data)
     found = engine.native.resumed
     if found is not None:
         journal.put_back(*found)
@@ -92,7 +95,7 @@ class Journal:
                     group.update(rates)
         else:
             for schedule, changed in zip(self.schedules, record["schedules"], strict=True):
-                schedule.load_state_dict({**schedule.state_dict(), **changed})
+                schedule.load_state_dict(_with(schedule.state_dict(), changed))
         self.step = step
 
     def _go_forward(self, then: dict[str, Any], places: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -160,20 +163,49 @@ class Journal:
 
 
 def _settings(schedule: LRScheduler) -> dict[str, Any]:
-    return {"class": type(schedule).__name__, **schedule.state_dict()}
+    asked = _functions(schedule)
+    return {"class": type(schedule).__name__, **schedule.state_dict(), **({"functions": asked} if asked else {})}
+
+
+def _functions(schedule: LRScheduler) -> list[Any]:
+    """What a scheduler's state_dict() leaves out: the functions that it asks, and those of the schedulers within it."""
+    own = [*getattr(schedule, "lr_lambdas", []), getattr(schedule, "_scale_fn_custom", None)]
+    return [described(function) for function in own if function is not None] + [asked for inner in getattr(schedule, "_schedulers", []) for asked in _functions(inner)]
 
 
 def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))
+    return json.loads(json.dumps(value, default=lambda other: described(other) if callable(other) else str(other)))
 
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a scheduler's state that are not as they were when it was made. The others may be anything; these have to survive JSON."""
-    changed = {key: value for key, value in now.items() if key not in before or value != before[key]}
-    for key, value in changed.items():
-        if not _survives(value):
+    """What of a scheduler's state is not as it was when it was made, and so of the schedulers within it. The rest may be anything; this has to survive JSON."""
+    changed: dict[str, Any] = {}
+    for key, value in now.items():
+        if key in before and value == before[key]:
+            continue
+        was = before.get(key)
+        if _are_states(value, was):
+            changed[key] = [_changed(one, other) for one, other in zip(value, was or [], strict=True)]
+        elif _survives(value):
+            changed[key] = value
+        else:
             raise _native.UsageError(f"the scheduler's {key} is a {type(value).__name__} that JSON cannot hold: a durable run takes another scheduler")
     return changed
+
+
+def _with(state: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's state as it is made, with what _changed() found."""
+    merged = dict(state)
+    for key, value in changed.items():
+        here = state.get(key)
+        merged[key] = [_with(of, part) for of, part in zip(here or [], value, strict=True)] if _are_states(here, value) else value
+    return merged
+
+
+def _are_states(one: Any, other: Any) -> bool:
+    """Whether these are the states of as many schedulers, or objects, within one."""
+    lists = isinstance(one, list) and isinstance(other, list) and len(one) == len(other)
+    return lists and all(isinstance(part, dict) for part in [*one, *other])
 
 
 def _survives(value: Any) -> bool:

@@ -74,8 +74,8 @@ def is_transformers(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel)
 
 
-def loaded_from(module: Any, stored: Mapping[str, tuple[list[int], str]]) -> tuple[dict[str, list[str]], dict[str, tuple[list[int], Make]]]:
-    """What transformers would load a folder's tensors into. stored: shape and file by name.
+def loaded_from(module: Any, stored: Mapping[str, tuple[list[int], str, str]]) -> tuple[dict[str, list[str]], dict[str, tuple[list[int], Make]]]:
+    """What transformers would load a folder's tensors into. stored: shape, file and how it is stored there, by name.
 
     First: for a parameter, the tensors that follow one another in it (most often one). Second: for one that a conversion rearranges, its shape, and what
     makes it; memory is needed for one such parameter at a time, and its sources.
@@ -105,6 +105,8 @@ def loaded_from(module: Any, stored: Mapping[str, tuple[list[int], str]]) -> tup
             groups.setdefault(target, Group(by_pattern[pattern], target)).members.append((pattern, name))
 
     def read(name: str) -> torch.Tensor:
+        if stored[name][2] != "plain":
+            raise _native.InputError(f"{stored[name][1]}: {name} is quantised, and transformers rearranges it as it is loaded: give the model in bf16")
         with safe_open(stored[name][1], framework="pt") as file:
             return file.get_tensor(name)
 

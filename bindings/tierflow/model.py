@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from . import _native
-from .budget import Budget, Plan, parse_size
+from .budget import UNCONVERTED, Budget, Plan, parse_size
 from .engine import Engine
 from .fused import say_what_is_fused
-from .keys import Make, loaded_from, saved_as
+from .keys import saved_as
 from .loss import fuse_loss
 from .parameter import StreamedParameter
-from .units import Cut, check_real, cut, init_empty
+from .stored import StoredModel
+from .units import check_real, cut, init_empty
 
 log = logging.getLogger("tierflow")
 
@@ -49,7 +49,8 @@ def plan(
         raise _native.UsageError("give storage in the Budget")
     made = Plan(budget=budget, micro_batches=micro_batches, **options)
     module = source if isinstance(source, nn.Module) else _build(Path(source))
-    units, turns = cut(module, made.blocks, made.trainable, made.base_precision).describe()
+    stored = StoredModel(module, Path(source)) if made.base_precision in UNCONVERTED and not isinstance(source, nn.Module) else None
+    units, turns = cut(module, made.blocks, made.trainable, made.base_precision, stored).describe()
     made.estimate = _native.plan(units, turns, made.options(), micro_batches)
     return made
 
@@ -89,8 +90,11 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     check_real(module)
     if plan.budget.storage:
         gc.collect()  # models that nobody refers to any more give their files up
-    cut_ = cut(module, plan.blocks, plan.trainable, plan.base_precision)
-    stored, made = _stored(module, cut_, Path(checkpoint)) if checkpoint is not None else ({}, {})
+    source = StoredModel(module, Path(checkpoint)) if checkpoint is not None else None
+    cut_ = cut(module, plan.blocks, plan.trainable, plan.base_precision, source)
+    stored, made = source.parameters(cut_) if source is not None else ({}, {})
+    if source is not None:
+        source.load_buffers()
     tensors: dict[str, Any] = dict(made)
     for unit in cut_.units:
         for tensor in unit.tensors:
@@ -201,8 +205,10 @@ def _build(path: Path, model_class: Any = None, attn_implementation: str | None 
         model_class = getattr(transformers, names[0], None) if names else None
     if model_class is None:
         raise _native.InputError(f"{path}/config.json: transformers has no class for it; pass model_class=")
-    if getattr(config, "quantization_config", None) is not None:
-        raise _native.InputError(f"{path}/config.json: the weights are quantized; a streamed model is made from a folder in bf16, fp16 or fp32")
+    for of in (config, getattr(config, "text_config", None)):
+        if (quantised := getattr(of, "quantization_config", None)) is not None:  # of the folder, not of the model
+            _native.check_quantised(json.dumps(quantised), f"{path}/config.json")
+            delattr(of, "quantization_config")
     register()
     how: dict[str, Any] = {"dtype": torch.bfloat16}
     if attn_implementation is not None:
@@ -210,52 +216,6 @@ def _build(path: Path, model_class: Any = None, attn_implementation: str | None 
     with init_empty():
         make = model_class._from_config if hasattr(model_class, "_from_config") else model_class.from_config
         return make(config, **how)
-
-
-def _stored(module: nn.Module, cut_: Cut, folder: Path) -> tuple[dict[str, list[str]], dict[str, Make]]:
-    """Where a folder has each parameter: the tensors that follow one another in it, or what makes it of them. Loads buffers."""
-    stored = _native.stored_tensors(str(folder))
-    prefix = getattr(module, "base_model_prefix", "")
-    parts, whole = loaded_from(module, stored)
-    found: dict[str, list[str]] = {}
-    made: dict[str, Make] = {}
-    missing: list[str] = []
-
-    def look_up(names: list[str]) -> tuple[list[str], list[int]]:
-        """Stored names, and the shape that they have together."""
-        if own := next((parts[name] for name in names if name in parts), None):
-            return own, stored[own[0]][0] if len(own) == 1 else []
-        for name in names:
-            for candidate in (name, *_native.checkpoint_aliases(name), *([name.removeprefix(prefix + "."), f"{prefix}.{name}"] if prefix else [])):
-                if candidate in stored:
-                    return [candidate], stored[candidate][0]
-        return [], []
-
-    buffers = {id(buffer): name for name, buffer in module.named_buffers()}
-    for name, value in module.state_dict(keep_vars=True).items():
-        own, shape = look_up([name]) if id(value) in buffers and value.is_floating_point() else ([], [])
-        if own and shape == list(value.shape):
-            with safe_open(stored[own[0]][1], framework="pt") as file, torch.no_grad():
-                value.copy_(file.get_tensor(own[0]))
-        elif own:
-            raise _native.InputError(f"{folder}: {own[0]} has the shape {shape}, the model wants {list(value.shape)}")
-    for unit in cut_.units:
-        for tensor in unit.tensors:
-            first, wanted = tensor.names[0], list(tensor.parameter.shape)
-            own, shape = look_up(tensor.names)
-            if making := next((whole[name] for name in tensor.names if name in whole), None):
-                shape, made[first] = making
-            elif own:
-                found[first] = own
-            else:
-                missing.append(first)
-                continue
-            elements = sum(math.prod(stored[name][0]) for name in own)
-            if (shape or wanted) != wanted or (own and elements != math.prod(wanted)):
-                raise _native.InputError(f"{folder}: {(own or tensor.names)[0]} has the shape {shape or [elements]}, the model wants {wanted}")
-    if missing:
-        raise _native.InputError(f"{folder} has no {', '.join(missing[:10])}{' ...' if len(missing) > 10 else ''}: another model's weights?")
-    return found, made
 
 
 def _no_assign(part: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:

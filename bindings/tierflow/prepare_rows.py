@@ -29,15 +29,14 @@ import concurrent.futures
 import gc
 import json
 import os
-import re
 import signal
 import struct
 import sys
 import typing
 
+from tierflow.chat_template import ChatTemplate, load_tokenizer
+from tierflow.named_tokens import NamedTokens
 from tierflow.row_files import TRAINED, BadRow, Refusal, Row, batches, field, fill, one_line, shown
-
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 # Text: what the template makes of messages.
@@ -50,43 +49,20 @@ class Preparer:
         self.merged = 0
         self.masks = set()
         self.pieces = {}  # short texts already tokenised
+        self.encoded_again = 0  # texts of a batch
         self.tokenizer: typing.Any = None
         if any(file["format"] != "tokens" for file in job["files"]):
             self.load(job["folder"])
 
     def load(self, folder):
-        tokenizer, self.render_template = load_tokenizer(folder)
-        self.tokenizer, self.backend = tokenizer, tokenizer.backend_tokenizer
+        self.tokenizer = tokenizer = load_tokenizer(folder)
+        self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
         self.added = set(tokenizer.added_tokens_decoder)
+        self.named = NamedTokens.of(tokenizer)
         self.eos = tokenizer.eos_token
-        self.variables = dict(tokenizer.special_tokens_map)
-        self.templates = {}
-
-    def template(self, tools):
-        """The template for rows with tools, or without."""
-        named = bool(tools)
-        if named not in self.templates:
-            try:
-                text = self.tokenizer.get_chat_template(self.job["template"], [{}] if named else None)
-            except ValueError:
-                raise Refusal(
-                    self.job["folder"],
-                    "has a tokenizer without a chat template: name one with --chat-template, or give rows of prompt and completion strings",
-                ) from None
-            self.templates[named] = (text, bool(GENERATION.search(text)))
-        return self.templates[named]
-
-    def render(self, conversations, tools, more, template, **options):
-        try:
-            return self.render_template(conversations=conversations, tools=tools, chat_template=template, **options, **{**self.variables, **more})
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except Exception as error:
-            if type(error).__name__ == "TemplateSyntaxError":
-                raise Refusal(self.job["folder"], f"has a chat template that is no template: {one_line(error)}") from None
-            raise BadRow(f"the chat template refuses it: {one_line(error)}") from None
+        self.template = ChatTemplate(tokenizer, folder, self.job["template"])
 
     def render_rows(self, tasks):
         """Fills in the texts of rows that have messages; rows that fail have an error."""
@@ -107,24 +83,24 @@ class Preparer:
 
     def render_alike(self, tasks):
         """Rows with the same tools and variables."""
-        tools, more = tasks[0].tools, tasks[0].more
-        template, marked = self.template(tools)
+        shared = tasks[0].tools, tasks[0].more
         finds = not self.train_all
-        marks = marked and finds
-        texts, spans = self.render([task.messages for task in tasks], tools, more, template, return_assistant_tokens_mask=marks)
-        for at, task in enumerate(tasks):
-            task.texts, task.error = [texts[at]], None
-            task.spans = [span for span in spans[at] if span[0] < span[1]] if marks else []
+        marks = finds and self.template.marks(tasks[0].tools)
+        conversations = [task.messages for task in tasks]
+        texts, spans = self.template.marked_texts(conversations, *shared) if marks else (self.template.texts(conversations, *shared), [[]] * len(tasks))
+        for task, text, marked in zip(tasks, texts, spans):
+            task.texts, task.error, task.between_tokens = [text], None, False
+            task.spans = [span for span in marked if span[0] < span[1]]
         prompts = [task for task in tasks if task.prompt is not None]
         if prompts and finds:
-            texts, _ = self.render([task.prompt for task in prompts], tools, more, template, add_generation_prompt=True)
+            texts = self.template.texts([task.prompt for task in prompts], *shared, add_generation_prompt=True)
             for task, text in zip(prompts, texts):
                 task.texts.append(text)
         chats = [task for task in tasks if task.prompt is None]
         if chats and finds:
             self.masks.add("generation" if marks else "prefixes")
             if not marks:
-                self.find_turns(chats, tools, more, template)
+                self.find_turns(chats, *shared)
 
     def guarded(self, task, work):
         try:
@@ -132,25 +108,26 @@ class Preparer:
         except BadRow as error:
             task.error = error
 
-    def find_turns(self, tasks, tools, more, template):
+    def find_turns(self, tasks, tools, more):
         """Characters of the assistant's turns: what each adds to the rendering of the messages before it."""
-        turns = [(task, at) for task in tasks for at, message in enumerate(task.messages) if message["role"] == "assistant"]
-        for task, at in turns:
-            if at == 0:
+        found = []  # of each row: where its turns stand
+        for task in tasks:
+            found.append([at for at, message in enumerate(task.messages) if message["role"] == "assistant"])
+            if 0 in found[-1]:
                 task.error = BadRow("begins with the assistant: there is nothing that it answers")
-        turns = [turn for turn in turns if turn[0].error is None]
-        inner = [(task, at) for task, at in turns if at + 1 < len(task.messages)]
-        befores = self.render([task.messages[:at] for task, at in turns], tools, more, template, add_generation_prompt=True)[0]
-        afters = iter(self.render([task.messages[: at + 1] for task, at in inner], tools, more, template)[0])
-        for (task, at), before in zip(turns, befores):
+        turns = [(task, places) for task, places in zip(tasks, found) if task.error is None]
+        befores = self.template.prefixes([(task.messages, places) for task, places in turns], tools, more, add_generation_prompt=True)
+        ends = [(task.messages, [at + 1 for at in places if at + 1 < len(task.messages)]) for task, places in turns]
+        afters = self.template.prefixes(ends, tools, more)
+        for (task, places), starts, stops in zip(turns, befores, afters):
             whole = task.texts[0]
-            after = next(afters) if at + 1 < len(task.messages) else whole
-            for text in (before, after):
-                if task.error is None and not whole.startswith(text):
-                    task.error = BadRow(self.difference(text, whole, at))
-            if task.error is None and len(before) < len(after):
-                task.spans.append((len(before), len(after)))
-                task.cuts += [len(before), len(after)]
+            task.between_tokens = True
+            for at, before, after in zip(places, starts, [*stops, whole]):
+                for text in (before, after):
+                    if task.error is None and not whole.startswith(text):
+                        task.error = BadRow(self.difference(text, whole, at))
+                if task.error is None and len(before) < len(after):
+                    task.spans.append((len(before), len(after)))
 
     def difference(self, text, whole, at):
         ids, all_ids = (self.backend.encode(t, add_special_tokens=False).ids for t in (text, whole))
@@ -168,20 +145,27 @@ class Preparer:
         """Fills in the words of rows that have texts."""
         for special in (False, True):
             chosen = [task for task in tasks if task.error is None and task.texts and (task.kind in ("text", "completion")) == special]
+            if not chosen:
+                continue
             texts = []
             for task in chosen:
                 if special:
                     self.end_text(task)
                 texts += task.texts
             try:
-                encodings = iter(self.backend.encode_batch(texts, add_special_tokens=special) if texts else [])
+                by_characters = self.named is None and any(task.spans for task in chosen)
+                encode = self.backend.encode_batch if by_characters else self.backend.encode_batch_fast
+                encodings = iter(encode(texts, add_special_tokens=special))
             except (KeyboardInterrupt, SystemExit, MemoryError):
                 raise
             except BaseException as error:  # a panic of the library is no Exception
                 raise Refusal(self.job["folder"], f"has a tokenizer that fails on the text: {one_line(error)}") from None
             for task in chosen:
                 found = [next(encodings) for _ in task.texts]
-                self.guarded(task, lambda task: self.mark(task, found))
+                self.guarded(task, lambda task: self.mark(task, found, by_characters))
+            if self.encoded_again > len(chosen) // 8:
+                self.named = None
+            self.encoded_again = 0
         for task in tasks:
             if task.second and task.words is not None and task.other.words is not None:
                 self.level(task, task.other)
@@ -200,11 +184,11 @@ class Preparer:
         if task.kind == "completion":
             task.texts[0] = task.texts[1] + task.texts[0]
 
-    def mark(self, task, encodings):
+    def mark(self, task, encodings, by_characters):
         import numpy
 
         encoding, ids = encodings[0], encodings[0].ids
-        words = numpy.array(ids, dtype=numpy.uint32)
+        words = numpy.frombuffer(array.array("I", ids), dtype=numpy.uint32)
         if self.train_all or task.kind == "text":
             words |= TRAINED
         elif len(encodings) == 2:
@@ -214,19 +198,39 @@ class Preparer:
             same = int(differ[0]) if len(differ) else both
             self.merged += same < len(prompt)
             words[same:] |= TRAINED
-        else:
-            for cut in task.cuts:
-                self.check_cut(task.texts[0], encoding, ids, cut)
-            for start, end in task.spans:
-                first, stop = token_at(encoding, start), token_at(encoding, end)
-                if stop < len(ids) and encoding.token_to_chars(stop)[0] < end:
-                    stop += 1
-                words[first:stop] |= TRAINED
+        elif task.spans:
+            edges = self.edges(task, encoding if by_characters else None, ids)
+            for first, stop in zip(edges[::2], edges[1::2]):
+                numpy.bitwise_or(words[first:stop], TRAINED, out=words[first:stop])
         task.words = words
 
-    def check_cut(self, text, encoding, ids, cut):
-        """Refuses the row unless the text up to there has the same tokens alone as it has in the whole. Tokens that the tokenizer was given
-        by name part the text before anything else happens, so what stands before the last of them cannot differ."""
+    def edges(self, task, encoding, ids):
+        """The tokens at which spans begin and end. encoding: with the characters of each token, if there is one."""
+        text, cuts = task.texts[0], [cut for span in task.spans for cut in span]
+        if encoding is None:
+            if (found := self.named.tokens_at(text, ids, cuts, self.alone)) is not None:
+                return found
+            self.encoded_again += 1
+            encoding = self.backend.encode(text, add_special_tokens=False)
+        if task.between_tokens:
+            return [self.token_of_cut(text, encoding, ids, cut) for cut in cuts]
+        tokens = [token_at(encoding, cut) for cut in cuts]
+        for at in range(1, len(cuts), 2):  # a token that is marked in part is trained on
+            tokens[at] += tokens[at] < len(ids) and encoding.token_to_chars(tokens[at])[0] < cuts[at]
+        return tokens
+
+    def alone(self, piece):
+        """The ids of a piece of text, of short ones those that were kept."""
+        ids = self.pieces.get(piece)
+        if ids is None:
+            ids = self.backend.encode(piece, add_special_tokens=False).ids
+            if len(piece) < 256 and len(self.pieces) < 10000:
+                self.pieces[piece] = ids
+        return ids
+
+    def token_of_cut(self, text, encoding, ids, cut):
+        """The token that begins there. Refuses the row unless the text up to there has the same tokens alone as it has in the whole. Tokens that the tokenizer was
+        given by name part the text before anything else happens, so what stands before the last of them cannot differ."""
         at = token_at(encoding, cut)
         if at < len(ids) and encoding.token_to_chars(at)[0] < cut:
             raise BadRow(f"token {at} lies partly in the assistant's turn and partly outside; {self.remedy()}")
@@ -234,15 +238,11 @@ class Preparer:
         while first > 0 and ids[first] not in self.added:
             first -= 1
         first = max(first, 0)
-        piece = text[encoding.token_to_chars(first)[0] if first > 0 else 0 : cut]
-        alone = self.pieces.get(piece)
-        if alone is None:
-            alone = self.backend.encode(piece, add_special_tokens=False).ids
-            if len(piece) < 256 and len(self.pieces) < 10000:
-                self.pieces[piece] = alone
+        alone = self.alone(text[encoding.token_to_chars(first)[0] if first > 0 else 0 : cut])
         if ids[first:at] != alone:
             place = next((i for i, (a, b) in enumerate(zip(alone, ids[first:at])) if a != b), min(len(alone), at - first))
             raise BadRow(f"token {first + place} is another where the text ends with the assistant's turn; {self.remedy()}")
+        return at
 
     @staticmethod
     def remedy():
@@ -251,31 +251,17 @@ class Preparer:
 
 def token_at(encoding, position):
     """The first token that ends behind this character; the number of tokens where there is none."""
+    token = encoding.char_to_token(position)
+    if token is not None:
+        return token
     count = len(encoding)
     if count == 0 or encoding.token_to_chars(count - 1)[1] <= position:
         return count
-    for near in range(position, position + 16):
+    for near in range(position + 1, position + 16):
         token = encoding.char_to_token(near)
         if token is not None:
             return token
     return next(at for at, (_, end) in enumerate(encoding.offsets) if end > position)
-
-
-def load_tokenizer(folder):
-    from transformers import AutoTokenizer
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    if folder is None:
-        raise Refusal("", "rows of text need the model's tokenizer: there is no tokenizer.json; name one with --tokenizer")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # a panic of the library is no Exception
-        raise Refusal(folder, f"holds no tokenizer that transformers loads: {one_line(error)}") from None
-    if not getattr(tokenizer, "is_fast", False):
-        raise Refusal(folder, "has a tokenizer without tokenizer.json: save it with transformers' save_pretrained from a fast tokenizer")
-    return tokenizer, render_jinja_template
 
 
 # The way through.
@@ -334,7 +320,7 @@ def read_json(stream):
 
 
 def decode(job, requests, answers):
-    tokenizer: typing.Any = load_tokenizer(job["folder"])[0]
+    tokenizer: typing.Any = load_tokenizer(job["folder"])
     while (lists := read_json(requests)) is not None:
         send_json(answers, "T", [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in lists])
 
@@ -352,7 +338,7 @@ class Prompts:
         row = Row(f"prompt {number}")
         try:
             fill(row, prompt, self.preparer.job, "messages")
-            texts, _ = self.preparer.render([row.messages], row.tools, row.more, self.preparer.template(row.tools)[0], add_generation_prompt=True)
+            texts = self.preparer.template.texts([row.messages], row.tools, row.more, add_generation_prompt=True)
         except BadRow as error:
             raise Refusal("", f"prompt {number}: {error}") from None
         return self.tokenizer(texts[0], add_special_tokens=False)["input_ids"]

@@ -1,11 +1,12 @@
-"""Rows of conversations as they stand in files: the shapes that people give them, and what is wrong with one. The program runs this text
-and prepare_rows.py as one."""
+"""Rows of conversations as they stand in files: the shapes that people give them, and what is wrong with one. The program runs this text,
+chat_template.py, named_tokens.py and prepare_rows.py as one."""
 import json
 
 LONGEST_LINE = 64 << 20
 BATCH_ROWS = 512
 BATCH_CHARACTERS = 1 << 20
 TRAINED = 1 << 31
+BOM = b"\xef\xbb\xbf"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "observation": "tool", "tool": "tool",
@@ -151,14 +152,14 @@ class Row:
         self.tools, self.more = None, {}
         self.texts = []  # to encode: the whole, then the prompt where there is one
         self.spans = []  # of characters: trained
-        self.cuts = []  # characters where a turn begins or ends
+        self.between_tokens = False  # whether they have to begin and end where tokens do
         self.other = None  # of a pair: the other answer
         self.second = False  # of a pair: the rejected one
 
 
 def parse(raw):
     try:
-        row = json.loads(raw.decode("utf-8-sig"))
+        row = json.loads(raw.decode("utf-8-sig" if raw.startswith(BOM) else "utf-8"))  # the first is slow
     except UnicodeDecodeError as error:
         raise BadRow(f"is not UTF-8 text at byte {error.start}") from None
     except (ValueError, RecursionError) as error:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from . import _native
+from .budget import UNCONVERTED
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -95,16 +96,27 @@ def find_turns(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Mo
     return found
 
 
-def _store_linear_layers(tensors: Sequence[Tensor], turns: Sequence[tuple[str, nn.Module]], format: str) -> None:
-    """Weights of linear layers inside of a turn's module; a layer that is a module of its own, such as the head, stays as it is."""
-    for tensor in tensors:
-        inside = len(tensor.turns) == 1 and all(type(owner) is nn.Linear and owner is not turns[tensor.turns[0]][1] for owner, _ in tensor.places)
-        if inside and tensor.parameter.dim() == 2:
-            tensor.format = format
+class Keeps(Protocol):
+    def keeps(self, names: Sequence[str], format: str) -> bool:
+        """Whether a folder has the parameter of these names in the format."""
 
 
-def cut(model: nn.Module, blocks: Sequence[str] = (), trainable: bool = True, base_precision: str = "bf16") -> Cut:
-    """Cuts a model. A parameter that several turns share, or none has, is a unit of its own."""
+def _store_weights(tensors: Sequence[Tensor], turns: Sequence[tuple[str, nn.Module]], format: str, stored: Keeps | None) -> None:
+    """Weights of linear layers inside of a turn's module, or those that the folder has in the format; a layer that is a module of its own, such as the head,
+    stays as it is."""
+    inside = [t for t in tensors if len(t.turns) == 1 and all(owner is not turns[t.turns[0]][1] for owner, _ in t.places)]
+    if format not in UNCONVERTED:
+        chosen = [t for t in inside if t.parameter.dim() == 2 and all(type(owner) is nn.Linear for owner, _ in t.places)]
+    elif stored is None:
+        raise _native.UsageError(f"base_precision={format!r} keeps what a folder has: tierflow.load() one, or name it in tierflow.wrap(..., checkpoint=folder)")
+    elif not (chosen := [t for t in inside if stored.keeps(t.names, format)]):
+        raise _native.UsageError(f"the model's folder has no weights in {UNCONVERTED[format]}: nothing could be kept as it is")
+    for tensor in chosen:
+        tensor.format = format
+
+
+def cut(model: nn.Module, blocks: Sequence[str] = (), trainable: bool = True, base_precision: str = "bf16", stored: Keeps | None = None) -> Cut:
+    """Cuts a model. A parameter that several turns share, or none has, is a unit of its own. stored: the folder of its weights, if there is one."""
     if base_precision != "bf16" and trainable:
         raise _native.UsageError(f"base_precision={base_precision!r} is for a base that nobody trains: plan with trainable=False")
     for name, parameter in model.named_parameters():
@@ -123,7 +135,7 @@ def cut(model: nn.Module, blocks: Sequence[str] = (), trainable: bool = True, ba
     for number, (_, module) in enumerate(turns):
         for parameter in module.parameters():
             tensors[id(parameter)].turns.append(number)
-    _store_linear_layers(list(tensors.values()), turns, base_precision)
+    _store_weights(list(tensors.values()), turns, base_precision, stored)
     units: list[Unit] = []
     units_of: list[list[int]] = [[] for _ in turns]
     loose: list[tuple[str, nn.Module | None, list[int]]] = []

@@ -17,21 +17,6 @@ namespace {
 
 constexpr std::uint64_t config_limit = 16 << 20;
 
-// The folder stores some weights in 4 or 8 bits (checkpoint/packed_weight.h): formats that can be read.
-void check_quantised(const JsonFields& fields, const Json& config) {
-  if (!config.is_object()) fields.fail("quantization_config", "must be an object");
-  const JsonFields quantised(config, fields.where() + ": quantization_config");
-  const std::string method = quantised.text_or("quant_method", "");
-  if (method != "bitsandbytes" && method != "fp8" && method != "mxfp4")
-    quantised.fail("quant_method",
-                   fmt::format("is \"{}\"; weights quantised with bitsandbytes, fp8 or mxfp4 can be read: give "
-                               "such a folder, or the model that this one was made from",
-                               printable(method)));
-  const Json* block = quantised.find("weight_block_size");
-  if (method == "fp8" && (block == nullptr || *block != Json::array({128, 128})))
-    quantised.fail("weight_block_size", "must be [128, 128]");
-}
-
 // The text of a config.json of weights that are not quantised any more; the same where they were not.
 std::string without_quantisation(const std::string& config_json) {
   auto plain = nlohmann::ordered_json::parse(config_json);
@@ -63,6 +48,21 @@ void check_size(const JsonFields& fields, const ModelConfig& c) {
 }
 
 }  // namespace
+
+void check_quantised(const std::string& quantization_config, const std::string& where) {
+  const Json config = parse_json(quantization_config, where);
+  if (!config.is_object()) JsonFields(config, where).fail("quantization_config", "must be an object");
+  const JsonFields quantised(config, where + ": quantization_config");
+  const std::string method = quantised.text_or("quant_method", "");
+  if (method != "bitsandbytes" && method != "fp8" && method != "mxfp4")
+    quantised.fail("quant_method",
+                   fmt::format("is \"{}\"; weights quantised with bitsandbytes, fp8 or mxfp4 can be read: give "
+                               "such a folder, or the model that this one was made from",
+                               printable(method)));
+  const Json* block = quantised.find("weight_block_size");
+  if (method == "fp8" && (block == nullptr || *block != Json::array({128, 128})))
+    quantised.fail("weight_block_size", "must be [128, 128]");
+}
 
 std::int64_t TensorSpec::elements() const {
   std::int64_t count = 1;
@@ -114,7 +114,7 @@ ModelSpec parse_model_spec(const std::string& config_json, const std::string& wh
   ModelSpec spec;
   spec.config_json = without_quantisation(config_json);
   if (const Json* quantised = fields.find("quantization_config"); quantised != nullptr)
-    check_quantised(fields, *quantised);
+    check_quantised(quantised->dump(), fields.where());
   spec.tiling = tiling;
   spec.read_as = as;
   spec.config = read_config(row, fields, /*named=*/!names_family(fields));

@@ -142,6 +142,10 @@ struct ModelSpec {
   std::int64_t parameters() const;
 };
 
+// Throws Exception (kind input) naming `where`, unless weights with this quantization_config, JSON, can be read
+// (checkpoint/packed_weight.h).
+void check_quantised(const std::string& quantization_config, const std::string& where);
+
 // Reads and checks a config.json. Throws Exception (kind input) naming the file, the field and the supported
 // architectures. as: the model_type of the family that a model of an unknown architecture is read as (families.h).
 ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling = {},

@@ -196,10 +196,10 @@ WeightLayout weight_layout(WeightFormat format, const std::vector<std::int64_t>&
       offset = 4;
       break;
     case WeightFormat::fp8:
-      if (shape.size() != 2)
-        throw Exception(io::ErrorKind::input, "an fp8 weight has two dimensions, this one has " +
-                                                  std::to_string(shape.size()) + "; store it as bf16");
-      scales = 4 * pieces(static_cast<std::uint64_t>(shape[0]), kFp8Tile) * pieces(at.columns, kFp8Tile);
+      if (shape.size() < 2 || (shape.size() > 2 && shape.rbegin()[1] % static_cast<std::int64_t>(kFp8Tile) != 0))
+        throw Exception(io::ErrorKind::input,
+                        "an fp8 weight is a matrix, or several with rows in multiples of 128; store it as bf16");
+      scales = 4 * pieces(n / std::max<std::uint64_t>(1, at.columns), kFp8Tile) * pieces(at.columns, kFp8Tile);
       break;
     case WeightFormat::mxfp4:
       if (shape.size() < 2 || shape.rbegin()[1] % static_cast<std::int64_t>(kMxBlock) != 0 || shape.back() % 2 != 0)
@@ -227,8 +227,12 @@ std::uint64_t stored_bytes(WeightFormat format, const std::vector<std::int64_t>&
 std::uint64_t quantising_bytes(WeightFormat format, const std::vector<std::int64_t>& shape) {
   if (format == WeightFormat::bf16) return 0;
   const WeightLayout at = weight_layout(format, shape);
-  if (format == WeightFormat::fp8) return at.bytes + at.bytes - at.scales;  // copied
-  if (format == WeightFormat::mxfp4) return 2 * at.bytes;                   // turned
+  if (format == WeightFormat::fp8) {  // copied; of several matrices one at a time beside the whole
+    std::uint64_t matrices = 1;
+    for (std::size_t i = 0; i + 2 < shape.size(); ++i) matrices *= static_cast<std::uint64_t>(shape[i]);
+    return at.bytes + at.bytes - at.scales + (matrices > 1 ? at.bytes / matrices : 0);
+  }
+  if (format == WeightFormat::mxfp4) return 2 * at.bytes;  // turned
   const std::uint64_t absmax = format == WeightFormat::nf4_double ? 4 * pieces(at.elements, kNf4Block) : 0;
   return at.bytes + absmax + 4 * std::min(at.elements, kQuantisedPiece);
 }

@@ -10,8 +10,9 @@
 //               w = nf4_map[code] * absmax. The last half byte of an odd n is the code of 0.
 //   nf4_double  codes as in nf4 | q: a byte for each absmax | nested absmax: fp32 for each 256 of these | offset: fp32.
 //               absmax[i] = dynamic_map[q[i]] * nested[i / 256] + offset; offset is the mean of the absmax.
-//   fp8         codes: n bytes e4m3fn | scales: fp32 [ceil(rows / 128), ceil(columns / 128)]. Of shape [rows, columns].
-//               w = code * scale.
+//   fp8         codes: n bytes e4m3fn | scales: fp32 [ceil(rows / 128), ceil(columns / 128)]. Of shape [rows, columns],
+//               or [..., rows, columns] with rows in multiples of 128, whose matrices follow one another. w = code *
+//               scale.
 //   mxfp4       codes: n / 2 bytes, element 2i in the LOW half of byte i | scales: a byte for each 32 rows of each
 //               column [rows / 32, columns]. Of shape [..., rows, columns]. w = e2m1(code) * 2^(scale - 127), as
 //               gpt-oss has its experts (OCP Microscaling Formats 1.0), exact in bf16.
@@ -50,8 +51,8 @@ struct WeightLayout {
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;  // of the whole
 };
-// Throws Exception (kind input) for fp8 of another than two dimensions, and for mxfp4 of fewer, of rows that are no
-// multiple of 32, or of an odd number of columns.
+// Throws Exception (kind input) for fp8 of fewer than two dimensions, or of more where rows are no multiple of 128; and
+// for mxfp4 of fewer, of rows that are no multiple of 32, or of an odd number of columns.
 WeightLayout weight_layout(WeightFormat format, const std::vector<std::int64_t>& shape);
 std::uint64_t stored_bytes(WeightFormat format, const std::vector<std::int64_t>& shape);
 

@@ -15,9 +15,9 @@
 namespace tierflow {
 
 Streamer::Streamer(std::vector<UnitSpec> units, std::vector<std::vector<int>> stages, const WeightSource& weights,
-                   StreamerOptions options, const Progress& progress, const Say& say)
+                   StreamerOptions options, const Progress& progress, const Say& say, const StoredSource& stored)
     : impl_(std::make_unique<Impl>(std::move(units), stages, std::move(options), progress, say)) {
-  impl_->set_up(weights, progress, say);
+  impl_->set_up(weights, stored, progress, say);
 }
 
 Streamer::~Streamer() = default;
@@ -37,7 +37,8 @@ StreamerPlan Streamer::Impl::make_plan(const std::vector<std::vector<int>>& stag
   return made;
 }
 
-void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progress, const Say& say) {
+void Streamer::Impl::set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress,
+                            const Say& say) {
   const swap::Layout& layout = *plan.layout;
   if (plan.needs_store(options)) make_store();
   state = std::make_unique<StreamedState>(
@@ -47,7 +48,7 @@ void Streamer::Impl::set_up(const WeightSource& weights, const Progress& progres
   planner = std::make_unique<swap::VisitPlanner>(layout, plan.arrangement);
   work = std::make_shared<StreamWork>(plan.packed, layout, state->threads(), options.seed);
   for (const UnitSpec& unit : units) touched.emplace_back(unit.tensors.size(), false);
-  if (!left) return state->load(weights, {}, progress);
+  if (!left) return state->load(weights, stored, progress);
   state->restore(*store, progress);
   leave_note(options.storage, true);  // what it goes on with is whole
   resumed = committed_in(*store, options);

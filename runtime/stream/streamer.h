@@ -69,9 +69,11 @@ class Streamer {
  public:
   // stages: for each module that runs on its own, the units whose weights it needs. Every unit is in at least one of
   // them. say: hears what became of a state that is gone on with: that it moves, and that it goes back a generation.
+  // stored: has the bytes of frozen tensors in unconverted formats.
   Streamer(
       std::vector<UnitSpec> units, std::vector<std::vector<int>> stages, const WeightSource& weights,
-      StreamerOptions options, const Progress& progress = {}, const Say& say = [](const std::string&) {});
+      StreamerOptions options, const Progress& progress = {}, const Say& say = [](const std::string&) {},
+      const StoredSource& stored = {});
   ~Streamer();
 
   // Takes a turn of a stage, and waits for its weights: bf16, unit after unit, in UnitSpec order. They are views of

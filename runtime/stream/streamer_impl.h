@@ -45,7 +45,7 @@ struct Streamer::Impl {
 
   // Where the budgets need other chunks than the state has that is gone on with, it has them after that.
   StreamerPlan make_plan(const std::vector<std::vector<int>>& stages, const Progress& progress, const Say& say);
-  void set_up(const WeightSource& weights, const Progress& progress, const Say& say);
+  void set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress, const Say& say);
   void make_store();
   // Everything planned is done, nothing runs: extents may be accessed.
   void quiet() {

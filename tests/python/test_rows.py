@@ -1,10 +1,11 @@
 """Rows of conversations, prompts and completions become the tokens and labels that transformers makes of them."""
 
+import importlib
 import json
 
 import pytest
 
-from rows import CHATS, FORGETFUL, MARKED, PLAIN, Probe, Script, base, messages, read_row_file, the_library, write_rows  # noqa: F401
+from rows import CHATS, FORGETFUL, MARKED, PLAIN, Probe, Script, base, messages, read_row_file, the_library, tokenizers, write_rows  # noqa: F401
 
 
 @pytest.fixture
@@ -37,6 +38,108 @@ def test_conversations_are_rendered_and_masked_as_by_transformers(base, script, 
     everything = script.rows(path, train_on="all")
     assert [ids for ids, _ in everything] == [tokenizer.apply_chat_template(messages(chat))["input_ids"] for chat in CHATS]
     assert all(all(trained) for _, trained in everything)
+
+
+def test_beginnings_are_rendered_as_transformers_renders_them(script, tmp_path, monkeypatch):
+    """In the quick way, in the library's own, and with a mark: with names of thoughts that transformers knows, and variables of the row's own."""
+    thinks = PLAIN.replace("{{ m.content", "{% if m.reasoning_content is defined %}{{ '<' + m.reasoning_content + eos_token + '>' }}{% endif %}{{ style | default('') }}{{ m.content")
+    rows = [{"messages": messages(chat)} for chat in CHATS]
+    for row, name in zip(rows, ("thinking", "reasoning", "reasoning_content")):
+        for message in row["messages"]:
+            message[name] = message["role"] + "s think"
+    rows += [{**rows[0], "chat_template_kwargs": {"style": " styled"}}, {**rows[1], "tools": [{"type": "function"}]}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    script.template = thinks
+    quick = script.rows(path)
+    assert len(quick) == 6 and quick[-2] != quick[0] and len(quick[0][0]) > len("user thinks")
+    made = script.script.ChatTemplate.__init__
+
+    def of_another_version(self, *arguments):
+        made(self, *arguments)
+        self.compile = None
+
+    monkeypatch.setattr(script.script.ChatTemplate, "__init__", of_another_version)
+    assert script.rows(path) == quick and script.end["masks"] == ["prefixes"]
+    script.template = thinks.replace("{{ m.content + '<|end|>\n' }}", "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|end|>\n' }}{% endgeneration %}"
+                                     "{% else %}{{ m.content + '<|end|>\n' }}{% endif %}")  # fmt: skip
+    assert [ids for ids, _ in script.rows(path)] == [ids for ids, _ in quick] and script.end["masks"] == ["generation"]
+
+
+def test_a_version_of_transformers_that_does_more_to_messages_is_followed(script, tmp_path, monkeypatch):
+    chats = [CHATS[0], CHATS[1], CHATS[4]]
+    louder = [[(role, content.upper()) for role, content in chat] for chat in chats]
+    path, expected = (write_rows(tmp_path / f"{at}.jsonl", [{"messages": messages(chat)} for chat in some]) for at, some in enumerate((chats, louder)))
+    library = importlib.import_module("transformers.utils.chat_template_utils")
+    render = library.render_jinja_template
+
+    def loud(conversations, **options):
+        return render(conversations=[[{**message, "content": message["content"].upper()} for message in chat] for chat in conversations], **options)
+
+    for script.template in PLAIN, MARKED:
+        rows = script.rows(expected)
+        with monkeypatch.context() as newer:
+            newer.setattr(library, "render_jinja_template", loud)
+            assert script.rows(path) == rows != script.rows(expected, train_on="all")
+
+
+SPOKEN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+GLUED = "{% for m in messages %}{{ m.role + ' ' + m.content }}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+
+
+def marked(template):
+    return template.replace("m.content", "'' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ ''")
+
+
+@pytest.mark.parametrize("template", [PLAIN, SPOKEN, GLUED, marked(PLAIN), marked(SPOKEN), marked(GLUED)], ids=["named", "spoken", "glued", "named-marked", "spoken-marked", "glued-marked"])
+def test_edges_are_the_same_by_names_and_by_characters(template, script, tmp_path, monkeypatch):
+    odd = ["<|end|>", "<|start|>assistant\n", "</s><s>", " <|end|> x", "é€😀", "\n\n", "  a", "answer", "<|end|><|end|>", "<|sta", "rt|>", "", " "]
+    chats = [*CHATS, *([("user", a), ("assistant", b), ("user", "q" + b), ("assistant", a + b)] for a in odd for b in odd)]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(chat)} for chat in chats])
+    script.template = template
+    preparer, again = script.script.Preparer, []
+    edges = preparer.edges
+
+    def counted(self, task, encoding, ids):
+        before = self.encoded_again
+        try:
+            return edges(self, task, encoding, ids)
+        finally:
+            again.append(self.encoded_again > before)
+
+    monkeypatch.setattr(preparer, "edges", counted)
+    rows = script.rows(path, skip=True)
+    skipped, encoded_again = script.skipped, sum(again)
+    monkeypatch.setattr(script.script.NamedTokens, "of", lambda tokenizer: None)
+    assert script.rows(path, skip=True) == rows and script.skipped == skipped
+    assert len(rows) > 20 and (len(skipped) > 20) == ("{% generation" not in template) and 20 < encoded_again < 0.9 * len(chats)
+
+
+def test_where_most_texts_are_tokenised_twice_they_are_so_no_more(script, tmp_path, monkeypatch):
+    script.template = marked(GLUED)
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages([("user", "q"), ("assistant", "answer")])}] * 1100)
+    encode, asked = script.script.Preparer.edges, []
+    monkeypatch.setattr(script.script.Preparer, "edges", lambda self, task, encoding, ids: asked.append(encoding is None) or encode(self, task, encoding, ids))
+    assert len(script.rows(path)) == 1100 and asked == [True] * 512 + [False] * 588
+
+
+def test_tokenizers_whose_tokens_stand_for_no_certain_bytes_are_known(base, script):
+    named, pre = script.script.NamedTokens, tokenizers.pre_tokenizers
+    assert named({"<a>": 7, "<a>b": 8}).tokens_at("<a>bc<a>", [8, 5, 7], [4], lambda piece: [8]) == [1]  # the longest
+    assert named.of(the_library(base)).ids == {"<s>": 0, "</s>": 1, "<|start|>": 2, "<|end|>": 3}
+
+    def changed(change):
+        tokenizer = the_library(base)
+        change(tokenizer.backend_tokenizer)
+        return named.of(tokenizer)
+
+    assert changed(lambda backend: setattr(backend, "normalizer", tokenizers.normalizers.NFC())) is None
+    assert changed(lambda backend: setattr(backend, "pre_tokenizer", pre.Whitespace())) is None
+    assert changed(lambda backend: setattr(backend, "model", tokenizers.models.Unigram())) is None
+    assert changed(lambda backend: setattr(backend, "model", tokenizers.models.BPE({"a": 0}, []))) is None  # not every byte
+    assert changed(lambda backend: backend.add_tokens([tokenizers.AddedToken("new", lstrip=True, normalized=False)])) is None
+    assert changed(lambda backend: backend.add_tokens([tokenizers.AddedToken("new", normalized=False)])) is not None
+    split = pre.Sequence([pre.Split(tokenizers.Regex(" "), "isolated"), pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    assert changed(lambda backend: setattr(backend, "pre_tokenizer", split)) is not None
 
 
 def test_a_mark_inside_a_token_takes_all_of_it(base, script, tmp_path):

@@ -1,11 +1,14 @@
 """tierflow.data: prepared rows in Python are the program's sequences, as transformers' models take them."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
 import pytest
 from rows import CHATS, PLAIN, Probe, base, messages, the_library, write_rows  # noqa: F401
 from streaming import BUILD, tierflow, torch, transformers
+from test_stream_durable import scheduled
 
 LENGTH, VOCAB = 64, 400
 
@@ -17,9 +20,12 @@ def prepared(base, tmp_path_factory):  # noqa: F811
     transformers.LlamaConfig(vocab_size=VOCAB).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     chats = [chat for chat in CHATS if chat is not CHATS[2]] * 3
-    rows = write_rows(folder / "chats.jsonl", [{"messages": messages(chat)} for chat in chats])
-    subprocess.run([BUILD / "tierflow", "data", "prepare", "--model", folder / "model", "--data", rows, "--out", folder / "rows.tfd", "--python", sys.executable,
-                    "--data-cache", folder / "cache"], check=True, capture_output=True)  # fmt: skip
+    for name, some in ("chats", chats), ("others", chats[1:]):
+        rows = write_rows(folder / f"{name}.jsonl", [{"messages": messages(chat)} for chat in some])
+        out = folder / "rows.tfd" if name == "chats" else folder / "other" / "rows.tfd"
+        out.parent.mkdir(exist_ok=True)
+        subprocess.run([BUILD / "tierflow", "data", "prepare", "--model", folder / "model", "--data", rows, "--out", out, "--python", sys.executable,
+                        "--data-cache", folder / "cache"], check=True, capture_output=True)  # fmt: skip
     return folder / "rows.tfd"
 
 
@@ -84,6 +90,46 @@ def test_an_epoch_has_the_sequences_that_the_one_before_left_of_a_mixture(prepar
     assert not alone <= {tuple(row["input_ids"].tolist()) for row in mixed} and alone <= seen
     with pytest.raises(tierflow.UsageError, match="counted from 0"):
         mixed.set_epoch(-1)
+
+
+def equal_rows(one, other):
+    pairs = zip(one, other, strict=True)
+    return all(a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items()) for a, b in pairs)
+
+
+def test_workers_that_are_no_forks_open_the_rows_again(prepared, tmp_path, monkeypatch):
+    file = tmp_path / "own.tfd"
+    file.write_bytes(prepared.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    rows = rows_of("own.tfd", held_out=0.3, packing="none", seed=3)
+    rows.set_epoch(2)
+    monkeypatch.chdir("/")  # a worker may be elsewhere
+    for each in rows, rows.held_out():
+        again = pickle.loads(pickle.dumps(each))
+        assert equal_rows(again, each) and again.fingerprint == each.fingerprint
+        assert equal_rows(copy.deepcopy(each), each)
+    loaded = list(torch.utils.data.DataLoader(rows, None, num_workers=1, multiprocessing_context="spawn"))
+    assert len(loaded) > 2 and equal_rows(loaded, rows)
+    sent = pickle.dumps(rows)
+    file.write_bytes((prepared.parent / "other" / "rows.tfd").read_bytes())
+    with pytest.raises(tierflow.InputError, match="own.tfd: the rows there are others than those that were opened"):
+        pickle.loads(sent)
+
+
+def test_a_run_goes_on_with_the_rows_that_it_began_with(prepared, tmp_path):
+    first = rows_of(prepared, seed=3)
+    others = [rows_of(prepared, seed=4), rows_of(prepared, seed=3, packing="none"), rows_of(prepared, seed=3, held_out=0.3),
+              rows_of(prepared, seed=3, held_out=0.3).held_out(), rows_of(prepared.parent / "other" / "rows.tfd", seed=3),
+              tierflow.data.Rows(prepared, vocab_size=VOCAB, sequence_length=LENGTH // 2, seed=3)]  # fmt: skip
+    assert len({rows.fingerprint for rows in [first, *others]}) == 1 + len(others)
+    no_schedules = lambda opt: []  # noqa: E731
+    scheduled(tmp_path, no_schedules, data=first)
+    scheduled(tmp_path, no_schedules, data=rows_of(prepared, seed=3))
+    for rows in others:
+        with pytest.raises(tierflow.UsageError, match=f"was begun with data='{first.fingerprint}', not '{rows.fingerprint}'"):
+            scheduled(tmp_path, no_schedules, data=rows)
+    with pytest.raises(tierflow.UsageError, match="takes a text that names the data, or tierflow.data.Rows, not a list"):
+        scheduled(tmp_path, no_schedules, data=[1])
 
 
 def test_what_cannot_be_read_is_refused(prepared, tmp_path):

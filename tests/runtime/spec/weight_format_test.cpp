@@ -89,9 +89,10 @@ TEST(WeightFormat, SectionsFollowOneAnotherAtMultiplesOfFour) {
   const WeightLayout at = weight_layout(WeightFormat::nf4_double, {131});
   EXPECT_THAT((std::vector{at.scales, at.nested, at.offset, at.bytes}), ElementsAre(68, 72, 76, 80));
   EXPECT_EQ(stored_bytes(WeightFormat::fp8, {129, 257}), 129U * 257 + 3 + 2 * 3 * 4);
-  testing::expect_refusal(io::ErrorKind::input, {"fp8", "two dimensions"}, [] {
-    stored_bytes(WeightFormat::fp8, {2, 3, 4});
-  });
+  EXPECT_EQ(stored_bytes(WeightFormat::fp8, {3, 256, 130}), 3U * 256 * 130 + 3 * 2 * 2 * 4);
+  for (const Shape& shape : {Shape{4}, Shape{2, 3, 4}, Shape{2, 129, 4}})
+    testing::expect_refusal(io::ErrorKind::input, {"fp8", "store it as bf16"},
+                            [&] { stored_bytes(WeightFormat::fp8, shape); });
   EXPECT_EQ(stored_bytes(WeightFormat::mxfp4, {2, 32, 6}), 64U * 3 + 2 * 6);
   for (const Shape& shape : {Shape{32}, Shape{33, 2}, Shape{32, 3}})
     testing::expect_refusal(io::ErrorKind::input, {"mxfp4", "store it as bf16"},
