@@ -17,6 +17,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).parents[2]
+OPT = ROOT / "benchmarks/step/opt-175b-2-layers.json"
 
 MODELS = {
     "gpt-oss-120b": {
@@ -34,6 +35,7 @@ MODELS = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
         "intermediate_size": 12288, "max_position_embeddings": 40960, "mlp_only_layers": [], "moe_intermediate_size": 1536, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts": 128,
         "num_experts_per_tok": 8, "num_hidden_layers": 94, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000, "tie_word_embeddings": False, "vocab_size": 151936},
+    "OPT-175B": {**json.loads(OPT.read_text()), "num_hidden_layers": 96},
 }
 
 
@@ -41,7 +43,7 @@ def plan(args, folder, name):
     """The plan, with the seconds that it took."""
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     words = [args.program, "plan", "--json", "--config", folder / f"{name}.json", "--storage", folder / "storage", "--device", "cpu", "--device-memory", args.device_memory,
-             "--host-memory", args.host_memory, "--sequence-length", args.sequence_length, "--micro-batch", 1, "--micro-batches", args.micro_batches]
+             "--host-memory", args.host_memory, "--sequence-length", 128 if name == "OPT-175B" else args.sequence_length, "--micro-batch", 1, "--micro-batches", args.micro_batches]
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")})
     if not done.stdout:
         sys.exit(done.stderr)
@@ -55,8 +57,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--sequence-length", type=int, default=1024)
-    parser.add_argument("--host-memory", default="5GiB")
-    parser.add_argument("--device-memory", default="10GiB")
+    parser.add_argument("--host-memory", default="4GiB")
+    parser.add_argument("--device-memory", default="11GiB")
     args = parser.parse_args()
     results = {}
     with tempfile.TemporaryDirectory() as name:

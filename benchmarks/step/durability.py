@@ -4,7 +4,8 @@ training again. Medians. What an export takes: benchmarks/storage/export.py.
 
     .venv/bin/python benchmarks/step/durability.py --storage DIR [--rounds 3] [--steps 8]
 
-One JSON object."""
+One JSON object. "commit_share": the part of a step's time for which the commit lane was busy with manifests, superblocks and flushes, beside the computation.
+It bounds what these cost where the difference between two runs is lost in the drive's noise."""
 import argparse
 import json
 import os
@@ -47,7 +48,8 @@ def one_run(args, durability):
     clean(args)
     run(train(args, durability, args.steps))
     steps = steps_of(args)[2:]  # the first ones fill caches
-    return {"step_s": statistics.median(step["step_s"] for step in steps), "bytes": statistics.median(1e12 * step["tb_written"] for step in steps)}
+    return {"step_s": statistics.median(step["step_s"] for step in steps), "bytes": statistics.median(1e12 * step["tb_written"] for step in steps),
+            "commit_share": statistics.median(step["lanes"]["commit"]["busy_s"] / step["step_s"] for step in steps)}
 
 
 def killed_and_resumed(args):
@@ -90,6 +92,7 @@ def main():
     middle = lambda runs, key: statistics.median(each[key] for each in runs)  # noqa: E731
     result = {"step_s": {"export-only": middle(plain, "step_s"), "step": middle(committed, "step_s")},
               "overhead": [round(b["step_s"] / a["step_s"] - 1, 4) for a, b in zip(plain, committed)],
+              "commit_share": round(middle(committed, "commit_share"), 4),
               "bytes": {"export-only": middle(plain, "bytes"), "step": middle(committed, "bytes")}}
     resumed = [killed_and_resumed(args) for _ in range(args.rounds)]
     result |= {"resume_to_first_step_s": statistics.median(resumed)}

@@ -33,13 +33,13 @@ int stop_signal() {
 Stopped::Stopped(int signal, const std::string& detail)
     : Exception(io::ErrorKind::cancelled, detail), signal_(signal) {}
 
-void throw_if_stopped() {
+void throw_if_stopped(const char* what_is_left) {
   if (const int signal = stop_signal(); signal != 0)
     throw Stopped(signal, std::string("stopped by ") +
                               (signal == SIGINT    ? "SIGINT (Ctrl-C)"
                                : signal == SIGTERM ? "SIGTERM"
                                                    : "SIGHUP (its terminal was closed)") +
-                              "; nothing was kept");
+                              "; " + what_is_left);
 }
 
 }  // namespace tierflow

@@ -23,7 +23,7 @@ class Stopped : public Exception {
   int signal_;
 };
 
-// Throws Stopped where a signal was counted.
-void throw_if_stopped();
+// Throws Stopped where a signal was counted. what_is_left: ends the line that the user reads.
+void throw_if_stopped(const char* what_is_left = "nothing was kept");
 
 }  // namespace tierflow

@@ -121,7 +121,9 @@ void ExportRequests::answer(std::int64_t step, const std::function<io::Error(con
     if (find_invalid_utf8(*out) != std::string::npos)
       answer = {{"error", static_cast<int>(io::ErrorKind::usage)},
                 {"detail", "--out, with the folders above it, must be UTF-8: name another folder"}};
-    else if (const io::Error why = write(*out))
+    else if (const io::Error why = write(*out); why.kind == io::ErrorKind::cancelled)
+      return;
+    else if (why)
       answer = {{"error", static_cast<int>(why.kind)}, {"detail", why.message()}};
     sent(socket.fd(), answer.dump(-1, ' ', false, json::error_handler_t::replace));
   }

@@ -1,4 +1,5 @@
 #pragma once
+// The schedules of --lr-schedule.
 #include <cstdint>
 
 #include "runtime/program/options.h"

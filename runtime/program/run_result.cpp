@@ -179,6 +179,9 @@ bool RunResult::write_checkpoint(Session& session, std::int64_t step, std::int64
       checkpoints.remove(outdated);
     if (options_.export_keep > 0) checkpoints.keep_last(options_.export_keep, best);
     return true;
+  } catch (const Stopped&) {
+    log.say(fmt::format("the model after step {} was not written: the run ends", step));
+    return false;
   } catch (const Exception& error) {
     if (!session.intact()) throw;
     log.say(fmt::format("warning: the model after step {} was not written, the run goes on: {}", step, error.what()));
@@ -201,6 +204,9 @@ io::Error RunResult::write_elsewhere(const fs::path& out, Session& session, std:
     folder.finish();
     say_written(out, step, std::chrono::duration<double>(Clock::now() - begun).count(), log);
     return {};
+  } catch (const Stopped& stopped) {
+    log.say(fmt::format("the model after step {} was asked for and not written: the run ends", step));
+    return stopped.error();
   } catch (const Exception& error) {
     if (!session.intact()) throw;
     log.say(fmt::format("warning: the model after step {} was asked for and not written, the run goes on: {}", step,

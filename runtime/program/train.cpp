@@ -93,8 +93,10 @@ class Training {
     if (at_limit)
       log_.say(fmt::format("stopped after step {} of {}: the next one would pass --max-tb-written {}", step, steps_,
                            options_.max_tb_written));
-    if (step == 0 && stop_signal() != 0) session_->discard();
-    if (step == 0) throw_if_stopped();
+    if (step == 0 && stop_signal() != 0) {
+      discard_unless_resumed();
+      throw_if_stopped();
+    }
     if (step < steps_ && session_->commit_every() != 0 && (signal != 0 || at_limit || out_of_memory)) {
       leave_state(step);
       return out_of_memory ? static_cast<int>(io::ErrorKind::memory) : signal != 0 ? 128 + signal : kStoppedAtLimit;
@@ -199,10 +201,14 @@ class Training {
 
   // What is due after a step that is not the last, unless the process before this one did it; and what is asked for.
   void between_steps(std::int64_t step) {
-    held_out_.between_steps(*session_, step, begun_, progress());
+    const Progress stoppable = [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
+      throw_if_stopped();
+      show(phase, done, total);
+    };
+    held_out_.between_steps(*session_, step, begun_, stoppable);
     if (stop_signal() != 0) return;
     requests_->answer(step, [&](const std::filesystem::path& out) {
-      return out_.write_elsewhere(out, *session_, step, progress(), log_);
+      return out_.write_elsewhere(out, *session_, step, stoppable, log_);
     });
   }
 
@@ -242,14 +248,18 @@ class Training {
     }
   }
 
-  // Stopped before its first step, a run leaves nothing.
+  // Stopped before its first step, a run that began leaves nothing; one that goes on leaves what was there.
   void evaluate_first() {
     try {
       held_out_.evaluate(*session_, 0, result_.held_out_before);
     } catch (const Stopped&) {
-      session_->discard();
+      discard_unless_resumed();
       throw;
     }
+  }
+
+  void discard_unless_resumed() {
+    if (!left_.resumable) session_->discard();
   }
 
   // The result is written by now: an evaluation that fails costs no training.
@@ -345,7 +355,13 @@ int train(const TrainOptions& options) {
   }
   log.say(wrapped(describe(options), columns_of(STDERR_FILENO)));
   log.object({{"config", nlohmann::json::parse(effective_configuration(options))}});
-  return Training(options, std::move(left), std::move(elsewhere), log).run();
+  const bool goes_on = left.resumable;
+  try {
+    return Training(options, std::move(left), std::move(elsewhere), log).run();
+  } catch (const Stopped&) {
+    if (goes_on) throw_if_stopped("the state stays as it was, and the same command goes on from there");
+    throw;
+  }
 }
 
 }  // namespace

@@ -1,15 +1,19 @@
 """A run that is killed, stopped or cut off is gone on with by the same command, to the bit of one that never was."""
+import hashlib
 import json
 import os
+import pathlib
 import random
 import re
 import shutil
 import signal
 import subprocess
+import tarfile
 import time
 
+import numpy
 import pytest
-from program import BUILD, MIB, again, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import BUILD, MIB, again, changed, config, needs_torch, run, small, start, steps_of, the_error, wait_until
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -222,6 +226,43 @@ def test_the_model_on_the_way(work, stored):
     assert run(work, *changed(train, {"--seed": "1"}), "--fresh", ok=False).returncode == 2
 
 
+def stopped_process(process):
+    """Whether it stands still, or has ended."""
+    stat = pathlib.Path(f"/proc/{process.pid}/stat")
+    return process.poll() is not None or stat.read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+
+def test_stopped_while_it_exports_it_commits_and_writes_that_model_later(work):
+    expected = uninterrupted(work)
+    train = [*TRAIN, "--export-every", "2", *TIGHT]
+    process = start(work, *train, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:checkpoint-2.partial/config.json.partial:stop"})
+    wait_until(lambda: stopped_process(process))
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert "the model after step 2 was not written: the run ends" in errors and "the state after step 2 of" in errors
+    assert not [*work.glob("out/checkpoint-*")]
+    assert again(work, *train).returncode == 0
+    assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
+    assert sorted(each.name for each in work.glob("out/checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_stopped_while_it_verifies_it_says_that_the_state_stays(work):
+    expected = uninterrupted(work)
+    died = run(work, *TRAIN, *TIGHT, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:state.tfv:kill", "TIERFLOW_FAIL_NTH": "8"})
+    assert died.returncode == -signal.SIGKILL
+    process = start(work, *TRAIN, *TIGHT, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:state.tfv.owner.partial:stop"})
+    wait_until(lambda: stopped_process(process))
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143 and "nothing was kept" not in errors, errors
+    assert "the state stays as it was" in the_error(errors)
+    assert again(work, *TRAIN, *TIGHT).returncode == 0
+    assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
+
+
 def test_a_model_on_the_way_that_cannot_be_written_costs_itself_alone(work):
     expected = uninterrupted(work)
     done = run(work, *TRAIN, "--export-every", "2", *TIGHT, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:checkpoint-2.partial/model.safetensors.partial:28"})
@@ -351,3 +392,31 @@ def test_what_is_damaged_is_found_before_anything_is_written(work):
     state.write_bytes(content[:MIB] + b"\xff" * (len(content) - MIB))
     gone = again(work, *TRAIN, *TIGHT)
     assert gone.returncode == 4 and "nothing can be got out of it" in the_error(gone.stderr) and "checkpoint-12" in the_error(gone.stderr)
+
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "run.tar.xz"  # made by golden_run() of an earlier version
+GOLDEN_TRAIN = ["train", "--config", "config.json", "--data", "tokens.npy", "--held-out", "0", "--lr", "1e-3", "--lr-schedule", "constant", "--seed", "5", "--log-json", "log.json",
+                *small("--sequence-length", "16", "--storage", "store", "--host-memory", "1MiB")]
+
+
+def golden_run(work):
+    """The state after two steps of four. To make the file anew where the format changes: tar -cJf run.tar.xz config.json tokens.npy store, and the sums in the test."""
+    (work / "config.json").write_text(json.dumps(config(hidden=16, layers=1, vocab=64, intermediate_size=32)))
+    numpy.save(work / "tokens.npy", numpy.random.default_rng(3).integers(0, 64, 4096, dtype=numpy.uint16))
+    run(work, *GOLDEN_TRAIN, "--steps", "2", "--no-export")
+
+
+def test_a_state_that_an_earlier_version_left_is_gone_on_with(tmp_path):
+    """All that is on the drive: header, superblocks, manifest, extents, note, identity and progress."""
+    with tarfile.open(GOLDEN) as archive:
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    status = json.loads(run(tmp_path, "status", "store", "--json").stdout)
+    assert status["step"] == 2 and status["resumable"], status
+    (tmp_path / "anew").mkdir()
+    golden_run(tmp_path / "anew")
+    assert json.loads(run(tmp_path, "status", "anew/store", "--json").stdout)["run"] == status["run"]
+    run(tmp_path, "export", "--storage", "store", "--out", "exported")
+    assert hashlib.sha256(weights(tmp_path / "exported")).hexdigest() == "7c64ef24e517761558e4d3f122cb227d0524e68425b6be875df8b88e6c22ef15"
+    done = run(tmp_path, *GOLDEN_TRAIN, "--steps", "4", "--out", "out")
+    assert "goes on" in done.stderr and [record["step"] for record in steps_of(tmp_path / "log.json")] == [3, 4]
+    assert (tmp_path / "out" / "config.json").exists()

@@ -55,8 +55,11 @@ def test_budgets_storage_and_engine_do_not_change_a_bit(work):
     run(work, *common, "--out", "resident", "--device-memory", "256MiB", "--host-memory", "256MiB", "--log-json", "resident.json")
     run(work, *common, "--out", "streamed", "--device-memory", "24MiB", "--host-memory", "1MiB", "--storage", "store", "--log-json", "streamed.json")
     run(work, *common, "--out", "threads", "--device-memory", "64MiB", "--host-memory", "2MiB", "--storage", "store,store2", "--engine", "threads", "--log-json", "threads.json")
+    run(work, *common, "--out", "one", "--device-memory", "256MiB", "--host-memory", "256MiB", "--threads", "1", "--log-json", "one.json")
     resident = [(r["loss"], r["grad_norm"]) for r in steps_of(work / "resident.json")]
     assert len(resident) == 6
+    assert [(r["loss"], r["grad_norm"]) for r in steps_of(work / "one.json")] == resident
+    assert (work / "one" / "model.safetensors").read_bytes() == (work / "resident" / "model.safetensors").read_bytes()
     for other in "streamed.json", "threads.json":
         assert [(r["loss"], r["grad_norm"]) for r in steps_of(work / other)] == resident, other
         assert steps_of(work / other)[-1]["lanes"]["disk_read"]["bytes"] > 0
