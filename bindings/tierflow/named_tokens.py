@@ -21,7 +21,8 @@ class NamedTokens:
         backend, tokens = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder
         model, parts = backend.model, backend.pre_tokenizer
         ordinary = type(model).__name__ == "BPE" and not (model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix)
-        in_bytes = backend.normalizer is None and parts is not None and b'"ByteLevel"' in parts.__getstate__()
+        # NFC puts characters together: were it done across the end of a beginning, the beginning would have other bytes alone.
+        in_bytes = type(backend.normalizer).__name__ in ("NoneType", "NFC") and parts is not None and b'"ByteLevel"' in parts.__getstate__()
         plain = all(not (token.normalized or token.lstrip or token.rstrip or token.single_word) for token in tokens.values())
         if not (ordinary and in_bytes and plain and all(backend.token_to_id(symbol) is not None for symbol in ByteLevel.alphabet())):
             return None

@@ -23,8 +23,10 @@ struct AttentionRules {
 
 // [batch, sequence, heads, head_dim]; differentiable where autograd is on, towards the sinks too. On the CPU in bf16
 // without dropout this is attention in blocks (below) where the machine multiplies bf16; otherwise torch's
-// scaled_dot_product_attention, which is called for each document. With a softcap the scores exist whole, [batch,
-// heads, sequence, sequence] (each document apart): slower, and memory grows with the square of the sequence.
+// scaled_dot_product_attention, which is called for each document; but on CUDA in 16 bits, without softcap and sinks,
+// torch's flash attention takes all documents of packed rows in one call, as sequences of their lengths. With a softcap
+// the scores exist whole, [batch, heads, sequence, sequence] (each document apart): slower, and memory grows with the
+// square of the sequence.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionRules& rules,
                      double dropout);
 

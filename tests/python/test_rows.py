@@ -90,13 +90,25 @@ def marked(template):
     return template.replace("m.content", "'' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ ''")
 
 
-@pytest.mark.parametrize("template", [PLAIN, SPOKEN, GLUED, marked(PLAIN), marked(SPOKEN), marked(GLUED)], ids=["named", "spoken", "glued", "named-marked", "spoken-marked", "glued-marked"])
-def test_edges_are_the_same_by_names_and_by_characters(template, script, tmp_path, monkeypatch):
-    odd = ["<|end|>", "<|start|>assistant\n", "</s><s>", " <|end|> x", "é€😀", "\n\n", "  a", "answer", "<|end|><|end|>", "<|sta", "rt|>", "", " "]
+ACCENTED = GLUED.replace("' '", "'e'").replace("assistant {", "assistante{")  # with an accent that an answer begins with it is another letter
+EDGES = {"named": PLAIN, "spoken": SPOKEN, "glued": GLUED, "accented": ACCENTED}
+
+
+@pytest.mark.parametrize("template", [*EDGES.values(), *map(marked, EDGES.values())], ids=[*EDGES, *(f"{name}-marked" for name in EDGES)])
+@pytest.mark.parametrize("normalizer", [None, "NFC"])
+def test_edges_are_the_same_by_names_and_by_characters(template, normalizer, script, tmp_path, monkeypatch):
+    odd = ["<|end|>", "<|start|>assistant\n", "</s><s>", " <|end|> x", "é€😀", "\n\n", "  a", "answer", "<|end|><|end|>", "<|sta", "rt|>", "", " ", "e", "\u0301e\u0301"]  # the last goes together with what is before it
     chats = [*CHATS, *([("user", a), ("assistant", b), ("user", "q" + b), ("assistant", a + b)] for a in odd for b in odd)]
     path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(chat)} for chat in chats])
     script.template = template
-    preparer, again = script.script.Preparer, []
+    preparer, again, load = script.script.Preparer, [], script.script.load_tokenizer
+
+    def loaded(folder):
+        tokenizer = load(folder)
+        tokenizer.backend_tokenizer.normalizer = normalizer and getattr(tokenizers.normalizers, normalizer)()
+        return tokenizer
+
+    monkeypatch.setattr(script.script, "load_tokenizer", loaded)
     edges = preparer.edges
 
     def counted(self, task, encoding, ids):
@@ -132,7 +144,8 @@ def test_tokenizers_whose_tokens_stand_for_no_certain_bytes_are_known(base, scri
         change(tokenizer.backend_tokenizer)
         return named.of(tokenizer)
 
-    assert changed(lambda backend: setattr(backend, "normalizer", tokenizers.normalizers.NFC())) is None
+    assert changed(lambda backend: setattr(backend, "normalizer", tokenizers.normalizers.NFC())) is not None
+    assert changed(lambda backend: setattr(backend, "normalizer", tokenizers.normalizers.NFKC())) is None
     assert changed(lambda backend: setattr(backend, "pre_tokenizer", pre.Whitespace())) is None
     assert changed(lambda backend: setattr(backend, "model", tokenizers.models.Unigram())) is None
     assert changed(lambda backend: setattr(backend, "model", tokenizers.models.BPE({"a": 0}, []))) is None  # not every byte
