@@ -340,30 +340,26 @@ Tensor attention_of_rows(const Tensor& q_in, const Tensor& k_in, const Tensor& v
 
 // Whether the documents of packed rows go through one call of torch's flash attention over sequences of their lengths.
 bool is_one_call(const Tensor& q, const AttentionRules& rules) {
-  const bool half = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
-  return q.is_cuda() && half && q.size(3) % 8 == 0 && q.size(3) <= 256 && rules.softcap <= 0 && !rules.sinks.defined();
+  return q.is_cuda() && at::isReducedFloatingType(q.scalar_type()) && q.size(3) % 8 == 0 && q.size(3) <= 256 &&
+         rules.softcap <= 0 && !rules.sinks.defined();
 }
 
-Tensor attention_of_documents(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules,
-                              double dropout) {
+Tensor of_documents(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
   std::vector<std::int32_t> bounds = {0};
-  std::int64_t longest = 0;
-  for (const Document& document : rules.documents) {
-    bounds.push_back(bounds.back() + static_cast<std::int32_t>(document.length));
-    longest = std::max(longest, document.length);
-  }
+  for (const Document& d : rules.documents) bounds.push_back(bounds.back() + static_cast<std::int32_t>(d.length));
+  const std::int64_t longest = std::ranges::max(rules.documents, {}, &Document::length).length;
   const Tensor ends = at::tensor(bounds, at::kInt).to(q.device(), at::kInt, /*non_blocking=*/true);
   const auto tokens = [](const Tensor& x) { return x.reshape({-1, x.size(2), x.size(3)}); };
-  const std::int64_t before = rules.window > 0 ? rules.window - 1 : -1, after = rules.window > 0 ? 0 : -1;  // -1: all
-  const Tensor out = std::get<0>(at::_flash_attention_forward(
-      tokens(q), tokens(k), tokens(v), ends, ends, longest, longest, dropout, /*is_causal=*/true,
-      /*return_debug_mask=*/false, std::optional<double>(scale_of(q, rules)), before, after));
-  return out.view(q.sizes());
+  const std::int64_t before = rules.window > 0 ? rules.window - 1 : -1;  // -1: all
+  return std::get<0>(at::_flash_attention_forward(tokens(q), tokens(k), tokens(v), ends, ends, longest, longest,
+                                                  dropout, /*is_causal=*/true, /*return_debug_mask=*/false,
+                                                  std::optional<double>(scale_of(q, rules)), before, 0))
+      .view(q.sizes());
 }
 
 Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
   if (rules.documents.empty()) return attention_of_rows(q, k, v, rules, dropout);
-  if (is_one_call(q, rules)) return attention_of_documents(q, k, v, rules, dropout);
+  if (is_one_call(q, rules)) return of_documents(q, k, v, rules, dropout);
   std::vector<Tensor> parts;
   for (const Document& document : rules.documents) {
     const auto part = [&](const Tensor& x) {

@@ -128,8 +128,6 @@ def test_a_run_goes_on_with_the_rows_that_it_began_with(prepared, tmp_path):
     for rows in others:
         with pytest.raises(tierflow.UsageError, match=f"was begun with data='{first.fingerprint}', not '{rows.fingerprint}'"):
             scheduled(tmp_path, no_schedules, data=rows)
-    with pytest.raises(tierflow.UsageError, match="takes a text that names the data, or tierflow.data.Rows, not a list"):
-        scheduled(tmp_path, no_schedules, data=[1])
 
 
 def test_what_cannot_be_read_is_refused(prepared, tmp_path):

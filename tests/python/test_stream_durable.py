@@ -367,7 +367,7 @@ def test_other_data_is_refused_by_name(tmp_path):
     def none(opt):
         return []
 
-    with pytest.raises(tierflow.UsageError, match="a text that names the data, not a list"):
+    with pytest.raises(tierflow.UsageError, match="a text that names the data, or tierflow.data.Rows, not a list"):
         scheduled(tmp_path, none, data=["rows.jsonl"])
     scheduled(tmp_path, none, data="rows.jsonl sha 12", trains=1)
     for other in "rows.jsonl sha 13", "":
