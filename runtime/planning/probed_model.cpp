@@ -92,7 +92,7 @@ ModelSpec narrowed(const ModelSpec& spec, int parts) {
 
 ProbedModel widened(const ModelSpec& spec, const std::array<NarrowProbe, 3>& narrowest_first, std::int64_t micro_batch,
                     std::int64_t sequence_length) {
-  const auto& [low, middle, high] = narrowest_first;
+  const NarrowProbe &low = narrowest_first[0], &middle = narrowest_first[1], &high = narrowest_first[2];
   const double all = width_parts(spec), x[] = {low.parts / all, middle.parts / all, high.parts / all};
   // Never less than of the widest, nor more than its weights' share says.
   const auto bytes_at = [&](std::uint64_t of_low, std::uint64_t of_middle, std::uint64_t of_high) {
