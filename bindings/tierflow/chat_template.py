@@ -47,7 +47,8 @@ class ChatTemplate:
     def prefixes(self, conversations, tools, more, add_generation_prompt=False):
         """The texts of the beginnings of each conversation: (messages, how many of them for each text)."""
         if tools is None and not more and self.compile is not None:
-            texts = self.guarded(lambda: self.quickly(conversations, add_generation_prompt))
+            source, _ = self.of(None)
+            texts = self.guarded(lambda: self.quickly(source, conversations, add_generation_prompt))
             if self.is_as_by_library(conversations, texts, add_generation_prompt):
                 return texts
             self.compile = None
@@ -67,12 +68,12 @@ class ChatTemplate:
                 return self.by_library([messages[: counts[0]]], None, {}, add_generation_prompt=add_generation_prompt)[0] == found[:1]
         return True
 
-    def quickly(self, conversations, add_generation_prompt):
+    def quickly(self, source, conversations, add_generation_prompt):
         """prefixes() as the library renders them, without its copies of the messages, which come from JSON and are plain already, and with the variables
         put together once."""
         from jinja2.runtime import Context
 
-        template = self.compile(self.of(None)[0])
+        template = self.compile(source)
         fill = getattr(self.library, "_alias_reasoning_fields", list)
         plain = getattr(self.library, "_plain_template_data", dict)
         known = {**template.globals, **plain(self.variables), "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from . import _native
 from .checkpoint import groups_of, put_back, state_of
 from .data import Rows
-from .functions import described
+from .functions import digest_of
 from .model import engine_of
 from .optim import AdamW
 
@@ -86,7 +86,7 @@ class Journal:
         record = json.loads(header["__metadata__"]["record"])
         then = record["made"]
         _expect_same(then, self._made)
-        new = _rates(then) != _rates(self._made)
+        new = _rates(then) != _rates(_as_known_to(then, self._made))
         given = self._go_forward(then, record["schedules"]) if new else []
         put_back(self.model, self.opt, record["state"], load_tensors(beside), "the state of the run")
         if new:
@@ -170,11 +170,11 @@ def _settings(schedule: LRScheduler) -> dict[str, Any]:
 def _functions(schedule: LRScheduler) -> list[Any]:
     """What a scheduler's state_dict() leaves out: the functions that it asks, and those of the schedulers within it."""
     own = [*getattr(schedule, "lr_lambdas", []), getattr(schedule, "_scale_fn_custom", None)]
-    return [described(function) for function in own if function is not None] + [asked for inner in getattr(schedule, "_schedulers", []) for asked in _functions(inner)]
+    return [digest_of(function) for function in own if function is not None] + [asked for inner in getattr(schedule, "_schedulers", []) for asked in _functions(inner)]
 
 
 def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=lambda other: described(other) if callable(other) else str(other)))
+    return json.loads(json.dumps(value, default=lambda other: digest_of(other) if callable(other) else str(other)))
 
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -218,6 +218,12 @@ def _survives(value: Any) -> bool:
 
 def _rates(made: dict[str, Any]) -> list[Any]:
     return [made["schedulers"], *({key: group.get(key) for key in _RATES} for group in made["groups"])]
+
+
+def _as_known_to(then: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+    """Without the functions of schedulers of which a state says nothing: an earlier version wrote it."""
+    known = [{key: of for key, of in here.items() if key != "functions" or key in was} for was, here in zip(then["schedulers"], made["schedulers"], strict=True)]
+    return {**made, "schedulers": known}
 
 
 def _moves_betas(group: dict[str, Any]) -> bool:

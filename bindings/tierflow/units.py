@@ -108,7 +108,7 @@ def _store_weights(tensors: Sequence[Tensor], turns: Sequence[tuple[str, nn.Modu
     if format not in UNCONVERTED:
         chosen = [t for t in inside if t.parameter.dim() == 2 and all(type(owner) is nn.Linear for owner, _ in t.places)]
     elif stored is None:
-        raise _native.UsageError(f"base_precision={format!r} keeps what a folder has: tierflow.load() one, or name it in tierflow.wrap(..., checkpoint=folder)")
+        raise _native.UsageError(f"base_precision={format!r} keeps what a folder has: load() or plan() that folder, or name it in wrap(..., checkpoint=folder)")
     elif not (chosen := [t for t in inside if stored.keeps(t.names, format)]):
         raise _native.UsageError(f"the model's folder has no weights in {UNCONVERTED[format]}: nothing could be kept as it is")
     for tensor in chosen:

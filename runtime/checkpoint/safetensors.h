@@ -90,6 +90,7 @@ struct TensorHeader {
   // Of a tensor that is copied: its type as the file spells it, and its size, in place of dtype.
   std::string stored_dtype = {};
   std::uint64_t stored_bytes = 0;
+  bool trained = true;  // false: it is as it was read, finite or not
 };
 
 // Writes tensors in the order given at construction, streamed: shards of at most shard_bytes, named as transformers
@@ -107,7 +108,8 @@ class CheckpointWriter {
   // The next numbers of the current tensor, whole ones; tensors follow one another in order.
   void write(std::span<const std::byte> bytes);
   void finish(std::string_view config_json = {});
-  // The first tensor that got an infinity or no number; empty: none did. Copied tensors are not looked at.
+  // The first tensor that got an infinity or no number; empty: none did. Tensors that are copied or not trained
+  // are not looked at.
   const std::string& not_finite() const;
 
  private:

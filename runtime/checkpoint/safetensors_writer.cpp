@@ -239,7 +239,8 @@ void CheckpointWriter::write(std::span<const std::byte> bytes) {
     const std::uint64_t room = impl_->sizes[impl_->tensor] - impl_->in_tensor;
     const auto piece = bytes.first(std::min<std::uint64_t>(bytes.size(), room));
     const TensorHeader& tensor = impl_->tensors[impl_->tensor];
-    if (impl_->not_finite.empty() && tensor.stored_dtype.empty() && any_not_finite(piece, tensor.dtype))
+    if (impl_->not_finite.empty() && tensor.stored_dtype.empty() && tensor.trained &&
+        any_not_finite(piece, tensor.dtype))
       impl_->not_finite = tensor.name;
     impl_->file->write(piece);
     impl_->in_tensor += piece.size();

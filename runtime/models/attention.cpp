@@ -341,7 +341,9 @@ Tensor attention_of_rows(const Tensor& q_in, const Tensor& k_in, const Tensor& v
 // Whether the documents of packed rows go through one call of torch's flash attention over sequences of their lengths.
 bool is_one_call(const Tensor& q, const AttentionRules& rules) {
   return q.is_cuda() && at::isReducedFloatingType(q.scalar_type()) && q.size(3) % 8 == 0 && q.size(3) <= 256 &&
-         rules.softcap <= 0 && !rules.sinks.defined();
+         rules.softcap <= 0 && !rules.sinks.defined() &&
+         // Its backward takes memory for 128 tokens more for each document; what rows take is measured without that.
+         128 * std::ssize(rules.documents) <= q.size(0) * q.size(1);
 }
 
 Tensor of_documents(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {

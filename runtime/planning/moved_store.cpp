@@ -194,6 +194,10 @@ void copy(const StoredModel& from, const Folders& first, const io::VolumeOptions
       bring_beside(first, storage.folders, from.store->generation(), position["beside"].get<std::string>());
     bring_reference(first, storage.folders);
     throw_if(to->commit(from.store->progress()));
+    // Soon it is all that there is.
+    throw_if(to->verify_all([&](std::uint64_t read, std::uint64_t all) {
+      if (progress) progress("verifying the copy", read, all);
+    }));
   } catch (...) {
     to->remove_files();
     throw;
@@ -264,6 +268,13 @@ void recut_store(const io::VolumeOptions& storage, std::uint64_t chunk_elements,
   settle_store(storage, say);
   const MovesAlone alone(storage.folders);
   const StoredModel from = open_stored_model(storage.folders);  // locked, as in move_store()
+  if (from.store->generation() != from.contents.generation)
+    throw Exception(
+        io::Error{.kind = io::ErrorKind::corruption,
+                  .path = storage.folders.front().string(),
+                  .detail = fmt::format("generation {}, the newest, cannot be read: no other chunks are made "
+                                        "of the one before it",
+                                        from.contents.generation)});
   const swap::Layout layout(from.layout->units(), from.packed.stages, chunk_elements);
   throw_if(check_beside(storage.folders, from.store->generation(), from.store->progress()));
   const std::string where = storage.folders.front().string(), size = human_bytes(copied_bytes(layout));

@@ -31,7 +31,8 @@ enum class Steps : std::uint8_t {
 
 // Nothing where the second step, others like which follow, takes longer than `longest`.
 std::optional<Prediction> play(const SessionPlan& plan, swap::Rates rates, int steps, Steps wanted, double longest) {
-  if (plan.head_scores_first) rates.stages.back().head += rates.stages.back().evaluate;
+  // Of the head's three products with its weights, the forward is one.
+  if (plan.head_scores_first) rates.stages.back().head *= 4.0 / 3;
   swap::Planner planner(*plan.layout, plan.arrangement);
   swap::Simulator simulator(*plan.layout, plan.arrangement.deferred, std::move(rates));
   Prediction prediction;

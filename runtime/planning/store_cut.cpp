@@ -1,7 +1,6 @@
 #include "runtime/planning/store_cut.h"
 
 #include <algorithm>
-#include <cerrno>
 
 namespace tierflow {
 
@@ -18,7 +17,7 @@ bool suits(const swap::Layout& layout, std::uint64_t host_budget) {
 }
 
 bool stays_as_it_is(const io::Error& why) {
-  return why.error_number == ENOSPC || why.kind == io::ErrorKind::corruption;
+  return why.kind != io::ErrorKind::cancelled && why.kind != io::ErrorKind::locked;
 }
 
 }  // namespace tierflow

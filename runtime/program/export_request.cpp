@@ -110,9 +110,9 @@ ExportRequests::ExportRequests(const Folders& storage, const Say& say) {
     say(fmt::format("warning: `tierflow export` cannot ask this run for its model: {}", std::strerror(errno)));
 }
 
-void ExportRequests::answer(std::int64_t step, const std::function<io::Error(const fs::path& out)>& write) const {
+void ExportRequests::answer(std::int64_t step, const std::function<io::Error(const fs::path& out)>& write) {
   for (int looked = 0; listens_ && looked < kMost && stop_signal() == 0; ++looked) {
-    const io::Descriptor socket(accept4(listens_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    io::Descriptor socket(accept4(listens_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket && errno == EINTR) continue;
     if (!socket) return;
     const auto out = asked(socket.fd());
@@ -121,9 +121,10 @@ void ExportRequests::answer(std::int64_t step, const std::function<io::Error(con
     if (find_invalid_utf8(*out) != std::string::npos)
       answer = {{"error", static_cast<int>(io::ErrorKind::usage)},
                 {"detail", "--out, with the folders above it, must be UTF-8: name another folder"}};
-    else if (const io::Error why = write(*out); why.kind == io::ErrorKind::cancelled)
+    else if (const io::Error why = write(*out); why.kind == io::ErrorKind::cancelled) {
+      unanswered_ = std::move(socket);
       return;
-    else if (why)
+    } else if (why)
       answer = {{"error", static_cast<int>(why.kind)}, {"detail", why.message()}};
     sent(socket.fd(), answer.dump(-1, ' ', false, json::error_handler_t::replace));
   }

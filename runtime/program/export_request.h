@@ -24,12 +24,13 @@ class ExportRequests {
   // is said.
   ExportRequests(const Folders& storage, const Say& say);
   // Calls `write` for each folder that somebody waits for, until a signal stops the run. It writes the model there,
-  // which `step` steps made, or returns why not: with kind cancelled who asks hears that the run ends. Does not wait for
-  // who asks, and looks at 32 of them at most.
-  void answer(std::int64_t step, const std::function<io::Error(const std::filesystem::path& out)>& write) const;
+  // which `step` steps made, or returns why not: with kind cancelled who asks hears that the run ends. Does not wait
+  // for who asks, and looks at 32 of them at most.
+  void answer(std::int64_t step, const std::function<io::Error(const std::filesystem::path& out)>& write);
 
  private:
   io::Descriptor listens_;
+  io::Descriptor unanswered_;  // who waits there hears of the run's end when this goes
 };
 
 // Asks the run that holds the state in these folders for its model in `out`, and waits for it. Returns the step that it

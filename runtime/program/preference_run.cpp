@@ -27,13 +27,8 @@ void PreferenceRun::set_reference(Session& session, const std::string& identity,
     reference_ = read_reference(reference_beside(options_.storage), identity, data_.all_sequences());
     return;
   }
-  try {
-    reference_ = computed_reference(session, log);
-    if (stored) write_reference(reference_beside(options_.storage), identity, reference_);
-  } catch (...) {
-    session.discard();  // without a step the store is worth nothing
-    throw;
-  }
+  reference_ = computed_reference(session, log);
+  if (stored) write_reference(reference_beside(options_.storage), identity, reference_);
   log.say(fmt::format("reference: {} pairs, computed before the first step", reference_.size() / 2));
 }
 

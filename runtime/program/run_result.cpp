@@ -1,6 +1,7 @@
 #include "runtime/program/run_result.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -44,8 +45,7 @@ fs::path named_base(const fs::path& adapter) {
 
 void refuse_not_finite(const std::string& tensor) {
   if (!tensor.empty())
-    throw Exception(io::ErrorKind::numeric,
-                    fmt::format("the values of {} are not all finite: there is no result", tensor));
+    throw Exception(io::ErrorKind::numeric, fmt::format("the values of {} are not all finite", tensor));
 }
 
 void warn_of_not_finite(const std::string& tensor, TrainingLog& log) {
@@ -143,7 +143,12 @@ void RunResult::write(Session& session, const Progress& progress, TrainingLog& l
   if (!folder_) return commit(session);
   try {
     const std::string broken = fill(*folder_, session, progress);
-    if (session.storage_mode()) refuse_not_finite(broken);
+    if (session.storage_mode() && !broken.empty()) {
+      // Before anything that takes time: without its last file it is no result, whatever happens.
+      unlink((folder_->path() / last_file(options_)).c_str());
+      sync_folder(folder_->path());
+      refuse_not_finite(broken);
+    }
     warn_of_not_finite(broken, log);
     folder_->finish();
   } catch (const Exception& error) {

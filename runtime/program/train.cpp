@@ -66,7 +66,12 @@ class Training {
     requests_.emplace(options_.storage, [this](const std::string& line) { log_.say(line); });
     out_.check_space();  // once more: the store lies on the same drive, it may be
     log_.begin();
-    preference_.set_reference(*session_, session_->options().run, log_);
+    try {
+      preference_.set_reference(*session_, session_->options().run, log_);
+    } catch (...) {
+      discard_unless_resumed();  // without a step the state is worth nothing
+      throw;
+    }
     std::int64_t step = begun_ = session_->steps();
     if (session_->waits_for_gradient()) {
       log_.say("first values of the adapters: from the gradient of the first step's batch");

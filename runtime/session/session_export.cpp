@@ -31,7 +31,8 @@ std::vector<TensorHeader> headers_of(const ModelSpec& spec, const PackedModel& p
       if (of.first_row == 0)  // its other tiles follow
         headers.push_back({.name = source == nullptr ? of.name : source->name_of(of),
                            .dtype = dtype_of(of),
-                           .shape = of.checkpoint_shape()});
+                           .shape = of.checkpoint_shape(),
+                           .trained = of.trainable});
     }
   if (source != nullptr) std::ranges::move(source->headers(), std::back_inserter(headers));
   return headers;

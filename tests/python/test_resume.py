@@ -250,16 +250,17 @@ def test_stopped_while_it_exports_it_commits_and_writes_that_model_later(work):
 
 def test_stopped_while_it_verifies_it_says_that_the_state_stays(work):
     expected = uninterrupted(work)
-    died = run(work, *TRAIN, *TIGHT, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:state.tfv:kill", "TIERFLOW_FAIL_NTH": "8"})
+    words = [*TRAIN, *TIGHT, "--engine", "threads"]
+    died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:state.tfv:kill", "TIERFLOW_FAIL_NTH": "8"})
     assert died.returncode == -signal.SIGKILL
-    process = start(work, *TRAIN, *TIGHT, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:state.tfv.owner.partial:stop"})
+    process = start(work, *words, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:state.tfv.owner.partial:stop"})
     wait_until(lambda: stopped_process(process))
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143 and "nothing was kept" not in errors, errors
     assert "the state stays as it was" in the_error(errors)
-    assert again(work, *TRAIN, *TIGHT).returncode == 0
+    assert again(work, *words).returncode == 0
     assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
 
 

@@ -4,12 +4,14 @@ import functools
 import json
 import subprocess
 import sys
+import time
 
+import numpy
 import pytest
 from conftest import ROOT
 from streaming import batches, tierflow, torch
 from test_stream_durable import LARGE, LR, gpt2, plan_of, rates_of, scheduled
-from tierflow.functions import described
+from tierflow.functions import described, digest_of
 
 of = torch.optim.lr_scheduler
 WARMUP = 4
@@ -108,6 +110,52 @@ def test_functions_are_told_apart_by_what_they_compute_with(monkeypatch):
     assert described(halved) == described(halved)  # it calls itself
     assert '"streaming.batches"' in json.dumps(described(lambda step: batches(step)))  # of another module the name
     assert described(ramp_of) != described(of_step)
+
+
+class Ramp:
+    """Called by a scheduler."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, step):
+        return step / self.scale
+
+
+class Halving(Ramp):
+    def __call__(self, step):
+        return step / self.scale / 2
+
+
+def test_more_of_what_functions_compute_with(monkeypatch):
+    assert digest_of(Ramp(3)) == digest_of(Ramp(3)) != digest_of(Ramp(4))
+    assert described(Halving(3))["called"] != described(Ramp(3))["called"]
+    monkeypatch.setitem(globals(), "SETTING", numpy.int64(3))
+    by_number, cached = (lambda step: step / SETTING), functools.lru_cache(ramp_of)  # noqa: F821
+    before, of_cached = digest_of(by_number), digest_of(cached)
+    monkeypatch.setitem(globals(), "SETTING", numpy.int64(4))
+    monkeypatch.setitem(globals(), "WARMUP", 3)
+    assert digest_of(by_number) != before and digest_of(cached) != of_cached
+    monkeypatch.setattr(Ramp, "factor", 1, raising=False)
+    of_class = lambda step: step * Ramp.factor  # noqa: E731
+    before = digest_of(of_class)
+    monkeypatch.setattr(Ramp, "factor", 2)
+    assert digest_of(of_class) != before
+    # A global that only has the name of an attribute.
+    of_attribute = lambda step, ramp=Ramp(3): step / ramp.scale  # noqa: E731
+    before = digest_of(of_attribute)
+    monkeypatch.setitem(globals(), "scale", 5)
+    assert digest_of(of_attribute) == before
+
+
+def test_what_a_function_computes_with_may_be_large_or_deep():
+    rows = [{"messages": [{"role": "user", "content": str(number)}]} for number in range(200000)]
+    nested = []
+    for _ in range(5000):
+        nested = [nested]
+    begun = time.monotonic()
+    assert digest_of(lambda step: step / len(rows)) != digest_of(lambda step: step / len(nested))
+    assert time.monotonic() - begun < 2
 
 
 SCRIPT = """
