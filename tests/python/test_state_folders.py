@@ -9,7 +9,7 @@ import signal
 import subprocess
 
 import pytest
-from program import BUILD, config, needs_torch, run, small, start, the_error, wait_until
+from program import BUILD, MIB, config, needs_torch, run, small, start, the_error, wait_until
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -225,6 +225,32 @@ def test_without_room_for_the_copy_the_chunks_stay_where_that_can_be(work, wide)
     refused = train(work, "a", env=full)  # for which they are too large
     assert refused.returncode == 5 and "No space left" in the_error(refused.stderr)
     run(work, "verify", "a")
+
+
+def test_a_copy_that_came_out_otherwise_takes_no_place(work, wide):
+    """Its bytes change on the drive before its last flush has ended."""
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    shutil.copytree(work / "a", work / "begun")
+    larger = roomy("128MiB", "a")
+    run(work, *larger, env={**SHIM, "TIERFLOW_CALLS": str(work / "calls")})
+    flushes = sum(call.startswith("flush ") and call.endswith("a/state.tfv-moving.tfv") for call in (work / "calls").read_text().splitlines())
+    for folder in "a", "out":
+        shutil.rmtree(work / folder)
+    shutil.copytree(work / "begun", work / "a")
+    process = start(work, *larger, env={**SHIM, "TIERFLOW_FAIL": "flush:a/state.tfv-moving.tfv:stop", "TIERFLOW_FAIL_NTH": str(flushes)})
+    try:
+        stat = pathlib.Path(f"/proc/{process.pid}/stat")
+        wait_until(lambda: process.poll() is not None or stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
+        with (work / "a" / "state.tfv-moving.tfv").open("r+b") as copy:
+            copy.seek(MIB)
+            copy.write(os.urandom(os.fstat(copy.fileno()).st_size - MIB))
+        process.send_signal(signal.SIGCONT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, errors
+    assert CUT in errors and "the chunks of the state stay as they are" in errors and weights(work) == wide
 
 
 def read_it(work, folder):
