@@ -26,6 +26,10 @@ class ChatTemplate:
             try:
                 text = self.tokenizer.get_chat_template(self.text, [{}] if named else None)
             except ValueError:
+                several = getattr(self.tokenizer, "chat_template", None)
+                if self.text is None and isinstance(several, dict) and several:
+                    names = ", ".join(map(str, sorted(several)))
+                    raise Refusal(self.folder, f"has several chat templates ({names}) and none of them is the default: save one to a file and name it with --chat-template") from None
                 raise Refusal(
                     self.folder, "has a tokenizer without a chat template: name one with --chat-template, or give rows of prompt and completion strings"
                 ) from None

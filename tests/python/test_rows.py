@@ -137,6 +137,8 @@ def test_where_most_texts_are_tokenised_twice_they_are_so_no_more(script, tmp_pa
 def test_tokenizers_whose_tokens_stand_for_no_certain_bytes_are_known(base, script):
     named, pre = script.script.NamedTokens, tokenizers.pre_tokenizers
     assert named({"<a>": 7, "<a>b": 8}).tokens_at("<a>bc<a>", [8, 5, 7], [4], lambda piece: [8]) == [1]  # the longest
+    # A cut within a token that begins with another one.
+    assert named({"<a>": 7, "<a>b": 8}).tokens_at("x<a>b y <a> z", [1, 8, 2, 7, 3], [1, 4], lambda piece: {"x": [1], "x<a>": [1, 7]}[piece]) is None
     assert named.of(the_library(base)).ids == {"<s>": 0, "</s>": 1, "<|start|>": 2, "<|end|>": 3}
 
     def changed(change):
@@ -252,7 +254,9 @@ def test_a_bad_row_names_file_and_line(script, tmp_path, row, words):
 
 def test_what_lacks_a_tokenizer_or_a_template_says_so(base, script, tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(CHATS[0])}])
-    assert "--chat-template" in script.refusal(path)
+    for train_on in "assistant", "all":
+        line = script.refusal(path, train_on=train_on)
+        assert "has a tokenizer without a chat template: name one with --chat-template" in line and f"{path}:1" not in line
     assert "--tokenizer" in script.refusal(path, tokenizer=False)
     script.template = "{% for %}"
     assert "no template" in script.refusal(path)
