@@ -250,10 +250,10 @@ def test_stopped_while_it_exports_it_commits_and_writes_that_model_later(work):
 
 def test_stopped_while_it_verifies_it_says_that_the_state_stays(work):
     expected = uninterrupted(work)
-    words = [*TRAIN, *TIGHT, "--engine", "threads"]
+    words = [*TRAIN, *TIGHT, "--engine", "threads", "--durability", "step"]
     died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:state.tfv:kill", "TIERFLOW_FAIL_NTH": "8"})
     assert died.returncode == -signal.SIGKILL
-    process = start(work, *words, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:state.tfv.owner.partial:stop"})
+    process = start(work, *words, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:out/model-00001-of-00001.safetensors.partial:stop"})
     wait_until(lambda: stopped_process(process))
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
