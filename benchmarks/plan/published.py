@@ -67,7 +67,7 @@ def main():
             (folder / f"{model}.json").write_text(json.dumps(config))
             plan(args, folder, model)  # measures
             rounds = [plan(args, folder, model) for _ in range(args.rounds)]
-            results[model] = {"parameters": rounds[0]["parameters"], **{key: round(statistics.median(each[key] for each in rounds), 2) for key in ("wall_s", "cpu_s")}}
+            results[model] = {"parameters": rounds[0]["model"]["parameters"], **{key: round(statistics.median(each[key] for each in rounds), 2) for key in ("wall_s", "cpu_s")}}
     print(json.dumps(results, indent=1))
 
 
