@@ -57,7 +57,7 @@ class ChatTemplate:
                 return texts
             self.compile = None
         flat = [messages[:count] for messages, counts in conversations for count in counts]
-        texts = iter(self.by_library(flat, tools, more, **({"add_generation_prompt": True} if add_generation_prompt else {}))[0])
+        texts = iter(self.by_library(flat, tools, more, add_generation_prompt=add_generation_prompt)[0])
         return [[next(texts) for _ in counts] for _, counts in conversations]
 
     def by_library(self, conversations, tools, more, **options):

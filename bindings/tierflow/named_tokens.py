@@ -31,8 +31,9 @@ class NamedTokens:
     def tokens_at(self, text, ids, cuts, encode):
         """For each of these characters the token that begins there, in order; None where that is not so, or not certain. ids: the text's. encode: the ids of a piece of it."""
         starts, ends, places, at = [0], [0], [0], 0
+        last_cut = max(cuts, default=0)
         for found in self.pattern.finditer(text):
-            if found.start() >= max(cuts, default=0):
+            if found.start() >= last_cut:
                 break
             try:
                 at = ids.index(self.ids[found[0]], at)

@@ -20,6 +20,13 @@ constexpr std::size_t piece_bytes = 4 << 20, alignment = 4096;
 // Of a file that goes through the page cache: it is pushed out and dropped in windows of this size.
 constexpr std::uint64_t window = 64 << 20;
 
+// With O_DIRECT where the file system allows that.
+File open_past_cache(const std::filesystem::path& path, int flags) {
+  File file(::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_DIRECT, 0644));
+  if (!file && errno == EINVAL) file = File(::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, 0644));
+  return file;
+}
+
 }  // namespace
 
 SequentialFile::SequentialFile(std::filesystem::path path) : path_(std::move(path)) {
@@ -27,13 +34,9 @@ SequentialFile::SequentialFile(std::filesystem::path path) : path_(std::move(pat
     piece.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, piece_bytes)));
     if (!piece) fail_system("allocate memory to write", path_.string(), ENOMEM);
   }
-  const auto open_with = [&](int more) {
-    return File(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW | more, 0644));
-  };
-  file_ = open_with(O_DIRECT);
-  direct_ = static_cast<bool>(file_);
-  if (!file_ && errno == EINVAL) file_ = open_with(0);
+  file_ = open_past_cache(path_, O_WRONLY | O_CREAT | O_TRUNC);
   if (!file_) fail_system("create", path_.string(), errno);
+  direct_ = (fcntl(file_.fd(), F_GETFL) & O_DIRECT) != 0;
   if (io::Error error = io::start_thread(thread_, "tierflow-write", [this] { write_pieces(); })) {
     unlink(path_.c_str());
     throw Exception(std::move(error));
@@ -132,11 +135,7 @@ void SequentialFile::sync(std::uint64_t begin, unsigned how) {
 }
 
 void SequentialFile::read_back() {
-  const auto open_with = [&](int more) {
-    return File(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | more));
-  };
-  File file = open_with(O_DIRECT);
-  if (!file && errno == EINVAL) file = open_with(0);
+  const File file = open_past_cache(path_, O_RDONLY);
   if (!file) fail_system("open", path_.string(), errno);
   const auto piece = [&](std::size_t index) {
     return std::span(pieces_[index % 2].get(), std::min(piece_bytes, written_ - index * piece_bytes));

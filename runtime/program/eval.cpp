@@ -51,10 +51,7 @@ int run_eval(const EvalOptions& options) {
   settings.micro_batches = static_cast<int>(std::clamp<std::int64_t>(batches, 1, kMostAtOnce));
   settings.fewer_micro_batches = true;
   announce_device(options, settings, log);
-  const Progress progress = [&](const char* phase, std::uint64_t done, std::uint64_t total) {
-    throw_if_stopped();
-    log.progress(phase, done, total);
-  };
+  const Progress progress = log.stoppable_progress();
   Session session(model, settings, {}, progress);
   log.begin();
   const Evaluation found = session.evaluate(

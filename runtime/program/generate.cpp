@@ -223,10 +223,7 @@ class Generation {
     announce_device(options_, settings, log_);
     settings.workspace = shape.workspace;
     try {
-      session_.emplace(model_, settings, AdamW{}, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
-        throw_if_stopped();
-        log_.progress(phase, done, total);
-      });
+      session_.emplace(model_, settings, AdamW{}, log_.stoppable_progress());
     } catch (const Exception& error) {
       if (error.error().kind != io::ErrorKind::usage) throw;
       io::Error told = error.error();

@@ -271,11 +271,7 @@ int run_export(const ExportOptions& options) {
     if (model.source && fs::is_directory(model.source->folder, ignored))
       CompanionFiles(model.source->folder).copy_to(out.path());
   }
-  const std::string broken =
-      export_store(options.storage, options.out, [&](const char* phase, std::uint64_t done, std::uint64_t total) {
-        throw_if_stopped();
-        log.progress(phase, done, total);
-      });
+  const std::string broken = export_store(options.storage, options.out, log.stoppable_progress());
   warn_of_not_finite(broken, log);
   out.finish();
   return said("");
@@ -289,13 +285,8 @@ int run_merge(const MergeOptions& options) {
   TrainingLog log({}, false);
   out.begin(kModelLast);
   companions.copy_to(out.path());
-  const std::string broken = merge_adapter(
-      model, options.adapter, options.out,
-      [&](const char* phase, std::uint64_t done, std::uint64_t total) {
-        throw_if_stopped();
-        log.progress(phase, done, total);
-      },
-      options.read_as);
+  const std::string broken =
+      merge_adapter(model, options.adapter, options.out, log.stoppable_progress(), options.read_as);
   warn_of_not_finite(broken, log);
   out.finish();
   log.say("result: " + fs::absolute(options.out).string());

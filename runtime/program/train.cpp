@@ -123,7 +123,10 @@ class Training {
         out_of_memory = !within_memory(step, [&] { held_out_.evaluate(*session_, step, result_.held_out_after); });
       if (!out_of_memory) refuse_unless_finite(step);
     }
-    out_.write(*session_, progress(), log_);
+    out_.write(
+        *session_,
+        [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); },
+        log_);
     if (!options_.no_export) session_->discard();
     if (!doubtful && !out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0)) {
       if (!held_out_.evaluated(step)) out_of_memory = !evaluate_result(step);
@@ -146,11 +149,7 @@ class Training {
     if (!elsewhere_.empty())
       move_store(
           volume_in(options_, engine_kind(options_.engine)), elsewhere_,
-          [this](const std::string& line) { log_.say(line); },
-          [this](const char* phase, std::uint64_t done, std::uint64_t total) {
-            throw_if_stopped();
-            log_.progress(phase, done, total);
-          });
+          [this](const std::string& line) { log_.say(line); }, log_.stoppable_progress());
     SessionOptions session =
         train_settings(options_, device_fixed, [this](const std::string& line) { log_.say(line); });
     session.record = trace_.wanted();
@@ -169,13 +168,8 @@ class Training {
                       .beta2 = options_.beta2,
                       .eps = options_.eps,
                       .weight_decay = options_.weight_decay};
-    session_ = std::make_unique<Session>(
-        training_model(options_, spec_), session, adamw,
-        [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
-          throw_if_stopped();
-          show(phase, done, total);
-        },
-        [this](const std::string& line) { log_.say(line); });
+    session_ = std::make_unique<Session>(training_model(options_, spec_), session, adamw, log_.stoppable_progress(),
+                                         [this](const std::string& line) { log_.say(line); });
     log_.say(wrapped(session_->describe(), columns_of(STDERR_FILENO)));
     forecast_.predict_steps(*session_, session, result_);
     if (const auto mode = session_->storage_mode())
@@ -198,18 +192,11 @@ class Training {
     log_.object({{"stopped", {{"step", step}, {"of", steps_}, {"committed", true}}}});
   }
 
-  Progress progress() {
-    return [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); };
-  }
-
   bool too_many_skipped() const { return options_.max_skipped > 0 && record_.skipped_in_a_row >= options_.max_skipped; }
 
   // What is due after a step that is not the last, unless the process before this one did it; and what is asked for.
   void between_steps(std::int64_t step) {
-    const Progress stoppable = [show = progress()](const char* phase, std::uint64_t done, std::uint64_t total) {
-      throw_if_stopped();
-      show(phase, done, total);
-    };
+    const Progress stoppable = log_.stoppable_progress();
     held_out_.between_steps(*session_, step, begun_, stoppable);
     if (stop_signal() != 0) return;
     requests_->answer(step, [&](const std::filesystem::path& out) {

@@ -13,6 +13,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
+#include "runtime/base/signals.h"
 #include "runtime/base/terminal.h"
 
 namespace tierflow {
@@ -132,6 +133,13 @@ void TrainingLog::progress(const char* phase, std::uint64_t done, std::uint64_t 
   if (seconds_since(phase_started_) < 2) return;
   if (done < total && seconds_since(last_live_) < 0.5) return;
   live(fmt::format("{}: {:.0f}%", phase, total == 0 ? 100.0 : 100.0 * done / total), done == total);
+}
+
+Progress TrainingLog::stoppable_progress() {
+  return [this](const char* phase, std::uint64_t done, std::uint64_t total) {
+    throw_if_stopped();
+    progress(phase, done, total);
+  };
 }
 
 void TrainingLog::watch(std::unique_ptr<GpuMonitor> gpu) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/base/progress.h"
 #include "runtime/device/gpu_monitor.h"
 #include "runtime/session/session.h"
 
@@ -35,6 +36,8 @@ class TrainingLog {
   void say(const std::string& line);
   // Phases that may take more than two seconds: shown from then on.
   void progress(const char* phase, std::uint64_t done, std::uint64_t total);
+  // progress() for work that a signal ends: throws Stopped. For the life of the log.
+  Progress stoppable_progress();
   void step(const StepResult& result, std::int64_t of_steps, double lr, const Session& session);
   void evaluation(std::int64_t step, const Evaluation& found, const Session& session);
   void evaluation(std::int64_t step, const PairTotals& found, const Session& session);

@@ -24,7 +24,8 @@ TensorSpec beside_base(TensorSpec tensor);
 // Hands `use` the fp32 master of a tensor of the specification's units, in order.
 using MasterOf = std::function<void(int unit, int tensor, const UseMaster& use)>;
 // Session::export_adapter, from wherever the masters are. Of what is trained whole no more is in memory than MasterOf
-// hands on at once; of adapters one factor, or two where the folder has them side by side.
+// hands on at once; of adapters one factor, or two where the folder has them side by side. Returns what
+// Session::export_adapter() returns.
 std::string write_adapter(const ModelSpec& spec, const std::filesystem::path& base, const std::filesystem::path& folder,
                           const MasterOf& master);
 

@@ -181,8 +181,8 @@ class Session {
 };
 
 // Writes the model in the folder `base` with the adapters of PEFT's folder added to its weights, as an HF folder:
-// W + scale * B A in fp32, rounded to bf16 once. Streamed. as: as in read_model_spec(). Throws Exception (kind input)
-// where they do not fit.
+// W + scale * B A in fp32, rounded to bf16 once. Streamed. as: as in read_model_spec(). Returns what
+// Session::export_hf() returns. Throws Exception (kind input) where they do not fit.
 std::string merge_adapter(const std::filesystem::path& base, const std::filesystem::path& adapter,
                           const std::filesystem::path& folder, const Progress& progress = {},
                           const std::string& as = "");

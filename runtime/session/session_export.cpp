@@ -70,7 +70,7 @@ OtherParts other_parts(const StoredModel& model, const Progress& progress) {
 class WordsAhead {
  public:
   WordsAhead(swap::Store& store, const swap::Layout& layout) : store_(store) {
-    for (const swap::Chunk& chunk : layout.chunks()) largest_ = std::max(largest_, chunk.elements * 2);
+    for (const swap::Chunk& chunk : layout.chunks()) largest_ = std::max(largest_, chunk.word_bytes());
     ahead_ = std::clamp<std::size_t>(kAheadBytes / std::max<std::uint64_t>(largest_, 1), 1, 16);
   }
 

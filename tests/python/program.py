@@ -76,6 +76,19 @@ def wait_until(condition, seconds=60):
         time.sleep(0.02)
 
 
+def wait_until_stopped(process):
+    """Until it stands still (`stop` in $TIERFLOW_FAIL), or has ended."""
+    stat = pathlib.Path(f"/proc/{process.pid}/stat")
+    wait_until(lambda: process.poll() is not None or stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
+
+
+def damage(path, begin=MIB):
+    """Other bytes, from there to the end."""
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(os.urandom(path.stat().st_size - begin))
+
+
 def the_error(stderr):
     """The one line that a failure is."""
     lines = [line for line in stderr.splitlines() if line.startswith("tierflow: ")]

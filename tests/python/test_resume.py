@@ -13,7 +13,7 @@ import time
 
 import numpy
 import pytest
-from program import BUILD, MIB, again, changed, config, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import BUILD, MIB, again, changed, config, needs_torch, run, small, start, steps_of, the_error, wait_until, wait_until_stopped
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -226,17 +226,11 @@ def test_the_model_on_the_way(work, stored):
     assert run(work, *changed(train, {"--seed": "1"}), "--fresh", ok=False).returncode == 2
 
 
-def stopped_process(process):
-    """Whether it stands still, or has ended."""
-    stat = pathlib.Path(f"/proc/{process.pid}/stat")
-    return process.poll() is not None or stat.read_text().rsplit(")", 1)[1].split()[0] == "T"
-
-
 def test_stopped_while_it_exports_it_commits_and_writes_that_model_later(work):
     expected = uninterrupted(work)
     train = [*TRAIN, "--export-every", "2", *TIGHT]
     process = start(work, *train, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:checkpoint-2.partial/config.json.partial:stop"})
-    wait_until(lambda: stopped_process(process))
+    wait_until_stopped(process)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
     _, errors = process.communicate(timeout=60)
@@ -254,7 +248,7 @@ def test_stopped_while_it_verifies_it_says_that_the_state_stays(work):
     died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:state.tfv:kill", "TIERFLOW_FAIL_NTH": "8"})
     assert died.returncode == -signal.SIGKILL
     process = start(work, *words, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:out/model-00001-of-00001.safetensors.partial:stop"})
-    wait_until(lambda: stopped_process(process))
+    wait_until_stopped(process)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
     _, errors = process.communicate(timeout=60)

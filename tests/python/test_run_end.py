@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from program import BUILD, MIB, config, needs_torch, run, small, start, the_error, wait_until
+from program import BUILD, MIB, config, damage, needs_torch, run, small, start, the_error, wait_until, wait_until_stopped
 from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 
@@ -361,11 +361,8 @@ def test_a_last_evaluation_that_fails_without_an_export_says_how_the_state_is_go
     shutil.rmtree(work / "store")
     process = start(work, *words, env={**shim(work, ("flush", "state.tfv", "stop")), "TIERFLOW_FAIL_NTH": str(flushes)})
     try:
-        stat = pathlib.Path(f"/proc/{process.pid}/stat")
-        wait_until(lambda: process.poll() is not None or stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
-        with (work / "store" / "state.tfv").open("r+b") as state:
-            state.seek(MIB)
-            state.write(os.urandom(os.fstat(state.fileno()).st_size - MIB))
+        wait_until_stopped(process)
+        damage(work / "store" / "state.tfv")
         process.send_signal(signal.SIGCONT)
         _, errors = process.communicate(timeout=60)
     finally:

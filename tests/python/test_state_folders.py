@@ -9,7 +9,7 @@ import signal
 import subprocess
 
 import pytest
-from program import BUILD, MIB, config, needs_torch, run, small, start, the_error, wait_until
+from program import BUILD, config, damage, needs_torch, run, small, start, the_error, wait_until, wait_until_stopped
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -239,11 +239,8 @@ def test_a_copy_that_came_out_otherwise_takes_no_place(work, wide):
     shutil.copytree(work / "begun", work / "a")
     process = start(work, *larger, env={**SHIM, "TIERFLOW_FAIL": "flush:a/state.tfv-moving.tfv:stop", "TIERFLOW_FAIL_NTH": str(flushes)})
     try:
-        stat = pathlib.Path(f"/proc/{process.pid}/stat")
-        wait_until(lambda: process.poll() is not None or stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
-        with (work / "a" / "state.tfv-moving.tfv").open("r+b") as copy:
-            copy.seek(MIB)
-            copy.write(os.urandom(os.fstat(copy.fileno()).st_size - MIB))
+        wait_until_stopped(process)
+        damage(work / "a" / "state.tfv-moving.tfv")
         process.send_signal(signal.SIGCONT)
         _, errors = process.communicate(timeout=60)
     finally:
