@@ -160,17 +160,7 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
     bool arrived = false;
   };
   std::vector<std::pair<ExtentKind, int>> extents;
-  std::uint64_t done = 0, total = 0, ahead = 0, spare_bytes = 0;
-  // Memory that the kernel has given already; with what is ahead at most kScrubBytes.
-  std::vector<io::Buffer> spare;
-  const auto buffer_of = [&](std::uint64_t bytes) {
-    const auto found = std::ranges::find_if(spare, [&](const io::Buffer& buffer) { return buffer.size() == bytes; });
-    if (found == spare.end()) return io::allocate_buffer(bytes);
-    io::Buffer buffer = std::move(*found);
-    spare.erase(found);
-    spare_bytes -= bytes;
-    return buffer;
-  };
+  std::uint64_t done = 0, total = 0, ahead = 0;
   for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
     for (int index = 0; index < static_cast<int>(layout_.chunks().size()); ++index)
       if (record(kind, index).written) {
@@ -186,7 +176,7 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
       const auto [kind, index] = extents[next];
       const std::uint64_t bytes = extent_bytes(kind, index);
       if (readings.size() > 1 && ahead + bytes > kScrubBytes) break;
-      io::Buffer buffer = buffer_of(bytes);
+      io::Buffer buffer = io::allocate_buffer(bytes);
       if (!buffer) return {.kind = io::ErrorKind::memory, .operation = "verify the store", .length = bytes};
       Reading& reading = readings.emplace_back(Reading{.kind = kind, .index = index});
       ahead += bytes;
@@ -224,14 +214,8 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
       reading.completion.buffer = std::move(again).value();
     }
     if (use) use(reading.kind, reading.index, reading.completion.buffer.bytes().first(bytes));
-    ahead -= bytes;
-    while (!spare.empty() && ahead + spare_bytes + bytes > kScrubBytes) {
-      spare_bytes -= spare.front().size();
-      spare.erase(spare.begin());
-    }
-    spare.push_back(std::move(reading.completion.buffer));
-    spare_bytes += spare.back().size();
     readings.pop_front();
+    ahead -= bytes;
     done += bytes;
     if (progress) progress(done, total);
   }
