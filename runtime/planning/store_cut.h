@@ -36,8 +36,8 @@ auto plan_to_go_on(std::uint64_t stored, std::uint64_t host_budget, const PlanWi
   return *std::move(plan);
 }
 
-// Whether a store that could not be cut anew for this reason can still be gone on with as it is: for any but a signal, or
-// another process that holds it.
+// Whether a store that could not be cut anew for this reason can still be gone on with as it is: for any but a signal,
+// or another process that holds it.
 bool stays_as_it_is(const io::Error& why);
 
 // Cuts the store in storage.folders, whose chunks have `stored` elements, anew where `plan` asks for it. Returns the
