@@ -103,22 +103,29 @@ std::uint64_t Store::checksum(ExtentKind kind, int index, std::uint64_t generati
 }
 
 void Store::read(ExtentKind kind, int index, io::Buffer buffer, io::Callback done) {
+  read(kind, index, record(kind, index), std::move(buffer), std::move(done));
+}
+
+void Store::read(ExtentKind kind, int index, const ExtentRecord& at, io::Buffer buffer, io::Callback done) {
   volume_of(kind).submit({.op = io::Op::read,
-                          .offset = offset(kind, index, record(kind, index).slot),
+                          .offset = offset(kind, index, at.slot),
                           .length = extent_bytes(kind, index),
                           .buffer = std::move(buffer)},
                          std::move(done));
 }
 
 io::Result<io::Buffer> Store::fetch(ExtentKind kind, int index) {
+  return fetch(kind, index, record(kind, index));
+}
+
+io::Result<io::Buffer> Store::fetch(ExtentKind kind, int index, const ExtentRecord& at) {
   const std::uint64_t bytes = extent_bytes(kind, index);
   io::Buffer buffer = io::allocate_buffer(bytes);
   if (!buffer) return io::Error{.kind = io::ErrorKind::memory, .operation = "fetch", .length = bytes};
   for (bool again : {false, true}) {
-    if (io::Error error =
-            transfer(volume_of(kind), io::Op::read, offset(kind, index, record(kind, index).slot), buffer, bytes))
+    if (io::Error error = transfer(volume_of(kind), io::Op::read, offset(kind, index, at.slot), buffer, bytes))
       return error;
-    const io::Error wrong = verify(kind, index, buffer.bytes().first(bytes));
+    const io::Error wrong = verify(kind, index, at, buffer.bytes().first(bytes));
     if (!wrong) break;
     if (again) return wrong;
     report_second_reading(wrong);
@@ -171,7 +178,10 @@ void Store::write(ExtentKind kind, int index, io::Buffer buffer, io::Callback do
 }
 
 io::Error Store::verify(ExtentKind kind, int index, std::span<const std::byte> bytes) const {
-  const ExtentRecord& at = record(kind, index);
+  return verify(kind, index, record(kind, index), bytes);
+}
+
+io::Error Store::verify(ExtentKind kind, int index, const ExtentRecord& at, std::span<const std::byte> bytes) const {
   if (at.written && checksum(kind, index, at.generation, io::content_hash(bytes)) == at.checksum) return {};
   std::string whose = "item " + std::to_string(index), path;
   if (kind != ExtentKind::activations) {
@@ -235,6 +245,10 @@ io::Error Store::commit(const std::string& progress) {
     if (refused_) return refused_;
     if (writes_in_flight_ != 0)
       return {.kind = io::ErrorKind::usage, .operation = "commit", .detail = "writes are still in flight"};
+    if (readers_ != 0)
+      return {.kind = io::ErrorKind::usage,
+              .operation = "commit",
+              .detail = "the generation before is still being read: what is written next would overwrite it"};
   }
   const std::string text = manifest(progress);
   if (text.size() > manifest_bytes_)
@@ -248,9 +262,35 @@ io::Error Store::commit(const std::string& progress) {
   block.set_manifest(kManifestBase + copy_of(block.generation) * manifest_bytes_, text);
   // The generation's number, and with it its slots, would be used a second time, while its superblock may be durable.
   if (io::Error error = publish_generation(*volume_, block, text)) return refuse_from_now_on(std::move(error));
-  generation_ = block.generation;
+  {
+    std::lock_guard lock(mutex_);
+    committed_words_ = records_[static_cast<int>(ExtentKind::hi)];
+  }
   progress_ = progress;
+  generation_ = block.generation;
   return {};
+}
+
+CommittedWords::CommittedWords(Store& store) : store_(store) {
+  std::lock_guard lock(store_.mutex_);
+  ++store_.readers_;
+}
+
+CommittedWords::~CommittedWords() {
+  std::lock_guard lock(store_.mutex_);
+  --store_.readers_;
+}
+
+void CommittedWords::read(int chunk, io::Buffer buffer, io::Callback done) {
+  store_.read(ExtentKind::hi, chunk, store_.committed_words_[chunk], std::move(buffer), std::move(done));
+}
+
+io::Error CommittedWords::verify(int chunk, std::span<const std::byte> bytes) const {
+  return store_.verify(ExtentKind::hi, chunk, store_.committed_words_[chunk], bytes);
+}
+
+io::Result<io::Buffer> CommittedWords::fetch(int chunk) {
+  return store_.fetch(ExtentKind::hi, chunk, store_.committed_words_[chunk]);
 }
 
 }  // namespace tierflow::swap

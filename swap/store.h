@@ -4,6 +4,7 @@
 // run that goes on with a store may need other scratch. Bytes on the volume: docs/store.md. A generation whose commit
 // failed, or one of whose extents could not be written, is never acknowledged: from then on the store takes no writes
 // and no commits, so that nothing overwrites what a drive may yet show as committed.
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -84,7 +85,8 @@ class Store {
   void report_second_reading(const io::Error& wrong) const;
 
   // Makes everything written so far the newest generation, durably. `progress` is the client's JSON (step, data
-  // position ...). No read or write may be in flight. After an error of the drive the store takes nothing more.
+  // position ...). No read or write may be in flight, and none of CommittedWords may live (usage). After an error of
+  // the drive the store takes nothing more.
   io::Error commit(const std::string& progress);
 
   // Requests within one of these pieces of the slab are faster. The slab then lives as long as the volume, which may
@@ -96,6 +98,7 @@ class Store {
   std::uint64_t extent_bytes(ExtentKind kind, int index) const;
   const std::string& identity() const { return options_.identity; }
   const std::string& progress() const { return progress_; }
+  // The newest durable one. Any thread.
   std::uint64_t generation() const { return generation_; }
   // Of all its files, on the drives.
   std::uint64_t storage_bytes() const;
@@ -105,6 +108,7 @@ class Store {
   void remove_files();
 
  private:
+  friend class CommittedWords;
   Store(StoreOptions options, const Layout& layout);
   ExtentRecord& record(ExtentKind kind, int index) { return records_[static_cast<int>(kind)][index]; }
   const ExtentRecord& record(ExtentKind kind, int index) const { return records_[static_cast<int>(kind)][index]; }
@@ -114,6 +118,9 @@ class Store {
   std::string manifest(const std::string& progress) const;
   // Frozen words of a generation that is durable.
   bool is_committed_for_good(ExtentKind kind, int index) const;
+  void read(ExtentKind kind, int index, const ExtentRecord& at, io::Buffer buffer, io::Callback done);
+  io::Error verify(ExtentKind kind, int index, const ExtentRecord& at, std::span<const std::byte> bytes) const;
+  io::Result<io::Buffer> fetch(ExtentKind kind, int index, const ExtentRecord& at);
   io::Error make_scratch();
   io::Error take_over(const Generation& found);
   io::Error scrub(const RestoredExtent& use, const RestoreProgress& progress);
@@ -124,13 +131,15 @@ class Store {
   StoreOptions options_;
   const Layout& layout_;
   std::vector<ExtentRecord> records_[kExtentKinds];
+  std::vector<ExtentRecord> committed_words_;            // of the newest durable generation
+  int readers_ = 0;                                      // of these
   std::vector<std::uint64_t> stamped_[kExtentKinds];     // content hashes
   std::vector<std::uint64_t> hi_offset_, state_offset_;  // by chunk, within a slot
   std::vector<std::uint64_t> second_hi_offset_;          // within the second slot, where frozen chunks have none
   ScratchPlaces scratch_;
   std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, second_hi_bytes_ = 0, state_bytes_ = 0, total_bytes_ = 0;
   std::uint64_t run_id_ = 0;
-  std::uint64_t generation_ = 0;  // newest durable one; work goes on in generation_ + 1
+  std::atomic<std::uint64_t> generation_ = 0;  // newest durable one; work goes on in generation_ + 1
   std::string progress_;
   std::vector<Generation> found_;  // of resume() until restore(), and of open()
   std::mutex mutex_;
@@ -138,6 +147,27 @@ class Store {
   std::uint64_t writes_in_flight_ = 0;  // of extents that a commit covers
   std::vector<std::shared_ptr<const io::Buffer>> registered_;
   std::unique_ptr<io::Volume> volume_, scratch_volume_;  // last: they wait for what is in flight before the rest goes
+};
+
+// The hi words of a store's newest durable generation, which stays that while this lives: Store::commit() is refused,
+// and what is written meanwhile goes to other slots. The store has two generations, or is open for reading, and
+// outlives this. Any thread.
+class CommittedWords {
+ public:
+  explicit CommittedWords(Store& store);
+  ~CommittedWords();
+  CommittedWords(const CommittedWords&) = delete;
+  CommittedWords& operator=(const CommittedWords&) = delete;
+
+  std::uint64_t bytes(int chunk) const { return store_.extent_bytes(ExtentKind::hi, chunk); }
+  // As those of the store.
+  void read(int chunk, io::Buffer buffer, io::Callback done);
+  io::Error verify(int chunk, std::span<const std::byte> bytes) const;
+  io::Result<io::Buffer> fetch(int chunk);
+  void report_second_reading(const io::Error& wrong) const { store_.report_second_reading(wrong); }
+
+ private:
+  Store& store_;
 };
 
 }  // namespace tierflow::swap

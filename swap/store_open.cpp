@@ -142,6 +142,7 @@ io::Error Store::take_over(const Generation& found) {
       return store_damaged("its manifest names a generation that is newer than itself");
     records_[index / chunks][index % chunks] = manifest.records[index];
   }
+  committed_words_ = records_[static_cast<int>(ExtentKind::hi)];
   run_id_ = found.block.run_id;
   generation_ = found.block.generation;
   options_.identity = manifest.identity;

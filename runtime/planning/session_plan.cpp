@@ -82,23 +82,32 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
   plan.layout = std::make_unique<swap::Layout>(
       std::move(shapes), std::move(stages),
       options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory));
-  plan.arrangement =
-      value_or_throw(swap::arrange(*plan.layout, {.host_budget = options.host_memory,
-                                                  .host_workspace = plan.loading,
-                                                  .device_budget = options.device_memory,
-                                                  .workspace = plan.workspace + needs.device_fixed,
-                                                  .activation_bytes = needs.activation_bytes,
-                                                  .swapped_bytes = needs.swapped_bytes,
-                                                  .swap_workspace = needs.swap_workspace(),
-                                                  .swap_to_host = options.swap_to_host,
-                                                  .swap_to_storage = options.swap_to_storage,
-                                                  .micro_batches = options.micro_batches,
-                                                  .staged = options.clip.has_value(),
-                                                  .deferred_share = options.deferred_share,
-                                                  .device_update_share = options.device_update_share,
-                                                  .update_scratch = update_scratch_bytes(plan.packed, *plan.layout),
-                                                  .storage = !options.storage.empty(),
-                                                  .train = options.train}));
+  if (options.train && !options.storage.empty() && options.commit_every != 0 && spec.adapter_config_json.empty() &&
+      spec.base_format == WeightFormat::bf16)
+    plan.exporting = 2 * plan.layout->max_word_bytes();
+  swap::ArrangeRequest request{.host_budget = options.host_memory,
+                               .host_workspace = std::max(plan.loading, plan.exporting),
+                               .device_budget = options.device_memory,
+                               .workspace = plan.workspace + needs.device_fixed,
+                               .activation_bytes = needs.activation_bytes,
+                               .swapped_bytes = needs.swapped_bytes,
+                               .swap_workspace = needs.swap_workspace(),
+                               .swap_to_host = options.swap_to_host,
+                               .swap_to_storage = options.swap_to_storage,
+                               .micro_batches = options.micro_batches,
+                               .staged = options.clip.has_value(),
+                               .deferred_share = options.deferred_share,
+                               .device_update_share = options.device_update_share,
+                               .update_scratch = update_scratch_bytes(plan.packed, *plan.layout),
+                               .storage = !options.storage.empty(),
+                               .train = options.train};
+  auto arranged = swap::arrange(*plan.layout, request);
+  if (!arranged.ok() && plan.exporting > plan.loading) {  // an export can wait for the end of a step
+    plan.exporting = 0;
+    request.host_workspace = plan.loading;
+    arranged = swap::arrange(*plan.layout, request);
+  }
+  plan.arrangement = value_or_throw(std::move(arranged));
   plan.head_scores_first = options.loss.pairs();
   plan.commit_every = options.storage.empty() || !options.train ? 0 : options.commit_every;
   plan.writes = count_writes(plan, options);

@@ -2,6 +2,7 @@
 // FRONT DOOR of planning. What follows from a model's shapes and a session's options: layout, arrangement, and the
 // bytes that storage holds and writes. Session and `tierflow plan` share it, so that what is predicted is what runs. No
 // torch here.
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -49,6 +50,7 @@ struct SessionPlan {
   swap::Arrangement arrangement;
   std::uint64_t workspace = 0;                  // of the device budget
   std::uint64_t loading = 0;                    // of the host budget: loading_bytes()
+  std::uint64_t exporting = 0;                  // and what an export beside the steps reads into; 0: there is none
   bool stored = false;                          // storage holds anything at all
   bool head_scores_first = false;               // a forward of the head comes before its gradient: losses of pairs
   int commit_every = 0;                         // as the option; 0 where there is no storage or no room
@@ -57,7 +59,7 @@ struct SessionPlan {
   WriteCost writes;
 
   // Host memory that the session takes at most.
-  std::uint64_t host_bytes() const { return arrangement.host_bytes(*layout) + loading; }
+  std::uint64_t host_bytes() const { return arrangement.host_bytes(*layout) + std::max(loading, exporting); }
   bool defers() const { return deferred_parameters != 0; }
 };
 

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <memory>
 #include <nlohmann/json.hpp>
 
 #include "io/volume.h"
@@ -110,23 +111,30 @@ ExportRequests::ExportRequests(const Folders& storage, const Say& say) {
     say(fmt::format("warning: `tierflow export` cannot ask this run for its model: {}", std::strerror(errno)));
 }
 
-void ExportRequests::answer(std::int64_t step, const std::function<io::Error(const fs::path& out)>& write) {
-  for (int looked = 0; listens_ && looked < kMost && stop_signal() == 0; ++looked) {
+void ExportRequests::answer(std::int64_t step, const std::function<bool()>& may,
+                            const std::function<void(const fs::path& out, const Answer& answer)>& write) {
+  for (int looked = 0; listens_ && looked < kMost && may(); ++looked) {
     io::Descriptor socket(accept4(listens_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket && errno == EINTR) continue;
     if (!socket) return;
     const auto out = asked(socket.fd());
     if (!out) continue;
-    json answer{{"step", step}};
+    const Answer answer = [this, step,
+                           asks = std::make_shared<io::Descriptor>(std::move(socket))](const io::Error& why) {
+      if (why.kind == io::ErrorKind::cancelled) {
+        unanswered_ = std::move(*asks);
+        return;
+      }
+      json text{{"step", step}};
+      if (why) text = {{"error", static_cast<int>(why.kind)}, {"detail", why.message()}};
+      sent(asks->fd(), text.dump(-1, ' ', false, json::error_handler_t::replace));
+      *asks = {};  // it is answered
+    };
     if (find_invalid_utf8(*out) != std::string::npos)
-      answer = {{"error", static_cast<int>(io::ErrorKind::usage)},
-                {"detail", "--out, with the folders above it, must be UTF-8: name another folder"}};
-    else if (const io::Error why = write(*out); why.kind == io::ErrorKind::cancelled) {
-      unanswered_ = std::move(socket);
-      return;
-    } else if (why)
-      answer = {{"error", static_cast<int>(why.kind)}, {"detail", why.message()}};
-    sent(socket.fd(), answer.dump(-1, ' ', false, json::error_handler_t::replace));
+      answer({.kind = io::ErrorKind::usage,
+              .detail = "--out, with the folders above it, must be UTF-8: name another folder"});
+    else
+      write(*out, answer);
   }
 }
 

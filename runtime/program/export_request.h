@@ -23,10 +23,13 @@ class ExportRequests {
   // Call when the state's files are there. Without folders nobody can ask, nor where the system gives no socket: that
   // is said.
   ExportRequests(const Folders& storage, const Say& say);
-  // Calls `write` for each folder that somebody waits for, until a signal stops the run. It writes the model there,
-  // which `step` steps made, or returns why not: with kind cancelled who asks hears that the run ends. Does not wait
-  // for who asks, and looks at 32 of them at most.
-  void answer(std::int64_t step, const std::function<io::Error(const std::filesystem::path& out)>& write);
+  // Who asks hears that the model is there, or why not: with kind cancelled, that the run ends. Called once.
+  using Answer = std::function<void(const io::Error& error)>;
+  // Calls `write` for each folder that somebody waits for, while `may` says so: it sees to it that the model which
+  // `step` steps made is written there, and that who asks is answered. Does not wait for who asks, and looks at 32 of
+  // them at most.
+  void answer(std::int64_t step, const std::function<bool()>& may,
+              const std::function<void(const std::filesystem::path& out, const Answer& answer)>& write);
 
  private:
   io::Descriptor listens_;

@@ -87,7 +87,7 @@ Evaluation HeldOut::evaluate_sequences(Session& session, std::int64_t count, con
                           {}, progress);
 }
 
-void HeldOut::between_steps(Session& session, std::int64_t step, std::int64_t begun, const Progress& progress) {
+void HeldOut::between_steps(Session& session, std::int64_t step, std::int64_t begun) {
   if (due(options_.eval_every, step) && record_.evaluated != step) {
     evaluate(session, step, summary_.held_out_after);
     record_.best.take(step, summary_.held_out_after, options_.early_stopping_threshold);
@@ -97,15 +97,17 @@ void HeldOut::between_steps(Session& session, std::int64_t step, std::int64_t be
   }
   const bool best = options_.export_best && record_.best.step == step;
   if ((!best && !due(options_.export_every, step)) || stop_signal() != 0) return;
-  const std::int64_t outdated = best ? std::exchange(record_.exported, step) : 0;
-  const bool there = step == begun && result_.has_checkpoint(step);
-  if (!there &&
-      !result_.write_checkpoint(session, step, options_.export_best ? record_.exported : 0, outdated, progress, log_)) {
-    if (best) record_.exported = outdated;
-    return;
-  }
-  if (best) record_.exported_loss = record_.best.loss;
-  remember(session);
+  result_.finish_beside(session);  // of the one before, which this record tells
+  const auto written = [this, &session, best, step, loss = record_.best.loss] {
+    if (best) {
+      record_.exported = step;
+      record_.exported_loss = loss;
+    }
+    remember(session);
+  };
+  if (step == begun && result_.has_checkpoint(step)) return written();
+  const std::int64_t stays = best ? step : options_.export_best ? record_.exported : 0;
+  result_.write_checkpoint(session, stays, best ? record_.exported : 0, written);
 }
 
 bool HeldOut::stops_early() const {

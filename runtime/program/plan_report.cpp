@@ -252,6 +252,7 @@ Json plan_json(const PlannedRun& run) {
            {{"budget", run.session.host_memory},
             {"used", run.placement.plan.host_bytes()},
             {"loading", run.placement.plan.loading},
+            {"exporting", run.placement.plan.exporting},
             {"buffers", at.buffer_bytes(layout)},
             {"resident", at.resident_bytes(layout)},
             {"activations", at.saved_on_host()},

@@ -112,7 +112,8 @@ bool has_result(const TrainOptions& options) {
          read_text(made_by, 1 << 20) == effective_configuration(options) + "\n";
 }
 
-RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed) : options_(options) {
+RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log)
+    : options_(options), log_(log), beside_(log) {
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
       const bool beside = options.method == "lora" && !options.merge;
@@ -139,17 +140,17 @@ void RunResult::check_space(const ResultFolder& folder) const {
   folder.check_space(weight_bytes_ + companions_->bytes() + kBesideWeights);
 }
 
-void RunResult::write(Session& session, const Progress& progress, TrainingLog& log) {
+void RunResult::write(Session& session, const Progress& progress) {
   if (!folder_) return commit(session);
   try {
-    const std::string broken = fill(*folder_, session, progress);
+    const std::string broken = fill(*folder_, weights_of(session), progress);
     if (session.storage_mode() && !broken.empty()) {
       // Before anything that takes time: without its last file it is no result, whatever happens.
       unlink((folder_->path() / last_file(options_)).c_str());
       sync_folder(folder_->path());
       refuse_not_finite(broken);
     }
-    warn_of_not_finite(broken, log);
+    warn_of_not_finite(broken, log_);
     folder_->finish();
   } catch (const Exception& error) {
     fail_with_state_kept(error, session, options_);
@@ -170,59 +171,79 @@ void RunResult::refuse(Session& session, const std::string& why) {
   fail_with_state_kept(Exception(io::ErrorKind::numeric, why), session, options_);
 }
 
-bool RunResult::write_checkpoint(Session& session, std::int64_t step, std::int64_t best, std::int64_t outdated,
-                                 const Progress& progress, TrainingLog& log) {
-  const auto begun = Clock::now();
-  const Checkpoints checkpoints(folder_->path());
-  try {
+void RunResult::write_checkpoint(Session& session, std::int64_t best, std::int64_t outdated,
+                                 std::function<void()> written) {
+  const auto write = [this, step = session.steps(), best, outdated](const ExportWeights& weights,
+                                                                    const Progress& progress) {
+    const Checkpoints checkpoints(folder_->path());
     // The next one is whole before an older one goes.
     check_space();
-    const fs::path made = checkpoints.write(
-        step, [&](const ResultFolder& folder) { refuse_not_finite(fill(folder, session, progress)); });
-    say_written(made, step, std::chrono::duration<double>(Clock::now() - begun).count(), log);
+    fs::path made = checkpoints.write(
+        step, [&](const ResultFolder& folder) { refuse_not_finite(fill(folder, weights, progress)); });
     if (outdated != 0 && (options_.export_every == 0 || outdated % options_.export_every != 0))
       checkpoints.remove(outdated);
     if (options_.export_keep > 0) checkpoints.keep_last(options_.export_keep, best);
-    return true;
-  } catch (const Stopped&) {
-    log.say(fmt::format("the model after step {} was not written: the run ends", step));
-    return false;
-  } catch (const Exception& error) {
-    if (!session.intact()) throw;
-    log.say(fmt::format("warning: the model after step {} was not written, the run goes on: {}", step, error.what()));
-    return false;
-  }
+    return made;
+  };
+  begin_beside(session, "", write, [written = std::move(written)](const io::Error& error) {
+    if (!error) written();
+  });
 }
 
-io::Error RunResult::write_elsewhere(const fs::path& out, Session& session, std::int64_t step, const Progress& progress,
-                                     TrainingLog& log) const {
-  const auto begun = Clock::now();
-  std::error_code unknown;
-  if (folder_ && lies_in(fs::weakly_canonical(out, unknown), fs::weakly_canonical(folder_->path(), unknown)))
-    return {.kind = io::ErrorKind::usage,
-            .path = out.string(),
-            .detail = "is in the folder that the run writes its own result to: name another one"};
+void RunResult::write_elsewhere(Session& session, const fs::path& out,
+                                std::function<void(const io::Error& error)> ended) {
+  std::shared_ptr<ResultFolder> folder;
   try {
-    ResultFolder folder(out);
-    check_space(folder);
-    refuse_not_finite(fill(folder, session, progress));
-    folder.finish();
-    say_written(out, step, std::chrono::duration<double>(Clock::now() - begun).count(), log);
-    return {};
-  } catch (const Stopped& stopped) {
-    log.say(fmt::format("the model after step {} was asked for and not written: the run ends", step));
-    return stopped.error();
+    std::error_code unknown;
+    if (folder_ && lies_in(fs::weakly_canonical(out, unknown), fs::weakly_canonical(folder_->path(), unknown)))
+      fail(io::ErrorKind::usage, out.string(),
+           "is in the folder that the run writes its own result to: name another one");
+    folder = std::make_shared<ResultFolder>(out);
+    check_space(*folder);
   } catch (const Exception& error) {
-    if (!session.intact()) throw;
-    log.say(fmt::format("warning: the model after step {} was asked for and not written, the run goes on: {}", step,
-                        error.what()));
-    return error.error();
+    say_not_written(session.steps(), "asked for and ", error.error());
+    return ended(error.error());
   }
+  const auto write = [this, folder](const ExportWeights& weights, const Progress& progress) {
+    refuse_not_finite(fill(*folder, weights, progress));
+    folder->finish();
+    return folder->path();
+  };
+  begin_beside(session, "asked for and ", write, std::move(ended));
 }
 
-void RunResult::say_written(const fs::path& folder, std::int64_t step, double seconds, TrainingLog& log) const {
-  log.say(fmt::format("model after step {} written to {}, {:.1f} s", step, folder.string(), seconds));
-  log.object({{"exported", {{"step", step}, {"folder", folder.string()}, {"seconds", seconds}}}});
+void RunResult::begin_beside(Session& session, const char* how,
+                             std::function<fs::path(const ExportWeights&, const Progress&)> write,
+                             std::function<void(const io::Error& error)> ended) {
+  finish_beside(session);
+  const auto made = std::make_shared<fs::path>();
+  beside_.begin(session, {.at_once = weights_of(session),
+                          .write = [write = std::move(write), made](
+                                       const ExportWeights& weights,
+                                       const Progress& progress) { *made = write(weights, progress); },
+                          .ended =
+                              [this, how, made, step = session.steps(), ended = std::move(ended)](
+                                  const io::Error& error, double seconds, bool beside) {
+                                if (error)
+                                  say_not_written(step, how, error);
+                                else
+                                  say_written(*made, step, seconds, beside);
+                                ended(error);
+                              }});
+}
+
+void RunResult::say_written(const fs::path& folder, std::int64_t step, double seconds, bool beside) const {
+  log_.say(fmt::format("model after step {} written to {}, {:.1f} s{}", step, folder.string(), seconds,
+                       beside ? " beside training" : ""));
+  log_.object({{"exported", {{"step", step}, {"folder", folder.string()}, {"seconds", seconds}, {"beside", beside}}}});
+}
+
+void RunResult::say_not_written(std::int64_t step, const char* how, const io::Error& error) const {
+  if (error.kind == io::ErrorKind::cancelled)
+    log_.say(fmt::format("the model after step {} was {}not written: the run ends", step, how));
+  else
+    log_.say(fmt::format("warning: the model after step {} was {}not written, the run goes on: {}", step, how,
+                         error.message()));
 }
 
 std::string what_else_is_left(const TrainOptions& options) {
@@ -239,13 +260,19 @@ bool RunResult::has_checkpoint(std::int64_t step) const {
   return folder_ && Checkpoints(folder_->path()).has(step);
 }
 
-std::string RunResult::fill(const ResultFolder& folder, Session& session, const Progress& progress) const {
+ExportWeights RunResult::weights_of(Session& session) const {
+  return [this, &session](const fs::path& folder, const Progress& progress) {
+    if (options_.method != "lora") return session.export_hf(folder, progress);
+    if (options_.merge) return session.export_merged(options_.model, folder, progress);
+    return session.export_adapter(folder, fs::absolute(options_.model).lexically_normal());
+  };
+}
+
+std::string RunResult::fill(const ResultFolder& folder, const ExportWeights& weights, const Progress& progress) const {
   folder.begin(last_file(options_));
   companions_->copy_to(folder.path());
   write_text(folder.path() / "tierflow_run.json", effective_configuration(options_) + "\n");
-  if (options_.method != "lora") return session.export_hf(folder.path(), progress);
-  if (options_.merge) return session.export_merged(options_.model, folder.path(), progress);
-  return session.export_adapter(folder.path(), fs::absolute(options_.model).lexically_normal());
+  return weights(folder.path(), progress);
 }
 
 int run_export(const ExportOptions& options) {

@@ -1,8 +1,11 @@
 #pragma once
 // The model folder that a run writes at its end, and what happens to the state if it cannot be written.
+#include <functional>
 #include <optional>
+#include <string>
 
 #include "runtime/checkpoint/result_folder.h"
+#include "runtime/program/export_beside.h"
 #include "runtime/program/options.h"
 #include "runtime/program/training_log.h"
 #include "runtime/session/session.h"
@@ -22,39 +25,55 @@ class RunResult {
   // Claims --out, where there has to be room, and opens the files that go with the weights, before the work begins.
   // With --no-export there is no folder: the result is the store.
   // resumed: --out may hold checkpoints of the run that is gone on with.
-  RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed);
+  RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log);
 
   // Throws Exception (kind environment) where --out has no room for the model's weights and what goes with them.
   void check_space() const;
   // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. If that
   // fails the state stays in the storage folders, and the Exception gives the command that exports it.
-  void write(Session& session, const Progress& progress, TrainingLog& log);
+  void write(Session& session, const Progress& progress);
   // Commits the state. If that fails, the Exception gives the command that says whether it can be opened.
   void commit(Session& session) const;
-  // After step `step`: writes the model as --out/checkpoint-N. When it is whole, older checkpoints are removed. The one
-  // of step `outdated` (0: none) goes, unless --export-every made it too. The one of step `best` stays. Of the others
-  // the last --export-keep stay. Returns whether it is there: what goes wrong is said, and costs the checkpoint alone.
-  bool write_checkpoint(Session& session, std::int64_t step, std::int64_t best, std::int64_t outdated,
-                        const Progress& progress, TrainingLog& log);
+  // The two that follow write the model as it is now, while training goes on where the session can keep the step. What
+  // goes wrong is said, and costs that model alone. What is under way from before is finished first.
+
+  // As --out/checkpoint-N, N the step. When it is whole, older checkpoints are removed. The one of step `outdated` (0:
+  // none) goes, unless --export-every made it too. The one of step `best` stays. Of the others the last --export-keep
+  // stay. written: called then.
+  void write_checkpoint(Session& session, std::int64_t best, std::int64_t outdated, std::function<void()> written);
+  // In another folder, for somebody who asks for it and hears of what went wrong.
+  void write_elsewhere(Session& session, const std::filesystem::path& out,
+                       std::function<void(const io::Error& error)> ended);
   bool has_checkpoint(std::int64_t step) const;
-  // After step `step`: the model in another folder, for somebody who asks for it. Returns what went wrong: it is said,
-  // and costs that model alone.
-  io::Error write_elsewhere(const std::filesystem::path& out, Session& session, std::int64_t step,
-                            const Progress& progress, TrainingLog& log) const;
+  // Whether such a model is under way.
+  bool writes_beside() const { return beside_.busy(); }
+  // Between steps: goes on with it.
+  void look() { beside_.look(); }
+  // After the last step: ends with it, or gives it up where a signal ends the run.
+  void finish_beside(Session& session) { beside_.finish(session); }
   // The model is no result: what was written of it is removed, and its state stays in the storage folders. Throws
   // Exception (kind numeric) that says why, and gives the command that exports the state.
   [[noreturn]] void refuse(Session& session, const std::string& why);
 
  private:
-  // Returns what Session::export_hf() returns.
-  std::string fill(const ResultFolder& folder, Session& session, const Progress& progress) const;
+  // What the result consists of, of a session as it is.
+  ExportWeights weights_of(Session& session) const;
+  // Returns what `weights` returns.
+  std::string fill(const ResultFolder& folder, const ExportWeights& weights, const Progress& progress) const;
   void check_space(const ResultFolder& folder) const;
-  void say_written(const std::filesystem::path& folder, std::int64_t step, double seconds, TrainingLog& log) const;
+  // write: returns the folder. `how` is a part of what is said where that fails.
+  void begin_beside(Session& session, const char* how,
+                    std::function<std::filesystem::path(const ExportWeights&, const Progress&)> write,
+                    std::function<void(const io::Error& error)> ended);
+  void say_written(const std::filesystem::path& folder, std::int64_t step, double seconds, bool beside) const;
+  void say_not_written(std::int64_t step, const char* how, const io::Error& error) const;
 
   const TrainOptions& options_;
   std::uint64_t weight_bytes_ = 0;
   std::optional<ResultFolder> folder_;
   std::optional<CompanionFiles> companions_;
+  TrainingLog& log_;
+  ExportBeside beside_;
 };
 
 }  // namespace tierflow

@@ -43,7 +43,7 @@ class Training {
         log_(log),
         spec_(training_spec(options)),
         forecast_(options_, spec_, log),
-        out_(options, spec_, left_.resumable),
+        out_(options, spec_, left_.resumable, log),
         trace_(options.trace, log),
         data_(prepare_data(data_options(options, spec_, temporary_folder()), log)),
         preference_(options, data_),
@@ -92,6 +92,7 @@ class Training {
         samples_.after_step(step, *session_, log_);
         if (step < steps_) between_steps(step);
       });
+    out_.finish_beside(*session_);
     trace_.finish(step, result_.prediction);
     forecast_.finish(*session_);
     const int signal = stop_signal();
@@ -123,10 +124,9 @@ class Training {
         out_of_memory = !within_memory(step, [&] { held_out_.evaluate(*session_, step, result_.held_out_after); });
       if (!out_of_memory) refuse_unless_finite(step);
     }
-    out_.write(
-        *session_,
-        [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); },
-        log_);
+    out_.write(*session_, [this](const char* phase, std::uint64_t done, std::uint64_t total) {
+      log_.progress(phase, done, total);
+    });
     if (!options_.no_export) session_->discard();
     if (!doubtful && !out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0)) {
       if (!held_out_.evaluated(step)) out_of_memory = !evaluate_result(step);
@@ -196,12 +196,13 @@ class Training {
 
   // What is due after a step that is not the last, unless the process before this one did it; and what is asked for.
   void between_steps(std::int64_t step) {
-    const Progress stoppable = log_.stoppable_progress();
-    held_out_.between_steps(*session_, step, begun_, stoppable);
-    if (stop_signal() != 0) return;
-    requests_->answer(step, [&](const std::filesystem::path& out) {
-      return out_.write_elsewhere(out, *session_, step, stoppable, log_);
-    });
+    out_.look();
+    held_out_.between_steps(*session_, step, begun_);
+    requests_->answer(
+        step, [&] { return stop_signal() == 0 && !out_.writes_beside(); },
+        [&](const std::filesystem::path& out, const ExportRequests::Answer& answer) {
+          out_.write_elsewhere(*session_, out, answer);
+        });
   }
 
   // A model that gives no finite loss, when last looked at, is no result.
@@ -302,8 +303,10 @@ class Training {
   const Folders elsewhere_;
   TrainingLog& log_;
   const ModelSpec spec_;
+  std::optional<ExportRequests> requests_;  // ahead of the session: it goes when the state is free
+  std::unique_ptr<Session> session_;
   Forecast forecast_;
-  RunResult out_;
+  RunResult out_;  // may write what the session keeps
   StepTrace trace_;
   Dataset data_;
   PreferenceRun preference_;
@@ -312,8 +315,6 @@ class Training {
   RunRecord record_;
   RunSummary result_;
   HeldOut held_out_;
-  std::optional<ExportRequests> requests_;  // ahead of the session: it goes when the state is free
-  std::unique_ptr<Session> session_;
   std::int64_t per_step_ = 1, steps_ = 0;
   std::int64_t begun_ = 0;  // step of the state with which this process began
   std::uint64_t write_limit_ = 0;

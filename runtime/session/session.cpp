@@ -140,6 +140,10 @@ std::uint64_t Session::Impl::writes_of_next_step() const {
          plan.writes.commit * (plan.commit_every != 0 ? 2 : 1);
 }
 
+bool Session::Impl::commits_beside_next_step() const {
+  return plan.commit_every != 0 && steps != committed_steps && steps % plan.commit_every == 0;
+}
+
 void Session::Impl::expect_first_values() const {
   if (waits_for_gradient)
     throw Exception(io::ErrorKind::usage, "the adapters have no first values yet: begin_with_gradient() makes them");
@@ -151,7 +155,8 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   expect_first_values();
   const PairCounts pairs = options.loss.pairs() ? count_pairs(options.loss, batches) : PairCounts{};
   const torch::NoGradGuard no_grad;
-  const bool commits = plan.commit_every != 0 && steps != committed_steps && steps % plan.commit_every == 0;
+  const auto kept = kept_step.lock();
+  const bool commits = commits_beside_next_step() && (!kept || (kept->step_ == steps && kept->generation_ == 0));
   std::string progress = progress_json();
   StepResult result{.step = ++steps};
   const std::int64_t again = computed_again;
@@ -172,7 +177,11 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   const auto work = make_work(lr);
   work->set_progress(std::move(progress));
   executor().append(planner->train_step(pending, commits), work);
-  if (commits) committed_steps = steps - 1;
+  if (commits) {
+    committed_steps = steps - 1;
+    ++planned_generation;
+    if (kept) kept->generation_ = planned_generation;
+  }
   forward_all(shared, swap::Pass::forward);
   if (options.loss.pairs()) result.pairs.emplace();
   if (options.loss.distills()) result.ce_loss = result.kd_loss = 0;

@@ -93,6 +93,8 @@ struct Evaluation {
 // host.
 using Scored = std::function<void(std::int64_t index, const MicroBatch& batch, const HeadScores& scores)>;
 
+class CommittedStep;
+
 class Session {
  public:
   // say: hears that a state which is gone on with is cut anew.
@@ -161,10 +163,15 @@ class Session {
   const LayeredModel& model() const;
   const SessionPlan& plan() const;
   // Makes the present state durable in the storage folders, so that it outlives the session. Throws Exception (kind
-  // usage) where everything is resident without keep_store.
+  // usage) where everything is resident without keep_store, or while a step is kept.
   void commit();
   // Whether the state is committed beside the steps, and after how many each. 0: it is not.
   int commit_every() const;
+  // Keeps the model as it is now, for writing it while training goes on: the next step() commits it, as it would
+  // anyway, and until the returned object goes nothing else is committed. Null where the next step commits nothing,
+  // where the host budget has no room for reading it, and for a model with adapters. Throws Exception (kind usage)
+  // where a step is kept already.
+  std::shared_ptr<CommittedStep> keep_step();
   // Steps that the state has, those before it was resumed included.
   std::int64_t steps() const;
   // JSON of the client's that goes with every commit of the present state, and what came with the state that was
@@ -175,9 +182,29 @@ class Session {
   void discard();
 
  private:
+  friend class CommittedStep;
   double adamw_lr() const;
   struct Impl;
   std::unique_ptr<Impl> impl_;
+};
+
+// The model after one step of a session, which outlives it.
+class CommittedStep {
+ public:
+  std::int64_t step() const { return step_; }
+  // Whether the step that came after it has committed it.
+  bool durable() const;
+  // Until it is durable. On the session's thread, when a step came after it.
+  void wait();
+  // As Session::export_hf(), on any thread, beside the session's steps. When it is durable.
+  std::string export_hf(const std::filesystem::path& folder, const Progress& progress) const;
+
+ private:
+  friend class Session;
+  explicit CommittedStep(Session::Impl& impl);
+  Session::Impl& impl_;
+  const std::int64_t step_;
+  std::uint64_t generation_ = 0;  // in which it is; 0: no step came yet
 };
 
 // Writes the model in the folder `base` with the adapters of PEFT's folder added to its weights, as an HF folder:

@@ -66,12 +66,12 @@ OtherParts other_parts(const StoredModel& model, const Progress& progress) {
   return found;
 }
 
-// Reads the bf16 words of chunks out of a store, verified, ahead of their use.
+// Reads the bf16 words of chunks out of a store, verified, ahead of their use: `ahead` bytes of them, at least a chunk.
 class WordsAhead {
  public:
-  WordsAhead(swap::Store& store, const swap::Layout& layout) : store_(store) {
-    for (const swap::Chunk& chunk : layout.chunks()) largest_ = std::max(largest_, chunk.word_bytes());
-    ahead_ = std::clamp<std::size_t>(kAheadBytes / std::max<std::uint64_t>(largest_, 1), 1, 16);
+  WordsAhead(swap::Store& store, const swap::Layout& layout, std::uint64_t ahead)
+      : words_(store), largest_(layout.max_word_bytes()) {
+    ahead_ = std::clamp<std::size_t>(ahead / std::max<std::uint64_t>(largest_, 1), 1, 16);
   }
 
   void read(std::span<const int> chunks, const std::function<void(std::span<std::byte>)>& use) {
@@ -80,10 +80,10 @@ class WordsAhead {
     arriving_.pop_front();
     if (read.error) throw Exception(std::move(read.error));
     while (arriving_.size() < std::min(ahead_, chunks.size() - 1)) begin(chunks[arriving_.size() + 1]);
-    const std::span<std::byte> words = read.buffer.bytes().first(store_.extent_bytes(kWords, chunks.front()));
-    if (const io::Error wrong = store_.verify(kWords, chunks.front(), words)) {
-      store_.report_second_reading(wrong);
-      use(value_or_throw(store_.fetch(kWords, chunks.front())).bytes());
+    const std::span<std::byte> words = read.buffer.bytes().first(words_.bytes(chunks.front()));
+    if (const io::Error wrong = words_.verify(chunks.front(), words)) {
+      words_.report_second_reading(wrong);
+      use(value_or_throw(words_.fetch(chunks.front())).bytes());
     } else {
       use(words);
     }
@@ -91,20 +91,16 @@ class WordsAhead {
   }
 
  private:
-  static constexpr swap::ExtentKind kWords = swap::ExtentKind::hi;
-  static constexpr std::uint64_t kAheadBytes = 32 << 20;
-
   void begin(int chunk) {
     io::Buffer buffer = spare_ ? std::exchange(spare_, {}) : io::allocate_buffer(largest_);
     if (!buffer) throw Exception({.kind = io::ErrorKind::memory, .operation = "export", .length = largest_});
     const auto arrived = std::make_shared<std::promise<io::Completion>>();
     arriving_.push_back(arrived->get_future());
-    store_.read(kWords, chunk, std::move(buffer),
-                [arrived](io::Completion&& read) { arrived->set_value(std::move(read)); });
+    words_.read(chunk, std::move(buffer), [arrived](io::Completion&& read) { arrived->set_value(std::move(read)); });
   }
 
-  swap::Store& store_;
-  std::uint64_t largest_ = 0;
+  swap::CommittedWords words_;
+  const std::uint64_t largest_;
   std::size_t ahead_ = 1;  // chunks
   io::Buffer spare_;
   std::deque<std::future<io::Completion>> arriving_;
@@ -125,9 +121,38 @@ std::string Session::export_hf(const std::filesystem::path& folder, const Progre
       [&](std::span<const int> chunks, const auto& use) { impl.state->read_chunk(chunks.front(), use); }, progress);
 }
 
+std::shared_ptr<CommittedStep> Session::keep_step() {
+  Impl& impl = *impl_;
+  if (impl.plan.exporting == 0 || !impl.commits_beside_next_step()) return nullptr;
+  if (!impl.kept_step.expired()) throw Exception(io::ErrorKind::usage, "another step is kept already");
+  const std::shared_ptr<CommittedStep> kept(new CommittedStep(impl));
+  impl.kept_step = kept;
+  return kept;
+}
+
+CommittedStep::CommittedStep(Session::Impl& impl) : impl_(impl), step_(impl.steps) {}
+
+bool CommittedStep::durable() const {
+  return generation_ != 0 && impl_.store->generation() >= generation_;
+}
+
+void CommittedStep::wait() {
+  if (generation_ == 0) throw Exception(io::ErrorKind::usage, "no step came after the one that is kept");
+  impl_.flush();
+}
+
+std::string CommittedStep::export_hf(const std::filesystem::path& folder, const Progress& progress) const {
+  WordsAhead words(*impl_.store, *impl_.plan.layout, 0);
+  return export_weights(
+      impl_.model->spec(), impl_.plan.packed, *impl_.plan.layout, {impl_.source, impl_.source_hash}, folder,
+      [&](std::span<const int> chunks, const auto& use) { words.read(chunks, use); }, progress);
+}
+
 void Session::commit() {
   if (impl_->store == nullptr)
     throw Exception(io::ErrorKind::usage, "the session has no storage: there is no state that outlives it");
+  if (!impl_->kept_step.expired())
+    throw Exception(io::ErrorKind::usage, "a step is kept: its commit has to stay the newest");
   impl_->expect_first_values();
   impl_->commit();
 }
@@ -138,6 +163,7 @@ void Session::Impl::commit() {
   throw_if(executor().write_back());
   throw_if(store->commit(progress_json()));
   committed_steps = steps;
+  planned_generation = store->generation();
 }
 
 // What a session needs to go on from here, beside the weights and their state.
@@ -167,7 +193,7 @@ std::string export_store(const std::vector<std::filesystem::path>& storage, cons
   if (!model.spec.adapter_config_json.empty())
     return write_adapter(model.spec, {}, folder,
                          [&](int unit, int tensor, const UseMaster& use) { read_master(extents, unit, tensor, use); });
-  WordsAhead words(*model.store, *model.layout);
+  WordsAhead words(*model.store, *model.layout, 32 << 20);
   return export_weights(
       model.spec, model.packed, *model.layout, other_parts(model, progress), folder,
       [&](std::span<const int> chunks, const auto& use) { words.read(chunks, use); }, progress);

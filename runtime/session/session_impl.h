@@ -40,6 +40,7 @@ struct Session::Impl {
   void throw_if_out_of_memory();
   void flush();
   void commit();
+  bool commits_beside_next_step() const;
   std::string progress_json() const;
   // The work of a step with this learning rate: its own updates, and the pending ones of the step before.
   std::shared_ptr<OptimizerWork> make_work(double lr);
@@ -101,9 +102,11 @@ struct Session::Impl {
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;
   bool committed = false;
-  std::int64_t committed_steps = -1;  // of the last commit
-  std::uint64_t copied = 0;           // bytes that cutting the state anew wrote to storage
-  std::string client;                 // what it wants remembered
+  std::int64_t committed_steps = -1;     // of the last commit
+  std::uint64_t planned_generation = 0;  // what it makes, or made
+  std::weak_ptr<CommittedStep> kept_step;
+  std::uint64_t copied = 0;  // bytes that cutting the state anew wrote to storage
+  std::string client;        // what it wants remembered
   // Of what an export takes other parts, and their hash when the session began; null: there are none.
   std::shared_ptr<const SourceFolder> source;
   std::uint64_t source_hash = 0;

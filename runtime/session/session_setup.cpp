@@ -156,6 +156,7 @@ void Session::Impl::restore(const Progress& progress) {
                             before->folder.string()});
   committed = true;
   committed_steps = steps;
+  planned_generation = store->generation();
 }
 
 Session::Impl::~Impl() {

@@ -280,6 +280,50 @@ TEST(StoreCommit, IsRefusedAfterAnExtentCouldNotBeWritten) {
   }
 }
 
+TEST(StoreCommitted, WordsStayWhileTheyAreRead) {
+  testing::TempDir folder;
+  const auto store = create(options_in(folder.path(), 2));
+  ASSERT_OK(write_and_commit(*store, 1));
+  const auto expect = [&](CommittedWords& words, int value) {
+    for (int chunk = 0; chunk < chunks(); ++chunk) {
+      const auto found = words.fetch(chunk);
+      ASSERT_TRUE(found.ok()) << found.error().message();
+      for (std::uint64_t i = 0; i < words.bytes(chunk); ++i)
+        ASSERT_EQ(found.value().bytes()[i], byte_of(ExtentKind::hi, chunk, value, i));
+    }
+  };
+  {
+    CommittedWords words(*store);
+    for (const int value : {2, 3, 4}) {
+      ASSERT_OK(write_all(*store, value));
+      const io::Error refused = store->commit(step(value));
+      EXPECT_EQ(refused.kind, io::ErrorKind::usage) << refused.message();
+      expect(words, 1);
+    }
+    const CommittedWords more(*store);
+  }
+  ASSERT_OK(store->commit(step(4)));
+  CommittedWords words(*store);
+  expect(words, 4);
+}
+
+TEST(StoreCommitted, WordsAreThoseOfTheGenerationThatIsOpened) {
+  testing::TempDir folder;
+  ASSERT_OK(write_and_commit(*create(options_in(folder.path(), 2)), 3));
+  auto store = Store::open(options_in(folder.path(), 2), layout());
+  ASSERT_TRUE(store.ok()) << store.error().message();
+  CommittedWords words(**store);
+  io::Buffer buffer = io::allocate_buffer(words.bytes(0));
+  ASSERT_OK(wait_for([&](io::Callback done) {
+    words.read(0, std::move(buffer), [&, done](io::Completion&& read) {
+      EXPECT_FALSE(words.verify(0, read.buffer.bytes().first(words.bytes(0))));
+      read.buffer.bytes()[1] ^= std::byte{1};
+      EXPECT_EQ(words.verify(0, read.buffer.bytes().first(words.bytes(0))).kind, io::ErrorKind::corruption);
+      done(std::move(read));
+    });
+  }));
+}
+
 TEST(StoreCommit, IsRefusedWhileAWriteIsInFlight) {
   testing::TempDir folder;
   const auto plan = std::make_shared<FaultPlan>();

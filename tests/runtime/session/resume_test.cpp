@@ -4,6 +4,7 @@
 
 #include <fstream>
 #include <regex>
+#include <thread>
 
 #include "runtime/base/exception.h"
 #include "runtime/planning/moved_store.h"
@@ -134,6 +135,88 @@ TEST_P(Resumed, AfterACommitNothingIsDoneAgain) {
   const Session session(model_of(GetParam()), again);
   EXPECT_EQ(session.steps() % 2, 0);
   EXPECT_GE(session.steps(), 4);
+}
+
+std::string content(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// What an export of the model after `steps` steps writes.
+std::string exported_after(int steps, const Case& which, const SessionOptions& options) {
+  const Folder folder;
+  Session session(model_of(which), options, {.weight_decay = 0.1});
+  Steps seen;
+  train(session, options, steps, seen);
+  session.export_hf(folder.path / "out");
+  return content(folder.path / "out/model.safetensors");
+}
+
+TEST_P(Resumed, AStepThatIsKeptIsWrittenWhileOthersFollow) {
+  for (const auto& [clipped, share] : {std::pair{true, 0.0}, std::pair{false, 0.0}, std::pair{false, 0.5}}) {
+    SCOPED_TRACE(std::to_string(clipped) + " " + std::to_string(share));
+    SessionOptions plain = resident(2);
+    if (!clipped) plain.clip.reset();
+    const Steps expected = uninterrupted(GetParam(), plain);
+    const std::string after_two = exported_after(2, GetParam(), plain),
+                      after_five = exported_after(5, GetParam(), plain);
+    SessionOptions options = small(clipped, share);
+    options.host_memory += 64 * 1024;  // for reading what is exported
+    Steps seen;
+    {
+      Session session(model_of(GetParam()), options, {.weight_decay = 0.1});
+      ASSERT_NE(session.plan().exporting, 0U);
+      train(session, options, 2, seen);
+      auto kept = session.keep_step();
+      ASSERT_NE(kept, nullptr);
+      EXPECT_FALSE(kept->durable());
+      EXPECT_THROW(kept->wait(), Exception);
+      EXPECT_THROW(session.keep_step(), Exception);
+      train(session, options, 3, seen);
+      kept->wait();
+      EXPECT_TRUE(kept->durable());
+      std::thread writes([&] { kept->export_hf(folder_.path / "beside", {}); });
+      train(session, options, 5, seen);
+      writes.join();
+      EXPECT_TRUE(content(folder_.path / "beside/model.safetensors") == after_two);
+      EXPECT_THROW(session.commit(), Exception);
+      kept->export_hf(folder_.path / "later", {});
+      EXPECT_TRUE(content(folder_.path / "later/model.safetensors") == after_two);
+    }
+    SessionOptions again = options;
+    again.resume = true;
+    Session session(model_of(GetParam()), again, {.weight_decay = 0.1});
+    EXPECT_EQ(session.steps(), 2);  // no commit came after the one that was kept
+    train(session, again, 5, seen);
+    auto kept = session.keep_step();
+    train(session, again, kSteps, seen);
+    kept->wait();
+    kept->export_hf(folder_.path / "five", {});
+    EXPECT_TRUE(content(folder_.path / "five/model.safetensors") == after_five);
+    kept.reset();
+    session.commit();
+    seen.masters = masters_of(session);
+    session.discard();
+    EXPECT_EQ(seen.losses, expected.losses);
+    EXPECT_TRUE(seen.masters == expected.masters);
+  }
+}
+
+TEST_P(Resumed, AStepIsKeptWhereItIsCommittedAnyway) {
+  SessionOptions options = small(true, 0);
+  options.commit_every = 2;
+  Steps seen;
+  Session session(model_of(GetParam()), options);
+  train(session, options, 1, seen);
+  EXPECT_EQ(session.keep_step(), nullptr);
+  train(session, options, 2, seen);
+  auto kept = session.keep_step();
+  ASSERT_NE(kept, nullptr);
+  kept.reset();  // given up: commits go on
+  train(session, options, 4, seen);
+  EXPECT_NE(session.keep_step(), nullptr);
+  session.commit();
+  EXPECT_EQ(session.keep_step(), nullptr);  // it is committed already
 }
 
 TEST_P(Resumed, WhatIsFrozenStaysInItsPlace) {

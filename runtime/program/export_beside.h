@@ -1,0 +1,61 @@
+#pragma once
+// A model on its way out of a run: written by a thread while training goes on, where the session can keep the step;
+// else at once.
+#include <atomic>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "runtime/base/progress.h"
+#include "runtime/program/training_log.h"
+#include "runtime/session/session.h"
+
+namespace tierflow {
+
+// Writes the weights into a folder: Session::export_hf() or what stands in its place.
+using ExportWeights = std::function<std::string(const std::filesystem::path& folder, const Progress& progress)>;
+
+// One at a time. All of it is called between steps, on the session's thread.
+class ExportBeside {
+ public:
+  struct Job {
+    ExportWeights at_once;  // from the session as it is
+    // Throws Exception. On another thread, where `weights` is not `at_once`.
+    std::function<void(const ExportWeights& weights, const Progress& progress)> write;
+    // error: why there is no model; cancelled where the run ends. beside: training went on meanwhile.
+    std::function<void(const io::Error& error, double seconds, bool beside)> ended;
+  };
+  explicit ExportBeside(TrainingLog& log) : log_(log) {}
+  // What is under way is given up, and `ended` is not called.
+  ~ExportBeside();
+
+  bool busy() const { return job_.has_value(); }
+  // Not while busy.
+  void begin(Session& session, Job job);
+  // Begins to write what can be written by now, and calls `ended` of what is written.
+  void look();
+  // Waits for what is under way, unless a signal comes: then, and where the session failed, it is given up. Calls
+  // `ended`.
+  void finish(Session& session);
+
+ private:
+  void start();
+  void end(const io::Error& error, double seconds, bool beside);
+  void write_at_once(const Session& session);
+  void join();
+
+  TrainingLog& log_;
+  std::optional<Job> job_;
+  std::shared_ptr<CommittedStep> kept_;  // until it is written
+  std::thread thread_;
+  std::atomic<bool> give_up_ = false, done_ = false;
+  std::atomic<std::uint64_t> written_ = 0, of_ = 0;  // bytes
+  io::Error error_;                                  // of the thread, when it is done
+  double seconds_ = 0;
+};
+
+}  // namespace tierflow
