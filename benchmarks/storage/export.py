@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""How fast a state is verified and exported, beside what the drive reads and writes (dd, O_DIRECT, blocks of 4 MiB), in turn; and how much of a run's time
-`--export-every` takes. Medians.
+"""How fast a state is verified and exported, beside what the drive reads and writes (dd, O_DIRECT, blocks of 4 MiB), in turn; and how much longer
+a run takes with `--export-every`. Medians.
 
     .venv/bin/python benchmarks/storage/export.py --storage DIR [--rounds 3] [--every 5]
 
@@ -51,14 +51,25 @@ def bandwidth(path, write, size):
     return (blocks << 22) / run(*words)
 
 
-def exports_while_training(args):
-    """Seconds of a step beside those that its share of an export takes."""
+def training_seconds(args, *more):
+    """Of 2 N steps after the first N, with what they wait for exports; and of the exports."""
     anew(args)
-    run(*train(args, 3 * args.every + 1, "--export-every", args.every, "--export-keep", 1, "--out", args.folder / "out"))
+    run(*train(args, 3 * args.every + 1, "--out", args.folder / "out", *more))
     log = log_of(args)
-    steps = statistics.median(record["step_s"] for record in log if "loss" in record)
-    exports = statistics.median(record["exported"]["seconds"] for record in log if "exported" in record)
-    return {"step_s": steps, "export_s": exports, "every": args.every, "share_of_time": exports / (exports + args.every * steps)}
+    steps = [record["step_s"] for record in log if "loss" in record][args.every :]
+    exports = [record["exported"] for record in log if "exported" in record]
+    return sum(steps) + sum(each["seconds"] for each in exports[1:] if not each["beside"]), exports
+
+
+def exports_while_training(args):
+    """The same run with and without exports, in turn."""
+    rounds = []
+    for _ in range(args.rounds):
+        without, _ = training_seconds(args)
+        with_exports, exports = training_seconds(args, "--export-every", args.every, "--export-keep", 1)
+        rounds.append({"step_s": without / (2 * args.every + 1), "export_s": statistics.median(each["seconds"] for each in exports), "slowed_by": with_exports / without - 1,
+                       "beside": all(each["beside"] for each in exports)})
+    return {"every": args.every, "rounds": rounds, "slowed_by": statistics.median(each["slowed_by"] for each in rounds)}
 
 
 def main():

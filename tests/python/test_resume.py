@@ -77,12 +77,13 @@ def test_killed_anywhere_it_goes_on_to_the_bit(work, clip):
     assert not [*work.glob("store/*")]
 
 
-def test_killed_at_each_call_it_goes_on_to_the_bit(work):
-    """At TIERFLOW_KILLS (make test-kills: 200) calls that change files, evenly over a run from its first to its last, half a write included."""
-    words = [*changed(TRAIN, {"--steps": "30"}), *TIGHT, "--engine", "threads", "--clip", "none"]
+@pytest.mark.parametrize("clip", ["1.0", "none"])
+def test_killed_at_each_call_it_goes_on_to_the_bit(work, clip):
+    """At TIERFLOW_KILLS (make test-kills: 200, half of them each) calls that change files, evenly over a run from its first to its last, half a write included."""
+    words = [*changed(TRAIN, {"--steps": "30"}), *TIGHT, "--engine", "threads", "--clip", clip, "--durability", "step", "--export-every", "10"]
     run(work, *changed(words, {"--out": "whole", "--log-json": "whole.json"}), env={"LD_PRELOAD": str(SHIM), "TIERFLOW_CALL_COUNT": "count"})
     expected = {record["step"]: record["loss"] for record in steps_of(work / "whole.json")}
-    calls, kills = int((work / "count").read_text()), int(os.environ.get("TIERFLOW_KILLS", 5))
+    calls, kills = int((work / "count").read_text()), int(os.environ.get("TIERFLOW_KILLS", 6)) // 2
     assert calls >= 200
     killed = resumed = 0
     for i in range(kills):
@@ -92,6 +93,8 @@ def test_killed_at_each_call_it_goes_on_to_the_bit(work):
         killed += died.returncode == -signal.SIGKILL
         resumed += "resumed after step" in done.stderr
         assert losses(work) == expected and weights(work / "out") == weights(work / "whole"), f"call {1 + calls * i // kills} of {calls}"
+        for step in 10, 20:
+            assert weights(work / "out" / f"checkpoint-{step}") == weights(work / "whole" / f"checkpoint-{step}"), f"call {1 + calls * i // kills} of {calls}"
         assert not [*work.glob("store/*")]
         for left in [work / "out", *work.glob("log.json*")]:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
