@@ -207,7 +207,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              const SavedParts saved = parts_of(parts);
              const std::vector<ExtraTensor> others = extra_of(extra);
              const py::gil_scoped_release released;
-             self.save(folder, saved, others, shard_bytes, watched());
+             return self.save(folder, saved, others, shard_bytes, watched());
            })
       .def("save_state",
            [](Streamer& self, const std::string& file) {

@@ -187,7 +187,8 @@ def _write(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | s
         pieces = value.detach().flatten().split([math.prod(shape) for _, shape in own])
         extra += [(new, piece.view(shape), piece.clone) for (new, shape), piece in zip(own, pieces, strict=True)]
     os.makedirs(folder, exist_ok=True)
-    engine.native.save(os.fspath(folder), streamed, extra, parse_size(max_shard_size))
+    if broken := engine.native.save(os.fspath(folder), streamed, extra, parse_size(max_shard_size)):
+        log.warning("the values of %s are not all finite: what was saved in %s is of no use", broken, folder)
 
 
 def _build(path: Path, model_class: Any = None, attn_implementation: str | None = None) -> nn.Module:

@@ -31,6 +31,18 @@ bool same_adapter(const nlohmann::json& a, const nlohmann::json& b) {
 
 constexpr std::uint64_t kBeyondBudget = 128 << 20;  // what measuring may take where the budget is too small anyway
 
+// Opens or makes a store where room becomes free: the kernel frees what a removed file or a failed attempt took when it
+// has closed its ring, a little later.
+template <class Make>
+auto with_room(const Make& make) {
+  auto made = make();
+  for (int tries = 0; tries < 30 && !made.ok() && made.error().error_number == ENOSPC; ++tries) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    made = make();
+  }
+  return made;
+}
+
 }  // namespace
 
 Session::Impl::Impl(std::shared_ptr<LayeredModel> model_, SessionOptions options_, AdamW adamw_)
@@ -171,7 +183,7 @@ void Session::Impl::make_store(const std::string& identity) {
   swap::StoreOptions wanted = store_options(model->spec(), options, plan);
   if (options.resume) {
     wanted.identity = identity;
-    store = value_or_throw(swap::Store::resume(std::move(wanted), *plan.layout));
+    store = value_or_throw(with_room([&] { return swap::Store::resume(wanted, *plan.layout); }));
     committed = true;  // it stays, whatever comes
     return;
   }
@@ -180,11 +192,7 @@ void Session::Impl::make_store(const std::string& identity) {
   auto made = swap::Store::create(wanted, *plan.layout);
   if (!made.ok() && made.error().error_number == ENOSPC && options.commit_auto && plan.commit_every != 0) {
     plan.commit_every = 0;
-    // The kernel frees what the attempt took when it has closed its ring: a little later.
-    for (int tries = 0; tries < 30 && !made.ok() && made.error().error_number == ENOSPC; ++tries) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(tries == 0 ? 0 : 100));
-      made = swap::Store::create(store_options(model->spec(), options, plan), *plan.layout);
-    }
+    made = with_room([&] { return swap::Store::create(store_options(model->spec(), options, plan), *plan.layout); });
   }
   if (!made.ok() && made.error().error_number == ENOSPC && plan.commit_every != 0) {
     io::Error error = made.error();

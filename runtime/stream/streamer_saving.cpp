@@ -5,8 +5,8 @@
 
 namespace tierflow {
 
-void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts, const std::vector<ExtraTensor>& extra,
-                    std::uint64_t shard_bytes, const Progress& progress) {
+std::string Streamer::save(const std::filesystem::path& folder, const SavedParts& parts,
+                           const std::vector<ExtraTensor>& extra, std::uint64_t shard_bytes, const Progress& progress) {
   Impl& impl = *impl_;
   settle();
   std::vector<TensorHeader> headers;
@@ -31,7 +31,8 @@ void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts
                        .dtype = type == torch::kFloat32    ? Dtype::f32
                                 : type == torch::kBFloat16 ? Dtype::bf16
                                                            : Dtype::f16,
-                       .shape = tensor.as.shape});
+                       .shape = tensor.as.shape,
+                       .trained = false});  // a mask may hold infinities
   }
   CheckpointWriter writer(folder, std::move(headers), shard_bytes);
   write_weights(
@@ -44,6 +45,7 @@ void Streamer::save(const std::filesystem::path& folder, const SavedParts& parts
     writer.write({static_cast<const std::byte*>(values.data_ptr()), static_cast<std::size_t>(values.nbytes())});
   }
   writer.finish();
+  return writer.not_finite();
 }
 
 void Streamer::Impl::between_steps(const char* what) const {

@@ -227,6 +227,12 @@ def test_without_room_for_the_copy_the_chunks_stay_where_that_can_be(work, wide)
     run(work, "verify", "a")
 
 
+def test_room_that_becomes_free_a_little_later_is_waited_for(work, wide):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    train(work, "a", env={**SHIM, "TIERFLOW_FAIL": f"allocate:a/state-scratch.tfv:{errno.ENOSPC}", "TIERFLOW_FAIL_NTH": "1", "TIERFLOW_CALLS": str(work / "calls")})
+    assert (work / "calls").read_text().count("a/state-scratch.tfv") > 1 and weights(work) == wide
+
+
 def test_a_copy_that_came_out_otherwise_takes_no_place(work, wide):
     """Its bytes change on the drive before its last flush has ended."""
     killed_at(work, "flush:a/state.tfv", "a", nth=9)

@@ -125,6 +125,16 @@ def test_buffers_come_from_the_folder(tmp_path):
     assert torch.equal(model.scale, torch.full((8,), 3.0))
 
 
+def test_weights_that_are_not_finite_are_said_by_name(tmp_path, caplog):
+    model = tierflow.wrap(make("llama"), scarce())
+    tierflow.save(model, tmp_path / "sound")
+    assert "not all finite" not in caplog.text
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.copy_(torch.full((112, 64), float("nan")))
+    tierflow.save(model, tmp_path / "broken")
+    assert "the values of model.layers.1.mlp.up_proj.weight are not all finite" in caplog.text
+
+
 def test_a_module_put_in_another_ones_place_is_saved(model, tmp_path):
     model.lm_head = torch.nn.Linear(64, 160, bias=False).bfloat16()
     model.model.layers[0].mlp.up_proj = torch.nn.Linear(64, 112, bias=False).bfloat16()

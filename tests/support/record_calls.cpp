@@ -1,5 +1,6 @@
 // Preloaded into the program (LD_PRELOAD), writes a line for each call that changes what files hold or are called, into
-// the file $TIERFLOW_CALLS: "write PATH", "flush PATH", "rename PATH TO", "unlink PATH". A call that $TIERFLOW_FAIL
+// the file $TIERFLOW_CALLS: "write PATH", "allocate PATH", "flush PATH", "rename PATH TO",
+// "unlink PATH". A call that $TIERFLOW_FAIL
 // names as OPERATION:END_OF_PATH:ERRNO fails with that error: each such call, or the one whose number
 // $TIERFLOW_FAIL_NTH is. With `kill` as ERRNO the process kills itself there, before the call; with `stop` it stops
 // there until it is sent SIGCONT. With
@@ -120,6 +121,7 @@ ssize_t pwrite64(int descriptor, const void* bytes, size_t count, off_t offset) 
 }
 int fallocate(int descriptor, int mode, off_t offset, off_t length) {
   maybe_die();
+  if (fails("allocate", path_of(descriptor))) return -1;
   return next<decltype(&fallocate)>("fallocate")(descriptor, mode, offset, length);
 }
 int ftruncate(int descriptor, off_t length) noexcept {
