@@ -112,8 +112,9 @@ bool has_result(const TrainOptions& options) {
          read_text(made_by, 1 << 20) == effective_configuration(options) + "\n";
 }
 
-RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log)
-    : options_(options), log_(log), beside_(log) {
+RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log,
+                     ExportBeside& beside)
+    : options_(options), log_(log), beside_(beside) {
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
       const bool beside = options.method == "lora" && !options.merge;

@@ -24,8 +24,8 @@ class RunResult {
  public:
   // Claims --out, where there has to be room, and opens the files that go with the weights, before the work begins.
   // With --no-export there is no folder: the result is the store.
-  // resumed: --out may hold checkpoints of the run that is gone on with.
-  RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log);
+  // resumed: --out may hold checkpoints of the run that is gone on with. beside: writes models on the way.
+  RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log, ExportBeside& beside);
 
   // Throws Exception (kind environment) where --out has no room for the model's weights and what goes with them.
   void check_space() const;
@@ -73,7 +73,7 @@ class RunResult {
   std::optional<ResultFolder> folder_;
   std::optional<CompanionFiles> companions_;
   TrainingLog& log_;
-  ExportBeside beside_;
+  ExportBeside& beside_;
 };
 
 }  // namespace tierflow

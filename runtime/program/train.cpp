@@ -43,7 +43,7 @@ class Training {
         log_(log),
         spec_(training_spec(options)),
         forecast_(options_, spec_, log),
-        out_(options, spec_, left_.resumable, log),
+        out_(options, spec_, left_.resumable, log, beside_),
         trace_(options.trace, log),
         data_(prepare_data(data_options(options, spec_, temporary_folder()), log)),
         preference_(options, data_),
@@ -303,10 +303,8 @@ class Training {
   const Folders elsewhere_;
   TrainingLog& log_;
   const ModelSpec spec_;
-  std::optional<ExportRequests> requests_;  // ahead of the session: it goes when the state is free
-  std::unique_ptr<Session> session_;
   Forecast forecast_;
-  RunResult out_;  // may write what the session keeps
+  RunResult out_;
   StepTrace trace_;
   Dataset data_;
   PreferenceRun preference_;
@@ -315,6 +313,9 @@ class Training {
   RunRecord record_;
   RunSummary result_;
   HeldOut held_out_;
+  std::optional<ExportRequests> requests_;  // ahead of the session: it goes when the state is free
+  std::unique_ptr<Session> session_;
+  ExportBeside beside_{log_};  // goes first: it may be writing what the session keeps
   std::int64_t per_step_ = 1, steps_ = 0;
   std::int64_t begun_ = 0;  // step of the state with which this process began
   std::uint64_t write_limit_ = 0;
@@ -339,6 +340,7 @@ int train(const TrainOptions& options) {
     log.say("the run is finished: its result is in " + options.out.string());
     // It was killed between its result and the end of its state.
     if (left.there && elsewhere.empty()) discard_store(options.storage);
+    if (!left.there) remove_note(options.storage);
     return 0;
   }
   if (left.empty) {

@@ -125,7 +125,7 @@ def test_the_last_models_on_the_way_are_the_last(work):
 def stopped(work, *words):
     """The step after which the run was stopped, and its state committed."""
     process = start(work, *words, delay_ms=20)
-    wait_until(lambda: (work / "log.json").exists() and len(evaluations(work / "log.json")) > 3)
+    wait_until(lambda: (work / "log.json").exists() and len(evaluations(work / "log.json")) > 3 and (work / "out" / "checkpoint-2").exists())
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + signal.SIGTERM, said

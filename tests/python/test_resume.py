@@ -269,6 +269,16 @@ def test_a_model_on_the_way_that_cannot_be_written_costs_itself_alone(work):
     assert [each.name for each in work.glob("out/checkpoint-*")] == ["checkpoint-4"]
 
 
+def test_killed_while_it_removes_its_state_it_is_finished_and_leaves_nothing(work):
+    for call in "unlink:store/state.tfv", "unlink:store/state.tfv.owner":
+        died = run(work, *TRAIN, *TIGHT, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": f"{call}:kill"})
+        assert died.returncode == -signal.SIGKILL
+        done = again(work, *TRAIN, *TIGHT)
+        assert done.returncode == 0 and "the run is finished" in done.stderr, done.stderr
+        assert not [*work.glob("store/*")]
+        shutil.rmtree(work / "out")
+
+
 def test_killed_while_it_makes_its_store_it_begins_anew(work):
     """Before the header of the second folder's file, and before the note that says whose the store is."""
     run(work, *changed(TRAIN, {"--out": "whole", "--steps": "2"}), *small())
