@@ -28,15 +28,18 @@ def main():
     parser.add_argument("--device-memory", default="2GiB")
     parser.add_argument("--activations", type=float, default=0.5, help="share of the device memory that is left to them")
     parser.add_argument("--fused-layers", action="store_true")
+    parser.add_argument("--durable", action="store_true", help="commit every step")
     args = parser.parse_args()
     count, rows, length = (int(word) for word in args.shape.split("x"))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(args.config), dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory(dir=args.storage) as folder:
-        plan = tierflow.Plan(tierflow.Budget(args.device_memory, args.host_memory, [folder], args.activations), allow_any_filesystem=True)
+        plan = tierflow.Plan(tierflow.Budget(args.device_memory, args.host_memory, [folder], args.activations, durable=args.durable), allow_any_filesystem=True)
         tierflow.wrap(model, plan, fused_layers=args.fused_layers).train()
         opt = tierflow.optim.AdamW(model.parameters(), lr=1e-5)
         trainer = tierflow.Trainer(model, opt, clip=1.0)
+        if args.durable:
+            tierflow.resume(model, opt)
         seconds, used = [], []
         for _ in range(args.steps):
             ids = torch.randint(0, model.config.vocab_size, (count, rows, length))
@@ -53,7 +56,7 @@ def main():
             used.append(time.process_time() - before)
         stats = tierflow.stats(model)
         lanes = {name: round(lane["busy_seconds"], 2) for name, lane in stats["lanes"].items()}
-        tierflow.close(model)
+        tierflow.close(model, discard=args.durable)
     half = len(seconds) // 2  # the first steps differ: kernels are compiled, memory is touched, room for activations is found
     median, cpu = statistics.median(seconds[half:]), statistics.median(used[half:])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
