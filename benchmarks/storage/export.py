@@ -52,13 +52,13 @@ def bandwidth(path, write, size):
 
 
 def training_seconds(args, *more):
-    """Of 2 N steps after the first N, with what they wait for exports; and of the exports."""
+    """Of 2 N steps after the first N, with what they wait for exports between them; and the exports."""
     anew(args)
     run(*train(args, 3 * args.every + 1, "--out", args.folder / "out", *more))
     log = log_of(args)
     steps = [record["step_s"] for record in log if "loss" in record][args.every :]
     exports = [record["exported"] for record in log if "exported" in record]
-    return sum(steps) + sum(each["seconds"] for each in exports[1:] if not each["beside"]), exports
+    return sum(steps) + sum(each["waited"] for each in exports[1:]), exports
 
 
 def exports_while_training(args):

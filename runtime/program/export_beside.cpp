@@ -1,9 +1,11 @@
 #include "runtime/program/export_beside.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
+#include "io/thread.h"
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"
 
@@ -11,6 +13,7 @@ namespace tierflow {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+constexpr int kSlow = 300;  // seconds
 
 double seconds_since(Clock::time_point begun) {
   return std::chrono::duration<double>(Clock::now() - begun).count();
@@ -33,82 +36,109 @@ void ExportBeside::join() {
 }
 
 void ExportBeside::begin(Session& session, Job job) {
-  job_ = std::move(job);
   kept_ = session.keep_step();
-  if (kept_ == nullptr) write_at_once(session);
+  if (kept_ == nullptr) return write_at_once(session, std::move(job));
+  job_ = std::move(job);
+  waited_ = 0;
+  look();
 }
 
-void ExportBeside::write_at_once(const Session& session) {
+void ExportBeside::write_at_once(const Session& session, Job job) {
   const auto begun = Clock::now();
   io::Error error;
   try {
-    job_->write(job_->at_once, log_.stoppable_progress());
+    job.write(job.at_once, log_.stoppable_progress());
   } catch (const Exception& failed) {
     if (!session.intact()) throw;
     error = failed.error();
   }
-  end(error, seconds_since(begun), false);
+  const double seconds = seconds_since(begun);
+  end(std::move(job), error, {.seconds = seconds, .waited = seconds});
 }
 
 void ExportBeside::look() {
   if (!busy()) return;
   if (done_) {
-    thread_.join();
-    end(error_, seconds_, true);
-  } else if (!thread_.joinable() && kept_->durable()) {
+    end_beside(error_);
+  } else if (thread_.joinable()) {
+    if (said_slow_ || seconds_since(begun_) < kSlow) return;
+    said_slow_ = true;
+    log_.say(
+        fmt::format("warning: the model after step {} is being written for {} minutes; until that ends no later "
+                    "step is committed",
+                    kept_->step(), kSlow / 60));
+  } else if (kept_->durable()) {
     start();
   }
 }
 
 void ExportBeside::start() {
-  give_up_ = false;
+  give_up_ = said_slow_ = false;
   written_ = of_ = 0;
-  thread_ = std::thread([this] {
-    const auto begun = Clock::now();
-    error_ = {};
-    try {
-      job_->write([this](const std::filesystem::path& folder,
-                         const Progress& progress) { return kept_->export_hf(folder, progress); },
-                  [this](const char*, std::uint64_t done, std::uint64_t total) {
-                    written_ = done;
-                    of_ = total;
-                    if (give_up_) throw Exception(given_up());
-                  });
-    } catch (const Exception& failed) {
-      error_ = failed.error();
-    } catch (const std::exception& failed) {
-      error_ = {.kind = io::ErrorKind::internal, .operation = "export", .detail = failed.what()};
-    }
-    seconds_ = seconds_since(begun);
-    done_ = true;
-  });
+  begun_ = Clock::now();
+  if (io::Error error = io::start_thread(thread_, "tierflow-export", [this] { run(); })) end_beside(error);
+}
+
+void ExportBeside::run() {
+  error_ = {};
+  try {
+    job_->write([this](const std::filesystem::path& folder,
+                       const Progress& progress) { return kept_->export_hf(folder, progress); },
+                [this](const char*, std::uint64_t done, std::uint64_t total) {
+                  written_ = done;
+                  of_ = total;
+                  if (give_up_) throw Exception(given_up());
+                });
+  } catch (const Exception& failed) {
+    error_ = failed.error();
+  } catch (const std::exception& failed) {
+    error_ = {.kind = io::ErrorKind::internal, .operation = "export", .detail = failed.what()};
+  }
+  done_ = true;
 }
 
 void ExportBeside::finish(Session& session) {
+  look();
   if (!busy()) return;
-  if (!thread_.joinable() && session.intact() && stop_signal() == 0) {
-    if (session.steps() == kept_->step()) {
+  const auto begun = Clock::now();
+  if (!thread_.joinable()) {
+    const bool now = session.steps() == kept_->step();
+    if (now && stop_signal() != 0) return end_beside(given_up());  // the state that is left is that step's
+    if (now) {
       kept_.reset();
-      return write_at_once(session);
+      return write_at_once(session, *std::exchange(job_, std::nullopt));
     }
     kept_->wait();
     start();
   }
-  while (thread_.joinable() && !done_) {
-    if (stop_signal() != 0 || !session.intact()) give_up_ = true;
+  for (bool said = false; thread_.joinable() && !done_;) {
+    if (!session.intact()) give_up_ = true;
+    if (stop_signal() != 0 && !std::exchange(said, true))
+      log_.say(
+          fmt::format("the model after step {} is written first; once more ends at once, and the same command "
+                      "goes on from that step",
+                      kept_->step()));
     log_.progress("writing the model", written_, std::max<std::uint64_t>(of_, 1));
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  const bool ran = thread_.joinable();
-  join();
-  end(ran ? error_ : given_up(), seconds_, true);
+  if (!busy()) return;  // its thread could not be started
+  waited_ += seconds_since(begun);
+  end_beside(error_);
 }
 
-void ExportBeside::end(const io::Error& error, double seconds, bool beside) {
-  kept_.reset();
+// What was done or could not be, of the job at hand.
+void ExportBeside::end_beside(const io::Error& why) {
+  const io::Error error = why;
+  const bool ran = thread_.joinable();
+  const Took took{.seconds = ran ? seconds_since(begun_) : 0, .waited = waited_, .beside = ran};
+  join();
   done_ = false;
-  const Job job = *std::exchange(job_, std::nullopt);
-  job.ended(error, seconds, beside);
+  end(*std::exchange(job_, std::nullopt), error, took);
+}
+
+void ExportBeside::end(Job job, const io::Error& error, const Took& took) {
+  job.write = {};  // the folder of a model that is not there goes before anybody hears of it
+  job.ended(error, took);
 }
 
 }  // namespace tierflow

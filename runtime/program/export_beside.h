@@ -2,6 +2,7 @@
 // A model on its way out of a run: written by a thread while training goes on, where the session can keep the step;
 // else at once.
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -22,12 +23,16 @@ using ExportWeights = std::function<std::string(const std::filesystem::path& fol
 // One at a time. All of it is called between steps, on the session's thread.
 class ExportBeside {
  public:
+  struct Took {
+    double seconds = 0, waited = 0;  // from its beginning; training stood still
+    bool beside = false;             // training went on meanwhile
+  };
   struct Job {
     ExportWeights at_once;  // from the session as it is
     // Throws Exception. On another thread, where `weights` is not `at_once`.
     std::function<void(const ExportWeights& weights, const Progress& progress)> write;
-    // error: why there is no model; cancelled where the run ends. beside: training went on meanwhile.
-    std::function<void(const io::Error& error, double seconds, bool beside)> ended;
+    // error: why there is no model; cancelled where the run ends first.
+    std::function<void(const io::Error& error, const Took& took)> ended;
   };
   explicit ExportBeside(TrainingLog& log) : log_(log) {}
   // What is under way is given up, and `ended` is not called.
@@ -38,24 +43,28 @@ class ExportBeside {
   void begin(Session& session, Job job);
   // Begins to write what can be written by now, and calls `ended` of what is written.
   void look();
-  // Waits for what is under way, unless a signal comes: then, and where the session failed, it is given up. Calls
-  // `ended`.
+  // Waits for what is under way. Gives it up where the session failed, and where a signal came and no step after that
+  // model: a run that goes on begins with that step. Calls `ended`.
   void finish(Session& session);
 
  private:
   void start();
-  void end(const io::Error& error, double seconds, bool beside);
-  void write_at_once(const Session& session);
+  void run();
+  void write_at_once(const Session& session, Job job);
+  void end_beside(const io::Error& why);
+  static void end(Job job, const io::Error& error, const Took& took);
   void join();
 
   TrainingLog& log_;
   std::optional<Job> job_;
   std::shared_ptr<CommittedStep> kept_;  // until it is written
   std::thread thread_;
+  std::chrono::steady_clock::time_point begun_;
+  double waited_ = 0;
+  bool said_slow_ = false;
   std::atomic<bool> give_up_ = false, done_ = false;
   std::atomic<std::uint64_t> written_ = 0, of_ = 0;  // bytes
   io::Error error_;                                  // of the thread, when it is done
-  double seconds_ = 0;
 };
 
 }  // namespace tierflow

@@ -87,6 +87,10 @@ Evaluation HeldOut::evaluate_sequences(Session& session, std::int64_t count, con
                           {}, progress);
 }
 
+bool HeldOut::may_write(std::int64_t step) const {
+  return due(options_.export_every, step) || (options_.export_best && due(options_.eval_every, step));
+}
+
 void HeldOut::between_steps(Session& session, std::int64_t step, std::int64_t begun) {
   if (due(options_.eval_every, step) && record_.evaluated != step) {
     evaluate(session, step, summary_.held_out_after);

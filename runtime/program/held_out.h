@@ -30,6 +30,8 @@ class HeldOut {
   // After step `step`: evaluates and keeps the model, where that is due and was not done before. begun: the step of the
   // state with which this process began.
   void between_steps(Session& session, std::int64_t step, std::int64_t begun);
+  // Whether it may write a model after `step`.
+  bool may_write(std::int64_t step) const;
   // Whether the last evaluation was of the model after `step`.
   bool evaluated(std::int64_t step) const { return evaluated_at_ == step; }
   bool stops_early() const;

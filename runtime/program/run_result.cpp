@@ -224,19 +224,24 @@ void RunResult::begin_beside(Session& session, const char* how,
                                        const Progress& progress) { *made = write(weights, progress); },
                           .ended =
                               [this, how, made, step = session.steps(), ended = std::move(ended)](
-                                  const io::Error& error, double seconds, bool beside) {
+                                  const io::Error& error, const ExportBeside::Took& took) {
                                 if (error)
                                   say_not_written(step, how, error);
                                 else
-                                  say_written(*made, step, seconds, beside);
+                                  say_written(*made, step, took);
                                 ended(error);
                               }});
 }
 
-void RunResult::say_written(const fs::path& folder, std::int64_t step, double seconds, bool beside) const {
-  log_.say(fmt::format("model after step {} written to {}, {:.1f} s{}", step, folder.string(), seconds,
-                       beside ? " beside training" : ""));
-  log_.object({{"exported", {{"step", step}, {"folder", folder.string()}, {"seconds", seconds}, {"beside", beside}}}});
+void RunResult::say_written(const fs::path& folder, std::int64_t step, const ExportBeside::Took& took) const {
+  log_.say(fmt::format("model after step {} written to {}, {:.1f} s{}", step, folder.string(), took.seconds,
+                       took.beside ? " beside training" : ""));
+  log_.object({{"exported",
+                {{"step", step},
+                 {"folder", folder.string()},
+                 {"seconds", took.seconds},
+                 {"waited", took.waited},
+                 {"beside", took.beside}}}});
 }
 
 void RunResult::say_not_written(std::int64_t step, const char* how, const io::Error& error) const {

@@ -65,7 +65,7 @@ class RunResult {
   void begin_beside(Session& session, const char* how,
                     std::function<std::filesystem::path(const ExportWeights&, const Progress&)> write,
                     std::function<void(const io::Error& error)> ended);
-  void say_written(const std::filesystem::path& folder, std::int64_t step, double seconds, bool beside) const;
+  void say_written(const std::filesystem::path& folder, std::int64_t step, const ExportBeside::Took& took) const;
   void say_not_written(std::int64_t step, const char* how, const io::Error& error) const;
 
   const TrainOptions& options_;

@@ -197,12 +197,13 @@ class Training {
   // What is due after a step that is not the last, unless the process before this one did it; and what is asked for.
   void between_steps(std::int64_t step) {
     out_.look();
-    held_out_.between_steps(*session_, step, begun_);
+    if (held_out_.may_write(step)) out_.finish_beside(*session_);  // and who asks meanwhile has a turn
     requests_->answer(
         step, [&] { return stop_signal() == 0 && !out_.writes_beside(); },
         [&](const std::filesystem::path& out, const ExportRequests::Answer& answer) {
           out_.write_elsewhere(*session_, out, answer);
         });
+    held_out_.between_steps(*session_, step, begun_);
   }
 
   // A model that gives no finite loss, when last looked at, is no result.
@@ -288,7 +289,7 @@ class Training {
     const double lr = learning_rate(options_, step, steps_);
     forecast_.begin_step(*session_);
     const StepResult result = session_->step(batches, lr);
-    forecast_.end_step(*session_, result);
+    if (!out_.writes_beside()) forecast_.end_step(*session_, result);
     result_.last_loss = result.loss;
     record_.skipped_in_a_row = result.skipped ? record_.skipped_in_a_row + 1 : 0;
     if (result.computed_again > 0)

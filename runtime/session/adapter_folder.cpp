@@ -98,7 +98,10 @@ std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs:
     tensors.push_back(std::move(copy));
   }
   std::vector<TensorHeader> headers;
-  for (const Tensor& tensor : tensors) headers.push_back(tensor.header);
+  for (const Tensor& tensor : tensors) {
+    headers.push_back(tensor.header);
+    headers.back().name = name_in_whole_model(spec, tensor.header.name);
+  }
   CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{});
   for (const Tensor& tensor : tensors) {
     if (!tensor.columns && !tensor.sum) {

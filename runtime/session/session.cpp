@@ -141,7 +141,9 @@ std::uint64_t Session::Impl::writes_of_next_step() const {
 }
 
 bool Session::Impl::commits_beside_next_step() const {
-  return plan.commit_every != 0 && steps != committed_steps && steps % plan.commit_every == 0;
+  // One that a kept step held back comes as soon as that is gone.
+  return plan.commit_every != 0 && steps != committed_steps &&
+         (steps % plan.commit_every == 0 || steps - committed_steps >= plan.commit_every);
 }
 
 void Session::Impl::expect_first_values() const {
@@ -156,7 +158,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   const PairCounts pairs = options.loss.pairs() ? count_pairs(options.loss, batches) : PairCounts{};
   const torch::NoGradGuard no_grad;
   const auto kept = kept_step.lock();
-  const bool commits = commits_beside_next_step() && (!kept || (kept->step_ == steps && kept->generation_ == 0));
+  const bool commits = kept ? kept->step_ == steps && kept->generation_ == 0 : commits_beside_next_step();
   std::string progress = progress_json();
   StepResult result{.step = ++steps};
   const std::int64_t again = computed_again;

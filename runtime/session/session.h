@@ -2,6 +2,7 @@
 // FRONT DOOR of session: a model whose state streams, and its steps. Throws Exception, or std::logic_error for a defect
 // of its own; after an exception from step() or evaluate() the session can only be destroyed, unless intact() is true.
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
@@ -167,10 +168,10 @@ class Session {
   void commit();
   // Whether the state is committed beside the steps, and after how many each. 0: it is not.
   int commit_every() const;
-  // Keeps the model as it is now, for writing it while training goes on: the next step() commits it, as it would
-  // anyway, and until the returned object goes nothing else is committed. Null where the next step commits nothing,
-  // where the host budget has no room for reading it, and for a model with adapters. Throws Exception (kind usage)
-  // where a step is kept already.
+  // Keeps the model as it is now, for writing it while training goes on: the next step() commits it, if it is not
+  // committed yet, and until the returned object goes nothing else is. Null where no steps are committed, where the
+  // host budget has no room for reading it, and for a model with adapters. Throws Exception (kind usage) where a step
+  // is kept already.
   std::shared_ptr<CommittedStep> keep_step();
   // Steps that the state has, those before it was resumed included.
   std::int64_t steps() const;
@@ -196,7 +197,8 @@ class CommittedStep {
   bool durable() const;
   // Until it is durable. On the session's thread, when a step came after it.
   void wait();
-  // As Session::export_hf(), on any thread, beside the session's steps. When it is durable.
+  // As Session::export_hf(), on any thread, beside the session's steps. Throws Exception (kind usage) where it is not
+  // durable yet.
   std::string export_hf(const std::filesystem::path& folder, const Progress& progress) const;
 
  private:
@@ -204,7 +206,7 @@ class CommittedStep {
   explicit CommittedStep(Session::Impl& impl);
   Session::Impl& impl_;
   const std::int64_t step_;
-  std::uint64_t generation_ = 0;  // in which it is; 0: no step came yet
+  std::atomic<std::uint64_t> generation_ = 0;  // in which it is; 0: no step came yet
 };
 
 // Writes the model in the folder `base` with the adapters of PEFT's folder added to its weights, as an HF folder:

@@ -83,6 +83,7 @@ class WordsAhead {
     const std::span<std::byte> words = read.buffer.bytes().first(words_.bytes(chunks.front()));
     if (const io::Error wrong = words_.verify(chunks.front(), words)) {
       words_.report_second_reading(wrong);
+      read.buffer = {};
       use(value_or_throw(words_.fetch(chunks.front())).bytes());
     } else {
       use(words);
@@ -123,9 +124,10 @@ std::string Session::export_hf(const std::filesystem::path& folder, const Progre
 
 std::shared_ptr<CommittedStep> Session::keep_step() {
   Impl& impl = *impl_;
-  if (impl.plan.exporting == 0 || !impl.commits_beside_next_step()) return nullptr;
+  if (impl.plan.exporting == 0 || impl.plan.commit_every == 0) return nullptr;
   if (!impl.kept_step.expired()) throw Exception(io::ErrorKind::usage, "another step is kept already");
   const std::shared_ptr<CommittedStep> kept(new CommittedStep(impl));
+  if (impl.steps == impl.committed_steps) kept->generation_ = impl.planned_generation;
   impl.kept_step = kept;
   return kept;
 }
@@ -142,6 +144,7 @@ void CommittedStep::wait() {
 }
 
 std::string CommittedStep::export_hf(const std::filesystem::path& folder, const Progress& progress) const {
+  if (!durable()) throw Exception(io::ErrorKind::usage, "the step that is kept is not committed yet");
   WordsAhead words(*impl_.store, *impl_.plan.layout, 0);
   return export_weights(
       impl_.model->spec(), impl_.plan.packed, *impl_.plan.layout, {impl_.source, impl_.source_hash}, folder,

@@ -12,6 +12,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
+#include "runtime/spec/adapter_choice.h"
 #include "runtime/spec/name_pattern.h"
 
 namespace tierflow {
@@ -27,48 +28,6 @@ constexpr std::array<std::string_view, 6> kParts = {kA, kB, kA0, kB0, kM, kM0};
 [[noreturn]] void fail_usage(const std::string& detail) {
   throw Exception(io::ErrorKind::usage, detail);
 }
-
-bool fits(std::string_view module, std::string_view name) {
-  return module == name ||
-         (module.ends_with(name) && module.size() > name.size() && module[module.size() - name.size() - 1] == '.');
-}
-bool fits_any(std::string_view module, const std::vector<std::string>& names) {
-  return std::ranges::any_of(names, [&](const std::string& name) { return fits(module, name); });
-}
-
-// What a configuration says of each module.
-class Choice {
- public:
-  explicit Choice(const AdapterConfig& config)
-      : config_(config), target_(whole(config.target_pattern)), exclude_(whole(config.exclude_pattern)) {}
-
-  bool wants(const std::string& module, std::int64_t layer) const {
-    const bool named = target_ ? target_->fits(module) : config_.targets.empty() || fits_any(module, config_.targets);
-    const bool excluded = exclude_ ? exclude_->fits(module) : fits_any(module, config_.exclude);
-    return named && !excluded &&
-           (config_.layers.empty() || std::ranges::find(config_.layers, layer) != config_.layers.end());
-  }
-  std::int64_t rank(const std::string& module) { return first_fit(module, config_.rank_pattern, config_.rank); }
-  double alpha(const std::string& module) { return first_fit(module, config_.alpha_pattern, config_.alpha); }
-
- private:
-  static std::optional<NamePattern> whole(const std::string& expression) {
-    return expression.empty() ? std::nullopt : std::optional<NamePattern>(expression);
-  }
-  template <class Value>
-  Value first_fit(const std::string& module, const std::vector<std::pair<std::string, Value>>& patterns,
-                  Value otherwise) {
-    for (const auto& [expression, value] : patterns) {
-      const auto compiled = at_the_end_.try_emplace(expression, expression, "(.*\\.)?(", ")").first;
-      if (compiled->second.fits(module)) return value;
-    }
-    return otherwise;
-  }
-
-  const AdapterConfig& config_;
-  const std::optional<NamePattern> target_, exclude_;
-  std::map<std::string, NamePattern> at_the_end_;  // those that a module came to
-};
 
 // A name without the ".weight" at its end.
 std::string without_weight(std::string_view name) {
@@ -95,7 +54,7 @@ std::string name_in_model(const std::string& tensor) {
 class Saved {
  public:
   Saved(const ModelSpec& spec, const std::vector<std::string>& names)
-      : names_(names), unused_(names.begin(), names.end()), tied_(spec.config.tie_word_embeddings) {
+      : spec_(spec), names_(names), unused_(names.begin(), names.end()), tied_(spec.config.tie_word_embeddings) {
     if (tied_) table_ = spec.units.front().tensors.front().name;
   }
 
@@ -107,6 +66,9 @@ class Saved {
       paths.push_back(paths.back().substr(0, dot));
     if (is_tied_table(tensor)) paths.emplace_back(kHead);
     if (paths.front() != module_of(tensor.name)) paths.push_back(module_of(tensor.name));
+    for (std::size_t i = 0, in_text = paths.size(); i < in_text; ++i)
+      if (std::string whole = module_paths(spec_, paths[i]).back(); whole != paths[i])
+        paths.push_back(std::move(whole));
     std::string fitting;
     bool whole = false;
     for (const std::string& path : paths)
@@ -114,7 +76,7 @@ class Saved {
         if (path.ends_with(name)) {
           unused_.erase(name);
           fitting = name;
-          whole = whole || fits(path, name);
+          whole = whole || name_fits(path, name);
         }
     if (fitting.empty()) return false;
     if (tensor.part != Part::plain)
@@ -136,6 +98,7 @@ class Saved {
   }
 
  private:
+  const ModelSpec& spec_;
   const std::vector<std::string>& names_;
   std::set<std::string> unused_, modules_;
   bool tied_ = false;
@@ -161,6 +124,39 @@ void check(const AdapterConfig& config) {
     fail_usage("adapters with a magnitude (DoRA) begin as \"default\", not with factors of the base");
   if (!(config.dropout >= 0 && config.dropout < 1))
     fail_usage(fmt::format("an adapter's dropout is {}; it must be at least 0 and below 1", config.dropout));
+}
+
+// A regular expression that fits this path alone.
+std::string exactly(const std::string& path) {
+  std::string expression;
+  for (const char c : path) expression += c == '.' ? std::string("\\.") : std::string(1, c);
+  return expression;
+}
+
+// The same choice by the paths of modules in the whole model: no other part of it has one of them.
+void name_each_module(const ModelSpec& spec, AdapterConfig& config) {
+  AdapterConfig named = config;
+  named.targets.clear();
+  named.exclude.clear();
+  named.layers.clear();
+  named.rank_pattern.clear();
+  named.alpha_pattern.clear();
+  named.target_pattern = named.exclude_pattern = "";
+  std::erase_if(named.saved, [](const std::string& name) { return name != kHead; });
+  AdapterChoice choice(spec, config);
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      if (!is_adapter(tensor) && tensor.trainable) {
+        std::string saved = module_paths(spec, module_of(name_in_model(tensor.name))).back();
+        if (std::ranges::find(named.saved, saved) == named.saved.end()) named.saved.push_back(std::move(saved));
+      }
+      if (adapter_part(tensor) != AdapterPart::a) continue;
+      const std::string module = linear_module(tensor), path = module_paths(spec, module).back();
+      named.targets.push_back(path);
+      if (choice.rank(module) != config.rank) named.rank_pattern.emplace_back(exactly(path), choice.rank(module));
+      if (choice.alpha(module) != config.alpha) named.alpha_pattern.emplace_back(exactly(path), choice.alpha(module));
+    }
+  config = std::move(named);
 }
 
 // The weights that a base's format is for: matrices of linear layers, and of experts.
@@ -271,14 +267,21 @@ std::string tied_name_beside_base(const ModelSpec& spec) {
   return trained ? fmt::format("{}{}{}", kPrefix, kHead, kWeight) : "";
 }
 
+std::string name_in_whole_model(const ModelSpec& spec, const std::string& name) {
+  return name.starts_with(kPrefix)
+             ? fmt::format("{}{}", kPrefix, module_paths(spec, name.substr(kPrefix.size())).back())
+             : name;
+}
+
 std::string adapter_config_beside_base(const ModelSpec& spec) {
-  return adapter_config_json(joined_with_first(parse_adapter_config(spec.adapter_config_json, "the model's adapters")),
-                             has_transposed_weights(spec));
+  AdapterConfig config = parse_adapter_config(spec.adapter_config_json, "the model's adapters");
+  if (!spec.wrapper.empty()) name_each_module(spec, config);
+  return adapter_config_json(joined_with_first(std::move(config)), has_transposed_weights(spec));
 }
 
 void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   check(config);
-  Choice choice(config);
+  AdapterChoice choice(spec, config);
   Saved saved(spec, config.saved);
   const bool transposed = has_transposed_weights(spec);
   std::set<std::string> names;
@@ -298,7 +301,8 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
       const std::string module = block == blocks.end() ? "" : linear_module(tensor);
       if (!module.empty()) {
         names.insert(last_name(module));
-        std::erase_if(unused, [&](const std::string& target) { return fits(module, target); });
+        for (const std::string& path : module_paths(spec, module))
+          std::erase_if(unused, [&](const std::string& target) { return name_fits(path, target); });
       }
       const bool wanted = !module.empty() && choice.wants(module, block->second);
       tensor.trainable = saved.wants(tensor, wanted);

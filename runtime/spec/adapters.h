@@ -55,7 +55,10 @@ std::string name_beside_base(const TensorSpec& tensor);
 // The name of the head there, of a model whose tied embedding is trained beside adapters: PEFT writes it a second time.
 // Else empty.
 std::string tied_name_beside_base(const ModelSpec& spec);
-// The configuration there.
+// What a tensor that is called `name` there is called where the text model lies within a model of text and other
+// things: PEFT loads adapters into that. For others `name`.
+std::string name_in_whole_model(const ModelSpec& spec, const std::string& name);
+// The configuration there. Of a text model within another it names each module by its path in that.
 std::string adapter_config_beside_base(const ModelSpec& spec);
 
 }  // namespace tierflow

@@ -75,22 +75,29 @@ def test_killed_while_it_writes_it_goes_on_with_that_step_and_writes_it_again(wo
         assert weights(work / "out" / f"checkpoint-{step}") == expected[0][step], step
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]])
-def test_stopped_while_it_writes_it_gives_that_up_and_commits(work, expected, signals):
-    process = start(work, *TRAIN, *BESIDE, env={"TIERFLOW_FAIL": "flush:checkpoint-2.partial/tierflow_run.json.partial:stop"}, delay_ms=30)
+@pytest.mark.parametrize("twice", [False, True])
+def test_stopped_while_it_writes_it_ends_that_first_and_twice_at_once(work, expected, twice):
+    process = start(work, *TRAIN, *BESIDE, env={"TIERFLOW_FAIL": "flush:checkpoint-2.partial/tierflow_run.json.partial:stop"}, delay_ms=40)
     wait_until_stopped(process)
-    for each in signals:
-        process.send_signal(each)
+    process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signals[0], errors
-    assert "the model after step 2 was not written: the run ends" in errors
-    stopped = int(re.search(r"the state after step (\d) of 8 is committed", errors)[1])
-    assert stopped > 2 and not [*work.glob("out/*")]
+    if twice:
+        while "the model after step 2 is written first; once more ends at once" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM
+        status = json.loads(again(work, "status", "store", "--json").stdout)
+        assert status["step"] == 2
+    else:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM, errors
+        assert int(re.search(r"the state after step (\d) of 8 is committed", errors)[1]) > 2
+        assert "model after step 2 written to" in errors
     done = again(work, *TRAIN, *BESIDE)
     assert done.returncode == 0, done.stderr
-    assert losses(work) == expected[1] and weights(work / "out") == expected[0][STEPS]
-    assert checkpoints(work / "out") == [step for step in (4, 6) if step >= stopped]
+    assert losses(work) == expected[1] and weights(work / "out") == expected[0][STEPS] and checkpoints(work / "out") == [2, 4, 6]
+    for step in 2, 4, 6:
+        assert weights(work / "out" / f"checkpoint-{step}") == expected[0][step], step
 
 
 def test_what_fails_beside_training_costs_that_model_alone(work, expected):

@@ -27,9 +27,9 @@ def weights(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
-def training(work, *more, steps=1):
+def training(work, *more, steps=1, train=TRAIN):
     """A run that has done so many steps, and is stopped."""
-    process = start(work, *TRAIN, *more, delay_ms=15)
+    process = start(work, *train, *more, delay_ms=15)
     wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= steps)
     process.send_signal(signal.SIGSTOP)
     return process
@@ -42,12 +42,14 @@ def asking(work, out="so-far"):
     return process
 
 
-def test_the_run_writes_its_model_and_goes_on_to_the_bit(work):
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_run_writes_its_model_and_goes_on_to_the_bit(work, beside):
+    """beside: one model on the way follows the other, and each is written while training goes on."""
     run(work, *TRAIN)
     expected, result = losses(work), weights(work / "out")
     shutil.rmtree(work / "out")
     (work / "log.json").unlink()
-    process = training(work, "--export-every", "1")
+    process = training(work, "--export-every", "1", "--durability", "step", train=changed(TRAIN, {"--host-memory": "2MiB"}) if beside else TRAIN)
     (work / "mine").mkdir()
     (work / "mine" / "notes").write_text("")
     refused, within, asks = asking(work, "mine"), asking(work, "out/../out/mine"), asking(work)

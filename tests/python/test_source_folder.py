@@ -2,6 +2,7 @@
 import json
 import shutil
 
+import peft
 import pytest
 import torch
 import transformers
@@ -185,3 +186,46 @@ def test_what_belongs_to_no_part_is_refused(beginning, work):
     save_file({**tensors, strange: torch.zeros(2)}, work / "wrapped" / "model.safetensors", metadata={"format": "pt"})
     error = the_error(run(work, *STEPS, "--model", "wrapped", "--out", "out", ok=False).stderr)
     assert f"{strange} is not a parameter" in error and "vision_tower" not in error
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(2, 34)[None]).logits
+
+
+@pytest.mark.parametrize("which", CLASSES)
+def test_adapters_are_for_the_whole_model_as_peft_names_it(which, work, recwarn):
+    model_class = wrapped(which, work)
+    lora = [*changed(STEPS, {"--lr": "5e-2"}), "--method", "lora", "--lora-rank", "4", "--lora-alpha", "8", "--lora-rank-pattern", "layers.1.mlp.up_proj=2", "--modules-to-save", "norm"]
+    run(work, *lora, "--model", "wrapped", "--out", "tuned")
+    names = load_file(work / "tuned" / "adapter_model.safetensors").keys()
+    assert all(name.startswith("base_model.model.model.language_model.") for name in names), names
+    model = peft.PeftModel.from_pretrained(model_class.from_pretrained(work / "wrapped", dtype=torch.float32), work / "tuned")
+    assert not [each for each in recwarn if "adapter keys" in str(each.message)]
+    inside = [name for name, module in model.named_modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]
+    assert len(inside) == 3 * 7 and all("language_model" in name for name in inside), inside
+    run(work, "merge", "--model", "wrapped", "--adapter", "tuned", "--out", "merged")
+    base, tuned, merged = logits(model_class.from_pretrained(work / "wrapped", dtype=torch.float32)), logits(model), logits(model_class.from_pretrained(work / "merged", dtype=torch.float32))
+    assert (tuned - merged).norm() < 0.02 * (tuned - base).norm()
+    # The names that its text model has by itself are read as well.
+    other = work / "other"
+    shutil.copytree(work / "tuned", other)
+    tensors = load_file(other / "adapter_model.safetensors")
+    save_file({name.replace("language_model.", ""): value for name, value in tensors.items()}, other / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = json.loads((other / "adapter_config.json").read_text())
+    config.update(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], rank_pattern={"layers.1.mlp.up_proj": 2})
+    (other / "adapter_config.json").write_text(json.dumps(config))
+    run(work, "merge", "--model", "wrapped", "--adapter", "other", "--out", "again")
+    assert (work / "again" / "model.safetensors").read_bytes() == (work / "merged" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("target", [r".*language_model.*\.(q_proj|down_proj)", ["model.language_model.layers.0.self_attn.q_proj", "model.language_model.layers.1.mlp.down_proj"]])
+def test_what_peft_adapts_in_the_whole_model_is_merged(target, work):
+    model_class = wrapped("gemma3", work)
+    torch.manual_seed(8)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=target, init_lora_weights=False)
+    model = peft.get_peft_model(model_class.from_pretrained(work / "wrapped", dtype=torch.float32), config)
+    model.save_pretrained(work / "theirs")
+    run(work, "merge", "--model", "wrapped", "--adapter", "theirs", "--out", "merged")
+    base, tuned, merged = logits(model_class.from_pretrained(work / "wrapped", dtype=torch.float32)), logits(model), logits(model_class.from_pretrained(work / "merged", dtype=torch.float32))
+    assert (tuned - merged).norm() < 0.02 * (tuned - base).norm() and len([name for name, module in model.named_modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]) >= 2

@@ -173,6 +173,7 @@ TEST_P(Resumed, AStepThatIsKeptIsWrittenWhileOthersFollow) {
       ASSERT_NE(kept, nullptr);
       EXPECT_FALSE(kept->durable());
       EXPECT_THROW(kept->wait(), Exception);
+      EXPECT_THROW(kept->export_hf(folder_.path / "early", {}), Exception);
       EXPECT_THROW(session.keep_step(), Exception);
       train(session, options, 3, seen);
       kept->wait();
@@ -204,21 +205,31 @@ TEST_P(Resumed, AStepThatIsKeptIsWrittenWhileOthersFollow) {
   }
 }
 
-TEST_P(Resumed, AStepIsKeptWhereItIsCommittedAnyway) {
+TEST_P(Resumed, AStepThatIsKeptHoldsCommitsBackAndNoLonger) {
   SessionOptions options = small(true, 0);
   options.commit_every = 2;
+  const std::string after_one = exported_after(1, GetParam(), resident(2)),
+                    after_three = exported_after(3, GetParam(), resident(2));
   Steps seen;
-  Session session(model_of(GetParam()), options);
-  train(session, options, 1, seen);
-  EXPECT_EQ(session.keep_step(), nullptr);
-  train(session, options, 2, seen);
-  auto kept = session.keep_step();
-  ASSERT_NE(kept, nullptr);
-  kept.reset();  // given up: commits go on
-  train(session, options, 4, seen);
-  EXPECT_NE(session.keep_step(), nullptr);
-  session.commit();
-  EXPECT_EQ(session.keep_step(), nullptr);  // it is committed already
+  {
+    Session session(model_of(GetParam()), options, {.weight_decay = 0.1});
+    train(session, options, 1, seen);
+    auto kept = session.keep_step();  // committed for that
+    ASSERT_NE(kept, nullptr);
+    train(session, options, 3, seen);
+    kept->wait();
+    kept->export_hf(folder_.path / "one", {});
+    EXPECT_TRUE(content(folder_.path / "one/model.safetensors") == after_one);
+    kept.reset();
+    train(session, options, 4, seen);  // the third is committed as soon as it can be
+  }
+  options.resume = true;
+  Session session(model_of(GetParam()), options, {.weight_decay = 0.1});
+  EXPECT_EQ(session.steps(), 3);
+  const auto kept = session.keep_step();
+  EXPECT_TRUE(kept->durable());  // it is what the session began with
+  kept->export_hf(folder_.path / "three", {});
+  EXPECT_TRUE(content(folder_.path / "three/model.safetensors") == after_three);
 }
 
 TEST_P(Resumed, WhatIsFrozenStaysInItsPlace) {

@@ -1,0 +1,65 @@
+#include "runtime/spec/adapter_choice.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace tierflow {
+namespace {
+
+std::optional<NamePattern> whole(const std::string& expression) {
+  return expression.empty() ? std::nullopt : std::optional<NamePattern>(expression);
+}
+
+// Without a pattern the names count.
+bool any_fits(const std::vector<std::string>& paths, const std::optional<NamePattern>& pattern,
+              const std::vector<std::string>& names) {
+  return std::ranges::any_of(paths, [&](const std::string& path) {
+    if (pattern) return pattern->fits(path);
+    return std::ranges::any_of(names, [&](const std::string& name) { return name_fits(path, name); });
+  });
+}
+
+}  // namespace
+
+bool name_fits(std::string_view module, std::string_view name) {
+  return module == name ||
+         (module.ends_with(name) && module.size() > name.size() && module[module.size() - name.size() - 1] == '.');
+}
+
+std::vector<std::string> module_paths(const ModelSpec& spec, const std::string& module) {
+  constexpr std::string_view text = "model.";
+  if (spec.wrapper.empty() || !module.starts_with(text)) return {module};
+  return {module, fmt::format("model.language_model.{}", module.substr(text.size()))};
+}
+
+AdapterChoice::AdapterChoice(const ModelSpec& spec, const AdapterConfig& config)
+    : spec_(spec), config_(config), target_(whole(config.target_pattern)), exclude_(whole(config.exclude_pattern)) {}
+
+bool AdapterChoice::wants(const std::string& module, std::int64_t layer) const {
+  const std::vector<std::string> paths = module_paths(spec_, module);
+  const bool all = !target_ && config_.targets.empty();
+  return (all || any_fits(paths, target_, config_.targets)) && !any_fits(paths, exclude_, config_.exclude) &&
+         (config_.layers.empty() || std::ranges::find(config_.layers, layer) != config_.layers.end());
+}
+
+template <class Value>
+Value AdapterChoice::first_fit(const std::string& module, const std::vector<std::pair<std::string, Value>>& patterns,
+                               Value otherwise) {
+  for (const auto& [expression, value] : patterns) {
+    const NamePattern& compiled = at_the_end_.try_emplace(expression, expression, "(.*\\.)?(", ")").first->second;
+    for (const std::string& path : module_paths(spec_, module))
+      if (compiled.fits(path)) return value;
+  }
+  return otherwise;
+}
+
+std::int64_t AdapterChoice::rank(const std::string& module) {
+  return first_fit(module, config_.rank_pattern, config_.rank);
+}
+
+double AdapterChoice::alpha(const std::string& module) {
+  return first_fit(module, config_.alpha_pattern, config_.alpha);
+}
+
+}  // namespace tierflow

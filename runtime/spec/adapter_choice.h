@@ -1,0 +1,45 @@
+#pragma once
+// Which modules of a model a configuration of adapters means, by PEFT's rules. Inside of spec alone.
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "runtime/spec/adapter_config.h"
+#include "runtime/spec/model_spec.h"
+#include "runtime/spec/name_pattern.h"
+
+namespace tierflow {
+
+// Whether the module's path is that name or ends with "." and it.
+bool name_fits(std::string_view module, std::string_view name);
+
+// The path of a module in its text model; and last the one in the model of text and other things that it lies within,
+// where it does.
+std::vector<std::string> module_paths(const ModelSpec& spec, const std::string& module);
+
+// What a configuration says of each module, by any of its paths. Both outlive this.
+class AdapterChoice {
+ public:
+  // Throws Exception (kind usage) for an expression that is none.
+  AdapterChoice(const ModelSpec& spec, const AdapterConfig& config);
+
+  // Whether a module in this block is to have an adapter.
+  bool wants(const std::string& module, std::int64_t layer) const;
+  std::int64_t rank(const std::string& module);
+  double alpha(const std::string& module);
+
+ private:
+  template <class Value>
+  Value first_fit(const std::string& module, const std::vector<std::pair<std::string, Value>>& patterns,
+                  Value otherwise);
+
+  const ModelSpec& spec_;
+  const AdapterConfig& config_;
+  const std::optional<NamePattern> target_, exclude_;
+  std::map<std::string, NamePattern> at_the_end_;  // those that a module came to
+};
+
+}  // namespace tierflow
