@@ -27,7 +27,6 @@ namespace tierflow::io {
 inline constexpr std::uint64_t kDataStart = std::uint64_t{1} << 20;
 inline constexpr std::uint64_t kSecondHeader = std::uint64_t{512} << 10;
 inline constexpr std::uint64_t kScratchStart = std::uint64_t{64} << 10;
-inline constexpr std::uint64_t kScratchBytes = std::uint64_t{256} << 10;
 inline constexpr std::size_t kMostMembers = 64;
 
 struct MemberHeader {

@@ -181,10 +181,6 @@ bool gradient_norm_squared(const std::uint16_t* gradient, std::size_t n, double*
   return finite;
 }
 
-const char* instruction_set() {
-  return kernels().name;
-}
-
 std::uint16_t bf16_from_float(float value) {
   return narrowed(value);
 }

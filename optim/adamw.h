@@ -100,7 +100,4 @@ float float_from_bf16(std::uint16_t bits);
 void encode_moment(const float* values, const Moment& moment, std::size_t n, bool is_signed);
 void decode_moment(const Moment& moment, float* values, std::size_t n, bool is_signed);
 
-// The instruction set that the calls above use on this machine: "AVX3_SPR", "AVX2", "SCALAR", ...
-const char* instruction_set();
-
 }  // namespace tierflow::optim

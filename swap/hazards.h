@@ -3,6 +3,7 @@
 // earlier read of them by its own lane. A write follows the last write and every read since. The memory that this takes
 // depends on how many different ranges were named, not on how often: bytes that are only read take one record for each
 // lane, however many tasks read them.
+#include <array>
 #include <cstdint>
 #include <map>
 #include <vector>
@@ -20,28 +21,28 @@ class HazardTracker {
   std::size_t records() const;
 
  private:
-  struct Reader {
-    TaskId task;
-    Lane lane;
-  };
   // Bytes that every access so far touched together.
   struct Cell {
+    TaskId writer = 0;                         // where it was written
+    std::array<TaskId, kLanes> last_reader{};  // by lane, of those in read_by
     bool written = false;
-    TaskId writer = 0;
-    std::vector<Reader> readers;  // one a lane at most
+    std::uint8_t read_by = 0;  // since the last write: a bit for each lane
   };
   struct Segment {
     std::uint64_t end = 0;
     Cell cell;
   };
-  static void touch(Cell& cell, TaskId id, Lane lane, bool writes, std::vector<TaskId>& found);
-  void touch_device(TaskId id, Lane lane, const Access& access, std::vector<TaskId>& found);
-  void cut(std::uint64_t at);
+  using Segments = std::map<std::uint64_t, Segment>;  // by first byte; without what nothing has touched
+
+  void touch(Cell& cell, TaskId id, Lane lane, bool writes);
+  void touch_device(TaskId id, Lane lane, const Access& access);
+  Segments::iterator cut(Segments::iterator segment, std::uint64_t at);
 
   // Buffers, extents and carries are single numbers: a table each. The device arena is cut where accesses begin and
   // end.
-  std::map<std::uint64_t, Segment> device_;  // by first byte; without what nothing has touched
+  Segments device_;
   std::vector<Cell> cells_[kSpaces];
+  std::vector<TaskId> found_;  // that the task at hand must wait for
 };
 
 }  // namespace tierflow::swap

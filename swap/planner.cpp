@@ -71,14 +71,19 @@ Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits) {
     for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch) {
       // From the head on nothing is saved any more: buffers and slots serve the way back.
       if (adds) bring_back(saved);
-      compute(visit, index, micro_batch, saved);
+      compute(visit, take_part_ ? 0 : index, micro_batch, saved);
     }
     // Every unit's update has run by now, and none of this step's own.
     if (commits && visit.pass == Pass::head) emitter_.commit();
     fetcher_.release(layout_.stages()[visit.stage].units);
     if (adds) take_gradients(visit);
+    if (take_part_) {
+      Plan part = emitter_.take({visit});
+      take_part_(part);
+      emitter_.give_back(std::move(part));
+    }
   }
-  return emitter_.take(std::move(visits));
+  return emitter_.take(take_part_ ? std::vector<Visit>() : std::move(visits));
 }
 
 void Planner::compute(const Visit& visit, int index, int micro_batch, Saved& saved) {

@@ -2,6 +2,7 @@
 // Turns a layout and an arrangement into plans of whole steps: visits with a known future. Deterministic: the same
 // sequence of calls gives the same tasks.
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <vector>
 
@@ -22,6 +23,10 @@ class Planner {
   Plan evaluate(int micro_batches);
   // The pending updates of the step before, without a step.
   Plan flush();
+  // From now on a plan is handed over in parts, one for each visit as soon as it is planned, and what is returned is
+  // the rest: the plan of a large model need not be in memory as a whole.
+  using TakePart = std::function<void(const Plan& part)>;
+  void hand_over_to(TakePart take) { take_part_ = std::move(take); }
 
  private:
   // What a step saves of its micro-batches and where it is: one piece for each item, in the order in which the backward
@@ -51,6 +56,7 @@ class Planner {
   TaskEmitter emitter_;
   Fetcher fetcher_;
   GradientRing gradients_;
+  TakePart take_part_;                      // empty: a plan is one whole
   std::vector<int> deferring_;              // units some of whose chunks are deferred
   std::vector<std::uint64_t> gradient_of_;  // by unit: its gradient's place in this step, kNowhere before the first use
   std::vector<std::uint64_t> held_;         // by unit: place of a tied unit's gradient

@@ -25,33 +25,50 @@ Simulator::Simulator(const Layout& layout, std::vector<bool> deferred, Rates rat
   }
 }
 
-void Simulator::append(Plan plan) {
-  if (nodes_.empty()) base_ = plan.first_id;
+void Simulator::append(const Plan& plan) {
+  forget_finished();
+  if (done_.empty()) base_ = plan.first_id;
   TaskId id = plan.first_id;
-  for (Task& task : plan.tasks) {
-    Node& added = nodes_.emplace_back();
-    Detail& more = details_.emplace_back();
-    more.record = {.id = id,
-                   .kind = task.kind,
-                   .lane = task.lane,
-                   .pass = task.pass,
-                   .stage = task.stage,
-                   .micro_batch = task.micro_batch,
-                   .chunk = task.chunk,
-                   .bytes = task.bytes};
-    more.phases = phases(task, plan);
-    added.updates = task.lane == Lane::update;
-    for (TaskId dependency : task.dependencies) {
-      if (dependency < base_ || node(dependency).done) continue;
-      add_dependent(node(dependency), id);
-      ++added.waiting;
+  for (const Task& task : plan.tasks) {
+    Queue& queue = lanes_[static_cast<int>(task.lane)];
+    int& open = queue.tasks.emplace_back(Waiting{.work = {id, phases(task, plan)}}).dependencies;
+    for (const TaskId dependency : task.dependencies) {
+      if (done(dependency)) continue;
+      queue.dependencies.push_back(dependency);
+      ++open;
     }
-    more.record.dependencies = std::move(task.dependencies);
-    lanes_[static_cast<int>(task.lane)].push_back(id);
+    if (records_tasks_) {
+      if (open_records_.empty()) first_recorded_ = id;
+      open_records_.push_back({.id = id,
+                               .kind = task.kind,
+                               .lane = task.lane,
+                               .pass = task.pass,
+                               .stage = task.stage,
+                               .micro_batch = task.micro_batch,
+                               .chunk = task.chunk,
+                               .bytes = task.bytes,
+                               .dependencies = task.dependencies});
+    }
+    done_.push_back(0);
     ++unfinished_;
-    if (added.updates) ++unfinished_updates_;
+    if (task.lane == Lane::update) ++unfinished_updates_;
     ++id;
   }
+}
+
+void Simulator::forget_finished() {
+  const auto drop = [](auto& list, std::size_t count) {
+    list.erase(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(std::min(count, list.size())));
+  };
+  for (Queue& queue : lanes_) {
+    drop(queue.tasks, std::exchange(queue.next_task, 0));
+    drop(queue.dependencies, std::exchange(queue.next_dependency, 0));
+  }
+  base_ += finished_;
+  drop(done_, std::exchange(finished_, 0));
+  if (base_ <= first_recorded_) return;
+  drop(open_records_, base_ - first_recorded_);
+  first_recorded_ = base_;
 }
 
 double Simulator::compute_seconds(const Task& task, const Plan& plan) const {
@@ -117,19 +134,19 @@ Simulator::Phases Simulator::phases(const Task& task, const Plan& plan) const {
   return both;
 }
 
-double Simulator::speed(Server server) const {
+double Simulator::disk_speed(Server server) const {
   const MachineRates& machine = rates_.machine;
-  if (server == kRead || server == kWrite) {
-    if (servers_[server == kRead ? kWrite : kRead].empty()) return 1.0;
-    if (machine.disk_mixed <= 0 || machine.disk_read <= 0 || machine.disk_write <= 0) return 0.5;
-    return std::min(1.0, 0.25 * machine.disk_mixed * (1 / machine.disk_read + 1 / machine.disk_write));
-  }
-  const double own = servers_[server].front().phases.front().cores;
-  if (own == 0) return 1.0;
+  if (servers_[server == kRead ? kWrite : kRead].empty()) return 1.0;
+  if (machine.disk_mixed <= 0 || machine.disk_read <= 0 || machine.disk_write <= 0) return 0.5;
+  return std::min(1.0, 0.25 * machine.disk_mixed * (1 / machine.disk_read + 1 / machine.disk_write));
+}
+
+// The speed of work that takes cores: each gets the same share of what it wants.
+double Simulator::core_share() const {
   double wanted = 0;
-  for (int other = kVerify; other < kServers; ++other)
-    if (!servers_[other].empty()) wanted += servers_[other].front().phases.front().cores;
-  return std::min(1.0, machine.cores / wanted);
+  for (int server = kVerify; server < kServers; ++server)
+    if (!servers_[server].empty()) wanted += servers_[server].front().phases.front().cores;
+  return std::min(1.0, rates_.machine.cores / wanted);
 }
 
 // Lets every lane begin what it may: its next task, once nothing of the lane runs (disks take the next at once).
@@ -138,57 +155,46 @@ void Simulator::start() {
   for (int lane = 0; lane < kLanes; ++lane) {
     const Server server = kServerOf[lane];
     const bool queues = server == kRead || server == kWrite;
-    auto& waiting = lanes_[lane];
-    while (!waiting.empty() && node(waiting.front()).waiting == 0 && (queues || servers_[server].empty())) {
-      Detail& next = detail(waiting.front());
-      next.record.begin = now_;
-      servers_[server].push_back({waiting.front(), next.phases});
-      waiting.pop_front();
+    Queue& waiting = lanes_[lane];
+    while ((queues || servers_[server].empty()) && may_begin(waiting)) {
+      const Work& next = waiting.tasks[waiting.next_task++].work;
+      if (TaskRecord* record = record_of(next.id)) record->begin = now_;
+      servers_[server].push_back(next);
     }
   }
 }
 
-void Simulator::add_dependent(Node& node, TaskId id) {
-  int place = free_dependents_;
-  if (place == kNone) {
-    place = static_cast<int>(dependents_.size());
-    dependents_.emplace_back();
-  } else {
-    free_dependents_ = dependents_[place].next;
+bool Simulator::may_begin(Queue& queue) const {
+  if (queue.next_task == queue.tasks.size()) return false;
+  int& open = queue.tasks[queue.next_task].dependencies;
+  while (open > 0 && done(queue.dependencies[queue.next_dependency])) {
+    ++queue.next_dependency;
+    --open;
   }
-  dependents_[place] = {id, std::exchange(node.dependents, place)};
+  return open == 0;
 }
 
 void Simulator::finish(TaskId id) {
-  Node& at = node(id);
-  detail(id).record.end = now_;
-  at.done = true;
+  done_[id - base_] = 1;
   --unfinished_;
-  if (at.updates) --unfinished_updates_;
-  if (at.dependents != kNone) {
-    int last = at.dependents;
-    for (;; last = dependents_[last].next) {
-      --node(dependents_[last].id).waiting;
-      if (dependents_[last].next == kNone) break;
-    }
-    dependents_[last].next = std::exchange(free_dependents_, std::exchange(at.dependents, kNone));
+  if (TaskRecord* record = record_of(id)) {
+    record->end = now_;
+    records_.push_back(std::move(*record));
   }
-  records_.push_back(std::move(detail(id).record));
-  while (!nodes_.empty() && nodes_.front().done) {
-    nodes_.pop_front();
-    details_.pop_front();
-    ++base_;
-  }
+  while (finished_ < done_.size() && done_[finished_] != 0) ++finished_;
 }
 
-void Simulator::play(const std::size_t& remaining) {
-  while (remaining != 0) {
+void Simulator::play(const std::size_t& remaining, double until) {
+  while (remaining != 0 && now_ <= until) {
     start();
+    const double share = core_share();
     double speeds[kServers] = {}, step = -1;
     for (int server = 0; server < kServers; ++server) {
       if (servers_[server].empty()) continue;
-      speeds[server] = speed(static_cast<Server>(server));
-      const double needed = servers_[server].front().phases.front().seconds / speeds[server];
+      const Phase& phase = servers_[server].front().phases.front();
+      const bool disk = server == kRead || server == kWrite;
+      speeds[server] = disk ? disk_speed(static_cast<Server>(server)) : phase.cores == 0 ? 1.0 : share;
+      const double needed = phase.seconds / speeds[server];
       if (step < 0 || needed < step) step = needed;
     }
     if (step < 0) return;  // nothing runs and nothing can start: the plan has no more
@@ -206,16 +212,18 @@ void Simulator::play(const std::size_t& remaining) {
         servers_[kVerify].push_back(std::move(done));
       else
         finish(done.id);
+      if (server == kUpdate) --unfinished_updates_;
     }
   }
 }
 
-void Simulator::finish_updates() {
-  play(unfinished_updates_);
+bool Simulator::finish_updates(double until) {
+  play(unfinished_updates_, until);
+  return now_ <= until;
 }
 
 void Simulator::drain() {
-  play(unfinished_);
+  play(unfinished_, std::numeric_limits<double>::infinity());
 }
 
 std::vector<TaskRecord> Simulator::take_records() {

@@ -5,42 +5,16 @@
 #include <cstdint>
 #include <deque>
 #include <initializer_list>
+#include <limits>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "swap/layout.h"
+#include "swap/rates.h"
 #include "swap/timeline.h"
 
 namespace tierflow::swap {
-
-// How fast the machine does each kind of work while it does nothing else. Work with a rate of 0 takes no time.
-struct MachineRates {
-  double disk_read = 0, disk_write = 0;  // bytes a second, of all drives together
-  double disk_mixed = 0;                 // of both directions together, as many bytes each; 0: half duplex
-  double upload = 0, download = 0;       // bytes a second
-  double cast = 0;                       // parameters a second: fp32 gradients on the device to bf16 on the host
-  double fill = 0;                       // bytes a second: zeroing a gradient on the device
-  double measure = 0;                    // parameters a second, on all cores
-  double checksum = 0;                   // bytes a second, on one core
-  int cores = 1;                         // of the machine
-  int threads = 1;                       // that compute with, and that update
-  bool compute_on_cores = true;          // the device is the CPU: computing and copying take cores from the update
-};
-
-// Seconds of one micro-batch in a stage; head: forward and backward of the last one.
-struct StageSeconds {
-  double forward = 0, backward = 0, head = 0, evaluate = 0;
-  // Where the activations are kept; where they are swapped, with the copies into and out of the slot.
-  double forward_keeping = 0, backward_kept = 0, forward_swapping = 0, backward_swapped = 0;
-
-  StageSeconds& operator*=(double factor) {
-    for (double* seconds : {&forward, &backward, &head, &evaluate, &forward_keeping, &backward_kept, &forward_swapping,
-                            &backward_swapped})
-      *seconds *= factor;
-    return *this;
-  }
-};
 
 struct Rates {
   MachineRates machine;
@@ -55,11 +29,16 @@ class Simulator {
   Simulator(const Layout& layout, std::vector<bool> deferred, Rates rates);
 
   // As the executor's: the plan's tasks may start from now() on.
-  void append(Plan plan);
-  // Plays until every update and measurement, or everything, is done.
-  void finish_updates();
+  void append(const Plan& plan);
+  // Plays until every update and measurement is done. False, and at an end earlier, where the clock passes `until`.
+  bool finish_updates(double until = std::numeric_limits<double>::infinity());
+  // Plays until everything is done.
   void drain();
   double now() const { return now_; }
+  // Every task leaves a record; but where without_records() was called before the first was appended, those alone that
+  // are appended after record().
+  void without_records() { records_tasks_ = false; }
+  void record() { records_tasks_ = true; }
   std::vector<TaskRecord> take_records();
 
  private:
@@ -85,34 +64,35 @@ class Simulator {
     std::array<Phase, 2> phases_;
     std::uint8_t begin_ = 0, end_ = 0;
   };
-  static constexpr int kNone = -1;
-  // What finishing another task looks at; small, because it looks at many of them in no order.
-  struct Node {
-    int waiting = 0;
-    int dependents = kNone;  // the first of them, in dependents_
-    bool done = false, updates = false;
-  };
-  struct Detail {
-    TaskRecord record;
-    Phases phases{};
-  };
-  struct Dependent {
-    TaskId id = 0;
-    int next = kNone;
-  };
   struct Work {
     TaskId id = 0;
     Phases phases;
   };
+  struct Waiting {
+    Work work;
+    int dependencies = 0;  // that may not be done, in the queue's list
+  };
+  // What waits in a lane, in order: lists that are read from their begin, for there are very many tasks.
+  struct Queue {
+    std::vector<Waiting> tasks;
+    std::vector<TaskId> dependencies;  // of one task after the other
+    std::size_t next_task = 0, next_dependency = 0;
+  };
 
-  Node& node(TaskId id) { return nodes_[id - base_]; }
-  Detail& detail(TaskId id) { return details_[id - base_]; }
+  bool done(TaskId id) const { return id < base_ || done_[id - base_] != 0; }
+  // Null where it leaves none.
+  TaskRecord* record_of(TaskId id) {
+    return id < first_recorded_ || id - first_recorded_ >= open_records_.size() ? nullptr
+                                                                                : &open_records_[id - first_recorded_];
+  }
+  void forget_finished();
   void start();
-  void play(const std::size_t& remaining);
+  void play(const std::size_t& remaining, double until);
   Phases phases(const Task& task, const Plan& plan) const;
   double compute_seconds(const Task& task, const Plan& plan) const;
-  double speed(Server server) const;
-  void add_dependent(Node& node, TaskId id);
+  double disk_speed(Server server) const;
+  double core_share() const;
+  bool may_begin(Queue& queue) const;
   void finish(TaskId id);
 
   const Layout& layout_;
@@ -120,15 +100,16 @@ class Simulator {
   const Rates rates_;
   std::vector<double> update_rates_, device_rates_;  // by chunk
   double now_ = 0;
-  std::deque<Node> nodes_;
-  std::deque<Detail> details_;
-  std::vector<Dependent> dependents_;  // of all nodes, lists in one place: there are very many of them
-  int free_dependents_ = kNone;
   TaskId base_ = 0;
-  std::deque<TaskId> lanes_[kLanes];
+  std::vector<std::uint8_t> done_;  // by task from base_ on, of which the first finished_ are
+  std::size_t finished_ = 0;
+  Queue lanes_[kLanes];
   std::deque<Work> servers_[kServers];
   std::size_t unfinished_ = 0, unfinished_updates_ = 0;
-  std::vector<TaskRecord> records_;
+  bool records_tasks_ = true;
+  std::vector<TaskRecord> open_records_;  // from first_recorded_ on
+  TaskId first_recorded_ = 0;
+  std::vector<TaskRecord> records_;  // of what is done
 };
 
 }  // namespace tierflow::swap

@@ -39,6 +39,12 @@ Plan TaskEmitter::take(std::vector<Visit> visits) {
   return plan;
 }
 
+void TaskEmitter::give_back(Plan plan) {
+  if (!tasks_.empty()) return;
+  tasks_ = std::move(plan.tasks);
+  tasks_.clear();
+}
+
 void TaskEmitter::serve(Pass pass, int stage) {
   pass_ = pass;
   stage_ = stage;

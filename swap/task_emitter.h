@@ -24,6 +24,8 @@ class TaskEmitter {
 
   // What was emitted since the last call, each task with the tasks that it waits for.
   Plan take(std::vector<Visit> visits = {});
+  // What it came to, once it is not needed any more: its memory serves the next one, if there is nothing of that yet.
+  void give_back(Plan plan);
   // Tasks from here on serve a visit of this pass and stage.
   void serve(Pass pass, int stage);
   void serve(Pass pass) { pass_ = pass; }

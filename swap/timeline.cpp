@@ -4,27 +4,42 @@
 #include <cerrno>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <unordered_map>
 
 namespace tierflow::swap {
 namespace {
 
 constexpr double kShortestStall = 20e-6;  // less is the hand-over between threads
 
+// Tasks of a timeline are numbered one after the other: a table finds each.
+class RecordsById {
+ public:
+  explicit RecordsById(std::span<const TaskRecord> records) {
+    const auto [first, last] = std::ranges::minmax(records, {}, &TaskRecord::id);
+    first_ = first.id;
+    by_id_.resize(last.id - first_ + 1);
+    for (const TaskRecord& record : records) by_id_[record.id - first_] = &record;
+  }
+  const TaskRecord* find(TaskId id) const {
+    return id < first_ || id - first_ >= by_id_.size() ? nullptr : by_id_[id - first_];
+  }
+
+ private:
+  TaskId first_ = 0;
+  std::vector<const TaskRecord*> by_id_;  // null where there is none
+};
+
 // What compute waited for in [begin, end): walks back from the task that it followed last, along whatever that one
 // followed last, and names for each stretch the task that ran in it. Stretches in which none ran (a lane was busy with
 // something else) go to the task that was about to run.
-void explain(const TaskRecord& waited, double begin, double end, std::span<const TaskRecord> records,
-             const std::unordered_map<TaskId, std::size_t>& index, std::vector<Stall>& stalls) {
+void explain(const TaskRecord& waited, double begin, double end, const RecordsById& records,
+             std::vector<Stall>& stalls) {
   const TaskRecord* at = &waited;
   while (end - begin > kShortestStall) {
     const TaskRecord* last = nullptr;
     for (TaskId id : at->dependencies)
-      if (const auto found = index.find(id); found != index.end()) {
-        const TaskRecord& before = records[found->second];
-        if (before.lane != Lane::compute && before.end > begin && (last == nullptr || before.end > last->end))
-          last = &before;
-      }
+      if (const TaskRecord* before = records.find(id); before != nullptr)
+        if (before->lane != Lane::compute && before->end > begin && (last == nullptr || before->end > last->end))
+          last = before;
     if (last == nullptr) break;
     const double from = std::max(begin, std::min(end, last->begin));
     if (end > from) stalls.push_back({from, end, last->lane, last->kind});
@@ -66,12 +81,9 @@ Summary summarise(std::span<const TaskRecord> records) {
   Summary summary;
   if (records.empty()) return summary;
   std::vector<const TaskRecord*> lanes[kLanes];
-  std::unordered_map<TaskId, std::size_t> index;
-  index.reserve(records.size());
+  const RecordsById by_id(records);
   summary.begin = records.front().begin;
-  for (std::size_t i = 0; i < records.size(); ++i) {
-    const TaskRecord& record = records[i];
-    index[record.id] = i;
+  for (const TaskRecord& record : records) {
     summary.begin = std::min(summary.begin, record.begin);
     summary.end = std::max(summary.end, record.end);
     lanes[static_cast<int>(record.lane)].push_back(&record);
@@ -79,7 +91,8 @@ Summary summarise(std::span<const TaskRecord> records) {
   }
   for (int lane = 0; lane < kLanes; ++lane) {
     auto& list = lanes[lane];
-    std::sort(list.begin(), list.end(), [](const auto* a, const auto* b) { return a->begin < b->begin; });
+    const auto earlier = [](const TaskRecord* a, const TaskRecord* b) { return a->begin < b->begin; };
+    if (!std::ranges::is_sorted(list, earlier)) std::ranges::sort(list, earlier);  // lanes mostly work in order
     double reached = summary.begin;
     for (const TaskRecord* record : list) {
       summary.busy_seconds[lane] += std::max(0.0, record->end - std::max(reached, record->begin));
@@ -88,8 +101,7 @@ Summary summarise(std::span<const TaskRecord> records) {
   }
   double reached = summary.begin;
   for (const TaskRecord* record : lanes[static_cast<int>(Lane::compute)]) {
-    if (record->begin - reached > kShortestStall)
-      explain(*record, reached, record->begin, records, index, summary.stalls);
+    if (record->begin - reached > kShortestStall) explain(*record, reached, record->begin, by_id, summary.stalls);
     reached = std::max(reached, record->end);
   }
   std::sort(summary.stalls.begin(), summary.stalls.end(),

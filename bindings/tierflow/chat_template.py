@@ -2,7 +2,8 @@
 import re
 import typing
 
-from tierflow.row_files import BadRow, Refusal, one_line
+from tierflow.row_files import BadRow, Refusal
+from tierflow.script_process import one_line
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 

@@ -5,7 +5,7 @@ Everything is little-endian. The job, once: u32 length, JSON:
     {"folder": folder of the model's tokenizer or null, "template": text of a chat template or null, "train_on": "assistant" or "all",
      "field": name of the text's field, "skip": pass over bad rows, "files": [{"path": ..., "format": ...}]}
 
-Then frames to the C++ side: u8 kind, u32 length, payload.
+Then frames to the C++ side (script_process.py):
 
     R  rows: u64 bytes of the files that are done, u32 number of rows, the length of each in tokens, then their words: a token's id, top bit
        set where it is trained on; of a pair of answers ("preference") the chosen row, then the rejected one
@@ -13,30 +13,23 @@ Then frames to the C++ side: u8 kind, u32 length, payload.
     E  the end, as JSON: {"masks": how the trained tokens were found, "merged": prompts whose last tokens merge with the completion}
     F  the failure that ends it, as JSON: {"where", "why"}
 
-With the argument `decode` the job is {"folder": ...} and each request u32 length, JSON list of lists of ids; the answer is a T frame, JSON list
-of their texts.
-
-With the argument `prompts` the job is {"folder": ..., "template": as above} and each request u32 length, JSON; the answer is a T frame, JSON:
-
-    {"prompts": [{"text": ...} or a row of messages, ...]}    their lists of ids; after messages follows what begins the assistant's turn
-    {"tokens": [text of a token, ...]}                        their ids
-    {"texts": [[id, ...], ...]}                               their texts without special tokens
+With the argument `decode` or `prompts` it does what prompts.py says.
 
 Ends at the end of its input. Where the machine is at fault: one line on standard error and exit status 4.
 """
 import array
 import concurrent.futures
 import gc
-import json
 import os
-import signal
 import struct
 import sys
 import typing
 
 from tierflow.chat_template import ChatTemplate, load_tokenizer
 from tierflow.named_tokens import NamedTokens
-from tierflow.row_files import TRAINED, BadRow, Refusal, Row, batches, field, fill, one_line, shown
+from tierflow.prompts import decode, talk
+from tierflow.row_files import TRAINED, BadRow, Refusal, batches, shown
+from tierflow.script_process import exit_status, one_line, read_json, send, send_json
 
 
 # Text: what the template makes of messages.
@@ -267,15 +260,6 @@ def token_at(encoding, position):
 # The way through.
 
 
-def send(stream, kind, payload):
-    stream.write(struct.pack("<BI", ord(kind), len(payload)) + payload)
-    stream.flush()
-
-
-def send_json(stream, kind, value):
-    send(stream, kind, json.dumps(value).encode())
-
-
 def send_rows(stream, tasks, done, skip):
     for task in tasks:
         if task.other is not None:  # both go, or none
@@ -310,70 +294,7 @@ def prepare(job, stream):
     send_json(stream, "E", {"masks": sorted(preparer.masks), "merged": preparer.merged})
 
 
-def read_json(stream):
-    head = stream.read(4)
-    if len(head) != 4:
-        return None
-    (length,) = struct.unpack("<I", head)
-    body = stream.read(length)
-    return json.loads(body) if len(body) == length else None
-
-
-def decode(job, requests, answers):
-    tokenizer: typing.Any = load_tokenizer(job["folder"])
-    while (lists := read_json(requests)) is not None:
-        send_json(answers, "T", [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in lists])
-
-
-class Prompts:
-    def __init__(self, job):
-        self.folder = job["folder"]
-        self.preparer = Preparer({**job, "train_on": "all", "files": []})
-        self.preparer.load(self.folder)
-        self.tokenizer = self.preparer.tokenizer
-
-    def ids_of_prompt(self, prompt, number):
-        if "text" in prompt:
-            return self.tokenizer(prompt["text"])["input_ids"]
-        row = Row(f"prompt {number}")
-        try:
-            fill(row, prompt, self.preparer.job, "messages")
-            texts = self.preparer.template.texts([row.messages], row.tools, row.more, add_generation_prompt=True)
-        except BadRow as error:
-            raise Refusal("", f"prompt {number}: {error}") from None
-        return self.tokenizer(texts[0], add_special_tokens=False)["input_ids"]
-
-    def id_of_token(self, token):
-        known = self.tokenizer.get_vocab().get(token)
-        if known is None:
-            raise Refusal(self.folder, f"has no token {shown(token)} in its tokenizer")
-        return known
-
-    def answer(self, request):
-        if "prompts" in request:
-            return [self.ids_of_prompt(prompt, number) for number, prompt in enumerate(request["prompts"], 1)]
-        if "tokens" in request:
-            return [self.id_of_token(token) for token in request["tokens"]]
-        return [self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in request["texts"]]
-
-
-def talk(job, requests, answers):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; texts are still asked for then
-    prompts = Prompts(job)
-    while (request := read_json(requests)) is not None:
-        send_json(answers, "T", prompts.answer(request))
-
-
-def volunteer_for_the_oom_killer():
-    try:
-        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")
-    except OSError:
-        pass
-
-
 def main(arguments):
-    volunteer_for_the_oom_killer()
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_NO_ADVISORY_WARNINGS="1", TRANSFORMERS_VERBOSITY="error")
     gc.set_threshold(200000)  # rows are many objects and no cycles
     sys.modules["torch"] = None  # type: ignore[assignment]  # not needed, and slow to load
@@ -391,14 +312,8 @@ def main(arguments):
             prepare(job, answers)
     except Refusal as refusal:
         send_json(answers, "F", {"where": refusal.args[0], "why": refusal.args[1]})
-    except ImportError as error:
-        print(f"lacks a Python package that chat rows need (pip install transformers): {one_line(error)}", file=sys.stderr)
-        return 4
-    except (OSError, MemoryError) as error:
-        print(one_line(error), file=sys.stderr)
-        return 4
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_status(lambda: main(sys.argv[1:]), "a Python package that chat rows need (pip install transformers)"))

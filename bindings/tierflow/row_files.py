@@ -1,6 +1,8 @@
 """Rows of conversations as they stand in files: the shapes that people give them, and what is wrong with one. The program runs this text,
-chat_template.py, named_tokens.py and prepare_rows.py as one."""
+script_process.py, chat_template.py, named_tokens.py, prompts.py and prepare_rows.py as one."""
 import json
+
+from tierflow.script_process import one_line
 
 LONGEST_LINE = 64 << 20
 BATCH_ROWS = 512
@@ -20,11 +22,6 @@ class BadRow(Exception):
 
 class Refusal(Exception):
     """No row can be prepared: where, why."""
-
-
-def one_line(error, limit=300):
-    text = " ".join(str(error).split())
-    return text[:limit] or type(error).__name__
 
 
 def shown(value):

@@ -1,4 +1,4 @@
-"""Tokenises text for the C++ side, which runs this text with `python -I -c` and feeds it through a socket.
+"""Tokenises text for the C++ side, which runs this text behind script_process.py with `python -I -c` and feeds it through a socket.
 
 Usage: -c SCRIPT TOKENIZER_JSON. Everything is little-endian.
 
@@ -14,16 +14,13 @@ import os
 import struct
 import sys
 
+from tierflow.script_process import exit_status, one_line
+
 LARGEST_FILE = 256 << 20
 
 
 class Refusal(Exception):
     """The tokenizer's files are not what they claim to be."""
-
-
-def one_line(error, limit=200):
-    text = " ".join(str(error).split())
-    return text[:limit] or type(error).__name__
 
 
 def read_exactly(stream, count):
@@ -109,30 +106,15 @@ def serve(tokenizer, eos, requests, answers):
         answers.flush()
 
 
-def volunteer_for_the_oom_killer():
-    try:
-        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")
-    except OSError:
-        pass
-
-
 def main(path):
-    volunteer_for_the_oom_killer()
     try:
         tokenizer = load(path)
         serve(tokenizer, end_of_text(tokenizer, os.path.dirname(os.path.abspath(path))), sys.stdin.buffer, sys.stdout.buffer)
     except Refusal as refusal:
         print(refusal, file=sys.stderr)
         return 3
-    except ImportError as error:
-        print(f"lacks the Python package `tokenizers` (pip install tokenizers): {one_line(error)}", file=sys.stderr)
-        return 4
-    except (OSError, MemoryError) as error:
-        print(one_line(error), file=sys.stderr)
-        return 4
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(exit_status(lambda: main(sys.argv[1]), "the Python package `tokenizers` (pip install tokenizers)"))

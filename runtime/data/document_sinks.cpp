@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <array>
-#include <utility>
 
 #include "runtime/base/exception.h"
 #include "runtime/data/tokenizer_process.h"

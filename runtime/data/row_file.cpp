@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"

@@ -5,8 +5,6 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-#include <cerrno>
-#include <cstdlib>
 #include <cstring>
 
 #include "runtime/base/exception.h"

@@ -19,14 +19,14 @@ struct AttentionRules {
   // [heads], where defined: a logit of each head that the softmax counts beside the scores, of a value of zero (Xiao et
   // al., attention sinks, as gpt-oss learns them). Not together with a softcap.
   at::Tensor sinks = {};
+
+  // Of scores of heads of this size.
+  double scale_of(std::int64_t head_dim) const;
 };
 
 // [batch, sequence, heads, head_dim]; differentiable where autograd is on, towards the sinks too. On the CPU in bf16
 // without dropout this is attention in blocks (below) where the machine multiplies bf16; otherwise torch's
-// scaled_dot_product_attention, which is called for each document; but on CUDA in 16 bits, without softcap and sinks,
-// torch's flash attention takes all documents of packed rows in one call, as sequences of their lengths. With a softcap
-// the scores exist whole, [batch, heads, sequence, sequence] (each document apart): slower, and memory grows with the
-// square of the sequence.
+// (torch_attention.h).
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionRules& rules,
                      double dropout);
 

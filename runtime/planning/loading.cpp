@@ -29,12 +29,13 @@ std::uint64_t loading_bytes(const ModelSpec& spec) {
       adapted ? parse_adapter_config(spec.adapter_config_json, "the model's adapters") : AdapterConfig();
   std::uint64_t most = 0, first_values = 0, all_values = 0;
   for (const UnitSpec& unit : spec.units) {
+    for (const TensorSpec& tensor : unit.tensors) most = std::max(most, stored(tensor));
+    if (!adapted) continue;
     std::map<std::string, std::uint64_t> held;  // by module: its weight's bytes in a format
     for (const TensorSpec& tensor : unit.tensors)
       if (!is_adapter(tensor)) held[linear_module(tensor)] = stored(tensor);
     std::uint64_t values = 0, in = 0;
     for (const TensorSpec& tensor : unit.tensors) {
-      most = std::max(most, stored(tensor));
       const AdapterPart part = adapter_part(tensor);
       const std::uint64_t weight = is_adapter(tensor) ? held[linear_module(tensor)] : 0;
       if (part == AdapterPart::initial_magnitude) {

@@ -23,38 +23,81 @@ namespace {
 
 constexpr int kSteps = 4;
 constexpr double kSame = 1e-9;  // of a step's time: as long as another one
+constexpr double kForever = std::numeric_limits<double>::infinity();
 
 enum class Steps : std::uint8_t {
-  all,        // whose records stay
-  to_steady,  // to the first that takes as long as the one before
+  all,         // whose records stay
+  to_steady,   // to the first that takes as long as the one before
+  time_alone,  // the same, without what needs records
+};
+
+// A session's steps, one after the other.
+class Clock {
+ public:
+  Clock(const SessionPlan& plan, swap::Rates rates)
+      : plan_(plan),
+        planner_(*plan.layout, plan.arrangement),
+        simulator_(*plan.layout, plan.arrangement.deferred, with_head(plan, std::move(rates))) {
+    simulator_.without_records();
+    planner_.hand_over_to([this](const swap::Plan& part) { append(part); });
+  }
+  Clock(const Clock&) = delete;
+
+  // Plays the next one. number: 0 for a run's first; any other finds what a step before it left to do. False, and not
+  // all of it played, where it takes longer than `longest`. records: whether its tasks leave some.
+  bool step(int number, double longest, bool records) {
+    begin_ = simulator_.now();
+    bytes_ = {};
+    if (records) simulator_.record();
+    const bool pending = number > 0 && plan_.defers(), commits = number > 0 && plan_.commit_every == 1;
+    append(planner_.train_step(pending, commits));
+    return simulator_.finish_updates(begin_ + longest);
+  }
+  // Of that step.
+  double begin() const { return begin_; }
+  double seconds() const { return simulator_.now() - begin_; }
+  const std::array<std::uint64_t, swap::kLanes>& bytes() const { return bytes_; }
+  std::vector<swap::TaskRecord> take_records() { return simulator_.take_records(); }
+
+ private:
+  static swap::Rates with_head(const SessionPlan& plan, swap::Rates rates) {
+    // Of the head's three products with its weights, the forward is one.
+    if (plan.head_scores_first) rates.stages.back().head *= 4.0 / 3;
+    return rates;
+  }
+
+  void append(const swap::Plan& part) {
+    for (const swap::Task& task : part.tasks) bytes_[static_cast<int>(task.lane)] += task.bytes;
+    simulator_.append(part);
+  }
+
+  const SessionPlan& plan_;
+  swap::Planner planner_;
+  swap::Simulator simulator_;
+  double begin_ = 0;
+  std::array<std::uint64_t, swap::kLanes> bytes_{};
 };
 
 // Nothing where the second step, others like which follow, takes longer than `longest`.
-std::optional<Prediction> play(const SessionPlan& plan, swap::Rates rates, int steps, Steps wanted, double longest) {
-  // Of the head's three products with its weights, the forward is one.
-  if (plan.head_scores_first) rates.stages.back().head *= 4.0 / 3;
-  swap::Planner planner(*plan.layout, plan.arrangement);
-  swap::Simulator simulator(*plan.layout, plan.arrangement.deferred, std::move(rates));
+std::optional<Prediction> play(const SessionPlan& plan, const swap::Rates& rates, int steps, Steps wanted,
+                               double longest) {
+  Clock clock(plan, rates);
   Prediction prediction;
-  bool pending = false;
   for (int step = 0; step < steps; ++step) {
-    const double begin = simulator.now(), before = prediction.step_seconds;
-    swap::Plan tasks = planner.train_step(pending, plan.commit_every == 1 && step > 0);
-    prediction.bytes = {};
-    for (const swap::Task& task : tasks.tasks) prediction.bytes[static_cast<int>(task.lane)] += task.bytes;
-    simulator.append(std::move(tasks));
-    simulator.finish_updates();
-    pending = plan.defers();
-    prediction.step_seconds = simulator.now() - begin;
-    if (step == 1 && prediction.step_seconds > longest) return std::nullopt;
-    std::vector<swap::TaskRecord> records = simulator.take_records();
-    const bool last = step + 1 == steps || (wanted == Steps::to_steady && step > 1 &&
-                                            std::abs(prediction.step_seconds - before) < kSame * before);
-    if (wanted == Steps::all) prediction.records.insert(prediction.records.end(), records.begin(), records.end());
+    const double before = prediction.step_seconds;
+    // What the last step finds unfinished of the one before leaves records too.
+    const bool records = wanted == Steps::all || (wanted == Steps::to_steady && step > 0);
+    if (!clock.step(step, step == 1 ? longest : kForever, records)) return std::nullopt;
+    prediction.step_seconds = clock.seconds();
+    prediction.bytes = clock.bytes();
+    std::vector<swap::TaskRecord> of_step = clock.take_records();
+    const bool last = step + 1 == steps ||
+                      (wanted != Steps::all && step > 1 && std::abs(prediction.step_seconds - before) < kSame * before);
+    if (wanted == Steps::all) prediction.records.insert(prediction.records.end(), of_step.begin(), of_step.end());
     if (!last) continue;
-    for (swap::TaskRecord& record : records)
-      record.begin = std::max(record.begin, begin);  // the step before left writes
-    prediction.step = swap::summarise(records);
+    for (swap::TaskRecord& record : of_step)
+      record.begin = std::max(record.begin, clock.begin());  // the step before left writes
+    prediction.step = swap::summarise(of_step);
     break;
   }
   return prediction;
@@ -63,7 +106,7 @@ std::optional<Prediction> play(const SessionPlan& plan, swap::Rates rates, int s
 }  // namespace
 
 Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps) {
-  return *play(plan, rates, steps, Steps::all, std::numeric_limits<double>::infinity());
+  return *play(plan, rates, steps, Steps::all, kForever);
 }
 
 namespace {
@@ -74,6 +117,7 @@ class Search {
   const ModelSpec& spec_;
   const swap::Rates rates_;
   std::vector<std::pair<swap::Arrangement, int>> tried_;  // and its commit_every: what a prediction depends on
+  std::optional<Prediction> prediction_;                  // of `plan`, once it was asked for
 
  public:
   Search(const ModelSpec& spec, SessionOptions& options, const Profile& profile)
@@ -82,8 +126,14 @@ class Search {
         rates_(rates_of(spec, profile)),
         needs(profile.model.needs(spec)),
         plan(plan_session(spec, options, needs)),
-        prediction(*play(plan, rates_, kSteps, Steps::to_steady, std::numeric_limits<double>::infinity())) {
+        step_seconds(prediction().step_seconds) {
     tried_.emplace_back(plan.arrangement, plan.commit_every);
+  }
+
+  // Of `plan`.
+  const Prediction& prediction() {
+    if (!prediction_) prediction_ = play(plan, rates_, kSteps, Steps::to_steady, kForever);
+    return *prediction_;
   }
 
   // Sets what `settings` does where the step is then shorter than `worthwhile` of the shortest so far.
@@ -96,11 +146,12 @@ class Search {
       std::pair key{tried.arrangement, tried.commit_every};
       if (std::find(tried_.begin(), tried_.end(), key) == tried_.end()) {
         tried_.push_back(std::move(key));
-        const double shortest = worthwhile * prediction.step_seconds;
-        auto of_tried = play(tried, rates_, kSteps, Steps::to_steady, (1 + kSame) * shortest);
+        const double shortest = worthwhile * step_seconds;
+        const auto of_tried = play(tried, rates_, kSteps, Steps::time_alone, (1 + kSame) * shortest);
         if (of_tried && of_tried->step_seconds < shortest) {
           plan = std::move(tried);
-          prediction = *std::move(of_tried);
+          step_seconds = of_tried->step_seconds;
+          prediction_.reset();
           return;
         }
       }
@@ -111,8 +162,8 @@ class Search {
   }
 
   const ComputeNeeds needs;
-  SessionPlan plan;
-  Prediction prediction;
+  SessionPlan plan;  // the fastest so far
+  double step_seconds;
 };
 
 void choose_swaps(const SessionOptions& options, Search& search) {
@@ -134,8 +185,8 @@ void choose_swaps(const SessionOptions& options, Search& search) {
 
 void choose_updates(const SessionOptions& options, const Profile& profile, Search& search) {
   constexpr double kWorthwhile = 0.98;
-  const double computing = search.prediction.step.busy_seconds[static_cast<int>(swap::Lane::compute)];
-  if (computing > kWorthwhile * search.prediction.step_seconds) return;
+  const double computing = search.prediction().step.busy_seconds[static_cast<int>(swap::Lane::compute)];
+  if (computing > kWorthwhile * search.step_seconds) return;
   const std::vector<double> deferred = options.clip ? std::vector{0.0} : std::vector{0.0, 0.25, 0.5, 0.75, 1.0},
                             on_device =
                                 profile.machine.device_update.empty() ? std::vector{0.0} : std::vector{0.0, 0.5, 1.0};
@@ -163,12 +214,13 @@ Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const
         plan_to_go_on(options.chunk_elements, options.host_memory, plan_with).layout->chunk_elements();
   }
   Search search(spec, options, profile);
-  const double without_swaps = search.prediction.step_seconds;
+  const double without_swaps = search.step_seconds;
   choose_swaps(options, search);
-  const double plain_updates = search.prediction.step_seconds;
+  const double plain_updates = search.step_seconds;
   choose_updates(options, profile, search);
+  Prediction prediction = search.prediction();
   return {.plan = std::move(search.plan),
-          .prediction = std::move(search.prediction),
+          .prediction = std::move(prediction),
           .step_seconds_without_swaps = without_swaps,
           .step_seconds_plain_updates = plain_updates};
 }
@@ -179,7 +231,7 @@ std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptio
   try {
     Search search(spec, options, profile);
     choose_updates(options, profile, search);
-    return search.prediction.step_seconds;
+    return search.step_seconds;
   } catch (const Exception&) {
     return std::nullopt;
   }

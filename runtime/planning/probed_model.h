@@ -6,7 +6,7 @@
 
 #include "runtime/planning/session_plan.h"
 #include "runtime/spec/model_spec.h"
-#include "swap/simulator.h"
+#include "swap/rates.h"
 
 namespace tierflow {
 

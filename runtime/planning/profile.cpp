@@ -5,7 +5,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
-#include <cstdlib>
+#include <cstdio>
 #include <fstream>
 #include <set>
 #include <thread>
@@ -280,19 +280,21 @@ fs::path ProfileCache::file(const char* what, const std::string& key) const {
   return folder_ / name;
 }
 
-// The profile's own JSON; empty where there is none of that key.
-std::string ProfileCache::read(const char* what, const std::string& key) const {
+template <class Made>
+std::optional<Made> ProfileCache::read(const char* what, const std::string& key,
+                                       Made (*make)(const Json&, const std::string&)) const {
   std::error_code ignored;
   const fs::path path = file(what, key);
-  if (folder_.empty() || !fs::exists(path, ignored)) return {};
+  if (folder_.empty() || !fs::exists(path, ignored)) return std::nullopt;
   try {
     const Json content = parse_json(read_text(path, kLargestFile), path.string());
     const JsonFields fields(content, path.string());
-    if (fields.integer("version", 0, 1 << 20) != kVersion || object_in(fields, "key").dump() != key) return {};
-    return object_in(fields, "profile").dump();
+    if (fields.integer("version", 0, 1 << 20) != kVersion || object_in(fields, "key").dump() != key)
+      return std::nullopt;
+    return make(object_in(fields, "profile"), path.string());
   } catch (const Exception& error) {
     warn_(std::string("warning: ") + error.what() + "; it is measured again");
-    return {};
+    return std::nullopt;
   }
 }
 
@@ -312,25 +314,11 @@ void ProfileCache::write(const char* what, const std::string& key, const std::st
 }
 
 std::optional<MachineProfile> ProfileCache::machine() const {
-  const std::string text = read("machine", machine_key_);
-  if (text.empty()) return std::nullopt;
-  try {
-    return machine_from(Json::parse(text), file("machine", machine_key_).string());
-  } catch (const Exception& error) {
-    warn_(std::string("warning: ") + error.what() + "; it is measured again");
-    return std::nullopt;
-  }
+  return read("machine", machine_key_, machine_from);
 }
 
 std::optional<ModelProfile> ProfileCache::model() const {
-  const std::string text = read("model", model_key_);
-  if (text.empty()) return std::nullopt;
-  try {
-    return model_from(Json::parse(text), file("model", model_key_).string());
-  } catch (const Exception& error) {
-    warn_(std::string("warning: ") + error.what() + "; it is measured again");
-    return std::nullopt;
-  }
+  return read("model", model_key_, model_from);
 }
 
 void ProfileCache::keep(const MachineProfile& profile) const {

@@ -12,7 +12,7 @@
 #include "runtime/planning/session_options.h"
 #include "runtime/planning/session_plan.h"
 #include "runtime/spec/model_spec.h"
-#include "swap/simulator.h"
+#include "swap/rates.h"
 
 namespace tierflow {
 
@@ -87,7 +87,9 @@ class ProfileCache {
  private:
   std::filesystem::path file(const char* what, const std::string& key) const;
   void write(const char* what, const std::string& key, const std::string& content) const;
-  std::string read(const char* what, const std::string& key) const;
+  template <class Made>
+  std::optional<Made> read(const char* what, const std::string& key,
+                           Made (*make)(const nlohmann::json&, const std::string&)) const;
 
   std::filesystem::path folder_;  // empty: there is none
   std::string machine_key_, model_key_;

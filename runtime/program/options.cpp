@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/program/adapter_options.h"

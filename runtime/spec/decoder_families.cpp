@@ -27,6 +27,14 @@ void products_by_head(ModelConfig& c) {
   c.mlp_bias = true;
 }
 
+// Of the layers that slide: rope_scaling is of the others alone.
+RopeSpec sliding_rope(const JsonFields& fields, const ModelConfig& c, double theta, const char* theta_field) {
+  if (fields.find("rope_parameters") != nullptr) return read_rope(fields, c, theta, {}, "sliding_attention");
+  RopeSpec rope;
+  rope.theta = fields.number_or(theta_field, theta, 1.0, 1e12);
+  return rope;
+}
+
 }  // namespace
 
 void read_llama(const JsonFields& fields, ModelConfig& c) {
@@ -114,11 +122,7 @@ void read_gemma2(const JsonFields& fields, ModelConfig& c) {
 void read_gemma3(const JsonFields& fields, ModelConfig& c) {
   read_gemma2(fields, c);
   c.qk_norm = QkNorm::head;
-  RopeSpec local = read_rope(fields, c, 10000.0, {}, "sliding_attention");
-  if (fields.find("rope_parameters") == nullptr) {  // rope_scaling is of the full layers alone
-    local = RopeSpec{};
-    local.theta = fields.number_or("rope_local_base_freq", 10000.0, 1.0, 1e12);
-  }
+  const RopeSpec local = sliding_rope(fields, c, 10000.0, "rope_local_base_freq");
   c.ropes = {read_rope(fields, c, 1e6, {}, "full_attention"), local};
   fields.know({"_sliding_window_pattern"});
   const std::int64_t period = fields.integer_or("sliding_window_pattern", 6, 1, limits::layers);
@@ -167,11 +171,7 @@ void read_olmo2(const JsonFields& fields, ModelConfig& c) {
 
 void read_olmo3(const JsonFields& fields, ModelConfig& c) {
   read_olmo2(fields, c);
-  RopeSpec local = read_rope(fields, c, 500000.0, {}, "sliding_attention");
-  if (fields.find("rope_parameters") == nullptr) {  // rope_scaling is of the full layers alone
-    local = RopeSpec{};
-    local.theta = fields.number_or("rope_theta", 500000.0, 1.0, 1e12);
-  }
+  const RopeSpec local = sliding_rope(fields, c, 500000.0, "rope_theta");
   c.ropes = {read_rope(fields, c, 500000.0, {}, "full_attention"), local};
   for (RopeSpec& rope : c.ropes) rope.rounded = false;
   set_layers(c, sliding_layers(fields, c, 4), window(fields, 4096), 1, 0);

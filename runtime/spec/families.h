@@ -1,6 +1,6 @@
 #pragma once
 // The model families: a row each in a table, with a function that reads what its config.json says beside the common
-// fields. A family of decoders is added here and in tests/python/test_models.py alone (docs/models.md).
+// fields. A family of decoders is added here and in two files of tests alone (docs/models.md).
 #include <string>
 #include <string_view>
 

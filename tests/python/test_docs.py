@@ -1,4 +1,4 @@
-"""Documents that name tests name tests that exist."""
+"""Documents that name tests, files or functions name such as exist."""
 import pathlib
 import re
 import subprocess
@@ -46,3 +46,55 @@ def test_every_fault_has_the_test_that_its_row_names(tierflow):
             assert f"def {test}(" in (ROOT / "tests" / "python" / file).read_text(), row
             named += 1
         assert named, row
+
+
+def hop_table():
+    """Of each row of the table that follows a layer through a step: the cell that names the calls, and the one with the hops of its chains."""
+    section = (ROOT / "docs" / "architecture.md").read_text().partition("## One layer through one step")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:]
+    return [row.strip("| ").split(" | ")[-2:] for row in rows]
+
+
+def calls(table):
+    """Of each row the calls that it names: the files that may have it, its class if it stands there, its function. A file holds until the row names another;
+    a class that was named with its file stays in that file."""
+    home, seen = {}, []
+    for cell, _ in table:
+        found, file = [], None
+        for named in re.findall(r"`([^`]+)`", cell):
+            path, _, name = named.rpartition(": ")
+            if path:
+                file = ROOT / path if (ROOT / path).exists() else ROOT / "swap" / path
+            scope, _, function = name.rpartition("::")
+            if scope:
+                home[scope] = file if path else home.get(scope, file)
+            place = home[scope] if scope else file
+            if place:
+                seen.append(place)
+            found.append(([place] if place else seen, scope, function))
+        yield cell, found
+
+
+def defines(file, scope, function):
+    text = file.read_text()
+    member = scope == "" or f"{scope}::{function}(" in text or re.search(rf"(class|struct) {scope}\b", text)
+    return member and re.search(rf"^ *(?!return |throw )([\w:<>,&* ]*[\w>&*] [&*]*)?(\w+::)*{function}\(.*[^;]$", text, re.MULTILINE)
+
+
+def test_the_hop_table_names_functions_that_exist():
+    table = hop_table()
+    assert len(table) > 8
+    for cell, found in calls(table):
+        assert found, cell
+        for files, scope, function in found:
+            assert all(file.exists() for file in files), f"{files}: named in: {cell}"
+            assert any(defines(file, scope, function) for file in files), f"{scope}::{function} in {files}: named in: {cell}"
+
+
+def test_no_chain_of_the_hop_table_is_longer_than_eight():
+    for cell, hops in hop_table():
+        assert all(int(count) <= 8 for count in hops.split(", ")), cell
+        if "as in" in cell:  # it names what differs alone
+            continue
+        chain = re.sub(r", or `[^`]+`", "", cell).partition(". In the end")[0]
+        assert chain.count("`") // 2 - 1 == int(hops), cell

@@ -1,5 +1,6 @@
-tierflow_test(session_test LIBRARIES tierflow::session SOURCES state/streamed_state_test.cpp session/session_test.cpp session/adapters_test.cpp session/adapter_memory_test.cpp ../support/counted_heap.cpp session/reference_test.cpp optimizer/adamw8bit_test.cpp session/memory_test.cpp session/packed_test.cpp session/updates_test.cpp session/resume_test.cpp session/profiler_test.cpp session/generate_test.cpp session/distillation_test.cpp device/default_stream_test.cpp)
+tierflow_test(session_test LIBRARIES tierflow::session SOURCES batches/data_batches_test.cpp state/streamed_state_test.cpp stream/streamer_test.cpp session/session_test.cpp session/adapters_test.cpp session/adapter_memory_test.cpp ../support/counted_heap.cpp session/reference_test.cpp session/golden_losses_test.cpp optimizer/adamw8bit_test.cpp session/memory_test.cpp session/packed_test.cpp session/updates_test.cpp session/resume_test.cpp session/profiler_test.cpp session/generate_test.cpp session/distillation_test.cpp device/default_stream_test.cpp)
 target_precompile_headers(session_test PRIVATE <torch/nn/module.h> <gtest/gtest.h>)
+set_source_files_properties(session/golden_losses_test.cpp PROPERTIES COMPILE_DEFINITIONS TIERFLOW_GOLDEN_LOSSES="${CMAKE_CURRENT_SOURCE_DIR}/session/golden/losses.txt")
 
 tierflow_test(gpu_test LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp models/dense_weights_gpu_test.cpp
   models/documents_gpu_test.cpp)

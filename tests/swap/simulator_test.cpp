@@ -142,6 +142,19 @@ TEST_F(SimulatorClock, ALaneDoesOneThingAfterTheOther) {
   EXPECT_DOUBLE_EQ(seconds({read, read}), 1 + 10 + 10);
 }
 
+// A search that has a shorter step already need not know how much longer this one takes.
+TEST_F(SimulatorClock, EndsWhereItPassesAGivenTime) {
+  Plan plan{.tasks = {{.kind = TaskKind::measure, .lane = Lane::update, .chunk = 0, .bytes = 1000},
+                      {.kind = TaskKind::measure, .lane = Lane::update, .chunk = 0, .bytes = 1000}}};
+  for (const auto& [until, done, now] :
+       {std::tuple{50.0, true, 40.0}, {40.0, true, 40.0}, {30.0, false, 40.0}, {10.0, false, 20.0}}) {
+    Simulator simulator(layout_, {true}, rates_);
+    simulator.append(plan);
+    EXPECT_EQ(simulator.finish_updates(until), done) << until;
+    EXPECT_DOUBLE_EQ(simulator.now(), now) << until;
+  }
+}
+
 TEST_F(SimulatorClock, ReadsAndWritesAtOnceShareTheDrive) {
   rates_.machine.checksum = 0;
   const std::vector<Task> both = {{.kind = TaskKind::read_hi, .lane = Lane::disk_read, .bytes = 2000},

@@ -9,7 +9,7 @@
 
 #include "runtime/data/data.h"
 #include "runtime/data/row_file.h"
-#include "support/temp_dir.h"
+#include "tests/support/temp_dir.h"
 
 namespace tierflow::testing {
 

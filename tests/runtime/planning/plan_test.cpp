@@ -281,6 +281,12 @@ TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
   EXPECT_EQ(to_storage.plan.writes.activations, on_storage.writes.activations);
   EXPECT_LE(on_storage.arrangement.host_bytes(*on_storage.layout), options.host_memory);
   EXPECT_LT(to_storage.prediction.step_seconds, 0.9 * to_storage.step_seconds_without_swaps);
+  // The search, which leaves out what it does not need, says the same of the lanes.
+  const Prediction again = predict(on_storage, rates_of(spec, profile));
+  for (int lane = 0; lane < swap::kLanes; ++lane) {
+    EXPECT_NEAR(to_storage.prediction.step.busy_seconds[lane], again.step.busy_seconds[lane], 1e-9) << lane;
+    EXPECT_EQ(to_storage.prediction.bytes[lane], again.bytes[lane]) << lane;
+  }
 
   profile.machine.rates.upload = profile.machine.rates.disk_read = 1e8;
   const Placement slow = choose_placement(spec, options, profile);
