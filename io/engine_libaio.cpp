@@ -34,7 +34,7 @@ class LibaioBackend final : public PlainBackend {
   }
 
   Error start(unsigned depth) {
-    event_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    event_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));  // without waiting, no signal interrupts its calls
     if (!event_) return refused("eventfd", errno);
     if (const int status = io_setup(static_cast<int>(depth), &context_); status != 0) {
       context_ = nullptr;
@@ -83,8 +83,7 @@ class LibaioBackend final : public PlainBackend {
       timespec limit{.tv_sec = timeout.count() / 1'000'000'000, .tv_nsec = timeout.count() % 1'000'000'000};
       if (ppoll(&wanted, 1, timeout.count() < 0 ? nullptr : &limit, nullptr) > 0) {
         std::uint64_t count = 0;
-        while (read(event_.fd(), &count, sizeof count) < 0 && errno == EINTR) {
-        }
+        (void)!read(event_.fd(), &count, sizeof count);
       }
     }
     {
@@ -97,8 +96,7 @@ class LibaioBackend final : public PlainBackend {
 
   void wake() override {
     const std::uint64_t one = 1;
-    while (write(event_.fd(), &one, sizeof one) < 0 && errno == EINTR) {
-    }
+    (void)!write(event_.fd(), &one, sizeof one);
   }
 
  private:

@@ -100,12 +100,8 @@ class UringBackend final : public Backend {
       failed_.push_back({op.ticket, -broken_});
       return true;
     }
-    io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-    if (entry == nullptr) {
-      submit();
-      entry = io_uring_get_sqe(&ring_);
-      if (entry == nullptr) return false;
-    }
+    io_uring_sqe* entry = free_entry();
+    if (entry == nullptr) return false;
     const int file = files_registered_ ? static_cast<int>(op.file) : descriptors_[op.file];
     const auto length = static_cast<unsigned>(std::min<std::size_t>(op.length, kLargest));
     const int region = op.action == Action::flush ? -1 : find_region(op.data, length);
@@ -212,19 +208,20 @@ class UringBackend final : public Backend {
   }
 
   void arm_wake() {
-    io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-    if (entry == nullptr) {
-      submit();
-      entry = io_uring_get_sqe(&ring_);
-      if (entry == nullptr) return;
-    }
+    io_uring_sqe* entry = free_entry();
+    if (entry == nullptr) return;
     io_uring_prep_read(entry, event_.fd(), &event_value_, sizeof event_value_, 0);
     io_uring_sqe_set_data64(entry, kWakeTag);
     unsubmitted_.push_back(kWakeTag);
     wake_armed_ = true;
   }
 
-  void submit() { enter(std::chrono::nanoseconds{0}); }
+  // Of a full ring, after what is in it went to the kernel; null where the kernel takes nothing.
+  io_uring_sqe* free_entry() {
+    if (io_uring_sqe* entry = io_uring_get_sqe(&ring_)) return entry;
+    enter(std::chrono::nanoseconds{0});
+    return io_uring_get_sqe(&ring_);
+  }
 
   // One io_uring_enter where the kernel is willing. What it did not take stays in the ring for the next call.
   void enter(std::chrono::nanoseconds timeout) {

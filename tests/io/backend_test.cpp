@@ -140,6 +140,34 @@ TEST_F(BackendTest, ARingIsEnteredAgainWhereTheKernelIsBusyOrInterrupted) {
   }
 }
 
+// Also where the kernel makes the ring smaller than what is asked of it.
+TEST_F(BackendTest, AFullRingMakesRoomAndCanBeWoken) {
+  ASSERT_EQ(pipe2(pipe_, O_CLOEXEC), 0);
+  auto ring = open(make_uring_backend(8), pipe_[0]);
+  std::byte byte{};
+  std::uint32_t pushed = 0;
+  const auto push = [&] {
+    return ring->push({.action = Action::read, .ticket = pushed++, .data = &byte, .length = 1});
+  };
+  SystemCalls calls;
+  while (calls.count("io_uring_enter") == 0) ASSERT_TRUE(push());
+  for (const std::uint32_t room = pushed - 1; pushed < 2 * room;) ASSERT_TRUE(push());
+  EXPECT_EQ(calls.count("io_uring_enter"), 1U);  // it is full once more
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds{20});
+    ring->wake();
+  });
+  std::vector<KernelResult> results;
+  const auto begin = std::chrono::steady_clock::now();
+  ring->reap(results, std::chrono::seconds{30});
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds{20});
+  other.join();
+  const std::vector<std::byte> bytes(pushed);
+  ASSERT_EQ(write(pipe_[1], bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
+  for (int round = 0; results.size() < pushed && round < 1000; ++round) ring->reap(results, std::chrono::seconds{1});
+  EXPECT_EQ(results.size(), pushed);
+}
+
 // The flags that an older kernel refuses cost the ring nothing but them.
 TEST_F(BackendTest, AnOlderKernelGivesAPlainerRing) {
   for (const int refusals : {1, 2, 3}) {
@@ -262,6 +290,13 @@ TEST_F(BackendTest, LibaioSubmitsTheRestOfWhatTheKernelTookOnlyPartOf) {
     return kAnswers[round++ % 5];
   });
   EXPECT_TRUE(moves(*backend, 16));
+}
+
+TEST_F(BackendTest, LibaioSubmitsTogetherWhatWasPushedTogether) {
+  auto backend = open(make_libaio_backend(16), file_.descriptor());
+  SystemCalls calls;
+  EXPECT_TRUE(moves(*backend, 16));
+  EXPECT_EQ(calls.count("io_submit"), 2U);  // the writes, and the reads
 }
 
 TEST_F(BackendTest, LibaioReportsTheRequestThatTheKernelRefuses) {

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <set>
 
+#include "io/discard.h"
 #include "io/file.h"
 #include "io/filesystem.h"
 #include "tests/io/volume_fixture.h"
@@ -280,6 +281,22 @@ TEST_F(SystemCallsTest, TheLockIsTakenAndGivenBack) {
   const Error error = create_error(failing("flock", ENOLCK));
   EXPECT_EQ(error.kind, ErrorKind::environment);
   EXPECT_EQ(error.error_number, ENOLCK);
+}
+
+TEST_F(SystemCallsTest, AHolderThatTheKernelDoesNotNameIsNotNamed) {
+  const Error error = create_error(failing("flock", EWOULDBLOCK));
+  EXPECT_EQ(error.kind, ErrorKind::locked);
+  EXPECT_THAT(error.message(), HasSubstr("another process holds it"));
+}
+
+TEST_F(SystemCallsTest, AFileThatCannotBeDiscardedIsSaidToStay) {
+  create(options()).reset();
+  SystemCalls calls(failing("unlink", EACCES));
+  const Error error = discard(options());
+  EXPECT_EQ(error.kind, ErrorKind::environment);
+  EXPECT_EQ(error.path, file().string());
+  EXPECT_THAT(error.message(), HasSubstr("the folder must be one that can be written"));
+  EXPECT_TRUE(std::filesystem::exists(file()));
 }
 
 TEST_F(SystemCallsTest, AFileIsReadAndWrittenWholeInPiecesAndAfterInterruptions) {

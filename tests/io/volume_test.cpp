@@ -141,6 +141,7 @@ TEST_P(VolumeTest, BadRequestsAreUsageErrorsAndGiveTheBufferBack) {
   EXPECT_THAT(beyond.error.message(), HasSubstr("beyond"));
   Completion empty = transfer(*volume, Op::write, 4096, 0, Buffer());
   EXPECT_FALSE(empty.error);
+  EXPECT_FALSE(wait_for([&](Callback done) { volume->submit({}, std::move(done)); }).error);
 }
 
 std::string case_name(const ::testing::TestParamInfo<VolumeTest::ParamType>& info) {
@@ -342,6 +343,24 @@ TEST_F(VolumeFiles, PartsOfDifferentVolumesDoNotMix) {
   mixed.folders = {folder_.path() / "a0"};
   EXPECT_FALSE(Volume::open(mixed).ok());
   EXPECT_TRUE(Volume::open(a).ok());
+  // Nor do parts that say different things of one volume.
+  const auto part = [&] {
+    return File::open(folder_.path() / "a1" / "state.tfv", {.allow_buffered = true, .allow_any_filesystem = true})
+        .value();
+  };
+  const MemberHeader whole = MemberHeader::read(part()).value();
+  std::vector<MemberHeader> others(4, whole);
+  ++others[0].volume_id[1];
+  ++others[1].weights[0];
+  others[2].volume_bytes += 4096;
+  others[3].stripe_unit *= 2;
+  for (const MemberHeader& other : others) {
+    EXPECT_FALSE(other.write(part()));
+    opened = Volume::open(a);
+    ASSERT_FALSE(opened.ok());
+    EXPECT_EQ(opened.error().kind, ErrorKind::input);
+    EXPECT_THAT(opened.error().message(), HasSubstr("belongs to another volume"));
+  }
 }
 
 TEST_F(VolumeFiles, FlushNoticesAFileThatWasReplacedOrCut) {

@@ -140,6 +140,24 @@ TEST(PlanChecker, ProvesThousandsOfRandomPlans) {
     EXPECT_GT(of_kind[kind], 1000) << task_name(kind);
 }
 
+// With another range it would wait for tasks that it has nothing to do with.
+TEST(Planner, AComputationTouchesItsSlotAndNoMore) {
+  std::minstd_rand random(7);
+  for (int found = 0; found < 200;) {
+    const Planned planned = random_arrangement(random);
+    for (const Task& task : Planner(*planned.layout, planned.arrangement).train_step(false).tasks) {
+      if (task.kind != TaskKind::compute || task.device_offset == kNowhere) continue;
+      ++found;
+      const std::uint64_t end = task.device_offset + planned.arrangement.items[task.item].bytes();
+      const auto slot = std::ranges::find(task.accesses, end, &Access::end);
+      ASSERT_NE(slot, task.accesses.end());
+      EXPECT_EQ(slot->space, Space::device);
+      EXPECT_EQ(slot->begin, task.device_offset);
+      EXPECT_TRUE(slot->writes);
+    }
+  }
+}
+
 // Damages plans in one way and counts in how many of the sequences that is noticed.
 int noticed(const std::function<bool(Plan&, std::minstd_rand&)>& damage, int rounds) {
   std::minstd_rand random(5);
