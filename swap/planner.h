@@ -22,6 +22,8 @@ class Planner {
   Plan evaluate(int micro_batches);
   // The pending updates of the step before, without a step.
   Plan flush();
+  // Between plans: words were written where they live, so that what the device has of them is stale.
+  void forget_weights();
 
  private:
   // What a step saves of its micro-batches and where it is: one piece for each item, in the order in which the backward

@@ -57,6 +57,10 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
     left = value_or_throw(swap::Store::inspect(storage_volume(options)));
     check_resumed(left.identity);
   }
+  windows = window_steps(model->spec());
+  if (windows != 0 && options.train && options.loss.pairs())
+    throw Exception(io::ErrorKind::usage,
+                    "projectors are those of the cross-entropy's gradient: a loss of pairs has none");
   ProbedModel probed = probe();
   probed.needs.stage_peak += options.workspace;
   const auto plan_with = [&](std::uint64_t chunk_elements) {
@@ -99,8 +103,8 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   torch_memory.release_kept();
   torch_memory.set_cap(torch_bytes());
   torch_memory.reset_peak();
-  waits_for_gradient = !options.resume && begins_with_gradient(model->spec());
-  if (plan.commit_every != 0 && !options.resume && !waits_for_gradient) commit();
+  lacks_first_values = !options.resume && begins_with_gradient(model->spec());
+  if (plan.commit_every != 0 && !options.resume && !lacks_first_values) commit();
 }
 
 // Of the device, for what torch allocates.
@@ -156,6 +160,7 @@ void Session::Impl::restore(const Progress& progress) {
                             before->folder.string()});
   committed = true;
   committed_steps = steps;
+  window_begun = found.value("window", std::int64_t{-1});
 }
 
 Session::Impl::~Impl() {

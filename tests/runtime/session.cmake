@@ -1,4 +1,4 @@
-tierflow_test(session_test LIBRARIES tierflow::session SOURCES state/streamed_state_test.cpp session/session_test.cpp session/adapters_test.cpp session/adapter_memory_test.cpp ../support/counted_heap.cpp session/reference_test.cpp optimizer/adamw8bit_test.cpp session/memory_test.cpp session/packed_test.cpp session/updates_test.cpp session/resume_test.cpp session/profiler_test.cpp session/generate_test.cpp session/distillation_test.cpp device/default_stream_test.cpp)
+tierflow_test(session_test LIBRARIES tierflow::session SOURCES state/streamed_state_test.cpp session/session_test.cpp session/adapters_test.cpp session/adapter_memory_test.cpp ../support/counted_heap.cpp session/reference_test.cpp optimizer/adamw8bit_test.cpp session/memory_test.cpp session/packed_test.cpp session/updates_test.cpp session/window_test.cpp session/resume_test.cpp session/profiler_test.cpp session/generate_test.cpp session/distillation_test.cpp device/default_stream_test.cpp)
 target_precompile_headers(session_test PRIVATE <torch/nn/module.h> <gtest/gtest.h>)
 
 tierflow_test(gpu_test LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp models/dense_weights_gpu_test.cpp

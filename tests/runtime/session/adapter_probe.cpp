@@ -1,8 +1,9 @@
 // Run by tests/python/test_adapters.py: adapter_probe MODEL OUT STEPS [OPTION=VALUE...] trains adapters of rank 4 over
 // the model in a folder, on tokens that the test can make as well, and writes them as PEFT's folder. Prints the loss of
 // each step, and that of the tokens of step 0 at the end. Options: from (a folder of adapters to begin with), init
-// (their first values), dora, saved (a module, several times), logits (a file that gets the logits of the tokens of
-// step 0, fp32 [rows, length, vocab]: the session's at the end, and those of the written folder computed in fp32).
+// (their first values), dora, galore (a number of steps: projected gradients in such windows, of scale 0.5, in place of
+// adapters; OUT is the whole model), saved (a module, several times), logits (a file that gets the logits of the tokens
+// of step 0, fp32 [rows, length, vocab]: the session's at the end, and those of the written folder computed in fp32).
 #include <torch/torch.h>
 
 #include <cstdio>
@@ -37,6 +38,8 @@ Wanted wanted(int argc, char** argv) {
     const std::string word = argv[i], value = word.substr(word.find('=') + 1);
     if (word == "dora")
       all.config.dora = true;
+    else if (word.starts_with("galore="))
+      all.config = {.rank = 4, .init = tierflow::AdapterInit::galore, .windows = {std::stoll(value), 0.5}};
     else if (word.starts_with("from="))
       all.from = value;
     else if (word.starts_with("logits="))
@@ -95,11 +98,19 @@ int main(int argc, char** argv) {
     tierflow::Session session(adapters.from.empty() ? tierflow::with_adapters(base, adapters.config, 3)
                                                     : tierflow::with_adapters(base, adapters.from),
                               options, {});
-    if (session.waits_for_gradient()) session.begin_with_gradient({batch(0, vocab)});
-    for (int step = 0; step < std::atoi(argv[3]); ++step)
+    const auto begin = [&](int step) {
+      if (session.waits_for_gradient()) session.begin_with_gradient({batch(step, vocab)});
+    };
+    begin(0);
+    for (int step = 0; step < std::atoi(argv[3]); ++step) {
+      begin(step);
       std::printf("%.9g\n", session.step({batch(step, vocab)}, 1e-2).loss);
+    }
     std::printf("%.9g\n", session.evaluate({batch(0, vocab)}).loss);
-    session.export_adapter(argv[2]);
+    if (adapters.config.init == tierflow::AdapterInit::galore)
+      session.export_hf(argv[2]);
+    else
+      session.export_adapter(argv[2]);
     if (!adapters.logits.empty()) {
       const torch::Tensor ids = batch(0, vocab).ids;
       std::ofstream out(adapters.logits, std::ios::binary);
