@@ -1,14 +1,16 @@
-"""`--method galore`: windows of projected gradients, killed anywhere, exported, planned; what is refused."""
+"""`--method galore`: windows of projected gradients beside GaLore written out in torch, killed anywhere, exported, planned; what is refused."""
 import json
 import shutil
 import signal
 
+import numpy
 import pytest
 import torch
 import transformers
 from program import BUILD, again, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
 from program import work as work  # a fixture
 from safetensors.torch import load_file
+from test_adapters import loss_of, make_base, plain, probe
 
 pytestmark = needs_torch
 
@@ -20,6 +22,83 @@ GALORE = ["train", "--method", "galore", "--model", "base", "--data", "text.txt"
 def base(work):
     run(work, "init", "--config", "config.json", "--out", "base")
     return work / "base"
+
+
+def galore(model, steps, gap, projectors=None, rank=4, scale=0.5, lr=1e-2, keeps_moments=True, folds=True):
+    """GaLore as its repository has it (type "std", AdamW without decay), on dense weights W = W0 + P S: the losses, what the linear layers of the blocks have changed by, and how much of each gradient its projector sees of what the best of that rank does. projectors: by window and layer, in place of the gradient's singular vectors, which have no sign of their own while moments go on from window to window. The switches leave a part out."""
+    model.train()
+    linear = {name + ".weight": module for name, module in model.named_modules() if "layers." in name and isinstance(module, torch.nn.Linear)}
+    begun = {name: module.weight.detach().clone() for name, module in linear.items()}
+    base, trained, projector, moments, losses, seen = dict(begun), {}, {}, {}, [], []
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                g = weight.grad
+                if name in linear:
+                    left = g.shape[0] < g.shape[1]
+                    if step % gap == 0:
+                        base[name] = weight.clone() if folds else begun[name]
+                        trained[name] = torch.zeros(rank, g.shape[1]) if left else torch.zeros(g.shape[0], rank)
+                        u, s, vh = torch.linalg.svd(g, full_matrices=False)
+                        projector[name] = u[:, :rank] if left else vh[:rank]
+                        if projectors:
+                            projector[name] = projectors[step // gap][name].view(projector[name].shape)
+                            seen.append(((projector[name].t() @ g if left else g @ projector[name].t()).norm() / s[:rank].norm()).item())
+                        if not keeps_moments:
+                            moments.pop(name, None)
+                    g = projector[name].t() @ g if left else g @ projector[name].t()
+                m, v, t = moments.get(name, (torch.zeros_like(g), torch.zeros_like(g), 0))
+                m, v, t = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g, t + 1
+                moments[name] = m, v, t
+                change = lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+                if name in linear:
+                    trained[name] -= scale * change
+                    weight.copy_(base[name] + (projector[name] @ trained[name] if left else trained[name] @ projector[name]))
+                else:
+                    weight -= change
+        model.zero_grad()
+    return losses, {name: module.weight.detach() - begun[name] for name, module in linear.items()}, seen
+
+
+def read_projectors(file, steps, gap):
+    names, values = file.with_name(file.name + ".names").read_text().split(), torch.from_numpy(numpy.fromfile(file, dtype=numpy.float32))
+    windows = (steps + gap - 1) // gap
+    layers = len(names) // windows
+    assert layers * windows == len(names) and names == names[:layers] * windows
+    sides = [4 * min(module.weight.shape) for module in map(dict(plain(file.parent / "model").named_modules()).get, names)]
+    parts = iter(zip(names, values.split(sides)))
+    return [{name + ".weight": next(parts)[1] for name in names[:layers]} for _ in range(windows)]
+
+
+def test_windows_are_galore(tmp_path):
+    make_base("llama", tmp_path / "model")
+    gap, steps = 3, 8  # two windows and the beginning of a third
+    ours = probe(tmp_path / "model", tmp_path / "tuned", steps, f"galore={gap}", f"projectors={tmp_path / 'projectors'}")[:-1]
+    projectors = read_projectors(tmp_path / "projectors", steps, gap)
+    losses, changes, seen = galore(plain(tmp_path / "model"), steps, gap, projectors)
+    assert ours == pytest.approx(losses, rel=3e-2) and ours[-1] < 0.9 * ours[0]
+    # Projectors are orthonormal and see as much of the gradient as any.
+    assert len(seen) == 3 * 14 and min(seen) > 0.97 and max(seen) < 1.02
+    for window in projectors:
+        for p in window.values():
+            side = p.view(4, -1) if torch.allclose(p.view(4, -1) @ p.view(4, -1).t(), torch.eye(4), atol=2e-2) else p.view(-1, 4).t()
+            assert torch.allclose(side @ side.t(), torch.eye(4), atol=2e-2)
+
+    # How far the layers have come, beside where GaLore takes them, and where it does with a part left out.
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "tuned"))
+
+    def distance(**without):
+        theirs = galore(plain(tmp_path / "model"), steps, gap, projectors, **without)[1]
+        off = sum((after[name].float() - before[name].float() - change).norm() ** 2 for name, change in theirs.items())
+        return (off / sum(change.norm() ** 2 for change in changes.values())).sqrt().item()
+
+    near = distance()
+    assert near < 0.15
+    for without in ({"keeps_moments": False}, {"folds": False}, {"scale": 1}):
+        assert distance(**without) > 4 * near, without
 
 
 def losses(work):
@@ -57,7 +136,7 @@ def test_killed_at_each_call_it_goes_on_to_the_bit(work, base):
     run(work, *changed(words, {"--out": "whole", "--log-json": "whole.json"}), env={"LD_PRELOAD": str(SHIM), "TIERFLOW_CALL_COUNT": "count"})
     expected = {record["step"]: record["loss"] for record in steps_of(work / "whole.json")}
     calls, killed, resumed = int((work / "count").read_text()), 0, 0
-    for part in (0.3, 0.45, 0.6, 0.75, 0.9):
+    for part in (0.4, 0.65, 0.9):
         died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_KILL_AT": str(int(calls * part))})
         done = died if died.returncode == 0 else again(work, *words)
         assert done.returncode == 0, f"call {int(calls * part)} of {calls}: {done.stderr}"
@@ -66,7 +145,7 @@ def test_killed_at_each_call_it_goes_on_to_the_bit(work, base):
         assert losses(work) == expected and weights(work / "out") == weights(work / "whole"), f"call {int(calls * part)} of {calls}"
         for left in [work / "out", *work.glob("log.json*")]:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-    assert killed >= 4 and resumed >= 3
+    assert killed == 3 and resumed >= 2
 
 
 def test_what_a_stopped_run_left_is_exported_as_the_whole_model(work, base):
