@@ -44,7 +44,7 @@ def figures(records, gap):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=pathlib.Path, required=True, help="folder on the drive to measure; a folder `galore` is made in it, and removed")
-    parser.add_argument("--data", required=True, nargs="+", help="text to learn and to hold out from")
+    parser.add_argument("--data", required=True, help="text to learn and to hold out from")
     parser.add_argument("--program", default=ROOT / "build/tierflow")
     parser.add_argument("--config", default=ROOT / "benchmarks/step/llama-152m.json")
     parser.add_argument("--device", default="cpu")
