@@ -72,8 +72,8 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   if (any_on_storage(result)) everything += kActivationBuffers * result.slot_bytes;
   for (const Chunk& chunk : layout.chunks()) {
     everything += chunk.word_bytes();
-    if (!chunk.trainable || !request.train) continue;
-    everything += chunk.state_bytes + (request.sums ? chunk.word_bytes() : 0);
+    if (!request.train) continue;
+    everything += chunk.state_bytes + (request.sums && chunk.trainable ? chunk.word_bytes() : 0);
   }
   for (std::size_t id = 0; id < chunks; ++id)
     if (result.deferred[id]) everything += layout.chunks()[id].word_bytes();
@@ -81,9 +81,10 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   everything += immediate_words * word;
   if (everything <= host_budget) {
     for (std::size_t id = 0; id < chunks; ++id) {
-      const bool trained = layout.chunks()[id].trainable && request.train;
+      const Chunk& chunk = layout.chunks()[id];
+      const bool trained = chunk.trainable && request.train;
       result.hi_resident[id] = true;
-      result.state_resident[id] = trained;
+      result.state_resident[id] = trained || (request.train && chunk.state_bytes != 0);
       result.gradient_resident[id] = result.deferred[id];
       if (request.sums) result.gradient_low_resident[id] = trained;
     }

@@ -22,6 +22,7 @@ io::Error Executor::Impl::allocate() {
   if (store != nullptr && !places.empty()) store->register_memory(memory->slab(), memory->registrations());
 
   for (auto& list : residents) list.resize(layout.chunks().size());
+  for (auto& list : rewritten) list.resize(layout.chunks().size());
   saved.resize(arrangement.items.size());
   for (std::size_t i = 0; i < places.size(); ++i) {
     const std::span<std::byte> bytes = memory->buffer(i);
@@ -273,6 +274,7 @@ io::Error Executor::access(ExtentKind kind, int chunk, bool writes,
   }
   if (const auto resident = impl.residents[static_cast<int>(kind)][chunk]; !resident.empty()) {
     use(resident);
+    if (writes && impl.layout.chunks()[chunk].rewritten) impl.rewritten[static_cast<int>(kind)][chunk] = true;
     return {};
   }
   auto& buffers = kind == ExtentKind::state ? impl.state_buffers : impl.word_buffers;
@@ -318,7 +320,9 @@ io::Error Executor::write_back() {
   for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
     for (int chunk = 0; chunk < static_cast<int>(impl.layout.chunks().size()); ++chunk) {
       const auto bytes = impl.residents[static_cast<int>(kind)][chunk];
-      if (bytes.empty() || (!impl.layout.chunks()[chunk].trainable && impl.store->holds(kind, chunk))) continue;
+      const bool stays = !impl.layout.chunks()[chunk].trainable && impl.store->holds(kind, chunk);
+      if (bytes.empty() || (stays && !impl.rewritten[static_cast<int>(kind)][chunk])) continue;
+      impl.rewritten[static_cast<int>(kind)][chunk] = false;
       {
         std::unique_lock lock(impl.mutex);
         impl.client_wakes.wait(lock, [&] { return outstanding < kWritesBack; });

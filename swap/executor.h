@@ -99,7 +99,8 @@ class Executor {
   // Between plans: hands `use` the bytes of an extent, wherever it lives; writes == true stores what `use` left in them
   // (their former content is not read). For loading a model, exporting and looking.
   io::Error access(ExtentKind kind, int chunk, bool writes, const std::function<void(std::span<std::byte>)>& use);
-  // Between plans: writes what is resident to the store, so that a commit there covers it; frozen words once.
+  // Between plans: writes what is resident to the store, so that a commit there covers it; what is not trainable once,
+  // and where it was written since.
   io::Error write_back();
   std::array<LaneCounters, kLanes> counters() const;
   // The tasks that ended since the last call, if options.record is set. Times are in seconds since the executor was

@@ -97,7 +97,8 @@ struct Executor::Impl {
   // The same memory: an upload may read what a write in flight, which holds the Buffer, reads as well.
   std::vector<std::span<std::byte>> word_bytes, state_bytes, activation_bytes;
   std::vector<std::span<std::byte>> residents[kExtentKinds];
-  std::vector<std::span<std::byte>> saved;  // by item
+  std::vector<bool> rewritten[kExtentKinds];  // between steps, and not written back since: of those that are resident
+  std::vector<std::span<std::byte>> saved;    // by item
 
   mutable std::mutex mutex;
   std::condition_variable lane_wakes[kLanes], verify_wakes, client_wakes;

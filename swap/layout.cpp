@@ -38,7 +38,8 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
                            .first = first + begin,
                            .elements = n,
                            .state_bytes = shape.state_bytes(n),
-                           .trainable = shape.trainable});
+                           .trainable = shape.trainable,
+                           .rewritten = shape.rewritten});
         max_word_bytes_ = std::max(max_word_bytes_, chunks_.back().word_bytes());
         max_state_bytes_ = std::max(max_state_bytes_, chunks_.back().state_bytes);
       }

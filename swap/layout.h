@@ -25,14 +25,15 @@ constexpr std::uint64_t word_bytes(std::uint64_t elements) {
 
 // Consecutive elements of a unit whose optimizer state has one format.
 struct GroupShape {
-  bool trainable = true;                  // false: never updated, without gradients and state
+  bool trainable = true;                  // false: not updated in steps, without gradients
+  bool rewritten = false;                 // of what is not trainable: words and state are written between steps
   std::uint64_t elements = 0;             // multiple of kElementsPad
   std::uint32_t state_bytes_element = 0;  // optimizer state and low master words, a parameter
   std::uint32_t state_bytes_block = 0;    // and a block of 256
   std::string precision;                  // named in the manifest
 
   std::uint64_t state_bytes(std::uint64_t n) const {
-    if (!trainable) return 0;
+    if (!trainable && !rewritten) return 0;
     return round_up(n * state_bytes_element + n / 256 * state_bytes_block, kSector);
   }
 };
@@ -62,9 +63,12 @@ struct Chunk {
   int unit = 0, index = 0, group = 0;
   std::uint64_t first = 0;  // element offset in the unit
   std::uint64_t elements = 0;
-  std::uint64_t state_bytes = 0;  // 0 where it is not trainable
+  std::uint64_t state_bytes = 0;  // 0 where it has none
   bool trainable = true;
+  bool rewritten = false;  // as in GroupShape
 
+  // Whether its words change after they were loaded.
+  bool changes() const { return trainable || rewritten; }
   std::uint64_t word_bytes() const { return swap::word_bytes(elements); }
   std::uint64_t word_place() const { return swap::word_bytes(first); }  // bytes from the unit's first word
   std::uint64_t bytes(ExtentKind kind) const { return kind == ExtentKind::state ? state_bytes : word_bytes(); }

@@ -52,6 +52,10 @@ Plan Planner::flush() {
   return emitter_.take();
 }
 
+void Planner::forget_weights() {
+  for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit) fetcher_.invalidate(unit);
+}
+
 Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits) {
   const int count = static_cast<int>(visits.size());
   Saved saved{.buffer_of = std::vector<HostRef>(arrangement_.items.size()),

@@ -27,6 +27,8 @@ class Planner {
   // the rest: the plan of a large model need not be in memory as a whole.
   using TakePart = std::function<void(const Plan& part)>;
   void hand_over_to(TakePart take) { take_part_ = std::move(take); }
+  // Between plans: words were written where they live, so that what the device has of them is stale.
+  void forget_weights();
 
  private:
   // What a step saves of its micro-batches and where it is: one piece for each item, in the order in which the backward

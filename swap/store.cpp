@@ -31,7 +31,7 @@ Store::Store(StoreOptions options, const Layout& layout)
     hi_offset_.push_back(hi_bytes_);
     hi_bytes_ += chunk.word_bytes();
     second_hi_offset_.push_back(second_hi_bytes_);
-    if (chunk.trainable && options_.generations == 2) second_hi_bytes_ += chunk.word_bytes();
+    if (chunk.changes() && options_.generations == 2) second_hi_bytes_ += chunk.word_bytes();
     state_offset_.push_back(state_bytes_);
     state_bytes_ += chunk.state_bytes;
   }
@@ -84,7 +84,7 @@ std::uint64_t Store::extent_bytes(ExtentKind kind, int index) const {
 }
 
 bool Store::is_committed_for_good(ExtentKind kind, int index) const {
-  if (kind != ExtentKind::hi || options_.generations != 2 || layout_.chunks()[index].trainable) return false;
+  if (kind != ExtentKind::hi || options_.generations != 2 || layout_.chunks()[index].changes()) return false;
   const ExtentRecord& at = record(kind, index);
   return at.written && at.generation <= generation_;
 }

@@ -90,7 +90,8 @@ void Adapter::add_gradients(const Gradients& sums, const Weights& weights, const
                             const Tensor& x, const Incoming& in) const {
   if (a < 0) return;
   add_product(at_position(sums, a), in.low, x);
-  add_product(at_position(sums, b), in.of_sum(d_y), at::linear(x, at_position(weights, a)).mul_(scale));
+  if (at_position(sums, b).defined())
+    add_product(at_position(sums, b), in.of_sum(d_y), at::linear(x, at_position(weights, a)).mul_(scale));
   if (m < 0 || !at_position(sums, m).defined()) return;
   Tensor total = at::zeros_like(in.reciprocals);
   for (std::int64_t token = 0; token < x.size(0); token += kMagnitudeTokens) {

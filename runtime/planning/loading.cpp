@@ -57,18 +57,46 @@ std::uint64_t loading_bytes(const ModelSpec& spec) {
   return most + (of_gradient(config.init) ? all_values : first_values);
 }
 
+std::uint64_t window_bytes(const ModelSpec& spec, const swap::Layout& layout) {
+  constexpr std::uint64_t kProduct = std::uint64_t{1} << 18;  // elements, or a row
+  std::uint64_t projectors = 0, factors = 0, product = 0;
+  for (const UnitSpec& unit : spec.units) {
+    std::uint64_t here = 0;
+    for (const TensorSpec& tensor : unit.tensors) {
+      const auto elements = static_cast<std::uint64_t>(tensor.elements());
+      if (tensor.rewritten == Rewritten::master)
+        product = std::max({product, std::min(elements, kProduct), static_cast<std::uint64_t>(tensor.shape.back())});
+      if (!is_adapter(tensor)) continue;
+      here += 4 * elements;
+      if (!tensor.trainable) projectors += 2 * elements;
+    }
+    factors = std::max(factors, here);
+  }
+  // Words and their values: a chunk has a value for each word.
+  return projectors + 2 * factors + 4 * product + 3 * layout.max_word_bytes() + layout.max_state_bytes();
+}
+
 std::uint64_t gradient_bytes(const ModelSpec& spec) {
-  if (!begins_with_gradient(spec)) return 0;
+  const bool windows = window_steps(spec) != 0;
+  if (!begins_with_gradient(spec) && !windows) return 0;
   std::uint64_t most = 0;
   for (const StageSpec& stage : spec.stages) {
-    std::uint64_t bytes = 0, in = 0;
+    std::uint64_t bytes = 0, in = 0, decomposing = 0;
     for (const int unit : stage.units)
       for (const TensorSpec& tensor : spec.units[static_cast<std::size_t>(unit)].tensors) {
         const AdapterPart part = adapter_part(tensor);
-        if (part == AdapterPart::initial_a) in = static_cast<std::uint64_t>(tensor.shape[1]);
-        if (part == AdapterPart::initial_b) bytes += 6 * in * static_cast<std::uint64_t>(tensor.shape[0]);
+        if (part == (windows ? AdapterPart::a : AdapterPart::initial_a))
+          in = static_cast<std::uint64_t>(tensor.shape[1]);
+        if (part != (windows ? AdapterPart::b : AdapterPart::initial_b)) continue;
+        const auto out = static_cast<std::uint64_t>(tensor.shape[0]),
+                   rank = static_cast<std::uint64_t>(tensor.shape[1]);
+        bytes += 6 * in * out;
+        if (windows)
+          decomposing =
+              std::max(decomposing,
+                       decomposed(out, in, basis_columns({.init = AdapterInit::galore}, rank, out, in)) - 4 * out * in);
       }
-    most = std::max(most, bytes);
+    most = std::max(most, bytes + decomposing);
   }
   return most;
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "runtime/spec/model_spec.h"
+#include "swap/layout.h"
 
 namespace tierflow {
 
@@ -12,8 +13,13 @@ namespace tierflow {
 // adapters. 0 where weights are stored as they come and adapters do not begin with values of theirs.
 std::uint64_t loading_bytes(const ModelSpec& spec);
 
-// Device memory that first values of a gradient take (of_gradient()): the sums of the stage that has the most,
-// in fp32, and a gradient in bf16 each on its way there. Else 0.
+// Host memory that the beginning of a window of projected gradients takes, in the same way: all new projectors; the
+// factors of the unit that has the most, in fp32, with a product of some rows; and one chunk's words, state and values.
+std::uint64_t window_bytes(const ModelSpec& spec, const swap::Layout& layout);
+
+// Device memory that first values of a gradient take (of_gradient()), or projectors of it: the sums of the stage that
+// has the most, in fp32, and a gradient in bf16 each on its way there; for projectors also what decomposes one of them.
+// Else 0.
 std::uint64_t gradient_bytes(const ModelSpec& spec);
 
 }  // namespace tierflow

@@ -8,6 +8,7 @@
 #include "runtime/planning/loading.h"
 #include "runtime/planning/storage_volume.h"
 #include "runtime/planning/update_scratch.h"
+#include "runtime/spec/adapters.h"
 #include "runtime/spec/unit_list.h"
 #include "swap/check.h"
 #include "swap/planner.h"
@@ -15,7 +16,19 @@
 namespace tierflow {
 namespace {
 
-WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options) {
+// By chunk, whether it holds what is trained of a window, which the next one sets to zero.
+std::vector<bool> chunks_with_window_factors(const ModelSpec& spec, const SessionPlan& plan) {
+  std::vector<bool> found(plan.layout->chunks().size(), false);
+  for (const swap::Chunk& chunk : plan.layout->chunks())
+    for_each_piece(plan.packed.units[chunk.unit], chunk, [&](const PackedTensor& tensor, auto...) {
+      const TensorSpec& of = spec.units[chunk.unit].tensors[tensor.tensor];
+      if (of.trainable && of.rewritten != Rewritten::never) found[chunk.id] = true;
+    });
+  return found;
+}
+
+WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options,
+                       const std::vector<bool>& holds_window_factor) {
   WriteCost writes;
   const swap::Arrangement& at = plan.arrangement;
   for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
@@ -29,7 +42,15 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options) {
       if (at.deferred[id]) writes.deferred += bytes;
     };
     extent(at.hi_resident[id], chunk.word_bytes(), trained);
+    if (options.train && chunk.rewritten) {
+      if (chunk.state_bytes != 0) extent(at.state_resident[id], chunk.state_bytes, false);
+      const bool commits = plan.commit_every != 0;
+      if (commits || !at.hi_resident[id]) writes.window += chunk.word_bytes();
+      if (commits || !at.state_resident[id]) writes.window += chunk.state_bytes;
+    }
     if (!trained) continue;
+    if (holds_window_factor[id] && !at.hi_resident[id]) writes.window += chunk.word_bytes();
+    if (holds_window_factor[id] && !at.state_resident[id]) writes.window += chunk.state_bytes;
     extent(at.state_resident[id], chunk.state_bytes, true);
     if (at.deferred[id] && !at.gradient_resident[id]) writes.gradients += chunk.word_bytes();
   }
@@ -71,9 +92,10 @@ std::uint64_t ComputeNeeds::expected(const swap::Arrangement& arrangement) const
 
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
   SessionPlan plan{.packed = pack(spec, options.precision),
-                   .workspace = needs.workspace(options.micro_batches) +
-                                (options.train && !options.resume ? gradient_bytes(spec) : 0),
+                   .workspace = needs.workspace(options.micro_batches),
                    .loading = options.resume ? 0 : loading_bytes(spec)};  // a state that is there needs no first values
+  const bool windows = options.train && window_steps(spec) != 0;
+  if (windows || (options.train && !options.resume)) plan.workspace += gradient_bytes(spec);
   std::vector<swap::UnitShape> shapes;
   for (const PackedUnit& unit : plan.packed.units) shapes.push_back(unit.shape);
   std::vector<swap::StageShape> stages = plan.packed.stages;
@@ -82,6 +104,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
   plan.layout = std::make_unique<swap::Layout>(
       std::move(shapes), std::move(stages),
       options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory));
+  if (windows) plan.loading = std::max(plan.loading, window_bytes(spec, *plan.layout));
   if (options.train && !options.storage.empty() && options.commit_every != 0 && spec.adapter_config_json.empty() &&
       spec.base_format == WeightFormat::bf16)
     plan.exporting = 2 * plan.layout->max_word_bytes();
@@ -110,7 +133,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
   plan.arrangement = value_or_throw(std::move(arranged));
   plan.head_scores_first = options.loss.pairs();
   plan.commit_every = options.storage.empty() || !options.train ? 0 : options.commit_every;
-  plan.writes = count_writes(plan, options);
+  plan.writes = count_writes(plan, options, chunks_with_window_factors(spec, plan));
   if (plan.commit_every != 0 && options.commit_auto)
     plan.commit_every = commit_interval(plan.writes, *plan.layout, plan.arrangement);
   for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {

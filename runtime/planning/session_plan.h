@@ -39,9 +39,9 @@ struct ComputeNeeds {
 };
 
 // Bytes that storage writes when each of these is done once. deferred: the part of `update` that deferred updates
-// write. commit: what is resident.
+// write. commit: what is resident. window: what begins a window of projected gradients, beside the pass over them.
 struct WriteCost {
-  std::uint64_t load = 0, activations = 0, gradients = 0, update = 0, deferred = 0, commit = 0;
+  std::uint64_t load = 0, activations = 0, gradients = 0, update = 0, deferred = 0, commit = 0, window = 0;
 };
 
 struct SessionPlan {

@@ -118,8 +118,9 @@ void add_trained_rows(OptionTable& table, TrainOptions& o) {
 
 void add_adapter_rows(OptionTable& table, TrainOptions& o) {
   table.group("Adapters");
-  table.choice("method", o.method, {"full", "lora"},
-               "what is trained: every weight, or low-rank adapters beside weights that stay as they are");
+  table.choice("method", o.method, {"full", "lora", "galore"},
+               "what is trained: every weight; or low-rank adapters beside weights that stay as they are; or every "
+               "weight, with projected gradients of linear layers");
   AdapterConfig& config = o.lora;
   table.integer("lora-rank", config.rank, 1, "rank of the adapters", 4096);
   table.number("lora-alpha", config.alpha, 0, 1e9, "their output is scaled by alpha / rank");
@@ -151,18 +152,49 @@ void add_adapter_rows(OptionTable& table, TrainOptions& o) {
              .commas = true,
              .set = [&config](const auto& words) { config.saved = words; },
              .get = [&config] { return OrderedJson(config.saved); }});
+  table.integer("rank", o.galore.rank, 1, "with --method galore: rank of the projected gradients", 4096);
+  table.integer("update-gap", o.galore.windows.steps, 1, "steps with the same projection", 1'000'000'000);
+  table.number("scale", o.galore.windows.scale, 0, 1e9, "multiply the learning rate of what is projected");
   add_base_precision(table, o.base_precision);
   table.path("adapter", o.adapter, "DIR", "begin with these adapters, a folder as PEFT writes it");
   table.flag("merge", o.merge, "write the whole model with the adapters added, in place of the adapters");
 }
 
+namespace {
+
+AdapterConfig with_layers_of(const AdapterConfig& from, AdapterConfig config) {
+  config.targets = from.targets;
+  config.exclude = from.exclude;
+  config.target_pattern = from.target_pattern;
+  config.exclude_pattern = from.exclude_pattern;
+  config.layers = from.layers;
+  config.rank_pattern = from.rank_pattern;
+  return config;
+}
+
+}  // namespace
+
+AdapterConfig galore_config(const TrainOptions& o) {
+  return with_layers_of(o.lora, o.galore);
+}
+
 void check_adapter(const TrainOptions& o) {
-  const bool given = !(o.lora == TrainOptions().lora);
+  const AdapterConfig none = TrainOptions().lora;
+  const bool given = !(o.lora == none), galore = o.method == "galore";
+  const bool of_adapters = galore ? !(o.lora == with_layers_of(o.lora, none)) : given;
   if (o.method != "lora" &&
-      (given || !o.adapter.empty() || o.merge || o.base_precision != "bf16" || o.loraplus_lr_ratio != 1))
-    fail_usage("options of adapters are for --method lora");
+      (of_adapters || !o.adapter.empty() || o.merge || o.base_precision != "bf16" || o.loraplus_lr_ratio != 1))
+    fail_usage(galore ? "of the options of adapters, --method galore takes those that name layers and their ranks"
+                      : "options of adapters are for --method lora");
+  if (!galore && !(o.galore == TrainOptions().galore))
+    fail_usage("--rank, --update-gap and --scale are for --method galore");
+  if (galore && o.galore.windows.scale == 0)
+    fail_usage("--scale must be above 0: with 0 the projected layers learn nothing");
+  if (galore && o.weight_decay != 0)
+    fail_usage("--method galore has no --weight-decay: what it projects is written once a window");
   if (o.method == "lora" && !(o.trained == TrainableConfig()))
-    fail_usage("--trainable, --freeze and --trainable-layers are for --method full: of adapters all are trained");
+    fail_usage(
+        "--trainable, --freeze and --trainable-layers are for --method full and galore: of adapters all are trained");
   if (given && !o.adapter.empty()) fail_usage("give --adapter or --lora-..., not both: the folder says what its are");
 }
 

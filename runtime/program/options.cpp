@@ -364,6 +364,9 @@ std::string describe(const TrainOptions& o) {
     text += fmt::format(" with the adapters of {}", o.adapter.string());
   else if (o.method == "lora")
     text += fmt::format(" with adapters of rank {}, alpha {}", o.lora.rank, o.lora.alpha);
+  if (o.method == "galore")
+    text += fmt::format(" with gradients projected to rank {}, anew every {} steps, scale {}", o.galore.rank,
+                        o.galore.windows.steps, o.galore.windows.scale);
   if (o.base_precision != "bf16") text += fmt::format(" over {} weights", o.base_precision);
   text += fmt::format(" on {}: ", fmt::join(data, ", "));
   if (loss_rule(o).pairs()) text += fmt::format("{} with beta {}, ", o.loss, o.beta);

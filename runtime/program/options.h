@@ -132,7 +132,7 @@ struct TrainOptions : RunOptions {
   std::int64_t export_keep = 0;                                         // the last so many of these; 0: all
   bool export_best = false;                                             // the model of the best evaluation too
   std::filesystem::path trace;                                          // empty: none
-  std::string method = "full";                                          // full, lora
+  std::string method = "full";                                          // full, lora, galore
   std::string loss = "cross-entropy";                                   // cross-entropy, dpo, simpo, orpo
   double beta = LossRule{}.beta, simpo_gamma = LossRule{}.simpo_gamma;  // of a preference loss
   std::filesystem::path distill;                                        // a teacher's tokens; empty: none
@@ -140,6 +140,7 @@ struct TrainOptions : RunOptions {
   TrainableConfig trained;                                              // of full fine-tuning
   std::vector<std::pair<std::string, double>> lr_scales;
   AdapterConfig lora{.rank = 16, .alpha = 32};
+  AdapterConfig galore{.rank = 128, .init = AdapterInit::galore, .windows = {.scale = 2}};  // without its layers' names
   double loraplus_lr_ratio = 1;         // of B's learning rate to A's
   std::filesystem::path adapter;        // a folder of PEFT's to begin with, in place of `lora`; empty: new ones
   bool merge = false;                   // the result is the whole model

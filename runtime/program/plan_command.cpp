@@ -58,6 +58,20 @@ struct Planned {
   Placement placement;
 };
 
+// Full tuning with the same budgets, where these allow it; its stages take what those of `spec` do.
+std::optional<FullTuning> full_tuning(const PlanOptions& options, const ModelSpec& spec, const Planned& planned) {
+  if (options.method != "galore") return std::nullopt;
+  PlanOptions full = options;
+  full.method = "full";
+  try {
+    const SessionPlan plan = plan_that_fits(training_spec(full), planned.session, planned.profile.model.needs(spec));
+    return tuning_of(plan, predict(plan, rates_of(spec, planned.profile)));
+  } catch (const Exception& refused) {
+    if (refused.error().kind != io::ErrorKind::usage) throw;
+    return std::nullopt;
+  }
+}
+
 class Planning {
  public:
   Planning(const PlanOptions& options, const ModelSpec& spec, const std::function<void(const ProfileJob&)>& measure,
@@ -151,6 +165,7 @@ int run_plan(const PlanOptions& options, const std::function<void(const ProfileJ
                            .session = planned.session,
                            .profile = planned.profile,
                            .placement = planned.placement,
+                           .full = full_tuning(options, spec, planned),
                            .step_seconds_unclipped = step_seconds_unclipped(spec, planned.session, planned.profile)});
   report["step_shapes"] = shapes;
   const std::uint64_t needed = report["storage"]["bytes"], free = free_on(planned.session.storage);

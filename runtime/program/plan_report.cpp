@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "runtime/spec/adapters.h"
 #include "swap/store.h"
 
 namespace tierflow {
@@ -156,6 +157,41 @@ Json storage_json(const PlannedRun& run) {
           {"bytes_per_parameter", static_cast<double>(bytes) / static_cast<double>(run.spec.parameters())}};
 }
 
+std::uint64_t written_in_a_step(const SessionPlan& plan) {
+  return plan.writes.update + plan.writes.activations + plan.writes.gradients;
+}
+
+// What projected gradients spare, beside full tuning; null where none are projected.
+Json galore_json(const PlannedRun& run) {
+  const std::int64_t steps = window_steps(run.spec);
+  if (steps == 0) return nullptr;
+  std::uint64_t projected = 0, trained = 0, projectors = 0;
+  for (const UnitSpec& unit : run.spec.units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      const auto elements = static_cast<std::uint64_t>(tensor.elements());
+      if (is_adapter(tensor)) (tensor.trainable ? trained : projectors) += elements;
+      if (tensor.rewritten == Rewritten::master) projected += elements;
+    }
+  const SessionPlan& plan = run.placement.plan;
+  const FullTuning here = tuning_of(plan, run.placement.prediction);
+  Json json{{"update_gap", steps},
+            {"projected_parameters", projected},
+            {"trained_in_their_place", trained},
+            {"projector_parameters", projectors},
+            {"state", here.state},
+            {"read_per_step", here.read},
+            {"written_per_step", here.written},
+            {"gradients_per_step", here.gradients},
+            {"base_written_per_step", 0},
+            {"written_per_window", plan.writes.window + written_in_a_step(plan)}};
+  json["full"] = !run.full ? Json()
+                           : Json{{"state", run.full->state},
+                                  {"read_per_step", run.full->read},
+                                  {"written_per_step", run.full->written},
+                                  {"gradients_per_step", run.full->gradients}};
+  return json;
+}
+
 Json clip_json(const PlannedRun& run) {
   Json clip{{"norm", run.session.clip ? Json(*run.session.clip) : Json("none")},
             {"staged", run.placement.plan.arrangement.staged}};
@@ -205,6 +241,16 @@ Json profile_json(const Profile& profile) {
 
 }  // namespace
 
+FullTuning tuning_of(const SessionPlan& plan, const Prediction& prediction) {
+  FullTuning found{.read = prediction.bytes[static_cast<std::size_t>(swap::Lane::disk_read)],
+                   .written = prediction.bytes[static_cast<std::size_t>(swap::Lane::disk_write)]};
+  for (const swap::Chunk& chunk : plan.layout->chunks()) {
+    found.state += chunk.word_bytes() + chunk.state_bytes;
+    if (chunk.trainable) found.gradients += chunk.word_bytes();
+  }
+  return found;
+}
+
 PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& session, const ModelSpec& spec,
                                  const ModelProfile& model) {
   PredictedMemory memory;
@@ -227,9 +273,12 @@ Json plan_json(const PlannedRun& run) {
     halves += stage.kind == StageKind::attention ? 1 : 0;
   }
   const PredictedMemory memory = predicted_memory(run.placement.plan, run.session, run.spec, run.profile.model);
+  const SessionPlan& plan = run.placement.plan;
+  const auto in_a_step = static_cast<double>(written_in_a_step(plan));
+  const std::int64_t window = window_steps(run.spec);
   const double written =
-      1e-12 * static_cast<double>(run.placement.plan.writes.update + run.placement.plan.writes.activations +
-                                  run.placement.plan.writes.gradients);
+      1e-12 * (in_a_step +
+               (window == 0 ? 0 : (in_a_step + static_cast<double>(plan.writes.window)) / static_cast<double>(window)));
   std::vector<std::string> folders;
   for (const auto& folder : run.session.storage) folders.push_back(folder.string());
   Json storage = storage_json(run);
@@ -270,6 +319,7 @@ Json plan_json(const PlannedRun& run) {
           {"activations", activations_json(run)},
           {"clip", clip_json(run)},
           {"updates", updates_json(run)},
+          {"galore", galore_json(run)},
           {"step", step_json(run)},
           {"wear",
            {{"tb_written_per_step", written},

@@ -121,6 +121,20 @@ std::string plan_text(const Json& plan) {
     row("updates", when + fmt::format("otherwise a step takes {}", seconds(updates["step_s_plain"])));
   else if (!staged)
     row("updates", "all run beside the backward; letting some wait for the next forward gains nothing");
+  if (const Json& galore = plan["galore"]; !galore.is_null()) {
+    const Json& full = galore["full"];
+    const auto beside = [&](const char* of) {
+      return full.is_null() ? size(galore[of]) : fmt::format("{} (full tuning {})", size(galore[of]), size(full[of]));
+    };
+    row("galore", fmt::format("{} weights are trained through {}, projected anew every {} steps by {}",
+                              count(galore["projected_parameters"]), count(galore["trained_in_their_place"]),
+                              galore["update_gap"].get<std::int64_t>(), count(galore["projector_parameters"])));
+    row("", fmt::format("weights and state {}; a step reads {}, writes {} and takes {} of gradients to the host",
+                        beside("state"), beside("read_per_step"), beside("written_per_step"),
+                        beside("gradients_per_step")));
+    row("", fmt::format("the projected weights themselves are written once a window, which begins with {} in all",
+                        size(galore["written_per_window"])));
+  }
   if (storage["bytes"] != 0)
     row("wear",
         fmt::format("{:.3g} TB written a step, {:.3g} TB a day", plan["wear"]["tb_written_per_step"].get<double>(),

@@ -8,6 +8,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
 #include "runtime/device/device_memory.h"
+#include "runtime/program/adapter_options.h"
 #include "runtime/program/data_report.h"
 #include "runtime/program/loss_options.h"
 #include "runtime/program/training_spec.h"
@@ -56,6 +57,7 @@ Model training_model(const TrainOptions& options, const ModelSpec& spec) {
                                     : with_adapters(model, options.adapter);
   } else {
     model = with_trainable(model, options.trained);
+    if (options.method == "galore") model = with_adapters(model, galore_config(options), options.seed);
   }
   model = with_learning_rates(model, learning_rate_scales(options));
   return loss_rule(options).pairs() ? without_dropout(model) : model;

@@ -299,7 +299,7 @@ int run_export(const ExportOptions& options) {
   ResultFolder out(options.out);
   {
     const StoredModel model = open_stored_model(options.storage);
-    out.begin(model.spec.adapter_config_json.empty() ? kModelLast : kAdapterLast);
+    out.begin(is_written_beside_base(model.spec) ? kAdapterLast : kModelLast);
     std::error_code ignored;
     if (model.source && fs::is_directory(model.source->folder, ignored))
       CompanionFiles(model.source->folder).copy_to(out.path());

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -73,7 +74,7 @@ class Training {
       throw;
     }
     std::int64_t step = begun_ = session_->steps();
-    if (session_->waits_for_gradient()) {
+    if (session_->waits_for_gradient() && options_.method == "lora") {
       log_.say("first values of the adapters: from the gradient of the first step's batch");
       session_->begin_with_gradient(batches_of(0));
     }
@@ -283,8 +284,22 @@ class Training {
     return batches;
   }
 
+  void begin_window(std::int64_t step, const std::vector<MicroBatch>& batches) {
+    const auto begun = std::chrono::steady_clock::now();
+    const std::uint64_t before = session_->bytes_written();
+    session_->begin_with_gradient(batches);
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+    log_.say(fmt::format("projections for steps {} to {}: of the gradient of step {}, {:.1f} s", step + 1,
+                         std::min(step + options_.galore.windows.steps, steps_), step + 1, seconds));
+    log_.object({{"window",
+                  {{"step", step + 1},
+                   {"seconds", seconds},
+                   {"tb_written", 1e-12 * static_cast<double>(session_->bytes_written() - before)}}}});
+  }
+
   void train_step(std::int64_t step) {
     const std::vector<MicroBatch> batches = batches_of(step);
+    if (session_->waits_for_gradient()) begin_window(step, batches);
     trace_.begin_step(*session_);
     const double lr = learning_rate(options_, step, steps_);
     forecast_.begin_step(*session_);

@@ -4,6 +4,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
+#include "runtime/program/adapter_options.h"
 #include "runtime/program/loss_options.h"
 
 namespace tierflow {
@@ -42,9 +43,13 @@ ModelSpec training_spec(const TrainOptions& options) {
     check_first_factors(spec);
   } else {
     set_trainable(spec, options.trained);
+    if (options.method == "galore") add_adapters(spec, galore_config(options));
   }
   set_learning_rates(spec, learning_rate_scales(options));
   if (!loss_rule(options).pairs()) return spec;
+  if (options.method == "galore")
+    throw Exception(io::ErrorKind::usage,
+                    "--method galore projects the gradient of the cross-entropy: it has no --loss " + options.loss);
   if (begins_with_gradient(spec))
     throw Exception(io::ErrorKind::usage, "--init " + adapter_init_name(options.lora) +
                                               " takes the gradient of the cross-entropy: with --loss " + options.loss +

@@ -13,7 +13,7 @@ namespace tierflow {
 namespace {
 
 constexpr double kGamma = 16;
-constexpr std::int64_t kGradientIterations = 4;
+constexpr std::int64_t kGradientIterations = 4, kProjectorIterations = 2;
 
 using Decomposition = std::tuple<torch::Tensor, torch::Tensor, torch::Tensor>;  // U, S, V^T
 
@@ -22,14 +22,14 @@ Decomposition randomised(const torch::Tensor& w, std::int64_t wide, std::int64_t
   const TensorSpec normal{.name = of.name, .shape = {w.size(1), wide}, .init_std = 1};
   initial_values(normal, of.seed, 0, {range.data_ptr<float>(), static_cast<std::size_t>(range.numel())});
   const auto basis = [](const torch::Tensor& columns) { return std::get<0>(torch::linalg_qr(columns)); };
-  range = basis(torch::mm(w, range));
+  range = basis(torch::mm(w, range.to(w.device())));
   for (std::int64_t i = 0; i < iterations; ++i) range = basis(torch::mm(w, basis(torch::mm(w.t(), range))));
   const auto [u, s, vh] = torch::linalg_svd(torch::mm(range.t(), w), /*full_matrices=*/false);
   return {torch::mm(range, u), s, vh};
 }
 
 std::vector<std::uint16_t> rounded(const torch::Tensor& values) {
-  const torch::Tensor words = values.to(torch::kBFloat16).contiguous();
+  const torch::Tensor words = values.to(torch::kBFloat16).cpu().contiguous();
   const auto* const first = static_cast<const std::uint16_t*>(words.const_data_ptr());
   return {first, first + words.numel()};
 }
@@ -79,6 +79,19 @@ Factors factors_of_gradient(const torch::Tensor& gradient, AdapterInit init, con
     const double factor = std::pow(out, 0.25) / std::sqrt(kGamma);
     if (peft) return {.a = rounded(right), .b = rounded(left * (s.narrow(0, of.rank, of.rank) * factor))};
     return {.a = rounded(right * factor), .b = rounded(left * factor)};
+  });
+}
+
+Factors projector_of_gradient(const torch::Tensor& gradient, const FactorsOf& of) {
+  return apart([&]() -> Factors {
+    if (!std::isfinite(gradient.sum().item<double>())) return {};
+    const bool left = gradient.size(0) < gradient.size(1);
+    const torch::Tensor wide = left ? gradient : gradient.t();
+    const std::int64_t columns = columns_of(gradient, {.init = AdapterInit::galore}, of);
+    const torch::Tensor projector =
+        std::get<0>(randomised(wide, columns, kProjectorIterations, of)).narrow(1, 0, of.rank);
+    if (left) return {.a = {}, .b = rounded(projector)};
+    return {.a = rounded(projector.t()), .b = {}};
   });
 }
 

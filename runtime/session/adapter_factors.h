@@ -40,4 +40,10 @@ Factors factors_of_weight(const torch::Tensor& w, const AdapterConfig& config, c
 // Throws Exception (kind numeric) naming the weight, where G is not finite.
 Factors factors_of_gradient(const torch::Tensor& gradient, AdapterInit init, const FactorsOf& of);
 
+// GaLore's projector of G (Zhao et al., GaLore, 2024, type "std" of its repository), the first singular vectors on the
+// shorter side: out < in: B = U_{1..r}, else A = V_{1..r}^T; the other factor is empty. By the randomised
+// decomposition, as wide as basis_columns() says and with two iterations, on the device where G is. Both are empty
+// where G is not finite.
+Factors projector_of_gradient(const torch::Tensor& gradient, const FactorsOf& of);
+
 }  // namespace tierflow

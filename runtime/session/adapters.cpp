@@ -41,7 +41,7 @@ Model with_lengths(Model model, const Model& base, bool fresh) {
 }  // namespace
 
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed) {
-  if (config.init != AdapterInit::standard) {
+  if (config.init != AdapterInit::standard && config.init != AdapterInit::galore) {
     Model model = adapted(base, config, {});
     model.weights = adapters_from_base(model.spec(), config, seed, {model.spec(), base.weights, base.stored});
     return model;
@@ -69,7 +69,7 @@ Model with_adapters(const Model& base, const fs::path& folder) {
 std::string Session::export_adapter(const fs::path& folder, const fs::path& base) {
   impl_->expect_first_values();
   const ModelSpec& spec = impl_->model->spec();
-  if (spec.adapter_config_json.empty())
+  if (!is_written_beside_base(spec))
     throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");
   impl_->flush();
   return write_adapter(spec, base, folder, [this](int unit, int tensor, const UseMaster& use) {

@@ -56,22 +56,30 @@ void GradientInit::bind(int stage, int micro_batch, Gradients& gradients) {
 void GradientInit::take(int stage) {
   const std::vector<Weight> weights = weights_of(stage);
   for (std::size_t i = 0; i < weights.size(); ++i) {
-    const torch::Tensor sum = std::exchange(sums_[i], {}).to(torch::kCPU);
-    factors_[weights[i].module] = factors_of_gradient(weights[i].of.transposed ? sum.t() : sum, init_, weights[i].of);
+    const torch::Tensor sum = std::exchange(sums_[i], {});
+    const torch::Tensor gradient = weights[i].of.transposed ? sum.t() : sum;  // [out, in]
+    Factors& factors = factors_[weights[i].module];
+    if (init_ == AdapterInit::galore) {
+      factors = projector_of_gradient(gradient, weights[i].of);
+      finite_ = finite_ && !(factors.a.empty() && factors.b.empty());
+    } else {
+      factors = factors_of_gradient(gradient.to(torch::kCPU), init_, weights[i].of);
+    }
   }
 }
 
-void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) {
-  if (!waits_for_gradient)
-    throw Exception(io::ErrorKind::usage, "the adapters have their first values: they wait for no gradient");
-  check_batches(batches, true);
-  const torch::NoGradGuard no_grad;
-  const std::uint64_t cap = torch_bytes();
-  torch_memory.set_cap(cap + (torch_device.is_cpu() ? plan.loading : 0));
+void GradientInit::read(const TensorSpec& factor, std::uint64_t first, std::span<float> values) const {
+  const AdapterPart part = adapter_part(factor);
+  const Factors& factors = factors_.at(linear_module(factor));
+  const auto& words = part == AdapterPart::b || part == AdapterPart::initial_b ? factors.b : factors.a;
+  std::ranges::transform(std::span(words).subspan(first, values.size()), values.begin(), optim::float_from_bf16);
+}
+
+// A step whose updates are all dropped. Null where memory ran out.
+std::unique_ptr<GradientInit> Session::Impl::gradient_pass(const std::vector<MicroBatch>& batches) {
   gradient_init = std::make_unique<GradientInit>(model->spec(), options.seed, torch_device);
   std::int64_t targets = 0;
   for (const MicroBatch& batch : batches) targets += batch.target_tokens();
-  // A step whose updates are all dropped.
   const auto work = make_work(0);
   work->skip_updates();
   StepResult result;
@@ -81,26 +89,43 @@ void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) 
   head_all(shared, {.batches = batches, .targets = targets, .pairs = {}}, result, *work);
   backward_all(shared, *work);
   throw_if(executor().finish_updates());
-  throw_if_out_of_memory();
   throw_if(executor().drain());
-  const std::vector<UnitSpec>& units = model->spec().units;
-  for (std::size_t unit = 0; unit < units.size(); ++unit)
-    for (std::size_t i = 0; i < units[unit].tensors.size(); ++i) {
-      const TensorSpec& tensor = units[unit].tensors[i];
-      if (!is_adapter(tensor)) continue;
-      const AdapterPart part = adapter_part(tensor);
-      const Factors& factors = gradient_init->factors(linear_module(tensor));
-      const auto& words = part == AdapterPart::b || part == AdapterPart::initial_b ? factors.b : factors.a;
-      std::vector<float> values(words.size());
-      std::ranges::transform(words, values.begin(), optim::float_from_bf16);
-      state->write(static_cast<int>(unit), static_cast<int>(i), values.data());
-    }
-  gradient_init = nullptr;
-  waits_for_gradient = false;
+  std::unique_ptr<GradientInit> found = std::move(gradient_init);
+  return out_of_memory ? nullptr : std::move(found);
+}
+
+void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) {
+  if (!waits_for_gradient())
+    throw Exception(io::ErrorKind::usage, windows == 0
+                                              ? "the adapters have their first values: they wait for no gradient"
+                                              : "the window of this projector has not ended");
+  check_batches(batches, true);
+  const torch::NoGradGuard no_grad;
+  flush();
+  const std::uint64_t cap = torch_bytes();
+  torch_memory.set_cap(cap + (torch_device.is_cpu() ? plan.loading : 0));
+  if (const std::unique_ptr<GradientInit> found = gradient_pass(batches); found != nullptr && windows == 0)
+    take_first_values(*found);
+  else if (found != nullptr)
+    begin_window(*found);
+  planner->forget_weights();
   torch_memory.release_kept();
   torch_memory.set_cap(cap);
   torch_memory.reset_peak();
-  if (plan.commit_every != 0) commit();
+  if (windows == 0) throw_if_out_of_memory();
+  if (plan.commit_every != 0 && !out_of_memory) commit();
+}
+
+void Session::Impl::take_first_values(const GradientInit& found) {
+  const std::vector<UnitSpec>& units = model->spec().units;
+  for (std::size_t unit = 0; unit < units.size(); ++unit)
+    state->rewrite(
+        static_cast<int>(unit),
+        [&](int tensor) { return is_adapter(units[unit].tensors[static_cast<std::size_t>(tensor)]); },
+        [&](int tensor, std::uint64_t first, std::span<float> values) {
+          found.read(units[unit].tensors[static_cast<std::size_t>(tensor)], first, values);
+        });
+  lacks_first_values = false;
 }
 
 }  // namespace tierflow

@@ -1,5 +1,6 @@
 #pragma once
-// Adapters whose first values come from the gradient of the base (LoRA-GA): what one backward leaves of it.
+// Adapters whose first values come from the gradient of the base (LoRA-GA), and projectors of it (GaLore): what one
+// backward leaves of it.
 #include <map>
 #include <string>
 #include <vector>
@@ -18,8 +19,10 @@ class GradientInit {
   void bind(int stage, int micro_batch, Gradients& gradients);
   // After the last micro-batch of a stage: decomposes its sums. Throws as factors_of_gradient() does.
   void take(int stage);
-  // Of each adapted layer, when all stages were taken.
-  const Factors& factors(const std::string& module) const { return factors_.at(module); }
+  // Whether every gradient of which a projector is wanted was finite.
+  bool finite() const { return finite_; }
+  // When all stages were taken: elements [first, first + values.size()) of an adapter's tensor, of those that it has.
+  void read(const TensorSpec& factor, std::uint64_t first, std::span<float> values) const;
 
  private:
   struct Weight {
@@ -34,6 +37,7 @@ class GradientInit {
   const AdapterInit init_;
   const std::uint64_t seed_;
   const torch::Device device_;
+  bool finite_ = true;
   std::vector<torch::Tensor> sums_;  // of the stage at hand
   std::map<std::string, Factors> factors_;
 };

@@ -183,7 +183,7 @@ std::string merge_adapter(const fs::path& base, const fs::path& adapter, const f
 std::string Session::export_merged(const fs::path& base, const fs::path& folder, const Progress& progress) {
   impl_->expect_first_values();
   const ModelSpec& spec = impl_->model->spec();
-  if (spec.adapter_config_json.empty())
+  if (!is_written_beside_base(spec))
     throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");
   impl_->flush();
   return write_merged(

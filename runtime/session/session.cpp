@@ -30,7 +30,7 @@ auto guarded(swap::Executor& executor, Work work) {
 
 Session::Session(Model model, SessionOptions options, AdamW adamw, const Progress& progress, const Say& say)
     : impl_(std::make_unique<Impl>(std::move(model.layers), std::move(options), adamw)) {
-  if (model.source != nullptr && impl_->options.train && impl_->model->spec().adapter_config_json.empty())
+  if (model.source != nullptr && impl_->options.train && !is_written_beside_base(impl_->model->spec()))
     impl_->keep_source(std::move(model.source), progress);
   impl_->set_up(model.weights, model.stored, progress, say);
 }
@@ -43,10 +43,11 @@ StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
   return result;
 }
 bool Session::waits_for_gradient() const {
-  return impl_->waits_for_gradient;
+  return impl_->waits_for_gradient();
 }
 void Session::begin_with_gradient(const std::vector<MicroBatch>& batches) {
   guarded(impl_->executor(), [&] { impl_->begin_with_gradient(batches); });
+  impl_->throw_if_out_of_memory();
 }
 Evaluation Session::evaluate(const std::vector<MicroBatch>& batches) {
   return evaluate(static_cast<std::int64_t>(batches.size()), [&](std::int64_t index) { return batches[index]; });
@@ -136,8 +137,9 @@ std::uint64_t Session::bytes_written_after_next_step() const {
 std::uint64_t Session::Impl::writes_of_next_step() const {
   // The deferred updates of the step before, if they wait, then this step's gradients and, before anything leaves the
   // session, all of its own updates.
-  return (pending ? plan.writes.deferred : 0) + plan.writes.update + plan.writes.activations + plan.writes.gradients +
-         plan.writes.commit * (plan.commit_every != 0 ? 2 : 1);
+  const std::uint64_t step = plan.writes.update + plan.writes.activations + plan.writes.gradients;
+  return (pending ? plan.writes.deferred : 0) + step + plan.writes.commit * (plan.commit_every != 0 ? 2 : 1) +
+         (window_ended() ? step + plan.writes.window + plan.writes.commit : 0);
 }
 
 bool Session::Impl::commits_beside_next_step() const {
@@ -147,7 +149,7 @@ bool Session::Impl::commits_beside_next_step() const {
 }
 
 void Session::Impl::expect_first_values() const {
-  if (waits_for_gradient)
+  if (lacks_first_values)
     throw Exception(io::ErrorKind::usage, "the adapters have no first values yet: begin_with_gradient() makes them");
 }
 
@@ -155,6 +157,9 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   const auto started = std::chrono::steady_clock::now();
   check_batches(batches, true);
   expect_first_values();
+  if (window_ended() && window_tried != steps)
+    throw Exception(io::ErrorKind::usage,
+                    "the next window needs its projector first: begin_with_gradient() makes it of the step's gradient");
   const PairCounts pairs = options.loss.pairs() ? count_pairs(options.loss, batches) : PairCounts{};
   const torch::NoGradGuard no_grad;
   const auto kept = kept_step.lock();

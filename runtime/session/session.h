@@ -66,7 +66,7 @@ Model load(const std::filesystem::path& folder, const std::string& as = "");
 Model from_config(const ModelSpec& spec, std::uint64_t seed);
 // One of these with low-rank adapters (spec/adapters.h). Only the adapters are trained: the base is read and never
 // written. `seed` decides their first values, unless these are computed from the base as it is stored. Throws Exception
-// (kind usage).
+// (kind usage). With AdapterInit::galore the base is what is trained, and its result is the whole model.
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed);
 // The same with the adapters of PEFT's folder. Throws Exception (kind input) where they are not the model's.
 Model with_adapters(const Model& base, const std::filesystem::path& adapter);
@@ -111,11 +111,15 @@ class Session {
   // of the step before. Without clipping this holds as long as no update of the step has run.
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
   StepResult step(const std::vector<MicroBatch>& batches) { return step(batches, adamw_lr()); }
-  // Whether the adapters still lack their first values, which come from the gradient of the base: see of_gradient().
+  // Whether begin_with_gradient() comes before the next step: the adapters lack their first values, which come from the
+  // gradient of the base (of_gradient()); or a window of projected gradients begins (AdapterInit::galore).
   bool waits_for_gradient() const;
-  // Computes those values from the gradient of the mean loss over options.micro_batches micro-batches. The base streams
-  // as in a step; nothing else changes. After an exception the session can only be destroyed, and has committed
-  // nothing.
+  // Takes the gradient of the mean loss over options.micro_batches micro-batches, those of the step that follows. The
+  // base streams as in a step. First values: nothing else changes; after an exception the session can only be
+  // destroyed, and has committed nothing. A window: what the one before it trained goes into the masters of its
+  // weights, each of which is written once, and the projectors of this gradient take the place of those before; where
+  // this gradient is not finite nothing changes, and the step may be made. Where device memory runs out (kind memory)
+  // the session stays intact. Commits, where steps are committed.
   void begin_with_gradient(const std::vector<MicroBatch>& batches);
   // Loss and accuracy over the micro-batches, forward only.
   Evaluation evaluate(const std::vector<MicroBatch>& batches);

@@ -12,6 +12,7 @@
 #include "runtime/planning/stored_model.h"
 #include "runtime/session/adapter_folder.h"
 #include "runtime/session/session_impl.h"
+#include "runtime/session/window_sum.h"
 
 namespace tierflow {
 
@@ -28,11 +29,11 @@ std::vector<TensorHeader> headers_of(const ModelSpec& spec, const PackedModel& p
   for (std::size_t index = 0; index < packed.units.size(); ++index)
     for (const PackedTensor& tensor : packed.units[index].tensors) {
       const TensorSpec& of = spec.units[index].tensors[tensor.tensor];
-      if (of.first_row == 0)  // its other tiles follow
+      if (of.first_row == 0 && !is_adapter(of))  // its other tiles follow
         headers.push_back({.name = source == nullptr ? of.name : source->name_of(of),
                            .dtype = dtype_of(of),
                            .shape = of.checkpoint_shape(),
-                           .trained = of.trainable});
+                           .trained = of.trainable || of.rewritten != Rewritten::never});
     }
   if (source != nullptr) std::ranges::move(source->headers(), std::back_inserter(headers));
   return headers;
@@ -43,7 +44,8 @@ std::string export_weights(const ModelSpec& spec, const PackedModel& packed, con
                            const Progress& progress) {
   CheckpointWriter writer(folder, headers_of(spec, packed, others.source.get()));
   write_weights(
-      writer, spec.units, packed, layout, [](int, int) { return true; }, read, "exporting", progress);
+      writer, spec.units, packed, layout,
+      [&](int unit, int tensor) { return !is_adapter(spec.units[unit].tensors[tensor]); }, read, "exporting", progress);
   if (others.source != nullptr) others.source->write(writer, others.hash, progress);
   writer.finish(others.source != nullptr ? others.source->config_json() : spec.config_json);
   return writer.not_finite();
@@ -111,15 +113,18 @@ class WordsAhead {
 
 std::string Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
   Impl& impl = *impl_;
-  if (!impl.model->spec().adapter_config_json.empty())
+  if (is_written_beside_base(impl.model->spec()))
     throw Exception(io::ErrorKind::usage,
                     "the base of a model with adapters is not trained: export_adapter() writes them");
   if (impl.model->spec().base_format != WeightFormat::bf16)
     throw Exception(io::ErrorKind::usage, "the model's weights are quantised: as such they are not written");
   impl.flush();
+  const ReadChunk words = [&](std::span<const int> chunks, const auto& use) {
+    impl.state->read_chunk(chunks.front(), use);
+  };
   return export_weights(
       impl.model->spec(), impl.plan.packed, *impl.plan.layout, {impl.source, impl.source_hash}, folder,
-      [&](std::span<const int> chunks, const auto& use) { impl.state->read_chunk(chunks.front(), use); }, progress);
+      impl.windows == 0 ? words : read_with_windows(impl.model->spec(), impl.state->extents()), progress);
 }
 
 std::shared_ptr<CommittedStep> Session::keep_step() {
@@ -172,6 +177,7 @@ void Session::Impl::commit() {
 // What a session needs to go on from here, beside the weights and their state.
 std::string Session::Impl::progress_json() const {
   nlohmann::json progress{{"step", steps}, {"updates", updates_done}, {"skipped", skipped}, {"client", client}};
+  if (windows != 0) progress["window"] = window_begun;
   if (source != nullptr)
     progress["source"] =
         source_json({.folder = std::filesystem::absolute(source->folder()).lexically_normal(), .hash = source_hash});
@@ -193,13 +199,13 @@ std::string export_store(const std::vector<std::filesystem::path>& storage, cons
                               .path = storage.front().string(),
                               .detail = "holds the state of a script's own model: that script goes on with it and "
                                         "writes it, in Python with save_pretrained()"});
-  if (!model.spec.adapter_config_json.empty())
+  if (is_written_beside_base(model.spec))
     return write_adapter(model.spec, {}, folder,
                          [&](int unit, int tensor, const UseMaster& use) { read_master(extents, unit, tensor, use); });
   WordsAhead words(*model.store, *model.layout, 32 << 20);
-  return export_weights(
-      model.spec, model.packed, *model.layout, other_parts(model, progress), folder,
-      [&](std::span<const int> chunks, const auto& use) { words.read(chunks, use); }, progress);
+  const ReadChunk ahead = [&](std::span<const int> chunks, const auto& use) { words.read(chunks, use); };
+  return export_weights(model.spec, model.packed, *model.layout, other_parts(model, progress), folder,
+                        window_steps(model.spec) == 0 ? ahead : read_with_windows(model.spec, extents), progress);
 }
 
 std::vector<float> Session::master(int unit, int tensor) {

@@ -53,6 +53,12 @@ struct Session::Impl {
 
   // gradient_init.cpp
   void begin_with_gradient(const std::vector<MicroBatch>& batches);
+  std::unique_ptr<GradientInit> gradient_pass(const std::vector<MicroBatch>& batches);
+  void take_first_values(const GradientInit& found);
+
+  // window.cpp
+  bool window_ended() const { return windows != 0 && (window_begun < 0 || steps >= window_begun + windows); }
+  void begin_window(const GradientInit& found);
 
   // session_passes.cpp
   Weights weights(const swap::Entered& entered);
@@ -73,6 +79,7 @@ struct Session::Impl {
                       const Scored& scored, const Progress& progress);
   std::vector<torch::Tensor> next_logits(const std::vector<CachedRow>& rows);
   void expect_first_values() const;  // throws while the adapters have none
+  bool waits_for_gradient() const { return lacks_first_values || window_ended(); }
 
   std::shared_ptr<LayeredModel> model;
   SessionOptions options;  // micro_batches: as many as are planned
@@ -95,8 +102,11 @@ struct Session::Impl {
   };
   std::map<std::pair<int, int>, Saved> in_slot;
   Weights dense;  // of the visit at hand, where some of its weights are stored in other formats than bf16
-  bool waits_for_gradient = false;              // the adapters have no first values yet
-  std::unique_ptr<GradientInit> gradient_init;  // while they get them
+  bool lacks_first_values = false;              // the adapters have none yet
+  std::unique_ptr<GradientInit> gradient_init;  // while its pass runs
+  std::int64_t windows = 0;                     // steps of each, where gradients are projected
+  std::int64_t window_begun = -1;               // after so many steps; -1: none has
+  std::int64_t window_tried = -1;               // the same, of one that did not begin: a gradient was not finite
   std::int64_t steps = 0, skipped = 0;
   bool pending = false;  // deferred updates of the step before have not run yet
   std::int64_t pending_step = 0, updates_done = 0;

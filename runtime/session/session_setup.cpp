@@ -69,6 +69,10 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
     left = value_or_throw(swap::Store::inspect(storage_volume(options)));
     check_resumed(left.identity);
   }
+  windows = window_steps(model->spec());
+  if (windows != 0 && options.train && options.loss.pairs())
+    throw Exception(io::ErrorKind::usage,
+                    "projectors are those of the cross-entropy's gradient: a loss of pairs has none");
   ProbedModel probed = probe();
   probed.needs.stage_peak += options.workspace;
   const auto plan_with = [&](std::uint64_t chunk_elements) {
@@ -111,8 +115,8 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   torch_memory.release_kept();
   torch_memory.set_cap(torch_bytes());
   torch_memory.reset_peak();
-  waits_for_gradient = !options.resume && begins_with_gradient(model->spec());
-  if (plan.commit_every != 0 && !options.resume && !waits_for_gradient) commit();
+  lacks_first_values = !options.resume && begins_with_gradient(model->spec());
+  if (plan.commit_every != 0 && !options.resume && !lacks_first_values) commit();
 }
 
 // Of the device, for what torch allocates.
@@ -169,6 +173,7 @@ void Session::Impl::restore(const Progress& progress) {
   committed = true;
   committed_steps = steps;
   planned_generation = store->generation();
+  window_begun = found.value("window", std::int64_t{-1});
 }
 
 Session::Impl::~Impl() {

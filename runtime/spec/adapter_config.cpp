@@ -8,6 +8,7 @@
 #include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string_view>
 #include <system_error>
 
@@ -18,10 +19,11 @@
 namespace tierflow {
 namespace {
 
-constexpr std::array<std::string_view, 5> kInits = {"default", "pissa", "olora", "lora-ga",
-                                                    "lora_ga"};  // by AdapterInit
+// By AdapterInit. The last is no choice among adapters.
+constexpr std::array<std::string_view, 6> kInits = {"default", "pissa", "olora", "lora-ga", "lora_ga", "galore"};
 constexpr std::string_view kIterated = "pissa_niter_";
 constexpr std::int64_t kMostIterations = 100;
+constexpr std::int64_t kMostSteps = 1'000'000'000;  // of a window
 
 std::vector<std::string> names_of(const JsonFields& fields, const char* name, const Json& list) {
   std::vector<std::string> names;
@@ -106,16 +108,18 @@ std::string adapter_init_name(const AdapterConfig& config) {
 }
 
 void set_adapter_init(AdapterConfig& config, const std::string& name) {
-  if (!set_known_init(config, name))
+  if (!set_known_init(config, name) || config.init == AdapterInit::galore)
     throw Exception(io::ErrorKind::usage,
                     fmt::format("adapters begin as {} or {}N, with N from 1 to {}; there is no \"{}\"",
-                                fmt::join(kInits, ", "), kIterated, kMostIterations, printable(name)));
+                                fmt::join(std::span(kInits).first(kInits.size() - 1), ", "), kIterated, kMostIterations,
+                                printable(name)));
 }
 
 std::uint64_t basis_columns(const AdapterConfig& config, std::uint64_t rank, std::uint64_t out, std::uint64_t in) {
   if (config.init == AdapterInit::olora) return rank;
   if (of_gradient(config.init)) return std::min({4 * rank, out, in});
-  return config.pissa_iterations == 0 ? 0 : std::min({rank + 8, out, in});
+  const bool whole = config.pissa_iterations == 0 && config.init != AdapterInit::galore;
+  return whole ? 0 : std::min({rank + 8, out, in});
 }
 
 std::string adapter_config_json(const AdapterConfig& config, bool transposed) {
@@ -132,26 +136,27 @@ std::string adapter_config_json(const AdapterConfig& config, bool transposed) {
   const auto modules = [&](const std::string& pattern, const std::vector<std::string>& names) {
     return pattern.empty() ? list(names) : Json(pattern);
   };
-  const Json json{
-      {"peft_type", "LORA"},
-      {"task_type", "CAUSAL_LM"},
-      {"base_model_name_or_path", nullptr},
-      {"inference_mode", true},
-      {"r", config.rank},
-      {"lora_alpha", number(config.alpha)},
-      {"lora_dropout", config.dropout},
-      {"use_rslora", config.rank_stabilised},
-      {"use_dora", config.dora},
-      {"bias", "none"},
-      {"fan_in_fan_out", transposed},
-      {"init_lora_weights", config.init == AdapterInit::standard ? Json(true) : Json(adapter_init_name(config))},
-      {"modules_to_save", list(config.saved)},
-      {"ensure_weight_tying", config.ties_saved},
-      {"target_modules", modules(config.target_pattern, config.targets)},
-      {"exclude_modules", modules(config.exclude_pattern, config.exclude)},
-      {"layers_to_transform", list(config.layers)},
-      {"rank_pattern", patterns(config.rank_pattern, [](std::int64_t rank) { return Json(rank); })},
-      {"alpha_pattern", patterns(config.alpha_pattern, number)}};
+  Json json{{"peft_type", "LORA"},
+            {"task_type", "CAUSAL_LM"},
+            {"base_model_name_or_path", nullptr},
+            {"inference_mode", true},
+            {"r", config.rank},
+            {"lora_alpha", number(config.alpha)},
+            {"lora_dropout", config.dropout},
+            {"use_rslora", config.rank_stabilised},
+            {"use_dora", config.dora},
+            {"bias", "none"},
+            {"fan_in_fan_out", transposed},
+            {"init_lora_weights", config.init == AdapterInit::standard ? Json(true) : Json(adapter_init_name(config))},
+            {"modules_to_save", list(config.saved)},
+            {"ensure_weight_tying", config.ties_saved},
+            {"target_modules", modules(config.target_pattern, config.targets)},
+            {"exclude_modules", modules(config.exclude_pattern, config.exclude)},
+            {"layers_to_transform", list(config.layers)},
+            {"rank_pattern", patterns(config.rank_pattern, [](std::int64_t rank) { return Json(rank); })},
+            {"alpha_pattern", patterns(config.alpha_pattern, number)}};
+  if (config.init == AdapterInit::galore)
+    json["galore"] = {{"update_gap", config.windows.steps}, {"scale", config.windows.scale}};
   return json.dump(2) + "\n";
 }
 
@@ -172,6 +177,11 @@ AdapterConfig parse_adapter_config(const std::string& json, const std::string& w
                        .dropout = fields.number_or("lora_dropout", 0, 0, 1),
                        .dora = fields.boolean_or("use_dora", false)};
   read_init(fields, config);
+  if (const Json* windows = fields.find("galore"); windows != nullptr && config.init == AdapterInit::galore) {
+    if (!windows->is_object()) fields.fail("galore", "is no object");
+    const JsonFields of(*windows, fields.where() + ": galore");
+    config.windows = {.steps = of.integer("update_gap", 1, kMostSteps), .scale = of.number_or("scale", 1, 0, 1e9)};
+  }
   read_modules(fields, "target_modules", config.targets, config.target_pattern);
   read_modules(fields, "exclude_modules", config.exclude, config.exclude_pattern);
   if (!(config.alpha > 0)) fields.fail("lora_alpha", "must be above 0");

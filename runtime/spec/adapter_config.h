@@ -13,12 +13,23 @@ namespace tierflow {
 // = W x + scale * (B(A(x)) - B0(A0(x))) with frozen first values A0 and B0: the same as adapters of a base W - scale *
 // B0 A0, which need not be written. pissa: its largest singular values. olora: the first rows and columns of its QR
 // decomposition. lora_ga: of the gradient of the loss with respect to the weight, its first left and right singular
-// vectors, as the paper has them. peft_lora_ga: the same with the lengths that PEFT gives them.
-enum class AdapterInit : std::uint8_t { standard, pissa, olora, lora_ga, peft_lora_ga };
+// vectors, as the paper has them. peft_lora_ga: the same with the lengths that PEFT gives them. galore: no adapters in
+// PEFT's sense. Of each pair one factor is a projector of the gradient (GaLore), and only the other one is trained, for
+// a window of steps; then their product goes into the weight, and the next window begins. See Windows.
+enum class AdapterInit : std::uint8_t { standard, pissa, olora, lora_ga, peft_lora_ga, galore };
 // Whether they come from the gradient.
 constexpr bool of_gradient(AdapterInit init) {
   return init == AdapterInit::lora_ga || init == AdapterInit::peft_lora_ga;
 }
+
+// Of AdapterInit::galore (Zhao et al., GaLore, 2024). While a projector P stands, W_t = W_0 + P S_t, where S takes the
+// steps of AdamW on the projected gradient: W_0 need not be written.
+struct Windows {
+  std::int64_t steps = 200;  // of each
+  double scale = 1;          // of the learning rate of S: GaLore's alpha
+
+  bool operator==(const Windows&) const = default;
+};
 
 struct AdapterConfig {
   std::int64_t rank = 8;
@@ -39,6 +50,7 @@ struct AdapterConfig {
   std::vector<std::pair<std::string, double>> alpha_pattern;
   AdapterInit init = AdapterInit::standard;
   std::int64_t pissa_iterations = 0;  // of a randomised decomposition; 0: the whole one
+  Windows windows;                    // of galore
   // modules_to_save: modules whose path ends with one of these, whatever stands before, are trained whole; they have no
   // adapters.
   std::vector<std::string> saved;
@@ -51,7 +63,7 @@ struct AdapterConfig {
 // What `init` and what belongs to it are called: "default", "pissa", "pissa_niter_N", "olora", "lora-ga", or
 // as PEFT calls its own "lora_ga".
 std::string adapter_init_name(const AdapterConfig& config);
-// The other way. Throws Exception (kind usage) with these names.
+// The other way. Throws Exception (kind usage) with these names. galore has none that could be given.
 void set_adapter_init(AdapterConfig& config, const std::string& name);
 
 // How wide the basis is in which a weight [out, in], or its gradient, is decomposed for first values of a rank; 0: it

@@ -107,7 +107,8 @@ class Saved {
 
 void check(const AdapterConfig& config) {
   // With their first values they are written as adapters of twice the rank.
-  const std::int64_t most = config.init == AdapterInit::standard ? 4096 : 2048;
+  const bool windows = config.init == AdapterInit::galore;
+  const std::int64_t most = config.init == AdapterInit::standard || windows ? 4096 : 2048;
   const auto check_rank = [&](std::int64_t rank) {
     if (rank < 1 || rank > most)
       fail_usage(fmt::format("the rank of an adapter is {}; it must be 1 to {}", rank, most));
@@ -120,6 +121,11 @@ void check(const AdapterConfig& config) {
   check_alpha(config.alpha);
   for (const auto& [name, rank] : config.rank_pattern) check_rank(rank);
   for (const auto& [name, alpha] : config.alpha_pattern) check_alpha(alpha);
+  if (windows && !(config.windows.steps >= 1 && config.windows.scale > 0 && std::isfinite(config.windows.scale)))
+    fail_usage(fmt::format("projected gradients take windows of at least 1 step and a scale above 0, not {} and {}",
+                           config.windows.steps, config.windows.scale));
+  if (windows && (config.dropout != 0 || config.rank_stabilised || !config.saved.empty()))
+    fail_usage("projected gradients have no dropout, no scale of adapters, and train whole what is not projected");
   if (config.dora && config.init != AdapterInit::standard)
     fail_usage("adapters with a magnitude (DoRA) begin as \"default\", not with factors of the base");
   if (!(config.dropout >= 0 && config.dropout < 1))
@@ -159,51 +165,7 @@ void name_each_module(const ModelSpec& spec, AdapterConfig& config) {
   config = std::move(named);
 }
 
-// The weights that a base's format is for: matrices of linear layers, and of experts.
-template <class Spec, class Use>
-void for_each_base_weight(Spec& spec, Use use) {
-  for (const StageSpec& stage : spec.stages) {
-    if (stage.block < 0) continue;
-    for (auto& tensor : spec.units[static_cast<std::size_t>(stage.units.front())].tensors) {
-      const bool of_expert = tensor.part == Part::expert && tensor.decays;  // a matrix, not biases
-      if (of_expert || (!is_adapter(tensor) && !linear_module(tensor).empty())) use(tensor);
-    }
-  }
-}
-
 }  // namespace
-
-void set_base_format(ModelSpec& spec, WeightFormat format, const std::vector<std::string>& plain) {
-  spec.base_format = format;
-  spec.base_plain = plain;
-  if (format == WeightFormat::bf16) return;
-  const bool adapted = !spec.adapter_config_json.empty();
-  for (const UnitSpec& unit : spec.units)
-    for (const TensorSpec& tensor : unit.tensors)
-      if (adapter_part(tensor) == AdapterPart::initial_a)
-        fail_usage("adapters that begin with factors of the base are added when its format is known, not before");
-  for_each_base_weight(spec, [&](TensorSpec& tensor) {
-    if (adapted && tensor.trainable) return;
-    tensor.trainable = false;
-    if (std::ranges::find(plain, tensor.name) == plain.end()) tensor.format = format;
-  });
-}
-
-std::vector<std::string> plain_beside(const ModelSpec& spec, WeightFormat format,
-                                      const std::function<bool(const std::string&, WeightFormat)>& has) {
-  std::vector<std::string> plain;
-  bool any = false;
-  for_each_base_weight(spec, [&](const TensorSpec& tensor) {
-    const bool whole = format != WeightFormat::fp8 || tensor.shape.size() == 2;  // not experts in one tensor
-    const bool fits = whole && has && has(tensor.name, format);
-    any = any || fits;
-    if (!fits) plain.push_back(tensor.name);
-  });
-  if (!any)
-    fail_usage(fmt::format("the model's folder has no weights in {}: nothing could be kept as it is",
-                           format == WeightFormat::fp8 ? "FP8 (tiles of 128 x 128)" : "MXFP4"));
-  return plain;
-}
 
 AdapterPart adapter_part(const TensorSpec& tensor) {
   for (std::size_t i = 0; i < kParts.size(); ++i)
@@ -257,6 +219,16 @@ void check_first_factors(const ModelSpec& spec) {
     }
 }
 
+std::int64_t window_steps(const ModelSpec& spec) {
+  if (spec.adapter_config_json.empty()) return 0;
+  const AdapterConfig config = parse_adapter_config(spec.adapter_config_json, "the model's adapters");
+  return config.init == AdapterInit::galore ? config.windows.steps : 0;
+}
+
+bool is_written_beside_base(const ModelSpec& spec) {
+  return !spec.adapter_config_json.empty() && window_steps(spec) == 0;
+}
+
 bool begins_with_gradient(const ModelSpec& spec) {
   return !spec.adapter_config_json.empty() &&
          of_gradient(parse_adapter_config(spec.adapter_config_json, "the model's adapters").init);
@@ -283,7 +255,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   check(config);
   AdapterChoice choice(spec, config);
   Saved saved(spec, config.saved);
-  const bool transposed = has_transposed_weights(spec);
+  const bool transposed = has_transposed_weights(spec), windows = config.init == AdapterInit::galore;
   std::set<std::string> names;
   std::set<std::string> unused(config.targets.begin(), config.targets.end());
   AdapterConfig written = config;
@@ -304,11 +276,13 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
         for (const std::string& path : module_paths(spec, module))
           std::erase_if(unused, [&](const std::string& target) { return name_fits(path, target); });
       }
-      const bool wanted = !module.empty() && choice.wants(module, block->second);
-      tensor.trainable = saved.wants(tensor, wanted);
-      if (tensor.trainable) tensor.format = WeightFormat::bf16;
-      if (tensor.trainable && saved.is_tied_table(tensor)) written.ties_saved = true;
-      if (!wanted || tensor.trainable) continue;
+      const bool wanted = !module.empty() && choice.wants(module, block->second) && (!windows || tensor.trainable);
+      if (!windows) {
+        tensor.trainable = saved.wants(tensor, wanted);
+        if (tensor.trainable) tensor.format = WeightFormat::bf16;
+        if (tensor.trainable && saved.is_tied_table(tensor)) written.ties_saved = true;
+      }
+      if (!wanted || (tensor.trainable && !windows)) continue;
       const std::int64_t in = tensor.shape[transposed ? 0 : 1], out = tensor.shape[transposed ? 1 : 0];
       const std::int64_t rank = choice.rank(module);
       const double alpha = choice.alpha(module);
@@ -320,6 +294,24 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
                                                     .shape = std::move(shape),
                                                     .init = Init::zeros});
       };
+      if (windows) {
+        if (rank > std::min(in, out))
+          fail_usage(fmt::format(
+              "the gradient of {}.weight has no projector of rank {}: its smaller side is {}; give a smaller "
+              "rank, or exclude it",
+              module, rank, std::min(in, out)));
+        tensor.trainable = false;
+        tensor.rewritten = Rewritten::master;
+        for (const bool is_a : {true, false}) {
+          TensorSpec& factor = is_a ? add(kA, {rank, in}) : add(kB, {out, rank});
+          factor.trainable = is_a == (out < in);
+          factor.rewritten = Rewritten::words;
+          factor.lr_scale = config.windows.scale;
+          factor.decays = false;
+        }
+        modules.push_back(module);
+        continue;
+      }
       TensorSpec& a = add(kA, {rank, in});
       a.init = Init::uniform;
       a.init_std = 1 / std::sqrt(3.0 * static_cast<double>(in));

@@ -14,7 +14,9 @@ namespace tierflow {
 
 // An adapter beside each linear layer that `config` names: A uniform in +-1/sqrt(in), B zero, unless their first values
 // come from the base; then these stand beside them, frozen. The modules that it saves
-// are trained, everything else is frozen. Throws Exception (kind usage) for numbers out of range, for a name that fits
+// are trained, everything else is frozen. With galore what is trainable stays so, but that a named layer's weight is
+// trained through one factor: the other one, on the weight's shorter side, is the projector. Both begin with zeros.
+// Throws Exception (kind usage) for numbers out of range, for a name that fits
 // nothing, with the names there are, and for modules that cannot be saved.
 void add_adapters(ModelSpec& spec, const AdapterConfig& config);
 
@@ -46,6 +48,10 @@ bool is_adapter(const TensorSpec& tensor);
 void check_first_factors(const ModelSpec& spec);
 // Whether the adapters' first values come from the gradient of the base (of_gradient()).
 bool begins_with_gradient(const ModelSpec& spec);
+// The steps of each window where weights are trained by projected gradients (AdapterInit::galore); else 0.
+std::int64_t window_steps(const ModelSpec& spec);
+// Whether what is trained is a folder of adapters beside a base that stays as it is.
+bool is_written_beside_base(const ModelSpec& spec);
 
 // The name of a tensor in PEFT's folder, if it is of a model with adapters and belongs there: adapters, and the tensors
 // of modules that are trained whole. Else empty. First values have the name of the factor that they are a part of:

@@ -77,6 +77,10 @@ struct Tiling {
 // expert: of some tokens alone.
 enum class Part : std::uint8_t { plain, router, expert };
 
+// What is written of a tensor between steps, beside what steps update. words: all of it. master: all of it, too; it is
+// not trainable, but has an fp32 master where the precision has one.
+enum class Rewritten : std::uint8_t { never, words, master };
+
 // A tensor of the checkpoint, or consecutive rows of one: where it has three dimensions, consecutive matrices.
 struct TensorSpec {
   std::string name;                 // as in the checkpoint, e.g. "model.layers.3.self_attn.q_proj.weight"
@@ -86,12 +90,13 @@ struct TensorSpec {
   std::int64_t all_rows = 0;        // of the checkpoint's tensor; 0: the tensor is whole
   Part part = Part::plain;
   Init init = Init::normal;
-  double init_std = 0.02;                    // standard deviation
-  double scale = 1.0;                        // of an adapter's product, at its second factor
-  bool decays = true;                        // weight decay applies: neither a norm nor a bias, as in HF Trainer
-  bool moments_32 = false;                   // moments kept in fp32 under 8-bit policies: embeddings, norms and biases
-  double lr_scale = 1.0;                     // of the learning rate
-  bool trainable = true;                     // false: its weights alone are kept, never updated
+  double init_std = 0.02;   // standard deviation
+  double scale = 1.0;       // of an adapter's product, at its second factor
+  bool decays = true;       // weight decay applies: neither a norm nor a bias, as in HF Trainer
+  bool moments_32 = false;  // moments kept in fp32 under 8-bit policies: embeddings, norms and biases
+  double lr_scale = 1.0;    // of the learning rate
+  bool trainable = true;    // false: its weights alone are kept, and no step updates them
+  Rewritten rewritten = Rewritten::never;
   WeightFormat format = WeightFormat::bf16;  // of what is frozen
   std::int64_t elements() const;
   // 16-bit words that its weights take, with a tensor of another format than bf16 as a run of words.

@@ -17,8 +17,28 @@ StateFormat format_of(const TensorSpec& tensor, Precision precision) {
   return format;
 }
 
-swap::GroupShape group_of(const StateFormat& format, bool trainable, std::uint64_t elements) {
-  if (!trainable) return {.trainable = false, .elements = elements, .precision = "bf16"};
+// The groups of a unit, in this order: so that a chunk has one format.
+enum class Kind : std::uint8_t { moments_8, moments_32, rewritten_master, rewritten_words, frozen };
+constexpr Kind kKinds[] = {Kind::moments_8, Kind::moments_32, Kind::rewritten_master, Kind::rewritten_words,
+                           Kind::frozen};
+
+Kind kind_of(const TensorSpec& tensor, const StateFormat& format) {
+  if (tensor.trainable) return format.moments == optim::MomentFormat::block8 ? Kind::moments_8 : Kind::moments_32;
+  if (tensor.rewritten == Rewritten::never) return Kind::frozen;
+  return tensor.rewritten == Rewritten::master && format.master == optim::MasterFormat::split ? Kind::rewritten_master
+                                                                                              : Kind::rewritten_words;
+}
+
+swap::GroupShape group_of(const StateFormat& format, Kind kind, std::uint64_t elements) {
+  if (kind == Kind::frozen) return {.trainable = false, .elements = elements, .precision = "bf16"};
+  if (kind == Kind::rewritten_words)
+    return {.trainable = false, .rewritten = true, .elements = elements, .precision = "bf16"};
+  if (kind == Kind::rewritten_master)
+    return {.trainable = false,
+            .rewritten = true,
+            .elements = elements,
+            .state_bytes_element = 2,
+            .precision = "fp32-master"};
   const bool eight_bits = format.moments == optim::MomentFormat::block8,
              split = format.master == optim::MasterFormat::split;
   return {.elements = elements,
@@ -45,7 +65,7 @@ std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precisi
   for (const bool moments_32 : {false, true}) {
     const StateFormat format = format_of({.moments_32 = moments_32}, precision);
     if (formats.empty() || formats.back().first.moments != format.moments)
-      formats.emplace_back(format, group_of(format, true, 0).precision);
+      formats.emplace_back(format, group_of(format, Kind::moments_8, 0).precision);
   }
   return formats;
 }
@@ -57,22 +77,18 @@ PackedModel pack(const ModelSpec& spec, Precision precision) {
     PackedUnit packed;
     packed.shape.name = unit.name;
     std::uint64_t offset = 0;
-    // 8-bit state first, then 32-bit, then what is frozen: a group each, so that a chunk has one format.
-    struct Group {
-      bool trainable;
-      optim::MomentFormat moments;
-    };
-    for (const Group group :
-         {Group{true, optim::MomentFormat::block8}, {true, optim::MomentFormat::f32}, {false, {}}}) {
+    for (const Kind kind : kKinds) {
       const std::uint64_t begin = offset;
       StateFormat format;
       for (int index = 0; index < static_cast<int>(unit.tensors.size()); ++index) {
         const TensorSpec& tensor = unit.tensors[index];
         const StateFormat wanted = format_of(tensor, precision);
-        if (tensor.trainable != group.trainable || (group.trainable && wanted.moments != group.moments)) continue;
+        if (kind_of(tensor, wanted) != kind) continue;
         format = wanted;
+        format.updated = tensor.trainable;
+        if (kind == Kind::rewritten_words) format.master = optim::MasterFormat::bf16_sr;
         const std::uint64_t elements = tensor.words();
-        if (group.trainable) model.trainable_parameters += elements;
+        if (tensor.trainable) model.trainable_parameters += elements;
         packed.tensors.push_back({.tensor = index,
                                   .offset = offset,
                                   .elements = elements,
@@ -83,7 +99,7 @@ PackedModel pack(const ModelSpec& spec, Precision precision) {
       if (offset == begin) continue;
       offset = begin + swap::round_up(offset - begin, swap::kElementsPad);
       packed.formats.push_back(format);
-      packed.shape.groups.push_back(group_of(format, group.trainable, offset - begin));
+      packed.shape.groups.push_back(group_of(format, kind, offset - begin));
     }
     model.units.push_back(std::move(packed));
   }
@@ -95,6 +111,7 @@ PackedModel pack(const ModelSpec& spec, Precision precision) {
 std::vector<StatePart> state_parts(const StateFormat& format) {
   std::vector<StatePart> parts;
   if (format.master == optim::MasterFormat::split) parts.push_back({":lo", "U16", 2, 1});
+  if (!format.updated) return parts;
   if (format.moments != optim::MomentFormat::block8)
     parts.insert(parts.end(), {{":m", "F32", 4, 1}, {":v", "F32", 4, 1}});
   else

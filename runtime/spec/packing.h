@@ -29,6 +29,7 @@ struct PackedTensor {
 struct StateFormat {
   optim::MasterFormat master = optim::MasterFormat::split;
   optim::MomentFormat moments = optim::MomentFormat::block8;
+  bool updated = true;  // false: by no step, and without moments
 };
 
 struct PackedUnit {

@@ -61,6 +61,8 @@ void expect_used(const std::vector<Pattern>& patterns, const ModelSpec& spec, co
 }  // namespace
 
 void set_trainable(ModelSpec& spec, const TrainableConfig& config) {
+  if (window_steps(spec) != 0)
+    throw Exception(io::ErrorKind::usage, "what is trained is chosen before gradients are projected, not after");
   std::vector<Pattern> wanted = patterns_of(config.trainable), frozen = patterns_of(config.freeze);
   if (config.last_layers < 0 || config.last_layers > spec.config.layers)
     throw Exception(io::ErrorKind::usage, fmt::format("the last {} layers cannot be trained: the model has {}",
@@ -95,9 +97,11 @@ void set_trainable_again(ModelSpec& spec, const std::string& json) {
 
 void train_as(ModelSpec& spec, const ModelSpec& like) {
   if (like.base_format != WeightFormat::bf16) set_base_format(spec, like.base_format, like.base_plain);
+  const bool windows = window_steps(like) != 0;  // of what is trained
+  if (windows && !like.trainable_json.empty()) set_trainable_again(spec, like.trainable_json);
   if (!like.adapter_config_json.empty())
     add_adapters(spec, parse_adapter_config(like.adapter_config_json, "the model's adapters"));
-  if (!like.trainable_json.empty()) set_trainable_again(spec, like.trainable_json);
+  if (!windows && !like.trainable_json.empty()) set_trainable_again(spec, like.trainable_json);
 }
 
 void set_learning_rates(ModelSpec& spec, const std::vector<std::pair<std::string, double>>& by_pattern) {
@@ -114,7 +118,7 @@ void set_learning_rates(ModelSpec& spec, const std::vector<std::pair<std::string
       std::size_t first = patterns.size();
       for (std::size_t i = patterns.size(); i-- > 0;)
         if (patterns[i].fits(tensor.name)) first = i;
-      if (first < patterns.size()) tensor.lr_scale = by_pattern[first].second;
+      if (first < patterns.size()) tensor.lr_scale *= by_pattern[first].second;
     }
   expect_used(patterns, spec, "no tensor that is trained");
 }

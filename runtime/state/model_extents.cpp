@@ -14,7 +14,7 @@ constexpr std::uint64_t kMasterElements = 1 << 16;  // handed on at once
 }  // namespace
 
 bool ModelExtents::has_low_words(const swap::Chunk& chunk) const {
-  return has_state && chunk.trainable &&
+  return has_state && chunk.changes() &&
          packed.units[chunk.unit].formats[chunk.group].master == optim::MasterFormat::split;
 }
 

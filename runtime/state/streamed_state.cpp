@@ -141,9 +141,10 @@ void StreamedState::load_chunk(int id, const WeightSource& weights, const Stored
   const io::Error outer = executor_->access(swap::ExtentKind::hi, id, true, [&](std::span<std::byte> words) {
     std::fill(words.begin(), words.end(), std::byte{0});
     auto* hi = reinterpret_cast<std::uint16_t*>(words.data());
-    if (!train_ || !chunk.trainable) return fill(hi, nullptr);
+    if (!train_ || chunk.state_bytes == 0) return fill(hi, nullptr);
     inner = executor_->access(swap::ExtentKind::state, id, true, [&](std::span<std::byte> state) {
       std::fill(state.begin(), state.end(), std::byte{0});
+      if (!chunk.trainable) return fill(hi, reinterpret_cast<std::uint16_t*>(state.data()));
       const optim::State view = state_view(unit.formats[chunk.group], chunk.elements, hi, state.data());
       optim::zero_moment(view.m, chunk.elements, true);
       optim::zero_moment(view.v, chunk.elements, false);
@@ -173,30 +174,59 @@ void StreamedState::read_master(int unit, int tensor, const UseMaster& use) {
 }
 
 void StreamedState::write(int unit, int tensor, const float* values) {
-  const ModelExtents model = extents();
-  model.for_each_part(
-      unit, tensor,
-      [&](const swap::Chunk& chunk, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-        const int id = layout_.first_chunk(unit) + chunk.index;
-        // An extent is written whole: what the tensor does not cover comes from a copy.
-        const auto rewrite = [&](swap::ExtentKind kind, const std::vector<std::uint16_t>& words) {
-          std::vector<std::byte> copy;
-          throw_if(executor_->access(kind, id, false,
-                                     [&](std::span<std::byte> bytes) { copy.assign(bytes.begin(), bytes.end()); }));
-          std::copy(words.begin(), words.end(), reinterpret_cast<std::uint16_t*>(copy.data()) + in_chunk);
-          throw_if(executor_->access(kind, id, true, [&](std::span<std::byte> bytes) {
-            std::copy_n(copy.begin(), bytes.size(), bytes.begin());
-          }));
-        };
-        std::vector<std::uint16_t> hi(count), lo(count);
-        const bool split = model.has_low_words(chunk);
-        if (split)
-          optim::split_master(values + in_tensor, hi.data(), lo.data(), count);
-        else
-          for (std::uint64_t i = 0; i < count; ++i) hi[i] = optim::bf16_from_float(values[in_tensor + i]);
-        rewrite(swap::ExtentKind::hi, hi);
-        if (split) rewrite(swap::ExtentKind::state, lo);
+  rewrite(
+      unit, [tensor](int other) { return other == tensor; },
+      [values](int, std::uint64_t first, std::span<float> out) {
+        std::copy_n(values + first, out.size(), out.begin());
       });
+}
+
+void StreamedState::rewrite(int unit, const Wanted& wanted, const Change& change) {
+  const ModelExtents model = extents();
+  for (const swap::Chunk& chunk : layout_.chunks_of(unit)) {
+    struct Piece {
+      int tensor;
+      std::uint64_t in_tensor, in_chunk, elements;
+    };
+    std::vector<Piece> pieces;
+    for_each_piece(
+        packed_.units[unit], chunk,
+        [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
+          if (wanted(tensor.tensor)) pieces.push_back({tensor.tensor, in_tensor, in_chunk, count});
+        });
+    if (pieces.empty()) continue;
+    // An extent is written whole: what the tensors do not cover comes from a copy.
+    const bool split = model.has_low_words(chunk);
+    std::vector<std::byte> words, state;
+    const auto copied = [&](swap::ExtentKind kind, std::vector<std::byte>& copy) {
+      throw_if(executor_->access(kind, chunk.id, false,
+                                 [&](std::span<std::byte> bytes) { copy.assign(bytes.begin(), bytes.end()); }));
+      return reinterpret_cast<std::uint16_t*>(copy.data());
+    };
+    std::uint16_t* const hi = copied(swap::ExtentKind::hi, words);
+    std::uint16_t* const lo = split ? copied(swap::ExtentKind::state, state) : nullptr;
+    std::vector<float> values;
+    for (const Piece& piece : pieces) {
+      values.resize(piece.elements);
+      std::uint16_t* const high = hi + piece.in_chunk;
+      if (split)
+        optim::join_master(high, lo + piece.in_chunk, values.data(), values.size());
+      else
+        std::transform(high, high + piece.elements, values.begin(), optim::float_from_bf16);
+      change(piece.tensor, piece.in_tensor, values);
+      if (split)
+        optim::split_master(values.data(), high, lo + piece.in_chunk, values.size());
+      else
+        std::ranges::transform(values, high, optim::bf16_from_float);
+    }
+    const auto put = [&](swap::ExtentKind kind, const std::vector<std::byte>& copy) {
+      throw_if(executor_->access(kind, chunk.id, true, [&](std::span<std::byte> bytes) {
+        std::copy_n(copy.begin(), bytes.size(), bytes.begin());
+      }));
+    };
+    put(swap::ExtentKind::hi, words);
+    if (split) put(swap::ExtentKind::state, state);
+  }
 }
 
 void StreamedState::read_chunk(int chunk, const std::function<void(std::span<std::byte> words)>& use) {

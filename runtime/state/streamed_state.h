@@ -58,11 +58,17 @@ class StreamedState {
   // Every weight and its state from a store that was opened to be gone on with: all of it is verified, and what is
   // resident is read into memory.
   void restore(swap::Store& store, const Progress& progress);
+  ModelExtents extents();
   // As read_words() and read_master() of model_extents.h.
   void read_words(int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out);
   void read_master(int unit, int tensor, const UseMaster& use);
   // Weights and fp32 master; the moments stay.
   void write(int unit, int tensor, const float* values);
+  // The same of those of the unit's tensors that are wanted: `change` gets values of one, fp32 masters or weights, from
+  // its element `first` on. Every extent of the unit that holds some is read and written once.
+  using Wanted = std::function<bool(int tensor)>;
+  using Change = std::function<void(int tensor, std::uint64_t first, std::span<float> values)>;
+  void rewrite(int unit, const Wanted& wanted, const Change& change);
   // The bf16 words of a chunk, for reading.
   void read_chunk(int chunk, const std::function<void(std::span<std::byte> words)>& use);
 
@@ -74,7 +80,6 @@ class StreamedState {
   void load_chunk(int id, const WeightSource& weights, const StoredSource& stored);
   std::span<const std::uint16_t> stored_words(const TensorSpec& tensor, const WeightSource& weights,
                                               const StoredSource& stored);
-  ModelExtents extents();
 
   const std::vector<UnitSpec>& units_;
   const PackedModel& packed_;

@@ -88,6 +88,7 @@ def run_adapters(script, work):
     ("preference.sh", "preference", ['"rejected"', "pairs right", "reference: 364 pairs"]),
     ("distillation.sh", "student", ["teacher's tokens: 32 at each of", "== texts that the students have not seen"]),
     ("own_data.sh", "own", ["quantity,thing,unit", '"content": "In '],),
+    ("galore.sh", "galore", ["full: ", "galore: ", "MiB written a step"]),
 ])  # fmt: skip
 def test_adapters(script, out, says, adapters_work):
     pytest.importorskip("peft")

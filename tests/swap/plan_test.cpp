@@ -33,7 +33,11 @@ Shapes random_shapes(std::minstd_rand& random) {
     if (random() % 2 == 0)
       shape.groups.push_back({.elements = kElementsPad, .state_bytes_element = 10, .precision = "b"});
     for (GroupShape& group : shape.groups) group.trainable = trainable;
-    if (random() % 4 == 0) shape.groups.push_back({.trainable = false, .elements = kElementsPad * (1 + random() % 60)});
+    if (random() % 4 == 0) {
+      const std::uint64_t more = kElementsPad * (1 + random() % 60);
+      shape.groups.push_back(
+          {.trainable = false, .rewritten = more / kElementsPad % 2 == 0, .elements = more, .state_bytes_element = 2});
+    }
     if (most == 0) shape.groups.clear();  // a layer without parameters
     shapes.units.push_back(std::move(shape));
   };

@@ -346,5 +346,44 @@ TEST(StoreFrozen, HasOneSlotAndIsNeverWrittenAgain) {
   EXPECT_TRUE(put(**store, ExtentKind::hi, 1, 7));
 }
 
+// What is written between steps is not trainable, but has two places for words and state as what is: a commit keeps
+// what it refers to.
+TEST(StoreRewritten, HasTwoSlotsForWordsAndState) {
+  constexpr std::uint64_t kTrained = 2 * kElementsPad, kRewritten = 24 * kElementsPad;
+  const Layout partly(
+      {{.name = "a",
+        .groups = {{.elements = kTrained, .state_bytes_element = 4, .precision = "a"},
+                   {.trainable = false, .rewritten = true, .elements = kRewritten, .state_bytes_element = 2}}}},
+      {{.units = {0}}}, kChunkQuantum);
+  EXPECT_EQ(partly.gradient_bytes(0), 4 * kTrained);
+  EXPECT_EQ(partly.chunks()[1].state_bytes, 2 * kRewritten);
+  testing::TempDir folder;
+  const StoreOptions options = options_in(folder.path(), 2);
+  StoreOptions one = options;
+  one.generations = 1;
+  EXPECT_EQ(Store::bytes_needed(options, partly) - Store::bytes_needed(one, partly),
+            kTrained * (2 + 4) + kRewritten * (2 + 2));
+  {
+    auto made = Store::create(options, partly);
+    ASSERT_TRUE(made.ok()) << made.error().message();
+    const auto put_all = [&](int value) {
+      for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+        for (int chunk = 0; chunk < 2; ++chunk) ASSERT_OK(write_extent(**made, kind, chunk, value));
+    };
+    for (int value = 1; value <= 3; ++value) {
+      put_all(value);
+      ASSERT_OK((*made)->commit(step(value)));
+    }
+    put_all(4);  // beyond the last commit
+  }
+  auto store = Store::resume(options, partly);
+  ASSERT_TRUE(store.ok()) << store.error().message();
+  Restored all;
+  ASSERT_OK(restore(**store, &all));
+  EXPECT_EQ(all.size(), 4U);
+  for (const auto& [extent, bytes] : all)
+    for (std::uint64_t i = 0; i < bytes.size(); ++i) ASSERT_EQ(bytes[i], byte_of(extent.first, extent.second, 3, i));
+}
+
 }  // namespace
 }  // namespace tierflow::swap

@@ -1,8 +1,10 @@
 // Run by tests/python/test_adapters.py: adapter_probe MODEL OUT STEPS [OPTION=VALUE...] trains adapters of rank 4 over
 // the model in a folder, on tokens that the test can make as well, and writes them as PEFT's folder. Prints the loss of
 // each step, and that of the tokens of step 0 at the end. Options: from (a folder of adapters to begin with), init
-// (their first values), dora, saved (a module, several times), logits (a file that gets the logits of the tokens of
-// step 0, fp32 [rows, length, vocab]: the session's at the end, and those of the written folder computed in fp32).
+// (their first values), dora, galore (a number of steps: projected gradients in such windows, of scale 0.5, in place of
+// adapters; OUT is the whole model), projectors (a file that gets those of each window), saved (a module, several
+// times), logits (a file that gets the logits of the tokens of step 0, fp32 [rows, length, vocab]: the session's at the
+// end, and those of the written folder computed in fp32).
 #include <torch/torch.h>
 
 #include <cstdio>
@@ -28,7 +30,7 @@ tierflow::MicroBatch batch(std::int64_t step, std::int64_t vocab) {
 
 struct Wanted {
   tierflow::AdapterConfig config{.rank = 4, .alpha = 8};
-  std::string from, logits;
+  std::string from, logits, projectors;
 };
 
 Wanted wanted(int argc, char** argv) {
@@ -37,6 +39,10 @@ Wanted wanted(int argc, char** argv) {
     const std::string word = argv[i], value = word.substr(word.find('=') + 1);
     if (word == "dora")
       all.config.dora = true;
+    else if (word.starts_with("galore="))
+      all.config = {.rank = 4, .init = tierflow::AdapterInit::galore, .windows = {std::stoll(value), 0.5}};
+    else if (word.starts_with("projectors="))
+      all.projectors = value;
     else if (word.starts_with("from="))
       all.from = value;
     else if (word.starts_with("logits="))
@@ -62,6 +68,21 @@ torch::Tensor logits_of(tierflow::Session& session, const torch::Tensor& ids) {
     positions.push_back(session.next_logits({row}).at(0));
   }
   return torch::stack(positions, 1);
+}
+
+// Of a window: a line for each layer, then the values of each, fp32, in the same order.
+void add_projectors(tierflow::Session& session, const std::string& file) {
+  std::ofstream names(file + ".names", std::ios::app), out(file, std::ios::binary | std::ios::app);
+  const auto& units = session.model().spec().units;
+  for (std::size_t unit = 0; unit < units.size(); ++unit)
+    for (std::size_t i = 0; i < units[unit].tensors.size(); ++i) {
+      const tierflow::TensorSpec& tensor = units[unit].tensors[i];
+      if (!tierflow::is_adapter(tensor) || tensor.trainable) continue;
+      const std::vector<float> values = session.master(static_cast<int>(unit), static_cast<int>(i));
+      names << tierflow::linear_module(tensor) << '\n';
+      out.write(reinterpret_cast<const char*>(values.data()),
+                static_cast<std::streamsize>(values.size() * sizeof(float)));
+    }
 }
 
 torch::Tensor logits_in_fp32(const tierflow::Model& model, const torch::Tensor& ids) {
@@ -95,11 +116,21 @@ int main(int argc, char** argv) {
     tierflow::Session session(adapters.from.empty() ? tierflow::with_adapters(base, adapters.config, 3)
                                                     : tierflow::with_adapters(base, adapters.from),
                               options, {});
-    if (session.waits_for_gradient()) session.begin_with_gradient({batch(0, vocab)});
-    for (int step = 0; step < std::atoi(argv[3]); ++step)
+    const auto begin = [&](int step) {
+      if (!session.waits_for_gradient()) return;
+      session.begin_with_gradient({batch(step, vocab)});
+      if (!adapters.projectors.empty()) add_projectors(session, adapters.projectors);
+    };
+    begin(0);
+    for (int step = 0; step < std::atoi(argv[3]); ++step) {
+      begin(step);
       std::printf("%.9g\n", session.step({batch(step, vocab)}, 1e-2).loss);
+    }
     std::printf("%.9g\n", session.evaluate({batch(0, vocab)}).loss);
-    session.export_adapter(argv[2]);
+    if (adapters.config.init == tierflow::AdapterInit::galore)
+      session.export_hf(argv[2]);
+    else
+      session.export_adapter(argv[2]);
     if (!adapters.logits.empty()) {
       const torch::Tensor ids = batch(0, vocab).ids;
       std::ofstream out(adapters.logits, std::ios::binary);

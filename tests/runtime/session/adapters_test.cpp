@@ -396,6 +396,24 @@ TEST(SessionOfAdapters, LayersOfOnesOwnAreNotChanged) {
   expect_refused("learning rates of tensors", [&] { with_learning_rates(own, {{"layer.0", 2}}); });
 }
 
+// The pass leaves words on the device where updates wait for the norm; those that follow are computed with.
+TEST(SessionOfAdapters, FirstValuesOfTheGradientReachTheDevice) {
+  const Model model = with_adapters({make_model(parse_model_spec(cases()[0].json, "llama")), initial(11)},
+                                    {.rank = 2, .alpha = 8, .init = AdapterInit::lora_ga}, 5);
+  const auto run_of = [&](std::optional<double> clip) {
+    SessionOptions options = resident(2);
+    options.clip = clip;
+    Session session(model, options);
+    session.begin_with_gradient(batches(2, 0));
+    Steps run;
+    train(session, options, kSteps, run);
+    return run;
+  };
+  const Steps never = run_of(1e9), none = run_of(std::nullopt);
+  EXPECT_EQ(never.losses, none.losses);
+  EXPECT_TRUE(never.masters == none.masters);
+}
+
 TEST(SessionOfAdapters, LearnARepeatedBatch) {
   const SessionOptions options = resident(2);
   Session session(adapted(cases()[0], {.rank = 8, .alpha = 16}), options);

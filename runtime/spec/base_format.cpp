@@ -1,0 +1,62 @@
+// The linear layers of blocks in another format than bf16.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "runtime/base/exception.h"
+#include "runtime/spec/adapters.h"
+
+namespace tierflow {
+namespace {
+
+// The weights that a base's format is for: matrices of linear layers, and of experts.
+template <class Spec, class Use>
+void for_each_base_weight(Spec& spec, Use use) {
+  for (const StageSpec& stage : spec.stages) {
+    if (stage.block < 0) continue;
+    for (auto& tensor : spec.units[static_cast<std::size_t>(stage.units.front())].tensors) {
+      const bool of_expert = tensor.part == Part::expert && tensor.decays;  // a matrix, not biases
+      if (of_expert || (!is_adapter(tensor) && !linear_module(tensor).empty())) use(tensor);
+    }
+  }
+}
+
+}  // namespace
+
+void set_base_format(ModelSpec& spec, WeightFormat format, const std::vector<std::string>& plain) {
+  spec.base_format = format;
+  spec.base_plain = plain;
+  if (format == WeightFormat::bf16) return;
+  if (window_steps(spec) != 0)
+    throw Exception(io::ErrorKind::usage, "weights whose gradients are projected are written again: they stay in bf16");
+  const bool adapted = !spec.adapter_config_json.empty();
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (adapter_part(tensor) == AdapterPart::initial_a)
+        throw Exception(io::ErrorKind::usage,
+                        "adapters that begin with factors of the base are added when its format is known, not before");
+  for_each_base_weight(spec, [&](TensorSpec& tensor) {
+    if (adapted && tensor.trainable) return;
+    tensor.trainable = false;
+    if (std::ranges::find(plain, tensor.name) == plain.end()) tensor.format = format;
+  });
+}
+
+std::vector<std::string> plain_beside(const ModelSpec& spec, WeightFormat format,
+                                      const std::function<bool(const std::string&, WeightFormat)>& has) {
+  std::vector<std::string> plain;
+  bool any = false;
+  for_each_base_weight(spec, [&](const TensorSpec& tensor) {
+    const bool whole = format != WeightFormat::fp8 || tensor.shape.size() == 2;  // not experts in one tensor
+    const bool fits = whole && has && has(tensor.name, format);
+    any = any || fits;
+    if (!fits) plain.push_back(tensor.name);
+  });
+  if (!any)
+    throw Exception(io::ErrorKind::usage,
+                    fmt::format("the model's folder has no weights in {}: nothing could be kept as it is",
+                                format == WeightFormat::fp8 ? "FP8 (tiles of 128 x 128)" : "MXFP4"));
+  return plain;
+}
+
+}  // namespace tierflow
