@@ -103,6 +103,7 @@ int __real_flock(int, int);
 int __real_ioctl(int, unsigned long, ...);
 ssize_t __real_pread(int, void*, size_t, off_t);
 ssize_t __real_pwrite(int, const void*, size_t, off_t);
+int __real_sync_file_range(int, off_t, off_t, unsigned);
 int __real_fstatfs(int, struct statfs*);
 int __real_statx(int, const char*, int, unsigned, struct statx*);
 int __real_io_setup(int, io_context_t*);
@@ -177,6 +178,11 @@ ssize_t __wrap_pwrite(int descriptor, const void* data, size_t length, off_t off
   const auto answer = ask("pwrite", descriptor, static_cast<long>(length));
   if (answer && *answer < 0) return give<ssize_t>(*answer);
   return __real_pwrite(descriptor, data, answer ? std::min(length, static_cast<size_t>(*answer)) : length, offset);
+}
+
+int __wrap_sync_file_range(int descriptor, off_t begin, off_t length, unsigned how) {
+  if (const auto answer = ask("sync_file_range", descriptor, begin)) return give<int>(*answer);
+  return __real_sync_file_range(descriptor, begin, length, how);
 }
 
 int __wrap_fstatfs(int descriptor, struct statfs* info) {
