@@ -157,9 +157,9 @@ void name_file(const File& file, const std::filesystem::path& path) {
   if (fsync(file.fd()) != 0) fail_system("flush", path.string(), errno);
   const std::string temporary = path.string() + "." + std::to_string(getpid()) + ".partial";
   const std::string descriptor = "/proc/self/fd/" + std::to_string(file.fd());
-  if (linkat(AT_FDCWD, descriptor.c_str(), AT_FDCWD, temporary.c_str(), AT_SYMLINK_FOLLOW) != 0)
-    return write_copy(path, file, path);  // a file system where a name that is gone does not come back
-  if (rename(temporary.c_str(), path.c_str()) != 0) {
+  if (linkat(AT_FDCWD, descriptor.c_str(), AT_FDCWD, temporary.c_str(), AT_SYMLINK_FOLLOW) != 0) {
+    write_copy(path, file, path);  // a file system where a name that is gone does not come back
+  } else if (rename(temporary.c_str(), path.c_str()) != 0) {
     const int error = errno;
     unlink(temporary.c_str());
     fail_system("rename", path.string(), error);

@@ -60,7 +60,8 @@ std::uint64_t free_space(const std::filesystem::path& folder);
 
 // A new file that has no name in that folder, for reading and writing: it goes with its descriptor.
 File create_nameless(const std::filesystem::path& folder);
-// Gives it that name, flushed before: a reader sees the file that had the name before, or the whole new one.
+// Gives it that name, flushed before, and flushes the name: a reader sees the file that had the name before, or the
+// whole new one.
 void name_file(const File& file, const std::filesystem::path& path);
 
 // Where what is worth keeping between runs lies: $XDG_CACHE_HOME/tierflow or ~/.cache/tierflow; empty where neither is

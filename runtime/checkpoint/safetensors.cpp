@@ -169,7 +169,7 @@ struct Checkpoint::Impl {
       if (!file.is_string())
         fail_input(path.string(), fmt::format("places the tensor \"{}\" in no file", printable(tensor)));
       const auto& name = file.get_ref<const std::string&>();
-      if (name.find('/') != std::string::npos || name == "..")
+      if (name.find('/') != std::string::npos)
         fail_input(path.string(), fmt::format("places the tensor \"{}\" in \"{}\", outside the model's folder",
                                               printable(tensor), printable(name)));
       if (!ends_with(name, ".safetensors"))

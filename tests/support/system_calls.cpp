@@ -104,6 +104,7 @@ int __real_ioctl(int, unsigned long, ...);
 ssize_t __real_pread(int, void*, size_t, off_t);
 ssize_t __real_pwrite(int, const void*, size_t, off_t);
 int __real_unlink(const char*);
+int __real_sync_file_range(int, off_t, off_t, unsigned);
 int __real_fstatfs(int, struct statfs*);
 int __real_statx(int, const char*, int, unsigned, struct statx*);
 int __real_io_setup(int, io_context_t*);
@@ -185,6 +186,11 @@ int __wrap_unlink(const char* path) {
           "unlink", [path] { return std::string(path); }, 0))
     return give<int>(*answer);
   return __real_unlink(path);
+}
+
+int __wrap_sync_file_range(int descriptor, off_t begin, off_t length, unsigned how) {
+  if (const auto answer = ask("sync_file_range", descriptor, begin)) return give<int>(*answer);
+  return __real_sync_file_range(descriptor, begin, length, how);
 }
 
 int __wrap_fstatfs(int descriptor, struct statfs* info) {

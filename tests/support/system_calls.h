@@ -1,6 +1,6 @@
 #pragma once
-// Stands between io and the kernel in a test program that is linked with --wrap for these calls
-// (tests/io/CMakeLists.txt lists them): records what is asked of the kernel, and answers in its place what a test wants
+// Stands between the project's code and the kernel in a test program that is linked with --wrap for these calls
+// (tests/CMakeLists.txt lists them): records what is asked of the kernel, and answers in its place what a test wants
 // to go wrong.
 #include <functional>
 #include <optional>
@@ -13,7 +13,7 @@ namespace tierflow::testing {
 struct SystemCall {
   std::string_view name;  // "fsync"
   std::string path;       // of the file, also where the call has a descriptor; empty for rings
-  long argument = 0;      // bytes, mode, lock operation, flags of a ring, or request
+  long argument = 0;      // bytes, mode, lock operation, flags, request, or where a range begins
 };
 
 // Nothing lets the call through. Less than 0 is -errno. Else:

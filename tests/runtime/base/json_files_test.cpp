@@ -6,9 +6,12 @@
 #include <cerrno>
 #include <fstream>
 
+#include "runtime/base/edit_distance.h"
 #include "runtime/base/files.h"
 #include "runtime/base/strict_json.h"
 #include "tests/runtime/expect.h"
+#include "tests/support/child.h"
+#include "tests/support/system_calls.h"
 #include "tests/support/temp_dir.h"
 
 namespace tierflow::testing {
@@ -128,6 +131,23 @@ TEST(StrictJson, SaysWhatIsWrongInPlainWords) {
   }
 }
 
+TEST(EditDistance, CountsSwapsOfNeighboursOnce) {
+  for (const auto& [a, b, distance] : {std::tuple{"", "", 0},
+                                       {"", "abc", 3},
+                                       {"abc", "abc", 0},
+                                       {"abc", "abd", 1},
+                                       {"abc", "ac", 1},
+                                       {"ab", "ba", 1},
+                                       {"abcd", "abdc", 1},
+                                       {"abcdefgh", "bacdefhg", 2},
+                                       {"abcd", "dcba", 3},
+                                       {"kitten", "sitting", 3},
+                                       {"lr-schedule", "lr-shcedule", 1}}) {
+    EXPECT_EQ(edit_distance(a, b), static_cast<std::size_t>(distance)) << a << " " << b;
+    EXPECT_EQ(edit_distance(b, a), static_cast<std::size_t>(distance)) << b << " " << a;
+  }
+}
+
 TEST(Printable, IsOneLineOfAscii) {
   EXPECT_EQ(printable("a\x1f b\x7f~\n\xc3\xa9"), "a? b?~???");
   EXPECT_EQ(printable("12345", 5), "12345");
@@ -229,6 +249,77 @@ TEST_F(Files, TextIsReplacedWholeOrNotAtAll) {
   const File full(open("/dev/full", O_WRONLY | O_CLOEXEC));
   expect_refusal(ErrorKind::environment, {"write", "full"},
                  [&] { write_exactly(full, "full", std::as_bytes(std::span(std::string_view("text")))); });
+}
+
+// What cannot be flushed gets no name, and what had the name stays.
+TEST_F(Files, NothingUnflushedGetsItsName) {
+  const fs::path path = file("log.json", "first");
+  {
+    const SystemCalls calls(failing("fsync", EIO));
+    expect_refusal(ErrorKind::io, {"flush", "log.json"}, [&] { write_text(path, "second"); });
+    const File nameless = create_nameless(folder_.path());
+    expect_refusal(ErrorKind::io, {"flush", "log.json"}, [&] { name_file(nameless, path); });
+    expect_refusal(ErrorKind::io, {"flush", folder_.path().string()}, [&] { sync_folder(folder_.path()); });
+  }
+  EXPECT_EQ(read_text(path, 100), "first");
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder_.path()), {}), 1);
+}
+
+// Its own bytes, or where a name that is gone does not come back (as here after a failure), a copy.
+TEST_F(Files, ANamelessFileGetsItsNameOrLeavesNone) {
+  const fs::path path = folder_.path() / "result";
+  const auto entries = [&] { return std::distance(fs::directory_iterator(folder_.path()), {}); };
+  const auto named = [&](const File& nameless) {
+    const SystemCalls calls;
+    name_file(nameless, path);
+    std::vector<std::string> flushed;
+    for (const SystemCall& call : calls.seen())
+      if (call.name == "fsync") flushed.push_back(call.path);
+    ASSERT_GE(flushed.size(), 2u);
+    EXPECT_EQ(flushed.back(), folder_.path()) << "the name is flushed, and last";
+  };
+  const auto written = [&](std::string_view text) {
+    File nameless = create_nameless(folder_.path());
+    write_exactly(nameless, path, std::as_bytes(std::span(text)));
+    return nameless;
+  };
+  const File one = written("one"), two = written("two");
+  EXPECT_EQ(entries(), 0);
+  fs::create_directory(path);
+  for (int time = 0; time < 2; ++time) {
+    expect_refusal(ErrorKind::input, {"rename", "result"}, [&] { name_file(one, path); });
+    EXPECT_EQ(entries(), 1) << "under another name";
+  }
+  fs::remove(path);
+  named(one);
+  EXPECT_EQ(read_text(path, 100), "one");
+  named(two);
+  EXPECT_EQ(read_text(path, 100), "two");
+  EXPECT_EQ(entries(), 1);
+}
+
+// $XDG_CACHE_HOME, else below $HOME; paths that are not absolute count for nothing.
+TEST(CacheFolder, IsWhereTheUserHasIt) {
+  for (const auto& [xdg, home, expected] : {std::tuple{"/x", "/me", "/x/tierflow"},
+                                            {"", "/me", "/me/.cache/tierflow"},
+                                            {"x", "/me", "/me/.cache/tierflow"},
+                                            {"", "me", ""},
+                                            {"", "", ""}})
+    EXPECT_EQ(in_child([&, xdg = xdg, home = home, expected = expected] {
+                setenv("XDG_CACHE_HOME", xdg, 1);
+                setenv("HOME", home, 1);
+                return cache_folder() == expected ? 0 : 1;
+              }),
+              0)
+        << expected;
+  EXPECT_EQ(in_child([] {
+              unsetenv("XDG_CACHE_HOME");
+              setenv("HOME", "/me", 1);
+              const bool below_home = cache_folder() == "/me/.cache/tierflow";
+              unsetenv("HOME");
+              return below_home && cache_folder().empty() ? 0 : 1;
+            }),
+            0);
 }
 
 TEST_F(Files, FoldersAreMadeAndOnlyOnesOwnAreRemoved) {

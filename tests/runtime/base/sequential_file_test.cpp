@@ -13,6 +13,7 @@
 
 #include "io/descriptor.h"
 #include "runtime/base/exception.h"
+#include "tests/support/system_calls.h"
 #include "tests/support/temp_dir.h"
 
 namespace tierflow {
@@ -54,6 +55,49 @@ TEST(SequentialFile, BeginsEmptyWhereAFileIsThere) {
   write_in_parts(folder.path() / "file", numbered(100000), 100000);
   write_in_parts(folder.path() / "file", "short", 5);
   EXPECT_EQ(read(folder.path() / "file"), "short");
+}
+
+// Of a file system without O_DIRECT: all but the newest 128 MiB are pushed out of the page cache while it is written.
+TEST(SequentialFile, WhatGoesThroughThePageCacheDoesNotStayThere) {
+  testing::TempDir folder;
+  const std::string text = numbered(1 << 20);
+  const auto write = [&](long pushed) {
+    const testing::SystemCalls calls([=](const testing::SystemCall& call) -> std::optional<long> {
+      if (call.name == "open" && (call.argument & O_DIRECT) != 0) return -EINVAL;
+      if (call.name == "sync_file_range") return pushed;
+      return {};
+    });
+    SequentialFile file(folder.path() / "file");
+    for (int i = 0; i < 129; ++i) file.write(std::as_bytes(std::span(text)));
+    file.finish();
+    std::vector<long> begins;
+    for (const testing::SystemCall& call : calls.seen())
+      if (call.name == "sync_file_range") begins.push_back(call.argument);
+    EXPECT_THAT(begins, ::testing::ElementsAre(64 << 20, 0));
+  };
+  write(0);
+  write(-ENOSYS);  // a file system that cannot
+  try {
+    write(-EIO);
+    FAIL();
+  } catch (const Exception& error) {
+    EXPECT_EQ(error.error().error_number, EIO);
+    EXPECT_EQ(error.error().operation, "flush");
+  }
+}
+
+TEST(SequentialFile, AFlushThatFailsIsAnError) {
+  testing::TempDir folder;
+  const testing::SystemCalls calls(testing::failing("fsync", EIO));
+  SequentialFile file(folder.path() / "file");
+  file.write(std::as_bytes(std::span("some bytes")));
+  try {
+    file.finish();
+    FAIL();
+  } catch (const Exception& error) {
+    EXPECT_EQ(error.error().error_number, EIO);
+    EXPECT_EQ(error.error().operation, "flush");
+  }
 }
 
 TEST(SequentialFile, AnErrorOfAnEarlierPieceIsThrownAndThrownAgain) {

@@ -1,7 +1,8 @@
 // The folder of a result, and signals: what the program's commands stand on when they begin and end.
 #include "runtime/checkpoint/result_folder.h"
 
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
+#include <spawn.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -15,6 +16,7 @@
 #include "runtime/base/signals.h"
 #include "runtime/checkpoint/safetensors.h"
 #include "support/child.h"
+#include "support/system_calls.h"
 #include "support/temp_dir.h"
 #include "tests/runtime/expect.h"
 
@@ -36,6 +38,22 @@ TEST(ResultFolder, HoldsItsFolderAgainstOthers) {
   }
   EXPECT_FALSE(fs::exists(dir.path() / "new"));
   EXPECT_NO_THROW(ResultFolder{out}) << "nobody holds it any more";
+}
+
+// What a run started goes on to hold nothing: it may outlive it.
+TEST(ResultFolder, AProcessThatItsOwnerStartedDoesNotHoldIt) {
+  const testing::TempDir dir;
+  const fs::path out = dir.path() / "out";
+  pid_t child = -1;
+  {
+    const ResultFolder first(out);
+    char name[] = "sleep", seconds[] = "60";
+    char* const words[] = {name, seconds, nullptr};
+    ASSERT_EQ(posix_spawnp(&child, name, nullptr, nullptr, words, environ), 0);
+  }
+  EXPECT_NO_THROW(ResultFolder{out});
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
 }
 
 TEST(ResultFolder, KeepsAResultThatIsFinishedAndNoOther) {
@@ -76,6 +94,36 @@ TEST(ResultFolder, TakesAnEmptyFolderOrTheRemainsOfARunThatDied) {
     expect_refusal(io::ErrorKind::usage, {"not an empty folder"}, [&] { const ResultFolder refused(out); });
     EXPECT_TRUE(fs::exists(out / name));
     fs::remove(out / name);
+  }
+}
+
+TEST(ResultFolder, WhatIsNoFolderIsRefusedAsOut) {
+  const testing::TempDir dir;
+  write_file(dir.path() / "out", "mine");
+  expect_refusal(io::ErrorKind::usage, {"out: --out exists and is not an empty folder"},
+                 [&] { const ResultFolder refused(dir.path() / "out"); });
+  EXPECT_EQ(read_text(dir.path() / "out", 100), "mine");
+}
+
+// Its mark, and then the mark's name: a power cut leaves no files of which nobody knows.
+TEST(ResultFolder, ItsMarkIsDurableBeforeTheFirstFile) {
+  const testing::TempDir dir;
+  const fs::path out = dir.path() / "out";
+  const ResultFolder folder(out);
+  for (const std::string last : {"config.json", "adapter_config.json"}) {
+    const testing::SystemCalls calls;
+    folder.begin(last);
+    EXPECT_TRUE(fs::exists(out / (last + ".partial")));
+    std::vector<fs::path> flushed;
+    for (const testing::SystemCall& call : calls.seen())
+      if (call.name == "fsync") flushed.emplace_back(call.path);
+    EXPECT_THAT(flushed, ::testing::ElementsAre(out / (last + ".partial"), out));
+  }
+  for (const fs::path& path : {out / "config.json.partial", out}) {
+    const testing::SystemCalls calls([&](const testing::SystemCall& call) {
+      return call.name == "fsync" && call.path == path ? std::optional<long>(-EIO) : std::nullopt;
+    });
+    expect_refusal(io::ErrorKind::io, {"flush", path.string()}, [&] { folder.begin(); });
   }
 }
 
@@ -121,6 +169,19 @@ TEST(ResultFolder, AFolderThatIsReadOnlyIsKnownAtOnce) {
   chmod(out.c_str(), 0500);
   expect_refusal(io::ErrorKind::environment, {"--out must be a folder that can be written"},
                  [&] { const ResultFolder refused(out); });
+}
+
+// As a drive that is read-only, full or broken answers, which is said before the work begins.
+TEST(ResultFolder, ADriveThatTakesNothingIsKnownAtOnce) {
+  const testing::TempDir dir;
+  for (const auto& [call, error, kind] : {std::tuple{"open", EROFS, io::ErrorKind::environment},
+                                          {"open", ENOSPC, io::ErrorKind::environment},
+                                          {"fsync", EIO, io::ErrorKind::io}}) {
+    const testing::SystemCalls calls(testing::failing(call, error, "/model-00001-of-00001.safetensors.partial"));
+    expect_refusal(kind, {"--out must be a folder that can be written"},
+                   [&] { const ResultFolder refused(dir.path() / "out"); });
+    EXPECT_FALSE(fs::exists(dir.path() / "out"));
+  }
 }
 
 TEST(CompanionFiles, ComeFromTheModelFolderAlone) {

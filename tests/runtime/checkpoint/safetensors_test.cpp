@@ -10,6 +10,7 @@
 #include <fstream>
 
 #include "runtime/checkpoint/init.h"
+#include "runtime/checkpoint/packed_weight.h"
 #include "runtime/checkpoint/source_folder.h"
 #include "runtime/spec/model_spec.h"
 #include "support/temp_dir.h"
@@ -195,6 +196,53 @@ TEST(Safetensors, HostileHeadersAreRefused) {
   refused(packed("{\"a\nb\x1b[31m\":[]}", 0), {"JSON"});
 }
 
+TEST(Safetensors, EveryTypeOfTheFormatHasItsSize) {
+  for (const auto& [dtype, bits] :
+       {std::pair{"F4", 4}, {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"BOOL", 8}, {"U8", 8},   {"I8", 8},    {"F8_E5M2", 8},
+        {"F8_E4M3", 8},     {"F8_E8M0", 8}, {"I16", 16},    {"U16", 16}, {"F16", 16}, {"BF16", 16}, {"I32", 32},
+        {"U32", 32},        {"F32", 32},    {"I64", 64},    {"U64", 64}, {"F64", 64}, {"C64", 64},  {"C128", 128}}) {
+    const auto bytes = static_cast<std::size_t>(bits);  // of eight elements
+    testing::TempDir dir;
+    write_file(dir.path() / "model.safetensors",
+               packed("{" + entry("a", dtype, "8", "0," + std::to_string(bytes)) + "}", bytes));
+    const auto model = Checkpoint::open(dir.path());
+    EXPECT_EQ(model.stored().at("a").dtype, dtype);
+    EXPECT_EQ(model.stored().at("a").bytes, bytes);
+    if (std::string_view(dtype) != "F32" && !std::string_view(dtype).ends_with("F16")) {
+      std::vector<float> out(8);
+      expect_refusal(io::ErrorKind::input, {"\"a\"", std::string("as ") + dtype + ";", "F32, BF16 and F16 are read"},
+                     [&] { model.read_f32("a", 0, out); });
+    }
+    refused(packed("{" + entry("a", dtype, "8", "0," + std::to_string(bytes + 1)) + "}", bytes + 1), {"\"a\"", "take"});
+  }
+  // Less than a byte each: as many as fill whole bytes.
+  refused(packed("{" + entry("a", "F4", "1", "0,1") + "}", 1), {"\"a\"", "take"});
+}
+
+TEST(Safetensors, LimitsOfHeadersAndIndices) {
+  const auto opens = [](const std::string& file) {
+    testing::TempDir dir;
+    write_file(dir.path() / "model.safetensors", file);
+    Checkpoint::open(dir.path());
+  };
+  const std::string ones = "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1", longest(1024, 'n');
+  EXPECT_NO_THROW(opens(packed("{" + entry("a", "U8", ones + ",2", "0,2") + "}", 2)));
+  refused(packed("{" + entry("a", "U8", ones + ",1,2", "0,2") + "}", 2), {"more than 16 dimensions"});
+  EXPECT_NO_THROW(opens(packed("{" + entry(longest, "U8", "2", "0,2") + "}", 2)));
+  refused(packed("{" + entry(longest + "n", "U8", "2", "0,2") + "}", 2), {"longer than 1024 bytes"});
+  refused(packed("{" + std::string(9, ' '), 0), {"JSON"});
+  testing::TempDir dir;
+  const auto index = [&](int files) {
+    std::string map;
+    for (int i = 0; i < files; ++i)
+      map += (i == 0 ? "\"" : ",\"") + std::to_string(i) + "\":\"" + std::to_string(i) + ".safetensors\"";
+    write_file(dir.path() / "model.safetensors.index.json", "{\"weight_map\":{" + map + "}}");
+    Checkpoint::open(dir.path());
+  };
+  expect_refusal(io::ErrorKind::input, {"names 4097 files, more than 4096"}, [&] { index(4097); });
+  expect_refusal(io::ErrorKind::input, {"0.safetensors", "open"}, [&] { index(4096); });
+}
+
 TEST(Safetensors, ForeignFilesAreNamed) {
   refused(std::string("PK\x03\x04", 4) + std::string(100, 'x'), {"zip", "pickle"});
   refused("\x80\x02}q\x01." + std::string(100, 'x'), {"a pickle"});
@@ -230,6 +278,7 @@ TEST(Safetensors, AnIndexStaysInItsFolder) {
   with_index(mapping((dir.path() / "outside.safetensors").string()), {"outside the model's folder"});
   with_index(mapping("..\\u002foutside.safetensors"), {"outside the model's folder"});
   with_index(mapping("in.bin"), {"not a .safetensors"});
+  with_index(mapping(".."), {"not a .safetensors"});
   with_index(mapping("in.safetensors\\u0000.safetensors"), {"plain name"});
   with_index(mapping("gone.safetensors"), {"gone.safetensors"});
   with_index("{\"weight_map\":{\"zz\":\"in.safetensors\"}}", {"lacks", "zz"});

@@ -1,8 +1,9 @@
 // Pairs of answers: in every order together, and only where a loss of pairs takes them.
 #include <set>
 
-#include "runtime/base/exception.h"
+#include "runtime/data/row_format.h"
 #include "tests/runtime/data/rows_fixture.h"
+#include "tests/runtime/expect.h"
 
 namespace tierflow::testing {
 namespace {
@@ -59,23 +60,92 @@ TEST_F(Rows, PairsStayTogetherInEveryOrder) {
 TEST_F(Rows, PairsAreForALossOfPairsAlone) {
   const fs::path pairs = write("a.tfd", {row(10, 4), row(20, 4)}, kNotes, true),
                  plain = write("b.tfd", {row(10, 4), row(20, 4)});
+  const auto refused = [&](const char* packing, std::initializer_list<std::string_view> words,
+                           io::ErrorKind kind = io::ErrorKind::usage) {
+    expect_refusal(kind, words, [&] { prepare(packing); });
+  };
   options_.paths = {pairs};
-  EXPECT_THROW(prepare("auto"), Exception);
+  refused("auto", {"a.tfd", "holds pairs", "--loss dpo, simpo or orpo"});
   options_.pairs = Pairs::either;
   const std::uint64_t fingerprint = prepare("auto").fingerprint();
-  EXPECT_THROW(prepare("bfd"), Exception);
+  EXPECT_EQ(prepare("none").fingerprint(), fingerprint);
+  for (const char* packing : {"bfd", "concat"}) refused(packing, {"a.tfd", "leave --packing out"});
   options_.train_on = "all";
-  EXPECT_THROW(prepare("auto"), Exception);
+  refused("auto", {"a.tfd", "leave --train-on out"});
   options_.train_on = "assistant";
   options_.paths = {plain};
   EXPECT_NE(prepare("none").fingerprint(), fingerprint);
   options_.pairs = Pairs::only;
-  EXPECT_THROW(prepare("auto"), Exception);
+  refused("auto", {"b.tfd", "holds no pairs"});
   options_.pairs = Pairs::either;
   options_.paths = {pairs, plain};
   options_.weights = {1, 1};
-  EXPECT_THROW(prepare("auto"), Exception);
-  EXPECT_THROW(RowFile(write("c.tfd", {row(10, 4)}, kNotes, true)), Exception);  // half a pair
+  refused("auto", {"b.tfd", "is mixed with other data", "pairs stand alone"}, io::ErrorKind::input);
+  expect_refusal(io::ErrorKind::corruption, {"c.tfd", "pairs with an odd number of rows"},
+                 [&] { const RowFile half(write("c.tfd", {row(10, 4)}, kNotes, true)); });
+}
+
+TEST_F(Rows, TheFirstRowTellsTheFormat) {
+  const auto format = [&](const std::string& rows) {
+    write_file(dir_.path() / "a.jsonl", rows);
+    return row_format(dir_.path() / "a.jsonl", options_);
+  };
+  const char* const all = R"({"chosen":"a","rejected":"b","text":"t","messages":[],"conversations":[],"prompt":"p",
+                              "completion":"c","instruction":"i","output":"o","input_ids":[1]})";
+  std::string one_line = all;
+  std::erase(one_line, '\n');
+  for (const auto& [row, expected] : {std::pair{R"({"text":"t"})", "text"},
+                                      {one_line.c_str(), "text"},
+                                      {R"({"text":7,"input_ids":[1]})", "tokens"},
+                                      {R"({"messages":[],"prompt":"p","completion":"c"})", "messages"},
+                                      {R"({"messages":"m"})", "text"},
+                                      {R"({"messages":null,"conversations":[]})", "sharegpt"},
+                                      {R"({"prompt":"p","completion":"c"})", "prompt-completion"},
+                                      {R"({"prompt":"p","completion":null})", "text"},
+                                      {R"({"prompt":"p"})", "text"},
+                                      {R"({"instruction":"i","output":"o"})", "alpaca"},
+                                      {R"({"instruction":"i"})", "text"},
+                                      {R"({"chosen":"a","rejected":"b","instruction":"i","output":"o"})", "alpaca"},
+                                      {R"({"chosen":"a","rejected":"b"})", "preference"},
+                                      {R"({"chosen":"a"})", "text"},
+                                      {"\n \t\r\n{\"messages\":[]}\n{\"input_ids\":[]}", "messages"},
+                                      {"[1]", "text"},
+                                      {"", "text"}})
+    EXPECT_EQ(format(row), expected) << row;
+  options_.pairs = Pairs::only;
+  EXPECT_EQ(format(one_line), "preference");
+  options_.pairs = Pairs::none;
+  options_.jsonl_field = "body";
+  EXPECT_EQ(format(R"({"text":"t","messages":[]})"), "messages");
+  EXPECT_EQ(format(R"({"body":"t","messages":[]})"), "text");
+  // What is not known is the first row's, or passed over, as far as a thousand rows.
+  const std::string row = "{\"messages\":[]}\n";
+  const auto junk = [](int rows) {
+    std::string text;
+    for (int i = 0; i < rows; ++i) text += i % 2 == 0 ? "junk\n" : "\n{}\n";
+    return text;
+  };
+  EXPECT_EQ(format(junk(1) + row), "text");
+  options_.skip_bad_records = true;
+  EXPECT_EQ(format(junk(999) + row), "messages");
+  EXPECT_EQ(format(junk(1000) + row), "text");
+  options_.format = "alpaca";
+  EXPECT_EQ(format(row), "alpaca");
+}
+
+TEST_F(Rows, FilesThatDoNotGoTogetherAreRefused) {
+  const auto refused = [&](const std::vector<std::string>& names, std::initializer_list<std::string_view> words) {
+    options_.paths.clear();
+    for (const std::string& name : names) options_.paths.push_back(dir_.path() / name);
+    expect_refusal(io::ErrorKind::input, words, [&] { prepare("auto"); });
+  };
+  write_file(dir_.path() / "rows.jsonl", R"({"messages":[]})");
+  write_file(dir_.path() / "pairs.jsonl", R"({"chosen":"a","rejected":"b"})");
+  write_file(dir_.path() / "text.txt", "text");
+  write("rows.tfd", {row(10, 4)});
+  refused({"rows.jsonl", "text.txt"}, {"text.txt", "is no .jsonl file", "--data-weights"});
+  refused({"rows.jsonl", "pairs.jsonl"}, {"rows.jsonl", "stands beside other data", "pairs stand alone"});
+  refused({"text.txt", "rows.tfd"}, {"text.txt", "name prepared .tfd files apart"});
 }
 
 }  // namespace

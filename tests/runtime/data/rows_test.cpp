@@ -115,6 +115,7 @@ TEST_F(Rows, OneASequenceIsPaddedAndCut) {
   EXPECT_FALSE(data.isolated());
   const DataSummary summary = data.summaries().at(0);
   EXPECT_EQ(summary.sequences, 3);
+  EXPECT_EQ(summary.share, 1);
   EXPECT_EQ(summary.skipped, 1);
   EXPECT_EQ(summary.first_skipped, "a.jsonl:3: is no JSON");
   ASSERT_TRUE(summary.rows);
@@ -314,6 +315,19 @@ TEST_F(Mix, HeldOutSequencesAreASampleOfAll) {
   EXPECT_EQ(held.size(), 29u);
   EXPECT_EQ(early_parts.size(), 3u);
   for (std::int64_t i = 0; i < 200; ++i) EXPECT_EQ(held.count(sequence(data, i).ids[0]), 0u);
+}
+
+// An evaluation takes the first of them: after a run was gone on with, the same ones as before.
+TEST_F(Mix, TheOrderOfHeldOutSequencesNeverChanges) {
+  options_.held_out = 0.2;
+  for (const std::uint64_t seed : {0, 3}) {
+    options_.seed = seed;
+    const Dataset data = prepare("none");
+    Ids ids;
+    for (std::int64_t i = 0; i < 12; ++i) ids.push_back(sequence(data, i, true).ids[0]);
+    EXPECT_EQ(ids, (Ids{122, 172, 214, 127, 202, 157, 107, 7, 102, 22, 2, 167}));
+    EXPECT_EQ(sequence(data, 28, true).ids[0], 162);
+  }
 }
 
 TEST_F(Mix, TextAndRowsMix) {

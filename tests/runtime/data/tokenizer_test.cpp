@@ -4,6 +4,7 @@
 #include <fstream>
 
 #include "runtime/data/data.h"
+#include "runtime/data/row_frames.h"
 #include "runtime/data/tokenizer_process.h"
 #include "support/temp_dir.h"
 #include "tests/runtime/expect.h"
@@ -80,6 +81,19 @@ TEST_F(Tokenizer, LongDocumentsAreCutBetweenWords) {
   EXPECT_EQ(ids.back(), 5);
 }
 
+// A tokenizer is given a mebibyte at once at most: where a longer word is cut decides the tokens, which a run is gone
+// on with.
+TEST_F(Tokenizer, AWordLongerThanAPieceIsCutBetweenCharacters) {
+  constexpr std::size_t kPiece = 1 << 20;
+  write_file(dir_.path() / "model" / "tokenizer_config.json", R"({"eos_token":"<eot>"})");
+  write_data("1.txt", std::string(kPiece, 'z'));
+  EXPECT_EQ(tokens(), (Ids{0, 5}));
+  write_data("1.txt", std::string(kPiece, 'z') + "a");
+  EXPECT_EQ(tokens(), (Ids{0, 1, 5}));
+  write_data("1.txt", std::string(kPiece - 1, 'z') + "\xc3\xa9");
+  EXPECT_EQ(tokens(), (Ids{0, 4, 5}));
+}
+
 TEST_F(Tokenizer, TextThatIsNotUtf8) {
   write_data("1.txt", "a b c");
   write_data("2.txt", "a b \xff c");
@@ -136,6 +150,71 @@ TEST_F(Tokenizer, PythonMustBeThereWithItsPackage) {
   fs::permissions(lacking, fs::perms::owner_all);
   options_.python = lacking;
   expect_refusal(io::ErrorKind::environment, {"tokenizers", "pip install"}, [&] { tokens(); });
+}
+
+// What stands in Python's place here is a script of the shell.
+class PythonProcesses : public ::testing::Test {
+ protected:
+  std::unique_ptr<PythonProcess> run(const std::string& script, double patience = 20) const {
+    const fs::path python = dir_.path() / "python";
+    write_file(python, "#!/bin/sh\n" + script + "\n");
+    fs::permissions(python, fs::perms::owner_all);
+    return std::make_unique<PythonProcess>(PythonProcess::Job{
+        .script = "", .arguments = {}, .python = python, .path = "the folder", .package = "x", .patience = patience});
+  }
+  static std::string received(PythonProcess& process, std::size_t count) {
+    std::string text(count, '.');
+    process.receive(std::as_writable_bytes(std::span(text)));
+    return text;
+  }
+  testing::TempDir dir_;
+};
+
+TEST_F(PythonProcesses, WhatIsSentIsAnsweredHoweverLate) {
+  const auto echo = run("sleep 0.1; exec cat");
+  const std::string text(100'000, 'x');
+  echo->send(std::as_bytes(std::span(text)));
+  EXPECT_EQ(received(*echo, text.size()), text);
+}
+
+TEST_F(PythonProcesses, SilenceEndsThem) {
+  const auto silent = [&](const std::function<void(PythonProcess&)>& wait) {
+    const auto process = run("exec sleep 5", 0.2);
+    expect_refusal(io::ErrorKind::input, {"the folder", "silent for 0.2 s and was stopped"}, [&] { wait(*process); });
+  };
+  silent([](PythonProcess& process) { received(process, 1); });
+  silent([](PythonProcess& process) { process.send(std::vector<std::byte>(16 << 20)); });  // nobody takes them
+}
+
+TEST_F(PythonProcesses, HowTheyEndedIsTold) {
+  for (const auto& [script, kind, words] :
+       {std::tuple{"echo wrong >&2; exit 3", io::ErrorKind::input, "the folder: wrong"},
+        {"printf 'first\\nlast\\n\\n' >&2; exit 3", io::ErrorKind::input, "the folder: last"},
+        {"head -c 5000 /dev/zero >&2; echo >&2; echo last >&2; exit 3", io::ErrorKind::input, "the folder: last"},
+        {"echo lacks >&2; exit 4", io::ErrorKind::environment, "python: lacks"},
+        {"echo why >&2; exit 5", io::ErrorKind::environment, ") ended with status 5: why"},
+        {"exit 0", io::ErrorKind::environment, ") ended with status 0: "},
+        {"kill -TERM $$", io::ErrorKind::environment, ") was killed by signal 15: "},
+        {"kill -KILL $$", io::ErrorKind::environment, ") was killed by signal 9 (out of memory?): "}})
+    expect_refusal(kind, {words}, [&, script = script] { received(*run(script), 1); });
+}
+
+TEST_F(PythonProcesses, AFrameHasItsKindAndItsBytes) {
+  const auto answer = [&](const std::string& bytes) {
+    write_file(dir_.path() / "answer", bytes);
+    return run("exec cat '" + (dir_.path() / "answer").string() + "'");
+  };
+  using std::string_literals::operator""s;
+  const auto frames = answer("A\5\0\0\0helloB\0\0\0\0C\x2c\1\0\0"s + std::string(300, 'x'));
+  for (const auto& [kind, text] : {std::pair{'A', "hello"s}, {'B', ""s}, {'C', std::string(300, 'x')}}) {
+    const Frame frame = receive_frame(*frames);
+    EXPECT_EQ(frame.kind, kind);
+    EXPECT_EQ(std::string(reinterpret_cast<const char*>(frame.payload.data()), frame.payload.size()), text);
+  }
+  expect_refusal(io::ErrorKind::environment, {"ended with status 0"}, [&] { receive_frame(*frames); });
+  const std::string failure = R"({"where": "a.jsonl:3", "why": "is no row"})";
+  const auto failed = answer("F"s + static_cast<char>(failure.size()) + "\0\0\0"s + failure);
+  expect_refusal(io::ErrorKind::input, {"a.jsonl:3: is no row"}, [&] { receive_frame(*failed); });
 }
 
 }  // namespace

@@ -176,6 +176,40 @@ TEST(Profile, IsOfTheExpertsOfAToken) {
   EXPECT_FALSE(ProfileCache(with("2"), options, "build", fail).model());
 }
 
+// What a stage takes does not depend on where the state lies; what a machine does, depends on it.
+TEST(Profile, OfAModelIsOfNoDrive) {
+  const TempDir folder;
+  ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
+  const ModelSpec spec = small();
+  const auto cache = [&](const SessionOptions& options, const std::string& build = "build") {
+    return ProfileCache(spec, options, build, [](const std::string& line) { ADD_FAILURE() << line; });
+  };
+  const SessionOptions here{.storage = {folder.path()}};
+  cache(here).keep(distinct(spec));
+  MachineProfile machine;
+  machine.rates.cores = machine.rates.threads = 1;
+  cache(here).keep(machine);
+  ASSERT_TRUE(cache(here).machine() && cache(here).model());
+  EXPECT_TRUE(cache({.storage = {folder.path() / "not/made/yet"}}).machine()) << "the same drive";
+  const std::vector<std::pair<const char*, SessionOptions>> elsewhere = {
+      {"drive", {.storage = {"/proc"}}},
+      {"number of drives", {.storage = {folder.path(), "/proc"}}},
+      {"no drive", {}},
+      {"engine", {.storage = here.storage, .engine = io::EngineKind::threads}},
+      {"page cache", {.storage = here.storage, .allow_buffered = true}}};
+  for (const auto& [what, options] : elsewhere) {
+    EXPECT_TRUE(cache(options).model()) << what;
+    EXPECT_FALSE(cache(options).machine()) << what;
+  }
+  const std::vector<std::pair<const char*, SessionOptions>> otherwise = {
+      {"device", {.device = "cuda", .storage = here.storage}},
+      {"threads", {.storage = here.storage, .update_threads = 3}},
+      {"micro-batch", {.storage = here.storage, .micro_batch = 2}},
+      {"sequence length", {.storage = here.storage, .sequence_length = 8}}};
+  for (const auto& [what, options] : otherwise) EXPECT_FALSE(cache(options).model()) << what;
+  EXPECT_FALSE(cache(here, "another build").model() || cache(here, "another build").machine());
+}
+
 // A file that is damaged counts as missing, and is said to be so.
 TEST(Profile, ADamagedFileIsWarnedOfAndMeasuredAgain) {
   const TempDir folder;

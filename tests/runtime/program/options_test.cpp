@@ -96,6 +96,8 @@ TEST(Options, BadWordsGetOneLineAndTheNearestName) {
   refused({"--json", "stray"}, {"stray"});
   refused({"--lr", "x"}, {"--lr", "\"x\""});
   refused({"--lr", "nan"}, {"--lr"});
+  refused({"--lr", "-0.5"}, {"--lr is -0.5; it must be at least 0 and below 1e6"});
+  refused({"--lr", "1000000"}, {"--lr is 1000000;"});
   refused({"--lr", "1,5"}, {"--lr"});
   refused({"--steps", "-3"}, {"--steps"});
   refused({"--steps", "99999999999999999999"}, {"--steps"});
@@ -168,6 +170,111 @@ TEST(Options, HelpIsGroupedAndFitsItsLines) {
   // Each option once.
   for (const char* option : {"--model", "--held-out", "--threads", "--json", "--no-export", "--micro-batches"})
     EXPECT_EQ(help.find(std::string("\n  ") + option + " "), help.rfind(std::string("\n  ") + option + " ")) << option;
+}
+
+// At a width at which no text is broken.
+TEST(Options, HelpNamesItsCommandAndSaysWhatEachOptionIs) {
+  for (const std::string command : {"init", "train", "plan", "eval", "export", "merge", "generate", "status", "verify",
+                                    "data prepare", "data preview"}) {
+    SCOPED_TRACE(command);
+    std::string help = help_of(command, 100'000);
+    EXPECT_TRUE(help.starts_with("Usage: tierflow " + command + " [OPTIONS]\n\n")) << help;
+    const std::string below = "\n" + std::string(26, ' ');  // what stands there because a name is long
+    for (std::size_t at = 0; (at = help.find(below, at)) != std::string::npos;) help.replace(at, below.size(), "  ");
+    std::istringstream lines(help);
+    int options = 0;
+    for (std::string line; std::getline(lines, line);) {
+      if (!line.starts_with("  --")) continue;
+      ++options;
+      const std::size_t name_ends = line.find("  ", 2);
+      ASSERT_NE(name_ends, std::string::npos) << line;
+      std::string text = line.substr(line.find_first_not_of(' ', name_ends));
+      if (text.ends_with(']')) text.erase(text.rfind('['));  // the default
+      text.erase(text.find_last_not_of(' ') + 1);
+      ASSERT_FALSE(text.empty()) << line;
+      EXPECT_EQ(std::string_view(",;:(").find(text.back()), std::string_view::npos) << "ends in its middle: " << line;
+    }
+    EXPECT_GE(options, 3);
+  }
+}
+
+TEST(Options, OtherCommandsTakeTheirOwn) {
+  const ExportOptions exported = parse_export({"--storage", "a,b", "--out", "o"});
+  EXPECT_EQ(exported.storage.size(), 2u);
+  EXPECT_EQ(exported.out, "o");
+  const InitOptions made = parse_init({"--config", "c", "--out", "o", "--shard-size", "1GiB", "--seed", "3"});
+  EXPECT_EQ(made.shard_size, std::uint64_t{1} << 30);
+  EXPECT_EQ(made.seed, 3u);
+  for (const char* command : {"status", "verify"}) {
+    EXPECT_EQ(parse_store_command(command, {"a,b", "--json"}).storage.size(), 2u);
+    EXPECT_TRUE(parse_store_command(command, {"--json", "--storage", "a"}).json);
+    expect_refusal(io::ErrorKind::usage, {command, "needs the storage folders"},
+                   [&] { parse_store_command(command, {}); });
+  }
+  const auto eval = [](const Words& more) { return parse_eval(Words{"--model", "m", "--data", "d"} + more); };
+  EXPECT_EQ(eval({"--teacher-out", "t"}).teacher_top, 64);
+  for (const std::int64_t top : {1, 8, 65536})
+    EXPECT_EQ(eval({"--teacher-out", "t", "--teacher-top", std::to_string(top)}).teacher_top, top);
+  for (const auto& [words, texts] :
+       {std::pair{Words{"--teacher-out", "t", "--teacher-top", "0"}, "between 1 and 65536"},
+        {Words{"--teacher-out", "t", "--teacher-top", "65537"}, "between 1 and 65536"},
+        {Words{"--teacher-top", "8"}, "--teacher-top is for --teacher-out"},
+        {Words{"--teacher-out", "t", "--max-sequences", "1"}, "leave --max-sequences and --per-document out"},
+        {Words{"--teacher-out", "t", "--per-document", "p"}, "leave --max-sequences and --per-document out"},
+        {Words{"--micro-batch", "4194305"}, "2^31 tokens"}})
+    expect_refusal(io::ErrorKind::usage, {texts}, [&, words = words] { eval(words); });
+  for (const char* command : {"prepare", "preview"})
+    expect_refusal(io::ErrorKind::usage, {"`tierflow data", command, "needs --model"}, [&] {
+      parse_data_command(command, {"--data", "d"});
+    });
+  EXPECT_EQ(parse_data_command("preview", {"5", "--model", "m", "--data", "d"}).examples, 5);
+  EXPECT_EQ(parse_data_command("prepare", {"--out", "a.tfd", "--model", "m", "--data", "d"}).out, "a.tfd");
+  expect_refusal(io::ErrorKind::usage, {"--out", "ends in .tfd"}, [] {
+    parse_data_command("prepare", {"--out", "a.txt", "--model", "m", "--data", "d"});
+  });
+}
+
+TEST(Options, WhatContradictsItselfIsRefused) {
+  const Words store = {"--storage", "s"};
+  for (const Words& words :
+       {Words{"--held-out", "0"}, Words{"--eval-every", "2", "--export-best"},
+        Words{"--eval-every", "2", "--early-stopping-patience", "3", "--early-stopping-threshold", "0.1"},
+        store + Words{"--no-export"}, store + Words{"--resume"}, store + Words{"--fresh"},
+        store + Words{"--durability", "step"}, Words{"--durability", "export-only"},
+        Words{"--export-every", "2", "--export-keep", "1"}, Words{"--steps", "3"}, Words{"--epochs", "3"},
+        Words{"--sample-every", "2", "--sample-prompts", "p", "--max-new-tokens", "8"}})
+    EXPECT_NO_THROW(parse_train(needed + words)) << words[0];
+  for (const auto& [words, text] :
+       {std::pair{store + Words{"--resume", "--fresh"}, "give --resume or --fresh, not both"},
+        {Words{"--resume"}, "--resume needs --storage"},
+        {Words{"--no-export"}, "needs --storage"},
+        {store + Words{"--no-export", "--export-every", "2"}, "--no-export or --export-every, not both"},
+        {store + Words{"--no-export", "--eval-every", "2", "--export-best"}, "--no-export or --export-best, not both"},
+        {Words{"--export-keep", "2"}, "--export-keep is for --export-every"},
+        {Words{"--export-best"}, "--export-best needs --eval-every"},
+        {Words{"--early-stopping-patience", "2"}, "--early-stopping-patience needs --eval-every"},
+        {Words{"--held-out", "0", "--eval-every", "2", "--early-stopping-patience", "2"}, "raise --held-out"},
+        {Words{"--held-out", "0", "--eval-every", "2", "--export-best"}, "raise --held-out"},
+        {Words{"--early-stopping-threshold", "0.1"}, "--early-stopping-threshold is for --early-stopping-patience"},
+        {Words{"--durability", "step"}, "--durability step needs --storage"},
+        {Words{"--durability", "every=5"}, "--durability every=5 needs --storage"},
+        {Words{"--durability", "sometimes"}, "it must be auto, step, every=N or export-only"},
+        {Words{"--durability", "every=0"}, "takes 1 to 1000000 steps"},
+        {Words{"--durability", "every=1000001"}, "takes 1 to 1000000 steps"},
+        {Words{"--sample-every", "2"}, "--sample-every and --sample-prompts belong together"},
+        {Words{"--sample-prompts", "p"}, "--sample-every and --sample-prompts belong together"},
+        {Words{"--max-new-tokens", "8"}, "--max-new-tokens is for --sample-every"},
+        {Words{"--clip", "-1"}, "--clip is -1;"},
+        {Words{"--betas", "1,0.9"}, "at least 0 and below 1"}})
+    refused(words, {text});
+  bool automatic = false;
+  EXPECT_EQ(commit_every("every=1000000", automatic), 1'000'000);
+  EXPECT_FALSE(automatic);
+  EXPECT_EQ(commit_every("auto", automatic), 1);
+  EXPECT_TRUE(automatic);
+  EXPECT_EQ(commit_every("step", automatic), 1);
+  EXPECT_EQ(commit_every("export-only", automatic), 0);
+  EXPECT_FALSE(automatic);
 }
 
 TEST(Options, ProseIsBrokenBetweenWords) {

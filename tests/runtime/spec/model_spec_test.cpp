@@ -14,6 +14,7 @@ namespace {
 
 using Json = nlohmann::json;
 using testing::expect_refusal;
+using Shape = std::vector<std::int64_t>;
 
 Json llama() {
   return {{"architectures", {"LlamaForCausalLM"}},
@@ -187,6 +188,32 @@ TEST(ModelSpec, FamiliesDiffer) {
   const auto post = parse(with(opt(), "do_layer_norm_before", false));
   EXPECT_EQ(post.units.size(), 3u);  // tied and without a final norm: the head has nothing of its own
   EXPECT_EQ(post.stages.back().units, (std::vector<int>{0}));
+}
+
+TEST(ModelSpec, BlocksOfGpt2AndOpt) {
+  // Each module's shape, and that of its bias.
+  const auto with_biases = [](const std::string& prefix, const std::map<std::string, Shape>& modules) {
+    std::map<std::string, Shape> all;
+    for (const auto& [module, shape] : modules) {
+      all[prefix + module + ".weight"] = shape;
+      all[prefix + module + ".bias"] = {prefix == "transformer.h.2." ? shape.back() : shape[0]};
+    }
+    return all;
+  };
+  EXPECT_EQ(shapes(parse(gpt2()).units[3]), with_biases("transformer.h.2.", {{"attn.c_attn", {32, 96}},
+                                                                             {"attn.c_proj", {32, 32}},
+                                                                             {"mlp.c_fc", {32, 128}},
+                                                                             {"mlp.c_proj", {128, 32}},
+                                                                             {"ln_1", {32}},
+                                                                             {"ln_2", {32}}}));
+  EXPECT_EQ(shapes(parse(opt()).units[2]), with_biases("model.decoder.layers.1.", {{"self_attn.q_proj", {32, 32}},
+                                                                                   {"self_attn.k_proj", {32, 32}},
+                                                                                   {"self_attn.v_proj", {32, 32}},
+                                                                                   {"self_attn.out_proj", {32, 32}},
+                                                                                   {"fc1", {48, 32}},
+                                                                                   {"fc2", {32, 48}},
+                                                                                   {"self_attn_layer_norm", {32}},
+                                                                                   {"final_layer_norm", {32}}}));
 }
 
 // Configurations as their makers publish them, what their classes imply left out, have the published sizes.

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <random>
 
@@ -61,6 +62,16 @@ float number_at(const Bytes& stored, std::uint64_t at) {
   float value;
   std::memcpy(&value, stored.data() + at, sizeof(value));
   return value;
+}
+
+// Every set of instructions that this processor has, the scalar code too.
+void on_every_target(const std::function<void(const char* name)>& test) {
+  for (const std::int64_t target : {HWY_SCALAR, HWY_AVX2, HWY_AVX3}) {
+    if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
+    hwy::SetSupportedTargetsForTest(target);
+    test(hwy::TargetName(target));
+    hwy::SetSupportedTargetsForTest(0);
+  }
 }
 
 TEST(WeightFormat, NamesAreReadAndWritten) {
@@ -170,9 +181,16 @@ TEST_P(Quantised, WhatIsNotFiniteIsRefused) {
     for (const std::size_t at : {0U, 255U, 1000U, 1028U}) {  // 1024 and up: a short block
       auto values = numbers(1029);
       values[at] = bad;
-      testing::expect_refusal(io::ErrorKind::input, {"NaN or infinite", weight_format_name(GetParam())},
-                              [&] { quantised(GetParam(), values); });
+      on_every_target([&](const char* name) {
+        SCOPED_TRACE(name);
+        testing::expect_refusal(io::ErrorKind::input, {"NaN or infinite", weight_format_name(GetParam())},
+                                [&] { quantised(GetParam(), values); });
+      });
     }
+}
+
+TEST_P(Quantised, WithoutAnyValueThereAreZeros) {
+  EXPECT_THAT(quantised(GetParam(), {}), Each(std::byte{0}));
 }
 
 TEST_P(Quantised, TheNumberOfValuesIsThatOfTheShape) {
@@ -183,7 +201,6 @@ TEST_P(Quantised, TheNumberOfValuesIsThatOfTheShape) {
   EXPECT_THROW(quantiser.finish(), Exception);
 }
 
-// Every set of instructions that this processor has, the scalar code too.
 TEST_P(Quantised, EveryInstructionSetGivesTheSameBits) {
   auto values = numbers(64 * 256 + 777);
   for (int i = 0; i < 15; ++i) values[static_cast<std::size_t>(i)] = weights::kNf4.edges[i];  // as near to two codes
@@ -191,13 +208,10 @@ TEST_P(Quantised, EveryInstructionSetGivesTheSameBits) {
   const Shape shape = {static_cast<std::int64_t>(values.size())};
   const Bytes stored = quantised(GetParam(), values);
   const auto words = dense_words(GetParam(), shape, stored);
-  for (const std::int64_t target : {HWY_SCALAR, HWY_AVX2, HWY_AVX3}) {
-    if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
-    hwy::SetSupportedTargetsForTest(target);
-    EXPECT_EQ(quantised(GetParam(), values), stored) << hwy::TargetName(target);
-    EXPECT_EQ(dense_words(GetParam(), shape, stored), words) << hwy::TargetName(target);
-    hwy::SetSupportedTargetsForTest(0);
-  }
+  on_every_target([&](const char* name) {
+    EXPECT_EQ(quantised(GetParam(), values), stored) << name;
+    EXPECT_EQ(dense_words(GetParam(), shape, stored), words) << name;
+  });
 }
 
 TEST(Int8, CodesAreTheNearestOf255) {
@@ -279,12 +293,7 @@ TEST(Fp8, EachTileOf128By128HasItsScale) {
       const float code = weights::e4m3(static_cast<std::uint8_t>(stored[i]));
       ASSERT_EQ(words[i], weights::rounded_away(code * scale)) << row << ", " << column;
     }
-  for (const std::int64_t target : {HWY_SCALAR, HWY_AVX2, HWY_AVX3}) {
-    if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
-    hwy::SetSupportedTargetsForTest(target);
-    EXPECT_EQ(dense_words(WeightFormat::fp8, shape, stored), words) << hwy::TargetName(target);
-    hwy::SetSupportedTargetsForTest(0);
-  }
+  on_every_target([&](const char* name) { EXPECT_EQ(dense_words(WeightFormat::fp8, shape, stored), words) << name; });
   std::vector<std::uint16_t> piece(400);
   dequantise(WeightFormat::fp8, shape, stored, 127 * columns + 100, piece);
   EXPECT_TRUE(std::equal(piece.begin(), piece.end(), words.begin() + 127 * columns + 100));
@@ -311,12 +320,7 @@ TEST(Mxfp4, EachColumnOf32RowsHasItsScale) {
       else
         ASSERT_EQ(widened(words[i]), exact) << row << ", " << column;
     }
-  for (const std::int64_t target : {HWY_SCALAR, HWY_AVX2, HWY_AVX3}) {
-    if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
-    hwy::SetSupportedTargetsForTest(target);
-    EXPECT_EQ(dense_words(WeightFormat::mxfp4, shape, stored), words) << hwy::TargetName(target);
-    hwy::SetSupportedTargetsForTest(0);
-  }
+  on_every_target([&](const char* name) { EXPECT_EQ(dense_words(WeightFormat::mxfp4, shape, stored), words) << name; });
   for (const std::int64_t first : {std::int64_t{0}, 31 * columns + 101, 32 * columns - 1}) {
     std::vector<std::uint16_t> piece(static_cast<std::size_t>(columns + 3));
     dequantise(WeightFormat::mxfp4, shape, stored, static_cast<std::uint64_t>(first), piece);
