@@ -44,6 +44,7 @@ TEST(ResultFolder, HoldsItsFolderAgainstOthers) {
 TEST(ResultFolder, AProcessThatItsOwnerStartedDoesNotHoldIt) {
   const testing::TempDir dir;
   const fs::path out = dir.path() / "out";
+  fs::create_directory(out);  // it stays, and so would a lock
   pid_t child = -1;
   {
     const ResultFolder first(out);
