@@ -230,8 +230,12 @@ def test_the_model_on_the_way(work, stored):
 
 
 def test_stopped_while_it_exports_it_commits_and_writes_that_model_later(work):
-    expected = uninterrupted(work)
-    train = [*TRAIN, "--export-every", "2", *TIGHT]
+    """Training waits while adapters are added to their base."""
+    run(work, "init", "--config", "config.json", "--out", "base")
+    lora = ["train", "--model", "base", "--method", "lora", "--merge", *TRAIN[3:]]
+    run(work, *changed(lora, {"--out": "whole"}), *small("--log-json", "whole.json"))
+    expected = {record["step"]: record["loss"] for record in steps_of(work / "whole.json")}
+    train = [*lora, "--export-every", "2", *TIGHT]
     process = start(work, *train, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:checkpoint-2.partial/config.json.partial:stop"})
     wait_until_stopped(process)
     process.send_signal(signal.SIGTERM)

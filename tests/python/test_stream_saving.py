@@ -126,7 +126,7 @@ def test_buffers_come_from_the_folder(tmp_path):
 
 
 def test_weights_that_are_not_finite_are_said_by_name(tmp_path, caplog):
-    model = tierflow.wrap(make("llama"), scarce())
+    model = tierflow.wrap(make("llama"), scarce(tmp_path))
     tierflow.save(model, tmp_path / "sound")
     assert "not all finite" not in caplog.text
     with torch.no_grad():
