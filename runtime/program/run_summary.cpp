@@ -51,7 +51,8 @@ void say_what_is_durable(const TrainOptions& options, const Session& session, st
 std::string result_of_text_model(const TrainOptions& options, const ModelSpec& spec) {
   if (!options.config.empty())
     return fmt::format("the result is a {}, without the other parts", spec.config.architecture);
-  if (last_file(options) != std::string("config.json")) return "its adapters are for the whole model, as PEFT names them there";
+  if (last_file(options) != std::string("config.json"))
+    return "its adapters are for the whole model, as PEFT names them there";
   return "the result has the other parts as they are";
 }
 

@@ -117,11 +117,11 @@ class Streamer {
   // Overwrites them, master included; moments stay. values: fp32, of the tensor's shape. Throws Exception (kind usage)
   // for a tensor of another format than bf16.
   void write(int unit, int tensor, const torch::Tensor& values);
-  // Streamed safetensors in `folder`, tensors in unit order: bf16. No config.json. Returns the name of the first streamed
-  // tensor that holds an infinity or no number; empty: none does. Throws Exception (kind usage) where one of them has
-  // another format.
+  // Streamed safetensors in `folder`, tensors in unit order: bf16. No config.json. Returns the name of the first
+  // streamed tensor that holds an infinity or no number; empty: none does. Throws Exception (kind usage) where one of
+  // them has another format.
   std::string save(const std::filesystem::path& folder, const SavedParts& parts, const std::vector<ExtraTensor>& extra,
-            std::uint64_t shard_bytes, const Progress& progress = {});
+                   std::uint64_t shard_bytes, const Progress& progress = {});
 
   // Writes weights, masters and moments of everything that is trained to one file, exactly, and reads them back
   // (stream_state.h). Call between steps: gradients are not in the file.
