@@ -7,6 +7,8 @@
 #include <fstream>
 #include <string>
 
+#include "runtime/base/seconds.h"
+
 namespace tierflow {
 namespace {
 
@@ -30,7 +32,7 @@ double own_seconds() {
 LoadMeter::LoadMeter() : started_(std::chrono::steady_clock::now()), busy_(busy_seconds()), own_(own_seconds()) {}
 
 double LoadMeter::other_cores() const {
-  const double passed = std::chrono::duration<double>(std::chrono::steady_clock::now() - started_).count();
+  const double passed = seconds_since(started_);
   const double others = busy_seconds() - busy_ - (own_seconds() - own_);
   return passed > 0 ? std::max(0.0, others / passed) : 0;
 }

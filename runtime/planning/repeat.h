@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "runtime/base/seconds.h"
+
 namespace tierflow {
 
 struct Repeats {
@@ -29,14 +31,13 @@ inline Reading reading_of(std::vector<double> runs) {
 template <class Prepare, class Work>
 Reading repeat(const Repeats& repeats, Prepare prepare, Work work) {
   using Clock = std::chrono::steady_clock;
-  const auto since = [](Clock::time_point then) { return std::chrono::duration<double>(Clock::now() - then).count(); };
   const Clock::time_point first = Clock::now();
   std::vector<double> runs;
-  while (runs.size() < repeats.fewest || (runs.size() < repeats.most && since(first) < repeats.seconds)) {
+  while (runs.size() < repeats.fewest || (runs.size() < repeats.most && seconds_since(first) < repeats.seconds)) {
     prepare();
     const Clock::time_point started = Clock::now();
     work();
-    runs.push_back(since(started));
+    runs.push_back(seconds_since(started));
   }
   return reading_of(std::move(runs));
 }

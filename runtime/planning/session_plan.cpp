@@ -17,8 +17,9 @@ namespace tierflow {
 namespace {
 
 // By chunk, whether it holds what is trained of a window, which the next one sets to zero.
-std::vector<bool> chunks_with_window_factors(const ModelSpec& spec, const SessionPlan& plan) {
+std::vector<bool> chunks_with_window_factors(const ModelSpec& spec, const SessionPlan& plan, bool windows) {
   std::vector<bool> found(plan.layout->chunks().size(), false);
+  if (!windows) return found;
   for (const swap::Chunk& chunk : plan.layout->chunks())
     for_each_piece(plan.packed.units[chunk.unit], chunk, [&](const PackedTensor& tensor, auto...) {
       const TensorSpec& of = spec.units[chunk.unit].tensors[tensor.tensor];
@@ -133,7 +134,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
   plan.arrangement = value_or_throw(std::move(arranged));
   plan.head_scores_first = options.loss.pairs();
   plan.commit_every = options.storage.empty() || !options.train ? 0 : options.commit_every;
-  plan.writes = count_writes(plan, options, chunks_with_window_factors(spec, plan));
+  plan.writes = count_writes(plan, options, chunks_with_window_factors(spec, plan, windows));
   if (plan.commit_every != 0 && options.commit_auto)
     plan.commit_every = commit_interval(plan.writes, *plan.layout, plan.arrangement);
   for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {

@@ -7,6 +7,7 @@
 
 #include "io/thread.h"
 #include "runtime/base/exception.h"
+#include "runtime/base/seconds.h"
 #include "runtime/base/signals.h"
 
 namespace tierflow {
@@ -14,10 +15,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr int kSlow = 300;  // seconds
-
-double seconds_since(Clock::time_point begun) {
-  return std::chrono::duration<double>(Clock::now() - begun).count();
-}
 
 io::Error given_up() {
   return {.kind = io::ErrorKind::cancelled, .operation = "export", .detail = "the run ends"};

@@ -12,6 +12,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
+#include "runtime/base/seconds.h"
 #include "runtime/base/signals.h"
 #include "runtime/base/utf8.h"
 #include "runtime/data/prompt_tokenizer.h"
@@ -164,7 +165,7 @@ class Generation {
         if (!unfinished[prompt].empty()) print(prompt, unfinished[prompt], "interrupted");
       throw;
     }
-    report(ids.size(), std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count());
+    report(ids.size(), seconds_since(started));
   }
 
   // A line of standard input, then the answer, until the input ends.

@@ -59,13 +59,13 @@ struct Planned {
 };
 
 // Full tuning with the same budgets, where these allow it; its stages take what those of `spec` do.
-std::optional<FullTuning> full_tuning(const PlanOptions& options, const ModelSpec& spec, const Planned& planned) {
+std::optional<TuningCost> full_tuning(const PlanOptions& options, const ModelSpec& spec, const Planned& planned) {
   if (options.method != "galore") return std::nullopt;
   PlanOptions full = options;
   full.method = "full";
   try {
     const SessionPlan plan = plan_that_fits(training_spec(full), planned.session, planned.profile.model.needs(spec));
-    return tuning_of(plan, predict(plan, rates_of(spec, planned.profile)));
+    return tuning_cost(plan, predict(plan, rates_of(spec, planned.profile)));
   } catch (const Exception& refused) {
     if (refused.error().kind != io::ErrorKind::usage) throw;
     return std::nullopt;

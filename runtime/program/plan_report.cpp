@@ -161,6 +161,13 @@ std::uint64_t written_in_a_step(const SessionPlan& plan) {
   return plan.writes.update + plan.writes.activations + plan.writes.gradients;
 }
 
+Json cost_json(const TuningCost& cost) {
+  return {{"state", cost.state},
+          {"read_per_step", cost.read},
+          {"written_per_step", cost.written},
+          {"gradients_per_step", cost.gradients}};
+}
+
 // What projected gradients spare, beside full tuning; null where none are projected.
 Json galore_json(const PlannedRun& run) {
   const std::int64_t steps = window_steps(run.spec);
@@ -173,22 +180,14 @@ Json galore_json(const PlannedRun& run) {
       if (tensor.rewritten == Rewritten::master) projected += elements;
     }
   const SessionPlan& plan = run.placement.plan;
-  const FullTuning here = tuning_of(plan, run.placement.prediction);
   Json json{{"update_gap", steps},
             {"projected_parameters", projected},
             {"trained_in_their_place", trained},
             {"projector_parameters", projectors},
-            {"state", here.state},
-            {"read_per_step", here.read},
-            {"written_per_step", here.written},
-            {"gradients_per_step", here.gradients},
             {"base_written_per_step", 0},
             {"written_per_window", plan.writes.window + written_in_a_step(plan)}};
-  json["full"] = !run.full ? Json()
-                           : Json{{"state", run.full->state},
-                                  {"read_per_step", run.full->read},
-                                  {"written_per_step", run.full->written},
-                                  {"gradients_per_step", run.full->gradients}};
+  json.update(cost_json(tuning_cost(plan, run.placement.prediction)));
+  json["full"] = run.full ? cost_json(*run.full) : Json();
   return json;
 }
 
@@ -241,8 +240,8 @@ Json profile_json(const Profile& profile) {
 
 }  // namespace
 
-FullTuning tuning_of(const SessionPlan& plan, const Prediction& prediction) {
-  FullTuning found{.read = prediction.bytes[static_cast<std::size_t>(swap::Lane::disk_read)],
+TuningCost tuning_cost(const SessionPlan& plan, const Prediction& prediction) {
+  TuningCost found{.read = prediction.bytes[static_cast<std::size_t>(swap::Lane::disk_read)],
                    .written = prediction.bytes[static_cast<std::size_t>(swap::Lane::disk_write)]};
   for (const swap::Chunk& chunk : plan.layout->chunks()) {
     found.state += chunk.word_bytes() + chunk.state_bytes;

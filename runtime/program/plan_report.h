@@ -9,8 +9,8 @@
 
 namespace tierflow {
 
-// What full tuning would take with the same budgets: bytes, of a step but for the state.
-struct FullTuning {
+// What tuning takes: bytes, of a step but for the state.
+struct TuningCost {
   std::uint64_t state = 0, read = 0, written = 0, gradients = 0;
 };
 
@@ -20,7 +20,7 @@ struct PlannedRun {
   const SessionOptions& session;
   const Profile& profile;
   const Placement& placement;
-  std::optional<FullTuning> full;                // where gradients are projected, and the budgets allow it
+  std::optional<TuningCost> full;  // of full tuning, where gradients are projected and the budgets allow it
   std::optional<double> step_seconds_unclipped;  // of the same run with --clip none, where it clips and that works
 };
 
@@ -28,7 +28,7 @@ struct PlannedRun {
 struct PredictedMemory {
   std::uint64_t device = 0, host = 0, process = 0;  // process: device too where that is the CPU
 };
-FullTuning tuning_of(const SessionPlan& plan, const Prediction& prediction);
+TuningCost tuning_cost(const SessionPlan& plan, const Prediction& prediction);
 PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& session, const ModelSpec& spec,
                                  const ModelProfile& model);
 

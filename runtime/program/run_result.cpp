@@ -216,7 +216,6 @@ void RunResult::write_elsewhere(Session& session, const fs::path& out,
 void RunResult::begin_beside(Session& session, const char* how,
                              std::function<fs::path(const ExportWeights&, const Progress&)> write,
                              std::function<void(const io::Error& error)> ended) {
-  finish_beside(session);
   const auto made = std::make_shared<fs::path>();
   beside_.begin(session, {.at_once = weights_of(session),
                           .write = [write = std::move(write), made](

@@ -35,7 +35,7 @@ class RunResult {
   // Commits the state. If that fails, the Exception gives the command that says whether it can be opened.
   void commit(Session& session) const;
   // The two that follow write the model as it is now, while training goes on where the session can keep the step. What
-  // goes wrong is said, and costs that model alone. What is under way from before is finished first.
+  // goes wrong is said, and costs that model alone. Not while one is under way.
 
   // As --out/checkpoint-N, N the step. When it is whole, older checkpoints are removed. The one of step `outdated` (0:
   // none) goes, unless --export-every made it too. The one of step `best` stays. Of the others the last --export-keep
@@ -45,11 +45,7 @@ class RunResult {
   void write_elsewhere(Session& session, const std::filesystem::path& out,
                        std::function<void(const io::Error& error)> ended);
   bool has_checkpoint(std::int64_t step) const;
-  // Whether such a model is under way.
-  bool writes_beside() const { return beside_.busy(); }
-  // Between steps: goes on with it.
-  void look() { beside_.look(); }
-  // After the last step: ends with it, or gives it up where a signal ends the run.
+  // Ends with the model that is under way.
   void finish_beside(Session& session) { beside_.finish(session); }
   // The model is no result: what was written of it is removed, and its state stays in the storage folders. Throws
   // Exception (kind numeric) that says why, and gives the command that exports the state.

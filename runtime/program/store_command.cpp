@@ -16,6 +16,7 @@
 #include "io/lock_holder.h"
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
+#include "runtime/base/seconds.h"
 #include "runtime/base/signals.h"
 #include "runtime/planning/reference_file.h"
 #include "runtime/planning/stored_model.h"
@@ -165,7 +166,7 @@ int run_verify(const StoreCommandOptions& options) {
     }));
   }
   verify_reference(options.storage, left);
-  const double seconds = std::chrono::duration<double>(Clock::now() - begun).count();
+  const double seconds = seconds_since(begun);
   if (options.json)
     std::cout << nlohmann::ordered_json{{"step", left.step},
                                         {"generation", model.store->generation()},

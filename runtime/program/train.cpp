@@ -10,6 +10,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
+#include "runtime/base/seconds.h"
 #include "runtime/base/signals.h"
 #include "runtime/base/terminal.h"
 #include "runtime/planning/left_store.h"
@@ -93,7 +94,7 @@ class Training {
         samples_.after_step(step, *session_, log_);
         if (step < steps_) between_steps(step);
       });
-    out_.finish_beside(*session_);
+    beside_.finish(*session_);
     trace_.finish(step, result_.prediction);
     forecast_.finish(*session_);
     const int signal = stop_signal();
@@ -197,10 +198,10 @@ class Training {
 
   // What is due after a step that is not the last, unless the process before this one did it; and what is asked for.
   void between_steps(std::int64_t step) {
-    out_.look();
-    if (held_out_.may_write(step)) out_.finish_beside(*session_);  // and who asks meanwhile has a turn
+    beside_.look();
+    if (held_out_.may_write(step)) beside_.finish(*session_);  // and who asks meanwhile has a turn
     requests_->answer(
-        step, [&] { return stop_signal() == 0 && !out_.writes_beside(); },
+        step, [&] { return stop_signal() == 0 && !beside_.busy(); },
         [&](const std::filesystem::path& out, const ExportRequests::Answer& answer) {
           out_.write_elsewhere(*session_, out, answer);
         });
@@ -288,7 +289,9 @@ class Training {
     const auto begun = std::chrono::steady_clock::now();
     const std::uint64_t before = session_->bytes_written();
     session_->begin_with_gradient(batches);
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+    if (session_->waits_for_gradient())
+      return log_.say(fmt::format("the gradient of step {} is not finite: no projections are made of it", step + 1));
+    const double seconds = seconds_since(begun);
     log_.say(fmt::format("projections for steps {} to {}: of the gradient of step {}, {:.1f} s", step + 1,
                          std::min(step + options_.galore.windows.steps, steps_), step + 1, seconds));
     log_.object({{"window",
@@ -304,7 +307,7 @@ class Training {
     const double lr = learning_rate(options_, step, steps_);
     forecast_.begin_step(*session_);
     const StepResult result = session_->step(batches, lr);
-    if (!out_.writes_beside()) forecast_.end_step(*session_, result);
+    if (!beside_.busy()) forecast_.end_step(*session_, result);
     result_.last_loss = result.loss;
     record_.skipped_in_a_row = result.skipped ? record_.skipped_in_a_row + 1 : 0;
     if (result.computed_again > 0)

@@ -13,6 +13,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
+#include "runtime/base/seconds.h"
 #include "runtime/base/signals.h"
 #include "runtime/base/terminal.h"
 
@@ -21,10 +22,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using nlohmann::json;
-
-double seconds_since(Clock::time_point then) {
-  return std::chrono::duration<double>(Clock::now() - then).count();
-}
 
 [[noreturn]] void fail_to_open(const std::filesystem::path& path, int error_number) {
   throw Exception(io::Error{.kind = io::ErrorKind::environment,

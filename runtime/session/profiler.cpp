@@ -16,6 +16,7 @@
 #include "optim/adamw_device.h"
 #include "runtime/base/exception.h"
 #include "runtime/base/load_meter.h"
+#include "runtime/base/seconds.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/planning/repeat.h"
 #include "runtime/state/streamed_state.h"
@@ -29,10 +30,6 @@ constexpr double kEnoughSeconds = 0.25;
 constexpr std::size_t kFewestPasses = 3, kMostPasses = 10'000;
 constexpr std::uint64_t kFirstPass = std::uint64_t{64} << 20, kSecondPass = std::uint64_t{512} << 20;
 constexpr double kFastFirstPass = 1.0;  // seconds: a slower drive is not asked for the second pass
-
-double seconds_since(std::chrono::steady_clock::time_point started) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
-}
 
 // Rates of repeated passes, and how far those lay apart.
 class RateMeter {

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "runtime/base/mix_bits.h"
+#include "runtime/base/seconds.h"
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
@@ -206,7 +207,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   result.kd_loss /= divisor;
   result.computed_again = computed_again - again;
   settle(result, *work, lr);
-  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  result.seconds = seconds_since(started);
   result.tokens_per_s = static_cast<double>(result.tokens) / result.seconds;
   return result;
 }

@@ -91,10 +91,7 @@ ReadChunk read_with_windows(const ModelSpec& spec, const ModelExtents& extents) 
         extents.packed.units[static_cast<std::size_t>(chunk.unit)], chunk,
         [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
           values.resize(count);
-          if (split)
-            optim::join_master(hi + in_chunk, lo + in_chunk, values.data(), count);
-          else
-            std::transform(hi + in_chunk, hi + in_chunk + count, values.begin(), optim::float_from_bf16);
+          widen_words(hi + in_chunk, split ? lo + in_chunk : nullptr, values);
           held->sum->add_to(tensor.tensor, in_tensor, values);
           std::ranges::transform(values, hi + in_chunk, optim::bf16_from_float);
         });

@@ -13,6 +13,13 @@ constexpr std::uint64_t kMasterElements = 1 << 16;  // handed on at once
 
 }  // namespace
 
+void widen_words(const std::uint16_t* hi, const std::uint16_t* lo, std::span<float> values) {
+  if (lo != nullptr)
+    optim::join_master(hi, lo, values.data(), values.size());
+  else
+    std::transform(hi, hi + values.size(), values.begin(), optim::float_from_bf16);
+}
+
 bool ModelExtents::has_low_words(const swap::Chunk& chunk) const {
   return has_state && chunk.changes() &&
          packed.units[chunk.unit].formats[chunk.group].master == optim::MasterFormat::split;
@@ -59,15 +66,14 @@ void read_master(const ModelExtents& model, int unit, int tensor, const UseMaste
                             return hand_on(count / 2, [&](std::uint64_t first, std::uint64_t n) {
                               std::memcpy(values.data(), hi + 2 * first, n * sizeof(float));
                             });
-                          if (!model.has_low_words(chunk))
-                            return hand_on(count, [&](std::uint64_t first, std::uint64_t n) {
-                              std::transform(hi + first, hi + first + n, values.begin(), optim::float_from_bf16);
-                            });
-                          model.read(swap::ExtentKind::state, id, [&](std::span<std::byte> state) {
-                            const auto* lo = reinterpret_cast<const std::uint16_t*>(state.data()) + in_chunk;
+                          const auto widen = [&](const std::uint16_t* lo) {
                             hand_on(count, [&](std::uint64_t first, std::uint64_t n) {
-                              optim::join_master(hi + first, lo + first, values.data(), n);
+                              widen_words(hi + first, lo != nullptr ? lo + first : nullptr, {values.data(), n});
                             });
+                          };
+                          if (!model.has_low_words(chunk)) return widen(nullptr);
+                          model.read(swap::ExtentKind::state, id, [&](std::span<std::byte> state) {
+                            widen(reinterpret_cast<const std::uint16_t*>(state.data()) + in_chunk);
                           });
                         });
                       });

@@ -36,6 +36,9 @@ struct ModelExtents {
   }
 };
 
+// Words as fp32: masters where there are low words, else (lo null) weights.
+void widen_words(const std::uint16_t* hi, const std::uint16_t* lo, std::span<float> values);
+
 // The 16-bit words of a tensor: its bf16 weights (hi), the low words of its fp32 master (state, where it is split), its
 // gradient. out: as many as the tensor has elements.
 void read_words(const ModelExtents& model, int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out);

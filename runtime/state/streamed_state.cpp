@@ -209,10 +209,7 @@ void StreamedState::rewrite(int unit, const Wanted& wanted, const Change& change
     for (const Piece& piece : pieces) {
       values.resize(piece.elements);
       std::uint16_t* const high = hi + piece.in_chunk;
-      if (split)
-        optim::join_master(high, lo + piece.in_chunk, values.data(), values.size());
-      else
-        std::transform(high, high + piece.elements, values.begin(), optim::float_from_bf16);
+      widen_words(high, split ? lo + piece.in_chunk : nullptr, values);
       change(piece.tensor, piece.in_tensor, values);
       if (split)
         optim::split_master(values.data(), high, lo + piece.in_chunk, values.size());
