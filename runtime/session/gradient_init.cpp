@@ -3,7 +3,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "optim/adamw.h"
 #include "runtime/session/session_impl.h"
@@ -56,8 +55,8 @@ void GradientInit::bind(int stage, int micro_batch, Gradients& gradients) {
 void GradientInit::take(int stage) {
   const std::vector<Weight> weights = weights_of(stage);
   for (std::size_t i = 0; i < weights.size(); ++i) {
-    const torch::Tensor sum = std::exchange(sums_[i], {});
-    const torch::Tensor gradient = weights[i].of.transposed ? sum.t() : sum;  // [out, in]
+    if (!sums_[i].defined()) continue;
+    const torch::Tensor gradient = weights[i].of.transposed ? sums_[i].t() : sums_[i];  // [out, in]
     Factors& factors = factors_[weights[i].module];
     if (init_ == AdapterInit::galore) {
       factors = projector_of_gradient(gradient, weights[i].of);
@@ -65,6 +64,7 @@ void GradientInit::take(int stage) {
     } else {
       factors = factors_of_gradient(gradient.to(torch::kCPU), init_, weights[i].of);
     }
+    sums_[i].reset();
   }
 }
 

@@ -182,8 +182,9 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
                 ? model->backward(stage, bound, gradients, input, shared[micro_batch], d_out)
                 : model->backward_kept(stage, bound, gradients, input, shared[micro_batch], d_out, std::move(made));
         inputs[stage][micro_batch].clear();
-        if (gradient_init != nullptr && micro_batch + 1 == static_cast<int>(shared.size())) gradient_init->take(stage);
       });
+      if (gradient_init != nullptr && micro_batch + 1 == static_cast<int>(shared.size()))
+        compute(true, [&] { gradient_init->take(stage); });
       if (out_of_memory && !plan.arrangement.staged) work.skip_updates();
       leave();
     }

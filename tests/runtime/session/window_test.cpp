@@ -8,7 +8,10 @@
 #include <map>
 #include <set>
 
+#include "runtime/device/device_memory.h"
+#include "runtime/session/gradient_init.h"
 #include "runtime/session/window_sum.h"
+#include "runtime/spec/adapters.h"
 #include "tests/runtime/expect.h"
 #include "tests/runtime/session/fixture.h"
 
@@ -394,6 +397,44 @@ TEST(WindowSum, IsTheSameHoweverAWeightIsCut) {
     }
     EXPECT_EQ(cut, has_transposed_weights(spec) ? 4U : 7U);
   }
+}
+
+// Memory that runs out while the gradients of a stage are decomposed costs another try, and no bit.
+TEST(Windows, ADecompositionIsTriedAgainWithTheSameGradients) {
+  const Model model = projected(case_called("llama"));
+  const ModelSpec& spec = model.spec();
+  DeviceMemory& memory = DeviceMemory::install();
+  const int stage = 1;  // a block
+  const auto taken = [&](bool fails) {
+    GradientInit found(spec, 7, torch::kCPU);
+    std::size_t weights = 0;
+    for (const int unit : spec.stages[stage].units)
+      weights += spec.units[static_cast<std::size_t>(unit)].tensors.size();
+    Gradients gradients(weights);
+    found.bind(stage, 0, gradients);
+    torch::manual_seed(3);
+    for (torch::Tensor& sum : gradients)
+      if (sum.defined()) sum.normal_();
+    if (fails) {
+      memory.release_kept();
+      memory.set_cap(memory.stats().held);
+      EXPECT_THROW(found.take(stage), c10::Error);
+      memory.set_cap(~std::uint64_t{0} / 2);
+    }
+    found.take(stage);
+    std::vector<float> all;
+    for (const int unit : spec.stages[stage].units)
+      for (const TensorSpec& tensor : spec.units[static_cast<std::size_t>(unit)].tensors) {
+        if (!is_adapter(tensor) || tensor.trainable) continue;
+        const std::size_t begin = all.size();
+        all.resize(begin + static_cast<std::size_t>(tensor.elements()));
+        found.read(tensor, 0, std::span(all).subspan(begin));
+      }
+    return all;
+  };
+  const std::vector<float> expected = taken(false);
+  ASSERT_FALSE(expected.empty());
+  EXPECT_TRUE(taken(true) == expected);
 }
 
 // Whose gradients are no numbers while it is broken.
