@@ -163,27 +163,33 @@ class FourBits final : public PackedWeight {
   std::array<float, 256> nested_map_{};
 };
 
-// One byte an element, and a scale for each row or tile.
+// One byte an element, and a scale for each row or tile, or for all.
 class EightBits final : public PackedWeight {
  public:
-  EightBits(const Parts& parts, std::string scales, bool fp8)
-      : folder_(parts.folder()), scales_(std::move(scales)), codes_(*folder_.find(parts.name())), fp8_(fp8) {
+  enum class Scales { rows, tiles, as_shaped };
+  // scales: the part that holds them. aside: another part that there may be, which changes no value.
+  EightBits(const Parts& parts, Scales kind, std::string scales, const std::string& aside)
+      : folder_(parts.folder()),
+        scales_(std::move(scales)),
+        codes_(*folder_.find(parts.name())),
+        fp8_(codes_.dtype == "F8_E4M3"),
+        unit_(kind == Scales::rows ? 127 : 1) {
     shape_ = codes_.shape;
     if (shape_.size() != 2 || shape_[0] < 1 || shape_[1] < 1) parts.fail("is no matrix");
-    columns_ = static_cast<std::uint64_t>(shape_[1]);
-    constexpr std::uint64_t tile = weights::kFp8Tile;
-    rows_a_scale_ = fp8 ? tile : 1;
-    columns_a_scale_ = fp8 ? tile : columns_;
-    across_ = (columns_ + columns_a_scale_ - 1) / columns_a_scale_;
     const auto rows = static_cast<std::uint64_t>(shape_[0]);
+    columns_ = static_cast<std::uint64_t>(shape_[1]);
+    constexpr std::int64_t tile = weights::kFp8Tile;
+    const std::vector<std::int64_t>& there = folder_.find(scales_)->shape;
+    const bool for_all = kind == Scales::as_shaped && elements_of(there) == 1;
+    const bool a_row_each = there == std::vector{shape_[0]} || there == std::vector<std::int64_t>{shape_[0], 1};
+    tiled_ = fp8_ && (kind == Scales::tiles || (!for_all && !a_row_each) ||
+                      there == std::vector{(shape_[0] + tile - 1) / tile, (shape_[1] + tile - 1) / tile});
+    rows_a_scale_ = tiled_ ? tile : for_all ? rows : 1;
+    columns_a_scale_ = tiled_ ? tile : columns_;
+    across_ = (columns_ + columns_a_scale_ - 1) / columns_a_scale_;
     parts.need_floats(scales_, (rows + rows_a_scale_ - 1) / rows_a_scale_ * across_);
     parts_ = {scales_};
-    // bitsandbytes' note of the layout in memory; of the layout here there is one.
-    constexpr std::string_view scb = "SCB";
-    if (scales_.ends_with(scb))
-      if (const std::string note = scales_.substr(0, scales_.size() - scb.size()) + "weight_format";
-          folder_.find(note) != nullptr)
-        parts_.push_back(note);
+    if (folder_.find(aside) != nullptr) parts_.push_back(aside);
   }
 
   void read(std::uint64_t first, std::span<float> out) const override {
@@ -202,14 +208,14 @@ class EightBits final : public PackedWeight {
           for (std::uint64_t at = i; at < i + run; ++at) out[at] = weights::e4m3(codes[at]) * scale;
         else
           for (std::uint64_t at = i; at < i + run; ++at)
-            out[at] = static_cast<float>(static_cast<std::int8_t>(codes[at])) * scale / 127.0F;
+            out[at] = static_cast<float>(static_cast<std::int8_t>(codes[at])) * scale / unit_;
       }
       out = out.subspan(count);
       first += count;
     }
   }
 
-  bool has(WeightFormat format) const override { return fp8_ && format == WeightFormat::fp8; }
+  bool has(WeightFormat format) const override { return tiled_ && format == WeightFormat::fp8; }
   std::vector<std::byte> read_unconverted(std::uint64_t first, std::uint64_t count) const override {
     if (first != 0 || count != elements_of(shape_)) return PackedWeight::read_unconverted(first, count);
     const WeightLayout at = weight_layout(WeightFormat::fp8, shape_);
@@ -226,6 +232,8 @@ class EightBits final : public PackedWeight {
   const std::string scales_;
   const RawTensor codes_;
   const bool fp8_;
+  const float unit_;  // the code of an integer that stands for its scale
+  bool tiled_ = false;
   std::uint64_t columns_ = 1, rows_a_scale_ = 1, columns_a_scale_ = 1, across_ = 1;
 };
 
@@ -358,14 +366,19 @@ std::shared_ptr<const PackedWeight> packed_weight(const std::string& name, const
   for (const char* type : {"nf4", "fp4"})
     if (const std::string state = name + ".quant_state.bitsandbytes__" + type; folder.find(state) != nullptr)
       return std::make_shared<FourBits>(parts, state);
-  if (codes->dtype == "F8_E4M3" && folder.find(name + "_scale_inv") != nullptr)
-    return std::make_shared<EightBits>(parts, name + "_scale_inv", true);
   constexpr std::string_view weight = "weight";
-  if (codes->dtype == "I8" && name.ends_with(weight)) {
-    const std::string scales = name.substr(0, name.size() - weight.size()) + "SCB";
-    if (folder.find(scales) != nullptr) return std::make_shared<EightBits>(parts, scales, false);
-  }
-  return nullptr;
+  const std::string module = name.ends_with(weight) ? name.substr(0, name.size() - weight.size()) : "";
+  const auto eight_bits = [&](EightBits::Scales kind, const std::string& scales, const std::string& aside) {
+    return folder.find(scales) == nullptr ? nullptr : std::make_shared<EightBits>(parts, kind, scales, aside);
+  };
+  std::shared_ptr<const PackedWeight> found;
+  if (codes->dtype == "F8_E4M3") found = eight_bits(EightBits::Scales::tiles, name + "_scale_inv", "");
+  // bitsandbytes notes the layout in memory; of the layout here there is one.
+  if (codes->dtype == "I8" && !module.empty())
+    found = eight_bits(EightBits::Scales::rows, module + "SCB", module + "weight_format");
+  if (found == nullptr && (codes->dtype == "F8_E4M3" || codes->dtype == "I8"))
+    found = eight_bits(EightBits::Scales::as_shaped, name + "_scale", module + "input_scale");
+  return found;
 }
 
 }  // namespace tierflow

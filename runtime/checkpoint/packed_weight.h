@@ -10,6 +10,9 @@
 //                            half; W_scales: uint8 [experts, out, in / 32]. w = code * 2^(scale - 127). W is their
 //                            transpose [experts, in, out].
 //   FP8 in tiles             W: e4m3 [out, in]; W_scale_inv: [ceil(out / 128), ceil(in / 128)]. w = code * scale
+//   compressed-tensors       W: e4m3 or int8 [out, in]; W_scale: one, one a row ([out] or [out, 1]), or one a tile as
+//                            above. w = code * scale. W without its last part may have an input_scale, which is of no
+//                            use here.
 #include <cstdint>
 #include <functional>
 #include <memory>

@@ -47,6 +47,34 @@ void check_size(const JsonFields& fields, const ModelConfig& c) {
     fail_input(fields.where(), fmt::format("describes a model of {:.3g} parameters, which is absurd", total));
 }
 
+// Of compressed-tensors: its fields, as its configuration has them.
+void check_compressed(const JsonFields& quantised) {
+  const std::string format = quantised.text_or("format", "");
+  if (format != "float-quantized" && format != "int-quantized" && format != "naive-quantized")
+    quantised.fail("format", fmt::format("is \"{}\"; of compressed-tensors, weights in 8 bits can be read "
+                                         "(float-quantized, int-quantized): give such a folder, or the model that this "
+                                         "one was made from",
+                                         printable(format)));
+  const Json* groups = quantised.find("config_groups");
+  if (groups == nullptr || !groups->is_object()) quantised.fail("config_groups", "must be an object");
+  for (const auto& [name, group] : groups->items()) {
+    const std::string where = quantised.where() + ": config_groups: " + printable(name);
+    if (!group.is_object()) quantised.fail("config_groups", "must hold objects");
+    const Json* weights = JsonFields(group, where).find("weights");
+    if (weights == nullptr) continue;  // of activations alone
+    if (!weights->is_object()) JsonFields(group, where).fail("weights", "must be an object");
+    const JsonFields fields(*weights, where + ": weights");
+    if (fields.integer("num_bits", 1, 64) != 8) fields.fail("num_bits", "must be 8");
+    if (!fields.boolean_or("symmetric", true)) fields.fail("symmetric", "must be true");
+    const std::string strategy = fields.text_or("strategy", "tensor");
+    if (strategy != "tensor" && strategy != "channel" && strategy != "block")
+      fields.fail("strategy", fmt::format("is \"{}\"; tensor, channel and block can be read", printable(strategy)));
+    const Json* block = fields.find("block_structure");
+    if (strategy == "block" && (block == nullptr || *block != Json::array({128, 128})))
+      fields.fail("block_structure", "must be [128, 128]");
+  }
+}
+
 }  // namespace
 
 void check_quantised(const std::string& quantization_config, const std::string& where) {
@@ -54,11 +82,13 @@ void check_quantised(const std::string& quantization_config, const std::string& 
   if (!config.is_object()) JsonFields(config, where).fail("quantization_config", "must be an object");
   const JsonFields quantised(config, where + ": quantization_config");
   const std::string method = quantised.text_or("quant_method", "");
+  if (method == "compressed-tensors") return check_compressed(quantised);
   if (method != "bitsandbytes" && method != "fp8" && method != "mxfp4")
-    quantised.fail("quant_method",
-                   fmt::format("is \"{}\"; weights quantised with bitsandbytes, fp8 or mxfp4 can be read: give "
-                               "such a folder, or the model that this one was made from",
-                               printable(method)));
+    quantised.fail(
+        "quant_method",
+        fmt::format("is \"{}\"; weights quantised with bitsandbytes, fp8, mxfp4 or compressed-tensors can be "
+                    "read: give such a folder, or the model that this one was made from",
+                    printable(method)));
   const Json* block = quantised.find("weight_block_size");
   if (method == "fp8" && (block == nullptr || *block != Json::array({128, 128})))
     quantised.fail("weight_block_size", "must be [128, 128]");

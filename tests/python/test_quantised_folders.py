@@ -4,6 +4,7 @@ import json
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+import transformers
 from program import needs_torch, run, small, steps_of, the_error
 from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
@@ -40,7 +41,7 @@ def eight_bits(name, weight):
     return {name: codes, name.removesuffix("weight") + "SCB": scale, name.removesuffix("weight") + "weight_format": torch.tensor(0, dtype=torch.uint8)}, rounded(codes.float() * scale[:, None] / 127)
 
 
-def fp8(name, weight):
+def fp8(name, weight, scales="_scale_inv"):
     rows, columns = weight.shape
     padded = torch.zeros((rows + 127) // 128 * 128, (columns + 127) // 128 * 128)
     padded[:rows, :columns] = weight.float()
@@ -48,15 +49,37 @@ def fp8(name, weight):
     scale = tiles.abs().amax((1, 3)).clamp(min=1e-8) / 448
     codes = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
     values = (codes.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
-    return {name: codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), f"{name}_scale_inv": scale}, rounded(values)
+    return {name: codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), f"{name}{scales}": scale}, rounded(values)
 
 
+def compressed(strategy, kind="float"):
+    """What quantises a weight as compressed-tensors has it, and its configuration."""
+    most, dtype = (448, torch.float8_e4m3fn) if kind == "float" else (127, torch.int8)
+
+    def quantise(name, weight):
+        if strategy == "block":
+            return fp8(name, weight, "_scale")
+        scale = (weight.float().abs().amax(*([1] if strategy == "channel" else []), keepdim=strategy == "channel") / most).bfloat16()
+        codes = (weight.float() / scale.float()).clamp(-most, most)
+        codes = (codes.round() if kind == "int" else codes).to(dtype)
+        parts = {name: codes, f"{name}_scale": scale.reshape(-1, 1) if strategy == "channel" else scale.reshape(1)}
+        if strategy == "tensor":
+            parts[name.removesuffix("weight") + "input_scale"] = torch.ones(1)
+        return parts, rounded(codes.float() * scale.float())
+
+    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False, **({"block_structure": [128, 128]} if strategy == "block" else {})}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return quantise, {"quant_method": "compressed-tensors", "format": f"{kind}-quantized", "quantization_status": "compressed", "ignore": ["lm_head"], "kv_cache_scheme": None, "config_groups": {"group_0": group}}
+
+
+COMPRESSED = {"compressed-channel": compressed("channel"), "compressed-tensor": compressed("tensor"), "compressed-block": compressed("block"), "compressed-int8": compressed("channel", "int")}
 METHODS = {
     "nf4": (lambda name, weight: four_bits(name, weight, "nf4", False), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
     "nf4-double": (lambda name, weight: four_bits(name, weight, "nf4", True), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}),
     "fp4": (lambda name, weight: four_bits(name, weight, "fp4", False), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}),
     "int8": (eight_bits, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}),
+    **COMPRESSED,
 }
 
 
@@ -182,6 +205,47 @@ def test_a_quantised_folder_has_the_values_of_its_library(work, folders, method)
         assert all((merged[name] - value).abs().max() < 1e-2 for name, value in load_file(work / "values-merged" / "model.safetensors").items())
 
 
+@pytest.mark.parametrize("method", COMPRESSED)
+def test_compressed_tensors_reads_the_same_values(work, folders, method):
+    folders(method)
+    values = load_file(work / "values" / "model.safetensors")
+    described = transformers.CompressedTensorsConfig(run_compressed=False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(work / "stored", dtype=torch.bfloat16, quantization_config=described).state_dict()
+    for name in (name for name in values if name.endswith("_proj.weight")):
+        apart = (values[name].view(torch.int16).int() - theirs[name].view(torch.int16).int()).abs()
+        assert apart.max() <= 1, name  # where a product lies in the middle of two bf16 numbers
+
+
+def test_what_is_known_of_compressed_tensors(work, folders):
+    stored = folders("compressed-block")
+    assert loss(work, "stored") == loss(work, "stored", "--base-precision", "fp8")
+    config = json.loads((work / "stored" / "config.json").read_text())
+    module = "model.layers.1.mlp.up_proj.weight"
+
+    def refused(tensors=stored, words=(), **changes):
+        described = {**METHODS["compressed-channel"][1], **{key: value for key, value in changes.items() if key != "weights"}}
+        if "weights" in changes:
+            weights = {**described["config_groups"]["group_0"]["weights"], **changes["weights"]}
+            described = {**described, "config_groups": {"group_0": {"weights": weights}}}
+        (work / "stored" / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
+        save_file(tensors, work / "stored" / "model.safetensors")
+        return the_error(run(work, "eval", "--model", "stored", "--data", "text.txt", *words, *small(), ok=False).stderr)
+
+    assert 'format is "pack-quantized"; of compressed-tensors, weights in 8 bits can be read' in refused(format="pack-quantized")
+    assert "config_groups must be an object" in refused(config_groups=[])
+    assert "config_groups must hold objects" in refused(config_groups={"group_0": 1})
+    assert "weights must be an object" in refused(config_groups={"group_0": {"weights": 8}})
+    assert "num_bits must be 8" in refused(weights={"num_bits": 4})
+    assert "symmetric must be true" in refused(weights={"symmetric": False})
+    assert 'strategy is "group"; tensor, channel and block can be read' in refused(weights={"strategy": "group"})
+    assert "block_structure must be [128, 128]" in refused(weights={"strategy": "block", "block_structure": [64, 64]})
+    assert f"{module} has a part {module}_scale of 3 elements" in refused({**stored, f"{module}_scale": torch.ones(3)})
+    # A scale for each row is read as values, which other formats are made of.
+    folders("compressed-channel")
+    assert "no weights in FP8 (tiles of 128 x 128)" in the_error(run(work, "eval", "--model", "stored", "--data", "text.txt", "--base-precision", "fp8", *small(), ok=False).stderr)
+    assert abs(loss(work, "stored", "--base-precision", "nf4") - loss(work, "values", "--base-precision", "nf4")) < 0.01  # made of values that are not rounded to bf16 before
+
+
 def test_nf4_streams_as_the_same_nf4(work, folders):
     folders("nf4")
     losses = {}
@@ -280,7 +344,7 @@ def test_parts_that_do_not_fit_are_refused(work, folders):
     assert f"{module} has a part" in refused({**stored, f"{module}_scale_inv": torch.ones(1, 1)})
     assert "is stored as F8_E4M3" in refused({name: value for name, value in stored.items() if name != f"{module}_scale_inv"})
     config = json.loads((work / "stored" / "config.json").read_text())
-    for described, why in (({"quant_method": "gptq"}, 'is "gptq"; weights quantised with bitsandbytes, fp8 or mxfp4 can be read'), ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "must be [128, 128]"), ("x", "must be an object")):
+    for described, why in (({"quant_method": "gptq"}, 'is "gptq"; weights quantised with bitsandbytes, fp8, mxfp4 or compressed-tensors can be read'), ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "must be [128, 128]"), ("x", "must be an object")):
         (work / "stored" / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
         assert why in refused(stored)
 

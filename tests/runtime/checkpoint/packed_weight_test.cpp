@@ -240,6 +240,53 @@ TEST_F(PackedWeights, TilesOfFp8HaveTheirScale) {
   refused({"m.weight_scale_inv of type U8"});
 }
 
+// One a row, whatever its shape, one for all, or one a tile.
+TEST_F(PackedWeights, ScalesOfCompressedTensorsAreAsTheyAreShaped) {
+  const Shape shape = {259, 1300};
+  const std::uint64_t columns = 1300;
+  std::vector<float> scales(259);
+  for (std::size_t i = 0; i < scales.size(); ++i) scales[i] = static_cast<float>(i + 1) / 16;
+  for (const bool fp8 : {true, false}) {
+    put("m.weight", fp8 ? "F8_E4M3" : "I8", shape, codes(elements_of(shape), 0, 126));
+    const auto code = [&](std::uint64_t at) {
+      const std::uint8_t of = byte("m.weight", at);
+      return fp8 ? weights::e4m3(of) : static_cast<float>(static_cast<std::int8_t>(of));
+    };
+    for (const Shape& each : {Shape{259}, Shape{259, 1}}) {
+      put("m.weight_scale", each, scales);
+      expect_values(shape, [&](std::uint64_t at) { return code(at) * number("m.weight_scale", at / columns); });
+      EXPECT_FALSE(weight()->has(WeightFormat::fp8));
+    }
+    for (const Shape& one : {Shape{}, Shape{1}, Shape{1, 1}}) {
+      put("m.weight_scale", one, {0.375F});
+      expect_values(shape, [&](std::uint64_t at) { return code(at) * 0.375F; });
+      EXPECT_FALSE(weight()->has(WeightFormat::fp8));
+    }
+    EXPECT_EQ(weight()->parts(), (std::vector<std::string>{"m.weight_scale"}));
+    put("m.input_scale", {1}, {1.0F});
+    EXPECT_EQ(weight()->parts(), (std::vector<std::string>{"m.weight_scale", "m.input_scale"}));
+    tensors_.erase("m.input_scale");
+    put("m.weight_scale", {258}, std::vector<float>(258));
+    refused({fp8 ? "m.weight_scale of 258 elements, not 33" : "m.weight_scale of 258 elements, not 259"});
+  }
+  put("m.weight", "F8_E4M3", shape, codes(elements_of(shape), 0, 126));
+  put("m.weight_scale", {3, 11}, std::vector(scales.begin(), scales.begin() + 33));
+  expect_values(shape, [&](std::uint64_t at) {
+    return weights::e4m3(byte("m.weight", at)) * number("m.weight_scale", at / columns / 128 * 11 + at % columns / 128);
+  });
+  EXPECT_TRUE(weight()->has(WeightFormat::fp8));
+}
+
+// A row that is one tile wide has one scale whichever they are, and can stay as it lies.
+TEST_F(PackedWeights, OneTileIsATile) {
+  put("m.weight", "F8_E4M3", {1, 100}, codes(100, 0, 126));
+  for (const char* scales : {"m.weight_scale_inv", "m.weight_scale"}) {
+    put(scales, {1, 1}, {0.5F});
+    EXPECT_TRUE(weight()->has(WeightFormat::fp8)) << scales;
+    tensors_.erase(scales);
+  }
+}
+
 TEST_F(PackedWeights, ExpertsInMxfp4AreTurned) {
   constexpr std::int64_t kExperts = 3, kOut = 10, kBlocks = 2, kIn = 32 * kBlocks;
   put("m.weight_blocks", "U8", {kExperts, kOut, kBlocks, 16}, codes(kExperts * kOut * kIn / 2));
