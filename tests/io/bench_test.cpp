@@ -144,6 +144,9 @@ TEST(BenchTest, RatesAreBytesByTheTimeTheyTook) {
     EXPECT_GT(rate, least);
     EXPECT_LT(rate, most);
   }
+  // No more cores than the machine has, for as long as it took.
+  const double cores = 1e9 * whole.count() * std::thread::hardware_concurrency() / static_cast<double>(options.bytes);
+  for (const double used : {result->write_cores_per_gb_s, result->read_cores_per_gb_s}) EXPECT_LE(used, cores);
   // Half of the mixed pass reads.
   EXPECT_EQ(result->read_latency.count, options.bytes / options.block * 3 / 2);
   EXPECT_EQ(result->write_latency.count, options.bytes / options.block * 3 / 2);
@@ -269,7 +272,27 @@ TEST(BenchTest, KeepsTheFileWhereAsked) {
   testing::TempDir folder;
   BenchOptions options = small(folder);
   options.keep = true;
-  ASSERT_TRUE(bench_storage(options).ok());
+  options.speeds = {1.0, 1.0};
+  Result<BenchResult> result = bench_storage(options);
+  ASSERT_TRUE(result.ok());
+  // What it says of the volume is so.
+  VolumeOptions same;
+  same.folders = options.folders;
+  same.name = "tierflow-bench";
+  same.depth = options.depth;
+  same.engine = result->engine;
+  same.allow_buffered = same.allow_any_filesystem = true;
+  {
+    Result<std::unique_ptr<Volume>> volume = Volume::open(same);
+    ASSERT_TRUE(volume.ok()) << volume.error().message();
+    EXPECT_EQ(result->bytes, (*volume)->size());
+    EXPECT_EQ(result->direct, (*volume)->mode().direct);
+    EXPECT_EQ(result->registered_files, (*volume)->mode().registered_files);
+  }
+  EXPECT_EQ(result->folders, options.folders);
+  EXPECT_EQ(result->block, options.block);
+  EXPECT_EQ(result->depth, options.depth);
+  EXPECT_EQ(result->speeds, options.speeds);
   EXPECT_TRUE(std::filesystem::exists(folder.path() / "a" / "tierflow-bench.tfv"));
   ASSERT_TRUE(bench_storage(options).ok());
 }
@@ -279,6 +302,9 @@ TEST(BenchTest, BadFoldersAreErrors) {
   EXPECT_FALSE(bench_storage(options).ok());
   options.folders = {"/proc/nowhere"};
   EXPECT_FALSE(bench_storage(options).ok());
+  int reports = 0;
+  EXPECT_TRUE(bench_engines(options, [&](const BenchResult&) { ++reports; }));
+  EXPECT_EQ(reports, 0);
 }
 
 TEST(BenchTest, MeasuredSpeedsShapeTheStripes) {

@@ -176,6 +176,7 @@ TEST_F(SystemCallsTest, FoldersThatCannotBeFlushedAreTolerated) {
   }
   EXPECT_FALSE(sync_directory("/proc"));  // one that really cannot
   EXPECT_EQ(sync_directory(folder_.path() / "nowhere").error_number, ENOENT);
+  EXPECT_EQ(sync_directory("/proc/self/comm").error_number, ENOTDIR);
   SystemCalls calls(failing("fsync", EIO));
   EXPECT_EQ(sync_directory(folder_.path()).kind, ErrorKind::io);
 }

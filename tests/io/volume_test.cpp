@@ -492,8 +492,10 @@ TEST_F(VolumeFiles, MemoryIsRegisteredInPiecesAndSaidToBe) {
 
 TEST(VolumeOptionsTest, NonsenseIsAUsageError) {
   testing::TempDir folder;
-  const auto kind = [](VolumeOptions options) {
+  std::string said;
+  const auto kind = [&](VolumeOptions options) {
     Result<std::unique_ptr<Volume>> volume = Volume::create(options);
+    said = volume ? "" : volume.error().message();
     return volume ? ErrorKind::none : volume.error().kind;
   };
   VolumeOptions good = options_in(folder, kMiB);
@@ -516,16 +518,19 @@ TEST(VolumeOptionsTest, NonsenseIsAUsageError) {
     bad = good;
     bad.block = block;
     EXPECT_EQ(kind(bad), ErrorKind::usage) << block;
+    EXPECT_THAT(said, HasSubstr("a multiple of 4096"));
   }
   for (const unsigned depth : {0U, 4097U}) {
     bad = good;
     bad.depth = depth;
     EXPECT_EQ(kind(bad), ErrorKind::usage) << depth;
+    EXPECT_THAT(said, HasSubstr("from 1 to 4096"));
   }
   for (const char* name : {"../state", "", "a/b"}) {
     bad = good;
     bad.name = name;
     EXPECT_EQ(kind(bad), ErrorKind::usage) << name;
+    EXPECT_THAT(said, HasSubstr("plain file name"));
   }
   for (const std::vector<double>& speeds : std::vector<std::vector<double>>{{1.0, 2.0}, {0.0}, {-1.0}, {1e31}}) {
     bad = good;
