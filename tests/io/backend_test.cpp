@@ -307,6 +307,20 @@ TEST_F(BackendTest, LibaioReportsTheRequestThatTheKernelRefuses) {
     EXPECT_EQ(one(*backend, Action::read, memory.bytes()), -EINVAL);
   }
   {
+    // Whoever waits hears of it at once.
+    SystemCalls calls([](const SystemCall& call) -> std::optional<long> {
+      if (call.name != "io_submit") return {};
+      std::this_thread::sleep_for(std::chrono::milliseconds{50});
+      return -EINVAL;
+    });
+    const auto begin = std::chrono::steady_clock::now();
+    ASSERT_TRUE(backend->push({.action = Action::read, .ticket = 1, .data = memory.data(), .length = kBlock}));
+    std::vector<KernelResult> results;
+    backend->reap(results, std::chrono::seconds{30});
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds{20});
+    EXPECT_EQ(results.size(), 1U);
+  }
+  {
     // A flush that the kernel cannot do asynchronously is done all the same, and its failure told.
     SystemCalls calls(failing("io_submit", EINVAL, "", 1));
     EXPECT_EQ(one(*backend, Action::flush), 0);
@@ -367,19 +381,20 @@ TEST_F(BackendTest, NoRequestWaitsForAThreadBelowTheDepth) {
   while (results.size() < 3) backend->reap(results, std::chrono::nanoseconds{-1});
 }
 
-TEST_F(BackendTest, ThereAreNoMoreThreadsThanTheDepth) {
-  for (const unsigned depth : {0U, 3U}) {
+TEST_F(BackendTest, ThereAreNoMoreThreadsThanTheDepthAnd64) {
+  for (const unsigned depth : {0U, 3U, 80U}) {
+    const std::uint32_t requests = std::max(12U, depth);
     const auto before = threads_at_rest();
     auto backend = open(make_threads_backend(depth), file_.descriptor());
-    SystemCalls calls([](const SystemCall& call) -> std::optional<long> {
-      if (call.name == "fdatasync") std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    SystemCalls calls([depth](const SystemCall& call) -> std::optional<long> {
+      if (call.name == "fdatasync") std::this_thread::sleep_for(std::chrono::milliseconds(depth > 64 ? 200 : 2));
       return {};
     });
-    for (std::uint32_t ticket = 0; ticket < 12; ++ticket)
+    for (std::uint32_t ticket = 0; ticket < requests; ++ticket)
       ASSERT_TRUE(backend->push({.action = Action::flush, .ticket = ticket}));
-    EXPECT_LE(threads(), before + std::max(depth, 1U));
+    EXPECT_LE(threads(), before + std::clamp(depth, 1U, 64U));
     std::vector<KernelResult> results;
-    while (results.size() < 12) backend->reap(results, std::chrono::nanoseconds{-1});
+    while (results.size() < requests) backend->reap(results, std::chrono::nanoseconds{-1});
   }
 }
 

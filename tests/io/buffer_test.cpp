@@ -1,8 +1,10 @@
 #include "io/buffer.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 
 namespace tierflow::io {
@@ -24,6 +26,16 @@ TEST(BufferTest, IsAlignedZeroedAndItsOwn) {
   }
   EXPECT_FALSE(allocate_buffer(0));
   EXPECT_FALSE(allocate_buffer(std::size_t{1} << 62));  // refused, not thrown
+}
+
+TEST(BufferTest, GivesItsPagesBack) {
+  Buffer buffer = allocate_buffer(std::size_t{1} << 20);
+  void* const data = buffer.data();
+  unsigned char resident = 0;
+  ASSERT_EQ(mincore(data, 4096, &resident), 0);
+  buffer.reset();
+  EXPECT_EQ(mincore(data, 4096, &resident), -1);
+  EXPECT_EQ(errno, ENOMEM);
 }
 
 TEST(BufferTest, IsReleasedOnceByItsLastHolder) {

@@ -295,8 +295,11 @@ TEST_P(FaultTest, AStuckRequestWarnsThenFailsAndItsMemoryIsKept) {
   EXPECT_EQ(completion.error.kind, ErrorKind::io);
   EXPECT_EQ(completion.error.error_number, ETIMEDOUT);
   EXPECT_EQ(completion.error.offset, kDataStart + kBlock);
-  EXPECT_THAT(completion.error.message(),
-              ::testing::AllOf(HasSubstr("has not answered"), HasSubstr("--storage"), HasSubstr("--engine threads")));
+  EXPECT_EQ(completion.error.operation, "read");
+  EXPECT_THAT(completion.error.path, ::testing::EndsWith(".tfv"));
+  EXPECT_THAT(completion.error.message(), ::testing::AllOf(HasSubstr("has not answered"),
+                                                           HasSubstr("name a folder on another drive with --storage"),
+                                                           HasSubstr("--engine threads")));
   EXPECT_FALSE(completion.buffer);
   EXPECT_EQ(freed, 0);
   EXPECT_EQ(notices(Notice::Kind::stalled) - before, 1U);

@@ -511,6 +511,10 @@ TEST(VolumeOptionsTest, NonsenseIsAUsageError) {
   bad.bytes = std::uint64_t{1} << 60;  // absurd enough for the drive
   EXPECT_EQ(kind(bad), ErrorKind::environment);
   bad = good;
+  bad.folders = {"/proc/nowhere/drive"};
+  EXPECT_EQ(kind(bad), ErrorKind::environment);
+  EXPECT_THAT(said, HasSubstr("/proc/nowhere"));
+  bad = good;
   bad.folders.assign(65, folder.path() / "many");
   EXPECT_EQ(kind(bad), ErrorKind::usage);
   for (const std::size_t block :
