@@ -182,7 +182,6 @@ Error File::inspect() {
   }
 #endif
   // Never below a page: a volume keeps its layout when it moves to a drive with larger sectors.
-  alignment_ = kPage;
   while (alignment_ < reported) alignment_ *= 2;
   return {};
 }
