@@ -115,9 +115,10 @@ struct DriveStats {
 
 class Volume {
  public:
-  // Creates (exclusively, mode 0600, preallocated, locked) or opens the data files. A folder that another process holds
-  // is an error of kind locked that names its pid; too little space names bytes needed and free. create() leaves
-  // nothing behind when it fails.
+  // Creates (exclusively, mode 0600, preallocated, locked) or opens the data files. Errors: locked, where
+  // another process holds a folder (names its pid); environment, where space is too little (names bytes needed and
+  // free), O_DIRECT is refused or the file system is not accepted; input, where the folders are not those of one
+  // volume; usage, for wrong options. create() leaves nothing behind when it fails.
   static Result<std::unique_ptr<Volume>> create(const VolumeOptions& options);
   static Result<std::unique_ptr<Volume>> open(const VolumeOptions& options);
 
@@ -133,7 +134,8 @@ class Volume {
   virtual void submit(Request request, Callback done) = 0;
 
   // Any thread except the volume's own. Returns when every write completed before the call is durable. After a failed
-  // flush every later flush fails too: the data written since the last good one must be considered lost.
+  // flush every later flush fails too: the data written since the last good one must be considered lost. Also an error
+  // where a data file was cut, replaced or removed.
   virtual Error flush() = 0;
 
   // Removes the data files, and those folders that create() made and in which nothing else lies. Nothing of the Volume

@@ -45,16 +45,16 @@ struct AdamWParams {
   float lr = 1e-5F;
   float beta1 = 0.9F, beta2 = 0.999F;
   float eps = 1e-8F;               // at least 2^-100 is used
-  float weight_decay = 0.0F;       // decoupled; 0 for tensors that are not decayed
+  float weight_decay = 0.0F;       // decoupled for AdamW and Lion, added to the gradient for Adam and SGD; 0: none
   std::int64_t step = 1;           // 1 for the first update: bias correction
   float gradient_scale = 1.0F;     // applied to each gradient before use: the clip factor
   std::uint64_t rounding_key = 0;  // bf16_sr: keys the generator together with step and element index
   std::uint64_t first_element =
       0;  // bf16_sr: index of element 0 of this call within the keyed tensor, a multiple of kBlock
   Rule rule = Rule::adamw;
-  // Adam and AdamW hold |m / (sqrt(v) + eps)|, before the correction of m, within this. 0: for 8-bit moments the bound
-  // that exact Adam never exceeds (v rounded to zero beside an m that is not would otherwise take outsized steps), none
-  // for others; infinity: none.
+  // Adam and AdamW limit |m / (sqrt(v / (1 - beta2^step)) + eps)| to this; m is not bias-corrected here. Infinity: no
+  // limit. 0: for 8-bit moments the value that exact Adam never exceeds, for other moments no limit. Without a limit, a
+  // v that 8 bits round to zero beside a larger m gives a huge step.
   float update_bound = 0.0F;
   // A block with a gradient that is not finite, or whose scaled magnitude reaches 2^60, is always left as it was. With
   // this flag the whole call is: the gradients are looked through first.
@@ -86,7 +86,8 @@ UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradie
 // All-zero moments in `moment`'s format.
 void zero_moment(const Moment& moment, std::size_t n, bool is_signed);
 
-// sums[i] = sum of squares, in double and in a fixed order, of elements [i * kNormSegment, (i+1) * kNormSegment);
+// sums has ceil(n / kNormSegment) entries. sums[i] = sum of squares, in double and in a fixed order, of elements
+// [i * kNormSegment, (i+1) * kNormSegment);
 // returns false where any element is not finite.
 bool gradient_norm_squared(const std::uint16_t* gradient, std::size_t n, double* sums);
 

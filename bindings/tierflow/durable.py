@@ -27,8 +27,9 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "ma
 def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str | Rows = "") -> int:
     """How many optimizer steps, calls of opt.step(), the state of a durable model has: 0 for a new one.
 
-    Call it once, when model, optimizer and schedulers are made. It puts everything back as the last committed step left it: weights, moments, ordinary
-    parameters and buffers, the optimizer's groups, the schedulers, and the state of torch's random numbers. From then on opt.step() commits.
+    Call it once, when model, optimizer and schedulers are made. load() or wrap() has already restored streamed weights and moments; a state of another model, one in use or a damaged one is refused there (UsageError,
+    LockedError, CorruptionError). This restores the rest of the last committed step: ordinary parameters and buffers, the optimizer's groups, the schedulers,
+    and torch's random state. From then on opt.step() commits.
 
         done = tierflow.resume(model, opt, schedule)
         for step in range(done, steps):

@@ -38,7 +38,7 @@ def plan(
 ) -> Plan:
     """Plans how a model streams under a budget, and what a step costs: `print(plan)`.
 
-    source: a model folder (config.json), or a module. budget: a Budget, or "auto" for shares of what memory is free; `storage` goes with "auto".
+    source: a model folder (config.json), or a module. budget: a Budget, or "auto": a third of the free RAM for the device and half for the host (it does not look at a GPU's memory); `storage` goes with "auto".
     options: the other fields of Plan. Raises UsageError naming the smallest budget that works.
     """
     if isinstance(budget, str):
@@ -135,7 +135,7 @@ def engine_of(module: nn.Module) -> Engine:
 
 
 def close(module: nn.Module, *, discard: bool = False) -> None:
-    """Ends a streamed module now: memory and files are given back, its weights are gone. A module that nobody refers to any more does so by itself.
+    """Ends a streamed module now: memory and files are given back, its weights are gone. A module that is garbage-collected gives them back too, but commits nothing.
 
     A durable one commits what its last step left, and its state stays. discard: the state is removed, too; for a run whose result is saved.
     """
@@ -149,7 +149,8 @@ def close(module: nn.Module, *, discard: bool = False) -> None:
 
 
 def stats(module: nn.Module) -> dict[str, Any]:
-    """What a streamed module did so far: memory by tier, bytes and busy seconds by lane, skipped steps, changed orders.
+    """What a streamed module did so far, as a dictionary. memory: bytes by tier, with activations_share and activations_peak. lanes: for each lane tasks, bytes
+    and busy_seconds. skipped_steps. departures: turns that came in another order than the last time. where: a text that says what lives where.
 
     activations_peak is measured, on the CPU where a module's recomputation ends: what the model's own tensors took, beside their share of the device budget.
     """

@@ -39,8 +39,8 @@ class AdamW(torch.optim.Optimizer):
     """AdamW (decoupled weight decay) over streamed parameters, and over ordinary ones among them (LoRA adapters, say).
 
     Moments of streamed parameters live where the plan puts them. step() does not wait for the updates: each is done before its module's next forward().
-    A step with a gradient that is not finite is skipped whole. params, lr, betas, eps and weight_decay are those of torch.optim.AdamW, and may differ
-    by parameter group; schedulers work as usual. As in torch, weight_decay applies to every parameter of its group.
+    A step with a gradient that is not finite is skipped whole. params, lr, betas, eps and weight_decay mean what they mean in torch.optim.AdamW, and may differ
+    by parameter group. Two defaults differ: lr is 1e-5 (torch: 1e-3), weight_decay is 0 (torch: 0.01). Schedulers work as usual. As in torch, weight_decay applies to every parameter of its group.
 
     state_dict() holds groups, step counts and the state of ordinary parameters, not the moments of streamed ones, which tierflow.save_checkpoint() streams.
     """

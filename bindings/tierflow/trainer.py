@@ -148,8 +148,8 @@ class Trainer:
 
     The model's code is unchanged: each micro-batch runs in a thread of its own, stopped at every streamed module; one runs at a time, so nothing in the
     model needs to be thread-safe, but what one forward() leaves in the model for a later call may not be its own. Losses and gradients are bit for bit
-    those of a loop that calls `(loss / len(micro_batches)).backward()` for each micro-batch in turn; where one parameter is used by several modules (tied
-    weights) its contributions add up in another order.
+    those of a loop that calls `(loss / len(micro_batches)).backward()` for each micro-batch in turn; there are two exceptions with more than one micro-batch: gradients of tied
+    weights add up in another order, and dropout draws its random numbers layer by layer.
 
     model: streamed, or a PEFT model over one. opt: a tierflow.optim.AdamW. loss: called with (model, micro_batch) and returns the micro-batch's loss;
     default `model(**micro_batch).loss`. clip: largest global gradient norm; None: no clipping.

@@ -1,6 +1,7 @@
 #pragma once
-// FRONT DOOR of base, on which every room stands: files, JSON, signals and the machine, without torch. The one
-// exception of runtime's front doors. Carries the io::Error that names what failed, where, and what to do.
+// FRONT DOOR of base, which every other folder of runtime uses: files, JSON, signals and the machine. No torch.
+// Exception is what runtime throws for errors of the caller, a file or the machine; a defect of Tierflow is a
+// std::logic_error. It carries the io::Error that says what failed, where, and what to do.
 #include <stdexcept>
 #include <string>
 #include <utility>

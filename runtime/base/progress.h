@@ -5,7 +5,8 @@
 
 namespace tierflow {
 
-// `done` of `total` bytes of the phase: "loading weights", "exporting", "saving" Called from the thread that works.
+// `done` of `total` units of the phase ("loading weights", "evaluating", "exporting", "saving", ...): bytes, elements
+// or visits of a stage, as the phase counts. Called on the thread that works.
 using Progress = std::function<void(const char* phase, std::uint64_t done, std::uint64_t total)>;
 
 }  // namespace tierflow

@@ -107,7 +107,9 @@ class Dataset {
 
   // The `index`-th training sequence in the order of its epoch (index / training_sequences()): sequence_length token
   // ids, the token that each position predicts (-100 where none counts), and each token's place in its document. The
-  // same (seed, index) gives the same tokens in every run. A span may be empty: that part is not wanted.
+  // same (seed, index) gives the same tokens in every run. `ids` has sequence_length() elements; labels and positions
+  // have as many, or are empty where they are not wanted. Throws Exception (kind usage) for an ids of another size or a
+  // negative index.
   void training_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels = {},
                          std::span<std::int64_t> positions = {}) const;
   // The rows that it consists of, in the sequence's order. Throws Exception (kind usage) for text and for data that is

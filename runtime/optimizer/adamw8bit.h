@@ -42,7 +42,7 @@ struct AdamW8bitParamState : torch::optim::OptimizerCloneableParamState<AdamW8bi
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-// Parameters are dense tensors on the CPU or a CUDA device, fp32 or bf16; gradients of either type, rounded to bf16
+// Parameters are contiguous tensors on the CPU or a CUDA device, fp32 or bf16; gradients dense, rounded to bf16
 // before use. Others are an Exception of kind usage from step(). The result depends neither on the number of threads
 // nor on the device. On a CUDA device the work is enqueued on torch's current stream, and step() waits once, for
 // whether all gradients are finite.

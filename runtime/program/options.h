@@ -159,9 +159,10 @@ struct PlanOptions : TrainOptions {
   std::int64_t tokens_per_step = 0;  // of which the plan chooses micro-batches; 0: those given
 };
 
-// What --durability names: 0 is export-only; `automatic` is set for auto.
+// Steps from commit to commit that --durability names: 1 for auto and step, N for every=N, 0 for export-only. Sets
+// `automatic` to whether it is auto. Throws Exception (kind usage).
 int commit_every(const std::string& durability, bool& automatic);
-// What --engine names.
+// The engine that --engine names; automatic for "auto" and for any name that is not known.
 io::EngineKind engine_kind(const std::string& name);
 
 // The command's words after its name, and those of its configuration file where --config-file names one (the command

@@ -7,7 +7,8 @@
 
 namespace tierflow {
 
-// The exit code of a run that ended at --max-tb-written, its result written.
+// The exit code of a run that ended at --max-tb-written: its state is committed or, without commits, its result
+// written.
 inline constexpr int kStoppedAtLimit = 10;
 
 // What a plan takes at most, about, to measure a model's stages.

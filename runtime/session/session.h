@@ -33,11 +33,11 @@ struct AdamW {
 };
 
 struct StepResult {
-  std::int64_t step = 0;  // counts from 1
-  double loss = 0;        // mean over the tokens that count, natural log; of pairs, PairTotals::mean_loss()
-  double grad_norm = 0;   // of the step's gradients as applied, before clipping
-  bool skipped = false;   // a loss or gradient was not finite: nothing was changed
-  std::int64_t tokens = 0;
+  std::int64_t step = 0;            // counts from 1
+  double loss = 0;                  // mean over the tokens that count, natural log; of pairs, PairTotals::mean_loss()
+  double grad_norm = 0;             // of the step's gradients as applied, before clipping
+  bool skipped = false;             // a loss or gradient was not finite: nothing was changed
+  std::int64_t tokens = 0;          // all of the micro-batches, padding and tokens without a label included
   std::optional<PairTotals> pairs;  // where the session's loss is one of pairs
   // Where it distills: the means whose weighted sum is the loss (soft_targets.h).
   double ce_loss = NAN, kd_loss = NAN;
@@ -64,9 +64,10 @@ struct Model {
 Model load(const std::filesystem::path& folder, const std::string& as = "");
 // A model with random weights, those of `tierflow init` with this seed.
 Model from_config(const ModelSpec& spec, std::uint64_t seed);
-// One of these with low-rank adapters (spec/adapters.h). Only the adapters are trained: the base is read and never
-// written. `seed` decides their first values, unless these are computed from the base as it is stored. Throws Exception
-// (kind usage). With AdapterInit::galore the base is what is trained, and its result is the whole model.
+// `base` with low-rank adapters (spec/adapters.h). Only the adapters are trained; the base is never written. `seed`
+// decides the adapters' first values, unless config.init computes them from the base's weights. With
+// AdapterInit::galore the base is trained, and the result is the whole model. Throws Exception (kind usage): numbers
+// out of range, names that fit no layer, a model of one's own layers.
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed);
 // The same with the adapters of PEFT's folder. Throws Exception (kind input) where they are not the model's.
 Model with_adapters(const Model& base, const std::filesystem::path& adapter);
@@ -98,7 +99,10 @@ class CommittedStep;
 
 class Session {
  public:
-  // say: hears that a state which is gone on with is cut anew.
+  // Measures what the stages need, plans the budgets, and loads all weights; with options.resume it verifies and
+  // restores the state in options.storage instead. progress: of loading. say: gets a line if a resumed state is copied
+  // into chunks of another size. Throws Exception: usage (a budget is too small, the text names the smallest that
+  // works; or the state is another run's), environment (no room on storage), locked, memory, io, corruption.
   Session(
       Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {},
       const Say& say = [](const std::string&) {});
@@ -114,18 +118,21 @@ class Session {
   // Whether begin_with_gradient() comes before the next step: the adapters lack their first values, which come from the
   // gradient of the base (of_gradient()); or a window of projected gradients begins (AdapterInit::galore).
   bool waits_for_gradient() const;
-  // Takes the gradient of the mean loss over options.micro_batches micro-batches, those of the step that follows. The
-  // base streams as in a step. First values: nothing else changes; after an exception the session can only be
-  // destroyed, and has committed nothing. A window: what the one before it trained goes into the masters of its
-  // weights, each of which is written once, and the projectors of this gradient take the place of those before; where
-  // this gradient is not finite nothing changes, and the step may be made. Where device memory runs out (kind memory)
-  // the session stays intact. Commits, where steps are committed.
+  // A forward and backward pass over the options.micro_batches micro-batches of the step that follows. From the
+  // gradient of their mean loss it makes what waits_for_gradient() asks for. The base streams as in a step.
+  // First values of adapters: nothing else changes. After an exception the session can only be destroyed, and has
+  // committed nothing.
+  // A window: what the last window trained is added to the weights' masters, each written once, and new projectors
+  // replace the old ones. If the gradient is not finite, nothing changes and step() may be called. If device memory
+  // runs out (kind memory), the session stays intact.
+  // Commits where steps are committed. Throws Exception (kind usage) if nothing waits for a gradient.
   void begin_with_gradient(const std::vector<MicroBatch>& batches);
   // Loss and accuracy over the micro-batches, forward only.
   Evaluation evaluate(const std::vector<MicroBatch>& batches);
   // The same, to the bit, over `count` micro-batches made as they are needed: options().micro_batches of them exist at
   // once. `scored`: called with each one, in order.
-  // `progress`: called before each micro-batch passes a stage. Where it throws, the session can only be destroyed.
+  // `progress`: called before each micro-batch passes a stage; it counts these calls, not bytes. If it throws, the
+  // session can only be destroyed.
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                       const Scored& scored = {}, const Progress& progress = {});
   // Generation (generator.h): the logits of the token behind each span of each row, fp32 [spans, vocab] on the host.
@@ -133,7 +140,7 @@ class Session {
   // options.micro_batch * options.sequence_length tokens.
   std::vector<at::Tensor> next_logits(const std::vector<CachedRow>& rows);
 
-  // These three return the name of the first tensor written that holds an infinity or no number; empty: none does.
+  // The three exports return the name of the first tensor written that holds an infinity or a NaN; empty: none does.
   // An HF folder: config.json and bf16 safetensors, streamed; of a model of text and other things a folder of its
   // class, with the other parts as they were when the session began. Tokenizer files are the caller's to copy.
   // Throws Exception (kind usage) for a model with adapters, (kind input) where the other parts have changed.
@@ -141,7 +148,8 @@ class Session {
   // The adapters of a model that has some, as PEFT's folder: adapter_config.json and adapter_model.safetensors (fp32).
   // base: what PEFT is told to be the model's name or folder. Throws Exception (kind usage) for another model.
   std::string export_adapter(const std::filesystem::path& folder, const std::filesystem::path& base = {});
-  // merge_adapter() with the present ones.
+  // The model in the folder `base` with this session's adapters added, as merge_adapter() writes it. Throws Exception
+  // (kind usage) for a model without adapters.
   std::string export_merged(const std::filesystem::path& base, const std::filesystem::path& folder,
                             const Progress& progress = {});
   // fp32 master values of a tensor, for inspection: a tensor of the specification's units, or a checkpoint's tensor by
@@ -172,10 +180,10 @@ class Session {
   void commit();
   // Whether the state is committed beside the steps, and after how many each. 0: it is not.
   int commit_every() const;
-  // Keeps the model as it is now, for writing it while training goes on: the next step() commits it, if it is not
-  // committed yet, and until the returned object goes nothing else is. Null where no steps are committed, where the
-  // host budget has no room for reading it, and for a model with adapters. Throws Exception (kind usage) where a step
-  // is kept already.
+  // Keeps the model as it is now, so that another thread can write it while training goes on: the next step() commits
+  // it, if it is not committed yet, and until the returned object goes nothing else is. Null where no steps are
+  // committed, where the host budget has no room for reading it, and for a model with adapters. Throws Exception (kind
+  // usage) where a step is kept already.
   std::shared_ptr<CommittedStep> keep_step();
   // Steps that the state has, those before it was resumed included.
   std::int64_t steps() const;
@@ -193,13 +201,14 @@ class Session {
   std::unique_ptr<Impl> impl_;
 };
 
-// The model after one step of a session, which outlives it.
+// The model after one step of a session. The session must outlive this object.
 class CommittedStep {
  public:
   std::int64_t step() const { return step_; }
   // Whether the step that came after it has committed it.
   bool durable() const;
-  // Until it is durable. On the session's thread, when a step came after it.
+  // Blocks until it is durable. Call on the session's thread, after the next step(); before that it throws Exception
+  // (kind usage).
   void wait();
   // As Session::export_hf(), on any thread, beside the session's steps. Throws Exception (kind usage) where it is not
   // durable yet.

@@ -53,7 +53,8 @@ class StreamedState {
 
   // All that follows: between the executor's plans.
 
-  // Every weight from its source, moments zero. stored: of those whose bytes it has in their format.
+  // Loads every weight from `weights` and sets the moments to zero. Tensors that `stored` has in their own format are
+  // copied from it as bytes, without conversion.
   void load(const WeightSource& weights, const StoredSource& stored, const Progress& progress);
   // Every weight and its state from a store that was opened to be gone on with: all of it is verified, and what is
   // resident is read into memory.

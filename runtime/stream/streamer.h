@@ -100,11 +100,12 @@ class Streamer {
   bool touched(int unit, int tensor) const;
   // Waits. Sum of squares of the tensor's gradient as it will be applied (bf16), before scaling.
   double squares(int unit, int tensor);
+  // Waits. Whether all of the unit's gradient is finite.
   bool finite(int unit);
   // fp32, before scaling. Between turns.
   torch::Tensor gradient(int unit, int tensor);
-  // Drops the gradient of a unit, wherever an interrupted step left it; or forgets that of one tensor, which is then
-  // not updated.
+  // drop_gradient(): drops the gradient of a whole unit, also one that an interrupted step left incomplete. forget():
+  // the tensor counts as without a gradient, so the next step() does not update it.
   void drop_gradient(int unit);
   void forget(int unit, int tensor);
   // The gradients of these units become updates, each ahead of its unit's next turn.
