@@ -31,6 +31,43 @@ void expect_no(const char* text, std::initializer_list<std::string_view> words,
   expect_refusal(ErrorKind::input, words, [&] { read(JsonFields(object, "x.json")); });
 }
 
+TEST(JsonFields, WhatIsAskedForIsKnownToWhoeverListens) {
+  const Json object = json(R"({"a": 1, "b": 2, "c": 3})");
+  const JsonFields fields(object, "x.json");
+  fields.find("c");
+  const FieldsAsked all;
+  fields.integer("a", 0, 9);
+  {
+    const FieldsAsked some;
+    fields.find("b");
+    EXPECT_TRUE(some.has(object, "b"));
+    EXPECT_FALSE(some.has(object, "a"));
+  }
+  fields.know({"d"});
+  EXPECT_TRUE(all.has(object, "a") && all.has(object, "d"));
+  EXPECT_FALSE(all.has(object, "b") || all.has(object, "c"));
+}
+
+TEST(Files, TemporaryFilesGoWhereTheyCan) {
+  const testing::TempDir folder;
+  std::ofstream(folder.path() / "file") << "x";
+  const char* const before = std::getenv("TMPDIR");
+  const std::string kept = before != nullptr ? before : "";
+  for (const auto& [name, number] : {std::pair{"file", ENOTDIR}, {"nowhere", ENOENT}}) {
+    setenv("TMPDIR", (folder.path() / name).c_str(), 1);
+    try {
+      temporary_folder();
+      ADD_FAILURE() << name;
+    } catch (const Exception& refused) {
+      EXPECT_EQ(refused.error().error_number, number) << name;
+    }
+  }
+  if (before != nullptr)
+    setenv("TMPDIR", kept.c_str(), 1);
+  else
+    unsetenv("TMPDIR");
+}
+
 TEST(JsonFields, WholeNumbersAreHeldToTheirLimits) {
   const auto read = [](const char* text) {
     const Json object = json(text);

@@ -277,6 +277,19 @@ TEST_F(PackedWeights, ScalesOfCompressedTensorsAreAsTheyAreShaped) {
   EXPECT_TRUE(weight()->has(WeightFormat::fp8));
 }
 
+TEST_F(PackedWeights, ALongNameIsCutInWhatIsSaid) {
+  tensors_["m.weight"] = {};
+  const std::string name(5000, 'n');
+  put(name, "F8_E4M3", {4}, "abcd");
+  put(name + "_scale_inv", {1}, {1.0F});
+  try {
+    packed_weight(name, "here", parts_);
+    FAIL();
+  } catch (const Exception& refused) {
+    EXPECT_LT(std::string(refused.what()).size(), 400U);
+  }
+}
+
 // A row that is one tile wide has one scale whichever they are, and can stay as it lies.
 TEST_F(PackedWeights, OneTileIsATile) {
   put("m.weight", "F8_E4M3", {1, 100}, codes(100, 0, 126));

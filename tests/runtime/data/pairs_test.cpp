@@ -90,6 +90,11 @@ TEST_F(Rows, TheFirstRowTellsTheFormat) {
     write_file(dir_.path() / "a.jsonl", rows);
     return row_format(dir_.path() / "a.jsonl", options_);
   };
+  for (const char* named : {"alpaca", "messages", "text"}) {  // unless somebody says it
+    options_.format = named;
+    EXPECT_EQ(format(R"({"prompt":"p","completion":"c"})"), named);
+  }
+  options_.format = "auto";
   const char* const all = R"({"chosen":"a","rejected":"b","text":"t","messages":[],"conversations":[],"prompt":"p",
                               "completion":"c","instruction":"i","output":"o","input_ids":[1]})";
   std::string one_line = all;

@@ -162,7 +162,7 @@ TEST(Options, HelpIsGroupedAndFitsItsLines) {
   for (const char* expected :
        {"Usage: tierflow train [OPTIONS]\n", "\nModel and data:\n  --model DIR ", "\nMachine, budgets",
         "\n  --host-memory SIZE ", "\nTraining:\n", "\n  --lr X                  highest learning rate",
-        "\n  --max-skipped N ", "[20]", "\nResult and log:\n", "\nEvaluation:\n", "\nOther:\n  --config-file FILE"}) {
+        "\n  --max-skipped N ", "[20]", "\nResult and log:\n", "\n  --durability auto|", "\nEvaluation:\n", "\nOther:\n  --config-file FILE"}) {
     const std::size_t found = help.find(expected, at);
     ASSERT_NE(found, std::string::npos) << expected << " after:\n" << help.substr(0, at);
     at = found;
@@ -205,6 +205,10 @@ TEST(Options, OtherCommandsTakeTheirOwn) {
   const InitOptions made = parse_init({"--config", "c", "--out", "o", "--shard-size", "1GiB", "--seed", "3"});
   EXPECT_EQ(made.shard_size, std::uint64_t{1} << 30);
   EXPECT_EQ(made.seed, 3u);
+  EXPECT_EQ(parse_init({"--config", "c", "--out", "o", "--as", "llama"}).read_as, "llama");
+  const Words plan{"--model", "m", "--tokens-per-step"};
+  EXPECT_EQ(parse_plan(plan + Words{"8192"}).tokens_per_step, 8192);
+  expect_refusal(io::ErrorKind::usage, {"--tokens-per-step is -1"}, [&] { parse_plan(plan + Words{"-1"}); });
   for (const char* command : {"status", "verify"}) {
     EXPECT_EQ(parse_store_command(command, {"a,b", "--json"}).storage.size(), 2u);
     EXPECT_TRUE(parse_store_command(command, {"--json", "--storage", "a"}).json);
