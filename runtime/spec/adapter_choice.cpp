@@ -38,9 +38,14 @@ AdapterChoice::AdapterChoice(const ModelSpec& spec, const AdapterConfig& config)
 
 bool AdapterChoice::wants(const std::string& module, std::int64_t layer) const {
   const std::vector<std::string> paths = module_paths(spec_, module);
+  if (config_.parameters_alone) return false;
   const bool all = !target_ && config_.targets.empty();
   return (all || any_fits(paths, target_, config_.targets)) && !any_fits(paths, exclude_, config_.exclude) &&
          (config_.layers.empty() || std::ranges::find(config_.layers, layer) != config_.layers.end());
+}
+
+bool AdapterChoice::wants_parameter(const std::string& path) const {
+  return any_fits(module_paths(spec_, path), {}, config_.parameters);
 }
 
 template <class Value>

@@ -28,6 +28,9 @@ class AdapterChoice {
 
   // Whether a module in this block is to have an adapter.
   bool wants(const std::string& module, std::int64_t layer) const;
+  // Whether a parameter is, by its path.
+  bool wants_parameter(const std::string& path) const;
+  // Of a module or parameter.
   std::int64_t rank(const std::string& module);
   double alpha(const std::string& module);
 

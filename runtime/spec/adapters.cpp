@@ -13,6 +13,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/spec/adapter_choice.h"
+#include "runtime/spec/expert_adapters.h"
 #include "runtime/spec/name_pattern.h"
 
 namespace tierflow {
@@ -128,6 +129,7 @@ void check(const AdapterConfig& config) {
     fail_usage("projected gradients have no dropout, no scale of adapters, and train whole what is not projected");
   if (config.dora && config.init != AdapterInit::standard)
     fail_usage("adapters with a magnitude (DoRA) begin as \"default\", not with factors of the base");
+  check_expert_adapters(config);
   if (!(config.dropout >= 0 && config.dropout < 1))
     fail_usage(fmt::format("an adapter's dropout is {}; it must be at least 0 and below 1", config.dropout));
 }
@@ -145,6 +147,7 @@ void name_each_module(const ModelSpec& spec, AdapterConfig& config) {
   named.targets.clear();
   named.exclude.clear();
   named.layers.clear();
+  named.parameters.clear();
   named.rank_pattern.clear();
   named.alpha_pattern.clear();
   named.target_pattern = named.exclude_pattern = "";
@@ -158,7 +161,7 @@ void name_each_module(const ModelSpec& spec, AdapterConfig& config) {
       }
       if (adapter_part(tensor) != AdapterPart::a) continue;
       const std::string module = linear_module(tensor), path = module_paths(spec, module).back();
-      named.targets.push_back(path);
+      (is_expert_adapter(tensor) ? named.parameters : named.targets).push_back(path);
       if (choice.rank(module) != config.rank) named.rank_pattern.emplace_back(exactly(path), choice.rank(module));
       if (choice.alpha(module) != config.alpha) named.alpha_pattern.emplace_back(exactly(path), choice.alpha(module));
     }
@@ -177,6 +180,10 @@ bool is_adapter(const TensorSpec& tensor) {
   return adapter_part(tensor) != AdapterPart::none;
 }
 
+bool is_expert_adapter(const TensorSpec& tensor) {
+  return is_adapter(tensor) && tensor.part == Part::expert;
+}
+
 bool has_transposed_weights(const ModelSpec& spec) {
   return spec.config.family == Family::gpt2;  // Conv1D
 }
@@ -185,7 +192,10 @@ std::string linear_module(const TensorSpec& tensor) {
   std::string_view name = tensor.name;
   if (is_adapter(tensor)) {
     name.remove_prefix(kPrefix.size());
-    return std::string(name.substr(0, name.rfind(".lora_")));
+    std::string path(name.substr(0, name.rfind(".lora_")));
+    if (const std::size_t inner = path.find(kInnerWrapper); is_expert_adapter(tensor) && inner != std::string::npos)
+      path.erase(inner, kInnerWrapper.size());
+    return path;
   }
   const bool matrix = tensor.shape.size() == 2 && tensor.decays;  // norms of heads do not
   if (!matrix || !name.ends_with(kWeight) || tensor.part != Part::plain) return {};
@@ -198,8 +208,19 @@ std::string name_beside_base(const TensorSpec& tensor) {
   if (part == AdapterPart::initial_a) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kA);
   if (part == AdapterPart::initial_b) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kB);
   if (part == AdapterPart::initial_magnitude) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kM);
+  if (is_expert_adapter(tensor)) {  // PEFT does not name the parameter
+    const std::size_t end = tensor.name.rfind(".lora_"), dot = tensor.name.rfind('.', end - 1);
+    return tensor.name.substr(0, dot) + tensor.name.substr(end);
+  }
   if (part != AdapterPart::none) return tensor.name;
   return tensor.trainable ? std::string(kPrefix) + name_in_model(tensor.name) : "";
+}
+
+std::vector<std::int64_t> shape_beside_base(const TensorSpec& tensor) {
+  const std::vector<std::int64_t> shape = tensor.checkpoint_shape();
+  if (!is_expert_adapter(tensor)) return shape;
+  if (adapter_part(tensor) == AdapterPart::a) return {shape[0] * shape[1], shape[2]};
+  return {shape[1], shape[2] * shape[0]};
 }
 
 void check_first_factors(const ModelSpec& spec) {
@@ -331,6 +352,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
       modules.push_back(module);
     }
   }
+  add_expert_adapters(spec, config, choice);
   if (!unused.empty())
     fail_usage(fmt::format("no linear layer is called {}: this model has {}",
                            printable(fmt::format("{}", fmt::join(unused, " or ")), 200), fmt::join(names, ", ")));
@@ -339,7 +361,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   for (const std::int64_t layer : config.layers)
     if (layer < 0 || layer >= spec.config.layers)
       fail_usage(fmt::format("there is no layer {} to adapt: the model's are 0 to {}", layer, spec.config.layers - 1));
-  if (modules.empty())
+  if (modules.empty() && !config.parameters_alone)
     fail_usage(fmt::format("no linear layer is left to adapt: this model has {}", fmt::join(names, ", ")));
   if (written.ties_saved && !config.ties_saved)
     fail_usage(
@@ -352,7 +374,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
     written.targets = modules;
     written.target_pattern.clear();
     written.layers.clear();
-  } else if (config.target_pattern.empty() && config.targets.empty()) {
+  } else if (config.target_pattern.empty() && config.targets.empty() && !config.parameters_alone) {
     written.targets.assign(names.begin(), names.end());
   }
   spec.config.adapter_dropout = config.dropout;
