@@ -9,6 +9,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
+#include "runtime/spec/adapters.h"
 #include "runtime/spec/expert_parameters.h"
 
 namespace tierflow {
@@ -57,12 +58,13 @@ void check_expert_adapters(const AdapterConfig& config) {
     fail_usage(fmt::format("adapters of parameters begin as \"default\", not as \"{}\"", adapter_init_name(config)));
 }
 
-void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterChoice& choice) {
+void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterChoice& choice,
+                         std::set<std::string> unused) {
   if (config.parameters.empty()) return;
   const ModelConfig& c = spec.config;
   const std::vector<Parameter> parameters{{kExpertsIn, c.hidden_size, 2 * c.experts.width},
                                           {kExpertsDown, c.experts.width, c.hidden_size}};
-  std::set<std::string> unused(config.parameters.begin(), config.parameters.end()), names;
+  std::set<std::string> names;
   for (const StageSpec& stage : spec.stages) {
     if (stage.experts == 0) continue;
     UnitSpec& unit = spec.units[static_cast<std::size_t>(stage.units.front())];
@@ -103,10 +105,25 @@ void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterCh
       add("lora_B", out, rank).scale = choice.alpha(path) / (config.rank_stabilised ? std::sqrt(wide) : wide);
     }
   }
+  if (unused.empty()) return;
   if (names.empty()) fail_usage("the model has no experts: target parameters are theirs");
-  if (!unused.empty())
-    fail_usage(fmt::format("no parameter of experts is called {}: this model has {}",
-                           printable(fmt::format("{}", fmt::join(unused, " or ")), 200), fmt::join(names, ", ")));
+  fail_usage(fmt::format("no parameter of experts is called {}: this model has {}",
+                         printable(fmt::format("{}", fmt::join(unused, " or ")), 200), fmt::join(names, ", ")));
+}
+
+bool is_taken_for_expert(const ModelConfig& config, const std::string& module) {
+  const std::string name = behind_last(module);
+  const DecoderNames& names = config.names;
+  return (config.model_type == "glm4_moe" || config.model_type == "qwen3_moe") &&
+         (name == names.expert_gate || name == names.expert_up || name == names.expert_down);
+}
+
+bool has_layers_taken_for_experts(const ModelSpec& spec) {
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (is_adapter(tensor) && !is_expert_adapter(tensor) && is_taken_for_expert(spec.config, linear_module(tensor)))
+        return true;
+  return false;
 }
 
 }  // namespace tierflow

@@ -308,11 +308,12 @@ def test_adapters_of_experts_are_those_of_peft(family, parameters, tmp_path, mon
     monkeypatch.setitem(MODELS, family, lambda: MIXTURES[family](num_experts_per_tok=2))
     make_base(family, tmp_path / "model")
     wanted = [f"parameter=experts.{name}" for name in parameters]
-    wanted += ["alone"] if family == "glm4_moe" or len(parameters) == 1 else []  # PEFT takes GLM's other gate_proj for its experts'
+    wanted += ["alone"] if len(parameters) == 1 else []
     losses, (_, in_fp32) = probe_logits(tmp_path / "model", tmp_path / "tuned", 20, f"gradients={tmp_path / 'gradients'}", *wanted)
     assert losses[-1] < losses[0]
     config = json.loads((tmp_path / "tuned" / "adapter_config.json").read_text())
-    assert config["target_parameters"] == [f"experts.{name}" for name in parameters]
+    if "alone" in wanted or family != "glm4_moe":
+        assert config["target_parameters"] == [f"experts.{name}" for name in parameters]
 
     # A token may go to another expert where bf16 rounds: logits and gradients are compared in fp32.
     model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned", is_trainable=True)
@@ -337,6 +338,24 @@ def test_adapters_of_experts_are_those_of_peft(family, parameters, tmp_path, mon
     assert ((in_fp32 - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-5
     again, theirs = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "theirs"))
     assert again.keys() == theirs.keys() and all(value.equal(again[name]) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe"])
+def test_layers_that_peft_takes_for_experts_are_found(family, tmp_path, monkeypatch):
+    """Of a dense layer and of shared experts: their names were experts' in transformers 4."""
+    dense = {"mlp_only_layers": [0]} if family == "qwen3_moe" else {}
+    monkeypatch.setitem(MODELS, family, lambda: MIXTURES[family](num_experts_per_tok=2, **dense))
+    make_base(family, tmp_path / "model")
+    _, (_, in_fp32) = probe_logits(tmp_path / "model", tmp_path / "tuned", 10)
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned")
+    expected = logits_of(model.eval())
+    assert ((in_fp32 - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-5
+    config = json.loads((tmp_path / "tuned" / "adapter_config.json").read_text())
+    assert "model.layers.0.mlp.gate_proj.weight" in config["target_parameters"] and "model.layers.1.self_attn.q_proj" in config["target_modules"]
+    probe(tmp_path / "model", tmp_path / "again", 0, f"from={tmp_path / 'tuned'}")
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text()) == config
+    again, tuned = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "tuned"))
+    assert again.keys() == tuned.keys() and all(value.equal(again[name]) for name, value in tuned.items())
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

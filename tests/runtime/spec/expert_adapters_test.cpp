@@ -126,6 +126,63 @@ TEST(ExpertAdapters, AreCalledAsTransformersHasThem) {
   }
 }
 
+// The weight of a linear layer is a parameter, too.
+TEST(ExpertAdapters, ALinearLayerMayBeNamedByItsWeight) {
+  ModelSpec spec = small_llama(), modules = small_llama();
+  add_adapters(spec, {.rank = 4,
+                      .alpha = 8,
+                      .targets = {"k_proj"},
+                      .parameters = {"q_proj.weight"},
+                      .layers = {0},
+                      .rank_pattern = {{"q_proj", 9}, {"layers.1.self_attn.q_proj.weight", 2}}});
+  int of_q = 0;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (adapter_part(tensor) == AdapterPart::a && linear_module(tensor).ends_with("q_proj")) {
+        EXPECT_EQ(tensor.shape[0], of_q == 1 ? 2 : 4) << tensor.name;  // patterns see the parameter's path
+        ++of_q;
+      }
+  EXPECT_EQ(of_q, 3);  // in every layer
+}
+
+// PEFT takes them for experts' of transformers 4: in the folder they stand as their weights, which are read so.
+TEST(ExpertAdapters, LayersThatPeftTakesForExpertsAreNamedByTheirWeights) {
+  const auto glm = [] {
+    return model("Glm4MoeForCausalLM", R"(, "head_dim": 8, "n_routed_experts": 4, "moe_intermediate_size": 16)",
+                 {.block_elements = 1, .experts = 2});
+  };
+  const AdapterConfig config{.rank = 4,
+                             .alpha = 8,
+                             .exclude = {"v_proj"},
+                             .parameters = {"experts.down_proj"},
+                             .rank_pattern = {{"shared_experts.up_proj", 2}}};
+  ModelSpec spec = glm(), again = glm();
+  add_adapters(spec, config);
+  const auto json = nlohmann::json::parse(adapter_config_beside_base(spec));
+  for (const auto& module : json["target_modules"])
+    EXPECT_NE(module.get<std::string>().find("self_attn"), std::string::npos);
+  EXPECT_EQ(json["target_modules"].size(), 2U * 3);
+  EXPECT_THAT(json["target_parameters"].get<std::vector<std::string>>(),
+              ::testing::UnorderedElementsAre(
+                  "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight",
+                  "model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.shared_experts.gate_proj.weight",
+                  "model.layers.1.mlp.shared_experts.up_proj.weight",
+                  "model.layers.1.mlp.shared_experts.down_proj.weight", "model.layers.1.mlp.experts.down_proj"));
+  add_adapters(again, parse_adapter_config(json.dump(), "x"));
+  for (std::size_t unit = 0; unit < spec.units.size(); ++unit) {
+    ASSERT_EQ(again.units[unit].tensors.size(), spec.units[unit].tensors.size());
+    for (std::size_t i = 0; i < spec.units[unit].tensors.size(); ++i) {
+      EXPECT_EQ(again.units[unit].tensors[i].name, spec.units[unit].tensors[i].name);
+      EXPECT_EQ(again.units[unit].tensors[i].shape, spec.units[unit].tensors[i].shape);
+    }
+  }
+  EXPECT_EQ(adapter_config_beside_base(again), adapter_config_beside_base(spec));
+  // With dropout there is no such way.
+  ModelSpec dropped = glm();
+  add_adapters(dropped, {.rank = 4, .dropout = 0.1});
+  EXPECT_FALSE(nlohmann::json::parse(adapter_config_beside_base(dropped)).contains("target_parameters"));
+}
+
 // A base in another format: the adapters stay as they are.
 TEST(ExpertAdapters, StayInBf16) {
   ModelSpec spec = mixtral();
@@ -142,7 +199,8 @@ TEST(ExpertAdapters, WhatCannotBeIsRefused) {
   };
   refused({"no parameter of experts is called w1", "this model has mlp.experts.down_proj, mlp.experts.gate_up_proj"},
           {.parameters = {"w1", "gate_up_proj"}});
-  refused({"no parameter of experts is called q_proj.weight"}, {.parameters = {"q_proj.weight"}});
+  refused({"no parameter of experts is called q_proj.bias"}, {.parameters = {"q_proj.bias"}});
+  refused({"q_proj is a target both as a module and by its weight"}, {.parameters = {"q_proj.weight"}});
   for (const char* router : {"gate.weight", "mlp.gate.weight", "block_sparse_moe.gate.weight"})
     refused({"the target parameter", "is a router's: routers have no adapters here"}, {.parameters = {router}});
   refused({"is a router's"}, {.parameters = {"router.bias"}}, model("GptOssForCausalLM", R"(, "head_dim": 8)"));
