@@ -81,7 +81,7 @@ Experts::Matrices Experts::of(const std::vector<Tensor>& tensors, std::int64_t e
   return matrices;
 }
 
-// Of expert's adapter of gate and up, the rows of B for each of them.
+// Of an expert's adapter of gate and up the rows of B for one of them.
 Tensor Experts::half_of(const ExpertFactors& in, std::int64_t which) const {
   return in.b.defined() ? in.b.narrow(0, which * spec_.width, spec_.width) : in.b;
 }
@@ -235,11 +235,11 @@ void Experts::backward(const Weights& weights, const Gradients& sums, const Tens
   }
 }
 
-// What adapters take more of, for each token of an expert: two low() of each, and a product with B.
+// What adapters take more of, for each token of an expert: two low() of each, a product with B and a sum.
 std::int64_t Experts::adapter_words(const Weights& weights, std::int64_t hidden) const {
   std::int64_t words = 0;
   for (const ExpertFactors& factors : {in_adapter_.of(weights, 0), down_adapter_.of(weights, 0)})
-    if (factors) words += 2 * factors.a.size(0) + std::max(2 * spec_.width, hidden);
+    if (factors) words += 2 * (factors.a.size(0) + std::max(2 * spec_.width, hidden));
   return words;
 }
 

@@ -365,6 +365,7 @@ def test_adapters_of_experts_take_the_course_of_peft(family, tmp_path, monkeypat
     make_base(family, tmp_path / "model")
     wanted = ["parameter=experts.gate_up_proj", "parameter=experts.down_proj"]
     probe(tmp_path / "model", tmp_path / "begun", 0, *wanted)
-    losses = probe(tmp_path / "model", tmp_path / "tuned", 50, *wanted)
+    losses, tuned = probe_logits(tmp_path / "model", tmp_path / "tuned", 50, *wanted)
+    expect_the_logits_of(peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned"), tuned)
     model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "begun", is_trainable=True)
     expect_the_same_course(losses[:-1], train_with_peft(model, 50))

@@ -149,6 +149,11 @@ def test_mxfp4_is_kept_as_the_folder_has_it(work, gpt_oss, more):
         said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
     assert losses["bf16"] == losses["kept"] == losses["streamed"] and len(losses["bf16"]) == 3
     assert adapters["bf16"] == adapters["kept"] == adapters["streamed"]
+    for model in "stored", "values":
+        run(work, "merge", "--adapter", "kept", "--model", model, "--out", f"merged-{model}")
+    merged, plain = (load_file(work / folder / "model.safetensors") for folder in ("merged-stored", "values"))
+    assert (work / "merged-stored" / "model.safetensors").read_bytes() == (work / "merged-values" / "model.safetensors").read_bytes()
+    assert all(merged[name].equal(value) == (not more) for name, value in plain.items() if name.endswith(("experts.gate_up_proj", "experts.down_proj")))
     codes = sum(value.numel() for name, value in gpt_oss.items() if name.endswith("_blocks"))
     assert said["bf16"]["host_memory"] - said["kept"]["host_memory"] > 0.8 * (4 - 17 / 16) * codes  # a byte holds two codes, of 16 bits each in bf16
     assert "the model's folder has no weights in MXFP4" in the_error(run(work, *LORA, "--model", "values", "--out", "none", *small(*kept), ok=False).stderr)
