@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "runtime/models/ops.h"
+#include "runtime/spec/expert_parameters.h"
 
 namespace tierflow::models {
 namespace {
@@ -17,7 +18,7 @@ std::int64_t tokens_of(const Assignment& assignment, std::int64_t begin, std::in
 }
 
 // Columns of gate (0) or up (1) where they come by turns.
-Tensor half_of(const Tensor& both, std::int64_t which) {
+Tensor by_turns(const Tensor& both, std::int64_t which) {
   return both.slice(1, which, std::nullopt, 2);
 }
 
@@ -34,6 +35,8 @@ Experts::Experts(const ModelSpec& spec, int stage) : activation_(spec.config.act
   const TensorIndex index(spec, stage);
   first_ = of.first_expert;
   count_ = of.experts;
+  in_adapter_ = ExpertAdapter(index, expert_module(spec.config), kExpertsIn);
+  down_adapter_ = ExpertAdapter(index, expert_module(spec.config), kExpertsDown);
   if (!names.stacked_in.empty()) {
     stacked_in_ = index.at(names.stacked_in);
     stacked_down_ = index.at(names.stacked_down);
@@ -51,25 +54,36 @@ Experts::Experts(const ModelSpec& spec, int stage) : activation_(spec.config.act
 }
 
 Experts::Matrices Experts::of(const std::vector<Tensor>& tensors, std::int64_t expert) const {
-  const auto here = static_cast<std::size_t>(expert - first_);
+  const std::int64_t here = expert - first_;
   const auto at = [&](int position) { return at_position(tensors, position); };
-  if (stacked_in_ < 0) return {.gate = at(gate_[here]), .up = at(up_[here]), .down = at(down_[here])};
   const auto one = [&](int position) {
     const Tensor all = position < 0 ? Tensor() : at(position);
-    return all.defined() ? all.select(0, expert - first_) : all;
+    return all.defined() ? all.select(0, here) : all;
   };
+  Matrices matrices{.in = in_adapter_.of(tensors, here), .of_down = down_adapter_.of(tensors, here)};
+  if (stacked_in_ < 0) {
+    const auto place = static_cast<std::size_t>(here);
+    matrices.gate = at(gate_[place]);
+    matrices.up = at(up_[place]);
+    matrices.down = at(down_[place]);
+    return matrices;
+  }
   const Tensor in = one(stacked_in_), down = one(stacked_down_);
-  if (spec_.transposed)
-    return {.both = in.defined() ? in.t() : in,
-            .both_bias = one(in_bias_),
-            .down = down.defined() ? down.t() : down,
-            .down_bias = one(down_bias_)};
-  Matrices matrices{.down = down};
-  if (in.defined()) {
+  matrices.down = spec_.transposed && down.defined() ? down.t() : down;
+  if (spec_.transposed) {
+    matrices.both = in.defined() ? in.t() : in;
+    matrices.both_bias = one(in_bias_);
+    matrices.down_bias = one(down_bias_);
+  } else if (in.defined()) {
     matrices.gate = in.narrow(0, 0, spec_.width);
     matrices.up = in.narrow(0, spec_.width, spec_.width);
   }
   return matrices;
+}
+
+// Of an expert's adapter of gate and up the rows of B for one of them.
+Tensor Experts::half_of(const ExpertFactors& in, std::int64_t which) const {
+  return in.b.defined() ? in.b.narrow(0, which * spec_.width, spec_.width) : in.b;
 }
 
 Tensor Experts::between(const Tensor& gate, const Tensor& up) const {
@@ -92,9 +106,15 @@ Experts::Kept Experts::expand(const Weights& weights, const Tensor& normed, cons
     for (std::int64_t expert = begin; expert < end; ++expert) {
       const Tensor x = normed.index_select(0, of_expert(assignment.tokens, assignment, expert));
       const Matrices matrices = of(weights, expert);
-      const Tensor both = matrices.both.defined() ? at::linear(x, matrices.both, matrices.both_bias) : Tensor();
-      gates.push_back(both.defined() ? half_of(both, 0) : at::linear(x, matrices.gate));
-      ups.push_back(both.defined() ? half_of(both, 1) : at::linear(x, matrices.up));
+      const Tensor low = matrices.in.low(x);
+      if (matrices.both.defined()) {
+        const Tensor both = with_product(at::linear(x, matrices.both, matrices.both_bias), low, matrices.in.b);
+        gates.push_back(by_turns(both, 0));
+        ups.push_back(by_turns(both, 1));
+        continue;
+      }
+      gates.push_back(with_product(at::linear(x, matrices.gate), low, half_of(matrices.in, 0)));
+      ups.push_back(with_product(at::linear(x, matrices.up), low, half_of(matrices.in, 1)));
     }
     return {.gate = at::cat(gates), .up = at::cat(ups)};
   }
@@ -106,15 +126,19 @@ Experts::Kept Experts::expand(const Weights& weights, const Tensor& normed, cons
     if (count == 0) continue;
     const Tensor x = normed.index_select(0, of_expert(assignment.tokens, assignment, expert));
     const Matrices matrices = of(weights, expert);
+    const Tensor low = matrices.in.low(x);
     Tensor gate = kept.gate.narrow(0, row, count), up = kept.up.narrow(0, row, count);
     if (matrices.both.defined()) {
-      const Tensor both = at::linear(x, matrices.both, matrices.both_bias);
-      gate.copy_(half_of(both, 0));
-      up.copy_(half_of(both, 1));
+      const Tensor both = with_product(at::linear(x, matrices.both, matrices.both_bias), low, matrices.in.b);
+      gate.copy_(by_turns(both, 0));
+      up.copy_(by_turns(both, 1));
       continue;
     }
     at::mm_out(gate, x, matrices.gate.t());
     at::mm_out(up, x, matrices.up.t());
+    if (!low.defined()) continue;
+    gate.add_(at::linear(low, half_of(matrices.in, 0)));
+    up.add_(at::linear(low, half_of(matrices.in, 1)));
   }
   return kept;
 }
@@ -127,25 +151,47 @@ void Experts::contract(const Weights& weights, const Kept& kept, const Routing& 
     if (count == 0) continue;
     const Tensor inner = between(kept.gate.narrow(0, row, count), kept.up.narrow(0, row, count));
     const Matrices matrices = of(weights, expert);
-    const Tensor result = at::linear(inner, matrices.down, matrices.down_bias).to(sum.scalar_type());
+    const Tensor result = with_product(at::linear(inner, matrices.down, matrices.down_bias),
+                                       matrices.of_down.low(inner), matrices.of_down.b)
+                              .to(sum.scalar_type());
     const Tensor weight = flat.index_select(0, of_expert(assignment.places, assignment, expert));
     sum.index_add_(0, of_expert(assignment.tokens, assignment, expert), result * weight.unsqueeze(1));
   }
+}
+
+// Of the gradients of gate and up, that of low().
+Tensor Experts::low_gradient(const ExpertFactors& in, const Tensor& d_gate, const Tensor& d_up) const {
+  if (!in) return {};
+  return at::mm(d_gate, half_of(in, 0)).addmm_(d_up, half_of(in, 1)).mul_(in.scale);
 }
 
 // The gradient of what the expert took, tokens of normed; adds those of the matrices that took it.
 Tensor Experts::backward_in(const Matrices& matrices, const Matrices& gradients, const Tensor& normed,
                             const Tensor& tokens, const Tensor& d_gate, const Tensor& d_up) const {
   const Tensor d_both = matrices.both.defined() ? at::stack({d_gate, d_up}, 2).flatten(1) : Tensor();
-  if (gradients.gate.defined() || gradients.up.defined() || gradients.both.defined()) {
+  const ExpertFactors& factors = matrices.in;
+  const Tensor d_low = d_both.defined() ? factors.low_gradient(d_both) : low_gradient(factors, d_gate, d_up);
+  if (gradients.gate.defined() || gradients.up.defined() || gradients.both.defined() || factors) {
     const Tensor x = normed.index_select(0, tokens);
     add_gradient(gradients.gate, d_gate, x);
     add_gradient(gradients.up, d_up, x);
     add_gradient(gradients.both, d_both, x);
+    if (factors) {
+      const Tensor low = factors.low(x);
+      add_product(gradients.in.a, d_low, x);
+      if (d_both.defined()) {
+        add_product(gradients.in.b, d_both, low);
+      } else {
+        add_product(half_of(gradients.in, 0), d_gate, low);
+        add_product(half_of(gradients.in, 1), d_up, low);
+      }
+    }
   }
-  if (!d_both.defined()) return at::mm(d_gate, matrices.gate).addmm_(d_up, matrices.up);
-  add_rows(gradients.both_bias, d_both);
-  return at::mm(d_both, matrices.both);
+  if (d_both.defined()) add_rows(gradients.both_bias, d_both);
+  Tensor d_x =
+      d_both.defined() ? at::mm(d_both, matrices.both) : at::mm(d_gate, matrices.gate).addmm_(d_up, matrices.up);
+  if (factors) d_x.addmm_(d_low, factors.a);
+  return d_x;
 }
 
 void Experts::backward(const Weights& weights, const Gradients& sums, const Tensor& normed, Kept kept,
@@ -160,7 +206,9 @@ void Experts::backward(const Weights& weights, const Gradients& sums, const Tens
     const Tensor weight = flat.index_select(0, places).unsqueeze(1);
     const Matrices matrices = of(weights, expert), gradients = of(sums, expert);
     const Tensor d = d_out.index_select(0, tokens);
-    const Tensor unweighted = at::mm(d, matrices.down);
+    Tensor unweighted = at::mm(d, matrices.down);
+    const Tensor d_low = matrices.of_down.low_gradient(d);
+    if (d_low.defined()) unweighted.addmm_(d_low, matrices.of_down.a);
     Tensor inner = (unweighted * weight).to(normed.scalar_type());
     Tensor gate = kept.gate.narrow(0, row, count), up = kept.up.narrow(0, row, count);
     // Now gradients, and what down took.
@@ -174,16 +222,33 @@ void Experts::backward(const Weights& weights, const Gradients& sums, const Tens
       if (gradients.down_bias.defined()) add_rows(gradients.down_bias, d * weight);
     }
     d_flat.index_add_(0, places, d_weight);
-    if (gradients.down.defined()) add_gradient(gradients.down, d, (inner * weight).to(normed.scalar_type()));
+    if (gradients.down.defined() || d_low.defined()) {
+      const Tensor weighted = (inner * weight).to(normed.scalar_type());
+      add_gradient(gradients.down, d, weighted);
+      if (d_low.defined()) {
+        add_product(gradients.of_down.a, d_low, weighted);
+        add_product(gradients.of_down.b, d, matrices.of_down.low(weighted));
+      }
+    }
     const Tensor d_x = backward_in(matrices, gradients, normed, tokens, gate, up);
     d_normed.index_add_(0, tokens, d_x.to(d_normed.scalar_type()));
   }
 }
 
+// What adapters take more of, for each token of an expert: two low() of each, a product with B and a sum.
+std::int64_t Experts::adapter_words(const Weights& weights, std::int64_t hidden) const {
+  std::int64_t words = 0;
+  for (const ExpertFactors& factors : {in_adapter_.of(weights, 0), down_adapter_.of(weights, 0)})
+    if (factors) words += 2 * (factors.a.size(0) + std::max(2 * spec_.width, hidden));
+  return words;
+}
+
 void Experts::add(const Weights& weights, const Tensor& normed, const Routing& routing, const Assignment& assignment,
                   const Tensor& sum) const {
   const std::int64_t clamped = spec_.clamped.sharpness > 0 ? 1 : 0;
-  reserve(normed, normed.size(0), 2 * normed.size(1) + (3 + 3 * clamped) * spec_.width, 2 * normed.size(1));
+  reserve(normed, normed.size(0),
+          2 * normed.size(1) + (3 + 3 * clamped) * spec_.width + adapter_words(weights, normed.size(1)),
+          2 * normed.size(1));
   for (std::int64_t expert = first_; expert < end(); ++expert)
     contract(weights, expand(weights, normed, assignment, expert, expert + 1), routing, assignment, expert, expert + 1,
              sum);
@@ -193,7 +258,8 @@ void Experts::add_backward(const Weights& weights, const Gradients& sums, const 
                            const Assignment& assignment, const Tensor& d_out, const Tensor& d_normed,
                            const Tensor& d_weights) const {
   const std::int64_t clamped = spec_.clamped.sharpness > 0 ? 1 : 0, biased = spec_.biases ? 1 : 0;
-  reserve(normed, normed.size(0), 3 * normed.size(1) + (7 + 2 * clamped) * spec_.width,
+  reserve(normed, normed.size(0),
+          3 * normed.size(1) + (7 + 2 * clamped) * spec_.width + adapter_words(weights, normed.size(1)),
           (1 + 2 * biased) * normed.size(1) + (2 + 6 * clamped) * spec_.width);
   for (std::int64_t expert = first_; expert < end(); ++expert)
     backward(weights, sums, normed, expand(weights, normed, assignment, expert, expert + 1), routing, assignment,

@@ -1,10 +1,12 @@
 #pragma once
-// The experts of a stage: MLPs of which each computes some tokens alone, one after the other.
+// The experts of a stage: MLPs of which each computes some tokens alone, one after the other. Their matrices may have
+// adapters.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <vector>
 
+#include "runtime/models/expert_adapter.h"
 #include "runtime/models/router.h"
 
 namespace tierflow::models {
@@ -48,8 +50,12 @@ class Experts {
     at::Tensor gate, up;         // [width, hidden], or
     at::Tensor both, both_bias;  // [2 width, hidden], [2 width]: rows of gate and up by turns
     at::Tensor down, down_bias;  // [hidden, width], [hidden]
+    ExpertFactors in, of_down;   // of the adapters; rows of in.b are those of gate, then those of up, or those of both
   };
   Matrices of(const std::vector<at::Tensor>& tensors, std::int64_t expert) const;
+  at::Tensor half_of(const ExpertFactors& in, std::int64_t which) const;
+  at::Tensor low_gradient(const ExpertFactors& in, const at::Tensor& d_gate, const at::Tensor& d_up) const;
+  std::int64_t adapter_words(const Weights& weights, std::int64_t hidden) const;
   at::Tensor between(const at::Tensor& gate, const at::Tensor& up) const;
   void add_gradient(const at::Tensor& sum, const at::Tensor& d, const at::Tensor& x) const;
   at::Tensor backward_in(const Matrices& matrices, const Matrices& gradients, const at::Tensor& normed,
@@ -61,6 +67,7 @@ class Experts {
   std::vector<int> gate_, up_, down_;        // of each expert
   int stacked_in_ = -1, stacked_down_ = -1;  // or of all
   int in_bias_ = -1, down_bias_ = -1;
+  ExpertAdapter in_adapter_, down_adapter_;
 };
 
 }  // namespace tierflow::models

@@ -42,6 +42,11 @@ std::uint64_t loading_bytes(const ModelSpec& spec) {
         most = std::max(most, weight);
         values += 4 * static_cast<std::uint64_t>(tensor.elements());
       }
+      if (is_expert_adapter(tensor) && part == AdapterPart::b) {  // from a folder: all experts', and as it lies there
+        std::uint64_t twice = 8;
+        for (const std::int64_t size : tensor.checkpoint_shape()) twice *= static_cast<std::uint64_t>(size);
+        most = std::max(most, stored(tensor) + twice);
+      }
       if (part == AdapterPart::initial_a) in = static_cast<std::uint64_t>(tensor.shape[1]);
       if (part == AdapterPart::initial_b) {
         const auto out = static_cast<std::uint64_t>(tensor.shape[0]),

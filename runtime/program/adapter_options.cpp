@@ -17,9 +17,10 @@ using OrderedJson = nlohmann::ordered_json;
   fail(io::ErrorKind::usage, "", detail);
 }
 
-// Names; or one regular expression, known by a character that no name has.
+// Names; or one regular expression, known by a character that no name has. left_out: set by the word "none", which then
+// is another than the one for no names.
 void add_modules(OptionTable& table, const std::string& name, std::vector<std::string>& names, std::string& pattern,
-                 const std::string& none, const std::string& help) {
+                 const std::string& none, const std::string& help, bool* left_out = nullptr) {
   table.add(
       {.name = name,
        .value_name = "NAMES|REGEX",
@@ -27,10 +28,11 @@ void add_modules(OptionTable& table, const std::string& name, std::vector<std::s
        .most = 1 << 12,
        .commas = true,
        .set =
-           [&names, &pattern, name, none](const auto& words) {
+           [&names, &pattern, name, none, left_out](const auto& words) {
              names.clear();
              pattern.clear();
-             if (words.size() == 1 && words[0] == none) return;
+             if (left_out != nullptr) *left_out = words.size() == 1 && words[0] == "none";
+             if (words.size() == 1 && (words[0] == none || words[0] == "none")) return;
              for (const std::string& word : words)
                if (word.find_first_of("*+?()[]{}|\\^$") == std::string::npos)
                  names.push_back(word);
@@ -41,7 +43,8 @@ void add_modules(OptionTable& table, const std::string& name, std::vector<std::s
                                         printable(word)));
            },
        .get =
-           [&names, &pattern, none] {
+           [&names, &pattern, none, left_out] {
+             if (left_out != nullptr && *left_out) return OrderedJson("none");
              return !pattern.empty() ? OrderedJson(pattern) : names.empty() ? OrderedJson(none) : OrderedJson(names);
            }});
 }
@@ -126,7 +129,16 @@ void add_adapter_rows(OptionTable& table, TrainOptions& o) {
   table.number("lora-alpha", config.alpha, 0, 1e9, "their output is scaled by alpha / rank");
   table.number("lora-dropout", config.dropout, 0, 1, "dropout of their input");
   add_modules(table, "lora-target-modules", config.targets, config.target_pattern, "all-linear",
-              "linear layers that get one: names such as q_proj, or one regular expression for the whole path");
+              "linear layers that get one: names such as q_proj, or one regular expression for the whole path; none: "
+              "parameters alone do",
+              &config.parameters_alone);
+  table.add({.name = "lora-target-parameters",
+             .value_name = "NAMES",
+             .help = "parameters of experts that get one too: mlp.experts.gate_up_proj, mlp.experts.down_proj",
+             .most = 1 << 12,
+             .commas = true,
+             .set = [&config](const auto& words) { config.parameters = words; },
+             .get = [&config] { return OrderedJson(config.parameters); }});
   add_modules(table, "lora-exclude-modules", config.exclude, config.exclude_pattern, "none",
               "linear layers that get none, named in the same way");
   add_layers(table, config);

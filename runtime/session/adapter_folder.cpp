@@ -39,6 +39,23 @@ std::vector<float> beside(const std::vector<float>& b, const std::vector<float>&
   return both;
 }
 
+// B of experts [experts, out, rank] from [out, rank * experts], where the neighbouring columns are the experts'.
+std::vector<float> expert_after_expert(const std::vector<float>& columns, const std::vector<std::int64_t>& shape) {
+  const auto experts = static_cast<std::size_t>(shape[0]), of_one = columns.size() / experts;
+  std::vector<float> all(columns.size());
+  for (std::size_t i = 0; i < of_one; ++i)
+    for (std::size_t expert = 0; expert < experts; ++expert) all[expert * of_one + i] = columns[i * experts + expert];
+  return all;
+}
+// The other way.
+std::vector<float> expert_beside_expert(const std::vector<float>& all, const std::vector<std::int64_t>& shape) {
+  const auto experts = static_cast<std::size_t>(shape[0]), of_one = all.size() / experts;
+  std::vector<float> columns(all.size());
+  for (std::size_t i = 0; i < of_one; ++i)
+    for (std::size_t expert = 0; expert < experts; ++expert) columns[i * experts + expert] = all[expert * of_one + i];
+  return columns;
+}
+
 }  // namespace
 
 AdapterFolder open_adapter(const fs::path& folder) {
@@ -46,11 +63,34 @@ AdapterFolder open_adapter(const fs::path& folder) {
           .weights = std::make_shared<const Checkpoint>(Checkpoint::open_file(folder, kWeights))};
 }
 
-// As it is called there.
+void AdapterReader::read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+  const std::string name = name_beside_base(tensor);
+  first += static_cast<std::uint64_t>(tensor.first_element());
+  if (!is_expert_adapter(tensor) || adapter_part(tensor) != AdapterPart::b) return weights_->read_f32(name, first, out);
+  const std::lock_guard lock(mutex_);
+  if (name_ != name) {
+    const std::vector<std::int64_t> shape = tensor.checkpoint_shape();
+    name_.clear();
+    factor_.clear();
+    std::vector<float> there(static_cast<std::size_t>(shape[0] * shape[1] * shape[2]));
+    weights_->read_f32(name, 0, there);
+    factor_ = expert_after_expert(there, shape);
+    name_ = name;
+  }
+  std::copy_n(factor_.begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
+}
+
+namespace {
+
+// A tensor of the model as it lies there.
 TensorSpec beside_base(TensorSpec tensor) {
   tensor.name = name_beside_base(tensor);
+  tensor.shape = shape_beside_base(tensor);
+  tensor.all_rows = 0;
   return tensor;
 }
+
+}  // namespace
 
 // What the folder of `spec`'s adapters has.
 void check_adapters(const ModelSpec& spec, const Checkpoint& weights) {
@@ -73,7 +113,8 @@ std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs:
     TensorHeader header;
     std::vector<std::pair<int, int>> parts;  // unit and tensor: rows one after the other, or
     bool columns = false;                    // B and B0, or
-    bool sum = false;                        // what is added to lengths, and these
+    bool sum = false;                        // what is added to lengths, and these, or
+    std::vector<std::int64_t> experts = {};  // B of experts: its shape in the model
   };
   std::vector<Tensor> tensors;
   for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
@@ -83,13 +124,14 @@ std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs:
       if (name.empty()) continue;
       auto found = std::ranges::find_if(tensors, [&](const Tensor& each) { return each.header.name == name; });
       if (found == tensors.end())
-        found = tensors.insert(found, {{.name = name, .dtype = Dtype::f32, .shape = tensor.checkpoint_shape()}, {}});
+        found = tensors.insert(found, {{.name = name, .dtype = Dtype::f32, .shape = shape_beside_base(tensor)}, {}});
       found->parts.emplace_back(static_cast<int>(unit), static_cast<int>(index));
       const AdapterPart part = adapter_part(tensor);
       if (part == AdapterPart::initial_a) found->header.shape[0] += tensor.shape[0];
       if (part == AdapterPart::initial_b) found->header.shape[1] += tensor.shape[1];
       found->columns = part == AdapterPart::initial_b;
       found->sum = part == AdapterPart::initial_magnitude;
+      if (is_expert_adapter(tensor) && part == AdapterPart::b) found->experts = tensor.checkpoint_shape();
     }
   if (const std::string head = tied_name_beside_base(spec); !head.empty()) {
     const std::string table = name_beside_base(spec.units.front().tensors.front());
@@ -104,6 +146,16 @@ std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs:
   }
   CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{});
   for (const Tensor& tensor : tensors) {
+    if (!tensor.experts.empty()) {
+      std::vector<float> all;
+      for (const auto& part : tensor.parts) {
+        const std::vector<float> some = whole(master, part);
+        all.insert(all.end(), some.begin(), some.end());
+      }
+      const std::vector<float> columns = expert_beside_expert(all, tensor.experts);
+      writer.write(std::as_bytes(std::span(columns)));
+      continue;
+    }
     if (!tensor.columns && !tensor.sum) {
       for (const auto& [unit, index] : tensor.parts)
         master(unit, index, [&](std::span<const float> values) { writer.write(std::as_bytes(values)); });

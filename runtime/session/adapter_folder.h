@@ -3,6 +3,10 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
 
 #include "runtime/checkpoint/safetensors.h"
 #include "runtime/spec/adapters.h"
@@ -18,8 +22,21 @@ struct AdapterFolder {
 AdapterFolder open_adapter(const std::filesystem::path& folder);
 // Throws Exception (kind input) unless `weights` are all that the folder of `spec`'s adapters has.
 void check_adapters(const ModelSpec& spec, const Checkpoint& weights);
-// A tensor of a model with adapters, as it is called there.
-TensorSpec beside_base(TensorSpec tensor);
+
+// The values of a model's adapters, and of what is trained whole beside them, in such a folder. Holds all of a factor B
+// of experts at a time, in fp32, and once more while it is read.
+class AdapterReader {
+ public:
+  explicit AdapterReader(std::shared_ptr<const Checkpoint> weights) : weights_(std::move(weights)) {}
+  // Elements [first, first + out.size()) of a tensor of the model. Any thread may call it.
+  void read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out);
+
+ private:
+  const std::shared_ptr<const Checkpoint> weights_;
+  std::mutex mutex_;
+  std::string name_;           // of the factor
+  std::vector<float> factor_;  // expert after expert
+};
 
 // Hands `use` the fp32 master of a tensor of the specification's units, in order.
 using MasterOf = std::function<void(int unit, int tensor, const UseMaster& use)>;

@@ -57,11 +57,10 @@ Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_
 
 Model with_adapters(const Model& base, const fs::path& folder) {
   const AdapterFolder adapter = open_adapter(folder);
-  Model model =
-      adapted(base, adapter.config,
-              [weights = adapter.weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-                weights->read_f32(beside_base(tensor), first, out);
-              });
+  Model model = adapted(
+      base, adapter.config,
+      [values = std::make_shared<AdapterReader>(adapter.weights)](
+          const TensorSpec& tensor, std::uint64_t first, std::span<float> out) { values->read(tensor, first, out); });
   check_adapters(model.spec(), *adapter.weights);
   return adapter.config.dora ? with_lengths(std::move(model), base, false) : model;
 }

@@ -2,11 +2,13 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <map>
 
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/source_folder.h"
 #include "runtime/session/adapter_folder.h"
 #include "runtime/session/session_impl.h"
+#include "runtime/spec/expert_parameters.h"
 
 namespace tierflow {
 namespace {
@@ -41,42 +43,85 @@ Merge open_merge(const fs::path& base, const AdapterConfig& config, const std::s
   return merge;
 }
 
-// What is added to a weight: left @ right * scale; undefined where it has no adapter. Then its rows (columns, where it
+// What is added to a matrix: left @ right * scale; undefined where it has no adapter. Then its rows (columns, where it
 // is [in, out]) are brought to lengths, where these are defined.
 struct Addend {
   torch::Tensor left, right, lengths;
   double scale = 1;
 };
 
-Addend addend_of(const UnitSpec& unit, const TensorSpec& weight, bool transposed, const AdapterValues& values) {
-  torch::Tensor a, b, lengths;
-  double scale = 1;
-  for (const TensorSpec& factor : unit.tensors) {
-    if (!is_adapter(factor) || linear_module(factor) != linear_module(weight)) continue;
-    const AdapterPart part = adapter_part(factor);
-    const torch::Tensor factors = whole(factor, values);
-    if (part == AdapterPart::a) a = factors;
-    if (part == AdapterPart::b) b = factors;
-    if (part == AdapterPart::b) scale = factor.scale;
-    if (part == AdapterPart::initial_a) a = torch::cat({a, factors}, 0);
-    if (part == AdapterPart::initial_b) b = torch::cat({b, -factors}, 1);
-    if (part == AdapterPart::magnitude) lengths = factors;
-    if (part == AdapterPart::initial_magnitude) lengths = lengths + factors;
-  }
-  if (!a.defined()) return {};
-  if (transposed) return {.left = a.t().contiguous(), .right = b.t().contiguous(), .lengths = lengths, .scale = scale};
-  return {.left = b, .right = a, .lengths = lengths, .scale = scale};
-}
+// The adapters of one unit. Holds the factors that were asked for.
+class UnitAdapters {
+ public:
+  UnitAdapters(const ModelSpec& spec, const UnitSpec& unit, const AdapterValues& values)
+      : spec_(spec), unit_(unit), values_(values) {}
 
-// Pieces of one weight with its adapter added, rows [row, row + count) each.
+  // Of each matrix of a weight: of a linear layer's one, or of all experts that lie in it.
+  std::vector<Addend> of(const TensorSpec& weight) {
+    if (const std::optional<ExpertPart> part = expert_part(spec_.config, weight)) return of_experts(*part);
+    const Addend addend = factors(linear_module(weight));
+    return {has_transposed_weights(spec_) ? transposed(addend) : addend};
+  }
+
+ private:
+  static Addend transposed(const Addend& of) {
+    if (!of.left.defined()) return of;
+    return {
+        .left = of.right.t().contiguous(), .right = of.left.t().contiguous(), .lengths = of.lengths, .scale = of.scale};
+  }
+
+  // B and A, with what stands beside them.
+  const Addend& factors(const std::string& path) {
+    const auto [found, is_new] = held_.try_emplace(path);
+    Addend& addend = found->second;
+    if (!is_new || path.empty()) return addend;
+    torch::Tensor &a = addend.right, &b = addend.left, &lengths = addend.lengths;
+    for (const TensorSpec& factor : unit_.tensors) {
+      if (!is_adapter(factor) || linear_module(factor) != path) continue;
+      const AdapterPart part = adapter_part(factor);
+      const torch::Tensor values = whole(factor, values_);
+      if (part == AdapterPart::a) a = values;
+      if (part == AdapterPart::b) b = values;
+      if (part == AdapterPart::b) addend.scale = factor.scale;
+      if (part == AdapterPart::initial_a) a = torch::cat({a, values}, 0);
+      if (part == AdapterPart::initial_b) b = torch::cat({b, -values}, 1);
+      if (part == AdapterPart::magnitude) lengths = values;
+      if (part == AdapterPart::initial_magnitude) lengths = lengths + values;
+    }
+    return addend;
+  }
+
+  std::vector<Addend> of_experts(const ExpertPart& part) {
+    const Addend& all = factors(part.parameter);
+    std::vector<Addend> addends(static_cast<std::size_t>(part.experts));
+    if (!all.left.defined()) return addends;
+    for (std::int64_t i = 0; i < part.experts; ++i) {
+      const Addend one{.left = all.left.select(0, part.expert + i).narrow(0, part.row, part.rows),
+                       .right = all.right.select(0, part.expert + i),
+                       .lengths = {},
+                       .scale = all.scale};
+      addends[static_cast<std::size_t>(i)] = spec_.config.experts.transposed ? transposed(one) : one;
+    }
+    return addends;
+  }
+
+  const ModelSpec& spec_;
+  const UnitSpec& unit_;
+  const AdapterValues& values_;
+  std::map<std::string, Addend> held_;  // by what they stand beside
+};
+
+// Pieces of one weight with its adapters added, rows [row, row + count) of one of its matrices each.
 class Sum {
  public:
-  Sum(const Checkpoint& base, const TensorSpec& tensor, const Addend& addend, bool transposed)
-      : base_(base), tensor_(tensor), addend_(addend), transposed_(transposed) {
+  Sum(const Checkpoint& base, const TensorSpec& tensor, const std::vector<Addend>& addends, bool transposed)
+      : base_(base), tensor_(tensor), addends_(addends), transposed_(transposed) {
     // Where nothing is added, any cut will do.
-    rows_ = addend.left.defined() ? tensor.shape.front() : tensor.elements();
-    columns_ = rows_ == 0 ? 0 : tensor.elements() / rows_;
-    if (addend.lengths.defined() && transposed) {
+    const auto matrices = static_cast<std::int64_t>(addends.size());
+    const bool added = addends.front().left.defined();
+    rows_ = added ? tensor.shape[tensor.shape.size() - 2] : tensor.elements() / matrices;
+    columns_ = rows_ == 0 ? 0 : tensor.elements() / matrices / rows_;
+    if (addends.front().lengths.defined() && transposed) {
       torch::Tensor squares = torch::zeros({columns_}, torch::kFloat64);
       each([&](std::int64_t, const torch::Tensor& piece) { squares += piece.to(torch::kFloat64).square_().sum(0); });
       lengths_now_ = squares.sqrt_().to(torch::kFloat32);
@@ -85,21 +130,26 @@ class Sum {
 
   void each(const std::function<void(std::int64_t row, const torch::Tensor& piece)>& use) const {
     const std::int64_t step = std::max<std::int64_t>(1, kPieceElements / std::max<std::int64_t>(columns_, 1));
-    for (std::int64_t row = 0; row < rows_; row += step) {
-      const std::int64_t count = std::min(step, rows_ - row);
-      torch::Tensor piece = torch::empty({count, columns_}, torch::kFloat32);
-      base_.read_f32(tensor_, static_cast<std::uint64_t>(row * columns_),
-                     {piece.data_ptr<float>(), static_cast<std::size_t>(piece.numel())});
-      if (addend_.left.defined()) piece.addmm_(addend_.left.narrow(0, row, count), addend_.right, 1, addend_.scale);
-      use(row, piece);
+    std::int64_t before = 0;
+    for (const Addend& addend : addends_) {
+      for (std::int64_t row = 0; row < rows_; row += step) {
+        const std::int64_t count = std::min(step, rows_ - row);
+        torch::Tensor piece = torch::empty({count, columns_}, torch::kFloat32);
+        base_.read_f32(tensor_, static_cast<std::uint64_t>((before + row) * columns_),
+                       {piece.data_ptr<float>(), static_cast<std::size_t>(piece.numel())});
+        if (addend.left.defined()) piece.addmm_(addend.left.narrow(0, row, count), addend.right, 1, addend.scale);
+        use(row, piece);
+      }
+      before += rows_;
     }
   }
 
   // Brings them to their lengths.
   void scale(std::int64_t row, torch::Tensor piece) const {
-    if (!addend_.lengths.defined()) return;
+    const torch::Tensor& lengths = addends_.front().lengths;
+    if (!lengths.defined()) return;
     const torch::Tensor now = transposed_ ? lengths_now_ : torch::linalg_vector_norm(piece, 2, {1});
-    const torch::Tensor wanted = transposed_ ? addend_.lengths : addend_.lengths.narrow(0, row, piece.size(0));
+    const torch::Tensor wanted = transposed_ ? lengths : lengths.narrow(0, row, piece.size(0));
     const torch::Tensor gain = wanted / now.clamp_min(1e-30);
     piece.mul_(transposed_ ? gain : gain.unsqueeze(1));
   }
@@ -107,10 +157,10 @@ class Sum {
  private:
   const Checkpoint& base_;
   const TensorSpec& tensor_;
-  const Addend& addend_;
+  const std::vector<Addend>& addends_;  // of each of its matrices
   const bool transposed_;
-  std::int64_t rows_ = 1, columns_ = 1;
-  torch::Tensor lengths_now_;  // of the columns
+  std::int64_t rows_ = 1, columns_ = 1;  // of one
+  torch::Tensor lengths_now_;            // of the columns
 };
 
 // Writes the model with the adapters added to its weights, in fp32, rounded to bf16 once, and with the modules that
@@ -136,7 +186,8 @@ std::string write_merged(const Merge& merge, const AdapterValues& values, const 
     done += static_cast<std::uint64_t>(piece.numel());
     if (progress) progress("adding adapters", done, total);
   };
-  for (const UnitSpec& unit : spec.units)
+  for (const UnitSpec& unit : spec.units) {
+    UnitAdapters adapters(spec, unit, values);
     for (const TensorSpec& tensor : unit.tensors) {
       if (is_adapter(tensor)) continue;
       if (tensor.trainable) {
@@ -145,13 +196,14 @@ std::string write_merged(const Merge& merge, const AdapterValues& values, const 
         });
         continue;
       }
-      const Addend addend = addend_of(unit, tensor, transposed, values);
-      const Sum sum(*merge.base, tensor, addend, transposed);
+      const std::vector<Addend> addends = adapters.of(tensor);
+      const Sum sum(*merge.base, tensor, addends, transposed);
       sum.each([&](std::int64_t row, const torch::Tensor& piece) {
         sum.scale(row, piece);
         write(tensor, piece);
       });
     }
+  }
   merge.source.write(writer, {}, progress);
   writer.finish(merge.source.config_json());
   return writer.not_finite();
@@ -164,6 +216,7 @@ std::string merge_adapter(const fs::path& base, const fs::path& adapter, const f
   const AdapterFolder found = open_adapter(adapter);
   const Merge merge = open_merge(base, found.config, as);
   check_adapters(merge.spec, *found.weights);
+  AdapterReader reader(found.weights);
   return write_merged(
       merge,
       [&](const TensorSpec& tensor, const UseMaster& use) {
@@ -173,7 +226,7 @@ std::string merge_adapter(const fs::path& base, const fs::path& adapter, const f
         const bool none = adapter_part(tensor) == AdapterPart::initial_magnitude;
         for (std::uint64_t first = 0; first < elements; first += part.size()) {
           const std::span<float> values(part.data(), std::min<std::uint64_t>(part.size(), elements - first));
-          if (!none) found.weights->read_f32(beside_base(tensor), first, values);
+          if (!none) reader.read(tensor, first, values);
           use(values);
         }
       },

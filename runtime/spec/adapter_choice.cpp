@@ -27,6 +27,12 @@ bool name_fits(std::string_view module, std::string_view name) {
          (module.ends_with(name) && module.size() > name.size() && module[module.size() - name.size() - 1] == '.');
 }
 
+std::string exactly(const std::string& path) {
+  std::string expression;
+  for (const char c : path) expression += c == '.' ? std::string("\\.") : std::string(1, c);
+  return expression;
+}
+
 std::vector<std::string> module_paths(const ModelSpec& spec, const std::string& module) {
   constexpr std::string_view text = "model.";
   if (spec.wrapper.empty() || !module.starts_with(text)) return {module};
@@ -38,9 +44,19 @@ AdapterChoice::AdapterChoice(const ModelSpec& spec, const AdapterConfig& config)
 
 bool AdapterChoice::wants(const std::string& module, std::int64_t layer) const {
   const std::vector<std::string> paths = module_paths(spec_, module);
+  if (config_.parameters_alone) return false;
   const bool all = !target_ && config_.targets.empty();
   return (all || any_fits(paths, target_, config_.targets)) && !any_fits(paths, exclude_, config_.exclude) &&
          (config_.layers.empty() || std::ranges::find(config_.layers, layer) != config_.layers.end());
+}
+
+bool AdapterChoice::wants_parameter(const std::string& path) const {
+  return any_fits(module_paths(spec_, path), {}, config_.parameters);
+}
+
+std::string AdapterChoice::patterned(const std::string& path) const {
+  const std::string weight = path + ".weight";
+  return wants_parameter(weight) ? weight : path;
 }
 
 template <class Value>

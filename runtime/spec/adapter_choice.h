@@ -16,6 +16,9 @@ namespace tierflow {
 // Whether the module's path is that name or ends with "." and it.
 bool name_fits(std::string_view module, std::string_view name);
 
+// A regular expression that fits this path alone.
+std::string exactly(const std::string& path);
+
 // The path of a module in its text model; and last the one in the model of text and other things that it lies within,
 // where it does.
 std::vector<std::string> module_paths(const ModelSpec& spec, const std::string& module);
@@ -28,6 +31,11 @@ class AdapterChoice {
 
   // Whether a module in this block is to have an adapter.
   bool wants(const std::string& module, std::int64_t layer) const;
+  // Whether a parameter is, by its path. That of a linear layer is its module's path and ".weight".
+  bool wants_parameter(const std::string& path) const;
+  // What patterns of ranks and alphas see of a module or parameter: its path, or that of its weight if it is meant.
+  std::string patterned(const std::string& path) const;
+  // Of what patterns see.
   std::int64_t rank(const std::string& module);
   double alpha(const std::string& module);
 

@@ -136,25 +136,27 @@ std::string adapter_config_json(const AdapterConfig& config, bool transposed) {
   const auto modules = [&](const std::string& pattern, const std::vector<std::string>& names) {
     return pattern.empty() ? list(names) : Json(pattern);
   };
-  Json json{{"peft_type", "LORA"},
-            {"task_type", "CAUSAL_LM"},
-            {"base_model_name_or_path", nullptr},
-            {"inference_mode", true},
-            {"r", config.rank},
-            {"lora_alpha", number(config.alpha)},
-            {"lora_dropout", config.dropout},
-            {"use_rslora", config.rank_stabilised},
-            {"use_dora", config.dora},
-            {"bias", "none"},
-            {"fan_in_fan_out", transposed},
-            {"init_lora_weights", config.init == AdapterInit::standard ? Json(true) : Json(adapter_init_name(config))},
-            {"modules_to_save", list(config.saved)},
-            {"ensure_weight_tying", config.ties_saved},
-            {"target_modules", modules(config.target_pattern, config.targets)},
-            {"exclude_modules", modules(config.exclude_pattern, config.exclude)},
-            {"layers_to_transform", list(config.layers)},
-            {"rank_pattern", patterns(config.rank_pattern, [](std::int64_t rank) { return Json(rank); })},
-            {"alpha_pattern", patterns(config.alpha_pattern, number)}};
+  Json json{
+      {"peft_type", "LORA"},
+      {"task_type", "CAUSAL_LM"},
+      {"base_model_name_or_path", nullptr},
+      {"inference_mode", true},
+      {"r", config.rank},
+      {"lora_alpha", number(config.alpha)},
+      {"lora_dropout", config.dropout},
+      {"use_rslora", config.rank_stabilised},
+      {"use_dora", config.dora},
+      {"bias", "none"},
+      {"fan_in_fan_out", transposed},
+      {"init_lora_weights", config.init == AdapterInit::standard ? Json(true) : Json(adapter_init_name(config))},
+      {"modules_to_save", list(config.saved)},
+      {"ensure_weight_tying", config.ties_saved},
+      {"target_modules", config.parameters_alone ? Json::array() : modules(config.target_pattern, config.targets)},
+      {"exclude_modules", modules(config.exclude_pattern, config.exclude)},
+      {"layers_to_transform", list(config.layers)},
+      {"rank_pattern", patterns(config.rank_pattern, [](std::int64_t rank) { return Json(rank); })},
+      {"alpha_pattern", patterns(config.alpha_pattern, number)}};
+  if (!config.parameters.empty()) json["target_parameters"] = config.parameters;
   if (config.init == AdapterInit::galore)
     json["galore"] = {{"update_gap", config.windows.steps}, {"scale", config.windows.scale}};
   return json.dump(2) + "\n";
@@ -167,9 +169,8 @@ AdapterConfig parse_adapter_config(const std::string& json, const std::string& w
   const JsonFields fields(object, where);
   if (const std::string type = fields.text_or("peft_type", ""); type != "LORA")
     fields.fail("peft_type", fmt::format("is \"{}\"; only \"LORA\" can be read", printable(type)));
-  for (const char* name :
-       {"bias", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices", "use_qalora",
-        "use_bdlora", "alora_invocation_tokens", "kasa_config", "monteclora_config", "arrow_config"})
+  for (const char* name : {"bias", "lora_bias", "layer_replication", "trainable_token_indices", "use_qalora",
+                           "use_bdlora", "alora_invocation_tokens", "kasa_config", "monteclora_config", "arrow_config"})
     refuse(fields, name);
   AdapterConfig config{.rank = fields.integer_or("r", 8, 1, 4096),
                        .alpha = fields.number_or("lora_alpha", 8, 0, 1e9),
@@ -184,6 +185,12 @@ AdapterConfig parse_adapter_config(const std::string& json, const std::string& w
   }
   read_modules(fields, "target_modules", config.targets, config.target_pattern);
   read_modules(fields, "exclude_modules", config.exclude, config.exclude_pattern);
+  if (const Json* parameters = fields.find("target_parameters"); parameters != nullptr) {
+    if (!parameters->is_array()) fields.fail("target_parameters", "is no list of names");
+    config.parameters = names_of(fields, "target_parameters", *parameters);
+    const Json* modules = fields.find("target_modules");
+    config.parameters_alone = !config.parameters.empty() && (modules == nullptr || modules->empty());
+  }
   if (!(config.alpha > 0)) fields.fail("lora_alpha", "must be above 0");
   if (config.dropout >= 1) fields.fail("lora_dropout", "must be below 1");
   const auto in_order = nlohmann::ordered_json::parse(json);

@@ -44,6 +44,11 @@ struct AdapterConfig {
   std::vector<std::string> targets, exclude;
   // In their place: a regular expression (ECMAScript) for the whole path.
   std::string target_pattern, exclude_pattern;
+  // target_parameters: parameters of experts (expert_parameters.h) that have adapters, named as modules are. What
+  // chooses among modules (exclude, layers) says nothing of them. They have neither dropout nor a magnitude, and begin
+  // as `standard`.
+  std::vector<std::string> parameters;
+  bool parameters_alone = false;     // no linear layer has one
   std::vector<std::int64_t> layers;  // numbers of blocks; none: all
   // By regular expression for the path or what follows a "." in it; the first that fits counts.
   std::vector<std::pair<std::string, std::int64_t>> rank_pattern;

@@ -13,6 +13,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/spec/adapter_choice.h"
+#include "runtime/spec/expert_adapters.h"
 #include "runtime/spec/name_pattern.h"
 
 namespace tierflow {
@@ -128,40 +129,44 @@ void check(const AdapterConfig& config) {
     fail_usage("projected gradients have no dropout, no scale of adapters, and train whole what is not projected");
   if (config.dora && config.init != AdapterInit::standard)
     fail_usage("adapters with a magnitude (DoRA) begin as \"default\", not with factors of the base");
+  check_expert_adapters(config);
   if (!(config.dropout >= 0 && config.dropout < 1))
     fail_usage(fmt::format("an adapter's dropout is {}; it must be at least 0 and below 1", config.dropout));
 }
 
-// A regular expression that fits this path alone.
-std::string exactly(const std::string& path) {
-  std::string expression;
-  for (const char c : path) expression += c == '.' ? std::string("\\.") : std::string(1, c);
-  return expression;
-}
-
-// The same choice by the paths of modules in the whole model: no other part of it has one of them.
+// The same choice by the paths of modules in the whole model: no other part of it has one of them. Modules that PEFT
+// would take for others are named by their weights.
 void name_each_module(const ModelSpec& spec, AdapterConfig& config) {
   AdapterConfig named = config;
   named.targets.clear();
   named.exclude.clear();
   named.layers.clear();
+  named.parameters.clear();
   named.rank_pattern.clear();
   named.alpha_pattern.clear();
   named.target_pattern = named.exclude_pattern = "";
   std::erase_if(named.saved, [](const std::string& name) { return name != kHead; });
   AdapterChoice choice(spec, config);
+  const bool apart = config.dropout == 0 && !config.dora;
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
       if (!is_adapter(tensor) && tensor.trainable) {
         std::string saved = module_paths(spec, module_of(name_in_model(tensor.name))).back();
         if (std::ranges::find(named.saved, saved) == named.saved.end()) named.saved.push_back(std::move(saved));
       }
-      if (adapter_part(tensor) != AdapterPart::a) continue;
-      const std::string module = linear_module(tensor), path = module_paths(spec, module).back();
-      named.targets.push_back(path);
-      if (choice.rank(module) != config.rank) named.rank_pattern.emplace_back(exactly(path), choice.rank(module));
-      if (choice.alpha(module) != config.alpha) named.alpha_pattern.emplace_back(exactly(path), choice.alpha(module));
+      if (adapter_part(tensor) != AdapterPart::a || tensor.first_row != 0) continue;
+      const std::string module = linear_module(tensor);
+      const bool by_weight = !is_expert_adapter(tensor) && ((apart && is_taken_for_expert(spec.config, module)) ||
+                                                            choice.wants_parameter(module + ".weight"));
+      const std::string path =
+          fmt::format("{}{}", module_paths(spec, module).back(), by_weight ? kWeight : std::string_view());
+      (by_weight || is_expert_adapter(tensor) ? named.parameters : named.targets).push_back(path);
+      const std::string patterned = choice.patterned(module);
+      if (choice.rank(patterned) != config.rank) named.rank_pattern.emplace_back(exactly(path), choice.rank(patterned));
+      if (choice.alpha(patterned) != config.alpha)
+        named.alpha_pattern.emplace_back(exactly(path), choice.alpha(patterned));
     }
+  named.parameters_alone = named.targets.empty();
   config = std::move(named);
 }
 
@@ -177,6 +182,10 @@ bool is_adapter(const TensorSpec& tensor) {
   return adapter_part(tensor) != AdapterPart::none;
 }
 
+bool is_expert_adapter(const TensorSpec& tensor) {
+  return is_adapter(tensor) && tensor.part == Part::expert;
+}
+
 bool has_transposed_weights(const ModelSpec& spec) {
   return spec.config.family == Family::gpt2;  // Conv1D
 }
@@ -185,7 +194,10 @@ std::string linear_module(const TensorSpec& tensor) {
   std::string_view name = tensor.name;
   if (is_adapter(tensor)) {
     name.remove_prefix(kPrefix.size());
-    return std::string(name.substr(0, name.rfind(".lora_")));
+    std::string path(name.substr(0, name.rfind(".lora_")));
+    if (const std::size_t inner = path.find(kInnerWrapper); is_expert_adapter(tensor) && inner != std::string::npos)
+      path.erase(inner, kInnerWrapper.size());
+    return path;
   }
   const bool matrix = tensor.shape.size() == 2 && tensor.decays;  // norms of heads do not
   if (!matrix || !name.ends_with(kWeight) || tensor.part != Part::plain) return {};
@@ -198,8 +210,19 @@ std::string name_beside_base(const TensorSpec& tensor) {
   if (part == AdapterPart::initial_a) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kA);
   if (part == AdapterPart::initial_b) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kB);
   if (part == AdapterPart::initial_magnitude) return fmt::format("{}{}{}", kPrefix, linear_module(tensor), kM);
+  if (is_expert_adapter(tensor)) {  // PEFT does not name the parameter
+    const std::size_t end = tensor.name.rfind(".lora_"), dot = tensor.name.rfind('.', end - 1);
+    return tensor.name.substr(0, dot) + tensor.name.substr(end);
+  }
   if (part != AdapterPart::none) return tensor.name;
   return tensor.trainable ? std::string(kPrefix) + name_in_model(tensor.name) : "";
+}
+
+std::vector<std::int64_t> shape_beside_base(const TensorSpec& tensor) {
+  const std::vector<std::int64_t> shape = tensor.checkpoint_shape();
+  if (!is_expert_adapter(tensor)) return shape;
+  if (adapter_part(tensor) == AdapterPart::a) return {shape[0] * shape[1], shape[2]};
+  return {shape[1], shape[2] * shape[0]};
 }
 
 void check_first_factors(const ModelSpec& spec) {
@@ -247,7 +270,7 @@ std::string name_in_whole_model(const ModelSpec& spec, const std::string& name) 
 
 std::string adapter_config_beside_base(const ModelSpec& spec) {
   AdapterConfig config = parse_adapter_config(spec.adapter_config_json, "the model's adapters");
-  if (!spec.wrapper.empty()) name_each_module(spec, config);
+  if (!spec.wrapper.empty() || has_layers_taken_for_experts(spec)) name_each_module(spec, config);
   return adapter_config_json(joined_with_first(std::move(config)), has_transposed_weights(spec));
 }
 
@@ -257,7 +280,8 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   Saved saved(spec, config.saved);
   const bool transposed = has_transposed_weights(spec), windows = config.init == AdapterInit::galore;
   std::set<std::string> names;
-  std::set<std::string> unused(config.targets.begin(), config.targets.end());
+  std::set<std::string> unused(config.targets.begin(), config.targets.end()),
+      unused_parameters(config.parameters.begin(), config.parameters.end());
   AdapterConfig written = config;
   written.ties_saved = false;
   std::map<std::size_t, std::int64_t> blocks;  // of units
@@ -273,10 +297,19 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
       const std::string module = block == blocks.end() ? "" : linear_module(tensor);
       if (!module.empty()) {
         names.insert(last_name(module));
-        for (const std::string& path : module_paths(spec, module))
+        for (const std::string& path : module_paths(spec, module)) {
           std::erase_if(unused, [&](const std::string& target) { return name_fits(path, target); });
+          std::erase_if(unused_parameters, [&](const std::string& name) { return name_fits(path + ".weight", name); });
+        }
       }
-      const bool wanted = !module.empty() && choice.wants(module, block->second) && (!windows || tensor.trainable);
+      const bool by_weight = !module.empty() && choice.wants_parameter(module + ".weight"),
+                 by_module = !module.empty() && choice.wants(module, block->second);
+      if (by_weight && transposed)
+        fail_usage(
+            fmt::format("{}.weight is [inputs, outputs]: name the module as a target, not its parameter", module));
+      if (by_weight && by_module)
+        fail_usage(fmt::format("{} is a target both as a module and by its weight, as a parameter", module));
+      const bool wanted = (by_weight || by_module) && (!windows || tensor.trainable);
       if (!windows) {
         tensor.trainable = saved.wants(tensor, wanted);
         if (tensor.trainable) tensor.format = WeightFormat::bf16;
@@ -284,8 +317,8 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
       }
       if (!wanted || (tensor.trainable && !windows)) continue;
       const std::int64_t in = tensor.shape[transposed ? 0 : 1], out = tensor.shape[transposed ? 1 : 0];
-      const std::int64_t rank = choice.rank(module);
-      const double alpha = choice.alpha(module);
+      const std::int64_t rank = choice.rank(choice.patterned(module));
+      const double alpha = choice.alpha(choice.patterned(module));
       const auto wide = static_cast<double>(rank);
       const std::string role = without_weight(tensor.role);
       const auto add = [&](std::string_view part, std::vector<std::int64_t> shape) -> TensorSpec& {
@@ -328,9 +361,10 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
         lengths.trainable = false;
         lengths.format = WeightFormat::fp32;
       }
-      modules.push_back(module);
+      if (by_module) modules.push_back(module);
     }
   }
+  add_expert_adapters(spec, config, choice, std::move(unused_parameters));
   if (!unused.empty())
     fail_usage(fmt::format("no linear layer is called {}: this model has {}",
                            printable(fmt::format("{}", fmt::join(unused, " or ")), 200), fmt::join(names, ", ")));
@@ -339,7 +373,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   for (const std::int64_t layer : config.layers)
     if (layer < 0 || layer >= spec.config.layers)
       fail_usage(fmt::format("there is no layer {} to adapt: the model's are 0 to {}", layer, spec.config.layers - 1));
-  if (modules.empty())
+  if (modules.empty() && !config.parameters_alone)
     fail_usage(fmt::format("no linear layer is left to adapt: this model has {}", fmt::join(names, ", ")));
   if (written.ties_saved && !config.ties_saved)
     fail_usage(
@@ -352,7 +386,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
     written.targets = modules;
     written.target_pattern.clear();
     written.layers.clear();
-  } else if (config.target_pattern.empty() && config.targets.empty()) {
+  } else if (config.target_pattern.empty() && config.targets.empty() && !config.parameters_alone) {
     written.targets.assign(names.begin(), names.end());
   }
   spec.config.adapter_dropout = config.dropout;

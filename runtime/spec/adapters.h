@@ -12,8 +12,8 @@
 
 namespace tierflow {
 
-// An adapter beside each linear layer that `config` names: A uniform in +-1/sqrt(in), B zero, unless their first values
-// come from the base; then these stand beside them, frozen. The modules that it saves
+// An adapter beside each linear layer and each parameter of experts that `config` names: A uniform in +-1/sqrt(in), B
+// zero, unless their first values come from the base; then these stand beside them, frozen. The modules that it saves
 // are trained, everything else is frozen. With galore what is trainable stays so, but that a named layer's weight is
 // trained through one factor: the other one, on the weight's shorter side, is the projector. Both begin with zeros.
 // Throws Exception (kind usage) for numbers out of range, for a name that fits
@@ -30,7 +30,7 @@ std::vector<std::string> plain_beside(const ModelSpec& spec, WeightFormat format
                                       const std::function<bool(const std::string& name, WeightFormat format)>& has);
 
 // The module that a tensor belongs to, as transformers names it, if the tensor is a linear layer's weight in a block;
-// else empty. Of an adapter's tensor: its layer's.
+// else empty. Of an adapter's tensor: its layer's, or the path of the parameter of experts that it is for.
 std::string linear_module(const TensorSpec& tensor);
 
 // Whether linear layers have [in, out].
@@ -42,6 +42,8 @@ bool has_transposed_weights(const ModelSpec& spec);
 enum class AdapterPart : std::uint8_t { none, a, b, initial_a, initial_b, magnitude, initial_magnitude };
 AdapterPart adapter_part(const TensorSpec& tensor);
 bool is_adapter(const TensorSpec& tensor);
+// Whether it is a factor of each of some experts: A [experts, rank, in], B [experts, out, rank].
+bool is_expert_adapter(const TensorSpec& tensor);
 
 // Throws Exception (kind usage) where adapters begin with more factors of a weight than it has: their rank is above its
 // smaller side, or twice their rank where they begin with a gradient's.
@@ -57,6 +59,9 @@ bool is_written_beside_base(const ModelSpec& spec);
 // of modules that are trained whole. Else empty. First values have the name of the factor that they are a part of:
 // A stands above A0, B left of -B0; and the magnitude there is the sum of both.
 std::string name_beside_base(const TensorSpec& tensor);
+// The shape of the whole tensor there, but for first values. Of all experts it is A [experts * rank, in], expert after
+// expert, and B [out, rank * experts], where neighbouring columns belong to neighbouring experts.
+std::vector<std::int64_t> shape_beside_base(const TensorSpec& tensor);
 
 // The name of the head there, of a model whose tied embedding is trained beside adapters: PEFT writes it a second time.
 // Else empty.

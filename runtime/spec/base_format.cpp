@@ -15,8 +15,9 @@ void for_each_base_weight(Spec& spec, Use use) {
   for (const StageSpec& stage : spec.stages) {
     if (stage.block < 0) continue;
     for (auto& tensor : spec.units[static_cast<std::size_t>(stage.units.front())].tensors) {
+      if (is_adapter(tensor)) continue;
       const bool of_expert = tensor.part == Part::expert && tensor.decays;  // a matrix, not biases
-      if (of_expert || (!is_adapter(tensor) && !linear_module(tensor).empty())) use(tensor);
+      if (of_expert || !linear_module(tensor).empty()) use(tensor);
     }
   }
 }

@@ -291,3 +291,81 @@ def test_magnitudes_are_those_of_peft(family, tmp_path):
     merged, expected = plain(tmp_path / "merged").state_dict(), model.merge_and_unload().state_dict()
     for name, value in expected.items():
         assert (merged[name] - value).abs().max() <= 2**-8 * value.abs().max(), name
+
+
+MIXTURES = {
+    "mixtral": lambda **more: transformers.MixtralConfig(**SMALL, **more, num_key_value_heads=2, intermediate_size=48, num_local_experts=4),
+    "qwen3_moe": lambda **more: transformers.Qwen3MoeConfig(**SMALL, **more, num_key_value_heads=2, head_dim=16, intermediate_size=96, moe_intermediate_size=40, num_experts=4, norm_topk_prob=True),
+    "granitemoe": lambda **more: transformers.GraniteMoeConfig(**SMALL, **more, num_key_value_heads=2, intermediate_size=48, num_local_experts=4),
+    "glm4_moe": lambda **more: transformers.Glm4MoeConfig(**SMALL, **more, num_key_value_heads=2, head_dim=16, intermediate_size=96, moe_intermediate_size=40, n_routed_experts=4, first_k_dense_replace=1),
+    "gpt_oss": lambda **more: transformers.GptOssConfig(**SMALL, **more, num_key_value_heads=2, head_dim=16, intermediate_size=48, num_local_experts=4, eos_token_id=2, swiglu_limit=1.0, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+}
+
+
+@pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["down_proj"]], ids="+".join)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_adapters_of_experts_are_those_of_peft(family, parameters, tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, family, lambda: MIXTURES[family](num_experts_per_tok=2))
+    make_base(family, tmp_path / "model")
+    wanted = [f"parameter=experts.{name}" for name in parameters]
+    wanted += ["alone"] if len(parameters) == 1 else []
+    losses, (_, in_fp32) = probe_logits(tmp_path / "model", tmp_path / "tuned", 20, f"gradients={tmp_path / 'gradients'}", *wanted)
+    assert losses[-1] < losses[0]
+    config = json.loads((tmp_path / "tuned" / "adapter_config.json").read_text())
+    if "alone" in wanted or family != "glm4_moe":
+        assert config["target_parameters"] == [f"experts.{name}" for name in parameters]
+
+    # A token may go to another expert where bf16 rounds: logits and gradients are compared in fp32.
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned", is_trainable=True)
+    expected = logits_of(model.eval())
+    assert ((in_fp32 - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-5
+    with model.disable_adapter():
+        assert ((logits_of(model) - expected).norm(dim=-1) / expected.norm(dim=-1)).min() > 0.01
+    loss_of(model, 0).backward()
+    ours, theirs = load_file(tmp_path / "gradients" / "adapter_model.safetensors"), {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            theirs[name.replace(".default.", ".")] = parameter.grad
+    assert ours.keys() == theirs.keys() == load_file(tmp_path / "tuned" / "adapter_model.safetensors").keys()
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+    # What PEFT trained further and wrote is read, and written again as it was.
+    train_with_peft(model, 5)
+    model.save_pretrained(tmp_path / "theirs")
+    _, (_, in_fp32) = probe_logits(tmp_path / "model", tmp_path / "again", 0, f"from={tmp_path / 'theirs'}")
+    expected = logits_of(model.eval())
+    assert ((in_fp32 - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-5
+    again, theirs = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "theirs"))
+    assert again.keys() == theirs.keys() and all(value.equal(again[name]) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe"])
+def test_layers_that_peft_takes_for_experts_are_found(family, tmp_path, monkeypatch):
+    """Of a dense layer and of shared experts: their names were experts' in transformers 4."""
+    dense = {"mlp_only_layers": [0]} if family == "qwen3_moe" else {}
+    monkeypatch.setitem(MODELS, family, lambda: MIXTURES[family](num_experts_per_tok=2, **dense))
+    make_base(family, tmp_path / "model")
+    _, (_, in_fp32) = probe_logits(tmp_path / "model", tmp_path / "tuned", 10)
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned")
+    expected = logits_of(model.eval())
+    assert ((in_fp32 - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-5
+    config = json.loads((tmp_path / "tuned" / "adapter_config.json").read_text())
+    assert "model.layers.0.mlp.gate_proj.weight" in config["target_parameters"] and "model.layers.1.self_attn.q_proj" in config["target_modules"]
+    probe(tmp_path / "model", tmp_path / "again", 0, f"from={tmp_path / 'tuned'}")
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text()) == config
+    again, tuned = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "tuned"))
+    assert again.keys() == tuned.keys() and all(value.equal(again[name]) for name, value in tuned.items())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_adapters_of_experts_take_the_course_of_peft(family, tmp_path, monkeypatch):
+    """Every token takes all experts."""
+    monkeypatch.setitem(MODELS, family, lambda: MIXTURES[family](num_experts_per_tok=4))
+    make_base(family, tmp_path / "model")
+    wanted = ["parameter=experts.gate_up_proj", "parameter=experts.down_proj"]
+    probe(tmp_path / "model", tmp_path / "begun", 0, *wanted)
+    losses, tuned = probe_logits(tmp_path / "model", tmp_path / "tuned", 50, *wanted)
+    expect_the_logits_of(peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned"), tuned)
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "begun", is_trainable=True)
+    expect_the_same_course(losses[:-1], train_with_peft(model, 50))

@@ -6,7 +6,7 @@ import signal
 import peft
 import pytest
 import transformers
-from program import again, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import again, changed, config, needs_torch, run, small, start, steps_of, the_error, wait_until
 from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 
@@ -270,3 +270,103 @@ def test_foreign_adapters_are_refused_by_file_and_field(work, base):
     assert "nothing: is no folder" in refused(work, *[word if word != "out" else "nothing" for word in eval_])
     path.write_text(json.dumps({**good, "base_model_name_or_path": "somebody/model"}))
     assert "give --model" in refused(work, "merge", "--adapter", "out", "--out", "merged")
+
+
+MIXTURE = {"num_experts_per_tok": 2, "head_dim": 16, "eos_token_id": None, "pad_token_id": None}
+MIXTURES = {
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True, **MIXTURE},
+    "granitemoe": {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "num_local_experts": 4, **{**MIXTURE, "head_dim": None}},
+    "gpt_oss": {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **MIXTURE},
+}
+EXPERTS = ["--lora-target-parameters", "experts.gate_up_proj,experts.down_proj"]
+
+
+@pytest.fixture(params=MIXTURES)
+def mixture(request, work):
+    (work / "config.json").write_text(json.dumps({name: value for name, value in config(**MIXTURES[request.param]).items() if value is not None}))
+    run(work, "init", "--config", "config.json", "--out", "base")
+    return request.param
+
+
+def added_by_experts(adapter, layer, scale):
+    """What each expert's matrices [experts, out, in] get, from the folder's factors."""
+    deltas = []
+    for wrapper in ("experts.base_layer", "experts"):
+        a, b = (next(value for name, value in adapter.items() if f"layers.{layer}." in name and f".{wrapper}.lora_{side}.weight" in name) for side in "AB")
+        a, b = a.reshape(4, -1, a.shape[1]), b.reshape(b.shape[0], -1, 4).permute(2, 0, 1)
+        deltas.append(scale * b @ a)
+    return deltas
+
+
+def test_adapters_of_experts_stream_as_they_are_resident_and_are_added(work, mixture):
+    before = files(work / "base")
+    words = [*LORA, *EXPERTS, "--steps", "6"]
+    run(work, *words, "--out", "out", *small("--storage", "store", "--host-memory", "2MiB"))
+    run(work, *words, "--out", "whole", *small())
+    assert (work / "out" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
+    assert files(work / "base") == before
+    tuned = loss(work, "--model", "base", "--adapter", "out")
+    assert tuned < loss(work, "--model", "base") - 0.05
+    # Added, in the folder's own layout: base + scale * B A in fp32, rounded once.
+    run(work, "merge", "--adapter", "out", "--out", "merged")
+    run(work, *words, "--merge", "--out", "added", *small())
+    assert (work / "added" / "model.safetensors").read_bytes() == (work / "merged" / "model.safetensors").read_bytes()
+    base, merged, adapter = (load_file(work / folder / name) for folder, name in (("base", "model.safetensors"), ("merged", "model.safetensors"), ("out", "adapter_model.safetensors")))
+    assert base.keys() == merged.keys()
+    both, down = added_by_experts(adapter, 1, 2)
+    for name, value in base.items():
+        if not name.startswith("model.layers.1.") or not (".experts." in name or "_linear" in name) or name.endswith("_bias"):
+            continue
+        if mixture == "qwen3_moe":
+            expert, kind = int(name.split(".")[-3]), name.split(".")[-2]
+            delta = down[expert] if kind == "down_proj" else both[expert].chunk(2)[kind == "up_proj"]
+        else:
+            delta = down if "down_proj" in name or "output_linear" in name else both
+            delta = delta.transpose(1, 2) if mixture == "gpt_oss" else delta
+        expected, found = (value.float() + delta).bfloat16(), merged[name]
+        assert not found.equal(value), name
+        assert ((found.float() - expected.float()).abs() <= 2**-7 * expected.float().abs()).all() and (found != expected).float().mean() < 1e-3, name
+    routers = [name for name in base if "router" in name or name.endswith("mlp.gate.weight")]
+    assert routers and all(base[name].equal(merged[name]) for name in routers)
+    assert loss(work, "--model", "merged") == pytest.approx(tuned, abs=1e-2)
+    transformers.AutoModelForCausalLM.from_pretrained(work / "merged")
+
+
+def test_adapters_of_experts_over_four_bits_are_gone_on_with(work, mixture):
+    words = [*LORA, *EXPERTS, "--lora-target-modules", "none", "--base-precision", "nf4", "--steps", "40"]
+    run(work, *words, "--out", "whole", *small())
+    stored = [*words, "--out", "out", *small("--storage", "store", "--host-memory", "2MiB", "--durability", "step", "--log-json", "log.json")]
+    training = start(work, *stored, delay_ms=10)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of_whole_lines(work / "log.json")) > 5)
+    training.send_signal(signal.SIGKILL)
+    training.communicate()
+    assert "state after step" in again(work, "status", "store").stdout
+    # Other parameters are another run.
+    assert "its adapter is not this one's" in the_error(run(work, *changed(stored, {"--lora-target-parameters": "down_proj"}), ok=False).stderr)
+    assert "resumed after step" in run(work, *stored).stderr
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (work / "out" / name).read_bytes() == (work / "whole" / name).read_bytes()
+    config = json.loads((work / "out" / "adapter_config.json").read_text())
+    assert config["target_modules"] == [] and config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
+    assert all(".experts." in name for name in load_file(work / "out" / "adapter_model.safetensors"))
+    # It is gone on with, and planned for.
+    run(work, "train", "--method", "lora", "--model", "base", "--adapter", "out", "--data", "text.txt", "--steps", "2", "--out", "more", *small())
+    assert json.loads((work / "more" / "adapter_config.json").read_text())["target_modules"] == []
+    planned = run(work, "plan", "--method", "lora", "--model", "base", *EXPERTS, "--lora-rank", "4", *small()).stdout
+    alone = run(work, "plan", "--method", "lora", "--model", "base", "--lora-rank", "4", *small()).stdout
+    assert planned != alone
+
+
+def test_parameters_that_there_are_none_of_are_one_line(work, base):
+    more = ["--steps", "1", "--out", "out", *small()]
+    assert "the model has no experts" in refused(work, *LORA, *more, *EXPERTS)
+    (work / "config.json").write_text(json.dumps(config(**{**MIXTURES["gpt_oss"], "eos_token_id": 1, "pad_token_id": 1})))
+    run(work, "init", "--config", "config.json", "--out", "mixture")
+    words = [*changed(LORA, {"--model": "mixture"}), *more]
+    assert "no parameter of experts is called w1: this model has mlp.experts.down_proj, mlp.experts.gate_up_proj" in refused(work, *words, "--lora-target-parameters", "w1")
+    assert "router.weight is a router's: routers have no adapters here" in refused(work, *words, "--lora-target-parameters", "router.weight")
+    assert "have no dropout" in refused(work, *words, *EXPERTS, "--lora-dropout", "0.1")
+    assert "have no magnitude" in refused(work, *words, *EXPERTS, "--use-dora")
+    assert "begin as" in refused(work, *words, *EXPERTS, "--init", "olora")
+    assert "for no linear layer" in refused(work, *words, "--lora-target-modules", "none")
+    assert not (work / "out").exists()

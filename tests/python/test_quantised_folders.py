@@ -158,16 +158,25 @@ def test_mxfp4_experts_are_what_transformers_makes_of_them(work, gpt_oss):
         assert losses[0] == losses[1]
 
 
-def test_mxfp4_is_kept_as_the_folder_has_it(work, gpt_oss):
+ADAPTERS = pytest.mark.parametrize("more", [[], ["--lora-target-parameters", "gate_up_proj,down_proj"]], ids=["linear", "experts"])
+
+
+@ADAPTERS
+def test_mxfp4_is_kept_as_the_folder_has_it(work, gpt_oss, more):
     losses, adapters, said = {}, {}, {}
     kept = ["--base-precision", "mxfp4"]
     for name, model, words in ("bf16", "values", []), ("kept", "stored", kept), ("streamed", "stored", [*kept, "--storage", "store", "--host-memory", "2MiB"]):
-        done = run(work, *LORA, "--model", model, "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
+        done = run(work, *LORA, *more, "--model", model, "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
         losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
         adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
         said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
     assert losses["bf16"] == losses["kept"] == losses["streamed"] and len(losses["bf16"]) == 3
     assert adapters["bf16"] == adapters["kept"] == adapters["streamed"]
+    for model in "stored", "values":
+        run(work, "merge", "--adapter", "kept", "--model", model, "--out", f"merged-{model}")
+    merged, plain = (load_file(work / folder / "model.safetensors") for folder in ("merged-stored", "values"))
+    assert (work / "merged-stored" / "model.safetensors").read_bytes() == (work / "merged-values" / "model.safetensors").read_bytes()
+    assert all(merged[name].equal(value) == (not more) for name, value in plain.items() if name.endswith(("experts.gate_up_proj", "experts.down_proj")))
     codes = sum(value.numel() for name, value in gpt_oss.items() if name.endswith("_blocks"))
     assert said["bf16"]["host_memory"] - said["kept"]["host_memory"] > 0.8 * (4 - 17 / 16) * codes  # a byte holds two codes, of 16 bits each in bf16
     assert "the model's folder has no weights in MXFP4" in the_error(run(work, *LORA, "--model", "values", "--out", "none", *small(*kept), ok=False).stderr)
@@ -291,8 +300,9 @@ def test_fp8_is_kept_as_the_folder_has_it(work, folders):
     assert exported.keys() != {} and all(value.shape == exported[name].shape for name, value in expected.items() if "magnitude" not in name)
 
 
+@ADAPTERS
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
-def test_experts_in_fp8_one_by_one_are_kept_as_the_folder_has_them(work, family):
+def test_experts_in_fp8_one_by_one_are_kept_as_the_folder_has_them(work, family, more):
     """As the official FP8 folders have them: every linear layer in tiles of 128 x 128, each expert's by itself, and routers, norms, embedding and head in bf16."""
     config = CONFIGS[family]()
     config.vocab_size, config.hidden_size, config.moe_intermediate_size, config.max_position_embeddings = 256, 192, 160, 128  # tiles that are not full
@@ -313,7 +323,7 @@ def test_experts_in_fp8_one_by_one_are_kept_as_the_folder_has_them(work, family)
     losses, adapters, said = {}, {}, {}
     kept = ["--base-precision", "fp8"]
     for name, model, words in ("bf16", "values", []), ("kept", "stored", kept), ("streamed", "stored", [*kept, "--storage", "store", "--host-memory", "2MiB"]):
-        done = run(work, *LORA, "--model", model, "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
+        done = run(work, *LORA, *more, "--model", model, "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
         losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
         adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
         said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]

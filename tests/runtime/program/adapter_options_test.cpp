@@ -52,6 +52,10 @@ TEST(AdapterOptions, ModulesAreNamesOrOneExpression) {
   }
   EXPECT_EQ(targets({"--lora-target-modules", "all-linear"}), targets({}));
   EXPECT_EQ(targets({"--lora-exclude-modules", "none"}), targets({}));
+  EXPECT_TRUE(targets({"--lora-target-modules", "none"}).parameters_alone);
+  EXPECT_TRUE(targets({"--lora-target-modules", "none"}).targets.empty());
+  EXPECT_EQ(targets({"--lora-target-parameters", "experts.gate_up_proj,experts.down_proj"}).parameters,
+            (Words{"experts.gate_up_proj", "experts.down_proj"}));
 }
 
 TEST(AdapterOptions, TheEffectiveConfigurationReadsBack) {
@@ -80,7 +84,8 @@ TEST(AdapterOptions, TheEffectiveConfigurationReadsBack) {
                                    "16",
                                    "--base-precision",
                                    "nf4"},
-                             Words{"--init", "pissa_niter_4", "--lora-target-modules", "[qv]_proj"}}) {
+                             Words{"--init", "pissa_niter_4", "--lora-target-modules", "[qv]_proj"},
+                             Words{"--lora-target-modules", "none", "--lora-target-parameters", "a.down_proj,b"}}) {
     const TrainOptions options = lora(words);
     const std::string text = effective_configuration(options);
     testing::write_file(dir.path() / "c.json", text);

@@ -3,8 +3,10 @@
 // each step, and that of the tokens of step 0 at the end. Options: from (a folder of adapters to begin with), init
 // (their first values), dora, galore (a number of steps: projected gradients in such windows, of scale 0.5, in place of
 // adapters; OUT is the whole model), projectors (a file that gets those of each window), saved (a module, several
-// times), logits (a file that gets the logits of the tokens of step 0, fp32 [rows, length, vocab]: the session's at the
-// end, and those of the written folder computed in fp32).
+// times), parameter (of experts, several times), alone (no linear layers), gradients (a folder that gets, as the
+// adapters' folder, the gradients in fp32 of the mean loss of the tokens of step 0, of the adapters as they were
+// written), logits (a file that gets the logits of the tokens of step 0, fp32 [rows, length, vocab]: the session's at
+// the end, and those of the written folder computed in fp32).
 #include <torch/torch.h>
 
 #include <cstdio>
@@ -15,6 +17,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/models/causal_model.h"
 #include "runtime/models/key_value_cache.h"
+#include "runtime/session/adapter_folder.h"
 #include "runtime/session/session.h"
 #include "tests/runtime/models/run.h"
 
@@ -30,7 +33,7 @@ tierflow::MicroBatch batch(std::int64_t step, std::int64_t vocab) {
 
 struct Wanted {
   tierflow::AdapterConfig config{.rank = 4, .alpha = 8};
-  std::string from, logits, projectors;
+  std::string from, logits, projectors, gradients;
 };
 
 Wanted wanted(int argc, char** argv) {
@@ -49,6 +52,12 @@ Wanted wanted(int argc, char** argv) {
       all.logits = value;
     else if (word.starts_with("init="))
       tierflow::set_adapter_init(all.config, value);
+    else if (word.starts_with("parameter="))
+      all.config.parameters.push_back(value);
+    else if (word == "alone")
+      all.config.parameters_alone = true;
+    else if (word.starts_with("gradients="))
+      all.gradients = value;
     else if (word.starts_with("saved="))
       all.config.saved.push_back(value);
     else
@@ -85,8 +94,7 @@ void add_projectors(tierflow::Session& session, const std::string& file) {
     }
 }
 
-torch::Tensor logits_in_fp32(const tierflow::Model& model, const torch::Tensor& ids) {
-  const torch::NoGradGuard no_grad;
+tierflow::testing::ResidentModel in_fp32(const tierflow::Model& model) {
   tierflow::testing::ResidentModel m(model.spec(), torch::kFloat);
   for (std::size_t unit = 0; unit < m.units.size(); ++unit)
     for (std::size_t i = 0; i < m.units[unit].size(); ++i) {
@@ -94,9 +102,24 @@ torch::Tensor logits_in_fp32(const tierflow::Model& model, const torch::Tensor& 
       model.weights(model.spec().units[unit].tensors[i], 0,
                     {value.data_ptr<float>(), static_cast<std::size_t>(value.numel())});
     }
+  return m;
+}
+
+torch::Tensor logits_in_fp32(const tierflow::Model& model, const torch::Tensor& ids) {
+  const torch::NoGradGuard no_grad;
+  const tierflow::testing::ResidentModel m = in_fp32(model);
   const torch::Tensor hidden = m.forward(m.model->share({.ids = ids, .labels = ids}, torch::kCPU), false).back()[0];
   const auto& head = dynamic_cast<const tierflow::models::CausalModel&>(*m.model).head();
   return head.logits(m.bind(m.stages() - 1, m.units), hidden.flatten(0, 1)).contiguous();
+}
+
+void write_gradients(const tierflow::Model& model, const tierflow::MicroBatch& tokens, const std::string& folder) {
+  tierflow::testing::ResidentModel m = in_fp32(model);
+  m.forward_backward(tokens, 1.0 / static_cast<double>(tokens.target_tokens()));
+  tierflow::write_adapter(model.spec(), {}, folder, [&](int unit, int tensor, const tierflow::UseMaster& use) {
+    const torch::Tensor& gradient = m.gradients[static_cast<std::size_t>(unit)][static_cast<std::size_t>(tensor)];
+    use({gradient.data_ptr<float>(), static_cast<std::size_t>(gradient.numel())});
+  });
 }
 
 }  // namespace
@@ -131,6 +154,8 @@ int main(int argc, char** argv) {
       session.export_hf(argv[2]);
     else
       session.export_adapter(argv[2]);
+    if (!adapters.gradients.empty())
+      write_gradients(tierflow::with_adapters(base, argv[2]), batch(0, vocab), adapters.gradients);
     if (!adapters.logits.empty()) {
       const torch::Tensor ids = batch(0, vocab).ids;
       std::ofstream out(adapters.logits, std::ios::binary);

@@ -1,0 +1,45 @@
+#pragma once
+// The low-rank adapters of a stage's experts (spec/expert_parameters.h): each expert has factors A and B of its own and
+// adds scale * B(A(x)) to what its matrix gives of x, its tokens.
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "runtime/models/tensor_index.h"
+
+namespace tierflow::models {
+
+// Those of one expert; undefined where there are none.
+struct ExpertFactors {
+  at::Tensor a, b;  // [rank, in], [out, rank]
+  double scale = 1;
+
+  explicit operator bool() const { return a.defined(); }
+  // scale * A(x) [tokens, rank] for x [tokens, in]; undefined where there are no factors.
+  at::Tensor low(const at::Tensor& x) const;
+  // The gradient of low() from that of y [tokens, out]; undefined likewise.
+  at::Tensor low_gradient(const at::Tensor& d_y) const;
+};
+
+// y with the product of low(x) and b, or with some rows of b, added; y itself where low is undefined. Differentiable
+// where autograd is on.
+at::Tensor with_product(const at::Tensor& y, const at::Tensor& low, const at::Tensor& b);
+
+// Of all experts of the stage, for one parameter.
+class ExpertAdapter {
+ public:
+  ExpertAdapter() = default;
+  // `name` of the parameter within `module`. Where the index has none, there is none.
+  ExpertAdapter(const TensorIndex& index, const std::string& module, const std::string& name);
+
+  explicit operator bool() const { return a_ >= 0; }
+  // The factors of the stage's expert number `here`, in its tensors or in their gradients.
+  ExpertFactors of(const std::vector<at::Tensor>& tensors, std::int64_t here) const;
+
+ private:
+  int a_ = -1, b_ = -1;
+  double scale_ = 1;
+};
+
+}  // namespace tierflow::models

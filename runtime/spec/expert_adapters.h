@@ -1,0 +1,29 @@
+#pragma once
+// Adapters of experts' parameters, beside those of linear layers that adapters.cpp adds. Inside of spec alone.
+#include <set>
+#include <string>
+#include <string_view>
+
+#include "runtime/spec/adapter_choice.h"
+#include "runtime/spec/adapter_config.h"
+#include "runtime/spec/model_spec.h"
+
+namespace tierflow {
+
+// Where PEFT wraps two parameters of a module, this stands in the path of the first.
+inline constexpr std::string_view kInnerWrapper = ".base_layer";
+
+// Throws Exception (kind usage) for what adapters of parameters do not have.
+void check_expert_adapters(const AdapterConfig& config);
+// Adds factors of each expert to the units that its matrices are in, for each parameter that the configuration names.
+// unused: names that fit no weight of a linear layer. Throws Exception (kind usage) for one that fits none of experts
+// either, with those there are, and for a router's.
+void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterChoice& choice,
+                         std::set<std::string> unused);
+
+// PEFT 0.21 takes modules of some mixtures that are called as experts' were in transformers 4 for these. Whether this
+// one, with an adapter, has to stand among the parameters, as its weight, if PEFT is to find it.
+bool is_taken_for_expert(const ModelConfig& config, const std::string& module);
+bool has_layers_taken_for_experts(const ModelSpec& spec);
+
+}  // namespace tierflow
