@@ -7,21 +7,18 @@ PlanChecker::PlanChecker(const Layout& layout, const Arrangement& arrangement)
 
 io::Error PlanChecker::train_step(const Plan& plan, bool pending, bool commits) {
   begin_step(pending, commits);
-  play(plan);
-  return end_plan();
+  return finish(plan);
 }
 
 io::Error PlanChecker::flush(const Plan& plan) {
   deferred_step_ = step_;
   begin_plan({.deferred_updates = 1});
-  play(plan);
-  return end_plan();
+  return finish(plan);
 }
 
 io::Error PlanChecker::evaluate(const Plan& plan) {
   begin_plan({});
-  play(plan);
-  return end_plan();
+  return finish(plan);
 }
 
 void PlanChecker::begin_step(bool pending, bool commits) {
@@ -70,7 +67,8 @@ void PlanChecker::play(const Plan& part) {
   });
 }
 
-io::Error PlanChecker::end_plan() {
+io::Error PlanChecker::finish(const Plan& rest) {
+  play(rest);
   for (const Chunk& chunk : layout_.chunks()) {
     const bool deferred = arrangement_.deferred[chunk.id];
     const int updated = rules_.updated(chunk.id), measured = rules_.measured(chunk.id);

@@ -26,10 +26,10 @@ class PlanChecker {
   io::Error train_step(const Plan& plan, bool pending, bool commits = false);
   io::Error flush(const Plan& plan);
   io::Error evaluate(const Plan& plan);
-  // train_step() of a plan that comes in parts: play() takes each.
+  // train_step() of a plan that comes in parts: play() takes each, finish() what is left of it.
   void begin_step(bool pending, bool commits);
   void play(const Plan& part);
-  io::Error end_plan();
+  io::Error finish(const Plan& rest);
 
  private:
   // How often the plan updates each chunk: a deferred one, any other trainable one; and measures a deferred one. How

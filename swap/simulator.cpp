@@ -60,7 +60,7 @@ void Simulator::append(const Plan& plan) {
     Queue& queue = lanes_[static_cast<int>(task.lane)];
     Waiting& waiting = queue.tasks.emplace_back();
     waiting.id = id;
-    set_work(task, plan, waiting.work);
+    waiting.work = work_of(task, plan);
     for (const TaskId dependency : task.dependencies) {
       if (done(dependency)) continue;
       queue.dependencies.push_back(dependency);
@@ -126,55 +126,42 @@ double Simulator::compute_seconds(const Task& task, const Plan& plan) const {
 }
 
 // What is read also has to be verified: that is what follows, by another server.
-void Simulator::set_work(const Task& task, const Plan& plan, Work& work) const {
+Simulator::Work Simulator::work_of(const Task& task, const Plan& plan) const {
   using Where = HostRef::Where;
   const MachineRates& machine = rates_.machine;
   const auto bytes = static_cast<double>(task.bytes), elements = bytes / 2;
-  const auto threads = static_cast<double>(machine.threads);
+  const double threads = machine.threads, copying = machine.compute_on_cores ? 1 : 0, computing = copying * threads;
   switch (task.lane) {
     case Lane::disk_read:
-      work.seconds = at_rate(bytes, machine.disk_read);
-      work.then = at_rate(bytes, machine.checksum);
-      return;
+      return {at_rate(bytes, machine.disk_read), 0, at_rate(bytes, machine.checksum)};
     case Lane::disk_write:
-      work.seconds = at_rate(bytes, machine.disk_write);
-      return;
+      return {at_rate(bytes, machine.disk_write)};
     case Lane::upload:
-      work.seconds = at_rate(bytes, machine.upload);
-      work.cores = machine.compute_on_cores ? 1 : 0;
-      return;
-    case Lane::download:
-      work.seconds =
-          task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast) : at_rate(bytes, machine.download);
-      work.cores = machine.compute_on_cores ? 1 : 0;
-      if (task.words.where == Where::activation_buffer ||
-          (task.updated && (task.words.where == Where::word_buffer || task.state.where == Where::state_buffer)))
-        work.then = at_rate(bytes, machine.checksum);
-      return;
+      return {at_rate(bytes, machine.upload), copying};
+    case Lane::download: {
+      const bool stamped =
+          task.words.where == Where::activation_buffer ||
+          (task.updated && (task.words.where == Where::word_buffer || task.state.where == Where::state_buffer));
+      return {
+          task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast) : at_rate(bytes, machine.download),
+          copying, stamped ? at_rate(bytes, machine.checksum) : -1};
+    }
     case Lane::compute:
-      work.seconds = compute_seconds(task, plan);
-      work.cores = machine.compute_on_cores ? threads : 0;
-      return;
+      return {compute_seconds(task, plan), computing};
     case Lane::commit:
-      return;
+      return {};
     case Lane::update:
       break;
   }
-  if (task.kind == TaskKind::update_on_device) {
-    work.seconds = at_rate(elements, device_rates_[task.chunk]);
-    work.cores = machine.compute_on_cores ? threads : 0;
-    return;
-  }
+  if (task.kind == TaskKind::update_on_device) return {at_rate(elements, device_rates_[task.chunk]), computing};
   const bool updates = task.kind == TaskKind::update;
-  double stamped = 0;
-  if (updates) work.seconds = at_rate(elements, update_rates_[task.chunk]);
-  if (!updates || !deferred_[task.chunk]) work.seconds += at_rate(elements, machine.measure);
-  work.cores = threads;
+  double seconds = updates ? at_rate(elements, update_rates_[task.chunk]) : 0, stamped = 0;
+  if (!updates || !deferred_[task.chunk]) seconds += at_rate(elements, machine.measure);
   if (updates && task.words.where == Where::word_buffer) stamped += bytes;
   if (updates && task.state.where == Where::state_buffer)
     stamped += static_cast<double>(layout_.chunks()[task.chunk].state_bytes);
   if (!updates && task.gradient.where == Where::word_buffer) stamped += bytes;
-  if (stamped > 0) work.then = at_rate(stamped, machine.checksum);
+  return {seconds, threads, stamped > 0 ? at_rate(stamped, machine.checksum) : -1};
 }
 
 // Lets every lane begin what it may: its next task, once nothing of the lane runs (disks take the next at once).
@@ -247,13 +234,13 @@ void Simulator::play(const std::size_t& remaining, double until) {
     start();
     double wanted = 0;
     for (const double cores : cores_) wanted += cores;
-    const double share = std::min(1.0, rates_.machine.cores / wanted);
+    const double share = wanted > rates_.machine.cores ? rates_.machine.cores / wanted : 1.0;
     const double disk = idle(kRead) || idle(kWrite) ? 1.0 : both_disks_;
     double speeds[kServers], step = kIdle;
-    for (int server = 0; server < kServers; ++server) {
-      speeds[server] = server == kRead || server == kWrite ? disk : cores_[server] == 0 ? 1.0 : share;
-      step = std::min(step, left_[server] / speeds[server]);
-    }
+    for (int server = 0; server < kServers; ++server) speeds[server] = cores_[server] == 0 ? 1.0 : share;
+    speeds[kRead] = speeds[kWrite] = disk;
+    for (int server = 0; server < kServers; ++server)
+      if (!idle(static_cast<Server>(server))) step = std::min(step, left_[server] / speeds[server]);
     if (step == kIdle) return;  // nothing runs and nothing can start: the plan has no more
     now_ += step;
     if (!idle(kCompute)) computing_ += step;

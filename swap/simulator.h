@@ -70,7 +70,7 @@ class Simulator {
   void forget_finished();
   void start();
   void play(const std::size_t& remaining, double until);
-  void set_work(const Task& task, const Plan& plan, Work& work) const;
+  Work work_of(const Task& task, const Plan& plan) const;
   double compute_seconds(const Task& task, const Plan& plan) const;
   bool may_begin(Queue& queue) const;
   bool idle(Server server) const { return left_[server] == kIdle; }

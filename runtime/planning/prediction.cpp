@@ -123,28 +123,15 @@ namespace {
 
 // Tries settings of `options` one after the other and leaves it with the fastest.
 class Search {
-  SessionOptions& options_;
-  const ModelSpec& spec_;
-  std::vector<std::pair<swap::Arrangement, int>> tried_;  // and its commit_every: what a prediction depends on
-
  public:
-  const ComputeNeeds needs;
-  SessionPlan plan;  // the fastest so far
-
- private:
-  swap::Simulator simulator_;
-
- public:
-  SteadyStep step;  // of `plan`
-
   Search(const ModelSpec& spec, SessionOptions& options, const Profile& profile)
-      : options_(options),
-        spec_(spec),
-        needs(profile.model.needs(spec)),
+      : needs(profile.model.needs(spec)),
         plan(plan_session(spec, options, needs)),
+        options_(options),
+        spec_(spec),
         simulator_(simulator_of(plan, rates_of(spec, profile))),
-        step(*steady_step(plan, simulator_, kForever)) {
-    tried_.emplace_back(plan.arrangement, plan.commit_every);
+        tried_{{plan.arrangement, plan.commit_every}} {
+    step = *steady_step(plan, simulator_, kForever);
   }
 
   // Of `plan`.
@@ -173,6 +160,16 @@ class Search {
     }
     options_ = before;
   }
+
+  const ComputeNeeds needs;
+  SessionPlan plan;  // the fastest so far
+  SteadyStep step;   // of it
+
+ private:
+  SessionOptions& options_;
+  const ModelSpec& spec_;
+  swap::Simulator simulator_;
+  std::vector<std::pair<swap::Arrangement, int>> tried_;  // and its commit_every: what a prediction depends on
 };
 
 void choose_swaps(const SessionOptions& options, Search& search) {

@@ -213,8 +213,7 @@ void prove(const SessionPlan& plan, bool train) {
   for (int step = 0; step < 3 && train; ++step) {
     const bool commits = plan.commit_every != 0 && step > 0;
     checker.begin_step(pending, commits);
-    checker.play(planner.train_step(pending, commits));
-    expect_right(checker.end_plan());
+    expect_right(checker.finish(planner.train_step(pending, commits)));
     pending = plan.defers();
   }
   planner.hand_over_to({});
