@@ -6,22 +6,30 @@ PlanChecker::PlanChecker(const Layout& layout, const Arrangement& arrangement)
     : layout_(layout), arrangement_(arrangement), ledger_(layout, arrangement), rules_(layout, arrangement, ledger_) {}
 
 io::Error PlanChecker::train_step(const Plan& plan, bool pending, bool commits) {
-  deferred_step_ = step_++;
-  return play(
-      plan,
-      {.deferred_updates = pending ? 1 : 0, .updates = 1, .measurements = 1, .items = 1, .commits = commits ? 1 : 0});
+  begin_step(pending, commits);
+  return finish(plan);
 }
 
 io::Error PlanChecker::flush(const Plan& plan) {
   deferred_step_ = step_;
-  return play(plan, {.deferred_updates = 1});
+  begin_plan({.deferred_updates = 1});
+  return finish(plan);
 }
 
 io::Error PlanChecker::evaluate(const Plan& plan) {
-  return play(plan, {});
+  begin_plan({});
+  return finish(plan);
 }
 
-io::Error PlanChecker::play(const Plan& plan, const Expected& expected) {
+void PlanChecker::begin_step(bool pending, bool commits) {
+  deferred_step_ = step_++;
+  begin_plan(
+      {.deferred_updates = pending ? 1 : 0, .updates = 1, .measurements = 1, .items = 1, .commits = commits ? 1 : 0});
+}
+
+void PlanChecker::begin_plan(const Expected& expected) {
+  expected_ = expected;
+  ledger_.begin_plan();
   rules_.begin_plan();
   commits_ = 0;
   made_.assign(arrangement_.items.size(), 0);
@@ -31,10 +39,13 @@ io::Error PlanChecker::play(const Plan& plan, const Expected& expected) {
   for (const Chunk& chunk : layout_.chunks())
     used_version_.push_back(rules_.version(chunk.id) +
                             (arrangement_.deferred[chunk.id] ? expected.deferred_updates : 0));
-  ledger_.play(plan, [&](const Task& task) {
+}
+
+void PlanChecker::play(const Plan& part) {
+  ledger_.play(part, [&](const Task& task) {
     switch (task.kind) {
       case TaskKind::compute:
-        return compute(task, plan);
+        return compute(task, part);
       case TaskKind::commit:
         return commit();
       case TaskKind::save_activations:
@@ -54,19 +65,23 @@ io::Error PlanChecker::play(const Plan& plan, const Expected& expected) {
     else if (!rules_.move(task))
       move(task);
   });
+}
+
+io::Error PlanChecker::finish(const Plan& rest) {
+  play(rest);
   for (const Chunk& chunk : layout_.chunks()) {
     const bool deferred = arrangement_.deferred[chunk.id];
     const int updated = rules_.updated(chunk.id), measured = rules_.measured(chunk.id);
-    if (updated != (deferred ? expected.deferred_updates : chunk.trainable ? expected.updates : 0))
+    if (updated != (deferred ? expected_.deferred_updates : chunk.trainable ? expected_.updates : 0))
       ledger_.wrong("chunk " + std::to_string(chunk.id) + " was updated " + std::to_string(updated) + " times");
-    if (measured != (deferred ? expected.measurements : 0))
+    if (measured != (deferred ? expected_.measurements : 0))
       ledger_.wrong("chunk " + std::to_string(chunk.id) + " was measured " + std::to_string(measured) + " times");
   }
   for (std::size_t item = 0; item < made_.size(); ++item)
-    if (made_[item] != expected.items || read_[item] != expected.items)
+    if (made_[item] != expected_.items || read_[item] != expected_.items)
       ledger_.wrong("item " + std::to_string(item) + " was made " + std::to_string(made_[item]) + " times and read " +
                     std::to_string(read_[item]) + " times");
-  if (commits_ != expected.commits) ledger_.wrong("it commits " + std::to_string(commits_) + " times");
+  if (commits_ != expected_.commits) ledger_.wrong("it commits " + std::to_string(commits_) + " times");
   return ledger_.error();
 }
 

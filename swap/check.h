@@ -26,6 +26,10 @@ class PlanChecker {
   io::Error train_step(const Plan& plan, bool pending, bool commits = false);
   io::Error flush(const Plan& plan);
   io::Error evaluate(const Plan& plan);
+  // train_step() of a plan that comes in parts: play() takes each, finish() what is left of it.
+  void begin_step(bool pending, bool commits);
+  void play(const Plan& part);
+  io::Error finish(const Plan& rest);
 
  private:
   // How often the plan updates each chunk: a deferred one, any other trainable one; and measures a deferred one. How
@@ -34,7 +38,7 @@ class PlanChecker {
     int deferred_updates = 0, updates = 0, measurements = 0, items = 0, commits = 0;
   };
 
-  io::Error play(const Plan& plan, const Expected& expected);
+  void begin_plan(const Expected& expected);
   void move(const Task& task);
   void move_item(const Task& task);
   const Item* item_of(const Task& task);
@@ -52,6 +56,7 @@ class PlanChecker {
   const Arrangement& arrangement_;
   Ledger ledger_;
   UpdateRules rules_;
+  Expected expected_;
   std::vector<int> used_version_;  // by chunk: the version that whoever computes must see
   std::vector<int> made_, read_;   // by item: how often in this plan
   int commits_ = 0;                // in this plan

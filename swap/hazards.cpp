@@ -5,7 +5,7 @@
 
 namespace tierflow::swap {
 
-std::vector<TaskId> HazardTracker::add(TaskId id, Lane lane, const std::vector<Access>& accesses) {
+const std::vector<TaskId>& HazardTracker::add(TaskId id, Lane lane, const std::vector<Access>& accesses) {
   found_.clear();
   for (const Access& access : accesses) {
     if (access.space == Space::device) {
@@ -19,7 +19,7 @@ std::vector<TaskId> HazardTracker::add(TaskId id, Lane lane, const std::vector<A
   std::sort(found_.begin(), found_.end());
   found_.erase(std::unique(found_.begin(), found_.end()), found_.end());
   if (!found_.empty() && found_.back() == id) found_.pop_back();  // a task that reads and writes the same bytes
-  return {found_.begin(), found_.end()};
+  return found_;
 }
 
 void HazardTracker::touch(Cell& cell, TaskId id, Lane lane, bool writes) {

@@ -14,9 +14,9 @@ namespace tierflow::swap {
 
 class HazardTracker {
  public:
-  // The tasks that `accesses`, made by task `id` of `lane`, must wait for: sorted, each once. Ids must grow from call
-  // to call.
-  std::vector<TaskId> add(TaskId id, Lane lane, const std::vector<Access>& accesses);
+  // The tasks that `accesses`, made by task `id` of `lane`, must wait for: sorted, each once, until the next call. Ids
+  // must grow from call to call.
+  const std::vector<TaskId>& add(TaskId id, Lane lane, const std::vector<Access>& accesses);
   // How many accesses are remembered.
   std::size_t records() const;
 

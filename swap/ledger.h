@@ -42,16 +42,17 @@ class Ledger {
   // Both outlive the ledger. Words and state of every chunk are at home, in version 0.
   Ledger(const Layout& layout, const Arrangement& arrangement);
 
-  // Plays the next plan of the run: `rule` says of each task what it reads and writes. Stops at the first task with
+  // Nothing is wrong with the next plan of the run so far.
+  void begin_plan() { problem_.clear(); }
+  // Plays it, or its next part: `rule` says of each task what it reads and writes. Stops at the first task with
   // something wrong: dependencies must point backwards, so that lanes in plan order cannot deadlock.
   template <class Rule>
   void play(const Plan& plan, const Rule& rule) {
-    problem_.clear();
     id_ = plan.first_id;
     for (const Task& task : plan.tasks) {
+      if (!problem_.empty()) break;
       begin(task);
       if (problem_.empty()) rule(task);
-      if (!problem_.empty()) break;
       ++id_;
     }
     task_ = nullptr;

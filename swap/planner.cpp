@@ -75,33 +75,28 @@ Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits) {
     for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch) {
       // From the head on nothing is saved any more: buffers and slots serve the way back.
       if (adds) bring_back(saved);
-      compute(visit, take_part_ ? 0 : index, micro_batch, saved);
+      compute(visit, micro_batch, saved);
     }
     // Every unit's update has run by now, and none of this step's own.
     if (commits && visit.pass == Pass::head) emitter_.commit();
     fetcher_.release(layout_.stages()[visit.stage].units);
     if (adds) take_gradients(visit);
-    if (take_part_) {
-      Plan part = emitter_.take({visit});
-      take_part_(part);
-      emitter_.give_back(std::move(part));
-    }
   }
-  return emitter_.take(take_part_ ? std::vector<Visit>() : std::move(visits));
+  return emitter_.take();
 }
 
-void Planner::compute(const Visit& visit, int index, int micro_batch, Saved& saved) {
+void Planner::compute(const Visit& visit, int micro_batch, Saved& saved) {
   const Computation here{visit.stage, visit.pass, micro_batch};
   const int item = item_of(here);
   if (item == -1) {
-    emitter_.compute(visit, index, micro_batch);
+    emitter_.compute(visit, micro_batch);
     return;
   }
   const std::uint64_t bytes = arrangement_.items[item].bytes();
   const bool makes = arrangement_.items[item].made_by == here;
   if (makes && bytes != 0) saved.slot_of[item] = next_slot();
   const std::uint64_t slot = std::exchange(saved.slot_of[item], kNowhere);
-  Task& task = emitter_.compute(visit, index, micro_batch, slot, bytes);
+  Task& task = emitter_.compute(visit, micro_batch, slot, bytes);
   task.item = item;
   task.activations = arrangement_.items[item].activations;
   if (slot == kNowhere) return;

@@ -2,8 +2,8 @@
 // Turns a layout and an arrangement into plans of whole steps: visits with a known future. Deterministic: the same
 // sequence of calls gives the same tasks.
 #include <cstdint>
-#include <functional>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "swap/fetcher.h"
@@ -23,10 +23,9 @@ class Planner {
   Plan evaluate(int micro_batches);
   // The pending updates of the step before, without a step.
   Plan flush();
-  // From now on a plan is handed over in parts, one for each visit as soon as it is planned, and what is returned is
-  // the rest: the plan of a large model need not be in memory as a whole.
-  using TakePart = std::function<void(const Plan& part)>;
-  void hand_over_to(TakePart take) { take_part_ = std::move(take); }
+  // From now on a plan is handed over in parts, and what is returned is the rest: the plan of a large model need not be
+  // in memory as a whole.
+  void hand_over_to(TaskEmitter::TakePart take) { emitter_.hand_over_to(std::move(take)); }
   // Between plans: words were written where they live, so that what the device has of them is stale.
   void forget_weights();
 
@@ -43,7 +42,7 @@ class Planner {
 
   // commits: at the head.
   Plan run(std::vector<Visit> visits, int micro_batches, bool commits = false);
-  void compute(const Visit& visit, int index, int micro_batch, Saved& saved);
+  void compute(const Visit& visit, int micro_batch, Saved& saved);
   void save(int item, std::uint64_t slot);
   // The item that the computation makes or reads; -1: none.
   int item_of(const Computation& computation) const;
@@ -58,7 +57,6 @@ class Planner {
   TaskEmitter emitter_;
   Fetcher fetcher_;
   GradientRing gradients_;
-  TakePart take_part_;                      // empty: a plan is one whole
   std::vector<int> deferring_;              // units some of whose chunks are deferred
   std::vector<std::uint64_t> gradient_of_;  // by unit: its gradient's place in this step, kNowhere before the first use
   std::vector<std::uint64_t> held_;         // by unit: place of a tied unit's gradient

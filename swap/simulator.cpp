@@ -7,6 +7,9 @@ namespace tierflow::swap {
 
 namespace {
 
+constexpr Lane kLaneOf[] = {Lane::disk_read, Lane::disk_write, Lane::disk_read, Lane::upload,
+                            Lane::download,  Lane::compute,    Lane::update,    Lane::commit};  // by Server
+
 double at_rate(double amount, double rate) {
   return rate > 0 ? amount / rate : 0.0;
 }
@@ -14,7 +17,12 @@ double at_rate(double amount, double rate) {
 }  // namespace
 
 Simulator::Simulator(const Layout& layout, std::vector<bool> deferred, Rates rates)
-    : layout_(layout), deferred_(std::move(deferred)), rates_(std::move(rates)) {
+    : layout_(layout), rates_(std::move(rates)) {
+  restart(std::move(deferred));
+  const MachineRates& machine = rates_.machine;
+  both_disks_ = machine.disk_mixed <= 0 || machine.disk_read <= 0 || machine.disk_write <= 0
+                    ? 0.5
+                    : std::min(1.0, 0.25 * machine.disk_mixed * (1 / machine.disk_read + 1 / machine.disk_write));
   for (const Chunk& chunk : layout.chunks()) {
     const auto rate = [&](const std::map<std::string, double>& rates) {
       const auto found = rates.find(layout.units()[chunk.unit].groups[chunk.group].precision);
@@ -25,17 +33,38 @@ Simulator::Simulator(const Layout& layout, std::vector<bool> deferred, Rates rat
   }
 }
 
+void Simulator::restart(std::vector<bool> deferred) {
+  deferred_ = std::move(deferred);
+  now_ = computing_ = 0;
+  finished_ = unfinished_ = unfinished_updates_ = 0;
+  done_.clear();
+  for (Queue& queue : lanes_) {
+    queue.tasks.clear();
+    queue.dependencies.clear();
+    queue.begun = queue.next_dependency = 0;
+  }
+  for (int server = 0; server < kServers; ++server) {
+    next_[server] = 0;
+    work_on(static_cast<Server>(server), kIdle, 0);
+  }
+  records_tasks_ = true;
+  open_records_.clear();
+  records_.clear();
+}
+
 void Simulator::append(const Plan& plan) {
   forget_finished();
   if (done_.empty()) base_ = plan.first_id;
   TaskId id = plan.first_id;
   for (const Task& task : plan.tasks) {
     Queue& queue = lanes_[static_cast<int>(task.lane)];
-    int& open = queue.tasks.emplace_back(Waiting{.work = {id, phases(task, plan)}}).dependencies;
+    Waiting& waiting = queue.tasks.emplace_back();
+    waiting.id = id;
+    waiting.work = work_of(task, plan);
     for (const TaskId dependency : task.dependencies) {
       if (done(dependency)) continue;
       queue.dependencies.push_back(dependency);
-      ++open;
+      ++waiting.dependencies;
     }
     if (records_tasks_) {
       if (open_records_.empty()) first_recorded_ = id;
@@ -60,8 +89,14 @@ void Simulator::forget_finished() {
   const auto drop = [](auto& list, std::size_t count) {
     list.erase(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(std::min(count, list.size())));
   };
-  for (Queue& queue : lanes_) {
-    drop(queue.tasks, std::exchange(queue.next_task, 0));
+  const std::size_t read_and_verified = next_[kVerify];
+  for (int server = 0; server < kServers; ++server) {
+    Queue& queue = lanes_[static_cast<int>(kLaneOf[server])];
+    const std::size_t done = server == kRead ? read_and_verified : next_[server];
+    next_[server] -= done;
+    if (server == kVerify) continue;
+    drop(queue.tasks, done);
+    queue.begun -= done;
     drop(queue.dependencies, std::exchange(queue.next_dependency, 0));
   }
   base_ += finished_;
@@ -90,83 +125,63 @@ double Simulator::compute_seconds(const Task& task, const Plan& plan) const {
   return seconds;
 }
 
-// What is read also has to be verified: that is the second phase, by another server.
-Simulator::Phases Simulator::phases(const Task& task, const Plan& plan) const {
+// What is read also has to be verified: that is what follows, by another server.
+Simulator::Work Simulator::work_of(const Task& task, const Plan& plan) const {
+  using Where = HostRef::Where;
   const MachineRates& machine = rates_.machine;
   const auto bytes = static_cast<double>(task.bytes), elements = bytes / 2;
-  const double copying = machine.compute_on_cores ? 1 : 0;
+  const double threads = machine.threads, copying = machine.compute_on_cores ? 1 : 0, computing = copying * threads;
   switch (task.lane) {
     case Lane::disk_read:
-      return {{at_rate(bytes, machine.disk_read)}, {at_rate(bytes, machine.checksum), 1}};
+      return {at_rate(bytes, machine.disk_read), 0, at_rate(bytes, machine.checksum)};
     case Lane::disk_write:
-      return {{at_rate(bytes, machine.disk_write)}};
+      return {at_rate(bytes, machine.disk_write)};
     case Lane::upload:
-      return {{at_rate(bytes, machine.upload), copying}};
+      return {at_rate(bytes, machine.upload), copying};
     case Lane::download: {
-      Phases both{{task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast)
-                                                            : at_rate(bytes, machine.download),
-                   copying}};
-      if (task.words.where == HostRef::Where::activation_buffer ||
-          (task.updated &&
-           (task.words.where == HostRef::Where::word_buffer || task.state.where == HostRef::Where::state_buffer)))
-        both.push_back({at_rate(bytes, machine.checksum), 1});
-      return both;
+      const bool stamped =
+          task.words.where == Where::activation_buffer ||
+          (task.updated && (task.words.where == Where::word_buffer || task.state.where == Where::state_buffer));
+      return {
+          task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast) : at_rate(bytes, machine.download),
+          copying, stamped ? at_rate(bytes, machine.checksum) : -1};
     }
     case Lane::compute:
-      return {{compute_seconds(task, plan), machine.compute_on_cores ? static_cast<double>(machine.threads) : 0}};
+      return {compute_seconds(task, plan), computing};
     case Lane::commit:
-      return {{0}};
+      return {};
     case Lane::update:
       break;
   }
-  if (task.kind == TaskKind::update_on_device)
-    return {{at_rate(elements, device_rates_[task.chunk]),
-             machine.compute_on_cores ? static_cast<double>(machine.threads) : 0}};
+  if (task.kind == TaskKind::update_on_device) return {at_rate(elements, device_rates_[task.chunk]), computing};
   const bool updates = task.kind == TaskKind::update;
   double seconds = updates ? at_rate(elements, update_rates_[task.chunk]) : 0, stamped = 0;
   if (!updates || !deferred_[task.chunk]) seconds += at_rate(elements, machine.measure);
-  if (updates && task.words.where == HostRef::Where::word_buffer) stamped += bytes;
-  if (updates && task.state.where == HostRef::Where::state_buffer)
+  if (updates && task.words.where == Where::word_buffer) stamped += bytes;
+  if (updates && task.state.where == Where::state_buffer)
     stamped += static_cast<double>(layout_.chunks()[task.chunk].state_bytes);
-  if (!updates && task.gradient.where == HostRef::Where::word_buffer) stamped += bytes;
-  Phases both{{seconds, static_cast<double>(machine.threads)}};
-  if (stamped > 0) both.push_back({at_rate(stamped, machine.checksum), 1});
-  return both;
-}
-
-double Simulator::disk_speed(Server server) const {
-  const MachineRates& machine = rates_.machine;
-  if (servers_[server == kRead ? kWrite : kRead].empty()) return 1.0;
-  if (machine.disk_mixed <= 0 || machine.disk_read <= 0 || machine.disk_write <= 0) return 0.5;
-  return std::min(1.0, 0.25 * machine.disk_mixed * (1 / machine.disk_read + 1 / machine.disk_write));
-}
-
-// The speed of work that takes cores: each gets the same share of what it wants.
-double Simulator::core_share() const {
-  double wanted = 0;
-  for (int server = kVerify; server < kServers; ++server)
-    if (!servers_[server].empty()) wanted += servers_[server].front().phases.front().cores;
-  return std::min(1.0, rates_.machine.cores / wanted);
+  if (!updates && task.gradient.where == Where::word_buffer) stamped += bytes;
+  return {seconds, threads, stamped > 0 ? at_rate(stamped, machine.checksum) : -1};
 }
 
 // Lets every lane begin what it may: its next task, once nothing of the lane runs (disks take the next at once).
 void Simulator::start() {
-  constexpr Server kServerOf[kLanes] = {kRead, kWrite, kUpload, kDownload, kCompute, kUpdate, kCommit};
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const Server server = kServerOf[lane];
+  for (int each = 0; each < kServers; ++each) {
+    const auto server = static_cast<Server>(each);
+    if (server == kVerify) continue;
     const bool queues = server == kRead || server == kWrite;
-    Queue& waiting = lanes_[lane];
-    while ((queues || servers_[server].empty()) && may_begin(waiting)) {
-      const Work& next = waiting.tasks[waiting.next_task++].work;
-      if (TaskRecord* record = record_of(next.id)) record->begin = now_;
-      servers_[server].push_back(next);
+    Queue& waiting = lanes_[static_cast<int>(kLaneOf[server])];
+    while ((queues || idle(server)) && may_begin(waiting)) {
+      if (TaskRecord* record = record_of(waiting.tasks[waiting.begun].id)) record->begin = now_;
+      ++waiting.begun;
+      if (idle(server)) take_next(server);
     }
   }
 }
 
 bool Simulator::may_begin(Queue& queue) const {
-  if (queue.next_task == queue.tasks.size()) return false;
-  int& open = queue.tasks[queue.next_task].dependencies;
+  if (queue.begun == queue.tasks.size()) return false;
+  int& open = queue.tasks[queue.begun].dependencies;
   while (open > 0 && done(queue.dependencies[queue.next_dependency])) {
     ++queue.next_dependency;
     --open;
@@ -179,41 +194,59 @@ void Simulator::finish(TaskId id) {
   --unfinished_;
   if (TaskRecord* record = record_of(id)) {
     record->end = now_;
+    if (records_.empty()) records_.reserve(open_records_.size());
     records_.push_back(std::move(*record));
   }
   while (finished_ < done_.size() && done_[finished_] != 0) ++finished_;
 }
 
+// Begins with its next task, if that has begun and, where it verifies, was read.
+void Simulator::take_next(Server server) {
+  const Queue& queue = lanes_[static_cast<int>(kLaneOf[server])];
+  follows_[server] = server == kVerify;
+  if (next_[server] == (server == kVerify ? next_[kRead] : queue.begun)) return work_on(server, kIdle, 0);
+  const Work& work = queue.tasks[next_[server]].work;
+  if (server == kVerify) return work_on(server, work.then, 1);
+  work_on(server, work.seconds, work.cores);
+}
+
+void Simulator::work_on(Server server, double seconds, double cores) {
+  left_[server] = seconds;
+  cores_[server] = cores;
+}
+
+void Simulator::end_work(Server server) {
+  const Waiting& task = lanes_[static_cast<int>(kLaneOf[server])].tasks[next_[server]];
+  if (server != kRead && task.work.then >= 0 && !std::exchange(follows_[server], true))
+    return work_on(server, task.work.then, 1);
+  ++next_[server];
+  if (server != kRead)
+    finish(task.id);
+  else if (idle(kVerify))
+    take_next(kVerify);
+  if (server == kUpdate) --unfinished_updates_;
+  take_next(server);
+}
+
+// Work that takes cores gets the same share of what it wants as any other.
 void Simulator::play(const std::size_t& remaining, double until) {
   while (remaining != 0 && now_ <= until) {
     start();
-    const double share = core_share();
-    double speeds[kServers] = {}, step = -1;
-    for (int server = 0; server < kServers; ++server) {
-      if (servers_[server].empty()) continue;
-      const Phase& phase = servers_[server].front().phases.front();
-      const bool disk = server == kRead || server == kWrite;
-      speeds[server] = disk ? disk_speed(static_cast<Server>(server)) : phase.cores == 0 ? 1.0 : share;
-      const double needed = phase.seconds / speeds[server];
-      if (step < 0 || needed < step) step = needed;
-    }
-    if (step < 0) return;  // nothing runs and nothing can start: the plan has no more
+    double wanted = 0;
+    for (const double cores : cores_) wanted += cores;
+    const double share = wanted > rates_.machine.cores ? rates_.machine.cores / wanted : 1.0;
+    const double disk = idle(kRead) || idle(kWrite) ? 1.0 : both_disks_;
+    double speeds[kServers], step = kIdle;
+    for (int server = 0; server < kServers; ++server) speeds[server] = cores_[server] == 0 ? 1.0 : share;
+    speeds[kRead] = speeds[kWrite] = disk;
+    for (int server = 0; server < kServers; ++server)
+      if (!idle(static_cast<Server>(server))) step = std::min(step, left_[server] / speeds[server]);
+    if (step == kIdle) return;  // nothing runs and nothing can start: the plan has no more
     now_ += step;
-    for (int server = 0; server < kServers; ++server) {
-      if (servers_[server].empty()) continue;
-      Work& work = servers_[server].front();
-      work.phases.front().seconds -= step * speeds[server];
-      if (work.phases.front().seconds > 1e-12) continue;
-      work.phases.pop_front();
-      if (!work.phases.empty() && server != kRead) continue;
-      Work done = std::move(work);
-      servers_[server].pop_front();
-      if (server == kRead)
-        servers_[kVerify].push_back(std::move(done));
-      else
-        finish(done.id);
-      if (server == kUpdate) --unfinished_updates_;
-    }
+    if (!idle(kCompute)) computing_ += step;
+    for (int server = 0; server < kServers; ++server) left_[server] -= step * speeds[server];
+    for (int server = 0; server < kServers; ++server)
+      if (left_[server] <= 1e-12) end_work(static_cast<Server>(server));
   }
 }
 

@@ -24,6 +24,9 @@ constexpr ExtentTasks kExtentTasks[] = {
     {Space::stored_gradient_low, HostRef::Where::word_buffer, &Task::gradient_low, TaskKind::read_gradient_low,
      TaskKind::write_gradient_low}};
 
+const Task kBlank;
+constexpr std::size_t kPart = 256;  // tasks, which stay in the processor's caches
+
 const ExtentTasks& tasks_of(ExtentKind kind) {
   return kExtentTasks[static_cast<int>(kind)];
 }
@@ -33,16 +36,11 @@ const ExtentTasks& tasks_of(ExtentKind kind) {
 TaskEmitter::TaskEmitter(const Layout& layout, const Arrangement& arrangement)
     : layout_(layout), arrangement_(arrangement) {}
 
-Plan TaskEmitter::take(std::vector<Visit> visits) {
-  Plan plan{.first_id = next_id_, .tasks = std::exchange(tasks_, {}), .visits = std::move(visits)};
+Plan TaskEmitter::take() {
+  tasks_.resize(std::exchange(emitted_, 0));
+  Plan plan{.first_id = next_id_, .tasks = std::exchange(tasks_, {}), .visits = std::exchange(visits_, {})};
   for (Task& task : plan.tasks) task.dependencies = hazards_.add(next_id_++, task.lane, task.accesses);
   return plan;
-}
-
-void TaskEmitter::give_back(Plan plan) {
-  if (!tasks_.empty()) return;
-  tasks_ = std::move(plan.tasks);
-  tasks_.clear();
 }
 
 void TaskEmitter::serve(Pass pass, int stage) {
@@ -50,30 +48,36 @@ void TaskEmitter::serve(Pass pass, int stage) {
   stage_ = stage;
 }
 
-Task& TaskEmitter::emit(TaskKind kind, Lane lane, std::vector<Access> accesses) {
-  Task& task = tasks_.emplace_back();
+Task& TaskEmitter::emit(TaskKind kind, Lane lane, std::initializer_list<Access> accesses) {
+  if (take_part_ && emitted_ == kPart) {
+    Plan part = take();
+    take_part_(part);
+    tasks_ = std::move(part.tasks);
+  }
+  if (emitted_ == tasks_.size()) tasks_.emplace_back();
+  Task& task = tasks_[emitted_++];
+  task = kBlank;  // its lists keep their memory
   task.kind = kind;
   task.lane = lane;
   task.pass = pass_;
   task.stage = stage_;
-  task.accesses = std::move(accesses);
+  task.accesses = accesses;
   return task;
 }
 
-Task& TaskEmitter::compute(const Visit& visit, int index, int micro_batch, std::uint64_t slot,
-                           std::uint64_t slot_bytes) {
-  std::vector<Access> accesses;
+Task& TaskEmitter::compute(const Visit& visit, int micro_batch, std::uint64_t slot, std::uint64_t slot_bytes) {
+  serve(visit.pass, visit.stage);
+  Task& task = emit(TaskKind::compute, Lane::compute, {});
+  if (visits_.empty() || micro_batch == 0) visits_.push_back(visit);
   for (std::size_t i = 0; i < visit.weights.size(); ++i) {
     const int unit = visit.unit(layout_.stages()[visit.stage].units, i);
     if (visit.weights[i] != kNowhere)
-      accesses.push_back(device_access(visit.weights[i], layout_.unit_word_bytes(unit), false));
+      task.accesses.push_back(device_access(visit.weights[i], layout_.unit_word_bytes(unit), false));
     if (visit.gradients[i] != kNowhere)
-      accesses.push_back(device_access(visit.gradients[i], layout_.gradient_bytes(unit), true));
+      task.accesses.push_back(device_access(visit.gradients[i], layout_.gradient_bytes(unit), true));
   }
-  if (slot != kNowhere) accesses.push_back(device_access(slot, slot_bytes, true));
-  serve(visit.pass, visit.stage);
-  Task& task = emit(TaskKind::compute, Lane::compute, std::move(accesses));
-  task.visit = index;
+  if (slot != kNowhere) task.accesses.push_back(device_access(slot, slot_bytes, true));
+  task.visit = static_cast<int>(visits_.size()) - 1;
   task.micro_batch = micro_batch;
   task.device_offset = slot;
   return task;
@@ -162,9 +166,10 @@ void TaskEmitter::accumulate(int chunk, std::uint64_t from, bool first_sum) {
 void TaskEmitter::update(int chunk, HostRef words, Gradient gradient) {
   const HostRef state = read(ExtentKind::state, chunk);
   const bool is_sum = gradient.low.where != HostRef::Where::none;
-  std::vector<Access> accesses{host_access(words, true), host_access(gradient.high, is_sum), host_access(state, true)};
-  if (is_sum) accesses.push_back(host_access(gradient.low, false));
-  Task& update = fill_in(emit(TaskKind::update, Lane::update, std::move(accesses)), ExtentKind::hi, chunk, words);
+  Task& update = fill_in(emit(TaskKind::update, Lane::update,
+                              {host_access(words, true), host_access(gradient.high, is_sum), host_access(state, true)}),
+                         ExtentKind::hi, chunk, words);
+  if (is_sum) update.accesses.push_back(host_access(gradient.low, false));
   update.gradient = gradient.high;
   update.gradient_low = gradient.low;
   update.state = state;
@@ -179,13 +184,11 @@ void TaskEmitter::update_on_device(int chunk, std::uint64_t words_at, std::uint6
   const HostRef state = read(ExtentKind::state, chunk);
   upload(ExtentKind::state, chunk, state, slot + slots.state);
   const std::uint64_t word_bytes = layout_.chunks()[chunk].word_bytes();
-  std::vector<Access> accesses{device_access(words_at, word_bytes, true), device_access(slot, slots.bytes, true)};
-  if (sum == kNowhere)
-    upload(ExtentKind::gradient, chunk, read(ExtentKind::gradient, chunk), slot);
-  else
-    accesses.push_back(device_access(sum, 2 * word_bytes, false));
-  Task& update =
-      fill_in(emit(TaskKind::update_on_device, Lane::update, std::move(accesses)), ExtentKind::hi, chunk, {});
+  if (sum == kNowhere) upload(ExtentKind::gradient, chunk, read(ExtentKind::gradient, chunk), slot);
+  Task& update = fill_in(emit(TaskKind::update_on_device, Lane::update,
+                              {device_access(words_at, word_bytes, true), device_access(slot, slots.bytes, true)}),
+                         ExtentKind::hi, chunk, {});
+  if (sum != kNowhere) update.accesses.push_back(device_access(sum, 2 * word_bytes, false));
   update.device_offset = words_at;
   update.sum = sum;
   update.slot = slot;
@@ -205,7 +208,7 @@ void TaskEmitter::commit() {
       accesses.push_back(cell_access(tasks_of(kind).stored, chunk.id, false));
     }
   }
-  emit(TaskKind::commit, Lane::commit, std::move(accesses));
+  emit(TaskKind::commit, Lane::commit, {}).accesses = std::move(accesses);
 }
 
 Task& TaskEmitter::fill_in(Task& task, ExtentKind kind, int chunk, HostRef place) const {

@@ -3,6 +3,9 @@
 // the updates made of such moves. It knows where each extent lives and takes streaming buffers round robin. When a task
 // is emitted is the choice of whoever calls. Deterministic: the same calls give the same tasks.
 #include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "swap/arrangement.h"
@@ -22,19 +25,20 @@ class TaskEmitter {
   // Both outlive the emitter.
   TaskEmitter(const Layout& layout, const Arrangement& arrangement);
 
-  // What was emitted since the last call, each task with the tasks that it waits for.
-  Plan take(std::vector<Visit> visits = {});
-  // What it came to, once it is not needed any more: its memory serves the next one, if there is nothing of that yet.
-  void give_back(Plan plan);
+  // What was emitted since the last call, each task with the tasks that it waits for, and the visits of those that
+  // compute.
+  Plan take();
+  // From now on take() returns the rest: what is emitted is handed over in parts of some tasks, whose memory serves the
+  // next ones.
+  using TakePart = std::function<void(const Plan& part)>;
+  void hand_over_to(TakePart take) { take_part_ = std::move(take); }
   // Tasks from here on serve a visit of this pass and stage.
   void serve(Pass pass, int stage);
   void serve(Pass pass) { pass_ = pass; }
 
-  Task& emit(TaskKind kind, Lane lane, std::vector<Access> accesses);
-  // The computation of one micro-batch in the visit, which will be number `index` of the plan. slot: of what is saved
-  // for the item.
-  Task& compute(const Visit& visit, int index, int micro_batch, std::uint64_t slot = kNowhere,
-                std::uint64_t slot_bytes = 0);
+  Task& emit(TaskKind kind, Lane lane, std::initializer_list<Access> accesses);
+  // The computation of one micro-batch in the visit; the first one begins it. slot: of what is saved for the item.
+  Task& compute(const Visit& visit, int micro_batch, std::uint64_t slot = kNowhere, std::uint64_t slot_bytes = 0);
   // The next streaming buffer of a kind.
   HostRef take_buffer(HostRef::Where where);
 
@@ -71,7 +75,10 @@ class TaskEmitter {
   const Arrangement& arrangement_;
   HazardTracker hazards_;
   TaskId next_id_ = 0;
-  std::vector<Task> tasks_;
+  TakePart take_part_;  // empty: a plan is one whole
+  std::vector<Visit> visits_;
+  std::vector<Task> tasks_;  // emitted_ of them, then former ones
+  std::size_t emitted_ = 0;
   Pass pass_ = Pass::forward;
   int stage_ = -1;
   int next_word_ = 0, next_state_ = 0, next_activation_ = 0, next_update_slot_ = 0;

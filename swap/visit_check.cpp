@@ -72,6 +72,7 @@ io::Error VisitChecker::finish(const Plan& plan, const VisitRequest* request) {
   request_ = request;
   computed_ = 0;
   rules_.begin_plan();
+  ledger_.begin_plan();
   ledger_.play(plan, [&](const Task& task) {
     if (task.kind == TaskKind::compute)
       compute(task, plan);

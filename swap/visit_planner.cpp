@@ -33,16 +33,16 @@ Plan VisitPlanner::visit(const VisitRequest& request) {
   Visit visit{.stage = request.stage, .pass = request.pass};
   fetcher_.fetch(visit, /*forced=*/true);
   if (adds) open_gradients(request, visit);
-  emitter_.compute(visit, 0, 0);
+  emitter_.compute(visit, 0);
   const bool was_held = std::erase(holds_, request.stage) != 0;
   const StageShape& stage = layout_.stages()[request.stage];
   gradients_stay_ = request.gradients_stay;
   if (open_.stage != -1 && !gradients_stay_ && stage.on_demand.empty()) close_gradients();
   prefetch();  // must not evict this stage's weights: it may be visited again
   fetcher_.release(stage.units, was_held ? 2 : 1);
-  current_ = visit;
+  current_ = std::move(visit);
   current_.fresh_gradient.assign(stage.units.size(), false);
-  return emitter_.take({std::move(visit)});
+  return emitter_.take();
 }
 
 io::Result<Plan> VisitPlanner::need(const NeedRequest& request) {
@@ -76,11 +76,11 @@ io::Result<Plan> VisitPlanner::need(const NeedRequest& request) {
     part.fresh_gradient[first + i] = true;
     place += layout_.gradient_bytes(request.units[i]);
   }
-  emitter_.compute(part, 0, 0);
+  emitter_.compute(part, 0);
   fetcher_.release(request.units);
   for (std::size_t i = 0; i < request.units.size(); ++i)
     if (part.gradients[first + i] != kNowhere) take_gradient(request.units[i], part.gradients[first + i]);
-  return emitter_.take({std::move(part)});
+  return emitter_.take();
 }
 
 Plan VisitPlanner::close() {

@@ -25,19 +25,12 @@ constexpr int kSteps = 4;
 constexpr double kSame = 1e-9;  // of a step's time: as long as another one
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
-enum class Steps : std::uint8_t {
-  all,         // whose records stay
-  to_steady,   // to the first that takes as long as the one before
-  time_alone,  // the same, without what needs records
-};
-
 // A session's steps, one after the other.
 class Clock {
  public:
-  Clock(const SessionPlan& plan, swap::Rates rates)
-      : plan_(plan),
-        planner_(*plan.layout, plan.arrangement),
-        simulator_(*plan.layout, plan.arrangement.deferred, with_head(plan, std::move(rates))) {
+  Clock(const SessionPlan& plan, swap::Simulator& simulator)
+      : plan_(plan), planner_(*plan.layout, plan.arrangement), simulator_(simulator) {
+    simulator_.restart(plan.arrangement.deferred);
     simulator_.without_records();
     planner_.hand_over_to([this](const swap::Plan& part) { append(part); });
   }
@@ -47,6 +40,7 @@ class Clock {
   // all of it played, where it takes longer than `longest`. records: whether its tasks leave some.
   bool step(int number, double longest, bool records) {
     begin_ = simulator_.now();
+    computed_ = simulator_.computing();
     bytes_ = {};
     if (records) simulator_.record();
     const bool pending = number > 0 && plan_.defers(), commits = number > 0 && plan_.commit_every == 1;
@@ -55,17 +49,12 @@ class Clock {
   }
   // Of that step.
   double begin() const { return begin_; }
+  double computing() const { return simulator_.computing() - computed_; }
   double seconds() const { return simulator_.now() - begin_; }
   const std::array<std::uint64_t, swap::kLanes>& bytes() const { return bytes_; }
   std::vector<swap::TaskRecord> take_records() { return simulator_.take_records(); }
 
  private:
-  static swap::Rates with_head(const SessionPlan& plan, swap::Rates rates) {
-    // Of the head's three products with its weights, the forward is one.
-    if (plan.head_scores_first) rates.stages.back().head *= 4.0 / 3;
-    return rates;
-  }
-
   void append(const swap::Plan& part) {
     for (const swap::Task& task : part.tasks) bytes_[static_cast<int>(task.lane)] += task.bytes;
     simulator_.append(part);
@@ -73,32 +62,52 @@ class Clock {
 
   const SessionPlan& plan_;
   swap::Planner planner_;
-  swap::Simulator simulator_;
-  double begin_ = 0;
+  swap::Simulator& simulator_;
+  double begin_ = 0, computed_ = 0;
   std::array<std::uint64_t, swap::kLanes> bytes_{};
 };
 
-// Nothing where the second step, others like which follow, takes longer than `longest`.
-std::optional<Prediction> play(const SessionPlan& plan, const swap::Rates& rates, int steps, Steps wanted,
-                               double longest) {
-  Clock clock(plan, rates);
+swap::Simulator simulator_of(const SessionPlan& plan, swap::Rates rates) {
+  // Of the head's three products with its weights, the forward is one.
+  if (plan.head_scores_first) rates.stages.back().head *= 4.0 / 3;
+  return {*plan.layout, plan.arrangement.deferred, std::move(rates)};
+}
+
+struct SteadyStep {
+  int number = 0;
+  double seconds = 0, computing = 0;
+};
+
+// The first step that takes as long as the one before, on a simulator of a plan with the same layout. Nothing where the
+// second step, others like which follow, takes longer than `longest`.
+std::optional<SteadyStep> steady_step(const SessionPlan& plan, swap::Simulator& simulator, double longest) {
+  Clock clock(plan, simulator);
+  SteadyStep steady;
+  for (int step = 0; step < kSteps; ++step) {
+    if (!clock.step(step, step == 1 ? longest : kForever, /*records=*/false)) return std::nullopt;
+    const double before = std::exchange(steady, {step, clock.seconds(), clock.computing()}).seconds;
+    if (step > 1 && std::abs(steady.seconds - before) < kSame * before) break;
+  }
+  return steady;
+}
+
+enum class Records : std::uint8_t { all, of_last };  // which of them stay
+
+// The first `steps` steps of a run, the last of which counts.
+Prediction play(const SessionPlan& plan, swap::Simulator& simulator, int steps, Records records) {
+  Clock clock(plan, simulator);
   Prediction prediction;
   for (int step = 0; step < steps; ++step) {
-    const double before = prediction.step_seconds;
     // What the last step finds unfinished of the one before leaves records too.
-    const bool records = wanted == Steps::all || (wanted == Steps::to_steady && step > 0);
-    if (!clock.step(step, step == 1 ? longest : kForever, records)) return std::nullopt;
+    clock.step(step, kForever, records == Records::all || step + 2 >= steps);
+    std::vector<swap::TaskRecord> of_step = clock.take_records();
+    if (records == Records::all) prediction.records.insert(prediction.records.end(), of_step.begin(), of_step.end());
+    if (step + 1 < steps) continue;
     prediction.step_seconds = clock.seconds();
     prediction.bytes = clock.bytes();
-    std::vector<swap::TaskRecord> of_step = clock.take_records();
-    const bool last = step + 1 == steps ||
-                      (wanted != Steps::all && step > 1 && std::abs(prediction.step_seconds - before) < kSame * before);
-    if (wanted == Steps::all) prediction.records.insert(prediction.records.end(), of_step.begin(), of_step.end());
-    if (!last) continue;
     for (swap::TaskRecord& record : of_step)
       record.begin = std::max(record.begin, clock.begin());  // the step before left writes
     prediction.step = swap::summarise(of_step);
-    break;
   }
   return prediction;
 }
@@ -106,35 +115,27 @@ std::optional<Prediction> play(const SessionPlan& plan, const swap::Rates& rates
 }  // namespace
 
 Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps) {
-  return *play(plan, rates, steps, Steps::all, kForever);
+  swap::Simulator simulator = simulator_of(plan, rates);
+  return play(plan, simulator, steps, Records::all);
 }
 
 namespace {
 
 // Tries settings of `options` one after the other and leaves it with the fastest.
 class Search {
-  SessionOptions& options_;
-  const ModelSpec& spec_;
-  const swap::Rates rates_;
-  std::vector<std::pair<swap::Arrangement, int>> tried_;  // and its commit_every: what a prediction depends on
-  std::optional<Prediction> prediction_;                  // of `plan`, once it was asked for
-
  public:
   Search(const ModelSpec& spec, SessionOptions& options, const Profile& profile)
-      : options_(options),
-        spec_(spec),
-        rates_(rates_of(spec, profile)),
-        needs(profile.model.needs(spec)),
+      : needs(profile.model.needs(spec)),
         plan(plan_session(spec, options, needs)),
-        step_seconds(prediction().step_seconds) {
-    tried_.emplace_back(plan.arrangement, plan.commit_every);
+        options_(options),
+        spec_(spec),
+        simulator_(simulator_of(plan, rates_of(spec, profile))),
+        tried_{{plan.arrangement, plan.commit_every}} {
+    step = *steady_step(plan, simulator_, kForever);
   }
 
   // Of `plan`.
-  const Prediction& prediction() {
-    if (!prediction_) prediction_ = play(plan, rates_, kSteps, Steps::to_steady, kForever);
-    return *prediction_;
-  }
+  Prediction prediction() { return play(plan, simulator_, step.number + 1, Records::of_last); }
 
   // Sets what `settings` does where the step is then shorter than `worthwhile` of the shortest so far.
   template <class Settings>
@@ -142,16 +143,15 @@ class Search {
     const SessionOptions before = options_;
     settings(options_);
     try {
-      SessionPlan tried = plan_session(spec_, options_, needs);
+      SessionPlan tried = plan_again(plan, spec_, options_, needs);
       std::pair key{tried.arrangement, tried.commit_every};
       if (std::find(tried_.begin(), tried_.end(), key) == tried_.end()) {
         tried_.push_back(std::move(key));
-        const double shortest = worthwhile * step_seconds;
-        const auto of_tried = play(tried, rates_, kSteps, Steps::time_alone, (1 + kSame) * shortest);
-        if (of_tried && of_tried->step_seconds < shortest) {
+        const double shortest = worthwhile * step.seconds;
+        const auto of_tried = steady_step(tried, simulator_, (1 + kSame) * shortest);
+        if (of_tried && of_tried->seconds < shortest) {
           plan = std::move(tried);
-          step_seconds = of_tried->step_seconds;
-          prediction_.reset();
+          step = *of_tried;
           return;
         }
       }
@@ -163,7 +163,13 @@ class Search {
 
   const ComputeNeeds needs;
   SessionPlan plan;  // the fastest so far
-  double step_seconds;
+  SteadyStep step;   // of it
+
+ private:
+  SessionOptions& options_;
+  const ModelSpec& spec_;
+  swap::Simulator simulator_;
+  std::vector<std::pair<swap::Arrangement, int>> tried_;  // and its commit_every: what a prediction depends on
 };
 
 void choose_swaps(const SessionOptions& options, Search& search) {
@@ -185,8 +191,7 @@ void choose_swaps(const SessionOptions& options, Search& search) {
 
 void choose_updates(const SessionOptions& options, const Profile& profile, Search& search) {
   constexpr double kWorthwhile = 0.98;
-  const double computing = search.prediction().step.busy_seconds[static_cast<int>(swap::Lane::compute)];
-  if (computing > kWorthwhile * search.step_seconds) return;
+  if (search.step.computing > kWorthwhile * search.step.seconds) return;
   const std::vector<double> deferred = options.clip ? std::vector{0.0} : std::vector{0.0, 0.25, 0.5, 0.75, 1.0},
                             on_device =
                                 profile.machine.device_update.empty() ? std::vector{0.0} : std::vector{0.0, 0.5, 1.0};
@@ -214,9 +219,9 @@ Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const
         plan_to_go_on(options.chunk_elements, options.host_memory, plan_with).layout->chunk_elements();
   }
   Search search(spec, options, profile);
-  const double without_swaps = search.step_seconds;
+  const double without_swaps = search.step.seconds;
   choose_swaps(options, search);
-  const double plain_updates = search.step_seconds;
+  const double plain_updates = search.step.seconds;
   choose_updates(options, profile, search);
   Prediction prediction = search.prediction();
   return {.plan = std::move(search.plan),
@@ -231,7 +236,7 @@ std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptio
   try {
     Search search(spec, options, profile);
     choose_updates(options, profile, search);
-    return search.step_seconds;
+    return search.step.seconds;
   } catch (const Exception&) {
     return std::nullopt;
   }

@@ -21,21 +21,49 @@ nlohmann::ordered_json to_json(const Readings& readings) {
   return {{"spread", readings.spread}, {"other_cores", readings.other_cores}, {"corrected", readings.corrected}};
 }
 
+namespace {
+
+// Names in files and reports.
+template <class Of, class Value>
+using Field = std::pair<const char*, Value Of::*>;
+constexpr Field<swap::MachineRates, double> kRates[] = {{"disk_read", &swap::MachineRates::disk_read},
+                                                        {"disk_write", &swap::MachineRates::disk_write},
+                                                        {"disk_mixed", &swap::MachineRates::disk_mixed},
+                                                        {"upload", &swap::MachineRates::upload},
+                                                        {"download", &swap::MachineRates::download},
+                                                        {"cast", &swap::MachineRates::cast},
+                                                        {"fill", &swap::MachineRates::fill},
+                                                        {"measure", &swap::MachineRates::measure},
+                                                        {"checksum", &swap::MachineRates::checksum}};
+constexpr Field<swap::StageSeconds, double> kStageSeconds[] = {
+    {"forward", &swap::StageSeconds::forward},
+    {"backward", &swap::StageSeconds::backward},
+    {"head", &swap::StageSeconds::head},
+    {"forward_keeping", &swap::StageSeconds::forward_keeping},
+    {"backward_kept", &swap::StageSeconds::backward_kept},
+    {"forward_swapping", &swap::StageSeconds::forward_swapping},
+    {"backward_swapped", &swap::StageSeconds::backward_swapped}};
+constexpr Field<ModelProfile::Stage, std::uint64_t> kStageBytes[] = {
+    {"carry_bytes", &ModelProfile::Stage::carry_bytes},
+    {"activation_bytes", &ModelProfile::Stage::activation_bytes},
+    {"swapped_bytes", &ModelProfile::Stage::swapped_bytes}};
+constexpr Field<ModelProfile, std::uint64_t> kModelBytes[] = {{"stage_peak", &ModelProfile::stage_peak},
+                                                              {"keeping_peak", &ModelProfile::keeping_peak},
+                                                              {"micro_batch_bytes", &ModelProfile::micro_batch_bytes},
+                                                              {"device_fixed", &ModelProfile::device_fixed},
+                                                              {"held_peak", &ModelProfile::held_peak},
+                                                              {"process_bytes", &ModelProfile::process_bytes}};
+
+}  // namespace
+
 nlohmann::ordered_json rates_json(const MachineProfile& profile) {
-  const swap::MachineRates& r = profile.rates;
-  return {{"disk_read", r.disk_read},
-          {"disk_write", r.disk_write},
-          {"disk_mixed", r.disk_mixed},
-          {"upload", r.upload},
-          {"download", r.download},
-          {"cast", r.cast},
-          {"fill", r.fill},
-          {"measure", r.measure},
-          {"checksum", r.checksum},
-          {"cores", r.cores},
-          {"threads", r.threads},
-          {"update", profile.update},
-          {"device_update", profile.device_update}};
+  nlohmann::ordered_json json;
+  for (const auto& [name, rate] : kRates) json[name] = profile.rates.*rate;
+  json["cores"] = profile.rates.cores;
+  json["threads"] = profile.rates.threads;
+  json["update"] = profile.update;
+  json["device_update"] = profile.device_update;
+  return json;
 }
 
 namespace {
@@ -117,6 +145,10 @@ double rate(const JsonFields& fields, const char* name) {
   return fields.number_or(name, 0, 0, kFastest);
 }
 
+std::uint64_t bytes_in(const JsonFields& fields, const char* name) {
+  return static_cast<std::uint64_t>(fields.integer(name, 0, kMostBytes));
+}
+
 double needed(const JsonFields& fields, const char* name) {
   const double value = fields.number_or(name, -1, -1, kMostSeconds);
   if (value < 0) fields.fail(name, "is missing or negative");
@@ -140,18 +172,10 @@ Json to_json(const MachineProfile& profile) {
 MachineProfile machine_from(const Json& json, const std::string& where) {
   const JsonFields fields(json, where);
   MachineProfile profile;
-  profile.rates = {.disk_read = rate(fields, "disk_read"),
-                   .disk_write = rate(fields, "disk_write"),
-                   .disk_mixed = rate(fields, "disk_mixed"),
-                   .upload = rate(fields, "upload"),
-                   .download = rate(fields, "download"),
-                   .cast = rate(fields, "cast"),
-                   .fill = rate(fields, "fill"),
-                   .measure = rate(fields, "measure"),
-                   .checksum = rate(fields, "checksum"),
-                   .cores = static_cast<int>(fields.integer("cores", 1, 1 << 16)),
-                   .threads = static_cast<int>(fields.integer("threads", 1, 1 << 16)),
-                   .compute_on_cores = fields.boolean_or("compute_on_cores", true)};
+  for (const auto& [name, value] : kRates) profile.rates.*value = rate(fields, name);
+  profile.rates.cores = static_cast<int>(fields.integer("cores", 1, 1 << 16));
+  profile.rates.threads = static_cast<int>(fields.integer("threads", 1, 1 << 16));
+  profile.rates.compute_on_cores = fields.boolean_or("compute_on_cores", true);
   for (const auto& [key, rates] :
        {std::pair{"update", &profile.update}, std::pair{"device_update", &profile.device_update}}) {
     const JsonFields of(object_in(fields, key), where);
@@ -162,28 +186,17 @@ MachineProfile machine_from(const Json& json, const std::string& where) {
 }
 
 Json to_json(const ModelProfile& profile) {
-  Json stages = Json::object();
-  for (const auto& [name, stage] : profile.stages)
-    stages[name] = {{"carry_bytes", stage.carry_bytes},
-                    {"activation_bytes", stage.activation_bytes},
-                    {"forward", stage.seconds.forward},
-                    {"backward", stage.seconds.backward},
-                    {"swapped_bytes", stage.swapped_bytes},
-                    {"forward_keeping", stage.seconds.forward_keeping},
-                    {"backward_kept", stage.seconds.backward_kept},
-                    {"forward_swapping", stage.seconds.forward_swapping},
-                    {"backward_swapped", stage.seconds.backward_swapped},
-                    {"head", stage.seconds.head}};
-  return {{"stages", stages},
-          {"stage_peak", profile.stage_peak},
-          {"keeping_peak", profile.keeping_peak},
-          {"micro_batch_bytes", profile.micro_batch_bytes},
-          {"device_fixed", profile.device_fixed},
-          {"held_peak", profile.held_peak},
-          {"process_bytes", profile.process_bytes},
-          {"width", profile.width},
-          {"seconds_allowed", profile.seconds_allowed},
-          {"readings", Json(to_json(profile.readings))}};
+  Json json, stages = Json::object();
+  for (const auto& [name, stage] : profile.stages) {
+    for (const auto& [field, bytes] : kStageBytes) stages[name][field] = stage.*bytes;
+    for (const auto& [field, seconds] : kStageSeconds) stages[name][field] = stage.seconds.*seconds;
+  }
+  json["stages"] = std::move(stages);
+  for (const auto& [field, bytes] : kModelBytes) json[field] = profile.*bytes;
+  json["width"] = profile.width;
+  json["seconds_allowed"] = profile.seconds_allowed;
+  json["readings"] = to_json(profile.readings);
+  return json;
 }
 
 ModelProfile model_from(const Json& json, const std::string& where) {
@@ -192,26 +205,12 @@ ModelProfile model_from(const Json& json, const std::string& where) {
   for (const auto& [name, stage] : object_in(fields, "stages").items()) {
     if (!stage.is_object()) fields.fail("stages", "must hold objects");
     const JsonFields of(stage, where);
-    const double forward = needed(of, "forward");
-    profile.stages[name] = {
-        .carry_bytes = static_cast<std::uint64_t>(of.integer("carry_bytes", 0, kMostBytes)),
-        .activation_bytes = static_cast<std::uint64_t>(of.integer("activation_bytes", 0, kMostBytes)),
-        .swapped_bytes = static_cast<std::uint64_t>(of.integer("swapped_bytes", 0, kMostBytes)),
-        .seconds = {.forward = forward,
-                    .backward = needed(of, "backward"),
-                    .head = needed(of, "head"),
-                    .evaluate = forward,
-                    .forward_keeping = needed(of, "forward_keeping"),
-                    .backward_kept = needed(of, "backward_kept"),
-                    .forward_swapping = needed(of, "forward_swapping"),
-                    .backward_swapped = needed(of, "backward_swapped")}};
+    ModelProfile::Stage& found = profile.stages[name];
+    for (const auto& [field, bytes] : kStageBytes) found.*bytes = bytes_in(of, field);
+    for (const auto& [field, seconds] : kStageSeconds) found.seconds.*seconds = needed(of, field);
+    found.seconds.evaluate = found.seconds.forward;
   }
-  profile.stage_peak = static_cast<std::uint64_t>(fields.integer("stage_peak", 0, kMostBytes));
-  profile.keeping_peak = static_cast<std::uint64_t>(fields.integer("keeping_peak", 0, kMostBytes));
-  profile.micro_batch_bytes = static_cast<std::uint64_t>(fields.integer("micro_batch_bytes", 0, kMostBytes));
-  profile.device_fixed = static_cast<std::uint64_t>(fields.integer("device_fixed", 0, kMostBytes));
-  profile.held_peak = static_cast<std::uint64_t>(fields.integer("held_peak", 0, kMostBytes));
-  profile.process_bytes = static_cast<std::uint64_t>(fields.integer("process_bytes", 0, kMostBytes));
+  for (const auto& [field, bytes] : kModelBytes) profile.*bytes = bytes_in(fields, field);
   profile.width = needed(fields, "width");
   profile.seconds_allowed = needed(fields, "seconds_allowed");
   profile.readings = readings_from(fields, where);
@@ -252,12 +251,12 @@ ComputeNeeds ModelProfile::needs(const ModelSpec& spec) const {
                      .micro_batch_bytes = micro_batch_bytes,
                      .device_fixed = device_fixed,
                      .held_peak = held_peak};
-  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
-    needs.carry_bytes.push_back(stages.at(stage_class(spec, stage)).carry_bytes);
-  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
-    needs.activation_bytes.push_back(stages.at(stage_class(spec, stage)).activation_bytes);
-  for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage)
-    needs.swapped_bytes.push_back(stages.at(stage_class(spec, stage)).swapped_bytes);
+  for (int index = 0; index < static_cast<int>(spec.stages.size()); ++index) {
+    const Stage& stage = stages.at(stage_class(spec, index));
+    needs.carry_bytes.push_back(stage.carry_bytes);
+    needs.activation_bytes.push_back(stage.activation_bytes);
+    needs.swapped_bytes.push_back(stage.swapped_bytes);
+  }
   return needs;
 }
 

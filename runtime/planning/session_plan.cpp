@@ -102,10 +102,17 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
   std::vector<swap::StageShape> stages = plan.packed.stages;
   for (std::size_t stage = 1; stage < stages.size(); ++stage)
     if (spec.stages[stage].backward_needs_input) stages[stage].carry_bytes = needs.carry_bytes.at(stage);
-  plan.layout = std::make_unique<swap::Layout>(
+  plan.layout = std::make_shared<swap::Layout>(
       std::move(shapes), std::move(stages),
       options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory));
   if (windows) plan.loading = std::max(plan.loading, window_bytes(spec, *plan.layout));
+  return plan_again(plan, spec, options, needs);
+}
+
+SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const SessionOptions& options,
+                       const ComputeNeeds& needs) {
+  SessionPlan plan{
+      .packed = other.packed, .layout = other.layout, .workspace = other.workspace, .loading = other.loading};
   if (options.train && !options.storage.empty() && options.commit_every != 0 && spec.adapter_config_json.empty() &&
       spec.base_format == WeightFormat::bf16)
     plan.exporting = 2 * plan.layout->max_word_bytes();
@@ -134,6 +141,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
   plan.arrangement = value_or_throw(std::move(arranged));
   plan.head_scores_first = options.loss.pairs();
   plan.commit_every = options.storage.empty() || !options.train ? 0 : options.commit_every;
+  const bool windows = options.train && window_steps(spec) != 0;
   plan.writes = count_writes(plan, options, chunks_with_window_factors(spec, plan, windows));
   if (plan.commit_every != 0 && options.commit_auto)
     plan.commit_every = commit_interval(plan.writes, *plan.layout, plan.arrangement);
@@ -202,12 +210,15 @@ void prove(const SessionPlan& plan, bool train) {
   };
   swap::Planner planner(*plan.layout, plan.arrangement);
   swap::PlanChecker checker(*plan.layout, plan.arrangement);
+  planner.hand_over_to([&](const swap::Plan& part) { checker.play(part); });
   bool pending = false;
   for (int step = 0; step < 3 && train; ++step) {
     const bool commits = plan.commit_every != 0 && step > 0;
-    expect_right(checker.train_step(planner.train_step(pending, commits), pending, commits));
+    checker.begin_step(pending, commits);
+    expect_right(checker.finish(planner.train_step(pending, commits)));
     pending = plan.defers();
   }
+  planner.hand_over_to({});
   if (pending) expect_right(checker.flush(planner.flush()));
   expect_right(checker.evaluate(planner.evaluate(plan.arrangement.micro_batches)));
 }

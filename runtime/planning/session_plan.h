@@ -46,7 +46,7 @@ struct WriteCost {
 
 struct SessionPlan {
   PackedModel packed;
-  std::unique_ptr<swap::Layout> layout;
+  std::shared_ptr<const swap::Layout> layout;
   swap::Arrangement arrangement;
   std::uint64_t workspace = 0;                  // of the device budget
   std::uint64_t loading = 0;                    // of the host budget: loading_bytes()
@@ -65,6 +65,9 @@ struct SessionPlan {
 
 // Throws Exception (usage) where a budget is too small, naming the smallest that works.
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
+// The same where `options` differ from those of `other` only in what choose_placement() chooses. They share a layout.
+SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const SessionOptions& options,
+                       const ComputeNeeds& needs);
 
 // The same, but if what choose_placement() chose does not fit (its profile may be scaled from another model's), none of
 // these choices is used. That changes no bit.

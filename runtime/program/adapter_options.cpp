@@ -13,10 +13,6 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
-[[noreturn]] void fail_usage(const std::string& detail) {
-  fail(io::ErrorKind::usage, "", detail);
-}
-
 // Names; or one regular expression, known by a character that no name has. left_out: set by the word "none", which then
 // is another than the one for no names.
 void add_modules(OptionTable& table, const std::string& name, std::vector<std::string>& names, std::string& pattern,
@@ -49,15 +45,15 @@ void add_modules(OptionTable& table, const std::string& name, std::vector<std::s
            }});
 }
 
-void add_expressions(OptionTable& table, const std::string& name, std::vector<std::string>& expressions,
-                     const std::string& help) {
+void add_words(OptionTable& table, const std::string& name, std::vector<std::string>& list,
+               const std::string& value_name, const std::string& help) {
   table.add({.name = name,
-             .value_name = "REGEX",
+             .value_name = value_name,
              .help = help,
              .most = 1 << 12,
              .commas = true,
-             .set = [&expressions](const auto& words) { expressions = words; },
-             .get = [&expressions] { return OrderedJson(expressions); }});
+             .set = [&list](const auto& words) { list = words; },
+             .get = [&list] { return OrderedJson(list); }});
 }
 
 // NAME=VALUE, several.
@@ -111,9 +107,9 @@ void add_base_precision(OptionTable& table, std::string& precision) {
 }
 
 void add_trained_rows(OptionTable& table, TrainOptions& o) {
-  add_expressions(table, "trainable", o.trained.trainable,
-                  "train the tensors whose names have one of these regular expressions in them, and freeze the others");
-  add_expressions(table, "freeze", o.trained.freeze, "do not train tensors, named in the same way");
+  add_words(table, "trainable", o.trained.trainable, "REGEX",
+            "train the tensors whose names have one of these regular expressions in them, and freeze the others");
+  add_words(table, "freeze", o.trained.freeze, "REGEX", "do not train tensors, named in the same way");
   table.integer("trainable-layers", o.trained.last_layers, 0, "train the last N layers alone; 0: all");
   add_patterns(table, "lr-scale", o.lr_scales, "multiply the learning rate of tensors, named in the same way",
                parse_number);
@@ -157,13 +153,8 @@ void add_adapter_rows(OptionTable& table, TrainOptions& o) {
                      "lora_ga as PEFT does)",
              .set = [&config](const auto& words) { set_adapter_init(config, words.front()); },
              .get = [&config] { return OrderedJson(adapter_init_name(config)); }});
-  table.add({.name = "modules-to-save",
-             .value_name = "NAMES",
-             .help = "modules that are trained whole beside the adapters: embed_tokens, lm_head, norm, ...",
-             .most = 1 << 12,
-             .commas = true,
-             .set = [&config](const auto& words) { config.saved = words; },
-             .get = [&config] { return OrderedJson(config.saved); }});
+  add_words(table, "modules-to-save", config.saved, "NAMES",
+            "modules that are trained whole beside the adapters: embed_tokens, lm_head, norm, ...");
   table.integer("rank", o.galore.rank, 1, "with --method galore: rank of the projected gradients", 4096);
   table.integer("update-gap", o.galore.windows.steps, 1, "steps with the same projection", 1'000'000'000);
   table.number("scale", o.galore.windows.scale, 0, 1e9, "multiply the learning rate of what is projected");

@@ -9,15 +9,12 @@
 #include "runtime/base/files.h"
 #include "runtime/base/terminal.h"
 #include "runtime/program/config_file.h"
+#include "runtime/program/option_values.h"
 
 namespace tierflow {
 namespace {
 
 using OrderedJson = nlohmann::ordered_json;
-
-[[noreturn]] void fail_usage(const std::string& detail) {
-  fail(io::ErrorKind::usage, "", detail);
-}
 
 // Ahead of a word that begins with "[": without it CLI11 takes "[a,b]" for two words.
 constexpr char kAsItIs = '\x01';

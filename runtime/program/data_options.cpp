@@ -14,10 +14,6 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
-[[noreturn]] void fail_usage(const std::string& detail) {
-  fail(io::ErrorKind::usage, "", detail);
-}
-
 DataOptions common_data_options(const DataChoice& o, const ModelSpec& spec, const std::filesystem::path& folder) {
   DataOptions data;
   data.paths = o.data;

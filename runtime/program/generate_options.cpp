@@ -17,10 +17,6 @@ using OrderedJson = nlohmann::ordered_json;
 constexpr const char* kPrompts = "Prompts";
 constexpr const char* kSampling = "Sampling; left out: as the model's generation_config.json says";
 
-[[noreturn]] void fail_usage(const std::string& detail) {
-  fail(io::ErrorKind::usage, "", detail);
-}
-
 void add_texts(OptionTable& table, const std::string& name, std::vector<std::string>& value, const std::string& help) {
   table.add({.name = name,
              .value_name = "TEXT",

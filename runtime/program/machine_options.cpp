@@ -8,13 +8,10 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
+#include "runtime/program/option_values.h"
 
 namespace tierflow {
 namespace {
-
-[[noreturn]] void fail_usage(const std::string& detail) {
-  fail(io::ErrorKind::usage, "", detail);
-}
 
 // Two names of one folder, by links or dots too.
 void check_storage(const RunOptions& o) {

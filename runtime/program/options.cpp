@@ -18,10 +18,6 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
-[[noreturn]] void fail_usage(const std::string& detail) {
-  fail(io::ErrorKind::usage, "", detail);
-}
-
 constexpr const char* kTraining = "Training";
 constexpr const char* kEvaluation = "Evaluation";
 

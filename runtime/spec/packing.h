@@ -1,6 +1,7 @@
 #pragma once
 // How the tensors of a model lie in the units that stream: offsets, groups of one precision, and the swap layout that
 // follows. No torch here.
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -72,11 +73,12 @@ std::uint64_t rounding_key(std::uint64_t seed, int unit, int tensor);
 // `count` is without padding.
 template <class Use>
 void for_each_piece(const PackedUnit& unit, const swap::Chunk& chunk, Use use) {
-  for (const PackedTensor& tensor : unit.tensors) {
-    const std::uint64_t begin = tensor.offset > chunk.first ? tensor.offset : chunk.first;
-    const std::uint64_t tensor_end = tensor.offset + tensor.elements, chunk_end = chunk.first + chunk.elements;
-    const std::uint64_t end = tensor_end < chunk_end ? tensor_end : chunk_end;
-    if (begin < end) use(tensor, begin - tensor.offset, begin - chunk.first, end - begin);
+  const std::uint64_t chunk_end = chunk.first + chunk.elements;
+  const auto before = [&](const PackedTensor& tensor) { return tensor.offset + tensor.elements <= chunk.first; };
+  for (auto at = std::ranges::partition_point(unit.tensors, before); at != unit.tensors.end(); ++at) {
+    if (at->offset >= chunk_end) return;
+    const std::uint64_t begin = std::max(at->offset, chunk.first), end = std::min(at->offset + at->elements, chunk_end);
+    if (begin < end) use(*at, begin - at->offset, begin - chunk.first, end - begin);
   }
 }
 
