@@ -48,7 +48,7 @@ TEST(JsonFields, WhatIsAskedForIsKnownToWhoeverListens) {
   EXPECT_FALSE(all.has(object, "b") || all.has(object, "c"));
 }
 
-TEST(Files, TemporaryFilesGoWhereTheyCan) {
+TEST(TemporaryFolder, IsOneThatIsThere) {
   const testing::TempDir folder;
   std::ofstream(folder.path() / "file") << "x";
   const char* const before = std::getenv("TMPDIR");
