@@ -270,7 +270,8 @@ std::string name_in_whole_model(const ModelSpec& spec, const std::string& name) 
 
 std::string adapter_config_beside_base(const ModelSpec& spec) {
   AdapterConfig config = parse_adapter_config(spec.adapter_config_json, "the model's adapters");
-  if (!spec.wrapper.empty() || has_layers_taken_for_experts(spec)) name_each_module(spec, config);
+  const bool rewritten = !config.target_pattern.empty() && is_rewritten_by_peft(spec.config);
+  if (!spec.wrapper.empty() || rewritten || has_layers_taken_for_experts(spec)) name_each_module(spec, config);
   return adapter_config_json(joined_with_first(std::move(config)), has_transposed_weights(spec));
 }
 

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <set>
 
@@ -116,6 +117,11 @@ bool is_taken_for_expert(const ModelConfig& config, const std::string& module) {
   const DecoderNames& names = config.names;
   return (config.model_type == "glm4_moe" || config.model_type == "qwen3_moe") &&
          (name == names.expert_gate || name == names.expert_up || name == names.expert_down);
+}
+
+bool is_rewritten_by_peft(const ModelConfig& config) {
+  constexpr std::array kTypes{"mixtral", "qwen3_moe", "olmoe", "glm4_moe"};
+  return std::ranges::find(kTypes, config.model_type) != kTypes.end();
 }
 
 bool has_layers_taken_for_experts(const ModelSpec& spec) {

@@ -25,5 +25,8 @@ void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterCh
 // one, with an adapter, has to stand among the parameters, as its weight, if PEFT is to find it.
 bool is_taken_for_expert(const ModelConfig& config, const std::string& module);
 bool has_layers_taken_for_experts(const ModelSpec& spec);
+// Whether PEFT 0.21 rewrites what chooses modules of this model: of an expression it keeps last names alone, and takes
+// parameters of experts that it fits for modules.
+bool is_rewritten_by_peft(const ModelConfig& config);
 
 }  // namespace tierflow
