@@ -107,9 +107,12 @@ void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterCh
     }
   }
   if (unused.empty()) return;
-  if (names.empty()) fail_usage("the model has no experts: target parameters are theirs");
-  fail_usage(fmt::format("no parameter of experts is called {}: this model has {}",
-                         printable(fmt::format("{}", fmt::join(unused, " or ")), 200), fmt::join(names, ", ")));
+  const std::string called = printable(fmt::format("{}", fmt::join(unused, " or ")), 200);
+  if (names.empty())
+    fail_usage(fmt::format(
+        "no parameter of experts and no linear layer's weight in a block is called {}: the model has no experts",
+        called));
+  fail_usage(fmt::format("no parameter of experts is called {}: this model has {}", called, fmt::join(names, ", ")));
 }
 
 bool is_taken_for_expert(const ModelConfig& config, const std::string& module) {

@@ -2,16 +2,12 @@
 // Adapters of experts' parameters, beside those of linear layers that adapters.cpp adds. Inside of spec alone.
 #include <set>
 #include <string>
-#include <string_view>
 
 #include "runtime/spec/adapter_choice.h"
 #include "runtime/spec/adapter_config.h"
 #include "runtime/spec/model_spec.h"
 
 namespace tierflow {
-
-// Where PEFT wraps two parameters of a module, this stands in the path of the first.
-inline constexpr std::string_view kInnerWrapper = ".base_layer";
 
 // Throws Exception (kind usage) for what adapters of parameters do not have.
 void check_expert_adapters(const AdapterConfig& config);
