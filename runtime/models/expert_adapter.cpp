@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "runtime/models/layered_model.h"
+#include "runtime/spec/expert_parameters.h"
 
 namespace tierflow::models {
 
@@ -19,8 +20,8 @@ at::Tensor with_product(const at::Tensor& y, const at::Tensor& low, const at::Te
 }
 
 ExpertAdapter::ExpertAdapter(const TensorIndex& index, const std::string& module, const std::string& name) {
-  for (const char* wrapper : {"", ".base_layer"}) {
-    const std::string parameter = module + wrapper + "." + name;
+  for (const std::string_view wrapper : {std::string_view(), kInnerWrapper}) {
+    const std::string parameter = module + std::string(wrapper) + "." + name;
     a_ = index.find(parameter + ".lora_A.weight");
     if (a_ < 0) continue;
     b_ = index.at(parameter + ".lora_B.weight");

@@ -2,7 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <stdexcept>
+
 #include "runtime/models/ops.h"
+#include "runtime/spec/adapters.h"
 #include "runtime/spec/expert_parameters.h"
 
 namespace tierflow::models {
@@ -37,6 +41,11 @@ Experts::Experts(const ModelSpec& spec, int stage) : activation_(spec.config.act
   count_ = of.experts;
   in_adapter_ = ExpertAdapter(index, expert_module(spec.config), kExpertsIn);
   down_adapter_ = ExpertAdapter(index, expert_module(spec.config), kExpertsDown);
+  std::ptrdiff_t factors = 0;
+  for (const int unit : of.units)
+    factors += std::ranges::count_if(spec.units[static_cast<std::size_t>(unit)].tensors, is_expert_adapter);
+  if (factors != (in_adapter_ ? 2 : 0) + (down_adapter_ ? 2 : 0))
+    throw std::logic_error("stage " + std::to_string(stage) + " has an adapter of experts that nothing uses");
   if (!names.stacked_in.empty()) {
     stacked_in_ = index.at(names.stacked_in);
     stacked_down_ = index.at(names.stacked_down);

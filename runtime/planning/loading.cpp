@@ -42,11 +42,6 @@ std::uint64_t loading_bytes(const ModelSpec& spec) {
         most = std::max(most, weight);
         values += 4 * static_cast<std::uint64_t>(tensor.elements());
       }
-      if (is_expert_adapter(tensor) && part == AdapterPart::b) {  // from a folder: all experts', and as it lies there
-        std::uint64_t twice = 8;
-        for (const std::int64_t size : tensor.checkpoint_shape()) twice *= static_cast<std::uint64_t>(size);
-        most = std::max(most, stored(tensor) + twice);
-      }
       if (part == AdapterPart::initial_a) in = static_cast<std::uint64_t>(tensor.shape[1]);
       if (part == AdapterPart::initial_b) {
         const auto out = static_cast<std::uint64_t>(tensor.shape[0]),
@@ -59,7 +54,20 @@ std::uint64_t loading_bytes(const ModelSpec& spec) {
     all_values += values;
   }
   // Those of a gradient are all there at once.
-  return most + (of_gradient(config.init) ? all_values : first_values);
+  // Those of a gradient are all there at once; a factor of experts that is read from a folder stays for a while.
+  return most + (of_gradient(config.init) ? all_values : first_values) + expert_factor_bytes(spec);
+}
+
+std::uint64_t expert_factor_bytes(const ModelSpec& spec) {
+  std::uint64_t most = 0;
+  for (const UnitSpec& unit : spec.units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      if (!is_expert_adapter(tensor) || adapter_part(tensor) != AdapterPart::b) continue;
+      std::uint64_t bytes = 4;
+      for (const std::int64_t size : tensor.checkpoint_shape()) bytes *= static_cast<std::uint64_t>(size);
+      most = std::max(most, bytes);
+    }
+  return most;
 }
 
 std::uint64_t window_bytes(const ModelSpec& spec, const swap::Layout& layout) {

@@ -116,6 +116,8 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
   if (options.train && !options.storage.empty() && options.commit_every != 0 && spec.adapter_config_json.empty() &&
       spec.base_format == WeightFormat::bf16)
     plan.exporting = 2 * plan.layout->max_word_bytes();
+  const bool can_wait = plan.exporting != 0;  // for the end of a step
+  plan.exporting = std::max(plan.exporting, expert_factor_bytes(spec));
   swap::ArrangeRequest request{.host_budget = options.host_memory,
                                .host_workspace = std::max(plan.loading, plan.exporting),
                                .device_budget = options.device_memory,
@@ -133,7 +135,7 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
                                .storage = !options.storage.empty(),
                                .train = options.train};
   auto arranged = swap::arrange(*plan.layout, request);
-  if (!arranged.ok() && plan.exporting > plan.loading) {  // an export can wait for the end of a step
+  if (!arranged.ok() && can_wait && plan.exporting > plan.loading) {
     plan.exporting = 0;
     request.host_workspace = plan.loading;
     arranged = swap::arrange(*plan.layout, request);

@@ -48,10 +48,11 @@ struct SessionPlan {
   PackedModel packed;
   std::shared_ptr<const swap::Layout> layout;
   swap::Arrangement arrangement;
-  std::uint64_t workspace = 0;                  // of the device budget
-  std::uint64_t loading = 0;                    // of the host budget: loading_bytes()
-  std::uint64_t exporting = 0;                  // and what an export beside the steps reads into; 0: there is none
-  bool stored = false;                          // storage holds anything at all
+  std::uint64_t workspace = 0;  // of the device budget
+  std::uint64_t loading = 0;    // of the host budget: loading_bytes()
+  std::uint64_t exporting =
+      0;                // and what an export takes: expert_factor_bytes(), or what one beside the steps reads into
+  bool stored = false;  // storage holds anything at all
   bool head_scores_first = false;               // a forward of the head comes before its gradient: losses of pairs
   int commit_every = 0;                         // as the option; 0 where there is no storage or no room
   std::uint64_t deferred_parameters = 0;        // of the trainable ones: whose update is deferred

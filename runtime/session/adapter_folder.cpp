@@ -14,6 +14,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kWeights = "adapter_model.safetensors";
+constexpr std::size_t kPiece = 1 << 14;  // values
 
 std::vector<float> whole(const MasterOf& master, const std::pair<int, int>& at) {
   std::vector<float> all;
@@ -39,21 +40,22 @@ std::vector<float> beside(const std::vector<float>& b, const std::vector<float>&
   return both;
 }
 
-// B of experts [experts, out, rank] from [out, rank * experts], where the neighbouring columns are the experts'.
-std::vector<float> expert_after_expert(const std::vector<float>& columns, const std::vector<std::int64_t>& shape) {
-  const auto experts = static_cast<std::size_t>(shape[0]), of_one = columns.size() / experts;
-  std::vector<float> all(columns.size());
-  for (std::size_t i = 0; i < of_one; ++i)
-    for (std::size_t expert = 0; expert < experts; ++expert) all[expert * of_one + i] = columns[i * experts + expert];
-  return all;
-}
-// The other way.
-std::vector<float> expert_beside_expert(const std::vector<float>& all, const std::vector<std::int64_t>& shape) {
-  const auto experts = static_cast<std::size_t>(shape[0]), of_one = all.size() / experts;
-  std::vector<float> columns(all.size());
-  for (std::size_t i = 0; i < of_one; ++i)
-    for (std::size_t expert = 0; expert < experts; ++expert) columns[i * experts + expert] = all[expert * of_one + i];
-  return columns;
+// Where a value of B of all experts [experts, out, rank] lies in [out, rank * experts], where neighbouring columns are
+// neighbouring experts'.
+class ExpertColumns {
+ public:
+  ExpertColumns(std::size_t experts, std::size_t values) : experts_(experts), of_one_(values / experts) {}
+  std::size_t there(std::size_t here) const { return here % of_one_ * experts_ + here / of_one_; }
+  std::size_t here(std::size_t there) const { return there % experts_ * of_one_ + there / experts_; }
+
+ private:
+  std::size_t experts_, of_one_;
+};
+
+std::size_t product(const std::vector<std::int64_t>& shape) {
+  std::size_t values = 1;
+  for (const std::int64_t size : shape) values *= static_cast<std::size_t>(size);
+  return values;
 }
 
 }  // namespace
@@ -71,10 +73,15 @@ void AdapterReader::read(const TensorSpec& tensor, std::uint64_t first, std::spa
   if (name_ != name) {
     const std::vector<std::int64_t> shape = tensor.checkpoint_shape();
     name_.clear();
-    factor_.clear();
-    std::vector<float> there(static_cast<std::size_t>(shape[0] * shape[1] * shape[2]));
-    weights_->read_f32(name, 0, there);
-    factor_ = expert_after_expert(there, shape);
+    factor_ = std::vector<float>();
+    factor_.resize(product(shape));
+    const ExpertColumns columns(static_cast<std::size_t>(shape[0]), factor_.size());
+    std::vector<float> piece(std::min(kPiece, factor_.size()));
+    for (std::size_t at = 0; at < factor_.size(); at += piece.size()) {
+      piece.resize(std::min(piece.size(), factor_.size() - at));
+      weights_->read_f32(name, at, piece);
+      for (std::size_t i = 0; i < piece.size(); ++i) factor_[columns.here(at + i)] = piece[i];
+    }
     name_ = name;
   }
   std::copy_n(factor_.begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
@@ -147,13 +154,14 @@ std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs:
   CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{});
   for (const Tensor& tensor : tensors) {
     if (!tensor.experts.empty()) {
-      std::vector<float> all;
-      for (const auto& part : tensor.parts) {
-        const std::vector<float> some = whole(master, part);
-        all.insert(all.end(), some.begin(), some.end());
-      }
-      const std::vector<float> columns = expert_beside_expert(all, tensor.experts);
-      writer.write(std::as_bytes(std::span(columns)));
+      std::vector<float> all(product(tensor.experts));
+      const ExpertColumns columns(static_cast<std::size_t>(tensor.experts[0]), all.size());
+      std::size_t at = 0;
+      for (const auto& [unit, index] : tensor.parts)
+        master(unit, index, [&](std::span<const float> values) {
+          for (const float value : values) all.at(columns.there(at++)) = value;
+        });
+      writer.write(std::as_bytes(std::span(all)));
       continue;
     }
     if (!tensor.columns && !tensor.sum) {

@@ -24,7 +24,7 @@ AdapterFolder open_adapter(const std::filesystem::path& folder);
 void check_adapters(const ModelSpec& spec, const Checkpoint& weights);
 
 // The values of a model's adapters, and of what is trained whole beside them, in such a folder. Holds all of a factor B
-// of experts at a time, in fp32, and once more while it is read.
+// of experts at a time, in fp32.
 class AdapterReader {
  public:
   explicit AdapterReader(std::shared_ptr<const Checkpoint> weights) : weights_(std::move(weights)) {}
@@ -41,8 +41,8 @@ class AdapterReader {
 // Hands `use` the fp32 master of a tensor of the specification's units, in order.
 using MasterOf = std::function<void(int unit, int tensor, const UseMaster& use)>;
 // Session::export_adapter, from wherever the masters are. Of what is trained whole no more is in memory than MasterOf
-// hands on at once; of adapters one factor, or two where the folder has them side by side. Returns what
-// Session::export_adapter() returns.
+// hands on at once; of adapters one factor (expert_factor_bytes()), or two where the folder has them side by side.
+// Returns what Session::export_adapter() returns.
 std::string write_adapter(const ModelSpec& spec, const std::filesystem::path& base, const std::filesystem::path& folder,
                           const MasterOf& master);
 

@@ -129,7 +129,8 @@ std::string Session::export_hf(const std::filesystem::path& folder, const Progre
 
 std::shared_ptr<CommittedStep> Session::keep_step() {
   Impl& impl = *impl_;
-  if (impl.plan.exporting == 0 || impl.plan.commit_every == 0) return nullptr;
+  const bool whole = impl.model->spec().adapter_config_json.empty();
+  if (!whole || impl.plan.exporting == 0 || impl.plan.commit_every == 0) return nullptr;
   if (!impl.kept_step.expired()) throw Exception(io::ErrorKind::usage, "another step is kept already");
   const std::shared_ptr<CommittedStep> kept(new CommittedStep(impl));
   if (impl.steps == impl.committed_steps) kept->generation_ = impl.planned_generation;

@@ -14,6 +14,7 @@
 #include "runtime/base/files.h"
 #include "runtime/spec/adapter_choice.h"
 #include "runtime/spec/expert_adapters.h"
+#include "runtime/spec/expert_parameters.h"
 #include "runtime/spec/name_pattern.h"
 
 namespace tierflow {
@@ -132,6 +133,24 @@ void check(const AdapterConfig& config) {
   check_expert_adapters(config);
   if (!(config.dropout >= 0 && config.dropout < 1))
     fail_usage(fmt::format("an adapter's dropout is {}; it must be at least 0 and below 1", config.dropout));
+}
+
+// PEFT would wrap what a name fits beside weights that have adapters, and fail where that is no matrix.
+void expect_adapters_of_all_that_fits(const ModelSpec& spec, const std::vector<std::string>& parameters) {
+  if (parameters.empty()) return;
+  for (std::size_t unit = 0; unit < spec.units.size(); ++unit) {
+    const bool block = std::ranges::any_of(spec.stages, [&](const StageSpec& stage) {
+      return stage.block >= 0 && stage.units.front() == static_cast<int>(unit);
+    });
+    for (const TensorSpec& tensor : spec.units[unit].tensors) {
+      if (is_adapter(tensor) || tensor.part != Part::plain || (block && !linear_module(tensor).empty())) continue;
+      for (const std::string& path : module_paths(spec, name_in_model(tensor.name)))
+        for (const std::string& name : parameters)
+          if (name_fits(path, name))
+            fail_usage(fmt::format("the target parameter {} fits {} too, which has no adapter: give a longer name",
+                                   printable(name), path));
+    }
+  }
 }
 
 // The same choice by the paths of modules in the whole model: no other part of it has one of them. Modules that PEFT
@@ -270,7 +289,8 @@ std::string name_in_whole_model(const ModelSpec& spec, const std::string& name) 
 
 std::string adapter_config_beside_base(const ModelSpec& spec) {
   AdapterConfig config = parse_adapter_config(spec.adapter_config_json, "the model's adapters");
-  if (!spec.wrapper.empty() || has_layers_taken_for_experts(spec)) name_each_module(spec, config);
+  const bool rewritten = !config.target_pattern.empty() && is_rewritten_by_peft(spec.config);
+  if (!spec.wrapper.empty() || rewritten || has_layers_taken_for_experts(spec)) name_each_module(spec, config);
   return adapter_config_json(joined_with_first(std::move(config)), has_transposed_weights(spec));
 }
 
@@ -314,6 +334,9 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
         tensor.trainable = saved.wants(tensor, wanted);
         if (tensor.trainable) tensor.format = WeightFormat::bf16;
         if (tensor.trainable && saved.is_tied_table(tensor)) written.ties_saved = true;
+        if (tensor.trainable && by_weight)
+          fail_usage(
+              fmt::format("{}.weight is a target parameter, and in a module to save: give one of the two", module));
       }
       if (!wanted || (tensor.trainable && !windows)) continue;
       const std::int64_t in = tensor.shape[transposed ? 0 : 1], out = tensor.shape[transposed ? 1 : 0];
@@ -368,12 +391,15 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   if (!unused.empty())
     fail_usage(fmt::format("no linear layer is called {}: this model has {}",
                            printable(fmt::format("{}", fmt::join(unused, " or ")), 200), fmt::join(names, ", ")));
+  expect_adapters_of_all_that_fits(spec, config.parameters);
   saved.expect_used();
   std::ranges::replace(written.saved, std::string(kHeadInFolders), std::string(kHead));
   for (const std::int64_t layer : config.layers)
     if (layer < 0 || layer >= spec.config.layers)
       fail_usage(fmt::format("there is no layer {} to adapt: the model's are 0 to {}", layer, spec.config.layers - 1));
-  if (modules.empty() && !config.parameters_alone)
+  const bool any = std::ranges::any_of(
+      spec.units, [](const UnitSpec& unit) { return std::ranges::any_of(unit.tensors, is_adapter); });
+  if (!any || (modules.empty() && !config.parameters_alone))
     fail_usage(fmt::format("no linear layer is left to adapt: this model has {}", fmt::join(names, ", ")));
   if (written.ties_saved && !config.ties_saved)
     fail_usage(

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <set>
 
@@ -106,9 +107,12 @@ void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterCh
     }
   }
   if (unused.empty()) return;
-  if (names.empty()) fail_usage("the model has no experts: target parameters are theirs");
-  fail_usage(fmt::format("no parameter of experts is called {}: this model has {}",
-                         printable(fmt::format("{}", fmt::join(unused, " or ")), 200), fmt::join(names, ", ")));
+  const std::string called = printable(fmt::format("{}", fmt::join(unused, " or ")), 200);
+  if (names.empty())
+    fail_usage(fmt::format(
+        "no parameter of experts and no linear layer's weight in a block is called {}: the model has no experts",
+        called));
+  fail_usage(fmt::format("no parameter of experts is called {}: this model has {}", called, fmt::join(names, ", ")));
 }
 
 bool is_taken_for_expert(const ModelConfig& config, const std::string& module) {
@@ -116,6 +120,11 @@ bool is_taken_for_expert(const ModelConfig& config, const std::string& module) {
   const DecoderNames& names = config.names;
   return (config.model_type == "glm4_moe" || config.model_type == "qwen3_moe") &&
          (name == names.expert_gate || name == names.expert_up || name == names.expert_down);
+}
+
+bool is_rewritten_by_peft(const ModelConfig& config) {
+  constexpr std::array kTypes{"mixtral", "qwen3_moe", "olmoe", "glm4_moe"};
+  return std::ranges::find(kTypes, config.model_type) != kTypes.end();
 }
 
 bool has_layers_taken_for_experts(const ModelSpec& spec) {

@@ -2,16 +2,12 @@
 // Adapters of experts' parameters, beside those of linear layers that adapters.cpp adds. Inside of spec alone.
 #include <set>
 #include <string>
-#include <string_view>
 
 #include "runtime/spec/adapter_choice.h"
 #include "runtime/spec/adapter_config.h"
 #include "runtime/spec/model_spec.h"
 
 namespace tierflow {
-
-// Where PEFT wraps two parameters of a module, this stands in the path of the first.
-inline constexpr std::string_view kInnerWrapper = ".base_layer";
 
 // Throws Exception (kind usage) for what adapters of parameters do not have.
 void check_expert_adapters(const AdapterConfig& config);
@@ -25,5 +21,8 @@ void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterCh
 // one, with an adapter, has to stand among the parameters, as its weight, if PEFT is to find it.
 bool is_taken_for_expert(const ModelConfig& config, const std::string& module);
 bool has_layers_taken_for_experts(const ModelSpec& spec);
+// Whether PEFT 0.21 rewrites what chooses modules of this model: of an expression it keeps last names alone, and takes
+// parameters of experts that it fits for modules.
+bool is_rewritten_by_peft(const ModelConfig& config);
 
 }  // namespace tierflow

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "runtime/spec/model_spec.h"
 
@@ -11,6 +12,9 @@ namespace tierflow {
 
 inline constexpr const char* kExpertsIn = "gate_up_proj";  // rows of gate, then those of up; or by turns
 inline constexpr const char* kExpertsDown = "down_proj";
+
+// Where PEFT wraps two parameters of a module, this stands in the path of the first.
+inline constexpr std::string_view kInnerWrapper = ".base_layer";
 
 // The module in a layer that has them: "mlp.experts".
 std::string expert_module(const ModelConfig& config);

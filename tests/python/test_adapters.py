@@ -309,6 +309,8 @@ def test_adapters_of_experts_are_those_of_peft(family, parameters, tmp_path, mon
     make_base(family, tmp_path / "model")
     wanted = [f"parameter=experts.{name}" for name in parameters]
     wanted += ["alone"] if len(parameters) == 1 else []
+    if family == "mixtral":
+        wanted += ["rank_of=.*\\.gate_up_proj:3", "alpha_of=layers.1.mlp.experts.down_proj:16", "rslora"]
     losses, (_, in_fp32) = probe_logits(tmp_path / "model", tmp_path / "tuned", 20, f"gradients={tmp_path / 'gradients'}", *wanted)
     assert losses[-1] < losses[0]
     config = json.loads((tmp_path / "tuned" / "adapter_config.json").read_text())
@@ -338,6 +340,21 @@ def test_adapters_of_experts_are_those_of_peft(family, parameters, tmp_path, mon
     assert ((in_fp32 - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-5
     again, theirs = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "theirs"))
     assert again.keys() == theirs.keys() and all(value.equal(again[name]) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("family", [*MIXTURES, "olmoe"])
+def test_beside_an_expression_for_modules_peft_finds_the_same_adapters(family, tmp_path, monkeypatch):
+    olmoe = lambda **more: transformers.OlmoeConfig(**SMALL, **more, num_key_value_heads=2, intermediate_size=40, num_experts=4)  # noqa: E731
+    monkeypatch.setitem(MODELS, family, lambda: {**MIXTURES, "olmoe": olmoe}[family](num_experts_per_tok=2))
+    make_base(family, tmp_path / "model")
+    wanted = ["pattern=.*_proj", "parameter=experts.gate_up_proj", "parameter=experts.down_proj"]
+    _, (_, in_fp32) = probe_logits(tmp_path / "model", tmp_path / "tuned", 10, *wanted)
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned")
+    expected = logits_of(model.eval())
+    assert ((in_fp32 - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-5
+    probe(tmp_path / "model", tmp_path / "again", 0, f"from={tmp_path / 'tuned'}")
+    again, tuned = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "tuned"))
+    assert again.keys() == tuned.keys() and all(value.equal(again[name]) for name, value in tuned.items())
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe"])

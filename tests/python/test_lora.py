@@ -352,9 +352,14 @@ def test_adapters_of_experts_over_four_bits_are_gone_on_with(work, mixture):
     # It is gone on with, and planned for.
     run(work, "train", "--method", "lora", "--model", "base", "--adapter", "out", "--data", "text.txt", "--steps", "2", "--out", "more", *small())
     assert json.loads((work / "more" / "adapter_config.json").read_text())["target_modules"] == []
-    planned = run(work, "plan", "--method", "lora", "--model", "base", *EXPERTS, "--lora-rank", "4", *small()).stdout
-    alone = run(work, "plan", "--method", "lora", "--model", "base", "--lora-rank", "4", *small()).stdout
-    assert planned != alone
+    plain = ["plan", "--method", "lora", "--model", "base", "--lora-rank", "4", "--json", *small()]
+    planned, without = (json.loads(run(work, *plain, *more).stdout) for more in (EXPERTS, []))
+    factors = load_file(work / "out" / "adapter_model.safetensors")
+    numbers, largest = sum(value.numel() for value in factors.values()), max(value.numel() for name, value in factors.items() if "lora_B" in name)
+    assert planned["model"]["parameters"] - without["model"]["parameters"] == numbers
+    host = {name: planned["host"][name] - without["host"][name] for name in ("used", "resident", "loading", "exporting")}
+    assert host["loading"] == host["exporting"] == 4 * largest and host["used"] == host["resident"] + 4 * largest
+    assert host["resident"] % 4096 == 0 and host["resident"] >= 8 * numbers
 
 
 def test_parameters_that_there_are_none_of_are_one_line(work, base):
@@ -369,4 +374,6 @@ def test_parameters_that_there_are_none_of_are_one_line(work, base):
     assert "have no magnitude" in refused(work, *words, *EXPERTS, "--use-dora")
     assert "begin as" in refused(work, *words, *EXPERTS, "--init", "olora")
     assert "for no linear layer" in refused(work, *words, "--lora-target-modules", "none")
+    for choice in (["--lora-layers", "0"], ["--lora-exclude-modules", "q_proj"], ["--lora-exclude-modules", ".*q_proj"]):
+        assert "name the layer in the path" in refused(work, *words, *EXPERTS, "--lora-target-modules", "none", *choice)
     assert not (work / "out").exists()

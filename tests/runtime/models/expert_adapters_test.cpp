@@ -1,5 +1,6 @@
 // Adapters of experts: the model is that of merged experts, the gradients of A and B follow from those of the merged
 // matrices, an expert without tokens gives its adapter none, and what is kept changes no bit.
+#include "runtime/device/device_memory.h"
 #include "runtime/spec/adapters.h"
 #include "runtime/spec/expert_parameters.h"
 #include "tests/runtime/models/fixture.h"
@@ -168,6 +169,53 @@ TEST_P(ExpertAdapters, AnExpertWithoutTokensGetsNoGradient) {
     EXPECT_EQ(with, layers * 4 * taken);
     EXPECT_EQ(without, layers * 4 * (static_cast<int>(spec.config.experts.count) - taken));
   }
+}
+
+// Rows of one or two tokens apart, where most experts have none, or together.
+TEST_P(ExpertAdapters, GradientsOfMicroBatchesAddUp) {
+  for (const std::int64_t length : {1, 2}) {
+    const ModelSpec spec = adapted(GetParam(), kBoth, kSome);
+    ResidentModel together = adapted_model(spec, torch::kDouble), apart = adapted_model(spec, torch::kDouble);
+    const MicroBatch rows = batch(2, length);
+    together.forward_backward(rows, 0.5);
+    for (int row = 0; row < 2; ++row)
+      apart.forward_backward(
+          {.ids = rows.ids.narrow(0, row, 1).clone(), .labels = rows.labels.narrow(0, row, 1).clone()}, 0.5);
+    for (std::size_t u = 0; u < spec.units.size(); ++u)
+      for (std::size_t t = 0; t < spec.units[u].tensors.size(); ++t)
+        if (is_adapter(spec.units[u].tensors[t])) {
+          EXPECT_LT(relative_error(apart.gradients[u][t], together.gradients[u][t]), 1e-10)
+              << spec.units[u].tensors[t].name;
+        }
+  }
+}
+
+TEST_P(ExpertAdapters, NoneIsLeftOut) {
+  ModelSpec spec = adapted(GetParam());
+  for (TensorSpec& tensor : spec.units[1].tensors)
+    if (is_expert_adapter(tensor)) tensor.name.insert(tensor.name.rfind(".lora_"), ".elsewhere");
+  EXPECT_THROW(make_model(spec), std::logic_error);
+}
+
+// Equal tokens take the same experts, all of them: no more is needed than where they take many, as what is needed at
+// most is set aside before any routing.
+TEST_P(ExpertAdapters, NeedNoMoreMemoryForTokensOfTheSameExperts) {
+  DeviceMemory& memory = DeviceMemory::install();
+  AdapterConfig wide = kBoth;
+  wide.rank = 128;
+  ResidentModel model = adapted_model(adapted(GetParam(), wide, kSome), torch::kBFloat16);
+  const MicroBatch varied = batch(2, 64);
+  MicroBatch equal = batch(2, 64);
+  equal.ids.fill_(7);
+  const auto most = [&](const MicroBatch& tokens) {
+    memory.release_kept();
+    memory.reset_peak();
+    const std::uint64_t before = memory.stats().used;
+    model.forward_backward(tokens, 1.0);
+    return memory.stats().peak_used - before;
+  };
+  most(varied);
+  EXPECT_LE(most(equal), most(varied));
 }
 
 INSTANTIATE_TEST_SUITE_P(models, ExpertAdapters,

@@ -1,4 +1,5 @@
 // Gradients of the stages against plain autograd over the whole model, in fp64.
+#include "runtime/spec/adapters.h"
 #include "tests/runtime/models/plain.h"
 
 namespace tierflow::testing {
@@ -111,6 +112,22 @@ TEST_P(BlockBackward, is_the_default_in_fp32_and_bf16) {
     for (std::size_t stage = 0; stage < tiled.stages.size(); ++stage)
       if (tiled.stages[stage].block == 0 && (exact || !chooses(tiled, stage)))
         expect_default_backward(resident(GetParam(), type, 0.2, kTiled), stage, type);
+  }
+}
+
+// With adapters of experts, whose own backward and autograd's come from the same forward.
+TEST_P(BlockBackward, is_the_default_with_adapters_of_experts) {
+  for (const Tiling& tiling : {Tiling{}, Tiling{.block_elements = 1, .experts = 2}}) {
+    ModelSpec spec = parse_model_spec(GetParam().json, GetParam().name, tiling);
+    if (spec.config.experts.count == 0) return;
+    add_adapters(spec, {.rank = 3, .alpha = 6, .parameters = {"gate_up_proj", "down_proj"}});
+    for (const auto type : {torch::kFloat, torch::kBFloat16})
+      for (std::size_t stage = 0; stage < spec.stages.size(); ++stage) {
+        if (spec.stages[stage].block != 0 || (type == torch::kBFloat16 && chooses(spec, stage))) continue;
+        ResidentModel model(spec, type);
+        model.randomise(17);
+        expect_default_backward(std::move(model), stage, type);
+      }
   }
 }
 

@@ -3,7 +3,8 @@
 // each step, and that of the tokens of step 0 at the end. Options: from (a folder of adapters to begin with), init
 // (their first values), dora, galore (a number of steps: projected gradients in such windows, of scale 0.5, in place of
 // adapters; OUT is the whole model), projectors (a file that gets those of each window), saved (a module, several
-// times), parameter (of experts, several times), alone (no linear layers), gradients (a folder that gets, as the
+// times), pattern (an expression for the modules), parameter (of experts, several times), alone (no linear layers),
+// rank_of and alpha_of (EXPRESSION:NUMBER, several times), rslora, gradients (a folder that gets, as the
 // adapters' folder, the gradients in fp32 of the mean loss of the tokens of step 0, of the adapters as they were
 // written), logits (a file that gets the logits of the tokens of step 0, fp32 [rows, length, vocab]: the session's at
 // the end, and those of the written folder computed in fp32).
@@ -52,6 +53,16 @@ Wanted wanted(int argc, char** argv) {
       all.logits = value;
     else if (word.starts_with("init="))
       tierflow::set_adapter_init(all.config, value);
+    else if (word.starts_with("pattern="))
+      all.config.target_pattern = value;
+    else if (word.starts_with("rank_of="))
+      all.config.rank_pattern.emplace_back(value.substr(0, value.rfind(':')),
+                                           std::stoll(value.substr(value.rfind(':') + 1)));
+    else if (word.starts_with("alpha_of="))
+      all.config.alpha_pattern.emplace_back(value.substr(0, value.rfind(':')),
+                                            std::stod(value.substr(value.rfind(':') + 1)));
+    else if (word == "rslora")
+      all.config.rank_stabilised = true;
     else if (word.starts_with("parameter="))
       all.config.parameters.push_back(value);
     else if (word == "alone")

@@ -1,5 +1,5 @@
 // Adapters of experts over a base that streams: the same bits in memory and from storage, over a base in any format,
-// and a run that goes on; the step's tokens in any number of micro-batches; the folder and the model they are added to.
+// and a run that goes on; the folder and the model they are added to.
 #include <gtest/gtest.h>
 
 #include "runtime/planning/loading.h"
@@ -88,22 +88,6 @@ TEST_P(SessionExpertAdapters, InStagesOfSomeExpertsStreamedIsResident) {
 TEST_P(SessionExpertAdapters, OverABaseInAnotherFormatStreamedIsResident) {
   for (const WeightFormat format : {WeightFormat::nf4, WeightFormat::int8})
     expect_streamed_as_resident(with_adapters(with_base_format(base(), format), kConfig, 5), true);
-}
-
-// The tokens of a step as two micro-batches of two rows, or as four of one: the same within rounding.
-TEST_P(SessionExpertAdapters, AStepsTokensMayComeInAnyNumberOfMicroBatches) {
-  const Model model = with_adapters(base(), kConfig, 5);
-  SessionOptions options = resident(2), rows = resident(4);
-  rows.micro_batch = 1;
-  Session two(model, options), four(model, rows);
-  const std::vector<MicroBatch> step = batches(2, 0);
-  std::vector<MicroBatch> cut;
-  for (const MicroBatch& each : step)
-    for (int row = 0; row < 2; ++row)
-      cut.push_back({.ids = each.ids.narrow(0, row, 1).clone(), .labels = each.labels.narrow(0, row, 1).clone()});
-  const StepResult a = two.step(step, 1e-2), b = four.step(cut, 1e-2);
-  EXPECT_NEAR(a.loss, b.loss, 1e-2);
-  EXPECT_NEAR(a.grad_norm / b.grad_norm, 1, 0.05);
 }
 
 // What is written is read to the same state; of tiles too.

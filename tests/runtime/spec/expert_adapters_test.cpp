@@ -204,7 +204,13 @@ TEST(ExpertAdapters, WhatCannotBeIsRefused) {
   for (const char* router : {"gate.weight", "mlp.gate.weight", "block_sparse_moe.gate.weight"})
     refused({"the target parameter", "is a router's: routers have no adapters here"}, {.parameters = {router}});
   refused({"is a router's"}, {.parameters = {"router.bias"}}, model("GptOssForCausalLM", R"(, "head_dim": 8)"));
-  refused({"the model has no experts"}, {}, small_llama());
+  refused({"no parameter of experts and no linear layer's weight in a block is called down_proj",
+           "the model has no experts"},
+          {}, small_llama());
+  refused({"q_proj.weight is a target parameter, and in a module to save"},
+          {.parameters = {"q_proj.weight"}, .parameters_alone = true, .saved = {"q_proj"}}, small_llama());
+  refused({"the target parameter weight fits model.", "too, which has no adapter: give a longer name"},
+          {.parameters = {"weight"}, .parameters_alone = true}, small_llama());
   refused({"have no dropout, in PEFT as here", "0.1"}, {.dropout = 0.1});
   refused({"have no magnitude (DoRA)"}, {.dora = true});
   for (const AdapterInit init : {AdapterInit::pissa, AdapterInit::olora, AdapterInit::lora_ga})
