@@ -162,7 +162,8 @@ TEST(Options, HelpIsGroupedAndFitsItsLines) {
   for (const char* expected :
        {"Usage: tierflow train [OPTIONS]\n", "\nModel and data:\n  --model DIR ", "\nMachine, budgets",
         "\n  --host-memory SIZE ", "\nTraining:\n", "\n  --lr X                  highest learning rate",
-        "\n  --max-skipped N ", "[20]", "\nResult and log:\n", "\n  --durability auto|", "\nEvaluation:\n", "\nOther:\n  --config-file FILE"}) {
+        "\n  --max-skipped N ", "[20]", "\nResult and log:\n", "\n  --durability auto|", "\nEvaluation:\n",
+        "\nOther:\n  --config-file FILE"}) {
     const std::size_t found = help.find(expected, at);
     ASSERT_NE(found, std::string::npos) << expected << " after:\n" << help.substr(0, at);
     at = found;
