@@ -115,10 +115,10 @@ struct DriveStats {
 
 class Volume {
  public:
-  // Creates (exclusively, mode 0600, preallocated, locked) or opens the data files. Errors: locked, where
-  // another process holds a folder (names its pid); environment, where space is too little (names bytes needed and
-  // free), O_DIRECT is refused or the file system is not accepted; input, where the folders are not those of one
-  // volume; usage, for wrong options. create() leaves nothing behind when it fails.
+  // Creates (exclusively, mode 0600, preallocated, locked) or opens the data files. Errors: locked, where another
+  // process holds a folder (names its pid); environment, where space is too little (names bytes needed and free),
+  // O_DIRECT is refused or the file system is not accepted; input, where the folders are not those of one volume;
+  // usage, for wrong options. create() leaves nothing behind when it fails.
   static Result<std::unique_ptr<Volume>> create(const VolumeOptions& options);
   static Result<std::unique_ptr<Volume>> open(const VolumeOptions& options);
 

@@ -87,8 +87,7 @@ UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradie
 void zero_moment(const Moment& moment, std::size_t n, bool is_signed);
 
 // sums has ceil(n / kNormSegment) entries. sums[i] = sum of squares, in double and in a fixed order, of elements
-// [i * kNormSegment, (i+1) * kNormSegment);
-// returns false where any element is not finite.
+// [i * kNormSegment, (i+1) * kNormSegment); returns false where any element is not finite.
 bool gradient_norm_squared(const std::uint16_t* gradient, std::size_t n, double* sums);
 
 void split_master(const float* master, std::uint16_t* hi, std::uint16_t* lo, std::size_t n);

@@ -85,9 +85,8 @@ class Store {
   void report_second_reading(const io::Error& wrong) const;
 
   // Makes everything written so far the newest generation, durably. `progress` is the client's JSON (step, data
-  // position ...). Error of kind usage while a write that a
-  // commit covers is in flight, or while a CommittedWords lives. Reads may be in flight. After an error of the drive
-  // the store takes no more writes and no more commits.
+  // position ...). Error of kind usage while a write that a commit covers is in flight, or while a CommittedWords
+  // lives. Reads may be in flight. After an error of the drive the store takes no more writes and no more commits.
   io::Error commit(const std::string& progress);
 
   // Requests within one of these pieces of the slab are faster. The slab then lives as long as the volume, which may

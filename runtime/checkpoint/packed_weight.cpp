@@ -182,8 +182,9 @@ class EightBits final : public PackedWeight {
     const std::vector<std::int64_t>& there = folder_.find(scales_)->shape;
     const bool for_all = kind == Scales::as_shaped && elements_of(there) == 1;
     const bool a_row_each = there == std::vector{shape_[0]} || there == std::vector<std::int64_t>{shape_[0], 1};
-    tiled_ = fp8_ && (kind == Scales::tiles || (!for_all && !a_row_each) ||
-                      there == std::vector{(shape_[0] + tile - 1) / tile, (shape_[1] + tile - 1) / tile});
+    tiled_ =
+        kind != Scales::rows && (kind == Scales::tiles || (!for_all && !a_row_each) ||
+                                 there == std::vector{(shape_[0] + tile - 1) / tile, (shape_[1] + tile - 1) / tile});
     rows_a_scale_ = tiled_ ? tile : for_all ? rows : 1;
     columns_a_scale_ = tiled_ ? tile : columns_;
     across_ = (columns_ + columns_a_scale_ - 1) / columns_a_scale_;
@@ -215,7 +216,7 @@ class EightBits final : public PackedWeight {
     }
   }
 
-  bool has(WeightFormat format) const override { return tiled_ && format == WeightFormat::fp8; }
+  bool has(WeightFormat format) const override { return fp8_ && tiled_ && format == WeightFormat::fp8; }
   std::vector<std::byte> read_unconverted(std::uint64_t first, std::uint64_t count) const override {
     if (first != 0 || count != elements_of(shape_)) return PackedWeight::read_unconverted(first, count);
     const WeightLayout at = weight_layout(WeightFormat::fp8, shape_);

@@ -53,7 +53,6 @@ std::uint64_t loading_bytes(const ModelSpec& spec) {
     first_values = std::max(first_values, values);
     all_values += values;
   }
-  // Those of a gradient are all there at once.
   // Those of a gradient are all there at once; a factor of experts that is read from a folder stays for a while.
   return most + (of_gradient(config.init) ? all_values : first_values) + expert_factor_bytes(spec);
 }

@@ -10,8 +10,8 @@ namespace tierflow {
 
 // At most so many bytes, besides pieces of some KiB. They hold one frozen tensor, with the values that are converted to
 // its format; or one weight in fp32, with what decomposes it (adapter_init.h), and the first values of one unit's
-// adapters; and expert_factor_bytes(). 0 where weights are stored as they come and adapters do not begin with values of
-// theirs.
+// adapters; and expert_factor_bytes(), which alone is left where weights are stored as they come and adapters do not
+// begin with values of theirs.
 std::uint64_t loading_bytes(const ModelSpec& spec);
 
 // The largest B of all experts, in fp32: PEFT's folder has neighbouring experts' columns beside each other, so that it

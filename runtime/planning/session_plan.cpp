@@ -113,11 +113,10 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
                        const ComputeNeeds& needs) {
   SessionPlan plan{
       .packed = other.packed, .layout = other.layout, .workspace = other.workspace, .loading = other.loading};
-  if (options.train && !options.storage.empty() && options.commit_every != 0 && spec.adapter_config_json.empty() &&
-      spec.base_format == WeightFormat::bf16)
-    plan.exporting = 2 * plan.layout->max_word_bytes();
-  const bool can_wait = plan.exporting != 0;  // for the end of a step
-  plan.exporting = std::max(plan.exporting, expert_factor_bytes(spec));
+  // Beside the steps; where there is no room it waits for the end of one.
+  const bool can_wait = options.train && !options.storage.empty() && options.commit_every != 0 &&
+                        spec.adapter_config_json.empty() && spec.base_format == WeightFormat::bf16;
+  plan.exporting = can_wait ? 2 * plan.layout->max_word_bytes() : expert_factor_bytes(spec);
   swap::ArrangeRequest request{.host_budget = options.host_memory,
                                .host_workspace = std::max(plan.loading, plan.exporting),
                                .device_budget = options.device_memory,

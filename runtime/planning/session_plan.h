@@ -50,9 +50,9 @@ struct SessionPlan {
   swap::Arrangement arrangement;
   std::uint64_t workspace = 0;  // of the device budget
   std::uint64_t loading = 0;    // of the host budget: loading_bytes()
-  std::uint64_t exporting =
-      0;                // and what an export takes: expert_factor_bytes(), or what one beside the steps reads into
-  bool stored = false;  // storage holds anything at all
+  // Of the host budget, for an export: expert_factor_bytes(), or what one beside the steps reads into.
+  std::uint64_t exporting = 0;
+  bool stored = false;                          // storage holds anything at all
   bool head_scores_first = false;               // a forward of the head comes before its gradient: losses of pairs
   int commit_every = 0;                         // as the option; 0 where there is no storage or no room
   std::uint64_t deferred_parameters = 0;        // of the trainable ones: whose update is deferred

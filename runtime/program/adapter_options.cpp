@@ -128,13 +128,8 @@ void add_adapter_rows(OptionTable& table, TrainOptions& o) {
               "linear layers that get one: names such as q_proj, or one regular expression for the whole path; none: "
               "parameters alone do",
               &config.parameters_alone);
-  table.add({.name = "lora-target-parameters",
-             .value_name = "NAMES",
-             .help = "parameters of experts that get one too: mlp.experts.gate_up_proj, mlp.experts.down_proj",
-             .most = 1 << 12,
-             .commas = true,
-             .set = [&config](const auto& words) { config.parameters = words; },
-             .get = [&config] { return OrderedJson(config.parameters); }});
+  add_words(table, "lora-target-parameters", config.parameters, "NAMES",
+            "parameters of experts that get one too: mlp.experts.gate_up_proj, mlp.experts.down_proj");
   add_modules(table, "lora-exclude-modules", config.exclude, config.exclude_pattern, "none",
               "linear layers that get none, named in the same way");
   add_layers(table, config);
@@ -198,6 +193,11 @@ void check_adapter(const TrainOptions& o) {
   if (o.method == "lora" && !(o.trained == TrainableConfig()))
     fail_usage(
         "--trainable, --freeze and --trainable-layers are for --method full and galore: of adapters all are trained");
+  if (o.lora.parameters_alone && (!o.lora.layers.empty() || !o.lora.exclude.empty() || !o.lora.exclude_pattern.empty()))
+    fail_usage(
+        "--lora-layers and --lora-exclude-modules choose among --lora-target-modules, which are none: name the layer "
+        "in "
+        "the path of the parameter");
   if (given && !o.adapter.empty()) fail_usage("give --adapter or --lora-..., not both: the folder says what its are");
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "io/thread.h"
@@ -33,6 +34,7 @@ void ExportBeside::join() {
 }
 
 void ExportBeside::begin(Session& session, Job job) {
+  if (busy()) throw std::logic_error("a model is being written already");
   kept_ = session.keep_step();
   if (kept_ == nullptr) return write_at_once(session, std::move(job));
   job_ = std::move(job);

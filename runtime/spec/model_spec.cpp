@@ -55,6 +55,9 @@ void check_compressed(const JsonFields& quantised) {
                                          "(float-quantized, int-quantized): give such a folder, or the model that this "
                                          "one was made from",
                                          printable(format)));
+  for (const char* more : {"transform_config", "kv_cache_scheme"})
+    if (const Json* there = quantised.find(more); there != nullptr && !there->empty())
+      quantised.fail(more, "must be null: weights alone may be quantised");
   const Json* groups = quantised.find("config_groups");
   if (groups == nullptr || !groups->is_object()) quantised.fail("config_groups", "must be an object");
   for (const auto& [name, group] : groups->items()) {

@@ -241,6 +241,8 @@ def test_what_is_known_of_compressed_tensors(work, folders):
         return the_error(run(work, "eval", "--model", "stored", "--data", "text.txt", *words, *small(), ok=False).stderr)
 
     assert 'format is "pack-quantized"; of compressed-tensors, weights in 8 bits can be read' in refused(format="pack-quantized")
+    assert "transform_config must be null" in refused(transform_config={"config_groups": {"R1": {}}})
+    assert "kv_cache_scheme must be null" in refused(kv_cache_scheme={"num_bits": 8})
     assert "config_groups must be an object" in refused(config_groups=[])
     assert "config_groups must hold objects" in refused(config_groups={"group_0": 1})
     assert "weights must be an object" in refused(config_groups={"group_0": {"weights": 8}})
