@@ -95,7 +95,7 @@ Result<File> File::open_with(const std::filesystem::path& path, int flags, const
   keep_from_children(descriptor);
   file.direct_ = direct;
   if (Error error = file.inspect()) {
-    if (creating) file.remove();
+    if (creating) unlink(path.c_str());  // remove() goes by what inspect() finds
     return error;
   }
   if (!file.direct_ && direct && !policy.allow_buffered) {

@@ -318,6 +318,25 @@ TEST(BenchTest, MeasuredSpeedsShapeTheStripes) {
   EXPECT_EQ(std::filesystem::file_size(folder.path() / "b" / "state.tfv"), 7U << 20);
 }
 
+// Of two drives, as /dev/shm is one of its own.
+TEST(BenchTest, WhereDrivesAreMeasuredTheSlowerOneHoldsLess) {
+  testing::TempDir folder, memory("/dev/shm");
+  VolumeOptions options = options_in(folder, 8 << 20);
+  options.folders = {folder.path() / "fast", memory.path() / "slow"};
+  options.allow_buffered = options.allow_any_filesystem = options.measure_speeds = true;
+  options.engine = EngineKind::threads;
+  options.block = 1 << 20;
+  testing::SystemCalls calls([&](const testing::SystemCall& call) -> std::optional<long> {
+    if (call.name == "pwrite" && call.path.starts_with("/dev/shm/"))
+      std::this_thread::sleep_for(std::chrono::milliseconds(80));
+    return {};
+  });
+  auto volume = create(options);
+  ASSERT_TRUE(volume);
+  EXPECT_GT(std::filesystem::file_size(folder.path() / "fast" / "state.tfv"),
+            std::filesystem::file_size(memory.path() / "slow" / "state.tfv"));
+}
+
 TEST(BenchTest, FoldersOnOneDriveAreEqualAndNotMeasured) {
   testing::TempDir folder;
   VolumeOptions options = options_in(folder, 8 << 20);

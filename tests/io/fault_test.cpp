@@ -296,6 +296,7 @@ TEST_P(FaultTest, AStuckRequestWarnsThenFailsAndItsMemoryIsKept) {
   EXPECT_EQ(completion.error.error_number, ETIMEDOUT);
   EXPECT_EQ(completion.error.offset, kDataStart + kBlock);
   EXPECT_EQ(completion.error.operation, "read");
+  EXPECT_EQ(completion.error.length, kBlock);
   EXPECT_THAT(completion.error.path, ::testing::EndsWith(".tfv"));
   EXPECT_THAT(completion.error.message(), ::testing::AllOf(HasSubstr("has not answered"),
                                                            HasSubstr("name a folder on another drive with --storage"),
@@ -314,6 +315,24 @@ TEST_P(FaultTest, AStuckRequestWarnsThenFailsAndItsMemoryIsKept) {
   EXPECT_EQ(freed, 1);
   volume.reset();
   memory.reset();
+}
+
+TEST_P(FaultTest, AStuckRequestIsCalledByItsName) {
+  for (const auto& [action, name] : {std::pair{Action::write, "write"}, std::pair{Action::flush, "flush"}}) {
+    VolumeOptions wanted = options();
+    wanted.name = name;
+    wanted.stall_limit = std::chrono::milliseconds{300};
+    auto volume = create(wanted);
+    ASSERT_TRUE(volume);
+    ASSERT_FALSE(transfer(*volume, Op::write, 0, kBlock, allocate_buffer(kBlock)).error);
+    plan_->set({.kind = Fault::Kind::hold, .action = action});
+    const Error error = action == Action::write ? transfer(*volume, Op::write, 0, kBlock, allocate_buffer(kBlock)).error
+                                                : volume->flush();
+    EXPECT_EQ(error.error_number, ETIMEDOUT) << error.message();
+    EXPECT_EQ(error.operation, name);
+    plan_->release();
+    volume.reset();
+  }
 }
 
 TEST_P(FaultTest, TimeInWhichTheProcessIsStoppedIsNotTheDrives) {

@@ -152,10 +152,15 @@ TEST_F(SystemCallsTest, AFileWhoseStateCannotBeReadIsAnError) {
     EXPECT_EQ(opened.error().operation, "stat");
     EXPECT_EQ(opened.error().error_number, EIO);
   }
-  Result<std::unique_ptr<Volume>> opened = Volume::open(options());
-  ASSERT_TRUE(opened.ok());
-  SystemCalls calls(nth(0));
-  EXPECT_EQ((*opened)->flush().operation, "stat");
+  {
+    Result<std::unique_ptr<Volume>> opened = Volume::open(options());
+    ASSERT_TRUE(opened.ok());
+    SystemCalls calls(nth(0));
+    EXPECT_EQ((*opened)->flush().operation, "stat");
+  }
+  std::filesystem::remove_all(folder_.path() / "drive");
+  EXPECT_EQ(create_error(nth(0)).operation, "stat");
+  EXPECT_FALSE(std::filesystem::exists(folder_.path() / "drive")) << "what was made is left behind";
 }
 
 TEST_F(SystemCallsTest, WhatCannotBeFlushedIsNotTrusted) {

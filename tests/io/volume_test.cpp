@@ -222,6 +222,20 @@ TEST_F(VolumeFiles, DiscardingTakesWhatIsThereUnlessSomebodyHoldsIt) {
   EXPECT_FALSE(discard(both));
 }
 
+TEST_F(VolumeFiles, DiscardingIsDoneOnAnyFileSystem) {
+  testing::TempDir memory("/dev/shm");
+  VolumeOptions there = options();
+  there.folders = {memory.path()};
+  there.allow_any_filesystem = there.allow_buffered = false;
+  EXPECT_FALSE(Volume::create(there).ok()) << "this file system is refused for anything else";
+  there.allow_any_filesystem = there.allow_buffered = true;
+  create(there).reset();
+  ASSERT_TRUE(std::filesystem::exists(memory.path() / "state.tfv"));
+  there.allow_any_filesystem = there.allow_buffered = false;
+  EXPECT_FALSE(discard(there));
+  EXPECT_FALSE(std::filesystem::exists(memory.path() / "state.tfv"));
+}
+
 TEST_F(VolumeFiles, FailedCreateLeavesNothingBehind) {
   VolumeOptions wanted = options();
   std::filesystem::create_directories(folder_.path() / "second");
@@ -256,7 +270,9 @@ TEST_F(VolumeFiles, LinksAreNotFollowed) {
 TEST_F(VolumeFiles, FilesThatOthersCanReachAreRefused) {
   create(options()).reset();
   chmod(file().c_str(), 0644);
-  EXPECT_EQ(open_error().kind, ErrorKind::environment);
+  const Error error = open_error();
+  EXPECT_EQ(error.kind, ErrorKind::environment);
+  EXPECT_THAT(error.message(), HasSubstr("run chmod 600 on it or, where the file system keeps no permissions, mount"));
 }
 
 TEST_F(VolumeFiles, OddThingsUnderTheNameAreRefused) {

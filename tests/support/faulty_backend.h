@@ -46,6 +46,7 @@ class FaultPlan {
     fault_ = fault;
     matched_ = 0;
     hit_ = 0;
+    released_ = false;
   }
   void clear() {
     std::lock_guard lock(mutex_);

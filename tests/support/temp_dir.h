@@ -1,6 +1,6 @@
 #pragma once
 // A fresh folder on the drive under test, removed with everything in it at the end of the scope. TIERFLOW_TEST_DIR
-// chooses where.
+// chooses where; or in a folder that a test names.
 #include <stdlib.h>
 
 #include <cstdlib>
@@ -11,10 +11,9 @@ namespace tierflow::testing {
 
 class TempDir {
  public:
-  TempDir() {
-    const char* base = std::getenv("TIERFLOW_TEST_DIR");
-    std::string pattern =
-        (base != nullptr ? std::string(base) : std::filesystem::temp_directory_path().string()) + "/tierflow-XXXXXX";
+  TempDir() : TempDir(drive_under_test()) {}
+  explicit TempDir(const std::filesystem::path& base) {
+    std::string pattern = (base / "tierflow-XXXXXX").string();
     path_ = mkdtemp(pattern.data());
   }
   ~TempDir() {
@@ -27,6 +26,11 @@ class TempDir {
   const std::filesystem::path& path() const { return path_; }
 
  private:
+  static std::filesystem::path drive_under_test() {
+    const char* base = std::getenv("TIERFLOW_TEST_DIR");
+    return base != nullptr ? std::filesystem::path(base) : std::filesystem::temp_directory_path();
+  }
+
   std::filesystem::path path_;
 };
 
