@@ -39,11 +39,12 @@ Plan Planner::train_step(bool pending, bool commits) {
   return run(std::move(visits), arrangement_.micro_batches, commits && pending);
 }
 
-Plan Planner::evaluate(int micro_batches) {
+Plan Planner::evaluate(int micro_batches, bool another) {
+  const int stages = static_cast<int>(layout_.stages().size()), expected = another ? std::min(stages, kLookahead) : 0;
   std::vector<Visit> visits;
-  for (int stage = 0; stage < static_cast<int>(layout_.stages().size()); ++stage)
-    visits.push_back({.stage = stage, .pass = Pass::evaluate});
-  return run(std::move(visits), micro_batches);
+  for (int visit = 0; visit < stages + expected; ++visit)
+    visits.push_back({.stage = visit % stages, .pass = Pass::evaluate});
+  return run(std::move(visits), micro_batches, false, expected);
 }
 
 Plan Planner::flush() {
@@ -56,8 +57,8 @@ void Planner::forget_weights() {
   for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit) fetcher_.invalidate(unit);
 }
 
-Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits) {
-  const int count = static_cast<int>(visits.size());
+Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits, int expected) {
+  const int all = static_cast<int>(visits.size()), count = all - expected;
   Saved saved{.buffer_of = std::vector<HostRef>(arrangement_.items.size()),
               .slot_of = std::vector<std::uint64_t>(arrangement_.items.size(), kNowhere)};
   for (const Visit& visit : visits)
@@ -67,7 +68,7 @@ Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits) {
         saved.items.push_back(item);
   int fetched = 0;
   for (int index = 0; index < count; ++index) {
-    while (fetched < count && fetched <= index + kLookahead && fetcher_.fetch(visits[fetched], fetched == index))
+    while (fetched < all && fetched <= index + kLookahead && fetcher_.fetch(visits[fetched], fetched == index))
       ++fetched;
     Visit& visit = visits[index];
     const bool adds = visit.pass == Pass::head || visit.pass == Pass::backward;
@@ -82,6 +83,8 @@ Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits) {
     fetcher_.release(layout_.stages()[visit.stage].units);
     if (adds) take_gradients(visit);
   }
+  while (fetched < all && fetcher_.fetch(visits[fetched], false)) ++fetched;
+  for (int index = count; index < fetched; ++index) fetcher_.release(layout_.stages()[visits[index].stage].units);
   return emitter_.take();
 }
 

@@ -19,8 +19,9 @@ class Planner {
   // run yet. They then run ahead of each unit's first forward. `commits`: when they have run, what the step before left
   // becomes a durable generation, beside the rest of this step; no extent of it is overwritten before it is durable.
   Plan train_step(bool pending, bool commits = false);
-  // Forward only, for one evaluation of `micro_batches` micro-batches.
-  Plan evaluate(int micro_batches);
+  // Forward only, for one evaluation of `micro_batches` micro-batches. `another`: one more is expected to follow, and
+  // what its first visits need is fetched while the last ones compute. Any plan may follow all the same.
+  Plan evaluate(int micro_batches, bool another = false);
   // The pending updates of the step before, without a step.
   Plan flush();
   // From now on a plan is handed over in parts, and what is returned is the rest: the plan of a large model need not be
@@ -40,8 +41,9 @@ class Planner {
     std::vector<std::uint64_t> slot_of;
   };
 
-  // commits: at the head.
-  Plan run(std::vector<Visit> visits, int micro_batches, bool commits = false);
+  // commits: at the head. The last `expected` visits belong to a later plan: they are fetched where there is room, and
+  // merely cached when this plan ends.
+  Plan run(std::vector<Visit> visits, int micro_batches, bool commits = false, int expected = 0);
   void compute(const Visit& visit, int micro_batch, Saved& saved);
   void save(int item, std::uint64_t slot);
   // The item that the computation makes or reads; -1: none.

@@ -221,7 +221,7 @@ void prove(const SessionPlan& plan, bool train) {
   }
   planner.hand_over_to({});
   if (pending) expect_right(checker.flush(planner.flush()));
-  expect_right(checker.evaluate(planner.evaluate(plan.arrangement.micro_batches)));
+  expect_right(checker.evaluate(planner.evaluate(plan.arrangement.micro_batches, true)));
 }
 
 }  // namespace tierflow

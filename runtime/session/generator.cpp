@@ -62,10 +62,11 @@ class Batch {
         capacities_(capacities()),
         cache_(session.model().spec(), capacities_) {}
 
-  void run(const GenerationEvents& events) {
+  // another: one more batch follows.
+  void run(const GenerationEvents& events, bool another) {
     for (std::vector<CachedRow> rows = next_rows(); !rows.empty(); rows = next_rows()) {
       events.before_pass();
-      const std::vector<at::Tensor> logits = session_.next_logits(rows);
+      const std::vector<at::Tensor> logits = session_.next_logits(rows, another || goes_on_behind(rows));
       for (std::size_t row = 0; row < rows.size(); ++row)
         for (std::size_t at = 0; at < rows[row].spans.size(); ++at)
           take(rows[row].spans[at], logits[row][static_cast<std::int64_t>(at)], events);
@@ -114,6 +115,17 @@ class Batch {
     for (auto& [last, spans, context] : next)
       if (!last.empty()) rows.push_back(row_of(last, std::move(spans), context));
     return rows;
+  }
+
+  // Whether a sequence has more to compute or to draw when this pass has ended, unless a stop token ends it.
+  bool goes_on_behind(const std::vector<CachedRow>& rows) const {
+    std::vector<std::int64_t> computed = computed_;
+    for (const CachedRow& row : rows)
+      for (const CachedSpan& span : row.spans)
+        computed[static_cast<std::size_t>(span.sequence)] = span.before + span.length;
+    for (std::size_t i = 0; i < sequences_.size(); ++i)
+      if (!ended_[i] && computed[i] < capacities_[i]) return true;
+    return false;
   }
 
   CachedRow row_of(const Tokens& tokens, std::vector<CachedSpan> spans, std::int64_t context) {
@@ -191,7 +203,8 @@ void generate(Session& session, const std::vector<Tokens>& prompts, const Genera
   for (std::size_t i = 0; i < prompts.size(); ++i)
     check_prompt(prompts[i], i, session.model().spec(), options.max_new_tokens);
   for (std::size_t first = 0; first < prompts.size(); first += at_once)
-    Batch(session, prompts, first, std::min(at_once, prompts.size() - first), options).run(events);
+    Batch(session, prompts, first, std::min(at_once, prompts.size() - first), options)
+        .run(events, first + at_once < prompts.size());
 }
 
 }  // namespace tierflow

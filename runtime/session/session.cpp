@@ -59,8 +59,8 @@ Evaluation Session::evaluate(std::int64_t count, const std::function<MicroBatch(
   impl_->throw_if_out_of_memory();
   return result;
 }
-std::vector<torch::Tensor> Session::next_logits(const std::vector<CachedRow>& rows) {
-  auto logits = guarded(impl_->executor(), [&] { return impl_->next_logits(rows); });
+std::vector<torch::Tensor> Session::next_logits(const std::vector<CachedRow>& rows, bool another) {
+  auto logits = guarded(impl_->executor(), [&] { return impl_->next_logits(rows, another); });
   impl_->throw_if_out_of_memory();
   return logits;
 }

@@ -77,7 +77,7 @@ struct Session::Impl {
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                       const Scored& scored, const Progress& progress);
-  std::vector<torch::Tensor> next_logits(const std::vector<CachedRow>& rows);
+  std::vector<torch::Tensor> next_logits(const std::vector<CachedRow>& rows, bool another);
   void expect_first_values() const;  // throws while the adapters have none
   bool waits_for_gradient() const { return lacks_first_values || window_ended(); }
 

@@ -221,7 +221,7 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
     });
     result.tokens += counted;
     if (out_of_memory) break;
-    executor().append(planner->evaluate(static_cast<int>(part.size())), nullptr);
+    executor().append(planner->evaluate(static_cast<int>(part.size()), end < count), nullptr);
     forward_all(shared, swap::Pass::evaluate, before_each);
     for (int micro_batch = 0; micro_batch < static_cast<int>(part.size()); ++micro_batch) {
       before_each();
@@ -252,7 +252,7 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
   return result;
 }
 
-std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRow>& rows) {
+std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRow>& rows, bool another) {
   const torch::NoGradGuard no_grad;
   if (rows.size() > static_cast<std::size_t>(options.micro_batches))
     throw Exception(io::ErrorKind::usage, "a pass takes at most " + std::to_string(options.micro_batches) + " rows");
@@ -269,7 +269,7 @@ std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRo
   std::vector<torch::Tensor> logits(rows.size());
   if (out_of_memory) return logits;
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
-  executor().append(planner->evaluate(static_cast<int>(rows.size())), nullptr);
+  executor().append(planner->evaluate(static_cast<int>(rows.size()), another), nullptr);
   forward_all(shared, swap::Pass::evaluate);
   for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
     const swap::Entered entered = enter(last, swap::Pass::evaluate, row);

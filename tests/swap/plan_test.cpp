@@ -7,6 +7,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <ranges>
 #include <utility>
 
 #include "swap/arrange.h"
@@ -133,15 +134,63 @@ TEST(PlanChecker, ProvesThousandsOfRandomPlans) {
       ASSERT_FALSE(error) << "round " << round << " flush: " << error.message();
       ++plans;
     }
-    const int micro_batches = 1 + static_cast<int>(random() % planned.arrangement.micro_batches);
-    const io::Error error = checker.evaluate(planner.evaluate(micro_batches));
-    ASSERT_FALSE(error) << "round " << round << " evaluate: " << error.message();
+    for (int pass = 0; pass < 3; ++pass) {
+      const int micro_batches = 1 + static_cast<int>(random() % planned.arrangement.micro_batches);
+      const io::Error error = checker.evaluate(planner.evaluate(micro_batches, random() % 3 != 0));
+      ASSERT_FALSE(error) << "round " << round << " evaluate: " << error.message();
+      ++plans;
+    }
+    const io::Error error = checker.train_step(planner.train_step(false), false);
+    ASSERT_FALSE(error) << "round " << round << " step after evaluations: " << error.message();
     ++plans;
   }
   EXPECT_GT(plans, 10000);
   for (const TaskKind kind : {TaskKind::save_activations, TaskKind::load_activations, TaskKind::read_activations,
                               TaskKind::write_activations, TaskKind::commit})
     EXPECT_GT(of_kind[kind], 1000) << task_name(kind);
+}
+
+// Generation passes over the same weights again and again: the links must not rest while a pass ends.
+TEST(Planner, AnExpectedEvaluationIsFetchedWhileTheLastOneEnds) {
+  std::vector<UnitShape> units;
+  std::vector<StageShape> stages;
+  for (int unit = 0; unit < 6; ++unit) {
+    units.push_back({.name = "unit", .groups = {{.elements = 80 * 1024, .state_bytes_element = 4, .precision = "a"}}});
+    stages.push_back({.units = {unit}, .carry_bytes = unit == 0 ? 0 : kSector});
+  }
+  const Layout layout(units, stages, kChunkQuantum);
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = 512 << 10, .device_budget = 800 << 10, .micro_batches = 1}).value();
+  ASSERT_LT(arrangement.weight_ring, 4 * layout.unit_word_bytes(0)) << "some of the weights must move in each pass";
+  const auto uploads = [&](const Plan& plan, int unit) {
+    return std::ranges::count_if(plan.tasks, [&](const Task& task) {
+      return task.kind == TaskKind::upload_hi && layout.chunks()[task.chunk].unit == unit;
+    });
+  };
+  const auto all = [&](const Plan& plan) {
+    std::ptrdiff_t count = 0;
+    for (int unit = 0; unit < 6; ++unit) count += uploads(plan, unit);
+    return count;
+  };
+  const std::ptrdiff_t chunks = std::ssize(layout.chunks_of(0));
+  Planner planner(layout, arrangement), without(layout, arrangement);
+  const Plan first = planner.evaluate(1, true), alone = without.evaluate(1);
+  ASSERT_EQ(all(alone), 6 * chunks);
+  EXPECT_EQ(uploads(first, 0), 2 * chunks);
+  // Behind the last computation's fetch, before the computation itself: it serves the next pass meanwhile.
+  const auto compute = std::ranges::find_if(std::views::reverse(first.tasks),
+                                            [&](const Task& task) { return task.kind == TaskKind::compute; });
+  EXPECT_TRUE(std::any_of(first.tasks.begin(), compute.base(), [&, seen = 0](const Task& task) mutable {
+    return task.kind == TaskKind::upload_hi && layout.chunks()[task.chunk].unit == 0 && ++seen > chunks;
+  }));
+  std::ptrdiff_t moved = all(first), moved_alone = all(alone);
+  for (const bool another : {true, true, false}) {
+    const Plan next = planner.evaluate(1, another);
+    EXPECT_EQ(uploads(next, 0), another ? chunks : 0);
+    moved += all(next);
+    moved_alone += all(without.evaluate(1));
+  }
+  EXPECT_EQ(moved, moved_alone) << "nothing is fetched twice";
 }
 
 // With another range it would wait for tasks that it has nothing to do with.
