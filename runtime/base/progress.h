@@ -9,4 +9,8 @@ namespace tierflow {
 // or visits of a stage, as the phase counts. Called on the thread that works.
 using Progress = std::function<void(const char* phase, std::uint64_t done, std::uint64_t total)>;
 
+// Called, on the thread that writes a file, before so many bytes of it go to the drive, and before so many are read
+// back. It may wait. What it throws ends the writing.
+using BeforeMove = std::function<void(std::uint64_t bytes)>;
+
 }  // namespace tierflow

@@ -72,6 +72,7 @@ void SequentialFile::finish() {
 }
 
 void SequentialFile::hand_over() {
+  if (before_ && filled_ != 0) before_(filled_);
   std::unique_lock lock(mutex_);
   wait_until_written(lock);
   if (filled_ != 0) hashes_.push_back(io::content_hash({pieces_[filling_].get(), filled_}));
@@ -153,6 +154,7 @@ void SequentialFile::read_back() {
   };
   std::future<void> arrives;
   for (std::size_t index = 0; index < hashes_.size(); ++index) {
+    if (before_) before_(piece(index).size());
     if (index == 0) arrives = std::async(fetch, index);
     arrives.get();
     if (index + 1 < hashes_.size()) arrives = std::async(fetch, index + 1);

@@ -11,9 +11,11 @@
 #include <mutex>
 #include <span>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "runtime/base/files.h"
+#include "runtime/base/progress.h"
 
 namespace tierflow {
 
@@ -29,6 +31,7 @@ class SequentialFile {
   SequentialFile(const SequentialFile&) = delete;
   SequentialFile& operator=(const SequentialFile&) = delete;
 
+  void before_each_move(BeforeMove before) { before_ = std::move(before); }
   // Copies the bytes. An error of an earlier piece is thrown here or by finish(), and by every call after that.
   void write(std::span<const std::byte> bytes);
   // All bytes are on the drive when this returns, and were read back as they were written. Throws Exception:
@@ -49,6 +52,7 @@ class SequentialFile {
   void read_back();
 
   const std::filesystem::path path_;
+  BeforeMove before_;
   File file_;
   bool direct_ = false;  // of the writing thread, like the next two
   std::uint64_t written_ = 0, pushed_ = 0;

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "runtime/base/progress.h"
 #include "runtime/spec/weight_format.h"
 
 namespace tierflow {
@@ -105,6 +106,8 @@ class CheckpointWriter {
   struct Adapter {};
   CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors, Adapter);
   ~CheckpointWriter();
+  // Of every weights file.
+  void before_each_move(BeforeMove before);
   // The next numbers of the current tensor, whole ones; tensors follow one another in order.
   void write(std::span<const std::byte> bytes);
   void finish(std::string_view config_json = {});

@@ -85,6 +85,7 @@ struct CheckpointWriter::Impl {
   std::uint64_t in_tensor = 0;
   std::string not_finite;
   std::optional<SequentialFile> file;
+  BeforeMove before_move;
   std::set<std::filesystem::path> temporaries, in_place;
   bool made_folder = false, replaces = false, finished = false;
 
@@ -142,6 +143,7 @@ struct CheckpointWriter::Impl {
   void open_shard() {
     const Shard& current = shards[shard];
     file.emplace(temporary(shard));
+    file->before_each_move(before_move);
     temporaries.insert(temporary(shard));
     Json header;
     header["__metadata__"]["format"] = "pt";
@@ -230,6 +232,11 @@ CheckpointWriter::CheckpointWriter(std::filesystem::path folder, std::vector<Ten
 }
 
 CheckpointWriter::~CheckpointWriter() = default;
+
+void CheckpointWriter::before_each_move(BeforeMove before) {
+  impl_->before_move = std::move(before);
+  if (impl_->file) impl_->file->before_each_move(impl_->before_move);
+}
 
 void CheckpointWriter::write(std::span<const std::byte> bytes) {
   while (!bytes.empty()) {

@@ -72,22 +72,36 @@ void ExportBeside::look() {
 }
 
 void ExportBeside::start() {
-  give_up_ = said_slow_ = false;
+  give_up_ = waited_for_ = said_slow_ = false;
   written_ = of_ = 0;
   begun_ = Clock::now();
   if (io::Error error = io::start_thread(thread_, "tierflow-export", [this] { run(); })) end_beside(error);
 }
 
+// Returns when so many bytes may have been moved.
+void ExportBeside::keep_pace(std::uint64_t moved) const {
+  constexpr double at_most = 0.02;
+  while (bytes_per_second_ != 0 && !waited_for_) {
+    if (give_up_) throw Exception(given_up());
+    const double left = static_cast<double>(moved) / static_cast<double>(bytes_per_second_) - seconds_since(begun_);
+    if (left <= 0) return;
+    std::this_thread::sleep_for(std::chrono::duration<double>(std::min(left, at_most)));
+  }
+}
+
 void ExportBeside::run() {
   error_ = {};
+  std::uint64_t moved = 0;
   try {
-    job_->write([this](const std::filesystem::path& folder,
-                       const Progress& progress) { return kept_->export_hf(folder, progress); },
-                [this](const char*, std::uint64_t done, std::uint64_t total) {
-                  written_ = done;
-                  of_ = total;
-                  if (give_up_) throw Exception(given_up());
-                });
+    job_->write(
+        [&](const std::filesystem::path& folder, const Progress& progress) {
+          return kept_->export_hf(folder, progress, [&](std::uint64_t bytes) { keep_pace(moved += bytes); });
+        },
+        [this](const char*, std::uint64_t done, std::uint64_t total) {
+          written_ = done;
+          of_ = total;
+          if (give_up_) throw Exception(given_up());
+        });
   } catch (const Exception& failed) {
     error_ = failed.error();
   } catch (const std::exception& failed) {
@@ -100,6 +114,7 @@ void ExportBeside::finish(Session& session) {
   look();
   if (!busy()) return;
   const auto begun = Clock::now();
+  waited_for_ = true;
   if (!thread_.joinable()) {
     const bool now = session.steps() == kept_->step();
     if (now && stop_signal() != 0) return end_beside(given_up());  // the state that is left is that step's
@@ -109,6 +124,7 @@ void ExportBeside::finish(Session& session) {
     }
     kept_->wait();
     start();
+    waited_for_ = true;
   }
   for (bool said = false; thread_.joinable() && !done_;) {
     if (!session.intact()) give_up_ = true;

@@ -34,7 +34,8 @@ class ExportBeside {
     // error: why there is no model; cancelled where the run ends first.
     std::function<void(const io::Error& error, const Took& took)> ended;
   };
-  explicit ExportBeside(TrainingLog& log) : log_(log) {}
+  // bytes_per_second: at which a model is written, and read back, while training goes on; 0: as fast as it can.
+  ExportBeside(TrainingLog& log, std::uint64_t bytes_per_second) : log_(log), bytes_per_second_(bytes_per_second) {}
   // What is under way is given up, and `ended` is not called.
   ~ExportBeside();
 
@@ -43,26 +44,28 @@ class ExportBeside {
   void begin(Session& session, Job job);
   // Begins to write what can be written by now, and calls `ended` of what is written.
   void look();
-  // Waits for what is under way. Gives it up where the session failed, and where a signal came and no step after that
-  // model: a run that goes on begins with that step. Calls `ended`.
+  // Waits for what is under way, which from here on is as fast as it can be. Gives it up where the session failed, and
+  // where a signal came and no step after that model: a run that goes on begins with that step. Calls `ended`.
   void finish(Session& session);
 
  private:
   void start();
   void run();
+  void keep_pace(std::uint64_t moved) const;
   void write_at_once(const Session& session, Job job);
   void end_beside(const io::Error& why);
   static void end(Job job, const io::Error& error, const Took& took);
   void join();
 
   TrainingLog& log_;
+  const std::uint64_t bytes_per_second_;
   std::optional<Job> job_;
   std::shared_ptr<CommittedStep> kept_;  // until it is written
   std::thread thread_;
   std::chrono::steady_clock::time_point begun_;
   double waited_ = 0;
   bool said_slow_ = false;
-  std::atomic<bool> give_up_ = false, done_ = false;
+  std::atomic<bool> give_up_ = false, waited_for_ = false, done_ = false;
   std::atomic<std::uint64_t> written_ = 0, of_ = 0;  // bytes
   io::Error error_;                                  // of the thread, when it is done
 };

@@ -136,6 +136,8 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
       "export-every", o.export_every, 0,
       "steps after which the model is also written to checkpoint-N in the folder of --out; 0: at the end alone");
   table.integer("export-keep", o.export_keep, 0, "keep so many of these, the last ones; 0: all");
+  table.bytes("export-bandwidth", o.export_bandwidth,
+              "bytes a second at which a model is written, and read back, while training goes on; 0: no limit");
   table.flag(
       "export-best", o.export_best,
       "also keep the model with the lowest held-out loss of all evaluations, as checkpoint-N in the folder of --out");
@@ -276,6 +278,8 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
   if (options.no_export && options.storage.empty())
     fail_usage("--no-export leaves the result in the store: it needs --storage");
   if (options.no_export && options.export_every != 0) fail_usage("give --no-export or --export-every, not both");
+  if (options.export_bandwidth != 0 && options.storage.empty())
+    fail_usage("--export-bandwidth is for models written while training goes on: that takes --storage");
   if (options.export_keep != 0 && options.export_every == 0) fail_usage("--export-keep is for --export-every");
   if (options.no_export && options.export_best) fail_usage("give --no-export or --export-best, not both");
   if (options.eval_every == 0 && options.export_best) fail_usage("--export-best needs --eval-every");

@@ -129,6 +129,7 @@ struct TrainOptions : RunOptions {
   bool resume = false;                       // there has to be a state to go on with
   bool no_export = false;
   std::int64_t export_every = 0;                                        // steps; 0: at the end alone
+  std::uint64_t export_bandwidth = 0;                                   // bytes a second, beside training; 0: any
   std::int64_t export_keep = 0;                                         // the last so many of these; 0: all
   bool export_best = false;                                             // the model of the best evaluation too
   std::filesystem::path trace;                                          // empty: none

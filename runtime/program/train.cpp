@@ -334,7 +334,7 @@ class Training {
   HeldOut held_out_;
   std::optional<ExportRequests> requests_;  // ahead of the session: it goes when the state is free
   std::unique_ptr<Session> session_;
-  ExportBeside beside_{log_};  // goes first: it may be writing what the session keeps
+  ExportBeside beside_{log_, options_.export_bandwidth};  // goes first: it may be writing what the session keeps
   std::int64_t per_step_ = 1, steps_ = 0;
   std::int64_t begun_ = 0;  // step of the state with which this process began
   std::uint64_t write_limit_ = 0;

@@ -212,8 +212,9 @@ class CommittedStep {
   // (kind usage).
   void wait();
   // As Session::export_hf(), on any thread, beside the session's steps. Throws Exception (kind usage) where it is not
-  // durable yet.
-  std::string export_hf(const std::filesystem::path& folder, const Progress& progress) const;
+  // durable yet. before_move: of the weights files; one that waits keeps the drive free for the steps.
+  std::string export_hf(const std::filesystem::path& folder, const Progress& progress,
+                        const BeforeMove& before_move = {}) const;
 
  private:
   friend class Session;

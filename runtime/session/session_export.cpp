@@ -41,8 +41,9 @@ std::vector<TensorHeader> headers_of(const ModelSpec& spec, const PackedModel& p
 
 std::string export_weights(const ModelSpec& spec, const PackedModel& packed, const swap::Layout& layout,
                            const OtherParts& others, const std::filesystem::path& folder, const ReadChunk& read,
-                           const Progress& progress) {
+                           const Progress& progress, const BeforeMove& before_move = {}) {
   CheckpointWriter writer(folder, headers_of(spec, packed, others.source.get()));
+  if (before_move) writer.before_each_move(before_move);
   write_weights(
       writer, spec.units, packed, layout,
       [&](int unit, int tensor) { return !is_adapter(spec.units[unit].tensors[tensor]); }, read, "exporting", progress);
@@ -149,12 +150,13 @@ void CommittedStep::wait() {
   impl_.flush();
 }
 
-std::string CommittedStep::export_hf(const std::filesystem::path& folder, const Progress& progress) const {
+std::string CommittedStep::export_hf(const std::filesystem::path& folder, const Progress& progress,
+                                     const BeforeMove& before_move) const {
   if (!durable()) throw Exception(io::ErrorKind::usage, "the step that is kept is not committed yet");
   WordsAhead words(*impl_.store, *impl_.plan.layout, 0);
   return export_weights(
       impl_.model->spec(), impl_.plan.packed, *impl_.plan.layout, {impl_.source, impl_.source_hash}, folder,
-      [&](std::span<const int> chunks, const auto& use) { words.read(chunks, use); }, progress);
+      [&](std::span<const int> chunks, const auto& use) { words.read(chunks, use); }, progress, before_move);
 }
 
 void Session::commit() {

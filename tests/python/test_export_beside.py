@@ -115,3 +115,20 @@ def test_the_best_one_is_written_beside_training_too(work, expected):
     assert set(exports(work).values()) == {True}, best
     [kept] = checkpoints(work / "out")
     assert f"checkpoint-{kept}" in done.stderr and losses(work) == expected[1] and weights(work / "out" / f"checkpoint-{kept}") == expected[0][kept]
+
+
+def test_at_a_limited_bandwidth_a_model_takes_its_time_and_training_goes_on(work):
+    """Written and read back at that rate, from its beginning to its end; where the run waits for it, as fast as it can be."""
+    words = [*changed(TRAIN, {"--steps": "400"}), *changed(BESIDE, {"--export-every": "100"})]
+    run(work, *words, "--export-bandwidth", "4MiB")
+    records = [json.loads(line)["exported"] for line in (work / "log.json").read_text().splitlines() if "exported" in line]
+    size = len(weights(work / "out" / "checkpoint-100"))
+    for record in records:
+        assert record["beside"], records
+        assert record["waited"] > 0 or record["seconds"] > 2 * size / (4 << 20) * 0.95, records
+    assert any(record["waited"] == 0 for record in records), "no model was written whole beside the steps: nothing was shown"
+    run(work, *changed(words, {"--out": "fast", "--storage": "second", "--log-json": "fast.json"}))
+    for step in 100, 200, 300:
+        assert weights(work / "out" / f"checkpoint-{step}") == weights(work / "fast" / f"checkpoint-{step}")
+    refused = run(work, *TRAIN, *small("--export-bandwidth", "1MiB"), ok=False)
+    assert refused.returncode == 2 and "--export-bandwidth is for models written while training goes on: that takes --storage" in refused.stderr

@@ -141,6 +141,43 @@ TEST(SequentialFile, OtherBytesOnTheDriveAreNoticed) {
   }
 }
 
+TEST(SequentialFile, EveryByteIsAnnouncedBeforeItIsWrittenAndBeforeItIsReadBack) {
+  testing::TempDir folder;
+  const auto path = folder.path() / "file";
+  const std::vector<std::byte> bytes(9'500'000, std::byte{5});
+  SequentialFile file(path);
+  std::uint64_t announced = 0;
+  file.before_each_move([&](std::uint64_t count) {
+    EXPECT_LE(std::filesystem::file_size(path), announced);
+    announced += count;
+  });
+  file.write(bytes);
+  EXPECT_GT(announced, 8'000'000U);
+  EXPECT_LT(announced, bytes.size());
+  file.finish();
+  EXPECT_EQ(announced, 2 * bytes.size());
+}
+
+TEST(SequentialFile, WhoeverIsToldOfAMoveMayEndIt) {
+  testing::TempDir folder;
+  for (const std::uint64_t end_at : {std::uint64_t{1}, std::uint64_t{9'500'001}}) {
+    SequentialFile file(folder.path() / "file");
+    std::uint64_t announced = 0;
+    file.before_each_move([&](std::uint64_t count) {
+      announced += count;
+      if (announced >= end_at) throw Exception(io::ErrorKind::cancelled, "enough");
+    });
+    EXPECT_THROW(
+        {
+          file.write(std::vector<std::byte>(9'500'000));
+          file.finish();
+        },
+        Exception);
+    EXPECT_GE(announced, end_at);
+    EXPECT_LT(announced, end_at + 8'500'000);
+  }
+}
+
 TEST(SequentialFile, ALinkIsNotFollowed) {
   testing::TempDir folder;
   std::filesystem::create_symlink("elsewhere", folder.path() / "file");

@@ -256,6 +256,7 @@ TEST(Options, WhatContradictsItselfIsRefused) {
         {store + Words{"--no-export", "--export-every", "2"}, "--no-export or --export-every, not both"},
         {store + Words{"--no-export", "--eval-every", "2", "--export-best"}, "--no-export or --export-best, not both"},
         {Words{"--export-keep", "2"}, "--export-keep is for --export-every"},
+        {Words{"--export-bandwidth", "1MiB"}, "--export-bandwidth is for models written while training goes on"},
         {Words{"--export-best"}, "--export-best needs --eval-every"},
         {Words{"--early-stopping-patience", "2"}, "--early-stopping-patience needs --eval-every"},
         {Words{"--held-out", "0", "--eval-every", "2", "--early-stopping-patience", "2"}, "raise --held-out"},
