@@ -53,3 +53,15 @@ def test_a_head_that_is_not_the_embedding_is_not_dropped(work):
     run(work, *steps, "--out", "tied")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, work / "model" / "model.safetensors")
     assert "lm_head.weight is not model.embed_tokens.weight" in the_error(run(work, *steps, "--out", "untied", ok=False).stderr)
+
+
+@pytest.mark.parametrize("config, has", [("DeepseekV2Config", "latent attention"), ("DeepseekV3Config", "latent attention"), ("Qwen3NextConfig", "gated DeltaNet"), ("MambaConfig", "state-space"),
+                                         ("Mamba2Config", "state-space"), ("JambaConfig", "state-space"), ("FalconH1Config", "state-space")])
+def test_other_kinds_of_layers_are_refused_by_name(config, has, work):
+    """As transformers writes them. What is left is the Python package, and the one line says so."""
+    made = getattr(transformers, config)()
+    for names in [config.replace("Config", "ForCausalLM")], None:
+        made.architectures = names
+        made.save_pretrained(work / "model")
+        line = the_error(run(work, "plan", "--config", "model/config.json", *small(), ok=False).stderr)
+        assert (names[0] if names else made.model_type) in line and has in line and "Python package" in line and "docs/python.md" in line, line

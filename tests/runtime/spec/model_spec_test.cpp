@@ -420,6 +420,44 @@ TEST(ModelSpec, ExpertsAreStagesOfSomeWhereALayerIsLarge) {
                    [&, field = field, value = value] { parse_model_spec(with(config, field, value).dump(), "c"); });
 }
 
+// By name, with what they compute and where they run all the same.
+TEST(ModelSpec, LayersOfOtherKindsAreRefusedByName) {
+  const auto refused = [](const Json& config, std::initializer_list<std::string_view> words) {
+    expect_refusal(io::ErrorKind::input, words, [&] { parse(config); });
+    try {
+      parse(config);
+    } catch (const Exception& error) {
+      const std::string line = error.what();
+      EXPECT_EQ(line.find("--as"), std::string::npos) << line;
+      EXPECT_EQ(line.find("LlamaForCausalLM"), std::string::npos) << line;  // no list of what does not help
+      EXPECT_EQ(line.find('\n'), std::string::npos) << line;
+    }
+  };
+  const auto like_llama = [](const char* architecture, const char* field, const Json& value) {
+    return with(with(llama(), "architectures", {architecture}), field, value);
+  };
+  constexpr std::string_view kPython = "Python package", kWhere = "docs/python.md";
+  refused(like_llama("DeepseekV3ForCausalLM", "kv_lora_rank", 512),
+          {"config.json", "DeepseekV3ForCausalLM", "latent attention", kPython, kWhere});
+  refused(like_llama("Qwen3NextForCausalLM", "linear_num_value_heads", 32),
+          {"config.json", "Qwen3NextForCausalLM", "gated DeltaNet", kPython, kWhere});
+  for (const char* field : {"state_size", "ssm_state_size", "mamba_d_state"})
+    refused(like_llama("MambaForCausalLM", field, 16),
+            {"config.json", "MambaForCausalLM", "state-space", kPython, kWhere});
+  refused(like_llama("MambaLMHeadModel", "ssm_cfg", Json::object()), {"MambaLMHeadModel", "state-space", kPython});
+  Json unnamed = with(with(llama(), "model_type", "deepseek_v2"), "kv_lora_rank", 512);
+  unnamed.erase("architectures");
+  refused(unnamed, {"model type deepseek_v2", "latent attention", kPython, kWhere});
+  // Nor may they be read as something else.
+  expect_refusal(io::ErrorKind::input, {"--as llama", "kv_lora_rank"}, [] {
+    Json deepseek = with(llama(), "architectures", {"DeepseekV3ForCausalLM"});
+    parse_model_spec(with(deepseek, "kv_lora_rank", 512).dump(), "config.json", {}, "llama");
+  });
+  // What is merely unknown is listed, and may run there too.
+  expect_refusal(io::ErrorKind::input, {"BertModel", "LlamaForCausalLM", kPython},
+                 [] { parse(with(llama(), "architectures", {"BertModel"})); });
+}
+
 TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
   const auto refused = [](const Json& config, std::initializer_list<std::string_view> words) {
     expect_refusal(io::ErrorKind::input, words, [&] { parse(config); });
