@@ -133,7 +133,7 @@ UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradie
 }
 
 UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& state, std::size_t n) {
-  return adamw_update(params, gradient, state, state, n);
+  return update_with(kernels(), params, gradient, state, state, n, {});
 }
 
 void zero_moment(const Moment& moment, std::size_t n, bool is_signed) {

@@ -32,7 +32,7 @@ struct UpdateSlots {
 
 // What one computation leaves for another: of the forward of a stage for its backward, one for each micro-batch. What
 // of it leaves the device moves in one piece: first the stage's input, then the activations. The piece is made once and
-// read once in a step, and nothing changes it in between.
+// read once in a step. It may not change in between: whatever plan writes to it there is refused (check.h).
 struct Item {
   Computation made_by, read_by;
   Activations activations = Activations::recompute;

@@ -1,5 +1,5 @@
 #pragma once
-// Prepared data (runtime/data/data.h) as a session takes it.
+// FRONT DOOR of batches. Prepared data (runtime/data/data.h) as a session takes it.
 #include <cstdint>
 
 #include "runtime/data/data.h"

@@ -25,6 +25,11 @@ constexpr int kSteps = 4;
 constexpr double kSame = 1e-9;  // of a step's time: as long as another one
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
+bool moves_item(swap::TaskKind kind) {
+  using enum swap::TaskKind;
+  return kind == save_activations || kind == load_activations || kind == read_activations || kind == write_activations;
+}
+
 // A session's steps, one after the other.
 class Clock {
  public:
@@ -41,7 +46,7 @@ class Clock {
   bool step(int number, double longest, bool records) {
     begin_ = simulator_.now();
     computed_ = simulator_.computing();
-    bytes_ = {};
+    bytes_ = item_bytes_ = {};
     if (records) simulator_.record();
     const bool pending = number > 0 && plan_.defers(), commits = number > 0 && plan_.commit_every == 1;
     append(planner_.train_step(pending, commits));
@@ -52,11 +57,15 @@ class Clock {
   double computing() const { return simulator_.computing() - computed_; }
   double seconds() const { return simulator_.now() - begin_; }
   const std::array<std::uint64_t, swap::kLanes>& bytes() const { return bytes_; }
+  const std::array<std::uint64_t, swap::kLanes>& item_bytes() const { return item_bytes_; }
   std::vector<swap::TaskRecord> take_records() { return simulator_.take_records(); }
 
  private:
   void append(const swap::Plan& part) {
-    for (const swap::Task& task : part.tasks) bytes_[static_cast<int>(task.lane)] += task.bytes;
+    for (const swap::Task& task : part.tasks) {
+      bytes_[static_cast<int>(task.lane)] += task.bytes;
+      if (moves_item(task.kind)) item_bytes_[static_cast<int>(task.lane)] += task.bytes;
+    }
     simulator_.append(part);
   }
 
@@ -64,7 +73,7 @@ class Clock {
   swap::Planner planner_;
   swap::Simulator& simulator_;
   double begin_ = 0, computed_ = 0;
-  std::array<std::uint64_t, swap::kLanes> bytes_{};
+  std::array<std::uint64_t, swap::kLanes> bytes_{}, item_bytes_{};
 };
 
 swap::Simulator simulator_of(const SessionPlan& plan, swap::Rates rates) {
@@ -105,6 +114,7 @@ Prediction play(const SessionPlan& plan, swap::Simulator& simulator, int steps, 
     if (step + 1 < steps) continue;
     prediction.step_seconds = clock.seconds();
     prediction.bytes = clock.bytes();
+    prediction.item_bytes = clock.item_bytes();
     for (swap::TaskRecord& record : of_step)
       record.begin = std::max(record.begin, clock.begin());  // the step before left writes
     prediction.step = swap::summarise(of_step);

@@ -17,7 +17,9 @@ struct Prediction {
   double step_seconds = 0;                          // of a warmed-up step: others ran before it
   swap::Summary step;                               // of that step's tasks
   std::array<std::uint64_t, swap::kLanes> bytes{};  // that each lane moves in that step
-  std::vector<swap::TaskRecord> records;            // of the run's first `steps`, from predict() alone
+  // And those of them that are saved for items: each micro-batch has its own.
+  std::array<std::uint64_t, swap::kLanes> item_bytes{};
+  std::vector<swap::TaskRecord> records;  // of the run's first `steps`, from predict() alone
 };
 
 // Choices of a session that change no bit (see SessionOptions), and what they gain.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "runtime/planning/break_even.h"
+#include "runtime/spec/active_parameters.h"
 #include "runtime/spec/adapters.h"
 #include "swap/store.h"
 
@@ -204,9 +206,19 @@ Json clip_json(const PlannedRun& run) {
   return clip;
 }
 
+// From which step on compute is the limit; null where it never is.
+Json break_even_json(const PlannedRun& run, std::int64_t micro_batch_tokens) {
+  const auto found = break_even(run.placement.plan, run.placement.prediction, rates_of(run.spec, run.profile));
+  if (!found) return nullptr;
+  return {{"tokens", found->micro_batches * micro_batch_tokens},
+          {"micro_batches", found->micro_batches},
+          {"hidden_last", found->last == swap::Lane::compute ? Json() : Json(swap::lane_name(found->last))}};
+}
+
 Json step_json(const PlannedRun& run) {
   const Prediction& prediction = run.placement.prediction;
-  const auto tokens = run.session.micro_batch * run.session.micro_batches * run.session.sequence_length;
+  const auto micro_batch_tokens = run.session.micro_batch * run.session.sequence_length;
+  const auto tokens = micro_batch_tokens * run.session.micro_batches;
   Json lanes;
   int busiest = 0;
   for (int lane = 0; lane < swap::kLanes; ++lane) {
@@ -225,6 +237,7 @@ Json step_json(const PlannedRun& run) {
           {"tokens_per_s", static_cast<double>(tokens) / prediction.step_seconds},
           {"lanes", lanes},
           {"limit", swap::lane_name(static_cast<swap::Lane>(busiest))},
+          {"break_even", break_even_json(run, micro_batch_tokens)},
           {"compute_waits_s", waited},
           {"stalls", stalls}};
 }
@@ -286,6 +299,8 @@ Json plan_json(const PlannedRun& run) {
            {{"architecture", run.spec.config.architecture},
             {"family", run.spec.config.model_type},
             {"parameters", run.spec.parameters()},
+            {"active_parameters", active_parameters(run.spec)},
+            {"experts", run.spec.config.experts.count},
             {"units", run.spec.units.size()},
             {"stages", run.spec.stages.size()},
             {"vocabulary_tiles", tiles == 0 ? 1 : tiles + 1},

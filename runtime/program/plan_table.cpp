@@ -37,6 +37,14 @@ std::string activations_text(const Json& of, double step_s) {
   return text;
 }
 
+std::string break_even_text(const Json& of) {
+  if (of.is_null()) return "compute is never the limit: what each micro-batch saves and reads back takes longer";
+  if (of["hidden_last"].is_null()) return "streaming hides behind compute in a step of any size";
+  return fmt::format("streaming hides behind compute from about {} tokens a step on (--micro-batches {}), {} last",
+                     of["tokens"].get<std::int64_t>(), of["micro_batches"].get<std::int64_t>(),
+                     of["hidden_last"].get<std::string>());
+}
+
 }  // namespace
 
 std::string plan_text(const Json& plan) {
@@ -48,8 +56,11 @@ std::string plan_text(const Json& plan) {
   if (model["vocabulary_tiles"] != 1)
     cut += fmt::format(", the vocabulary in {} tiles", model["vocabulary_tiles"].get<int>());
   if (model["blocks_in_halves"] != 0) cut += ", blocks in halves";
-  row("model", fmt::format("{}, {} parameters, {} units in {} stages{}", model["architecture"].get<std::string>(),
-                           count(model["parameters"]), model["units"].get<int>(), model["stages"].get<int>(), cut));
+  const std::string active =
+      model["experts"] == 0 ? "" : fmt::format(" ({} active in a token)", count(model["active_parameters"]));
+  row("model",
+      fmt::format("{}, {} parameters{}, {} units in {} stages{}", model["architecture"].get<std::string>(),
+                  count(model["parameters"]), active, model["units"].get<int>(), model["stages"].get<int>(), cut));
   row("precision", precision["policy"].get<std::string>());
   for (const Json& layers : precision["layers"])
     row("", fmt::format("{:<20} {:>4} {:>9}  {:<20} {:>10}", layers["layers"].get<std::string>(),
@@ -98,6 +109,7 @@ std::string plan_text(const Json& plan) {
   for (const auto& [cause, waited] : step["stalls"].items())
     causes += fmt::format("{}{} for {}", causes.empty() ? ": " : ", ", seconds(waited), cause);
   row("", fmt::format("compute waits {}{}", seconds(step["compute_waits_s"]), causes));
+  row("", break_even_text(step["break_even"]));
   const auto without = [&] {
     return clip["step_s_without"].is_null()
                ? std::string()

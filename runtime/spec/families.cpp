@@ -188,6 +188,27 @@ std::string supported() {
   return names;
 }
 
+struct Foreign {
+  const char *field, *what;  // a field of config.json that models with such layers have
+};
+
+constexpr std::array foreign_layers = {
+    Foreign{"kv_lora_rank", "latent attention (MLA)"}, Foreign{"linear_num_value_heads", "gated DeltaNet layers"},
+    Foreign{"state_size", "state-space layers"},       Foreign{"ssm_state_size", "state-space layers"},
+    Foreign{"mamba_d_state", "state-space layers"},    Foreign{"ssm_cfg", "state-space layers"}};
+
+// kind: "architecture", "model type".
+[[noreturn]] void refuse(const JsonFields& fields, std::string_view kind, const std::string& name) {
+  constexpr std::string_view kElsewhere =
+      "the Python package streams a model's own modules, whatever they compute (tierflow.load, docs/python.md)";
+  const std::string refused = fmt::format("the {} {} is not supported", kind, printable(name));
+  for (const Foreign& each : foreign_layers)
+    if (fields.find(each.field) != nullptr)
+      fail_input(fields.where(), fmt::format("{}: it has {}; {}", refused, each.what, kElsewhere));
+  fail_input(fields.where(),
+             fmt::format("{}; supported are {}{}; {}", refused, supported(), offer(fields, name), kElsewhere));
+}
+
 }  // namespace
 
 ModelConfig read_config(const FamilyRow& row, const JsonFields& fields, bool named) {
@@ -230,16 +251,14 @@ const FamilyRow& family_of(const JsonFields& fields, const std::string& as) {
     for (const FamilyRow& known : families)
       if (known.architecture == name) return checked(known);
     if (!as.empty()) return *named;
-    fail_input(fields.where(), fmt::format("the architecture {} is not supported; supported are {}{}", printable(name),
-                                           supported(), offer(fields, name)));
+    refuse(fields, "architecture", name);
   }
   name = fields.text_or("model_type", "");
   for (const FamilyRow& known : families)
     if (known.model_type == name) return checked(known);
   if (!as.empty()) return *named;
   if (name.empty()) fail_input(fields.where(), "names no architecture: not the config.json of a Hugging Face model");
-  fail_input(fields.where(), fmt::format("the model type {} is not supported; supported are {}{}", printable(name),
-                                         supported(), offer(fields, name)));
+  refuse(fields, "model type", name);
 }
 
 bool names_family(const JsonFields& fields) {

@@ -52,7 +52,13 @@ def hop_table():
     """Of each row of the table that follows a layer through a step: the cell that names the calls, and the one with the hops of its chains."""
     section = (ROOT / "docs" / "architecture.md").read_text().partition("## One layer through one step")[2].partition("\n## ")[0]
     rows = re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:]
-    return [row.strip("| ").split(" | ")[-2:] for row in rows]
+    return [row.strip("| ").split(" | ")[-2:] for row in rows] + chains_in_prose()
+
+
+def chains_in_prose():
+    """The same of the sentences that say how long a chain is."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    return [[chain, hops] for hops, chain in re.findall(r"has (\d+) hops: ((?:[;,]? ?`[^`]+`)+)", text)]
 
 
 def calls(table):
@@ -78,17 +84,71 @@ def calls(table):
 def defines(file, scope, function):
     text = file.read_text()
     member = scope == "" or f"{scope}::{function}(" in text or re.search(rf"(class|struct) {scope}\b", text)
-    return member and re.search(rf"^ *(?!return |throw )([\w:<>,&* ]*[\w>&*] [&*]*)?(\w+::)*{function}\(.*[^;]$", text, re.MULTILINE)
+    return member and re.search(rf"^ *(?!return |throw )([\w:<>,&* ]*[\w>&*] [&*]*)?(\w+::)*{function}\((.*[^;])?$", text, re.MULTILINE)
 
 
 def test_the_hop_table_names_functions_that_exist():
     table = hop_table()
-    assert len(table) > 8
+    assert len(table) > 9 and chains_in_prose()
     for cell, found in calls(table):
         assert found, cell
         for files, scope, function in found:
             assert all(file.exists() for file in files), f"{files}: named in: {cell}"
             assert any(defines(file, scope, function) for file in files), f"{scope}::{function} in {files}: named in: {cell}"
+
+
+def definitions(file, scope, function):
+    """(parameters, body) of each function of that name in the file: of the class where one is named; members may stand in it."""
+    text, name = file.read_text(), scope.rpartition("::")[2]
+    for found in re.finditer(rf"((?:\w+::)*)\b{function}\(", text):
+        end = closing(text, found.end() - 1, "()")
+        opens = re.match(r"\)(?:\s|const\b|override\b|final\b|noexcept\b)*({)", text[end : end + 60])
+        if opens and (not name or not found[1] or found[1].endswith(f"{name}::")):
+            begin = end + opens.start(1)
+            yield text[found.end() : end], text[begin : closing(text, begin, "{}")]
+
+
+def closing(text, at, pair):
+    """Where the bracket that opens at `at` is closed."""
+    depth = 0
+    for at in range(at, len(text)):
+        depth += (text[at] == pair[0]) - (text[at] == pair[1])
+        if depth == 0:
+            return at
+    raise ValueError(text[at:])
+
+
+def chains(cell, found):
+    """The chains of calls in a cell: the one from the loop of a thread, and the one of the end; without what stands there as another choice."""
+    whole = cell.partition(". In the end: ")[0]
+    places = [(where[1] is None, where.start()) for where in re.finditer(r"(, or )?`[^`]+`", cell)]
+    for begin, stop in [(0, len(whole)), (len(whole), len(cell))]:
+        if "as in" not in cell[begin:stop]:  # that names what differs alone
+            yield [each for each, (counts, at) in zip(found, places) if counts and begin <= at < stop]
+
+
+def leads(caller, callee, before):
+    """Whether the source text of the first calls the other one. A function that runs what it was given calls what the one before it names; what is only declared
+    leads to the function of that name, which overrides it."""
+    files, scope, function = caller
+    found = [each for file in files for each in definitions(file, scope, function)]
+    name = re.compile(rf"\b{callee[2]}\(")
+    if any(name.search(body) for _, body in found):
+        return True
+    if not found:
+        return function == callee[2]
+    given = any(re.search(rf"\b{each}\(", body) for parameters, body in found for each in re.findall(r"(\w+)(?=,|$)", parameters))
+    return given and before is not None and leads(before, callee, None)
+
+
+def test_each_function_of_the_hop_table_calls_the_next():
+    followed = 0
+    for cell, found in calls(hop_table()):
+        for chain in chains(cell, found):
+            for before, caller, callee in zip([None, *chain], chain, chain[1:]):
+                assert leads(caller, callee, before), f"{caller[1]}::{caller[2]} does not call {callee[1]}::{callee[2]}: {cell}"
+                followed += 1
+    assert followed > 40
 
 
 def test_no_chain_of_the_hop_table_is_longer_than_eight():

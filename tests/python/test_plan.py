@@ -68,6 +68,23 @@ def test_adds_up_and_shows_what_keeps_32_bit_moments(work):
     assert "limited by " + step["limit"] in table and "fp32-master+adam32" in table and "clip" in table
 
 
+def test_says_how_many_parameters_a_token_takes_and_from_when_on_streaming_hides(work):
+    dense = plan(work)
+    assert dense["model"]["active_parameters"] == dense["model"]["parameters"] - 255 * 128  # of the embedding one row
+    at = dense["step"]["break_even"]
+    assert at["tokens"] == 256 * at["micro_batches"] and (at["hidden_last"] is None) == (at["micro_batches"] == 1)
+    enough = plan(work, "--micro-batches", 2 * at["micro_batches"])["step"]
+    assert enough["limit"] == "compute" and enough["break_even"]["micro_batches"] <= 2 * at["micro_batches"]
+    table = run(work, "plan", "--config", "config.json", *SMALL).stdout
+    assert "streaming hides behind compute" in table and " active in a token" not in table
+    experts = config(hidden=128, layers=2, num_local_experts=4, num_experts_per_tok=1)
+    (work / "experts.json").write_text(json.dumps({**experts, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}))
+    mixture = json.loads(run(work, "plan", "--config", "experts.json", *SMALL, "--json").stdout)["model"]
+    of_expert = 3 * 128 * experts["intermediate_size"]
+    assert mixture["experts"] == 4 and mixture["active_parameters"] == mixture["parameters"] - 255 * 128 - 2 * 3 * of_expert
+    assert " active in a token)" in run(work, "plan", "--config", "experts.json", *SMALL).stdout
+
+
 @pytest.mark.parametrize("clip", ["1.0", "none"])
 def test_a_run_moves_the_bytes_and_takes_the_memory_that_were_planned(work, clip):
     planned = plan(work, "--clip", clip)

@@ -1,6 +1,7 @@
 // Planning without torch: which stages count as one, and what the cache gives back.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -8,6 +9,7 @@
 #include <set>
 
 #include "runtime/base/files.h"
+#include "runtime/planning/break_even.h"
 #include "runtime/planning/prediction.h"
 #include "runtime/planning/profile.h"
 #include "runtime/spec/adapters.h"
@@ -292,6 +294,81 @@ TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
   const Placement slow = choose_placement(spec, options, profile);
   EXPECT_EQ(options.swap_to_host + options.swap_to_storage, 0);
   EXPECT_EQ(slow.prediction.step_seconds, slow.step_seconds_without_swaps);
+}
+
+// Weights and state cross links that are slow beside a micro-batch's computation. From the number of micro-batches on
+// that is expected, compute is the busiest lane, and not much before it; whatever the plan that it was expected from.
+TEST(BreakEven, IsWhereAPlanBecomesLimitedByCompute) {
+  const ModelSpec spec = spec_of(6);
+  const swap::MachineRates links{.disk_read = 10e6,
+                                 .disk_write = 7e6,
+                                 .upload = 1e9,
+                                 .download = 1e9,
+                                 .cast = 1e9,
+                                 .fill = 1e9,
+                                 .compute_on_cores = false};
+  Profile profile = on_any_machine(profile_of(spec));
+  profile.machine.rates = links;
+  struct Planned {
+    std::size_t busiest;
+    std::optional<BreakEven> expected;
+  };
+  const auto planned = [&](std::int64_t micro_batches, std::uint64_t device_memory) {
+    SessionOptions options{.device_memory = device_memory,
+                           .host_memory = 2 << 20,
+                           .storage = {"somewhere"},
+                           .micro_batches = static_cast<int>(micro_batches)};
+    const Placement placement = choose_placement(spec, options, profile);
+    const auto& busy = placement.prediction.step.busy_seconds;
+    const auto busiest = std::ranges::max_element(busy) - busy.begin();
+    return Planned{static_cast<std::size_t>(busiest),
+                   break_even(placement.plan, placement.prediction, rates_of(spec, profile))};
+  };
+  constexpr auto kCompute = static_cast<std::size_t>(swap::Lane::compute),
+                 kDiskWrite = static_cast<std::size_t>(swap::Lane::disk_write);
+  // Inputs of stages stay on the device.
+  const auto expected = planned(1, 64 << 20).expected;
+  ASSERT_TRUE(expected);
+  ASSERT_GT(expected->micro_batches, 8);
+  EXPECT_EQ(expected->last, swap::Lane::disk_write);
+  EXPECT_EQ(planned(expected->micro_batches, 64 << 20).busiest, kCompute);
+  EXPECT_EQ(planned(expected->micro_batches - 2, 64 << 20).busiest, kDiskWrite);
+  for (const int other : {2, 40})
+    EXPECT_NEAR(static_cast<double>(planned(other, 64 << 20).expected->micro_batches),
+                static_cast<double>(expected->micro_batches), 1)
+        << other;
+
+  profile.machine.rates = {.compute_on_cores = false};
+  const auto at_once = planned(1, 64 << 20).expected;
+  EXPECT_EQ(at_once->micro_batches, 1);
+  EXPECT_EQ(at_once->last, swap::Lane::compute);
+}
+
+// What is saved for items grows with the micro-batches; zeroing gradients does not.
+TEST(BreakEven, SeparatesWhatEachMicroBatchTakesFromWhatAStepTakes) {
+  const ModelSpec spec = spec_of(2);
+  const SessionOptions options{.device_memory = 64 << 20, .host_memory = 64 << 20, .micro_batches = 2};
+  const SessionPlan plan = plan_session(spec, options, profile_of(spec).needs(spec));
+  constexpr auto kCompute = static_cast<std::size_t>(swap::Lane::compute),
+                 kDiskRead = static_cast<std::size_t>(swap::Lane::disk_read);
+  swap::Rates rates;
+  Prediction prediction;
+  prediction.step.busy_seconds[kCompute] = 4;
+  prediction.step.busy_seconds[kDiskRead] = 10;
+  prediction.bytes[kDiskRead] = 100;
+  const auto expected = [&](std::uint64_t item_bytes) {
+    prediction.item_bytes[kDiskRead] = item_bytes;
+    const auto found = break_even(plan, prediction, rates);
+    return found ? found->micro_batches : 0;
+  };
+  EXPECT_EQ(expected(0), 5);   // 10 s a step; compute takes 2 s a micro-batch
+  EXPECT_EQ(expected(20), 8);  // 8 s, and 1 s a micro-batch
+  EXPECT_EQ(expected(40), 0);  // 2 s a micro-batch: compute never catches up
+  std::uint64_t gradients = 0;
+  for (int unit = 0; unit < static_cast<int>(plan.layout->units().size()); ++unit)
+    gradients += plan.layout->gradient_bytes(unit);
+  rates.machine.fill = static_cast<double>(gradients) / 2;
+  EXPECT_EQ(expected(0), 8);  // 2 s of zeros, and 1 s a micro-batch
 }
 
 // Adapters are small beside the base that a step visits: they stay in RAM, nothing of them is written by a step, and

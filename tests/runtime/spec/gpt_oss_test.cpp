@@ -9,6 +9,7 @@
 
 #include "runtime/checkpoint/packed_weight.h"
 #include "runtime/checkpoint/safetensors.h"
+#include "runtime/spec/active_parameters.h"
 #include "runtime/spec/adapters.h"
 #include "runtime/spec/model_spec.h"
 #include "support/temp_dir.h"
@@ -73,6 +74,7 @@ std::map<std::string, TensorSpec> tensors_of(const ModelSpec& spec, const StageS
 TEST(GptOss, IsReadAsPublished) {
   const ModelSpec spec = parse(published());
   EXPECT_EQ(spec.parameters(), 116829156672);
+  EXPECT_NEAR(static_cast<double>(active_parameters(spec)), 5.13e9, 0.005e9);  // of the model's card
   EXPECT_EQ(spec.config.layer(0).window, 128);
   EXPECT_EQ(spec.config.layer(35).window, 0);
   const RopeSpec& rope = spec.config.ropes.at(0);

@@ -5,6 +5,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "runtime/spec/active_parameters.h"
 #include "runtime/spec/adapters.h"
 #include "support/temp_dir.h"
 #include "tests/runtime/expect.h"
@@ -245,6 +246,40 @@ TEST(ModelSpec, PublishedModelsHaveTheirPublishedSizes) {
               3.84, 0.005);
 }
 
+// As published: Qwen3-235B-A22B 22 billion; GLM-4.5-Air 12, without the head; gpt-oss has a test of its own.
+TEST(ModelSpec, OfMixturesATokenTakesThePublishedShare) {
+  const auto qwen3 = [](const char* experts_per_token, std::int64_t vocabulary) {
+    return parse_model_spec(
+        R"({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
+    "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288, "mlp_only_layers": [], "vocab_size": 151936,
+    "moe_intermediate_size": 1536, "num_attention_heads": 64, "num_experts": 128, "num_hidden_layers": 94,
+    "num_key_value_heads": 4, "tie_word_embeddings": false, "num_experts_per_tok": )" +
+            std::string(experts_per_token) + "}",
+        "config.json", {.vocabulary_elements = vocabulary});
+  };
+  EXPECT_NEAR(static_cast<double>(qwen3("8", INT64_MAX).parameters()), 235.1e9, 0.05e9);
+  EXPECT_NEAR(static_cast<double>(active_parameters(qwen3("8", INT64_MAX))), 22e9, 0.5e9);
+  EXPECT_EQ(active_parameters(qwen3("8", INT64_MAX)), active_parameters(qwen3("8", 1 << 27)));  // in tiles, too
+  EXPECT_EQ(active_parameters(qwen3("9", INT64_MAX)) - active_parameters(qwen3("8", INT64_MAX)),
+            94LL * 3 * 4096 * 1536);
+  const ModelSpec all = qwen3("128", INT64_MAX);
+  EXPECT_EQ(active_parameters(all), all.parameters() - 151935LL * 4096);
+
+  const ModelSpec air = parse_model_spec(
+      R"({"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": true,
+    "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 10944, "n_group": 1,
+    "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1, "num_attention_heads": 96,
+    "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8, "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": false, "topk_group": 1, "use_qk_norm": false, "vocab_size": 151552})",
+      "config.json");
+  EXPECT_NEAR(static_cast<double>(active_parameters(air) - 151552LL * 4096), 12e9, 0.5e9);
+
+  // Nothing is chosen in a dense model, and a tied table is the head.
+  const ModelSpec dense = parse(llama()), tied = parse(with(llama(), "tie_word_embeddings", true));
+  EXPECT_EQ(active_parameters(dense), dense.parameters() - 63 * 32);
+  EXPECT_EQ(active_parameters(tied), tied.parameters());
+}
+
 TEST(ModelSpec, RopeAsOldAndNewTransformersWriteIt) {
   const Json scaled = {
       {"factor", 8.0}, {"low_freq_factor", 1.0}, {"high_freq_factor", 4.0}, {"original_max_position_embeddings", 8192}};
@@ -383,6 +418,44 @@ TEST(ModelSpec, ExpertsAreStagesOfSomeWhereALayerIsLarge) {
                                                                 {"use_sliding_window", true}})
     expect_refusal(io::ErrorKind::input, {field},
                    [&, field = field, value = value] { parse_model_spec(with(config, field, value).dump(), "c"); });
+}
+
+// By name, with what they compute and where they run all the same.
+TEST(ModelSpec, LayersOfOtherKindsAreRefusedByName) {
+  const auto refused = [](const Json& config, std::initializer_list<std::string_view> words) {
+    expect_refusal(io::ErrorKind::input, words, [&] { parse(config); });
+    try {
+      parse(config);
+    } catch (const Exception& error) {
+      const std::string line = error.what();
+      EXPECT_EQ(line.find("--as"), std::string::npos) << line;
+      EXPECT_EQ(line.find("LlamaForCausalLM"), std::string::npos) << line;  // no list of what does not help
+      EXPECT_EQ(line.find('\n'), std::string::npos) << line;
+    }
+  };
+  const auto like_llama = [](const char* architecture, const char* field, const Json& value) {
+    return with(with(llama(), "architectures", {architecture}), field, value);
+  };
+  constexpr std::string_view kPython = "Python package", kWhere = "docs/python.md";
+  refused(like_llama("DeepseekV3ForCausalLM", "kv_lora_rank", 512),
+          {"config.json", "DeepseekV3ForCausalLM", "latent attention", kPython, kWhere});
+  refused(like_llama("Qwen3NextForCausalLM", "linear_num_value_heads", 32),
+          {"config.json", "Qwen3NextForCausalLM", "gated DeltaNet", kPython, kWhere});
+  for (const char* field : {"state_size", "ssm_state_size", "mamba_d_state"})
+    refused(like_llama("MambaForCausalLM", field, 16),
+            {"config.json", "MambaForCausalLM", "state-space", kPython, kWhere});
+  refused(like_llama("MambaLMHeadModel", "ssm_cfg", Json::object()), {"MambaLMHeadModel", "state-space", kPython});
+  Json unnamed = with(with(llama(), "model_type", "deepseek_v2"), "kv_lora_rank", 512);
+  unnamed.erase("architectures");
+  refused(unnamed, {"model type deepseek_v2", "latent attention", kPython, kWhere});
+  // Nor may they be read as something else.
+  expect_refusal(io::ErrorKind::input, {"--as llama", "kv_lora_rank"}, [] {
+    Json deepseek = with(llama(), "architectures", {"DeepseekV3ForCausalLM"});
+    parse_model_spec(with(deepseek, "kv_lora_rank", 512).dump(), "config.json", {}, "llama");
+  });
+  // What is merely unknown is listed, and may run there too.
+  expect_refusal(io::ErrorKind::input, {"BertModel", "LlamaForCausalLM", kPython},
+                 [] { parse(with(llama(), "architectures", {"BertModel"})); });
 }
 
 TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
