@@ -210,9 +210,10 @@ TensorSource source_of(const py::dict& tensors, const std::string& folder, const
   source.stored = {.has =
                        [stored, checkpoint](const std::string& name, WeightFormat format) {
                          const auto found = stored->find(name);
-                         return found != stored->end() && std::ranges::all_of(found->second, [&](const auto& part) {
-                                  return checkpoint->has(part.name, format);
-                                });
+                         if (found == stored->end()) return false;
+                         if (found->second.size() > 1 && format != WeightFormat::fp8) return false;
+                         return std::ranges::all_of(
+                             found->second, [&](const StoredPart& part) { return checkpoint->has(part.name, format); });
                        },
                    .read =
                        [stored, checkpoint](const TensorSpec& tensor) {

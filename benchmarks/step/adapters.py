@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """A step of LoRA with the base on storage, for each precision of the base: tokens a second beside PEFT with everything resident (and bitsandbytes for 4 bits),
-bytes read and written for each weight of the base, the step beside its slowest lane, and beside its plan. One JSON line a precision; medians of rounds, in turn.
+bytes read and written for each weight of the base (those of the blocks' linear layers apart from embedding and head), the step beside its slowest lane, and beside its plan. One JSON line a precision; medians of rounds, in turn.
 
     .venv/bin/python benchmarks/step/adapters.py --storage DIR [--rounds 3] [--steps 6] [--no-peer]
 
@@ -19,8 +19,20 @@ from layers import checked
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def ours(args, precision):
-    log = args.folder / "log.jsonl"
+def read_a_step(trace, layers):
+    """Bytes of the blocks' words (of weights, and of adapters that are not in memory) that were read from storage in a step, and of everything else: embedding, head,
+    state of adapters. The first step, which finds nothing in memory, does not count."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    measured = next(event["pid"] for event in events if event["name"] == "process_name" and event["args"]["name"] == "measured")
+    tasks = [(event["name"].split(), event["ts"], event["args"]["bytes"]) for event in events if event["ph"] == "X" and event["pid"] == measured and event.get("args")]
+    heads = sorted(at for name, at, _ in tasks if name[0] == "head" and name[-1] == "0")  # the first micro-batch's
+    reads = [(name[0] == "read_hi" and 1 <= int(name[1]) <= layers, count) for name, at, count in tasks if name[0].startswith("read") and heads[0] < at < heads[-1]]
+    blocks = sum(count for of_blocks, count in reads if of_blocks)
+    return blocks / (len(heads) - 1), (sum(count for _, count in reads) - blocks) / (len(heads) - 1)
+
+
+def ours(args, precision, layers):
+    log, trace = args.folder / "log.jsonl", args.folder / "trace.json"
     for old in args.folder.glob("log.jsonl*"):
         old.unlink()
     options = ["--method", "lora", "--lora-rank", args.lora_rank, "--lora-alpha", 2 * args.lora_rank, "--base-precision", precision, "--model", args.folder / "base", "--storage", args.folder / "store",
@@ -28,14 +40,15 @@ def ours(args, precision):
     with tempfile.TemporaryDirectory() as cache:
         if args.plan:
             checked([args.program, "plan", *options], XDG_CACHE_HOME=cache)
-        checked([args.program, "train", *options, "--data", args.data, "--held-out", 0, "--steps", args.steps, "--durability", "export-only", "--fresh", "--out", args.folder / "out", "--log-json", log],
+        checked([args.program, "train", *options, "--data", args.data, "--held-out", 0, "--steps", args.steps, "--durability", "export-only", "--fresh", "--out", args.folder / "out", "--log-json", log, "--trace", trace],
                 XDG_CACHE_HOME=cache)
     shutil.rmtree(args.folder / "out")
     records = [json.loads(line) for line in log.read_text().splitlines()]
     summary = records[-1]["summary"]
     steps = [record["step_s"] for record in records if "loss" in record][1:]  # the first one fills caches
     lanes = summary["lanes"]
-    return {"step_s": statistics.median(steps), "read": lanes["disk_read"]["bytes"] / args.steps, "written": 1e12 * summary["tb_written_per_step"],
+    blocks, otherwise = read_a_step(trace, layers)
+    return {"step_s": statistics.median(steps), "read_blocks": blocks, "read_otherwise": otherwise, "read": lanes["disk_read"]["bytes"] / args.steps, "written": 1e12 * summary["tb_written_per_step"],
             "lane": max((lane["busy_s"], name) for name, lane in lanes.items()), "training_s": summary["training_s"],
             "predicted_s": (summary["predicted"] or {}).get("step_s"), "peak_rss": summary["peak_rss"], "device": summary["device_memory_peak"], "host": summary["host_memory"],
             "storage": summary["storage_bytes"]}
@@ -78,13 +91,15 @@ def main():
     args.folder.mkdir(parents=True)
     try:
         checked([args.program, "init", "--config", args.config, "--out", args.folder / "base"])
-        linear, everything = base_weights(json.loads(pathlib.Path(args.config).read_text()))
+        config = json.loads(pathlib.Path(args.config).read_text())
+        linear, everything = base_weights(config)
         tokens = args.micro_batch * args.sequence_length
         for precision in args.precisions:
-            runs = [(ours(args, precision), peer(args, precision)) for _ in range(args.rounds)]
+            runs = [(ours(args, precision, config["num_hidden_layers"]), peer(args, precision)) for _ in range(args.rounds)]
             middle = lambda key: statistics.median(run[key] for run, _ in runs)  # noqa: E731
             last = runs[-1][0]
-            result = {"base": precision, "tokens_per_s": round(tokens / middle("step_s"), 1), "bytes_read_a_weight": round(middle("read") / everything, 3), "bytes_written_a_step": round(middle("written")),
+            result = {"base": precision, "tokens_per_s": round(tokens / middle("step_s"), 1), "bytes_read_a_weight": round(middle("read") / everything, 3),
+                      "bytes_read_a_linear_weight": round(middle("read_blocks") / linear, 3), "bytes_read_otherwise_a_step": round(middle("read_otherwise")), "bytes_written_a_step": round(middle("written")),
                       "slowest_lane": last["lane"][1], "slowest_lane_share": round(statistics.median(run["lane"][0] / run["training_s"] for run, _ in runs), 3),
                       "device_bytes": last["device"], "host_bytes": last["host"], "peak_rss": last["peak_rss"], "storage_bytes": last["storage"], "weights": everything, "linear_weights": linear}
             if last["predicted_s"]:

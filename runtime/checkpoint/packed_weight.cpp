@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstring>
 #include <mutex>
+#include <optional>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
@@ -103,10 +105,12 @@ class FourBits final : public PackedWeight {
     nested_name_ = parts.name() + ".nested_absmax";
     parts.need_floats(map, map_.size());
     folder_.floats(map, 0, map_);
+    const bool known = block_ == weights::kNf4Block && map_ == std::to_array(weights::kNf4.at);
     parts_ = {absmax_, map, state_name};
     nested_ = folder_.find(nested_name_) != nullptr;
     if (!nested_) {
       parts.need_floats(absmax_, blocks);
+      if (known) format_ = WeightFormat::nf4;
       return;
     }
     nested_block_ = static_cast<std::uint64_t>(fields.integer_or("nested_blocksize", 256, 1, 1 << 20));
@@ -116,6 +120,8 @@ class FourBits final : public PackedWeight {
     parts.need_floats(nested_name_, (blocks + nested_block_ - 1) / nested_block_);
     parts.need_floats(nested_map, nested_map_.size());
     folder_.floats(nested_map, 0, nested_map_);
+    if (known && nested_block_ == weights::kNestedBlock && nested_map_ == std::to_array(weights::kDynamic.at))
+      format_ = WeightFormat::nf4_double;
     parts_.insert(parts_.end(), {nested_name_, nested_map});
   }
 
@@ -140,7 +146,31 @@ class FourBits final : public PackedWeight {
     }
   }
 
+  bool has(WeightFormat format) const override { return format_ == format; }
+  std::vector<std::byte> read_unconverted(std::uint64_t first, std::uint64_t count) const override {
+    if (!format_ || first != 0 || count != elements_) return PackedWeight::read_unconverted(first, count);
+    const WeightLayout at = weight_layout(*format_, shape_);
+    std::vector<std::byte> stored(at.bytes);
+    folder_.read(codes_, 0, std::span(stored).first((elements_ + 1) / 2));
+    const std::uint64_t blocks = (elements_ + block_ - 1) / block_;
+    if (!nested_) {
+      copy_floats(absmax_, blocks, stored.data() + at.scales);
+      return stored;
+    }
+    folder_.read(absmax_codes_, 0, std::span(stored).subspan(at.scales, blocks));
+    copy_floats(nested_name_, (blocks + nested_block_ - 1) / nested_block_, stored.data() + at.nested);
+    std::memcpy(stored.data() + at.offset, &offset_, sizeof(offset_));
+    return stored;
+  }
+
  private:
+  void copy_floats(const std::string& part, std::uint64_t count, std::byte* out) const {
+    for (std::uint64_t first = 0; first < count; first += kPiece) {
+      const std::vector<float> values = floats_of(folder_, part, first, std::min(kPiece, count - first));
+      std::memcpy(out + first * sizeof(float), values.data(), values.size() * sizeof(float));
+    }
+  }
+
   std::vector<float> scales_of(std::uint64_t first, std::uint64_t count) const {
     if (!nested_) return floats_of(folder_, absmax_, first, count);
     const auto codes = bytes_of(folder_, absmax_codes_, first, count);
@@ -161,6 +191,7 @@ class FourBits final : public PackedWeight {
   float offset_ = 0;
   std::array<float, 16> map_{};
   std::array<float, 256> nested_map_{};
+  std::optional<WeightFormat> format_;  // that its codes and scales are, as they lie
 };
 
 // One byte an element, and a scale for each row or tile, or for all.

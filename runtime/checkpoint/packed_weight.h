@@ -48,7 +48,7 @@ class PackedWeight {
   const std::vector<std::string>& parts() const { return parts_; }
   // Elements [first, first + out.size()), as fp32 products without another rounding. Any thread may call it.
   virtual void read(std::uint64_t first, std::span<float> out) const = 0;
-  // Whether it is stored in this unconverted format. It may be several such weights below each other.
+  // Whether its codes and scales are those of this format. It may be several such weights below each other.
   virtual bool has(WeightFormat) const { return false; }
   // Where it is: the stored bytes (weight_format.h) of the weights in elements [first, first + count).
   virtual std::vector<std::byte> read_unconverted(std::uint64_t first, std::uint64_t count) const;

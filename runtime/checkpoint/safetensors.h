@@ -62,7 +62,7 @@ class Checkpoint {
   // Elements [first, first + out.size()) of a tensor, converted exactly to fp32 (of a quantised one the products of
   // codes and scales). Looks up as find() does. Any thread may call it.
   void read_f32(std::string_view name, std::uint64_t first, std::span<float> out) const;
-  // Whether the tensor of that name is stored in this unconverted format. Looks up as find() does.
+  // Whether the tensor of that name is stored in this format. Looks up as find() does.
   bool has(std::string_view name, WeightFormat format) const;
   // Where it is: the stored bytes (weight_format.h) of a tensor, which may be a tile. Looks up as find() does.
   std::vector<std::byte> read_unconverted(const TensorSpec& tensor) const;

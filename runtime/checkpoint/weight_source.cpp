@@ -8,12 +8,10 @@ namespace tierflow {
 
 std::vector<std::byte> stored_weight(const TensorSpec& tensor, const StoredSource& stored,
                                      const std::function<void(std::uint64_t first, std::span<float> out)>& fill) {
-  if (is_unconverted(tensor.format)) {
-    if (!stored.has || !stored.has(tensor.name, tensor.format))
-      fail(io::ErrorKind::input, tensor.name,
-           std::string("is not stored in ") + weight_format_name(tensor.format) + ": as such it cannot be kept");
-    return stored.read(tensor);
-  }
+  if (stored.has && stored.has(tensor.name, tensor.format)) return stored.read(tensor);
+  if (is_unconverted(tensor.format))
+    fail(io::ErrorKind::input, tensor.name,
+         std::string("is not stored in ") + weight_format_name(tensor.format) + ": as such it cannot be kept");
   const auto elements = static_cast<std::uint64_t>(tensor.elements());
   std::vector<float> values(std::min(kQuantisedPiece, elements));
   Quantiser quantiser(tensor.format, tensor.shape);

@@ -47,7 +47,16 @@ bool AdapterChoice::wants(const std::string& module, std::int64_t layer) const {
   if (config_.parameters_alone) return false;
   const bool all = !target_ && config_.targets.empty();
   return (all || any_fits(paths, target_, config_.targets)) && !any_fits(paths, exclude_, config_.exclude) &&
-         (config_.layers.empty() || std::ranges::find(config_.layers, layer) != config_.layers.end());
+         (config_.layers.empty() || is_in_layer(paths, layer));
+}
+
+bool AdapterChoice::is_in_layer(const std::vector<std::string>& paths, std::int64_t layer) const {
+  if (std::ranges::find(config_.layers, layer) == config_.layers.end()) return false;
+  if (config_.layer_patterns.empty()) return true;
+  return std::ranges::any_of(config_.layer_patterns, [&](const std::string& expression) {
+    const NamePattern numbered(expression, "(.*\\.)?(", fmt::format(")\\.{}\\..*", layer));
+    return std::ranges::any_of(paths, [&](const std::string& path) { return numbered.fits(path); });
+  });
 }
 
 bool AdapterChoice::wants_parameter(const std::string& path) const {

@@ -40,6 +40,7 @@ class AdapterChoice {
   double alpha(const std::string& module);
 
  private:
+  bool is_in_layer(const std::vector<std::string>& paths, std::int64_t layer) const;
   template <class Value>
   Value first_fit(const std::string& module, const std::vector<std::pair<std::string, Value>>& patterns,
                   Value otherwise);

@@ -58,6 +58,18 @@ void read_pattern(const JsonFields& fields, const nlohmann::ordered_json& in_ord
     patterns.emplace_back(expression, value_of(values, expression.c_str()));
 }
 
+// As PEFT does, which refuses the same.
+void read_layer_patterns(const JsonFields& fields, AdapterConfig& config) {
+  const Json *found = fields.find("layers_pattern"), *modules = fields.find("target_modules");
+  if (found == nullptr || found->empty() || *found == "") return;
+  if (!found->is_string() && !found->is_array()) fields.fail("layers_pattern", "is neither a name nor a list of names");
+  config.layer_patterns = names_of(fields, "layers_pattern", found->is_array() ? *found : Json::array({*found}));
+  if (config.layers.empty())
+    fields.fail("layers_pattern", "stands without layers_to_transform, whose numbers it is for");
+  if (modules != nullptr && modules->is_string())
+    fields.fail("layers_pattern", "is for target_modules that are names, not a regular expression");
+}
+
 std::string of_changed_base(const std::string& init) {
   return fmt::format(
       "init_lora_weights is \"{}\": such adapters belong to a changed base, and cannot be read here; PEFT converts "
@@ -156,6 +168,7 @@ std::string adapter_config_json(const AdapterConfig& config, bool transposed) {
       {"layers_to_transform", list(config.layers)},
       {"rank_pattern", patterns(config.rank_pattern, [](std::int64_t rank) { return Json(rank); })},
       {"alpha_pattern", patterns(config.alpha_pattern, number)}};
+  if (!config.layer_patterns.empty()) json["layers_pattern"] = config.layer_patterns;
   if (!config.parameters.empty()) json["target_parameters"] = config.parameters;
   if (config.init == AdapterInit::galore)
     json["galore"] = {{"update_gap", config.windows.steps}, {"scale", config.windows.scale}};
@@ -210,6 +223,7 @@ AdapterConfig parse_adapter_config(const std::string& json, const std::string& w
       config.layers.push_back(layer.get<std::int64_t>());
     }
   }
+  read_layer_patterns(fields, config);
   return config;
 }
 

@@ -50,6 +50,9 @@ struct AdapterConfig {
   std::vector<std::string> parameters;
   bool parameters_alone = false;     // no linear layer has one
   std::vector<std::int64_t> layers;  // numbers of blocks; none: all
+  // layers_pattern: where these numbers stand in a module's path: behind what one of these regular expressions fits
+  // (a part of the path, from a "." to the next). None: wherever the model has them.
+  std::vector<std::string> layer_patterns;
   // By regular expression for the path or what follows a "." in it; the first that fits counts.
   std::vector<std::pair<std::string, std::int64_t>> rank_pattern;
   std::vector<std::pair<std::string, double>> alpha_pattern;

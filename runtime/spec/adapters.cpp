@@ -160,6 +160,7 @@ void name_each_module(const ModelSpec& spec, AdapterConfig& config) {
   named.targets.clear();
   named.exclude.clear();
   named.layers.clear();
+  named.layer_patterns.clear();
   named.parameters.clear();
   named.rank_pattern.clear();
   named.alpha_pattern.clear();
@@ -412,6 +413,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
     written.targets = modules;
     written.target_pattern.clear();
     written.layers.clear();
+    written.layer_patterns.clear();
   } else if (config.target_pattern.empty() && config.targets.empty() && !config.parameters_alone) {
     written.targets.assign(names.begin(), names.end());
   }

@@ -75,7 +75,8 @@ struct Streamer::Impl {
     const TensorSpec& spec = units[unit].tensors[tensor];
     if (spec.format != WeightFormat::bf16)
       throw Exception(io::ErrorKind::usage, spec.name + " is stored as " + weight_format_name(spec.format) +
-                                                ", which is not " + done + ": use the model that it came from");
+                                                ", which is not " + done +
+                                                ": use base_precision=\"bf16\", or the model that it came from");
   }
   void check_updates() const {
     if (work->asked() != work->updated())

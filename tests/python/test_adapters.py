@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 import transformers
+from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.lora.loraga import preprocess_loraga
 from program import BUILD, needs_torch
 from safetensors.torch import load_file
@@ -16,7 +17,7 @@ pytestmark = needs_torch
 PROBE = BUILD / "adapter_probe"
 SMALL = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 MODELS = {
-    "llama": lambda tie_word_embeddings=False: transformers.LlamaConfig(**SMALL, intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=tie_word_embeddings),
+    "llama": lambda tie_word_embeddings=False, intermediate_size=96: transformers.LlamaConfig(**SMALL, intermediate_size=intermediate_size, num_key_value_heads=2, tie_word_embeddings=tie_word_embeddings),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, intermediate_size=96, num_key_value_heads=2, head_dim=16),
     "gpt2": lambda tie_word_embeddings=True: transformers.GPT2Config(tie_word_embeddings=tie_word_embeddings, vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0),
     "opt": lambda tie_word_embeddings=True: transformers.OPTConfig(tie_word_embeddings=tie_word_embeddings, vocab_size=128, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=64, dropout=0.0),
@@ -71,14 +72,14 @@ def make_base(family, folder, **more):
     base.save_pretrained(folder)
 
 
-def plain(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def plain(folder, **more):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **more)
 
 
-def train_with_peft(model, steps, lr=1e-2):
+def train_with_peft(model, steps, lr=1e-2, optimizer=None):
     """What PEFT's model loses in each step of AdamW over what it trains."""
     model.train()
-    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr, weight_decay=0.0)
+    optimizer = optimizer or torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr, weight_decay=0.0)
     losses = []
     for step in range(steps):
         loss = loss_of(model, step)
@@ -89,10 +90,18 @@ def train_with_peft(model, steps, lr=1e-2):
     return losses
 
 
-def expect_the_same_course(ours, theirs):
-    assert ours[-1] < 0.9 * ours[0]
-    assert ours[:10] == pytest.approx(theirs[:10], rel=2e-2)
-    assert sum(ours[-5:]) == pytest.approx(sum(theirs[-5:]), rel=0.1)
+def expect_the_same_course(ours, theirs, within=2e-2):
+    """Of bf16 beside fp32: the first ten losses, and all of them."""
+    assert ours[-1] < 0.95 * ours[0]
+    assert ours[:10] == pytest.approx(theirs[:10], rel=5e-3)
+    assert ours == pytest.approx(theirs, rel=within)
+
+
+def moved_apart(ours, theirs, begun):
+    """How far apart two runs have brought the factors, beside how far they came from where both began. Each folder: adapters of PEFT's."""
+    ours, theirs, begun = (load_file(folder / "adapter_model.safetensors") for folder in (ours, theirs, begun))
+    apart = sum((value - theirs[name]).square().sum() for name, value in ours.items())
+    return (apart / sum((value - begun[name]).square().sum() for name, value in theirs.items())).sqrt().item()
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -122,9 +131,62 @@ def test_peft_reads_the_folder_and_trains_the_same_way(family, tmp_path):
 
     # What PEFT trained and wrote gives us its logits.
     model.save_pretrained(tmp_path / "theirs")
+    assert moved_apart(tmp_path / "tuned", tmp_path / "theirs", tmp_path / "begun") < 0.5
     expect_the_logits_of(model, probe_logits(tmp_path / "model", tmp_path / "again", 0, f"from={tmp_path / 'theirs'}")[1])
     again, theirs = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("again", "theirs"))
     assert again.keys() == theirs.keys() and all(value.equal(again[name]) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("family, base", [("llama", "bf16"), ("gpt2", "bf16"), ("opt", "bf16"), ("llama", "nf4")])
+def test_small_steps_bring_the_factors_to_where_peft_brings_them(family, base, tmp_path):
+    """50 of them. PEFT's base in nf4 is bitsandbytes', whose kernel for the CPU takes rows for whole numbers of blocks: then they have to be."""
+    make_base(family, tmp_path / "model", **({"intermediate_size": 128} if base == "nf4" else {}))
+    options = [f"base={base}", "lr=1e-3"]
+    probe(tmp_path / "model", tmp_path / "begun", 0, *options)
+    losses = probe(tmp_path / "model", tmp_path / "tuned", 50, *options)
+    quantised = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    theirs = plain(tmp_path / "model") if base == "bf16" else plain(tmp_path / "model", quantization_config=quantised, device_map="cpu")
+    model = peft.PeftModel.from_pretrained(theirs, tmp_path / "begun", is_trainable=True)
+    assert any(type(module).__name__ == "Linear4bit" for module in model.modules()) == (base == "nf4")
+    assert losses[:-1] == pytest.approx(train_with_peft(model, 50, lr=1e-3), rel=2e-3) and losses[-2] < losses[0] - 0.1
+    model.save_pretrained(tmp_path / "theirs")
+    assert moved_apart(tmp_path / "tuned", tmp_path / "theirs", tmp_path / "begun") < 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_learning_rates_of_loraplus_are_those_of_peft(family, tmp_path):
+    make_base(family, tmp_path / "model")
+    for ratio in 4, 16:
+        probe(tmp_path / "model", tmp_path / "begun", 0)
+        losses = probe(tmp_path / "model", tmp_path / "tuned", 20, f"loraplus={ratio}", "lr=2e-3")
+        model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "begun", is_trainable=True)
+        optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=2e-3, loraplus_lr_ratio=ratio)
+        assert {group["lr"] for group in optimizer.param_groups if group["params"]} == {2e-3, ratio * 2e-3}
+        expect_the_same_course(losses[:-1], train_with_peft(model, 20, optimizer=optimizer))
+        model.save_pretrained(tmp_path / "theirs")
+        assert moved_apart(tmp_path / "tuned", tmp_path / "theirs", tmp_path / "begun") < 0.15
+
+
+@pytest.mark.parametrize("stabilised", [False, True], ids=["alpha/rank", "alpha/sqrt(rank)"])
+@pytest.mark.parametrize("family, ranks, alphas", [("llama", {r".*\.0\..*q_proj": 2, "down_proj": 6}, {"up_proj": 20, "layers.1.mlp.down_proj": 3}), ("gpt2", {"h.1.attn.c_attn": 3}, {"c_fc": 16})])
+def test_ranks_and_alphas_that_differ_give_the_logits_of_peft(family, ranks, alphas, stabilised, tmp_path):
+    make_base(family, tmp_path / "model")
+    words = [*(f"rank_of={name}:{rank}" for name, rank in ranks.items()), *(f"alpha_of={name}:{alpha}" for name, alpha in alphas.items()), *(["rslora"] if stabilised else [])]
+    probe(tmp_path / "model", tmp_path / "begun", 0, *words)
+    losses, tuned = probe_logits(tmp_path / "model", tmp_path / "tuned", 20, *words)
+    config = json.loads((tmp_path / "tuned" / "adapter_config.json").read_text())
+    assert (config["rank_pattern"], config["alpha_pattern"], config["use_rslora"]) == (ranks, alphas, stabilised)
+
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "begun", is_trainable=True)
+    assert len({module.r["default"] for module in model.modules() if hasattr(module, "lora_A")}) == len(ranks) + 1
+    assert len({module.scaling["default"] for module in model.modules() if hasattr(module, "lora_A")}) > len(alphas) + 1
+    expect_the_same_course(losses[:-1], train_with_peft(model, 20))
+    model, again, theirs = read_by_each_other(model, tuned, tmp_path)
+    assert again.keys() == theirs.keys() and all(value.equal(again[name]) for name, value in theirs.items())
+    with model.disable_adapter():
+        plainly = logits_of(model)
+    expected = logits_of(model)
+    assert ((expected - plainly).norm(dim=-1) / plainly.norm(dim=-1)).min() > 0.1
 
 
 def read_by_each_other(theirs, tuned, folder):
@@ -161,7 +223,7 @@ def test_modules_that_are_saved_are_those_of_peft(family, saved, tied, tmp_path)
 
     # What PEFT trains from the same values takes the same course, and each reads what the other has trained.
     model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "begun", is_trainable=True)
-    expect_the_same_course(losses[:-1], train_with_peft(model, steps))
+    expect_the_same_course(losses[:-1], train_with_peft(model, steps), within=5e-2)
     _, again, other = read_by_each_other(theirs, tuned, tmp_path)
     for name, value in other.items():
         assert value.equal(again[name]), name

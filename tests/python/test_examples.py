@@ -73,10 +73,10 @@ def adapters_work(tmp_path_factory):
     return tmp_path_factory.mktemp("adapters")
 
 
-def run_adapters(script, work):
+def run_adapters(script, work, folder=EXAMPLES.parent / "adapters"):
     environment = {**os.environ, "TIERFLOW": str(BUILD / "tierflow"), "PYTHON": sys.executable, "WORK": str(work), "BASE_STEPS": "8", "STEPS": "12",
                    "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # fmt: skip
-    done = subprocess.run([EXAMPLES.parent / "adapters" / script], env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run([folder / script], env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert not (work / "state").exists()
     return done.stdout + done.stderr
@@ -97,3 +97,19 @@ def test_adapters(script, out, says, adapters_work):
     first, last = re.findall(r"held-out loss ([0-9.]+) before, ([0-9.]+) after", printed)[-1]
     assert float(last) < float(first)
     assert any((adapters_work / out / f"{name}.safetensors").exists() for name in ("adapter_model", "model"))
+
+
+def test_the_demo_of_adapters_asks_before_and_after_and_leaves_no_state(tmp_path):
+    pytest.importorskip("peft")
+    for name in "qlora", "state":  # of a run before
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").write_text("old")
+    (tmp_path / "own.txt").write_text("mine")
+    printed = run_adapters("demo_lora.sh", tmp_path, EXAMPLES.parents[1] / "tools")
+    asked = printed.index("== questions that were not trained on")
+    assert "of 20 questions that were not trained on: before 0, after" in printed[asked:]
+    assert all(words in printed[asked:] for words in ("before", "after", f"The adapters are in {tmp_path}/qlora, their model in {tmp_path}/base."))
+    first, last = re.findall(r"held-out loss ([0-9.]+) before, ([0-9.]+) after", printed)[-1]
+    assert float(last) < float(first)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data", "own.txt", "qlora"]
+    assert (tmp_path / "qlora" / "adapter_model.safetensors").exists() and not (tmp_path / "qlora" / "old").exists()

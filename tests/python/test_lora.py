@@ -203,6 +203,12 @@ def test_the_learning_rate_of_b_is_its_own(work, base):
     for name, value in plain.items():
         assert value.equal(one[name])
         assert (value.abs().sum() > 0) and (none[name].abs().sum() == 0) == ("lora_B" in name)
+    # Of Adam's first step the learning rate is a factor, and the product of A and B begins as zero.
+    for out, *words in (["step"], ["steps", "--loraplus-lr-ratio", "16"]):
+        run(work, *LORA, "--steps", "1", "--out", out, *words, *small())
+    step, steps = (load_file(work / out / "adapter_model.safetensors") for out in ("step", "steps"))
+    for name, value in step.items():
+        assert steps[name].equal(value * (16 if "lora_B" in name else 1)), name
 
 
 def refused(work, *words):

@@ -150,6 +150,65 @@ TEST_F(PackedWeights, ScalesOfFourBitsMayBeQuantisedThemselves) {
   }
 }
 
+TEST_F(PackedWeights, FourBitsOfKnownMapsAndBlocksAreThereAsTheyLie) {
+  const Shape shape = {701, 401};  // neither blocks nor bytes end with it
+  const auto put_known = [&](bool nested, std::uint64_t block = 64, std::uint64_t nested_block = 256) {
+    tensors_.clear();
+    put_four_bits(shape, block, nested ? nested_block : 0);
+    put("m.weight.quant_map", {16}, {std::begin(weights::kNf4.at), std::end(weights::kNf4.at)});
+    if (nested)
+      put("m.weight.nested_quant_map", {256}, {std::begin(weights::kDynamic.at), std::end(weights::kDynamic.at)});
+  };
+  const std::uint64_t elements = elements_of(shape), blocks = (elements + 63) / 64;
+  for (const bool nested : {false, true}) {
+    put_known(nested);
+    const WeightFormat format = nested ? WeightFormat::nf4_double : WeightFormat::nf4;
+    for (const WeightFormat other : {WeightFormat::bf16, WeightFormat::int8, WeightFormat::nf4,
+                                     WeightFormat::nf4_double, WeightFormat::fp8, WeightFormat::mxfp4})
+      EXPECT_EQ(weight()->has(other), other == format);
+    const std::vector<std::byte> stored = weight()->read_unconverted(0, elements);
+    const WeightLayout at = weight_layout(format, shape);
+    ASSERT_EQ(stored.size(), at.bytes);
+    const auto lies = [&](std::uint64_t begin, const std::string& part, std::uint64_t bytes) {
+      const std::byte* there = reinterpret_cast<const std::byte*>(data_.data()) + tensors_.at(part).offset;
+      EXPECT_TRUE(std::equal(there, there + bytes, stored.begin() + static_cast<std::ptrdiff_t>(begin))) << part;
+    };
+    lies(0, "m.weight", (elements + 1) / 2);
+    lies(at.scales, "m.weight.absmax", nested ? blocks : 4 * blocks);
+    if (nested) {
+      lies(at.nested, "m.weight.nested_absmax", 4 * ((blocks + 255) / 256));
+      float offset = 0;
+      std::memcpy(&offset, stored.data() + at.offset, sizeof(offset));
+      EXPECT_EQ(offset, 0.75F);
+    }
+    std::vector<float> values(elements);
+    std::vector<std::uint16_t> words(elements);
+    weight()->read(0, values);
+    dequantise(format, shape, stored, 0, words);
+    for (std::size_t i = 0; i < words.size(); ++i) ASSERT_EQ(words[i], weights::rounded(values[i])) << i;
+    expect_refusal(io::ErrorKind::internal, {"no weights that a folder has packed"},
+                   [&] { weight()->read_unconverted(64, elements - 64); });
+  }
+  // Others are values, of which a format is made.
+  const auto is_neither = [&] {
+    EXPECT_FALSE(weight()->has(WeightFormat::nf4) || weight()->has(WeightFormat::nf4_double));
+    expect_refusal(io::ErrorKind::internal, {"no weights that a folder has packed"},
+                   [&] { weight()->read_unconverted(0, elements); });
+  };
+  for (const bool nested : {false, true}) {
+    put_known(nested, 128);
+    is_neither();
+    put_known(nested);
+    put("m.weight.quant_map", {16}, std::vector<float>(16, 0.5F));
+    is_neither();
+  }
+  put_known(true);
+  put("m.weight.nested_quant_map", {256}, std::vector<float>(256, 0.5F));
+  is_neither();
+  put_known(true, 64, 128);
+  is_neither();
+}
+
 TEST_F(PackedWeights, PartsOfFourBitsThatDoNotFitAreNamed) {
   const auto refused_with = [&](const std::function<void()>& change, std::initializer_list<std::string_view> words) {
     tensors_.clear();

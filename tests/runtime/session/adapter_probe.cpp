@@ -4,7 +4,8 @@
 // (their first values), dora, galore (a number of steps: projected gradients in such windows, of scale 0.5, in place of
 // adapters; OUT is the whole model), projectors (a file that gets those of each window), saved (a module, several
 // times), pattern (an expression for the modules), parameter (of experts, several times), alone (no linear layers),
-// rank_of and alpha_of (EXPRESSION:NUMBER, several times), rslora, gradients (a folder that gets, as the
+// rank_of and alpha_of (EXPRESSION:NUMBER, several times), rslora, loraplus (the ratio of learning rates), base (the
+// format of the frozen weights), lr (1e-2 unless given), gradients (a folder that gets, as the
 // adapters' folder, the gradients in fp32 of the mean loss of the tokens of step 0, of the adapters as they were
 // written), logits (a file that gets the logits of the tokens of step 0, fp32 [rows, length, vocab]: the session's at
 // the end, and those of the written folder computed in fp32).
@@ -34,7 +35,8 @@ tierflow::MicroBatch batch(std::int64_t step, std::int64_t vocab) {
 
 struct Wanted {
   tierflow::AdapterConfig config{.rank = 4, .alpha = 8};
-  std::string from, logits, projectors, gradients;
+  std::string from, logits, projectors, gradients, base = "bf16";
+  double lr = 1e-2, loraplus = 1;
 };
 
 Wanted wanted(int argc, char** argv) {
@@ -61,6 +63,12 @@ Wanted wanted(int argc, char** argv) {
     else if (word.starts_with("alpha_of="))
       all.config.alpha_pattern.emplace_back(value.substr(0, value.rfind(':')),
                                             std::stod(value.substr(value.rfind(':') + 1)));
+    else if (word.starts_with("loraplus="))
+      all.loraplus = std::stod(value);
+    else if (word.starts_with("base="))
+      all.base = value;
+    else if (word.starts_with("lr="))
+      all.lr = std::stod(value);
     else if (word == "rslora")
       all.config.rank_stabilised = true;
     else if (word.starts_with("parameter="))
@@ -145,11 +153,12 @@ int main(int argc, char** argv) {
     options.sequence_length = kLength;
     options.clip.reset();
     options.precision = tierflow::Precision::fp32_master_adam32;
-    const tierflow::Model base = tierflow::load(argv[1]);
+    const tierflow::Model base =
+        tierflow::with_base_format(tierflow::load(argv[1]), tierflow::parse_weight_format(adapters.base));
     const std::int64_t vocab = base.spec().config.vocab_size;
-    tierflow::Session session(adapters.from.empty() ? tierflow::with_adapters(base, adapters.config, 3)
-                                                    : tierflow::with_adapters(base, adapters.from),
-                              options, {});
+    const tierflow::Model adapted = adapters.from.empty() ? tierflow::with_adapters(base, adapters.config, 3)
+                                                          : tierflow::with_adapters(base, adapters.from);
+    tierflow::Session session(tierflow::with_learning_rates(adapted, {{"lora_B", adapters.loraplus}}), options, {});
     const auto begin = [&](int step) {
       if (!session.waits_for_gradient()) return;
       session.begin_with_gradient({batch(step, vocab)});
@@ -158,7 +167,7 @@ int main(int argc, char** argv) {
     begin(0);
     for (int step = 0; step < std::atoi(argv[3]); ++step) {
       begin(step);
-      std::printf("%.9g\n", session.step({batch(step, vocab)}, 1e-2).loss);
+      std::printf("%.9g\n", session.step({batch(step, vocab)}, adapters.lr).loss);
     }
     std::printf("%.9g\n", session.evaluate({batch(0, vocab)}).loss);
     if (adapters.config.init == tierflow::AdapterInit::galore)

@@ -277,6 +277,10 @@ TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
   expect_unread(R"("rank_pattern": {"q_proj": 1e300})", "there: rank_pattern: q_proj");
   expect_unread(R"("alpha_pattern": {"q_proj": -1})", "there: alpha_pattern: q_proj");
   expect_unread(R"("layers_to_transform": [-1])", "layers_to_transform");
+  expect_unread(R"("layers_pattern": "layers")", "there: layers_pattern stands without layers_to_transform");
+  expect_unread(R"("layers_to_transform": 1, "layers_pattern": 7)", "layers_pattern is neither a name nor a list");
+  expect_unread(R"("layers_to_transform": 1, "layers_pattern": "layers", "target_modules": ".*q_proj")",
+                "layers_pattern is for target_modules that are names");
   expect_unread(R"("modules_to_save": "lm_head")", "modules_to_save is no list");
   expect_unread(R"("modules_to_save": [""])", "modules_to_save has an entry that is no name");
   const auto expect_unfit = [&](const std::string& modules, std::string_view words) {
@@ -286,6 +290,33 @@ TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
   expect_unfit("\"" + std::string(2000, '(') + "\"", "longer than 1000");
   // Exponential for a matcher that goes back.
   expect_unfit(R"("(.*)*(.*)*(.*)*(.*)*x")", "no linear layer is left");
+}
+
+TEST(AdapterConfig, NumbersOfLayersStandWhereTheirPatternSays) {
+  const auto modules_with = [](const std::string& pattern) {
+    ModelSpec spec = small_llama();
+    const auto read = [&] {
+      return parse_adapter_config(
+          R"({"peft_type": "LORA", "target_modules": ["q_proj"], "layers_to_transform": [0, 2],)"
+          R"( "layers_pattern": )" +
+              pattern + "}",
+          "there");
+    };
+    add_adapters(spec, read());
+    // What is written says the same.
+    EXPECT_EQ(parse_adapter_config(spec.adapter_config_json, "written").layer_patterns, read().layer_patterns);
+    std::vector<std::string> found;
+    for (const TensorSpec* adapter : adapters_of(spec))
+      if (adapter_part(*adapter) == AdapterPart::a) found.push_back(linear_module(*adapter));
+    return found;
+  };
+  const auto both = ElementsAre("model.layers.0.self_attn.q_proj", "model.layers.2.self_attn.q_proj");
+  for (const char* pattern :
+       {R"("layers")", R"(["h", "layers"])", R"("l[a-z]+s")", R"("model.layers")", "null", "[]", R"("")"})
+    EXPECT_THAT(modules_with(pattern), both) << pattern;
+  for (const char* pattern : {R"("h")", R"(["ayers"])", R"("layer")"})
+    expect_refusal(io::ErrorKind::usage, {"no linear layer is left to adapt"}, [&] { modules_with(pattern); });
+  expect_refusal(io::ErrorKind::usage, {"no regular expression"}, [&] { modules_with(R"("(")"); });
 }
 
 TEST(AdapterConfig, ABaseInAnotherFormatIsPackedAsItsBytes) {

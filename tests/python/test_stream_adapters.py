@@ -1,0 +1,130 @@
+"""PEFT's adapters over a streamed base: the bits of a resident one, with each of its variants; and what to do about those that would write or copy the base."""
+
+import pytest
+from streaming import batches, make, roomy, scarce, tierflow, torch, transformers
+
+peft = pytest.importorskip("peft")
+optimizers = pytest.importorskip("peft.optimizers")
+
+TARGETS = ["q_proj", "o_proj", "up_proj"]
+VARIANTS = {
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3}},
+    "dropout": {"lora_dropout": 0.3},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+}
+WRITING = {"pissa": {"init_lora_weights": "pissa"}, "olora": {"init_lora_weights": "olora"}}  # first values that are taken away from the base
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def adapted(model, options):
+    torch.manual_seed(5)
+    return peft.get_peft_model(model.requires_grad_(False), peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, **{"init_lora_weights": False, **options})).train()
+
+
+def plain_adam(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def trained(model, options, optimizer=plain_adam):
+    """The loss of each step, and what was trained."""
+    model = adapted(model, options)
+    stepping, losses = optimizer(model), []
+    for batch in batches("llama", 3):
+        losses.append(model(**batch).loss)
+        losses[-1].backward()
+        stepping.step()
+        stepping.zero_grad()
+    return [loss.item() for loss in losses], {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def same(one, other):
+    return one[0] == other[0] and one[1].keys() == other[1].keys() != set() and all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+
+
+def streaming(tmp_path, precision):
+    plan = scarce(tmp_path / "store", trainable=False, base_precision=precision)
+    plan.budget = tierflow.Budget(device="1MiB", host="64KiB", storage=[tmp_path / "store"], activations=0.0)
+    plan.extra = {"chaos_seed": 5, "chunk_elements": 4096}
+    return plan
+
+
+def over_each_base(tmp_path, folder, precision, options, optimizer=plain_adam):
+    """Trained over the base on storage; seen to be what it is over a resident one."""
+    model = tierflow.load(folder, streaming(tmp_path, precision))
+    streamed = trained(model, options, optimizer)
+    assert tierflow.stats(model)["lanes"]["disk_read"]["bytes"] > 0
+    tierflow.close(model)
+    model = tierflow.load(folder, roomy(trainable=False, base_precision=precision))
+    # Without the package: the base that the format leaves, as an ordinary model.
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    resident = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    resident.load_state_dict(values)
+    assert same(trained(model, options, optimizer), streamed)
+    tierflow.close(model)
+    assert same(trained(resident, options, optimizer), streamed)
+    return streamed
+
+
+@pytest.mark.parametrize("precision", ["bf16", "nf4", "int8"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_has_the_bits_of_a_resident_base(variant, precision, folder, tmp_path):
+    _, values = over_each_base(tmp_path, folder, precision, VARIANTS[variant])
+    assert any("lora_magnitude_vector" in name for name in values) == (variant == "dora")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "nf4"])
+def test_learning_rates_of_loraplus_are_pefts(precision, folder, tmp_path):
+    def optimizer(ratio):
+        return lambda model: optimizers.create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=ratio)
+
+    values = [over_each_base(tmp_path, folder, precision, {}, optimizer(ratio))[1] for ratio in (16, 4)]
+    assert not any(torch.equal(value, values[1][name]) for name, value in values[0].items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("variant", WRITING)
+def test_first_values_that_are_taken_away_from_the_base_need_it_in_bf16(variant, folder, tmp_path):
+    over_each_base(tmp_path, folder, "bf16", WRITING[variant])
+    before = (folder / "model.safetensors").read_bytes()
+    for precision in "nf4", "int8":
+        model = tierflow.load(folder, streaming(tmp_path, precision))
+        line = rf'q_proj.weight is stored as {precision}, which is not written: use base_precision="bf16"'
+        with pytest.raises(tierflow.UsageError, match=line):
+            adapted(model, WRITING[variant])
+        tierflow.close(model)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("precision", ["nf4", "int8"])
+def test_merging_needs_the_base_in_bf16(precision, folder, tmp_path):
+    model = tierflow.load(folder, streaming(tmp_path, precision))
+    tuned = adapted(model, {})
+    with pytest.raises(tierflow.UsageError, match=rf'q_proj.weight is stored as {precision}, which is not written: use base_precision="bf16"'):
+        tuned.merge_and_unload()
+    tuned.save_pretrained(tmp_path / "adapter")
+    tierflow.close(model)
+    # What the line says: over a base in bf16 it is added.
+    model = tierflow.load(folder, streaming(tmp_path, "bf16"))
+    merged = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").merge_and_unload()
+    resident = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    expected = peft.PeftModel.from_pretrained(resident, tmp_path / "adapter").merge_and_unload().state_dict()
+    found = merged.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():  # sums in the middle of two bf16 numbers round up here, and to the even one there
+        apart = ((found[name] + 0).view(torch.int16).int() - value.view(torch.int16).int()).abs()
+        assert apart.max() <= 1 and (apart > 0).float().mean() < 0.01, name
+    tierflow.close(model)
+
+
+@pytest.mark.parametrize("saved", ["lm_head", "norm"])
+def test_modules_to_save_say_who_trains_them(saved, folder, tmp_path):
+    model = tierflow.load(folder, streaming(tmp_path, "bf16"))
+    with pytest.raises(tierflow.UsageError, match=r"a streamed parameter cannot be copied.*modules_to_save.*tierflow train --modules-to-save"):
+        adapted(model, {"modules_to_save": [saved]})
+    tierflow.close(model)
