@@ -137,9 +137,12 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   // Residency by value a byte: hi words are read twice and written once a step, staged gradients written and read once,
   // the rest of the state read and written once. Frozen words come last: they are read twice, and a drive that only
   // reads does not wear.
+  // Units on demand come behind all others: they are read only when they are needed.
+  bool on_demand = false;
   const auto keep = [&](std::vector<bool>& resident, bool trainable, auto bytes_of) {
     for (std::size_t id = 0; id < chunks; ++id) {
       const Chunk& chunk = layout.chunks()[id];
+      if (layout.on_demand(chunk.unit) != on_demand) continue;
       const std::uint64_t bytes = chunk.trainable == trainable ? bytes_of(chunk) : 0;
       if (bytes == 0 || bytes > host_left) continue;
       resident[id] = true;
@@ -147,12 +150,15 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     }
   };
   const auto words = [](const Chunk& chunk) { return chunk.word_bytes(); };
-  keep(result.hi_resident, true, words);
-  keep(result.gradient_resident, true,
-       [&](const Chunk& chunk) { return result.deferred[chunk.id] ? chunk.word_bytes() : 0; });
-  if (request.sums) keep(result.gradient_low_resident, true, words);
-  if (request.train) keep(result.state_resident, true, [](const Chunk& chunk) { return chunk.state_bytes; });
-  keep(result.hi_resident, false, words);
+  for (const bool these : {false, true}) {
+    on_demand = these;
+    keep(result.hi_resident, true, words);
+    keep(result.gradient_resident, true,
+         [&](const Chunk& chunk) { return result.deferred[chunk.id] ? chunk.word_bytes() : 0; });
+    if (request.sums) keep(result.gradient_low_resident, true, words);
+    if (request.train) keep(result.state_resident, true, [](const Chunk& chunk) { return chunk.state_bytes; });
+    keep(result.hi_resident, false, words);
+  }
   return result;
 }
 

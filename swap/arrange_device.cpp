@@ -14,6 +14,7 @@ struct DeviceNeeds {
   std::uint64_t gradient = 0;       // of the unit with most, tied ones apart
   std::uint64_t block_gradient = 0;
   std::uint64_t needed_weights = 0, needed_gradient = 0;  // of the largest unit on demand
+  std::uint64_t all_needed = 0;                           // weights of all units on demand
   std::uint64_t held = 0;                                 // of tied units
   std::uint64_t carries = 0;                              // saved inputs of all stages that save, all micro-batches
   std::uint64_t largest_carry = 0;
@@ -42,6 +43,7 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bo
     const std::uint64_t gradient = layout.gradient_bytes(unit), weights = layout.unit_word_bytes(unit);
     if (layout.on_demand(unit)) {
       needs.needed_weights = std::max(needs.needed_weights, weights);
+      needs.all_needed += weights;
       needs.needed_gradient = std::max(needs.needed_gradient, gradient);
       continue;
     }
@@ -147,7 +149,7 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   result.held_gradients = needs.held;
   result.needed_ring = round_up(request.needed_units * needs.needed_weights, kSector);
   result.needed_gradients = request.needed_units * needs.needed_gradient;
-  if (result.needed_ring != 0 && !request.sums)
+  if (result.needed_ring != 0 && request.train && !request.sums)
     return {.kind = io::ErrorKind::usage, .detail = "units on demand take plans of single visits"};
   result.items = all_items(static_cast<int>(stages), request.micro_batches);
   const std::uint64_t fixed =
@@ -200,6 +202,8 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   grow(result.weight_ring, needs.block_weights);
   grow(result.gradient_ring, needs.block_gradient);
   grow(result.weight_ring, needs.block_weights);
+  // The next unit on demand comes while one is computed with.
+  if (!request.train) grow(result.needed_ring, round_up(needs.needed_weights, kSector));
   // Activations before more weights: a weight fetched again passes beside the computation, an activation made again is
   // computation. The last items' first, as for inputs.
   for (std::size_t i = result.items.size(); request.train && i-- > 0;) {
@@ -224,6 +228,9 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   if (result.weight_ring < needs.all_weights + needs.block_weights)
     grow(result.weight_ring,
          std::min(left / kSector * kSector, needs.all_weights + needs.block_weights - result.weight_ring));
+  // Units on demand stay as long as their room is not needed: those that are needed again are not fetched again.
+  if (const std::uint64_t all = round_up(needs.all_needed, kSector); !request.train && result.needed_ring < all)
+    grow(result.needed_ring, std::min(left / kSector * kSector, all - result.needed_ring));
   return {};
 }
 

@@ -79,7 +79,8 @@ io::Error VisitChecker::finish(const Plan& plan, const VisitRequest* request) {
     else if (rules_.names_chunk(task))
       task.kind == TaskKind::update ? update(task) : move(task);
   });
-  if (computed_ != (request == nullptr ? 0 : 1)) ledger_.wrong("computes " + std::to_string(computed_) + " visits");
+  if (computed_ != (request == nullptr ? 0 : request->micro_batches))
+    ledger_.wrong("computes " + std::to_string(computed_) + " micro-batches");
   for (int unit = 0; unit < static_cast<int>(sums_.size()); ++unit) {
     Sum& sum = sums_[unit];
     const auto chunks = layout_.trainable_chunks_of(unit);
@@ -118,7 +119,7 @@ void VisitChecker::expect_at_home(int unit) {
 }
 
 void VisitChecker::compute(const Task& task, const Plan& plan) {
-  ++computed_;
+  if (task.micro_batch != computed_++) return ledger_.wrong("is not the next micro-batch's");
   if (request_ == nullptr || task.visit < 0 || task.visit >= static_cast<int>(plan.visits.size()))
     return ledger_.wrong("belongs to no visit");
   const Visit& visit = plan.visits[task.visit];

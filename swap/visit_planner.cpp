@@ -33,7 +33,8 @@ Plan VisitPlanner::visit(const VisitRequest& request) {
   Visit visit{.stage = request.stage, .pass = request.pass};
   fetcher_.fetch(visit, /*forced=*/true);
   if (adds) open_gradients(request, visit);
-  emitter_.compute(visit, 0);
+  micro_batches_ = request.micro_batches;
+  compute(visit);
   const bool was_held = std::erase(holds_, request.stage) != 0;
   const StageShape& stage = layout_.stages()[request.stage];
   gradients_stay_ = request.gradients_stay;
@@ -76,11 +77,15 @@ io::Result<Plan> VisitPlanner::need(const NeedRequest& request) {
     part.fresh_gradient[first + i] = true;
     place += layout_.gradient_bytes(request.units[i]);
   }
-  emitter_.compute(part, 0);
+  compute(part);
   fetcher_.release(request.units);
   for (std::size_t i = 0; i < request.units.size(); ++i)
     if (part.gradients[first + i] != kNowhere) take_gradient(request.units[i], part.gradients[first + i]);
   return emitter_.take();
+}
+
+void VisitPlanner::compute(const Visit& visit) {
+  for (int micro_batch = 0; micro_batch < micro_batches_; ++micro_batch) emitter_.compute(visit, micro_batch);
 }
 
 Plan VisitPlanner::close() {

@@ -21,6 +21,8 @@ struct VisitRequest {
   // add up in fp32 on the device and leave it once, rounded to bf16. Without it, each visit's gradient is rounded to
   // bf16 and leaves the device, and the host adds up in fp32.
   bool gradients_stay = false;
+  // That the visit and each of its parts compute, one after the other; more than one in passes without gradients alone.
+  int micro_batches = 1;
 };
 
 // Units on demand that a visit needs, each once.
@@ -29,7 +31,7 @@ struct NeedRequest {
   std::vector<bool> gradients;  // as in VisitRequest, by unit that is needed
 };
 
-// The arrangement must have been made with `sums` and be staged.
+// The arrangement must have been made with `sums` and be staged, or without `train` for passes without gradients.
 class VisitPlanner {
  public:
   // Both outlive the planner.
@@ -41,6 +43,7 @@ class VisitPlanner {
   // until the next part or the end of the visit. What the part adds to their gradients then leaves the device. The
   // stage's own gradients stay until the visit ends. Every other call that plans ends it, and so does drop(). An error
   // of kind usage where the stage does not have such units, one is named twice, or the arrangement has no room for all.
+  // A part may be planned before the one ahead of it is computed: its units come while that computes.
   io::Result<Plan> need(const NeedRequest& request);
   // Gradients that stayed on the device leave it. For a client that stops in the middle and wants what is there.
   Plan close();
@@ -72,6 +75,7 @@ class VisitPlanner {
   void open_gradients(const VisitRequest& request, Visit& visit);
   void close_gradients();
   void take_gradient(int unit, std::uint64_t from);
+  void compute(const Visit& visit);
   // Position in its stage of a unit whose gradient is on the device; -1: it is not.
   int open_at(int unit) const;
 
@@ -81,6 +85,7 @@ class VisitPlanner {
   Fetcher fetcher_;
   GradientRing gradients_, needed_gradients_;
   Visit current_{.stage = -1};      // the visit that may need units
+  int micro_batches_ = 1;           // of it
   std::vector<int> contributions_;  // by unit
   std::vector<int> holds_;          // stages fetched ahead and not visited yet
   Visit open_;                      // whose gradients are on the device; stage -1: none

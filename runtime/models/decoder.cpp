@@ -66,12 +66,13 @@ class DecoderModel final : public CausalModel {
                            .norm_kind = spec.config.norm}) {
     for (int stage = 0; stage < static_cast<int>(this->spec().stages.size()); ++stage) {
       const bool whole = kind(stage) == StageKind::block;
+      const bool on_demand = !this->spec().stages[at(stage)].on_demand.empty();
       attention_.emplace_back();
       mlp_.emplace_back();
       experts_.emplace_back();
       if (whole || kind(stage) == StageKind::attention) attention_.back().emplace(this->spec(), stage);
-      if (whole || kind(stage) == StageKind::mlp) mlp_.back().emplace(this->spec(), stage);
-      if (kind(stage) == StageKind::experts) experts_.back().emplace(this->spec(), stage);
+      if ((whole && !on_demand) || kind(stage) == StageKind::mlp) mlp_.back().emplace(this->spec(), stage);
+      if (on_demand || kind(stage) == StageKind::experts) experts_.back().emplace(this->spec(), stage);
     }
   }
 
@@ -87,6 +88,14 @@ class DecoderModel final : public CausalModel {
     return with_tables(std::move(shared), longest, std::max(longest, row.context), device);
   }
 
+  std::unique_ptr<StageInParts> begin(int stage, const Weights& weights, const Carry& carry,
+                                      const Shared& shared) const override {
+    if (spec().stages.at(at(stage)).on_demand.empty()) return CausalModel::begin(stage, weights, carry, shared);
+    Tensor x = carry.at(0), normed;
+    if (attends(stage)) x = with_attention(stage, weights, x, shared, false, normed);
+    return experts_[at(stage)]->begin(weights, x);
+  }
+
   bool can_keep(int stage) const override { return (attends(stage) || expands(stage)) && by_hand(); }
   std::unique_ptr<KeptActivations> forward_keeping(int stage, const Weights& weights, Carry& carry,
                                                    const Shared& shared) const override;
@@ -99,17 +108,22 @@ class DecoderModel final : public CausalModel {
   Tensor block(int stage, const Weights& weights, const Tensor& hidden, const Shared& shared,
                bool training) const override {
     Tensor x = hidden, normed;
-    if (const auto& half = attention_[at(stage)]) {
-      normed = half->in()(weights, x);
-      const Tensor added = half->forward(weights, normed, shared, training);
-      x = plus(residual(x, normed), half->out()(weights, with_dropout(added, config().residual_dropout, training)));
-    }
+    if (attends(stage)) x = with_attention(stage, weights, x, shared, training, normed);
     if (const auto& half = mlp_[at(stage)]) {
       if (!shares_norm()) normed = half->in()(weights, config().parallel ? hidden : x);
       const Tensor added = half->forward(weights, normed, adapter_dropout(training));
       x = plus(residual(x, normed), half->out()(weights, with_dropout(added, config().residual_dropout, training)));
     }
     return x;
+  }
+
+  // What a block's attention makes of its input, and that input normed.
+  Tensor with_attention(int stage, const Weights& weights, const Tensor& x, const Shared& shared, bool training,
+                        Tensor& normed) const {
+    const DecoderAttention& half = *attention_[at(stage)];
+    normed = half.in()(weights, x);
+    const Tensor added = half.forward(weights, normed, shared, training);
+    return plus(residual(x, normed), half.out()(weights, with_dropout(added, config().residual_dropout, training)));
   }
 
   Carry experts(int stage, const Weights& weights, const Carry& carry, bool training) const override {

@@ -114,36 +114,75 @@ ExpertStage::ExpertStage(const ModelSpec& spec, int stage)
     : spec_(spec.config.experts),
       residual_multiplier_(spec.config.residual_multiplier),
       hidden_(spec.config.hidden_size),
-      experts_(spec, stage) {
+      experts_(spec.stages.at(static_cast<std::size_t>(stage)).on_demand.empty() ? Experts(spec, stage)
+                                                                                 : Experts::on_demand(spec, stage)) {
   const TensorIndex index(spec, stage);
   const ModelConfig& c = spec.config;
-  first_ = experts_.begin() == 0;
-  last_ = experts_.end() == spec_.count;
+  const StageSpec& of = spec.stages.at(static_cast<std::size_t>(stage));
+  first_ = of.first_expert == 0;
+  last_ = of.first_expert + of.experts == spec_.count;
   if (!first_) return;
   in_ = Norm(c.norm, c.norm_eps, index, c.names.mlp_norm);
   router_ = Router(spec_, index, c.names.router);
   shared_ = SharedExpert(spec, index);
 }
 
+ExpertStage::Begun ExpertStage::begun(const Weights& weights, const Tensor& x, double dropout) const {
+  Begun begun{.normed = in_(weights, x.reshape({-1, hidden_}))};
+  begun.routing = router_.route(weights, router_.logits(weights, begun.normed));
+  const at::TensorOptions wide = x.options().dtype(wide_of(x));
+  begun.sum = shared_
+                  ? shared_.contract(weights, shared_.expand(weights, begun.normed, dropout), dropout).to(wide.dtype())
+                  : at::zeros(begun.normed.sizes(), wide);
+  return begun;
+}
+
+Tensor ExpertStage::finished(const Tensor& x, const Tensor& sum) const {
+  const Tensor added = sum.to(x.scalar_type()).view(x.sizes());
+  return x + (residual_multiplier_ == 1 ? added : added * residual_multiplier_);
+}
+
 Carry ExpertStage::forward(const Weights& weights, const Carry& carry, double dropout) const {
   const Tensor& x = carry.at(0);
-  Tensor normed, sum;
-  Routing routing;
-  if (first_) {
-    normed = in_(weights, x.reshape({-1, hidden_}));
-    routing = router_.route(weights, router_.logits(weights, normed));
-    const at::TensorOptions wide = x.options().dtype(wide_of(x));
-    sum = shared_ ? shared_.contract(weights, shared_.expand(weights, normed, dropout), dropout).to(wide.dtype())
-                  : at::zeros(normed.sizes(), wide);
-  } else {
-    normed = carry.at(1);
-    routing = {.scores = {}, .chosen = carry.at(3), .weights = carry.at(2)};
-    sum = carry.at(4).clone();
-  }
+  const auto& [normed, sum, routing] =
+      first_ ? begun(weights, x, dropout)
+             : Begun{.normed = carry.at(1),
+                     .sum = carry.at(4).clone(),
+                     .routing = {.scores = {}, .chosen = carry.at(3), .weights = carry.at(2)}};
   experts_.add(weights, normed, routing, assign(spec_, routing.chosen), sum);
   if (!last_) return {x, normed, routing.weights, routing.chosen, sum};
-  const Tensor added = sum.to(x.scalar_type()).view(x.sizes());
-  return {x + (residual_multiplier_ == 1 ? added : added * residual_multiplier_)};
+  return {finished(x, sum)};
+}
+
+class ExpertStage::InParts final : public StageInParts {
+ public:
+  InParts(const ExpertStage& stage, Tensor x, Begun begun)
+      : stage_(stage),
+        x_(std::move(x)),
+        begun_(std::move(begun)),
+        assignment_(assign(stage.spec_, begun_.routing.chosen)) {}
+
+  std::vector<int> needed() const override {
+    std::vector<int> experts;
+    for (std::int64_t expert = 0; expert < stage_.spec_.count; ++expert)
+      if (assignment_.count(expert) != 0) experts.push_back(static_cast<int>(expert));
+    return experts;
+  }
+  void add(int position, const Weights& weights) override {
+    if (assignment_.count(position) != 0)
+      stage_.experts_.add(weights, begun_.normed, begun_.routing, assignment_, position, position + 1, begun_.sum);
+  }
+  Carry finish() override { return {stage_.finished(x_, begun_.sum)}; }
+
+ private:
+  const ExpertStage& stage_;
+  const Tensor x_;
+  const Begun begun_;
+  const Assignment assignment_;
+};
+
+std::unique_ptr<StageInParts> ExpertStage::begin(const Weights& weights, const Tensor& x) const {
+  return std::make_unique<InParts>(*this, x, begun(weights, x, 0));
 }
 
 Carry ExpertStage::backward(const Weights& weights, const Gradients& sums, const Carry& taken,

@@ -75,12 +75,24 @@ class ExpertStage {
 
   // Differentiable where autograd is on.
   Carry forward(const Weights& weights, const Carry& carry, double dropout) const;
+  // forward() of a stage whose experts are units on demand. weights: of its own units; x: what the carry begins with.
+  std::unique_ptr<StageInParts> begin(const Weights& weights, const at::Tensor& x) const;
   // By hand; `taken`: as taken_by_backward() says.
   Carry backward(const Weights& weights, const Gradients& sums, const Carry& taken, const Carry& d_out) const;
   // The whole input, as far as a gradient can tell: what was not taken is zeros.
   Carry completed(const Carry& taken, const Carry& d_out) const;
 
  private:
+  class InParts;
+  // What a layer's first stage begins with.
+  struct Begun {
+    at::Tensor normed, sum;
+    Routing routing;
+  };
+  Begun begun(const Weights& weights, const at::Tensor& x, double dropout) const;
+  // x and what the experts add to it.
+  at::Tensor finished(const at::Tensor& x, const at::Tensor& sum) const;
+
   ExpertsSpec spec_;
   double residual_multiplier_;
   std::int64_t hidden_;

@@ -33,19 +33,30 @@ void reserve(const Tensor& like, std::int64_t rows, std::int64_t words, std::int
 
 }  // namespace
 
-Experts::Experts(const ModelSpec& spec, int stage) : activation_(spec.config.activation), spec_(spec.config.experts) {
-  const StageSpec& of = spec.stages.at(static_cast<std::size_t>(stage));
+Experts::Experts(const ModelSpec& spec, int stage)
+    : Experts(spec, spec.stages.at(static_cast<std::size_t>(stage)).units, TensorIndex(spec, stage),
+              spec.stages.at(static_cast<std::size_t>(stage)).first_expert,
+              spec.stages.at(static_cast<std::size_t>(stage)).experts) {}
+
+// The tensors of all these units lie in the same order.
+Experts Experts::on_demand(const ModelSpec& spec, int stage) {
+  const int unit = spec.stages.at(static_cast<std::size_t>(stage)).on_demand.front();
+  Experts experts(spec, {unit}, TensorIndex(spec.units.at(static_cast<std::size_t>(unit))), 0, 1);
+  experts.alone_ = true;
+  return experts;
+}
+
+Experts::Experts(const ModelSpec& spec, const std::vector<int>& units, const TensorIndex& index, std::int64_t first,
+                 std::int64_t count)
+    : activation_(spec.config.activation), spec_(spec.config.experts), first_(first), count_(count) {
   const DecoderNames& names = spec.config.names;
-  const TensorIndex index(spec, stage);
-  first_ = of.first_expert;
-  count_ = of.experts;
   in_adapter_ = ExpertAdapter(index, expert_module(spec.config), kExpertsIn);
   down_adapter_ = ExpertAdapter(index, expert_module(spec.config), kExpertsDown);
   std::ptrdiff_t factors = 0;
-  for (const int unit : of.units)
+  for (const int unit : units)
     factors += std::ranges::count_if(spec.units[static_cast<std::size_t>(unit)].tensors, is_expert_adapter);
   if (factors != (in_adapter_ ? 2 : 0) + (down_adapter_ ? 2 : 0))
-    throw std::logic_error("stage " + std::to_string(stage) + " has an adapter of experts that nothing uses");
+    throw std::logic_error("experts from " + std::to_string(first) + " on have an adapter that nothing uses");
   if (!names.stacked_in.empty()) {
     stacked_in_ = index.at(names.stacked_in);
     stacked_down_ = index.at(names.stacked_down);
@@ -63,7 +74,7 @@ Experts::Experts(const ModelSpec& spec, int stage) : activation_(spec.config.act
 }
 
 Experts::Matrices Experts::of(const std::vector<Tensor>& tensors, std::int64_t expert) const {
-  const std::int64_t here = expert - first_;
+  const std::int64_t here = alone_ ? 0 : expert - first_;
   const auto at = [&](int position) { return at_position(tensors, position); };
   const auto one = [&](int position) {
     const Tensor all = position < 0 ? Tensor() : at(position);
@@ -254,11 +265,16 @@ std::int64_t Experts::adapter_words(const Weights& weights, std::int64_t hidden)
 
 void Experts::add(const Weights& weights, const Tensor& normed, const Routing& routing, const Assignment& assignment,
                   const Tensor& sum) const {
+  add(weights, normed, routing, assignment, first_, end(), sum);
+}
+
+void Experts::add(const Weights& weights, const Tensor& normed, const Routing& routing, const Assignment& assignment,
+                  std::int64_t begin, std::int64_t end, const Tensor& sum) const {
   const std::int64_t clamped = spec_.clamped.sharpness > 0 ? 1 : 0;
   reserve(normed, normed.size(0),
           2 * normed.size(1) + (3 + 3 * clamped) * spec_.width + adapter_words(weights, normed.size(1)),
           2 * normed.size(1));
-  for (std::int64_t expert = first_; expert < end(); ++expert)
+  for (std::int64_t expert = begin; expert < end; ++expert)
     contract(weights, expand(weights, normed, assignment, expert, expert + 1), routing, assignment, expert, expert + 1,
              sum);
 }

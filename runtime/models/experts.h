@@ -16,6 +16,9 @@ class Experts {
   Experts() = default;
   // Of a stage of experts, or of a block or MLP with all of them.
   Experts(const ModelSpec& spec, int stage);
+  // Of a stage whose experts are units on demand: weights are those of one of these units, and the functions below take
+  // the expert that is in it.
+  static Experts on_demand(const ModelSpec& spec, int stage);
 
   // What the gradient takes from the forward of experts [begin, end): [their tokens, width], by expert.
   struct Kept {
@@ -40,6 +43,8 @@ class Experts {
   // at once what one expert with every token needs, so that the memory they need at most is known before any routing.
   void add(const Weights& weights, const at::Tensor& normed, const Routing& routing, const Assignment& assignment,
            const at::Tensor& sum) const;
+  void add(const Weights& weights, const at::Tensor& normed, const Routing& routing, const Assignment& assignment,
+           std::int64_t begin, std::int64_t end, const at::Tensor& sum) const;
   void add_backward(const Weights& weights, const Gradients& sums, const at::Tensor& normed, const Routing& routing,
                     const Assignment& assignment, const at::Tensor& d_out, const at::Tensor& d_normed,
                     const at::Tensor& d_weights) const;
@@ -52,6 +57,8 @@ class Experts {
     at::Tensor down, down_bias;  // [hidden, width], [hidden]
     ExpertFactors in, of_down;   // of the adapters; rows of in.b are those of gate, then those of up, or those of both
   };
+  Experts(const ModelSpec& spec, const std::vector<int>& units, const TensorIndex& index, std::int64_t first,
+          std::int64_t count);
   Matrices of(const std::vector<at::Tensor>& tensors, std::int64_t expert) const;
   at::Tensor half_of(const ExpertFactors& in, std::int64_t which) const;
   at::Tensor low_gradient(const ExpertFactors& in, const at::Tensor& d_gate, const at::Tensor& d_up) const;
@@ -64,6 +71,7 @@ class Experts {
   Activation activation_ = Activation::silu;
   ExpertsSpec spec_;
   std::int64_t first_ = 0, count_ = 0;
+  bool alone_ = false;                       // weights have one expert, whichever that is
   std::vector<int> gate_, up_, down_;        // of each expert
   int stacked_in_ = -1, stacked_down_ = -1;  // or of all
   int in_bias_ = -1, down_bias_ = -1;

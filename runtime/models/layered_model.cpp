@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "runtime/base/exception.h"
@@ -65,6 +66,11 @@ std::int64_t Shared::longest() const {
   for (const Document& document : documents) tokens = std::max(tokens, document.length);
   for (const CachedSpan& span : spans) tokens = std::max(tokens, span.before + span.length);
   return tokens;
+}
+
+std::unique_ptr<StageInParts> LayeredModel::begin(int stage, const Weights& /*weights*/, const Carry& /*carry*/,
+                                                  const Shared& /*shared*/) const {
+  throw std::logic_error("stage " + std::to_string(stage) + " has no units on demand");
 }
 
 Shared LayeredModel::share_cached(const CachedRow& /*row*/, torch::Device /*device*/) const {

@@ -94,6 +94,19 @@ class KeptActivations {
   virtual std::vector<torch::Tensor> essentials() const = 0;
 };
 
+// The forward of a stage with units on demand, for one micro-batch: begun with the stage's own units, then each unit
+// that it needs, in their order.
+class StageInParts {
+ public:
+  virtual ~StageInParts() = default;
+  // Positions in StageSpec::on_demand, ascending.
+  virtual std::vector<int> needed() const = 0;
+  // weights: of that unit alone.
+  virtual void add(int position, const Weights& weights) = 0;
+  // After all of them.
+  virtual Carry finish() = 0;
+};
+
 class LayeredModel {
  public:
   virtual ~LayeredModel() = default;
@@ -106,6 +119,11 @@ class LayeredModel {
   // each call, recomputation included.
   virtual Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                         bool training) const = 0;
+
+  // In the place of forward(), without gradients and dropout, where the stage has units on demand. weights: of its own
+  // units. Throws std::logic_error for other stages, as by default.
+  virtual std::unique_ptr<StageInParts> begin(int stage, const Weights& weights, const Carry& carry,
+                                              const Shared& shared) const;
 
   // Adds the gradient of every weight to `gradients` and returns the gradient of the stage's input (empty for the
   // embedding), of which `carry` holds what taken_by_backward() says.

@@ -6,13 +6,14 @@ namespace tierflow::models {
 
 TensorIndex::TensorIndex(const ModelSpec& spec, int stage) {
   const StageSpec& layer = spec.stages.at(static_cast<std::size_t>(stage));
-  for (int unit : layer.units) {
-    const UnitSpec& tensors = spec.units.at(static_cast<std::size_t>(unit));
-    if (stage_.empty()) stage_ = tensors.name;
-    for (const TensorSpec& tensor : tensors.tensors) {
-      names_.push_back(tensor.name);
-      scales_.push_back(tensor.scale);
-    }
+  for (int unit : layer.units) add(spec.units.at(static_cast<std::size_t>(unit)));
+}
+
+void TensorIndex::add(const UnitSpec& unit) {
+  if (stage_.empty()) stage_ = unit.name;
+  for (const TensorSpec& tensor : unit.tensors) {
+    names_.push_back(tensor.name);
+    scales_.push_back(tensor.scale);
   }
 }
 

@@ -13,6 +13,8 @@ class TensorIndex {
   TensorIndex() = default;
   // The tensors of the stage's units, unit after unit.
   TensorIndex(const ModelSpec& spec, int stage);
+  // Those of one unit.
+  explicit TensorIndex(const UnitSpec& unit) { add(unit); }
 
   // Position of the tensor whose checkpoint name is `end` or ends with "." + `end`; -1 where there is none.
   int find(std::string_view end) const;
@@ -22,6 +24,8 @@ class TensorIndex {
   double scale(int position) const { return scales_[static_cast<std::size_t>(position)]; }
 
  private:
+  void add(const UnitSpec& unit);
+
   std::string stage_;
   std::vector<std::string> names_;
   std::vector<double> scales_;

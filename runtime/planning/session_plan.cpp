@@ -12,6 +12,8 @@
 #include "runtime/spec/unit_list.h"
 #include "swap/check.h"
 #include "swap/planner.h"
+#include "swap/visit_check.h"
+#include "swap/visit_planner.h"
 
 namespace tierflow {
 namespace {
@@ -205,10 +207,36 @@ swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& op
           .identity = store_identity(spec, options)};
 }
 
+namespace {
+
+void expect_right(const io::Error& wrong) {
+  if (wrong) throw std::logic_error(wrong.message());
+}
+
+// Passes one after the other: with all units on demand, then with some of them.
+void prove_on_demand(const SessionPlan& plan) {
+  swap::VisitPlanner planner(*plan.layout, plan.arrangement);
+  swap::VisitChecker checker(*plan.layout, plan.arrangement);
+  const auto& stages = plan.layout->stages();
+  for (const std::size_t every : {1, 3})
+    for (int stage = 0; stage < static_cast<int>(stages.size()); ++stage) {
+      const swap::VisitRequest visit{.stage = stage,
+                                     .pass = swap::Pass::evaluate,
+                                     .gradients = std::vector<bool>(stages[stage].units.size(), false),
+                                     .micro_batches = plan.arrangement.micro_batches};
+      expect_right(checker.visit(planner.visit(visit), visit));
+      for (std::size_t i = 0; i < stages[stage].on_demand.size(); i += every) {
+        const swap::NeedRequest need{.units = {stages[stage].on_demand[i]}, .gradients = {false}};
+        expect_right(checker.need(value_or_throw(planner.need(need)), need));
+      }
+    }
+}
+
+}  // namespace
+
 void prove(const SessionPlan& plan, bool train) {
-  const auto expect_right = [](const io::Error& wrong) {
-    if (wrong) throw std::logic_error(wrong.message());
-  };
+  if (std::ranges::any_of(plan.layout->stages(), [](const auto& stage) { return !stage.on_demand.empty(); }))
+    return prove_on_demand(plan);
   swap::Planner planner(*plan.layout, plan.arrangement);
   swap::PlanChecker checker(*plan.layout, plan.arrangement);
   planner.hand_over_to([&](const swap::Plan& part) { checker.play(part); });

@@ -115,7 +115,8 @@ class Generation {
   Generation(const GenerateOptions& options, TrainingLog& log)
       : options_(options),
         log_(log),
-        model_(load_with(options.model, options.adapter, options.base_precision, options.read_as)) {
+        model_(with_experts_on_demand(
+            load_with(options.model, options.adapter, options.base_precision, options.read_as))) {
     tokenizer_.emplace(data_options(options, model_.spec()));
     const GenerationConfig config = read_generation_config(options.model);
     generation_ = {.sampling = sampling_of(options, config.sampling),
@@ -142,6 +143,7 @@ class Generation {
                     [&] {
                       throw_if_stopped();
                       shown();
+                      ++passes_;
                     },
                 .on_token =
                     [&](std::size_t prompt, std::int64_t token) {
@@ -237,6 +239,7 @@ class Generation {
     log_.say(session_->describe());
     log_.begin();
     lanes_ = session_->lanes();
+    experts_ = session_->expert_use();
   }
 
   void print(std::size_t prompt, const Tokens& tokens, const char* reason) {
@@ -261,15 +264,42 @@ class Generation {
     }
     const char* name = swap::lane_name(static_cast<swap::Lane>(slowest));
     const double rate = static_cast<double>(tokens_) / seconds, share = busy[slowest] / seconds;
-    log_.object({{"generation",
-                  {{"prompts", prompts},
-                   {"tokens", tokens_},
-                   {"seconds", seconds},
-                   {"tokens_per_s", rate},
-                   {"slowest_lane", name},
-                   {"slowest_lane_busy", share}}}});
-    log_.say(fmt::format("{} tokens in {:.1f} s, {:.2f} a second; {} was busy {:.0f}% of it", tokens_, seconds, rate,
-                         name, 100 * share));
+    const auto moved = [&](swap::Lane lane) {
+      const auto index = static_cast<std::size_t>(lane);
+      return lanes[index].bytes - lanes_[index].bytes;
+    };
+    nlohmann::json generation{{"prompts", prompts},
+                              {"tokens", tokens_},
+                              {"seconds", seconds},
+                              {"tokens_per_s", rate},
+                              {"slowest_lane", name},
+                              {"slowest_lane_busy", share},
+                              {"passes", passes_},
+                              {"bytes_read", moved(swap::Lane::disk_read)},
+                              {"bytes_uploaded", moved(swap::Lane::upload)}};
+    std::string line = fmt::format("{} tokens in {:.1f} s, {:.2f} a second; {} was busy {:.0f}% of it", tokens_,
+                                   seconds, rate, name, 100 * share);
+    if (const ExpertUse now = session_->expert_use(); now.all > experts_.all) {
+      const ExpertUse use{.all = now.all - experts_.all,
+                          .chosen = now.chosen - experts_.chosen,
+                          .needed = now.needed - experts_.needed,
+                          .fetched = now.fetched - experts_.fetched,
+                          .read = now.read - experts_.read};
+      const auto percent = [](std::uint64_t part, std::uint64_t of) {
+        return 100 * static_cast<double>(part) / static_cast<double>(of);
+      };
+      generation["experts"] = {{"all", use.all},
+                               {"chosen", use.chosen},
+                               {"needed", use.needed},
+                               {"fetched", use.fetched},
+                               {"read", use.read}};
+      line += fmt::format("; a pass took {:.0f}% of the experts: {:.0f}% of these were on the device, {:.0f}% in RAM, ",
+                          percent(use.needed, use.all), percent(use.needed - use.fetched, use.needed),
+                          percent(use.fetched - use.read, use.needed)) +
+              fmt::format("{:.0f}% were read", percent(use.read, use.needed));
+    }
+    log_.object({{"generation", generation}});
+    log_.say(line);
   }
 
   const GenerateOptions& options_;
@@ -279,6 +309,8 @@ class Generation {
   GenerationOptions generation_;
   std::optional<Session> session_;
   std::array<swap::LaneCounters, swap::kLanes> lanes_{};
+  ExpertUse experts_;
+  std::uint64_t passes_ = 0;
   std::uint64_t tokens_ = 0;
 };
 

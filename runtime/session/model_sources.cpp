@@ -5,6 +5,7 @@
 #include "runtime/models/causal_model.h"
 #include "runtime/session/session.h"
 #include "runtime/session/session_impl.h"
+#include "runtime/spec/experts_on_demand.h"
 
 namespace tierflow {
 
@@ -43,6 +44,10 @@ Model with_learning_rates(const Model& model, const std::vector<std::pair<std::s
 
 Model without_dropout(const Model& model) {
   return changed(model, "models without dropout", remove_dropout);
+}
+
+Model with_experts_on_demand(const Model& model) {
+  return changed(model, "experts on demand", set_experts_on_demand);
 }
 
 Model load(const std::filesystem::path& folder, const std::string& as) {

@@ -97,6 +97,9 @@ std::uint64_t Session::parameters() const {
 std::array<swap::LaneCounters, swap::kLanes> Session::lanes() const {
   return impl_->executor().counters();
 }
+ExpertUse Session::expert_use() const {
+  return impl_->expert_use;
+}
 std::vector<swap::TaskRecord> Session::take_timeline() {
   return impl_->executor().take_records();
 }

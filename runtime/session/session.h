@@ -83,6 +83,19 @@ Model with_trainable(const Model& model, const TrainableConfig& config);
 // above it throws Exception (kind usage) for layers of one's own.
 Model with_learning_rates(const Model& model, const std::vector<std::pair<std::string, double>>& by_pattern);
 Model without_dropout(const Model& model);
+// `model`, a mixture of experts, for sessions without training: a pass with few tokens fetches only the experts that
+// its routers choose, with the same bits as if it fetched all (spec/experts_on_demand.h). Other models stay as they
+// are.
+Model with_experts_on_demand(const Model& model);
+
+// What passes of a session did with experts on demand, an expert of a layer in a pass being one.
+struct ExpertUse {
+  std::uint64_t all = 0;      // that there were
+  std::uint64_t chosen = 0;   // that had tokens
+  std::uint64_t needed = 0;   // that were asked for: those, or in a pass with many tokens all
+  std::uint64_t fetched = 0;  // of these, not on the device yet
+  std::uint64_t read = 0;     // of these, read from storage
+};
 
 // What an evaluation found of the tokens that are predicted and count.
 struct Evaluation {
@@ -165,6 +178,7 @@ class Session {
   std::uint64_t parameters() const;
   MemoryUse memory() const;
   std::array<swap::LaneCounters, swap::kLanes> lanes() const;
+  ExpertUse expert_use() const;
   // With SessionOptions::record: the tasks that ended since the last call. They take memory until then.
   std::vector<swap::TaskRecord> take_timeline();
   // Empty where everything is resident.

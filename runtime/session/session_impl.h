@@ -14,6 +14,7 @@
 #include "runtime/state/optimizer_work.h"
 #include "runtime/state/streamed_state.h"
 #include "swap/planner.h"
+#include "swap/visit_planner.h"
 
 namespace tierflow {
 
@@ -78,6 +79,17 @@ struct Session::Impl {
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                       const Scored& scored, const Progress& progress);
   std::vector<torch::Tensor> next_logits(const std::vector<CachedRow>& rows, bool another);
+  // Plans an evaluation pass, and computes every stage but the last, whose visit then comes next. another: one more
+  // pass is expected to follow.
+  void evaluate_all(const std::vector<Shared>& shared, bool another, const std::function<void()>& before_each = {});
+
+  // session_on_demand.cpp
+  void evaluate_on_demand(const std::vector<Shared>& shared, const std::function<void()>& before_each);
+  void compute_in_parts(int stage, const std::vector<Shared>& shared, bool planned,
+                        const std::function<void()>& before_each);
+  bool needs_all_experts(const std::vector<Shared>& shared) const;
+  void plan_visit(int stage, std::size_t micro_batches);
+  void plan_need(int unit);
   void expect_first_values() const;  // throws while the adapters have none
   bool waits_for_gradient() const { return lacks_first_values || window_ended(); }
 
@@ -90,6 +102,8 @@ struct Session::Impl {
   swap::Executor& executor() const { return state->executor(); }
   std::unique_ptr<swap::Store> store;
   std::unique_ptr<swap::Planner> planner;
+  std::unique_ptr<swap::VisitPlanner> visits;  // in its place where stages have units on demand
+  ExpertUse expert_use;
   std::unique_ptr<StreamedState> state;  // last: drains before the rest goes
 
   std::vector<Carry> carries;              // by micro-batch: input of the stage at hand, then its gradient

@@ -191,6 +191,14 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
   carries.clear();
 }
 
+// Where experts come on demand, the planner of visits expects by itself what followed the last time.
+void Session::Impl::evaluate_all(const std::vector<Shared>& shared, bool another,
+                                 const std::function<void()>& before_each) {
+  if (visits != nullptr) return evaluate_on_demand(shared, before_each);
+  executor().append(planner->evaluate(static_cast<int>(shared.size()), another), nullptr);
+  forward_all(shared, swap::Pass::evaluate, before_each);
+}
+
 Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                                    const Scored& scored, const Progress& progress) {
   const torch::NoGradGuard no_grad;
@@ -221,8 +229,7 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
     });
     result.tokens += counted;
     if (out_of_memory) break;
-    executor().append(planner->evaluate(static_cast<int>(part.size()), end < count), nullptr);
-    forward_all(shared, swap::Pass::evaluate, before_each);
+    evaluate_all(shared, end < count, before_each);
     for (int micro_batch = 0; micro_batch < static_cast<int>(part.size()); ++micro_batch) {
       before_each();
       const swap::Entered entered = enter(last, swap::Pass::evaluate, micro_batch);
@@ -269,8 +276,7 @@ std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRo
   std::vector<torch::Tensor> logits(rows.size());
   if (out_of_memory) return logits;
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
-  executor().append(planner->evaluate(static_cast<int>(rows.size()), another), nullptr);
-  forward_all(shared, swap::Pass::evaluate);
+  evaluate_all(shared, another);
   for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
     const swap::Entered entered = enter(last, swap::Pass::evaluate, row);
     compute(true, [&] {

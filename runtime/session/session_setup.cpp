@@ -11,6 +11,7 @@
 #include "runtime/planning/stored_model.h"
 #include "runtime/session/session_impl.h"
 #include "runtime/spec/adapter_config.h"
+#include "runtime/spec/experts_on_demand.h"
 
 namespace tierflow {
 namespace {
@@ -63,6 +64,8 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
     throw Exception(io::ErrorKind::usage, "a loss of pairs has no teacher");
   if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
     throw Exception(io::ErrorKind::usage, "--micro-batch, --micro-batches and --sequence-length are at least 1");
+  if (options.train && has_experts_on_demand(model->spec()))
+    throw Exception(io::ErrorKind::usage, "a model with experts on demand is not trained");
   SessionOptions planned = options;
   swap::Store::Contents left;
   if (options.resume) {
@@ -103,7 +106,10 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
                                                                  .update_threads = options.update_threads,
                                                                  .chaos_seed = options.chaos_seed,
                                                                  .record = options.record});
-  planner = std::make_unique<swap::Planner>(*plan.layout, plan.arrangement);
+  if (has_experts_on_demand(model->spec()))
+    visits = std::make_unique<swap::VisitPlanner>(*plan.layout, plan.arrangement);
+  else
+    planner = std::make_unique<swap::Planner>(*plan.layout, plan.arrangement);
   if (options.resume) {
     restore(progress);
     leave_note(options.storage, plan.commit_every != 0);  // what it goes on with is whole

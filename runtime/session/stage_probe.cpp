@@ -70,13 +70,13 @@ StageProbe::StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::D
       seconds_on_(timing_.device) {}
 
 // Where times count, in memory of the device and not of torch: its pages are those that a session computes on.
-StageProbe::Bound StageProbe::bind(int stage, bool backward) {
+StageProbe::Bound StageProbe::bind(const std::vector<int>& units, bool backward) {
   const ModelSpec& spec = model_.spec();
   const auto weight = torch::TensorOptions().device(torch_device_).dtype(torch::kBFloat16);
   const auto gradient = weight.dtype(torch::kFloat32);
   Bound bound;
   std::uint64_t bytes = 0, at = 0;
-  for (int unit : spec.stages[stage].units)
+  for (int unit : units)
     for (const TensorSpec& tensor : spec.units[unit].tensors)
       bytes += swap::round_up(swap::word_bytes(tensor.words()), swap::kSector) +
                (backward ? swap::round_up(4 * tensor.elements(), swap::kSector) : 0);
@@ -87,7 +87,7 @@ StageProbe::Bound StageProbe::bind(int stage, bool backward) {
     at += swap::round_up(made.nbytes(), swap::kSector);
     return made;
   };
-  for (int unit : spec.stages[stage].units)
+  for (int unit : units)
     for (const TensorSpec& tensor : spec.units[unit].tensors) {
       const bool trained = backward && tensor.trainable;
       bound.weights.push_back(
@@ -132,7 +132,7 @@ double StageProbe::time(Work work) {
 template <class Work>
 auto StageProbe::run(int stage, bool backward, double& seconds, const Given& given, Work work) {
   if (!settled_) memory_.release_kept();  // blocks of the stage before, which this one may not be able to reuse
-  const Bound bound = bind(stage, backward);
+  const Bound bound = bind(model_.spec().stages[stage].units, backward);
   const std::uint64_t fixed = memory_.stats().used;
   if (!settled_) memory_.reset_peak();
   const auto compute = [&](const Given& with) {
@@ -164,6 +164,16 @@ ProbedModel StageProbe::measure(std::int64_t micro_batch, std::int64_t sequence_
   settled_ = false;
   result.needs.held_peak = memory_.stats().peak_held - before;
   return result;
+}
+
+// With zeros for weights, every token takes each expert that any takes.
+Carry StageProbe::forward_in_parts(int stage, const Weights& weights, const Weights& needed, const Carry& input,
+                                   const Shared& shared) const {
+  const ModelSpec& spec = model_.spec();
+  const auto parts = model_.begin(stage, weights, input, shared);
+  for (const int position : parts->needed())
+    parts->add(position, models::dense_weights(spec.units, {spec.stages[stage].on_demand.front()}, needed));
+  return parts->finish();
 }
 
 // A stage that keeps its activations, and one that swaps them: what that takes, apart from the peak of those that
@@ -278,8 +288,11 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
     } else {
       double& forward = seconds_of(stage).forward;
       const Given given{.input = inputs[stage]};
+      const std::vector<int>& on_demand = spec.stages[stage].on_demand;
+      const Bound needed = on_demand.empty() ? Bound{} : bind({on_demand.front()}, false);
       Carry out = run(stage, false, forward, given, [&](const Weights& weights, const Gradients&, const Given& with) {
-        return model_.forward(stage, weights, with.input, shared, train);
+        return on_demand.empty() ? model_.forward(stage, weights, with.input, shared, train)
+                                 : forward_in_parts(stage, weights, needed.weights, with.input, shared);
       });
       seconds_of(stage).evaluate = forward;
       if (train && !settled_ && model_.can_keep(stage))

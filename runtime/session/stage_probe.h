@@ -47,7 +47,10 @@ class StageProbe {
                        swap::StageSeconds& seconds);
   void backward_kept(int stage, const Given& given, const Shared& shared, std::uint64_t swapped,
                      swap::StageSeconds& seconds);
-  Bound bind(int stage, bool backward);
+  Bound bind(const std::vector<int>& units, bool backward);
+  // forward() of a stage with units on demand, with the weights of one in the place of each that it needs.
+  Carry forward_in_parts(int stage, const Weights& weights, const Weights& needed, const Carry& input,
+                         const Shared& shared) const;
   torch::Tensor slot_of(std::uint64_t bytes) const;
   template <class Work>
   auto run(int stage, bool backward, double& seconds, const Given& given, Work work);

@@ -121,8 +121,11 @@ enum class StageKind : std::uint8_t { embedding, block, attention, mlp, experts,
 // without a unit of their own: a tied head without a final norm (OPT with norm_before false), or that norm's stage.
 struct StageSpec {
   StageKind kind = StageKind::block;
-  std::int64_t block = -1;             // index of the block, -1 for the others
-  std::vector<int> units;              // indices into ModelSpec::units
+  std::int64_t block = -1;  // index of the block, -1 for the others
+  std::vector<int> units;   // indices into ModelSpec::units
+  // The units of its experts, each with one of them, where those alone are fetched that have tokens
+  // (experts_on_demand.h).
+  std::vector<int> on_demand;
   std::int64_t first_row = 0;          // of the vocabulary, in its tile
   std::int64_t first_expert = 0;       // of those in it, where it is a stage of experts
   std::int64_t experts = 0;            // how many are in it

@@ -104,7 +104,8 @@ PackedModel pack(const ModelSpec& spec, Precision precision) {
     model.units.push_back(std::move(packed));
   }
   for (const StageSpec& stage : spec.stages)
-    model.stages.push_back({.units = stage.units, .backward_needs_weights = stage.backward_needs_weights});
+    model.stages.push_back(
+        {.units = stage.units, .on_demand = stage.on_demand, .backward_needs_weights = stage.backward_needs_weights});
   return model;
 }
 

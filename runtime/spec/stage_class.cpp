@@ -19,7 +19,12 @@ std::string stage_class(const ModelSpec& spec, int stage) {
     if (layer.window > 0) text.append(" window ").append(std::to_string(layer.window));
     if (layer.rope < 0) text.append(" without positions");
   }
-  for (int unit : spec.stages[stage].units) {
+  std::vector<int> units = spec.stages[stage].units;
+  if (!spec.stages[stage].on_demand.empty()) {
+    text.append(" with ").append(std::to_string(spec.stages[stage].on_demand.size())).append(" on demand");
+    units.push_back(spec.stages[stage].on_demand.front());
+  }
+  for (int unit : units) {
     text += " |";
     for (const TensorSpec& tensor : spec.units[unit].tensors) {
       if (!tensor.trainable) text += " frozen";

@@ -26,16 +26,15 @@ StreamedState::StreamedState(const std::vector<UnitSpec>& units, const PackedMod
                                                       {.chaos_seed = options.chaos_seed, .record = options.record}))) {}
 
 std::vector<torch::Tensor> StreamedState::views(
-    const swap::Entered& entered, const std::vector<std::uint64_t>& offsets,
+    const swap::Entered& entered, const std::vector<int>& units, const std::uint64_t* offsets,
     const std::function<torch::Tensor(const TensorSpec&, const PackedTensor&, std::byte* unit)>& view) const {
   std::vector<torch::Tensor> views;
-  const swap::StageShape& stage = layout_.stages()[entered.visit->stage];
-  for (std::size_t position = 0; position < stage.units.size(); ++position) {
-    const UnitSpec& unit = units_[stage.units[position]];
+  for (std::size_t position = 0; position < units.size(); ++position) {
+    const UnitSpec& unit = units_[units[position]];
     const std::size_t first = views.size();
     views.resize(first + unit.tensors.size());
     if (offsets[position] == swap::kNowhere) continue;
-    for (const PackedTensor& tensor : packed_.units[stage.units[position]].tensors)
+    for (const PackedTensor& tensor : packed_.units[units[position]].tensors)
       views[first + static_cast<std::size_t>(tensor.tensor)] =
           view(unit.tensors[tensor.tensor], tensor, entered.arena + offsets[position]);
   }
@@ -44,19 +43,28 @@ std::vector<torch::Tensor> StreamedState::views(
 
 // An embedding's backward has no weights.
 std::vector<torch::Tensor> StreamedState::weights(const swap::Entered& entered) const {
+  return weights(entered, layout_.stages()[entered.visit->stage].units, entered.visit->weights.data());
+}
+
+std::vector<torch::Tensor> StreamedState::needed_weights(const swap::Entered& entered) const {
+  return weights(entered, entered.visit->needed,
+                 entered.visit->weights.data() + layout_.stages()[entered.visit->stage].units.size());
+}
+
+std::vector<torch::Tensor> StreamedState::weights(const swap::Entered& entered, const std::vector<int>& units,
+                                                  const std::uint64_t* offsets) const {
   const auto words = torch::TensorOptions().dtype(torch::kBFloat16).device(torch_device_);
-  return views(entered, entered.visit->weights,
-               [&](const TensorSpec& spec, const PackedTensor& tensor, std::byte* unit) {
-                 std::byte* place = unit + swap::word_bytes(tensor.offset);
-                 if (spec.format == WeightFormat::bf16) return torch::from_blob(place, spec.shape, words);
-                 return torch::from_blob(place, {static_cast<std::int64_t>(swap::word_bytes(tensor.elements))},
-                                         words.dtype(torch::kUInt8));
-               });
+  return views(entered, units, offsets, [&](const TensorSpec& spec, const PackedTensor& tensor, std::byte* unit) {
+    std::byte* place = unit + swap::word_bytes(tensor.offset);
+    if (spec.format == WeightFormat::bf16) return torch::from_blob(place, spec.shape, words);
+    return torch::from_blob(place, {static_cast<std::int64_t>(swap::word_bytes(tensor.elements))},
+                            words.dtype(torch::kUInt8));
+  });
 }
 
 std::vector<torch::Tensor> StreamedState::gradients(const swap::Entered& entered) const {
   const auto floats = torch::TensorOptions().dtype(torch::kFloat32).device(torch_device_);
-  return views(entered, entered.visit->gradients,
+  return views(entered, layout_.stages()[entered.visit->stage].units, entered.visit->gradients.data(),
                [&](const TensorSpec& spec, const PackedTensor& tensor, std::byte* unit) {
                  if (!spec.trainable) return torch::Tensor();
                  return torch::from_blob(unit + sizeof(float) * tensor.offset, spec.shape, floats);

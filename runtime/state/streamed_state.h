@@ -47,6 +47,8 @@ class StreamedState {
   // order: bf16 in their shapes, those of other formats as their stored bytes (uint8). Undefined where the pass needs
   // none.
   std::vector<torch::Tensor> weights(const swap::Entered& entered) const;
+  // The same of the units that this part of the visit needs on demand, and of no others.
+  std::vector<torch::Tensor> needed_weights(const swap::Entered& entered) const;
   // The same of their gradients: fp32, to add to. Undefined where the visit adds to none. Where the visit says that a
   // unit's gradient is fresh, nothing is in it yet: it may hold any bits.
   std::vector<torch::Tensor> gradients(const swap::Entered& entered) const;
@@ -74,9 +76,11 @@ class StreamedState {
   void read_chunk(int chunk, const std::function<void(std::span<std::byte> words)>& use);
 
  private:
-  // offsets: of the visit, by unit of its stage; kNowhere: its views are undefined.
+  // offsets: one for each of these units; kNowhere: its views are undefined.
+  std::vector<torch::Tensor> weights(const swap::Entered& entered, const std::vector<int>& units,
+                                     const std::uint64_t* offsets) const;
   std::vector<torch::Tensor> views(
-      const swap::Entered& entered, const std::vector<std::uint64_t>& offsets,
+      const swap::Entered& entered, const std::vector<int>& units, const std::uint64_t* offsets,
       const std::function<torch::Tensor(const TensorSpec&, const PackedTensor&, std::byte* unit)>& view) const;
   void load_chunk(int id, const WeightSource& weights, const StoredSource& stored);
   std::span<const std::uint16_t> stored_words(const TensorSpec& tensor, const WeightSource& weights,

@@ -72,6 +72,21 @@ def test_storage_budgets_and_engine_do_not_change_a_token(work):
     assert not [*work.glob("state/*")], "the storage folder is left empty"
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_of_a_mixture_the_chosen_experts_are_read(family, work):
+    saved(family, work / "model")
+    short = ["--prompt", "a", "--max-new-tokens", "12"]
+    found = generated(work, *short, *SMALL)
+    streamed = ["300KiB" if word == "3MiB" else word for word in STREAMED]
+    done = run(work, "generate", "--model", "model", "--json", *short, *streamed, "--log-json", "log.json")
+    assert json.loads(done.stdout) == found[1]
+    assert re.search(r"a pass took \d+% of the experts: \d+% of these were on the device, \d+% in RAM, \d+% were read", done.stderr)
+    summary = json.loads((work / "log.json").read_text().splitlines()[-1])["generation"]
+    experts = summary["experts"]
+    assert summary["passes"] == 12 and summary["bytes_read"] > 0
+    assert experts["chosen"] == experts["needed"] < experts["all"] and experts["read"] <= experts["fetched"] <= experts["needed"]
+
+
 def test_a_sequence_does_not_depend_on_those_beside_it(work):
     saved("llama3", work / "model")
     words = ["--max-new-tokens", "16", "--temperature", "0.9", "--seed", "2", *SMALL]

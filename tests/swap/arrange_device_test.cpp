@@ -213,6 +213,16 @@ TEST(ArrangeDevice, UnitsOnDemandHaveAsManyPlacesAsANeedNames) {
   EXPECT_THAT(device(1 << 30, request, Shape::on_demand).error.detail, HasSubstr("single visits"));
 }
 
+// Beside what has to fit: one that comes while another is computed with, then all that the other units leave room for.
+TEST(ArrangeDevice, UnitsOnDemandStayWhereNothingIsTrained) {
+  const ArrangeRequest request{.train = false};
+  const std::uint64_t smallest = (128 + 40) * kKi + kWorkspace, blocks = 2 * 80 * kKi, all = (40 + 36) * kKi;
+  EXPECT_TRUE(device(smallest - 1, request, Shape::on_demand).error);
+  EXPECT_EQ(device(smallest, request, Shape::on_demand).made.needed_ring, 40 * kKi);
+  EXPECT_EQ(device(smallest + blocks + 40 * kKi, request, Shape::on_demand).made.needed_ring, 80 * kKi);
+  EXPECT_EQ(device(1 << 30, request, Shape::on_demand).made.needed_ring, std::max(80 * kKi, all));
+}
+
 TEST(ArrangeDevice, UpdatesRunThereWhereThreeSlotsFit) {
   ArrangeRequest request{.device_update_share = 1, .update_scratch = 5000};
   // The embedding's weights are not there in the backward: the head's chunk is the largest. bf16 gradient, state,

@@ -110,6 +110,22 @@ TEST(Arrange, WithStorageTheFewestBuffersAreEnough) {
 }
 
 // Adapters beside a frozen base: what is trained has its place in RAM before any of the base has one.
+// Units on demand come first here, and are kept last.
+TEST(Arrange, WhatIsAlwaysReadIsKeptBeforeWhatIsOnDemand) {
+  const std::vector<UnitShape> units(8, {.name = "unit", .groups = {{.trainable = false, .elements = 64 << 10}}});
+  const Layout layout(units, {{.units = {6}, .on_demand = {0, 1, 2, 3, 4, 5}}, {.units = {7}}}, kChunkQuantum);
+  ArrangeRequest request{.device_budget = 64 * kMiB, .train = false};
+  constexpr std::uint64_t kUnit = 128 << 10;
+  std::vector<std::ptrdiff_t> always, on_demand;
+  for (request.host_budget = kUnit; request.host_budget <= 7 * kUnit; request.host_budget += kUnit) {
+    const std::vector<bool> resident = arrange(layout, request).value().hi_resident;
+    on_demand.push_back(std::count(resident.begin(), resident.begin() + 6, true));
+    always.push_back(std::count(resident.begin() + 6, resident.end(), true));
+  }
+  EXPECT_THAT(always, ::testing::ElementsAre(0, 1, 1, 2, 2, 2, 2));
+  EXPECT_THAT(on_demand, ::testing::ElementsAre(0, 0, 0, 0, 0, 1, 1));
+}
+
 TEST(Arrange, WhatIsTrainedIsKeptBeforeWhatIsFrozen) {
   std::vector<UnitShape> units;
   std::vector<StageShape> stages;

@@ -188,6 +188,66 @@ INSTANTIATE_TEST_SUITE_P(Budgets, OnDemandTest,
                                            Case{.host = 3 << 20, .device = 2 << 20, .chaos = 11, .needed_units = 2},
                                            Case{.host = 2 << 20, .device = 2 << 20, .chaos = 19, .needed_units = 2}));
 
+// Passes without gradients whose parts are planned ahead of their computation, of several micro-batches each.
+TEST_P(OnDemandTest, PartsThatArePlannedAheadHaveTheirUnits) {
+  const Case& budgets = GetParam();
+  auto arrangement = arrange(
+      layout_, {.host_budget = budgets.host, .device_budget = budgets.device, .micro_batches = 3, .train = false});
+  ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
+  auto device = open_cpu_device({.chaos_seed = budgets.chaos});
+  auto store =
+      Store::create({.volume = {.folders = {folder_}, .allow_buffered = true, .allow_any_filesystem = true}}, layout_);
+  ASSERT_TRUE(store.ok()) << store.error().message();
+  auto executor = Executor::create(*device, store.value().get(), layout_, *arrangement, {.chaos_seed = budgets.chaos});
+  ASSERT_TRUE(executor.ok()) << executor.error().message();
+  for (const Chunk& chunk : layout_.chunks())
+    ASSERT_FALSE((*executor)->access(ExtentKind::hi, chunk.id, true, [&](std::span<std::byte> bytes) {
+      auto* words = reinterpret_cast<std::uint16_t*>(bytes.data());
+      for (std::uint64_t i = 0; i < chunk.elements; ++i) words[i] = word_at(chunk.unit, chunk.first + i);
+    }));
+  VisitPlanner planner(layout_, *arrangement);
+  VisitChecker checker(layout_, *arrangement);
+  std::minstd_rand random(7);
+  for (int pass = 0; pass < 6; ++pass)
+    for (int stage = 0; stage < static_cast<int>(layout_.stages().size()); ++stage) {
+      const StageShape& shape = layout_.stages()[stage];
+      const VisitRequest request{.stage = stage,
+                                 .pass = Pass::evaluate,
+                                 .gradients = std::vector<bool>(shape.units.size(), false),
+                                 .micro_batches = 1 + static_cast<int>(random() % 3)};
+      Plan plan = planner.visit(request);
+      ASSERT_FALSE(checker.visit(plan, request));
+      (*executor)->append(std::move(plan), nullptr);
+      std::vector<int> needed = {-1};  // the visit before its parts
+      for (const int unit : shape.on_demand) {
+        if (random() % 2 == 0) continue;
+        needed.push_back(unit);
+        const NeedRequest need{.units = {unit}, .gradients = {false}};
+        auto part = planner.need(need);
+        ASSERT_TRUE(part.ok()) << part.error().message();
+        const io::Error wrong = checker.need(*part, need);
+        ASSERT_FALSE(wrong) << wrong.message();
+        (*executor)->append(std::move(part).value(), nullptr);
+      }
+      for (const int unit : needed)
+        for (int micro_batch = 0; micro_batch < request.micro_batches; ++micro_batch) {
+          auto at = (*executor)->enter(stage, Pass::evaluate, micro_batch);
+          ASSERT_TRUE(at.ok()) << at.error().message();
+          ASSERT_EQ(at->visit->needed, unit < 0 ? std::vector<int>{} : std::vector<int>{unit});
+          for (std::size_t position = 0; position < at->visit->weights.size(); ++position) {
+            const int seen = at->visit->unit(shape.units, position);
+            const auto* words = reinterpret_cast<const std::uint16_t*>(at->arena + at->visit->weights[position]);
+            for (std::uint64_t i = 0; i < layout_.unit_elements(seen); i += 61)
+              ASSERT_EQ(words[i], word_at(seen, i)) << "unit " << seen;
+          }
+          ASSERT_FALSE((*executor)->leave());
+        }
+    }
+  ASSERT_FALSE((*executor)->drain());
+  executor->reset();
+  store.value()->remove_files();
+}
+
 TEST(OnDemand, RefusesWhatNobodyArranged) {
   std::vector<UnitShape> units;
   for (int unit = 0; unit < 4; ++unit)
