@@ -2,11 +2,12 @@
 
 import json
 
+import bitsandbytes.functional as bnb
 import pytest
 from safetensors.torch import load_file, save_file
 from streaming import batches, make, roomy, scarce, tierflow, torch, transformers
 from test_models import CONFIGS, randomised
-from test_quantised_folders import METHODS, fp8, mxfp4
+from test_quantised_folders import METHODS, four_bits, fp8, mxfp4
 
 peft = pytest.importorskip("peft")
 
@@ -98,6 +99,29 @@ def test_experts_in_fp8_are_kept_where_their_matrices_end_with_tiles(width, tmp_
     kept = compared(stored, values, tmp_path / "store", "fp8", host="600KiB" if width == 128 else "250KiB")
     assert ("model.layers.0.mlp.experts.gate_up_proj" in kept) == (width == 128)
     assert "model.layers.0.mlp.experts.down_proj" in kept and "model.layers.1.mlp.up_proj.weight" in kept
+
+
+@pytest.mark.parametrize("precision", ["nf4", "nf4-double"])
+def test_four_bits_of_bitsandbytes_have_its_own_values(precision, tmp_path):
+    config = CONFIGS["llama2"]()
+    config.hidden_size, config.intermediate_size = 192, 320
+
+    def parts(name, weight):
+        if not name.endswith("_proj.weight"):
+            return None
+        double = precision == "nf4-double"
+        return four_bits(name, weight, "nf4", double)[0], bnb.dequantize_4bit(*bnb.quantize_4bit(weight, quant_type="nf4", compress_statistics=double))
+
+    stored, values = folders(tmp_path, config, parts, METHODS[precision][1])
+    resident = tuned(transformers.AutoModelForCausalLM.from_pretrained(values, dtype=torch.bfloat16))
+    plan = scarce(tmp_path / "store", trainable=False, base_precision=precision)
+    plan.budget = tierflow.Budget(device="1MiB", host="410KiB", storage=[tmp_path / "store"], activations=0.0)
+    for plan, moves in (plan, True), (roomy(trainable=False, base_precision=precision), False):
+        model = tierflow.load(stored, plan)
+        assert set(formats(model).values()) == {precision} and len(formats(model)) == 3 * 7
+        assert same(tuned(model), resident)
+        assert (tierflow.stats(model)["lanes"]["disk_read"]["bytes"] > 0) == moves
+        tierflow.close(model)
 
 
 def test_what_no_folder_has_is_not_kept(tmp_path):

@@ -1,14 +1,14 @@
-// Run by tests/python/test_adapters.py: adapter_probe MODEL OUT STEPS [OPTION=VALUE...] trains adapters of rank 4 over
-// the model in a folder, on tokens that the test can make as well, and writes them as PEFT's folder. Prints the loss of
-// each step, and that of the tokens of step 0 at the end. Options: from (a folder of adapters to begin with), init
-// (their first values), dora, galore (a number of steps: projected gradients in such windows, of scale 0.5, in place of
-// adapters; OUT is the whole model), projectors (a file that gets those of each window), saved (a module, several
-// times), pattern (an expression for the modules), parameter (of experts, several times), alone (no linear layers),
-// rank_of and alpha_of (EXPRESSION:NUMBER, several times), rslora, loraplus (the ratio of learning rates), base (the
-// format of the frozen weights), lr (1e-2 unless given), gradients (a folder that gets, as the
-// adapters' folder, the gradients in fp32 of the mean loss of the tokens of step 0, of the adapters as they were
-// written), logits (a file that gets the logits of the tokens of step 0, fp32 [rows, length, vocab]: the session's at
-// the end, and those of the written folder computed in fp32).
+// Run by tests/python/test_adapters.py and others: adapter_probe MODEL OUT STEPS [OPTION=VALUE...] trains adapters of
+// rank 4 over the model in a folder, on tokens that the test can make as well, and writes them as PEFT's folder. Prints
+// the loss of each step, and that of the tokens of step 0 at the end. Options: from (a folder of adapters to begin
+// with), init (their first values), dora, galore (a number of steps: projected gradients in such windows, of scale 0.5,
+// in place of adapters; OUT is the whole model), projectors (a file that gets those of each window), saved (a module,
+// several times), pattern (an expression for the modules), parameter (of experts, several times), alone (no linear
+// layers), rank_of and alpha_of (EXPRESSION:NUMBER, several times), rslora, loraplus (the ratio of learning rates),
+// base (the format of the frozen weights), lr (1e-2 unless given), gradients (a folder that gets, as the adapters'
+// folder, the gradients in fp32 of the mean loss of the tokens of step 0, of the adapters as they were written), logits
+// (a file that gets the logits of the tokens of step 0, fp32 [rows, length, vocab]: the session's at the end, and those
+// of the written folder computed in fp32).
 #include <torch/torch.h>
 
 #include <cstdio>
