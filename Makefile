@@ -9,7 +9,7 @@ define build-preset
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev program build test demo demo-lora asan tsan test-faults test-kills fuzz soak-io mutants test-neon test-gpu bench-gpu gpu-kit bench format lint install clean
+.PHONY: help setup setup-dev program build test demo demo-lora asan tsan test-faults test-kills fuzz soak-io mutants test-neon test-gpu bench-gpu gpu-kit bench format lint rebuild-time install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ format: setup-dev ## clang-format on every C++ file
 
 lint: setup-dev build ## format, include directions, Python types, and clang-tidy on what needs no LibTorch
 	@tools/lint.sh build
+
+rebuild-time: build ## seconds until the program is built again after a change to one file of runtime/session, or to each of FILES
+	@.venv/bin/python tools/rebuild_time.py $(FILES)
 
 install: build ## headers, libraries and the program into PREFIX (default /usr/local)
 	@cmake --install build $(if $(PREFIX),--prefix $(PREFIX))
