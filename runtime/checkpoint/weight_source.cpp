@@ -8,7 +8,9 @@ namespace tierflow {
 
 std::vector<std::byte> stored_weight(const TensorSpec& tensor, const StoredSource& stored,
                                      const std::function<void(std::uint64_t first, std::span<float> out)>& fill) {
-  if (stored.has && stored.has(tensor.name, tensor.format)) return stored.read(tensor);
+  const bool whole = tensor.all_rows == 0;  // codes of several blocks a scale have no rows
+  if (stored.has && (whole || is_unconverted(tensor.format)) && stored.has(tensor.name, tensor.format))
+    return stored.read(tensor);
   if (is_unconverted(tensor.format))
     fail(io::ErrorKind::input, tensor.name,
          std::string("is not stored in ") + weight_format_name(tensor.format) + ": as such it cannot be kept");

@@ -58,15 +58,20 @@ std::uint64_t loading_bytes(const ModelSpec& spec) {
 }
 
 std::uint64_t expert_factor_bytes(const ModelSpec& spec) {
-  std::uint64_t most = 0;
+  std::map<std::string, std::uint64_t> factors;
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
       if (!is_expert_adapter(tensor) || adapter_part(tensor) != AdapterPart::b) continue;
       std::uint64_t bytes = 4;
       for (const std::int64_t size : tensor.checkpoint_shape()) bytes *= static_cast<std::uint64_t>(size);
-      most = std::max(most, bytes);
+      factors[name_beside_base(tensor)] = bytes;
     }
-  return most;
+  std::uint64_t most = 0, next = 0;
+  for (const auto& [name, bytes] : factors) {
+    next = std::max(next, std::min(most, bytes));
+    most = std::max(most, bytes);
+  }
+  return most + next;
 }
 
 std::uint64_t window_bytes(const ModelSpec& spec, const swap::Layout& layout) {

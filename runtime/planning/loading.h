@@ -14,8 +14,9 @@ namespace tierflow {
 // begin with values of theirs.
 std::uint64_t loading_bytes(const ModelSpec& spec);
 
-// The largest B of all experts, in fp32: PEFT's folder has neighbouring experts' columns beside each other, so that it
-// is read and written as a whole. 0 where there are no adapters of experts.
+// The two largest Bs of all experts, in fp32: PEFT's folder has neighbouring experts' columns beside each other, so
+// that each is read and written as a whole, and an expert's tensors take turns. 0 where there are no adapters of
+// experts.
 std::uint64_t expert_factor_bytes(const ModelSpec& spec);
 
 // Host memory that the beginning of a window of projected gradients takes, in the same way: all new projectors; the

@@ -25,7 +25,8 @@ struct ComputeNeeds {
   std::vector<std::uint64_t> swapped_bytes;
   std::uint64_t keeping_peak = 0;       // as stage_peak, of a forward whose activations are kept to its end
   std::uint64_t stage_peak = 0;         // the most that one stage takes while it computes
-  std::uint64_t micro_batch_bytes = 0;  // in use besides, for each micro-batch: its carry, the gradient, ids and tables
+  std::uint64_t micro_batch_bytes = 0;  // in use besides, for each micro-batch: its carry, the gradient or what a
+                                        // stage in parts holds, ids and tables
 
   std::uint64_t device_fixed = 0;  // always taken: context, kernels, handles of libraries
   std::uint64_t held_peak = 0;     // what torch holds at that peak, with blocks cached for reuse; 0: not measured

@@ -78,30 +78,34 @@ void ExportBeside::start() {
   if (io::Error error = io::start_thread(thread_, "tierflow-export", [this] { run(); })) end_beside(error);
 }
 
-// Returns when so many bytes may have been moved.
-void ExportBeside::keep_pace(std::uint64_t moved) const {
-  constexpr double at_most = 0.02;
-  while (bytes_per_second_ != 0 && !waited_for_) {
+// Unless the session waits for the model: then at once.
+void ExportBeside::wait_until(Clock::time_point due) const {
+  constexpr auto kAtMost = std::chrono::milliseconds(20);
+  while (!waited_for_ && Clock::now() < due) {
     if (give_up_) throw Exception(given_up());
-    const double left = static_cast<double>(moved) / static_cast<double>(bytes_per_second_) - seconds_since(begun_);
-    if (left <= 0) return;
-    std::this_thread::sleep_for(std::chrono::duration<double>(std::min(left, at_most)));
+    std::this_thread::sleep_for(std::min<Clock::duration>(due - Clock::now(), kAtMost));
   }
 }
 
 void ExportBeside::run() {
   error_ = {};
-  std::uint64_t moved = 0;
+  // When what was moved so far may have been: time in which nothing moved is not caught up with.
+  Clock::time_point due = begun_;
+  const auto before_move = [&](std::uint64_t bytes) {
+    if (give_up_) throw Exception(given_up());
+    if (bytes_per_second_ == 0) return;
+    const std::chrono::duration<double> takes(static_cast<double>(bytes) / static_cast<double>(bytes_per_second_));
+    due = std::max(due, Clock::now()) + std::chrono::duration_cast<Clock::duration>(takes);
+    wait_until(due);
+  };
   try {
-    job_->write(
-        [&](const std::filesystem::path& folder, const Progress& progress) {
-          return kept_->export_hf(folder, progress, [&](std::uint64_t bytes) { keep_pace(moved += bytes); });
-        },
-        [this](const char*, std::uint64_t done, std::uint64_t total) {
-          written_ = done;
-          of_ = total;
-          if (give_up_) throw Exception(given_up());
-        });
+    job_->write([&](const std::filesystem::path& folder,
+                    const Progress& progress) { return kept_->export_hf(folder, progress, before_move); },
+                [this](const char*, std::uint64_t done, std::uint64_t total) {
+                  written_ = done;
+                  of_ = total;
+                  if (give_up_) throw Exception(given_up());
+                });
   } catch (const Exception& failed) {
     error_ = failed.error();
   } catch (const std::exception& failed) {

@@ -51,7 +51,7 @@ class ExportBeside {
  private:
   void start();
   void run();
-  void keep_pace(std::uint64_t moved) const;
+  void wait_until(std::chrono::steady_clock::time_point due) const;
   void write_at_once(const Session& session, Job job);
   void end_beside(const io::Error& why);
   static void end(Job job, const io::Error& error, const Took& took);

@@ -70,21 +70,27 @@ void AdapterReader::read(const TensorSpec& tensor, std::uint64_t first, std::spa
   first += static_cast<std::uint64_t>(tensor.first_element());
   if (!is_expert_adapter(tensor) || adapter_part(tensor) != AdapterPart::b) return weights_->read_f32(name, first, out);
   const std::lock_guard lock(mutex_);
-  if (name_ != name) {
-    const std::vector<std::int64_t> shape = tensor.checkpoint_shape();
-    name_.clear();
-    factor_ = std::vector<float>();
-    factor_.resize(product(shape));
-    const ExpertColumns columns(static_cast<std::size_t>(shape[0]), factor_.size());
-    std::vector<float> piece(std::min(kPiece, factor_.size()));
-    for (std::size_t at = 0; at < factor_.size(); at += piece.size()) {
-      piece.resize(std::min(piece.size(), factor_.size() - at));
-      weights_->read_f32(name, at, piece);
-      for (std::size_t i = 0; i < piece.size(); ++i) factor_[columns.here(at + i)] = piece[i];
-    }
-    name_ = name;
+  const std::vector<float>& values = factor(tensor, name).values;
+  std::copy_n(values.begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
+}
+
+const AdapterReader::Factor& AdapterReader::factor(const TensorSpec& tensor, const std::string& name) {
+  if (factors_[0].name == name) return factors_[0];
+  std::swap(factors_[0], factors_[1]);
+  if (factors_[0].name == name) return factors_[0];
+  const std::vector<std::int64_t> shape = tensor.checkpoint_shape();
+  factors_[0] = {};
+  std::vector<float>& values = factors_[0].values;
+  values.resize(product(shape));
+  const ExpertColumns columns(static_cast<std::size_t>(shape[0]), values.size());
+  std::vector<float> piece(std::min(kPiece, values.size()));
+  for (std::size_t at = 0; at < values.size(); at += piece.size()) {
+    piece.resize(std::min(piece.size(), values.size() - at));
+    weights_->read_f32(name, at, piece);
+    for (std::size_t i = 0; i < piece.size(); ++i) values[columns.here(at + i)] = piece[i];
   }
-  std::copy_n(factor_.begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
+  factors_[0].name = name;
+  return factors_[0];
 }
 
 namespace {

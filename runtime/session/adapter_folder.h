@@ -1,5 +1,6 @@
 #pragma once
 // Low-rank adapters in a folder as PEFT writes it: adapter_config.json and adapter_model.safetensors (fp32).
+#include <array>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -34,14 +35,18 @@ class AdapterReader {
  private:
   const std::shared_ptr<const Checkpoint> weights_;
   std::mutex mutex_;
-  std::string name_;           // of the factor
-  std::vector<float> factor_;  // expert after expert
+  struct Factor {
+    std::string name;
+    std::vector<float> values;  // expert after expert
+  };
+  const Factor& factor(const TensorSpec& tensor, const std::string& name);
+  std::array<Factor, 2> factors_;  // the last two that were asked for: an expert's tensors take turns; the newer first
 };
 
 // Hands `use` the fp32 master of a tensor of the specification's units, in order.
 using MasterOf = std::function<void(int unit, int tensor, const UseMaster& use)>;
 // Session::export_adapter, from wherever the masters are. Of what is trained whole no more is in memory than MasterOf
-// hands on at once; of adapters one factor (expert_factor_bytes()), or two where the folder has them side by side.
+// hands on at once; of adapters one factor, or two where the folder has them side by side (expert_factor_bytes()).
 // Returns what Session::export_adapter() returns.
 std::string write_adapter(const ModelSpec& spec, const std::filesystem::path& base, const std::filesystem::path& folder,
                           const MasterOf& master);

@@ -42,12 +42,16 @@ void Session::Impl::evaluate_on_demand(const std::vector<Shared>& shared, const 
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
   const int rows = static_cast<int>(shared.size());
   const bool all = needs_all_experts(shared);
-  for (int stage = 0; stage <= last && all; ++stage) {
-    plan_visit(stage, shared.size());
-    for (const int unit : plan.layout->stages()[stage].on_demand) plan_need(unit);
-  }
+  int planned = 0;  // stages, ahead of their computation so that no link waits
+  const auto plan_ahead = [&](int stage) {
+    for (; all && planned <= std::min(stage + swap::kLookahead, last); ++planned) {
+      plan_visit(planned, shared.size());
+      for (const int unit : plan.layout->stages()[planned].on_demand) plan_need(unit);
+    }
+  };
   carries.assign(shared.size(), {});
   for (int stage = 0; stage < last; ++stage) {
+    plan_ahead(stage);
     if (!all) plan_visit(stage, shared.size());
     if (!plan.layout->stages()[stage].on_demand.empty()) {
       compute_in_parts(stage, shared, all, before_each);
@@ -60,6 +64,7 @@ void Session::Impl::evaluate_on_demand(const std::vector<Shared>& shared, const 
       leave();
     }
   }
+  plan_ahead(last);
   if (!all) plan_visit(last, shared.size());
 }
 
@@ -78,6 +83,7 @@ void Session::Impl::compute_in_parts(int stage, const std::vector<Shared>& share
       for (const int position : parts[row]->needed()) chosen.insert(position);
     });
     leave();
+    carries[row].clear();  // its parts hold what they take of it
   }
   expert_use.all += on_demand.size();
   expert_use.chosen += chosen.size();
@@ -92,13 +98,17 @@ void Session::Impl::compute_in_parts(int stage, const std::vector<Shared>& share
     for (int row = 0; row < rows; ++row) {
       const swap::Entered entered = enter(stage, swap::Pass::evaluate, row);
       compute(true, [&] {
+        if (!chosen.contains(position)) return;
         if (dense.empty())
           dense = models::dense_weights(model->spec().units, entered.visit->needed, state->needed_weights(entered));
         parts[row]->add(position, dense);
       });
       leave();
     }
-  for (int row = 0; row < rows; ++row) compute(true, [&] { carries[row] = parts[row]->finish(); });
+  for (int row = 0; row < rows; ++row) {
+    compute(true, [&] { carries[row] = parts[row]->finish(); });
+    parts[row].reset();
+  }
 }
 
 }  // namespace tierflow

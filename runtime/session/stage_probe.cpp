@@ -168,9 +168,11 @@ ProbedModel StageProbe::measure(std::int64_t micro_batch, std::int64_t sequence_
 
 // With zeros for weights, every token takes each expert that any takes.
 Carry StageProbe::forward_in_parts(int stage, const Weights& weights, const Weights& needed, const Carry& input,
-                                   const Shared& shared) const {
+                                   const Shared& shared) {
   const ModelSpec& spec = model_.spec();
+  const std::uint64_t before = memory_.stats().used;
   const auto parts = model_.begin(stage, weights, input, shared);
+  begun_bytes_ = std::max(begun_bytes_, memory_.stats().used - before);
   for (const int position : parts->needed())
     parts->add(position, models::dense_weights(spec.units, {spec.stages[stage].on_demand.front()}, needed));
   return parts->finish();
@@ -332,8 +334,8 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
   result.stage_peaks = peaks_;
   result.needs.stage_peak = *std::max_element(peaks_.begin(), peaks_.end());
   result.spread = timed_seconds_ > 0 ? spread_seconds_ / timed_seconds_ : 0;
-  result.needs.micro_batch_bytes =
-      2 * carry_bytes + bytes_of(shared.tables) + 2 * ids.nbytes() + shared.teacher.bytes();
+  result.needs.micro_batch_bytes = std::max(2 * carry_bytes, carry_bytes + begun_bytes_) + bytes_of(shared.tables) +
+                                   2 * ids.nbytes() + shared.teacher.bytes();
   return result;
 }
 

@@ -50,7 +50,7 @@ class StageProbe {
   Bound bind(const std::vector<int>& units, bool backward);
   // forward() of a stage with units on demand, with the weights of one in the place of each that it needs.
   Carry forward_in_parts(int stage, const Weights& weights, const Weights& needed, const Carry& input,
-                         const Shared& shared) const;
+                         const Shared& shared);
   torch::Tensor slot_of(std::uint64_t bytes) const;
   template <class Work>
   auto run(int stage, bool backward, double& seconds, const Given& given, Work work);
@@ -63,6 +63,7 @@ class StageProbe {
   const StageTiming timing_;
   swap::Device* const seconds_on_;
   std::vector<std::uint64_t> peaks_;               // by stage
+  std::uint64_t begun_bytes_ = 0;                  // the most that a stage in parts holds from its beginning to its end
   double timed_seconds_ = 0, spread_seconds_ = 0;  // of the readings, and their spread
   bool settled_ = false;                           // warmed up: caches kept, untimed
   torch::Tensor swept_;                            // what evicts a stage's weights from the caches before it is timed

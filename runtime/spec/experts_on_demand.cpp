@@ -5,6 +5,8 @@
 #include <optional>
 #include <utility>
 
+#include "runtime/spec/weight_codes.h"
+
 namespace tierflow {
 namespace {
 
@@ -19,11 +21,29 @@ std::optional<std::int64_t> expert_named(const ModelConfig& config, const Tensor
   return expert;
 }
 
+// Whether no two experts of the tensor share a scale.
+bool has_scales_of_one(const TensorSpec& tensor) {
+  const std::int64_t of_one = tensor.elements() / tensor.shape.front();
+  switch (tensor.format) {
+    case WeightFormat::int8:
+      return of_one % weights::kInt8Block == 0;
+    case WeightFormat::nf4:
+      return of_one % weights::kNf4Block == 0;
+    case WeightFormat::nf4_double:
+      return false;
+    case WeightFormat::bf16:
+    case WeightFormat::fp8:
+    case WeightFormat::mxfp4:
+    case WeightFormat::fp32:
+      return true;
+  }
+  return false;
+}
+
 bool can_be_cut(const ModelSpec& spec) {
-  return std::ranges::none_of(spec.units, [&](const UnitSpec& unit) {
-    return std::ranges::any_of(unit.tensors, [&](const TensorSpec& tensor) {
-      return tensor.part == Part::expert && tensor.format == WeightFormat::nf4_double &&
-             !expert_named(spec.config, tensor);
+  return std::ranges::all_of(spec.units, [&](const UnitSpec& unit) {
+    return std::ranges::all_of(unit.tensors, [&](const TensorSpec& tensor) {
+      return tensor.part != Part::expert || expert_named(spec.config, tensor) || has_scales_of_one(tensor);
     });
   });
 }

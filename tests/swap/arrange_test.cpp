@@ -109,7 +109,6 @@ TEST(Arrange, WithStorageTheFewestBuffersAreEnough) {
   smallest({.train = false}, 128, 1, 0);
 }
 
-// Adapters beside a frozen base: what is trained has its place in RAM before any of the base has one.
 // Units on demand come first here, and are kept last.
 TEST(Arrange, WhatIsAlwaysReadIsKeptBeforeWhatIsOnDemand) {
   const std::vector<UnitShape> units(8, {.name = "unit", .groups = {{.trainable = false, .elements = 64 << 10}}});
@@ -126,6 +125,7 @@ TEST(Arrange, WhatIsAlwaysReadIsKeptBeforeWhatIsOnDemand) {
   EXPECT_THAT(on_demand, ::testing::ElementsAre(0, 0, 0, 0, 0, 1, 1));
 }
 
+// Adapters beside a frozen base: what is trained has its place in RAM before any of the base has one.
 TEST(Arrange, WhatIsTrainedIsKeptBeforeWhatIsFrozen) {
   std::vector<UnitShape> units;
   std::vector<StageShape> stages;

@@ -2,6 +2,8 @@
 // budget, and no more fetched than the routers chose.
 #include <gtest/gtest.h>
 
+#include <regex>
+
 #include "runtime/device/device_memory.h"
 #include "runtime/models/key_value_cache.h"
 #include "runtime/session/generator.h"
@@ -133,6 +135,13 @@ INSTANTIATE_TEST_SUITE_P(Formats, ExpertsOnDemand,
 TEST(ExpertUnits, are_left_together_where_their_bits_would_change) {
   const Model model = model_of(case_called("gpt_oss"), {}, WeightFormat::nf4_double);
   EXPECT_EQ(with_experts_on_demand(model).spec().units.size(), model.spec().units.size());
+  // 41 columns: the last block of one expert would begin with the first of the next.
+  Case odd = case_called("gpt_oss");
+  odd.json = std::regex_replace(odd.json, std::regex(R"("intermediate_size": *\d+)"), R"("intermediate_size": 41)");
+  for (const WeightFormat format : {WeightFormat::int8, WeightFormat::nf4, WeightFormat::bf16}) {
+    const Model cut = model_of(odd, {}, format);
+    EXPECT_EQ(with_experts_on_demand(cut).spec().units.size() > cut.spec().units.size(), format == WeightFormat::bf16);
+  }
   const Model named = model_of(mixtral(4, 2), {}, WeightFormat::nf4_double);
   EXPECT_EQ(with_experts_on_demand(named).spec().units.size(), named.spec().units.size() + 2 * 4);
 }
@@ -155,6 +164,23 @@ TEST(Experts, generate_the_tokens_of_all_experts) {
       tokens(model, for_generation(resident(3))));
 }
 
+// What each row holds from its router to its last expert is planned for.
+TEST(Experts, have_room_for_many_long_rows_on_the_least_device) {
+  DeviceMemory::install();
+  constexpr std::int64_t kRows = 24, kTokens = 1024;
+  SessionOptions options = for_generation(resident(kRows));
+  options.sequence_length = kTokens;
+  const Model model = with_experts_on_demand(model_of(mixtral(16, 2), {}, WeightFormat::bf16));
+  const std::vector<Tokens> prompts(kRows, some_tokens(kTokens, 1));
+  options.workspace = GenerationShape::of(model.spec(), prompts, {.max_new_tokens = 1}, kRows, kTokens).workspace;
+  Session session(model, least_device(model, options));
+  KeyValueCache cache(session.model().spec(), std::vector<std::int64_t>(kRows, kTokens));
+  std::vector<CachedRow> rows;
+  for (std::int64_t i = 0; i < kRows; ++i)
+    rows.push_back(row(cache, some_tokens(kTokens, i), {{.sequence = i, .length = kTokens}}));
+  EXPECT_EQ(session.next_logits(rows).size(), static_cast<std::size_t>(kRows));
+}
+
 // 2 layers of 16 experts, of which a token takes 2.
 TEST(Experts, that_no_token_takes_are_not_fetched) {
   DeviceMemory::install();
@@ -173,7 +199,7 @@ TEST(Experts, that_no_token_takes_are_not_fetched) {
   EXPECT_EQ(one.read, 4U);
   const std::uint64_t of_one = read() - loaded;
   session.next_logits({row(cache, some_tokens(15, 4), {{.length = 15, .before = 1}})});
-  EXPECT_LT(session.expert_use().needed, 64U);  // 30 choices do not take all
+  EXPECT_LT(session.expert_use().needed - one.needed, 32U);  // 30 choices do not take all
   const std::uint64_t needed = session.expert_use().needed, before = read();
   KeyValueCache other(session.model().spec(), {16});
   session.next_logits({row(other, some_tokens(16, 4), {{.length = 16}})});
@@ -189,7 +215,7 @@ TEST(Experts, all_come_for_many_tokens) {
   session.next_logits(
       {row(cache, some_tokens(4, 1), {{.length = 4}}), row(cache, some_tokens(4, 2), {{.sequence = 1, .length = 4}})});
   EXPECT_EQ(session.expert_use().needed, 8U);  // 16 choices among 4
-  EXPECT_LE(session.expert_use().chosen, 8U);
+  EXPECT_GT(session.expert_use().chosen, 0U);
   EXPECT_EQ(session.expert_use().fetched, 8U);
   const ExpertUse many = session.expert_use();
   session.next_logits({row(cache, some_tokens(7, 1), {{.length = 7, .before = 4}})});
