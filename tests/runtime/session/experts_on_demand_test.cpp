@@ -50,7 +50,9 @@ SessionOptions least(const Model& model, SessionOptions options, std::uint64_t S
     const Session refused(model, options);
   } catch (const Exception& error) {
     const std::string said = "the smallest that works is ", text = error.what();
-    options.*memory = std::stoull(text.substr(text.find(said) + said.size())) * 1024;
+    const std::string found = text.substr(text.find(said) + said.size());
+    std::size_t unit = 0;
+    options.*memory = std::stoull(found, &unit) << (found.compare(unit, 3, "MiB") == 0 ? 20 : 10);
   }
   return options;
 }
@@ -170,7 +172,10 @@ TEST(Experts, have_room_for_many_long_rows_on_the_least_device) {
   constexpr std::int64_t kRows = 24, kTokens = 1024;
   SessionOptions options = for_generation(resident(kRows));
   options.sequence_length = kTokens;
-  const Model model = with_experts_on_demand(model_of(mixtral(16, 2), {}, WeightFormat::bf16));
+  Case wide = mixtral(16, 2);
+  wide.json = std::regex_replace(wide.json, std::regex(R"("max_position_embeddings": *\d+)"),
+                                 R"("max_position_embeddings": 2048)");
+  const Model model = with_experts_on_demand(model_of(wide, {}, WeightFormat::bf16));
   const std::vector<Tokens> prompts(kRows, some_tokens(kTokens, 1));
   options.workspace = GenerationShape::of(model.spec(), prompts, {.max_new_tokens = 1}, kRows, kTokens).workspace;
   Session session(model, least_device(model, options));
