@@ -5,13 +5,13 @@
 namespace tierflow::swap {
 
 UpdateRules::UpdateRules(const Layout& layout, const Arrangement& arrangement, Ledger& ledger)
-    : layout_(layout), arrangement_(arrangement), ledger_(ledger), version_(layout.chunks().size(), 0) {
-  begin_plan();
+    : layout_(layout), arrangement_(arrangement), ledger_(ledger) {
+  for (auto* list : {&version_, &updated_, &measured_}) list->assign(layout.chunks().size(), 0);
 }
 
 void UpdateRules::begin_plan() {
-  updated_.assign(version_.size(), 0);
-  measured_.assign(version_.size(), 0);
+  for (const int chunk : seen_) updated_[chunk] = measured_[chunk] = 0;
+  seen_.clear();
 }
 
 void UpdateRules::changed(int chunk) {
@@ -61,6 +61,7 @@ bool UpdateRules::move(const Task& task) {
 void UpdateRules::measure(const Task& task, const Content& gradient) {
   Ledger::Held& held = ledger_.host(task.gradient);
   ++measured_[task.chunk];
+  seen_.push_back(task.chunk);
   ledger_.read(held, gradient, "the gradient");
   // What writes it to storage takes the checksum made here along.
   if (task.gradient.where == HostRef::Where::word_buffer) ledger_.write(held, gradient);
@@ -69,6 +70,7 @@ void UpdateRules::measure(const Task& task, const Content& gradient) {
 void UpdateRules::update(const Task& task) {
   const int before = version_[task.chunk]++;
   ++updated_[task.chunk];
+  seen_.push_back(task.chunk);
   for (const auto& [place, what, name] :
        {std::tuple{&task.words, What::words, "the words"}, std::tuple{&task.state, What::state, "the state"}}) {
     Ledger::Held& held = ledger_.host(*place);
@@ -80,6 +82,7 @@ void UpdateRules::update(const Task& task) {
 void UpdateRules::update_on_device(const Task& task) {
   const int before = version_[task.chunk]++;
   ++updated_[task.chunk];
+  seen_.push_back(task.chunk);
   const Chunk& chunk = layout_.chunks()[task.chunk];
   const UpdateSlots& slots = arrangement_.update_slots;
   for (const auto& [begin, bytes, what] : {std::tuple{task.device_offset, chunk.word_bytes(), What::words},

@@ -34,6 +34,7 @@ class UpdateRules {
   const Arrangement& arrangement_;
   Ledger& ledger_;
   std::vector<int> version_, updated_, measured_;
+  std::vector<int> seen_;  // those that the plan at hand updates or measures
 };
 
 }  // namespace tierflow::swap

@@ -5,7 +5,10 @@
 namespace tierflow::swap {
 
 VisitChecker::VisitChecker(const Layout& layout, const Arrangement& arrangement)
-    : layout_(layout), ledger_(layout, arrangement), rules_(layout, arrangement, ledger_) {
+    : layout_(layout),
+      ledger_(layout, arrangement),
+      rules_(layout, arrangement, ledger_),
+      keeps_sums_(!arrangement.gradient_low_resident.empty()) {
   sums_.resize(layout.units().size());
   for (auto* list : {&taken_, &taken_serial_, &used_version_}) list->assign(layout.chunks().size(), 0);
 }
@@ -81,7 +84,7 @@ io::Error VisitChecker::finish(const Plan& plan, const VisitRequest* request) {
   });
   if (computed_ != (request == nullptr ? 0 : request->micro_batches))
     ledger_.wrong("computes " + std::to_string(computed_) + " micro-batches");
-  for (int unit = 0; unit < static_cast<int>(sums_.size()); ++unit) {
+  for (int unit = 0; keeps_sums_ && unit < static_cast<int>(sums_.size()); ++unit) {
     Sum& sum = sums_[unit];
     const auto chunks = layout_.trainable_chunks_of(unit);
     const auto updated = static_cast<std::size_t>(

@@ -52,6 +52,7 @@ class VisitChecker {
   const Layout& layout_;
   Ledger ledger_;
   UpdateRules rules_;
+  const bool keeps_sums_;  // else nothing is trained, and a plan leaves no gradients that could be looked for
   std::vector<Sum> sums_;  // by unit
   std::vector<int> taken_,
       taken_serial_;               // by chunk: visits' gradients that left the device, and the last one's serial
