@@ -263,7 +263,8 @@ class Generation {
       if (busy[lane] > busy[slowest]) slowest = lane;
     }
     const char* name = swap::lane_name(static_cast<swap::Lane>(slowest));
-    const double rate = static_cast<double>(tokens_) / seconds, share = busy[slowest] / seconds;
+    const double rate = static_cast<double>(tokens_) / seconds, share = busy[slowest] / seconds,
+                 limit = share > 0 ? rate / share : rate;  // were it never idle
     const auto moved = [&](swap::Lane lane) {
       const auto index = static_cast<std::size_t>(lane);
       return lanes[index].bytes - lanes_[index].bytes;
@@ -274,11 +275,13 @@ class Generation {
                               {"tokens_per_s", rate},
                               {"slowest_lane", name},
                               {"slowest_lane_busy", share},
+                              {"limit_tokens_per_s", limit},
                               {"passes", passes_},
                               {"bytes_read", moved(swap::Lane::disk_read)},
                               {"bytes_uploaded", moved(swap::Lane::upload)}};
-    std::string line = fmt::format("{} tokens in {:.1f} s, {:.2f} a second; {} was busy {:.0f}% of it", tokens_,
-                                   seconds, rate, name, 100 * share);
+    std::string line =
+        fmt::format("{} tokens in {:.1f} s, {:.2f} a second; {} was busy {:.0f}% of it and allows {:.2f}", tokens_,
+                    seconds, rate, name, 100 * share, limit);
     if (const ExpertUse now = session_->expert_use(); now.all > experts_.all) {
       const ExpertUse use{.all = now.all - experts_.all,
                           .chosen = now.chosen - experts_.chosen,

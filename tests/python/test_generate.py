@@ -80,8 +80,10 @@ def test_of_a_mixture_the_chosen_experts_are_read(family, work):
     streamed = ["300KiB" if word == "3MiB" else word for word in STREAMED]
     done = run(work, "generate", "--model", "model", "--json", *short, *streamed, "--log-json", "log.json")
     assert json.loads(done.stdout) == found[1]
+    assert re.search(r" tokens in [\d.]+ s, [\d.]+ a second; [\w ]+ was busy \d+% of it and allows [\d.]+", done.stderr)
     assert re.search(r"a pass took \d+% of the experts: \d+% of these were on the device, \d+% in RAM, \d+% were read", done.stderr)
     summary = json.loads((work / "log.json").read_text().splitlines()[-1])["generation"]
+    assert summary["limit_tokens_per_s"] == pytest.approx(summary["tokens_per_s"] / summary["slowest_lane_busy"])
     experts = summary["experts"]
     assert summary["passes"] == 12 and summary["bytes_read"] > 0
     assert experts["chosen"] == experts["needed"] < experts["all"] and experts["read"] <= experts["fetched"] <= experts["needed"]
