@@ -1,6 +1,6 @@
 #pragma once
 // Everything a LibTorch program needs: load() or Layers for the model, Dataset for what
-// it learns from, Session for its training.
+// it learns from, Session for its training, generate() for its text.
 #include <torch/torch.h>
 
 #include "runtime/base/byte_sizes.h"
@@ -9,5 +9,6 @@
 #include "runtime/data/data.h"
 #include "runtime/optimizer/adamw8bit.h"
 #include "runtime/planning/moved_store.h"
+#include "runtime/session/generator.h"
 #include "runtime/session/layers.h"
 #include "runtime/session/session.h"

@@ -18,6 +18,9 @@ cmake --build "$work/build"
 "$work/build/finetune" "$work/state" "$work/model" "$work/out"
 test -s "$work/out/config.json"
 compgen -G "$work/out/*.safetensors" >/dev/null
+# The rule that it learned: 5 * token + 3 follows each token.
+"$work/build/generate" "$work/state" "$work/out" 7 >"$work/tokens"
+test "$(wc -l <"$work/tokens")" = 16 && test "$(head -1 "$work/tokens")" = 38
 # Conversations: prepared by the program, trained on by the library.
 adapters=$here/../../examples/adapters
 python=$here/../../.venv/bin/python
