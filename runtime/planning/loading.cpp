@@ -1,8 +1,11 @@
 #include "runtime/planning/loading.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
+#include <numeric>
 #include <string>
+#include <vector>
 
 #include "runtime/spec/adapters.h"
 
@@ -54,10 +57,10 @@ std::uint64_t loading_bytes(const ModelSpec& spec) {
     all_values += values;
   }
   // Those of a gradient are all there at once; a factor of experts that is read from a folder stays for a while.
-  return most + (of_gradient(config.init) ? all_values : first_values) + expert_factor_bytes(spec);
+  return most + (of_gradient(config.init) ? all_values : first_values) + expert_factor_bytes(spec, 2);
 }
 
-std::uint64_t expert_factor_bytes(const ModelSpec& spec) {
+std::uint64_t expert_factor_bytes(const ModelSpec& spec, std::size_t most) {
   std::map<std::string, std::uint64_t> factors;
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
@@ -66,12 +69,11 @@ std::uint64_t expert_factor_bytes(const ModelSpec& spec) {
       for (const std::int64_t size : tensor.checkpoint_shape()) bytes *= static_cast<std::uint64_t>(size);
       factors[name_beside_base(tensor)] = bytes;
     }
-  std::uint64_t most = 0, next = 0;
-  for (const auto& [name, bytes] : factors) {
-    next = std::max(next, std::min(most, bytes));
-    most = std::max(most, bytes);
-  }
-  return most + next;
+  std::vector<std::uint64_t> sizes;
+  for (const auto& [name, bytes] : factors) sizes.push_back(bytes);
+  std::ranges::sort(sizes, std::greater());
+  return std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(std::min(most, sizes.size())),
+                         std::uint64_t{0});
 }
 
 std::uint64_t window_bytes(const ModelSpec& spec, const swap::Layout& layout) {

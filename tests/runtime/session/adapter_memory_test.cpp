@@ -92,11 +92,12 @@ TEST(SessionOfAdapters, FirstValuesTakeWhatThePlanSays) {
 
 constexpr const char* kWideExperts =
     R"({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32,
-        "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2,
         "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
         "tie_word_embeddings": false, "hidden_act": "silu"})";
 
-// A factor of all experts, which the folder has in columns, is held once: the largest B is 2 MiB in fp32.
+// A factor of all experts, which the folder has in columns, is held whole: the largest B is 2 MiB in fp32. One at a
+// time is written; of those that are read the last two stay.
 TEST(SessionOfAdapters, FactorsOfExpertsTakeWhatThePlanSays) {
   const Folder folder;
   std::filesystem::create_directories(folder.path);
@@ -104,19 +105,19 @@ TEST(SessionOfAdapters, FactorsOfExpertsTakeWhatThePlanSays) {
                    initial(11)};
   const AdapterConfig config{.rank = 64, .parameters = {"experts.gate_up_proj"}, .parameters_alone = true};
   constexpr std::int64_t kFactor = std::int64_t{4} * 8 * 1024 * 64, kPieces = 512 * 1024;
-  const auto expect_factor = [&](std::int64_t planned, const std::function<void()>& work) {
-    EXPECT_EQ(planned, kFactor);
+  const auto expect_factors = [&](int factors, std::int64_t planned, const std::function<void()>& work) {
+    EXPECT_EQ(planned, factors * kFactor);
     const std::int64_t most = most_of(work);
     EXPECT_LE(most, planned + kPieces);
     EXPECT_LE(planned, 2 * most);
   };
   Session session(with_adapters(base, config, 5), resident(1));
-  expect_factor(static_cast<std::int64_t>(session.plan().exporting),
-                [&] { session.export_adapter(folder.path / "adapter"); });
+  expect_factors(1, static_cast<std::int64_t>(session.plan().exporting),
+                 [&] { session.export_adapter(folder.path / "adapter"); });
 
   const Model read = with_adapters(base, folder.path / "adapter");
   std::vector<float> piece(1000);
-  expect_factor(static_cast<std::int64_t>(session.plan().loading), [&] {
+  expect_factors(2, static_cast<std::int64_t>(session.plan().loading), [&] {
     for (const UnitSpec& unit : read.spec().units)
       for (const TensorSpec& tensor : unit.tensors)
         if (is_adapter(tensor)) read.weights(tensor, 0, piece);
