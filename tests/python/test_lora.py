@@ -361,10 +361,11 @@ def test_adapters_of_experts_over_four_bits_are_gone_on_with(work, mixture):
     plain = ["plan", "--method", "lora", "--model", "base", "--lora-rank", "4", "--json", *small()]
     planned, without = (json.loads(run(work, *plain, *more).stdout) for more in (EXPERTS, []))
     factors = load_file(work / "out" / "adapter_model.safetensors")
-    numbers, largest = sum(value.numel() for value in factors.values()), max(value.numel() for name, value in factors.items() if "lora_B" in name)
+    numbers, largest = sum(value.numel() for value in factors.values()), sorted(value.numel() for name, value in factors.items() if "lora_B" in name)[-2:]
     assert planned["model"]["parameters"] - without["model"]["parameters"] == numbers
     host = {name: planned["host"][name] - without["host"][name] for name in ("used", "resident", "loading", "exporting")}
-    assert host["loading"] == host["exporting"] == 4 * largest and host["used"] == host["resident"] + 4 * largest
+    # Two are held while they are read, one while it is written.
+    assert host["loading"] == 4 * sum(largest) and host["exporting"] == 4 * largest[-1] and host["used"] == host["resident"] + 4 * sum(largest)
     assert host["resident"] % 4096 == 0 and host["resident"] >= 8 * numbers
 
 
