@@ -26,6 +26,7 @@ std::string in_python(std::string text) {
       {"a smaller --micro-batch or --sequence-length needs less", "streamed blocks that are smaller need less"},
       {"a smaller --micro-batch moves smaller activations through it", "name a storage folder"},
       {"or name a --storage folder", "or name a folder, Budget(storage=[...]),"},
+      {"; where it is silent, try --engine threads", ""},
       {"use --device cpu", "plan with device=\"cpu\""},
       {"--precision ", "precision "},
       {"--host-memory", "Budget(host=...) of"},

@@ -8,6 +8,10 @@
 namespace tierflow::io {
 namespace {
 
+constexpr const char* kRemedy =
+    "; where the kernel's log (dmesg) tells of errors or resets, name a folder on another drive with --storage; where "
+    "it is silent, try --engine threads";
+
 std::string seconds_of(std::chrono::nanoseconds time) {
   return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
 }
@@ -39,8 +43,8 @@ void VolumeCore::watch_for_stalls() {
     warned_ = since;
     notify(Notice::Kind::stalled,
            members_[stuck->file].file.path() + " has not answered a request for " + seconds_of(waited) +
-               "; look at the kernel's log (dmesg)" +
-               (options_.stall_limit.count() > 0 ? "; the run ends at " + seconds_of(options_.stall_limit) : ""));
+               (options_.stall_limit.count() > 0 ? "; the run ends at " + seconds_of(options_.stall_limit) : "") +
+               kRemedy);
   }
 }
 
@@ -53,9 +57,7 @@ void VolumeCore::give_up(const Transfer& stuck, std::chrono::seconds waited) {
                   .offset = stuck.offset,
                   .length = stuck.bytes.size(),
                   .error_number = ETIMEDOUT,
-                  .detail = "the drive has not answered for " + seconds_of(waited) +
-                            "; where the kernel's log (dmesg) tells of errors or resets, name a folder on another "
-                            "drive with --storage; where it is silent, try --engine threads"};
+                  .detail = "the drive has not answered for " + seconds_of(waited) + kRemedy};
   std::vector<std::shared_ptr<void>> flying;
   std::vector<std::shared_ptr<FlushCall>> flushes;
   engine_->for_each_in_flight([&](const Transfer& transfer) {

@@ -14,7 +14,8 @@ io::Error out_of_memory_error(const c10::Error& error) {
   return {.kind = io::ErrorKind::memory,
           .operation = "compute",
           .detail = std::string(error.what_without_backtrace()) +
-                    "; use a smaller --micro-batch or --sequence-length, or a larger --device-memory"};
+                    "; use a smaller --micro-batch (--batch of `tierflow generate`) or --sequence-length, or a larger "
+                    "--device-memory"};
 }
 
 namespace {

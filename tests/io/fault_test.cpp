@@ -44,6 +44,10 @@ class FaultTest : public ::testing::TestWithParam<EngineKind> {
     return static_cast<std::size_t>(
         std::count_if(notices_.begin(), notices_.end(), [kind](const Notice& notice) { return notice.kind == kind; }));
   }
+  Notice last_notice() {
+    std::lock_guard lock(mutex_);
+    return notices_.empty() ? Notice{} : notices_.back();
+  }
   static Error write_all(Volume& volume, std::uint64_t seed) {
     for (std::uint64_t i = 0; i < kExtents; ++i) {
       if (Error error = write_pattern(volume, i * kExtent, kExtent, seed)) return error;
@@ -304,6 +308,9 @@ TEST_P(FaultTest, AStuckRequestWarnsThenFailsAndItsMemoryIsKept) {
   EXPECT_FALSE(completion.buffer);
   EXPECT_EQ(freed, 0);
   EXPECT_EQ(notices(Notice::Kind::stalled) - before, 1U);
+  EXPECT_THAT(last_notice().text, ::testing::AllOf(HasSubstr("the run ends at 1 s"), HasSubstr("(dmesg)"),
+                                                   HasSubstr("name a folder on another drive with --storage"),
+                                                   HasSubstr("--engine threads")));
   // The volume is over, cleanly: all later calls say so and give their buffers back.
   Completion later = transfer(*volume, Op::write, 0, 4096, allocate_buffer(4096));
   EXPECT_EQ(later.error.error_number, ETIMEDOUT);
