@@ -114,7 +114,10 @@ TaskEmitter::Gradient TaskEmitter::read_gradient(int chunk, bool is_sum) {
 }
 
 void TaskEmitter::write(ExtentKind kind, int chunk, HostRef from, bool follows_readers) {
-  if (arrangement_.resident(kind, chunk)) return;
+  if (!arrangement_.resident(kind, chunk)) store(kind, chunk, from, follows_readers);
+}
+
+void TaskEmitter::store(ExtentKind kind, int chunk, HostRef from, bool follows_readers) {
   const ExtentTasks& of = tasks_of(kind);
   fill_in(emit(of.write, Lane::disk_write, {host_access(from, follows_readers), cell_access(of.stored, chunk, true)}),
           kind, chunk, from);
@@ -201,13 +204,8 @@ void TaskEmitter::commit() {
   for (const Chunk& chunk : layout_.chunks()) {
     if (!chunk.trainable) continue;
     for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) {
-      const ExtentTasks& of = tasks_of(kind);
-      if (arrangement_.resident(kind, chunk.id)) {
-        const HostRef from = resident_place(kind, chunk.id);
-        fill_in(emit(of.write, Lane::disk_write, {host_access(from, false), cell_access(of.stored, chunk.id, true)}),
-                kind, chunk.id, from);
-      }
-      accesses.push_back(cell_access(of.stored, chunk.id, false));
+      if (arrangement_.resident(kind, chunk.id)) store(kind, chunk.id, resident_place(kind, chunk.id));
+      accesses.push_back(cell_access(tasks_of(kind).stored, chunk.id, false));
     }
   }
   emit(TaskKind::commit, Lane::commit, {}).accesses = std::move(accesses);

@@ -68,6 +68,7 @@ class TaskEmitter {
   void commit();
 
  private:
+  void store(ExtentKind kind, int chunk, HostRef from, bool follows_readers = false);
   Task& fill_in(Task& task, ExtentKind kind, int chunk, HostRef place) const;
 
   const Layout& layout_;
