@@ -19,6 +19,10 @@
 namespace tierflow {
 namespace {
 
+[[noreturn]] void fail_usage(const std::string& detail) {
+  throw Exception(io::ErrorKind::usage, detail);
+}
+
 // By AdapterInit. The last is no choice among adapters.
 constexpr std::array<std::string_view, 6> kInits = {"default", "pissa", "olora", "lora-ga", "lora_ga", "galore"};
 constexpr std::string_view kIterated = "pissa_niter_";
@@ -112,7 +116,48 @@ void refuse(const JsonFields& fields, const char* name) {
     fields.fail(name, "asks for a variant of LoRA that cannot be read here");
 }
 
+void check_parameters(const AdapterConfig& config) {
+  if (config.parameters.empty()) {
+    if (config.parameters_alone) fail_usage("adapters for no linear layer and for no parameter are none at all");
+    return;
+  }
+  if (config.dropout != 0)
+    fail_usage(fmt::format("adapters of parameters have no dropout, in PEFT as here: it is {}, and must be 0",
+                           config.dropout));
+  if (config.dora) fail_usage("adapters of parameters have no magnitude (DoRA), in PEFT as here");
+  if (config.init != AdapterInit::standard)
+    fail_usage(fmt::format("adapters of parameters begin as \"default\", not as \"{}\"", adapter_init_name(config)));
+}
+
 }  // namespace
+
+void check_adapters(const AdapterConfig& config) {
+  // With their first values they are written as adapters of twice the rank.
+  const bool windows = config.init == AdapterInit::galore;
+  const std::int64_t most = config.init == AdapterInit::standard || windows ? 4096 : 2048;
+  const auto check_rank = [&](std::int64_t rank) {
+    if (rank < 1 || rank > most)
+      fail_usage(fmt::format("the rank of an adapter is {}; it must be 1 to {}", rank, most));
+  };
+  const auto check_alpha = [](double alpha) {
+    if (!(alpha > 0) || !std::isfinite(alpha))
+      fail_usage(fmt::format("an adapter's alpha is {}; it must be above 0", alpha));
+  };
+  check_rank(config.rank);
+  check_alpha(config.alpha);
+  for (const auto& [name, rank] : config.rank_pattern) check_rank(rank);
+  for (const auto& [name, alpha] : config.alpha_pattern) check_alpha(alpha);
+  if (windows && !(config.windows.steps >= 1 && config.windows.scale > 0 && std::isfinite(config.windows.scale)))
+    fail_usage(fmt::format("projected gradients take windows of at least 1 step and a scale above 0, not {} and {}",
+                           config.windows.steps, config.windows.scale));
+  if (windows && (config.dropout != 0 || config.rank_stabilised || !config.saved.empty()))
+    fail_usage("projected gradients have no dropout, no scale of adapters, and train whole what is not projected");
+  if (config.dora && config.init != AdapterInit::standard)
+    fail_usage("adapters with a magnitude (DoRA) begin as \"default\", not with factors of the base");
+  check_parameters(config);
+  if (!(config.dropout >= 0 && config.dropout < 1))
+    fail_usage(fmt::format("an adapter's dropout is {}; it must be at least 0 and below 1", config.dropout));
+}
 
 std::string adapter_init_name(const AdapterConfig& config) {
   if (config.pissa_iterations > 0) return fmt::format("{}{}", kIterated, config.pissa_iterations);

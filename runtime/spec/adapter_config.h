@@ -74,6 +74,9 @@ std::string adapter_init_name(const AdapterConfig& config);
 // The other way. Throws Exception (kind usage) with these names. galore has none that could be given.
 void set_adapter_init(AdapterConfig& config, const std::string& name);
 
+// Throws Exception (kind usage) for ranks and scales out of range, and for what does not go together.
+void check_adapters(const AdapterConfig& config);
+
 // How wide the basis is in which a weight [out, in], or its gradient, is decomposed for first values of a rank; 0: it
 // is decomposed as a whole.
 std::uint64_t basis_columns(const AdapterConfig& config, std::uint64_t rank, std::uint64_t out, std::uint64_t in);

@@ -107,34 +107,6 @@ class Saved {
   std::string table_;
 };
 
-void check(const AdapterConfig& config) {
-  // With their first values they are written as adapters of twice the rank.
-  const bool windows = config.init == AdapterInit::galore;
-  const std::int64_t most = config.init == AdapterInit::standard || windows ? 4096 : 2048;
-  const auto check_rank = [&](std::int64_t rank) {
-    if (rank < 1 || rank > most)
-      fail_usage(fmt::format("the rank of an adapter is {}; it must be 1 to {}", rank, most));
-  };
-  const auto check_alpha = [](double alpha) {
-    if (!(alpha > 0) || !std::isfinite(alpha))
-      fail_usage(fmt::format("an adapter's alpha is {}; it must be above 0", alpha));
-  };
-  check_rank(config.rank);
-  check_alpha(config.alpha);
-  for (const auto& [name, rank] : config.rank_pattern) check_rank(rank);
-  for (const auto& [name, alpha] : config.alpha_pattern) check_alpha(alpha);
-  if (windows && !(config.windows.steps >= 1 && config.windows.scale > 0 && std::isfinite(config.windows.scale)))
-    fail_usage(fmt::format("projected gradients take windows of at least 1 step and a scale above 0, not {} and {}",
-                           config.windows.steps, config.windows.scale));
-  if (windows && (config.dropout != 0 || config.rank_stabilised || !config.saved.empty()))
-    fail_usage("projected gradients have no dropout, no scale of adapters, and train whole what is not projected");
-  if (config.dora && config.init != AdapterInit::standard)
-    fail_usage("adapters with a magnitude (DoRA) begin as \"default\", not with factors of the base");
-  check_expert_adapters(config);
-  if (!(config.dropout >= 0 && config.dropout < 1))
-    fail_usage(fmt::format("an adapter's dropout is {}; it must be at least 0 and below 1", config.dropout));
-}
-
 // PEFT would wrap what a name fits beside weights that have adapters, and fail where that is no matrix.
 void expect_adapters_of_all_that_fits(const ModelSpec& spec, const std::vector<std::string>& parameters) {
   if (parameters.empty()) return;
@@ -296,7 +268,7 @@ std::string adapter_config_beside_base(const ModelSpec& spec) {
 }
 
 void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
-  check(config);
+  check_adapters(config);
   AdapterChoice choice(spec, config);
   Saved saved(spec, config.saved);
   const bool transposed = has_transposed_weights(spec), windows = config.init == AdapterInit::galore;

@@ -46,19 +46,6 @@ bool fits_router(const ModelSpec& spec, const TensorSpec& tensor, const std::str
 
 }  // namespace
 
-void check_expert_adapters(const AdapterConfig& config) {
-  if (config.parameters.empty()) {
-    if (config.parameters_alone) fail_usage("adapters for no linear layer and for no parameter are none at all");
-    return;
-  }
-  if (config.dropout != 0)
-    fail_usage(fmt::format("adapters of parameters have no dropout, in PEFT as here: it is {}, and must be 0",
-                           config.dropout));
-  if (config.dora) fail_usage("adapters of parameters have no magnitude (DoRA), in PEFT as here");
-  if (config.init != AdapterInit::standard)
-    fail_usage(fmt::format("adapters of parameters begin as \"default\", not as \"{}\"", adapter_init_name(config)));
-}
-
 void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterChoice& choice,
                          std::set<std::string> unused) {
   if (config.parameters.empty()) return;

@@ -9,8 +9,6 @@
 
 namespace tierflow {
 
-// Throws Exception (kind usage) for what adapters of parameters do not have.
-void check_expert_adapters(const AdapterConfig& config);
 // Adds factors of each expert to the units that its matrices are in, for each parameter that the configuration names.
 // unused: names that fit no weight of a linear layer. Throws Exception (kind usage) for one that fits none of experts
 // either, with those there are, and for a router's.
