@@ -280,8 +280,8 @@ class Generation {
                               {"bytes_read", moved(swap::Lane::disk_read)},
                               {"bytes_uploaded", moved(swap::Lane::upload)}};
     std::string line =
-        fmt::format("{} tokens in {:.1f} s, {:.2f} a second; {} was busy {:.0f}% of it and allows {:.2f}", tokens_,
-                    seconds, rate, name, 100 * share, limit);
+        fmt::format("{} token{} in {:.1f} s, {:.2f} a second; {} was busy {:.0f}% of it and allows {:.2f}", tokens_,
+                    tokens_ == 1 ? "" : "s", seconds, rate, name, 100 * share, limit);
     if (const ExpertUse now = session_->expert_use(); now.all > experts_.all) {
       const ExpertUse use{.all = now.all - experts_.all,
                           .chosen = now.chosen - experts_.chosen,

@@ -99,6 +99,13 @@ def test_adapters(script, out, says, adapters_work):
     assert any((adapters_work / out / f"{name}.safetensors").exists() for name in ("adapter_model", "model"))
 
 
+def test_generate(adapters_work):
+    printed = run_adapters("generate.sh", adapters_work)
+    assert all(words in printed for words in ('{"prompt":1,"text":', '{"prompt":2,"text":', "the same bytes of text either way"))
+    answers = (adapters_work / "answers-streamed.jsonl").read_text().splitlines()
+    assert len(answers) == 20 and "% of the weights; storage: " in " ".join(printed.split())
+
+
 def test_the_demo_of_adapters_asks_before_and_after_and_leaves_no_state(tmp_path):
     pytest.importorskip("peft")
     for name in "qlora", "state":  # of a run before
