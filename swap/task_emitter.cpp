@@ -113,11 +113,8 @@ TaskEmitter::Gradient TaskEmitter::read_gradient(int chunk, bool is_sum) {
   return gradient;
 }
 
-void TaskEmitter::write(ExtentKind kind, int chunk, HostRef from, bool follows_readers) {
-  if (!arrangement_.resident(kind, chunk)) store(kind, chunk, from, follows_readers);
-}
-
-void TaskEmitter::store(ExtentKind kind, int chunk, HostRef from, bool follows_readers) {
+void TaskEmitter::write(ExtentKind kind, int chunk, HostRef from, bool follows_readers, Resident resident) {
+  if (resident == Resident::stays && arrangement_.resident(kind, chunk)) return;
   const ExtentTasks& of = tasks_of(kind);
   fill_in(emit(of.write, Lane::disk_write, {host_access(from, follows_readers), cell_access(of.stored, chunk, true)}),
           kind, chunk, from);
@@ -204,7 +201,8 @@ void TaskEmitter::commit() {
   for (const Chunk& chunk : layout_.chunks()) {
     if (!chunk.trainable) continue;
     for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) {
-      if (arrangement_.resident(kind, chunk.id)) store(kind, chunk.id, resident_place(kind, chunk.id));
+      if (arrangement_.resident(kind, chunk.id))
+        write(kind, chunk.id, resident_place(kind, chunk.id), /*follows_readers=*/false, Resident::is_written);
       accesses.push_back(cell_access(tasks_of(kind).stored, chunk.id, false));
     }
   }

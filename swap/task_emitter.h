@@ -49,8 +49,11 @@ class TaskEmitter {
   // The same with the extent's bytes in it.
   HostRef read(ExtentKind kind, int chunk);
   Gradient read_gradient(int chunk, bool is_sum);
-  // To storage, where the extent is not resident. follows_readers: the write also waits for tasks that read `from`.
-  void write(ExtentKind kind, int chunk, HostRef from, bool follows_readers = false);
+  // To storage; a resident extent only where is_written says so. follows_readers: the write also waits for tasks that
+  // read `from`.
+  enum class Resident { stays, is_written };
+  void write(ExtentKind kind, int chunk, HostRef from, bool follows_readers = false,
+             Resident resident = Resident::stays);
   // Between the host and an offset in the device arena. A gradient becomes bf16 on its way down.
   Task& upload(ExtentKind kind, int chunk, HostRef from, std::uint64_t to);
   Task& download(ExtentKind kind, int chunk, std::uint64_t from, HostRef to);
@@ -68,7 +71,6 @@ class TaskEmitter {
   void commit();
 
  private:
-  void store(ExtentKind kind, int chunk, HostRef from, bool follows_readers = false);
   Task& fill_in(Task& task, ExtentKind kind, int chunk, HostRef place) const;
 
   const Layout& layout_;

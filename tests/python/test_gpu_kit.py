@@ -244,3 +244,24 @@ def test_a_streamed_run_that_is_ended_says_what_it_has(changed, tmp_path):
     assert entry["status"] == "timeout after 3 s"
     assert {"stopped": "after 1 of 4 steps"} in entry["measured"]
     assert entry["measured"][-1]["step_s"] == 2.0 and entry["measured"][-1]["measured_to_predicted"] == 2.0 and entry["measured"][-1]["steps"] == 1
+
+
+def test_a_step_that_is_stopped_while_it_starts_is_recorded(tmp_path):
+    code = """
+import pathlib, sys, threading
+import session
+from parts import Step
+begin = threading.Thread.start
+def started(thread):
+    begin(thread)
+    raise session.Interrupted(15)
+threading.Thread.start = started
+out = pathlib.Path(sys.argv[1])
+running = session.Session(1, out, out, {}, None, 1e12, 100)
+try:
+    running.run(Step("slow", 100, ["/bin/sleep", "100"]))
+except session.Interrupted:
+    print(running.records[0]["name"], running.records[0]["status"], running.child.returncode)
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], env={**os.environ, "PYTHONPATH": str(ROOT / "tools/gpu_kit")}, capture_output=True, text=True, timeout=30)
+    assert done.stdout.splitlines()[-1] == "slow interrupted -15", done.stderr

@@ -150,25 +150,26 @@ class Session:
         report = self.work / f"{step.name}.gtest.json"
         report.unlink(missing_ok=True)
         self.say(f"{step.name}: {' '.join(map(str, step.command))}")
-        begin, measured, status = time.monotonic(), [], ""
+        begin, measured, status, self.child = time.monotonic(), [], "", None
         env = {**self.env, **({"GTEST_OUTPUT": f"json:{report}"} if step.gtest else {})}
+        reader = threading.Thread(target=self.read_lines, args=(step.name, measured), daemon=True)
         try:
             self.child = subprocess.Popen([*map(str, step.command)], cwd=self.work, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                           start_new_session=True)
+            reader.start()
+            rc = self.child.wait(limit)
         except OSError as error:
             self.say(f"{step.name}| {error}")
             return self.record(step.name, "failed: could not be started", rc=127)
-        reader = threading.Thread(target=self.read_lines, args=(step.name, measured), daemon=True)
-        reader.start()
-        try:
-            rc = self.child.wait(limit)
         except subprocess.TimeoutExpired:
             self.stop_child()
             rc, status = 124, f"timeout after {limit:.0f} s"
-        except Interrupted:
-            self.stop_child()
-            reader.join(2)
-            self.record(step.name, "interrupted", time.monotonic() - begin, self.child.returncode, measured)
+        except Interrupted:  # which comes at any line
+            if self.child:
+                self.stop_child()
+            if reader.ident:
+                reader.join(2)
+            self.record(step.name, "interrupted", time.monotonic() - begin, self.child.returncode if self.child else None, measured)
             raise
         reader.join(5)
         counts = gtest_counts(report) if step.gtest else None
