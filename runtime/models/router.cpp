@@ -27,6 +27,12 @@ at::Tensor of_taken_groups(const ExpertsSpec& spec, const at::Tensor& choice) {
   return grouped.masked_fill(out.unsqueeze(2), -std::numeric_limits<double>::infinity()).view(choice.sizes());
 }
 
+// NaN for infinities, of which sigmoid() and softmax() may make 0 or 1: a router that overflows makes the step
+// non-finite.
+at::Tensor finite_or_nan(const at::Tensor& logits) {
+  return logits + logits * 0;
+}
+
 // What a token's chosen scores are divided by.
 at::Tensor divisor(const ExpertsSpec& spec, const at::Tensor& chosen) {
   const at::Tensor sum = chosen.sum(-1, true);
@@ -37,8 +43,9 @@ at::Tensor divisor(const ExpertsSpec& spec, const at::Tensor& chosen) {
 
 Routing route(const ExpertsSpec& spec, const at::Tensor& logits, const at::Tensor& correction) {
   const at::ScalarType wide = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor found = finite_or_nan(logits.to(wide));
   Routing routing;
-  routing.scores = spec.sigmoid ? at::sigmoid(logits.to(wide)) : at::softmax(logits, -1, wide);
+  routing.scores = spec.sigmoid ? at::sigmoid(found) : at::softmax(found, -1);
   at::Tensor choice = routing.scores.detach();
   if (correction.defined()) choice = choice + correction;
   routing.chosen = descending(of_taken_groups(spec, choice)).narrow(1, 0, spec.per_token).contiguous();

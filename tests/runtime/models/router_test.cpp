@@ -1,6 +1,8 @@
 // Which experts a token takes, and experts that none or all tokens take.
 #include "runtime/models/router.h"
 
+#include <cmath>
+
 #include "tests/runtime/models/fixture.h"
 
 namespace tierflow::testing {
@@ -51,6 +53,18 @@ TEST(Router, SigmoidsAreCorrectedToChooseAlone) {
   EXPECT_TRUE(torch::equal(corrected.chosen, torch::tensor({{3, 2}})));
   const torch::Tensor scores = torch::sigmoid(torch::tensor({-9.F, 5.F}));
   EXPECT_TRUE(torch::allclose(corrected.weights[0], 2.5 * scores / scores.sum()));
+}
+
+// sigmoid() makes 1 and 0 of infinities, softmax() 0 of one below: neither may pass for a score.
+TEST(Router, OneInfinityIsNoScore) {
+  for (const bool sigmoid : {false, true})
+    for (const float logit : {HUGE_VALF, -HUGE_VALF}) {
+      const ExpertsSpec spec{.count = 4, .per_token = 2, .sigmoid = sigmoid, .rounded = false};
+      const torch::Tensor logits = torch::tensor({{0.F, logit, 2.F, 3.F}, {0.F, 1.F, 2.F, 3.F}});
+      const torch::Tensor weights = route(spec, logits).weights;
+      EXPECT_TRUE(weights[0].isnan().any().item<bool>()) << sigmoid << ' ' << logit;
+      EXPECT_TRUE(weights[1].isfinite().all().item<bool>()) << sigmoid << ' ' << logit;
+    }
 }
 
 TEST(Router, TokensOfAnExpertAreAscendingWhereverTheyChoseIt) {
