@@ -177,3 +177,10 @@ def test_what_cannot_compile_is_not_drawn():
     assert not may(4, "const float* p = begin_of(pbegining);\n"), "part of a name"
     assert not may(4, "/*const float* p = begin_of(pending);*/\n"), "a declaration"
     assert not may(4, "const float* p = begin_of((pending);\n"), "half of a pair"
+
+
+def test_every_pattern_of_files_has_a_file():
+    for patterns in mutants.FILES.values():
+        assert patterns
+        for pattern in patterns:
+            assert any(ROOT.glob(pattern)), pattern
