@@ -1,9 +1,24 @@
 """Streamed models against plain ones: the same losses, gradients and weights, bit for bit, wherever the state is."""
 
 import pytest
-from streaming import MODELS, PlainLoop, batches, make, masters, roomy, scarce, tierflow, torch, train
+from streaming import MODELS, TEXT, VOCAB, PlainLoop, batches, make, masters, roomy, scarce, tierflow, torch, train, transformers
 
 STEPS, PASSES, LR = 3, 2, 1e-3
+
+LATENT = dict(TEXT, num_key_value_heads=4, moe_intermediate_size=32, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+              n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1)  # fmt: skip
+DELTA = dict(TEXT, num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+             num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+             layer_types=["linear_attention", "full_attention", "linear_attention"])  # fmt: skip
+STATES = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, state_size=16, initializer_range=0.08, pad_token_id=None, bos_token_id=1, eos_token_id=2)
+# What the program refuses by name and leaves to this package: latent attention, gated delta rules, state spaces.
+LEFT_TO_PYTHON = {
+    "deepseek_v2": lambda: transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**LATENT)),
+    "deepseek_v3": lambda: transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**LATENT, n_group=2, topk_group=1)),
+    "qwen3_next": lambda: transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**DELTA)),
+    "mamba": lambda: transformers.MambaForCausalLM(transformers.MambaConfig(**STATES)),
+    "mamba2": lambda: transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**STATES, num_heads=8, head_dim=16, n_groups=2, chunk_size=8)),
+}
 
 
 @pytest.mark.parametrize("family", list(MODELS))
@@ -30,6 +45,32 @@ def test_free_loop_has_the_bits_of_the_plain_loop(family, tmp_path):
     for name, master in masters(streamed).items():
         assert torch.equal(master.flatten(), loop.master(name)), name
     assert tierflow.stats(streamed)["departures"] == 0
+    tierflow.close(streamed)
+
+
+@pytest.mark.parametrize("family", list(LEFT_TO_PYTHON))
+def test_models_that_the_program_leaves_to_python(family, tmp_path):
+    torch.manual_seed(11)
+    LEFT_TO_PYTHON[family]().bfloat16().save_pretrained(tmp_path / "model")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).train()
+    (tmp_path / "store").mkdir()
+    budget = tierflow.Budget(device="2MiB", host="3MiB", storage=[tmp_path / "store"], activations=0.0)
+    extra = {"chaos_seed": 5, "chunk_elements": 65536}
+    streamed = tierflow.load(tmp_path / "model", tierflow.Plan(budget, allow_any_filesystem=True, precision="fp32-master+adam32", extra=extra)).train()
+    loop, opt = PlainLoop(plain, LR), tierflow.optim.AdamW(streamed.parameters(), lr=LR)
+    for batch in batches("llama", STEPS):
+        del batch["attention_mask"]
+        expected, loss = plain(**batch).loss, streamed(**batch).loss
+        assert loss.item() == expected.item()
+        loop.backward(expected)
+        loss.backward()
+        loop.step()
+        opt.step()
+        opt.zero_grad()
+    streams = masters(streamed)
+    assert set(streams) == set(loop.state)
+    for name, master in streams.items():
+        assert torch.equal(master.flatten(), loop.master(name)), name
     tierflow.close(streamed)
 
 
