@@ -36,6 +36,12 @@ std::string human_bytes(std::uint64_t bytes) {
   return bytes >= 1024 ? fmt::format("{:.0f} KiB", bytes / 1024.0) : fmt::format("{} bytes", bytes);
 }
 
+std::string human_count(double n) {
+  if (n >= 1e9) return fmt::format("{:.2f}B", n / 1e9);
+  if (n >= 1e5) return fmt::format("{:.{}f}M", n / 1e6, n >= 1e6 ? 1 : 2);
+  return fmt::format("{:.0f}", n);
+}
+
 std::uint64_t resident_set_peak() {
   rusage usage{};
   ::getrusage(RUSAGE_SELF, &usage);

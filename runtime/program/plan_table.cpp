@@ -11,10 +11,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::string count(double n) {
-  return n >= 1e9 ? fmt::format("{:.2f}B", n / 1e9) : n >= 1e6 ? fmt::format("{:.1f}M", n / 1e6) : fmt::format("{}", n);
-}
-
 std::string size(const Json& bytes) {
   return human_bytes(bytes.get<std::uint64_t>());
 }
@@ -57,18 +53,19 @@ std::string plan_text(const Json& plan) {
     cut += fmt::format(", the vocabulary in {} tiles", model["vocabulary_tiles"].get<int>());
   if (model["blocks_in_halves"] != 0) cut += ", blocks in halves";
   const std::string active =
-      model["experts"] == 0 ? "" : fmt::format(" ({} active in a token)", count(model["active_parameters"]));
-  row("model",
-      fmt::format("{}, {} parameters{}, {} units in {} stages{}", model["architecture"].get<std::string>(),
-                  count(model["parameters"]), active, model["units"].get<int>(), model["stages"].get<int>(), cut));
+      model["experts"] == 0 ? "" : fmt::format(" ({} active in a token)", human_count(model["active_parameters"]));
+  row("model", fmt::format("{}, {} parameters{}, {} units in {} stages{}", model["architecture"].get<std::string>(),
+                           human_count(model["parameters"]), active, model["units"].get<int>(),
+                           model["stages"].get<int>(), cut));
   row("precision", precision["policy"].get<std::string>());
   for (const Json& layers : precision["layers"])
     row("", fmt::format("{:<20} {:>4} {:>9}  {:<20} {:>10}", layers["layers"].get<std::string>(),
-                        layers["units"].get<int>(), count(layers["parameters"]), layers["precision"].get<std::string>(),
-                        size(layers["bytes"])));
+                        layers["units"].get<int>(), human_count(layers["parameters"]),
+                        layers["precision"].get<std::string>(), size(layers["bytes"])));
   if (precision["moments_32"]["parameters"] != 0)
-    row("", fmt::format("32-bit moments of {} parameters take {} more than 8-bit ones",
-                        count(precision["moments_32"]["parameters"]), size(precision["moments_32"]["extra_bytes"])));
+    row("",
+        fmt::format("32-bit moments of {} parameters take {} more than 8-bit ones",
+                    human_count(precision["moments_32"]["parameters"]), size(precision["moments_32"]["extra_bytes"])));
   if (storage["bytes"] == 0)
     row("storage", "nothing: all state is resident");
   else
@@ -138,9 +135,10 @@ std::string plan_text(const Json& plan) {
     const auto beside = [&](const char* of) {
       return full.is_null() ? size(galore[of]) : fmt::format("{} (full tuning {})", size(galore[of]), size(full[of]));
     };
-    row("galore", fmt::format("{} weights are trained through {}, projected anew every {} steps by {}",
-                              count(galore["projected_parameters"]), count(galore["trained_in_their_place"]),
-                              galore["update_gap"].get<std::int64_t>(), count(galore["projector_parameters"])));
+    row("galore",
+        fmt::format("{} weights are trained through {}, projected anew every {} steps by {}",
+                    human_count(galore["projected_parameters"]), human_count(galore["trained_in_their_place"]),
+                    galore["update_gap"].get<std::int64_t>(), human_count(galore["projector_parameters"])));
     row("", fmt::format("weights and state {}; a step reads {}, writes {} and takes {} of gradients to the host",
                         beside("state"), beside("read_per_step"), beside("written_per_step"),
                         beside("gradients_per_step")));

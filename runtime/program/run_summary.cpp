@@ -110,8 +110,8 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                      {"out", written ? json(std::filesystem::absolute(run.out).string()) : json()}};
   log.object({{"summary", summary}});
   const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
-  log.say(fmt::format("\n{} steps in {:.1f} s: {:.0f} tokens/s, limited by {}", run.steps, log.training_seconds(),
-                      log.tokens_per_second(), log.limiting_lane(session)));
+  log.say(fmt::format("\n{} steps in {:.{}f} s: {:.0f} tokens/s, limited by {}", run.steps, log.training_seconds(),
+                      log.training_seconds() < 10 ? 2 : 1, log.tokens_per_second(), log.limiting_lane(session)));
   if (run.prediction && run.steps > 1)
     log.say(fmt::format("predicted {:.3g} s a step, measured {:.3g}: {:+.1f}%", run.prediction->step_seconds,
                         log.typical_step_seconds(),

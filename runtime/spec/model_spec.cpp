@@ -156,11 +156,36 @@ ModelSpec parse_model_spec(const std::string& config_json, const std::string& wh
   return spec;
 }
 
+namespace {
+
+// Whether it could be the name of a repository on the Hugging Face Hub: OWNER/NAME.
+bool is_hub_name(const std::string& text) {
+  const std::size_t slash = text.find('/');
+  return slash != std::string::npos && slash != 0 && slash + 1 < text.size() &&
+         text.find('/', slash + 1) == text.npos && text.front() != '.' && text.front() != '~';
+}
+
+void expect_model_folder(const std::filesystem::path& folder) {
+  std::error_code unknown;
+  const std::string text = folder.string();
+  if (!std::filesystem::exists(folder, unknown) && !unknown)
+    fail_input(text, "there is no such folder; a model is a folder with config.json and safetensors" +
+                         (is_hub_name(text) ? ". `hf download " + text + " --local-dir " + folder.filename().string() +
+                                                  "` fetches it from the Hugging Face Hub, if it is a name there"
+                                            : std::string()));
+  if (std::filesystem::is_directory(folder, unknown) && !std::filesystem::exists(folder / "config.json", unknown) &&
+      !unknown)
+    fail_input(text, "has no config.json: a model is a folder with config.json and safetensors");
+}
+
+}  // namespace
+
 ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling, const std::string& as) {
   return parse_model_spec(read_text(config_json, config_limit), config_json.string(), tiling, as);
 }
 
 ModelSpec read_folder_spec(const std::filesystem::path& folder, const Tiling& tiling, const std::string& as) {
+  expect_model_folder(folder);
   const std::filesystem::path path = folder / "config.json";
   return parse_model_spec(read_text(open_beneath(folder, "config.json"), path, config_limit), path.string(), tiling,
                           as);

@@ -318,6 +318,11 @@ TEST(Options, SizesForPeopleAreNeverRoundedToNothing) {
   EXPECT_EQ(human_bytes(1000 << 20), "1000 MiB");
   EXPECT_EQ(human_bytes(std::uint64_t{5} << 30), "5.00 GiB");
   EXPECT_EQ(human_bytes(std::uint64_t{10} << 30), "10.0 GiB");
+  EXPECT_EQ(human_count(0), "0");
+  EXPECT_EQ(human_count(8192), "8192");
+  EXPECT_EQ(human_count(657e3), "0.66M");
+  EXPECT_EQ(human_count(152e6), "152.0M");
+  EXPECT_EQ(human_count(7.6e9), "7.60B");
 }
 
 class ConfigFile : public ::testing::Test {

@@ -508,6 +508,16 @@ TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
   refused(with(gpt2(), "tie_word_embeddings", "yes"), {"tie_word_embeddings"});
 }
 
+TEST(ModelSpec, WhatIsNoModelFolderIsRefusedWithTheRemedy) {
+  const testing::TempDir dir;
+  const auto refused = [](const std::filesystem::path& folder, std::initializer_list<std::string_view> words) {
+    expect_refusal(io::ErrorKind::input, words, [&] { read_folder_spec(folder); });
+  };
+  refused(dir.path(), {"has no config.json"});
+  refused(dir.path() / "absent", {"no such folder", "config.json and safetensors"});
+  refused("tierflow-test/absent", {"no such folder", "hf download tierflow-test/absent --local-dir absent"});
+}
+
 TEST(ModelSpec, BrokenJsonIsRefused) {
   const auto refused = [](const std::string& text, std::initializer_list<std::string_view> words) {
     expect_refusal(io::ErrorKind::input, words, [&] { parse_model_spec(text, "config.json"); });
