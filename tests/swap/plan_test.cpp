@@ -178,8 +178,8 @@ TEST(Planner, AnExpectedEvaluationIsFetchedWhileTheLastOneEnds) {
   ASSERT_EQ(all(alone), 6 * chunks);
   EXPECT_EQ(uploads(first, 0), 2 * chunks);
   // Behind the last computation's fetch, before the computation itself: it serves the next pass meanwhile.
-  const auto compute = std::ranges::find_if(std::views::reverse(first.tasks),
-                                            [&](const Task& task) { return task.kind == TaskKind::compute; });
+  const auto compute = std::find_if(first.tasks.rbegin(), first.tasks.rend(),
+                                    [&](const Task& task) { return task.kind == TaskKind::compute; });
   EXPECT_TRUE(std::any_of(first.tasks.begin(), compute.base(), [&, seen = 0](const Task& task) mutable {
     return task.kind == TaskKind::upload_hi && layout.chunks()[task.chunk].unit == 0 && ++seen > chunks;
   }));
