@@ -11,26 +11,11 @@ namespace tierflow::bindings {
 namespace {
 
 using models::DecoderLayer;
-using models::DecoderShape;
 using Released = py::call_guard<py::gil_scoped_release>;
 
 struct Kept {
   std::unique_ptr<KeptActivations> activations;
 };
-
-DecoderShape shape_of(const py::dict& shape) {
-  return {.hidden = py::cast<std::int64_t>(shape["hidden"]),
-          .intermediate = py::cast<std::int64_t>(shape["intermediate"]),
-          .heads = py::cast<std::int64_t>(shape["heads"]),
-          .kv_heads = py::cast<std::int64_t>(shape["kv_heads"]),
-          .head_dim = py::cast<std::int64_t>(shape["head_dim"]),
-          .window = py::cast<std::int64_t>(shape["window"]),
-          .norm_eps = py::cast<double>(shape["norm_eps"]),
-          .qkv_bias = py::cast<bool>(shape["qkv_bias"]),
-          .output_bias = py::cast<bool>(shape["output_bias"]),
-          .mlp_bias = py::cast<bool>(shape["mlp_bias"]),
-          .qk_norm = py::cast<bool>(shape["qk_norm"])};
-}
 
 // positions: int64 [batch, sequence] of packed rows, as in MicroBatch; None: each row is one document.
 DecoderLayer::Input input_of(const torch::Tensor& hidden, const torch::Tensor& cos, const torch::Tensor& sin,
@@ -49,9 +34,12 @@ torch::Tensor sum_at(const Gradients& sums, int position) {
 void register_layers(py::module_& module) {
   py::class_<Kept>(module, "Kept");
   py::class_<DecoderLayer>(module, "DecoderLayer")
-      .def(py::init([](const py::dict& shape, const std::vector<std::string>& roles) {
-        return std::make_unique<DecoderLayer>(shape_of(shape), roles);
-      }))
+      .def(py::init<const std::string&, std::int64_t, const std::vector<std::string>&>())
+      .def_property_readonly("window", [](const DecoderLayer& self) { return self.form().window; })
+      .def_property_readonly("rotated", [](const DecoderLayer& self) { return self.form().rotated; })
+      .def_property_readonly("interleaved", [](const DecoderLayer& self) { return self.form().interleaved; })
+      .def_property_readonly("rounded", [](const DecoderLayer& self) { return self.form().rounded; })
+      .def_property_readonly("keeps", [](const DecoderLayer& self) { return self.form().keeps; })
       .def(
           "forward",
           [](const DecoderLayer& self, const Weights& weights, const torch::Tensor& hidden, const torch::Tensor& cos,

@@ -83,7 +83,12 @@ class Dataset:
 class Kept: ...
 
 class DecoderLayer:
-    def __init__(self, shape: dict[str, Any], roles: Sequence[str]) -> None: ...
+    window: int
+    rotated: int
+    interleaved: bool
+    rounded: bool
+    keeps: bool
+    def __init__(self, config: str, layer: int, roles: Sequence[str]) -> None: ...
     def forward(
         self, weights: Sequence[torch.Tensor], hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor: ...

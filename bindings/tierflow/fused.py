@@ -6,9 +6,8 @@ by hand, and adds gradients to the turn's fp32 sums as it goes.
 
 from __future__ import annotations
 
+import inspect
 import logging
-import math
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,20 +17,10 @@ from torch import nn
 
 from . import _native
 from .activations import Activations
+from .as_made import Departs, LayerAsMade, check_untouched, is_known_layer
 from .protocols import ModuleTurn
 
 log = logging.getLogger("tierflow")
-_FAMILIES = {f"transformers.models.{name.lower()}.modeling_{name.lower()}": name for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
-_PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-_NORMS = ["input_layernorm", "post_attention_layernorm"]
-
-
-class Departs(Exception):
-    """Why a call runs the module's own code. silent: a matter of course, as in generate()."""
-
-    def __init__(self, why: str, silent: bool = False) -> None:
-        super().__init__(why)
-        self.silent = silent
 
 
 class Kept:
@@ -72,14 +61,14 @@ def layer_of(turn: ModuleTurn) -> Layer | None:
         return _Linear(turn)
     if kind is nn.Embedding:
         return _Embedding(turn)
-    if kind.__module__ in _FAMILIES and kind.__name__ == f"{_FAMILIES[kind.__module__]}DecoderLayer":
+    if turn.module is not None and is_known_layer(turn.module):
         return _Decoder(turn)
     return None
 
 
 def say_what_is_fused(turns: Sequence[ModuleTurn]) -> None:
     if not any(isinstance(turn.layer, _Decoder) for turn in turns):
-        log.warning("fused_layers: no decoder layer of Llama, Mistral, Qwen2 or Qwen3 takes a turn here: the model's layers run their own code")
+        log.warning("fused_layers: no decoder layer that the program knows takes a turn here: the model's layers run their own code")
 
 
 def _one_input(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -88,36 +77,15 @@ def _one_input(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     return args[0]
 
 
-def _check_untouched(module: nn.Module, kind: type, name: str, outermost: bool = False) -> None:
-    what = name or "the layer"
-    if type(module) is not kind or kind.forward.__module__ != kind.__module__:
-        raise Departs(f"{what} is {type(module).__module__}.{type(module).__name__}, not {kind.__name__} as it was written")
-    if not outermost and ("forward" in module.__dict__ or _watched(module)):
-        raise Departs(f"{what} has hooks or a forward() of its own")
-
-
 def _check_autocast(turn: ModuleTurn) -> None:
     device = turn.engine.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.bfloat16:
         raise Departs("autocast is on, and not to bfloat16")
 
 
-def _watched(module: nn.Module) -> bool:
-    """Whether a hook is registered, other than what transformers leaves behind where outputs were recorded once."""
-    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return True
-    for hook in module._forward_hooks.values():
-        recorder = sys.modules.get("transformers.utils.output_capturing")
-        if recorder is None or getattr(hook, "__module__", "") != recorder.__name__:
-            return True
-        if set(recorder._active_collector.get() or ()) - {"hidden_states", "_hidden_states_layers"}:
-            return True
-    return False
-
-
 class _Linear(Layer):
     def operands(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        _check_untouched(self.turn.module, nn.Linear, "", outermost=True)
+        check_untouched(self.turn.module, nn.Linear, "", outermost=True)
         if (x := _one_input(args, kwargs)).dtype != torch.bfloat16:
             raise Departs(f"its input is {x.dtype}, not bfloat16")
         _check_autocast(self.turn)
@@ -141,7 +109,7 @@ class _Embedding(Layer):
 
     def operands(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         table = self._table()
-        _check_untouched(table, nn.Embedding, "", outermost=True)
+        check_untouched(table, nn.Embedding, "", outermost=True)
         if table.max_norm is not None or table.scale_grad_by_freq:
             raise Departs("max_norm or scale_grad_by_freq is set")
         return [_one_input(args, kwargs)]
@@ -155,23 +123,22 @@ class _Embedding(Layer):
 
 
 class _Decoder(Layer):
-    """A decoder layer of Llama, Mistral, Qwen2 or Qwen3."""
+    """A dense decoder layer of transformers."""
 
     def __init__(self, turn: ModuleTurn) -> None:
         super().__init__(turn)
-        self._shape: dict[str, Any] = {}
+        assert turn.module is not None
+        self._module: nn.Module = turn.module
+        self._calls = inspect.signature(type(turn.module).forward)
+        self._made: LayerAsMade | None = None
         self._layer: Any = None
+        self._refused = ""  # why the config's layer cannot be computed
 
     def operands(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        shape = self._describe()
-        if shape != self._shape:
-            try:
-                self._layer = _native.DecoderLayer(shape, self.roles)
-            except _native.UsageError as error:
-                raise Departs(str(error)) from error
-            self._shape = shape
-        given = {**dict(zip(("hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"), args)), **kwargs}
-        if given.get("past_key_values") is not None:
+        self._look()
+        given = self._calls.bind(self._module, *args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        if given.get("past_key_values") is not None or given.get("layer_past") is not None:
             raise Departs("it fills a cache", silent=True)
         hidden, tables = given.get("hidden_states"), given.get("position_embeddings")
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.dtype != torch.bfloat16 or not hidden.numel():
@@ -187,46 +154,41 @@ class _Decoder(Layer):
             raise Departs("its positions restart, and no mask says whether its attention does")
         return [hidden, *tables]
 
-    def _describe(self) -> dict[str, Any]:
-        """What the layer computes. Raises Departs where it is not as transformers made it."""
-        layer: Any = self.turn.module
-        code = sys.modules[type(layer).__module__]
-        prefix = _FAMILIES[code.__name__]
-        modules = dict(layer.named_modules())
-        norms = _NORMS + [name for name in ("self_attn.q_norm", "self_attn.k_norm") if prefix == "Qwen3"]
-        kinds: dict[str, type] = {
-            **dict.fromkeys(_PROJECTIONS, nn.Linear), **dict.fromkeys(norms, getattr(code, f"{prefix}RMSNorm")), "": type(layer),
-            "self_attn": getattr(code, f"{prefix}Attention"), "mlp": getattr(code, f"{prefix}MLP"), "mlp.act_fn": _silu(modules),
-        }  # fmt: skip
-        for name in modules:
-            if name not in kinds:
-                raise Departs(f"{name} is no part of it as transformers makes it")
-        for name, kind in kinds.items():
-            _check_untouched(modules[name], kind, name, outermost=name == "")
+    def _look(self) -> None:
+        """Raises Departs where the layer is not as transformers made it."""
+        if self._made is None or not self._made.is_of(self._module):
+            self._made, self._refused = LayerAsMade(self._module), ""
+            try:
+                self._layer = _native.DecoderLayer(self._made.config_text(), self._made.index, self.roles)
+            except (_native.UsageError, _native.InputError) as error:
+                self._refused = str(error)
+        if self._refused:
+            raise Departs(self._refused)
+        self._made.check(self._module)
         if any(m._parameters.get(name) is not handle for handle, places in zip(self.turn.handles, self.turn.places, strict=True) for m, name in places):
             raise Departs("a parameter was put in the place of one that streams")
-        attention = layer.self_attn
-        window = getattr(attention, "sliding_window", None) if prefix != "Mistral" else getattr(attention.config, "sliding_window", None)
-        q, k, gate = attention.q_proj, attention.k_proj, layer.mlp.gate_proj
-        eps = {modules[name].variance_epsilon for name in norms}
-        if len(eps) != 1 or not math.isclose(attention.scaling, attention.head_dim**-0.5, rel_tol=1e-12) or attention.is_causal is not True:
-            raise Departs("its scaling, causality or epsilons are not the usual ones")
-        if attention.training and attention.attention_dropout > 0:
-            raise Departs("it has dropout")
-        return {
-            "hidden": q.in_features, "intermediate": gate.out_features, "heads": q.out_features // attention.head_dim,
-            "kv_heads": k.out_features // attention.head_dim, "head_dim": attention.head_dim, "window": window or 0, "norm_eps": eps.pop(),
-            "qkv_bias": q.bias is not None, "output_bias": attention.o_proj.bias is not None, "mlp_bias": gate.bias is not None,
-            "qk_norm": prefix == "Qwen3",
-        }  # fmt: skip
 
     def _is_table(self, table: Any, hidden: torch.Tensor) -> bool:
-        """cos or sin [1 or batch, sequence, head_dim], its second half as the first."""
+        """cos or sin [1 or batch, sequence, rotated]: its second half as the first, or, of neighbouring pairs, each value twice."""
         batch, length = hidden.shape[:2]
-        dim = self._shape["head_dim"]
-        if not isinstance(table, torch.Tensor) or table.dtype != hidden.dtype or table.requires_grad or table.shape not in ((1, length, dim), (batch, length, dim)):
+        rotated = self._layer.rotated
+        if rotated == 0:
+            return True
+        dtype = hidden.dtype if self._layer.rounded else torch.float32
+        if not isinstance(table, torch.Tensor) or table.dtype != dtype or table.requires_grad or table.shape not in ((1, length, rotated), (batch, length, rotated)):
             return False
-        return self._judge(table, 0, lambda: torch.equal(table[..., : dim // 2], table[..., dim // 2 :]))
+        return self._step(table) is not None
+
+    def _step(self, table: torch.Tensor) -> int | None:
+        """How the value of each pair is found in a table: 1, in its first half; 2, in every other place; None: in neither."""
+
+        def compare() -> int | None:
+            half = table.shape[-1] // 2
+            if self._layer.interleaved and torch.equal(table[..., ::2], table[..., 1::2]):
+                return 2
+            return 1 if torch.equal(table[..., :half], table[..., half:]) else None
+
+        return self._judge(table, -1 if self._layer.interleaved else 0, compare)
 
     def _restart(self, positions: torch.Tensor) -> bool:
         """Whether positions do not only count up: where transformers builds no mask, some kinds of attention look at that."""
@@ -237,7 +199,7 @@ class _Decoder(Layer):
         batch, length = hidden.shape[:2]
         if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[-2:] != (length, length):
             return None
-        window = self._shape["window"] or length
+        window = self._layer.window or length
 
         def compare() -> torch.Tensor | None:
             if mask.dtype != torch.bool and bool(((mask != 0) & (mask > torch.finfo(mask.dtype).min)).any()):
@@ -268,13 +230,15 @@ class _Decoder(Layer):
 
     def _input(self, operands: list[torch.Tensor]) -> list[torch.Tensor | None]:
         hidden, *tables = operands[:3]
-        halves = [table[..., : self._shape["head_dim"] // 2] for table in tables]
+        halves = tables
+        if half := self._layer.rotated // 2:
+            halves = [table[..., ::2] if self._step(table) == 2 else table[..., :half] for table in tables]
         return [hidden, *(half[0] if half.shape[0] == 1 else half for half in halves), operands[3] if len(operands) > 3 else None]
 
     def forward(self, weights: list[torch.Tensor], operands: list[torch.Tensor], keep: bool) -> tuple[torch.Tensor, Kept | None]:
         activations = self.turn.engine.activations
         size = self._layer.kept_bytes(operands[0].shape[0] * operands[0].shape[1])
-        if not keep or not activations.has_room(size):
+        if not keep or not self._layer.keeps or not activations.has_room(size):
             return self._layer.forward(weights, *self._input(operands)), None
         out, held = self._layer.forward_keeping(weights, *self._input(operands))
         return out, Kept(held, size, activations)
@@ -288,9 +252,3 @@ class _Decoder(Layer):
 
 def _seen(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask == 0
-
-
-def _silu(modules: dict[str, nn.Module]) -> type:
-    """The class that the activation has to be: torch's silu, or the one of transformers."""
-    theirs = getattr(sys.modules.get("transformers.activations"), "SiLUActivation", nn.SiLU)
-    return theirs if type(modules.get("mlp.act_fn")) is theirs else nn.SiLU

@@ -80,7 +80,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
 
     Weights are then computed with in bf16 (their fp32 values become the master): feed it what a bf16 model takes. Buffers stay as they are.
     checkpoint: a folder of safetensors with the module's parameters, for one made under tierflow.init_empty().
-    fused_layers: decoder layers of Llama, Mistral, Qwen2 and Qwen3, plain embeddings and heads, and transformers' causal loss are computed by the program's
+    fused_layers: the layers of dense decoders (docs/python.md has the list), plain embeddings and heads, and transformers' causal loss are computed by the program's
         own layers: faster, with other last bits. A call that these do not cover (padding, an adapter inside, dropout) runs the module's code, and says so once.
     """
     if isinstance(plan, Budget):

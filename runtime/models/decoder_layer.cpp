@@ -13,42 +13,63 @@
 namespace tierflow::models {
 namespace {
 
-ModelSpec spec_of(const DecoderShape& shape) {
+// A model with this one layer.
+ModelSpec one_layer(const std::string& config, std::int64_t layer) {
   ModelSpec spec;
-  spec.config = {.vocab_size = 1,
-                 .hidden_size = shape.hidden,
-                 .intermediate_size = shape.intermediate,
-                 .layers = 1,
-                 .heads = shape.heads,
-                 .kv_heads = shape.kv_heads,
-                 .head_dim = shape.head_dim,
-                 .norm_eps = shape.norm_eps,
-                 .tie_word_embeddings = true,
-                 .qkv_bias = shape.qkv_bias,
-                 .output_bias = shape.output_bias,
-                 .mlp_bias = shape.mlp_bias,
-                 .qk_norm = shape.qk_norm ? QkNorm::head : QkNorm::none,
-                 .layer_specs = {{.window = shape.window}}};
+  spec.config = parse_model_spec(config, "the model's config", Tiling::none()).config;
   spec.tiling = Tiling::none();
+  ModelConfig& c = spec.config;
+  const auto refuse = [&](const std::string& why) { throw Exception(io::ErrorKind::usage, why); };
+  if (c.family != Family::decoder) refuse("layers of " + c.architecture + " have learned positions");
+  if (layer < 0 || layer >= c.layers) refuse("the config has no layer " + std::to_string(layer));
+  if (c.layer(layer).experts) refuse("its MLP is a mixture of experts");
+  if (c.query_scaling > 0) refuse("its queries are scaled by their position");
+  LayerSpec own = c.layer(layer);
+  if (own.rope >= 0) c.ropes = {c.ropes.at(static_cast<std::size_t>(std::exchange(own.rope, 0)))};
+  c.layer_specs = {own};
+  c.layers = c.vocab_size = 1;
+  c.tie_word_embeddings = true;
+  c.embedding_dropout = c.residual_dropout = c.attention_dropout = 0;
   build_units(spec);
   return spec;
 }
 
-// Sums of whole products are of rounded values already; those of vectors are fp32 until here.
-class RoundedVectors {
+// Of what DecoderModel::forward_keeping() keeps, in bytes a token.
+std::uint64_t bytes_of_a_token(const ModelConfig& c) {
+  const std::int64_t q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
+  const bool in = !c.names.attention_norm.empty(), in_mlp = !c.names.mlp_norm.empty(),
+             out = !c.names.attention_out_norm.empty(), out_mlp = !c.names.mlp_out_norm.empty();
+  const int of_norm = c.norm == NormKind::layer || c.norm == NormKind::layer_no_bias ? 2 : 1;  // mean, rstd
+  // The norms' results, what norms behind a half take, and the input of the second half.
+  std::int64_t words = (in + in_mlp + out + out_mlp + (c.parallel ? 0 : 1)) * c.hidden_size;
+  words += 2 * q + 2 * kv + (c.gated ? 2 : 1) * c.intermediate_size;
+  std::int64_t floats = of_norm * (in + in_mlp + out + out_mlp) + c.heads;  // and of attention's softmax
+  if (c.qk_norm != QkNorm::none) {
+    words += q + kv;
+    floats += of_norm * (c.qk_norm == QkNorm::whole ? 2 : c.heads + c.kv_heads);
+  }
+  return static_cast<std::uint64_t>(2 * words + 4 * floats);
+}
+
+// Sums of whole products are of rounded values already; those over tokens, of norms and biases, are fp32 until here.
+class RoundedSums {
  public:
-  explicit RoundedVectors(const Gradients& sums) : sums_(sums), own_(sums) {
-    for (Tensor& sum : own_)
-      if (sum.defined() && sum.dim() < 2) sum = at::zeros_like(sum);
+  // products: which of them are of products; both outlive this.
+  RoundedSums(const Gradients& sums, const std::vector<bool>& products) : sums_(sums), products_(products), own_(sums) {
+    for (std::size_t i = 0; i < own_.size(); ++i)
+      if (adds(i)) own_[i] = at::zeros_like(own_[i]);
   }
   const Gradients& own() const { return own_; }
   void add() const {
     for (std::size_t i = 0; i < sums_.size(); ++i)
-      if (sums_[i].defined() && sums_[i].dim() < 2) sums_[i].add_(own_[i].to(at::kBFloat16));
+      if (adds(i)) sums_[i].add_(own_[i].to(at::kBFloat16));
   }
 
  private:
+  bool adds(std::size_t i) const { return sums_[i].defined() && !products_[i]; }
+
   const Gradients& sums_;
+  const std::vector<bool>& products_;
   Gradients own_;
 };
 
@@ -58,14 +79,24 @@ Tensor rows(const Tensor& x) {
 
 }  // namespace
 
-DecoderLayer::DecoderLayer(const DecoderShape& shape, const std::vector<std::string>& roles) : shape_(shape) {
-  ModelSpec spec = spec_of(shape);
+DecoderLayer::DecoderLayer(const std::string& config, std::int64_t layer, const std::vector<std::string>& roles) {
+  ModelSpec spec = one_layer(config, layer);
+  const ModelConfig& c = spec.config;
+  const LayerSpec& own = c.layer_specs.front();
+  const RopeSpec& rope = c.ropes.front();
+  form_ = {.window = own.window,
+           .rotated = own.rope < 0 ? 0 : rope.rotated(c.head_dim),
+           .interleaved = rope.interleaved,
+           .rounded = rope.rounded,
+           .keeps = c.attention_softcap <= 0};
+  token_bytes_ = bytes_of_a_token(c);
   while (spec.stages[static_cast<std::size_t>(stage_)].kind != StageKind::block) ++stage_;
   const UnitSpec& unit = spec.units[static_cast<std::size_t>(spec.stages[static_cast<std::size_t>(stage_)].units[0])];
   for (const TensorSpec& tensor : unit.tensors) {
     const auto found = std::find(roles.begin(), roles.end(), tensor.role);
     if (found == roles.end()) throw Exception(io::ErrorKind::usage, "a decoder layer without " + tensor.role);
     order_.push_back(static_cast<std::size_t>(found - roles.begin()));
+    products_.push_back(tensor.shape.size() > 1 && tensor.init == Init::normal);
   }
   if (order_.size() != roles.size())
     throw Exception(io::ErrorKind::usage, "a decoder layer with parameters that are not its own");
@@ -93,23 +124,15 @@ Tensor DecoderLayer::backward(const Weights& weights, const Gradients& sums, con
   const at::NoGradGuard no_grad;
   const Shared shared{.tables = {input.cos, input.sin}, .documents = input.documents};
   const Gradients ordered_sums = in_order(sums);
-  const RoundedVectors vectors(ordered_sums);
-  const Carry d = model_->backward_kept(stage_, in_order(weights), vectors.own(), {input.hidden.detach()}, shared,
+  const RoundedSums rounded(ordered_sums, products_);
+  const Carry d = model_->backward_kept(stage_, in_order(weights), rounded.own(), {input.hidden.detach()}, shared,
                                         {d_out}, std::move(kept));
-  vectors.add();
+  rounded.add();
   return d.at(0);
 }
 
 std::uint64_t DecoderLayer::kept_bytes(std::int64_t tokens) const {
-  const std::int64_t q = shape_.heads * shape_.head_dim, kv = shape_.kv_heads * shape_.head_dim;
-  // Both norms' results and the second's input; q, k, v and the result of attention; gate and up.
-  std::int64_t words = 3 * shape_.hidden + 2 * q + 2 * kv + 2 * shape_.intermediate;
-  std::int64_t floats = 2 + shape_.heads;  // of the norms, and of attention's softmax
-  if (shape_.qk_norm) {
-    words += q + kv;
-    floats += shape_.heads + shape_.kv_heads;
-  }
-  return static_cast<std::uint64_t>(tokens * (2 * words + 4 * floats));
+  return static_cast<std::uint64_t>(tokens) * token_bytes_;
 }
 
 Tensor linear_backward(const Tensor& weight, const Tensor& weight_sum, const Tensor& bias_sum, const Tensor& x,
@@ -118,9 +141,10 @@ Tensor linear_backward(const Tensor& weight, const Tensor& weight_sum, const Ten
   const Tensor d = rows(d_y);
   add_product(weight_sum, d, rows(x));
   const Gradients biases{bias_sum};
-  const RoundedVectors vectors(biases);
-  add_rows(vectors.own()[0], d);
-  vectors.add();
+  const std::vector<bool> products{false};
+  const RoundedSums rounded(biases, products);
+  add_rows(rounded.own()[0], d);
+  rounded.add();
   return at::mm(d, weight.detach()).view(x.sizes());
 }
 

@@ -13,23 +13,27 @@
 
 namespace tierflow::models {
 
-struct DecoderShape {
-  std::int64_t hidden = 0, intermediate = 0, heads = 0, kv_heads = 0, head_dim = 0;
-  std::int64_t window = 0;  // keys that a query sees, itself among them; 0: all before it
-  double norm_eps = 1e-6;
-  bool qkv_bias = false, output_bias = false, mlp_bias = false;
-  bool qk_norm = false;  // RMS norm of each head's q and k
-};
-
-// A decoder layer of Llama, Mistral, Qwen2 or Qwen3: causal, silu, no dropout.
+// A decoder layer of a model that model_spec.h reads, but for mixtures of experts and layers that scale their queries
+// by their position: causal, no dropout.
 class DecoderLayer {
  public:
-  // roles: what the weights of each call are, in their order, as transformers names them within the layer
-  // ("self_attn.q_proj.weight"). Throws Exception (kind usage) where they are not the shape's.
-  DecoderLayer(const DecoderShape& shape, const std::vector<std::string>& roles);
+  // config: the text of the model's config.json; layer: counts from 0. roles: what the weights of each call are, in
+  // their order, as transformers names them within the layer ("self_attn.q_proj.weight"). Throws Exception (kind usage
+  // or input) where the config has no such layer, or the roles are not the layer's.
+  DecoderLayer(const std::string& config, std::int64_t layer, const std::vector<std::string>& roles);
 
-  // A call's tensors. hidden: bf16 [batch, sequence, hidden]; cos, sin: [sequence, head_dim / 2], or with the batch
-  // before that, rounded to bf16.
+  // How calls are made of a model's own tables and masks.
+  struct Form {
+    std::int64_t window = 0;   // keys that a query sees, itself among them; 0: all before it
+    std::int64_t rotated = 0;  // of a head's dimensions; 0: none, and the tables are not looked at
+    bool interleaved = false;  // pairs are neighbours; else one of each half
+    bool rounded = true;       // tables are bf16; else fp32
+    bool keeps = true;         // forward() can keep
+  };
+  const Form& form() const { return form_; }
+
+  // A call's tensors. hidden: bf16 [batch, sequence, hidden]; cos, sin: [sequence, rotated / 2], or with the batch
+  // before that.
   struct Input {
     at::Tensor hidden, cos, sin;
     std::vector<Document> documents = {};  // of packed rows, as MicroBatch::documents() gives them
@@ -40,16 +44,18 @@ class DecoderLayer {
   // The gradient of `hidden` from that of the result; adds the weights' to `sums` (fp32, undefined where unwanted).
   at::Tensor backward(const Weights& weights, const Gradients& sums, const Input& input, const at::Tensor& d_out,
                       std::unique_ptr<KeptActivations> kept) const;
-  // Bytes of what forward() keeps.
+  // Bytes of what forward() keeps; where it cannot keep, of what a backward has of its own at once, about.
   std::uint64_t kept_bytes(std::int64_t tokens) const;
 
  private:
   std::vector<at::Tensor> in_order(const std::vector<at::Tensor>& tensors) const;
 
-  DecoderShape shape_;
+  Form form_;
+  std::uint64_t token_bytes_ = 0;  // kept of each token
   std::unique_ptr<LayeredModel> model_;
   int stage_ = 0;
   std::vector<std::size_t> order_;  // position in a call's weights, by position in the model's
+  std::vector<bool> products_;      // by that: whether its gradient is a matrix product
 };
 
 // y = x W^T + b, x [.., in], d_y [.., out]: the gradient of x; adds those of W and b. Undefined sums are unwanted.

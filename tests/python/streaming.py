@@ -43,11 +43,41 @@ MODELS = {
     ),
 }
 
+SLIDES = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+NEOX = dict(TEXT, hidden_act="gelu", rotary_pct=0.5)
+PHI3 = dict(GROUPED, partial_rotary_factor=0.5)
+# Dense decoders whose layers fused_layers=True knows beside those of MODELS.
+DENSE = {
+    "gemma": lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**GROUPED, head_dim=16)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GROUPED, head_dim=16, query_pre_attn_scalar=24, **SLIDES)),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**GROUPED, head_dim=16, query_pre_attn_scalar=24, **SLIDES)),
+    "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**PHI3)),
+    "glm": lambda: transformers.GlmForCausalLM(transformers.GlmConfig(**GROUPED, head_dim=16)),
+    "glm4": lambda: transformers.Glm4ForCausalLM(transformers.Glm4Config(**GROUPED, head_dim=16)),
+    "olmo2": lambda: transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**GROUPED)),
+    "olmo3": lambda: transformers.Olmo3ForCausalLM(transformers.Olmo3Config(**GROUPED, **SLIDES)),
+    "smollm3": lambda: transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**GROUPED, no_rope_layer_interval=2)),
+    "granite": lambda: transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(**GROUPED, residual_multiplier=0.22, attention_multiplier=0.3, embedding_multiplier=2.0, logits_scaling=2.0)
+    ),
+    "cohere": lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**GROUPED, use_qk_norm=True)),
+    "cohere2": lambda: transformers.Cohere2ForCausalLM(transformers.Cohere2Config(**GROUPED, **SLIDES)),
+    "gpt_neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**NEOX)),
+    "gpt_neox_in_turn": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**NEOX, use_parallel_residual=False)),
+    "starcoder2": lambda: transformers.Starcoder2ForCausalLM(
+        transformers.Starcoder2Config(**GROUPED, residual_dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0)
+    ),
+    "seed_oss": lambda: transformers.SeedOssForCausalLM(transformers.SeedOssConfig(**GROUPED, head_dim=16, residual_dropout=0.0, attention_dropout=0.0)),
+    "exaone4": lambda: transformers.Exaone4ForCausalLM(transformers.Exaone4Config(**GROUPED, **SLIDES)),
+    "arcee": lambda: transformers.ArceeForCausalLM(transformers.ArceeConfig(**GROUPED, mlp_bias=True)),
+    "ernie4_5": lambda: transformers.Ernie4_5ForCausalLM(transformers.Ernie4_5Config(**GROUPED, head_dim=16, use_bias=True)),
+}
+
 
 def make(family):
     """The model in bf16, in train mode. The same weights each time."""
     torch.manual_seed(11)
-    return MODELS[family]().bfloat16().train()
+    return {**MODELS, **DENSE}[family]().bfloat16().train()
 
 
 def batches(family, count, rows=2):
