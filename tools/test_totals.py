@@ -1,6 +1,7 @@
 """Adds up JUnit reports into one line, the last. Fails where a report is missing, holds a failure, or holds a skip for want
 of something that tools/setup.sh installs or `make build` builds."""
 
+import collections
 import os
 import pathlib
 import re
@@ -9,10 +10,12 @@ import sys
 import xml.etree.ElementTree as tree
 
 # What a machine may lack through no fault of its set-up. Any other reason to skip is a failure.
+GPU = r"no CUDA device here|needs? an NVIDIA GPU"
+MOUNTS = r"this machine does not let us (mount|serve)"
 ALLOWED = (
-    r"no CUDA device here|needs? an NVIDIA GPU",
+    GPU,
     r"this build has CUDA",
-    r"this machine does not let us (mount|serve)",
+    MOUNTS,
     r"this file system punches no holes|the file system refuses O_DIRECT|no way to break this ext4",
     r"which the sanitizer reports as it should",
     r"root may write everywhere",
@@ -45,20 +48,26 @@ def wanting(why):
     return None
 
 
+def kind(why):
+    """Under what a skip is counted."""
+    return "for want of a GPU" if re.search(GPU, why) else "for want of mounts" if re.search(MOUNTS, why) else "for another reason"
+
+
 def count(path):
-    """(passed, failed, skipped) of a report, and what its skipped tests want."""
+    """(passed, failed, skipped) of a report, what its skipped tests want, and how many were skipped of each kind."""
     cases = list(tree.parse(path).getroot().iter("testcase"))
     failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
     why = {f"{case.get('classname')}.{case.get('name')}": reason(case) for case in cases if case.find("skipped") is not None}
     wants = {name: wanting(text) for name, text in why.items() if wanting(text)}
-    return (len(cases) - failed - len(why), failed + len(wants), len(why) - len(wants)), wants
+    kinds = collections.Counter(kind(text) for name, text in why.items() if name not in wants)
+    return (len(cases) - failed - len(why), failed + len(wants), len(why) - len(wants)), wants, kinds
 
 
 def main(paths):
-    totals, parts = [0, 0, 0], []
+    totals, parts, skipped = [0, 0, 0], [], collections.Counter()
     for path in map(pathlib.Path, paths):
         try:
-            counts, wants = count(path)
+            counts, wants, kinds = count(path)
         except (OSError, tree.ParseError) as error:
             print(f"{path.stem}: no report, which counts as a failure: {error}")
             totals[1] += 1
@@ -67,6 +76,9 @@ def main(paths):
             print(f"{path.stem}: {name} was skipped, which counts as a failure (make setup, make build): {want}")
         totals = [a + b for a, b in zip(totals, counts)]
         parts.append(f"{path.stem} {sum(counts)}")
+        skipped += kinds
+    if skipped:
+        print("skipped " + ", ".join(f"{number} {why}" for why, number in skipped.most_common()))
     print(f"all tests: {totals[0]} passed, {totals[1]} failed, {totals[2]} skipped ({', '.join(parts)})")
     print(f"{totals[0]} passed, {totals[1]} failed, {totals[2]} skipped")
     return int(totals[1] > 0)

@@ -96,6 +96,9 @@ def test_a_skip_for_want_of_a_gpu_or_of_privilege_passes(tmp_path):
     gtest = "<skipped message='SKIP_REGULAR_EXPRESSION_MATCHED'/><system-out>[ RUN ] a\nx.cpp:1: Skipped\nno CUDA device here\n</system-out>"
     code, said = totals(report(tmp_path, "", gtest, "<skipped message='needs an NVIDIA GPU'/>"))
     assert code == 0 and said.splitlines()[-1] == "1 passed, 0 failed, 2 skipped"
+    mounts = "<skipped message='this machine does not let us mount: no root'/>"
+    code, said = totals(report(tmp_path, "", gtest, "<skipped message='needs an NVIDIA GPU'/>", mounts, "<skipped message='no dpkg here'/>"))
+    assert code == 0 and said.splitlines()[0] == "skipped 2 for want of a GPU, 1 for want of mounts, 1 for another reason"
 
 
 @pytest.mark.parametrize("case", [
