@@ -69,12 +69,12 @@ class Device {
   virtual void enqueue(StreamId stream, std::function<void(const DeviceQueue& queue)> work) = 0;
 
   virtual Event record(StreamId stream) = 0;
-  // The same, for seconds_between(): the seconds between two such events by the device's own clock, once both have
-  // happened. It gives nothing where the compute stream is the calling thread, whose clock is as good.
-  virtual Event record_timed(StreamId stream) { return record(stream); }
-  virtual std::optional<double> seconds_between(const Event&, const Event&) { return std::nullopt; }
-  // Work enqueued on `stream` after this call starts after the event. For the CPU device's compute stream, which is the
-  // calling thread, this blocks.
+  // The same, for seconds_between(): the seconds between two such events by the device's own clock. Nothing where one
+  // of them has not happened, or could not be made.
+  virtual Event record_timed(StreamId stream) = 0;
+  virtual std::optional<double> seconds_between(const Event& from, const Event& to) = 0;
+  // Work enqueued on `stream` after this call starts after the event. Where the compute stream is the calling thread
+  // (CpuDeviceOptions::async_compute), this blocks.
   virtual void wait(StreamId stream, const Event& event) = 0;
   // Blocks, sleeping, until the event has happened; an error where work before it failed.
   virtual io::Error synchronize(const Event& event) = 0;
@@ -84,6 +84,9 @@ struct CpuDeviceOptions {
   // Non-zero: the device delays each copy by a random time and fills targets with NaN before copying, so that a missing
   // wait shows.
   std::uint64_t chaos_seed = 0;
+  // The compute stream has a queue and a thread like the others: what is enqueued there runs while its caller goes on,
+  // as on a GPU. Without it that stream is the calling thread.
+  bool async_compute = false;
 };
 std::unique_ptr<Device> open_cpu_device(const CpuDeviceOptions& options = {});
 

@@ -20,6 +20,7 @@
 #include "runtime/device/device_memory.h"
 #include "runtime/planning/repeat.h"
 #include "runtime/state/streamed_state.h"
+#include "swap/host_memory.h"
 
 namespace tierflow {
 namespace {
@@ -52,15 +53,19 @@ class RateMeter {
 };
 
 void measure_copies(swap::Device& device, RateMeter& meter, swap::MachineRates& rates) {
-  io::Buffer arena = value_or_throw(device.allocate(kBytes)), host = io::allocate_buffer(kBytes);
-  if (!host) fail(io::ErrorKind::memory, "", "the system refused 128 MiB to measure with");
-  const std::span<std::byte> all = host.bytes();
-  const bool pinned = device.pin({&all, 1}).empty();
+  io::Buffer arena = value_or_throw(device.allocate(kBytes));
+  const auto memory = value_or_throw(swap::HostMemory::create({{kBytes}}, device));
+  const std::span<std::byte> host = memory->buffer(0);
+  // As the lanes copy: the next piece is on its way while one is waited for.
   const auto each = [&](swap::StreamId stream, std::size_t bytes, const auto& copy) {
+    swap::Event before;
     for (std::size_t at = 0; at < bytes; at += kPiece) {
       copy(at);
-      throw_if(device.synchronize(device.record(stream)));
+      swap::Event copied = device.record(stream);
+      throw_if(device.synchronize(before));
+      before = std::move(copied);
     }
+    throw_if(device.synchronize(before));
   };
   constexpr auto up = swap::StreamId::upload, down = swap::StreamId::download;
   const auto amount = static_cast<double>(kBytes);
@@ -78,11 +83,9 @@ void measure_copies(swap::Device& device, RateMeter& meter, swap::MachineRates& 
   });
   rates.checksum = meter.rate(amount, [&] {
     std::uint64_t sum = 0;
-    for (std::size_t at = 0; at < kBytes; at += kPiece)
-      sum += io::extent_checksum(1, at, 1, host.bytes().subspan(at, kPiece));
+    for (std::size_t at = 0; at < kBytes; at += kPiece) sum += io::extent_checksum(1, at, 1, host.subspan(at, kPiece));
     std::memcpy(host.data(), &sum, sizeof sum);
   });
-  if (pinned) device.unpin(all);
 }
 
 double measure_fill(swap::Device& device, torch::Device torch_device, RateMeter& meter) {

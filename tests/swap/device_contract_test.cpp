@@ -2,10 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <future>
 #include <limits>
 #include <random>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "swap/device.h"
@@ -23,7 +27,7 @@ class DeviceContract : public ::testing::TestWithParam<std::string> {
       ASSERT_TRUE(opened.ok()) << opened.error().message();
       device_ = std::move(opened).value();
     } else {
-      device_ = open_cpu_device({.chaos_seed = GetParam() == "cpu_chaos" ? 5U : 0U});
+      device_ = open_cpu_device({.chaos_seed = GetParam().ends_with("chaos") ? 5U : 0U, .async_compute = async()});
     }
     auto memory = HostMemory::create(std::vector<std::size_t>(3, kBytes), *device_);
     ASSERT_TRUE(memory.ok());
@@ -31,6 +35,7 @@ class DeviceContract : public ::testing::TestWithParam<std::string> {
     arena_ = device_->allocate(kBytes * 2).value();
   }
   static constexpr std::size_t kBytes = 3 << 20;
+  bool async() const { return GetParam().find("async") != std::string::npos; }
 
   std::unique_ptr<Device> device_;
   std::unique_ptr<HostMemory> memory_;
@@ -128,12 +133,65 @@ TEST_P(DeviceContract, TheUpdateStreamRoundsAndKeepsItsOrder) {
   EXPECT_EQ(std::memcmp(one.data(), other.data(), one.size()), 0);
 }
 
+TEST_P(DeviceContract, ComputationHasItsTurnBehindWhatItWaitsFor) {
+  const auto out = memory_->buffer(0), back = memory_->buffer(1);
+  std::fill(out.begin(), out.end(), std::byte{42});
+  device_->copy_to_device(StreamId::upload, arena_.data(), out.data(), kBytes);
+  device_->wait(StreamId::compute, device_->record(StreamId::upload));
+  device_->enqueue(StreamId::compute, [&](const DeviceQueue& queue) {
+    if (queue.device == DeviceQueue::kHost) arena_.data()[0] ^= std::byte{1};
+  });
+  device_->wait(StreamId::download, device_->record(StreamId::compute));
+  device_->copy_to_host(StreamId::download, back.data(), arena_.data(), kBytes);
+  ASSERT_FALSE(device_->synchronize(device_->record(StreamId::download)));
+  EXPECT_EQ(back.front(), std::byte{42} ^ (GetParam() == "cuda" ? std::byte{0} : std::byte{1}));
+  EXPECT_EQ(back.back(), std::byte{42});
+}
+
+TEST_P(DeviceContract, TimedEventsTellWhatTookHowLong) {
+  for (const StreamId stream : {StreamId::upload, StreamId::download, StreamId::compute, StreamId::update}) {
+    const Event before = device_->record_timed(stream);
+    device_->copy_to_host(stream, memory_->buffer(0).data(), arena_.data(), kBytes);
+    device_->enqueue(stream, [](const DeviceQueue& queue) {
+      if (queue.device == DeviceQueue::kHost) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    });
+    const Event after = device_->record_timed(stream);
+    ASSERT_FALSE(device_->synchronize(after));
+    const auto forth = device_->seconds_between(before, after), back = device_->seconds_between(after, before);
+    ASSERT_TRUE(forth && back);
+    EXPECT_GE(*forth, GetParam() == "cuda" ? 1e-6 : 0.02);
+    EXPECT_LT(*forth, 20);
+    EXPECT_FLOAT_EQ(*back, -*forth);
+    EXPECT_FALSE(device_->seconds_between({}, after));
+  }
+}
+
 TEST_P(DeviceContract, AnEmptyAllocationIsFine) {
   EXPECT_TRUE(device_->allocate(0).ok());
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, DeviceContract, ::testing::Values("cpu", "cpu_chaos", "cuda"),
+INSTANTIATE_TEST_SUITE_P(Devices, DeviceContract,
+                         ::testing::Values("cpu", "cpu_chaos", "cpu_async", "cpu_async_chaos", "cuda"),
                          [](const auto& info) { return info.param; });
+
+// The caller goes on while its computation waits.
+TEST(AsyncCompute, WaitingForAnEventDoesNotHoldTheCaller) {
+  for (const std::uint64_t chaos : {0, 5}) {
+    const auto device = open_cpu_device({.chaos_seed = chaos, .async_compute = true});
+    std::promise<void> may_go_on;
+    device->enqueue(StreamId::upload, [&](const DeviceQueue&) { may_go_on.get_future().wait(); });
+    const Event uploaded = device->record_timed(StreamId::upload);
+    device->wait(StreamId::compute, uploaded);
+    bool computed = false;
+    device->enqueue(StreamId::compute, [&](const DeviceQueue&) { computed = true; });
+    const Event ended = device->record_timed(StreamId::compute);
+    EXPECT_FALSE(device->seconds_between(uploaded, ended));
+    may_go_on.set_value();
+    ASSERT_FALSE(device->synchronize(ended));
+    EXPECT_TRUE(computed);
+    EXPECT_GE(device->seconds_between(uploaded, ended).value_or(-1), 0);
+  }
+}
 
 }  // namespace
 }  // namespace tierflow::swap
