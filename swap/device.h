@@ -15,7 +15,8 @@
 
 namespace tierflow::swap {
 
-enum class StreamId : std::uint8_t { upload = 0, download = 1, compute = 2, update = 3 };
+// round: where gradients are rounded before they are copied to the host.
+enum class StreamId : std::uint8_t { upload = 0, download = 1, compute = 2, update = 3, round = 4 };
 
 // Where work that a client brings is done: the index of a CUDA device and its cudaStream_t. kHost: here and now, on
 // memory that the host can read.
@@ -57,10 +58,11 @@ class Device {
   virtual std::string pin(std::span<const std::span<std::byte>> pieces) = 0;
   virtual void unpin(std::span<std::byte> memory) noexcept = 0;
 
-  // Enqueue on a stream and return. `upload`, `download` and `update` are driven by one thread at a time, each.
+  // Enqueue on a stream and return. Each stream but `compute` is driven by one thread at a time.
   virtual void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
   virtual void copy_to_host(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
-  // fp32 on the device to bf16 on the host, by gradient_to_bf16.
+  // fp32 on the device to bf16 on the host, by gradient_to_bf16. On a GPU this takes a part of its processors for as
+  // long as the link takes: round_gradient() and copy_to_host() leave them to the computation.
   virtual void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
   // The same from device to device.
   virtual void round_gradient(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;

@@ -92,7 +92,8 @@ class CpuDevice final : public Device {
       : chaos_(options.chaos_seed != 0),
         upload_(options.chaos_seed),
         download_(options.chaos_seed == 0 ? 0 : options.chaos_seed * 31 + 7),
-        update_(options.chaos_seed == 0 ? 0 : options.chaos_seed * 37 + 11) {
+        update_(options.chaos_seed == 0 ? 0 : options.chaos_seed * 37 + 11),
+        round_(options.chaos_seed == 0 ? 0 : options.chaos_seed * 43 + 17) {
     if (options.async_compute) compute_.emplace(options.chaos_seed == 0 ? 0 : options.chaos_seed * 41 + 13);
   }
 
@@ -166,13 +167,15 @@ class CpuDevice final : public Device {
         return download_.enqueue(std::move(task));
       case StreamId::update:
         return update_.enqueue(std::move(task));
+      case StreamId::round:
+        return round_.enqueue(std::move(task));
       default:
         return compute_ ? compute_->enqueue(std::move(task)) : task();
     }
   }
 
   const bool chaos_;
-  CpuStream upload_, download_, update_;
+  CpuStream upload_, download_, update_, round_;
   std::optional<CpuStream> compute_;  // without it the calling thread is that stream
 };
 

@@ -1,5 +1,5 @@
-// The CUDA device: copies on streams of their own, events without timing unless a run is recorded, host memory
-// registered in pieces of at most 1 GiB. The compute stream is the legacy default stream, on which torch runs unless it
+// The CUDA device: copies on streams of their own, events with timing where a lane is timed, host memory registered in
+// pieces of at most 1 GiB. The compute stream is the legacy default stream, on which torch runs unless it
 // is told otherwise; the copy streams do not synchronise with it.
 #include <cuda_runtime.h>
 
@@ -60,7 +60,7 @@ class CudaDevice final : public Device {
     if (const cudaError_t status = cudaGetDeviceProperties(&properties, index); status != cudaSuccess)
       return cuda_error("open", status);
     device->name_ = properties.name;
-    for (cudaStream_t* stream : {&device->upload_, &device->download_, &device->update_})
+    for (cudaStream_t* stream : {&device->upload_, &device->download_, &device->update_, &device->round_})
       if (const cudaError_t status = cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking); status != cudaSuccess)
         return cuda_error("make a stream", status);
     return std::unique_ptr<Device>(std::move(device));
@@ -70,6 +70,7 @@ class CudaDevice final : public Device {
     if (upload_ != nullptr) cudaStreamDestroy(upload_);
     if (download_ != nullptr) cudaStreamDestroy(download_);
     if (update_ != nullptr) cudaStreamDestroy(update_);
+    if (round_ != nullptr) cudaStreamDestroy(round_);
     if (bounce_ != nullptr) cudaFree(bounce_);
   }
 
@@ -183,6 +184,8 @@ class CudaDevice final : public Device {
         return download_;
       case StreamId::update:
         return update_;
+      case StreamId::round:
+        return round_;
       default:
         return cudaStreamLegacy;
     }
@@ -204,7 +207,7 @@ class CudaDevice final : public Device {
 
   const int index_;
   std::string name_;
-  cudaStream_t upload_ = nullptr, download_ = nullptr, update_ = nullptr;
+  cudaStream_t upload_ = nullptr, download_ = nullptr, update_ = nullptr, round_ = nullptr;
   void* bounce_ = nullptr;  // device memory for hosts that cannot be mapped; the download stream's alone
   PinnedPieces pinned_;
   std::mutex mutex_;

@@ -35,7 +35,8 @@ struct Flight {
 };
 
 constexpr int kCopiesInFlight = 2;  // on a stream: the link goes on to the next while the first one is seen to
-constexpr int kWritesBack = 4;      // in flight at once
+static_assert(kCopiesInFlight == kGradientSlots);
+constexpr int kWritesBack = 4;  // in flight at once
 
 inline std::size_t index_of(Lane lane) {
   return static_cast<std::size_t>(lane);
@@ -71,7 +72,11 @@ struct Executor::Impl {
   void verify(TaskId id, Node& at);
   void run(Lane lane, TaskId id, Node& at);
   void start_copy(TaskId id, Node& at);
-  void enqueue_copy(StreamId stream, const Task& task);
+  bool rounds_first(const Task& task) const {
+    return task.kind == TaskKind::download_gradient && arrangement.gradient_slot != 0;
+  }
+  const std::byte* round_first(const Node& at);
+  void enqueue_copy(StreamId stream, const Task& task, const std::byte* rounded);
   void land_loop(StreamId stream);
   void has_room(StreamId stream);
   void stamp_copy(const Task& task);
@@ -122,6 +127,7 @@ struct Executor::Impl {
   bool inside = false, stopping = false;
   io::Error error;
   std::array<LaneCounters, kLanes> counters{};
+  std::uint64_t gradients_rounded = 0;  // the download lane's alone
   int disk_outstanding[2] = {0, 0};
   double disk_since[2] = {0, 0};
   std::vector<TaskRecord> records;

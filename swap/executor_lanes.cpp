@@ -143,9 +143,15 @@ void Executor::Impl::follow_compute(StreamId stream, const Node& at) {
 // Returns when the copy is enqueued; land_loop() finishes the task.
 void Executor::Impl::start_copy(TaskId id, Node& at) {
   const StreamId stream = stream_of(at.task.lane);
-  follow_compute(stream, at);
+  const std::byte* rounded = nullptr;
+  if (rounds_first(at.task)) {
+    rounded = round_first(at);
+    device.wait(stream, device.record(StreamId::round));
+  } else {
+    follow_compute(stream, at);
+  }
   at.began = device.record_timed(stream);
-  enqueue_copy(stream, at.task);
+  enqueue_copy(stream, at.task, rounded);
   at.ended = device.record_timed(stream);
   std::lock_guard lock(mutex);
   Flight& to = flight(stream);
@@ -186,7 +192,18 @@ void Executor::Impl::has_room(StreamId stream) {
   lane_wakes[index_of(stream == StreamId::upload ? Lane::upload : Lane::download)].notify_one();
 }
 
-void Executor::Impl::enqueue_copy(StreamId stream, const Task& task) {
+// Where the gradient will be as bf16. Beside it there is at most one other copy in flight, from the other slot.
+const std::byte* Executor::Impl::round_first(const Node& at) {
+  follow_compute(StreamId::round, at);
+  std::byte* slot = arena.data() + arrangement.gradient_slots_begin() +
+                    gradients_rounded++ % kGradientSlots * arrangement.gradient_slot;
+  device.round_gradient(StreamId::round, reinterpret_cast<std::uint16_t*>(slot),
+                        reinterpret_cast<const float*>(arena.data() + at.task.device_offset), at.task.bytes / 2);
+  return slot;
+}
+
+// rounded: a gradient that lies in its slot; null: none does.
+void Executor::Impl::enqueue_copy(StreamId stream, const Task& task, const std::byte* rounded) {
   std::byte* on_device = arena.data() + task.device_offset;
   switch (task.kind) {
     case TaskKind::upload_hi:
@@ -207,6 +224,10 @@ void Executor::Impl::enqueue_copy(StreamId stream, const Task& task) {
       device.copy_to_host(stream, host(task.words, task.bytes).data(), on_device, task.bytes);
       break;
     default:
+      if (rounded != nullptr) {
+        device.copy_to_host(stream, host(task.gradient, task.bytes).data(), rounded, task.bytes);
+        break;
+      }
       device.gradient_to_host(stream, reinterpret_cast<std::uint16_t*>(host(task.gradient, task.bytes).data()),
                               reinterpret_cast<const float*>(on_device), task.bytes / 2);
   }

@@ -20,6 +20,7 @@
 #include "runtime/device/device_memory.h"
 #include "runtime/planning/repeat.h"
 #include "runtime/state/streamed_state.h"
+#include "swap/arrangement.h"
 #include "swap/host_memory.h"
 
 namespace tierflow {
@@ -52,8 +53,10 @@ class RateMeter {
   int readings_ = 0;
 };
 
-void measure_copies(swap::Device& device, RateMeter& meter, swap::MachineRates& rates) {
-  io::Buffer arena = value_or_throw(device.allocate(kBytes));
+// rounds_first: gradients are rounded in slots of the device, as a session's are there.
+void measure_copies(swap::Device& device, bool rounds_first, RateMeter& meter, swap::MachineRates& rates) {
+  constexpr std::size_t kSlot = kPiece / 2;
+  io::Buffer arena = value_or_throw(device.allocate(kBytes + swap::kGradientSlots * kSlot));
   const auto memory = value_or_throw(swap::HostMemory::create({{kBytes}}, device));
   const std::span<std::byte> host = memory->buffer(0);
   // As the lanes copy: the next piece is on its way while one is waited for.
@@ -77,8 +80,12 @@ void measure_copies(swap::Device& device, RateMeter& meter, swap::MachineRates& 
   });
   rates.cast = meter.rate(amount / 4, [&] {
     each(down, kBytes, [&](std::size_t at) {
-      device.gradient_to_host(down, reinterpret_cast<std::uint16_t*>(host.data() + at / 2),
-                              reinterpret_cast<const float*>(arena.data() + at), kPiece / 4);
+      std::byte *to = host.data() + at / 2, *slot = arena.data() + kBytes + at / kPiece % swap::kGradientSlots * kSlot;
+      const auto* sums = reinterpret_cast<const float*>(arena.data() + at);
+      if (!rounds_first) return device.gradient_to_host(down, reinterpret_cast<std::uint16_t*>(to), sums, kPiece / 4);
+      device.round_gradient(swap::StreamId::round, reinterpret_cast<std::uint16_t*>(slot), sums, kPiece / 4);
+      device.wait(down, device.record(swap::StreamId::round));
+      device.copy_to_host(down, to, slot, kSlot);
     });
   });
   rates.checksum = meter.rate(amount, [&] {
@@ -202,7 +209,7 @@ MachineProfile measure_machine(const SessionOptions& options, Length length, con
   const LoadMeter load;
   RateMeter meter;
   const auto device = open_device(options.device);
-  measure_copies(*device, meter, rates);
+  measure_copies(*device, options.device == "cuda", meter, rates);
   rates.fill = measure_fill(*device, options.device == "cuda" ? torch::kCUDA : torch::kCPU, meter);
   UpdateThreads threads(rates.threads);
   rates.measure = measure_norm(threads, meter);

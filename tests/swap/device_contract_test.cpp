@@ -149,7 +149,8 @@ TEST_P(DeviceContract, ComputationHasItsTurnBehindWhatItWaitsFor) {
 }
 
 TEST_P(DeviceContract, TimedEventsTellWhatTookHowLong) {
-  for (const StreamId stream : {StreamId::upload, StreamId::download, StreamId::compute, StreamId::update}) {
+  for (const StreamId stream :
+       {StreamId::upload, StreamId::download, StreamId::compute, StreamId::update, StreamId::round}) {
     const Event before = device_->record_timed(stream);
     device_->copy_to_host(stream, memory_->buffer(0).data(), arena_.data(), kBytes);
     device_->enqueue(stream, [](const DeviceQueue& queue) {

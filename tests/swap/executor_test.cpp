@@ -162,8 +162,9 @@ struct Case {
   double on_device = 0;                // share of the units
   std::chrono::milliseconds pause{0};  // in each computation
   int swap_to_host = 0, swap_to_storage = 0;
-  int fewest_swapped = 0;  // visits that must find activations in their slot
-  bool async = false;      // computation is enqueued, and the client goes on
+  int fewest_swapped = 0;     // visits that must find activations in their slot
+  bool async = false;         // computation is enqueued, and the client goes on
+  bool rounds_first = false;  // gradients, in slots of the device
   std::function<std::unique_ptr<Device>(const CpuDeviceOptions&)> open = open_cpu_device;
 };
 
@@ -195,6 +196,10 @@ class Run {
  public:
   Run(const Toy& toy, const Case& with) : toy_(toy), case_(with), layout_(toy.units, toy.stages, toy.chunk_elements) {}
 
+  ~Run() {  // what is enqueued works on members
+    if (device_ != nullptr) static_cast<void>(device_->synchronize(device_->record(StreamId::compute)));
+  }
+
   void prepare() {
     std::vector<std::uint64_t> swapped(layout_.stages().size(), 0);
     for (std::size_t stage = 1; stage + 1 < swapped.size(); ++stage) swapped[stage] = kSector * (1 + stage);
@@ -206,7 +211,8 @@ class Run {
                                          .micro_batches = case_.micro_batches,
                                          .staged = case_.staged,
                                          .deferred_share = case_.deferred,
-                                         .device_update_share = case_.on_device});
+                                         .device_update_share = case_.on_device,
+                                         .gradient_slots = case_.rounds_first});
     ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
     arrangement_ = std::move(arrangement).value();
     ASSERT_LE(arrangement_.host_bytes(layout_), case_.host);
@@ -545,6 +551,20 @@ TEST(Executor, ActivationsGoToTheHostAndToStorage) {
     EXPECT_TRUE(equals_plain_loop(with, 3, 3));
   }
 }
+TEST(Executor, GradientsAreRoundedInSlotsOfTheDevice) {
+  for (const std::uint64_t chaos : {0, 4})
+    for (const bool staged : {true, false}) {
+      Case with{.host = 1200 * 1024, .device = 4 * kMiB, .staged = staged, .chaos = chaos, .rounds_first = true};
+      EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+      with.async = true;
+      EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+      with.device = 1300 * 1024;  // no room for slots
+      EXPECT_TRUE(equals_plain_loop(with, 3, 3));
+      with = {.host = 200 * kMiB, .device = 100 * kMiB, .staged = staged, .chaos = chaos, .rounds_first = true};
+      with.on_device = 0.5;
+      EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+    }
+}
 // As on a GPU: the client leaves each computation long before it is done.
 TEST(Executor, TheHostRunsAhead) {
   for (const std::uint64_t chaos : {0, 4})
@@ -577,7 +597,8 @@ TEST(Executor, RandomBudgetsUnderChaos) {
 
                     .swap_to_host = static_cast<int>(random() % 4),
                     .swap_to_storage = static_cast<int>(random() % 4),
-                    .async = round % 2 == 1};
+                    .async = round % 2 == 1,
+                    .rounds_first = round % 4 / 2 == 1};
     ASSERT_TRUE(equals_plain_loop(with, 1 + static_cast<int>(random() % 4), 2))
         << "host " << with.host << " device " << with.device << " staged " << with.staged << " tied " << with.tied
         << " micro-batches " << with.micro_batches << " chaos " << with.chaos << " generations " << with.generations
@@ -668,6 +689,7 @@ void expect_noticed(Case with, StreamId deaf) {
     const Toy toy = make_toy(false, 4);
     Run run(toy, with);
     run.prepare();
+    EXPECT_EQ(run.arrangement().gradient_slot != 0, with.rounds_first);
     run.train(2);
     bool equal = false;
     run.compare(run_reference(toy, run.layout(), 2, with.micro_batches), equal);
@@ -693,6 +715,18 @@ TEST(NegativeControl, ActivationsThatAreSavedWithoutFollowingComputation) {
   Case with{.host = 200 * kMiB, .device = 100 * kMiB, .micro_batches = 3, .swap_to_host = 100};
   with.staged = false;
   expect_noticed_where_the_host_runs_ahead(with, StreamId::download);
+}
+TEST(NegativeControl, RoundingThatDoesNotFollowComputation) {
+  Case with = kSmall;
+  with.device = 4 * kMiB;
+  with.rounds_first = true;
+  expect_noticed_where_the_host_runs_ahead(with, StreamId::round);
+}
+TEST(NegativeControl, CopiesThatDoNotFollowTheRounding) {
+  Case with = kSmall;
+  with.device = 4 * kMiB;
+  with.rounds_first = with.async = true;
+  expect_noticed(with, StreamId::download);
 }
 TEST(NegativeControl, DeviceUpdatesThatDoNotFollowComputation) {
   Case with = kOnDevice;
