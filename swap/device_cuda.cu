@@ -98,7 +98,9 @@ class CudaDevice final : public Device {
   }
   void unpin(std::span<std::byte> memory) noexcept override {
     if (pinned_.begin() != memory.data()) return;
-    cudaSetDevice(index_);
+    // After an error nobody has waited for what is under way, and the memory goes when this returns.
+    for (const StreamId stream : {StreamId::upload, StreamId::download, StreamId::compute, StreamId::update})
+      cudaStreamSynchronize(of(stream));
     pinned_.unpin([](std::span<std::byte> piece) { cudaHostUnregister(piece.data()); });
   }
 
