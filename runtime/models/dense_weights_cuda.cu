@@ -137,12 +137,18 @@ void require(cudaError_t status) {
                               .detail = cudaGetErrorString(status)});
 }
 
+template <WeightFormat format>
+void launch(Stored stored, std::uint16_t* words, cudaStream_t on) {
+  const auto grid = static_cast<unsigned>((stored.at.elements + kThreads * kEach - 1) / (kThreads * kEach));
+  void* arguments[] = {&stored, &words};
+  require(cudaLaunchKernel(&widen_all<format>, grid, kThreads, arguments, 0, on));
+}
+
 }  // namespace
 
 void dense_on_device(WeightFormat format, const WeightLayout& layout, const std::byte* stored, std::uint16_t* words,
                      int device, void* stream) {
   if (layout.elements == 0) return;
-  const auto grid = static_cast<unsigned>((layout.elements + kThreads * kEach - 1) / (kThreads * kEach));
   const auto on = static_cast<cudaStream_t>(stream);
   const Stored all{stored, layout};
   require(cudaSetDevice(device));
@@ -153,22 +159,21 @@ void dense_on_device(WeightFormat format, const WeightLayout& layout, const std:
       require(cudaMemcpyAsync(words, stored, layout.elements * sizeof(*words), cudaMemcpyDeviceToDevice, on));
       break;
     case WeightFormat::int8:
-      widen_all<WeightFormat::int8><<<grid, kThreads, 0, on>>>(all, words);
+      launch<WeightFormat::int8>(all, words, on);
       break;
     case WeightFormat::nf4:
-      widen_all<WeightFormat::nf4><<<grid, kThreads, 0, on>>>(all, words);
+      launch<WeightFormat::nf4>(all, words, on);
       break;
     case WeightFormat::nf4_double:
-      widen_all<WeightFormat::nf4_double><<<grid, kThreads, 0, on>>>(all, words);
+      launch<WeightFormat::nf4_double>(all, words, on);
       break;
     case WeightFormat::fp8:
-      widen_all<WeightFormat::fp8><<<grid, kThreads, 0, on>>>(all, words);
+      launch<WeightFormat::fp8>(all, words, on);
       break;
     case WeightFormat::mxfp4:
-      widen_all<WeightFormat::mxfp4><<<grid, kThreads, 0, on>>>(all, words);
+      launch<WeightFormat::mxfp4>(all, words, on);
       break;
   }
-  require(cudaGetLastError());
 }
 
 }  // namespace tierflow::models

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@ namespace tierflow::swap {
 struct DeviceUnderTest {
   std::string name;
   std::function<std::unique_ptr<Device>()> open;
+  friend std::ostream& operator<<(std::ostream& to, const DeviceUnderTest& device) { return to << device.name; }
 };
 std::vector<DeviceUnderTest> devices_under_test();
 
