@@ -89,7 +89,9 @@ __device__ void widen(const Stored& stored, std::uint64_t first, float (&values)
   } else if constexpr (format == WeightFormat::mxfp4) {
     const std::uint32_t codes = stored.word(first / 2);
     std::uint64_t row = first / at.columns, column = first % at.columns;
-    for (unsigned i = 0; i < kEach && first + i < at.elements; ++i) {
+#pragma unroll  // so that the values are registers
+    for (unsigned i = 0; i < kEach; ++i) {
+      if (first + i >= at.elements) continue;
       const auto scale =
           static_cast<std::uint8_t>(stored.bytes[at.scales + row / weights::kMxBlock * at.columns + column]);
       values[i] = __fmul_rn(e2m1(codes >> 4 * i & 15U), e8m0(scale));
@@ -101,7 +103,9 @@ __device__ void widen(const Stored& stored, std::uint64_t first, float (&values)
   } else {
     const std::uint64_t tiles = (at.columns + weights::kFp8Tile - 1) / weights::kFp8Tile;
     std::uint64_t row = first / at.columns, column = first % at.columns;
-    for (unsigned i = 0; i < kEach && first + i < at.elements; ++i) {
+#pragma unroll
+    for (unsigned i = 0; i < kEach; ++i) {
+      if (first + i >= at.elements) continue;
       const float scale = stored.number(at.scales, row / weights::kFp8Tile * tiles + column / weights::kFp8Tile);
       values[i] = __fmul_rn(e4m3(static_cast<std::uint8_t>(stored.bytes[first + i])), scale);
       if (++column == at.columns) {
@@ -126,7 +130,9 @@ __global__ __launch_bounds__(kThreads) void widen_all(Stored stored, std::uint16
       pairs[i] = word(values[2 * i]) | static_cast<std::uint32_t>(word(values[2 * i + 1])) << 16;
     *reinterpret_cast<uint4*>(words + first) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   } else {
-    for (unsigned i = 0; i < stored.at.elements - first; ++i) words[first + i] = word(values[i]);
+#pragma unroll
+    for (unsigned i = 0; i < kEach; ++i)
+      if (first + i < stored.at.elements) words[first + i] = word(values[i]);
   }
 }
 
