@@ -12,7 +12,8 @@ namespace tierflow::testing {
 
 class ForwardingDevice : public swap::Device {
  public:
-  explicit ForwardingDevice(const swap::CpuDeviceOptions& options = {}) : device_(swap::open_cpu_device(options)) {}
+  explicit ForwardingDevice(std::unique_ptr<swap::Device> device = swap::open_cpu_device())
+      : device_(std::move(device)) {}
 
   using StreamId = swap::StreamId;
   using Event = swap::Event;
