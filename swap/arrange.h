@@ -30,10 +30,12 @@ struct ArrangeRequest {
   // weights on the device in the backward; an embedding has none there, so the host runs its update then.
   double device_update_share = 0;
   std::uint64_t update_scratch = 0;  // bytes that the client needs in each update slot
-  bool storage = true;               // false: everything must be resident
-  bool train = true;                 // false: forward only
-  bool sums = false;                 // for VisitPlanner: gradients of several visits add up on the host
-  int needed_units = 1;              // units on demand that one need names, at most; VisitPlanner alone plans needs
+  // Gradients are rounded in slots of the device before they are copied to the host, where it has room for the slots.
+  bool gradient_slots = false;
+  bool storage = true;   // false: everything must be resident
+  bool train = true;     // false: forward only
+  bool sums = false;     // for VisitPlanner: gradients of several visits add up on the host
+  int needed_units = 1;  // units on demand that one need names, at most; VisitPlanner alone plans needs
 };
 // An arrangement within the budgets, or an error of kind usage that names the smallest budget that works.
 io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& request);

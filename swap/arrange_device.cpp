@@ -97,6 +97,15 @@ UpdateSlots update_slots(const Layout& layout, const std::vector<bool>& on_devic
   return slots;
 }
 
+// Bytes of the largest gradient that leaves the device: not of those that are used up there.
+std::uint64_t gradient_slot(const Layout& layout, const Arrangement& result) {
+  std::uint64_t bytes = 0;
+  for (const Chunk& chunk : layout.chunks())
+    if (chunk.trainable && (result.deferred[chunk.id] || !result.on_device[chunk.id]))
+      bytes = std::max(bytes, round_up(chunk.word_bytes(), kSector));
+  return bytes;
+}
+
 // Of one micro-batch's activations in a stage, where they are swapped.
 std::uint64_t swapped_bytes(const ArrangeRequest& request, std::size_t stage) {
   return stage < request.swapped_bytes.size() ? request.swapped_bytes[stage] : 0;
@@ -168,6 +177,13 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   } else {
     result.update_slots = updates;
     left -= update_bytes;
+  }
+  if (request.gradient_slots && request.train) {
+    const std::uint64_t slot = gradient_slot(layout, result), all = kGradientSlots * slot + kSector;
+    if (all <= left - (smallest - fixed)) {
+      result.gradient_slot = slot;
+      left -= slot == 0 ? 0 : all;
+    }
   }
   std::uint64_t swapped = 0;  // the largest piece that a swap may move
   for (std::size_t stage = 1; stage + 1 < stages; ++stage)

@@ -30,6 +30,8 @@ struct UpdateSlots {
   bool operator==(const UpdateSlots&) const = default;
 };
 
+constexpr int kGradientSlots = 2;  // one is filled while the other is copied from
+
 // What one computation leaves for another: of the forward of a stage for its backward, one for each micro-batch. What
 // of it leaves the device moves in one piece: first the stage's input, then the activations. The piece is made once and
 // read once in a step. It may not change in between: whatever plan writes to it there is refused (check.h).
@@ -64,10 +66,17 @@ struct Arrangement {
   int activation_buffers = 0;  // of the host, each as large as a slot; what goes to storage passes through them
 
   std::vector<bool> on_device;  // by chunk: it is updated on the device
-  UpdateSlots update_slots;     // at the end of the arena
+  UpdateSlots update_slots;     // behind what passes through `slots`
+  // Bytes of each of the kGradientSlots at the end of the arena, in which gradients are rounded on their way to the
+  // host. 0: there are none, and they are rounded as they are copied.
+  std::uint64_t gradient_slot = 0;
 
   bool operator==(const Arrangement&) const = default;
   std::uint64_t device_bytes() const {
+    return gradient_slot == 0 ? update_slots_end() : gradient_slots_begin() + kGradientSlots * gradient_slot;
+  }
+  std::uint64_t gradient_slots_begin() const { return round_up(update_slots_end(), kSector); }
+  std::uint64_t update_slots_end() const {
     return update_slots.count == 0
                ? slot_offset(slots)
                : update_slots_begin() + static_cast<std::uint64_t>(update_slots.count) * update_slots.bytes;

@@ -15,7 +15,8 @@
 
 namespace tierflow::swap {
 
-enum class StreamId : std::uint8_t { upload = 0, download = 1, compute = 2, update = 3 };
+// round: where gradients are rounded before they are copied to the host.
+enum class StreamId : std::uint8_t { upload = 0, download = 1, compute = 2, update = 3, round = 4 };
 
 // Where work that a client brings is done: the index of a CUDA device and its cudaStream_t. kHost: here and now, on
 // memory that the host can read.
@@ -53,14 +54,15 @@ class Device {
   virtual io::Result<io::Buffer> allocate(std::size_t bytes) = 0;
   // Pins consecutive pieces of host memory, from the first one, so that copies are fast. Each piece is one registration
   // of at most kRegistration bytes (pinning.h). A refusal is no error: copies of the rest are slower, and the text says
-  // so (empty: all is pinned). One memory at a time.
+  // so (empty: all is pinned). One memory at a time. unpin() waits for what is under way: the memory may go after it.
   virtual std::string pin(std::span<const std::span<std::byte>> pieces) = 0;
   virtual void unpin(std::span<std::byte> memory) noexcept = 0;
 
-  // Enqueue on a stream and return. `upload`, `download` and `update` are driven by one thread at a time, each.
+  // Enqueue on a stream and return. Each stream but `compute` is driven by one thread at a time.
   virtual void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
   virtual void copy_to_host(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
-  // fp32 on the device to bf16 on the host, by gradient_to_bf16.
+  // fp32 on the device to bf16 on the host, by gradient_to_bf16. On a GPU this takes a part of its processors for as
+  // long as the link takes: round_gradient() and copy_to_host() leave them to the computation.
   virtual void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
   // The same from device to device.
   virtual void round_gradient(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
@@ -69,12 +71,12 @@ class Device {
   virtual void enqueue(StreamId stream, std::function<void(const DeviceQueue& queue)> work) = 0;
 
   virtual Event record(StreamId stream) = 0;
-  // The same, for seconds_between(): the seconds between two such events by the device's own clock, once both have
-  // happened. It gives nothing where the compute stream is the calling thread, whose clock is as good.
-  virtual Event record_timed(StreamId stream) { return record(stream); }
-  virtual std::optional<double> seconds_between(const Event&, const Event&) { return std::nullopt; }
-  // Work enqueued on `stream` after this call starts after the event. For the CPU device's compute stream, which is the
-  // calling thread, this blocks.
+  // The same, for seconds_between(): the seconds between two such events by the device's own clock. Nothing where one
+  // of them has not happened, or could not be made.
+  virtual Event record_timed(StreamId stream) = 0;
+  virtual std::optional<double> seconds_between(const Event& from, const Event& to) = 0;
+  // Work enqueued on `stream` after this call starts after the event. Where the compute stream is the calling thread
+  // (CpuDeviceOptions::async_compute), this blocks.
   virtual void wait(StreamId stream, const Event& event) = 0;
   // Blocks, sleeping, until the event has happened; an error where work before it failed.
   virtual io::Error synchronize(const Event& event) = 0;
@@ -84,6 +86,9 @@ struct CpuDeviceOptions {
   // Non-zero: the device delays each copy by a random time and fills targets with NaN before copying, so that a missing
   // wait shows.
   std::uint64_t chaos_seed = 0;
+  // The compute stream has a queue and a thread like the others: what is enqueued there runs while its caller goes on,
+  // as on a GPU. Without it that stream is the calling thread.
+  bool async_compute = false;
 };
 std::unique_ptr<Device> open_cpu_device(const CpuDeviceOptions& options = {});
 

@@ -1,11 +1,13 @@
-// The CPU device: "device memory" is host memory, each copy stream a thread with a queue, events a flag behind a
-// condition variable.
+// The CPU device: "device memory" is host memory, each stream a thread with a queue, events a time behind a condition
+// variable.
 #include <bit>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -17,18 +19,26 @@ namespace {
 struct CpuEvent {
   std::mutex mutex;
   std::condition_variable happened;
-  bool done = false;
+  std::optional<std::chrono::steady_clock::time_point> at;
 
   void set() {
     std::lock_guard lock(mutex);
-    done = true;
+    at = std::chrono::steady_clock::now();
     happened.notify_all();
   }
   void wait() {
     std::unique_lock lock(mutex);
-    happened.wait(lock, [this] { return done; });
+    happened.wait(lock, [this] { return at.has_value(); });
+  }
+  auto time() {
+    std::lock_guard lock(mutex);
+    return at;
   }
 };
+
+CpuEvent* state_of(const Event& event) {
+  return static_cast<CpuEvent*>(event.state());
+}
 
 // Runs closures in order on a thread of its own.
 class CpuStream {
@@ -82,7 +92,10 @@ class CpuDevice final : public Device {
       : chaos_(options.chaos_seed != 0),
         upload_(options.chaos_seed),
         download_(options.chaos_seed == 0 ? 0 : options.chaos_seed * 31 + 7),
-        update_(options.chaos_seed == 0 ? 0 : options.chaos_seed * 37 + 11) {}
+        update_(options.chaos_seed == 0 ? 0 : options.chaos_seed * 37 + 11),
+        round_(options.chaos_seed == 0 ? 0 : options.chaos_seed * 43 + 17) {
+    if (options.async_compute) compute_.emplace(options.chaos_seed == 0 ? 0 : options.chaos_seed * 41 + 13);
+  }
 
   std::string name() const override { return "cpu"; }
   io::Result<io::Buffer> allocate(std::size_t bytes) override {
@@ -122,12 +135,19 @@ class CpuDevice final : public Device {
     run(stream, [event] { event->set(); });
     return Event(event);
   }
+  Event record_timed(StreamId stream) override { return record(stream); }
+  std::optional<double> seconds_between(const Event& from, const Event& to) override {
+    if (!from || !to) return std::nullopt;
+    const auto begin = state_of(from)->time(), end = state_of(to)->time();
+    if (!begin || !end) return std::nullopt;
+    return std::chrono::duration<double>(*end - *begin).count();
+  }
   void wait(StreamId stream, const Event& event) override {
     if (!event) return;
-    run(stream, [event] { static_cast<CpuEvent*>(event.state())->wait(); });
+    run(stream, [event] { state_of(event)->wait(); });
   }
   io::Error synchronize(const Event& event) override {
-    if (event) static_cast<CpuEvent*>(event.state())->wait();
+    if (event) state_of(event)->wait();
     return {};
   }
 
@@ -139,17 +159,24 @@ class CpuDevice final : public Device {
     }
     run(stream, [to, from, bytes] { std::memcpy(to, from, bytes); });
   }
-  // The compute stream is the calling thread.
   void run(StreamId stream, std::function<void()> task) {
-    if (stream == StreamId::compute) return task();
-    (stream == StreamId::upload     ? upload_
-     : stream == StreamId::download ? download_
-                                    : update_)
-        .enqueue(std::move(task));
+    switch (stream) {
+      case StreamId::upload:
+        return upload_.enqueue(std::move(task));
+      case StreamId::download:
+        return download_.enqueue(std::move(task));
+      case StreamId::update:
+        return update_.enqueue(std::move(task));
+      case StreamId::round:
+        return round_.enqueue(std::move(task));
+      default:
+        return compute_ ? compute_->enqueue(std::move(task)) : task();
+    }
   }
 
   const bool chaos_;
-  CpuStream upload_, download_, update_;
+  CpuStream upload_, download_, update_, round_;
+  std::optional<CpuStream> compute_;  // without it the calling thread is that stream
 };
 
 }  // namespace

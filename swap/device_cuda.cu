@@ -1,5 +1,5 @@
-// The CUDA device: copies on streams of their own, events without timing unless a run is recorded, host memory
-// registered in pieces of at most 1 GiB. The compute stream is the legacy default stream, on which torch runs unless it
+// The CUDA device: copies on streams of their own, events with timing where a lane is timed, host memory registered in
+// pieces of at most 1 GiB. The compute stream is the legacy default stream, on which torch runs unless it
 // is told otherwise; the copy streams do not synchronise with it.
 #include <cuda_runtime.h>
 
@@ -60,7 +60,7 @@ class CudaDevice final : public Device {
     if (const cudaError_t status = cudaGetDeviceProperties(&properties, index); status != cudaSuccess)
       return cuda_error("open", status);
     device->name_ = properties.name;
-    for (cudaStream_t* stream : {&device->upload_, &device->download_, &device->update_})
+    for (cudaStream_t* stream : {&device->upload_, &device->download_, &device->update_, &device->round_})
       if (const cudaError_t status = cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking); status != cudaSuccess)
         return cuda_error("make a stream", status);
     return std::unique_ptr<Device>(std::move(device));
@@ -70,6 +70,7 @@ class CudaDevice final : public Device {
     if (upload_ != nullptr) cudaStreamDestroy(upload_);
     if (download_ != nullptr) cudaStreamDestroy(download_);
     if (update_ != nullptr) cudaStreamDestroy(update_);
+    if (round_ != nullptr) cudaStreamDestroy(round_);
     if (bounce_ != nullptr) cudaFree(bounce_);
   }
 
@@ -98,7 +99,10 @@ class CudaDevice final : public Device {
   }
   void unpin(std::span<std::byte> memory) noexcept override {
     if (pinned_.begin() != memory.data()) return;
-    cudaSetDevice(index_);
+    // After an error nobody has waited for what is under way, and the memory goes when this returns.
+    for (const StreamId stream :
+         {StreamId::upload, StreamId::download, StreamId::compute, StreamId::update, StreamId::round})
+      cudaStreamSynchronize(of(stream));
     pinned_.unpin([](std::span<std::byte> piece) { cudaHostUnregister(piece.data()); });
   }
 
@@ -183,6 +187,8 @@ class CudaDevice final : public Device {
         return download_;
       case StreamId::update:
         return update_;
+      case StreamId::round:
+        return round_;
       default:
         return cudaStreamLegacy;
     }
@@ -192,8 +198,9 @@ class CudaDevice final : public Device {
                        kBlocks = 64;  // enough to fill the bus, few enough to leave the device to its work
     const auto blocks =
         static_cast<unsigned>(std::min<std::size_t>(kBlocks, (elements + 8 * kThreads - 1) / (8 * kThreads)));
-    if (elements != 0) gradient_to_bf16<<<blocks, kThreads, 0, stream>>>(to, from, elements);
-    note(cudaGetLastError());
+    if (elements == 0) return;
+    void* arguments[] = {&to, &from, &elements};
+    note(cudaLaunchKernel(&gradient_to_bf16, blocks, kThreads, arguments, 0, stream));
   }
   // The first failure stays and is what synchronize() gives.
   void note(cudaError_t status) {
@@ -204,7 +211,7 @@ class CudaDevice final : public Device {
 
   const int index_;
   std::string name_;
-  cudaStream_t upload_ = nullptr, download_ = nullptr, update_ = nullptr;
+  cudaStream_t upload_ = nullptr, download_ = nullptr, update_ = nullptr, round_ = nullptr;
   void* bounce_ = nullptr;  // device memory for hosts that cannot be mapped; the download stream's alone
   PinnedPieces pinned_;
   std::mutex mutex_;

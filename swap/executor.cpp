@@ -64,6 +64,8 @@ void Executor::Impl::start() {
   for (Lane lane : {Lane::disk_read, Lane::disk_write, Lane::upload, Lane::download, Lane::update, Lane::commit})
     threads.emplace_back([this, lane] { lane_loop(lane); });
   threads.emplace_back([this] { verify_loop(); });
+  for (StreamId stream : {StreamId::upload, StreamId::download, StreamId::compute})
+    threads.emplace_back([this, stream] { land_loop(stream); });
 }
 
 void Executor::Impl::stop() {
@@ -77,6 +79,7 @@ void Executor::Impl::stop() {
     stopping = true;
     for (auto& wake : lane_wakes) wake.notify_all();
     verify_wakes.notify_all();
+    for (Flight& each : flights) each.wakes.notify_all();
   }
   for (std::thread& thread : threads) thread.join();
 }
@@ -89,8 +92,35 @@ void Executor::Impl::finish_locked(TaskId id) {
   LaneCounters& counter = counters[index_of(at.task.lane)];
   ++counter.tasks;
   counter.bytes += at.task.bytes;
-  const double end = now();
-  if (at.task.lane != Lane::disk_read && at.task.lane != Lane::disk_write) counter.busy_seconds += end - at.begin;
+  if (!at.on_device) account(id, at);
+  for (TaskId dependent : at.dependents) {
+    Node& next = node(dependent);
+    if (--next.waiting != 0) continue;
+    if (next.task.lane == Lane::compute)
+      client_wakes.notify_all();
+    else
+      lane_wakes[index_of(next.task.lane)].notify_one();
+  }
+  forget_landed();
+  client_wakes.notify_all();
+}
+
+void Executor::Impl::forget_landed() {
+  while (!window.empty() && window.front().done && !window.front().on_device) {
+    window.pop_front();
+    ++base;
+  }
+}
+
+// How long the task took, by the device's clock where the device did it: a lane enqueues long before that.
+void Executor::Impl::account(TaskId id, const Node& at) {
+  double begin = at.begin, seconds = now() - at.begin;
+  if (at.ended) {
+    seconds = device.seconds_between(at.began, at.ended).value_or(0);
+    if (options.record) begin = zero_time + device.seconds_between(zero, at.began).value_or(0);
+  }
+  if (at.task.lane != Lane::disk_read && at.task.lane != Lane::disk_write)
+    counters[index_of(at.task.lane)].busy_seconds += seconds;
   if (options.record)
     records.push_back({.id = id,
                        .kind = at.task.kind,
@@ -101,36 +131,8 @@ void Executor::Impl::finish_locked(TaskId id) {
                        .chunk = at.task.chunk,
                        .bytes = at.task.bytes,
                        .dependencies = at.task.dependencies,
-                       .begin = at.begin,
-                       .end = end});
-  for (TaskId dependent : at.dependents) {
-    Node& next = node(dependent);
-    if (--next.waiting != 0) continue;
-    if (next.task.lane == Lane::compute)
-      client_wakes.notify_all();
-    else
-      lane_wakes[index_of(next.task.lane)].notify_one();
-  }
-  while (!window.empty() && window.front().done) {
-    window.pop_front();
-    ++base;
-  }
-  client_wakes.notify_all();
-}
-
-// Called by the client's thread alone, the only one that adds events. Until the event has happened, whoever follows it
-// must find it.
-io::Error Executor::Impl::forget_old_events() {
-  Event oldest;
-  {
-    std::lock_guard lock(mutex);
-    if (compute_events.size() < kEventsKept) return {};
-    oldest = compute_events.begin()->second;
-  }
-  if (io::Error failed = device.synchronize(oldest)) return failed;
-  std::lock_guard lock(mutex);
-  compute_events.erase(compute_events.begin());
-  return {};
+                       .begin = begin,
+                       .end = begin + seconds});
 }
 
 void Executor::Impl::finish(TaskId id, io::Error task_error) {
@@ -140,7 +142,13 @@ void Executor::Impl::finish(TaskId id, io::Error task_error) {
     for (auto& wake : lane_wakes) wake.notify_all();
   }
   --in_flight;
-  finish_locked(id);
+  Node& at = node(id);
+  if (!at.on_device) return finish_locked(id);
+  at.on_device = false;
+  --computing;
+  account(id, at);
+  forget_landed();
+  client_wakes.notify_all();
 }
 
 io::Result<std::unique_ptr<Executor>> Executor::create(Device& device, Store* store, const Layout& layout,
@@ -171,9 +179,8 @@ void Executor::append(Plan plan, std::shared_ptr<HostWork> work) {
     added.work = work;
     if (task.lane == Lane::compute) added.visits = visits;
     for (TaskId dependency : task.dependencies) {
-      // A compute task counts as done when it is enqueued on the device: who follows it waits for its event as well.
-      if (impl.compute_events.contains(dependency)) added.compute_dependency = dependency + 1;
       if (dependency < impl.base) continue;
+      // A compute task counts as done when it is enqueued on the device: who follows it waits for its event as well.
       Node& before = impl.node(dependency);
       if (before.task.lane == Lane::compute) added.compute_dependency = dependency + 1;
       if (before.done) continue;
@@ -213,7 +220,7 @@ io::Result<Entered> Executor::enter(int stage, Pass pass, int micro_batch) {
   impl.inside = true;
   Node& at = impl.node(impl.entered);
   at.begin = impl.now();
-  if (impl.options.record) at.began = impl.device.record_timed(StreamId::compute);
+  at.began = impl.device.record_timed(StreamId::compute);
   return Entered{.visit = &(*at.visits)[at.task.visit],
                  .arena = impl.arena.data(),
                  .item = at.task.item == -1 ? nullptr : &impl.arrangement.items[at.task.item],
@@ -223,14 +230,18 @@ io::Result<Entered> Executor::enter(int stage, Pass pass, int micro_batch) {
 
 io::Error Executor::leave() {
   Impl& impl = *impl_;
-  const Event event =
-      impl.options.record ? impl.device.record_timed(StreamId::compute) : impl.device.record(StreamId::compute);
-  if (io::Error failed = impl.forget_old_events()) fail(failed);
+  Event ended = impl.device.record_timed(StreamId::compute);
   std::lock_guard lock(impl.mutex);
   if (!impl.inside) return {.kind = io::ErrorKind::usage, .operation = "leave", .detail = "enter() was not called"};
   impl.inside = false;
-  impl.compute_events[impl.entered] = event;
-  if (impl.options.record) impl.timed.push_back({impl.records.size(), impl.node(impl.entered).began, event});
+  Node& at = impl.node(impl.entered);
+  at.ended = std::move(ended);
+  at.on_device = true;
+  ++impl.computing;
+  ++impl.in_flight;
+  Flight& flight = impl.flight(StreamId::compute);
+  flight.tasks.push_back(impl.entered);
+  flight.wakes.notify_one();
   impl.finish_locked(impl.entered);
   return impl.error;
 }
@@ -246,7 +257,8 @@ io::Result<Entered> Executor::need(Plan plan, std::shared_ptr<HostWork> work) {
 
 io::Error Executor::finish_updates() {
   std::unique_lock lock(impl_->mutex);
-  impl_->client_wakes.wait(lock, [this] { return impl_->error || impl_->unfinished_updates == 0; });
+  impl_->client_wakes.wait(
+      lock, [this] { return impl_->error || (impl_->unfinished_updates == 0 && impl_->computing == 0); });
   return impl_->error;
 }
 
@@ -254,7 +266,8 @@ io::Error Executor::drain() {
   std::unique_lock lock(impl_->mutex);
   if (!impl_->error && !impl_->queues[index_of(Lane::compute)].empty())
     return {.kind = io::ErrorKind::usage, .operation = "drain", .detail = "stages of the plan were not computed"};
-  impl_->client_wakes.wait(lock, [this] { return impl_->error ? impl_->in_flight == 0 : impl_->unfinished == 0; });
+  impl_->client_wakes.wait(
+      lock, [this] { return impl_->error ? impl_->in_flight == 0 : impl_->unfinished == 0 && impl_->computing == 0; });
   return impl_->error;
 }
 
@@ -361,23 +374,9 @@ bool Executor::failed() const {
 }
 
 std::vector<TaskRecord> Executor::take_records() {
-  Impl& impl = *impl_;
-  std::vector<TaskRecord> records;
-  std::vector<TimedByDevice> timed;
-  {
-    std::lock_guard lock(impl.mutex);
-    records = std::exchange(impl.records, {});
-    timed = std::exchange(impl.timed, {});
-  }
-  for (const TimedByDevice& task : timed) {
-    if (impl.device.synchronize(task.end)) break;  // the error is every later call's
-    const auto begin = impl.device.seconds_between(impl.zero, task.begin),
-               end = impl.device.seconds_between(impl.zero, task.end);
-    if (!begin || !end) continue;
-    records[task.record].begin = impl.zero_time + *begin;
-    records[task.record].end = impl.zero_time + *end;
-  }
-  return records;
+  std::unique_lock lock(impl_->mutex);
+  impl_->client_wakes.wait(lock, [this] { return impl_->computing == 0; });
+  return std::exchange(impl_->records, {});
 }
 
 }  // namespace tierflow::swap

@@ -61,6 +61,8 @@ struct Entered {
   Activations activations = Activations::recompute;
 };
 
+// busy_seconds of copies, of computation and of updates on the device are by the device's clock, without what they
+// waited for. Computation is counted there once the device has done it.
 struct LaneCounters {
   std::uint64_t tasks = 0, bytes = 0;
   double busy_seconds = 0;
@@ -90,7 +92,8 @@ class Executor {
   // What enter() returned is valid no more; leave() then ends the visit.
   io::Result<Entered> need(Plan plan, std::shared_ptr<HostWork> work);
 
-  // Waits until every gradient that was planned so far is measured or applied.
+  // Waits until every gradient that was planned so far is measured or applied, and the device has computed what was
+  // entered.
   io::Error finish_updates();
   // Waits until everything planned so far is done. Compute tasks that were never entered count as an error of the
   // client.
@@ -104,8 +107,7 @@ class Executor {
   io::Error write_back();
   std::array<LaneCounters, kLanes> counters() const;
   // The tasks that ended since the last call, if options.record is set. Times are in seconds since the executor was
-  // made. Computation is timed by the device's clock where it has one; this call then waits for what was entered so
-  // far.
+  // made; those of what the device did are by its clock. This call waits for what was entered so far.
   std::vector<TaskRecord> take_records();
   double now() const;  // on that clock
   // Why part of the host memory is not pinned; empty where all of it is.

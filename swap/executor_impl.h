@@ -3,7 +3,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
-#include <map>
 #include <mutex>
 #include <thread>
 
@@ -22,18 +21,21 @@ struct Node {
   std::vector<TaskId> dependents;
   TaskId compute_dependency = 0;  // newest compute task it follows, plus one; 0: none
   double begin = 0;
-  Event began;  // of a compute task, where the run is recorded
-  bool done = false;
+  Event began, ended;       // of what the device does, around the task's own work, behind what it waits for
+  bool done = false;        // others may follow; a compute task is done when it is enqueued
+  bool on_device = false;   // enqueued, and not landed
   bool read_again = false;  // what was read first did not match its checksum
 };
 
-// A compute task whose time the device knows better than the thread that enqueued it.
-struct TimedByDevice {
-  std::size_t record = 0;  // index
-  Event begin, end;
+// A stream's tasks that the device has, in order. A thread for each stream waits for them and says that they are done.
+struct Flight {
+  std::deque<TaskId> tasks;  // that nobody waits for yet
+  int copying = 0;           // copies that the device was not seen to end
+  std::condition_variable wakes;
 };
 
-constexpr std::size_t kEventsKept = 256;
+constexpr int kCopiesInFlight = 2;  // on a stream: the link goes on to the next while the first one is seen to
+static_assert(kCopiesInFlight == kGradientSlots);
 constexpr int kWritesBack = 4;  // in flight at once
 
 inline std::size_t index_of(Lane lane) {
@@ -53,18 +55,31 @@ struct Executor::Impl {
   Node& node(TaskId id) { return window[id - base]; }
   bool ready(Lane lane) {
     auto& queue = queues[index_of(lane)];
-    return !queue.empty() && (error || node(queue.front()).waiting == 0);
+    return !queue.empty() && (error || (node(queue.front()).waiting == 0 && !(is_copy(lane) && full(stream_of(lane)))));
   }
+  static bool is_copy(Lane lane) { return lane == Lane::upload || lane == Lane::download; }
+  static StreamId stream_of(Lane lane) { return lane == Lane::upload ? StreamId::upload : StreamId::download; }
+  Flight& flight(StreamId stream) { return flights[static_cast<std::size_t>(stream)]; }
+  bool full(StreamId stream) { return flight(stream).copying == kCopiesInFlight; }
   void finish_locked(TaskId id);
   void finish(TaskId id, io::Error task_error);
-  io::Error forget_old_events();
+  void account(TaskId id, const Node& at);
+  void forget_landed();
   double now() const { return std::chrono::duration<double>(Clock::now() - started).count(); }
 
   void lane_loop(Lane lane);
   void verify_loop();
   void verify(TaskId id, Node& at);
   void run(Lane lane, TaskId id, Node& at);
-  io::Error copy(Node& at);
+  void start_copy(TaskId id, Node& at);
+  bool rounds_first(const Task& task) const {
+    return task.kind == TaskKind::download_gradient && arrangement.gradient_slot != 0;
+  }
+  const std::byte* round_first(const Node& at);
+  void enqueue_copy(StreamId stream, const Task& task, const std::byte* rounded);
+  void land_loop(StreamId stream);
+  void has_room(StreamId stream);
+  void stamp_copy(const Task& task);
   void follow_compute(StreamId stream, const Node& at);
   io::Error update_on_device(Node& at);
   void start_read(TaskId id, Node& at);
@@ -106,16 +121,16 @@ struct Executor::Impl {
   TaskId base = 0;
   std::deque<TaskId> queues[kLanes];
   std::deque<TaskId> verify_queue;
-  std::map<TaskId, Event> compute_events;
-  std::size_t unfinished = 0, unfinished_updates = 0, in_flight = 0;
+  Flight flights[3];  // by StreamId: uploads, downloads, computation
+  std::size_t unfinished = 0, unfinished_updates = 0, in_flight = 0, computing = 0;
   TaskId entered = 0;
   bool inside = false, stopping = false;
   io::Error error;
   std::array<LaneCounters, kLanes> counters{};
+  std::uint64_t gradients_rounded = 0;  // the download lane's alone
   int disk_outstanding[2] = {0, 0};
   double disk_since[2] = {0, 0};
   std::vector<TaskRecord> records;
-  std::vector<TimedByDevice> timed;
   Event zero;  // where the device's clock is set against ours
   double zero_time = 0;
   std::vector<std::thread> threads;

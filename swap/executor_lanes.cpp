@@ -78,7 +78,7 @@ void Executor::Impl::run(Lane lane, TaskId id, Node& at) {
         failed = store->commit(at.work->progress());
         break;
       default:
-        failed = copy(at);
+        return start_copy(id, at);
     }
   } catch (...) {
     failed = thrown_in(at.task);
@@ -132,18 +132,78 @@ Executor::Impl::Extent Executor::Impl::extent_of(const Task& task) const {
 // What is enqueued on the stream from here on starts after the computation that the task depends on.
 void Executor::Impl::follow_compute(StreamId stream, const Node& at) {
   Event follows;
-  if (at.compute_dependency != 0) {
+  {
     std::lock_guard lock(mutex);
-    const auto found = compute_events.find(at.compute_dependency - 1);
-    if (found != compute_events.end()) follows = found->second;
+    // What has left the window has happened.
+    if (at.compute_dependency > base) follows = node(at.compute_dependency - 1).ended;
   }
   device.wait(stream, follows);
 }
 
-io::Error Executor::Impl::copy(Node& at) {
-  const Task& task = at.task;
-  const StreamId stream = task.lane == Lane::upload ? StreamId::upload : StreamId::download;
-  follow_compute(stream, at);
+// Returns when the copy is enqueued; land_loop() finishes the task.
+void Executor::Impl::start_copy(TaskId id, Node& at) {
+  const StreamId stream = stream_of(at.task.lane);
+  const std::byte* rounded = nullptr;
+  if (rounds_first(at.task)) {
+    rounded = round_first(at);
+    device.wait(stream, device.record(StreamId::round));
+  } else {
+    follow_compute(stream, at);
+  }
+  at.began = device.record_timed(stream);
+  enqueue_copy(stream, at.task, rounded);
+  at.ended = device.record_timed(stream);
+  std::lock_guard lock(mutex);
+  Flight& to = flight(stream);
+  to.tasks.push_back(id);
+  ++to.copying;
+  to.wakes.notify_one();
+}
+
+// A copy is done once what came is stamped. Meanwhile the device goes on with the next.
+void Executor::Impl::land_loop(StreamId stream) {
+  Flight& from = flight(stream);
+  std::unique_lock lock(mutex);
+  for (;;) {
+    from.wakes.wait(lock, [&] { return stopping || !from.tasks.empty(); });
+    if (from.tasks.empty()) return;
+    const TaskId id = from.tasks.front();
+    from.tasks.pop_front();
+    Node& at = node(id);
+    lock.unlock();
+    io::Error failed;
+    try {
+      failed = device.synchronize(at.ended);
+      if (stream != StreamId::compute) {
+        has_room(stream);
+        if (!failed) stamp_copy(at.task);
+      }
+    } catch (...) {
+      failed = thrown_in(at.task);
+    }
+    finish(id, std::move(failed));
+    lock.lock();
+  }
+}
+
+void Executor::Impl::has_room(StreamId stream) {
+  std::lock_guard lock(mutex);
+  --flight(stream).copying;
+  lane_wakes[index_of(stream == StreamId::upload ? Lane::upload : Lane::download)].notify_one();
+}
+
+// Where the gradient will be as bf16. Beside it there is at most one other copy in flight, from the other slot.
+const std::byte* Executor::Impl::round_first(const Node& at) {
+  follow_compute(StreamId::round, at);
+  std::byte* slot = arena.data() + arrangement.gradient_slots_begin() +
+                    gradients_rounded++ % kGradientSlots * arrangement.gradient_slot;
+  device.round_gradient(StreamId::round, reinterpret_cast<std::uint16_t*>(slot),
+                        reinterpret_cast<const float*>(arena.data() + at.task.device_offset), at.task.bytes / 2);
+  return slot;
+}
+
+// rounded: a gradient that lies in its slot; null: none does.
+void Executor::Impl::enqueue_copy(StreamId stream, const Task& task, const std::byte* rounded) {
   std::byte* on_device = arena.data() + task.device_offset;
   switch (task.kind) {
     case TaskKind::upload_hi:
@@ -164,31 +224,40 @@ io::Error Executor::Impl::copy(Node& at) {
       device.copy_to_host(stream, host(task.words, task.bytes).data(), on_device, task.bytes);
       break;
     default:
+      if (rounded != nullptr) {
+        device.copy_to_host(stream, host(task.gradient, task.bytes).data(), rounded, task.bytes);
+        break;
+      }
       device.gradient_to_host(stream, reinterpret_cast<std::uint16_t*>(host(task.gradient, task.bytes).data()),
                               reinterpret_cast<const float*>(on_device), task.bytes / 2);
   }
-  if (io::Error failed = device.synchronize(device.record(stream))) return failed;
+}
+
+void Executor::Impl::stamp_copy(const Task& task) {
   if (task.kind == TaskKind::save_activations && task.words.where == HostRef::Where::activation_buffer)
     store->stamp(ExtentKind::activations, extent_of(task).index, host(task.words, task.bytes));
-  if (!task.updated) return {};
+  if (!task.updated) return;
   if (task.words.where == HostRef::Where::word_buffer)
     store->stamp(ExtentKind::hi, task.chunk, host(task.words, task.bytes));
   if (task.state.where == HostRef::Where::state_buffer)
     store->stamp(ExtentKind::state, task.chunk, host(task.state, task.bytes));
-  return {};
 }
 
 io::Error Executor::Impl::update_on_device(Node& at) {
   const Task& task = at.task;
   follow_compute(StreamId::update, at);
+  at.began = device.record_timed(StreamId::update);
   std::byte *base = arena.data(), *slot = base + task.slot;
-  return at.work->update_on_device(
+  io::Error failed = at.work->update_on_device(
       layout.chunks()[task.chunk], device,
       {.sum = task.sum == kNowhere ? nullptr : reinterpret_cast<const float*>(base + task.sum),
        .gradient = reinterpret_cast<std::uint16_t*>(slot),
        .words = reinterpret_cast<std::uint16_t*>(base + task.device_offset),
        .state = slot + arrangement.update_slots.state,
        .scratch = slot + arrangement.update_slots.scratch});
+  if (failed) return failed;
+  at.ended = device.record_timed(StreamId::update);
+  return device.synchronize(at.ended);
 }
 
 void Executor::Impl::start_read(TaskId id, Node& at) {

@@ -7,7 +7,7 @@ namespace tierflow::swap {
 
 namespace {
 
-constexpr Lane kLaneOf[] = {Lane::disk_read, Lane::disk_write, Lane::disk_read, Lane::upload,
+constexpr Lane kLaneOf[] = {Lane::disk_read, Lane::disk_write, Lane::disk_read, Lane::upload, Lane::download,
                             Lane::download,  Lane::compute,    Lane::update,    Lane::commit};  // by Server
 
 double at_rate(double amount, double rate) {
@@ -89,12 +89,13 @@ void Simulator::forget_finished() {
   const auto drop = [](auto& list, std::size_t count) {
     list.erase(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(std::min(count, list.size())));
   };
-  const std::size_t read_and_verified = next_[kVerify];
-  for (int server = 0; server < kServers; ++server) {
+  for (int each = 0; each < kServers; ++each) {
+    const auto server = static_cast<Server>(each), second = second_of(server);
+    if (is_second(server)) continue;
     Queue& queue = lanes_[static_cast<int>(kLaneOf[server])];
-    const std::size_t done = server == kRead ? read_and_verified : next_[server];
+    const std::size_t done = next_[second == kServers ? server : second];
     next_[server] -= done;
-    if (server == kVerify) continue;
+    if (second != kServers) next_[second] = 0;
     drop(queue.tasks, done);
     queue.begun -= done;
     drop(queue.dependencies, std::exchange(queue.next_dependency, 0));
@@ -125,7 +126,7 @@ double Simulator::compute_seconds(const Task& task, const Plan& plan) const {
   return seconds;
 }
 
-// What is read also has to be verified: that is what follows, by another server.
+// What is read also has to be verified, and some of what is downloaded stamped: that follows, by another server.
 Simulator::Work Simulator::work_of(const Task& task, const Plan& plan) const {
   using Where = HostRef::Where;
   const MachineRates& machine = rates_.machine;
@@ -144,7 +145,7 @@ Simulator::Work Simulator::work_of(const Task& task, const Plan& plan) const {
           (task.updated && (task.words.where == Where::word_buffer || task.state.where == Where::state_buffer));
       return {
           task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast) : at_rate(bytes, machine.download),
-          copying, stamped ? at_rate(bytes, machine.checksum) : -1};
+          copying, stamped ? at_rate(bytes, machine.checksum) : 0};
     }
     case Lane::compute:
       return {compute_seconds(task, plan), computing};
@@ -168,7 +169,7 @@ Simulator::Work Simulator::work_of(const Task& task, const Plan& plan) const {
 void Simulator::start() {
   for (int each = 0; each < kServers; ++each) {
     const auto server = static_cast<Server>(each);
-    if (server == kVerify) continue;
+    if (is_second(server)) continue;
     const bool queues = server == kRead || server == kWrite;
     Queue& waiting = lanes_[static_cast<int>(kLaneOf[server])];
     while ((queues || idle(server)) && may_begin(waiting)) {
@@ -200,13 +201,14 @@ void Simulator::finish(TaskId id) {
   while (finished_ < done_.size() && done_[finished_] != 0) ++finished_;
 }
 
-// Begins with its next task, if that has begun and, where it verifies, was read.
+// Begins with its next task, if that has begun and, where another one comes first, was left by that one.
 void Simulator::take_next(Server server) {
   const Queue& queue = lanes_[static_cast<int>(kLaneOf[server])];
-  follows_[server] = server == kVerify;
-  if (next_[server] == (server == kVerify ? next_[kRead] : queue.begun)) return work_on(server, kIdle, 0);
+  const bool second = is_second(server);
+  follows_[server] = second;
+  if (next_[server] == (second ? next_[first_of(server)] : queue.begun)) return work_on(server, kIdle, 0);
   const Work& work = queue.tasks[next_[server]].work;
-  if (server == kVerify) return work_on(server, work.then, 1);
+  if (second) return work_on(server, work.then, 1);
   work_on(server, work.seconds, work.cores);
 }
 
@@ -217,13 +219,16 @@ void Simulator::work_on(Server server, double seconds, double cores) {
 
 void Simulator::end_work(Server server) {
   const Waiting& task = lanes_[static_cast<int>(kLaneOf[server])].tasks[next_[server]];
-  if (server != kRead && task.work.then >= 0 && !std::exchange(follows_[server], true))
+  const Server second = second_of(server);
+  if (second == kServers && task.work.then >= 0 && !std::exchange(follows_[server], true))
     return work_on(server, task.work.then, 1);
   ++next_[server];
-  if (server != kRead)
+  if (second == kServers) {
     finish(task.id);
-  else if (idle(kVerify))
-    take_next(kVerify);
+  } else if (idle(second)) {
+    take_next(second);
+    if (left_[second] <= 0) end_work(second);
+  }
   if (server == kUpdate) --unfinished_updates_;
   take_next(server);
 }

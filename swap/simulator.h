@@ -43,8 +43,15 @@ class Simulator {
   std::vector<TaskRecord> take_records();
 
  private:
-  // Who works on tasks: each on those of its lane, in order, one at a time. What was read is verified by another one.
-  enum Server { kRead, kWrite, kVerify, kUpload, kDownload, kCompute, kUpdate, kCommit, kServers };
+  // Who works on tasks: each on those of its lane, in order, one at a time. What was read is verified by another one,
+  // and what came from the device is stamped by another one.
+  enum Server { kRead, kWrite, kVerify, kUpload, kDownload, kStamp, kCompute, kUpdate, kCommit, kServers };
+  static constexpr bool is_second(Server server) { return server == kVerify || server == kStamp; }
+  static constexpr Server first_of(Server second) { return second == kVerify ? kRead : kDownload; }
+  // kServers: nobody ends what it began.
+  static constexpr Server second_of(Server server) {
+    return server == kRead ? kVerify : server == kDownload ? kStamp : kServers;
+  }
   // Seconds at full speed, on so many cores; and those that follow on one core, negative where none do.
   struct Work {
     double seconds = 0, cores = 0, then = -1;

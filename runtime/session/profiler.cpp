@@ -20,6 +20,8 @@
 #include "runtime/device/device_memory.h"
 #include "runtime/planning/repeat.h"
 #include "runtime/state/streamed_state.h"
+#include "swap/arrangement.h"
+#include "swap/host_memory.h"
 
 namespace tierflow {
 namespace {
@@ -51,16 +53,22 @@ class RateMeter {
   int readings_ = 0;
 };
 
-void measure_copies(swap::Device& device, RateMeter& meter, swap::MachineRates& rates) {
-  io::Buffer arena = value_or_throw(device.allocate(kBytes)), host = io::allocate_buffer(kBytes);
-  if (!host) fail(io::ErrorKind::memory, "", "the system refused 128 MiB to measure with");
-  const std::span<std::byte> all = host.bytes();
-  const bool pinned = device.pin({&all, 1}).empty();
+// rounds_first: gradients are rounded in slots of the device, as a session's are there.
+void measure_copies(swap::Device& device, bool rounds_first, RateMeter& meter, swap::MachineRates& rates) {
+  constexpr std::size_t kSlot = kPiece / 2;
+  io::Buffer arena = value_or_throw(device.allocate(kBytes + swap::kGradientSlots * kSlot));
+  const auto memory = value_or_throw(swap::HostMemory::create({{kBytes}}, device));
+  const std::span<std::byte> host = memory->buffer(0);
+  // As the lanes copy: the next piece is on its way while one is waited for.
   const auto each = [&](swap::StreamId stream, std::size_t bytes, const auto& copy) {
+    swap::Event before;
     for (std::size_t at = 0; at < bytes; at += kPiece) {
       copy(at);
-      throw_if(device.synchronize(device.record(stream)));
+      swap::Event copied = device.record(stream);
+      throw_if(device.synchronize(before));
+      before = std::move(copied);
     }
+    throw_if(device.synchronize(before));
   };
   constexpr auto up = swap::StreamId::upload, down = swap::StreamId::download;
   const auto amount = static_cast<double>(kBytes);
@@ -72,17 +80,19 @@ void measure_copies(swap::Device& device, RateMeter& meter, swap::MachineRates& 
   });
   rates.cast = meter.rate(amount / 4, [&] {
     each(down, kBytes, [&](std::size_t at) {
-      device.gradient_to_host(down, reinterpret_cast<std::uint16_t*>(host.data() + at / 2),
-                              reinterpret_cast<const float*>(arena.data() + at), kPiece / 4);
+      std::byte *to = host.data() + at / 2, *slot = arena.data() + kBytes + at / kPiece % swap::kGradientSlots * kSlot;
+      const auto* sums = reinterpret_cast<const float*>(arena.data() + at);
+      if (!rounds_first) return device.gradient_to_host(down, reinterpret_cast<std::uint16_t*>(to), sums, kPiece / 4);
+      device.round_gradient(swap::StreamId::round, reinterpret_cast<std::uint16_t*>(slot), sums, kPiece / 4);
+      device.wait(down, device.record(swap::StreamId::round));
+      device.copy_to_host(down, to, slot, kSlot);
     });
   });
   rates.checksum = meter.rate(amount, [&] {
     std::uint64_t sum = 0;
-    for (std::size_t at = 0; at < kBytes; at += kPiece)
-      sum += io::extent_checksum(1, at, 1, host.bytes().subspan(at, kPiece));
+    for (std::size_t at = 0; at < kBytes; at += kPiece) sum += io::extent_checksum(1, at, 1, host.subspan(at, kPiece));
     std::memcpy(host.data(), &sum, sizeof sum);
   });
-  if (pinned) device.unpin(all);
 }
 
 double measure_fill(swap::Device& device, torch::Device torch_device, RateMeter& meter) {
@@ -199,7 +209,7 @@ MachineProfile measure_machine(const SessionOptions& options, Length length, con
   const LoadMeter load;
   RateMeter meter;
   const auto device = open_device(options.device);
-  measure_copies(*device, meter, rates);
+  measure_copies(*device, options.device == "cuda", meter, rates);
   rates.fill = measure_fill(*device, options.device == "cuda" ? torch::kCUDA : torch::kCPU, meter);
   UpdateThreads threads(rates.threads);
   rates.measure = measure_norm(threads, meter);

@@ -90,6 +90,7 @@ bool StreamerPlan::fits(const StreamerOptions& options) {
        .host_workspace = loading,
        .device_budget = options.device_memory,
        .workspace = static_cast<std::uint64_t>(options.workspace_share * static_cast<double>(options.device_memory)),
+       .gradient_slots = options.device == "cuda",
        .storage = !options.storage.empty(),
        .train = trains,
        .sums = trains});

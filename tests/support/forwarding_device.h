@@ -1,6 +1,7 @@
 #pragma once
 // A CPU device whose calls a test may stand in front of.
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -11,6 +12,9 @@ namespace tierflow::testing {
 
 class ForwardingDevice : public swap::Device {
  public:
+  explicit ForwardingDevice(std::unique_ptr<swap::Device> device = swap::open_cpu_device())
+      : device_(std::move(device)) {}
+
   using StreamId = swap::StreamId;
   using Event = swap::Event;
 
@@ -34,11 +38,15 @@ class ForwardingDevice : public swap::Device {
     device_->enqueue(stream, std::move(work));
   }
   Event record(StreamId stream) override { return device_->record(stream); }
+  Event record_timed(StreamId stream) override { return device_->record_timed(stream); }
+  std::optional<double> seconds_between(const Event& from, const Event& to) override {
+    return device_->seconds_between(from, to);
+  }
   void wait(StreamId stream, const Event& event) override { device_->wait(stream, event); }
   io::Error synchronize(const Event& event) override { return device_->synchronize(event); }
 
  private:
-  std::unique_ptr<swap::Device> device_ = swap::open_cpu_device();
+  std::unique_ptr<swap::Device> device_;
 };
 
 }  // namespace tierflow::testing

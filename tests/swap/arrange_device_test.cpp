@@ -250,6 +250,27 @@ TEST(ArrangeDevice, UpdatesRunThereWhereThreeSlotsFit) {
   EXPECT_EQ(device(1 << 30, request, Shape::plain, true).made.update_slots.count, 0);
 }
 
+TEST(ArrangeDevice, GradientsAreRoundedThereWhereTwoSlotsFit) {
+  ArrangeRequest request{.gradient_slots = true};
+  const std::uint64_t slot = 128 * kKi, smallest = kFixed + 2 * kSlot, with = smallest + 2 * slot + kSector;
+  EXPECT_EQ(device(smallest, request).made.gradient_slot, 0U);  // what works without them works
+  EXPECT_EQ(device(with - 1, request).made.gradient_slot, 0U);
+  const Arrangement made = device(with, request).made;
+  EXPECT_EQ(made.gradient_slot, slot);
+  EXPECT_EQ(made.gradient_slots_begin() % kSector, 0U);
+  EXPECT_GE(made.gradient_slots_begin(), made.slot_offset(made.slots));
+  EXPECT_EQ(made.device_bytes(), made.gradient_slots_begin() + 2 * slot);
+  EXPECT_LE(made.device_bytes() + kWorkspace, with);
+  EXPECT_EQ(device(with, {}).made.gradient_slot, 0U);
+  // Gradients that the device uses up need none: the embedding's leaves.
+  request.device_update_share = 1;
+  EXPECT_EQ(device(1 << 30, request).made.gradient_slot, slot);
+  EXPECT_EQ(device(1 << 30, request, Shape::plain, true).made.gradient_slot, slot);
+  EXPECT_GE(device(1 << 30, request).made.gradient_slots_begin(), device(1 << 30, request).made.update_slots_end());
+  request.train = false;
+  EXPECT_EQ(device(1 << 30, request).made.gradient_slot, 0U);
+}
+
 TEST(ArrangeDevice, SwapsTakeTheHostFirstAndThenStorage) {
   ArrangeRequest request;
   request.swapped_bytes = {0, 4000, 9000, 5000, 0};

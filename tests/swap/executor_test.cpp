@@ -18,7 +18,9 @@
 
 #include "swap/arrange.h"
 #include "swap/planner.h"
+#include "tests/support/forwarding_device.h"
 #include "tests/support/power_cut.h"
+#include "tests/swap/devices_under_test.h"
 
 namespace tierflow::swap {
 namespace {
@@ -132,7 +134,7 @@ class ToyWork final : public HostWork {
   }
   io::Error update_on_device(const Chunk& chunk, Device& device, const DeviceUpdate& at) override {
     if (at.sum != nullptr) device.round_gradient(StreamId::update, at.gradient, at.sum, chunk.elements);
-    device.enqueue(StreamId::update, [n = chunk.elements, at](const DeviceQueue&) {
+    compute_on(device, StreamId::update, [n = chunk.elements, at] {
       for (std::uint64_t i = 0; i < n; ++i) toy_update(at.words[i], at.gradient[i], at.state[i]);
     });
     ++updated;
@@ -148,6 +150,14 @@ class ToyWork final : public HostWork {
   std::function<void()> before_commit;
 };
 
+struct DeafDevice final : testing::ForwardingDevice {
+  DeafDevice(std::unique_ptr<Device> device, StreamId deaf_) : ForwardingDevice(std::move(device)), deaf(deaf_) {}
+  void wait(StreamId stream, const Event& event) override {
+    if (stream != deaf) ForwardingDevice::wait(stream, event);
+  }
+  const StreamId deaf;
+};
+
 struct Case {
   std::uint64_t host = 0, device = 0;
   bool staged = true, tied = false;
@@ -161,7 +171,10 @@ struct Case {
   double on_device = 0;                // share of the units
   std::chrono::milliseconds pause{0};  // in each computation
   int swap_to_host = 0, swap_to_storage = 0;
-  int fewest_swapped = 0;  // visits that must find activations in their slot
+  int fewest_swapped = 0;        // visits that must find activations in their slot
+  bool async = false;            // computation is enqueued, and the client goes on
+  bool rounds_first = false;     // gradients, in slots of the device
+  std::optional<StreamId> deaf;  // a stream of the device that waits for nothing
 };
 
 class TemporaryFolder {
@@ -192,6 +205,10 @@ class Run {
  public:
   Run(const Toy& toy, const Case& with) : toy_(toy), case_(with), layout_(toy.units, toy.stages, toy.chunk_elements) {}
 
+  ~Run() {  // what is enqueued works on members
+    if (device_ != nullptr) static_cast<void>(device_->synchronize(device_->record(StreamId::compute)));
+  }
+
   void prepare() {
     std::vector<std::uint64_t> swapped(layout_.stages().size(), 0);
     for (std::size_t stage = 1; stage + 1 < swapped.size(); ++stage) swapped[stage] = kSector * (1 + stage);
@@ -203,12 +220,14 @@ class Run {
                                          .micro_batches = case_.micro_batches,
                                          .staged = case_.staged,
                                          .deferred_share = case_.deferred,
-                                         .device_update_share = case_.on_device});
+                                         .device_update_share = case_.on_device,
+                                         .gradient_slots = case_.rounds_first});
     ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
     arrangement_ = std::move(arrangement).value();
     ASSERT_LE(arrangement_.host_bytes(layout_), case_.host);
     ASSERT_LE(arrangement_.device_bytes(), case_.device);
-    device_ = open_cpu_device({.chaos_seed = case_.chaos});
+    device_ = open_toy_device(case_.chaos, case_.async);
+    if (case_.deaf) device_ = std::make_unique<DeafDevice>(std::move(device_), *case_.deaf);
     std::vector<bool> stored_gradients = arrangement_.deferred;
     for (std::size_t id = 0; id < stored_gradients.size(); ++id)
       stored_gradients[id] = stored_gradients[id] && !arrangement_.gradient_resident[id];
@@ -249,8 +268,7 @@ class Run {
       for (const Task& task : plan.tasks)
         for (TaskId dependency : task.dependencies) ASSERT_LT(dependency, plan.first_id + (&task - plan.tasks.data()));
       executor_->append(std::move(plan), work_);
-      visits(step);
-      if (HasFatalFailure()) return;
+      ASSERT_NO_FATAL_FAILURE(visits(step));
       ASSERT_OK(executor_->finish_updates());
       pending_ = deferred_chunks() != 0;
       if (case_.generations == 2 && !case_.commits_beside) commit(step + 1);
@@ -299,6 +317,7 @@ class Run {
   }
 
   void compare(const Reference& reference, bool& equal) {
+    ASSERT_OK(device_->synchronize(device_->record(StreamId::compute)));
     equal = results_ == reference.results;
     for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id) {
       const Chunk& chunk = layout_.chunks()[id];
@@ -327,46 +346,55 @@ class Run {
 
   void visits(int step) {
     const int stages = static_cast<int>(layout_.stages().size());
-    std::vector<std::uint64_t> carry(case_.micro_batches);
-    std::vector<std::vector<std::uint64_t>> inputs(stages, std::vector<std::uint64_t>(case_.micro_batches));
+    carry_.assign(case_.micro_batches, 0);
+    inputs_.assign(stages, std::vector<std::uint64_t>(case_.micro_batches));
     for (int micro_batch = 0; micro_batch < case_.micro_batches; ++micro_batch)
-      carry[micro_batch] = step * 100 + micro_batch;
+      carry_[micro_batch] = step * 100 + micro_batch;
     for (int order = 0; order < 2 * stages - 1; ++order) {
       const int stage = order < stages ? order : 2 * stages - 2 - order;
       const Pass pass = order < stages - 1 ? Pass::forward : order == stages - 1 ? Pass::head : Pass::backward;
       for (int micro_batch = 0; micro_batch < case_.micro_batches; ++micro_batch) {
         auto entered = executor_->enter(stage, pass, micro_batch);
         ASSERT_TRUE(entered.ok()) << entered.error().message();
-        const auto& units = layout_.stages()[stage].units;
-        if (pass == Pass::forward) inputs[stage][micro_batch] = carry[micro_batch];
-        if (entered->slot != nullptr) {
-          // All of it a function of the item: what comes back from another item, or in part, shows as a difference.
-          const std::uint64_t bytes = entered->item->bytes();
-          auto* slot = reinterpret_cast<std::uint64_t*>(entered->slot);
-          std::uint64_t value = mix(inputs[stage][micro_batch], stage);
-          for (std::uint64_t i = 0; i < bytes / 8; ++i) {
-            value = mix(value, i);
-            if (pass == Pass::backward && slot[i] != value) results_.push_back(0);
-            slot[i] = pass == Pass::forward ? value : 0;
-          }
-          swapped += entered->activations == Activations::swap ? 1 : 0;
-        }
-        if (case_.pause.count() != 0) std::this_thread::sleep_for(case_.pause);
-        for (std::size_t u = 0; u < units.size(); ++u) {
-          const std::uint64_t n = layout_.unit_elements(units[u]);
-          const std::uint64_t at = entered->visit->weights[u];
-          const auto* words = at == kNowhere ? nullptr : reinterpret_cast<const std::uint16_t*>(entered->arena + at);
-          if (pass != Pass::backward) carry[micro_batch] = toy_forward(carry[micro_batch], {words, n});
-          if (pass == Pass::forward) continue;
-          auto* gradient = reinterpret_cast<float*>(entered->arena + entered->visit->gradients[u]);
-          if (micro_batch == 0 && entered->visit->fresh_gradient[u]) std::memset(gradient, 0, 4 * n);
-          for (std::uint64_t i = 0; i < n; ++i)
-            gradient[i] += toy_gradient(stage == 0 ? 1 : words[i], stage, micro_batch);
-        }
+        swapped += entered->slot != nullptr && entered->activations == Activations::swap ? 1 : 0;
+        // The host runs ahead: the visit may be gone when the stream comes to it.
+        compute_on(
+            *device_, StreamId::compute,
+            [this, stage, pass, micro_batch, visit = *entered->visit, arena = entered->arena, item = entered->item,
+             slot = entered->slot] { compute(stage, pass, micro_batch, visit, arena, item, slot); });
         ASSERT_OK(executor_->leave());
-        if (pass == Pass::head) results_.push_back(carry[micro_batch]);
       }
     }
+    ASSERT_OK(device_->synchronize(device_->record(StreamId::compute)));
+  }
+
+  void compute(int stage, Pass pass, int micro_batch, const Visit& visit, std::byte* arena, const Item* item,
+               std::byte* swap_slot) {
+    const auto& units = layout_.stages()[stage].units;
+    if (pass == Pass::forward) inputs_[stage][micro_batch] = carry_[micro_batch];
+    if (swap_slot != nullptr) {
+      // All of it a function of the item: what comes back from another item, or in part, shows as a difference.
+      const std::uint64_t bytes = item->bytes();
+      auto* slot = reinterpret_cast<std::uint64_t*>(swap_slot);
+      std::uint64_t value = mix(inputs_[stage][micro_batch], stage);
+      for (std::uint64_t i = 0; i < bytes / 8; ++i) {
+        value = mix(value, i);
+        if (pass == Pass::backward && slot[i] != value) results_.push_back(0);
+        slot[i] = pass == Pass::forward ? value : 0;
+      }
+    }
+    if (case_.pause.count() != 0) std::this_thread::sleep_for(case_.pause);
+    for (std::size_t u = 0; u < units.size(); ++u) {
+      const std::uint64_t n = layout_.unit_elements(units[u]);
+      const std::uint64_t at = visit.weights[u];
+      const auto* words = at == kNowhere ? nullptr : reinterpret_cast<const std::uint16_t*>(arena + at);
+      if (pass != Pass::backward) carry_[micro_batch] = toy_forward(carry_[micro_batch], {words, n});
+      if (pass == Pass::forward) continue;
+      auto* gradient = reinterpret_cast<float*>(arena + visit.gradients[u]);
+      if (micro_batch == 0 && visit.fresh_gradient[u]) std::memset(gradient, 0, 4 * n);
+      for (std::uint64_t i = 0; i < n; ++i) gradient[i] += toy_gradient(stage == 0 ? 1 : words[i], stage, micro_batch);
+    }
+    if (pass == Pass::head) results_.push_back(carry_[micro_batch]);
   }
 
   const Toy toy_;
@@ -381,7 +409,8 @@ class Run {
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Planner> planner_;
   std::shared_ptr<ToyWork> work_ = std::make_shared<ToyWork>();
-  std::vector<std::uint64_t> results_;
+  std::vector<std::uint64_t> results_, carry_;
+  std::vector<std::vector<std::uint64_t>> inputs_;
   bool pending_ = false;
 };
 
@@ -406,9 +435,9 @@ bool equals_plain_loop(const Case& with, int blocks, int steps, std::function<vo
   } else {
     EXPECT_NEAR(run.deferred_chunks(), with.deferred * chunks, 0.15 * chunks);
   }
-  EXPECT_GE(run.swapped, with.fewest_swapped);
   bool equal = false;
   run.compare(run_reference(toy, run.layout(), steps, with.micro_batches), equal);
+  EXPECT_GE(run.swapped, with.fewest_swapped);
   return equal;
 }
 
@@ -528,6 +557,36 @@ TEST(Executor, ActivationsGoToTheHostAndToStorage) {
     EXPECT_TRUE(equals_plain_loop(with, 3, 3));
   }
 }
+TEST(Executor, GradientsAreRoundedInSlotsOfTheDevice) {
+  for (const std::uint64_t chaos : {0, 4})
+    for (const bool staged : {true, false}) {
+      Case with{.host = 1200 * 1024, .device = 4 * kMiB, .staged = staged, .chaos = chaos, .rounds_first = true};
+      EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+      with.async = true;
+      EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+      with.device = 1300 * 1024;  // no room for slots
+      EXPECT_TRUE(equals_plain_loop(with, 3, 3));
+      with = {.host = 200 * kMiB, .device = 100 * kMiB, .staged = staged, .chaos = chaos, .rounds_first = true};
+      with.on_device = 0.5;
+      EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+    }
+}
+// As on a GPU: the client leaves each computation long before it is done.
+TEST(Executor, TheHostRunsAhead) {
+  for (const std::uint64_t chaos : {0, 4})
+    for (const bool staged : {true, false}) {
+      Case with{.host = 1200 * 1024, .device = 3 * kMiB, .staged = staged, .chaos = chaos, .async = true};
+      EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+      with.tied = true;
+      EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+      with = {.host = kMiB, .device = 8 * kMiB, .staged = staged, .chaos = chaos, .on_device = 1, .async = true};
+      EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+      with = {.host = 2 * kMiB, .device = 4 * kMiB, .staged = staged, .chaos = chaos, .swap_to_host = 3, .async = true};
+      with.swap_to_storage = 3;
+      with.fewest_swapped = 6 * 2 * 3;
+      EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+    }
+}
 TEST(Executor, RandomBudgetsUnderChaos) {
   std::minstd_rand random(20);
   for (int round = 0; round < 40; ++round) {
@@ -543,11 +602,13 @@ TEST(Executor, RandomBudgetsUnderChaos) {
                     .on_device = static_cast<double>(random() % 3) / 2,
 
                     .swap_to_host = static_cast<int>(random() % 4),
-                    .swap_to_storage = static_cast<int>(random() % 4)};
+                    .swap_to_storage = static_cast<int>(random() % 4),
+                    .async = round % 2 == 1,
+                    .rounds_first = round % 4 / 2 == 1};
     ASSERT_TRUE(equals_plain_loop(with, 1 + static_cast<int>(random() % 4), 2))
         << "host " << with.host << " device " << with.device << " staged " << with.staged << " tied " << with.tied
         << " micro-batches " << with.micro_batches << " chaos " << with.chaos << " generations " << with.generations
-        << " deferred " << with.deferred << " on the device " << with.on_device;
+        << " deferred " << with.deferred << " on the device " << with.on_device << " async " << with.async;
   }
 }
 
@@ -612,6 +673,65 @@ TEST(NegativeControl, DeviceUpdateBeforeTheGradientIsSummed) {
 }
 TEST(NegativeControl, DownloadBeforeTheDeviceUpdate) {
   expect_caught(kOnDevice, TaskKind::download_state, Lane::update);
+}
+
+// Where the host runs ahead, a task that followed a computation starts while that is still to come, and only the wait
+// for its event on the device holds it back. Without that wait, on one stream, the run must show it.
+void expect_noticed(Case with, StreamId deaf) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "the missing wait is a data race, which the sanitizer reports as it should";
+#endif
+  with.deaf = deaf;
+  bool noticed = false;
+  for (std::uint64_t seed = 1; seed <= 8 && !noticed; ++seed) {
+    with.chaos = seed;
+    const Toy toy = make_toy(false, 4);
+    Run run(toy, with);
+    run.prepare();
+    EXPECT_EQ(run.arrangement().gradient_slot != 0, with.rounds_first);
+    run.train(2);
+    bool equal = false;
+    run.compare(run_reference(toy, run.layout(), 2, with.micro_batches), equal);
+    noticed = !equal;
+  }
+  EXPECT_EQ(noticed, with.async);
+}
+void expect_noticed_where_the_host_runs_ahead(Case with, StreamId deaf) {
+  if (open_toy_device(0, false)->name() == "cpu") expect_noticed(with, deaf);  // not at all
+  with.async = true;
+  expect_noticed(with, deaf);
+}
+TEST(NegativeControl, UploadsThatDoNotFollowComputation) {
+  Case with = kSmall;  // the device's room for weights comes round
+  with.host = 200 * kMiB;
+  with.pause = std::chrono::milliseconds(3);
+  expect_noticed_where_the_host_runs_ahead(with, StreamId::upload);
+}
+TEST(NegativeControl, DownloadsThatDoNotFollowComputation) {
+  expect_noticed_where_the_host_runs_ahead(kSmall, StreamId::download);
+}
+TEST(NegativeControl, ActivationsThatAreSavedWithoutFollowingComputation) {
+  Case with{.host = 200 * kMiB, .device = 100 * kMiB, .micro_batches = 3, .swap_to_host = 100};
+  with.staged = false;
+  expect_noticed_where_the_host_runs_ahead(with, StreamId::download);
+}
+TEST(NegativeControl, RoundingThatDoesNotFollowComputation) {
+  Case with = kSmall;
+  with.device = 4 * kMiB;
+  with.rounds_first = true;
+  expect_noticed_where_the_host_runs_ahead(with, StreamId::round);
+}
+TEST(NegativeControl, CopiesThatDoNotFollowTheRounding) {
+  Case with = kSmall;
+  with.device = 4 * kMiB;
+  with.rounds_first = with.async = true;
+  expect_noticed(with, StreamId::download);
+}
+TEST(NegativeControl, DeviceUpdatesThatDoNotFollowComputation) {
+  Case with = kOnDevice;
+  with.host = 200 * kMiB;
+  with.device = 100 * kMiB;
+  expect_noticed_where_the_host_runs_ahead(with, StreamId::update);
 }
 
 TEST(Arrange, NamesTheSmallestBudgetThatWorks) {

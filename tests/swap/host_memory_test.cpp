@@ -9,6 +9,7 @@
 #include "swap/arrange.h"
 #include "swap/executor.h"
 #include "swap/pinning.h"
+#include "tests/support/forwarding_device.h"
 
 namespace tierflow::swap {
 namespace {
@@ -127,6 +128,22 @@ TEST(HostMemory, BuffersLieOneAfterTheOther) {
   lent.data()[0] = std::byte{1};
   EXPECT_EQ(lent.size(), 3 * kSector);
   EXPECT_TRUE(HostMemory::create({}, *device).ok());
+}
+
+// What a device pinned before it refused the rest must not stay registered when the memory is gone.
+TEST(HostMemory, IsUnpinnedWhereOnlyPartOfItWasPinned) {
+  struct Refusing final : testing::ForwardingDevice {
+    std::string pin(std::span<const std::span<std::byte>>) override { return "no more"; }
+    void unpin(std::span<std::byte> memory) noexcept override { unpinned.push_back(memory.data()); }
+    std::vector<std::byte*> unpinned;
+  };
+  Refusing device;
+  auto memory = HostMemory::create(std::vector<std::size_t>{kSector}, device);
+  ASSERT_TRUE(memory.ok());
+  EXPECT_EQ((*memory)->pin_note(), "no more");
+  std::byte* const at = (*memory)->buffer(0).data();
+  memory.value().reset();
+  EXPECT_EQ(device.unpinned, std::vector<std::byte*>{at});
 }
 
 }  // namespace

@@ -236,39 +236,33 @@ TEST_F(Lanes, ClientsThatDepartAreTold) {
   EXPECT_EQ(executor_->finish_updates().kind, io::ErrorKind::cancelled);
 }
 
-// Computation whose end the test decides.
+// Computation whose end the test decides. Its events have numbers: 2 i where the computation i begins, then 2 i + 1.
 class EventfulDevice final : public testing::ForwardingDevice {
  public:
-  Event record(StreamId stream) override {
-    if (stream != StreamId::compute) return ForwardingDevice::record(stream);
-    const auto state = std::make_shared<int>(static_cast<int>(computed_.size()));
+  Event record_timed(StreamId stream) override {
+    if (stream != StreamId::compute) return ForwardingDevice::record_timed(stream);
     std::lock_guard lock(mutex_);
-    computed_[state.get()] = *state;
+    const auto state = std::make_shared<int>(static_cast<int>(computed_.size()));
+    computed_[state.get()] = state;
     return Event(state);
   }
+  std::optional<double> seconds_between(const Event& from, const Event& to) override {
+    if (number_of(from) != -1 || number_of(to) != -1) return 0;
+    return ForwardingDevice::seconds_between(from, to);
+  }
   void wait(StreamId stream, const Event& event) override {
-    {
+    const int number = number_of(event);
+    if (stream == StreamId::download) {
       std::lock_guard lock(mutex_);
-      const auto found = computed_.find(event.state());
-      if (stream == StreamId::download) {
-        waited_for_ = found == computed_.end() ? -1 : found->second;
-        waited_ = true;
-        changed_.notify_all();
-      }
-      if (found != computed_.end()) return;
+      waited_for_ = number;
+      waited_ = true;
+      changed_.notify_all();
     }
-    ForwardingDevice::wait(stream, event);
+    if (number == -1) ForwardingDevice::wait(stream, event);
   }
   io::Error synchronize(const Event& event) override {
-    {
-      std::unique_lock lock(mutex_);
-      const auto found = computed_.find(event.state());
-      if (found != computed_.end()) {
-        lock.unlock();
-        return finished(found->second);
-      }
-    }
-    return ForwardingDevice::synchronize(event);
+    const int number = number_of(event);
+    return number == -1 ? ForwardingDevice::synchronize(event) : finished(number);
   }
   // -1: for none; -2: nobody came.
   int wait_for_the_download() {
@@ -278,18 +272,22 @@ class EventfulDevice final : public testing::ForwardingDevice {
   std::function<io::Error(int)> finished = [](int) { return io::Error{}; };
 
  private:
+  int number_of(const Event& event) {
+    std::lock_guard lock(mutex_);
+    const auto found = computed_.find(event.state());
+    return found == computed_.end() ? -1 : *found->second;
+  }
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<void*, int> computed_;
+  std::map<void*, std::shared_ptr<int>> computed_;
   int waited_for_ = -1;
   bool waited_ = false;
 };
 
-// The oldest event is forgotten when 256 are kept. A download that starts while that event is being waited for follows
-// it all the same.
+// A download that starts while the computation that it follows is still on the device waits for that one's end there.
 class Events : public ::testing::Test {
  protected:
-  static constexpr int kComputations = 300;
+  static constexpr int kComputations = 30;
   io::Error run() {
     arrangement_ = arrange(layout_, {.host_budget = 64 << 20, .device_budget = 8 << 20, .micro_batches = 1}).value();
     auto executor = std::move(Executor::create(device_, nullptr, layout_, arrangement_)).value();
@@ -337,10 +335,10 @@ TEST_F(Events, AreForgottenOnlyAfterTheyHappened) {
     changed.wait(lock, [&] { return may_download; });
   };
   int followed = -3;
-  std::vector<int> forgotten;
+  std::vector<int> ended;
   device_.finished = [&](int number) {
-    forgotten.push_back(number);
-    if (number == 0) {
+    ended.push_back(number);
+    if (number == 1) {
       {
         std::lock_guard lock(mutex);
         may_download = true;
@@ -352,17 +350,21 @@ TEST_F(Events, AreForgottenOnlyAfterTheyHappened) {
   };
   const io::Error error = run();
   EXPECT_FALSE(error) << error.message();
-  EXPECT_EQ(followed, 0);
-  ASSERT_EQ(forgotten.size(), static_cast<std::size_t>(kComputations - 256));
-  EXPECT_EQ(forgotten.back(), kComputations - 257);
+  EXPECT_EQ(followed, 1);
+  ASSERT_EQ(ended.size(), static_cast<std::size_t>(kComputations));
+  EXPECT_EQ(ended.back(), 2 * kComputations - 1);
 }
 
+// The client is told at its next call, or when the run ends.
 TEST_F(Events, ThatFailEndTheRun) {
-  device_.finished = [](int number) {
-    return number == 3 ? io::Error{.kind = io::ErrorKind::io, .operation = "compute", .detail = "the device is gone"}
-                       : io::Error{};
-  };
-  EXPECT_EQ(run().detail, "the device is gone");
+  for (const int failing : {3, 2 * kComputations - 1}) {
+    device_.finished = [failing](int number) {
+      return number % (2 * kComputations) == failing
+                 ? io::Error{.kind = io::ErrorKind::io, .operation = "compute", .detail = "the device is gone"}
+                 : io::Error{};
+    };
+    EXPECT_EQ(run().detail, "the device is gone");
+  }
 }
 
 }  // namespace

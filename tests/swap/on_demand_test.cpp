@@ -19,6 +19,7 @@ namespace {
 struct Case {
   std::uint64_t host = 0, device = 0, chaos = 0;
   int needed_units = 1;
+  bool async = false;  // computation is enqueued, and the client goes on
 };
 
 class OnDemandTest : public ::testing::TestWithParam<Case> {
@@ -55,7 +56,7 @@ TEST_P(OnDemandTest, RandomNeedsHaveTheBitsOfThePlainLoop) {
                                        .sums = true,
                                        .needed_units = budgets.needed_units});
   ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
-  auto device = open_cpu_device({.chaos_seed = budgets.chaos});
+  auto device = open_cpu_device({.chaos_seed = budgets.chaos, .async_compute = budgets.async});
   auto store = Store::create({.volume = {.folders = {folder_}, .allow_buffered = true, .allow_any_filesystem = true},
                               .scratch = {.gradient_sums = true}},
                              layout_);
@@ -87,23 +88,27 @@ TEST_P(OnDemandTest, RandomNeedsHaveTheBitsOfThePlainLoop) {
   std::minstd_rand random(5);
   int count = 0;
   // One part of a visit: the weights are compared, and each gradient grows by what this part brings.
-  const auto compute = [&](const Entered& at, const std::vector<bool>& wanted) {
+  const auto compute = [&](const Entered& entered, const std::vector<bool>& these) {
     ++count;
-    const std::vector<int>& own = layout_.stages()[at.visit->stage].units;
-    ASSERT_EQ(at.visit->weights.size(), wanted.size());
-    for (std::size_t position = 0; position < wanted.size(); ++position) {
-      const int unit = at.visit->unit(own, position);
-      const auto* seen = reinterpret_cast<const std::uint16_t*>(at.arena + at.visit->weights[position]);
-      ASSERT_TRUE(std::ranges::equal(words[unit], std::span(seen, words[unit].size()))) << "stale weights of " << unit;
-      if (!wanted[position]) continue;
-      auto* sum = reinterpret_cast<float*>(at.arena + at.visit->gradients[position]);
-      sums[unit].resize(words[unit].size(), 0.0F);
-      for (std::size_t i = 0; i < words[unit].size(); ++i) {
-        const float brings = value_of(rounded(gradient_at(words[unit][i], count, i)), 0);
-        sum[i] = at.visit->fresh_gradient[position] ? brings : sum[i] + brings;
-        sums[unit][i] += brings;
-      }
-    }
+    ASSERT_EQ(entered.visit->weights.size(), these.size());
+    device->enqueue(StreamId::compute,
+                    [&, arena = entered.arena, visit = *entered.visit, wanted = these, number = count](auto&) {
+                      const std::vector<int>& own = layout_.stages()[visit.stage].units;
+                      for (std::size_t position = 0; position < wanted.size(); ++position) {
+                        const int unit = visit.unit(own, position);
+                        const auto* seen = reinterpret_cast<const std::uint16_t*>(arena + visit.weights[position]);
+                        ASSERT_TRUE(std::ranges::equal(words[unit], std::span(seen, words[unit].size())))
+                            << "stale weights of " << unit;
+                        if (!wanted[position]) continue;
+                        auto* sum = reinterpret_cast<float*>(arena + visit.gradients[position]);
+                        sums[unit].resize(words[unit].size(), 0.0F);
+                        for (std::size_t i = 0; i < words[unit].size(); ++i) {
+                          const float brings = value_of(rounded(gradient_at(words[unit][i], number, i)), 0);
+                          sum[i] = visit.fresh_gradient[position] ? brings : sum[i] + brings;
+                          sums[unit][i] += brings;
+                        }
+                      }
+                    });
   };
   const auto visit = [&](int stage, Pass pass) {
     if (HasFatalFailure()) return;  // a plan that was not appended leaves a gap
@@ -149,6 +154,7 @@ TEST_P(OnDemandTest, RandomNeedsHaveTheBitsOfThePlainLoop) {
     Plan closing = planner.close();
     ASSERT_FALSE(checker.close(closing));
     (*executor)->append(std::move(closing), work);
+    ASSERT_FALSE(device->synchronize(device->record(StreamId::compute)));
     std::vector<int> owed;
     for (int unit = 0; unit < unit_count; ++unit) {
       ASSERT_EQ(planner.gradients_of(unit) != 0, !sums[unit].empty()) << unit;
@@ -180,13 +186,17 @@ TEST_P(OnDemandTest, RandomNeedsHaveTheBitsOfThePlainLoop) {
   store.value()->remove_files();
 }
 
-INSTANTIATE_TEST_SUITE_P(Budgets, OnDemandTest,
-                         ::testing::Values(Case{.host = 64 << 20, .device = 64 << 20, .needed_units = 5},
-                                           Case{.host = 64 << 20, .device = 64 << 20, .chaos = 7, .needed_units = 2},
-                                           Case{.host = 2 << 20, .device = 1300 << 10},
-                                           Case{.host = 2 << 20, .device = 1300 << 10, .chaos = 3},
-                                           Case{.host = 3 << 20, .device = 2 << 20, .chaos = 11, .needed_units = 2},
-                                           Case{.host = 2 << 20, .device = 2 << 20, .chaos = 19, .needed_units = 2}));
+INSTANTIATE_TEST_SUITE_P(
+    Budgets, OnDemandTest,
+    ::testing::Values(Case{.host = 64 << 20, .device = 64 << 20, .needed_units = 5},
+                      Case{.host = 64 << 20, .device = 64 << 20, .chaos = 7, .needed_units = 2},
+                      Case{.host = 2 << 20, .device = 1300 << 10},
+                      Case{.host = 2 << 20, .device = 1300 << 10, .chaos = 3},
+                      Case{.host = 3 << 20, .device = 2 << 20, .chaos = 11, .needed_units = 2},
+                      Case{.host = 64 << 20, .device = 1300 << 10, .async = true},
+                      Case{.host = 2 << 20, .device = 1300 << 10, .chaos = 5, .async = true},
+                      Case{.host = 64 << 20, .device = 2 << 20, .chaos = 13, .needed_units = 2, .async = true},
+                      Case{.host = 2 << 20, .device = 2 << 20, .chaos = 19, .needed_units = 2}));
 
 // Passes without gradients whose parts are planned ahead of their computation, of several micro-batches each.
 TEST_P(OnDemandTest, PartsThatArePlannedAheadHaveTheirUnits) {
@@ -194,7 +204,7 @@ TEST_P(OnDemandTest, PartsThatArePlannedAheadHaveTheirUnits) {
   auto arrangement = arrange(
       layout_, {.host_budget = budgets.host, .device_budget = budgets.device, .micro_batches = 3, .train = false});
   ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
-  auto device = open_cpu_device({.chaos_seed = budgets.chaos});
+  auto device = open_cpu_device({.chaos_seed = budgets.chaos, .async_compute = budgets.async});
   auto store =
       Store::create({.volume = {.folders = {folder_}, .allow_buffered = true, .allow_any_filesystem = true}}, layout_);
   ASSERT_TRUE(store.ok()) << store.error().message();
@@ -234,12 +244,14 @@ TEST_P(OnDemandTest, PartsThatArePlannedAheadHaveTheirUnits) {
           auto at = (*executor)->enter(stage, Pass::evaluate, micro_batch);
           ASSERT_TRUE(at.ok()) << at.error().message();
           ASSERT_EQ(at->visit->needed, unit < 0 ? std::vector<int>{} : std::vector<int>{unit});
-          for (std::size_t position = 0; position < at->visit->weights.size(); ++position) {
-            const int seen = at->visit->unit(shape.units, position);
-            const auto* words = reinterpret_cast<const std::uint16_t*>(at->arena + at->visit->weights[position]);
-            for (std::uint64_t i = 0; i < layout_.unit_elements(seen); i += 61)
-              ASSERT_EQ(words[i], word_at(seen, i)) << "unit " << seen;
-          }
+          device->enqueue(StreamId::compute, [&, arena = at->arena, visit = *at->visit](auto&) {
+            for (std::size_t position = 0; position < visit.weights.size(); ++position) {
+              const int seen = visit.unit(layout_.stages()[visit.stage].units, position);
+              const auto* words = reinterpret_cast<const std::uint16_t*>(arena + visit.weights[position]);
+              for (std::uint64_t i = 0; i < layout_.unit_elements(seen); i += 61)
+                ASSERT_EQ(words[i], word_at(seen, i)) << "unit " << seen;
+            }
+          });
           ASSERT_FALSE((*executor)->leave());
         }
     }

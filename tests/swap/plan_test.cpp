@@ -69,6 +69,7 @@ Planned random_arrangement(std::minstd_rand& random) {
   if (random() % 2 == 0) request.deferred_share = static_cast<double>(random() % 5) / 4;
   if (random() % 2 == 0) request.device_update_share = static_cast<double>(1 + random() % 4) / 4;
   request.update_scratch = random() % 2 == 0 ? 0 : 1000;
+  request.gradient_slots = planned.layout->chunks().size() % 2 == 0;
   if (random() % 2 == 0) {
     for (std::size_t stage = 0; stage < planned.layout->stages().size(); ++stage) {
       const bool block = stage > 0 && stage + 1 < planned.layout->stages().size();

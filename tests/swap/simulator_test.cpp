@@ -79,6 +79,15 @@ TEST_F(SimulatorClock, MovesTakeTheirBytesByTheRateAndThenTheChecksum) {
   EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::commit, .lane = Lane::commit}}), 0);
 }
 
+// The link goes on with the next while what came is stamped; what is stamped already waits for its turn.
+TEST_F(SimulatorClock, TheLinkDoesNotWaitForChecksums) {
+  const Task stamped{.kind = TaskKind::download_hi, .lane = Lane::download, .words = kWords, .updated = true};
+  const Task plain{.kind = TaskKind::download_gradient, .lane = Lane::download};
+  EXPECT_DOUBLE_EQ(seconds({stamped, stamped, stamped}), 8 + 3 * 10);
+  EXPECT_DOUBLE_EQ(seconds({plain, stamped, plain}), 10 + 8 + 10);
+  EXPECT_DOUBLE_EQ(seconds({stamped, plain, plain}), 8 + 10 + 10);
+}
+
 TEST_F(SimulatorClock, UpdatesTakeTheirElementsByTheRateOfTheirPrecision) {
   const auto update = [&](Task task, bool deferred) {
     task.lane = Lane::update;

@@ -20,6 +20,7 @@ struct Case {
   std::uint64_t host = 0, device = 0, chaos = 0;
   bool random_order = false;
   bool breaks_off = false;  // steps, at every visit
+  bool async = false;       // computation is enqueued, and the client goes on
 };
 
 class VisitPlannerTest : public ::testing::TestWithParam<Case> {
@@ -51,7 +52,7 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
   auto arrangement =
       arrange(layout_, {.host_budget = budgets.host, .device_budget = budgets.device, .storage = true, .sums = true});
   ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
-  auto device = open_cpu_device({.chaos_seed = budgets.chaos});
+  auto device = open_cpu_device({.chaos_seed = budgets.chaos, .async_compute = budgets.async});
   auto store = Store::create({.volume = {.folders = {folder_}, .allow_buffered = true, .allow_any_filesystem = true},
                               .scratch = {.gradient_sums = true}},
                              layout_);
@@ -90,25 +91,29 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
     auto entered = (*executor)->enter(stage, pass, 0);
     ASSERT_TRUE(entered.ok()) << entered.error().message();
     ++count;
-    for (std::size_t position = 0; position < stage_units.size(); ++position) {
-      const int unit = stage_units[position];
-      const auto* seen = reinterpret_cast<const std::uint16_t*>(entered->arena + entered->visit->weights[position]);
-      ASSERT_TRUE(std::equal(words[unit].begin(), words[unit].end(), seen)) << "stale weights of unit " << unit;
-      if (!wanted[position]) continue;
-      auto* sum = reinterpret_cast<float*>(entered->arena + entered->visit->gradients[position]);
-      auto& expected = sums[unit];
-      const bool first = expected.empty();
-      if (first) expected.assign(layout_.gradient_bytes(unit) / 4, 0.0F);
-      for (std::size_t i = 0; i < expected.size(); ++i) {
-        // The device's sum starts at what a visit brings, which bf16 holds exactly.
-        const float brings = value_of(rounded(gradient_at(words[unit][i], count, i)), 0);
-        sum[i] = entered->visit->fresh_gradient[position] ? brings : sum[i] + brings;
-        expected[i] += brings;
+    device->enqueue(StreamId::compute, [&, at = *entered, visit = *entered->visit, wanted, number = count](auto&) {
+      for (std::size_t position = 0; position < stage_units.size(); ++position) {
+        const int unit = stage_units[position];
+        const auto* seen = reinterpret_cast<const std::uint16_t*>(at.arena + visit.weights[position]);
+        ASSERT_TRUE(std::equal(words[unit].begin(), words[unit].end(), seen)) << "stale weights of unit " << unit;
+        if (!wanted[position]) continue;
+        auto* sum = reinterpret_cast<float*>(at.arena + visit.gradients[position]);
+        auto& expected = sums[unit];
+        const bool first = expected.empty();
+        if (first) expected.assign(layout_.gradient_bytes(unit) / 4, 0.0F);
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+          // The device's sum starts at what a visit brings, which bf16 holds exactly.
+          const float brings = value_of(rounded(gradient_at(words[unit][i], number, i)), 0);
+          sum[i] = visit.fresh_gradient[position] ? brings : sum[i] + brings;
+          expected[i] += brings;
+        }
       }
-    }
+    });
     ASSERT_FALSE((*executor)->leave());
   };
+  const auto computed = [&] { ASSERT_FALSE(device->synchronize(device->record(StreamId::compute))); };
   const auto step = [&] {
+    computed();
     std::vector<int> owed;
     for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit) {
       if (planner.gradients_of(unit) == 0) continue;
@@ -121,6 +126,7 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
   };
   const int stages = static_cast<int>(layout_.stages().size());
   const auto drop_all = [&] {
+    computed();
     for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit) {
       planner.drop(unit);
       EXPECT_EQ(planner.gradients_of(unit), 0);
@@ -187,14 +193,18 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
   store.value()->remove_files();
 }
 
-INSTANTIATE_TEST_SUITE_P(Budgets, VisitPlannerTest,
-                         ::testing::Values(Case{.host = 64 << 20, .device = 64 << 20},
-                                           Case{.host = 3 << 20, .device = 2 << 20},
-                                           Case{.host = 3 << 20, .device = 3 << 20, .random_order = true},
-                                           Case{.host = 64 << 20, .device = 64 << 20, .breaks_off = true},
-                                           Case{.host = 3 << 20, .device = 2 << 20, .chaos = 3, .breaks_off = true},
-                                           Case{.host = 2 << 20, .device = 1300 << 10, .chaos = 5},
-                                           Case{.host = 4 << 20, .device = 2 << 20, .chaos = 9, .random_order = true}));
+INSTANTIATE_TEST_SUITE_P(
+    Budgets, VisitPlannerTest,
+    ::testing::Values(
+        Case{.host = 64 << 20, .device = 64 << 20}, Case{.host = 3 << 20, .device = 2 << 20},
+        Case{.host = 3 << 20, .device = 3 << 20, .random_order = true},
+        Case{.host = 64 << 20, .device = 64 << 20, .breaks_off = true},
+        Case{.host = 3 << 20, .device = 2 << 20, .chaos = 3, .breaks_off = true},
+        Case{.host = 3 << 20, .device = 2 << 20, .async = true},
+        Case{.host = 64 << 20, .device = 2 << 20, .chaos = 4, .async = true},
+        Case{.host = 3 << 20, .device = 3 << 20, .chaos = 6, .random_order = true, .breaks_off = true, .async = true},
+        Case{.host = 2 << 20, .device = 1300 << 10, .chaos = 5},
+        Case{.host = 4 << 20, .device = 2 << 20, .chaos = 9, .random_order = true}));
 
 // Units that share a stage: one is dropped, the other's gradient stays what it was.
 TEST(VisitPlannerDrop, LeavesTheOtherUnitsOfTheStage) {
