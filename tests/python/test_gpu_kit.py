@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -24,7 +25,7 @@ def pack(out, *words):
 @pytest.fixture(scope="module")
 def kit(tierflow, tmp_path_factory):
     """The kit as somebody unpacks it."""
-    for name in ("device_test", "optim_gpu_test", "gpu_test", "libtierflow_train.so"):
+    for name in ("device_test", "optim_gpu_test", "gpu_test", "device_bench", "libtierflow_train.so"):
         if not (BUILD / name).exists():
             pytest.skip(f"{BUILD / name} is not built")
     folder = tmp_path_factory.mktemp("kit")
@@ -70,12 +71,24 @@ def one_line(text):
 
 
 @pytest.fixture(scope="module")
-def rehearsed(kit, tmp_path_factory):
-    """Records of each part. Two go at a time: most of each is one thread that loads torch."""
+def elsewhere(tmp_path_factory):
+    """A folder with torch and the wheels that come with it, under another path than the one that the programs were built with."""
+    import torch
+
+    folder, site = tmp_path_factory.mktemp("elsewhere"), pathlib.Path(torch.__file__).parents[1]
+    for name in ("torch", "nvidia"):
+        if (site / name).exists():
+            (folder / name).symlink_to(site / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rehearsed(kit, elsewhere, tmp_path_factory):
+    """Records of each part, with torch elsewhere. Two go at a time: most of each is one thread that loads torch."""
     folders = {part: tmp_path_factory.mktemp(f"part{part}") for part in (1, 2, 3)}
-    second, found = start(kit, folders[2], "--rehearse", 2), {}
+    second, found = start(kit, folders[2], "--rehearse", 2, PYTHONPATH=str(elsewhere)), {}
     for part in (1, 3, 2):
-        child = second if part == 2 else start(kit, folders[part], "--rehearse", part)
+        child = second if part == 2 else start(kit, folders[part], "--rehearse", part, PYTHONPATH=str(elsewhere))
         said, _ = child.communicate()
         assert child.returncode == 0, said
         found[part] = (folders[part], said)
@@ -83,13 +96,14 @@ def rehearsed(kit, tmp_path_factory):
 
 
 @pytest.mark.parametrize("part", [1, 2, 3])
-def test_a_rehearsal_runs_every_step_or_says_that_it_needs_a_gpu(rehearsed, part):
+def test_a_rehearsal_runs_every_step_or_says_that_it_needs_a_gpu(rehearsed, elsewhere, part):
     folder, said = rehearsed[part]
     entries = records(folder, part)
     skipped = {name for name, entry in entries.items() if entry["status"] == "skipped: no GPU"}
     assert all(entry["status"] == "ok" and entry["rc"] == 0 and entry["seconds"] > 0 for name, entry in entries.items() if name not in skipped)
     tools = {f"{tool}.{name}" for tool in ("memcheck", "racecheck", "synccheck") for name in ("device_test", "optim_gpu_test")}
     assert skipped == {1: {"optimizer_kernels", "streamed_is_resident"} | tools, 2: {"copies", "overlap"}, 3: set()}[part]
+    assert said.splitlines()[0].endswith(f" in {elsewhere / 'torch'}")
     table = (folder / "out" / f"part{part}.txt").read_text()
     assert [line.split()[0] for line in table.splitlines()] == ["step", *entries]
     log = (folder / "out" / f"part{part}.log").read_text()
@@ -99,28 +113,43 @@ def test_a_rehearsal_runs_every_step_or_says_that_it_needs_a_gpu(rehearsed, part
 
 def test_what_steps_measure_is_in_their_records(rehearsed):
     first, second, third = (records(rehearsed[part][0], part) for part in (1, 2, 3))
-    assert first["device_contract"]["measured"][-1]["tests"] == 15 and first["device_contract"]["measured"][-1]["failed"] == 0
+    assert first["device_contract"]["measured"][-1]["tests"] == 18 and first["device_contract"]["measured"][-1]["failed"] == 0
     assert {"libraries_not_found": {}} in first["inventory"]["measured"]
     assert any(line.get("read_gb_s", 0) > 0 for line in first["drive"]["measured"])
     for name in ("products", "weight_gradients", "attention", "kernels"):
         assert second[name]["measured"] and not any("not_measured" in line for line in second[name]["measured"])
-    for entry in (second["streamed_1b"], third["streamed_8b_memory"], third["streamed_8b_drive"]):
+    lines = second["device_bench"]["measured"]
+    assert {(line["copy"], line["depth"]) for line in lines if "copy" in line} == {(way, depth) for way in ("up", "down", "gradient down", "both") for depth in (1, 2)}
+    assert all(line["gb_s"] > 0 for line in lines if "copy" in line)
+    beside = [line for line in lines if "beside" in line]
+    assert [(line["beside"], line.get("moments")) for line in beside] == [("gradient download", None), ("update on the device", "8 bits"), ("update on the device", "bf16")]
+    for line in beside:
+        rate = "gb_s" if line["beside"] == "gradient download" else "elements_g_s"
+        assert all(line[f"{what}_{when}"] > 0 for what in (rate, "tflops") for when in ("alone", "beside"))
+    for entry in (second["streamed_1b"], third["streamed_8b_8192"], third["streamed_8b_2048"], third["streamed_8b_drive"]):
         run = entry["measured"][-1]
         assert run["step_s"] > 0 and run["measured_to_predicted"] == pytest.approx(run["step_s"] / run["predicted_step_s"], rel=0.1) and 0 <= run["hidden_share"] <= 1
         assert [line["step"]["step"] for line in entry["measured"] if "step" in line] == list(range(1, run["steps"] + 1))
         assert any("plan" in line for line in entry["measured"])
     assert (rehearsed[3][0] / "out/streamed_8b_drive.trace.json.gz").stat().st_size > 1000
-    assert third["resident_8b"]["measured"][-1]["tokens_per_s"] > 0
+    assert third["resident_8b_8192"]["measured"][-1]["tokens_per_s"] > 0
+
+
+def test_programs_take_torch_from_where_this_python_has_it(rehearsed, elsewhere):
+    """Nothing in a program leads to the torch that it was built with."""
+    lines = records(rehearsed[1][0], 1)["inventory"]["measured"]
+    found = next(line["libtorch_of_programs"] for line in lines if "libtorch_of_programs" in line)
+    assert set(found.values()) == {str(elsewhere / "torch/lib/libtorch_cpu.so")} and {"libtierflow_train.so", "gpu_test", "device_bench"} <= found.keys()
 
 
 def test_streamed_and_resident_train_the_same_model(rehearsed):
     """The same shapes and tokens a step: a ratio of the two means something."""
     third = records(rehearsed[3][0], 3)
-    planned = next(line["plan"] for line in third["streamed_8b_memory"]["measured"] if "plan" in line)
-    assert planned["step"]["tokens"] == third["resident_8b"]["measured"][-1]["tokens_per_step"]
+    planned = next(line["plan"] for line in third["streamed_8b_8192"]["measured"] if "plan" in line)
+    assert planned["step"]["tokens"] == third["resident_8b_8192"]["measured"][-1]["tokens_per_step"]
     first = {name: next(line.get("loss", line.get("step", {}).get("loss") if isinstance(line.get("step"), dict) else None) for line in third[name]["measured"] if "step" in line)
-             for name in ("resident_8b", "streamed_8b_memory")}
-    assert first["resident_8b"] == pytest.approx(first["streamed_8b_memory"], abs=0.1)  # both near ln 512: random weights of one size
+             for name in ("resident_8b_8192", "streamed_8b_8192")}
+    assert first["resident_8b_8192"] == pytest.approx(first["streamed_8b_8192"], abs=0.1)  # both near ln 512: random weights of one size
 
 
 def test_a_step_that_fails_is_recorded_and_does_not_end_the_part(changed, tmp_path):
@@ -210,7 +239,7 @@ def test_no_file_needs_a_library_that_the_machine_may_lack(kit):
     folders = [kit / "lib", kit / "lib/runtime", f"{site}/torch/lib", *(f"{site}/nvidia/{name}/lib" for name in (os.listdir(f"{site}/nvidia") if os.path.isdir(f"{site}/nvidia") else ()))]
     there = GLIBC | {name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
     files = [path for path in kit.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
-    assert len(files) >= 5 + 6
+    assert len(files) >= 6 + 6
     for path in files:
         said = subprocess.run(["readelf", "--dynamic", "--wide", path], capture_output=True, text=True, check=True).stdout
         lacking = set(re.findall(r"\(NEEDED\).*\[(.*)\]", said)) - there
@@ -239,8 +268,8 @@ def test_a_streamed_run_that_is_ended_says_what_it_has(changed, tmp_path):
     step = json.dumps({"step": 1, "loss": 6.0, "step_s": 2.0, "tokens_per_s": 64.0, "limit": "compute", "device_memory_peak": 1, "host_memory": 1})
     planned = json.dumps({"step": {"step_s": 1.0}, "storage": {"bytes": 0, "free": 0}, **{name: {} for name in ("memory", "activations", "updates", "machine", "profile")}})
     program(changed / "bin/tierflow", f"[ $1 = train ] || {{ echo '{planned}'; exit; }}", 'while [ "$1" != --log-json ]; do shift; done', f"echo '{step}' >\"$2\"; exec sleep 100")
-    session(changed, tmp_path, "--rehearse", 3, "--only", "streamed_8b_memory", "--step-seconds", 3)
-    entry = records(tmp_path, 3)["streamed_8b_memory"]
+    session(changed, tmp_path, "--rehearse", 3, "--only", "streamed_8b_8192", "--step-seconds", 3)
+    entry = records(tmp_path, 3)["streamed_8b_8192"]
     assert entry["status"] == "timeout after 3 s"
     assert {"stopped": "after 1 of 4 steps"} in entry["measured"]
     assert entry["measured"][-1]["step_s"] == 2.0 and entry["measured"][-1]["measured_to_predicted"] == 2.0 and entry["measured"][-1]["steps"] == 1

@@ -37,3 +37,9 @@ if("device/device_memory_cuda.cpp" IN_LIST sources)
 else()
   target_compile_definitions(early_load_test PRIVATE TIERFLOW_EARLY_LOAD_PROBE="")
 endif()
+
+# Part of the kit for a borrowed machine with a GPU.
+add_executable(device_bench "${CMAKE_SOURCE_DIR}/benchmarks/gpu/device_bench.cpp")
+target_link_libraries(device_bench PRIVATE tierflow::session nlohmann_json::nlohmann_json tierflow_flags)
+target_include_directories(device_bench PRIVATE "${CMAKE_SOURCE_DIR}")
+target_compile_options(device_bench PRIVATE -O1)

@@ -205,13 +205,14 @@ Outcome use_everything() {
   auto opened = open_cuda_device(kDevice);
   if (!opened.ok()) return {opened.error()};
   Device& device = **opened;
-  auto memory = HostMemory::create(std::vector<std::size_t>(3, 4 * kElements), device);
+  auto memory = HostMemory::create(std::vector<std::size_t>(3, 4 * 4096), device);
   if (!memory.ok()) return {memory.error()};
   auto arena = device.allocate(16 * kElements);
   if (!arena.ok()) return {arena.error()};
   const std::vector<float> values = some_floats(kElements);
   std::vector<std::uint16_t> pageable(kElements);
-  const auto out = (*memory)->buffer(0), back = (*memory)->buffer(1), rounded = (*memory)->buffer(2);
+  const auto out = (*memory)->buffer(0).first(4 * kElements), back = (*memory)->buffer(1).first(4 * kElements),
+             rounded = (*memory)->buffer(2).first(2 * kElements);
   std::memcpy(out.data(), values.data(), out.size());
   std::byte *sums = arena->data(), *on_device = sums + 8 * kElements;
   Event uploaded;

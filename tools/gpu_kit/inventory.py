@@ -49,13 +49,15 @@ def direct_io(folder):
 
 
 def libraries(kit):
-    """Of each file of the kit the libraries that the loader does not find."""
-    missing = {}
+    """Of each file of the kit the libraries that the loader does not find, and the torch that it does find."""
+    missing, torch = {}, {}
     for path in sorted([*(kit / "bin").iterdir(), *(kit / "lib").glob("*.so*")]):
-        lost = [line.split()[0] for line in (said("ldd", path) or "").splitlines() if "not found" in line]
+        lines = [line.split() for line in (said("ldd", path) or "").splitlines()]
+        lost = [words[0] for words in lines if words[-2:] == ["not", "found"]]
         if lost:
             missing[path.name] = lost
-    return missing
+        torch |= {path.name: words[2] for words in lines if words[0] == "libtorch_cpu.so" and path.name not in missing}
+    return missing, torch
 
 
 def torch_says():
@@ -90,8 +92,9 @@ def main():
     show(nvidia_smi=dict(zip(query.split(","), card.split(", "))) if card else None, nvcc=said("nvcc", "--version") is not None, compute_sanitizer=shutil.which("compute-sanitizer"))
     print(said("nvidia-smi", "topo", "-m") or "no topology", flush=True)
     show(**torch_says())
-    missing = libraries(args.kit)
+    missing, torch = libraries(args.kit)
     show(libraries_not_found=missing)
+    show(libtorch_of_programs=torch)
     return int(bool(missing))
 
 

@@ -70,25 +70,26 @@ def correctness(at):
     return steps
 
 
-def run(at, model, *words):
-    """What a streamed and a resident run of one shape are both told."""
+def run(at, model, length):
+    """What a streamed and a resident run of one shape are both told: `length` tokens a sequence, and 65,536 a step."""
     if at.rehearse:
-        model, shape = "tiny", ["--sequence-length", 64, "--micro-batch", 1, "--micro-batches", 2]
+        model, shape = "tiny", ["--sequence-length", length // 128, "--micro-batch", 8192 // length, "--micro-batches", 2]
     else:
-        shape = {"1b": ["--sequence-length", 4096, "--micro-batch", 4, "--micro-batches", 4], "8b": ["--sequence-length", 4096, "--micro-batch", 2, "--micro-batches", 8]}[model]
-    return ["--config", at.kit / f"data/llama-{model}.json", "--device", "cpu" if at.rehearse else "cuda", *shape, *words]
+        tokens, micro_batches = {"1b": (16384, 4), "8b": (8192, 8)}[model]
+        shape = ["--sequence-length", length, "--micro-batch", tokens // length, "--micro-batches", micro_batches]
+    return ["--config", at.kit / f"data/llama-{model}.json", "--device", "cpu" if at.rehearse else "cuda", *shape]
 
 
-def streamed(at, name, model, seconds, steps, host, storage=False):
+def streamed(at, name, model, length, seconds, steps, host, storage=False):
     small = ["--host-memory", "64MiB", "--device-memory", "64MiB"] if at.rehearse else ["--host-memory", host]
     tokens = "tokens-tiny.npy" if at.rehearse else "tokens.npy"
     more = ["--storage", at.work / "store", "--fit-seconds", int(seconds * 0.8)] if storage else []
-    return Step(name, seconds, at.script("streamed.py", *run(at, model), "--program", at.kit / "bin/tierflow", "--data", at.kit / "data" / tokens, "--steps", steps,
+    return Step(name, seconds, at.script("streamed.py", *run(at, model, length), "--program", at.kit / "bin/tierflow", "--data", at.kit / "data" / tokens, "--steps", steps,
                                          "--work", at.work / name, "--trace", at.out / f"{name}.trace.json.gz", *small, *more))
 
 
-def resident(at, name, model, seconds, steps):
-    return Step(name, seconds, at.script("resident.py", *run(at, model), "--steps", steps))
+def resident(at, name, model, length, seconds, steps):
+    return Step(name, seconds, at.script("resident.py", *run(at, model, length), "--steps", steps))
 
 
 def lanes(at):
@@ -98,14 +99,15 @@ def lanes(at):
     optimizer = ["--elements", 1 << 18, "--repeats", 1] if at.rehearse else ["--elements", 1 << 27, "--repeats", 3]
     return [
         touch(at, 32, 45),
+        Step("device_bench", 60, at.program("device_bench", "cpu" if at.rehearse else "cuda")),
         lane("copies", 40, gpu=True),
         lane("overlap", 40, gpu=True),
         lane("products", 40),
         lane("weight_gradients", 40),
         lane("attention", 70),
         lane("kernels", 40),
-        streamed(at, "streamed_1b", "1b", 120, 6, "20GiB"),
-        resident(at, "resident_1b", "1b", 60, 5),
+        streamed(at, "streamed_1b", "1b", 4096, 120, 6, "20GiB"),
+        resident(at, "resident_1b", "1b", 4096, 60, 5),
         Step("cpu_update", 45, at.program("tierflow", "bench", "optimizer", "--json", *optimizer)),
     ]
 
@@ -113,9 +115,10 @@ def lanes(at):
 def large(at):
     return [
         touch(at, 96, 75),
-        streamed(at, "streamed_8b_memory", "8b", 200, 4, "most"),
-        resident(at, "resident_8b", "8b", 90, 3),
-        streamed(at, "streamed_8b_drive", "8b", 210, 2, "40GiB", storage=True),
+        streamed(at, "streamed_8b_8192", "8b", 8192, 200, 4, "most"),
+        resident(at, "resident_8b_8192", "8b", 8192, 90, 3),
+        streamed(at, "streamed_8b_2048", "8b", 2048, 150, 3, "most"),
+        streamed(at, "streamed_8b_drive", "8b", 8192, 210, 2, "40GiB", storage=True),
     ]
 
 
