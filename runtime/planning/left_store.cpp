@@ -133,6 +133,7 @@ LeftStore find_left_store(const Folders& storage) {
       left.generation = contents->generation;
       left.generations = contents->generations;
       left.run = text_in(identity, "run");
+      left.client = text_in(progress, "client");
       left.chunk_elements = contents->chunk_elements;
       left.streamed = identity.is_object() && !identity.contains("config");
       left.resumable = !left.streamed && contents->generations == 2;

@@ -29,7 +29,8 @@ struct LeftStore {
   int generations = 0;           // how many it keeps
   std::int64_t written = 0;      // when its files were last written, in seconds of the Unix clock
   std::uint64_t chunk_elements = 0;
-  std::string run;  // SessionOptions::run of the session that made it
+  std::string run;     // SessionOptions::run of the session that made it
+  std::string client;  // what that session was given by remember()
   std::filesystem::path state;
   std::string owner;  // process, host and times, as far as they are known
   std::string line;   // who made it, when, and what to do: behind the path

@@ -56,6 +56,7 @@ struct SessionOptions {
   // state has, it is copied into them first.
   bool resume = false;
   std::string run;                   // JSON object of the client's, in the store too: what has to be equal to go on
+  std::string remembered;            // of a new run, as Session::remember(): with its first commit
   bool fresh = false;                // what an earlier session left in `storage` is removed
   bool train = true;                 // false: evaluate(), next_logits() and export alone
   bool fewer_micro_batches = false;  // as many as the budgets hold, micro_batches at most

@@ -122,6 +122,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   torch_memory.set_cap(torch_bytes());
   torch_memory.reset_peak();
   lacks_first_values = !options.resume && begins_with_gradient(model->spec());
+  if (!options.resume) client = options.remembered;
   if (plan.commit_every != 0 && !options.resume && !lacks_first_values) commit();
 }
 

@@ -302,21 +302,44 @@ def test_killed_while_it_makes_its_store_it_begins_anew(work):
 
 
 def test_killed_after_its_result_it_is_finished(work):
-    kept = [*[word for word in TRAIN if word not in ("--out", "out")], "--no-export", *TIGHT]
-    run(work, *kept)
-    shutil.copytree(work / "store", work / "left", dirs_exist_ok=True)
-    run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"))
+    words = [*TRAIN, *TIGHT]
+    died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "unlink:store/state.tfv:kill"})
+    assert died.returncode == -signal.SIGKILL and (work / "store" / "state.tfv").exists()
+    shutil.copytree(work / "store", work / "kept")
     before = weights(work / "out")
-    shutil.copytree(work / "store", work / "left", dirs_exist_ok=True)
-    done = run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"))
-    assert "the run is finished: its result is in out" in done.stderr and not [*work.glob("left/*")] and weights(work / "out") == before
-    # And once more, after the end of its state.
-    done = run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"))
-    assert "the run is finished: its result is in out" in done.stderr and weights(work / "out") == before
     # Another command's result is not taken for this one's.
-    shutil.copytree(work / "store", work / "left", dirs_exist_ok=True)
-    other = run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"), "--eval-sequences", "3", ok=False)
-    assert other.returncode == 2 and [*work.glob("left/*")]
+    other = again(work, *words, "--eval-sequences", "3")
+    assert other.returncode == 2 and [*work.glob("store/*")]
+    for more in [], ["--resume"]:
+        done = run(work, *words, *more)
+        assert "the run is finished: its result is in out" in done.stderr and not [*work.glob("store/*")] and weights(work / "out") == before
+        # And once more, after the end of its state.
+        done = run(work, *words, *more)
+        assert "the run is finished: its result is in out" in done.stderr and weights(work / "out") == before
+        shutil.copytree(work / "kept", work / "store", dirs_exist_ok=True)
+
+
+def test_a_finished_run_leaves_the_state_of_the_next_one(work):
+    """A script of two runs over the same folders, cut off in the second one: both commands again."""
+    run(work, "init", "--config", "config.json", "--out", "base")
+    first = [word for word in changed(TRAIN, {"--config": "base", "--out": "first", "--steps": "2"}) if word != "--config"]
+    first.insert(1, "--model")
+    second = changed(first, {"--model": "first", "--out": "second", "--steps": "6"})
+    run(work, *first, *TIGHT)
+    run(work, *second, *small("--log-json", "whole.json"))
+    (work / "second").rename(work / "whole")
+    # In its first step, with one commit, and before that, with none.
+    for call, nth, goes_on in [("flush:store/state.tfv", "10", True), ("flush:store/state.tfv", "2", False), ("write:state.tfv.owner.partial", "1", False)]:
+        died = run(work, *second, *TIGHT, "--engine", "threads", "--durability", "step", ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": f"{call}:kill", "TIERFLOW_FAIL_NTH": nth})
+        assert died.returncode == -signal.SIGKILL and (work / "store" / "state.tfv").exists()
+        left = files(work / "store")
+        done = again(work, *first, *TIGHT)
+        assert done.returncode == 0 and "the run is finished: its result is in first" in done.stderr and "another run, and stays" in done.stderr, done.stderr
+        assert files(work / "store") == left
+        done = run(work, *second, *TIGHT, "--engine", "threads", "--durability", "step")
+        assert ("resumed after step" in done.stderr) == goes_on, done.stderr
+        assert weights(work / "second") == weights(work / "whole")
+        shutil.rmtree(work / "second")
 
 
 def test_a_finished_run_says_so(work):
