@@ -36,7 +36,7 @@ std::string run_identity(const TrainOptions& options, std::uint64_t data, std::o
 std::string configuration_hash(const std::string& effective) {
   json options = json::parse(effective, nullptr, false);
   if (options.is_object())
-    for (const char* how : {"resume", "fresh"}) options.erase(how);
+    for (const char* how : {"resume", "fresh", "go-back"}) options.erase(how);
   const std::string all = options.is_object() ? options.dump() : effective;
   return fmt::format("{:016x}", io::content_hash(std::as_bytes(std::span(all))));
 }

@@ -130,7 +130,7 @@ RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool re
                          .bytes();
   companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
   if (options.no_export) return;
-  folder_.emplace(options.out, resumed);
+  folder_.emplace(options.out, resumed, std::vector<fs::path>{options.log_json, options.trace});
   check_space();
 }
 
