@@ -207,7 +207,7 @@ void Session::Impl::make_store(const swap::Store::Contents& left) {
   auto made = with_room([&] { return swap::Store::create(wanted, *plan.layout); });
   if (!made.ok() && made.error().error_number == ENOSPC && options.commit_auto && plan.commit_every != 0) {
     plan.commit_every = 0;
-    made = swap::Store::create(store_options(model->spec(), options, plan), *plan.layout);
+    made = with_room([&] { return swap::Store::create(store_options(model->spec(), options, plan), *plan.layout); });
   }
   if (!made.ok() && made.error().error_number == ENOSPC && plan.commit_every != 0) {
     io::Error error = made.error();
