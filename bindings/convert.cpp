@@ -154,6 +154,8 @@ StreamerOptions options_of(const py::dict& options) {
       result.chunk_elements = py::cast<std::uint64_t>(value);
     } else if (name == "durable") {
       result.durable = py::cast<bool>(value);
+    } else if (name == "go_back") {
+      result.go_back = py::cast<bool>(value);
     } else if (name == "run") {
       result.run = py::cast<std::string>(value);
     } else if (name == "chaos_seed") {

@@ -11,6 +11,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <thread>
 
 #include "io/filesystem.h"
 #include "io/fork_guard.h"
@@ -20,6 +22,8 @@ namespace tierflow::io {
 namespace {
 
 constexpr std::size_t kPage = 4096;
+// Who reads a state is soon done, and so are the last requests of a process that was killed.
+constexpr std::chrono::seconds kLockPatience{5};
 
 Error make_error(ErrorKind kind, const char* operation, std::string path, int error_number, std::string detail = {}) {
   return Error{.kind = kind,
@@ -105,6 +109,7 @@ Result<File> File::open_with(const std::filesystem::path& path, int flags, const
         "direct I/O is not possible on this file; name another folder with --storage, or go through the page cache "
         "with --allow-buffered");
   }
+  if (policy.read_only && policy.beside_owner) return file;
   if (Error error = file.lock(policy.read_only)) {
     if (creating) file.remove();
     return error;
@@ -187,14 +192,20 @@ Error File::inspect() {
 }
 
 Error File::lock(bool shared) {
-  if (flock(descriptor_.fd(), (shared ? LOCK_SH : LOCK_EX) | LOCK_NB) == 0) return {};
-  if (errno != EWOULDBLOCK) return failed("lock", ErrorKind::environment, errno);
-  const pid_t holder = lock_holder(descriptor_.fd());
-  if (holder <= 0) return failed("lock", ErrorKind::locked, 0, "another process holds it");
-  std::string who = "process " + std::to_string(holder) + " holds it";
-  if (kill(holder, 0) != 0 && errno == ESRCH)
-    who += "; it has ended, but its last requests are still at the drive: try again soon";
-  return failed("lock", ErrorKind::locked, 0, who);
+  const auto deadline = std::chrono::steady_clock::now() + kLockPatience;
+  while (flock(descriptor_.fd(), (shared ? LOCK_SH : LOCK_EX) | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK) return failed("lock", ErrorKind::environment, errno);
+    const LockHolder holder = lock_holder(descriptor_.fd());
+    if ((holder.shared || holder.ended) && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      continue;
+    }
+    if (holder.process <= 0) return failed("lock", ErrorKind::locked, 0, "another process holds it");
+    std::string who = "process " + std::to_string(holder.process) + (holder.shared ? " reads it" : " holds it");
+    if (holder.ended) who += "; it has ended, but its last requests are still at the drive: try again soon";
+    return failed("lock", ErrorKind::locked, 0, who);
+  }
+  return {};
 }
 
 Result<bool> File::preallocate(std::uint64_t bytes) {

@@ -19,6 +19,7 @@ struct FilePolicy {
   bool allow_buffered = false;        // go on without O_DIRECT where it is refused
   bool allow_any_filesystem = false;  // accept file systems in RAM or on another machine
   bool read_only = false;             // open() alone: for reading, beside others who read
+  bool beside_owner = false;          // with read_only: without a lock, also while another process writes
 };
 
 // Owns one descriptor and the lock on it. The lock belongs to the descriptor that does the I/O: the kernel holds it

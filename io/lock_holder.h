@@ -4,7 +4,13 @@
 
 namespace tierflow::io {
 
-// The process that holds a flock on the file or folder behind `descriptor`; 0 where the kernel does not say.
-pid_t lock_holder(int descriptor);
+struct LockHolder {
+  pid_t process = 0;    // 0: the kernel does not say
+  bool shared = false;  // it reads, beside others
+  bool ended = false;   // it lives no more; its last requests are still at the drive, or somebody inherited the file
+};
+
+// Of a flock on the file or folder behind `descriptor`.
+LockHolder lock_holder(int descriptor);
 
 }  // namespace tierflow::io

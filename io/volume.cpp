@@ -196,7 +196,8 @@ Result<std::unique_ptr<Volume>> Volume::open(const VolumeOptions& options) {
   if (Error error = check(options, false)) return error;
   const FilePolicy policy{.allow_buffered = options.allow_buffered,
                           .allow_any_filesystem = options.allow_any_filesystem,
-                          .read_only = options.read_only};
+                          .read_only = options.read_only,
+                          .beside_owner = options.beside_owner};
   std::vector<std::optional<Member>> found(options.folders.size());
   std::optional<MemberHeader> first;
   std::vector<std::string> warnings;

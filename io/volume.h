@@ -64,6 +64,8 @@ struct VolumeOptions {
   // open() alone: nothing is written, also on a file system that allows no writing. Others may read the files
   // meanwhile.
   bool read_only = false;
+  // With read_only: also while another process has the files open for writing. What it writes may be read in part.
+  bool beside_owner = false;
 
   // Relative speeds of the drives, in the order of `folders`: the stripes are dealt out in this proportion. Empty:
   // equal, unless measure_speeds asks create() to measure each drive first (at most 256 MiB, written twice and

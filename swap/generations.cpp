@@ -39,7 +39,11 @@ io::Result<Generation> read_generation(io::Volume& volume, const Superblock& blo
   if (!text.ok()) return text.error();
   auto manifest = parse_manifest(*text);
   if (!manifest.ok()) return manifest.error();
-  return Generation{block, std::move(manifest).value(), std::move(text).value(), {}};
+  return Generation{.block = block,
+                    .manifest = std::move(manifest).value(),
+                    .text = std::move(text).value(),
+                    .passed_over = {},
+                    .unreadable = {}};
 }
 
 // Whether nothing newer than `block` was ever committed: the other copy is its predecessor, or never was written.
@@ -91,8 +95,10 @@ io::Result<std::vector<Generation>> readable_generations(io::Volume& volume) {
       note("generation " + std::to_string(block.generation) + ": " + generation.error().message(), generation.error());
       continue;
     }
-    if (found.empty() && !is_newest(volume, block, copies[1 - at]))
+    if (found.empty() && !is_newest(volume, block, copies[1 - at])) {
       generation->passed_over = troubles.empty() ? "the other superblock is not the one before it" : troubles;
+      generation->unreadable = unreadable;
+    }
     found.push_back(std::move(generation).value());
   }
   if (!found.empty()) return found;

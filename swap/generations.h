@@ -14,6 +14,7 @@ struct Generation {
   Manifest manifest;
   std::string text;         // the manifest's
   std::string passed_over;  // why it may not be the newest that was committed; empty: it is
+  io::Error unreadable;     // where that is for a reading that failed, and not for what was read
 };
 
 // The generations whose superblock and manifest can be read, newest first; none where nothing was ever committed. An

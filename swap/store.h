@@ -5,6 +5,7 @@
 // failed, or one of whose extents could not be written, is never acknowledged: from then on the store takes no writes
 // and no commits, so that nothing overwrites what a drive may yet show as committed.
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -32,6 +33,10 @@ struct StoreOptions {
   ScratchOptions scratch;
   std::string identity;  // JSON of the client's: what the state belongs to; kept in the manifest and given back on open
   CheckBeside check_beside;  // empty: nothing
+  // resume() and restore(): where the newest generation cannot be read, as where it is damaged, the one before it.
+  bool go_back = false;
+  // A reading of what is gone on with that fails is made once more after so long: a drive that was reset is back then.
+  std::chrono::milliseconds second_look{5000};
   std::uint64_t run_id = 0;  // 0: drawn; for tests that compare what is written
 };
 
@@ -42,14 +47,16 @@ class Store {
   // a newer one may have been committed and cannot be read, the generation before it is read and verified whole. It is
   // refused if the run had begun to overwrite it.
   static io::Result<std::unique_ptr<Store>> open(StoreOptions options, const Layout& layout);
-  // Opens a store of two generations to go on with it. Nothing is written to it until restore() has succeeded.
+  // Opens a store of two generations to go on with it. Nothing is written to it until restore() has succeeded. An error
+  // of kind io where superblocks or manifests cannot be read, so that it is not known which generation is the newest.
   static io::Result<std::unique_ptr<Store>> resume(StoreOptions options, const Layout& layout);
   using RestoredExtent = std::function<void(ExtentKind, int chunk, std::span<const std::byte>)>;
   using RestoreProgress = std::function<void(std::uint64_t done, std::uint64_t total)>;  // bytes
   // After resume(), once: reads and verifies all of the newest generation and makes sure that it is durable. If it is
-  // damaged, or what lies beside it, the one before it, if that is whole. Hands each extent to `use`, again from the
-  // first where it goes back a generation. No error: identity(), progress() and what comes are of the generation that
-  // counts from here on.
+  // damaged, or what lies beside it, the one before it, if that is whole: what the run writes next takes the newer one
+  // away. So a drive that fails or does not answer is an error of kind io, unless StoreOptions::go_back says otherwise.
+  // Hands each extent to `use`, again from the first where it goes back a generation. No error: identity(), progress()
+  // and what comes are of the generation that counts from here on.
   io::Error restore(const RestoredExtent& use, const RestoreProgress& progress);
 
   // Of a store that was opened: reads and verifies all of its generation. The error names what is damaged, the
@@ -63,6 +70,8 @@ class Store {
     std::string identity, progress;
     std::uint64_t chunk_elements = 0;
     int generations = 1;
+    std::string passed_over;  // why a newer one may have been committed, which cannot be read; empty: none was
+    io::Error unreadable;     // where that is for a reading that failed
   };
   static io::Result<Contents> inspect(io::VolumeOptions volume);
   // Bytes that create() will take in storage, scratch included.
@@ -124,6 +133,7 @@ class Store {
   io::Error make_scratch();
   io::Error take_over(const Generation& found);
   io::Error scrub(const RestoredExtent& use, const RestoreProgress& progress);
+  void wait_for_second_look(const std::string& why) const;
   void notify(std::string text) const;
   // Makes `why` what every later write and commit returns; the first one stays.
   io::Error refuse_from_now_on(io::Error why);

@@ -1,8 +1,10 @@
 // How a store that another run left is found, opened, verified and gone on with.
 #include <algorithm>
+#include <cerrno>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <thread>
 
 #include "swap/generations.h"
 #include "swap/store.h"
@@ -16,8 +18,21 @@ std::string name_of(std::uint64_t generation) {
   return "generation " + std::to_string(generation);
 }
 
+bool failed_at_the_drive(const io::Result<std::vector<Generation>>& found) {
+  const auto failed = [](const io::Error& error) { return error && error.kind == io::ErrorKind::io; };
+  return found.ok() ? !found.value().empty() && failed(found.value().front().unreadable) : failed(found.error());
+}
+
 io::Error nothing_committed() {
   return store_damaged("it holds no committed generation: the run that made it ended before its first commit");
+}
+
+// The drive may be back tomorrow, and the generation with it.
+io::Error not_read(const std::string& which, io::Error wrong) {
+  wrong.detail += (wrong.detail.empty() ? "" : "; ") + which +
+                  " cannot be read, and may be whole: nothing was written, and the state stays. Look at the drive, and "
+                  "begin again";
+  return wrong;
 }
 
 io::Error nothing_whole(const std::string& newest, std::uint64_t other, const io::Error& wrong) {
@@ -40,7 +55,9 @@ io::Result<Store::Contents> Store::inspect(io::VolumeOptions options) {
                   .identity = manifest.identity,
                   .progress = manifest.progress,
                   .chunk_elements = manifest.chunk_elements,
-                  .generations = manifest.generations};
+                  .generations = manifest.generations,
+                  .passed_over = found->front().passed_over,
+                  .unreadable = found->front().unreadable};
 }
 
 io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layout& layout) {
@@ -57,7 +74,9 @@ io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layou
   const Generation& found = store->found_.front();
   if (io::Error error = store->take_over(found)) return error;
   if (found.passed_over.empty()) return store;
-  if (const io::Error wrong = store->scrub({}, {})) return nothing_whole(found.passed_over, store->generation_, wrong);
+  if (io::Error wrong = store->scrub({}, {}))
+    return wrong.kind == io::ErrorKind::io ? not_read(name_of(store->generation_), std::move(wrong))
+                                           : nothing_whole(found.passed_over, store->generation_, wrong);
   store->notify("the store is opened at " + name_of(store->generation_) + ", which is whole; " + found.passed_over);
   return store;
 }
@@ -71,10 +90,17 @@ io::Result<std::unique_ptr<Store>> Store::resume(StoreOptions options, const Lay
     auto volume = io::Volume::open(looks);
     if (!volume.ok()) return volume.error();
     auto generations = readable_generations(**volume);
+    if (failed_at_the_drive(generations)) {
+      store->wait_for_second_look(generations.ok() ? generations->front().passed_over : generations.error().message());
+      generations = readable_generations(**volume);
+    }
     if (!generations.ok()) return generations.error();
     store->found_ = std::move(generations).value();
   }
   if (store->found_.empty()) return nothing_committed();
+  if (const io::Error& wrong = store->found_.front().unreadable;
+      wrong && !(wrong.kind == io::ErrorKind::io && store->options_.go_back))
+    return not_read("the newest generation", wrong);
   auto volume = io::Volume::open(store->options_.volume);
   if (!volume.ok()) return volume.error();
   store->volume_ = std::move(volume).value();
@@ -107,10 +133,14 @@ io::Error Store::restore(const RestoredExtent& use, const RestoreProgress& progr
   for (const Generation& candidate : found_) {
     wrong = take_over(candidate);
     if (!wrong) wrong = scrub(use, progress);
-    // Going back takes the newer one away: not for want of memory or a permission.
+    // Going back takes the newer one away: not for want of memory or a permission, nor for a drive that may be back.
+    const bool may_go_back = &candidate != &found_.back() && options_.go_back;
+    if (wrong && wrong.kind == io::ErrorKind::io && !may_go_back)
+      return not_read(name_of(candidate.block.generation), std::move(wrong));
     if (wrong && wrong.kind != io::ErrorKind::corruption && wrong.kind != io::ErrorKind::io) return wrong;
     if (wrong && newest.empty()) {
       newest = name_of(candidate.block.generation) + ": " + wrong.message();
+      if (!candidate.passed_over.empty()) newest += "; " + candidate.passed_over;
       continue;
     }
     if (wrong) break;
@@ -207,9 +237,12 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
       std::unique_lock lock(mutex);
       wakes.wait(lock, [&] { return reading.arrived; });
     }
-    if (reading.completion.error) return reading.completion.error;
     const std::uint64_t bytes = extent_bytes(reading.kind, reading.index);
-    if (verify(reading.kind, reading.index, reading.completion.buffer.bytes().first(bytes))) {
+    const io::Error failed = reading.completion.error;
+    // A drive that does not answer was waited for long enough.
+    if (failed && (failed.kind != io::ErrorKind::io || failed.error_number == ETIMEDOUT)) return failed;
+    if (failed) wait_for_second_look(failed.message());
+    if (failed || verify(reading.kind, reading.index, reading.completion.buffer.bytes().first(bytes))) {
       auto again = fetch(reading.kind, reading.index);
       if (!again.ok()) return again.error();
       reading.completion.buffer = std::move(again).value();
@@ -221,6 +254,12 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
     if (progress) progress(done, total);
   }
   return {};
+}
+
+void Store::wait_for_second_look(const std::string& why) const {
+  const auto wait = options_.second_look;
+  notify(why + "; it is read once more in " + std::to_string((wait.count() + 999) / 1000) + " s");
+  std::this_thread::sleep_for(wait);
 }
 
 void Store::notify(std::string text) const {

@@ -22,6 +22,7 @@ for ((job = 0; job < jobs; job++)); do
   pids+=($!)
 done
 await
+TIERFLOW_CONTROL_RUNS=240 timeout -k 10 "$limit" "$program" --gtest_brief=1 --gtest_filter='FaultRig.Notices*' & pids+=($!)  # each promise broken
 TIERFLOW_BIT_FLIPS=$flips timeout -k 10 "$limit" "$program" --gtest_brief=1 --gtest_filter='*BitFlips*' & pids+=($!)
 TIERFLOW_POWER_CUTS=$cuts timeout -k 10 "$limit" "$program" --gtest_brief=1 --gtest_filter='PowerCutDisk*' & pids+=($!)
 await

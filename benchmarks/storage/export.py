@@ -2,7 +2,7 @@
 """How fast a state is verified and exported, beside what the drive reads and writes (dd, O_DIRECT, blocks of 4 MiB), in turn; and how much longer
 a run takes with `--export-every`. Medians.
 
-    .venv/bin/python benchmarks/storage/export.py --storage DIR [--rounds 3] [--every 5]
+    .venv/bin/python benchmarks/storage/export.py --storage DIR [--rounds 3] [--every 5] [--export-bandwidth 200MiB]
 
 An export reads the weights from the state, writes them, and reads the result once more: "share_of_drive" is the time that dd would take for these three one after
 the other, divided by the export's time. "share_of_drive_without_reading_back" counts the first two alone.
@@ -66,10 +66,10 @@ def exports_while_training(args):
     rounds = []
     for _ in range(args.rounds):
         without, _ = training_seconds(args)
-        with_exports, exports = training_seconds(args, "--export-every", args.every, "--export-keep", 1)
+        with_exports, exports = training_seconds(args, "--export-every", args.every, "--export-keep", 1, *(["--export-bandwidth", args.export_bandwidth] if args.export_bandwidth else []))
         rounds.append({"step_s": without / (2 * args.every + 1), "export_s": statistics.median(each["seconds"] for each in exports), "slowed_by": with_exports / without - 1,
                        "beside": all(each["beside"] for each in exports)})
-    return {"every": args.every, "rounds": rounds, "slowed_by": statistics.median(each["slowed_by"] for each in rounds)}
+    return {"every": args.every, "export_bandwidth": args.export_bandwidth or None, "rounds": rounds, "slowed_by": statistics.median(each["slowed_by"] for each in rounds)}
 
 
 def main():
@@ -80,6 +80,7 @@ def main():
     parser.add_argument("--data", default=pathlib.Path(os.__file__).parent / "json", help="text; its content does not matter")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--export-bandwidth", default="", help="as the option of `tierflow train`: bytes a second at which a model is written beside training")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--device-memory", default="2GiB")

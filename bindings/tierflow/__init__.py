@@ -26,6 +26,7 @@ from .budget import Budget, Plan
 from .checkpoint import load_checkpoint, save_checkpoint
 from .durable import resume
 from .model import close, load, plan, save, stats, wrap
+from .stopping import stop_signals
 from .trainer import StepResult, Trainer
 from .units import init_empty
 
@@ -35,6 +36,6 @@ if _torch.__version__.split("+")[0] != _native.torch_version.split("+")[0]:
 __all__ = [
     "Budget", "CancelledError", "CorruptionError", "EnvironmentError", "Error", "InputError", "LockedError", "NumericError", "OutOfMemoryError", "Plan",
     "StepResult", "StorageError", "Trainer", "UsageError", "close", "data", "init_empty", "load", "load_checkpoint", "optim", "plan", "resume", "save",
-    "save_checkpoint", "stats", "wrap",
+    "save_checkpoint", "stats", "stop_signals", "wrap",
 ]  # fmt: skip
 __version__ = "0.1.0"

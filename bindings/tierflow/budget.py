@@ -51,6 +51,7 @@ class Budget:
     storage: folders for the state, one a drive. Without any, all of it must fit `host`. Its files have no names and go with the process.
     durable: the files have names, and the state is committed after every optimizer step, or after so many steps each: the same script goes on with it after
         the process was killed, see tierflow.resume(). Storage then holds two copies of what is trained.
+    go_back: where the drive cannot read the newest of these two, the script goes on with the one before it. Otherwise that is an error: the drive may be back soon.
     """
 
     device: int | str
@@ -58,6 +59,7 @@ class Budget:
     storage: Sequence[str | os.PathLike] = ()
     activations: float = 0.5
     durable: bool | int = False
+    go_back: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.storage, (str, os.PathLike)):
@@ -117,6 +119,7 @@ class Plan:
             "host_memory": budget.host,
             "storage": budget.storage,
             "durable": bool(budget.durable),
+            "go_back": budget.go_back,
             "precision": self.precision,
             "seed": self.seed,
             "allow_buffered": self.allow_any_filesystem,

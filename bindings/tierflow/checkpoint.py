@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -24,7 +26,7 @@ _FORMAT = 1
 
 def save_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> None:
     """Writes what training changes, exactly, between two steps: fp32 masters and moments of streamed parameters, every ordinary parameter and buffer, the
-    optimizer's groups and counts, and the state of torch's random numbers.
+    optimizer's groups and counts, and the states of the random numbers of torch, numpy and Python.
 
     Frozen streamed weights are not in it: they come from the folder that the model was loaded from. RAM is needed for ordinary tensors alone. A checkpoint
     that is in `folder` already is replaced once the new one is complete on the drive. Schedulers and data loaders have state_dict()s of their own.
@@ -89,6 +91,7 @@ def state_of(model: nn.Module, opt: AdamW) -> tuple[dict[str, torch.Tensor], dic
             else:
                 record["steps"][name] = value
     tensors["random.cpu"] = torch.get_rng_state()
+    tensors.update(random_states())
     if engine.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state(engine.device)
     return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, record
@@ -121,8 +124,35 @@ def put_back(
         if not opt.state[p]:
             del opt.state[p]
     torch.set_rng_state(tensors["random.cpu"])
+    _put_random_states(tensors)
     if engine.device.type == "cuda" and "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"], engine.device)
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """Of the generators of Python's `random` and of `numpy.random` that everybody in the process draws from: their words, and the number each may have in store."""
+    _, words, spare = random.getstate()
+    states = {"random.python": torch.tensor(words), "random.python.spare": _spare(spare)}
+    now = numpy.random.get_state(legacy=False)
+    if now["bit_generator"] == "MT19937":  # the one that numpy has, unless set_bit_generator() was called
+        states["random.numpy"] = torch.tensor([*now["state"]["key"].tolist(), now["state"]["pos"]])
+        states["random.numpy.spare"] = _spare(now["gauss"] if now["has_gauss"] else None)
+    return states
+
+
+def _spare(number: float | None) -> torch.Tensor:
+    return torch.tensor([number is not None, number or 0.0], dtype=torch.float64)
+
+
+def _put_random_states(tensors: dict[str, torch.Tensor]) -> None:
+    """What of random_states() is there: earlier versions have none."""
+    if (words := tensors.get("random.python")) is not None:
+        there, spare = tensors["random.python.spare"].tolist()
+        random.setstate((3, tuple(words.tolist()), spare if there else None))
+    if (words := tensors.get("random.numpy")) is not None:
+        there, spare = tensors["random.numpy.spare"].tolist()
+        *key, place = words.tolist()
+        numpy.random.set_state(("MT19937", key, place, int(there), spare))
 
 
 def _ordinary(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from .functions import digest_of
 from .model import engine_of
 from .optim import AdamW
 
+log = logging.getLogger("tierflow")
+
 # What a script may give anew: entries of the optimizer's groups, which schedulers of torch begin from.
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
@@ -29,7 +32,7 @@ def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str | Ro
 
     Call it once, when model, optimizer and schedulers are made. load() or wrap() has already restored streamed weights and moments; a state of another model, one in use or a damaged one is refused there (UsageError,
     LockedError, CorruptionError). This restores the rest of the last committed step: ordinary parameters and buffers, the optimizer's groups, the schedulers,
-    and torch's random state. From then on opt.step() commits.
+    and the random states of torch, numpy and Python. From then on opt.step() commits.
 
         done = tierflow.resume(model, opt, schedule)
         for step in range(done, steps):
@@ -77,6 +80,7 @@ class Journal:
         self.step = 0
         self._waits: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last step, not committed yet
         self._torn = False  # between a step's gradients and what it leaves
+        self._late = False  # the last commit failed for want of room
         self._check_schedules()
         self._made = _plain({"groups": groups_of(model, opt), "schedulers": [_settings(schedule) for schedule in schedules], "data": data})
         self._settings = [schedule.state_dict() for schedule in schedules]
@@ -134,8 +138,8 @@ class Journal:
         """An optimizer step is about to take the gradients."""
         if self._torn:
             raise _native.UsageError("an optimizer step was interrupted half-way: start the script again, it goes on with what was committed before")
-        if self.step % self.engine.durable == 0:
-            self.commit()
+        if self._late or self.step % self.engine.durable == 0:
+            self._commit_where_there_is_room()
 
     def take_gradients(self) -> None:
         self._torn = True
@@ -143,6 +147,15 @@ class Journal:
     def end_step(self, counts: bool = True) -> None:
         self.step += counts
         self._waits, self._torn = state_of(self.model, self.opt), False
+
+    def _commit_where_there_is_room(self) -> None:
+        """A drive that is full costs commits, not the run: the state has its room, but not what lies beside it."""
+        try:
+            self.commit()
+            self._late = False
+        except _native.EnvironmentError as error:
+            self._late = True
+            log.warning("step %d is not committed, the next one is tried again; until then a crash costs all steps since the last commit: %s", self.step, error)
 
     def commit(self) -> None:
         """Commits the last step, if that was not done."""

@@ -88,7 +88,28 @@ struct ResultFiles {
   }
 };
 
-ResultFiles result_files(const fs::path& folder) {
+// "NAME", or "NAME.N" as an earlier log is kept.
+bool is_log(std::string_view name, const std::vector<std::string>& logs) {
+  return std::ranges::any_of(logs, [&](const std::string& log) {
+    if (!name.starts_with(log)) return false;
+    const std::string_view rest = name.substr(log.size());
+    return rest.empty() || (rest.size() > 1 && rest.front() == '.' &&
+                            rest.find_first_not_of("0123456789", 1) == std::string_view::npos);
+  });
+}
+
+// Of these files, the names of those that lie in the folder.
+std::vector<std::string> names_in(const fs::path& folder, const std::vector<fs::path>& files) {
+  std::vector<std::string> names;
+  for (const fs::path& file : files) {
+    std::error_code absent;
+    const fs::path parent = file.has_parent_path() ? file.parent_path() : fs::path(".");
+    if (!file.filename().empty() && fs::equivalent(parent, folder, absent)) names.push_back(file.filename().string());
+  }
+  return names;
+}
+
+ResultFiles result_files(const fs::path& folder, const std::vector<std::string>& logs = {}) {
   ResultFiles found;
   std::vector<fs::path> marks;
   std::error_code error;
@@ -105,7 +126,7 @@ ResultFiles result_files(const fs::path& folder) {
       found.unfinished.push_back(entry->path());
     else if (is_result_name(name))
       found.finished.push_back(entry->path());
-    else
+    else if (!is_log(name, logs))
       found.others = true;
     found.whole = found.whole || is_last(name);
   }
@@ -124,9 +145,10 @@ void remove_checkpoint(const fs::path& folder) {
 
 }  // namespace
 
-ResultFolder::ResultFolder(fs::path path, bool with_checkpoints) : path_(checked(std::move(path))), made_(path_) {
+ResultFolder::ResultFolder(fs::path path, bool with_checkpoints, const std::vector<fs::path>& logs)
+    : path_(checked(std::move(path))), made_(path_) {
   claim();
-  const ResultFiles there = result_files(path_);
+  const ResultFiles there = result_files(path_, names_in(path_, logs));
   if (there.others || (!with_checkpoints && !there.checkpoints.empty()) || there.whole ||
       (!there.finished.empty() && !there.marked))
     refuse_content(path_);
@@ -157,7 +179,7 @@ void ResultFolder::claim() {
     fail(io::ErrorKind::locked, path_.string(), who + ": name another folder as --out");
   };
   if (flock(held_.fd(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
-    const int holder = io::lock_holder(held_.fd());
+    const pid_t holder = io::lock_holder(held_.fd()).process;
     locked(holder > 0 ? fmt::format("process {} writes its result there", holder)
                       : "another process writes its result there");
   }

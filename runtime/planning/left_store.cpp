@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <ctime>
 #include <nlohmann/json.hpp>
 #include <span>
+#include <thread>
 
 #include "io/checksum.h"
 #include "io/discard.h"
@@ -107,7 +109,24 @@ std::string export_command(const Folders& storage) {
   return text + " --out FOLDER`";
 }
 
-LeftStore find_left_store(const Folders& storage) {
+namespace {
+
+// held is_read: the run that holds it may be in the middle of a commit, which is soon over.
+io::Result<swap::Store::Contents> contents_of(const Folders& storage, Held held) {
+  io::VolumeOptions volume = volume_of(storage);
+  volume.beside_owner = held == Held::is_read;
+  auto contents = swap::Store::inspect(volume);
+  for (int tries = 0; volume.beside_owner && tries < 10 && (!contents.ok() || !contents->passed_over.empty());
+       ++tries) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    contents = swap::Store::inspect(volume);
+  }
+  return contents;
+}
+
+}  // namespace
+
+LeftStore find_left_store(const Folders& storage, Held held) {
   LeftStore left;
   for (const fs::path& folder : storage) {
     const fs::path state = folder / (io::VolumeOptions{}.name + ".tfv");
@@ -115,9 +134,9 @@ LeftStore find_left_store(const Folders& storage) {
     if (left.there || !fs::exists(fs::symlink_status(state, ignored))) continue;
     left.there = true;
     left.state = state;
-    auto contents = swap::Store::inspect(volume_of(storage));
+    auto contents = contents_of(storage, held);
     const io::Error why = contents.ok() ? io::Error{} : contents.error();
-    if (why.kind == io::ErrorKind::locked) throw Exception(why);
+    if (why && (why.kind == io::ErrorKind::locked || why.kind == io::ErrorKind::io)) throw Exception(why);
     const bool blank = contents.ok() && contents->generation == 0;
     const json note = note_of(storage.front());
     // The note comes right after the store: without one, the store was never used.
@@ -132,7 +151,9 @@ LeftStore find_left_store(const Folders& storage) {
       left.step = number_in(progress, "step");
       left.generation = contents->generation;
       left.generations = contents->generations;
+      left.passed_over = contents->passed_over;
       left.run = text_in(identity, "run");
+      left.client = text_in(progress, "client");
       left.chunk_elements = contents->chunk_elements;
       left.streamed = identity.is_object() && !identity.contains("config");
       left.resumable = !left.streamed && contents->generations == 2;

@@ -27,15 +27,19 @@ struct LeftStore {
   std::int64_t step = 0;
   std::uint64_t generation = 0;  // the newest that was committed
   int generations = 0;           // how many it keeps
+  std::string passed_over;       // why a newer one may have been committed, which cannot be read
   std::int64_t written = 0;      // when its files were last written, in seconds of the Unix clock
   std::uint64_t chunk_elements = 0;
-  std::string run;  // SessionOptions::run of the session that made it
+  std::string run;     // SessionOptions::run of the session that made it
+  std::string client;  // what that session was given by remember()
   std::filesystem::path state;
   std::string owner;  // process, host and times, as far as they are known
   std::string line;   // who made it, when, and what to do: behind the path
 };
-// Throws Exception (kind locked) where a process holds it.
-LeftStore find_left_store(const Folders& storage);
+enum class Held : std::uint8_t { is_refused, is_read };
+// Throws Exception: kind locked where a process holds it, unless `held` says that it is read beside that process; kind
+// io where the drive fails, so that nobody takes for lost what can be read tomorrow.
+LeftStore find_left_store(const Folders& storage, Held held = Held::is_refused);
 
 // Throws Exception where a store lies in one of the folders: kind locked where a process holds it; else kind
 // environment, saying who made it, when, and what to do; `more` comes behind that.

@@ -162,6 +162,11 @@ void take_place(const io::VolumeOptions& storage, const Folders& first, bool hel
   }
 }
 
+// What was committed last is to be moved: a drive that cannot be read hides it.
+void expect_newest(const StoredModel& from) {
+  if (from.contents.unreadable) throw Exception(from.contents.unreadable);
+}
+
 // layout: the copy's, whose chunks may have another size. phase: what `progress` hears.
 void copy(const StoredModel& from, const Folders& first, const io::VolumeOptions& storage, const swap::Layout& layout,
           const char* phase, const Progress& progress) {
@@ -245,6 +250,7 @@ void move_store(const io::VolumeOptions& storage, const Folders& first, const Sa
   const MovesAlone alone(both);
   // Locked until the second store has its place: what another process added to the first would be lost with it.
   const StoredModel from = open_stored_model(first);
+  expect_newest(from);
   if (io::Error wrong = check_beside(first, from.store->generation(), from.store->progress())) {
     wrong.detail += "; name the folders where the state lies: a run goes back a generation there";
     throw Exception(std::move(wrong));
@@ -268,6 +274,7 @@ void recut_store(const io::VolumeOptions& storage, std::uint64_t chunk_elements,
   settle_store(storage, say);
   const MovesAlone alone(storage.folders);
   const StoredModel from = open_stored_model(storage.folders);  // locked, as in move_store()
+  expect_newest(from);
   if (from.store->generation() != from.contents.generation)
     throw Exception(
         io::Error{.kind = io::ErrorKind::corruption,

@@ -45,7 +45,8 @@ struct SessionOptions {
   int update_threads = 0;   // 0: as many as torch uses
   bool keep_store = false;  // make a store even if everything is resident: see commit() and export_store()
   // Steps from one commit to the next. A commit makes the state durable in `storage`, while the next step runs. Two
-  // generations of the state lie there, and the state outlives the session. 0: only commit() commits, in place.
+  // generations of the state lie there, and the state outlives the session. 0: only commit() commits, in place, but for
+  // a state of two generations that is resumed: it keeps them.
   int commit_every = 0;
   // Commits may be rarer than commit_every says: commits then write at most a tenth of what the steps between them
   // write and visit of frozen words, but there is one at least every 50 steps. Where storage has no room for two
@@ -55,7 +56,9 @@ struct SessionOptions {
   // and update threads may differ; model, precision and `run` may not. Where the budgets need other chunks than the
   // state has, it is copied into them first.
   bool resume = false;
+  bool go_back = false;              // to the generation before, where the newest cannot be read
   std::string run;                   // JSON object of the client's, in the store too: what has to be equal to go on
+  std::string remembered;            // of a new run, as Session::remember(): with its first commit
   bool fresh = false;                // what an earlier session left in `storage` is removed
   bool train = true;                 // false: evaluate(), next_logits() and export alone
   bool fewer_micro_batches = false;  // as many as the budgets hold, micro_batches at most

@@ -157,7 +157,8 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
                      if (plan.arrangement.on_device[id]) plan.device_updated_parameters += count;
                    });
   }
-  plan.stored = plan.writes.load + plan.writes.activations != 0 || options.keep_store || plan.commit_every != 0;
+  plan.stored =
+      plan.writes.load + plan.writes.activations != 0 || options.keep_store || plan.commit_every != 0 || options.resume;
   return plan;
 }
 
@@ -205,7 +206,8 @@ swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& op
                           std::find(stored_gradients.begin(), stored_gradients.end(), true) != stored_gradients.end(),
                       .gradient_chunks = stored_gradients,
                       .activation_bytes = plan.arrangement.stored_activations()},
-          .identity = store_identity(spec, options)};
+          .identity = store_identity(spec, options),
+          .go_back = options.go_back};
 }
 
 namespace {

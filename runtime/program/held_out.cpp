@@ -35,8 +35,10 @@ HeldOut::HeldOut(const TrainOptions& options, const Dataset& data, const Prefere
 }
 
 void HeldOut::recall(const Session& session) {
-  if (session.remembered().empty()) return;
+  if (session.steps() == 0) return;
+  std::string configuration = std::move(record_.configuration);
   record_ = RunRecord::parse(session.remembered());
+  record_.configuration = std::move(configuration);
   summary_.held_out_before = record_.held_out_before;
   summary_.last_loss = record_.last_loss;
   summary_.evaluated = std::isfinite(summary_.held_out_before);

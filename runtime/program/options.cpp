@@ -142,6 +142,8 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
       "export-best", o.export_best,
       "also keep the model with the lowest held-out loss of all evaluations, as checkpoint-N in the folder of --out");
   table.flag("resume", o.resume, "go on with the state in the storage folders; an error where there is none");
+  table.flag("go-back", o.go_back,
+             "where the drive cannot read the newest generation of that state, go on with the one before it");
   table.for_one_run();
   table.flag("no-export", o.no_export, "leave the result in the store");
   table.path("trace", o.trace, "FILE",
@@ -295,12 +297,13 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
     fail_usage("--sample-every and --sample-prompts belong together: give both, or neither");
   if (options.sample_every == 0 && options.max_new_tokens != TrainOptions{}.max_new_tokens)
     fail_usage("--max-new-tokens is for --sample-every");
-  if (options.resume && options.storage.empty()) fail_usage("--resume needs --storage: the state lies there");
+  if ((options.resume || options.go_back) && options.storage.empty())
+    fail_usage("--resume and --go-back need --storage: the state lies there");
   check_adapter(options);
   keep_family(options.read_as, options.adapter);
   if (options.method == "lora" && !options.config.empty())
     fail_usage("--method lora needs --model: the adapters of --config's random weights are of use to nobody");
-  if (options.resume && options.fresh) fail_usage("give --resume or --fresh, not both");
+  if ((options.resume || options.go_back) && options.fresh) fail_usage("--fresh leaves nothing to go on with");
   if (options.steps != 0 && options.epochs != 0) fail_usage("give --steps or --epochs, not both");
   if (options.steps == 0 && options.epochs == 0) options.epochs = 1;
   return options;

@@ -127,6 +127,7 @@ struct TrainOptions : RunOptions {
   double max_tb_written = 0;                 // 10^12 bytes that storage may be given to write; 0: any number
   std::string durability = "auto";           // auto, step, every=N, export-only
   bool resume = false;                       // there has to be a state to go on with
+  bool go_back = false;                      // a generation, where the newest cannot be read
   bool no_export = false;
   std::int64_t export_every = 0;                                        // steps; 0: at the end alone
   std::uint64_t export_bandwidth = 0;                                   // bytes a second, beside training; 0: any

@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <nlohmann/json.hpp>
+#include <span>
 
+#include "io/checksum.h"
 #include "runtime/base/exception.h"
 #include "runtime/program/loss_options.h"
 
@@ -29,6 +31,14 @@ std::string run_identity(const TrainOptions& options, std::uint64_t data, std::o
                      {"kd-ce-alpha", options.kd.ce_alpha},
                      {"kd-temperature", options.kd.temperature}});
   return identity.dump();
+}
+
+std::string configuration_hash(const std::string& effective) {
+  json options = json::parse(effective, nullptr, false);
+  if (options.is_object())
+    for (const char* how : {"resume", "fresh", "go-back"}) options.erase(how);
+  const std::string all = options.is_object() ? options.dump() : effective;
+  return fmt::format("{:016x}", io::content_hash(std::as_bytes(std::span(all))));
 }
 
 void expect_same_run(const std::string& then, const std::string& now, const Folders& storage) {

@@ -13,6 +13,10 @@ namespace tierflow {
 // precision are the session's to compare; learning rate, schedule and the number of steps may change.
 std::string run_identity(const TrainOptions& options, std::uint64_t data, std::optional<std::uint64_t> teacher = {});
 
+// Of what effective_configuration() says, but for --resume, --fresh and --go-back: it tells what one command left from
+// what another did.
+std::string configuration_hash(const std::string& effective);
+
 // Throws Exception (kind usage) that names what differs and says what to do.
 void expect_same_run(const std::string& then, const std::string& now, const Folders& storage);
 

@@ -13,7 +13,8 @@ void BestEvaluation::take(std::int64_t at_step, double found, double threshold) 
 }
 
 std::string RunRecord::json() const {
-  return nlohmann::json{{"skipped_in_a_row", skipped_in_a_row},
+  return nlohmann::json{{"configuration", configuration},
+                        {"skipped_in_a_row", skipped_in_a_row},
                         {"held_out_before", held_out_before},
                         {"last_loss", last_loss},
                         {"best_loss", best.loss},
@@ -35,7 +36,10 @@ RunRecord RunRecord::parse(const std::string& json) {
   const auto count = [&](const char* key) -> std::int64_t {
     return std::isfinite(number(key)) ? std::llround(number(key)) : 0;
   };
-  return {.skipped_in_a_row = count("skipped_in_a_row"),
+  const auto hash = then.is_object() ? then.find("configuration") : then.end();
+  const bool known = then.is_object() && hash != then.end() && hash->is_string();
+  return {.configuration = known ? hash->get<std::string>() : "",
+          .skipped_in_a_row = count("skipped_in_a_row"),
           .held_out_before = number("held_out_before"),
           .last_loss = number("last_loss"),
           .best = {.loss = number("best_loss"), .step = count("best_step"), .since = count("without_better")},

@@ -17,6 +17,7 @@ struct BestEvaluation {
 };
 
 struct RunRecord {
+  std::string configuration;  // configuration_hash() of the command
   std::int64_t skipped_in_a_row = 0;
   double held_out_before = NAN, last_loss = NAN;
   BestEvaluation best;                   // of those between steps

@@ -14,6 +14,7 @@
 #include "runtime/planning/left_store.h"
 #include "runtime/planning/stored_model.h"
 #include "runtime/program/export_request.h"
+#include "runtime/program/run_identity.h"
 #include "runtime/program/train.h"
 #include "runtime/program/training_log.h"
 
@@ -109,7 +110,7 @@ bool has_result(const TrainOptions& options) {
   const std::filesystem::path made_by = options.out / "tierflow_run.json";
   return !options.no_export && std::filesystem::exists(options.out / last_file(options), ignored) &&
          std::filesystem::exists(made_by, ignored) &&
-         read_text(made_by, 1 << 20) == effective_configuration(options) + "\n";
+         configuration_hash(read_text(made_by, 1 << 20)) == configuration_hash(effective_configuration(options));
 }
 
 RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log,
@@ -129,7 +130,7 @@ RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool re
                          .bytes();
   companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
   if (options.no_export) return;
-  folder_.emplace(options.out, resumed);
+  folder_.emplace(options.out, resumed, std::vector<fs::path>{options.log_json, options.trace});
   check_space();
 }
 

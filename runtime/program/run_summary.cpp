@@ -44,7 +44,7 @@ void say_what_is_durable(const TrainOptions& options, const Session& session, st
             (options.storage.empty()        ? "none, without --storage"
              : options.durability == "auto" ? "none, --storage has no room for a second copy of the state"
                                             : "export-only, no step is committed") +
-            ": a crash loses the run");
+            (resumed ? ": a crash costs all steps from here on" : ": a crash loses the run"));
   log.object({{"durability", {{"commit_every", every}, {"resumed_at", session.steps()}}}});
 }
 

@@ -60,6 +60,7 @@ SessionOptions train_settings(const TrainOptions& options, std::uint64_t device_
   result.micro_batches = static_cast<int>(options.micro_batches);
   result.seed = options.seed;
   result.keep_store = options.no_export;
+  result.go_back = options.go_back;
   result.commit_every = commit_every(options.durability, result.commit_auto);
   result.write_limit = static_cast<std::uint64_t>(std::llround(1e12 * options.max_tb_written));
   return result;

@@ -2,10 +2,8 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <signal.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <ctime>
@@ -46,24 +44,8 @@ std::uint64_t bytes_in(const Folders& storage, const std::filesystem::path& stat
 // The process that holds the data file and still runs; 0 where there is none, or the kernel does not say.
 pid_t holder_of(const std::filesystem::path& state) {
   const io::Descriptor file(open(state.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
-  const pid_t holder = file ? io::lock_holder(file.fd()) : 0;
-  return holder > 0 && (kill(holder, 0) == 0 || errno == EPERM) ? holder : 0;
-}
-
-// Nothing is read of a state that a run is writing.
-int say_held(const StoreCommandOptions& options, const std::filesystem::path& state, pid_t holder) {
-  const std::uint64_t bytes = bytes_in(options.storage, state);
-  const std::string reason = fmt::format("process {} trains with it now", holder);
-  if (options.json)
-    std::cout << nlohmann::ordered_json{{"state", state.string()}, {"bytes", bytes},    {"process", holder},
-                                        {"readable", nullptr},     {"step", nullptr},   {"generation", nullptr},
-                                        {"generations", nullptr},  {"age_s", nullptr},  {"resumable", false},
-                                        {"reason", reason},        {"made_by", nullptr}}
-                     .dump(2)
-              << "\n";
-  else
-    std::cout << fmt::format("{} on storage: {}\n", human_bytes(bytes), reason);
-  return 0;
+  const io::LockHolder holder = file ? io::lock_holder(file.fd()) : io::LockHolder{};
+  return holder.ended ? 0 : holder.process;
 }
 
 // Why no run goes on with it; empty where one does.
@@ -108,45 +90,52 @@ class Shown {
 
 int run_status(const StoreCommandOptions& options) {
   LeftStore left;
+  pid_t holder = 0;
   try {
     left = store_in(options.storage);
   } catch (const Exception& refused) {
-    const std::filesystem::path state = refused.error().path;
-    const pid_t holder = refused.error().kind == io::ErrorKind::locked ? holder_of(state) : 0;
+    if (refused.error().kind == io::ErrorKind::locked) holder = holder_of(refused.error().path);
     if (holder == 0) throw;
-    return say_held(options, state, holder);
+    left = find_left_store(options.storage, Held::is_read);
+    if (!left.there) throw;  // it ended just now, and its state with it
   }
   const std::uint64_t bytes = bytes_in(options.storage, left.state);
-  const std::string reason = why_not_resumable(left);
+  const std::string reason =
+      holder != 0 ? fmt::format("process {} trains with it now", holder) : why_not_resumable(left);
   const std::int64_t age = std::max<std::int64_t>(0, std::time(nullptr) - left.written);
   if (options.json) {
-    nlohmann::ordered_json object{
-        {"state", left.state.string()},
-        {"bytes", bytes},
-        {"process", nullptr},
-        {"readable", left.readable},
-        {"step", left.step},
-        {"generation", left.generation},
-        {"generations", left.generations},
-        {"age_s", age},
-        {"resumable", reason.empty()},
-        {"reason", reason.empty() ? nlohmann::ordered_json() : nlohmann::ordered_json(reason)},
-        {"made_by", left.owner}};
-    if (!left.run.empty()) object["run"] = nlohmann::ordered_json::parse(left.run, nullptr, false);
+    using Json = nlohmann::ordered_json;
+    const auto of_state = [&](auto value) { return left.readable || holder == 0 ? Json(value) : Json(); };
+    Json object{{"state", left.state.string()},
+                {"bytes", bytes},
+                {"process", holder != 0 ? Json(holder) : Json()},
+                {"readable", left.readable},
+                {"step", of_state(left.step)},
+                {"generation", of_state(left.generation)},
+                {"generations", of_state(left.generations)},
+                {"passed_over", left.passed_over.empty() ? Json() : Json(left.passed_over)},
+                {"age_s", age},
+                {"resumable", reason.empty()},
+                {"reason", reason.empty() ? Json() : Json(reason)},
+                {"made_by", left.owner}};
+    if (!left.run.empty()) object["run"] = Json::parse(left.run, nullptr, false);
     std::cout << object.dump(2) << "\n";
     return 0;
   }
-  std::cout << fmt::format("{} on storage, of {}\n", human_bytes(bytes), left.owner);
+  std::cout << fmt::format("{} on storage{}\n", human_bytes(bytes), holder != 0 ? ": " + reason : ", of " + left.owner);
   if (!left.readable) {
-    std::cout << left.state.string() << " " << left.line << "\n";
+    std::cout << (holder != 0 ? "nothing of it is committed yet" : left.state.string() + " " + left.line) << "\n";
     return 0;
   }
   std::cout << fmt::format("state after step {}\n", left.step)
             << fmt::format("generation {}, {} kept; last written {} ago\n", left.generation,
-                           left.generations == 1 ? "the only one that is" : "the newest of 2 that are", age_text(age))
-            << (left.streamed    ? "the script that made it goes on with it\n"
-                : left.resumable ? "the same `tierflow train` command goes on with it\n"
-                                 : "no run goes on with it: " + reason + "\n");
+                           left.generations == 1 ? "the only one that is" : "the newest of 2 that are", age_text(age));
+  if (!left.passed_over.empty())
+    std::cout << "it may not be the newest that was committed: " << left.passed_over << "\n";
+  if (holder == 0)
+    std::cout << (left.streamed    ? "the script that made it goes on with it\n"
+                  : left.resumable ? "the same `tierflow train` command goes on with it\n"
+                                   : "no run goes on with it: " + reason + "\n");
   if (!left.streamed) std::cout << export_command(options.storage) << " writes it as a model folder\n";
   return 0;
 }

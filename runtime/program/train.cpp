@@ -13,7 +13,6 @@
 #include "runtime/base/seconds.h"
 #include "runtime/base/signals.h"
 #include "runtime/base/terminal.h"
-#include "runtime/planning/left_store.h"
 #include "runtime/planning/moved_store.h"
 #include "runtime/planning/storage_volume.h"
 #include "runtime/program/distillation_run.h"
@@ -21,6 +20,7 @@
 #include "runtime/program/forecast.h"
 #include "runtime/program/held_out.h"
 #include "runtime/program/learning_rate.h"
+#include "runtime/program/left_run.h"
 #include "runtime/program/loss_options.h"
 #include "runtime/program/preference_run.h"
 #include "runtime/program/run_common.h"
@@ -156,6 +156,8 @@ class Training {
         train_settings(options_, device_fixed, [this](const std::string& line) { log_.say(line); });
     session.record = trace_.wanted();
     session.run = run;
+    record_.configuration = configuration_hash(effective_configuration(options_));
+    session.remembered = record_.json();
     teacher_.tell(session);
     samples_.set_aside(session, spec_, log_);
     if (left_.resumable) {
@@ -341,37 +343,14 @@ class Training {
 };
 
 int train(const TrainOptions& options) {
-  LeftStore left;
-  Folders elsewhere;
   TrainingLog log(options.log_json, options.json);
-  if (!options.fresh) {
-    elsewhere =
-        settle_store(volume_in(options, engine_kind(options.engine)), [&](const std::string& line) { log.say(line); });
-    left = find_left_store(elsewhere.empty() ? options.storage : elsewhere);
-    if (left.there && !left.empty && !left.resumable)
-      refuse_left_store(elsewhere.empty() ? options.storage : elsewhere,
-                        left.readable ? "" : what_else_is_left(options));
-    if (options.resume && !left.resumable)
-      fail(io::ErrorKind::usage, options.storage.front().string(),
-           "holds no state to go on with: without --resume the run begins anew");
-  }
-  if (!options.storage.empty() && !options.fresh && (left.resumable || !left.there) && has_result(options)) {
-    log.say("the run is finished: its result is in " + options.out.string());
-    // It was killed between its result and the end of its state.
-    if (left.there && elsewhere.empty()) discard_store(options.storage);
-    if (!left.there) remove_note(options.storage);
-    return 0;
-  }
-  if (left.empty) {
-    log.say(left.state.string() + " is of a run that ended before its first commit: it is removed");
-    discard_store(elsewhere.empty() ? options.storage : elsewhere);
-    elsewhere.clear();
-  }
+  LeftRun left = find_left_run(options, log);
+  if (left.finished) return 0;
   log.say(wrapped(describe(options), columns_of(STDERR_FILENO)));
   log.object({{"config", nlohmann::json::parse(effective_configuration(options))}});
-  const bool goes_on = left.resumable;
+  const bool goes_on = left.store.resumable;
   try {
-    return Training(options, std::move(left), std::move(elsewhere), log).run();
+    return Training(options, std::move(left.store), std::move(left.elsewhere), log).run();
   } catch (const Stopped&) {
     if (goes_on) throw_if_stopped("the state stays as it was, and the same command goes on from there");
     throw;

@@ -28,7 +28,7 @@ struct Session::Impl {
   std::uint64_t torch_bytes() const;
   ProbedModel probe();
   void check_write_limit() const;
-  void make_store(const std::string& identity);
+  void make_store(const swap::Store::Contents& left);
   void check_resumed(const std::string& identity) const;
   void restore(const Progress& progress);
   std::uint64_t writes_of_next_step() const;  // an export's or commit's included

@@ -1,14 +1,13 @@
 // How a session comes to be: measure what a stage needs, arrange the budgets, make the store, fill it.
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <nlohmann/json.hpp>
-#include <thread>
 
 #include "runtime/base/machine.h"
 #include "runtime/planning/left_store.h"
 #include "runtime/planning/store_cut.h"
 #include "runtime/planning/stored_model.h"
+#include "runtime/planning/with_room.h"
 #include "runtime/session/session_impl.h"
 #include "runtime/spec/adapter_config.h"
 #include "runtime/spec/experts_on_demand.h"
@@ -32,16 +31,12 @@ bool same_adapter(const nlohmann::json& a, const nlohmann::json& b) {
 
 constexpr std::uint64_t kBeyondBudget = 128 << 20;  // what measuring may take where the budget is too small anyway
 
-// Opens or makes a store where room becomes free: the kernel frees what a removed file or a failed attempt took when it
-// has closed its ring, a little later.
-template <class Make>
-auto with_room(const Make& make) {
-  auto made = make();
-  for (int tries = 0; tries < 30 && !made.ok() && made.error().error_number == ENOSPC; ++tries) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    made = make();
-  }
-  return made;
+// Who would rather have the step before than none says so.
+io::Error with_the_way_back(io::Error error, const SessionOptions& options) {
+  if (error.kind == io::ErrorKind::io && !options.go_back)
+    error.detail +=
+        "; or --go-back: where the newest generation cannot be read, the run goes on from the one before it";
+  return error;
 }
 
 }  // namespace
@@ -98,7 +93,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   prove(plan, options.train);
   if (plan.stored) {
     check_write_limit();
-    make_store(left.identity);
+    make_store(left);
   }
   state = std::make_unique<StreamedState>(model->spec().units, plan.packed, *plan.layout, plan.arrangement, store.get(),
                                           StreamedState::Options{.device = options.device,
@@ -112,7 +107,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
     planner = std::make_unique<swap::Planner>(*plan.layout, plan.arrangement);
   if (options.resume) {
     restore(progress);
-    leave_note(options.storage, plan.commit_every != 0);  // what it goes on with is whole
+    leave_note(options.storage, true);  // what it goes on with is whole
   } else {
     // Where torch's memory of the host is the device's too, its cap is that of both.
     torch_memory.set_cap(torch_bytes() + (torch_device.is_cpu() ? plan.loading : 0));
@@ -122,6 +117,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   torch_memory.set_cap(torch_bytes());
   torch_memory.reset_peak();
   lacks_first_values = !options.resume && begins_with_gradient(model->spec());
+  if (!options.resume) client = options.remembered;
   if (plan.commit_every != 0 && !options.resume && !lacks_first_values) commit();
 }
 
@@ -157,7 +153,12 @@ void Session::Impl::check_resumed(const std::string& identity) const {
 }
 
 void Session::Impl::restore(const Progress& progress) {
-  state->restore(*store, progress);
+  try {
+    state->restore(*store, progress);
+  } catch (const Exception& failed) {
+    if (failed.error().kind != io::ErrorKind::io) throw;
+    throw Exception(with_the_way_back(failed.error(), options));
+  }
   const auto found = nlohmann::json::parse(store->progress(), nullptr, false);
   if (!found.is_object() || !found.contains("step") || !found["step"].is_number_integer())
     throw Exception(io::Error{.kind = io::ErrorKind::corruption,
@@ -189,18 +190,21 @@ Session::Impl::~Impl() {
   remove_note(options.storage);
 }
 
-// identity: of the store that is resumed.
-void Session::Impl::make_store(const std::string& identity) {
+// left: the store that is resumed. How many generations it keeps was decided when it was made.
+void Session::Impl::make_store(const swap::Store::Contents& left) {
   swap::StoreOptions wanted = store_options(model->spec(), options, plan);
   if (options.resume) {
-    wanted.identity = identity;
-    store = value_or_throw(with_room([&] { return swap::Store::resume(wanted, *plan.layout); }));
+    wanted.identity = left.identity;
+    wanted.generations = left.generations;
+    auto opened = with_room([&] { return swap::Store::resume(wanted, *plan.layout); });
+    if (!opened.ok()) throw Exception(with_the_way_back(opened.error(), options));
+    store = std::move(opened).value();
     committed = true;  // it stays, whatever comes
     return;
   }
   if (options.fresh) discard_store(options.storage);
   refuse_left_store(options.storage);
-  auto made = swap::Store::create(wanted, *plan.layout);
+  auto made = with_room([&] { return swap::Store::create(wanted, *plan.layout); });
   if (!made.ok() && made.error().error_number == ENOSPC && options.commit_auto && plan.commit_every != 0) {
     plan.commit_every = 0;
     made = with_room([&] { return swap::Store::create(store_options(model->spec(), options, plan), *plan.layout); });

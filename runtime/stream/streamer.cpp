@@ -10,6 +10,7 @@
 #include "runtime/models/dense_weights.h"
 #include "runtime/planning/storage_volume.h"
 #include "runtime/planning/store_cut.h"
+#include "runtime/planning/with_room.h"
 #include "runtime/stream/streamer_impl.h"
 
 namespace tierflow {
@@ -62,10 +63,12 @@ void Streamer::Impl::make_store() {
   const swap::Layout& layout = *plan.layout;
   if (left) {
     stays = true;  // whatever comes
-    store = value_or_throw(swap::Store::resume(plan.store_options(units, options, left->identity), layout));
+    const swap::StoreOptions wanted = plan.store_options(units, options, left->identity);
+    store = value_or_throw(with_room([&] { return swap::Store::resume(wanted, layout); }));
     return;
   }
-  store = value_or_throw(swap::Store::create(plan.store_options(units, options), layout));
+  const swap::StoreOptions wanted = plan.store_options(units, options);
+  store = value_or_throw(with_room([&] { return swap::Store::create(wanted, layout); }));
   if (options.durable)
     leave_note(options.storage, true);
   else

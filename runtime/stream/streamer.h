@@ -41,7 +41,8 @@ struct StreamerOptions {
   // run with the same units, precision, seed and `run` committed there is gone on with, after all of it is verified:
   // see resumed(). Anything else that lies there is refused. Budgets and the folders' place may differ.
   bool durable = false;
-  std::string run;  // JSON object of the client's: what else has to be equal to go on
+  bool go_back = false;  // where the newest generation of that cannot be read, the one before it
+  std::string run;       // JSON object of the client's: what else has to be equal to go on
 };
 
 // What a client adds to a commit of a durable Streamer.

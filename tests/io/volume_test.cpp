@@ -1,6 +1,8 @@
 #include "io/volume.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -182,6 +184,52 @@ TEST_F(VolumeFiles, SecondOwnerIsRefusedByNameOfTheFirst) {
   EXPECT_THAT(error.message(), HasSubstr(std::to_string(getpid())));
   volume.reset();
   EXPECT_FALSE(open_error());
+}
+
+// Who reads is soon done, and so are the last requests of a process that was killed. A run that trains is not.
+TEST_F(VolumeFiles, TheNextOwnerWaitsForReadersAndTheDead) {
+  create(options()).reset();
+  VolumeOptions reading = options();
+  reading.read_only = true;
+  std::unique_ptr<Volume> reader = std::move(Volume::open(reading)).value();
+  std::thread ends([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    reader.reset();
+  });
+  EXPECT_FALSE(open_error());
+  ends.join();
+  const std::string path = (folder_.path() / "state.tfv").string();
+  for (const bool waited_for : {false, true}) {
+    const pid_t owner = fork();
+    if (owner == 0) {
+      const int file = open(path.c_str(), O_RDWR);
+      if (file < 0 || flock(file, LOCK_EX | LOCK_NB) != 0) _exit(1);
+      if (fork() == 0) {  // as what the kernel does for the dead: its open file stays for a while
+        usleep(400'000);
+        _exit(0);
+      }
+      _exit(0);
+    }
+    if (waited_for)
+      waitpid(owner, nullptr, 0);
+    else
+      usleep(200'000);
+    EXPECT_FALSE(open_error());
+    if (!waited_for) waitpid(owner, nullptr, 0);
+  }
+}
+
+TEST_F(VolumeFiles, IsReadBesideItsOwnerWhereThatIsAskedFor) {
+  auto volume = create(options());
+  ASSERT_FALSE(write_pattern(*volume, 0, 4096, 3));
+  VolumeOptions beside = options();
+  beside.read_only = beside.beside_owner = true;
+  {
+    Result<std::unique_ptr<Volume>> reader = Volume::open(beside);
+    ASSERT_TRUE(reader.ok()) << reader.error().message();
+    EXPECT_TRUE(read_holds(**reader, 0, 4096, 3));
+  }
+  EXPECT_EQ(open_error().kind, ErrorKind::locked);
 }
 
 TEST_F(VolumeFiles, CreatingOverTheFileOfAnotherRunNamesThatRun) {

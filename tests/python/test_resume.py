@@ -170,6 +170,51 @@ def test_what_is_left_is_told_by_the_steps_of_this_process(work):
     assert left == pytest.approx((100000 - first["step"]) * first["step_s"], rel=0.1, abs=1)
 
 
+def test_durability_may_change_to_none(work):
+    """The state keeps its two generations: where the run is killed without a commit, it goes on from there once more."""
+    expected = uninterrupted(work)
+    for more in [], ["--host-memory", "64MiB"]:  # streamed, and all of it in memory
+        stopped_run(work)
+        words = [*TRAIN, *changed(TIGHT, {"--host-memory": (more or ["", "1MiB"])[1]}), "--durability", "export-only"]
+        (work / "log.json").rename(work / "log.json.first")
+        process = start(work, *words, delay_ms=40)
+        wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 1)
+        process.kill()
+        errors = process.communicate()[1]
+        assert "a crash costs all steps from here on" in errors and "resumed after step" in errors, errors
+        done = again(work, *words)
+        assert done.returncode == 0 and "resumed after step" in done.stderr, done.stderr
+        assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
+        assert not [*work.glob("store/*")]
+        shutil.rmtree(work / "out")
+        for log in work.glob("log.json*"):
+            log.unlink()
+
+
+def test_its_own_log_in_out_is_nobody_elses(work):
+    expected = uninterrupted(work)
+    words = changed([*TRAIN, *TIGHT, "--engine", "threads", "--durability", "step", "--trace", "out/trace.json"], {"--log-json": "out/log.json"})
+    (work / "out").mkdir()
+    died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:store/state.tfv:kill", "TIERFLOW_FAIL_NTH": "12"})
+    assert died.returncode == -signal.SIGKILL and (work / "out" / "log.json").exists()
+    for call in "rename:config.json.partial", "none":  # with two logs, too
+        done = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": f"{call}:kill"})
+        assert done.returncode == (0 if call == "none" else -signal.SIGKILL), done.stderr
+    assert weights(work / "out") == weights(work / "whole") and (work / "out" / "log.json.2").exists()
+    assert {record["step"]: record["loss"] for log in work.glob("out/log.json*") for record in steps_of(log)} == expected
+    shutil.rmtree(work / "out")
+    (work / "out").mkdir()
+    (work / "out" / "log.json.x").touch()
+    refused = run(work, *words, ok=False)
+    assert refused.returncode == 2 and "not an empty folder" in the_error(refused.stderr)
+
+
+def test_room_that_becomes_free_late_costs_no_second_copy(work):
+    """As after a process that was killed: its space is free a little later."""
+    done = run(work, *TRAIN, *TIGHT, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "allocate:store/state.tfv:28", "TIERFLOW_FAIL_NTH": "1"})
+    assert re.search("every step is committed in store|every [0-9]+ steps are committed in store", done.stderr), done.stderr
+
+
 def test_every_so_many_steps(work):
     expected = uninterrupted(work)
     process = start(work, *TRAIN, *TIGHT, "--durability", "every=2", delay_ms=40)
@@ -302,21 +347,44 @@ def test_killed_while_it_makes_its_store_it_begins_anew(work):
 
 
 def test_killed_after_its_result_it_is_finished(work):
-    kept = [*[word for word in TRAIN if word not in ("--out", "out")], "--no-export", *TIGHT]
-    run(work, *kept)
-    shutil.copytree(work / "store", work / "left", dirs_exist_ok=True)
-    run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"))
+    words = [*TRAIN, *TIGHT]
+    died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "unlink:store/state.tfv:kill"})
+    assert died.returncode == -signal.SIGKILL and (work / "store" / "state.tfv").exists()
+    shutil.copytree(work / "store", work / "kept")
     before = weights(work / "out")
-    shutil.copytree(work / "store", work / "left", dirs_exist_ok=True)
-    done = run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"))
-    assert "the run is finished: its result is in out" in done.stderr and not [*work.glob("left/*")] and weights(work / "out") == before
-    # And once more, after the end of its state.
-    done = run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"))
-    assert "the run is finished: its result is in out" in done.stderr and weights(work / "out") == before
     # Another command's result is not taken for this one's.
-    shutil.copytree(work / "store", work / "left", dirs_exist_ok=True)
-    other = run(work, *TRAIN, *small("--storage", "left", "--host-memory", "1MiB"), "--eval-sequences", "3", ok=False)
-    assert other.returncode == 2 and [*work.glob("left/*")]
+    other = again(work, *words, "--eval-sequences", "3")
+    assert other.returncode == 2 and [*work.glob("store/*")]
+    for more in [], ["--resume"]:
+        done = run(work, *words, *more)
+        assert "the run is finished: its result is in out" in done.stderr and not [*work.glob("store/*")] and weights(work / "out") == before
+        # And once more, after the end of its state.
+        done = run(work, *words, *more)
+        assert "the run is finished: its result is in out" in done.stderr and weights(work / "out") == before
+        shutil.copytree(work / "kept", work / "store", dirs_exist_ok=True)
+
+
+def test_a_finished_run_leaves_the_state_of_the_next_one(work):
+    """A script of two runs over the same folders, cut off in the second one: both commands again."""
+    run(work, "init", "--config", "config.json", "--out", "base")
+    first = [word for word in changed(TRAIN, {"--config": "base", "--out": "first", "--steps": "2"}) if word != "--config"]
+    first.insert(1, "--model")
+    second = changed(first, {"--model": "first", "--out": "second", "--steps": "6"})
+    run(work, *first, *TIGHT)
+    run(work, *second, *small("--log-json", "whole.json"))
+    (work / "second").rename(work / "whole")
+    # In its first step, with one commit, and before that, with none.
+    for call, nth, goes_on in [("flush:store/state.tfv", "10", True), ("flush:store/state.tfv", "2", False), ("write:state.tfv.owner.partial", "1", False)]:
+        died = run(work, *second, *TIGHT, "--engine", "threads", "--durability", "step", ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": f"{call}:kill", "TIERFLOW_FAIL_NTH": nth})
+        assert died.returncode == -signal.SIGKILL and (work / "store" / "state.tfv").exists()
+        left = files(work / "store")
+        done = again(work, *first, *TIGHT)
+        assert done.returncode == 0 and "the run is finished: its result is in first" in done.stderr and "another run, and stays" in done.stderr, done.stderr
+        assert files(work / "store") == left
+        done = run(work, *second, *TIGHT, "--engine", "threads", "--durability", "step")
+        assert ("resumed after step" in done.stderr) == goes_on, done.stderr
+        assert weights(work / "second") == weights(work / "whole")
+        shutil.rmtree(work / "second")
 
 
 def test_a_finished_run_says_so(work):
@@ -359,6 +427,8 @@ def test_status_and_verify_say_what_is_there(work):
     assert held.returncode == 0 and f"process {process.pid} trains with it now" in held.stdout, held.stderr
     told = json.loads(told.stdout)
     assert told["process"] == process.pid and told["bytes"] > MIB and not told["resumable"] and "trains with it now" in told["reason"]
+    assert told["readable"] and told["step"] >= 1 and told["generation"] >= 2 and told["generations"] == 2 and 0 <= told["age_s"] < 100
+    assert re.search(r"\nstate after step \d+\ngeneration \d+, the newest of 2 that are kept; last written \d+ s ago\n", held.stdout), held.stdout
     assert run(work, "verify", "store", ok=False).returncode == 8
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
@@ -371,6 +441,16 @@ def test_status_and_verify_say_what_is_there(work):
     assert status["generations"] == 2 and 1 < status["generation"] <= status["step"] + 1  # the first is what was loaded
     assert re.search(rf"\ngeneration {status['generation']}, the newest of 2 that are kept; last written \d+ s ago\n", said)
     assert "whole: the state after step" in run(work, "verify", "store").stdout
+    # A newest superblock that is damaged is said: what is there may be older than what was committed.
+    state, place = work / "store" / "state.tfv", MIB + (0 if status["generation"] % 2 == 0 else MIB)
+    content = bytearray(state.read_bytes())
+    content[place + 20] ^= 1
+    state.write_bytes(content)
+    doubtful, said = json.loads(run(work, "status", "store", "--json").stdout), run(work, "status", "store").stdout
+    assert status["passed_over"] is None and "superblock" in doubtful["passed_over"] and doubtful["generation"] == status["generation"] - 1
+    assert "it may not be the newest that was committed: superblock" in said
+    content[place + 20] ^= 1
+    state.write_bytes(content)
     verified = json.loads(run(work, "verify", "--storage", "store", "--json").stdout)
     assert verified["whole"] and verified["step"] == status["step"]
     kept = [*with_one, "--no-export", "--durability", "export-only", *small("--storage", "kept", "--host-memory", "1MiB")]

@@ -3,12 +3,15 @@
 import json
 import os
 import pathlib
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import numpy
 import pytest
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as save_bytes
@@ -120,11 +123,11 @@ def script(tmp_path_factory):
     server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     out = tmp_path_factory.mktemp("out") / "weights"
 
-    def run(*folders, durable=True, small=True, kill_call="", **how):
-        # kill_call: OPERATION:END_OF_PATH:NTH, before that call.
+    def run(*folders, durable=True, small=True, kill_call="", fail_call="", **how):
+        # kill_call: OPERATION:END_OF_PATH:NTH, before that call. fail_call: OPERATION:END_OF_PATH:ERRNO, the first such call.
         call, _, nth = kill_call.rpartition(":")
         job = {"folders": [str(folder) for folder in folders], "durable": durable, "small": small, "run": how, "out": str(out),
-               "environment": {"TIERFLOW_FAIL": f"{call}:kill", "TIERFLOW_FAIL_NTH": nth} if call else {}}  # fmt: skip
+               "environment": {"TIERFLOW_FAIL": f"{call}:kill", "TIERFLOW_FAIL_NTH": nth} if call else {"TIERFLOW_FAIL": fail_call, "TIERFLOW_FAIL_NTH": "1"} if fail_call else {}}  # fmt: skip
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
         status = int(server.stdout.readline())
@@ -354,11 +357,12 @@ def test_what_lies_beside_the_state_is_pinned_and_opens(tmp_path):
     assert written == golden
     older = json.loads(json.dumps(golden["record"]))
     del older["made"]["data"]
-    tensors = {name: torch.zeros(shape, dtype={"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}[kind]) for name, (kind, shape) in golden["tensors"].items()}
+    tensors = {name: torch.zeros(shape, dtype={"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "U8": torch.uint8, "I64": torch.int64}[kind]) for name, (kind, shape) in golden["tensors"].items()}
     model, opt = made(tmp_path / "new")
-    for step, of in enumerate((golden["record"], older), 7):
+    earlier = {name: tensor for name, tensor in tensors.items() if not name.startswith(("random.python", "random.numpy"))}
+    for step, (of, beside) in enumerate(((golden["record"], {**tensors, **tierflow.checkpoint.random_states()}), (older, earlier)), 7):
         journal = tierflow.durable.Journal(model, opt, [], "rows.jsonl")
-        journal.put_back(step, save_bytes({**tensors, "random.cpu": torch.get_rng_state()}, {"record": json.dumps(of)}))
+        journal.put_back(step, save_bytes({**beside, "random.cpu": torch.get_rng_state()}, {"record": json.dumps(of)}))
         assert journal.step == step
     tierflow.close(model)
 
@@ -561,6 +565,71 @@ def test_the_program_says_what_the_state_is(made, tmp_path):
     assert code == 0 and out.startswith("whole: the state after step 2")
     code, _, err = tierflow_program("export", "--storage", a, "--out", str(tmp_path / "out"))
     assert code == 2 and "save_pretrained" in err and "\n" not in err and not (tmp_path / "out").exists()
+
+
+def test_random_numbers_of_python_and_numpy_go_on(made, tmp_path):
+    model, opt, begin = made
+
+    def drawn():
+        return random.random(), random.gauss(0, 1), numpy.random.rand(3).tolist(), float(numpy.random.standard_normal())
+
+    random.seed(7)
+    numpy.random.seed(8)
+    random.gauss(0, 1)  # which keeps a second number in store
+    numpy.random.standard_normal()
+    model(**batches("gpt2", 3)[2]).loss.backward()
+    opt.step()
+    expected = drawn()
+    tierflow.close(model)
+    random.seed(9)
+    numpy.random.seed(9)
+    assert drawn() != expected
+    _, _, done = begin()
+    assert done == 3 and drawn() == expected
+
+
+@pytest.mark.parametrize("call", ["write", "flush"])
+def test_a_drive_that_is_full_costs_a_commit_and_not_the_run(call, script, whole, tmp_path):
+    """What lies beside the state is written anew by each commit, and has no room of its own. The next step tries again."""
+    run = script(tmp_path / "a", fail_call=f"{call}:state.tfv.beside.A.partial:28", close=False)
+    assert run[0] == 0 and same(run, whole["loop"])
+    run = script(tmp_path / "a")
+    assert run[0] == STEPS - 1 and same(run, whole["loop"])
+
+
+def test_a_loop_ends_in_order_when_it_is_told_to(made):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        before = signal.getsignal(number)
+        with tierflow.stop_signals() as stop:
+            assert not stop and stop.signal == 0
+            os.kill(os.getpid(), number)
+            for _ in range(100):
+                if stop:
+                    break
+                time.sleep(0.01)
+            assert stop and stop.signal == number and signal.getsignal(number) == before  # a second one acts as before
+        assert signal.getsignal(number) == before
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with tierflow.stop_signals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.05)
+            assert not stop
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    refused = []
+
+    def elsewhere():
+        try:
+            with tierflow.stop_signals():
+                pass
+        except tierflow.UsageError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1 and "main thread" in refused[0]
 
 
 def test_without_durable_nothing_has_a_name(tmp_path):

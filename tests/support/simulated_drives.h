@@ -18,7 +18,8 @@ namespace tierflow::testing {
 class SimulatedDrives {
  public:
   static constexpr std::size_t kSector = 4096;
-  enum class Goes : std::uint8_t { well, dark, torn, wrong_once, wrong_for_ever };
+  // spoiled: dark, and the sectors that were being written hold neither the old nor the new.
+  enum class Goes : std::uint8_t { well, dark, torn, wrong_once, wrong_for_ever, spoiled };
   enum class Survive : std::uint8_t { none, all, last, all_but_one, any };
 
   explicit SimulatedDrives(std::uint64_t seed, bool lying = false) : random_(seed), lying_(lying) {}
@@ -90,8 +91,9 @@ class SimulatedDrives {
     const bool now = ++operations_ == nth_;
     if (what_ == Goes::wrong_for_ever && operations_ >= nth_ && nth_ != 0) return -EIO;
     if (now && what_ == Goes::wrong_once) return -EIO;
-    if (now && (what_ == Goes::dark || what_ == Goes::torn)) {
+    if (now && (what_ == Goes::dark || what_ == Goes::torn || what_ == Goes::spoiled)) {
       dark_ = true;
+      if (what_ == Goes::spoiled && op.action == io::Action::write) spoil(op);
       if (what_ == Goes::torn && op.action == io::Action::write) write(op, random_() % (op.length / kSector + 1));
       return -EIO;
     }
@@ -124,6 +126,12 @@ class SimulatedDrives {
   static void apply(Content& content, const Write& write) {
     for (std::size_t i = 0; i < write.sectors.size(); ++i)
       content[{write.place.first, write.place.second + i * kSector}] = write.sectors[i];
+  }
+  void spoil(const io::KernelOp& op) {
+    for (std::size_t at = 0; at < op.length; at += kSector) {
+      Sector& sector = durable_[{op.file, op.offset + at}];
+      for (std::byte& each : sector) each = static_cast<std::byte>(random_());
+    }
   }
   void write(const io::KernelOp& op, std::size_t sectors) {
     Write write{.place = {op.file, op.offset}, .sectors = std::vector<Sector>(sectors)};

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <numeric>
 
+#include "tests/support/broken_protocol.h"
 #include "tests/support/environment.h"
 #include "tests/support/simulated_drives.h"
 #include "tests/swap/store_fixture.h"
@@ -19,6 +20,7 @@ namespace {
 using testing::SimulatedDrives;
 using Goes = SimulatedDrives::Goes;
 using Survive = SimulatedDrives::Survive;
+using testing::Broken;
 
 const Layout& tiny() {
   static const Layout layout(
@@ -50,14 +52,19 @@ struct Verdict {
 
 class FaultRun {
  public:
-  FaultRun(std::uint64_t seed, const FirstFault& first, bool lying)
+  FaultRun(std::uint64_t seed, const FirstFault& first, bool lying, Broken broken = Broken::nothing)
       : first_(first),
         random_(static_cast<unsigned>(seed * 2654435761U + 17)),
         drives_(std::make_shared<SimulatedDrives>(seed + 1, lying)) {
     options_.volume.engine = io::EngineKind::threads;
     options_.volume.allow_buffered = options_.volume.allow_any_filesystem = true;
     options_.volume.block = 4096;
-    options_.volume.wrap_backend = testing::simulated(drives_);
+    options_.volume.wrap_backend = [drives = drives_, broken, places = places()](std::unique_ptr<io::Backend> kernel) {
+      std::unique_ptr<io::Backend> backend = testing::simulated(drives)(kernel);
+      if (broken != Broken::nothing)
+        backend = std::make_unique<testing::BrokenProtocol>(std::move(backend), broken, places);
+      return backend;
+    };
     options_.volume.on_notice = [this](const io::Notice& notice) {
       if (notice.text.find("goes on from") != std::string::npos) ++verdict_.fell_back;
     };
@@ -67,6 +74,7 @@ class FaultRun {
     options_.scratch.gradients = false;
     options_.identity = "{}";
     options_.run_id = seed + 1;
+    options_.second_look = std::chrono::milliseconds(0);
   }
 
   Verdict run() {
@@ -163,6 +171,21 @@ class FaultRun {
     acknowledged_ = now_ = step;
     steps_ = std::max(steps_, step);
     return store;
+  }
+
+  static testing::StorePlaces places() {
+    std::uint64_t words = 0, state = 0;
+    for (const Chunk& chunk : tiny().chunks()) {
+      words += chunk.word_bytes();
+      state += chunk.state_bytes;
+    }
+    const std::uint64_t all =
+        Store::bytes_needed({.generations = 2, .scratch = {.gradients = false}, .identity = "{}"}, tiny());
+    return {.superblock_b = kSuperblockB,
+            .words = all - 2 * (words + state),
+            .word_bytes = words,
+            .state = all - 2 * state,
+            .other_state = all - 2 * state + tiny().chunks().front().state_bytes};
   }
 
   static std::size_t index_of(ExtentKind kind, int chunk) {
@@ -271,6 +294,32 @@ TEST(FaultRig, NoticesADriveThatLiesAboutFlushing) {
   }
   EXPECT_GT(noticed, 20);
   EXPECT_GT(found, 20);
+}
+
+// Each promise that the protocol rests on, broken. The rig notices: what was acknowledged is lost, and that is found,
+// so that nobody gets bytes as a step's that are not that step's.
+TEST(FaultRig, NoticesWhatBreaksTheProtocol) {
+  const std::uint64_t runs = testing::number_in("TIERFLOW_CONTROL_RUNS", 60);
+  const std::uint64_t last = FaultRun(0, {}, false).operations();
+  const auto play = [&](Broken broken, auto goes) {
+    int noticed = 0;
+    for (std::uint64_t seed = 1; seed <= runs; ++seed) {
+      const FirstFault fault{.goes = goes[seed % goes.size()],
+                             .nth = 1 + seed * 7 % last,
+                             .survive = kSurvive[seed / 4 % kSurvive.size()]};
+      const Verdict verdict = FaultRun(seed, fault, false, broken).run();
+      EXPECT_FALSE(verdict.silent) << static_cast<int>(broken) << " " << seed << ": " << verdict.wrong;
+      noticed += verdict.wrong.empty() ? 0 : 1;
+    }
+    return noticed;
+  };
+  constexpr std::array kSpoiled{Goes::spoiled};
+  EXPECT_EQ(play(Broken::nothing, kGoes), 0);
+  EXPECT_EQ(play(Broken::nothing, kSpoiled), 0);
+  EXPECT_GT(play(Broken::superblock_in_copy_a, kSpoiled), 0);
+  for (const Broken broken :
+       {Broken::no_first_flush, Broken::words_in_place, Broken::errors_hidden, Broken::sectors_exchanged})
+    EXPECT_GT(play(broken, kGoes), 0) << static_cast<int>(broken);
 }
 
 }  // namespace

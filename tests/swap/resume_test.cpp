@@ -34,20 +34,24 @@ void expect_all(const Restored& all, int value) {
 std::filesystem::path file_in(const testing::TempDir& folder) {
   return folder.path() / "state.tfv";
 }
-// Flips a bit of each place of the data file that holds these bytes: of one generation alone.
-int damage(const testing::TempDir& folder, ExtentKind kind, int index, int value) {
-  std::vector<char> file = read_file(file_in(folder));
+// The places in the data file that hold these bytes: of one generation alone.
+std::vector<std::uint64_t> places_of(const testing::TempDir& folder, ExtentKind kind, int index, int value) {
+  const std::vector<char> file = read_file(file_in(folder));
   const Chunk& chunk = layout().chunks()[index];
   std::vector<std::byte> extent(kind == ExtentKind::hi ? chunk.word_bytes() : chunk.state_bytes);
   fill(extent, kind, index, value);
-  int flipped = 0;
+  std::vector<std::uint64_t> found;
   for (std::size_t at = std::size_t{3} << 20; at + extent.size() <= file.size(); at += kSector)
-    if (std::memcmp(file.data() + at, extent.data(), extent.size()) == 0) {
-      file[at + 40] ^= 2;
-      ++flipped;
-    }
+    if (std::memcmp(file.data() + at, extent.data(), extent.size()) == 0) found.push_back(at);
+  return found;
+}
+// Flips a bit of each of them.
+int damage(const testing::TempDir& folder, ExtentKind kind, int index, int value) {
+  std::vector<char> file = read_file(file_in(folder));
+  const std::vector<std::uint64_t> places = places_of(folder, kind, index, value);
+  for (const std::uint64_t at : places) file[at + 40] ^= 2;
   std::ofstream(file_in(folder), std::ios::binary).write(file.data(), static_cast<std::streamsize>(file.size()));
-  return flipped;
+  return static_cast<int>(places.size());
 }
 
 struct StoreResume : ::testing::Test {
@@ -197,6 +201,71 @@ TEST_F(StoreResume, WhatCannotBeReadForWantOfAPermissionIsNotDamage) {
   const auto store = resume(options_);
   ASSERT_OK(restore(*store));
   EXPECT_EQ(store->generation(), 3U);
+}
+
+// A drive that fails may be back tomorrow: nothing is written, and nobody hears that the state is damaged.
+TEST_F(StoreResume, ADriveThatCannotReadIsNoDamage) {
+  commit_up_to(3);
+  const std::vector<std::uint64_t> places = places_of(folder_, ExtentKind::state, 1, 3);
+  ASSERT_EQ(places.size(), 1U);
+  const std::uint64_t newest = places.front() - BadSectors::kDataArea;
+  const std::uint64_t before = places_of(folder_, ExtentKind::state, 1, 2).front() - BadSectors::kDataArea;
+  const std::vector<char> file = read_file(file_in(folder_));
+  const auto options = [&](std::uint64_t begin, std::uint64_t end, const BadSectors::Healed& healed = {}) {
+    StoreOptions with = options_in(folder_.path(), 2, with_bad_sectors(begin, end, healed));
+    with.second_look = std::chrono::milliseconds(5);
+    return with;
+  };
+  const io::Error refused = restore(*resume(options(newest, newest + kSector)));
+  EXPECT_EQ(refused.kind, io::ErrorKind::io) << refused.message();
+  EXPECT_EQ(refused.error_number, EIO);
+  for (const char* part : {"generation 3 cannot be read", "the state stays"})
+    EXPECT_NE(refused.detail.find(part), std::string::npos) << refused.detail;
+  EXPECT_TRUE(file == read_file(file_in(folder_)));
+  {  // as when a bus was reset: the drive is back a little later
+    const auto healed = std::make_shared<std::atomic<bool>>(false);
+    StoreOptions back = options(newest, newest + kSector, healed);
+    back.volume.on_notice = [&](const io::Notice& notice) {
+      if (notice.text.find("read once more in") != std::string::npos) *healed = true;
+    };
+    const auto store = resume(back);
+    Restored all;
+    ASSERT_OK(restore(*store, &all));
+    expect_all(all, 3);
+    EXPECT_TRUE(*healed);
+  }
+  {  // the damage of one generation does not make of the other's trouble with the drive more damage
+    testing::TempDir copy;
+    std::filesystem::copy(file_in(folder_), file_in(copy));
+    ASSERT_EQ(damage(copy, ExtentKind::hi, 0, 3), 1);
+    for (const bool go_back : {false, true}) {
+      StoreOptions both = options_in(copy.path(), 2, with_bad_sectors(before, before + kSector));
+      both.second_look = std::chrono::milliseconds(5);
+      both.go_back = go_back;
+      const io::Error wrong = restore(*resume(both));
+      EXPECT_EQ(wrong.kind, io::ErrorKind::io) << wrong.message();
+      EXPECT_NE(wrong.detail.find("generation 2 cannot be read"), std::string::npos) << wrong.detail;
+    }
+  }
+  // Superblock A is that of generation 2: whether B's is the newest, nobody knows without it.
+  const auto unknown = Store::resume(options(kSuperblockA, kSuperblockA + kSector), layout());
+  ASSERT_FALSE(unknown.ok());
+  EXPECT_EQ(unknown.error().kind, io::ErrorKind::io) << unknown.error().message();
+  EXPECT_NE(unknown.error().detail.find("the newest generation cannot be read"), std::string::npos);
+  EXPECT_TRUE(file == read_file(file_in(folder_)));
+  StoreOptions back = options(kSuperblockA, kSuperblockA + kSector);
+  back.go_back = true;
+  {
+    const auto store = resume(back);
+    ASSERT_TRUE(store);
+  }
+  back = options(newest, newest + kSector);
+  back.go_back = true;
+  const auto store = resume(back);
+  Restored all;
+  ASSERT_OK(restore(*store, &all));
+  expect_all(all, 2);
+  EXPECT_EQ(store->generation(), 2U);
 }
 
 TEST_F(StoreResume, AGenerationWithoutExtentsIsNotWhole) {

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -11,6 +13,7 @@
 
 #include "io/wait.h"
 #include "swap/store.h"
+#include "tests/support/forwarding_backend.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/temp_dir.h"
 
@@ -19,6 +22,7 @@ namespace tierflow::swap {
 using testing::read_file;
 
 inline constexpr std::uint64_t kRunId = 0x0123456789abcdefULL;
+inline constexpr std::uint64_t kSuperblockA = 0, kSuperblockB = 1 << 20, kManifestA = 2 << 20;
 
 #define ASSERT_OK(expression)                 \
   do {                                        \
@@ -62,6 +66,32 @@ inline std::byte byte_of(ExtentKind kind, int index, int value, std::uint64_t i)
 }
 inline void fill(std::span<std::byte> bytes, ExtentKind kind, int index, int value) {
   for (std::uint64_t i = 0; i < bytes.size(); ++i) bytes[i] = byte_of(kind, index, value, i);
+}
+
+// A drive that cannot read these bytes of the volume, however often it is asked, until it is healed.
+class BadSectors final : public testing::ForwardingBackend {
+ public:
+  using Healed = std::shared_ptr<std::atomic<bool>>;
+  BadSectors(std::unique_ptr<io::Backend> inner, std::uint64_t begin, std::uint64_t end, Healed healed = {})
+      : ForwardingBackend(std::move(inner)),
+        begin_(begin + kDataArea),
+        end_(end + kDataArea),
+        healed_(std::move(healed)) {}
+  bool push(const io::KernelOp& op) override {
+    const bool bad = op.action == io::Action::read && op.offset < end_ && op.offset + op.length > begin_;
+    return bad && !(healed_ && *healed_) ? answer(op, -EIO) : ForwardingBackend::push(op);
+  }
+  static constexpr std::uint64_t kDataArea = 1 << 20;  // where the volume begins in its file
+
+ private:
+  const std::uint64_t begin_, end_;
+  const Healed healed_;
+};
+// As VolumeOptions::wrap_backend.
+inline auto with_bad_sectors(std::uint64_t begin, std::uint64_t end, BadSectors::Healed healed = {}) {
+  return [=](std::unique_ptr<io::Backend> inner) -> std::unique_ptr<io::Backend> {
+    return std::make_unique<BadSectors>(std::move(inner), begin, end, healed);
+  };
 }
 
 // The error of one request that is waited for.

@@ -23,8 +23,6 @@ namespace {
 using testing::Fault;
 using testing::FaultPlan;
 
-constexpr std::uint64_t kSuperblockA = 0, kSuperblockB = 1 << 20, kManifestA = 2 << 20;
-
 // At every write of three commits the power goes: whatever part of the cache survives, the store opens at a generation
 // no older than the last that commit() acknowledged, and holds that generation's bits.
 TEST(StorePowerCut, KeepsEveryAcknowledgedGeneration) {
@@ -174,21 +172,6 @@ TEST(StoreOpen, AGenerationThatWasOverwrittenIsRefusedInWords) {
       }
 }
 
-// A drive that cannot read these bytes of the volume, however often it is asked.
-class BadSectors final : public testing::ForwardingBackend {
- public:
-  BadSectors(std::unique_ptr<io::Backend> inner, std::uint64_t begin, std::uint64_t end)
-      : ForwardingBackend(std::move(inner)), begin_(begin + kDataArea), end_(end + kDataArea) {}
-  bool push(const io::KernelOp& op) override {
-    const bool bad = op.action == io::Action::read && op.offset < end_ && op.offset + op.length > begin_;
-    return bad ? answer(op, -EIO) : ForwardingBackend::push(op);
-  }
-
- private:
-  static constexpr std::uint64_t kDataArea = 1 << 20;  // where the volume begins in its file
-  const std::uint64_t begin_, end_;
-};
-
 TEST(StoreOpen, AnUnreadableCopyGivesWayAsWell) {
   testing::TempDir folder;
   {
@@ -197,9 +180,7 @@ TEST(StoreOpen, AnUnreadableCopyGivesWayAsWell) {
     ASSERT_OK(write_and_commit(*store, 2));  // in copy A
   }
   const auto with_bad = [&](std::uint64_t begin, std::uint64_t end) {
-    return options_in(folder.path(), 2, [=](std::unique_ptr<io::Backend> inner) {
-      return std::make_unique<BadSectors>(std::move(inner), begin, end);
-    });
+    return options_in(folder.path(), 2, with_bad_sectors(begin, end));
   };
   expect_opens_at(with_bad(kSuperblockA, kSuperblockA + kSector), 1);
   expect_opens_at(with_bad(kManifestA, kManifestA + kSector), 1);

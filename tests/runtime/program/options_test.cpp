@@ -250,8 +250,10 @@ TEST(Options, WhatContradictsItselfIsRefused) {
         Words{"--sample-every", "2", "--sample-prompts", "p", "--max-new-tokens", "8"}})
     EXPECT_NO_THROW(parse_train(needed + words)) << words[0];
   for (const auto& [words, text] :
-       {std::pair{store + Words{"--resume", "--fresh"}, "give --resume or --fresh, not both"},
-        {Words{"--resume"}, "--resume needs --storage"},
+       {std::pair{store + Words{"--resume", "--fresh"}, "--fresh leaves nothing to go on with"},
+        {store + Words{"--go-back", "--fresh"}, "--fresh leaves nothing to go on with"},
+        {Words{"--go-back"}, "--resume and --go-back need --storage"},
+        {Words{"--resume"}, "--resume and --go-back need --storage"},
         {Words{"--no-export"}, "needs --storage"},
         {store + Words{"--no-export", "--export-every", "2"}, "--no-export or --export-every, not both"},
         {store + Words{"--no-export", "--eval-every", "2", "--export-best"}, "--no-export or --export-best, not both"},

@@ -117,7 +117,8 @@ TEST(BestEvaluation, CountsThoseThatAreNoBetterByTheThreshold) {
 }
 
 TEST(RunRecord, IsReadBack) {
-  const RunRecord record{.skipped_in_a_row = 3,
+  const RunRecord record{.configuration = "0123456789abcdef",
+                         .skipped_in_a_row = 3,
                          .held_out_before = 5.25,
                          .last_loss = NAN,
                          .best = {.loss = 4.5, .step = 20, .since = 2},

@@ -1,0 +1,20 @@
+#pragma once
+// What an earlier process left of this command's run: its result, or a state to go on with.
+#include "runtime/planning/left_store.h"
+#include "runtime/program/options.h"
+#include "runtime/program/training_log.h"
+
+namespace tierflow {
+
+struct LeftRun {
+  LeftStore store;
+  Folders elsewhere;      // the folders in which the state lies, if it has to be moved
+  bool finished = false;  // --out has the result of this very command: there is nothing to do
+};
+
+// Looks, and ends what that process began: a move of the state, the removal of the state of a run whose result is whole
+// or that ended before its first commit. Where the result is whole, a state of any other run stays. Says what it does.
+// Throws Exception where what is there can neither be gone on with nor is a result.
+LeftRun find_left_run(const TrainOptions& options, TrainingLog& log);
+
+}  // namespace tierflow
