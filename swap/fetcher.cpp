@@ -1,5 +1,8 @@
 #include "swap/fetcher.h"
 
+#include <algorithm>
+#include <utility>
+
 namespace tierflow::swap {
 
 Fetcher::Fetcher(const Layout& layout, const Arrangement& arrangement, TaskEmitter& emitter)
@@ -8,7 +11,14 @@ Fetcher::Fetcher(const Layout& layout, const Arrangement& arrangement, TaskEmitt
       emitter_(emitter),
       ring_(0, arrangement.weight_ring),
       needed_ring_(arrangement.needed_begin(), arrangement.needed_ring),
-      owed_(layout.units().size(), Owed::nothing) {}
+      owed_(layout.units().size(), Owed::nothing) {
+  std::uint64_t all = 0;
+  for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
+    places_.push_back(all);
+    if (!layout.on_demand(unit)) all += layout.unit_word_bytes(unit);
+  }
+  if (all > arrangement.weight_ring) places_.clear();
+}
 
 bool Fetcher::fetch(Visit& visit, bool forced) {
   const StageShape& stage = layout_.stages()[visit.stage];
@@ -26,10 +36,12 @@ bool Fetcher::fetch(Visit& visit, bool forced) {
 
   std::vector<int> missing;
   for (const int unit : units) {
-    if (owes(unit)) ring.invalidate(unit);
+    if (owes(unit) && !updates_in_place(unit)) ring.invalidate(unit);
     if (!ring.hold(unit)) missing.push_back(unit);
   }
-  std::uint64_t begin = missing.empty() ? 0 : ring.allocate(bytes_of(missing));
+  // With a place of its own, no unit that comes again takes another's.
+  const bool own_places = !on_demand && !places_.empty();
+  std::uint64_t begin = missing.empty() || own_places ? 0 : ring.allocate(bytes_of(missing));
   if (begin == kNowhere) {
     release(units);
     if (!forced) return false;
@@ -39,22 +51,34 @@ bool Fetcher::fetch(Visit& visit, bool forced) {
     begin = ring.allocate(bytes_of(missing));
   }
   emitter_.serve(visit.pass, visit.stage);
-  for (const int unit : missing) {
-    ring.add(unit, begin, layout_.unit_word_bytes(unit));
+  for (const int unit : units) {
+    std::uint64_t at = ring.find(unit);
+    const bool there = at != kNowhere;
+    if (there && !owes(unit)) continue;
+    if (!there) {
+      at = own_places ? places_[unit] : std::exchange(begin, begin + layout_.unit_word_bytes(unit));
+      ring.add(unit, at, layout_.unit_word_bytes(unit));
+    }
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
       const int id = chunk.id;
       const bool owed = owes(unit) && arrangement_.deferred[id], on_device = owed && arrangement_.on_device[id];
-      const HostRef words = emitter_.read(ExtentKind::hi, id);
+      if (there && !owed) continue;
+      const HostRef words = there ? emitter_.place(ExtentKind::hi, id) : emitter_.read(ExtentKind::hi, id);
       if (owed && !on_device) emitter_.update(id, words, emitter_.read_gradient(id, owed_[unit] == Owed::sum));
-      const std::uint64_t to = begin + chunk.word_place();
-      emitter_.upload(ExtentKind::hi, id, words, to);
+      const std::uint64_t to = at + chunk.word_place();
+      if (!there) emitter_.upload(ExtentKind::hi, id, words, to);
       if (on_device) emitter_.update_on_device(id, to, kNowhere, words);
     }
     owed_[unit] = Owed::nothing;
-    begin += layout_.unit_word_bytes(unit);
   }
   for (std::size_t i = 0; i < units.size(); ++i) visit.weights[first + i] = ring.find(units[i]);
   return true;
+}
+
+bool Fetcher::updates_in_place(int unit) const {
+  return std::ranges::all_of(layout_.chunks_of(unit), [&](const Chunk& chunk) {
+    return !arrangement_.deferred[chunk.id] || arrangement_.on_device[chunk.id];
+  });
 }
 
 void Fetcher::release(const std::vector<int>& units, int holds) {

@@ -37,13 +37,16 @@ class Fetcher {
   void settle(int unit);
 
  private:
+  // Whether an update that the unit owes leaves the words on the device those that it makes.
+  bool updates_in_place(int unit) const;
   WeightRing& ring_of(int unit) { return layout_.on_demand(unit) ? needed_ring_ : ring_; }
 
   const Layout& layout_;
   const Arrangement& arrangement_;
   TaskEmitter& emitter_;
   WeightRing ring_, needed_ring_;
-  std::vector<Owed> owed_;  // by unit
+  std::vector<Owed> owed_;             // by unit
+  std::vector<std::uint64_t> places_;  // by unit, where the ring has room for all but those on demand; else empty
 };
 
 }  // namespace tierflow::swap

@@ -193,7 +193,7 @@ void Planner::take_gradients(const Visit& visit) {
   const std::vector<int>& units = layout_.stages()[visit.stage].units;
   for (std::size_t i = 0; i < units.size(); ++i) {
     if (layout_.first_user(units[i]) != visit.stage) continue;
-    bool updated = false;
+    bool stale = false;  // the words on the device
     for (const Chunk& chunk : layout_.trainable_chunks_of(units[i])) {
       const int id = chunk.id;
       const std::uint64_t gradient_at = visit.gradients[i] + 4 * chunk.first,
@@ -202,11 +202,11 @@ void Planner::take_gradients(const Visit& visit) {
         emitter_.take_gradient(id, gradient_at);
         continue;
       }
-      updated = true;
-      if (arrangement_.on_device[id]) {
+      if (arrangement_.on_device[id]) {  // where they lie
         emitter_.update_on_device(id, words_at, gradient_at, emitter_.place(ExtentKind::hi, id));
         continue;
       }
+      stale = true;
       const HostRef gradient = emitter_.place(ExtentKind::gradient, id);
       emitter_.download(ExtentKind::gradient, id, gradient_at, gradient);
       const bool on_its_way = arrangement_.resident(ExtentKind::hi, id) || words_at == kNowhere;
@@ -214,7 +214,7 @@ void Planner::take_gradients(const Visit& visit) {
       if (!on_its_way) emitter_.download(ExtentKind::hi, id, words_at, words);
       emitter_.update(id, words, {gradient});
     }
-    if (updated) fetcher_.invalidate(units[i]);
+    if (stale) fetcher_.invalidate(units[i]);
   }
 }
 

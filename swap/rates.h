@@ -12,6 +12,7 @@ struct MachineRates {
   double fill = 0;                       // bytes a second: zeroing a gradient on the device
   double measure = 0;                    // parameters a second, on all cores
   double checksum = 0;                   // bytes a second, on one core
+  double memory = 0;                     // bytes a second of host memory, of all who read or write; 0: never the limit
   int cores = 1;                         // of the machine
   int threads = 1;                       // that compute with, and that update
   bool compute_on_cores = true;          // the device is the CPU: computing and copying take cores from the update

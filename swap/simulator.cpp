@@ -134,18 +134,18 @@ Simulator::Work Simulator::work_of(const Task& task, const Plan& plan) const {
   const double threads = machine.threads, copying = machine.compute_on_cores ? 1 : 0, computing = copying * threads;
   switch (task.lane) {
     case Lane::disk_read:
-      return {at_rate(bytes, machine.disk_read), 0, at_rate(bytes, machine.checksum)};
+      return {at_rate(bytes, machine.disk_read), 0, at_rate(bytes, machine.checksum), bytes};
     case Lane::disk_write:
-      return {at_rate(bytes, machine.disk_write)};
+      return {at_rate(bytes, machine.disk_write), 0, -1, bytes};
     case Lane::upload:
-      return {at_rate(bytes, machine.upload), copying};
+      return {at_rate(bytes, machine.upload), copying, -1, bytes};
     case Lane::download: {
       const bool stamped =
           task.words.where == Where::activation_buffer ||
           (task.updated && (task.words.where == Where::word_buffer || task.state.where == Where::state_buffer));
       return {
           task.kind == TaskKind::download_gradient ? at_rate(elements, machine.cast) : at_rate(bytes, machine.download),
-          copying, stamped ? at_rate(bytes, machine.checksum) : 0};
+          copying, stamped ? at_rate(bytes, machine.checksum) : 0, bytes};
     }
     case Lane::compute:
       return {compute_seconds(task, plan), computing};
@@ -162,7 +162,10 @@ Simulator::Work Simulator::work_of(const Task& task, const Plan& plan) const {
   if (updates && task.state.where == Where::state_buffer)
     stamped += static_cast<double>(layout_.chunks()[task.chunk].state_bytes);
   if (!updates && task.gradient.where == Where::word_buffer) stamped += bytes;
-  return {seconds, threads, stamped > 0 ? at_rate(stamped, machine.checksum) : -1};
+  // An update reads the gradient, and reads and writes words and state; a measurement reads the gradient.
+  const double moved =
+      bytes + (updates ? 2 * (bytes + static_cast<double>(layout_.chunks()[task.chunk].state_bytes)) : 0.0);
+  return {seconds, threads, stamped > 0 ? at_rate(stamped, machine.checksum) : -1, moved};
 }
 
 // Lets every lane begin what it may: its next task, once nothing of the lane runs (disks take the next at once).
@@ -208,20 +211,21 @@ void Simulator::take_next(Server server) {
   follows_[server] = second;
   if (next_[server] == (second ? next_[first_of(server)] : queue.begun)) return work_on(server, kIdle, 0);
   const Work& work = queue.tasks[next_[server]].work;
-  if (second) return work_on(server, work.then, 1);
-  work_on(server, work.seconds, work.cores);
+  if (second) return work_on(server, work.then, 1, work.then * rates_.machine.checksum);
+  work_on(server, work.seconds, work.cores, work.moved);
 }
 
-void Simulator::work_on(Server server, double seconds, double cores) {
+void Simulator::work_on(Server server, double seconds, double cores, double moved) {
   left_[server] = seconds;
   cores_[server] = cores;
+  memory_[server] = at_rate(moved, seconds);
 }
 
 void Simulator::end_work(Server server) {
   const Waiting& task = lanes_[static_cast<int>(kLaneOf[server])].tasks[next_[server]];
   const Server second = second_of(server);
   if (second == kServers && task.work.then >= 0 && !std::exchange(follows_[server], true))
-    return work_on(server, task.work.then, 1);
+    return work_on(server, task.work.then, 1, task.work.then * rates_.machine.checksum);
   ++next_[server];
   if (second == kServers) {
     finish(task.id);
@@ -233,19 +237,24 @@ void Simulator::end_work(Server server) {
   take_next(server);
 }
 
-// Work that takes cores gets the same share of what it wants as any other.
+// Work that takes cores, or moves bytes in host memory, gets the same share of what it wants as any other.
 void Simulator::play(const std::size_t& remaining, double until) {
   while (remaining != 0 && now_ <= until) {
     start();
-    double wanted = 0;
-    for (const double cores : cores_) wanted += cores;
-    const double share = wanted > rates_.machine.cores ? rates_.machine.cores / wanted : 1.0;
+    const auto share_of = [](double there_is, const double(&wanted)[kServers]) {
+      double all = 0;
+      for (const double each : wanted) all += each;
+      return there_is > 0 && all > there_is ? there_is / all : 1.0;
+    };
+    const double share = share_of(rates_.machine.cores, cores_), memory = share_of(rates_.machine.memory, memory_);
     const double disk = idle(kRead) || idle(kWrite) ? 1.0 : both_disks_;
     double speeds[kServers], step = kIdle;
     for (int server = 0; server < kServers; ++server) speeds[server] = cores_[server] == 0 ? 1.0 : share;
     speeds[kRead] = speeds[kWrite] = disk;
-    for (int server = 0; server < kServers; ++server)
+    for (int server = 0; server < kServers; ++server) {
+      if (memory_[server] > 0) speeds[server] = std::min(speeds[server], memory);
       if (!idle(static_cast<Server>(server))) step = std::min(step, left_[server] / speeds[server]);
+    }
     if (step == kIdle) return;  // nothing runs and nothing can start: the plan has no more
     now_ += step;
     if (!idle(kCompute)) computing_ += step;

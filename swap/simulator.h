@@ -52,9 +52,10 @@ class Simulator {
   static constexpr Server second_of(Server server) {
     return server == kRead ? kVerify : server == kDownload ? kStamp : kServers;
   }
-  // Seconds at full speed, on so many cores; and those that follow on one core, negative where none do.
+  // Seconds at full speed, on so many cores; and those that follow on one core, negative where none do. moved: bytes
+  // that those seconds read and write in host memory.
   struct Work {
-    double seconds = 0, cores = 0, then = -1;
+    double seconds = 0, cores = 0, then = -1, moved = 0;
   };
   struct Waiting {
     TaskId id = 0;
@@ -82,7 +83,7 @@ class Simulator {
   bool may_begin(Queue& queue) const;
   bool idle(Server server) const { return left_[server] == kIdle; }
   void take_next(Server server);
-  void work_on(Server server, double seconds, double cores);
+  void work_on(Server server, double seconds, double cores, double moved = 0);
   void end_work(Server server);
   void finish(TaskId id);
 
@@ -103,6 +104,7 @@ class Simulator {
   std::size_t next_[kServers] = {};
   bool follows_[kServers] = {};
   double left_[kServers] = {}, cores_[kServers] = {};
+  double memory_[kServers] = {};  // bytes a second of host memory that it moves at full speed
   std::size_t unfinished_ = 0, unfinished_updates_ = 0;
   bool records_tasks_ = true;
   std::vector<TaskRecord> open_records_;  // from first_recorded_ on

@@ -34,7 +34,8 @@ constexpr Field<swap::MachineRates, double> kRates[] = {{"disk_read", &swap::Mac
                                                         {"cast", &swap::MachineRates::cast},
                                                         {"fill", &swap::MachineRates::fill},
                                                         {"measure", &swap::MachineRates::measure},
-                                                        {"checksum", &swap::MachineRates::checksum}};
+                                                        {"checksum", &swap::MachineRates::checksum},
+                                                        {"memory", &swap::MachineRates::memory}};
 constexpr Field<swap::StageSeconds, double> kStageSeconds[] = {
     {"forward", &swap::StageSeconds::forward},
     {"backward", &swap::StageSeconds::backward},
@@ -101,6 +102,7 @@ Json machine_key(const SessionOptions& options, const std::string& build) {
   return {{"processor", processor()},
           {"cores", std::thread::hardware_concurrency()},
           {"threads", options.update_threads},
+          {"chunk", chunk_elements_for(options.host_memory)},
           {"device", options.device},
           {"drives", drives},
           {"engine", io::engine_name(options.engine)},
@@ -116,6 +118,7 @@ Json model_key(const ModelSpec& spec, const SessionOptions& options, const std::
   key.erase("drives");
   key.erase("engine");
   key.erase("buffered");
+  key.erase("chunk");
   key["model"] = {{"type", c.model_type},
                   {"hidden", c.hidden_size},
                   {"heads", {c.heads, c.kv_heads, c.head_dim}},

@@ -69,8 +69,9 @@ nlohmann::ordered_json rates_json(const MachineProfile& profile);
 std::string doubt_of(const Profile& profile);
 
 // The files, one for a machine and one for a model on it, in $XDG_CACHE_HOME/tierflow or ~/.cache/tierflow. A file is
-// used while everything that its content depends on is unchanged: processor, cores, threads, device, drives, the build
-// of Tierflow; for a model also its shapes, micro-batch and sequence length.
+// used while everything that its content depends on is unchanged: processor, cores, threads, device, drives, the size
+// of chunks that the host budget comes to, the build of Tierflow; for a model also its shapes, micro-batch and sequence
+// length, but neither drives nor chunks.
 class ProfileCache {
  public:
   // `build` identifies what computes: the train library's size and time.

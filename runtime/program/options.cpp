@@ -191,6 +191,8 @@ OptionTable plan_table(PlanOptions& o) {
       "tokens-per-step", o.tokens_per_step, 0,
       "choose --micro-batch and --micro-batches for so many tokens a step: those with the most tokens a second");
   table.flag("refresh-profile", o.refresh_profile, "measure this machine and the model's stages again");
+  table.text("machine", o.machine,
+             "plan for a machine that is not here, by published rates: CARD-RAMgb-Nnvme, such as rtx4090-128gb-2nvme");
   return table;
 }
 

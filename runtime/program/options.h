@@ -159,6 +159,7 @@ struct MergeOptions {
 struct PlanOptions : TrainOptions {
   bool refresh_profile = false;
   std::int64_t tokens_per_step = 0;  // of which the plan chooses micro-batches; 0: those given
+  std::string machine;               // a find_machine() in place of this one; empty: this one
 };
 
 // Steps from commit to commit that --durability names: 1 for auto and step, N for every=N, 0 for export-only. Sets

@@ -8,6 +8,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
+#include "runtime/planning/machine_model.h"
 #include "runtime/program/loss_options.h"
 #include "runtime/program/plan_report.h"
 #include "runtime/program/train_library.h"
@@ -74,15 +75,22 @@ std::optional<TuningCost> full_tuning(const PlanOptions& options, const ModelSpe
 
 class Planning {
  public:
-  Planning(const PlanOptions& options, const ModelSpec& spec, const std::function<void(const ProfileJob&)>& measure,
-           const Say& say)
-      : options_(options), spec_(spec), measure_(measure), say_(say), session_(train_settings(options, 0, say)) {}
+  // modelled: a machine that is not here; nothing: this one.
+  Planning(const PlanOptions& options, const ModelSpec& spec, const std::optional<MachineModel>& modelled,
+           const std::function<void(const ProfileJob&)>& measure, const Say& say)
+      : options_(options),
+        spec_(spec),
+        modelled_(modelled),
+        measure_(measure),
+        say_(say),
+        session_(modelled ? train_settings(options, *modelled, say) : train_settings(options, 0, say)) {}
 
   Planned plan(std::int64_t micro_batch, int micro_batches) {
     SessionOptions session = session_;
     session.micro_batch = micro_batch * sequences_in_one(options_);
     session.micro_batches = micro_batches;
-    Profile profile = profile_of(spec_, session, options_.refresh_profile, machine_, measure_, say_);
+    Profile profile = modelled_ ? Profile{machine_profile(*modelled_), model_profile(spec_, session, *modelled_)}
+                                : profile_of(spec_, session, options_.refresh_profile, machine_, measure_, say_);
     machine_ = profile.machine;                                                            // the same for every shape
     if (options_.device_memory == 0) session.device_memory += profile.model.device_fixed;  // as train adds it
     Placement placement = choose_placement(spec_, session, profile);
@@ -125,6 +133,7 @@ class Planning {
  private:
   const PlanOptions& options_;
   const ModelSpec& spec_;
+  const std::optional<MachineModel>& modelled_;
   const std::function<void(const ProfileJob&)>& measure_;
   const Say& say_;
   const SessionOptions session_;
@@ -150,7 +159,9 @@ std::uint64_t free_on(const std::vector<fs::path>& folders) {
 int run_plan(const PlanOptions& options, const std::function<void(const ProfileJob&)>& measure) {
   const Say say = [](const std::string& line) { std::cerr << line << std::endl; };
   const ModelSpec spec = training_spec(options);
-  Planning planning(options, spec, measure, say);
+  const std::optional<MachineModel> modelled =
+      options.machine.empty() ? std::nullopt : std::optional(find_machine(options.machine));
+  Planning planning(options, spec, modelled, measure, say);
   Json shapes = Json::array();
   const Planned planned =
       options.tokens_per_step != 0 ? planning.fastest(options.tokens_per_step, shapes) : planning.as_given();
@@ -165,11 +176,13 @@ int run_plan(const PlanOptions& options, const std::function<void(const ProfileJ
                            .session = planned.session,
                            .profile = planned.profile,
                            .placement = planned.placement,
+                           .modelled = modelled ? &*modelled : nullptr,
                            .full = full_tuning(options, spec, planned),
                            .step_seconds_unclipped = step_seconds_unclipped(spec, planned.session, planned.profile)});
   report["step_shapes"] = shapes;
-  const std::uint64_t needed = report["storage"]["bytes"], free = free_on(planned.session.storage);
-  report["storage"]["free"] = free;
+  const std::uint64_t needed = report["storage"]["bytes"],
+                      free = modelled ? UINT64_MAX : free_on(planned.session.storage);
+  report["storage"]["free"] = modelled ? Json() : Json(free);
   std::cout << (options.json ? report.dump() + "\n" : plan_text(report)) << std::flush;
   if (needed > free)
     fail(io::ErrorKind::environment, "--storage",

@@ -242,13 +242,24 @@ Json step_json(const PlannedRun& run) {
           {"stalls", stalls}};
 }
 
+constexpr const char* kComputed = "computed from published rates, not measured";
+
 // How far the numbers can be trusted.
-Json profile_json(const Profile& profile) {
-  const std::string doubt = doubt_of(profile);
+Json profile_json(const Profile& profile, const MachineModel* modelled) {
+  const std::string doubt = modelled != nullptr ? kComputed : doubt_of(profile);
   return {{"machine", to_json(profile.machine.readings)},
           {"stages", to_json(profile.model.readings)},
           {"scaled_from_width", profile.model.width < 1 ? Json(profile.model.width) : Json()},
           {"doubt", doubt.empty() ? Json() : Json(doubt)}};
+}
+
+// A machine that is not here, with where each number is from; null for this one.
+Json modelled_json(const MachineModel* machine) {
+  if (machine == nullptr) return nullptr;
+  Json figures = Json::array();
+  for (const auto& [name, figure] : machine->figures())
+    figures.push_back({{"name", name}, {"value", figure.value}, {"source", figure.source}});
+  return {{"name", machine->name}, {"drives", machine->drives}, {"figures", figures}, {"note", kComputed}};
 }
 
 }  // namespace
@@ -340,7 +351,8 @@ Json plan_json(const PlannedRun& run) {
             {"tb_written_per_day", written * 86400 / run.placement.prediction.step_seconds}}},
           {"memory", {{"device_peak", memory.device}, {"host", memory.host}, {"process_peak", memory.process}}},
           {"machine", rates_json(run.profile.machine)},
-          {"profile", profile_json(run.profile)},
+          {"profile", profile_json(run.profile, run.modelled)},
+          {"modelled", modelled_json(run.modelled)},
           {"checked", true}};
 }
 

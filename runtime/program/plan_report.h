@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 
+#include "runtime/planning/machine_model.h"
 #include "runtime/planning/prediction.h"
 #include "runtime/program/options.h"
 
@@ -20,7 +21,8 @@ struct PlannedRun {
   const SessionOptions& session;
   const Profile& profile;
   const Placement& placement;
-  std::optional<TuningCost> full;  // of full tuning, where gradients are projected and the budgets allow it
+  const MachineModel* modelled = nullptr;  // the machine that the profile was computed from; null: it was measured here
+  std::optional<TuningCost> full;          // of full tuning, where gradients are projected and the budgets allow it
   std::optional<double> step_seconds_unclipped;  // of the same run with --clip none, where it clips and that works
 };
 

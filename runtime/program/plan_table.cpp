@@ -21,6 +21,12 @@ std::string seconds(double s) {
                   : fmt::format("{:.0f} ms", s * 1e3);
 }
 
+std::string rate(double value) {
+  for (const auto& [unit, name] : {std::pair{1e12, " T"}, {1e9, " G"}, {1e6, " M"}})
+    if (value >= unit) return fmt::format("{:.4g}{}", value / unit, name);
+  return fmt::format("{:.4g}", value);
+}
+
 std::string activations_text(const Json& of, double step_s) {
   const int host = of["swapped_to_host"], storage = of["swapped_to_storage"];
   std::string text = fmt::format("activations (layers x micro-batches): {} kept, ", of["kept"].get<int>());
@@ -150,10 +156,16 @@ std::string plan_text(const Json& plan) {
         fmt::format("{:.3g} TB written a step, {:.3g} TB a day", plan["wear"]["tb_written_per_step"].get<double>(),
                     plan["wear"]["tb_written_per_day"].get<double>()));
   const Json& profile = plan["profile"];
-  row("profile", profile["doubt"].is_null()
-                     ? fmt::format("readings {:.0f}% apart{}", 100 * profile["stages"]["spread"].get<double>(),
-                                   profile["stages"]["corrected"].get<bool>() ? ", corrected by a run" : "")
-                     : profile["doubt"].get<std::string>() + "; --refresh-profile measures again");
+  if (const Json& modelled = plan["modelled"]; !modelled.is_null()) {
+    row("machine", modelled["name"].get<std::string>() + ": " + modelled["note"].get<std::string>());
+    for (const Json& figure : modelled["figures"])
+      row("", fmt::format("{:<16} {:>9}  {}", figure["name"].get<std::string>(), rate(figure["value"]),
+                          figure["source"].get<std::string>()));
+  } else
+    row("profile", profile["doubt"].is_null()
+                       ? fmt::format("readings {:.0f}% apart{}", 100 * profile["stages"]["spread"].get<double>(),
+                                     profile["stages"]["corrected"].get<bool>() ? ", corrected by a run" : "")
+                       : profile["doubt"].get<std::string>() + "; --refresh-profile measures again");
   row("checked", "every read finds what it is for, every parameter is updated once, nothing can deadlock");
   return text;
 }

@@ -16,10 +16,11 @@ std::string device_of(const RunOptions& options) {
   return options.device == "auto" ? (swap::cuda_available() ? "cuda" : "cpu") : options.device;
 }
 
-SessionOptions session_settings(const RunOptions& options, std::uint64_t device_fixed, const Say& say) {
+namespace {
+
+// All but device, drives and budgets.
+SessionOptions plain_settings(const RunOptions& options) {
   SessionOptions result;
-  result.device = device_of(options);
-  result.storage = options.storage;
   result.engine = engine_kind(options.engine);
   result.allow_buffered = options.allow_buffered;
   result.fresh = options.fresh;
@@ -32,6 +33,29 @@ SessionOptions session_settings(const RunOptions& options, std::uint64_t device_
     const std::string line = "warning: " + notice.text + "\n";
     std::fwrite(line.data(), 1, line.size(), stderr);
   };
+  return result;
+}
+
+SessionOptions with_training(SessionOptions result, const TrainOptions& options) {
+  result.precision = parse_precision(options.precision);
+  result.clip = options.clip;
+  result.loss = loss_rule(options);
+  result.micro_batch = options.micro_batch * sequences_in_one(options);
+  result.micro_batches = static_cast<int>(options.micro_batches);
+  result.seed = options.seed;
+  result.keep_store = options.no_export;
+  result.go_back = options.go_back;
+  result.commit_every = commit_every(options.durability, result.commit_auto);
+  result.write_limit = static_cast<std::uint64_t>(std::llround(1e12 * options.max_tb_written));
+  return result;
+}
+
+}  // namespace
+
+SessionOptions session_settings(const RunOptions& options, std::uint64_t device_fixed, const Say& say) {
+  SessionOptions result = plain_settings(options);
+  result.device = device_of(options);
+  result.storage = options.storage;
   const std::uint64_t available = memory_available();
   result.device_memory = options.device_memory != 0 ? options.device_memory : available / 3;
   if (result.device == "cuda" && options.device_memory == 0)
@@ -52,18 +76,30 @@ SessionOptions session_settings(const RunOptions& options, std::uint64_t device_
 }
 
 SessionOptions train_settings(const TrainOptions& options, std::uint64_t device_fixed, const Say& say) {
-  SessionOptions result = session_settings(options, device_fixed, say);
-  result.precision = parse_precision(options.precision);
-  result.clip = options.clip;
-  result.loss = loss_rule(options);
-  result.micro_batch = options.micro_batch * sequences_in_one(options);
-  result.micro_batches = static_cast<int>(options.micro_batches);
-  result.seed = options.seed;
-  result.keep_store = options.no_export;
-  result.go_back = options.go_back;
-  result.commit_every = commit_every(options.durability, result.commit_auto);
-  result.write_limit = static_cast<std::uint64_t>(std::llround(1e12 * options.max_tb_written));
-  return result;
+  return with_training(session_settings(options, device_fixed, say), options);
+}
+
+SessionOptions train_settings(const TrainOptions& options, const MachineModel& machine, const Say& say) {
+  const auto refuse = [&](const std::string& why) {
+    throw Exception(io::ErrorKind::usage, fmt::format("--machine {} {}", machine.name, why));
+  };
+  if (options.device == "cpu") refuse("computes on its card: leave out --device cpu");
+  if (!options.storage.empty()) refuse("has drives of its own: leave out --storage, and name them as in -2nvme");
+  SessionOptions result = plain_settings(options);
+  result.device = "cuda";
+  for (int drive = 0; drive < machine.drives; ++drive) result.storage.emplace_back(fmt::format("nvme{}", drive));
+  result.device_memory = options.device_memory != 0 ? options.device_memory : device_budget(machine);
+  result.host_memory = options.host_memory != 0 ? options.host_memory : host_budget(machine);
+  const auto check = [&](const char* option, std::uint64_t asked, double there_is) {
+    if (static_cast<double>(asked) > there_is)
+      refuse(fmt::format("has {}: give {} less than {}", human_bytes(static_cast<std::uint64_t>(there_is)), option,
+                         human_bytes(asked)));
+  };
+  check("--device-memory", result.device_memory, machine.card.memory.value);
+  check("--host-memory", result.host_memory, machine.host.memory.value);
+  if (options.device_memory == 0 || options.host_memory == 0)
+    say(fmt::format("budgets: device {}, host {}", human_bytes(result.device_memory), human_bytes(result.host_memory)));
+  return with_training(std::move(result), options);
 }
 
 }  // namespace tierflow

@@ -2,6 +2,7 @@
 // Device, budgets and storage of a session, chosen where the program's options leave them open. No torch here.
 #include <string>
 
+#include "runtime/planning/machine_model.h"
 #include "runtime/planning/profile.h"
 #include "runtime/planning/session_options.h"
 #include "runtime/program/options.h"
@@ -13,6 +14,9 @@ namespace tierflow {
 SessionOptions session_settings(const RunOptions& options, std::uint64_t device_fixed, const Say& say);
 // With what training adds.
 SessionOptions train_settings(const TrainOptions& options, std::uint64_t device_fixed, const Say& say);
+// The same for a machine that is not here: its device and drives, and its budgets where the options leave them open.
+// Throws Exception (usage) where the options name a device or drives of this one, or budgets that it has not.
+SessionOptions train_settings(const TrainOptions& options, const MachineModel& machine, const Say& say);
 // "cpu" or "cuda": what --device means here.
 std::string device_of(const RunOptions& options);
 

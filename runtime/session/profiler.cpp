@@ -26,8 +26,8 @@
 namespace tierflow {
 namespace {
 
-constexpr std::size_t kBytes = std::size_t{128} << 20;  // beyond the caches
-constexpr std::size_t kPiece = std::size_t{4} << 20;    // about what a chunk's words take
+constexpr std::size_t kBytes = std::size_t{128} << 20;   // beyond the caches
+constexpr std::size_t kElements = std::size_t{8} << 20;  // of an update: beyond the caches, too
 constexpr double kEnoughSeconds = 0.25;
 constexpr std::size_t kFewestPasses = 3, kMostPasses = 10'000;
 constexpr std::uint64_t kFirstPass = std::uint64_t{64} << 20, kSecondPass = std::uint64_t{512} << 20;
@@ -53,17 +53,17 @@ class RateMeter {
   int readings_ = 0;
 };
 
-// rounds_first: gradients are rounded in slots of the device, as a session's are there.
-void measure_copies(swap::Device& device, bool rounds_first, RateMeter& meter, swap::MachineRates& rates) {
-  constexpr std::size_t kSlot = kPiece / 2;
-  io::Buffer arena = value_or_throw(device.allocate(kBytes + swap::kGradientSlots * kSlot));
+// In pieces as large as a chunk's words, two of them on their way at once: as the lanes copy. rounds_first: gradients are
+// rounded in slots of the device, as a session's are there.
+void measure_copies(swap::Device& device, bool rounds_first, std::size_t piece, RateMeter& meter,
+                    swap::MachineRates& rates) {
+  io::Buffer arena = value_or_throw(device.allocate(kBytes + swap::kGradientSlots * piece));
   const auto memory = value_or_throw(swap::HostMemory::create({{kBytes}}, device));
   const std::span<std::byte> host = memory->buffer(0);
-  // As the lanes copy: the next piece is on its way while one is waited for.
   const auto each = [&](swap::StreamId stream, std::size_t bytes, const auto& copy) {
     swap::Event before;
-    for (std::size_t at = 0; at < bytes; at += kPiece) {
-      copy(at);
+    for (std::size_t at = 0; at < bytes; at += piece) {
+      copy(at, std::min(piece, bytes - at));
       swap::Event copied = device.record(stream);
       throw_if(device.synchronize(before));
       before = std::move(copied);
@@ -73,24 +73,30 @@ void measure_copies(swap::Device& device, bool rounds_first, RateMeter& meter, s
   constexpr auto up = swap::StreamId::upload, down = swap::StreamId::download;
   const auto amount = static_cast<double>(kBytes);
   rates.upload = meter.rate(amount, [&] {
-    each(up, kBytes, [&](std::size_t at) { device.copy_to_device(up, arena.data() + at, host.data() + at, kPiece); });
+    each(up, kBytes, [&](std::size_t at, std::size_t count) {
+      device.copy_to_device(up, arena.data() + at, host.data() + at, count);
+    });
   });
   rates.download = meter.rate(amount, [&] {
-    each(down, kBytes, [&](std::size_t at) { device.copy_to_host(down, host.data() + at, arena.data() + at, kPiece); });
+    each(down, kBytes, [&](std::size_t at, std::size_t count) {
+      device.copy_to_host(down, host.data() + at, arena.data() + at, count);
+    });
   });
   rates.cast = meter.rate(amount / 4, [&] {
-    each(down, kBytes, [&](std::size_t at) {
-      std::byte *to = host.data() + at / 2, *slot = arena.data() + kBytes + at / kPiece % swap::kGradientSlots * kSlot;
-      const auto* sums = reinterpret_cast<const float*>(arena.data() + at);
-      if (!rounds_first) return device.gradient_to_host(down, reinterpret_cast<std::uint16_t*>(to), sums, kPiece / 4);
-      device.round_gradient(swap::StreamId::round, reinterpret_cast<std::uint16_t*>(slot), sums, kPiece / 4);
+    each(down, kBytes / 2, [&](std::size_t at, std::size_t count) {  // of bf16
+      std::byte *to = host.data() + at, *slot = arena.data() + kBytes + at / piece % swap::kGradientSlots * piece;
+      const auto* sums = reinterpret_cast<const float*>(arena.data() + 2 * at);
+      if (!rounds_first)
+        return device.gradient_to_host(down, reinterpret_cast<std::uint16_t*>(to), sums, count / 2);
+      device.round_gradient(swap::StreamId::round, reinterpret_cast<std::uint16_t*>(slot), sums, count / 2);
       device.wait(down, device.record(swap::StreamId::round));
-      device.copy_to_host(down, to, slot, kSlot);
+      device.copy_to_host(down, to, slot, count);
     });
   });
   rates.checksum = meter.rate(amount, [&] {
     std::uint64_t sum = 0;
-    for (std::size_t at = 0; at < kBytes; at += kPiece) sum += io::extent_checksum(1, at, 1, host.subspan(at, kPiece));
+    for (std::size_t at = 0; at < kBytes; at += piece)
+      sum += io::extent_checksum(1, at, 1, host.subspan(at, std::min(piece, kBytes - at)));
     std::memcpy(host.data(), &sum, sizeof sum);
   });
 }
@@ -105,50 +111,53 @@ double measure_fill(swap::Device& device, torch::Device torch_device, RateMeter&
   });
 }
 
-// Updates `state` of n elements as OptimizerWork does a chunk.
-double measure_update(const StateFormat& format, UpdateThreads& threads, RateMeter& meter) {
+// Updates chunks of so many elements as OptimizerWork does.
+double measure_update(const StateFormat& format, std::size_t chunk_elements, UpdateThreads& threads, RateMeter& meter) {
   const bool eight_bits = format.moments == optim::MomentFormat::block8;
-  constexpr std::size_t kChunk = std::size_t{1} << 20, kElements = std::size_t{8} << 20;
-  const std::size_t state_bytes = eight_bits ? 5 * kChunk : 10 * kChunk;  // at least what lo, m, v and scales take
-  io::Buffer words = io::allocate_buffer(2 * kElements), gradients = io::allocate_buffer(2 * kElements),
-             states = io::allocate_buffer(state_bytes * (kElements / kChunk));
+  const std::size_t chunks = kElements / chunk_elements, elements = chunks * chunk_elements,
+                    state_bytes = (eight_bits ? 5 : 10) * chunk_elements;  // at least what lo, m, v and scales take
+  io::Buffer words = io::allocate_buffer(2 * elements), gradients = io::allocate_buffer(2 * elements),
+             states = io::allocate_buffer(state_bytes * chunks);
   if (!words || !gradients || !states) fail(io::ErrorKind::memory, "", "the system refused memory to measure with");
   auto* gradient = reinterpret_cast<std::uint16_t*>(gradients.data());
   auto* hi = reinterpret_cast<std::uint16_t*>(words.data());
   std::uint32_t random = 12345;
-  for (std::size_t i = 0; i < kElements; ++i) {  // ordinary numbers: a few binades, both signs
+  for (std::size_t i = 0; i < elements; ++i) {  // ordinary numbers: a few binades, both signs
     random = random * 1664525U + 1013904223U;
     gradient[i] = static_cast<std::uint16_t>((random >> 31 << 15) | (0x3980U + (random >> 16 & 0x1ffU)));
     hi[i] = static_cast<std::uint16_t>(0x3c00U + (random >> 20 & 0xffU));
   }
   optim::AdamWParams params;
-  return meter.rate(static_cast<double>(kElements), [&] {
+  return meter.rate(static_cast<double>(elements), [&] {
     ++params.step;
-    for (std::size_t chunk = 0; chunk < kElements / kChunk; ++chunk) {
-      const optim::State state = state_view(format, kChunk, hi + chunk * kChunk, states.data() + chunk * state_bytes);
-      threads.each(kChunk / optim::kNormSegment, [&](std::size_t segment) {
+    for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
+      const optim::State state =
+          state_view(format, chunk_elements, hi + chunk * chunk_elements, states.data() + chunk * state_bytes);
+      threads.each(chunk_elements / optim::kNormSegment, [&](std::size_t segment) {
         const std::size_t first = segment * optim::kNormSegment;
-        optim::adamw_update(params, gradient + chunk * kChunk + first, state_from(state, first), optim::kNormSegment);
+        optim::adamw_update(params, gradient + chunk * chunk_elements + first, state_from(state, first),
+                            optim::kNormSegment);
       });
     }
   });
 }
 
 // The same on a CUDA device, where the state has come there.
-double measure_device_update(const StateFormat& format, swap::Device& device, RateMeter& meter) {
+double measure_device_update(const StateFormat& format, std::size_t chunk_elements, swap::Device& device,
+                             RateMeter& meter) {
   constexpr auto on = swap::StreamId::update;
-  constexpr std::size_t kElements = std::size_t{8} << 20, kBytesEach = 16;  // words, gradient, state and a report
-  io::Buffer arena = value_or_throw(device.allocate(kBytesEach * kElements));
-  const std::vector<std::byte> zeros(kBytesEach * kElements);
+  constexpr std::size_t kBytesEach = 16;  // words, gradient, state and a report
+  io::Buffer arena = value_or_throw(device.allocate(kBytesEach * chunk_elements));
+  const std::vector<std::byte> zeros(kBytesEach * chunk_elements);
   device.copy_to_device(on, arena.data(), zeros.data(), zeros.size());
   auto* words = reinterpret_cast<std::uint16_t*>(arena.data());
   auto* report = reinterpret_cast<optim::DeviceReport*>(arena.data() + arena.size() - optim::kBlock);
-  const optim::State state = state_view(format, kElements, words, arena.data() + 4 * kElements);
-  return meter.rate(static_cast<double>(kElements), [&] {
+  const optim::State state = state_view(format, chunk_elements, words, arena.data() + 4 * chunk_elements);
+  return meter.rate(static_cast<double>(chunk_elements), [&] {
     std::string refused;
     device.enqueue(on, [&](const swap::DeviceQueue& queue) {
       try {
-        optim::adamw_update_on_device({}, words + kElements, state, state, kElements, report,
+        optim::adamw_update_on_device({}, words + chunk_elements, state, state, chunk_elements, report,
                                       {.device = queue.device, .stream = queue.stream});
       } catch (const std::exception& error) {
         refused = error.what();
@@ -159,14 +168,14 @@ double measure_device_update(const StateFormat& format, swap::Device& device, Ra
   });
 }
 
-double measure_norm(UpdateThreads& threads, RateMeter& meter) {
-  constexpr std::size_t kElements = kBytes / 2, kChunk = std::size_t{1} << 20;
+double measure_norm(std::size_t chunk_elements, UpdateThreads& threads, RateMeter& meter) {
+  const std::size_t elements = kBytes / 2 / chunk_elements * chunk_elements;
   io::Buffer gradients = io::allocate_buffer(kBytes);
   if (!gradients) fail(io::ErrorKind::memory, "", "the system refused memory to measure with");
   const auto* gradient = reinterpret_cast<const std::uint16_t*>(gradients.data());
-  return meter.rate(static_cast<double>(kElements), [&] {
-    for (std::size_t chunk = 0; chunk < kElements; chunk += kChunk)
-      threads.each(kChunk / optim::kNormSegment, [&](std::size_t segment) {
+  return meter.rate(static_cast<double>(elements), [&] {
+    for (std::size_t chunk = 0; chunk < elements; chunk += chunk_elements)
+      threads.each(chunk_elements / optim::kNormSegment, [&](std::size_t segment) {
         double squares = 0;
         optim::gradient_norm_squared(gradient + chunk + segment * optim::kNormSegment, optim::kNormSegment, &squares);
       });
@@ -209,16 +218,18 @@ MachineProfile measure_machine(const SessionOptions& options, Length length, con
   const LoadMeter load;
   RateMeter meter;
   const auto device = open_device(options.device);
-  measure_copies(*device, options.device == "cuda", meter, rates);
+  const std::size_t chunk = chunk_elements_for(options.host_memory);
+  measure_copies(*device, options.device == "cuda", swap::word_bytes(chunk), meter, rates);
   rates.fill = measure_fill(*device, options.device == "cuda" ? torch::kCUDA : torch::kCPU, meter);
   UpdateThreads threads(rates.threads);
-  rates.measure = measure_norm(threads, meter);
+  rates.measure = measure_norm(chunk, threads, meter);
   for (const Precision precision :
        {Precision::fp32_master_adam8, Precision::fp32_master_adam32, Precision::bf16_sr_adam8})
     for (const auto& [format, name] : state_formats(precision))
       if (!profile.update.contains(name)) {
-        profile.update[name] = measure_update(format, threads, meter);
-        if (options.device == "cuda") profile.device_update[name] = measure_device_update(format, *device, meter);
+        profile.update[name] = measure_update(format, chunk, threads, meter);
+        if (options.device == "cuda")
+          profile.device_update[name] = measure_device_update(format, chunk, *device, meter);
       }
   profile.readings = {.spread = meter.spread(), .other_cores = load.other_cores()};
   if (!options.storage.empty()) {

@@ -319,3 +319,31 @@ def test_a_long_run_without_a_profile_measures_this_machine_first(work, tmp_path
     assert "no prediction" in short.stderr and not (tmp_path / "empty").exists(), "a short run does not pay for it"
     losses["short"] = logged("short")
     assert len(losses["short"]) == 3 and losses["first"] == losses["again"] == losses["short"]
+
+
+def test_plans_for_a_machine_that_is_not_here_and_names_the_source_of_each_number(work):
+    words = ["plan", "--config", "config.json", "--sequence-length", "128", "--clip", "none"]
+    began = time.monotonic()
+    there = json.loads(run(work, *words, "--machine", "rtx4090-128gb-2nvme", "--json", CUDA_VISIBLE_DEVICES="").stdout)
+    assert time.monotonic() - began < 30  # nothing is measured
+    modelled = there["modelled"]
+    assert modelled["name"] == "rtx4090-128gb-2nvme" and modelled["drives"] == 2
+    assert all(figure["value"] > 0 and figure["source"] for figure in modelled["figures"]) and len(modelled["figures"]) == 16
+    figures = {figure["name"]: figure["value"] for figure in modelled["figures"]}
+    assert there["machine"]["upload"] == figures["card upload"] and there["machine"]["disk_read"] == 2 * figures["drive read"]
+    assert there["machine"]["memory"] == figures["host memory rate"]
+    assert "not measured" in modelled["note"] and "not measured" in there["profile"]["doubt"]
+    assert there["host"]["budget"] == 112 << 30 and 20 << 30 < there["device"]["budget"] < 24 << 30
+    assert there["storage"]["folders"] == ["nvme0", "nvme1"] and there["storage"]["free"] is None
+    assert not (work / "nvme0").exists() and there["step"]["step_s"] > 0
+    table = run(work, *words, "--machine", "h200-1024gb").stdout
+    assert "computed from published rates, not measured" in table and "data sheet" in table and "--refresh-profile" not in table
+    chosen = json.loads(run(work, *words, "--machine", "rtx4090-128gb-2nvme", "--host-memory", "64GiB", "--json").stdout)
+    assert chosen["host"]["budget"] == 64 << 30
+    for more, said in [(["--machine", "rtx4091-128gb"], "h100, h200, rtx3090, rtx4090, rtx5090"),
+                       (["--machine", "rtx4090-128gb", "--storage", "state"], "has drives of its own"),
+                       (["--machine", "rtx4090-128gb", "--device", "cpu"], "computes on its card"),
+                       (["--machine", "rtx4090-64gb", "--host-memory", "65GiB"], "has 64.0 GiB")]:
+        refused = run(work, *words, *more, ok=False)
+        lines = [line for line in refused.stderr.splitlines() if not line.startswith("budgets")]
+        assert refused.returncode == 2 and len(lines) == 1 and said in lines[0], refused.stderr

@@ -111,6 +111,41 @@ Rates rates_of(const Layout& layout) {
               layout.stages().size(), StageSeconds{.forward = 1e-3, .backward = 3e-3, .head = 4e-3, .evaluate = 1e-3})};
 }
 
+// A device that holds every word, and updates each where it lies, gets none of them after the first step.
+TEST(Planner, WordsUpdatedOnTheDeviceAreNotUploadedAgain) {
+  for (const bool staged : {false, true})
+    for (const double share : {0.0, 0.5, 1.0}) {
+      std::vector<UnitShape> units;
+      std::vector<StageShape> stages;
+      for (int unit = 0; unit < 6; ++unit) {
+        units.push_back({.name = "unit", .groups = {{.elements = 4 * kChunkQuantum, .state_bytes_element = 4}}});
+        stages.push_back({.units = {unit}, .carry_bytes = kSector});
+      }
+      const Layout layout(units, stages, kChunkQuantum);
+      auto arranged = arrange(layout, {.host_budget = 64 << 20,
+                                       .device_budget = 64 << 20,
+                                       .staged = staged,
+                                       .device_update_share = share,
+                                       .storage = false});
+      ASSERT_TRUE(arranged.ok());
+      const Arrangement& made = *arranged;
+      Planner planner(layout, made);
+      PlanChecker checker(layout, made);
+      int uploaded = 0, updated = 0;
+      for (int step = 0; step < 3; ++step) {
+        const bool pending = step > 0 && defers(made);
+        const Plan plan = planner.train_step(pending, false);
+        ASSERT_EQ(checker.train_step(plan, pending, false).message(), "");
+        uploaded = static_cast<int>(std::ranges::count(plan.tasks, TaskKind::upload_hi, &Task::kind));
+        updated = static_cast<int>(std::ranges::count(plan.tasks, TaskKind::update_on_device, &Task::kind));
+      }
+      const int on_the_host = static_cast<int>(std::ranges::count(made.on_device, false));
+      EXPECT_EQ(uploaded, on_the_host) << staged << share;
+      EXPECT_EQ(updated, 24 - on_the_host);
+      EXPECT_EQ(on_the_host, 24 - static_cast<int>(24 * share));
+    }
+}
+
 TEST(PlanChecker, ProvesThousandsOfRandomPlans) {
   std::minstd_rand random(11);
   int plans = 0;

@@ -88,6 +88,26 @@ TEST_F(SimulatorClock, TheLinkDoesNotWaitForChecksums) {
   EXPECT_DOUBLE_EQ(seconds({stamped, plain, plain}), 8 + 10 + 10);
 }
 
+// Two copies move 250 and 125 bytes a second, an update 8 bytes of words and state and 2 of gradient an element.
+TEST_F(SimulatorClock, HostMemoryIsSharedByAllWhoMoveBytesThere) {
+  const Task up{.kind = TaskKind::upload_hi, .lane = Lane::upload},
+      down{.kind = TaskKind::download_hi, .lane = Lane::download, .words = kWords, .bytes = 500};
+  rates_.machine.compute_on_cores = false;
+  rates_.machine.memory = 375;
+  EXPECT_DOUBLE_EQ(seconds({up, down}), 4);
+  rates_.machine.memory = 187.5;
+  EXPECT_DOUBLE_EQ(seconds({up, down}), 8);
+  EXPECT_DOUBLE_EQ(seconds({up}), 1000 / 187.5);
+  const Task update{.kind = TaskKind::update, .lane = Lane::update};
+  const double moved = 1000 + 2 * (1000 + static_cast<double>(layout_.chunks()[0].state_bytes));
+  rates_.machine.memory = moved / 20;  // it takes 5 seconds of its own
+  EXPECT_DOUBLE_EQ(seconds({update}), 20);
+  rates_.machine.memory = 500;  // a read of a second, and then its checksum at 100 a second
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::read_hi, .lane = Lane::disk_read}}), 2 + 10);
+  rates_.machine.memory = 50;
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::read_hi, .lane = Lane::disk_read}}), 20 + 20);
+}
+
 TEST_F(SimulatorClock, UpdatesTakeTheirElementsByTheRateOfTheirPrecision) {
   const auto update = [&](Task task, bool deferred) {
     task.lane = Lane::update;

@@ -90,9 +90,12 @@ TEST(ProfileCache, GivesBackWhatItKeptForTheSameMachineModelAndBuildAlone) {
   EXPECT_TRUE(ProfileCache(spec_of(40), options, "build", warn).model()->covers(spec_of(40)));
 
   EXPECT_FALSE(ProfileCache(spec, options, "other", warn).machine());
-  SessionOptions threads = options, longer = options;
+  SessionOptions threads = options, longer = options, larger = options;
   threads.update_threads = 3;
   longer.sequence_length = 1024;
+  larger.host_memory = std::uint64_t{1} << 30;  // in larger chunks
+  EXPECT_FALSE(ProfileCache(spec, larger, "build", warn).machine());
+  EXPECT_TRUE(ProfileCache(spec, larger, "build", warn).model());
   EXPECT_FALSE(ProfileCache(spec, threads, "build", warn).machine());
   EXPECT_FALSE(ProfileCache(spec, longer, "build", warn).model());
   EXPECT_TRUE(ProfileCache(spec, longer, "build", warn).machine());

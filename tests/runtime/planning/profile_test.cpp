@@ -106,6 +106,7 @@ TEST(Profile, EveryNumberIsKept) {
                                    .fill = 7.5,
                                    .measure = 8.5,
                                    .checksum = 9.5,
+                                   .memory = 9.75,
                                    .cores = 10,
                                    .threads = 11,
                                    .compute_on_cores = true},
@@ -147,6 +148,7 @@ TEST(Profile, EveryNumberIsKept) {
     EXPECT_EQ(again->rates.fill, 7.5);
     EXPECT_EQ(again->rates.measure, 8.5);
     EXPECT_EQ(again->rates.checksum, 9.5);
+    EXPECT_EQ(again->rates.memory, 9.75);
     EXPECT_EQ(again->rates.cores, 10);
     EXPECT_EQ(again->rates.threads, 11);
     EXPECT_EQ(again->rates.compute_on_cores, yes);

@@ -6,6 +6,7 @@
 
 #include <chrono>
 
+#include "runtime/planning/stage_cost.h"
 #include "runtime/session/stage_probe.h"
 #include "runtime/spec/stage_class.h"
 #include "swap/device.h"
@@ -81,6 +82,44 @@ TEST(MeasureModel, ScalesAMicroBatchThatNoMemoryHolds) {
   EXPECT_NE(said.find("of the micro-batch's 4194304 sequences"), std::string::npos) << said;
   const auto hidden = static_cast<std::uint64_t>(spec.config.hidden_size);
   EXPECT_EQ(profile.needs(spec).carry_bytes[1], (std::uint64_t{1} << 22) * 64 * hidden * 2);
+}
+
+// What shapes alone say of a model's activations is what computing it shows; of the rest it is near, and rather more:
+// kernels of a GPU take memory that the CPU's do not.
+TEST(StageCost, OfShapesIsWhatTheProbeFinds) {
+  const OneThread one_thread;
+  const std::string sizes =
+      R"("vocab_size":4096,"hidden_size":256,"intermediate_size":768,"num_attention_heads":8,"num_key_value_heads":2,)"
+      R"("head_dim":32,"max_position_embeddings":2048,"rms_norm_eps":1e-5,"hidden_act":"silu","num_hidden_layers":2,)";
+  for (const std::string& kind :
+       {std::string(R"("architectures":["LlamaForCausalLM"],"model_type":"llama","tie_word_embeddings":false)"),
+        std::string(R"("architectures":["Qwen3ForCausalLM"],"model_type":"qwen3","tie_word_embeddings":true)"),
+        std::string(R"("architectures":["MixtralForCausalLM"],"model_type":"mixtral","num_local_experts":4,)"
+                    R"("num_experts_per_tok":2,"tie_word_embeddings":false)"),
+        std::string(R"("architectures":["OPTForCausalLM"],"model_type":"opt","ffn_dim":1024,"word_embed_proj_dim":256,)"
+                    R"("do_layer_norm_before":true,"activation_function":"relu")")})
+    for (const Tiling& tiling : {Tiling{}, Tiling{.vocabulary_elements = 1 << 19, .block_elements = 1 << 19}}) {
+      const ModelSpec spec = parse_model_spec("{" + sizes + kind + "}", "config.json", tiling);
+      const ProbedModel probed =
+          StageProbe(*make_model(spec), DeviceMemory::install(), torch::kCPU).measure(2, 1024, /*train=*/true);
+      std::uint64_t peak = 0, handed = 0;
+      for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage) {
+        const StageCost cost = stage_cost(spec, stage, 2, 1024);
+        const auto kind_of_stage = static_cast<int>(spec.stages[stage].kind);
+        EXPECT_EQ(cost.carry_bytes, probed.needs.carry_bytes[stage]) << kind << kind_of_stage;
+        EXPECT_EQ(cost.activation_bytes, probed.needs.activation_bytes[stage]) << kind << kind_of_stage;
+        EXPECT_EQ(cost.swapped_bytes, probed.needs.swapped_bytes[stage]) << kind << kind_of_stage;
+        EXPECT_GE(static_cast<double>(cost.keeping_peak), 0.95 * static_cast<double>(probed.keeping_peaks[stage]))
+            << kind << kind_of_stage;
+        peak = std::max(peak, cost.peak);
+        handed = std::max(handed, cost.handed_bytes);
+      }
+      EXPECT_GE(static_cast<double>(peak), 0.95 * static_cast<double>(probed.needs.stage_peak)) << kind;
+      EXPECT_LE(static_cast<double>(peak), 3 * static_cast<double>(probed.needs.stage_peak)) << kind;
+      const auto all = static_cast<double>(2 * handed + shared_bytes(spec, 2, 1024));
+      EXPECT_GE(all, 0.95 * static_cast<double>(probed.needs.micro_batch_bytes)) << kind;
+      EXPECT_LE(all, 1.3 * static_cast<double>(probed.needs.micro_batch_bytes)) << kind;
+    }
 }
 
 // Counts the calls of blocks that are given zeros alone, and the others.

@@ -148,6 +148,34 @@ TEST(UpdatedOnDevice, EveryPrecisionHasTheBitsOfTheHost) {
     }
 }
 
+// From the second step on, of what is updated on a device that holds every word, state alone is uploaded; of what is
+// not, words.
+TEST(UpdatedOnDevice, WordsThatLieThereAreNotUploaded) {
+  for (const bool clipped : {true, false})
+    for (const double share : {0.0, 0.5, 1.0}) {
+      SessionOptions options = unclipped(1, 0);
+      if (clipped) options.clip = 0.05;
+      options.device_update_share = share;
+      Session session({make_model(parse_model_spec(cases().front().json, "llama")),
+                       [](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+                         initial_values(tensor, 11, first, out);
+                       }},
+                      options);
+      const auto uploaded = [&] { return session.lanes()[static_cast<int>(swap::Lane::upload)].bytes; };
+      session.step(batches(1, 0));
+      session.step(batches(1, 1));
+      const std::uint64_t before = uploaded();
+      session.step(batches(1, 2));
+      std::uint64_t expected = 0;
+      const swap::Arrangement& at = session.plan().arrangement;
+      for (const swap::Chunk& chunk : session.plan().layout->chunks())
+        if (chunk.trainable)
+          expected += at.on_device[chunk.id] ? chunk.state_bytes + (at.deferred[chunk.id] ? chunk.word_bytes() : 0)
+                                             : chunk.word_bytes();
+      EXPECT_EQ(uploaded() - before, expected) << clipped << share;  // of what was deferred gradients, too
+    }
+}
+
 // The comparisons above are of runs that do update on the device: what the plan says, and what the lanes moved.
 TEST(UpdatedOnDevice, StateCrossesTheLinkAndGradientsStay) {
   const auto moved = [](const SessionOptions& options) {
