@@ -152,7 +152,7 @@ def _put_random_states(tensors: dict[str, torch.Tensor]) -> None:
     if (words := tensors.get("random.numpy")) is not None:
         there, spare = tensors["random.numpy.spare"].tolist()
         *key, place = words.tolist()
-        numpy.random.set_state(("MT19937", key, place, int(there), spare))
+        numpy.random.set_state(("MT19937", numpy.array(key, numpy.uint32), place, int(there), spare))
 
 
 def _ordinary(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
