@@ -29,8 +29,8 @@ std::string names(const DataSummary& data) {
 
 std::string trained_on(const RowSummary& rows) {
   if (rows.train_on == "all") return "all tokens count";
-  return rows.masks == "prefixes" ? "the assistant's turns and completions count; turns found by prefixes"
-                                  : "the assistant's turns and completions count";
+  const std::string counts = "the assistant's turns and completions count";
+  return rows.masks.empty() || rows.masks == "generation" ? counts : counts + "; turns found by " + rows.masks;
 }
 
 std::string left_out(const DataSummary& data, std::int64_t length) {
