@@ -90,7 +90,8 @@ def places(marked_text, text):
     pieces = FOUND.split(marked_text)
     if "".join(pieces[::2]) != text:
         return None
-    at, found = 0, {}
+    found: dict[int, int] = {}
+    at = 0
     for piece, number in zip(pieces[::2], pieces[1::2]):
         at += len(piece)
         found.setdefault(int(number), at)

@@ -17,7 +17,8 @@ class Rows(torch.utils.data.Dataset):
     shifted, -100 where a token is not trained on; and, where several rows share a sequence, `position_ids`, which begin anew with each row.
 
     files: a .tfd file, a folder that holds one, or several files with `weights`, their shares of the sequences. vocab_size: of the model; a larger id
-    is an error. packing: "auto" and "bfd" pack several rows a sequence, "none" pads, "concat" cuts. held_out: the share of the sequences that
+    is an error. packing: "auto" and "bfd" pack several rows a sequence, "none" pads, "concat" cuts; transformers' code of OPT, gpt-oss and models with recurrent
+    layers does not keep packed rows apart, and a streamed one of them raises UsageError: give it "none". held_out: the share of the sequences that
     `held_out()` gives, and this does not; the program's default is 0.01. With the same seed and held_out the order is the program's: of its first epoch,
     or of another after set_epoch(). Shuffle as you like.
 

@@ -19,6 +19,7 @@ from . import _native
 from .budget import UNCONVERTED, Budget, Plan, parse_size
 from .engine import Engine
 from .fused import say_what_is_fused
+from .isolation import watch
 from .keys import saved_as
 from .loss import fuse_loss
 from .parameter import StreamedParameter
@@ -269,6 +270,7 @@ def _fit_transformers(module: Any) -> None:
         if self.can_generate() and getattr(self, "generation_config", None) is not None:
             self.generation_config.save_pretrained(save_directory)
 
+    watch(module)
     tie = module.tie_weights
 
     def tie_weights(self, *args, **kwargs):

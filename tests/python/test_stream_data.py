@@ -7,8 +7,10 @@ import sys
 
 import pytest
 from rows import CHATS, PLAIN, Probe, base, messages, the_library, write_rows  # noqa: F401
-from streaming import BUILD, tierflow, torch, transformers
+from streaming import BUILD, roomy, tierflow, torch, transformers
+from test_models import CONFIGS, OPT, SMALL, randomised
 from test_stream_durable import scheduled
+from tierflow.isolation import watch
 
 LENGTH, VOCAB = 64, 400
 
@@ -73,6 +75,52 @@ def test_packed_rows_do_not_see_each_other(prepared):
                 sums += model(input_ids=packed["input_ids"][None, begin:end], labels=labels[None]).loss * count
             counted += count
     assert counted == (packed["labels"] >= 0).sum() and together == pytest.approx((sums / counted).item(), rel=1e-5)
+
+
+def together(config):
+    """Two documents in a sequence, and how far the logits of the second are from those it has alone."""
+    torch.manual_seed(1)
+    model = randomised(config).eval()
+    documents = torch.randint(3, 160, (2, 9))
+    packed = {"input_ids": documents.reshape(1, -1), "position_ids": torch.arange(9).repeat(2)[None], "use_cache": False}
+    with torch.no_grad():
+        apart = (model(**packed).logits[0, 9:] - model(input_ids=documents[1:], use_cache=False).logits[0]).abs().max()
+    return model, packed, apart
+
+
+RECURRENT = {"mamba": lambda: transformers.MambaConfig(vocab_size=160, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=None),
+             "lfm2": lambda: transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"])}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [name for name in CONFIGS if not name.endswith(("_all", "_tied", "_untied"))] + list(RECURRENT))
+def test_families_that_do_not_keep_documents_apart_are_known(family):
+    model, packed, apart = together({**CONFIGS, **RECURRENT}[family]())
+    watch(model)
+    if apart < 1e-4:
+        model(**packed)
+    else:
+        assert family.partition("_")[0] in ("opt", "gpt", "mamba", "lfm2") and family != "gpt2"
+        with pytest.raises(tierflow.UsageError, match='give it one a sequence, tierflow.data.Rows\\(packing="none"\\)'):
+            model(**packed)
+        model(**packed | {"position_ids": torch.arange(18)[None]})  # one document
+
+
+def test_streamed_models_refuse_what_would_cross(prepared):
+    row = next(row for row in rows_of(prepared) if (row["position_ids"] == 0).sum() > 1)
+    row = {name: value[None] for name, value in row.items()}
+    for config, ones in (transformers.OPTConfig(**OPT | {"vocab_size": VOCAB}), {}), (transformers.LlamaConfig(**SMALL | {"vocab_size": VOCAB}), {"attention_mask": torch.ones_like(row["input_ids"])}):
+        model = tierflow.wrap(transformers.AutoModelForCausalLM.from_config(config).bfloat16(), roomy(trainable=False))
+        with pytest.raises(tierflow.UsageError, match="put several documents into a sequence, and (OPT|Llama)DecoderLayer of transformers lets them see each other"):
+            model(**row, **ones)
+        loss = model(**{name: value[None] for name, value in rows_of(prepared, packing="none")[0].items()}, **ones).loss
+        assert torch.isfinite(loss)
+        tierflow.close(model)
+    # Padded rows have such positions, and a mask.
+    model = tierflow.wrap(transformers.LlamaForCausalLM(config).bfloat16(), roomy(trainable=False))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    model(input_ids=mask + 5, attention_mask=mask, position_ids=torch.tensor([[1, 1, 0, 1, 2, 3]]))
+    model(**row)
+    tierflow.close(model)
 
 
 def test_an_epoch_has_the_sequences_that_the_one_before_left_of_a_mixture(prepared, tmp_path):
