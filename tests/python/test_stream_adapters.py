@@ -144,9 +144,9 @@ def mixture(tmp_path):
     return tmp_path / "mixture"
 
 
-def streaming_mixture(tmp_path):
-    plan = streaming(tmp_path, "bf16")
-    plan.budget = tierflow.Budget(device="330KiB", host="96KiB", storage=[tmp_path / "store"], activations=0.0)
+def streaming_mixture(tmp_path, precision="bf16"):
+    plan = streaming(tmp_path, precision)
+    plan.budget = tierflow.Budget(device="330KiB", host="96KiB" if precision == "bf16" else "160KiB", storage=[tmp_path / "store"], activations=0.0)
     return plan
 
 
@@ -163,6 +163,23 @@ def test_adapters_of_experts_have_the_bits_of_a_resident_base(mixture, tmp_path)
     assert {name.replace("base_layer.", "") for name in model.state_dict() if "lora" not in name} == names
     assert torch.equal(*[each.eval()(**batches("llama", 1)[0]).logits for each in (model, resident)])
     tierflow.close(model)
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4", "nf4-double"])
+def test_adapters_of_experts_over_experts_in_fewer_bits(precision, mixture, tmp_path):
+    model = tierflow.load(mixture, streaming_mixture(tmp_path, precision))
+    formats = tierflow.model.engine_of(model).formats
+    experts = {f"model.layers.{layer}.mlp.experts.{part}_proj" for layer in range(3) for part in ("gate_up", "down")}
+    assert set(formats.values()) == {precision} and {name for name in formats if not name.endswith(".weight")} == experts
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    streamed = trained(model, EXPERTS)
+    assert tierflow.stats(model)["lanes"]["disk_read"]["bytes"] > 0
+    tierflow.close(model)
+    resident = transformers.AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.bfloat16)
+    before = {name: value.clone() for name, value in resident.state_dict().items()}
+    resident.load_state_dict(values)
+    assert {name for name, value in values.items() if not torch.equal(value, before[name])} == set(formats)
+    assert same(streamed, trained(resident, EXPERTS))
 
 
 def test_adapters_of_experts_are_merged(mixture, tmp_path):
