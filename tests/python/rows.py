@@ -32,6 +32,8 @@ FORGETFUL = PLAIN.replace(
     "{% set parts = m.content.split('</think>') %}{% if m.role == 'assistant' %}{{ parts[0] + '</think>' if loop.last and parts | length > 1 else '<think></think>' }}{% endif %}"
     "{{ '\n' + parts[-1].strip() +",
 )
+# Cuts earlier answers at their third letter: no mark behind them stays, and what was rendered before is no beginning of the whole.
+SHORTENING = PLAIN.replace("m.content +", "(m.content if loop.last or m.role != 'assistant' else m.content[:3]) +")
 CHANGING = {"thinking": THINKING, "returning": RETURNING, "forgetful": FORGETFUL}
 
 

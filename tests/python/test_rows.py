@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rows import CHANGING, CHATS, MARKED, PLAIN, Probe, Script, base, messages, read_row_file, the_library, tokenizers, with_marks, write_rows  # noqa: F401
+from rows import CHANGING, CHATS, MARKED, PLAIN, SHORTENING, Probe, Script, base, messages, read_row_file, the_library, tokenizers, with_marks, write_rows  # noqa: F401
 
 
 @pytest.fixture
@@ -232,11 +232,10 @@ def test_calls_of_tools_are_found(script, tmp_path):
 
 
 def test_a_template_that_shortens_is_refused_where_it_does(base, script, tmp_path):
-    """Earlier answers are cut at their tenth letter: no mark behind them stays."""
     fine = {"messages": messages([("user", "q"), ("assistant", "what you long for")])}
     bad = {"messages": messages([("user", "q"), ("assistant", "what you long for"), ("user", "r"), ("assistant", "b")])}
     path = write_rows(tmp_path / "a.jsonl", [fine, bad, fine])
-    script.template = PLAIN.replace("m.content +", "(m.content if loop.last or m.role != 'assistant' else m.content[:10]) +")
+    script.template = SHORTENING
     tokenizer = the_library(base, script.template)
     first, whole = (tokenizer.apply_chat_template(bad["messages"][:n])["input_ids"] for n in (2, 4))
     place = next(i for i, (a, b) in enumerate(zip(first, whole)) if a != b)
