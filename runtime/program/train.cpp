@@ -64,6 +64,9 @@ class Training {
     if (!spec_.wrapper.empty())
       log_.say(fmt::format("the text model of {} is trained: {}", printable(spec_.wrapper),
                            result_of_text_model(options_, spec_)));
+    if (is_unconverted(spec_.base_format) && options_.base_precision == kOwnFormat)
+      log_.say(fmt::format("the base stays in {}, as the folder has it; --base-precision bf16 makes bf16 of it",
+                           weight_format_name(spec_.base_format)));
     open_session();
     requests_.emplace(options_.storage, [this](const std::string& line) { log_.say(line); });
     out_.check_space();  // once more: the store lies on the same drive, it may be
@@ -371,7 +374,9 @@ int train(const TrainOptions& options) {
   log.object({{"config", nlohmann::json::parse(effective_configuration(options))}});
   const bool goes_on = left.resumable;
   try {
-    return Training(options, std::move(left), std::move(elsewhere), log).run();
+    const TrainOptions chosen =
+        goes_on ? with_base_of(elsewhere.empty() ? options.storage : elsewhere, options) : options;
+    return Training(chosen, std::move(left), std::move(elsewhere), log).run();
   } catch (const Stopped&) {
     if (goes_on) throw_if_stopped("the state stays as it was, and the same command goes on from there");
     throw;
