@@ -362,6 +362,18 @@ def test_the_program_keeps_what_it_prepared(probe, tmp_path):
     assert done.returncode == 6 and str(file) in done.stderr and "damaged" in done.stderr
 
 
+def test_without_a_folder_rows_are_kept_where_the_program_keeps_them(probe, tmp_path, monkeypatch):
+    probe.template = PLAIN
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(CHATS[0])}])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    assert len(probe.sequences(path, row_cache="")) == 1
+    assert [file.suffix for file in (tmp_path / "kept" / "tierflow" / "data").iterdir()] == [".tfd"]
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    line = probe.run(path, ok=False, row_cache="").stderr
+    assert "there is no folder to keep prepared data in, as neither XDG_CACHE_HOME nor HOME names one" in line
+
+
 def test_the_first_row_tells_the_format(probe, tmp_path):
     probe.template = MARKED
     rows = [FORMATS["messages"], FORMATS["sharegpt"], {"instruction": "a", "output": "b"}, {"prompt": "a", "completion": "b"},
