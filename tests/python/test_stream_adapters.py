@@ -125,6 +125,24 @@ def assert_merged(merged, resident, ties=0.01):
         assert apart.max() <= 1 and (apart > 0).float().mean() < ties, name
 
 
+def test_adapters_are_merged_over_a_folder(folder, tmp_path):
+    """What `tierflow merge` writes, of adapters that were trained over a base in four bits."""
+    (folder / "tokenizer.json").write_text("{}")
+    model = tierflow.load(folder, streaming(tmp_path, "nf4"))
+    adapted(model, {}).save_pretrained(tmp_path / "adapter")
+    tierflow.close(model)
+    tierflow.merge(folder, tmp_path / "adapter", tmp_path / "merged")
+    resident = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = peft.PeftModel.from_pretrained(resident, tmp_path / "adapter").merge_and_unload().to(torch.bfloat16)
+    assert_merged(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16), expected)
+    assert {file.name for file in (tmp_path / "merged").iterdir()} >= {"config.json", "tokenizer.json", "model.safetensors"}
+    with pytest.raises(tierflow.UsageError, match="merged"):
+        tierflow.merge(folder, tmp_path / "adapter", tmp_path / "merged")
+    with pytest.raises(tierflow.InputError, match="adapter_config.json"):
+        tierflow.merge(folder, folder, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize("saved", ["lm_head", "norm"])
 def test_modules_to_save_say_who_trains_them(saved, folder, tmp_path):
     model = tierflow.load(folder, streaming(tmp_path, "bf16"))
