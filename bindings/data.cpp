@@ -1,6 +1,7 @@
 // Prepared rows as Python sees them: Dataset and its micro-batches.
 #include <torch/csrc/utils/pybind.h>
 
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -9,28 +10,65 @@
 
 #include "bindings/convert.h"
 #include "runtime/batches/data_batches.h"
+#include "runtime/data/data_json.h"
 
 namespace py = pybind11;
 
 namespace tierflow::bindings {
+namespace {
+
+// What `options` names; everything else as DataOptions has it. progress: a function of phase, bytes done and bytes in
+// all, or None.
+DataOptions data_options_of(const py::dict& options, const py::object& progress) {
+  DataOptions data;
+  const auto take = [&](const char* name, auto& field) {
+    if (options.contains(name)) field = options[name].cast<std::remove_reference_t<decltype(field)>>();
+  };
+  const auto take_path = [&](const char* name, std::filesystem::path& field) {
+    std::string text;
+    take(name, text);
+    field = text;
+  };
+  for (const auto& path : options["files"].cast<std::vector<std::string>>()) data.paths.emplace_back(path);
+  take("weights", data.weights);
+  take("format", data.format);
+  take("train_on", data.train_on);
+  take("packing", data.packing);
+  take_path("chat_template", data.chat_template);
+  take_path("tokenizer", data.tokenizer);
+  take_path("python", data.python);
+  take_path("cache", data.row_cache);
+  take("skip", data.skip_bad_records);
+  take("vocab_size", data.vocab_size);
+  take("sequence_length", data.sequence_length);
+  take("held_out", data.held_out);
+  take("seed", data.seed);
+  data.progress = [&progress](const char* phase, std::uint64_t done, std::uint64_t total) {
+    const py::gil_scoped_acquire locked;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (!progress.is_none()) progress(phase, done, total);
+  };
+  return data;
+}
+
+}  // namespace
 
 void register_data(py::module_& module) {
   using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<Dataset>(module, "Dataset")
-      .def(py::init([](const std::vector<std::string>& files, std::vector<double> weights, std::string packing,
-                       std::int64_t vocab_size, std::int64_t sequence_length, double held_out, std::uint64_t seed) {
-             return Dataset::prepare({.paths = {files.begin(), files.end()},
-                                      .weights = std::move(weights),
-                                      .packing = std::move(packing),
-                                      .vocab_size = vocab_size,
-                                      .sequence_length = sequence_length,
-                                      .held_out = held_out,
-                                      .seed = seed});
+      .def(py::init([](const py::dict& options, const py::object& progress) {
+             const DataOptions parsed = data_options_of(options, progress);
+             const py::gil_scoped_release released;
+             return Dataset::prepare(parsed);
            }),
-           Released())
+           py::arg("options"), py::arg("progress") = py::none())
       .def("training_sequences", &Dataset::training_sequences)
       .def("held_out_sequences", &Dataset::held_out_sequences)
       .def("fingerprint", &Dataset::fingerprint)
+      .def("summaries", [](const Dataset& self) { return data_json(self.summaries()).dump(); })
+      .def("training_tokens", &Dataset::training_tokens)
+      .def(
+          "write_rows", [](const Dataset& self, const std::string& out) { self.write_rows(out); }, Released())
       // Ids, labels and, where documents do not see each other, positions: [rows, sequence_length] int64.
       .def(
           "batch",

@@ -7,6 +7,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
 #include "runtime/models/attention.h"
+#include "runtime/session/session.h"
 #include "runtime/spec/model_spec.h"
 #include "swap/device.h"
 
@@ -239,6 +240,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_layers(module);
   register_data(module);
   module.def("plan", &plan_of);
+  module.def(
+      "merge",
+      [](const std::string& base, const std::string& adapter, const std::string& out) {
+        return merge_model(base, adapter, out, watched());
+      },
+      Released());
   module.def("stored_tensors", &stored_tensors);
   module.def("check_quantised", &check_quantised);
   module.def("checkpoint_aliases", [](const std::string& name) { return checkpoint_aliases(name); });

@@ -6,7 +6,7 @@
 Makes a byte-level BPE tokenizer and rows of two questions and answers from Python's own sources. Then, in turn: the tokenizer alone on the rendered
 texts (`encode_batch`, in the script's batches, with all cores; and beside it `encode_batch_fast`, which does not tell the characters of each token), and
 `tierflow data prepare` from nothing: start of Python, reading, templates, tokens, marks, the file written and flushed. One JSON line a kind of template:
-{% generation %} in it, or not (prefixes). CPU seconds hold on a busy machine, wall seconds on a quiet one."""
+{% generation %} in it, or not (turns found by contents). CPU seconds hold on a busy machine, wall seconds on a quiet one."""
 
 import argparse
 import itertools
@@ -27,7 +27,7 @@ PLAIN = (
 )
 TEMPLATES = {
     "generation": PLAIN.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}"),
-    "prefixes": PLAIN.replace("BEGIN", "").replace("END", ""),
+    "contents": PLAIN.replace("BEGIN", "").replace("END", ""),
 }
 BATCH = 512
 

@@ -19,19 +19,29 @@ from layers import checked
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def read_a_step(trace, layers):
-    """Bytes of the blocks' words (of weights, and of adapters that are not in memory) that were read from storage in a step, and of everything else: embedding, head,
-    state of adapters. The first step, which finds nothing in memory, does not count."""
+def tasks_of(trace):
+    """Of the steps that were traced: each task's words, when it began, and its bytes."""
     events = json.loads(trace.read_text())["traceEvents"]
     measured = next(event["pid"] for event in events if event["name"] == "process_name" and event["args"]["name"] == "measured")
-    tasks = [(event["name"].split(), event["ts"], event["args"]["bytes"]) for event in events if event["ph"] == "X" and event["pid"] == measured and event.get("args")]
+    return [(event["name"].split(), event["ts"], event["args"]["bytes"]) for event in events if event["ph"] == "X" and event["pid"] == measured and event.get("args")]
+
+
+def written_to_base(tasks, adapters):
+    """Bytes of weights' words that were written to storage, beyond those of the adapters, which are all that has to be: `adapters` bytes a step."""
+    steps = sum(name[0] == "head" and name[-1] == "0" for name, _, _ in tasks)
+    return max(0, sum(count for name, _, count in tasks if name[0] == "write_hi") - steps * adapters)
+
+
+def read_a_step(tasks, layers):
+    """Bytes of the blocks' words (of weights, and of adapters that are not in memory) that were read from storage in a step, and of everything else: embedding, head,
+    state of adapters. The first step, which finds nothing in memory, does not count."""
     heads = sorted(at for name, at, _ in tasks if name[0] == "head" and name[-1] == "0")  # the first micro-batch's
     reads = [(name[0] == "read_hi" and 1 <= int(name[1]) <= layers, count) for name, at, count in tasks if name[0].startswith("read") and heads[0] < at < heads[-1]]
     blocks = sum(count for of_blocks, count in reads if of_blocks)
     return blocks / (len(heads) - 1), (sum(count for _, count in reads) - blocks) / (len(heads) - 1)
 
 
-def ours(args, precision, layers):
+def ours(args, precision, config):
     log, trace = args.folder / "log.jsonl", args.folder / "trace.json"
     for old in args.folder.glob("log.jsonl*"):
         old.unlink()
@@ -47,8 +57,9 @@ def ours(args, precision, layers):
     summary = records[-1]["summary"]
     steps = [record["step_s"] for record in records if "loss" in record][1:]  # the first one fills caches
     lanes = summary["lanes"]
-    blocks, otherwise = read_a_step(trace, layers)
-    return {"step_s": statistics.median(steps), "read_blocks": blocks, "read_otherwise": otherwise, "read": lanes["disk_read"]["bytes"] / args.steps, "written": 1e12 * summary["tb_written_per_step"],
+    tasks = tasks_of(trace)
+    blocks, otherwise = read_a_step(tasks, config["num_hidden_layers"])
+    return {"step_s": statistics.median(steps), "read_blocks": blocks, "written_to_base": written_to_base(tasks, config["num_hidden_layers"] * adapter_bytes(config, args.lora_rank)), "read_otherwise": otherwise, "read": lanes["disk_read"]["bytes"] / args.steps, "written": 1e12 * summary["tb_written_per_step"],
             "lane": max((lane["busy_s"], name) for name, lane in lanes.items()), "training_s": summary["training_s"],
             "predicted_s": (summary["predicted"] or {}).get("step_s"), "peak_rss": summary["peak_rss"], "device": summary["device_memory_peak"], "host": summary["host_memory"],
             "storage": summary["storage_bytes"]}
@@ -62,11 +73,23 @@ def peer(args, precision):
     return json.loads(out.splitlines()[-1])
 
 
-def base_weights(config):
-    """Linear layers of the blocks, and everything."""
+def linear_layers(config):
+    """Of a block: inputs and outputs of each."""
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     hidden, inner, heads, kv = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"], config["num_key_value_heads"]
-    linear = config["num_hidden_layers"] * (2 * hidden * heads * head + 2 * hidden * kv * head + 3 * hidden * inner)
+    return [(hidden, heads * head), (heads * head, hidden), *2 * [(hidden, kv * head)], *2 * [(hidden, inner)], (inner, hidden)]
+
+
+def adapter_bytes(config, rank):
+    """What a block's adapters take on storage, at most: bf16 words, each tensor in whole blocks of 256, in whole pages."""
+    words = sum(-(-rank * inputs // 256) + -(-rank * outputs // 256) for inputs, outputs in linear_layers(config)) * 256
+    return -(-2 * words // 4096) * 4096
+
+
+def base_weights(config):
+    """Linear layers of the blocks, and everything."""
+    hidden = config["hidden_size"]
+    linear = config["num_hidden_layers"] * sum(inputs * outputs for inputs, outputs in linear_layers(config))
     return linear, linear + hidden * config["vocab_size"] * (1 if config.get("tie_word_embeddings") else 2)
 
 
@@ -95,11 +118,12 @@ def main():
         linear, everything = base_weights(config)
         tokens = args.micro_batch * args.sequence_length
         for precision in args.precisions:
-            runs = [(ours(args, precision, config["num_hidden_layers"]), peer(args, precision)) for _ in range(args.rounds)]
+            runs = [(ours(args, precision, config), peer(args, precision)) for _ in range(args.rounds)]
             middle = lambda key: statistics.median(run[key] for run, _ in runs)  # noqa: E731
             last = runs[-1][0]
             result = {"base": precision, "tokens_per_s": round(tokens / middle("step_s"), 1), "bytes_read_a_weight": round(middle("read") / everything, 3),
                       "bytes_read_a_linear_weight": round(middle("read_blocks") / linear, 3), "bytes_read_otherwise_a_step": round(middle("read_otherwise")), "bytes_written_a_step": round(middle("written")),
+                      "bytes_written_to_the_base": max(run["written_to_base"] for run, _ in runs),
                       "slowest_lane": last["lane"][1], "slowest_lane_share": round(statistics.median(run["lane"][0] / run["training_s"] for run, _ in runs), 3),
                       "device_bytes": last["device"], "host_bytes": last["host"], "peak_rss": last["peak_rss"], "storage_bytes": last["storage"], "weights": everything, "linear_weights": linear}
             if last["predicted_s"]:

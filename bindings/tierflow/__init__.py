@@ -25,7 +25,7 @@ from ._native import (
 from .budget import Budget, Plan
 from .checkpoint import load_checkpoint, save_checkpoint
 from .durable import resume
-from .model import close, load, plan, save, stats, wrap
+from .model import close, load, merge, plan, save, stats, wrap
 from .stopping import stop_signals
 from .trainer import StepResult, Trainer
 from .units import init_empty
@@ -35,7 +35,7 @@ if _torch.__version__.split("+")[0] != _native.torch_version.split("+")[0]:
 
 __all__ = [
     "Budget", "CancelledError", "CorruptionError", "EnvironmentError", "Error", "InputError", "LockedError", "NumericError", "OutOfMemoryError", "Plan",
-    "StepResult", "StorageError", "Trainer", "UsageError", "close", "data", "init_empty", "load", "load_checkpoint", "optim", "plan", "resume", "save",
+    "StepResult", "StorageError", "Trainer", "UsageError", "close", "data", "init_empty", "load", "load_checkpoint", "merge", "optim", "plan", "resume", "save",
     "save_checkpoint", "stats", "stop_signals", "wrap",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -68,7 +68,7 @@ class Engine:
         self.active: Turn | None = None
         self.active_thread = 0
         self._entering: int | None = None  # the thread that waits in enter()
-        self._bound: tuple[Turn, list[torch.Tensor]] | None = None  # of the turn that is being taken
+        self._bound: Turn | None = None  # the turn that is being taken
         self.trainable = [unit.trainable for unit in cut.units]
         self.formats = {tensor.names[0]: tensor.format for unit in cut.units for tensor in unit.tensors if tensor.format != "bf16"}
         self.broken: str | None = None  # why this step's gradients cannot be applied
@@ -143,7 +143,7 @@ class Engine:
                 for handle, weight in zip(turn.handles, weights, strict=True):
                     weight.requires_grad_(handle.requires_grad)
                 self.native.collect(weights)
-            self._bound = (turn, weights)
+            self._bound = turn
             turn.bind(weights)
             yield weights
         except BaseException as error:
@@ -157,12 +157,13 @@ class Engine:
 
     def _leave(self) -> None:
         """Ends the turn that is being taken. An interrupt between two of these lines leaves the rest to zero_grad()."""
-        if self._bound is not None:
-            turn, weights = self._bound
-            turn.unbind(weights)
-            self._bound = None
-        if self.native.inside:
-            self.native.leave()
+        bound, self._bound = self._bound, None
+        try:
+            if bound is not None:
+                bound.unbind()
+        finally:
+            if self.native.inside:
+                self.native.leave()
 
     def _say_departures(self) -> None:
         """Where weights are fetched from storage and most turns of a while came unforeseen: changes between training and evaluation, say, cost nothing to speak of."""

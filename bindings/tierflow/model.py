@@ -19,6 +19,7 @@ from . import _native
 from .budget import UNCONVERTED, Budget, Plan, parse_size
 from .engine import Engine
 from .fused import say_what_is_fused
+from .isolation import watch
 from .keys import saved_as
 from .loss import fuse_loss
 from .parameter import StreamedParameter
@@ -170,6 +171,13 @@ def save(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str
     _write(module, folder, max_shard_size, lambda state: ({name: [(name, list(tensor.shape))] for name, tensor in state.items()}, []))
 
 
+def merge(model: str | os.PathLike, adapter: str | os.PathLike, out: str | os.PathLike) -> None:
+    """Writes the model in a folder with the adapters of PEFT's folder added to its weights: W + scale * B A in fp32, rounded to bf16 once, streamed, without the
+    model in RAM. `tierflow merge`. out: a folder that is not there yet, or empty; it gets the tokenizer too. Raises InputError where they do not fit."""
+    if broken := _native.merge(os.fspath(model), os.fspath(adapter), os.fspath(out)):
+        log.warning("the values of %s are not all finite: what was merged in %s is of no use", broken, os.fspath(out))
+
+
 def _write(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str, named: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     engine = engine_of(module)
     state: dict[str, torch.Tensor] = {}
@@ -269,6 +277,7 @@ def _fit_transformers(module: Any) -> None:
         if self.can_generate() and getattr(self, "generation_config", None) is not None:
             self.generation_config.save_pretrained(save_directory)
 
+    watch(module)
     tie = module.tie_weights
 
     def tie_weights(self, *args, **kwargs):

@@ -25,6 +25,7 @@ import struct
 import sys
 import typing
 
+from tierflow.assistant_turns import TurnFinder
 from tierflow.chat_template import ChatTemplate, load_tokenizer
 from tierflow.named_tokens import NamedTokens
 from tierflow.prompts import decode, talk
@@ -56,6 +57,7 @@ class Preparer:
         self.named = NamedTokens.of(tokenizer)
         self.eos = tokenizer.eos_token
         self.template = ChatTemplate(tokenizer, folder, self.job["template"])
+        self.turns = TurnFinder(self.template, self.eos)
 
     def render_rows(self, tasks):
         """Fills in the texts of rows that have messages; rows that fail have an error."""
@@ -91,8 +93,9 @@ class Preparer:
                 task.texts.append(text)
         chats = [task for task in tasks if task.prompt is None]
         if chats and finds:
-            self.masks.add("generation" if marks else "prefixes")
-            if not marks:
+            if marks:
+                self.masks.add("generation")
+            else:
                 self.find_turns(chats, *shared)
 
     def guarded(self, task, work):
@@ -102,19 +105,29 @@ class Preparer:
             task.error = error
 
     def find_turns(self, tasks, tools, more):
-        """Characters of the assistant's turns: what each adds to the rendering of the messages before it."""
-        found = []  # of each row: where its turns stand
+        """Characters of the assistant's turns."""
         for task in tasks:
-            found.append([at for at, message in enumerate(task.messages) if message["role"] == "assistant"])
-            if 0 in found[-1]:
+            if task.messages[0]["role"] == "assistant":
                 task.error = BadRow("begins with the assistant: there is nothing that it answers")
-        turns = [(task, places) for task, places in zip(tasks, found) if task.error is None]
+        tasks = [task for task in tasks if task.error is None]
+        found = self.turns.spans([task.messages for task in tasks], [task.texts[0] for task in tasks], tools, more)
+        for task, spans in zip(tasks, found):
+            task.between_tokens = True
+            task.spans = [(begin, end) for begin, end in spans or () if begin < end]
+        rest = [task for task, spans in zip(tasks, found) if spans is None]
+        self.masks |= {"contents"} if len(rest) < len(tasks) else set()
+        if rest:
+            self.masks.add("prefixes")
+            self.find_by_prefixes(rest, tools, more)
+
+    def find_by_prefixes(self, tasks, tools, more):
+        """What each turn adds to the rendering of the messages before it."""
+        turns = [(task, [at for at, message in enumerate(task.messages) if message["role"] == "assistant"]) for task in tasks]
         befores = self.template.prefixes([(task.messages, places) for task, places in turns], tools, more, add_generation_prompt=True)
         ends = [(task.messages, [at + 1 for at in places if at + 1 < len(task.messages)]) for task, places in turns]
         afters = self.template.prefixes(ends, tools, more)
         for (task, places), starts, stops in zip(turns, befores, afters):
             whole = task.texts[0]
-            task.between_tokens = True
             for at, before, after in zip(places, starts, [*stops, whole]):
                 for text in (before, after):
                     if task.error is None and not whole.startswith(text):

@@ -1,5 +1,5 @@
 """Rows of conversations as they stand in files: the shapes that people give them, and what is wrong with one. The program runs this text,
-script_process.py, chat_template.py, named_tokens.py, prompts.py and prepare_rows.py as one."""
+script_process.py, chat_template.py, assistant_turns.py, named_tokens.py, prompts.py and prepare_rows.py as one."""
 import json
 
 from tierflow.script_process import one_line

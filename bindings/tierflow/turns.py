@@ -33,6 +33,8 @@ class Turn:
         inside = {id(m) for m in self.module.modules()}
         self.places = [[(m, name) for m, name in places if id(m) in inside] for places in self.places]
         self.recurrent = [m for m in self.module.modules() if isinstance(m, nn.RNNBase)]
+        self.bound: list[tuple[nn.Module, str, Any, Any]] = []  # what bind() put where, in the place of which handle
+        self.replaced = ""  # why the turn cannot be taken any more
         self.layer = layer_of(self) if engine.fused_layers else None
         self.forward = self.module.forward
         self.module.forward = self.run  # type: ignore[method-assign]
@@ -71,19 +73,31 @@ class Turn:
         return wanted
 
     def bind(self, weights: list[Any]) -> None:
+        """Puts the weights where the module looks for its parameters, and as such: what takes one out and puts it back (a parametrization) finds its place again."""
+        if self.replaced:
+            raise _native.UsageError(self.replaced)
         for handle, places, weight in zip(self.handles, self.places, weights, strict=True):
+            weight._is_param = True
             for module, name in places:
                 if module._parameters.get(name) is handle:  # the user may have put a parameter of his own there
                     module._parameters[name] = weight
+                    self.bound.append((module, name, handle, weight))
         self._tell_recurrent()
 
-    def unbind(self, weights: list[torch.Tensor]) -> None:
-        for handle, places, weight in zip(self.handles, self.places, weights, strict=True):
-            for module, name in places:
-                held: dict[str, Any] = module._parameters
-                if held.get(name) is weight:
-                    held[name] = handle
+    def unbind(self) -> None:
+        """Puts the handles back. Raises UsageError where a place has something else by now: it may refer to memory that the next visit reuses."""
+        bound, self.bound = self.bound, []
+        for module, name, handle, weight in bound:
+            held: dict[str, Any] = module._parameters
+            if held.get(name) is weight:
+                held[name] = handle
+            else:
+                self.replaced = self.replaced or (
+                    f"{handle.label} was replaced while its module ran, or taken out of it: what streams has to stay in its place; change a module before tierflow.wrap()"
+                )
         self._tell_recurrent()
+        if self.replaced:
+            raise _native.UsageError(self.replaced)
 
     def _tell_recurrent(self) -> None:
         for module in self.recurrent:

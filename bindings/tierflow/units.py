@@ -101,12 +101,21 @@ class Keeps(Protocol):
         """Whether a folder has the parameter of these names in the format."""
 
 
+def _of_linear_layer(tensor: Tensor) -> bool:
+    return tensor.parameter.dim() == 2 and all(type(owner) is nn.Linear for owner, _ in tensor.places)
+
+
+def _of_experts(tensor: Tensor) -> bool:
+    """The matrices of a layer's experts, one behind the other: transformers' mixtures have them as one parameter of a module `experts`."""
+    return tensor.parameter.dim() == 3 and all(name.split(".")[-2:-1] == ["experts"] for name in tensor.names)
+
+
 def _store_weights(tensors: Sequence[Tensor], turns: Sequence[tuple[str, nn.Module]], format: str, stored: Keeps | None) -> None:
-    """Weights of linear layers inside of a turn's module, or those that the folder has in the format; a layer that is a module of its own, such as the head,
-    stays as it is."""
+    """Weights of linear layers and of experts inside of a turn's module, or those that the folder has in the format; a layer that is a module of its own, such as
+    the head, stays as it is."""
     inside = [t for t in tensors if len(t.turns) == 1 and all(owner is not turns[t.turns[0]][1] for owner, _ in t.places)]
     if format not in UNCONVERTED:
-        chosen = [t for t in inside if t.parameter.dim() == 2 and all(type(owner) is nn.Linear for owner, _ in t.places)]
+        chosen = [t for t in inside if _of_linear_layer(t) or _of_experts(t)]
     elif stored is None:
         raise _native.UsageError(f"base_precision={format!r} keeps what a folder has: load() or plan() that folder, or name it in wrap(..., checkpoint=folder)")
     elif not (chosen := [t for t in inside if stored.keeps(t.names, format)]):

@@ -1,6 +1,7 @@
 #include "runtime/data/data.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -11,6 +12,7 @@
 #include <numeric>
 
 #include "runtime/base/exception.h"
+#include "runtime/base/files.h"
 #include "runtime/base/mix_bits.h"
 #include "runtime/data/data_part.h"
 
@@ -154,6 +156,14 @@ Dataset Dataset::prepare(const DataOptions& options) {
       std::ranges::find(known, options.packing) == known.end())
     fail(io::ErrorKind::usage, "",
          fmt::format("packing is \"{}\"; there are auto, bfd, none, concat", printable(options.packing)));
+  if (options.train_on != "assistant" && options.train_on != "all")
+    fail(io::ErrorKind::usage, "",
+         fmt::format("what rows are trained on is \"{}\"; there are assistant, all", printable(options.train_on)));
+  if (constexpr std::array known{"auto", "text", "messages", "prompt-completion", "sharegpt", "alpaca", "tokens",
+                                 "preference"};
+      std::ranges::find(known, options.format) == known.end())
+    fail(io::ErrorKind::usage, "",
+         fmt::format("the rows' format is \"{}\"; there are {}", printable(options.format), fmt::join(known, ", ")));
   if (options.vocab_size < 1 || options.vocab_size > INT32_MAX)
     fail(io::ErrorKind::usage, "", "the vocabulary's size must be given");
   if (!options.weights.empty() && options.weights.size() != options.paths.size())
@@ -212,6 +222,15 @@ std::vector<DataSummary> Dataset::summaries() const {
     all.back().share = static_cast<double>(impl_->shares[i]) / static_cast<double>(impl_->block);
   }
   return all;
+}
+
+void Dataset::write_rows(const std::filesystem::path& out) const {
+  if (impl_->parts.size() != 1)
+    fail(io::ErrorKind::usage, out.string(), "holds one dataset: leave out the weights, and prepare each by itself");
+  const DataSummary summary = impl_->parts[0].summary();
+  if (!summary.rows)
+    fail(io::ErrorKind::usage, out.string(), "holds rows of conversations; text is read at each start");
+  write_copy(out, open_regular(summary.rows->prepared), summary.rows->prepared);
 }
 
 bool Dataset::pairs() const {

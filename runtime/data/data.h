@@ -35,7 +35,7 @@ struct DataOptions {
   std::filesystem::path chat_template;  // a file, in place of the tokenizer's own template; empty: none
   std::filesystem::path tokenizer;      // a tokenizer.json; empty: bytes
   std::filesystem::path python;         // interpreter with the `tokenizers` package; used with a tokenizer only
-  std::filesystem::path row_cache;      // folder where prepared rows are kept for the next time
+  std::filesystem::path row_cache;  // folder where prepared rows are kept for the next time; empty: cache_folder()/data
   std::filesystem::path
       cache;  // folder for the packed token file, which never outlives the process; empty: the system's
   std::int64_t vocab_size = 0;  // token ids beyond it are an error of kind input
@@ -99,6 +99,9 @@ class Dataset {
   // Hash of all sequences by number, with what counts in each: without their order, and which are held out.
   std::uint64_t sequences_hash() const;
   std::vector<DataSummary> summaries() const;
+  // The prepared rows as a file that `paths` take, a .tfd: it is there whole, or not. Throws Exception (kind usage) for
+  // text and for data that is mixed.
+  void write_rows(const std::filesystem::path& out) const;
   // Sequences 2k and 2k + 1, of training and held out, are the chosen and the rejected answer of one pair: pairs stay
   // together in every order.
   bool pairs() const;

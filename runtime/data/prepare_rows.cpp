@@ -198,12 +198,16 @@ std::optional<RowFile> cached(const fs::path& path) {
 
 RowFile prepare_rows(const DataOptions& options, const std::vector<Source>& sources,
                      const std::vector<std::string>& formats) {
-  if (options.row_cache.empty())
-    fail(io::ErrorKind::usage, "", "there is no folder to keep prepared data in: name one with --data-cache");
+  const fs::path folder =
+      options.row_cache.empty() && !cache_folder().empty() ? cache_folder() / "data" : options.row_cache;
+  if (folder.empty())
+    fail(io::ErrorKind::usage, "",
+         "there is no folder to keep prepared data in, as neither XDG_CACHE_HOME nor HOME names one: name one "
+         "(--data-cache)");
   Preparation preparation(options, sources, formats);
-  const fs::path path = options.row_cache / (preparation.key() + ".tfd");
+  const fs::path path = folder / (preparation.key() + ".tfd");
   if (auto file = cached(path)) return *std::move(file);
-  make_folder(options.row_cache);
+  make_folder(folder);
   preparation.write(path);
   return RowFile(path);
 }

@@ -1,7 +1,7 @@
 #pragma once
 // The Python scripts that prepare data, built in, so that the program finds them wherever it is installed: the texts of
-// tokenize.py, and of row_files.py, chat_template.py, named_tokens.py, prompts.py and prepare_rows.py, in
-// bindings/tierflow, each behind that of script_process.py.
+// tokenize.py, and of row_files.py, chat_template.py, assistant_turns.py, named_tokens.py, prompts.py and
+// prepare_rows.py, in bindings/tierflow, each behind that of script_process.py.
 
 namespace tierflow {
 

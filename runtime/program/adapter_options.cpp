@@ -100,10 +100,13 @@ void add_layers(OptionTable& table, AdapterConfig& config) {
 
 }  // namespace
 
-void add_base_precision(OptionTable& table, std::string& precision) {
-  table.choice("base-precision", precision, {"bf16", "fp8", "mxfp4", "int8", "nf4", "nf4-double"},
-               "how the weights beside the adapters are stored and streamed: 2, 1 or 0.53 (as a folder in FP8 or MXFP4 "
-               "has them), 1.02, 0.56 or 0.52 bytes each");
+void add_base_precision(OptionTable& table, std::string& precision, std::vector<std::string> besides) {
+  const bool own = !besides.empty();
+  for (const char* format : {"bf16", "fp8", "mxfp4", "int8", "nf4", "nf4-double"}) besides.emplace_back(format);
+  table.choice("base-precision", precision, std::move(besides),
+               std::string("how the weights beside the adapters are stored and streamed: 2, 1 or 0.53 (as a folder in "
+                           "FP8 or MXFP4 has them), 1.02, 0.56 or 0.52 bytes each") +
+                   (own ? "; auto: as the folder has them where that is FP8 or MXFP4, else bf16" : ""));
 }
 
 void add_trained_rows(OptionTable& table, TrainOptions& o) {
@@ -153,7 +156,7 @@ void add_adapter_rows(OptionTable& table, TrainOptions& o) {
   table.integer("rank", o.galore.rank, 1, "with --method galore: rank of the projected gradients", 4096);
   table.integer("update-gap", o.galore.windows.steps, 1, "steps with the same projection", 1'000'000'000);
   table.number("scale", o.galore.windows.scale, 0, 1e9, "multiply the learning rate of what is projected");
-  add_base_precision(table, o.base_precision);
+  add_base_precision(table, o.base_precision, {kOwnFormat});
   table.path("adapter", o.adapter, "DIR", "begin with these adapters, a folder as PEFT writes it");
   table.flag("merge", o.merge, "write the whole model with the adapters added, in place of the adapters");
 }
@@ -181,7 +184,8 @@ void check_adapter(const TrainOptions& o) {
   const bool given = !(o.lora == none), galore = o.method == "galore";
   const bool of_adapters = galore ? !(o.lora == with_layers_of(o.lora, none)) : given;
   if (o.method != "lora" &&
-      (of_adapters || !o.adapter.empty() || o.merge || o.base_precision != "bf16" || o.loraplus_lr_ratio != 1))
+      (of_adapters || !o.adapter.empty() || o.merge || (o.base_precision != "bf16" && o.base_precision != kOwnFormat) ||
+       o.loraplus_lr_ratio != 1))
     fail_usage(galore ? "of the options of adapters, --method galore takes those that name layers and their ranks"
                       : "options of adapters are for --method lora");
   if (!galore && !(o.galore == TrainOptions().galore))

@@ -11,6 +11,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/base/signals.h"
+#include "runtime/data/data_json.h"
 #include "runtime/data/token_texts.h"
 #include "runtime/program/data_report.h"
 
@@ -94,16 +95,12 @@ int run_data_prepare(const DataCommandOptions& options) {
   std::vector<DataSummary> summaries;
   {
     Shown shown;
-    summaries = Dataset::prepare(resolved(options, shown)).summaries();
-  }
-  if (!options.out.empty()) {
-    if (summaries.size() != 1 || !summaries[0].rows)
-      fail(io::ErrorKind::usage, options.out.string(),
-           summaries.size() != 1 ? "--out holds one dataset: leave out --data-weights, and prepare each by itself"
-                                 : "--out holds rows of conversations; text is read at each start");
-    const auto& prepared = summaries[0].rows->prepared;
-    write_copy(options.out, open_regular(prepared), prepared);
-    summaries[0].rows->prepared = options.out;
+    const Dataset data = Dataset::prepare(resolved(options, shown));
+    summaries = data.summaries();
+    if (!options.out.empty()) {
+      data.write_rows(options.out);
+      summaries[0].rows->prepared = options.out;
+    }
   }
   if (options.json)
     std::cout << data_json(summaries).dump(2) << "\n";

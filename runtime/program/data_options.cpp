@@ -38,7 +38,7 @@ DataOptions common_data_options(const DataChoice& o, const ModelSpec& spec, cons
   data.train_on = o.train_on;
   data.packing = o.packing;
   data.chat_template = o.chat_template;
-  data.row_cache = o.data_cache.empty() && !cache_folder().empty() ? cache_folder() / "data" : o.data_cache;
+  data.row_cache = o.data_cache;
   data.skip_bad_records = o.on_bad_row == "skip";
   return data;
 }

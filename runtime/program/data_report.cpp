@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 namespace tierflow {
 namespace {
@@ -29,8 +28,8 @@ std::string names(const DataSummary& data) {
 
 std::string trained_on(const RowSummary& rows) {
   if (rows.train_on == "all") return "all tokens count";
-  return rows.masks == "prefixes" ? "the assistant's turns and completions count; turns found by prefixes"
-                                  : "the assistant's turns and completions count";
+  const std::string counts = "the assistant's turns and completions count";
+  return rows.masks.empty() || rows.masks == "generation" ? counts : counts + "; turns found by " + rows.masks;
 }
 
 std::string left_out(const DataSummary& data, std::int64_t length) {
@@ -114,41 +113,6 @@ std::string data_table(const std::vector<DataSummary>& data, std::int64_t sequen
     }
   }
   return text;
-}
-
-nlohmann::ordered_json data_json(const std::vector<DataSummary>& data) {
-  auto list = nlohmann::ordered_json::array();
-  for (const DataSummary& one : data) {
-    auto paths = nlohmann::ordered_json::array();
-    for (const auto& path : one.paths) paths.push_back(path.string());
-    nlohmann::ordered_json object{{"data", paths},
-                                  {"share", one.share},
-                                  {"format", one.rows ? one.rows->formats : "text"},
-                                  {"packing", one.packing},
-                                  {"tokens", one.tokens},
-                                  {"sequences", one.sequences},
-                                  {"held_out", one.held_out},
-                                  {"bad_rows", one.skipped}};
-    if (one.skipped != 0) object["first_bad_row"] = one.first_skipped;
-    if (one.rows) {
-      const RowSummary& rows = *one.rows;
-      object["examples"] = rows.examples;
-      object["tokens_in_sequences"] = rows.used;
-      object["trained_tokens"] = rows.trained;
-      object["train_on"] = rows.train_on;
-      object["masks"] = rows.masks;
-      object["truncated"] = rows.truncated;
-      object["dropped"] = {{"untrained", rows.untrained}, {"untrained_when_cut", rows.untrained_when_cut}};
-      object["merged_prompts"] = rows.merged;
-      object["prepared"] = rows.prepared.string();
-      auto lengths = nlohmann::ordered_json::array();
-      for (std::size_t i = 0; i < rows.lengths.size(); ++i)
-        if (rows.lengths[i] != 0) lengths.push_back({{"up_to", std::int64_t{1} << i}, {"examples", rows.lengths[i]}});
-      object["lengths"] = lengths;
-    }
-    list.push_back(object);
-  }
-  return list;
 }
 
 }  // namespace tierflow

@@ -1,7 +1,6 @@
 #pragma once
-// What became of the data, for people and as JSON.
+// What became of the data, for people.
 #include <cstdint>
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -15,6 +14,5 @@ std::vector<std::string> data_lines(const std::vector<DataSummary>& data, std::i
 
 // All of it, in lines, with a histogram of the examples' lengths.
 std::string data_table(const std::vector<DataSummary>& data, std::int64_t sequence_length);
-nlohmann::ordered_json data_json(const std::vector<DataSummary>& data);
 
 }  // namespace tierflow

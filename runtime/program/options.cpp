@@ -372,7 +372,8 @@ std::string describe(const TrainOptions& o) {
   if (o.method == "galore")
     text += fmt::format(" with gradients projected to rank {}, anew every {} steps, scale {}", o.galore.rank,
                         o.galore.windows.steps, o.galore.windows.scale);
-  if (o.base_precision != "bf16") text += fmt::format(" over {} weights", o.base_precision);
+  if (o.base_precision != "bf16" && o.base_precision != kOwnFormat)
+    text += fmt::format(" over {} weights", o.base_precision);
   text += fmt::format(" on {}: ", fmt::join(data, ", "));
   if (loss_rule(o).pairs()) text += fmt::format("{} with beta {}, ", o.loss, o.beta);
   if (!o.distill.empty())

@@ -100,6 +100,10 @@ struct GenerateOptions : RunOptions {
   std::int64_t batch = 32;  // sequences at once
 };
 
+// A base_precision: FP8 or MXFP4 where the model's folder has weights in it, which are then stored as they are; else
+// bf16. A run that is gone on with keeps what it has.
+inline constexpr const char* kOwnFormat = "auto";
+
 struct TrainOptions : RunOptions {
   std::filesystem::path config;  // in place of model: random weights
   std::filesystem::path out;
@@ -143,10 +147,10 @@ struct TrainOptions : RunOptions {
   std::vector<std::pair<std::string, double>> lr_scales;
   AdapterConfig lora{.rank = 16, .alpha = 32};
   AdapterConfig galore{.rank = 128, .init = AdapterInit::galore, .windows = {.scale = 2}};  // without its layers' names
-  double loraplus_lr_ratio = 1;         // of B's learning rate to A's
-  std::filesystem::path adapter;        // a folder of PEFT's to begin with, in place of `lora`; empty: new ones
-  bool merge = false;                   // the result is the whole model
-  std::string base_precision = "bf16";  // of the linear layers that are not trained: a parse_weight_format()
+  double loraplus_lr_ratio = 1;             // of B's learning rate to A's
+  std::filesystem::path adapter;            // a folder of PEFT's to begin with, in place of `lora`; empty: new ones
+  bool merge = false;                       // the result is the whole model
+  std::string base_precision = kOwnFormat;  // of the linear layers that are not trained, or a parse_weight_format()
 };
 // The highest learning rate: the one given; else 1e-5, of adapters 1e-4.
 double highest_lr(const TrainOptions& options);

@@ -7,6 +7,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
+#include "runtime/data/data_json.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/program/adapter_options.h"
 #include "runtime/program/data_report.h"

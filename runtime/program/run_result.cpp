@@ -313,15 +313,8 @@ int run_export(const ExportOptions& options) {
 int run_merge(const MergeOptions& options) {
   watch_signals();
   const fs::path model = options.model.empty() ? named_base(options.adapter) : options.model;
-  const CompanionFiles companions(model);
-  ResultFolder out(options.out);
   TrainingLog log({}, false);
-  out.begin(kModelLast);
-  companions.copy_to(out.path());
-  const std::string broken =
-      merge_adapter(model, options.adapter, options.out, log.stoppable_progress(), options.read_as);
-  warn_of_not_finite(broken, log);
-  out.finish();
+  warn_of_not_finite(merge_model(model, options.adapter, options.out, log.stoppable_progress(), options.read_as), log);
   log.say("result: " + fs::absolute(options.out).string());
   return 0;
 }

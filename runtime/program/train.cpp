@@ -43,7 +43,8 @@ class Training {
         left_(std::move(left)),
         elsewhere_(std::move(elsewhere)),
         log_(log),
-        spec_(training_spec(options)),
+        spec_(training_spec(
+            left_.resumable ? with_base_of(elsewhere_.empty() ? options.storage : elsewhere_, options) : options)),
         forecast_(options_, spec_, log),
         out_(options, spec_, left_.resumable, log, beside_),
         trace_(options.trace, log),
@@ -64,6 +65,9 @@ class Training {
     if (!spec_.wrapper.empty())
       log_.say(fmt::format("the text model of {} is trained: {}", printable(spec_.wrapper),
                            result_of_text_model(options_, spec_)));
+    if (is_unconverted(spec_.base_format) && options_.base_precision == kOwnFormat)
+      log_.say(fmt::format("the base stays in {}, as the folder has it; --base-precision bf16 makes bf16 of it",
+                           weight_format_name(spec_.base_format)));
     open_session();
     requests_.emplace(options_.storage, [this](const std::string& line) { log_.say(line); });
     out_.check_space();  // once more: the store lies on the same drive, it may be

@@ -4,26 +4,38 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
+#include "runtime/planning/stored_model.h"
 #include "runtime/program/adapter_options.h"
 #include "runtime/program/loss_options.h"
+#include "runtime/spec/own_format.h"
 
 namespace tierflow {
 namespace {
 
 void set_base(ModelSpec& spec, const TrainOptions& options) {
-  const WeightFormat format = parse_weight_format(options.base_precision);
+  const bool own = options.base_precision == kOwnFormat;
+  if (own && options.model.empty()) return;  // random weights
+  WeightFormat format = own ? WeightFormat::bf16 : parse_weight_format(options.base_precision);
   std::vector<std::string> plain;
-  if (is_unconverted(format)) {
+  if (own || is_unconverted(format)) {
     if (options.model.empty())
       throw Exception(io::ErrorKind::usage,
                       "--base-precision " + options.base_precision + " keeps what a folder holds: give it as --model");
     const Checkpoint folder = Checkpoint::open(options.model);
-    plain = plain_beside(spec, format, [&](const auto& name, WeightFormat kept) { return folder.has(name, kept); });
+    const auto has = [&](const std::string& name, WeightFormat kept) { return folder.has(name, kept); };
+    if (own) format = own_format(spec, has);
+    if (is_unconverted(format)) plain = plain_beside(spec, format, has);
   }
   set_base_format(spec, format, plain);
 }
 
 }  // namespace
+
+TrainOptions with_base_of(const Folders& state, TrainOptions options) {
+  if (options.method == "lora" && options.base_precision == kOwnFormat)
+    options.base_precision = weight_format_name(open_stored_model(state).spec.base_format);
+  return options;
+}
 
 std::vector<std::pair<std::string, double>> learning_rate_scales(const TrainOptions& options) {
   std::vector<std::pair<std::string, double>> scales = options.lr_scales;

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "runtime/base/exception.h"
+#include "runtime/checkpoint/result_folder.h"
 #include "runtime/checkpoint/source_folder.h"
 #include "runtime/session/adapter_folder.h"
 #include "runtime/session/session_impl.h"
@@ -231,6 +232,17 @@ std::string merge_adapter(const fs::path& base, const fs::path& adapter, const f
         }
       },
       folder, progress);
+}
+
+std::string merge_model(const fs::path& base, const fs::path& adapter, const fs::path& folder, const Progress& progress,
+                        const std::string& as) {
+  const CompanionFiles companions(base);
+  ResultFolder out(folder);
+  out.begin();
+  companions.copy_to(out.path());
+  std::string broken = merge_adapter(base, adapter, out.path(), progress, as);
+  out.finish();
+  return broken;
 }
 
 std::string Session::export_merged(const fs::path& base, const fs::path& folder, const Progress& progress) {

@@ -245,6 +245,11 @@ std::string merge_adapter(const std::filesystem::path& base, const std::filesyst
                           const std::filesystem::path& folder, const Progress& progress = {},
                           const std::string& as = "");
 
+// The same in a result of its own: a folder that is not there yet or empty, with the tokenizer and the other files of
+// `base`; it is there whole, or not. Throws Exception (kind usage) where the folder holds something.
+std::string merge_model(const std::filesystem::path& base, const std::filesystem::path& adapter,
+                        const std::filesystem::path& folder, const Progress& progress = {}, const std::string& as = "");
+
 // Writes the committed weights of a store that a session kept as an HF folder, or the adapters that it trained as
 // PEFT's. Returns what Session::export_hf() returns. Throws Exception (kind input) where the folder of which the result
 // is to take other parts is not there, or not as it was.

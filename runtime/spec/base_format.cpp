@@ -5,6 +5,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/spec/adapters.h"
+#include "runtime/spec/own_format.h"
 
 namespace tierflow {
 namespace {
@@ -20,6 +21,13 @@ void for_each_base_weight(Spec& spec, Use use) {
       if (of_expert || !linear_module(tensor).empty()) use(tensor);
     }
   }
+}
+
+using Has = std::function<bool(const std::string& name, WeightFormat format)>;
+
+bool can_be_kept(const TensorSpec& tensor, WeightFormat format, const Has& has) {
+  const bool whole = format != WeightFormat::fp8 || tensor.shape.size() == 2;  // not experts in one tensor
+  return whole && has && has(tensor.name, format);
 }
 
 }  // namespace
@@ -43,13 +51,11 @@ void set_base_format(ModelSpec& spec, WeightFormat format, const std::vector<std
   });
 }
 
-std::vector<std::string> plain_beside(const ModelSpec& spec, WeightFormat format,
-                                      const std::function<bool(const std::string&, WeightFormat)>& has) {
+std::vector<std::string> plain_beside(const ModelSpec& spec, WeightFormat format, const Has& has) {
   std::vector<std::string> plain;
   bool any = false;
   for_each_base_weight(spec, [&](const TensorSpec& tensor) {
-    const bool whole = format != WeightFormat::fp8 || tensor.shape.size() == 2;  // not experts in one tensor
-    const bool fits = whole && has && has(tensor.name, format);
+    const bool fits = can_be_kept(tensor, format, has);
     any = any || fits;
     if (!fits) plain.push_back(tensor.name);
   });
@@ -58,6 +64,15 @@ std::vector<std::string> plain_beside(const ModelSpec& spec, WeightFormat format
                     fmt::format("the model's folder has no weights in {}: nothing could be kept as it is",
                                 format == WeightFormat::fp8 ? "FP8 (tiles of 128 x 128)" : "MXFP4"));
   return plain;
+}
+
+WeightFormat own_format(const ModelSpec& spec, const Has& has) {
+  WeightFormat found = WeightFormat::bf16;
+  for (const WeightFormat format : {WeightFormat::mxfp4, WeightFormat::fp8})
+    for_each_base_weight(spec, [&](const TensorSpec& tensor) {
+      if (found == WeightFormat::bf16 && can_be_kept(tensor, format, has)) found = format;
+    });
+  return found;
 }
 
 }  // namespace tierflow

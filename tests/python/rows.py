@@ -23,8 +23,26 @@ MARKED = PLAIN.replace(
     "{{ m.content + '<|end|>\n' }}",
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|end|>\n' }}{% endgeneration %}{% else %}{{ m.content + '<|end|>\n' }}{% endif %}",
 )
-# Earlier turns of the assistant lose their thoughts.
-FORGETFUL = PLAIN.replace("m.content +", "(m.content if loop.last or m.role != 'assistant' else m.content.split('</think>')[-1]) +")
+# Whose earlier turns are written otherwise than the last one, as those of Qwen3 (only the last has a block of thoughts), gpt-oss (the last ends otherwise) and
+# GLM-4.5 (earlier ones lose their thoughts; each turn has a block of them).
+THINKING = PLAIN.replace("{{ m.content +", "{% if m.role == 'assistant' and loop.last %}{{ '[think]\n[/think]\n\n' }}{% endif %}{{ m.content +")
+RETURNING = PLAIN.replace("m.content + '<|end|>\n'", "m.content + ('</s>' if loop.last and not add_generation_prompt and m.role == 'assistant' else '<|end|>')")
+FORGETFUL = PLAIN.replace(
+    "{{ m.content +",
+    "{% set parts = m.content.split('</think>') %}{% if m.role == 'assistant' %}{{ parts[0] + '</think>' if loop.last and parts | length > 1 else '<think></think>' }}{% endif %}"
+    "{{ '\n' + parts[-1].strip() +",
+)
+# Cuts earlier answers at their third letter: no mark behind them stays, and what was rendered before is no beginning of the whole.
+SHORTENING = PLAIN.replace("m.content +", "(m.content if loop.last or m.role != 'assistant' else m.content[:3]) +")
+CHANGING = {"thinking": THINKING, "returning": RETURNING, "forgetful": FORGETFUL}
+
+
+def with_marks(template):
+    """The template with the mark of what the assistant writes, from behind the header on."""
+    header = "{{ '<|start|>' + m.role + '\n' }}"
+    begin, middle, end = template.partition(header)[0], template.partition(header)[2].partition("{% endfor %}")[0], template.partition("{% endfor %}")[2]
+    return f"{begin}{header}{{% if m.role == 'assistant' %}}{{% generation %}}{middle}{{% endgeneration %}}{{% else %}}{middle}{{% endif %}}{{% endfor %}}{end}"
+
 
 CHATS = [
     [("user", "What is 2 + 2?"), ("assistant", "It is 4.")],

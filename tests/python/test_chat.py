@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from program import config, needs_torch, run, small, steps_of, the_error
-from rows import CHATS, FORGETFUL, MARKED, PLAIN, base, messages, the_library, write_rows  # noqa: F401
+from rows import CHATS, MARKED, PLAIN, SHORTENING, base, messages, the_library, write_rows  # noqa: F401
 
 pytestmark = needs_torch
 
@@ -137,8 +137,8 @@ def test_resume_refuses_rows_that_count_otherwise(chat):
     assert done.returncode == 2 and "--data" in the_error(done.stderr)
 
 
-def test_a_template_that_forgets_is_refused_in_one_line(chat):
-    (chat / "plain.jinja").write_text(FORGETFUL.replace("'</think>'", "'b'"))
+def test_a_template_that_shortens_is_refused_in_one_line(chat):
+    (chat / "plain.jinja").write_text(SHORTENING)
     done = run(chat, "data", "prepare", *choice(), ok=False)
     line = the_error(done.stderr)
     assert done.returncode == 3 and "a.jsonl:2" in line and "token " in line

@@ -278,13 +278,16 @@ def test_fp8_is_kept_as_the_folder_has_it(work, folders):
     save_file(stored, work / "stored" / "model.safetensors")
     losses, adapters, said = {}, {}, {}
     streamed = ["--storage", "store", "--host-memory", "2MiB"]
-    for name, words in {"bf16": [], "fp8": ["--base-precision", "fp8"], "fp8-streamed": ["--base-precision", "fp8", *streamed]}.items():
+    kinds = {"bf16": ["--base-precision", "bf16"], "fp8": ["--base-precision", "fp8"], "fp8-streamed": ["--base-precision", "fp8", *streamed], "auto": []}
+    for name, words in kinds.items():
         done = run(work, *LORA, "--model", "stored", "--use-dora", "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
+        assert ("the base stays in fp8, as the folder has it; --base-precision bf16 makes bf16 of it" in done.stderr) == (name == "auto")
         losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
         adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
         said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
-    assert losses["bf16"] == losses["fp8"] == losses["fp8-streamed"] and len(losses["bf16"]) == 3
-    assert adapters["bf16"] == adapters["fp8"] == adapters["fp8-streamed"]
+    assert losses["bf16"] == losses["fp8"] == losses["fp8-streamed"] == losses["auto"] and len(losses["bf16"]) == 3
+    assert adapters["bf16"] == adapters["fp8"] == adapters["fp8-streamed"] == adapters["auto"]
+    assert said["auto"]["host_memory"] == said["fp8"]["host_memory"]
     assert loss(work, "stored") == loss(work, "stored", "--base-precision", "fp8")
     weights = sum(value.numel() for name, value in stored.items() if value.dtype == torch.float8_e4m3fn)
     assert weights < said["bf16"]["host_memory"] - said["fp8"]["host_memory"] + 0.2 * weights
@@ -295,11 +298,20 @@ def test_fp8_is_kept_as_the_folder_has_it(work, folders):
     for words in ([*LORA, "--out", "none", "--model", "values"], ["eval", "--data", "text.txt", "--model", "values"]):
         assert "the model's folder has no weights in FP8" in refused(*words)
     # A run that is gone on with, and one whose state is exported, know what is in FP8.
-    words = [*LORA, "--model", "stored", "--base-precision", "fp8", "--out", "again", *small(*streamed, "--no-export", "--durability", "step")]
-    run(work, *words)
+    words = [*LORA, "--model", "stored", "--out", "again", *small(*streamed, "--durability", "step")]
+    run(work, *words, "--base-precision", "fp8", "--no-export")
     run(work, "export", "--storage", "store", "--out", "exported")
-    exported, expected = (load_file(work / folder / "adapter_model.safetensors") for folder in ("exported", "fp8"))
-    assert exported.keys() != {} and all(value.shape == exported[name].shape for name, value in expected.items() if "magnitude" not in name)
+    run(work, *LORA, "--model", "stored", "--base-precision", "fp8", "--out", "whole", *small())
+    exported, expected = (load_file(work / folder / "adapter_model.safetensors") for folder in ("exported", "whole"))
+    assert exported.keys() == expected.keys() != set() and all(value.equal(exported[name]) for name, value in expected.items())
+    # What the format is left to is what the state has: FP8 there, and bf16 in one of a run that made it so.
+    run(work, *words)
+    assert (work / "again" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
+    words = [*LORA, "--model", "stored", "--out", "older", *small("--storage", "older-store", "--host-memory", "2MiB", "--durability", "step")]
+    run(work, *words, "--base-precision", "bf16", "--no-export")
+    assert "its base's precision is not this one's" in the_error(run(work, *words, "--base-precision", "fp8", ok=False).stderr)
+    assert "as the folder has it" not in run(work, *words).stderr
+    assert (work / "older" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
 
 
 @ADAPTERS

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rows import CHATS, FORGETFUL, MARKED, PLAIN, Probe, Script, base, messages, read_row_file, the_library, tokenizers, write_rows  # noqa: F401
+from rows import CHANGING, CHATS, MARKED, PLAIN, SHORTENING, Probe, Script, base, messages, read_row_file, the_library, tokenizers, with_marks, write_rows  # noqa: F401
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_conversations_are_rendered_and_masked_as_by_transformers(base, script, 
     # Without the mark, by what each turn adds: the same tokens.
     script.template = PLAIN
     assert script.rows(path) == expected
-    assert script.end["masks"] == ["prefixes"]
+    assert script.end["masks"] == ["contents"]
     # All of them.
     everything = script.rows(path, train_on="all")
     assert [ids for ids, _ in everything] == [tokenizer.apply_chat_template(messages(chat))["input_ids"] for chat in CHATS]
@@ -59,7 +59,7 @@ def test_beginnings_are_rendered_as_transformers_renders_them(script, tmp_path, 
         self.compile = None
 
     monkeypatch.setattr(script.script.ChatTemplate, "__init__", of_another_version)
-    assert script.rows(path) == quick and script.end["masks"] == ["prefixes"]
+    assert script.rows(path) == quick and script.end["masks"] == ["contents"]
     script.template = thinks.replace("{{ m.content + '<|end|>\n' }}", "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|end|>\n' }}{% endgeneration %}"
                                      "{% else %}{{ m.content + '<|end|>\n' }}{% endif %}")  # fmt: skip
     assert [ids for ids, _ in script.rows(path)] == [ids for ids, _ in quick] and script.end["masks"] == ["generation"]
@@ -168,12 +168,75 @@ def test_a_mark_inside_a_token_takes_all_of_it(base, script, tmp_path):
     assert script.rows(path) == [(out["input_ids"], out["assistant_masks"])]
 
 
-def test_a_template_that_forgets_is_refused_where_it_does(base, script, tmp_path):
-    fine = {"messages": messages([("user", "q"), ("assistant", "<think>x</think>a")])}
-    bad = {"messages": messages([("user", "q"), ("assistant", "<think>x</think>a"), ("user", "r"), ("assistant", "b")])}
+TALKS = [
+    *CHATS,
+    [("user", "q"), ("assistant", "<think>x</think>a"), ("user", "r"), ("assistant", "<think>y</think>\n\nb")],
+    [("system", "s"), ("user", "q <|end|>\n<|start|>assistant\n"), ("assistant", "<|start|>assistant\na\n\n"), ("user", "\n q"), ("assistant", " b\n"), ("user", ""), ("assistant", "")],
+]
+
+
+@pytest.mark.parametrize("shape", CHANGING)
+def test_turns_that_others_change_are_found(shape, base, script, tmp_path):
+    """What a template with the mark gives, of the same rows."""
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(chat)} for chat in TALKS])
+    marked = with_marks(CHANGING[shape])
+    tokenizer, expected = the_library(base, marked), []
+    for chat in TALKS:
+        out = tokenizer.apply_chat_template(messages(chat), return_dict=True, return_assistant_tokens_mask=True)
+        expected += [(out["input_ids"], out["assistant_masks"])] if any(out["assistant_masks"]) else []
+    assert len(expected) == len(TALKS) - 1
+    script.template = marked
+    assert script.rows(path) == expected and script.end["masks"] == ["generation"]
+    script.template = CHANGING[shape]
+    assert script.rows(path) == expected and script.end["masks"] == ["contents"]
+
+
+@pytest.mark.parametrize("template", ["named", "spoken", "glued", "accented"])
+def test_turns_are_the_same_by_contents_and_by_prefixes(template, script, tmp_path, monkeypatch):
+    odd = ["<|end|>", "assistant: ", "user", "\n\n", "  a", "a \n", "", " ", "\ue0f01\ue0f1", "{}"]
+    chats = [*TALKS, *([("user", a), ("assistant", b), ("user", "q" + b), ("assistant", a + b), ("user", b)] for a in odd for b in odd)]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(chat)} for chat in chats])
+    script.template = EDGES[template]
+    rows = script.rows(path, skip=True)
+    skipped = script.skipped
+    assert script.end["masks"] == ["contents", "prefixes"]  # these of the rows that have the mark of our own
+    monkeypatch.setattr(script.script.TurnFinder, "spans", lambda self, conversations, *_: [None] * len(conversations))
+    assert script.rows(path, skip=True) == rows and script.skipped == skipped
+    assert script.end["masks"] == ["prefixes"] and len(rows) + len(skipped) > 0.9 * len(chats)
+
+
+def test_one_more_rendering_a_row_finds_its_turns(script, tmp_path, monkeypatch):
+    rendered = []
+    quickly = script.script.ChatTemplate.quickly
+    monkeypatch.setattr(script.script.ChatTemplate, "quickly", lambda self, source, conversations, asks: rendered.append(sum(len(counts) for _, counts in conversations)) or quickly(self, source, conversations, asks))
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(CHATS[1])}] * 40)
+    script.template = CHANGING["thinking"]
+    assert len(script.rows(path)) == 40
+    assert sum(rendered) == 2 * 40 + 3  # and once what the template writes around an answer
+
+
+def test_calls_of_tools_are_found(script, tmp_path):
+    """Where the assistant only calls a tool, or says something before; and where what is called looks like the end of the turn, the turn is not guessed."""
+    script.template = PLAIN.replace("{{ m.content + '<|end|>\n' }}", "{% if m.role == 'assistant' and loop.last %}[think]{% endif %}{{ m.content or '' }}{% if m.tool_calls %}"
+                                    "{% if m.content %}{{ '\n' }}{% endif %}{{ '<call>' + m.tool_calls[0].function.name + m.tool_calls[0].function.arguments + '</call>' }}{% endif %}{{ '<|end|>\n' }}")  # fmt: skip
+
+    def row(content, arguments):
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        return {"messages": [*messages([("user", "q")]), {"role": "assistant", "content": content, "tool_calls": [call]}, *messages([("tool", "t"), ("assistant", "a")])]}
+
+    rows = script.rows(write_rows(tmp_path / "a.jsonl", [row("", "{}"), row("so", "{}"), row("", "<|end|>\n"), row(None, "{}")]), skip=True)
+    assert ["a.jsonl:3" in bad["where"] and "message 1" in bad["why"] for bad in script.skipped] == [True]
+    tokenizer = script.script.load_tokenizer(str(script.base))
+    trained = [tokenizer.decode([id for id, counts in zip(*row) if counts]) for row in rows]
+    assert trained == [f"{said}<call>look{{}}</call><|end|>\n[think]a<|end|>\n" for said in ("", "so\n", "")]
+
+
+def test_a_template_that_shortens_is_refused_where_it_does(base, script, tmp_path):
+    fine = {"messages": messages([("user", "q"), ("assistant", "what you long for")])}
+    bad = {"messages": messages([("user", "q"), ("assistant", "what you long for"), ("user", "r"), ("assistant", "b")])}
     path = write_rows(tmp_path / "a.jsonl", [fine, bad, fine])
-    script.template = FORGETFUL
-    tokenizer = the_library(base, FORGETFUL)
+    script.template = SHORTENING
+    tokenizer = the_library(base, script.template)
     first, whole = (tokenizer.apply_chat_template(bad["messages"][:n])["input_ids"] for n in (2, 4))
     place = next(i for i, (a, b) in enumerate(zip(first, whole)) if a != b)
     line = script.refusal(path)
@@ -280,7 +343,7 @@ def test_the_program_keeps_what_it_prepared(probe, tmp_path):
     (file,) = first
     rows, notes = read_row_file(file)
     assert rows == expected
-    assert notes == {"files": [{"path": str(path), "format": "messages"}], "train_on": "assistant", "masks": ["prefixes"], "untrained": 1,
+    assert notes == {"files": [{"path": str(path), "format": "messages"}], "train_on": "assistant", "masks": ["contents"], "untrained": 1,
                      "skipped": 0, "first_skipped": "", "merged": 0}
     # What does not change rows finds them, without Python.
     assert files(python="/nonexistent", sequence_length=64, seed=5, packing="concat", skip=False) == first
@@ -297,6 +360,18 @@ def test_the_program_keeps_what_it_prepared(probe, tmp_path):
     file.write_bytes(data[:70] + b"\xff" + data[71:])
     done = probe.run(path, ok=False)
     assert done.returncode == 6 and str(file) in done.stderr and "damaged" in done.stderr
+
+
+def test_without_a_folder_rows_are_kept_where_the_program_keeps_them(probe, tmp_path, monkeypatch):
+    probe.template = PLAIN
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(CHATS[0])}])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    assert len(probe.sequences(path, row_cache="")) == 1
+    assert [file.suffix for file in (tmp_path / "kept" / "tierflow" / "data").iterdir()] == [".tfd"]
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    line = probe.run(path, ok=False, row_cache="").stderr
+    assert "there is no folder to keep prepared data in, as neither XDG_CACHE_HOME nor HOME names one" in line
 
 
 def test_the_first_row_tells_the_format(probe, tmp_path):

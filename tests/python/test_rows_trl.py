@@ -1,11 +1,12 @@
 """Rows give the ids and labels that TRL's SFTTrainer trains on, packed as it packs them."""
 
 import sys
+from importlib import resources
 
 import pytest
 import torch
 from program import needs_torch, run, small, steps_of
-from rows import CHATS, MARKED, Probe, base, messages, the_library, transformers, write_rows  # noqa: F401
+from rows import CHANGING, CHATS, MARKED, Probe, Script, base, messages, the_library, tokenizers, transformers, with_marks, write_rows  # noqa: F401
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -54,6 +55,73 @@ def test_rows_are_trls(base, tmp_path, kind):  # noqa: F811
         match = next(row for row in remaining if ids[: len(row[0])] == row[0] and labels[: len(row[0])] == row[1])
         remaining.remove(match)
         assert set(labels[len(match[0]):]) <= {-100}
+
+
+@pytest.mark.parametrize("shape", CHANGING)
+def test_turns_without_a_mark_are_trls_with_one(shape, base, tmp_path):  # noqa: F811
+    """Theirs of a template that marks the turns, ours of the same template without marks."""
+    rows, config = ROWS["messages"]
+    probe = Probe(base, tmp_path)
+    probe.template = CHANGING[shape]
+    expected = theirs(base, rows, with_marks(CHANGING[shape]), tmp_path, **config)
+    found = probe.sequences(write_rows(tmp_path / "a.jsonl", rows), sequence_length=LENGTH)
+    cut = [(row["input_ids"], shifted(row, set())) for row in expected]
+    assert sorted((ids[: len(own)], labels[: len(own)]) for (ids, labels, _), (own, _) in zip(sorted(found), sorted(cut))) == sorted(cut)
+
+
+# Templates as models come with them, and the same with TRL's marks.
+STOCK = ["cohere", "gemma", "gemma3", "gptoss", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5", "qwen3_instruct_2507"]
+AHEAD = {"gptoss": "<|start|>assistant", "qwen2_5": "<|im_start|>assistant\n"}  # the words that ask for an answer, of which these marks take some
+TALK = messages([("user", "héllo 😀"), ("assistant", "bonjour 😀"), ("user", "again\n\n"), ("assistant", "encore é€"), ("user", "more"), ("assistant", "no")])
+
+
+NAMED = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|assistant|>", "<|user|>",
+         "<|message|>", "<|channel|>", "<|return|>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|endoftext|>"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def named(base, tmp_path_factory):  # noqa: F811
+    """The small tokenizer with the tokens of these templates, and with ends of lines apart, as those of their models have them."""
+    tokenizer, parts = the_library(base), tokenizers.pre_tokenizers
+    lines = parts.Split(tokenizers.Regex("[\r\n]+"), "isolated")
+    tokenizer.backend_tokenizer.pre_tokenizer = parts.Sequence([lines, parts.ByteLevel(add_prefix_space=False)])
+    tokenizer.add_special_tokens({"additional_special_tokens": NAMED})
+    tokenizer.save_pretrained(folder := tmp_path_factory.mktemp("named"))
+    return folder
+
+
+def stock(name):
+    return (resources.files("trl") / "chat_templates" / f"{name}.jinja").read_text()
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_templates_give_what_trls_marks_give(name, named, tmp_path):
+    script = Script(named)
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": TALK}, {"messages": TALK[:4]}, {"messages": TALK[:2]}])
+    script.template = stock(f"{name}_training")
+    expected = script.rows(path)
+    assert script.end["masks"] == ["generation"]
+    if name in AHEAD:
+        asks = the_library(named)(AHEAD[name], add_special_tokens=False)["input_ids"]
+        for ids, trained in expected:
+            for at in [at for at in range(len(ids)) if ids[at : at + len(asks)] == asks]:
+                trained[at : at + len(asks)] = [0] * len(asks)
+    script.template = stock(name)
+    assert script.rows(path) == expected and len(expected) == 3
+    assert script.end["masks"] == ["contents"]
+
+
+@pytest.mark.parametrize("name, last, others", [("qwen3", "<think>\n\n</think>\n\n{}<|im_end|>\n", "{}<|im_end|>\n"), ("glm4moe", "\n<think></think>\n{}", "\n<think></think>\n{}")])
+def test_stock_templates_that_change_earlier_turns_are_taken(name, last, others, named, tmp_path):
+    script = Script(named)
+    script.template = stock(name)
+    rows = script.rows(write_rows(tmp_path / "a.jsonl", [{"messages": TALK}]))
+    tokenizer = the_library(named, script.template)
+    assert rows[0][0] == tokenizer.apply_chat_template(TALK)["input_ids"]
+    answers = [message["content"] for message in TALK[1::2]]
+    wanted = "".join([*map(others.format, answers[:-1]), last.format(answers[-1])])
+    assert tokenizer.decode([id for id, counts in zip(*rows[0]) if counts]) == wanted
+    assert script.end["masks"] == ["contents"]
 
 
 @needs_torch

@@ -1,14 +1,17 @@
 """tierflow.data: prepared rows in Python are the program's sequences, as transformers' models take them."""
 
 import copy
+import json
 import pickle
 import subprocess
 import sys
 
 import pytest
 from rows import CHATS, PLAIN, Probe, base, messages, the_library, write_rows  # noqa: F401
-from streaming import BUILD, tierflow, torch, transformers
+from streaming import BUILD, roomy, tierflow, torch, transformers
+from test_models import CONFIGS, OPT, SMALL, randomised
 from test_stream_durable import scheduled
+from tierflow.isolation import watch
 
 LENGTH, VOCAB = 64, 400
 
@@ -75,6 +78,52 @@ def test_packed_rows_do_not_see_each_other(prepared):
     assert counted == (packed["labels"] >= 0).sum() and together == pytest.approx((sums / counted).item(), rel=1e-5)
 
 
+def together(config):
+    """Two documents in a sequence, and how far the logits of the second are from those it has alone."""
+    torch.manual_seed(1)
+    model = randomised(config).eval()
+    documents = torch.randint(3, 160, (2, 9))
+    packed = {"input_ids": documents.reshape(1, -1), "position_ids": torch.arange(9).repeat(2)[None], "use_cache": False}
+    with torch.no_grad():
+        apart = (model(**packed).logits[0, 9:] - model(input_ids=documents[1:], use_cache=False).logits[0]).abs().max()
+    return model, packed, apart
+
+
+RECURRENT = {"mamba": lambda: transformers.MambaConfig(vocab_size=160, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=None),
+             "lfm2": lambda: transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"])}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [name for name in CONFIGS if not name.endswith(("_all", "_tied", "_untied"))] + list(RECURRENT))
+def test_families_that_do_not_keep_documents_apart_are_known(family):
+    model, packed, apart = together({**CONFIGS, **RECURRENT}[family]())
+    watch(model)
+    if apart < 1e-4:
+        model(**packed)
+    else:
+        assert family.partition("_")[0] in ("opt", "gpt", "mamba", "lfm2") and family != "gpt2"
+        with pytest.raises(tierflow.UsageError, match='give it one a sequence, tierflow.data.Rows\\(packing="none"\\)'):
+            model(**packed)
+        model(**packed | {"position_ids": torch.arange(18)[None]})  # one document
+
+
+def test_streamed_models_refuse_what_would_cross(prepared):
+    row = next(row for row in rows_of(prepared) if (row["position_ids"] == 0).sum() > 1)
+    row = {name: value[None] for name, value in row.items()}
+    for config, ones in (transformers.OPTConfig(**OPT | {"vocab_size": VOCAB}), {}), (transformers.LlamaConfig(**SMALL | {"vocab_size": VOCAB}), {"attention_mask": torch.ones_like(row["input_ids"])}):
+        model = tierflow.wrap(transformers.AutoModelForCausalLM.from_config(config).bfloat16(), roomy(trainable=False))
+        with pytest.raises(tierflow.UsageError, match="put several documents into a sequence, and (OPT|Llama)DecoderLayer of transformers lets them see each other"):
+            model(**row, **ones)
+        loss = model(**{name: value[None] for name, value in rows_of(prepared, packing="none")[0].items()}, **ones).loss
+        assert torch.isfinite(loss)
+        tierflow.close(model)
+    # Padded rows have such positions, and a mask.
+    model = tierflow.wrap(transformers.LlamaForCausalLM(config).bfloat16(), roomy(trainable=False))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    model(input_ids=mask + 5, attention_mask=mask, position_ids=torch.tensor([[1, 1, 0, 1, 2, 3]]))
+    model(**row)
+    tierflow.close(model)
+
+
 def test_an_epoch_has_the_sequences_that_the_one_before_left_of_a_mixture(prepared, tmp_path):
     small = tmp_path / "small.tfd"
     (tmp_path / "small.jsonl").write_text("".join((prepared.parent / "chats.jsonl").read_text().splitlines(True)[:1]))
@@ -114,6 +163,70 @@ def test_workers_that_are_no_forks_open_the_rows_again(prepared, tmp_path, monke
     file.write_bytes((prepared.parent / "other" / "rows.tfd").read_bytes())
     with pytest.raises(tierflow.InputError, match="own.tfd: the rows there are others than those that were opened"):
         pickle.loads(sent)
+
+
+def program(*arguments):
+    return subprocess.run([BUILD / "tierflow", *map(str, arguments)], check=True, capture_output=True, text=True).stdout
+
+
+def test_rows_are_prepared_as_by_the_program(prepared, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    model, chats = prepared.parent / "model", prepared.parent / "chats.jsonl"
+    heard = []
+    rows = tierflow.data.prepare(model, chats, tmp_path / "rows.tfd", sequence_length=LENGTH, progress=lambda *told: heard.append(told))
+    assert (tmp_path / "rows.tfd").read_bytes() == prepared.read_bytes()
+    assert {phase for phase, _, _ in heard} == {"reading data", "preparing data"} and all(done <= total for _, done, total in heard)
+    assert equal_rows(rows, rows_of(prepared)) and rows.fingerprint == rows_of(prepared).fingerprint
+    # Without a file of its own it is the cache's, which is where the program's is.
+    assert equal_rows(tierflow.data.prepare(str(model), [str(chats)], sequence_length=LENGTH), rows)
+    (kept,) = (tmp_path / "kept" / "tierflow" / "data").iterdir()
+    assert kept.read_bytes() == prepared.read_bytes()
+    # What became of them, and how they look.
+    common = "--model", model, "--data", chats, "--sequence-length", LENGTH, "--python", "/nonexistent"
+    said = json.loads(program("data", "prepare", *common, "--json"))
+    assert rows.summaries == [{**said[0], "data": [str(tmp_path / "rows.tfd")], "prepared": str(tmp_path / "rows.tfd")}]
+    assert said[0]["examples"] == 12 and said[0]["masks"] == "contents"
+    preview = program("data", "preview", "2", *common[:-1], sys.executable)
+    assert rows.preview(2) == preview and "=== sequence 2: " in preview
+    assert "{+It is 4.<|end|>" in rows.preview(100) and "--- next document" in rows.preview(100)
+    assert rows_of(prepared).preview(2, tokenizer=model) == preview
+    with pytest.raises(tierflow.UsageError, match="preview\\(tokenizer='path/to/model'\\)"):
+        rows_of(prepared).preview()
+
+
+def test_what_prepare_is_told_is_used(prepared, tmp_path):
+    model = prepared.parent / "model"
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages(CHATS[0])}, {"messages": [{"role": "bot", "content": "x"}]}])
+    how = {"cache": tmp_path / "cache", "sequence_length": LENGTH}
+    with pytest.raises(tierflow.InputError, match="a.jsonl:2.*roles are"):
+        tierflow.data.prepare(model, path, **how)
+    rows = tierflow.data.prepare(model, path, on_bad_row="skip", train_on="all", packing="none", **how)
+    assert rows.summaries[0]["bad_rows"] == 1 and rows.summaries[0]["train_on"] == "all" and (rows[0]["labels"] >= 0).sum() == 20
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '</s>' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    (tmp_path / "own.jinja").write_text(template)
+    for given in template, tmp_path / "own.jinja":
+        own = tierflow.data.prepare(model, path, on_bad_row="skip", chat_template=given, packing="none", **how)
+        assert own.preview(1).partition("\n")[2].startswith("user: What is 2 + 2?</s>assistant: {+It is 4.</s>+}")
+    assert pickle.loads(pickle.dumps(own)).preview(1) == own.preview(1)
+    mixed = tierflow.data.prepare(model, [prepared, path], weights=[1, 3], on_bad_row="skip", **how)
+    assert [round(one["share"], 2) for one in mixed.summaries] == [0.25, 0.75]
+    (tmp_path / "a.txt").write_text("text " * 400)
+    for wrong, words in [
+        ({"train_on": "user"}, 'trained on is "user"; there are assistant, all'),
+        ({"format": "chats"}, 'format is "chats"; there are auto, text, messages'),
+        ({"on_bad_row": "warn"}, "there are error, skip"),
+        ({"out": tmp_path / "a.jsonl"}, "ends in .tfd"),
+        ({"files": tmp_path / "a.txt"}, "a.txt holds text, which has no rows"),
+        ({"files": [prepared, path], "weights": [1, 1], "out": tmp_path / "b.tfd", "on_bad_row": "skip"}, "b.tfd.*holds one dataset: leave out the weights"),
+    ]:
+        with pytest.raises(tierflow.UsageError, match=words):
+            tierflow.data.prepare(model, **{"files": path, **how, **wrong})
+    with pytest.raises(KeyboardInterrupt):  # what progress raises ends it
+
+        def stopped(*_):
+            raise KeyboardInterrupt
+
+        tierflow.data.prepare(model, write_rows(tmp_path / "c.jsonl", [{"messages": messages(CHATS[1])}]), progress=stopped, **how)
 
 
 def test_a_run_goes_on_with_the_rows_that_it_began_with(prepared, tmp_path):
