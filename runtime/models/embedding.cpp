@@ -62,12 +62,10 @@ Carry Embedding::backward(const Gradients& gradients, const Shared& shared, cons
   if (multiplier_ != 1) d = d * rounded_multiplier(d);
   const at::Tensor flat = d.reshape({-1, d.size(-1)}).contiguous(), row = shared.ids.reshape({-1}) - first_row_;
   const at::Tensor& sum = gradients[static_cast<std::size_t>(tokens_)];
-  if (rows_ == vocab_) {
+  if (rows_ == vocab_)
     add_rows_at(sum, row, flat);
-  } else {
-    const at::Tensor here = row.ge(0).logical_and(row.lt(rows_)).nonzero().squeeze(1);
-    add_rows_at(sum, row.index_select(0, here), flat.index_select(0, here));
-  }
+  else
+    add_tile_rows_at(sum, row, flat);
   if (positions_ >= 0 && gradients[static_cast<std::size_t>(positions_)].defined()) {
     const at::Tensor& positions = gradients[static_cast<std::size_t>(positions_)];
     if (shared.documents.empty()) {

@@ -3,19 +3,21 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "runtime/models/ops.h"
 
 namespace tierflow::models {
 namespace {
 
-// 16-bit logits of a chunk: 16 MiB on the CPU; on CUDA more rows, so that the weight gradient's product has enough work
-// for each element of the fp32 sum it reads and writes.
-constexpr std::int64_t kCpuLogits = std::int64_t{8} << 20, kCudaLogits = std::int64_t{64} << 20;
+// 16-bit logits of a chunk: 16 MiB on the CPU; elsewhere 256 MiB: the weight gradient's product has enough work for
+// each element of the fp32 sum it reads and writes, and a vocabulary takes few launches.
+constexpr std::int64_t kCpuLogits = std::int64_t{8} << 20, kDeviceLogits = std::int64_t{128} << 20;
 
 }  // namespace
 
 double sum_in_order(const at::Tensor& losses) {
+  if (losses.is_meta()) return std::numeric_limits<double>::quiet_NaN();
   const at::Tensor host = losses.cpu();
   const double* loss = host.const_data_ptr<double>();
   double sum = 0;
@@ -23,8 +25,8 @@ double sum_in_order(const at::Tensor& losses) {
   return sum;
 }
 
-std::int64_t head_chunk_rows(std::int64_t vocab, bool cuda) {
-  const std::int64_t rows = (cuda ? kCudaLogits : kCpuLogits) / std::max<std::int64_t>(1, vocab) / 16 * 16;
+std::int64_t head_chunk_rows(std::int64_t vocab, bool on_device) {
+  const std::int64_t rows = (on_device ? kDeviceLogits : kCpuLogits) / std::max<std::int64_t>(1, vocab) / 16 * 16;
   return std::max<std::int64_t>(16, rows);
 }
 
@@ -51,7 +53,7 @@ HeadScores LossHead::scores(const Weights& weights, const at::Tensor& hidden, co
   const at::Tensor normed = norm_(weights, token_rows(hidden));
   const at::Tensor output = at_or_none(weights, output_);
   const std::int64_t tokens = normed.size(0),
-                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
+                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), !output.is_cpu());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
   at::Tensor hits = at::zeros({tokens}, normed.options().dtype(at::kBool));
   const TopLogits top = targets.top > 0 ? no_top_logits(tokens, targets.top, normed.device()) : TopLogits{};
@@ -85,7 +87,7 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
   check_targets(targets, output.size(0));
   const at::Tensor d_output = at_or_none(gradients, output_);
   const std::int64_t tokens = normed.size(0),
-                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
+                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), !output.is_cpu());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
   SoftTargets::Losses parts;
   if (targets.teacher.defined()) parts = {.ce = each, .kd = at::zeros_like(each)};

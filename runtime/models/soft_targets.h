@@ -69,7 +69,7 @@ struct Targets {
   SoftTargets teacher;  // training, where there is one
   std::int64_t top;     // evaluation: so many most likely tokens of each position are wanted
 };
-// Throws Exception (kind usage) for a label or a token of the teacher beyond the vocabulary.
+// Throws Exception (kind usage) for a label or a token of the teacher beyond the vocabulary. Meta tensors have none.
 void check_targets(const Targets& targets, std::int64_t vocabulary);
 
 }  // namespace tierflow::models

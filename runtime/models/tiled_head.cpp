@@ -14,7 +14,7 @@ namespace {
 template <class Use>
 void for_each_chunk(const Tensor& normed, const Tensor& output, const LogitRule& rule, Use use) {
   const std::int64_t tokens = normed.size(0),
-                     chunk = std::min(tokens, head_chunk_rows(output.size(0), output.is_cuda()));
+                     chunk = std::min(tokens, head_chunk_rows(output.size(0), !output.is_cpu()));
   const Tensor buffer = at::empty({chunk, output.size(0)}, normed.options());
   for (std::int64_t first = 0; first < tokens; first += chunk) {
     const std::int64_t rows = std::min(chunk, tokens - first);
