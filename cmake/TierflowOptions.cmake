@@ -58,9 +58,10 @@ function(tierflow_together name)
   set_source_files_properties(${ARGN} PROPERTIES UNITY_GROUP ${group})
 endfunction()
 
-# tierflow_test(NAME [LABELS label] LIBRARIES lib... SOURCES file...): one GoogleTest program, one ctest entry for each of its tests.
+# tierflow_test(NAME [LABELS label] [PREFIX prefix] LIBRARIES lib... SOURCES file...): one GoogleTest program, one ctest entry for each of
+# its tests. Tests that two programs have take the prefix in one of them.
 function(tierflow_test name)
-  cmake_parse_arguments(T "" "LABELS" "LIBRARIES;SOURCES" ${ARGN})
+  cmake_parse_arguments(T "" "LABELS;PREFIX" "LIBRARIES;SOURCES" ${ARGN})
   add_executable(${name} ${T_SOURCES})
   target_link_libraries(${name} PRIVATE ${T_LIBRARIES} tierflow_flags GTest::gmock GTest::gtest_main)
   target_include_directories(${name} PRIVATE "${CMAKE_SOURCE_DIR}")
@@ -70,6 +71,6 @@ function(tierflow_test name)
   else()
     target_compile_options(${name} PRIVATE -O1)  # compile time over speed
   endif()
-  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 600 ENVIRONMENT OMP_WAIT_POLICY=passive
+  gtest_discover_tests(${name} TEST_PREFIX "${T_PREFIX}" DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 600 ENVIRONMENT OMP_WAIT_POLICY=passive
     LABELS "${T_LABELS}")
 endfunction()

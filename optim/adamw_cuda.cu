@@ -52,7 +52,7 @@ template <Rule R>
 __global__ __launch_bounds__(kThreads) void update(Update u, bool all_or_none, DeviceReport* report) {
   const std::size_t blocks = (u.n + kBlock - 1) / kBlock;
   const bool drops = all_or_none && !within(report->largest_gradient, u.k.scale);
-  unsigned long long skipped = 0;
+  unsigned skipped = 0;  // by one thread: 64 bits would spill
   for (std::size_t block = thread_number() / kUpdateLanes; block < blocks; block += threads() / kUpdateLanes) {
     UpdateWarp lanes;
     if (drops) {
@@ -61,10 +61,11 @@ __global__ __launch_bounds__(kThreads) void update(Update u, bool all_or_none, D
     } else if (update_block_in_lanes<R>(lanes, u, block)) {
       continue;
     }
-    skipped += static_cast<unsigned long long>(lanes.own.count());
+    skipped += static_cast<unsigned>(lanes.own.count());
   }
   static_assert(sizeof(unsigned long long) == sizeof(report->skipped));
-  if (skipped != 0) atomicAdd(reinterpret_cast<unsigned long long*>(&report->skipped), skipped);
+  if (skipped != 0)
+    atomicAdd(reinterpret_cast<unsigned long long*>(&report->skipped), static_cast<unsigned long long>(skipped));
 }
 
 __global__ __launch_bounds__(kThreads) void look_through(const std::uint16_t* gradient, std::size_t n,

@@ -53,7 +53,7 @@ class Device {
   virtual io::Result<io::Buffer> allocate(std::size_t bytes) = 0;
   // Pins consecutive pieces of host memory, from the first one, so that copies are fast. Each piece is one registration
   // of at most kRegistration bytes (pinning.h). A refusal is no error: copies of the rest are slower, and the text says
-  // so (empty: all is pinned). One memory at a time.
+  // so (empty: all is pinned). One memory at a time. unpin() waits for what is under way: the memory may go after it.
   virtual std::string pin(std::span<const std::span<std::byte>> pieces) = 0;
   virtual void unpin(std::span<std::byte> memory) noexcept = 0;
 

@@ -98,7 +98,9 @@ class CudaDevice final : public Device {
   }
   void unpin(std::span<std::byte> memory) noexcept override {
     if (pinned_.begin() != memory.data()) return;
-    cudaSetDevice(index_);
+    // After an error nobody has waited for what is under way, and the memory goes when this returns.
+    for (const StreamId stream : {StreamId::upload, StreamId::download, StreamId::compute, StreamId::update})
+      cudaStreamSynchronize(of(stream));
     pinned_.unpin([](std::span<std::byte> piece) { cudaHostUnregister(piece.data()); });
   }
 
@@ -192,8 +194,9 @@ class CudaDevice final : public Device {
                        kBlocks = 64;  // enough to fill the bus, few enough to leave the device to its work
     const auto blocks =
         static_cast<unsigned>(std::min<std::size_t>(kBlocks, (elements + 8 * kThreads - 1) / (8 * kThreads)));
-    if (elements != 0) gradient_to_bf16<<<blocks, kThreads, 0, stream>>>(to, from, elements);
-    note(cudaGetLastError());
+    if (elements == 0) return;
+    void* arguments[] = {&to, &from, &elements};
+    note(cudaLaunchKernel(&gradient_to_bf16, blocks, kThreads, arguments, 0, stream));
   }
   // The first failure stays and is what synchronize() gives.
   void note(cudaError_t status) {

@@ -11,13 +11,13 @@ import xml.etree.ElementTree as tree
 # What a machine may lack through no fault of its set-up. Any other reason to skip is a failure.
 ALLOWED = (
     r"no CUDA device here|needs? an NVIDIA GPU",
-    r"this build has CUDA",
+    r"this build has (no )?CUDA",
     r"this machine does not let us (mount|serve)",
     r"this file system punches no holes|the file system refuses O_DIRECT|no way to break this ext4",
     r"which the sanitizer reports as it should",
     r"root may write everywhere",
     r"only root may become another user",
-    r"no dpkg here",
+    r"no (dpkg|cuobjdump) here",
 )
 MOUNTING = ("losetup", "mount", "umount", "mkfs.ext4")  # programs that the tests of real file systems run
 

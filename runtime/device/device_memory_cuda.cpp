@@ -4,9 +4,11 @@
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <dlfcn.h>
+#include <link.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <string>
 
 #include "runtime/base/exception.h"
@@ -22,8 +24,15 @@ using Allocator = c10::cuda::CUDACachingAllocator::CUDAAllocator;
 constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 constexpr const char* kAllocator = "_ZN3c104cuda20CUDACachingAllocator9allocatorE";
 
+// From beside torch's other libraries, by its whole path: a name alone is looked for where the caller's runpath says,
+// and in a tail call from an initialiser the caller is libc.
 void* load_torch_cuda() {
-  return dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
+  void* const torch = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
+  const link_map* at = nullptr;
+  if (torch == nullptr || dlinfo(torch, RTLD_DI_LINKMAP, &at) != 0) return nullptr;
+  const std::string path = std::filesystem::path(at->l_name).replace_filename("libtorch_cuda.so");
+  dlclose(torch);
+  return dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
 }
 
 // ATen asks for CUDA's hooks once, at the first torch::manual_seed for one, and goes without them for good where the

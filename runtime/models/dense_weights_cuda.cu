@@ -89,7 +89,9 @@ __device__ void widen(const Stored& stored, std::uint64_t first, float (&values)
   } else if constexpr (format == WeightFormat::mxfp4) {
     const std::uint32_t codes = stored.word(first / 2);
     std::uint64_t row = first / at.columns, column = first % at.columns;
-    for (unsigned i = 0; i < kEach && first + i < at.elements; ++i) {
+#pragma unroll  // so that the values are registers
+    for (unsigned i = 0; i < kEach; ++i) {
+      if (first + i >= at.elements) continue;
       const auto scale =
           static_cast<std::uint8_t>(stored.bytes[at.scales + row / weights::kMxBlock * at.columns + column]);
       values[i] = __fmul_rn(e2m1(codes >> 4 * i & 15U), e8m0(scale));
@@ -101,7 +103,9 @@ __device__ void widen(const Stored& stored, std::uint64_t first, float (&values)
   } else {
     const std::uint64_t tiles = (at.columns + weights::kFp8Tile - 1) / weights::kFp8Tile;
     std::uint64_t row = first / at.columns, column = first % at.columns;
-    for (unsigned i = 0; i < kEach && first + i < at.elements; ++i) {
+#pragma unroll
+    for (unsigned i = 0; i < kEach; ++i) {
+      if (first + i >= at.elements) continue;
       const float scale = stored.number(at.scales, row / weights::kFp8Tile * tiles + column / weights::kFp8Tile);
       values[i] = __fmul_rn(e4m3(static_cast<std::uint8_t>(stored.bytes[first + i])), scale);
       if (++column == at.columns) {
@@ -126,7 +130,9 @@ __global__ __launch_bounds__(kThreads) void widen_all(Stored stored, std::uint16
       pairs[i] = word(values[2 * i]) | static_cast<std::uint32_t>(word(values[2 * i + 1])) << 16;
     *reinterpret_cast<uint4*>(words + first) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   } else {
-    for (unsigned i = 0; i < stored.at.elements - first; ++i) words[first + i] = word(values[i]);
+#pragma unroll
+    for (unsigned i = 0; i < kEach; ++i)
+      if (first + i < stored.at.elements) words[first + i] = word(values[i]);
   }
 }
 
@@ -137,12 +143,18 @@ void require(cudaError_t status) {
                               .detail = cudaGetErrorString(status)});
 }
 
+template <WeightFormat format>
+void launch(Stored stored, std::uint16_t* words, cudaStream_t on) {
+  const auto grid = static_cast<unsigned>((stored.at.elements + kThreads * kEach - 1) / (kThreads * kEach));
+  void* arguments[] = {&stored, &words};
+  require(cudaLaunchKernel(&widen_all<format>, grid, kThreads, arguments, 0, on));
+}
+
 }  // namespace
 
 void dense_on_device(WeightFormat format, const WeightLayout& layout, const std::byte* stored, std::uint16_t* words,
                      int device, void* stream) {
   if (layout.elements == 0) return;
-  const auto grid = static_cast<unsigned>((layout.elements + kThreads * kEach - 1) / (kThreads * kEach));
   const auto on = static_cast<cudaStream_t>(stream);
   const Stored all{stored, layout};
   require(cudaSetDevice(device));
@@ -153,22 +165,21 @@ void dense_on_device(WeightFormat format, const WeightLayout& layout, const std:
       require(cudaMemcpyAsync(words, stored, layout.elements * sizeof(*words), cudaMemcpyDeviceToDevice, on));
       break;
     case WeightFormat::int8:
-      widen_all<WeightFormat::int8><<<grid, kThreads, 0, on>>>(all, words);
+      launch<WeightFormat::int8>(all, words, on);
       break;
     case WeightFormat::nf4:
-      widen_all<WeightFormat::nf4><<<grid, kThreads, 0, on>>>(all, words);
+      launch<WeightFormat::nf4>(all, words, on);
       break;
     case WeightFormat::nf4_double:
-      widen_all<WeightFormat::nf4_double><<<grid, kThreads, 0, on>>>(all, words);
+      launch<WeightFormat::nf4_double>(all, words, on);
       break;
     case WeightFormat::fp8:
-      widen_all<WeightFormat::fp8><<<grid, kThreads, 0, on>>>(all, words);
+      launch<WeightFormat::fp8>(all, words, on);
       break;
     case WeightFormat::mxfp4:
-      widen_all<WeightFormat::mxfp4><<<grid, kThreads, 0, on>>>(all, words);
+      launch<WeightFormat::mxfp4>(all, words, on);
       break;
   }
-  require(cudaGetLastError());
 }
 
 }  // namespace tierflow::models

@@ -22,3 +22,18 @@ add_executable(adapter_probe session/adapter_probe.cpp)
 target_link_libraries(adapter_probe PRIVATE tierflow::session tierflow_flags)
 target_include_directories(adapter_probe PRIVATE "${CMAKE_SOURCE_DIR}")
 target_compile_options(adapter_probe PRIVATE -O1)
+
+# Whether torch's CUDA library is loaded before main(): a program that claims a card by answering for access().
+tierflow_test(early_load_test LIBRARIES tierflow_flags SOURCES device/early_load_test.cpp)
+get_target_property(sources tierflow_session SOURCES)
+if("device/device_memory_cuda.cpp" IN_LIST sources)
+  add_executable(early_load_probe device/early_load_probe.cpp)
+  target_link_libraries(early_load_probe PRIVATE tierflow::session tierflow_flags)
+  target_compile_options(early_load_probe PRIVATE -O1)
+  # The library's object is in the program, as it is in one that trains.
+  target_link_options(early_load_probe PRIVATE -Wl,--wrap=access -Wl,--undefined=_ZN8tierflow12DeviceMemory4cudaEv)
+  add_dependencies(early_load_test early_load_probe)
+  target_compile_definitions(early_load_test PRIVATE TIERFLOW_EARLY_LOAD_PROBE="$<TARGET_FILE:early_load_probe>")
+else()
+  target_compile_definitions(early_load_test PRIVATE TIERFLOW_EARLY_LOAD_PROBE="")
+endif()

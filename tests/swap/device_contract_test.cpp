@@ -1,4 +1,5 @@
-// One contract over every device: the CPU's, the CPU's with delays and poison, and CUDA's where there is one.
+// One contract over every device (devices_under_test.h): the CPU's, the CPU's with delays and poison, and CUDA's where
+// there is one; in a program of its own CUDA's over the stand-in for its runtime.
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -8,23 +9,17 @@
 #include <random>
 #include <vector>
 
-#include "swap/device.h"
 #include "swap/host_memory.h"
+#include "tests/swap/devices_under_test.h"
 
 namespace tierflow::swap {
 namespace {
 
-class DeviceContract : public ::testing::TestWithParam<std::string> {
+class DeviceContract : public ::testing::TestWithParam<DeviceUnderTest> {
  protected:
   void SetUp() override {
-    if (GetParam() == "cuda") {
-      if (!cuda_available()) GTEST_SKIP() << "no CUDA device here";
-      auto opened = open_cuda_device(0);
-      ASSERT_TRUE(opened.ok()) << opened.error().message();
-      device_ = std::move(opened).value();
-    } else {
-      device_ = open_cpu_device({.chaos_seed = GetParam() == "cpu_chaos" ? 5U : 0U});
-    }
+    device_ = GetParam().open();
+    if (device_ == nullptr) GTEST_SKIP() << "no CUDA device here";
     auto memory = HostMemory::create(std::vector<std::size_t>(3, kBytes), *device_);
     ASSERT_TRUE(memory.ok());
     memory_ = std::move(memory).value();
@@ -116,15 +111,15 @@ TEST_P(DeviceContract, TheUpdateStreamRoundsAndKeepsItsOrder) {
   int calls = 0;
   device_->enqueue(StreamId::update, [&](const DeviceQueue& queue) {
     ++calls;
-    EXPECT_EQ(queue.device == DeviceQueue::kHost, GetParam() != "cuda");
-    EXPECT_EQ(queue.stream == nullptr, GetParam() != "cuda");
+    EXPECT_EQ(queue.device == DeviceQueue::kHost, device_->name() == "cpu");
+    EXPECT_EQ(queue.stream == nullptr, device_->name() == "cpu");
     if (queue.device == DeviceQueue::kHost) rounded[0] ^= std::byte{1};
   });
   device_->copy_to_host(StreamId::update, other.data(), rounded, other.size());
   ASSERT_FALSE(device_->synchronize(device_->record(StreamId::update)));
   ASSERT_FALSE(device_->synchronize(device_->record(StreamId::download)));
   EXPECT_EQ(calls, 1);
-  if (GetParam() != "cuda") other[0] ^= std::byte{1};
+  if (device_->name() == "cpu") other[0] ^= std::byte{1};
   EXPECT_EQ(std::memcmp(one.data(), other.data(), one.size()), 0);
 }
 
@@ -132,8 +127,30 @@ TEST_P(DeviceContract, AnEmptyAllocationIsFine) {
   EXPECT_TRUE(device_->allocate(0).ok());
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, DeviceContract, ::testing::Values("cpu", "cpu_chaos", "cuda"),
-                         [](const auto& info) { return info.param; });
+// Memory that was never pinned, in part or at all: slower, and the same bytes.
+TEST_P(DeviceContract, MemoryThatIsNotPinnedIsAsGood) {
+  std::vector<float> values(100003);
+  std::mt19937 random(6);
+  for (float& value : values) value = std::bit_cast<float>(static_cast<std::uint32_t>(random()));
+  std::vector<float> back(values.size());
+  std::vector<std::uint16_t> rounded(values.size());
+  const auto* sums = reinterpret_cast<const float*>(arena_.data());
+  for (int round = 0; round < 3; ++round) {
+    values[0] = static_cast<float>(round);
+    device_->copy_to_device(StreamId::upload, arena_.data(), reinterpret_cast<const std::byte*>(values.data()),
+                            4 * values.size());
+    ASSERT_FALSE(device_->synchronize(device_->record(StreamId::upload)));
+    device_->gradient_to_host(StreamId::download, rounded.data(), sums, values.size());
+    device_->copy_to_host(StreamId::download, reinterpret_cast<std::byte*>(back.data()), arena_.data(),
+                          4 * values.size());
+    ASSERT_FALSE(device_->synchronize(device_->record(StreamId::download)));
+    ASSERT_EQ(std::memcmp(values.data(), back.data(), 4 * values.size()), 0);
+    for (std::size_t i = 0; i < values.size(); ++i) ASSERT_EQ(rounded[i], gradient_to_bf16(values[i])) << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, DeviceContract, ::testing::ValuesIn(devices_under_test()),
+                         [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace tierflow::swap

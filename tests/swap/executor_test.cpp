@@ -19,6 +19,7 @@
 #include "swap/arrange.h"
 #include "swap/planner.h"
 #include "tests/support/power_cut.h"
+#include "tests/swap/devices_under_test.h"
 
 namespace tierflow::swap {
 namespace {
@@ -132,7 +133,7 @@ class ToyWork final : public HostWork {
   }
   io::Error update_on_device(const Chunk& chunk, Device& device, const DeviceUpdate& at) override {
     if (at.sum != nullptr) device.round_gradient(StreamId::update, at.gradient, at.sum, chunk.elements);
-    device.enqueue(StreamId::update, [n = chunk.elements, at](const DeviceQueue&) {
+    compute_on(device, StreamId::update, [n = chunk.elements, at] {
       for (std::uint64_t i = 0; i < n; ++i) toy_update(at.words[i], at.gradient[i], at.state[i]);
     });
     ++updated;
@@ -192,6 +193,10 @@ class Run {
  public:
   Run(const Toy& toy, const Case& with) : toy_(toy), case_(with), layout_(toy.units, toy.stages, toy.chunk_elements) {}
 
+  ~Run() {  // what is enqueued works on members
+    if (device_ != nullptr) static_cast<void>(device_->synchronize(device_->record(StreamId::compute)));
+  }
+
   void prepare() {
     std::vector<std::uint64_t> swapped(layout_.stages().size(), 0);
     for (std::size_t stage = 1; stage + 1 < swapped.size(); ++stage) swapped[stage] = kSector * (1 + stage);
@@ -208,7 +213,7 @@ class Run {
     arrangement_ = std::move(arrangement).value();
     ASSERT_LE(arrangement_.host_bytes(layout_), case_.host);
     ASSERT_LE(arrangement_.device_bytes(), case_.device);
-    device_ = open_cpu_device({.chaos_seed = case_.chaos});
+    device_ = open_toy_device(case_.chaos);
     std::vector<bool> stored_gradients = arrangement_.deferred;
     for (std::size_t id = 0; id < stored_gradients.size(); ++id)
       stored_gradients[id] = stored_gradients[id] && !arrangement_.gradient_resident[id];
@@ -327,46 +332,55 @@ class Run {
 
   void visits(int step) {
     const int stages = static_cast<int>(layout_.stages().size());
-    std::vector<std::uint64_t> carry(case_.micro_batches);
-    std::vector<std::vector<std::uint64_t>> inputs(stages, std::vector<std::uint64_t>(case_.micro_batches));
+    carry_.assign(case_.micro_batches, 0);
+    inputs_.assign(stages, std::vector<std::uint64_t>(case_.micro_batches));
     for (int micro_batch = 0; micro_batch < case_.micro_batches; ++micro_batch)
-      carry[micro_batch] = step * 100 + micro_batch;
+      carry_[micro_batch] = step * 100 + micro_batch;
     for (int order = 0; order < 2 * stages - 1; ++order) {
       const int stage = order < stages ? order : 2 * stages - 2 - order;
       const Pass pass = order < stages - 1 ? Pass::forward : order == stages - 1 ? Pass::head : Pass::backward;
       for (int micro_batch = 0; micro_batch < case_.micro_batches; ++micro_batch) {
         auto entered = executor_->enter(stage, pass, micro_batch);
         ASSERT_TRUE(entered.ok()) << entered.error().message();
-        const auto& units = layout_.stages()[stage].units;
-        if (pass == Pass::forward) inputs[stage][micro_batch] = carry[micro_batch];
-        if (entered->slot != nullptr) {
-          // All of it a function of the item: what comes back from another item, or in part, shows as a difference.
-          const std::uint64_t bytes = entered->item->bytes();
-          auto* slot = reinterpret_cast<std::uint64_t*>(entered->slot);
-          std::uint64_t value = mix(inputs[stage][micro_batch], stage);
-          for (std::uint64_t i = 0; i < bytes / 8; ++i) {
-            value = mix(value, i);
-            if (pass == Pass::backward && slot[i] != value) results_.push_back(0);
-            slot[i] = pass == Pass::forward ? value : 0;
-          }
-          swapped += entered->activations == Activations::swap ? 1 : 0;
-        }
-        if (case_.pause.count() != 0) std::this_thread::sleep_for(case_.pause);
-        for (std::size_t u = 0; u < units.size(); ++u) {
-          const std::uint64_t n = layout_.unit_elements(units[u]);
-          const std::uint64_t at = entered->visit->weights[u];
-          const auto* words = at == kNowhere ? nullptr : reinterpret_cast<const std::uint16_t*>(entered->arena + at);
-          if (pass != Pass::backward) carry[micro_batch] = toy_forward(carry[micro_batch], {words, n});
-          if (pass == Pass::forward) continue;
-          auto* gradient = reinterpret_cast<float*>(entered->arena + entered->visit->gradients[u]);
-          if (micro_batch == 0 && entered->visit->fresh_gradient[u]) std::memset(gradient, 0, 4 * n);
-          for (std::uint64_t i = 0; i < n; ++i)
-            gradient[i] += toy_gradient(stage == 0 ? 1 : words[i], stage, micro_batch);
-        }
+        swapped += entered->slot != nullptr && entered->activations == Activations::swap ? 1 : 0;
+        // The host runs ahead: the visit may be gone when the stream comes to it.
+        compute_on(
+            *device_, StreamId::compute,
+            [this, stage, pass, micro_batch, visit = *entered->visit, arena = entered->arena, item = entered->item,
+             slot = entered->slot] { compute(stage, pass, micro_batch, visit, arena, item, slot); });
         ASSERT_OK(executor_->leave());
-        if (pass == Pass::head) results_.push_back(carry[micro_batch]);
       }
     }
+    ASSERT_OK(device_->synchronize(device_->record(StreamId::compute)));
+  }
+
+  void compute(int stage, Pass pass, int micro_batch, const Visit& visit, std::byte* arena, const Item* item,
+               std::byte* swap_slot) {
+    const auto& units = layout_.stages()[stage].units;
+    if (pass == Pass::forward) inputs_[stage][micro_batch] = carry_[micro_batch];
+    if (swap_slot != nullptr) {
+      // All of it a function of the item: what comes back from another item, or in part, shows as a difference.
+      const std::uint64_t bytes = item->bytes();
+      auto* slot = reinterpret_cast<std::uint64_t*>(swap_slot);
+      std::uint64_t value = mix(inputs_[stage][micro_batch], stage);
+      for (std::uint64_t i = 0; i < bytes / 8; ++i) {
+        value = mix(value, i);
+        if (pass == Pass::backward && slot[i] != value) results_.push_back(0);
+        slot[i] = pass == Pass::forward ? value : 0;
+      }
+    }
+    if (case_.pause.count() != 0) std::this_thread::sleep_for(case_.pause);
+    for (std::size_t u = 0; u < units.size(); ++u) {
+      const std::uint64_t n = layout_.unit_elements(units[u]);
+      const std::uint64_t at = visit.weights[u];
+      const auto* words = at == kNowhere ? nullptr : reinterpret_cast<const std::uint16_t*>(arena + at);
+      if (pass != Pass::backward) carry_[micro_batch] = toy_forward(carry_[micro_batch], {words, n});
+      if (pass == Pass::forward) continue;
+      auto* gradient = reinterpret_cast<float*>(arena + visit.gradients[u]);
+      if (micro_batch == 0 && visit.fresh_gradient[u]) std::memset(gradient, 0, 4 * n);
+      for (std::uint64_t i = 0; i < n; ++i) gradient[i] += toy_gradient(stage == 0 ? 1 : words[i], stage, micro_batch);
+    }
+    if (pass == Pass::head) results_.push_back(carry_[micro_batch]);
   }
 
   const Toy toy_;
@@ -381,7 +395,8 @@ class Run {
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Planner> planner_;
   std::shared_ptr<ToyWork> work_ = std::make_shared<ToyWork>();
-  std::vector<std::uint64_t> results_;
+  std::vector<std::uint64_t> results_, carry_;
+  std::vector<std::vector<std::uint64_t>> inputs_;
   bool pending_ = false;
 };
 
