@@ -235,6 +235,16 @@ TIERFLOW_TOGETHER void clear_row(Team& team, std::uint16_t* x, std::int64_t n) {
   });
 }
 
+// The softmax of a row, times a factor.
+template <class Team>
+TIERFLOW_TOGETHER void shares_of_row(Team& team, std::uint16_t* logits, std::int64_t n, float most, float factor) {
+  team.each([&](int thread, int threads) {
+    map_words(
+        thread, threads, n, [&](std::int64_t, std::uint16_t logit) { return softmax_share(logit, most, factor); },
+        logits, logits);
+  });
+}
+
 // cross_entropy() of one row. A label beyond the vocabulary, of which nobody has said so before, gives a loss of NaN.
 template <class Team>
 TIERFLOW_TOGETHER void cross_entropy_row(Team& team, std::uint16_t* logits, std::int64_t label, double* loss,
@@ -249,17 +259,12 @@ TIERFLOW_TOGETHER void cross_entropy_row(Team& team, std::uint16_t* logits, std:
   const std::uint16_t at_label = label < vocab ? logits[label] : std::uint16_t{0x7fc0};
   const float most = largest_of_row(team, logits, vocab).value;
   const double total = exponentials_of_row(team, logits, vocab, most);
-  team.each([&](int thread, int threads) {
-    if (thread == 0) *loss = loss_of(total, most, at_label);
-    if (!gradient) return;
-    const auto factor = static_cast<float>(static_cast<double>(scale) / total);
-    map_words(
-        thread, threads, vocab,
-        [&](std::int64_t i, std::uint16_t logit) {
-          return i == label ? label_gradient(loss_of(total, most, at_label), scale)
-                            : softmax_share(logit, most, factor);
-        },
-        logits, logits);
+  if (gradient) shares_of_row(team, logits, vocab, most, static_cast<float>(static_cast<double>(scale) / total));
+  team.each([&](int thread, int) {
+    if (thread != 0) return;
+    const double own = loss_of(total, most, at_label);
+    *loss = own;
+    if (gradient && label < vocab) logits[label] = label_gradient(own, scale);
   });
 }
 
@@ -299,14 +304,13 @@ TIERFLOW_TOGETHER void softmax_gradient_row(Team& team, std::uint16_t* logits, s
     clear_row(team, logits, width);
     return;
   }
-  const auto most = static_cast<float>(factors[0]), factor = static_cast<float>(factors[1]);
-  team.each([&](int thread, int threads) {
-    map_words(
-        thread, threads, width,
-        [&](std::int64_t i, std::uint16_t logit) {
-          return first + i == label ? label_gradient(logit, factors) : softmax_share(logit, most, factor);
-        },
-        logits, logits);
+  const std::int64_t column = label - first;
+  const bool here = column >= 0 && column < width;
+  const std::uint16_t at_label = here ? logits[column] : std::uint16_t{0};
+  team.each([](int, int) {});  // until all have read it
+  shares_of_row(team, logits, width, static_cast<float>(factors[0]), static_cast<float>(factors[1]));
+  team.each([&](int thread, int) {
+    if (thread == 0 && here) logits[column] = label_gradient(at_label, factors);
   });
 }
 
