@@ -112,8 +112,9 @@ Carry LayeredModel::differentiate(const Weights& leaves, const Gradients& gradie
                                   const Carry& d_out, const std::function<Carry(const Carry&)>& forward) {
   const torch::AutoGradMode grad(true);
   for (std::size_t i = 0; i < leaves.size(); ++i) {
-    leaves[i].requires_grad_(gradients.at(i).defined());
-    if (gradients[i].defined())
+    const bool wanted = gradients.wants(static_cast<int>(i));
+    leaves[i].requires_grad_(wanted);
+    if (wanted)
       torch::autograd::impl::set_post_acc_grad_hooks(leaves[i], std::make_unique<AddAndRelease>(gradients[i]));
   }
   Carry inputs;

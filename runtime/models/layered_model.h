@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "runtime/models/gradients.h"
 #include "runtime/models/micro_batch.h"
 #include "runtime/models/soft_targets.h"
 #include "runtime/models/token_scale.h"
@@ -21,11 +22,12 @@ using Carry = std::vector<torch::Tensor>;
 // Weights of a stage: the tensors of its units in UnitSpec order, unit after unit; bf16 in the model, in the
 // checkpoint's shapes.
 using Weights = std::vector<torch::Tensor>;
-// fp32 accumulators, one beside each weight, the same shapes.
-using Gradients = std::vector<torch::Tensor>;
 // The one at a position that a TensorIndex gave.
 inline const torch::Tensor& at_position(const std::vector<torch::Tensor>& tensors, int position) {
   return tensors[static_cast<std::size_t>(position)];
+}
+inline const torch::Tensor& at_position(const Gradients& sums, int position) {
+  return sums[static_cast<std::size_t>(position)];
 }
 
 // Keys and values of sequences that are being generated (key_value_cache.h).

@@ -83,7 +83,6 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
   const at::Tensor normed = norm_(weights, in, &kept);
   const at::Tensor output = at_or_none(weights, output_);
   check_targets(targets, output.size(0));
-  const at::Tensor d_output = at_or_none(gradients, output_);
   const std::int64_t tokens = normed.size(0),
                      chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
@@ -115,7 +114,7 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
     }
     rule_.backward(logits, slope);
     at::mm_out(d_part, logits, output);
-    add_product(d_output, logits, part);
+    gradients.add_product(output_, logits, part);
   }
   buffer.reset();
 

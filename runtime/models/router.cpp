@@ -83,7 +83,7 @@ Routing Router::route(const Weights& weights, const at::Tensor& logits) const {
 at::Tensor Router::backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_logits,
                             const at::Tensor& normed) const {
   const at::Tensor x = in_type(normed), d = d_logits.to(x.scalar_type());
-  add_product(sums[static_cast<std::size_t>(weight_)], d, x);
+  sums.add_product(weight_, d, x);
   add_rows(at_or_none(sums, bias_), d_logits);
   return at::mm(d, in_type(weights[static_cast<std::size_t>(weight_)]));
 }

@@ -290,18 +290,24 @@ swap::Entered Session::Impl::enter(int stage, swap::Pass pass, int micro_batch) 
   return value_or_throw(executor().enter(stage, pass, micro_batch));
 }
 
-// All of a fresh gradient begins with zeros, what lies between its tensors included.
+// All of a fresh gradient stands for zeros, what lies between its tensors included.
 Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_batch) const {
   const swap::Visit& visit = *entered.visit;
   const std::vector<int>& units = plan.layout->stages()[visit.stage].units;
   const auto floats = torch::TensorOptions().dtype(torch::kFloat32).device(torch_device);
-  for (std::size_t position = 0; micro_batch == 0 && position < units.size(); ++position)
-    if (visit.fresh_gradient[position])
-      torch::from_blob(entered.arena + visit.gradients[position],
-                       {static_cast<std::int64_t>(plan.layout->gradient_bytes(units[position]) / sizeof(float))},
-                       floats)
-          .zero_();
-  return state->gradients(entered);
+  std::vector<torch::Tensor> sums = state->gradients(entered);
+  std::vector<bool> fresh;
+  for (std::size_t position = 0; micro_batch == 0 && position < units.size(); ++position) {
+    const bool begins = visit.fresh_gradient[position];
+    fresh.resize(fresh.size() + model->spec().units[units[position]].tensors.size(), begins);
+    if (begins)
+      begin_region(
+          torch::from_blob(entered.arena + visit.gradients[position],
+                           {static_cast<std::int64_t>(plan.layout->gradient_bytes(units[position]) / sizeof(float))},
+                           floats),
+          sums, products_overwrite(torch_device));
+  }
+  return gradients_on(torch_device, std::move(sums), std::move(fresh));
 }
 
 std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches) const {

@@ -47,6 +47,7 @@ struct Session::Impl {
   std::shared_ptr<OptimizerWork> make_work(double lr);
   swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
   void leave() { throw_if(executor().leave()); }
+  // Sums of a micro-batch's gradients: what the first one does not write, settle() does.
   Gradients gradients_of(const swap::Entered& entered, int micro_batch) const;
   std::vector<Shared> share(const std::vector<MicroBatch>& batches) const;
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;

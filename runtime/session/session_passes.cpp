@@ -127,8 +127,11 @@ HeadResult Session::Impl::head_of_pairs(const swap::Entered& entered, int micro_
     throw Exception(io::ErrorKind::usage, "layers of one's own have no loss of each token: pairs are not trained on");
   losses = losses.cpu();
   totals = pair_totals(options.loss, batch, losses);
-  return model->head_loss_and_backward(bound, gradients_of(entered, micro_batch), carries[micro_batch], shared,
-                                       pair_scale(options.loss, batch, losses, objective.pairs));
+  const Gradients gradients = gradients_of(entered, micro_batch);
+  HeadResult head = model->head_loss_and_backward(bound, gradients, carries[micro_batch], shared,
+                                                  pair_scale(options.loss, batch, losses, objective.pairs));
+  gradients.settle();
+  return head;
 }
 
 void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective& objective, StepResult& result,
@@ -140,10 +143,15 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective&
     compute(starts_afresh(entered, micro_batch), [&] {
       seed_random(last, micro_batch);
       PairTotals totals;
-      HeadResult head = options.loss.pairs()
-                            ? head_of_pairs(entered, micro_batch, shared[micro_batch], objective, totals)
-                            : model->head_loss_and_backward(weights(entered), gradients_of(entered, micro_batch),
-                                                            carries[micro_batch], shared[micro_batch], scale);
+      HeadResult head;
+      if (options.loss.pairs()) {
+        head = head_of_pairs(entered, micro_batch, shared[micro_batch], objective, totals);
+      } else {
+        const Gradients gradients = gradients_of(entered, micro_batch);
+        head = model->head_loss_and_backward(weights(entered), gradients, carries[micro_batch], shared[micro_batch],
+                                             scale);
+        gradients.settle();
+      }
       result.loss += options.loss.pairs() ? totals.loss + totals.nll : head.loss_sum;
       result.ce_loss += head.ce_sum;
       result.kd_loss += head.kd_sum;
@@ -182,6 +190,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
             made == nullptr
                 ? model->backward(stage, bound, gradients, input, shared[micro_batch], d_out)
                 : model->backward_kept(stage, bound, gradients, input, shared[micro_batch], d_out, std::move(made));
+        gradients.settle();
         inputs[stage][micro_batch].clear();
       });
       if (gradient_init != nullptr && micro_batch + 1 == static_cast<int>(shared.size()))

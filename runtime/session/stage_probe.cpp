@@ -136,7 +136,8 @@ auto StageProbe::run(int stage, bool backward, double& seconds, const Given& giv
   const std::uint64_t fixed = memory_.stats().used;
   if (!settled_) memory_.reset_peak();
   const auto compute = [&](const Given& with) {
-    return work(models::dense_weights(model_.spec(), stage, bound.weights), bound.gradients, with);
+    return work(models::dense_weights(model_.spec(), stage, bound.weights),
+                gradients_on(torch_device_, bound.gradients, {}), with);
   };
   auto out = compute(given);
   if (settled_) return out;

@@ -12,8 +12,8 @@ TEST_P(Step, repeats_its_bits) {
   ResidentModel m = resident(GetParam(), torch::kBFloat16);
   const MicroBatch tokens = batch(3, 40);
   const double loss = m.forward_backward(tokens, 0.5, true, 7);
-  const std::vector<Gradients> first = m.gradients;
-  std::vector<Gradients> kept;
+  const std::vector<std::vector<torch::Tensor>> first = m.gradients;
+  std::vector<std::vector<torch::Tensor>> kept;
   for (auto& unit : m.gradients) {
     kept.emplace_back();
     for (auto& gradient : unit) kept.back().push_back(gradient.clone());
@@ -37,7 +37,7 @@ TEST_P(Step, blocks_may_share_one_slot) {
   const Shared shared = m.model->share(tokens, torch::kCPU);
   const int last = m.stages() - 1;
   Weights slot;
-  Gradients sums;
+  std::vector<torch::Tensor> sums;
   for (const auto& weight : m.units[1]) {
     slot.push_back(torch::empty_like(weight));
     sums.push_back(torch::empty(weight.sizes(), torch::kFloat));
@@ -54,7 +54,7 @@ TEST_P(Step, blocks_may_share_one_slot) {
     inputs.push_back(m.model->forward(stage, stage == 0 ? m.bind(0, m.units) : slot, inputs.back(), shared, true));
     for (auto& weight : slot) weight.fill_(NAN);
   }
-  std::vector<Gradients> head = m.gradients;
+  std::vector<std::vector<torch::Tensor>> head = m.gradients;
   for (auto& unit : head) {
     for (auto& gradient : unit) gradient = torch::zeros_like(gradient);
   }
