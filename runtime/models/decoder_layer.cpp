@@ -134,7 +134,7 @@ void embedding_backward(const Tensor& sum, const Tensor& ids, const Tensor& d, s
   sum.index_add_(0, found, own.to(at::kBFloat16).to(at::kFloat));
 }
 
-double cross_entropy_sum(const Tensor& logits, const Tensor& labels) {
+Tensor cross_entropy_sum(const Tensor& logits, const Tensor& labels) {
   const at::NoGradGuard no_grad;
   Tensor read = logits.detach();
   const Tensor losses = at::zeros({read.size(0)}, read.options().dtype(at::kDouble));

@@ -53,6 +53,7 @@ struct Shared {
   // Of packed rows, as in MicroBatch. Undefined and empty where each row is one document.
   torch::Tensor positions = {};
   std::vector<Document> documents = {};
+  torch::Tensor ends = {};  // where they begin in all tokens, and the end: int32 [documents + 1]
   // Of a CachedRow; null and empty elsewhere.
   KeyValueCache* cache = nullptr;
   std::vector<CachedSpan> spans = {};
@@ -63,7 +64,8 @@ struct Shared {
   // Tokens of the longest document, with those in the cache.
   std::int64_t longest() const;
 };
-// A micro-batch on `device`, without tables. Throws as MicroBatch::documents() does.
+// A micro-batch on `device`, without tables; the host does not wait for the copy (upload.h). Throws as
+// MicroBatch::documents() does.
 Shared shared_of(const MicroBatch& batch, torch::Device device);
 Shared shared_of(const CachedRow& row, torch::Device device);
 
@@ -80,11 +82,13 @@ struct HeadScores {
   torch::Tensor top_ids = {}, top_log_probabilities = {};
 };
 
+// Its sums are numbers on the device of the carry, fp64, in an order that shapes alone decide: to read one is to wait
+// for the device.
 struct HeadResult {
-  double loss_sum = 0;  // over the tokens that count, natural log, summed in double
-  Carry d_carry;        // gradient of the sum of each token's loss times its scale
+  torch::Tensor loss_sum = {};  // over the tokens that count, natural log
+  Carry d_carry = {};           // gradient of the sum of each token's loss times its scale
   // Where there is a teacher, the sums whose weighted sum is loss_sum (soft_targets.h).
-  double ce_sum = 0, kd_sum = 0;
+  torch::Tensor ce_sum = {}, kd_sum = {};
 };
 
 // What a forward leaves on the device so that its backward need not compute it again. It contains no weight.

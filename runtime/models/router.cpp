@@ -6,6 +6,7 @@
 
 #include "runtime/models/norm.h"
 #include "runtime/models/ops.h"
+#include "runtime/models/upload.h"
 
 namespace tierflow::models {
 namespace {
@@ -100,7 +101,7 @@ Assignment assign(const ExpertsSpec& spec, const at::Tensor& chosen) {
   at::Tensor places = at::empty({pairs}, at::kLong);
   auto* place = places.mutable_data_ptr<std::int64_t>();
   for (std::int64_t pair = 0; pair < pairs; ++pair) place[next[static_cast<std::size_t>(expert[pair])]++] = pair;
-  assignment.places = places.to(chosen.device());
+  assignment.places = upload({places}, chosen.device()).front();
   assignment.tokens = assignment.places.div(spec.per_token, "floor");
   return assignment;
 }

@@ -130,10 +130,10 @@ Carry TiledHead::logits(int stage, const Weights& weights, const Carry& carry) c
 HeadScores TiledHead::scores(const Weights& weights, const Carry& carry, const Targets& targets) const {
   const at::NoGradGuard no_grad;
   const int last = norm_stage_ + static_cast<int>(tiles_.size());
-  check_targets(targets, tiles_.back().first + weights[static_cast<std::size_t>(tiles_.back().output)].size(0));
   const Carry out = forward(last, weights, carry, targets);
   const Tensor &sums = out.at(1), losses = softmax_losses(sums, targets.labels);
-  HeadScores scores{.loss_sum = sum_in_order(losses), .losses = losses, .hits = softmax_hits(sums, targets.labels)};
+  HeadScores scores{
+      .loss_sum = sum_in_order(losses).item<double>(), .losses = losses, .hits = softmax_hits(sums, targets.labels)};
   if (targets.top > 0) {
     scores.top_ids = out.at(3);
     scores.top_log_probabilities = top_log_probabilities({.values = out[2], .ids = out[3]}, sums);
@@ -149,7 +149,6 @@ HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients&
   const Tensor &normed = carry.at(0), &labels = targets.labels, sums = carry.at(1).clone();
   const Tensor soft_sums = soft ? carry.at(2).clone() : Tensor();
   const Tensor output = at_or_none(weights, last.output);
-  check_targets(targets, last.first + output.size(0));
   const Tensor factors = at::empty({sums.size(0), soft ? 5 : 3}, sums.options()), d = empty_sum(normed);
   for_each_chunk(normed, output, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
     const Tensor chunk_labels = labels.narrow(0, first, rows), chunk_sums = sums.narrow(0, first, rows);

@@ -331,7 +331,10 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
         batch.ids.size(1) > options.sequence_length || batch.labels.sizes() != batch.ids.sizes())
       wrong("a micro-batch has ids and labels of at most " + std::to_string(options.micro_batch) + " x " +
             std::to_string(options.sequence_length) + " tokens");
-  for (const MicroBatch& batch : batches) batch.documents();  // throws where positions are wrong
+  for (const MicroBatch& batch : batches) batch.documents();        // throws where positions are wrong
+  const std::int64_t vocabulary = model->spec().config.vocab_size;  // of layers of one's own nobody knows it
+  for (std::size_t i = 0; i < batches.size() && vocabulary > 0; ++i)
+    check_tokens(batches[i], vocabulary, "micro-batch " + std::to_string(i));
   if (!train || !options.loss.distills()) return;
   for (const MicroBatch& batch : batches) {
     std::vector<std::int64_t> shape = batch.ids.sizes().vec();

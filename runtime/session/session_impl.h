@@ -74,6 +74,8 @@ struct Session::Impl {
     PairCounts pairs;
   };
   void head_all(const std::vector<Shared>& shared, const Objective& objective, StepResult& result, OptimizerWork& work);
+  // Adds the losses of a step's micro-batches to its result, in their order: the one wait for the device in a step.
+  static void read_losses(const std::vector<HeadResult>& heads, StepResult& result);
   HeadResult head_of_pairs(const swap::Entered& entered, int micro_batch, const Shared& shared,
                            const Objective& objective, PairTotals& totals);
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);

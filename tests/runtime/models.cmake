@@ -6,6 +6,7 @@ add_executable(models_test
   models/documents_test.cpp
   models/gradient_test.cpp
   models/gradients_test.cpp
+  models/host_waits_test.cpp
   models/ops_test.cpp
   models/pairs_test.cpp
   models/router_test.cpp

@@ -82,7 +82,7 @@ struct ResidentModel {
       d = model->backward(stage, bind(stage, units), bind(stage, gradients),
                           taken_by_backward(spec().stages[at], inputs[at]), shared, d);
     }
-    return head.loss_sum;
+    return head.loss_sum.item<double>();
   }
 };
 

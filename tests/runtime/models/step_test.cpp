@@ -60,7 +60,7 @@ TEST_P(Step, blocks_may_share_one_slot) {
   }
   HeadResult result =
       m.model->head_loss_and_backward(m.bind(last, m.units), m.bind(last, head), inputs.back(), shared, 1.0);
-  EXPECT_EQ(loss, result.loss_sum);
+  EXPECT_EQ(loss, result.loss_sum.item<double>());
   Carry d = result.d_carry;
   for (int stage = last - 1; stage > 0; --stage) {
     load(stage);
@@ -185,8 +185,8 @@ TEST(LossHead, chunks_do_not_matter) {
       const HeadResult result =
           head.loss_and_backward(weights, m.bind(stage, m.gradients), hidden, tokens.labels, 0.1, rows);
       const HeadScores scores = head.scores(weights, hidden, tokens.labels, rows);
-      EXPECT_DOUBLE_EQ(result.loss_sum, scores.loss_sum);
-      EXPECT_NEAR(scores.losses.sum().item<double>(), result.loss_sum, 1e-9 * result.loss_sum);
+      EXPECT_DOUBLE_EQ(result.loss_sum.item<double>(), scores.loss_sum);
+      EXPECT_NEAR(scores.losses.sum().item<double>(), scores.loss_sum, 1e-9 * scores.loss_sum);
       losses.push_back(scores.losses);
       d_hidden.push_back(result.d_carry[0].clone());
       d_output.push_back(m.gradients[static_cast<std::size_t>(spec.stages.back().units[0])][0].clone());
