@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "runtime/models/attention.h"
 #include "runtime/models/gradients.h"
 #include "runtime/models/micro_batch.h"
 #include "runtime/models/soft_targets.h"
@@ -61,6 +62,7 @@ struct Shared {
   // position's most likely tokens.
   models::SoftTargets teacher = {};
   std::int64_t top = 0;
+  models::AttentionChoice attention = {};
   // Tokens of the longest document, with those in the cache.
   std::int64_t longest() const;
 };

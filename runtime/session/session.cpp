@@ -97,6 +97,11 @@ std::uint64_t Session::parameters() const {
 std::array<swap::LaneCounters, swap::kLanes> Session::lanes() const {
   return impl_->executor().counters();
 }
+std::string Session::attention() const {
+  std::string names;
+  for (const std::string& name : impl_->attention_ran) names += (names.empty() ? "" : "+") + name;
+  return names;
+}
 ExpertUse Session::expert_use() const {
   return impl_->expert_use;
 }
@@ -310,12 +315,13 @@ Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_ba
   return gradients_on(torch_device, std::move(sums), std::move(fresh));
 }
 
-std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches) const {
+std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches) {
   if (torch_device.is_cuda()) expect_default_stream({c10::DeviceType::CUDA, 0});
   std::vector<Shared> shared;
   for (const MicroBatch& batch : batches) {
     shared.push_back(model->share(batch, torch_device));
     ask_of_head(shared.back(), batch, options);
+    shared.back().attention.ran = &attention_ran;
   }
   return shared;
 }

@@ -49,7 +49,7 @@ struct Session::Impl {
   void leave() { throw_if(executor().leave()); }
   // Sums of a micro-batch's gradients: what the first one does not write, settle() does.
   Gradients gradients_of(const swap::Entered& entered, int micro_batch) const;
-  std::vector<Shared> share(const std::vector<MicroBatch>& batches) const;
+  std::vector<Shared> share(const std::vector<MicroBatch>& batches);
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
   void seed_random(int stage, int micro_batch) const;
 
@@ -140,6 +140,7 @@ struct Session::Impl {
   // Memory ran out and computing again did not help: the rest of the plan runs without computing.
   std::optional<io::Error> out_of_memory;
   std::int64_t computed_again = 0;
+  std::set<std::string> attention_ran;  // names of what computed attention so far (device_attention.h)
 };
 
 // `model` with the specification that `change` makes of its own. Throws Exception (kind usage), whose line begins with

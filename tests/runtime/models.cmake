@@ -3,6 +3,7 @@ add_executable(models_test
   models/adapters_test.cpp
   models/dense_weights_test.cpp
   models/distillation_test.cpp
+  models/device_attention_test.cpp
   models/documents_test.cpp
   models/gradient_test.cpp
   models/gradients_test.cpp

@@ -9,6 +9,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
 #include "runtime/device/device_memory.h"
+#include "runtime/models/attention.h"
 #include "runtime/session/session.h"
 #include "tests/runtime/session/fixture.h"
 
@@ -263,6 +264,13 @@ TEST(Tokens, BeyondTheVocabularyAreNamedBeforeTheStep) {
     wrong[0].ids[0][0] = -1;
     EXPECT_THROW(run.session.evaluate(wrong), Exception);
   }
+}
+
+TEST(AttentionThatRan, IsNamed) {
+  Trainee run(cases().front(), in_memory(1, 1.0));
+  EXPECT_EQ(run.session.attention(), "");
+  run.step(0);
+  EXPECT_EQ(run.session.attention(), models::attention_in_blocks_supported() ? "blocks" : "torch");
 }
 
 }  // namespace
