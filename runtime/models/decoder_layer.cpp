@@ -37,19 +37,19 @@ ModelSpec spec_of(const DecoderShape& shape) {
 // Sums of whole products are of rounded values already; those of vectors are fp32 until here.
 class RoundedVectors {
  public:
-  explicit RoundedVectors(const Gradients& sums) : sums_(sums), own_(sums) {
+  explicit RoundedVectors(const std::vector<Tensor>& sums) : sums_(sums), own_(sums) {
     for (Tensor& sum : own_)
       if (sum.defined() && sum.dim() < 2) sum = at::zeros_like(sum);
   }
-  const Gradients& own() const { return own_; }
+  const std::vector<Tensor>& own() const { return own_; }
   void add() const {
     for (std::size_t i = 0; i < sums_.size(); ++i)
       if (sums_[i].defined() && sums_[i].dim() < 2) sums_[i].add_(own_[i].to(at::kBFloat16));
   }
 
  private:
-  const Gradients& sums_;
-  Gradients own_;
+  const std::vector<Tensor>& sums_;
+  std::vector<Tensor> own_;
 };
 
 Tensor rows(const Tensor& x) {
@@ -92,7 +92,7 @@ Tensor DecoderLayer::backward(const Weights& weights, const Gradients& sums, con
                               std::unique_ptr<KeptActivations> kept) const {
   const at::NoGradGuard no_grad;
   const Shared shared{.tables = {input.cos, input.sin}, .documents = input.documents};
-  const Gradients ordered_sums = in_order(sums);
+  const std::vector<Tensor> ordered_sums = in_order(sums.tensors());
   const RoundedVectors vectors(ordered_sums);
   const Carry d = model_->backward_kept(stage_, in_order(weights), vectors.own(), {input.hidden.detach()}, shared,
                                         {d_out}, std::move(kept));
@@ -117,7 +117,7 @@ Tensor linear_backward(const Tensor& weight, const Tensor& weight_sum, const Ten
   const at::NoGradGuard no_grad;
   const Tensor d = rows(d_y);
   add_product(weight_sum, d, rows(x));
-  const Gradients biases{bias_sum};
+  const std::vector<Tensor> biases{bias_sum};
   const RoundedVectors vectors(biases);
   add_rows(vectors.own()[0], d);
   vectors.add();
@@ -134,7 +134,7 @@ void embedding_backward(const Tensor& sum, const Tensor& ids, const Tensor& d, s
   sum.index_add_(0, found, own.to(at::kBFloat16).to(at::kFloat));
 }
 
-double cross_entropy_sum(const Tensor& logits, const Tensor& labels) {
+Tensor cross_entropy_sum(const Tensor& logits, const Tensor& labels) {
   const at::NoGradGuard no_grad;
   Tensor read = logits.detach();
   const Tensor losses = at::zeros({read.size(0)}, read.options().dtype(at::kDouble));

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "runtime/models/ops.h"
 
@@ -16,13 +15,13 @@ constexpr std::int64_t kCpuLogits = std::int64_t{8} << 20, kDeviceLogits = std::
 
 }  // namespace
 
-double sum_in_order(const at::Tensor& losses) {
-  if (losses.is_meta()) return std::numeric_limits<double>::quiet_NaN();
-  const at::Tensor host = losses.cpu();
-  const double* loss = host.const_data_ptr<double>();
+at::Tensor sum_in_order(const at::Tensor& losses) {
+  if (!losses.is_cpu()) return losses.sum();
+  const at::Tensor dense = losses.contiguous();
+  const double* loss = dense.const_data_ptr<double>();
   double sum = 0;
-  for (std::int64_t i = 0; i < host.numel(); ++i) sum += loss[i];
-  return sum;
+  for (std::int64_t i = 0; i < dense.numel(); ++i) sum += loss[i];
+  return at::scalar_tensor(sum, losses.options());
 }
 
 std::int64_t head_chunk_rows(std::int64_t vocab, bool on_device) {
@@ -39,7 +38,7 @@ LossHead::LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& i
 
 HeadResult distilled_result(const SoftTargets& teacher, const SoftTargets::Losses& losses) {
   HeadResult result{.ce_sum = sum_in_order(losses.ce), .kd_sum = sum_in_order(losses.kd)};
-  result.loss_sum = teacher.rule().ce_alpha * result.ce_sum + teacher.rule().alpha * result.kd_sum;
+  result.loss_sum = result.ce_sum * teacher.rule().ce_alpha + result.kd_sum * teacher.rule().alpha;
   return result;
 }
 
@@ -69,7 +68,7 @@ HeadScores LossHead::scores(const Weights& weights, const at::Tensor& hidden, co
     softmax_sums(logits, chunk_labels, 0, sums.narrow(0, first, rows));
     top_logits(logits, 0, {.values = top.values.narrow(0, first, rows), .ids = top.ids.narrow(0, first, rows)});
   }
-  HeadScores scores{.loss_sum = sum_in_order(each), .losses = each, .hits = hits};
+  HeadScores scores{.loss_sum = sum_in_order(each).item<double>(), .losses = each, .hits = hits};
   if (targets.top > 0) {
     scores.top_ids = top.ids;
     scores.top_log_probabilities = top_log_probabilities(top, sums);
@@ -84,8 +83,6 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
   Norm::Kept kept;
   const at::Tensor normed = norm_(weights, in, &kept);
   const at::Tensor output = at_or_none(weights, output_);
-  check_targets(targets, output.size(0));
-  const at::Tensor d_output = at_or_none(gradients, output_);
   const std::int64_t tokens = normed.size(0),
                      chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), !output.is_cpu());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
@@ -117,7 +114,7 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
     }
     rule_.backward(logits, slope);
     at::mm_out(d_part, logits, output);
-    add_product(d_output, logits, part);
+    gradients.add_product(output_, logits, part);
   }
   buffer.reset();
 

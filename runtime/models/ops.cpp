@@ -20,11 +20,6 @@ bool fused(const Tensor& first, const Tensors&... others) {
   return first.is_cpu() && row_kernels::is_plain(first) && (row_kernels::is_plain(others) && ...);
 }
 
-// A sum that kernels add to.
-bool takes_sums(const Tensor& sum) {
-  return !sum.defined() || (sum.scalar_type() == at::kFloat && sum.is_contiguous());
-}
-
 std::uint16_t* bits(const Tensor& t) {
   return t.defined() ? static_cast<std::uint16_t*>(t.data_ptr()) : nullptr;
 }
@@ -60,7 +55,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, NormKind kind
 
 Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
                          const Tensor& sum, NormKind kind, const Tensor& residual) {
-  if (row_kernels::take(d_out, x, weight, residual) && takes_sums(sum))
+  if (row_kernels::take(d_out, x, weight, residual) && row_kernels::take_sum(sum))
     return row_kernels::rms_norm_backward(d_out, x, rstd, weight, sum, rule_of(kind), residual);
   const std::int64_t n = x.size(-1), rows = x.numel() / n;
   if (!fused(d_out, x, weight, residual)) {
@@ -236,8 +231,8 @@ void add_rows(const Tensor& sum, const Tensor& a) {
 
 void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d) {
   if (!sum.defined()) return;
-  if (row_kernels::take(d) && takes_sums(sum)) return row_kernels::add_rows_at(sum, ids, d);
-  if (!fused(d) || !takes_sums(sum)) {
+  if (row_kernels::take(d) && row_kernels::take_sum(sum)) return row_kernels::add_rows_at(sum, ids, d);
+  if (!fused(d) || !row_kernels::take_sum(sum)) {
     sum.index_add_(0, ids, d.to(sum.scalar_type()));
     return;
   }
@@ -250,13 +245,6 @@ void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d) {
   at::parallel_for(
       0, n, std::max<std::int64_t>(16, kGrain / std::max<std::int64_t>(1, tokens)),
       [&](std::int64_t begin, std::int64_t end) { kernels::add_rows_at(total, bits(d), id, tokens, n, begin, end); });
-}
-
-void add_tile_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d) {
-  if (!sum.defined()) return;
-  if (row_kernels::take(d) && takes_sums(sum)) return row_kernels::add_rows_at(sum, ids, d);
-  const Tensor here = ids.ge(0).logical_and(ids.lt(sum.size(0))).nonzero().squeeze(1);
-  add_rows_at(sum, ids.index_select(0, here), d.index_select(0, here));
 }
 
 void cross_entropy(Tensor& logits, const Tensor& labels, Tensor losses, double scale, bool gradient) {

@@ -63,8 +63,6 @@ void add_rows(const Tensor& sum, const Tensor& a);
 // Rows ids [tokens] of sum [vocab, n] += the rows of d [tokens, n], in the order of the tokens (in fp32 on CUDA only of
 // bf16, else in deterministic mode). An id beyond the vocabulary is an error; on CUDA whoever looked it up has seen it.
 void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d);
-// The same where the sum is a tile of the vocabulary: ids that are not rows of it are left out.
-void add_tile_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d);
 
 // Softmax cross-entropy of a chunk. logits [rows, vocab], labels [rows] int64, -100 where none counts; losses [rows]
 // fp64. With `gradient`, logits are replaced by the gradient of scale * sum(losses).

@@ -25,6 +25,11 @@ bool take(const Tensor& first, const Tensors&... others) {
   return are_on(first.device()) && is_plain(first) && (is_plain(others) && ...);
 }
 
+// A sum that they add to, or none.
+inline bool take_sum(const Tensor& sum) {
+  return !sum.defined() || (sum.scalar_type() == at::kFloat && sum.is_contiguous());
+}
+
 // How the rows of a weight's gradient are split into blocks, whose sums are added one after the other: by the shape.
 struct RowBlocks {
   std::int64_t rows = 0, count = 0;  // of a block; blocks

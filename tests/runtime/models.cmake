@@ -3,8 +3,11 @@ add_executable(models_test
   models/adapters_test.cpp
   models/dense_weights_test.cpp
   models/distillation_test.cpp
+  models/device_attention_test.cpp
   models/documents_test.cpp
   models/gradient_test.cpp
+  models/gradients_test.cpp
+  models/host_waits_test.cpp
   models/launches_test.cpp
   models/ops_test.cpp
   models/pairs_test.cpp

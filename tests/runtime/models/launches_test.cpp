@@ -4,25 +4,8 @@
 // attention takes here, where torch's textbook stands in for its fused operators, count too.
 #include "tests/runtime/models/launches.h"
 
-#include <torch/library.h>
-
 #include "runtime/models/ops.h"
 #include "tests/runtime/models/fixture.h"
-
-// Of the shape alone: torch has these for Python only, and its attention here calls it.
-static at::Tensor where_of_meta(const at::Tensor& condition, const at::Tensor& a, const at::Tensor& b) {
-  const auto sizes = at::infer_size(condition.sizes(), at::infer_size(a.sizes(), b.sizes()));
-  return at::empty(sizes, a.dim() == 0 ? b.options() : a.options());
-}
-static at::Tensor& where_of_meta_out(const at::Tensor& condition, const at::Tensor& a, const at::Tensor& b,
-                                     at::Tensor& out) {
-  out.resize_(where_of_meta(condition, a, b).sizes());
-  return out;
-}
-TORCH_LIBRARY_IMPL(aten, Meta, library) {
-  library.impl("where.self", where_of_meta);
-  library.impl("where.self_out", where_of_meta_out);
-}
 
 namespace tierflow::testing {
 namespace {
@@ -53,7 +36,13 @@ struct MetaModel {
     return all;
   }
   Weights weights(int stage) const { return tensors(stage, torch::kBFloat16); }
-  Gradients sums(int stage) const { return tensors(stage, torch::kFloat); }
+  // By CUDA's rule, which is one product for each weight; torch has none with an fp32 result on meta.
+  Gradients sums(int stage) const {
+    std::vector<torch::Tensor> sums = tensors(stage, torch::kFloat);
+    const std::size_t count = sums.size();
+    return {std::move(sums), std::vector<bool>(count, true),
+            [](const torch::Tensor&, const torch::Tensor& a, const torch::Tensor& b, Order) { at::mm(a.t(), b); }};
+  }
   torch::Tensor hidden() const {
     return torch::empty({kRows, kLength, 4096}, torch::device(torch::kMeta).dtype(torch::kBFloat16));
   }
@@ -95,7 +84,7 @@ TEST(Launches, OfABlock) {
   }
   const Launches launches;
   of.model->backward_kept(stage, weights, sums, {of.hidden()}, of.shared, {of.hidden()}, std::move(kept));
-  expect_at_most(launches, 126, 0);  // 106 of them for sums of weight gradients
+  expect_at_most(launches, 29, 0);
 }
 
 TEST(Launches, OfTheHead) {
@@ -105,14 +94,14 @@ TEST(Launches, OfTheHead) {
   const Gradients sums = of.sums(stage);
   const Launches launches;
   of.model->head_loss_and_backward(weights, sums, {of.hidden()}, of.shared, 1.0);
-  expect_at_most(launches, 2045, 0);  // 2016 of them for the sum of the weight's gradient
+  expect_at_most(launches, 39, 0);
 }
 
 TEST(Launches, OfTheEmbedding) {
   const MetaModel of;
   const Launches launches;
   of.model->backward(0, of.weights(0), of.sums(0), {}, of.shared, {of.hidden()});
-  expect_at_most(launches, 3, 0);
+  expect_at_most(launches, 4, 0);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include "runtime/device/device_memory.h"
+#include "runtime/models/embedding.h"
 #include "runtime/models/ops.h"
 #include "runtime/models/row_kernels.h"
 #include "runtime/models/top_logits.h"
@@ -152,8 +153,8 @@ TEST_P(RowKernelsOnGpu, RowsAddAtTheirTokens) {
   models::add_rows_at(sum, ids, d);
   models::add_rows_at(sum_there, there(ids), there(d));
   expect_same_bits(sum, sum_there, "sum");
-  models::add_tile_rows_at(tile, ids - 3, d);
-  models::add_tile_rows_at(tile_there, there(ids - 3), there(d));
+  models::add_rows_within(tile, ids - 3, d);
+  models::add_rows_within(tile_there, there(ids - 3), there(d));
   expect_same_bits(tile, tile_there, "tile");
 }
 
