@@ -32,7 +32,7 @@ if [ -z "$sanitizer" ]; then
   printf 'test-gpu: not verified: compute-sanitizer (memcheck, racecheck, synccheck): the tool is not installed\n'
 else
   for tool in memcheck racecheck synccheck; do
-    for run in "device_test --gtest_filter=*cuda*" "optim_gpu_test --gtest_filter=*OnGpu*adamw_block8*split:SumsOnGpu*"; do
+    for run in "device_test --gtest_filter=*cuda*" "optim_gpu_test --gtest_filter=*OnGpu*adamw_block8*split:SumsOnGpu*" "gpu_test --gtest_filter=*RowKernelsOnGpu*"; do
       printf 'test-gpu: %s: %s\n' "$tool" "$run"
       # shellcheck disable=SC2086  # the words of a command
       (cd build-cuda && timeout 240 "$sanitizer" --tool "$tool" --error-exitcode 1 ./$run --gtest_brief=1) ||

@@ -20,7 +20,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, labels)
         ctx.items, ctx.activations = items, activations
         total = _native.cross_entropy_sum(logits, labels)
-        return torch.tensor(total, dtype=torch.float64, device=logits.device).div(items).float()
+        return total.div(items).float()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

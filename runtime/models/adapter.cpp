@@ -89,10 +89,9 @@ void Adapter::add_input_gradient(Tensor& d_x, const Weights& weights, const Tens
 void Adapter::add_gradients(const Gradients& sums, const Weights& weights, const Tensor& weight, const Tensor& d_y,
                             const Tensor& x, const Incoming& in) const {
   if (a < 0) return;
-  add_product(at_position(sums, a), in.low, x);
-  if (at_position(sums, b).defined())
-    add_product(at_position(sums, b), in.of_sum(d_y), at::linear(x, at_position(weights, a)).mul_(scale));
-  if (m < 0 || !at_position(sums, m).defined()) return;
+  sums.add_product(a, in.low, x);
+  if (sums.wants(b)) sums.add_product(b, in.of_sum(d_y), at::linear(x, at_position(weights, a)).mul_(scale));
+  if (!sums.wants(m)) return;
   Tensor total = at::zeros_like(in.reciprocals);
   for (std::int64_t token = 0; token < x.size(0); token += kMagnitudeTokens) {
     const std::int64_t count = std::min(kMagnitudeTokens, x.size(0) - token);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "runtime/models/attention_kernels.h"
+#include "runtime/models/device_attention.h"
 #include "runtime/models/torch_attention.h"
 
 namespace tierflow::models {
@@ -292,7 +293,16 @@ bool attention_is_in_blocks(const Tensor& q, const AttentionRules& rules, double
 }
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
-  if (!attention_is_in_blocks(q, rules, dropout)) return torch_attention(q, k, v, rules, dropout);
+  const auto say = [&](std::string_view name) {
+    if (rules.choice.ran != nullptr) rules.choice.ran->emplace(name);
+  };
+  if (const auto by = device_attention(q, k, rules, dropout)) {
+    say(by->name());
+    return by->forward(q, k, v, rules).out;
+  }
+  const bool in_blocks_here = attention_is_in_blocks(q, rules, dropout);
+  say(in_blocks_here ? "blocks" : "torch");
+  if (!in_blocks_here) return torch_attention(q, k, v, rules, dropout);
   const auto wants = [](const Tensor& x) { return x.defined() && x.requires_grad(); };
   const bool differentiate = at::GradMode::is_enabled() && (wants(q) || wants(k) || wants(v) || wants(rules.sinks));
   const Tensor seen = first_keys(q, rules);

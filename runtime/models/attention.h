@@ -4,11 +4,22 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "runtime/models/micro_batch.h"
 
 namespace tierflow::models {
+
+class KeptAttention;  // device_attention.h
+
+// What computes attention, and what is said of it.
+struct AttentionChoice {
+  std::shared_ptr<const KeptAttention> by = {};  // null: the device decides (device_attention.h)
+  std::set<std::string>* ran = nullptr;          // gets the name of what did
+};
 
 // A query sees the keys of its own document up to itself.
 struct AttentionRules {
@@ -19,14 +30,16 @@ struct AttentionRules {
   // [heads], where defined: a logit of each head that the softmax counts beside the scores, of a value of zero (Xiao et
   // al., attention sinks, as gpt-oss learns them). Not together with a softcap.
   at::Tensor sinks = {};
+  at::Tensor ends = {};  // as Shared::ends, where there are documents; undefined: made where it is wanted
+  AttentionChoice choice = {};
 
   // Of scores of heads of this size.
   double scale_of(std::int64_t head_dim) const;
 };
 
 // [batch, sequence, heads, head_dim]; differentiable where autograd is on, towards the sinks too. On the CPU in bf16
-// without dropout this is attention in blocks (below) where the machine multiplies bf16; otherwise torch's
-// (torch_attention.h).
+// without dropout this is attention in blocks (below) where the machine multiplies bf16; otherwise what
+// device_attention.h has, or torch's (torch_attention.h).
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionRules& rules,
                      double dropout);
 

@@ -8,6 +8,7 @@
 #include "runtime/models/decoder_mlp.h"
 #include "runtime/models/ops.h"
 #include "runtime/models/rope.h"
+#include "runtime/models/upload.h"
 
 namespace tierflow::models {
 namespace {
@@ -148,7 +149,7 @@ class DecoderModel final : public CausalModel {
     if (config().query_scaling > 0) {
       const auto original = static_cast<double>(config().ropes.at(0).original_max_positions);
       const Tensor turns = at::floor(at::arange(length, at::kFloat) / original);
-      shared.tables.push_back((1 + config().query_scaling * at::log1p(turns)).to(device));
+      shared.tables.push_back(upload({1 + config().query_scaling * at::log1p(turns)}, device).front());
     }
     return shared;
   }

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "runtime/models/device_attention.h"
 #include "runtime/models/ops.h"
 
 namespace tierflow::models {
@@ -55,7 +56,9 @@ AttentionRules DecoderAttention::rules_of(const Weights& weights, const Shared& 
           .documents = shared.documents,
           .scale = config_->attention_scale,
           .softcap = config_->attention_softcap,
-          .sinks = sinks_ < 0 ? Tensor() : at_position(weights, sinks_)};
+          .sinks = sinks_ < 0 ? Tensor() : at_position(weights, sinks_),
+          .ends = shared.ends,
+          .choice = shared.attention};
 }
 
 Tensor DecoderAttention::normalise(const Weights& weights, const Norm& norm, const Tensor& x, Norm::Kept* kept) const {
@@ -123,8 +126,10 @@ void DecoderAttention::norm_and_rotate(const Weights& weights, const Shared& sha
 
 void DecoderAttention::attend_to_queries(const Weights& weights, const Shared& shared, Kept& kept) const {
   AttentionRules rules = rules_of(weights, shared);
-  if (attention_is_in_blocks(kept.q, rules, config_->attention_dropout)) {
-    BlockAttention result = attention_in_blocks(kept.q, kept.k, kept.v, rules);
+  kept.by = kept_attention(kept.q, kept.k, rules, config_->attention_dropout);
+  if (kept.by != nullptr) {
+    if (rules.choice.ran != nullptr) rules.choice.ran->emplace(kept.by->name());
+    BlockAttention result = kept.by->forward(kept.q, kept.k, kept.v, rules);
     kept.attended = std::move(result.out);
     kept.lse = std::move(result.lse);
     return;
@@ -140,7 +145,7 @@ void DecoderAttention::attend_to_queries(const Weights& weights, const Shared& s
 
 std::vector<Tensor> DecoderAttention::essentials(const Kept& kept) const {
   std::vector<Tensor> tensors = {q_norm_ ? kept.q_in : kept.q, k_norm_ ? kept.k_in : kept.k, kept.v};
-  if (kept.lse.defined()) tensors.insert(tensors.end(), {kept.attended, kept.lse});
+  if (kept.by != nullptr) tensors.insert(tensors.end(), {kept.attended, kept.lse});
   return tensors;
 }
 
@@ -151,7 +156,8 @@ DecoderAttention::Kept DecoderAttention::restore(const Weights& weights, const S
   (k_norm_ ? kept.k_in : kept.k) = *next++;
   kept.v = *next++;
   if (q_norm_) norm_and_rotate(weights, shared, kept);
-  if (attention_is_in_blocks(kept.q, rules_of(weights, shared), config_->attention_dropout)) {
+  kept.by = kept_attention(kept.q, kept.k, rules_of(weights, shared), config_->attention_dropout);
+  if (kept.by != nullptr) {
     kept.attended = *next++;
     kept.lse = *next++;
   } else {
@@ -167,9 +173,8 @@ Tensor DecoderAttention::backward(const Weights& weights, const Gradients& sums,
   o_.add_gradient(weights, sums, d_y, kept.attended.detach().reshape({tokens, -1}), in_o);
   Tensor d_out = o_.input_gradient(weights, d_y, in_o).view(kept.attended.sizes());
   AttentionGradient d;
-  if (kept.lse.defined()) {
-    d = attention_in_blocks_backward(d_out, kept.q, kept.k, kept.v, {kept.attended, kept.lse},
-                                     rules_of(weights, shared));
+  if (kept.by != nullptr) {
+    d = kept.by->backward(d_out, kept.q, kept.k, kept.v, {kept.attended, kept.lse}, rules_of(weights, shared));
   } else {
     torch::autograd::variable_list leaves{kept.q, kept.k, kept.v};
     if (kept.sinks.defined()) leaves.push_back(kept.sinks);

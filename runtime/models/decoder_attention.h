@@ -22,8 +22,9 @@ class DecoderAttention {
     Norm::Kept q_norm, k_norm;
     at::Tensor q, k, v;  // [batch, sequence, heads, head_dim]
     at::Tensor attended;
-    at::Tensor lse;    // of attention in blocks; without it `attended` ends a graph whose leaves are q, k, v and sinks
-    at::Tensor sinks;  // where that graph has them
+    std::shared_ptr<const KeptAttention> by;  // null: `attended` ends a graph whose leaves are q, k, v and sinks
+    at::Tensor lse;                           // of `by`
+    at::Tensor sinks;                         // where that graph has them
   };
 
   // normed, the result: [batch, sequence, hidden]. Differentiable where autograd is on.

@@ -55,11 +55,11 @@ std::uint64_t bytes_of_a_token(const ModelConfig& c) {
 class RoundedSums {
  public:
   // products: which of them are of products; both outlive this.
-  RoundedSums(const Gradients& sums, const std::vector<bool>& products) : sums_(sums), products_(products), own_(sums) {
+  RoundedSums(const std::vector<Tensor>& sums, const std::vector<bool>& products) : sums_(sums), products_(products), own_(sums) {
     for (std::size_t i = 0; i < own_.size(); ++i)
       if (adds(i)) own_[i] = at::zeros_like(own_[i]);
   }
-  const Gradients& own() const { return own_; }
+  const std::vector<Tensor>& own() const { return own_; }
   void add() const {
     for (std::size_t i = 0; i < sums_.size(); ++i)
       if (adds(i)) sums_[i].add_(own_[i].to(at::kBFloat16));
@@ -68,9 +68,9 @@ class RoundedSums {
  private:
   bool adds(std::size_t i) const { return sums_[i].defined() && !products_[i]; }
 
-  const Gradients& sums_;
+  const std::vector<Tensor>& sums_;
   const std::vector<bool>& products_;
-  Gradients own_;
+  std::vector<Tensor> own_;
 };
 
 Tensor rows(const Tensor& x) {
@@ -123,7 +123,7 @@ Tensor DecoderLayer::backward(const Weights& weights, const Gradients& sums, con
                               std::unique_ptr<KeptActivations> kept) const {
   const at::NoGradGuard no_grad;
   const Shared shared{.tables = {input.cos, input.sin}, .documents = input.documents};
-  const Gradients ordered_sums = in_order(sums);
+  const std::vector<Tensor> ordered_sums = in_order(sums.tensors());
   const RoundedSums rounded(ordered_sums, products_);
   const Carry d = model_->backward_kept(stage_, in_order(weights), rounded.own(), {input.hidden.detach()}, shared,
                                         {d_out}, std::move(kept));
@@ -140,7 +140,7 @@ Tensor linear_backward(const Tensor& weight, const Tensor& weight_sum, const Ten
   const at::NoGradGuard no_grad;
   const Tensor d = rows(d_y);
   add_product(weight_sum, d, rows(x));
-  const Gradients biases{bias_sum};
+  const std::vector<Tensor> biases{bias_sum};
   const std::vector<bool> products{false};
   const RoundedSums rounded(biases, products);
   add_rows(rounded.own()[0], d);
@@ -158,7 +158,7 @@ void embedding_backward(const Tensor& sum, const Tensor& ids, const Tensor& d, s
   sum.index_add_(0, found, own.to(at::kBFloat16).to(at::kFloat));
 }
 
-double cross_entropy_sum(const Tensor& logits, const Tensor& labels) {
+Tensor cross_entropy_sum(const Tensor& logits, const Tensor& labels) {
   const at::NoGradGuard no_grad;
   Tensor read = logits.detach();
   const Tensor losses = at::zeros({read.size(0)}, read.options().dtype(at::kDouble));

@@ -65,8 +65,8 @@ at::Tensor linear_backward(const at::Tensor& weight, const at::Tensor& weight_su
 void embedding_backward(const at::Tensor& sum, const at::Tensor& ids, const at::Tensor& d, std::int64_t padding);
 
 // Softmax cross-entropy over logits, bf16 [tokens, vocab], and labels [tokens], negative where none counts: the sum of
-// the losses, and the gradient of scale times that sum.
-double cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels);
+// the losses (a number of their device, fp64), and the gradient of scale times that sum.
+at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels);
 at::Tensor cross_entropy_gradient(const at::Tensor& logits, const at::Tensor& labels, double scale);
 
 }  // namespace tierflow::models

@@ -6,8 +6,19 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/models/ops.h"
+#include "runtime/models/row_kernels.h"
 
 namespace tierflow::models {
+
+void add_rows_within(const at::Tensor& sum, const at::Tensor& ids, const at::Tensor& d) {
+  if (!sum.defined()) return;
+  if (row_kernels::take(d) && row_kernels::take_sum(sum)) return row_kernels::add_rows_at(sum, ids, d);
+  const std::int64_t rows = sum.size(0);
+  const at::Tensor here = ids.ge(0).logical_and(ids.lt(rows));
+  // The others add zeros, to one row after the other, so that no row gets them all.
+  const at::Tensor others = at::arange(ids.numel(), ids.options()).remainder_(rows);
+  add_rows_at(sum, at::where(here, ids, others), d.masked_fill(here.logical_not().unsqueeze(1), 0));
+}
 
 Embedding::Embedding(const ModelSpec& spec, int stage, std::string_view tokens, std::string_view positions)
     : offset_(spec.config.position_offset), max_positions_(spec.config.max_positions) {
@@ -27,9 +38,6 @@ Embedding::Embedding(const ModelSpec& spec, int stage, std::string_view tokens, 
 
 at::Tensor Embedding::look_up(const at::Tensor& table, const Carry& carry, const at::Tensor& ids) const {
   if (rows_ == vocab_) return at::embedding(table, ids);
-  if (first_row_ == 0 && ids.numel() > 0 &&
-      (ids.min().item<std::int64_t>() < 0 || ids.max().item<std::int64_t>() >= vocab_))
-    throw Exception(io::ErrorKind::usage, "a token is beyond the vocabulary of " + std::to_string(vocab_));
   const at::Tensor row = ids - first_row_;
   const at::Tensor here = row.ge(0).logical_and(row.lt(rows_)).unsqueeze(-1);
   const at::Tensor found = at::embedding(table, row.clamp(0, rows_ - 1));
@@ -64,11 +72,13 @@ Carry Embedding::backward(const Gradients& gradients, const Shared& shared, cons
   const at::Tensor& sum = gradients[static_cast<std::size_t>(tokens_)];
   if (rows_ == vocab_) {
     add_rows_at(sum, row, flat);
+  } else if (flat.is_cpu()) {
+    const at::Tensor which = row.ge(0).logical_and(row.lt(rows_)).nonzero().squeeze(1);
+    add_rows_at(sum, row.index_select(0, which), flat.index_select(0, which));
   } else {
-    const at::Tensor here = row.ge(0).logical_and(row.lt(rows_)).nonzero().squeeze(1);
-    add_rows_at(sum, row.index_select(0, here), flat.index_select(0, here));
+    add_rows_within(sum, row, flat);
   }
-  if (positions_ >= 0 && gradients[static_cast<std::size_t>(positions_)].defined()) {
+  if (gradients.wants(positions_)) {
     const at::Tensor& positions = gradients[static_cast<std::size_t>(positions_)];
     if (shared.documents.empty()) {
       positions.narrow(0, offset_, d.size(1)).add_(d.sum(at::IntArrayRef{0}, false, positions.scalar_type()));

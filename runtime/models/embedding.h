@@ -8,6 +8,10 @@
 
 namespace tierflow::models {
 
+// add_rows_at() of ops.h for the ids [tokens] that are rows of sum; the others add nothing. Nobody counts which are, so
+// the host does not wait for the device.
+void add_rows_within(const at::Tensor& sum, const at::Tensor& ids, const at::Tensor& d);
+
 class Embedding {
  public:
   // The stage's tensor `tokens` [rows, hidden] and, in the last stage and unless the name is empty, `positions`
@@ -15,7 +19,8 @@ class Embedding {
   Embedding(const ModelSpec& spec, int stage, std::string_view tokens, std::string_view positions);
 
   // Hidden states [batch, sequence, hidden], complete after the last stage; `carry` is what the stage before gave.
-  // Throws Exception (kind usage) for a document longer than the positions.
+  // Ids are in the vocabulary (check_tokens() of micro_batch.h). Throws Exception (kind usage) for a document longer
+  // than the positions.
   at::Tensor forward(const Weights& weights, const Carry& carry, const Shared& shared, bool training) const;
   // Adds the gradients of the tables in fp32 and gives what the stage before takes; the dropout mask comes from the
   // generator in the state that forward found it in.

@@ -111,12 +111,12 @@ Tensor Experts::between(const Tensor& gate, const Tensor& up) const {
 }
 
 // sum += d^T x of a matrix that gave what d is the gradient of and took x; as rows lie in memory.
-void Experts::add_gradient(const Tensor& sum, const Tensor& d, const Tensor& x) const {
+void Experts::add_gradient(const Gradients& sums, const Tensor& sum, const Tensor& d, const Tensor& x) const {
   if (!sum.defined()) return;
   if (spec_.transposed)
-    add_product(sum.t(), x, d);
+    sums.add_product(sum.t(), x, d);
   else
-    add_product(sum, d, x);
+    sums.add_product(sum, d, x);
 }
 
 Experts::Kept Experts::expand(const Weights& weights, const Tensor& normed, const Assignment& assignment,
@@ -186,24 +186,25 @@ Tensor Experts::low_gradient(const ExpertFactors& in, const Tensor& d_gate, cons
 }
 
 // The gradient of what the expert took, tokens of normed; adds those of the matrices that took it.
-Tensor Experts::backward_in(const Matrices& matrices, const Matrices& gradients, const Tensor& normed,
-                            const Tensor& tokens, const Tensor& d_gate, const Tensor& d_up) const {
+Tensor Experts::backward_in(const Gradients& sums, const Matrices& matrices, const Matrices& gradients,
+                            const Tensor& normed, const Tensor& tokens, const Tensor& d_gate,
+                            const Tensor& d_up) const {
   const Tensor d_both = matrices.both.defined() ? at::stack({d_gate, d_up}, 2).flatten(1) : Tensor();
   const ExpertFactors& factors = matrices.in;
   const Tensor d_low = d_both.defined() ? factors.low_gradient(d_both) : low_gradient(factors, d_gate, d_up);
   if (gradients.gate.defined() || gradients.up.defined() || gradients.both.defined() || factors) {
     const Tensor x = normed.index_select(0, tokens);
-    add_gradient(gradients.gate, d_gate, x);
-    add_gradient(gradients.up, d_up, x);
-    add_gradient(gradients.both, d_both, x);
+    add_gradient(sums, gradients.gate, d_gate, x);
+    add_gradient(sums, gradients.up, d_up, x);
+    add_gradient(sums, gradients.both, d_both, x);
     if (factors) {
       const Tensor low = factors.low(x);
-      add_product(gradients.in.a, d_low, x);
+      sums.add_product(gradients.in.a, d_low, x);
       if (d_both.defined()) {
-        add_product(gradients.in.b, d_both, low);
+        sums.add_product(gradients.in.b, d_both, low);
       } else {
-        add_product(half_of(gradients.in, 0), d_gate, low);
-        add_product(half_of(gradients.in, 1), d_up, low);
+        sums.add_product(half_of(gradients.in, 0), d_gate, low);
+        sums.add_product(half_of(gradients.in, 1), d_up, low);
       }
     }
   }
@@ -224,7 +225,7 @@ void Experts::backward(const Weights& weights, const Gradients& sums, const Tens
     const Tensor tokens = of_expert(assignment.tokens, assignment, expert);
     const Tensor places = of_expert(assignment.places, assignment, expert);
     const Tensor weight = flat.index_select(0, places).unsqueeze(1);
-    const Matrices matrices = of(weights, expert), gradients = of(sums, expert);
+    const Matrices matrices = of(weights, expert), gradients = of(sums.tensors(), expert);
     const Tensor d = d_out.index_select(0, tokens);
     Tensor unweighted = at::mm(d, matrices.down);
     const Tensor d_low = matrices.of_down.low_gradient(d);
@@ -244,13 +245,13 @@ void Experts::backward(const Weights& weights, const Gradients& sums, const Tens
     d_flat.index_add_(0, places, d_weight);
     if (gradients.down.defined() || d_low.defined()) {
       const Tensor weighted = (inner * weight).to(normed.scalar_type());
-      add_gradient(gradients.down, d, weighted);
+      add_gradient(sums, gradients.down, d, weighted);
       if (d_low.defined()) {
-        add_product(gradients.of_down.a, d_low, weighted);
-        add_product(gradients.of_down.b, d, matrices.of_down.low(weighted));
+        sums.add_product(gradients.of_down.a, d_low, weighted);
+        sums.add_product(gradients.of_down.b, d, matrices.of_down.low(weighted));
       }
     }
-    const Tensor d_x = backward_in(matrices, gradients, normed, tokens, gate, up);
+    const Tensor d_x = backward_in(sums, matrices, gradients, normed, tokens, gate, up);
     d_normed.index_add_(0, tokens, d_x.to(d_normed.scalar_type()));
   }
 }

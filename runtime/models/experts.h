@@ -64,9 +64,10 @@ class Experts {
   at::Tensor low_gradient(const ExpertFactors& in, const at::Tensor& d_gate, const at::Tensor& d_up) const;
   std::int64_t adapter_words(const Weights& weights, std::int64_t hidden) const;
   at::Tensor between(const at::Tensor& gate, const at::Tensor& up) const;
-  void add_gradient(const at::Tensor& sum, const at::Tensor& d, const at::Tensor& x) const;
-  at::Tensor backward_in(const Matrices& matrices, const Matrices& gradients, const at::Tensor& normed,
-                         const at::Tensor& tokens, const at::Tensor& d_gate, const at::Tensor& d_up) const;
+  void add_gradient(const Gradients& sums, const at::Tensor& sum, const at::Tensor& d, const at::Tensor& x) const;
+  at::Tensor backward_in(const Gradients& sums, const Matrices& matrices, const Matrices& gradients,
+                         const at::Tensor& normed, const at::Tensor& tokens, const at::Tensor& d_gate,
+                         const at::Tensor& d_up) const;
 
   Activation activation_ = Activation::silu;
   ExpertsSpec spec_;

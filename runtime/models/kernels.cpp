@@ -30,14 +30,13 @@ TIERFLOW_INLINE std::int64_t first_of(const std::uint16_t* x, std::int64_t n, fl
   return i;
 }
 
-// Sum of exp(x - most) over n: blocks in fp32, the sum of the blocks in double.
+// Sum of exp(x - most) over n: stretches in fp32, their sum in double.
 TIERFLOW_INLINE double sum_exponentials(const std::uint16_t* x, std::int64_t n, float most) {
-  constexpr std::int64_t kBlock = 4096;
   double total = 0;
-  for (std::int64_t first = 0; first < n; first += kBlock) {
-    const std::uint16_t* block = x + first;
-    total += sum_lanes(n - first < kBlock ? n - first : kBlock,
-                       [block, most](std::int64_t i) { return exp_fast(wide(block[i]) - most); });
+  for (std::int64_t first = 0; first < n; first += kStretch) {
+    const std::uint16_t* stretch = x + first;
+    total += sum_lanes(n - first < kStretch ? n - first : kStretch,
+                       [stretch, most](std::int64_t i) { return exp_fast(wide(stretch[i]) - most); });
   }
   return total;
 }
@@ -48,11 +47,11 @@ TIERFLOW_CLONES void rms_norm(const std::uint16_t* x, const std::uint16_t* w, st
                               std::int64_t rows, std::int64_t n, float eps, RmsRule rule) {
   for (std::int64_t row = 0; row < rows; ++row, x += n, out += n) {
     const float squares = sum_lanes(n, [x](std::int64_t i) { return wide(x[i]) * wide(x[i]); });
-    const float r = 1.0F / std::sqrt(squares / static_cast<float>(n) + eps), offset = rule.offset;
+    const float r = rstd_of(squares, n, eps), offset = rule.offset;
     if (rule.rounded_first) {
-      for (std::int64_t i = 0; i < n; ++i) out[i] = narrow(wide(w[i]) * wide(narrow(wide(x[i]) * r)));
+      for (std::int64_t i = 0; i < n; ++i) out[i] = normed<true>(x[i], w[i], r, offset);
     } else {
-      for (std::int64_t i = 0; i < n; ++i) out[i] = narrow((offset + wide(w[i])) * (wide(x[i]) * r));
+      for (std::int64_t i = 0; i < n; ++i) out[i] = normed<false>(x[i], w[i], r, offset);
     }
     if (rstd != nullptr) rstd[row] = r;
   }
@@ -64,22 +63,20 @@ TIERFLOW_CLONES void rms_norm_backward(const std::uint16_t* d_out, const std::ui
   const float offset = rule.offset;
   for (std::int64_t row = 0; row < rows; ++row, x += n, d_out += n, d_x += n) {
     const float r = rstd[row];
-    const float dot = sum_lanes(n, [=](std::int64_t i) { return wide(d_out[i]) * (offset + wide(w[i])) * wide(x[i]); });
-    const float pull = dot * r * r / static_cast<float>(n);  // mean(d w xhat) * rstd
+    const float dot = sum_lanes(n, [=](std::int64_t i) { return pulled(d_out[i], w[i], x[i], offset); });
+    const float pull = pull_of(dot, r, n);
     if (d_w != nullptr && rule.rounded_first) {
-      for (std::int64_t i = 0; i < n; ++i) d_w[i] += wide(d_out[i]) * wide(narrow(wide(x[i]) * r));
+      for (std::int64_t i = 0; i < n; ++i) d_w[i] += weight_share<true>(d_out[i], x[i], r);
     } else if (d_w != nullptr) {
-      for (std::int64_t i = 0; i < n; ++i) d_w[i] += wide(d_out[i]) * (wide(x[i]) * r);
+      for (std::int64_t i = 0; i < n; ++i) d_w[i] += weight_share<false>(d_out[i], x[i], r);
     }
     if (residual != nullptr) {
       for (std::int64_t i = 0; i < n; ++i) {
-        d_x[i] = narrow(r * (wide(d_out[i]) * (offset + wide(w[i])) - wide(x[i]) * pull) + wide(residual[i]));
+        d_x[i] = narrow(norm_gradient(d_out[i], w[i], x[i], r, pull, offset) + wide(residual[i]));
       }
       residual += n;
     } else {
-      for (std::int64_t i = 0; i < n; ++i) {
-        d_x[i] = narrow(r * (wide(d_out[i]) * (offset + wide(w[i])) - wide(x[i]) * pull));
-      }
+      for (std::int64_t i = 0; i < n; ++i) d_x[i] = narrow(norm_gradient(d_out[i], w[i], x[i], r, pull, offset));
     }
   }
 }
@@ -94,9 +91,9 @@ TIERFLOW_CLONES void rope(std::uint16_t* x, const float* cos, const float* sin, 
     for (std::int64_t head = 0; head < shape.heads; ++head, x += shape.head_dim) {
       if (shape.interleaved) {
         for (std::int64_t i = 0; i < half; ++i) {
-          const float a = wide(x[2 * i]), b = wide(x[2 * i + 1]), turn = sign * s[i];
-          x[2 * i] = narrow(a * c[i] - b * turn);
-          x[2 * i + 1] = narrow(b * c[i] + a * turn);
+          const RotatedPair pair = rotated(x[2 * i], x[2 * i + 1], c[i], sign * s[i]);
+          x[2 * i] = pair.low;
+          x[2 * i + 1] = pair.high;
         }
         continue;
       }
@@ -104,30 +101,25 @@ TIERFLOW_CLONES void rope(std::uint16_t* x, const float* cos, const float* sin, 
       std::uint16_t* high = x + half;
 #pragma GCC ivdep
       for (std::int64_t i = 0; i < half; ++i) {
-        const float a = wide(low[i]), b = wide(high[i]), turn = sign * s[i];
-        low[i] = narrow(a * c[i] - b * turn);
-        high[i] = narrow(b * c[i] + a * turn);
+        const RotatedPair pair = rotated(low[i], high[i], c[i], sign * s[i]);
+        low[i] = pair.low;
+        high[i] = pair.high;
       }
     }
   }
 }
 
 TIERFLOW_CLONES void swiglu(const std::uint16_t* gate, const std::uint16_t* up, std::uint16_t* out, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) {
-    const float g = wide(gate[i]);
-    out[i] = narrow(g / (1.0F + exp_fast(-g)) * wide(up[i]));
-  }
+  for (std::int64_t i = 0; i < n; ++i) out[i] = swiglu_of(gate[i], up[i]);
 }
 
 TIERFLOW_CLONES void swiglu_backward(std::uint16_t* gate, std::uint16_t* up, std::uint16_t* d_out, std::int64_t n) {
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < n; ++i) {
-    const float g = wide(gate[i]), u = wide(up[i]), d = wide(d_out[i]);
-    const float sigmoid = 1.0F / (1.0F + exp_fast(-g));
-    const float silu = g * sigmoid;
-    gate[i] = narrow(d * u * (sigmoid + silu * (1.0F - sigmoid)));
-    up[i] = narrow(d * silu);
-    d_out[i] = narrow(silu * u);
+    const SwigluGradient d = swiglu_gradient(gate[i], up[i], d_out[i]);
+    gate[i] = d.gate;
+    up[i] = d.up;
+    d_out[i] = d.out;
   }
 }
 
@@ -142,12 +134,11 @@ TIERFLOW_CLONES void cross_entropy(std::uint16_t* logits, const std::int64_t* la
     }
     const float most = largest(logits, vocab);
     const double total = sum_exponentials(logits, vocab, most);
-    loss[row] = std::log(total) + static_cast<double>(most) - static_cast<double>(wide(logits[label]));
+    loss[row] = loss_of(total, most, logits[label]);
     if (!gradient) continue;
     const float factor = static_cast<float>(static_cast<double>(scale) / total);
-    const float at_label = static_cast<float>((std::exp(-loss[row]) - 1.0) * static_cast<double>(scale));
-    for (std::int64_t i = 0; i < vocab; ++i) logits[i] = narrow(exp_fast(wide(logits[i]) - most) * factor);
-    logits[label] = narrow(at_label);
+    for (std::int64_t i = 0; i < vocab; ++i) logits[i] = softmax_share(logits[i], most, factor);
+    logits[label] = label_gradient(loss[row], scale);
   }
 }
 
@@ -176,10 +167,9 @@ TIERFLOW_CLONES void softmax_gradient(std::uint16_t* logits, const std::int64_t*
     const auto most = static_cast<float>(factors[0]), factor = static_cast<float>(factors[1]);
     const std::int64_t label = labels[row] - first;
     const bool here = label >= 0 && label < width;
-    const double at_label =
-        here ? std::exp(static_cast<double>(wide(logits[label])) - factors[0]) * factors[1] - factors[2] : 0;
-    for (std::int64_t i = 0; i < width; ++i) logits[i] = narrow(exp_fast(wide(logits[i]) - most) * factor);
-    if (here) logits[label] = narrow(static_cast<float>(at_label));
+    const std::uint16_t at_label = here ? label_gradient(logits[label], factors) : std::uint16_t{0};
+    for (std::int64_t i = 0; i < width; ++i) logits[i] = softmax_share(logits[i], most, factor);
+    if (here) logits[label] = at_label;
   }
 }
 

@@ -114,8 +114,11 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
 
 Tensor models::attention_of_row(int stage, const Tensor& q, const Tensor& k, const Tensor& v,
                                 const AttentionRules& rules, const Shared& shared, double dropout) {
-  return shared.cache != nullptr ? shared.cache->attend(stage, q, k, v, rules, shared.spans)
-                                 : attention(q, k, v, rules, dropout);
+  AttentionRules of_row = rules;
+  of_row.ends = shared.ends;
+  of_row.choice = shared.attention;
+  return shared.cache != nullptr ? shared.cache->attend(stage, q, k, v, of_row, shared.spans)
+                                 : attention(q, k, v, of_row, dropout);
 }
 
 }  // namespace tierflow

@@ -11,6 +11,7 @@
 #include "runtime/models/decoder.h"
 #include "runtime/models/gpt2.h"
 #include "runtime/models/opt.h"
+#include "runtime/models/upload.h"
 
 namespace tierflow {
 namespace {
@@ -45,9 +46,15 @@ struct AddAndRelease final : torch::autograd::PostAccumulateGradHook {
 }  // namespace
 
 Shared shared_of(const MicroBatch& batch, torch::Device device) {
-  Shared shared{.ids = batch.ids.to(device), .documents = batch.documents()};
-  if (batch.labels.defined()) shared.labels = batch.labels.to(device);
-  if (!shared.documents.empty()) shared.positions = batch.positions.to(device);
+  Shared shared{.documents = batch.documents()};
+  std::vector<torch::Tensor> parts = {batch.ids, batch.labels};
+  if (!shared.documents.empty()) parts.insert(parts.end(), {batch.positions, document_ends(shared.documents)});
+  parts = models::upload(parts, device);
+  shared.ids = parts[0];
+  shared.labels = parts[1];
+  if (shared.documents.empty()) return shared;
+  shared.positions = parts[2];
+  shared.ends = parts[3];
   return shared;
 }
 
@@ -55,10 +62,8 @@ Shared shared_of(const CachedRow& row, torch::Device device) {
   std::vector<torch::Tensor> positions;
   for (const CachedSpan& span : row.spans)
     positions.push_back(torch::arange(span.before, span.before + span.length, torch::kLong));
-  return {.ids = row.ids.to(device),
-          .positions = torch::cat(positions).unsqueeze(0).to(device),
-          .cache = row.cache,
-          .spans = row.spans};
+  const std::vector<torch::Tensor> parts = models::upload({row.ids, torch::cat(positions).unsqueeze(0)}, device);
+  return {.ids = parts[0], .positions = parts[1], .cache = row.cache, .spans = row.spans};
 }
 
 std::int64_t Shared::longest() const {
@@ -112,8 +117,9 @@ Carry LayeredModel::differentiate(const Weights& leaves, const Gradients& gradie
                                   const Carry& d_out, const std::function<Carry(const Carry&)>& forward) {
   const torch::AutoGradMode grad(true);
   for (std::size_t i = 0; i < leaves.size(); ++i) {
-    leaves[i].requires_grad_(gradients.at(i).defined());
-    if (gradients[i].defined())
+    const bool wanted = gradients.wants(static_cast<int>(i));
+    leaves[i].requires_grad_(wanted);
+    if (wanted)
       torch::autograd::impl::set_post_acc_grad_hooks(leaves[i], std::make_unique<AddAndRelease>(gradients[i]));
   }
   Carry inputs;

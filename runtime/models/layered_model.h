@@ -9,6 +9,8 @@
 #include <memory>
 #include <vector>
 
+#include "runtime/models/attention.h"
+#include "runtime/models/gradients.h"
 #include "runtime/models/micro_batch.h"
 #include "runtime/models/soft_targets.h"
 #include "runtime/models/token_scale.h"
@@ -21,11 +23,12 @@ using Carry = std::vector<torch::Tensor>;
 // Weights of a stage: the tensors of its units in UnitSpec order, unit after unit; bf16 in the model, in the
 // checkpoint's shapes.
 using Weights = std::vector<torch::Tensor>;
-// fp32 accumulators, one beside each weight, the same shapes.
-using Gradients = std::vector<torch::Tensor>;
 // The one at a position that a TensorIndex gave.
 inline const torch::Tensor& at_position(const std::vector<torch::Tensor>& tensors, int position) {
   return tensors[static_cast<std::size_t>(position)];
+}
+inline const torch::Tensor& at_position(const Gradients& sums, int position) {
+  return sums[static_cast<std::size_t>(position)];
 }
 
 // Keys and values of sequences that are being generated (key_value_cache.h).
@@ -51,6 +54,7 @@ struct Shared {
   // Of packed rows, as in MicroBatch. Undefined and empty where each row is one document.
   torch::Tensor positions = {};
   std::vector<Document> documents = {};
+  torch::Tensor ends = {};  // where they begin in all tokens, and the end: int32 [documents + 1]
   // Of a CachedRow; null and empty elsewhere.
   KeyValueCache* cache = nullptr;
   std::vector<CachedSpan> spans = {};
@@ -58,10 +62,12 @@ struct Shared {
   // position's most likely tokens.
   models::SoftTargets teacher = {};
   std::int64_t top = 0;
+  models::AttentionChoice attention = {};
   // Tokens of the longest document, with those in the cache.
   std::int64_t longest() const;
 };
-// A micro-batch on `device`, without tables. Throws as MicroBatch::documents() does.
+// A micro-batch on `device`, without tables; the host does not wait for the copy (upload.h). Throws as
+// MicroBatch::documents() does.
 Shared shared_of(const MicroBatch& batch, torch::Device device);
 Shared shared_of(const CachedRow& row, torch::Device device);
 
@@ -78,11 +84,13 @@ struct HeadScores {
   torch::Tensor top_ids = {}, top_log_probabilities = {};
 };
 
+// Its sums are numbers on the device of the carry, fp64, in an order that shapes alone decide: to read one is to wait
+// for the device.
 struct HeadResult {
-  double loss_sum = 0;  // over the tokens that count, natural log, summed in double
-  Carry d_carry;        // gradient of the sum of each token's loss times its scale
+  torch::Tensor loss_sum = {};  // over the tokens that count, natural log
+  Carry d_carry = {};           // gradient of the sum of each token's loss times its scale
   // Where there is a teacher, the sums whose weighted sum is loss_sum (soft_targets.h).
-  double ce_sum = 0, kd_sum = 0;
+  torch::Tensor ce_sum = {}, kd_sum = {};
 };
 
 // What a forward leaves on the device so that its backward need not compute it again. It contains no weight.

@@ -25,7 +25,7 @@ at::Tensor Linear::operator()(const Weights& weights, const at::Tensor& x, doubl
 
 void Linear::add_gradient(const Weights& weights, const Gradients& sums, const at::Tensor& d_y, const at::Tensor& x,
                           const Adapter::Incoming& in) const {
-  add_product(at_position(sums, weight_), d_y, x);
+  sums.add_product(weight_, d_y, x);
   if (bias_ >= 0) add_rows(at_position(sums, bias_), d_y);
   adapter_.add_gradients(sums, weights, at_position(weights, weight_), d_y, x, in);
 }

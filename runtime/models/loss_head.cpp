@@ -9,22 +9,23 @@
 namespace tierflow::models {
 namespace {
 
-// 16-bit logits of a chunk: 16 MiB on the CPU; on CUDA more rows, so that the weight gradient's product has enough work
-// for each element of the fp32 sum it reads and writes.
-constexpr std::int64_t kCpuLogits = std::int64_t{8} << 20, kCudaLogits = std::int64_t{64} << 20;
+// 16-bit logits of a chunk: 16 MiB on the CPU; elsewhere 256 MiB: the weight gradient's product has enough work for
+// each element of the fp32 sum it reads and writes, and a vocabulary takes few launches.
+constexpr std::int64_t kCpuLogits = std::int64_t{8} << 20, kDeviceLogits = std::int64_t{128} << 20;
 
 }  // namespace
 
-double sum_in_order(const at::Tensor& losses) {
-  const at::Tensor host = losses.cpu();
-  const double* loss = host.const_data_ptr<double>();
+at::Tensor sum_in_order(const at::Tensor& losses) {
+  if (!losses.is_cpu()) return losses.sum();
+  const at::Tensor dense = losses.contiguous();
+  const double* loss = dense.const_data_ptr<double>();
   double sum = 0;
-  for (std::int64_t i = 0; i < host.numel(); ++i) sum += loss[i];
-  return sum;
+  for (std::int64_t i = 0; i < dense.numel(); ++i) sum += loss[i];
+  return at::scalar_tensor(sum, losses.options());
 }
 
-std::int64_t head_chunk_rows(std::int64_t vocab, bool cuda) {
-  const std::int64_t rows = (cuda ? kCudaLogits : kCpuLogits) / std::max<std::int64_t>(1, vocab) / 16 * 16;
+std::int64_t head_chunk_rows(std::int64_t vocab, bool on_device) {
+  const std::int64_t rows = (on_device ? kDeviceLogits : kCpuLogits) / std::max<std::int64_t>(1, vocab) / 16 * 16;
   return std::max<std::int64_t>(16, rows);
 }
 
@@ -37,7 +38,7 @@ LossHead::LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& i
 
 HeadResult distilled_result(const SoftTargets& teacher, const SoftTargets::Losses& losses) {
   HeadResult result{.ce_sum = sum_in_order(losses.ce), .kd_sum = sum_in_order(losses.kd)};
-  result.loss_sum = teacher.rule().ce_alpha * result.ce_sum + teacher.rule().alpha * result.kd_sum;
+  result.loss_sum = result.ce_sum * teacher.rule().ce_alpha + result.kd_sum * teacher.rule().alpha;
   return result;
 }
 
@@ -51,7 +52,7 @@ HeadScores LossHead::scores(const Weights& weights, const at::Tensor& hidden, co
   const at::Tensor normed = norm_(weights, token_rows(hidden));
   const at::Tensor output = at_or_none(weights, output_);
   const std::int64_t tokens = normed.size(0),
-                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
+                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), !output.is_cpu());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
   at::Tensor hits = at::zeros({tokens}, normed.options().dtype(at::kBool));
   const TopLogits top = targets.top > 0 ? no_top_logits(tokens, targets.top, normed.device()) : TopLogits{};
@@ -67,7 +68,7 @@ HeadScores LossHead::scores(const Weights& weights, const at::Tensor& hidden, co
     softmax_sums(logits, chunk_labels, 0, sums.narrow(0, first, rows));
     top_logits(logits, 0, {.values = top.values.narrow(0, first, rows), .ids = top.ids.narrow(0, first, rows)});
   }
-  HeadScores scores{.loss_sum = sum_in_order(each), .losses = each, .hits = hits};
+  HeadScores scores{.loss_sum = sum_in_order(each).item<double>(), .losses = each, .hits = hits};
   if (targets.top > 0) {
     scores.top_ids = top.ids;
     scores.top_log_probabilities = top_log_probabilities(top, sums);
@@ -82,10 +83,8 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
   Norm::Kept kept;
   const at::Tensor normed = norm_(weights, in, &kept);
   const at::Tensor output = at_or_none(weights, output_);
-  check_targets(targets, output.size(0));
-  const at::Tensor d_output = at_or_none(gradients, output_);
   const std::int64_t tokens = normed.size(0),
-                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), output.is_cuda());
+                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), !output.is_cpu());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
   SoftTargets::Losses parts;
   if (targets.teacher.defined()) parts = {.ce = each, .kd = at::zeros_like(each)};
@@ -115,7 +114,7 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
     }
     rule_.backward(logits, slope);
     at::mm_out(d_part, logits, output);
-    add_product(d_output, logits, part);
+    gradients.add_product(output_, logits, part);
   }
   buffer.reset();
 

@@ -10,10 +10,11 @@
 
 namespace tierflow::models {
 
-// Tokens whose logits exist at once.
-std::int64_t head_chunk_rows(std::int64_t vocab, bool cuda);
-// The sum of the losses of tokens [tokens] fp64, one after the other.
-double sum_in_order(const at::Tensor& losses);
+// Tokens whose logits exist at once; on a device that is not the CPU they are more.
+std::int64_t head_chunk_rows(std::int64_t vocab, bool on_device);
+// The sum of the losses of tokens [tokens] fp64, a number on their device: on the CPU one after the other, elsewhere
+// torch's reduction, whose order depends on their count alone.
+at::Tensor sum_in_order(const at::Tensor& losses);
 // The result of a head whose tokens have these losses, without the carry.
 HeadResult distilled_result(const SoftTargets& teacher, const SoftTargets::Losses& losses);
 // log-probabilities [tokens, top] fp64 of the largest logits, from complete sums as in ops.h.

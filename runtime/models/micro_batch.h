@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace tierflow {
@@ -30,5 +31,13 @@ struct MicroBatch {
   // are not as above.
   std::vector<Document> documents() const;
 };
+
+// Where the documents begin among the tokens of all rows, and where the last one ends: int32 [documents + 1].
+at::Tensor document_ends(const std::vector<Document>& documents);
+
+// Throws Exception (kind usage), in one line with the place and the value, where an id is none of the vocabulary's, or
+// a label or a token of the teacher is beyond it. Nothing behind this looks again: on a GPU a lookup outside of a table
+// would end the program's use of the card. `called`: what the line calls the micro-batch.
+void check_tokens(const MicroBatch& batch, std::int64_t vocabulary, const std::string& called);
 
 }  // namespace tierflow

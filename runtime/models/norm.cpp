@@ -11,6 +11,10 @@ at::Tensor at_or_none(const std::vector<at::Tensor>& tensors, int position) {
   return tensors[static_cast<std::size_t>(position)].detach();
 }
 
+at::Tensor at_or_none(const Gradients& sums, int position) {
+  return sums.wants(position) ? at_position(sums, position).detach() : at::Tensor();
+}
+
 Norm::Norm(NormKind kind, double eps, const TensorIndex& index, const std::string& name)
     : kind_(name.empty() ? NormKind::none : kind), eps_(eps) {
   if (kind_ != NormKind::none) weight_ = index.at(name + ".weight");

@@ -35,5 +35,6 @@ class Norm {
 
 // The tensor at a position, outside any graph; undefined for position -1.
 at::Tensor at_or_none(const std::vector<at::Tensor>& tensors, int position);
+at::Tensor at_or_none(const Gradients& sums, int position);
 
 }  // namespace tierflow::models

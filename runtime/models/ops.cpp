@@ -7,20 +7,17 @@
 
 #include "runtime/models/grain.h"
 #include "runtime/models/kernels.h"
+#include "runtime/models/row_kernels.h"
 
 namespace tierflow::models {
 namespace {
 
 constexpr std::int64_t kTile = 1 << 22;  // elements of a weight-gradient tile
 
-// The kernels apply: bf16 on the CPU, dense, nothing to differentiate.
+// The CPU's kernels apply.
 template <class... Tensors>
-bool fused(const Tensors&... tensors) {
-  const auto plain = [](const Tensor& t) {
-    return !t.defined() || (t.is_cpu() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() &&
-                            !(t.requires_grad() && at::GradMode::is_enabled()));
-  };
-  return (plain(tensors) && ...);
+bool fused(const Tensor& first, const Tensors&... others) {
+  return first.is_cpu() && row_kernels::is_plain(first) && (row_kernels::is_plain(others) && ...);
 }
 
 std::uint16_t* bits(const Tensor& t) {
@@ -37,6 +34,7 @@ kernels::RmsRule rule_of(NormKind kind) {
 }  // namespace
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, NormKind kind, Tensor* rstd) {
+  if (row_kernels::take(x, weight)) return row_kernels::rms_norm(x, weight, eps, rule_of(kind), rstd);
   if (!fused(x, weight)) {
     const Tensor wide = x.to(wide_type(x));
     const Tensor r = at::rsqrt(wide.pow(2).mean(-1, true) + eps);
@@ -57,6 +55,8 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, NormKind kind
 
 Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
                          const Tensor& sum, NormKind kind, const Tensor& residual) {
+  if (row_kernels::take(d_out, x, weight, residual) && row_kernels::take_sum(sum))
+    return row_kernels::rms_norm_backward(d_out, x, rstd, weight, sum, rule_of(kind), residual);
   const std::int64_t n = x.size(-1), rows = x.numel() / n;
   if (!fused(d_out, x, weight, residual)) {
     const Tensor r = rstd.view([&] {
@@ -76,12 +76,11 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
   Tensor d_x = at::empty_like(x);
   // The weight's gradient is summed in blocks of rows set by the shape, then block after block: the same bits on any
   // thread count.
-  const std::int64_t block = std::max<std::int64_t>(grain_rows(n), (rows + 63) / 64),
-                     blocks = (rows + block - 1) / block;
+  const auto [block, blocks] = row_kernels::norm_blocks(rows, n, 64);
   Tensor partial = sum.defined() ? at::zeros({blocks, n}, x.options().dtype(at::kFloat)) : Tensor();
   float* partials = sum.defined() ? partial.mutable_data_ptr<float>() : nullptr;
   const float* r = rstd.const_data_ptr<float>();
-  at::parallel_for(0, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
+  at::parallel_for(0, blocks, 1, [&, block = block](std::int64_t begin, std::int64_t end) {
     for (std::int64_t b = begin; b < end; ++b) {
       const std::int64_t first = b * block, count = std::min(block, rows - first);
       kernels::rms_norm_backward(bits(d_out) + first * n, bits(x) + first * n, r + first, bits(weight),
@@ -97,6 +96,10 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
 }
 
 Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign, const Tensor& positions) {
+  if (row_kernels::take(x)) {
+    row_kernels::rope(x, cos, sin, rule, sign, positions);
+    return x;
+  }
   const std::int64_t heads = x.size(2), dim = x.size(3), half = cos.size(-1);
   const Tensor c = rule.rounded ? cos.to(x.scalar_type()) : cos, s = rule.rounded ? sin.to(x.scalar_type()) : sin;
   if (!fused(x)) {
@@ -158,6 +161,7 @@ Tensor activate_backward(const Tensor& d_out, const Tensor& x, Activation activa
 }
 
 Tensor gated(const Tensor& gate, const Tensor& up, Activation activation) {
+  if (activation == Activation::silu && row_kernels::take(gate, up)) return row_kernels::swiglu(gate, up);
   if (activation != Activation::silu || !fused(gate, up)) return activate(gate, activation) * up;
   Tensor out = at::empty_like(gate);
   at::parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
@@ -167,6 +171,8 @@ Tensor gated(const Tensor& gate, const Tensor& up, Activation activation) {
 }
 
 void gated_backward(Tensor& gate, Tensor& up, Tensor& d_out, Activation activation) {
+  if (activation == Activation::silu && row_kernels::take(gate, up, d_out))
+    return row_kernels::swiglu_backward(gate, up, d_out);
   if (activation != Activation::silu || !fused(gate, up, d_out)) {
     const Tensor active = activate(gate, activation);
     const Tensor out = active * up;
@@ -225,7 +231,8 @@ void add_rows(const Tensor& sum, const Tensor& a) {
 
 void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d) {
   if (!sum.defined()) return;
-  if (!fused(d) || sum.scalar_type() != at::kFloat || !sum.is_contiguous()) {
+  if (row_kernels::take(d) && row_kernels::take_sum(sum)) return row_kernels::add_rows_at(sum, ids, d);
+  if (!fused(d) || !row_kernels::take_sum(sum)) {
     sum.index_add_(0, ids, d.to(sum.scalar_type()));
     return;
   }
@@ -241,6 +248,7 @@ void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d) {
 }
 
 void cross_entropy(Tensor& logits, const Tensor& labels, Tensor losses, double scale, bool gradient) {
+  if (row_kernels::take(logits)) return row_kernels::cross_entropy(logits, labels, losses, scale, gradient);
   const std::int64_t rows = logits.size(0), vocab = logits.size(1);
   if (fused(logits)) {
     const std::int64_t* label = labels.const_data_ptr<std::int64_t>();

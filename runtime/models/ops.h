@@ -1,7 +1,8 @@
 #pragma once
 // The operations blocks are made of, each following transformers' arithmetic. Functions named *_backward are explicit
-// gradients and run without autograd; the others are differentiable where autograd is on. On the CPU in bf16 and
-// without autograd they run fused kernels (kernels.h); elsewhere they are ATen expressions of the same formulas.
+// gradients and run without autograd; the others are differentiable where autograd is on. In bf16 and without autograd
+// they run fused kernels, the CPU's (kernels.h) or CUDA's (row_kernels.h), which have the same bits; elsewhere they are
+// ATen expressions of the same formulas.
 //
 // Accumulators: a gradient goes into `sum` (fp32 beside a bf16 weight), which may be undefined: then nobody wants it.
 #include <ATen/core/Tensor.h>
@@ -59,8 +60,8 @@ void add_product(const Tensor& sum, const Tensor& a, const Tensor& b);
 // sum [n] += the rows of a [tokens, n].
 void add_rows(const Tensor& sum, const Tensor& a);
 
-// Rows ids [tokens] of sum [vocab, n] += the rows of d [tokens, n], in the order of the tokens (on CUDA in
-// deterministic mode).
+// Rows ids [tokens] of sum [vocab, n] += the rows of d [tokens, n], in the order of the tokens (in fp32 on CUDA only of
+// bf16, else in deterministic mode). An id beyond the vocabulary is an error; on CUDA whoever looked it up has seen it.
 void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d);
 
 // Softmax cross-entropy of a chunk. logits [rows, vocab], labels [rows] int64, -100 where none counts; losses [rows]

@@ -7,6 +7,7 @@
 #include <numbers>
 
 #include "runtime/base/exception.h"
+#include "runtime/models/upload.h"
 
 namespace tierflow::models {
 
@@ -61,7 +62,7 @@ at::Tensor inverse_frequencies(const RopeSpec& rope, std::int64_t head_dim, std:
 std::pair<at::Tensor, at::Tensor> rope_tables(const RopeSpec& rope, std::int64_t head_dim, std::int64_t positions,
                                               std::int64_t context, at::Device device) {
   const at::Tensor position = at::arange(positions, at::kLong).to(at::kFloat);
-  const at::Tensor angles = at::outer(position, inverse_frequencies(rope, head_dim, context)).to(device);
+  const at::Tensor angles = upload({at::outer(position, inverse_frequencies(rope, head_dim, context))}, device).front();
   return {angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor};
 }
 

@@ -6,6 +6,7 @@
 
 #include "runtime/models/norm.h"
 #include "runtime/models/ops.h"
+#include "runtime/models/upload.h"
 
 namespace tierflow::models {
 namespace {
@@ -90,7 +91,7 @@ Routing Router::route(const Weights& weights, const at::Tensor& logits) const {
 at::Tensor Router::backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_logits,
                             const at::Tensor& normed) const {
   const at::Tensor x = in_type(normed), d = d_logits.to(x.scalar_type());
-  add_product(sums[static_cast<std::size_t>(weight_)], d, x);
+  sums.add_product(weight_, d, x);
   add_rows(at_or_none(sums, bias_), d_logits);
   return at::mm(d, in_type(weights[static_cast<std::size_t>(weight_)]));
 }
@@ -107,7 +108,7 @@ Assignment assign(const ExpertsSpec& spec, const at::Tensor& chosen) {
   at::Tensor places = at::empty({pairs}, at::kLong);
   auto* place = places.mutable_data_ptr<std::int64_t>();
   for (std::int64_t pair = 0; pair < pairs; ++pair) place[next[static_cast<std::size_t>(expert[pair])]++] = pair;
-  assignment.places = places.to(chosen.device());
+  assignment.places = upload({places}, chosen.device()).front();
   assignment.tokens = assignment.places.div(spec.per_token, "floor");
   return assignment;
 }

@@ -3,9 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <limits>
-#include <string>
 
-#include "runtime/base/exception.h"
 #include "runtime/models/grain.h"
 #include "runtime/models/ops.h"
 
@@ -39,10 +37,6 @@ SoftTargets SoftTargets::rows(std::int64_t first, std::int64_t count) const {
 
 std::uint64_t SoftTargets::bytes() const {
   return defined() ? ids_.nbytes() + log_probabilities_.nbytes() : 0;
-}
-
-std::int64_t SoftTargets::largest_id() const {
-  return ids_.numel() == 0 ? -1 : ids_.max().item<std::int64_t>();
 }
 
 Tensor SoftTargets::probabilities() const {
@@ -114,16 +108,12 @@ void SoftTargets::gradient(Tensor& logits, const Tensor& labels, std::int64_t fi
       part.copy_(at::exp(wide).mul_(column(factor, 1)).add_(at::exp(wide / t).mul_(column(factor, 3))));
     });
   }
-  const Tensor places = at::nonzero(mine), row = places.select(1, 0), which = places.select(1, 1);
-  logits.index_put_({row, of.at.index({row, which})}, d.index({row, which}).to(logits.scalar_type()));
-}
-
-void check_targets(const Targets& targets, std::int64_t vocabulary) {
-  const auto beyond = [&](const std::string& what) {
-    throw Exception(io::ErrorKind::usage, what + " is beyond the vocabulary of " + std::to_string(vocabulary));
-  };
-  if (targets.labels.numel() > 0 && targets.labels.max().item<std::int64_t>() >= vocabulary) beyond("a label");
-  if (targets.teacher.defined() && targets.teacher.largest_id() >= vocabulary) beyond("a token of the teacher");
+  // Which entries are the row's, the device knows; the host does not wait for that. So all are written: an entry of
+  // another tile writes what one of the row's own writes, to the same place, or what lies there already.
+  const Tensor one = mine.to(at::kInt).argmax(1, true), any = mine.any(1, true);
+  const Tensor place = at::where(any, of.at.gather(1, one), 0), value = d.to(logits.scalar_type());
+  const Tensor there = at::where(any, value.gather(1, one), logits.narrow(1, 0, 1));
+  logits.scatter_(1, at::where(mine, of.at, place), at::where(mine, value, there));
 }
 
 }  // namespace tierflow::models

@@ -33,7 +33,6 @@ class SoftTargets {
   bool defined() const { return ids_.defined(); }
   SoftTargets rows(std::int64_t first, std::int64_t count) const;
   std::uint64_t bytes() const;
-  std::int64_t largest_id() const;
 
   // Running sums beside those of ops.h, [rows, 1 + K] fp64: the sum of exponentials of z / T relative to the largest
   // logit so far (where T is 1 that of ops.h serves), then the logits of the K.
@@ -69,7 +68,5 @@ struct Targets {
   SoftTargets teacher;  // training, where there is one
   std::int64_t top;     // evaluation: so many most likely tokens of each position are wanted
 };
-// Throws Exception (kind usage) for a label or a token of the teacher beyond the vocabulary.
-void check_targets(const Targets& targets, std::int64_t vocabulary);
 
 }  // namespace tierflow::models

@@ -9,6 +9,7 @@
 #include "runtime/models/grain.h"
 #include "runtime/models/kernels.h"
 #include "runtime/models/ops.h"
+#include "runtime/models/row_kernels.h"
 
 namespace tierflow::models {
 namespace {
@@ -37,6 +38,7 @@ Tensor no_softmax_sums(std::int64_t rows, at::Device device) {
 }
 
 void softmax_sums(const Tensor& logits, const Tensor& labels, std::int64_t first, const Tensor& sums) {
+  if (row_kernels::take(logits)) return row_kernels::softmax_sums(logits, labels, first, sums);
   const std::int64_t width = logits.size(1);
   if (has_kernel(logits)) {
     const auto* words = static_cast<const std::uint16_t*>(logits.const_data_ptr());
@@ -72,11 +74,14 @@ Tensor softmax_hits(const Tensor& sums, const Tensor& labels) {
 }
 
 Tensor softmax_factors(const Tensor& sums, const Tensor& labels, double scale) {
+  if (row_kernels::are_on(sums.device())) return row_kernels::softmax_factors(sums, labels, scale);
   const Tensor share = labels.ge(0).to(at::kDouble) * scale;  // 0 where no label counts
   return at::stack({sums.select(1, 0), at::where(labels.ge(0), share / sums.select(1, 1), share), share}, 1);
 }
 
 void softmax_gradient(Tensor& logits, const Tensor& labels, std::int64_t first, const Tensor& factors) {
+  if (row_kernels::take(logits) && factors.is_contiguous())
+    return row_kernels::softmax_gradient(logits, labels, first, factors);
   const std::int64_t width = logits.size(1);
   if (has_kernel(logits)) {
     auto* words = static_cast<std::uint16_t*>(logits.mutable_data_ptr());

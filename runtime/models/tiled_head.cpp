@@ -14,7 +14,7 @@ namespace {
 template <class Use>
 void for_each_chunk(const Tensor& normed, const Tensor& output, const LogitRule& rule, Use use) {
   const std::int64_t tokens = normed.size(0),
-                     chunk = std::min(tokens, head_chunk_rows(output.size(0), output.is_cuda()));
+                     chunk = std::min(tokens, head_chunk_rows(output.size(0), !output.is_cpu()));
   const Tensor buffer = at::empty({chunk, output.size(0)}, normed.options());
   for (std::int64_t first = 0; first < tokens; first += chunk) {
     const std::int64_t rows = std::min(chunk, tokens - first);
@@ -27,8 +27,8 @@ void for_each_chunk(const Tensor& normed, const Tensor& output, const LogitRule&
 
 // A chunk of a tile whose logits hold their gradient already: adds to the gradient of the weights, and writes the
 // hidden states' with what the tiles after this one have summed.
-void add_gradients(const Tensor& d_logits, const Tensor& output, const Tensor& d_output, const Tensor& normed,
-                   const Tensor& before, const Tensor& d) {
+void add_gradients(const Tensor& d_logits, const Tensor& output, const Gradients& sums, int of_output,
+                   const Tensor& normed, const Tensor& before, const Tensor& d) {
   const Tensor here = at::mm(d_logits, output);
   if (before.defined()) {
     Tensor sum = d;
@@ -36,7 +36,7 @@ void add_gradients(const Tensor& d_logits, const Tensor& output, const Tensor& d
   } else {
     d.copy_(here);
   }
-  add_product(d_output, d_logits, normed);
+  sums.add_product(of_output, d_logits, normed);
 }
 
 Tensor empty_sum(const Tensor& normed) {
@@ -104,7 +104,7 @@ Carry TiledHead::backward(int stage, const Weights& weights, const Gradients& gr
                           const Targets& targets) const {
   const at::NoGradGuard no_grad;
   const Tensor &before = d_out.at(0), &normed = d_out.at(1), &factors = d_out.at(2);
-  const Tensor output = at_or_none(weights, tile(stage).output), d_output = at_or_none(gradients, tile(stage).output);
+  const Tensor output = at_or_none(weights, tile(stage).output);
   const Tensor d = at::empty_like(before);
   for_each_chunk(normed, output, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
     const Tensor slope = rule_.slope(logits);
@@ -114,8 +114,8 @@ Carry TiledHead::backward(int stage, const Weights& weights, const Gradients& gr
     else
       softmax_gradient(logits, labels, tile(stage).first, factor);
     rule_.backward(logits, slope);
-    add_gradients(logits, output, d_output, normed.narrow(0, first, rows), before.narrow(0, first, rows),
-                  d.narrow(0, first, rows));
+    add_gradients(logits, output, gradients, tile(stage).output, normed.narrow(0, first, rows),
+                  before.narrow(0, first, rows), d.narrow(0, first, rows));
   });
   return {d, normed, factors};
 }
@@ -130,10 +130,10 @@ Carry TiledHead::logits(int stage, const Weights& weights, const Carry& carry) c
 HeadScores TiledHead::scores(const Weights& weights, const Carry& carry, const Targets& targets) const {
   const at::NoGradGuard no_grad;
   const int last = norm_stage_ + static_cast<int>(tiles_.size());
-  check_targets(targets, tiles_.back().first + weights[static_cast<std::size_t>(tiles_.back().output)].size(0));
   const Carry out = forward(last, weights, carry, targets);
   const Tensor &sums = out.at(1), losses = softmax_losses(sums, targets.labels);
-  HeadScores scores{.loss_sum = sum_in_order(losses), .losses = losses, .hits = softmax_hits(sums, targets.labels)};
+  HeadScores scores{
+      .loss_sum = sum_in_order(losses).item<double>(), .losses = losses, .hits = softmax_hits(sums, targets.labels)};
   if (targets.top > 0) {
     scores.top_ids = out.at(3);
     scores.top_log_probabilities = top_log_probabilities({.values = out[2], .ids = out[3]}, sums);
@@ -148,8 +148,7 @@ HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients&
   const bool soft = targets.teacher.defined();
   const Tensor &normed = carry.at(0), &labels = targets.labels, sums = carry.at(1).clone();
   const Tensor soft_sums = soft ? carry.at(2).clone() : Tensor();
-  const Tensor output = at_or_none(weights, last.output), d_output = at_or_none(gradients, last.output);
-  check_targets(targets, last.first + output.size(0));
+  const Tensor output = at_or_none(weights, last.output);
   const Tensor factors = at::empty({sums.size(0), soft ? 5 : 3}, sums.options()), d = empty_sum(normed);
   for_each_chunk(normed, output, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
     const Tensor chunk_labels = labels.narrow(0, first, rows), chunk_sums = sums.narrow(0, first, rows);
@@ -169,7 +168,7 @@ HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients&
       softmax_gradient(logits, chunk_labels, last.first, chunk_factors);
     }
     rule_.backward(logits, slope);
-    add_gradients(logits, output, d_output, normed.narrow(0, first, rows), {}, d.narrow(0, first, rows));
+    add_gradients(logits, output, gradients, last.output, normed.narrow(0, first, rows), {}, d.narrow(0, first, rows));
   });
   HeadResult result;
   if (soft)

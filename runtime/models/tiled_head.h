@@ -32,7 +32,7 @@ class TiledHead {
   Carry normalise(const Weights& weights, const at::Tensor& hidden) const;
   Carry logits(int stage, const Weights& weights, const Carry& carry) const;
 
-  // The last tile. Throws as check_targets(). With a teacher the scale is the same for all tokens.
+  // The last tile. With a teacher the scale is the same for all tokens.
   HeadScores scores(const Weights& weights, const Carry& carry, const Targets& targets) const;
   HeadResult loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                const Targets& targets, const TokenScale& scale) const;

@@ -7,6 +7,7 @@
 
 #include "runtime/models/grain.h"
 #include "runtime/models/kernels.h"
+#include "runtime/models/row_kernels.h"
 
 namespace tierflow::models {
 
@@ -17,6 +18,7 @@ TopLogits no_top_logits(std::int64_t tokens, std::int64_t top, at::Device device
 }
 
 void top_logits(const at::Tensor& logits, std::int64_t first, const TopLogits& top) {
+  if (row_kernels::take(logits)) return row_kernels::top_logits(logits, first, top);
   const std::int64_t width = logits.size(1), wanted = top.ids.size(1);
   if (logits.is_cpu() && logits.scalar_type() == at::kBFloat16 && logits.is_contiguous()) {
     const auto* words = static_cast<const std::uint16_t*>(logits.const_data_ptr());

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -76,32 +75,10 @@ Tensor attention_of_rows(const Tensor& q_in, const Tensor& k_in, const Tensor& v
   return sinks ? out.narrow(1, 1, length).narrow(3, 0, dim) : out;
 }
 
-// Whether the documents of packed rows go through one call of torch's flash attention over sequences of their lengths.
-bool is_one_call(const Tensor& q, const AttentionRules& rules) {
-  return q.is_cuda() && at::isReducedFloatingType(q.scalar_type()) && q.size(3) % 8 == 0 && q.size(3) <= 256 &&
-         rules.softcap <= 0 && !rules.sinks.defined() &&
-         // Its backward takes memory for 128 tokens more for each document; what rows take is measured without that.
-         128 * std::ssize(rules.documents) <= q.size(0) * q.size(1);
-}
-
-Tensor of_documents(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
-  std::vector<std::int32_t> bounds = {0};
-  for (const Document& d : rules.documents) bounds.push_back(bounds.back() + static_cast<std::int32_t>(d.length));
-  const std::int64_t longest = std::ranges::max(rules.documents, {}, &Document::length).length;
-  const Tensor ends = at::tensor(bounds, at::kInt).to(q.device(), at::kInt, /*non_blocking=*/true);
-  const auto tokens = [](const Tensor& x) { return x.reshape({-1, x.size(2), x.size(3)}); };
-  const std::int64_t before = rules.window > 0 ? rules.window - 1 : -1;  // -1: all
-  return std::get<0>(at::_flash_attention_forward(tokens(q), tokens(k), tokens(v), ends, ends, longest, longest,
-                                                  dropout, /*is_causal=*/true, /*return_debug_mask=*/false,
-                                                  std::optional<double>(rules.scale_of(q.size(3))), before, 0))
-      .view(q.sizes());
-}
-
 }  // namespace
 
 Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
   if (rules.documents.empty()) return attention_of_rows(q, k, v, rules, dropout);
-  if (is_one_call(q, rules)) return of_documents(q, k, v, rules, dropout);
   std::vector<Tensor> parts;
   for (const Document& document : rules.documents) {
     const auto part = [&](const Tensor& x) {

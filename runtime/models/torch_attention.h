@@ -1,13 +1,12 @@
 #pragma once
-// Attention by torch's own kernels, where attention in blocks (attention.h) does not apply.
+// Attention by torch's own kernels, where nothing in device_attention.h applies.
 #include "runtime/models/attention.h"
 
 namespace tierflow::models {
 
-// As attention(): scaled_dot_product_attention, which is called for each document; but on CUDA in 16 bits, without
-// softcap and sinks, torch's flash attention takes all documents of packed rows in one call, as sequences of their
-// lengths. With a softcap the scores exist whole, [batch, heads, sequence, sequence] (each document apart): slower, and
-// memory grows with the square of the sequence.
+// As attention(): scaled_dot_product_attention, which is called for each document. With a softcap the scores exist
+// whole, [batch, heads, sequence, sequence] (each document apart): slower, and memory grows with the square of the
+// sequence.
 at::Tensor torch_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionRules& rules,
                            double dropout);
 

@@ -194,6 +194,7 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
             {"tb_written", terabytes},
             {"lanes", lanes},
             {"limit", limit},
+            {"attention", session.attention()},
             {"device_memory_peak", memory.device_peak},
             {"host_memory", memory.host_used}};
   if (gpu_ != nullptr) line["gpu"] = gpu_since_last_step(result.tokens);
@@ -203,18 +204,19 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
   object(line);
   const double left =
       (of_steps - result.step) * training_seconds_ / static_cast<double>(steps_);  // those of this process
-  live(fmt::format("step {}/{} |{} loss {}{} | norm {} | lr {:.2e} | {:.0f} tok/s | limit {} {:.0f}% | device "
-                   "{}/{} host {}/{} | {} left",
-                   result.step, of_steps, result.skipped ? " SKIPPED: not finite |" : "", loss_text(result.loss),
-                   result.pairs ? rewards_text(*result.pairs)
-                   : distills   ? fmt::format(" (ce {}, kd {})", loss_text(result.ce_loss), loss_text(result.kd_loss))
-                                : "",
-                   norm_text(result.grad_norm), lr, rate, limit, 100 * busiest / result.seconds,
-                   human_bytes(memory.device_peak), human_bytes(memory.device_budget), human_bytes(memory.host_used),
-                   human_bytes(memory.host_budget),
-                   left >= 3600 ? fmt::format("{:.1f} h", left / 3600)
-                   : left >= 60 ? fmt::format("{:.0f} min", left / 60)
-                                : fmt::format("{:.0f} s", left)),
+  live(fmt::format(
+           "step {}/{} |{} loss {}{} | norm {} | lr {:.2e} | {:.0f} tok/s | attention {} | limit {} {:.0f}% | device "
+           "{}/{} host {}/{} | {} left",
+           result.step, of_steps, result.skipped ? " SKIPPED: not finite |" : "", loss_text(result.loss),
+           result.pairs ? rewards_text(*result.pairs)
+           : distills   ? fmt::format(" (ce {}, kd {})", loss_text(result.ce_loss), loss_text(result.kd_loss))
+                        : "",
+           norm_text(result.grad_norm), lr, rate, session.attention(), limit, 100 * busiest / result.seconds,
+           human_bytes(memory.device_peak), human_bytes(memory.device_budget), human_bytes(memory.host_used),
+           human_bytes(memory.host_budget),
+           left >= 3600 ? fmt::format("{:.1f} h", left / 3600)
+           : left >= 60 ? fmt::format("{:.0f} min", left / 60)
+                        : fmt::format("{:.0f} s", left)),
        result.skipped || result.step == of_steps);
 }
 

@@ -49,7 +49,7 @@ void GradientInit::bind(int stage, int micro_batch, Gradients& gradients) {
     for (const Weight& weight : weights)
       sums_.push_back(torch::zeros(weight.shape, torch::TensorOptions().dtype(torch::kFloat32).device(device_)));
   }
-  for (std::size_t i = 0; i < weights.size(); ++i) gradients[weights[i].position] = sums_[i];
+  for (std::size_t i = 0; i < weights.size(); ++i) gradients.set(weights[i].position, sums_[i]);
 }
 
 void GradientInit::take(int stage) {

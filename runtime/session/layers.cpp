@@ -53,7 +53,7 @@ class ModuleModel final : public LayeredModel {
         torch::full({}, scale.all(), torch::TensorOptions().dtype(torch::kFloat32).device(shared.ids.device()));
     result.d_carry = differentiate(layers_[last]->parameters(), gradients, carry, {scaled}, [&](const Carry& inputs) {
       const torch::Tensor loss = scalar_loss(layers_[last]->forward(inputs, shared)).to(torch::kFloat32);
-      result.loss_sum = loss.item<double>();
+      result.loss_sum = loss.detach().to(torch::kDouble);
       return Carry{loss};
     });
     return result;

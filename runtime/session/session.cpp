@@ -97,6 +97,11 @@ std::uint64_t Session::parameters() const {
 std::array<swap::LaneCounters, swap::kLanes> Session::lanes() const {
   return impl_->executor().counters();
 }
+std::string Session::attention() const {
+  std::string names;
+  for (const std::string& name : impl_->attention_ran) names += (names.empty() ? "" : "+") + name;
+  return names;
+}
 ExpertUse Session::expert_use() const {
   return impl_->expert_use;
 }
@@ -290,26 +295,33 @@ swap::Entered Session::Impl::enter(int stage, swap::Pass pass, int micro_batch) 
   return value_or_throw(executor().enter(stage, pass, micro_batch));
 }
 
-// All of a fresh gradient begins with zeros, what lies between its tensors included.
+// All of a fresh gradient stands for zeros, what lies between its tensors included.
 Gradients Session::Impl::gradients_of(const swap::Entered& entered, int micro_batch) const {
   const swap::Visit& visit = *entered.visit;
   const std::vector<int>& units = plan.layout->stages()[visit.stage].units;
   const auto floats = torch::TensorOptions().dtype(torch::kFloat32).device(torch_device);
-  for (std::size_t position = 0; micro_batch == 0 && position < units.size(); ++position)
-    if (visit.fresh_gradient[position])
-      torch::from_blob(entered.arena + visit.gradients[position],
-                       {static_cast<std::int64_t>(plan.layout->gradient_bytes(units[position]) / sizeof(float))},
-                       floats)
-          .zero_();
-  return state->gradients(entered);
+  std::vector<torch::Tensor> sums = state->gradients(entered);
+  std::vector<bool> fresh;
+  for (std::size_t position = 0; micro_batch == 0 && position < units.size(); ++position) {
+    const bool begins = visit.fresh_gradient[position];
+    fresh.resize(fresh.size() + model->spec().units[units[position]].tensors.size(), begins);
+    if (begins)
+      begin_region(
+          torch::from_blob(entered.arena + visit.gradients[position],
+                           {static_cast<std::int64_t>(plan.layout->gradient_bytes(units[position]) / sizeof(float))},
+                           floats),
+          sums, products_overwrite(torch_device));
+  }
+  return gradients_on(torch_device, std::move(sums), std::move(fresh));
 }
 
-std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches) const {
+std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches) {
   if (torch_device.is_cuda()) expect_default_stream({c10::DeviceType::CUDA, 0});
   std::vector<Shared> shared;
   for (const MicroBatch& batch : batches) {
     shared.push_back(model->share(batch, torch_device));
     ask_of_head(shared.back(), batch, options);
+    shared.back().attention.ran = &attention_ran;
   }
   return shared;
 }
@@ -325,7 +337,10 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
         batch.ids.size(1) > options.sequence_length || batch.labels.sizes() != batch.ids.sizes())
       wrong("a micro-batch has ids and labels of at most " + std::to_string(options.micro_batch) + " x " +
             std::to_string(options.sequence_length) + " tokens");
-  for (const MicroBatch& batch : batches) batch.documents();  // throws where positions are wrong
+  for (const MicroBatch& batch : batches) batch.documents();        // throws where positions are wrong
+  const std::int64_t vocabulary = model->spec().config.vocab_size;  // of layers of one's own nobody knows it
+  for (std::size_t i = 0; i < batches.size() && vocabulary > 0; ++i)
+    check_tokens(batches[i], vocabulary, "micro-batch " + std::to_string(i));
   if (!train || !options.loss.distills()) return;
   for (const MicroBatch& batch : batches) {
     std::vector<std::int64_t> shape = batch.ids.sizes().vec();

@@ -179,6 +179,9 @@ class Session {
   MemoryUse memory() const;
   std::array<swap::LaneCounters, swap::kLanes> lanes() const;
   ExpertUse expert_use() const;
+  // What has computed attention so far, in steps and evaluations: "blocks", "flash", "cudnn" or "torch"
+  // (device_attention.h), several joined by "+"; empty before the first, and for layers of one's own.
+  std::string attention() const;
   // With SessionOptions::record: the tasks that ended since the last call. They take memory until then.
   std::vector<swap::TaskRecord> take_timeline();
   // Empty where everything is resident.

@@ -47,8 +47,9 @@ struct Session::Impl {
   std::shared_ptr<OptimizerWork> make_work(double lr);
   swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
   void leave() { throw_if(executor().leave()); }
+  // Sums of a micro-batch's gradients: what the first one does not write, settle() does.
   Gradients gradients_of(const swap::Entered& entered, int micro_batch) const;
-  std::vector<Shared> share(const std::vector<MicroBatch>& batches) const;
+  std::vector<Shared> share(const std::vector<MicroBatch>& batches);
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
   void seed_random(int stage, int micro_batch) const;
 
@@ -73,6 +74,8 @@ struct Session::Impl {
     PairCounts pairs;
   };
   void head_all(const std::vector<Shared>& shared, const Objective& objective, StepResult& result, OptimizerWork& work);
+  // Adds the losses of a step's micro-batches to its result, in their order: the one wait for the device in a step.
+  static void read_losses(const std::vector<HeadResult>& heads, StepResult& result);
   HeadResult head_of_pairs(const swap::Entered& entered, int micro_batch, const Shared& shared,
                            const Objective& objective, PairTotals& totals);
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
@@ -137,6 +140,7 @@ struct Session::Impl {
   // Memory ran out and computing again did not help: the rest of the plan runs without computing.
   std::optional<io::Error> out_of_memory;
   std::int64_t computed_again = 0;
+  std::set<std::string> attention_ran;  // names of what computed attention so far (device_attention.h)
 };
 
 // `model` with the specification that `change` makes of its own. Throws Exception (kind usage), whose line begins with

@@ -127,33 +127,58 @@ HeadResult Session::Impl::head_of_pairs(const swap::Entered& entered, int micro_
     throw Exception(io::ErrorKind::usage, "layers of one's own have no loss of each token: pairs are not trained on");
   losses = losses.cpu();
   totals = pair_totals(options.loss, batch, losses);
-  return model->head_loss_and_backward(bound, gradients_of(entered, micro_batch), carries[micro_batch], shared,
-                                       pair_scale(options.loss, batch, losses, objective.pairs));
+  const Gradients gradients = gradients_of(entered, micro_batch);
+  HeadResult head = model->head_loss_and_backward(bound, gradients, carries[micro_batch], shared,
+                                                  pair_scale(options.loss, batch, losses, objective.pairs));
+  gradients.settle();
+  return head;
+}
+
+void Session::Impl::read_losses(const std::vector<HeadResult>& heads, StepResult& result) {
+  std::vector<torch::Tensor> sums;
+  for (const HeadResult& head : heads) {
+    sums.push_back(head.loss_sum);
+    if (head.ce_sum.defined()) sums.insert(sums.end(), {head.ce_sum, head.kd_sum});
+  }
+  if (sums.empty()) return;
+  const torch::Tensor read = torch::stack(sums).cpu();
+  const double* next = read.const_data_ptr<double>();
+  for (const HeadResult& head : heads) {
+    result.loss += *next++;
+    if (!head.ce_sum.defined()) continue;
+    result.ce_loss += *next++;
+    result.kd_loss += *next++;
+  }
 }
 
 void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective& objective, StepResult& result,
                              OptimizerWork& work) {
   const double scale = 1.0 / static_cast<double>(std::max<std::int64_t>(objective.targets, 1));
-  const int last = static_cast<int>(plan.layout->stages().size()) - 1;
-  for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
+  const int last = static_cast<int>(plan.layout->stages().size()) - 1, count = static_cast<int>(shared.size());
+  std::vector<HeadResult> heads;  // whose losses are still on the device
+  for (int micro_batch = 0; micro_batch < count; ++micro_batch) {
     const swap::Entered entered = enter(last, swap::Pass::head, micro_batch);
     compute(starts_afresh(entered, micro_batch), [&] {
       seed_random(last, micro_batch);
-      PairTotals totals;
-      HeadResult head = options.loss.pairs()
-                            ? head_of_pairs(entered, micro_batch, shared[micro_batch], objective, totals)
-                            : model->head_loss_and_backward(weights(entered), gradients_of(entered, micro_batch),
-                                                            carries[micro_batch], shared[micro_batch], scale);
-      result.loss += options.loss.pairs() ? totals.loss + totals.nll : head.loss_sum;
-      result.ce_loss += head.ce_sum;
-      result.kd_loss += head.kd_sum;
-      if (result.pairs) result.pairs->add(totals);
+      if (options.loss.pairs()) {
+        PairTotals totals;
+        carries[micro_batch] = head_of_pairs(entered, micro_batch, shared[micro_batch], objective, totals).d_carry;
+        result.loss += totals.loss + totals.nll;
+        if (result.pairs) result.pairs->add(totals);
+        return;
+      }
+      const Gradients gradients = gradients_of(entered, micro_batch);
+      HeadResult head =
+          model->head_loss_and_backward(weights(entered), gradients, carries[micro_batch], shared[micro_batch], scale);
+      gradients.settle();
       carries[micro_batch] = std::move(head.d_carry);
+      heads.push_back(std::move(head));
     });
-    // Before the last micro-batch leaves, no update of this step can have begun.
-    if (micro_batch + 1 == static_cast<int>(shared.size()) && !plan.arrangement.staged &&
-        (out_of_memory || !std::isfinite(result.loss)))
-      work.skip_updates();
+    if (micro_batch + 1 == count) {
+      // Before the last micro-batch leaves, no update of this step can have begun.
+      compute(true, [&] { read_losses(heads, result); });
+      if (!plan.arrangement.staged && (out_of_memory || !std::isfinite(result.loss))) work.skip_updates();
+    }
     leave();
   }
 }
@@ -182,6 +207,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
             made == nullptr
                 ? model->backward(stage, bound, gradients, input, shared[micro_batch], d_out)
                 : model->backward_kept(stage, bound, gradients, input, shared[micro_batch], d_out, std::move(made));
+        gradients.settle();
         inputs[stage][micro_batch].clear();
       });
       if (gradient_init != nullptr && micro_batch + 1 == static_cast<int>(shared.size()))
@@ -268,6 +294,8 @@ std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRo
     if (row.ids.dim() != 2 || row.ids.size(0) != 1 || row.ids.size(1) > options.micro_batch * options.sequence_length)
       throw Exception(io::ErrorKind::usage,
                       "a row has at most " + std::to_string(options.micro_batch * options.sequence_length) + " tokens");
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    check_tokens({.ids = rows[i].ids}, model->spec().config.vocab_size, "row " + std::to_string(i));
   flush();
   std::vector<Shared> shared;
   compute(true, [&] {

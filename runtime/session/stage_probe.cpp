@@ -9,6 +9,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/device/tensor_slot.h"
 #include "runtime/models/dense_weights.h"
+#include "runtime/models/upload.h"
 #include "runtime/planning/repeat.h"
 #include "runtime/spec/stage_class.h"
 
@@ -56,9 +57,10 @@ std::byte* bytes_in(const torch::Tensor& slot) {
 
 void ask_of_head(Shared& shared, const MicroBatch& batch, const SessionOptions& options) {
   const torch::Device device = shared.ids.device();
-  if (batch.teacher_ids.defined())
-    shared.teacher = models::SoftTargets(batch.teacher_ids.to(device), batch.teacher_log_probabilities.to(device),
-                                         options.loss.distillation);
+  if (batch.teacher_ids.defined()) {
+    const auto parts = models::upload({batch.teacher_ids, batch.teacher_log_probabilities}, device);
+    shared.teacher = models::SoftTargets(parts[0], parts[1], options.loss.distillation);
+  }
   shared.top = options.top;
 }
 
@@ -136,7 +138,8 @@ auto StageProbe::run(int stage, bool backward, double& seconds, const Given& giv
   const std::uint64_t fixed = memory_.stats().used;
   if (!settled_) memory_.reset_peak();
   const auto compute = [&](const Given& with) {
-    return work(models::dense_weights(model_.spec(), stage, bound.weights), bound.gradients, with);
+    return work(models::dense_weights(model_.spec(), stage, bound.weights),
+                gradients_on(torch_device_, bound.gradients, {}), with);
   };
   auto out = compute(given);
   if (settled_) return out;

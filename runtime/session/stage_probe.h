@@ -37,7 +37,7 @@ class StageProbe {
   struct Bound {
     io::Buffer arena;
     Weights weights;
-    Gradients gradients;
+    std::vector<torch::Tensor> gradients;
   };
   struct Given {  // what a stage takes from its neighbours
     Carry input, d_out = {};

@@ -128,7 +128,7 @@ void Streamer::add(const Gradients& gradients) {
 Gradients Streamer::sums(const Weights& leaves) {
   const torch::NoGradGuard no_grad;
   if (impl_->turn.visit == nullptr) throw Exception(io::ErrorKind::usage, "no turn is being taken");
-  Gradients given(leaves.size());
+  std::vector<torch::Tensor> given(leaves.size());
   for (std::size_t i = 0; i < std::min(leaves.size(), impl_->sums.size()); ++i) {
     Sum& sum = impl_->sums[i];
     if (!sum.values.defined() || !leaves[i].requires_grad()) continue;

@@ -215,6 +215,7 @@ def test_the_write_limit_ends_the_run_with_the_result_of_the_steps_before(work):
     three = summary("three.json")
     per_step = [r["tb_written"] for r in steps_of(work / "three.json")]
     assert len(per_step) == 3 and min(per_step[1:]) > 0 and three["tb_written"] > sum(per_step)
+    assert all(r["attention"] in ("blocks", "torch") for r in steps_of(work / "three.json"))  # what computed it, on a CPU
     assert three["tb_written_per_step"] == pytest.approx(sum(per_step) / 3)
 
     limit = three["tb_written"] + per_step[-1] / 2

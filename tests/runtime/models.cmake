@@ -3,11 +3,16 @@ add_executable(models_test
   models/adapters_test.cpp
   models/dense_weights_test.cpp
   models/distillation_test.cpp
+  models/device_attention_test.cpp
   models/documents_test.cpp
   models/gradient_test.cpp
+  models/gradients_test.cpp
+  models/host_waits_test.cpp
+  models/launches_test.cpp
   models/ops_test.cpp
   models/pairs_test.cpp
   models/router_test.cpp
+  models/row_lanes_test.cpp
   models/step_test.cpp
   models/tiles_test.cpp)
 target_link_libraries(models_test PRIVATE GTest::gmock GTest::gtest_main)
@@ -31,8 +36,15 @@ endforeach()
 target_precompile_headers(models_test PRIVATE <torch/torch.h> <gtest/gtest.h>)
 
 if(TIERFLOW_HAS_CUDA)
-  # What the compiler made of the kernel: IEEE operations alone.
-  add_test(NAME models.device_code_is_ieee
-    COMMAND python3 "${CMAKE_SOURCE_DIR}/tests/optim/check_ptx.py" --nvcc "${TIERFLOW_NVCC}" --source "${CMAKE_SOURCE_DIR}/runtime/models/dense_weights_cuda.cu"
-            --include "${CMAKE_SOURCE_DIR}" -- ${TIERFLOW_CUDA_FLAGS})
+  # What the compiler made of the kernels: IEEE operations alone. A logarithm in double begins with an approximate
+  # reciprocal, which it then refines.
+  foreach(kernels dense_weights row_kernels)
+    set(more)
+    if(kernels STREQUAL "row_kernels")
+      set(more --allow rcp.approx.ftz.f64)
+    endif()
+    add_test(NAME models.device_code_is_ieee.${kernels}
+      COMMAND python3 "${CMAKE_SOURCE_DIR}/tests/optim/check_ptx.py" --nvcc "${TIERFLOW_NVCC}" --source "${CMAKE_SOURCE_DIR}/runtime/models/${kernels}_cuda.cu"
+              --include "${CMAKE_SOURCE_DIR}" ${more} -- ${TIERFLOW_CUDA_FLAGS})
+  endforeach()
 endif()

@@ -3,7 +3,7 @@ target_precompile_headers(session_test PRIVATE <torch/nn/module.h> <gtest/gtest.
 set_source_files_properties(session/golden_losses_test.cpp PROPERTIES COMPILE_DEFINITIONS TIERFLOW_GOLDEN_LOSSES="${CMAKE_CURRENT_SOURCE_DIR}/session/golden/losses.txt")
 
 tierflow_test(gpu_test LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp models/dense_weights_gpu_test.cpp
-  models/documents_gpu_test.cpp)
+  models/documents_gpu_test.cpp models/row_kernels_gpu_test.cpp)
 target_precompile_headers(gpu_test REUSE_FROM session_test)
 
 tierflow_test(experts_on_demand_test LIBRARIES tierflow::session SOURCES session/experts_on_demand_test.cpp)

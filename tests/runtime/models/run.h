@@ -10,8 +10,8 @@ namespace tierflow::testing {
 
 struct ResidentModel {
   std::unique_ptr<LayeredModel> model;
-  std::vector<Weights> units;        // of each unit
-  std::vector<Gradients> gradients;  // fp32 (fp64 beside fp64 weights), the same shapes
+  std::vector<Weights> units;                         // of each unit
+  std::vector<std::vector<torch::Tensor>> gradients;  // fp32 (fp64 beside fp64 weights), the same shapes
 
   ResidentModel(const ModelSpec& spec, torch::ScalarType type) : model(make_model(spec)) {
     const auto sum = type == torch::kDouble ? torch::kDouble : torch::kFloat;
@@ -82,7 +82,7 @@ struct ResidentModel {
       d = model->backward(stage, bind(stage, units), bind(stage, gradients),
                           taken_by_backward(spec().stages[at], inputs[at]), shared, d);
     }
-    return head.loss_sum;
+    return head.loss_sum.item<double>();
   }
 };
 

@@ -12,8 +12,8 @@ TEST_P(Step, repeats_its_bits) {
   ResidentModel m = resident(GetParam(), torch::kBFloat16);
   const MicroBatch tokens = batch(3, 40);
   const double loss = m.forward_backward(tokens, 0.5, true, 7);
-  const std::vector<Gradients> first = m.gradients;
-  std::vector<Gradients> kept;
+  const std::vector<std::vector<torch::Tensor>> first = m.gradients;
+  std::vector<std::vector<torch::Tensor>> kept;
   for (auto& unit : m.gradients) {
     kept.emplace_back();
     for (auto& gradient : unit) kept.back().push_back(gradient.clone());
@@ -37,7 +37,7 @@ TEST_P(Step, blocks_may_share_one_slot) {
   const Shared shared = m.model->share(tokens, torch::kCPU);
   const int last = m.stages() - 1;
   Weights slot;
-  Gradients sums;
+  std::vector<torch::Tensor> sums;
   for (const auto& weight : m.units[1]) {
     slot.push_back(torch::empty_like(weight));
     sums.push_back(torch::empty(weight.sizes(), torch::kFloat));
@@ -54,13 +54,13 @@ TEST_P(Step, blocks_may_share_one_slot) {
     inputs.push_back(m.model->forward(stage, stage == 0 ? m.bind(0, m.units) : slot, inputs.back(), shared, true));
     for (auto& weight : slot) weight.fill_(NAN);
   }
-  std::vector<Gradients> head = m.gradients;
+  std::vector<std::vector<torch::Tensor>> head = m.gradients;
   for (auto& unit : head) {
     for (auto& gradient : unit) gradient = torch::zeros_like(gradient);
   }
   HeadResult result =
       m.model->head_loss_and_backward(m.bind(last, m.units), m.bind(last, head), inputs.back(), shared, 1.0);
-  EXPECT_EQ(loss, result.loss_sum);
+  EXPECT_EQ(loss, result.loss_sum.item<double>());
   Carry d = result.d_carry;
   for (int stage = last - 1; stage > 0; --stage) {
     load(stage);
@@ -185,8 +185,8 @@ TEST(LossHead, chunks_do_not_matter) {
       const HeadResult result =
           head.loss_and_backward(weights, m.bind(stage, m.gradients), hidden, tokens.labels, 0.1, rows);
       const HeadScores scores = head.scores(weights, hidden, tokens.labels, rows);
-      EXPECT_DOUBLE_EQ(result.loss_sum, scores.loss_sum);
-      EXPECT_NEAR(scores.losses.sum().item<double>(), result.loss_sum, 1e-9 * result.loss_sum);
+      EXPECT_DOUBLE_EQ(result.loss_sum.item<double>(), scores.loss_sum);
+      EXPECT_NEAR(scores.losses.sum().item<double>(), scores.loss_sum, 1e-9 * scores.loss_sum);
       losses.push_back(scores.losses);
       d_hidden.push_back(result.d_carry[0].clone());
       d_output.push_back(m.gradients[static_cast<std::size_t>(spec.stages.back().units[0])][0].clone());

@@ -70,15 +70,6 @@ TEST_P(Tiles, labels_that_do_not_count_give_nothing) {
 
 INSTANTIATE_TEST_SUITE_P(models, Tiles, ::testing::ValuesIn(cases()), case_name);
 
-TEST(Tiles, refuse_tokens_and_labels_beyond_the_vocabulary) {
-  ResidentModel m = resident(cases()[0], torch::kBFloat16, 0.2, kTiled);
-  for (const bool label : {true, false}) {
-    MicroBatch tokens = batch(1, 8);
-    (label ? tokens.labels : tokens.ids).index_put_({0, 7}, 96);
-    EXPECT_ANY_THROW(m.forward_backward(tokens, 1.0)) << label;
-  }
-}
-
 // Logits as far apart as bf16 has them, in an order that raises the largest tile after tile and lowers it again.
 TEST(SoftmaxTiles, stand_large_logits) {
   const std::int64_t width = 40;

@@ -1,5 +1,6 @@
 // Device memory runs out in a step: what is computed again has the same bits, and what cannot be leaves the model as
 // the step before left it.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -8,6 +9,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
 #include "runtime/device/device_memory.h"
+#include "runtime/models/attention.h"
 #include "runtime/session/session.h"
 #include "tests/runtime/session/fixture.h"
 
@@ -21,9 +23,11 @@ class Failing final : public ForwardingModel {
   using ForwardingModel::ForwardingModel;
   mutable int calls = 0;
   std::set<int> failures;  // by call
+  bool wrong = false;      // fails as torch does where no memory is wanting
 
  private:
   void called() const override {
+    TORCH_CHECK(!wrong, "injected");
     if (failures.contains(calls++)) TORCH_CHECK_WITH(OutOfMemoryError, false, "injected");
   }
 };
@@ -232,10 +236,41 @@ TEST(OutOfMemory, UnderACapThatIsTooLow) {
 // What else torch throws is no lack of memory.
 TEST(OutOfMemory, OtherErrorsEndTheSession) {
   Trainee run(cases("0.1").front(), in_memory(1, 1.0));
-  auto wrong = batches(1, 0);
-  wrong[0].ids[0][0] = 1000;  // beyond the vocabulary
-  EXPECT_THROW(run.session.step(wrong), Exception);
+  run.model->wrong = true;
+  EXPECT_THROW(run.session.step(batches(1, 0)), Exception);
   EXPECT_FALSE(run.session.intact());
+}
+
+// On the host, before anything is computed: on a GPU the lookup would end the use of the card.
+TEST(Tokens, BeyondTheVocabularyAreNamedBeforeTheStep) {
+  for (const Tiling& tiling : {Tiling{}, kTiled}) {
+    for (torch::Tensor MicroBatch::*which : {&MicroBatch::ids, &MicroBatch::labels}) {
+      Trainee run(cases().front(), in_memory(2, 1.0), tiling);
+      run.model->calls = 0;
+      auto wrong = batches(2, 0);
+      (wrong[1].*which)[0][3] = 1000;
+      try {
+        run.session.step(wrong);
+        ADD_FAILURE() << "it took a token that does not exist";
+      } catch (const Exception& error) {
+        EXPECT_EQ(error.error().kind, io::ErrorKind::usage);
+        EXPECT_THAT(error.error().detail, ::testing::AllOf(::testing::StartsWith("micro-batch 1: "),
+                                                           ::testing::HasSubstr("1000 of token 3 in row 0")));
+      }
+      EXPECT_EQ(run.model->calls, 0);
+    }
+    Trainee run(cases().front(), in_memory(1, 1.0), tiling);
+    auto wrong = batches(1, 0);
+    wrong[0].ids[0][0] = -1;
+    EXPECT_THROW(run.session.evaluate(wrong), Exception);
+  }
+}
+
+TEST(AttentionThatRan, IsNamed) {
+  Trainee run(cases().front(), in_memory(1, 1.0));
+  EXPECT_EQ(run.session.attention(), "");
+  run.step(0);
+  EXPECT_EQ(run.session.attention(), models::attention_in_blocks_supported() ? "blocks" : "torch");
 }
 
 }  // namespace

@@ -143,7 +143,7 @@ TEST_P(PlainLoop, SameBits) {
       Gradients g;
       bound(last, w, g);
       HeadResult head = model->head_loss_and_backward(w, g, inputs[last], shared, 1.0 / 64);
-      loss += head.loss_sum;
+      loss += head.loss_sum.item<double>();
       Carry d = head.d_carry;
       for (int stage = last - 1; stage >= 0; --stage) {
         Weights sw;

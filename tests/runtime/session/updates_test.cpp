@@ -27,7 +27,7 @@ class Spoiling final : public ForwardingModel {
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                     const Shared& shared, const models::TokenScale& scale) const override {
     HeadResult result = ForwardingModel::head_loss_and_backward(weights, gradients, carry, shared, scale);
-    if (spoiled_loss) result.loss_sum = INFINITY;
+    if (spoiled_loss) result.loss_sum = torch::full({}, INFINITY, torch::kDouble);
     return result;
   }
 

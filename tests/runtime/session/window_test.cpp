@@ -413,7 +413,7 @@ TEST(Windows, ADecompositionIsTriedAgainWithTheSameGradients) {
     Gradients gradients(weights);
     found.bind(stage, 0, gradients);
     torch::manual_seed(3);
-    for (torch::Tensor& sum : gradients)
+    for (const torch::Tensor& sum : gradients.tensors())
       if (sum.defined()) sum.normal_();
     if (fails) {
       memory.release_kept();

@@ -2,9 +2,11 @@
 // Stands in for the CUDA runtime's header, so that a C++ compiler reads the .cu files: the calls, types and intrinsics
 // that they use, with the meaning that NVIDIA's documentation gives them. What a kernel is, is a function that is
 // called once for each thread. standin.h has what a test may ask of it.
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <tuple>
 #include <utility>
@@ -15,6 +17,7 @@
 #define __host__
 #define __constant__
 #define __launch_bounds__(...)
+#define __shared__ static thread_local  // a stream runs one thread block after the other
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -114,11 +117,38 @@ cudaError_t cudaMalloc(void** memory, std::size_t bytes);
 
 namespace tierflow::testing::cuda {
 
-// A kernel for each thread of a grid; `pointers` are those of its arguments that are pointers.
+// Of threads that run together (Settings::together): waits for all of the block; what each lane of the warp gave.
+void wait_for_block();
+const std::array<std::uint64_t, 32>& exchange(std::uint64_t value);
+
+// A kernel for each thread of a grid; `pointers` are those of its arguments that are pointers, and not null.
 cudaError_t launch(std::function<void()> kernel, std::vector<const void*> pointers, dim3 grid, dim3 block,
                    cudaStream_t stream);
 
 }  // namespace tierflow::testing::cuda
+
+inline void __syncthreads() {
+  tierflow::testing::cuda::wait_for_block();
+}
+// What the lane `of_lane(lane)` gave. Whole warps alone.
+template <class T, class OfLane>
+T tierflow_shuffled(T value, OfLane of_lane) {
+  std::uint64_t bits = 0;
+  static_assert(sizeof(T) <= sizeof(bits));
+  std::memcpy(&bits, &value, sizeof(T));
+  const std::uint64_t given = tierflow::testing::cuda::exchange(bits)[of_lane(threadIdx.x % 32)];
+  std::memcpy(&value, &given, sizeof(T));
+  return value;
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return tierflow_shuffled(value, [lane](unsigned) { return static_cast<unsigned>(lane); });
+}
+// Lanes whose partner is beyond the warp keep their own.
+template <class T>
+T __shfl_down_sync(unsigned, T value, unsigned apart) {
+  return tierflow_shuffled(value, [apart](unsigned lane) { return lane + apart < 32 ? lane + apart : lane; });
+}
 
 // Arguments are copied before it returns, as CUDA does.
 template <class... Arguments>
@@ -128,7 +158,8 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Arguments...), dim3 grid, dim3 block
     std::tuple<Arguments...> copies(*static_cast<Arguments*>(arguments[I])...);
     std::vector<const void*> pointers;
     const auto pointer = [&](const auto& argument) {
-      if constexpr (std::is_pointer_v<std::remove_cvref_t<decltype(argument)>>) pointers.push_back(argument);
+      if constexpr (std::is_pointer_v<std::remove_cvref_t<decltype(argument)>>)
+        if (argument != nullptr) pointers.push_back(argument);
     };
     (pointer(std::get<I>(copies)), ...);
     return tierflow::testing::cuda::launch([kernel, copies] { std::apply(kernel, copies); }, std::move(pointers), grid,

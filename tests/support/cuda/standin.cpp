@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "tests/support/cuda/runtime.h"
+#include "tests/support/cuda/threads.h"
 
 namespace tierflow::testing::cuda {
 
@@ -100,6 +101,12 @@ void Runtime::wait_for_all() {
     if (end != nullptr) end->wait();
 }
 
+void fail_call_in(std::uint64_t n) {
+  Runtime& at = runtime();
+  std::lock_guard lock(at.mutex);
+  at.settings.failing_call = n == 0 ? 0 : at.report.calls + n;
+}
+
 void start(const Settings& settings) {
   Runtime& at = runtime();
   at.wait_for_all();
@@ -173,11 +180,20 @@ cudaError_t launch(std::function<void()> kernel, std::vector<const void*> pointe
       return found != at.allocations.end() && found->second.device == device;
     });
   };
-  const MarkerPtr end = at.enqueue_work(on, std::move(valid), [kernel = std::move(kernel), grid, block] {
-    gridDim = {grid.x, 1, 1};
+  const bool together = at.settings.together;
+  const MarkerPtr end = at.enqueue_work(on, std::move(valid), [&at, kernel = std::move(kernel), grid, block, together] {
+    gridDim = {grid.x, grid.y, 1};
     blockDim = {block.x, 1, 1};
-    for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x)
-      for (threadIdx.x = 0; threadIdx.x < block.x; ++threadIdx.x) kernel();
+    for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
+      for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
+        if (!together) {
+          for (threadIdx.x = 0; threadIdx.x < block.x; ++threadIdx.x) kernel();
+        } else if (std::string wrong = run_block(kernel, block.x); !wrong.empty()) {
+          std::lock_guard inner(at.mutex);
+          at.fault(std::move(wrong));
+          return;
+        }
+      }
   });
   for (const void* pointer : pointers)
     if (const auto host = holding(at.registrations, pointer, 1); host != at.registrations.end()) host->second.use(end);

@@ -22,6 +22,7 @@ struct Settings {
       0;  // non-zero: streams start each work late, and what a copy writes is poisoned until it is there
   std::uint64_t failing_call = 0;  // the call that fails, counted from 1; 0: none
   std::uint64_t failing_work = 0;  // the work (copy or kernel) that fails while it runs, counted from 1; 0: none
+  bool together = false;           // the threads of a block run together, so that kernels may use shuffles and barriers
   std::size_t device_bytes = std::size_t{1} << 30, pinned_bytes = std::size_t{1} << 30;  // there are
 };
 
@@ -31,6 +32,8 @@ struct Report {
   std::vector<std::string> faults;
 };
 
+// The n-th call from here on fails; 0: none.
+void fail_call_in(std::uint64_t n);
 // From here on as after the first call of a process. Nothing may be in use.
 void start(const Settings& settings);
 // Waits for all streams.

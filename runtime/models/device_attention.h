@@ -1,0 +1,45 @@
+#pragma once
+// Attention whose backward is called with what its forward left: the result and the logarithms of the sums of
+// exponentials. So both can be kept or moved like any activations, and nothing of attention is computed again.
+//
+//   in blocks    attention.h, on the CPU
+//   flash        torch's FlashAttention-2, on CUDA in 16 bits: whole rows, windows, and packed rows as sequences of
+//   their
+//                lengths. Head dims are multiples of 8 up to 192, and documents have 128 tokens on average: its
+//                backward takes memory for 128 tokens more for each one
+//   cudnn        cuDNN's, on CUDA for whole rows without a window, where torch itself would choose it
+//
+// What none of these computes (softcap, dropout, sinks elsewhere than in blocks, other types) torch does
+// (torch_attention.h), with a graph for its backward: restored activations then compute it again.
+#include "runtime/models/attention.h"
+
+namespace tierflow::models {
+
+class KeptAttention {
+ public:
+  virtual ~KeptAttention() = default;
+  virtual std::string_view name() const = 0;
+  // Differentiable where autograd is on.
+  virtual BlockAttention forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const AttentionRules& rules) const = 0;
+  // `forward` as forward() gave it; its tensors may have been copied. The gradients are dense.
+  virtual AttentionGradient backward(const at::Tensor& d_out, const at::Tensor& q, const at::Tensor& k,
+                                     const at::Tensor& v, const BlockAttention& forward,
+                                     const AttentionRules& rules) const = 0;
+};
+
+// The one that computes these; null: torch does. The same for tensors of the same shapes, types and device.
+std::shared_ptr<const KeptAttention> kept_attention(const at::Tensor& q, const at::Tensor& k,
+                                                    const AttentionRules& rules, double dropout);
+// The same without attention in blocks.
+std::shared_ptr<const KeptAttention> device_attention(const at::Tensor& q, const at::Tensor& k,
+                                                      const AttentionRules& rules, double dropout);
+
+// Which rule a flash kernel gets: its windows count the keys before and behind a query, -1 is all of them.
+struct FlashShape {
+  at::Tensor ends;  // of documents: int32 [documents + 1] on the device; undefined: rows are whole
+  std::int64_t longest = 0, before = -1, behind = 0;
+};
+FlashShape flash_shape(const at::Tensor& q, const AttentionRules& rules);
+
+}  // namespace tierflow::models

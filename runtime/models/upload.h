@@ -1,0 +1,19 @@
+#pragma once
+// Small tensors of the host to a device. On CUDA they go there in one copy from pinned memory, and the host waits for
+// nothing: later work on the same stream finds them there.
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace tierflow::models {
+
+// The tensors on `device`, in their order; undefined ones stay undefined, and those that are there already are given
+// back. Elsewhere than on CUDA this is Tensor::to().
+std::vector<at::Tensor> upload(const std::vector<at::Tensor>& tensors, at::Device device);
+
+// What it does on CUDA: all of them through one block of host memory, which `host` describes. The results share one
+// block of the device; each begins at a multiple of 16 bytes.
+std::vector<at::Tensor> upload_in_one_block(const std::vector<at::Tensor>& tensors, at::Device device,
+                                            const at::TensorOptions& host);
+
+}  // namespace tierflow::models
