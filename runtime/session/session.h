@@ -142,8 +142,8 @@ class Session {
   void begin_with_gradient(const std::vector<MicroBatch>& batches);
   // Loss and accuracy over the micro-batches, forward only.
   Evaluation evaluate(const std::vector<MicroBatch>& batches);
-  // The same, to the bit, over `count` micro-batches made as they are needed: options().micro_batches of them exist at
-  // once. `scored`: called with each one, in order.
+  // The same, to the bit, over `count` micro-batches made as they are needed: plan().evaluated_at_once of them exist at
+  // once, and pass a stage before the next one is fetched. `scored`: called with each one, in order.
   // `progress`: called before each micro-batch passes a stage; it counts these calls, not bytes. If it throws, the
   // session can only be destroyed.
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,

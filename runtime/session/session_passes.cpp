@@ -215,8 +215,8 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
   std::int64_t hits = 0;
   bool has_hits = true;
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
-  for (std::int64_t begin = 0; begin < count; begin += options.micro_batches) {
-    const std::int64_t end = std::min(count, begin + options.micro_batches);
+  for (std::int64_t begin = 0; begin < count; begin += plan.evaluated_at_once) {
+    const std::int64_t end = std::min<std::int64_t>(count, begin + plan.evaluated_at_once);
     std::vector<MicroBatch> part;
     std::vector<Shared> shared;
     std::int64_t counted = 0;
