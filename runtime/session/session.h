@@ -151,7 +151,8 @@ class Session {
   // Generation (generator.h): the logits of the token behind each span of each row, fp32 [spans, vocab] on the host.
   // All rows pass a stage before the next one is fetched. At most options.micro_batches rows, each of at most
   // options.micro_batch * options.sequence_length tokens. another: one more pass is expected to follow, and its first
-  // weights are fetched while this one ends. Where experts come on demand, what followed the last time is fetched.
+  // weights are fetched while this one ends and the caller draws. Where experts come on demand, what followed the last
+  // time is fetched.
   std::vector<at::Tensor> next_logits(const std::vector<CachedRow>& rows, bool another = false);
 
   // The three exports return the name of the first tensor written that holds an infinity or a NaN; empty: none does.

@@ -268,7 +268,7 @@ std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRo
     if (row.ids.dim() != 2 || row.ids.size(0) != 1 || row.ids.size(1) > options.micro_batch * options.sequence_length)
       throw Exception(io::ErrorKind::usage,
                       "a row has at most " + std::to_string(options.micro_batch * options.sequence_length) + " tokens");
-  flush();
+  if (pending || !ahead) flush();
   std::vector<Shared> shared;
   compute(true, [&] {
     shared.clear();
@@ -288,7 +288,8 @@ std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRo
     leave();
   }
   carries.clear();
-  throw_if(executor().drain());
+  ahead = true;
+  if (!another || out_of_memory) settle();  // else the caller draws while the next weights come
   return logits;
 }
 
