@@ -13,7 +13,7 @@ add_executable(bare_torch session/bare_torch.cpp)
 target_link_libraries(bare_torch PRIVATE tierflow_torch_wheel)
 
 # The train command in the test's own process.
-tierflow_test(train_test LIBRARIES tierflow_commands SOURCES program/train_test.cpp program/plan_command_test.cpp)
+tierflow_test(train_test LIBRARIES tierflow_commands SOURCES program/live_text_test.cpp program/train_test.cpp program/plan_command_test.cpp)
 add_dependencies(train_test fake_nvml tierflow_train)  # the latter identifies what was measured
 target_compile_definitions(train_test PRIVATE TIERFLOW_FAKE_NVML="$<TARGET_FILE:fake_nvml>")
 
