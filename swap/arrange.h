@@ -13,6 +13,10 @@ struct ArrangeRequest {
   std::uint64_t host_workspace = 0;  // of the host budget: for the client, besides what is arranged
   std::uint64_t device_budget = 0;
   std::uint64_t workspace = 0;  // of the device budget: for computing a stage, besides weights and gradients
+  // Of the device budget, besides `workspace`: what an evaluation could use with more micro-batches at once. It is left
+  // free where the device does not hold all weights, from at most half of what would keep more of them there; saved
+  // inputs and kept activations of a step count as a part of it.
+  std::uint64_t evaluation_workspace = 0;
   // By stage: bytes of one micro-batch's activations where the stage can keep them, 0 where it cannot. Empty: none can.
   std::vector<std::uint64_t> activation_bytes;
   // By stage: how many of those bytes are swapped; 0 where they cannot be. Empty: none can.

@@ -199,13 +199,16 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   // The last stages' inputs are the first to be read again: they stay.
   const bool all_stay = needs.carries <= left;
   std::vector<bool> input_leaves(stages, false);
+  std::uint64_t of_step = 0;  // free while there is none
   for (std::size_t stage = stages - 1; stage-- > 1;) {
     const std::uint64_t bytes = layout.stages()[stage].carry_bytes * request.micro_batches;
     if (needs.carries == 0) break;
-    if (all_stay || bytes <= left)
+    if (all_stay || bytes <= left) {
       left -= bytes;
-    else
+      of_step += bytes;
+    } else {
       input_leaves[stage] = true;
+    }
   }
   for (Item& item : result.items)
     if (input_leaves[item.made_by.stage]) item.input_bytes = layout.stages()[item.made_by.stage].carry_bytes;
@@ -230,6 +233,7 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
     if (bytes == 0 || bytes > left) continue;
     result.items[i].activations = Activations::keep;
     left -= bytes;
+    of_step += bytes;
   }
   if (swaps) {
     choose_swaps(request, result);
@@ -241,9 +245,11 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
       return arrange_device(layout, without, result);
     }
   }
-  if (result.weight_ring < needs.all_weights + needs.block_weights)
-    grow(result.weight_ring,
-         std::min(left / kSector * kSector, needs.all_weights + needs.block_weights - result.weight_ring));
+  if (const std::uint64_t all = needs.all_weights + needs.block_weights; result.weight_ring < all) {
+    if (all - result.weight_ring > left)
+      left -= std::min(left / 2, request.evaluation_workspace - std::min(request.evaluation_workspace, of_step));
+    grow(result.weight_ring, std::min(left / kSector * kSector, all - result.weight_ring));
+  }
   // Units on demand stay as long as their room is not needed: those that are needed again are not fetched again.
   if (const std::uint64_t all = round_up(needs.all_needed, kSector); !request.train && result.needed_ring < all)
     grow(result.needed_ring, std::min(left / kSector * kSector, all - result.needed_ring));

@@ -278,6 +278,10 @@ void Executor::fail(io::Error error) {
   impl_->client_wakes.notify_all();
 }
 
+void Executor::matches_store() {
+  for (std::vector<bool>& list : impl_->rewritten) list.assign(list.size(), false);
+}
+
 io::Error Executor::access(ExtentKind kind, int chunk, bool writes,
                            const std::function<void(std::span<std::byte>)>& use) {
   Impl& impl = *impl_;

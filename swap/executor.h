@@ -105,6 +105,8 @@ class Executor {
   // Between plans: writes what is resident to the store, so that a commit there covers it; what is not trainable once,
   // and where it was written since.
   io::Error write_back();
+  // Between plans: what is resident is what the store has, so that write_back() need not write it.
+  void matches_store();
   std::array<LaneCounters, kLanes> counters() const;
   // The tasks that ended since the last call, if options.record is set. Times are in seconds since the executor was
   // made; those of what the device did are by its clock. This call waits for what was entered so far.

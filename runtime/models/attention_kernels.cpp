@@ -148,6 +148,32 @@ TIERFLOW_CLONES void attention_gradient(const float* scores, const float* d_p, c
   }
 }
 
+TIERFLOW_CLONES void attend_one(const std::uint16_t* q, const KeptHead& kept, const ScoreRule& rule, float* scores,
+                                float* sums, std::uint16_t* out) {
+  const std::int64_t dim = kept.dim, whole = kept.slots - kept.first;  // tokens ahead of the ring's end
+  for (std::int64_t t = 0; t < kept.tokens; ++t) {
+    const std::uint16_t* key = kept.keys + (t < whole ? kept.first + t : t - whole) * dim;
+    scores[t] = rule.scale * sum_lanes(dim, [=](std::int64_t j) { return wide(q[j]) * wide(key[j]); });
+  }
+  if (rule.softcap > 0) {
+    for (std::int64_t t = 0; t < kept.tokens; ++t) scores[t] = rule.softcap * std::tanh(scores[t] / rule.softcap);
+  }
+  float most = rule.sink != nullptr ? *rule.sink : scores[0];
+  for (std::int64_t t = 0; t < kept.tokens; ++t) most = scores[t] > most ? scores[t] : most;
+  for (std::int64_t t = 0; t < kept.tokens; ++t) scores[t] = exp_fast(scores[t] - most);
+  float total = sum_lanes(kept.tokens, [=](std::int64_t t) { return scores[t]; });
+  if (rule.sink != nullptr) total += exp_fast(*rule.sink - most);
+  std::memset(sums, 0, static_cast<std::size_t>(dim) * sizeof(*sums));
+  for (std::int64_t t = 0; t < kept.tokens; ++t) {
+    const std::uint16_t* value = kept.values + (t < whole ? kept.first + t : t - whole) * dim;
+    const float p = scores[t];
+#pragma GCC ivdep
+    for (std::int64_t j = 0; j < dim; ++j) sums[j] += p * wide(value[j]);
+  }
+  const float factor = 1.0F / total;
+  for (std::int64_t j = 0; j < dim; ++j) out[j] = narrow(sums[j] * factor);
+}
+
 TIERFLOW_CLONES void round_rows(const float* x, std::uint16_t* out, std::int64_t stride, std::int64_t rows,
                                 std::int64_t dim) {
   for (std::int64_t i = 0; i < rows; ++i, x += dim, out += stride) {

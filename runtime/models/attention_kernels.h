@@ -42,6 +42,20 @@ void attention_gradient(const float* scores, const float* d_p, const float* lse,
                         std::uint16_t* d_s, std::uint16_t* d_s_pairs, std::int64_t keys, float scale,
                         const BlockPlace& place);
 
+// Attention of one query to what is kept of its sequence: keys and values [slots, dim] of a head in a ring, of which it
+// sees `tokens` from slot `first` on. Scores and sums in fp32; the softmax is exact, not running.
+struct KeptHead {
+  const std::uint16_t *keys, *values;
+  std::int64_t slots, first, tokens, dim;
+};
+struct ScoreRule {
+  float scale, softcap;  // as in AttentionRules
+  const float* sink;     // of the head; null: none
+};
+// q, out [dim]; scores [tokens] and sums [dim]: scratch.
+void attend_one(const std::uint16_t* q, const KeptHead& kept, const ScoreRule& rule, float* scores, float* sums,
+                std::uint16_t* out);
+
 // out [rows, dim] = x [rows, dim] rounded.
 void round_rows(const float* x, std::uint16_t* out, std::int64_t stride, std::int64_t rows, std::int64_t dim);
 // out [rows, dim] = x^T rounded, x [dim, kQueries].

@@ -1,12 +1,15 @@
 #include "runtime/models/key_value_cache.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "runtime/base/exception.h"
+#include "runtime/models/attention_kernels.h"
+#include "runtime/models/grain.h"
 
 namespace tierflow {
 namespace {
@@ -14,6 +17,85 @@ namespace {
 using at::Tensor;
 
 constexpr std::int64_t kQueries = 128;  // whose scores exist at once
+
+// How many tokens of a sequence a layer keeps.
+std::int64_t slots_of(std::int64_t capacity, std::int64_t window, std::int64_t longest_span) {
+  return window > 0 ? std::min(capacity, window + longest_span) : capacity;
+}
+
+// Calls use(first token of `all`, first slot, tokens) for each run of slots of tokens [begin, end).
+template <class Use>
+void for_each_run(std::int64_t begin, std::int64_t end, std::int64_t slots, Use use) {
+  for (std::int64_t at = begin; at < end;) {
+    const std::int64_t slot = at % slots, count = std::min(end - at, slots - slot);
+    use(at - begin, slot, count);
+    at += count;
+  }
+}
+
+// all [1, tokens, kv heads, head_dim], of which the last ones are kept: token `before` of the sequence is the first.
+void keep(const Tensor& kept, const Tensor& all, std::int64_t before) {
+  const std::int64_t slots = kept.size(1), end = before + all.size(1), begin = std::max(before, end - slots);
+  for_each_run(begin, end, slots, [&](std::int64_t first, std::int64_t slot, std::int64_t count) {
+    kept.narrow(1, slot, count).copy_(all[0].narrow(0, begin - before + first, count).transpose(0, 1));
+  });
+}
+
+// Tokens [begin, before) of what is kept, then `more` [1, tokens, kv heads, head_dim]: [tokens, kv heads, head_dim] in
+// the type that sums have.
+Tensor seen(const Tensor& kept, std::int64_t begin, std::int64_t before, const Tensor& more, at::ScalarType wide) {
+  std::vector<Tensor> parts;
+  for_each_run(begin, before, kept.size(1), [&](std::int64_t, std::int64_t slot, std::int64_t count) {
+    parts.push_back(kept.narrow(1, slot, count).transpose(0, 1).to(more.device()));
+  });
+  parts.push_back(more[0]);
+  return at::cat(parts).to(wide);
+}
+
+// Whether the kernel below takes them.
+bool has_kernel(const Tensor& q, const CachedSpan& span) {
+  return span.before > 0 && span.length == 1 && q.is_cpu() && q.scalar_type() == at::kBFloat16 && q.stride(3) == 1;
+}
+
+const std::uint16_t* words_of(const Tensor& x) {
+  return static_cast<const std::uint16_t*>(x.const_data_ptr());
+}
+
+// Spans of one token each, whose keys and values are kept already.
+struct OneToken {
+  Tensor q, out, keys, values;         // q, out [heads, head_dim]; as Layer has them
+  std::int64_t first = 0, tokens = 0;  // of those that are seen: the slot of the first one, and how many they are
+};
+void attend_one_each(const std::vector<OneToken>& items, const models::AttentionRules& rules) {
+  if (items.empty()) return;
+  const std::int64_t kv_heads = items[0].keys.size(0), dim = items[0].keys.size(2),
+                     groups = items[0].q.size(0) / kv_heads;
+  std::int64_t longest = 0;
+  for (const OneToken& item : items) longest = std::max(longest, item.tokens);
+  const Tensor sinks = rules.sinks.defined() ? rules.sinks.to(at::kFloat).contiguous() : Tensor();
+  const auto count = static_cast<std::int64_t>(items.size()) * kv_heads;
+  at::parallel_for(0, count, models::grain_rows(longest * dim), [&](std::int64_t begin, std::int64_t end) {
+    std::vector<float> scores(static_cast<std::size_t>(longest)), sums(static_cast<std::size_t>(dim));
+    for (std::int64_t i = begin; i < end; ++i) {
+      const OneToken& item = items[static_cast<std::size_t>(i / kv_heads)];
+      const std::int64_t kv_head = i % kv_heads;
+      const models::kernels::KeptHead kept{.keys = words_of(item.keys) + kv_head * item.keys.stride(0),
+                                           .values = words_of(item.values) + kv_head * item.values.stride(0),
+                                           .slots = item.keys.size(1),
+                                           .first = item.first,
+                                           .tokens = item.tokens,
+                                           .dim = dim};
+      for (std::int64_t head = kv_head * groups; head < (kv_head + 1) * groups; ++head)
+        models::kernels::attend_one(
+            words_of(item.q) + head * item.q.stride(0), kept,
+            {.scale = static_cast<float>(rules.scale_of(dim)),
+             .softcap = static_cast<float>(rules.softcap),
+             .sink = sinks.defined() ? sinks.const_data_ptr<float>() + head : nullptr},
+            scores.data(), sums.data(),
+            static_cast<std::uint16_t*>(item.out.mutable_data_ptr()) + head * item.out.stride(0));
+    }
+  });
+}
 
 // Attention of the last q.size(0) of k.size(0) tokens: q [queries, heads, head_dim], k, v [tokens, kv heads, head_dim],
 // the latter in the type that sums have.
@@ -50,8 +132,8 @@ Tensor attention_of_last(const Tensor& q, const Tensor& k, const Tensor& v, cons
 
 }  // namespace
 
-KeyValueCache::KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> capacities)
-    : capacities_(std::move(capacities)), layers_(capacities_.size()) {
+KeyValueCache::KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> capacities, std::int64_t longest_span)
+    : capacities_(std::move(capacities)), longest_span_(longest_span), layers_(capacities_.size()) {
   for (auto& of_sequence : layers_) of_sequence.resize(spec.stages.size());
 }
 
@@ -63,53 +145,86 @@ std::uint64_t KeyValueCache::workspace(const ModelSpec& spec, std::int64_t capac
   return static_cast<std::uint64_t>(capacity * (tokens + scores));
 }
 
-std::uint64_t KeyValueCache::bytes(const ModelSpec& spec, std::int64_t capacity) {
-  const auto attends = std::count_if(spec.stages.begin(), spec.stages.end(), [](const StageSpec& stage) {
-    return stage.kind == StageKind::block || stage.kind == StageKind::attention;
-  });
+std::uint64_t KeyValueCache::bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span) {
+  std::int64_t slots = 0;
+  for (const StageSpec& stage : spec.stages)
+    if (stage.kind == StageKind::block || stage.kind == StageKind::attention)
+      slots += slots_of(capacity, spec.config.layer(stage.block).window, longest_span);
   constexpr std::uint64_t kWord = 2;
-  return 2 * kWord * static_cast<std::uint64_t>(attends * capacity * spec.config.kv_heads * spec.config.head_dim);
+  return 2 * kWord * static_cast<std::uint64_t>(slots * spec.config.kv_heads * spec.config.head_dim);
+}
+
+void KeyValueCache::replace(std::int64_t sequence, std::int64_t capacity) {
+  const auto at = static_cast<std::size_t>(sequence);
+  capacities_.at(at) = capacity;
+  for (Layer& layer : layers_[at]) layer = {};
+}
+
+KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span, const Tensor& k, std::int64_t window) {
+  const std::int64_t capacity = capacities_.at(static_cast<std::size_t>(span.sequence)),
+                     end = span.before + span.length;
+  if (end > capacity)
+    throw Exception(io::ErrorKind::internal, "a sequence of " + std::to_string(end) +
+                                                 " tokens does not fit a cache of " + std::to_string(capacity));
+  Layer& layer = layers_[static_cast<std::size_t>(span.sequence)].at(static_cast<std::size_t>(stage));
+  // A stage that is computed once more has its tokens already.
+  if (layer.tokens != span.before && layer.tokens != end)
+    throw Exception(io::ErrorKind::internal, "a sequence goes on where it did not end");
+  layer.tokens = end;
+  if (layer.memory != nullptr) return layer;
+  const std::int64_t slots = slots_of(capacity, window, longest_span_),
+                     bytes = slots * k.size(2) * k.size(3) * k.element_size();
+  layer.memory.reset(new std::byte[static_cast<std::size_t>(2 * bytes)]);  // not touched: taken as it is written
+  const auto options = at::TensorOptions().dtype(k.scalar_type());
+  layer.keys = at::from_blob(layer.memory.get(), {k.size(2), slots, k.size(3)}, options);
+  layer.values = at::from_blob(layer.memory.get() + bytes, {k.size(2), slots, k.size(3)}, options);
+  return layer;
 }
 
 Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const Tensor& v,
                              const models::AttentionRules& rules, const std::vector<CachedSpan>& spans) {
   models::AttentionRules alone = rules;
   alone.documents.clear();
-  std::vector<Tensor> parts;
+  const Tensor out = at::empty(q.sizes(), q.options());
+  std::vector<OneToken> ones;
   for (const CachedSpan& span : spans) {
     const auto part = [&](const Tensor& x) { return x.narrow(1, span.begin, span.length); };
-    const std::int64_t capacity = capacities_.at(static_cast<std::size_t>(span.sequence)),
-                       end = span.before + span.length;
-    if (end > capacity)
-      throw Exception(io::ErrorKind::internal, "a sequence of " + std::to_string(end) +
-                                                   " tokens does not fit a cache of " + std::to_string(capacity));
-    Layer& layer = layers_[static_cast<std::size_t>(span.sequence)].at(static_cast<std::size_t>(stage));
-    if (layer.memory == nullptr) {
-      if (span.before != 0) throw Exception(io::ErrorKind::internal, "a sequence continues that never began");
-      const std::int64_t bytes = capacity * k.size(2) * k.size(3) * k.element_size();
-      layer.memory.reset(new std::byte[static_cast<std::size_t>(2 * bytes)]);  // not touched: taken as it is written
-      const auto options = at::TensorOptions().dtype(k.scalar_type());
-      layer.keys = at::from_blob(layer.memory.get(), {capacity, k.size(2), k.size(3)}, options);
-      layer.values = at::from_blob(layer.memory.get() + bytes, {capacity, k.size(2), k.size(3)}, options);
-    }
-    layer.keys.narrow(0, span.before, span.length).copy_(part(k)[0]);
-    layer.values.narrow(0, span.before, span.length).copy_(part(v)[0]);
-    if (span.before == 0) {
-      parts.push_back(models::attention(part(q), part(k), part(v), alone, 0));
+    Layer& layer = layer_of(stage, span, k, rules.window);
+    const std::int64_t slots = layer.keys.size(1), end = span.before + span.length;
+    const auto keep_both = [&] {
+      keep(layer.keys, part(k), span.before);
+      keep(layer.values, part(v), span.before);
+    };
+    if (has_kernel(q, span)) {
+      keep_both();
+      const std::int64_t count = rules.window > 0 ? std::min(end, rules.window) : end;
+      ones.push_back({.q = part(q)[0][0],
+                      .out = part(out)[0][0],
+                      .keys = layer.keys,
+                      .values = layer.values,
+                      .first = (end - count) % slots,
+                      .tokens = count});
       continue;
     }
-    const Tensor queries = part(q)[0];
-    const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    const auto all = [&](const Tensor& cached) { return cached.narrow(0, 0, end).to(q.device()).to(wide); };
-    const Tensor keys = all(layer.keys), values = all(layer.values);
+    if (span.before == 0) {
+      part(out).copy_(models::attention(part(q), part(k), part(v), alone, 0));
+      keep_both();
+      continue;
+    }
+    const auto wide = models::wide_type(q);
+    const std::int64_t begin = rules.window > 0 ? std::max<std::int64_t>(0, span.before - rules.window) : 0,
+                       behind = span.before - begin;
+    const Tensor keys = seen(layer.keys, begin, span.before, part(k), wide),
+                 values = seen(layer.values, begin, span.before, part(v), wide);
+    keep_both();
     for (std::int64_t first = 0; first < span.length; first += kQueries) {
-      const std::int64_t count = std::min(kQueries, span.length - first), seen = span.before + first + count;
-      parts.push_back(
-          attention_of_last(queries.narrow(0, first, count), keys.narrow(0, 0, seen), values.narrow(0, 0, seen), alone)
-              .unsqueeze(0));
+      const std::int64_t count = std::min(kQueries, span.length - first), tokens = behind + first + count;
+      part(out).narrow(1, first, count)[0].copy_(attention_of_last(
+          part(q)[0].narrow(0, first, count), keys.narrow(0, 0, tokens), values.narrow(0, 0, tokens), alone));
     }
   }
-  return at::cat(parts, 1);
+  attend_one_each(ones, rules);
+  return out;
 }
 
 Tensor models::attention_of_row(int stage, const Tensor& q, const Tensor& k, const Tensor& v,

@@ -9,14 +9,22 @@
 
 namespace tierflow {
 
-// In host memory, on any device; what a visit attends to is copied to the device where that has memory of its own.
+// In host memory, on any device; what a visit attends to is copied to the device where that has memory of its own. Of a
+// layer with a window only the last tokens of a sequence are there, in a ring: those that a further span sees, and as
+// many as the longest span has, so that a stage may be computed once more.
 class KeyValueCache {
  public:
-  // capacities: tokens that each sequence may come to. Memory is taken as tokens come.
-  KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> capacities);
+  static constexpr std::int64_t kAnySpan = std::int64_t{1} << 40;
+
+  // capacities: tokens that each sequence may come to. Memory is taken as tokens come. longest_span: tokens of a span
+  // that continues a sequence, at most.
+  KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> capacities, std::int64_t longest_span = kAnySpan);
+
+  // Frees what sequence `sequence` has. Another one begins in its place.
+  void replace(std::int64_t sequence, std::int64_t capacity);
 
   // What it takes when a sequence of that many tokens is full, in bf16.
-  static std::uint64_t bytes(const ModelSpec& spec, std::int64_t capacity);
+  static std::uint64_t bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span = kAnySpan);
 
   // Memory that attend() takes on the device for a span of so many queries behind that many cached tokens, about.
   static std::uint64_t workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries);
@@ -24,17 +32,22 @@ class KeyValueCache {
   // Attention of an attention stage for a row that continues sequences: q, k, v [1, tokens, ..] as in
   // models::attention(), rotated, cut by `spans`. A span sees what its sequence has in the cache, and itself up to each
   // query; its keys and values are added to the cache. A span that begins its sequence has the bits of attention() on
-  // the span alone; in others scores and sums are fp32. The rules' documents are not looked at. No gradient. Throws
-  // Exception (kind internal) for a span that does not continue its sequence.
+  // the span alone; in others scores and sums are fp32. The bits are the same on any number of threads. The rules'
+  // documents are not looked at. No gradient. Throws Exception (kind internal) for a span that does not continue its
+  // sequence.
   at::Tensor attend(int stage, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                     const models::AttentionRules& rules, const std::vector<CachedSpan>& spans);
 
  private:
   struct Layer {
     std::unique_ptr<std::byte[]> memory;
-    at::Tensor keys, values;  // [capacity, kv heads, head_dim]
+    at::Tensor keys, values;  // [kv heads, slots, head_dim]; token t is in slot t % slots
+    std::int64_t tokens = 0;  // that came
   };
+  Layer& layer_of(int stage, const CachedSpan& span, const at::Tensor& k, std::int64_t window);
+
   std::vector<std::int64_t> capacities_;
+  std::int64_t longest_span_;
   std::vector<std::vector<Layer>> layers_;  // by sequence and stage
 };
 

@@ -62,6 +62,17 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options,
   return writes;
 }
 
+// An evaluation has what a step sets aside for saved inputs and kept activations: each further micro-batch there saves
+// a pass over the weights.
+constexpr int kMostEvaluated = 32;  // more hide nothing that these do not
+int evaluated_at_once(const SessionOptions& options, const swap::Arrangement& at, const ComputeNeeds& needs) {
+  const std::uint64_t taken = at.device_bytes() + needs.device_fixed + needs.workspace(0);
+  const std::uint64_t room = options.device_memory - std::min(options.device_memory, taken);
+  const std::uint64_t fit =
+      std::min<std::uint64_t>(kMostEvaluated, room / std::max<std::uint64_t>(1, needs.micro_batch_bytes));
+  return std::max(options.micro_batches, static_cast<int>(fit));
+}
+
 // Steps, as SessionOptions::commit_auto says.
 int commit_interval(const WriteCost& writes, const swap::Layout& layout, const swap::Arrangement& at) {
   constexpr int kMost = 50;
@@ -119,23 +130,25 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
   const bool can_wait = options.train && !options.storage.empty() && options.commit_every != 0 &&
                         spec.adapter_config_json.empty() && spec.base_format == WeightFormat::bf16;
   plan.exporting = can_wait ? 2 * plan.layout->max_word_bytes() : expert_factor_bytes(spec, 1);
-  swap::ArrangeRequest request{.host_budget = options.host_memory,
-                               .host_workspace = std::max(plan.loading, plan.exporting),
-                               .device_budget = options.device_memory,
-                               .workspace = plan.workspace + needs.device_fixed,
-                               .activation_bytes = needs.activation_bytes,
-                               .swapped_bytes = needs.swapped_bytes,
-                               .swap_workspace = needs.swap_workspace(),
-                               .swap_to_host = options.swap_to_host,
-                               .swap_to_storage = options.swap_to_storage,
-                               .micro_batches = options.micro_batches,
-                               .staged = options.clip.has_value(),
-                               .deferred_share = options.deferred_share,
-                               .device_update_share = options.device_update_share,
-                               .update_scratch = update_scratch_bytes(plan.packed, *plan.layout),
-                               .gradient_slots = options.device == "cuda",
-                               .storage = !options.storage.empty(),
-                               .train = options.train};
+  swap::ArrangeRequest request{
+      .host_budget = options.host_memory,
+      .host_workspace = std::max(plan.loading, plan.exporting),
+      .device_budget = options.device_memory,
+      .workspace = plan.workspace + needs.device_fixed,
+      .evaluation_workspace = static_cast<std::uint64_t>(std::max(0, kMostEvaluated - options.micro_batches)) *
+                              (options.train ? needs.micro_batch_bytes : 0),
+      .activation_bytes = needs.activation_bytes,
+      .swapped_bytes = needs.swapped_bytes,
+      .swap_workspace = needs.swap_workspace(),
+      .swap_to_host = options.swap_to_host,
+      .swap_to_storage = options.swap_to_storage,
+      .micro_batches = options.micro_batches,
+      .staged = options.clip.has_value(),
+      .deferred_share = options.deferred_share,
+      .device_update_share = options.device_update_share,
+      .update_scratch = update_scratch_bytes(plan.packed, *plan.layout),
+      .storage = !options.storage.empty(),
+      .train = options.train};
   auto arranged = swap::arrange(*plan.layout, request);
   if (!arranged.ok() && can_wait && plan.exporting > plan.loading) {
     plan.exporting = 0;
@@ -143,6 +156,7 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
     arranged = swap::arrange(*plan.layout, request);
   }
   plan.arrangement = value_or_throw(std::move(arranged));
+  plan.evaluated_at_once = evaluated_at_once(options, plan.arrangement, needs);
   plan.head_scores_first = options.loss.pairs();
   plan.commit_every = options.storage.empty() || !options.train ? 0 : options.commit_every;
   const bool windows = options.train && window_steps(spec) != 0;
@@ -252,7 +266,7 @@ void prove(const SessionPlan& plan, bool train) {
   }
   planner.hand_over_to({});
   if (pending) expect_right(checker.flush(planner.flush()));
-  expect_right(checker.evaluate(planner.evaluate(plan.arrangement.micro_batches, true)));
+  expect_right(checker.evaluate(planner.evaluate(plan.evaluated_at_once, true)));
 }
 
 }  // namespace tierflow

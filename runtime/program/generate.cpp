@@ -1,11 +1,13 @@
 // `tierflow generate`: text from a model whose weights stream.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <poll.h>
 #include <unistd.h>
 
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <functional>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -16,9 +18,12 @@
 #include "runtime/base/signals.h"
 #include "runtime/base/utf8.h"
 #include "runtime/data/prompt_tokenizer.h"
+#include "runtime/planning/profile.h"
+#include "runtime/program/live_text.h"
 #include "runtime/program/prompts.h"
 #include "runtime/program/run_common.h"
 #include "runtime/program/train.h"
+#include "runtime/program/train_library.h"
 #include "runtime/session/generator.h"
 
 namespace tierflow {
@@ -27,7 +32,7 @@ namespace {
 using OrderedJson = nlohmann::ordered_json;
 using Tokens = std::vector<std::int64_t>;
 
-constexpr std::string_view kUnfinished = "\xef\xbf\xbd";  // a character some of whose bytes are still to come
+constexpr std::int64_t kMostByItself = 128;  // sequences at once, where --batch is auto
 
 Sampling sampling_of(const GenerateOptions& options, Sampling sampling) {
   // One that asks for draws wants them; a temperature of 0 asks for none.
@@ -78,37 +83,14 @@ class InputLines {
   std::string read_;
 };
 
-// Writes a text while its tokens come.
-class LiveText {
- public:
-  explicit LiveText(PromptTokenizer& tokenizer) : tokenizer_(tokenizer) {}
-  void add(std::int64_t token) {
-    tokens_.push_back(token);
-    const std::string text = tokenizer_.decode(tokens_);
-    if (text.ends_with(kUnfinished)) return;
-    write(text);
-  }
-  // The whole text.
-  std::string end() {
-    const std::string text = tokenizer_.decode(tokens_);
-    write(text);
-    std::cout << std::endl;
-    check_output();
-    return text;
-  }
-
- private:
-  void write(const std::string& text) {
-    if (text.size() <= written_) return;
-    std::cout << text.substr(written_) << std::flush;
-    check_output();
-    written_ = text.size();
-  }
-
-  PromptTokenizer& tokenizer_;
-  Tokens tokens_;
-  std::size_t written_ = 0;
-};
+// On standard output.
+LiveText live_text(PromptTokenizer& tokenizer) {
+  return {[&tokenizer](const Tokens& tokens) { return tokenizer.decode(tokens); },
+          [](std::string_view piece) {
+            std::cout << piece << std::flush;
+            check_output();
+          }};
+}
 
 class Generation {
  public:
@@ -123,14 +105,17 @@ class Generation {
                    .stop_tokens = config.stop_tokens,
                    .max_new_tokens = options.max_new_tokens,
                    .seed = options.seed};
+    if (!config.not_applied.empty())
+      log.say(fmt::format("warning: {} of generation_config.json {} not applied", fmt::join(config.not_applied, ", "),
+                          config.not_applied.size() == 1 ? "is" : "are"));
     for (const std::int64_t id : tokenizer_->ids_of(options.stop)) generation_.stop_tokens.push_back(id);
   }
 
   void answer(const OrderedJson& prompts) {
     const std::vector<Tokens> ids = tokenizer_->encode(prompts);
-    begin(GenerationShape::of(model_.spec(), ids, generation_, options_.batch, options_.sequence_length));
+    begin(ids, options_.batch);
     const bool live = prompts.size() == 1 && !options_.json;
-    LiveText text(*tokenizer_);
+    LiveText text = live_text(*tokenizer_);
     std::vector<Tokens> unfinished(ids.size());
     const auto started = std::chrono::steady_clock::now();
     const std::uint64_t most = ids.size() * static_cast<std::uint64_t>(options_.max_new_tokens);
@@ -155,16 +140,16 @@ class Generation {
                     [&](std::size_t prompt, const Generated& generated) {
                       unfinished[prompt].clear();
                       if (live)
-                        text.end();
+                        end_line(text);
                       else
                         print(prompt, generated.tokens, name_of(generated.reason));
                     }});
-    } catch (const Exception& error) {
-      if (error.error().kind == io::ErrorKind::io) throw;  // nothing can be printed, or read
-      tokenizer_->ignore_stops();
-      if (live && tokens_ > 0) text.end();
-      for (std::size_t prompt = 0; prompt < unfinished.size() && !live; ++prompt)
-        if (!unfinished[prompt].empty()) print(prompt, unfinished[prompt], "interrupted");
+    } catch (const Exception&) {
+      print_what_there_is([&] {
+        if (live && tokens_ > 0) end_line(text);
+        for (std::size_t prompt = 0; prompt < unfinished.size() && !live; ++prompt)
+          if (!unfinished[prompt].empty()) print(prompt, unfinished[prompt], "interrupted");
+      });
       throw;
     }
     report(ids.size(), seconds_since(started));
@@ -179,7 +164,7 @@ class Generation {
            fmt::format("--max-new-tokens {} leaves no room for a message in a talk of {} tokens (--context)",
                        options_.max_new_tokens, context));
     const Tokens longest(static_cast<std::size_t>(context - options_.max_new_tokens));
-    begin(GenerationShape::of(model_.spec(), {longest}, generation_, 1, options_.sequence_length));
+    begin({longest}, 1);
     auto messages = OrderedJson::array();
     if (!options_.system.empty()) messages.push_back({{"role", "system"}, {"content", options_.system}});
     const bool terminal = isatty(STDIN_FILENO) == 1;
@@ -198,21 +183,47 @@ class Generation {
         fail(io::ErrorKind::usage, "",
              fmt::format("the talk has {} tokens and an answer may have {}: that is beyond {} (--context)",
                          ids[0].size(), options_.max_new_tokens, context));
-      LiveText text(*tokenizer_);
+      LiveText text = live_text(*tokenizer_);
       std::string answer;
-      generate(*session_, ids, generation_,
-               {.before_pass = [] { throw_if_stopped(); },
-                .on_token = [&](std::size_t, std::int64_t token) { text.add(token); },
-                .on_end = [&](std::size_t, const Generated&) { answer = text.end(); }});
+      bool begun = false;
+      try {
+        generate(*session_, ids, generation_,
+                 {.before_pass = [] { throw_if_stopped(); },
+                  .on_token =
+                      [&](std::size_t, std::int64_t token) {
+                        begun = true;
+                        text.add(token);
+                      },
+                  .on_end =
+                      [&](std::size_t, const Generated&) {
+                        begun = false;
+                        answer = end_line(text);
+                      }});
+      } catch (const Exception&) {
+        print_what_there_is([&] {
+          if (begun) end_line(text);
+        });
+        throw;
+      }
       messages.push_back({{"role", "assistant"}, {"content", answer}});
     }
   }
 
  private:
-  void begin(const GenerationShape& shape) {
+  // most: longest sequences at once.
+  void begin(const std::vector<Tokens>& prompts, std::int64_t most) {
     const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
-    SessionOptions settings =
-        session_settings(options_, device_fixed, [&](const std::string& line) { log_.say(line); });
+    settings_ = session_settings(options_, device_fixed, [&](const std::string& line) { log_.say(line); });
+    SessionOptions& settings = settings_;
+    const auto shape_of = [&](std::int64_t batch) {
+      return GenerationShape::of(model_.spec(), prompts, generation_, batch, options_.sequence_length);
+    };
+    GenerationShape shape = shape_of(most > 0 ? most : kMostByItself);
+    // By itself it takes at most half of the host's memory and a quarter of the device's for them.
+    while (most == 0 && shape.batch > 1 &&
+           (shape.cache > settings.host_memory / 2 || shape.workspace > settings.device_memory / 4))
+      shape = shape_of(shape.batch / 2);
+    settings.fewer_micro_batches = most == 0;
     settings.train = false;
     settings.micro_batch = 1;
     settings.micro_batches = static_cast<int>(shape.batch);
@@ -242,6 +253,23 @@ class Generation {
     experts_ = session_->expert_use();
   }
 
+  static std::string end_line(LiveText& text) {
+    std::string whole = text.end();
+    std::cout << std::endl;
+    check_output();
+    return whole;
+  }
+
+  // When something failed: where output can be written, what came until then is. The failure is what is told of.
+  void print_what_there_is(const std::function<void()>& print_it) {
+    if (!std::cout) return;
+    tokenizer_->ignore_stops();
+    try {
+      print_it();
+    } catch (const Exception&) {
+    }
+  }
+
   void print(std::size_t prompt, const Tokens& tokens, const char* reason) {
     const std::string text = tokenizer_->decode(tokens);
     if (options_.json) {
@@ -253,7 +281,19 @@ class Generation {
     check_output();
   }
 
-  // How fast, and how near to what the slowest lane allows.
+  // Tokens a second, were nothing slower than drives and link with the rates that `tierflow plan` measured.
+  std::optional<double> streaming_limit(std::uint64_t read, std::uint64_t uploaded) {
+    const Say say = [this](const std::string& text) { log_.say(text); };
+    const auto machine = ProfileCache(model_.spec(), settings_, train_build(), say).machine();
+    if (!machine) return std::nullopt;
+    const auto seconds = [](std::uint64_t bytes, double rate) {
+      return rate > 0 ? static_cast<double>(bytes) / rate : 0.0;
+    };
+    const double least = std::max(seconds(read, machine->rates.disk_read), seconds(uploaded, machine->rates.upload));
+    return least > 0 ? std::optional(static_cast<double>(tokens_) / least) : std::nullopt;
+  }
+
+  // How fast, and how near to what streaming allows.
   void report(std::size_t prompts, double seconds) {
     const auto lanes = session_->lanes();
     int slowest = 0;
@@ -263,25 +303,27 @@ class Generation {
       if (busy[lane] > busy[slowest]) slowest = lane;
     }
     const char* name = swap::lane_name(static_cast<swap::Lane>(slowest));
-    const double rate = static_cast<double>(tokens_) / seconds, share = busy[slowest] / seconds,
-                 limit = share > 0 ? rate / share : rate;  // were it never idle
+    const double rate = static_cast<double>(tokens_) / seconds, share = busy[slowest] / seconds;
     const auto moved = [&](swap::Lane lane) {
       const auto index = static_cast<std::size_t>(lane);
       return lanes[index].bytes - lanes_[index].bytes;
     };
+    const std::uint64_t read = moved(swap::Lane::disk_read), uploaded = moved(swap::Lane::upload);
+    const std::optional<double> limit = streaming_limit(read, uploaded);
     nlohmann::json generation{{"prompts", prompts},
                               {"tokens", tokens_},
                               {"seconds", seconds},
                               {"tokens_per_s", rate},
                               {"slowest_lane", name},
                               {"slowest_lane_busy", share},
-                              {"limit_tokens_per_s", limit},
+                              {"limit_tokens_per_s", limit ? nlohmann::json(*limit) : nlohmann::json()},
                               {"passes", passes_},
-                              {"bytes_read", moved(swap::Lane::disk_read)},
-                              {"bytes_uploaded", moved(swap::Lane::upload)}};
-    std::string line =
-        fmt::format("{} token{} in {:.1f} s, {:.2f} a second; {} was busy {:.0f}% of it and allows {:.2f}", tokens_,
-                    tokens_ == 1 ? "" : "s", seconds, rate, name, 100 * share, limit);
+                              {"bytes_read", read},
+                              {"bytes_uploaded", uploaded}};
+    std::string line = fmt::format("{} token{} in {:.1f} s, {:.2f} a second; {} was busy {:.0f}% of it", tokens_,
+                                   tokens_ == 1 ? "" : "s", seconds, rate, name, 100 * share);
+    line += limit ? fmt::format("; reading and uploading alone allow {:.2f}", *limit)
+                  : "; what reading and uploading alone allow is unknown until `tierflow plan` measures this machine";
     if (const ExpertUse now = session_->expert_use(); now.all > experts_.all) {
       const ExpertUse use{.all = now.all - experts_.all,
                           .chosen = now.chosen - experts_.chosen,
@@ -310,6 +352,7 @@ class Generation {
   Model model_;
   std::optional<PromptTokenizer> tokenizer_;
   GenerationOptions generation_;
+  SessionOptions settings_;
   std::optional<Session> session_;
   std::array<swap::LaneCounters, swap::kLanes> lanes_{};
   ExpertUse experts_;

@@ -80,7 +80,17 @@ OptionTable generate_table(GenerateOptions& o) {
   add_texts(table, "stop", o.stop, "tokens that end a text, besides the model's own, by their text");
   table.seed("seed", o.seed, "of the draws");
   add_machine_rows(table, o);
-  table.integer("batch", o.batch, 1, "sequences that share a pass over the weights at most", 1 << 20);
+  table.add(
+      {.name = "batch",
+       .value_name = "N",
+       .help = "sequences that share a pass over the weights at most; auto: as many as half of the host's memory holds",
+       .set =
+           [&o](const auto& words) {
+             o.batch = words[0] == "auto" ? 0 : parse_integer(words[0], "batch");
+             if (words[0] != "auto" && (o.batch < 1 || o.batch > 1 << 20))
+               fail_usage(fmt::format("--batch is {}; it must be auto or from 1 to {}", words[0], 1 << 20));
+           },
+       .get = [&o] { return o.batch == 0 ? OrderedJson("auto") : OrderedJson(o.batch); }});
   table.integer("sequence-length", o.sequence_length, 16, "tokens of a prompt that are computed at once at most",
                 kMostTokens);
   table.group(kResult);

@@ -97,7 +97,7 @@ struct GenerateOptions : RunOptions {
   std::optional<std::int64_t> top_k;
   std::vector<std::string> stop;  // tokens by their text
   std::uint64_t seed = 0;
-  std::int64_t batch = 32;  // sequences at once
+  std::int64_t batch = 32;  // sequences at once; 0: as many as memory holds
 };
 
 // A base_precision: FP8 or MXFP4 where the model's folder has weights in it, which are then stored as they are; else

@@ -1,9 +1,11 @@
 #include "runtime/session/adapter_factors.h"
 
+#include <ATen/Parallel.h>
 #include <torch/torch.h>
 
 #include <cmath>
 #include <future>
+#include <mutex>
 #include <tuple>
 
 #include "runtime/base/exception.h"
@@ -34,11 +36,27 @@ std::vector<std::uint16_t> rounded(const torch::Tensor& values) {
   return {first, first + words.numel()};
 }
 
-// In a thread of its own: LAPACK's bits depend on the number of threads, which may differ among the callers.
+// torch's threads are set for the process; a thread that computed before keeps its own.
+class OneThread {
+ public:
+  OneThread() { at::set_num_threads(1); }
+  ~OneThread() { at::set_num_threads(before_); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  const int before_ = at::get_num_threads();
+};
+
+// In a thread of its own, which computes alone: LAPACK's bits depend on the number of threads, and its many short
+// parallel regions cost a new team more than they save.
 template <class Work>
 Factors apart(Work work) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
   return std::async(std::launch::async,
                     [&] {
+                      const OneThread alone;
                       const torch::NoGradGuard no_grad;
                       return work();
                     })

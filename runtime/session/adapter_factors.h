@@ -1,6 +1,7 @@
 #pragma once
 // First values of adapters as factors of a matrix [out, in]. By LAPACK, in fp32, on the CPU: the same bits for the same
-// matrix, seed and number of torch's threads, whichever thread calls. Memory: loading_bytes().
+// matrix and seed, whatever thread calls and however many torch has: one computes, one call at a time. Memory:
+// loading_bytes().
 #include <torch/types.h>
 
 #include <cstdint>

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <functional>
+#include <optional>
 
 #include "runtime/base/exception.h"
 #include "runtime/models/key_value_cache.h"
@@ -46,27 +48,34 @@ std::int64_t capacity_of(const Tokens& prompt, std::int64_t new_tokens) {
   return static_cast<std::int64_t>(prompt.size()) + new_tokens - 1;  // the last one is not computed with
 }
 
-// The sequences of one batch while they grow.
-class Batch {
- public:
-  Batch(Session& session, const std::vector<Tokens>& prompts, std::size_t first, std::size_t count,
-        const GenerationOptions& options)
-      : session_(session),
-        options_(options),
-        first_(first),
-        sequences_(prompts.begin() + static_cast<std::ptrdiff_t>(first),
-                   prompts.begin() + static_cast<std::ptrdiff_t>(first + count)),
-        computed_(count),
-        generated_(count),
-        ended_(count),
-        capacities_(capacities()),
-        cache_(session.model().spec(), capacities_) {}
+// A sequence while it grows.
+struct Sequence {
+  std::size_t prompt = 0;
+  Tokens tokens;              // the prompt and what was generated
+  std::int64_t computed = 0;  // tokens in the cache
+  std::int64_t capacity = 0;  // tokens that it may come to, the last one not computed
+  Generated generated;
 
-  // another: one more batch follows.
-  void run(const GenerationEvents& events, bool another) {
-    for (std::vector<CachedRow> rows = next_rows(); !rows.empty(); rows = next_rows()) {
+  std::int64_t left() const { return std::ssize(tokens) - computed; }
+};
+
+// So many places for sequences. One that ends leaves its place to the next prompt.
+class Places {
+ public:
+  Places(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options)
+      : session_(session),
+        prompts_(prompts),
+        options_(options),
+        sequences_(std::min(prompts.size(), static_cast<std::size_t>(session.options().micro_batches))),
+        cache_(session.model().spec(), std::vector<std::int64_t>(sequences_.size()), longest_span()) {}
+
+  void run(const GenerationEvents& events) {
+    for (;;) {
+      admit();
+      const std::vector<CachedRow> rows = next_rows();
+      if (rows.empty()) return;
       events.before_pass();
-      const std::vector<at::Tensor> logits = session_.next_logits(rows, another || goes_on_behind(rows));
+      const std::vector<at::Tensor> logits = session_.next_logits(rows, goes_on_behind(rows));
       for (std::size_t row = 0; row < rows.size(); ++row)
         for (std::size_t at = 0; at < rows[row].spans.size(); ++at)
           take(rows[row].spans[at], logits[row][static_cast<std::int64_t>(at)], events);
@@ -74,42 +83,48 @@ class Batch {
   }
 
  private:
-  std::vector<std::int64_t> capacities() const {
-    std::vector<std::int64_t> tokens;
-    for (const Tokens& sequence : sequences_) tokens.push_back(capacity_of(sequence, options_.max_new_tokens));
-    return tokens;
+  // Behind others of its sequence.
+  std::int64_t longest_span() const {
+    const std::int64_t most = session_.options().sequence_length;
+    return std::ranges::any_of(prompts_, [&](const Tokens& prompt) { return std::ssize(prompt) > most; }) ? most : 1;
   }
 
-  // What is not computed yet of each sequence. Prompts have rows of their own, at most as long as the session's; when
-  // none is left, a row has the last tokens.
+  void admit() {
+    for (std::size_t place = 0; place < sequences_.size() && next_prompt_ < prompts_.size(); ++place) {
+      if (sequences_[place]) continue;
+      const Tokens& prompt = prompts_[next_prompt_];
+      const std::int64_t capacity = capacity_of(prompt, options_.max_new_tokens);
+      sequences_[place] = {.prompt = next_prompt_++, .tokens = prompt, .capacity = capacity};
+      cache_.replace(static_cast<std::int64_t>(place), capacity);
+    }
+  }
+
+  // What is not computed yet of each sequence. Prompts have rows of their own, at most as long as the session's; the
+  // last tokens of the others are in one row, or in two where sequences have different rotary factors.
   std::vector<CachedRow> next_rows() {
     std::vector<CachedRow> rows;
-    bool prompts = false;
-    for (std::size_t i = 0; i < sequences_.size(); ++i)
-      prompts = prompts || (!ended_[i] && generated_[i].tokens.empty());
     struct {
       Tokens last;
       std::vector<CachedSpan> spans;
       std::int64_t context = 0;
-    } next[2];  // sequences of one row have the same rotary factors
+    } next[2];
     const std::int64_t limit = short_context(session_.model().spec());
-    for (std::size_t i = 0; i < sequences_.size(); ++i) {
-      const auto sequence = static_cast<std::int64_t>(i);
-      if (ended_[i] || (prompts && !generated_[i].tokens.empty())) continue;
-      const auto left = static_cast<std::int64_t>(sequences_[i].size()) - computed_[i];
-      const std::int64_t count = std::min(left, session_.options().sequence_length);
-      if (prompts) {
-        rows.push_back(
-            row_of(Tokens(sequences_[i].begin() + computed_[i], sequences_[i].begin() + computed_[i] + count),
-                   {{.sequence = sequence, .length = count, .before = computed_[i]}}, capacities_[i]));
+    for (std::size_t place = 0; place < sequences_.size(); ++place) {
+      if (!sequences_[place]) continue;
+      const Sequence& of = *sequences_[place];
+      const auto sequence = static_cast<std::int64_t>(place);
+      const std::int64_t count = std::min(of.left(), session_.options().sequence_length);
+      if (of.generated.tokens.empty()) {
+        rows.push_back(row_of(Tokens(of.tokens.begin() + of.computed, of.tokens.begin() + of.computed + count),
+                              {{.sequence = sequence, .length = count, .before = of.computed}}, of.capacity));
       } else {
-        auto& [last, spans, context] = next[limit > 0 && capacities_[i] > limit ? 1 : 0];
+        auto& [last, spans, context] = next[limit > 0 && of.capacity > limit ? 1 : 0];
         spans.push_back({.sequence = sequence,
                          .begin = static_cast<std::int64_t>(last.size()),
                          .length = 1,
-                         .before = computed_[i]});
-        last.push_back(sequences_[i].back());
-        context = std::max(context, capacities_[i]);
+                         .before = of.computed});
+        last.push_back(of.tokens.back());
+        context = std::max(context, of.capacity);
       }
     }
     for (auto& [last, spans, context] : next)
@@ -117,14 +132,12 @@ class Batch {
     return rows;
   }
 
-  // Whether a sequence has more to compute or to draw when this pass has ended, unless a stop token ends it.
+  // Whether something is left to compute or to draw when this pass has ended, unless stop tokens end it.
   bool goes_on_behind(const std::vector<CachedRow>& rows) const {
-    std::vector<std::int64_t> computed = computed_;
+    if (next_prompt_ < prompts_.size()) return true;
     for (const CachedRow& row : rows)
       for (const CachedSpan& span : row.spans)
-        computed[static_cast<std::size_t>(span.sequence)] = span.before + span.length;
-    for (std::size_t i = 0; i < sequences_.size(); ++i)
-      if (!ended_[i] && computed[i] < capacities_[i]) return true;
+        if (span.before + span.length < sequences_[static_cast<std::size_t>(span.sequence)]->capacity) return true;
     return false;
   }
 
@@ -136,32 +149,35 @@ class Batch {
   }
 
   void take(const CachedSpan& span, const at::Tensor& logits, const GenerationEvents& events) {
-    const auto i = static_cast<std::size_t>(span.sequence);
-    computed_[i] = span.before + span.length;
-    if (computed_[i] < static_cast<std::int64_t>(sequences_[i].size())) return;  // the prompt goes on
-    const std::int64_t token = next_token({logits.const_data_ptr<float>(), static_cast<std::size_t>(logits.numel())},
-                                          sequences_[i], options_.sampling, options_.seed, first_ + i);
-    Generated& generated = generated_[i];
+    std::optional<Sequence>& place = sequences_[static_cast<std::size_t>(span.sequence)];
+    place->computed = span.before + span.length;
+    if (place->left() > 0) return;  // the prompt goes on
+    Generated& generated = place->generated;
+    const bool too_early = std::ssize(generated.tokens) < options_.sampling.min_new_tokens;
+    const std::int64_t token =
+        next_token({logits.const_data_ptr<float>(), static_cast<std::size_t>(logits.numel())}, place->tokens,
+                   options_.sampling, options_.seed, place->prompt, too_early ? options_.stop_tokens : Tokens());
+    bool ended = false;
     if (std::find(options_.stop_tokens.begin(), options_.stop_tokens.end(), token) != options_.stop_tokens.end()) {
       generated.reason = FinishReason::stop;
-      ended_[i] = true;
+      ended = true;
     } else {
       generated.tokens.push_back(token);
-      sequences_[i].push_back(token);
-      events.on_token(first_ + i, token);
-      ended_[i] = static_cast<std::int64_t>(generated.tokens.size()) >= options_.max_new_tokens;
+      place->tokens.push_back(token);
+      events.on_token(place->prompt, token);
+      ended = std::ssize(generated.tokens) >= options_.max_new_tokens;
     }
-    if (ended_[i]) events.on_end(first_ + i, generated);
+    if (!ended) return;
+    events.on_end(place->prompt, generated);
+    cache_.replace(span.sequence, 0);
+    place.reset();
   }
 
   Session& session_;
+  const std::vector<Tokens>& prompts_;
   const GenerationOptions& options_;
-  const std::size_t first_;
-  std::vector<Tokens> sequences_;       // prompt and what was generated
-  std::vector<std::int64_t> computed_;  // tokens of each in the cache
-  std::vector<Generated> generated_;
-  std::vector<bool> ended_;
-  const std::vector<std::int64_t> capacities_;  // tokens that each may come to, the last one not computed
+  std::size_t next_prompt_ = 0;
+  std::vector<std::optional<Sequence>> sequences_;  // by place
   KeyValueCache cache_;
 };
 
@@ -188,23 +204,20 @@ GenerationShape GenerationShape::of(const ModelSpec& spec, const std::vector<Tok
       KeyValueCache::workspace(spec, capacity, pieces ? shape.tokens : 1) +
       static_cast<std::uint64_t>((pieces ? shape.batch : 1) * tables * std::max<std::int64_t>(1, std::ssize(c.ropes)) +
                                  shape.batch * logits);
-  for (std::size_t first = 0; first < prompts.size(); first += static_cast<std::size_t>(shape.batch)) {
-    std::uint64_t bytes = 0;
-    for (std::size_t i = first; i < std::min(prompts.size(), first + static_cast<std::size_t>(shape.batch)); ++i)
-      bytes += KeyValueCache::bytes(spec, capacity_of(prompts[i], options.max_new_tokens));
-    shape.cache = std::max(shape.cache, bytes);
-  }
+  std::vector<std::uint64_t> caches;
+  for (const Tokens& prompt : prompts)
+    caches.push_back(
+        KeyValueCache::bytes(spec, capacity_of(prompt, options.max_new_tokens), pieces ? shape.tokens : 1));
+  std::sort(caches.begin(), caches.end(), std::greater<>());  // any may be there together
+  for (std::int64_t i = 0; i < shape.batch; ++i) shape.cache += caches[static_cast<std::size_t>(i)];
   return shape;
 }
 
 void generate(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options,
               const GenerationEvents& events) {
-  const auto at_once = static_cast<std::size_t>(session.options().micro_batches);
   for (std::size_t i = 0; i < prompts.size(); ++i)
     check_prompt(prompts[i], i, session.model().spec(), options.max_new_tokens);
-  for (std::size_t first = 0; first < prompts.size(); first += at_once)
-    Batch(session, prompts, first, std::min(at_once, prompts.size() - first), options)
-        .run(events, first + at_once < prompts.size());
+  Places(session, prompts, options).run(events);
 }
 
 }  // namespace tierflow

@@ -41,7 +41,8 @@ struct GenerationEvents {
   std::function<void(std::size_t prompt, const Generated& generated)> on_end = [](std::size_t, const Generated&) {};
 };
 
-// Continues each prompt, in batches of the session's micro_batches in the order given. `session` is made with train
+// Continues each prompt, as many at once as the session has micro_batches. They begin in the order given: where one
+// ends, the next one begins in the same pass as the others' next tokens. `session` is made with train
 // false, a micro_batch of 1, and the shape above. A prompt longer than the session's sequence_length is computed in
 // pieces. Throws Exception (kind usage) for an empty prompt, a token that the model does not have, and a sequence that
 // would be longer than the model's positions, or would cross the length from which LongRoPE has other factors.

@@ -40,42 +40,100 @@ void keep_most_likely(std::vector<Candidate>& candidates, std::int64_t k) {
   std::erase_if(candidates, [&](const Candidate& each) { return each.logit < least; });
 }
 
-// Leaves the most likely ones that together reach top_p, at least one. Sorted already, the highest logit 0.
-void keep_nucleus(std::vector<Candidate>& candidates, double top_p) {
-  double total = 0, sum = 0;
-  for (const Candidate& each : candidates) total += std::exp(each.logit);
+double sum_of(const std::vector<Candidate>& candidates) {
+  double sum = 0;
+  for (const Candidate& each : candidates) sum += std::exp(each.logit);
+  return sum;
+}
+
+// Candidates from the most likely one on, sorted as far as they are looked at.
+class Descending {
+ public:
+  explicit Descending(std::vector<Candidate>& candidates) : candidates_(candidates) {}
+  const Candidate& at(std::size_t i) {
+    if (i >= sorted_) {
+      const std::size_t end = std::min(candidates_.size(), std::max<std::size_t>(64, 8 * i));
+      const auto first = candidates_.begin();
+      const auto from = first + static_cast<std::ptrdiff_t>(sorted_), to = first + static_cast<std::ptrdiff_t>(end);
+      std::partial_sort(from, to, candidates_.end(), more_likely);
+      sorted_ = end;
+    }
+    return candidates_[i];
+  }
+
+ private:
+  std::vector<Candidate>& candidates_;
+  std::size_t sorted_ = 0;
+};
+
+// How many of the most likely ones together reach top_p, at least one. The highest logit is 0.
+std::size_t nucleus(Descending& ordered, std::size_t count, double top_p, double total) {
+  double sum = 0;
   std::size_t kept = 0;
-  while (kept < candidates.size() && (kept == 0 || sum < top_p * total)) sum += std::exp(candidates[kept++].logit);
-  candidates.resize(kept);
+  while (kept < count && (kept == 0 || sum < top_p * total)) sum += std::exp(ordered.at(kept++).logit);
+  return kept;
+}
+
+// Tokens that would end a sequence of n tokens which is there already.
+void add_repeating(std::span<const std::int64_t> before, std::int64_t n, std::vector<std::int64_t>& forbidden) {
+  const auto length = std::ssize(before);
+  if (n <= 0 || length + 1 < n) return;
+  const auto last = before.last(static_cast<std::size_t>(n - 1));
+  for (std::int64_t end = n - 1; end < length; ++end)
+    if (std::ranges::equal(before.subspan(static_cast<std::size_t>(end - (n - 1)), last.size()), last))
+      forbidden.push_back(before[static_cast<std::size_t>(end)]);
 }
 
 }  // namespace
 
 std::int64_t next_token(std::span<const float> logits, std::span<const std::int64_t> before, const Sampling& sampling,
-                        std::uint64_t seed, std::uint64_t sequence) {
-  std::vector<Candidate> candidates;
-  candidates.reserve(logits.size());
+                        std::uint64_t seed, std::uint64_t sequence, std::span<const std::int64_t> held_back) {
+  float most = -INFINITY;
+  bool finite = true;
+  std::size_t best = 0;
   for (std::size_t token = 0; token < logits.size(); ++token) {
-    if (std::isnan(logits[token]) || logits[token] == INFINITY)
-      throw Exception(io::ErrorKind::numeric, "the logits of the next token are not finite: look at the weights");
-    candidates.push_back({logits[token], static_cast<std::int64_t>(token)});
+    finite = finite && !std::isnan(logits[token]) && logits[token] != INFINITY;
+    if (logits[token] > most) {
+      most = logits[token];
+      best = token;
+    }
   }
+  if (!finite)
+    throw Exception(io::ErrorKind::numeric, "the logits of the next token are not finite: look at the weights");
+  std::vector<std::int64_t> forbidden(held_back.begin(), held_back.end());
+  forbidden.insert(forbidden.end(), sampling.suppress_tokens.begin(), sampling.suppress_tokens.end());
+  add_repeating(before, sampling.no_repeat_ngram_size, forbidden);
+  if (!sampling.sample && sampling.repetition_penalty == 1 && forbidden.empty()) return static_cast<std::int64_t>(best);
+  std::vector<Candidate> candidates(logits.size());
+  for (std::size_t token = 0; token < logits.size(); ++token)
+    candidates[token] = {logits[token], static_cast<std::int64_t>(token)};
   penalise(candidates, before, sampling.repetition_penalty);
-  if (!sampling.sample) return std::min_element(candidates.begin(), candidates.end(), more_likely)->token;
-  const double highest = std::min_element(candidates.begin(), candidates.end(), more_likely)->logit;
-  for (Candidate& each : candidates) each.logit = (each.logit - highest) / sampling.temperature;
+  std::ranges::sort(forbidden);
+  if (!forbidden.empty())
+    std::erase_if(candidates, [&](const Candidate& each) { return std::ranges::binary_search(forbidden, each.token); });
+  if (candidates.empty())
+    throw Exception(io::ErrorKind::usage, "no token may come next: generation_config.json forbids all of them");
+  const Candidate first = *std::min_element(candidates.begin(), candidates.end(), more_likely);
+  if (!sampling.sample) return first.token;
+  for (Candidate& each : candidates) each.logit = (each.logit - first.logit) / sampling.temperature;
   keep_most_likely(candidates, sampling.top_k);
-  std::sort(candidates.begin(), candidates.end(), more_likely);
-  if (sampling.top_p < 1) keep_nucleus(candidates, sampling.top_p);
-  std::erase_if(candidates, [&](const Candidate& each) { return std::exp(each.logit) < sampling.min_p; });
-  double total = 0;
-  for (const Candidate& each : candidates) total += std::exp(each.logit);
-  double left = uniform(seed, sequence, before.size()) * total;
-  for (const Candidate& each : candidates) {
-    left -= std::exp(each.logit);
-    if (left < 0) return each.token;
+  Descending ordered(candidates);
+  std::size_t count = candidates.size();
+  double total = sum_of(candidates);
+  if (sampling.top_p < 1) count = nucleus(ordered, count, sampling.top_p, total);
+  if (sampling.top_p < 1 || sampling.min_p > 0) {
+    std::size_t kept = 0;
+    total = 0;
+    while (kept < count && (kept == 0 || std::exp(ordered.at(kept).logit) >= sampling.min_p))
+      total += std::exp(ordered.at(kept++).logit);
+    count = kept;
   }
-  return candidates.back().token;
+  double left = uniform(seed, sequence, before.size()) * total;
+  for (std::size_t i = 0; i < count; ++i) {
+    left -= std::exp(ordered.at(i).logit);
+    if (left < 0) return ordered.at(i).token;
+  }
+  return ordered.at(count - 1).token;
 }
 
 }  // namespace tierflow

@@ -39,7 +39,10 @@ Session::Session(Model model, SessionOptions options, AdamW adamw, const Progres
 Session::~Session() = default;
 
 StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
-  const StepResult result = guarded(impl_->executor(), [&] { return impl_->step(batches, lr); });
+  const StepResult result = guarded(impl_->executor(), [&] {
+    impl_->settle();
+    return impl_->step(batches, lr);
+  });
   impl_->throw_if_out_of_memory();
   return result;
 }
@@ -47,7 +50,10 @@ bool Session::waits_for_gradient() const {
   return impl_->waits_for_gradient();
 }
 void Session::begin_with_gradient(const std::vector<MicroBatch>& batches) {
-  guarded(impl_->executor(), [&] { impl_->begin_with_gradient(batches); });
+  guarded(impl_->executor(), [&] {
+    impl_->settle();
+    impl_->begin_with_gradient(batches);
+  });
   impl_->throw_if_out_of_memory();
 }
 Evaluation Session::evaluate(const std::vector<MicroBatch>& batches) {
@@ -287,7 +293,12 @@ void Session::Impl::flush() {
     check_deferred(*work);
     pending = false;
   }
-  throw_if(executor().drain());
+  ahead = true;
+  settle();
+}
+
+void Session::Impl::settle() {
+  if (std::exchange(ahead, false)) throw_if(executor().drain());
 }
 
 swap::Entered Session::Impl::enter(int stage, swap::Pass pass, int micro_batch) {

@@ -142,8 +142,8 @@ class Session {
   void begin_with_gradient(const std::vector<MicroBatch>& batches);
   // Loss and accuracy over the micro-batches, forward only.
   Evaluation evaluate(const std::vector<MicroBatch>& batches);
-  // The same, to the bit, over `count` micro-batches made as they are needed: options().micro_batches of them exist at
-  // once. `scored`: called with each one, in order.
+  // The same, to the bit, over `count` micro-batches made as they are needed: plan().evaluated_at_once of them exist at
+  // once, and pass a stage before the next one is fetched. `scored`: called with each one, in order.
   // `progress`: called before each micro-batch passes a stage; it counts these calls, not bytes. If it throws, the
   // session can only be destroyed.
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
@@ -151,7 +151,8 @@ class Session {
   // Generation (generator.h): the logits of the token behind each span of each row, fp32 [spans, vocab] on the host.
   // All rows pass a stage before the next one is fetched. At most options.micro_batches rows, each of at most
   // options.micro_batch * options.sequence_length tokens. another: one more pass is expected to follow, and its first
-  // weights are fetched while this one ends. Where experts come on demand, what followed the last time is fetched.
+  // weights are fetched while this one ends and the caller draws. Where experts come on demand, what followed the last
+  // time is fetched.
   std::vector<at::Tensor> next_logits(const std::vector<CachedRow>& rows, bool another = false);
 
   // The three exports return the name of the first tensor written that holds an infinity or a NaN; empty: none does.

@@ -40,6 +40,7 @@ struct Session::Impl {
   void check_deferred(const OptimizerWork& work) const;
   void throw_if_out_of_memory();
   void flush();
+  void settle();  // waits for what was fetched ahead
   void commit();
   bool commits_beside_next_step() const;
   std::string progress_json() const;
@@ -125,6 +126,7 @@ struct Session::Impl {
   std::int64_t window_begun = -1;               // after so many steps; -1: none has
   std::int64_t window_tried = -1;               // the same, of one that did not begin: a gradient was not finite
   std::int64_t steps = 0, skipped = 0;
+  bool ahead = false;    // what the next pass of a generation takes is still being fetched
   bool pending = false;  // deferred updates of the step before have not run yet
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;

@@ -241,8 +241,8 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
   std::int64_t hits = 0;
   bool has_hits = true;
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
-  for (std::int64_t begin = 0; begin < count; begin += options.micro_batches) {
-    const std::int64_t end = std::min(count, begin + options.micro_batches);
+  for (std::int64_t begin = 0; begin < count; begin += plan.evaluated_at_once) {
+    const std::int64_t end = std::min<std::int64_t>(count, begin + plan.evaluated_at_once);
     std::vector<MicroBatch> part;
     std::vector<Shared> shared;
     std::int64_t counted = 0;
@@ -296,7 +296,7 @@ std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRo
                       "a row has at most " + std::to_string(options.micro_batch * options.sequence_length) + " tokens");
   for (std::size_t i = 0; i < rows.size(); ++i)
     check_tokens({.ids = rows[i].ids}, model->spec().config.vocab_size, "row " + std::to_string(i));
-  flush();
+  if (pending || !ahead) flush();
   std::vector<Shared> shared;
   compute(true, [&] {
     shared.clear();
@@ -316,7 +316,8 @@ std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRo
     leave();
   }
   carries.clear();
-  throw_if(executor().drain());
+  ahead = true;
+  if (!another || out_of_memory) settle();  // else the caller draws while the next weights come
   return logits;
 }
 

@@ -2,11 +2,13 @@
 // How a model's text is drawn: generation_config.json, as transformers writes it.
 #include <cstdint>
 #include <filesystem>
+#include <string>
 #include <vector>
 
 namespace tierflow {
 
-// transformers' names and meanings; what is applied comes in this order, after the repetition penalty.
+// transformers' names and meanings. First comes the repetition penalty, then what may not come, then temperature,
+// top_k, top_p and min_p.
 struct Sampling {
   bool sample = false;            // do_sample; else the most likely token, the lowest id among equals
   double temperature = 1;         // logits are divided by it
@@ -14,11 +16,15 @@ struct Sampling {
   double top_p = 1;               // the most likely tokens that together reach this probability stay
   double min_p = 0;               // those at least that share of the most likely one's probability stay
   double repetition_penalty = 1;  // logits of tokens that are there already are divided by it, or multiplied below 0
+  std::int64_t no_repeat_ngram_size = 0;      // no so many tokens come twice, the prompt's among them; 0: they may
+  std::int64_t min_new_tokens = 0;            // that come before one that ends the text
+  std::vector<std::int64_t> suppress_tokens;  // never come
 };
 
 struct GenerationConfig {
   Sampling sampling;
   std::vector<std::int64_t> stop_tokens;  // eos_token_id
+  std::vector<std::string> not_applied;   // fields that would change the text and that are not known here
 };
 
 // What the model folder's generation_config.json says, if there is one, over transformers' defaults; where that names

@@ -108,6 +108,7 @@ void StreamedState::restore(swap::Store& store, const Progress& progress) {
       [&](std::uint64_t done, std::uint64_t total) {
         if (progress) progress("verifying the state", done, total);
       }));
+  executor_->matches_store();
 }
 
 void StreamedState::load_chunk(int id, const WeightSource& weights, const StoredSource& stored) {

@@ -3,7 +3,7 @@
 // "unlink PATH". A call that $TIERFLOW_FAIL
 // names as OPERATION:END_OF_PATH:ERRNO fails with that error: each such call, or the one whose number
 // $TIERFLOW_FAIL_NTH is. With `kill` as ERRNO the process kills itself there, before the call; with `stop` it stops
-// there until it is sent SIGCONT. With
+// there until it is sent SIGCONT. A "read" (pread) is never recorded; it fails from that number on. With
 // OPERATION:END_OF_PATH:FILE in $TIERFLOW_LOSE such a call empties FILE first. The process kills itself, as by `kill
 // -9`, at the call whose number $TIERFLOW_KILL_AT is: before it, or in the middle of it where it is a write with an odd
 // number. Counted are calls that change files or folders, those of a drive's engine included; their number is written
@@ -118,6 +118,21 @@ ssize_t pwrite(int descriptor, const void* bytes, size_t count, off_t offset) {
 }
 ssize_t pwrite64(int descriptor, const void* bytes, size_t count, off_t offset) {
   return pwrite(descriptor, bytes, count, offset);
+}
+ssize_t pread(int descriptor, void* bytes, size_t count, off_t offset) {
+  static const char* const wanted = getenv("TIERFLOW_FAIL");
+  static std::atomic<int> reads = 0;
+  if (wanted != nullptr && matches(wanted, "read", path_of(descriptor))) {
+    const char* nth = getenv("TIERFLOW_FAIL_NTH");
+    if (nth == nullptr || ++reads >= atoi(nth)) {
+      errno = atoi(strrchr(wanted, ':') + 1);
+      return -1;
+    }
+  }
+  return next<decltype(&pread)>("pread")(descriptor, bytes, count, offset);
+}
+ssize_t pread64(int descriptor, void* bytes, size_t count, off_t offset) {
+  return pread(descriptor, bytes, count, offset);
 }
 int fallocate(int descriptor, int mode, off_t offset, off_t length) {
   maybe_die();

@@ -1,6 +1,7 @@
 // Generation through a session: logits of cached tokens, the same bits under every budget, and which token is drawn.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "runtime/device/device_memory.h"
@@ -93,6 +94,68 @@ TEST(Generation, has_the_same_tokens_under_every_budget) {
   }
 }
 
+// Prompts of unequal length, texts of unequal length: where one ends, the next begins beside the others.
+TEST(Generation, a_place_that_becomes_free_is_taken_at_once) {
+  DeviceMemory::install();
+  const Case which = cases().front();
+  const std::vector<Tokens> prompts = {some_tokens(3, 1), some_tokens(14, 2), some_tokens(5, 3),
+                                       some_tokens(2, 4), some_tokens(9, 5),  some_tokens(4, 6)};
+  GenerationOptions options{.sampling = {.sample = true, .top_k = 0}, .max_new_tokens = 24, .seed = 9};
+  std::vector<Tokens> alone;
+  Session one(model_of(which), for_generation(resident(1)));
+  for (const Tokens& tokens : generated(one, prompts, options)) alone.push_back(tokens);
+  // Tokens of which some texts have one early.
+  options.stop_tokens = {alone[0][4], alone[2][2]};
+  std::size_t together[2] = {0, 0}, in_pairs = 0;  // passes after which each place is free; were it two by two
+  for (std::size_t i = 0; i < alone.size(); ++i) {
+    const auto end = std::ranges::find_first_of(alone[i], options.stop_tokens);
+    const std::size_t draws = static_cast<std::size_t>(end - alone[i].begin()) + (end == alone[i].end() ? 0 : 1);
+    alone[i].erase(end, alone[i].end());
+    *std::ranges::min_element(together) += draws;
+    in_pairs += i % 2 == 0 ? draws : draws - std::min(draws, alone[i - 1].size() + 1);
+  }
+  Session session(model_of(which), for_generation(resident(2)));
+  std::size_t passes = 0;
+  std::vector<Tokens> found(prompts.size());
+  generate(session, prompts, options,
+           {.before_pass = [&] { ++passes; },
+            .on_end = [&](std::size_t prompt, const Generated& result) { found[prompt] = result.tokens; }});
+  EXPECT_EQ(found, alone);
+  EXPECT_EQ(passes, *std::ranges::max_element(together));
+  EXPECT_LT(passes, in_pairs);
+}
+
+// Windows of 8 tokens in rings: what a ring forgot is not seen, and what it has is where it is looked for.
+TEST(Generation, a_window_keeps_its_last_tokens) {
+  DeviceMemory::install();
+  int windows = 0;
+  for (const Case& which : cases()) {
+    Session session(model_of(which), for_generation(resident(1)));
+    const ModelSpec& spec = session.model().spec();
+    const bool has_window = KeyValueCache::bytes(spec, 16, 1) < KeyValueCache::bytes(spec, 16);
+    if (!has_window) continue;
+    SCOPED_TRACE(which.name);
+    ++windows;
+    const Tokens tokens = some_tokens(16, 5);
+    KeyValueCache whole(spec, {16});
+    const at::Tensor expected = session.next_logits({row(whole, tokens, {{.length = 16}})}).at(0);
+    for (const std::int64_t piece : {1, 3, 4}) {
+      KeyValueCache cache(spec, {16}, piece), large(spec, {16});
+      at::Tensor last, same;
+      for (std::int64_t at = 0; at < 16;) {
+        const std::int64_t count = std::min(at == 0 ? 6 : piece, 16 - at);
+        const Tokens part(tokens.begin() + at, tokens.begin() + at + count);
+        last = session.next_logits({row(cache, part, {{.length = count, .before = at}})}).at(0);
+        same = session.next_logits({row(large, part, {{.length = count, .before = at}})}).at(0);
+        at += count;
+      }
+      EXPECT_TRUE(torch::equal(last, same)) << piece;
+      EXPECT_LT(distance(last[0], expected[0]), 0.03) << piece;
+    }
+  }
+  EXPECT_GT(windows, 0);
+}
+
 TEST(Generation, refuses_what_does_not_fit) {
   DeviceMemory::install();
   const Case which = cases().front();
@@ -148,6 +211,28 @@ TEST(Sampling, draws_tokens_as_often_as_their_probability_says) {
 TEST(Sampling, without_draws_takes_the_most_likely_token_and_the_lowest_id_among_equals) {
   EXPECT_EQ(next_token(kLogits, {}, {}, 0, 0), 1);
   EXPECT_EQ(next_token(kLogits, Tokens{1}, {.repetition_penalty = 1.5}, 0, 0), 3);
+}
+
+TEST(Sampling, leaves_out_what_may_not_come) {
+  EXPECT_EQ(next_token(kLogits, {}, {.suppress_tokens = {1}}, 0, 0), 3);
+  EXPECT_EQ(next_token(kLogits, {}, {}, 0, 0, Tokens{1, 3}), 4);
+  EXPECT_EQ(next_token(kLogits, Tokens{4, 1, 0, 4}, {.no_repeat_ngram_size = 2}, 0, 0), 3);
+  EXPECT_EQ(next_token(kLogits, Tokens{4, 1, 0, 4}, {.no_repeat_ngram_size = 3}, 0, 0), 1);
+  EXPECT_EQ(next_token(kLogits, Tokens{4, 1, 3}, {.no_repeat_ngram_size = 1}, 0, 0), 0);
+  EXPECT_EQ(next_token(kLogits, Tokens{1}, {.no_repeat_ngram_size = 9}, 0, 0), 1);
+  expect_shares({.sample = true, .top_k = 0, .suppress_tokens = {3, 4}}, {0.5, 2, -1, -INFINITY, -INFINITY});
+  expect_refusal(io::ErrorKind::usage, {"forbids all"}, [&] {
+    next_token(kLogits, {}, {.suppress_tokens = {0, 1, 2, 3, 4}}, 0, 0);
+  });
+}
+
+// Of many tokens, of which the first few are sorted at a time.
+TEST(Sampling, draws_far_down_a_large_vocabulary) {
+  const std::vector<float> flat(5000, 1.0F);
+  std::vector<int> drawn(10);
+  for (std::uint64_t draw = 0; draw < 4000; ++draw)
+    ++drawn[static_cast<std::size_t>(next_token(flat, {}, {.sample = true, .top_k = 0}, 1, draw) / 500)];
+  for (const int each : drawn) EXPECT_NEAR(each, 400, 80);
 }
 
 TEST(Sampling, says_when_logits_are_no_numbers) {

@@ -273,6 +273,31 @@ TEST(Session, EvaluatesAsManyMicroBatchesInAPassAsTheBudgetsHold) {
   }
 }
 
+// Between steps that take one micro-batch, an evaluation uses the memory that those set aside for their backward.
+TEST(Session, EvaluatesMoreMicroBatchesInAPassThanAStepHas) {
+  const Case which = cases().front();
+  const Folder folder;
+  const auto model = [&] { return Model{make_model(parse_model_spec(which.json, which.name)), initial(11)}; };
+  Session all(model(), resident(1));
+  SessionOptions options = least_device(streamed(resident(1), folder), which, {});
+  options.device_memory += 256 * 1024;
+  Session session(model(), options);
+  const int at_once = session.plan().evaluated_at_once;
+  ASSERT_GE(at_once, 8) << session.describe();
+  ASSERT_LE(at_once, 32);
+  std::vector<std::uint64_t> read;
+  for (const int count : {1, at_once, 4 * at_once}) {
+    EXPECT_EQ(session.step(batches(1, 3), 1e-3).loss, all.step(batches(1, 3), 1e-3).loss);
+    const std::uint64_t before = session.drives().at(0).bytes_read;
+    EXPECT_EQ(session.evaluate(batches(count, 77)).loss, all.evaluate(batches(count, 77)).loss);
+    read.push_back(session.drives().at(0).bytes_read - before);
+  }
+  EXPECT_GT(read[0], 0U);
+  EXPECT_EQ(read[1], read[0]);
+  EXPECT_LE(read[2], 4 * read[0]);
+  EXPECT_LE(session.memory().device_peak, options.device_memory);
+}
+
 void expect_export_is_read_back(const Tiling& tiling, const Tiling& read_with, const Case& which = cases().front(),
                                 const TrainableConfig& part = {}) {
   const Folder folder;

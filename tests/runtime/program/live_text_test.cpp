@@ -1,0 +1,69 @@
+#include "runtime/program/live_text.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+
+namespace tierflow::testing {
+namespace {
+
+constexpr std::int64_t kFirstHalf = 1000, kSecondHalf = 1001, kNothing = 1002;
+
+// As a tokenizer with words does it: a space before each but the first, two tokens for one character, and a token
+// without a text.
+std::string text_of(const LiveText::Tokens& tokens) {
+  std::string text;
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    const std::int64_t token = tokens[i];
+    if (token == kNothing) continue;
+    if (token == kFirstHalf) {
+      const bool whole = i + 1 < tokens.size() && tokens[i + 1] == kSecondHalf;
+      text += whole ? "\xc3\xa9" : "\xef\xbf\xbd";
+    } else if (token == kSecondHalf) {
+      if (i == 0 || tokens[i - 1] != kFirstHalf) text += "\xef\xbf\xbd";
+    } else {
+      text += (i == 0 ? "w" : " w") + std::to_string(token);
+    }
+  }
+  return text;
+}
+
+struct Shown {
+  std::vector<std::string> pieces;
+  std::string text;
+  std::size_t decoded = 0, longest = 0;
+  LiveText live{[this](const LiveText::Tokens& tokens) {
+                  decoded += tokens.size();
+                  longest = std::max(longest, tokens.size());
+                  return text_of(tokens);
+                },
+                [this](std::string_view piece) {
+                  pieces.emplace_back(piece);
+                  text += piece;
+                }};
+};
+
+TEST(LiveText, ShowsEachTokenWhenItComesAndNoHalfCharacter) {
+  Shown shown;
+  const LiveText::Tokens tokens{5, 6, kFirstHalf, kSecondHalf, kNothing, 7, kFirstHalf};
+  for (const std::int64_t token : tokens) shown.live.add(token);
+  EXPECT_EQ(shown.pieces, (std::vector<std::string>{"w5", " w6", "\xc3\xa9", " w7"}));
+  EXPECT_EQ(shown.live.end(), text_of(tokens));
+  EXPECT_EQ(shown.text, text_of(tokens)) << "what was held back is shown at the end";
+}
+
+TEST(LiveText, DecodesAFewTokensForEach) {
+  Shown shown;
+  LiveText::Tokens tokens;
+  for (int i = 0; i < 1000; ++i) {
+    tokens.push_back(i % 7 == 0 ? kFirstHalf : i % 7 == 1 ? kSecondHalf : i);
+    shown.live.add(tokens.back());
+  }
+  EXPECT_EQ(shown.text, text_of(tokens));
+  EXPECT_LE(shown.longest, 4U);
+  EXPECT_LE(shown.decoded, 6 * tokens.size());
+}
+
+}  // namespace
+}  // namespace tierflow::testing
