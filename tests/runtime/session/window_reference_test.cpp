@@ -40,7 +40,7 @@ class Watched : public ForwardingModel {
   void keep(int stage, const Gradients& gradients) const {
     std::vector<torch::Tensor>& of_stage = sums[stage];
     of_stage.clear();
-    for (const torch::Tensor& each : gradients) of_stage.push_back(each.defined() ? each.clone() : each);
+    for (const torch::Tensor& each : gradients.tensors()) of_stage.push_back(each.defined() ? each.clone() : each);
   }
 };
 
