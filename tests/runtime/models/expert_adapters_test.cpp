@@ -184,8 +184,17 @@ TEST_P(ExpertAdapters, GradientsOfMicroBatchesAddUp) {
     for (std::size_t u = 0; u < spec.units.size(); ++u)
       for (std::size_t t = 0; t < spec.units[u].tensors.size(); ++t)
         if (is_adapter(spec.units[u].tensors[t])) {
-          EXPECT_LT(relative_error(apart.gradients[u][t], together.gradients[u][t]), 1e-10)
-              << spec.units[u].tensors[t].name;
+          const std::string& name = spec.units[u].tensors[t].name;
+          const bool scores = name.find("q_proj") != std::string::npos || name.find("k_proj") != std::string::npos;
+          // Without sinks a token alone attends to itself whatever its score: gradients of scores are zero but for
+          // rounding.
+          if (length == 1 && scores && spec.config.names.sinks.empty())
+            EXPECT_LT(
+                std::max(apart.gradients[u][t].norm().item<double>(), together.gradients[u][t].norm().item<double>()),
+                1e-12)
+                << name;
+          else
+            EXPECT_LT(relative_error(apart.gradients[u][t], together.gradients[u][t]), 1e-10) << name;
         }
   }
 }
