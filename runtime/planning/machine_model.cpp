@@ -175,6 +175,8 @@ ModelProfile model_profile(const ModelSpec& spec, const SessionOptions& options,
   };
   ModelProfile profile{.device_fixed = static_cast<std::uint64_t>(card.context.value), .process_bytes = 2'000'000'000};
   std::uint64_t handed = 0;
+  // Else it is computed again from its swapped inputs (device_attention.h).
+  const bool swaps_attention = spec.config.attention_softcap <= 0 && spec.config.names.sinks.empty();
   for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage) {
     const StageCost cost = stage_cost(spec, stage, options.micro_batch, options.sequence_length);
     handed = std::max(handed, cost.handed_bytes);
@@ -186,8 +188,8 @@ ModelProfile model_profile(const ModelSpec& spec, const SessionOptions& options,
                  again = seconds(cost.forward_products - cost.last_product, cost.attention, cost.forward_bytes,
                                  cost.forward_launches),
                  copied = 2 * static_cast<double>(cost.swapped_bytes) / card.memory_rate.value,
-                 // On CUDA attention is computed again from its swapped inputs.
-        restored = cost.restored_bytes / card.memory_rate.value + cost.attention / card.attention.value;
+                 restored = cost.restored_bytes / card.memory_rate.value +
+                            (swaps_attention ? 0 : cost.attention / card.attention.value);
     const bool block = spec.stages[stage].block >= 0;
     profile.stages[stage_class(spec, stage)] = {.carry_bytes = cost.carry_bytes,
                                                 .activation_bytes = cost.activation_bytes,
