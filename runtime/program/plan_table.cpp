@@ -75,10 +75,11 @@ std::string plan_text(const Json& plan) {
   if (storage["bytes"] == 0)
     row("storage", "nothing: all state is resident");
   else
-    row("storage", fmt::format("{}, {:.2f} bytes a parameter, {} generation: {} weights, {} state, {} staged gradients",
-                               size(storage["bytes"]), storage["bytes_per_parameter"].get<double>(),
-                               storage["generations"].get<int>(), size(storage["weights"]), size(storage["state"]),
-                               size(storage["staged_gradients"])));
+    row("storage",
+        fmt::format("{}, {:.2f} bytes a parameter, {} generation{}: {} weights, {} state, {} staged gradients",
+                    size(storage["bytes"]), storage["bytes_per_parameter"].get<double>(),
+                    storage["generations"].get<int>(), storage["generations"] == 1 ? "" : "s", size(storage["weights"]),
+                    size(storage["state"]), size(storage["staged_gradients"])));
   const auto percent = [](const Json& part) { return fmt::format("{:.0f}%", 100 * part.get<double>()); };
   row("host",
       fmt::format(

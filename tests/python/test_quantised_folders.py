@@ -307,6 +307,7 @@ def test_fp8_is_kept_as_the_folder_has_it(work, folders):
     # What the format is left to is what the state has: FP8 there, and bf16 in one of a run that made it so.
     run(work, *words)
     assert (work / "again" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
+    assert "the run is finished" in run(work, *words).stderr
     words = [*LORA, "--model", "stored", "--out", "older", *small("--storage", "older-store", "--host-memory", "2MiB", "--durability", "step")]
     run(work, *words, "--base-precision", "bf16", "--no-export")
     assert "its base's precision is not this one's" in the_error(run(work, *words, "--base-precision", "fp8", ok=False).stderr)
