@@ -74,27 +74,26 @@ class Turn:
 
     def bind(self, weights: list[Any]) -> None:
         """Puts the weights where the module looks for its parameters, and as such: what takes one out and puts it back (a parametrization) finds its place again."""
-        if self.replaced:
-            raise _native.UsageError(self.replaced)
+        self.unbind()  # what a Ctrl-C in unbind() left
         for handle, places, weight in zip(self.handles, self.places, weights, strict=True):
             weight._is_param = True
             for module, name in places:
                 if module._parameters.get(name) is handle:  # the user may have put a parameter of his own there
+                    self.bound.append((module, name, handle, weight))  # first: a Ctrl-C may come between the two
                     module._parameters[name] = weight
-                    self.bound.append((module, name, handle, weight))
         self._tell_recurrent()
 
     def unbind(self) -> None:
         """Puts the handles back. Raises UsageError where a place has something else by now: it may refer to memory that the next visit reuses."""
-        bound, self.bound = self.bound, []
-        for module, name, handle, weight in bound:
+        for module, name, handle, weight in self.bound:
             held: dict[str, Any] = module._parameters
             if held.get(name) is weight:
                 held[name] = handle
-            else:
+            elif held.get(name) is not handle:
                 self.replaced = self.replaced or (
                     f"{handle.label} was replaced while its module ran, or taken out of it: what streams has to stay in its place; change a module before tierflow.wrap()"
                 )
+        self.bound = []
         self._tell_recurrent()
         if self.replaced:
             raise _native.UsageError(self.replaced)

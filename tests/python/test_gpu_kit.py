@@ -113,7 +113,7 @@ def test_a_rehearsal_runs_every_step_or_says_that_it_needs_a_gpu(rehearsed, else
 
 def test_what_steps_measure_is_in_their_records(rehearsed):
     first, second, third = (records(rehearsed[part][0], part) for part in (1, 2, 3))
-    assert first["device_contract"]["measured"][-1]["tests"] == 18 and first["device_contract"]["measured"][-1]["failed"] == 0
+    assert first["device_contract"]["measured"][-1]["tests"] == 41 and first["device_contract"]["measured"][-1]["failed"] == 0
     assert {"libraries_not_found": {}} in first["inventory"]["measured"]
     assert any(line.get("read_gb_s", 0) > 0 for line in first["drive"]["measured"])
     for name in ("products", "weight_gradients", "attention", "kernels"):

@@ -173,7 +173,7 @@ def test_training_is_trls(tuned, loss, options):
     for at, (ours, theirs) in enumerate(zip(found, expected)):
         scale = max(abs(theirs[2]), abs(theirs[3]), 0.05)
         assert ours[0] == pytest.approx(theirs[0], rel=1e-2, abs=1e-3), (at, ours, theirs)
-        assert ours[1] == pytest.approx(theirs[1], rel=4e-2), (at, ours, theirs)
+        assert ours[1] == pytest.approx(theirs[1], rel=5e-2), (at, ours, theirs)  # 4.3% on processors that multiply bf16 in tiles
         assert ours[2:4] == pytest.approx(theirs[2:4], abs=6e-2 * scale), (at, ours, theirs)
         assert at == 0 or ours[4] == pytest.approx(theirs[4], abs=1 / 6 + 1e-6)
     assert found[-1][0] < found[0][0]
