@@ -55,7 +55,8 @@ std::uint64_t bytes_of_a_token(const ModelConfig& c) {
 class RoundedSums {
  public:
   // products: which of them are of products; both outlive this.
-  RoundedSums(const std::vector<Tensor>& sums, const std::vector<bool>& products) : sums_(sums), products_(products), own_(sums) {
+  RoundedSums(const std::vector<Tensor>& sums, const std::vector<bool>& products)
+      : sums_(sums), products_(products), own_(sums) {
     for (std::size_t i = 0; i < own_.size(); ++i)
       if (adds(i)) own_[i] = at::zeros_like(own_[i]);
   }

@@ -43,8 +43,8 @@ class Training {
         left_(std::move(left)),
         elsewhere_(std::move(elsewhere)),
         log_(log),
-        spec_(training_spec(
-            left_.resumable ? with_base_of(elsewhere_.empty() ? options.storage : elsewhere_, options) : options)),
+        spec_(training_spec(left_.resumable ? with_base_of(elsewhere_.empty() ? options.storage : elsewhere_, options)
+                                            : options)),
         forecast_(options_, spec_, log),
         out_(options, spec_, left_.resumable, log, beside_),
         trace_(options.trace, log),

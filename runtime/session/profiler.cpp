@@ -53,8 +53,8 @@ class RateMeter {
   int readings_ = 0;
 };
 
-// In pieces as large as a chunk's words, two of them on their way at once: as the lanes copy. rounds_first: gradients are
-// rounded in slots of the device, as a session's are there.
+// In pieces as large as a chunk's words, two of them on their way at once: as the lanes copy. rounds_first: gradients
+// are rounded in slots of the device, as a session's are there.
 void measure_copies(swap::Device& device, bool rounds_first, std::size_t piece, RateMeter& meter,
                     swap::MachineRates& rates) {
   io::Buffer arena = value_or_throw(device.allocate(kBytes + swap::kGradientSlots * piece));
@@ -86,8 +86,7 @@ void measure_copies(swap::Device& device, bool rounds_first, std::size_t piece, 
     each(down, kBytes / 2, [&](std::size_t at, std::size_t count) {  // of bf16
       std::byte *to = host.data() + at, *slot = arena.data() + kBytes + at / piece % swap::kGradientSlots * piece;
       const auto* sums = reinterpret_cast<const float*>(arena.data() + 2 * at);
-      if (!rounds_first)
-        return device.gradient_to_host(down, reinterpret_cast<std::uint16_t*>(to), sums, count / 2);
+      if (!rounds_first) return device.gradient_to_host(down, reinterpret_cast<std::uint16_t*>(to), sums, count / 2);
       device.round_gradient(swap::StreamId::round, reinterpret_cast<std::uint16_t*>(slot), sums, count / 2);
       device.wait(down, device.record(swap::StreamId::round));
       device.copy_to_host(down, to, slot, count);
