@@ -81,7 +81,7 @@ class LayerAsMade:
         """As config.json has it, with the values that are the class's defaults."""
         return json.dumps({**self.config.to_dict(), "architectures": [self.architecture]})
 
-    def is_of(self, layer: nn.Module) -> bool:
+    def is_current(self) -> bool:
         """Whether the config still says what it said."""
         return self._own.config is self.config and self._own.layer_idx == self.index and _plain(vars(self.config)) == self._read
 

@@ -156,7 +156,7 @@ class _Decoder(Layer):
 
     def _look(self) -> None:
         """Raises Departs where the layer is not as transformers made it."""
-        if self._made is None or not self._made.is_of(self._module):
+        if self._made is None or not self._made.is_current():
             self._made, self._refused = LayerAsMade(self._module), ""
             try:
                 self._layer = _native.DecoderLayer(self._made.config_text(), self._made.index, self.roles)

@@ -9,6 +9,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/models/dense_weights_device.h"
+#include "tests/runtime/weight_formats.h"
 #include "tests/support/cuda/standin.h"
 
 namespace tierflow::models {
@@ -96,14 +97,7 @@ TEST_P(DenseOnStandin, WhatCudaRefusesIsThrown) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Formats, DenseOnStandin,
-                         ::testing::Values(WeightFormat::bf16, WeightFormat::int8, WeightFormat::nf4,
-                                           WeightFormat::nf4_double, WeightFormat::fp8, WeightFormat::mxfp4),
-                         [](const auto& info) {
-                           std::string name = weight_format_name(info.param);
-                           std::ranges::replace(name, '-', '_');
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(Formats, DenseOnStandin, testing::every_weight_format(), testing::weight_format_test_name);
 
 }  // namespace
 }  // namespace tierflow::models

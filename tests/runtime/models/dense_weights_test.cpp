@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include "runtime/base/exception.h"
+#include "tests/runtime/weight_formats.h"
 
 namespace tierflow::testing {
 namespace {
@@ -38,14 +39,7 @@ std::vector<std::vector<std::int64_t>> shapes(WeightFormat format) {
 }
 
 class DenseWeights : public ::testing::TestWithParam<WeightFormat> {};
-INSTANTIATE_TEST_SUITE_P(Formats, DenseWeights,
-                         ::testing::Values(WeightFormat::bf16, WeightFormat::int8, WeightFormat::nf4,
-                                           WeightFormat::nf4_double, WeightFormat::fp8, WeightFormat::mxfp4),
-                         [](const auto& info) {
-                           std::string name = weight_format_name(info.param);
-                           std::ranges::replace(name, '-', '_');
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(Formats, DenseWeights, every_weight_format(), weight_format_test_name);
 
 TEST_P(DenseWeights, AreWhatDequantisingInOnePieceGives) {
   for (const std::vector<std::int64_t>& shape : shapes(GetParam())) {

@@ -14,6 +14,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/spec/weight_codes.h"
 #include "tests/runtime/expect.h"
+#include "tests/runtime/weight_formats.h"
 
 namespace tierflow {
 namespace {
@@ -113,11 +114,7 @@ TEST(WeightFormat, SectionsFollowOneAnotherAtMultiplesOfFour) {
 class Quantised : public ::testing::TestWithParam<WeightFormat> {};
 INSTANTIATE_TEST_SUITE_P(Formats, Quantised,
                          ::testing::Values(WeightFormat::int8, WeightFormat::nf4, WeightFormat::nf4_double),
-                         [](const auto& info) {
-                           std::string name = weight_format_name(info.param);
-                           std::ranges::replace(name, '-', '_');
-                           return name;
-                         });
+                         testing::weight_format_test_name);
 
 TEST_P(Quantised, ValuesComeBackWithinTheirBlocksStep) {
   const bool int8 = GetParam() == WeightFormat::int8;
