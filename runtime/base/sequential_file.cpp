@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "io/checksum.h"
+#include "io/descriptor.h"
 #include "io/thread.h"
 #include "runtime/base/exception.h"
 
@@ -107,14 +108,12 @@ void SequentialFile::write_pieces() {
 }
 
 void SequentialFile::write_piece(std::span<const std::byte> piece) {
-  while (direct_ && piece.size() >= alignment) {
-    const ssize_t moved = ::write(file_.fd(), piece.data(), piece.size() / alignment * alignment);
-    if (moved < 0 && errno == EINTR) continue;
-    if (moved < 0 && errno != EINVAL) fail_system("write", path_.string(), errno);
-    const std::size_t bytes = moved < 0 ? 0 : static_cast<std::size_t>(moved);
-    piece = piece.subspan(bytes);
-    written_ += bytes;
-    if (bytes == 0 || bytes % alignment != 0) break;
+  if (const std::size_t blocks = piece.size() / alignment * alignment; direct_ && blocks != 0) {
+    const io::Moved moved = io::write_all(file_.fd(), {}, piece.first(blocks));
+    if (moved.error_number != 0 && moved.error_number != EINVAL)
+      fail_system("write", path_.string(), moved.error_number);
+    piece = piece.subspan(moved.bytes);
+    written_ += moved.bytes;
   }
   if (piece.empty()) return;
   // The end of the file, or a file system that moves no such blocks after all: the rest goes through the page cache.
