@@ -1,7 +1,7 @@
 #pragma once
 // When a step that clips is speculative (swap/planner.h): where its plan is faster, storage is written at most a tenth
-// more than by a staged step, and the norm is not likely to clip. A wrong guess costs about a step, and never a bit of the
-// result. No torch here.
+// more than by a staged step, and the norm is not likely to clip. A wrong guess costs about a step, and never a bit of
+// the result. No torch here.
 #include <array>
 #include <string>
 
