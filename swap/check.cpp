@@ -5,9 +5,22 @@ namespace tierflow::swap {
 PlanChecker::PlanChecker(const Layout& layout, const Arrangement& arrangement)
     : layout_(layout), arrangement_(arrangement), ledger_(layout, arrangement), rules_(layout, arrangement, ledger_) {}
 
-io::Error PlanChecker::train_step(const Plan& plan, bool pending, bool commits) {
-  begin_step(pending, commits);
+io::Error PlanChecker::train_step(const Plan& plan, bool pending, bool commits, Updates updates) {
+  begin_step(pending, commits, updates);
   return finish(plan);
+}
+
+io::Error PlanChecker::undo(const Plan& plan) {
+  begin_undo();
+  return finish(plan);
+}
+
+void PlanChecker::begin_undo() {
+  const bool speculated = expected_.speculates;
+  for (const Chunk& chunk : layout_.chunks())
+    if (chunk.trainable) rules_.go_back(chunk.id);
+  begin_plan({.undoes = true});
+  if (!speculated) ledger_.wrong("undoes a step that was not speculative");
 }
 
 io::Error PlanChecker::flush(const Plan& plan) {
@@ -21,10 +34,15 @@ io::Error PlanChecker::evaluate(const Plan& plan) {
   return finish(plan);
 }
 
-void PlanChecker::begin_step(bool pending, bool commits) {
+void PlanChecker::begin_step(bool pending, bool commits, Updates updates) {
   deferred_step_ = step_++;
-  begin_plan(
-      {.deferred_updates = pending ? 1 : 0, .updates = 1, .measurements = 1, .items = 1, .commits = commits ? 1 : 0});
+  const bool speculates = updates == Updates::at_once;
+  begin_plan({.deferred_updates = pending ? 1 : 0,
+              .updates = 1,
+              .measurements = 1,
+              .items = 1,
+              .commits = commits || speculates ? 1 : 0,
+              .speculates = speculates});
 }
 
 void PlanChecker::begin_plan(const Expected& expected) {
@@ -70,11 +88,16 @@ void PlanChecker::play(const Plan& part) {
 io::Error PlanChecker::finish(const Plan& rest) {
   play(rest);
   for (const Chunk& chunk : layout_.chunks()) {
-    const bool deferred = arrangement_.deferred[chunk.id];
     const int updated = rules_.updated(chunk.id), measured = rules_.measured(chunk.id);
-    if (updated != (deferred ? expected_.deferred_updates : chunk.trainable ? expected_.updates : 0))
+    const int owed = arrangement_.deferred[chunk.id] ? expected_.deferred_updates : 0,
+              own = chunk.trainable && !defers(chunk.id) ? expected_.updates : 0;
+    if (updated != owed + own)
       ledger_.wrong("chunk " + std::to_string(chunk.id) + " was updated " + std::to_string(updated) + " times");
-    if (measured != (deferred ? expected_.measurements : 0))
+    for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+      if (expected_.undoes && chunk.trainable &&
+          ledger_.home(kind, chunk.id).content.version != rules_.version(chunk.id))
+        ledger_.wrong("chunk " + std::to_string(chunk.id) + " is not what it was before the step");
+    if (measured != (defers(chunk.id) ? expected_.measurements : 0))
       ledger_.wrong("chunk " + std::to_string(chunk.id) + " was measured " + std::to_string(measured) + " times");
   }
   for (std::size_t item = 0; item < made_.size(); ++item)
@@ -97,7 +120,7 @@ void PlanChecker::commit() {
 }
 
 Content PlanChecker::gradient_of(int chunk) const {
-  return {What::gradient, chunk, arrangement_.deferred[chunk] ? deferred_step_ : step_};
+  return {What::gradient, chunk, owes(chunk) ? deferred_step_ : step_};
 }
 
 Content PlanChecker::whole_sum(int chunk, int step) const {
@@ -212,6 +235,7 @@ void PlanChecker::sum_gradient(const Task& task, const Visit& visit, std::size_t
 }
 
 void PlanChecker::update(const Task& task) {
+  if (task.measures == owes(task.chunk)) ledger_.wrong("measures another gradient than the step's own");
   ledger_.read(ledger_.host(task.gradient), gradient_of(task.chunk), "the gradient");
   rules_.update(task);
 }

@@ -9,8 +9,11 @@
 //  - every trainable chunk is updated once a step: deferred ones, which are measured once, ahead of the next forward;
 //  - every item is made once and read once a step, by those that the arrangement names. Who reads it finds what was
 //  made;
-//  - a commit covers every trainable chunk as the step before left it, and nothing of that is overwritten before it.
+//  - a commit covers every trainable chunk as the step before left it, and nothing of that is overwritten before it;
+//  - of a speculative step (planner.h): it commits what it begins with, then updates and measures every trainable chunk
+//    once. When it is undone, every chunk is again at home as it was when the step began.
 #include "io/error.h"
+#include "swap/planner.h"
 #include "swap/update_rules.h"
 
 namespace tierflow::swap {
@@ -23,19 +26,23 @@ class PlanChecker {
 
   // The next plan of the run, as Planner made it with the same arguments. What is returned names the task and what is
   // wrong with it; it is a defect of the planner (kind corruption), never of the user.
-  io::Error train_step(const Plan& plan, bool pending, bool commits = false);
+  io::Error train_step(const Plan& plan, bool pending, bool commits = false, Updates updates = Updates::as_arranged);
+  io::Error undo(const Plan& plan);
   io::Error flush(const Plan& plan);
   io::Error evaluate(const Plan& plan);
   // train_step() of a plan that comes in parts: play() takes each, finish() what is left of it.
-  void begin_step(bool pending, bool commits);
+  void begin_step(bool pending, bool commits, Updates updates = Updates::as_arranged);
+  void begin_undo();  // the same of undo()
   void play(const Plan& part);
   io::Error finish(const Plan& rest);
 
  private:
-  // How often the plan updates each chunk: a deferred one, any other trainable one; and measures a deferred one. How
-  // often it makes each item and reads it, and how often it commits.
+  // How often the plan updates each chunk: with the gradient that it deferred, with the step's own; and measures the
+  // gradient of one that it defers. How often it makes each item and reads it, and how often it commits.
   struct Expected {
     int deferred_updates = 0, updates = 0, measurements = 0, items = 0, commits = 0;
+    bool speculates = false;  // no update is deferred
+    bool undoes = false;      // the speculative step before
   };
 
   void begin_plan(const Expected& expected);
@@ -48,7 +55,12 @@ class PlanChecker {
   void update(const Task& task);
   void commit();
   void update_on_device(const Task& task);
-  // The gradient that this plan's update of the chunk applies, and the fp32 sum that it was on the device.
+  // Whether the chunk's next update is the one that the step before deferred.
+  bool owes(int chunk) const {
+    return arrangement_.deferred[chunk] && rules_.updated(chunk) < expected_.deferred_updates;
+  }
+  bool defers(int chunk) const { return arrangement_.deferred[chunk] && !expected_.speculates; }
+  // The gradient that the chunk's next update applies, and the fp32 sum that it was on the device.
   Content gradient_of(int chunk) const;
   Content whole_sum(int chunk, int step) const;
 

@@ -92,6 +92,9 @@ struct Executor::Impl {
     HostRef through;
   };
   Extent extent_of(const Task& task) const;
+  static bool is_resident(const HostRef& ref) {
+    return ref.where == HostRef::Where::resident_hi || ref.where == HostRef::Where::resident_state;
+  }
   std::span<std::byte> host(const HostRef& ref, std::size_t bytes);
   io::Buffer& buffer(const HostRef& ref) {
     return ref.where == HostRef::Where::state_buffer        ? state_buffers[ref.index]

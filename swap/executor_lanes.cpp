@@ -266,10 +266,11 @@ void Executor::Impl::start_read(TaskId id, Node& at) {
     std::lock_guard lock(mutex);
     if (disk_outstanding[0]++ == 0) disk_since[0] = now();
   }
-  io::Buffer& home = buffer(ref);
-  if (options.chaos_seed != 0) std::fill(home.bytes().begin(), home.bytes().end(), std::byte{0xff});
-  store->read(kind, index, std::move(home), [this, id, &home](io::Completion&& completion) {
-    home = std::move(completion.buffer);
+  io::Buffer* const home = is_resident(ref) ? nullptr : &buffer(ref);
+  io::Buffer into = home == nullptr ? memory->lend(host(ref, at.task.bytes)) : std::move(*home);
+  if (options.chaos_seed != 0) std::fill(into.bytes().begin(), into.bytes().end(), std::byte{0xff});
+  store->read(kind, index, std::move(into), [this, id, home](io::Completion&& completion) {
+    if (home != nullptr) *home = std::move(completion.buffer);
     std::unique_lock lock(mutex);
     if (--disk_outstanding[0] == 0) counters[0].busy_seconds += now() - disk_since[0];
     if (completion.error) {
@@ -287,7 +288,7 @@ void Executor::Impl::start_write(TaskId id, Node& at) {
     std::lock_guard lock(mutex);
     if (disk_outstanding[1]++ == 0) disk_since[1] = now();
   }
-  if (ref.where == HostRef::Where::resident_hi || ref.where == HostRef::Where::resident_state) {
+  if (is_resident(ref)) {
     const std::span<std::byte> bytes = host(ref, at.task.bytes);
     store->stamp(kind, index, bytes);
     return store->write(kind, index, memory->lend(bytes),

@@ -121,6 +121,7 @@ struct Task {
   std::uint64_t device_offset = 0;  // in the device arena: source or target; update_on_device: the hi words
   std::uint64_t sum = kNowhere;     // update_on_device: offset of the fp32 gradient; kNowhere: it is in the slot
   std::uint64_t slot = kNowhere;    // update_on_device: offset of the slot
+  bool measures = false;            // update on the host: also measures its gradient, which is of the plan's own step
   bool updated = false;             // downloads: bytes of an update on the device, stamped before they are written
   std::uint64_t bytes = 0;          // moved; elements * 2 for updates and measure
   std::vector<Access> accesses;

@@ -27,7 +27,8 @@ Planner::Planner(const Layout& layout, const Arrangement& arrangement)
   }
 }
 
-Plan Planner::train_step(bool pending, bool commits) {
+Plan Planner::train_step(bool pending, bool commits, Updates updates) {
+  updates_ = updates;
   if (commits && !pending) emitter_.commit();
   for (const int unit : deferring_) fetcher_.owe(unit, pending ? Owed::gradient : Owed::nothing);
   gradient_of_.assign(layout_.units().size(), kNowhere);
@@ -50,6 +51,16 @@ Plan Planner::evaluate(int micro_batches, bool another) {
 Plan Planner::flush() {
   emitter_.serve(Pass::forward);
   for (const int unit : deferring_) fetcher_.settle(unit);
+  return emitter_.take();
+}
+
+Plan Planner::undo() {
+  forget_weights();
+  emitter_.serve(Pass::forward, -1);
+  for (const Chunk& chunk : layout_.chunks()) {
+    if (!chunk.trainable) continue;
+    for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) emitter_.read_back(kind, chunk.id);
+  }
   return emitter_.take();
 }
 
@@ -198,11 +209,11 @@ void Planner::take_gradients(const Visit& visit) {
       const int id = chunk.id;
       const std::uint64_t gradient_at = visit.gradients[i] + 4 * chunk.first,
                           words_at = visit.weights[i] == kNowhere ? kNowhere : visit.weights[i] + chunk.word_place();
-      if (arrangement_.deferred[id]) {
+      if (arrangement_.deferred[id] && updates_ == Updates::as_arranged) {
         emitter_.take_gradient(id, gradient_at);
         continue;
       }
-      if (arrangement_.on_device[id]) {  // where they lie
+      if (arrangement_.on_device[id] && words_at != kNowhere) {  // where they lie
         emitter_.update_on_device(id, words_at, gradient_at, emitter_.place(ExtentKind::hi, id));
         continue;
       }
@@ -212,7 +223,7 @@ void Planner::take_gradients(const Visit& visit) {
       const bool on_its_way = arrangement_.resident(ExtentKind::hi, id) || words_at == kNowhere;
       const HostRef words = on_its_way ? emitter_.read(ExtentKind::hi, id) : emitter_.place(ExtentKind::hi, id);
       if (!on_its_way) emitter_.download(ExtentKind::hi, id, words_at, words);
-      emitter_.update(id, words, {gradient});
+      emitter_.update(id, words, {gradient}, /*measures=*/true);
     }
     if (stale) fetcher_.invalidate(units[i]);
   }

@@ -1,6 +1,17 @@
 #pragma once
 // Turns a layout and an arrangement into plans of whole steps: visits with a known future. Deterministic: the same
 // sequence of calls gives the same tasks.
+//
+// Speculation. Where the global norm clips, updates wait for it: the arrangement defers them all. A speculative step
+// runs them in the backward all the same, as if the norm will not clip, and is undone where it does. What makes that
+// possible, and the checker proves:
+//  - The step commits what it begins with: its begin state, with the deferred updates of the step before.
+//  - Every update of the step follows that commit, or at least the reading of what it changes for it. So when the step
+//    is decided, the newest durable generation is the begin state, in slots of its own: the store writes nothing into
+//    a slot that its newest durable generation refers to (store.h).
+//  - To undo is to go back to that generation, as a crash would: the store's records become those of it
+//    (Store::go_back()), then undo() reads what is resident from there. What the device has of the weights is stale.
+// So no byte is written for the sake of undoing but for the commit, and an undone step leaves no trace.
 #include <cstdint>
 #include <map>
 #include <utility>
@@ -10,6 +21,9 @@
 
 namespace tierflow::swap {
 
+// at_once: all updates of a step run in its backward, also those that the arrangement defers: a speculative step.
+enum class Updates : std::uint8_t { as_arranged, at_once };
+
 class Planner {
  public:
   // Both outlive the planner.
@@ -18,7 +32,10 @@ class Planner {
   // Layer-major forward and backward over all micro-batches. `pending`: deferred updates of the step before have not
   // run yet. They then run ahead of each unit's first forward. `commits`: when they have run, what the step before left
   // becomes a durable generation, beside the rest of this step; no extent of it is overwritten before it is durable.
-  Plan train_step(bool pending, bool commits = false);
+  // Updates::at_once: it commits.
+  Plan train_step(bool pending, bool commits = false, Updates updates = Updates::as_arranged);
+  // After a speculative step, whose records the store has undone: brings back what is resident.
+  Plan undo();
   // Forward only, for one evaluation of `micro_batches` micro-batches. `another`: one more is expected to follow, and
   // what its first visits need is fetched while the last ones compute. Any plan may follow all the same.
   Plan evaluate(int micro_batches, bool another = false);
@@ -60,6 +77,7 @@ class Planner {
   Fetcher fetcher_;
   GradientRing gradients_;
   std::vector<int> deferring_;              // units some of whose chunks are deferred
+  Updates updates_ = Updates::as_arranged;  // of the step at hand
   std::vector<std::uint64_t> gradient_of_;  // by unit: its gradient's place in this step, kNowhere before the first use
   std::vector<std::uint64_t> held_;         // by unit: place of a tied unit's gradient
   std::map<Computation, int> items_;        // by who makes it and by who reads it

@@ -16,9 +16,8 @@ double at_rate(double amount, double rate) {
 
 }  // namespace
 
-Simulator::Simulator(const Layout& layout, std::vector<bool> deferred, Rates rates)
-    : layout_(layout), rates_(std::move(rates)) {
-  restart(std::move(deferred));
+Simulator::Simulator(const Layout& layout, Rates rates) : layout_(layout), rates_(std::move(rates)) {
+  restart();
   const MachineRates& machine = rates_.machine;
   both_disks_ = machine.disk_mixed <= 0 || machine.disk_read <= 0 || machine.disk_write <= 0
                     ? 0.5
@@ -33,8 +32,7 @@ Simulator::Simulator(const Layout& layout, std::vector<bool> deferred, Rates rat
   }
 }
 
-void Simulator::restart(std::vector<bool> deferred) {
-  deferred_ = std::move(deferred);
+void Simulator::restart() {
   now_ = computing_ = 0;
   finished_ = unfinished_ = unfinished_updates_ = 0;
   done_.clear();
@@ -157,7 +155,7 @@ Simulator::Work Simulator::work_of(const Task& task, const Plan& plan) const {
   if (task.kind == TaskKind::update_on_device) return {at_rate(elements, device_rates_[task.chunk]), computing};
   const bool updates = task.kind == TaskKind::update;
   double seconds = updates ? at_rate(elements, update_rates_[task.chunk]) : 0, stamped = 0;
-  if (!updates || !deferred_[task.chunk]) seconds += at_rate(elements, machine.measure);
+  if (!updates || task.measures) seconds += at_rate(elements, machine.measure);
   if (updates && task.words.where == Where::word_buffer) stamped += bytes;
   if (updates && task.state.where == Where::state_buffer)
     stamped += static_cast<double>(layout_.chunks()[task.chunk].state_bytes);

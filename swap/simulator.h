@@ -22,11 +22,11 @@ struct Rates {
 
 class Simulator {
  public:
-  // The layout outlives the simulator. `deferred` is the arrangement's: an update at once measures its gradient too.
-  Simulator(const Layout& layout, std::vector<bool> deferred, Rates rates);
+  // The layout outlives the simulator.
+  Simulator(const Layout& layout, Rates rates);
 
   // As if it had just been made with the same rates; it keeps its memory, because a step has very many tasks.
-  void restart(std::vector<bool> deferred);
+  void restart();
   // As the executor's: the plan's tasks may start from now() on.
   void append(const Plan& plan);
   // Plays until every update and measurement is done. False, and at an end earlier, where the clock passes `until`.
@@ -90,7 +90,6 @@ class Simulator {
   static constexpr double kIdle = std::numeric_limits<double>::infinity();
 
   const Layout& layout_;
-  std::vector<bool> deferred_;
   const Rates rates_;
   std::vector<double> update_rates_, device_rates_;  // by chunk
   double both_disks_ = 1;                            // a disk's speed while the other one works too

@@ -265,9 +265,22 @@ io::Error Store::commit(const std::string& progress) {
   {
     std::lock_guard lock(mutex_);
     committed_words_ = records_[static_cast<int>(ExtentKind::hi)];
+    committed_state_ = records_[static_cast<int>(ExtentKind::state)];
   }
   progress_ = progress;
   generation_ = block.generation;
+  return {};
+}
+
+io::Error Store::go_back() {
+  std::lock_guard lock(mutex_);
+  if (refused_) return refused_;
+  if (writes_in_flight_ != 0 || options_.generations != 2 || generation_ == 0)
+    return {.kind = io::ErrorKind::usage,
+            .operation = "go back",
+            .detail = writes_in_flight_ != 0 ? "writes are still in flight" : "there is no generation to go back to"};
+  records_[static_cast<int>(ExtentKind::hi)] = committed_words_;
+  records_[static_cast<int>(ExtentKind::state)] = committed_state_;
   return {};
 }
 

@@ -98,6 +98,11 @@ class Store {
   // lives. Reads may be in flight. After an error of the drive the store takes no more writes and no more commits.
   io::Error commit(const std::string& progress);
 
+  // Every extent that a commit covers is again what the newest durable generation has: what was written since is
+  // forgotten, and its slots are written next. Error of kind usage while such a write is in flight, or where no
+  // generation of two is durable. Reads may not be in flight.
+  io::Error go_back();
+
   // Requests within one of these pieces of the slab are faster. The slab then lives as long as the volume, which may
   // look for buffers in it until its end.
   void register_memory(std::shared_ptr<const io::Buffer> slab, std::span<const std::span<std::byte>> pieces);
@@ -141,11 +146,11 @@ class Store {
   StoreOptions options_;
   const Layout& layout_;
   std::vector<ExtentRecord> records_[kExtentKinds];
-  std::vector<ExtentRecord> committed_words_;            // of the newest durable generation
-  int readers_ = 0;                                      // of these
-  std::vector<std::uint64_t> stamped_[kExtentKinds];     // content hashes
-  std::vector<std::uint64_t> hi_offset_, state_offset_;  // by chunk, within a slot
-  std::vector<std::uint64_t> second_hi_offset_;          // within the second slot, where frozen chunks have none
+  std::vector<ExtentRecord> committed_words_, committed_state_;  // of the newest durable generation
+  int readers_ = 0;                                              // of these
+  std::vector<std::uint64_t> stamped_[kExtentKinds];             // content hashes
+  std::vector<std::uint64_t> hi_offset_, state_offset_;          // by chunk, within a slot
+  std::vector<std::uint64_t> second_hi_offset_;  // within the second slot, where frozen chunks have none
   ScratchPlaces scratch_;
   std::uint64_t manifest_bytes_ = 0, hi_bytes_ = 0, second_hi_bytes_ = 0, state_bytes_ = 0, total_bytes_ = 0;
   std::uint64_t run_id_ = 0;

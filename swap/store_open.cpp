@@ -173,6 +173,7 @@ io::Error Store::take_over(const Generation& found) {
     records_[index / chunks][index % chunks] = manifest.records[index];
   }
   committed_words_ = records_[static_cast<int>(ExtentKind::hi)];
+  committed_state_ = records_[static_cast<int>(ExtentKind::state)];
   run_id_ = found.block.run_id;
   generation_ = found.block.generation;
   options_.identity = manifest.identity;

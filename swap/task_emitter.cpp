@@ -107,6 +107,14 @@ HostRef TaskEmitter::read(ExtentKind kind, int chunk) {
   return to;
 }
 
+void TaskEmitter::read_back(ExtentKind kind, int chunk) {
+  if (!arrangement_.resident(kind, chunk)) return;
+  const ExtentTasks& of = tasks_of(kind);
+  const HostRef to = resident_place(kind, chunk);
+  fill_in(emit(of.read, Lane::disk_read, {cell_access(of.stored, chunk, false), host_access(to, true)}), kind, chunk,
+          to);
+}
+
 TaskEmitter::Gradient TaskEmitter::read_gradient(int chunk, bool is_sum) {
   Gradient gradient{.high = read(ExtentKind::gradient, chunk)};
   if (is_sum) gradient.low = read(ExtentKind::gradient_low, chunk);
@@ -160,7 +168,7 @@ void TaskEmitter::accumulate(int chunk, std::uint64_t from, bool first_sum) {
   write(ExtentKind::gradient_low, chunk, low);
 }
 
-void TaskEmitter::update(int chunk, HostRef words, Gradient gradient) {
+void TaskEmitter::update(int chunk, HostRef words, Gradient gradient, bool measures) {
   const HostRef state = read(ExtentKind::state, chunk);
   const bool is_sum = gradient.low.where != HostRef::Where::none;
   Task& update = fill_in(emit(TaskKind::update, Lane::update,
@@ -170,6 +178,7 @@ void TaskEmitter::update(int chunk, HostRef words, Gradient gradient) {
   update.gradient = gradient.high;
   update.gradient_low = gradient.low;
   update.state = state;
+  update.measures = measures;
   write(ExtentKind::hi, chunk, words);
   write(ExtentKind::state, chunk, state);
 }

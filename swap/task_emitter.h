@@ -49,6 +49,8 @@ class TaskEmitter {
   // The same with the extent's bytes in it.
   HostRef read(ExtentKind kind, int chunk);
   Gradient read_gradient(int chunk, bool is_sum);
+  // A resident extent's bytes from storage to its place; nothing where it is not resident.
+  void read_back(ExtentKind kind, int chunk);
   // To storage; a resident extent only where is_written says so. follows_readers: the write also waits for tasks that
   // read `from`.
   enum class Resident { stays, is_written };
@@ -62,8 +64,8 @@ class TaskEmitter {
   void take_gradient(int chunk, std::uint64_t from);
   // It leaves and is added to the one that waits; first_sum: that one is still bf16.
   void accumulate(int chunk, std::uint64_t from, bool first_sum);
-  // The update on the host, with words that are there. Words and state go back to storage.
-  void update(int chunk, HostRef words, Gradient gradient);
+  // The update on the host, with words that are there. Words and state go back to storage. measures: as in Task.
+  void update(int chunk, HostRef words, Gradient gradient, bool measures = false);
   // The update on the device, of words at `words_at`, which then go to `home`, and on to storage. `sum` as in Task.
   void update_on_device(int chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home);
   // What is stored of every trainable chunk becomes a durable generation. Resident extents are written for it first:

@@ -20,6 +20,12 @@ void UpdateRules::changed(int chunk) {
     ledger_.home(kind, chunk).content.version = version_[chunk];
 }
 
+void UpdateRules::go_back(int chunk) {
+  --version_[chunk];
+  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+    if (!arrangement_.resident(kind, chunk)) ledger_.stored(kind, chunk).content.version = version_[chunk];
+}
+
 bool UpdateRules::names_chunk(const Task& task) {
   const bool named = task.chunk >= 0 && task.chunk < static_cast<int>(version_.size());
   if (!named) ledger_.wrong("names no chunk");

@@ -20,6 +20,8 @@ class UpdateRules {
   int measured(int chunk) const { return measured_[chunk]; }
   // Someone else wrote the chunk.
   void changed(int chunk);
+  // The chunk is in the version before again, as far as storage is its home: what else has it holds a later one.
+  void go_back(int chunk);
 
   bool names_chunk(const Task& task);
   // Moves words or state. False: the task is of another kind.

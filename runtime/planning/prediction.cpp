@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "runtime/base/exception.h"
+#include "runtime/planning/speculation.h"
 #include "runtime/planning/store_cut.h"
 #include "swap/planner.h"
 
@@ -33,9 +34,10 @@ bool moves_item(swap::TaskKind kind) {
 // A session's steps, one after the other.
 class Clock {
  public:
-  Clock(const SessionPlan& plan, swap::Simulator& simulator)
-      : plan_(plan), planner_(*plan.layout, plan.arrangement), simulator_(simulator) {
-    simulator_.restart(plan.arrangement.deferred);
+  // updates: of all of them.
+  Clock(const SessionPlan& plan, swap::Simulator& simulator, swap::Updates updates)
+      : plan_(plan), planner_(*plan.layout, plan.arrangement), simulator_(simulator), updates_(updates) {
+    simulator_.restart();
     simulator_.without_records();
     planner_.hand_over_to([this](const swap::Plan& part) { append(part); });
   }
@@ -48,8 +50,10 @@ class Clock {
     computed_ = simulator_.computing();
     bytes_ = item_bytes_ = {};
     if (records) simulator_.record();
-    const bool pending = number > 0 && plan_.defers(), commits = number > 0 && plan_.commit_every == 1;
-    append(planner_.train_step(pending, commits));
+    const bool speculates = updates_ == swap::Updates::at_once;
+    const bool pending = number > 0 && plan_.defers() && !speculates,
+               commits = speculates || (number > 0 && plan_.commit_every == 1);
+    append(planner_.train_step(pending, commits, updates_));
     return simulator_.finish_updates(begin_ + longest);
   }
   // Of that step.
@@ -72,6 +76,7 @@ class Clock {
   const SessionPlan& plan_;
   swap::Planner planner_;
   swap::Simulator& simulator_;
+  const swap::Updates updates_;
   double begin_ = 0, computed_ = 0;
   std::array<std::uint64_t, swap::kLanes> bytes_{}, item_bytes_{};
 };
@@ -79,7 +84,7 @@ class Clock {
 swap::Simulator simulator_of(const SessionPlan& plan, swap::Rates rates) {
   // Of the head's three products with its weights, the forward is one.
   if (plan.head_scores_first) rates.stages.back().head *= 4.0 / 3;
-  return {*plan.layout, plan.arrangement.deferred, std::move(rates)};
+  return {*plan.layout, std::move(rates)};
 }
 
 struct SteadyStep {
@@ -89,8 +94,9 @@ struct SteadyStep {
 
 // The first step that takes as long as the one before, on a simulator of a plan with the same layout. Nothing where the
 // second step, others like which follow, takes longer than `longest`.
-std::optional<SteadyStep> steady_step(const SessionPlan& plan, swap::Simulator& simulator, double longest) {
-  Clock clock(plan, simulator);
+std::optional<SteadyStep> steady_step(const SessionPlan& plan, swap::Simulator& simulator, double longest,
+                                      swap::Updates updates = swap::Updates::as_arranged) {
+  Clock clock(plan, simulator, updates);
   SteadyStep steady;
   for (int step = 0; step < kSteps; ++step) {
     if (!clock.step(step, step == 1 ? longest : kForever, /*records=*/false)) return std::nullopt;
@@ -104,7 +110,7 @@ enum class Records : std::uint8_t { all, of_last };  // which of them stay
 
 // The first `steps` steps of a run, the last of which counts.
 Prediction play(const SessionPlan& plan, swap::Simulator& simulator, int steps, Records records) {
-  Clock clock(plan, simulator);
+  Clock clock(plan, simulator, swap::Updates::as_arranged);
   Prediction prediction;
   for (int step = 0; step < steps; ++step) {
     // What the last step finds unfinished of the one before leaves records too.
@@ -171,6 +177,9 @@ class Search {
     options_ = before;
   }
 
+  // Of `plan`, a speculative step.
+  double speculative_seconds() { return steady_step(plan, simulator_, kForever, swap::Updates::at_once)->seconds; }
+
   const ComputeNeeds needs;
   SessionPlan plan;  // the fastest so far
   SteadyStep step;   // of it
@@ -215,11 +224,26 @@ void choose_updates(const SessionOptions& options, const Profile& profile, Searc
     }
 }
 
+// Sets options.speculation and, in `placement`, why.
+void choose_speculation(const ModelSpec& spec, SessionOptions& options, Search& search, Placement& placement) {
+  constexpr double kWorthwhile = 0.98;
+  placement.staged_because = why_staged(placement.plan, spec);
+  if (!placement.staged_because.empty()) return;
+  placement.step_seconds_speculative = search.speculative_seconds();
+  if (*placement.step_seconds_speculative > kWorthwhile * placement.prediction.step_seconds) {
+    placement.staged_because = "a speculative step is not faster";
+    return;
+  }
+  options.speculation = Speculation::likely;
+  placement.plan = plan_again(placement.plan, spec, options, search.needs);
+}
+
 }  // namespace
 
 Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const Profile& profile) {
   options.swap_to_host = options.swap_to_storage = 0;
   options.deferred_share = options.device_update_share = 0;
+  options.speculation = Speculation::never;
   if (options.resume && options.chunk_elements != 0) {
     const auto plan_with = [&](std::uint64_t chunk_elements) {
       options.chunk_elements = chunk_elements;
@@ -233,16 +257,18 @@ Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const
   choose_swaps(options, search);
   const double plain_updates = search.step.seconds;
   choose_updates(options, profile, search);
-  Prediction prediction = search.prediction();
-  return {.plan = std::move(search.plan),
-          .prediction = std::move(prediction),
-          .step_seconds_without_swaps = without_swaps,
-          .step_seconds_plain_updates = plain_updates};
+  Placement placement{.plan = search.plan,
+                      .prediction = search.prediction(),
+                      .step_seconds_without_swaps = without_swaps,
+                      .step_seconds_plain_updates = plain_updates};
+  if (placement.plan.arrangement.staged) choose_speculation(spec, options, search, placement);
+  return placement;
 }
 
 std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptions options, const Profile& profile) {
   if (!options.clip) return std::nullopt;
   options.clip.reset();
+  options.speculation = Speculation::never;
   try {
     Search search(spec, options, profile);
     choose_updates(options, profile, search);

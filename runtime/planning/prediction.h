@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "runtime/planning/profile.h"
@@ -28,13 +29,17 @@ struct Placement {
   Prediction prediction;
   double step_seconds_without_swaps = 0;  // no swaps, only mandatory deferral, no update on the device
   double step_seconds_plain_updates = 0;  // swaps as in `plan`; only mandatory deferral, no update on the device
+  // Where it clips: a speculative step, as others come before and after it; nothing where there can be none. The
+  // prediction is of staged steps.
+  std::optional<double> step_seconds_speculative;
+  std::string staged_because;  // why no step is speculative; empty where some may be, and where nothing clips
 };
 // Sets in `options` how many micro-batches of blocks swap their activations; then, without clipping, which share of the
-// updates is deferred; and, where its rate was measured, which share runs on the device. It takes the fastest of a few
-// choices on the simulator's clock. Because they cost traffic and room, a swap must gain a hundredth of a step's time,
-// the others a fiftieth. Former values in `options` do not matter. Where a state is gone on with,
-// options.chunk_elements is its cut and becomes the one that it then has. Throws Exception where the budgets are too
-// small.
+// updates is deferred; and, where its rate was measured, which share runs on the device; with clipping, whether steps
+// are speculative where they are likely not to clip. It takes the fastest of a few choices on the simulator's clock.
+// Because they cost traffic and room, a swap must gain a hundredth of a step's time, the others a fiftieth. Former
+// values in `options` do not matter. Where a state is gone on with, options.chunk_elements is its cut and becomes the
+// one that it then has. Throws Exception where the budgets are too small.
 Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const Profile& profile);
 
 // A step without clipping, where `options` clip: with the swaps that they have, and updates placed anew. Nothing where

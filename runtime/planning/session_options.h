@@ -13,6 +13,10 @@
 
 namespace tierflow {
 
+// Of a session that clips and commits: whether a step runs its updates beside its backward, before its norm is known,
+// and is undone where it clips (speculation.h): never; where it is likely not to clip; or whenever it can, for tests.
+enum class Speculation : std::uint8_t { never, likely, always };
+
 struct SessionOptions {
   std::string device = "cpu";                  // "cpu", "cuda"
   std::uint64_t device_memory = 0;             // bytes: weights, gradients, activations and workspace
@@ -27,6 +31,8 @@ struct SessionOptions {
       on_notice;  // hears what the drives report; called on a thread of theirs, must not block
   Precision precision = Precision::fp32_master_adam8;
   std::optional<double> clip = 1.0;  // global gradient norm; none: updates run beside the backward
+  // Changes no bit; choose_placement() says where it is worth it.
+  Speculation speculation = Speculation::never;
   // Without clip: the share of the updates that is deferred, each to run ahead of its own layer's next forward. Changes
   // no bit; choose_placement() finds the fastest.
   double deferred_share = 0;

@@ -163,6 +163,8 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
   plan.writes = count_writes(plan, options, chunks_with_window_factors(spec, plan, windows));
   if (plan.commit_every != 0 && options.commit_auto)
     plan.commit_every = commit_interval(plan.writes, *plan.layout, plan.arrangement);
+  plan.speculates = options.speculation != Speculation::never && plan.arrangement.staged && plan.commit_every != 0 &&
+                    !windows && !begins_with_gradient(spec);
   for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
     const swap::Chunk& chunk = plan.layout->chunks()[id];
     for_each_piece(plan.packed.units[chunk.unit], chunk,
@@ -258,11 +260,19 @@ void prove(const SessionPlan& plan, bool train) {
   swap::PlanChecker checker(*plan.layout, plan.arrangement);
   planner.hand_over_to([&](const swap::Plan& part) { checker.play(part); });
   bool pending = false;
-  for (int step = 0; step < 3 && train; ++step) {
-    const bool commits = plan.commit_every != 0 && step > 0;
-    checker.begin_step(pending, commits);
-    expect_right(checker.finish(planner.train_step(pending, commits)));
-    pending = plan.defers();
+  const auto prove_step = [&](bool commits, swap::Updates updates) {
+    checker.begin_step(pending, commits, updates);
+    expect_right(checker.finish(planner.train_step(pending, commits, updates)));
+    pending = plan.defers() && updates == swap::Updates::as_arranged;
+  };
+  for (int step = 0; step < 3 && train; ++step)
+    prove_step(plan.commit_every != 0 && step > 0, swap::Updates::as_arranged);
+  // After a staged one and after another; what undoes it; what follows.
+  for (int step = 0; step < 2 && plan.speculates; ++step) prove_step(true, swap::Updates::at_once);
+  if (plan.speculates) {
+    checker.begin_undo();
+    expect_right(checker.finish(planner.undo()));
+    prove_step(false, swap::Updates::as_arranged);
   }
   planner.hand_over_to({});
   if (pending) expect_right(checker.flush(planner.flush()));

@@ -57,6 +57,7 @@ struct SessionPlan {
   bool stored = false;                          // storage holds anything at all
   bool head_scores_first = false;               // a forward of the head comes before its gradient: losses of pairs
   int commit_every = 0;                         // as the option; 0 where there is no storage or no room
+  bool speculates = false;                      // steps may be speculative
   std::uint64_t deferred_parameters = 0;        // of the trainable ones: whose update is deferred
   std::uint64_t device_updated_parameters = 0;  // and whose runs on the device
   WriteCost writes;

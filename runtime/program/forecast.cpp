@@ -68,7 +68,12 @@ void Forecast::choose(SessionOptions& session, std::int64_t steps) {
     profile_ = Profile{*std::move(machine), *std::move(model)};
   else if (pays(session, steps))
     measure(session);
-  if (profile_) choose_placement(spec_, session, *profile_);
+  if (!profile_) return;
+  const Placement placement = choose_placement(spec_, session, *profile_);
+  if (placement.plan.arrangement.staged)
+    log_.say("clipping: " + speculation_text(placement.prediction.step_seconds, placement.step_seconds_speculative,
+                                             placement.staged_because,
+                                             session.micro_batch * session.micro_batches * session.sequence_length));
 }
 
 void Forecast::predict_steps(const Session& session, const SessionOptions& options, RunSummary& summary) {
@@ -92,6 +97,7 @@ void Forecast::begin_step(const Session& session) {
 void Forecast::end_step(const Session& session, const StepResult& result) {
   const auto now = after_ = session.lanes();
   if (!profile_ || judged_ || begun_ < 2 || between_ || result.skipped || result.computed_again != 0) return;
+  if (!as_predicted(result)) return;
   StepShown& step = shown_.emplace_back(StepShown{.seconds = result.seconds});
   for (int lane = 0; lane < swap::kLanes; ++lane)
     step.busy_seconds[lane] = now[lane].busy_seconds - before_[lane].busy_seconds;

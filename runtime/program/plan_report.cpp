@@ -1,9 +1,12 @@
 #include "runtime/program/plan_report.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "runtime/planning/break_even.h"
+#include "runtime/planning/speculation.h"
 #include "runtime/spec/active_parameters.h"
 #include "runtime/spec/adapters.h"
 #include "swap/store.h"
@@ -203,6 +206,10 @@ Json clip_json(const PlannedRun& run) {
   clip["extra_read"] = waiting.on_storage;
   clip["extra_written"] = waiting.on_storage;
   clip["step_s_without"] = run.step_seconds_unclipped ? Json(*run.step_seconds_unclipped) : Json();
+  const Placement& placement = run.placement;
+  clip["step_s_speculative"] = placement.step_seconds_speculative ? Json(*placement.step_seconds_speculative) : Json();
+  clip["speculates"] = placement.plan.speculates;
+  clip["staged_because"] = placement.staged_because.empty() ? Json() : Json(placement.staged_because);
   return clip;
 }
 
@@ -285,6 +292,19 @@ PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& 
   memory.host = plan.host_bytes();
   memory.process = model.process_bytes + memory.host + (session.device == "cuda" ? 0 : memory.device);
   return memory;
+}
+
+std::string speculation_text(double staged_seconds, std::optional<double> speculative_seconds,
+                             const std::string& staged_because, std::int64_t tokens) {
+  const auto takes = [&](const char* kind, double seconds) {
+    return fmt::format("a {} step takes {:.3g} s, {:.0f} tokens/s", kind, seconds,
+                       static_cast<double>(tokens) / seconds);
+  };
+  std::string text = takes("staged", staged_seconds);
+  if (speculative_seconds) text += "; " + takes("speculative", *speculative_seconds);
+  return text + (staged_because.empty()
+                     ? fmt::format(": while the last {} norms are at most {:.2g} of the clip", kNormsSeen, kShareOfClip)
+                     : "; all are staged: " + staged_because);
 }
 
 Json plan_json(const PlannedRun& run) {

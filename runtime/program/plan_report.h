@@ -34,6 +34,10 @@ TuningCost tuning_cost(const SessionPlan& plan, const Prediction& prediction);
 PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& session, const ModelSpec& spec,
                                  const ModelProfile& model);
 
+// Of a run that clips, as Placement has it: what its steps take, and when they are speculative or why all are staged.
+std::string speculation_text(double staged_seconds, std::optional<double> speculative_seconds,
+                             const std::string& staged_because, std::int64_t tokens);
+
 nlohmann::ordered_json plan_json(const PlannedRun& run);
 std::string plan_text(const nlohmann::ordered_json& plan);
 

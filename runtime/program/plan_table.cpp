@@ -119,10 +119,13 @@ std::string plan_text(const Json& plan) {
                ? std::string()
                : fmt::format("; with --clip none a step takes {}", seconds(clip["step_s_without"]));
   };
-  if (clip["staged"].get<bool>())
+  if (clip["staged"].get<bool>()) {
     row("clip", fmt::format("gradients wait for the norm: {} in RAM, {} on storage, written and read again{}",
                             size(clip["gradients_in_memory"]), size(clip["gradients_on_storage"]), without()));
-  else
+    const Json &speculative = clip["step_s_speculative"], &because = clip["staged_because"];
+    row("", speculation_text(step_s, speculative.is_null() ? std::nullopt : std::optional(speculative.get<double>()),
+                             because.is_null() ? "" : because.get<std::string>(), step["tokens"]));
+  } else
     row("clip", "none: no update waits for a norm");
   const Json& updates = plan["updates"];
   const bool staged = clip["staged"].get<bool>(), deferred = !staged && updates["deferred_share"] != 0,

@@ -94,6 +94,8 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                      {"held_out_loss_before", or_null(run.held_out_before)},
                      {"held_out_loss_after", or_null(run.held_out_after)},
                      {"skipped_steps", session.skipped_steps()},
+                     {"speculative_steps", log.speculative_steps()},
+                     {"undone_steps", log.undone_steps()},
                      {"parameters", session.parameters()},
                      {"limit", log.limiting_lane(session)},
                      {"device_memory_peak", memory.device_peak},
@@ -127,6 +129,9 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
   if (storage.is_object())
     log.say(fmt::format("storage wrote {:.3g} TB in this run, {:.3g} TB a step",
                         1e-12 * static_cast<double>(session.bytes_written()), log.terabytes_a_step()));
+  if (log.speculative_steps() + log.undone_steps() > 0)
+    log.say(fmt::format("{} steps updated ahead of the norm, {} of them were undone: it clipped",
+                        log.speculative_steps() + log.undone_steps(), log.undone_steps()));
   if (session.skipped_steps() > 0)
     log.say(fmt::format("{} steps were skipped: a loss or gradient was not finite", session.skipped_steps()));
   if (!run.usable) return;

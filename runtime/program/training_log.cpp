@@ -53,6 +53,10 @@ std::string norm_text(double norm) {
   return std::isfinite(norm) ? fmt::format("{:.3g}", norm) : "not finite";
 }
 
+bool as_predicted(const StepResult& result) {
+  return result.clipping == Clipping::none || result.clipping == Clipping::staged;
+}
+
 TrainingLog::TrainingLog(const std::filesystem::path& log_json, bool json_on_stdout)
     : path_(log_json), json_on_stdout_(json_on_stdout), terminal_(::isatty(STDERR_FILENO) == 1) {
   if (path_.empty()) return;
@@ -179,7 +183,9 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
   lanes_ = now;
   tokens_ += static_cast<double>(result.tokens);
   training_seconds_ += result.seconds;
-  step_seconds_.push_back(static_cast<float>(result.seconds));
+  if (as_predicted(result)) step_seconds_.push_back(static_cast<float>(result.seconds));
+  speculative_ += result.clipping == Clipping::speculative ? 1 : 0;
+  undone_ += result.clipping == Clipping::undone ? 1 : 0;
   const double rate = result.tokens / result.seconds;
   const MemoryUse memory = session.memory();
   json line{{"step", result.step},
@@ -190,6 +196,7 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
             {"tokens_per_s", rate},
             {"step_s", result.seconds},
             {"skipped", result.skipped},
+            {"clipping", clipping_name(result.clipping)},
             {"computed_again", result.computed_again},
             {"tb_written", terabytes},
             {"lanes", lanes},

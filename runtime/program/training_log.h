@@ -19,6 +19,9 @@ namespace tierflow {
 std::string loss_text(double loss);
 std::string norm_text(double norm);
 
+// Whether a prediction is of steps like this one: not of speculative ones.
+bool as_predicted(const StepResult& result);
+
 class TrainingLog {
  public:
   // log_json: empty for none. Throws Exception for a file that could not be written; changes nothing on the drive yet.
@@ -48,8 +51,11 @@ class TrainingLog {
   std::string limiting_lane(const Session& session) const;
   double tokens_per_second() const { return training_seconds_ > 0 ? tokens_ / training_seconds_ : 0; }
   double training_seconds() const { return training_seconds_; }
-  // The median of the steps, without the first one if there are others.
+  // The median of the steps like those that are predicted, without the first one if there are others.
   double typical_step_seconds() const;
+  // Steps that were speculative and stood; that were undone.
+  std::int64_t speculative_steps() const { return speculative_; }
+  std::int64_t undone_steps() const { return undone_; }
   double terabytes_a_step() const { return steps_ > 0 ? terabytes_ / static_cast<double>(steps_) : 0; }
 
  private:
@@ -68,7 +74,7 @@ class TrainingLog {
   std::string phase_;
   std::array<swap::LaneCounters, swap::kLanes> lanes_{};
   double tokens_ = 0, training_seconds_ = 0, terabytes_ = 0;  // of the steps alone
-  std::int64_t steps_ = 0;
+  std::int64_t steps_ = 0, speculative_ = 0, undone_ = 0;
   std::unique_ptr<GpuMonitor> gpu_;
   std::optional<double> energy_;  // J, when it was last looked at
   std::vector<float> step_seconds_;

@@ -153,7 +153,10 @@ std::uint64_t Session::Impl::writes_of_next_step() const {
   // The deferred updates of the step before, if they wait, then this step's gradients and, before anything leaves the
   // session, all of its own updates.
   const std::uint64_t step = plan.writes.update + plan.writes.activations + plan.writes.gradients;
-  return (pending ? plan.writes.deferred : 0) + step + plan.writes.commit * (plan.commit_every != 0 ? 2 : 1) +
+  // A speculative step may be done twice, and commits what it begins with.
+  const std::uint64_t twice =
+      plan.speculates ? plan.writes.update + plan.writes.activations + plan.writes.commit : std::uint64_t{0};
+  return (pending ? plan.writes.deferred : 0) + step + twice + plan.writes.commit * (plan.commit_every != 0 ? 2 : 1) +
          (window_ended() ? step + plan.writes.window + plan.writes.commit : 0);
 }
 
@@ -178,9 +181,13 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   const PairCounts pairs = options.loss.pairs() ? count_pairs(options.loss, batches) : PairCounts{};
   const torch::NoGradGuard no_grad;
   const auto kept = kept_step.lock();
-  const bool commits = kept ? kept->step_ == steps && kept->generation_ == 0 : commits_beside_next_step();
-  std::string progress = progress_json();
+  bool commits = kept ? kept->step_ == steps && kept->generation_ == 0 : commits_beside_next_step();
+  // It commits what it begins with; while a step is kept, nothing but that is committed.
+  const bool speculates = next_is_likely_not_to_clip() && (commits || !kept);
+  commits = commits || speculates;
+  const std::string progress = progress_json();
   StepResult result{.step = ++steps};
+  if (plan.arrangement.staged) result.clipping = speculates ? Clipping::speculative : Clipping::staged;
   const std::int64_t again = computed_again;
   std::int64_t targets = 0;
   std::vector<Shared> shared;
@@ -196,22 +203,34 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     --steps;
     return result;
   }
-  const auto work = make_work(lr);
-  work->set_progress(std::move(progress));
-  executor().append(planner->train_step(pending, commits), work);
-  if (commits) {
-    committed_steps = steps - 1;
-    ++planned_generation;
-    if (kept) kept->generation_ = planned_generation;
+  std::shared_ptr<OptimizerWork> work;
+  const auto play = [&](swap::Updates updates) {
+    work = make_work(lr);
+    work->set_progress(progress);
+    executor().append(planner->train_step(pending, commits, updates), work);
+    if (std::exchange(commits, false)) {
+      committed_steps = steps - 1;
+      ++planned_generation;
+      if (kept) kept->generation_ = planned_generation;
+    }
+    forward_all(shared, swap::Pass::forward);
+    result.loss = 0;
+    if (options.loss.pairs()) result.pairs.emplace();
+    if (options.loss.distills()) result.ce_loss = result.kd_loss = 0;
+    head_all(shared, {.batches = batches, .targets = targets, .pairs = pairs}, result, *work);
+    backward_all(shared, *work);
+    throw_if(executor().finish_updates());
+    check_deferred(*work);
+    pending = false;
+  };
+  play(speculates ? swap::Updates::at_once : swap::Updates::as_arranged);
+  if (speculates && !stands(*work)) {
+    undo();
+    result.clipping = Clipping::undone;
+    if (!out_of_memory && work->finite()) play(swap::Updates::as_arranged);
   }
-  forward_all(shared, swap::Pass::forward);
-  if (options.loss.pairs()) result.pairs.emplace();
-  if (options.loss.distills()) result.ce_loss = result.kd_loss = 0;
-  head_all(shared, {.batches = batches, .targets = targets, .pairs = pairs}, result, *work);
-  backward_all(shared, *work);
-  throw_if(executor().finish_updates());
   if (out_of_memory) {
-    drop_step(*work);
+    drop_step(!plan.arrangement.staged && work->updated_at_once() != 0);
     return result;
   }
   for (const MicroBatch& batch : batches) result.tokens += batch.ids.numel();
@@ -230,20 +249,22 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
 void Session::Impl::settle(StepResult& result, const OptimizerWork& work, double lr) {
   result.grad_norm = work.gradient_norm();
   result.skipped = !std::isfinite(result.loss) || !work.finite();
-  check_deferred(work);
-  const std::uint64_t at_once = result.skipped ? 0 : plan.packed.trainable_parameters - plan.deferred_parameters;
-  if (work.updated_at_once() != at_once)
+  const bool speculated = result.clipping == Clipping::speculative, undone = result.clipping == Clipping::undone;
+  const std::uint64_t at_once =
+      result.skipped ? 0 : plan.packed.trainable_parameters - (speculated ? 0 : plan.deferred_parameters);
+  if (work.updated_at_once() != at_once && !(undone && result.skipped))
     throw Exception(io::ErrorKind::numeric, "step " + std::to_string(result.step) + " updated " +
                                                 std::to_string(work.updated_at_once()) + " of " +
                                                 std::to_string(at_once) + " parameters");
-  pending = plan.defers() && !result.skipped;
+  pending = plan.defers() && !result.skipped && !speculated;
+  if (norms) norms->add(result.grad_norm, undone);
   if (result.skipped) {
     ++skipped;
     return;
   }
   pending_step = ++updates_done;
   pending_lr = lr;
-  pending_scale = options.clip && result.grad_norm > 0 ? std::min(1.0, *options.clip / (result.grad_norm + 1e-6)) : 1.0;
+  pending_scale = clip_scale(result.grad_norm);
 }
 
 // Every parameter whose update the step before deferred has it now.
@@ -254,12 +275,10 @@ void Session::Impl::check_deferred(const OptimizerWork& work) const {
                                                 " of " + std::to_string(due) + " parameters that waited for it");
 }
 
-// Memory ran out in this step: the model stands after the one before.
-void Session::Impl::drop_step(const OptimizerWork& work) {
+// Memory ran out in this step: the model stands after the one before. torn: but for layers that are updated already.
+void Session::Impl::drop_step(bool torn) {
   --steps;
-  check_deferred(work);
-  pending = false;
-  if (work.updated_at_once() == 0) return;
+  if (!torn) return;
   out_of_memory->detail +=
       "; without clipping, other layers of this step are updated already: the state is torn; start again from the "
       "last export";
@@ -279,10 +298,11 @@ std::shared_ptr<OptimizerWork> Session::Impl::make_work(double lr) {
                               .step = std::max<std::int64_t>(step, 1),
                               .gradient_scale = static_cast<float>(scale)};
   };
-  return std::make_shared<OptimizerWork>(plan.packed, *plan.layout, state->threads(), plan.arrangement.deferred,
-                                         plan.arrangement.staged, params(updates_done + 1, lr, 1.0),
-                                         params(pending_step, pending_lr, pending_scale),
-                                         static_cast<float>(adamw.weight_decay), mix_bits(options.seed));
+  const std::vector<bool>& deferred = plan.arrangement.deferred;
+  return std::make_shared<OptimizerWork>(
+      plan.packed, *plan.layout, state->threads(), pending ? deferred : std::vector<bool>(deferred.size(), false),
+      plan.arrangement.staged, params(updates_done + 1, lr, 1.0), params(pending_step, pending_lr, pending_scale),
+      static_cast<float>(adamw.weight_decay), mix_bits(options.seed));
 }
 
 void Session::Impl::flush() {

@@ -32,11 +32,18 @@ struct AdamW {
   double weight_decay = 0.0;  // of matrices; norms and biases are not decayed
 };
 
+// How a step's updates met the norm that clips them: nothing clips; they waited for it; they ran ahead of it, and it
+// did not clip; they ran ahead of it and were undone, because it clips (the step was then done again, as a staged one)
+// or is not finite (it was skipped).
+enum class Clipping : std::uint8_t { none, staged, speculative, undone };
+const char* clipping_name(Clipping clipping);
+
 struct StepResult {
-  std::int64_t step = 0;            // counts from 1
-  double loss = 0;                  // mean over the tokens that count, natural log; of pairs, PairTotals::mean_loss()
-  double grad_norm = 0;             // of the step's gradients as applied, before clipping
-  bool skipped = false;             // a loss or gradient was not finite: nothing was changed
+  std::int64_t step = 0;  // counts from 1
+  double loss = 0;        // mean over the tokens that count, natural log; of pairs, PairTotals::mean_loss()
+  double grad_norm = 0;   // of the step's gradients as applied, before clipping
+  bool skipped = false;   // a loss or gradient was not finite: nothing was changed
+  Clipping clipping = Clipping::none;
   std::int64_t tokens = 0;          // all of the micro-batches, padding and tokens without a label included
   std::optional<PairTotals> pairs;  // where the session's loss is one of pairs
   // Where it distills: the means whose weighted sum is the loss (soft_targets.h).

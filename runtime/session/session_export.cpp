@@ -265,7 +265,8 @@ std::string Session::describe() const {
   if (impl.options.train) text += ", " + share(impl.plan.arrangement.state_resident) + " of the optimizer state";
   if (impl.plan.arrangement.staged)
     text += ", " + share(impl.plan.arrangement.gradient_resident) + " of the staged gradients";
-  else if (impl.plan.defers())
+  if (impl.plan.speculates) text += "; no update waits for a norm that is likely not to clip";
+  if (!impl.plan.arrangement.staged && impl.plan.defers())
     text += "; " + share(impl.plan.arrangement.deferred) + " of the updates wait for the next forward";
   if (on_host != 0) text += ", the boundary activations of " + std::to_string(on_host) + " layers";
   if (impl.options.device != "cpu") {

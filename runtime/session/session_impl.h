@@ -8,6 +8,7 @@
 #include "runtime/models/dense_weights.h"
 #include "runtime/models/layered_model.h"
 #include "runtime/models/pair_batch.h"
+#include "runtime/planning/speculation.h"
 #include "runtime/session/gradient_init.h"
 #include "runtime/session/session.h"
 #include "runtime/session/stage_probe.h"
@@ -36,7 +37,7 @@ struct Session::Impl {
   // session.cpp
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
   void settle(StepResult& result, const OptimizerWork& work, double lr);
-  void drop_step(const OptimizerWork& work);
+  void drop_step(bool torn);
   void check_deferred(const OptimizerWork& work) const;
   void throw_if_out_of_memory();
   void flush();
@@ -53,6 +54,13 @@ struct Session::Impl {
   std::vector<Shared> share(const std::vector<MicroBatch>& batches);
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
   void seed_random(int stage, int micro_batch) const;
+
+  // session_speculation.cpp
+  bool next_is_likely_not_to_clip() const;
+  double clip_scale(double norm) const;  // of gradients
+  // Whether what a speculative step did is what a staged one would have done.
+  bool stands(const OptimizerWork& work) const;
+  void undo();  // a speculative step: state and weights are those with which it began
 
   // gradient_init.cpp
   void begin_with_gradient(const std::vector<MicroBatch>& batches);
@@ -126,8 +134,9 @@ struct Session::Impl {
   std::int64_t window_begun = -1;               // after so many steps; -1: none has
   std::int64_t window_tried = -1;               // the same, of one that did not begin: a gradient was not finite
   std::int64_t steps = 0, skipped = 0;
-  bool ahead = false;    // what the next pass of a generation takes is still being fetched
-  bool pending = false;  // deferred updates of the step before have not run yet
+  std::optional<NormHistory> norms;  // where steps may be speculative
+  bool ahead = false;                // what the next pass of a generation takes is still being fetched
+  bool pending = false;              // deferred updates of the step before have not run yet
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;
   bool committed = false;

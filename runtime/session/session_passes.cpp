@@ -177,7 +177,7 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective&
     if (micro_batch + 1 == count) {
       // Before the last micro-batch leaves, no update of this step can have begun.
       compute(true, [&] { read_losses(heads, result); });
-      if (!plan.arrangement.staged && (out_of_memory || !std::isfinite(result.loss))) work.skip_updates();
+      if (out_of_memory || !std::isfinite(result.loss)) work.skip_updates();
     }
     leave();
   }
@@ -212,7 +212,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
       });
       if (gradient_init != nullptr && micro_batch + 1 == static_cast<int>(shared.size()))
         compute(true, [&] { gradient_init->take(stage); });
-      if (out_of_memory && !plan.arrangement.staged) work.skip_updates();
+      if (out_of_memory) work.skip_updates();
       leave();
     }
   carries.clear();

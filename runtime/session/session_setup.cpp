@@ -117,6 +117,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   torch_memory.set_cap(torch_bytes());
   torch_memory.reset_peak();
   lacks_first_values = !options.resume && begins_with_gradient(model->spec());
+  if (plan.speculates) norms.emplace(*options.clip);
   if (!options.resume) client = options.remembered;
   if (plan.commit_every != 0 && !options.resume && !lacks_first_values) commit();
 }
@@ -207,6 +208,7 @@ void Session::Impl::make_store(const swap::Store::Contents& left) {
   auto made = with_room([&] { return swap::Store::create(wanted, *plan.layout); });
   if (!made.ok() && made.error().error_number == ENOSPC && options.commit_auto && plan.commit_every != 0) {
     plan.commit_every = 0;
+    plan.speculates = false;
     made = with_room([&] { return swap::Store::create(store_options(model->spec(), options, plan), *plan.layout); });
   }
   if (!made.ok() && made.error().error_number == ENOSPC && plan.commit_every != 0) {

@@ -10,10 +10,10 @@
 namespace tierflow {
 
 OptimizerWork::OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads,
-                             const std::vector<bool>& deferred, bool skips_whole, optim::AdamWParams params,
+                             std::vector<bool> owed, bool skips_whole, optim::AdamWParams params,
                              optim::AdamWParams deferred_params, float weight_decay, std::uint64_t seed)
     : ChunkWork(model, layout, threads, seed),
-      deferred_(deferred),
+      owed_(std::move(owed)),
       skips_whole_(skips_whole),
       params_(params),
       deferred_params_(deferred_params),
@@ -35,8 +35,14 @@ io::Error OptimizerWork::check_finite(const swap::Chunk& chunk) const {
               "start again from the last export, with --clip, a lower --lr or a longer --warmup"};
 }
 
-optim::AdamWParams OptimizerWork::params_of(const swap::Chunk& chunk, const TensorPiece& piece) const {
-  optim::AdamWParams params = deferred_[chunk.id] ? deferred_params_ : params_;
+bool OptimizerWork::take_owed(const swap::Chunk& chunk) {
+  const bool owed = owed_[chunk.id];
+  owed_[chunk.id] = false;
+  return owed;
+}
+
+optim::AdamWParams OptimizerWork::params_of(bool deferred, const TensorPiece& piece) const {
+  optim::AdamWParams params = deferred ? deferred_params_ : params_;
   params.weight_decay = piece.decays ? weight_decay_ : 0.0F;
   params.lr *= piece.lr_scale;
   return params;
@@ -44,20 +50,20 @@ optim::AdamWParams OptimizerWork::params_of(const swap::Chunk& chunk, const Tens
 
 io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::byte> gradient,
                                 std::span<std::byte> words, std::span<std::byte> state) {
-  const bool deferred = deferred_[chunk.id];
+  const bool deferred = take_owed(chunk);
   if (!deferred) {
     if (io::Error error = measure(chunk, gradient)) return error;
     if (skip_) return {};
   }
-  (deferred ? updated_deferred_ : updated_) +=
-      update_pieces(chunk, gradient, words, state, [&](const TensorPiece& piece) { return params_of(chunk, piece); });
+  (deferred ? updated_deferred_ : updated_) += update_pieces(
+      chunk, gradient, words, state, [&](const TensorPiece& piece) { return params_of(deferred, piece); });
   return {};
 }
 
 io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device& device,
                                           const swap::DeviceUpdate& at) {
   constexpr auto on = swap::StreamId::update;
-  const bool deferred = deferred_[chunk.id];
+  const bool deferred = take_owed(chunk);
   const std::vector<TensorPiece> pieces =
       !deferred && skip_ ? std::vector<TensorPiece>{} : pieces_of(chunk, chunk.elements);
   const UpdateScratch scratch(pieces.size(), chunk.elements);
@@ -79,7 +85,7 @@ io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device
                                                there);
       for (std::size_t i = 0; i < pieces.size(); ++i) {
         const TensorPiece& piece = pieces[i];
-        const optim::AdamWParams params = at_piece(params_of(chunk, piece), chunk, piece);
+        const optim::AdamWParams params = at_piece(params_of(deferred, piece), chunk, piece);
         const std::uint16_t* gradient = at.gradient + piece.in_chunk;
         const optim::State part = state_from(state, piece.in_chunk);
         if (here)

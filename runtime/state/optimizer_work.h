@@ -14,12 +14,12 @@ namespace tierflow {
 // not deferred, with `params`.
 class OptimizerWork final : public ChunkWork {
  public:
-  // deferred: by chunk; outlives this, as the others do. skips_whole: no update of a step runs before all its gradients
-  // are measured. Then a gradient that is not finite only costs this step. Otherwise it is an error, because updates
-  // that ran before it cannot be undone.
-  OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads,
-                const std::vector<bool>& deferred, bool skips_whole, optim::AdamWParams params,
-                optim::AdamWParams deferred_params, float weight_decay, std::uint64_t seed);
+  // owed: by chunk, whether its first update is one that the step before deferred. skips_whole: no update of a step
+  // runs before all its gradients are measured, or the step can be undone. Then a gradient that is not finite only
+  // costs this step. Otherwise it is an error, because updates that ran before it cannot be undone.
+  OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, std::vector<bool> owed,
+                bool skips_whole, optim::AdamWParams params, optim::AdamWParams deferred_params, float weight_decay,
+                std::uint64_t seed);
 
   io::Error measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) override;
   // Also measures if the update is not deferred: measure() is then never called.
@@ -34,6 +34,7 @@ class OptimizerWork final : public ChunkWork {
   // Call before the first gradient of this step: drops its updates, so that they leave state and weights as they are.
   // Deferred updates of the step before still run.
   void skip_updates() { skip_ = true; }
+  bool skips_updates() const { return skip_; }
   // After the executor's finish_updates(). The norm of all gradients as applied (bf16), summed in an order that no cut
   // changes.
   double gradient_norm() const;
@@ -42,11 +43,13 @@ class OptimizerWork final : public ChunkWork {
   std::uint64_t updated_deferred() const { return updated_deferred_; }
 
  private:
-  optim::AdamWParams params_of(const swap::Chunk& chunk, const TensorPiece& piece) const;
+  // Whether the chunk's update at hand is the one that is owed; from here on none is.
+  bool take_owed(const swap::Chunk& chunk);
+  optim::AdamWParams params_of(bool deferred, const TensorPiece& piece) const;
   // An error if the chunk's gradient is not finite and the step cannot be skipped.
   io::Error check_finite(const swap::Chunk& chunk) const;
 
-  const std::vector<bool>& deferred_;
+  std::vector<bool> owed_;  // by chunk; the update lane's alone
   const bool skips_whole_;
   const optim::AdamWParams params_, deferred_params_;
   const float weight_decay_;

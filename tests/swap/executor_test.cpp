@@ -143,8 +143,9 @@ class ToyWork final : public HostWork {
   }
   std::string progress() const override {
     if (before_commit) before_commit();
-    return std::to_string(++commits);
+    return std::to_string(after_steps >= 0 ? after_steps : ++commits);
   }
+  int after_steps = -1;  // that what is committed is the state of; -1: of one more each time
   int measured = 0, updated = 0, on_device = 0;
   mutable int commits = 0;  // each step's, as a task of the next one
   std::function<void()> before_commit;
@@ -165,6 +166,9 @@ struct Case {
   std::uint64_t chaos = 0;
   int generations = 1;
   bool commits_beside = false;  // as tasks, of two generations
+  // By step: 's' staged; speculative, of two generations: 'k' it stands, 'u' it is undone and done again. Empty: none
+  // is speculative.
+  std::string speculation;
   std::function<std::unique_ptr<io::Backend>(std::unique_ptr<io::Backend>)> wrap;
   io::EngineKind engine = io::EngineKind::automatic;
   double deferred = 0;                 // share, where nothing is staged
@@ -261,7 +265,40 @@ class Run {
     }
   }
 
+  void speculate() {
+    for (int step = 0; step < static_cast<int>(case_.speculation.size()); ++step) {
+      const char mode = case_.speculation[step];
+      const std::size_t results = results_.size();
+      if (mode != 's') {
+        ASSERT_NO_FATAL_FAILURE(play(step, Updates::at_once));
+        if (mode == 'k') continue;
+        ASSERT_OK(executor_->drain());
+        ASSERT_OK(store_->go_back());
+        executor_->append(planner_->undo(), nullptr);
+        ASSERT_OK(executor_->drain());
+        ASSERT_NO_FATAL_FAILURE(expect_after_a_crash(step));
+        results_.resize(results);
+      }
+      ASSERT_NO_FATAL_FAILURE(play(step, Updates::as_arranged));
+    }
+    if (pending_) executor_->append(planner_->flush(), work_);
+    ASSERT_OK(executor_->drain());
+  }
+
+  void play(int step, Updates updates) {
+    const bool speculates = updates == Updates::at_once;
+    const auto work = std::make_shared<ToyWork>();
+    work->after_steps = step;
+    executor_->append(planner_->train_step(pending_, speculates, updates), work);
+    ASSERT_NO_FATAL_FAILURE(visits(step));
+    ASSERT_OK(executor_->finish_updates());
+    const int chunks = static_cast<int>(layout_.chunks().size());
+    ASSERT_EQ(work->updated, (pending_ ? deferred_chunks() : 0) + (speculates ? chunks : chunks - deferred_chunks()));
+    pending_ = !speculates && deferred_chunks() != 0;
+  }
+
   void train(int steps) {
+    if (!case_.speculation.empty()) return speculate();
     for (int step = 0; step < steps; ++step) {
       Plan plan = planner_->train_step(pending_, case_.commits_beside && step > 0);
       if (mutate) mutate(plan);
@@ -494,6 +531,50 @@ TEST(Executor, CommitsBesideTheNextStep) {
       if (!staged) with.deferred = 0.5;
       EXPECT_TRUE(equals_plain_loop(with, 3, 4));
     }
+}
+
+// Whatever stands and whatever is undone: the bits of the plain loop; and what is undone leaves, to a crash as well,
+// the state that it began with.
+TEST(Executor, SpeculativeSteps) {
+  for (const std::string& speculation : {std::string("skuuk"), std::string("uksku")})
+    for (const std::uint64_t host : {kMiB, 3 * kMiB, 200 * kMiB})
+      for (const std::uint64_t chaos : {0, 9}) {
+        const Case with{.host = host,
+                        .device = 2 * kMiB,
+                        .tied = chaos != 0 && host == kMiB,
+                        .chaos = chaos,
+                        .generations = 2,
+                        .speculation = speculation};
+        const Toy toy = make_toy(with.tied, 3);
+        class Run run(toy, with);
+        run.prepare();
+        ASSERT_FALSE(::testing::Test::HasFatalFailure());
+        const int steps = static_cast<int>(speculation.size());
+        run.train(steps);
+        ASSERT_FALSE(::testing::Test::HasFatalFailure());
+        bool equal = false;
+        run.compare(run_reference(toy, run.layout(), steps, with.micro_batches), equal);
+        EXPECT_TRUE(equal) << speculation << " " << host << " " << chaos;
+      }
+}
+TEST(Executor, SpeculativeStepsWithUpdatesOnTheDevice) {
+  for (const double share : {0.5, 1.0}) {
+    const Case with{.host = 3 * kMiB,
+                    .device = 8 * kMiB,
+                    .chaos = 5,
+                    .generations = 2,
+                    .speculation = "skusku",
+                    .on_device = share};
+    const Toy toy = make_toy(false, 3);
+    class Run run(toy, with);
+    run.prepare();
+    ASSERT_FALSE(::testing::Test::HasFatalFailure());
+    run.train(6);
+    ASSERT_FALSE(::testing::Test::HasFatalFailure());
+    bool equal = false;
+    run.compare(run_reference(toy, run.layout(), 6, with.micro_batches), equal);
+    EXPECT_TRUE(equal) << share;
+  }
 }
 
 // While steps and commits overlap, the power goes at every fifth write: what opens is a step's end, bit for bit, and no

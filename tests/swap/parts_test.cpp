@@ -90,11 +90,11 @@ TEST_F(PlanInParts, IsProvedAsAWhole) {
 
 TEST_F(PlanInParts, TakesAsLongOnAClockThatPlayedSomethingElse) {
   std::vector<double> seconds, computing;
-  Simulator used(layout_, std::vector<bool>(layout_.chunks().size(), false), rates_);
+  Simulator used(layout_, rates_);
   used.append(Planner(layout_, arrangement_).train_step(false));
   used.finish_updates(3e-3);  // in the middle
-  used.restart(arrangement_.deferred);
-  Simulator fresh(layout_, arrangement_.deferred, rates_);
+  used.restart();
+  Simulator fresh(layout_, rates_);
   for (Simulator* simulator : {&used, &fresh}) {
     Planner planner(layout_, arrangement_);
     if (simulator == &used) planner.hand_over_to([&](const Plan& part) { simulator->append(part); });

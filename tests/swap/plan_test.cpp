@@ -416,6 +416,107 @@ TEST(PlanCheckerControl, NoticesAWriteThatDoesNotWaitForTheCommit) {
   };
   EXPECT_EQ(noticed(rush, 20), 20);
 }
+
+// Staged steps, speculative ones that stand and some that are undone, in any order.
+TEST(PlanChecker, ProvesSpeculativeStepsAndTheirUndoing) {
+  std::minstd_rand random(13);
+  int undone = 0, brought_back = 0, after_deferred = 0;
+  for (int round = 0; round < 400; ++round) {
+    const Planned planned = random_arrangement(random);
+    Planner planner(*planned.layout, planned.arrangement);
+    PlanChecker checker(*planned.layout, planned.arrangement);
+    bool pending = false;
+    for (int step = 0; step < 6; ++step) {
+      const bool speculates = random() % 3 != 0, commits = speculates || random() % 2 == 0;
+      const Updates updates = speculates ? Updates::at_once : Updates::as_arranged;
+      const Plan plan = planner.train_step(pending, commits, updates);
+      ASSERT_EQ(checker.train_step(plan, pending, commits, updates).message(), "") << "round " << round;
+      if (speculates) {
+        EXPECT_EQ(std::ranges::count(plan.tasks, TaskKind::measure, &Task::kind), 0);
+      }
+      after_deferred += speculates && pending ? 1 : 0;
+      pending = !speculates && defers(planned.arrangement);
+      if (!speculates || random() % 2 == 0) continue;
+      const Plan undo = planner.undo();
+      ASSERT_EQ(checker.undo(undo).message(), "") << "round " << round;
+      ++undone;
+      brought_back += undo.tasks.empty() ? 0 : 1;
+    }
+    ASSERT_EQ(checker.evaluate(planner.evaluate(1)).message(), "");
+  }
+  EXPECT_GT(undone, 400);
+  EXPECT_GT(brought_back, 200);
+  EXPECT_GT(after_deferred, 100);
+}
+
+// In how many sequences it is noticed that a speculative step, or what undoes it, is damaged in one way.
+int noticed_in_speculation(const std::function<bool(Plan& step, Plan& undo)>& damage, int rounds, bool pending) {
+  std::minstd_rand random(17);
+  int found = 0;
+  for (int tried = 0; tried < rounds;) {
+    const Planned planned = random_arrangement(random);
+    if (pending && !defers(planned.arrangement)) continue;
+    Planner planner(*planned.layout, planned.arrangement);
+    PlanChecker checker(*planned.layout, planned.arrangement);
+    const Plan first = planner.train_step(false);
+    EXPECT_FALSE(checker.train_step(first, false));
+    const bool waits = defers(planned.arrangement);
+    Plan step = planner.train_step(waits, true, Updates::at_once), undo = planner.undo();
+    if (!damage(step, undo)) continue;
+    ++tried;
+    const bool wrong = static_cast<bool>(checker.train_step(step, waits, true, Updates::at_once));
+    found += wrong || checker.undo(undo) ? 1 : 0;
+  }
+  return found;
+}
+
+TEST(PlanCheckerControl, NoticesAnUndoingThatForgetsAnExtent) {
+  const auto forget = [](Plan&, Plan& undo) {
+    if (undo.tasks.empty()) return false;
+    undo.tasks.pop_back();
+    return true;
+  };
+  EXPECT_EQ(noticed_in_speculation(forget, 20, false), 20);
+}
+TEST(PlanCheckerControl, NoticesAnUndoingThatDoesNotWait) {
+  const auto rush = [](Plan&, Plan& undo) {
+    return !undo.tasks.empty() && !std::exchange(undo.tasks.back().dependencies, {}).empty();
+  };
+  EXPECT_EQ(noticed_in_speculation(rush, 20, false), 20);
+}
+// What a step begins with would be gone: nothing committed it, or a resident extent is updated before it is written.
+TEST(PlanCheckerControl, NoticesASpeculativeStepThatCannotBeUndone) {
+  const auto without_commit = [](Plan& step, Plan&) {
+    for (Task& task : step.tasks)
+      if (task.kind == TaskKind::commit) task = {.kind = TaskKind::compute, .lane = Lane::compute};
+    return true;
+  };
+  EXPECT_EQ(noticed_in_speculation(without_commit, 20, false), 20);
+  const auto rush = [](Plan& step, Plan&) {
+    for (TaskId at = 0; at < step.tasks.size(); ++at) {
+      const Task& write = step.tasks[at];
+      if (write.kind != TaskKind::write_state || write.state.where != HostRef::Where::resident_state) continue;
+      for (Task& task : step.tasks)
+        if (task.kind == TaskKind::update && task.chunk == write.chunk && task.measures)
+          return std::erase(task.dependencies, step.first_id + at) != 0;
+    }
+    return false;
+  };
+  EXPECT_GE(noticed_in_speculation(rush, 20, false), 16);  // a few follow it through others all the same
+}
+// Of the two updates of a chunk, the one takes the other's gradient.
+TEST(PlanCheckerControl, NoticesAnUpdateThatTakesTheGradientOfTheOtherStep) {
+  const auto exchange = [](Plan& step, Plan&) {
+    for (Task& task : step.tasks)
+      if (task.kind == TaskKind::update) {
+        task.measures = !task.measures;
+        return true;
+      }
+    return false;
+  };
+  EXPECT_EQ(noticed_in_speculation(exchange, 20, true), 20);
+}
+
 TEST(PlanCheckerControl, NoticesALaterDependency) {
   EXPECT_EQ(noticed(
                 [](Plan& plan, std::minstd_rand&) {
@@ -459,7 +560,7 @@ TEST(Simulator, PlaysRandomPlansToTheirEnd) {
   for (int round = 0; round < 100; ++round) {
     const Planned planned = random_arrangement(random);
     Planner planner(*planned.layout, planned.arrangement);
-    Simulator simulator(*planned.layout, planned.arrangement.deferred, rates_of(*planned.layout));
+    Simulator simulator(*planned.layout, rates_of(*planned.layout));
     bool pending = false;
     std::size_t tasks = 0;
     double before = 0;
@@ -505,7 +606,7 @@ TEST(Simulator, AddsUpWhatCannotOverlap) {
                    .cores = 1,
                    .compute_on_cores = false};
   rates.stages = {{.forward = 10e-3, .backward = 20e-3}, {.head = 40e-3}};
-  Simulator simulator(layout, arrangement.value().deferred, rates);
+  Simulator simulator(layout, rates);
   simulator.append(planner.train_step(false));
   simulator.finish_updates();
   // Upload of a, forward of a (the upload of b beside it), head; the ring has room for one gradient, so b's leaves
@@ -531,7 +632,7 @@ TEST(Simulator, CountsWhatAnUpdateDoesBesideTheUpdate) {
   ASSERT_FALSE(arrangement.hi_resident[0] || arrangement.state_resident[0]);
   const auto seconds = [&](const MachineRates& machine, const std::map<std::string, double>& update = {}) {
     Planner planner(layout, arrangement);
-    Simulator simulator(layout, arrangement.deferred, {.machine = machine, .update = update, .stages = {{}, {}}});
+    Simulator simulator(layout, {.machine = machine, .update = update, .stages = {{}, {}}});
     simulator.append(planner.train_step(false));
     simulator.finish_updates();
     return simulator.now();
@@ -558,7 +659,7 @@ TEST(Simulator, ReadsAndWritesShareTheDrive) {
     Planner planner(*planned.layout, planned.arrangement);
     Rates rates{.machine = {.disk_read = 1e8, .disk_write = 1e8, .disk_mixed = mixed},
                 .stages = std::vector<StageSeconds>(planned.layout->stages().size())};
-    Simulator simulator(*planned.layout, planned.arrangement.deferred, rates);
+    Simulator simulator(*planned.layout, rates);
     for (int step = 0; step < 4; ++step) simulator.append(planner.train_step(step > 0 && defers(planned.arrangement)));
     simulator.drain();
     return simulator.now();
@@ -576,7 +677,7 @@ TEST(Simulator, SharesTheCoresBetweenComputeAndUpdate) {
     Planner planner(*planned.layout, planned.arrangement);
     Rates rates = rates_of(*planned.layout);
     rates.machine.compute_on_cores = shared;
-    Simulator simulator(*planned.layout, planned.arrangement.deferred, rates);
+    Simulator simulator(*planned.layout, rates);
     simulator.append(planner.train_step(false));
     simulator.finish_updates();
     return simulator.now();
@@ -588,7 +689,7 @@ TEST(Timeline, WritesATraceThatNamesLanesAndStalls) {
   std::minstd_rand random(9);
   const Planned planned = random_arrangement(random);
   Planner planner(*planned.layout, planned.arrangement);
-  Simulator simulator(*planned.layout, planned.arrangement.deferred, rates_of(*planned.layout));
+  Simulator simulator(*planned.layout, rates_of(*planned.layout));
   simulator.append(planner.train_step(false));
   simulator.drain();
   const auto records = simulator.take_records();

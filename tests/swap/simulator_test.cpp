@@ -36,8 +36,8 @@ class SimulatorClock : public ::testing::Test {
                       .forward_swapping = 7,
                       .backward_swapped = 8}};
   }
-  double seconds(std::vector<Task> tasks, bool deferred = true) const {
-    Simulator simulator(layout_, {deferred}, rates_);
+  double seconds(std::vector<Task> tasks) const {
+    Simulator simulator(layout_, rates_);
     Plan plan{
         .first_id = 5, .tasks = std::move(tasks), .visits = {{.fresh_gradient = {false}}, {.fresh_gradient = {true}}}};
     for (Task& task : plan.tasks) {
@@ -109,21 +109,21 @@ TEST_F(SimulatorClock, HostMemoryIsSharedByAllWhoMoveBytesThere) {
 }
 
 TEST_F(SimulatorClock, UpdatesTakeTheirElementsByTheRateOfTheirPrecision) {
-  const auto update = [&](Task task, bool deferred) {
+  const auto update = [&](Task task, bool measures = false) {
     task.lane = Lane::update;
-    return seconds({task}, deferred);
+    task.measures = measures;
+    return seconds({task});
   };
-  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update}, true), 5);
-  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update}, false), 5 + 20);  // and measures its gradient
-  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure}, true), 20);
-  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure}, false), 20);
-  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update_on_device}, true), 2.5);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update}), 5);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update}, true), 5 + 20);  // and measures its gradient
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure}), 20);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update_on_device}), 2.5);
   // Words, state and gradients that go on to storage are stamped.
-  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .words = kWords}, true), 5 + 10);
-  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .state = kState}, true), 5 + 4.0 * kChunkQuantum / 100);
-  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure, .gradient = kWords}, true), 20 + 10);
-  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .gradient = kWords}, true), 5);
-  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure, .words = kWords, .state = kState}, true), 20);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .words = kWords}), 5 + 10);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .state = kState}), 5 + 4.0 * kChunkQuantum / 100);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure, .gradient = kWords}), 20 + 10);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .gradient = kWords}), 5);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure, .words = kWords, .state = kState}), 20);
 }
 
 TEST_F(SimulatorClock, ComputeTakesWhatItsPassAndItsActivationsTake) {
@@ -177,7 +177,7 @@ TEST_F(SimulatorClock, EndsWhereItPassesAGivenTime) {
                       {.kind = TaskKind::measure, .lane = Lane::update, .chunk = 0, .bytes = 1000}}};
   for (const auto& [until, done, now] :
        {std::tuple{50.0, true, 40.0}, {40.0, true, 40.0}, {30.0, false, 40.0}, {10.0, false, 20.0}}) {
-    Simulator simulator(layout_, {true}, rates_);
+    Simulator simulator(layout_, rates_);
     simulator.append(plan);
     EXPECT_EQ(simulator.finish_updates(until), done) << until;
     EXPECT_DOUBLE_EQ(simulator.now(), now) << until;

@@ -305,6 +305,52 @@ TEST(StoreCommitted, WordsAreThoseOfTheGenerationThatIsOpened) {
   }));
 }
 
+// Slots that the durable generation refers to stay as they are, however often what was written beside it is forgotten.
+TEST(StoreCommitted, IsWhatAStoreGoesBackTo) {
+  testing::TempDir folder;
+  const StoreOptions options = options_in(folder.path(), 2);
+  auto store = create(options);
+  ASSERT_OK(write_all(*store, 1));
+  EXPECT_EQ(store->go_back().kind, io::ErrorKind::usage) << "nothing is durable yet";
+  ASSERT_OK(store->commit(step(1)));
+  for (const int value : {7, 8}) {
+    ASSERT_OK(write_all(*store, value));
+    ASSERT_OK(store->go_back());
+    expect_holds(*store, 1);
+  }
+  ASSERT_OK(write_extent(*store, ExtentKind::state, 0, 9));
+  ASSERT_OK(store->go_back());
+  expect_holds(*store, 1);
+  ASSERT_OK(write_and_commit(*store, 2));
+  ASSERT_OK(write_all(*store, 9));
+  ASSERT_OK(store->go_back());
+  expect_holds(*store, 2);
+  store.reset();
+  expect_opens_at(options, 2);
+}
+
+TEST(StoreCommitted, IsNotGoneBackToWhileAWriteIsInFlight) {
+  testing::TempDir folder;
+  const auto plan = std::make_shared<FaultPlan>();
+  const auto store = create(options_in(folder.path(), 2, testing::faults(plan)));
+  ASSERT_OK(write_and_commit(*store, 1));
+  plan->set({.kind = Fault::Kind::hold, .action = io::Action::write});
+  io::Buffer buffer = io::allocate_buffer(store->extent_bytes(ExtentKind::hi, 0));
+  fill(buffer.bytes(), ExtentKind::hi, 0, 2);
+  store->stamp(ExtentKind::hi, 0, buffer.bytes());
+  ASSERT_OK(wait_for([&](io::Callback done) {
+    store->write(ExtentKind::hi, 0, std::move(buffer), std::move(done));
+    EXPECT_EQ(store->go_back().kind, io::ErrorKind::usage);
+    plan->release();
+  }));
+  ASSERT_OK(store->go_back());
+  expect_holds(*store, 1);
+  testing::TempDir other;
+  const auto one = create(options_in(other.path(), 1));
+  ASSERT_OK(write_and_commit(*one, 1));
+  EXPECT_EQ(one->go_back().kind, io::ErrorKind::usage) << "one generation is overwritten in place";
+}
+
 TEST(StoreCommit, IsRefusedWhileAWriteIsInFlight) {
   testing::TempDir folder;
   const auto plan = std::make_shared<FaultPlan>();
