@@ -7,6 +7,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
 #include "runtime/models/attention.h"
+#include "runtime/planning/export_request.h"
 #include "runtime/session/session.h"
 #include "runtime/spec/model_spec.h"
 #include "swap/device.h"
@@ -133,6 +134,22 @@ std::vector<ExtraTensor> extra_of(const py::list& tensors) {
   return result;
 }
 
+// write: called with the folder that somebody asks for; what it raises is said to them.
+void answer_requests(ExportRequests& requests, std::int64_t step, const py::function& write) {
+  requests.answer(
+      step, [] { return true; },
+      [&](const std::filesystem::path& out, const ExportRequests::Answer& answer) {
+        try {
+          write(out.string());
+        } catch (const py::error_already_set& error) {
+          answer({.kind = io::ErrorKind::environment, .detail = py::str(error.value())});
+          if (!error.matches(PyExc_Exception)) throw;  // Ctrl-C
+          return;
+        }
+        answer({});
+      });
+}
+
 // How a folder stores a tensor: "plain", "fp8" or "mxfp4", which can be kept so, or "quantised" in another way.
 const char* how_stored(const Checkpoint& checkpoint, const std::string& name, const TensorEntry& entry) {
   if (entry.packed == nullptr) return "plain";
@@ -171,6 +188,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
            py::arg("step"), py::arg("scale"))
       .def(py::init([] { return TensorUpdate{}; }));
+  py::class_<ExportRequests>(module, "ExportRequests")
+      .def(py::init([](const std::vector<std::string>& storage, const py::function& say) {
+        return std::make_unique<ExportRequests>(Folders(storage.begin(), storage.end()),
+                                                [&say](const std::string& line) { say(line); });
+      }))
+      .def("answer", &answer_requests);
   py::class_<Streamer>(module, "Streamer")
       .def(py::init(&make_streamer))
       .def("enter",
@@ -226,6 +249,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              const py::gil_scoped_release released;
              self.commit(commit);
            })
+      .def("begin_commit",
+           [](Streamer& self, std::int64_t step, std::string beside) {
+             const StreamerCommit commit{.step = step, .beside = std::move(beside)};
+             const py::gil_scoped_release released;
+             self.begin_commit(commit);
+           })
+      .def("end_commit", &Streamer::end_commit, Released())
       // (step, beside) of the state that is gone on with; None for a new one.
       .def_property_readonly("resumed",
                              [](const Streamer& self) -> std::optional<std::pair<std::int64_t, py::bytes>> {

@@ -33,7 +33,7 @@ if(TIERFLOW_TOGETHER)
 endif()
 
 # The bodies of the commands that train; a test links them into its own process.
-add_library(tierflow_commands OBJECT program/distillation_run.cpp program/document_scores.cpp program/eval.cpp program/export_beside.cpp program/export_request.cpp program/forecast.cpp program/generate.cpp program/held_out.cpp program/learning_rate.cpp program/left_run.cpp program/live_text.cpp program/preference_run.cpp program/profile_job.cpp program/prompts.cpp program/run_common.cpp program/run_identity.cpp
+add_library(tierflow_commands OBJECT program/distillation_run.cpp program/document_scores.cpp program/eval.cpp program/export_beside.cpp program/forecast.cpp program/generate.cpp program/held_out.cpp program/learning_rate.cpp program/left_run.cpp program/live_text.cpp program/preference_run.cpp program/profile_job.cpp program/prompts.cpp program/run_common.cpp program/run_identity.cpp
   program/run_record.cpp program/run_result.cpp program/run_summary.cpp program/samples.cpp program/step_trace.cpp program/teacher_pass.cpp program/train.cpp program/training_log.cpp)
 target_link_libraries(tierflow_commands PUBLIC tierflow::session tierflow::plan tierflow::options fmt::fmt-header-only nlohmann_json::nlohmann_json
   PRIVATE tierflow_flags)

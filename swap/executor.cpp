@@ -22,7 +22,7 @@ io::Error Executor::Impl::allocate() {
   if (store != nullptr && !places.empty()) store->register_memory(memory->slab(), memory->registrations());
 
   for (auto& list : residents) list.resize(layout.chunks().size());
-  for (auto& list : rewritten) list.resize(layout.chunks().size());
+  for (auto& list : unsaved) list.resize(layout.chunks().size());
   saved.resize(arrangement.items.size());
   for (std::size_t i = 0; i < places.size(); ++i) {
     const std::span<std::byte> bytes = memory->buffer(i);
@@ -279,7 +279,7 @@ void Executor::fail(io::Error error) {
 }
 
 void Executor::matches_store() {
-  for (std::vector<bool>& list : impl_->rewritten) list.assign(list.size(), false);
+  for (std::vector<char>& list : impl_->unsaved) list.assign(list.size(), false);
 }
 
 io::Error Executor::access(ExtentKind kind, int chunk, bool writes,
@@ -291,7 +291,7 @@ io::Error Executor::access(ExtentKind kind, int chunk, bool writes,
   }
   if (const auto resident = impl.residents[static_cast<int>(kind)][chunk]; !resident.empty()) {
     use(resident);
-    if (writes && impl.layout.chunks()[chunk].rewritten) impl.rewritten[static_cast<int>(kind)][chunk] = true;
+    if (writes) impl.unsaved[static_cast<int>(kind)][chunk] = true;
     return {};
   }
   auto& buffers = kind == ExtentKind::state ? impl.state_buffers : impl.word_buffers;
@@ -337,9 +337,7 @@ io::Error Executor::write_back() {
   for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
     for (int chunk = 0; chunk < static_cast<int>(impl.layout.chunks().size()); ++chunk) {
       const auto bytes = impl.residents[static_cast<int>(kind)][chunk];
-      const bool stays = !impl.layout.chunks()[chunk].trainable && impl.store->holds(kind, chunk);
-      if (bytes.empty() || (stays && !impl.rewritten[static_cast<int>(kind)][chunk])) continue;
-      impl.rewritten[static_cast<int>(kind)][chunk] = false;
+      if (bytes.empty() || !std::exchange(impl.unsaved[static_cast<int>(kind)][chunk], false)) continue;
       {
         std::unique_lock lock(impl.mutex);
         impl.client_wakes.wait(lock, [&] { return outstanding < kWritesBack; });

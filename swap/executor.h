@@ -102,8 +102,8 @@ class Executor {
   // Between plans: hands `use` the bytes of an extent, wherever it lives; writes == true stores what `use` left in them
   // (their former content is not read). For loading a model, exporting and looking.
   io::Error access(ExtentKind kind, int chunk, bool writes, const std::function<void(std::span<std::byte>)>& use);
-  // Between plans: writes what is resident to the store, so that a commit there covers it; what is not trainable once,
-  // and where it was written since.
+  // Between plans: writes what is resident and not as the store has it, so that a commit there covers it. A commit task
+  // of a plan does the same for what is trainable.
   io::Error write_back();
   // Between plans: what is resident is what the store has, so that write_back() need not write it.
   void matches_store();

@@ -86,6 +86,7 @@ struct Executor::Impl {
   void start_write(TaskId id, Node& at);
   void end_write(TaskId id, io::Error failed);
   io::Error work(Node& at);
+  void changed(ExtentKind kind, int chunk, const HostRef& place);
   struct Extent {
     ExtentKind kind;
     int index;
@@ -115,8 +116,9 @@ struct Executor::Impl {
   // The same memory: an upload may read what a write in flight, which holds the Buffer, reads as well.
   std::vector<std::span<std::byte>> word_bytes, state_bytes, activation_bytes;
   std::vector<std::span<std::byte>> residents[kExtentKinds];
-  std::vector<bool> rewritten[kExtentKinds];  // between steps, and not written back since: of those that are resident
-  std::vector<std::span<std::byte>> saved;    // by item
+  // Of those that are resident: not what the store has. A byte each: lanes set them beside one another.
+  std::vector<char> unsaved[kExtentKinds];
+  std::vector<std::span<std::byte>> saved;  // by item
 
   mutable std::mutex mutex;
   std::condition_variable lane_wakes[kLanes], verify_wakes, client_wakes;

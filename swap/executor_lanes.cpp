@@ -233,14 +233,20 @@ void Executor::Impl::enqueue_copy(StreamId stream, const Task& task, const std::
   }
 }
 
+// Words or state that a task changed, in their place on the host.
+void Executor::Impl::changed(ExtentKind kind, int chunk, const HostRef& place) {
+  if (place.where == resident_place(kind, chunk).where)
+    unsaved[static_cast<int>(kind)][chunk] = true;
+  else
+    store->stamp(kind, chunk, host(place, layout.chunks()[chunk].bytes(kind)));
+}
+
 void Executor::Impl::stamp_copy(const Task& task) {
   if (task.kind == TaskKind::save_activations && task.words.where == HostRef::Where::activation_buffer)
     store->stamp(ExtentKind::activations, extent_of(task).index, host(task.words, task.bytes));
   if (!task.updated) return;
-  if (task.words.where == HostRef::Where::word_buffer)
-    store->stamp(ExtentKind::hi, task.chunk, host(task.words, task.bytes));
-  if (task.state.where == HostRef::Where::state_buffer)
-    store->stamp(ExtentKind::state, task.chunk, host(task.state, task.bytes));
+  if (task.kind == TaskKind::download_hi) changed(ExtentKind::hi, task.chunk, task.words);
+  if (task.kind == TaskKind::download_state) changed(ExtentKind::state, task.chunk, task.state);
 }
 
 io::Error Executor::Impl::update_on_device(Node& at) {
@@ -284,11 +290,17 @@ void Executor::Impl::start_read(TaskId id, Node& at) {
 
 void Executor::Impl::start_write(TaskId id, Node& at) {
   const auto [kind, index, ref] = extent_of(at.task);
+  const bool resident = ref.where == HostRef::Where::resident_hi || ref.where == HostRef::Where::resident_state;
+  // A commit is planned before it is known what its step changes.
+  if (resident && !std::exchange(unsaved[static_cast<int>(kind)][index], false)) {
+    at.task.bytes = 0;
+    return finish(id, {});
+  }
   {
     std::lock_guard lock(mutex);
     if (disk_outstanding[1]++ == 0) disk_since[1] = now();
   }
-  if (is_resident(ref)) {
+  if (resident) {
     const std::span<std::byte> bytes = host(ref, at.task.bytes);
     store->stamp(kind, index, bytes);
     return store->write(kind, index, memory->lend(bytes),
@@ -362,8 +374,8 @@ io::Error Executor::Impl::work(Node& at) {
   const auto words = host(task.words, chunk.word_bytes());
   const auto state = host(task.state, chunk.state_bytes);
   if (io::Error failed = at.work->update(chunk, gradient, words, state)) return failed;
-  if (task.words.where == HostRef::Where::word_buffer) store->stamp(ExtentKind::hi, task.chunk, words);
-  if (task.state.where == HostRef::Where::state_buffer) store->stamp(ExtentKind::state, task.chunk, state);
+  changed(ExtentKind::hi, task.chunk, task.words);
+  changed(ExtentKind::state, task.chunk, task.state);
   return {};
 }
 

@@ -57,6 +57,15 @@ io::Error VisitChecker::settle(const Plan& plan, int unit) {
   return error;
 }
 
+io::Error VisitChecker::commit(const Plan& plan) {
+  io::Error error = finish(plan, nullptr);
+  if (!error && commits_ != 1)
+    error = {.kind = io::ErrorKind::corruption,
+             .operation = "check the plan",
+             .detail = "it commits " + std::to_string(commits_) + " times"};
+  return error;
+}
+
 void VisitChecker::drop(int unit) {
   ++sums_[unit].epoch;
   sums_[unit].visits = 0;
@@ -73,12 +82,14 @@ void VisitChecker::changed(int unit) {
 
 io::Error VisitChecker::finish(const Plan& plan, const VisitRequest* request) {
   request_ = request;
-  computed_ = 0;
+  computed_ = commits_ = 0;
   rules_.begin_plan();
   ledger_.begin_plan();
   ledger_.play(plan, [&](const Task& task) {
     if (task.kind == TaskKind::compute)
       compute(task, plan);
+    else if (task.kind == TaskKind::commit)
+      commit();
     else if (rules_.names_chunk(task))
       task.kind == TaskKind::update ? update(task) : move(task);
   });
@@ -157,6 +168,18 @@ void VisitChecker::compute(const Task& task, const Plan& plan) {
       ledger_.read_device(begin, bytes, {What::sum, unit, sum.serial, sum.parts});
     }
     ledger_.write_device(begin, bytes, {What::sum, unit, sum.serial, ++sum.parts});
+  }
+}
+
+// All updates so far, and no part of another.
+void VisitChecker::commit() {
+  ++commits_;
+  for (const Chunk& chunk : layout_.chunks()) {
+    if (!chunk.trainable) continue;
+    const int id = chunk.id;
+    if (rules_.version(id) != used_version_[id]) ledger_.wrong("commits while an update is owed");
+    ledger_.read(ledger_.stored(ExtentKind::hi, id), {What::words, id, used_version_[id]}, "storage");
+    ledger_.read(ledger_.stored(ExtentKind::state, id), {What::state, id, used_version_[id]}, "storage");
   }
 }
 

@@ -23,6 +23,7 @@ class VisitChecker {
   io::Error close(const Plan& plan);
   io::Error owe(const Plan& plan, const std::vector<int>& units);
   io::Error settle(const Plan& plan, int unit);
+  io::Error commit(const Plan& plan);
   void drop(int unit);
   void changed(int unit);
 
@@ -41,6 +42,7 @@ class VisitChecker {
 
   void move(const Task& task);
   void compute(const Task& task, const Plan& plan);
+  void commit();
   void update(const Task& task);
   void take_gradient(const Task& task);
   void accumulate(const Task& task);
@@ -61,7 +63,7 @@ class VisitChecker {
   const VisitRequest* request_ = nullptr;  // of the plan at hand
   const NeedRequest* need_ = nullptr;      // of a part of that visit
   bool gradients_stayed_ = false;          // the visit before was to leave its gradients on the device
-  int computed_ = 0;
+  int computed_ = 0, commits_ = 0;         // in the plan at hand
   int open_stage_ = -1;
 };
 

@@ -195,6 +195,12 @@ Plan VisitPlanner::owe(const std::vector<int>& units) {
   return emitter_.take();
 }
 
+Plan VisitPlanner::commit() {
+  current_.stage = -1;
+  emitter_.commit();
+  return emitter_.take();
+}
+
 Plan VisitPlanner::settle(int unit) {
   current_.stage = -1;
   emitter_.serve(Pass::forward);

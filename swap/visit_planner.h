@@ -63,6 +63,8 @@ class VisitPlanner {
   void drop(int unit);
   // The update that a unit owes, now.
   Plan settle(int unit);
+  // What is stored of every trainable chunk becomes a durable generation, beside what is planned next. Nothing is owed.
+  Plan commit();
   // Something else wrote the unit's words: copies on the device are stale.
   void changed(int unit) { fetcher_.invalidate(unit); }
   // How often a visit came that was not the expected one.

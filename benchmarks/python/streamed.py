@@ -61,7 +61,7 @@ def main():
     median, cpu = statistics.median(seconds[half:]), statistics.median(used[half:])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     activations = {name: stats["memory"][name] >> 20 for name in ("activations_share", "activations_peak")}
-    print(json.dumps({"tokens_per_s": round(count * rows * length / median, 1), "step_s": round(median, 3), "cpu_s": round(cpu, 3), "peak_rss_mib": peak,
+    print(json.dumps({"tokens_per_s": round(count * rows * length / median, 1), "step_s": round(median, 3), "all_steps_s": round(sum(seconds), 2), "cpu_s": round(cpu, 3), "peak_rss_mib": peak,
                       "activations_mib": activations, "busy_s": lanes}))  # fmt: skip
 
 

@@ -84,6 +84,7 @@ def main():
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--device-memory", default="2GiB")
     args = parser.parse_args()
+    args.storage.mkdir(parents=True, exist_ok=True)
     args.folder, args.log = args.storage / "durability", args.storage / "durability.json"
     plain, committed = [], []
     for _ in range(args.rounds):

@@ -46,7 +46,7 @@ def anew(args):
 
 def bandwidth(path, write, size):
     """Of the drive, in bytes a second."""
-    blocks = size >> 22
+    blocks = max(1, size >> 22)
     words = ["dd", "bs=4M", f"count={blocks}", f"if={'/dev/zero' if write else path}", f"of={path if write else '/dev/null'}", *(["oflag=direct", "conv=fsync"] if write else ["iflag=direct"])]
     return (blocks << 22) / run(*words)
 

@@ -183,6 +183,23 @@ def groups_of(model: nn.Module, opt: AdamW) -> list[dict[str, Any]]:
     return made
 
 
+def save_whole(folder: str, write: Callable[[str], Any]) -> None:
+    """A folder that gets its name when what `write` puts there is durable. It is not there yet, or empty."""
+    target, partial = Path(folder), Path(f"{folder}.partial")
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+        raise _native.UsageError(f"{folder}: --out exists and is not an empty folder")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        write(str(partial))
+        for path in [*partial.iterdir(), partial]:
+            _flush(path)
+        partial.rename(target)
+        _flush(target.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

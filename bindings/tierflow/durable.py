@@ -6,20 +6,22 @@ import copy
 import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as as_safetensors
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _native
-from .checkpoint import groups_of, put_back, state_of
+from .checkpoint import groups_of, put_back, save_whole, state_of
 from .data import Rows
 from .functions import digest_of
-from .model import engine_of
+from .model import engine_of, save
 from .optim import AdamW
+from .parameter import NO_SCALER
 
 log = logging.getLogger("tierflow")
 
@@ -27,7 +29,7 @@ log = logging.getLogger("tierflow")
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
 
-def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str | Rows = "") -> int:
+def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler | GradScaler, data: str | Rows = "") -> int:
     """How many optimizer steps, calls of opt.step(), the state of a durable model has: 0 for a new one.
 
     Call it once, when model, optimizer and schedulers are made. load() or wrap() has already restored streamed weights and moments; a state of another model, one in use or a damaged one is refused there (UsageError,
@@ -40,6 +42,8 @@ def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str | Ro
 
     data: the tierflow.data.Rows, of which the fingerprint counts, or any text that names the data and how the loop draws from it; a run that was begun with
     another one is not gone on with.
+
+    schedules: the schedulers of the optimizer's groups; a torch.amp.GradScaler among them has nothing to commit where it is made with enabled=False, else it is refused.
 
     Learning rates and the schedulers' settings are those given now. Where they are not those of before, the schedulers are brought to their place by as many
     calls of step() as they had, one of each in turn.
@@ -60,7 +64,10 @@ def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str | Ro
         raise _native.UsageError(f"{left[0]} is not in the optimizer ({len(left)} parameters are not): a durable run has one, for all that train; freeze the others")
     if not isinstance(data, (str, Rows)):
         raise _native.UsageError(f"resume(data=...) takes a text that names the data, or tierflow.data.Rows, not a {type(data).__name__}")
-    journal = Journal(model, opt, schedules, data.fingerprint if isinstance(data, Rows) else data)
+    schedulers = [each for each in schedules if not isinstance(each, GradScaler)]
+    if any(each.is_enabled() for each in schedules if isinstance(each, GradScaler)):
+        raise _native.UsageError(NO_SCALER)
+    journal = Journal(model, opt, schedulers, data.fingerprint if isinstance(data, Rows) else data)
     found = engine.native.resumed
     if found is not None:
         journal.put_back(*found)
@@ -72,15 +79,17 @@ def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler, data: str | Ro
 
 
 class Journal:
-    """The commits of a durable model. Of each optimizer step it keeps what does not stream, as the step leaves it. When the next one begins, every update of that
-    step has run, and the schedulers are where the loop left them: then all of it is committed."""
+    """The commits of a durable model. Of each optimizer step it keeps what does not stream, as the step leaves it. When the next backward begins, the updates of that
+    step have run, and the schedulers are where the loop left them: then all of it is committed, beside that backward. The next step waits for its end."""
 
     def __init__(self, model: nn.Module, opt: AdamW, schedules: Sequence[LRScheduler], data: str) -> None:
         self.model, self.opt, self.schedules, self.engine = model, opt, schedules, engine_of(model)
         self.step = 0
         self._waits: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last step, not committed yet
+        self._begun = False  # its commit, or an attempt at it
         self._torn = False  # between a step's gradients and what it leaves
         self._late = False  # the last commit failed for want of room
+        self.requests: Any = _native.ExportRequests(self.engine.storage, log.warning)
         self._check_schedules()
         self._made = _plain({"groups": groups_of(model, opt), "schedulers": [_settings(schedule) for schedule in schedules], "data": data})
         self._settings = [schedule.state_dict() for schedule in schedules]
@@ -138,34 +147,52 @@ class Journal:
         """An optimizer step is about to take the gradients."""
         if self._torn:
             raise _native.UsageError("an optimizer step was interrupted half-way: start the script again, it goes on with what was committed before")
-        if self._late or self.step % self.engine.durable == 0:
-            self._commit_where_there_is_room()
+        self.begin_commit()
+        self.engine.native.end_commit()
 
     def take_gradients(self) -> None:
         self._torn = True
 
     def end_step(self, counts: bool = True) -> None:
         self.step += counts
-        self._waits, self._torn = state_of(self.model, self.opt), False
+        self._waits, self._torn, self._begun = state_of(self.model, self.opt), False, False
+        self.requests.answer(self.step, self._export)
 
-    def _commit_where_there_is_room(self) -> None:
-        """A drive that is full costs commits, not the run: the state has its room, but not what lies beside it."""
+    def _export(self, folder: str) -> None:
+        """For `tierflow export` in another terminal: what save_pretrained() writes, whole before it has that name."""
         try:
-            self.commit()
+            save_whole(folder, getattr(self.model, "save_pretrained", lambda partial: save(self.model, partial)))
+        except Exception as error:
+            log.warning("the model after step %d was asked for and not written, the run goes on: %s", self.step, error)
+            raise
+        log.warning("the model after step %d was asked for, and written to %s", self.step, folder)
+
+    def begin_commit(self) -> None:
+        """Of the last step, where it is due: it goes on beside what follows. A drive that is full costs commits, not the run: the state has its room, but not what
+        lies beside it."""
+        if self._begun or not (self._late or self.step % self.engine.durable == 0):
+            return
+        self._begun = True
+        try:
+            self._commit(self.engine.native.begin_commit)
             self._late = False
         except _native.EnvironmentError as error:
             self._late = True
             log.warning("step %d is not committed, the next one is tried again; until then a crash costs all steps since the last commit: %s", self.step, error)
 
     def commit(self) -> None:
-        """Commits the last step, if that was not done."""
+        """Commits the last step, if that was not done, and waits for it."""
+        self._commit(self.engine.native.commit)
+        self.engine.native.end_commit()
+
+    def _commit(self, native: Callable[[int, bytes], None]) -> None:
         if self._waits is None or self._torn:
             return
         self._check_schedules()
         tensors, state = self._waits
         schedules = [_changed(schedule.state_dict(), before) for schedule, before in zip(self.schedules, self._settings, strict=True)]
         record = {"made": self._made, "state": {**state, "groups": groups_of(self.model, self.opt)}, "schedules": schedules}
-        self.engine.native.commit(self.step, as_safetensors(tensors, {"record": json.dumps(record)}))
+        native(self.step, as_safetensors(tensors, {"record": json.dumps(record)}))
         self._waits = None
 
     def _check_schedules(self) -> None:

@@ -59,6 +59,7 @@ class Engine:
     def __init__(self, model: nn.Module, cut: Cut, native: Any, device: str, workspace: int, fused_layers: bool = False) -> None:
         self.native = native
         self.durable = 0  # a commit after so many optimizer steps each; 0: never
+        self.storage: list[str] = []  # folders
         self.journal: Any = None  # who commits
         self.fused_layers = fused_layers
         self.judged: dict[int, Any] = {}  # what fused layers found about tensors that they share
@@ -114,6 +115,8 @@ class Engine:
             elif self.durable:
                 log.warning("a durable model ends and nothing of it was committed: tierflow.resume(model, opt) was not called")
         finally:
+            if journal is not None:
+                journal.requests = None  # nobody can ask any more
             self.native = _Gone("the streamed model was closed: its state is gone")
 
     @contextlib.contextmanager
@@ -130,6 +133,8 @@ class Engine:
         here = threading.get_ident()
         if self.native.inside or self._entering not in (None, here):  # here: what an interrupt left
             raise _native.UsageError("two streamed modules run at the same time: models stream in one thread")
+        if adds and self.journal is not None:
+            self.journal.begin_commit()
         self.activations.begin()
         weights: list[torch.Tensor] = []
         try:  # from here on: a signal that comes while enter() waits is raised as it returns

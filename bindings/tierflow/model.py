@@ -108,7 +108,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     options = plan.options() | ({"run": _run_of(module, plan, fused_layers)} if plan.budget.durable else {})
     native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, options, log.warning)
     engine = Engine(module, cut_, native, plan.device, int(parse_size(plan.budget.device) * plan.budget.activations), fused_layers)
-    engine.durable = int(plan.budget.durable)
+    engine.durable, engine.storage = int(plan.budget.durable), [str(folder) for folder in plan.budget.storage]
     object.__setattr__(module, "_tierflow", engine)
     _stay_in_place(module, engine)
     _fit_transformers(module)

@@ -17,6 +17,7 @@ _SAME_SHAPE = {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.
 
 
 NO_DATA_PARALLELISM = "streamed models train in one process (no DistributedDataParallel, no FSDP): start it without torchrun, and take more micro-batches a step"
+NO_SCALER = "a GradScaler is not committed with the state of a durable model: in bf16 none is needed, so make it with enabled=False"
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
@@ -300,6 +301,8 @@ class StreamedGradient(_Streamed):
                 func(ordinary, *args[1:])
             for gradient in args[0]:
                 if isinstance(gradient, StreamedGradient):
+                    if gradient.engine.durable:
+                        raise _native.UsageError(NO_SCALER)
                     if not math.isfinite(gradient.engine.grad_norm(gradient)):
                         args[1].fill_(1.0)
                     gradient.scale(args[2])

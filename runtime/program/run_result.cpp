@@ -11,9 +11,9 @@
 #include "runtime/base/signals.h"
 #include "runtime/base/strict_json.h"
 #include "runtime/checkpoint/source_folder.h"
+#include "runtime/planning/export_request.h"
 #include "runtime/planning/left_store.h"
 #include "runtime/planning/stored_model.h"
-#include "runtime/program/export_request.h"
 #include "runtime/program/run_identity.h"
 #include "runtime/program/train.h"
 #include "runtime/program/training_log.h"
@@ -290,7 +290,7 @@ int run_export(const ExportOptions& options) {
   };
   if (const auto step = exported_by_the_run(options, log)) {
     std::error_code absent;
-    if (!fs::exists(options.out / kModelLast, absent) && !fs::exists(options.out / kAdapterLast, absent))
+    if (!fs::is_directory(options.out, absent) || fs::is_empty(options.out, absent))
       fail(
           io::ErrorKind::environment, options.out.string(),
           "the run wrote its model there, and it is not there: the run sees other folders, as one in a container does");

@@ -72,7 +72,7 @@ void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterCh
       if (choice.wants_parameter(path)) wanted.push_back(parameter);
     }
     for (std::size_t i = 0; i < wanted.size(); ++i) {
-      const auto& [name, in, out] = wanted[i];
+      const char* name = wanted[i].name;
       const std::string path = fmt::format("{}.{}", module, name);
       const std::int64_t rank = choice.rank(path);
       const auto wide = static_cast<double>(rank);
@@ -87,10 +87,10 @@ void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterCh
                        .part = Part::expert,
                        .init = Init::zeros});
       };
-      TensorSpec& a = add("lora_A", rank, in);
+      TensorSpec& a = add("lora_A", rank, wanted[i].in);
       a.init = Init::uniform;
-      a.init_std = 1 / std::sqrt(3.0 * static_cast<double>(in));
-      add("lora_B", out, rank).scale = choice.alpha(path) / (config.rank_stabilised ? std::sqrt(wide) : wide);
+      a.init_std = 1 / std::sqrt(3.0 * static_cast<double>(wanted[i].in));
+      add("lora_B", wanted[i].out, rank).scale = choice.alpha(path) / (config.rank_stabilised ? std::sqrt(wide) : wide);
     }
   }
   if (unused.empty()) return;

@@ -69,9 +69,9 @@ std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& u
       swap::Store::inspect(volume_in(options, options.engine)));  // its generations have other numbers
 }
 
-void commit_durable(swap::Store& store, const StreamerOptions& options, const StreamerCommit& commit) {
+std::string keep_commit(const swap::Store& store, const StreamerOptions& options, const StreamerCommit& commit) {
   const std::string checksum = keep_beside(options.storage, store.generation() + 1, commit.beside);
-  throw_if(store.commit(json{{"step", commit.step}, {"beside", checksum}}.dump()));
+  return json{{"step", commit.step}, {"beside", checksum}}.dump();
 }
 
 StreamerCommit committed_in(const swap::Store& store, const StreamerOptions& options) {

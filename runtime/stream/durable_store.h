@@ -19,8 +19,9 @@ std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& u
 // JSON for swap::StoreOptions::identity: what has to be equal to go on.
 std::string durable_identity(const std::vector<UnitSpec>& units, const StreamerOptions& options);
 
-// Makes what the store holds its next generation, with what the client adds. Everything resident was written back.
-void commit_durable(swap::Store& store, const StreamerOptions& options, const StreamerCommit& commit);
+// Writes what the client adds to the store's next generation, durably, beside the store. Returns what
+// swap::Store::commit() takes for it. The generation that is durable is the newest that was planned.
+std::string keep_commit(const swap::Store& store, const StreamerOptions& options, const StreamerCommit& commit);
 // What the client added to the store's present generation.
 StreamerCommit committed_in(const swap::Store& store, const StreamerOptions& options);
 

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/state/chunk_work.h"
@@ -36,12 +38,16 @@ class StreamWork final : public ChunkWork {
   bool finite(int unit) const;
   // What the unit's next update does, an entry a tensor. Before the update is planned.
   void set_updates(int unit, std::vector<TensorUpdate> updates);
+  // What goes with the commit that is planned next; the one before has ended.
+  void set_progress(std::string progress) { progress_ = std::move(progress); }
+  std::string progress() const override { return progress_; }
   // Elements that updates were asked for and that were updated, since the beginning.
   std::uint64_t asked() const { return asked_; }
   std::uint64_t updated() const { return updated_; }
 
  private:
   std::vector<std::vector<TensorUpdate>> updates_;  // by unit
+  std::string progress_;
   std::uint64_t asked_ = 0;
   std::atomic<std::uint64_t> updated_ = 0;
 };

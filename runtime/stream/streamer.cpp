@@ -53,6 +53,7 @@ void Streamer::Impl::set_up(const WeightSource& weights, const StoredSource& sto
   state->restore(*store, progress);
   leave_note(options.storage, true);  // what it goes on with is whole
   resumed = committed_in(*store, options);
+  planned_generation = store->generation();
   if (store->generation() < left->generation)
     say("generation " + std::to_string(left->generation) + " of the state in " + options.storage.front().string() +
         " is damaged: the run goes on from generation " + std::to_string(store->generation()) +

@@ -131,9 +131,14 @@ class Streamer {
   void load_state(const std::filesystem::path& file, const Progress& progress = {});
 
   // Of a durable Streamer, between turns. Makes the present state durable, owed updates included: what is resident
-  // is written, then manifest and superblock, each flushed. Gradients are not part of it. The generation before stays
-  // as it is until the call returns. After an error of the store no later commit is taken.
+  // and has changed is written, then manifest and superblock, each flushed. Gradients are not part of it. The
+  // generation before stays as it is until the call returns. After an error of the store no later commit is taken.
   void commit(const StreamerCommit& commit);
+  // The same beside the turns that follow, of what is trained: only what lies beside is durable when this returns. What
+  // an update would overwrite of it waits. Follows a commit(), and ends the one before.
+  void begin_commit(const StreamerCommit& commit);
+  // Waits until what begin_commit() began is durable. Between turns.
+  void end_commit();
   // What came with the state that is gone on with; nothing for a new one.
   const std::optional<StreamerCommit>& resumed() const;
   // Removes the state when the Streamer ends, though it was committed.

@@ -71,6 +71,7 @@ struct Streamer::Impl {
   }
   const std::vector<std::int64_t>& shape(int unit, int tensor) const { return units[unit].tensors[tensor].shape; }
   void between_steps(const char* what) const;
+  void expect_durable() const;
   void expect_plain(int unit, int tensor, const char* done) const {
     const TensorSpec& spec = units[unit].tensors[tensor];
     if (spec.format != WeightFormat::bf16)
@@ -91,7 +92,8 @@ struct Streamer::Impl {
   StreamerPlan plan;  // packing, layout, arrangement
   swap::Executor& executor() const { return state->executor(); }
   std::unique_ptr<swap::Store> store;
-  bool stays = false;  // the store, when this ends
+  bool stays = false;                    // the store, when this ends
+  std::uint64_t planned_generation = 0;  // of the commit that was begun last
   std::optional<StreamerCommit> resumed;
   std::unique_ptr<swap::VisitPlanner> planner;
   std::shared_ptr<StreamWork> work;

@@ -68,15 +68,39 @@ void Streamer::load_state(const std::filesystem::path& file, const Progress& pro
   for (int unit = 0; unit < static_cast<int>(impl_->units.size()); ++unit) impl_->planner->changed(unit);
 }
 
+void Streamer::Impl::expect_durable() const {
+  if (!options.durable)
+    throw Exception(io::ErrorKind::usage, "the state goes with the process: nothing of it is committed");
+}
+
 void Streamer::commit(const StreamerCommit& commit) {
   Impl& impl = *impl_;
-  if (!impl.options.durable)
-    throw Exception(io::ErrorKind::usage, "the state goes with the process: nothing of it is committed");
+  impl.expect_durable();
   impl.close_gradients();
   settle();
   impl.stays = true;  // of a commit that fails nobody knows how far it came: nothing is removed
   throw_if(impl.executor().write_back());
-  commit_durable(*impl.store, impl.options, commit);
+  throw_if(impl.store->commit(keep_commit(*impl.store, impl.options, commit)));
+  impl.planned_generation = impl.store->generation();
+}
+
+void Streamer::begin_commit(const StreamerCommit& commit) {
+  Impl& impl = *impl_;
+  end_commit();
+  impl.close_gradients();
+  for (int unit = 0; unit < static_cast<int>(impl.units.size()); ++unit) impl.finish_update(unit);
+  impl.stays = true;
+  impl.work->set_progress(keep_commit(*impl.store, impl.options, commit));
+  impl.executor().append(impl.planner->commit(), impl.work);
+  ++impl.planned_generation;
+}
+
+void Streamer::end_commit() {
+  Impl& impl = *impl_;
+  impl.expect_durable();
+  if (impl.store->generation() == impl.planned_generation) return;
+  impl.quiet();
+  impl.check_updates();
 }
 
 const std::optional<StreamerCommit>& Streamer::resumed() const {

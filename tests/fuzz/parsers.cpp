@@ -1,5 +1,6 @@
 // What reads the files of other people, on any bytes. An Exception or an io::Error of one line is the right answer to
 // nonsense; anything else that leaves a parser is a defect. FUZZ_PARSER names the one that this program tries.
+#include <fcntl.h>
 #include <unistd.h>
 
 #define XXH_INLINE_ALL
@@ -8,9 +9,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
+#include <map>
 #include <span>
 #include <string>
 
@@ -49,10 +51,15 @@ const std::filesystem::path& folder() {
   }();
   return path;
 }
+// In one file a name, which stays open.
 std::filesystem::path file_of(const char* name, const std::string& bytes) {
+  static std::map<std::string, int> open_files;
   const std::filesystem::path path = folder() / name;
-  std::ofstream(path, std::ios::binary | std::ios::trunc)
-      .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  const auto [file, fresh] = open_files.try_emplace(name, -1);
+  if (fresh) file->second = open(path.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
+  const auto length = static_cast<ssize_t>(bytes.size());
+  if (ftruncate(file->second, length) != 0 || pwrite(file->second, bytes.data(), bytes.size(), 0) != length)
+    std::abort();
   return path;
 }
 

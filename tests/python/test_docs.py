@@ -26,6 +26,14 @@ def test_every_kind_of_fault_has_its_row():
     assert sorted({*numbers}) == list(range(1, 65))
 
 
+def test_as_many_kinds_of_fault_have_a_test_as_is_said():
+    text = (ROOT / "docs" / "faults.md").read_text()
+    tested = text.partition("## Without a test")[0]
+    kinds = {int(number) for row in re.findall(r"^\| ([\d, ]+) \| ", tested, re.MULTILINE) for number in row.split(", ")}
+    said, one, other = map(int, re.search(r"Of the 64 kinds, (\d+) have a test that runs by itself, and (\d+) and (\d+) have none", text).groups())
+    assert said == len(kinds) >= 54 and {*range(1, 65)} - kinds == {one, other}
+
+
 def test_every_fault_has_the_test_that_its_row_names(tierflow):
     programs = [tierflow.parent / name for name in PROGRAMS]
     if not all(program.exists() for program in programs):

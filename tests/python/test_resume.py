@@ -77,28 +77,53 @@ def test_killed_anywhere_it_goes_on_to_the_bit(work, clip):
     assert not [*work.glob("store/*")]
 
 
-@pytest.mark.parametrize("clip", ["1.0", "none"])
-def test_killed_at_each_call_it_goes_on_to_the_bit(work, clip):
-    """At TIERFLOW_KILLS (make test-kills: 200, half of them each) calls that change files, evenly over a run from its first to its last, half a write included."""
-    words = [*changed(TRAIN, {"--steps": "30"}), *TIGHT, "--engine", "threads", "--clip", clip, "--durability", "step", "--export-every", "10"]
-    run(work, *changed(words, {"--out": "whole", "--log-json": "whole.json"}), env={"LD_PRELOAD": str(SHIM), "TIERFLOW_CALL_COUNT": "count"})
+SETTINGS = {
+    "threads": ["--engine", "threads"],
+    "unclipped": ["--engine", "threads", "--clip", "none"],
+    "io_uring": ["--engine", "io_uring"],
+    "two-drives": ["--engine", "threads", "--storage", "store,other"],
+    "two-drives-io_uring": ["--engine", "io_uring", "--storage", "other,store"],
+    "resident": ["--engine", "io_uring", "--host-memory", "64MiB"],
+    "lora": ["--engine", "threads", "--method", "lora"],
+    "galore": ["--engine", "threads", "--method", "galore", "--rank", "8", "--update-gap", "7"],
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_killed_at_each_call_it_goes_on_to_the_bit(work, setting):
+    """At TIERFLOW_KILLS (make test-kills: 200) calls that change files, as many of each setting and evenly over its run, half a write included."""
+    more = SETTINGS[setting]
+    begin = TRAIN
+    if "--method" in more:
+        run(work, "init", "--config", "config.json", "--out", "base")
+        begin = ["train", "--model", "base", *TRAIN[3:]]
+    options = {"--storage": "store", "--host-memory": "1MiB", **dict(zip(more[::2], more[1::2], strict=True))}
+    words = [*changed(begin, {"--steps": "30"}), *small(*(word for pair in options.items() for word in pair)), "--log-json", "log.json", "--durability", "step", "--export-every", "10"]
+    whole = run(work, *changed(words, {"--out": "whole", "--log-json": "whole.json"}), ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_CALL_COUNT": "count"})
+    if "io_uring" in more and "io_uring" in whole.stderr:
+        pytest.skip("this machine has no io_uring")
+    assert whole.returncode == 0, whole.stderr
     expected = {record["step"]: record["loss"] for record in steps_of(work / "whole.json")}
-    calls, kills = int((work / "count").read_text()), int(os.environ.get("TIERFLOW_KILLS", 6)) // 2
+    calls, kills = int((work / "count").read_text()), max(1, int(os.environ.get("TIERFLOW_KILLS", 0)) // len(SETTINGS))
     assert calls >= 200
+
+    def result(folder):
+        return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.safetensors")}
+
+    assert len(result(work / "whole")) == 3
     killed = resumed = 0
     for i in range(kills):
-        died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_KILL_AT": str(1 + calls * i // kills)})
+        call = 1 + calls * (2 * i + 1) // (2 * kills)
+        died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_KILL_AT": str(call)})
         done = died if died.returncode == 0 else again(work, *words)
-        assert done.returncode == 0, f"call {1 + calls * i // kills} of {calls}: {done.stderr}"
+        assert done.returncode == 0, f"call {call} of {calls}: {done.stderr}"
         killed += died.returncode == -signal.SIGKILL
         resumed += "resumed after step" in done.stderr
-        assert losses(work) == expected and weights(work / "out") == weights(work / "whole"), f"call {1 + calls * i // kills} of {calls}"
-        for step in 10, 20:
-            assert weights(work / "out" / f"checkpoint-{step}") == weights(work / "whole" / f"checkpoint-{step}"), f"call {1 + calls * i // kills} of {calls}"
-        assert not [*work.glob("store/*")]
+        assert losses(work) == expected and result(work / "out") == result(work / "whole"), f"call {call} of {calls}"
+        assert not [*work.glob("store/*"), *work.glob("other/*")]
         for left in [work / "out", *work.glob("log.json*")]:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-    assert killed >= kills * 0.9 and resumed >= kills * 0.4
+    assert killed >= kills * 0.75 and resumed >= kills * 0.4  # a run may have fewer calls than that which was counted
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -53,6 +53,8 @@ def train(plan, kill_at=None, kill_in=None, adapters=False, trainer=False, drops
     opt = tierflow.optim.AdamW(trained, lr=LR, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, STEPS + 3)
     done = tierflow.resume(model, opt, schedule) if plan.budget.durable else 0
+    if drops_commit:
+        opt.journal.begin_commit = lambda: None
     data = batches("llama" if adapters else "gpt2", 2 * STEPS)
     layer_major = tierflow.Trainer(model, opt) if trainer else None
     losses = []
@@ -69,8 +71,6 @@ def train(plan, kill_at=None, kill_in=None, adapters=False, trainer=False, drops
                     kill_me()
                 parts[-1].backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            if drops_commit:
-                opt.journal._waits = None
             opt.step()
             losses.append(sum(part.item() for part in parts))
         if now.get("step"):

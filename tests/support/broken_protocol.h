@@ -3,6 +3,7 @@
 // the protocol rests on, as wrong code or a wrong drive would. Of stores in one folder.
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <utility>
@@ -18,13 +19,16 @@ enum class Broken : std::uint8_t {
   superblock_in_copy_a,  // always: there is one
   words_in_place,        // hi words are written over those of the generation before
   errors_hidden,         // a write that failed counts as done
+  read_errors_hidden,    // a read that failed brings zeros
   sectors_exchanged,     // two sectors of the state are read in each other's place
 };
 
 // Where a store keeps what, in bytes of its volume.
 struct StorePlaces {
-  std::uint64_t superblock_b = 0, words = 0, word_bytes = 0;  // the second slot follows the first
-  std::uint64_t state = 0, other_state = 0;                   // of two extents; their first sectors are exchanged
+  std::uint64_t superblock_b = 0;
+  std::uint64_t words = 0, word_bytes = 0,
+                second_bytes = 0;            // the second slot follows the first, without what is frozen
+  std::uint64_t state = 0, other_state = 0;  // of two extents; their first sectors are exchanged
 };
 
 class BrokenProtocol final : public ForwardingBackend {
@@ -41,24 +45,28 @@ class BrokenProtocol final : public ForwardingBackend {
     } else if (what_ == Broken::superblock_in_copy_a && superblock) {
       op.offset = kDataArea;
     } else if (what_ == Broken::words_in_place && at >= places_.words + places_.word_bytes &&
-               at < places_.words + 2 * places_.word_bytes) {
+               at < places_.words + places_.word_bytes + places_.second_bytes) {
       op.offset -= places_.word_bytes;
     } else if (what_ == Broken::sectors_exchanged && op.action == io::Action::read &&
                (at == places_.state || at == places_.other_state)) {
       op.offset = kDataArea + (at == places_.state ? places_.other_state : places_.state);
     }
     after_superblock_ = superblock;
-    if (what_ == Broken::errors_hidden && write) writes_[op.ticket] = op.length;
+    if (what_ == Broken::errors_hidden && write) hidden_[op.ticket] = op.length;
+    if (what_ == Broken::read_errors_hidden && op.action == io::Action::read) {
+      std::memset(op.data, 0, op.length);
+      hidden_[op.ticket] = op.length;
+    }
     return ForwardingBackend::push(op);
   }
   void reap(std::vector<io::KernelResult>& results, std::chrono::nanoseconds timeout) override {
     const std::size_t before = results.size();
     ForwardingBackend::reap(results, timeout);
     for (std::size_t i = before; i < results.size(); ++i) {
-      const auto write = writes_.find(results[i].ticket);
-      if (write == writes_.end()) continue;
-      results[i].value = static_cast<std::int64_t>(write->second);
-      writes_.erase(write);
+      const auto hidden = hidden_.find(results[i].ticket);
+      if (hidden == hidden_.end()) continue;
+      results[i].value = static_cast<std::int64_t>(hidden->second);
+      hidden_.erase(hidden);
     }
   }
 
@@ -67,7 +75,7 @@ class BrokenProtocol final : public ForwardingBackend {
   const Broken what_;
   const StorePlaces places_;
   bool after_superblock_ = false;
-  std::map<std::uint32_t, std::size_t> writes_;  // by ticket: how long
+  std::map<std::uint32_t, std::size_t> hidden_;  // whose error is: by ticket, how long
 };
 
 }  // namespace tierflow::testing

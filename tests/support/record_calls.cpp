@@ -6,10 +6,12 @@
 // there until it is sent SIGCONT. A "read" (pread) is never recorded; it fails from that number on. With
 // OPERATION:END_OF_PATH:FILE in $TIERFLOW_LOSE such a call empties FILE first. The process kills itself, as by `kill
 // -9`, at the call whose number $TIERFLOW_KILL_AT is: before it, or in the middle of it where it is a write with an odd
-// number. Counted are calls that change files or folders, those of a drive's engine included; their number is written
-// to $TIERFLOW_CALL_COUNT at the end. Each takes $TIERFLOW_CALL_DELAY_MS longer.
+// number. Counted are calls that change files or folders, those of a drive's engine included; what io_uring gives to
+// the kernel at once counts as one, and an odd number leaves it in flight. Their number is written to
+// $TIERFLOW_CALL_COUNT at the end. Each takes $TIERFLOW_CALL_DELAY_MS longer, but for those of io_uring.
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <liburing.h>
 #include <limits.h>
 #include <signal.h>
 #include <stdio.h>
@@ -83,15 +85,19 @@ struct Counter {
 
 // half: does half of the call.
 template <class Half>
-void maybe_die(Half half) {
+void count_and_die(Half half) {
   const int number = ++g_counted;
-  static const char* const delay = getenv("TIERFLOW_CALL_DELAY_MS");
-  if (delay != nullptr) usleep(1000 * static_cast<useconds_t>(atoi(delay)));
   static const char* const wanted = getenv("TIERFLOW_KILL_AT");
   if (wanted == nullptr || number != atoi(wanted)) return;
   if (number % 2 == 1) half();
   kill(getpid(), SIGKILL);
   for (;;) pause();
+}
+template <class Half>
+void maybe_die(Half half) {
+  static const char* const delay = getenv("TIERFLOW_CALL_DELAY_MS");
+  if (delay != nullptr) usleep(1000 * static_cast<useconds_t>(atoi(delay)));
+  count_and_die(half);
 }
 void maybe_die() {
   maybe_die([] {});
@@ -108,9 +114,36 @@ Function next(const char* name) {
   return reinterpret_cast<Function>(dlsym(RTLD_NEXT, name));
 }
 
+// Of liburing, which Python loads where RTLD_NEXT does not look.
+template <class Function>
+Function ring_call(const char* name) {
+  void* const found = dlsym(RTLD_NEXT, name);
+  return reinterpret_cast<Function>(found != nullptr ? found
+                                                     : dlsym(dlopen("liburing.so.2", RTLD_LAZY | RTLD_NOLOAD), name));
+}
+
+void enters(io_uring* ring) {
+  if (io_uring_sq_ready(ring) != 0)
+    count_and_die([&] { ring_call<decltype(&io_uring_submit)>("io_uring_submit")(ring); });
+}
+
 }  // namespace
 
 extern "C" {
+int io_uring_submit_and_wait(io_uring* ring, unsigned results) {
+  enters(ring);
+  return ring_call<decltype(&io_uring_submit_and_wait)>("io_uring_submit_and_wait")(ring, results);
+}
+int io_uring_submit_and_get_events(io_uring* ring) {
+  enters(ring);
+  return ring_call<decltype(&io_uring_submit_and_get_events)>("io_uring_submit_and_get_events")(ring);
+}
+int io_uring_submit_and_wait_timeout(io_uring* ring, io_uring_cqe** entry, unsigned results, __kernel_timespec* limit,
+                                     sigset_t* mask) {
+  enters(ring);
+  return ring_call<decltype(&io_uring_submit_and_wait_timeout)>("io_uring_submit_and_wait_timeout")(
+      ring, entry, results, limit, mask);
+}
 ssize_t pwrite(int descriptor, const void* bytes, size_t count, off_t offset) {
   const auto real = next<decltype(&pwrite)>("pwrite");
   maybe_die([&] { (void)!real(descriptor, bytes, count / 2 / 4096 * 4096, offset); });

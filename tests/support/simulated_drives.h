@@ -36,11 +36,14 @@ class SimulatedDrives {
     std::lock_guard lock(mutex_);
     return operations_;
   }
-  // The nth read from now on fails, once.
-  void fail_read(std::uint64_t nth) {
+  // Where the nth read from now on begins, this and further ones fail, so many times in all. Through power cycles.
+  void fail_reads(std::uint64_t nth, std::uint64_t times) {
     std::lock_guard lock(mutex_);
     reads_left_ = nth;
+    times_ = times;
   }
+  // From now on every place can be read.
+  void heal() { fail_reads(0, 0); }
   std::uint64_t failed_reads() const {
     std::lock_guard lock(mutex_);
     return failed_reads_;
@@ -63,7 +66,6 @@ class SimulatedDrives {
     current_ = durable_;
     dark_ = false;
     what_ = Goes::well;
-    reads_left_ = 0;
   }
   // The process died and the drives stayed on: their caches live.
   void restart() {
@@ -75,7 +77,10 @@ class SimulatedDrives {
     std::lock_guard lock(mutex_);
     if (dark_) return -EIO;
     if (op.action == io::Action::read) {
-      if (reads_left_ > 0 && --reads_left_ == 0) {
+      if (reads_left_ > 0 && --reads_left_ == 0) bad_ = {op.file, op.offset};
+      const bool here = bad_.first == op.file && bad_.second >= op.offset && bad_.second < op.offset + op.length;
+      if (reads_left_ == 0 && times_ > 0 && here) {
+        --times_;
         ++failed_reads_;
         return -EIO;
       }
@@ -144,7 +149,9 @@ class SimulatedDrives {
   std::minstd_rand random_;
   const bool lying_;
   Goes what_ = Goes::well;
-  std::uint64_t nth_ = 0, operations_ = 0, reads_left_ = 0, failed_reads_ = 0;
+  std::uint64_t nth_ = 0, operations_ = 0, failed_reads_ = 0;
+  std::uint64_t reads_left_ = 0, times_ = 0;  // until one fails; that it fails yet
+  Place bad_;                                 // where
   bool dark_ = false;
   Content durable_, current_;  // what survives; what a read brings
   std::vector<Write> cache_;

@@ -27,13 +27,16 @@ const Layout& tiny() {
       {{.name = "a",
         .groups = {{.elements = 4096, .state_bytes_element = 4, .precision = "p"},
                    {.elements = 2048, .state_bytes_element = 8, .precision = "q"}}},
-       {.name = "b", .groups = {{.elements = 2048, .state_bytes_element = 4, .precision = "p"}}}},
-      {{.units = {0}}, {.units = {1}}}, kChunkQuantum);
+       {.name = "b", .groups = {{.elements = 2048, .state_bytes_element = 4, .precision = "p"}}},
+       {.name = "base", .groups = {{.trainable = false, .elements = 2048}}}},  // as of adapters: written once
+      {{.units = {0}}, {.units = {1}}, {.units = {2}}}, kChunkQuantum);
   return layout;
 }
 
 constexpr int kMostDrives = 3;
 constexpr std::array kGoes{Goes::wrong_once, Goes::wrong_for_ever, Goes::torn, Goes::dark};
+// Of reads at one place: three attempts are made of each, and it is read once more later.
+constexpr std::array<std::uint64_t, 5> kFails{1, 2, 3, 7, 1 << 30};
 constexpr std::array kSurvive{Survive::none, Survive::all, Survive::last, Survive::all_but_one, Survive::any};
 
 // What the first power cut or error of a run is.
@@ -47,7 +50,7 @@ struct FirstFault {
 struct Verdict {
   std::string wrong;    // empty: all is as promised
   bool silent = false;  // bytes were handed out as a step's that are not that step's
-  int resumed = 0, fell_back = 0, failed_reads = 0;
+  int resumed = 0, fell_back = 0, failed_reads = 0, unreadable = 0;
 };
 
 class FaultRun {
@@ -96,7 +99,7 @@ class FaultRun {
       else
         drives_->power_cycle(kSurvive[random_() % kSurvive.size()]);
       if (random_() % 3 == 0) interrupt_recovery();
-      if (random_() % 3 == 0) drives_->fail_read(1 + random_() % 12);
+      if (random_() % 3 == 0) drives_->fail_reads(1 + random_() % 12, kFails[random_() % kFails.size()]);
       store = go_on();
       if (store == nullptr) break;
     }
@@ -125,7 +128,8 @@ class FaultRun {
     for (int step = 0; step < 4; ++step) {
       Values values = history_.empty() ? Values(2 * tiny().chunks().size(), -1) : history_.at(now_);
       for (std::size_t at = 0; at < values.size(); ++at) {
-        if (values[at] != -1 && (at + static_cast<std::size_t>(step)) % 3 == 0) continue;
+        if (content_of(at, 0).empty()) continue;
+        if (values[at] != -1 && (is_frozen(at) || (at + static_cast<std::size_t>(step)) % 3 == 0)) continue;
         values[at] = ++written_;
         if (write(store, at, values[at])) return;
       }
@@ -142,9 +146,27 @@ class FaultRun {
     drives_->power_cycle(kSurvive[random_() % kSurvive.size()]);
   }
 
+  // What a drive cannot read is no damage: nothing is written, and when it can the run goes on with all of it.
   std::unique_ptr<Store> go_on() {
+    const std::uint64_t writes = drives_->operations(), failed = drives_->failed_reads();
+    bool unreadable = false;
+    std::unique_ptr<Store> store = go_on(unreadable);
+    if (!unreadable) return store;
+    ++verdict_.unreadable;
+    if (drives_->operations() != writes) wrong("it was written to what cannot be read");
+    if (drives_->failed_reads() < failed + 3) wrong("a drive that can read was said to be one that cannot");
+    drives_->heal();
+    unreadable = false;
+    store = go_on(unreadable);
+    if (unreadable) wrong("it cannot be read though the drive can");
+    return store;
+  }
+
+  std::unique_ptr<Store> go_on(bool& unreadable) {
     auto opened = Store::resume(options_, tiny());
     if (!opened.ok()) {
+      unreadable = opened.error().kind == io::ErrorKind::io;
+      if (unreadable) return nullptr;
       if (acknowledged_ != 0) wrong("cannot be opened: " + opened.error().message());
       return nullptr;
     }
@@ -157,6 +179,8 @@ class FaultRun {
         },
         {});
     if (error) {
+      unreadable = error.kind == io::ErrorKind::io;
+      if (unreadable) return nullptr;
       if (acknowledged_ != 0) wrong("lost: " + error.message());
       return nullptr;
     }
@@ -174,20 +198,23 @@ class FaultRun {
   }
 
   static testing::StorePlaces places() {
-    std::uint64_t words = 0, state = 0;
+    std::uint64_t words = 0, second = 0, state = 0;
     for (const Chunk& chunk : tiny().chunks()) {
       words += chunk.word_bytes();
+      second += chunk.changes() ? chunk.word_bytes() : 0;
       state += chunk.state_bytes;
     }
     const std::uint64_t all =
         Store::bytes_needed({.generations = 2, .scratch = {.gradients = false}, .identity = "{}"}, tiny());
     return {.superblock_b = kSuperblockB,
-            .words = all - 2 * (words + state),
+            .words = all - 2 * state - second - words,
             .word_bytes = words,
+            .second_bytes = second,
             .state = all - 2 * state,
             .other_state = all - 2 * state + tiny().chunks().front().state_bytes};
   }
 
+  static bool is_frozen(std::size_t at) { return !tiny().chunks()[at % tiny().chunks().size()].changes(); }
   static std::size_t index_of(ExtentKind kind, int chunk) {
     return static_cast<std::size_t>(kind) * tiny().chunks().size() + static_cast<std::size_t>(chunk);
   }
@@ -260,7 +287,7 @@ TEST(FaultRig, NothingAcknowledgedIsLostAndNothingIsSilentlyWrong) {
                       first = testing::number_in("TIERFLOW_FAULT_SEED", 1);
   const FirstFaults faults;
   std::vector<bool> covered(faults.size());
-  int resumed = 0, fell_back = 0, failed_reads = 0;
+  int resumed = 0, fell_back = 0, failed_reads = 0, unreadable = 0;
   for (std::uint64_t seed = first; seed < first + runs; ++seed) {
     const std::uint64_t place = faults.place(seed);
     const Verdict verdict = FaultRun(seed, faults.at(place), false).run();
@@ -269,16 +296,18 @@ TEST(FaultRig, NothingAcknowledgedIsLostAndNothingIsSilentlyWrong) {
     resumed += verdict.resumed;
     fell_back += verdict.fell_back;
     failed_reads += verdict.failed_reads;
+    unreadable += verdict.unreadable;
   }
   const auto distinct = static_cast<std::uint64_t>(std::ranges::count(covered, true));
   EXPECT_EQ(distinct, std::min(runs, faults.size()));
   EXPECT_GT(resumed, static_cast<int>(runs) / 2);
   EXPECT_GE(failed_reads, static_cast<int>(runs) / 4);
+  EXPECT_GE(unreadable, static_cast<int>(runs) / 20);
   std::printf(
-      "%llu runs: %llu of %llu first faults; %d resumed, %d of them after looking at two generations, %d reads failed "
-      "once\n",
+      "%llu runs: %llu of %llu first faults; %d resumed, %d of them after looking at two generations; %d reads failed, "
+      "%d times too often to go on\n",
       static_cast<unsigned long long>(runs), static_cast<unsigned long long>(distinct),
-      static_cast<unsigned long long>(faults.size()), resumed, fell_back, failed_reads);
+      static_cast<unsigned long long>(faults.size()), resumed, fell_back, failed_reads, unreadable);
 }
 
 // A drive that says it has flushed and has not breaks the promise. The rig notices; and what is damaged then is found:
@@ -317,8 +346,8 @@ TEST(FaultRig, NoticesWhatBreaksTheProtocol) {
   EXPECT_EQ(play(Broken::nothing, kGoes), 0);
   EXPECT_EQ(play(Broken::nothing, kSpoiled), 0);
   EXPECT_GT(play(Broken::superblock_in_copy_a, kSpoiled), 0);
-  for (const Broken broken :
-       {Broken::no_first_flush, Broken::words_in_place, Broken::errors_hidden, Broken::sectors_exchanged})
+  for (const Broken broken : {Broken::no_first_flush, Broken::words_in_place, Broken::errors_hidden,
+                              Broken::read_errors_hidden, Broken::sectors_exchanged})
     EXPECT_GT(play(broken, kGoes), 0) << static_cast<int>(broken);
 }
 

@@ -199,6 +199,10 @@ TEST_F(Lanes, WriteBackSaysWhatWasNotWritten) {
     ASSERT_FALSE(executor_->write_back());
     ASSERT_FALSE(store_->commit("1"));
     plan_->set({.kind = Fault::Kind::error, .action = io::Action::write, .nth = nth, .sticky = true});
+    EXPECT_FALSE(executor_->write_back());  // the store has all of it
+    for (int id = 0; id < static_cast<int>(chunks); ++id)
+      for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
+        ASSERT_FALSE(executor_->access(kind, id, /*writes=*/true, [](std::span<std::byte>) {}));
     const io::Error error = executor_->write_back();
     EXPECT_EQ(error.kind, io::ErrorKind::io) << error.message();
     plan_->clear();

@@ -78,7 +78,7 @@ class Client {
       return plan;
     };
     const int units = static_cast<int>(layout_.units().size());
-    switch (random_() % 12) {
+    switch (random_() % 13) {
       case 0:
         if (io::Error error = checker_.close(damaged(planner_.close()))) return error;
         return owe_some(damaged);
@@ -100,6 +100,10 @@ class Client {
         }
         return {};
       }
+      case 3:
+        for (int unit = 0; unit < units; ++unit)
+          if (io::Error error = checker_.settle(damaged(planner_.settle(unit)), unit)) return error;
+        return checker_.commit(damaged(planner_.commit()));
       default:
         return visit(damaged);
     }
@@ -187,8 +191,32 @@ bool rename_chunk(Task& task) {
 }
 
 TEST(VisitCheckerControl, NoticesAMissingDependency) {
-  for (const TaskKind kind : {TaskKind::compute, TaskKind::accumulate, TaskKind::update, TaskKind::download_gradient})
+  for (const TaskKind kind :
+       {TaskKind::compute, TaskKind::accumulate, TaskKind::update, TaskKind::download_gradient, TaskKind::commit})
     EXPECT_EQ(noticed_in(kind, forget, 10), 10) << task_name(kind);
+}
+TEST(VisitCheckerControl, NoticesACommitAheadOfAnUpdate) {
+  std::minstd_rand random(19);
+  for (int round = 0; round < 10; ++round) {
+    const Planned planned = random_arrangement(random);
+    const Layout& layout = *planned.layout;
+    const int last = static_cast<int>(layout.stages().size()) - 2;  // has the unit that is always trained
+    VisitPlanner planner(layout, planned.arrangement);
+    VisitChecker checker(layout, planned.arrangement);
+    std::vector<int> owed;
+    for (int stage = 0; stage <= last; ++stage) {
+      VisitRequest request{.stage = stage, .pass = Pass::backward};
+      for (const int unit : layout.stages()[stage].units) {
+        request.gradients.push_back(layout.gradient_bytes(unit) != 0);
+        if (request.gradients.back()) owed.push_back(unit);
+      }
+      ASSERT_FALSE(checker.visit(planner.visit(request), request));
+    }
+    ASSERT_FALSE(checker.close(planner.close()));
+    ASSERT_FALSE(checker.owe(planner.owe(owed), owed));
+    ASSERT_TRUE(std::ranges::any_of(owed, [&](int unit) { return planner.owes(unit); }));
+    EXPECT_TRUE(checker.commit(planner.commit()));
+  }
 }
 TEST(VisitCheckerControl, NoticesAnotherChunk) {
   for (const TaskKind kind : {TaskKind::upload_hi, TaskKind::accumulate, TaskKind::update, TaskKind::measure})

@@ -2,7 +2,8 @@
 // How `tierflow export` asks a run that holds the state for its model: over a local socket, named by the state's first
 // file, that goes with the run's process. Both belong to one user; a run in another network namespace (another
 // container) cannot be asked. A message is a folder's path, the answer a JSON object: {"step"} where the model is whole
-// there, {"error": io::ErrorKind, "detail"} where it could not be written.
+// there, {"error": io::ErrorKind, "detail"} where it could not be written. A `tierflow train` answers, and a durable
+// run in Python.
 #include <sys/types.h>
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-#include "runtime/program/export_request.h"
+#include "runtime/planning/export_request.h"
 
 #include <fmt/format.h>
 #include <poll.h>
@@ -144,7 +144,8 @@ std::optional<std::int64_t> ask_for_export(const Folders& storage, const fs::pat
   if (!socket || !sent(socket.fd(), out.string())) {
     io::Error error = locked;
     error.detail +=
-        "; it takes no request for its model: a `tierflow train` does, once it trains; end it first, or ask again then";
+        "; it takes no request for its model: a `tierflow train` does once it trains, and a durable Python run after "
+        "resume(); end it first, or ask again then";
     throw Exception(std::move(error));
   }
   say(fmt::format("process {} trains with this state: it writes its model after the step that runs",
