@@ -375,6 +375,7 @@ TEST_P(FaultTest, TimeInWhichTheProcessIsStoppedIsNotTheDrives) {
 
 // In a process of its own: what a drive that does not answer may still write to is kept for ever.
 TEST_P(FaultTest, WhatWaitsBehindAStuckRequestFailsWithItAndGivesItsMemoryBack) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(
       {
         VolumeOptions wanted = options();

@@ -295,6 +295,13 @@ TEST_F(SystemCallsTest, AHolderThatTheKernelDoesNotNameIsNotNamed) {
   EXPECT_THAT(error.message(), HasSubstr("another process holds it"));
 }
 
+// It let go between the question for the lock and that for its holder.
+TEST_F(SystemCallsTest, ALockThatNobodyHoldsAnyMoreIsTaken) {
+  SystemCalls calls(failing("flock", EWOULDBLOCK, {}, 1));
+  EXPECT_TRUE(create(options()));
+  EXPECT_EQ(calls.count("flock"), 3U);  // refused, taken, given back
+}
+
 TEST_F(SystemCallsTest, AFileThatCannotBeDiscardedIsSaidToStay) {
   create(options()).reset();
   SystemCalls calls(failing("unlink", EACCES));

@@ -198,7 +198,7 @@ TEST_F(VolumeFiles, TheNextOwnerWaitsForReadersAndTheDead) {
   });
   EXPECT_FALSE(open_error());
   ends.join();
-  const std::string path = (folder_.path() / "state.tfv").string();
+  const std::string path = file().string();
   for (const bool waited_for : {false, true}) {
     const pid_t owner = fork();
     if (owner == 0) {
@@ -210,10 +210,9 @@ TEST_F(VolumeFiles, TheNextOwnerWaitsForReadersAndTheDead) {
       }
       _exit(0);
     }
-    if (waited_for)
-      waitpid(owner, nullptr, 0);
-    else
-      usleep(200'000);
+    siginfo_t ended;
+    ASSERT_EQ(waitid(P_PID, static_cast<id_t>(owner), &ended, WEXITED | (waited_for ? 0 : WNOWAIT)), 0);
+    EXPECT_EQ(ended.si_status, 0);
     EXPECT_FALSE(open_error());
     if (!waited_for) waitpid(owner, nullptr, 0);
   }
