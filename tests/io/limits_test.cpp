@@ -238,6 +238,16 @@ TEST_F(LimitsTest, WithoutThreadsThereIsNoVolumeAndItSaysWhy) {
             0);
 }
 
+// As a daemon may be started: the data file or the ring gets the number of what is closed.
+TEST_F(LimitsTest, AProcessWithoutStandardInputHasItsVolumeAllTheSame) {
+  const std::size_t warnings = direct() ? 0 : 1;
+  EXPECT_EQ(in_child([&] {
+              close(STDIN_FILENO);
+              return works(options(EngineKind::threads), EngineKind::threads, warnings);
+            }),
+            0);
+}
+
 TEST_F(LimitsTest, ThreadsThatExistGoOnWhereTheSystemGivesNoMore) {
   EXPECT_EQ(in_child([&] {
               Result<std::unique_ptr<Volume>> made = Volume::create(options(EngineKind::threads));

@@ -51,6 +51,8 @@ class SystemCallsTest : public ::testing::Test {
     std::vector<std::string> found = volume->mode().warnings;
     volume->remove_files();
     std::erase_if(found, [](const std::string& line) { return line.find("O_DIRECT: its bytes") != std::string::npos; });
+    // Each says where.
+    for (const std::string& line : found) EXPECT_THAT(line, HasSubstr((folder_.path() / "drive").string()));
     return found;
   }
   File data_file() { return File::create(folder_.path() / "file", kAnything).value(); }
