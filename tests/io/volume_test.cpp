@@ -58,6 +58,10 @@ TEST_P(VolumeTest, KeepsBytesAcrossClosingAndOpening) {
   EXPECT_TRUE(read_holds(volume, 0, 3 * kMiB - 4096, 1));
   EXPECT_TRUE(read_holds(volume, 3 * kMiB - 4096, kMiB + 8192, 2));
   EXPECT_TRUE(read_holds(volume, 4 * kMiB + 4096, volume.size() - 4 * kMiB - 4096, 1));
+  // Each drive by the folder that has its file, in the order of their creation.
+  const std::vector<DriveStats> stats = volume.stats();
+  ASSERT_EQ(stats.size(), wanted.folders.size());
+  for (std::size_t i = 0; i < stats.size(); ++i) EXPECT_EQ(stats[i].directory, wanted.folders.rbegin()[i]);
 }
 
 TEST_P(VolumeTest, ManyThreadsManyRequests) {
