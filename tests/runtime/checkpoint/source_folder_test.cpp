@@ -131,7 +131,7 @@ TEST(SourceFolder, TakesLayersBehindTheLastOneFromMixturesAlone) {
   };
   const auto model = [](const char* more) {
     return parse_model_spec(std::string(R"({"vocab_size": 8, "hidden_size": 4, "intermediate_size": 8,
-        "num_hidden_layers": 2, "num_attention_heads": 1, "max_position_embeddings": 16, )") +
+        "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 16, )") +
                                 more + "}",
                             "config.json");
   };
