@@ -419,7 +419,7 @@ TEST_P(FaultTest, WhatWaitsBehindAStuckRequestFailsWithItAndGivesItsMemoryBack) 
 TEST_P(FaultTest, AStuckFlushEndsTheWait) {
   VolumeOptions wanted = options();
   wanted.stall_warning = std::chrono::milliseconds{20};
-  wanted.stall_limit = std::chrono::milliseconds{100};
+  wanted.stall_limit = std::chrono::milliseconds{1};  // the least there is
   auto volume = create(wanted);
   plan_->set({.kind = Fault::Kind::hold, .action = Action::flush});
   EXPECT_EQ(volume->flush().error_number, ETIMEDOUT);
