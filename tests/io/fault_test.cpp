@@ -329,6 +329,7 @@ void expect_answers(const Volume& volume) {
   for (int i = 0; i < 500 && volume.stats().front().in_flight != 0; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds{10});
   EXPECT_EQ(volume.stats().front().in_flight, 0U);
+  std::this_thread::sleep_for(std::chrono::milliseconds{300});  // flushes are not counted there
 }
 
 TEST_P(FaultTest, AStuckRequestIsCalledByItsName) {
