@@ -177,6 +177,7 @@ TEST(FilesystemTest, RamOtherMachinesAndLayersAreRefusedByNameAndReason) {
     const Error error = check_filesystem_type(type, "/mnt/somewhere");
     EXPECT_EQ(error.kind, ErrorKind::environment);
     EXPECT_EQ(error.operation, "open");
+    EXPECT_EQ(error.error_number, 0);  // the system refused nothing
     EXPECT_THAT(error.message(),
                 ::testing::AllOf(HasSubstr("the file system is " + std::string(name) + ": it "), HasSubstr(why),
                                  HasSubstr("/mnt/somewhere"), HasSubstr("name a folder on a local drive")));

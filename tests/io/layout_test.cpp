@@ -57,7 +57,9 @@ INSTANTIATE_TEST_SUITE_P(Shapes, LayoutTest,
                          ::testing::Values(Case{1000, 16, {1}}, Case{1000, 16, {1, 1}}, Case{1024, 32, {1, 3}},
                                            Case{7, 16, {1, 1, 1}}, Case{2000, 8, {5, 1, 2}}));
 
+// And no more closely: small weights leave a row of stripes short.
 TEST(WeightsTest, FollowTheSpeedsToWithinThreePercent) {
+  EXPECT_EQ(weights_for(std::vector<double>{1.0, 1.05}), (std::vector<std::uint32_t>{1, 1}));
   EXPECT_EQ(weights_for(std::vector<double>{2.0, 2.0}), (std::vector<std::uint32_t>{1, 1}));
   EXPECT_EQ(weights_for(std::vector<double>{1.0, 3.0}), (std::vector<std::uint32_t>{1, 3}));
   for (const std::vector<double>& speeds : {std::vector<double>{7.1, 3.3}, {6.9, 6.5, 3.1}, {1.0, 1.07, 2.5, 2.4}}) {
@@ -65,7 +67,7 @@ TEST(WeightsTest, FollowTheSpeedsToWithinThreePercent) {
     double slowest = 0;
     for (std::size_t i = 0; i < speeds.size(); ++i) slowest = std::max(slowest, weights[i] / speeds[i]);
     const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
-    EXPECT_GE(total / slowest, 0.96 * std::accumulate(speeds.begin(), speeds.end(), 0.0));
+    EXPECT_GE(total / slowest, 0.97 * std::accumulate(speeds.begin(), speeds.end(), 0.0));
   }
 }
 

@@ -14,6 +14,7 @@
 #include <iostream>
 
 #include "io/file.h"
+#include "io/filesystem.h"
 #include "tests/io/volume_fixture.h"
 #include "tests/support/child.h"
 
@@ -234,6 +235,17 @@ TEST_F(LimitsTest, WithoutThreadsThereIsNoVolumeAndItSaysWhy) {
               if (made.error().kind != ErrorKind::environment || made.error().error_number != EAGAIN) return 2;
               if (made.error().message().find("ulimit -u") == std::string::npos) return 3;
               return std::filesystem::exists(folder_.path() / "drive") ? 4 : 0;
+            }),
+            0);
+}
+
+// As a daemon may be started: a folder or the data file gets the number of what is closed.
+TEST_F(LimitsTest, AProcessWithoutStandardInputHasItsVolumeAllTheSame) {
+  const std::size_t warnings = direct() ? 0 : 1;
+  EXPECT_EQ(in_child([&] {
+              close(STDIN_FILENO);
+              if (sync_directory(folder_.path())) return 1;
+              return works(options(EngineKind::threads), EngineKind::threads, warnings);
             }),
             0);
 }

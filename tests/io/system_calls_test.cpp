@@ -51,6 +51,8 @@ class SystemCallsTest : public ::testing::Test {
     std::vector<std::string> found = volume->mode().warnings;
     volume->remove_files();
     std::erase_if(found, [](const std::string& line) { return line.find("O_DIRECT: its bytes") != std::string::npos; });
+    // Each says where.
+    for (const std::string& line : found) EXPECT_THAT(line, HasSubstr((folder_.path() / "drive").string()));
     return found;
   }
   File data_file() { return File::create(folder_.path() / "file", kAnything).value(); }
@@ -293,6 +295,13 @@ TEST_F(SystemCallsTest, AHolderThatTheKernelDoesNotNameIsNotNamed) {
   const Error error = create_error(failing("flock", EWOULDBLOCK));
   EXPECT_EQ(error.kind, ErrorKind::locked);
   EXPECT_THAT(error.message(), HasSubstr("another process holds it"));
+}
+
+// It let go between the question for the lock and that for its holder.
+TEST_F(SystemCallsTest, ALockThatNobodyHoldsAnyMoreIsTaken) {
+  SystemCalls calls(failing("flock", EWOULDBLOCK, {}, 1));
+  EXPECT_TRUE(create(options()));
+  EXPECT_EQ(calls.count("flock"), 3U);  // refused, taken, given back
 }
 
 TEST_F(SystemCallsTest, AFileThatCannotBeDiscardedIsSaidToStay) {

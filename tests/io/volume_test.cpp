@@ -58,6 +58,10 @@ TEST_P(VolumeTest, KeepsBytesAcrossClosingAndOpening) {
   EXPECT_TRUE(read_holds(volume, 0, 3 * kMiB - 4096, 1));
   EXPECT_TRUE(read_holds(volume, 3 * kMiB - 4096, kMiB + 8192, 2));
   EXPECT_TRUE(read_holds(volume, 4 * kMiB + 4096, volume.size() - 4 * kMiB - 4096, 1));
+  // Each drive by the folder that has its file, in the order of their creation.
+  const std::vector<DriveStats> stats = volume.stats();
+  ASSERT_EQ(stats.size(), wanted.folders.size());
+  for (std::size_t i = 0; i < stats.size(); ++i) EXPECT_EQ(stats[i].directory, wanted.folders.rbegin()[i]);
 }
 
 TEST_P(VolumeTest, ManyThreadsManyRequests) {
@@ -198,7 +202,7 @@ TEST_F(VolumeFiles, TheNextOwnerWaitsForReadersAndTheDead) {
   });
   EXPECT_FALSE(open_error());
   ends.join();
-  const std::string path = (folder_.path() / "state.tfv").string();
+  const std::string path = file().string();
   for (const bool waited_for : {false, true}) {
     const pid_t owner = fork();
     if (owner == 0) {
@@ -210,10 +214,9 @@ TEST_F(VolumeFiles, TheNextOwnerWaitsForReadersAndTheDead) {
       }
       _exit(0);
     }
-    if (waited_for)
-      waitpid(owner, nullptr, 0);
-    else
-      usleep(200'000);
+    siginfo_t ended;
+    ASSERT_EQ(waitid(P_PID, static_cast<id_t>(owner), &ended, WEXITED | (waited_for ? 0 : WNOWAIT)), 0);
+    EXPECT_EQ(ended.si_status, 0);
     EXPECT_FALSE(open_error());
     if (!waited_for) waitpid(owner, nullptr, 0);
   }

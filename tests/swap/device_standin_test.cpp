@@ -305,13 +305,16 @@ io::Error train(std::vector<std::uint16_t>& weights) {
          {std::pair{0, Pass::forward}, {1, Pass::forward}, {2, Pass::head}, {1, Pass::backward}, {0, Pass::backward}}) {
       auto entered = (*executor)->enter(stage, pass, 0);
       if (!entered.ok()) return entered.error();
-      compute_on(device, StreamId::compute, [visit = *entered->visit, arena = entered->arena, pass] {
-        if (pass == Pass::forward) return;
-        auto* gradient = reinterpret_cast<float*>(arena + visit.gradients[0]);
-        const auto* words =
-            visit.weights[0] == kNowhere ? nullptr : reinterpret_cast<const std::uint16_t*>(arena + visit.weights[0]);
-        for (int i = 0; i < 4096; ++i) gradient[i] = static_cast<float>(words == nullptr ? i : words[i] & 0x7f);
-      });
+      compute_on(device, StreamId::compute,
+                 [visit = *entered->visit, arena = entered->arena, forward = pass == Pass::forward] {
+                   if (forward) return;
+                   auto* gradient = reinterpret_cast<float*>(arena + visit.gradients[0]);
+                   const auto* words = visit.weights[0] == kNowhere
+                                           ? nullptr
+                                           : reinterpret_cast<const std::uint16_t*>(arena + visit.weights[0]);
+                   for (int i = 0; i < 4096; ++i)
+                     gradient[i] = static_cast<float>(words == nullptr ? i : words[i] & 0x7f);
+                 });
       if (io::Error error = (*executor)->leave()) return error;
     }
     if (io::Error error = (*executor)->finish_updates()) return error;

@@ -537,7 +537,7 @@ class StoreGolden : public ::testing::Test {
     std::uint64_t offset, length;
   };
   // Offsets as numbers: they are what is pinned. m, of a manifest: 2^20 + 15 + 160 * 4, rounded up.
-  static constexpr std::uint64_t kArea = (1 << 20) + 4096, kExtents = (2 << 20) + 2 * kArea, kHi = 2 * 74 * 1024 + 8192;
+  static constexpr std::uint64_t kArea = (1 << 20) + 4096, kExtents = (2 << 20) + 2 * kArea;
   static std::string hex(std::span<const std::byte> bytes) {
     static constexpr char kDigits[] = "0123456789abcdef";
     std::string text;

@@ -114,5 +114,12 @@ TEST_F(CheckpointFolders, TheLastOnesAreKept) {
   EXPECT_EQ(names(), (std::vector<std::string>{"checkpoint-100"}));
 }
 
+// A folder that cannot be read is not one without checkpoints.
+TEST_F(CheckpointFolders, AFolderThatIsGoneIsNamed) {
+  const Checkpoints gone(dir_.path() / "gone");
+  expect_refusal(io::ErrorKind::input, {"read folder", "gone"}, [&] { gone.newest("config.json"); });
+  expect_refusal(io::ErrorKind::input, {"read folder", "gone"}, [&] { gone.keep_last(0, 0); });
+}
+
 }  // namespace
 }  // namespace tierflow

@@ -109,5 +109,51 @@ TEST(SourceFolder, MasksOfAttentionAreNoParametersOfGptNeoxAlone) {
   }
 }
 
+// Of a mixture, as GLM-4.5 has them. Elsewhere a layer too many is a mistake.
+TEST(SourceFolder, TakesLayersBehindTheLastOneFromMixturesAlone) {
+  const testing::TempDir dir;
+  int tried = 0;
+  const auto folder = [&](const ModelSpec& spec, const std::string& extra) {
+    std::vector<TensorHeader> headers;
+    std::vector<std::byte> bytes;
+    for (const UnitSpec& unit : spec.units)
+      for (const TensorSpec& tensor : unit.tensors) {
+        headers.push_back({.name = tensor.name, .shape = tensor.shape});
+        bytes.resize(bytes.size() + 2 * static_cast<std::size_t>(tensor.elements()));
+      }
+    headers.push_back({.name = extra, .shape = {3}});
+    bytes.resize(bytes.size() + 6);
+    const auto path = dir.path() / std::to_string(tried++);
+    CheckpointWriter writer(path, headers);
+    writer.write(bytes);
+    writer.finish("{}");
+    return std::make_shared<const Checkpoint>(Checkpoint::open(path));
+  };
+  const auto model = [](const char* more) {
+    return parse_model_spec(std::string(R"({"vocab_size": 8, "hidden_size": 4, "intermediate_size": 8,
+        "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 16, )") +
+                                more + "}",
+                            "config.json");
+  };
+  const ModelSpec mixture =
+      model(R"("architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1)");
+  for (const char* behind : {"model.layers.2.eh_proj.weight", "model.layers.12345.x"}) {
+    const auto checkpoint = folder(mixture, behind);
+    EXPECT_NO_THROW(check_tensors(mixture, *checkpoint)) << behind;
+    const auto headers = SourceFolder(mixture, checkpoint).headers();
+    ASSERT_EQ(headers.size(), 1U) << behind;
+    EXPECT_EQ(headers[0].name, behind);
+  }
+  const auto refused = [&](const ModelSpec& spec, const std::string& extra) {
+    const auto checkpoint = folder(spec, extra);
+    testing::expect_refusal(io::ErrorKind::input, {extra, "is not a parameter"},
+                            [&] { check_tensors(spec, *checkpoint); });
+  };
+  for (const char* other : {"model.layers.1.eh_proj.weight", "model.layers.2x.weight", "model.layers..weight",
+                            "model.layers.123456.x", "layers.2.eh_proj.weight"})
+    refused(mixture, other);
+  refused(model(R"("model_type": "llama")"), "model.layers.2.eh_proj.weight");
+}
+
 }  // namespace
 }  // namespace tierflow

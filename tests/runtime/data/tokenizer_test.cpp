@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 
 #include <chrono>
 #include <fstream>
@@ -181,6 +182,7 @@ TEST_F(PythonProcesses, SilenceEndsThem) {
   const auto silent = [&](const std::function<void(PythonProcess&)>& wait) {
     const auto process = run("exec sleep 5", 0.2);
     expect_refusal(io::ErrorKind::input, {"the folder", "silent for 0.2 s and was stopped"}, [&] { wait(*process); });
+    EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "it goes on";
   };
   silent([](PythonProcess& process) { received(process, 1); });
   silent([](PythonProcess& process) { process.send(std::vector<std::byte>(16 << 20)); });  // nobody takes them

@@ -361,5 +361,44 @@ TEST(AdapterConfig, WhatCannotBeIsRefusedWithTheNamesThereAre) {
   expect_refused({.dora = true, .init = AdapterInit::pissa}, "not with factors of the base");
 }
 
+TEST(AdapterConfig, ProjectedGradientsHaveWindowsAndNothingOfAdaptersAlone) {
+  const auto galore = [](AdapterConfig config) {
+    config.init = AdapterInit::galore;
+    return config;
+  };
+  for (const Windows windows : {Windows{.steps = 1, .scale = 0.25}, {.steps = 200, .scale = 1}})
+    EXPECT_NO_THROW(check_adapters(galore({.rank = 4096, .windows = windows})));
+  const auto refused = [&](const AdapterConfig& config, std::string_view words) {
+    expect_refusal(io::ErrorKind::usage, {words}, [&] { check_adapters(galore(config)); });
+  };
+  refused({.windows = {.steps = 0}}, "windows of at least 1 step");
+  for (const double scale : {0.0, -1.0, static_cast<double>(INFINITY), static_cast<double>(NAN)})
+    refused({.windows = {.scale = scale}}, "a scale above 0");
+  for (const AdapterConfig& config :
+       {AdapterConfig{.rank_stabilised = true}, AdapterConfig{.dropout = 0.1}, AdapterConfig{.saved = {"lm_head"}}})
+    refused(config, "no dropout, no scale of adapters");
+}
+
+// transformers calls them so in a model of text and images, and PEFT with it.
+TEST(AdapterConfig, LayersOfAWrappedModelHaveTheNamesOfBothClasses) {
+  const auto wrapped = [] {
+    return parse_model_spec(R"({"architectures": ["Mistral3ForConditionalGeneration"], "vision_config": {"x": 1},
+      "text_config": {"model_type": "llama", "vocab_size": 8, "hidden_size": 4, "intermediate_size": 8,
+                      "num_hidden_layers": 2, "num_attention_heads": 2}})",
+                            "wrapped");
+  };
+  for (const char* name : {"model.language_model.layers.1.self_attn.q_proj", "language_model.layers.1.self_attn.q_proj",
+                           "model.layers.1.self_attn.q_proj", "layers.1.self_attn.q_proj"}) {
+    ModelSpec spec = wrapped();
+    add_adapters(spec, {.rank = 2, .targets = {name}});
+    const auto adapters = adapters_of(spec);
+    ASSERT_EQ(adapters.size(), 2U) << name;
+    EXPECT_EQ(linear_module(*adapters[0]), "model.layers.1.self_attn.q_proj") << name;
+  }
+  ModelSpec plain = small_llama();
+  expect_refusal(io::ErrorKind::usage, {"is called model.language_model.layers.1.self_attn.q_proj"},
+                 [&] { add_adapters(plain, {.targets = {"model.language_model.layers.1.self_attn.q_proj"}}); });
+}
+
 }  // namespace
 }  // namespace tierflow
