@@ -35,7 +35,7 @@ DeviceNeeds device_needs(const Layout& layout, int micro_batches, bool train, bo
     needs.weights = std::max(needs.weights, weights);
     if (index > 0 && index + 1 < stages) {
       needs.block_weights = std::max(needs.block_weights, weights);
-      needs.carries += stage.carry_bytes * micro_batches;
+      needs.carries += stage.carry_bytes * stage.computations(micro_batches);
       needs.largest_carry = std::max(needs.largest_carry, round_up(stage.carry_bytes, kSector));
     }
   }
@@ -111,11 +111,11 @@ std::uint64_t swapped_bytes(const ArrangeRequest& request, std::size_t stage) {
   return stage < request.swapped_bytes.size() ? request.swapped_bytes[stage] : 0;
 }
 
-// Every stage but the last leaves an item of each micro-batch; the last one's forward and backward are one visit.
-std::vector<Item> all_items(int stages, int micro_batches) {
+// Every stage but the last leaves an item of each computation; the last one's forward and backward are one visit.
+std::vector<Item> all_items(const std::vector<StageShape>& stages, int micro_batches) {
   std::vector<Item> items;
-  for (int stage = 0; stage + 1 < stages; ++stage)
-    for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch)
+  for (int stage = 0; stage + 1 < static_cast<int>(stages.size()); ++stage)
+    for (int micro_batch = 0; micro_batch < stages[stage].computations(micro_batches); ++micro_batch)
       items.push_back(
           {.made_by = {stage, Pass::forward, micro_batch}, .read_by = {stage, Pass::backward, micro_batch}});
   return items;
@@ -160,7 +160,7 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   result.needed_gradients = request.needed_units * needs.needed_gradient;
   if (result.needed_ring != 0 && request.train && !request.sums)
     return {.kind = io::ErrorKind::usage, .detail = "units on demand take plans of single visits"};
-  result.items = all_items(static_cast<int>(stages), request.micro_batches);
+  result.items = all_items(layout.stages(), request.micro_batches);
   const std::uint64_t fixed =
       needs.weights + needs.gradient + needs.held + result.needed_ring + result.needed_gradients + request.workspace;
   const std::uint64_t slots = needs.carries == 0 ? 0 : kSlots * needs.largest_carry;
@@ -201,7 +201,8 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   std::vector<bool> input_leaves(stages, false);
   std::uint64_t of_step = 0;  // free while there is none
   for (std::size_t stage = stages - 1; stage-- > 1;) {
-    const std::uint64_t bytes = layout.stages()[stage].carry_bytes * request.micro_batches;
+    const std::uint64_t bytes =
+        layout.stages()[stage].carry_bytes * layout.stages()[stage].computations(request.micro_batches);
     if (needs.carries == 0) break;
     if (all_stay || bytes <= left) {
       left -= bytes;

@@ -3,7 +3,11 @@
 namespace tierflow::swap {
 
 PlanChecker::PlanChecker(const Layout& layout, const Arrangement& arrangement)
-    : layout_(layout), arrangement_(arrangement), ledger_(layout, arrangement), rules_(layout, arrangement, ledger_) {}
+    : layout_(layout), arrangement_(arrangement), ledger_(layout, arrangement), rules_(layout, arrangement, ledger_) {
+  parts_.assign(layout.units().size(), 0);
+  for (const StageShape& stage : layout.stages())
+    for (const int unit : stage.units) parts_[unit] += stage.computations(arrangement.micro_batches);
+}
 
 io::Error PlanChecker::train_step(const Plan& plan, bool pending, bool commits, Updates updates) {
   begin_step(pending, commits, updates);
@@ -125,7 +129,7 @@ Content PlanChecker::gradient_of(int chunk) const {
 
 Content PlanChecker::whole_sum(int chunk, int step) const {
   const int unit = layout_.chunks()[chunk].unit;
-  return {What::sum, unit, step, layout_.users_of(unit) * arrangement_.micro_batches};
+  return {What::sum, unit, step, parts_[unit]};
 }
 
 void PlanChecker::move(const Task& task) {

@@ -69,6 +69,7 @@ class PlanChecker {
   Ledger ledger_;
   UpdateRules rules_;
   Expected expected_;
+  std::vector<int> parts_;         // by unit: of how many computations its gradient is the sum
   std::vector<int> used_version_;  // by chunk: the version that whoever computes must see
   std::vector<int> made_, read_;   // by item: how often in this plan
   int commits_ = 0;                // in this plan

@@ -47,7 +47,13 @@ struct StageShape {
   std::vector<int> units;              // own unit first
   std::vector<int> on_demand;          // units that a visit may need besides; which, it says while it runs
   bool backward_needs_weights = true;  // false for an embedding: its gradient depends on the ids alone
-  std::uint64_t carry_bytes = 0;       // of its input for one micro-batch; 0 for the first stage
+  std::uint64_t carry_bytes = 0;       // of its input for one computation of a step; 0 for the first stage
+  // Micro-batches that one computation of a step takes: the first ones, then the next, and so on. It is called by its
+  // number among the stage's own. An evaluation always takes one.
+  int together = 1;
+
+  // Of a step with so many micro-batches.
+  int computations(int micro_batches) const { return (micro_batches + together - 1) / together; }
 };
 
 // Extents: what is stored, a chunk each.

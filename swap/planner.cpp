@@ -72,8 +72,11 @@ Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits, in
   const int all = static_cast<int>(visits.size()), count = all - expected;
   Saved saved{.buffer_of = std::vector<HostRef>(arrangement_.items.size()),
               .slot_of = std::vector<std::uint64_t>(arrangement_.items.size(), kNowhere)};
+  const auto computations = [&](const Visit& visit) {
+    return visit.pass == Pass::evaluate ? micro_batches : layout_.stages()[visit.stage].computations(micro_batches);
+  };
   for (const Visit& visit : visits)
-    for (int micro_batch = 0; visit.pass == Pass::backward && micro_batch < micro_batches; ++micro_batch)
+    for (int micro_batch = 0; visit.pass == Pass::backward && micro_batch < computations(visit); ++micro_batch)
       if (const int item = item_of({visit.stage, visit.pass, micro_batch});
           item != -1 && arrangement_.items[item].bytes() != 0)
         saved.items.push_back(item);
@@ -84,7 +87,7 @@ Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits, in
     Visit& visit = visits[index];
     const bool adds = visit.pass == Pass::head || visit.pass == Pass::backward;
     if (adds) open_gradients(visit);
-    for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch) {
+    for (int micro_batch = 0; micro_batch < computations(visit); ++micro_batch) {
       // From the head on nothing is saved any more: buffers and slots serve the way back.
       if (adds) bring_back(saved);
       compute(visit, micro_batch, saved);

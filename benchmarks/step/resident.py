@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A Llama training step with everything resident in plain PyTorch: what streaming is compared with; with --lora-rank that of PEFT's adapters, over weights
+"""A training step of transformers' model with everything resident in plain PyTorch: what streaming is compared with; with --lora-rank that of PEFT's adapters, over weights
 in bf16 or in bitsandbytes' 4 bits. Prints one JSON line."""
 import argparse
 import json
@@ -8,7 +8,7 @@ import statistics
 import time
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def adapted(model, args):
@@ -43,7 +43,7 @@ def main():
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     args = parser.parse_args()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**json.load(open(args.config)))).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.load(open(args.config)))).to(torch.bfloat16)
     model = (adapted(model, args) if args.lora_rank else model).to(args.device)
     if not args.no_checkpointing:
         model.gradient_checkpointing_enable()

@@ -73,7 +73,7 @@ Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry
     case StageKind::mlp:
       return {block(stage, weights, carry.at(0), shared, training)};
     case StageKind::experts:
-      return experts(stage, weights, carry, training);
+      return experts(stage, weights, carry, shared, training);
     case StageKind::norm:
       if (shared.cache != nullptr) return tiled_head_->normalise(weights, last_of_spans(carry.at(0), shared));
       return tiled_head_->normalise(weights, carry.at(0), targets_of(shared));
@@ -108,7 +108,8 @@ Carry CausalModel::backward(int stage, const Weights& weights, const Gradients& 
   fail_head();
 }
 
-Carry CausalModel::experts(int stage, const Weights& /*weights*/, const Carry& /*carry*/, bool /*training*/) const {
+Carry CausalModel::experts(int stage, const Weights& /*weights*/, const Carry& /*carry*/, const Shared& /*shared*/,
+                           bool /*training*/) const {
   throw Exception(io::ErrorKind::internal, "stage " + std::to_string(stage) + " has experts in a model without any");
 }
 

@@ -55,7 +55,8 @@ class CausalModel : public LayeredModel {
   virtual at::Tensor block(int stage, const Weights& weights, const at::Tensor& hidden, const Shared& shared,
                            bool training) const = 0;
   // A stage of experts, for carries as ExpertStage has them; by default there is none.
-  virtual Carry experts(int stage, const Weights& weights, const Carry& carry, bool training) const;
+  virtual Carry experts(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
+                        bool training) const;
   double adapter_dropout(bool training) const { return training ? config().adapter_dropout : 0.0; }
   // LayeredModel::backward of a block, a half or a stage of experts; by default that one.
   virtual Carry block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,

@@ -112,7 +112,7 @@ class DecoderModel final : public CausalModel {
     if (attends(stage)) x = with_attention(stage, weights, x, shared, training, normed);
     if (const auto& half = mlp_[at(stage)]) {
       if (!shares_norm()) normed = half->in()(weights, config().parallel ? hidden : x);
-      const Tensor added = half->forward(weights, normed, adapter_dropout(training));
+      const Tensor added = half->forward(weights, normed, adapter_dropout(training), shared.touched);
       x = plus(residual(x, normed), half->out()(weights, with_dropout(added, config().residual_dropout, training)));
     }
     return x;
@@ -127,8 +127,9 @@ class DecoderModel final : public CausalModel {
     return plus(residual(x, normed), half.out()(weights, with_dropout(added, config().residual_dropout, training)));
   }
 
-  Carry experts(int stage, const Weights& weights, const Carry& carry, bool training) const override {
-    return experts_[at(stage)]->forward(weights, carry, adapter_dropout(training));
+  Carry experts(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
+                bool training) const override {
+    return experts_[at(stage)]->forward(weights, carry, adapter_dropout(training), shared.touched);
   }
 
   Carry block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
@@ -169,7 +170,8 @@ class DecoderModel final : public CausalModel {
   // its sum with the residual needs (add()).
   KeptHalf<DecoderAttention> attend(int stage, const Weights& weights, const Tensor& x, const Tensor& like,
                                     const Shared& shared) const;
-  KeptHalf<DecoderMlp> expand(int stage, const Weights& weights, const Tensor& x, const Tensor& normed) const;
+  KeptHalf<DecoderMlp> expand(int stage, const Weights& weights, const Tensor& x, const Tensor& normed,
+                              ExpertsTouched* touched) const;
   // What the half adds, before its norm.
   Tensor added(const DecoderAttention& half, const Weights& weights, const DecoderAttention::Kept& kept) const {
     return half.project(weights, kept);
@@ -220,12 +222,12 @@ KeptHalf<DecoderAttention> DecoderModel::attend(int stage, const Weights& weight
   return kept;
 }
 
-KeptHalf<DecoderMlp> DecoderModel::expand(int stage, const Weights& weights, const Tensor& x,
-                                          const Tensor& normed) const {
+KeptHalf<DecoderMlp> DecoderModel::expand(int stage, const Weights& weights, const Tensor& x, const Tensor& normed,
+                                          ExpertsTouched* touched) const {
   const DecoderMlp& half = *mlp_[at(stage)];
   KeptHalf<DecoderMlp> kept{.x = x, .normed = normed};
   if (!shares_norm()) kept.normed = half.in()(weights, x, &kept.norm);
-  kept.inner = half.expand(weights, kept.normed);
+  kept.inner = half.expand(weights, kept.normed, touched);
   return kept;
 }
 
@@ -246,7 +248,7 @@ std::unique_ptr<KeptActivations> DecoderModel::forward_keeping(int stage, const 
   }
   if (expands(stage)) {
     kept->expands = &*mlp_[at(stage)];
-    kept->mlp = expand(stage, weights, config().parallel ? input : x, kept->attention.normed);
+    kept->mlp = expand(stage, weights, config().parallel ? input : x, kept->attention.normed, shared.touched);
     x = add(*kept->expands, weights, kept->mlp, x);
     if (config().parallel) kept->mlp.x.reset();
   }
@@ -289,7 +291,7 @@ Carry DecoderModel::backward_kept(int stage, const Weights& all_weights, const G
     if (expands(stage)) {
       const bool needs_middle = attends(stage) && !config().parallel;
       const Tensor middle = needs_middle ? add(*attention_[at(stage)], weights, attended, x) : x;
-      expanded = expand(stage, weights, middle, attended.normed);
+      expanded = expand(stage, weights, middle, attended.normed, nullptr);
     }
   }
   Tensor d_normed;        // of what both halves take, where that is the same

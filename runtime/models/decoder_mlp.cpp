@@ -19,16 +19,18 @@ DecoderMlp::DecoderMlp(const ModelSpec& spec, int stage) {
         c.activation);
 }
 
-at::Tensor DecoderMlp::forward(const Weights& weights, const at::Tensor& normed, double dropout) const {
+at::Tensor DecoderMlp::forward(const Weights& weights, const at::Tensor& normed, double dropout,
+                               ExpertsTouched* touched) const {
   if (!experts_) return dense_.contract(weights, dense_.expand(weights, normed, dropout), dropout);
   const at::Tensor by_token = normed.reshape({-1, normed.size(-1)});
-  return experts_->contract(weights, experts_->expand(weights, by_token, dropout), dropout).view(normed.sizes());
+  return experts_->contract(weights, experts_->expand(weights, by_token, dropout, touched), dropout)
+      .view(normed.sizes());
 }
 
-DecoderMlp::Kept DecoderMlp::expand(const Weights& weights, const at::Tensor& normed) const {
+DecoderMlp::Kept DecoderMlp::expand(const Weights& weights, const at::Tensor& normed, ExpertsTouched* touched) const {
   Kept kept;
   if (experts_)
-    kept.experts = experts_->expand(weights, normed);
+    kept.experts = experts_->expand(weights, normed, 0, touched);
   else
     kept.dense = dense_.expand(weights, normed);
   return kept;

@@ -61,14 +61,17 @@ SharedExpert::Kept SharedExpert::restore(std::vector<Tensor>::const_iterator& ne
 ExpertMlp::ExpertMlp(const ModelSpec& spec, int stage)
     : spec_(spec.config.experts),
       hidden_(spec.config.hidden_size),
+      block_(spec.stages.at(static_cast<std::size_t>(stage)).block),
       router_(spec.config.experts, TensorIndex(spec, stage), spec.config.names.router),
       shared_(spec, TensorIndex(spec, stage)),
       experts_(spec, stage) {}
 
-ExpertMlp::Kept ExpertMlp::expand(const Weights& weights, const Tensor& normed, double dropout) const {
+ExpertMlp::Kept ExpertMlp::expand(const Weights& weights, const Tensor& normed, double dropout,
+                                  ExpertsTouched* touched) const {
   Kept kept{.logits = router_.logits(weights, normed)};
   kept.routing = router_.route(weights, kept.logits);
   kept.assignment = assign(spec_, kept.routing.chosen);
+  tell(kept.assignment, block_, touched);
   kept.experts = experts_.expand(weights, normed, kept.assignment, 0, spec_.count);
   if (shared_) kept.shared = shared_.expand(weights, normed, dropout);
   return kept;
@@ -114,6 +117,7 @@ ExpertStage::ExpertStage(const ModelSpec& spec, int stage)
     : spec_(spec.config.experts),
       residual_multiplier_(spec.config.residual_multiplier),
       hidden_(spec.config.hidden_size),
+      block_(spec.stages.at(static_cast<std::size_t>(stage)).block),
       experts_(spec.stages.at(static_cast<std::size_t>(stage)).on_demand.empty() ? Experts(spec, stage)
                                                                                  : Experts::on_demand(spec, stage)) {
   const TensorIndex index(spec, stage);
@@ -142,14 +146,16 @@ Tensor ExpertStage::finished(const Tensor& x, const Tensor& sum) const {
   return x + (residual_multiplier_ == 1 ? added : added * residual_multiplier_);
 }
 
-Carry ExpertStage::forward(const Weights& weights, const Carry& carry, double dropout) const {
+Carry ExpertStage::forward(const Weights& weights, const Carry& carry, double dropout, ExpertsTouched* touched) const {
   const Tensor& x = carry.at(0);
   const auto& [normed, sum, routing] =
       first_ ? begun(weights, x, dropout)
              : Begun{.normed = carry.at(1),
                      .sum = carry.at(4).clone(),
                      .routing = {.scores = {}, .chosen = carry.at(3), .weights = carry.at(2)}};
-  experts_.add(weights, normed, routing, assign(spec_, routing.chosen), sum);
+  const Assignment assignment = assign(spec_, routing.chosen);
+  tell(assignment, block_, touched);
+  experts_.add(weights, normed, routing, assignment, sum);
   if (!last_) return {x, normed, routing.weights, routing.chosen, sum};
   return {finished(x, sum)};
 }

@@ -47,8 +47,9 @@ class ExpertMlp {
     Experts::Kept experts;
     SharedExpert::Kept shared;
   };
-  // For normed [tokens, hidden]; differentiable where autograd is on.
-  Kept expand(const Weights& weights, const at::Tensor& normed, double dropout = 0) const;
+  // For normed [tokens, hidden]; differentiable where autograd is on. touched: as in Shared.
+  Kept expand(const Weights& weights, const at::Tensor& normed, double dropout = 0,
+              ExpertsTouched* touched = nullptr) const;
   at::Tensor contract(const Weights& weights, const Kept& kept, double dropout = 0) const;
   // By hand: the gradient of normed; adds those of the tensors.
   at::Tensor backward(const Weights& weights, const Gradients& sums, const at::Tensor& normed, Kept kept,
@@ -58,7 +59,7 @@ class ExpertMlp {
 
  private:
   ExpertsSpec spec_;
-  std::int64_t hidden_ = 0;
+  std::int64_t hidden_ = 0, block_ = 0;
   Router router_;
   SharedExpert shared_;
   Experts experts_;
@@ -73,8 +74,8 @@ class ExpertStage {
  public:
   ExpertStage(const ModelSpec& spec, int stage);
 
-  // Differentiable where autograd is on.
-  Carry forward(const Weights& weights, const Carry& carry, double dropout) const;
+  // Differentiable where autograd is on. touched: as in Shared.
+  Carry forward(const Weights& weights, const Carry& carry, double dropout, ExpertsTouched* touched) const;
   // forward() of a stage whose experts are units on demand. weights: of its own units; x: what the carry begins with.
   std::unique_ptr<StageInParts> begin(const Weights& weights, const at::Tensor& x) const;
   // By hand; `taken`: as taken_by_backward() says.
@@ -95,7 +96,7 @@ class ExpertStage {
 
   ExpertsSpec spec_;
   double residual_multiplier_;
-  std::int64_t hidden_;
+  std::int64_t hidden_, block_;
   bool first_, last_;
   Norm in_;
   Router router_;

@@ -155,6 +155,28 @@ Carry taken_by_backward(const StageSpec& stage, const Carry& input) {
   return taken;
 }
 
+Carry joined(const std::vector<Carry>& carries) {
+  std::vector<torch::Tensor> rows;
+  for (const Carry& carry : carries) {
+    if (carry.size() != 1) throw std::logic_error("more than hidden states pass to a stage of several micro-batches");
+    rows.push_back(carry.front().reshape({-1, carry.front().size(-1)}));
+  }
+  return {torch::cat(rows)};
+}
+
+std::vector<Carry> apart(const Carry& carry, const std::vector<torch::Tensor>& ids) {
+  if (carry.size() != 1) throw std::logic_error("more than hidden states pass from a stage of several micro-batches");
+  std::vector<Carry> parts;
+  std::int64_t row = 0;
+  for (const torch::Tensor& of : ids) {
+    std::vector<std::int64_t> shape = of.sizes().vec();
+    shape.push_back(carry.front().size(-1));
+    parts.push_back({carry.front().narrow(0, row, of.numel()).clone().view(shape)});
+    row += of.numel();
+  }
+  return parts;
+}
+
 std::unique_ptr<LayeredModel> make_model(ModelSpec spec) {
   switch (spec.config.family) {
     case Family::decoder:

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -47,6 +48,9 @@ struct CachedRow {
   std::int64_t context = 0;  // tokens that its sequences come to: rotary factors may depend on it (LongRoPE)
 };
 
+// By block with experts: of each expert, whether a token took it.
+using ExpertsTouched = std::map<std::int64_t, std::vector<bool>>;
+
 // What several layers read, the same for every layer of one micro-batch.
 struct Shared {
   torch::Tensor ids, labels;
@@ -63,6 +67,7 @@ struct Shared {
   models::SoftTargets teacher = {};
   std::int64_t top = 0;
   models::AttentionChoice attention = {};
+  ExpertsTouched* touched = nullptr;  // hears of every forward; null: nobody wants to know
   // Tokens of the longest document, with those in the cache.
   std::int64_t longest() const;
 };
@@ -172,6 +177,11 @@ class LayeredModel {
   static Carry differentiate(const Weights& leaves, const Gradients& gradients, const Carry& carry, const Carry& d_out,
                              const std::function<Carry(const Carry&)>& forward);
 };
+
+// Hidden states of several micro-batches, or their gradients, as one for stages that take them together: [tokens,
+// hidden], and that apart again, by the ids of each. Nothing else passes between such a stage and another one.
+Carry joined(const std::vector<Carry>& carries);
+std::vector<Carry> apart(const Carry& carry, const std::vector<torch::Tensor>& ids);
 
 // What a stage's backward takes of its input; that alone is saved.
 Carry taken_by_backward(const StageSpec& stage, const Carry& input);

@@ -96,6 +96,14 @@ at::Tensor Router::backward(const Weights& weights, const Gradients& sums, const
   return at::mm(d, in_type(weights[static_cast<std::size_t>(weight_)]));
 }
 
+void tell(const Assignment& assignment, std::int64_t block, ExpertsTouched* touched) {
+  if (touched == nullptr) return;
+  std::vector<bool>& experts = (*touched)[block];
+  experts.resize(assignment.begin.size() - 1);
+  for (std::size_t expert = 0; expert < experts.size(); ++expert)
+    if (assignment.count(static_cast<std::int64_t>(expert)) != 0) experts[expert] = true;
+}
+
 Assignment assign(const ExpertsSpec& spec, const at::Tensor& chosen) {
   const at::Tensor host = chosen.to(at::kCPU).contiguous();
   const std::int64_t pairs = host.numel();

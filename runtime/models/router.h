@@ -53,6 +53,8 @@ struct Assignment {
     return begin[static_cast<std::size_t>(expert) + 1] - begin[static_cast<std::size_t>(expert)];
   }
 };
+// Tells of the experts that have tokens; where `touched` is null, nobody.
+void tell(const Assignment& assignment, std::int64_t block, ExpertsTouched* touched);
 // Waits for the device.
 Assignment assign(const ExpertsSpec& spec, const at::Tensor& chosen);
 

@@ -178,8 +178,9 @@ ModelProfile model_profile(const ModelSpec& spec, const SessionOptions& options,
   // Else it is computed again from its swapped inputs (device_attention.h).
   const bool swaps_attention = spec.config.attention_softcap <= 0 && spec.config.names.sinks.empty();
   for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage) {
-    const StageCost cost = stage_cost(spec, stage, options.micro_batch, options.sequence_length);
-    handed = std::max(handed, cost.handed_bytes);
+    const int together = spec.stages[stage].together ? micro_batches_together(options) : 1;
+    const StageCost cost = stage_cost(spec, stage, together * options.micro_batch, options.sequence_length);
+    handed = std::max(handed, cost.handed_bytes / together);
     profile.stage_peak = std::max(profile.stage_peak, cost.peak);
     profile.keeping_peak = std::max(profile.keeping_peak, cost.keeping_peak);
     const double forward = seconds(cost.forward_products, cost.attention, cost.forward_bytes, cost.forward_launches),
@@ -197,7 +198,7 @@ ModelProfile model_profile(const ModelSpec& spec, const SessionOptions& options,
                                                 .seconds = {.forward = forward,
                                                             .backward = backward + (block ? again : 0),
                                                             .head = forward + backward,
-                                                            .evaluate = forward,
+                                                            .evaluate = forward / together,
                                                             .forward_keeping = forward,
                                                             .backward_kept = backward,
                                                             .forward_swapping = forward + copied,

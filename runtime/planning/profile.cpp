@@ -129,6 +129,7 @@ Json model_key(const ModelSpec& spec, const SessionOptions& options, const std::
   key["stages"] = classes;
   key["micro_batch"] = options.micro_batch;
   key["sequence_length"] = options.sequence_length;
+  if (std::ranges::any_of(spec.stages, &StageSpec::together)) key["together"] = micro_batches_together(options);
   return key;
 }
 

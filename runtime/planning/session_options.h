@@ -1,5 +1,6 @@
 #pragma once
 // What a session is asked for. No torch here: `tierflow plan` uses the same options without it.
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -75,5 +76,16 @@ struct SessionOptions {
   std::uint64_t chaos_seed = 0;  // CPU device: delays and poison, for tests
   bool record = false;           // record when each task ran: see take_timeline()
 };
+
+// Micro-batches that stages take at once which compute several (StageSpec::together): as many as make products of full
+// size, no more, because memory grows with them. Shapes alone decide.
+inline constexpr std::int64_t kTokensTogether = 16384;
+inline int micro_batches_together(const SessionOptions& options) {
+  if (!options.train) return 1;
+  const std::int64_t tokens = options.micro_batch * options.sequence_length, all = options.micro_batches;
+  const std::int64_t most = std::clamp<std::int64_t>(kTokensTogether / std::max<std::int64_t>(tokens, 1), 1, all),
+                     groups = (all + most - 1) / most;
+  return static_cast<int>((all + groups - 1) / groups);
+}
 
 }  // namespace tierflow

@@ -115,6 +115,8 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
   std::vector<swap::StageShape> stages = plan.packed.stages;
   for (std::size_t stage = 1; stage < stages.size(); ++stage)
     if (spec.stages[stage].backward_needs_input) stages[stage].carry_bytes = needs.carry_bytes.at(stage);
+  for (std::size_t stage = 0; stage < stages.size(); ++stage)
+    if (spec.stages[stage].together) stages[stage].together = micro_batches_together(options);
   plan.layout = std::make_shared<swap::Layout>(
       std::move(shapes), std::move(stages),
       options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory));
@@ -194,6 +196,7 @@ std::string store_identity(const ModelSpec& spec, const SessionOptions& options)
                           {"precision", precision_name(options.precision)},
                           {"tiling", {spec.tiling.vocabulary_elements, spec.tiling.block_elements}},
                           {"run", options.run}};
+  if (spec.config.experts.count > 0 && spec.tiling.experts_apart) identity["tiling"].push_back("experts apart");
   if (!spec.read_as.empty()) identity["as"] = spec.read_as;
   if (!spec.adapter_config_json.empty()) identity["adapter"] = spec.adapter_config_json;
   if (!spec.trainable_json.empty()) identity["trainable"] = spec.trainable_json;

@@ -17,12 +17,14 @@ ModelSpec stored_spec(const nlohmann::json& identity, const std::string& where) 
   }
   const auto tiling = identity.find("tiling");
   if (!identity.is_object() || !identity.contains("config") || tiling == identity.end() || !tiling->is_array() ||
-      tiling->size() != 2 || !(*tiling)[0].is_number_integer() || !(*tiling)[1].is_number_integer())
+      tiling->size() < 2 || tiling->size() > 3 || !(*tiling)[0].is_number_integer() ||
+      !(*tiling)[1].is_number_integer() || (tiling->size() == 3 && (*tiling)[2] != "experts apart"))
     throw Exception(io::Error{
         .kind = io::ErrorKind::corruption, .path = where, .detail = "the store does not say which model it holds"});
-  ModelSpec spec =
-      parse_model_spec(identity.value("config", ""), where,
-                       {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1]}, identity.value("as", ""));
+  ModelSpec spec = parse_model_spec(
+      identity.value("config", ""), where,
+      {.vocabulary_elements = (*tiling)[0], .block_elements = (*tiling)[1], .experts_apart = tiling->size() == 3},
+      identity.value("as", ""));
   ModelSpec like;
   like.adapter_config_json = identity.value("adapter", "");
   like.trainable_json = identity.value("trainable", "");

@@ -87,29 +87,33 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                {"alignment", mode->alignment}};
   const auto or_null = [](double loss) { return std::isfinite(loss) ? json(loss) : json(); };
   const bool written = run.usable && !run.out.empty();
-  const json summary{{"steps", run.steps},
-                     {"tokens_per_s", log.tokens_per_second()},
-                     {"training_s", log.training_seconds()},
-                     {"loss", or_null(run.last_loss)},
-                     {"held_out_loss_before", or_null(run.held_out_before)},
-                     {"held_out_loss_after", or_null(run.held_out_after)},
-                     {"skipped_steps", session.skipped_steps()},
-                     {"speculative_steps", log.speculative_steps()},
-                     {"undone_steps", log.undone_steps()},
-                     {"parameters", session.parameters()},
-                     {"limit", log.limiting_lane(session)},
-                     {"device_memory_peak", memory.device_peak},
-                     {"device_memory_budget", memory.device_budget},
-                     {"host_memory", memory.host_used},
-                     {"host_memory_budget", memory.host_budget},
-                     {"storage_bytes", memory.storage_bytes},
-                     {"tb_written", 1e-12 * static_cast<double>(session.bytes_written())},
-                     {"tb_written_per_step", log.terabytes_a_step()},
-                     {"storage_mode", storage},
-                     {"peak_rss", resident_set_peak()},
-                     {"lanes", lanes},
-                     {"predicted", predicted_json(run, log)},
-                     {"out", written ? json(std::filesystem::absolute(run.out).string()) : json()}};
+  json summary{{"steps", run.steps},
+               {"tokens_per_s", log.tokens_per_second()},
+               {"training_s", log.training_seconds()},
+               {"loss", or_null(run.last_loss)},
+               {"held_out_loss_before", or_null(run.held_out_before)},
+               {"held_out_loss_after", or_null(run.held_out_after)},
+               {"skipped_steps", session.skipped_steps()},
+               {"speculative_steps", log.speculative_steps()},
+               {"undone_steps", log.undone_steps()},
+               {"parameters", session.parameters()},
+               {"limit", log.limiting_lane(session)},
+               {"device_memory_peak", memory.device_peak},
+               {"device_memory_budget", memory.device_budget},
+               {"host_memory", memory.host_used},
+               {"host_memory_budget", memory.host_budget},
+               {"storage_bytes", memory.storage_bytes},
+               {"tb_written", 1e-12 * static_cast<double>(session.bytes_written())},
+               {"tb_written_per_step", log.terabytes_a_step()},
+               {"storage_mode", storage},
+               {"peak_rss", resident_set_peak()},
+               {"lanes", lanes},
+               {"predicted", predicted_json(run, log)},
+               {"out", written ? json(std::filesystem::absolute(run.out).string()) : json()}};
+  json touched;
+  if (std::isfinite(log.experts_touched()))
+    touched = {{"mean", log.experts_touched()}, {"least", log.fewest_experts_touched()}};
+  if (!touched.is_null()) summary["experts_touched"] = touched;
   log.object({{"summary", summary}});
   const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
   log.say(fmt::format("\n{} steps in {:.{}f} s: {:.0f} tokens/s, limited by {}", run.steps, log.training_seconds(),
@@ -126,6 +130,9 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                       human_bytes(memory.host_budget), human_bytes(resident_set_peak())));
   log.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated",
                       moved("disk_read"), moved("disk_write"), moved("upload"), moved("download"), moved("update")));
+  if (!touched.is_null())
+    log.say(fmt::format("experts with tokens in a step: {:.1f}% of a layer's, {:.1f}% at least",
+                        100 * log.experts_touched(), 100 * log.fewest_experts_touched()));
   if (storage.is_object())
     log.say(fmt::format("storage wrote {:.3g} TB in this run, {:.3g} TB a step",
                         1e-12 * static_cast<double>(session.bytes_written()), log.terabytes_a_step()));

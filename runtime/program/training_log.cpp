@@ -205,6 +205,13 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
             {"device_memory_peak", memory.device_peak},
             {"host_memory", memory.host_used}};
   if (gpu_ != nullptr) line["gpu"] = gpu_since_last_step(result.tokens);
+  if (!result.experts_touched.empty()) line["experts_touched"] = result.experts_touched;
+  for (const std::int64_t touched : result.experts_touched) {
+    const double share = static_cast<double>(touched) / static_cast<double>(result.experts);
+    touched_ += share;
+    fewest_touched_ = std::fmin(fewest_touched_, share);
+    ++layers_touched_;
+  }
   if (result.pairs) add_rewards(line, *result.pairs, "");
   const bool distills = session.options().loss.distills();
   if (distills) line.update({{"ce_loss", result.ce_loss}, {"kd_loss", result.kd_loss}});

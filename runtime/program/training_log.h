@@ -2,6 +2,7 @@
 // What a run says while it goes: a live line on standard error, JSON lines in a file, the summary at the end.
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -56,6 +57,9 @@ class TrainingLog {
   // Steps that were speculative and stood; that were undone.
   std::int64_t speculative_steps() const { return speculative_; }
   std::int64_t undone_steps() const { return undone_; }
+  // Of a mixture: the share of a layer's experts that had tokens in a step, on average and at least; NaN before that.
+  double experts_touched() const { return touched_ / static_cast<double>(layers_touched_); }
+  double fewest_experts_touched() const { return fewest_touched_; }
   double terabytes_a_step() const { return steps_ > 0 ? terabytes_ / static_cast<double>(steps_) : 0; }
 
  private:
@@ -75,6 +79,8 @@ class TrainingLog {
   std::array<swap::LaneCounters, swap::kLanes> lanes_{};
   double tokens_ = 0, training_seconds_ = 0, terabytes_ = 0;  // of the steps alone
   std::int64_t steps_ = 0, speculative_ = 0, undone_ = 0;
+  double touched_ = 0, fewest_touched_ = NAN;  // shares of experts, summed over layers and steps; the least of them
+  std::int64_t layers_touched_ = 0;
   std::unique_ptr<GpuMonitor> gpu_;
   std::optional<double> energy_;  // J, when it was last looked at
   std::vector<float> step_seconds_;

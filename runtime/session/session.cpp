@@ -1,5 +1,6 @@
 #include "runtime/session/session.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "runtime/base/mix_bits.h"
@@ -213,6 +214,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
       ++planned_generation;
       if (kept) kept->generation_ = planned_generation;
     }
+    experts_touched.clear();
     forward_all(shared, swap::Pass::forward);
     result.loss = 0;
     if (options.loss.pairs()) result.pairs.emplace();
@@ -239,6 +241,9 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   result.ce_loss /= divisor;
   result.kd_loss /= divisor;
   result.computed_again = computed_again - again;
+  for (const auto& [block, experts] : experts_touched)
+    result.experts_touched.push_back(std::ranges::count(experts, true));
+  result.experts = model->spec().config.experts.count;
   settle(result, *work, lr);
   result.seconds = seconds_since(started);
   result.tokens_per_s = static_cast<double>(result.tokens) / result.seconds;
@@ -353,6 +358,7 @@ std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches)
     shared.push_back(model->share(batch, torch_device));
     ask_of_head(shared.back(), batch, options);
     shared.back().attention.ran = &attention_ran;
+    shared.back().touched = &experts_touched;
   }
   return shared;
 }

@@ -48,6 +48,9 @@ struct StepResult {
   std::optional<PairTotals> pairs;  // where the session's loss is one of pairs
   // Where it distills: the means whose weighted sum is the loss (soft_targets.h).
   double ce_loss = NAN, kd_loss = NAN;
+  // Of each layer with experts, the first first, how many had tokens; and of how many.
+  std::vector<std::int64_t> experts_touched;
+  std::int64_t experts = 0;
   std::int64_t computed_again = 0;  // stages in which memory ran out once and that fitted after caches were freed
   double seconds = 0;
   double tokens_per_s = 0;

@@ -74,6 +74,9 @@ struct Session::Impl {
   // session_passes.cpp
   Weights weights(const swap::Entered& entered);
   void compute(bool repeatable, const std::function<void()>& work);
+  // Has the carries of so many micro-batches each joined, or apart again: what StageShape::together of the next stage
+  // is.
+  void regroup(int together, const std::vector<Shared>& shared);
   bool starts_afresh(const swap::Entered& entered, int micro_batch) const;
   void forward_all(const std::vector<Shared>& shared, swap::Pass pass, const std::function<void()>& before_each = {});
   // What a step minimises, and what it divides by: the tokens that count, or the pairs.
@@ -118,9 +121,11 @@ struct Session::Impl {
   ExpertUse expert_use;
   std::unique_ptr<StreamedState> state;  // last: drains before the rest goes
 
-  std::vector<Carry> carries;              // by micro-batch: input of the stage at hand, then its gradient
-  std::vector<std::vector<Carry>> inputs;  // by stage and micro-batch: those that stay on the device
-  // By stage and micro-batch: activations that stay on the device, and the shapes of what lies in the slot for the
+  // By computation of the stage at hand, each of so many micro-batches: its input, then its gradient.
+  std::vector<Carry> carries;
+  int carried_together = 1;
+  std::vector<std::vector<Carry>> inputs;  // by stage and computation: those that stay on the device
+  // By stage and computation: activations that stay on the device, and the shapes of what lies in the slot for the
   // others.
   std::map<std::pair<int, int>, std::unique_ptr<KeptActivations>> kept;
   struct Saved {
@@ -151,6 +156,7 @@ struct Session::Impl {
   // Memory ran out and computing again did not help: the rest of the plan runs without computing.
   std::optional<io::Error> out_of_memory;
   std::int64_t computed_again = 0;
+  ExpertsTouched experts_touched;       // in the step at hand
   std::set<std::string> attention_ran;  // names of what computed attention so far (device_attention.h)
 };
 

@@ -1,4 +1,5 @@
 // A session's passes over the model: each stage entered, computed and left, and what happens where memory runs out.
+#include <algorithm>
 #include <string_view>
 
 #include "runtime/session/session_impl.h"
@@ -76,45 +77,75 @@ Weights Session::Impl::weights(const swap::Entered& entered) {
   return bound;
 }
 
+void Session::Impl::regroup(int together, const std::vector<Shared>& shared) {
+  if (together == carried_together) return;
+  const std::size_t each = static_cast<std::size_t>(std::max(together, carried_together));
+  compute(true, [&] {
+    std::vector<Carry> now(carries.size());
+    for (std::size_t first = 0; first < shared.size(); first += each) {
+      const std::size_t end = std::min(first + each, shared.size());
+      if (together != 1) {
+        now[first / each] = joined(
+            {carries.begin() + static_cast<std::ptrdiff_t>(first), carries.begin() + static_cast<std::ptrdiff_t>(end)});
+        continue;
+      }
+      std::vector<torch::Tensor> ids;
+      for (std::size_t of = first; of < end; ++of) ids.push_back(shared[of].ids);
+      std::ranges::move(apart(carries[first / each], ids), now.begin() + static_cast<std::ptrdiff_t>(first));
+    }
+    carries = std::move(now);
+  });
+  carried_together = together;
+}
+
 // Every stage but the last, layer-major: all micro-batches pass a stage before the next one.
 void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pass,
                                 const std::function<void()>& before_each) {
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
   const bool train = pass == swap::Pass::forward;
   carries.assign(shared.size(), {});
+  carried_together = 1;
   inputs.assign(last, std::vector<Carry>(train ? shared.size() : 0));
   kept.clear();
   in_slot.clear();
-  for (int stage = 0; stage < last; ++stage)
-    for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
+  for (int stage = 0; stage < last; ++stage) {
+    const swap::StageShape& shape = plan.layout->stages()[stage];
+    const int together = train ? shape.together : 1;
+    regroup(together, shared);
+    const int computations =
+        train ? shape.computations(static_cast<int>(shared.size())) : static_cast<int>(shared.size());
+    for (int number = 0; number < computations; ++number) {
       if (before_each) before_each();
-      const swap::Entered entered = enter(stage, pass, micro_batch);
-      Carry& carry = carries[micro_batch];
+      const swap::Entered entered = enter(stage, pass, number);
+      const Shared& of_first = shared[number * together];
+      Carry& carry = carries[number];
       swap::Activations activations = entered.activations;
       compute(true, [&] {
-        Saved* slot = entered.slot != nullptr ? &in_slot[{stage, micro_batch}] : nullptr;
+        Saved* slot = entered.slot != nullptr ? &in_slot[{stage, number}] : nullptr;
         if (input_leaves(entered)) {
           slot->input = copy_to_slot(entered.slot, taken_by_backward(model->spec().stages[stage], carry));
         } else if (train && stage > 0 && model->spec().stages[stage].backward_needs_input) {
-          inputs[stage][micro_batch] = taken_by_backward(model->spec().stages[stage], carry);
+          inputs[stage][number] = taken_by_backward(model->spec().stages[stage], carry);
         }
-        if (train) seed_random(stage, micro_batch);
+        if (train) seed_random(stage, number);
         // Where what it keeps does not fit after all, a second run does without.
         const swap::Activations these = std::exchange(activations, swap::Activations::recompute);
         if (these == swap::Activations::recompute) {
-          carry = model->forward(stage, weights(entered), carry, shared[micro_batch], train);
+          carry = model->forward(stage, weights(entered), carry, of_first, train);
           return;
         }
         Carry through = carry;  // a second run starts from the same input
-        auto made = model->forward_keeping(stage, weights(entered), through, shared[micro_batch]);
+        auto made = model->forward_keeping(stage, weights(entered), through, of_first);
         if (these == swap::Activations::keep)
-          kept[{stage, micro_batch}] = std::move(made);
+          kept[{stage, number}] = std::move(made);
         else
           slot->activations = copy_to_slot(activations_in(entered), made->essentials());
         carry = std::move(through);
       });
       leave();
     }
+  }
+  regroup(1, shared);
 }
 
 // First the sums of the rows, forward alone; then the gradient, each row with its factor.
@@ -184,37 +215,40 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective&
 }
 
 void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWork& work) {
-  for (int stage = static_cast<int>(plan.layout->stages().size()) - 2; stage >= 0; --stage)
-    for (int micro_batch = 0; micro_batch < static_cast<int>(shared.size()); ++micro_batch) {
-      const swap::Entered entered = enter(stage, swap::Pass::backward, micro_batch);
-      compute(starts_afresh(entered, micro_batch), [&] {
-        const std::pair item{stage, micro_batch};
+  for (int stage = static_cast<int>(plan.layout->stages().size()) - 2; stage >= 0; --stage) {
+    const swap::StageShape& shape = plan.layout->stages()[stage];
+    regroup(shape.together, shared);
+    const int computations = shape.computations(static_cast<int>(shared.size()));
+    for (int number = 0; number < computations; ++number) {
+      const Shared& of_first = shared[number * shape.together];
+      const swap::Entered entered = enter(stage, swap::Pass::backward, number);
+      compute(starts_afresh(entered, number), [&] {
+        const std::pair item{stage, number};
         const Weights bound = weights(entered);
         const Carry input = input_leaves(entered) ? tensors_in_slot(entered.slot, in_slot.at(item).input, torch_device)
-                                                  : inputs[stage][micro_batch];
-        seed_random(stage, micro_batch);
-        const Carry& d_out = carries[micro_batch];
+                                                  : inputs[stage][number];
+        seed_random(stage, number);
+        const Carry& d_out = carries[number];
         // Each is used up by its use: a second run computes it again.
         auto activations = kept.extract(item);
         std::unique_ptr<KeptActivations> made = activations.empty() ? nullptr : std::move(activations.mapped());
         if (const auto found = in_slot.find(item); found != in_slot.end() && !found->second.activations.empty())
           made = model->restore(
-              stage, bound, input, shared[micro_batch],
+              stage, bound, input, of_first,
               tensors_in_slot(activations_in(entered), std::exchange(found->second.activations, {}), torch_device));
-        Gradients gradients = gradients_of(entered, micro_batch);
-        if (gradient_init != nullptr) gradient_init->bind(stage, micro_batch, gradients);
-        carries[micro_batch] =
-            made == nullptr
-                ? model->backward(stage, bound, gradients, input, shared[micro_batch], d_out)
-                : model->backward_kept(stage, bound, gradients, input, shared[micro_batch], d_out, std::move(made));
+        Gradients gradients = gradients_of(entered, number);
+        if (gradient_init != nullptr) gradient_init->bind(stage, number, gradients);
+        carries[number] = made == nullptr
+                              ? model->backward(stage, bound, gradients, input, of_first, d_out)
+                              : model->backward_kept(stage, bound, gradients, input, of_first, d_out, std::move(made));
         gradients.settle();
-        inputs[stage][micro_batch].clear();
+        inputs[stage][number].clear();
       });
-      if (gradient_init != nullptr && micro_batch + 1 == static_cast<int>(shared.size()))
-        compute(true, [&] { gradient_init->take(stage); });
+      if (gradient_init != nullptr && number + 1 == computations) compute(true, [&] { gradient_init->take(stage); });
       if (out_of_memory) work.skip_updates();
       leave();
     }
+  }
   carries.clear();
 }
 

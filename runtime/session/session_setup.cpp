@@ -237,7 +237,7 @@ ProbedModel Session::Impl::probe() {
     torch_memory.set_cap(cap);
     try {
       return StageProbe(*model, torch_memory, torch_device)
-          .measure(micro_batch, options.sequence_length, options.train, options);
+          .measure(micro_batch, options.sequence_length, options.train, options, micro_batches_together(options));
     } catch (const c10::OutOfMemoryError&) {
       return std::nullopt;
     }

@@ -49,6 +49,13 @@ Carry filled_like(const Carry& carry) {
   return filled;
 }
 
+// What `from` equal micro-batches have as one, for `to` of them.
+Carry regrouped(const Carry& carry, int from, int to, const torch::Tensor& ids) {
+  if (from == to || carry.empty()) return carry;
+  const std::vector<torch::Tensor> ids_of(static_cast<std::size_t>(std::max(from, to)), ids);
+  return from == 1 ? joined(std::vector<Carry>(static_cast<std::size_t>(to), carry)) : apart(carry, ids_of).front();
+}
+
 std::byte* bytes_in(const torch::Tensor& slot) {
   return static_cast<std::byte*>(slot.data_ptr());
 }
@@ -155,7 +162,8 @@ auto StageProbe::run(int stage, bool backward, double& seconds, const Given& giv
 }
 
 ProbedModel StageProbe::measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train,
-                                const SessionOptions& head) {
+                                const SessionOptions& head, int together) {
+  together_ = together;
   ProbedModel result = pass(micro_batch, sequence_length, train, head);
   if (seconds_on_ == nullptr) return result;
   swept_.reset();
@@ -243,6 +251,7 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
   const torch::NoGradGuard no_grad;
   const ModelSpec& spec = model_.spec();
   const int last = static_cast<int>(spec.stages.size()) - 1;
+  const auto taken = [&](int stage) { return spec.stages[stage].together ? together_ : 1; };  // micro-batches
   // Ids spread over the vocabulary as a text's are; where only memory counts, any will do.
   const auto options = torch::TensorOptions().device(torch_device_).dtype(torch::kInt64);
   const std::int64_t vocabulary = seconds_on_ == nullptr ? 1 : std::max<std::int64_t>(1, spec.config.vocab_size);
@@ -277,6 +286,7 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
   };
   std::map<std::string, Seen> seen;
   for (int stage = 0; stage <= last; ++stage) {
+    if (stage > 0) inputs[stage] = regrouped(inputs[stage], taken(stage - 1), taken(stage), ids);
     kinds.push_back(stage_class(spec, stage));
     for (const torch::Tensor& part : inputs[stage]) {
       kinds[stage] += " <";
@@ -284,7 +294,7 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
     }
     result.needs.carry_bytes.push_back(
         slot_bytes(shapes_in_slot(taken_by_backward(spec.stages[stage], inputs[stage]))));
-    carry_bytes = std::max(carry_bytes, bytes_of(inputs[stage]));
+    carry_bytes = std::max(carry_bytes, bytes_of(inputs[stage]) / taken(stage));
     if (stage == last) break;
     if (const auto found = seen.find(kinds[stage]); found != seen.end()) {
       seconds_of(stage) = seconds_of(found->second.stage);
@@ -299,7 +309,7 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
         return on_demand.empty() ? model_.forward(stage, weights, with.input, shared, train)
                                  : forward_in_parts(stage, weights, needed.weights, with.input, shared);
       });
-      seconds_of(stage).evaluate = forward;
+      seconds_of(stage).evaluate = forward / taken(stage);
       if (train && !settled_ && model_.can_keep(stage))
         forward_keeping(stage, given, shared, result, seconds_of(stage));
       seen[kinds[stage]] = {std::move(out), stage};
@@ -315,7 +325,8 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
                         return Carry();
                       });
   for (int stage = last - 1; stage >= 0 && train; --stage) {
-    carry_bytes = std::max(carry_bytes, bytes_of(d_carry));
+    d_carry = regrouped(d_carry, taken(stage + 1), taken(stage), ids);
+    carry_bytes = std::max(carry_bytes, bytes_of(d_carry) / taken(stage));
     if (const auto found = seen.find(kinds[stage]); found != seen.end()) {
       const swap::StageSeconds& of = seconds_of(found->second.stage);
       seconds_of(stage).backward = of.backward;

@@ -28,10 +28,11 @@ class StageProbe {
   // `timing`: also measure the time, with weights and gradients in memory of its device as a session has them.
   StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device, StageTiming timing = {});
 
-  // One micro-batch of that shape; `head`: of which the head is asked what a session with these options asks. Where
+  // One micro-batch of that shape, and so many in the stages that take several together; `head`: of which the head is
+  // asked what a session with these options asks. Where
   // memory runs out, torch's exception passes through.
   ProbedModel measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train,
-                      const SessionOptions& head = {});
+                      const SessionOptions& head = {}, int together = 1);
 
  private:
   struct Bound {
@@ -62,6 +63,7 @@ class StageProbe {
   const torch::Device torch_device_;
   const StageTiming timing_;
   swap::Device* const seconds_on_;
+  int together_ = 1;
   std::vector<std::uint64_t> peaks_;               // by stage
   std::uint64_t begun_bytes_ = 0;                  // the most that a stage in parts holds from its beginning to its end
   double timed_seconds_ = 0, spread_seconds_ = 0;  // of the readings, and their spread

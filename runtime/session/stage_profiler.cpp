@@ -59,7 +59,8 @@ class Estimate {
 
  private:
   double once(int stage, bool backward) const {
-    return stage_operations(spec_, stage, options_.micro_batch, options_.sequence_length) / rate_ *
+    const int together = spec_.stages[stage].together ? micro_batches_together(options_) : 1;
+    return stage_operations(spec_, stage, together * options_.micro_batch, options_.sequence_length) / rate_ *
            (backward ? kBackward : 1);
   }
 
@@ -179,7 +180,7 @@ ModelProfile measure_model(const ModelSpec& spec, const SessionOptions& asked, d
   const auto probe = [&](const ModelSpec& of, const StageTiming& timing) {
     const std::unique_ptr<LayeredModel> model = make_model(of);
     return StageProbe(*model, memory, torch_device, timing)
-        .measure(options.micro_batch, options.sequence_length, /*train=*/true);
+        .measure(options.micro_batch, options.sequence_length, /*train=*/true, {}, micro_batches_together(asked));
   };
   ProbedModel probed =
       probe(measured, {.device = device.get(), .seconds_each = each, .done = [&](int stage, bool backward) {

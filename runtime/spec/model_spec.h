@@ -70,8 +70,13 @@ struct Tiling {
   // stages of some experts each.
   std::int64_t block_elements = std::int64_t{1} << 29;
   std::int64_t experts = 0;  // of one such stage; 0: as many as block_elements allows
+  // A block with experts is two stages however small it is, so that a step takes several micro-batches through its
+  // experts at once (StageSpec::together).
+  bool experts_apart = true;
 
-  static constexpr Tiling none() { return {.vocabulary_elements = INT64_MAX, .block_elements = INT64_MAX}; }
+  static constexpr Tiling none() {
+    return {.vocabulary_elements = INT64_MAX, .block_elements = INT64_MAX, .experts_apart = false};
+  }
 };
 
 // expert: of some tokens alone.
@@ -129,6 +134,7 @@ struct StageSpec {
   std::int64_t first_row = 0;          // of the vocabulary, in its tile
   std::int64_t first_expert = 0;       // of those in it, where it is a stage of experts
   std::int64_t experts = 0;            // how many are in it
+  bool together = false;               // a step computes it for several micro-batches at once, their rows as one
   bool backward_needs_input = true;    // the backward takes the stage's input; if false, it is not saved
   std::vector<int> backward_parts;     // of the input's tensors those that the backward takes; empty: all
   bool backward_needs_weights = true;  // the backward takes the weights

@@ -285,8 +285,10 @@ void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
   UnitBuilder whole(name, prefix, std);
   describe(spec.config, index, whole, whole);
   const std::int64_t experts = spec.config.layer(index).experts ? spec.config.experts.count : 0;
+  const bool apart = experts > 0 && spec.tiling.experts_apart;
   // Halves that take the same input stay one stage.
-  if (UnitSpec unit = whole.take(); spec.config.parallel || unit.parameters() <= spec.tiling.block_elements) {
+  if (UnitSpec unit = whole.take();
+      spec.config.parallel || (!apart && unit.parameters() <= spec.tiling.block_elements)) {
     spec.stages.push_back(
         {.kind = StageKind::block, .block = index, .units = {add_unit(spec, std::move(unit))}, .experts = experts});
     return;
@@ -296,8 +298,11 @@ void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
   spec.stages.push_back({.kind = StageKind::attention, .block = index, .units = {add_unit(spec, attention.take())}});
   const std::int64_t together = experts == 0 ? 0 : experts_together(spec);
   if (together == experts) {
-    spec.stages.push_back(
-        {.kind = StageKind::mlp, .block = index, .units = {add_unit(spec, mlp.take())}, .experts = experts});
+    spec.stages.push_back({.kind = StageKind::mlp,
+                           .block = index,
+                           .units = {add_unit(spec, mlp.take())},
+                           .experts = experts,
+                           .together = apart});
     return;
   }
   for (std::int64_t first = 0; first < experts; first += together) {
@@ -308,7 +313,8 @@ void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
                            .block = index,
                            .units = {add_unit(spec, some.take())},
                            .first_expert = first,
-                           .experts = count});
+                           .experts = count,
+                           .together = apart});
     if (first > 0) spec.stages.back().backward_parts = {1, 2, 3};
   }
 }

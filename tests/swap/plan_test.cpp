@@ -48,6 +48,7 @@ Shapes random_shapes(std::minstd_rand& random) {
   for (int block = 0; block < blocks; ++block) {
     unit("block", random() % 8 == 0 ? 0 : 300 * 1024, !(frozen && random() % 2 == 0));
     shapes.stages.push_back({.units = {1 + block}, .carry_bytes = kSector * (1 + random() % 8)});
+    if (random() % 3 == 0) shapes.stages.back().together = 2 + static_cast<int>(random() % 2);
   }
   unit("head", tied ? kElementsPad : 300 * 1024, true);
   shapes.stages.push_back({.units = {1 + blocks}, .carry_bytes = kSector});
@@ -172,7 +173,10 @@ TEST(PlanChecker, ProvesThousandsOfRandomPlans) {
     }
     for (int pass = 0; pass < 3; ++pass) {
       const int micro_batches = 1 + static_cast<int>(random() % planned.arrangement.micro_batches);
-      const io::Error error = checker.evaluate(planner.evaluate(micro_batches, random() % 3 != 0));
+      const Plan plan = planner.evaluate(micro_batches, random() % 3 != 0);
+      ASSERT_EQ(std::ranges::count(plan.tasks, TaskKind::compute, &Task::kind),
+                std::ssize(planned.layout->stages()) * micro_batches);
+      const io::Error error = checker.evaluate(plan);
       ASSERT_FALSE(error) << "round " << round << " evaluate: " << error.message();
       ++plans;
     }

@@ -81,6 +81,14 @@ MicroBatch some_batch(int step, int index) {
   return {.ids = tokens.narrow(1, 0, 16).contiguous(), .labels = tokens.narrow(1, 1, 16).contiguous()};
 }
 
+// Carries of the two micro-batches as the stage takes them: one after the other, or their rows as one.
+std::vector<Carry> as_taken(const StageSpec& stage, const std::vector<Carry>& carries) {
+  if (stage.together == (carries.size() == 1)) return carries;
+  if (stage.together) return {{torch::cat({carries[0][0].flatten(0, 1), carries[1][0].flatten(0, 1)})}};
+  const auto halves = carries[0][0].chunk(2);
+  return {{halves[0].reshape({2, 16, -1})}, {halves[1].reshape({2, 16, -1})}};
+}
+
 class PlainLoop : public ::testing::TestWithParam<Case> {};
 
 TEST_P(PlainLoop, SameBits) {
@@ -122,35 +130,42 @@ TEST_P(PlainLoop, SameBits) {
     std::vector<torch::Tensor> sums;
     for (const Parameter& parameter : parameters) sums.push_back(torch::zeros_like(parameter.master));
     double loss = 0;
-    for (const MicroBatch& batch : batches) {
-      const Shared shared = model->share(batch, torch::kCPU);
-      const int last = static_cast<int>(spec.stages.size()) - 1;
-      const auto bound = [&](int stage, Weights& of_weights, Gradients& of_gradients) {
-        for (int unit : spec.stages[stage].units)
-          for (std::size_t t = 0; t < spec.units[unit].tensors.size(); ++t) {
-            of_weights.push_back(hi_of(parameters[first_of_unit[unit] + t].master));
-            of_gradients.push_back(sums[first_of_unit[unit] + t]);
-          }
-      };
-      std::vector<Carry> inputs(last + 1);
-      for (int stage = 0; stage < last; ++stage) {
-        Weights w;
-        Gradients g;
-        bound(stage, w, g);
-        inputs[stage + 1] = model->forward(stage, w, inputs[stage], shared, true);
-      }
+    const int last = static_cast<int>(spec.stages.size()) - 1;
+    const auto bound = [&](int stage, Weights& of_weights, Gradients& of_gradients) {
+      for (int unit : spec.stages[stage].units)
+        for (std::size_t t = 0; t < spec.units[unit].tensors.size(); ++t) {
+          of_weights.push_back(hi_of(parameters[first_of_unit[unit] + t].master));
+          of_gradients.push_back(sums[first_of_unit[unit] + t]);
+        }
+    };
+    std::vector<Shared> shared;
+    for (const MicroBatch& batch : batches) shared.push_back(model->share(batch, torch::kCPU));
+    std::vector<std::vector<Carry>> inputs;
+    std::vector<Carry> carries(2);
+    for (int stage = 0; stage < last; ++stage) {
+      inputs.push_back(carries = as_taken(spec.stages[stage], carries));
+      Weights w;
+      Gradients g;
+      bound(stage, w, g);
+      for (std::size_t i = 0; i < carries.size(); ++i)
+        carries[i] = model->forward(stage, w, carries[i], shared[i], true);
+    }
+    carries = as_taken(spec.stages[last], carries);
+    for (std::size_t i = 0; i < carries.size(); ++i) {
       Weights w;
       Gradients g;
       bound(last, w, g);
-      HeadResult head = model->head_loss_and_backward(w, g, inputs[last], shared, 1.0 / 64);
+      HeadResult head = model->head_loss_and_backward(w, g, carries[i], shared[i], 1.0 / 64);
       loss += head.loss_sum.item<double>();
-      Carry d = head.d_carry;
-      for (int stage = last - 1; stage >= 0; --stage) {
-        Weights sw;
-        Gradients sg;
-        bound(stage, sw, sg);
-        d = model->backward(stage, sw, sg, inputs[stage], shared, d);
-      }
+      carries[i] = head.d_carry;
+    }
+    for (int stage = last - 1; stage >= 0; --stage) {
+      carries = as_taken(spec.stages[stage], carries);
+      Weights w;
+      Gradients g;
+      bound(stage, w, g);
+      for (std::size_t i = 0; i < carries.size(); ++i)
+        carries[i] = model->backward(stage, w, g, inputs[stage][i], shared[i], carries[i]);
     }
     EXPECT_EQ(streamed.loss, loss / 64) << "step " << step;
     update(parameters, sums, step);

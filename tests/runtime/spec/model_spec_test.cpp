@@ -394,10 +394,15 @@ TEST(ModelSpec, ExpertsAreStagesOfSomeWhereALayerIsLarge) {
   config["num_experts_per_tok"] = 2;
   config["moe_intermediate_size"] = 16;
   config["mlp_only_layers"] = {1};
-  const ModelSpec whole = parse_model_spec(config.dump(), "c");
+  const ModelSpec whole = parse_model_spec(config.dump(), "c", {.experts_apart = false});
   EXPECT_EQ(whole.stages.size(), 5U);
   EXPECT_EQ(whole.stages[1].experts, 5);
   EXPECT_EQ(whole.stages[2].experts, 0);
+  const ModelSpec apart = parse_model_spec(config.dump(), "c");
+  std::string together;
+  for (const StageSpec& stage : apart.stages) together += stage.together ? std::to_string(stage.experts) : ".";
+  EXPECT_EQ(together, "..5..5.");
+  EXPECT_EQ(apart.parameters(), whole.parameters());
   // Two experts of 3 * 16 * 32 elements beside a router of 5 * 32: three stages of two, two and one; the layer without
   // experts in halves.
   const ModelSpec cut = parse_model_spec(config.dump(), "c", {.block_elements = 2 * 3 * 16 * 32 + 5 * 32});
