@@ -143,14 +143,6 @@ def test_adapters_are_merged_over_a_folder(folder, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("saved", ["lm_head", "norm"])
-def test_modules_to_save_say_who_trains_them(saved, folder, tmp_path):
-    model = tierflow.load(folder, streaming(tmp_path, "bf16"))
-    with pytest.raises(tierflow.UsageError, match=r"a streamed parameter cannot be copied.*modules_to_save.*tierflow train --modules-to-save"):
-        adapted(model, {"modules_to_save": [saved]})
-    tierflow.close(model)
-
-
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 MOE = dict(GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16)
 
