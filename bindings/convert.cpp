@@ -46,10 +46,11 @@ struct StoredPart {
 };
 
 std::vector<std::byte> read_unconverted(const Checkpoint& checkpoint, const std::string& name,
-                                        const std::vector<std::int64_t>& shape) {
+                                        const std::vector<std::int64_t>& shape, WeightFormat format) {
   TensorSpec spec;
   spec.name = name;
   spec.shape = shape;
+  spec.format = format;
   return checkpoint.read_unconverted(spec);
 }
 
@@ -65,7 +66,7 @@ std::vector<std::byte> read_matrices(const Checkpoint& checkpoint, const std::ve
     const std::uint64_t of_scales = at.bytes - at.scales;
     if (codes + at.elements > whole.elements || scales + of_scales > whole.bytes)
       fail(io::ErrorKind::internal, tensor.name, "consists of matrices that do not fit it");
-    const std::vector<std::byte> piece = read_unconverted(checkpoint, part.name, shape);
+    const std::vector<std::byte> piece = read_unconverted(checkpoint, part.name, shape, tensor.format);
     std::memcpy(stored.data() + codes, piece.data(), at.elements);
     std::memcpy(stored.data() + scales, piece.data() + at.scales, of_scales);
     codes += at.elements;
@@ -214,15 +215,16 @@ TensorSource source_of(const py::dict& tensors, const std::string& folder, const
                        [stored, checkpoint](const std::string& name, WeightFormat format) {
                          const auto found = stored->find(name);
                          if (found == stored->end()) return false;
-                         if (found->second.size() > 1 && format != WeightFormat::fp8) return false;
+                         if (found->second.size() > 1 && format == WeightFormat::mxfp4) return false;
                          return std::ranges::all_of(
                              found->second, [&](const StoredPart& part) { return checkpoint->has(part.name, format); });
                        },
                    .read =
                        [stored, checkpoint](const TensorSpec& tensor) {
                          const std::vector<StoredPart>& parts = stored->at(tensor.name);
-                         return parts.size() == 1 ? read_unconverted(*checkpoint, parts[0].name, tensor.shape)
-                                                  : read_matrices(*checkpoint, parts, tensor);
+                         return parts.size() == 1
+                                    ? read_unconverted(*checkpoint, parts[0].name, tensor.shape, tensor.format)
+                                    : read_matrices(*checkpoint, parts, tensor);
                        }};
   return source;
 }

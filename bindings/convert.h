@@ -13,7 +13,7 @@ std::vector<UnitSpec> units_of(const pybind11::list& units);
 StreamerOptions options_of(const pybind11::dict& options);
 // Where weights come from, by tensor name. tensors: in memory, or functions that make them when they are asked for
 // (those made last are kept). stored_names: tensors of a checkpoint folder that follow one another in it; several that
-// are to be kept in FP8 are matrices with rows in multiples of 128.
+// are to be kept in FP8 are matrices, in tiles with rows in multiples of 128.
 struct TensorSource {
   WeightSource weights;
   StoredSource stored;

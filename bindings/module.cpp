@@ -150,10 +150,11 @@ void answer_requests(ExportRequests& requests, std::int64_t step, const py::func
       });
 }
 
-// How a folder stores a tensor: "plain", "fp8" or "mxfp4", which can be kept so, or "quantised" in another way.
+// How a folder stores a tensor: "plain"; "fp8", "fp8-rows" or "mxfp4", which can be kept so; or "quantised" in another
+// way.
 const char* how_stored(const Checkpoint& checkpoint, const std::string& name, const TensorEntry& entry) {
   if (entry.packed == nullptr) return "plain";
-  for (const WeightFormat format : {WeightFormat::fp8, WeightFormat::mxfp4})
+  for (const WeightFormat format : {WeightFormat::fp8, WeightFormat::fp8_rows, WeightFormat::mxfp4})
     if (checkpoint.has(name, format)) return weight_format_name(format);
   return "quantised";
 }

@@ -121,12 +121,13 @@ def main():
             runs = [(ours(args, precision, config), peer(args, precision)) for _ in range(args.rounds)]
             middle = lambda key: statistics.median(run[key] for run, _ in runs)  # noqa: E731
             last = runs[-1][0]
-            result = {"base": precision, "tokens_per_s": round(tokens / middle("step_s"), 1), "bytes_read_a_weight": round(middle("read") / everything, 3),
+            result = {"base": precision, "tokens_per_s": round(tokens / middle("step_s"), 1), "step_s": round(middle("step_s"), 3), "bytes_read_a_weight": round(middle("read") / everything, 3),
                       "bytes_read_a_linear_weight": round(middle("read_blocks") / linear, 3), "bytes_read_otherwise_a_step": round(middle("read_otherwise")), "bytes_written_a_step": round(middle("written")),
                       "bytes_written_to_the_base": max(run["written_to_base"] for run, _ in runs),
                       "slowest_lane": last["lane"][1], "slowest_lane_share": round(statistics.median(run["lane"][0] / run["training_s"] for run, _ in runs), 3),
-                      "device_bytes": last["device"], "host_bytes": last["host"], "peak_rss": last["peak_rss"], "storage_bytes": last["storage"], "weights": everything, "linear_weights": linear}
+                      "device_bytes": last["device"], "of_device_budget": args.device_memory, "host_bytes": last["host"], "of_host_budget": args.host_memory, "peak_rss": last["peak_rss"], "storage_bytes": last["storage"], "weights": everything, "linear_weights": linear}
             if last["predicted_s"]:
+                result["predicted_step_s"] = round(statistics.median(run["predicted_s"] for run, _ in runs), 3)
                 result["prediction_error"] = round(statistics.median(run["predicted_s"] / run["step_s"] - 1 for run, _ in runs), 3)
             if runs[0][1]:
                 result["peft_tokens_per_s"] = round(statistics.median(other["tokens_per_s"] for _, other in runs), 1)

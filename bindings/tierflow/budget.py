@@ -10,7 +10,8 @@ from typing import Any
 
 from . import _native
 
-UNCONVERTED = {"fp8": "FP8 (tiles of 128 x 128)", "mxfp4": "MXFP4"}  # base_precision for what a folder has in it, and nothing is converted to
+# base_precision for what a folder has in it, and nothing is converted to
+UNCONVERTED = {"fp8": "FP8 (tiles of 128 x 128)", "fp8-rows": "FP8 with a scale for each row, matrix or tensor", "mxfp4": "MXFP4"}
 _UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -87,7 +88,8 @@ class Plan:
     blocks: names of module classes that stream as one, where the elements of `ModuleList`s are not the right cut.
     trainable: False keeps a frozen base: no optimizer state, never written again. For LoRA.
     base_precision: of a frozen base, how the weights of its linear layers are stored and streamed: "bf16", "int8", "nf4" or "nf4-double" (2, 1.02, 0.56, 0.52
-        bytes each); "fp8" or "mxfp4" (1, 0.53) keep what the folder has in tiles of 128 x 128 or in MXFP4, experts too. They are dense bf16 while their module runs.
+        bytes each); "fp8", "fp8-rows" or "mxfp4" (1, 1, 0.53) keep what the folder has in FP8 with scales for tiles of 128 x 128 or for rows, or in MXFP4, experts too. They are
+        dense bf16 while their module runs.
     device: "cpu" or "cuda".
     micro_batches: for the prices that are printed.
     """
@@ -108,7 +110,7 @@ class Plan:
         if self.device not in ("cpu", "cuda"):
             raise _native.UsageError(f"device is 'cpu' or 'cuda', not {self.device!r}")
         if self.base_precision not in ("bf16", *UNCONVERTED, "int8", "nf4", "nf4-double"):
-            raise _native.UsageError(f"base_precision is 'bf16', 'fp8', 'mxfp4', 'int8', 'nf4' or 'nf4-double', not {self.base_precision!r}")
+            raise _native.UsageError(f"base_precision is 'bf16', 'fp8', 'fp8-rows', 'mxfp4', 'int8', 'nf4' or 'nf4-double', not {self.base_precision!r}")
 
     def options(self) -> dict[str, Any]:
         budget = self.budget

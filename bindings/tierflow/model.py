@@ -17,6 +17,7 @@ from torch import nn
 
 from . import _native
 from .budget import UNCONVERTED, Budget, Plan, parse_size
+from .copies import let_copy
 from .engine import Engine
 from .fused import say_what_is_fused
 from .isolation import watch
@@ -111,6 +112,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     engine.durable, engine.storage = int(plan.budget.durable), [str(folder) for folder in plan.budget.storage]
     object.__setattr__(module, "_tierflow", engine)
     _stay_in_place(module, engine)
+    let_copy(module, engine, ("_apply",), _no_assign)
     _fit_transformers(module)
     if fused_layers:
         say_what_is_fused(engine.turns)
@@ -267,7 +269,7 @@ def _fit_transformers(module: Any) -> None:
         """Writes config.json and streams the weights as safetensors. Other arguments of transformers' save_pretrained() have no meaning here."""
         if ignored.get("push_to_hub") or ignored.get("variant"):
             raise _native.UsageError("a streamed model's save_pretrained() has neither push_to_hub nor variant: upload the folder that it writes")
-        if any(".base_layer." in name for name, _ in self.named_parameters()):
+        if any(".base_layer." in name or ".original_module." in name for name, _ in self.named_parameters()):
             raise _native.UsageError("an adapter is inside of the model: save_pretrained() of the PEFT model writes the adapter; to write both as one, merge_and_unload() first")
         os.makedirs(save_directory, exist_ok=True)
         _write(self, save_directory, max_shard_size, lambda state: saved_as(self, state))

@@ -248,8 +248,8 @@ class StreamedParameter(_Streamed):
         if self.stands_apart:
             return self.fetch()
         raise _native.UsageError(
-            f"{self.label}: a streamed parameter cannot be copied, as its state would have to be twice on the drives: save_pretrained() and load() a model again; "
-            "modules that PEFT copies to train them (modules_to_save) `tierflow train --modules-to-save` trains beside adapters"
+            f"{self.label}: a streamed parameter cannot be copied, as its state would have to be twice on the drives: save_pretrained() and load() a model again, or "
+            "copy a module that holds it"
         )
 
     def __repr__(self, *, tensor_contents=None):

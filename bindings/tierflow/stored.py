@@ -40,13 +40,13 @@ class StoredModel:
         return [], []
 
     def keeps(self, names: Sequence[str], format: str) -> bool:
-        """Whether the parameter of these names can stay in a format as the folder has it. Of FP8, several matrices that make one parameter have to end with
-        their tiles."""
+        """Whether the parameter of these names can stay in a format as the folder has it. Of FP8 in tiles, several matrices that make one parameter have to end
+        with these."""
         own, _ = self._look_up(names)
         shapes = [shape for shape, _, how in (self._stored[name] for name in own) if how == format]
         if not own or len(shapes) != len(own) or any(name in self._whole for name in names):
             return False
-        return len(own) == 1 or (format == "fp8" and all(shape[0] % _FP8_ROWS == 0 for shape in shapes))
+        return len(own) == 1 or format == "fp8-rows" or (format == "fp8" and all(shape[0] % _FP8_ROWS == 0 for shape in shapes))
 
     def load_buffers(self) -> None:
         """Those in floating point that the folder has."""

@@ -9,10 +9,13 @@
 //   MXFP4 of gpt-oss         W_blocks: uint8 [experts, out, in / 32, 16], two codes e2m1 a byte, the first in the low
 //                            half; W_scales: uint8 [experts, out, in / 32]. w = code * 2^(scale - 127). W is their
 //                            transpose [experts, in, out].
-//   FP8 in tiles             W: e4m3 [out, in]; W_scale_inv: [ceil(out / 128), ceil(in / 128)]. w = code * scale
-//   compressed-tensors       W: e4m3 or int8 [out, in]; W_scale: one, one a row ([out] or [out, 1]), or one a tile as
-//                            above. w = code * scale. W without its last part may have an input_scale, which is of no
-//                            use here.
+//   FP8                      W: e4m3 [out, in]; W_scale_inv (quant_method fp8) or W_scale (compressed-tensors,
+//                            fbgemm_fp8): one a tile [ceil(out / 128), ceil(in / 128)], one a row [out] or [out, 1], or
+//                            one. w = code * scale. Or experts in one tensor [experts, out, in], whose scales have that
+//                            dimension first, or are one. The module may have an activation_scale or input_scale, which
+//                            is of no use here.
+//   8 bits of                W: int8 [out, in]; W_scale as above. w = code * scale
+//   compressed-tensors
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -50,8 +53,9 @@ class PackedWeight {
   virtual void read(std::uint64_t first, std::span<float> out) const = 0;
   // Whether its codes and scales are those of this format. It may be several such weights below each other.
   virtual bool has(WeightFormat) const { return false; }
-  // Where it is: the stored bytes (weight_format.h) of the weights in elements [first, first + count).
-  virtual std::vector<std::byte> read_unconverted(std::uint64_t first, std::uint64_t count) const;
+  // Where it is: the stored bytes (weight_format.h) of the weights in elements [first, first + count), which are whole
+  // rows of an fp8_rows and whole matrices of another.
+  virtual std::vector<std::byte> read_unconverted(WeightFormat format, std::uint64_t first, std::uint64_t count) const;
 
  protected:
   std::vector<std::int64_t> shape_;

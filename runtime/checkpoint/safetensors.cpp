@@ -309,7 +309,7 @@ bool Checkpoint::has(std::string_view name, WeightFormat format) const {
 
 std::vector<std::byte> Checkpoint::read_unconverted(const TensorSpec& tensor) const {
   return find(tensor.name)
-      ->packed->read_unconverted(static_cast<std::uint64_t>(tensor.first_element()),
+      ->packed->read_unconverted(tensor.format, static_cast<std::uint64_t>(tensor.first_element()),
                                  static_cast<std::uint64_t>(tensor.elements()));
 }
 

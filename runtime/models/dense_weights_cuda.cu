@@ -101,12 +101,14 @@ __device__ void widen(const Stored& stored, std::uint64_t first, float (&values)
       }
     }
   } else {
-    const std::uint64_t tiles = (at.columns + weights::kFp8Tile - 1) / weights::kFp8Tile;
+    const std::uint64_t rows = format == WeightFormat::fp8 ? weights::kFp8Tile : 1;  // of what has one scale
+    const std::uint64_t columns = format == WeightFormat::fp8 ? weights::kFp8Tile : at.columns;
+    const std::uint64_t across = (at.columns + columns - 1) / columns;
     std::uint64_t row = first / at.columns, column = first % at.columns;
 #pragma unroll
     for (unsigned i = 0; i < kEach; ++i) {
       if (first + i >= at.elements) continue;
-      const float scale = stored.number(at.scales, row / weights::kFp8Tile * tiles + column / weights::kFp8Tile);
+      const float scale = stored.number(at.scales, row / rows * across + column / columns);
       values[i] = __fmul_rn(e4m3(static_cast<std::uint8_t>(stored.bytes[first + i])), scale);
       if (++column == at.columns) {
         column = 0;
@@ -120,7 +122,8 @@ template <WeightFormat format>
 __global__ __launch_bounds__(kThreads) void widen_all(Stored stored, std::uint16_t* words) {
   const std::uint64_t first = (std::uint64_t{blockIdx.x} * kThreads + threadIdx.x) * kEach;
   if (first >= stored.at.elements) return;
-  const auto word = [](float value) { return format == WeightFormat::fp8 ? rounded_away(value) : rounded(value); };
+  constexpr bool kFp8 = format == WeightFormat::fp8 || format == WeightFormat::fp8_rows;
+  const auto word = [](float value) { return kFp8 ? rounded_away(value) : rounded(value); };
   float values[kEach];
   widen<format>(stored, first, values);
   if (first + kEach <= stored.at.elements) {
@@ -175,6 +178,9 @@ void dense_on_device(WeightFormat format, const WeightLayout& layout, const std:
       break;
     case WeightFormat::fp8:
       launch<WeightFormat::fp8>(all, words, on);
+      break;
+    case WeightFormat::fp8_rows:
+      launch<WeightFormat::fp8_rows>(all, words, on);
       break;
     case WeightFormat::mxfp4:
       launch<WeightFormat::mxfp4>(all, words, on);

@@ -102,7 +102,8 @@ void add_layers(OptionTable& table, AdapterConfig& config) {
 
 void add_base_precision(OptionTable& table, std::string& precision, std::vector<std::string> besides) {
   const bool own = !besides.empty();
-  for (const char* format : {"bf16", "fp8", "mxfp4", "int8", "nf4", "nf4-double"}) besides.emplace_back(format);
+  for (const char* format : {"bf16", "fp8", "fp8-rows", "mxfp4", "int8", "nf4", "nf4-double"})
+    besides.emplace_back(format);
   table.choice("base-precision", precision, std::move(besides),
                std::string("how the weights beside the adapters are stored and streamed: 2, 1 or 0.53 (as a folder in "
                            "FP8 or MXFP4 has them), 1.02, 0.56 or 0.52 bytes each") +

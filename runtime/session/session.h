@@ -83,8 +83,8 @@ Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_
 Model with_adapters(const Model& base, const std::filesystem::path& adapter);
 
 // One of load() or with_adapters() with the weights of its blocks' linear layers frozen and stored in `format`. They
-// are converted when a session begins. Nothing is converted to fp8 or mxfp4: weights that load()'s folder has in that
-// format stay so, all others stay in bf16. Throws Exception (kind usage) where the folder has none in it.
+// are converted when a session begins. Nothing is converted to fp8, fp8_rows or mxfp4: weights that load()'s folder has
+// in that format stay so, all others stay in bf16. Throws Exception (kind usage) where the folder has none in it.
 Model with_base_format(const Model& model, WeightFormat format);
 
 // One of load() or from_config() of which a part is trained, the rest frozen (spec/trainable.h).

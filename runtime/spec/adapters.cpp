@@ -272,6 +272,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   AdapterChoice choice(spec, config);
   Saved saved(spec, config.saved);
   const bool transposed = has_transposed_weights(spec), windows = config.init == AdapterInit::galore;
+  if (!windows) choice.expect_none_outside_blocks();
   std::set<std::string> names;
   std::set<std::string> unused(config.targets.begin(), config.targets.end()),
       unused_parameters(config.parameters.begin(), config.parameters.end());

@@ -25,9 +25,9 @@ void for_each_base_weight(Spec& spec, Use use) {
 
 using Has = std::function<bool(const std::string& name, WeightFormat format)>;
 
-bool can_be_kept(const TensorSpec& tensor, WeightFormat format, const Has& has) {
-  const bool whole = format != WeightFormat::fp8 || tensor.shape.size() == 2;  // not experts in one tensor
-  return whole && has && has(tensor.name, format);
+const char* in_words(WeightFormat format) {
+  if (format == WeightFormat::mxfp4) return "MXFP4";
+  return format == WeightFormat::fp8 ? "FP8 (tiles of 128 x 128)" : "FP8 with a scale for each row, matrix or tensor";
 }
 
 }  // namespace
@@ -55,22 +55,25 @@ std::vector<std::string> plain_beside(const ModelSpec& spec, WeightFormat format
   std::vector<std::string> plain;
   bool any = false;
   for_each_base_weight(spec, [&](const TensorSpec& tensor) {
-    const bool fits = can_be_kept(tensor, format, has);
+    const bool fits = has && has(tensor.name, format);
     any = any || fits;
     if (!fits) plain.push_back(tensor.name);
   });
-  if (!any)
-    throw Exception(io::ErrorKind::usage,
-                    fmt::format("the model's folder has no weights in {}: nothing could be kept as it is",
-                                format == WeightFormat::fp8 ? "FP8 (tiles of 128 x 128)" : "MXFP4"));
+  if (!any) {
+    const WeightFormat own = own_format(spec, has);
+    throw Exception(
+        io::ErrorKind::usage,
+        fmt::format("the model's folder has no weights in {}: nothing could be kept as it is{}", in_words(format),
+                    own == WeightFormat::bf16 ? "" : fmt::format("; what it has is {}", weight_format_name(own))));
+  }
   return plain;
 }
 
 WeightFormat own_format(const ModelSpec& spec, const Has& has) {
   WeightFormat found = WeightFormat::bf16;
-  for (const WeightFormat format : {WeightFormat::mxfp4, WeightFormat::fp8})
+  for (const WeightFormat format : {WeightFormat::mxfp4, WeightFormat::fp8, WeightFormat::fp8_rows})
     for_each_base_weight(spec, [&](const TensorSpec& tensor) {
-      if (found == WeightFormat::bf16 && can_be_kept(tensor, format, has)) found = format;
+      if (found == WeightFormat::bf16 && has && has(tensor.name, format)) found = format;
     });
   return found;
 }

@@ -33,6 +33,7 @@ bool has_scales_of_one(const TensorSpec& tensor) {
       return false;
     case WeightFormat::bf16:
     case WeightFormat::fp8:
+    case WeightFormat::fp8_rows:
     case WeightFormat::mxfp4:
     case WeightFormat::fp32:
       return true;

@@ -86,15 +86,15 @@ void check_quantised(const std::string& quantization_config, const std::string& 
   const JsonFields quantised(config, where + ": quantization_config");
   const std::string method = quantised.text_or("quant_method", "");
   if (method == "compressed-tensors") return check_compressed(quantised);
-  if (method != "bitsandbytes" && method != "fp8" && method != "mxfp4")
+  if (method != "bitsandbytes" && method != "fp8" && method != "fbgemm_fp8" && method != "mxfp4")
     quantised.fail(
         "quant_method",
-        fmt::format("is \"{}\"; weights quantised with bitsandbytes, fp8, mxfp4 or compressed-tensors can be "
-                    "read: give such a folder, or the model that this one was made from",
+        fmt::format("is \"{}\"; weights quantised with bitsandbytes, fp8, fbgemm_fp8, mxfp4 or compressed-tensors can "
+                    "be read: give such a folder, or the model that this one was made from",
                     printable(method)));
   const Json* block = quantised.find("weight_block_size");
-  if (method == "fp8" && (block == nullptr || *block != Json::array({128, 128})))
-    quantised.fail("weight_block_size", "must be [128, 128]");
+  if (method == "fp8" && block != nullptr && !block->is_null() && *block != Json::array({128, 128}))
+    quantised.fail("weight_block_size", "must be [128, 128], or null for weights with one scale");
 }
 
 std::int64_t TensorSpec::elements() const {

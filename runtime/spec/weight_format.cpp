@@ -21,13 +21,14 @@ using weights::kMxBlock;
 using weights::kNestedBlock;
 using weights::kNf4Block;
 
-constexpr std::array<std::pair<WeightFormat, const char*>, 7> kNames = {{{WeightFormat::bf16, "bf16"},
+constexpr std::array<std::pair<WeightFormat, const char*>, 8> kNames = {{{WeightFormat::bf16, "bf16"},
                                                                          {WeightFormat::int8, "int8"},
                                                                          {WeightFormat::nf4, "nf4"},
                                                                          {WeightFormat::nf4_double, "nf4-double"},
                                                                          {WeightFormat::fp8, "fp8"},
                                                                          {WeightFormat::mxfp4, "mxfp4"},
-                                                                         {WeightFormat::fp32, "fp32"}}};
+                                                                         {WeightFormat::fp32, "fp32"},
+                                                                         {WeightFormat::fp8_rows, "fp8-rows"}}};
 
 constexpr std::uint64_t pieces(std::uint64_t n, std::uint64_t piece) {
   return (n + piece - 1) / piece;
@@ -102,14 +103,15 @@ void dequantise_int8(const WeightLayout& at, std::span<const std::byte> stored, 
   }
 }
 
-void dequantise_fp8(const WeightLayout& at, std::span<const std::byte> stored, std::uint64_t first,
-                    std::span<std::uint16_t> out) {
-  const std::uint64_t tiles = pieces(at.columns, kFp8Tile);
+// rows, columns: of what has one scale.
+void dequantise_fp8(const WeightLayout& at, std::uint64_t rows, std::uint64_t columns,
+                    std::span<const std::byte> stored, std::uint64_t first, std::span<std::uint16_t> out) {
+  const std::uint64_t across = pieces(at.columns, columns);
   while (!out.empty()) {
     const std::uint64_t row = first / at.columns, column = first % at.columns;
-    const std::uint64_t end = std::min(at.columns, (column / kFp8Tile + 1) * kFp8Tile);
+    const std::uint64_t end = std::min(at.columns, (column / columns + 1) * columns);
     const std::size_t n = std::min<std::size_t>(end - column, out.size());
-    const float scale = load(stored.data() + at.scales, row / kFp8Tile * tiles + column / kFp8Tile);
+    const float scale = load(stored.data() + at.scales, row / rows * across + column / columns);
     weights::decode_e4m3(codes_of(stored) + first, scale, n, out.data());
     first += n;
     out = out.subspan(n);
@@ -153,7 +155,9 @@ void dequantise(WeightFormat format, const std::vector<std::int64_t>& shape, std
     case WeightFormat::nf4_double:
       return dequantise_nf4(format, at, stored, first, out);
     case WeightFormat::fp8:
-      return dequantise_fp8(at, stored, first, out);
+      return dequantise_fp8(at, kFp8Tile, kFp8Tile, stored, first, out);
+    case WeightFormat::fp8_rows:
+      return dequantise_fp8(at, 1, at.columns, stored, first, out);
     case WeightFormat::mxfp4:
       return dequantise_mxfp4(at, stored, first, out);
     case WeightFormat::fp32:
@@ -166,7 +170,7 @@ WeightFormat parse_weight_format(std::string_view name) {
   for (const auto& [format, known] : kNames)
     if (name == known && format != WeightFormat::fp32) return format;
   throw Exception(io::ErrorKind::usage, "no weight format is called \"" + std::string(name) +
-                                            "\"; there are bf16, fp8, mxfp4, int8, nf4 and nf4-double");
+                                            "\"; there are bf16, fp8, fp8-rows, mxfp4, int8, nf4 and nf4-double");
 }
 
 const char* weight_format_name(WeightFormat format) {
@@ -201,6 +205,9 @@ WeightLayout weight_layout(WeightFormat format, const std::vector<std::int64_t>&
                         "an fp8 weight is a matrix, or several with rows in multiples of 128; store it as bf16");
       scales = 4 * pieces(n / std::max<std::uint64_t>(1, at.columns), kFp8Tile) * pieces(at.columns, kFp8Tile);
       break;
+    case WeightFormat::fp8_rows:
+      scales = 4 * (n / std::max<std::uint64_t>(1, at.columns));
+      break;
     case WeightFormat::mxfp4:
       if (shape.size() < 2 || shape.rbegin()[1] % static_cast<std::int64_t>(kMxBlock) != 0 || shape.back() % 2 != 0)
         throw Exception(
@@ -227,7 +234,8 @@ std::uint64_t stored_bytes(WeightFormat format, const std::vector<std::int64_t>&
 std::uint64_t quantising_bytes(WeightFormat format, const std::vector<std::int64_t>& shape) {
   if (format == WeightFormat::bf16) return 0;
   const WeightLayout at = weight_layout(format, shape);
-  if (format == WeightFormat::fp8) {  // copied; of several matrices one at a time beside the whole
+  if (format == WeightFormat::fp8 ||
+      format == WeightFormat::fp8_rows) {  // copied; of several matrices one at a time beside the whole
     std::uint64_t matrices = 1;
     for (std::size_t i = 0; i + 2 < shape.size(); ++i) matrices *= static_cast<std::uint64_t>(shape[i]);
     return at.bytes + at.bytes - at.scales + (matrices > 1 ? at.bytes / matrices : 0);

@@ -13,16 +13,17 @@
 //   fp8         codes: n bytes e4m3fn | scales: fp32 [ceil(rows / 128), ceil(columns / 128)]. Of shape [rows, columns],
 //               or [..., rows, columns] with rows in multiples of 128, whose matrices follow one another. w = code *
 //               scale.
+//   fp8_rows    codes as in fp8 | scales: fp32 for each row. Of any shape [..., columns]. w = code * scale.
 //   mxfp4       codes: n / 2 bytes, element 2i in the LOW half of byte i | scales: a byte for each 32 rows of each
 //               column [rows / 32, columns]. Of shape [..., rows, columns]. w = e2m1(code) * 2^(scale - 127), as
 //               gpt-oss has its experts (OCP Microscaling Formats 1.0), exact in bf16.
 //   fp32        n fp32 values, exact: what a router adds to its scores.
 //
 // All arithmetic is fp32, one rounding an operation, never fused; w, but of fp32, is then rounded to bf16, ties to
-// even (of fp8 away from zero, as a store rounds what it reads), and any NaN becomes 0x7fc0. Of two codes as near, nf4
-// and q take the lower. nf4 and nf4_double are bitsandbytes' 4-bit NF4 with blocks of 64, bit for bit, but for what
-// depends on the device there: the mean is summed in fp64 here (there the last bit depends on the number of threads),
-// and q is the nearest code (its kernel for the CPU looks q up in steps of 2^-15).
+// even (of fp8 and fp8_rows away from zero, as a store rounds what it reads), and any NaN becomes 0x7fc0. Of two codes
+// as near, nf4 and q take the lower. nf4 and nf4_double are bitsandbytes' 4-bit NF4 with blocks of 64, bit for bit, but
+// for what depends on the device there: the mean is summed in fp64 here (there the last bit depends on the number of
+// threads), and q is the nearest code (its kernel for the CPU looks q up in steps of 2^-15).
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -31,15 +32,15 @@
 
 namespace tierflow {
 
-enum class WeightFormat : std::uint8_t { bf16, int8, nf4, nf4_double, fp8, mxfp4, fp32 };
+enum class WeightFormat : std::uint8_t { bf16, int8, nf4, nf4_double, fp8, mxfp4, fp32, fp8_rows };
 
-// "bf16", "int8", "nf4" or "nf4-double", the formats that are made here, or "fp8" or "mxfp4", which are
+// "bf16", "int8", "nf4" or "nf4-double", the formats that are made here, or "fp8", "fp8-rows" or "mxfp4", which are
 // not. Anything else throws Exception (kind usage).
 WeightFormat parse_weight_format(std::string_view name);
 const char* weight_format_name(WeightFormat format);
 // Weights come in it from a folder and stay so; nothing is converted to it.
 inline constexpr bool is_unconverted(WeightFormat format) {
-  return format == WeightFormat::fp8 || format == WeightFormat::mxfp4;
+  return format == WeightFormat::fp8 || format == WeightFormat::fp8_rows || format == WeightFormat::mxfp4;
 }
 
 // Where the sections lie, in bytes from the first. What a format lacks is empty and lies where the next section does.

@@ -248,7 +248,7 @@ def test_what_cannot_be_is_one_line(work, base):
     assert "--lora-rank-pattern takes NAME=VALUE" in refused(work, *LORA, *more, "--lora-rank-pattern", "q_proj")
     assert "are for --method lora" in refused(work, "train", "--model", "base", "--data", "text.txt", "--lora-rank", "4", *more)
     assert "are for --method lora" in refused(work, "train", "--model", "base", "--data", "text.txt", "--base-precision", "nf4", *more)
-    assert "it must be one of auto, bf16, fp8, mxfp4, int8, nf4, nf4-double" in refused(work, *LORA, *more, "--base-precision", "nf3")
+    assert "it must be one of auto, bf16, fp8, fp8-rows, mxfp4, int8, nf4, nf4-double" in refused(work, *LORA, *more, "--base-precision", "nf3")
     assert "needs --model" in refused(work, "train", "--method", "lora", "--config", "config.json", "--data", "text.txt", *more)
     assert not (work / "out").exists()
 

@@ -72,6 +72,20 @@ def compressed(strategy, kind="float"):
     return quantise, {"quant_method": "compressed-tensors", "format": f"{kind}-quantized", "quantization_status": "compressed", "ignore": ["lm_head"], "kv_cache_scheme": None, "config_groups": {"group_0": group}}
 
 
+def fp8_rows(name, weight, scales="_scale"):
+    """One scale for each row of a matrix, in bf16, as llm-compressor saves it and as GLM-4.5-FP8 has it; FBGEMM's (Llama-3.1-405B-Instruct-FP8) are of the same shape."""
+    scale = (weight.float().abs().amax(1, keepdim=True).clamp(min=1e-8) / 448).bfloat16()
+    codes = (weight.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}{scales}": scale}, rounded(codes.float() * scale.float())
+
+
+def fp8_of_one_scale(name, weight):
+    """As transformers saves FineGrainedFP8Config(weight_block_size=None): Ministral 3, Devstral 2."""
+    scale = weight.float().abs().amax().clamp(min=1e-8) / 448
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_scale_inv": scale, name.removesuffix("weight") + "activation_scale": torch.tensor(2.0)}, rounded(codes.float() * scale)
+
+
 COMPRESSED = {"compressed-channel": compressed("channel"), "compressed-tensor": compressed("tensor"), "compressed-block": compressed("block"), "compressed-int8": compressed("channel", "int")}
 METHODS = {
     "nf4": (lambda name, weight: four_bits(name, weight, "nf4", False), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
@@ -79,8 +93,11 @@ METHODS = {
     "fp4": (lambda name, weight: four_bits(name, weight, "fp4", False), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}),
     "int8": (eight_bits, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}),
+    "fp8-one-scale": (fp8_of_one_scale, {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static", "modules_to_not_convert": ["lm_head"]}),
+    "fbgemm": (lambda name, weight: fp8_rows(name, weight), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}),
     **COMPRESSED,
 }
+ROWS = ("compressed-channel", "compressed-tensor", "fp8-one-scale", "fbgemm")  # what --base-precision fp8-rows keeps
 
 
 @pytest.fixture
@@ -251,9 +268,9 @@ def test_what_is_known_of_compressed_tensors(work, folders):
     assert 'strategy is "group"; tensor, channel and block can be read' in refused(weights={"strategy": "group"})
     assert "block_structure must be [128, 128]" in refused(weights={"strategy": "block", "block_structure": [64, 64]})
     assert f"{module} has a part {module}_scale of 3 elements" in refused({**stored, f"{module}_scale": torch.ones(3)})
-    # A scale for each row is read as values, which other formats are made of.
+    # Other formats are made of the values.
     folders("compressed-channel")
-    assert "no weights in FP8 (tiles of 128 x 128)" in the_error(run(work, "eval", "--model", "stored", "--data", "text.txt", "--base-precision", "fp8", *small(), ok=False).stderr)
+    assert "no weights in FP8 (tiles of 128 x 128): nothing could be kept as it is; what it has is fp8-rows" in the_error(run(work, "eval", "--model", "stored", "--data", "text.txt", "--base-precision", "fp8", *small(), ok=False).stderr)
     assert abs(loss(work, "stored", "--base-precision", "nf4") - loss(work, "values", "--base-precision", "nf4")) < 0.01  # made of values that are not rounded to bf16 before
 
 
@@ -264,88 +281,6 @@ def test_nf4_streams_as_the_same_nf4(work, folders):
         run(work, *LORA, "--model", "stored", "--base-precision", precision, "--out", f"out-{precision}", *small("--log-json", f"{precision}.json"))
         losses[precision] = [record["loss"] for record in steps_of(work / f"{precision}.json")]
     assert losses["bf16"] == losses["nf4"]
-
-
-def test_fp8_is_kept_as_the_folder_has_it(work, folders):
-    stored = folders("fp8")
-    plain = load_file(work / "plain" / "model.safetensors")
-    for name in list(stored):
-        if name.endswith("_scale_inv"):
-            stored[name] = stored[name].bfloat16()  # of as many bits as these, products often lie between two bf16 numbers
-        if ".0.self_attn.k_proj" in name:  # a layer that the folder does not have in FP8
-            stored.pop(name)
-            stored[name.removesuffix("_scale_inv")] = plain[name.removesuffix("_scale_inv")]
-    save_file(stored, work / "stored" / "model.safetensors")
-    losses, adapters, said = {}, {}, {}
-    streamed = ["--storage", "store", "--host-memory", "2MiB"]
-    kinds = {"bf16": ["--base-precision", "bf16"], "fp8": ["--base-precision", "fp8"], "fp8-streamed": ["--base-precision", "fp8", *streamed], "auto": []}
-    for name, words in kinds.items():
-        done = run(work, *LORA, "--model", "stored", "--use-dora", "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
-        assert ("the base stays in fp8, as the folder has it; --base-precision bf16 makes bf16 of it" in done.stderr) == (name == "auto")
-        losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
-        adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
-        said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
-    assert losses["bf16"] == losses["fp8"] == losses["fp8-streamed"] == losses["auto"] and len(losses["bf16"]) == 3
-    assert adapters["bf16"] == adapters["fp8"] == adapters["fp8-streamed"] == adapters["auto"]
-    assert said["auto"]["host_memory"] == said["fp8"]["host_memory"]
-    assert loss(work, "stored") == loss(work, "stored", "--base-precision", "fp8")
-    weights = sum(value.numel() for name, value in stored.items() if value.dtype == torch.float8_e4m3fn)
-    assert weights < said["bf16"]["host_memory"] - said["fp8"]["host_memory"] + 0.2 * weights
-
-    def refused(*words):
-        return the_error(run(work, *words, "--base-precision", "fp8", *small(), ok=False).stderr)
-
-    for words in ([*LORA, "--out", "none", "--model", "values"], ["eval", "--data", "text.txt", "--model", "values"]):
-        assert "the model's folder has no weights in FP8" in refused(*words)
-    # A run that is gone on with, and one whose state is exported, know what is in FP8.
-    words = [*LORA, "--model", "stored", "--out", "again", *small(*streamed, "--durability", "step")]
-    run(work, *words, "--base-precision", "fp8", "--no-export")
-    run(work, "export", "--storage", "store", "--out", "exported")
-    run(work, *LORA, "--model", "stored", "--base-precision", "fp8", "--out", "whole", *small())
-    exported, expected = (load_file(work / folder / "adapter_model.safetensors") for folder in ("exported", "whole"))
-    assert exported.keys() == expected.keys() != set() and all(value.equal(exported[name]) for name, value in expected.items())
-    # What the format is left to is what the state has: FP8 there, and bf16 in one of a run that made it so.
-    run(work, *words)
-    assert (work / "again" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
-    assert "the run is finished" in run(work, *words).stderr
-    words = [*LORA, "--model", "stored", "--out", "older", *small("--storage", "older-store", "--host-memory", "2MiB", "--durability", "step")]
-    run(work, *words, "--base-precision", "bf16", "--no-export")
-    assert "its base's precision is not this one's" in the_error(run(work, *words, "--base-precision", "fp8", ok=False).stderr)
-    assert "as the folder has it" not in run(work, *words).stderr
-    assert (work / "older" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
-
-
-@ADAPTERS
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
-def test_experts_in_fp8_one_by_one_are_kept_as_the_folder_has_them(work, family, more):
-    """As the official FP8 folders have them: every linear layer in tiles of 128 x 128, each expert's by itself, and routers, norms, embedding and head in bf16."""
-    config = CONFIGS[family]()
-    config.vocab_size, config.hidden_size, config.moe_intermediate_size, config.max_position_embeddings = 256, 192, 160, 128  # tiles that are not full
-    torch.manual_seed(5)
-    randomised(config).bfloat16().save_pretrained(work / "plain")
-    stored, values = {}, {}
-    for name, weight in load_file(work / "plain" / "model.safetensors").items():
-        parts, values[name] = fp8(name, weight) if name.endswith("_proj.weight") else ({name: weight}, weight)
-        stored |= parts
-    assert all(f"model.layers.2.mlp.experts.1.{part}_proj.weight_scale_inv" in stored for part in ("gate", "up", "down"))
-    config = json.loads((work / "plain" / "config.json").read_text())
-    for folder, tensors, extra in ("stored", stored, {"quantization_config": METHODS["fp8"][1]}), ("values", values, {}):
-        (work / folder).mkdir()
-        save_file(tensors, work / folder / "model.safetensors")
-        (work / folder / "config.json").write_text(json.dumps({**config, **extra}))
-
-    assert loss(work, "stored") == loss(work, "values") != loss(work, "plain")
-    losses, adapters, said = {}, {}, {}
-    kept = ["--base-precision", "fp8"]
-    for name, model, words in ("bf16", "values", []), ("kept", "stored", kept), ("streamed", "stored", [*kept, "--storage", "store", "--host-memory", "2MiB"]):
-        done = run(work, *LORA, *more, "--model", model, "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
-        losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
-        adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
-        said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
-    assert losses["bf16"] == losses["kept"] == losses["streamed"] and len(losses["bf16"]) == 3
-    assert adapters["bf16"] == adapters["kept"] == adapters["streamed"]
-    codes = sum(value.numel() for value in stored.values() if value.dtype == torch.float8_e4m3fn)
-    assert said["bf16"]["host_memory"] - said["kept"]["host_memory"] > 0.8 * codes
 
 
 def test_parts_that_do_not_fit_are_refused(work, folders):
@@ -369,7 +304,7 @@ def test_parts_that_do_not_fit_are_refused(work, folders):
     assert f"{module} has a part" in refused({**stored, f"{module}_scale_inv": torch.ones(1, 1)})
     assert "is stored as F8_E4M3" in refused({name: value for name, value in stored.items() if name != f"{module}_scale_inv"})
     config = json.loads((work / "stored" / "config.json").read_text())
-    for described, why in (({"quant_method": "gptq"}, 'is "gptq"; weights quantised with bitsandbytes, fp8, mxfp4 or compressed-tensors can be read'), ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "must be [128, 128]"), ("x", "must be an object")):
+    for described, why in (({"quant_method": "gptq"}, 'is "gptq"; weights quantised with bitsandbytes, fp8, fbgemm_fp8, mxfp4 or compressed-tensors can be read'), ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "must be [128, 128]"), ("x", "must be an object")):
         (work / "stored" / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
         assert why in refused(stored)
 

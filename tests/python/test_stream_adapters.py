@@ -13,6 +13,7 @@ VARIANTS = {
     "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3}},
     "dropout": {"lora_dropout": 0.3},
     "orthogonal": {"init_lora_weights": "orthogonal"},
+    "table and head": {"target_modules": [*TARGETS, "embed_tokens", "lm_head"]},
 }
 WRITING = {"pissa": {"init_lora_weights": "pissa"}, "olora": {"init_lora_weights": "olora"}}  # first values that are taken away from the base
 
@@ -101,6 +102,38 @@ def test_first_values_that_are_taken_away_from_the_base_need_it_in_bf16(variant,
     assert (folder / "model.safetensors").read_bytes() == before
 
 
+def test_lora_ga_takes_its_gradients_from_a_model_that_has_some(folder, tmp_path):
+    """PEFT's: gradients of a trainable model, kept in a file; from there on over a frozen base."""
+    loraga = pytest.importorskip("peft.tuners.lora.loraga")
+
+    def options():
+        return {"init_lora_weights": "lora_ga", "lora_ga_config": peft.LoraGAConfig()}
+
+    def gradients(model, file):
+        model.train()
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, **options())
+        loraga.preprocess_loraga(model, config, lambda: model(**batches("llama", 1)[0]).loss.backward(), cache_file=str(file))
+        return model
+
+    def resident():
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+    gradients(resident(), tmp_path / "theirs.pt")
+    model = tierflow.load(folder, roomy())
+    gradients(model, tmp_path / "ours.pt")
+    tierflow.close(model)
+    theirs, ours = (torch.load(tmp_path / name) for name in ("theirs.pt", "ours.pt"))
+    assert theirs.keys() == ours.keys() != set() and all(torch.allclose(value.float(), ours[name].float(), rtol=0.02, atol=1e-5) for name, value in theirs.items())
+    model = tierflow.load(folder, streaming(tmp_path, "bf16"))
+    with pytest.raises(tierflow.UsageError, match=r"q_proj.weight requires a gradient, but was frozen when the model was loaded.*plan\(trainable=True\)"):
+        gradients(model, tmp_path / "none.pt")
+    tierflow.close(model)
+    model = tierflow.load(folder, streaming(tmp_path, "bf16"))
+    streamed = trained(gradients(model, tmp_path / "ours.pt"), options())
+    assert same(streamed, trained(gradients(resident(), tmp_path / "ours.pt"), options()))
+    tierflow.close(model)
+
+
 @pytest.mark.parametrize("precision", ["nf4", "int8"])
 def test_merging_needs_the_base_in_bf16(precision, folder, tmp_path):
     model = tierflow.load(folder, streaming(tmp_path, precision))
@@ -141,14 +174,6 @@ def test_adapters_are_merged_over_a_folder(folder, tmp_path):
     with pytest.raises(tierflow.InputError, match="adapter_config.json"):
         tierflow.merge(folder, folder, tmp_path / "other")
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize("saved", ["lm_head", "norm"])
-def test_modules_to_save_say_who_trains_them(saved, folder, tmp_path):
-    model = tierflow.load(folder, streaming(tmp_path, "bf16"))
-    with pytest.raises(tierflow.UsageError, match=r"a streamed parameter cannot be copied.*modules_to_save.*tierflow train --modules-to-save"):
-        adapted(model, {"modules_to_save": [saved]})
-    tierflow.close(model)
 
 
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}

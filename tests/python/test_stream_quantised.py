@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from streaming import batches, make, roomy, scarce, tierflow, torch, transformers
 from test_models import CONFIGS, randomised
-from test_quantised_folders import METHODS, four_bits, fp8, mxfp4
+from test_quantised_folders import METHODS, compressed, four_bits, fp8, mxfp4
 
 peft = pytest.importorskip("peft")
 
@@ -30,6 +30,11 @@ def folders(tmp_path, config, parts_of, described):
 
 def fp8_folders(tmp_path, config, stays=lambda name: False):
     return folders(tmp_path, config, lambda name, weight: fp8(name, weight) if name.endswith("_proj.weight") and not stays(name) else None, METHODS["fp8"][1])
+
+
+def row_folders(tmp_path, config):
+    quantise, described = compressed("channel")
+    return folders(tmp_path, config, lambda name, weight: quantise(name, weight) if name.endswith("_proj.weight") else None, described)
 
 
 def tuned(model):
@@ -101,6 +106,14 @@ def test_experts_in_fp8_are_kept_where_their_matrices_end_with_tiles(width, tmp_
     assert "model.layers.0.mlp.experts.down_proj" in kept and "model.layers.1.mlp.up_proj.weight" in kept
 
 
+def test_fp8_with_a_scale_for_each_row_streams_as_the_folder_has_it(tmp_path):
+    config = CONFIGS["qwen3_moe"]()
+    config.moe_intermediate_size, config.num_hidden_layers = 48, 2  # matrices that end anywhere make one parameter
+    stored, values = row_folders(tmp_path, config)
+    kept = compared(stored, values, tmp_path / "store", "fp8-rows", host="250KiB")
+    assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj", "model.layers.1.mlp.up_proj.weight"} <= kept
+
+
 @pytest.mark.parametrize("precision", ["nf4", "nf4-double"])
 def test_four_bits_of_bitsandbytes_have_its_own_values(precision, tmp_path):
     config = CONFIGS["llama2"]()
@@ -126,7 +139,7 @@ def test_four_bits_of_bitsandbytes_have_its_own_values(precision, tmp_path):
 
 def test_what_no_folder_has_is_not_kept(tmp_path):
     make("llama").save_pretrained(tmp_path)
-    for precision, words in ("fp8", r"in FP8 \(tiles of 128 x 128\)"), ("mxfp4", "in MXFP4"):
+    for precision, words in ("fp8", r"in FP8 \(tiles of 128 x 128\)"), ("fp8-rows", "in FP8 with a scale for each row, matrix or tensor"), ("mxfp4", "in MXFP4"):
         plan = roomy(trainable=False, base_precision=precision)
         for opened in (lambda: tierflow.load(tmp_path, plan), lambda: tierflow.plan(tmp_path, plan.budget, trainable=False, base_precision=precision)):  # noqa: B023
             with pytest.raises(tierflow.UsageError, match=f"the model's folder has no weights {words}: nothing could be kept as it is"):

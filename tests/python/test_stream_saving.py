@@ -101,7 +101,7 @@ def test_a_folder_that_is_quantised_in_another_way_says_so(tmp_path):
     make("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(tierflow.InputError, match='is "gptq"; weights quantised with bitsandbytes, fp8, mxfp4 or compressed-tensors can be read'):
+    with pytest.raises(tierflow.InputError, match='is "gptq"; weights quantised with bitsandbytes, fp8, fbgemm_fp8, mxfp4 or compressed-tensors can be read'):
         tierflow.load(tmp_path, roomy())
 
 

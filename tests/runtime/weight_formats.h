@@ -11,7 +11,7 @@ namespace tierflow::testing {
 
 inline auto every_weight_format() {
   return ::testing::Values(WeightFormat::bf16, WeightFormat::int8, WeightFormat::nf4, WeightFormat::nf4_double,
-                           WeightFormat::fp8, WeightFormat::mxfp4);
+                           WeightFormat::fp8, WeightFormat::fp8_rows, WeightFormat::mxfp4);
 }
 
 // Its name where a test's name may have it.

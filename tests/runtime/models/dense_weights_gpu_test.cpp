@@ -14,7 +14,7 @@ TEST(DenseWeightsOnGpu, HaveTheBitsOfTheCpu) {
   DeviceMemory::cuda();  // loads torch's library
   torch::manual_seed(7);
   for (const auto format : {WeightFormat::bf16, WeightFormat::int8, WeightFormat::nf4, WeightFormat::nf4_double,
-                            WeightFormat::fp8, WeightFormat::mxfp4})
+                            WeightFormat::fp8, WeightFormat::fp8_rows, WeightFormat::mxfp4})
     for (std::vector<std::int64_t> shape : {std::vector<std::int64_t>{3, 5}, {130, 259}, {1024, 1024}}) {
       if (format == WeightFormat::mxfp4) shape = {shape[0] / 32 * 32 + 32, shape[1] / 2 * 2};
       const WeightLayout at = weight_layout(format, shape);

@@ -66,7 +66,7 @@ TEST_P(DenseOnStandin, EveryShapeHasTheWordsOfDequantise) {
   std::vector<std::vector<std::int64_t>> shapes;
   if (format == WeightFormat::mxfp4)
     shapes = {{32, 2}, {64, 6}, {32, 250}, {2, 96, 34}, {64, 128}, {96, 2050}};
-  else if (format == WeightFormat::fp8)
+  else if (format == WeightFormat::fp8 || format == WeightFormat::fp8_rows)
     shapes = {{1, 1}, {3, 5}, {7, 129}, {128, 128}, {130, 257}, {2, 128, 31}, {129, 8}, {1, 4097}};
   else
     shapes = {{1}, {7}, {8}, {9}, {63}, {64}, {65}, {255}, {257}, {2047}, {2048}, {2049}, {33, 71}, {3, 256 * 64 + 5}};

@@ -101,19 +101,20 @@ TEST(AdapterOptions, TheEffectiveConfigurationReadsBack) {
 TEST(AdapterOptions, NumbersAreHeldToTheirLimits) {
   EXPECT_EQ(lora({"--lora-rank", "4096"}).lora.rank, 4096);
   EXPECT_EQ(lora({"--lora-dropout", "0.99"}).lora.dropout, 0.99);
-  for (const auto& [option, value, limits] : {std::tuple{"--lora-rank", "0", "between 1 and 4096"},
-                                              {"--lora-rank", "4097", "between 1 and 4096"},
-                                              {"--lora-alpha", "-1", "at least 0"},
-                                              {"--lora-dropout", "1", "below 1"},
-                                              {"--loraplus-lr-ratio", "-0.5", "at least 0"},
-                                              {"--trainable-layers", "-1", "between 0"},
-                                              {"--lora-layers", "x", "a whole number"},
-                                              {"--lora-rank-pattern", "q_proj", "takes NAME=VALUE"},
-                                              {"--lora-rank-pattern", "=4", "takes NAME=VALUE"},
-                                              {"--lora-rank-pattern", "q_proj=1.5", "a whole number"},
-                                              {"--lora-alpha-pattern", "q_proj=", "a number"},
-                                              {"--base-precision", "fp32", "bf16, fp8, mxfp4, int8, nf4, nf4-double"},
-                                              {"--method", "dora", "full, lora"}})
+  for (const auto& [option, value, limits] :
+       {std::tuple{"--lora-rank", "0", "between 1 and 4096"},
+        {"--lora-rank", "4097", "between 1 and 4096"},
+        {"--lora-alpha", "-1", "at least 0"},
+        {"--lora-dropout", "1", "below 1"},
+        {"--loraplus-lr-ratio", "-0.5", "at least 0"},
+        {"--trainable-layers", "-1", "between 0"},
+        {"--lora-layers", "x", "a whole number"},
+        {"--lora-rank-pattern", "q_proj", "takes NAME=VALUE"},
+        {"--lora-rank-pattern", "=4", "takes NAME=VALUE"},
+        {"--lora-rank-pattern", "q_proj=1.5", "a whole number"},
+        {"--lora-alpha-pattern", "q_proj=", "a number"},
+        {"--base-precision", "fp32", "bf16, fp8, fp8-rows, mxfp4, int8, nf4, nf4-double"},
+        {"--method", "dora", "full, lora"}})
     expect_refusal(io::ErrorKind::usage, {option, limits}, [&, option = option, value = value] {
       parse({option, value});
     });

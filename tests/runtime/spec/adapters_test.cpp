@@ -287,6 +287,10 @@ TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
     expect_refusal(io::ErrorKind::usage, {words}, [&] { add("\"target_modules\": " + modules); });
   };
   expect_unfit(R"(["a\nb"])", "no linear layer is called");
+  expect_unfit(R"(["q_proj", "lm_head"])", "lm_head is a target: adapters are for the linear layers of blocks");
+  expect_unfit(R"(["q_proj", "embed_tokens"])", "model.embed_tokens is a target");
+  expect_unfit(R"x(".*(q_proj|lm_head)")x", "lm_head is a target");
+  add(R"x("target_modules": ".*(q_proj|lm_head)", "modules_to_save": ["lm_head"])x");
   expect_unfit("\"" + std::string(2000, '(') + "\"", "longer than 1000");
   // Exponential for a matcher that goes back.
   expect_unfit(R"("(.*)*(.*)*(.*)*(.*)*x")", "no linear layer is left");

@@ -76,8 +76,8 @@ void on_every_target(const std::function<void(const char* name)>& test) {
 }
 
 TEST(WeightFormat, NamesAreReadAndWritten) {
-  for (const auto format : {WeightFormat::bf16, WeightFormat::fp8, WeightFormat::mxfp4, WeightFormat::int8,
-                            WeightFormat::nf4, WeightFormat::nf4_double})
+  for (const auto format : {WeightFormat::bf16, WeightFormat::fp8, WeightFormat::fp8_rows, WeightFormat::mxfp4,
+                            WeightFormat::int8, WeightFormat::nf4, WeightFormat::nf4_double})
     EXPECT_EQ(parse_weight_format(weight_format_name(format)), format);
   for (const char* name : {"fp32", "nf5", ""})
     testing::expect_refusal(io::ErrorKind::usage, {name, "bf16", "int8", "nf4", "nf4-double"},
@@ -92,6 +92,7 @@ TEST(WeightFormat, SectionsFollowOneAnotherAtMultiplesOfFour) {
   EXPECT_EQ(each(WeightFormat::nf4), 0.5625);
   EXPECT_NEAR(each(WeightFormat::nf4_double), 0.5 + 1.0 / 64 + 4.0 / 64 / 256, 1e-6);
   EXPECT_EQ(each(WeightFormat::fp8), 1 + 4.0 / 128 / 128);
+  EXPECT_EQ(each(WeightFormat::fp8_rows), 1 + 4.0 / 8192);
   EXPECT_EQ(each(WeightFormat::mxfp4), 0.5 + 1.0 / 32);
 
   // 131 elements: 66 bytes of nf4, three blocks.
@@ -102,6 +103,7 @@ TEST(WeightFormat, SectionsFollowOneAnotherAtMultiplesOfFour) {
   EXPECT_THAT((std::vector{at.scales, at.nested, at.offset, at.bytes}), ElementsAre(68, 72, 76, 80));
   EXPECT_EQ(stored_bytes(WeightFormat::fp8, {129, 257}), 129U * 257 + 3 + 2 * 3 * 4);
   EXPECT_EQ(stored_bytes(WeightFormat::fp8, {3, 256, 130}), 3U * 256 * 130 + 3 * 2 * 2 * 4);
+  EXPECT_EQ(stored_bytes(WeightFormat::fp8_rows, {3, 5, 7}), 3U * 5 * 7 + 3 + 3 * 5 * 4);
   for (const Shape& shape : {Shape{4}, Shape{2, 3, 4}, Shape{2, 129, 4}})
     testing::expect_refusal(io::ErrorKind::input, {"fp8", "store it as bf16"},
                             [&] { stored_bytes(WeightFormat::fp8, shape); });
@@ -257,7 +259,10 @@ TEST(Rounding, TiesGoTheirWayAndNanStaysNan) {
     EXPECT_THAT(words, Each(words[0]));
     return words[0];
   };
-  const auto fp8 = [&](int code, float scale) { return word(WeightFormat::fp8, code, scale); };
+  const auto fp8 = [&](int code, float scale) {
+    EXPECT_EQ(word(WeightFormat::fp8, code, scale), word(WeightFormat::fp8_rows, code, scale));
+    return word(WeightFormat::fp8, code, scale);
+  };
   constexpr int kOne = 0x38;
   const float between = 1 + 0x1p-8F;  // 1 and 1 + 2^-7
   EXPECT_EQ(word(WeightFormat::int8, 1, 127 * between), 0x3f80);
@@ -293,6 +298,29 @@ TEST(Fp8, EachTileOf128By128HasItsScale) {
   on_every_target([&](const char* name) { EXPECT_EQ(dense_words(WeightFormat::fp8, shape, stored), words) << name; });
   std::vector<std::uint16_t> piece(400);
   dequantise(WeightFormat::fp8, shape, stored, 127 * columns + 100, piece);
+  EXPECT_TRUE(std::equal(piece.begin(), piece.end(), words.begin() + 127 * columns + 100));
+}
+
+TEST(Fp8, EachRowHasItsScale) {
+  const std::int64_t rows = 3 * 44, columns = 259;
+  const Shape shape = {3, 44, columns};
+  const WeightLayout at = weight_layout(WeightFormat::fp8_rows, shape);
+  Bytes stored(at.bytes);
+  for (std::uint64_t i = 0; i < at.elements; ++i) stored[i] = static_cast<std::byte>(i * 37 % 127);
+  const auto scale = [](std::int64_t row) { return 0.25F + static_cast<float>(row); };
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const float value = scale(row);
+    std::memcpy(stored.data() + at.scales + 4 * static_cast<std::uint64_t>(row), &value, sizeof(value));
+  }
+  const auto words = dense_words(WeightFormat::fp8_rows, shape, stored);
+  for (std::int64_t i = 0; i < rows * columns; ++i) {
+    const float code = weights::e4m3(static_cast<std::uint8_t>(stored[static_cast<std::size_t>(i)]));
+    ASSERT_EQ(words[static_cast<std::size_t>(i)], weights::rounded_away(code * scale(i / columns))) << i;
+  }
+  on_every_target(
+      [&](const char* name) { EXPECT_EQ(dense_words(WeightFormat::fp8_rows, shape, stored), words) << name; });
+  std::vector<std::uint16_t> piece(400);
+  dequantise(WeightFormat::fp8_rows, shape, stored, 127 * columns + 100, piece);
   EXPECT_TRUE(std::equal(piece.begin(), piece.end(), words.begin() + 127 * columns + 100));
 }
 
