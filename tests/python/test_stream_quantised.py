@@ -108,7 +108,7 @@ def test_experts_in_fp8_are_kept_where_their_matrices_end_with_tiles(width, tmp_
 
 def test_fp8_with_a_scale_for_each_row_streams_as_the_folder_has_it(tmp_path):
     config = CONFIGS["qwen3_moe"]()
-    config.moe_intermediate_size, config.num_hidden_layers = 48, 2  # matrices that end anywhere make one parameter
+    config.hidden_size, config.moe_intermediate_size = 128, 48  # matrices that end anywhere make one parameter
     stored, values = row_folders(tmp_path, config)
     kept = compared(stored, values, tmp_path / "store", "fp8-rows", host="250KiB")
     assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj", "model.layers.1.mlp.up_proj.weight"} <= kept
