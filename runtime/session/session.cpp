@@ -204,10 +204,12 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     ++planned_generation;
     if (kept) kept->generation_ = planned_generation;
   }
+  expect_references(shared.size());
   forward_all(shared, swap::Pass::forward);
   if (options.loss.pairs()) result.pairs.emplace();
   if (options.loss.distills()) result.ce_loss = result.kd_loss = 0;
   head_all(shared, {.batches = batches, .targets = targets, .pairs = pairs}, result, *work);
+  references.clear();
   backward_all(shared, *work);
   throw_if(executor().finish_updates());
   if (out_of_memory) {

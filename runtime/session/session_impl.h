@@ -65,6 +65,9 @@ struct Session::Impl {
 
   // session_passes.cpp
   Weights weights(const swap::Entered& entered);
+  void expect_references(std::size_t micro_batches);  // of the pass that follows, where the loss takes them
+  // The losses of each token under the reference, on the host; in the head's visit.
+  torch::Tensor reference_losses(const Weights& bound, int micro_batch, const Shared& shared);
   void compute(bool repeatable, const std::function<void()>& work);
   bool starts_afresh(const swap::Entered& entered, int micro_batch) const;
   void forward_all(const std::vector<Shared>& shared, swap::Pass pass, const std::function<void()>& before_each = {});
@@ -110,7 +113,9 @@ struct Session::Impl {
   ExpertUse expert_use;
   std::unique_ptr<StreamedState> state;  // last: drains before the rest goes
 
-  std::vector<Carry> carries;              // by micro-batch: input of the stage at hand, then its gradient
+  std::vector<Carry> carries;  // by micro-batch: input of the stage at hand, then its gradient
+  // The same of the model without its adapters, in passes that compute a reference; in others there are none.
+  std::vector<Carry> references;
   std::vector<std::vector<Carry>> inputs;  // by stage and micro-batch: those that stay on the device
   // By stage and micro-batch: activations that stay on the device, and the shapes of what lies in the slot for the
   // others.

@@ -1,6 +1,7 @@
 // A session's passes over the model: each stage entered, computed and left, and what happens where memory runs out.
 #include <string_view>
 
+#include "runtime/models/adapter.h"
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
@@ -53,6 +54,7 @@ void Session::Impl::compute(bool repeatable, const std::function<void()>& work) 
       if (again || !repeatable) {
         out_of_memory = out_of_memory_error(error);
         carries.assign(carries.size(), {});
+        references.assign(references.size(), {});
         inputs.assign(inputs.size(), std::vector<Carry>(carries.size()));
         kept.clear();
         in_slot.clear();
@@ -74,6 +76,16 @@ Weights Session::Impl::weights(const swap::Entered& entered) {
   for (std::size_t i = 0; i < bound.size(); ++i)
     if (stored[i].defined() && stored[i].scalar_type() != torch::kUInt8) bound[i] = stored[i];
   return bound;
+}
+
+void Session::Impl::expect_references(std::size_t micro_batches) {
+  references.assign(options.train && options.loss.computes_reference() ? micro_batches : 0, {});
+}
+
+torch::Tensor Session::Impl::reference_losses(const Weights& bound, int micro_batch, const Shared& shared) {
+  const int last = static_cast<int>(plan.layout->stages().size()) - 1;
+  return model->head_scores(models::without_adapters(model->spec(), last, bound), references[micro_batch], shared)
+      .losses.cpu();
 }
 
 // Every stage but the last, layer-major: all micro-batches pass a stage before the next one.
@@ -113,6 +125,12 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
           slot->activations = copy_to_slot(activations_in(entered), made->essentials());
         carry = std::move(through);
       });
+      if (!references.empty())
+        compute(true, [&] {
+          references[micro_batch] =
+              model->forward(stage, models::without_adapters(model->spec(), stage, weights(entered)),
+                             references[micro_batch], shared[micro_batch], false);
+        });
       leave();
     }
 }
@@ -121,7 +139,8 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
 HeadResult Session::Impl::head_of_pairs(const swap::Entered& entered, int micro_batch, const Shared& shared,
                                         const Objective& objective, PairTotals& totals) {
   const Weights bound = weights(entered);
-  const MicroBatch& batch = objective.batches[micro_batch];
+  MicroBatch batch = objective.batches[micro_batch];
+  if (!references.empty()) batch.reference = row_log_probabilities(batch, reference_losses(bound, micro_batch, shared));
   torch::Tensor losses = model->head_scores(bound, carries[micro_batch], shared).losses;
   if (!losses.defined())
     throw Exception(io::ErrorKind::usage, "layers of one's own have no loss of each token: pairs are not trained on");
@@ -165,6 +184,7 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective&
         carries[micro_batch] = head_of_pairs(entered, micro_batch, shared[micro_batch], objective, totals).d_carry;
         result.loss += totals.loss + totals.nll;
         if (result.pairs) result.pairs->add(totals);
+        if (!references.empty()) references[micro_batch].clear();
         return;
       }
       const Gradients gradients = gradients_of(entered, micro_batch);
@@ -256,6 +276,7 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
     });
     result.tokens += counted;
     if (out_of_memory) break;
+    expect_references(shared.size());
     evaluate_all(shared, end < count, before_each);
     for (int micro_batch = 0; micro_batch < static_cast<int>(part.size()); ++micro_batch) {
       before_each();
@@ -266,6 +287,8 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
         if (!scores.losses.defined()) return;
         scores.losses = scores.losses.cpu();
         scores.hits = scores.hits.cpu();
+        if (!references.empty())
+          scores.reference_losses = reference_losses(weights(entered), micro_batch, shared[micro_batch]);
         if (!scores.top_ids.defined()) return;
         scores.top_ids = scores.top_ids.cpu();
         scores.top_log_probabilities = scores.top_log_probabilities.cpu();
@@ -278,6 +301,7 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
       if (scored) scored(begin + micro_batch, part[static_cast<std::size_t>(micro_batch)], scores);
     }
     carries.clear();
+    references.clear();
   }
   throw_if(executor().drain());
   const auto tokens = static_cast<double>(std::max<std::int64_t>(result.tokens, 1));
