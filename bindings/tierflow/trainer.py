@@ -159,11 +159,11 @@ class Trainer:
     def __init__(
         self, model: nn.Module, opt: AdamW, *, loss: Callable[[nn.Module, Any], torch.Tensor] | str | None = None, clip: float | None = 1.0
     ) -> None:
+        self._lanes: list[_Lane] = []
         self.model, self.opt, self.clip = model, opt, clip
         self.engine = engine_of(model)
         named = loss_named(loss) if isinstance(loss, str) else loss
         self._loss: Callable[[nn.Module, Any], torch.Tensor] = named or (lambda model, batch: model(**batch).loss)
-        self._lanes: list[_Lane] = []
         self._head: int | None = None  # the turn that came last in the step before
         self._multiple: set[int] = set()
 
