@@ -24,7 +24,9 @@ TensorSource source_of(const pybind11::dict& tensors, const std::string& folder,
 void register_errors(pybind11::module_& module);
 // Defines what fused layers compute with (layers.cpp).
 void register_layers(pybind11::module_& module);
-// Defines Dataset: prepared rows (data.cpp).
+// Defines Dataset: prepared rows; TeacherFile and TeacherWriter (data.cpp).
 void register_data(pybind11::module_& module);
+// Defines Session (session.cpp).
+void register_session(pybind11::module_& module);
 
 }  // namespace tierflow::bindings

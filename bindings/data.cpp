@@ -1,6 +1,7 @@
 // Prepared rows as Python sees them: Dataset and its micro-batches.
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -9,7 +10,7 @@
 #include <vector>
 
 #include "bindings/convert.h"
-#include "runtime/batches/data_batches.h"
+#include "runtime/batches/teacher_batches.h"
 #include "runtime/data/data_json.h"
 
 namespace py = pybind11;
@@ -39,6 +40,9 @@ DataOptions data_options_of(const py::dict& options, const py::object& progress)
   take_path("python", data.python);
   take_path("cache", data.row_cache);
   take("skip", data.skip_bad_records);
+  bool pairs = false;
+  take("pairs", pairs);
+  if (pairs) data.pairs = Pairs::only;
   take("vocab_size", data.vocab_size);
   take("sequence_length", data.sequence_length);
   take("held_out", data.held_out);
@@ -69,6 +73,13 @@ void register_data(py::module_& module) {
       .def("training_tokens", &Dataset::training_tokens)
       .def(
           "write_rows", [](const Dataset& self, const std::string& out) { self.write_rows(out); }, Released())
+      .def("all_sequences", &Dataset::all_sequences)
+      .def("numbered",
+           [](const Dataset& self, std::int64_t first, std::int64_t rows) {
+             const MicroBatch batch = micro_batch(self, Sequences::numbered, first, rows);
+             return std::tuple(batch.ids, batch.labels,
+                               batch.positions.defined() ? std::optional(batch.positions) : std::nullopt);
+           })
       // Ids, labels and, where documents do not see each other, positions: [rows, sequence_length] int64.
       .def(
           "batch",
@@ -79,6 +90,41 @@ void register_data(py::module_& module) {
                               batch.positions.defined() ? std::optional(batch.positions) : std::nullopt);
           },
           Released());
+  py::class_<TeacherFile>(module, "TeacherFile")
+      .def(py::init([](const std::string& path, const Dataset& data, std::int64_t vocabulary) {
+        auto file = std::make_unique<TeacherFile>(path);
+        check_teacher(*file, data, vocabulary);
+        return file;
+      }))
+      .def_property_readonly("top", [](const TeacherFile& self) { return self.shape().top; })
+      // Ids int32 and log-probabilities fp16 [rows, sequence_length, K] of sequences of the data: 0 where none counts.
+      .def(
+          "batch",
+          [](const TeacherFile& self, const Dataset& data, bool held_out, std::int64_t first, std::int64_t rows) {
+            const Sequences which = held_out ? Sequences::held_out : Sequences::training;
+            MicroBatch batch = micro_batch(data, which, first, rows);
+            add_teacher(batch, self, data, which, first);
+            return std::pair(batch.teacher_ids, batch.teacher_log_probabilities);
+          },
+          Released());
+  py::class_<TeacherFileWriter>(module, "TeacherWriter")
+      .def(py::init([](const std::string& path, const Dataset& data, std::int64_t top, std::int64_t vocabulary) {
+             return std::make_unique<TeacherFileWriter>(path, teacher_shape(data, top, vocabulary));
+           }),
+           Released())
+      // The next sequence by number: of the positions that count ids int32 and log-probabilities fp16 [positions, K].
+      .def(
+          "add",
+          [](TeacherFileWriter& self, const torch::Tensor& ids, const torch::Tensor& log_probabilities) {
+            const torch::Tensor of_ids = ids.to(torch::kCPU, torch::kInt).contiguous(),
+                                of_log = log_probabilities.to(torch::kCPU, torch::kHalf).contiguous();
+            const std::int32_t* id = of_ids.const_data_ptr<std::int32_t>();
+            const auto* word = static_cast<const std::uint16_t*>(of_log.const_data_ptr());
+            self.add({.ids = {id, id + of_ids.numel()}, .log_probabilities = {word, word + of_log.numel()}});
+          },
+          Released())
+      .def(
+          "finish", [](TeacherFileWriter& self) { self.finish({}); }, Released());
 }
 
 }  // namespace tierflow::bindings

@@ -270,6 +270,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("describe", &Streamer::describe);
   register_layers(module);
   register_data(module);
+  register_session(module);
   module.def("plan", &plan_of);
   module.def(
       "merge",

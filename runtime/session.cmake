@@ -11,7 +11,7 @@ else()
 endif()
 tierflow_library(session
   device/device_memory.cpp device/tensor_slot.cpp ${TIERFLOW_DEVICE_MEMORY}
-  batches/data_batches.cpp optimizer/adamw8bit.cpp
+  batches/data_batches.cpp batches/teacher_batches.cpp optimizer/adamw8bit.cpp
   session/adapter_factors.cpp session/adapter_folder.cpp session/adapter_init.cpp session/adapters.cpp session/generator.cpp session/gradient_init.cpp session/layers.cpp session/merge.cpp session/model_sources.cpp session/profiler.cpp session/session.cpp session/session_export.cpp session/sampler.cpp session/session_on_demand.cpp session/session_passes.cpp session/session_setup.cpp session/session_speculation.cpp
   session/window.cpp session/window_sum.cpp
   session/stage_probe.cpp session/stage_profiler.cpp
@@ -33,7 +33,7 @@ if(TIERFLOW_TOGETHER)
 endif()
 
 # The bodies of the commands that train; a test links them into its own process.
-add_library(tierflow_commands OBJECT program/distillation_run.cpp program/document_scores.cpp program/eval.cpp program/export_beside.cpp program/forecast.cpp program/generate.cpp program/held_out.cpp program/learning_rate.cpp program/left_run.cpp program/live_text.cpp program/preference_run.cpp program/profile_job.cpp program/prompts.cpp program/run_common.cpp program/run_identity.cpp
+add_library(tierflow_commands OBJECT program/distillation_run.cpp program/document_scores.cpp program/eval.cpp program/export_beside.cpp program/forecast.cpp program/generate.cpp program/held_out.cpp program/learning_rate.cpp program/left_run.cpp program/live_text.cpp program/preference_run.cpp program/profile_job.cpp program/run_common.cpp program/run_identity.cpp
   program/run_record.cpp program/run_result.cpp program/run_summary.cpp program/samples.cpp program/step_trace.cpp program/teacher_pass.cpp program/train.cpp program/training_log.cpp)
 target_link_libraries(tierflow_commands PUBLIC tierflow::session tierflow::plan tierflow::options fmt::fmt-header-only nlohmann_json::nlohmann_json
   PRIVATE tierflow_flags)

@@ -9,7 +9,7 @@ Then train as usual, or with tierflow.Trainer(model, opt), which fetches each la
 
 import torch as _torch  # before _native: it brings the libraries that _native is linked to
 
-from . import _native, data, optim
+from . import _native, data, losses, optim
 from ._native import (
     CancelledError,
     CorruptionError,
@@ -26,6 +26,7 @@ from .budget import Budget, Plan
 from .checkpoint import load_checkpoint, save_checkpoint
 from .durable import resume
 from .model import close, load, merge, plan, save, stats, wrap
+from .session import Session
 from .stopping import stop_signals
 from .trainer import StepResult, Trainer
 from .units import init_empty
@@ -35,7 +36,7 @@ if _torch.__version__.split("+")[0] != _native.torch_version.split("+")[0]:
 
 __all__ = [
     "Budget", "CancelledError", "CorruptionError", "EnvironmentError", "Error", "InputError", "LockedError", "NumericError", "OutOfMemoryError", "Plan",
-    "StepResult", "StorageError", "Trainer", "UsageError", "close", "data", "init_empty", "load", "load_checkpoint", "merge", "optim", "plan", "resume", "save",
+    "Session", "StepResult", "StorageError", "Trainer", "UsageError", "close", "data", "init_empty", "load", "load_checkpoint", "losses", "merge", "optim", "plan", "resume", "save",
     "save_checkpoint", "stats", "stop_signals", "wrap",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -28,8 +28,13 @@ class Rows(torch.utils.data.Dataset):
     `held_out()` gives, and this does not; the program's default is 0.01. With the same seed and held_out the order is the program's: of its first epoch,
     or of another after set_epoch(). Shuffle as you like.
 
+    teacher: a file of write_teacher() or `tierflow eval --teacher-out` for these rows. Each then also has `teacher_ids` int32 and `teacher_log_probabilities` fp16
+    [sequence_length, K]: what the teacher found likely to follow each position (tierflow.losses.Distillation).
+
     A pickled one, as a DataLoader's worker gets it that is no fork, opens the files again. Raises InputError where they have other rows by then.
     """
+
+    _more: dict[str, Any] = {}
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class Rows(torch.utils.data.Dataset):
         weights: Sequence[float] = (),
         held_out: float = 0.0,
         seed: int = 0,
+        teacher: str | os.PathLike | None = None,
     ) -> None:
         named = [files] if isinstance(files, (str, pathlib.Path)) else files
         found = [str(file) for path in map(pathlib.Path, named) for file in (sorted(path.glob("*.tfd")) if path.is_dir() else [path])]
@@ -50,10 +56,16 @@ class Rows(torch.utils.data.Dataset):
         if not found:
             raise _native.InputError(f"{', '.join(map(str, named))} holds no .tfd file: tierflow data prepare --out rows.tfd makes one")
         how: dict[str, Any] = {"weights": list(weights), "packing": packing, "vocab_size": vocab_size, "sequence_length": sequence_length, "held_out": held_out, "seed": seed}
+        how |= self._more
         self._native = _native.Dataset({"files": found, **how})
         self._made: dict[str, Any] = {"files": [os.path.abspath(file) for file in found], **how}
         self._held_out, self._epoch = False, 0
         self._tokenizer: Any = None  # that preview() uses
+        self._teacher = None if teacher is None else os.path.abspath(teacher)
+        self._teachers = self._open_teacher()
+
+    def _open_teacher(self) -> Any:
+        return None if self._teacher is None else _native.TeacherFile(self._teacher, self._native, self._made["vocab_size"])
 
     def held_out(self) -> "Rows":
         """The sequences that are kept for evaluation."""
@@ -113,7 +125,7 @@ class Rows(torch.utils.data.Dataset):
         self._epoch = epoch
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_native"} | {"fingerprint": self.fingerprint}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_native", "_teachers")} | {"fingerprint": self.fingerprint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         then = state.pop("fingerprint")
@@ -121,6 +133,7 @@ class Rows(torch.utils.data.Dataset):
         self._native = _native.Dataset(self._made)
         if self.fingerprint != then:
             raise _native.InputError(f"{', '.join(self._made['files'])}: the rows there are others than those that were opened: open them again")
+        self._teachers = self._open_teacher()
 
     def __len__(self) -> int:
         return self._native.held_out_sequences() if self._held_out else self._native.training_sequences()
@@ -129,11 +142,45 @@ class Rows(torch.utils.data.Dataset):
         if not 0 <= index < len(self):
             raise IndexError(f"there are {len(self)} sequences")
         first = 0 if self._held_out else self._epoch * len(self)
-        ids, predicted, positions = self._native.batch(self._held_out, first + index, 1)
-        labels = torch.full_like(ids, IGNORED)
-        labels[:, 1:] = predicted[:, :-1]  # the program's say what each position predicts, transformers' what stands there
-        row = {"input_ids": ids[0], "labels": labels[0]}
-        return row if positions is None else {**row, "position_ids": positions[0]}
+        return {name: value[0] for name, value in self._batch(first + index, 1).items()}
+
+    def _batch(self, first: int, rows: int) -> dict[str, torch.Tensor]:
+        ids, predicted, positions = self._native.batch(self._held_out, first, rows)
+        found = as_transformers(ids, predicted, positions)
+        if self._teachers is not None:
+            found["teacher_ids"], found["teacher_log_probabilities"] = self._teachers.batch(self._native, self._held_out, first, rows)
+        return found
+
+
+def as_transformers(ids: torch.Tensor, predicted: torch.Tensor, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The program's labels say what each position predicts, transformers' what stands there."""
+    labels = torch.full_like(ids, IGNORED)
+    labels[:, 1:] = predicted[:, :-1]
+    found = {"input_ids": ids, "labels": labels}
+    return found if positions is None else {**found, "position_ids": positions}
+
+
+class Pairs(Rows):
+    """Pairs of a chosen and a rejected answer, in a .tfd file that `tierflow data prepare` made of such rows: each a dictionary of int64 tensors `input_ids` and
+    `labels` [2, sequence_length], the chosen answer first. Labels count in the answers alone; what stands behind an answer is padding, which no token before
+    it sees. The arguments are those of Rows; pairs are neither packed nor taught."""
+
+    _more = {"pairs": True}
+
+    def __init__(self, files: str | pathlib.Path | Sequence[str | pathlib.Path], *, vocab_size: int, sequence_length: int, weights: Sequence[float] = (), held_out: float = 0.0, seed: int = 0) -> None:
+        super().__init__(files, vocab_size=vocab_size, sequence_length=sequence_length, weights=weights, held_out=held_out, seed=seed)
+
+    def __len__(self) -> int:
+        return super().__len__() // 2
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} pairs")
+        first = 0 if self._held_out else self._epoch * len(self)
+        return self._batch(2 * (first + index), 2)
+
+    def preview(self, count: int = 3, tokenizer: Any = None) -> str:
+        raise _native.UsageError("pairs are shown by `tierflow data preview`")
 
 
 def prepare(
@@ -158,7 +205,7 @@ def prepare(
     model: a folder with config.json, tokenizer and chat template. out: a .tfd file to write, which Rows() and `tierflow train --data` take; left out, the
     rows stay in the cache alone. chat_template: a file, or the text of a template, in place of the tokenizer's. on_bad_row: "error", or "skip" counts them.
     progress: hears of each phase how many bytes are done, and how many there are. cache: as --data-cache. The others are those of Rows, which has the
-    `summaries` of what was prepared, and a preview(). Raises InputError naming file, line and what is wrong with a row.
+    `summaries` of what was prepared, and a preview(). format="preference": rows of a chosen and a rejected answer, and what comes is Pairs. Raises InputError naming file, line and what is wrong with a row.
     """
     import transformers
 
@@ -173,6 +220,8 @@ def prepare(
     tokenizer = folder / "tokenizer.json"
     named = [files] if isinstance(files, (str, os.PathLike)) else files
     how: dict[str, Any] = {"packing": packing, "weights": list(weights), "vocab_size": vocab_size, "sequence_length": sequence_length, "held_out": held_out, "seed": seed}
+    if format == "preference":
+        how |= {"pairs": True, "packing": "auto"}
     with _template_file(chat_template) as template:
         made = _native.Dataset(
             {"files": [os.fspath(file) for file in named], "tokenizer": str(tokenizer) if tokenizer.exists() else "", "python": sys.executable, "train_on": train_on,
@@ -184,6 +233,9 @@ def prepare(
     kept = [one.get("prepared") for one in json.loads(made.summaries())]
     if None in kept:
         raise _native.UsageError(f"{named[kept.index(None)]} holds text, which has no rows: tierflow train --data takes it as it is")
+    if how.pop("pairs", False):
+        del how["packing"]
+        return Pairs(kept if out is None else os.fspath(out), **how)
     rows = Rows(kept if out is None else os.fspath(out), **how)
     rows._tokenizer = str(folder)
     return rows
@@ -199,3 +251,39 @@ def _template_file(template: str | os.PathLike | None) -> Iterator[str]:
         file.write(os.fspath(template))
         file.flush()
         yield file.name
+
+
+def write_teacher(trainer: Any, rows: Rows, out: str | os.PathLike, *, top: int = 64, batch: int = 4, at_once: int = 8, progress: Callable[[int, int], None] | None = None) -> None:
+    """What the trainer's model finds most likely at each position of `rows` that counts, as the file that Rows(teacher=...) and `tierflow train --distill` take.
+
+    Forward only. All sequences, held-out ones too, in micro-batches of `batch`; `at_once` of them pass each module before the next one is fetched. The
+    temperature and what else a loss does with it come later. progress: hears how many sequences are done, and how many there are. `out` appears when whole.
+    """
+    if rows._teacher is not None or rows._more:
+        raise _native.UsageError("a teacher's file is made of rows that are neither pairs nor taught")
+    native, count, eval_mode = rows._native, rows._native.all_sequences(), trainer.model.training
+    writer = _native.TeacherWriter(os.fspath(out), native, top, rows._made["vocab_size"])
+
+    def likely(model: Any, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        ids, predicted, positions = given
+        logits = model(input_ids=ids, **({} if positions is None else {"position_ids": positions})).logits
+        found = []
+        for row, label in zip(logits, predicted, strict=True):
+            counted = row[label >= 0].double()
+            # Of equal ones that with the lowest id comes first, as in the program's file.
+            values, at = counted.sort(dim=-1, descending=True, stable=True)
+            found.append((at[:, :top].int(), (values[:, :top] - counted.logsumexp(-1, keepdim=True)).clamp(max=0).half()))
+        return found
+
+    trainer.model.eval()
+    try:
+        for first in range(0, count, batch * at_once):
+            parts = [native.numbered(at, min(batch, count - at)) for at in range(first, min(count, first + batch * at_once), batch)]
+            for found in trainer.evaluate(parts, likely):
+                for ids, values in found:
+                    writer.add(ids, values)
+            if progress is not None:
+                progress(min(count, first + batch * at_once), count)
+    finally:
+        trainer.model.train(eval_mode)
+    writer.finish()

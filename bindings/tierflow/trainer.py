@@ -16,6 +16,7 @@ from torch import nn
 
 from . import _native
 from .ambient import autocast_as, autocast_state
+from .losses import loss_named
 from .model import engine_of
 from .optim import AdamW
 from .turns import Frame, Turn, local
@@ -152,16 +153,17 @@ class Trainer:
     weights add up in another order, and dropout draws its random numbers layer by layer.
 
     model: streamed, or a PEFT model over one. opt: a tierflow.optim.AdamW. loss: called with (model, micro_batch) and returns the micro-batch's loss;
-    default `model(**micro_batch).loss`. clip: largest global gradient norm; None: no clipping.
+    default `model(**micro_batch).loss`. Those of tierflow.losses may be named: "dpo", "simpo", "orpo". clip: largest global gradient norm; None: no clipping.
     """
 
     def __init__(
-        self, model: nn.Module, opt: AdamW, *, loss: Callable[[nn.Module, Any], torch.Tensor] | None = None, clip: float | None = 1.0
+        self, model: nn.Module, opt: AdamW, *, loss: Callable[[nn.Module, Any], torch.Tensor] | str | None = None, clip: float | None = 1.0
     ) -> None:
+        self._lanes: list[_Lane] = []
         self.model, self.opt, self.clip = model, opt, clip
         self.engine = engine_of(model)
-        self._loss = loss or (lambda model, batch: model(**batch).loss)
-        self._lanes: list[_Lane] = []
+        named = loss_named(loss) if isinstance(loss, str) else loss
+        self._loss: Callable[[nn.Module, Any], torch.Tensor] = named or (lambda model, batch: model(**batch).loss)
         self._head: int | None = None  # the turn that came last in the step before
         self._multiple: set[int] = set()
 
@@ -179,9 +181,9 @@ class Trainer:
         """Forward and backward alone: gradients are there afterwards, as after a loop of backward(). Returns the mean loss."""
         if not micro_batches:
             raise _native.UsageError("a step takes at least one micro-batch")
-        while len(self._lanes) < len(micro_batches):
-            self._lanes.append(_Lane())
-        lanes = self._lanes[: len(micro_batches)]
+        if prepared := getattr(self._loss, "prepared", None):
+            micro_batches = prepared(self, micro_batches)
+        lanes = self._lanes_for(micro_batches)
         grad_mode = torch.is_grad_enabled()
         try:
             return self._run(lanes, micro_batches)
@@ -191,6 +193,40 @@ class Trainer:
                 lane.stop()
             self.engine.broken = self.engine.broken or "a layer-major step was broken off"
             raise
+
+    def evaluate(self, micro_batches: Sequence[Any], function: Callable[[nn.Module, Any], Any] | None = None) -> list[Any]:
+        """What `function(model, micro_batch)` gives for each, without gradients: all micro-batches pass a module before the next module is fetched. Default: the
+        loss, as a number. Put the model into eval() mode yourself."""
+        if function is None and (prepared := getattr(self._loss, "prepared", None)):
+            micro_batches = prepared(self, micro_batches)
+        find = function or (lambda model, batch: float(self._loss(model, batch)))
+        autocast, lanes = autocast_state(self.engine.device.type), self._lanes_for(micro_batches)
+
+        def work(batch: Any) -> Callable[[], Any]:
+            def run() -> Any:
+                with torch.no_grad(), autocast_as(autocast):
+                    return find(self.model, batch)
+
+            return run
+
+        try:
+            for lane, batch in zip(lanes, micro_batches, strict=True):
+                lane.begin(work(batch))
+            while waiting := [lane for lane in lanes if lane.frame is not None]:
+                turn = waiting[0].at().turn
+                for lane in waiting:
+                    if lane.at().turn is turn:
+                        lane.go_on(lane.at().call())
+            return [lane.result for lane in lanes]
+        finally:
+            for lane in lanes:
+                lane.stop()
+                lane.result = None
+
+    def _lanes_for(self, micro_batches: Sequence[Any]) -> list[_Lane]:
+        while len(self._lanes) < len(micro_batches):
+            self._lanes.append(_Lane())
+        return self._lanes[: len(micro_batches)]
 
     def _clip(self) -> float:
         parameters = [p for group in self.opt.param_groups for p in group["params"]]

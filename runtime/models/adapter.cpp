@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "runtime/models/ops.h"
+#include "runtime/spec/adapters.h"
 
 namespace tierflow::models {
 namespace {
@@ -29,7 +30,7 @@ Tensor Adapter::product(const Weights& weights, const Tensor& x, int first, int 
 }
 
 Tensor Adapter::add_to(const Tensor& y, const Weights& weights, const Tensor& x, double dropout) const {
-  if (a < 0) return y;
+  if (!is_in(weights)) return y;
   const Tensor added = product(weights, with_dropout(x, dropout, dropout > 0), a, b);
   return y + (a0 < 0 ? added : added - product(weights, x, a0, b0));
 }
@@ -63,6 +64,7 @@ Tensor Adapter::magnitude(const Weights& weights) const {
 
 Tensor Adapter::scaled(const Tensor& y, const Weights& weights, const Tensor& weight, const Tensor& x,
                        double dropout) const {
+  if (!is_in(weights)) return y;
   const Tensor gain = magnitude(weights) / lengths(weights, weight);
   if (dropout == 0) return ((y + product(weights, x, a, b)) * gain).to(y.scalar_type());
   const Tensor left = with_dropout(x, dropout, true);
@@ -100,6 +102,16 @@ void Adapter::add_gradients(const Gradients& sums, const Weights& weights, const
     total.add_((d_y.narrow(0, token, count).to(total.scalar_type()) * sum).sum(0));
   }
   at_position(sums, m).add_(total.mul_(in.reciprocals));
+}
+
+Weights without_adapters(const ModelSpec& spec, int stage, Weights weights) {
+  std::size_t position = 0;
+  for (const int unit : spec.stages[static_cast<std::size_t>(stage)].units)
+    for (const TensorSpec& tensor : spec.units[static_cast<std::size_t>(unit)].tensors) {
+      if (is_adapter(tensor)) weights[position].reset();
+      ++position;
+    }
+  return weights;
 }
 
 }  // namespace tierflow::models

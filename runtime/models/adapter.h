@@ -3,6 +3,7 @@
 // B0(A0(x))) where it has first values beside it. Their difference is taken first: it is zero until they differ.
 // With a magnitude the sum is scaled too, each output by its own gain = (M0 + M) / |row of W + scale * B A| (DoRA).
 // The lengths of these rows are computed where they are needed, or once for all by with_lengths().
+// Where a forward finds no factors in Weights (without_adapters()), y is what the layer gives alone.
 #include <string>
 
 #include "runtime/models/layered_model.h"
@@ -22,6 +23,7 @@ struct Adapter {
 
   explicit operator bool() const { return a >= 0; }
   bool has_magnitude() const { return m >= 0; }
+  bool is_in(const Weights& weights) const { return a >= 0 && at_position(weights, a).defined(); }
   // y of the layer, x its input [.., in]: y with the adapter's part added. Differentiable where autograd is on.
   // dropout: of the x that A takes; A0 takes all of it. Without a magnitude.
   at::Tensor add_to(const at::Tensor& y, const Weights& weights, const at::Tensor& x, double dropout) const;
@@ -53,5 +55,8 @@ struct Adapter {
   at::Tensor lengths(const Weights& weights, const at::Tensor& weight) const;
   at::Tensor magnitude(const Weights& weights) const;
 };
+
+// The weights of a stage for forwards of the model without its adapters.
+Weights without_adapters(const ModelSpec& spec, int stage, Weights weights);
 
 }  // namespace tierflow::models

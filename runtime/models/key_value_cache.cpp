@@ -10,18 +10,14 @@
 #include "runtime/base/exception.h"
 #include "runtime/models/attention_kernels.h"
 #include "runtime/models/grain.h"
+#include "runtime/spec/generation_shape.h"
 
 namespace tierflow {
 namespace {
 
 using at::Tensor;
 
-constexpr std::int64_t kQueries = 128;  // whose scores exist at once
-
-// How many tokens of a sequence a layer keeps.
-std::int64_t slots_of(std::int64_t capacity, std::int64_t window, std::int64_t longest_span) {
-  return window > 0 ? std::min(capacity, window + longest_span) : capacity;
-}
+constexpr std::int64_t kQueries = kAttendedQueries;
 
 // Calls use(first token of `all`, first slot, tokens) for each run of slots of tokens [begin, end).
 template <class Use>
@@ -138,26 +134,26 @@ KeyValueCache::KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> ca
 }
 
 std::uint64_t KeyValueCache::workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries) {
-  const ModelConfig& c = spec.config;
-  constexpr std::int64_t kStored = 2, kWide = 4, kCopies = 3;  // of scores: before and after the softmax, and masked
-  const std::int64_t tokens = 2 * c.kv_heads * c.head_dim * (kStored + kWide),
-                     scores = kCopies * kWide * c.heads * std::min(kQueries, queries);
-  return static_cast<std::uint64_t>(capacity * (tokens + scores));
+  return key_value_workspace(spec, capacity, queries);
 }
 
 std::uint64_t KeyValueCache::bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span) {
-  std::int64_t slots = 0;
-  for (const StageSpec& stage : spec.stages)
-    if (stage.kind == StageKind::block || stage.kind == StageKind::attention)
-      slots += slots_of(capacity, spec.config.layer(stage.block).window, longest_span);
-  constexpr std::uint64_t kWord = 2;
-  return 2 * kWord * static_cast<std::uint64_t>(slots * spec.config.kv_heads * spec.config.head_dim);
+  return key_value_bytes(spec, capacity, longest_span);
 }
 
 void KeyValueCache::replace(std::int64_t sequence, std::int64_t capacity) {
   const auto at = static_cast<std::size_t>(sequence);
   capacities_.at(at) = capacity;
   for (Layer& layer : layers_[at]) layer = {};
+}
+
+bool KeyValueCache::rewind(std::int64_t sequence, std::int64_t tokens) {
+  std::vector<Layer>& layers = layers_.at(static_cast<std::size_t>(sequence));
+  for (const Layer& layer : layers)
+    if (layer.window > 0 && std::max<std::int64_t>(0, tokens - layer.window) < layer.tokens - layer.keys.size(1))
+      return false;
+  for (Layer& layer : layers) layer.tokens = std::min(layer.tokens, tokens);
+  return true;
 }
 
 KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span, const Tensor& k, std::int64_t window) {
@@ -171,8 +167,9 @@ KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span,
   if (layer.tokens != span.before && layer.tokens != end)
     throw Exception(io::ErrorKind::internal, "a sequence goes on where it did not end");
   layer.tokens = end;
+  layer.window = window;
   if (layer.memory != nullptr) return layer;
-  const std::int64_t slots = slots_of(capacity, window, longest_span_),
+  const std::int64_t slots = kept_tokens(capacity, window, longest_span_),
                      bytes = slots * k.size(2) * k.size(3) * k.element_size();
   layer.memory.reset(new std::byte[static_cast<std::size_t>(2 * bytes)]);  // not touched: taken as it is written
   const auto options = at::TensorOptions().dtype(k.scalar_type());

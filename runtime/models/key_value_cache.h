@@ -23,6 +23,10 @@ class KeyValueCache {
   // Frees what sequence `sequence` has. Another one begins in its place.
   void replace(std::int64_t sequence, std::int64_t capacity);
 
+  // Leaves of a sequence its first `tokens`, of those that came: the next span continues these. False, and nothing
+  // changes, where a layer with a window has let go of some that a further span sees.
+  bool rewind(std::int64_t sequence, std::int64_t tokens);
+
   // What it takes when a sequence of that many tokens is full, in bf16.
   static std::uint64_t bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span = kAnySpan);
 
@@ -43,6 +47,7 @@ class KeyValueCache {
     std::unique_ptr<std::byte[]> memory;
     at::Tensor keys, values;  // [kv heads, slots, head_dim]; token t is in slot t % slots
     std::int64_t tokens = 0;  // that came
+    std::int64_t window = 0;
   };
   Layer& layer_of(int stage, const CachedSpan& span, const at::Tensor& k, std::int64_t window);
 

@@ -87,6 +87,8 @@ struct HeadScores {
   // log-probabilities fp64, natural log. Where no label counts they mean nothing. As losses, undefined for layers of
   // one's own, and where none are wanted.
   torch::Tensor top_ids = {}, top_log_probabilities = {};
+  // As losses, under the model without its adapters; of a session whose loss computes its reference.
+  torch::Tensor reference_losses = {};
 };
 
 // Its sums are numbers on the device of the carry, fp64, in an order that shapes alone decide: to read one is to wait

@@ -59,7 +59,7 @@ PairCounts count_pairs(const LossRule& rule, const std::vector<MicroBatch>& batc
     const std::int64_t rows = batch.labels.size(0);
     if (rows % 2 != 0) wrong("a micro-batch of pairs has an even number of rows, not " + std::to_string(rows));
     if (!batch.labels.ge(0).any(1).all().item<bool>()) wrong("a row of a pair has no token that counts");
-    if (rule.needs_reference() && static_cast<std::int64_t>(batch.reference.size()) != rows)
+    if (rule.needs_reference() && !rule.base_is_reference && static_cast<std::int64_t>(batch.reference.size()) != rows)
       wrong("the loss needs each row's log-probability under the reference model");
     counts.pairs += rows / 2;
     if (rule.adds_chosen_nll()) counts.nll_tokens += chosen_positions(rule, batch).sum().item<std::int64_t>();

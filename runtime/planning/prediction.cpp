@@ -83,7 +83,11 @@ class Clock {
 
 swap::Simulator simulator_of(const SessionPlan& plan, swap::Rates rates) {
   // Of the head's three products with its weights, the forward is one.
-  if (plan.head_scores_first) rates.stages.back().head *= 4.0 / 3;
+  if (plan.head_scores_first) rates.stages.back().head *= plan.references_too ? 5.0 / 3 : 4.0 / 3;
+  for (swap::StageSeconds& stage : rates.stages)
+    if (plan.references_too)
+      for (double* seconds : {&stage.forward, &stage.forward_keeping, &stage.forward_swapping})
+        *seconds += stage.evaluate;
   return {*plan.layout, std::move(rates)};
 }
 

@@ -67,7 +67,7 @@ std::vector<double> read_reference(const fs::path& path, const std::string& iden
 void verify_reference(const Folders& storage, const LeftStore& left) {
   const auto run = nlohmann::json::parse(left.run, nullptr, false);
   // Before the first step it is computed anew.
-  if (left.streamed || left.step == 0 || !run.is_object() || !run.contains("loss")) return;
+  if (left.streamed || left.step == 0 || !run.is_object() || !run.contains("loss") || run.contains("reference")) return;
   if (LossRule{.kind = parse_loss(run["loss"].get<std::string>())}.needs_reference())
     read_reference(reference_beside(storage), left.run, std::nullopt);
 }

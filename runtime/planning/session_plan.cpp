@@ -62,6 +62,12 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options,
   return writes;
 }
 
+// With what the client wants for itself.
+ComputeNeeds with_workspace(ComputeNeeds needs, const SessionOptions& options) {
+  needs.stage_peak += options.workspace;
+  return needs;
+}
+
 // An evaluation has what a step sets aside for saved inputs and kept activations: each further micro-batch there saves
 // a pass over the weights.
 constexpr int kMostEvaluated = 32;  // more hide nothing that these do not
@@ -106,7 +112,7 @@ std::uint64_t ComputeNeeds::expected(const swap::Arrangement& arrangement) const
 
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
   SessionPlan plan{.packed = pack(spec, options.precision),
-                   .workspace = needs.workspace(options.micro_batches),
+                   .workspace = with_workspace(needs, options).workspace(options.micro_batches),
                    .loading = options.resume ? 0 : loading_bytes(spec)};  // a state that is there needs no first values
   const bool windows = options.train && window_steps(spec) != 0;
   if (windows || (options.train && !options.resume)) plan.workspace += gradient_bytes(spec);
@@ -125,7 +131,8 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
 }
 
 SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const SessionOptions& options,
-                       const ComputeNeeds& needs) {
+                       const ComputeNeeds& measured) {
+  const ComputeNeeds needs = with_workspace(measured, options);
   SessionPlan plan{
       .packed = other.packed, .layout = other.layout, .workspace = other.workspace, .loading = other.loading};
   // Beside the steps; where there is no room it waits for the end of one.
@@ -160,6 +167,7 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
   plan.arrangement = value_or_throw(std::move(arranged));
   plan.evaluated_at_once = evaluated_at_once(options, plan.arrangement, needs);
   plan.head_scores_first = options.loss.pairs();
+  plan.references_too = options.train && options.loss.computes_reference();
   plan.commit_every = options.storage.empty() || !options.train ? 0 : options.commit_every;
   const bool windows = options.train && window_steps(spec) != 0;
   plan.writes = count_writes(plan, options, chunks_with_window_factors(spec, plan, windows));

@@ -56,6 +56,7 @@ struct SessionPlan {
   std::uint64_t exporting = 0;
   bool stored = false;                          // storage holds anything at all
   bool head_scores_first = false;               // a forward of the head comes before its gradient: losses of pairs
+  bool references_too = false;                  // each forward is computed twice, with adapters and without
   int commit_every = 0;                         // as the option; 0 where there is no storage or no room
   bool speculates = false;                      // steps may be speculative
   std::uint64_t deferred_parameters = 0;        // of the trainable ones: whose update is deferred

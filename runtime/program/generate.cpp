@@ -113,7 +113,11 @@ class Generation {
 
   void answer(const OrderedJson& prompts) {
     const std::vector<Tokens> ids = tokenizer_->encode(prompts);
-    begin(ids, options_.batch);
+    begin(
+        [&](std::int64_t batch) {
+          return GenerationShape::of(model_.spec(), ids, generation_, batch, options_.sequence_length);
+        },
+        options_.batch);
     const bool live = prompts.size() == 1 && !options_.json;
     LiveText text = live_text(*tokenizer_);
     std::vector<Tokens> unfinished(ids.size());
@@ -163,8 +167,9 @@ class Generation {
       fail(io::ErrorKind::usage, "",
            fmt::format("--max-new-tokens {} leaves no room for a message in a talk of {} tokens (--context)",
                        options_.max_new_tokens, context));
-    const Tokens longest(static_cast<std::size_t>(context - options_.max_new_tokens));
-    begin({longest}, 1);
+    const std::int64_t longest = context - options_.max_new_tokens;
+    begin([&](std::int64_t) { return GenerationShape::of_talk(model_.spec(), context, options_.sequence_length); }, 1);
+    Talk talk(*session_, context);
     auto messages = OrderedJson::array();
     if (!options_.system.empty()) messages.push_back({{"role", "system"}, {"content", options_.system}});
     const bool terminal = isatty(STDIN_FILENO) == 1;
@@ -179,7 +184,7 @@ class Generation {
       if (find_invalid_utf8(line) != std::string::npos) fail_input("standard input", "is not UTF-8");
       messages.push_back({{"role", "user"}, {"content", line}});
       const std::vector<Tokens> ids = tokenizer_->encode(OrderedJson::array({{{"messages", messages}}}));
-      if (ids[0].size() > longest.size())
+      if (std::ssize(ids[0]) > longest)
         fail(io::ErrorKind::usage, "",
              fmt::format("the talk has {} tokens and an answer may have {}: that is beyond {} (--context)",
                          ids[0].size(), options_.max_new_tokens, context));
@@ -187,18 +192,18 @@ class Generation {
       std::string answer;
       bool begun = false;
       try {
-        generate(*session_, ids, generation_,
-                 {.before_pass = [] { throw_if_stopped(); },
-                  .on_token =
-                      [&](std::size_t, std::int64_t token) {
-                        begun = true;
-                        text.add(token);
-                      },
-                  .on_end =
-                      [&](std::size_t, const Generated&) {
-                        begun = false;
-                        answer = end_line(text);
-                      }});
+        talk.answer(ids[0], generation_,
+                    {.before_pass = [] { throw_if_stopped(); },
+                     .on_token =
+                         [&](std::size_t, std::int64_t token) {
+                           begun = true;
+                           text.add(token);
+                         },
+                     .on_end =
+                         [&](std::size_t, const Generated&) {
+                           begun = false;
+                           answer = end_line(text);
+                         }});
       } catch (const Exception&) {
         print_what_there_is([&] {
           if (begun) end_line(text);
@@ -206,18 +211,16 @@ class Generation {
         throw;
       }
       messages.push_back({{"role", "assistant"}, {"content", answer}});
+      log_.object({{"talk", {{"tokens", ids[0].size()}, {"taken_over", talk.taken_over()}}}});
     }
   }
 
  private:
   // most: longest sequences at once.
-  void begin(const std::vector<Tokens>& prompts, std::int64_t most) {
+  void begin(const std::function<GenerationShape(std::int64_t batch)>& shape_of, std::int64_t most) {
     const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
     settings_ = session_settings(options_, device_fixed, [&](const std::string& line) { log_.say(line); });
     SessionOptions& settings = settings_;
-    const auto shape_of = [&](std::int64_t batch) {
-      return GenerationShape::of(model_.spec(), prompts, generation_, batch, options_.sequence_length);
-    };
     GenerationShape shape = shape_of(most > 0 ? most : kMostByItself);
     // By itself it takes at most half of the host's memory and a quarter of the device's for them.
     while (most == 0 && shape.batch > 1 &&

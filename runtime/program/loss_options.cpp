@@ -2,6 +2,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/program/data_options.h"
+#include "runtime/spec/adapters.h"
 
 namespace tierflow {
 
@@ -37,6 +38,10 @@ void check_loss(const TrainOptions& o) {
 
 LossRule loss_rule(const TrainOptions& o) {
   return {.kind = parse_loss(o.loss), .beta = o.beta, .simpo_gamma = o.simpo_gamma, .distillation = o.kd};
+}
+
+bool base_is_reference(const TrainOptions& o, const ModelSpec& spec) {
+  return loss_rule(o).needs_reference() && o.adapter.empty() && trains_adapters_alone(spec);
 }
 
 std::int64_t sequences_in_one(const TrainOptions& o) {

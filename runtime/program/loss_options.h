@@ -3,6 +3,7 @@
 #include "runtime/program/option_table.h"
 #include "runtime/program/options.h"
 #include "runtime/spec/loss_rule.h"
+#include "runtime/spec/model_spec.h"
 
 namespace tierflow {
 
@@ -11,6 +12,9 @@ void add_loss_rows(OptionTable& table, TrainOptions& options);
 void check_loss(const TrainOptions& options);
 // Without the number of tokens that the teacher named, which the file of --distill has.
 LossRule loss_rule(const TrainOptions& options);
+// Whether the reference that the loss needs is computed in the visits of the steps: that of the model without its
+// adapters, where these begin as nothing and nothing else is trained.
+bool base_is_reference(const TrainOptions& options, const ModelSpec& spec);
 // Sequences that one of --micro-batch stands for: two where the loss is of pairs.
 std::int64_t sequences_in_one(const TrainOptions& options);
 

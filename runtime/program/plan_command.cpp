@@ -8,9 +8,11 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
+#include "runtime/data/teacher_file.h"
 #include "runtime/planning/machine_model.h"
 #include "runtime/program/loss_options.h"
 #include "runtime/program/plan_report.h"
+#include "runtime/program/sample_prompts.h"
 #include "runtime/program/train_library.h"
 #include "runtime/program/training_spec.h"
 
@@ -83,7 +85,11 @@ class Planning {
         modelled_(modelled),
         measure_(measure),
         say_(say),
-        session_(modelled ? train_settings(options, *modelled, say) : train_settings(options, 0, say)) {}
+        session_(modelled ? train_settings(options, *modelled, say) : train_settings(options, 0, say)) {
+    session_.loss.base_is_reference = base_is_reference(options, spec);
+    if (!options.distill.empty()) teacher_top_ = TeacherFile(options.distill).shape().top;
+    sample_prompts_.emplace(options, spec);
+  }
 
   Planned plan(std::int64_t micro_batch, int micro_batches) {
     SessionOptions session = session_;
@@ -91,7 +97,11 @@ class Planning {
     session.micro_batches = micro_batches;
     Profile profile = modelled_ ? Profile{machine_profile(*modelled_), model_profile(spec_, session, *modelled_)}
                                 : profile_of(spec_, session, options_.refresh_profile, machine_, measure_, say_);
-    machine_ = profile.machine;                                                            // the same for every shape
+    machine_ = profile.machine;  // the same for every shape
+    // What a teacher's tokens take: another run may have measured the stages without them.
+    profile.model.micro_batch_bytes += static_cast<std::uint64_t>(session.micro_batch * session.sequence_length) *
+                                       teacher_top_ * (sizeof(std::int32_t) + sizeof(std::uint16_t));
+    sample_prompts_->set_aside(session, spec_, say_);
     if (options_.device_memory == 0) session.device_memory += profile.model.device_fixed;  // as train adds it
     Placement placement = choose_placement(spec_, session, profile);
     return {std::move(session), std::move(profile), std::move(placement)};
@@ -136,8 +146,10 @@ class Planning {
   const std::optional<MachineModel>& modelled_;
   const std::function<void(const ProfileJob&)>& measure_;
   const Say& say_;
-  const SessionOptions session_;
+  SessionOptions session_;
   std::optional<MachineProfile> machine_;
+  std::uint64_t teacher_top_ = 0;  // tokens that a teacher named for each position
+  std::optional<SamplePrompts> sample_prompts_;
 };
 
 // What the storage folders have room for, each drive counted once.

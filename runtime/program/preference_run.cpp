@@ -14,14 +14,25 @@
 
 namespace tierflow {
 
-PreferenceRun::PreferenceRun(const TrainOptions& options, const Dataset& data)
+namespace {
+
+LossRule rule_of(const TrainOptions& options, bool base_is_reference) {
+  LossRule rule = loss_rule(options);
+  rule.base_is_reference = base_is_reference;
+  return rule;
+}
+
+}  // namespace
+
+PreferenceRun::PreferenceRun(const TrainOptions& options, const Dataset& data, bool base_is_reference)
     : options_(options),
       data_(data),
-      rule_(loss_rule(options)),
+      rule_(rule_of(options, base_is_reference)),
       rows_(options.micro_batch * sequences_in_one(options)) {}
 
 void PreferenceRun::set_reference(Session& session, const std::string& identity, TrainingLog& log) {
   if (!rule_.needs_reference()) return;
+  if (rule_.computes_reference()) return log.say("reference: the base, computed in the visits of each step");
   const bool stored = session.storage_mode().has_value();
   if (session.steps() > 0) {
     reference_ = read_reference(reference_beside(options_.storage), identity, data_.all_sequences());
@@ -66,7 +77,8 @@ PairTotals PreferenceRun::evaluate(Session& session, std::int64_t rows, const Pr
   PairTotals totals;
   score(
       session, Sequences::held_out, rows,
-      [&](std::int64_t, const MicroBatch& batch, const HeadScores& scores) {
+      [&](std::int64_t, MicroBatch batch, const HeadScores& scores) {
+        if (rule_.computes_reference()) batch.reference = row_log_probabilities(batch, scores.reference_losses);
         totals.add(pair_totals(rule_, batch, scores.losses));
       },
       progress);

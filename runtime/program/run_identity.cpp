@@ -13,7 +13,8 @@ namespace tierflow {
 
 using nlohmann::json;
 
-std::string run_identity(const TrainOptions& options, std::uint64_t data, std::optional<std::uint64_t> teacher) {
+std::string run_identity(const TrainOptions& options, std::uint64_t data, std::optional<std::uint64_t> teacher,
+                         bool base_is_reference) {
   json identity{{"data", fmt::format("{:016x}", data)},
                 {"sequence-length", options.sequence_length},
                 {"micro-batch", options.micro_batch},
@@ -25,6 +26,7 @@ std::string run_identity(const TrainOptions& options, std::uint64_t data, std::o
                 {"eps", options.eps}};
   if (loss_rule(options).pairs())  // whose data are no other run's
     identity.update({{"loss", options.loss}, {"beta", options.beta}, {"simpo-gamma", options.simpo_gamma}});
+  if (base_is_reference) identity["reference"] = "base";
   if (teacher)
     identity.update({{"distill", fmt::format("{:016x}", *teacher)},
                      {"kd-alpha", options.kd.alpha},

@@ -9,9 +9,11 @@
 
 namespace tierflow {
 
-// A JSON object, by option. data: Dataset::fingerprint(). teacher: TeacherFile::hash(), where there is one. Model and
-// precision are the session's to compare; learning rate, schedule and the number of steps may change.
-std::string run_identity(const TrainOptions& options, std::uint64_t data, std::optional<std::uint64_t> teacher = {});
+// A JSON object, by option. data: Dataset::fingerprint(). teacher: TeacherFile::hash(), where there is one.
+// base_is_reference: as in LossRule. Model and precision are the session's to compare; learning rate, schedule and the
+// number of steps may change.
+std::string run_identity(const TrainOptions& options, std::uint64_t data, std::optional<std::uint64_t> teacher = {},
+                         bool base_is_reference = false);
 
 // Of what effective_configuration() says, but for --resume, --fresh and --go-back: it tells what one command left from
 // what another did.

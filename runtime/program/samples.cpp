@@ -7,44 +7,15 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/base/exception.h"
-#include "runtime/base/files.h"
-#include "runtime/base/machine.h"
 #include "runtime/base/signals.h"
 #include "runtime/data/prompt_tokenizer.h"
-#include "runtime/program/prompts.h"
 
 namespace tierflow {
 
 using nlohmann::json;
 
-Samples::Samples(const TrainOptions& options, const ModelSpec& spec) : every_(options.sample_every) {
-  if (every_ == 0) return;
-  text_ = data_options(options, spec, temporary_folder());
-  generation_.max_new_tokens = options.max_new_tokens;
-  if (!options.model.empty()) generation_.stop_tokens = read_generation_config(options.model).stop_tokens;
-  prompts_ = PromptTokenizer(text_).encode(read_prompts(options.sample_prompts, {}));
-}
-
-void Samples::set_aside(SessionOptions& session, const ModelSpec& spec, TrainingLog& log) const {
-  if (every_ == 0) return;
-  const auto at_once = std::min<std::int64_t>(session.micro_batches, std::ssize(prompts_));
-  const GenerationShape shape = GenerationShape::of(spec, prompts_, generation_, at_once, session.sequence_length);
-  const auto refuse = [](const std::string& what) { throw Exception(io::ErrorKind::usage, what); };
-  if (at_once > session.micro_batch * session.sequence_length)
-    refuse(fmt::format("{} of --sample-prompts at once are more than a micro-batch has tokens: give fewer", at_once));
-  if (shape.cache >= session.host_memory)
-    refuse(
-        fmt::format("keys and values of the samples take {} of the host's {}: give more --host-memory, shorter "
-                    "--sample-prompts or fewer --max-new-tokens",
-                    human_bytes(shape.cache), human_bytes(session.host_memory)));
-  session.host_memory -= shape.cache;
-  session.workspace += shape.workspace;
-  log.say(fmt::format("samples: keys and values take {} of --host-memory, their use {} of --device-memory",
-                      human_bytes(shape.cache), human_bytes(shape.workspace)));
-}
-
 void Samples::after_step(std::int64_t step, Session& session, TrainingLog& log) const {
-  if (every_ == 0 || step % every_ != 0) return;
+  if (prompts_.every() == 0 || step % prompts_.every() != 0) return;
   const auto none = [&](const char* why) {
     log.say(fmt::format("warning: there are no samples after step {}: {}", step, why));
   };
@@ -61,10 +32,11 @@ void Samples::after_step(std::int64_t step, Session& session, TrainingLog& log) 
 }
 
 std::vector<Generated> Samples::generated(Session& session, TrainingLog& log) const {
-  std::vector<Generated> found(prompts_.size());
+  std::vector<Generated> found(prompts_.prompts().size());
   std::uint64_t tokens = 0;
-  const std::uint64_t most = prompts_.size() * static_cast<std::uint64_t>(generation_.max_new_tokens);
-  generate(session, prompts_, generation_,
+  const std::uint64_t most =
+      prompts_.prompts().size() * static_cast<std::uint64_t>(prompts_.generation().max_new_tokens);
+  generate(session, prompts_.prompts(), prompts_.generation(),
            {.before_pass =
                 [&] {
                   throw_if_stopped();
@@ -76,7 +48,7 @@ std::vector<Generated> Samples::generated(Session& session, TrainingLog& log) co
 }
 
 void Samples::show(std::int64_t step, const std::vector<Generated>& found, TrainingLog& log) const {
-  PromptTokenizer tokenizer(text_);
+  PromptTokenizer tokenizer(prompts_.text());
   tokenizer.ignore_stops();
   auto samples = json::array();
   for (std::size_t prompt = 0; prompt < found.size(); ++prompt) {

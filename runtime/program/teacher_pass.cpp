@@ -8,6 +8,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
 #include "runtime/base/signals.h"
+#include "runtime/batches/teacher_batches.h"
 
 namespace tierflow {
 namespace {
@@ -16,19 +17,11 @@ TeacherShape shape_of(const EvalOptions& options, std::int64_t vocabulary, const
   if (options.teacher_top > vocabulary)
     fail(io::ErrorKind::usage, options.model.string(),
          fmt::format("has a vocabulary of {}: --teacher-top {} is more", vocabulary, options.teacher_top));
-  TeacherShape shape{.top = static_cast<std::uint32_t>(options.teacher_top),
-                     .vocabulary = static_cast<std::uint64_t>(vocabulary),
-                     .sequence_length = static_cast<std::uint64_t>(options.sequence_length),
-                     .sequences = static_cast<std::uint64_t>(data.all_sequences()),
-                     .data = data.sequences_hash()};
-  std::vector<std::int64_t> ids(shape.sequence_length), labels(shape.sequence_length);
-  for (std::uint64_t sequence = 0; sequence < shape.sequences; ++sequence) {
-    throw_if_stopped();
-    log.progress("counting positions", sequence, shape.sequences);
-    data.numbered_sequence(static_cast<std::int64_t>(sequence), ids, labels);
-    shape.positions += static_cast<std::uint64_t>(
-        std::count_if(labels.begin(), labels.end(), [](std::int64_t label) { return label >= 0; }));
-  }
+  const TeacherShape shape = teacher_shape(data, options.teacher_top, vocabulary,
+                                           [&](const char* phase, std::uint64_t done, std::uint64_t all) {
+                                             throw_if_stopped();
+                                             log.progress(phase, done, all);
+                                           });
   log.say(fmt::format("teacher's tokens: {} at each of {} positions, {} bytes a position: {} in {}", shape.top,
                       shape.positions, shape.position_bytes(), human_bytes(shape.file_bytes()),
                       options.teacher_out.string()));

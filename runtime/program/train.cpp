@@ -35,6 +35,12 @@
 namespace tierflow {
 namespace {
 
+// Whether it is the state of a run that computed its reference before its first step, as earlier versions always did.
+bool brings_reference(const LeftStore& left) {
+  const auto run = nlohmann::json::parse(left.run, nullptr, false);
+  return left.resumable && run.is_object() && !run.contains("reference");
+}
+
 class Training {
  public:
   // elsewhere: the folders in which the state lies, if it has to be moved.
@@ -49,9 +55,11 @@ class Training {
         out_(options, spec_, left_.resumable, log, beside_),
         trace_(options.trace, log),
         data_(prepare_data(data_options(options, spec_, temporary_folder()), log)),
-        preference_(options, data_),
+        base_is_reference_(base_is_reference(options, spec_) && !brings_reference(left_)),
+        preference_(options, data_, base_is_reference_),
         teacher_(options, spec_.config.vocab_size, data_),
-        samples_(options, spec_),
+        sample_prompts_(options, spec_),
+        samples_(sample_prompts_),
         held_out_(options, data_, preference_, out_, log, record_, result_) {
     if (!options.no_export) result_.out = options.out;
     per_step_ = options.micro_batch * options.micro_batches * sequences_in_one(options);
@@ -150,7 +158,7 @@ class Training {
  private:
   void open_session() {
     const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
-    const std::string run = run_identity(options_, data_.fingerprint(), teacher_.hash());
+    const std::string run = run_identity(options_, data_.fingerprint(), teacher_.hash(), base_is_reference_);
     if (left_.resumable) expect_same_run(left_.run, run, elsewhere_.empty() ? options_.storage : elsewhere_);
     if (!elsewhere_.empty())
       move_store(
@@ -158,12 +166,13 @@ class Training {
           [this](const std::string& line) { log_.say(line); }, log_.stoppable_progress());
     SessionOptions session =
         train_settings(options_, device_fixed, [this](const std::string& line) { log_.say(line); });
+    session.loss.base_is_reference = base_is_reference_;
     session.record = trace_.wanted();
     session.run = run;
     record_.configuration = configuration_hash(effective_configuration(options_));
     session.remembered = record_.json();
     teacher_.tell(session);
-    samples_.set_aside(session, spec_, log_);
+    sample_prompts_.set_aside(session, spec_, [this](const std::string& line) { log_.say(line); });
     if (left_.resumable) {
       session.resume = true;
       session.chunk_elements = left_.chunk_elements;
@@ -332,8 +341,10 @@ class Training {
   RunResult out_;
   StepTrace trace_;
   Dataset data_;
+  const bool base_is_reference_;
   PreferenceRun preference_;
   const DistillationRun teacher_;
+  const SamplePrompts sample_prompts_;
   const Samples samples_;
   RunRecord record_;
   RunSummary result_;

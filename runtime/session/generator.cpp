@@ -15,39 +15,6 @@ namespace {
 
 using Tokens = std::vector<std::int64_t>;
 
-// Tokens from which LongRoPE's other factors apply; 0: the model has none.
-std::int64_t short_context(const ModelSpec& spec) {
-  for (const RopeSpec& rope : spec.config.ropes)
-    if (rope.type == "longrope") return rope.original_max_positions;
-  return 0;
-}
-
-void check_prompt(const Tokens& prompt, std::size_t number, const ModelSpec& spec, std::int64_t new_tokens) {
-  const auto wrong = [&](const std::string& what) {
-    throw Exception(io::ErrorKind::usage, "prompt " + std::to_string(number + 1) + " " + what);
-  };
-  if (prompt.empty()) wrong("has no token");
-  for (const std::int64_t token : prompt)
-    if (token < 0 || token >= spec.config.vocab_size)
-      wrong("has token " + std::to_string(token) + ", and the model's vocabulary has " +
-            std::to_string(spec.config.vocab_size));
-  const auto length = static_cast<std::int64_t>(prompt.size());
-  if (spec.config.max_positions > 0 && length + new_tokens > spec.config.max_positions)
-    wrong("has " + std::to_string(length) + " tokens; with " + std::to_string(new_tokens) +
-          " new ones (--max-new-tokens) that is beyond the model's " + std::to_string(spec.config.max_positions) +
-          " positions");
-  const std::int64_t limit = short_context(spec);
-  if (length <= limit && length + new_tokens - 1 > limit)
-    wrong("has " + std::to_string(length) + " tokens and may come to " + std::to_string(length + new_tokens) +
-          ": beyond " + std::to_string(limit) +
-          " tokens this model has other rotary factors, and what is cached has those before; at most " +
-          std::to_string(limit - length + 1) + " new ones (--max-new-tokens)");
-}
-
-std::int64_t capacity_of(const Tokens& prompt, std::int64_t new_tokens) {
-  return static_cast<std::int64_t>(prompt.size()) + new_tokens - 1;  // the last one is not computed with
-}
-
 // A sequence while it grows.
 struct Sequence {
   std::size_t prompt = 0;
@@ -67,7 +34,12 @@ class Places {
         prompts_(prompts),
         options_(options),
         sequences_(std::min(prompts.size(), static_cast<std::size_t>(session.options().micro_batches))),
-        cache_(session.model().spec(), std::vector<std::int64_t>(sequences_.size()), longest_span()) {}
+        own_cache_(std::in_place, session.model().spec(), std::vector<std::int64_t>(sequences_.size()), longest_span()),
+        cache_(*own_cache_) {}
+  // One prompt, whose first tokens `computed` are in the cache; in the end it has those that are there then.
+  Places(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options, KeyValueCache& cache,
+         Tokens& computed)
+      : session_(session), prompts_(prompts), options_(options), sequences_(1), cache_(cache), computed_(&computed) {}
 
   void run(const GenerationEvents& events) {
     for (;;) {
@@ -95,7 +67,10 @@ class Places {
       const Tokens& prompt = prompts_[next_prompt_];
       const std::int64_t capacity = capacity_of(prompt, options_.max_new_tokens);
       sequences_[place] = {.prompt = next_prompt_++, .tokens = prompt, .capacity = capacity};
-      cache_.replace(static_cast<std::int64_t>(place), capacity);
+      if (computed_ != nullptr)
+        sequences_[place]->computed = std::ssize(*computed_);
+      else
+        cache_.replace(static_cast<std::int64_t>(place), capacity);
     }
   }
 
@@ -169,7 +144,10 @@ class Places {
     }
     if (!ended) return;
     events.on_end(place->prompt, generated);
-    cache_.replace(span.sequence, 0);
+    if (computed_ != nullptr)
+      computed_->assign(place->tokens.begin(), place->tokens.begin() + place->computed);
+    else
+      cache_.replace(span.sequence, 0);
     place.reset();
   }
 
@@ -178,46 +156,47 @@ class Places {
   const GenerationOptions& options_;
   std::size_t next_prompt_ = 0;
   std::vector<std::optional<Sequence>> sequences_;  // by place
-  KeyValueCache cache_;
+  std::optional<KeyValueCache> own_cache_;
+  KeyValueCache& cache_;
+  Tokens* computed_ = nullptr;  // of a talk
 };
 
 }  // namespace
-
-GenerationShape GenerationShape::of(const ModelSpec& spec, const std::vector<Tokens>& prompts,
-                                    const GenerationOptions& options, std::int64_t most_at_once,
-                                    std::int64_t most_tokens) {
-  GenerationShape shape{.batch = std::min(most_at_once, static_cast<std::int64_t>(prompts.size()))};
-  std::int64_t longest = 2;
-  for (std::size_t i = 0; i < prompts.size(); ++i) {
-    check_prompt(prompts[i], i, spec, options.max_new_tokens);
-    longest = std::max(longest, static_cast<std::int64_t>(prompts[i].size()));
-  }
-  const ModelConfig& c = spec.config;
-  if (c.max_positions > 0)
-    shape.batch = std::min(shape.batch, c.max_positions);  // a row that is measured is a sequence
-  shape.tokens = std::max(std::min(longest, most_tokens), shape.batch);
-  const bool pieces = longest > std::min(shape.tokens, most_tokens);
-  const std::int64_t capacity = longest + options.max_new_tokens,
-                     tables = capacity * c.head_dim * static_cast<std::int64_t>(sizeof(float)),
-                     logits = c.vocab_size * 2 * static_cast<std::int64_t>(sizeof(float));
-  shape.workspace =
-      KeyValueCache::workspace(spec, capacity, pieces ? shape.tokens : 1) +
-      static_cast<std::uint64_t>((pieces ? shape.batch : 1) * tables * std::max<std::int64_t>(1, std::ssize(c.ropes)) +
-                                 shape.batch * logits);
-  std::vector<std::uint64_t> caches;
-  for (const Tokens& prompt : prompts)
-    caches.push_back(
-        KeyValueCache::bytes(spec, capacity_of(prompt, options.max_new_tokens), pieces ? shape.tokens : 1));
-  std::sort(caches.begin(), caches.end(), std::greater<>());  // any may be there together
-  for (std::int64_t i = 0; i < shape.batch; ++i) shape.cache += caches[static_cast<std::size_t>(i)];
-  return shape;
-}
 
 void generate(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options,
               const GenerationEvents& events) {
   for (std::size_t i = 0; i < prompts.size(); ++i)
     check_prompt(prompts[i], i, session.model().spec(), options.max_new_tokens);
   Places(session, prompts, options).run(events);
+}
+
+Talk::Talk(Session& session, std::int64_t most)
+    : session_(session),
+      most_(most),
+      cache_(std::make_unique<KeyValueCache>(session.model().spec(), std::vector<std::int64_t>{most},
+                                             session.options().sequence_length)) {}
+
+Talk::~Talk() = default;
+
+void Talk::answer(const Tokens& prompt, const GenerationOptions& options, const GenerationEvents& events) {
+  const ModelSpec& spec = session_.model().spec();
+  check_prompt(prompt, 0, spec, options.max_new_tokens);
+  if (std::ssize(prompt) + options.max_new_tokens > most_)
+    throw Exception(io::ErrorKind::usage, "a talk of " + std::to_string(prompt.size()) + " tokens and " +
+                                              std::to_string(options.max_new_tokens) + " new ones is beyond its " +
+                                              std::to_string(most_));
+  Tokens known = std::exchange(computed_, {});
+  // The last token is computed, for its logits. LongRoPE's factors follow the length that a sequence may come to.
+  const auto most_known = std::min(known.size(), prompt.size() - 1);
+  const auto end =
+      std::mismatch(known.begin(), known.begin() + static_cast<std::ptrdiff_t>(most_known), prompt.begin());
+  known.erase(end.first, known.end());
+  if (short_context(spec) > 0 || !cache_->rewind(0, std::ssize(known))) known.clear();
+  if (known.empty()) cache_->replace(0, most_);
+  taken_over_ = std::ssize(known);
+  const std::vector<Tokens> prompts{prompt};
+  Places(session_, prompts, options, *cache_, known).run(events);
+  computed_ = std::move(known);
 }
 
 }  // namespace tierflow

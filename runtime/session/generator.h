@@ -2,35 +2,21 @@
 // Text from a model whose weights stream: every pass over the weights serves all sequences of a batch.
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "runtime/session/session.h"
-#include "runtime/spec/generation_config.h"
+#include "runtime/spec/generation_shape.h"
 
 namespace tierflow {
 
-struct GenerationOptions {
-  Sampling sampling;
-  std::vector<std::int64_t> stop_tokens;
-  std::int64_t max_new_tokens = 256;
-  std::uint64_t seed = 0;
-};
+class KeyValueCache;
 
 enum class FinishReason : std::uint8_t { length, stop };
 
 struct Generated {
   std::vector<std::int64_t> tokens;  // without the prompt and without the stop token
   FinishReason reason = FinishReason::length;
-};
-
-// What GenerationOptions and these prompts need of a session, in SessionOptions' terms.
-struct GenerationShape {
-  std::int64_t batch = 0;       // sequences at once: micro_batches
-  std::int64_t tokens = 0;      // of a row that is computed at once: sequence_length, with a micro_batch of 1
-  std::uint64_t cache = 0;      // bytes of host memory for keys and values, beside the session's budget
-  std::uint64_t workspace = 0;  // SessionOptions::workspace
-  static GenerationShape of(const ModelSpec& spec, const std::vector<std::vector<std::int64_t>>& prompts,
-                            const GenerationOptions& options, std::int64_t most_at_once, std::int64_t most_tokens);
 };
 
 // What throws in one of these ends the generation.
@@ -48,5 +34,29 @@ struct GenerationEvents {
 // would be longer than the model's positions, or would cross the length from which LongRoPE has other factors.
 void generate(Session& session, const std::vector<std::vector<std::int64_t>>& prompts, const GenerationOptions& options,
               const GenerationEvents& events);
+
+// A talk: prompts of which each has the ones before it, and their answers. Of a prompt, the tokens from the first on
+// that the last prompt and its answer had too are not computed again: their keys and values are there. What follows
+// them continues a sequence (key_value_cache.h), so that logits may differ by rounding from those of the whole prompt
+// alone.
+class Talk {
+ public:
+  // session: made with the shape of_talk() of so many tokens.
+  Talk(Session& session, std::int64_t most);
+  ~Talk();
+  // As generate(), of one prompt. Throws Exception (kind usage), too, for one that may pass `most`. After an exception
+  // nothing of what was computed is taken again.
+  void answer(const std::vector<std::int64_t>& prompt, const GenerationOptions& options,
+              const GenerationEvents& events);
+  // Tokens of the last prompt that were not computed again.
+  std::int64_t taken_over() const { return taken_over_; }
+
+ private:
+  Session& session_;
+  const std::int64_t most_;
+  std::unique_ptr<KeyValueCache> cache_;
+  std::vector<std::int64_t> computed_;  // whose keys and values are there
+  std::int64_t taken_over_ = 0;
+};
 
 }  // namespace tierflow

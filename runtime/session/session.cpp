@@ -215,11 +215,13 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
       if (kept) kept->generation_ = planned_generation;
     }
     experts_touched.clear();
+    expect_references(shared.size());
     forward_all(shared, swap::Pass::forward);
     result.loss = 0;
     if (options.loss.pairs()) result.pairs.emplace();
     if (options.loss.distills()) result.ce_loss = result.kd_loss = 0;
     head_all(shared, {.batches = batches, .targets = targets, .pairs = pairs}, result, *work);
+    references.clear();
     backward_all(shared, *work);
     throw_if(executor().finish_updates());
     check_deferred(*work);

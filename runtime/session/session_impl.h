@@ -73,6 +73,9 @@ struct Session::Impl {
 
   // session_passes.cpp
   Weights weights(const swap::Entered& entered);
+  void expect_references(std::size_t micro_batches);  // of the pass that follows, where the loss takes them
+  // The losses of each token under the reference, on the host; in the head's visit.
+  torch::Tensor reference_losses(const Weights& bound, int micro_batch, const Shared& shared);
   void compute(bool repeatable, const std::function<void()>& work);
   // Has the carries of so many micro-batches each joined, or apart again: what StageShape::together of the next stage
   // is.
@@ -124,6 +127,8 @@ struct Session::Impl {
   // By computation of the stage at hand, each of so many micro-batches: its input, then its gradient.
   std::vector<Carry> carries;
   int carried_together = 1;
+  // By micro-batch: the carry of the model without its adapters, in passes that compute a reference; in others none.
+  std::vector<Carry> references;
   std::vector<std::vector<Carry>> inputs;  // by stage and computation: those that stay on the device
   // By stage and computation: activations that stay on the device, and the shapes of what lies in the slot for the
   // others.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string_view>
 
+#include "runtime/models/adapter.h"
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
@@ -54,6 +55,7 @@ void Session::Impl::compute(bool repeatable, const std::function<void()>& work) 
       if (again || !repeatable) {
         out_of_memory = out_of_memory_error(error);
         carries.assign(carries.size(), {});
+        references.assign(references.size(), {});
         inputs.assign(inputs.size(), std::vector<Carry>(carries.size()));
         kept.clear();
         in_slot.clear();
@@ -80,22 +82,35 @@ Weights Session::Impl::weights(const swap::Entered& entered) {
 void Session::Impl::regroup(int together, const std::vector<Shared>& shared) {
   if (together == carried_together) return;
   const std::size_t each = static_cast<std::size_t>(std::max(together, carried_together));
-  compute(true, [&] {
-    std::vector<Carry> now(carries.size());
-    for (std::size_t first = 0; first < shared.size(); first += each) {
-      const std::size_t end = std::min(first + each, shared.size());
-      if (together != 1) {
-        now[first / each] = joined(
-            {carries.begin() + static_cast<std::ptrdiff_t>(first), carries.begin() + static_cast<std::ptrdiff_t>(end)});
-        continue;
+  for (std::vector<Carry>* list : {&carries, &references}) {
+    if (list->empty()) continue;
+    compute(true, [&] {
+      std::vector<Carry> now(list->size());
+      for (std::size_t first = 0; first < shared.size(); first += each) {
+        const std::size_t end = std::min(first + each, shared.size());
+        if (together != 1) {
+          now[first / each] = joined({list->begin() + static_cast<std::ptrdiff_t>(first),
+                                      list->begin() + static_cast<std::ptrdiff_t>(end)});
+          continue;
+        }
+        std::vector<torch::Tensor> ids;
+        for (std::size_t of = first; of < end; ++of) ids.push_back(shared[of].ids);
+        std::ranges::move(apart((*list)[first / each], ids), now.begin() + static_cast<std::ptrdiff_t>(first));
       }
-      std::vector<torch::Tensor> ids;
-      for (std::size_t of = first; of < end; ++of) ids.push_back(shared[of].ids);
-      std::ranges::move(apart(carries[first / each], ids), now.begin() + static_cast<std::ptrdiff_t>(first));
-    }
-    carries = std::move(now);
-  });
+      *list = std::move(now);
+    });
+  }
   carried_together = together;
+}
+
+void Session::Impl::expect_references(std::size_t micro_batches) {
+  references.assign(options.train && options.loss.computes_reference() ? micro_batches : 0, {});
+}
+
+torch::Tensor Session::Impl::reference_losses(const Weights& bound, int micro_batch, const Shared& shared) {
+  const int last = static_cast<int>(plan.layout->stages().size()) - 1;
+  return model->head_scores(models::without_adapters(model->spec(), last, bound), references[micro_batch], shared)
+      .losses.cpu();
 }
 
 // Every stage but the last, layer-major: all micro-batches pass a stage before the next one.
@@ -142,6 +157,11 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
           slot->activations = copy_to_slot(activations_in(entered), made->essentials());
         carry = std::move(through);
       });
+      if (!references.empty())
+        compute(true, [&] {
+          references[number] = model->forward(stage, models::without_adapters(model->spec(), stage, weights(entered)),
+                                              references[number], of_first, false);
+        });
       leave();
     }
   }
@@ -152,7 +172,8 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
 HeadResult Session::Impl::head_of_pairs(const swap::Entered& entered, int micro_batch, const Shared& shared,
                                         const Objective& objective, PairTotals& totals) {
   const Weights bound = weights(entered);
-  const MicroBatch& batch = objective.batches[micro_batch];
+  MicroBatch batch = objective.batches[micro_batch];
+  if (!references.empty()) batch.reference = row_log_probabilities(batch, reference_losses(bound, micro_batch, shared));
   torch::Tensor losses = model->head_scores(bound, carries[micro_batch], shared).losses;
   if (!losses.defined())
     throw Exception(io::ErrorKind::usage, "layers of one's own have no loss of each token: pairs are not trained on");
@@ -196,6 +217,7 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective&
         carries[micro_batch] = head_of_pairs(entered, micro_batch, shared[micro_batch], objective, totals).d_carry;
         result.loss += totals.loss + totals.nll;
         if (result.pairs) result.pairs->add(totals);
+        if (!references.empty()) references[micro_batch].clear();
         return;
       }
       const Gradients gradients = gradients_of(entered, micro_batch);
@@ -290,6 +312,7 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
     });
     result.tokens += counted;
     if (out_of_memory) break;
+    expect_references(shared.size());
     evaluate_all(shared, end < count, before_each);
     for (int micro_batch = 0; micro_batch < static_cast<int>(part.size()); ++micro_batch) {
       before_each();
@@ -300,6 +323,8 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
         if (!scores.losses.defined()) return;
         scores.losses = scores.losses.cpu();
         scores.hits = scores.hits.cpu();
+        if (!references.empty())
+          scores.reference_losses = reference_losses(weights(entered), micro_batch, shared[micro_batch]);
         if (!scores.top_ids.defined()) return;
         scores.top_ids = scores.top_ids.cpu();
         scores.top_log_probabilities = scores.top_log_probabilities.cpu();
@@ -312,6 +337,7 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
       if (scored) scored(begin + micro_batch, part[static_cast<std::size_t>(micro_batch)], scores);
     }
     carries.clear();
+    references.clear();
   }
   throw_if(executor().drain());
   const auto tokens = static_cast<double>(std::max<std::int64_t>(result.tokens, 1));

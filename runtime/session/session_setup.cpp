@@ -57,6 +57,10 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
                            const Say& say) {
   if (options.loss.pairs() && options.loss.distills())
     throw Exception(io::ErrorKind::usage, "a loss of pairs has no teacher");
+  if (options.loss.base_is_reference && (!options.loss.needs_reference() || !trains_adapters_alone(model->spec())))
+    throw Exception(io::ErrorKind::usage,
+                    "base_is_reference: a reference that is the base is for dpo with adapters, where nothing else is "
+                    "trained; give each micro-batch its reference instead");
   if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
     throw Exception(io::ErrorKind::usage, "--micro-batch, --micro-batches and --sequence-length are at least 1");
   if (options.train && has_experts_on_demand(model->spec()))
@@ -71,8 +75,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   if (windows != 0 && options.train && options.loss.pairs())
     throw Exception(io::ErrorKind::usage,
                     "projectors are those of the cross-entropy's gradient: a loss of pairs has none");
-  ProbedModel probed = probe();
-  probed.needs.stage_peak += options.workspace;
+  const ProbedModel probed = probe();
   const auto plan_with = [&](std::uint64_t chunk_elements) {
     planned.chunk_elements = chunk_elements;
     for (planned.micro_batches = options.micro_batches;; planned.micro_batches /= 2) try {

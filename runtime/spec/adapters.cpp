@@ -244,6 +244,14 @@ bool is_written_beside_base(const ModelSpec& spec) {
   return !spec.adapter_config_json.empty() && window_steps(spec) == 0;
 }
 
+bool trains_adapters_alone(const ModelSpec& spec) {
+  if (spec.adapter_config_json.empty() || window_steps(spec) != 0) return false;
+  return std::ranges::all_of(spec.units, [](const UnitSpec& unit) {
+    return std::ranges::all_of(unit.tensors,
+                               [](const TensorSpec& tensor) { return !tensor.trainable || is_adapter(tensor); });
+  });
+}
+
 bool begins_with_gradient(const ModelSpec& spec) {
   return !spec.adapter_config_json.empty() &&
          of_gradient(parse_adapter_config(spec.adapter_config_json, "the model's adapters").init);

@@ -48,6 +48,8 @@ bool is_expert_adapter(const TensorSpec& tensor);
 // Throws Exception (kind usage) where adapters begin with more factors of a weight than it has: their rank is above its
 // smaller side, or twice their rank where they begin with a gradient's.
 void check_first_factors(const ModelSpec& spec);
+// Whether nothing but adapters is trained, so that the model without them stays what it is.
+bool trains_adapters_alone(const ModelSpec& spec);
 // Whether the adapters' first values come from the gradient of the base (of_gradient()).
 bool begins_with_gradient(const ModelSpec& spec);
 // The steps of each window where weights are trained by projected gradients (AdapterInit::galore); else 0.

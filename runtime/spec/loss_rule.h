@@ -21,11 +21,15 @@ struct LossRule {
   double beta = 0.1;               // above 0
   double simpo_gamma = 0.5;        // SimPO's target margin
   Distillation distillation = {};  // with cross-entropy alone
+  // Of dpo: the reference is the model without its adapters, and steps and evaluations compute it in their own visits,
+  // so that the base is read as often as without a reference. Else each batch brings it.
+  bool base_is_reference = false;
 
   bool distills() const { return distillation.top > 0; }
   bool pairs() const { return kind != LossKind::cross_entropy; }
   // It needs each completion's log-probability under a reference model.
   bool needs_reference() const { return kind == LossKind::dpo; }
+  bool computes_reference() const { return needs_reference() && base_is_reference; }
   // It adds the mean cross-entropy of the chosen rows, prompts included.
   bool adds_chosen_nll() const { return kind == LossKind::orpo; }
 };

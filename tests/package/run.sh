@@ -31,6 +31,10 @@ cp "$work"/data/tokenizer/* "$work/base"
   --python "$python" --sequence-length 128
 "$work/build/chat_lora" "$work/state" "$work/base" "$work/rows.tfd" "$work/adapter"
 test -s "$work/adapter/adapter_model.safetensors"
+"$work/prefix/bin/tierflow" data prepare --model "$work/base" --data "$work/data/pairs.jsonl" --data-format preference --out "$work/pairs.tfd" \
+  --data-cache "$work/cache" --python "$python" --sequence-length 128
+"$work/build/dpo_lora" "$work/state" "$work/base" "$work/pairs.tfd" "$work/preferring"
+test -s "$work/preferring/adapter_model.safetensors"
 # The installed program finds its library.
 head -c 8192 /dev/zero >"$work/tokens.bin"
 "$work/prefix/bin/tierflow" eval --model "$work/out" --data "$work/tokens.bin" --sequence-length 32 --device-memory 64MiB --host-memory 16MiB

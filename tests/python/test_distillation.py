@@ -221,3 +221,10 @@ def test_what_does_not_fit_is_refused(work, tmp_path):
     # A teacher with a larger vocabulary is taken where it names no token beyond the student's.
     run(work, *teach("more.jsonl", tmp_path / "larger.tft", model="larger"))
     assert "its teacher had another tokenizer" in refused(learnt(tmp_path / "larger.tft"))
+
+
+def test_a_plan_counts_the_teachers_tokens(work, tmp_path):
+    def workspace(*options):
+        asked = ["plan", "--model", "student", *small("--sequence-length", "32", "--micro-batches", "3"), "--json", *options]
+        return json.loads(run(work, *asked, env={"XDG_CACHE_HOME": str(tmp_path)}).stdout)["device"]["workspace"]
+    assert workspace("--distill", work / "more.tft") - workspace() == 3 * 2 * 32 * TOP * 6  # micro-batches of two rows; 6 bytes a token

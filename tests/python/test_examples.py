@@ -62,6 +62,21 @@ def test_lora(base, tmp_path):  # noqa: F811
     assert (tmp_path / "out" / "adapter_model.safetensors").exists() and not list((tmp_path / "store").iterdir())
 
 
+@pytest.mark.parametrize("session", [[], ["--session"]])
+def test_preferences(base, tmp_path, session):  # noqa: F811
+    pytest.importorskip("peft")
+    tokenizer = the_library(base, PLAIN)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TEXT, "vocab_size": len(tokenizer)}, num_key_value_heads=2)).bfloat16().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": f"What is {a} + {b}?", "chosen": f" {a + b}", "rejected": " the answer"} for a in range(6) for b in range(6)]
+    subprocess.run([BUILD / "tierflow", "data", "prepare", "--model", tmp_path / "model", "--data", write_rows(tmp_path / "pairs.jsonl", rows), "--data-format", "preference",
+                    "--out", tmp_path / "pairs.tfd", "--python", sys.executable, "--data-cache", tmp_path / "cache"], check=True, capture_output=True)  # fmt: skip
+    losses = run("preferences.py", tmp_path / "model", tmp_path / "pairs.tfd", tmp_path / "out", *storage(tmp_path), "--device", "24MiB", "--host", "2MiB", "--length", "64", *session)
+    assert losses[0] == pytest.approx(0.6931, abs=1e-4)  # what is trained begins as its reference
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists() and not list((tmp_path / "store").iterdir())
+
+
 def test_own_module(tmp_path):
     run("own_module.py", *storage(tmp_path))
     assert not list((tmp_path / "store").iterdir())

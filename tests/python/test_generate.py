@@ -10,7 +10,7 @@ import torch
 import transformers
 from program import BUILD, config, needs_torch, run, start, the_error
 from program import work as work  # a fixture
-from rows import PLAIN, base, messages, the_library, write_rows  # noqa: F401
+from rows import PLAIN, SHORTENING, base, messages, the_library, write_rows  # noqa: F401
 from test_models import CHOOSES, CONFIGS, randomised
 
 pytestmark = needs_torch
@@ -165,6 +165,18 @@ def test_a_talk_on_the_terminal_remembers(chat):
     write_rows(chat / "rows.jsonl", [{"messages": messages(conversation)}])
     second = generated(chat, "--prompts", "rows.jsonl", "--max-new-tokens", "6", *SMALL)[1]["text"]
     assert done.stdout == first + "\n" + second + "\n"
+    # What the turns before had is not computed again: all of the first prompt, at least; a third turn takes over more.
+    log = chat / "talk.json"
+    run(chat, *talk, "--log-json", log, input="What is 2 + 2?\nagain\nand again\n")
+    turns = [record["talk"] for record in map(json.loads, log.read_text().splitlines()) if "talk" in record]
+    assert turns[0]["taken_over"] == 0 and len(turns) == 3
+    assert all(turns[at]["tokens"] <= turns[at + 1]["taken_over"] < turns[at + 1]["tokens"] for at in range(2))
+    # Of a template that shortens earlier answers, what stands before the first of them.
+    (chat / "model" / "chat_template.jinja").write_text(SHORTENING)
+    changed = run(chat, *talk, "--log-json", chat / "changed.json", input="What is 2 + 2?\nagain\n")
+    turns = [record["talk"] for record in map(json.loads, (chat / "changed.json").read_text().splitlines()) if "talk" in record]
+    assert 0 < turns[1]["taken_over"] < turns[1]["tokens"] and changed.stdout.startswith(first + "\n")
+    (chat / "model" / "chat_template.jinja").write_text(PLAIN)
     process = start(chat, *talk, stdin=-1, stdout=-1)
     try:
         process.stdin.write("What is 2 + 2?\n")

@@ -102,6 +102,18 @@ def test_their_keys_and_values_are_of_the_budget(work, tmp_path):
         assert refused.returncode in (2, 3) and why in the_error(refused.stderr)
 
 
+def test_a_plan_counts_them(work, tmp_path):
+    def planned(*options, **more):
+        asked = ["plan", "--model", "model", *small("--sequence-length", "32", "--micro-batches", "2", *options)]
+        return run(work, *asked, "--json", env={"XDG_CACHE_HOME": str(tmp_path)}, **more)
+    plain, counted = json.loads(planned().stdout), json.loads(planned(*SAMPLES).stdout)
+    assert counted["device"]["workspace"] > plain["device"]["workspace"] and counted["host"]["budget"] < plain["host"]["budget"]
+    said = run(work, *words("--steps", "1", *SAMPLES), "--out", tmp_path / "out").stderr  # a run sets as much aside
+    assert "samples: keys and values take" in said and "samples: keys and values take" in planned(*SAMPLES).stderr
+    refused = planned(*changed(SAMPLES, {"--max-new-tokens": "50"}), "--host-memory", "10KiB", ok=False)
+    assert refused.returncode == 2 and "keys and values of the samples take" in the_error(refused.stderr)
+
+
 def test_a_signal_does_not_wait_for_them(work, tmp_path):
     log = tmp_path / "log.json"
     child = start(work, *changed(words("--steps", "100000", *SAMPLES), {"--sample-every": "1"}), "--out", tmp_path / "out", "--log-json", log)

@@ -7,6 +7,7 @@ tierflow_test(gpu_test LABELS gpu LIBRARIES tierflow::session SOURCES session/gp
 target_precompile_headers(gpu_test REUSE_FROM session_test)
 
 tierflow_test(experts_on_demand_test LIBRARIES tierflow::session SOURCES session/experts_on_demand_test.cpp)
+tierflow_test(references_test LIBRARIES tierflow::session SOURCES session/references_test.cpp)
 tierflow_test(expert_adapters_test LIBRARIES tierflow::session SOURCES models/expert_adapters_test.cpp session/expert_adapters_test.cpp)
 
 add_executable(bare_torch session/bare_torch.cpp)

@@ -1,0 +1,339 @@
+// The runtime's Session as Python sees it: a model of its own families, its steps and its results.
+#include "runtime/session/session.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/convert.h"
+#include "runtime/base/exception.h"
+#include "runtime/device/device_memory.h"
+#include "runtime/models/layered_model.h"
+#include "runtime/models/pair_batch.h"
+
+namespace py = pybind11;
+
+namespace tierflow::bindings {
+namespace {
+
+using Released = py::call_guard<py::gil_scoped_release>;
+
+// Takes what a dictionary names, each name once.
+class Named {
+ public:
+  explicit Named(const py::dict& options) : options_(options) {}
+  template <class Field>
+  void take(const char* name, Field& field) {
+    if (!options_.contains(name)) return;
+    field = options_[name].template cast<Field>();
+    ++taken_;
+  }
+  // Throws Exception (kind usage) where there is one that nothing took.
+  void expect_no_more(const std::vector<const char*>& known) const {
+    if (taken_ == options_.size()) return;
+    std::string names;
+    for (const char* name : known) names += std::string(names.empty() ? "" : ", ") + name;
+    throw Exception(io::ErrorKind::usage, "an option of the session is unknown; there are " + names);
+  }
+
+ private:
+  const py::dict& options_;
+  std::size_t taken_ = 0;
+};
+
+AdapterConfig adapter_of(const py::dict& options, bool galore) {
+  AdapterConfig config;
+  if (galore) config = {.rank = 128, .alpha = 1, .init = AdapterInit::galore, .windows = {.scale = 2}};
+  Named named(options);
+  std::string init;
+  named.take("rank", config.rank);
+  if (galore) {
+    named.take("update_gap", config.windows.steps);
+    named.take("scale", config.windows.scale);
+  } else {
+    named.take("alpha", config.alpha);
+    named.take("dropout", config.dropout);
+    named.take("rank_stabilised", config.rank_stabilised);
+    named.take("dora", config.dora);
+    named.take("parameters", config.parameters);
+    named.take("parameters_alone", config.parameters_alone);
+    named.take("saved", config.saved);
+    named.take("init", init);
+    if (!init.empty()) set_adapter_init(config, init);
+  }
+  named.take("targets", config.targets);
+  named.take("exclude", config.exclude);
+  named.take("layers", config.layers);
+  if (galore)
+    named.expect_no_more({"rank", "update_gap", "scale", "targets", "exclude", "layers"});
+  else
+    named.expect_no_more({"rank", "alpha", "dropout", "rank_stabilised", "dora", "parameters", "parameters_alone",
+                          "saved", "init", "targets", "exclude", "layers"});
+  return config;
+}
+
+LossRule loss_of(const py::dict& options) {
+  LossRule rule;
+  Named named(options);
+  std::string kind = "cross-entropy";
+  named.take("kind", kind);
+  rule.kind = parse_loss(kind);
+  named.take("beta", rule.beta);
+  named.take("gamma", rule.simpo_gamma);
+  named.take("top", rule.distillation.top);
+  named.take("alpha", rule.distillation.alpha);
+  named.take("ce_alpha", rule.distillation.ce_alpha);
+  named.take("temperature", rule.distillation.temperature);
+  named.expect_no_more({"kind", "beta", "gamma", "top", "alpha", "ce_alpha", "temperature"});
+  return rule;
+}
+
+struct Wanted {
+  std::string model, method = "full", base_precision = "bf16", adapter;
+  AdapterConfig adapters;
+  SessionOptions session;
+  AdamW adamw;
+};
+
+Wanted wanted_of(const std::string& model, const py::dict& options) {
+  Wanted wanted{.model = model};
+  SessionOptions& session = wanted.session;
+  Named named(options);
+  std::vector<std::string> storage;
+  std::string precision;
+  bool any_filesystem = false;
+  py::dict loss, adapters;
+  named.take("method", wanted.method);
+  named.take("base_precision", wanted.base_precision);
+  named.take("adapter", wanted.adapter);
+  named.take("adapters", adapters);
+  named.take("loss", loss);
+  named.take("device", session.device);
+  named.take("device_memory", session.device_memory);
+  named.take("host_memory", session.host_memory);
+  named.take("storage", storage);
+  named.take("allow_any_filesystem", any_filesystem);
+  named.take("precision", precision);
+  named.take("clip", session.clip);
+  named.take("micro_batch", session.micro_batch);
+  named.take("micro_batches", session.micro_batches);
+  named.take("sequence_length", session.sequence_length);
+  named.take("seed", session.seed);
+  named.take("train", session.train);
+  named.take("top", session.top);
+  named.take("lr", wanted.adamw.lr);
+  std::pair<double, double> betas{wanted.adamw.beta1, wanted.adamw.beta2};
+  named.take("betas", betas);
+  std::tie(wanted.adamw.beta1, wanted.adamw.beta2) = betas;
+  named.take("eps", wanted.adamw.eps);
+  named.take("weight_decay", wanted.adamw.weight_decay);
+  named.expect_no_more({"method",
+                        "base_precision",
+                        "adapter",
+                        "adapters",
+                        "loss",
+                        "device",
+                        "device_memory",
+                        "host_memory",
+                        "storage",
+                        "allow_any_filesystem",
+                        "precision",
+                        "clip",
+                        "micro_batch",
+                        "micro_batches",
+                        "sequence_length",
+                        "seed",
+                        "train",
+                        "top",
+                        "lr",
+                        "betas",
+                        "eps",
+                        "weight_decay"});
+  for (const std::string& folder : storage) session.storage.emplace_back(folder);
+  session.allow_any_filesystem = session.allow_buffered = any_filesystem;
+  if (!precision.empty()) session.precision = parse_precision(precision);
+  session.loss = loss_of(loss);
+  wanted.adapters = adapter_of(adapters, wanted.method == "galore");
+  return wanted;
+}
+
+Model model_of(const Wanted& wanted) {
+  Model model = load(wanted.model);
+  if (wanted.method == "lora") {
+    model = with_base_format(model, parse_weight_format(wanted.base_precision));
+    model = wanted.adapter.empty() ? with_adapters(model, wanted.adapters, wanted.session.seed)
+                                   : with_adapters(model, wanted.adapter);
+  } else if (wanted.method == "galore") {
+    model = with_adapters(model, wanted.adapters, wanted.session.seed);
+  } else if (wanted.method != "full") {
+    throw Exception(io::ErrorKind::usage, "the method \"" + wanted.method + "\" is none of full, lora, galore");
+  }
+  return wanted.session.loss.pairs() ? without_dropout(model) : model;
+}
+
+// A tensor that a micro-batch names, as the runtime takes it, or an undefined one.
+torch::Tensor tensor_of(const py::dict& batch, const char* name, torch::ScalarType type) {
+  if (!batch.contains(name) || batch[name].is_none()) return {};
+  return batch[name].cast<torch::Tensor>().detach().to(torch::kCPU).to(type).contiguous();
+}
+
+MicroBatch micro_batch_of(const py::dict& given) {
+  MicroBatch batch{.ids = tensor_of(given, "input_ids", torch::kLong),
+                   .labels = tensor_of(given, "targets", torch::kLong),
+                   .positions = tensor_of(given, "position_ids", torch::kLong),
+                   .teacher_ids = tensor_of(given, "teacher_ids", torch::kInt),
+                   .teacher_log_probabilities = tensor_of(given, "teacher_log_probabilities", torch::kHalf)};
+  if (!batch.ids.defined() || !batch.labels.defined())
+    throw Exception(io::ErrorKind::usage, "a micro-batch has input_ids and labels");
+  if (given.contains("reference")) {
+    const torch::Tensor reference = tensor_of(given, "reference", torch::kDouble).view({-1});
+    batch.reference.assign(reference.const_data_ptr<double>(), reference.const_data_ptr<double>() + reference.numel());
+  }
+  return batch;
+}
+
+std::vector<MicroBatch> micro_batches_of(const std::vector<py::dict>& given) {
+  std::vector<MicroBatch> batches;
+  for (const py::dict& batch : given) batches.push_back(micro_batch_of(batch));
+  return batches;
+}
+
+void add_rewards(py::dict& result, const PairTotals& pairs) {
+  result["pairs"] = pairs.pairs;
+  result["rewards/chosen"] = pairs.share(pairs.reward_chosen);
+  result["rewards/rejected"] = pairs.share(pairs.reward_rejected);
+  result["rewards/accuracies"] = pairs.accuracy();
+  result["rewards/margins"] = pairs.margin();
+}
+
+// Gives torch's memory of the CPU back to the process without a cap when it ends.
+class PythonSession {
+ public:
+  PythonSession(const std::string& folder, const py::dict& options) {
+    Wanted wanted = wanted_of(folder, options);
+    const py::gil_scoped_release released;
+    const Model model = model_of(wanted);
+    LossRule& loss = wanted.session.loss;
+    loss.base_is_reference =
+        wanted.session.train && loss.needs_reference() && wanted.adapter.empty() && trains_adapters_alone(model.spec());
+    session_ = std::make_unique<Session>(model, wanted.session, wanted.adamw);
+  }
+  ~PythonSession() { close(); }
+  PythonSession(const PythonSession&) = delete;
+  PythonSession& operator=(const PythonSession&) = delete;
+
+  Session& session() const {
+    if (session_ == nullptr) throw Exception(io::ErrorKind::usage, "the session is closed");
+    return *session_;
+  }
+  void close() {
+    if (std::exchange(session_, nullptr) == nullptr) return;
+    DeviceMemory& memory = DeviceMemory::install();
+    memory.set_cap(std::numeric_limits<std::uint64_t>::max() / 2);
+    memory.release_kept();
+  }
+
+  py::dict step(const std::vector<py::dict>& given, std::optional<double> lr) {
+    const std::vector<MicroBatch> batches = micro_batches_of(given);
+    StepResult step;
+    {
+      const py::gil_scoped_release released;
+      if (session().waits_for_gradient()) session().begin_with_gradient(batches);
+      step = lr ? session().step(batches, *lr) : session().step(batches);
+    }
+    py::dict result;
+    result["step"] = step.step;
+    result["loss"] = step.loss;
+    result["grad_norm"] = step.grad_norm;
+    result["skipped"] = step.skipped;
+    result["tokens"] = step.tokens;
+    result["seconds"] = step.seconds;
+    if (step.pairs) add_rewards(result, *step.pairs);
+    if (session().options().loss.distills()) {
+      result["ce_loss"] = step.ce_loss;
+      result["kd_loss"] = step.kd_loss;
+    }
+    return result;
+  }
+
+  // With `top` of the session, also the likeliest tokens of each micro-batch: [(ids, log-probabilities)].
+  py::dict evaluate(const std::vector<py::dict>& given) {
+    const std::vector<MicroBatch> batches = micro_batches_of(given);
+    const LossRule& rule = session().options().loss;
+    PairTotals totals;
+    std::vector<std::vector<double>> sums;
+    std::vector<std::pair<torch::Tensor, torch::Tensor>> tops;
+    Evaluation found;
+    {
+      const py::gil_scoped_release released;
+      found = session().evaluate(
+          static_cast<std::int64_t>(batches.size()),
+          [&](std::int64_t index) {
+            MicroBatch counted = batches[index];
+            if (rule.pairs()) counted.labels = head_labels(rule, counted);
+            return counted;
+          },
+          [&](std::int64_t index, const MicroBatch&, const HeadScores& scores) {
+            if (scores.top_ids.defined()) tops.emplace_back(scores.top_ids, scores.top_log_probabilities);
+            if (!rule.pairs()) return;
+            MicroBatch batch = batches[index];
+            sums.push_back(row_log_probabilities(batch, scores.losses));
+            if (rule.computes_reference()) batch.reference = row_log_probabilities(batch, scores.reference_losses);
+            if (!rule.needs_reference() || !batch.reference.empty())
+              totals.add(pair_totals(rule, batch, scores.losses));
+          });
+    }
+    py::dict result;
+    result["loss"] = found.loss;
+    result["accuracy"] = found.accuracy;
+    result["tokens"] = found.tokens;
+    if (!tops.empty()) result["top"] = tops;
+    if (!rule.pairs()) return result;
+    result["log_probabilities"] = sums;
+    if (totals.pairs == 0) return result;
+    result["loss"] = totals.mean_loss();
+    add_rewards(result, totals);
+    return result;
+  }
+
+ private:
+  std::unique_ptr<Session> session_;
+};
+
+}  // namespace
+
+void register_session(py::module_& module) {
+  py::class_<PythonSession>(module, "Session")
+      .def(py::init<const std::string&, const py::dict&>())
+      .def("step", &PythonSession::step, py::arg("micro_batches"), py::arg("lr") = py::none())
+      .def("evaluate", &PythonSession::evaluate)
+      .def("close", &PythonSession::close, Released())
+      .def("describe", [](const PythonSession& self) { return self.session().describe(); })
+      .def_property_readonly("steps", [](const PythonSession& self) { return self.session().steps(); })
+      .def_property_readonly(
+          "computes_reference",
+          [](const PythonSession& self) { return self.session().options().loss.computes_reference(); })
+      .def("lanes",
+           [](const PythonSession& self) {
+             py::dict result;
+             const auto counters = self.session().lanes();
+             for (std::size_t lane = 0; lane < counters.size(); ++lane)
+               result[swap::lane_name(static_cast<swap::Lane>(lane))] = counters[lane].bytes;
+             return result;
+           })
+      .def(
+          "export",
+          [](const PythonSession& self, const std::string& folder, const std::string& base) {
+            return is_written_beside_base(self.session().model().spec()) ? self.session().export_adapter(folder, base)
+                                                                         : self.session().export_hf(folder);
+          },
+          Released());
+}
+
+}  // namespace tierflow::bindings

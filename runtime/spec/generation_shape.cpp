@@ -1,0 +1,109 @@
+#include "runtime/spec/generation_shape.h"
+
+#include <algorithm>
+#include <functional>
+#include <string>
+
+#include "runtime/base/exception.h"
+
+namespace tierflow {
+namespace {
+
+using Tokens = std::vector<std::int64_t>;
+
+// Device memory that rotary tables and logits take beside KeyValueCache::workspace(), for so many rows of a pass.
+std::uint64_t beside_cache(const ModelConfig& c, std::int64_t capacity, std::int64_t tables, std::int64_t logits) {
+  const std::int64_t table = capacity * c.head_dim * static_cast<std::int64_t>(sizeof(float)),
+                     of_one = c.vocab_size * 2 * static_cast<std::int64_t>(sizeof(float));
+  return static_cast<std::uint64_t>(tables * table * std::max<std::int64_t>(1, std::ssize(c.ropes)) + logits * of_one);
+}
+
+}  // namespace
+
+// Tokens from which LongRoPE's other factors apply; 0: the model has none.
+std::int64_t short_context(const ModelSpec& spec) {
+  for (const RopeSpec& rope : spec.config.ropes)
+    if (rope.type == "longrope") return rope.original_max_positions;
+  return 0;
+}
+
+void check_prompt(const Tokens& prompt, std::size_t number, const ModelSpec& spec, std::int64_t new_tokens) {
+  const auto wrong = [&](const std::string& what) {
+    throw Exception(io::ErrorKind::usage, "prompt " + std::to_string(number + 1) + " " + what);
+  };
+  if (prompt.empty()) wrong("has no token");
+  for (const std::int64_t token : prompt)
+    if (token < 0 || token >= spec.config.vocab_size)
+      wrong("has token " + std::to_string(token) + ", and the model's vocabulary has " +
+            std::to_string(spec.config.vocab_size));
+  const auto length = static_cast<std::int64_t>(prompt.size());
+  if (spec.config.max_positions > 0 && length + new_tokens > spec.config.max_positions)
+    wrong("has " + std::to_string(length) + " tokens; with " + std::to_string(new_tokens) +
+          " new ones (--max-new-tokens) that is beyond the model's " + std::to_string(spec.config.max_positions) +
+          " positions");
+  const std::int64_t limit = short_context(spec);
+  if (length <= limit && length + new_tokens - 1 > limit)
+    wrong("has " + std::to_string(length) + " tokens and may come to " + std::to_string(length + new_tokens) +
+          ": beyond " + std::to_string(limit) +
+          " tokens this model has other rotary factors, and what is cached has those before; at most " +
+          std::to_string(limit - length + 1) + " new ones (--max-new-tokens)");
+}
+
+std::int64_t capacity_of(const Tokens& prompt, std::int64_t new_tokens) {
+  return static_cast<std::int64_t>(prompt.size()) + new_tokens - 1;  // the last one is not computed with
+}
+
+std::int64_t kept_tokens(std::int64_t capacity, std::int64_t window, std::int64_t longest_span) {
+  return window > 0 ? std::min(capacity, window + longest_span) : capacity;
+}
+
+std::uint64_t key_value_workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries) {
+  const ModelConfig& c = spec.config;
+  constexpr std::int64_t kStored = 2, kWide = 4, kCopies = 3;  // of scores: before and after the softmax, and masked
+  const std::int64_t tokens = 2 * c.kv_heads * c.head_dim * (kStored + kWide),
+                     scores = kCopies * kWide * c.heads * std::min(kAttendedQueries, queries);
+  return static_cast<std::uint64_t>(capacity * (tokens + scores));
+}
+
+std::uint64_t key_value_bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span) {
+  std::int64_t slots = 0;
+  for (const StageSpec& stage : spec.stages)
+    if (stage.kind == StageKind::block || stage.kind == StageKind::attention)
+      slots += kept_tokens(capacity, spec.config.layer(stage.block).window, longest_span);
+  constexpr std::uint64_t kWord = 2;
+  return 2 * kWord * static_cast<std::uint64_t>(slots * spec.config.kv_heads * spec.config.head_dim);
+}
+
+GenerationShape GenerationShape::of(const ModelSpec& spec, const std::vector<Tokens>& prompts,
+                                    const GenerationOptions& options, std::int64_t most_at_once,
+                                    std::int64_t most_tokens) {
+  GenerationShape shape{.batch = std::min(most_at_once, static_cast<std::int64_t>(prompts.size()))};
+  std::int64_t longest = 2;
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    check_prompt(prompts[i], i, spec, options.max_new_tokens);
+    longest = std::max(longest, static_cast<std::int64_t>(prompts[i].size()));
+  }
+  const ModelConfig& c = spec.config;
+  if (c.max_positions > 0)
+    shape.batch = std::min(shape.batch, c.max_positions);  // a row that is measured is a sequence
+  shape.tokens = std::max(std::min(longest, most_tokens), shape.batch);
+  const bool pieces = longest > std::min(shape.tokens, most_tokens);
+  const std::int64_t capacity = longest + options.max_new_tokens;
+  shape.workspace = key_value_workspace(spec, capacity, pieces ? shape.tokens : 1) +
+                    beside_cache(c, capacity, pieces ? shape.batch : 1, shape.batch);
+  std::vector<std::uint64_t> caches;
+  for (const Tokens& prompt : prompts)
+    caches.push_back(key_value_bytes(spec, capacity_of(prompt, options.max_new_tokens), pieces ? shape.tokens : 1));
+  std::sort(caches.begin(), caches.end(), std::greater<>());  // any may be there together
+  for (std::int64_t i = 0; i < shape.batch; ++i) shape.cache += caches[static_cast<std::size_t>(i)];
+  return shape;
+}
+
+GenerationShape GenerationShape::of_talk(const ModelSpec& spec, std::int64_t most, std::int64_t most_tokens) {
+  GenerationShape shape{.batch = 1, .tokens = std::max<std::int64_t>(2, std::min(most, most_tokens))};
+  shape.cache = key_value_bytes(spec, most, shape.tokens);
+  shape.workspace = key_value_workspace(spec, most, shape.tokens) + beside_cache(spec.config, most, 1, 1);
+  return shape;
+}
+
+}  // namespace tierflow

@@ -1,0 +1,153 @@
+"""tierflow.Session computes what the program does: the same losses and results, to the bit, for pairs, adapters, projected gradients and a teacher's tokens."""
+
+import json
+
+import pytest
+from program import needs_torch, run, small, steps_of
+from rows import base, the_library, transformers, write_rows  # noqa: F401
+from streaming import tierflow, torch
+
+pytestmark = needs_torch
+LENGTH, STEPS, LR = 32, 3, 5e-3
+BUDGET = {"device": "64MiB", "host": "64MiB"}
+
+
+@pytest.fixture(scope="module")
+def work(base, tmp_path_factory):  # noqa: F811
+    """A model and a larger teacher with one tokenizer, rows and pairs, prepared."""
+    folder = tmp_path_factory.mktemp("sessions")
+    tokenizer = the_library(base)
+    for seed, (name, hidden) in enumerate((("model", 64), ("teacher", 96))):
+        torch.manual_seed(seed)
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=64, initializer_range=0.1)).to(torch.bfloat16).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    kinds = ["the answer is ", "what ", "you "], ["long for", "a b c", "user and"], ["system", "and what", "x"]
+    rows = [{"prompt": kinds[0][n % 3] * (1 + n % 2), "chosen": kinds[1][n // 2 % 3], "rejected": kinds[2][n // 3 % 3]} for n in range(12)]
+    pairs = tierflow.data.prepare(folder / "model", write_rows(folder / "pairs.jsonl", rows), folder / "pairs.tfd", format="preference", sequence_length=LENGTH, cache=folder / "cache")
+    assert isinstance(pairs, tierflow.data.Pairs) and len(pairs) == 12 and pairs[0]["input_ids"].shape == (2, LENGTH)
+    tierflow.data.prepare(folder / "model", write_rows(folder / "rows.jsonl", [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]),
+                          folder / "rows.tfd", sequence_length=LENGTH, cache=folder / "cache")  # fmt: skip
+    return folder
+
+
+def pairs_of(work, **more):
+    return tierflow.data.Pairs(work / "pairs.tfd", vocab_size=vocabulary(work), sequence_length=LENGTH, **more)
+
+
+def rows_of(work, **more):
+    return tierflow.data.Rows(work / "rows.tfd", vocab_size=vocabulary(work), sequence_length=LENGTH, packing="none", **more)
+
+
+def vocabulary(work):
+    return json.loads((work / "model" / "config.json").read_text())["vocab_size"]
+
+
+def stepped(items, micro_batch, micro_batches):
+    """The micro-batches of each step, in the program's order."""
+    loader = list(torch.utils.data.DataLoader(items, micro_batch))
+    return [loader[step * micro_batches : (step + 1) * micro_batches] for step in range(STEPS)]
+
+
+def by_program(work, tmp_path, data, *more):
+    """What it logs of each step, and the folder of its result."""
+    words = ["train", "--model", "model", "--data", data, "--lr", str(LR), "--lr-schedule", "constant", "--held-out", "0", "--steps", str(STEPS),
+             "--threads", str(torch.get_num_threads()), *small("--sequence-length", str(LENGTH), *more)]  # fmt: skip
+    run(work, *words, "--out", tmp_path / "program", "--log-json", tmp_path / "log.json")
+    return steps_of(tmp_path / "log.json")
+
+
+def by_session(work, tmp_path, steps, **more):
+    with tierflow.Session(work / "model", tierflow.Budget(**BUDGET), sequence_length=LENGTH, lr=LR, **more) as session:
+        found = [session.step(batches) for batches in steps]
+        session.save(tmp_path / "session")
+    return found
+
+
+def expect_same(found, expected, names, tmp_path):
+    for ours, programs in zip(found, expected, strict=True):
+        assert {name: ours[name] for name in names} == {name: programs[name] for name in names}
+    assert found[0]["loss"] != found[-1]["loss"]
+    file = next(name for name in ("adapter_model.safetensors", "model.safetensors") if (tmp_path / "program" / name).exists())
+    assert (tmp_path / "program" / file).read_bytes() == (tmp_path / "session" / file).read_bytes()
+
+
+LORA = {"method": "lora", "adapters": {"rank": 4, "alpha": 8}}
+ADAPTED = ["--method", "lora", "--lora-rank", "4", "--lora-alpha", "8"]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "simpo", "orpo"])
+def test_pairs_are_the_programs(work, tmp_path, loss):
+    expected = by_program(work, tmp_path, "pairs.tfd", "--loss", loss, "--micro-batch", "2", "--micro-batches", "2", *ADAPTED)
+    found = by_session(work, tmp_path, stepped(pairs_of(work), 2, 2), loss={"kind": loss}, micro_batch=2, micro_batches=2, **LORA)
+    expect_same(found, expected, ["loss", "grad_norm", "rewards/chosen", "rewards/margins"], tmp_path)
+
+
+def test_a_reference_that_is_given_is_the_programs(work, tmp_path):
+    expected = by_program(work, tmp_path, "pairs.tfd", "--loss", "dpo", "--micro-batch", "2", "--micro-batches", "2")
+    steps = stepped(pairs_of(work), 2, 2)
+    with tierflow.Session(work / "model", tierflow.Budget(**BUDGET), loss={"kind": "dpo"}, micro_batch=2, micro_batches=2, sequence_length=LENGTH, lr=LR) as session:
+        assert not session.computes_reference
+        with pytest.raises(tierflow.UsageError, match="reference"):
+            session.step(steps[0])
+    with tierflow.Session(work / "model", tierflow.Budget(**BUDGET), loss={"kind": "dpo"}, micro_batch=2, micro_batches=2, sequence_length=LENGTH, lr=LR) as session:
+        for batches in steps:
+            for batch, sums in zip(batches, session.evaluate(batches)["log_probabilities"], strict=True):
+                batch["reference"] = torch.tensor(sums, dtype=torch.float64)
+        found = [session.step(batches) for batches in steps]
+        session.save(tmp_path / "session")
+    expect_same(found, expected, ["loss", "grad_norm", "rewards/margins"], tmp_path)
+
+
+def test_galore_is_the_programs(work, tmp_path):
+    windows = ["--method", "galore", "--rank", "8", "--update-gap", "2", "--scale", "0.5"]
+    expected = by_program(work, tmp_path, "rows.tfd", "--packing", "none", "--micro-batch", "2", "--micro-batches", "2", *windows)
+    found = by_session(work, tmp_path, stepped(rows_of(work), 2, 2), method="galore", adapters={"rank": 8, "update_gap": 2, "scale": 0.5}, micro_batch=2, micro_batches=2)
+    expect_same(found, expected, ["loss", "grad_norm"], tmp_path)
+
+
+def test_a_teachers_tokens_are_the_programs(work, tmp_path):
+    words = ["eval", "--model", "teacher", "--data", "rows.tfd", "--packing", "none", *small("--sequence-length", str(LENGTH), "--micro-batch", "4"),
+             "--teacher-out", tmp_path / "teacher.tft", "--teacher-top", "8"]  # fmt: skip
+    run(work, *words, "--threads", str(torch.get_num_threads()))
+    expected = by_program(work, tmp_path, "rows.tfd", "--packing", "none", "--micro-batch", "2", "--micro-batches", "2", "--distill", tmp_path / "teacher.tft")
+    taught = rows_of(work, teacher=tmp_path / "teacher.tft")
+    steps = stepped(taught, 2, 2)
+    found = by_session(work, tmp_path, steps, loss={"top": 8}, micro_batch=2, micro_batches=2)
+    expect_same(found, expected, ["loss", "ce_loss", "kd_loss", "grad_norm"], tmp_path)
+    with tierflow.Session(work / "teacher", tierflow.Budget(**BUDGET), sequence_length=LENGTH, micro_batch=2, top=8, train=False) as teacher:
+        ((ids, log_p),) = teacher.evaluate(steps[0][:1])["top"]
+    counts = torch.nn.functional.pad(steps[0][0]["labels"][:, 1:], (0, 1), value=-100).flatten() >= 0
+    assert torch.equal(ids[counts], steps[0][0]["teacher_ids"].flatten(0, 1)[counts])
+    assert torch.equal(log_p[counts].half(), steps[0][0]["teacher_log_probabilities"].flatten(0, 1)[counts])
+
+
+def test_streamed_a_dpo_step_reads_the_base_as_often_as_another_and_has_the_same_bits(work, tmp_path):
+    steps, read = stepped(pairs_of(work), 2, 2), {}
+    resident = by_session(work, tmp_path, steps, loss={"kind": "dpo"}, micro_batch=2, micro_batches=2, **LORA)
+    for loss in "dpo", "simpo":
+        budget = tierflow.Budget(device="64MiB", host="300KiB", storage=[tmp_path / loss])
+        with tierflow.Session(work / "model", budget, sequence_length=LENGTH, lr=LR, loss={"kind": loss}, micro_batch=2, micro_batches=2, allow_any_filesystem=True, **LORA) as session:
+            assert session.computes_reference == (loss == "dpo")
+            losses, before = [], 0
+            for batches in steps:
+                before = session.bytes_moved()["disk_read"]
+                losses.append(session.step(batches)["loss"])
+            read[loss] = session.bytes_moved()["disk_read"] - before
+        if loss == "dpo":
+            assert losses == [step["loss"] for step in resident]
+    assert read["dpo"] == read["simpo"] > 0
+
+
+def test_what_is_wrong_is_one_line(work):
+    for more, why in (({"method": "none"}, "none of full, lora, galore"), ({"loss": {"kind": "ipo"}}, "ipo"), ({"loss": {"gama": 1}}, "there are kind, beta"),
+                      ({"method": "lora", "adapters": {"r": 8}}, "there are rank")):  # fmt: skip
+        with pytest.raises(tierflow.Error, match=why):
+            tierflow.Session(work / "model", tierflow.Budget(**BUDGET), sequence_length=LENGTH, **more)
+    closed = tierflow.Session(work / "model", tierflow.Budget(**BUDGET), sequence_length=LENGTH)
+    closed.close()
+    with pytest.raises(tierflow.UsageError, match="closed"):
+        closed.step([])
+    with pytest.raises(tierflow.UsageError, match="holds pairs"):
+        tierflow.data.Rows(work / "pairs.tfd", vocab_size=vocabulary(work), sequence_length=LENGTH)
