@@ -33,8 +33,12 @@ torch::Tensor sum_at(const Gradients& sums, int position) {
 
 void register_layers(py::module_& module) {
   py::class_<Kept>(module, "Kept");
+  // Of the text of a config.json.
+  py::class_<ModelConfig>(module, "DecoderConfig").def(py::init([](const std::string& text) {
+    return parse_model_spec(text, "the model's config", Tiling::none()).config;
+  }));
   py::class_<DecoderLayer>(module, "DecoderLayer")
-      .def(py::init<const std::string&, std::int64_t, const std::vector<std::string>&>())
+      .def(py::init<const ModelConfig&, std::int64_t, const std::vector<std::string>&>())
       .def_property_readonly("window", [](const DecoderLayer& self) { return self.form().window; })
       .def_property_readonly("rotated", [](const DecoderLayer& self) { return self.form().rotated; })
       .def_property_readonly("interleaved", [](const DecoderLayer& self) { return self.form().interleaved; })

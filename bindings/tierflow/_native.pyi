@@ -112,13 +112,16 @@ class Session:
 
 class Kept: ...
 
+class DecoderConfig:
+    def __init__(self, text: str) -> None: ...
+
 class DecoderLayer:
     window: int
     rotated: int
     interleaved: bool
     rounded: bool
     keeps: bool
-    def __init__(self, config: str, layer: int, roles: Sequence[str]) -> None: ...
+    def __init__(self, config: DecoderConfig, layer: int, roles: Sequence[str]) -> None: ...
     def forward(
         self, weights: Sequence[torch.Tensor], hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor: ...

@@ -15,11 +15,12 @@ _FAMILIES = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3", "phi3": "Phi3",
     "glm": "Glm", "glm4": "Glm4", "olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3", "granite": "Granite", "cohere": "Cohere", "cohere2": "Cohere2",
     "gpt_neox": "GPTNeoX", "starcoder2": "Starcoder2", "seed_oss": "SeedOss", "exaone4": "Exaone4", "arcee": "Arcee", "ernie4_5": "Ernie4_5",
+    "opt": "OPT",
 }  # fmt: skip
 _LAYERS = {
     (f"transformers.models.{folder}.modeling_{folder}", f"{name}{'Layer' if folder == 'gpt_neox' else 'DecoderLayer'}"): f"{name}ForCausalLM"
     for folder, name in _FAMILIES.items()
-}
+} | {("transformers.models.gpt2.modeling_gpt2", "GPT2Block"): "GPT2LMHeadModel"}
 _OF_A_RUN = {"training", "gradient_checkpointing"}  # attributes that change nothing of the result
 
 

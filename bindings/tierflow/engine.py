@@ -63,6 +63,7 @@ class Engine:
         self.journal: Any = None  # who commits
         self.fused_layers = fused_layers
         self.judged: dict[int, Any] = {}  # what fused layers found about tensors that they share
+        self.configs: dict[str, Any] = {}  # texts of configs, as fused layers read them
         self._said_departs: set[str] = set()
         self.device = torch.device(device)
         self.activations = Activations(self.device, workspace)

@@ -144,6 +144,8 @@ class _Decoder(Layer):
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.dtype != torch.bfloat16 or not hidden.numel():
             raise Departs("its input is not bfloat16 [batch, sequence, hidden]")
         _check_autocast(self.turn)
+        if tables is None and self._layer.rotated == 0:
+            tables = (hidden, hidden)  # nothing looks at them
         if tables is None or not all(self._is_table(table, hidden) for table in tables):
             raise Departs("its rotary tables are not in the form of transformers' own")
         if (mask := given.get("attention_mask")) is not None:
@@ -159,7 +161,10 @@ class _Decoder(Layer):
         if self._made is None or not self._made.is_current():
             self._made, self._refused = LayerAsMade(self._module), ""
             try:
-                self._layer = _native.DecoderLayer(self._made.config_text(), self._made.index, self.roles)
+                text, configs = self._made.config_text(), self.turn.engine.configs
+                if text not in configs:
+                    configs[text] = _native.DecoderConfig(text)
+                self._layer = _native.DecoderLayer(configs[text], self._made.index, self.roles)
             except (_native.UsageError, _native.InputError) as error:
                 self._refused = str(error)
         if self._refused:

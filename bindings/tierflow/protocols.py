@@ -33,6 +33,7 @@ class TurnTaker(Protocol):
     native: Any
     fused_layers: bool
     judged: dict[int, Any]
+    configs: dict[str, Any]
     activations: Activations
     active_thread: int
 

@@ -45,8 +45,7 @@ class Beside {
       : wraps_(!spec.wrapper.empty()), layers_(spec.config.layers), experts_(spec.config.experts.count > 0) {
     const DecoderNames& names = spec.config.names;
     const std::string table = checkpoint.name_in_files(names.prefix + names.tokens);
-    if (spec.config.family == Family::decoder && table.ends_with(names.tokens))
-      text_ = table.substr(0, table.size() - names.tokens.size());
+    if (table.ends_with(names.tokens)) text_ = table.substr(0, table.size() - names.tokens.size());
   }
 
   bool has(std::string_view name) const { return is_behind(name) || (wraps_ && is_outside(name)); }

@@ -25,29 +25,21 @@ at::Tensor last_of_spans(const at::Tensor& hidden, const Shared& shared) {
 
 }  // namespace
 
-CausalModel::CausalModel(ModelSpec spec, const EdgeNames& names) : spec_(std::move(spec)) {
+CausalModel::CausalModel(ModelSpec spec) : spec_(std::move(spec)) {
   const int last = static_cast<int>(spec_.stages.size()) - 1;
+  const DecoderNames& names = config().names;
   int norm_stage = last;
   for (int stage = 0; stage < last; ++stage) {
-    if (kind(stage) == StageKind::embedding) embeddings_.emplace_back(spec_, stage, names.tokens, names.positions);
+    if (kind(stage) == StageKind::embedding) embeddings_.emplace_back(spec_, stage);
     if (kind(stage) == StageKind::norm) norm_stage = stage;
   }
-  const Norm norm(names.norm_kind, config().norm_eps, TensorIndex(spec_, norm_stage), std::string(names.norm));
+  const Norm norm(config().norm, config().norm_eps, TensorIndex(spec_, norm_stage), names.norm);
   const LogitRule rule{.multiplier = config().logits_multiplier, .softcap = config().logits_softcap};
   if (norm_stage == last) {
-    head_.emplace(norm, rule, TensorIndex(spec_, last), config().names.head, names.tokens);
+    head_.emplace(norm, rule, TensorIndex(spec_, last), names.head, names.tokens);
   } else {
     tiled_head_.emplace(spec_, norm_stage, norm, rule, names.tokens);
   }
-}
-
-std::vector<int> CausalModel::stages_of(const ModelSpec& spec, StageKind kind) {
-  std::vector<int> stages;
-  for (std::size_t i = 0; i < spec.stages.size(); ++i)
-    if (spec.stages[i].kind == StageKind::block || spec.stages[i].kind == kind) stages.push_back(static_cast<int>(i));
-  if (stages.empty())
-    throw Exception(io::ErrorKind::input, "a model needs an embedding, at least one block and a head");
-  return stages;
 }
 
 Shared CausalModel::share(const MicroBatch& batch, at::Device device) const {
@@ -106,16 +98,6 @@ Carry CausalModel::backward(int stage, const Weights& weights, const Gradients& 
       break;
   }
   fail_head();
-}
-
-Carry CausalModel::experts(int stage, const Weights& /*weights*/, const Carry& /*carry*/, const Shared& /*shared*/,
-                           bool /*training*/) const {
-  throw Exception(io::ErrorKind::internal, "stage " + std::to_string(stage) + " has experts in a model without any");
-}
-
-Carry CausalModel::block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                  const Shared& shared, const Carry& d_out) const {
-  return LayeredModel::backward(stage, weights, gradients, carry, shared, d_out);
 }
 
 HeadScores CausalModel::head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const {

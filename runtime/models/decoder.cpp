@@ -19,7 +19,8 @@ struct KeptHalf {
   Tensor x, normed;  // its input [tokens, hidden], and normed
   Norm::Kept norm;
   typename Half::Kept inner;
-  Tensor added;  // where a norm follows: what the half adds, before it
+  Tensor mask;        // where dropout follows: what it leaves of what the half adds
+  Tensor under_norm;  // where a norm follows: what it takes
   Norm::Kept out_norm;
 };
 
@@ -38,12 +39,12 @@ struct KeptBlock final : KeptActivations {
     };
     if (attends != nullptr) {
       tensors = attends->essentials(attention.inner);
-      add(attention.added);
+      add(attention.under_norm);
     }
     if (expands == nullptr) return tensors;
     if (attends != nullptr && !parallel) add(mlp.x);
     for (const Tensor& tensor : expands->essentials(mlp.inner)) add(tensor);
-    add(mlp.added);
+    add(mlp.under_norm);
     return tensors;
   }
 };
@@ -60,11 +61,7 @@ Tensor by_token(const Tensor& hidden, std::int64_t size) {
 
 class DecoderModel final : public CausalModel {
  public:
-  explicit DecoderModel(ModelSpec spec)
-      : CausalModel(spec, {.tokens = spec.config.names.tokens,
-                           .positions = {},
-                           .norm = spec.config.names.norm,
-                           .norm_kind = spec.config.norm}) {
+  explicit DecoderModel(ModelSpec spec) : CausalModel(std::move(spec)) {
     for (int stage = 0; stage < static_cast<int>(this->spec().stages.size()); ++stage) {
       const bool whole = kind(stage) == StageKind::block;
       const bool on_demand = !this->spec().stages[at(stage)].on_demand.empty();
@@ -113,7 +110,7 @@ class DecoderModel final : public CausalModel {
     if (const auto& half = mlp_[at(stage)]) {
       if (!shares_norm()) normed = half->in()(weights, config().parallel ? hidden : x);
       const Tensor added = half->forward(weights, normed, adapter_dropout(training), shared.touched);
-      x = plus(residual(x, normed), half->out()(weights, with_dropout(added, config().residual_dropout, training)));
+      x = sum(*half, weights, residual(x, normed), added, training);
     }
     return x;
   }
@@ -123,8 +120,7 @@ class DecoderModel final : public CausalModel {
                         Tensor& normed) const {
     const DecoderAttention& half = *attention_[at(stage)];
     normed = half.in()(weights, x);
-    const Tensor added = half.forward(weights, normed, shared, training);
-    return plus(residual(x, normed), half.out()(weights, with_dropout(added, config().residual_dropout, training)));
+    return sum(half, weights, residual(x, normed), half.forward(weights, normed, shared, training), training);
   }
 
   Carry experts(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
@@ -140,7 +136,7 @@ class DecoderModel final : public CausalModel {
   bool attends(int stage) const { return attention_[at(stage)].has_value(); }
   bool expands(int stage) const { return mlp_[at(stage)].has_value(); }
   // Whether gradients of blocks are computed by hand; else they are autograd's.
-  bool by_hand() const { return config().adapter_dropout == 0 && config().residual_dropout == 0; }
+  bool by_hand() const { return config().adapter_dropout == 0; }
 
   Shared with_tables(Shared shared, std::int64_t length, std::int64_t context, at::Device device) const {
     for (const RopeSpec& rope : config().ropes) {
@@ -165,6 +161,12 @@ class DecoderModel final : public CausalModel {
   Tensor plus(const Tensor& x, const Tensor& added) const {
     return x + (config().residual_multiplier == 1 ? added : added * config().residual_multiplier);
   }
+  // Of what a half adds to `base`, differentiable.
+  template <class Half>
+  Tensor sum(const Half& half, const Weights& weights, const Tensor& base, const Tensor& added, bool training) const {
+    const Tensor left = with_dropout(added, config().residual_dropout, training);
+    return config().norm_of_sum ? half.out()(weights, plus(base, left)) : plus(base, half.out()(weights, left));
+  }
 
   // By hand, for x [tokens, hidden]; `like` has the shape of the hidden states. The result of a half lacks what only
   // its sum with the residual needs (add()).
@@ -172,32 +174,62 @@ class DecoderModel final : public CausalModel {
                                     const Shared& shared) const;
   KeptHalf<DecoderMlp> expand(int stage, const Weights& weights, const Tensor& x, const Tensor& normed,
                               ExpertsTouched* touched) const;
-  // What the half adds, before its norm.
-  Tensor added(const DecoderAttention& half, const Weights& weights, const DecoderAttention::Kept& kept) const {
+  Tensor product(const DecoderAttention& half, const Weights& weights, const DecoderAttention::Kept& kept) const {
     return half.project(weights, kept);
   }
-  Tensor added(const DecoderMlp& half, const Weights& weights, const DecoderMlp::Kept& kept) const {
+  Tensor product(const DecoderMlp& half, const Weights& weights, const DecoderMlp::Kept& kept) const {
     return half.contract(weights, kept);
+  }
+  // What the half adds, before its norm.
+  template <class Half>
+  Tensor added(const Half& half, const Weights& weights, KeptHalf<Half>& kept) const {
+    Tensor left = product(half, weights, kept.inner);
+    if (config().residual_dropout > 0)
+      std::tie(left, kept.mask) = at::native_dropout(left, config().residual_dropout, true);
+    return left;
+  }
+  template <class Half>
+  Tensor under_norm(const Half& half, const Weights& weights, KeptHalf<Half>& kept, const Tensor& base) const {
+    const Tensor left = added(half, weights, kept);
+    return config().norm_of_sum ? plus(base, left) : left;
   }
   // The residual, of a half with input x, + what the half adds to `to`; completes what it keeps.
   template <class Half>
   Tensor add(const Half& half, const Weights& weights, KeptHalf<Half>& kept, const Tensor& to) const {
     const Tensor base = residual(to, kept.normed);
-    if (!half.out()) return plus(base, added(half, weights, kept.inner));
-    if (!kept.added.defined()) kept.added = added(half, weights, kept.inner);
-    return plus(base, half.out()(weights, kept.added, &kept.out_norm));
+    if (!half.out()) return plus(base, added(half, weights, kept));
+    kept.under_norm = under_norm(half, weights, kept, base);
+    const Tensor normed = half.out()(weights, kept.under_norm, &kept.out_norm);
+    return config().norm_of_sum ? normed : plus(base, normed);
   }
-  // The gradient of what the half added, before its norm, from that of the sum.
+  // Completes what it keeps, where nothing needs the sum.
   template <class Half>
-  Tensor added_backward(const Half& half, const Weights& weights, const Gradients& sums, KeptHalf<Half>& kept,
-                        const Tensor& d) const {
-    const Tensor scaled = config().residual_multiplier == 1 ? d : d * config().residual_multiplier;
-    if (!half.out()) return scaled;
-    if (!kept.added.defined()) kept.added = added(half, weights, kept.inner);
-    if (!kept.out_norm.rstd.defined()) half.out()(weights, kept.added, &kept.out_norm);
-    const Tensor d_added = half.out().backward(weights, sums, scaled, kept.added, kept.out_norm);
-    kept.added.reset();
-    return d_added;
+  void complete(const Half& half, const Weights& weights, KeptHalf<Half>& kept, const Tensor& to) const {
+    if (half.out())
+      kept.under_norm = under_norm(half, weights, kept, residual(to, kept.normed));
+    else
+      draw_mask(kept, to);
+  }
+  // As the forward drew it: it depends on the shape and the type of x alone.
+  template <class Half>
+  void draw_mask(KeptHalf<Half>& kept, const Tensor& x) const {
+    if (config().residual_dropout > 0) kept.mask = std::get<1>(at::native_dropout(x, config().residual_dropout, true));
+  }
+  // The gradient of the half's product from d, that of the half's result. d becomes that of the sum.
+  template <class Half>
+  Tensor product_backward(const Half& half, const Weights& weights, const Gradients& sums, KeptHalf<Half>& kept,
+                          Tensor& d) const {
+    const auto through_norm = [&](const Tensor& d_out) {
+      if (!kept.out_norm.rstd.defined()) half.out()(weights, kept.under_norm, &kept.out_norm);
+      const Tensor d_in = half.out().backward(weights, sums, d_out, kept.under_norm, kept.out_norm);
+      kept.under_norm.reset();
+      return d_in;
+    };
+    if (half.out() && config().norm_of_sum) d = through_norm(d);
+    Tensor d_added = config().residual_multiplier == 1 ? d : d * config().residual_multiplier;
+    if (half.out() && !config().norm_of_sum) d_added = through_norm(d_added);
+    if (!kept.mask.defined()) return d_added;
+    return at::native_dropout_backward(d_added, std::exchange(kept.mask, {}), 1 / (1 - config().residual_dropout));
   }
 
   // The gradient of a half's input x from that of what it takes and `d`, that of the half's result.
@@ -287,18 +319,24 @@ Carry DecoderModel::backward_kept(int stage, const Weights& all_weights, const G
     attended = std::move(block->attention);
     expanded = std::move(block->mlp);
   } else {
-    if (attends(stage)) attended = attend(stage, weights, x, like, shared);
+    Tensor middle = x;
+    if (attends(stage)) {
+      attended = attend(stage, weights, x, like, shared);
+      if (expands(stage) && !config().parallel)
+        middle = add(*attention_[at(stage)], weights, attended, x);
+      else
+        complete(*attention_[at(stage)], weights, attended, x);
+    }
     if (expands(stage)) {
-      const bool needs_middle = attends(stage) && !config().parallel;
-      const Tensor middle = needs_middle ? add(*attention_[at(stage)], weights, attended, x) : x;
       expanded = expand(stage, weights, middle, attended.normed, nullptr);
+      complete(*mlp_[at(stage)], weights, expanded, middle);
     }
   }
   Tensor d_normed;        // of what both halves take, where that is the same
   Tensor d_residual = d;  // of the input, beside what comes to it through the attention
   if (expands(stage)) {
     const DecoderMlp& half = *mlp_[at(stage)];
-    const Tensor d_added = added_backward(half, weights, sums, expanded, d);
+    const Tensor d_added = product_backward(half, weights, sums, expanded, d);
     Tensor from_mlp =
         half.backward(weights, sums, std::exchange(expanded.normed, {}), std::exchange(expanded.inner, {}), d_added);
     if (shares_norm())
@@ -311,7 +349,8 @@ Carry DecoderModel::backward_kept(int stage, const Weights& all_weights, const G
   }
   if (attends(stage)) {
     const DecoderAttention& half = *attention_[at(stage)];
-    const Tensor d_added = added_backward(half, weights, sums, attended, d);
+    const Tensor d_added = product_backward(half, weights, sums, attended, d);
+    if (config().norm_of_sum) d_residual = d;
     Tensor from_attention =
         half.backward(weights, sums, attended.normed, shared, std::exchange(attended.inner, {}), d_added);
     if (d_normed.defined()) from_attention.add_(d_normed);
@@ -332,14 +371,16 @@ std::unique_ptr<KeptActivations> DecoderModel::restore(int stage, const Weights&
     const DecoderAttention& half = *(kept->attends = &*attention_[at(stage)]);
     kept->attention.normed = half.in()(weights, input, &kept->attention.norm);
     kept->attention.inner = half.restore(weights, shared, next);
-    if (half.out()) kept->attention.added = *next++;
+    if (half.out()) kept->attention.under_norm = *next++;
+    draw_mask(kept->attention, input);
   }
   if (expands(stage)) {
     const DecoderMlp& half = *(kept->expands = &*mlp_[at(stage)]);
     kept->mlp.x = attends(stage) && !config().parallel ? *next++ : input;
     kept->mlp.normed = shares_norm() ? kept->attention.normed : half.in()(weights, kept->mlp.x, &kept->mlp.norm);
     kept->mlp.inner = half.restore(weights, next);
-    if (half.out()) kept->mlp.added = *next++;
+    if (half.out()) kept->mlp.under_norm = *next++;
+    draw_mask(kept->mlp, input);
   }
   return kept;
 }

@@ -1,5 +1,6 @@
 #pragma once
-// Llama and the families that differ from it by what spec/decoder_spec.h says: one interpreter of that description.
+// Llama and the families that differ from it by what spec/decoder_spec.h says, all that model_spec.h reads: one
+// interpreter of that description.
 #include <memory>
 
 #include "runtime/models/layered_model.h"

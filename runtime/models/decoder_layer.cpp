@@ -14,13 +14,10 @@ namespace tierflow::models {
 namespace {
 
 // A model with this one layer.
-ModelSpec one_layer(const std::string& config, std::int64_t layer) {
-  ModelSpec spec;
-  spec.config = parse_model_spec(config, "the model's config", Tiling::none()).config;
-  spec.tiling = Tiling::none();
+ModelSpec one_layer(const ModelConfig& config, std::int64_t layer) {
+  ModelSpec spec{.config = config, .tiling = Tiling::none()};
   ModelConfig& c = spec.config;
   const auto refuse = [&](const std::string& why) { throw Exception(io::ErrorKind::usage, why); };
-  if (c.family != Family::decoder) refuse("layers of " + c.architecture + " have learned positions");
   if (layer < 0 || layer >= c.layers) refuse("the config has no layer " + std::to_string(layer));
   if (c.layer(layer).experts) refuse("its MLP is a mixture of experts");
   if (c.query_scaling > 0) refuse("its queries are scaled by their position");
@@ -80,13 +77,13 @@ Tensor rows(const Tensor& x) {
 
 }  // namespace
 
-DecoderLayer::DecoderLayer(const std::string& config, std::int64_t layer, const std::vector<std::string>& roles) {
+DecoderLayer::DecoderLayer(const ModelConfig& config, std::int64_t layer, const std::vector<std::string>& roles) {
   ModelSpec spec = one_layer(config, layer);
   const ModelConfig& c = spec.config;
   const LayerSpec& own = c.layer_specs.front();
-  const RopeSpec& rope = c.ropes.front();
+  const RopeSpec rope = own.rope < 0 ? RopeSpec{.partial = 0} : c.ropes.front();
   form_ = {.window = own.window,
-           .rotated = own.rope < 0 ? 0 : rope.rotated(c.head_dim),
+           .rotated = rope.rotated(c.head_dim),
            .interleaved = rope.interleaved,
            .rounded = rope.rounded,
            .keeps = c.attention_softcap <= 0};

@@ -17,10 +17,10 @@ namespace tierflow::models {
 // by their position: causal, no dropout.
 class DecoderLayer {
  public:
-  // config: the text of the model's config.json; layer: counts from 0. roles: what the weights of each call are, in
+  // config: of the whole model; layer: counts from 0. roles: what the weights of each call are, in
   // their order, as transformers names them within the layer ("self_attn.q_proj.weight"). Throws Exception (kind usage
   // or input) where the config has no such layer, or the roles are not the layer's.
-  DecoderLayer(const std::string& config, std::int64_t layer, const std::vector<std::string>& roles);
+  DecoderLayer(const ModelConfig& config, std::int64_t layer, const std::vector<std::string>& roles);
 
   // How calls are made of a model's own tables and masks.
   struct Form {

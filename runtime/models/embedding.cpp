@@ -20,18 +20,18 @@ void add_rows_within(const at::Tensor& sum, const at::Tensor& ids, const at::Ten
   add_rows_at(sum, at::where(here, ids, others), d.masked_fill(here.logical_not().unsqueeze(1), 0));
 }
 
-Embedding::Embedding(const ModelSpec& spec, int stage, std::string_view tokens, std::string_view positions)
+Embedding::Embedding(const ModelSpec& spec, int stage)
     : offset_(spec.config.position_offset), max_positions_(spec.config.max_positions) {
   const TensorIndex index(spec, stage);
   const StageSpec& of = spec.stages.at(static_cast<std::size_t>(stage));
-  tokens_ = index.at(tokens);
+  tokens_ = index.at(spec.config.names.tokens);
   first_row_ = of.first_row;
   rows_ = spec.units.at(static_cast<std::size_t>(of.units.front()))
               .tensors.at(static_cast<std::size_t>(tokens_))
               .shape.front();
   vocab_ = spec.config.vocab_size;
   if (first_row_ + rows_ < vocab_) return;
-  if (!positions.empty()) positions_ = index.at(positions);
+  if (const std::string& positions = spec.config.names.positions; !positions.empty()) positions_ = index.at(positions);
   multiplier_ = spec.config.embedding_multiplier;
   dropout_ = spec.config.embedding_dropout;
 }

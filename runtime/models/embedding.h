@@ -14,9 +14,9 @@ void add_rows_within(const at::Tensor& sum, const at::Tensor& ids, const at::Ten
 
 class Embedding {
  public:
-  // The stage's tensor `tokens` [rows, hidden] and, in the last stage and unless the name is empty, `positions`
+  // The stage's tokens [rows, hidden] and, in the last stage and where the model has them, positions
   // [position_offset + max_positions, hidden].
-  Embedding(const ModelSpec& spec, int stage, std::string_view tokens, std::string_view positions);
+  Embedding(const ModelSpec& spec, int stage);
 
   // Hidden states [batch, sequence, hidden], complete after the last stage; `carry` is what the stage before gave.
   // Ids are in the vocabulary (check_tokens() of micro_batch.h). Throws Exception (kind usage) for a document longer

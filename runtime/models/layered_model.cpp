@@ -9,8 +9,6 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/models/decoder.h"
-#include "runtime/models/gpt2.h"
-#include "runtime/models/opt.h"
 #include "runtime/models/upload.h"
 
 namespace tierflow {
@@ -178,15 +176,7 @@ std::vector<Carry> apart(const Carry& carry, const std::vector<torch::Tensor>& i
 }
 
 std::unique_ptr<LayeredModel> make_model(ModelSpec spec) {
-  switch (spec.config.family) {
-    case Family::decoder:
-      return models::make_decoder(std::move(spec));
-    case Family::gpt2:
-      return models::make_gpt2(std::move(spec));
-    case Family::opt:
-      return models::make_opt(std::move(spec));
-  }
-  throw Exception(io::ErrorKind::input, "no model for architecture '" + spec.config.architecture + "'");
+  return models::make_decoder(std::move(spec));
 }
 
 }  // namespace tierflow

@@ -9,36 +9,41 @@ Linear::Linear(const TensorIndex& index, const std::string& name) {
   if (name.empty()) return;
   weight_ = index.at(name + ".weight");
   bias_ = index.find(name + ".bias");
+  transposed_ = index.transposed();
   adapter_ = Adapter(index, name);
 }
 
+at::Tensor Linear::weight(const Weights& weights) const {
+  const at::Tensor& stored = at_position(weights, weight_);
+  return transposed_ ? stored.t() : stored;
+}
+
 at::Tensor Linear::operator()(const Weights& weights, const at::Tensor& x, double dropout) const {
+  const at::Tensor w = weight(weights);
   if (adapter_.has_magnitude()) {
-    const at::Tensor& weight = at_position(weights, weight_);
-    const at::Tensor scaled = adapter_.scaled(at::linear(x, weight), weights, weight, x, dropout);
+    const at::Tensor scaled = adapter_.scaled(at::linear(x, w), weights, w, x, dropout);
     return bias_ < 0 ? scaled : scaled + at_position(weights, bias_);
   }
-  const at::Tensor y = bias_ < 0 ? at::linear(x, at_position(weights, weight_))
-                                 : at::linear(x, at_position(weights, weight_), at_position(weights, bias_));
+  const at::Tensor y = bias_ < 0 ? at::linear(x, w) : at::linear(x, w, at_position(weights, bias_));
   return adapter_.add_to(y, weights, x, dropout);
 }
 
 void Linear::add_gradient(const Weights& weights, const Gradients& sums, const at::Tensor& d_y, const at::Tensor& x,
                           const Adapter::Incoming& in) const {
-  sums.add_product(weight_, d_y, x);
+  sums.add_product(weight_, transposed_ ? x : d_y, transposed_ ? d_y : x);
   if (bias_ >= 0) add_rows(at_position(sums, bias_), d_y);
-  adapter_.add_gradients(sums, weights, at_position(weights, weight_), d_y, x, in);
+  adapter_.add_gradients(sums, weights, weight(weights), d_y, x, in);
 }
 
 at::Tensor Linear::input_gradient(const Weights& weights, const at::Tensor& d_y, const Adapter::Incoming& in) const {
-  at::Tensor d_x = at::mm(in.of_sum(d_y), at_position(weights, weight_));
+  at::Tensor d_x = at::mm(in.of_sum(d_y), weight(weights));
   adapter_.add_input_gradient(d_x, weights, d_y, in);
   return d_x;
 }
 
 void Linear::add_input_gradient(const Weights& weights, at::Tensor& d_x, const at::Tensor& d_y,
                                 const Adapter::Incoming& in) const {
-  d_x.addmm_(in.of_sum(d_y), at_position(weights, weight_));
+  d_x.addmm_(in.of_sum(d_y), weight(weights));
   adapter_.add_input_gradient(d_x, weights, d_y, in);
 }
 

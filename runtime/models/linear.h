@@ -1,5 +1,6 @@
 #pragma once
-// A torch.nn.Linear of a block with its adapter: y = x W^T + b, where its tensors lie in a stage's Weights.
+// A torch.nn.Linear of a block with its adapter: y = x W^T + b, where its tensors lie in a stage's Weights; W^T may be
+// what is stored.
 #include <ATen/core/Tensor.h>
 
 #include <string>
@@ -22,7 +23,7 @@ class Linear {
 
   // By hand, for d_y [tokens, out], x [tokens, in], and what incoming() gives of d_y.
   Adapter::Incoming incoming(const Weights& weights, const at::Tensor& d_y) const {
-    return adapter_.incoming(weights, at_position(weights, weight_), d_y);
+    return adapter_.incoming(weights, weight(weights), d_y);
   }
   // Adds the gradients of its tensors to `sums`.
   void add_gradient(const Weights& weights, const Gradients& sums, const at::Tensor& d_y, const at::Tensor& x,
@@ -33,7 +34,10 @@ class Linear {
                           const Adapter::Incoming& in) const;
 
  private:
+  at::Tensor weight(const Weights& weights) const;  // W [out, in]
+
   int weight_ = -1, bias_ = -1;
+  bool transposed_ = false;
   Adapter adapter_;
 };
 

@@ -4,7 +4,7 @@
 
 namespace tierflow::models {
 
-TensorIndex::TensorIndex(const ModelSpec& spec, int stage) {
+TensorIndex::TensorIndex(const ModelSpec& spec, int stage) : transposed_(spec.config.transposed) {
   const StageSpec& layer = spec.stages.at(static_cast<std::size_t>(stage));
   for (int unit : layer.units) add(spec.units.at(static_cast<std::size_t>(unit)));
 }

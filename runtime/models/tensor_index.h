@@ -22,6 +22,8 @@ class TensorIndex {
   int at(std::string_view end) const;
   // TensorSpec::scale of the tensor there.
   double scale(int position) const { return scales_[static_cast<std::size_t>(position)]; }
+  // Whether linear layers of the stage's block are stored as [in, out].
+  bool transposed() const { return transposed_; }
 
  private:
   void add(const UnitSpec& unit);
@@ -29,6 +31,7 @@ class TensorIndex {
   std::string stage_;
   std::vector<std::string> names_;
   std::vector<double> scales_;
+  bool transposed_ = false;
 };
 
 }  // namespace tierflow::models

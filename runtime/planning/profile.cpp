@@ -125,7 +125,7 @@ Json model_key(const ModelSpec& spec, const SessionOptions& options, const std::
                   {"experts", {c.experts.count, c.experts.per_token}},
                   {"activation", static_cast<int>(c.activation)},
                   {"dropout", {c.embedding_dropout, c.residual_dropout, c.attention_dropout, c.adapter_dropout}},
-                  {"norm_before", c.norm_before}};
+                  {"norm_of_sum", c.norm_of_sum}};
   key["stages"] = classes;
   key["micro_batch"] = options.micro_batch;
   key["sequence_length"] = options.sequence_length;

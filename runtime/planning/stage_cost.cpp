@@ -30,6 +30,7 @@ struct Sizes {
   double chosen = 0;       // experts of a token
   double experts = 0;      // that its router scores
   double head_norms = 0;   // 1 where q and k have norms
+  double masks = 0;        // 1 where dropout follows the halves
   bool by_hand = true;     // its gradient is not autograd's
   double tensor_norm = 0;  // 1 where norms follow the halves
 };
@@ -45,14 +46,14 @@ Sizes sizes_of(const ModelSpec& spec, const StageSpec& stage, double tokens) {
               .width = static_cast<double>(c.intermediate_size),
               .halves = c.gated ? 2.0 : 1.0,
               .head_norms = c.qk_norm == QkNorm::none ? 0.0 : 1.0,
-              .by_hand = c.family == Family::decoder && c.residual_dropout == 0 && c.adapter_dropout == 0,
+              .masks = c.residual_dropout > 0 ? 1.0 : 0.0,
+              .by_hand = c.adapter_dropout == 0,
               .tensor_norm = c.names.attention_out_norm.empty() ? 0.0 : 1.0};
   if (stage.kind == StageKind::experts || (stage.block >= 0 && c.layer(stage.block).experts)) {
     sizes.chosen = static_cast<double>(c.experts.per_token);
     sizes.experts = static_cast<double>(c.experts.count);
     sizes.width = static_cast<double>(c.experts.per_token * c.experts.width + c.experts.shared_width);
   }
-  if (c.family != Family::decoder) sizes.halves = 1;
   return sizes;
 }
 
@@ -104,7 +105,7 @@ void add_block(const ModelSpec& spec, const StageSpec& of, const Sizes& s, doubl
   double forward = 0, backward = 0;
   if (attends(of.kind)) {
     cost.attention = 4 * s.tokens * keys_seen(spec, of, length) * s.q;
-    kept += 2 * (s.hidden + 2 * s.q + 2 * s.kv) + 4 * (1 + s.heads) + 2 * s.tensor_norm * s.hidden +
+    kept += 2 * (s.hidden + 2 * s.q + 2 * s.kv) + 4 * (1 + s.heads) + (2 * s.tensor_norm + s.masks) * s.hidden +
             s.head_norms * (2 * (s.q + s.kv) + 4 * (s.heads + s.kv_heads));
     swapped += 2 * (2 * s.q + 2 * s.kv) + 4 * s.heads + 2 * s.tensor_norm * s.hidden;
     peak = 2 * (s.hidden + s.q + 2 * s.kv) + 8 * s.q;  // with the sums of flash attention's backward
@@ -116,7 +117,7 @@ void add_block(const ModelSpec& spec, const StageSpec& of, const Sizes& s, doubl
   }
   if (expands(of.kind)) {
     const bool whole = of.kind == StageKind::block;
-    kept += 2 * (s.hidden + s.halves * s.width) + 4 + 2 * s.tensor_norm * s.hidden;
+    kept += 2 * (s.hidden + s.halves * s.width) + 4 + (2 * s.tensor_norm + s.masks) * s.hidden;
     if (whole) kept += 2 * s.hidden;
     swapped += 2 * s.halves * s.width + 2 * s.tensor_norm * s.hidden + (whole ? 2 * s.hidden : 0);
     kept += 2 * s.experts + 36 * s.chosen;
@@ -207,8 +208,7 @@ StageCost stage_cost(const ModelSpec& spec, int stage, std::int64_t micro_batch,
 
 std::uint64_t shared_bytes(const ModelSpec& spec, std::int64_t micro_batch, std::int64_t sequence_length) {
   std::int64_t tables = 0;
-  if (spec.config.family == Family::decoder)
-    for (const RopeSpec& rope : spec.config.ropes) tables += 4 * sequence_length * rope.rotated(spec.config.head_dim);
+  for (const RopeSpec& rope : spec.config.ropes) tables += 4 * sequence_length * rope.rotated(spec.config.head_dim);
   return static_cast<std::uint64_t>(tables + 2 * 8 * micro_batch * sequence_length);
 }
 

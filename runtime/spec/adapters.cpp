@@ -179,7 +179,7 @@ bool is_expert_adapter(const TensorSpec& tensor) {
 }
 
 bool has_transposed_weights(const ModelSpec& spec) {
-  return spec.config.family == Family::gpt2;  // Conv1D
+  return spec.config.transposed;
 }
 
 std::string linear_module(const TensorSpec& tensor) {

@@ -73,6 +73,8 @@ struct ExpertsSpec {
 // What a family calls its tensors. Empty: it has no such tensor.
 struct DecoderNames {
   std::string prefix = "model.", tokens = "embed_tokens.weight", norm = "model.norm", head = "lm_head.weight";
+  std::string positions = {};      // learned ones, beside `tokens`
+  std::string layers = "layers.";  // of one layer, before its number
   // Of one layer. qkv and gate_up are products of several in one, rows of q first, or of gate, unless ModelConfig says
   // otherwise (qkv_by_head, up_first). Without mlp_norm the MLP of a parallel block takes what the attention takes.
   std::string q = "self_attn.q_proj", k = "self_attn.k_proj", v = "self_attn.v_proj", qkv = {};

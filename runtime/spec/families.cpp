@@ -6,21 +6,29 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <cmath>
 
 #include "runtime/base/edit_distance.h"
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/spec/config_limits.h"
+#include "runtime/spec/decoder_fields.h"
 
 namespace tierflow {
 namespace {
 
-void check_heads(const JsonFields& fields, const char* size, ModelConfig& c) {
+// GPT-2's and OPT's: layer norms, learned positions, an MLP without gate, heads of equal parts, biases.
+void with_learned_positions(const JsonFields& fields, const char* size, ModelConfig& c) {
   if (c.hidden_size % c.heads != 0)
     fields.fail(size, fmt::format("is {}, not a multiple of the {} heads", c.hidden_size, c.heads));
   c.kv_heads = c.heads;
   c.head_dim = c.hidden_size / c.heads;
   c.qkv_bias = c.output_bias = c.mlp_bias = true;
+  c.norm = NormKind::layer;
+  c.gated = false;
+  c.names.gate.clear();
+  c.ropes.clear();
+  c.layer_specs.assign(static_cast<std::size_t>(c.layers), {.rope = -1});
 }
 
 void read_gpt2(const JsonFields& fields, ModelConfig& c) {
@@ -29,9 +37,25 @@ void read_gpt2(const JsonFields& fields, ModelConfig& c) {
   c.layers = fields.integer("n_layer", 1, limits::layers);
   c.heads = fields.integer("n_head", 1, limits::heads);
   c.max_positions = fields.integer_or("n_positions", 1024, 1, limits::positions);
-  check_heads(fields, "n_embd", c);
+  with_learned_positions(fields, "n_embd", c);
+  c.transposed = true;
+  c.names.prefix = "transformer.";
+  c.names.tokens = "wte.weight";
+  c.names.positions = "wpe.weight";
+  c.names.norm = "transformer.ln_f";
+  c.names.layers = "h.";
+  c.names.q.clear();
+  c.names.k.clear();
+  c.names.v.clear();
+  c.names.qkv = "attn.c_attn";
+  c.names.o = "attn.c_proj";
+  c.names.up = "mlp.c_fc";
+  c.names.down = "mlp.c_proj";
+  c.names.attention_norm = "ln_1";
+  c.names.mlp_norm = "ln_2";
   c.norm_eps = fields.number_or("layer_norm_epsilon", 1e-5, 0.0, 1.0);
   c.initializer_range = fields.number_or("initializer_range", 0.02, 0.0, 10.0);
+  c.residual_range = c.initializer_range / std::sqrt(2.0 * static_cast<double>(c.layers));
   c.activation = read_activation(fields, "activation_function", "gelu_new");
   c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", true);
   c.embedding_dropout = fields.number_or("embd_pdrop", 0.1, 0.0, 0.999);
@@ -50,7 +74,17 @@ void read_opt(const JsonFields& fields, ModelConfig& c) {
   c.layers = fields.integer("num_hidden_layers", 1, limits::layers);
   c.heads = fields.integer("num_attention_heads", 1, limits::heads);
   c.max_positions = fields.integer_or("max_position_embeddings", 2048, 1, limits::positions);
-  check_heads(fields, "hidden_size", c);
+  with_learned_positions(fields, "hidden_size", c);
+  c.names.prefix = "model.decoder.";
+  c.names.positions = "embed_positions.weight";
+  c.names.o = "self_attn.out_proj";
+  c.names.up = "fc1";
+  c.names.down = "fc2";
+  c.norm_of_sum = !fields.boolean_or("do_layer_norm_before", true);
+  c.names.norm = c.norm_of_sum ? "" : "model.decoder.final_layer_norm";
+  if (c.norm_of_sum) norms_after(c);
+  (c.norm_of_sum ? c.names.attention_out_norm : c.names.attention_norm) = "self_attn_layer_norm";
+  (c.norm_of_sum ? c.names.mlp_out_norm : c.names.mlp_norm) = "final_layer_norm";
   c.qkv_bias = c.output_bias = c.mlp_bias = fields.boolean_or("enable_bias", true);
   c.norm_eps = 1e-5;
   c.initializer_range = fields.number_or("init_std", 0.02, 0.0, 10.0);
@@ -59,7 +93,6 @@ void read_opt(const JsonFields& fields, ModelConfig& c) {
   c.residual_dropout = fields.number_or("dropout", 0.1, 0.0, 0.999);
   c.attention_dropout = fields.number_or("attention_dropout", 0.0, 0.0, 0.999);
   c.position_offset = 2;
-  c.norm_before = fields.boolean_or("do_layer_norm_before", true);
   require(fields, "_remove_final_layer_norm", false, false);
   require(fields, "layer_norm_elementwise_affine", true, true);
   if (fields.number_or("layerdrop", 0.0, 0.0, 1.0) != 0.0) fields.fail("layerdrop", "other than 0 is not supported");
@@ -71,39 +104,39 @@ void read_opt(const JsonFields& fields, ModelConfig& c) {
 }
 
 constexpr std::array families = {
-    FamilyRow{"LlamaForCausalLM", "llama", Family::decoder, read_llama},
-    FamilyRow{"MistralForCausalLM", "mistral", Family::decoder, read_mistral},
-    FamilyRow{"Ministral3ForCausalLM", "ministral3", Family::decoder, read_ministral3},
-    FamilyRow{"Qwen2ForCausalLM", "qwen2", Family::decoder, read_qwen2},
-    FamilyRow{"Qwen3ForCausalLM", "qwen3", Family::decoder, read_qwen3},
-    FamilyRow{"GemmaForCausalLM", "gemma", Family::decoder, read_gemma},
-    FamilyRow{"Gemma2ForCausalLM", "gemma2", Family::decoder, read_gemma2},
-    FamilyRow{"Gemma3ForCausalLM", "gemma3_text", Family::decoder, read_gemma3, 262208},
-    FamilyRow{"Phi3ForCausalLM", "phi3", Family::decoder, read_phi3},
-    FamilyRow{"GlmForCausalLM", "glm", Family::decoder, read_glm},
-    FamilyRow{"Glm4ForCausalLM", "glm4", Family::decoder, read_glm4},
-    FamilyRow{"Olmo2ForCausalLM", "olmo2", Family::decoder, read_olmo2},
-    FamilyRow{"Olmo3ForCausalLM", "olmo3", Family::decoder, read_olmo3},
-    FamilyRow{"SmolLM3ForCausalLM", "smollm3", Family::decoder, read_smollm3},
-    FamilyRow{"GraniteForCausalLM", "granite", Family::decoder, read_granite},
-    FamilyRow{"CohereForCausalLM", "cohere", Family::decoder, read_cohere},
-    FamilyRow{"Cohere2ForCausalLM", "cohere2", Family::decoder, read_cohere2},
-    FamilyRow{"GPTNeoXForCausalLM", "gpt_neox", Family::decoder, read_gpt_neox},
-    FamilyRow{"GLM130BForCausalLM", "glm130b", Family::decoder, read_glm130b},
-    FamilyRow{"Starcoder2ForCausalLM", "starcoder2", Family::decoder, read_starcoder2},
-    FamilyRow{"SeedOssForCausalLM", "seed_oss", Family::decoder, read_seed_oss},
-    FamilyRow{"Exaone4ForCausalLM", "exaone4", Family::decoder, read_exaone4},
-    FamilyRow{"ArceeForCausalLM", "arcee", Family::decoder, read_arcee},
-    FamilyRow{"Ernie4_5ForCausalLM", "ernie4_5", Family::decoder, read_ernie},
-    FamilyRow{"MixtralForCausalLM", "mixtral", Family::decoder, read_mixtral},
-    FamilyRow{"Qwen2MoeForCausalLM", "qwen2_moe", Family::decoder, read_qwen2_moe},
-    FamilyRow{"Qwen3MoeForCausalLM", "qwen3_moe", Family::decoder, read_qwen3_moe},
-    FamilyRow{"OlmoeForCausalLM", "olmoe", Family::decoder, read_olmoe},
-    FamilyRow{"GraniteMoeForCausalLM", "granitemoe", Family::decoder, read_granite_moe},
-    FamilyRow{"Glm4MoeForCausalLM", "glm4_moe", Family::decoder, read_glm4_moe},
-    FamilyRow{"GptOssForCausalLM", "gpt_oss", Family::decoder, read_gpt_oss},
-    FamilyRow{"GPT2LMHeadModel", "gpt2", Family::gpt2, read_gpt2},
-    FamilyRow{"OPTForCausalLM", "opt", Family::opt, read_opt},
+    FamilyRow{"LlamaForCausalLM", "llama", read_llama},
+    FamilyRow{"MistralForCausalLM", "mistral", read_mistral},
+    FamilyRow{"Ministral3ForCausalLM", "ministral3", read_ministral3},
+    FamilyRow{"Qwen2ForCausalLM", "qwen2", read_qwen2},
+    FamilyRow{"Qwen3ForCausalLM", "qwen3", read_qwen3},
+    FamilyRow{"GemmaForCausalLM", "gemma", read_gemma},
+    FamilyRow{"Gemma2ForCausalLM", "gemma2", read_gemma2},
+    FamilyRow{"Gemma3ForCausalLM", "gemma3_text", read_gemma3, 262208},
+    FamilyRow{"Phi3ForCausalLM", "phi3", read_phi3},
+    FamilyRow{"GlmForCausalLM", "glm", read_glm},
+    FamilyRow{"Glm4ForCausalLM", "glm4", read_glm4},
+    FamilyRow{"Olmo2ForCausalLM", "olmo2", read_olmo2},
+    FamilyRow{"Olmo3ForCausalLM", "olmo3", read_olmo3},
+    FamilyRow{"SmolLM3ForCausalLM", "smollm3", read_smollm3},
+    FamilyRow{"GraniteForCausalLM", "granite", read_granite},
+    FamilyRow{"CohereForCausalLM", "cohere", read_cohere},
+    FamilyRow{"Cohere2ForCausalLM", "cohere2", read_cohere2},
+    FamilyRow{"GPTNeoXForCausalLM", "gpt_neox", read_gpt_neox},
+    FamilyRow{"GLM130BForCausalLM", "glm130b", read_glm130b},
+    FamilyRow{"Starcoder2ForCausalLM", "starcoder2", read_starcoder2},
+    FamilyRow{"SeedOssForCausalLM", "seed_oss", read_seed_oss},
+    FamilyRow{"Exaone4ForCausalLM", "exaone4", read_exaone4},
+    FamilyRow{"ArceeForCausalLM", "arcee", read_arcee},
+    FamilyRow{"Ernie4_5ForCausalLM", "ernie4_5", read_ernie},
+    FamilyRow{"MixtralForCausalLM", "mixtral", read_mixtral},
+    FamilyRow{"Qwen2MoeForCausalLM", "qwen2_moe", read_qwen2_moe},
+    FamilyRow{"Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe},
+    FamilyRow{"OlmoeForCausalLM", "olmoe", read_olmoe},
+    FamilyRow{"GraniteMoeForCausalLM", "granitemoe", read_granite_moe},
+    FamilyRow{"Glm4MoeForCausalLM", "glm4_moe", read_glm4_moe},
+    FamilyRow{"GptOssForCausalLM", "gpt_oss", read_gpt_oss},
+    FamilyRow{"GPT2LMHeadModel", "gpt2", read_gpt2},
+    FamilyRow{"OPTForCausalLM", "opt", read_opt},
 };
 
 // Fields of any config.json that change nothing in what the language model computes.
@@ -214,7 +247,6 @@ constexpr std::array foreign_layers = {
 ModelConfig read_config(const FamilyRow& row, const JsonFields& fields, bool named) {
   const FieldsAsked asked;
   ModelConfig config;
-  config.family = row.family;
   config.architecture = row.architecture;
   config.model_type = row.model_type;
   config.vocab_size = row.vocab_size == 0 ? fields.integer("vocab_size", 1, limits::vocab)

@@ -11,7 +11,6 @@ namespace tierflow {
 
 struct FamilyRow {
   std::string_view architecture, model_type;  // as config.json has them
-  Family family;
   // Fills all but what both names say and vocab_size. Throws Exception (kind input).
   void (*read)(const JsonFields& fields, ModelConfig& config);
   std::int64_t vocab_size = 0;  // where config.json gives none; 0: it must

@@ -34,12 +34,11 @@ std::string without_quantisation(const std::string& config_json) {
 void check_size(const JsonFields& fields, const ModelConfig& c) {
   const double h = static_cast<double>(c.hidden_size);
   const double attention = 2.0 * h * static_cast<double>((c.heads + c.kv_heads) * c.head_dim);
-  const double mlp =
-      (c.family == Family::decoder && c.gated ? 3.0 : 2.0) * h * static_cast<double>(c.intermediate_size);
+  const double mlp = (c.gated ? 3.0 : 2.0) * h * static_cast<double>(c.intermediate_size);
   const ExpertsSpec& e = c.experts;
   const double experts = 3.0 * h * static_cast<double>(e.count * e.width + e.shared_width);
   const double tables = 2.0 * static_cast<double>(c.vocab_size) +
-                        (c.family == Family::decoder ? 0.0 : static_cast<double>(c.max_positions));
+                        (c.names.positions.empty() ? 0.0 : static_cast<double>(c.max_positions));
   const double total = static_cast<double>(c.layers) * (attention + mlp + experts) + h * tables;
   if (c.layers * e.count > limits::experts_of_all_layers)
     fail_input(fields.where(), fmt::format("num_experts {} in {} layers is absurd", e.count, c.layers));

@@ -12,11 +12,8 @@
 
 namespace tierflow {
 
-// decoder: Llama and what differs from it by knobs and names (decoder_spec.h).
-enum class Family : std::uint8_t { decoder, gpt2, opt };
-
+// Llama and what differs from it by knobs and names (decoder_spec.h).
 struct ModelConfig {
-  Family family = Family::decoder;
   std::string architecture;  // "LlamaForCausalLM", ...: kept for the exported config.json
   std::string model_type;    // "llama", "mistral", "qwen2", ...
   std::int64_t vocab_size = 0, hidden_size = 0, intermediate_size = 0, layers = 0;
@@ -24,6 +21,7 @@ struct ModelConfig {
   std::int64_t max_positions = 0;
   double norm_eps = 1e-6;
   double initializer_range = 0.02;
+  double residual_range = 0;  // of a block's products that end on the residual; 0: as the others
   Activation activation = Activation::silu;
   bool tie_word_embeddings = false;
   bool qkv_bias = false;     // bias of q, k, v projections (Qwen2; Llama's attention_bias)
@@ -32,11 +30,12 @@ struct ModelConfig {
   double embedding_dropout = 0, residual_dropout = 0, attention_dropout = 0;
   double adapter_dropout = 0;  // of what adapters take (adapters.h)
 
-  // Decoders.
   DecoderNames names;
   NormKind norm = NormKind::rms;
   QkNorm qk_norm = QkNorm::none;
-  bool gated = true;      // activation(gate) * up; else activation(up)
+  bool norm_of_sum = false;  // norms behind a half take its sum with the residual; else what it adds
+  bool transposed = false;   // linear layers of blocks are stored as [in, out]
+  bool gated = true;         // activation(gate) * up; else activation(up)
   bool parallel = false;  // attention and MLP take the block's input, each by its norm or both by one; both are added
   bool qkv_by_head = false;  // rows of names.qkv: q, k and v of the first head, then of the next; else all of q first
   bool up_first = false;     // rows of names.gate_up: up's come before gate's
@@ -48,14 +47,11 @@ struct ModelConfig {
   double embedding_multiplier = 1, logits_multiplier = 1;
   double residual_multiplier = 1;  // of what each half adds
   double normed_residual = 0;      // a half adds to so many times what it takes, the norm of its input; 0: to its input
+  std::int64_t position_offset = 0;  // of learned positions: the first row that a token has
   ExpertsSpec experts;
   LayerSpec layer(std::int64_t index) const {
     return layer_specs.empty() ? LayerSpec{} : layer_specs.at(static_cast<std::size_t>(index));
   }
-
-  // OPT: learned positions start at this index; norms may come after the sublayers, and then there is no final norm.
-  std::int64_t position_offset = 0;
-  bool norm_before = true;
 };
 
 enum class Init : std::uint8_t { zeros, ones, normal, uniform };
@@ -123,7 +119,7 @@ struct UnitSpec {
 enum class StageKind : std::uint8_t { embedding, block, attention, mlp, experts, norm, head_tile, head };
 
 // One step of the forward pass. Its own unit comes first; a tied head also names the embedding's unit, last. Stages
-// without a unit of their own: a tied head without a final norm (OPT with norm_before false), or that norm's stage.
+// without a unit of their own: a tied head without a final norm (OPT with norms of sums), or that norm's stage.
 struct StageSpec {
   StageKind kind = StageKind::block;
   std::int64_t block = -1;  // index of the block, -1 for the others

@@ -1,7 +1,6 @@
 #include "runtime/spec/model_units.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 namespace tierflow {
@@ -16,13 +15,15 @@ void make_tile(TensorSpec& tensor, std::int64_t first, std::int64_t all) {
 // Collects the tensors of one unit in the order of the model's code; take() puts matrices before norms and biases.
 class UnitBuilder {
  public:
-  UnitBuilder(std::string name, std::string prefix, double std)
-      : unit_{.name = std::move(name)}, prefix_(std::move(prefix)), std_(std) {}
+  UnitBuilder(std::string name, std::string prefix, const ModelConfig& config)
+      : unit_{.name = std::move(name)},
+        prefix_(std::move(prefix)),
+        std_(config.initializer_range),
+        transposed_(config.transposed) {}
 
-  void matrix(const std::string& role, std::int64_t rows, std::int64_t columns) { matrix(role, rows, columns, std_); }
-  void matrix(const std::string& role, std::int64_t rows, std::int64_t columns, double std) {
+  void matrix(const std::string& role, std::int64_t rows, std::int64_t columns) {
     unit_.tensors.push_back(
-        {.name = prefix_ + role, .role = role, .shape = {rows, columns}, .part = part_, .init_std = std});
+        {.name = prefix_ + role, .role = role, .shape = {rows, columns}, .part = part_, .init_std = std_});
   }
   // Consecutive ones of `all` matrices in one tensor.
   void stack(const std::string& role, std::int64_t first, std::int64_t count, std::int64_t all, std::int64_t rows,
@@ -72,16 +73,13 @@ class UnitBuilder {
     vector(role + ".weight", heads * size, Init::ones);
     unit_.tensors.back().shape = {heads, size};
   }
-  // A torch.nn.Linear: weight [out, in]. Nothing where the role is empty.
-  void linear(const std::string& role, std::int64_t out, std::int64_t in, bool with_bias) {
+  // A torch.nn.Linear: weight [out, in], or [in, out] where they are transposed. Nothing where the role is empty. std:
+  // of the weight; 0: as the others.
+  void linear(const std::string& role, std::int64_t out, std::int64_t in, bool with_bias, double std = 0) {
     if (role.empty()) return;
-    matrix(role + ".weight", out, in);
+    matrix(role + ".weight", transposed_ ? in : out, transposed_ ? out : in);
+    if (std > 0) unit_.tensors.back().init_std = std;
     if (with_bias) bias(role + ".bias", out);
-  }
-  // GPT-2's Conv1D: weight [in, out].
-  void conv1d(const std::string& role, std::int64_t out, std::int64_t in, double std) {
-    matrix(role + ".weight", in, out, std);
-    bias(role + ".bias", out);
   }
 
   UnitSpec take() {
@@ -105,38 +103,8 @@ class UnitBuilder {
   Part part_ = Part::plain;
   std::string prefix_;
   double std_;
+  bool transposed_;
 };
-
-std::string layer_name(std::int64_t layer) {
-  return "layers." + std::to_string(layer);
-}
-
-// What a family calls the tensors outside its blocks; `positions` and `norm` are empty where it has none.
-struct Edges {
-  std::string prefix, tokens, positions, norm;
-  std::int64_t position_rows = 0;
-  NormKind norm_kind = NormKind::layer;
-};
-
-Edges edges_of(const ModelConfig& c) {
-  switch (c.family) {
-    case Family::gpt2:
-      return {.prefix = "transformer.",
-              .tokens = "wte.weight",
-              .positions = "wpe.weight",
-              .norm = "transformer.ln_f",
-              .position_rows = c.max_positions};
-    case Family::opt:
-      return {.prefix = "model.decoder.",
-              .tokens = "embed_tokens.weight",
-              .positions = "embed_positions.weight",
-              .norm = c.norm_before ? "model.decoder.final_layer_norm" : "",
-              .position_rows = c.max_positions + c.position_offset};
-    case Family::decoder:
-      break;
-  }
-  return {.prefix = c.names.prefix, .tokens = c.names.tokens, .norm = c.names.norm, .norm_kind = c.norm};
-}
 
 // `count` experts of a layer, from `first` on; before the first of all what every token takes.
 void add_experts(const ModelConfig& c, std::int64_t first, std::int64_t count, UnitBuilder& builder) {
@@ -182,7 +150,7 @@ void decoder_block(const ModelConfig& c, std::int64_t layer, UnitBuilder& attent
   attention.linear(names.q, q, c.hidden_size, c.qkv_bias);
   attention.linear(names.k, kv, c.hidden_size, c.qkv_bias);
   attention.linear(names.v, kv, c.hidden_size, c.qkv_bias);
-  attention.linear(names.o, c.hidden_size, q, c.output_bias);
+  attention.linear(names.o, c.hidden_size, q, c.output_bias, c.residual_range);
   attention.sinks(names.sinks, c.heads);
   if (c.qk_norm == QkNorm::own) {
     attention.head_norm(names.q_norm, c.heads, c.head_dim);
@@ -197,36 +165,13 @@ void decoder_block(const ModelConfig& c, std::int64_t layer, UnitBuilder& attent
     mlp.linear(names.gate_up, 2 * c.intermediate_size, c.hidden_size, c.mlp_bias);
     mlp.linear(names.gate, c.intermediate_size, c.hidden_size, c.mlp_bias);
     mlp.linear(names.up, c.intermediate_size, c.hidden_size, c.mlp_bias);
-    mlp.linear(names.down, c.hidden_size, c.intermediate_size, c.mlp_bias);
+    mlp.linear(names.down, c.hidden_size, c.intermediate_size, c.mlp_bias, c.residual_range);
   }
   attention.norm(c.norm, names.attention_norm, c.hidden_size);
   attention.norm(c.norm, names.attention_out_norm, c.hidden_size);
   if (experts) return add_experts(c, 0, c.experts.count, mlp);
   mlp.norm(c.norm, names.mlp_norm, c.hidden_size);
   mlp.norm(c.norm, names.mlp_out_norm, c.hidden_size);
-}
-
-void gpt2_block(const ModelConfig& c, std::int64_t /*layer*/, UnitBuilder& attention, UnitBuilder& mlp) {
-  const double std = c.initializer_range;
-  // Two projections a block end on the residual path.
-  const double residual_std = std / std::sqrt(2.0 * static_cast<double>(c.layers));
-  attention.norm(NormKind::layer, "ln_1", c.hidden_size);
-  attention.conv1d("attn.c_attn", 3 * c.hidden_size, c.hidden_size, std);
-  attention.conv1d("attn.c_proj", c.hidden_size, c.hidden_size, residual_std);
-  mlp.norm(NormKind::layer, "ln_2", c.hidden_size);
-  mlp.conv1d("mlp.c_fc", c.intermediate_size, c.hidden_size, std);
-  mlp.conv1d("mlp.c_proj", c.hidden_size, c.intermediate_size, residual_std);
-}
-
-void opt_block(const ModelConfig& c, std::int64_t /*layer*/, UnitBuilder& attention, UnitBuilder& mlp) {
-  attention.linear("self_attn.k_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
-  attention.linear("self_attn.v_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
-  attention.linear("self_attn.q_proj", c.hidden_size, c.hidden_size, c.qkv_bias);
-  attention.linear("self_attn.out_proj", c.hidden_size, c.hidden_size, c.output_bias);
-  attention.norm(NormKind::layer, "self_attn_layer_norm", c.hidden_size);
-  mlp.linear("fc1", c.intermediate_size, c.hidden_size, c.mlp_bias);
-  mlp.linear("fc2", c.hidden_size, c.intermediate_size, c.mlp_bias);
-  mlp.norm(NormKind::layer, "final_layer_norm", c.hidden_size);
 }
 
 int add_unit(ModelSpec& spec, UnitSpec unit) {
@@ -247,16 +192,15 @@ std::vector<std::int64_t> tile_rows(const ModelSpec& spec) {
   return first;
 }
 
-void add_embedding(ModelSpec& spec, const Edges& edges) {
+void add_embedding(ModelSpec& spec) {
   const ModelConfig& c = spec.config;
   const std::vector<std::int64_t> rows = tile_rows(spec);
   const std::size_t tiles = rows.size() - 1;
   for (std::size_t tile = 0; tile < tiles; ++tile) {
-    UnitBuilder builder(tiles == 1 ? "embedding" : "embedding." + std::to_string(tile), edges.prefix,
-                        c.initializer_range);
-    builder.embedding(edges.tokens, rows[tile + 1] - rows[tile], c.hidden_size);
-    if (tile + 1 == tiles && !edges.positions.empty())
-      builder.embedding(edges.positions, edges.position_rows, c.hidden_size);
+    UnitBuilder builder(tiles == 1 ? "embedding" : "embedding." + std::to_string(tile), c.names.prefix, c);
+    builder.embedding(c.names.tokens, rows[tile + 1] - rows[tile], c.hidden_size);
+    if (tile + 1 == tiles && !c.names.positions.empty())
+      builder.embedding(c.names.positions, c.max_positions + c.position_offset, c.hidden_size);
     UnitSpec unit = builder.take();
     make_tile(unit.tensors.front(), rows[tile], c.vocab_size);
     spec.stages.push_back({.kind = StageKind::embedding,
@@ -278,12 +222,12 @@ std::int64_t experts_together(const ModelSpec& spec) {
   return (e.count + stages - 1) / stages;
 }
 
-void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
-               void (*describe)(const ModelConfig&, std::int64_t, UnitBuilder&, UnitBuilder&)) {
-  const std::string name = layer_name(index);
-  const double std = spec.config.initializer_range;
-  UnitBuilder whole(name, prefix, std);
-  describe(spec.config, index, whole, whole);
+void add_block(ModelSpec& spec, std::int64_t index) {
+  const DecoderNames& names = spec.config.names;
+  const std::string name = "layers." + std::to_string(index),
+                    prefix = names.prefix + names.layers + std::to_string(index) + ".";
+  UnitBuilder whole(name, prefix, spec.config);
+  decoder_block(spec.config, index, whole, whole);
   const std::int64_t experts = spec.config.layer(index).experts ? spec.config.experts.count : 0;
   const bool apart = experts > 0 && spec.tiling.experts_apart;
   // Halves that take the same input stay one stage.
@@ -293,8 +237,8 @@ void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
         {.kind = StageKind::block, .block = index, .units = {add_unit(spec, std::move(unit))}, .experts = experts});
     return;
   }
-  UnitBuilder attention(name + ".attention", prefix, std), mlp(name + ".mlp", prefix, std);
-  describe(spec.config, index, attention, mlp);
+  UnitBuilder attention(name + ".attention", prefix, spec.config), mlp(name + ".mlp", prefix, spec.config);
+  decoder_block(spec.config, index, attention, mlp);
   spec.stages.push_back({.kind = StageKind::attention, .block = index, .units = {add_unit(spec, attention.take())}});
   const std::int64_t together = experts == 0 ? 0 : experts_together(spec);
   if (together == experts) {
@@ -307,7 +251,7 @@ void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
   }
   for (std::int64_t first = 0; first < experts; first += together) {
     const std::int64_t count = std::min(together, experts - first);
-    UnitBuilder some(name + ".experts." + std::to_string(first / together), prefix, std);
+    UnitBuilder some(name + ".experts." + std::to_string(first / together), prefix, spec.config);
     add_experts(spec.config, first, count, some);
     spec.stages.push_back({.kind = StageKind::experts,
                            .block = index,
@@ -319,22 +263,22 @@ void add_block(ModelSpec& spec, std::int64_t index, const std::string& prefix,
   }
 }
 
-void add_head(ModelSpec& spec, const Edges& edges) {
+void add_head(ModelSpec& spec) {
   const ModelConfig& c = spec.config;
   const std::vector<std::int64_t> rows = tile_rows(spec);
   const std::size_t tiles = rows.size() - 1;
-  const auto add_norm = [&](UnitBuilder& builder) { builder.norm(edges.norm_kind, edges.norm, c.hidden_size); };
+  const auto add_norm = [&](UnitBuilder& builder) { builder.norm(c.norm, c.names.norm, c.hidden_size); };
   const auto own_unit = [&](UnitBuilder& builder) {
     UnitSpec unit = builder.take();
     return unit.tensors.empty() ? std::vector<int>{} : std::vector<int>{add_unit(spec, std::move(unit))};
   };
   if (tiles > 1) {
-    UnitBuilder norm("head.norm", "", c.initializer_range);
+    UnitBuilder norm("head.norm", "", c);
     add_norm(norm);
     spec.stages.push_back({.kind = StageKind::norm, .units = own_unit(norm)});
   }
   for (std::size_t tile = 0; tile < tiles; ++tile) {
-    UnitBuilder builder(tiles == 1 ? "head" : "head." + std::to_string(tile), "", c.initializer_range);
+    UnitBuilder builder(tiles == 1 ? "head" : "head." + std::to_string(tile), "", c);
     if (!c.tie_word_embeddings) builder.matrix(c.names.head, rows[tile + 1] - rows[tile], c.hidden_size);
     if (tiles == 1) add_norm(builder);
     StageSpec stage{.kind = tile + 1 == tiles ? StageKind::head : StageKind::head_tile,
@@ -352,16 +296,9 @@ void add_head(ModelSpec& spec, const Edges& edges) {
 }  // namespace
 
 void build_units(ModelSpec& spec) {
-  const Edges edges = edges_of(spec.config);
-  add_embedding(spec, edges);
-  for (std::int64_t i = 0; i < spec.config.layers; ++i) {
-    if (spec.config.family == Family::gpt2)
-      add_block(spec, i, edges.prefix + "h." + std::to_string(i) + ".", gpt2_block);
-    else
-      add_block(spec, i, edges.prefix + layer_name(i) + ".",
-                spec.config.family == Family::decoder ? decoder_block : opt_block);
-  }
-  add_head(spec, edges);
+  add_embedding(spec);
+  for (std::int64_t i = 0; i < spec.config.layers; ++i) add_block(spec, i);
+  add_head(spec);
 }
 
 }  // namespace tierflow

@@ -5,7 +5,7 @@ import logging
 import pytest
 from streaming import DENSE, GROUPED, TEXT, batches, make, masters, roomy, scarce, tierflow, torch, train, transformers
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", *DENSE]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", *DENSE]
 LAYERS = TEXT["num_hidden_layers"]
 
 
@@ -59,6 +59,15 @@ def test_follows_transformers_and_has_the_same_bits_in_every_order_and_under_eve
     for seen, weights in runs[1:]:
         assert seen == runs[0][0]
         assert all(torch.equal(weights[name], master) for name, master in runs[0][1].items())
+
+
+def test_the_config_of_all_layers_is_read_once(monkeypatch, counted):
+    read, native = [], tierflow._native
+    monkeypatch.setattr(native, "DecoderConfig", lambda text, make=native.DecoderConfig: read.append(text) or make(text))
+    model = fused()
+    model(**batches("llama", 1)[0]).loss.backward()
+    assert len(read) == 1 and len(counted) == LAYERS > 1
+    tierflow.close(model)
 
 
 def test_biases_and_tied_weights():
@@ -116,7 +125,7 @@ def test_keeps_activations_within_their_share_and_computes_the_rest_again():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_kept_takes_the_memory_that_was_counted(family):
     model = fused(family, model=make(family).train())
-    layer, native = next(t.layer for t in model._tierflow.turns if "layers" in t.name), tierflow._native
+    layer, native = next(t.layer for t in model._tierflow.turns if isinstance(t.layer, tierflow.fused._Decoder)), tierflow._native
     batch = batches(family, 1, rows=64)[0]
     model(**batch).loss.backward()
     if not layer._layer.keeps:

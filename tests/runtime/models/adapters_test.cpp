@@ -39,7 +39,7 @@ Found find(const ModelSpec& spec, const std::string& name) {
 // length; transposed where weights are [in, out].
 ResidentModel merged(const Case& which, const ResidentModel& from, const Tiling& tiling) {
   ResidentModel base(parse_model_spec(which.json, which.name, tiling), torch::kDouble);
-  const bool transposed = base.spec().config.family == Family::gpt2;
+  const bool transposed = has_transposed_weights(base.spec());
   for (std::size_t u = 0; u < base.units.size(); ++u)
     for (std::size_t t = 0; t < base.units[u].size(); ++t) base.units[u][t] = from.units[u][t].clone();
   double scale = 1;
@@ -73,7 +73,7 @@ TEST_P(Adapters, AreTheModelOfMergedWeights) {
       for (std::size_t t = 0; t < model.units[u].size(); ++t)
         if (adapter_part(spec.units[u].tensors[t]) == AdapterPart::initial_magnitude) model.units[u][t] += 1;
     ResidentModel whole = merged(GetParam(), model, tiling);
-    const bool transposed = spec.config.family == Family::gpt2;
+    const bool transposed = has_transposed_weights(spec);
     const MicroBatch tokens = batch(2, 24);
     const double loss = model.forward_backward(tokens, 0.25), expected = whole.forward_backward(tokens, 0.25);
     EXPECT_NEAR(loss, expected, 1e-10 * expected);

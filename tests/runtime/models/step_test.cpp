@@ -119,8 +119,7 @@ void expect_keeping_changes_nothing(const Case& which, torch::ScalarType type, c
       for (std::size_t t = 0; t < sums.size(); ++t) EXPECT_TRUE(torch::equal(sums[t], expected[t]));
     }
   }
-  const ModelConfig& c = m.spec().config;
-  EXPECT_EQ(keeping > 0, c.family == Family::decoder && c.residual_dropout == 0);
+  EXPECT_GT(keeping, 0);
 }
 
 TEST_P(Step, keeping_activations_changes_no_bit) {

@@ -127,7 +127,7 @@ TEST(ModelSpec, TiedTilesAreSharedAndPositionsComeWithTheLast) {
     const std::size_t stages = spec.stages.size();
     for (int tile = 0; tile < 3; ++tile)
       EXPECT_EQ(spec.stages[stages - 3 + tile].units, (std::vector<int>{tile})) << "the norm has a stage of its own";
-    EXPECT_EQ(spec.stages[stages - 4].units.empty(), !spec.config.norm_before);
+    EXPECT_EQ(spec.stages[stages - 4].units.empty(), spec.config.norm_of_sum);
     EXPECT_EQ(spec.parameters(), parse(config).parameters());
   }
 }
