@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <span>
+#include <vector>
 
 #include "runtime/base/edit_distance.h"
 #include "runtime/base/exception.h"
@@ -70,41 +72,21 @@ void read_opt(const JsonFields& fields, ModelConfig& c) {
                             projection, c.hidden_size));
 }
 
-constexpr std::array families = {
-    FamilyRow{"LlamaForCausalLM", "llama", Family::decoder, read_llama},
-    FamilyRow{"MistralForCausalLM", "mistral", Family::decoder, read_mistral},
-    FamilyRow{"Ministral3ForCausalLM", "ministral3", Family::decoder, read_ministral3},
-    FamilyRow{"Qwen2ForCausalLM", "qwen2", Family::decoder, read_qwen2},
-    FamilyRow{"Qwen3ForCausalLM", "qwen3", Family::decoder, read_qwen3},
-    FamilyRow{"GemmaForCausalLM", "gemma", Family::decoder, read_gemma},
-    FamilyRow{"Gemma2ForCausalLM", "gemma2", Family::decoder, read_gemma2},
-    FamilyRow{"Gemma3ForCausalLM", "gemma3_text", Family::decoder, read_gemma3, 262208},
-    FamilyRow{"Phi3ForCausalLM", "phi3", Family::decoder, read_phi3},
-    FamilyRow{"GlmForCausalLM", "glm", Family::decoder, read_glm},
-    FamilyRow{"Glm4ForCausalLM", "glm4", Family::decoder, read_glm4},
-    FamilyRow{"Olmo2ForCausalLM", "olmo2", Family::decoder, read_olmo2},
-    FamilyRow{"Olmo3ForCausalLM", "olmo3", Family::decoder, read_olmo3},
-    FamilyRow{"SmolLM3ForCausalLM", "smollm3", Family::decoder, read_smollm3},
-    FamilyRow{"GraniteForCausalLM", "granite", Family::decoder, read_granite},
-    FamilyRow{"CohereForCausalLM", "cohere", Family::decoder, read_cohere},
-    FamilyRow{"Cohere2ForCausalLM", "cohere2", Family::decoder, read_cohere2},
-    FamilyRow{"GPTNeoXForCausalLM", "gpt_neox", Family::decoder, read_gpt_neox},
-    FamilyRow{"GLM130BForCausalLM", "glm130b", Family::decoder, read_glm130b},
-    FamilyRow{"Starcoder2ForCausalLM", "starcoder2", Family::decoder, read_starcoder2},
-    FamilyRow{"SeedOssForCausalLM", "seed_oss", Family::decoder, read_seed_oss},
-    FamilyRow{"Exaone4ForCausalLM", "exaone4", Family::decoder, read_exaone4},
-    FamilyRow{"ArceeForCausalLM", "arcee", Family::decoder, read_arcee},
-    FamilyRow{"Ernie4_5ForCausalLM", "ernie4_5", Family::decoder, read_ernie},
-    FamilyRow{"MixtralForCausalLM", "mixtral", Family::decoder, read_mixtral},
-    FamilyRow{"Qwen2MoeForCausalLM", "qwen2_moe", Family::decoder, read_qwen2_moe},
-    FamilyRow{"Qwen3MoeForCausalLM", "qwen3_moe", Family::decoder, read_qwen3_moe},
-    FamilyRow{"OlmoeForCausalLM", "olmoe", Family::decoder, read_olmoe},
-    FamilyRow{"GraniteMoeForCausalLM", "granitemoe", Family::decoder, read_granite_moe},
-    FamilyRow{"Glm4MoeForCausalLM", "glm4_moe", Family::decoder, read_glm4_moe},
-    FamilyRow{"GptOssForCausalLM", "gpt_oss", Family::decoder, read_gpt_oss},
+constexpr std::array own_blocks = {
     FamilyRow{"GPT2LMHeadModel", "gpt2", Family::gpt2, read_gpt2},
     FamilyRow{"OPTForCausalLM", "opt", Family::opt, read_opt},
 };
+
+const std::vector<FamilyRow>& families() {
+  static const std::vector<FamilyRow> all = [] {
+    std::vector<FamilyRow> rows;
+    for (const std::span<const FamilyRow> table :
+         {rms_norm_families(), layer_norm_families(), expert_families(), std::span<const FamilyRow>(own_blocks)})
+      rows.insert(rows.end(), table.begin(), table.end());
+    return rows;
+  }();
+  return all;
+}
 
 // Fields of any config.json that change nothing in what the language model computes.
 constexpr std::array<std::string_view, 34> neutral = {"_name_or_path",
@@ -166,7 +148,7 @@ std::string offer(const JsonFields& fields, const std::string& name) {
   const FamilyRow* found = nullptr;
   const std::string wanted = lower(name.substr(0, std::min<std::size_t>(name.find("For"), 64)));
   std::size_t least = std::max<std::size_t>(2, wanted.size() / 3) + 1;
-  for (const FamilyRow& row : families) {
+  for (const FamilyRow& row : families()) {
     const std::string own = lower(row.model_type);
     const std::size_t d = wanted.find(own) != std::string::npos ? 0 : edit_distance(wanted, own);
     if (found != nullptr && d >= least) continue;
@@ -184,7 +166,7 @@ std::string offer(const JsonFields& fields, const std::string& name) {
 
 std::string supported() {
   std::string names;
-  for (const FamilyRow& row : families) names += (names.empty() ? "" : ", ") + std::string(row.architecture);
+  for (const FamilyRow& row : families()) names += (names.empty() ? "" : ", ") + std::string(row.architecture);
   return names;
 }
 
@@ -231,10 +213,10 @@ ModelConfig read_config(const FamilyRow& row, const JsonFields& fields, bool nam
 }
 
 const FamilyRow& family_of(const JsonFields& fields, const std::string& as) {
-  const auto named = std::ranges::find(families, as, &FamilyRow::model_type);
-  if (!as.empty() && named == families.end()) {
+  const auto named = std::ranges::find(families(), as, &FamilyRow::model_type);
+  if (!as.empty() && named == families().end()) {
     std::vector<std::string_view> types;
-    for (const FamilyRow& row : families) types.push_back(row.model_type);
+    for (const FamilyRow& row : families()) types.push_back(row.model_type);
     throw Exception(io::ErrorKind::usage, fmt::format("--as {}: there is no such family; it must be one of {}",
                                                       printable(as), fmt::join(types, ", ")));
   }
@@ -248,13 +230,13 @@ const FamilyRow& family_of(const JsonFields& fields, const std::string& as) {
     if (!list->is_array() || list->empty() || !(*list)[0].is_string())
       fields.fail("architectures", "must be a list with the name of the model's class, one of " + supported());
     name = (*list)[0].get<std::string>();
-    for (const FamilyRow& known : families)
+    for (const FamilyRow& known : families())
       if (known.architecture == name) return checked(known);
     if (!as.empty()) return *named;
     refuse(fields, "architecture", name);
   }
   name = fields.text_or("model_type", "");
-  for (const FamilyRow& known : families)
+  for (const FamilyRow& known : families())
     if (known.model_type == name) return checked(known);
   if (!as.empty()) return *named;
   if (name.empty()) fail_input(fields.where(), "names no architecture: not the config.json of a Hugging Face model");
@@ -264,7 +246,7 @@ const FamilyRow& family_of(const JsonFields& fields, const std::string& as) {
 bool names_family(const JsonFields& fields) {
   const Json* list = fields.find("architectures");
   const std::string type = list == nullptr ? fields.text_or("model_type", "") : "";
-  return std::ranges::any_of(families, [&](const FamilyRow& row) {
+  return std::ranges::any_of(families(), [&](const FamilyRow& row) {
     return list == nullptr ? type == row.model_type
                            : list->is_array() && !list->empty() && (*list)[0] == Json(row.architecture);
   });
