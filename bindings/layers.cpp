@@ -34,6 +34,7 @@ torch::Tensor sum_at(const Gradients& sums, int position) {
 void register_layers(py::module_& module) {
   py::class_<Kept>(module, "Kept");
   py::class_<DecoderLayer>(module, "DecoderLayer")
+      .def_static("architectures", &DecoderLayer::architectures)
       .def(py::init<const std::string&, std::int64_t, const std::vector<std::string>&>())
       .def_property_readonly("window", [](const DecoderLayer& self) { return self.form().window; })
       .def_property_readonly("rotated", [](const DecoderLayer& self) { return self.form().rotated; })
