@@ -295,6 +295,7 @@ void read_hunyuan(const JsonFields& fields, ModelConfig& c) {
   bias_of_attention(fields, c);
   for (const char* other : {"mlp_bias", "use_cla"}) require(fields, other, false, false);
   require(fields, "use_qk_norm", true, true);
+  fields.know({"eod_token_id"});
   c.qk_norm = QkNorm::head_rotated;
   c.names.q_norm = "self_attn.query_layernorm";
   c.names.k_norm = "self_attn.key_layernorm";

@@ -98,6 +98,7 @@ RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double t
     const auto d = static_cast<double>(rotated);
     rope.theta *= std::pow(scaling.number_or("alpha", 1.0, 1e-6, 1e9), d / (d - 2));
     rope.type = "default";
+    scaling.know({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"});  // may stand there unused
   }
   if (rope.type == "default") return rope;
   if (rope.type != "linear" && rope.type != "llama3" && rope.type != "yarn" && rope.type != "longrope")
