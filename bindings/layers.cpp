@@ -38,6 +38,7 @@ void register_layers(py::module_& module) {
     return parse_model_spec(text, "the model's config", Tiling::none()).config;
   }));
   py::class_<DecoderLayer>(module, "DecoderLayer")
+      .def_static("architectures", &DecoderLayer::architectures)
       .def(py::init<const ModelConfig&, std::int64_t, const std::vector<std::string>&>())
       .def_property_readonly("window", [](const DecoderLayer& self) { return self.form().window; })
       .def_property_readonly("rotated", [](const DecoderLayer& self) { return self.form().rotated; })

@@ -121,6 +121,8 @@ class DecoderLayer:
     interleaved: bool
     rounded: bool
     keeps: bool
+    @staticmethod
+    def architectures() -> list[str]: ...
     def __init__(self, config: DecoderConfig, layer: int, roles: Sequence[str]) -> None: ...
     def forward(
         self, weights: Sequence[torch.Tensor], hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -10,17 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# transformers' folder and class of the dense decoders whose layers the program computes.
-_FAMILIES = {
-    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3", "phi3": "Phi3",
-    "glm": "Glm", "glm4": "Glm4", "olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3", "granite": "Granite", "cohere": "Cohere", "cohere2": "Cohere2",
-    "gpt_neox": "GPTNeoX", "starcoder2": "Starcoder2", "seed_oss": "SeedOss", "exaone4": "Exaone4", "arcee": "Arcee", "ernie4_5": "Ernie4_5",
-    "opt": "OPT",
-}  # fmt: skip
-_LAYERS = {
-    (f"transformers.models.{folder}.modeling_{folder}", f"{name}{'Layer' if folder == 'gpt_neox' else 'DecoderLayer'}"): f"{name}ForCausalLM"
-    for folder, name in _FAMILIES.items()
-} | {("transformers.models.gpt2.modeling_gpt2", "GPT2Block"): "GPT2LMHeadModel"}
+from . import _native
+
 _OF_A_RUN = {"training", "gradient_checkpointing"}  # attributes that change nothing of the result
 
 
@@ -32,8 +24,14 @@ class Departs(Exception):
         self.silent = silent
 
 
-def is_known_layer(module: nn.Module) -> bool:
-    return (type(module).__module__, type(module).__name__) in _LAYERS
+def architecture_of(layer: nn.Module) -> str | None:
+    """The class of the model whose decoder layer this is, where it is a dense decoder whose layers the program computes."""
+    folder = re.fullmatch(r"transformers\.models\.(\w+)\.modeling_\1", type(layer).__module__)
+    name = re.fullmatch(r"(\w+?)(?:DecoderLayer|Layer|Block)", type(layer).__name__)
+    if folder is None or name is None:
+        return None
+    known = _native.DecoderLayer.architectures()
+    return next((model for model in (f"{name[1]}ForCausalLM", f"{name[1]}LMHeadModel") if model in known), None)
 
 
 def check_untouched(module: nn.Module, kind: type, name: str, outermost: bool = False) -> None:
@@ -72,7 +70,7 @@ class LayerAsMade:
         self._own = inner
         self.config: Any = inner.config
         self.index: int = inner.layer_idx
-        self.architecture = _LAYERS[type(layer).__module__, type(layer).__name__]
+        self.architecture = architecture_of(layer)
         self._read = _plain(vars(self.config))
         with torch.device("meta"):
             made = type(layer)(self.config, self.index)

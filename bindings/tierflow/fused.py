@@ -17,7 +17,7 @@ from torch import nn
 
 from . import _native
 from .activations import Activations
-from .as_made import Departs, LayerAsMade, check_untouched, is_known_layer
+from .as_made import Departs, LayerAsMade, architecture_of, check_untouched
 from .protocols import ModuleTurn
 
 log = logging.getLogger("tierflow")
@@ -61,7 +61,7 @@ def layer_of(turn: ModuleTurn) -> Layer | None:
         return _Linear(turn)
     if kind is nn.Embedding:
         return _Embedding(turn)
-    if turn.module is not None and is_known_layer(turn.module):
+    if turn.module is not None and architecture_of(turn.module) is not None:
         return _Decoder(turn)
     return None
 

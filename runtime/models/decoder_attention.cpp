@@ -7,6 +7,14 @@
 #include "runtime/models/ops.h"
 
 namespace tierflow::models {
+namespace {
+
+// Whether rotary positions come before the norms of q and k.
+bool rotates_first(const ModelConfig& c) {
+  return c.qk_norm == QkNorm::head_rotated;
+}
+
+}  // namespace
 
 DecoderAttention::DecoderAttention(const ModelSpec& spec, int stage)
     : stage_(stage),
@@ -91,8 +99,12 @@ Tensor DecoderAttention::forward(const Weights& weights, const Tensor& normed, c
                                  bool training) const {
   const double dropout = training ? config_->adapter_dropout : 0.0;
   Projected in = project_in(weights, normed, normed, dropout);
-  const Tensor q = scale_queries(rotate(normalise(weights, q_norm_, in.q, nullptr), shared), shared);
-  const Tensor k = rotate(normalise(weights, k_norm_, in.k, nullptr), shared);
+  const auto placed = [&](Tensor x, const Norm& norm) {
+    if (rotates_first(*config_)) return normalise(weights, norm, rotate(std::move(x), shared), nullptr);
+    return rotate(normalise(weights, norm, x, nullptr), shared);
+  };
+  const Tensor q = scale_queries(placed(std::move(in.q), q_norm_), shared);
+  const Tensor k = placed(std::move(in.k), k_norm_);
   const Tensor out = attention_of_row(stage_, q, k, in.v, rules_of(weights, shared), shared,
                                       training ? config_->attention_dropout : 0.0);
   return o_(weights, out.reshape({normed.size(0), normed.size(1), -1}), dropout);
@@ -102,8 +114,9 @@ DecoderAttention::Kept DecoderAttention::attend(const Weights& weights, const Te
                                                 const Shared& shared) const {
   Projected in = project_in(weights, normed, like, 0);
   Kept kept;
-  kept.q_in = std::move(in.q);
-  kept.k_in = std::move(in.k);
+  const bool first = rotates_first(*config_);
+  kept.q_in = first ? rotate(std::move(in.q), shared) : std::move(in.q);
+  kept.k_in = first ? rotate(std::move(in.k), shared) : std::move(in.k);
   kept.v = std::move(in.v);
   norm_and_rotate(weights, shared, kept);
   attend_to_queries(weights, shared, kept);
@@ -118,7 +131,7 @@ Tensor DecoderAttention::project(const Weights& weights, const Kept& kept) const
 void DecoderAttention::norm_and_rotate(const Weights& weights, const Shared& shared, Kept& kept) const {
   const auto rotated = [&](Tensor& in, const Norm& norm, Norm::Kept& of_norm) {
     Tensor x = norm ? normalise(weights, norm, in, &of_norm) : std::exchange(in, {});
-    return rotate(std::move(x), shared);
+    return rotates_first(*config_) ? x : rotate(std::move(x), shared);
   };
   kept.q = scale_queries(rotated(kept.q_in, q_norm_, kept.q_norm), shared);
   kept.k = rotated(kept.k_in, k_norm_, kept.k_norm);
@@ -184,11 +197,15 @@ Tensor DecoderAttention::backward(const Weights& weights, const Gradients& sums,
   }
   if (const Tensor sum = at_or_none(sums, sinks_); sum.defined()) sum.add_(d.sinks);
   for (Tensor* used : {&kept.attended, &kept.lse, &d_out, &kept.q, &kept.k, &kept.v}) used->reset();
-  Tensor d_q = rotate(scale_queries(std::exchange(d.q, {}), shared), shared, -1.0);
-  Tensor d_k = rotate(std::exchange(d.k, {}), shared, -1.0);
+  const bool rotated_last = !rotates_first(*config_);
+  Tensor d_q = scale_queries(std::exchange(d.q, {}), shared), d_k = std::exchange(d.k, {});
+  if (rotated_last) d_q = rotate(std::move(d_q), shared, -1.0);
+  if (rotated_last) d_k = rotate(std::move(d_k), shared, -1.0);
   Tensor d_v = std::exchange(d.v, {}).reshape({tokens, -1});
   if (q_norm_) d_q = normalise_backward(weights, sums, q_norm_, d_q, kept.q_in, kept.q_norm);
   if (k_norm_) d_k = normalise_backward(weights, sums, k_norm_, d_k, kept.k_in, kept.k_norm);
+  if (!rotated_last) d_q = rotate(std::move(d_q), shared, -1.0);
+  if (!rotated_last) d_k = rotate(std::move(d_k), shared, -1.0);
   d_q = d_q.reshape({tokens, -1});
   d_k = d_k.reshape({tokens, -1});
   if (qkv_) {

@@ -18,7 +18,7 @@ class DecoderAttention {
 
   // What the gradient takes from the forward.
   struct Kept {
-    at::Tensor q_in, k_in;  // before their norms, where there are any
+    at::Tensor q_in, k_in;  // what their norms take, where there are any
     Norm::Kept q_norm, k_norm;
     at::Tensor q, k, v;  // [batch, sequence, heads, head_dim]
     at::Tensor attended;

@@ -3,11 +3,13 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <span>
 
 #include "runtime/base/exception.h"
 #include "runtime/models/decoder.h"
 #include "runtime/models/loss_head.h"
 #include "runtime/models/ops.h"
+#include "runtime/spec/families.h"
 #include "runtime/spec/model_units.h"
 
 namespace tierflow::models {
@@ -36,7 +38,7 @@ std::uint64_t bytes_of_a_token(const ModelConfig& c) {
   const std::int64_t q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
   const bool in = !c.names.attention_norm.empty(), in_mlp = !c.names.mlp_norm.empty(),
              out = !c.names.attention_out_norm.empty(), out_mlp = !c.names.mlp_out_norm.empty();
-  const int of_norm = c.norm == NormKind::layer || c.norm == NormKind::layer_no_bias ? 2 : 1;  // mean, rstd
+  const int of_norm = subtracts_mean(c.norm) ? 2 : 1;  // mean, rstd
   // The norms' results, what norms behind a half take, and the input of the second half.
   std::int64_t words = (in + in_mlp + out + out_mlp + (c.parallel ? 0 : 1)) * c.hidden_size;
   words += 2 * q + 2 * kv + (c.gated ? 2 : 1) * c.intermediate_size;
@@ -76,6 +78,13 @@ Tensor rows(const Tensor& x) {
 }
 
 }  // namespace
+
+std::vector<std::string> DecoderLayer::architectures() {
+  std::vector<std::string> names;
+  for (const std::span<const FamilyRow> table : {rms_norm_families(), layer_norm_families()})
+    for (const FamilyRow& row : table) names.emplace_back(row.architecture);
+  return names;
+}
 
 DecoderLayer::DecoderLayer(const ModelConfig& config, std::int64_t layer, const std::vector<std::string>& roles) {
   ModelSpec spec = one_layer(config, layer);

@@ -17,6 +17,9 @@ namespace tierflow::models {
 // by their position: causal, no dropout.
 class DecoderLayer {
  public:
+  // The classes of dense decoders that model_spec.h reads, as config.json names them.
+  static std::vector<std::string> architectures();
+
   // config: of the whole model; layer: counts from 0. roles: what the weights of each call are, in
   // their order, as transformers names them within the layer ("self_attn.q_proj.weight"). Throws Exception (kind usage
   // or input) where the config has no such layer, or the roles are not the layer's.

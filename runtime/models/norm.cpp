@@ -18,7 +18,7 @@ at::Tensor at_or_none(const Gradients& sums, int position) {
 Norm::Norm(NormKind kind, double eps, const TensorIndex& index, const std::string& name)
     : kind_(name.empty() ? NormKind::none : kind), eps_(eps) {
   if (kind_ != NormKind::none) weight_ = index.at(name + ".weight");
-  if (kind_ == NormKind::layer) bias_ = index.at(name + ".bias");
+  if (has_bias(kind_)) bias_ = index.at(name + ".bias");
 }
 
 namespace {
@@ -31,9 +31,9 @@ at::Tensor wide(const at::Tensor& x) {
 
 at::Tensor Norm::operator()(const Weights& weights, const at::Tensor& x, Kept* kept) const {
   if (kind_ == NormKind::none) return x;
-  const at::Tensor& weight = weights[static_cast<std::size_t>(weight_)];
-  if (kind_ != NormKind::layer && kind_ != NormKind::layer_no_bias)
-    return rms_norm(x, weight, eps_, kind_, kept != nullptr ? &kept->rstd : nullptr);
+  const at::Tensor& stored = weights[static_cast<std::size_t>(weight_)];
+  if (!subtracts_mean(kind_)) return rms_norm(x, stored, eps_, kind_, kept != nullptr ? &kept->rstd : nullptr);
+  const at::Tensor weight = kind_ == NormKind::layer_plus_one ? stored + 1 : stored;
   if (weight.dim() == 2) {
     if (kept == nullptr)
       return (at::layer_norm(wide(x), {x.size(-1)}, {}, {}, eps_) * wide(weight)).to(x.scalar_type());
@@ -51,9 +51,10 @@ at::Tensor Norm::operator()(const Weights& weights, const at::Tensor& x, Kept* k
 at::Tensor Norm::backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_out, const at::Tensor& x,
                           const Kept& kept, const at::Tensor& residual) const {
   if (kind_ == NormKind::none) return residual.defined() ? d_out + residual : d_out;
-  const at::Tensor weight = at_or_none(weights, weight_);
-  if (kind_ != NormKind::layer && kind_ != NormKind::layer_no_bias)
-    return rms_norm_backward(d_out, x, kept.rstd, weight, at_or_none(sums, weight_), kind_, residual);
+  const at::Tensor stored = at_or_none(weights, weight_);
+  if (!subtracts_mean(kind_))
+    return rms_norm_backward(d_out, x, kept.rstd, stored, at_or_none(sums, weight_), kind_, residual);
+  const at::Tensor weight = kind_ == NormKind::layer_plus_one ? stored + 1 : stored;
   if (weight.dim() == 2) {
     const at::Tensor d = wide(d_out), in = wide(x);
     if (const at::Tensor sum = at_or_none(sums, weight_); sum.defined())

@@ -1,7 +1,8 @@
-// What each family of decoders says in its config.json, and where it is silent the defaults of its class in
-// transformers.
+// What each family of dense decoders with RMS norms says in its config.json, and where it is silent the defaults of its
+// class in transformers.
 #include <fmt/format.h>
 
+#include <array>
 #include <cmath>
 
 #include "runtime/spec/config_limits.h"
@@ -11,21 +12,6 @@
 
 namespace tierflow {
 namespace {
-
-// GPT-NeoX's and GLM-130B's: layer norms and biases everywhere; q, k and v of each head together.
-void products_by_head(ModelConfig& c) {
-  c.norm = NormKind::layer;
-  c.kv_heads = c.heads;
-  c.names.q.clear();
-  c.names.k.clear();
-  c.names.v.clear();
-  c.names.gate.clear();
-  c.names.qkv = "attention.query_key_value";
-  c.qkv_by_head = true;
-  c.names.o = "attention.dense";
-  c.names.down = "mlp.dense_4h_to_h";
-  c.mlp_bias = true;
-}
 
 // Of the layers that slide: rope_scaling is of the others alone.
 RopeSpec sliding_rope(const JsonFields& fields, const ModelConfig& c, double theta, const char* theta_field) {
@@ -48,18 +34,6 @@ void read_mistral(const JsonFields& fields, ModelConfig& c) {
   read_common(fields, c, {.max_positions = 131072, .kv_heads = 8});
   c.ropes = {read_rope(fields, c, 10000.0)};
   set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields, 4096));
-}
-
-void read_ministral3(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.head_dim = 128, .max_positions = 262144, .norm_eps = 1e-5, .kv_heads = 8});
-  c.ropes = {read_rope(fields, c, 10000.0)};
-  const Json* rope = fields.find("rope_parameters");
-  if (rope == nullptr) fields.fail("rope_parameters", "is missing");
-  const JsonFields parameters(*rope, fields.where() + ": rope_parameters");
-  c.query_scaling = parameters.number_or("llama_4_scaling_beta", 0.0, 0.0, 1e3);
-  if (c.query_scaling > 0 && c.ropes[0].original_max_positions == 0)
-    parameters.fail("original_max_position_embeddings", "is missing");
-  set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
 }
 
 void read_qwen2(const JsonFields& fields, ModelConfig& c) {
@@ -85,6 +59,53 @@ void read_qwen3(const JsonFields& fields, ModelConfig& c) {
   read_qwen2(fields, c);
   bias_of_attention(fields, c);
   c.qk_norm = QkNorm::head;
+}
+
+void read_glm(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = 128, .max_positions = 131072, .norm_eps = 0.00000015625, .kv_heads = 2});
+  gate_and_up_in_one(c);
+  c.ropes = {read_rope(fields, c, 10000.0, {.partial = 0.5, .any = true})};
+  c.ropes[0].interleaved = true;
+  c.qkv_bias = fields.boolean_or("attention_bias", true);
+}
+
+void read_granite(const JsonFields& fields, ModelConfig& c) {
+  read_llama(fields, c);
+  c.embedding_multiplier = fields.number_or("embedding_multiplier", 1.0, 1e-6, 1e6);
+  c.residual_multiplier = fields.number_or("residual_multiplier", 1.0, 1e-6, 1e6);
+  c.attention_scale = fields.number_or("attention_multiplier", 1.0, 1e-9, 1e6);
+  c.logits_multiplier = 1 / fields.number_or("logits_scaling", 1.0, 1e-6, 1e6);
+}
+
+void read_gpt_oss_attention(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = 64, .max_positions = 131072, .norm_eps = 1e-5, .heads = 64, .kv_heads = 8});
+  c.norm = NormKind::rms_wide;
+  c.names.sinks = "self_attn.sinks";
+  bias_of_attention(fields, c, true);
+  if (fields.find("rope_parameters") != nullptr || fields.find("rope_scaling") != nullptr)
+    c.ropes = {read_rope(fields, c, 150000.0)};
+  else
+    c.ropes = {{.theta = fields.number_or("rope_theta", 150000.0, 1.0, 1e12),
+                .type = "yarn",
+                .factor = 32.0,
+                .attention_factor = 0.1 * std::log(32.0) + 1.0,
+                .original_max_positions = 4096,
+                .truncate = false}};
+  set_layers(c, sliding_layers(fields, c, 2), window(fields, 128));
+}
+
+namespace {
+
+void read_ministral3(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = 128, .max_positions = 262144, .norm_eps = 1e-5, .kv_heads = 8});
+  c.ropes = {read_rope(fields, c, 10000.0)};
+  const Json* rope = fields.find("rope_parameters");
+  if (rope == nullptr) fields.fail("rope_parameters", "is missing");
+  const JsonFields parameters(*rope, fields.where() + ": rope_parameters");
+  c.query_scaling = parameters.number_or("llama_4_scaling_beta", 0.0, 0.0, 1e3);
+  if (c.query_scaling > 0 && c.ropes[0].original_max_positions == 0)
+    parameters.fail("original_max_position_embeddings", "is missing");
+  set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
 }
 
 void read_gemma(const JsonFields& fields, ModelConfig& c) {
@@ -144,14 +165,6 @@ void read_phi3(const JsonFields& fields, ModelConfig& c) {
   set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
 }
 
-void read_glm(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.head_dim = 128, .max_positions = 131072, .norm_eps = 0.00000015625, .kv_heads = 2});
-  gate_and_up_in_one(c);
-  c.ropes = {read_rope(fields, c, 10000.0, {.partial = 0.5, .any = true})};
-  c.ropes[0].interleaved = true;
-  c.qkv_bias = fields.boolean_or("attention_bias", true);
-}
-
 void read_glm4(const JsonFields& fields, ModelConfig& c) {
   read_glm(fields, c);
   c.names.attention_out_norm = "post_self_attn_layernorm";
@@ -198,91 +211,6 @@ void read_smollm3(const JsonFields& fields, ModelConfig& c) {
   }
 }
 
-void read_granite(const JsonFields& fields, ModelConfig& c) {
-  read_llama(fields, c);
-  c.embedding_multiplier = fields.number_or("embedding_multiplier", 1.0, 1e-6, 1e6);
-  c.residual_multiplier = fields.number_or("residual_multiplier", 1.0, 1e-6, 1e6);
-  c.attention_scale = fields.number_or("attention_multiplier", 1.0, 1e-9, 1e6);
-  c.logits_multiplier = 1 / fields.number_or("logits_scaling", 1.0, 1e-6, 1e6);
-}
-
-void read_cohere(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.max_positions = 8192, .norm_eps = 1e-5, .tied = true}, "hidden_act", "layer_norm_eps");
-  c.norm = NormKind::layer_no_bias;
-  c.parallel = true;
-  c.names.mlp_norm.clear();
-  c.ropes = {read_rope(fields, c, c.model_type == "cohere" ? 500000.0 : 10000.0)};
-  c.ropes[0].interleaved = true;
-  bias_of_attention(fields, c);
-  c.logits_multiplier = fields.number_or("logit_scale", 0.0625, 1e-6, 1e6);
-  if (fields.boolean_or("use_qk_norm", false)) c.qk_norm = QkNorm::own;
-}
-
-void read_cohere2(const JsonFields& fields, ModelConfig& c) {
-  read_cohere(fields, c);
-  const std::int64_t period = fields.integer_or("sliding_window_pattern", 4, 1, limits::layers);
-  set_layers(c, sliding_layers(fields, c, period), window(fields, 4096), 0, -1);
-}
-
-void read_gpt_neox(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.norm_eps = 1e-5, .activation = "gelu"}, "hidden_act", "layer_norm_eps");
-  products_by_head(c);
-  c.gated = false;
-  c.parallel = fields.boolean_or("use_parallel_residual", true);
-  c.names.prefix = "gpt_neox.";
-  c.names.tokens = "embed_in.weight";
-  c.names.norm = "gpt_neox.final_layer_norm";
-  c.names.head = "embed_out.weight";
-  c.names.up = "mlp.dense_h_to_4h";
-  bias_of_attention(fields, c, true);
-  c.residual_dropout = c.embedding_dropout = dropout(fields, "hidden_dropout", 0.0);
-  fields.know({"classifier_dropout"});
-  const double base = fields.number_or("rotary_emb_base", 10000.0, 1.0, 1e12),
-               share = fields.number_or("rotary_pct", 0.25, 0.0, 1.0);
-  // By which of two names the class goes depends on its version.
-  if (fields.number_or("rope_theta", base, 1.0, 1e12) != base)
-    fields.fail("rope_theta", fmt::format("is not rotary_emb_base, {}", base));
-  if (fields.number_or("partial_rotary_factor", share, 0.0, 1.0) != share)
-    fields.fail("partial_rotary_factor", fmt::format("is not rotary_pct, {}", share));
-  c.ropes = {read_rope(fields, c, base, {.partial = share, .any = true})};
-}
-
-// Zeng et al., GLM-130B, 2022: DeepNorm and GeGLU. As a causal model: no token sees those behind it.
-void read_glm130b(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.norm_eps = 1e-5, .tied = true, .activation = "gelu"}, "hidden_act", "layernorm_epsilon");
-  products_by_head(c);
-  c.names.prefix = "transformer.";
-  c.names.tokens = "word_embeddings.weight";
-  c.names.norm = "transformer.final_layernorm";
-  c.names.up.clear();
-  c.names.gate_up = "mlp.dense_h_to_4h";
-  c.up_first = true;
-  c.qkv_bias = c.output_bias = true;
-  c.normed_residual = std::sqrt(2.0 * static_cast<double>(c.layers));
-  c.ropes = {read_rope(fields, c, 10000.0)};
-}
-
-void read_starcoder2(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c,
-              {.max_positions = 4096,
-               .norm_eps = 1e-5,
-               .initializer_range = 0.018042,
-               .tied = true,
-               .activation = "gelu_pytorch_tanh",
-               .kv_heads = 2},
-              "hidden_act", "norm_epsilon");
-  c.norm = NormKind::layer;
-  c.gated = false;
-  c.names.gate.clear();
-  c.names.up = "mlp.c_fc";
-  c.names.down = "mlp.c_proj";
-  c.qkv_bias = c.output_bias = c.mlp_bias = fields.boolean_or("use_bias", true);
-  c.ropes = {read_rope(fields, c, 10000.0)};
-  c.residual_dropout = dropout(fields, "residual_dropout", 0.0);
-  c.embedding_dropout = dropout(fields, "embedding_dropout", 0.0);
-  set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
-}
-
 void read_seed_oss(const JsonFields& fields, ModelConfig& c) {
   read_common(fields, c, {.head_dim = 128, .max_positions = 524288, .kv_heads = 8});
   c.attention_dropout = dropout(fields, "attention_dropout", 0.1);
@@ -324,21 +252,85 @@ void read_ernie(const JsonFields& fields, ModelConfig& c) {
   c.attention_dropout = 0;
 }
 
-void read_gpt_oss_attention(const JsonFields& fields, ModelConfig& c) {
-  read_common(fields, c, {.head_dim = 64, .max_positions = 131072, .norm_eps = 1e-5, .heads = 64, .kv_heads = 8});
+void read_helium(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = 128, .max_positions = 4096, .norm_eps = 1e-8, .heads = 20, .kv_heads = 20});
+  if (c.heads * c.head_dim != c.hidden_size)
+    fields.fail("head_dim",
+                fmt::format("is {}; {} heads of this class take hidden_size {}", c.head_dim, c.heads, c.hidden_size));
   c.norm = NormKind::rms_wide;
-  c.names.sinks = "self_attn.sinks";
-  bias_of_attention(fields, c, true);
+  c.ropes = {read_rope(fields, c, 100000.0)};
+  c.ropes[0].interleaved = true;
+  c.qkv_bias = fields.boolean_or("attention_bias", false);
+  c.mlp_bias = fields.boolean_or("mlp_bias", false);
+}
+
+void read_cwm(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = 128, .max_positions = 131072, .norm_eps = 1e-5, .heads = 48, .kv_heads = 8});
   if (fields.find("rope_parameters") != nullptr || fields.find("rope_scaling") != nullptr)
-    c.ropes = {read_rope(fields, c, 150000.0)};
+    c.ropes = {read_rope(fields, c, 1e6)};
   else
-    c.ropes = {{.theta = fields.number_or("rope_theta", 150000.0, 1.0, 1e12),
-                .type = "yarn",
-                .factor = 32.0,
-                .attention_factor = 0.1 * std::log(32.0) + 1.0,
-                .original_max_positions = 4096,
-                .truncate = false}};
-  set_layers(c, sliding_layers(fields, c, 2), window(fields, 128));
+    c.ropes = {{.theta = fields.number_or("rope_theta", 1e6, 1.0, 1e12),
+                .type = "llama3",
+                .factor = 16.0,
+                .original_max_positions = 8192}};
+  c.mlp_bias = fields.boolean_or("mlp_bias", false);
+  std::vector<bool> sliding = sliding_layers(fields, c, 0);
+  if (fields.find("layer_types") == nullptr)
+    for (std::size_t i = 0; i < sliding.size(); ++i) sliding[i] = i % 4 != 0;
+  set_layers(c, sliding, window(fields, 8192));
+}
+
+void read_hyperclovax(const JsonFields& fields, ModelConfig& c) {
+  read_granite(fields, c);
+  c.attention_scale = fields.number_or("attention_multiplier", 0.0, 1e-9, 1e6);
+  c.logits_multiplier = fields.number_or("logits_scaling", 1.0, 1e-6, 1e6);
+  if (!fields.boolean_or("use_post_norm", true)) return;
+  c.names.attention_out_norm = "post_norm1";
+  c.names.mlp_out_norm = "post_norm2";
+}
+
+void read_hunyuan(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.norm_eps = 1e-5});
+  c.ropes = {read_rope(fields, c, 10000.0, {.alpha = true})};
+  bias_of_attention(fields, c);
+  for (const char* other : {"mlp_bias", "use_cla"}) require(fields, other, false, false);
+  require(fields, "use_qk_norm", true, true);
+  fields.know({"eod_token_id"});
+  c.qk_norm = QkNorm::head_rotated;
+  c.names.q_norm = "self_attn.query_layernorm";
+  c.names.k_norm = "self_attn.key_layernorm";
+}
+
+constexpr std::array rows = {
+    FamilyRow{"LlamaForCausalLM", "llama", read_llama},
+    FamilyRow{"MistralForCausalLM", "mistral", read_mistral},
+    FamilyRow{"Ministral3ForCausalLM", "ministral3", read_ministral3},
+    FamilyRow{"Qwen2ForCausalLM", "qwen2", read_qwen2},
+    FamilyRow{"Qwen3ForCausalLM", "qwen3", read_qwen3},
+    FamilyRow{"GemmaForCausalLM", "gemma", read_gemma},
+    FamilyRow{"Gemma2ForCausalLM", "gemma2", read_gemma2},
+    FamilyRow{"Gemma3ForCausalLM", "gemma3_text", read_gemma3, 262208},
+    FamilyRow{"Phi3ForCausalLM", "phi3", read_phi3},
+    FamilyRow{"GlmForCausalLM", "glm", read_glm},
+    FamilyRow{"Glm4ForCausalLM", "glm4", read_glm4},
+    FamilyRow{"Olmo2ForCausalLM", "olmo2", read_olmo2},
+    FamilyRow{"Olmo3ForCausalLM", "olmo3", read_olmo3},
+    FamilyRow{"SmolLM3ForCausalLM", "smollm3", read_smollm3},
+    FamilyRow{"GraniteForCausalLM", "granite", read_granite},
+    FamilyRow{"SeedOssForCausalLM", "seed_oss", read_seed_oss},
+    FamilyRow{"Exaone4ForCausalLM", "exaone4", read_exaone4},
+    FamilyRow{"ArceeForCausalLM", "arcee", read_arcee},
+    FamilyRow{"Ernie4_5ForCausalLM", "ernie4_5", read_ernie},
+    FamilyRow{"HeliumForCausalLM", "helium", read_helium},
+    FamilyRow{"CwmForCausalLM", "cwm", read_cwm},
+    FamilyRow{"HyperCLOVAXForCausalLM", "hyperclovax", read_hyperclovax},
+    FamilyRow{"HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", read_hunyuan},
+};
+
+}  // namespace
+
+std::span<const FamilyRow> rms_norm_families() {
+  return rows;
 }
 
 }  // namespace tierflow

@@ -8,10 +8,18 @@ namespace tierflow {
 
 // rms: rounded to the model's type before the weight (Llama). rms_wide: the weight in fp32, then rounded (OLMo 2).
 // rms_plus_one: the same with 1 + weight (Gemma). layer: with weight and bias. layer_no_bias: with weight alone.
-enum class NormKind : std::uint8_t { none, rms, rms_wide, rms_plus_one, layer, layer_no_bias };
+// layer_plus_one: with 1 + weight, rounded to the model's type, and bias (Nemotron).
+enum class NormKind : std::uint8_t { none, rms, rms_wide, rms_plus_one, layer, layer_no_bias, layer_plus_one };
+constexpr bool subtracts_mean(NormKind kind) {
+  return kind >= NormKind::layer;
+}
+constexpr bool has_bias(NormKind kind) {
+  return kind == NormKind::layer || kind == NormKind::layer_plus_one;
+}
 
-// Norms of q and k: none; of each head; of each head with weights of its own, [heads, head_dim]; of all heads together.
-enum class QkNorm : std::uint8_t { none, head, own, whole };
+// Norms of q and k: none; of each head; of each head with weights of its own, [heads, head_dim]; of all heads together;
+// of each head after the rotary embedding, where the others come before it.
+enum class QkNorm : std::uint8_t { none, head, own, whole, head_rotated };
 
 // relu2: the square of relu.
 enum class Activation : std::uint8_t { silu, gelu, gelu_tanh, relu, relu2 };

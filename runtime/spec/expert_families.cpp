@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 
 #include "runtime/spec/config_limits.h"
 #include "runtime/spec/families.h"
@@ -54,8 +55,6 @@ void read_sparse_layers(const JsonFields& fields, ModelConfig& c) {
     c.layer_specs[layer.get<std::size_t>()].experts = false;
   }
 }
-
-}  // namespace
 
 void read_mixtral(const JsonFields& fields, ModelConfig& c) {
   read_mistral(fields, c);
@@ -152,6 +151,22 @@ void read_gpt_oss(const JsonFields& fields, ModelConfig& c) {
   c.names.router = "mlp.router";
   c.names.stacked_in = "mlp.experts.gate_up_proj";
   c.names.stacked_down = "mlp.experts.down_proj";
+}
+
+constexpr std::array rows = {
+    FamilyRow{"MixtralForCausalLM", "mixtral", read_mixtral},
+    FamilyRow{"Qwen2MoeForCausalLM", "qwen2_moe", read_qwen2_moe},
+    FamilyRow{"Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe},
+    FamilyRow{"OlmoeForCausalLM", "olmoe", read_olmoe},
+    FamilyRow{"GraniteMoeForCausalLM", "granitemoe", read_granite_moe},
+    FamilyRow{"Glm4MoeForCausalLM", "glm4_moe", read_glm4_moe},
+    FamilyRow{"GptOssForCausalLM", "gpt_oss", read_gpt_oss},
+};
+
+}  // namespace
+
+std::span<const FamilyRow> expert_families() {
+  return rows;
 }
 
 }  // namespace tierflow

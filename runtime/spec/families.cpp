@@ -6,7 +6,8 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
-#include <cmath>
+#include <span>
+#include <vector>
 
 #include "runtime/base/edit_distance.h"
 #include "runtime/base/exception.h"
@@ -17,127 +18,16 @@
 namespace tierflow {
 namespace {
 
-// GPT-2's and OPT's: layer norms, learned positions, an MLP without gate, heads of equal parts, biases.
-void with_learned_positions(const JsonFields& fields, const char* size, ModelConfig& c) {
-  if (c.hidden_size % c.heads != 0)
-    fields.fail(size, fmt::format("is {}, not a multiple of the {} heads", c.hidden_size, c.heads));
-  c.kv_heads = c.heads;
-  c.head_dim = c.hidden_size / c.heads;
-  c.qkv_bias = c.output_bias = c.mlp_bias = true;
-  c.norm = NormKind::layer;
-  c.gated = false;
-  c.names.gate.clear();
-  c.ropes.clear();
-  c.layer_specs.assign(static_cast<std::size_t>(c.layers), {.rope = -1});
+const std::vector<FamilyRow>& families() {
+  static const std::vector<FamilyRow> all = [] {
+    std::vector<FamilyRow> rows;
+    for (const std::span<const FamilyRow> table :
+         {rms_norm_families(), layer_norm_families(), expert_families()})
+      rows.insert(rows.end(), table.begin(), table.end());
+    return rows;
+  }();
+  return all;
 }
-
-void read_gpt2(const JsonFields& fields, ModelConfig& c) {
-  c.hidden_size = fields.integer("n_embd", 1, limits::hidden);
-  c.intermediate_size = fields.integer_or("n_inner", 4 * c.hidden_size, 1, limits::intermediate);
-  c.layers = fields.integer("n_layer", 1, limits::layers);
-  c.heads = fields.integer("n_head", 1, limits::heads);
-  c.max_positions = fields.integer_or("n_positions", 1024, 1, limits::positions);
-  with_learned_positions(fields, "n_embd", c);
-  c.transposed = true;
-  c.names.prefix = "transformer.";
-  c.names.tokens = "wte.weight";
-  c.names.positions = "wpe.weight";
-  c.names.norm = "transformer.ln_f";
-  c.names.layers = "h.";
-  c.names.q.clear();
-  c.names.k.clear();
-  c.names.v.clear();
-  c.names.qkv = "attn.c_attn";
-  c.names.o = "attn.c_proj";
-  c.names.up = "mlp.c_fc";
-  c.names.down = "mlp.c_proj";
-  c.names.attention_norm = "ln_1";
-  c.names.mlp_norm = "ln_2";
-  c.norm_eps = fields.number_or("layer_norm_epsilon", 1e-5, 0.0, 1.0);
-  c.initializer_range = fields.number_or("initializer_range", 0.02, 0.0, 10.0);
-  c.residual_range = c.initializer_range / std::sqrt(2.0 * static_cast<double>(c.layers));
-  c.activation = read_activation(fields, "activation_function", "gelu_new");
-  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", true);
-  c.embedding_dropout = fields.number_or("embd_pdrop", 0.1, 0.0, 0.999);
-  c.residual_dropout = fields.number_or("resid_pdrop", 0.1, 0.0, 0.999);
-  c.attention_dropout = fields.number_or("attn_pdrop", 0.1, 0.0, 0.999);
-  fields.know({"n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout",
-               "summary_proj_to_labels", "summary_type", "summary_use_proj"});
-  require(fields, "scale_attn_weights", true, true);
-  require(fields, "scale_attn_by_inverse_layer_idx", false, false);
-  require(fields, "add_cross_attention", false, false);
-}
-
-void read_opt(const JsonFields& fields, ModelConfig& c) {
-  c.hidden_size = fields.integer("hidden_size", 1, limits::hidden);
-  c.intermediate_size = fields.integer("ffn_dim", 1, limits::intermediate);
-  c.layers = fields.integer("num_hidden_layers", 1, limits::layers);
-  c.heads = fields.integer("num_attention_heads", 1, limits::heads);
-  c.max_positions = fields.integer_or("max_position_embeddings", 2048, 1, limits::positions);
-  with_learned_positions(fields, "hidden_size", c);
-  c.names.prefix = "model.decoder.";
-  c.names.positions = "embed_positions.weight";
-  c.names.o = "self_attn.out_proj";
-  c.names.up = "fc1";
-  c.names.down = "fc2";
-  c.norm_of_sum = !fields.boolean_or("do_layer_norm_before", true);
-  c.names.norm = c.norm_of_sum ? "" : "model.decoder.final_layer_norm";
-  if (c.norm_of_sum) norms_after(c);
-  (c.norm_of_sum ? c.names.attention_out_norm : c.names.attention_norm) = "self_attn_layer_norm";
-  (c.norm_of_sum ? c.names.mlp_out_norm : c.names.mlp_norm) = "final_layer_norm";
-  c.qkv_bias = c.output_bias = c.mlp_bias = fields.boolean_or("enable_bias", true);
-  c.norm_eps = 1e-5;
-  c.initializer_range = fields.number_or("init_std", 0.02, 0.0, 10.0);
-  c.activation = read_activation(fields, "activation_function", "relu");
-  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", true);
-  c.residual_dropout = fields.number_or("dropout", 0.1, 0.0, 0.999);
-  c.attention_dropout = fields.number_or("attention_dropout", 0.0, 0.0, 0.999);
-  c.position_offset = 2;
-  require(fields, "_remove_final_layer_norm", false, false);
-  require(fields, "layer_norm_elementwise_affine", true, true);
-  if (fields.number_or("layerdrop", 0.0, 0.0, 1.0) != 0.0) fields.fail("layerdrop", "other than 0 is not supported");
-  const std::int64_t projection = fields.integer_or("word_embed_proj_dim", c.hidden_size, 1, limits::hidden);
-  if (projection != c.hidden_size)
-    fields.fail("word_embed_proj_dim",
-                fmt::format("is {}, other than hidden_size {}: projected embeddings (opt-350m) are not supported",
-                            projection, c.hidden_size));
-}
-
-constexpr std::array families = {
-    FamilyRow{"LlamaForCausalLM", "llama", read_llama},
-    FamilyRow{"MistralForCausalLM", "mistral", read_mistral},
-    FamilyRow{"Ministral3ForCausalLM", "ministral3", read_ministral3},
-    FamilyRow{"Qwen2ForCausalLM", "qwen2", read_qwen2},
-    FamilyRow{"Qwen3ForCausalLM", "qwen3", read_qwen3},
-    FamilyRow{"GemmaForCausalLM", "gemma", read_gemma},
-    FamilyRow{"Gemma2ForCausalLM", "gemma2", read_gemma2},
-    FamilyRow{"Gemma3ForCausalLM", "gemma3_text", read_gemma3, 262208},
-    FamilyRow{"Phi3ForCausalLM", "phi3", read_phi3},
-    FamilyRow{"GlmForCausalLM", "glm", read_glm},
-    FamilyRow{"Glm4ForCausalLM", "glm4", read_glm4},
-    FamilyRow{"Olmo2ForCausalLM", "olmo2", read_olmo2},
-    FamilyRow{"Olmo3ForCausalLM", "olmo3", read_olmo3},
-    FamilyRow{"SmolLM3ForCausalLM", "smollm3", read_smollm3},
-    FamilyRow{"GraniteForCausalLM", "granite", read_granite},
-    FamilyRow{"CohereForCausalLM", "cohere", read_cohere},
-    FamilyRow{"Cohere2ForCausalLM", "cohere2", read_cohere2},
-    FamilyRow{"GPTNeoXForCausalLM", "gpt_neox", read_gpt_neox},
-    FamilyRow{"GLM130BForCausalLM", "glm130b", read_glm130b},
-    FamilyRow{"Starcoder2ForCausalLM", "starcoder2", read_starcoder2},
-    FamilyRow{"SeedOssForCausalLM", "seed_oss", read_seed_oss},
-    FamilyRow{"Exaone4ForCausalLM", "exaone4", read_exaone4},
-    FamilyRow{"ArceeForCausalLM", "arcee", read_arcee},
-    FamilyRow{"Ernie4_5ForCausalLM", "ernie4_5", read_ernie},
-    FamilyRow{"MixtralForCausalLM", "mixtral", read_mixtral},
-    FamilyRow{"Qwen2MoeForCausalLM", "qwen2_moe", read_qwen2_moe},
-    FamilyRow{"Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe},
-    FamilyRow{"OlmoeForCausalLM", "olmoe", read_olmoe},
-    FamilyRow{"GraniteMoeForCausalLM", "granitemoe", read_granite_moe},
-    FamilyRow{"Glm4MoeForCausalLM", "glm4_moe", read_glm4_moe},
-    FamilyRow{"GptOssForCausalLM", "gpt_oss", read_gpt_oss},
-    FamilyRow{"GPT2LMHeadModel", "gpt2", read_gpt2},
-    FamilyRow{"OPTForCausalLM", "opt", read_opt},
-};
 
 // Fields of any config.json that change nothing in what the language model computes.
 constexpr std::array<std::string_view, 34> neutral = {"_name_or_path",
@@ -199,7 +89,7 @@ std::string offer(const JsonFields& fields, const std::string& name) {
   const FamilyRow* found = nullptr;
   const std::string wanted = lower(name.substr(0, std::min<std::size_t>(name.find("For"), 64)));
   std::size_t least = std::max<std::size_t>(2, wanted.size() / 3) + 1;
-  for (const FamilyRow& row : families) {
+  for (const FamilyRow& row : families()) {
     const std::string own = lower(row.model_type);
     const std::size_t d = wanted.find(own) != std::string::npos ? 0 : edit_distance(wanted, own);
     if (found != nullptr && d >= least) continue;
@@ -217,7 +107,7 @@ std::string offer(const JsonFields& fields, const std::string& name) {
 
 std::string supported() {
   std::string names;
-  for (const FamilyRow& row : families) names += (names.empty() ? "" : ", ") + std::string(row.architecture);
+  for (const FamilyRow& row : families()) names += (names.empty() ? "" : ", ") + std::string(row.architecture);
   return names;
 }
 
@@ -263,10 +153,10 @@ ModelConfig read_config(const FamilyRow& row, const JsonFields& fields, bool nam
 }
 
 const FamilyRow& family_of(const JsonFields& fields, const std::string& as) {
-  const auto named = std::ranges::find(families, as, &FamilyRow::model_type);
-  if (!as.empty() && named == families.end()) {
+  const auto named = std::ranges::find(families(), as, &FamilyRow::model_type);
+  if (!as.empty() && named == families().end()) {
     std::vector<std::string_view> types;
-    for (const FamilyRow& row : families) types.push_back(row.model_type);
+    for (const FamilyRow& row : families()) types.push_back(row.model_type);
     throw Exception(io::ErrorKind::usage, fmt::format("--as {}: there is no such family; it must be one of {}",
                                                       printable(as), fmt::join(types, ", ")));
   }
@@ -280,13 +170,13 @@ const FamilyRow& family_of(const JsonFields& fields, const std::string& as) {
     if (!list->is_array() || list->empty() || !(*list)[0].is_string())
       fields.fail("architectures", "must be a list with the name of the model's class, one of " + supported());
     name = (*list)[0].get<std::string>();
-    for (const FamilyRow& known : families)
+    for (const FamilyRow& known : families())
       if (known.architecture == name) return checked(known);
     if (!as.empty()) return *named;
     refuse(fields, "architecture", name);
   }
   name = fields.text_or("model_type", "");
-  for (const FamilyRow& known : families)
+  for (const FamilyRow& known : families())
     if (known.model_type == name) return checked(known);
   if (!as.empty()) return *named;
   if (name.empty()) fail_input(fields.where(), "names no architecture: not the config.json of a Hugging Face model");
@@ -296,7 +186,7 @@ const FamilyRow& family_of(const JsonFields& fields, const std::string& as) {
 bool names_family(const JsonFields& fields) {
   const Json* list = fields.find("architectures");
   const std::string type = list == nullptr ? fields.text_or("model_type", "") : "";
-  return std::ranges::any_of(families, [&](const FamilyRow& row) {
+  return std::ranges::any_of(families(), [&](const FamilyRow& row) {
     return list == nullptr ? type == row.model_type
                            : list->is_array() && !list->empty() && (*list)[0] == Json(row.architecture);
   });

@@ -1,6 +1,7 @@
 #pragma once
-// The model families: a row each in a table, with a function that reads what its config.json says beside the common
-// fields. A family of decoders is added here and in two files of tests alone (docs/models.md).
+// The model families: a row each in a table, with a function that reads what its config.json says. How one is added:
+// docs/models.md.
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -25,41 +26,19 @@ bool names_family(const JsonFields& fields);
 // architecture that is not known; then every field there has to be one that the family has.
 ModelConfig read_config(const FamilyRow& row, const JsonFields& fields, bool named);
 
-// Of decoder_families.cpp.
+// The families of decoders: a table at the end of each of three files.
+std::span<const FamilyRow> rms_norm_families();    // decoder_families.cpp
+std::span<const FamilyRow> layer_norm_families();  // layer_norm_families.cpp
+std::span<const FamilyRow> expert_families();      // expert_families.cpp
+
+// Dense families that mixtures of experts begin with.
 void read_llama(const JsonFields& fields, ModelConfig& config);
 void read_mistral(const JsonFields& fields, ModelConfig& config);
-void read_ministral3(const JsonFields& fields, ModelConfig& config);
 void read_qwen2(const JsonFields& fields, ModelConfig& config);
 void read_qwen3(const JsonFields& fields, ModelConfig& config);
-void read_gemma(const JsonFields& fields, ModelConfig& config);
-void read_gemma2(const JsonFields& fields, ModelConfig& config);
-void read_gemma3(const JsonFields& fields, ModelConfig& config);
-void read_phi3(const JsonFields& fields, ModelConfig& config);
 void read_glm(const JsonFields& fields, ModelConfig& config);
-void read_glm4(const JsonFields& fields, ModelConfig& config);
-void read_olmo2(const JsonFields& fields, ModelConfig& config);
-void read_olmo3(const JsonFields& fields, ModelConfig& config);
-void read_smollm3(const JsonFields& fields, ModelConfig& config);
 void read_granite(const JsonFields& fields, ModelConfig& config);
-void read_cohere(const JsonFields& fields, ModelConfig& config);
-void read_cohere2(const JsonFields& fields, ModelConfig& config);
-void read_gpt_neox(const JsonFields& fields, ModelConfig& config);
-void read_glm130b(const JsonFields& fields, ModelConfig& config);
-void read_starcoder2(const JsonFields& fields, ModelConfig& config);
-void read_seed_oss(const JsonFields& fields, ModelConfig& config);
-void read_exaone4(const JsonFields& fields, ModelConfig& config);
-void read_arcee(const JsonFields& fields, ModelConfig& config);
-void read_ernie(const JsonFields& fields, ModelConfig& config);
 void read_gpt_oss_attention(const JsonFields& fields, ModelConfig& config);  // all but its experts
-
-// Of expert_families.cpp.
-void read_mixtral(const JsonFields& fields, ModelConfig& config);
-void read_qwen2_moe(const JsonFields& fields, ModelConfig& config);
-void read_qwen3_moe(const JsonFields& fields, ModelConfig& config);
-void read_olmoe(const JsonFields& fields, ModelConfig& config);
-void read_granite_moe(const JsonFields& fields, ModelConfig& config);
-void read_glm4_moe(const JsonFields& fields, ModelConfig& config);
-void read_gpt_oss(const JsonFields& fields, ModelConfig& config);
 
 Activation read_activation(const JsonFields& fields, const char* field, const std::string& fallback);
 // Throws Exception (kind input) where the field is not `value`.

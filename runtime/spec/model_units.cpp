@@ -66,7 +66,7 @@ class UnitBuilder {
   void norm(NormKind kind, const std::string& role, std::int64_t size) {
     if (kind == NormKind::none || role.empty()) return;
     vector(role + ".weight", size, kind == NormKind::rms_plus_one ? Init::zeros : Init::ones);
-    if (kind == NormKind::layer) vector(role + ".bias", size, Init::zeros);
+    if (has_bias(kind)) vector(role + ".bias", size, Init::zeros);
   }
   // Of each head, with weights of its own.
   void head_norm(const std::string& role, std::int64_t heads, std::int64_t size) {

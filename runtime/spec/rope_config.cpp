@@ -61,11 +61,11 @@ void read_longrope(const JsonFields& fields, std::int64_t pairs, RopeSpec& rope)
 
 }  // namespace
 
-RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double theta, const RotatedShare& share,
+RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double theta, const RopeRule& rule,
                    const char* type) {
   RopeSpec rope;
   rope.theta = fields.number_or("rope_theta", theta, 1.0, 1e12);
-  rope.partial = fields.number_or("partial_rotary_factor", share.partial, 0.0, 1.0);
+  rope.partial = fields.number_or("partial_rotary_factor", rule.partial, 0.0, 1.0);
   if (fields.find("rope_parameters") != nullptr && fields.find("rope_scaling") != nullptr)
     fields.fail("rope_scaling", "stands beside rope_parameters: leave one of them");
   const char* name = fields.find("rope_parameters") != nullptr ? "rope_parameters" : "rope_scaling";
@@ -85,14 +85,21 @@ RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double t
   const JsonFields scaling(object != nullptr ? *object : none, where);
   rope.theta = scaling.number_or("rope_theta", rope.theta, 1.0, 1e12);
   rope.partial = scaling.number_or("partial_rotary_factor", rope.partial, 0.0, 1.0);
-  if (!share.any && rope.partial != share.partial)
-    fields.fail("partial_rotary_factor", fmt::format("is {}; this class rotates {}", rope.partial, share.partial));
+  if (!rule.any && rope.partial != rule.partial)
+    fields.fail("partial_rotary_factor", fmt::format("is {}; this class rotates {}", rope.partial, rule.partial));
   const std::int64_t rotated = rope.rotated(config.head_dim);
   if (rotated < 2 || rotated % 2 != 0)
     fields.fail(rope.partial == 1.0 ? "head_dim" : "partial_rotary_factor",
                 fmt::format("makes {} dimensions of a head rotate; rotary embeddings need an even number", rotated));
   rope.type = scaling.text_or("rope_type", scaling.text_or("type", "default"));
   if (rope.type == "su") rope.type = "longrope";
+  if (rule.alpha && rope.type == "dynamic" && scaling.find("alpha") != nullptr) {
+    if (rotated < 4) fields.fail("head_dim", fmt::format("is {}; with an alpha it must be above 2", config.head_dim));
+    const auto d = static_cast<double>(rotated);
+    rope.theta *= std::pow(scaling.number_or("alpha", 1.0, 1e-6, 1e9), d / (d - 2));
+    rope.type = "default";
+    scaling.know({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"});  // may stand there unused
+  }
   if (rope.type == "default") return rope;
   if (rope.type != "linear" && rope.type != "llama3" && rope.type != "yarn" && rope.type != "longrope")
     scaling.fail("rope_type",

@@ -5,15 +5,16 @@
 
 namespace tierflow {
 
-// The share of a head's dimensions that rotates: where config.json is silent, and whether it may say another one.
-struct RotatedShare {
-  double partial = 1.0;
-  bool any = false;
+// What rotary embeddings of a class may be.
+struct RopeRule {
+  double partial = 1.0;  // the share of a head's dimensions that rotates, where config.json is silent
+  bool any = false;      // config.json may say another share
+  bool alpha = false;    // "dynamic" with an alpha: theta is multiplied with alpha^(d / (d - 2)), d that rotate
 };
 
 // transformers 5 writes rope_parameters, for a model with types of layers one object for each; earlier versions
 // rope_theta beside rope_scaling. `type`: whose object ("full_attention"), where there is one for each.
-RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double theta, const RotatedShare& share = {},
+RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double theta, const RopeRule& rule = {},
                    const char* type = nullptr);
 
 // For each layer whether its attention slides: layer_types, else all but every `period`-th; 0: none does. Throws

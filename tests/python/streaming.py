@@ -71,6 +71,14 @@ DENSE = {
     "exaone4": lambda: transformers.Exaone4ForCausalLM(transformers.Exaone4Config(**GROUPED, **SLIDES)),
     "arcee": lambda: transformers.ArceeForCausalLM(transformers.ArceeConfig(**GROUPED, mlp_bias=True)),
     "ernie4_5": lambda: transformers.Ernie4_5ForCausalLM(transformers.Ernie4_5Config(**GROUPED, head_dim=16, use_bias=True)),
+    "helium": lambda: transformers.HeliumForCausalLM(transformers.HeliumConfig(**GROUPED, head_dim=16)),
+    "cwm": lambda: transformers.CwmForCausalLM(transformers.CwmConfig(**GROUPED, head_dim=16, **SLIDES)),
+    "hyperclovax": lambda: transformers.HyperCLOVAXForCausalLM(transformers.HyperCLOVAXConfig(**GROUPED, residual_multiplier=0.4, logits_scaling=0.5)),
+    "hunyuan_v1_dense": lambda: transformers.HunYuanDenseV1ForCausalLM(transformers.HunYuanDenseV1Config(**GROUPED, head_dim=16)),
+    "stablelm": lambda: transformers.StableLmForCausalLM(transformers.StableLmConfig(**GROUPED, use_qkv_bias=True)),
+    # Its norms begin as twice what others are, so larger weights round more than the tests allow.
+    "nemotron": lambda: transformers.NemotronForCausalLM(transformers.NemotronConfig(**{**GROUPED, "initializer_range": 0.04})),
+    "jais2": lambda: transformers.Jais2ForCausalLM(transformers.Jais2Config(**GROUPED)),
 }
 
 

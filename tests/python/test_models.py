@@ -62,6 +62,10 @@ def longrope(original=32):
     return {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "original_max_position_embeddings": original, **factors}
 
 
+def half_rotates(theta):
+    return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+
+
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 TWO_ROPES = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 
@@ -111,6 +115,17 @@ CONFIGS = {
     "exaone4_full": lambda: transformers.Exaone4Config(**SMALL, sliding_window=None, sliding_window_pattern=None, layer_types=["full_attention"] * 3),
     "arcee": lambda: transformers.ArceeConfig(**SMALL, mlp_bias=True),
     "ernie4_5": lambda: transformers.Ernie4_5Config(**SMALL, head_dim=16, use_bias=True),
+    "helium": lambda: transformers.HeliumConfig(**SMALL, head_dim=16, attention_bias=True, mlp_bias=True),
+    "cwm": lambda: transformers.CwmConfig(**{**SMALL, "num_hidden_layers": 5}, head_dim=16, sliding_window=9, rope_parameters=llama3_rope()),
+    "hyperclovax": lambda: transformers.HyperCLOVAXConfig(**SMALL, embedding_multiplier=6.0, residual_multiplier=0.4, attention_multiplier=0.1, logits_scaling=0.25),
+    "hyperclovax_norms_before": lambda: transformers.HyperCLOVAXConfig(**SMALL, use_post_norm=False, attention_bias=True, mlp_bias=True),
+    "hunyuan_v1_dense": lambda: transformers.HunYuanDenseV1Config(**SMALL, head_dim=32, rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}),
+    "hunyuan_v1_dense_biases": lambda: transformers.HunYuanDenseV1Config(**SMALL, head_dim=16, attention_bias=True, tie_word_embeddings=True),
+    "stablelm": lambda: transformers.StableLmConfig(**SMALL, use_qkv_bias=True, rope_parameters=half_rotates(100.0)),
+    "stablelm_parallel": lambda: transformers.StableLmConfig(**SMALL, use_parallel_residual=True),
+    "nemotron": lambda: transformers.NemotronConfig(**SMALL, head_dim=24, rope_parameters=half_rotates(100.0)),
+    "nemotron_biases": lambda: transformers.NemotronConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "jais2": lambda: transformers.Jais2Config(**SMALL),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SMALL, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=80),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1], norm_topk_prob=True),
@@ -270,7 +285,7 @@ def as_published(config, period=None):
 
 
 @pytest.mark.parametrize("family, period", [("llama3", None), ("llama_linear_rope_tied", None), ("llama_yarn", None), ("mistral_window", None), ("gemma3", 2),
-                                            ("phi4_mini", None), ("glm4", None), ("cohere2", 2), ("mixtral", None)])
+                                            ("phi4_mini", None), ("glm4", None), ("cohere2", 2), ("hunyuan_v1_dense", None), ("mixtral", None)])
 def test_parity_of_published_configs(family, period, tmp_path):
     model, folder = saved(family, tmp_path, seed=13)
     config = json.loads((folder / "config.json").read_text())

@@ -70,6 +70,13 @@ def test_the_config_of_all_layers_is_read_once(monkeypatch, counted):
     tierflow.close(model)
 
 
+def test_every_dense_decoder_is_tested_here():
+    """Of those that transformers has."""
+    known = {name for name in tierflow._native.DecoderLayer.architectures() if hasattr(transformers, name)}
+    tested = {type(make(family)).__name__ for family in FAMILIES}
+    assert {name.removesuffix("ForCausalLM") for name in known - tested} == {"Ministral3"}
+
+
 def test_biases_and_tied_weights():
     config = transformers.LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True, head_dim=24, tie_word_embeddings=True)
 

@@ -61,6 +61,9 @@ inline std::vector<Case> cases(const std::string& dropout = "0.0") {
       {"gpt_neox_in_turn", llama_json("GPTNeoXForCausalLM", R"(, "rotary_pct": 0.5, "use_parallel_residual": false)")},
       {"glm130b", llama_json("GLM130BForCausalLM", "")},
       {"starcoder2", llama_json("Starcoder2ForCausalLM", "")},
+      {"nemotron", llama_json("NemotronForCausalLM", "")},
+      {"hunyuan_v1_dense", llama_json("HunYuanDenseV1ForCausalLM", R"(, "head_dim": 16, "rope_scaling": {"type":
+        "dynamic", "alpha": 50.0})")},
       {"starcoder2_dropout", llama_json("Starcoder2ForCausalLM", R"(, "residual_dropout": )" + dropout +
                                                                      R"(, "embedding_dropout": )" + dropout)},
       {"mixtral", llama_json("MixtralForCausalLM", R"(, "num_local_experts": 4, "num_experts_per_tok": 2)", 24)},

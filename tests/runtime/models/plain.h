@@ -32,7 +32,8 @@ inline torch::Tensor plain_logits(const ResidentModel& m, const std::vector<Weig
   torch::Tensor x = carry[0];
   const ModelConfig& c = m.spec().config;
   if (norm_weight.defined()) {
-    if (norm_bias.defined() || c.norm == NormKind::layer_no_bias) {
+    if (subtracts_mean(c.norm)) {
+      if (c.norm == NormKind::layer_plus_one) norm_weight = norm_weight + 1;
       x = torch::layer_norm(x, {x.size(-1)}, norm_weight, norm_bias, c.norm_eps);
     } else {
       if (c.norm == NormKind::rms_plus_one) norm_weight = norm_weight + 1;

@@ -507,6 +507,17 @@ TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
             {"layer_types", "2 layers"});
   refused(with(with(llama(), "architectures", {"SeedOssForCausalLM"}), "residual_dropout", 1), {"residual_dropout"});
   refused(with(with(llama(), "architectures", {"SmolLM3ForCausalLM"}), "no_rope_layers", {1}), {"no_rope_layers"});
+  const auto of = [](const char* name, const char* field, const Json& value) {
+    return with(with(llama(), "architectures", {name}), field, value);
+  };
+  refused(of("HeliumForCausalLM", "head_dim", 64), {"head_dim", "hidden_size"});
+  refused(of("HunYuanDenseV1ForCausalLM", "use_qk_norm", false), {"use_qk_norm"});
+  refused(of("HunYuanDenseV1ForCausalLM", "use_cla", true), {"use_cla"});
+  refused(of("HunYuanDenseV1ForCausalLM", "rope_scaling", {{"type", "dynamic"}, {"factor", 2}}), {"dynamic"});
+  refused(of("HunYuanDenseV1ForCausalLM", "rope_scaling", {{"type", "dynamic"}, {"alpha", 0}}), {"alpha"});
+  refused(with(llama(), "rope_scaling", {{"type", "dynamic"}, {"alpha", 50}}), {"dynamic"});
+  refused(of("StableLmForCausalLM", "qk_layernorm", true), {"qk_layernorm"});
+  refused(of("StableLmForCausalLM", "hidden_dropout", 0.1), {"hidden_dropout"});
   refused(with(opt(), "word_embed_proj_dim", 16), {"word_embed_proj_dim", "opt-350m"});
   refused(with(opt(), "layer_norm_elementwise_affine", false), {"layer_norm_elementwise_affine"});
   refused(with(gpt2(), "scale_attn_by_inverse_layer_idx", true), {"scale_attn_by_inverse_layer_idx"});
