@@ -223,7 +223,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("drop_gradient", &Streamer::drop_gradient)
       .def("forget", &Streamer::forget)
       .def("step", &Streamer::step, Released())
-      .def("settle", &Streamer::settle, Released())
       .def("read", &Streamer::read, Released())
       .def("write", &Streamer::write, Released())
       .def("save",

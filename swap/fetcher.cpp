@@ -85,7 +85,7 @@ void Fetcher::release(const std::vector<int>& units, int holds) {
   for (const int unit : units) ring_of(unit).release(unit, holds);
 }
 
-void Fetcher::settle(int unit) {
+void Fetcher::apply_owed(int unit) {
   invalidate(unit);
   for (const Chunk& chunk : layout_.chunks_of(unit)) {
     if (!arrangement_.deferred[chunk.id]) continue;

@@ -34,7 +34,7 @@ class Fetcher {
   void owe(int unit, Owed update) { owed_[unit] = update; }
   bool owes(int unit) const { return owed_[unit] != Owed::nothing; }
   // The update that the unit owes, now.
-  void settle(int unit);
+  void apply_owed(int unit);
 
  private:
   // Whether an update that the unit owes leaves the words on the device those that it makes.

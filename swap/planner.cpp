@@ -50,7 +50,7 @@ Plan Planner::evaluate(int micro_batches, bool another) {
 
 Plan Planner::flush() {
   emitter_.serve(Pass::forward);
-  for (const int unit : deferring_) fetcher_.settle(unit);
+  for (const int unit : deferring_) fetcher_.apply_owed(unit);
   return emitter_.take();
 }
 

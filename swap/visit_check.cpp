@@ -48,7 +48,7 @@ io::Error VisitChecker::owe(const Plan& plan, const std::vector<int>& units) {
   return finish(plan, nullptr);
 }
 
-io::Error VisitChecker::settle(const Plan& plan, int unit) {
+io::Error VisitChecker::apply_owed(const Plan& plan, int unit) {
   io::Error error = finish(plan, nullptr);
   if (!error && sums_[unit].owed)
     error = {.kind = io::ErrorKind::corruption,

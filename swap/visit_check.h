@@ -22,7 +22,7 @@ class VisitChecker {
   io::Error need(const Plan& plan, const NeedRequest& request);
   io::Error close(const Plan& plan);
   io::Error owe(const Plan& plan, const std::vector<int>& units);
-  io::Error settle(const Plan& plan, int unit);
+  io::Error apply_owed(const Plan& plan, int unit);
   io::Error commit(const Plan& plan);
   void drop(int unit);
   void changed(int unit);

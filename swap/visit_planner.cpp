@@ -201,10 +201,10 @@ Plan VisitPlanner::commit() {
   return emitter_.take();
 }
 
-Plan VisitPlanner::settle(int unit) {
+Plan VisitPlanner::apply_owed(int unit) {
   current_.stage = -1;
   emitter_.serve(Pass::forward);
-  if (owes(unit)) fetcher_.settle(unit);
+  if (owes(unit)) fetcher_.apply_owed(unit);
   return emitter_.take();
 }
 

@@ -62,7 +62,7 @@ class VisitPlanner {
   // Forgets a unit's gradient, wherever it is; not one that is owed already.
   void drop(int unit);
   // The update that a unit owes, now.
-  Plan settle(int unit);
+  Plan apply_owed(int unit);
   // What is stored of every trainable chunk becomes a durable generation, beside what is planned next. Nothing is owed.
   Plan commit();
   // Something else wrote the unit's words: copies on the device are stale.

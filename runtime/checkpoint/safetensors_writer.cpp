@@ -106,7 +106,7 @@ struct CheckpointWriter::Impl {
     make_folder(folder);
     replaces = holds_weights();
     check_space();
-    settle();
+    skip_full();
   }
 
   std::filesystem::path temporary(std::size_t index) const { return folder / (shards[index].name + ".partial"); }
@@ -168,7 +168,7 @@ struct CheckpointWriter::Impl {
   }
 
   // Goes past what needs no more bytes: full tensors, empty tensors, full shards.
-  void settle() {
+  void skip_full() {
     while (shard < shards.size()) {
       if (!file) open_shard();
       while (tensor < shards[shard].last && in_tensor == sizes[tensor]) {
@@ -250,7 +250,7 @@ void CheckpointWriter::write(std::span<const std::byte> bytes) {
       impl_->not_finite = tensor.name;
     impl_->file->write(piece);
     impl_->in_tensor += piece.size();
-    impl_->settle();
+    impl_->skip_full();
     bytes = bytes.subspan(piece.size());
   }
 }

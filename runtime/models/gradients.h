@@ -4,7 +4,7 @@
 //
 // A sum may be *fresh*: its memory holds any bits, and stands for zeros. Whoever reads or changes a fresh sum through
 // this class finds zeros there, written at that moment; but a product that comes first overwrites it, so that no pass
-// over memory writes zeros that the product would read again. What nobody touched has zeros after settle().
+// over memory writes zeros that the product would read again. What nobody touched has zeros after zero_untouched().
 //
 // How a product is added is a rule of the device, the same for every shape and budget:
 //   - add_product() of ops.h, where none is given: in row tiles, each product rounded to the type of its operands.
@@ -57,7 +57,7 @@ class Gradients {
   void add_product(const at::Tensor& part, const at::Tensor& a, const at::Tensor& b) const;
 
   // Nothing is fresh any more.
-  void settle() const { tensors(); }
+  void zero_untouched() const { tensors(); }
 
  private:
   bool fresh(std::size_t position) const { return position < fresh_.size() && fresh_[position]; }

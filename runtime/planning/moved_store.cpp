@@ -229,7 +229,7 @@ Folders store_elsewhere(const Folders& storage) {
   return whole ? all : Folders{};
 }
 
-Folders settle_store(const io::VolumeOptions& storage, const Say& say) {
+Folders finish_move(const io::VolumeOptions& storage, const Say& say) {
   if (storage.folders.empty()) return {};
   if (second_is_there(storage.folders)) {
     const MovesAlone alone(storage.folders);
@@ -271,7 +271,7 @@ std::uint64_t copied_bytes(const swap::Layout& layout) {
 
 void recut_store(const io::VolumeOptions& storage, std::uint64_t chunk_elements, const Say& say,
                  const Progress& progress) {
-  settle_store(storage, say);
+  finish_move(storage, say);
   const MovesAlone alone(storage.folders);
   const StoredModel from = open_stored_model(storage.folders);  // locked, as in move_store()
   expect_newest(from);
@@ -295,7 +295,7 @@ void recut_store(const io::VolumeOptions& storage, std::uint64_t chunk_elements,
 
 bool can_resume(const SessionOptions& options, const Say& say) {
   const io::VolumeOptions storage = storage_volume(options);
-  const Folders first = settle_store(storage, say);
+  const Folders first = finish_move(storage, say);
   const LeftStore left = find_left_store(first.empty() ? options.storage : first);
   if (left.empty) discard_store(first.empty() ? options.storage : first);
   if (left.resumable && !first.empty()) {

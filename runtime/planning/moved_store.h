@@ -18,11 +18,11 @@ Folders store_elsewhere(const Folders& storage);
 // Ends a move into storage.folders that was interrupted: its copy takes the place of the first store, if that is not
 // whole any more; a copy beside a whole one is removed. Returns store_elsewhere(). Throws Exception: kind locked where
 // another process moves it, usage where it takes other folders to end it.
-Folders settle_store(const io::VolumeOptions& storage, const Say& say);
+Folders finish_move(const io::VolumeOptions& storage, const Say& say);
 
 // Brings the store in `first`, of two generations, into storage.folders. Its newest generation is copied into a second
 // store there, each extent verified as it is read; that becomes durable, and takes the place of the first, which is
-// removed. Until then the first is whole and stays. There must be room for both meanwhile. Call after settle_store(),
+// removed. Until then the first is whole and stays. There must be room for both meanwhile. Call after finish_move(),
 // with what it returned, and once it is known that the state is this run's. Throws Exception.
 void move_store(const io::VolumeOptions& storage, const Folders& first, const Say& say, const Progress& progress);
 

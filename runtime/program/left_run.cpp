@@ -28,7 +28,7 @@ LeftRun find_left_run(const TrainOptions& options, TrainingLog& log) {
   LeftRun left;
   if (options.fresh || options.storage.empty()) return left;
   left.elsewhere =
-      settle_store(volume_in(options, engine_kind(options.engine)), [&](const std::string& line) { log.say(line); });
+      finish_move(volume_in(options, engine_kind(options.engine)), [&](const std::string& line) { log.say(line); });
   const Folders& lies = left.elsewhere.empty() ? options.storage : left.elsewhere;
   left.store = find_left_store(lies);
   left.finished = has_result(options);

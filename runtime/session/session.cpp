@@ -41,7 +41,7 @@ Session::~Session() = default;
 
 StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
   const StepResult result = guarded(impl_->executor(), [&] {
-    impl_->settle();
+    impl_->drain_ahead();
     return impl_->step(batches, lr);
   });
   impl_->throw_if_out_of_memory();
@@ -52,7 +52,7 @@ bool Session::waits_for_gradient() const {
 }
 void Session::begin_with_gradient(const std::vector<MicroBatch>& batches) {
   guarded(impl_->executor(), [&] {
-    impl_->settle();
+    impl_->drain_ahead();
     impl_->begin_with_gradient(batches);
   });
   impl_->throw_if_out_of_memory();
@@ -246,14 +246,14 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   for (const auto& [block, experts] : experts_touched)
     result.experts_touched.push_back(std::ranges::count(experts, true));
   result.experts = model->spec().config.experts.count;
-  settle(result, *work, lr);
+  finish_step(result, *work, lr);
   result.seconds = seconds_since(started);
   result.tokens_per_s = static_cast<double>(result.tokens) / result.seconds;
   return result;
 }
 
 // After a step's computation and updates: what it amounts to.
-void Session::Impl::settle(StepResult& result, const OptimizerWork& work, double lr) {
+void Session::Impl::finish_step(StepResult& result, const OptimizerWork& work, double lr) {
   result.grad_norm = work.gradient_norm();
   result.skipped = !std::isfinite(result.loss) || !work.finite();
   const bool speculated = result.clipping == Clipping::speculative, undone = result.clipping == Clipping::undone;
@@ -321,10 +321,10 @@ void Session::Impl::flush() {
     pending = false;
   }
   ahead = true;
-  settle();
+  drain_ahead();
 }
 
-void Session::Impl::settle() {
+void Session::Impl::drain_ahead() {
   if (std::exchange(ahead, false)) throw_if(executor().drain());
 }
 

@@ -36,12 +36,12 @@ struct Session::Impl {
 
   // session.cpp
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
-  void settle(StepResult& result, const OptimizerWork& work, double lr);
+  void finish_step(StepResult& result, const OptimizerWork& work, double lr);
   void drop_step(bool torn);
   void check_deferred(const OptimizerWork& work) const;
   void throw_if_out_of_memory();
   void flush();
-  void settle();  // waits for what was fetched ahead
+  void drain_ahead();  // waits for what was fetched ahead
   void commit();
   bool commits_beside_next_step() const;
   std::string progress_json() const;
@@ -49,7 +49,7 @@ struct Session::Impl {
   std::shared_ptr<OptimizerWork> make_work(double lr);
   swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
   void leave() { throw_if(executor().leave()); }
-  // Sums of a micro-batch's gradients: what the first one does not write, settle() does.
+  // Sums of a micro-batch's gradients: what the first one does not write, zero_untouched() does.
   Gradients gradients_of(const swap::Entered& entered, int micro_batch) const;
   std::vector<Shared> share(const std::vector<MicroBatch>& batches);
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;

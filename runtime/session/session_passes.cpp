@@ -182,7 +182,7 @@ HeadResult Session::Impl::head_of_pairs(const swap::Entered& entered, int micro_
   const Gradients gradients = gradients_of(entered, micro_batch);
   HeadResult head = model->head_loss_and_backward(bound, gradients, carries[micro_batch], shared,
                                                   pair_scale(options.loss, batch, losses, objective.pairs));
-  gradients.settle();
+  gradients.zero_untouched();
   return head;
 }
 
@@ -223,7 +223,7 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective&
       const Gradients gradients = gradients_of(entered, micro_batch);
       HeadResult head =
           model->head_loss_and_backward(weights(entered), gradients, carries[micro_batch], shared[micro_batch], scale);
-      gradients.settle();
+      gradients.zero_untouched();
       carries[micro_batch] = std::move(head.d_carry);
       heads.push_back(std::move(head));
     });
@@ -263,7 +263,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
         carries[number] = made == nullptr
                               ? model->backward(stage, bound, gradients, input, of_first, d_out)
                               : model->backward_kept(stage, bound, gradients, input, of_first, d_out, std::move(made));
-        gradients.settle();
+        gradients.zero_untouched();
         inputs[stage][number].clear();
       });
       if (gradient_init != nullptr && number + 1 == computations) compute(true, [&] { gradient_init->take(stage); });
@@ -377,7 +377,7 @@ std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRo
   }
   carries.clear();
   ahead = true;
-  if (!another || out_of_memory) settle();  // else the caller draws while the next weights come
+  if (!another || out_of_memory) drain_ahead();  // else the caller draws while the next weights come
   return logits;
 }
 

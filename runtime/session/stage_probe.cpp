@@ -140,16 +140,16 @@ double StageProbe::time(Work work) {
 // Where time counts they are ordinary numbers: tokens spread over the experts.
 template <class Work>
 auto StageProbe::run(int stage, bool backward, double& seconds, const Given& given, Work work) {
-  if (!settled_) memory_.release_kept();  // blocks of the stage before, which this one may not be able to reuse
+  if (!warmed_up_) memory_.release_kept();  // blocks of the stage before, which this one may not be able to reuse
   const Bound bound = bind(model_.spec().stages[stage].units, backward);
   const std::uint64_t fixed = memory_.stats().used;
-  if (!settled_) memory_.reset_peak();
+  if (!warmed_up_) memory_.reset_peak();
   const auto compute = [&](const Given& with) {
     return work(models::dense_weights(model_.spec(), stage, bound.weights),
                 gradients_on(torch_device_, bound.gradients, {}), with);
   };
   auto out = compute(given);
-  if (settled_) return out;
+  if (warmed_up_) return out;
   peaks_[stage] = std::max(peaks_[stage], memory_.stats().peak_used - fixed);
   if (seconds_on_ == nullptr) return out;
   for (const torch::Tensor& weight : bound.weights) fill(weight);
@@ -170,9 +170,9 @@ ProbedModel StageProbe::measure(std::int64_t micro_batch, std::int64_t sequence_
   memory_.release_kept();
   memory_.reset_peak();
   const std::uint64_t before = memory_.stats().held;
-  settled_ = true;
+  warmed_up_ = true;
   pass(micro_batch, sequence_length, train, head);
-  settled_ = false;
+  warmed_up_ = false;
   result.needs.held_peak = memory_.stats().peak_held - before;
   return result;
 }
@@ -310,7 +310,7 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
                                  : forward_in_parts(stage, weights, needed.weights, with.input, shared);
       });
       seconds_of(stage).evaluate = forward / taken(stage);
-      if (train && !settled_ && model_.can_keep(stage))
+      if (train && !warmed_up_ && model_.can_keep(stage))
         forward_keeping(stage, given, shared, result, seconds_of(stage));
       seen[kinds[stage]] = {std::move(out), stage};
     }
@@ -338,7 +338,7 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
                       [&](const Weights& weights, const Gradients& gradients, const Given& with) {
                         return model_.backward(stage, weights, gradients, with.input, shared, with.d_out);
                       });
-      if (seconds_on_ != nullptr && !settled_ && result.needs.activation_bytes[stage] != 0)
+      if (seconds_on_ != nullptr && !warmed_up_ && result.needs.activation_bytes[stage] != 0)
         backward_kept(stage, given, shared, result.needs.swapped_bytes[stage], seconds_of(stage));
       seen[kinds[stage]] = {std::move(out), stage};
     }

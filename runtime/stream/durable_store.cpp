@@ -44,7 +44,7 @@ std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& u
                                                   const Progress& progress, const Say& say) {
   if (options.storage.empty())
     throw Exception(io::ErrorKind::usage, "a durable run keeps its state in folders, and none is named: use --storage");
-  const Folders first = settle_store(volume_in(options, options.engine), say);
+  const Folders first = finish_move(volume_in(options, options.engine), say);
   const Folders& lies = first.empty() ? options.storage : first;
   const LeftStore left = find_left_store(lies);
   if (!left.there) return {};

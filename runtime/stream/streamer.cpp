@@ -222,7 +222,7 @@ void Streamer::step(std::vector<std::pair<int, std::vector<TensorUpdate>>> updat
   impl.executor().append(impl.planner->owe(units), impl.work);
 }
 
-void Streamer::settle() {
+void Streamer::finish_updates() {
   Impl& impl = *impl_;
   for (int unit = 0; unit < static_cast<int>(impl.units.size()); ++unit) impl.finish_update(unit);
   impl.quiet();

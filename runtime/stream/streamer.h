@@ -112,7 +112,7 @@ class Streamer {
   // The gradients of these units become updates, each ahead of its unit's next turn.
   void step(std::vector<std::pair<int, std::vector<TensorUpdate>>> updates);
   // Waits until no unit owes an update; throws where one did not reach every parameter it was asked for.
-  void settle();
+  void finish_updates();
 
   // The tensor's values between turns, updates included. master: fp32; else bf16.
   torch::Tensor read(int unit, int tensor, bool master);

@@ -67,7 +67,7 @@ struct Streamer::Impl {
     if (planner->has_open_gradients()) executor().append(planner->close(), work);
   }
   void finish_update(int unit) {
-    if (planner->owes(unit)) executor().append(planner->settle(unit), work);
+    if (planner->owes(unit)) executor().append(planner->apply_owed(unit), work);
   }
   const std::vector<std::int64_t>& shape(int unit, int tensor) const { return units[unit].tensors[tensor].shape; }
   void between_steps(const char* what) const;

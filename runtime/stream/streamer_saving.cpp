@@ -8,7 +8,7 @@ namespace tierflow {
 std::string Streamer::save(const std::filesystem::path& folder, const SavedParts& parts,
                            const std::vector<ExtraTensor>& extra, std::uint64_t shard_bytes, const Progress& progress) {
   Impl& impl = *impl_;
-  settle();
+  finish_updates();
   std::vector<TensorHeader> headers;
   for (std::size_t unit = 0; unit < impl.units.size(); ++unit)
     for (const PackedTensor& tensor : impl.plan.packed.units[unit].tensors) {
@@ -57,13 +57,13 @@ void Streamer::Impl::between_steps(const char* what) const {
 
 void Streamer::save_state(const std::filesystem::path& file, const Progress& progress) {
   impl_->between_steps("saved");
-  settle();
+  finish_updates();
   save_stream_state(*impl_->state, file, progress);
 }
 
 void Streamer::load_state(const std::filesystem::path& file, const Progress& progress) {
   impl_->between_steps("loaded");
-  settle();
+  finish_updates();
   load_stream_state(*impl_->state, file, progress);
   for (int unit = 0; unit < static_cast<int>(impl_->units.size()); ++unit) impl_->planner->changed(unit);
 }
@@ -77,7 +77,7 @@ void Streamer::commit(const StreamerCommit& commit) {
   Impl& impl = *impl_;
   impl.expect_durable();
   impl.close_gradients();
-  settle();
+  finish_updates();
   impl.stays = true;  // of a commit that fails nobody knows how far it came: nothing is removed
   throw_if(impl.executor().write_back());
   throw_if(impl.store->commit(keep_commit(*impl.store, impl.options, commit)));

@@ -170,8 +170,8 @@ TEST_P(OnDemandTest, RandomNeedsHaveTheBitsOfThePlainLoop) {
     (*executor)->append(std::move(next), work);
   }
   for (int unit = 0; unit < unit_count; ++unit) {
-    Plan last = planner.settle(unit);
-    ASSERT_FALSE(checker.settle(last, unit));
+    Plan last = planner.apply_owed(unit);
+    ASSERT_FALSE(checker.apply_owed(last, unit));
     (*executor)->append(std::move(last), work);
   }
   ASSERT_FALSE((*executor)->drain());

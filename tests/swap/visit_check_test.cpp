@@ -84,7 +84,7 @@ class Client {
         return owe_some(damaged);
       case 1: {
         const int unit = static_cast<int>(random_() % units);
-        return checker_.settle(damaged(planner_.settle(unit)), unit);
+        return checker_.apply_owed(damaged(planner_.apply_owed(unit)), unit);
       }
       case 2: {
         // A client that breaks off a step drops what is on the device as well.
@@ -102,7 +102,7 @@ class Client {
       }
       case 3:
         for (int unit = 0; unit < units; ++unit)
-          if (io::Error error = checker_.settle(damaged(planner_.settle(unit)), unit)) return error;
+          if (io::Error error = checker_.apply_owed(damaged(planner_.apply_owed(unit)), unit)) return error;
         return checker_.commit(damaged(planner_.commit()));
       default:
         return visit(damaged);

@@ -173,7 +173,7 @@ TEST_P(VisitPlannerTest, AnyOrderHasTheBitsOfThePlainLoop) {
     step();
   }
   for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit)
-    (*executor)->append(planner.settle(unit), work);
+    (*executor)->append(planner.apply_owed(unit), work);
   ASSERT_FALSE((*executor)->drain());
   for (int unit = 0; unit < static_cast<int>(layout_.units().size()); ++unit)
     for (const Chunk& chunk : layout_.chunks_of(unit)) {

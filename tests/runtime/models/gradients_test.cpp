@@ -51,8 +51,8 @@ TEST(FreshSums, a_first_product_overwrites_and_later_ones_add) {
   sums.add_product(1, a, b);
   EXPECT_TRUE(sums[1].isnan().all().item<bool>()) << "it held values: they stay in the sum";
   sums.add_product(-1, a, b);
-  sums.settle();
-  EXPECT_TRUE(torch::equal(sums[0], exact + exact)) << "settled once";
+  sums.zero_untouched();
+  EXPECT_TRUE(torch::equal(sums[0], exact + exact)) << "zeroed once";
   EXPECT_TRUE(torch::equal(sums[2], torch::zeros({3}))) << "nobody touched it";
 }
 
@@ -142,7 +142,7 @@ TEST_P(FreshModel, has_the_gradients_of_sums_that_begin_with_zeros) {
                 ? fresh.model->head_loss_and_backward(weights, sums, inputs.back(), shared, 0.5).d_carry
                 : fresh.model->backward(stage, weights, sums, taken_by_backward(fresh.spec().stages[at], inputs[at]),
                                         shared, d);
-        sums.settle();
+        sums.zero_untouched();
       }
     }
     for (std::size_t u = 0; u < plain.gradients.size(); ++u)
