@@ -15,6 +15,8 @@ from .activations import Activations
 class Values(Protocol):
     """Where the values and gradients of streamed parameters live. A handle is a StreamedParameter, a gradient a StreamedGradient."""
 
+    durable: int  # as of an engine
+
     @property
     def device(self) -> torch.device: ...
     def read(self, handle: Any, master: bool = False) -> torch.Tensor: ...

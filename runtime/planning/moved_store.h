@@ -33,8 +33,8 @@ void recut_store(const io::VolumeOptions& storage, std::uint64_t chunk_elements,
 // What that writes: weights and state.
 std::uint64_t copied_bytes(const swap::Layout& layout);
 
-// Whether an earlier run left a state in options.storage that SessionOptions::resume goes on with, settled there. What
-// ended before its first commit is removed. Throws Exception.
+// Whether an earlier run left a state in options.storage that SessionOptions::resume goes on with, whole in these
+// folders. What ended before its first commit is removed. Throws Exception.
 bool can_resume(
     const SessionOptions& options, const Say& say = [](const std::string&) {});
 

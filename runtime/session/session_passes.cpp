@@ -89,8 +89,8 @@ void Session::Impl::regroup(int together, const std::vector<Shared>& shared) {
       for (std::size_t first = 0; first < shared.size(); first += each) {
         const std::size_t end = std::min(first + each, shared.size());
         if (together != 1) {
-          now[first / each] = joined({list->begin() + static_cast<std::ptrdiff_t>(first),
-                                      list->begin() + static_cast<std::ptrdiff_t>(end)});
+          now[first / each] = joined(
+              {list->begin() + static_cast<std::ptrdiff_t>(first), list->begin() + static_cast<std::ptrdiff_t>(end)});
           continue;
         }
         std::vector<torch::Tensor> ids;

@@ -67,7 +67,7 @@ class StageProbe {
   std::vector<std::uint64_t> peaks_;               // by stage
   std::uint64_t begun_bytes_ = 0;                  // the most that a stage in parts holds from its beginning to its end
   double timed_seconds_ = 0, spread_seconds_ = 0;  // of the readings, and their spread
-  bool warmed_up_ = false;                           // warmed up: caches kept, untimed
+  bool warmed_up_ = false;                         // warmed up: caches kept, untimed
   torch::Tensor swept_;                            // what evicts a stage's weights from the caches before it is timed
 };
 

@@ -21,8 +21,7 @@ namespace {
 const std::vector<FamilyRow>& families() {
   static const std::vector<FamilyRow> all = [] {
     std::vector<FamilyRow> rows;
-    for (const std::span<const FamilyRow> table :
-         {rms_norm_families(), layer_norm_families(), expert_families()})
+    for (const std::span<const FamilyRow> table : {rms_norm_families(), layer_norm_families(), expert_families()})
       rows.insert(rows.end(), table.begin(), table.end());
     return rows;
   }();
