@@ -43,8 +43,8 @@ int main(int argc, char** argv) try {
   }
   const tierflow::Model base = tierflow::load(argv[2]);
   const tierflow::Dataset data = tierflow::Dataset::prepare({.paths = {argv[3]},
-                                                             .pairs = tierflow::Pairs::only,
                                                              .vocab_size = base.spec().config.vocab_size,
+                                                             .pairs = tierflow::Pairs::only,
                                                              .sequence_length = kLength,
                                                              .held_out = 0.1});
   tierflow::Session session(

@@ -130,6 +130,9 @@ void add_block(const ModelSpec& spec, const StageSpec& of, const Sizes& s, doubl
     cost.restored_bytes += s.tokens * kNorm * s.hidden;
     backward += kNormBackward * s.hidden + kGateBackward * s.width;
   }
+  // What is added, before and after dropout, its mask, and its gradient.
+  peak += 7 * s.masks * s.hidden;
+  keeping += 2 * s.masks * s.hidden;
   if (of.kind == StageKind::experts) peak += 10 * s.hidden;
   if (!s.by_hand) {  // autograd keeps more, and nothing can be kept from forward to backward
     kept = (attends(of.kind) ? 17 * s.hidden : 0) + (expands(of.kind) ? 4 * s.width : 0);

@@ -1,4 +1,6 @@
 // What the session relies on: the same bits again, chunks that do not matter, weights rebound in one slot.
+#include <array>
+
 #include "runtime/models/loss_head.h"
 #include "runtime/models/tensor_index.h"
 #include "tests/runtime/models/fixture.h"
@@ -27,23 +29,32 @@ TEST_P(Step, repeats_its_bits) {
   }
 }
 
-// One slot for all blocks, overwritten after each call, as the session streams them: the gradients are those of
-// resident weights.
-TEST_P(Step, blocks_may_share_one_slot) {
+// One slot for all blocks of a kind, overwritten after each call, as the session streams them: the gradients are those
+// of resident weights.
+TEST_P(Step, blocks_of_a_kind_may_share_one_slot) {
   ResidentModel m = resident(GetParam(), torch::kBFloat16);
   const MicroBatch tokens = batch(2, 24);
   const double loss = m.forward_backward(tokens, 1.0, true, 3);
 
   const Shared shared = m.model->share(tokens, torch::kCPU);
   const int last = m.stages() - 1;
-  Weights slot;
-  std::vector<torch::Tensor> sums;
-  for (const auto& weight : m.units[1]) {
-    slot.push_back(torch::empty_like(weight));
-    sums.push_back(torch::empty(weight.sizes(), torch::kFloat));
+  // A layer with experts is two stages of other shapes, each with a slot of its own.
+  const auto kind = [&](int stage) {
+    return stage > 1 && m.units[static_cast<std::size_t>(stage)].size() != m.units[1].size() ? 1 : 0;
+  };
+  std::array<Weights, 2> slots;
+  std::array<std::vector<torch::Tensor>, 2> sums_of;
+  for (int stage = last - 1; stage > 0; --stage) {
+    slots[kind(stage)].clear();
+    sums_of[kind(stage)].clear();
+    for (const auto& weight : m.units[static_cast<std::size_t>(stage)]) {
+      slots[kind(stage)].push_back(torch::empty_like(weight));
+      sums_of[kind(stage)].push_back(torch::empty(weight.sizes(), torch::kFloat));
+    }
   }
   const torch::NoGradGuard no_grad;
   const auto load = [&](int stage) {
+    Weights& slot = slots[kind(stage)];
     for (std::size_t t = 0; t < slot.size(); ++t) slot[t].copy_(m.units[static_cast<std::size_t>(stage)][t]);
   };
   const auto seed = [&](int stage) { torch::manual_seed(3 + static_cast<std::uint64_t>(stage)); };
@@ -51,6 +62,7 @@ TEST_P(Step, blocks_may_share_one_slot) {
   for (int stage = 0; stage < last; ++stage) {
     if (stage > 0) load(stage);
     seed(stage);
+    Weights& slot = slots[kind(stage)];
     inputs.push_back(m.model->forward(stage, stage == 0 ? m.bind(0, m.units) : slot, inputs.back(), shared, true));
     for (auto& weight : slot) weight.fill_(NAN);
   }
@@ -64,6 +76,8 @@ TEST_P(Step, blocks_may_share_one_slot) {
   Carry d = result.d_carry;
   for (int stage = last - 1; stage > 0; --stage) {
     load(stage);
+    Weights& slot = slots[kind(stage)];
+    std::vector<torch::Tensor>& sums = sums_of[kind(stage)];
     for (auto& sum : sums) sum.zero_();
     seed(stage);
     d = m.model->backward(stage, slot, sums, inputs[static_cast<std::size_t>(stage)], shared, d);

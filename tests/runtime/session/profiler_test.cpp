@@ -97,7 +97,9 @@ TEST(StageCost, OfShapesIsWhatTheProbeFinds) {
         std::string(R"("architectures":["MixtralForCausalLM"],"model_type":"mixtral","num_local_experts":4,)"
                     R"("num_experts_per_tok":2,"tie_word_embeddings":false)"),
         std::string(R"("architectures":["OPTForCausalLM"],"model_type":"opt","ffn_dim":1024,"word_embed_proj_dim":256,)"
-                    R"("do_layer_norm_before":true,"activation_function":"relu")")})
+                    R"("do_layer_norm_before":true,"activation_function":"relu")"),
+        std::string(R"("architectures":["Starcoder2ForCausalLM"],"model_type":"starcoder2","use_bias":true,)"
+                    R"("norm_epsilon":1e-5,"residual_dropout":0,"embedding_dropout":0,"tie_word_embeddings":true)")})
     for (const Tiling& tiling : {Tiling{}, Tiling{.vocabulary_elements = 1 << 19, .block_elements = 1 << 19}}) {
       const ModelSpec spec = parse_model_spec("{" + sizes + kind + "}", "config.json", tiling);
       const ProbedModel probed =
