@@ -21,6 +21,7 @@ ALLOWED = (
     r"root may write everywhere",
     r"only root may become another user",
     r"no (dpkg|cuobjdump) here",
+    r"this machine has no io_uring",
 )
 MOUNTING = ("losetup", "mount", "umount", "mkfs.ext4")  # programs that the tests of real file systems run
 

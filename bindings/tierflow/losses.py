@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -15,12 +15,17 @@ from torch.nn import functional
 
 from . import _native
 
-if TYPE_CHECKING:
-    from .trainer import Trainer
-
 IGNORED = -100
 NOT_OF_THE_MODEL = ("labels", "reference", "teacher_ids", "teacher_log_probabilities")
 NAMES = ("dpo", "simpo", "orpo")
+
+
+class Evaluates(Protocol):
+    """A tierflow.Trainer."""
+
+    model: Any
+
+    def evaluate(self, micro_batches: Sequence[Mapping[str, Any]], function: Any = None) -> list[Any]: ...
 
 
 def loss_named(name: str) -> PairLoss:
@@ -106,7 +111,7 @@ class DPO(PairLoss):
         self.rewards = rewards.detach()
         return -functional.logsigmoid(rewards[:, 0] - rewards[:, 1])
 
-    def prepared(self, trainer: Trainer, micro_batches: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def prepared(self, trainer: Evaluates, micro_batches: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The micro-batches of a step with their references."""
         if all("reference" in batch for batch in micro_batches):
             return micro_batches

@@ -105,9 +105,10 @@ class EightBits final : public PackedWeight {
     const std::int64_t rows = shape_.rbegin()[1], columns = shape_.back();
     const Shape tiles = each({(rows + kTile - 1) / kTile, (columns + kTile - 1) / kTile});
     tiled_ = there == tiles;
-    if (packed_elements(there) == 1) {
+    const Shape tiles_of_one = {1, 1};  // a larger weight that has this lacks tiles
+    if (packed_elements(there) == 1 && (there != tiles_of_one || tiled_)) {
       rows_ = rows_a_scale_ = matrices_ * rows_;
-    } else if (there == each({}) || there == each({1}) || there == each({1, 1})) {
+    } else if (!matrices.empty() && (there == each({}) || there == each({1}) || there == each({1, 1}))) {
       rows_a_scale_ = rows_;
     } else if (there != each({rows}) && there != each({rows, 1})) {
       rows_a_scale_ = columns_a_scale_ = kTile;

@@ -39,7 +39,11 @@ def test_follows_transformers_and_has_the_same_bits_in_every_order_and_under_eve
     torch.testing.assert_close(found.logits, expected.logits, rtol=0.05, atol=0.05)
     assert abs(found.loss.item() - expected.loss.item()) < 3e-3
     for name, p in plain.named_parameters():
-        assert close_to(model.get_parameter(name).grad + 0, p.grad), name
+        grad = model.get_parameter(name).grad + 0
+        if family == "opt" and name.endswith("k_proj.bias"):  # adds the same to all scores of a query: its gradient is rounding
+            assert max(grad.norm(), p.grad.norm()) < 0.05 * plain.get_parameter(name.replace("k_proj", "q_proj")).grad.norm()
+        else:
+            assert close_to(grad, p.grad), name
     assert len(counted) == LAYERS and tierflow.stats(model)["departures"] == 0
     tierflow.close(model)
 
@@ -261,11 +265,16 @@ def test_packed_documents_have_the_same_bits_in_every_order_and_under_every_budg
 
 
 def test_a_model_without_such_layers_says_so_and_still_has_the_head_and_the_loss(caplog):
-    batch = batches("gpt2", 1)[0]
+    batch = batches("llama", 1)[0]
+
+    def olmo():  # the first, whose norms have no weights
+        torch.manual_seed(11)
+        return transformers.OlmoForCausalLM(transformers.OlmoConfig(**TEXT)).bfloat16().train()
+
     with caplog.at_level(logging.WARNING, "tierflow"):
-        model = fused("gpt2")
+        model = fused(model=olmo())
     assert "run their own code" in caplog.text
-    plain = make("gpt2")
+    plain = olmo()
     loss = model(**batch).loss
     loss.backward()
     expected = plain(**batch).loss

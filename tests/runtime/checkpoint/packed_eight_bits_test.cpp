@@ -113,7 +113,7 @@ TEST_F(EightBits, ScalesOfCompressedTensorsAreAsTheyAreShaped) {
       expect_values(shape, [&](std::uint64_t at) { return code(at) * number("m.weight_scale", at / columns); });
       expect_rows(fp8, shape);
     }
-    for (const Shape& one : {Shape{}, Shape{1}, Shape{1, 1}}) {
+    for (const Shape& one : {Shape{}, Shape{1}}) {
       put("m.weight_scale", one, {0.375F});
       expect_values(shape, [&](std::uint64_t at) { return code(at) * 0.375F; });
       expect_rows(fp8, shape);
