@@ -24,8 +24,6 @@ namespace {
 constexpr std::size_t kPage = 4096;
 // Who reads a state is soon done, and so are the last requests of a process that was killed.
 constexpr std::chrono::seconds kLockPatience{5};
-// A holder that is not found has let go since, or the kernel does not say who it is.
-constexpr int kAskedOfNobody = 3;
 
 Error make_error(ErrorKind kind, const char* operation, std::string path, int error_number, std::string detail = {}) {
   return Error{.kind = kind,
@@ -195,11 +193,11 @@ Error File::inspect() {
 
 Error File::lock(bool shared) {
   const auto deadline = std::chrono::steady_clock::now() + kLockPatience;
-  int of_nobody = 0;
   while (flock(descriptor_.fd(), (shared ? LOCK_SH : LOCK_EX) | LOCK_NB) != 0) {
     if (errno != EWOULDBLOCK) return failed("lock", ErrorKind::environment, errno);
     const LockHolder holder = lock_holder(descriptor_.fd());
-    const bool again = holder.shared || holder.ended || (holder.process == 0 && of_nobody++ < kAskedOfNobody);
+    // Nobody: who held it has let go since; or has ended, of which a container is not told; or lives elsewhere.
+    const bool again = holder.shared || holder.ended || holder.process == 0;
     if (again && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       continue;
