@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings/convert.h"
+#include "bindings/named.h"
 #include "runtime/batches/teacher_batches.h"
 #include "runtime/data/data_json.h"
 
@@ -22,31 +23,29 @@ namespace {
 // all, or None.
 DataOptions data_options_of(const py::dict& options, const py::object& progress) {
   DataOptions data;
-  const auto take = [&](const char* name, auto& field) {
-    if (options.contains(name)) field = options[name].cast<std::remove_reference_t<decltype(field)>>();
-  };
+  Named named(options);
   const auto take_path = [&](const char* name, std::filesystem::path& field) {
     std::string text;
-    take(name, text);
+    named.take(name, text);
     field = text;
   };
   for (const auto& path : options["files"].cast<std::vector<std::string>>()) data.paths.emplace_back(path);
-  take("weights", data.weights);
-  take("format", data.format);
-  take("train_on", data.train_on);
-  take("packing", data.packing);
+  named.take("weights", data.weights);
+  named.take("format", data.format);
+  named.take("train_on", data.train_on);
+  named.take("packing", data.packing);
   take_path("chat_template", data.chat_template);
   take_path("tokenizer", data.tokenizer);
   take_path("python", data.python);
   take_path("cache", data.row_cache);
-  take("skip", data.skip_bad_records);
+  named.take("skip", data.skip_bad_records);
   bool pairs = false;
-  take("pairs", pairs);
+  named.take("pairs", pairs);
   if (pairs) data.pairs = Pairs::only;
-  take("vocab_size", data.vocab_size);
-  take("sequence_length", data.sequence_length);
-  take("held_out", data.held_out);
-  take("seed", data.seed);
+  named.take("vocab_size", data.vocab_size);
+  named.take("sequence_length", data.sequence_length);
+  named.take("held_out", data.held_out);
+  named.take("seed", data.seed);
   data.progress = [&progress](const char* phase, std::uint64_t done, std::uint64_t total) {
     const py::gil_scoped_acquire locked;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();

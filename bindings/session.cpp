@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/convert.h"
+#include "bindings/named.h"
 #include "runtime/base/exception.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/models/layered_model.h"
@@ -23,29 +24,6 @@ namespace tierflow::bindings {
 namespace {
 
 using Released = py::call_guard<py::gil_scoped_release>;
-
-// Takes what a dictionary names, each name once.
-class Named {
- public:
-  explicit Named(const py::dict& options) : options_(options) {}
-  template <class Field>
-  void take(const char* name, Field& field) {
-    if (!options_.contains(name)) return;
-    field = options_[name].template cast<Field>();
-    ++taken_;
-  }
-  // Throws Exception (kind usage) where there is one that nothing took.
-  void expect_no_more(const std::vector<const char*>& known) const {
-    if (taken_ == options_.size()) return;
-    std::string names;
-    for (const char* name : known) names += std::string(names.empty() ? "" : ", ") + name;
-    throw Exception(io::ErrorKind::usage, "an option of the session is unknown; there are " + names);
-  }
-
- private:
-  const py::dict& options_;
-  std::size_t taken_ = 0;
-};
 
 AdapterConfig adapter_of(const py::dict& options, bool galore) {
   AdapterConfig config;
@@ -70,11 +48,7 @@ AdapterConfig adapter_of(const py::dict& options, bool galore) {
   named.take("targets", config.targets);
   named.take("exclude", config.exclude);
   named.take("layers", config.layers);
-  if (galore)
-    named.expect_no_more({"rank", "update_gap", "scale", "targets", "exclude", "layers"});
-  else
-    named.expect_no_more({"rank", "alpha", "dropout", "rank_stabilised", "dora", "parameters", "parameters_alone",
-                          "saved", "init", "targets", "exclude", "layers"});
+  named.expect_no_more();
   return config;
 }
 
@@ -90,7 +64,7 @@ LossRule loss_of(const py::dict& options) {
   named.take("alpha", rule.distillation.alpha);
   named.take("ce_alpha", rule.distillation.ce_alpha);
   named.take("temperature", rule.distillation.temperature);
-  named.expect_no_more({"kind", "beta", "gamma", "top", "alpha", "ce_alpha", "temperature"});
+  named.expect_no_more();
   return rule;
 }
 
@@ -133,28 +107,7 @@ Wanted wanted_of(const std::string& model, const py::dict& options) {
   std::tie(wanted.adamw.beta1, wanted.adamw.beta2) = betas;
   named.take("eps", wanted.adamw.eps);
   named.take("weight_decay", wanted.adamw.weight_decay);
-  named.expect_no_more({"method",
-                        "base_precision",
-                        "adapter",
-                        "adapters",
-                        "loss",
-                        "device",
-                        "device_memory",
-                        "host_memory",
-                        "storage",
-                        "allow_any_filesystem",
-                        "precision",
-                        "clip",
-                        "micro_batch",
-                        "micro_batches",
-                        "sequence_length",
-                        "seed",
-                        "train",
-                        "top",
-                        "lr",
-                        "betas",
-                        "eps",
-                        "weight_decay"});
+  named.expect_no_more();
   for (const std::string& folder : storage) session.storage.emplace_back(folder);
   session.allow_any_filesystem = session.allow_buffered = any_filesystem;
   if (!precision.empty()) session.precision = parse_precision(precision);

@@ -115,12 +115,7 @@ io::Error PlanChecker::finish(const Plan& rest) {
 // What the step before left: with the updates that it deferred, without any of this step's.
 void PlanChecker::commit() {
   ++commits_;
-  for (const Chunk& chunk : layout_.chunks()) {
-    if (!chunk.trainable) continue;
-    ledger_.read(ledger_.stored(ExtentKind::hi, chunk.id), {What::words, chunk.id, used_version_[chunk.id]}, "storage");
-    ledger_.read(ledger_.stored(ExtentKind::state, chunk.id), {What::state, chunk.id, used_version_[chunk.id]},
-                 "storage");
-  }
+  rules_.commit(used_version_);
 }
 
 Content PlanChecker::gradient_of(int chunk) const {

@@ -290,7 +290,7 @@ void Executor::Impl::start_read(TaskId id, Node& at) {
 
 void Executor::Impl::start_write(TaskId id, Node& at) {
   const auto [kind, index, ref] = extent_of(at.task);
-  const bool resident = ref.where == HostRef::Where::resident_hi || ref.where == HostRef::Where::resident_state;
+  const bool resident = is_resident(ref);
   // A commit is planned before it is known what its step changes.
   if (resident && !std::exchange(unsaved[static_cast<int>(kind)][index], false)) {
     at.task.bytes = 0;

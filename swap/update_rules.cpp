@@ -26,6 +26,15 @@ void UpdateRules::go_back(int chunk) {
     if (!arrangement_.resident(kind, chunk)) ledger_.stored(kind, chunk).content.version = version_[chunk];
 }
 
+void UpdateRules::commit(const std::vector<int>& versions) {
+  for (const Chunk& chunk : layout_.chunks()) {
+    if (!chunk.trainable) continue;
+    const int id = chunk.id;
+    ledger_.read(ledger_.stored(ExtentKind::hi, id), {What::words, id, versions[id]}, "storage");
+    ledger_.read(ledger_.stored(ExtentKind::state, id), {What::state, id, versions[id]}, "storage");
+  }
+}
+
 bool UpdateRules::names_chunk(const Task& task) {
   const bool named = task.chunk >= 0 && task.chunk < static_cast<int>(version_.size());
   if (!named) ledger_.wrong("names no chunk");

@@ -23,6 +23,9 @@ class UpdateRules {
   // The chunk is in the version before again, as far as storage is its home: what else has it holds a later one.
   void go_back(int chunk);
 
+  // Words and state of every trainable chunk are in storage, in these versions.
+  void commit(const std::vector<int>& versions);
+
   bool names_chunk(const Task& task);
   // Moves words or state. False: the task is of another kind.
   bool move(const Task& task);

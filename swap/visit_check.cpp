@@ -174,13 +174,10 @@ void VisitChecker::compute(const Task& task, const Plan& plan) {
 // All updates so far, and no part of another.
 void VisitChecker::commit() {
   ++commits_;
-  for (const Chunk& chunk : layout_.chunks()) {
-    if (!chunk.trainable) continue;
-    const int id = chunk.id;
-    if (rules_.version(id) != used_version_[id]) ledger_.wrong("commits while an update is owed");
-    ledger_.read(ledger_.stored(ExtentKind::hi, id), {What::words, id, used_version_[id]}, "storage");
-    ledger_.read(ledger_.stored(ExtentKind::state, id), {What::state, id, used_version_[id]}, "storage");
-  }
+  for (const Chunk& chunk : layout_.chunks())
+    if (chunk.trainable && rules_.version(chunk.id) != used_version_[chunk.id])
+      ledger_.wrong("commits while an update is owed");
+  rules_.commit(used_version_);
 }
 
 void VisitChecker::move(const Task& task) {

@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from . import _native
+from .data import IGNORED
 
-IGNORED = -100
 NOT_OF_THE_MODEL = ("labels", "reference", "teacher_ids", "teacher_log_probabilities")
-NAMES = ("dpo", "simpo", "orpo")
 
 
 class Evaluates(Protocol):
@@ -30,23 +29,23 @@ class Evaluates(Protocol):
 
 def loss_named(name: str) -> PairLoss:
     """The loss of pairs that is called so, with the defaults of its class."""
-    found = {"dpo": DPO, "simpo": SimPO, "orpo": ORPO}.get(name)
-    if found is None:
-        raise _native.UsageError(f'no loss is named "{name}"; there are {", ".join(NAMES)}')
-    return found()
+    named: dict[str, type[PairLoss]] = {"dpo": DPO, "simpo": SimPO, "orpo": ORPO}
+    if name not in named:
+        raise _native.UsageError(f'no loss is named "{name}"; there are {", ".join(named)}')
+    return named[name]()
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Pairs [n, 2, tokens] as rows 2k, chosen, and 2k + 1, rejected."""
     return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    given = {name: _rows(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items() if name not in NOT_OF_THE_MODEL}
+    given = {name: as_rows(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items() if name not in NOT_OF_THE_MODEL}
     return model(**given).logits
 
 
-def _predicted(labels: torch.Tensor) -> torch.Tensor:
+def what_follows(labels: torch.Tensor) -> torch.Tensor:
     """What each position predicts."""
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
@@ -58,7 +57,7 @@ def _token_losses(logits: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor
 
 def log_probabilities(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     """The log-probability of each pair's chosen and rejected answer [pairs, 2], the sum over the tokens whose labels count. fp32."""
-    predicted = _predicted(_rows(batch["labels"]))
+    predicted = what_follows(as_rows(batch["labels"]))
     return -_token_losses(_logits(model, batch), predicted).sum(1).view(-1, 2)
 
 
@@ -75,12 +74,12 @@ class PairLoss:
         self.rewards = torch.zeros(0, 2)  # [pairs, 2] of the last micro-batch
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-        labels = _rows(batch["labels"])
-        predicted = _predicted(labels)
+        labels = as_rows(batch["labels"])
+        predicted = what_follows(labels)
         counts = predicted != IGNORED
         if labels.shape[0] % 2 != 0 or not bool(counts.any(1).all()):
             raise _native.UsageError("a micro-batch of pairs has two rows a pair, and each row a label that counts")
-        taken = self.taken(_rows(batch["input_ids"]), predicted)
+        taken = self.taken(as_rows(batch["input_ids"]), predicted)
         losses = _token_losses(_logits(model, batch), taken)
         sums = -(losses * counts).sum(1).view(-1, 2)
         each = self.of_pairs(sums, counts.sum(1).view(-1, 2), batch)
@@ -174,7 +173,7 @@ class Distillation:
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
         if "teacher_ids" not in batch:
             raise _native.UsageError("Distillation: a micro-batch has no teacher_ids: open its rows with tierflow.data.Rows(teacher=FILE)")
-        logits, predicted, t = _logits(model, batch), _predicted(batch["labels"]), self.temperature
+        logits, predicted, t = _logits(model, batch), what_follows(batch["labels"]), self.temperature
         ids, log_p = batch["teacher_ids"].long(), batch["teacher_log_probabilities"].float()
         total = torch.zeros((), device=logits.device)
         for row, label, of, log in zip(logits, predicted, ids, log_p, strict=True):  # one row's logits are fp32 at a time

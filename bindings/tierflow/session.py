@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from . import _native
 from .budget import Budget, parse_size
-
-IGNORED = -100
+from .losses import as_rows, what_follows
 
 
 class Session:
@@ -77,9 +75,9 @@ class Session:
 
     @staticmethod
     def _as_program(batch: Mapping[str, Any]) -> dict[str, Any]:
-        given = {name: value.flatten(0, 1) if isinstance(value, torch.Tensor) and value.dim() == 3 and name in ("input_ids", "labels") else value for name, value in batch.items()}
+        given = {name: as_rows(value) if isinstance(value, torch.Tensor) and name in ("input_ids", "labels") else value for name, value in batch.items()}
         if "labels" in given and "targets" not in given:
-            given["targets"] = functional.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
+            given["targets"] = what_follows(given["labels"])
         return {name: value for name, value in given.items() if name not in ("labels", "attention_mask")}
 
     def step(self, micro_batches: Sequence[Mapping[str, Any]], lr: float | None = None) -> dict[str, Any]:

@@ -110,10 +110,9 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                {"lanes", lanes},
                {"predicted", predicted_json(run, log)},
                {"out", written ? json(std::filesystem::absolute(run.out).string()) : json()}};
-  json touched;
-  if (std::isfinite(log.experts_touched()))
-    touched = {{"mean", log.experts_touched()}, {"least", log.fewest_experts_touched()}};
-  if (!touched.is_null()) summary["experts_touched"] = touched;
+  const bool has_experts = std::isfinite(log.experts_touched());
+  if (has_experts)
+    summary["experts_touched"] = {{"mean", log.experts_touched()}, {"least", log.fewest_experts_touched()}};
   log.object({{"summary", summary}});
   const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
   log.say(fmt::format("\n{} steps in {:.{}f} s: {:.0f} tokens/s, limited by {}", run.steps, log.training_seconds(),
@@ -130,7 +129,7 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                       human_bytes(memory.host_budget), human_bytes(resident_set_peak())));
   log.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated",
                       moved("disk_read"), moved("disk_write"), moved("upload"), moved("download"), moved("update")));
-  if (!touched.is_null())
+  if (has_experts)
     log.say(fmt::format("experts with tokens in a step: {:.1f}% of a layer's, {:.1f}% at least",
                         100 * log.experts_touched(), 100 * log.fewest_experts_touched()));
   if (storage.is_object())

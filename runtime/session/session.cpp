@@ -161,12 +161,6 @@ std::uint64_t Session::Impl::writes_of_next_step() const {
          (window_ended() ? step + plan.writes.window + plan.writes.commit : 0);
 }
 
-bool Session::Impl::commits_beside_next_step() const {
-  // One that a kept step held back comes as soon as that is gone.
-  return plan.commit_every != 0 && steps != committed_steps &&
-         (steps % plan.commit_every == 0 || steps - committed_steps >= plan.commit_every);
-}
-
 void Session::Impl::expect_first_values() const {
   if (lacks_first_values)
     throw Exception(io::ErrorKind::usage, "the adapters have no first values yet: begin_with_gradient() makes them");

@@ -169,6 +169,12 @@ void Session::commit() {
   impl_->commit();
 }
 
+bool Session::Impl::commits_beside_next_step() const {
+  // One that a kept step held back comes as soon as that is gone.
+  return plan.commit_every != 0 && steps != committed_steps &&
+         (steps % plan.commit_every == 0 || steps - committed_steps >= plan.commit_every);
+}
+
 void Session::Impl::commit() {
   committed = true;  // of a commit that fails nobody knows how far it came: nothing is removed
   flush();

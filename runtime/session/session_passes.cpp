@@ -104,7 +104,7 @@ void Session::Impl::regroup(int together, const std::vector<Shared>& shared) {
 }
 
 void Session::Impl::expect_references(std::size_t micro_batches) {
-  references.assign(options.train && options.loss.computes_reference() ? micro_batches : 0, {});
+  references.assign(plan.references_too ? micro_batches : 0, {});
 }
 
 torch::Tensor Session::Impl::reference_losses(const Weights& bound, int micro_batch, const Shared& shared) {

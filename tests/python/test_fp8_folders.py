@@ -8,7 +8,7 @@ from program import needs_torch, run, small, steps_of, the_error
 from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 from test_models import CONFIGS, randomised
-from test_quantised_folders import ADAPTERS, LORA, METHODS, ROWS, loss
+from test_quantised_folders import ADAPTERS, LORA, METHODS, ROWS, loss, saved_by_the_format
 from test_quantised_folders import folders as folders  # a fixture
 
 pytestmark = needs_torch
@@ -120,18 +120,9 @@ def mixture(work, config, quantised, described):
 
 
 def compare(work, precision, more):
-    """Runs over the values, over the format, and over the format from storage have the same bits. Bytes of host memory that the format saves."""
+    """Bytes of host memory that the format saves; the folder has the bits of its values, also without adapters."""
     assert loss(work, "stored") == loss(work, "values") != loss(work, "plain")
-    losses, adapters, said = {}, {}, {}
-    kept = ["--base-precision", precision]
-    for name, model, words in ("bf16", "values", []), ("kept", "stored", kept), ("streamed", "stored", [*kept, "--storage", "store", "--host-memory", "2MiB"]):
-        done = run(work, *LORA, *more, "--model", model, "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
-        losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
-        adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
-        said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
-    assert losses["bf16"] == losses["kept"] == losses["streamed"] and len(losses["bf16"]) == 3
-    assert adapters["bf16"] == adapters["kept"] == adapters["streamed"]
-    return said["bf16"]["host_memory"] - said["kept"]["host_memory"]
+    return saved_by_the_format(work, precision, more)
 
 
 PRECISIONS = pytest.mark.parametrize("precision", ["fp8", "fp8-rows"])

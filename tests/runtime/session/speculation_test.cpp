@@ -8,37 +8,23 @@
 
 #include "runtime/device/device_memory.h"
 #include "tests/runtime/session/fixture.h"
+#include "tests/runtime/session/spoiling_model.h"
 
 namespace tierflow::testing {
 namespace {
 
 constexpr int kSteps = 8, kSpoiledGradient = 3, kSpoiledLoss = 5;
 
-// A model whose loss or whose gradient is not finite, or which fails, when a test says so.
-class Failing final : public ForwardingModel {
+// One that also fails when a test says so.
+class Failing final : public Spoiling {
  public:
-  using ForwardingModel::ForwardingModel;
-  bool can_keep(int) const override { return false; }
+  using Spoiling::Spoiling;
   Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                 bool training) const override {
     if (stage == 1 && calls_left > 0 && --calls_left == 0) throw std::runtime_error("broken off");
-    return ForwardingModel::forward(stage, weights, carry, shared, training);
-  }
-  Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
-                 const Shared& shared, const Carry& d_out) const override {
-    Carry d_in = ForwardingModel::backward(stage, weights, gradients, carry, shared, d_out);
-    if (stage == spoiled_stage) gradients.back().view(-1)[0] = NAN;
-    return d_in;
-  }
-  HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
-                                    const Shared& shared, const models::TokenScale& scale) const override {
-    HeadResult result = ForwardingModel::head_loss_and_backward(weights, gradients, carry, shared, scale);
-    if (spoiled_loss) result.loss_sum = torch::full({}, INFINITY, torch::kDouble);
-    return result;
+    return Spoiling::forward(stage, weights, carry, shared, training);
   }
 
-  bool spoiled_loss = false;
-  int spoiled_stage = -1;
   mutable int calls_left = 0;  // of the forward of stage 1, until one fails; 0: none does
 };
 
@@ -54,6 +40,14 @@ struct Outcome {
 struct Counted {
   int staged = 0, speculative = 0, undone = 0;
 };
+
+SessionOptions far_from_the_clip(const Folder& folder, Speculation speculation) {
+  SessionOptions options = streamed(resident(1), folder);
+  options.clip = 1e9;
+  options.commit_every = 1;
+  options.speculation = speculation;
+  return options;
+}
 
 std::shared_ptr<Failing> model_of(const Case& which) {
   return std::make_shared<Failing>(make_model(parse_model_spec(which.json, which.name)));
@@ -229,12 +223,8 @@ TEST(Speculation, EveryPrecisionHasTheSameBits) {
 TEST(Speculation, WaitsWhileAStepIsKept) {
   DeviceMemory::install();
   const Folder folder;
-  SessionOptions options = streamed(resident(1), folder);
-  options.clip = 1e9;
-  options.commit_every = 1;
-  options.speculation = Speculation::always;
   const auto model = model_of(cases().front());
-  Session session({model, first_values()}, options);
+  Session session({model, first_values()}, far_from_the_clip(folder, Speculation::always));
   const auto step = [&] { return session.step(batches(1, static_cast<int>(session.steps()))).clipping; };
   EXPECT_EQ(step(), Clipping::speculative);
   auto kept = session.keep_step();
@@ -250,12 +240,8 @@ TEST(Speculation, WaitsWhileAStepIsKept) {
 TEST(Speculation, BeginsAfterEightStepsThatDoNotClip) {
   DeviceMemory::install();
   const Folder folder;
-  SessionOptions options = streamed(resident(1), folder);
-  options.clip = 1e9;
-  options.commit_every = 1;
-  options.speculation = Speculation::likely;
   const auto model = model_of(cases().front());
-  Session session({model, first_values()}, options);
+  Session session({model, first_values()}, far_from_the_clip(folder, Speculation::likely));
   EXPECT_NE(session.describe().find("no update waits"), std::string::npos);
   for (int step = 0; step < 11; ++step)
     EXPECT_EQ(session.step(batches(1, step)).clipping, step < 8 ? Clipping::staged : Clipping::speculative) << step;
