@@ -16,6 +16,7 @@
 
 #include "io/file.h"
 #include "tests/io/volume_fixture.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/system_calls.h"
 
 namespace tierflow::io {
@@ -200,7 +201,7 @@ TEST_F(BackendTest, AWaitWithoutALimitLastsUntilThereIsAResult) {
 }
 
 TEST_F(BackendTest, WithoutADescriptorToSpareItNamesTheCallThatFailed) {
-#ifdef __SANITIZE_ADDRESS__
+#ifdef TIERFLOW_ADDRESSES_SANITIZED
   GTEST_SKIP() << "it takes descriptors to check a type, which the sanitizer reports as it should";
 #endif
   rlimit usual;

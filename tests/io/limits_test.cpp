@@ -17,6 +17,7 @@
 #include "io/filesystem.h"
 #include "tests/io/volume_fixture.h"
 #include "tests/support/child.h"
+#include "tests/support/sanitized.h"
 
 namespace tierflow::io {
 namespace {
@@ -198,7 +199,7 @@ TEST_F(LimitsTest, ALimitThatShrinksInTheRunShortensAWriteAndThenEndsIt) {
 
 // With every number of descriptors left, from none: an error that says so and leaves nothing, until there are enough.
 TEST_F(LimitsTest, TooFewDescriptorsIsAnError) {
-#ifdef __SANITIZE_ADDRESS__
+#ifdef TIERFLOW_ADDRESSES_SANITIZED
   GTEST_SKIP() << "it takes descriptors to check a type, which the sanitizer reports as it should";
 #endif
   for (EngineKind engine : {EngineKind::io_uring, EngineKind::libaio, EngineKind::threads}) {
