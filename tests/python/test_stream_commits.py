@@ -52,6 +52,30 @@ def test_a_step_waits_for_the_commit_before_it(durable, tmp_path):
     tierflow.close(model, discard=True)
 
 
+def test_a_step_takes_no_gradient_before_the_last_commit_is_over(made):
+    """However long the drive takes: the calls' order says it, not what time has made of it."""
+    model, opt, _ = made
+    engine, calls = tierflow.model.engine_of(model), []
+
+    class Recording:
+        def __init__(self, native):
+            self.native = native
+
+        def __getattr__(self, name):
+            if name in ("begin_commit", "end_commit"):
+                calls.append(name)
+            return getattr(self.native, name)
+
+    engine.native = Recording(engine.native)
+    taking = engine.journal.take_gradients
+    engine.journal.take_gradients = lambda: (calls.append("take_gradients"), taking())
+    model(**batches("gpt2", 3)[2]).loss.backward()
+    assert calls == ["begin_commit"]
+    opt.step()
+    assert calls[: calls.index("take_gradients")] == ["begin_commit", "end_commit"]
+    engine.native = engine.native.native
+
+
 def test_a_step_that_is_skipped_commits_no_weights(made, tmp_path):
     """All of it lies in memory: what did not change is not written again."""
     model, opt, _ = made
