@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <set>
 
 #include "runtime/base/utf8.h"
+#include "runtime/data/data_json.h"
 #include "support/temp_dir.h"
 #include "tests/runtime/expect.h"
 
@@ -221,6 +223,36 @@ TEST_F(Data, WhatIsNoTextIsRefusedWithTheRemedy) {
   EXPECT_EQ(mixed.tokens(), 100);  // nothing of what came before the bad byte
   EXPECT_EQ(mixed.skipped_records(), 1);
   refused("k.jsonl", "junk\n{\"text\":7}\n", {"k.jsonl", "all of its records", "2 of them", "k.jsonl:1", "JSON"});
+}
+
+TEST(DataJson, SaysAllThatBecameOfTheData) {
+  RowSummary rows{.pairs = true,
+                  .examples = 11,
+                  .tokens = 12,
+                  .used = 13,
+                  .trained = 14,
+                  .truncated = 15,
+                  .untrained = 16,
+                  .untrained_when_cut = 17,
+                  .merged = 18,
+                  .formats = "chats",
+                  .masks = "template",
+                  .train_on = "assistant",
+                  .prepared = "rows.tfd"};
+  rows.lengths[0] = 3;
+  rows.lengths[5] = 4;
+  const DataSummary text{
+      .paths = {"a.txt", "b"}, .share = 0.25, .tokens = 5, .sequences = 6, .held_out = 7, .packing = "split"};
+  DataSummary chats{.paths = {"c.jsonl"}, .skipped = 2, .first_skipped = "line 3", .packing = "whole", .rows = rows};
+  EXPECT_EQ(data_json({text, chats}).dump(), R"([{"data":["a.txt","b"],"share":0.25,"format":"text","packing":"split",)"
+                                             R"("tokens":5,"sequences":6,"held_out":7,"bad_rows":0},)"
+                                             R"({"data":["c.jsonl"],"share":1.0,"format":"chats","packing":"whole",)"
+                                             R"("tokens":0,"sequences":0,"held_out":0,"bad_rows":2,)"
+                                             R"("first_bad_row":"line 3","examples":11,"tokens_in_sequences":13,)"
+                                             R"("trained_tokens":14,"train_on":"assistant","masks":"template",)"
+                                             R"("truncated":15,"dropped":{"untrained":16,"untrained_when_cut":17},)"
+                                             R"("merged_prompts":18,"prepared":"rows.tfd","lengths":[)"
+                                             R"({"up_to":1,"examples":3},{"up_to":32,"examples":4}]}])");
 }
 
 TEST(Utf8, InvalidBytesAreFoundWhereTheyAre) {

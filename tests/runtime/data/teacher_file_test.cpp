@@ -12,6 +12,7 @@
 
 #include "runtime/base/exception.h"
 #include "support/temp_dir.h"
+#include "tests/runtime/expect.h"
 
 namespace tierflow::testing {
 namespace {
@@ -87,7 +88,8 @@ TEST_F(TeacherFiles, WhatIsWrittenIsRead) {
       EXPECT_EQ(file.read(i).ids, tokens()[i].ids);
       EXPECT_EQ(file.read(i).log_probabilities, tokens()[i].log_probabilities);
     }
-    EXPECT_THROW(file.read(3), Exception);
+    for (const std::uint64_t beyond : {std::uint64_t{3}, UINT64_MAX})
+      expect_refusal(io::ErrorKind::usage, {"has 3 sequences"}, [&] { file.read(beyond); });
   }
 }
 

@@ -399,6 +399,27 @@ TEST(AdapterConfig, LayersOfAWrappedModelHaveTheNamesOfBothClasses) {
     ASSERT_EQ(adapters.size(), 2U) << name;
     EXPECT_EQ(linear_module(*adapters[0]), "model.layers.1.self_attn.q_proj") << name;
   }
+  // What is written beside it names each module by its whole path, and nothing else chooses.
+  ModelSpec spec = wrapped();
+  add_adapters(spec, {.rank = 2,
+                      .alpha = 4,
+                      .targets = {"q_proj", "k_proj", "v_proj"},
+                      .exclude = {"v_proj"},
+                      .layers = {1},
+                      .layer_patterns = {"layers"},
+                      .rank_pattern = {{"k_proj", 1}},
+                      .alpha_pattern = {{"q_proj", 3}}});
+  const AdapterConfig written = parse_adapter_config(adapter_config_beside_base(spec), "written");
+  const std::string layer = "model.language_model.layers.1.self_attn.";
+  EXPECT_THAT(written.targets, ::testing::UnorderedElementsAre(layer + "q_proj", layer + "k_proj"));
+  EXPECT_TRUE(written.exclude.empty() && written.layers.empty() && written.layer_patterns.empty());
+  EXPECT_TRUE(written.target_pattern.empty() && written.exclude_pattern.empty() && written.parameters.empty());
+  ASSERT_EQ(written.rank_pattern.size(), 1U);
+  EXPECT_EQ(written.rank_pattern[0].second, 1);
+  ASSERT_EQ(written.alpha_pattern.size(), 1U);
+  EXPECT_EQ(written.alpha_pattern[0].second, 3);
+  EXPECT_EQ(written.rank, 2);
+  EXPECT_EQ(written.alpha, 4);
   ModelSpec plain = small_llama();
   expect_refusal(io::ErrorKind::usage, {"is called model.language_model.layers.1.self_attn.q_proj"},
                  [&] { add_adapters(plain, {.targets = {"model.language_model.layers.1.self_attn.q_proj"}}); });

@@ -463,6 +463,26 @@ TEST(ModelSpec, LayersOfOtherKindsAreRefusedByName) {
                  [] { parse(with(llama(), "architectures", {"BertModel"})); });
 }
 
+// Of the families that have every field there: the nearest by name, else the plainest.
+TEST(ModelSpec, AnUnknownNameIsOfferedTheFamilyThatFits) {
+  const auto offered = [](const char* architecture, const char* field, const Json& value) {
+    try {
+      parse(with(with(llama(), "architectures", {architecture}), field, value));
+    } catch (const Exception& error) {
+      const std::string line = error.what();
+      const std::size_t at = line.find("--as ");
+      return at == std::string::npos ? std::string() : line.substr(at + 5, line.find(' ', at + 5) - at - 5);
+    }
+    return std::string("accepted");
+  };
+  EXPECT_EQ(offered("MyQwen3ForCausalLM", "head_dim", 16), "qwen3");
+  EXPECT_EQ(offered("Qwem2ForCausalLM", "rope_theta", 1e6), "qwen2");
+  EXPECT_EQ(offered("Cohare2ForCausalLM", "logit_scale", 1.0), "cohere2");
+  EXPECT_EQ(offered("SomethingElseForCausalLM", "rope_theta", 1e6), "llama");
+  EXPECT_EQ(offered("MyQwen3ForCausalLM", "mlp_bias", true), "llama");  // Qwen 3 has none
+  EXPECT_EQ(offered("MyQwen3ForCausalLM", "what_nobody_has", 1), "");
+}
+
 TEST(ModelSpec, HostileConfigsAreRefusedInOneLine) {
   const auto refused = [](const Json& config, std::initializer_list<std::string_view> words) {
     expect_refusal(io::ErrorKind::input, words, [&] { parse(config); });
