@@ -58,19 +58,39 @@ function(tierflow_together name)
   set_source_files_properties(${ARGN} PROPERTIES UNITY_GROUP ${group})
 endfunction()
 
-# tierflow_test(NAME [LABELS label] [PREFIX prefix] LIBRARIES lib... SOURCES file...): one GoogleTest program, one ctest entry for each of
-# its tests. Tests that two programs have take the prefix in one of them.
+# tierflow_test(NAME [BY_SUITE] [PRECOMPILED] [LABELS label] [PREFIX prefix] LIBRARIES lib... SOURCES file...): one GoogleTest program, one ctest entry for
+# each of its tests. Tests that two programs have take the prefix in one of them. BY_SUITE: one entry for each suite, for programs that load
+# LibTorch, which takes longer than most of their tests; a report of the suite's tests lies in test-reports/suites then, and
+# tools/test_totals.py puts it in the entry's place. PRECOMPILED: headers that most tests include are compiled once, which pays from about
+# five sources on.
 function(tierflow_test name)
-  cmake_parse_arguments(T "" "LABELS;PREFIX" "LIBRARIES;SOURCES" ${ARGN})
+  cmake_parse_arguments(T "BY_SUITE;PRECOMPILED" "LABELS;PREFIX" "LIBRARIES;SOURCES" ${ARGN})
   add_executable(${name} ${T_SOURCES})
   target_link_libraries(${name} PRIVATE ${T_LIBRARIES} tierflow_flags GTest::gmock GTest::gtest_main)
   target_include_directories(${name} PRIVATE "${CMAKE_SOURCE_DIR}")
   if(TIERFLOW_QUICK_TESTS)
     target_compile_options(${name} PRIVATE -O0)
-    target_precompile_headers(${name} PRIVATE <gmock/gmock.h> <gtest/gtest.h> <filesystem> <fstream> <functional> <map> <random> <string> <thread> <vector>)
   else()
     target_compile_options(${name} PRIVATE -O1)  # compile time over speed
   endif()
+  if(TIERFLOW_QUICK_TESTS OR T_PRECOMPILED)
+    target_precompile_headers(${name} PRIVATE <gmock/gmock.h> <gtest/gtest.h> <filesystem> <fstream> <functional> <map> <random> <string> <thread> <vector>)
+  endif()
+  if(T_BY_SUITE)
+    tierflow_suites(${name} "${T_LABELS}")
+    return()
+  endif()
   gtest_discover_tests(${name} TEST_PREFIX "${T_PREFIX}" DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 600 ENVIRONMENT OMP_WAIT_POLICY=passive
     LABELS "${T_LABELS}")
+endfunction()
+
+# The ctest entries of a program by suite, as tools/list_suites.py writes them when the program was built.
+function(tierflow_suites name labels)
+  set(list "${CMAKE_CURRENT_BINARY_DIR}/${name}_suites.cmake")
+  add_custom_command(TARGET ${name} POST_BUILD BYPRODUCTS "${list}" VERBATIM
+    COMMAND "${CMAKE_COMMAND}" -E env OMP_WAIT_POLICY=passive python3 "${CMAKE_SOURCE_DIR}/tools/list_suites.py" "$<TARGET_FILE:${name}>" "${list}"
+            --reports "${CMAKE_BINARY_DIR}/test-reports/suites" --label "${labels}")
+  file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/${name}_include.cmake"
+    "if(EXISTS \"${list}\")\n  include(\"${list}\")\nelse()\n  add_test(${name}_NOT_BUILT ${name}_NOT_BUILT)\nendif()\n")
+  set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES "${CMAKE_CURRENT_BINARY_DIR}/${name}_include.cmake")
 endfunction()

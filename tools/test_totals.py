@@ -1,5 +1,6 @@
 """Adds up JUnit reports into one line, the last. Fails where a report is missing, holds a failure, or holds a skip for want
-of something that tools/setup.sh installs or `make build` builds."""
+of something that tools/setup.sh installs or `make build` builds. In ctest's report the entry of a suite is replaced by the suite's
+tests, whose own reports lie in suites/ beside it and are used up."""
 
 import collections
 import os
@@ -54,6 +55,38 @@ def kind(why):
     return "for want of a GPU" if re.search(GPU, why) else "for want of mounts" if re.search(MOUNTS, why) else "for another reason"
 
 
+def expand(path):
+    """Puts tests in the place of their suites' entries. An entry without a report of its tests has failed; one that failed though none of
+    its tests did (a crash, a time limit) stays beside them."""
+    report = tree.parse(path)
+    root = report.getroot()
+    for case in root.findall("testcase"):
+        own = path.parent / "suites" / f"{case.get('name')}.xml"
+        failed = case.find("failure") is not None or case.get("status") == "fail"
+        if own.exists():
+            tests = [one for one in tree.parse(own).getroot().iter("testcase") if one.get("status") != "notrun"]
+            own.unlink()
+        elif re.search(r"Note: Google Test filter = \S+\.\*$", case.findtext("system-out") or "", re.MULTILINE):
+            tests = []
+        else:
+            continue
+        at = list(root).index(case)
+        if not tests or failed and all(one.find("failure") is None for one in tests):
+            if case.find("failure") is None:
+                tree.SubElement(case, "failure", message="the suite left no report of its tests")
+            at += 1
+        else:
+            root.remove(case)
+        for one in reversed(tests):
+            root.insert(at, one)
+    cases = root.findall("testcase")
+    if root.tag == "testsuite" and cases:
+        root.set("tests", str(len(cases)))
+        root.set("failures", str(sum(one.find("failure") is not None for one in cases)))
+        root.set("skipped", str(sum(one.find("skipped") is not None for one in cases)))
+    report.write(path, encoding="utf-8", xml_declaration=True)
+
+
 def count(path):
     """(passed, failed, skipped) of a report, what its skipped tests want, and how many were skipped of each kind."""
     cases = list(tree.parse(path).getroot().iter("testcase"))
@@ -68,6 +101,7 @@ def main(paths):
     totals, parts, skipped = [0, 0, 0], [], collections.Counter()
     for path in map(pathlib.Path, paths):
         try:
+            expand(path)
             counts, wants, kinds = count(path)
         except (OSError, tree.ParseError) as error:
             print(f"{path.stem}: no report, which counts as a failure: {error}")

@@ -113,6 +113,52 @@ def test_a_skip_for_want_of_what_setup_brings_is_a_failure(tmp_path, case):
     assert code == 1 and said.splitlines()[-1] == "1 passed, 1 failed, 0 skipped"
 
 
+SUITE = "<system-out>Note: Google Test filter = All/A.*\n</system-out>"
+
+
+def suite_report(folder, *cases):
+    (folder / "suites").mkdir(exist_ok=True)
+    inner = "".join(f"<testcase name='{i}' status='run' classname='All/A'>{case}</testcase>" for i, case in enumerate(cases))
+    (folder / "suites/p.All-A.xml").write_text(f"<testsuites><testsuite name='All/A'>{inner}</testsuite></testsuites>")
+
+
+def suite(folder, inside=SUITE, status="run"):
+    path = folder / "ctest.xml"
+    path.write_text(f"<testsuite tests='1'><testcase name='p.All-A' classname='p.All-A' status='{status}'>{inside}</testcase></testsuite>")
+    return path
+
+
+def test_each_suite_has_an_entry_of_its_own(tmp_path):
+    program = tmp_path / "some_test"
+    program.write_text("#!/bin/sh\nprintf 'Running main() from x\\nA.\\n  one\\n  DISABLED_two\\nAll/B.  # TypeParam\\n  one/x  # GetParam() = x\\n  one/y\\nDISABLED_C.\\n  one\\n'\n")
+    program.chmod(0o755)
+    subprocess.run([sys.executable, ROOT / "tools/list_suites.py", program, tmp_path / "list", "--reports", "/r", "--label", "gpu"], check=True)
+    lines = (tmp_path / "list").read_text().splitlines()
+    assert [line for line in lines if line.startswith("add_test")] == [
+        f"add_test([==[some_test.{name}]==] [==[{program}]==] [==[--gtest_filter={suite}.*]==])" for name, suite in (("A", "A"), ("All-B", "All/B"))
+    ]
+    assert "COST 2" in lines[3] and "xml:/r/some_test.All-B.xml" in lines[3] and "LABELS [==[gpu]==]" in lines[3]
+
+
+def test_the_tests_of_a_suite_stand_in_the_place_of_its_entry(tmp_path):
+    suite_report(tmp_path, "", "<skipped message='x.cpp:1&#10;no CUDA device here'/>", "")
+    path = suite(tmp_path)
+    for _ in range(2):  # what was read is used up, and the file has it
+        assert totals(path)[1].splitlines()[-1] == "2 passed, 0 failed, 1 skipped"
+    assert "p.All-A" not in path.read_text() and path.read_text().count("classname=\"All/A\"") == 3 and 'tests="3"' in path.read_text()
+
+
+def test_a_suite_that_failed_counts_as_its_tests_do(tmp_path):
+    suite_report(tmp_path, "", "<failure message='wrong'/>")
+    assert totals(suite(tmp_path, SUITE + "<failure/>", "fail")) == (1, "all tests: 1 passed, 1 failed, 0 skipped (ctest 2)\n1 passed, 1 failed, 0 skipped\n")
+
+
+def test_a_suite_that_ended_early_has_failed(tmp_path):
+    assert totals(suite(tmp_path))[1].splitlines()[-1] == "0 passed, 1 failed, 0 skipped"
+    suite_report(tmp_path, "")  # all done, and then a crash
+    assert totals(suite(tmp_path, SUITE + "<failure/>", "fail"))[1].splitlines()[-1] == "1 passed, 1 failed, 0 skipped"
+
+
 def reasons_to_skip():
     """Every reason that a test of this tree may give, as it stands in the source."""
     pattern = {".py": r'(?:pytest\.skip\(|reason=)f?"([^"]+)"', ".cpp": r'GTEST_SKIP\(\)[\s<]*"([^"]+)"'}

@@ -18,7 +18,7 @@ add_executable(models_test
 target_link_libraries(models_test PRIVATE GTest::gmock GTest::gtest_main)
 add_test(NAME models_test COMMAND models_test)
 # Many small parallel regions: on a busy machine threads that spin at their ends would wait for one another.
-set_tests_properties(models_test PROPERTIES TIMEOUT 600 ENVIRONMENT OMP_WAIT_POLICY=passive)
+set_tests_properties(models_test PROPERTIES TIMEOUT 600 COST 900 ENVIRONMENT OMP_WAIT_POLICY=passive)
 
 # Run by tests/python/test_models.py.
 add_executable(model_probe models/model_probe.cpp)

@@ -133,7 +133,7 @@ TEST_F(Tokenizer, ARegexBombRunsIntoTheTimeLimit) {
   write_tokenizer(
       R"({"version":"1.0","added_tokens":[],"pre_tokenizer":{"type":"Split","pattern":{"Regex":"^(((((a|a?)+)+)+)+)+$"},
     "behavior":"Isolated","invert":false},"model":{"type":"WordLevel","vocab":{"a":0},"unk_token":"a"}})");
-  write_data("1.txt", std::string(200, 'a') + "b");
+  write_data("1.txt", std::string(200, 'a').append("b"));
   options_.tokenizer_seconds = 2;
   const auto start = std::chrono::steady_clock::now();
   expect_refusal(io::ErrorKind::input, {"tokenizer.json"}, [&] { tokens(); });
