@@ -478,6 +478,7 @@ TEST(ModelSpec, AnUnknownNameIsOfferedTheFamilyThatFits) {
   EXPECT_EQ(offered("MyQwen3ForCausalLM", "head_dim", 16), "qwen3");
   EXPECT_EQ(offered("Qwem2ForCausalLM", "rope_theta", 1e6), "qwen2");
   EXPECT_EQ(offered("Cohare2ForCausalLM", "logit_scale", 1.0), "cohere2");
+  EXPECT_EQ(offered("Qwen2Qwen3ForCausalLM", "rope_theta", 1e6), "qwen2");  // of equals the first
   EXPECT_EQ(offered("SomethingElseForCausalLM", "rope_theta", 1e6), "llama");
   EXPECT_EQ(offered("MyQwen3ForCausalLM", "mlp_bias", true), "llama");  // Qwen 3 has none
   EXPECT_EQ(offered("MyQwen3ForCausalLM", "what_nobody_has", 1), "");
