@@ -71,7 +71,22 @@ UpdateResult run_with_reports(const Kernels& kernels, const Update& u, const Blo
   return result;
 }
 
+Moment moment_from(Moment moment, std::size_t first) {
+  const std::size_t size = moment.format == MomentFormat::block8 ? 1 : moment.format == MomentFormat::bf16 ? 2 : 4;
+  if (moment.values != nullptr) moment.values = static_cast<std::byte*>(moment.values) + size * first;
+  if (moment.absmax != nullptr) moment.absmax += first / kBlock;
+  return moment;
+}
+
 }  // namespace
+
+State state_from(const State& state, std::size_t first) {
+  return {.master = state.master,
+          .hi = state.hi + first,
+          .lo = state.lo == nullptr ? nullptr : state.lo + first,
+          .m = moment_from(state.m, first),
+          .v = moment_from(state.v, first)};
+}
 
 Update digested(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to,
                 std::size_t n) {

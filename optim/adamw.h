@@ -6,6 +6,7 @@
 // contract raise std::invalid_argument.
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace tierflow::optim {
 
@@ -82,6 +83,14 @@ UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradie
 // overlap. Blocks left as they were are copied.
 UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to,
                           std::size_t n, const BlockReports& reports = {});
+
+// As adamw_update() once for each of `updates`, in their order, with gradients that are all zero: the same bits. For
+// what missed updates in which its gradient was zero. The state is replayed in parts that stay in the processor's
+// cache, and a block whose moments are zero and that does not decay is left alone after the first update.
+void adamw_catch_up(std::span<const AdamWParams> updates, const State& state, std::size_t n);
+
+// The same state from element `first` on, a multiple of kBlock.
+State state_from(const State& state, std::size_t first);
 
 // All-zero moments in `moment`'s format.
 void zero_moment(const Moment& moment, std::size_t n, bool is_signed);

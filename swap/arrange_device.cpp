@@ -77,7 +77,7 @@ std::vector<bool> chunks_on_device(const Layout& layout, const std::vector<bool>
         });
     for (const Chunk& chunk : layout.trainable_chunks_of(unit)) {
       const int id = layout.first_chunk(unit) + chunk.index;
-      on_device[id] = deferred[id] || last_visited->backward_needs_weights;
+      on_device[id] = !chunk.sparse && (deferred[id] || last_visited->backward_needs_weights);
     }
   }
   return on_device;

@@ -1,16 +1,19 @@
 #include "swap/check.h"
 
+#include <utility>
+
 namespace tierflow::swap {
 
 PlanChecker::PlanChecker(const Layout& layout, const Arrangement& arrangement)
     : layout_(layout), arrangement_(arrangement), ledger_(layout, arrangement), rules_(layout, arrangement, ledger_) {
   parts_.assign(layout.units().size(), 0);
+  due_.assign(layout.chunks().size(), 0);
   for (const StageShape& stage : layout.stages())
     for (const int unit : stage.units) parts_[unit] += stage.computations(arrangement.micro_batches);
 }
 
-io::Error PlanChecker::train_step(const Plan& plan, bool pending, bool commits, Updates updates) {
-  begin_step(pending, commits, updates);
+io::Error PlanChecker::train_step(const Plan& plan, bool pending, bool commits, Updates updates, StepRows rows) {
+  begin_step(pending, commits, updates, std::move(rows));
   return finish(plan);
 }
 
@@ -21,15 +24,18 @@ io::Error PlanChecker::undo(const Plan& plan) {
 
 void PlanChecker::begin_undo() {
   const bool speculated = expected_.speculates;
-  for (const Chunk& chunk : layout_.chunks())
-    if (chunk.trainable) rules_.go_back(chunk.id);
+  for (const Chunk& chunk : layout_.chunks()) {
+    if (!chunk.trainable) continue;
+    --due_[chunk.id];
+    if (rows_.uses(chunk)) rules_.go_back(chunk.id);
+  }
   begin_plan({.undoes = true});
   if (!speculated) ledger_.wrong("undoes a step that was not speculative");
 }
 
-io::Error PlanChecker::flush(const Plan& plan) {
+io::Error PlanChecker::flush(const Plan& plan, bool pending, StepRows rows) {
   deferred_step_ = step_;
-  begin_plan({.deferred_updates = 1});
+  begin_plan({.deferred_updates = pending ? 1 : 0}, std::move(rows));
   return finish(plan);
 }
 
@@ -38,7 +44,7 @@ io::Error PlanChecker::evaluate(const Plan& plan) {
   return finish(plan);
 }
 
-void PlanChecker::begin_step(bool pending, bool commits, Updates updates) {
+void PlanChecker::begin_step(bool pending, bool commits, Updates updates, StepRows rows) {
   deferred_step_ = step_++;
   const bool speculates = updates == Updates::at_once;
   begin_plan({.deferred_updates = pending ? 1 : 0,
@@ -46,11 +52,13 @@ void PlanChecker::begin_step(bool pending, bool commits, Updates updates) {
               .measurements = 1,
               .items = 1,
               .commits = commits || speculates ? 1 : 0,
-              .speculates = speculates});
+              .speculates = speculates},
+             std::move(rows));
 }
 
-void PlanChecker::begin_plan(const Expected& expected) {
+void PlanChecker::begin_plan(const Expected& expected, StepRows rows) {
   expected_ = expected;
+  rows_ = std::move(rows);
   ledger_.begin_plan();
   rules_.begin_plan();
   commits_ = 0;
@@ -58,9 +66,12 @@ void PlanChecker::begin_plan(const Expected& expected) {
   read_.assign(arrangement_.items.size(), 0);
   // Computed with: the weights after every update that is owed, before this step's own.
   used_version_.clear();
-  for (const Chunk& chunk : layout_.chunks())
-    used_version_.push_back(rules_.version(chunk.id) +
-                            (arrangement_.deferred[chunk.id] ? expected.deferred_updates : 0));
+  for (const Chunk& chunk : layout_.chunks()) {
+    if (arrangement_.deferred[chunk.id]) due_[chunk.id] += expected.deferred_updates;
+    const bool moved = rows_.uses(chunk) || rows_.catches_up(chunk) ||
+                       (rows_.owes(chunk) && arrangement_.deferred[chunk.id] && expected.deferred_updates != 0);
+    used_version_.push_back(moved ? due_[chunk.id] : rules_.version(chunk.id));
+  }
 }
 
 void PlanChecker::play(const Plan& part) {
@@ -80,6 +91,8 @@ void PlanChecker::play(const Plan& part) {
     }
     if (task.kind == TaskKind::update)
       update(task);
+    else if (task.kind == TaskKind::catch_up)
+      catch_up(task);
     else if (task.kind == TaskKind::measure)
       rules_.measure(task, {What::gradient, task.chunk, step_});
     else if (task.kind == TaskKind::update_on_device)
@@ -93,15 +106,19 @@ io::Error PlanChecker::finish(const Plan& rest) {
   play(rest);
   for (const Chunk& chunk : layout_.chunks()) {
     const int updated = rules_.updated(chunk.id), measured = rules_.measured(chunk.id);
-    const int owed = arrangement_.deferred[chunk.id] ? expected_.deferred_updates : 0,
-              own = chunk.trainable && !defers(chunk.id) ? expected_.updates : 0;
+    const bool in_backward = chunk.trainable && !defers(chunk.id);
+    const int owed = arrangement_.deferred[chunk.id] && rows_.owes(chunk) ? expected_.deferred_updates : 0,
+              own = in_backward && rows_.uses(chunk) ? expected_.updates : 0;
+    if (in_backward) due_[chunk.id] += expected_.updates;
+    if (chunk.sparse && !expected_.undoes && rules_.version(chunk.id) != used_version_[chunk.id] + own)
+      ledger_.wrong("chunk " + std::to_string(chunk.id) + " has not what it missed");
     if (updated != owed + own)
       ledger_.wrong("chunk " + std::to_string(chunk.id) + " was updated " + std::to_string(updated) + " times");
     for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
       if (expected_.undoes && chunk.trainable &&
           ledger_.home(kind, chunk.id).content.version != rules_.version(chunk.id))
         ledger_.wrong("chunk " + std::to_string(chunk.id) + " is not what it was before the step");
-    if (measured != (defers(chunk.id) ? expected_.measurements : 0))
+    if (measured != (defers(chunk.id) && rows_.uses(chunk) ? expected_.measurements : 0))
       ledger_.wrong("chunk " + std::to_string(chunk.id) + " was measured " + std::to_string(measured) + " times");
   }
   for (std::size_t item = 0; item < made_.size(); ++item)
@@ -194,8 +211,9 @@ void PlanChecker::compute(const Task& task, const Plan& plan) {
     if (weights && visit.weights[position] == kNowhere) return ledger_.wrong("the visit has no weights");
     if (weights)
       for (const Chunk& chunk : layout_.chunks_of(unit))
-        ledger_.read_device(visit.weights[position] + chunk.word_place(), chunk.word_bytes(),
-                            {What::words, chunk.id, used_version_[chunk.id]});
+        if (rows_.uses(chunk))
+          ledger_.read_device(visit.weights[position] + chunk.word_place(), chunk.word_bytes(),
+                              {What::words, chunk.id, used_version_[chunk.id]});
     if (gradients && layout_.gradient_bytes(unit) != 0) sum_gradient(task, visit, position, unit);
   }
   if (task.item != -1) use_item(task);
@@ -233,7 +251,20 @@ void PlanChecker::sum_gradient(const Task& task, const Visit& visit, std::size_t
   ledger_.write_device(begin, bytes, sum);
 }
 
+// Before the chunk's next update it has all that came before.
+void PlanChecker::expect_applied(int chunk) {
+  if (rules_.version(chunk) != due_[chunk] - (owes(chunk) ? 1 : 0))
+    ledger_.wrong("the chunk has not had the updates that it missed");
+}
+
+void PlanChecker::catch_up(const Task& task) {
+  if (!rows_.catches_up(layout_.chunks()[task.chunk]) || owes(task.chunk))
+    ledger_.wrong("catches up with what the chunk has not missed");
+  rules_.catch_up(task, due_[task.chunk]);
+}
+
 void PlanChecker::update(const Task& task) {
+  expect_applied(task.chunk);
   if (task.measures == owes(task.chunk)) ledger_.wrong("measures another gradient than the step's own");
   ledger_.read(ledger_.host(task.gradient), gradient_of(task.chunk), "the gradient");
   rules_.update(task);

@@ -7,6 +7,8 @@
 //  - played in order, every task finds the bytes it is for: the chunk it names, updated as often as steps have passed,
 //    the gradient of the step with every micro-batch in it;
 //  - every trainable chunk is updated once a step: deferred ones, which are measured once, ahead of the next forward;
+//    of the sparse ones those that the step uses. What one has missed by then it has caught up with, once, before
+//    anyone uses it;
 //  - every item is made once and read once a step, by those that the arrangement names. Who reads it finds what was
 //  made;
 //  - a commit covers every trainable chunk as the step before left it, and nothing of that is overwritten before it;
@@ -26,12 +28,13 @@ class PlanChecker {
 
   // The next plan of the run, as Planner made it with the same arguments. What is returned names the task and what is
   // wrong with it; it is a defect of the planner (kind corruption), never of the user.
-  io::Error train_step(const Plan& plan, bool pending, bool commits = false, Updates updates = Updates::as_arranged);
+  io::Error train_step(const Plan& plan, bool pending, bool commits = false, Updates updates = Updates::as_arranged,
+                       StepRows rows = {});
   io::Error undo(const Plan& plan);
-  io::Error flush(const Plan& plan);
+  io::Error flush(const Plan& plan, bool pending = true, StepRows rows = {});
   io::Error evaluate(const Plan& plan);
   // train_step() of a plan that comes in parts: play() takes each, finish() what is left of it.
-  void begin_step(bool pending, bool commits, Updates updates = Updates::as_arranged);
+  void begin_step(bool pending, bool commits, Updates updates = Updates::as_arranged, StepRows rows = {});
   void begin_undo();  // the same of undo()
   void play(const Plan& part);
   io::Error finish(const Plan& rest);
@@ -45,7 +48,7 @@ class PlanChecker {
     bool undoes = false;      // the speculative step before
   };
 
-  void begin_plan(const Expected& expected);
+  void begin_plan(const Expected& expected, StepRows rows = {});
   void move(const Task& task);
   void move_item(const Task& task);
   const Item* item_of(const Task& task);
@@ -53,11 +56,14 @@ class PlanChecker {
   void use_item(const Task& task);
   void sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit);
   void update(const Task& task);
+  void catch_up(const Task& task);
   void commit();
+  void expect_applied(int chunk);
   void update_on_device(const Task& task);
   // Whether the chunk's next update is the one that the step before deferred.
   bool owes(int chunk) const {
-    return arrangement_.deferred[chunk] && rules_.updated(chunk) < expected_.deferred_updates;
+    return arrangement_.deferred[chunk] && rows_.owes(layout_.chunks()[chunk]) &&
+           rules_.updated(chunk) < expected_.deferred_updates;
   }
   bool defers(int chunk) const { return arrangement_.deferred[chunk] && !expected_.speculates; }
   // The gradient that the chunk's next update applies, and the fp32 sum that it was on the device.
@@ -70,6 +76,8 @@ class PlanChecker {
   UpdateRules rules_;
   Expected expected_;
   std::vector<int> parts_;         // by unit: of how many computations its gradient is the sum
+  StepRows rows_;                  // of the plan
+  std::vector<int> due_;           // by chunk: the updates that it has had, or missed, before the plan's own
   std::vector<int> used_version_;  // by chunk: the version that whoever computes must see
   std::vector<int> made_, read_;   // by item: how often in this plan
   int commits_ = 0;                // in this plan

@@ -39,7 +39,10 @@ class HostWork {
   // words: chunk.elements hi words, state: chunk.state_bytes; both are updated in place.
   virtual io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                            std::span<std::byte> state) = 0;
-  // The same on the device, on its update stream; returns when it is done. Measures what update() would measure.
+  // The updates that the chunk, a sparse one, has missed (TaskKind::catch_up), with gradients of zero. In place.
+  virtual io::Error catch_up(const Chunk& chunk, std::span<std::byte> words, std::span<std::byte> state);
+  // The same as update() on the device, on its update stream; returns when it is done. Measures what update() would
+  // measure.
   virtual io::Error update_on_device(const Chunk& chunk, Device& device, const DeviceUpdate& at);
   // Adds bf16 `incoming` to the fp32 sum whose high and low words are given; if `first`, the sum so far is in `high` as
   // bf16 and `low` holds nothing yet. Called instead of measure(): it also measures the result.

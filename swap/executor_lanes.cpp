@@ -33,6 +33,9 @@ io::Error thrown_in(const Task& task) {
 io::Error HostWork::update_on_device(const Chunk&, Device&, const DeviceUpdate&) {
   return {.kind = io::ErrorKind::usage, .operation = "update", .detail = "this run's updates are the host's alone"};
 }
+io::Error HostWork::catch_up(const Chunk&, std::span<std::byte>, std::span<std::byte>) {
+  return {.kind = io::ErrorKind::usage, .operation = "update", .detail = "this run's chunks miss no updates"};
+}
 io::Error HostWork::accumulate(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>,
                                bool) {
   return keeps_no_sums();
@@ -373,7 +376,9 @@ io::Error Executor::Impl::work(Node& at) {
     if (io::Error failed = at.work->round_sum(chunk, gradient, low)) return failed;
   const auto words = host(task.words, chunk.word_bytes());
   const auto state = host(task.state, chunk.state_bytes);
-  if (io::Error failed = at.work->update(chunk, gradient, words, state)) return failed;
+  if (io::Error failed = task.kind == TaskKind::catch_up ? at.work->catch_up(chunk, words, state)
+                                                         : at.work->update(chunk, gradient, words, state))
+    return failed;
   changed(ExtentKind::hi, task.chunk, task.words);
   changed(ExtentKind::state, task.chunk, task.state);
   return {};

@@ -61,12 +61,15 @@ bool Fetcher::fetch(Visit& visit, bool forced) {
     }
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
       const int id = chunk.id;
-      const bool owed = owes(unit) && arrangement_.deferred[id], on_device = owed && arrangement_.on_device[id];
-      if (there && !owed) continue;
+      const bool owed = owes(unit) && arrangement_.deferred[id] && rows_.owes(chunk),
+                 on_device = owed && arrangement_.on_device[id], missed = rows_.catches_up(chunk),
+                 comes = !there && rows_.uses(chunk);
+      if (!comes && !owed && !missed) continue;
       const HostRef words = there ? emitter_.place(ExtentKind::hi, id) : emitter_.read(ExtentKind::hi, id);
       if (owed && !on_device) emitter_.update(id, words, emitter_.read_gradient(id, owed_[unit] == Owed::sum));
+      if (missed) emitter_.catch_up(id, words);
       const std::uint64_t to = at + chunk.word_place();
-      if (!there) emitter_.upload(ExtentKind::hi, id, words, to);
+      if (comes) emitter_.upload(ExtentKind::hi, id, words, to);
       if (on_device) emitter_.update_on_device(id, to, kNowhere, words);
     }
     owed_[unit] = Owed::nothing;
@@ -88,11 +91,25 @@ void Fetcher::release(const std::vector<int>& units, int holds) {
 void Fetcher::apply_owed(int unit) {
   invalidate(unit);
   for (const Chunk& chunk : layout_.chunks_of(unit)) {
-    if (!arrangement_.deferred[chunk.id]) continue;
+    if (!arrangement_.deferred[chunk.id] || !rows_.owes(chunk)) continue;
     const HostRef words = emitter_.read(ExtentKind::hi, chunk.id);
     emitter_.update(chunk.id, words, emitter_.read_gradient(chunk.id, owed_[unit] == Owed::sum));
   }
   owed_[unit] = Owed::nothing;
+}
+
+void Fetcher::catch_up() {
+  for (const int id : layout_.sparse_chunks()) {
+    const Chunk& chunk = layout_.chunks()[id];
+    if (rows_.catches_up(chunk)) emitter_.catch_up(id, emitter_.read(ExtentKind::hi, id));
+  }
+}
+
+void Fetcher::take_rows(StepRows rows) {
+  const bool whole = rows_.used.empty() && rows_.missed.empty() && rows.used.empty() && rows.missed.empty();
+  rows_ = std::move(rows);
+  if (whole) return;
+  for (const int id : layout_.sparse_chunks()) invalidate(layout_.chunks()[id].unit);
 }
 
 std::uint64_t Fetcher::bytes_of(const std::vector<int>& units) const {

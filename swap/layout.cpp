@@ -27,7 +27,9 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
       const GroupShape& shape = units_[unit].groups[group];
       if (shape.trainable && gradients != first)
         throw std::logic_error("unit " + units_[unit].name + " has a frozen group before a trainable one");
-      std::uint64_t limit = chunk_elements;
+      if (shape.sparse && (!shape.trainable || users_[unit] != 1))
+        throw std::logic_error("unit " + units_[unit].name + " has a sparse group that is frozen or used twice");
+      std::uint64_t limit = shape.sparse ? kChunkQuantum : chunk_elements;
       while (limit > kChunkQuantum && shape.state_bytes(limit) > round_up(state_limit, kSector)) limit -= kChunkQuantum;
       for (std::uint64_t begin = 0; begin < shape.elements; begin += limit) {
         const std::uint64_t n = std::min(limit, shape.elements - begin);
@@ -39,7 +41,9 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
                            .elements = n,
                            .state_bytes = shape.state_bytes(n),
                            .trainable = shape.trainable,
-                           .rewritten = shape.rewritten});
+                           .rewritten = shape.rewritten,
+                           .sparse = shape.sparse});
+        if (shape.sparse) sparse_chunks_.push_back(chunks_.back().id);
         max_word_bytes_ = std::max(max_word_bytes_, chunks_.back().word_bytes());
         max_state_bytes_ = std::max(max_state_bytes_, chunks_.back().state_bytes);
       }

@@ -31,6 +31,9 @@ struct GroupShape {
   std::uint32_t state_bytes_element = 0;  // optimizer state and low master words, a parameter
   std::uint32_t state_bytes_block = 0;    // and a block of 256
   std::string precision;                  // named in the manifest
+  // Of what is trainable: a step may use a part of it. It is cut into the smallest chunks, kChunkQuantum each, and
+  // chunks that a step does not use are neither moved nor updated in it (StepRows in planner.h).
+  bool sparse = false;
 
   std::uint64_t state_bytes(std::uint64_t n) const {
     if (!trainable && !rewritten) return 0;
@@ -72,6 +75,7 @@ struct Chunk {
   std::uint64_t state_bytes = 0;  // 0 where it has none
   bool trainable = true;
   bool rewritten = false;  // as in GroupShape
+  bool sparse = false;     // as in GroupShape
 
   // Whether its words change after they were loaded.
   bool changes() const { return trainable || rewritten; }
@@ -84,8 +88,10 @@ struct Chunk {
 class Layout {
  public:
   // chunk_elements: multiple of kChunkQuantum; the largest chunk of a group whose state is 4 bytes an element. Groups
-  // with more state are cut finer so that no chunk's state exceeds max_state_bytes(). Throws std::logic_error where a
-  // unit has a frozen group before a trainable one, or is on demand in one stage and not in another.
+  // with more state are cut finer so that no chunk's state exceeds max_state_bytes(); sparse ones as GroupShape says,
+  // whatever chunk_elements is. Throws std::logic_error where a
+  // unit has a frozen group before a trainable one, or is on demand in one stage and not in another, or where a sparse
+  // group is frozen or of a unit that several stages use.
   Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std::uint64_t chunk_elements);
 
   const std::vector<UnitShape>& units() const { return units_; }
@@ -108,12 +114,14 @@ class Layout {
   int users_of(int unit) const { return users_[unit]; }
   // The first of them; -1 where there is none.
   int first_user(int unit) const { return first_user_[unit]; }
+  // Ids of the sparse chunks, in order.
+  const std::vector<int>& sparse_chunks() const { return sparse_chunks_; }
 
  private:
   std::vector<UnitShape> units_;
   std::vector<StageShape> stages_;
   std::vector<Chunk> chunks_;
-  std::vector<int> first_chunk_, users_, first_user_;
+  std::vector<int> first_chunk_, users_, first_user_, sparse_chunks_;
   std::vector<bool> on_demand_;
   std::vector<std::uint64_t> unit_elements_, gradient_bytes_;
   std::uint64_t chunk_elements_ = 0, max_word_bytes_ = 0, max_state_bytes_ = 0;

@@ -20,7 +20,8 @@ const char* task_name(TaskKind kind) {
                                            "read_gradient_low", "write_gradient_low",
                                            "accumulate",        "upload_state",
                                            "upload_gradient",   "update_on_device",
-                                           "download_state",    "commit"};
+                                           "download_state",    "commit",
+                                           "catch_up"};
   return kNames[static_cast<int>(kind)];
 }
 

@@ -38,7 +38,8 @@ enum class TaskKind : std::uint8_t {
   upload_gradient,   // a deferred one
   update_on_device,  // in place on the unit's words on the device and the state in the slot
   download_state,
-  commit,  // what is stored of every trainable chunk becomes a durable generation
+  commit,    // what is stored of every trainable chunk becomes a durable generation
+  catch_up,  // on host bytes: the updates that a sparse chunk missed, whose gradients were zero
 };
 const char* task_name(TaskKind kind);
 

@@ -27,9 +27,11 @@ Planner::Planner(const Layout& layout, const Arrangement& arrangement)
   }
 }
 
-Plan Planner::train_step(bool pending, bool commits, Updates updates) {
+Plan Planner::train_step(bool pending, bool commits, Updates updates, StepRows rows) {
   updates_ = updates;
-  if (commits && !pending) emitter_.commit();
+  const bool updates_first = pending || rows.any_missed();
+  if (commits && !updates_first) emitter_.commit();
+  fetcher_.take_rows(std::move(rows));
   for (const int unit : deferring_) fetcher_.owe(unit, pending ? Owed::gradient : Owed::nothing);
   gradient_of_.assign(layout_.units().size(), kNowhere);
   const int stages = static_cast<int>(layout_.stages().size());
@@ -37,10 +39,11 @@ Plan Planner::train_step(bool pending, bool commits, Updates updates) {
   for (int stage = 0; stage + 1 < stages; ++stage) visits.push_back({.stage = stage, .pass = Pass::forward});
   visits.push_back({.stage = stages - 1, .pass = Pass::head});
   for (int stage = stages - 2; stage >= 0; --stage) visits.push_back({.stage = stage, .pass = Pass::backward});
-  return run(std::move(visits), arrangement_.micro_batches, commits && pending);
+  return run(std::move(visits), arrangement_.micro_batches, commits && updates_first);
 }
 
 Plan Planner::evaluate(int micro_batches, bool another) {
+  fetcher_.take_rows({});
   const int stages = static_cast<int>(layout_.stages().size()), expected = another ? std::min(stages, kLookahead) : 0;
   std::vector<Visit> visits;
   for (int visit = 0; visit < stages + expected; ++visit)
@@ -48,9 +51,12 @@ Plan Planner::evaluate(int micro_batches, bool another) {
   return run(std::move(visits), micro_batches, false, expected);
 }
 
-Plan Planner::flush() {
+Plan Planner::flush(bool pending, StepRows rows) {
+  fetcher_.take_rows(std::move(rows));
   emitter_.serve(Pass::forward);
-  for (const int unit : deferring_) fetcher_.apply_owed(unit);
+  for (const int unit : deferring_)
+    if (pending) fetcher_.apply_owed(unit);
+  fetcher_.catch_up();
   return emitter_.take();
 }
 
@@ -209,6 +215,7 @@ void Planner::take_gradients(const Visit& visit) {
     if (layout_.first_user(units[i]) != visit.stage) continue;
     bool stale = false;  // the words on the device
     for (const Chunk& chunk : layout_.trainable_chunks_of(units[i])) {
+      if (!fetcher_.rows().uses(chunk)) continue;
       const int id = chunk.id;
       const std::uint64_t gradient_at = visit.gradients[i] + 4 * chunk.first,
                           words_at = visit.weights[i] == kNowhere ? kNowhere : visit.weights[i] + chunk.word_place();

@@ -33,14 +33,16 @@ class Planner {
   // run yet. They then run ahead of each unit's first forward. `commits`: when they have run, what the step before left
   // becomes a durable generation, beside the rest of this step; no extent of it is overwritten before it is durable.
   // Updates::at_once: it commits.
-  Plan train_step(bool pending, bool commits = false, Updates updates = Updates::as_arranged);
+  // rows: which sparse chunks the step uses. What they have missed runs ahead of the forward too, and what is committed
+  // has it.
+  Plan train_step(bool pending, bool commits = false, Updates updates = Updates::as_arranged, StepRows rows = {});
   // After a speculative step, whose records the store has undone: brings back what is resident.
   Plan undo();
   // Forward only, for one evaluation of `micro_batches` micro-batches. `another`: one more is expected to follow, and
   // what its first visits need is fetched while the last ones compute. Any plan may follow all the same.
   Plan evaluate(int micro_batches, bool another = false);
-  // The pending updates of the step before, without a step.
-  Plan flush();
+  // The pending updates of the step before, if there are, and what sparse chunks have missed, without a step.
+  Plan flush(bool pending = true, StepRows rows = {});
   // From now on a plan is handed over in parts, and what is returned is the rest: the plan of a large model need not be
   // in memory as a whole.
   void hand_over_to(TaskEmitter::TakePart take) { emitter_.hand_over_to(std::move(take)); }

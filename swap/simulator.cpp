@@ -153,7 +153,7 @@ Simulator::Work Simulator::work_of(const Task& task, const Plan& plan) const {
       break;
   }
   if (task.kind == TaskKind::update_on_device) return {at_rate(elements, device_rates_[task.chunk]), computing};
-  const bool updates = task.kind == TaskKind::update;
+  const bool updates = task.kind == TaskKind::update || task.kind == TaskKind::catch_up;
   double seconds = updates ? at_rate(elements, update_rates_[task.chunk]) : 0, stamped = 0;
   if (!updates || task.measures) seconds += at_rate(elements, machine.measure);
   if (updates && task.words.where == Where::word_buffer) stamped += bytes;

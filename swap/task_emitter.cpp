@@ -183,6 +183,15 @@ void TaskEmitter::update(int chunk, HostRef words, Gradient gradient, bool measu
   write(ExtentKind::state, chunk, state);
 }
 
+void TaskEmitter::catch_up(int chunk, HostRef words) {
+  const HostRef state = read(ExtentKind::state, chunk);
+  fill_in(emit(TaskKind::catch_up, Lane::update, {host_access(words, true), host_access(state, true)}), ExtentKind::hi,
+          chunk, words)
+      .state = state;
+  write(ExtentKind::hi, chunk, words);
+  write(ExtentKind::state, chunk, state);
+}
+
 void TaskEmitter::update_on_device(int chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home) {
   const UpdateSlots& slots = arrangement_.update_slots;
   const std::uint64_t slot =

@@ -66,6 +66,8 @@ class TaskEmitter {
   void accumulate(int chunk, std::uint64_t from, bool first_sum);
   // The update on the host, with words that are there. Words and state go back to storage. measures: as in Task.
   void update(int chunk, HostRef words, Gradient gradient, bool measures = false);
+  // The updates that a sparse chunk missed, on the host, with words that are there. Both go back to storage.
+  void catch_up(int chunk, HostRef words);
   // The update on the device, of words at `words_at`, which then go to `home`, and on to storage. `sum` as in Task.
   void update_on_device(int chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home);
   // What is stored of every trainable chunk becomes a durable generation. Resident extents are written for it first:

@@ -1,6 +1,7 @@
 #include "swap/update_rules.h"
 
 #include <tuple>
+#include <utility>
 
 namespace tierflow::swap {
 
@@ -83,14 +84,24 @@ void UpdateRules::measure(const Task& task, const Content& gradient) {
 }
 
 void UpdateRules::update(const Task& task) {
-  const int before = version_[task.chunk]++;
   ++updated_[task.chunk];
   seen_.push_back(task.chunk);
+  change(task, version_[task.chunk] + 1);
+}
+
+void UpdateRules::catch_up(const Task& task, int to) {
+  if (to <= version_[task.chunk]) ledger_.wrong("the chunk has missed nothing");
+  change(task, to);
+}
+
+// Of words and state on the host.
+void UpdateRules::change(const Task& task, int to) {
+  const int before = std::exchange(version_[task.chunk], to);
   for (const auto& [place, what, name] :
        {std::tuple{&task.words, What::words, "the words"}, std::tuple{&task.state, What::state, "the state"}}) {
     Ledger::Held& held = ledger_.host(*place);
     ledger_.read(held, {what, task.chunk, before}, name);
-    ledger_.write(held, {what, task.chunk, before + 1});
+    ledger_.write(held, {what, task.chunk, to});
   }
 }
 

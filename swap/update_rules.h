@@ -33,8 +33,12 @@ class UpdateRules {
   // Words and state of an update; its gradient is the caller's to read.
   void update(const Task& task);
   void update_on_device(const Task& task);
+  // Words and state of a chunk that catches up with version `to`.
+  void catch_up(const Task& task, int to);
 
  private:
+  void change(const Task& task, int to);
+
   const Layout& layout_;
   const Arrangement& arrangement_;
   Ledger& ledger_;

@@ -16,6 +16,7 @@
 #include "io/discard.h"
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
+#include "runtime/planning/missed_updates.h"
 #include "swap/store.h"
 
 namespace tierflow {
@@ -155,6 +156,7 @@ LeftStore find_left_store(const Folders& storage, Held held) {
       left.run = text_in(identity, "run");
       left.client = text_in(progress, "client");
       left.chunk_elements = contents->chunk_elements;
+      left.rows_on_demand = cut_for_rows(contents->identity);
       left.streamed = identity.is_object() && !identity.contains("config");
       left.resumable = !left.streamed && contents->generations == 2;
       left.line =

@@ -53,7 +53,7 @@ class Clock {
     const bool speculates = updates_ == swap::Updates::at_once;
     const bool pending = number > 0 && plan_.defers() && !speculates,
                commits = speculates || (number > 0 && plan_.commit_every == 1);
-    append(planner_.train_step(pending, commits, updates_));
+    append(planner_.train_step(pending, commits, updates_, expected_rows(plan_, number, pending)));
     return simulator_.finish_updates(begin_ + longest);
   }
   // Of that step.

@@ -73,6 +73,10 @@ struct SessionOptions {
   // 0: from the host budget. Of a state to go on with: what find_left_store() says of it, for choose_placement(); the
   // session looks for itself.
   std::uint64_t chunk_elements = 0;
+  // Whether a step fetches and updates of an untied embedding only the parts that its tokens use, the others later with
+  // the same bits; with `storage` alone. None: where the step's tokens are few (rows_pay()). Of a state to go on with
+  // it is what the state was made with: as with chunk_elements, find_left_store() says so for choose_placement().
+  std::optional<bool> rows_on_demand;
   std::uint64_t chaos_seed = 0;  // CPU device: delays and poison, for tests
   bool record = false;           // record when each task ran: see take_timeline()
 };

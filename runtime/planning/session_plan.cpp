@@ -9,6 +9,7 @@
 #include "runtime/planning/storage_volume.h"
 #include "runtime/planning/update_scratch.h"
 #include "runtime/spec/adapters.h"
+#include "runtime/spec/token_tables.h"
 #include "runtime/spec/unit_list.h"
 #include "swap/check.h"
 #include "swap/planner.h"
@@ -34,15 +35,21 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options,
                        const std::vector<bool>& holds_window_factor) {
   WriteCost writes;
   const swap::Arrangement& at = plan.arrangement;
+  const std::uint64_t sparse = plan.layout->sparse_chunks().size();
   for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
     const swap::Chunk& chunk = plan.layout->chunks()[id];
     const bool trained = options.train && chunk.trainable;
+    // In a step: of sparse chunks those that it uses, and those that wait from the step before or catch up.
+    const auto in_step = [&](std::uint64_t bytes, std::uint64_t times) {
+      return chunk.sparse ? bytes * std::min<std::uint64_t>(times * plan.sparse_used, sparse) / sparse : bytes;
+    };
     const auto extent = [&](bool resident, std::uint64_t bytes, bool updated) {
       // Frozen words are committed once, before the first step, where commits come beside the steps.
       (resident && (trained || plan.commit_every == 0) ? writes.commit : writes.load) += bytes;
       if (resident || !updated) return;
-      writes.update += bytes;
-      if (at.deferred[id]) writes.deferred += bytes;
+      writes.update += in_step(bytes, 2);
+      if (at.deferred[id]) writes.deferred += in_step(bytes, 1);
+      if (chunk.sparse) writes.sparse += bytes;
     };
     extent(at.hi_resident[id], chunk.word_bytes(), trained);
     if (options.train && chunk.rewritten) {
@@ -55,7 +62,7 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options,
     if (holds_window_factor[id] && !at.hi_resident[id]) writes.window += chunk.word_bytes();
     if (holds_window_factor[id] && !at.state_resident[id]) writes.window += chunk.state_bytes;
     extent(at.state_resident[id], chunk.state_bytes, true);
-    if (at.deferred[id] && !at.gradient_resident[id]) writes.gradients += chunk.word_bytes();
+    if (at.deferred[id] && !at.gradient_resident[id]) writes.gradients += in_step(chunk.word_bytes(), 1);
   }
   for (const std::uint64_t bytes : at.stored_activations()) writes.activations += bytes;
   if (!options.keep_store && plan.commit_every == 0) writes.commit = 0;
@@ -77,6 +84,10 @@ int evaluated_at_once(const SessionOptions& options, const swap::Arrangement& at
   const std::uint64_t fit =
       std::min<std::uint64_t>(kMostEvaluated, room / std::max<std::uint64_t>(1, needs.micro_batch_bytes));
   return std::max(options.micro_batches, static_cast<int>(fit));
+}
+
+std::uint64_t tokens_in_step(const SessionOptions& options) {
+  return static_cast<std::uint64_t>(options.micro_batch * options.micro_batches * options.sequence_length);
 }
 
 // Steps, as SessionOptions::commit_auto says.
@@ -110,8 +121,31 @@ std::uint64_t ComputeNeeds::expected(const swap::Arrangement& arrangement) const
          (arrangement.micro_batches - 1) * micro_batch_bytes;
 }
 
+bool rows_pay(const ModelSpec& spec, const SessionOptions& options) {
+  if (!options.train || options.storage.empty() || !spec.adapter_config_json.empty()) return false;
+  std::uint64_t chunks = 0;
+  for (const TokenTable& table : token_tables(spec))
+    chunks += static_cast<std::uint64_t>(table.rows * table.columns) / swap::kChunkQuantum;
+  return 2 * tokens_in_step(options) < chunks;
+}
+
+swap::StepRows expected_rows(const SessionPlan& plan, int step, bool pending) {
+  const std::vector<int>& sparse = plan.layout->sparse_chunks();
+  if (sparse.empty()) return {};
+  const std::vector<bool> none(plan.layout->chunks().size(), false);
+  swap::StepRows rows{.used = none, .missed = none, .waiting = none};
+  const std::size_t turns = std::max<std::size_t>(1, sparse.size() / std::max<std::size_t>(1, plan.sparse_used)),
+                    turn = static_cast<std::size_t>(step) % turns;
+  for (std::size_t i = 0; i < sparse.size(); ++i) {
+    rows.used[sparse[i]] = i % turns == turn;
+    rows.waiting[sparse[i]] = pending && plan.arrangement.deferred[sparse[i]] && (i + 1) % turns == turn % turns;
+    rows.missed[sparse[i]] = turns > 1 && step > 0 && rows.used[sparse[i]];
+  }
+  return rows;
+}
+
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
-  SessionPlan plan{.packed = pack(spec, options.precision),
+  SessionPlan plan{.packed = pack(spec, options.precision, options.rows_on_demand.value_or(rows_pay(spec, options))),
                    .workspace = with_workspace(needs, options).workspace(options.micro_batches),
                    .loading = options.resume ? 0 : loading_bytes(spec)};  // a state that is there needs no first values
   const bool windows = options.train && window_steps(spec) != 0;
@@ -165,6 +199,12 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
     arranged = swap::arrange(*plan.layout, request);
   }
   plan.arrangement = value_or_throw(std::move(arranged));
+  for (const TokenTable& table : token_tables(spec)) {  // some rows lie in two chunks
+    const std::uint64_t tokens = tokens_in_step(options);
+    plan.sparse_used =
+        std::min<std::uint64_t>(plan.layout->sparse_chunks().size(),
+                                tokens + tokens * static_cast<std::uint64_t>(table.columns) / swap::kChunkQuantum);
+  }
   plan.evaluated_at_once = evaluated_at_once(options, plan.arrangement, needs);
   plan.head_scores_first = options.loss.pairs();
   plan.references_too = options.train && options.loss.computes_reference();
@@ -199,7 +239,7 @@ SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options,
   }
 }
 
-std::string store_identity(const ModelSpec& spec, const SessionOptions& options) {
+std::string store_identity(const ModelSpec& spec, const SessionOptions& options, bool sparse) {
   nlohmann::json identity{{"config", spec.config_json},
                           {"precision", precision_name(options.precision)},
                           {"tiling", {spec.tiling.vocabulary_elements, spec.tiling.block_elements}},
@@ -210,6 +250,7 @@ std::string store_identity(const ModelSpec& spec, const SessionOptions& options)
   if (!spec.trainable_json.empty()) identity["trainable"] = spec.trainable_json;
   if (spec.base_format != WeightFormat::bf16) identity["base"] = weight_format_name(spec.base_format);
   if (!spec.base_plain.empty()) identity["base_plain"] = spec.base_plain;
+  if (sparse) identity["rows"] = true;
   // Layers of one's own have no config.json.
   if (spec.config_json == "{}") identity["units"] = unit_list(spec.units);
   return identity.dump();
@@ -233,7 +274,7 @@ swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& op
                           std::find(stored_gradients.begin(), stored_gradients.end(), true) != stored_gradients.end(),
                       .gradient_chunks = stored_gradients,
                       .activation_bytes = plan.arrangement.stored_activations()},
-          .identity = store_identity(spec, options),
+          .identity = store_identity(spec, options, !plan.layout->sparse_chunks().empty()),
           .go_back = options.go_back};
 }
 
@@ -271,9 +312,12 @@ void prove(const SessionPlan& plan, bool train) {
   swap::PlanChecker checker(*plan.layout, plan.arrangement);
   planner.hand_over_to([&](const swap::Plan& part) { checker.play(part); });
   bool pending = false;
-  const auto prove_step = [&](bool commits, swap::Updates updates) {
-    checker.begin_step(pending, commits, updates);
-    expect_right(checker.finish(planner.train_step(pending, commits, updates)));
+  int steps = 0;  // that stand
+  const auto prove_step = [&](bool commits, swap::Updates updates, bool again = false) {
+    swap::StepRows rows = expected_rows(plan, steps++, pending);
+    if (again) rows.missed.assign(rows.missed.size(), false);  // what was undone had caught up by then
+    checker.begin_step(pending, commits, updates, rows);
+    expect_right(checker.finish(planner.train_step(pending, commits, updates, rows)));
     pending = plan.defers() && updates == swap::Updates::as_arranged;
   };
   for (int step = 0; step < 3 && train; ++step)
@@ -283,10 +327,17 @@ void prove(const SessionPlan& plan, bool train) {
   if (plan.speculates) {
     checker.begin_undo();
     expect_right(checker.finish(planner.undo()));
-    prove_step(false, swap::Updates::as_arranged);
+    --steps;
+    prove_step(false, swap::Updates::as_arranged, /*again=*/true);
   }
   planner.hand_over_to({});
-  if (pending) expect_right(checker.flush(planner.flush()));
+  if (pending || (steps > 0 && !plan.layout->sparse_chunks().empty())) {
+    swap::StepRows rows = expected_rows(plan, steps, pending);
+    const swap::StepRows last = expected_rows(plan, steps - 1, false);
+    rows.used.assign(rows.used.size(), false);
+    for (const int chunk : plan.layout->sparse_chunks()) rows.missed[chunk] = !last.used[chunk];
+    expect_right(checker.flush(planner.flush(pending, rows), pending, rows));
+  }
   expect_right(checker.evaluate(planner.evaluate(plan.evaluated_at_once, true)));
 }
 

@@ -11,6 +11,7 @@
 #include "runtime/spec/model_spec.h"
 #include "runtime/spec/packing.h"
 #include "swap/arrange.h"
+#include "swap/fetcher.h"
 #include "swap/layout.h"
 #include "swap/store.h"
 
@@ -41,8 +42,9 @@ struct ComputeNeeds {
 
 // Bytes that storage writes when each of these is done once. deferred: the part of `update` that deferred updates
 // write. commit: what is resident. window: what begins a window of projected gradients, beside the pass over them.
+// What a step writes of sparse chunks is counted for as many as it may use; sparse: of all of them, words and state.
 struct WriteCost {
-  std::uint64_t load = 0, activations = 0, gradients = 0, update = 0, deferred = 0, commit = 0, window = 0;
+  std::uint64_t load = 0, activations = 0, gradients = 0, update = 0, deferred = 0, commit = 0, window = 0, sparse = 0;
 };
 
 struct SessionPlan {
@@ -54,12 +56,13 @@ struct SessionPlan {
   std::uint64_t loading = 0;    // of the host budget: loading_bytes()
   // Of the host budget, for an export: expert_factor_bytes(), or what one beside the steps reads into.
   std::uint64_t exporting = 0;
-  bool stored = false;                          // storage holds anything at all
-  bool head_scores_first = false;               // a forward of the head comes before its gradient: losses of pairs
-  bool references_too = false;                  // each forward is computed twice, with adapters and without
-  int commit_every = 0;                         // as the option; 0 where there is no storage or no room
-  bool speculates = false;                      // steps may be speculative
-  std::uint64_t deferred_parameters = 0;        // of the trainable ones: whose update is deferred
+  bool stored = false;                    // storage holds anything at all
+  bool head_scores_first = false;         // a forward of the head comes before its gradient: losses of pairs
+  bool references_too = false;            // each forward is computed twice, with adapters and without
+  int commit_every = 0;                   // as the option; 0 where there is no storage or no room
+  bool speculates = false;                // steps may be speculative
+  std::size_t sparse_used = 0;            // of the layout's sparse chunks, those of a step whose tokens all differ
+  std::uint64_t deferred_parameters = 0;  // of the trainable ones: whose update is deferred
   std::uint64_t device_updated_parameters = 0;  // and whose runs on the device
   WriteCost writes;
 
@@ -67,6 +70,14 @@ struct SessionPlan {
   std::uint64_t host_bytes() const { return arrangement.host_bytes(*layout) + std::max(loading, exporting); }
   bool defers() const { return deferred_parameters != 0; }
 };
+
+// Whether so few tokens are in a step, for the size of the model's own token table, that SessionOptions::rows_on_demand
+// is worth it: fewer than half of the table's chunks. The steps train the whole model, or parts of it, without
+// adapters.
+bool rows_pay(const ModelSpec& spec, const SessionOptions& options);
+// Rows as those of the step with this number, from 0 on, of a run in which tokens spread over all of the table and each
+// step uses others: for plans of steps that have no tokens yet. pending: as in Planner::train_step().
+swap::StepRows expected_rows(const SessionPlan& plan, int step, bool pending);
 
 // Throws Exception (usage) where a budget is too small, naming the smallest that works.
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
@@ -79,7 +90,8 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
 SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
 
 // What a store says of the model in it: enough to read it back without the session.
-std::string store_identity(const ModelSpec& spec, const SessionOptions& options);
+// sparse: its token tables are cut into sparse chunks.
+std::string store_identity(const ModelSpec& spec, const SessionOptions& options, bool sparse = false);
 io::VolumeOptions storage_volume(const SessionOptions& options);
 swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& options, const SessionPlan& plan);
 

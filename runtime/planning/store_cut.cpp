@@ -9,8 +9,10 @@ bool suits(const swap::Layout& layout, std::uint64_t host_budget) {
   const std::uint64_t near = chunk_elements_for(host_budget);
   std::size_t groups = 0;
   for (const swap::UnitShape& unit : layout.units())
-    groups += static_cast<std::size_t>(std::ranges::count_if(unit.groups, &swap::GroupShape::elements));
-  const bool cuts = layout.chunks().size() > groups;  // larger chunks would be fewer
+    groups += static_cast<std::size_t>(std::ranges::count_if(
+        unit.groups, [](const swap::GroupShape& group) { return group.elements != 0 && !group.sparse; }));
+  // Larger chunks would be fewer, but for sparse ones.
+  const bool cuts = layout.chunks().size() - layout.sparse_chunks().size() > groups;
   const std::uint64_t largest = std::max(layout.max_word_bytes() / swap::word_bytes(1),
                                          std::min(layout.max_state_bytes() / 4, layout.chunk_elements()));
   return largest <= kFar * near && (!cuts || kFar * layout.chunk_elements() >= near);

@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/base/exception.h"
+#include "runtime/planning/missed_updates.h"
 #include "runtime/spec/trainable.h"
 #include "runtime/spec/unit_list.h"
 
@@ -57,7 +58,8 @@ StoredModel open_stored_model(const Folders& storage) {
                                         "first commit"});
   found.spec = stored_spec(identity, storage.front().string());
   found.source = source_in(nlohmann::json::parse(found.contents.progress, nullptr, false));
-  found.packed = pack(found.spec, parse_precision(identity.value("precision", "")));
+  found.packed =
+      pack(found.spec, parse_precision(identity.value("precision", "")), cut_for_rows(found.contents.identity));
   std::vector<swap::UnitShape> shapes;
   for (const PackedUnit& unit : found.packed.units) shapes.push_back(unit.shape);
   found.layout = std::make_unique<swap::Layout>(std::move(shapes), found.packed.stages, found.contents.chunk_elements);

@@ -117,6 +117,8 @@ Json updates_json(const PlannedRun& run) {
           {"device_share", share(run.placement.plan.device_updated_parameters)},
           {"gradients_in_memory", waiting.in_memory},
           {"gradients_on_storage", waiting.on_storage},
+          {"embedding_parts_in_a_step", run.placement.plan.sparse_used},
+          {"embedding_parts", run.placement.plan.layout->sparse_chunks().size()},
           {"step_s_plain", run.placement.step_seconds_plain_updates}};
 }
 

@@ -113,6 +113,10 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
   const bool has_experts = std::isfinite(log.experts_touched());
   if (has_experts)
     summary["experts_touched"] = {{"mean", log.experts_touched()}, {"least", log.fewest_experts_touched()}};
+  const TrainingLog::EmbeddingUse& embedding = log.embedding();
+  const double share = embedding.bytes / embedding.bytes_of_all;
+  if (embedding.bytes_of_all > 0)
+    summary["embedding"] = {{"rows_a_step", embedding.rows / static_cast<double>(log.steps())}, {"share_moved", share}};
   log.object({{"summary", summary}});
   const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
   log.say(fmt::format("\n{} steps in {:.{}f} s: {:.0f} tokens/s, limited by {}", run.steps, log.training_seconds(),
@@ -132,6 +136,11 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
   if (has_experts)
     log.say(fmt::format("experts with tokens in a step: {:.1f}% of a layer's, {:.1f}% at least",
                         100 * log.experts_touched(), 100 * log.fewest_experts_touched()));
+  if (embedding.bytes_of_all > 0)
+    log.say(fmt::format("embedding: {:.0f} rows in a step; storage moved {} of it a step, {:.2g}% of what all takes",
+                        embedding.rows / static_cast<double>(log.steps()),
+                        human_bytes(static_cast<std::uint64_t>(embedding.bytes / static_cast<double>(log.steps()))),
+                        100 * share));
   if (storage.is_object())
     log.say(fmt::format("storage wrote {:.3g} TB in this run, {:.3g} TB a step",
                         1e-12 * static_cast<double>(session.bytes_written()), log.terabytes_a_step()));

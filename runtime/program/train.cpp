@@ -176,6 +176,7 @@ class Training {
     if (left_.resumable) {
       session.resume = true;
       session.chunk_elements = left_.chunk_elements;
+      session.rows_on_demand = left_.rows_on_demand;
     }
     write_limit_ = session.write_limit;
     announce_device(options_, session, log_);

@@ -212,6 +212,13 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
     fewest_touched_ = std::fmin(fewest_touched_, share);
     ++layers_touched_;
   }
+  if (result.embedding_bytes_of_all != 0)
+    line["embedding"] = {{"rows", result.embedding_rows},
+                         {"bytes", result.embedding_bytes},
+                         {"bytes_of_all", result.embedding_bytes_of_all}};
+  embedding_.rows += static_cast<double>(result.embedding_rows);
+  embedding_.bytes += static_cast<double>(result.embedding_bytes);
+  embedding_.bytes_of_all += static_cast<double>(result.embedding_bytes_of_all);
   if (result.pairs) add_rewards(line, *result.pairs, "");
   const bool distills = session.options().loss.distills();
   if (distills) line.update({{"ce_loss", result.ce_loss}, {"kd_loss", result.kd_loss}});

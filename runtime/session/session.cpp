@@ -157,7 +157,9 @@ std::uint64_t Session::Impl::writes_of_next_step() const {
   // A speculative step may be done twice, and commits what it begins with.
   const std::uint64_t twice =
       plan.speculates ? plan.writes.update + plan.writes.activations + plan.writes.commit : std::uint64_t{0};
-  return (pending ? plan.writes.deferred : 0) + step + twice + plan.writes.commit * (plan.commit_every != 0 ? 2 : 1) +
+  // Sparse chunks that catch up, in the step and before anything leaves the session, may be all of them.
+  return (pending ? plan.writes.deferred : 0) + step + twice + 2 * plan.writes.sparse +
+         plan.writes.commit * (plan.commit_every != 0 ? 2 : 1) +
          (window_ended() ? step + plan.writes.window + plan.writes.commit : 0);
 }
 
@@ -180,8 +182,10 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   // It commits what it begins with; while a step is kept, nothing but that is committed.
   const bool speculates = next_is_likely_not_to_clip() && (commits || !kept);
   commits = commits || speculates;
-  const std::string progress = progress_json();
+  // A result is written of what is kept: all of it is up to date then.
+  const bool catches_up = commits && kept;
   StepResult result{.step = ++steps};
+  const std::vector<bool> used = chunks_of_tokens(batches, result.embedding_rows);
   if (plan.arrangement.staged) result.clipping = speculates ? Clipping::speculative : Clipping::staged;
   const std::int64_t again = computed_again;
   std::int64_t targets = 0;
@@ -201,8 +205,12 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   std::shared_ptr<OptimizerWork> work;
   const auto play = [&](swap::Updates updates) {
     work = make_work(lr);
-    work->set_progress(progress);
-    executor().append(planner->train_step(pending, commits, updates), work);
+    swap::StepRows rows = take_rows(used, catches_up);
+    const auto behind = static_cast<std::uint64_t>(std::ranges::count(rows.missed, true));
+    work->set_progress(progress_json(steps - 1));
+    swap::Plan planned = planner->train_step(pending, commits, updates, std::move(rows));
+    count_row_bytes(planned, result);
+    executor().append(std::move(planned), work);
     if (std::exchange(commits, false)) {
       committed_steps = steps - 1;
       ++planned_generation;
@@ -218,7 +226,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     references.clear();
     backward_all(shared, *work);
     throw_if(executor().finish_updates());
-    check_deferred(*work);
+    check_deferred(*work, behind);
     pending = false;
   };
   play(speculates ? swap::Updates::at_once : swap::Updates::as_arranged);
@@ -240,19 +248,22 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   for (const auto& [block, experts] : experts_touched)
     result.experts_touched.push_back(std::ranges::count(experts, true));
   result.experts = model->spec().config.experts.count;
-  finish_step(result, *work, lr);
+  finish_step(result, *work, lr, used);
   result.seconds = seconds_since(started);
   result.tokens_per_s = static_cast<double>(result.tokens) / result.seconds;
   return result;
 }
 
 // After a step's computation and updates: what it amounts to.
-void Session::Impl::finish_step(StepResult& result, const OptimizerWork& work, double lr) {
+void Session::Impl::finish_step(StepResult& result, const OptimizerWork& work, double lr,
+                                const std::vector<bool>& used) {
   result.grad_norm = work.gradient_norm();
   result.skipped = !std::isfinite(result.loss) || !work.finite();
   const bool speculated = result.clipping == Clipping::speculative, undone = result.clipping == Clipping::undone;
+  const std::uint64_t unused =
+      sparse_parameters([&](int chunk) { return !used[chunk] && (speculated || !plan.arrangement.deferred[chunk]); });
   const std::uint64_t at_once =
-      result.skipped ? 0 : plan.packed.trainable_parameters - (speculated ? 0 : plan.deferred_parameters);
+      result.skipped ? 0 : plan.packed.trainable_parameters - (speculated ? 0 : plan.deferred_parameters) - unused;
   if (work.updated_at_once() != at_once && !(undone && result.skipped))
     throw Exception(io::ErrorKind::numeric, "step " + std::to_string(result.step) + " updated " +
                                                 std::to_string(work.updated_at_once()) + " of " +
@@ -266,14 +277,7 @@ void Session::Impl::finish_step(StepResult& result, const OptimizerWork& work, d
   pending_step = ++updates_done;
   pending_lr = lr;
   pending_scale = clip_scale(result.grad_norm);
-}
-
-// Every parameter whose update the step before deferred has it now.
-void Session::Impl::check_deferred(const OptimizerWork& work) const {
-  const std::uint64_t due = pending ? plan.deferred_parameters : 0;
-  if (work.updated_deferred() != due)
-    throw Exception(io::ErrorKind::numeric, "the step before updated " + std::to_string(work.updated_deferred()) +
-                                                " of " + std::to_string(due) + " parameters that waited for it");
+  add_update(used, speculated, lr);
 }
 
 // Memory ran out in this step: the model stands after the one before. torn: but for layers that are updated already.
@@ -299,19 +303,27 @@ std::shared_ptr<OptimizerWork> Session::Impl::make_work(double lr) {
                               .step = std::max<std::int64_t>(step, 1),
                               .gradient_scale = static_cast<float>(scale)};
   };
-  const std::vector<bool>& deferred = plan.arrangement.deferred;
-  return std::make_shared<OptimizerWork>(
-      plan.packed, *plan.layout, state->threads(), pending ? deferred : std::vector<bool>(deferred.size(), false),
-      plan.arrangement.staged, params(updates_done + 1, lr, 1.0), params(pending_step, pending_lr, pending_scale),
-      static_cast<float>(adamw.weight_decay), mix_bits(options.seed));
+  std::vector<bool> owed = plan.arrangement.deferred;
+  if (!pending) owed.assign(owed.size(), false);
+  for (const int chunk : plan.layout->sparse_chunks()) owed[chunk] = owed[chunk] && rows_waiting[chunk];
+  auto work = std::make_shared<OptimizerWork>(plan.packed, *plan.layout, state->threads(), std::move(owed),
+                                              plan.arrangement.staged, params(updates_done + 1, lr, 1.0),
+                                              params(pending_step, pending_lr, pending_scale),
+                                              static_cast<float>(adamw.weight_decay), mix_bits(options.seed));
+  const std::uint64_t waiting_not =
+      sparse_parameters([&](int chunk) { return plan.arrangement.deferred[chunk] && !rows_waiting[chunk]; });
+  work->expect(pending ? plan.deferred_parameters - waiting_not : 0, *missed);
+  return work;
 }
 
 void Session::Impl::flush() {
-  if (pending) {
+  if (pending || missed->any()) {
     const auto work = make_work(pending_lr);
-    executor().append(planner->flush(), work);
+    swap::StepRows rows = take_rows({}, /*all=*/true);
+    const auto behind = static_cast<std::uint64_t>(std::ranges::count(rows.missed, true));
+    executor().append(planner->flush(pending, std::move(rows)), work);
     throw_if(executor().drain());
-    check_deferred(*work);
+    check_deferred(*work, behind);
     pending = false;
   }
   ahead = true;

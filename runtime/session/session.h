@@ -51,6 +51,11 @@ struct StepResult {
   // Of each layer with experts, the first first, how many had tokens; and of how many.
   std::vector<std::int64_t> experts_touched;
   std::int64_t experts = 0;
+  // Where the step uses a part of the embedding (SessionOptions::rows_on_demand): the rows that its tokens are, the
+  // bytes of the table and its state that it moves from and to storage beside commits, and those that it would move if
+  // it used all of it.
+  std::int64_t embedding_rows = 0;
+  std::uint64_t embedding_bytes = 0, embedding_bytes_of_all = 0;
   std::int64_t computed_again = 0;  // stages in which memory ran out once and that fitted after caches were freed
   double seconds = 0;
   double tokens_per_s = 0;

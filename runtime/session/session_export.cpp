@@ -70,6 +70,17 @@ OtherParts other_parts(const StoredModel& model, const Progress& progress) {
   return found;
 }
 
+// What parts of a stored run's embedding have missed; nothing where they have missed none.
+std::optional<MissedUpdates> missed_by(const StoredModel& model, const std::string& where) {
+  const auto progress = nlohmann::json::parse(model.store->progress(), nullptr, false);
+  if (!progress.is_object() || !progress.contains("missed")) return std::nullopt;
+  return MissedUpdates(*model.layout, progress.value("updates", std::int64_t{0}), progress.value("missed", ""), where);
+}
+
+void one_after_the_other(std::size_t count, const std::function<void(std::size_t)>& work) {
+  for (std::size_t i = 0; i < count; ++i) work(i);
+}
+
 // Reads the bf16 words of chunks out of a store, verified, ahead of their use: `ahead` bytes of them, at least a chunk.
 class WordsAhead {
  public:
@@ -135,7 +146,7 @@ std::shared_ptr<CommittedStep> Session::keep_step() {
   if (!whole || impl.plan.exporting == 0 || impl.plan.commit_every == 0) return nullptr;
   if (!impl.kept_step.expired()) throw Exception(io::ErrorKind::usage, "another step is kept already");
   const std::shared_ptr<CommittedStep> kept(new CommittedStep(impl));
-  if (impl.steps == impl.committed_steps) kept->generation_ = impl.planned_generation;
+  if (impl.steps == impl.committed_steps && !impl.missed->any()) kept->generation_ = impl.planned_generation;
   impl.kept_step = kept;
   return kept;
 }
@@ -179,15 +190,16 @@ void Session::Impl::commit() {
   committed = true;  // of a commit that fails nobody knows how far it came: nothing is removed
   flush();
   throw_if(executor().write_back());
-  throw_if(store->commit(progress_json()));
+  throw_if(store->commit(progress_json(steps)));
   committed_steps = steps;
   planned_generation = store->generation();
 }
 
 // What a session needs to go on from here, beside the weights and their state.
-std::string Session::Impl::progress_json() const {
-  nlohmann::json progress{{"step", steps}, {"updates", updates_done}, {"skipped", skipped}, {"client", client}};
+std::string Session::Impl::progress_json(std::int64_t after) const {
+  nlohmann::json progress{{"step", after}, {"updates", updates_done}, {"skipped", skipped}, {"client", client}};
   if (windows != 0) progress["window"] = window_begun;
+  if (missed->any()) progress["missed"] = missed->json();
   if (source != nullptr)
     progress["source"] =
         source_json({.folder = std::filesystem::absolute(source->folder()).lexically_normal(), .hash = source_hash});
@@ -213,7 +225,17 @@ std::string export_store(const std::vector<std::filesystem::path>& storage, cons
     return write_adapter(model.spec, {}, folder,
                          [&](int unit, int tensor, const UseMaster& use) { read_master(extents, unit, tensor, use); });
   WordsAhead words(*model.store, *model.layout, 32 << 20);
-  const ReadChunk ahead = [&](std::span<const int> chunks, const auto& use) { words.read(chunks, use); };
+  const std::optional<MissedUpdates> missed = missed_by(model, storage.front().string());
+  const ReadChunk ahead = [&](std::span<const int> chunks, const auto& use) {
+    const int chunk = chunks.front();
+    words.read(chunks, [&](std::span<std::byte> bytes) {
+      if (missed && missed->missed(chunk)) {
+        io::Buffer state = value_or_throw(model.store->fetch(swap::ExtentKind::state, chunk));
+        missed->replay(model.packed, model.layout->chunks()[chunk], bytes, state.bytes(), one_after_the_other);
+      }
+      use(bytes);
+    });
+  };
   return export_weights(model.spec, model.packed, *model.layout, other_parts(model, progress), folder,
                         window_steps(model.spec) == 0 ? ahead : read_with_windows(model.spec, extents), progress);
 }
@@ -281,6 +303,8 @@ std::string Session::describe() const {
   }
   if (impl.plan.commit_every == 1) text += "; every step is committed";
   if (impl.plan.commit_every > 1) text += "; every " + std::to_string(impl.plan.commit_every) + " steps are committed";
+  if (!impl.plan.layout->sparse_chunks().empty())
+    text += "; of the embedding a step moves and updates the parts that its tokens use";
   if (impl.store != nullptr) text += "; storage: " + mib(impl.store->storage_bytes());
   return text;
 }

@@ -8,10 +8,12 @@
 #include "runtime/models/dense_weights.h"
 #include "runtime/models/layered_model.h"
 #include "runtime/models/pair_batch.h"
+#include "runtime/planning/missed_updates.h"
 #include "runtime/planning/speculation.h"
 #include "runtime/session/gradient_init.h"
 #include "runtime/session/session.h"
 #include "runtime/session/stage_probe.h"
+#include "runtime/spec/token_tables.h"
 #include "runtime/state/optimizer_work.h"
 #include "runtime/state/streamed_state.h"
 #include "swap/planner.h"
@@ -36,15 +38,16 @@ struct Session::Impl {
 
   // session.cpp
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
-  void finish_step(StepResult& result, const OptimizerWork& work, double lr);
+  // used: by chunk, of the sparse ones.
+  void finish_step(StepResult& result, const OptimizerWork& work, double lr, const std::vector<bool>& used);
   void drop_step(bool torn);
-  void check_deferred(const OptimizerWork& work) const;
+  void check_deferred(const OptimizerWork& work, std::uint64_t behind) const;
   void throw_if_out_of_memory();
   void flush();
   void drain_ahead();  // waits for what was fetched ahead
   void commit();
   bool commits_beside_next_step() const;
-  std::string progress_json() const;
+  std::string progress_json(std::int64_t after) const;  // of so many steps
   // The work of a step with this learning rate: its own updates, and the pending ones of the step before.
   std::shared_ptr<OptimizerWork> make_work(double lr);
   swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
@@ -54,6 +57,14 @@ struct Session::Impl {
   std::vector<Shared> share(const std::vector<MicroBatch>& batches);
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
   void seed_random(int stage, int micro_batch) const;
+
+  // session_rows.cpp
+  MissedUpdates nothing_missed() const;
+  std::vector<bool> chunks_of_tokens(const std::vector<MicroBatch>& batches, std::int64_t& rows) const;
+  swap::StepRows take_rows(const std::vector<bool>& used, bool all);
+  void add_update(const std::vector<bool>& used, bool speculated, double lr);
+  std::uint64_t sparse_parameters(const std::function<bool(int chunk)>& these) const;
+  void count_row_bytes(const swap::Plan& step, StepResult& result) const;
 
   // session_speculation.cpp
   bool next_is_likely_not_to_clip() const;
@@ -149,6 +160,8 @@ struct Session::Impl {
   bool pending = false;              // deferred updates of the step before have not run yet
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;
+  std::optional<MissedUpdates> missed;  // of sparse chunks, as the plans so far leave them; from set_up() on
+  std::vector<bool> rows_waiting;       // by chunk: of the sparse ones those whose deferred update has not run yet
   bool committed = false;
   std::int64_t committed_steps = -1;     // of the last commit
   std::uint64_t planned_generation = 0;  // what it makes, or made

@@ -70,6 +70,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   if (options.resume) {
     left = value_or_throw(swap::Store::inspect(storage_volume(options)));
     check_resumed(left.identity);
+    planned.rows_on_demand = cut_for_rows(left.identity);
   }
   windows = window_steps(model->spec());
   if (windows != 0 && options.train && options.loss.pairs())
@@ -104,6 +105,8 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
                                                                  .update_threads = options.update_threads,
                                                                  .chaos_seed = options.chaos_seed,
                                                                  .record = options.record});
+  missed = nothing_missed();
+  rows_waiting.assign(plan.layout->chunks().size(), false);
   if (has_experts_on_demand(model->spec()))
     visits = std::make_unique<swap::VisitPlanner>(*plan.layout, plan.arrangement);
   else
@@ -171,6 +174,17 @@ void Session::Impl::restore(const Progress& progress) {
   steps = found["step"].get<std::int64_t>();
   updates_done = found.value("updates", std::int64_t{0});
   skipped = found.value("skipped", std::int64_t{0});
+  const SteadyAdamW here = missed->adamw();
+  missed = nothing_missed();
+  if (found.contains("missed")) {
+    const std::string where = options.storage.front().string();
+    missed.emplace(*plan.layout, updates_done, found.value("missed", ""), where);
+    if (missed->adamw() != here)
+      throw Exception(io::Error{.kind = io::ErrorKind::usage,
+                                .path = where,
+                                .detail = "parts of the embedding have missed updates of an optimizer with other "
+                                          "betas, eps, weight decay or seed: go on with those"});
+  }
   client = found.value("client", "");
   const auto before = source_in(found);
   if (before && (source == nullptr || before->hash != source_hash))

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "runtime/base/exception.h"
+#include "runtime/spec/token_tables.h"
 
 namespace tierflow {
 namespace {
@@ -70,21 +71,28 @@ std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precisi
   return formats;
 }
 
-PackedModel pack(const ModelSpec& spec, Precision precision) {
+PackedModel pack(const ModelSpec& spec, Precision precision, bool sparse_tables) {
   PackedModel model;
   model.precision = precision;
+  const std::vector<TokenTable> tables = sparse_tables ? token_tables(spec) : std::vector<TokenTable>{};
   for (const UnitSpec& unit : spec.units) {
+    const auto is_table = [&](int tensor) {
+      return std::ranges::any_of(
+          tables, [&](const TokenTable& table) { return &spec.units[table.unit] == &unit && table.tensor == tensor; });
+    };
     PackedUnit packed;
     packed.shape.name = unit.name;
     std::uint64_t offset = 0;
     for (const Kind kind : kKinds) {
       const std::uint64_t begin = offset;
       StateFormat format;
+      bool sparse = false;
       for (int index = 0; index < static_cast<int>(unit.tensors.size()); ++index) {
         const TensorSpec& tensor = unit.tensors[index];
         const StateFormat wanted = format_of(tensor, precision);
         if (kind_of(tensor, wanted) != kind) continue;
         format = wanted;
+        sparse = sparse || is_table(index);
         format.updated = tensor.trainable;
         if (kind == Kind::rewritten_words) format.master = optim::MasterFormat::bf16_sr;
         const std::uint64_t elements = tensor.words();
@@ -100,6 +108,7 @@ PackedModel pack(const ModelSpec& spec, Precision precision) {
       offset = begin + swap::round_up(offset - begin, swap::kElementsPad);
       packed.formats.push_back(format);
       packed.shape.groups.push_back(group_of(format, kind, offset - begin));
+      packed.shape.groups.back().sparse = sparse;
     }
     model.units.push_back(std::move(packed));
   }
@@ -140,20 +149,6 @@ optim::State state_view(const StateFormat& format, std::uint64_t elements, std::
     view.v.absmax = view.m.absmax + elements / optim::kBlock;
   }
   return view;
-}
-
-optim::State state_from(const optim::State& state, std::uint64_t first) {
-  const auto moment_from = [&](optim::Moment moment) {
-    moment.values =
-        static_cast<std::byte*>(moment.values) + first * (moment.format == optim::MomentFormat::block8 ? 1 : 4);
-    if (moment.absmax != nullptr) moment.absmax += first / optim::kBlock;
-    return moment;
-  };
-  return {.master = state.master,
-          .hi = state.hi + first,
-          .lo = state.lo == nullptr ? nullptr : state.lo + first,
-          .m = moment_from(state.m),
-          .v = moment_from(state.v)};
 }
 
 std::uint64_t rounding_key(std::uint64_t seed, int unit, int tensor) {

@@ -45,7 +45,8 @@ struct PackedModel {
   Precision precision = Precision::fp32_master_adam8;
   std::uint64_t trainable_parameters = 0;
 };
-PackedModel pack(const ModelSpec& spec, Precision precision);
+// sparse_tables: the groups of the token tables (token_tables.h) are sparse (swap::GroupShape).
+PackedModel pack(const ModelSpec& spec, Precision precision, bool sparse_tables = false);
 // The formats of states under a policy, each with the name that its groups have (swap::GroupShape::precision).
 std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precision);
 
@@ -63,9 +64,6 @@ inline constexpr StatePart kWordPart{.suffix = "", .dtype = "BF16", .bytes = 2, 
 std::vector<StatePart> state_parts(const StateFormat& format);
 // Typed pointers into one chunk's state bytes.
 optim::State state_view(const StateFormat& format, std::uint64_t elements, std::uint16_t* words, std::byte* state);
-
-// The same state from element `first` on, a multiple of optim::kBlock.
-optim::State state_from(const optim::State& state, std::uint64_t first);
 // AdamWParams::rounding_key of a tensor of a unit.
 std::uint64_t rounding_key(std::uint64_t seed, int unit, int tensor);
 

@@ -60,6 +60,13 @@ io::Error OptimizerWork::update(const swap::Chunk& chunk, std::span<const std::b
   return {};
 }
 
+io::Error OptimizerWork::catch_up(const swap::Chunk& chunk, std::span<std::byte> words, std::span<std::byte> state) {
+  missed_->replay(model_, chunk, words, state,
+                  [this](std::size_t count, const auto& work) { threads_.each(count, work); });
+  ++caught_up_;
+  return {};
+}
+
 io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device& device,
                                           const swap::DeviceUpdate& at) {
   constexpr auto on = swap::StreamId::update;

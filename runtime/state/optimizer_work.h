@@ -2,10 +2,12 @@
 // The update lane's work of a Session: the norm of all gradients, and AdamW over chunks, now or a step later.
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "runtime/planning/missed_updates.h"
 #include "runtime/state/chunk_work.h"
 
 namespace tierflow {
@@ -27,6 +29,16 @@ class OptimizerWork final : public ChunkWork {
                    std::span<std::byte> state) override;
   io::Error update_on_device(const swap::Chunk& chunk, swap::Device& device, const swap::DeviceUpdate& at) override;
 
+  io::Error catch_up(const swap::Chunk& chunk, std::span<std::byte> words, std::span<std::byte> state) override;
+
+  // Before anything runs: how many parameters the updates have that the step before deferred, and what sparse chunks
+  // have missed.
+  void expect(std::uint64_t due_deferred, MissedUpdates missed) {
+    due_deferred_ = due_deferred;
+    missed_ = std::move(missed);
+  }
+  std::uint64_t due_deferred() const { return due_deferred_; }
+  std::uint64_t caught_up() const { return caught_up_; }  // chunks
   // What goes with the commit beside this step: of the step before.
   void set_progress(std::string progress) { progress_ = std::move(progress); }
   std::string progress() const override { return progress_; }
@@ -55,7 +67,9 @@ class OptimizerWork final : public ChunkWork {
   const float weight_decay_;
   std::string progress_;
   std::atomic<bool> skip_ = false;
-  std::atomic<std::uint64_t> updated_ = 0, updated_deferred_ = 0;
+  std::uint64_t due_deferred_ = 0;
+  std::optional<MissedUpdates> missed_;
+  std::atomic<std::uint64_t> updated_ = 0, updated_deferred_ = 0, caught_up_ = 0;
 };
 
 }  // namespace tierflow

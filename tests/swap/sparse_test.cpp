@@ -1,0 +1,189 @@
+// Plans of steps that use parts of a unit: the checker proves random ones, and refuses one in which a chunk is used or
+// updated before what it missed.
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "swap/arrange.h"
+#include "swap/check.h"
+#include "swap/planner.h"
+
+namespace tierflow::swap {
+namespace {
+
+struct Planned {
+  std::unique_ptr<Layout> layout;
+  Arrangement arrangement;
+};
+
+// An embedding of sparse chunks with a group beside them, blocks and a head; from the smallest budget that works on.
+Planned random_run(std::minstd_rand& random, bool staged) {
+  std::vector<UnitShape> units{
+      {.name = "embedding",
+       .groups = {{.elements = kElementsPad, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"},
+                  {.elements = (4 + random() % 12) * kChunkQuantum - kElementsPad,
+                   .state_bytes_element = 10,
+                   .precision = "b",
+                   .sparse = true}}}};
+  std::vector<StageShape> stages{{.units = {0}, .backward_needs_weights = false}};
+  for (int unit = 1; unit < 4; ++unit) {
+    units.push_back({.name = "unit", .groups = {{.elements = 3 * kChunkQuantum, .state_bytes_element = 4}}});
+    stages.push_back({.units = {unit}, .carry_bytes = kSector});
+  }
+  Planned planned{.layout = std::make_unique<Layout>(units, stages, 2 * kChunkQuantum)};
+  ArrangeRequest request{.micro_batches = 2,
+                         .staged = staged,
+                         .deferred_share = static_cast<double>(random() % 3) / 2,
+                         .device_update_share = static_cast<double>(random() % 3) / 2};
+  for (std::uint64_t mebibytes = 1 + random() % 24;; ++mebibytes) {
+    request.host_budget = mebibytes << 20;
+    request.device_budget = mebibytes << 20;
+    auto arranged = arrange(*planned.layout, request);
+    if (!arranged.ok()) continue;
+    planned.arrangement = std::move(arranged).value();
+    return planned;
+  }
+}
+
+// What a client keeps of the sparse chunks.
+class Client {
+ public:
+  explicit Client(const Planned& planned)
+      : layout_(*planned.layout),
+        arrangement_(planned.arrangement),
+        had_(layout_.chunks().size(), 0),
+        waiting_(layout_.chunks().size(), false) {}
+
+  std::vector<bool> some(std::minstd_rand& random) const {
+    std::vector<bool> used(layout_.chunks().size(), false);
+    for (const int chunk : layout_.sparse_chunks()) used[chunk] = random() % 3 == 0;
+    return used;
+  }
+  // used: empty for a flush, which brings all up to date.
+  StepRows next(const std::vector<bool>& used) {
+    const std::vector<bool> none(layout_.chunks().size(), false);
+    StepRows rows{.used = used.empty() ? none : used, .missed = none, .waiting = waiting_};
+    for (const int chunk : layout_.sparse_chunks()) {
+      rows.missed[chunk] = !waiting_[chunk] && had_[chunk] < updates_ && (used.empty() || used[chunk]);
+      if (waiting_[chunk] || rows.missed[chunk]) had_[chunk] = updates_;
+    }
+    waiting_ = none;
+    return rows;
+  }
+  void stands(const std::vector<bool>& used, bool at_once) {
+    ++updates_;
+    for (const int chunk : layout_.sparse_chunks()) {
+      if (!used[chunk]) continue;
+      if (arrangement_.deferred[chunk] && !at_once)
+        waiting_[chunk] = true;
+      else
+        had_[chunk] = updates_;
+    }
+  }
+  bool behind() const {
+    return std::ranges::any_of(layout_.sparse_chunks(), [&](int chunk) { return had_[chunk] < updates_; });
+  }
+
+ private:
+  const Layout& layout_;
+  const Arrangement& arrangement_;
+  std::vector<int> had_;
+  std::vector<bool> waiting_;
+  int updates_ = 0;
+};
+
+bool defers(const Arrangement& arrangement) {
+  return std::ranges::find(arrangement.deferred, true) != arrangement.deferred.end();
+}
+
+TEST(Sparse, PlansOfRandomPartsAreProved) {
+  int undone = 0, caught_up = 0;
+  for (unsigned seed = 1; seed <= 60; ++seed) {
+    SCOPED_TRACE(seed);
+    std::minstd_rand random(seed);
+    const bool staged = random() % 2 == 0;
+    const Planned planned = random_run(random, staged);
+    Planner planner(*planned.layout, planned.arrangement);
+    PlanChecker checker(*planned.layout, planned.arrangement);
+    Client client(planned);
+    bool pending = false;
+    for (int step = 0; step < 14; ++step) {
+      const std::vector<bool> used = client.some(random);
+      const auto play = [&](bool commits, Updates updates) {
+        const StepRows rows = client.next(used);
+        const Plan plan = planner.train_step(pending, commits, updates, rows);
+        ASSERT_EQ(checker.train_step(plan, pending, commits, updates, rows).message(), "");
+        for (const Task& task : plan.tasks) {
+          caught_up += task.kind == TaskKind::catch_up ? 1 : 0;
+          if (task.chunk < 0 || !planned.layout->chunks()[task.chunk].sparse) continue;
+          const bool of_commit = task.stage == -1;
+          EXPECT_TRUE(of_commit || rows.used[task.chunk] || rows.missed[task.chunk] || rows.waiting[task.chunk]);
+        }
+        pending = false;
+      };
+      const bool at_once = staged && random() % 3 == 0;
+      ASSERT_NO_FATAL_FAILURE(play(at_once || random() % 2 == 0, at_once ? Updates::at_once : Updates::as_arranged));
+      bool stands_at_once = at_once;
+      if (at_once && random() % 2 == 0) {
+        ASSERT_EQ(checker.undo(planner.undo()).message(), "");
+        ASSERT_NO_FATAL_FAILURE(play(false, Updates::as_arranged));
+        stands_at_once = false;
+        ++undone;
+      }
+      const bool skipped = staged && !stands_at_once && random() % 5 == 0;
+      if (!skipped) client.stands(used, stands_at_once);
+      pending = !skipped && !stands_at_once && defers(planned.arrangement);
+      if (random() % 4 != 0 || (!pending && !client.behind())) continue;
+      const StepRows rows = client.next({});
+      ASSERT_EQ(checker.flush(planner.flush(pending, rows), pending, rows).message(), "");
+      pending = false;
+      ASSERT_EQ(checker.evaluate(planner.evaluate(2, random() % 2 == 0)).message(), "");
+    }
+  }
+  EXPECT_GT(undone, 20);
+  EXPECT_GT(caught_up, 200);
+}
+
+// The planner is told less than there is, or more; the checker knows.
+TEST(Sparse, WhatIsNotUpToDateIsRefused) {
+  for (unsigned seed = 1; seed <= 20; ++seed) {
+    SCOPED_TRACE(seed);
+    std::minstd_rand random(seed);
+    const Planned planned = random_run(random, seed % 2 == 0);
+    Client client(planned);
+    const int chunk = planned.layout->sparse_chunks()[1];
+    std::vector<bool> all(planned.layout->chunks().size(), true), but_one = all;
+    but_one[chunk] = false;
+    for (const char* wrong : {"not caught up", "caught up twice", "evaluated behind", "nothing"}) {
+      SCOPED_TRACE(wrong);
+      Planner planner(*planned.layout, planned.arrangement);
+      PlanChecker checker(*planned.layout, planned.arrangement);
+      Client known(planned);
+      StepRows rows = known.next(but_one);
+      ASSERT_EQ(checker
+                    .train_step(planner.train_step(false, false, Updates::as_arranged, rows), false, false,
+                                Updates::as_arranged, rows)
+                    .message(),
+                "");
+      known.stands(but_one, false);
+      const bool pending = defers(planned.arrangement);
+      if (wrong == std::string("evaluated behind")) {
+        rows = known.next(but_one);
+        EXPECT_EQ(checker.flush(planner.flush(pending, rows), pending, rows).message(), "");
+        EXPECT_NE(checker.evaluate(planner.evaluate(2)).message(), "");
+        continue;
+      }
+      rows = known.next(all);
+      ASSERT_TRUE(rows.missed[chunk]);
+      StepRows told = rows;
+      if (wrong == std::string("not caught up")) told.missed[chunk] = false;
+      if (wrong == std::string("caught up twice")) told.missed[planned.layout->sparse_chunks()[0]] = true;
+      const Plan plan = planner.train_step(pending, false, Updates::as_arranged, told);
+      EXPECT_EQ(checker.train_step(plan, pending, false, Updates::as_arranged, rows).message().empty(),
+                wrong == std::string("nothing"));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tierflow::swap
