@@ -326,7 +326,7 @@ TEST(Prediction, TakesAtLeastWhatTheDrivesDo) {
                            step = predict(plan, rates_of(spec, profile)).step_seconds;
               EXPECT_LE(least, step * (1 + 1e-9));
               if (commit_every == 1 && device_memory == 8 << 20 && host_memory == 2 << 20) {
-                EXPECT_GT(least, 0.5 * step);  // buffers and rings hold much of so small a model
+                EXPECT_GT(least, 0.4 * step);  // buffers and rings hold much of so small a model
               }
             }
 }
