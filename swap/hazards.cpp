@@ -16,7 +16,8 @@ const std::vector<TaskId>& HazardTracker::add(TaskId id, Lane lane, const std::v
     if (cells.size() < access.end) cells.resize(access.end);
     for (std::uint64_t index = access.begin; index < access.end; ++index) touch(cells[index], id, lane, access.writes);
   }
-  std::sort(found_.begin(), found_.end());
+  // What a task finds mostly comes in order.
+  if (!std::is_sorted(found_.begin(), found_.end())) std::sort(found_.begin(), found_.end());
   found_.erase(std::unique(found_.begin(), found_.end()), found_.end());
   if (!found_.empty() && found_.back() == id) found_.pop_back();  // a task that reads and writes the same bytes
   return found_;
@@ -27,8 +28,8 @@ void HazardTracker::touch(Cell& cell, TaskId id, Lane lane, bool writes) {
   if (cell.written) found_.push_back(cell.writer);
   if (writes) {
     // Whoever must wait for what was here waits for this task, which waits for it.
-    for (int reader = 0; reader < kLanes; ++reader)
-      if (cell.read_by >> reader & 1) found_.push_back(cell.last_reader[reader]);
+    for (unsigned readers = cell.read_by; readers != 0; readers &= readers - 1)
+      found_.push_back(cell.last_reader[std::countr_zero(readers)]);
     cell.read_by = 0;
     cell.written = true;
     cell.writer = id;
@@ -49,7 +50,7 @@ void HazardTracker::touch_device(TaskId id, Lane lane, const Access& access) {
     if (at == device_.end() || at->first != begin) {
       const std::uint64_t end = at == device_.end() ? access.end : std::min(at->first, access.end);
       at = device_.insert(at, {begin, {.end = end}});
-    } else {
+    } else if (at->second.end > access.end) {
       cut(at, access.end);
     }
     if (begin == access.begin) first = at;

@@ -16,12 +16,20 @@ double at_rate(double amount, double rate) {
 
 }  // namespace
 
+double both_directions(const MachineRates& machine) {
+  if (machine.disk_mixed <= 0 || machine.disk_read <= 0 || machine.disk_write <= 0) return 0.5;
+  return std::min(1.0, 0.25 * machine.disk_mixed * (1 / machine.disk_read + 1 / machine.disk_write));
+}
+
+double drive_seconds(const MachineRates& machine, double read_bytes, double write_bytes) {
+  const auto [less, more] =
+      std::minmax({at_rate(read_bytes, machine.disk_read), at_rate(write_bytes, machine.disk_write)});
+  return more + less * (std::min(2.0, 1 / both_directions(machine)) - 1);
+}
+
 Simulator::Simulator(const Layout& layout, Rates rates) : layout_(layout), rates_(std::move(rates)) {
   restart();
-  const MachineRates& machine = rates_.machine;
-  both_disks_ = machine.disk_mixed <= 0 || machine.disk_read <= 0 || machine.disk_write <= 0
-                    ? 0.5
-                    : std::min(1.0, 0.25 * machine.disk_mixed * (1 / machine.disk_read + 1 / machine.disk_write));
+  both_disks_ = both_directions(rates_.machine);
   for (const Chunk& chunk : layout.chunks()) {
     const auto rate = [&](const std::map<std::string, double>& rates) {
       const auto found = rates.find(layout.units()[chunk.unit].groups[chunk.group].precision);

@@ -20,6 +20,11 @@ struct Rates {
   std::vector<StageSeconds> stages;
 };
 
+// The speed of each direction of the drives, as a share of its rate, while the other one works too.
+double both_directions(const MachineRates& machine);
+// The least seconds in which the drives read and write so many bytes: their directions overlap where that helps.
+double drive_seconds(const MachineRates& machine, double read_bytes, double write_bytes);
+
 class Simulator {
  public:
   // The layout outlives the simulator.

@@ -20,6 +20,35 @@ swap::Rates rates_of(const ModelSpec& spec, const Profile& profile) {
           .stages = profile.model.seconds(spec)};
 }
 
+double least_on_drives(const SessionPlan& plan, const swap::MachineRates& machine) {
+  const swap::Layout& layout = *plan.layout;
+  const swap::Arrangement& at = plan.arrangement;
+  // Every update reads the state that it writes, every gradient and item that is written is read.
+  std::uint64_t written = plan.writes.update + plan.writes.gradients + plan.writes.activations,
+                read = plan.writes.gradients + plan.writes.activations;
+  std::vector<std::uint64_t> words(layout.units().size());  // by unit, on storage
+  for (const swap::Chunk& chunk : layout.chunks()) {
+    if (chunk.trainable && !at.state_resident[chunk.id]) read += chunk.state_bytes;
+    if (!at.hi_resident[chunk.id]) words[chunk.unit] += chunk.word_bytes();
+  }
+  // Forward and backward each fetch the words of their units, but for those that the device still holds.
+  const auto fetched = [&](const auto& visits) {
+    std::vector<std::uint64_t> left = words;
+    std::uint64_t bytes = 0;
+    for (const swap::StageShape& stage : layout.stages())
+      for (const int unit : stage.units)
+        if (visits(stage)) bytes += std::exchange(left[unit], 0);
+    return bytes - std::min(bytes, at.weight_ring);
+  };
+  read += fetched([](const swap::StageShape&) { return true; });
+  read += fetched(
+      [&](const swap::StageShape& stage) { return stage.backward_needs_weights && &stage != &layout.stages().back(); });
+  // What waits in buffers when the step ends is written in the next one.
+  written -= std::min(written, at.buffer_bytes(layout));
+  if (plan.commit_every == 1) written += plan.writes.commit;
+  return drive_seconds(machine, static_cast<double>(read), static_cast<double>(written));
+}
+
 namespace {
 
 constexpr int kSteps = 4;
@@ -144,11 +173,13 @@ namespace {
 // Tries settings of `options` one after the other and leaves it with the fastest.
 class Search {
  public:
+  // All outlive the search.
   Search(const ModelSpec& spec, SessionOptions& options, const Profile& profile)
       : needs(profile.model.needs(spec)),
         plan(plan_session(spec, options, needs)),
         options_(options),
         spec_(spec),
+        machine_(profile.machine.rates),
         simulator_(simulator_of(plan, rates_of(spec, profile))),
         tried_{{plan.arrangement, plan.commit_every}} {
     step = *steady_step(plan, simulator_, kForever);
@@ -167,8 +198,9 @@ class Search {
       std::pair key{tried.arrangement, tried.commit_every};
       if (std::find(tried_.begin(), tried_.end(), key) == tried_.end()) {
         tried_.push_back(std::move(key));
-        const double shortest = worthwhile * step.seconds;
-        const auto of_tried = steady_step(tried, simulator_, (1 + kSame) * shortest);
+        const double shortest = worthwhile * step.seconds, longest = (1 + kSame) * shortest;
+        const bool may_be = least_on_drives(tried, machine_) <= longest;
+        const auto of_tried = may_be ? steady_step(tried, simulator_, longest) : std::nullopt;
         if (of_tried && of_tried->seconds < shortest) {
           plan = std::move(tried);
           step = *of_tried;
@@ -191,6 +223,7 @@ class Search {
  private:
   SessionOptions& options_;
   const ModelSpec& spec_;
+  const swap::MachineRates& machine_;
   swap::Simulator simulator_;
   std::vector<std::pair<swap::Arrangement, int>> tried_;  // and its commit_every: what a prediction depends on
 };

@@ -14,6 +14,10 @@ namespace tierflow {
 
 swap::Rates rates_of(const ModelSpec& spec, const Profile& profile);
 
+// Seconds that the drives take at least for a training step after the first, however its tasks come: a plan that need
+// not be played to know that it is slow. It leaves out some of what the step reads.
+double least_on_drives(const SessionPlan& plan, const swap::MachineRates& machine);
+
 struct Prediction {
   double step_seconds = 0;                          // of a warmed-up step: others ran before it
   swap::Summary step;                               // of that step's tasks

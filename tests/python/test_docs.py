@@ -105,6 +105,19 @@ def test_the_hop_table_names_functions_that_exist():
             assert any(defines(file, scope, function) for file in files), f"{scope}::{function} in {files}: named in: {cell}"
 
 
+def test_what_the_prose_names_by_its_class_or_file_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    sources = {path: path.read_text() for folder in ("io", "optim", "swap", "runtime") for path in (ROOT / folder).rglob("*.*") if path.suffix in (".h", ".cpp", ".cu")}
+    members = re.findall(r"`(?:[\w/.]+: )?((?:\w+::)*\w+)::(\w+)(?:\(\))?`", text)
+    assert len(members) > 40
+    for scope, name in members:
+        owner = scope.rpartition("::")[2]
+        of_class = re.compile(rf"\b(class|struct|namespace) {owner}\b[^;]*{{")
+        assert any(f"{owner}::{name}" in source or of_class.search(source) and re.search(rf"\b{name}\b", source) for source in sources.values()), f"{scope}::{name}"
+    for path, name in re.findall(r"`([\w/]+\.(?:cpp|h|cu)): (\w+)`", text):
+        assert any(str(file).endswith(f"/{path}") and re.search(rf"\b{name}\b", source) for file, source in sources.items()), f"{path}: {name}"
+
+
 def definitions(file, scope, function):
     """(parameters, body) of each function of that name in the file: of the class where one is named; members may stand in it."""
     text, name = file.read_text(), scope.rpartition("::")[2]

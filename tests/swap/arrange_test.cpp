@@ -1,7 +1,11 @@
-// Budgets into arrangements: what waits for the next forward.
+// Budgets into arrangements: what waits for the next forward, and where activations go.
 #include "swap/arrange.h"
 
 #include <gmock/gmock.h>
+
+#include <set>
+
+#include "tests/swap/toy_model.h"
 
 namespace tierflow::swap {
 namespace {
@@ -167,6 +171,87 @@ TEST(Arrange, WhatIsTrainedIsKeptBeforeWhatIsFrozen) {
   const auto [trained, frozen] = kept(request);
   EXPECT_LT(trained, 40);
   EXPECT_EQ(frozen, 0);
+}
+
+TEST(Arrange, NamesTheSmallestBudgetThatWorks) {
+  const toy::Toy toy = toy::make_toy(false, 3);
+  const Layout layout(toy.units, toy.stages, toy.chunk_elements);
+  for (const bool staged : {true, false}) {
+    ArrangeRequest request{.host_budget = 1, .device_budget = 64 * kMiB, .micro_batches = 2, .staged = staged};
+    const auto refused = arrange(layout, request);
+    ASSERT_FALSE(refused.ok());
+    EXPECT_EQ(refused.error().kind, io::ErrorKind::usage);
+    EXPECT_NE(refused.error().detail.find("the smallest that works is"), std::string::npos) << refused.error().detail;
+    request.device_budget = 1;
+    EXPECT_NE(arrange(layout, request).error().detail.find("--device-memory"), std::string::npos);
+  }
+}
+
+std::vector<Activations> activations_of(const Arrangement& arrangement) {
+  std::vector<Activations> by_item;
+  for (const Item& item : arrangement.items) by_item.push_back(item.activations);
+  return by_item;
+}
+
+TEST(Arrange, KeepsTheLastActivationsThatFitAndSwapsThoseBefore) {
+  const toy::Toy toy = toy::make_toy(false, 4);
+  const Layout layout(toy.units, toy.stages, toy.chunk_elements);
+  const int stages = static_cast<int>(layout.stages().size()), items = 2 * (stages - 1);
+  ArrangeRequest request{.host_budget = 64 * kMiB, .device_budget = 64 * kMiB, .micro_batches = 2};
+  EXPECT_EQ(activations_of(arrange(layout, request).value()), std::vector<Activations>(items, Activations::recompute));
+  request.activation_bytes.assign(stages, kMiB);
+  request.activation_bytes.front() = request.activation_bytes.back() = 0;
+  request.swapped_bytes.assign(stages, kMiB / 4);
+  request.swapped_bytes.front() = request.swapped_bytes.back() = 0;
+  std::vector<Activations> all(items, Activations::keep);
+  for (const int item : {0, 1}) all[item] = Activations::recompute;
+  EXPECT_EQ(activations_of(arrange(layout, request).value()), all);
+  request.train = false;
+  EXPECT_EQ(activations_of(arrange(layout, request).value()), std::vector<Activations>(items, Activations::recompute));
+  request.train = true;
+  request.swap_to_host = request.swap_to_storage = 2;
+  request.swap_workspace = kMiB;
+  std::set<std::ptrdiff_t> kept_counts;
+  for (; request.device_budget > kMiB; request.device_budget -= kMiB) {
+    const auto arranged = arrange(layout, request);
+    if (!arranged.ok()) break;
+    const Arrangement& at = arranged.value();
+    const std::ptrdiff_t kept = at.count(Activations::keep), swapped = at.count(Activations::swap);
+    kept_counts.insert(kept);
+    // From the last block's items to the first's: kept, to the host, to storage, computed again.
+    for (int item = 2, from_last = items - 3; item < items; ++item, --from_last) {
+      const Activations expected = from_last < kept             ? Activations::keep
+                                   : from_last < kept + swapped ? Activations::swap
+                                                                : Activations::recompute;
+      EXPECT_EQ(at.items[item].activations, expected) << item << " of " << kept << " and " << swapped;
+      EXPECT_EQ(at.items[item].on_storage, expected == Activations::swap && from_last >= kept + 2) << item;
+    }
+    EXPECT_TRUE(swapped == std::min<std::ptrdiff_t>(4, items - 2 - kept) || swapped == 0);
+    EXPECT_LE(at.device_bytes() + kept * kMiB + (swapped != 0 ? request.swap_workspace : 0), request.device_budget);
+    EXPECT_LE(at.host_bytes(layout), request.host_budget);
+  }
+  EXPECT_GT(kept_counts.size(), 4U);
+}
+
+// Inputs that leave the device go on to storage where the host has no room for them.
+TEST(Arrange, SavesOnStorageWhatTheHostHasNoRoomFor) {
+  toy::Toy toy = toy::make_toy(false, 4);
+  for (StageShape& stage : toy.stages)
+    if (stage.carry_bytes != 0) stage.carry_bytes = kMiB;
+  const Layout layout(toy.units, toy.stages, toy.chunk_elements);
+  ArrangeRequest request{.host_budget = 6 * kMiB, .device_budget = 4 * kMiB, .micro_batches = 4};
+  const auto on_host = [&](std::uint64_t budget) {
+    request.host_budget = budget;
+    const auto arranged = arrange(layout, request);
+    EXPECT_TRUE(arranged.ok()) << arranged.error().message();
+    EXPECT_LE(arranged.value().host_bytes(layout), budget);
+    return arranged.value().saved_on_host();
+  };
+  EXPECT_EQ(on_host(40 * kMiB), 16 * kMiB);
+  EXPECT_LT(on_host(12 * kMiB), 12 * kMiB);
+  EXPECT_EQ(on_host(2 * kMiB + 512 * 1024), 0U);
+  request.storage = false;
+  EXPECT_FALSE(arrange(layout, request).ok());
 }
 
 }  // namespace

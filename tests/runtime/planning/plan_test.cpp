@@ -299,6 +299,38 @@ TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
   EXPECT_EQ(slow.prediction.step_seconds, slow.step_seconds_without_swaps);
 }
 
+// Where a drive is the limit, what it takes at least is never more than what a step takes, whatever waits, is deferred,
+// swaps, commits or stays on the device; nor much less, where little does.
+TEST(Prediction, TakesAtLeastWhatTheDrivesDo) {
+  const ModelSpec spec = spec_of(6);
+  Profile profile = on_any_machine(profile_of(spec));
+  profile.model.stages.at(stage_class(spec, 1)).swapped_bytes = 1 << 20;
+  profile.model.stages.at(stage_class(spec, 1)).activation_bytes = 3 << 20;
+  for (const double mixed : {0.0, 13e6, 20e6})
+    for (const std::uint64_t device_memory : {8 << 20, 64 << 20})
+      for (const std::uint64_t host_memory : {2 << 20, 8 << 20})
+        for (const bool clips : {false, true})
+          for (const double deferred : {0.0, 0.5})
+            for (const int commit_every : {0, 1}) {
+              profile.machine.rates = {.disk_read = 10e6, .disk_write = 7e6, .disk_mixed = mixed, .upload = 1e9};
+              SessionOptions options{.device_memory = device_memory,
+                                     .host_memory = host_memory,
+                                     .storage = {"somewhere"},
+                                     .micro_batches = 2,
+                                     .commit_every = commit_every};
+              options.swap_to_storage = 4 * commit_every;
+              options.deferred_share = deferred;
+              if (!clips) options.clip.reset();
+              const SessionPlan plan = plan_session(spec, options, profile.model.needs(spec));
+              const double least = least_on_drives(plan, profile.machine.rates),
+                           step = predict(plan, rates_of(spec, profile)).step_seconds;
+              EXPECT_LE(least, step * (1 + 1e-9));
+              if (commit_every == 1 && device_memory == 8 << 20 && host_memory == 2 << 20) {
+                EXPECT_GT(least, 0.4 * step);  // buffers and rings hold much of so small a model
+              }
+            }
+}
+
 // Weights and state cross links that are slow beside a micro-batch's computation. From the number of micro-batches on
 // that is expected, compute is the busiest lane, and not much before it; whatever the plan that it was expected from.
 TEST(BreakEven, IsWhereAPlanBecomesLimitedByCompute) {
