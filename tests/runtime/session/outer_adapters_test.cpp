@@ -22,20 +22,19 @@ Model adapted(const Tiling& tiling, const AdapterConfig& config = kOuter, const 
 
 struct Steps {
   std::vector<double> losses;
-  std::vector<std::vector<float>> masters;
+  std::vector<std::vector<float>> first, masters;
 };
 
 Steps trained(const Model& model, const SessionOptions& options) {
   Session session(model, options, {.weight_decay = 0.1});
-  const std::vector<std::vector<float>> first = masters_of(session);
-  Steps run;
+  Steps run{.first = masters_of(session)};
   for (int step = 0; step < kSteps; ++step) run.losses.push_back(session.step(batches(2, step), 1e-2).loss);
   run.losses.push_back(session.evaluate(batches(2, 50)).loss);
   run.masters = masters_of(session);
   std::size_t i = 0;
   for (const UnitSpec& unit : model.spec().units)
     for (const TensorSpec& tensor : unit.tensors) {
-      EXPECT_EQ(run.masters[i] == first[i], !tensor.trainable) << tensor.name;
+      EXPECT_EQ(run.masters[i] == run.first[i], !tensor.trainable) << tensor.name;
       EXPECT_EQ(tensor.trainable, is_adapter(tensor)) << tensor.name;
       ++i;
     }
@@ -80,11 +79,37 @@ TEST_P(OuterAdapters, AreWhereTheyBelong) {
 INSTANTIATE_TEST_SUITE_P(Tiles, OuterAdapters, ::testing::Bool(),
                          [](const auto& info) { return std::string(info.param ? "tiled" : "whole"); });
 
+// Where the masters of a tensor have come from their first values.
+std::vector<float> moved(const Model& model, const Steps& run, const std::string& name) {
+  std::size_t i = 0;
+  for (const UnitSpec& unit : model.spec().units)
+    for (const TensorSpec& tensor : unit.tensors) {
+      if (tensor.name.ends_with(name)) {
+        std::vector<float> way = run.masters[i];
+        for (std::size_t at = 0; at < way.size(); ++at) way[at] -= run.first[i][at];
+        return way;
+      }
+      ++i;
+    }
+  return {};
+}
+
 // Tiles round sums of gradients elsewhere; what they compute is the same.
 TEST(OuterAdaptersInTiles, TakeTheCourseOfWholeOnes) {
-  const Steps whole = trained(adapted(Tiling{}), resident(2)), tiled = trained(adapted(kTiles), resident(2));
+  const Model one = adapted(Tiling{}), three = adapted(kTiles);
+  const Steps whole = trained(one, resident(2)), tiled = trained(three, resident(2));
   for (std::size_t i = 0; i < whole.losses.size(); ++i)
     EXPECT_NEAR(tiled.losses[i], whole.losses[i], 2e-3 * whole.losses[i]);
+  for (const char* name : {"lm_head.lora_A.weight", "lora_embedding_B"}) {  // the sums of what all tiles add
+    const std::vector<float> way = moved(one, whole, name), other = moved(three, tiled, name);
+    ASSERT_EQ(way.size(), other.size());
+    double apart = 0, far = 0;
+    for (std::size_t i = 0; i < way.size(); ++i) {
+      apart += (way[i] - other[i]) * (way[i] - other[i]);
+      far += way[i] * way[i];
+    }
+    EXPECT_LT(apart, 0.04 * far) << name;
+  }
 }
 
 // A frozen model's adapters are learnt with: the loss of a repeated batch falls further than without them.
