@@ -39,7 +39,13 @@ void register_layers(py::module_& module) {
   }));
   py::class_<DecoderLayer>(module, "DecoderLayer")
       .def_static("architectures", &DecoderLayer::architectures)
-      .def(py::init<const ModelConfig&, std::int64_t, const std::vector<std::string>&>())
+      // adapters: (module, rank, scale) each.
+      .def(py::init([](const ModelConfig& config, std::int64_t layer, const std::vector<std::string>& roles,
+                       const std::vector<std::tuple<std::string, std::int64_t, double>>& adapters, double dropout) {
+        std::vector<DecoderLayer::Adapter> of;
+        for (const auto& [module, rank, scale] : adapters) of.push_back({module, rank, scale});
+        return DecoderLayer(config, layer, roles, of, dropout);
+      }))
       .def_property_readonly("window", [](const DecoderLayer& self) { return self.form().window; })
       .def_property_readonly("rotated", [](const DecoderLayer& self) { return self.form().rotated; })
       .def_property_readonly("interleaved", [](const DecoderLayer& self) { return self.form().interleaved; })
@@ -61,13 +67,17 @@ void register_layers(py::module_& module) {
             return std::pair(std::move(out), std::move(kept));
           },
           Released())
-      // kept: what forward_keeping() gave, which is used up; None: it is computed again.
+      // weights: those of the turn, and behind them as many of adapters as `adapters` has sums for (fp32, or None where
+      // one is unwanted). kept: what forward_keeping() gave, which is used up; None: it is computed again.
       .def(
           "backward",
           [](const DecoderLayer& self, Streamer& streamer, const Weights& weights, const torch::Tensor& hidden,
              const torch::Tensor& cos, const torch::Tensor& sin, const std::optional<torch::Tensor>& positions,
-             const torch::Tensor& d_out, Kept* kept) {
-            return self.backward(weights, streamer.sums(weights), input_of(hidden, cos, sin, positions), d_out,
+             const torch::Tensor& d_out, Kept* kept, const std::vector<std::optional<torch::Tensor>>& adapters) {
+            Gradients sums = streamer.sums(weights);
+            for (std::size_t i = 0; i < adapters.size(); ++i)
+              if (adapters[i]) sums.set(weights.size() - adapters.size() + i, *adapters[i]);
+            return self.backward(weights, sums, input_of(hidden, cos, sin, positions), d_out,
                                  kept == nullptr ? nullptr : std::move(kept->activations));
           },
           Released())

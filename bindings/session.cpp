@@ -3,6 +3,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -17,6 +18,7 @@
 #include "runtime/device/device_memory.h"
 #include "runtime/models/layered_model.h"
 #include "runtime/models/pair_batch.h"
+#include "runtime/session/adapter_factors.h"
 
 namespace py = pybind11;
 
@@ -259,9 +261,33 @@ class PythonSession {
   std::unique_ptr<Session> session_;
 };
 
+// First values of a layer's adapter from the gradient of its weight (adapter_factors.h): A [rank, in], B [out, rank],
+// bf16.
+std::pair<torch::Tensor, torch::Tensor> lora_ga_factors(const torch::Tensor& gradient, const std::string& method,
+                                                        const FactorsOf& of) {
+  AdapterConfig config;
+  set_adapter_init(config, method);
+  const Factors factors = factors_of_gradient(gradient, config.init, of);
+  const auto tensor = [](const std::vector<std::uint16_t>& words, std::int64_t rows) {
+    const auto columns = static_cast<std::int64_t>(words.size()) / rows;
+    torch::Tensor values = torch::empty({rows, columns}, torch::kBFloat16);
+    std::memcpy(values.data_ptr(), words.data(), 2 * words.size());
+    return values;
+  };
+  return {tensor(factors.a, of.rank), tensor(factors.b, gradient.size(0))};
+}
+
 }  // namespace
 
 void register_session(py::module_& module) {
+  module.def(
+      "lora_ga_factors",
+      [](const torch::Tensor& gradient, const std::string& method, const std::string& name, std::int64_t rank,
+         double scale, bool transposed, std::uint64_t seed) {
+        return lora_ga_factors(gradient, method,
+                               {.name = name, .rank = rank, .scale = scale, .transposed = transposed, .seed = seed});
+      },
+      Released());
   py::class_<PythonSession>(module, "Session")
       .def(py::init<const std::string&, const py::dict&>())
       .def("step", &PythonSession::step, py::arg("micro_batches"), py::arg("lr") = py::none())

@@ -25,6 +25,7 @@ from ._native import (
 from .budget import Budget, Plan
 from .checkpoint import load_checkpoint, save_checkpoint
 from .durable import resume
+from .lora_ga import LoraGA
 from .model import close, load, merge, plan, save, stats, wrap
 from .session import Session
 from .stopping import stop_signals
@@ -35,7 +36,7 @@ if _torch.__version__.split("+")[0] != _native.torch_version.split("+")[0]:
     raise ImportError(f"tierflow was built with torch {_native.torch_version}; this is {_torch.__version__}: build it again (pip install .)")
 
 __all__ = [
-    "Budget", "CancelledError", "CorruptionError", "EnvironmentError", "Error", "InputError", "LockedError", "NumericError", "OutOfMemoryError", "Plan",
+    "Budget", "CancelledError", "CorruptionError", "EnvironmentError", "Error", "InputError", "LockedError", "LoraGA", "NumericError", "OutOfMemoryError", "Plan",
     "Session", "StepResult", "StorageError", "Trainer", "UsageError", "close", "data", "init_empty", "load", "load_checkpoint", "losses", "merge", "optim", "plan", "resume", "save",
     "save_checkpoint", "stats", "stop_signals", "wrap",
 ]  # fmt: skip

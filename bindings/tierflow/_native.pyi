@@ -98,6 +98,10 @@ class TeacherWriter:
     def add(self, ids: torch.Tensor, log_probabilities: torch.Tensor) -> None: ...
     def finish(self) -> None: ...
 
+def lora_ga_factors(
+    gradient: torch.Tensor, method: str, name: str, rank: int, scale: float, transposed: bool, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
 class Session:
     steps: int
     computes_reference: bool
@@ -122,7 +126,9 @@ class DecoderLayer:
     keeps: bool
     @staticmethod
     def architectures() -> list[str]: ...
-    def __init__(self, config: DecoderConfig, layer: int, roles: Sequence[str]) -> None: ...
+    def __init__(
+        self, config: DecoderConfig, layer: int, roles: Sequence[str], adapters: Sequence[tuple[str, int, float]], dropout: float
+    ) -> None: ...
     def forward(
         self, weights: Sequence[torch.Tensor], hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor: ...
@@ -139,6 +145,7 @@ class DecoderLayer:
         positions: torch.Tensor | None,
         d_out: torch.Tensor,
         kept: Kept | None,
+        adapters: Sequence[torch.Tensor | None],
     ) -> torch.Tensor: ...
     def kept_bytes(self, tokens: int) -> int: ...
 

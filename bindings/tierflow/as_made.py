@@ -38,11 +38,11 @@ def check_untouched(module: nn.Module, kind: type, name: str, outermost: bool = 
     what = name or "the layer"
     if type(module) is not kind or kind.forward.__module__ != kind.__module__:
         raise Departs(f"{what} is {type(module).__module__}.{type(module).__name__}, not {kind.__name__} as it was written")
-    if not outermost and ("forward" in module.__dict__ or _watched(module)):
+    if not outermost and ("forward" in module.__dict__ or watched(module)):
         raise Departs(f"{what} has hooks or a forward() of its own")
 
 
-def _watched(module: nn.Module) -> bool:
+def watched(module: nn.Module) -> bool:
     """Whether a hook is registered, other than what transformers leaves behind where outputs were recorded once."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
@@ -84,10 +84,9 @@ class LayerAsMade:
         """Whether the config still says what it said."""
         return self._own.config is self.config and self._own.layer_idx == self.index and _plain(vars(self.config)) == self._read
 
-    def check(self, layer: nn.Module) -> None:
-        """Raises Departs where the layer is not as it was made."""
+    def check(self, modules: Mapping[str, nn.Module]) -> None:
+        """modules: of the layer, by path. Raises Departs where they are not as they were made."""
         expected = self._expected
-        modules = dict(layer.named_modules())
         for name in modules:
             if name not in expected:
                 raise Departs(f"{name} is no part of it as transformers makes it")

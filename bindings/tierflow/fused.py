@@ -18,6 +18,7 @@ from torch import nn
 from . import _native
 from .activations import Activations
 from .as_made import Departs, LayerAsMade, architecture_of, check_untouched
+from .peft_layers import LoraPart, without_lora
 from .protocols import ModuleTurn
 
 log = logging.getLogger("tierflow")
@@ -133,6 +134,8 @@ class _Decoder(Layer):
         self._made: LayerAsMade | None = None
         self._layer: Any = None
         self._refused = ""  # why the config's layer cannot be computed
+        self._lora: list[LoraPart] = []  # adapters, as the last call found them
+        self._shape: tuple = ()  # what of them the native layer is made for
 
     def operands(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         self._look()
@@ -157,21 +160,27 @@ class _Decoder(Layer):
         return [hidden, *tables]
 
     def _look(self) -> None:
-        """Raises Departs where the layer is not as transformers made it."""
-        if self._made is None or not self._made.is_current():
-            self._made, self._refused = LayerAsMade(self._module), ""
+        """Raises Departs where the layer is not as transformers made it, but for plain LoRA beside its linear layers."""
+        plain, self._lora = without_lora(dict(self._module.named_modules()))
+        shape = tuple((part.path, part.a.shape[0], part.scale) for part in self._lora), self._lora[0].dropout if self._lora else 0.0
+        if self._made is None or not self._made.is_current() or shape != self._shape:
+            self._made, self._refused, self._shape = LayerAsMade(self._module), "", shape
+            roles = [*self.roles, *(f"{part.path}.lora_{which}.weight" for part in self._lora for which in "AB")]
             try:
                 text, configs = self._made.config_text(), self.turn.engine.configs
                 if text not in configs:
                     configs[text] = _native.DecoderConfig(text)
-                self._layer = _native.DecoderLayer(configs[text], self._made.index, self.roles)
+                self._layer = _native.DecoderLayer(configs[text], self._made.index, roles, *shape)
             except (_native.UsageError, _native.InputError) as error:
                 self._refused = str(error)
         if self._refused:
             raise Departs(self._refused)
-        self._made.check(self._module)
+        self._made.check(plain)
         if any(m._parameters.get(name) is not handle for handle, places in zip(self.turn.handles, self.turn.places, strict=True) for m, name in places):
             raise Departs("a parameter was put in the place of one that streams")
+
+    def _with_lora(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [*weights, *(factor.detach().to(torch.bfloat16) for part in self._lora for factor in (part.a, part.b))]
 
     def _is_table(self, table: Any, hidden: torch.Tensor) -> bool:
         """cos or sin [1 or batch, sequence, rotated]: its second half as the first, or, of neighbouring pairs, each value twice."""
@@ -244,15 +253,21 @@ class _Decoder(Layer):
         activations = self.turn.engine.activations
         size = self._layer.kept_bytes(operands[0].shape[0] * operands[0].shape[1])
         if not keep or not self._layer.keeps or not activations.has_room(size):
-            return self._layer.forward(weights, *self._input(operands)), None
-        out, held = self._layer.forward_keeping(weights, *self._input(operands))
+            return self._layer.forward(self._with_lora(weights), *self._input(operands)), None
+        out, held = self._layer.forward_keeping(self._with_lora(weights), *self._input(operands))
         return out, Kept(held, size, activations)
 
     def backward(self, weights: list[torch.Tensor], operands: list[torch.Tensor], grad: torch.Tensor, kept: Kept | None) -> torch.Tensor:
         engine, held = self.turn.engine, None if kept is None else kept.held
         # Inside are what the forward computes on its way, unless it was kept, and about as much again of gradients.
         engine.activations.look(within=self._layer.kept_bytes(operands[0].shape[0] * operands[0].shape[1]) * (2 if held is None else 1))
-        return self._layer.backward(engine.native, weights, *self._input(operands), grad.to(torch.bfloat16), held)
+        factors = [factor for part in self._lora for factor in (part.a, part.b)]
+        sums = [torch.zeros(factor.shape, dtype=torch.float32, device=factor.device) if factor.requires_grad else None for factor in factors]
+        gradient = self._layer.backward(engine.native, self._with_lora(weights), *self._input(operands), grad.to(torch.bfloat16), held, sums)
+        for factor, found in zip(factors, sums, strict=True):
+            if found is not None:
+                factor.grad = found.to(factor.dtype) if factor.grad is None else factor.grad + found.to(factor.dtype)
+        return gradient
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor:

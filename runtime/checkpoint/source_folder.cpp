@@ -99,10 +99,11 @@ void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const st
       }
     }
   const std::string& head = spec.config.names.head;
-  if (const std::string tokens = spec.units.front().tensors.front().name;
-      spec.config.tie_word_embeddings && wrong.empty() && checkpoint.find(head) != nullptr &&
-      !have_the_same_values(checkpoint, head, tokens))
-    wrong.push_back(fmt::format("{} is not {}, though tie_word_embeddings says so: write false there", head, tokens));
+  if (spec.config.tie_word_embeddings && wrong.empty() && checkpoint.find(head) != nullptr) {
+    const std::string& tokens = spec.units.front().tensors.front().name;
+    if (!have_the_same_values(checkpoint, head, tokens))
+      wrong.push_back(fmt::format("{} is not {}, though tie_word_embeddings says so: write false there", head, tokens));
+  }
   const Beside beside(spec, checkpoint);
   // Tables that older versions of transformers saved, and the copy of a tied embedding, are no parameters.
   const bool neox = spec.config.names.prefix == "gpt_neox.";

@@ -36,7 +36,7 @@ CausalModel::CausalModel(ModelSpec spec) : spec_(std::move(spec)) {
   const Norm norm(config().norm, config().norm_eps, TensorIndex(spec_, norm_stage), names.norm);
   const LogitRule rule{.multiplier = config().logits_multiplier, .softcap = config().logits_softcap};
   if (norm_stage == last) {
-    head_.emplace(norm, rule, TensorIndex(spec_, last), names.head, names.tokens);
+    head_.emplace(norm, rule, TensorIndex(spec_, last), names.head, names.tokens, config().adapter_dropout);
   } else {
     tiled_head_.emplace(spec_, norm_stage, norm, rule, names.tokens);
   }
@@ -59,7 +59,7 @@ Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry
                            bool training) const {
   switch (kind(stage)) {
     case StageKind::embedding:
-      return {embeddings_[static_cast<std::size_t>(stage)].forward(weights, carry, shared, training)};
+      return embeddings_[static_cast<std::size_t>(stage)].forward(weights, carry, shared, training);
     case StageKind::block:
     case StageKind::attention:
     case StageKind::mlp:
@@ -68,7 +68,7 @@ Carry CausalModel::forward(int stage, const Weights& weights, const Carry& carry
       return experts(stage, weights, carry, shared, training);
     case StageKind::norm:
       if (shared.cache != nullptr) return tiled_head_->normalise(weights, last_of_spans(carry.at(0), shared));
-      return tiled_head_->normalise(weights, carry.at(0), targets_of(shared));
+      return tiled_head_->normalise(weights, carry.at(0), targets_of(shared), training);
     case StageKind::head_tile:
       if (shared.cache != nullptr) return tiled_head_->logits(stage, weights, carry);
       return tiled_head_->forward(stage, weights, carry, targets_of(shared));
@@ -83,7 +83,7 @@ Carry CausalModel::backward(int stage, const Weights& weights, const Gradients& 
   switch (kind(stage)) {
     case StageKind::embedding: {
       const at::NoGradGuard no_grad;
-      return embeddings_[static_cast<std::size_t>(stage)].backward(gradients, shared, d_out.at(0));
+      return embeddings_[static_cast<std::size_t>(stage)].backward(weights, gradients, carry, shared, d_out);
     }
     case StageKind::block:
     case StageKind::attention:

@@ -33,6 +33,24 @@ ModelSpec one_layer(const ModelConfig& config, std::int64_t layer) {
   return spec;
 }
 
+void add_adapters(ModelSpec& spec, UnitSpec& unit, const std::vector<DecoderLayer::Adapter>& adapters, double dropout) {
+  spec.config.adapter_dropout = dropout;
+  for (const DecoderLayer::Adapter& adapter : adapters) {
+    const auto weight = std::ranges::find(unit.tensors, adapter.module + ".weight", &TensorSpec::role);
+    if (weight == unit.tensors.end() || weight->shape.size() != 2)
+      throw Exception(io::ErrorKind::usage, "a decoder layer without a linear layer " + adapter.module);
+    const std::int64_t in = weight->shape[spec.config.transposed ? 0 : 1],
+                       out = weight->shape[spec.config.transposed ? 1 : 0];
+    const std::string name = weight->name.substr(0, weight->name.size() - std::string_view(".weight").size());
+    const auto add = [&](const std::string& part, std::vector<std::int64_t> shape) {
+      unit.tensors.push_back({.name = name + part, .role = adapter.module + part, .shape = std::move(shape)});
+    };
+    add(".lora_A.weight", {adapter.rank, in});
+    add(".lora_B.weight", {out, adapter.rank});
+    unit.tensors.back().scale = adapter.scale;
+  }
+}
+
 // Of what DecoderModel::forward_keeping() keeps, in bytes a token.
 std::uint64_t bytes_of_a_token(const ModelConfig& c) {
   const std::int64_t q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
@@ -86,7 +104,8 @@ std::vector<std::string> DecoderLayer::architectures() {
   return names;
 }
 
-DecoderLayer::DecoderLayer(const ModelConfig& config, std::int64_t layer, const std::vector<std::string>& roles) {
+DecoderLayer::DecoderLayer(const ModelConfig& config, std::int64_t layer, const std::vector<std::string>& roles,
+                           const std::vector<Adapter>& adapters, double dropout) {
   ModelSpec spec = one_layer(config, layer);
   const ModelConfig& c = spec.config;
   const LayerSpec& own = c.layer_specs.front();
@@ -95,10 +114,12 @@ DecoderLayer::DecoderLayer(const ModelConfig& config, std::int64_t layer, const 
            .rotated = rope.rotated(c.head_dim),
            .interleaved = rope.interleaved,
            .rounded = rope.rounded,
-           .keeps = c.attention_softcap <= 0};
+           .keeps = c.attention_softcap <= 0 && dropout == 0};
   token_bytes_ = bytes_of_a_token(c);
+  by_hand_ = dropout == 0;
   while (spec.stages[static_cast<std::size_t>(stage_)].kind != StageKind::block) ++stage_;
-  const UnitSpec& unit = spec.units[static_cast<std::size_t>(spec.stages[static_cast<std::size_t>(stage_)].units[0])];
+  UnitSpec& unit = spec.units[static_cast<std::size_t>(spec.stages[static_cast<std::size_t>(stage_)].units[0])];
+  add_adapters(spec, unit, adapters, dropout);
   for (const TensorSpec& tensor : unit.tensors) {
     const auto found = std::find(roles.begin(), roles.end(), tensor.role);
     if (found == roles.end()) throw Exception(io::ErrorKind::usage, "a decoder layer without " + tensor.role);
@@ -132,8 +153,11 @@ Tensor DecoderLayer::backward(const Weights& weights, const Gradients& sums, con
   const Shared shared{.tables = {input.cos, input.sin}, .documents = input.documents};
   const std::vector<Tensor> ordered_sums = in_order(sums.tensors());
   const RoundedSums rounded(ordered_sums, products_);
-  const Carry d = model_->backward_kept(stage_, in_order(weights), rounded.own(), {input.hidden.detach()}, shared,
-                                        {d_out}, std::move(kept));
+  // backward_kept() with nothing kept is backward() by hand, for models without dropout.
+  const Carry in = {input.hidden.detach()};
+  const Carry d =
+      by_hand_ ? model_->backward_kept(stage_, in_order(weights), rounded.own(), in, shared, {d_out}, std::move(kept))
+               : model_->backward(stage_, in_order(weights), rounded.own(), in, shared, {d_out});
   rounded.add();
   return d.at(0);
 }

@@ -20,10 +20,20 @@ class DecoderLayer {
   // The classes of dense decoders that model_spec.h reads, as config.json names them.
   static std::vector<std::string> architectures();
 
+  // Of one linear layer: A [rank, in] and B [out, rank] are among the weights as MODULE.lora_A.weight and
+  // MODULE.lora_B.weight.
+  struct Adapter {
+    std::string module;  // within the layer: "self_attn.q_proj"
+    std::int64_t rank = 0;
+    double scale = 1;
+  };
+
   // config: of the whole model; layer: counts from 0. roles: what the weights of each call are, in
-  // their order, as transformers names them within the layer ("self_attn.q_proj.weight"). Throws Exception (kind usage
-  // or input) where the config has no such layer, or the roles are not the layer's.
-  DecoderLayer(const ModelConfig& config, std::int64_t layer, const std::vector<std::string>& roles);
+  // their order, as transformers names them within the layer ("self_attn.q_proj.weight"). dropout: of what adapters
+  // take; forward() and backward() draw it from the default generator, in the same state, and nothing can be kept.
+  // Throws Exception (kind usage or input) where the config has no such layer, or the roles are not the layer's.
+  DecoderLayer(const ModelConfig& config, std::int64_t layer, const std::vector<std::string>& roles,
+               const std::vector<Adapter>& adapters = {}, double dropout = 0);
 
   // How calls are made of a model's own tables and masks.
   struct Form {
@@ -57,6 +67,7 @@ class DecoderLayer {
   std::uint64_t token_bytes_ = 0;  // kept of each token
   std::unique_ptr<LayeredModel> model_;
   int stage_ = 0;
+  bool by_hand_ = true;             // its gradient; else autograd's
   std::vector<std::size_t> order_;  // position in a call's weights, by position in the model's
   std::vector<bool> products_;      // by that: whether its gradient is a matrix product
 };

@@ -30,10 +30,15 @@ std::int64_t head_chunk_rows(std::int64_t vocab, bool on_device) {
 }
 
 LossHead::LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& index, std::string_view own,
-                   std::string_view tied)
-    : norm_(norm), rule_(rule) {
+                   std::string_view tied, double dropout)
+    : norm_(norm), rule_(rule), adapter_(index, dropout) {
   output_ = index.find(own);
   if (output_ < 0) output_ = index.at(tied);
+  b_ = head_adapter_rows(index);
+}
+
+HeadRows LossHead::rows(const Weights& weights) const {
+  return {.output = at_or_none(weights, output_), .b = at_or_none(weights, b_)};
 }
 
 HeadResult distilled_result(const SoftTargets& teacher, const SoftTargets::Losses& losses) {
@@ -49,17 +54,18 @@ at::Tensor top_log_probabilities(const TopLogits& top, const at::Tensor& sums) {
 HeadScores LossHead::scores(const Weights& weights, const at::Tensor& hidden, const Targets& targets,
                             std::int64_t chunk_rows) const {
   const at::NoGradGuard no_grad;
-  const at::Tensor normed = norm_(weights, token_rows(hidden));
-  const at::Tensor output = at_or_none(weights, output_);
-  const std::int64_t tokens = normed.size(0),
-                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), !output.is_cpu());
+  const at::Tensor normed = norm_(weights, token_rows(hidden)), low = adapter_.low(weights, normed, false);
+  const HeadRows head = rows(weights);
+  const std::int64_t tokens = normed.size(0), vocabulary = head.output.size(0),
+                     chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(vocabulary, !head.output.is_cpu());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
   at::Tensor hits = at::zeros({tokens}, normed.options().dtype(at::kBool));
   const TopLogits top = targets.top > 0 ? no_top_logits(tokens, targets.top, normed.device()) : TopLogits{};
   const at::Tensor sums = targets.top > 0 ? no_softmax_sums(tokens, normed.device()) : at::Tensor();
   for (std::int64_t first = 0; first < tokens; first += chunk) {
     const std::int64_t rows = std::min(chunk, tokens - first);
-    at::Tensor logits = at::mm(normed.narrow(0, first, rows), output.t());
+    at::Tensor logits = at::empty({rows, vocabulary}, normed.options());
+    head.logits(logits, normed.narrow(0, first, rows), low.defined() ? low.narrow(0, first, rows) : low);
     rule_.apply(logits);
     const at::Tensor chunk_labels = targets.labels.narrow(0, first, rows);
     hits.narrow(0, first, rows).copy_(logits.argmax(1).eq(chunk_labels));
@@ -82,7 +88,11 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
   const at::Tensor in = token_rows(hidden);
   Norm::Kept kept;
   const at::Tensor normed = norm_(weights, in, &kept);
-  const at::Tensor output = at_or_none(weights, output_);
+  HeadAdapter::Kept taken;
+  const at::Tensor low = adapter_.low(weights, normed, true, &taken);
+  const at::Tensor d_low = low.defined() ? at::empty_like(low) : low;
+  const HeadRows head = rows(weights);
+  const at::Tensor& output = head.output;
   const std::int64_t tokens = normed.size(0),
                      chunk = chunk_rows > 0 ? chunk_rows : head_chunk_rows(output.size(0), !output.is_cpu());
   at::Tensor each = at::zeros({tokens}, normed.options().dtype(at::kDouble));
@@ -92,9 +102,9 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
   at::Tensor buffer = at::empty({std::min(chunk, tokens), output.size(0)}, normed.options());
   for (std::int64_t first = 0; first < tokens; first += chunk) {
     const std::int64_t rows = std::min(chunk, tokens - first);
-    const at::Tensor part = normed.narrow(0, first, rows);
+    const at::Tensor part = normed.narrow(0, first, rows), low_part = low.defined() ? low.narrow(0, first, rows) : low;
     at::Tensor logits = buffer.narrow(0, 0, rows), d_part = d.narrow(0, first, rows);
-    at::mm_out(logits, part, output.t());
+    head.logits(logits, part, low_part);
     rule_.apply(logits);
     const at::Tensor slope = rule_.slope(logits);
     if (targets.teacher.defined()) {
@@ -115,9 +125,14 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
     rule_.backward(logits, slope);
     at::mm_out(d_part, logits, output);
     gradients.add_product(output_, logits, part);
+    if (!low.defined()) continue;
+    at::Tensor d_low_part = d_low.narrow(0, first, rows);
+    at::mm_out(d_low_part, logits, head.b);
+    gradients.add_product(b_, logits, low_part);
   }
   buffer.reset();
 
+  adapter_.backward(weights, gradients, d_low, taken, d);
   d = norm_.backward(weights, gradients, d, in, kept);
   HeadResult result;
   if (targets.teacher.defined())
@@ -130,7 +145,10 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
 
 at::Tensor LossHead::logits(const Weights& weights, const at::Tensor& hidden) const {
   const at::NoGradGuard no_grad;
-  at::Tensor logits = at::mm(norm_(weights, token_rows(hidden)), at_or_none(weights, output_).t());
+  const at::Tensor normed = norm_(weights, token_rows(hidden));
+  const HeadRows head = rows(weights);
+  at::Tensor logits = at::empty({normed.size(0), head.output.size(0)}, normed.options());
+  head.logits(logits, normed, adapter_.low(weights, normed, false));
   rule_.apply(logits);
   return logits;
 }

@@ -3,6 +3,7 @@
 // vocabulary and the kind of device alone, so that the bits do not depend on a budget.
 #include <ATen/core/Tensor.h>
 
+#include "runtime/models/head_adapter.h"
 #include "runtime/models/layered_model.h"
 #include "runtime/models/logit_rule.h"
 #include "runtime/models/norm.h"
@@ -22,9 +23,9 @@ at::Tensor top_log_probabilities(const TopLogits& top, const at::Tensor& sums);
 
 class LossHead {
  public:
-  // Tensor `own`, else `tied`, the embedding's [vocab, hidden].
+  // Tensor `own`, else `tied`, the embedding's [vocab, hidden]. dropout: of what an adapter takes.
   LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& index, std::string_view own,
-           std::string_view tied);
+           std::string_view tied, double dropout = 0);
 
   // -log probabilities of the labels that count; the most likely tokens where the targets ask for them.
   HeadScores scores(const Weights& weights, const at::Tensor& hidden, const Targets& targets,
@@ -37,9 +38,12 @@ class LossHead {
   at::Tensor logits(const Weights& weights, const at::Tensor& hidden) const;
 
  private:
+  HeadRows rows(const Weights& weights) const;
+
   Norm norm_;
   LogitRule rule_;
-  int output_ = -1;
+  HeadAdapter adapter_;
+  int output_ = -1, b_ = -1;
 };
 
 }  // namespace tierflow::models

@@ -10,33 +10,39 @@
 namespace tierflow::models {
 namespace {
 
+Tensor part_of(const Tensor& tensor, std::int64_t first, std::int64_t rows) {
+  return tensor.defined() ? tensor.narrow(0, first, rows) : tensor;
+}
+
 // Calls use(first token, tokens, their logits in the tile), the logits to be overwritten.
 template <class Use>
-void for_each_chunk(const Tensor& normed, const Tensor& output, const LogitRule& rule, Use use) {
-  const std::int64_t tokens = normed.size(0),
-                     chunk = std::min(tokens, head_chunk_rows(output.size(0), !output.is_cpu()));
-  const Tensor buffer = at::empty({chunk, output.size(0)}, normed.options());
+void for_each_chunk(const Tensor& normed, const Tensor& low, const HeadRows& tile, const LogitRule& rule, Use use) {
+  const std::int64_t tokens = normed.size(0), width = tile.output.size(0),
+                     chunk = std::min(tokens, head_chunk_rows(width, !tile.output.is_cpu()));
+  const Tensor buffer = at::empty({chunk, width}, normed.options());
   for (std::int64_t first = 0; first < tokens; first += chunk) {
     const std::int64_t rows = std::min(chunk, tokens - first);
     Tensor logits = buffer.narrow(0, 0, rows);
-    at::mm_out(logits, normed.narrow(0, first, rows), output.t());
+    tile.logits(logits, normed.narrow(0, first, rows), part_of(low, first, rows));
     rule.apply(logits);
     use(first, rows, logits);
   }
 }
 
-// A chunk of a tile whose logits hold their gradient already: adds to the gradient of the weights, and writes the
-// hidden states' with what the tiles after this one have summed.
-void add_gradients(const Tensor& d_logits, const Tensor& output, const Gradients& sums, int of_output,
-                   const Tensor& normed, const Tensor& before, const Tensor& d) {
-  const Tensor here = at::mm(d_logits, output);
+// Writes what a chunk's product with `matrix` gives with what the tiles after this one have summed.
+void add_here(const Tensor& d_logits, const Tensor& matrix, const Tensor& before, const Tensor& d) {
+  const Tensor here = at::mm(d_logits, matrix);
   if (before.defined()) {
     Tensor sum = d;
     at::add_out(sum, before, here);
   } else {
     d.copy_(here);
   }
-  sums.add_product(of_output, d_logits, normed);
+}
+
+// What A gave in a forward's carry, where the tile has an adapter.
+Tensor low_in(const Carry& carry, const HeadRows& tile) {
+  return tile.b.defined() ? carry.back() : Tensor();
 }
 
 Tensor empty_sum(const Tensor& normed) {
@@ -47,22 +53,29 @@ Tensor empty_sum(const Tensor& normed) {
 
 TiledHead::TiledHead(const ModelSpec& spec, int norm_stage, const Norm& norm, const LogitRule& rule,
                      std::string_view tied)
-    : norm_(norm), rule_(rule), norm_stage_(norm_stage) {
+    : norm_(norm),
+      rule_(rule),
+      adapter_(TensorIndex(spec, norm_stage), spec.config.adapter_dropout),
+      norm_stage_(norm_stage) {
   for (int stage = norm_stage + 1; stage < static_cast<int>(spec.stages.size()); ++stage) {
     const TensorIndex index(spec, stage);
     const int own = index.find(spec.config.names.head);
-    tiles_.push_back(
-        {.output = own >= 0 ? own : index.at(tied), .first = spec.stages[static_cast<std::size_t>(stage)].first_row});
+    tiles_.push_back({.output = own >= 0 ? own : index.at(tied),
+                      .b = head_adapter_rows(index),
+                      .first = spec.stages[static_cast<std::size_t>(stage)].first_row});
   }
 }
 
 Carry TiledHead::normalise(const Weights& weights, const Tensor& hidden) const {
   const at::NoGradGuard no_grad;
-  return {norm_(weights, token_rows(hidden))};
+  Carry carry = {norm_(weights, token_rows(hidden))};
+  if (Tensor low = adapter_.low(weights, carry[0], false); low.defined()) carry.push_back(std::move(low));
+  return carry;
 }
 
-Carry TiledHead::normalise(const Weights& weights, const Tensor& hidden, const Targets& targets) const {
-  Carry carry = normalise(weights, hidden);
+Carry TiledHead::normalise(const Weights& weights, const Tensor& hidden, const Targets& targets, bool training) const {
+  const at::NoGradGuard no_grad;
+  Carry carry = {norm_(weights, token_rows(hidden))};
   const std::int64_t tokens = carry[0].size(0);
   carry.push_back(no_softmax_sums(tokens, hidden.device()));
   if (targets.teacher.defined()) carry.push_back(targets.teacher.no_sums());
@@ -70,6 +83,7 @@ Carry TiledHead::normalise(const Weights& weights, const Tensor& hidden, const T
     const TopLogits top = no_top_logits(tokens, targets.top, hidden.device());
     carry.insert(carry.end(), {top.values, top.ids});
   }
+  if (Tensor low = adapter_.low(weights, carry[0], training); low.defined()) carry.push_back(std::move(low));
   return carry;
 }
 
@@ -78,8 +92,15 @@ Carry TiledHead::normalise_backward(const Weights& weights, const Gradients& gra
   const at::NoGradGuard no_grad;
   const Tensor in = token_rows(hidden);
   Norm::Kept kept;
-  norm_(weights, in, &kept);
-  return {norm_.backward(weights, gradients, d_out.at(0).to(hidden.scalar_type()), in, kept).view(hidden.sizes())};
+  const Tensor normed = norm_(weights, in, &kept);
+  Tensor d = d_out.at(0).to(hidden.scalar_type());
+  if (d_out.size() > 3) {
+    HeadAdapter::Kept taken;
+    adapter_.low(weights, normed, true, &taken);
+    if (d.is_same(d_out[0])) d = d.clone();
+    adapter_.backward(weights, gradients, d_out.at(4), taken, d);
+  }
+  return {norm_.backward(weights, gradients, d, in, kept).view(hidden.sizes())};
 }
 
 Carry TiledHead::forward(int stage, const Weights& weights, const Carry& carry, const Targets& targets) const {
@@ -87,7 +108,8 @@ Carry TiledHead::forward(int stage, const Weights& weights, const Carry& carry, 
   Carry out = {carry.at(0)};
   for (std::size_t i = 1; i < carry.size(); ++i) out.push_back(carry[i].clone());
   const std::int64_t begin = tile(stage).first;
-  for_each_chunk(out[0], at_or_none(weights, tile(stage).output), rule_,
+  const HeadRows tile_rows = tile(stage).rows(weights);
+  for_each_chunk(out[0], low_in(out, tile_rows), tile_rows, rule_,
                  [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
                    const auto part = [&](std::size_t which) { return out.at(which).narrow(0, first, rows); };
                    const Tensor labels = targets.labels.narrow(0, first, rows);
@@ -104,9 +126,10 @@ Carry TiledHead::backward(int stage, const Weights& weights, const Gradients& gr
                           const Targets& targets) const {
   const at::NoGradGuard no_grad;
   const Tensor &before = d_out.at(0), &normed = d_out.at(1), &factors = d_out.at(2);
-  const Tensor output = at_or_none(weights, tile(stage).output);
-  const Tensor d = at::empty_like(before);
-  for_each_chunk(normed, output, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
+  const HeadRows rows_here = tile(stage).rows(weights);
+  const Tensor low = d_out.size() > 3 ? d_out.at(3) : Tensor(), low_before = low.defined() ? d_out.at(4) : Tensor();
+  const Tensor d = at::empty_like(before), d_low = low.defined() ? at::empty_like(low_before) : Tensor();
+  for_each_chunk(normed, low, rows_here, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
     const Tensor slope = rule_.slope(logits);
     const Tensor labels = targets.labels.narrow(0, first, rows), factor = factors.narrow(0, first, rows);
     if (targets.teacher.defined())
@@ -114,17 +137,27 @@ Carry TiledHead::backward(int stage, const Weights& weights, const Gradients& gr
     else
       softmax_gradient(logits, labels, tile(stage).first, factor);
     rule_.backward(logits, slope);
-    add_gradients(logits, output, gradients, tile(stage).output, normed.narrow(0, first, rows),
-                  before.narrow(0, first, rows), d.narrow(0, first, rows));
+    add_here(logits, rows_here.output, before.narrow(0, first, rows), d.narrow(0, first, rows));
+    gradients.add_product(tile(stage).output, logits, normed.narrow(0, first, rows));
+    if (!low.defined()) return;
+    add_here(logits, rows_here.b, low_before.narrow(0, first, rows), d_low.narrow(0, first, rows));
+    gradients.add_product(tile(stage).b, logits, low.narrow(0, first, rows));
   });
-  return {d, normed, factors};
+  Carry out = {d, normed, factors};
+  if (low.defined()) out.insert(out.end(), {low, d_low});
+  return out;
 }
 
 Carry TiledHead::logits(int stage, const Weights& weights, const Carry& carry) const {
   const at::NoGradGuard no_grad;
-  Tensor here = at::mm(carry.at(0), at_position(weights, tile(stage).output).t());
+  const HeadRows rows = tile(stage).rows(weights);
+  const Tensor low = low_in(carry, rows);
+  Tensor here = at::empty({carry.at(0).size(0), rows.output.size(0)}, carry[0].options());
+  rows.logits(here, carry[0], low);
   rule_.apply(here);
-  return {carry[0], carry.size() == 1 ? here : at::cat({carry[1], here}, 1)};
+  Carry out = {carry[0], carry.size() == (low.defined() ? 2 : 1) ? here : at::cat({carry[1], here}, 1)};
+  if (low.defined()) out.push_back(low);
+  return out;
 }
 
 HeadScores TiledHead::scores(const Weights& weights, const Carry& carry, const Targets& targets) const {
@@ -148,9 +181,10 @@ HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients&
   const bool soft = targets.teacher.defined();
   const Tensor &normed = carry.at(0), &labels = targets.labels, sums = carry.at(1).clone();
   const Tensor soft_sums = soft ? carry.at(2).clone() : Tensor();
-  const Tensor output = at_or_none(weights, last.output);
+  const HeadRows tile_rows = last.rows(weights);
+  const Tensor low = low_in(carry, tile_rows), d_low = low.defined() ? empty_sum(low) : low;
   const Tensor factors = at::empty({sums.size(0), soft ? 5 : 3}, sums.options()), d = empty_sum(normed);
-  for_each_chunk(normed, output, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
+  for_each_chunk(normed, low, tile_rows, rule_, [&](std::int64_t first, std::int64_t rows, Tensor& logits) {
     const Tensor chunk_labels = labels.narrow(0, first, rows), chunk_sums = sums.narrow(0, first, rows);
     const Tensor chunk_factors = factors.narrow(0, first, rows), slope = rule_.slope(logits);
     if (soft) {
@@ -168,7 +202,11 @@ HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients&
       softmax_gradient(logits, chunk_labels, last.first, chunk_factors);
     }
     rule_.backward(logits, slope);
-    add_gradients(logits, output, gradients, last.output, normed.narrow(0, first, rows), {}, d.narrow(0, first, rows));
+    add_here(logits, tile_rows.output, {}, d.narrow(0, first, rows));
+    gradients.add_product(last.output, logits, normed.narrow(0, first, rows));
+    if (!low.defined()) return;
+    add_here(logits, tile_rows.b, {}, d_low.narrow(0, first, rows));
+    gradients.add_product(last.b, logits, low.narrow(0, first, rows));
   });
   HeadResult result;
   if (soft)
@@ -176,6 +214,7 @@ HeadResult TiledHead::loss_and_backward(const Weights& weights, const Gradients&
   else
     result.loss_sum = sum_in_order(softmax_losses(sums, labels));
   result.d_carry = {d, normed, factors};
+  if (low.defined()) result.d_carry.insert(result.d_carry.end(), {low, d_low});
   return result;
 }
 

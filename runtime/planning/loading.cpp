@@ -56,15 +56,15 @@ std::uint64_t loading_bytes(const ModelSpec& spec) {
     first_values = std::max(first_values, values);
     all_values += values;
   }
-  // Those of a gradient are all there at once; a factor of experts that is read from a folder stays for a while.
-  return most + (of_gradient(config.init) ? all_values : first_values) + expert_factor_bytes(spec, 2);
+  // Those of a gradient are all there at once; a factor that is turned as it is read from a folder stays for a while.
+  return most + (of_gradient(config.init) ? all_values : first_values) + turned_factor_bytes(spec, 2);
 }
 
-std::uint64_t expert_factor_bytes(const ModelSpec& spec, std::size_t most) {
+std::uint64_t turned_factor_bytes(const ModelSpec& spec, std::size_t most) {
   std::map<std::string, std::uint64_t> factors;
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors) {
-      if (!is_expert_adapter(tensor) || adapter_part(tensor) != AdapterPart::b) continue;
+      if (!is_turned_beside_base(tensor)) continue;
       std::uint64_t bytes = 4;
       for (const std::int64_t size : tensor.checkpoint_shape()) bytes *= static_cast<std::uint64_t>(size);
       factors[name_beside_base(tensor)] = bytes;

@@ -10,14 +10,14 @@ namespace tierflow {
 
 // At most so many bytes, besides pieces of some KiB. They hold one frozen tensor, with the values that are converted to
 // its format; or one weight in fp32, with what decomposes it (adapter_init.h), and the first values of one unit's
-// adapters; and expert_factor_bytes() of two, which alone is left where weights are stored as they come and adapters do
+// adapters; and turned_factor_bytes() of two, which alone is left where weights are stored as they come and adapters do
 // not begin with values of theirs.
 std::uint64_t loading_bytes(const ModelSpec& spec);
 
-// The `most` largest Bs of all experts, in fp32: PEFT's folder has neighbouring experts' columns beside each other, so
-// that each is read and written as a whole. An expert's tensors take turns, so two are held while they are read. 0
-// where there are no adapters of experts.
-std::uint64_t expert_factor_bytes(const ModelSpec& spec, std::size_t most);
+// The `most` largest factors, in fp32, whose elements PEFT's folder has in another order (is_turned_beside_base()), so
+// that each is read and written as a whole: Bs of all experts, and the A of the table of tokens. An expert's tensors
+// take turns, so two are held while they are read. 0 where there are none.
+std::uint64_t turned_factor_bytes(const ModelSpec& spec, std::size_t most);
 
 // Host memory that the beginning of a window of projected gradients takes, in the same way: all new projectors; the
 // factors of the unit that has the most, in fp32, with a product of some rows; and one chunk's words, state and values.

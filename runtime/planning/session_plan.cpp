@@ -172,7 +172,7 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
   // Beside the steps; where there is no room it waits for the end of one.
   const bool can_wait = options.train && !options.storage.empty() && options.commit_every != 0 &&
                         spec.adapter_config_json.empty() && spec.base_format == WeightFormat::bf16;
-  plan.exporting = can_wait ? 2 * plan.layout->max_word_bytes() : expert_factor_bytes(spec, 1);
+  plan.exporting = can_wait ? 2 * plan.layout->max_word_bytes() : turned_factor_bytes(spec, 1);
   swap::ArrangeRequest request{
       .host_budget = options.host_memory,
       .host_workspace = std::max(plan.loading, plan.exporting),

@@ -54,7 +54,7 @@ struct SessionPlan {
   std::uint64_t workspace = 0;  // of the device budget
   int evaluated_at_once = 1;    // micro-batches that an evaluation takes through a stage: those of a step or more
   std::uint64_t loading = 0;    // of the host budget: loading_bytes()
-  // Of the host budget, for an export: expert_factor_bytes(), or what one beside the steps reads into.
+  // Of the host budget, for an export: turned_factor_bytes(), or what one beside the steps reads into.
   std::uint64_t exporting = 0;
   bool stored = false;                    // storage holds anything at all
   bool head_scores_first = false;         // a forward of the head comes before its gradient: losses of pairs

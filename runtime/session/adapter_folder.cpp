@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/base/exception.h"
+#include "runtime/checkpoint/init.h"
 #include "runtime/checkpoint/source_folder.h"
 
 namespace tierflow {
@@ -40,16 +42,16 @@ std::vector<float> beside(const std::vector<float>& b, const std::vector<float>&
   return both;
 }
 
-// Where a value of B of all experts [experts, out, rank] lies in [out, rank * experts], where neighbouring columns are
-// neighbouring experts'.
-class ExpertColumns {
+// Where a value of a tensor [first, ..] lies in [.., first]: of B of all experts [experts, out, rank] in [out, rank *
+// experts], of A of a table [vocabulary, rank] in [rank, vocabulary].
+class Turned {
  public:
-  ExpertColumns(std::size_t experts, std::size_t values) : experts_(experts), of_one_(values / experts) {}
-  std::size_t there(std::size_t here) const { return here % of_one_ * experts_ + here / of_one_; }
-  std::size_t here(std::size_t there) const { return there % experts_ * of_one_ + there / experts_; }
+  Turned(std::size_t first, std::size_t values) : first_(first), of_one_(values / first) {}
+  std::size_t there(std::size_t here) const { return here % of_one_ * first_ + here / of_one_; }
+  std::size_t here(std::size_t there) const { return there % first_ * of_one_ + there / first_; }
 
  private:
-  std::size_t experts_, of_one_;
+  std::size_t first_, of_one_;
 };
 
 std::size_t product(const std::vector<std::int64_t>& shape) {
@@ -68,7 +70,7 @@ AdapterFolder open_adapter(const fs::path& folder) {
 void AdapterReader::read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
   const std::string name = name_beside_base(tensor);
   first += static_cast<std::uint64_t>(tensor.first_element());
-  if (!is_expert_adapter(tensor) || adapter_part(tensor) != AdapterPart::b) return weights_->read_f32(name, first, out);
+  if (!is_turned_beside_base(tensor)) return weights_->read_f32(name, first, out);
   const std::lock_guard lock(mutex_);
   const std::vector<float>& values = factor(tensor, name).values;
   std::copy_n(values.begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
@@ -82,12 +84,12 @@ const AdapterReader::Factor& AdapterReader::factor(const TensorSpec& tensor, con
   factors_[0] = {};
   std::vector<float>& values = factors_[0].values;
   values.resize(product(shape));
-  const ExpertColumns columns(static_cast<std::size_t>(shape[0]), values.size());
+  const Turned turned(static_cast<std::size_t>(shape[0]), values.size());
   std::vector<float> piece(std::min(kPiece, values.size()));
   for (std::size_t at = 0; at < values.size(); at += piece.size()) {
     piece.resize(std::min(piece.size(), values.size() - at));
     weights_->read_f32(name, at, piece);
-    for (std::size_t i = 0; i < piece.size(); ++i) values[columns.here(at + i)] = piece[i];
+    for (std::size_t i = 0; i < piece.size(); ++i) values[turned.here(at + i)] = piece[i];
   }
   factors_[0].name = name;
   return factors_[0];
@@ -103,22 +105,52 @@ TensorSpec beside_base(TensorSpec tensor) {
   return tensor;
 }
 
+// The name under which PEFT saves a matrix that it adds nothing to but an adapter.
+std::string saved_base_name(const TensorSpec& tensor) {
+  return "base_model.model." + linear_module(tensor) + ".base_layer.weight";
+}
+
+void expect_values_of_base(const TensorSpec& tensor, const Checkpoint& weights, const WeightSource& base) {
+  std::vector<float> saved(kPiece), own(kPiece);
+  const auto elements = static_cast<std::uint64_t>(tensor.elements());
+  for (std::uint64_t first = 0; first < elements; first += kPiece) {
+    const std::size_t count = std::min<std::uint64_t>(kPiece, elements - first);
+    base(tensor, first, std::span(own).first(count));
+    weights.read_f32(saved_base_name(tensor), first + static_cast<std::uint64_t>(tensor.first_element()),
+                     std::span(saved).first(count));
+    for (std::size_t i = 0; i < count; ++i)
+      if (to_bf16(saved[i]) != to_bf16(own[i]))
+        fail_input(weights.folder().string(),
+                   saved_base_name(tensor) +
+                       " is not the model's: the adapters belong to another model, or to one "
+                       "whose vocabulary was changed");
+  }
+}
+
 }  // namespace
 
 // What the folder of `spec`'s adapters has.
-void check_adapters(const ModelSpec& spec, const Checkpoint& weights) {
+void check_adapters(const ModelSpec& spec, const Checkpoint& weights, const WeightSource& base) {
   ModelSpec adapters;
   adapters.units.emplace_back();
   std::vector<TensorSpec>& tensors = adapters.units.front().tensors;
+  std::vector<const TensorSpec*> saved;
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors)
-      if (!name_beside_base(tensor).empty()) tensors.push_back(beside_base(tensor));
+      if (!name_beside_base(tensor).empty()) {
+        tensors.push_back(beside_base(tensor));
+      } else if (weights.find(saved_base_name(tensor)) != nullptr) {
+        saved.push_back(&tensor);
+        tensors.push_back(tensor);
+        tensors.back().name = saved_base_name(tensor);
+      }
   // A tied embedding's second name is there, or not.
   if (const std::string head = tied_name_beside_base(spec); !head.empty() && weights.find(head) != nullptr) {
     tensors.push_back(spec.units.front().tensors.front());
     tensors.back().name = head;
   }
   check_tensors(adapters, weights, "adapter_config.json");
+  for (const TensorSpec* tensor : saved) expect_values_of_base(*tensor, weights, base);
 }
 
 std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& folder, const MasterOf& master) {
@@ -127,7 +159,7 @@ std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs:
     std::vector<std::pair<int, int>> parts;  // unit and tensor: rows one after the other, or
     bool columns = false;                    // B and B0, or
     bool sum = false;                        // what is added to lengths, and these, or
-    std::vector<std::int64_t> experts = {};  // B of experts: its shape in the model
+    std::vector<std::int64_t> turned = {};   // its first dimension is to be the last: its shape in the model
   };
   std::vector<Tensor> tensors;
   for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
@@ -144,7 +176,7 @@ std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs:
       if (part == AdapterPart::initial_b) found->header.shape[1] += tensor.shape[1];
       found->columns = part == AdapterPart::initial_b;
       found->sum = part == AdapterPart::initial_magnitude;
-      if (is_expert_adapter(tensor) && part == AdapterPart::b) found->experts = tensor.checkpoint_shape();
+      if (is_turned_beside_base(tensor)) found->turned = tensor.checkpoint_shape();
     }
   if (const std::string head = tied_name_beside_base(spec); !head.empty()) {
     const std::string table = name_beside_base(spec.units.front().tensors.front());
@@ -159,13 +191,13 @@ std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs:
   }
   CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{});
   for (const Tensor& tensor : tensors) {
-    if (!tensor.experts.empty()) {
-      std::vector<float> all(product(tensor.experts));
-      const ExpertColumns columns(static_cast<std::size_t>(tensor.experts[0]), all.size());
+    if (!tensor.turned.empty()) {
+      std::vector<float> all(product(tensor.turned));
+      const Turned turned(static_cast<std::size_t>(tensor.turned[0]), all.size());
       std::size_t at = 0;
       for (const auto& [unit, index] : tensor.parts)
         master(unit, index, [&](std::span<const float> values) {
-          for (const float value : values) all.at(columns.there(at++)) = value;
+          for (const float value : values) all.at(turned.there(at++)) = value;
         });
       writer.write(std::as_bytes(std::span(all)));
       continue;

@@ -5,6 +5,7 @@
 #include "runtime/checkpoint/init.h"
 #include "runtime/session/adapter_folder.h"
 #include "runtime/session/adapter_init.h"
+#include "runtime/session/own_layers.h"
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
@@ -13,7 +14,8 @@ namespace {
 namespace fs = std::filesystem;
 
 Model adapted(const Model& base, const AdapterConfig& config, WeightSource adapters) {
-  Model model = changed(base, "adapters", [&](ModelSpec& spec) { add_adapters(spec, config); });
+  Model model = changed(base, "adapters",
+                        [&](ModelSpec& spec) { add_adapters(spec, named_in_own_layers(*base.layers, config)); });
   model.weights = [adapters = std::move(adapters), weights = base.weights](const TensorSpec& tensor,
                                                                            std::uint64_t first, std::span<float> out) {
     (is_adapter(tensor) || tensor.trainable ? adapters : weights)(tensor, first, out);
@@ -61,7 +63,7 @@ Model with_adapters(const Model& base, const fs::path& folder) {
       base, adapter.config,
       [values = std::make_shared<AdapterReader>(adapter.weights)](
           const TensorSpec& tensor, std::uint64_t first, std::span<float> out) { values->read(tensor, first, out); });
-  check_adapters(model.spec(), *adapter.weights);
+  check_adapters(model.spec(), *adapter.weights, base.weights);
   return adapter.config.dora ? with_lengths(std::move(model), base, false) : model;
 }
 

@@ -1,11 +1,16 @@
 #include "runtime/session/layers.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 
 #include "runtime/base/exception.h"
+#include "runtime/checkpoint/safetensors.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/device/device_memory.h"
-#include "runtime/session/session_impl.h"
+#include "runtime/models/linear.h"
+#include "runtime/session/own_layers.h"
+#include "runtime/spec/adapters.h"
 
 namespace tierflow {
 namespace {
@@ -13,23 +18,24 @@ namespace {
 class ModuleModel final : public LayeredModel {
  public:
   ModuleModel(ModelSpec spec, std::vector<std::shared_ptr<Layer>> layers)
-      : spec_(std::move(spec)), layers_(std::move(layers)) {}
+      : spec_(std::move(spec)), layers_(std::move(layers)), adapted_(layers_.size()) {
+    for (std::size_t stage = 0; stage < layers_.size(); ++stage) find_adapted(static_cast<int>(stage));
+  }
 
   const ModelSpec& spec() const override { return spec_; }
+  const std::vector<std::shared_ptr<Layer>>& layers() const { return layers_; }
   Shared share(const MicroBatch& batch, torch::Device device) const override { return shared_of(batch, device); }
 
   Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                 bool training) const override {
-    bind(stage, weights);
-    layers_[stage]->train(training);
+    const Bound bound(*this, stage, weights, training);
     return layers_[stage]->forward(carry, shared);
   }
 
   Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                  const Shared& shared, const Carry& d_out) const override {
-    bind(stage, weights);
-    layers_[stage]->train(true);
-    return differentiate(layers_[stage]->parameters(), gradients, carry, d_out,
+    const Bound bound(*this, stage, weights, true);
+    return differentiate(bound.leaves(), gradients, carry, d_out,
                          [&](const Carry& inputs) { return layers_[stage]->forward(inputs, shared); });
   }
 
@@ -46,12 +52,11 @@ class ModuleModel final : public LayeredModel {
                       "layers of one's own have no logits that a teacher's could be compared with");
     if (!scale.uniform()) throw Exception(io::ErrorKind::usage, "layers of one's own have no loss of each token");
     const int last = static_cast<int>(layers_.size()) - 1;
-    bind(last, weights);
-    layers_[last]->train(true);
+    const Bound bound(*this, last, weights, true);
     HeadResult result;
     const auto scaled =
         torch::full({}, scale.all(), torch::TensorOptions().dtype(torch::kFloat32).device(shared.ids.device()));
-    result.d_carry = differentiate(layers_[last]->parameters(), gradients, carry, {scaled}, [&](const Carry& inputs) {
+    result.d_carry = differentiate(bound.leaves(), gradients, carry, {scaled}, [&](const Carry& inputs) {
       const torch::Tensor loss = scalar_loss(layers_[last]->forward(inputs, shared)).to(torch::kFloat32);
       result.loss_sum = loss.detach().to(torch::kDouble);
       return Carry{loss};
@@ -60,12 +65,51 @@ class ModuleModel final : public LayeredModel {
   }
 
  private:
-  void bind(int stage, const Weights& weights) const {
-    const auto parameters = layers_[stage]->parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      torch::Tensor parameter = parameters[i];
-      parameter.set_data(weights[i]);
-      parameter.mutable_grad().reset();
+  struct Adapted {
+    std::shared_ptr<LinearImpl> module;
+    models::Linear linear;  // with its adapter, by position in the stage's weights
+  };
+
+  // While a stage computes: its module's parameters are the weights, and its linear layers have their adapters.
+  class Bound {
+   public:
+    Bound(const ModuleModel& model, int stage, const Weights& weights, bool training)
+        : adapted_(model.adapted_[stage]), leaves_(model.layers_[stage]->parameters()) {
+      for (std::size_t i = 0; i < leaves_.size(); ++i) {
+        leaves_[i].set_data(weights[i]);
+        leaves_[i].mutable_grad().reset();
+      }
+      for (std::size_t i = leaves_.size(); i < weights.size(); ++i) leaves_.push_back(weights[i].detach());
+      model.layers_[stage]->train(training);
+      const double dropout = training ? model.spec_.config.adapter_dropout : 0.0;
+      for (const Adapted& each : adapted_)
+        each.module->compute_by(
+            [this, &each, dropout](const torch::Tensor& x) { return each.linear(leaves_, x, dropout); });
+    }
+    ~Bound() {
+      for (const Adapted& each : adapted_) each.module->compute_by(nullptr);
+    }
+    Bound(const Bound&) = delete;
+    Bound& operator=(const Bound&) = delete;
+    // The parameters, and behind them the tensors of adapters.
+    const Weights& leaves() const { return leaves_; }
+
+   private:
+    const std::vector<Adapted>& adapted_;
+    Weights leaves_;
+  };
+
+  void find_adapted(int stage) {
+    const std::string& name = spec_.units[static_cast<std::size_t>(spec_.stages[stage].units.front())].name;
+    const models::TensorIndex index(spec_, stage);
+    for (const auto& module : layers_[stage]->named_modules(name)) {
+      if (!models::Adapter(index, module.key())) continue;
+      auto linear = std::dynamic_pointer_cast<LinearImpl>(module.value());
+      if (linear == nullptr)
+        throw Exception(io::ErrorKind::usage, module.key() +
+                                                  " is no tierflow::Linear, which alone can have an adapter: "
+                                                  "make it one, or name other modules");
+      adapted_[stage].push_back({std::move(linear), models::Linear(index, module.key())});
     }
   }
   static torch::Tensor scalar_loss(const Carry& carry) {
@@ -77,7 +121,17 @@ class ModuleModel final : public LayeredModel {
 
   ModelSpec spec_;
   std::vector<std::shared_ptr<Layer>> layers_;  // by stage; repeated layers share one
+  std::vector<std::vector<Adapted>> adapted_;   // by stage
 };
+
+// Calls use(path, module) for each module of each layer but the last, which has the loss.
+template <class Use>
+void for_each_module(const ModuleModel& model, Use use) {
+  for (std::size_t stage = 0; stage + 1 < model.layers().size(); ++stage) {
+    const std::string& name = model.spec().units[stage].name;
+    for (const auto& module : model.layers()[stage]->named_modules(name)) use(module.key(), *module.value());
+  }
+}
 
 std::shared_ptr<Layer> construct(const LayerFactory& factory, std::uint64_t seed) {
   torch::manual_seed(seed);
@@ -135,6 +189,43 @@ class FactoryWeights {
 
 }  // namespace
 
+std::shared_ptr<LayeredModel> own_layers_as(const LayeredModel& model, const ModelSpec& spec) {
+  const auto* own = dynamic_cast<const ModuleModel*>(&model);
+  return own == nullptr ? nullptr : std::make_shared<ModuleModel>(spec, own->layers());
+}
+
+AdapterConfig named_in_own_layers(const LayeredModel& model, AdapterConfig config) {
+  const auto* own = dynamic_cast<const ModuleModel*>(&model);
+  if (own == nullptr) return config;
+  if (config.init == AdapterInit::galore)
+    throw Exception(io::ErrorKind::usage,
+                    "projected gradients are for the models of load() and from_config(), not for layers of one's own");
+  if (!config.layers.empty())
+    throw Exception(io::ErrorKind::usage,
+                    "layers of one's own have names, not numbers: choose among them by targets or a target pattern");
+  if (!config.targets.empty() || !config.target_pattern.empty() || config.parameters_alone) return config;
+  for_each_module(*own, [&](const std::string& path, const torch::nn::Module& module) {
+    if (dynamic_cast<const LinearImpl*>(&module) != nullptr) config.targets.push_back(path);
+  });
+  if (config.targets.empty())
+    throw Exception(io::ErrorKind::usage,
+                    "no layer but the last has a tierflow::Linear, which alone can have an adapter");
+  return config;
+}
+
+std::vector<std::string> no_linear_weights(const LayeredModel& model) {
+  std::vector<std::string> others;
+  const auto* own = dynamic_cast<const ModuleModel*>(&model);
+  if (own == nullptr) return others;
+  for (const UnitSpec& unit : own->spec().units)
+    for (const TensorSpec& tensor : unit.tensors)
+      if (!is_adapter(tensor) && !linear_module(tensor).empty()) others.push_back(tensor.name);
+  for_each_module(*own, [&](const std::string& path, const torch::nn::Module& module) {
+    if (dynamic_cast<const torch::nn::LinearImpl*>(&module) != nullptr) std::erase(others, path + ".weight");
+  });
+  return others;
+}
+
 Layers& Layers::add(std::string name, const LayerFactory& factory) {
   entries_.push_back({.name = std::move(name), .factory = factory, .shape = shapes_++});
   return *this;
@@ -179,11 +270,22 @@ Model Layers::build(std::uint64_t seed) const {
     layers.push_back(templates[entry.shape]);
     factories.emplace_back(entry.name, entry.factory);
   }
+  spec.config.layers = static_cast<std::int64_t>(entries_.size()) - 1;
   const auto weights = std::make_shared<FactoryWeights>(std::move(factories), layers, seed);
   return {std::make_shared<ModuleModel>(std::move(spec), std::move(layers)),
           [weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
             weights->read(tensor, first, out);
           }};
+}
+
+Model Layers::load(const std::filesystem::path& folder) const {
+  Model model = build();
+  const auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(folder));
+  check_tensors(model.spec(), *checkpoint);
+  model.weights = [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    checkpoint->read_f32(tensor, first, out);
+  };
+  return model;
 }
 
 }  // namespace tierflow

@@ -4,12 +4,14 @@
 // constructed at once.
 #include <torch/nn/module.h>
 
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "runtime/models/layered_model.h"
+#include "runtime/session/linear.h"
 #include "runtime/session/session.h"
 
 namespace tierflow {
@@ -18,6 +20,7 @@ namespace tierflow {
 // exist only during the call: keep no tensor that shares storage or a graph with a parameter. The first layer gets an
 // empty carry and reads shared.ids; the last returns {loss}: the loss summed over the labels that count, a scalar. Of
 // packed rows, a layer that attends keeps to shared.documents, and one that knows positions uses shared.positions.
+// A linear layer that is to have an adapter (with_adapters()) is a tierflow::Linear.
 class Layer : public torch::nn::Module {
  public:
   virtual Carry forward(const Carry& carry, const Shared& shared) = 0;
@@ -36,6 +39,10 @@ class Layers {
   // What a session takes. Factories run again while weights are loaded, under torch::manual_seed(seed + index of the
   // layer).
   Model build(std::uint64_t seed = 0) const;
+  // The same with the weights in a folder of safetensors, such as Session::export_hf() writes: of each parameter those
+  // of its name, "<layer>.<parameter>". Throws Exception (kind input) where one is missing or has another shape, and
+  // for tensors that no layer has.
+  Model load(const std::filesystem::path& folder) const;
 
  private:
   struct Entry {

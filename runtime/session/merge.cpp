@@ -81,6 +81,11 @@ class UnitAdapters {
       if (!is_adapter(factor) || linear_module(factor) != path) continue;
       const AdapterPart part = adapter_part(factor);
       const torch::Tensor values = whole(factor, values_);
+      if (is_table_adapter(factor)) {  // rows of A for the rows of W, which B brings to their width
+        (part == AdapterPart::a ? b : a) = part == AdapterPart::a ? values : values.t();
+        addend.scale = factor.scale;
+        continue;
+      }
       if (part == AdapterPart::a) a = values;
       if (part == AdapterPart::b) b = values;
       if (part == AdapterPart::b) addend.scale = factor.scale;
@@ -216,7 +221,9 @@ std::string merge_adapter(const fs::path& base, const fs::path& adapter, const f
                           const Progress& progress, const std::string& as) {
   const AdapterFolder found = open_adapter(adapter);
   const Merge merge = open_merge(base, found.config, as);
-  check_adapters(merge.spec, *found.weights);
+  check_adapters(merge.spec, *found.weights, [&](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+    merge.base->read_f32(tensor, first, out);
+  });
   AdapterReader reader(found.weights);
   return write_merged(
       merge,

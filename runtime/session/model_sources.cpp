@@ -3,6 +3,7 @@
 #include "runtime/checkpoint/source_folder.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/models/causal_model.h"
+#include "runtime/session/own_layers.h"
 #include "runtime/session/session.h"
 #include "runtime/session/session_impl.h"
 #include "runtime/spec/experts_on_demand.h"
@@ -20,16 +21,18 @@ Model from_config(const ModelSpec& spec, std::uint64_t seed) {
 }
 
 Model changed(const Model& model, std::string_view what, const std::function<void(ModelSpec& spec)>& change) {
-  if (dynamic_cast<const models::CausalModel*>(model.layers.get()) == nullptr)
-    throw Exception(io::ErrorKind::usage,
-                    std::string(what) + " are for the models of load() and from_config(), not for layers of one's own");
   ModelSpec spec = model.spec();
   change(spec);
+  if (std::shared_ptr<LayeredModel> own = own_layers_as(*model.layers, spec))
+    return {std::move(own), model.weights, model.stored, model.source};
+  if (dynamic_cast<const models::CausalModel*>(model.layers.get()) == nullptr)
+    throw Exception(io::ErrorKind::usage,
+                    std::string(what) + " are for the models of load(), from_config() and Layers, not for others");
   return {make_model(std::move(spec)), model.weights, model.stored, model.source};
 }
 
 Model with_base_format(const Model& model, WeightFormat format) {
-  std::vector<std::string> plain;
+  std::vector<std::string> plain = no_linear_weights(*model.layers);
   if (is_unconverted(format)) plain = plain_beside(model.spec(), format, model.stored.has);
   return changed(model, "weights of other formats", [&](ModelSpec& spec) { set_base_format(spec, format, plain); });
 }

@@ -81,21 +81,23 @@ Model load(const std::filesystem::path& folder, const std::string& as = "");
 Model from_config(const ModelSpec& spec, std::uint64_t seed);
 // `base` with low-rank adapters (spec/adapters.h). Only the adapters are trained; the base is never written. `seed`
 // decides the adapters' first values, unless config.init computes them from the base's weights. With
-// AdapterInit::galore the base is trained, and the result is the whole model. Throws Exception (kind usage): numbers
-// out of range, names that fit no layer, a model of one's own layers.
+// AdapterInit::galore the base is trained, and the result is the whole model. Layers of one's own (layers.h) have
+// adapters beside each tierflow::Linear that is named, in all layers but the last; where none is named, beside all of
+// these. Throws Exception (kind usage): numbers out of range, names that fit no layer or another module.
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed);
 // The same with the adapters of PEFT's folder. Throws Exception (kind input) where they are not the model's.
 Model with_adapters(const Model& base, const std::filesystem::path& adapter);
 
-// One of load() or with_adapters() with the weights of its blocks' linear layers frozen and stored in `format`. They
+// One of load(), Layers or with_adapters() with the weights of its blocks' linear layers (of one's own: of all layers
+// but the last) frozen and stored in `format`. They
 // are converted when a session begins. Nothing is converted to fp8, fp8_rows or mxfp4: weights that load()'s folder has
 // in that format stay so, all others stay in bf16. Throws Exception (kind usage) where the folder has none in it.
 Model with_base_format(const Model& model, WeightFormat format);
 
-// One of load() or from_config() of which a part is trained, the rest frozen (spec/trainable.h).
+// One of load(), from_config() or Layers of which a part is trained, the rest frozen (spec/trainable.h). Of layers of
+// one's own the last `last_layers` are those before the one that has the loss.
 Model with_trainable(const Model& model, const TrainableConfig& config);
-// With learning rates that differ from tensor to tensor (set_learning_rates in spec/trainable.h). As the functions
-// above it throws Exception (kind usage) for layers of one's own.
+// With learning rates that differ from tensor to tensor (set_learning_rates in spec/trainable.h).
 Model with_learning_rates(const Model& model, const std::vector<std::pair<std::string, double>>& by_pattern);
 Model without_dropout(const Model& model);
 // `model`, a mixture of experts, for sessions without training: a pass with few tokens fetches only the experts that

@@ -179,7 +179,7 @@ struct Session::Impl {
 };
 
 // `model` with the specification that `change` makes of its own. Throws Exception (kind usage), whose line begins with
-// `what`, for layers of one's own: their specification does not make them.
+// `what`, for a model that neither its specification makes nor Layers.
 Model changed(const Model& model, std::string_view what, const std::function<void(ModelSpec& spec)>& change);
 
 // Whether torch ran out of device memory, and the error of that.

@@ -65,31 +65,6 @@ bool AdapterChoice::wants_parameter(const std::string& path) const {
   return any_fits(module_paths(spec_, path), {}, config_.parameters);
 }
 
-void AdapterChoice::expect_none_outside_blocks() const {
-  if (!target_ && config_.targets.empty()) return;  // all linear layers: of the blocks, in PEFT too
-  const auto expect_none = [&](const std::string& module) {
-    const std::vector<std::string> paths = module_paths(spec_, module);
-    const bool saved = std::ranges::any_of(config_.saved, [&](const std::string& name) {
-      return std::ranges::any_of(paths, [&](const std::string& path) { return path.ends_with(name); });
-    });
-    if (wants(module, -1) && !saved)
-      throw Exception(io::ErrorKind::usage,
-                      fmt::format("{} is a target: adapters are for the linear layers of blocks and for experts; an "
-                                  "embedding or the head can be trained whole (modules to save), or with PEFT over the "
-                                  "model that Python streams",
-                                  paths.back()));
-  };
-  constexpr std::string_view weight = ".weight";
-  for (const StageSpec& stage : spec_.stages) {
-    if (stage.block >= 0) continue;
-    for (const std::int64_t unit : stage.units)
-      for (const TensorSpec& tensor : spec_.units[static_cast<std::size_t>(unit)].tensors)
-        if (tensor.shape.size() == 2 && tensor.name.ends_with(weight))
-          expect_none(tensor.name.substr(0, tensor.name.size() - weight.size()));
-  }
-  if (spec_.config.tie_word_embeddings) expect_none("lm_head");
-}
-
 std::string AdapterChoice::patterned(const std::string& path) const {
   const std::string weight = path + ".weight";
   return wants_parameter(weight) ? weight : path;

@@ -29,12 +29,10 @@ class AdapterChoice {
   // Throws Exception (kind usage) for an expression that is none.
   AdapterChoice(const ModelSpec& spec, const AdapterConfig& config);
 
-  // Whether a module in this block is to have an adapter.
+  // Whether a module in this block is to have an adapter; layer -1: outside of blocks.
   bool wants(const std::string& module, std::int64_t layer) const;
   // Whether a parameter is, by its path. That of a linear layer is its module's path and ".weight".
   bool wants_parameter(const std::string& path) const;
-  // Throws Exception (kind usage) where a table or the head is a target that is named, and not saved: these have none.
-  void expect_none_outside_blocks() const;
   // What patterns of ranks and alphas see of a module or parameter: its path, or that of its weight if it is meant.
   std::string patterned(const std::string& path) const;
   // Of what patterns see.

@@ -16,6 +16,7 @@
 #include "runtime/spec/expert_adapters.h"
 #include "runtime/spec/expert_parameters.h"
 #include "runtime/spec/name_pattern.h"
+#include "runtime/spec/outer_adapters.h"
 
 namespace tierflow {
 namespace {
@@ -26,6 +27,7 @@ constexpr std::string_view kA = ".lora_A.weight", kB = ".lora_B.weight", kA0 = "
                            kB0 = ".lora_B0.weight", kM = ".lora_magnitude_vector", kM0 = ".lora_magnitude_base";
 // By AdapterPart, but for none.
 constexpr std::array<std::string_view, 6> kParts = {kA, kB, kA0, kB0, kM, kM0};
+constexpr std::string_view kTableA = ".lora_embedding_A", kTableB = ".lora_embedding_B";
 
 [[noreturn]] void fail_usage(const std::string& detail) {
   throw Exception(io::ErrorKind::usage, detail);
@@ -167,7 +169,8 @@ void name_each_module(const ModelSpec& spec, AdapterConfig& config) {
 AdapterPart adapter_part(const TensorSpec& tensor) {
   for (std::size_t i = 0; i < kParts.size(); ++i)
     if (tensor.name.ends_with(kParts.at(i))) return static_cast<AdapterPart>(i + 1);
-  return AdapterPart::none;
+  if (tensor.name.ends_with(kTableA)) return AdapterPart::a;
+  return tensor.name.ends_with(kTableB) ? AdapterPart::b : AdapterPart::none;
 }
 
 bool is_adapter(const TensorSpec& tensor) {
@@ -176,6 +179,14 @@ bool is_adapter(const TensorSpec& tensor) {
 
 bool is_expert_adapter(const TensorSpec& tensor) {
   return is_adapter(tensor) && tensor.part == Part::expert;
+}
+
+bool is_table_adapter(const TensorSpec& tensor) {
+  return tensor.name.ends_with(kTableA) || tensor.name.ends_with(kTableB);
+}
+
+bool is_turned_beside_base(const TensorSpec& tensor) {
+  return is_expert_adapter(tensor) ? adapter_part(tensor) == AdapterPart::b : tensor.name.ends_with(kTableA);
 }
 
 bool has_transposed_weights(const ModelSpec& spec) {
@@ -193,8 +204,7 @@ std::string linear_module(const TensorSpec& tensor) {
   }
   const bool matrix = tensor.shape.size() == 2 && tensor.decays;  // norms of heads do not
   if (!matrix || !name.ends_with(kWeight) || tensor.part != Part::plain) return {};
-  name.remove_suffix(kWeight.size());
-  return std::string(name);
+  return module_of(name_in_model(tensor.name));
 }
 
 std::string name_beside_base(const TensorSpec& tensor) {
@@ -212,6 +222,7 @@ std::string name_beside_base(const TensorSpec& tensor) {
 
 std::vector<std::int64_t> shape_beside_base(const TensorSpec& tensor) {
   const std::vector<std::int64_t> shape = tensor.checkpoint_shape();
+  if (tensor.name.ends_with(kTableA)) return {shape[1], shape[0]};
   if (!is_expert_adapter(tensor)) return shape;
   if (adapter_part(tensor) == AdapterPart::a) return {shape[0] * shape[1], shape[2]};
   return {shape[1], shape[2] * shape[0]};
@@ -280,7 +291,6 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   AdapterChoice choice(spec, config);
   Saved saved(spec, config.saved);
   const bool transposed = has_transposed_weights(spec), windows = config.init == AdapterInit::galore;
-  if (!windows) choice.expect_none_outside_blocks();
   std::set<std::string> names;
   std::set<std::string> unused(config.targets.begin(), config.targets.end()),
       unused_parameters(config.parameters.begin(), config.parameters.end());
@@ -370,6 +380,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
     }
   }
   add_expert_adapters(spec, config, choice, std::move(unused_parameters));
+  if (!windows) add_outer_adapters(spec, config, choice, unused, modules);
   if (!unused.empty())
     fail_usage(fmt::format("no linear layer is called {}: this model has {}",
                            printable(fmt::format("{}", fmt::join(unused, " or ")), 200), fmt::join(names, ", ")));

@@ -1,6 +1,7 @@
 #pragma once
-// Low-rank adapters as tensors of a model: y = W x + scale * B(A(x)) for linear layers of the blocks, with W frozen, A
-// [rank, in] and B [out, rank] (Hu et al., LoRA, 2021); and the modules that are trained whole beside them. They are
+// Low-rank adapters as tensors of a model: y = W x + scale * B(A(x)) for linear layers of the blocks, the head and the
+// table of tokens (outer_adapters.h), with W frozen, A [rank, in] and B [out, rank] (Hu et al., LoRA, 2021); and the
+// modules that are trained whole beside them. They are
 // trained, stored, streamed and committed as any tensor, and are the same as those that PEFT makes of the same
 // configuration.
 #include <functional>
@@ -29,8 +30,9 @@ void set_base_format(ModelSpec& spec, WeightFormat format, const std::vector<std
 std::vector<std::string> plain_beside(const ModelSpec& spec, WeightFormat format,
                                       const std::function<bool(const std::string& name, WeightFormat format)>& has);
 
-// The module that a tensor belongs to, as transformers names it, if the tensor is a linear layer's weight in a block;
-// else empty. Of an adapter's tensor: its layer's, or the path of the parameter of experts that it is for.
+// The module that a tensor belongs to, as transformers names it, if the tensor is a linear layer's weight or, outside
+// of blocks, a matrix; else empty. Of an adapter's tensor: its layer's, or the path of the parameter of experts that it
+// is for.
 std::string linear_module(const TensorSpec& tensor);
 
 // Whether linear layers have [in, out].
@@ -44,6 +46,10 @@ AdapterPart adapter_part(const TensorSpec& tensor);
 bool is_adapter(const TensorSpec& tensor);
 // Whether it is a factor of each of some experts: A [experts, rank, in], B [experts, out, rank].
 bool is_expert_adapter(const TensorSpec& tensor);
+// Whether it is a factor beside the table of tokens: A [vocabulary, rank], B [hidden, rank].
+bool is_table_adapter(const TensorSpec& tensor);
+// Whether PEFT's folder has its elements in another order: the first dimension last.
+bool is_turned_beside_base(const TensorSpec& tensor);
 
 // Throws Exception (kind usage) where adapters begin with more factors of a weight than it has: their rank is above its
 // smaller side, or twice their rank where they begin with a gradient's.
@@ -62,7 +68,8 @@ bool is_written_beside_base(const ModelSpec& spec);
 // A stands above A0, B left of -B0; and the magnitude there is the sum of both.
 std::string name_beside_base(const TensorSpec& tensor);
 // The shape of the whole tensor there, but for first values. Of all experts it is A [experts * rank, in], expert after
-// expert, and B [out, rank * experts], where neighbouring columns belong to neighbouring experts.
+// expert, and B [out, rank * experts], where neighbouring columns belong to neighbouring experts; A of the table of
+// tokens is [rank, vocabulary].
 std::vector<std::int64_t> shape_beside_base(const TensorSpec& tensor);
 
 // The name of the head there, of a model whose tied embedding is trained beside adapters: PEFT writes it a second time.

@@ -15,6 +15,8 @@ cmake --build "$work/build"
 
 "$work/prefix/bin/tierflow" init --config "$work/source/config.json" --out "$work/model" --seed 3
 "$work/build/own_loop" "$work/state"
+"$work/build/own_lora" "$work/state" "$work/own"
+test -s "$work/own/adapter/adapter_model.safetensors"
 "$work/build/finetune" "$work/state" "$work/model" "$work/out"
 test -s "$work/out/config.json"
 compgen -G "$work/out/*.safetensors" >/dev/null

@@ -9,7 +9,7 @@ import torch
 import transformers
 from peft.tuners.lora.loraga import preprocess_loraga
 from program import BUILD, needs_torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_models import CONFIGS, randomised
 
 pytestmark = needs_torch
@@ -214,6 +214,39 @@ def test_modules_that_are_saved_are_those_of_peft(family, saved, tied, tmp_path)
     _, again, other = read_by_each_other(theirs, tuned, tmp_path)
     for name, value in other.items():
         assert value.equal(again[name]), name
+
+
+@pytest.mark.parametrize("family, targets", [("llama", "q_proj|lm_head|embed_tokens"), ("gpt_neox", "query_key_value|lm_head|embed_in"), ("llama", "lm_head")])
+def test_adapters_of_the_head_and_the_table_are_those_of_peft(family, targets, tmp_path):
+    make_base(family, tmp_path / "model")
+    steps, pattern = 30, f"pattern=.*({targets})"
+    probe(tmp_path / "model", tmp_path / "begun", 0, pattern)
+    losses, tuned = probe_logits(tmp_path / "model", tmp_path / "tuned", steps, pattern)
+
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned")
+    expect_the_logits_of(model, tuned)
+    theirs = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "begun", is_trainable=True)
+    trained = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name, parameter in theirs.named_parameters() if parameter.requires_grad}
+    assert trained == set(targets.split("|"))
+    expect_the_same_course(losses[:-1], train_with_peft(theirs, steps))
+
+    # PEFT writes the head and the table themselves, too: read where they are the model's own.
+    theirs.save_pretrained(tmp_path / "theirs")
+    written = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    assert any(".base_layer." in name for name in written)
+    expect_the_logits_of(theirs, probe_logits(tmp_path / "model", tmp_path / "again", 0, f"from={tmp_path / 'theirs'}")[1])
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert again.keys() == {name for name in written if ".base_layer." not in name} and all(value.equal(written[name]) for name, value in again.items())
+    changed = next(name for name in written if ".base_layer." in name)
+    save_file({**written, changed: written[changed] + 1}, tmp_path / "theirs" / "adapter_model.safetensors")
+    done = subprocess.run([PROBE, tmp_path / "model", tmp_path / "none", "0", f"from={tmp_path / 'theirs'}"], capture_output=True, text=True)
+    assert done.returncode != 0 and f"{changed} is not the model's" in done.stderr
+
+    # Added to the model it is the same model.
+    subprocess.run([BUILD / "tierflow", "merge", "--model", tmp_path / "model", "--adapter", tmp_path / "tuned", "--out", tmp_path / "merged"], check=True, capture_output=True)
+    merged, expected = plain(tmp_path / "merged").state_dict(), model.merge_and_unload().state_dict()
+    for name, value in expected.items():
+        assert (merged[name] - value).abs().max() <= 2**-8 * value.abs().max(), name
 
 
 @pytest.mark.parametrize("family, init", [("llama", "pissa"), ("qwen3", "olora"), ("gpt2", "pissa_niter_40"), ("opt", "olora")])

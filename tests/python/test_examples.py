@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from rows import PLAIN, base, messages, the_library, write_rows  # noqa: F401
+from safetensors.torch import load_file
 from streaming import BUILD, TEXT, torch, transformers
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples" / "python"
@@ -80,6 +81,49 @@ def test_preferences(base, tmp_path, session):  # noqa: F811
 def test_own_module(tmp_path):
     run("own_module.py", *storage(tmp_path))
     assert not list((tmp_path / "store").iterdir())
+
+
+class OwnBlock(torch.nn.Module):
+    """As in own_lora.cpp."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(96), torch.nn.Linear(96, 384), torch.nn.Linear(384, 96)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class OwnModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.ModuleDict({"table": torch.nn.Embedding(64, 96)})
+        self.blocks = torch.nn.ModuleList(OwnBlock() for _ in range(6))
+        self.head = torch.nn.ModuleDict({"out": torch.nn.Linear(96, 64)})
+
+    def loss(self, factor):
+        ids = torch.arange(64).view(2, 32)
+        hidden = self.embed["table"](ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return torch.nn.functional.cross_entropy(self.head["out"](hidden).float().flatten(0, 1), ((ids * factor + 3) % 64).flatten()).item()
+
+
+def test_adapters_of_layers_of_ones_own_in_cpp_are_pefts(tmp_path):
+    """What the program writes of LibTorch modules is what PEFT makes of their twins in Python, with the losses that it printed."""
+    peft = pytest.importorskip("peft")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([BUILD / "own_lora", tmp_path / "store", tmp_path / "own"], env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    base, before, after = (float(found) for found in re.findall(r"(?:loss|adapters) ([0-9.]+)", done.stdout))
+    assert not list((tmp_path / "store").iterdir())
+    model = OwnModel().bfloat16()
+    model.load_state_dict(load_file(tmp_path / "own" / "base" / "model.safetensors"))
+    assert model.loss(5) == pytest.approx(base, abs=2e-3) and model.loss(11) == pytest.approx(before, rel=2e-3)
+    tuned = peft.PeftModel(model, peft.LoraConfig.from_pretrained(tmp_path / "own" / "adapter"))
+    tuned.load_adapter(tmp_path / "own" / "adapter", "default")
+    assert sum("lora_A" in name for name, _ in tuned.named_parameters()) == 12
+    assert model.loss(11) == pytest.approx(after, abs=2e-2) and after < 0.5 * before
 
 
 @pytest.fixture(scope="module")

@@ -161,3 +161,49 @@ def test_experts_in_fp8_in_one_tensor_are_kept_as_the_folder_has_them(work, prec
     assert stored["model.layers.1.block_sparse_moe.input_linear.weight"].dtype == torch.float8_e4m3fn
     saved = compare(work, precision, more)
     assert saved > 0.5 * sum(value.numel() for value in stored.values() if value.dtype == torch.float8_e4m3fn)
+
+
+# What `quantization_config` has in published folders, beside what says how weights are stored: Qwen3, Qwen3.6, GLM-4.5 and others. What is not in FP8 there is found by its own type, not by these lists.
+SAYS = {
+    "qwen3": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.self_attn.k_proj"]},
+    "qwen3.6": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128], "weight_per_tensor": False, "act_per_tensor": False, "modules_to_not_convert": ["lm_head"]},
+    "ignored layers": {"activation_scheme": "dynamic", "quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": ["lm_head", "model.layers.0.self_attn.k_proj"]},
+    "nothing": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("says", SAYS)
+def test_what_published_folders_say_beside_is_understood(work, folders, says):
+    stored, plain, values = folders("fp8"), load_file(work / "plain" / "model.safetensors"), load_file(work / "values" / "model.safetensors")
+    kept = "model.layers.0.self_attn.k_proj.weight"
+    stored.pop(f"{kept}_scale_inv")
+    stored[kept] = values[kept] = plain[kept]
+    save_file(stored, work / "stored" / "model.safetensors")
+    save_file(values, work / "values" / "model.safetensors")
+    config = json.loads((work / "stored" / "config.json").read_text())
+    (work / "stored" / "config.json").write_text(json.dumps({**config, "quantization_config": SAYS[says]}))
+    assert loss(work, "stored") == loss(work, "stored", "--base-precision", "fp8") == loss(work, "values") != loss(work, "plain")
+
+
+def test_glms_folder_with_its_layer_for_the_token_after_the_next(work):
+    """As GLM-4.5-FP8 is published: compressed-tensors with a scale for each row, and behind the last layer another one, for speculative decoding, in FP8 too."""
+    config = CONFIGS["glm4_moe"]()
+    config.vocab_size, config.hidden_size, config.moe_intermediate_size, config.max_position_embeddings, config.num_nextn_predict_layers = 256, 192, 160, 128, 1
+    quantise, described = METHODS["compressed-channel"]
+    described = {**described, "global_compression_ratio": None, "version": "0.10.2", "ignore": ["lm_head", "re:.*mlp.gate$", "model.layers.0.mlp.gate", f"model.layers.{config.num_hidden_layers}.eh_proj"]}
+    stored = mixture(work, config, lambda name, weight: quantise(name, weight) if name.endswith("_proj.weight") else None, described)
+    last, more = f"model.layers.{config.num_hidden_layers - 1}.", f"model.layers.{config.num_hidden_layers}."
+    stored |= {name.replace(last, more): value.clone() for name, value in stored.items() if name.startswith(last)}
+    wide, narrow = torch.zeros(192, 384), torch.zeros(192)
+    stored |= {f"{more}eh_proj.weight": wide.bfloat16(), f"{more}enorm.weight": narrow.bfloat16(), f"{more}hnorm.weight": narrow.bfloat16(), f"{more}shared_head.norm.weight": narrow.bfloat16()}
+    stored |= {f"{more}embed_tokens.weight": stored["model.embed_tokens.weight"].clone(), f"{more}shared_head.head.weight": stored["lm_head.weight"].clone()}
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, work / "stored" / "model.safetensors")
+    assert loss(work, "stored") == loss(work, "stored", "--base-precision", "fp8-rows") == loss(work, "values") != loss(work, "plain")
+
+
+def test_deepseeks_class_is_refused_by_name_before_any_weight_is_read(work):
+    (work / "deepseek").mkdir()
+    config = json.loads((work / "config.json").read_text())
+    described = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    (work / "deepseek" / "config.json").write_text(json.dumps({**config, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "quantization_config": described}))
+    assert "DeepseekV3ForCausalLM" in the_error(run(work, "eval", "--data", "text.txt", "--model", "deepseek", *small(), ok=False).stderr)

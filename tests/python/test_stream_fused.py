@@ -296,13 +296,13 @@ def test_attentions_are_there_when_asked_for(counted):
     tierflow.close(model)
 
 
-def test_adapters_inside_a_layer_run_its_own_code(counted, caplog):
+def test_adapters_that_are_more_than_lora_run_the_layers_own_code(counted, caplog):
     peft = pytest.importorskip("peft")
     batch = batches("llama", 1)[0]
 
     def adapted(model, layers):
         torch.manual_seed(9)
-        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=layers, init_lora_weights=False))
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=layers, init_lora_weights=False, use_dora=True))
 
     model = adapted(fused(plan=roomy(trainable=False)), [1])
     plain = adapted(make("llama"), [1])

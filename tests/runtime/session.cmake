@@ -7,10 +7,11 @@ tierflow_test(gpu_test BY_SUITE LABELS gpu LIBRARIES tierflow::session SOURCES s
 target_precompile_headers(gpu_test REUSE_FROM session_test)
 
 tierflow_test(experts_on_demand_test BY_SUITE LIBRARIES tierflow::session SOURCES session/experts_on_demand_test.cpp)
+tierflow_test(own_layers_test BY_SUITE LIBRARIES tierflow::session SOURCES session/own_layers_test.cpp session/outer_adapters_test.cpp)
 tierflow_test(references_test BY_SUITE LIBRARIES tierflow::session SOURCES session/references_test.cpp)
 tierflow_test(expert_adapters_test BY_SUITE LIBRARIES tierflow::session SOURCES models/expert_adapters_test.cpp session/expert_adapters_test.cpp)
 
-foreach(program experts_on_demand_test references_test expert_adapters_test)
+foreach(program experts_on_demand_test own_layers_test references_test expert_adapters_test)
   target_precompile_headers(${program} REUSE_FROM session_test)
 endforeach()
 
@@ -21,6 +22,12 @@ target_link_libraries(bare_torch PRIVATE tierflow_torch_wheel)
 tierflow_test(train_test BY_SUITE LIBRARIES tierflow_commands SOURCES program/live_text_test.cpp program/train_test.cpp program/plan_command_test.cpp)
 add_dependencies(train_test fake_nvml tierflow_train)  # the latter identifies what was measured
 target_compile_definitions(train_test PRIVATE TIERFLOW_FAKE_NVML="$<TARGET_FILE:fake_nvml>")
+
+# Run by tests/python/test_examples.py.
+add_executable(own_lora "${CMAKE_SOURCE_DIR}/examples/cpp/own_lora.cpp")
+target_link_libraries(own_lora PRIVATE tierflow::session tierflow_flags)
+target_include_directories(own_lora PRIVATE "${CMAKE_SOURCE_DIR}")
+target_compile_options(own_lora PRIVATE -O1)
 
 # Run by tests/python/test_adapters.py.
 add_executable(adapter_probe session/adapter_probe.cpp)

@@ -5,7 +5,6 @@
 #include <functional>
 
 #include "runtime/planning/loading.h"
-#include "runtime/session/layers.h"
 #include "tests/runtime/expect.h"
 #include "tests/runtime/session/fixture.h"
 
@@ -377,24 +376,6 @@ TEST_P(SessionAdapters, LearningRatesOfTensorsAreScaled) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, SessionAdapters, ::testing::ValuesIn(cases()), case_name);
-
-// Another specification would make another model of them.
-TEST(SessionOfAdapters, LayersOfOnesOwnAreNotChanged) {
-  struct Plain : Layer {
-    Plain() { weight = register_parameter("weight", torch::ones({4, 4})); }
-    Carry forward(const Carry&, const Shared&) override { return {weight.sum()}; }
-    torch::Tensor weight;
-  };
-  const Model own = Layers().repeat(2, "layer", [] { return std::make_shared<Plain>(); }).build();
-  const auto expect_refused = [](const char* what, const std::function<void()>& change) {
-    expect_refusal(io::ErrorKind::usage,
-                   {what, "are for the models of load() and from_config(), not for layers of one's own"}, change);
-  };
-  expect_refused("adapters", [&] { with_adapters(own, AdapterConfig(), 0); });
-  expect_refused("weights of other formats", [&] { with_base_format(own, WeightFormat::nf4); });
-  expect_refused("frozen weights", [&] { with_trainable(own, {.freeze = {"layer.0"}}); });
-  expect_refused("learning rates of tensors", [&] { with_learning_rates(own, {{"layer.0", 2}}); });
-}
 
 // The pass leaves words on the device where updates wait for the norm; those that follow are computed with.
 TEST(SessionOfAdapters, FirstValuesOfTheGradientReachTheDevice) {

@@ -287,13 +287,44 @@ TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
     expect_refusal(io::ErrorKind::usage, {words}, [&] { add("\"target_modules\": " + modules); });
   };
   expect_unfit(R"(["a\nb"])", "no linear layer is called");
-  expect_unfit(R"(["q_proj", "lm_head"])", "lm_head is a target: adapters are for the linear layers of blocks");
-  expect_unfit(R"(["q_proj", "embed_tokens"])", "model.embed_tokens is a target");
-  expect_unfit(R"x(".*(q_proj|lm_head)")x", "lm_head is a target");
   add(R"x("target_modules": ".*(q_proj|lm_head)", "modules_to_save": ["lm_head"])x");
   expect_unfit("\"" + std::string(2000, '(') + "\"", "longer than 1000");
   // Exponential for a matcher that goes back.
   expect_unfit(R"("(.*)*(.*)*(.*)*(.*)*x")", "no linear layer is left");
+}
+
+TEST(AdapterConfig, TheHeadAndTheTableHaveAdaptersWhereTheyAreNamed) {
+  const auto adapted = [](ModelSpec spec, const AdapterConfig& config) {
+    add_adapters(spec, config);
+    std::vector<std::string> names;
+    for (const UnitSpec& unit : spec.units)
+      for (const TensorSpec& tensor : unit.tensors)
+        if (is_adapter(tensor) && linear_module(tensor).find("layers") == std::string::npos)
+          names.push_back(linear_module(tensor));
+    return names;
+  };
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(adapted(small_llama(), {.rank = 2}), Names{});  // all linear layers are those of blocks
+  EXPECT_EQ(adapted(small_llama(), {.rank = 2, .targets = {"q_proj", "lm_head"}}), (Names{"lm_head", "lm_head"}));
+  EXPECT_EQ(adapted(small_llama(), {.rank = 2, .targets = {"embed_tokens"}}),
+            (Names{"model.embed_tokens", "model.embed_tokens"}));
+  EXPECT_EQ(adapted(small_llama(), {.rank = 2, .target_pattern = ".*(q_proj|lm_head)"}), (Names{"lm_head", "lm_head"}));
+  EXPECT_EQ(adapted(small_llama(), {.rank = 2, .targets = {"q_proj", "lm_head"}, .exclude = {"lm_head"}}), Names{});
+  EXPECT_EQ(adapted(small_llama(), {.rank = 2, .targets = {"q_proj", "lm_head"}, .layers = {1}}), Names{});
+  EXPECT_EQ(adapted(small_llama(), {.rank = 2, .targets = {"q_proj", "lm_head"}, .saved = {"lm_head"}}), Names{});
+  const auto expect_refused = [](ModelSpec spec, const AdapterConfig& config, std::string_view words) {
+    expect_refusal(io::ErrorKind::usage, {words}, [&] { add_adapters(spec, config); });
+  };
+  expect_refused(small_llama(), {.rank = 2, .dora = true, .targets = {"lm_head"}},
+                 "lm_head is a target: adapters of the head");
+  expect_refused(small_llama(), {.rank = 2, .targets = {"lm_head"}, .init = AdapterInit::pissa}, "default values");
+  ModelSpec tied = parse_model_spec(R"({"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64,
+    "tie_word_embeddings": true})",
+                                    "tied");
+  for (const char* name : {"lm_head", "embed_tokens"})
+    expect_refused(tied, {.rank = 2, .targets = {"q_proj", name}}, "the table of tokens is the head too");
+  expect_refused(gpt2(), {.rank = 2, .targets = {"wpe"}}, "wpe is a target: outside of blocks, only the head");
 }
 
 TEST(AdapterConfig, NumbersOfLayersStandWhereTheirPatternSays) {

@@ -1,0 +1,48 @@
+#include "runtime/models/head_adapter.h"
+
+#include <ATen/ATen.h>
+
+#include "runtime/models/ops.h"
+
+namespace tierflow::models {
+namespace {
+
+constexpr std::string_view kA = "lm_head.lora_A.weight", kB = "lm_head.lora_B.weight";
+
+}  // namespace
+
+int head_adapter_rows(const TensorIndex& index) {
+  return index.find(kB);
+}
+
+void HeadRows::logits(Tensor& logits, const Tensor& normed, const Tensor& low) const {
+  at::mm_out(logits, normed, output.t());
+  if (low.defined()) logits.addmm_(low, b.t());
+}
+
+HeadAdapter::HeadAdapter(const TensorIndex& index, double dropout) : a_(index.find(kA)), dropout_(dropout) {
+  if (a_ >= 0) scale_ = index.scale(a_);
+}
+
+Tensor HeadAdapter::low(const Weights& weights, const Tensor& normed, bool training, Kept* kept) const {
+  if (a_ < 0 || !at_position(weights, a_).defined()) return {};
+  Kept drawn{.taken = normed, .mask = {}};
+  if (training && dropout_ > 0) std::tie(drawn.taken, drawn.mask) = at::native_dropout(normed, dropout_, true);
+  Tensor low = at::mm(drawn.taken, at_position(weights, a_).t()).mul_(scale_);
+  if (kept != nullptr) *kept = std::move(drawn);
+  return low;
+}
+
+void HeadAdapter::backward(const Weights& weights, const Gradients& sums, const Tensor& d_low, const Kept& kept,
+                           Tensor& d) const {
+  if (!d_low.defined()) return;
+  const Tensor& a = at_position(weights, a_);
+  const Tensor scaled = (d_low * scale_).to(a.scalar_type());
+  sums.add_product(a_, scaled, kept.taken);
+  if (kept.mask.defined())
+    d.add_(at::native_dropout_backward(at::mm(scaled, a), kept.mask, 1 / (1 - dropout_)));
+  else
+    d.addmm_(scaled, a);
+}
+
+}  // namespace tierflow::models
