@@ -13,7 +13,7 @@
 namespace tierflow::swap {
 namespace {
 
-constexpr std::size_t kBounceElements = std::size_t{4} << 20;
+constexpr std::size_t kBounceElements = kBounceBytes / 2;
 
 io::Error cuda_error(const char* operation, cudaError_t status, std::uint64_t length = 0) {
   const bool memory = status == cudaErrorMemoryAllocation;
@@ -126,7 +126,7 @@ class CudaDevice final : public Device {
       if (mapped != nullptr) launch(static_cast<std::uint16_t*>(mapped), from, elements, on);
       return;
     }
-    if (bounce_ == nullptr) note(cudaMalloc(&bounce_, 2 * kBounceElements));
+    if (bounce_ == nullptr) note(cudaMalloc(&bounce_, kBounceBytes));
     for (std::size_t begin = 0; begin < elements && bounce_ != nullptr; begin += kBounceElements) {
       const std::size_t count = std::min(kBounceElements, elements - begin);
       launch(static_cast<std::uint16_t*>(bounce_), from + begin, count, on);

@@ -12,6 +12,10 @@ namespace tierflow::swap {
 inline constexpr std::size_t kRegistration = std::size_t{1} << 30;        // bytes registered in one go, at most
 inline constexpr std::size_t kLeastRegistration = std::size_t{64} << 20;  // smaller pieces are not tried
 
+// Device memory that a CUDA device takes for itself, besides what it is asked for: through it gradients go to host
+// memory that is not pinned.
+inline constexpr std::size_t kBounceBytes = std::size_t{8} << 20;
+
 // How consecutive buffers of these sizes are registered: the size of each registration, kRegistration at most. No
 // buffer crosses the border of two registrations unless it is larger than one. A larger buffer begins a registration of
 // its own.

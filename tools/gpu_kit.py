@@ -118,6 +118,12 @@ def version_of_source():
         return "unknown"
 
 
+def glibc_of(files):
+    """The newest version of the C library that any of them needs."""
+    found = {tuple(map(int, version.split("."))) for path in files for version in re.findall(r"GLIBC_(\d+(?:\.\d+)+)", said("readelf", "--version-info", "--wide", path))}
+    return ".".join(map(str, max(found, default=(2,))))
+
+
 def fill(kit, build, python):
     torch, brought = library_folders(python)
     version = runpy.run_path(str(torch / "version.py"))
@@ -137,7 +143,8 @@ def fill(kit, build, python):
     shutil.copy(ROOT / "tools/gpu_kit/gpu_session.sh", kit)
     shutil.copy(ROOT / "LICENSE", kit)
     architecture = cached(build, "CMAKE_CUDA_ARCHITECTURES") or ("as its toolkit chose" if cached(build, "CMAKE_CUDA_COMPILER") else "none: without CUDA")
-    about = {"source": version_of_source(), "gpu_arch": architecture, "torch_version": version["__version__"], "torch_git_version": version["git_version"]}
+    about = {"source": version_of_source(), "gpu_arch": architecture, "glibc": glibc_of([*(kit / "bin").iterdir(), *(kit / "lib").glob("*.so*")]),
+             "glibc_of_runtime": glibc_of([*kit.glob("bin/*"), *kit.glob("lib/*.so*"), *kit.glob("lib/runtime/*")]), "torch_version": version["__version__"], "torch_git_version": version["git_version"]}
     (kit / "kit.json").write_text(json.dumps(about, indent=1) + "\n")
 
 

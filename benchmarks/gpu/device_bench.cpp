@@ -83,8 +83,10 @@ class Bench {
     a_ = at::randn({sizes_.product, sizes_.product}, options);
     b_ = at::randn({sizes_.product, sizes_.product}, options);
     product_ = at::empty_like(a_);
-    beside_product({{"beside", "gradient download"}, {"mib", sizes_.piece_beside / kMiB}}, StreamId::download,
-                   down_rounded(sizes_.piece_beside), "gb_s", static_cast<double>(sizes_.piece_beside) / 1e9);
+    for (const auto& [name, move] : {std::pair{"gradient download, mapped", down_rounded(sizes_.piece_beside)},
+                                     {"gradient download in slots", down_in_slots(sizes_.piece_beside)}})
+      beside_product({{"beside", name}, {"mib", sizes_.piece_beside / kMiB}}, StreamId::download, move, "gb_s",
+                     static_cast<double>(sizes_.piece_beside) / 1e9);
     updates();
   }
 
@@ -102,12 +104,26 @@ class Bench {
                            arena_.data() + arena_.size() / 2 + turn % 2 * bytes, bytes);
     };
   }
-  // So many bytes of bf16 words, rounded from twice as many on the device.
+  // So many bytes of bf16 words, rounded from twice as many on the device: by a kernel that writes to the host.
   Move down_rounded(std::size_t bytes) {
     return [this, bytes](std::size_t turn) {
       auto* words = reinterpret_cast<std::uint16_t*>(memory_->buffer(2 + turn % 2).data());
       const auto* sums = reinterpret_cast<const float*>(arena_.data() + arena_.size() / 2 + turn % 2 * 2 * bytes);
       device_.gradient_to_host(StreamId::download, words, sums, bytes / 2);
+    };
+  }
+
+  // The same, rounded in one of two slots of the device, from which it is copied, as a run does it.
+  Move down_in_slots(std::size_t bytes) {
+    return [this, bytes](std::size_t turn) {
+      const std::size_t which = turn % 2;
+      std::byte* slot = arena_.data() + arena_.size() / 4 + which * bytes;
+      const auto* sums = reinterpret_cast<const float*>(arena_.data() + arena_.size() / 2 + which * 2 * bytes);
+      device_.wait(StreamId::round, copied_[which]);
+      device_.round_gradient(StreamId::round, reinterpret_cast<std::uint16_t*>(slot), sums, bytes / 2);
+      device_.wait(StreamId::download, device_.record(StreamId::round));
+      device_.copy_to_host(StreamId::download, memory_->buffer(2 + which).data(), slot, bytes);
+      copied_[which] = device_.record(StreamId::download);
     };
   }
 
@@ -148,7 +164,8 @@ class Bench {
     const Move to = up(bytes), from = down(bytes);
     line("up", 1, [&] { in_flight(StreamId::upload, depth, turns, to); });
     line("down", 1, [&] { in_flight(StreamId::download, depth, turns, from); });
-    line("gradient down", 1, [&] { in_flight(StreamId::download, depth, turns, down_rounded(bytes)); });
+    line("gradient down, mapped", 1, [&] { in_flight(StreamId::download, depth, turns, down_rounded(bytes)); });
+    line("gradient down in slots", 1, [&] { in_flight(StreamId::download, depth, turns, down_in_slots(bytes)); });
     line("both", 2, [&] {
       std::exception_ptr failed;
       std::thread other([&] {
@@ -240,6 +257,7 @@ class Bench {
   const Sizes& sizes_;
   std::unique_ptr<swap::HostMemory> memory_;
   io::Buffer arena_;
+  swap::Event copied_[2];  // from each slot, the last time
   at::Tensor a_, b_, product_;
   std::string refused_;
 };

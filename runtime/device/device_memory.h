@@ -29,8 +29,9 @@ class DeviceMemory {
   virtual void release_kept() = 0;
   virtual void reset_peak() = 0;
   virtual DeviceMemoryStats stats() const = 0;
-  // Bytes of the device that its use takes beside tensors: context, kernels, handles of libraries. Measured once; 0 on
-  // the CPU, and where the driver's library gives no answer.
+  // Bytes of the device that its use takes beside tensors: context, kernels and handles of libraries, measured once, or
+  // nothing where the driver's library gives no answer; and the CUDA device's own kBounceBytes (swap/pinning.h). 0 on
+  // the CPU.
   virtual std::uint64_t fixed() const { return 0; }
 };
 

@@ -15,6 +15,7 @@
 #include "runtime/device/device_memory.h"
 #include "runtime/device/gpu_monitor.h"
 #include "swap/executor.h"
+#include "swap/pinning.h"
 
 namespace tierflow {
 namespace {
@@ -65,7 +66,7 @@ class CudaMemory final : public DeviceMemory {
     }
     const auto after = used();
     const std::uint64_t held = stats().held;
-    if (before && after && *after > *before + held) fixed_ = *after - *before - held;
+    if (before && after && *after > *before + held) fixed_ += *after - *before - held;
   }
   std::uint64_t fixed() const override { return fixed_; }
   void set_cap(std::uint64_t bytes) override {
@@ -85,7 +86,7 @@ class CudaMemory final : public DeviceMemory {
 
  private:
   Allocator* allocator_ = nullptr;
-  std::uint64_t fixed_ = 0;
+  std::uint64_t fixed_ = swap::kBounceBytes;
 };
 
 }  // namespace

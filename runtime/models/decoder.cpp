@@ -5,6 +5,7 @@
 
 #include "runtime/models/causal_model.h"
 #include "runtime/models/decoder_attention.h"
+#include "runtime/models/decoder_kept.h"
 #include "runtime/models/decoder_mlp.h"
 #include "runtime/models/ops.h"
 #include "runtime/models/rope.h"
@@ -12,42 +13,6 @@
 
 namespace tierflow::models {
 namespace {
-
-// What the gradient of a half takes from its forward.
-template <class Half>
-struct KeptHalf {
-  Tensor x, normed;  // its input [tokens, hidden], and normed
-  Norm::Kept norm;
-  typename Half::Kept inner;
-  Tensor mask;        // where dropout follows: what it leaves of what the half adds
-  Tensor under_norm;  // where a norm follows: what it takes
-  Norm::Kept out_norm;
-};
-
-// A block's or, in a half of one, the half's. A block's attention takes the stage's input, which is not kept.
-struct KeptBlock final : KeptActivations {
-  const DecoderAttention* attends = nullptr;
-  const DecoderMlp* expands = nullptr;
-  bool parallel = false;
-  KeptHalf<DecoderAttention> attention;
-  KeptHalf<DecoderMlp> mlp;
-
-  std::vector<Tensor> essentials() const override {
-    std::vector<Tensor> tensors;
-    const auto add = [&](const Tensor& tensor) {
-      if (tensor.defined()) tensors.push_back(tensor);
-    };
-    if (attends != nullptr) {
-      tensors = attends->essentials(attention.inner);
-      add(attention.under_norm);
-    }
-    if (expands == nullptr) return tensors;
-    if (attends != nullptr && !parallel) add(mlp.x);
-    for (const Tensor& tensor : expands->essentials(mlp.inner)) add(tensor);
-    add(mlp.under_norm);
-    return tensors;
-  }
-};
 
 Weights without_graph(const Weights& weights) {
   Weights detached;
@@ -90,7 +55,7 @@ class DecoderModel final : public CausalModel {
                                       const Shared& shared) const override {
     if (spec().stages.at(at(stage)).on_demand.empty()) return CausalModel::begin(stage, weights, carry, shared);
     Tensor x = carry.at(0), normed;
-    if (attends(stage)) x = with_attention(stage, weights, x, shared, false, normed);
+    if (attends(stage)) x = with_attention(stage, weights, x, shared, false, normed).closed();
     return experts_[at(stage)]->begin(weights, x);
   }
 
@@ -105,19 +70,22 @@ class DecoderModel final : public CausalModel {
  protected:
   Tensor block(int stage, const Weights& weights, const Tensor& hidden, const Shared& shared,
                bool training) const override {
-    Tensor x = hidden, normed;
-    if (attends(stage)) x = with_attention(stage, weights, x, shared, training, normed);
+    OpenSum x{.base = hidden};
+    Tensor normed;
+    if (attends(stage)) x = with_attention(stage, weights, hidden, shared, training, normed);
     if (const auto& half = mlp_[at(stage)]) {
-      if (!shares_norm()) normed = half->in()(weights, config().parallel ? hidden : x);
+      if (config().parallel) x = {.base = x.closed()};
+      if (config().parallel && !shares_norm()) normed = half->in()(weights, hidden);
+      if (!config().parallel) normed = normalise(half->in(), weights, x);
       const Tensor added = half->forward(weights, normed, adapter_dropout(training), shared.touched);
-      x = sum(*half, weights, residual(x, normed), added, training);
+      x = sum(*half, weights, residual(x.base, normed), added, training);
     }
-    return x;
+    return x.closed();
   }
 
   // What a block's attention makes of its input, and that input normed.
-  Tensor with_attention(int stage, const Weights& weights, const Tensor& x, const Shared& shared, bool training,
-                        Tensor& normed) const {
+  OpenSum with_attention(int stage, const Weights& weights, const Tensor& x, const Shared& shared, bool training,
+                         Tensor& normed) const {
     const DecoderAttention& half = *attention_[at(stage)];
     normed = half.in()(weights, x);
     return sum(half, weights, residual(x, normed), half.forward(weights, normed, shared, training), training);
@@ -158,21 +126,30 @@ class DecoderModel final : public CausalModel {
     return config().normed_residual == 0 ? x : normed * config().normed_residual;
   }
 
-  Tensor plus(const Tensor& x, const Tensor& added) const {
-    return x + (config().residual_multiplier == 1 ? added : added * config().residual_multiplier);
+  OpenSum plus(const Tensor& x, const Tensor& added) const {
+    return {.base = x, .added = config().residual_multiplier == 1 ? added : added * config().residual_multiplier};
+  }
+  // Of the sum, which is closed then.
+  static Tensor normalise(const Norm& norm, const Weights& weights, OpenSum& x, Norm::Kept* kept = nullptr) {
+    if (!x.added.defined()) return norm(weights, x.base, kept);
+    Tensor normed = norm.of_sum(weights, x.base, x.added, kept);
+    x = {.base = x.added};
+    return normed;
   }
   // Of what a half adds to `base`, differentiable.
   template <class Half>
-  Tensor sum(const Half& half, const Weights& weights, const Tensor& base, const Tensor& added, bool training) const {
+  OpenSum sum(const Half& half, const Weights& weights, const Tensor& base, const Tensor& added, bool training) const {
     const Tensor left = with_dropout(added, config().residual_dropout, training);
-    return config().norm_of_sum ? half.out()(weights, plus(base, left)) : plus(base, half.out()(weights, left));
+    if (!config().norm_of_sum) return plus(base, half.out()(weights, left));
+    OpenSum x = plus(base, left);
+    return {.base = normalise(half.out(), weights, x)};
   }
 
   // By hand, for x [tokens, hidden]; `like` has the shape of the hidden states. The result of a half lacks what only
-  // its sum with the residual needs (add()).
+  // its sum with the residual needs (add()). expand() closes x.
   KeptHalf<DecoderAttention> attend(int stage, const Weights& weights, const Tensor& x, const Tensor& like,
                                     const Shared& shared) const;
-  KeptHalf<DecoderMlp> expand(int stage, const Weights& weights, const Tensor& x, const Tensor& normed,
+  KeptHalf<DecoderMlp> expand(int stage, const Weights& weights, OpenSum& x, const Tensor& normed,
                               ExpertsTouched* touched) const;
   Tensor product(const DecoderAttention& half, const Weights& weights, const DecoderAttention::Kept& kept) const {
     return half.project(weights, kept);
@@ -189,24 +166,25 @@ class DecoderModel final : public CausalModel {
     return left;
   }
   template <class Half>
-  Tensor under_norm(const Half& half, const Weights& weights, KeptHalf<Half>& kept, const Tensor& base) const {
+  OpenSum under_norm(const Half& half, const Weights& weights, KeptHalf<Half>& kept, const Tensor& base) const {
     const Tensor left = added(half, weights, kept);
-    return config().norm_of_sum ? plus(base, left) : left;
+    return config().norm_of_sum ? plus(base, left) : OpenSum{.base = left};
   }
   // The residual, of a half with input x, + what the half adds to `to`; completes what it keeps.
   template <class Half>
-  Tensor add(const Half& half, const Weights& weights, KeptHalf<Half>& kept, const Tensor& to) const {
+  OpenSum add(const Half& half, const Weights& weights, KeptHalf<Half>& kept, const Tensor& to) const {
     const Tensor base = residual(to, kept.normed);
     if (!half.out()) return plus(base, added(half, weights, kept));
-    kept.under_norm = under_norm(half, weights, kept, base);
-    const Tensor normed = half.out()(weights, kept.under_norm, &kept.out_norm);
-    return config().norm_of_sum ? normed : plus(base, normed);
+    OpenSum under = under_norm(half, weights, kept, base);
+    const Tensor normed = normalise(half.out(), weights, under, &kept.out_norm);
+    kept.under_norm = under.base;
+    return config().norm_of_sum ? OpenSum{.base = normed} : plus(base, normed);
   }
   // Completes what it keeps, where nothing needs the sum.
   template <class Half>
   void complete(const Half& half, const Weights& weights, KeptHalf<Half>& kept, const Tensor& to) const {
     if (half.out())
-      kept.under_norm = under_norm(half, weights, kept, residual(to, kept.normed));
+      kept.under_norm = under_norm(half, weights, kept, residual(to, kept.normed)).closed();
     else
       draw_mask(kept, to);
   }
@@ -254,11 +232,12 @@ KeptHalf<DecoderAttention> DecoderModel::attend(int stage, const Weights& weight
   return kept;
 }
 
-KeptHalf<DecoderMlp> DecoderModel::expand(int stage, const Weights& weights, const Tensor& x, const Tensor& normed,
+KeptHalf<DecoderMlp> DecoderModel::expand(int stage, const Weights& weights, OpenSum& x, const Tensor& normed,
                                           ExpertsTouched* touched) const {
   const DecoderMlp& half = *mlp_[at(stage)];
-  KeptHalf<DecoderMlp> kept{.x = x, .normed = normed};
-  if (!shares_norm()) kept.normed = half.in()(weights, x, &kept.norm);
+  KeptHalf<DecoderMlp> kept{.normed = normed};
+  if (!shares_norm()) kept.normed = normalise(half.in(), weights, x, &kept.norm);
+  kept.x = x.base;
   kept.inner = half.expand(weights, kept.normed, touched);
   return kept;
 }
@@ -269,22 +248,23 @@ std::unique_ptr<KeptActivations> DecoderModel::forward_keeping(int stage, const 
   const Weights weights = without_graph(all_weights);
   const Tensor like = carry.at(0);
   const Tensor input = by_token(like, config().hidden_size);
-  Tensor x = input;
+  OpenSum x{.base = input};
   auto kept = std::make_unique<KeptBlock>();
   kept->parallel = config().parallel;
   if (attends(stage)) {
     kept->attends = &*attention_[at(stage)];
-    kept->attention = attend(stage, weights, x, like, shared);
-    x = add(*kept->attends, weights, kept->attention, x);
+    kept->attention = attend(stage, weights, input, like, shared);
+    x = add(*kept->attends, weights, kept->attention, input);
     kept->attention.x.reset();
   }
   if (expands(stage)) {
     kept->expands = &*mlp_[at(stage)];
-    kept->mlp = expand(stage, weights, config().parallel ? input : x, kept->attention.normed, shared.touched);
-    x = add(*kept->expands, weights, kept->mlp, x);
+    OpenSum taken = config().parallel ? OpenSum{.base = input} : std::exchange(x, {});
+    kept->mlp = expand(stage, weights, taken, kept->attention.normed, shared.touched);
+    x = add(*kept->expands, weights, kept->mlp, config().parallel ? x.closed() : taken.base);
     if (config().parallel) kept->mlp.x.reset();
   }
-  carry = {x.view(like.sizes())};
+  carry = {x.closed().view(like.sizes())};
   return kept;
 }
 
@@ -319,7 +299,7 @@ Carry DecoderModel::backward_kept(int stage, const Weights& all_weights, const G
     attended = std::move(block->attention);
     expanded = std::move(block->mlp);
   } else {
-    Tensor middle = x;
+    OpenSum middle{.base = x};
     if (attends(stage)) {
       attended = attend(stage, weights, x, like, shared);
       if (expands(stage) && !config().parallel)
@@ -329,7 +309,7 @@ Carry DecoderModel::backward_kept(int stage, const Weights& all_weights, const G
     }
     if (expands(stage)) {
       expanded = expand(stage, weights, middle, attended.normed, nullptr);
-      complete(*mlp_[at(stage)], weights, expanded, middle);
+      complete(*mlp_[at(stage)], weights, expanded, middle.base);
     }
   }
   Tensor d_normed;        // of what both halves take, where that is the same

@@ -80,12 +80,11 @@ Tensor DecoderAttention::normalise_backward(const Weights& weights, const Gradie
   return norm.backward(weights, sums, d.flatten(2), x.flatten(2), kept).view(x.sizes());
 }
 
-Tensor DecoderAttention::rotate(Tensor x, const Shared& shared, double sign) const {
-  if (layer_.rope < 0) return x;
+void DecoderAttention::rotate(Tensor& q, Tensor& k, const Shared& shared, double sign) const {
+  if (layer_.rope < 0) return;
   const auto first = static_cast<std::size_t>(2 * layer_.rope);
   const RopeSpec& of = config_->ropes[static_cast<std::size_t>(layer_.rope)];
-  return rope(std::move(x), shared.tables[first], shared.tables[first + 1], {of.interleaved, of.rounded}, sign,
-              shared.positions);
+  rope(q, k, shared.tables[first], shared.tables[first + 1], {of.interleaved, of.rounded}, sign, shared.positions);
 }
 
 Tensor DecoderAttention::scale_queries(const Tensor& q, const Shared& shared) const {
@@ -99,13 +98,12 @@ Tensor DecoderAttention::forward(const Weights& weights, const Tensor& normed, c
                                  bool training) const {
   const double dropout = training ? config_->adapter_dropout : 0.0;
   Projected in = project_in(weights, normed, normed, dropout);
-  const auto placed = [&](Tensor x, const Norm& norm) {
-    if (rotates_first(*config_)) return normalise(weights, norm, rotate(std::move(x), shared), nullptr);
-    return rotate(normalise(weights, norm, x, nullptr), shared);
-  };
-  const Tensor q = scale_queries(placed(std::move(in.q), q_norm_), shared);
-  const Tensor k = placed(std::move(in.k), k_norm_);
-  const Tensor out = attention_of_row(stage_, q, k, in.v, rules_of(weights, shared), shared,
+  if (rotates_first(*config_)) rotate(in.q, in.k, shared);
+  in.q = normalise(weights, q_norm_, in.q, nullptr);
+  in.k = normalise(weights, k_norm_, in.k, nullptr);
+  if (!rotates_first(*config_)) rotate(in.q, in.k, shared);
+  in.q = scale_queries(in.q, shared);
+  const Tensor out = attention_of_row(stage_, in.q, in.k, in.v, rules_of(weights, shared), shared,
                                       training ? config_->attention_dropout : 0.0);
   return o_(weights, out.reshape({normed.size(0), normed.size(1), -1}), dropout);
 }
@@ -114,9 +112,9 @@ DecoderAttention::Kept DecoderAttention::attend(const Weights& weights, const Te
                                                 const Shared& shared) const {
   Projected in = project_in(weights, normed, like, 0);
   Kept kept;
-  const bool first = rotates_first(*config_);
-  kept.q_in = first ? rotate(std::move(in.q), shared) : std::move(in.q);
-  kept.k_in = first ? rotate(std::move(in.k), shared) : std::move(in.k);
+  if (rotates_first(*config_)) rotate(in.q, in.k, shared);
+  kept.q_in = std::move(in.q);
+  kept.k_in = std::move(in.k);
   kept.v = std::move(in.v);
   norm_and_rotate(weights, shared, kept);
   attend_to_queries(weights, shared, kept);
@@ -129,12 +127,13 @@ Tensor DecoderAttention::project(const Weights& weights, const Kept& kept) const
 
 // q and k of q_in and k_in, which stay where norms lie between.
 void DecoderAttention::norm_and_rotate(const Weights& weights, const Shared& shared, Kept& kept) const {
-  const auto rotated = [&](Tensor& in, const Norm& norm, Norm::Kept& of_norm) {
-    Tensor x = norm ? normalise(weights, norm, in, &of_norm) : std::exchange(in, {});
-    return rotates_first(*config_) ? x : rotate(std::move(x), shared);
+  const auto normed = [&](Tensor& in, const Norm& norm, Norm::Kept& of_norm) {
+    return norm ? normalise(weights, norm, in, &of_norm) : std::exchange(in, {});
   };
-  kept.q = scale_queries(rotated(kept.q_in, q_norm_, kept.q_norm), shared);
-  kept.k = rotated(kept.k_in, k_norm_, kept.k_norm);
+  kept.q = normed(kept.q_in, q_norm_, kept.q_norm);
+  kept.k = normed(kept.k_in, k_norm_, kept.k_norm);
+  if (!rotates_first(*config_)) rotate(kept.q, kept.k, shared);
+  kept.q = scale_queries(kept.q, shared);
 }
 
 void DecoderAttention::attend_to_queries(const Weights& weights, const Shared& shared, Kept& kept) const {
@@ -199,13 +198,11 @@ Tensor DecoderAttention::backward(const Weights& weights, const Gradients& sums,
   for (Tensor* used : {&kept.attended, &kept.lse, &d_out, &kept.q, &kept.k, &kept.v}) used->reset();
   const bool rotated_last = !rotates_first(*config_);
   Tensor d_q = scale_queries(std::exchange(d.q, {}), shared), d_k = std::exchange(d.k, {});
-  if (rotated_last) d_q = rotate(std::move(d_q), shared, -1.0);
-  if (rotated_last) d_k = rotate(std::move(d_k), shared, -1.0);
+  if (rotated_last) rotate(d_q, d_k, shared, -1.0);
   Tensor d_v = std::exchange(d.v, {}).reshape({tokens, -1});
   if (q_norm_) d_q = normalise_backward(weights, sums, q_norm_, d_q, kept.q_in, kept.q_norm);
   if (k_norm_) d_k = normalise_backward(weights, sums, k_norm_, d_k, kept.k_in, kept.k_norm);
-  if (!rotated_last) d_q = rotate(std::move(d_q), shared, -1.0);
-  if (!rotated_last) d_k = rotate(std::move(d_k), shared, -1.0);
+  if (!rotated_last) rotate(d_q, d_k, shared, -1.0);
   d_q = d_q.reshape({tokens, -1});
   d_k = d_k.reshape({tokens, -1});
   if (qkv_) {

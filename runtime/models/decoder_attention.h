@@ -50,7 +50,7 @@ class DecoderAttention {
   at::Tensor normalise(const Weights& weights, const Norm& norm, const at::Tensor& x, Norm::Kept* kept) const;
   at::Tensor normalise_backward(const Weights& weights, const Gradients& sums, const Norm& norm, const at::Tensor& d,
                                 const at::Tensor& x, const Norm::Kept& kept) const;
-  at::Tensor rotate(at::Tensor x, const Shared& shared, double sign = 1.0) const;
+  void rotate(at::Tensor& q, at::Tensor& k, const Shared& shared, double sign = 1.0) const;
   at::Tensor scale_queries(const at::Tensor& q, const Shared& shared) const;
   void norm_and_rotate(const Weights& weights, const Shared& shared, Kept& kept) const;
   void attend_to_queries(const Weights& weights, const Shared& shared, Kept& kept) const;

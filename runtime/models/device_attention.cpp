@@ -23,6 +23,7 @@ class InBlocks final : public KeptAttention {
                              const BlockAttention& forward, const AttentionRules& rules) const override {
     return attention_in_blocks_backward(d_out, q, k, v, forward, rules);
   }
+  Tensor by_token(const Tensor& lse, const Tensor&) const override { return lse.transpose(1, 2); }
 };
 
 // x as the kernel takes it: all tokens in one row where documents cut them.
@@ -61,6 +62,10 @@ class Flash final : public KeptAttention {
             .k = d_k.reshape(k.sizes()).contiguous(),
             .v = d_v.reshape(v.sizes()).contiguous()};
   }
+  Tensor by_token(const Tensor& lse, const Tensor& q) const override {
+    if (lse.dim() == 3) return lse.transpose(1, 2);
+    return lse.view({q.size(2), q.size(0), q.size(1)}).permute({1, 2, 0});
+  }
 };
 
 // In the layout [batch, heads, sequence, head_dim]; lse [batch, heads, sequence, 1].
@@ -85,6 +90,37 @@ class Cudnn final : public KeptAttention {
     const auto dense = [](const Tensor& d) { return d.transpose(1, 2).contiguous(); };
     return {.q = dense(d_q), .k = dense(d_k), .v = dense(d_v)};
   }
+  Tensor by_token(const Tensor& lse, const Tensor&) const override { return lse.squeeze(3).transpose(1, 2); }
+};
+
+class WithSinks final : public KeptAttention {
+ public:
+  explicit WithSinks(std::shared_ptr<const KeptAttention> inner) : inner_(std::move(inner)) {}
+  std::string_view name() const override { return inner_->name(); }
+  BlockAttention forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                         const AttentionRules& rules) const override {
+    BlockAttention result = inner_->forward(q, k, v, without_sinks(rules));
+    const Tensor lse = inner_->by_token(result.lse, q), sinks = rules.sinks.detach().to(lse.scalar_type());
+    result.out.mul_(at::sigmoid(lse - sinks).unsqueeze(3));
+    lse.copy_(at::logaddexp(lse, sinks));
+    return result;
+  }
+  AttentionGradient backward(const Tensor& d_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const BlockAttention& forward, const AttentionRules& rules) const override {
+    AttentionGradient d = inner_->backward(d_out, q, k, v, forward, without_sinks(rules));
+    const Tensor lse = inner_->by_token(forward.lse, q), sinks = rules.sinks.detach().to(lse.scalar_type());
+    const Tensor pulled = (d_out.to(lse.scalar_type()) * forward.out).sum(3);
+    d.sinks = pulled.mul_(at::exp(sinks - lse)).sum(at::IntArrayRef{0, 1}).neg_();
+    return d;
+  }
+  Tensor by_token(const Tensor& lse, const Tensor& q) const override { return inner_->by_token(lse, q); }
+
+ private:
+  static AttentionRules without_sinks(AttentionRules rules) {
+    rules.sinks.reset();
+    return rules;
+  }
+  std::shared_ptr<const KeptAttention> inner_;
 };
 
 bool knows_flash(const Tensor& q, const AttentionRules& rules) {
@@ -118,7 +154,14 @@ FlashShape flash_shape(const Tensor& q, const AttentionRules& rules) {
 
 std::shared_ptr<const KeptAttention> device_attention(const Tensor& q, const Tensor& k, const AttentionRules& rules,
                                                       double dropout) {
-  if (dropout > 0 || rules.softcap > 0 || rules.sinks.defined()) return nullptr;
+  if (dropout > 0 || rules.softcap > 0) return nullptr;
+  if (rules.sinks.defined()) {
+    if (at::GradMode::is_enabled()) return nullptr;
+    AttentionRules without = rules;
+    without.sinks.reset();
+    auto found = device_attention(q, k, without, dropout);
+    return found != nullptr ? std::make_shared<WithSinks>(std::move(found)) : nullptr;
+  }
   if (rules.choice.by != nullptr) return rules.choice.by;
   if (!q.is_cuda() || !at::isReducedFloatingType(q.scalar_type())) return nullptr;
   if (rules.documents.empty() && !has_window(q, rules) && torch_takes_cudnn(q, k, rules))

@@ -9,7 +9,11 @@
 //                backward takes memory for 128 tokens more for each one
 //   cudnn        cuDNN's, on CUDA for whole rows without a window, where torch itself would choose it
 //
-// What none of these computes (softcap, dropout, sinks elsewhere than in blocks, other types) torch does
+// Sinks come behind flash and cudnn, which know none: each query's result is scaled by the share of the softmax that
+// the sink leaves to the keys, and the sink is added to its sum of exponentials. The kernel's own backward, called with
+// both, is then that of the attention with sinks.
+//
+// What none of these computes (softcap, dropout, sinks where autograd is on, other types) torch does
 // (torch_attention.h), with a graph for its backward: restored activations then compute it again.
 #include "runtime/models/attention.h"
 
@@ -26,9 +30,12 @@ class KeptAttention {
   virtual AttentionGradient backward(const at::Tensor& d_out, const at::Tensor& q, const at::Tensor& k,
                                      const at::Tensor& v, const BlockAttention& forward,
                                      const AttentionRules& rules) const = 0;
+  // A view [batch, sequence, heads] of the forward's lse.
+  virtual at::Tensor by_token(const at::Tensor& lse, const at::Tensor& q) const = 0;
 };
 
-// The one that computes these; null: torch does. The same for tensors of the same shapes, types and device.
+// The one that computes these; null: torch does. The same for tensors of the same shapes, types and device where
+// autograd is off.
 std::shared_ptr<const KeptAttention> kept_attention(const at::Tensor& q, const at::Tensor& k,
                                                     const AttentionRules& rules, double dropout);
 // The same without attention in blocks.

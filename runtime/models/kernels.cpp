@@ -43,9 +43,17 @@ TIERFLOW_INLINE double sum_exponentials(const std::uint16_t* x, std::int64_t n, 
 
 }  // namespace
 
-TIERFLOW_CLONES void rms_norm(const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out, float* rstd,
-                              std::int64_t rows, std::int64_t n, float eps, RmsRule rule) {
-  for (std::int64_t row = 0; row < rows; ++row, x += n, out += n) {
+TIERFLOW_CLONES void rms_norm(const std::uint16_t* from, std::uint16_t* added, const std::uint16_t* w,
+                              std::uint16_t* out, float* rstd, std::int64_t rows, std::int64_t n, float eps,
+                              RmsRule rule) {
+  for (std::int64_t row = 0; row < rows; ++row, from += n, out += n) {
+    const std::uint16_t* x = from;
+    if (added != nullptr) {
+#pragma GCC ivdep
+      for (std::int64_t i = 0; i < n; ++i) added[i] = sum_of(from[i], added[i]);
+      x = added;
+      added += n;
+    }
     const float squares = sum_lanes(n, [x](std::int64_t i) { return wide(x[i]) * wide(x[i]); });
     const float r = rstd_of(squares, n, eps), offset = rule.offset;
     if (rule.rounded_first) {
@@ -116,7 +124,7 @@ TIERFLOW_CLONES void swiglu(const std::uint16_t* gate, const std::uint16_t* up, 
 TIERFLOW_CLONES void swiglu_backward(std::uint16_t* gate, std::uint16_t* up, std::uint16_t* d_out, std::int64_t n) {
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < n; ++i) {
-    const SwigluGradient d = swiglu_gradient(gate[i], up[i], d_out[i]);
+    const GatedGradient d = swiglu_gradient(gate[i], up[i], d_out[i]);
     gate[i] = d.gate;
     up[i] = d.up;
     d_out[i] = d.out;

@@ -13,9 +13,10 @@ struct RmsRule {
   float offset = 0;
 };
 
-// out, with rstd = 1 / sqrt(mean(x^2) + eps). rstd: [rows], may be null.
-void rms_norm(const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out, float* rstd, std::int64_t rows,
-              std::int64_t n, float eps, RmsRule rule);
+// out, with rstd = 1 / sqrt(mean(x^2) + eps). rstd: [rows], may be null. Where `added` is not null, x + added is
+// normalised, and `added` becomes that sum.
+void rms_norm(const std::uint16_t* x, std::uint16_t* added, const std::uint16_t* w, std::uint16_t* out, float* rstd,
+              std::int64_t rows, std::int64_t n, float eps, RmsRule rule);
 
 // d_x = rstd * (d w - xhat mean(d w xhat)) + residual, with xhat = x * rstd and w with its offset; d_w [n] += sum over
 // rows of d * xhat, rounded as the rule says. residual and d_w may be null; d_x may be d_out or residual.
@@ -32,6 +33,9 @@ struct RopeShape {
 };
 void rope(std::uint16_t* x, const float* cos, const float* sin, const std::int64_t* table_row, std::int64_t first_row,
           std::int64_t rows, const RopeShape& shape, float sign);
+
+// What lets `up` through. On the CPU gelu_tanh is torch's operations, not a kernel.
+enum class Gate : std::uint8_t { silu, gelu_tanh };
 
 // out = silu(gate) * up, n elements.
 void swiglu(const std::uint16_t* gate, const std::uint16_t* up, std::uint16_t* out, std::int64_t n);

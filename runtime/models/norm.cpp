@@ -48,6 +48,15 @@ at::Tensor Norm::operator()(const Weights& weights, const at::Tensor& x, Kept* k
   return out;
 }
 
+at::Tensor Norm::of_sum(const Weights& weights, const at::Tensor& x, at::Tensor& added, Kept* kept) const {
+  if (kind_ == NormKind::none || subtracts_mean(kind_)) {
+    added = x + added;
+    return (*this)(weights, added, kept);
+  }
+  const at::Tensor& weight = weights[static_cast<std::size_t>(weight_)];
+  return rms_norm_of_sum(x, added, weight, eps_, kind_, kept != nullptr ? &kept->rstd : nullptr);
+}
+
 at::Tensor Norm::backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_out, const at::Tensor& x,
                           const Kept& kept, const at::Tensor& residual) const {
   if (kind_ == NormKind::none) return residual.defined() ? d_out + residual : d_out;

@@ -23,6 +23,9 @@ class Norm {
   };
   // Differentiable where autograd is on and `kept` is null.
   at::Tensor operator()(const Weights& weights, const at::Tensor& x, Kept* kept = nullptr) const;
+  // The same of x + added, two tensors of one shape; `added` becomes that sum, where nothing differentiates in its own
+  // memory.
+  at::Tensor of_sum(const Weights& weights, const at::Tensor& x, at::Tensor& added, Kept* kept = nullptr) const;
   // The gradient of x from that of the result, plus `residual` where defined; adds the parameters' to `sums`.
   at::Tensor backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_out, const at::Tensor& x,
                       const Kept& kept, const at::Tensor& residual = {}) const;

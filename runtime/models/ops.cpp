@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "runtime/models/grain.h"
 #include "runtime/models/kernels.h"
@@ -31,26 +32,45 @@ kernels::RmsRule rule_of(NormKind kind) {
   return {.rounded_first = kind == NormKind::rms, .offset = static_cast<float>(offset_of(kind))};
 }
 
-}  // namespace
+// A device's row kernel for it.
+std::optional<kernels::Gate> gate_of(Activation activation) {
+  if (activation == Activation::silu) return kernels::Gate::silu;
+  if (activation == Activation::gelu_tanh) return kernels::Gate::gelu_tanh;
+  return std::nullopt;
+}
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, NormKind kind, Tensor* rstd) {
-  if (row_kernels::take(x, weight)) return row_kernels::rms_norm(x, weight, eps, rule_of(kind), rstd);
-  if (!fused(x, weight)) {
-    const Tensor wide = x.to(wide_type(x));
-    const Tensor r = at::rsqrt(wide.pow(2).mean(-1, true) + eps);
-    if (rstd != nullptr) *rstd = r.detach();
-    if (kind == NormKind::rms) return weight * (wide * r).to(x.scalar_type());
-    return ((wide * r) * (weight.to(wide.scalar_type()) + offset_of(kind))).to(x.scalar_type());
-  }
+// added: undefined, or what becomes x + added.
+Tensor fused_rms_norm(const Tensor& x, const Tensor& added, const Tensor& weight, double eps, kernels::RmsRule rule,
+                      Tensor* rstd) {
+  if (row_kernels::are_on(x.device())) return row_kernels::rms_norm(x, added, weight, eps, rule, rstd);
   const std::int64_t n = x.size(-1), rows = x.numel() / n;
   Tensor out = at::empty_like(x);
   if (rstd != nullptr) *rstd = at::empty({rows}, x.options().dtype(at::kFloat));
   float* r = rstd != nullptr ? rstd->mutable_data_ptr<float>() : nullptr;
   at::parallel_for(0, rows, grain_rows(n), [&](std::int64_t begin, std::int64_t end) {
-    kernels::rms_norm(bits(x) + begin * n, bits(weight), bits(out) + begin * n, r != nullptr ? r + begin : nullptr,
-                      end - begin, n, static_cast<float>(eps), rule_of(kind));
+    kernels::rms_norm(bits(x) + begin * n, added.defined() ? bits(added) + begin * n : nullptr, bits(weight),
+                      bits(out) + begin * n, r != nullptr ? r + begin : nullptr, end - begin, n,
+                      static_cast<float>(eps), rule);
   });
   return out;
+}
+
+}  // namespace
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, NormKind kind, Tensor* rstd) {
+  if (row_kernels::take(x, weight) || fused(x, weight)) return fused_rms_norm(x, {}, weight, eps, rule_of(kind), rstd);
+  const Tensor wide = x.to(wide_type(x));
+  const Tensor r = at::rsqrt(wide.pow(2).mean(-1, true) + eps);
+  if (rstd != nullptr) *rstd = r.detach();
+  if (kind == NormKind::rms) return weight * (wide * r).to(x.scalar_type());
+  return ((wide * r) * (weight.to(wide.scalar_type()) + offset_of(kind))).to(x.scalar_type());
+}
+
+Tensor rms_norm_of_sum(const Tensor& x, Tensor& added, const Tensor& weight, double eps, NormKind kind, Tensor* rstd) {
+  if (row_kernels::take(x, added, weight) || fused(x, added, weight))
+    return fused_rms_norm(x, added, weight, eps, rule_of(kind), rstd);
+  added = x + added;
+  return rms_norm(added, weight, eps, kind, rstd);
 }
 
 Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
@@ -97,7 +117,7 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
 
 Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign, const Tensor& positions) {
   if (row_kernels::take(x)) {
-    row_kernels::rope(x, cos, sin, rule, sign, positions);
+    row_kernels::rope(x, {}, cos, sin, rule, sign, positions);
     return x;
   }
   const std::int64_t heads = x.size(2), dim = x.size(3), half = cos.size(-1);
@@ -126,6 +146,12 @@ Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, RopeRule rule, doubl
     kernels::rope(bits(x) + begin * heads * dim, cp, sp, row, begin, end - begin, shape, static_cast<float>(sign));
   });
   return x;
+}
+
+void rope(Tensor& q, Tensor& k, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign,
+          const Tensor& positions) {
+  if (row_kernels::take(q, k)) return row_kernels::rope(q, k, cos, sin, rule, sign, positions);
+  for (Tensor* x : {&q, &k}) *x = rope(std::move(*x), cos, sin, rule, sign, positions);
 }
 
 Tensor activate(const Tensor& x, Activation activation) {
@@ -161,7 +187,7 @@ Tensor activate_backward(const Tensor& d_out, const Tensor& x, Activation activa
 }
 
 Tensor gated(const Tensor& gate, const Tensor& up, Activation activation) {
-  if (activation == Activation::silu && row_kernels::take(gate, up)) return row_kernels::swiglu(gate, up);
+  if (const auto by = gate_of(activation); by && row_kernels::take(gate, up)) return row_kernels::gated(*by, gate, up);
   if (activation != Activation::silu || !fused(gate, up)) return activate(gate, activation) * up;
   Tensor out = at::empty_like(gate);
   at::parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
@@ -171,8 +197,8 @@ Tensor gated(const Tensor& gate, const Tensor& up, Activation activation) {
 }
 
 void gated_backward(Tensor& gate, Tensor& up, Tensor& d_out, Activation activation) {
-  if (activation == Activation::silu && row_kernels::take(gate, up, d_out))
-    return row_kernels::swiglu_backward(gate, up, d_out);
+  if (const auto by = gate_of(activation); by && row_kernels::take(gate, up, d_out))
+    return row_kernels::gated_backward(*by, gate, up, d_out);
   if (activation != Activation::silu || !fused(gate, up, d_out)) {
     const Tensor active = activate(gate, activation);
     const Tensor out = active * up;

@@ -19,6 +19,9 @@ using at::Tensor;
 // rstd, where wanted: fp32 (fp64 for fp64), one for each row.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, NormKind kind = NormKind::rms,
                 Tensor* rstd = nullptr);
+// The same of x + added, two tensors of one shape. `added` becomes that sum, without autograd in its own memory.
+Tensor rms_norm_of_sum(const Tensor& x, Tensor& added, const Tensor& weight, double eps, NormKind kind = NormKind::rms,
+                       Tensor* rstd = nullptr);
 // The gradient of x, plus `residual` where defined; adds the weight's to `sum`.
 Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
                          const Tensor& sum, NormKind kind = NormKind::rms, const Tensor& residual = {});
@@ -33,6 +36,9 @@ struct RopeRule {
 };
 Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign = 1.0,
             const Tensor& positions = {});
+// Of two tensors that differ in their number of heads alone, one launch on a device.
+void rope(Tensor& q, Tensor& k, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign,
+          const Tensor& positions);
 
 Tensor activate(const Tensor& x, Activation activation);
 // The gradient of x from that of activate(x).

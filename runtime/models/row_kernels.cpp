@@ -42,13 +42,14 @@ RowBlocks norm_blocks(std::int64_t rows, std::int64_t n, std::int64_t most) {
   return {.rows = block, .count = (rows + block - 1) / block};
 }
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, kernels::RmsRule rule, Tensor* rstd) {
+Tensor rms_norm(const Tensor& x, const Tensor& added, const Tensor& weight, double eps, kernels::RmsRule rule,
+                Tensor* rstd) {
   const std::int64_t n = x.size(-1), rows = x.numel() / n;
   Tensor out = at::empty_like(x);
   if (rstd != nullptr) *rstd = at::empty({rows}, x.options().dtype(at::kFloat));
   enqueue("tierflow::rms_norm", x, [&](const Queue& on) {
-    rms_norm(bits(x), bits(weight), bits(out), rstd != nullptr ? rstd->mutable_data_ptr<float>() : nullptr, rows, n,
-             static_cast<float>(eps), rule, on);
+    rms_norm(bits(x), bits(added), bits(weight), bits(out), rstd != nullptr ? rstd->mutable_data_ptr<float>() : nullptr,
+             rows, n, static_cast<float>(eps), rule, on);
   });
   return out;
 }
@@ -75,27 +76,28 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
   return d_x;
 }
 
-void rope(const Tensor& x, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign, const Tensor& positions) {
+void rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign,
+          const Tensor& positions) {
   const std::int64_t half = cos.size(-1);
   const Tensor c = cos.to(at::kFloat).contiguous(), s = sin.to(at::kFloat).contiguous();
   const Tensor rows = positions.defined() ? positions.contiguous() : positions;
-  const kernels::RopeShape shape{c.numel() / half, x.size(2), x.size(3), 2 * half, rule.interleaved};
-  enqueue("tierflow::rope", x, [&](const Queue& on) {
-    rope(bits(x), values<float>(c), values<float>(s), values<std::int64_t>(rows), x.size(0) * x.size(1), shape,
-         rule.rounded, static_cast<float>(sign), on);
+  const kernels::RopeShape shape{c.numel() / half, q.size(2), q.size(3), 2 * half, rule.interleaved};
+  enqueue("tierflow::rope", q, [&](const Queue& on) {
+    rope(bits(q), bits(k), k.defined() ? k.size(2) : 0, values<float>(c), values<float>(s), values<std::int64_t>(rows),
+         q.size(0) * q.size(1), shape, rule.rounded, static_cast<float>(sign), on);
   });
 }
 
-Tensor swiglu(const Tensor& gate, const Tensor& up) {
+Tensor gated(kernels::Gate by, const Tensor& gate, const Tensor& up) {
   Tensor out = at::empty_like(gate);
-  enqueue("tierflow::swiglu", gate,
-          [&](const Queue& on) { swiglu(bits(gate), bits(up), bits(out), gate.numel(), on); });
+  enqueue("tierflow::gated", gate,
+          [&](const Queue& on) { gated(by, bits(gate), bits(up), bits(out), gate.numel(), on); });
   return out;
 }
 
-void swiglu_backward(const Tensor& gate, const Tensor& up, const Tensor& d_out) {
-  enqueue("tierflow::swiglu_backward", gate,
-          [&](const Queue& on) { swiglu_backward(bits(gate), bits(up), bits(d_out), gate.numel(), on); });
+void gated_backward(kernels::Gate by, const Tensor& gate, const Tensor& up, const Tensor& d_out) {
+  enqueue("tierflow::gated_backward", gate,
+          [&](const Queue& on) { gated_backward(by, bits(gate), bits(up), bits(d_out), gate.numel(), on); });
 }
 
 void cross_entropy(const Tensor& logits, const Tensor& labels, const Tensor& losses, double scale, bool gradient) {

@@ -36,15 +36,19 @@ struct RowBlocks {
 };
 RowBlocks norm_blocks(std::int64_t rows, std::int64_t n, std::int64_t most);
 
+// added: undefined, or what becomes x + added, which is normalised.
+Tensor rms_norm(const Tensor& x, const Tensor& added, const Tensor& weight, double eps, kernels::RmsRule rule,
+                Tensor* rstd);
 // With a `sum`, three launches.
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, kernels::RmsRule rule, Tensor* rstd);
 Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
                          const Tensor& sum, kernels::RmsRule rule, const Tensor& residual);
 
-void rope(const Tensor& x, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign, const Tensor& positions);
+// k may be undefined.
+void rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign,
+          const Tensor& positions);
 
-Tensor swiglu(const Tensor& gate, const Tensor& up);
-void swiglu_backward(const Tensor& gate, const Tensor& up, const Tensor& d_out);
+Tensor gated(kernels::Gate by, const Tensor& gate, const Tensor& up);
+void gated_backward(kernels::Gate by, const Tensor& gate, const Tensor& up, const Tensor& d_out);
 
 void cross_entropy(const Tensor& logits, const Tensor& labels, const Tensor& losses, double scale, bool gradient);
 void softmax_sums(const Tensor& logits, const Tensor& labels, std::int64_t first, const Tensor& sums);

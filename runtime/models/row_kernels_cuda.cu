@@ -35,6 +35,7 @@ struct Warp {
   template <class Work>
   __device__ void each(Work work) {
     work(lane_number());
+    __syncwarp();
   }
   template <class Partial>
   __device__ float sum(Partial partial) {
@@ -95,13 +96,13 @@ __device__ std::int64_t threads() {
 }
 
 template <bool RoundedFirst>
-__global__ __launch_bounds__(kThreads) void norm_rows(ConstWords x, ConstWords w, Words out, float* rstd,
+__global__ __launch_bounds__(kThreads) void norm_rows(ConstWords x, Words added, ConstWords w, Words out, float* rstd,
                                                       std::int64_t rows, std::int64_t n, float eps, float offset) {
   const std::int64_t row = thread_number() / kLanes;
   if (row >= rows) return;
   Warp warp;
-  kernels::rms_norm_row<RoundedFirst>(warp, x + row * n, w, out + row * n, rstd == nullptr ? nullptr : rstd + row, n,
-                                      eps, offset);
+  kernels::rms_norm_row<RoundedFirst>(warp, x + row * n, added == nullptr ? nullptr : added + row * n, w, out + row * n,
+                                      rstd == nullptr ? nullptr : rstd + row, n, eps, offset);
 }
 
 __global__ __launch_bounds__(kThreads) void norm_rows_backward(ConstWords d_out, ConstWords x, const float* rstd,
@@ -132,20 +133,23 @@ __global__ __launch_bounds__(kThreads) void add_blocks(float* sum, const float* 
   if (i < n) sum[i] = kernels::with_partials(sum[i], partials + i, blocks, n);
 }
 
-__global__ __launch_bounds__(kThreads) void turn(Words x, const float* cos, const float* sin,
-                                                 const std::int64_t* table_row, kernels::RopeShape shape, bool rounded,
-                                                 float sign) {
+__global__ __launch_bounds__(kThreads) void turn(Words q, Words k, std::int64_t k_heads, const float* cos,
+                                                 const float* sin, const std::int64_t* table_row,
+                                                 kernels::RopeShape shape, bool rounded, float sign) {
   const std::int64_t row = blockIdx.x;
   const std::int64_t from = (table_row != nullptr ? table_row[row] : row % shape.table_rows) * (shape.rotated / 2);
-  kernels::rope_row(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), x + row * shape.heads * shape.head_dim,
-                    cos + from, sin + from, shape, rounded, sign);
+  kernels::rope_row(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), q + row * shape.heads * shape.head_dim,
+                    k == nullptr ? nullptr : k + row * k_heads * shape.head_dim, static_cast<int>(k_heads), cos + from,
+                    sin + from, shape, rounded, sign);
 }
 
+template <kernels::Gate by>
 __global__ __launch_bounds__(kThreads) void gate_all(ConstWords gate, ConstWords up, Words out, std::int64_t n) {
-  kernels::swiglu_share(thread_number(), threads(), gate, up, out, n);
+  kernels::gated_share<by>(thread_number(), threads(), gate, up, out, n);
 }
+template <kernels::Gate by>
 __global__ __launch_bounds__(kThreads) void gate_all_backward(Words gate, Words up, Words d_out, std::int64_t n) {
-  kernels::swiglu_share_backward(thread_number(), threads(), gate, up, d_out, n);
+  kernels::gated_share_backward<by>(thread_number(), threads(), gate, up, d_out, n);
 }
 
 __global__ __launch_bounds__(kThreads) void entropy(Words logits, const std::int64_t* labels, double* loss,
@@ -225,10 +229,10 @@ bool are_built() {
   return true;
 }
 
-void rms_norm(ConstWords x, ConstWords w, Words out, float* rstd, std::int64_t rows, std::int64_t n, float eps,
-              kernels::RmsRule rule, const Queue& on) {
+void rms_norm(ConstWords x, Words added, ConstWords w, Words out, float* rstd, std::int64_t rows, std::int64_t n,
+              float eps, kernels::RmsRule rule, const Queue& on) {
   launch(on, rows * n, rule.rounded_first ? norm_rows<true> : norm_rows<false>, blocks_of(rows * kLanes), kThreads, x,
-         w, out, rstd, rows, n, eps, rule.offset);
+         added, w, out, rstd, rows, n, eps, rule.offset);
 }
 
 void rms_norm_backward(ConstWords d_out, ConstWords x, const float* rstd, ConstWords w, ConstWords residual, Words d_x,
@@ -247,20 +251,24 @@ void add_partials(float* sum, const float* partials, std::int64_t blocks, std::i
   launch(on, blocks * n, add_blocks, blocks_of(n), kThreads, sum, partials, blocks, n);
 }
 
-void rope(Words x, const float* cos, const float* sin, const std::int64_t* table_row, std::int64_t rows,
-          const kernels::RopeShape& shape, bool rounded, float sign, const Queue& on) {
-  const std::int64_t packs = shape.heads * shape.rotated / 2 / kernels::kPack;
+void rope(Words q, Words k, std::int64_t k_heads, const float* cos, const float* sin, const std::int64_t* table_row,
+          std::int64_t rows, const kernels::RopeShape& shape, bool rounded, float sign, const Queue& on) {
+  const std::int64_t heads = shape.heads + k_heads, packs = heads * shape.rotated / 2 / kernels::kPack;
   const auto threads = static_cast<unsigned>(std::clamp<std::int64_t>(packs / kLanes * kLanes, kLanes, kThreads));
-  launch(on, rows * shape.heads * shape.rotated, turn, static_cast<unsigned>(rows), threads, x, cos, sin, table_row,
-         shape, rounded, sign);
+  launch(on, rows * heads * shape.rotated, turn, static_cast<unsigned>(rows), threads, q, k, k_heads, cos, sin,
+         table_row, shape, rounded, sign);
 }
 
-void swiglu(ConstWords gate, ConstWords up, Words out, std::int64_t n, const Queue& on) {
-  launch(on, n, gate_all, blocks_of((n + kernels::kPack - 1) / kernels::kPack), kThreads, gate, up, out, n);
+void gated(kernels::Gate by, ConstWords gate, ConstWords up, Words out, std::int64_t n, const Queue& on) {
+  launch(on, n, by == kernels::Gate::silu ? gate_all<kernels::Gate::silu> : gate_all<kernels::Gate::gelu_tanh>,
+         blocks_of((n + kernels::kPack - 1) / kernels::kPack), kThreads, gate, up, out, n);
 }
 
-void swiglu_backward(Words gate, Words up, Words d_out, std::int64_t n, const Queue& on) {
-  launch(on, n, gate_all_backward, blocks_of((n + kernels::kPack - 1) / kernels::kPack), kThreads, gate, up, d_out, n);
+void gated_backward(kernels::Gate by, Words gate, Words up, Words d_out, std::int64_t n, const Queue& on) {
+  launch(
+      on, n,
+      by == kernels::Gate::silu ? gate_all_backward<kernels::Gate::silu> : gate_all_backward<kernels::Gate::gelu_tanh>,
+      blocks_of((n + kernels::kPack - 1) / kernels::kPack), kThreads, gate, up, d_out, n);
 }
 
 void cross_entropy(Words logits, const std::int64_t* labels, double* loss, std::int64_t rows, std::int64_t vocab,

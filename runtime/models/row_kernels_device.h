@@ -1,6 +1,7 @@
 #pragma once
 // The row kernels (kernels.h) on a CUDA device, each one launch, enqueued and not waited for. They give the bits of the
-// CPU's kernels, but for logarithms and exponentials in double, which are those of the device's library. Sums have an
+// CPU's kernels, but for logarithms and exponentials in double, which are those of the device's library, and a gate of
+// gelu, for which the CPU has no kernel. Sums have an
 // order set by the shape: no atomics.
 //
 // What CUDA refuses, and every call in a build without it, throws Exception (environment).
@@ -18,8 +19,9 @@ struct Queue {
 
 bool are_built();
 
-void rms_norm(const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out, float* rstd, std::int64_t rows,
-              std::int64_t n, float eps, kernels::RmsRule rule, const Queue& on);
+// added: null, or what becomes x + added, which is normalised.
+void rms_norm(const std::uint16_t* x, std::uint16_t* added, const std::uint16_t* w, std::uint16_t* out, float* rstd,
+              std::int64_t rows, std::int64_t n, float eps, kernels::RmsRule rule, const Queue& on);
 // The gradient of x alone. residual may be null.
 void rms_norm_backward(const std::uint16_t* d_out, const std::uint16_t* x, const float* rstd, const std::uint16_t* w,
                        const std::uint16_t* residual, std::uint16_t* d_x, std::int64_t rows, std::int64_t n,
@@ -31,12 +33,15 @@ void norm_weight_partials(const std::uint16_t* d_out, const std::uint16_t* x, co
 // sum [n] += the partials, which are summed first, in order.
 void add_partials(float* sum, const float* partials, std::int64_t blocks, std::int64_t n, const Queue& on);
 
-// cos and sin are rounded to bf16 first, if `rounded`.
-void rope(std::uint16_t* x, const float* cos, const float* sin, const std::int64_t* table_row, std::int64_t rows,
-          const kernels::RopeShape& shape, bool rounded, float sign, const Queue& on);
+// Of q and of k, which has k_heads heads and may be null. cos and sin are rounded to bf16 first, if `rounded`.
+void rope(std::uint16_t* q, std::uint16_t* k, std::int64_t k_heads, const float* cos, const float* sin,
+          const std::int64_t* table_row, std::int64_t rows, const kernels::RopeShape& shape, bool rounded, float sign,
+          const Queue& on);
 
-void swiglu(const std::uint16_t* gate, const std::uint16_t* up, std::uint16_t* out, std::int64_t n, const Queue& on);
-void swiglu_backward(std::uint16_t* gate, std::uint16_t* up, std::uint16_t* d_out, std::int64_t n, const Queue& on);
+void gated(kernels::Gate by, const std::uint16_t* gate, const std::uint16_t* up, std::uint16_t* out, std::int64_t n,
+           const Queue& on);
+void gated_backward(kernels::Gate by, std::uint16_t* gate, std::uint16_t* up, std::uint16_t* d_out, std::int64_t n,
+                    const Queue& on);
 
 // A label beyond the vocabulary gives a loss of NaN.
 void cross_entropy(std::uint16_t* logits, const std::int64_t* labels, double* loss, std::int64_t rows,

@@ -16,8 +16,8 @@ bool are_built() {
   return false;
 }
 
-void rms_norm(const std::uint16_t*, const std::uint16_t*, std::uint16_t*, float*, std::int64_t, std::int64_t, float,
-              kernels::RmsRule, const Queue&) {
+void rms_norm(const std::uint16_t*, std::uint16_t*, const std::uint16_t*, std::uint16_t*, float*, std::int64_t,
+              std::int64_t, float, kernels::RmsRule, const Queue&) {
   refuse();
 }
 void rms_norm_backward(const std::uint16_t*, const std::uint16_t*, const float*, const std::uint16_t*,
@@ -32,14 +32,14 @@ void norm_weight_partials(const std::uint16_t*, const std::uint16_t*, const floa
 void add_partials(float*, const float*, std::int64_t, std::int64_t, const Queue&) {
   refuse();
 }
-void rope(std::uint16_t*, const float*, const float*, const std::int64_t*, std::int64_t, const kernels::RopeShape&,
-          bool, float, const Queue&) {
+void rope(std::uint16_t*, std::uint16_t*, std::int64_t, const float*, const float*, const std::int64_t*, std::int64_t,
+          const kernels::RopeShape&, bool, float, const Queue&) {
   refuse();
 }
-void swiglu(const std::uint16_t*, const std::uint16_t*, std::uint16_t*, std::int64_t, const Queue&) {
+void gated(kernels::Gate, const std::uint16_t*, const std::uint16_t*, std::uint16_t*, std::int64_t, const Queue&) {
   refuse();
 }
-void swiglu_backward(std::uint16_t*, std::uint16_t*, std::uint16_t*, std::int64_t, const Queue&) {
+void gated_backward(kernels::Gate, std::uint16_t*, std::uint16_t*, std::uint16_t*, std::int64_t, const Queue&) {
   refuse();
 }
 void cross_entropy(std::uint16_t*, const std::int64_t*, double*, std::int64_t, std::int64_t, float, bool,

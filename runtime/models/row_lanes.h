@@ -3,8 +3,8 @@
 // the bits of the CPU's. Each thread's share is written here; how threads find what they have in common is the
 // caller's, so that a machine without a device tests everything but that:
 //
-// `Warp`, kLanes threads: each(f) calls f(lane) on every lane; sum(f) is the sum of f(lane), folded by halves, on every
-// lane.
+// `Warp`, kLanes threads: each(f) calls f(lane) on every lane, and lanes have seen each other's memory when it returns;
+// sum(f) is the sum of f(lane), folded by halves, on every lane.
 // `Team`, some warps: each(f) calls f(thread, threads) on every thread; best(f) is the best Candidate f(thread,
 // threads) of all; sum_of_stretches(n, f) adds, stretch after stretch in double, what the lanes of one warp make of it:
 // f(stretch, lane), folded by halves. Threads have seen each other's memory when such a call returns.
@@ -58,10 +58,18 @@ TIERFLOW_TOGETHER float lane_sum(std::int64_t lane, std::int64_t n, Term term) {
   return sum;
 }
 
-// RMSNorm of one row. rstd may be null.
+// RMSNorm of one row. added and rstd may be null.
 template <bool RoundedFirst, class Warp>
-TIERFLOW_TOGETHER void rms_norm_row(Warp& warp, const std::uint16_t* x, const std::uint16_t* w, std::uint16_t* out,
-                                    float* rstd, std::int64_t n, float eps, float offset) {
+TIERFLOW_TOGETHER void rms_norm_row(Warp& warp, const std::uint16_t* x, std::uint16_t* added, const std::uint16_t* w,
+                                    std::uint16_t* out, float* rstd, std::int64_t n, float eps, float offset) {
+  if (added != nullptr) {
+    warp.each([&](int lane) {
+      map_words(
+          lane, kLanes, n, [](std::int64_t, std::uint16_t a, std::uint16_t b) { return sum_of(a, b); }, added, x,
+          added);
+    });
+    x = added;
+  }
   const float squares =
       warp.sum([&](int lane) { return lane_sum(lane, n, [&](std::int64_t i) { return wide(x[i]) * wide(x[i]); }); });
   const float r = rstd_of(squares, n, eps);
@@ -121,26 +129,30 @@ TIERFLOW_TOGETHER float with_partials(float sum, const float* partials, std::int
   return sum + total;
 }
 
-// A thread's share of one row [heads, head_dim], whose angles' cosines and sines c and s are rounded to bf16 first, if
-// `rounded`.
-TIERFLOW_TOGETHER void rope_row(int thread, int threads, std::uint16_t* x, const float* c, const float* s,
-                                const RopeShape& shape, bool rounded, float sign) {
-  const int half = static_cast<int>(shape.rotated / 2), heads = static_cast<int>(shape.heads);
+// A thread's share of one row of q [heads, head_dim] and of k [k_heads, head_dim], whose angles' cosines and sines c
+// and s are rounded to bf16 first, if `rounded`.
+TIERFLOW_TOGETHER void rope_row(int thread, int threads, std::uint16_t* q, std::uint16_t* k, int k_heads,
+                                const float* c, const float* s, const RopeShape& shape, bool rounded, float sign) {
+  const int half = static_cast<int>(shape.rotated / 2), q_heads = static_cast<int>(shape.heads);
+  const int heads = q_heads + k_heads;
+  const auto of_head = [&](int head) {
+    return head < q_heads ? q + head * shape.head_dim : k + (head - q_heads) * shape.head_dim;
+  };
   const auto table = [rounded](float value) { return rounded ? wide(narrow(value)) : value; };
   if (shape.interleaved) {
     for (int at = thread; at < heads * half; at += threads) {
       const int i = at % half;
-      std::uint16_t* pair = x + at / half * shape.head_dim + 2 * i;
+      std::uint16_t* pair = of_head(at / half) + 2 * i;
       const RotatedPair turned = rotated(pair[0], pair[1], table(c[i]), sign * table(s[i]));
       pair[0] = turned.low;
       pair[1] = turned.high;
     }
     return;
   }
-  if (half % kPack != 0 || shape.head_dim % kPack != 0 || !in_packs(x)) {
+  if (half % kPack != 0 || shape.head_dim % kPack != 0 || !in_packs(q) || !in_packs(k)) {
     for (int at = thread; at < heads * half; at += threads) {
       const int i = at % half;
-      std::uint16_t* low = x + at / half * shape.head_dim + i;
+      std::uint16_t* low = of_head(at / half) + i;
       const RotatedPair turned = rotated(low[0], low[half], table(c[i]), sign * table(s[i]));
       low[0] = turned.low;
       low[half] = turned.high;
@@ -150,7 +162,7 @@ TIERFLOW_TOGETHER void rope_row(int thread, int threads, std::uint16_t* x, const
   const int packs = half / kPack;  // of a head's lower half
   for (int at = thread; at < heads * packs; at += threads) {
     const int p = at % packs;
-    auto* words = reinterpret_cast<Pack*>(x + at / packs * shape.head_dim);
+    auto* words = reinterpret_cast<Pack*>(of_head(at / packs));
     Pack low = words[p], high = words[packs + p];
     for (int j = 0; j < kPack; ++j) {
       const int i = p * kPack + j;
@@ -163,21 +175,31 @@ TIERFLOW_TOGETHER void rope_row(int thread, int threads, std::uint16_t* x, const
   }
 }
 
-// A thread's share of n elements.
-TIERFLOW_TOGETHER void swiglu_share(std::int64_t thread, std::int64_t threads, const std::uint16_t* gate,
-                                    const std::uint16_t* up, std::uint16_t* out, std::int64_t n) {
-  map_words(
-      thread, threads, n, [](std::int64_t, std::uint16_t g, std::uint16_t u) { return swiglu_of(g, u); }, out, gate,
-      up);
+template <Gate by>
+TIERFLOW_INLINE GatedGradient gated_gradient(std::uint16_t gate, std::uint16_t up, std::uint16_t d_out) {
+  return by == Gate::silu ? swiglu_gradient(gate, up, d_out) : geglu_gradient(gate, up, d_out);
 }
-TIERFLOW_TOGETHER void swiglu_share_backward(std::int64_t thread, std::int64_t threads, std::uint16_t* gate,
-                                             std::uint16_t* up, std::uint16_t* d_out, std::int64_t n) {
+
+// A thread's share of n elements.
+template <Gate by>
+TIERFLOW_TOGETHER void gated_share(std::int64_t thread, std::int64_t threads, const std::uint16_t* gate,
+                                   const std::uint16_t* up, std::uint16_t* out, std::int64_t n) {
+  map_words(
+      thread, threads, n,
+      [](std::int64_t, std::uint16_t g, std::uint16_t u) {
+        return by == Gate::silu ? swiglu_of(g, u) : geglu_of(g, u);
+      },
+      out, gate, up);
+}
+template <Gate by>
+TIERFLOW_TOGETHER void gated_share_backward(std::int64_t thread, std::int64_t threads, std::uint16_t* gate,
+                                            std::uint16_t* up, std::uint16_t* d_out, std::int64_t n) {
   const std::int64_t packs = in_packs(gate) && in_packs(up) && in_packs(d_out) ? n / kPack : 0;
   for (std::int64_t p = thread; p < packs; p += threads) {
     Pack g = reinterpret_cast<Pack*>(gate)[p], u = reinterpret_cast<Pack*>(up)[p],
          d = reinterpret_cast<Pack*>(d_out)[p];
     for (int j = 0; j < kPack; ++j) {
-      const SwigluGradient here = swiglu_gradient(g.at[j], u.at[j], d.at[j]);
+      const GatedGradient here = gated_gradient<by>(g.at[j], u.at[j], d.at[j]);
       g.at[j] = here.gate;
       u.at[j] = here.up;
       d.at[j] = here.out;
@@ -187,7 +209,7 @@ TIERFLOW_TOGETHER void swiglu_share_backward(std::int64_t thread, std::int64_t t
     reinterpret_cast<Pack*>(d_out)[p] = d;
   }
   for (std::int64_t i = packs * kPack + thread; i < n; i += threads) {
-    const SwigluGradient here = swiglu_gradient(gate[i], up[i], d_out[i]);
+    const GatedGradient here = gated_gradient<by>(gate[i], up[i], d_out[i]);
     gate[i] = here.gate;
     up[i] = here.up;
     d_out[i] = here.out;

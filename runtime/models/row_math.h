@@ -54,6 +54,10 @@ TIERFLOW_INLINE float exp_fast(float x) {
   return x < -87.3F ? 0.0F : (x != x ? x : scaled);
 }
 
+TIERFLOW_INLINE std::uint16_t sum_of(std::uint16_t a, std::uint16_t b) {
+  return narrow(wide(a) + wide(b));
+}
+
 // 1 / sqrt(mean of squares + eps).
 TIERFLOW_INLINE float rstd_of(float squares, std::int64_t n, float eps) {
   return 1.0F / ::sqrtf(squares / static_cast<float>(n) + eps);
@@ -93,14 +97,37 @@ TIERFLOW_INLINE std::uint16_t swiglu_of(std::uint16_t gate, std::uint16_t up) {
   const float g = wide(gate);
   return narrow(g / (1.0F + exp_fast(-g)) * wide(up));
 }
-struct SwigluGradient {
+struct GatedGradient {
   std::uint16_t gate, up, out;  // out: silu(gate) * up again
 };
-TIERFLOW_INLINE SwigluGradient swiglu_gradient(std::uint16_t gate, std::uint16_t up, std::uint16_t d_out) {
+TIERFLOW_INLINE GatedGradient swiglu_gradient(std::uint16_t gate, std::uint16_t up, std::uint16_t d_out) {
   const float g = wide(gate), u = wide(up), d = wide(d_out);
   const float sigmoid = 1.0F / (1.0F + exp_fast(-g));
   const float silu = g * sigmoid;
   return {narrow(d * u * (sigmoid + silu * (1.0F - sigmoid))), narrow(d * silu), narrow(silu * u)};
+}
+
+// gelu(gate) * up of the approximation by a hyperbolic tangent, whose half is the logistic function of twice its
+// argument. gelu(gate) is rounded before it multiplies, as torch's operations round it.
+struct Gelu {
+  float open, slope;  // gelu(x) = x * open, and its derivative
+};
+TIERFLOW_INLINE Gelu gelu_of(float x) {
+  constexpr float kTwice = 1.59576912160573071F, kCubic = 0.044715F;  // 2 sqrt(2 / pi)
+  const float square = x * x;
+  const float closing = -kTwice * (x + kCubic * (square * x));
+  const float open = closing > 87.0F ? 0.0F : 1.0F / (1.0F + exp_fast(closing));
+  return {open, open + x * (open * (1.0F - open)) * (kTwice * (1.0F + 3.0F * kCubic * square))};
+}
+TIERFLOW_INLINE std::uint16_t geglu_of(std::uint16_t gate, std::uint16_t up) {
+  const float g = wide(gate);
+  return narrow(wide(narrow(g * gelu_of(g).open)) * wide(up));
+}
+TIERFLOW_INLINE GatedGradient geglu_gradient(std::uint16_t gate, std::uint16_t up, std::uint16_t d_out) {
+  const float g = wide(gate), u = wide(up), d = wide(d_out);
+  const Gelu gelu = gelu_of(g);
+  const float active = wide(narrow(g * gelu.open));
+  return {narrow(wide(narrow(d * u)) * gelu.slope), narrow(d * active), narrow(active * u)};
 }
 
 TIERFLOW_INLINE std::uint16_t softmax_share(std::uint16_t logit, float most, float factor) {

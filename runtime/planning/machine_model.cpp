@@ -176,7 +176,7 @@ ModelProfile model_profile(const ModelSpec& spec, const SessionOptions& options,
   ModelProfile profile{.device_fixed = static_cast<std::uint64_t>(card.context.value), .process_bytes = 2'000'000'000};
   std::uint64_t handed = 0;
   // Else it is computed again from its swapped inputs (device_attention.h).
-  const bool swaps_attention = spec.config.attention_softcap <= 0 && spec.config.names.sinks.empty();
+  const bool swaps_attention = spec.config.attention_softcap <= 0;
   for (int stage = 0; stage < static_cast<int>(spec.stages.size()); ++stage) {
     const int together = spec.stages[stage].together ? micro_batches_together(options) : 1;
     const StageCost cost = stage_cost(spec, stage, together * options.micro_batch, options.sequence_length);

@@ -190,6 +190,7 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
       .deferred_share = options.deferred_share,
       .device_update_share = options.device_update_share,
       .update_scratch = update_scratch_bytes(plan.packed, *plan.layout),
+      .gradient_slots = options.device == "cuda",
       .storage = !options.storage.empty(),
       .train = options.train};
   auto arranged = swap::arrange(*plan.layout, request);

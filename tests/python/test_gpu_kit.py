@@ -119,12 +119,12 @@ def test_what_steps_measure_is_in_their_records(rehearsed):
     for name in ("products", "weight_gradients", "attention", "kernels"):
         assert second[name]["measured"] and not any("not_measured" in line for line in second[name]["measured"])
     lines = second["device_bench"]["measured"]
-    assert {(line["copy"], line["depth"]) for line in lines if "copy" in line} == {(way, depth) for way in ("up", "down", "gradient down", "both") for depth in (1, 2)}
+    assert {(line["copy"], line["depth"]) for line in lines if "copy" in line} == {(way, depth) for way in ("up", "down", "gradient down, mapped", "gradient down in slots", "both") for depth in (1, 2)}
     assert all(line["gb_s"] > 0 for line in lines if "copy" in line)
     beside = [line for line in lines if "beside" in line]
-    assert [(line["beside"], line.get("moments")) for line in beside] == [("gradient download", None), ("update on the device", "8 bits"), ("update on the device", "bf16")]
+    assert [(line["beside"], line.get("moments")) for line in beside] == [("gradient download, mapped", None), ("gradient download in slots", None), ("update on the device", "8 bits"), ("update on the device", "bf16")]
     for line in beside:
-        rate = "gb_s" if line["beside"] == "gradient download" else "elements_g_s"
+        rate = "gb_s" if line["beside"].startswith("gradient download") else "elements_g_s"
         assert all(line[f"{what}_{when}"] > 0 for what in (rate, "tflops") for when in ("alone", "beside"))
     for entry in (second["streamed_1b"], third["streamed_8b_8192"], third["streamed_8b_2048"], third["streamed_8b_drive"]):
         run = entry["measured"][-1]
@@ -248,12 +248,98 @@ def test_no_file_needs_a_library_that_the_machine_may_lack(kit):
     assert not any(GLIBC & set(os.listdir(kit / folder)) for folder in ("lib", "lib/runtime")), "two C libraries in one process"
 
 
-def test_fewer_layers_where_the_drive_is_slow_or_small():
-    sys.path[:0] = [str(ROOT / "tools/gpu_kit"), str(ROOT / "benchmarks/gpu")]
-    try:
-        from streamed import layers_that_fit
-    finally:
-        del sys.path[:2]
+@pytest.fixture
+def scripts(monkeypatch):
+    """The kit's scripts can be imported."""
+    for folder in ("benchmarks/gpu", "tools/gpu_kit"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+
+
+@pytest.mark.parametrize("part", [1, 2, 3])
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_the_limits_of_a_part_fit_into_nine_minutes(scripts, tmp_path, part, rehearse):
+    """Whatever hangs, what comes behind it has its time; the packer, the start and the table have ten seconds."""
+    import parts
+
+    steps = parts.steps(part, parts.Place(tmp_path, tmp_path, tmp_path, "python3", rehearse))
+    assert sum(step.timeout for step in steps) <= parts.PART_SECONDS <= 530
+    assert len({step.name for step in steps}) == len(steps)
+
+
+def test_a_step_gets_what_those_before_it_left_and_leaves_the_others_theirs(scripts, tmp_path):
+    import session
+    from parts import Step
+
+    steps = [Step("quick", 4, ["/bin/true"]), Step("hangs", 3, ["/bin/sleep", "100"]), Step("behind", 4, ["/bin/true"])]
+    running = session.Session(1, tmp_path, tmp_path, {}, None, time.monotonic() + 13, 100)
+    for index, step in enumerate(steps):
+        running.run(step, steps[index + 1:])
+    quick, hangs, behind = (entry["status"] for entry in running.records)
+    assert quick == behind == "ok"
+    assert 3 < int(re.fullmatch(r"timeout after (\d+) s", hangs)[1]) <= 9
+
+
+def test_scripts_are_read_by_the_oldest_python_that_torch_has():
+    import ast
+
+    for path in [*(ROOT / "tools/gpu_kit").glob("*.py"), ROOT / "benchmarks/gpu/bench.py"]:
+        ast.parse(path.read_text(), path.name, feature_version=(3, 10))
+
+
+def test_memory_that_a_container_may_take(scripts, tmp_path):
+    from streamed import memory_available
+
+    cgroup = tmp_path / "sys/fs/cgroup"
+    (cgroup / "memory").mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 800 kB\n")
+    assert memory_available(tmp_path) == 800 * 1024
+    (cgroup / "memory.max").write_text("max\n")
+    (cgroup / "memory.current").write_text("1000\n")
+    assert memory_available(tmp_path) == 800 * 1024
+    (cgroup / "memory.max").write_text("51000\n")
+    assert memory_available(tmp_path) == 50000
+    (cgroup / "memory/memory.limit_in_bytes").write_text("40000\n")
+    (cgroup / "memory/memory.usage_in_bytes").write_text("1\n")
+    assert memory_available(tmp_path) == 39999
+
+
+def about(kit, **values):
+    path = kit / "kit.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_machine_whose_c_library_is_too_old_is_refused(changed, tmp_path):
+    needed = json.loads((changed / "kit.json").read_text())
+    assert [2, 17] <= [int(part) for part in needed["glibc"].split(".")] <= [2, 35], "Ubuntu 22.04 has 2.35"
+    assert [int(part) for part in needed["glibc_of_runtime"].split(".")] >= [int(part) for part in needed["glibc"].split(".")]
+    about(changed, glibc="2.9999")
+    _, error, code = session(changed, tmp_path, "--rehearse", 1, "--only", "inventory")
+    assert code == 4 and "needs glibc 2.9999" in one_line(error)
+
+
+def test_the_kits_runtime_needs_a_c_library_too(changed, tmp_path):
+    about(changed, glibc_of_runtime="2.9999")
+    said, _, code = session(changed, tmp_path / "new", "--rehearse", 1, "--only", "nothing")
+    assert code == 0, "this machine's runtime is new enough"
+    program(tmp_path / "ldd", "echo 'libstdc++.so.6 => not found'")
+    _, error, code = session(changed, tmp_path / "old", "--rehearse", 1, "--only", "nothing", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert code == 4 and "C++ runtime that the kit brings" in one_line(error) and "2.9999" in error
+
+
+@pytest.mark.parametrize("card, made_for, refused", [("9.0", "90-real", False), ("8.0", "90-real", True), ("12.0", "90-real", True), ("8.9", "86-real", False), ("8.0", "86-real", True),
+                                                      ("12.0", "80;90", False), ("7.5", "80;90", True), ("not supported", "90-real", False), ("9.0", "none: without CUDA", False)])
+def test_a_card_that_the_kernels_are_not_for_is_refused(changed, tmp_path, card, made_for, refused):
+    program(tmp_path / "nvidia-smi", 'case "$1" in', "-L) echo 'GPU 0: a stand-in';;", f"*) echo '{card}';;", "esac")
+    about(changed, gpu_arch=made_for)
+    _, error, code = session(changed, tmp_path, 1, "--only", "nothing", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert code == (4 if refused else 0)
+    if refused:
+        assert f"this card has {card}: make gpu-kit GPU_ARCH={card.replace('.', '')}" in one_line(error)
+
+
+def test_fewer_layers_where_the_drive_is_slow_or_small(scripts):
+    from streamed import layers_that_fit
 
     def made(free):
         return {"step": {"step_s": 10.0, "lanes": {"disk_write": {"bytes": 10, "busy_s": 1.0}}}, "storage": {"bytes": 1000, "free": free}}

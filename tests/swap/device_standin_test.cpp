@@ -10,6 +10,7 @@
 #include "swap/arrange.h"
 #include "swap/executor.h"
 #include "swap/host_memory.h"
+#include "swap/pinning.h"
 #include "swap/planner.h"
 #include "tests/support/cuda/standin.h"
 #include "tests/swap/devices_under_test.h"
@@ -92,8 +93,10 @@ TEST(CudaDevice, GradientsLargerThanTheBounceBuffer) {
   device->copy_to_device(StreamId::upload, arena.data(), reinterpret_cast<const std::byte*>(values.data()),
                          4 * elements);
   ASSERT_FALSE(device->synchronize(device->record(StreamId::upload)));
+  const std::uint64_t before = cuda_bytes_free(kDevice);
   device->gradient_to_host(StreamId::download, rounded.data(), reinterpret_cast<const float*>(arena.data()), elements);
   ASSERT_FALSE(device->synchronize(device->record(StreamId::download)));
+  EXPECT_EQ(before - cuda_bytes_free(kDevice), kBounceBytes) << "no more than the device budget is told";
   for (std::size_t i = 0; i < elements; ++i) ASSERT_EQ(rounded[i], gradient_to_bf16(values[i])) << i;
 }
 

@@ -91,11 +91,14 @@ def main():
     card = said("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
     show(nvidia_smi=dict(zip(query.split(","), card.split(", "))) if card else None, nvcc=said("nvcc", "--version") is not None, compute_sanitizer=shutil.which("compute-sanitizer"))
     print(said("nvidia-smi", "topo", "-m") or "no topology", flush=True)
-    show(**torch_says())
+    seen = torch_says()
+    show(**seen)
+    if card and not seen["gpus"]:
+        print(f"torch for CUDA {seen['cuda']} sees no GPU, and nvidia-smi does: the driver may be too old for it, or CUDA_VISIBLE_DEVICES hides the card", flush=True)
     missing, torch = libraries(args.kit)
     show(libraries_not_found=missing)
     show(libtorch_of_programs=torch)
-    return int(bool(missing))
+    return int(bool(missing) or bool(card and not seen["gpus"]))
 
 
 if __name__ == "__main__":

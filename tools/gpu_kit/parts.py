@@ -1,9 +1,13 @@
-"""The steps of the three parts, in the order in which they run."""
+"""The steps of the three parts, the most important first. The limits of a part's steps add up to less than PART_SECONDS: a step that hangs
+takes no time from those behind it."""
 
 import dataclasses
 import pathlib
 import shutil
 import subprocess
+
+
+PART_SECONDS = 530
 
 
 @dataclasses.dataclass
@@ -24,7 +28,7 @@ class Place:
 @dataclasses.dataclass
 class Step:
     name: str
-    timeout: float  # seconds
+    timeout: float  # seconds that are its own; what the steps before it left comes on top
     command: list
     gpu: bool = False  # is not tried without one
     gtest: bool = False  # leaves a report of its tests
@@ -55,18 +59,18 @@ def correctness(at):
     if unlike_a_drive(at.work):
         bench += ["--allow-buffered", "--allow-any-filesystem"]
     steps = [
-        Step("inventory", 60, at.script("inventory.py", "--kit", at.kit, "--folder", at.work)),
-        Step("device_contract", 60, at.program("device_test", "--gtest_brief=1"), gtest=True),
+        Step("inventory", 40, at.script("inventory.py", "--kit", at.kit, "--folder", at.work)),
+        Step("device_contract", 40, at.program("device_test", "--gtest_brief=1"), gtest=True),
         # The test that a build without CUDA says so skips itself in one with CUDA.
-        Step("optimizer_kernels", 120, at.program("optim_gpu_test", "--gtest_brief=1", "--gtest_filter=-DeviceUpdateBuild.*"), gpu=True, gtest=True),
-        Step("streamed_is_resident", 240, at.program("gpu_test", "--gtest_brief=1"), gpu=True, gtest=True),
-        Step("drive", 60, at.program("tierflow", "bench", "storage", *bench)),
+        Step("optimizer_kernels", 60, at.program("optim_gpu_test", "--gtest_brief=1", "--gtest_filter=-DeviceUpdateBuild.*"), gpu=True, gtest=True),
+        Step("streamed_is_resident", 170, at.program("gpu_test", "--gtest_brief=1"), gpu=True, gtest=True),
+        Step("drive", 30, at.program("tierflow", "bench", "storage", *bench)),
     ]
     tool = sanitizer()
-    for check in ("memcheck", "racecheck", "synccheck"):
+    for check, seconds in (("memcheck", 45), ("racecheck", 25), ("synccheck", 20)):
         for name, tests in (("device_test", "*cuda*"), ("optim_gpu_test", "*OnGpu*adamw_block8*split:SumsOnGpu*")):
             command = [tool or "compute-sanitizer", "--tool", check, "--error-exitcode", 1, *at.program(name, f"--gtest_filter={tests}", "--gtest_brief=1")]
-            steps.append(Step(f"{check}.{name}", 90, command, gpu=True, gtest=True, absent="" if tool else "compute-sanitizer is not installed"))
+            steps.append(Step(f"{check}.{name}", seconds, command, gpu=True, gtest=True, absent="" if tool else "compute-sanitizer is not installed"))
     return steps
 
 
@@ -98,27 +102,27 @@ def lanes(at):
 
     optimizer = ["--elements", 1 << 18, "--repeats", 1] if at.rehearse else ["--elements", 1 << 27, "--repeats", 3]
     return [
-        touch(at, 32, 45),
-        Step("device_bench", 60, at.program("device_bench", "cpu" if at.rehearse else "cuda")),
-        lane("copies", 40, gpu=True),
-        lane("overlap", 40, gpu=True),
-        lane("products", 40),
-        lane("weight_gradients", 40),
-        lane("attention", 70),
-        lane("kernels", 40),
-        streamed(at, "streamed_1b", "1b", 4096, 120, 6, "20GiB"),
-        resident(at, "resident_1b", "1b", 4096, 60, 5),
-        Step("cpu_update", 45, at.program("tierflow", "bench", "optimizer", "--json", *optimizer)),
+        touch(at, 32, 25),
+        Step("device_bench", 50, at.program("device_bench", "cpu" if at.rehearse else "cuda")),
+        lane("copies", 30, gpu=True),
+        lane("overlap", 30, gpu=True),
+        lane("products", 30),
+        lane("weight_gradients", 35),
+        lane("attention", 60),
+        lane("kernels", 35),
+        streamed(at, "streamed_1b", "1b", 4096, 130, 5, "20GiB"),
+        resident(at, "resident_1b", "1b", 4096, 60, 4),
+        Step("cpu_update", 40, at.program("tierflow", "bench", "optimizer", "--json", *optimizer)),
     ]
 
 
 def large(at):
     return [
-        touch(at, 96, 75),
-        streamed(at, "streamed_8b_8192", "8b", 8192, 200, 4, "most"),
-        resident(at, "resident_8b_8192", "8b", 8192, 90, 3),
-        streamed(at, "streamed_8b_2048", "8b", 2048, 150, 3, "most"),
-        streamed(at, "streamed_8b_drive", "8b", 8192, 210, 2, "40GiB", storage=True),
+        touch(at, 64, 45),
+        streamed(at, "streamed_8b_8192", "8b", 8192, 160, 3, "most"),
+        resident(at, "resident_8b_8192", "8b", 8192, 75, 3),
+        streamed(at, "streamed_8b_2048", "8b", 2048, 110, 3, "most"),
+        streamed(at, "streamed_8b_drive", "8b", 8192, 135, 2, "40GiB", storage=True),
     ]
 
 

@@ -55,6 +55,39 @@ def library_path(torch):
     return ":".join([*map(str, folders), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
 
 
+def refuse_old_machine(kit, runtime):
+    """Ends the session where this machine's C library is older than the programs need, or their C++ runtime, if they take the kit's."""
+    try:
+        here = os.confstr("CS_GNU_LIBC_VERSION").split()[1]
+    except (AttributeError, IndexError, OSError, ValueError):
+        refuse("this machine has no GNU C library, which the kit's programs need")
+    needed = kit["glibc_of_runtime"] if runtime else kit["glibc"]
+    if [int(part) for part in here.split(".")] >= [int(part) for part in needed.split(".")]:
+        return
+    what = "the C++ runtime that the kit brings, because this machine's is too old," if runtime else "this kit"
+    refuse(f"{what} needs glibc {needed}, and this machine has {here}: take an image that is newer (Ubuntu 22.04 and Debian 12 are)")
+
+
+def asked_of_card(*words):
+    """A line of nvidia-smi about the first card; None where it says nothing."""
+    try:
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip().splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else None
+
+
+def refuse_other_card(architectures):
+    """Ends the session where the kit has no code for this card. `architectures` as CMake has them: 90-real, or 80;90, which newer cards take too."""
+    found = re.fullmatch(r"(\d+)\.(\d)", asked_of_card("--query-gpu=compute_cap", "--format=csv,noheader") or "")
+    made_for = [(int(number), kind) for number, kind in re.findall(r"(\d+)(-real)?", architectures)]
+    if not found or not made_for:
+        return
+    card = 10 * int(found[1]) + int(found[2])
+    if not any(card // 10 == number // 10 and card >= number if kind else card >= number for number, kind in made_for):
+        refuse(f"this kit's kernels are for compute capability {', '.join(f'{number / 10:.1f}' for number, _ in made_for)}, and this card has {card / 10:.1f}: make gpu-kit GPU_ARCH={card}")
+
+
 def needs_own_runtime(env):
     """Whether this machine's C++ runtime is missing or older than a program of the kit needs."""
     for program in sorted((KIT / "bin").iterdir()):
@@ -67,18 +100,17 @@ def needs_own_runtime(env):
     return False
 
 
-def environment(torch, work):
+def environment(kit, torch, work):
     made = {**os.environ, "LD_LIBRARY_PATH": library_path(torch), "XDG_CACHE_HOME": str(work / "cache"), "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
-    if needs_own_runtime(made):
+    runtime = needs_own_runtime(made)
+    refuse_old_machine(kit, runtime)
+    if runtime:
         made["LD_LIBRARY_PATH"] = f"{KIT / 'lib/runtime'}:{made['LD_LIBRARY_PATH']}"
     return made
 
 
 def gpu_is_here():
-    try:
-        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout.startswith("GPU")
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    return (asked_of_card("-L") or "").startswith("GPU")
 
 
 def gtest_counts(path):
@@ -139,8 +171,10 @@ class Session:
                 except ValueError:
                     pass
 
-    def run(self, step):
-        limit = min(step.timeout, self.most, self.deadline - time.monotonic())
+    def run(self, step, behind=()):
+        """behind: the steps that follow, whose time it leaves to them."""
+        left = self.deadline - time.monotonic()
+        limit = min(self.most, left, max(step.timeout, left - sum(other.timeout for other in behind)))
         if step.gpu and not self.gpu:
             return self.record(step.name, "skipped: no GPU")
         if step.absent:
@@ -201,8 +235,8 @@ def main():
     parser.add_argument("part", type=int, choices=(1, 2, 3), help="1: correctness; 2: each lane, 1B; 3: 8B")
     parser.add_argument("--rehearse", action="store_true", default=os.environ.get("REHEARSE", "") not in ("", "0"), help="tiny shapes on the CPU; what needs a GPU is recorded as skipped")
     parser.add_argument("--only", default="", help="only steps whose names contain one of these, with commas between them")
-    parser.add_argument("--seconds", type=float, default=530, help="of the whole part at most (530)")
-    parser.add_argument("--step-seconds", type=float, default=530, help="of each step at most")
+    parser.add_argument("--seconds", type=float, default=parts.PART_SECONDS, help=f"of the whole part at most ({parts.PART_SECONDS})")
+    parser.add_argument("--step-seconds", type=float, default=parts.PART_SECONDS, help="of each step at most")
     args = parser.parse_args()
     try:
         kit = json.loads((KIT / "kit.json").read_text())
@@ -212,13 +246,15 @@ def main():
     gpu = not args.rehearse and gpu_is_here()
     if not gpu and not args.rehearse:
         refuse(f"no NVIDIA GPU here (nvidia-smi finds none); ./gpu_session.sh --rehearse {args.part} tries the steps without one")
+    if gpu:
+        refuse_other_card(kit["gpu_arch"])
     deadline = time.monotonic() + args.seconds
     out = pathlib.Path(os.environ.get("OUT") or "kit-out").resolve()
     work = pathlib.Path(os.environ.get("STORAGE") or KIT).resolve() / "kit-work"
     try:
         for folder in (out, work):
             folder.mkdir(parents=True, exist_ok=True)
-        session = Session(args.part, out, work, environment(torch, work), gpu, deadline, args.step_seconds)
+        session = Session(args.part, out, work, environment(kit, torch, work), gpu, deadline, args.step_seconds)
     except OSError as error:
         refuse(f"cannot be written: {error}")
     steps = [step for step in parts.steps(args.part, parts.Place(KIT, out, work, sys.executable, args.rehearse)) if any(word in step.name for word in args.only.split(","))]
@@ -227,8 +263,8 @@ def main():
     signal.signal(signal.SIGINT, interrupt)
     code = 0
     try:
-        for step in steps:
-            session.run(step)
+        for index, step in enumerate(steps):
+            session.run(step, steps[index + 1:])
     except Interrupted as stopped:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)

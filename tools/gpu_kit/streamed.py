@@ -29,9 +29,23 @@ def show(**values):
     print(json.dumps(values), flush=True)
 
 
-def memory_available():
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+def number_in(path):
+    """What a file of the kernel says; None where it is missing or no number."""
+    try:
+        return int(pathlib.Path(path).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def memory_available(root=pathlib.Path("/")):
+    """Bytes, of the machine and of the container, if one has a limit. Page cache that the container could give back counts as taken."""
+    with open(root / "proc/meminfo") as file:
+        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    for most, taken in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        limit, used = (number_in(root / "sys/fs/cgroup" / name) for name in (most, taken))
+        if limit is not None and used is not None:
+            free = min(free, max(0, limit - used))
+    return free
 
 
 def on_a_drive(folder):

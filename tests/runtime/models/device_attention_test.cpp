@@ -31,6 +31,9 @@ class CpuFlash final : public models::KeptAttention {
     }
     return {torch::cat(out).view(q.sizes()), torch::cat(lse)};
   }
+  Tensor by_token(const Tensor& lse, const Tensor& q) const override {
+    return lse.view({q.size(0), q.size(1), q.size(2)});
+  }
 
   AttentionGradient backward(const Tensor& d_out, const Tensor& q, const Tensor& k, const Tensor& v,
                              const BlockAttention& made, const AttentionRules& rules) const override {
@@ -163,9 +166,41 @@ TEST(KeptAttention, leaves_to_torch_what_it_does_not_know) {
   EXPECT_NE(models::kept_attention(q, k, {.choice = choice}, 0), nullptr);
   EXPECT_EQ(models::kept_attention(q, k, {.choice = choice}, 0.1), nullptr) << "dropout";
   EXPECT_EQ(models::kept_attention(q, k, {.softcap = 3, .choice = choice}, 0), nullptr);
-  EXPECT_EQ(models::kept_attention(q, k, {.sinks = torch::zeros({4}), .choice = choice}, 0), nullptr);
+  EXPECT_EQ(models::kept_attention(q, k, {.sinks = torch::zeros({4}), .choice = choice}, 0), nullptr) << "autograd";
   EXPECT_EQ(models::kept_attention(q, k, {}, 0), nullptr) << "fp32 on the CPU";
   EXPECT_EQ(models::device_attention(q.to(torch::kBFloat16), k.to(torch::kBFloat16), {}, 0), nullptr);
+}
+
+// Of a kernel that knows no sinks: its result scaled, and its own backward called with the sink in the sum. Against
+// torch's attention, in which autograd finds the gradients.
+TEST(KeptAttention, counts_sinks_behind_a_kernel_that_knows_none) {
+  torch::manual_seed(9);
+  const std::vector<Document> documents = packed({{40}, {11, 1, 28}}).documents();
+  for (const std::int64_t window : {0, 7})
+    for (const bool cut : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << "window " << window << (cut ? ", documents" : ""));
+      const auto leaf = [](at::IntArrayRef sizes) { return torch::randn(sizes, torch::kDouble).requires_grad_(); };
+      const Tensor q = leaf({2, 40, 4, 16}), k = leaf({2, 40, 2, 16}), v = leaf({2, 40, 2, 16}), sinks = leaf({4}),
+                   d_out = torch::randn({2, 40, 4, 16}, torch::kDouble);
+      AttentionRules rules{.window = window, .sinks = sinks};
+      if (cut) rules.documents = documents;
+      const Tensor exact = models::attention(q, k, v, rules, 0);
+      exact.backward(d_out);
+      const torch::NoGradGuard no_grad;
+      const auto inner = std::make_shared<CpuFlash>();
+      rules.choice.by = inner;
+      const auto by = models::kept_attention(q, k, rules, 0);
+      ASSERT_NE(by, nullptr);
+      EXPECT_EQ(by->name(), inner->name());
+      const Tensor a = q.detach(), b = k.detach(), c = v.detach();
+      const BlockAttention made = by->forward(a, b, c, rules);
+      EXPECT_LT(relative_error(made.out, exact), 1e-10);
+      const AttentionGradient d = by->backward(d_out, a, b, c, made, rules);
+      EXPECT_LT(relative_error(d.q, q.grad()), 1e-10);
+      EXPECT_LT(relative_error(d.k, k.grad()), 1e-10);
+      EXPECT_LT(relative_error(d.v, v.grad()), 1e-10);
+      EXPECT_LT(relative_error(d.sinks, sinks.grad()), 1e-10);
+    }
 }
 
 TEST(FlashShape, counts_windows_before_the_query_and_documents_by_their_ends) {

@@ -13,11 +13,11 @@ namespace {
 constexpr std::int64_t kRows = 2, kLength = 4096;
 
 struct MetaModel {
-  explicit MetaModel(const Tiling& tiling = Tiling::none())
-      : model(make_model(parse_model_spec(R"({"architectures": ["LlamaForCausalLM"], "vocab_size": 128256,
+  explicit MetaModel(const std::string& architecture = "LlamaForCausalLM")
+      : model(make_model(parse_model_spec(R"({"architectures": [")" + architecture + R"("], "vocab_size": 128256,
             "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 1, "num_attention_heads": 32,
             "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5})",
-                                          "llama", tiling))) {
+                                          "model", Tiling::none()))) {
     const MicroBatch batch{.ids = torch::zeros({kRows, kLength}, torch::kLong),
                            .labels = torch::zeros({kRows, kLength}, torch::kLong)};
     shared = model->share(batch, torch::kMeta);
@@ -70,8 +70,14 @@ TEST(Launches, CountsWhatMakesKernels) {
   EXPECT_ANY_THROW(x.cpu());
 }
 
-TEST(Launches, OfABlock) {
-  const MetaModel of;
+struct BlockLaunches {
+  const char* architecture;
+  std::size_t forward, backward;
+};
+class LaunchesOf : public ::testing::TestWithParam<BlockLaunches> {};
+
+TEST_P(LaunchesOf, ABlock) {
+  const MetaModel of(GetParam().architecture);
   const int stage = of.stage_of(StageKind::block);
   const Weights weights = of.weights(stage);
   const Gradients sums = of.sums(stage);
@@ -80,12 +86,16 @@ TEST(Launches, OfABlock) {
   {
     const Launches launches;
     kept = of.model->forward_keeping(stage, weights, carry, of.shared);
-    expect_at_most(launches, 15, 1);
+    expect_at_most(launches, GetParam().forward, 1);
   }
   const Launches launches;
   of.model->backward_kept(stage, weights, sums, {of.hidden()}, of.shared, {of.hidden()}, std::move(kept));
-  expect_at_most(launches, 29, 0);
+  expect_at_most(launches, GetParam().backward, 0);
 }
+
+INSTANTIATE_TEST_SUITE_P(models, LaunchesOf,
+                         ::testing::Values(BlockLaunches{"LlamaForCausalLM", 13, 28},
+                                           BlockLaunches{"GemmaForCausalLM", 13, 28}));
 
 TEST(Launches, OfTheHead) {
   const MetaModel of;

@@ -45,6 +45,20 @@ TEST_P(Widths, rms_norm) {
     expect_rounded(d_x, x64.grad() + residual.to(torch::kDouble));
     EXPECT_LT(relative_error(sum - 1, w64.grad()), 4e-3);
     expect_rounded(models::rms_norm_backward(d, x, rstd, w, {}, kind), x64.grad());
+    // Of a sum, which takes the place of what is added: as one operation after the other. With autograd it takes none.
+    Tensor added = residual.clone();
+    const Tensor sum_of_both = x + residual;
+    const void* const place = added.data_ptr();
+    EXPECT_TRUE(
+        torch::equal(models::rms_norm_of_sum(x, added, w, 1e-5, kind), models::rms_norm(sum_of_both, w, 1e-5, kind)));
+    EXPECT_TRUE(torch::equal(added, sum_of_both));
+    EXPECT_EQ(added.data_ptr(), place);
+    const Tensor kept = residual.clone().requires_grad_();
+    added = kept;
+    models::rms_norm_of_sum(x, added, w, 1e-5, kind).sum().backward();
+    EXPECT_TRUE(torch::equal(added.detach(), sum_of_both));
+    EXPECT_TRUE(torch::equal(kept.detach(), residual));
+    EXPECT_TRUE(kept.grad().defined());
   }
 }
 
@@ -86,6 +100,11 @@ TEST_P(Widths, rope) {
       const Tensor fine_cos = angle.cos(), fine_sin = angle.sin();
       const Tensor exact_fine = models::rope(x64.detach(), fine_cos, fine_sin, {interleaved, false});
       expect_rounded(models::rope(x.clone(), fine_cos, fine_sin, {interleaved, false}), exact_fine);
+      // Two tensors at once.
+      Tensor both[] = {x.clone(), d.narrow(2, 0, 2).clone()};
+      models::rope(both[0], both[1], cos, sin, {interleaved}, -1.0, {});
+      EXPECT_TRUE(torch::equal(both[0], models::rope(x.clone(), cos, sin, {interleaved}, -1.0)));
+      EXPECT_TRUE(torch::equal(both[1], models::rope(d.narrow(2, 0, 2).clone(), cos, sin, {interleaved}, -1.0)));
       // Positions choose rows of the tables, as tables of each row of x do.
       const Tensor positions = torch::stack({torch::arange(9).remainder(4), torch::arange(8, -1, -1)});
       for (const Tensor& of : {x, leaf(x)}) {

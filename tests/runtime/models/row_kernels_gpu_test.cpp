@@ -54,6 +54,10 @@ TEST_P(RowKernelsOnGpu, RmsNorm) {
       const Tensor out = models::rms_norm(x, w, 1e-5, kind, &rstd);
       expect_same_bits(out, models::rms_norm(there(x), there(w), 1e-5, kind, &rstd_there), "out");
       expect_same_bits(rstd, rstd_there, "rstd");
+      Tensor sum_here = residual.defined() ? residual.clone() : d.clone(), its_there = there(sum_here);
+      expect_same_bits(models::rms_norm_of_sum(x, sum_here, w, 1e-5, kind),
+                       models::rms_norm_of_sum(there(x), its_there, there(w), 1e-5, kind), "out of a sum");
+      expect_same_bits(sum_here, its_there, "x + added");
       const Tensor sum = torch::randn({n()}), sum_there = there(sum);
       const Tensor d_x = models::rms_norm_backward(d, x, rstd, w, sum, kind, residual);
       expect_same_bits(d_x,
@@ -80,6 +84,11 @@ TEST_P(RowKernelsOnGpu, Rope) {
                            models::rope(there(x), there(cos), there(sin), {interleaved, rounded}, -1.0,
                                         of.defined() ? there(of) : of),
                            "rope");
+        Tensor q = x.clone(), k = random({2, 9, 2, dim}), q_there = there(q), k_there = there(k);
+        models::rope(q, k, cos, sin, {interleaved, rounded}, 1.0, positions);
+        models::rope(q_there, k_there, there(cos), there(sin), {interleaved, rounded}, 1.0, there(positions));
+        expect_same_bits(q, q_there, "q");
+        expect_same_bits(k, k_there, "k");
       }
 }
 
@@ -93,6 +102,22 @@ TEST_P(RowKernelsOnGpu, Swiglu) {
   expect_same_bits(gate, gate_there, "d_gate");
   expect_same_bits(up, up_there, "d_up");
   expect_same_bits(d, d_there, "out again");
+}
+
+// The CPU's are torch's operations: gelu may lie on the other side of a rounding.
+TEST_P(RowKernelsOnGpu, Geglu) {
+  Tensor gate = random({33, n()}, 4), up = random({33, n()}), d = random({33, n()});
+  Tensor gate_there = there(gate), up_there = there(up), d_there = there(d);
+  const auto expect_near = [](const Tensor& here, const Tensor& of_card, const char* what) {
+    EXPECT_TRUE(torch::allclose(of_card.cpu().to(torch::kFloat), here.to(torch::kFloat), 0x1p-6, 1e-6)) << what;
+  };
+  expect_near(models::gated(gate, up, Activation::gelu_tanh),
+              models::gated(gate_there, up_there, Activation::gelu_tanh), "out");
+  models::gated_backward(gate, up, d, Activation::gelu_tanh);
+  models::gated_backward(gate_there, up_there, d_there, Activation::gelu_tanh);
+  expect_near(gate, gate_there, "d_gate");
+  expect_near(up, up_there, "d_up");
+  expect_near(d, d_there, "out again");
 }
 
 // Logarithms and exponentials in double are those of the device's library: the losses, and the label's gradient, within

@@ -110,11 +110,20 @@ TEST_P(RowKernelsOnStandin, RmsNorm) {
       auto x = random(rows() * n()), w = random(n()), d = random(rows() * n()), residual = random(rows() * n());
       auto out = filled<Bits>(rows() * n(), 1), d_x = filled<Bits>(rows() * n(), 1);
       auto rstd = filled(rows(), 0.0F);
-      kernels::rms_norm(x.host.data(), w.host.data(), out.host.data(), rstd.host.data(), rows(), n(), 1e-5F, rule);
-      row_kernels::rms_norm(x.there(), w.there(), out.there(), rstd.there(), rows(), n(), 1e-5F, rule, queue());
+      auto added = random(rows() * n());
+      kernels::rms_norm(x.host.data(), added.host.data(), w.host.data(), out.host.data(), rstd.host.data(), rows(), n(),
+                        1e-5F, rule);
+      row_kernels::rms_norm(x.there(), added.there(), w.there(), out.there(), rstd.there(), rows(), n(), 1e-5F, rule,
+                            queue());
+      added.expect_equal("x + added");
+      out.expect_equal("out of a sum");
+      kernels::rms_norm(x.host.data(), nullptr, w.host.data(), out.host.data(), rstd.host.data(), rows(), n(), 1e-5F,
+                        rule);
+      row_kernels::rms_norm(x.there(), nullptr, w.there(), out.there(), rstd.there(), rows(), n(), 1e-5F, rule,
+                            queue());
       out.expect_equal("out");
       rstd.expect_equal("rstd");
-      row_kernels::rms_norm(x.there(), w.there(), out.there(), nullptr, rows(), n(), 1e-5F, rule, queue());
+      row_kernels::rms_norm(x.there(), nullptr, w.there(), out.there(), nullptr, rows(), n(), 1e-5F, rule, queue());
 
       const std::int64_t block = 2, blocks = (rows() + block - 1) / block;
       auto partials = filled(blocks * n(), 0.0F), sum = random_floats(n());
@@ -142,7 +151,8 @@ TEST_P(RowKernelsOnStandin, Rope) {
   const std::int64_t half = std::min<std::int64_t>(n(), 64), tables = 3;
   for (const std::int64_t heads : {1, 5})
     for (const bool by_position : {false, true}) {
-      auto x = random(rows() * heads * 2 * half);
+      const std::int64_t k_heads = 2;
+      auto x = random(rows() * heads * 2 * half), k = random(rows() * k_heads * 2 * half);
       auto cos = random_floats(tables * half), sin = random_floats(tables * half);
       std::vector<std::int64_t> of_rows(static_cast<std::size_t>(rows()));
       for (std::int64_t& row : of_rows) row = static_cast<std::int64_t>(random_() % tables);
@@ -150,9 +160,15 @@ TEST_P(RowKernelsOnStandin, Rope) {
       const kernels::RopeShape shape{tables, heads, 2 * half, 2 * half, false};
       kernels::rope(x.host.data(), cos.host.data(), sin.host.data(), by_position ? positions.host.data() : nullptr, 0,
                     rows(), shape, -1.0F);
-      row_kernels::rope(x.there(), cos.there(), sin.there(), by_position ? positions.there() : nullptr, rows(), shape,
-                        false, -1.0F, queue());
-      x.expect_equal("x");
+      kernels::rope(k.host.data(), cos.host.data(), sin.host.data(), by_position ? positions.host.data() : nullptr, 0,
+                    rows(), {tables, k_heads, 2 * half, 2 * half, false}, -1.0F);
+      row_kernels::rope(x.there(), k.there(), k_heads, cos.there(), sin.there(),
+                        by_position ? positions.there() : nullptr, rows(), shape, false, -1.0F, queue());
+      x.expect_equal("q");
+      k.expect_equal("k");
+      kernels::rope(x.host.data(), cos.host.data(), sin.host.data(), nullptr, 0, rows(), shape, 1.0F);
+      row_kernels::rope(x.there(), nullptr, 0, cos.there(), sin.there(), nullptr, rows(), shape, false, 1.0F, queue());
+      x.expect_equal("q alone");
     }
 }
 
@@ -160,10 +176,28 @@ TEST_P(RowKernelsOnStandin, Swiglu) {
   const std::int64_t all = rows() * n();
   auto gate = random(all, 4), up = random(all), d = random(all), out = filled<Bits>(all, 1);
   kernels::swiglu(gate.host.data(), up.host.data(), out.host.data(), all);
-  row_kernels::swiglu(gate.there(), up.there(), out.there(), all, queue());
+  row_kernels::gated(kernels::Gate::silu, gate.there(), up.there(), out.there(), all, queue());
   out.expect_equal("out");
   kernels::swiglu_backward(gate.host.data(), up.host.data(), d.host.data(), all);
-  row_kernels::swiglu_backward(gate.there(), up.there(), d.there(), all, queue());
+  row_kernels::gated_backward(kernels::Gate::silu, gate.there(), up.there(), d.there(), all, queue());
+  gate.expect_equal("gate");
+  up.expect_equal("up");
+  d.expect_equal("out again");
+}
+
+TEST_P(RowKernelsOnStandin, Geglu) {
+  const std::int64_t all = rows() * n();
+  auto gate = random(all, 4), up = random(all), d = random(all), out = filled<Bits>(all, 1);
+  row_kernels::gated(kernels::Gate::gelu_tanh, gate.there(), up.there(), out.there(), all, queue());
+  row_kernels::gated_backward(kernels::Gate::gelu_tanh, gate.there(), up.there(), d.there(), all, queue());
+  for (std::size_t i = 0; i < gate.host.size(); ++i) {
+    out.host[i] = kernels::geglu_of(gate.host[i], up.host[i]);
+    const kernels::GatedGradient one = kernels::geglu_gradient(gate.host[i], up.host[i], d.host[i]);
+    gate.host[i] = one.gate;
+    up.host[i] = one.up;
+    d.host[i] = one.out;
+  }
+  out.expect_equal("out");
   gate.expect_equal("gate");
   up.expect_equal("up");
   d.expect_equal("out again");
@@ -246,7 +280,7 @@ TEST_P(RowKernelsOnStandin, WhatCudaRefusesIsThrown) {
   for (std::uint64_t call = 1; call <= 2; ++call) {
     cuda::fail_call_in(call);
     try {
-      row_kernels::swiglu(gate.there(), up.there(), out.there(), 8, queue());
+      row_kernels::gated(kernels::Gate::silu, gate.there(), up.there(), out.there(), 8, queue());
       ADD_FAILURE() << "call " << call << " failed and nothing was thrown";
     } catch (const Exception& thrown) {
       EXPECT_EQ(thrown.error().kind, io::ErrorKind::environment);

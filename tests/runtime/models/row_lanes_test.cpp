@@ -3,6 +3,7 @@
 #include "runtime/models/row_lanes.h"
 
 #include <gtest/gtest.h>
+#include <torch/torch.h>
 
 #include <algorithm>
 #include <array>
@@ -16,6 +17,7 @@ namespace tierflow::testing {
 namespace {
 
 namespace kernels = models::kernels;
+using kernels::Gate;
 using Bits = std::uint16_t;
 
 // Lanes read what others hold before any adds, as a shuffle does.
@@ -154,7 +156,7 @@ TEST_P(RowLanes, RmsNorm) {
            lanes_d_x = empty<Bits>(rows() * n);
       auto rstd = empty<float>(rows()), lanes_rstd = empty<float>(rows());
       auto d_w = random_floats(n), lanes_d_w = d_w;
-      kernels::rms_norm(x.data(), w.data(), out.data(), rstd.data(), rows(), n, 1e-5F, rule);
+      kernels::rms_norm(x.data(), nullptr, w.data(), out.data(), rstd.data(), rows(), n, 1e-5F, rule);
       auto partials = empty<float>(n);
       std::fill_n(partials.data(), n, 0.0F);
       Bits* const before = with_residual ? residual.data() : nullptr;
@@ -167,7 +169,8 @@ TEST_P(RowLanes, RmsNorm) {
         const std::int64_t at = row * n;
         const auto norm =
             rule.rounded_first ? kernels::rms_norm_row<true, HostWarp> : kernels::rms_norm_row<false, HostWarp>;
-        norm(warp, x.data() + at, w.data(), lanes_out.data() + at, lanes_rstd.data() + row, n, 1e-5F, rule.offset);
+        norm(warp, x.data() + at, nullptr, w.data(), lanes_out.data() + at, lanes_rstd.data() + row, n, 1e-5F,
+             rule.offset);
         kernels::rms_norm_row_backward(warp, d.data() + at, x.data() + at, lanes_rstd.data()[row], w.data(),
                                        with_residual ? before + at : nullptr, lanes_d_x.data() + at, n, rule.offset);
       }
@@ -181,6 +184,27 @@ TEST_P(RowLanes, RmsNorm) {
       EXPECT_TRUE(d_x == lanes_d_x);
       EXPECT_TRUE(d_w == lanes_d_w);
     }
+}
+
+// The sum is torch's, in its place; the norm is that of the sum.
+TEST_P(RowLanes, RmsNormOfASum) {
+  const std::int64_t n = width();
+  auto x = random(rows() * n), added = random(rows() * n), w = random(n), lanes_added = added;
+  auto sum = empty<Bits>(rows() * n), expected = sum, out = sum, lanes_out = sum;
+  auto rstd = empty<float>(rows()), expected_rstd = rstd, lanes_rstd = rstd;
+  const auto words = [](Guarded<Bits>& of) {
+    return torch::from_blob(of.data(), {static_cast<std::int64_t>(of.size())}, torch::kBFloat16);
+  };
+  words(sum).copy_(words(x) + words(added));
+  kernels::rms_norm(sum.data(), nullptr, w.data(), expected.data(), expected_rstd.data(), rows(), n, 1e-5F, {});
+  kernels::rms_norm(x.data(), added.data(), w.data(), out.data(), rstd.data(), rows(), n, 1e-5F, {});
+  HostWarp warp;
+  for (std::int64_t row = 0; row < rows(); ++row)
+    kernels::rms_norm_row<true>(warp, x.data() + row * n, lanes_added.data() + row * n, w.data(),
+                                lanes_out.data() + row * n, lanes_rstd.data() + row, n, 1e-5F, 0.0F);
+  for (Guarded<Bits>* of : {&added, &lanes_added}) EXPECT_TRUE(*of == sum);
+  for (Guarded<Bits>* of : {&out, &lanes_out}) EXPECT_TRUE(*of == expected);
+  for (Guarded<float>* of : {&rstd, &lanes_rstd}) EXPECT_TRUE(*of == expected_rstd);
 }
 
 TEST_P(RowLanes, PartialsAddUpInOrder) {
@@ -199,14 +223,67 @@ TEST_P(RowLanes, Swiglu) {
   kernels::swiglu(gate.data(), up.data(), out.data(), n);
   constexpr std::int64_t kThreads = 7;
   for (std::int64_t thread = 0; thread < kThreads; ++thread)
-    kernels::swiglu_share(thread, kThreads, gate.data(), up.data(), lanes_out.data(), n);
+    kernels::gated_share<Gate::silu>(thread, kThreads, gate.data(), up.data(), lanes_out.data(), n);
   EXPECT_TRUE(out == lanes_out);
   kernels::swiglu_backward(gate.data(), up.data(), d.data(), n);
   for (std::int64_t thread = 0; thread < kThreads; ++thread)
-    kernels::swiglu_share_backward(thread, kThreads, lanes_gate.data(), lanes_up.data(), lanes_d.data(), n);
+    kernels::gated_share_backward<Gate::silu>(thread, kThreads, lanes_gate.data(), lanes_up.data(), lanes_d.data(), n);
   EXPECT_TRUE(gate == lanes_gate);
   EXPECT_TRUE(up == lanes_up);
   EXPECT_TRUE(d == lanes_d);
+}
+
+TEST_P(RowLanes, Geglu) {
+  const std::int64_t n = rows() * width();
+  auto gate = random(n, 4), up = random(n), d = random(n), out = empty<Bits>(n);
+  auto lanes_gate = gate, lanes_up = up, lanes_d = d;
+  constexpr std::int64_t kThreads = 7;
+  for (std::int64_t thread = 0; thread < kThreads; ++thread)
+    kernels::gated_share<Gate::gelu_tanh>(thread, kThreads, gate.data(), up.data(), out.data(), n);
+  for (std::int64_t thread = 0; thread < kThreads; ++thread)
+    kernels::gated_share_backward<Gate::gelu_tanh>(thread, kThreads, lanes_gate.data(), lanes_up.data(), lanes_d.data(),
+                                                   n);
+  for (std::size_t i = 0; i < gate.size(); ++i) {
+    EXPECT_EQ(out[i], kernels::geglu_of(gate[i], up[i]));
+    const kernels::GatedGradient one = kernels::geglu_gradient(gate[i], up[i], d[i]);
+    EXPECT_EQ(lanes_gate[i], one.gate);
+    EXPECT_EQ(lanes_up[i], one.up);
+    EXPECT_EQ(lanes_d[i], one.out);
+  }
+}
+
+// Every gate in bf16: torch's values in fp64, rounded where its operations in bf16 round.
+TEST(Geglu, IsTorchsToTheLastRounding) {
+  const torch::Tensor bits = torch::arange(-0x8000, 0x8000, torch::kInt).to(torch::kShort);
+  torch::Tensor gates = bits.view(torch::kBFloat16);
+  gates = gates.masked_select(gates.abs().le(1e4)).contiguous();
+  const auto count = static_cast<std::size_t>(gates.numel());
+  torch::manual_seed(3);
+  const torch::Tensor ups = torch::randn({gates.numel()}).to(torch::kBFloat16),
+                      d_outs = torch::randn({gates.numel()}).to(torch::kBFloat16);
+  const auto rounded = [](const torch::Tensor& x) { return x.to(torch::kBFloat16).to(torch::kDouble); };
+  const torch::Tensor g = gates.to(torch::kDouble), u = ups.to(torch::kDouble), d = d_outs.to(torch::kDouble);
+  const torch::Tensor active = rounded(at::gelu(g, "tanh"));
+  const torch::Tensor exact[] = {rounded(active * u), rounded(at::gelu_backward(rounded(d * u), g, "tanh")),
+                                 rounded(d * active)};
+  torch::Tensor got[3];
+  for (torch::Tensor& one : got) one = torch::empty_like(gates);
+  const auto words = [](const torch::Tensor& of) { return static_cast<Bits*>(of.data_ptr()); };
+  for (std::size_t i = 0; i < count; ++i) {
+    const kernels::GatedGradient one = kernels::geglu_gradient(words(gates)[i], words(ups)[i], words(d_outs)[i]);
+    EXPECT_EQ(one.out, kernels::geglu_of(words(gates)[i], words(ups)[i]));
+    words(got[0])[i] = one.out;
+    words(got[1])[i] = one.gate;
+    words(got[2])[i] = one.up;
+  }
+  for (int part = 0; part < 3; ++part) {
+    const torch::Tensor here = got[part].to(torch::kDouble), apart = (here - exact[part]).abs();
+    // Where a value lies between two of bf16, the other one, which changes what it multiplies too. Below -6 torch's
+    // formula takes the difference of two numbers near 1.
+    const torch::Tensor allowed = exact[part].abs() * 0x1p-6 + 1e-14;
+    EXPECT_TRUE(apart.le(allowed).all().item<bool>()) << part << " by " << (apart / allowed).max().item<double>();
+    EXPECT_GT(apart.eq(0).to(torch::kDouble).mean().item<double>(), 0.99) << part;
+  }
 }
 
 TEST_P(RowLanes, Rope) {
@@ -214,21 +291,26 @@ TEST_P(RowLanes, Rope) {
   for (const std::int64_t head_dim : {2 * half, 2 * half + 6, 2 * half + 8})
     for (const bool interleaved : {false, true})
       for (const bool rounded : {false, true}) {
-        auto x = random(rows() * heads * head_dim);
-        auto lanes_x = x;
+        const std::int64_t k_heads = 2;
+        auto x = random(rows() * heads * head_dim), k = random(rows() * k_heads * head_dim);
+        auto lanes_x = x, lanes_k = k;
         auto cos = random_floats(tables * half), sin = random_floats(tables * half), fine_cos = cos, fine_sin = sin;
         if (rounded)
           for (Guarded<float>* table : {&cos, &sin})
             for (std::size_t i = 0; i < table->size(); ++i) (*table)[i] = kernels::wide(kernels::narrow((*table)[i]));
         const kernels::RopeShape shape{tables, heads, head_dim, 2 * half, interleaved};
         kernels::rope(x.data(), cos.data(), sin.data(), nullptr, 0, rows(), shape, -1.0F);
+        kernels::rope(k.data(), cos.data(), sin.data(), nullptr, 0, rows(),
+                      {tables, k_heads, head_dim, 2 * half, interleaved}, -1.0F);
         constexpr int kThreads = 5;
         for (std::int64_t row = 0; row < rows(); ++row)
           for (int thread = 0; thread < kThreads; ++thread)
             kernels::rope_row(thread, kThreads, lanes_x.data() + row * heads * head_dim,
+                              lanes_k.data() + row * k_heads * head_dim, static_cast<int>(k_heads),
                               fine_cos.data() + row % tables * half, fine_sin.data() + row % tables * half, shape,
                               rounded, -1.0F);
         EXPECT_TRUE(x == lanes_x);
+        EXPECT_TRUE(k == lanes_k);
       }
 }
 

@@ -200,6 +200,22 @@ TEST(Prediction, DefersUpdatesThatTheBackwardHasNoTimeFor) {
               0.05 * static_cast<double>(plan.packed.trainable_parameters));
 }
 
+// So a download takes nothing of its processors while it crosses the link.
+TEST(SessionPlan, GradientsAreRoundedInSlotsOfAGpu) {
+  const ModelSpec spec = spec_of(3);
+  SessionOptions options{.device = "cuda", .device_memory = 64 << 20, .host_memory = 64 << 20};
+  const auto slot_of = [&] {
+    return plan_session(spec, options, profile_of(spec).needs(spec)).arrangement.gradient_slot;
+  };
+  EXPECT_GT(slot_of(), 0U);
+  EXPECT_NO_THROW(prove(plan_session(spec, options, profile_of(spec).needs(spec)), true));
+  options.train = false;
+  EXPECT_EQ(slot_of(), 0U);
+  options.train = true;
+  options.device = "cpu";
+  EXPECT_EQ(slot_of(), 0U);
+}
+
 // Blocks of 4M parameters, stored in chunks that the budget has no buffers for, in some that serve, and in tiny ones.
 TEST(Prediction, PlansWithTheChunksThatARunWhichGoesOnHas) {
   const ModelSpec spec = parse_model_spec(

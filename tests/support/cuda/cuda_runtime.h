@@ -140,6 +140,9 @@ T tierflow_shuffled(T value, OfLane of_lane) {
   std::memcpy(&value, &given, sizeof(T));
   return value;
 }
+inline void __syncwarp() {
+  tierflow::testing::cuda::exchange(0);
+}
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return tierflow_shuffled(value, [lane](unsigned) { return static_cast<unsigned>(lane); });
