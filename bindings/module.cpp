@@ -134,19 +134,17 @@ std::vector<ExtraTensor> extra_of(const py::list& tensors) {
   return result;
 }
 
-// write: called with the folder that somebody asks for; what it raises is said to them.
-void answer_requests(ExportRequests& requests, std::int64_t step, const py::function& write) {
+// Somebody who asks for the model, until they hear of it. The requests outlive it.
+struct ExportAnswer {
+  ExportRequests::Answer answer;
+};
+
+// may: whether the next one is heard. write: called with the folder that they ask for, and their ExportAnswer.
+void answer_requests(ExportRequests& requests, std::int64_t step, const py::function& may, const py::function& write) {
   requests.answer(
-      step, [] { return true; },
+      step, [&] { return may().cast<bool>(); },
       [&](const std::filesystem::path& out, const ExportRequests::Answer& answer) {
-        try {
-          write(out.string());
-        } catch (const py::error_already_set& error) {
-          answer({.kind = io::ErrorKind::environment, .detail = py::str(error.value())});
-          if (!error.matches(PyExc_Exception)) throw;  // Ctrl-C
-          return;
-        }
-        answer({});
+        write(out.string(), ExportAnswer{answer});
       });
 }
 
@@ -189,6 +187,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
            py::arg("step"), py::arg("scale"))
       .def(py::init([] { return TensorUpdate{}; }));
+  py::class_<ExportAnswer>(module, "ExportAnswer")
+      .def("written", [](const ExportAnswer& self) { self.answer({}); })
+      .def("failed", [](const ExportAnswer& self,
+                        const std::string& why) { self.answer({.kind = io::ErrorKind::environment, .detail = why}); })
+      .def("ends", [](const ExportAnswer& self) { self.answer({.kind = io::ErrorKind::cancelled}); });
   py::class_<ExportRequests>(module, "ExportRequests")
       .def(py::init([](const std::vector<std::string>& storage, const py::function& say) {
         return std::make_unique<ExportRequests>(Folders(storage.begin(), storage.end()),
@@ -256,6 +259,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              self.begin_commit(commit);
            })
       .def("end_commit", &Streamer::end_commit, Released())
+      .def_property_readonly("exports_beside", &Streamer::exports_beside)
+      // goes_on: asked between the pieces of the work; where it says no, this ends with CancelledError.
+      .def("export_committed",
+           [](const Streamer& self, const std::string& folder, const py::function& goes_on) {
+             const py::gil_scoped_release released;
+             return self.export_committed(folder, [&](const char*, std::uint64_t, std::uint64_t) {
+               const py::gil_scoped_acquire locked;
+               if (!goes_on().cast<bool>())
+                 throw Exception({.kind = io::ErrorKind::cancelled, .operation = "export", .detail = "the run ends"});
+             });
+           })
       // (step, beside) of the state that is gone on with; None for a new one.
       .def_property_readonly("resumed",
                              [](const Streamer& self) -> std::optional<std::pair<std::int64_t, py::bytes>> {

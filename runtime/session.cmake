@@ -15,7 +15,7 @@ tierflow_library(session
   session/adapter_factors.cpp session/adapter_folder.cpp session/adapter_init.cpp session/adapters.cpp session/generator.cpp session/gradient_init.cpp session/layers.cpp session/merge.cpp session/model_sources.cpp session/profiler.cpp session/session.cpp session/session_export.cpp session/sampler.cpp session/session_on_demand.cpp session/session_passes.cpp session/session_rows.cpp session/session_setup.cpp session/session_speculation.cpp
   session/window.cpp session/window_sum.cpp
   session/stage_probe.cpp session/stage_profiler.cpp
-  state/chunk_work.cpp state/model_extents.cpp state/optimizer_work.cpp state/streamed_state.cpp
+  state/chunk_work.cpp state/model_extents.cpp state/optimizer_work.cpp state/saved_parts.cpp state/script_model.cpp state/streamed_state.cpp state/words_ahead.cpp
   stream/durable_store.cpp stream/stream_state.cpp stream/stream_work.cpp stream/streamer.cpp stream/streamer_plan.cpp stream/streamer_saving.cpp)
 target_link_libraries(tierflow_session PUBLIC tierflow::models tierflow::planning tierflow::swap tierflow::optim PRIVATE TBB::tbb)
 if(NOT TIERFLOW_SANITIZE STREQUAL "thread")
@@ -27,9 +27,9 @@ if(TIERFLOW_TOGETHER)
   tierflow_together(session session/session.cpp session/session_rows.cpp session/session_setup.cpp session/session_speculation.cpp session/window.cpp session/window_sum.cpp)
   tierflow_together(session session/session_export.cpp session/session_on_demand.cpp session/session_passes.cpp)
   tierflow_together(session session/profiler.cpp session/stage_probe.cpp session/stage_profiler.cpp)
-  tierflow_together(session session/layers.cpp session/model_sources.cpp state/streamed_state.cpp)
+  tierflow_together(session session/layers.cpp session/model_sources.cpp state/streamed_state.cpp state/words_ahead.cpp)
   tierflow_together(session stream/stream_state.cpp stream/durable_store.cpp device/tensor_slot.cpp)
-  tierflow_together(session stream/streamer.cpp stream/streamer_plan.cpp stream/streamer_saving.cpp)
+  tierflow_together(session stream/streamer.cpp stream/streamer_plan.cpp stream/streamer_saving.cpp state/saved_parts.cpp state/script_model.cpp)
 endif()
 
 # The bodies of the commands that train; a test links them into its own process.

@@ -183,11 +183,16 @@ def groups_of(model: nn.Module, opt: AdamW) -> list[dict[str, Any]]:
     return made
 
 
+def expect_empty(folder: Path) -> None:
+    """Raises UsageError where something lies there; it need not be there yet."""
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise _native.UsageError(f"{folder}: --out exists and is not an empty folder")
+
+
 def save_whole(folder: str, write: Callable[[str], Any]) -> None:
     """A folder that gets its name when what `write` puts there is durable. It is not there yet, or empty."""
     target, partial = Path(folder), Path(f"{folder}.partial")
-    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
-        raise _native.UsageError(f"{folder}: --out exists and is not an empty folder")
+    expect_empty(target)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)

@@ -16,12 +16,14 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _native
-from .checkpoint import groups_of, put_back, save_whole, state_of
+from .checkpoint import groups_of, put_back, state_of
 from .data import Rows
 from .functions import digest_of
 from .model import engine_of, save
+from .model_requests import ModelRequests
 from .optim import AdamW
 from .parameter import NO_SCALER
+from .result import result_of
 
 log = logging.getLogger("tierflow")
 
@@ -89,7 +91,10 @@ class Journal:
         self._begun = False  # its commit, or an attempt at it
         self._torn = False  # between a step's gradients and what it leaves
         self._late = False  # the last commit failed for want of room
-        self.requests: Any = _native.ExportRequests(self.engine.storage, log.warning)
+        result = result_of(model)
+        self._result = json.dumps(result)
+        beside = "why" not in result and (self.engine.native.exports_beside or not any(parts for unit in result["streamed"] for parts in unit))
+        self.requests = ModelRequests(self.engine, beside, getattr(model, "save_pretrained", lambda partial: save(model, partial)))
         self._check_schedules()
         self._made = _plain({"groups": groups_of(model, opt), "schedulers": [_settings(schedule) for schedule in schedules], "data": data})
         self._settings = [schedule.state_dict() for schedule in schedules]
@@ -149,6 +154,8 @@ class Journal:
             raise _native.UsageError("an optimizer step was interrupted half-way: start the script again, it goes on with what was committed before")
         self.begin_commit()
         self.engine.native.end_commit()
+        if self._waits is None:
+            self.requests.committed()
 
     def take_gradients(self) -> None:
         self._torn = True
@@ -156,21 +163,15 @@ class Journal:
     def end_step(self, counts: bool = True) -> None:
         self.step += counts
         self._waits, self._torn, self._begun = state_of(self.model, self.opt), False, False
-        self.requests.answer(self.step, self._export)
-
-    def _export(self, folder: str) -> None:
-        """For `tierflow export` in another terminal: what save_pretrained() writes, whole before it has that name."""
-        try:
-            save_whole(folder, getattr(self.model, "save_pretrained", lambda partial: save(self.model, partial)))
-        except Exception as error:
-            log.warning("the model after step %d was asked for and not written, the run goes on: %s", self.step, error)
-            raise
-        log.warning("the model after step %d was asked for, and written to %s", self.step, folder)
+        self.requests.hear(self.step)
 
     def begin_commit(self) -> None:
         """Of the last step, where it is due: it goes on beside what follows. A drive that is full costs commits, not the run: the state has its room, but not what
         lies beside it."""
-        if self._begun or not (self._late or self.step % self.engine.durable == 0):
+        if self._begun or not (self._late or self.requests.waits or self.step % self.engine.durable == 0):
+            return
+        if self.requests.pins():
+            self._late = True  # a commit comes when that model is written
             return
         self._begun = True
         try:
@@ -178,12 +179,17 @@ class Journal:
             self._late = False
         except _native.EnvironmentError as error:
             self._late = True
+            self.requests.not_committed(error)
             log.warning("step %d is not committed, the next one is tried again; until then a crash costs all steps since the last commit: %s", self.step, error)
 
     def commit(self) -> None:
-        """Commits the last step, if that was not done, and waits for it."""
+        """Commits the last step, if that was not done, and waits for it, and for a model that somebody asked for."""
+        self.requests.finish()
         self._commit(self.engine.native.commit)
         self.engine.native.end_commit()
+        if self._waits is None:
+            self.requests.committed()
+            self.requests.finish()
 
     def _commit(self, native: Callable[[int, bytes], None]) -> None:
         if self._waits is None or self._torn:
@@ -192,7 +198,7 @@ class Journal:
         tensors, state = self._waits
         schedules = [_changed(schedule.state_dict(), before) for schedule, before in zip(self.schedules, self._settings, strict=True)]
         record = {"made": self._made, "state": {**state, "groups": groups_of(self.model, self.opt)}, "schedules": schedules}
-        native(self.step, as_safetensors(tensors, {"record": json.dumps(record)}))
+        native(self.step, as_safetensors(tensors, {"record": json.dumps(record), "result": self._result}))
         self._waits = None
 
     def _check_schedules(self) -> None:

@@ -117,7 +117,7 @@ class Engine:
                 log.warning("a durable model ends and nothing of it was committed: tierflow.resume(model, opt) was not called")
         finally:
             if journal is not None:
-                journal.requests = None  # nobody can ask any more
+                journal.requests.give_up()  # nobody can ask any more
             self.native = _Gone("the streamed model was closed: its state is gone")
 
     @contextlib.contextmanager

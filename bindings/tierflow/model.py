@@ -146,6 +146,8 @@ def close(module: nn.Module, *, discard: bool = False) -> None:
     if discard and engine.durable:
         engine.native.discard()
         if engine.journal is not None:
+            engine.journal.requests.finish_without_commit()
+            engine.journal.requests.give_up()
             engine.journal.opt.journal = None
         engine.journal, engine.durable = None, 0
     engine.close()
@@ -170,7 +172,7 @@ def stats(module: nn.Module) -> dict[str, Any]:
 def save(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
     """Streams the module's weights (bf16) and floating-point buffers as safetensors into a folder, pending updates included: what it computes with now, under
     the names of its state_dict()."""
-    _write(module, folder, max_shard_size, lambda state: ({name: [(name, list(tensor.shape))] for name, tensor in state.items()}, []))
+    _write(module, folder, max_shard_size, lambda state: (plain_parts(state), []))
 
 
 def merge(model: str | os.PathLike, adapter: str | os.PathLike, out: str | os.PathLike) -> None:
@@ -180,7 +182,13 @@ def merge(model: str | os.PathLike, adapter: str | os.PathLike, out: str | os.Pa
         log.warning("the values of %s are not all finite: what was merged in %s is of no use", broken, os.fspath(out))
 
 
-def _write(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str, named: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+def plain_parts(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Each under its own name."""
+    return {name: [(name, list(tensor.shape))] for name, tensor in state.items()}
+
+
+def saved_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What of a module is saved: its floating-point parameters and buffers, each under the first of its names."""
     engine = engine_of(module)
     state: dict[str, torch.Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -188,13 +196,27 @@ def _write(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | s
             state[name] = value
         if isinstance(value, StreamedParameter) and value.engine is not engine:
             raise _native.UsageError(f"{name} belongs to another streamed model: save each of them on its own")
-    parts, extra = named(state)
+    return state
+
+
+def by_place(engine: Engine, state: dict[str, torch.Tensor], parts: dict[str, Any]) -> tuple[list[list[Any]], list[tuple[torch.Tensor, Any]]]:
+    """The tensors that saved_state()'s are cut into: of those that stream by unit and tensor, and of the others."""
     streamed: list[list[Any]] = [[[] for _ in handles] for handles in engine.handles]
+    ordinary: list[tuple[torch.Tensor, Any]] = []
     for name, own in parts.items():
         value = state[name]
         if isinstance(value, StreamedParameter):
             streamed[value.unit][value.index] = own
-            continue
+        else:
+            ordinary.append((value, own))
+    return streamed, ordinary
+
+
+def _write(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str, named: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    engine, state = engine_of(module), saved_state(module)
+    parts, extra = named(state)
+    streamed, ordinary = by_place(engine, state, parts)
+    for value, own in ordinary:
         pieces = value.detach().flatten().split([math.prod(shape) for _, shape in own])
         extra += [(new, piece.view(shape), piece.clone) for (new, shape), piece in zip(own, pieces, strict=True)]
     os.makedirs(folder, exist_ok=True)
@@ -256,6 +278,20 @@ def _stay_in_place(module: nn.Module, engine: Engine) -> None:
         part.register_load_state_dict_pre_hook(_no_assign)
 
 
+def expect_no_adapter(model: nn.Module) -> None:
+    if any(".base_layer." in name or ".original_module." in name for name, _ in model.named_parameters()):
+        raise _native.UsageError("an adapter is inside of the model: save_pretrained() of the PEFT model writes the adapter; to write both as one, merge_and_unload() first")
+
+
+def write_configs(model: Any, folder: str | os.PathLike, config: Any) -> None:
+    """config.json and what transformers writes beside it. config: that of the model, or a copy; it changes."""
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+
+
 def _fit_transformers(module: Any) -> None:
     """What a transformers model has to know: caches do not go with recomputation, and saving streams."""
     config = getattr(module, "config", None)
@@ -269,15 +305,10 @@ def _fit_transformers(module: Any) -> None:
         """Writes config.json and streams the weights as safetensors. Other arguments of transformers' save_pretrained() have no meaning here."""
         if ignored.get("push_to_hub") or ignored.get("variant"):
             raise _native.UsageError("a streamed model's save_pretrained() has neither push_to_hub nor variant: upload the folder that it writes")
-        if any(".base_layer." in name or ".original_module." in name for name, _ in self.named_parameters()):
-            raise _native.UsageError("an adapter is inside of the model: save_pretrained() of the PEFT model writes the adapter; to write both as one, merge_and_unload() first")
+        expect_no_adapter(self)
         os.makedirs(save_directory, exist_ok=True)
         _write(self, save_directory, max_shard_size, lambda state: saved_as(self, state))
-        self.config.architectures = [type(self).__name__]
-        self.config.dtype = torch.bfloat16
-        self.config.save_pretrained(save_directory)
-        if self.can_generate() and getattr(self, "generation_config", None) is not None:
-            self.generation_config.save_pretrained(save_directory)
+        write_configs(self, save_directory, self.config)
 
     watch(module)
     tie = module.tie_weights

@@ -161,8 +161,10 @@ LeftStore find_left_store(const Folders& storage, Held held) {
       left.resumable = !left.streamed && contents->generations == 2;
       left.line =
           left.streamed
-              ? fmt::format("holds the state after step {} of {}: the script that made it goes on with it", left.step,
-                            left.owner)
+              ? fmt::format(
+                    "holds the state after step {} of {}: the script that made it goes on with it, {} writes it "
+                    "as a model folder",
+                    left.step, left.owner, export_command(storage))
               : fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
                             left.step, left.owner, export_command(storage));
     } else if (const std::size_t count = part_of(storage); count != 0 && !left.empty) {

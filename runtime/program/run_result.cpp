@@ -17,6 +17,7 @@
 #include "runtime/program/run_identity.h"
 #include "runtime/program/train.h"
 #include "runtime/program/training_log.h"
+#include "runtime/state/script_model.h"
 
 namespace tierflow {
 namespace {
@@ -297,15 +298,23 @@ int run_export(const ExportOptions& options) {
     return said(fmt::format(", the model after step {}", *step));
   }
   ResultFolder out(options.out);
+  std::string whole;  // the file that says so
   {
     const StoredModel model = open_stored_model(options.storage);
-    out.begin(is_written_beside_base(model.spec) ? kAdapterLast : kModelLast);
+    const auto script = script_in(model, options.storage);
+    whole = script ? script->last_file() : is_written_beside_base(model.spec) ? kAdapterLast : kModelLast;
+    if (script && !script->remark().empty()) log.say("warning: " + script->remark());
+    out.begin(whole.empty() ? kModelLast : whole);
     std::error_code ignored;
     if (model.source && fs::is_directory(model.source->folder, ignored))
       CompanionFiles(model.source->folder).copy_to(out.path());
   }
   const std::string broken = export_store(options.storage, options.out, log.stoppable_progress());
   warn_of_not_finite(broken, log);
+  if (whole.empty()) {  // then the mark of begin() stays until here
+    fs::remove(out.path() / (std::string(kModelLast) + ".partial"));
+    sync_folder(out.path());
+  }
   out.finish();
   return said("");
 }

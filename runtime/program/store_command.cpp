@@ -136,7 +136,7 @@ int run_status(const StoreCommandOptions& options) {
     std::cout << (left.streamed    ? "the script that made it goes on with it\n"
                   : left.resumable ? "the same `tierflow train` command goes on with it\n"
                                    : "no run goes on with it: " + reason + "\n");
-  if (!left.streamed) std::cout << export_command(options.storage) << " writes it as a model folder\n";
+  std::cout << export_command(options.storage) << " writes it as a model folder\n";
   return 0;
 }
 

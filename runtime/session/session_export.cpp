@@ -1,7 +1,5 @@
 // What comes out of a session: HF folders, master weights, a description.
 #include <algorithm>
-#include <deque>
-#include <future>
 #include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -14,6 +12,8 @@
 #include "runtime/session/adapter_folder.h"
 #include "runtime/session/session_impl.h"
 #include "runtime/session/window_sum.h"
+#include "runtime/state/script_model.h"
+#include "runtime/state/words_ahead.h"
 
 namespace tierflow {
 
@@ -80,47 +80,6 @@ std::optional<MissedUpdates> missed_by(const StoredModel& model, const std::stri
 void one_after_the_other(std::size_t count, const std::function<void(std::size_t)>& work) {
   for (std::size_t i = 0; i < count; ++i) work(i);
 }
-
-// Reads the bf16 words of chunks out of a store, verified, ahead of their use: `ahead` bytes of them, at least a chunk.
-class WordsAhead {
- public:
-  WordsAhead(swap::Store& store, const swap::Layout& layout, std::uint64_t ahead)
-      : words_(store), largest_(layout.max_word_bytes()) {
-    ahead_ = std::clamp<std::size_t>(ahead / std::max<std::uint64_t>(largest_, 1), 1, 16);
-  }
-
-  void read(std::span<const int> chunks, const std::function<void(std::span<std::byte>)>& use) {
-    if (arriving_.empty()) begin(chunks.front());
-    io::Completion read = arriving_.front().get();
-    arriving_.pop_front();
-    if (read.error) throw Exception(std::move(read.error));
-    while (arriving_.size() < std::min(ahead_, chunks.size() - 1)) begin(chunks[arriving_.size() + 1]);
-    const std::span<std::byte> words = read.buffer.bytes().first(words_.bytes(chunks.front()));
-    if (const io::Error wrong = words_.verify(chunks.front(), words)) {
-      words_.report_second_reading(wrong);
-      read.buffer = {};
-      use(value_or_throw(words_.fetch(chunks.front())).bytes());
-    } else {
-      use(words);
-    }
-    spare_ = std::move(read.buffer);
-  }
-
- private:
-  void begin(int chunk) {
-    io::Buffer buffer = spare_ ? std::exchange(spare_, {}) : io::allocate_buffer(largest_);
-    if (!buffer) throw Exception({.kind = io::ErrorKind::memory, .operation = "export", .length = largest_});
-    const auto arrived = std::make_shared<std::promise<io::Completion>>();
-    arriving_.push_back(arrived->get_future());
-    words_.read(chunk, std::move(buffer), [arrived](io::Completion&& read) { arrived->set_value(std::move(read)); });
-  }
-
-  swap::CommittedWords words_;
-  const std::uint64_t largest_;
-  std::size_t ahead_ = 1;  // chunks
-  io::Buffer spare_;
-  std::deque<std::future<io::Completion>> arriving_;
-};
 
 }  // namespace
 
@@ -216,11 +175,6 @@ std::string export_store(const std::vector<std::filesystem::path>& storage, cons
                                io::Buffer buffer = value_or_throw(model.store->fetch(kind, chunk));
                                use(buffer.bytes());
                              }};
-  if (model.spec.config_json.empty())
-    throw Exception(io::Error{.kind = io::ErrorKind::usage,
-                              .path = storage.front().string(),
-                              .detail = "holds the state of a script's own model: that script goes on with it and "
-                                        "writes it, in Python with save_pretrained()"});
   if (is_written_beside_base(model.spec))
     return write_adapter(model.spec, {}, folder,
                          [&](int unit, int tensor, const UseMaster& use) { read_master(extents, unit, tensor, use); });
@@ -236,6 +190,8 @@ std::string export_store(const std::vector<std::filesystem::path>& storage, cons
       use(bytes);
     });
   };
+  if (const auto script = script_in(model, storage))
+    return script->write(model.spec.units, model.packed, *model.layout, folder, ahead, progress);
   return export_weights(model.spec, model.packed, *model.layout, other_parts(model, progress), folder,
                         window_steps(model.spec) == 0 ? ahead : read_with_windows(model.spec, extents), progress);
 }

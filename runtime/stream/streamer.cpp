@@ -250,7 +250,7 @@ void Streamer::write(int unit, int tensor, const torch::Tensor& values) {
   Impl& impl = *impl_;
   if (values.sizes() != torch::IntArrayRef(impl.shape(unit, tensor)))
     throw Exception(io::ErrorKind::usage, "the shape of " + impl.units[unit].tensors[tensor].name + " cannot change");
-  impl.expect_plain(unit, tensor, "written");
+  expect_plain(impl.units[unit].tensors[tensor], "written");
   impl.finish_update(unit);
   impl.quiet();
   const torch::Tensor floats = values.detach().to(torch::kCPU, torch::kFloat32).contiguous();
@@ -262,7 +262,7 @@ MemoryUse Streamer::memory() const {
   return {.device_budget = impl_->options.device_memory,
           .device_peak = impl_->plan.arrangement.device_bytes(),
           .host_budget = impl_->options.host_memory,
-          .host_used = impl_->plan.arrangement.host_bytes(*impl_->plan.layout) + impl_->plan.loading,
+          .host_used = impl_->plan.host_bytes(),
           .storage_bytes = impl_->store == nullptr ? 0 : impl_->store->storage_bytes()};
 }
 

@@ -19,6 +19,7 @@
 #include "runtime/models/layered_model.h"
 #include "runtime/planning/profile.h"
 #include "runtime/state/memory_use.h"
+#include "runtime/state/saved_parts.h"
 #include "runtime/stream/stream_work.h"
 #include "swap/executor.h"
 
@@ -50,14 +51,6 @@ struct StreamerCommit {
   std::int64_t step = 0;  // how many steps the state has
   std::string beside;     // bytes of its own, in a file beside the state, checked when they are read
 };
-
-// A tensor as save() writes it: all elements of a streamed tensor, or a part of them, in order.
-struct SavedPart {
-  std::string name;
-  std::vector<std::int64_t> shape;
-};
-// By unit and tensor: the tensors into which save() cuts each streamed one; none: it is not written.
-using SavedParts = std::vector<std::vector<std::vector<SavedPart>>>;
 
 // A tensor that save() writes besides the streamed ones; `values` is called just before it is written.
 struct ExtraTensor {
@@ -139,6 +132,12 @@ class Streamer {
   void begin_commit(const StreamerCommit& commit);
   // Waits until what begin_commit() began is durable. Between turns.
   void end_commit();
+  // Whether export_committed() may run beside turns: the host budget counts the two chunks that it reads into.
+  bool exports_beside() const;
+  // Writes the model of the newest commit as a folder (script_model.h); `beside` of that commit says how. On any
+  // thread, also while turns go on, but no commit is begun until it returns. Returns the name of the first streamed
+  // tensor that holds an infinity or no number; empty: none does. Throws Exception.
+  std::string export_committed(const std::filesystem::path& folder, const Progress& progress = {}) const;
   // What came with the state that is gone on with; nothing for a new one.
   const std::optional<StreamerCommit>& resumed() const;
   // Removes the state when the Streamer ends, though it was committed.

@@ -72,13 +72,6 @@ struct Streamer::Impl {
   const std::vector<std::int64_t>& shape(int unit, int tensor) const { return units[unit].tensors[tensor].shape; }
   void between_steps(const char* what) const;
   void expect_durable() const;
-  void expect_plain(int unit, int tensor, const char* done) const {
-    const TensorSpec& spec = units[unit].tensors[tensor];
-    if (spec.format != WeightFormat::bf16)
-      throw Exception(io::ErrorKind::usage, spec.name + " is stored as " + weight_format_name(spec.format) +
-                                                ", which is not " + done +
-                                                ": use base_precision=\"bf16\", or the model that it came from");
-  }
   void check_updates() const {
     if (work->asked() != work->updated())
       throw Exception(io::ErrorKind::numeric, "updates reached " + std::to_string(work->updated()) + " of " +

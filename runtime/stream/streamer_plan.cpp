@@ -84,16 +84,22 @@ bool StreamerPlan::fits(const StreamerOptions& options) {
   layout = std::make_unique<swap::Layout>(
       std::move(shapes), packed.stages,
       options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory));
-  auto arranged = swap::arrange(
-      *layout,
-      {.host_budget = options.host_memory,
-       .host_workspace = loading,
-       .device_budget = options.device_memory,
-       .workspace = static_cast<std::uint64_t>(options.workspace_share * static_cast<double>(options.device_memory)),
-       .gradient_slots = options.device == "cuda",
-       .storage = !options.storage.empty(),
-       .train = trains,
-       .sums = trains});
+  exporting = options.durable && trains ? 2 * layout->max_word_bytes() : 0;
+  swap::ArrangeRequest request{
+      .host_budget = options.host_memory,
+      .host_workspace = std::max(loading, exporting),
+      .device_budget = options.device_memory,
+      .workspace = static_cast<std::uint64_t>(options.workspace_share * static_cast<double>(options.device_memory)),
+      .gradient_slots = options.device == "cuda",
+      .storage = !options.storage.empty(),
+      .train = trains,
+      .sums = trains};
+  auto arranged = swap::arrange(*layout, request);
+  if (!arranged.ok() && exporting > loading) {
+    exporting = 0;
+    request.host_workspace = loading;
+    arranged = swap::arrange(*layout, request);
+  }
   if (!arranged.ok()) return false;
   arrangement = std::move(arranged).value();
   return true;
@@ -129,7 +135,7 @@ StreamerBytes streamer_bytes(const std::vector<UnitSpec>& units, const std::vect
   for (const UnitSpec& unit : units) bytes.parameters += static_cast<std::uint64_t>(unit.parameters());
   bytes.trainable_parameters = plan.packed.trainable_parameters;
   bytes.device_bytes = at.device_bytes();
-  bytes.host_bytes = at.host_bytes(layout) + plan.loading;
+  bytes.host_bytes = plan.host_bytes();
   bytes.storage_bytes =
       plan.needs_store(options) ? swap::Store::bytes_needed(plan.store_options(units, options), layout) : 0;
   const auto passes = static_cast<std::uint64_t>(micro_batches);

@@ -1,5 +1,6 @@
 #pragma once
 // What follows from a Streamer's units and budgets: packing, layout and arrangement. Shared by streamer*.cpp.
+#include <algorithm>
 #include <memory>
 
 #include "runtime/stream/streamer.h"
@@ -19,8 +20,11 @@ struct StreamerPlan {
   swap::StoreOptions store_options(const std::vector<UnitSpec>& units, const StreamerOptions& options,
                                    const std::string& identity = {}) const;
 
+  std::uint64_t host_bytes() const { return arrangement.host_bytes(*layout) + std::max(loading, exporting); }
+
   PackedModel packed;
-  std::uint64_t loading = 0;  // of the host budget: while weights are brought into their formats
+  std::uint64_t loading = 0;    // of the host budget: while weights are brought into their formats
+  std::uint64_t exporting = 0;  // of it: for a model on its way out beside turns; 0: turns wait for one
   std::unique_ptr<swap::Layout> layout;
   swap::Arrangement arrangement;
 };

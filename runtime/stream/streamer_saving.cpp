@@ -1,5 +1,7 @@
 // What leaves a Streamer: weights as safetensors, the state for a checkpoint, commits.
 #include "runtime/checkpoint/safetensors.h"
+#include "runtime/state/script_model.h"
+#include "runtime/state/words_ahead.h"
 #include "runtime/stream/stream_state.h"
 #include "runtime/stream/streamer_impl.h"
 
@@ -9,19 +11,7 @@ std::string Streamer::save(const std::filesystem::path& folder, const SavedParts
                            const std::vector<ExtraTensor>& extra, std::uint64_t shard_bytes, const Progress& progress) {
   Impl& impl = *impl_;
   finish_updates();
-  std::vector<TensorHeader> headers;
-  for (std::size_t unit = 0; unit < impl.units.size(); ++unit)
-    for (const PackedTensor& tensor : impl.plan.packed.units[unit].tensors) {
-      std::uint64_t elements = 0;
-      for (const SavedPart& part : parts.at(unit).at(tensor.tensor)) {
-        headers.push_back({.name = part.name, .dtype = Dtype::bf16, .shape = part.shape});
-        elements += static_cast<std::uint64_t>(c10::multiply_integers(part.shape));
-      }
-      if (elements != 0) impl.expect_plain(static_cast<int>(unit), tensor.tensor, "saved");
-      if (elements != 0 && elements != tensor.elements)
-        throw Exception(io::ErrorKind::usage,
-                        impl.units[unit].tensors[tensor.tensor].name + " is saved in parts that are not the whole");
-    }
+  std::vector<TensorHeader> headers = headers_of(impl.units, impl.plan.packed, parts);
   for (const ExtraTensor& tensor : extra) {
     const auto type = tensor.type;
     if (type != torch::kFloat32 && type != torch::kBFloat16 && type != torch::kFloat16)
@@ -101,6 +91,21 @@ void Streamer::end_commit() {
   if (impl.store->generation() == impl.planned_generation) return;
   impl.quiet();
   impl.check_updates();
+}
+
+bool Streamer::exports_beside() const {
+  return impl_->plan.exporting != 0;
+}
+
+std::string Streamer::export_committed(const std::filesystem::path& folder, const Progress& progress) const {
+  const Impl& impl = *impl_;
+  impl.expect_durable();
+  const ScriptModel model(committed_in(*impl.store, impl.options).beside, impl.units,
+                          impl.options.storage.front().string());
+  WordsAhead words(*impl.store, *impl.plan.layout, 0);
+  return model.write(
+      impl.units, impl.plan.packed, *impl.plan.layout, folder,
+      [&](std::span<const int> chunks, const auto& use) { words.read(chunks, use); }, progress);
 }
 
 const std::optional<StreamerCommit>& Streamer::resumed() const {

@@ -537,3 +537,21 @@ def test_a_state_that_an_earlier_version_left_is_gone_on_with(tmp_path):
     done = run(tmp_path, *GOLDEN_TRAIN, "--steps", "4", "--out", "out")
     assert "goes on" in done.stderr and [record["step"] for record in steps_of(tmp_path / "log.json")] == [3, 4]
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(work):
+    """Ten years back and forth at every look: no time limit, age or wait is told by it."""
+    expected = uninterrupted(work)
+    jumps = {"LD_PRELOAD": str(SHIM), "TIERFLOW_CLOCK_JUMPS": "1"}
+    begun = time.time()
+    process = start(work, *TRAIN, *TIGHT, delay_ms=4, env={"TIERFLOW_CLOCK_JUMPS": "1"}, stderr=subprocess.DEVNULL)
+    wait_until(lambda: process.poll() is not None or (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 2)
+    process.kill()
+    process.wait()
+    for _ in range(2):
+        status = json.loads(run(work, "status", "store", "--json", env=jumps).stdout)
+        assert status["resumable"] and status["step"] >= 1 and status["age_s"] >= 0
+    run(work, "verify", "store", env=jumps)
+    run(work, *TRAIN, *TIGHT, env=jumps)
+    assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
+    assert time.time() - begun < 100

@@ -8,7 +8,8 @@
 // -9`, at the call whose number $TIERFLOW_KILL_AT is: before it, or in the middle of it where it is a write with an odd
 // number. Counted are calls that change files or folders, those of a drive's engine included; what io_uring gives to
 // the kernel at once counts as one, and an odd number leaves it in flight. Their number is written to
-// $TIERFLOW_CALL_COUNT at the end. Each takes $TIERFLOW_CALL_DELAY_MS longer, but for those of io_uring.
+// $TIERFLOW_CALL_COUNT at the end. Each takes $TIERFLOW_CALL_DELAY_MS longer, but for those of io_uring. With
+// $TIERFLOW_CLOCK_JUMPS the wall clock is ten years late and ten years early in turn.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <liburing.h>
@@ -19,6 +20,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -41,6 +43,14 @@ std::string path_of(int descriptor) {
   char path[PATH_MAX] = {};
   const std::string link = "/proc/self/fd/" + std::to_string(descriptor);
   return readlink(link.c_str(), path, sizeof path - 1) > 0 ? path : "";
+}
+
+// Seconds by which the wall clock is wrong this time.
+time_t jump() {
+  static const bool jumps = getenv("TIERFLOW_CLOCK_JUMPS") != nullptr;
+  static std::atomic<int> looks = 0;
+  constexpr time_t kYears = 10 * 365 * 86400;
+  return !jumps ? 0 : ++looks % 2 == 0 ? kYears : -kYears;
 }
 
 // rule: OPERATION:END_OF_PATH:WHAT
@@ -151,6 +161,17 @@ ssize_t pwrite(int descriptor, const void* bytes, size_t count, off_t offset) {
 }
 ssize_t pwrite64(int descriptor, const void* bytes, size_t count, off_t offset) {
   return pwrite(descriptor, bytes, count, offset);
+}
+int clock_gettime(clockid_t clock, struct timespec* now) noexcept {
+  const long done = syscall(SYS_clock_gettime, clock, now);
+  if (done == 0 && clock == CLOCK_REALTIME) now->tv_sec += jump();
+  return static_cast<int>(done);
+}
+time_t time(time_t* where) noexcept {
+  struct timespec now {};
+  clock_gettime(CLOCK_REALTIME, &now);
+  if (where != nullptr) *where = now.tv_sec;
+  return now.tv_sec;
 }
 ssize_t pread(int descriptor, void* bytes, size_t count, off_t offset) {
   static const char* const wanted = getenv("TIERFLOW_FAIL");
