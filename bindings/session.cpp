@@ -19,6 +19,7 @@
 #include "runtime/models/layered_model.h"
 #include "runtime/models/pair_batch.h"
 #include "runtime/session/adapter_factors.h"
+#include "runtime/spec/base_reference.h"
 
 namespace py = pybind11;
 
@@ -176,7 +177,7 @@ class PythonSession {
     const Model model = model_of(wanted);
     LossRule& loss = wanted.session.loss;
     loss.base_is_reference =
-        wanted.session.train && loss.needs_reference() && wanted.adapter.empty() && trains_adapters_alone(model.spec());
+        wanted.session.train && base_is_reference(loss, model.spec(), /*goes_on_with_adapter=*/!wanted.adapter.empty());
     session_ = std::make_unique<Session>(model, wanted.session, wanted.adamw);
   }
   ~PythonSession() { close(); }

@@ -2,7 +2,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/program/data_options.h"
-#include "runtime/spec/adapters.h"
+#include "runtime/spec/base_reference.h"
 
 namespace tierflow {
 
@@ -41,7 +41,7 @@ LossRule loss_rule(const TrainOptions& o) {
 }
 
 bool base_is_reference(const TrainOptions& o, const ModelSpec& spec) {
-  return loss_rule(o).needs_reference() && o.adapter.empty() && trains_adapters_alone(spec);
+  return base_is_reference(loss_rule(o), spec, /*goes_on_with_adapter=*/!o.adapter.empty());
 }
 
 std::int64_t sequences_in_one(const TrainOptions& o) {
