@@ -3,9 +3,11 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -18,7 +20,9 @@
 #include "runtime/device/device_memory.h"
 #include "runtime/models/layered_model.h"
 #include "runtime/models/pair_batch.h"
+#include "runtime/planning/left_store.h"
 #include "runtime/session/adapter_factors.h"
+#include "runtime/session/schedule.h"
 #include "runtime/spec/base_reference.h"
 
 namespace py = pybind11;
@@ -72,6 +76,7 @@ LossRule loss_of(const py::dict& options) {
 }
 
 struct Wanted {
+  Schedule schedule;
   std::string model, method = "full", base_precision = "bf16", adapter;
   AdapterConfig adapters;
   SessionOptions session;
@@ -104,13 +109,21 @@ Wanted wanted_of(const std::string& model, const py::dict& options) {
   named.take("seed", session.seed);
   named.take("train", session.train);
   named.take("top", session.top);
-  named.take("lr", wanted.adamw.lr);
+  named.take("lr", wanted.schedule.lr);
+  named.take("lr_schedule", wanted.schedule.kind);
+  named.take("warmup", wanted.schedule.warmup);
+  named.take("steps", wanted.schedule.steps);
+  named.take("commit_every", session.commit_every);
+  named.take("go_back", session.go_back);
+  named.take("run", session.run);
   std::pair<double, double> betas{wanted.adamw.beta1, wanted.adamw.beta2};
   named.take("betas", betas);
   std::tie(wanted.adamw.beta1, wanted.adamw.beta2) = betas;
   named.take("eps", wanted.adamw.eps);
   named.take("weight_decay", wanted.adamw.weight_decay);
   named.expect_no_more();
+  check_schedule(wanted.schedule);
+  wanted.adamw.lr = wanted.schedule.lr;
   for (const std::string& folder : storage) session.storage.emplace_back(folder);
   session.allow_any_filesystem = session.allow_buffered = any_filesystem;
   if (!precision.empty()) session.precision = parse_precision(precision);
@@ -131,6 +144,32 @@ Model model_of(const Wanted& wanted) {
     throw Exception(io::ErrorKind::usage, "the method \"" + wanted.method + "\" is none of full, lora, galore");
   }
   return wanted.session.loss.pairs() ? without_dropout(model) : model;
+}
+
+// Throws Exception (kind usage), naming what differs, where the state is of a run that was asked for something else.
+void expect_same_run(const std::string& then, const SessionOptions& now) {
+  const auto before = nlohmann::json::parse(then, nullptr, false), wanted = nlohmann::json::parse(now.run);
+  std::string what;
+  for (const auto& [name, value] : wanted.items())
+    if (const auto had = before.is_object() ? before.value(name, nlohmann::json()) : nlohmann::json(); had != value)
+      what += (what.empty() ? "" : ", ") + name + " " + had.dump() + ", not " + value.dump();
+  if (what.empty()) return;
+  throw Exception(io::Error{.kind = io::ErrorKind::usage,
+                            .path = now.storage.front().string(),
+                            .detail = "the run whose state is here had " + what +
+                                      ": make the session as then, or remove state.tfv* there to begin anew"});
+}
+
+// Has the session go on with the state that lies in its folders, where there is one.
+void go_on(SessionOptions& session) {
+  if (session.commit_every == 0) return;
+  const LeftStore left = find_left_store(session.storage);
+  if (left.empty) return discard_store(session.storage);  // of a run that ended before its first commit
+  if (!left.there) return;
+  if (!left.resumable) refuse_left_store(session.storage);
+  expect_same_run(left.run, session);
+  session.resume = true;
+  session.chunk_elements = left.chunk_elements;
 }
 
 // A tensor that a micro-batch names, as the runtime takes it, or an undefined one.
@@ -173,14 +212,16 @@ class PythonSession {
  public:
   PythonSession(const std::string& folder, const py::dict& options) {
     Wanted wanted = wanted_of(folder, options);
+    schedule_ = wanted.schedule;
     const py::gil_scoped_release released;
+    go_on(wanted.session);
     const Model model = model_of(wanted);
     LossRule& loss = wanted.session.loss;
     loss.base_is_reference =
         wanted.session.train && base_is_reference(loss, model.spec(), /*goes_on_with_adapter=*/!wanted.adapter.empty());
     session_ = std::make_unique<Session>(model, wanted.session, wanted.adamw);
   }
-  ~PythonSession() { close(); }
+  ~PythonSession() { drop(); }
   PythonSession(const PythonSession&) = delete;
   PythonSession& operator=(const PythonSession&) = delete;
 
@@ -188,24 +229,28 @@ class PythonSession {
     if (session_ == nullptr) throw Exception(io::ErrorKind::usage, "the session is closed");
     return *session_;
   }
-  void close() {
-    if (std::exchange(session_, nullptr) == nullptr) return;
-    DeviceMemory& memory = DeviceMemory::install();
-    memory.set_cap(std::numeric_limits<std::uint64_t>::max() / 2);
-    memory.release_kept();
+  // Commits what is not committed yet, where steps are; discard: the state goes.
+  void close(bool discard) {
+    if (session_ == nullptr) return;
+    if (discard)
+      session_->discard();
+    else if (session_->commit_every() != 0 && session_->intact())
+      session_->commit();
+    drop();
   }
-
   py::dict step(const std::vector<py::dict>& given, std::optional<double> lr) {
     const std::vector<MicroBatch> batches = micro_batches_of(given);
+    const double rate = lr.value_or(schedule_.after(session().steps()));
     StepResult step;
     {
       const py::gil_scoped_release released;
       if (session().waits_for_gradient()) session().begin_with_gradient(batches);
-      step = lr ? session().step(batches, *lr) : session().step(batches);
+      step = session().step(batches, rate);
     }
     py::dict result;
     result["step"] = step.step;
     result["loss"] = step.loss;
+    result["lr"] = rate;
     result["grad_norm"] = step.grad_norm;
     result["skipped"] = step.skipped;
     result["tokens"] = step.tokens;
@@ -247,6 +292,7 @@ class PythonSession {
     }
     py::dict result;
     result["loss"] = found.loss;
+    result["perplexity"] = std::exp(found.loss);
     result["accuracy"] = found.accuracy;
     result["tokens"] = found.tokens;
     if (!tops.empty()) result["top"] = tops;
@@ -259,6 +305,14 @@ class PythonSession {
   }
 
  private:
+  void drop() {
+    if (std::exchange(session_, nullptr) == nullptr) return;
+    DeviceMemory& memory = DeviceMemory::install();
+    memory.set_cap(std::numeric_limits<std::uint64_t>::max() / 2);
+    memory.release_kept();
+  }
+
+  Schedule schedule_;
   std::unique_ptr<Session> session_;
 };
 
@@ -293,7 +347,12 @@ void register_session(py::module_& module) {
       .def(py::init<const std::string&, const py::dict&>())
       .def("step", &PythonSession::step, py::arg("micro_batches"), py::arg("lr") = py::none())
       .def("evaluate", &PythonSession::evaluate)
-      .def("close", &PythonSession::close, Released())
+      .def("close", &PythonSession::close, py::arg("discard") = false, Released())
+      .def(
+          "commit", [](const PythonSession& self) { self.session().commit(); }, Released())
+      .def_property(
+          "notes", [](const PythonSession& self) { return self.session().remembered(); },
+          [](const PythonSession& self, const std::string& notes) { self.session().remember(notes); })
       .def("describe", [](const PythonSession& self) { return self.session().describe(); })
       .def_property_readonly("steps", [](const PythonSession& self) { return self.session().steps(); })
       .def_property_readonly(

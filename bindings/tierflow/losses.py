@@ -5,9 +5,10 @@ Each is called with (model, micro_batch), as Trainer's `loss`, and serves any ca
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,20 +20,33 @@ from .data import IGNORED
 NOT_OF_THE_MODEL = ("labels", "reference", "teacher_ids", "teacher_log_probabilities")
 
 
-class Evaluates(Protocol):
-    """A tierflow.Trainer."""
-
-    model: Any
-
-    def evaluate(self, micro_batches: Sequence[Mapping[str, Any]], function: Any = None) -> list[Any]: ...
-
-
 def loss_named(name: str) -> PairLoss:
     """The loss of pairs that is called so, with the defaults of its class."""
     named: dict[str, type[PairLoss]] = {"dpo": DPO, "simpo": SimPO, "orpo": ORPO}
     if name not in named:
         raise _native.UsageError(f'no loss is named "{name}"; there are {", ".join(named)}')
     return named[name]()
+
+
+def switches(model: nn.Module) -> bool:
+    """Whether all that a PEFT model adds lies within its layers, so that each can compute with and without it in one visit. What modules_to_save names has another
+    module in its place, and a prompt other inputs."""
+    prompts = bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
+    return not prompts and not any(base.__name__ == "ModulesToSaveWrapper" for module in model.modules() for base in type(module).__mro__)
+
+
+@contextlib.contextmanager
+def without_adapters(layers: Sequence[Any]) -> Iterator[None]:
+    """These layers of PEFT's compute what they would without adapters. Nothing else of them changes, as it does under disable_adapter(): parameters keep
+    their requires_grad, so that a layer may compute now with adapters and now without."""
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,7 +114,8 @@ class DPO(PairLoss):
     """-log sigmoid(beta * ((log p(c) - log p0(c)) - (log p(r) - log p0(r)))): Rafailov et al., 2023; TRL's DPOTrainer.
 
     p0 is the reference. A micro-batch may bring it: `reference` [pairs, 2], what log_probabilities() gave of the model before its first step. Where it does
-    not, tierflow.Trainer computes it of a PEFT model with its adapters off, in a pass ahead of the step in which all micro-batches share each fetch.
+    not, tierflow.Trainer computes it of a PEFT model with its adapters off, in the visits of the step itself. The base
+    is read no more often for it, unless the model has modules_to_save or a prompt: then it takes a pass of its own ahead of each step.
     """
 
     def of_pairs(self, sums: torch.Tensor, counts: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -110,16 +125,9 @@ class DPO(PairLoss):
         self.rewards = rewards.detach()
         return -functional.logsigmoid(rewards[:, 0] - rewards[:, 1])
 
-    def prepared(self, trainer: Evaluates, micro_batches: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """The micro-batches of a step with their references."""
-        if all("reference" in batch for batch in micro_batches):
-            return micro_batches
-        without = getattr(trainer.model, "disable_adapter", None)
-        if without is None:
-            return micro_batches
-        with without():
-            found = trainer.evaluate(micro_batches, log_probabilities)
-        return [{**batch, "reference": values} for batch, values in zip(micro_batches, found, strict=True)]
+    def computes_beside(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, Callable[[nn.Module, Any], Any]] | None:
+        """What the Trainer adds to a micro-batch under this name: what the function gives of the model without its adapters."""
+        return ("reference", log_probabilities) if "reference" not in batch and hasattr(model, "disable_adapter") else None
 
 
 @dataclasses.dataclass

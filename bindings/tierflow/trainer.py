@@ -16,7 +16,7 @@ from torch import nn
 
 from . import _native
 from .ambient import autocast_as, autocast_state
-from .losses import loss_named
+from .losses import loss_named, switches, without_adapters
 from .model import engine_of
 from .optim import AdamW
 from .turns import Frame, Turn, local
@@ -67,6 +67,8 @@ class _Lane:
         self.error: BaseException | None = None
         self.stopping = False
         self.calls: list[_Call] = []
+        self.turns = 0  # that it took
+        self.off: list[Any] = []  # layers whose adapters are off while it runs
         threading.Thread(target=self._run, name="tierflow micro-batch", daemon=True).start()
 
     def _run(self) -> None:
@@ -104,15 +106,23 @@ class _Lane:
 
     def begin(self, work: Callable[[], Any]) -> None:
         self.stop()  # an interrupt may have left it where it was
-        self._work, self.result, self.stopping = work, None, False
+        self._work, self.result, self.stopping, self.turns = work, None, False, 0
         self.go_on()
 
     def go_on(self, answer: Any = None) -> None:
         """Runs until the next turn, or the end."""
         self.frame, self.answer = None, answer
-        self._wake()
+        with without_adapters(self.off):
+            self._wake()
         if self.error is not None:
             raise self.error
+
+    def pass_by(self) -> None:
+        """A turn without a graph, and on to the next."""
+        self.turns += 1
+        with without_adapters(self.off):
+            answer = self.at().call()
+        self.go_on(answer)
 
     def at(self) -> Frame:
         """The turn that it waits for."""
@@ -144,6 +154,23 @@ class _Lane:
         self._go.put(None)
 
 
+@dataclasses.dataclass
+class _Beside:
+    """What is computed of micro-batches without adapters, beside what is computed of them with: a loss's reference."""
+
+    taken: list[Any]  # the micro-batches of the step, each of its own
+    batches: list[Any] = dataclasses.field(default_factory=list)  # those of them that want it
+    name: str = ""
+    function: Any = None
+    off: list[Any] = dataclasses.field(default_factory=list)  # layers with adapters
+    of_lane: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def note(self, lane: _Lane) -> None:
+        """Where a lane of these is at its end: its micro-batch has what it found."""
+        if lane.frame is None and (batch := self.of_lane.pop(id(lane), None)) is not None:
+            batch[self.name], lane.result = lane.result, None
+
+
 class Trainer:
     """Steps over several micro-batches for which each module's weights are fetched once in each direction, whatever their number.
 
@@ -166,6 +193,7 @@ class Trainer:
         self._loss: Callable[[nn.Module, Any], torch.Tensor] = named or (lambda model, batch: model(**batch).loss)
         self._head: int | None = None  # the turn that came last in the step before
         self._multiple: set[int] = set()
+        self._said = False
 
     def step(self, micro_batches: Sequence[Mapping[str, Any] | Any]) -> StepResult:
         """One optimizer step over the micro-batches. Ends with the gradients dropped, as after zero_grad(); put the model into train() mode yourself."""
@@ -181,12 +209,11 @@ class Trainer:
         """Forward and backward alone: gradients are there afterwards, as after a loop of backward(). Returns the mean loss."""
         if not micro_batches:
             raise _native.UsageError("a step takes at least one micro-batch")
-        if prepared := getattr(self._loss, "prepared", None):
-            micro_batches = prepared(self, micro_batches)
-        lanes = self._lanes_for(micro_batches)
+        beside = self._beside(micro_batches)
+        lanes = self._lanes_for(len(micro_batches) + len(beside.batches))
         grad_mode = torch.is_grad_enabled()
         try:
-            return self._run(lanes, micro_batches)
+            return self._run(lanes[: len(micro_batches)], lanes[len(micro_batches) :], beside)
         except BaseException:
             torch.set_grad_enabled(grad_mode)  # Ctrl-C may come between a with statement's block and its end
             for lane in lanes:
@@ -197,36 +224,79 @@ class Trainer:
     def evaluate(self, micro_batches: Sequence[Any], function: Callable[[nn.Module, Any], Any] | None = None) -> list[Any]:
         """What `function(model, micro_batch)` gives for each, without gradients: all micro-batches pass a module before the next module is fetched. Default: the
         loss, as a number. Put the model into eval() mode yourself."""
-        if function is None and (prepared := getattr(self._loss, "prepared", None)):
-            micro_batches = prepared(self, micro_batches)
         find = function or (lambda model, batch: float(self._loss(model, batch)))
-        autocast, lanes = autocast_state(self.engine.device.type), self._lanes_for(micro_batches)
-
-        def work(batch: Any) -> Callable[[], Any]:
-            def run() -> Any:
-                with torch.no_grad(), autocast_as(autocast):
-                    return find(self.model, batch)
-
-            return run
-
+        beside = self._beside(micro_batches) if function is None else _Beside(list(micro_batches))
+        lanes = self._lanes_for(len(micro_batches) + len(beside.batches))
+        count = len(micro_batches)
         try:
-            for lane, batch in zip(lanes, micro_batches, strict=True):
-                lane.begin(work(batch))
-            while waiting := [lane for lane in lanes if lane.frame is not None]:
-                turn = waiting[0].at().turn
+            others = self._begun_beside(beside, lanes[count:])
+            for lane, batch in zip(lanes, beside.taken, strict=False):
+                lane.begin(self._without_graph(find, batch))
+            while waiting := [lane for lane in [*others, *lanes[:count]] if lane.frame is not None]:
+                turn = min(waiting, key=lambda lane: lane.turns).at().turn
                 for lane in waiting:
                     if lane.at().turn is turn:
-                        lane.go_on(lane.at().call())
-            return [lane.result for lane in lanes]
+                        lane.pass_by()
+                        beside.note(lane)
+            return [lane.result for lane in lanes[:count]]
         finally:
             for lane in lanes:
                 lane.stop()
-                lane.result = None
+                lane.result, lane.off = None, []
 
-    def _lanes_for(self, micro_batches: Sequence[Any]) -> list[_Lane]:
-        while len(self._lanes) < len(micro_batches):
+    def _without_graph(self, function: Callable[[nn.Module, Any], Any], batch: Any) -> Callable[[], Any]:
+        autocast = autocast_state(self.engine.device.type)
+
+        def run() -> Any:
+            with torch.no_grad(), autocast_as(autocast):
+                return function(self.model, batch)
+
+        return run
+
+    def _beside(self, micro_batches: Sequence[Any]) -> _Beside:
+        """What the loss wants of the model without its adapters."""
+        beside = _Beside(list(micro_batches))
+        if (wanted := getattr(self._loss, "computes_beside", None)) is None:
+            return beside
+        beside.taken = [dict(batch) for batch in micro_batches]
+        for batch in beside.taken:
+            if (found := wanted(self.model, batch)) is not None:
+                beside.name, beside.function = found
+                beside.batches.append(batch)
+        if not beside.batches:
+            return beside
+        if not switches(self.model):
+            self._say_ahead()
+            with self.model.disable_adapter():
+                found_ahead = self.evaluate(beside.batches, beside.function)
+            for batch, value in zip(beside.batches, found_ahead, strict=True):
+                batch[beside.name] = value
+            beside.batches = []
+            return beside
+        beside.off = [module for module in self.model.modules() if isinstance(getattr(module, "_disable_adapters", None), bool)]
+        return beside
+
+    def _say_ahead(self) -> None:
+        if not self._said:
+            log.warning("the reference of this loss is computed in a pass of its own ahead of each step, and the base is read once more for it: the adapters have modules_to_save or a prompt; "
+                        "with adapters in layers alone, or in tierflow.Session, it is computed in the step's visits")  # fmt: skip
+        self._said = True
+
+    def _begun_beside(self, beside: _Beside, lanes: list[_Lane]) -> list[_Lane]:
+        """The lanes that compute it. They pass each module ahead of the others, in the same visit."""
+        for lane, batch in zip(lanes, beside.batches, strict=True):
+            lane.off = beside.off
+            beside.of_lane[id(lane)] = batch
+            lane.begin(self._without_graph(beside.function, dict(batch)))
+            beside.note(lane)
+        return lanes
+
+    def _lanes_for(self, count: int) -> list[_Lane]:
+        while len(self._lanes) < count:
             self._lanes.append(_Lane())
-        return self._lanes[: len(micro_batches)]
+        for lane in self._lanes:
+            lane.off = []
+        return self._lanes[:count]
 
     def _clip(self) -> float:
         parameters = [p for group in self.opt.param_groups for p in group["params"]]
@@ -234,8 +304,8 @@ class Trainer:
             return float(torch.nn.utils.clip_grad_norm_(parameters, self.clip))
         return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
-    def _run(self, lanes: list[_Lane], micro_batches: Sequence[Any]) -> float:
-        autocast, count = autocast_state(self.engine.device.type), len(micro_batches)
+    def _run(self, lanes: list[_Lane], others: list[_Lane], beside: _Beside) -> float:
+        autocast, count = autocast_state(self.engine.device.type), len(lanes)
 
         def work(batch: Any) -> Callable[[], torch.Tensor]:
             def run() -> torch.Tensor:
@@ -245,15 +315,19 @@ class Trainer:
             return run
 
         losses: dict[int, float] = {}
-        for lane, batch in zip(lanes, micro_batches, strict=True):
+        self._begun_beside(beside, others)
+        for lane, batch in zip(lanes, beside.taken, strict=True):
             lane.begin(work(batch))
             self._finish(lane, lanes, losses, count)
-        while waiting := [lane for lane in lanes if lane.frame is not None]:
-            turn = min(waiting, key=lambda lane: len(lane.calls)).at().turn
+        while waiting := [lane for lane in [*others, *lanes] if lane.frame is not None]:
+            turn = min(waiting, key=lambda lane: lane.turns).at().turn
             for lane in waiting:
                 if lane.at().turn is not turn:
                     continue
-                if turn.number == self._head and lane.at().needs_graph:
+                if lane in others:
+                    lane.pass_by()
+                    beside.note(lane)
+                elif turn.number == self._head and lane.at().needs_graph:
                     self._take_head(turn, lane, lanes, losses, count)
                 else:
                     lane.go_on(self._take(lane))
@@ -269,6 +343,7 @@ class Trainer:
     def _take(self, lane: _Lane) -> Any:
         """A forward visit for one micro-batch."""
         frame = lane.at()
+        lane.turns += 1
         if not frame.needs_graph:
             return frame.call()
         with torch.no_grad():
@@ -284,6 +359,7 @@ class Trainer:
     def _take_head(self, turn: Turn, lane: _Lane, lanes: list[_Lane], losses: dict[int, float], count: int) -> None:
         """The last module: forward, loss and backward of one micro-batch in one visit, without recomputation."""
         frame = lane.at()
+        lane.turns += 1
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in frame.tensors]
         frame.remember_random()
         later = any(other.frame is not None and other.frame.turn is turn for other in lanes if other is not lane)

@@ -33,6 +33,7 @@ int main(int argc, char** argv) try {
                                     .micro_batches = static_cast<int>(shape.batch),
                                     .sequence_length = shape.tokens,
                                     .train = false,
+                                    .cache = shape.cache,  // keys and values: in RAM, or on storage too
                                     .workspace = shape.workspace});
   tierflow::generate(session, prompts, options, {.on_token = [](std::size_t, std::int64_t token) {
                        std::printf("%lld\n", static_cast<long long>(token));

@@ -10,6 +10,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/models/attention_kernels.h"
 #include "runtime/models/grain.h"
+#include "runtime/models/key_value_store.h"
 #include "runtime/spec/generation_shape.h"
 
 namespace tierflow {
@@ -18,6 +19,7 @@ namespace {
 using at::Tensor;
 
 constexpr std::int64_t kQueries = kAttendedQueries;
+constexpr std::int64_t kWordBytes = 2;  // of what lies on storage
 
 // Calls use(first token of `all`, first slot, tokens) for each run of slots of tokens [begin, end).
 template <class Use>
@@ -93,6 +95,17 @@ void attend_one_each(const std::vector<OneToken>& items, const models::Attention
   });
 }
 
+// Bytes [begin, end) of a slab that hold tokens [first, end) of a sequence, in whole blocks.
+KeyValueStore::Part part_of_tokens(std::int64_t first, std::int64_t end, std::int64_t slots, std::int64_t token_bytes) {
+  if (first >= end) return {};
+  const std::int64_t block = kSlabAlignment;
+  const auto up = [&](std::int64_t bytes) { return static_cast<std::uint64_t>((bytes + block - 1) / block * block); };
+  if (end - first >= slots || first % slots + (end - first) > slots)
+    return {.begin = 0, .end = up(slots * token_bytes)};
+  const std::int64_t begin = first % slots * token_bytes;
+  return {.begin = static_cast<std::uint64_t>(begin / block * block), .end = up(begin + (end - first) * token_bytes)};
+}
+
 // Attention of the last q.size(0) of k.size(0) tokens: q [queries, heads, head_dim], k, v [tokens, kv heads, head_dim],
 // the latter in the type that sums have.
 Tensor attention_of_last(const Tensor& q, const Tensor& k, const Tensor& v, const models::AttentionRules& rules) {
@@ -128,9 +141,62 @@ Tensor attention_of_last(const Tensor& q, const Tensor& k, const Tensor& v, cons
 
 }  // namespace
 
-KeyValueCache::KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> capacities, std::int64_t longest_span)
-    : capacities_(std::move(capacities)), longest_span_(longest_span), layers_(capacities_.size()) {
+KeyValueCache::KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> capacities, std::int64_t longest_span,
+                             KeyValueStore* store)
+    : spec_(spec),
+      capacities_(std::move(capacities)),
+      longest_span_(longest_span),
+      store_(store),
+      layers_(capacities_.size()) {
   for (auto& of_sequence : layers_) of_sequence.resize(spec.stages.size());
+  if (store_ != nullptr) store_->clear();
+}
+
+bool KeyValueCache::stores(int stage) const {
+  return store_ != nullptr && store_->stores(stage);
+}
+
+std::int64_t KeyValueCache::slots_of(std::int64_t sequence, std::int64_t window) const {
+  return kept_tokens(capacities_.at(static_cast<std::size_t>(sequence)), window, longest_span_);
+}
+
+void KeyValueCache::expect(const std::vector<CachedRow>& rows) {
+  if (store_ == nullptr) return;
+  const ModelConfig& config = spec_.config;
+  std::vector<KeyValueStore::Visit> order;
+  for (int stage = 0; stage < static_cast<int>(spec_.stages.size()); ++stage) {
+    if (!stores(stage)) continue;
+    const std::int64_t window = config.layer(spec_.stages[static_cast<std::size_t>(stage)].block).window;
+    for (const CachedRow& row : rows)
+      for (const CachedSpan& span : row.spans)
+        order.push_back(
+            {.stage = stage,
+             .sequence = span.sequence,
+             .part = part_of_tokens(0, span.before, slots_of(span.sequence, window), config.head_dim * kWordBytes)});
+  }
+  store_->expect(std::move(order));
+}
+
+void KeyValueCache::bring(Layer& layer, int stage, const CachedSpan& span, const Tensor& k) {
+  const std::int64_t heads = k.size(2), dim = k.size(3),
+                     slab = static_cast<std::int64_t>(store_->of_slab(stage)) / kWordBytes;
+  if (k.element_size() != kWordBytes || layer.slots * dim > slab)
+    throw Exception(io::ErrorKind::usage, "a sequence is longer than those that SessionOptions::cache was made of");
+  std::byte* memory = store_->take({.stage = stage,
+                                    .sequence = span.sequence,
+                                    .part = part_of_tokens(0, span.before, layer.slots, dim * kWordBytes)});
+  const auto options = at::TensorOptions().dtype(k.scalar_type());
+  const auto view = [&](std::int64_t first) {
+    return at::from_blob(memory + first * slab * kWordBytes, {heads, layer.slots, dim}, {slab, dim, 1}, options);
+  };
+  layer.keys = view(0);
+  layer.values = view(heads);
+}
+
+void KeyValueCache::put_back(const Layer& layer, int stage, const CachedSpan& span) const {
+  store_->put_back(
+      stage, span.sequence,
+      part_of_tokens(span.before, span.before + span.length, layer.slots, layer.keys.size(2) * kWordBytes));
 }
 
 std::uint64_t KeyValueCache::workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries) {
@@ -150,8 +216,7 @@ void KeyValueCache::replace(std::int64_t sequence, std::int64_t capacity) {
 bool KeyValueCache::rewind(std::int64_t sequence, std::int64_t tokens) {
   std::vector<Layer>& layers = layers_.at(static_cast<std::size_t>(sequence));
   for (const Layer& layer : layers)
-    if (layer.window > 0 && std::max<std::int64_t>(0, tokens - layer.window) < layer.tokens - layer.keys.size(1))
-      return false;
+    if (layer.window > 0 && std::max<std::int64_t>(0, tokens - layer.window) < layer.tokens - layer.slots) return false;
   for (Layer& layer : layers) layer.tokens = std::min(layer.tokens, tokens);
   return true;
 }
@@ -168,9 +233,13 @@ KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span,
     throw Exception(io::ErrorKind::internal, "a sequence goes on where it did not end");
   layer.tokens = end;
   layer.window = window;
+  layer.slots = slots_of(span.sequence, window);
+  if (stores(stage)) {
+    bring(layer, stage, span, k);
+    return layer;
+  }
   if (layer.memory != nullptr) return layer;
-  const std::int64_t slots = kept_tokens(capacity, window, longest_span_),
-                     bytes = slots * k.size(2) * k.size(3) * k.element_size();
+  const std::int64_t slots = layer.slots, bytes = slots * k.size(2) * k.size(3) * k.element_size();
   layer.memory.reset(new std::byte[static_cast<std::size_t>(2 * bytes)]);  // not touched: taken as it is written
   const auto options = at::TensorOptions().dtype(k.scalar_type());
   layer.keys = at::from_blob(layer.memory.get(), {k.size(2), slots, k.size(3)}, options);
@@ -184,10 +253,19 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
   alone.documents.clear();
   const Tensor out = at::empty(q.sizes(), q.options());
   std::vector<OneToken> ones;
+  std::vector<std::pair<const Layer*, const CachedSpan*>> brought;  // from storage
+  const auto finish = [&] {
+    attend_one_each(ones, rules);
+    ones.clear();
+    for (const auto& [layer, span] : brought) put_back(*layer, stage, *span);
+    brought.clear();
+  };
   for (const CachedSpan& span : spans) {
+    if (stores(stage) && brought.size() >= store_->most_taken()) finish();
     const auto part = [&](const Tensor& x) { return x.narrow(1, span.begin, span.length); };
     Layer& layer = layer_of(stage, span, k, rules.window);
-    const std::int64_t slots = layer.keys.size(1), end = span.before + span.length;
+    if (stores(stage)) brought.emplace_back(&layer, &span);
+    const std::int64_t slots = layer.slots, end = span.before + span.length;
     const auto keep_both = [&] {
       keep(layer.keys, part(k), span.before);
       keep(layer.values, part(v), span.before);
@@ -220,7 +298,7 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
           part(q)[0].narrow(0, first, count), keys.narrow(0, 0, tokens), values.narrow(0, 0, tokens), alone));
     }
   }
-  attend_one_each(ones, rules);
+  finish();
   return out;
 }
 

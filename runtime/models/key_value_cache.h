@@ -9,16 +9,21 @@
 
 namespace tierflow {
 
-// In host memory, on any device; what a visit attends to is copied to the device where that has memory of its own. Of a
-// layer with a window only the last tokens of a sequence are there, in a ring: those that a further span sees, and as
-// many as the longest span has, so that a stage may be computed once more.
+class KeyValueStore;
+
+// In host memory, or of the layers that KeyValueStore::stores() names on storage, on any device; what a visit attends
+// to is copied to the device where that has memory of its own. Where they lie changes no bit. Of a layer with a window
+// only the last tokens of a sequence are there, in a ring: those that a further span sees, and as many as the longest
+// span has, so that a stage may be computed once more.
 class KeyValueCache {
  public:
   static constexpr std::int64_t kAnySpan = std::int64_t{1} << 40;
 
   // capacities: tokens that each sequence may come to. Memory is taken as tokens come. longest_span: tokens of a span
-  // that continues a sequence, at most.
-  KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> capacities, std::int64_t longest_span = kAnySpan);
+  // that continues a sequence, at most. store: made for these; it outlives the cache, which uses it alone; null: all is
+  // in host memory.
+  KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> capacities, std::int64_t longest_span = kAnySpan,
+                KeyValueStore* store = nullptr);
 
   // Frees what sequence `sequence` has. Another one begins in its place.
   void replace(std::int64_t sequence, std::int64_t capacity);
@@ -26,6 +31,9 @@ class KeyValueCache {
   // Leaves of a sequence its first `tokens`, of those that came: the next span continues these. False, and nothing
   // changes, where a layer with a window has let go of some that a further span sees.
   bool rewind(std::int64_t sequence, std::int64_t tokens);
+
+  // The rows of the pass that follows, all of this cache: what they need comes ahead from storage.
+  void expect(const std::vector<CachedRow>& rows);
 
   // What it takes when a sequence of that many tokens is full, in bf16.
   static std::uint64_t bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span = kAnySpan);
@@ -46,13 +54,21 @@ class KeyValueCache {
   struct Layer {
     std::unique_ptr<std::byte[]> memory;
     at::Tensor keys, values;  // [kv heads, slots, head_dim]; token t is in slot t % slots
+    std::int64_t slots = 0;
     std::int64_t tokens = 0;  // that came
     std::int64_t window = 0;
   };
   Layer& layer_of(int stage, const CachedSpan& span, const at::Tensor& k, std::int64_t window);
+  bool stores(int stage) const;
+  std::int64_t slots_of(std::int64_t sequence, std::int64_t window) const;
+  // From storage, with those of its tokens that are there.
+  void bring(Layer& layer, int stage, const CachedSpan& span, const at::Tensor& k);
+  void put_back(const Layer& layer, int stage, const CachedSpan& span) const;
 
+  const ModelSpec& spec_;
   std::vector<std::int64_t> capacities_;
   std::int64_t longest_span_;
+  KeyValueStore* store_;
   std::vector<std::vector<Layer>> layers_;  // by sequence and stage
 };
 

@@ -163,6 +163,19 @@ Prediction play(const SessionPlan& plan, swap::Simulator& simulator, int steps, 
 
 }  // namespace
 
+double forward_seconds(const SessionPlan& plan, const swap::Rates& rates) {
+  swap::Simulator simulator(*plan.layout, rates);
+  simulator.without_records();
+  swap::Planner planner(*plan.layout, plan.arrangement);
+  double before = 0, seconds = 0;
+  for (int pass = 0; pass < 3; ++pass) {  // the first ones begin with an empty device
+    simulator.append(planner.evaluate(plan.evaluated_at_once, true));
+    simulator.drain();
+    seconds = simulator.now() - std::exchange(before, simulator.now());
+  }
+  return seconds;
+}
+
 Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps) {
   swap::Simulator simulator = simulator_of(plan, rates);
   return play(plan, simulator, steps, Records::all);

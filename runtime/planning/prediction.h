@@ -50,6 +50,10 @@ Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const
 // the budgets are too small for it.
 std::optional<double> step_seconds_unclipped(const ModelSpec& spec, SessionOptions options, const Profile& profile);
 
+// Seconds of a pass forward alone over plan.evaluated_at_once micro-batches, one of many: what the reference of
+// preference pairs takes before the first step.
+double forward_seconds(const SessionPlan& plan, const swap::Rates& rates);
+
 // The first `steps` steps of a run (at least 2), the last of which counts.
 Prediction predict(const SessionPlan& plan, const swap::Rates& rates, int steps = 4);
 

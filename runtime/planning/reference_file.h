@@ -14,6 +14,9 @@
 
 namespace tierflow {
 
+// Bytes of a pair: in the file, and in RAM while that is written.
+inline constexpr std::uint64_t kReferenceFile = 16, kReferenceRam = 2 * kReferenceFile;
+
 // Durable when it returns. Throws Exception.
 void write_reference(const std::filesystem::path& path, const std::string& identity,
                      const std::vector<double>& reference);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "io/volume.h"
+#include "runtime/spec/cache_shape.h"
 #include "runtime/spec/loss_rule.h"
 #include "runtime/spec/packing.h"
 
@@ -69,7 +70,10 @@ struct SessionOptions {
   bool fresh = false;                // what an earlier session left in `storage` is removed
   bool train = true;                 // false: evaluate(), next_logits() and export alone
   bool fewer_micro_batches = false;  // as many as the budgets hold, micro_batches at most
-  std::uint64_t workspace = 0;       // bytes of the device that a stage takes beside what measuring it shows
+  // Keys and values that host_memory holds, and where it cannot and nothing is trained storage. Empty: a generation's
+  // lie in RAM beside the budget.
+  CacheShape cache;
+  std::uint64_t workspace = 0;  // bytes of the device that a stage takes beside what measuring it shows
   // 0: from the host budget. Of a state to go on with: what find_left_store() says of it, for choose_placement(); the
   // session looks for itself.
   std::uint64_t chunk_elements = 0;

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "runtime/base/exception.h"
+#include "runtime/base/machine.h"
 #include "runtime/planning/loading.h"
 #include "runtime/planning/storage_volume.h"
 #include "runtime/planning/update_scratch.h"
@@ -144,7 +145,13 @@ swap::StepRows expected_rows(const SessionPlan& plan, int step, bool pending) {
   return rows;
 }
 
-SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
+namespace {
+
+SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const SessionOptions& options,
+                          const ComputeNeeds& measured);
+
+// The session without its keys and values.
+SessionPlan arrange_first(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
   SessionPlan plan{.packed = pack(spec, options.precision, options.rows_on_demand.value_or(rows_pay(spec, options))),
                    .workspace = with_workspace(needs, options).workspace(options.micro_batches),
                    .loading = options.resume ? 0 : loading_bytes(spec)};  // a state that is there needs no first values
@@ -161,11 +168,11 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
       std::move(shapes), std::move(stages),
       options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory));
   if (windows) plan.loading = std::max(plan.loading, window_bytes(spec, *plan.layout));
-  return plan_again(plan, spec, options, needs);
+  return arrange_again(plan, spec, options, needs);
 }
 
-SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const SessionOptions& options,
-                       const ComputeNeeds& measured) {
+SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const SessionOptions& options,
+                          const ComputeNeeds& measured) {
   const ComputeNeeds needs = with_workspace(measured, options);
   SessionPlan plan{
       .packed = other.packed, .layout = other.layout, .workspace = other.workspace, .loading = other.loading};
@@ -227,6 +234,70 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
   plan.stored =
       plan.writes.load + plan.writes.activations != 0 || options.keep_store || plan.commit_every != 0 || options.resume;
   return plan;
+}
+
+// What `plan` makes of the options that are left beside these keys and values.
+template <class Plan>
+SessionPlan beside(const CachePlacement& cache, const SessionOptions& options, const Plan& plan) {
+  if (cache.host != 0 && cache.host >= options.host_memory)
+    throw Exception(io::ErrorKind::usage,
+                    "--host-memory " + human_bytes(options.host_memory) + " is too small: keys and values of " +
+                        std::to_string(options.cache.sequences) + " sequences take " + human_bytes(cache.host) +
+                        " of it, and the weights on their way need room too");
+  SessionOptions rest = options;
+  rest.host_memory -= cache.host;
+  try {
+    SessionPlan made = plan(rest);
+    made.cache = cache;
+    return made;
+  } catch (const Exception& error) {
+    if (cache.host == 0 || error.error().kind != io::ErrorKind::usage) throw;
+    io::Error told = error.error();
+    told.detail += "; keys and values take " + human_bytes(cache.host) + " of --host-memory besides";
+    throw Exception(std::move(told));
+  }
+}
+
+}  // namespace
+
+// Keys and values come before weights: a byte of either in RAM saves about a byte of reading in a pass. As few layers'
+// as possible lie on storage, with buffers for two layers of all sequences, or fewer.
+SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
+  const CacheShape& shape = options.cache;
+  const auto with = [&](const CachePlacement& cache) {
+    return beside(cache, options, [&](const SessionOptions& rest) { return arrange_first(spec, rest, needs); });
+  };
+  const std::int64_t layers = cached_layers(shape);
+  if (layers == 0 || options.train || options.storage.empty()) return with(CachePlacement::in_ram(shape));
+  const auto try_with = [&](const CachePlacement& cache) -> std::optional<SessionPlan> {
+    try {
+      return with(cache);
+    } catch (const Exception& error) {
+      if (error.error().kind != io::ErrorKind::usage) throw;
+      return std::nullopt;
+    }
+  };
+  if (std::optional<SessionPlan> all = try_with(CachePlacement::in_ram(shape))) return *std::move(all);
+  for (std::int64_t buffers = 2 * shape.sequences;; buffers = std::max(kLeastCacheBuffers, buffers / 2)) {
+    std::optional<SessionPlan> best = try_with(CachePlacement::with_storage(shape, layers, buffers));
+    if (!best) {
+      if (buffers <= kLeastCacheBuffers) return with(smallest_placement(shape));  // says what is too small
+      continue;
+    }
+    for (std::int64_t too_few = 0, enough = layers; enough - too_few > 1;) {
+      const std::int64_t middle = (too_few + enough) / 2;
+      std::optional<SessionPlan> found = try_with(CachePlacement::with_storage(shape, middle, buffers));
+      (found ? enough : too_few) = middle;
+      if (found) best = std::move(found);
+    }
+    return *std::move(best);
+  }
+}
+
+SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const SessionOptions& options,
+                       const ComputeNeeds& measured) {
+  return beside(other.cache, options,
+                [&](const SessionOptions& rest) { return arrange_again(other, spec, rest, measured); });
 }
 
 SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {

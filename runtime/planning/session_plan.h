@@ -56,7 +56,8 @@ struct SessionPlan {
   std::uint64_t loading = 0;    // of the host budget: loading_bytes()
   // Of the host budget, for an export: turned_factor_bytes(), or what one beside the steps reads into.
   std::uint64_t exporting = 0;
-  bool stored = false;                    // storage holds anything at all
+  CachePlacement cache;                   // of SessionOptions::cache
+  bool stored = false;                    // storage holds anything of the model at all
   bool head_scores_first = false;         // a forward of the head comes before its gradient: losses of pairs
   bool references_too = false;            // each forward is computed twice, with adapters and without
   int commit_every = 0;                   // as the option; 0 where there is no storage or no room
@@ -67,7 +68,9 @@ struct SessionPlan {
   WriteCost writes;
 
   // Host memory that the session takes at most.
-  std::uint64_t host_bytes() const { return arrangement.host_bytes(*layout) + std::max(loading, exporting); }
+  std::uint64_t host_bytes() const {
+    return arrangement.host_bytes(*layout) + std::max(loading, exporting) + cache.host;
+  }
   bool defers() const { return deferred_parameters != 0; }
 };
 

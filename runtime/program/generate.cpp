@@ -18,6 +18,7 @@
 #include "runtime/base/signals.h"
 #include "runtime/base/utf8.h"
 #include "runtime/data/prompt_tokenizer.h"
+#include "runtime/models/key_value_store.h"
 #include "runtime/planning/profile.h"
 #include "runtime/program/live_text.h"
 #include "runtime/program/prompts.h"
@@ -224,19 +225,14 @@ class Generation {
     GenerationShape shape = shape_of(most > 0 ? most : kMostByItself);
     // By itself it takes at most half of the host's memory and a quarter of the device's for them.
     while (most == 0 && shape.batch > 1 &&
-           (shape.cache > settings.host_memory / 2 || shape.workspace > settings.device_memory / 4))
+           (shape.cache.bytes() > settings.host_memory / 2 || shape.workspace > settings.device_memory / 4))
       shape = shape_of(shape.batch / 2);
     settings.fewer_micro_batches = most == 0;
     settings.train = false;
     settings.micro_batch = 1;
     settings.micro_batches = static_cast<int>(shape.batch);
     settings.sequence_length = shape.tokens;
-    if (shape.cache >= settings.host_memory)
-      throw Exception(io::ErrorKind::usage,
-                      fmt::format("keys and values of {} sequences take {} of the host's {}: give more --host-memory, "
-                                  "a smaller --batch or fewer --max-new-tokens",
-                                  shape.batch, human_bytes(shape.cache), human_bytes(settings.host_memory)));
-    settings.host_memory -= shape.cache;
+    settings.cache = shape.cache;
     announce_device(options_, settings, log_);
     settings.workspace = shape.workspace;
     try {
@@ -245,9 +241,10 @@ class Generation {
       if (error.error().kind != io::ErrorKind::usage) throw;
       io::Error told = error.error();
       told.detail += fmt::format(
-          "; keys and values take {} of --host-memory besides, and their use {} of --device-memory: a smaller --batch, "
-          "fewer --max-new-tokens or a smaller --sequence-length need less",
-          human_bytes(shape.cache), human_bytes(shape.workspace));
+          "; computing with keys and values takes {} of --device-memory: a smaller --batch, fewer --max-new-tokens or "
+          "a "
+          "smaller --sequence-length need less{}",
+          human_bytes(shape.workspace), settings.storage.empty() ? ", and with --storage not all are in RAM" : "");
       throw Exception(std::move(told));
     }
     log_.say(session_->describe());
@@ -312,7 +309,8 @@ class Generation {
       return lanes[index].bytes - lanes_[index].bytes;
     };
     const std::uint64_t read = moved(swap::Lane::disk_read), uploaded = moved(swap::Lane::upload);
-    const std::optional<double> limit = streaming_limit(read, uploaded);
+    const CacheTraffic traffic = session_->key_values() != nullptr ? session_->key_values()->traffic() : CacheTraffic();
+    const std::optional<double> limit = streaming_limit(read + traffic.read, uploaded);
     nlohmann::json generation{{"prompts", prompts},
                               {"tokens", tokens_},
                               {"seconds", seconds},
@@ -323,10 +321,19 @@ class Generation {
                               {"passes", passes_},
                               {"bytes_read", read},
                               {"bytes_uploaded", uploaded}};
+    const CachePlacement& cache = session_->plan().cache;
+    generation["keys_and_values"] = {{"host_bytes", cache.host},
+                                     {"storage_bytes", cache.storage},
+                                     {"bytes_read", traffic.read},
+                                     {"bytes_written", traffic.written},
+                                     {"waited_s", traffic.waited}};
     std::string line = fmt::format("{} token{} in {:.1f} s, {:.2f} a second; {} was busy {:.0f}% of it", tokens_,
                                    tokens_ == 1 ? "" : "s", seconds, rate, name, 100 * share);
     line += limit ? fmt::format("; reading and uploading alone allow {:.2f}", *limit)
                   : "; what reading and uploading alone allow is unknown until `tierflow plan` measures this machine";
+    if (cache.storage != 0)
+      line += fmt::format("; of keys and values {} were read and {} written, which took {:.0f}% of it",
+                          human_bytes(traffic.read), human_bytes(traffic.written), 100 * traffic.waited / seconds);
     if (const ExpertUse now = session_->expert_use(); now.all > experts_.all) {
       const ExpertUse use{.all = now.all - experts_.all,
                           .chosen = now.chosen - experts_.chosen,

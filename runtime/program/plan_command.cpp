@@ -75,6 +75,15 @@ std::optional<TuningCost> full_tuning(const PlanOptions& options, const ModelSpe
   }
 }
 
+// Of the pass that computes the reference before the first step, where one does.
+std::optional<double> reference_rate(const PlanOptions& options, const ModelSpec& spec, const Planned& planned) {
+  const LossRule& rule = planned.session.loss;
+  if (!rule.needs_reference() || rule.computes_reference()) return std::nullopt;
+  const SessionPlan& plan = planned.placement.plan;
+  return static_cast<double>(plan.evaluated_at_once * planned.session.micro_batch / sequences_in_one(options)) /
+         forward_seconds(plan, rates_of(spec, planned.profile));
+}
+
 class Planning {
  public:
   // modelled: a machine that is not here; nothing: this one.
@@ -190,6 +199,7 @@ int run_plan(const PlanOptions& options, const std::function<void(const ProfileJ
                            .placement = planned.placement,
                            .modelled = modelled ? &*modelled : nullptr,
                            .full = full_tuning(options, spec, planned),
+                           .reference_pairs_per_second = reference_rate(options, spec, planned),
                            .step_seconds_unclipped = step_seconds_unclipped(spec, planned.session, planned.profile)});
   report["step_shapes"] = shapes;
   const std::uint64_t needed = report["storage"]["bytes"],

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/planning/break_even.h"
+#include "runtime/planning/reference_file.h"
 #include "runtime/planning/speculation.h"
 #include "runtime/spec/active_parameters.h"
 #include "runtime/spec/adapters.h"
@@ -198,6 +199,16 @@ Json galore_json(const PlannedRun& run) {
   return json;
 }
 
+// How the reference of preference pairs comes to be; null where the loss has none.
+Json reference_json(const PlannedRun& run) {
+  if (!run.session.loss.needs_reference()) return nullptr;
+  const bool before = run.reference_pairs_per_second.has_value();
+  return {{"computed", before ? "before the first step" : "in the visits of each step"},
+          {"pairs_per_s", before ? Json(*run.reference_pairs_per_second) : Json()},
+          {"host_bytes_per_pair", before ? kReferenceRam : 0},
+          {"storage_bytes_per_pair", before ? kReferenceFile : 0}};
+}
+
 Json clip_json(const PlannedRun& run) {
   Json clip{{"norm", run.session.clip ? Json(*run.session.clip) : Json("none")},
             {"staged", run.placement.plan.arrangement.staged}};
@@ -367,6 +378,7 @@ Json plan_json(const PlannedRun& run) {
           {"clip", clip_json(run)},
           {"updates", updates_json(run)},
           {"galore", galore_json(run)},
+          {"reference", reference_json(run)},
           {"step", step_json(run)},
           {"wear",
            {{"tb_written_per_step", written},

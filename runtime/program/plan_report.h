@@ -23,6 +23,8 @@ struct PlannedRun {
   const Placement& placement;
   const MachineModel* modelled = nullptr;  // the machine that the profile was computed from; null: it was measured here
   std::optional<TuningCost> full;          // of full tuning, where gradients are projected and the budgets allow it
+  // Of a pass over the pairs before the first step, where the loss takes its reference from one.
+  std::optional<double> reference_pairs_per_second;
   std::optional<double> step_seconds_unclipped;  // of the same run with --clip none, where it clips and that works
 };
 

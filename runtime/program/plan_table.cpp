@@ -155,6 +155,19 @@ std::string plan_text(const Json& plan) {
     row("", fmt::format("the projected weights themselves are written once a window, which begins with {} in all",
                         size(galore["written_per_window"])));
   }
+  if (const Json& reference = plan["reference"]; !reference.is_null()) {
+    if (reference["pairs_per_s"].is_null())
+      row("reference", "the base, computed in the visits of each step; its time is in the step's");
+    else
+      row("reference",
+          fmt::format(
+              "computed before the first step, forward alone: {:.1f} pairs/s; {} bytes of RAM a pair beside the "
+              "above{}",
+              reference["pairs_per_s"].get<double>(), reference["host_bytes_per_pair"].get<int>(),
+              storage["bytes"] == 0
+                  ? std::string()
+                  : fmt::format(" and {} of storage", reference["storage_bytes_per_pair"].get<int>())));
+  }
   if (storage["bytes"] != 0)
     row("wear",
         fmt::format("{:.3g} TB written a step, {:.3g} TB a day", plan["wear"]["tb_written_per_step"].get<double>(),

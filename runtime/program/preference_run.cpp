@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "runtime/base/exception.h"
+#include "runtime/base/machine.h"
 #include "runtime/base/signals.h"
 #include "runtime/models/pair_batch.h"
 #include "runtime/planning/left_store.h"
@@ -29,6 +30,16 @@ PreferenceRun::PreferenceRun(const TrainOptions& options, const Dataset& data, b
       data_(data),
       rule_(rule_of(options, base_is_reference)),
       rows_(options.micro_batch * sequences_in_one(options)) {}
+
+void PreferenceRun::set_aside(SessionOptions& session) const {
+  if (!rule_.needs_reference() || rule_.computes_reference()) return;
+  const auto pairs = static_cast<std::uint64_t>(data_.all_sequences()) / 2, bytes = kReferenceRam * pairs;
+  if (bytes >= session.host_memory)
+    throw Exception(io::ErrorKind::usage, fmt::format("the reference of {} pairs takes {} of the host's {}: give more "
+                                                      "--host-memory",
+                                                      pairs, human_bytes(bytes), human_bytes(session.host_memory)));
+  session.host_memory -= bytes;
+}
 
 void PreferenceRun::set_reference(Session& session, const std::string& identity, TrainingLog& log) {
   if (!rule_.needs_reference()) return;

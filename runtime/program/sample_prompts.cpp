@@ -28,15 +28,16 @@ void SamplePrompts::set_aside(SessionOptions& session, const ModelSpec& spec, co
   const auto refuse = [](const std::string& what) { throw Exception(io::ErrorKind::usage, what); };
   if (at_once > session.micro_batch * session.sequence_length)
     refuse(fmt::format("{} of --sample-prompts at once are more than a micro-batch has tokens: give fewer", at_once));
-  if (shape.cache >= session.host_memory)
+  const std::uint64_t cache = shape.cache.bytes();
+  if (cache >= session.host_memory)
     refuse(
         fmt::format("keys and values of the samples take {} of the host's {}: give more --host-memory, shorter "
                     "--sample-prompts or fewer --max-new-tokens",
-                    human_bytes(shape.cache), human_bytes(session.host_memory)));
-  session.host_memory -= shape.cache;
+                    human_bytes(cache), human_bytes(session.host_memory)));
+  session.host_memory -= cache;
   session.workspace += shape.workspace;
   say(fmt::format("samples: keys and values take {} of --host-memory, their use {} of --device-memory",
-                  human_bytes(shape.cache), human_bytes(shape.workspace)));
+                  human_bytes(cache), human_bytes(shape.workspace)));
 }
 
 }  // namespace tierflow

@@ -172,6 +172,7 @@ class Training {
     record_.configuration = configuration_hash(effective_configuration(options_));
     session.remembered = record_.json();
     teacher_.tell(session);
+    preference_.set_aside(session);
     sample_prompts_.set_aside(session, spec_, [this](const std::string& line) { log_.say(line); });
     if (left_.resumable) {
       session.resume = true;

@@ -34,7 +34,8 @@ class Places {
         prompts_(prompts),
         options_(options),
         sequences_(std::min(prompts.size(), static_cast<std::size_t>(session.options().micro_batches))),
-        own_cache_(std::in_place, session.model().spec(), std::vector<std::int64_t>(sequences_.size()), longest_span()),
+        own_cache_(std::in_place, session.model().spec(), std::vector<std::int64_t>(sequences_.size()), longest_span(),
+                   session.key_values()),
         cache_(*own_cache_) {}
   // One prompt, whose first tokens `computed` are in the cache; in the end it has those that are there then.
   Places(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options, KeyValueCache& cache,
@@ -47,6 +48,7 @@ class Places {
       const std::vector<CachedRow> rows = next_rows();
       if (rows.empty()) return;
       events.before_pass();
+      cache_.expect(rows);
       const std::vector<at::Tensor> logits = session_.next_logits(rows, goes_on_behind(rows));
       for (std::size_t row = 0; row < rows.size(); ++row)
         for (std::size_t at = 0; at < rows[row].spans.size(); ++at)
@@ -174,7 +176,7 @@ Talk::Talk(Session& session, std::int64_t most)
     : session_(session),
       most_(most),
       cache_(std::make_unique<KeyValueCache>(session.model().spec(), std::vector<std::int64_t>{most},
-                                             session.options().sequence_length)) {}
+                                             session.options().sequence_length, session.key_values())) {}
 
 Talk::~Talk() = default;
 

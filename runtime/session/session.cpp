@@ -122,6 +122,10 @@ const SessionPlan& Session::plan() const {
   return impl_->plan;
 }
 
+KeyValueStore* Session::key_values() const {
+  return impl_->key_values.get();
+}
+
 std::optional<io::VolumeMode> Session::storage_mode() const {
   if (impl_->store == nullptr) return std::nullopt;
   return impl_->store->mode();

@@ -126,6 +126,7 @@ struct Evaluation {
 using Scored = std::function<void(std::int64_t index, const MicroBatch& batch, const HeadScores& scores)>;
 
 class CommittedStep;
+class KeyValueStore;
 
 class Session {
  public:
@@ -202,6 +203,8 @@ class Session {
   std::string attention() const;
   // With SessionOptions::record: the tasks that ended since the last call. They take memory until then.
   std::vector<swap::TaskRecord> take_timeline();
+  // Where keys and values lie that the plan puts on storage; null: there are none. For one KeyValueCache at a time.
+  KeyValueStore* key_values() const;
   // Empty where everything is resident.
   std::optional<io::VolumeMode> storage_mode() const;
   std::vector<io::DriveStats> drives() const;

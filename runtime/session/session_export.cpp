@@ -253,6 +253,12 @@ std::string Session::describe() const {
   if (!impl.plan.arrangement.staged && impl.plan.defers())
     text += "; " + share(impl.plan.arrangement.deferred) + " of the updates wait for the next forward";
   if (on_host != 0) text += ", the boundary activations of " + std::to_string(on_host) + " layers";
+  if (const CachePlacement& cache = impl.plan.cache; cache.host != 0) {
+    const auto layers = cached_layers(impl.options.cache);
+    text += ", keys and values of " + std::to_string(layers - cache.stored_layers()) + " of " + std::to_string(layers) +
+            " layers (" + mib(cache.host) + ")";
+    if (cache.storage != 0) text += "; those of the other layers on storage (" + mib(cache.storage) + ")";
+  }
   if (impl.options.device != "cpu") {
     const std::string note = impl.executor().pin_note();
     text += "; " + (note.empty() ? "all of the host memory is pinned" : note);

@@ -6,6 +6,7 @@
 #include "runtime/checkpoint/source_folder.h"
 #include "runtime/device/tensor_slot.h"
 #include "runtime/models/dense_weights.h"
+#include "runtime/models/key_value_store.h"
 #include "runtime/models/layered_model.h"
 #include "runtime/models/pair_batch.h"
 #include "runtime/planning/missed_updates.h"
@@ -32,6 +33,7 @@ struct Session::Impl {
   ProbedModel probe();
   void check_write_limit() const;
   void make_store(const swap::Store::Contents& left);
+  void make_key_value_store();
   void check_resumed(const std::string& identity) const;
   void restore(const Progress& progress);
   std::uint64_t writes_of_next_step() const;  // an export's or commit's included
@@ -133,6 +135,7 @@ struct Session::Impl {
   std::unique_ptr<swap::Planner> planner;
   std::unique_ptr<swap::VisitPlanner> visits;  // in its place where stages have units on demand
   ExpertUse expert_use;
+  std::unique_ptr<KeyValueStore> key_values;
   std::unique_ptr<StreamedState> state;  // last: drains before the rest goes
 
   // By computation of the stage at hand, each of so many micro-batches: its input, then its gradient.

@@ -99,6 +99,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
     check_write_limit();
     make_store(left);
   }
+  if (plan.cache.storage != 0) make_key_value_store();
   state = std::make_unique<StreamedState>(model->spec().units, plan.packed, *plan.layout, plan.arrangement, store.get(),
                                           StreamedState::Options{.device = options.device,
                                                                  .train = options.train,
@@ -235,6 +236,16 @@ void Session::Impl::make_store(const swap::Store::Contents& left) {
   }
   store = value_or_throw(std::move(made));
   leave_note(options.storage, plan.commit_every != 0);
+}
+
+// Nothing of it is left of a process that is killed.
+void Session::Impl::make_key_value_store() {
+  io::VolumeOptions volume = storage_volume(options);
+  volume.name = "keys-and-values";
+  volume.bytes = plan.cache.storage;
+  auto made = value_or_throw(with_room([&] { return io::Volume::create(volume); }));
+  made->remove_files();
+  key_values = std::make_unique<KeyValueStore>(std::move(made), options.cache, plan.cache);
 }
 
 void Session::Impl::check_write_limit() const {

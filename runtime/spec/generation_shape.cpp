@@ -65,13 +65,13 @@ std::uint64_t key_value_workspace(const ModelSpec& spec, std::int64_t capacity, 
   return static_cast<std::uint64_t>(capacity * (tokens + scores));
 }
 
+bool has_keys_and_values(const ModelSpec& spec, int stage) {
+  const StageKind kind = spec.stages[static_cast<std::size_t>(stage)].kind;
+  return kind == StageKind::block || kind == StageKind::attention;
+}
+
 std::uint64_t key_value_bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span) {
-  std::int64_t slots = 0;
-  for (const StageSpec& stage : spec.stages)
-    if (stage.kind == StageKind::block || stage.kind == StageKind::attention)
-      slots += kept_tokens(capacity, spec.config.layer(stage.block).window, longest_span);
-  constexpr std::uint64_t kWord = 2;
-  return 2 * kWord * static_cast<std::uint64_t>(slots * spec.config.kv_heads * spec.config.head_dim);
+  return CacheShape::of(spec, {capacity}, longest_span).bytes();
 }
 
 GenerationShape GenerationShape::of(const ModelSpec& spec, const std::vector<Tokens>& prompts,
@@ -91,17 +91,17 @@ GenerationShape GenerationShape::of(const ModelSpec& spec, const std::vector<Tok
   const std::int64_t capacity = longest + options.max_new_tokens;
   shape.workspace = key_value_workspace(spec, capacity, pieces ? shape.tokens : 1) +
                     beside_cache(c, capacity, pieces ? shape.batch : 1, shape.batch);
-  std::vector<std::uint64_t> caches;
-  for (const Tokens& prompt : prompts)
-    caches.push_back(key_value_bytes(spec, capacity_of(prompt, options.max_new_tokens), pieces ? shape.tokens : 1));
-  std::sort(caches.begin(), caches.end(), std::greater<>());  // any may be there together
-  for (std::int64_t i = 0; i < shape.batch; ++i) shape.cache += caches[static_cast<std::size_t>(i)];
+  std::vector<std::int64_t> capacities;
+  for (const Tokens& prompt : prompts) capacities.push_back(capacity_of(prompt, options.max_new_tokens));
+  std::sort(capacities.begin(), capacities.end(), std::greater<>());  // any may be there together
+  capacities.resize(static_cast<std::size_t>(shape.batch));
+  shape.cache = CacheShape::of(spec, capacities, pieces ? shape.tokens : 1);
   return shape;
 }
 
 GenerationShape GenerationShape::of_talk(const ModelSpec& spec, std::int64_t most, std::int64_t most_tokens) {
   GenerationShape shape{.batch = 1, .tokens = std::max<std::int64_t>(2, std::min(most, most_tokens))};
-  shape.cache = key_value_bytes(spec, most, shape.tokens);
+  shape.cache = CacheShape::of(spec, {most}, shape.tokens);
   shape.workspace = key_value_workspace(spec, most, shape.tokens) + beside_cache(spec.config, most, 1, 1);
   return shape;
 }

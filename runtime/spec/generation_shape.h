@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "runtime/spec/cache_shape.h"
 #include "runtime/spec/generation_config.h"
 #include "runtime/spec/model_spec.h"
 
@@ -20,7 +21,7 @@ struct GenerationOptions {
 struct GenerationShape {
   std::int64_t batch = 0;       // sequences at once: micro_batches
   std::int64_t tokens = 0;      // of a row that is computed at once: sequence_length, with a micro_batch of 1
-  std::uint64_t cache = 0;      // bytes of host memory for keys and values, beside the session's budget
+  CacheShape cache;             // SessionOptions::cache
   std::uint64_t workspace = 0;  // SessionOptions::workspace
   static GenerationShape of(const ModelSpec& spec, const std::vector<std::vector<std::int64_t>>& prompts,
                             const GenerationOptions& options, std::int64_t most_at_once, std::int64_t most_tokens);
@@ -39,6 +40,8 @@ std::int64_t short_context(const ModelSpec& spec);
 
 // How many tokens of a sequence a layer keeps: all, or of one with a window (else 0) those in it and a span's.
 std::int64_t kept_tokens(std::int64_t capacity, std::int64_t window, std::int64_t longest_span);
+// Whether the stage has attention.
+bool has_keys_and_values(const ModelSpec& spec, int stage);
 // As KeyValueCache::bytes() and workspace().
 std::uint64_t key_value_bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span);
 std::uint64_t key_value_workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries);

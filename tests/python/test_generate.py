@@ -106,6 +106,22 @@ def test_a_long_prompt_is_computed_in_pieces(work):
         assert worst_choice(model, prompt, found[number]["tokens"]) < 0.1
 
 
+def test_keys_and_values_go_to_storage_where_memory_is_short(work):
+    (work / "config.json").write_text(json.dumps(config(hidden=128, layers=6, max_position_embeddings=512)))
+    run(work, "init", "--config", "config.json", "--out", "model")
+    words = [*prompts_file(work, [f"{number} " * 20 for number in range(12)]), "--max-new-tokens", "40", "--device", "cpu", "--device-memory", "64MiB"]
+    expected = generated(work, *words, "--host-memory", "64MiB")
+    for host, storage in ("64MiB", False), ("1400KiB", True), ("700KiB", True):
+        log = work / f"{host}.json"
+        found = generated(work, *words, "--host-memory", host, "--storage", "state", "--log-json", log)
+        use = json.loads(log.read_text().splitlines()[-1])["generation"]["keys_and_values"]
+        assert found == expected and use["host_bytes"] > 0
+        assert (use["storage_bytes"] > 0) == (use["bytes_read"] > 0) == (use["bytes_written"] > 0) == storage
+        assert not list((work / "state").glob("*"))
+    done = run(work, "generate", "--model", "model", *words, "--host-memory", "100KiB", "--storage", "state", ok=False)
+    assert done.returncode == 2 and "keys and values" in the_error(done.stderr)
+
+
 def test_stop_tokens_end_a_text(work):
     model = saved("llama3", work / "model")
     with torch.no_grad():
@@ -158,14 +174,21 @@ def test_conversations_are_rendered_by_the_models_template(chat):
 
 
 def test_a_talk_on_the_terminal_remembers(chat):
-    talk = ["generate", "--model", "model", "--chat", "--max-new-tokens", "6", "--context", "200", *SMALL]
-    done = run(chat, *talk, input="What is 2 + 2?\nagain\n")
-    first = generated(chat, "--prompt", "What is 2 + 2?", "--chat", "--max-new-tokens", "6", *SMALL)[1]["text"]
-    conversation = [("user", "What is 2 + 2?"), ("assistant", first), ("user", "again")]
-    write_rows(chat / "rows.jsonl", [{"messages": messages(conversation)}])
-    second = generated(chat, "--prompts", "rows.jsonl", "--max-new-tokens", "6", *SMALL)[1]["text"]
-    # What follows the tokens that are taken over may differ by rounding: these weights are random, and their logits flat.
-    assert done.stdout.startswith(first + "\n" + second[: len(second) // 2])
+    """The whole of it, of a model that is sure of its answers: what follows the tokens that are taken over may differ by rounding, and random weights have flat logits."""
+    asked = ["What is 2 + 2?", "again", "and again"]
+    turns = [("user", asked[0]), ("assistant", "It is 4."), ("user", asked[1]), ("assistant", "It is 4 again."), ("user", asked[2]), ("assistant", "So it is.")]
+    write_rows(chat / "turns.jsonl", [{"messages": messages(turns)}] * 8)
+    run(chat, "train", "--model", "model", "--data", "turns.jsonl", "--method", "lora", "--lr", "5e-3", "--steps", "150", "--held-out", "0", "--out", "tuned", "--sequence-length", "128", *SMALL)
+    sure = ["--model", "model", "--adapter", "tuned", "--stop", "<|end|>", "--max-new-tokens", "12"]
+    talk = ["generate", *sure, "--chat", "--context", "200", *SMALL]
+    done = run(chat, *talk, input="".join(line + "\n" for line in asked))
+    answers = []
+    for number in range(len(asked)):  # each of the whole conversation until then
+        write_rows(chat / "rows.jsonl", [{"messages": messages(turns[: 2 * number + 1])}])
+        answers.append(generated(chat, "--prompts", "rows.jsonl", *sure[2:], *SMALL)[1]["text"])
+    assert answers == [text for role, text in turns if role == "assistant"]
+    assert done.stdout == "".join(answer + "\n" for answer in answers)
+    first = answers[0]
     # What the turns before had is not computed again: all of the first prompt, at least; a third turn takes over more.
     log = chat / "talk.json"
     run(chat, *talk, "--log-json", log, input="What is 2 + 2?\nagain\nand again\n")
@@ -187,7 +210,7 @@ def test_a_talk_on_the_terminal_remembers(chat):
         assert process.wait(timeout=60) == 130, "Ctrl-C at the prompt"
     finally:
         process.kill()
-    done = run(chat, *talk[:-len(SMALL) - 1], "40", *SMALL, input="a very long message " * 20, ok=False)
+    done = run(chat, *talk[: -len(SMALL) - 1], "40", *SMALL, input="a very long message " * 20, ok=False)
     assert done.returncode == 2 and "beyond 40 (--context)" in the_error(done.stderr)
 
 
@@ -222,7 +245,7 @@ def test_what_cannot_be_answered_is_one_line(chat):
     assert "beyond the model's 512 positions" in refused(*model, "--prompt", "a " * 600, code=2)
     assert "--temperature is -1" in refused(*model, "--prompt", "a", "--temperature", "-1", code=2)
     (chat / "many.txt").write_text("a\n" * 30)
-    assert "more --host-memory" in refused(*model, "--prompts", "many.txt", "--max-new-tokens", "400", code=2)
+    assert "keys and values of 30 sequences take" in refused(*model, "--prompts", "many.txt", "--max-new-tokens", "400", code=2)
     (chat / "model" / "chat_template.jinja").unlink()
     assert "without a chat template" in refused(*model, "--prompt", "a", "--chat", code=3)
     (chat / "model" / "tokenizer.json").unlink()

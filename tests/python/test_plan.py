@@ -347,3 +347,12 @@ def test_plans_for_a_machine_that_is_not_here_and_names_the_source_of_each_numbe
         refused = run(work, *words, *more, ok=False)
         lines = [line for line in refused.stderr.splitlines() if not line.startswith("budgets")]
         assert refused.returncode == 2 and len(lines) == 1 and said in lines[0], refused.stderr
+
+
+def test_the_reference_of_pairs_is_planned(work):
+    run(work, "init", "--config", "config.json", "--out", "of-pairs")
+    words = ["plan", "--model", "of-pairs", "--machine", "rtx4090-128gb-2nvme", "--sequence-length", "64", "--json"]
+    found = {method: json.loads(run(work, *words, "--loss", "dpo", "--method", method).stdout)["reference"] for method in ("full", "lora")}
+    assert found["full"]["computed"] == "before the first step" and found["full"]["pairs_per_s"] > 0 and found["full"]["host_bytes_per_pair"] == 32
+    assert found["lora"] == {"computed": "in the visits of each step", "pairs_per_s": None, "host_bytes_per_pair": 0, "storage_bytes_per_pair": 0}
+    assert json.loads(run(work, *words).stdout)["reference"] is None

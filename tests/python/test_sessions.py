@@ -1,6 +1,7 @@
 """tierflow.Session computes what the program does: the same losses and results, to the bit, for pairs, adapters, projected gradients and a teacher's tokens."""
 
 import json
+import math
 
 import pytest
 from program import needs_torch, run, small, steps_of
@@ -58,7 +59,7 @@ def by_program(work, tmp_path, data, *more):
     return steps_of(tmp_path / "log.json")
 
 
-def by_session(work, tmp_path, steps, **more):
+def by_session(work, tmp_path, steps, /, **more):
     with tierflow.Session(work / "model", tierflow.Budget(**BUDGET), sequence_length=LENGTH, lr=LR, **more) as session:
         found = [session.step(batches) for batches in steps]
         session.save(tmp_path / "session")
@@ -140,9 +141,62 @@ def test_streamed_a_dpo_step_reads_the_base_as_often_as_another_and_has_the_same
     assert read["dpo"] == read["simpo"] > 0
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_schedules_are_the_programs(work, tmp_path, kind):
+    words = ["train", "--model", "model", "--data", "rows.tfd", "--packing", "none", "--lr", str(LR), "--lr-schedule", kind, "--warmup", "2", "--held-out", "0", "--steps",
+             "6", "--threads", str(torch.get_num_threads()), *small("--sequence-length", str(LENGTH), "--micro-batch", "2")]  # fmt: skip
+    run(work, *words, "--out", tmp_path / "program", "--log-json", tmp_path / "log.json")
+    expected = steps_of(tmp_path / "log.json")
+    loader = list(torch.utils.data.DataLoader(rows_of(work), 2))
+    found = by_session(work, tmp_path, [[batch] for batch in loader[:6]], micro_batch=2, lr_schedule=kind, warmup=2, steps=6)
+    assert [step["lr"] for step in found] == [step["lr"] for step in expected] and len({step["lr"] for step in found}) > 3
+    expect_same(found, expected, ["loss", "grad_norm"], tmp_path)
+
+
+def durable(work, folder, every=True, **more):
+    budget = tierflow.Budget(device="64MiB", host="64MiB", storage=[folder], durable=every)
+    settings = {"method": "galore", "adapters": {"rank": 8, "update_gap": 2}, "micro_batch": 2, "lr": LR, "lr_schedule": "cosine", "warmup": 1, "steps": 6, "data": rows_of(work)}
+    return tierflow.Session(work / "model", budget, sequence_length=LENGTH, allow_any_filesystem=True, **{**settings, **more})
+
+
+def test_a_durable_session_goes_on_with_the_same_bits(work, tmp_path):
+    loader = [[batch] for batch in torch.utils.data.DataLoader(rows_of(work), 2)][:6]
+    with durable(work, tmp_path / "whole") as session:
+        whole = [session.step(batches) for batches in loader]
+        session.save(tmp_path / "expected")
+        session.close(discard=True)
+    assert not list((tmp_path / "whole").iterdir())
+    found, begun = {}, []
+    for stops in (2, 5, 6):  # killed, killed, closed in order
+        session = durable(work, tmp_path / "state")
+        begun.append(session.steps)
+        assert session.notes == (None if session.steps == 0 else {"after": session.steps})
+        for step in range(session.steps, stops):
+            found[step] = session.step(loader[step])
+            session.notes = {"after": step + 1}
+        if stops < 6:
+            del session  # nothing is committed behind the step before
+        else:
+            session.close()
+    assert begun == [0, 1, 4]
+    with durable(work, tmp_path / "state") as session:
+        assert session.steps == 6 and session.notes == {"after": 6}
+        assert session.evaluate(loader[0])["perplexity"] == pytest.approx(math.exp(session.evaluate(loader[0])["loss"]))
+        session.save(tmp_path / "found")
+    names = ["loss", "grad_norm", "lr"]
+    assert [{name: found[step][name] for name in names} for step in range(6)] == [{name: step[name] for name in names} for step in whole]
+    assert (tmp_path / "found" / "model.safetensors").read_bytes() == (tmp_path / "expected" / "model.safetensors").read_bytes()
+    run(work, "export", "--storage", tmp_path / "state", "--out", tmp_path / "exported")
+    assert (tmp_path / "exported" / "model.safetensors").read_bytes() == (tmp_path / "expected" / "model.safetensors").read_bytes()
+    for more, why in (({"micro_batch": 1}, "had micro_batch 2, not 1"), ({"data": "others"}, "had data"), ({"adapters": {"rank": 4}}, "its adapter is not this one's")):
+        with pytest.raises(tierflow.UsageError, match=why):
+            durable(work, tmp_path / "state", **more)
+
+
 def test_what_is_wrong_is_one_line(work):
     for more, why in (({"method": "none"}, "none of full, lora, galore"), ({"loss": {"kind": "ipo"}}, "ipo"), ({"loss": {"gama": 1}}, "there are kind, beta"),
-                      ({"method": "lora", "adapters": {"r": 8}}, "there are rank")):  # fmt: skip
+                      ({"method": "lora", "adapters": {"r": 8}}, "there are rank"), ({"lr_schedule": "step"}, "none of constant, linear, cosine"),
+                      ({"lr_schedule": "cosine"}, "asks for the steps")):  # fmt: skip
         with pytest.raises(tierflow.Error, match=why):
             tierflow.Session(work / "model", tierflow.Budget(**BUDGET), sequence_length=LENGTH, **more)
     closed = tierflow.Session(work / "model", tierflow.Budget(**BUDGET), sequence_length=LENGTH)

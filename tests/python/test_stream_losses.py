@@ -74,10 +74,10 @@ def test_simpo_and_orpo_are_trls(work, name):  # noqa: F811
     assert loss.rewards.shape == (6, 2) and loss.rewards.flatten().tolist() == pytest.approx((0.7 * means).tolist(), rel=1e-4)
 
 
-def adapted(work, plan):  # noqa: F811
+def adapted(work, plan, **more):  # noqa: F811
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    model = peft.get_peft_model(tierflow.load(work / "model", plan), peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    model = peft.get_peft_model(tierflow.load(work / "model", plan), peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **more))
     return model.train(), tierflow.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
 
 
@@ -111,6 +111,41 @@ def test_dpo_of_a_peft_model_takes_the_base_as_its_reference(work, tmp_path):  #
         opt.step()
         opt.zero_grad()
         assert total == loss
+    tierflow.close(model)
+
+
+def test_a_dpo_step_reads_the_base_as_often_as_another(work, tmp_path):  # noqa: F811
+    steps, read = stepped(pairs_of(work), 1, 3), {}
+    for loss in "dpo", "simpo":
+        plan = scarce(tmp_path / loss, trainable=False)
+        plan.extra = {"chaos_seed": 5, "chunk_elements": 4096}
+        plan.budget = tierflow.Budget(device="120KiB", host="100KiB", storage=[tmp_path / loss], activations=0.0)  # the base does not fit
+        model, opt = adapted(work, plan)
+        trainer = tierflow.Trainer(model, opt, loss=loss)
+        moved = [tierflow.stats(model)["lanes"]["disk_read"]["bytes"]]
+        for batches in steps:
+            trainer.step(batches)
+            moved.append(tierflow.stats(model)["lanes"]["disk_read"]["bytes"])
+        trainer.evaluate(steps[0])
+        moved.append(tierflow.stats(model)["lanes"]["disk_read"]["bytes"])
+        read[loss] = [after - before for before, after in zip(moved, moved[1:], strict=False)][1:]  # the first step learns the order
+        tierflow.close(model)
+    assert read["dpo"] == read["simpo"] and min(read["dpo"]) > 0
+
+
+def test_a_reference_beside_saved_modules_takes_its_own_pass_and_says_so(work, caplog):  # noqa: F811
+    steps = stepped(pairs_of(work), 2, 2)
+    model, opt = adapted(work, roomy(trainable=False), modules_to_save=["lm_head"])
+    trainer = tierflow.Trainer(model, opt, loss="dpo")
+    with model.disable_adapter():
+        references = [trainer.evaluate(batches, losses.log_probabilities) for batches in steps]
+    found = [trainer.step(batches).loss for batches in steps]
+    assert [record.message for record in caplog.records if "in a pass of its own" in record.message] == [caplog.records[0].message]
+    tierflow.close(model)
+    model, opt = adapted(work, roomy(trainable=False), modules_to_save=["lm_head"])
+    trainer = tierflow.Trainer(model, opt, loss="dpo")
+    given = [[{**batch, "reference": values} for batch, values in zip(batches, of_step, strict=True)] for batches, of_step in zip(steps, references, strict=True)]
+    assert [trainer.step(batches).loss for batches in given] == found
     tierflow.close(model)
 
 

@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
+#include <regex>
 
 #include "runtime/device/device_memory.h"
 #include "runtime/models/key_value_cache.h"
+#include "runtime/models/key_value_store.h"
 #include "runtime/session/generator.h"
 #include "runtime/session/sampler.h"
 #include "tests/runtime/expect.h"
@@ -24,6 +27,21 @@ SessionOptions for_generation(SessionOptions options) {
   options.train = false;
   options.micro_batch = 1;
   return options;
+}
+
+// Null where the budgets are too small.
+std::unique_ptr<Session> opened(const Model& model, const SessionOptions& options) {
+  try {
+    return std::make_unique<Session>(model, options);
+  } catch (const Exception& error) {
+    if (error.error().kind != io::ErrorKind::usage) throw;
+    return nullptr;
+  }
+}
+
+std::string with_layers(std::string json, int layers) {
+  return std::regex_replace(json, std::regex("\"num_hidden_layers\": ?[0-9]+"),
+                            "\"num_hidden_layers\":" + std::to_string(layers));
 }
 
 Tokens some_tokens(std::int64_t count, std::int64_t first) {
@@ -92,6 +110,63 @@ TEST(Generation, has_the_same_tokens_under_every_budget) {
     EXPECT_EQ(expected[1].size(), 6U);
     EXPECT_NE(expected[0], expected[1]);
   }
+}
+
+// In RAM; on storage, with as few buffers as work; some layers' here and some there.
+TEST(Generation, has_the_same_tokens_wherever_keys_and_values_lie) {
+  DeviceMemory::install();
+  const Folder folder;
+  const GenerationOptions options{.sampling = {.sample = true, .top_k = 0}, .max_new_tokens = 9, .seed = 9};
+  std::vector<Tokens> prompts;
+  for (std::int64_t i = 0; i < 7; ++i) prompts.push_back(some_tokens(20 + 5 * i, i));  // all are computed in pieces
+  int stored = 0, split = 0;
+  for (Case which : cases()) {
+    if (which.name == cases().front().name) which.json = with_layers(which.json, 8);
+    SCOPED_TRACE(which.name);
+    const Model model = model_of(which);
+    Session session(model, for_generation(resident(6)));
+    const auto expected = generated(session, prompts, options);
+    const GenerationShape shape = GenerationShape::of(model.spec(), prompts, options, 6, 16);
+    const std::uint64_t least = smallest_placement(shape.cache).host, all = shape.cache.bytes();
+    // From the smallest budget that works on, to the first one with which some layers' are in RAM.
+    for (std::uint64_t host = least, tried = 0; host < least + all; host += 12 * 1024) {
+      SessionOptions small = for_generation(streamed(resident(6), folder));
+      small.cache = shape.cache;
+      small.host_memory = host;
+      const std::unique_ptr<Session> streams = opened(model, small);
+      if (streams == nullptr) continue;
+      const CachePlacement& cache = streams->plan().cache;
+      EXPECT_LE(streams->plan().host_bytes(), host);
+      EXPECT_EQ(streams->key_values() != nullptr, cache.storage != 0);
+      if (cache.storage == 0) break;
+      const bool both = cache.stored_layers() < cached_layers(shape.cache);
+      if (tried++ > 0 && !both) continue;
+      ++stored;
+      split += both ? 1 : 0;
+      EXPECT_EQ(generated(*streams, prompts, options), expected);
+      const CacheTraffic traffic = streams->key_values()->traffic();
+      EXPECT_GT(traffic.read, 0U);
+      EXPECT_GT(traffic.written, 0U);
+      EXPECT_EQ(generated(*streams, prompts, options), expected);  // once more, in the same places
+      if (both || cached_layers(shape.cache) < 3) break;
+    }
+  }
+  EXPECT_GT(stored, 3);
+  EXPECT_GT(split, 0);
+}
+
+TEST(Generation, says_in_one_line_that_keys_and_values_fit_nowhere) {
+  DeviceMemory::install();
+  const Folder folder;
+  const std::vector<Tokens> prompts(3, some_tokens(16, 1));
+  const Model model = model_of(cases().front());
+  SessionOptions small = for_generation(streamed(resident(3), folder));
+  small.cache = GenerationShape::of(model.spec(), prompts, {.max_new_tokens = 40}, 3, 16).cache;
+  small.host_memory = smallest_placement(small.cache).host;
+  expect_refusal(io::ErrorKind::usage, {"keys and values of 3 sequences take"}, [&] { Session(model, small); });
+  small.storage.clear();
+  small.host_memory = small.cache.bytes();
+  expect_refusal(io::ErrorKind::usage, {"keys and values of 3 sequences take"}, [&] { Session(model, small); });
 }
 
 // Prompts of unequal length, texts of unequal length: where one ends, the next begins beside the others.
