@@ -545,7 +545,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(work):
     jumps = {"LD_PRELOAD": str(SHIM), "TIERFLOW_CLOCK_JUMPS": "1"}
     begun = time.time()
     process = start(work, *TRAIN, *TIGHT, delay_ms=4, env={"TIERFLOW_CLOCK_JUMPS": "1"}, stderr=subprocess.DEVNULL)
-    wait_until(lambda: process.poll() is not None or (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 2)
+    wait_until(lambda: process.poll() is not None or (work / "log.json").exists() and len(steps_of(work / "log.json")) >= 4)
     process.kill()
     process.wait()
     for _ in range(2):
