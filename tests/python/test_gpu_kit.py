@@ -357,7 +357,7 @@ def test_a_streamed_run_that_is_ended_says_what_it_has(changed, tmp_path):
     session(changed, tmp_path, "--rehearse", 3, "--only", "streamed_8b_8192", "--step-seconds", 3)
     entry = records(tmp_path, 3)["streamed_8b_8192"]
     assert entry["status"] == "timeout after 3 s"
-    assert {"stopped": "after 1 of 4 steps"} in entry["measured"]
+    assert {"stopped": "after 1 of 3 steps"} in entry["measured"]
     assert entry["measured"][-1]["step_s"] == 2.0 and entry["measured"][-1]["measured_to_predicted"] == 2.0 and entry["measured"][-1]["steps"] == 1
 
 
