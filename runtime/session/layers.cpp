@@ -67,7 +67,8 @@ class ModuleModel final : public LayeredModel {
  private:
   struct Adapted {
     std::shared_ptr<LinearImpl> module;
-    models::Linear linear;  // with its adapter, by position in the stage's weights
+    models::Adapter adapter;  // by position in the stage's weights
+    models::Linear linear;    // the same with its layer
   };
 
   // While a stage computes: its module's parameters are the weights, and its linear layers have their adapters.
@@ -83,8 +84,11 @@ class ModuleModel final : public LayeredModel {
       model.layers_[stage]->train(training);
       const double dropout = training ? model.spec_.config.adapter_dropout : 0.0;
       for (const Adapted& each : adapted_)
-        each.module->compute_by(
-            [this, &each, dropout](const torch::Tensor& x) { return each.linear(leaves_, x, dropout); });
+        each.module->compute_by([this, &each, dropout](const torch::Tensor& x) {
+          // The layer's own product, which training begins with to the bit; of rows with lengths the bias comes last.
+          if (each.adapter.has_magnitude()) return each.linear(leaves_, x, dropout);
+          return each.adapter.add_to(each.module->torch::nn::LinearImpl::forward(x), leaves_, x, dropout);
+        });
     }
     ~Bound() {
       for (const Adapted& each : adapted_) each.module->compute_by(nullptr);
@@ -109,7 +113,8 @@ class ModuleModel final : public LayeredModel {
         throw Exception(io::ErrorKind::usage, module.key() +
                                                   " is no tierflow::Linear, which alone can have an adapter: "
                                                   "make it one, or name other modules");
-      adapted_[stage].push_back({std::move(linear), models::Linear(index, module.key())});
+      adapted_[stage].push_back(
+          {std::move(linear), models::Adapter(index, module.key()), models::Linear(index, module.key())});
     }
   }
   static torch::Tensor scalar_loss(const Carry& carry) {
