@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -267,7 +267,7 @@ class Trainer:
             return beside
         if not switches(self.model):
             self._say_ahead()
-            with self.model.disable_adapter():
+            with cast(Any, self.model).disable_adapter():
                 found_ahead = self.evaluate(beside.batches, beside.function)
             for batch, value in zip(beside.batches, found_ahead, strict=True):
                 batch[beside.name] = value

@@ -275,8 +275,9 @@ std::string merge_model(const std::filesystem::path& base, const std::filesystem
                         const std::filesystem::path& folder, const Progress& progress = {}, const std::string& as = "");
 
 // Writes the committed weights of a store that a session kept as an HF folder, or the adapters that it trained as
-// PEFT's; of a store that a script of its own kept (script_model.h), what that says of its model. Returns what Session::export_hf() returns. Throws Exception (kind input) where the folder of which the result
-// is to take other parts is not there, or not as it was.
+// PEFT's; of a store that a script of its own kept (script_model.h), what that says of its model. Returns what
+// Session::export_hf() returns. Throws Exception (kind input) where the folder of which the result is to take other
+// parts is not there, or not as it was.
 std::string export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
                          const Progress& progress = {});
 
