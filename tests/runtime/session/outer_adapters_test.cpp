@@ -61,8 +61,9 @@ TEST_P(OuterAdapters, StreamedIsResident) {
 }
 
 TEST_P(OuterAdapters, AreWhereTheyBelong) {
+  const Model model = adapted(tiling());
   std::map<std::string, std::vector<std::int64_t>> rows;
-  for (const UnitSpec& unit : adapted(tiling()).spec().units)
+  for (const UnitSpec& unit : model.spec().units)
     for (const TensorSpec& tensor : unit.tensors)
       if (is_adapter(tensor) && tensor.name.find("q_proj") == std::string::npos)
         rows[tensor.name].push_back(tensor.shape.front());
