@@ -6,6 +6,7 @@
 #include "bindings/convert.h"
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
+#include "runtime/device/device_memory.h"
 #include "runtime/models/attention.h"
 #include "runtime/planning/export_request.h"
 #include "runtime/session/session.h"
@@ -300,10 +301,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return models::attention(q, k, v, {}, 0.0);
       },
       Released());
-  // What malloc has given out, as it counts it: torch's tensors on the CPU among it, pools of Tierflow's not.
+  // What malloc has given out, as it counts it, and what torch's tensors on the CPU take beside it once a Session was
+  // there (device_memory.h): these tensors among it, pools of Tierflow's not.
   module.def("allocated_bytes", [] {
     const struct mallinfo2 info = mallinfo2();
-    return info.uordblks + info.hblkhd;
+    return info.uordblks + info.hblkhd + DeviceMemory::mapped_bytes();
   });
   module.def("cuda_available", &swap::cuda_available);
 }

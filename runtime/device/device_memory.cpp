@@ -47,6 +47,10 @@ class CappedAllocator final : public c10::Allocator {
     std::lock_guard lock(mutex_);
     return stats_;
   }
+  std::uint64_t mapped() const {
+    std::lock_guard lock(mutex_);
+    return mapped_;
+  }
   static CappedAllocator& instance() {
     static auto* allocator = new CappedAllocator;  // outlives every tensor
     return *allocator;
@@ -78,8 +82,9 @@ class CappedAllocator final : public c10::Allocator {
       TORCH_CHECK_WITH(OutOfMemoryError, data != nullptr, "the system refused ", size >> 20, " MiB");
       stats_.held += size;
     }
-    sizes_[data] = got;
+    sizes_[data] = {.got = got, .asked = size};
     stats_.used += got;
+    if (large) mapped_ += size;
     stats_.peak_used = std::max(stats_.peak_used, stats_.used);
     stats_.peak_held = std::max(stats_.peak_held, stats_.held);
     return data;
@@ -89,10 +94,11 @@ class CappedAllocator final : public c10::Allocator {
     if (data == nullptr) return;
     std::lock_guard lock(mutex_);
     const auto found = sizes_.find(data);
-    const std::size_t size = found->second;
+    const auto [size, asked] = found->second;
     sizes_.erase(found);
     stats_.used -= size;
     if (size >= kLarge) {
+      mapped_ -= asked;
       kept_.emplace(size, data);
       return;
     }
@@ -112,11 +118,16 @@ class CappedAllocator final : public c10::Allocator {
     kept_.clear();
   }
 
+  struct Block {
+    std::size_t got = 0, asked = 0;  // what is kept for reuse may be larger
+  };
+
   mutable std::mutex mutex_;
-  std::unordered_map<void*, std::size_t> sizes_;
+  std::unordered_map<void*, Block> sizes_;
   std::multimap<std::size_t, void*> kept_;
   std::uint64_t cap_ = ~std::uint64_t{0} / 2;
   DeviceMemoryStats stats_;
+  std::uint64_t mapped_ = 0;  // asked for, of what is used
 };
 
 }  // namespace
@@ -132,6 +143,10 @@ DeviceMemory& DeviceMemory::install() {
   };
   static Installed memory;
   return memory;
+}
+
+std::uint64_t DeviceMemory::mapped_bytes() {
+  return CappedAllocator::instance().mapped();
 }
 
 void expect_default_stream(c10::Device device) {

@@ -21,6 +21,9 @@ class DeviceMemory {
   // kept for reuse inside the cap and given back to the system before an allocation is refused with
   // c10::OutOfMemoryError.
   static DeviceMemory& install();
+  // Of what live CPU tensors take, what that allocator has mapped: malloc does not count it. 0 where it is not
+  // installed.
+  static std::uint64_t mapped_bytes();
   // CUDA's. Loads torch's CUDA library; an Exception of kind environment where that cannot be.
   static DeviceMemory& cuda();
 

@@ -31,7 +31,7 @@ PreferenceRun::PreferenceRun(const TrainOptions& options, const Dataset& data, b
       rule_(rule_of(options, base_is_reference)),
       rows_(options.micro_batch * sequences_in_one(options)) {}
 
-void PreferenceRun::set_aside(SessionOptions& session) const {
+void PreferenceRun::set_aside(SessionOptions& session, const Say& say) const {
   if (!rule_.needs_reference() || rule_.computes_reference()) return;
   const auto pairs = static_cast<std::uint64_t>(data_.all_sequences()) / 2, bytes = kReferenceRam * pairs;
   if (bytes >= session.host_memory)
@@ -39,6 +39,7 @@ void PreferenceRun::set_aside(SessionOptions& session) const {
                                                       "--host-memory",
                                                       pairs, human_bytes(bytes), human_bytes(session.host_memory)));
   session.host_memory -= bytes;
+  say(fmt::format("the reference of {} pairs takes {} of --host-memory", pairs, human_bytes(bytes)));
 }
 
 void PreferenceRun::set_reference(Session& session, const std::string& identity, TrainingLog& log) {

@@ -23,7 +23,7 @@ class PreferenceRun {
   PreferenceRun(const TrainOptions& options, const Dataset& data, bool base_is_reference);
 
   // Takes from the host's budget what the reference of all pairs needs, where it is computed before the first step.
-  void set_aside(SessionOptions& session) const;
+  void set_aside(SessionOptions& session, const Say& say) const;
   // Before the first step or evaluation, where the rule needs a reference: computes it, or takes that of the state that
   // was resumed. identity: of the run. Throws Exception: corruption where the state has steps and its reference is
   // missing, damaged or another run's; numeric where it is not finite; Stopped. What ends the pass discards the store.

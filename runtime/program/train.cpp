@@ -172,8 +172,9 @@ class Training {
     record_.configuration = configuration_hash(effective_configuration(options_));
     session.remembered = record_.json();
     teacher_.tell(session);
-    preference_.set_aside(session);
-    sample_prompts_.set_aside(session, spec_, [this](const std::string& line) { log_.say(line); });
+    const Say say = [this](const std::string& line) { log_.say(line); };
+    preference_.set_aside(session, say);
+    sample_prompts_.set_aside(session, spec_, say);
     if (left_.resumable) {
       session.resume = true;
       session.chunk_elements = left_.chunk_elements;

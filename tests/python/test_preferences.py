@@ -339,13 +339,14 @@ def test_nothing_is_dropped(tuned, tmp_path):
 @needs_torch
 def test_stopped_before_the_first_step_it_leaves_no_store(tuned, tmp_path):
     write_rows(tmp_path / "many.jsonl", [json.loads(line) for line in (tuned / "more.jsonl").read_text().splitlines()] * 400)
-    words = changed(tune("dpo", "--steps", "2"), {"--data": str(tmp_path / "many.jsonl"), "--host-memory": "500KiB"})
+    words = changed(tune("dpo", "--steps", "2"), {"--data": str(tmp_path / "many.jsonl"), "--host-memory": "650KiB"})
     log = tmp_path / "log.json"
     child = start(tuned, *words, "--storage", tmp_path / "store", "--durability", "step", "--log-json", log, "--out", tmp_path / "out")
     wait_until(lambda: log.exists() and "resumed_at" in log.read_text())  # the session is there
     child.send_signal(signal.SIGTERM)
     _, said = child.communicate()
     assert child.returncode == 128 + signal.SIGTERM and "step 1" not in said
+    assert "the reference of 4800 pairs takes 150KiB of --host-memory" in " ".join(said.split())
     assert not list((tmp_path / "store").glob("*"))
 
 

@@ -72,7 +72,7 @@ def test_first_values_are_the_programs(method, folder, tmp_path):
     tuned, _ = begun(tierflow.load(folder, streaming(tmp_path, "bf16")), method)
     a, b, _ = factors(tuned)
     micro_batches = [{"input_ids": batch["input_ids"], "labels": batch["labels"]} for batch in batches("llama", 2)]
-    with tierflow.Session(folder, tierflow.Budget(device="64MiB", host="64MiB"), method="lora", adapters={"rank": 4, "alpha": 6, "targets": TARGETS, "init": method},
+    with tierflow.Session(folder, tierflow.Budget(device="1GiB", host="64MiB"), method="lora", adapters={"rank": 4, "alpha": 6, "targets": TARGETS, "init": method},
                           micro_batch=2, micro_batches=2, sequence_length=24) as session:  # fmt: skip
         session.step(micro_batches, lr=0.0)
         session.save(tmp_path / "theirs")
