@@ -9,8 +9,7 @@ rm -f "$reports"/*.xml "$reports"/suites/*.xml
 status=0
 
 ctest --test-dir "$build" --parallel "$(nproc)" --output-on-failure --no-tests=error --output-junit "$reports/ctest.xml" || status=1
-# Most tests wait for a program of one thread. A file's tests mostly stay together, since they share what they trained; who has no more
-# takes from the others.
-TIERFLOW_BUILD=$build .venv/bin/python -m pytest --numprocesses "$(nproc)" --maxprocesses 4 --dist worksteal --junitxml="$reports/pytest.xml" || status=1
+# Most tests wait for a program of one thread. A file's tests stay together: they share what they trained.
+TIERFLOW_BUILD=$build .venv/bin/python -m pytest --numprocesses "$(nproc)" --maxprocesses 4 --dist loadfile --junitxml="$reports/pytest.xml" || status=1
 .venv/bin/python tools/test_totals.py "$reports/ctest.xml" "$reports/pytest.xml" || status=1
 exit $status

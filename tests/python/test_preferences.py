@@ -346,7 +346,7 @@ def test_stopped_before_the_first_step_it_leaves_no_store(tuned, tmp_path):
     child.send_signal(signal.SIGTERM)
     _, said = child.communicate()
     assert child.returncode == 128 + signal.SIGTERM and "step 1" not in said
-    assert "the reference of 4800 pairs takes 150KiB of --host-memory" in " ".join(said.split())
+    assert "the reference of 4800 pairs takes 150 KiB of --host-memory" in " ".join(said.split()), said
     assert not list((tmp_path / "store").glob("*"))
 
 
