@@ -25,11 +25,30 @@ void Ledger::begin(const Task& task) {
     dependencies_begin_ = {0};
   }
   const auto begin = dependencies_.insert(dependencies_.end(), task.dependencies.begin(), task.dependencies.end());
-  std::sort(begin, dependencies_.end());
+  if (!std::is_sorted(begin, dependencies_.end())) std::sort(begin, dependencies_.end());
   dependencies_begin_.push_back(dependencies_.size());
   seen_.push_back(0);
+  after_.push_back(0);
+  before_.push_back(0);
   if (!task.dependencies.empty() && dependencies_.back() >= id_)
-    wrong("depends on a later task: the lanes would deadlock");
+    return wrong("depends on a later task: the lanes would deadlock");
+  for (const TaskId earlier : dependencies_of(id_))
+    after_.back() = std::max(after_.back(), after_[earlier - first_id_]);
+  if (task.lane == Lane::compute && after_.back() == chain_length_) lengthen_chain();
+}
+
+void Ledger::lengthen_chain() {
+  after_.back() = before_.back() = ++chain_length_;
+  open_.assign(1, id_);
+  while (!open_.empty()) {
+    const auto earlier = dependencies_of(open_.back());
+    open_.pop_back();
+    for (const TaskId task : earlier)
+      if (std::uint32_t& before = before_[task - first_id_]; before == 0) {
+        before = chain_length_;
+        open_.push_back(task);
+      }
+  }
 }
 
 void Ledger::wrong(const std::string& detail) {
@@ -63,9 +82,12 @@ std::span<const TaskId> Ledger::dependencies_of(TaskId task) const {
       .subspan(dependencies_begin_[at], dependencies_begin_[at + 1] - dependencies_begin_[at]);
 }
 
-// Whether the task at hand waits for `earlier`, directly or through others: the search goes to the oldest first, for
-// what it looks for is older than all that it may pass.
+// Whether the task at hand waits for `earlier`, directly or through others. Most are found at once: directly, or
+// because the chain has a task between the two. Else the search goes to the oldest first, for what it looks for is
+// older than all that it may pass.
 bool Ledger::follows(TaskId earlier) const {
+  const std::uint32_t before = before_[earlier - first_id_];
+  if (before != 0 && before <= after_[id_ - first_id_]) return true;
   ++search_;
   open_.assign(1, id_);
   while (!open_.empty()) {

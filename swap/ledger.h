@@ -88,6 +88,7 @@ class Ledger {
   void write(Held& held, const Content& content, std::uint64_t begin, std::uint64_t end);
   bool in_arena(std::uint64_t begin, std::uint64_t bytes);
   void split(std::uint64_t at);
+  void lengthen_chain();
   bool follows(TaskId earlier) const;
   std::span<const TaskId> dependencies_of(TaskId task) const;
 
@@ -98,8 +99,12 @@ class Ledger {
   // Of every task so far, each one's sorted: those of task i begin at dependencies_begin_[i - first_id_].
   std::vector<TaskId> dependencies_;
   std::vector<std::size_t> dependencies_begin_;
+  // A chain of compute tasks, each of which follows the one before it; they count from 1. By task: the last one that it
+  // follows or is, and the first one that follows it or is it. 0: none.
+  std::vector<std::uint32_t> after_, before_;
+  std::uint32_t chain_length_ = 0;
   mutable std::vector<std::uint32_t> seen_;  // by task: the number of the last search that came by
-  mutable std::vector<TaskId> open_;
+  mutable std::vector<TaskId> open_;         // of a search: tasks whose dependencies it has not seen
   mutable std::uint32_t search_ = 0;
   TaskId first_id_ = 0, id_ = 0;
   const Task* task_ = nullptr;  // at hand; null at the end of a plan

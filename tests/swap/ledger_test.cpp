@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 
 #include <functional>
+#include <random>
 
 #include "swap/arrange.h"
 
@@ -17,6 +18,7 @@ constexpr Content kWords{What::words, 0}, kOther{What::words, 0, 1}, kState{What
 struct Step {
   std::vector<TaskId> dependencies;
   std::function<void(Ledger&)> does;
+  Lane lane = Lane::compute;
 };
 
 class LedgerTest : public ::testing::Test {
@@ -31,7 +33,7 @@ class LedgerTest : public ::testing::Test {
     Ledger ledger(layout_, arrangement_);
     Plan plan;
     plan.first_id = 10;
-    for (const Step& step : steps) plan.tasks.push_back({.dependencies = step.dependencies});
+    for (const Step& step : steps) plan.tasks.push_back({.lane = step.lane, .dependencies = step.dependencies});
     std::size_t at = 0;
     ledger.play(plan, [&](const Task&) { steps[at++].does(ledger); });
     return ledger.error().detail;
@@ -73,6 +75,32 @@ TEST_F(LedgerTest, AReadWaitsForItsWriterDirectlyOrThroughOthers) {
   EXPECT_EQ(wrong({{{}, write(0, 100)}, {{10}, nothing}, {{11}, nothing}, {{12, 11}, read(0, 100)}}), "");
   EXPECT_THAT(wrong({{{}, nothing}, {{}, write(0, 100)}, {{10}, nothing}, {{10, 12}, read(0, 100)}}),
               HasSubstr("does not wait for task 11"));
+}
+
+TEST_F(LedgerTest, ATaskWaitsForThoseItIsTiedToByAnyPath) {
+  std::mt19937 random(1);
+  const auto below = [&](std::size_t n) { return std::uniform_int_distribution<std::size_t>(0, n - 1)(random); };
+  int waits = 0;
+  constexpr int kGraphs = 4000;
+  for (int graph = 0; graph < kGraphs; ++graph) {
+    const std::size_t tasks = 3 + below(40), read_by_last = below(tasks - 1);
+    std::vector<Step> steps(tasks);
+    std::vector<bool> reached(tasks, false);  // from the task whose bytes the last one reads
+    reached[read_by_last] = true;
+    for (std::size_t task = 0; task < tasks; ++task) {
+      steps[task].lane = below(2) == 0 ? Lane::compute : Lane::upload;
+      for (std::size_t edges = below(3); task != 0 && edges != 0; --edges) {
+        const std::size_t earlier = below(task);
+        steps[task].dependencies.push_back(10 + earlier);
+        if (reached[earlier]) reached[task] = true;
+      }
+      steps[task].does = task + 1 < tasks ? write(task, 1) : read(read_by_last, 1);
+    }
+    waits += reached.back() ? 1 : 0;
+    ASSERT_EQ(wrong(steps).empty(), reached.back()) << "graph " << graph;
+  }
+  EXPECT_GT(waits, kGraphs / 10);
+  EXPECT_LT(waits, kGraphs - kGraphs / 10);
 }
 
 TEST_F(LedgerTest, WhatIsReadWasWrittenAndHoldsWhatIsNeeded) {
