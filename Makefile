@@ -49,8 +49,8 @@ test-faults: setup ## the commit protocol under faults: RUNS (100000) on simulat
 	@cmake --build build --parallel $(JOBS) --target swap_test
 	@tools/test_faults.sh build $(JOBS)
 
-test-kills: build ## a training run killed at KILLS (200) points, and gone on with
-	@TIERFLOW_BUILD=build TIERFLOW_KILLS=$(or $(KILLS),200) .venv/bin/python -m pytest -q tests/python/test_resume.py -k each_call
+test-kills: build ## a training run killed at KILLS (225) points, and gone on with
+	@TIERFLOW_BUILD=build TIERFLOW_KILLS=$(or $(KILLS),225) .venv/bin/python -m pytest -q tests/python/test_resume.py -k each_call
 
 fuzz: setup ## the parsers of foreign files on random bytes, MINUTES (1) each, or RUNS inputs; PARSER=config names one. Needs clang
 	@command -v clang++ >/dev/null || { echo "make fuzz needs clang: apt-get install clang" >&2; exit 4; }

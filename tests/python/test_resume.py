@@ -86,19 +86,23 @@ SETTINGS = {
     "resident": ["--engine", "io_uring", "--host-memory", "64MiB"],
     "lora": ["--engine", "threads", "--method", "lora"],
     "galore": ["--engine", "threads", "--method", "galore", "--rank", "8", "--update-gap", "7"],
+    "rows": ["--engine", "threads", "--config", "wide.json", "--data", "ids.npy", "--sequence-length", "8", "--micro-batch", "1", "--host-memory", "4MiB"],
 }
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_killed_at_each_call_it_goes_on_to_the_bit(work, setting):
-    """At TIERFLOW_KILLS (make test-kills: 200) calls that change files, as many of each setting and evenly over its run, half a write included."""
+    """At TIERFLOW_KILLS (make test-kills: 225) calls that change files, as many of each setting and evenly over its run, half a write included."""
     more = SETTINGS[setting]
     begin = TRAIN
     if "--method" in more:
         run(work, "init", "--config", "config.json", "--out", "base")
         begin = ["train", "--model", "base", *TRAIN[3:]]
+    (work / "wide.json").write_text(json.dumps(config(hidden=32, layers=1, vocab=65536)))
+    numpy.save(work / "ids.npy", numpy.random.default_rng(1).integers(0, 65536, 1000, dtype=numpy.uint16))
     options = {"--storage": "store", "--host-memory": "1MiB", **dict(zip(more[::2], more[1::2], strict=True))}
-    words = [*changed(begin, {"--steps": "30"}), *small(*(word for pair in options.items() for word in pair)), "--log-json", "log.json", "--durability", "step", "--export-every", "10"]
+    begin = changed(begin, {"--steps": "30", **{option: value for option, value in options.items() if option in begin}})
+    words = [*begin, *small(*(word for option, value in options.items() if option not in begin for word in (option, value))), "--log-json", "log.json", "--durability", "step", "--export-every", "10"]
     whole = run(work, *changed(words, {"--out": "whole", "--log-json": "whole.json"}), ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_CALL_COUNT": "count"})
     if "io_uring" in more and "io_uring" in whole.stderr:
         pytest.skip("this machine has no io_uring")
@@ -111,6 +115,7 @@ def test_killed_at_each_call_it_goes_on_to_the_bit(work, setting):
         return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.safetensors")}
 
     assert len(result(work / "whole")) == 3
+    assert ("parts that its tokens use" in whole.stderr) == (setting == "rows")
     killed = resumed = 0
     for i in range(kills):
         call = 1 + calls * (2 * i + 1) // (2 * kills)
