@@ -5,7 +5,7 @@
 namespace tierflow::io {
 namespace {
 
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr std::size_t kPage = 4096, kHugePage = std::size_t{2} << 20;
 
 void unmap(std::byte* data, std::size_t size, void*) noexcept {
   munmap(data, size);
@@ -20,6 +20,15 @@ Buffer allocate_buffer(std::size_t bytes) {
   // Pinning is paid by the page; where the system has no huge pages this does nothing.
   if (bytes >= 4 * kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
   return Buffer(static_cast<std::byte*>(data), bytes, unmap, nullptr);
+}
+
+std::vector<Buffer> allocate_buffers(std::size_t count, std::size_t bytes) {
+  const std::size_t pages = (bytes + kPage - 1) / kPage * kPage;
+  const auto slab = std::make_shared<const Buffer>(allocate_buffer(count * pages));
+  std::vector<Buffer> parts;
+  for (std::size_t i = 0; *slab && i < count; ++i)
+    parts.push_back(part_of(slab, slab->bytes().subspan(i * pages, bytes)));
+  return parts;
 }
 
 Buffer part_of(std::shared_ptr<const Buffer> slab, std::span<std::byte> part) {

@@ -192,26 +192,28 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
     bool arrived = false;
   };
   std::vector<std::pair<ExtentKind, int>> extents;
-  std::uint64_t done = 0, total = 0, ahead = 0;
+  std::uint64_t done = 0, total = 0, largest = 0;
   for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
     for (int index = 0; index < static_cast<int>(layout_.chunks().size()); ++index)
       if (record(kind, index).written) {
         extents.emplace_back(kind, index);
         total += extent_bytes(kind, index);
+        largest = std::max(largest, extent_bytes(kind, index));
       }
   if (extents.empty()) return store_damaged("it has no extents");
+  const std::uint64_t ahead =
+      std::clamp<std::uint64_t>(kScrubBytes / largest, 2, std::max<std::size_t>(2, extents.size()));
+  std::vector<io::Buffer> free = io::allocate_buffers(ahead, largest);
+  if (free.empty()) return {.kind = io::ErrorKind::memory, .operation = "verify the store", .length = ahead * largest};
   std::mutex mutex;
   std::condition_variable wakes;
   std::deque<Reading> readings;
-  const auto read_ahead = [&](std::size_t& next) -> io::Error {
-    for (; next < extents.size(); ++next) {
+  const auto read_ahead = [&](std::size_t& next) {
+    for (; next < extents.size() && !free.empty(); ++next) {
       const auto [kind, index] = extents[next];
-      const std::uint64_t bytes = extent_bytes(kind, index);
-      if (readings.size() > 1 && ahead + bytes > kScrubBytes) break;
-      io::Buffer buffer = io::allocate_buffer(bytes);
-      if (!buffer) return {.kind = io::ErrorKind::memory, .operation = "verify the store", .length = bytes};
       Reading& reading = readings.emplace_back(Reading{.kind = kind, .index = index});
-      ahead += bytes;
+      io::Buffer buffer = std::move(free.back());
+      free.pop_back();
       read(kind, index, std::move(buffer), [&](io::Completion&& completion) {
         std::lock_guard lock(mutex);
         reading.completion = std::move(completion);
@@ -219,7 +221,6 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
         wakes.notify_one();
       });
     }
-    return {};
   };
   // Of an error, or where `use` or `progress` throws: what is under way still comes here.
   struct Awaited {
@@ -232,7 +233,7 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
     }
   } const awaited{mutex, wakes, readings};
   for (std::size_t next = 0; next < extents.size() || !readings.empty();) {
-    if (io::Error error = read_ahead(next)) return error;
+    read_ahead(next);
     Reading& reading = readings.front();
     {
       std::unique_lock lock(mutex);
@@ -243,14 +244,15 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
     // A drive that does not answer was waited for long enough.
     if (failed && (failed.kind != io::ErrorKind::io || failed.error_number == ETIMEDOUT)) return failed;
     if (failed) wait_for_second_look(failed.message());
-    if (failed || verify(reading.kind, reading.index, reading.completion.buffer.bytes().first(bytes))) {
-      auto again = fetch(reading.kind, reading.index);
-      if (!again.ok()) return again.error();
-      reading.completion.buffer = std::move(again).value();
+    io::Buffer found = std::move(reading.completion.buffer), again;
+    if (failed || verify(reading.kind, reading.index, found.bytes().first(bytes))) {
+      auto fetched = fetch(reading.kind, reading.index);
+      if (!fetched.ok()) return fetched.error();
+      again = std::move(fetched).value();
     }
-    if (use) use(reading.kind, reading.index, reading.completion.buffer.bytes().first(bytes));
+    if (use) use(reading.kind, reading.index, (again ? again : found).bytes().first(bytes));
+    free.push_back(std::move(found));
     readings.pop_front();
-    ahead -= bytes;
     done += bytes;
     if (progress) progress(done, total);
   }

@@ -9,8 +9,12 @@
 namespace tierflow {
 
 WordsAhead::WordsAhead(swap::Store& store, const swap::Layout& layout, std::uint64_t ahead)
-    : words_(store), largest_(layout.max_word_bytes()) {
-  ahead_ = std::clamp<std::size_t>(ahead / std::max<std::uint64_t>(largest_, 1), 1, 16);
+    : words_(store),
+      ahead_(std::clamp<std::size_t>(ahead / std::max<std::uint64_t>(layout.max_word_bytes(), 1), 1, 16)),
+      free_(io::allocate_buffers(ahead_ + 1, layout.max_word_bytes())) {
+  if (free_.empty())
+    throw Exception(
+        {.kind = io::ErrorKind::memory, .operation = "export", .length = (ahead_ + 1) * layout.max_word_bytes()});
 }
 
 void WordsAhead::read(std::span<const int> chunks, const std::function<void(std::span<std::byte>)>& use) {
@@ -22,17 +26,16 @@ void WordsAhead::read(std::span<const int> chunks, const std::function<void(std:
   const std::span<std::byte> words = read.buffer.bytes().first(words_.bytes(chunks.front()));
   if (const io::Error wrong = words_.verify(chunks.front(), words)) {
     words_.report_second_reading(wrong);
-    read.buffer = {};
     use(value_or_throw(words_.fetch(chunks.front())).bytes());
   } else {
     use(words);
   }
-  spare_ = std::move(read.buffer);
+  free_.push_back(std::move(read.buffer));
 }
 
 void WordsAhead::begin(int chunk) {
-  io::Buffer buffer = spare_ ? std::exchange(spare_, {}) : io::allocate_buffer(largest_);
-  if (!buffer) throw Exception({.kind = io::ErrorKind::memory, .operation = "export", .length = largest_});
+  io::Buffer buffer = std::move(free_.back());
+  free_.pop_back();
   const auto arrived = std::make_shared<std::promise<io::Completion>>();
   arriving_.push_back(arrived->get_future());
   words_.read(chunk, std::move(buffer), [arrived](io::Completion&& read) { arrived->set_value(std::move(read)); });

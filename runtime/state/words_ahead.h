@@ -5,6 +5,7 @@
 #include <functional>
 #include <future>
 #include <span>
+#include <vector>
 
 #include "swap/store.h"
 
@@ -23,9 +24,8 @@ class WordsAhead {
   void begin(int chunk);
 
   swap::CommittedWords words_;
-  const std::uint64_t largest_;
-  std::size_t ahead_ = 1;  // chunks
-  io::Buffer spare_;
+  const std::size_t ahead_;       // chunks
+  std::vector<io::Buffer> free_;  // with those that are read or used, one more than `ahead_`
   std::deque<std::future<io::Completion>> arriving_;
 };
 

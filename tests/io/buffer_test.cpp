@@ -75,5 +75,18 @@ TEST(BufferTest, PartsKeepTheirSlab) {
   EXPECT_EQ(released, 1);
 }
 
+TEST(BufferTest, OneAllocationGivesManyBuffersOnPagesOfTheirOwn) {
+  std::vector<Buffer> buffers = allocate_buffers(3, 5000);
+  ASSERT_EQ(buffers.size(), 3U);
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(buffers[i].size(), 5000U);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(buffers[i].data()) % 4096, 0U);
+    EXPECT_EQ(buffers[i].data() - buffers[0].data(), static_cast<std::ptrdiff_t>(i * 8192));
+  }
+  buffers.erase(buffers.begin(), buffers.begin() + 2);
+  std::fill_n(buffers[0].data(), 5000, std::byte{7});  // the others' end is not its own
+  EXPECT_TRUE(allocate_buffers(std::size_t{1} << 20, std::size_t{1} << 40).empty());
+}
+
 }  // namespace
 }  // namespace tierflow::io
